@@ -30,8 +30,8 @@ class EngineReplica:
     """Answers the requests of routers with one engine.
 
     Its methods have the names Serve looks for: `check_health`, `record_routing_stats`,
-    `record_autoscaling_stats`, `reconfigure`, `__del__`. Routers find it once `__init__` has returned, that is once the engine
-    is loaded; on shutdown it lets running requests finish first.
+    `record_autoscaling_stats`, `reconfigure`, `__del__`. Routers find it once `__init__` has
+    returned, that is once the engine is loaded; on shutdown it lets running requests finish first.
 
     engine_loop: import path `module:name` of `start_engine`, or of a stand-in for it.
     """

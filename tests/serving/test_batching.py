@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import aclosing, suppress
 from contextvars import ContextVar
 from dataclasses import replace
@@ -14,15 +15,12 @@ from hypothesis import strategies as st
 
 from serve_spec.core.request import FinishReason, TokenDelta
 from serve_spec.serving.batching import Batcher
-from serve_spec.serving.errors import ApiError, ReplicaLost, no_replica
+from serve_spec.serving.errors import ApiError, no_replica
 from serve_spec.serving.messages import (
     Accepted,
-    Cancellation,
     GenerateRequest,
     News,
     ReplicaItem,
-    Submission,
-    Submitted,
     Withdrawn,
 )
 from tests.serving.fakes import FAR_S, request, settle
@@ -41,34 +39,34 @@ class Wire:
 
     batcher: Batcher
 
-    def __init__(self) -> None:
-        self.sent: list[Submission] = []
-        self.cancelled: list[Cancellation] = []
-        self.replies: list[asyncio.Future[Submitted]] = []
-        self.replicas: dict[int, str] = {}
+    def __init__(self, *targets: str) -> None:
+        self.targets = list(targets)
+        """Where messages go; r1 once there is none left."""
+        self.sent: list[tuple[str, list[GenerateRequest]]] = []
+        self.cancelled: list[tuple[str, list[str]]] = []
+        self.is_ready: asyncio.Future[None] | None = None
+        """What requests wait for, if anything."""
 
-    async def submit(self, submission: Submission) -> Submitted:
-        self.sent.append(submission)
-        self.replies.append(asyncio.get_running_loop().create_future())
-        return await self.replies[-1]
+    async def ready(self) -> None:
+        if self.is_ready is not None:
+            await asyncio.shield(self.is_ready)
 
-    async def cancel(self, cancellation: Cancellation) -> None:
-        self.cancelled.append(cancellation)
+    def send(self, requests: Sequence[GenerateRequest]) -> str:
+        self.sent.append((self.targets.pop(0) if self.targets else "r1", list(requests)))
+        return self.sent[-1][0]
 
-    def reply(self, index: int = 0, replica: str = "r1", session: int = 1) -> None:
-        self.replies[index].set_result(Submitted(replica, session))
+    def cancel(self, replica: str, request_ids: Sequence[str]) -> None:
+        self.cancelled.append((replica, list(request_ids)))
 
-    def accept(self, index: int = 0, replica: str = "r1") -> None:
-        """Reply, and say so in the stream of the replica."""
-        self.reply(index, replica)
-        self.replicas[index] = replica
-        self.say(*((a.request_id, Accepted(1, replica)) for a in self.sent[index].requests))
+    def accept(self, index: int = 0) -> None:
+        replica, requests = self.sent[index]
+        self.say(*((a.request_id, Accepted(1, replica)) for a in requests), index=index)
 
-    def say(self, *items: tuple[str, ReplicaItem], index: int = 0, session: int = 1) -> None:
-        self.batcher.hear(self.replicas.get(index, "r1"), News(session, list(items)))
+    def say(self, *items: tuple[str, ReplicaItem], index: int = 0) -> None:
+        self.batcher.hear(self.sent[index][0], News(list(items)))
 
     def names(self) -> list[list[str]]:
-        return [[asked.request_id for asked in s.requests] for s in self.sent]
+        return [[asked.request_id for asked in requests] for _, requests in self.sent]
 
 
 class Listener:
@@ -98,7 +96,7 @@ class Listener:
 
 def batcher(wire: Wire, **options: Any) -> Batcher:
     options = {"batch_wait_s": FAR_S, "max_batch_size": 3, **options}
-    wire.batcher = Batcher(wire, "router", **options)
+    wire.batcher = Batcher(wire, **options)
     return wire.batcher
 
 
@@ -107,27 +105,26 @@ async def asking(
 ) -> tuple[Wire, Batcher, list[Listener]]:
     """Requests of one letter each, as far as they get by themselves."""
     wire = wire or Wire()
-    door = batcher(wire, **options)
-    listeners = [Listener(door, named(name)) for name in names]
+    router = batcher(wire, **options)
+    listeners = [Listener(router, named(name)) for name in names]
     await settle()
-    return wire, door, listeners
+    return wire, router, listeners
 
 
 async def together(names: str, wire: Wire | None = None) -> tuple[Wire, Batcher, list[Listener]]:
     """One submission of these requests, accepted by replica r1."""
-    wire, door, listeners = await asking(names, wire, max_batch_size=len(names))
+    wire, router, listeners = await asking(names, wire, max_batch_size=len(names))
     wire.accept()
     await settle()
-    return wire, door, listeners
+    return wire, router, listeners
 
 
 async def test_requests_wait_for_company_until_the_batch_is_full() -> None:
-    wire, door, listeners = await asking("ab")
+    wire, router, listeners = await asking("ab")
     assert not wire.sent
-    listeners += [Listener(door, named(name)) for name in "cd"]
+    listeners += [Listener(router, named(name)) for name in "cd"]
     await settle()
     assert wire.names() == [["a", "b", "c"]]
-    assert wire.sent[0].sender == "router"
 
 
 @pytest.mark.parametrize(
@@ -137,9 +134,9 @@ async def test_requests_wait_for_company_until_the_batch_is_full() -> None:
 async def test_a_batch_is_shared_out_evenly_where_there_are_several_replicas(
     names: str, shares: list[str]
 ) -> None:
-    wire, door, _listeners = await asking(names, max_batch_size=len(names), num_shares=3)
+    wire, router, _listeners = await asking(names, max_batch_size=len(names), num_shares=3)
     assert wire.names() == [list(share) for share in shares]
-    assert sum(door.snapshot()["submission_size_histogram"].values()) == len(shares)
+    assert sum(router.snapshot()["submission_size_histogram"].values()) == len(shares)
 
 
 @pytest.mark.parametrize("batch_wait_s", [0.0, 0.001])
@@ -154,7 +151,7 @@ async def test_those_of_one_moment_travel_together_and_wait_for_no_company_for_e
 
 async def test_requests_of_different_groups_or_with_replicas_to_avoid_travel_apart() -> None:
     wire = Wire()
-    door = batcher(wire, max_batch_size=2, group_of=lambda asked: asked.prompt)
+    router = batcher(wire, max_batch_size=2, group_of=lambda asked: asked.prompt)
     asked = [
         named("a", "x"),
         named("b", "y"),
@@ -162,111 +159,99 @@ async def test_requests_of_different_groups_or_with_replicas_to_avoid_travel_apa
         replace(named("d", "y"), avoid=frozenset({"r1"})),
         named("e", "y"),
     ]
-    _waiting = [Listener(door, one) for one in asked]
+    _waiting = [Listener(router, one) for one in asked]
     await settle()
     assert wire.names() == [["a", "c"], ["b", "e"]]
 
 
 async def test_a_listener_that_leaves_ends_its_request_and_no_other() -> None:
-    wire, door, (a, b) = await together("ab")
+    wire, router, (a, b) = await together("ab")
     await a.leave()
     await settle()
-    assert wire.cancelled == [Cancellation("r1", ("a",))]
-    assert wire.sent[0].num_open == 1
-    assert door.snapshot()["replica_batch_sizes"] == {"r1": 1}
+    assert wire.cancelled == [("r1", ["a"])]
+    assert router.num_open("r1") == 1
+    assert router.snapshot()["replica_batch_sizes"] == {"r1": 1}
     wire.say(("a", TokenDelta("a", (), "", FinishReason.ABORT)), text("b", "x", last=True))
     await settle()
     assert b.text == "x"
 
 
-async def test_who_leaves_before_it_is_known_where_it_runs_is_ended_there_once_it_is() -> None:
-    wire, _door, (a, _b) = await asking("ab", max_batch_size=2)
+async def test_who_leaves_while_there_is_no_replica_is_never_sent() -> None:
+    wire = Wire()
+    wire.is_ready = asyncio.get_running_loop().create_future()
+    _, _door, (a, _b) = await asking("ab", wire, max_batch_size=2)
     await a.leave()
+    wire.is_ready.set_result(None)
     await settle()
+    assert wire.names() == [["b"]]
     assert not wire.cancelled
-    wire.accept(replica="r7")
-    await settle()
-    assert wire.cancelled == [Cancellation("r7", ("a",))]
 
 
 async def test_those_that_leave_in_one_moment_are_one_message() -> None:
-    wire, door, listeners = await together("abc")
+    wire, router, listeners = await together("abc")
     await asyncio.gather(*(listener.leave() for listener in listeners[:2]))
     await settle()
-    assert wire.cancelled == [Cancellation("r1", ("a", "b"))]
-    assert door.snapshot()["replica_batch_sizes"] == {"r1": 1}
+    assert wire.cancelled == [("r1", ["a", "b"])]
+    assert router.snapshot()["replica_batch_sizes"] == {"r1": 1}
 
 
 async def test_who_leaves_while_waiting_for_company_is_never_sent() -> None:
-    wire, door, (a,) = await asking("a", batch_wait_s=0.01)
+    wire, router, (a,) = await asking("a", batch_wait_s=0.01)
     await a.leave()
-    _rest = [Listener(door, named(name)) for name in "bcd"]
+    _rest = [Listener(router, named(name)) for name in "bcd"]
     await settle()
     assert wire.names() == [["b", "c", "d"]]
 
 
-@pytest.mark.parametrize("accepted", [False, True])
-async def test_when_a_replica_is_lost_all_its_requests_that_have_not_ended_hear_of_it(
-    accepted: bool,
-) -> None:
-    wire, door, (a, b) = await asking("ab", max_batch_size=2)
-    if accepted:
-        wire.accept()
-        wire.say(text("a", "1", last=True))
+async def test_when_a_replica_is_lost_all_its_requests_that_have_not_ended_hear_of_it() -> None:
+    wire, router, (a, b) = await together("ab")
+    other = Listener(router, named("c"))
+    wire.targets = ["r2"]
+    wire.say(text("a", "1", last=True))
     gone = no_replica("gone")
-    if accepted:
-        door.lose("r1", gone)
-    else:
-        wire.replies[0].set_exception(gone)
+    router.lose("r1", gone)
     await settle()
-    assert (a.heard[-1] is gone) == (not accepted)
+    assert a.heard[-1] is not gone
     assert b.heard[-1] is gone
-    assert door.num_interrupted == 2 - accepted
+    assert not other.heard
+    assert router.num_interrupted == 1
+    assert wire.cancelled == [("r1", ["b"])], "should it wake up"
 
 
 async def test_a_request_that_another_replica_takes_over_counts_once_it_has_been_taken() -> None:
-    wire, door, _fresh = await asking("a", max_batch_size=1)
-    _again = Listener(door, replace(named("b"), is_resumption=True))
+    wire, router, _fresh = await asking("a", max_batch_size=1)
+    _again = Listener(router, replace(named("b"), is_resumption=True))
     await settle()
-    assert door.num_resumed == 0
+    assert router.num_resumed == 0
     wire.accept(0)
     wire.accept(1)
     await settle()
-    assert door.num_resumed == 1
+    assert router.num_resumed == 1
 
 
-@pytest.mark.parametrize("is_cancelled", [False, True])
-async def test_a_submission_that_breaks_off_fails_its_requests(is_cancelled: bool) -> None:
-    wire, door, (a,) = await asking("a", max_batch_size=1)
-    if is_cancelled:  # by other code than its own
-        (call,) = door._calls
-        call.cancel()
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [(None, 500), (RuntimeError("odd"), 500), (no_replica("none"), 503)],
+    ids=repr,
+)
+async def test_where_the_way_to_a_replica_is_cut_requests_fail(
+    end: Exception | None, status: int
+) -> None:
+    wire = Wire()
+    wire.is_ready = asyncio.get_running_loop().create_future()
+    _, router, (a,) = await asking("a", wire, max_batch_size=1)
+    if end is None:  # by other code than its own
+        (task,) = router._tasks
+        task.cancel()
     else:
-        wire.replies[0].set_exception(RuntimeError("odd"))
+        wire.is_ready.set_exception(end)
     await settle()
-    assert a.heard[-1].status == 500
-
-
-async def test_a_replica_that_forgets_a_router_loses_what_it_had_and_nothing_later() -> None:
-    wire, door, (a,) = await asking("a", max_batch_size=1)
-    wire.accept()
-    late = [Listener(door, named(name)) for name in "bc"]
-    await settle()
-    wire.reply(1, session=2)
-    await settle()
-    wire.say(session=2)
-    wire.reply(2, session=1)  # it was sent before the replica forgot, and answered after
-    await settle()
-    for lost in (a, late[1]):
-        assert isinstance(lost.heard[-1], ReplicaLost)
-    wire.say(text("b", "x", last=True), session=2)
-    await late[0].task
-    assert late[0].text == "x"
+    assert a.heard[-1].status == status
 
 
 async def test_a_client_that_does_not_read_loses_its_request_alone_and_reads_why() -> None:
-    wire, door, (a,) = await asking("a", max_batch_size=1, max_unread_bytes=4096)
-    slow = door.generate(named("b"))
+    wire, router, (a,) = await asking("a", max_batch_size=1, max_unread_bytes=4096)
+    slow = router.generate(named("b"))
     first = asyncio.create_task(anext(slow))
     await settle()
     for index in range(2):
@@ -275,7 +260,7 @@ async def test_a_client_that_does_not_read_loses_its_request_alone_and_reads_why
     for _ in range(100):
         wire.say(text("a", "x"), text("b", "y"))
         await settle()
-    assert wire.cancelled == [Cancellation("r1", ("b",))]
+    assert wire.cancelled == [("r1", ["b"])]
     with pytest.raises(ApiError, match="max_unread_bytes=4096") as caught:
         await anext(slow)
     assert caught.value.code == "client_too_slow"
@@ -285,8 +270,8 @@ async def test_a_client_that_does_not_read_loses_its_request_alone_and_reads_why
 
 
 async def test_what_comes_while_a_client_is_busy_is_one_delta() -> None:
-    wire, door, _ = await asking("", max_batch_size=1)
-    items = door.generate(named("a"))
+    wire, router, _ = await asking("", max_batch_size=1)
+    items = router.generate(named("a"))
     first = asyncio.create_task(anext(items))
     await settle()
     wire.accept()
@@ -304,29 +289,21 @@ async def test_a_submission_inherits_nothing_from_the_request_that_starts_it() -
     parents: list[str | None] = []
 
     class Contextual(Wire):
-        async def submit(self, submission: Submission) -> Submitted:
-            parents.append(parent.get())
-            return await super().submit(submission)
-
-        async def cancel(self, cancellation: Cancellation) -> None:
+        async def ready(self) -> None:
             parents.append(parent.get())
 
     parent.set("a request")
-    _, _, (a, b) = await together("ab", Contextual())
-    await a.leave()
-    await settle()
-    await b.leave()
-    await settle()
-    assert parents == [None, None, None]
+    await asking("ab", Contextual(), max_batch_size=2)
+    assert parents == [None]
 
 
 async def test_sizes_are_counted_for_the_router_and_for_each_replica() -> None:
-    wire, door, _listeners = await asking("abcdef", max_batch_size=3)
+    wire, router, _listeners = await asking("abcdef", max_batch_size=3)
     wire.accept(0)
     await settle()
     wire.accept(1)
     await settle()
-    assert door.snapshot() == {
+    assert router.snapshot() == {
         "num_interrupted": 0,
         "num_resumed": 0,
         "num_withdrawn": 0,
@@ -368,7 +345,7 @@ def test_after_any_coming_and_going_everybody_heard_their_own_words(data: Any) -
                 assert said.startswith(listener.text)
                 assert name in left or listener.text == said, "at once"
                 assert name in left or listener.task.done() == (spoken[name] == words[name])
-        assert wire.sent[0].num_open == 0
+        assert wire.batcher.num_open("r1") == 0
 
     asyncio.run(scenario())
 
@@ -377,9 +354,9 @@ def test_after_any_coming_and_going_everybody_heard_their_own_words(data: Any) -
 async def test_a_request_is_taken_back_wherever_it_is_and_what_came_before_is_heard(
     when: str,
 ) -> None:
-    wire, door, (taken,) = await asking("a", max_batch_size=2)
+    wire, router, (taken,) = await asking("a", max_batch_size=2)
     if when != "collected":
-        other = Listener(door, named("b"))
+        other = Listener(router, named("b"))
         await settle()
         wire.accept()
     if when in ("begun", "ended"):
@@ -387,25 +364,25 @@ async def test_a_request_is_taken_back_wherever_it_is_and_what_came_before_is_he
     if when == "ended":
         wire.say(text("a", "z", last=True))
     await settle()
-    door.withdraw("a")
-    door.withdraw("a")  # harmless
+    router.withdraw("a")
+    router.withdraw("a")  # harmless
     await settle()
     await taken.task
     assert taken.text == {"begun": "x", "ended": "xz"}.get(when, "")
     assert (taken.heard[-1] == Withdrawn()) == (when != "ended")
-    assert door.num_withdrawn == (when != "ended")
+    assert router.num_withdrawn == (when != "ended")
     if when != "collected":
         wire.say(text("b", "y", last=True))
         await other.task
         assert other.text.endswith("y"), "the other one goes on"
-        assert [c.request_ids for c in wire.cancelled] == [("a",)] * (when != "ended")
+        assert wire.cancelled == [("r1", ["a"])] * (when != "ended")
 
 
 async def test_requests_without_a_token_are_named_by_replica_oldest_first() -> None:
-    wire, door, _listeners = await asking("abcd", max_batch_size=1)
-    for index, replica in enumerate(["r1", "r2", "r1"]):
-        wire.accept(index, replica)
+    wire, router, _listeners = await asking("abc", Wire("r1", "r2", "r1"), max_batch_size=1)
+    wire.is_ready = asyncio.get_running_loop().create_future()
+    _waits = Listener(router, named("d"))
     wire.say(text("b", "x"), index=1)
     await settle()
-    assert door.not_begun(0.0) == {"r1": ["a", "c"]}, "d is nowhere yet"
-    assert door.not_begun(FAR_S) == {}
+    assert router.not_begun(0.0) == {"r1": ["a", "c"]}, "d is nowhere yet"
+    assert router.not_begun(FAR_S) == {}

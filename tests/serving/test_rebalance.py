@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from serve_spec.serving.routing_policy import requests_to_move
+from serve_spec.serving.routing import requests_to_move
 
 
 def state(running: int, waiting: int = 0, decoding: int | None = None, **more: Any) -> Any:

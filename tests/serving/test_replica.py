@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -16,16 +16,9 @@ from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.core.request import FinishReason, TokenDelta
 from serve_spec.serving import replica as module
 from serve_spec.serving.autoscaling import NUM_REQUESTS
-from serve_spec.serving.messages import (
-    Accepted,
-    Attachment,
-    Cancellation,
-    Failed,
-    News,
-    Submission,
-    decode,
-    is_last,
-)
+from serve_spec.serving.errors import ApiError
+from serve_spec.serving.links import Links
+from serve_spec.serving.messages import Accepted, Failed, News, encode_commands, is_last
 from serve_spec.serving.replica import EngineReplica
 from serve_spec.serving.stats_actor import StatsUnavailable
 from tests.serving.fake_engine import FakeLoop
@@ -65,9 +58,7 @@ def start(config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch) -> Start:
     )
     monkeypatch.setattr(module.serve, "get_replica_context", lambda: context)
     monkeypatch.setattr(module, "StatsClient", DeafStats)
-    routers = SimpleNamespace(is_there=lambda sender: True)
-    monkeypatch.setattr(module, "ReplicaActors", lambda app_name, deployment: routers)
-    config = ServeSpecConfig.load(config, push_interval_s=0.001)
+    config = ServeSpecConfig.load(config, push_interval_s=0.001, routing_stats_period_s=0.001)
 
     def start_one() -> tuple[EngineReplica, FakeLoop]:
         replica = EngineReplica(config, "tests.serving.fake_engine:FakeLoop")
@@ -76,57 +67,80 @@ def start(config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch) -> Start:
     return start_one
 
 
-def submission(*prompts: str, **params: Any) -> Submission:
-    """Requests r0, r1, ... of one router."""
-    requests = [
-        replace(request(prompt, **params), request_id=f"r{i}") for i, prompt in enumerate(prompts)
-    ]
-    return Submission("router", requests)
+class Router:
+    """A router that has called a replica, and what it hears of its requests."""
+
+    def __init__(self) -> None:
+        self.links = Links("router", "127.0.0.1", self, max_silent_looks=1)
+        self.said: dict[str, list[Any]] = {}
+        self.num_beats = 0
+        self.is_lost = asyncio.Event()
+        self._heard = asyncio.Event()
+
+    def hear(self, replica: str, news: News) -> None:
+        self.num_beats += not news.items
+        for request_id, item in news.items:
+            self.said.setdefault(request_id, []).append(item)
+        self._heard.set()
+
+    def lose(self, replica: str, error: ApiError) -> None:
+        self.is_lost.set()
+
+    async def ask(self, *prompts: str, **params: Any) -> None:
+        """Send requests r0, r1, ... in one message."""
+        while not self.links.usable():
+            await self.links.changed(1.0)
+        requests = [
+            replace(request(prompt, **params), request_id=f"r{i}")
+            for i, prompt in enumerate(prompts)
+        ]
+        self.links.send("r1", encode_commands(requests))
+
+    async def until(self, is_so: Callable[[], object]) -> None:
+        while not is_so():
+            self._heard.clear()
+            await self._heard.wait()
+
+    def has_ended(self, *names: str) -> bool:
+        return all(name in self.said and is_last(self.said[name][-1]) for name in names)
 
 
-async def stream_of(
-    replica: EngineReplica, asked: Submission | None = None, sender: str = "router"
-) -> AsyncGenerator[News, None]:
-    """Open the stream of a router, which has sent a submission, and read it."""
-    if asked is not None:
-        await replica.submit(replace(asked, sender=sender))
-    async with aclosing(replica.attach(Attachment("r1", sender))) as messages:
-        async for message in messages:
-            yield decode(message)
-
-
-async def until_all_have_ended(news: AsyncGenerator[News, None], num_requests: int) -> list[News]:
-    """Return what is said until so many requests have said their last."""
-    said: list[News] = []
-    async with aclosing(news):
-        async for each in news:
-            said.append(each)
-            num_requests -= sum(is_last(item) for _, item in each.items)
-            if num_requests == 0:
-                break
-    return said
+@asynccontextmanager
+async def called(replica: EngineReplica) -> AsyncIterator[Router]:
+    router = Router()
+    serving = asyncio.create_task(router.links.serve())
+    await replica.connect(router.links.address)
+    yield router
+    serving.cancel()
+    for link in router.links.usable().values():
+        link.writer.close()
+    while replica._routers._outboxes:
+        await asyncio.sleep(0.001)
 
 
 async def items(replica: EngineReplica, prompt: str, **params: Any) -> list[Any]:
-    said = await until_all_have_ended(stream_of(replica, submission(prompt, **params)), 1)
-    return [item for news in said for _, item in news.items]
+    async with called(replica) as router:
+        await router.ask(prompt, **params)
+        await router.until(lambda: router.has_ended("r0"))
+    while replica.record_routing_stats()["rows"]:
+        await asyncio.sleep(0.001)
+    return router.said["r0"]
 
 
 async def test_a_replica_without_an_engine_ends_and_lets_its_requests_go(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_BEAT_S", 0.001)
     monkeypatch.setattr(module, "_FAREWELL_S", 0.0)
     has_ended = asyncio.Event()
     monkeypatch.setattr(module, "_end_process", has_ended.set)
     replica, loop = start()
-    news = stream_of(replica, submission("hold a"))
-    said = [await anext(news) for _ in range(5)]
-    assert [not each.items for each in said].count(True) > 1, "it says that it is alive"
-    loop.knobs["sick"] = True
-    rest = [each async for each in news]
-    assert not any(each.is_over for each in rest), "the stream breaks off"
-    await has_ended.wait()
+    async with called(replica) as router:
+        await router.ask("hold a")
+        await router.until(lambda: router.num_beats > 3)
+        loop.knobs["sick"] = True
+        await router.is_lost.wait()
+        assert not router.has_ended("r0")
+        await has_ended.wait()
 
 
 async def test_refusals_and_failures_are_values_and_end_the_request(start: Start) -> None:
@@ -142,76 +156,27 @@ async def test_refusals_and_failures_are_values_and_end_the_request(start: Start
     assert not loop.streams
 
 
-async def test_closing_the_stream_cancels_its_requests_in_the_engine(start: Start) -> None:
+async def test_requests_count_while_they_run_and_end_with_their_router(start: Start) -> None:
     replica, loop = start()
-    answer = stream_of(replica, submission("hold on", "hold it", max_tokens=9))
-    async with aclosing(answer):
-        while len(loop.streams) < 2:
-            await anext(answer)
+    async with called(replica) as router:
+        await router.ask("hold on", "hold it", max_tokens=9)
+        await router.until(lambda: len(router.said) == 2)
         assert replica.record_routing_stats()["rows"] == {"router": 2}
         assert replica.record_autoscaling_stats() == {NUM_REQUESTS: 2}, "not calls"
-    assert not loop.streams
+    while loop.streams:
+        await asyncio.sleep(0.001)
     assert replica.record_routing_stats()["rows"] == {}
-    assert replica.record_autoscaling_stats() == {NUM_REQUESTS: 0}
 
 
-async def test_a_stream_is_for_all_submissions_of_a_router_and_ends_when_it_is_idle(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_BEAT_S", 0.001)
-    replica, _ = start()
-    first, second = submission("a", max_tokens=2), submission("b", "c", max_tokens=2)
-    second = replace(second, requests=[replace(r, request_id=r.prompt) for r in second.requests])
-    taken = await replica.submit(first)
-    assert await replica.submit(second) == taken
-    said = [news async for news in stream_of(replica)]
-    assert {name for news in said for name, _ in news.items} == {"r0", "b", "c"}
-    assert {news.session for news in said} == {taken.session}
-    assert [news.is_over for news in said] == [False] * (len(said) - 1) + [True]
-    assert (await replica.submit(first)).session > taken.session
-
-
-async def test_a_stream_of_another_replica_is_none(start: Start) -> None:
-    replica, _ = start()
-    assert [m async for m in replica.attach(Attachment("gone", "router"))] == []
-
-
-async def test_a_router_hears_how_many_requests_of_whom_are_there_if_it_is_news(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replica, _ = start()
-    monkeypatch.setattr(module, "_NEWS_AGE_S", 1e9)
-    answer = stream_of(replica, submission("hold on", "hold it", max_tokens=9))
-    async with aclosing(answer):
-        rows = (await anext(answer)).rows
-        assert rows is not None
-        assert (rows.replica, rows.by_sender) == ("r1", {"router": 2})
-        assert rows.time_s <= replica.record_routing_stats()["time_s"]
-        asked = submission("a b c", max_tokens=5)
-        first, *rest = await until_all_have_ended(stream_of(replica, asked, "other"), 1)
-        assert first.rows is not None
-        assert first.rows.by_sender == {"router": 2, "other": 1}
-        assert rest
-        assert all(news.rows is None for news in rest), "it has just been told"
-        monkeypatch.setattr(module, "_NEWS_AGE_S", 0.0)
-        again = await until_all_have_ended(stream_of(replica, asked, "other"), 1)
-        assert all(news.rows is not None for news in again)
-
-
-async def test_requests_of_a_submission_answer_side_by_side_and_end_alone(start: Start) -> None:
+async def test_requests_of_one_message_answer_side_by_side_and_end_alone(start: Start) -> None:
     replica, loop = start()
-    prompts = "a b c", "hold on", "full", "x"
-    said: dict[str, list[Any]] = {f"r{i}": [] for i in range(4)}
-    num_ended = 0
-    news = stream_of(replica, submission(*prompts, max_tokens=5))
-    while num_ended < len(prompts):
-        for request_id, item in (await anext(news)).items:
-            said[request_id].append(item)
-            num_ended += is_last(item)
-        if all(is_last(said[name][-1]) for name in ("r0", "r2", "r3") if said[name]) and (
-            replica.record_routing_stats()["rows"] == {"router": 1}
-        ):
-            await replica.cancel(Cancellation("r1", ("r1",)))
+    async with called(replica) as router:
+        await router.ask("a b c", "hold on", "full", "x", max_tokens=5)
+        await router.until(lambda: router.has_ended("r0", "r2", "r3"))
+        assert replica.record_routing_stats()["rows"] == {"router": 1}
+        router.links.send("r1", encode_commands(cancelled=["r1"]))
+        await router.until(lambda: router.has_ended("r1"))
+    said = router.said
     texts = {
         name: "".join(d.text for d in items if isinstance(d, TokenDelta))
         for name, items in said.items()
@@ -222,6 +187,24 @@ async def test_requests_of_a_submission_answer_side_by_side_and_end_alone(start:
     assert said["r1"][-1].finish_reason is FinishReason.ABORT
     assert said["r2"][-1].overloaded
     assert not loop.streams
+
+
+async def test_before_a_replica_ends_it_lets_its_requests_finish(start: Start) -> None:
+    replica, loop = start()
+    async with called(replica) as router:
+        await router.ask("hold on", max_tokens=9)
+        await router.until(lambda: "r0" in router.said)
+        end = replica.__del__()
+        assert end is not None
+        ending = asyncio.ensure_future(end)
+        await router.until(lambda: not router.links.usable())
+        assert not ending.done()
+        loop.cancel("r0")
+        await ending
+        await router.is_lost.wait()
+    assert router.has_ended("r0")
+    assert replica._stats.forgotten == ["r1"]
+    assert replica.__del__() is None, "once is enough"
 
 
 async def test_a_wrong_user_config_is_refused_at_the_start_and_changes_nothing_later(

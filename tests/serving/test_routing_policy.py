@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.serving.messages import ReplicaRows
-from serve_spec.serving.routing_policy import (
+from serve_spec.serving.routing import (
     Policy,
     ReplicaLoad,
     SentPrefixes,
@@ -123,7 +122,7 @@ def test_only_a_queue_without_free_pages_is_there_to_stay(
     num_waiting: int, free_pages: int, short: bool
 ) -> None:
     stats = {"num_waiting": num_waiting, "kv": {"free_pages": free_pages, "total_pages": 100}}
-    assert ReplicaLoad.of("a", stats, "me").is_short_of_pages == short
+    assert ReplicaLoad.of("a", stats, {}, "me").is_short_of_pages == short
 
 
 def test_goodput_between_costs_that_differ_as_measurements_do_is_balanced() -> None:
@@ -199,13 +198,3 @@ def test_what_was_sent_takes_bounded_memory_and_the_newest_stays(
         memory.note(replica, blocks(prompt))
         assert len(memory) <= 8
         assert memory.matched(replica, blocks(prompt)) == len(blocks(prompt))
-
-
-@pytest.mark.parametrize(("heard_at_s", "others"), [(4.0, 3), (6.0, 7)], ids=["older", "newer"])
-def test_of_a_report_and_what_came_with_answers_the_newer_counts(
-    heard_at_s: float, others: int
-) -> None:
-    stats = {"rows": {"me": 1, "you": 3}, "time_s": 5.0}
-    heard = ReplicaRows("a", heard_at_s, {"me": 2, "you": 4, "they": 3})
-    assert ReplicaLoad.of("a", stats, "me", heard).other_rows == others
-    assert ReplicaLoad.of("a", {}, "me", heard).other_rows == 7, "nothing was reported yet"

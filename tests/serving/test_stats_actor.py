@@ -8,11 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RaySystemError
 
 from serve_spec.serving import stats_actor
 from serve_spec.serving.fleet_stats import open_view
 from serve_spec.serving.reports import Report
-from serve_spec.serving.stats_actor import SpecStats
+from serve_spec.serving.stats_actor import ReplicaActors, SpecStats
 
 
 class Clocks:
@@ -149,3 +150,21 @@ def test_the_dead_leave_with_their_first_missing_report_and_the_stuck_are_ended(
     assert killed == []
     assert shown_after(12.1) == {"s", "w"}
     assert killed == ["s"], "one that answers lives on"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_there"),
+    [(None, True), (ValueError("no such actor"), False), (RaySystemError("busy"), True)],
+    ids=repr,
+)
+def test_a_replica_is_gone_only_when_ray_says_so(
+    error: Exception | None, is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get_actor(name: str, namespace: str) -> object:
+        assert (name, namespace) == ("SERVE_REPLICA::app#EngineReplica#r1", "serve")
+        if error is not None:
+            raise error
+        return object()
+
+    monkeypatch.setattr("serve_spec.serving.stats_actor.ray.get_actor", get_actor)
+    assert ReplicaActors("app", "EngineReplica").is_there("r1") is is_there

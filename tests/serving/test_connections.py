@@ -1,0 +1,295 @@
+"""Routers and replicas find each other, and what either end loses ends at the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from serve_spec.core.request import FinishReason, TokenDelta
+from serve_spec.serving import outbox as module
+from serve_spec.serving.connection import RouterAddress, read_message, write_message
+from serve_spec.serving.errors import ApiError, ReplicaLost
+from serve_spec.serving.links import Links
+from serve_spec.serving.messages import (
+    Accepted,
+    Failed,
+    GenerateRequest,
+    Items,
+    News,
+    encode,
+    encode_commands,
+)
+from serve_spec.serving.outbox import Outbox, RouterConnections
+from tests.serving.fakes import request
+
+
+async def until(is_so: Callable[[], object]) -> None:
+    """Returns once it is so; a test that waits for ever fails by its time limit."""
+    while not is_so():
+        await asyncio.sleep(0.001)
+
+
+class Router:
+    """A router's end, and what it hears."""
+
+    def __init__(self, name: str = "router", max_silent_looks: int = 3) -> None:
+        self.links = Links(name, "127.0.0.1", self, max_silent_looks)
+        self.heard: list[News] = []
+        self.lost: list[tuple[str, ApiError]] = []
+
+    def hear(self, replica: str, news: News) -> None:
+        self.heard.append(news)
+
+    def lose(self, replica: str, error: ApiError) -> None:
+        self.lost.append((replica, error))
+
+    def items(self) -> Items:
+        return [item for news in self.heard for item in news.items]
+
+    def ask(self, *names: str) -> None:
+        self.links.send("r1", encode_commands([named(name) for name in names]))
+
+
+class Replica(RouterConnections):
+    """A replica's end; requests say what the test puts into their outbox."""
+
+    def __init__(self) -> None:
+        self.cancelled: list[str] = []
+        self.outboxes: dict[str, Outbox] = {}
+        super().__init__("r1", self._hold, self.cancelled.append, lambda: {"num_running": 7})
+
+    async def _hold(self, asked: GenerateRequest, outbox: Outbox) -> None:
+        self.outboxes[asked.request_id] = outbox
+        await asyncio.Event().wait()
+
+    def say(self, name: str, token: int, *, last: bool = False) -> None:
+        finish = FinishReason.LENGTH if last else None
+        self.outboxes[name].put(name, TokenDelta(name, (token,), "x", finish))
+
+
+def named(name: str) -> GenerateRequest:
+    return replace(request(), request_id=name)
+
+
+@asynccontextmanager
+async def listening(**options: Any) -> AsyncIterator[Router]:
+    router = Router(**options)
+    serving = asyncio.create_task(router.links.serve())
+    try:
+        yield router
+    finally:
+        serving.cancel()
+        with suppress(asyncio.CancelledError):
+            await serving
+
+
+@asynccontextmanager
+async def connected(**options: Any) -> AsyncIterator[tuple[Router, Replica]]:
+    async with listening(**options) as router:
+        replica = Replica()
+        await replica.connect(router.links.address)
+        await until(router.links.usable)
+        yield router, replica
+
+
+async def test_a_replica_that_is_called_says_how_busy_it_is_and_has_one_connection() -> None:
+    async with connected() as (router, replica):
+        await replica.connect(router.links.address)
+        router.ask("a", "b")
+        await until(lambda: len(replica.outboxes) == 2)
+        replica.beat()
+        await until(lambda: len(router.heard) == 2)
+        (link,) = router.links.usable().values()
+        assert (link.load, link.rows) == ({"num_running": 7}, {"router": 2})
+
+
+async def test_every_router_hears_of_its_own_requests_and_of_how_many_the_others_have() -> None:
+    async with connected() as (router, replica), listening(name="other") as other:
+        await replica.connect(other.links.address)
+        await until(other.links.usable)
+        router.ask("a", "b")
+        other.ask("c")
+        await until(lambda: len(replica.outboxes) == 3)
+        for name in "abc":
+            replica.say(name, 1, last=name == "a")
+        await until(lambda: other.items() and router.items())
+        assert [name for name, _ in router.items()] == ["a", "b"]
+        assert [name for name, _ in other.items()] == ["c"]
+        assert replica.num_requests() == {"router": 1, "other": 1}
+        assert other.heard[-1].rows["router"] in (1, 2)
+
+
+async def test_what_a_router_cancels_ends_in_the_engine() -> None:
+    async with connected() as (router, replica):
+        router.links.send("r1", encode_commands(cancelled=["a", "b"]))
+        await until(lambda: replica.cancelled == ["a", "b"])
+        router.links.send("gone", encode_commands(cancelled=["c"]))
+
+
+async def test_requests_end_with_their_router_and_those_of_others_do_not() -> None:
+    async with AsyncExitStack() as other_life:
+        other = await other_life.enter_async_context(listening(name="other"))
+        async with connected() as (router, replica):
+            await replica.connect(other.links.address)
+            await until(other.links.usable)
+            router.ask("a")
+            other.ask("b")
+            await until(lambda: len(replica.outboxes) == 2)
+            for link in router.links.usable().values():
+                link.writer.transport.abort()
+            await until(lambda: replica.num_requests() == {"other": 1})
+            assert replica.cancelled == ["a"]
+            await replica.connect(router.links.address)  # it lives, and calls again
+            await until(router.links.usable)
+
+
+@pytest.mark.parametrize(
+    ("message", "status"), [(None, 503), (b"no news", 500), (encode(News([]))[:-3], 500)], ids=repr
+)
+async def test_a_connection_that_breaks_off_loses_the_requests_of_its_replica(
+    message: bytes | None, status: int
+) -> None:
+    async with listening() as router:
+        writer = await calling(router.links.address)
+        await until(router.links.usable)
+        if message is None:
+            writer.close()
+        else:
+            write_message(writer, message)
+        await until(lambda: router.lost)
+        ((name, error),) = router.lost
+        assert isinstance(error, ReplicaLost)
+        assert (name, error.replica, error.status) == ("r1", "r1", status)
+        assert not router.links.usable()
+
+
+async def calling(address: RouterAddress, hello: bytes = b"r1") -> asyncio.StreamWriter:
+    """Call a router as a replica does, and say one thing."""
+    _, writer = await asyncio.open_connection(address.host, address.port)
+    write_message(writer, address.secret + hello)
+    write_message(writer, encode(News([], {}, {"num_running": 0})))
+    return writer
+
+
+async def test_a_call_without_the_key_or_with_too_long_a_greeting_is_refused() -> None:
+    async with listening() as router:
+        address = router.links.address
+        for hello in (b"x" * 32 + b"r1", address.secret + b"x" * 9000, b""):
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            write_message(writer, hello)
+            with pytest.raises(EOFError):
+                await read_message(reader)
+            writer.close()
+        assert not router.links.usable()
+        assert not router.lost
+
+
+async def test_a_silent_replica_loses_its_requests_once_and_is_avoided_until_it_speaks() -> None:
+    async with connected(max_silent_looks=3) as (router, replica):
+        for _ in range(2):
+            router.links.look()
+        replica.beat()
+        await until(lambda: len(router.heard) == 2)
+        for _ in range(2):
+            router.links.look()
+        assert router.links.usable()
+        for _ in range(5):
+            router.links.look()
+        ((name, error),) = router.lost
+        assert (name, error.status) == ("r1", 503)
+        assert not router.links.usable()
+        replica.beat()
+        await until(router.links.usable)
+
+
+async def test_a_request_that_cannot_be_read_fails_alone() -> None:
+    async with connected() as (router, replica):
+        broken = replace(named("a"), avoid=Unreadable())  # type: ignore[arg-type]
+        router.links.send("r1", encode_commands([broken, named("b")]))
+        await until(router.items)
+        ((name, item),) = router.items()
+        assert name == "a"
+        assert isinstance(item, Failed)
+        assert replica.num_requests() == {"router": 1}
+
+
+class Unreadable:
+    """Something that is pickled by a function which fails."""
+
+    def __reduce__(self) -> Any:
+        return int, ("x",)
+
+
+async def test_a_replica_that_is_to_end_finishes_its_requests_and_takes_no_others() -> None:
+    async with connected() as (router, replica):
+        router.ask("a")
+        await until(lambda: replica.outboxes)
+        draining = asyncio.create_task(replica.drain())
+        await until(lambda: not router.links.usable())
+        replica.say("a", 1, last=True)
+        await draining
+        await until(lambda: router.lost)
+        ((_, item),) = router.items()
+        assert item.finish_reason is FinishReason.LENGTH
+        await replica.connect(router.links.address)
+        assert not router.links.usable()
+
+
+async def test_a_replica_that_breaks_down_says_what_is_left_to_say() -> None:
+    async with connected() as (router, replica):
+        router.ask("a")
+        await until(lambda: replica.outboxes)
+        replica.outboxes["a"].put("a", Failed("boom"))
+        replica.close()
+        await until(lambda: router.lost)
+        assert router.items() == [("a", Failed("boom"))]
+
+
+async def test_a_router_that_does_not_listen_any_more_is_an_error_and_may_be_called_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replica = Replica()
+    async with listening() as router:
+        with pytest.raises(OSError, match=r"refused|failed"):
+            await replica.connect(router.links.address._replace(port=1))
+        monkeypatch.setattr(module, "_CONNECT_WITHIN_S", 1e-9)
+        with pytest.raises(TimeoutError):
+            await replica.connect(router.links.address)
+        monkeypatch.undo()
+        await replica.connect(router.links.address)
+        await until(router.links.usable)
+
+
+async def test_waiting_for_a_replica_ends_when_there_is_one_or_in_time() -> None:
+    async with listening() as router:
+        await router.links.changed(within_s=0.001)
+        waiting = asyncio.create_task(router.links.changed(within_s=3600))
+        await asyncio.sleep(0)
+        writer = await calling(router.links.address)
+        await waiting
+        assert router.links.usable()
+        writer.close()
+
+
+async def test_rounds_that_a_slow_router_misses_are_one_delta_of_each_request() -> None:
+    outbox = Outbox()
+    for name in "ab":
+        outbox.answers[name] = asyncio.create_task(asyncio.sleep(0))
+    outbox.put("a", Accepted(3, "r1"))
+    for token in range(4):
+        for name in "ab":
+            outbox.put(name, TokenDelta(name, (token,), "x"))
+    outbox.put("b", Failed("boom"))
+    merged = TokenDelta("a", (0, 1, 2, 3), "xxxx")
+    assert await anext(aiter(outbox)) == [
+        ("a", Accepted(3, "r1")),
+        ("a", merged),
+        ("b", merged._replace(request_id="b")),
+        ("b", Failed("boom")),
+    ]
+    assert list(outbox.answers) == ["a"]
