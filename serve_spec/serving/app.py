@@ -12,8 +12,8 @@ from ray.serve import Application
 import serve_spec
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.config.root import parse_override
+from serve_spec.serving.engine_actor import placement_of
 from serve_spec.serving.ingress import Router
-from serve_spec.serving.ranks import placement_of
 from serve_spec.serving.replica import EngineReplica
 
 ENGINE_LOOP = "serve_spec.serving.engine_actor:start_engine"

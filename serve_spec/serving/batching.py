@@ -14,7 +14,7 @@ comes back.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Sequence
 from contextvars import Context
 from typing import Protocol
@@ -29,7 +29,25 @@ from serve_spec.serving.messages import (
     is_last,
     merged,
 )
-from serve_spec.serving.sizes import SizeHistogram
+
+
+class SizeHistogram:
+    """Counts sizes ≥ 1 by powers of two."""
+
+    def __init__(self) -> None:
+        self.last = 0
+        """The size counted last; 0 before the first."""
+        self._counts: Counter[int] = Counter()
+
+    def add(self, size: int) -> None:
+        """Counts one size."""
+        self.last = size
+        self._counts[1 << (size - 1).bit_length()] += 1
+
+    def as_dict(self) -> dict[str, int]:
+        """JSON-able; keys are inclusive upper bounds, ascending."""
+        return {str(bound): count for bound, count in sorted(self._counts.items())}
+
 
 # Estimates of what objects take in memory.
 _DELTA_BYTES = 200

@@ -1,6 +1,7 @@
 """`serve-spec serve FILE`: Ray Serve with a model, until Ctrl-C.
 
 FILE is a Serve config (such as deploy/tiny.yaml) or a configuration (such as configs/tiny.yaml).
+Serve configs are read strictly, because Ray ignores a key that it does not know.
 """
 
 from __future__ import annotations
@@ -23,9 +24,96 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+from ray.serve.schema import ServeDeploySchema
 
 from serve_spec.config import ConfigError, RouterConfig, ServeSpecConfig
+from serve_spec.config.base import parse_yaml, read_text, unknown_key
+from serve_spec.config.speculative import parse_update
+
+APP_IMPORT_PATH = "serve_spec.serving:build_app"
+APP_NAME = "serve_spec"
+ENGINES = "EngineReplica"
+"""The deployment that takes policy settings as `user_config`."""
+
+
+def read_deployment(file: Path) -> dict[str, Any]:
+    """What `file` deploys, in the form of Serve's configuration files.
+
+    file: such a file, or a configuration of ours, which is wrapped: one application on all nodes.
+
+    Raises:
+        ConfigError: the file is missing, no YAML, or holds an unknown key or a wrong value.
+    """
+    given = parse_yaml(read_text(file), str(file))
+    if not isinstance(given, dict):
+        raise ConfigError(f"{file}: give a mapping, a Serve config or a configuration of the model")
+    if "applications" in given:
+        check_deployment(given)
+        return given
+    app = {
+        "name": APP_NAME,
+        "route_prefix": "/",
+        "import_path": APP_IMPORT_PATH,
+        "args": {"config": str(file.absolute())},
+    }
+    return {"applications": [app]}
+
+
+def check_deployment(given: Mapping[str, Any]) -> None:
+    """Judges a Serve configuration by Ray's schema, by its keys, and by our `user_config`.
+
+    Raises:
+        ConfigError: unknown keys, all of them; or what Ray's schema says; or wrong policy settings.
+    """
+    unknown = list(_unknown_keys(ServeDeploySchema, given, ""))
+    if unknown:
+        raise ConfigError(*unknown)
+    try:
+        ServeDeploySchema.model_validate(given)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    for place, settings in _policy_settings(given):
+        try:
+            parse_update(settings)
+        except ConfigError as error:
+            raise ConfigError(*(f"{place}: {problem}" for problem in error.problems)) from None
+
+
+def _policy_settings(given: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """Every `user_config` of our engines, and where it stands."""
+    for i, app in enumerate(given["applications"]):
+        deployments = app.get("deployments", []) if app["import_path"] == APP_IMPORT_PATH else []
+        for j, deployment in enumerate(deployments):
+            settings = deployment.get("user_config")
+            if deployment["name"] == ENGINES and settings is not None:
+                yield f"applications.{i}.deployments.{j}.user_config", settings
+
+
+def _unknown_keys(model: Any, given: object, place: str) -> Iterator[str]:
+    """Sentences about the keys of `given` that `model`, a pydantic class of Ray, does not have."""
+    if isinstance(given, list):
+        for index, item in enumerate(given):
+            yield from _unknown_keys(model, item, f"{place}{index}.")
+    elif isinstance(given, Mapping):
+        known = [f"{place}{key}" for key in model.model_fields]
+        for key, value in given.items():
+            field = model.model_fields.get(key)
+            if field is None:
+                yield unknown_key(f"{place}{key}", known)
+                continue
+            for nested in _models_in(field.annotation):
+                yield from _unknown_keys(nested, value, f"{place}{key}.")
+
+
+def _models_in(annotation: object) -> Iterator[object]:
+    """The pydantic classes inside `Optional[X]`, `List[X]` and the like."""
+    if hasattr(annotation, "model_fields"):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)
+
 
 _POLL_S = 0.25
 
@@ -96,7 +184,6 @@ def read_plan(file: Path, host: str | None, port: int | None) -> Plan:
     """
     # Ray takes a second to import: not before the arguments are known to be right.
     from serve_spec.serving.app import load_config
-    from serve_spec.serving.deploy_file import APP_IMPORT_PATH, read_deployment
 
     deployment = read_deployment(file)
     ours = [a for a in deployment["applications"] if a["import_path"] == APP_IMPORT_PATH]
@@ -126,8 +213,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def prepare_environment(plan: Plan) -> None:
     """Set what Serve reads when it starts, unless it is set; a running cluster has its own."""
-    from serve_spec.serving.environment import own_settings
-    from serve_spec.serving.proxy import CALLBACK, CALLBACK_VARIABLE, HEADER_TIMEOUT_VARIABLE
+    from serve_spec.serving.proxy import (
+        CALLBACK,
+        CALLBACK_VARIABLE,
+        HEADER_TIMEOUT_VARIABLE,
+        own_settings,
+    )
 
     router = plan.configs[0].router if plan.configs else RouterConfig()
     for name, value in {**own_settings(router), CALLBACK_VARIABLE: CALLBACK}.items():

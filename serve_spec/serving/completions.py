@@ -25,7 +25,6 @@ from serve_spec.serving.errors import (
     refused,
     timed_out,
 )
-from serve_spec.serving.latency import door_timer
 from serve_spec.serving.messages import (
     Accepted,
     Failed,
@@ -35,6 +34,7 @@ from serve_spec.serving.messages import (
     Withdrawn,
 )
 from serve_spec.serving.resume import FleetSpeculation, resumed
+from serve_spec.serving.telemetry import door_timer
 
 Item = TypeVar("Item")
 

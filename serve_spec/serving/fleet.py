@@ -21,8 +21,8 @@ from serve_spec.serving.errors import ApiError, no_replica
 from serve_spec.serving.fleet_stats import FleetStats
 from serve_spec.serving.links import Links
 from serve_spec.serving.messages import GenerateRequest, News, ReplicaItem, encode_commands
+from serve_spec.serving.reports import section
 from serve_spec.serving.routing import ReplicaChooser, first_block, requests_to_move
-from serve_spec.serving.snapshots import section
 from serve_spec.serving.stats_actor import StatsClient, StatsUnavailable
 
 logger = get_logger(__name__)

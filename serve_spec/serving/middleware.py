@@ -20,8 +20,8 @@ from serve_spec.engine.encoding import encode_async
 from serve_spec.log import TRACE_ID
 from serve_spec.serving.error_answers import error_answer, trace_id
 from serve_spec.serving.errors import ApiError, body_timed_out, body_too_large
-from serve_spec.serving.latency import ARRIVED
 from serve_spec.serving.status_page import OPEN_PATHS as _PAGE_PATHS
+from serve_spec.serving.telemetry import ARRIVED
 
 
 class LargeBodyRoute(APIRoute):

@@ -25,8 +25,7 @@ from serve_spec.core.grammar import MAX_GRAMMAR_CHARS
 from serve_spec.core.request import MAX_LOGPROBS, SamplingParams, SpeculativeOptions
 from serve_spec.serving import fields
 from serve_spec.serving.errors import ApiError
-from serve_spec.serving.fields import grammar_of
-from serve_spec.serving.unavailable import Unavailable
+from serve_spec.serving.fields import Unavailable, grammar_of
 
 MAX_CHOICES_PER_PROMPT = 128
 _GRAMMAR_LIMIT = f"At most {MAX_GRAMMAR_CHARS} characters."

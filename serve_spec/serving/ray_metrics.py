@@ -27,7 +27,7 @@ from serve_spec.metrics import (
     Reading,
 )
 from serve_spec.metrics import readings as round_readings
-from serve_spec.serving.snapshots import Snapshot, number, section
+from serve_spec.serving.reports import Snapshot, number, section
 
 logger = get_logger(__name__)
 

@@ -1,4 +1,9 @@
-"""What replicas and routers tell of themselves, and the warm start a replica gets from others."""
+"""What replicas and routers tell of themselves, and the warm start a replica gets from others.
+
+The router measures the latency that a caller sees, the replica what its engine took; the difference
+is the framework's: HTTP, queue, routing, and the way between processes. Clocks never cross
+processes.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +11,101 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, Literal
 
 from serve_spec.adaptive import PolicySettings
 from serve_spec.config import ServeSpecConfig
+from serve_spec.core.request import TokenDelta
 from serve_spec.log import get_logger
 from serve_spec.metrics import (
     DOOR_METRICS,
+    FIRST_TOKEN_WAIT_MS,
+    FIRST_TOKENS,
     IN_FLIGHT,
     LATENCY_METRICS,
+    LATER_TOKENS,
+    LATER_TOKENS_WAIT_MS,
     QUEUE_LEN,
     REJECTED,
+    REQUESTS,
     RESUMED,
     ROUND_METRICS,
     STATE_METRICS,
     SUBMISSIONS,
+    TPOT_MS,
+    TTFT_MS,
     Reading,
 )
-from serve_spec.serving.latency import RequestTimer
+from serve_spec.serving.messages import Failed, Refused, ReplicaItem
 from serve_spec.serving.ray_metrics import RayMetrics, RoundSink, StateReadings
-from serve_spec.serving.snapshots import Snapshot, number, section
+from serve_spec.serving.reports import Snapshot, number, section
 from serve_spec.serving.stats_actor import StatsClient
+
+ARRIVED: ContextVar[float | None] = ContextVar("arrived", default=None)
+"""`perf_counter` of the arrival of the request that this task serves."""
+
+
+class RequestTimer:
+    """Times one request; `record` gets the readings, two at its first tokens, the rest at its end.
+
+    started: `perf_counter` to count from.
+    """
+
+    def __init__(
+        self,
+        record: Callable[[Reading], None],
+        measured_at: Literal["door", "engine"],
+        started: float,
+    ) -> None:
+        self._record = record
+        self._labels: dict[str, str] = {"measured_at": measured_at}
+        self._started = started
+        self._first = self._last = 0.0
+        self._num_later = 0
+        self._outcome = "left"
+
+    def saw(self, item: ReplicaItem) -> None:
+        """Take what the replica just answered."""
+        if isinstance(item, Refused | Failed):
+            self._outcome = "refused" if isinstance(item, Refused) else "failed"
+        elif isinstance(item, TokenDelta):
+            if item.token_ids:
+                self._saw_tokens(len(item.token_ids), time.perf_counter())
+            if item.finish_reason is not None:
+                self._outcome = "done"
+
+    def fail(self) -> None:
+        """Note that the request broke off without an item that says so."""
+        self._outcome = "failed"
+
+    def end(self) -> None:
+        """Record the request as a whole."""
+        self._record(Reading(REQUESTS, 1, {**self._labels, "outcome": self._outcome}))
+        if self._num_later:
+            wait_ms = (self._last - self._first) * 1e3
+            self._record(Reading(TPOT_MS, wait_ms / self._num_later, self._labels))
+            self._record(Reading(LATER_TOKENS, self._num_later, self._labels))
+            if wait_ms > 0:
+                self._record(Reading(LATER_TOKENS_WAIT_MS, wait_ms, self._labels))
+
+    def _saw_tokens(self, count: int, now: float) -> None:
+        self._last = now
+        if self._first:
+            self._num_later += count
+            return
+        self._first = now
+        wait_ms = (now - self._started) * 1e3
+        self._record(Reading(TTFT_MS, wait_ms, self._labels))
+        self._record(Reading(FIRST_TOKENS, 1, self._labels))
+        if wait_ms > 0:
+            self._record(Reading(FIRST_TOKEN_WAIT_MS, wait_ms, self._labels))
+
+
+def door_timer(record: Callable[[Reading], None]) -> RequestTimer:
+    """Return a timer that counts from the arrival of the request that this task serves."""
+    return RequestTimer(record, "door", ARRIVED.get() or time.perf_counter())
+
 
 logger = get_logger(__name__)
 

@@ -18,7 +18,7 @@ import pytest
 
 from serve_spec.bench.report import environment
 from serve_spec.config import RouterConfig
-from serve_spec.serving.environment import own_settings
+from serve_spec.serving.proxy import own_settings
 from tests.e2e.attacks import (
     ATTACKER,
     BYSTANDER,

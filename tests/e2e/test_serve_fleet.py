@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from serve_spec.config import RouterConfig
-from serve_spec.serving.environment import own_settings
+from serve_spec.serving.proxy import own_settings
 from tests.e2e.fleet import (
     LONG,
     NUM_STREAMS,

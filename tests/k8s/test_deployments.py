@@ -12,8 +12,8 @@ from ray._common.utils import import_attr
 from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
 from serve_spec.serving.autoscaling import replicas_for_requests
-from serve_spec.serving.deploy_file import read_deployment
-from serve_spec.serving.environment import throughput_settings
+from serve_spec.serving.command import read_deployment
+from serve_spec.serving.proxy import throughput_settings
 from tests.k8s.deployments import (
     DEPLOY_FILES,
     ROOT,

@@ -15,7 +15,7 @@ from serve_spec import cli
 from serve_spec.config import RouterConfig
 from serve_spec.serving import proxy
 from serve_spec.serving.command import announcement, main, prepare_environment, read_plan
-from serve_spec.serving.environment import own_settings
+from serve_spec.serving.proxy import own_settings
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import yaml
 from ray._common.utils import import_attr
 
 from serve_spec.config import ConfigError
-from serve_spec.serving.deploy_file import check_deployment, read_deployment
+from serve_spec.serving.command import check_deployment, read_deployment
 
 ROOT = Path(__file__).parents[2]
 DEPLOY_FILES = sorted((ROOT / "deploy").glob("*.yaml"))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.adaptive.goodput import GoodputPolicy
-from serve_spec.serving.fleet_acceptance import FleetAcceptance
+from serve_spec.serving.fleet_stats import FleetAcceptance
 from tests.helpers.simulated_costs import GPU_8B, recorded_table
 
 PAIR = "target+draft"

@@ -9,9 +9,9 @@ import pytest
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import FinishReason
 from serve_spec.metrics import Reading
-from serve_spec.serving import latency
-from serve_spec.serving.latency import ARRIVED, RequestTimer, door_timer
+from serve_spec.serving import telemetry
 from serve_spec.serving.messages import Accepted, Failed, Refused
+from serve_spec.serving.telemetry import ARRIVED, RequestTimer, door_timer
 from tests.serving.fakes import delta
 
 LAST = delta("b", 3, 4, 5, 6, finish=FinishReason.STOP)
@@ -27,7 +27,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(latency, "time", clock)
+    monkeypatch.setattr(telemetry, "time", clock)
     return clock
 
 

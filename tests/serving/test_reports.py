@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pickle
 
-from serve_spec.serving.reports import Figures, Report, opened
-from serve_spec.serving.snapshots import Snapshot
+from serve_spec.serving.reports import Figures, Report, Snapshot, opened
 
 
 def test_the_figures_are_those_of_the_snapshot() -> None:

@@ -124,8 +124,8 @@ def server_variant(deploy: Path, name: str) -> ServerVariant:
     """
     # These import Ray, which takes a second.
     from serve_spec.serving.app import load_config
-    from serve_spec.serving.deploy_file import APP_IMPORT_PATH, read_deployment
-    from serve_spec.serving.ranks import placement_of
+    from serve_spec.serving.command import APP_IMPORT_PATH, read_deployment
+    from serve_spec.serving.engine_actor import placement_of
 
     deployment = read_deployment(deploy)
     ours = [app for app in deployment["applications"] if app["import_path"] == APP_IMPORT_PATH]
