@@ -1,15 +1,27 @@
-"""Values of request fields that come in several shapes. A wrong one is a ValueError saying what to
-send; the caller adds which field it was.
+"""Fields of requests: their types, and values that come in several shapes.
+
+A wrong value is a ValueError saying what to send; the caller adds which field it was.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    model_validator,
+)
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import Grammar
+from serve_spec.core.request import MAX_LOGPROBS
 
 
 class Unavailable:
@@ -243,3 +255,71 @@ def _part(index: int, part: object) -> str:
 def _are_token_ids(items: list[object]) -> bool:
     # bool is an int to Python, never to a caller.
     return all(type(item) is int and 0 <= item <= _MAX_TOKEN_ID for item in items)
+
+
+class Closed(BaseModel):
+    """Unknown fields and coerced types (`"3"`, `true` for a number) are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown_field_will_do(cls, data: object) -> object:
+        """Drop the other ones: a body may hold a million, and each would become an error."""
+        if not isinstance(data, dict) or len(data) <= len(cls.model_fields):
+            return data
+        unknown = next(name for name in data if name not in cls.model_fields)
+        known = {name: data[name] for name in cls.model_fields if name in data}
+        return {unknown: data[unknown], **known}
+
+
+# Larger numbers do not fit into the engine's tensors.
+Int32: TypeAlias = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+NumLogprobs: TypeAlias = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+Text: TypeAlias = Annotated[str, AfterValidator(unicode)]
+Name: TypeAlias = Annotated[Text, Field(max_length=MAX_NAME_CHARS)]
+Label: TypeAlias = Annotated[Text, Field(max_length=MAX_LABEL_CHARS)]
+
+
+class TextPart(Closed):
+    """One part of a message's content."""
+
+    type: Literal["text"]
+    text: Text
+    prompt_cache_breakpoint: dict[str, Any] | None = Field(
+        None, description="Accepted and ignored: any beginning is found again."
+    )
+
+
+_TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
+_TokenIds: TypeAlias = Annotated[list[_TokenId], Field(min_length=1)]
+_Texts: TypeAlias = Annotated[list[Text], Field(min_length=1)]
+_Prompts: TypeAlias = Annotated[list[_TokenIds], Field(min_length=1)]
+_Stop: TypeAlias = Annotated[Text, Field(max_length=MAX_STOP_CHARS)]
+_Stops: TypeAlias = Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
+_Variable: TypeAlias = Annotated[Text, Field(max_length=MAX_VARIABLE_CHARS)]
+_Parts: TypeAlias = Annotated[list[TextPart], Field(min_length=1)]
+
+Prompts: TypeAlias = Annotated[
+    list[Prompt],
+    PlainValidator(prompts, json_schema_input_type=Text | _Texts | _TokenIds | _Prompts),
+]
+Stops: TypeAlias = Annotated[
+    list[str] | None,
+    PlainValidator(stops, json_schema_input_type=_Stop | _Stops | None),
+]
+Variables: TypeAlias = Annotated[
+    dict[str, Variable] | None,
+    PlainValidator(
+        variables,
+        json_schema_input_type=dict[Name, _Variable | int | float | bool | None] | None,
+    ),
+]
+FEW = BeforeValidator(few)
+Biases: TypeAlias = Annotated[
+    dict[int, float] | None,
+    PlainValidator(biases, json_schema_input_type=dict[str, float] | None),
+]
+FewTokenIds: TypeAlias = Annotated[list[_TokenId], Field(max_length=MAX_ENTRIES, fail_fast=True)]
+FewInts: TypeAlias = Annotated[list[Int32], Field(max_length=MAX_ENTRIES, fail_fast=True)]
+Content: TypeAlias = Annotated[str, PlainValidator(content, json_schema_input_type=Text | _Parts)]

@@ -7,25 +7,37 @@ not honour are accepted at the values that ask for nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    BeforeValidator,
-    ConfigDict,
     Field,
-    PlainValidator,
-    model_validator,
 )
 
 from serve_spec.config.base import unknown_key
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import MAX_GRAMMAR_CHARS
-from serve_spec.core.request import MAX_LOGPROBS, SamplingParams, SpeculativeOptions
+from serve_spec.core.request import SamplingParams, SpeculativeOptions
 from serve_spec.serving import fields
 from serve_spec.serving.errors import ApiError
-from serve_spec.serving.fields import Unavailable, grammar_of
+from serve_spec.serving.fields import (
+    FEW,
+    Biases,
+    Closed,
+    Content,
+    FewInts,
+    FewTokenIds,
+    Int32,
+    Label,
+    Name,
+    NumLogprobs,
+    Prompts,
+    Stops,
+    Text,
+    Unavailable,
+    Variables,
+    grammar_of,
+)
 
 MAX_CHOICES_PER_PROMPT = 128
 _GRAMMAR_LIMIT = f"At most {MAX_GRAMMAR_CHARS} characters."
@@ -51,79 +63,7 @@ _SAMPLING_FIELDS = (
 _INT64 = 2**63
 
 
-class _Closed(BaseModel):
-    """Unknown fields and coerced types (`"3"`, `true` for a number) are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_unknown_field_will_do(cls, data: object) -> object:
-        """Drop the other ones: a body may hold a million, and each would become an error."""
-        if not isinstance(data, dict) or len(data) <= len(cls.model_fields):
-            return data
-        unknown = next(name for name in data if name not in cls.model_fields)
-        known = {name: data[name] for name in cls.model_fields if name in data}
-        return {unknown: data[unknown], **known}
-
-
-# Larger numbers do not fit into the engine's tensors.
-Int32: TypeAlias = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-NumLogprobs: TypeAlias = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
-Text: TypeAlias = Annotated[str, AfterValidator(fields.unicode)]
-Name: TypeAlias = Annotated[Text, Field(max_length=fields.MAX_NAME_CHARS)]
-Label: TypeAlias = Annotated[Text, Field(max_length=fields.MAX_LABEL_CHARS)]
-
-
-class TextPart(_Closed):
-    """One part of a message's content."""
-
-    type: Literal["text"]
-    text: Text
-    prompt_cache_breakpoint: dict[str, Any] | None = Field(
-        None, description="Accepted and ignored: any beginning is found again."
-    )
-
-
-_TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
-_TokenIds: TypeAlias = Annotated[list[_TokenId], Field(min_length=1)]
-_Texts: TypeAlias = Annotated[list[Text], Field(min_length=1)]
-_Prompts: TypeAlias = Annotated[list[_TokenIds], Field(min_length=1)]
-_Stop: TypeAlias = Annotated[Text, Field(max_length=fields.MAX_STOP_CHARS)]
-_Stops: TypeAlias = Annotated[list[_Stop], Field(max_length=fields.MAX_STOPS)]
-_Variable: TypeAlias = Annotated[Text, Field(max_length=fields.MAX_VARIABLE_CHARS)]
-_Parts: TypeAlias = Annotated[list[TextPart], Field(min_length=1)]
-
-Prompts: TypeAlias = Annotated[
-    list[fields.Prompt],
-    PlainValidator(fields.prompts, json_schema_input_type=Text | _Texts | _TokenIds | _Prompts),
-]
-Stops: TypeAlias = Annotated[
-    list[str] | None,
-    PlainValidator(fields.stops, json_schema_input_type=_Stop | _Stops | None),
-]
-Variables: TypeAlias = Annotated[
-    dict[str, fields.Variable] | None,
-    PlainValidator(
-        fields.variables,
-        json_schema_input_type=dict[Name, _Variable | int | float | bool | None] | None,
-    ),
-]
-_FEW = BeforeValidator(fields.few)
-Biases: TypeAlias = Annotated[
-    dict[int, float] | None,
-    PlainValidator(fields.biases, json_schema_input_type=dict[str, float] | None),
-]
-FewTokenIds: TypeAlias = Annotated[
-    list[_TokenId], Field(max_length=fields.MAX_ENTRIES, fail_fast=True)
-]
-FewInts: TypeAlias = Annotated[list[Int32], Field(max_length=fields.MAX_ENTRIES, fail_fast=True)]
-Content: TypeAlias = Annotated[
-    str, PlainValidator(fields.content, json_schema_input_type=Text | _Parts)
-]
-
-
-class StreamOptions(_Closed):
+class StreamOptions(Closed):
     """`stream_options` of the OpenAI API."""
 
     include_usage: bool = Field(False, description="Send a last chunk that holds `usage`.")
@@ -132,14 +72,14 @@ class StreamOptions(_Closed):
     )
 
 
-class SpeculativeRequest(_Closed):
+class SpeculativeRequest(Closed):
     """Speculation of this request; it changes speed, never the text."""
 
     enabled: bool = Field(True, description="false: plain decoding.")
     max_steps: Int32 | None = Field(None, description="Most drafts per round; null: no cap.")
 
 
-class ResponseFormat(_Closed):
+class ResponseFormat(Closed):
     """`response_format` of the OpenAI API."""
 
     type: Name = Field(description='"text", "json_object" or "json_schema".')
@@ -148,7 +88,7 @@ class ResponseFormat(_Closed):
     )
 
 
-class _Request(_Closed):
+class _Request(Closed):
     """What both endpoints take. Null means the default, as everywhere in the OpenAI API."""
 
     unavailable: ClassVar[Mapping[str, Unavailable]] = {}
@@ -225,7 +165,7 @@ class _Request(_Closed):
     stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
     speculative: SpeculativeRequest | None = None
     user: Label | None = Field(None, description="Accepted and ignored.")
-    metadata: Annotated[dict[Label, Label] | None, _FEW] = Field(
+    metadata: Annotated[dict[Label, Label] | None, FEW] = Field(
         None, description="Accepted and ignored."
     )
 
@@ -336,7 +276,7 @@ class CompletionRequest(_Request):
         )
 
 
-class ChatMessage(_Closed):
+class ChatMessage(Closed):
     """One message. What a client sends back of an earlier answer is accepted where it is empty."""
 
     unavailable: ClassVar[Mapping[str, Unavailable]] = {

@@ -23,13 +23,13 @@ from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import MAX_GRAMMAR_CHARS, Grammar
 from serve_spec.core.request import SamplingParams, SpeculativeOptions
 from serve_spec.serving.errors import refused
+from serve_spec.serving.fields import TextPart
 from serve_spec.serving.openai import (
     MAX_CHOICES_PER_PROMPT,
     ChatMessage,
     ChatRequest,
     CompletionRequest,
     StreamOptions,
-    TextPart,
     invalid_body,
 )
 
