@@ -300,10 +300,10 @@ SUBMISSIONS = Metric(
     "Hand-overs to replicas by how many requests went together (at most, powers of two).",
     ("size",),
 )
-DOOR_METRICS = (QUEUE_LEN, IN_FLIGHT, REJECTED, RESUMED, SUBMISSIONS)
+ROUTER_METRICS = (QUEUE_LEN, IN_FLIGHT, REJECTED, RESUMED, SUBMISSIONS)
 """What the router reports of its queue."""
 
-METRICS = (*ROUND_METRICS, *STATE_METRICS, *LATENCY_METRICS, *DOOR_METRICS)
+METRICS = (*ROUND_METRICS, *STATE_METRICS, *LATENCY_METRICS, *ROUTER_METRICS)
 """Every metric, for the exporters that declare them."""
 
 

@@ -157,7 +157,7 @@ def create_api(
         api.add_middleware(ApiKeyCheck, keys=config.router.api_keys)
     api.add_middleware(Arrival)
     add_error_answers(api)
-    _add_completions(api, _Door(config, fleet, admission, record))
+    _add_completions(api, _Frontend(config, fleet, admission, record))
     _add_models(api, config.model.served_model_name)
     _add_operations(api, config, fleet, admission)
     add_status_page(api)
@@ -166,7 +166,7 @@ def create_api(
     return api
 
 
-class _Door:
+class _Frontend:
     """What the two endpoints that generate share."""
 
     def __init__(
@@ -241,32 +241,34 @@ class _Door:
         return [Echo(text, ids) for text, ids in zip(texts, token_ids, strict=True)]
 
 
-def _add_completions(api: FastAPI, door: _Door) -> None:
+def _add_completions(api: FastAPI, frontend: _Frontend) -> None:
     @api.post("/v1/completions", response_model=Completion, responses=_answers("completion"))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Complete prompts; with `stream`, as server-sent events."""
-        door.admit(body, len(body.prompt))
+        frontend.admit(body, len(body.prompt))
         params = body.sampling_params()
-        head = door.head("cmpl", body)
-        await door.text.refuse_long(body.prompt)
-        echoes = await door.echoes(body, params)
+        head = frontend.head("cmpl", body)
+        await frontend.text.refuse_long(body.prompt)
+        echoes = await frontend.echoes(body, params)
         # What is echoed token by token must be what the engine reads.
         scored: list[Prompt] = [echo.token_ids for echo in echoes]
         prompts = body.prompt if params.prompt_logprobs is None else scored
         choices = choices_of(head.id, trace_id(request), prompts, params, body.num_choices)
         before = [echo for echo in echoes for _ in range(body.num_choices)]
-        form = CompletionFormat(head, before, await door.spell(params))
-        return door.answer(body, choices, form, len(prompts), is_prompt_only=body.is_prompt_only)
+        form = CompletionFormat(head, before, await frontend.spell(params))
+        return frontend.answer(
+            body, choices, form, len(prompts), is_prompt_only=body.is_prompt_only
+        )
 
     @api.post(CHAT_PATH, response_model=ChatCompletion, responses=_answers("chat completion"))
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answers a conversation; with `stream`, as server-sent events."""
-        door.admit(body, 1)
-        prompt, params = await door.text.conversation(body, body.sampling_params())
-        head = door.head("chatcmpl", body)
+        frontend.admit(body, 1)
+        prompt, params = await frontend.text.conversation(body, body.sampling_params())
+        head = frontend.head("chatcmpl", body)
         prompts: list[Prompt] = [prompt]
         choices = choices_of(head.id, trace_id(request), prompts, params, body.num_choices)
-        return door.answer(body, choices, ChatFormat(head, await door.spell(params)))
+        return frontend.answer(body, choices, ChatFormat(head, await frontend.spell(params)))
 
 
 async def _json_answer(content: Answer) -> Response:

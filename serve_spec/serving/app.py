@@ -20,7 +20,7 @@ ENGINE_LOOP = "serve_spec.serving.engine_actor:start_engine"
 
 # Where `configs/tiny.yaml` is found when Serve builds the app in a process with another directory.
 _CHECKOUT = Path(serve_spec.__file__).parents[1]
-# The router's own door (`Admission`) limits what goes on; Serve's limit must not come before it.
+# `Admission` limits requests in the router; Serve's own limit must not apply before it.
 _NO_LIMIT = 1_000_000
 _DRAIN_POLL_S = 0.5
 

@@ -1,13 +1,12 @@
-"""Requests that arrive together travel together, and all answers of a replica come together.
+"""Send requests that arrive together in one message, and distribute the items of replicas.
 
     generate(request) ─┐                                        ┌─> items of that request
-    generate(request) ─┼─> one message ─> replica ─> its news ──┼─> items of that request
+    generate(request) ─┼─> one message ─> replica ─> messages ──┼─> items of that request
     generate(request) ─┘                (one message per round) └─> items of that request
 
-If there are several replicas, a batch is shared out first: all of it on one while another has
-nothing to do would take longer.
+With several replicas a batch is split first, so that none is idle while another has all of it.
 
-Plain asyncio: how requests reach a replica is the `Transport`'s business, and `hear` takes what
+Plain asyncio: how requests reach a replica is the `Transport`'s business, and `receive` takes what
 comes back.
 """
 
@@ -23,11 +22,11 @@ from serve_spec.core.request import TokenDelta
 from serve_spec.serving.errors import ApiError, client_too_slow, engine_failed
 from serve_spec.serving.messages import (
     GenerateRequest,
-    News,
     ReplicaItem,
+    ReplicaMessage,
     Withdrawn,
     is_last,
-    merged,
+    merge_deltas,
 )
 
 
@@ -92,7 +91,7 @@ class ItemStream:
         if not self._items:
             self._num_unread_bytes = 0
         elif isinstance(item, TokenDelta):
-            return merged([item, *self._next_deltas()])
+            return merge_deltas([item, *self._next_deltas()])
         return item
 
     def _next_deltas(self) -> list[TokenDelta]:
@@ -119,7 +118,7 @@ _MAX_REPLICAS = 64
 
 
 class Transport(Protocol):
-    """The way to the replicas."""
+    """Sends to replicas."""
 
     async def ready(self) -> None:
         """Return when there is a replica for `send`.
@@ -130,7 +129,7 @@ class Transport(Protocol):
         ...
 
     def send(self, requests: Sequence[GenerateRequest]) -> str:
-        """Send requests to one replica and return its name; `Batcher.hear` hears from it."""
+        """Send requests to one replica and return its name; `Batcher.receive` gets its messages."""
         ...
 
     def cancel(self, replica: str, request_ids: Sequence[str]) -> None:
@@ -138,8 +137,8 @@ class Transport(Protocol):
         ...
 
 
-class _Request:
-    """One request on its way, and what its client has not read yet."""
+class _PendingRequest:
+    """One request, and the items that its client has not read yet."""
 
     def __init__(self, request: GenerateRequest, group: Hashable, max_unread_bytes: int) -> None:
         self.request = request
@@ -186,9 +185,9 @@ class Batcher:
         self._num_shares = num_shares
         self._group_of = group_of
         self._max_unread_bytes = max_unread_bytes
-        self._waiting: dict[Hashable, list[_Request]] = {}
+        self._waiting: dict[Hashable, list[_PendingRequest]] = {}
         self._timers: dict[Hashable, asyncio.TimerHandle] = {}
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _PendingRequest] = {}
         self._to_cancel: dict[str, list[str]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._submission_sizes = SizeHistogram()
@@ -211,34 +210,34 @@ class Batcher:
         """
         # Those that a replica failed travel apart from those it did not.
         group = self._group_of(request), request.avoid
-        asked = _Request(request, group, self._max_unread_bytes)
-        self._requests[request.request_id] = asked
-        self._join(group, asked)
+        pending = _PendingRequest(request, group, self._max_unread_bytes)
+        self._requests[request.request_id] = pending
+        self._join(group, pending)
         try:
             while True:
-                item = await asked.items.get()
+                item = await pending.items.get()
                 yield item
                 if is_last(item):
                     return
         finally:
-            self._leave(asked)
+            self._leave(pending)
 
     def withdraw(self, request_id: str) -> None:
         """End a request where it is; its `generate` yields `Withdrawn`. Harmless if it is over."""
-        asked = self._requests.get(request_id)
-        if asked is not None and asked.is_open:
-            self._leave(asked)
+        pending = self._requests.get(request_id)
+        if pending is not None and pending.is_open:
+            self._leave(pending)
             self.num_withdrawn += 1
-            asked.items.put(Withdrawn())
+            pending.items.put(Withdrawn())
 
     def not_begun(self, for_s: float) -> dict[str, list[str]]:
         """Return the requests that replicas have had for so long without a token, oldest first."""
         before = asyncio.get_running_loop().time() - for_s
         waiting: dict[str, list[str]] = {}
-        for request_id, asked in self._requests.items():
-            is_waiting = asked.is_open and not asked.has_begun
-            if asked.replica and is_waiting and asked.sent_at <= before:
-                waiting.setdefault(asked.replica, []).append(request_id)
+        for request_id, pending in self._requests.items():
+            is_waiting = pending.is_open and not pending.has_begun
+            if pending.replica and is_waiting and pending.sent_at <= before:
+                waiting.setdefault(pending.replica, []).append(request_id)
         return waiting
 
     def snapshot(self) -> dict[str, object]:
@@ -260,51 +259,53 @@ class Batcher:
             },
         }
 
-    def hear(self, replica: str, news: News) -> None:
-        """Take what a replica says; each item goes to its request."""
-        for request_id, item in news.items:
-            asked = self._requests.get(request_id)
-            if asked is None or not asked.is_open:
+    def receive(self, replica: str, message: ReplicaMessage) -> None:
+        """Pass each item of a message to its request."""
+        for request_id, item in message.items:
+            pending = self._requests.get(request_id)
+            if pending is None or not pending.is_open:
                 continue
             if is_last(item):
-                asked.close(item)
+                pending.close(item)
                 continue
-            asked.has_begun = isinstance(item, TokenDelta)
-            self.num_resumed += asked.request.is_resumption and not asked.has_begun
-            if not asked.items.put(item):  # the client does not read
-                asked.close()
+            pending.has_begun = isinstance(item, TokenDelta)
+            self.num_resumed += pending.request.is_resumption and not pending.has_begun
+            if not pending.items.put(item):  # the client does not read
+                pending.close()
                 self._cancel(replica, request_id)
 
-    def lose(self, replica: str, error: ApiError) -> None:
-        """Fail the requests that a replica has."""
+    def fail_replica(self, replica: str, error: ApiError) -> None:
+        """Fail all open requests of a replica."""
         lost = [a for a in self._requests.values() if a.is_open and a.replica == replica]
         self._fail(lost, error)
 
     def num_open(self, replica: str) -> int:
         """Return how many requests have not ended at a replica."""
-        return sum(asked.is_open and asked.replica == replica for asked in self._requests.values())
+        return sum(
+            pending.is_open and pending.replica == replica for pending in self._requests.values()
+        )
 
-    def _join(self, group: Hashable, asked: _Request) -> None:
+    def _join(self, group: Hashable, pending: _PendingRequest) -> None:
         waiting = self._waiting.setdefault(group, [])
-        waiting.append(asked)
+        waiting.append(pending)
         if len(waiting) >= self._max_batch_size:
             self._submit_group(group)
         elif len(waiting) == 1:
             loop = asyncio.get_running_loop()
             self._timers[group] = loop.call_later(self._batch_wait_s, self._submit_group, group)
 
-    def _leave(self, asked: _Request) -> None:
+    def _leave(self, pending: _PendingRequest) -> None:
         """Forget a request and end it where it is; harmless if it has ended."""
-        request_id = asked.request.request_id
-        if self._requests.pop(request_id, None) is None or not asked.is_open:
+        request_id = pending.request.request_id
+        if self._requests.pop(request_id, None) is None or not pending.is_open:
             return
-        asked.close()
-        if asked.replica is not None:
-            self._cancel(asked.replica, request_id)
-        elif asked in (waiting := self._waiting.get(asked.group, [])):
-            waiting.remove(asked)
+        pending.close()
+        if pending.replica is not None:
+            self._cancel(pending.replica, request_id)
+        elif pending in (waiting := self._waiting.get(pending.group, [])):
+            waiting.remove(pending)
             if not waiting:
-                self._stop_waiting(asked.group)
+                self._stop_waiting(pending.group)
 
     def _submit_group(self, group: Hashable) -> None:
         requests = self._stop_waiting(group)
@@ -317,44 +318,46 @@ class Batcher:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    def _stop_waiting(self, group: Hashable) -> list[_Request]:
+    def _stop_waiting(self, group: Hashable) -> list[_PendingRequest]:
         timer = self._timers.pop(group, None)
         if timer is not None:
             timer.cancel()
         return self._waiting.pop(group)
 
-    async def _submit(self, requests: list[_Request]) -> None:
+    async def _submit(self, requests: list[_PendingRequest]) -> None:
         self._submission_sizes.add(len(requests))
-        lost: ApiError = engine_failed("the way to the replica was cut")
+        lost: ApiError = engine_failed("sending to the replica was cancelled")
         try:
             await self._transport.ready()
-            requests = [asked for asked in requests if asked.is_open]
+            requests = [pending for pending in requests if pending.is_open]
             if requests:
-                self._bind(requests, self._transport.send([asked.request for asked in requests]))
+                self._bind(
+                    requests, self._transport.send([pending.request for pending in requests])
+                )
         except ApiError as error:
             lost = error
         except Exception as error:  # whatever broke, no request may wait for ever
-            lost = engine_failed(f"the way to the replica broke ({error!r})")
+            lost = engine_failed(f"sending to the replica failed ({error!r})")
         finally:
-            self._fail([asked for asked in requests if asked.replica is None], lost)
+            self._fail([pending for pending in requests if pending.replica is None], lost)
 
-    def _bind(self, requests: list[_Request], replica: str) -> None:
+    def _bind(self, requests: list[_PendingRequest], replica: str) -> None:
         now = asyncio.get_running_loop().time()
-        for asked in requests:
-            asked.replica, asked.sent_at = replica, now
+        for pending in requests:
+            pending.replica, pending.sent_at = replica, now
         sizes = self._replica_sizes.setdefault(replica, SizeHistogram())
         sizes.add(self.num_open(replica))
         if len(self._replica_sizes) > _MAX_REPLICAS:
             del self._replica_sizes[next(iter(self._replica_sizes))]
 
-    def _fail(self, requests: Iterable[_Request], error: ApiError) -> None:
+    def _fail(self, requests: Iterable[_PendingRequest], error: ApiError) -> None:
         """Fail those that have not ended; if they still run somewhere, they end there."""
-        for asked in requests:
-            if asked.is_open:
+        for pending in requests:
+            if pending.is_open:
                 self.num_interrupted += 1
-                asked.close(error)
-                if asked.replica is not None:
-                    self._cancel(asked.replica, asked.request.request_id)
+                pending.close(error)
+                if pending.replica is not None:
+                    self._cancel(pending.replica, pending.request.request_id)
 
     def _cancel(self, replica: str, request_id: str) -> None:
         """End a request on a replica; those of one moment are one message."""

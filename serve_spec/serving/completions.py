@@ -34,7 +34,7 @@ from serve_spec.serving.messages import (
     Withdrawn,
 )
 from serve_spec.serving.resume import FleetSpeculation, resumed
-from serve_spec.serving.telemetry import door_timer
+from serve_spec.serving.telemetry import router_timer
 
 Item = TypeVar("Item")
 
@@ -328,7 +328,7 @@ class CompletionRunner:
                 turn = await held.enter_async_context(self._admission.slot(deadline, client))
             except TimeoutError:
                 raise timed_out(self._timeout_s) from None
-            timer = door_timer(self._record)
+            timer = router_timer(self._record)
             held.callback(timer.end)
             items = resumed(self._fleet, request, self._resume_timeout_s, turn)
             await held.enter_async_context(aclosing(items))

@@ -80,7 +80,7 @@ def _fleet() -> list[Panel]:
         )),
         Panel("Prompt tokens per second", "short", (("fleet", _rate(metrics.PREFILL_TOKENS)),)),
         Panel("Requests per second", "reqps", (
-            ("{{outcome}}", _rate(metrics.REQUESTS, "outcome", only='measured_at="door"')),
+            ("{{outcome}}", _rate(metrics.REQUESTS, "outcome", only='measured_at="router"')),
             ("sent away (429)", _rate(metrics.REJECTED)),
             ("taken over by another replica", _rate(metrics.RESUMED)),
         )),
@@ -244,8 +244,8 @@ def _latency() -> list[Panel]:
 
 
 def _quantiles(metric: Metric) -> tuple[tuple[str, str], ...]:
-    door = 'measured_at="door"'
-    return tuple((f"p{round(100 * q)}", _quantile(metric, q, door)) for q in (0.5, 0.9, 0.99))
+    router = 'measured_at="router"'
+    return tuple((f"p{round(100 * q)}", _quantile(metric, q, router)) for q in (0.5, 0.9, 0.99))
 
 
 def _split(total_ms: Metric, count: Metric) -> tuple[tuple[str, str], ...]:
@@ -255,7 +255,7 @@ def _split(total_ms: Metric, count: Metric) -> tuple[tuple[str, str], ...]:
         only = f'measured_at="{where}"'
         return f"({_rate(total_ms, only=only)} / {_rate(count, only=only)})"
 
-    return ("engine", mean("engine")), ("framework", f"{mean('door')} - {mean('engine')}")
+    return ("engine", mean("engine")), ("framework", f"{mean('router')} - {mean('engine')}")
 
 
 def _selector(only: str, within: str = _ALL_REPLICAS) -> str:

@@ -19,8 +19,13 @@ from serve_spec.log import get_logger
 from serve_spec.serving.batching import Batcher
 from serve_spec.serving.errors import ApiError, no_replica
 from serve_spec.serving.fleet_stats import FleetStats
-from serve_spec.serving.links import Links
-from serve_spec.serving.messages import GenerateRequest, News, ReplicaItem, encode_commands
+from serve_spec.serving.messages import (
+    GenerateRequest,
+    ReplicaItem,
+    ReplicaMessage,
+    encode_router_message,
+)
+from serve_spec.serving.replica_connections import ReplicaConnections
 from serve_spec.serving.reports import section
 from serve_spec.serving.routing import ReplicaChooser, first_block, requests_to_move
 from serve_spec.serving.stats_actor import StatsClient, StatsUnavailable
@@ -30,8 +35,8 @@ logger = get_logger(__name__)
 _STATUS_WITHIN_S = 5.0
 _SNAPSHOT_WITHIN_S = 2.0
 _WATCH_EVERY_S = 0.5
-# Between two calls that tell new replicas where this router listens.
-_CALL_EVERY_S = 1.0
+# Period in which new replicas receive the address of this router.
+_BROADCAST_EVERY_S = 1.0
 # A request without a token for so long may be waiting while another replica is idle.
 _WAITS_LONG_S = 1.0
 # UPDATING: it is taking a new user_config, in place.
@@ -54,7 +59,7 @@ class RayFleet:
         self._stats = StatsClient(config, app_name)
         self._num_replicas = config.replica.num_replicas
         self._num_places = config.scheduler.max_num_seqs
-        self._max_silent_looks = math.ceil(config.replica.stall_timeout_s / _WATCH_EVERY_S)
+        self._max_quiet_checks = math.ceil(config.replica.stall_timeout_s / _WATCH_EVERY_S)
         router = config.router
         self._batcher = Batcher(
             self,
@@ -72,14 +77,14 @@ class RayFleet:
             max_rows=config.replica.max_ongoing_requests,
             load_factor=router.prefix_load_factor,
         )
-        self._links = Links(sender, host, self, self._max_silent_looks)
+        self._connections = ReplicaConnections(sender, host, self, self._max_quiet_checks)
         self._is_wanted = asyncio.Event()
         """Set when a request waits for a replica."""
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Call for replicas, look after those that fall silent and requests that wait in vain."""
-        work = [self._links.serve(), self._call_forever(), self._watch_for_silence()]
+        """Accept replicas; watch for unresponsive ones and for requests that wait needlessly."""
+        work = [self._connections.serve(), self._broadcast_address_forever(), self._check_forever()]
         if self._num_replicas > 1:
             work.append(self._share_out_forever())
         self._tasks = [asyncio.get_running_loop().create_task(each) for each in work]
@@ -98,34 +103,34 @@ class RayFleet:
 
     async def ready(self) -> None:
         """See `Transport.ready`."""
-        num_looks = 0
-        while not self._links.usable():
+        num_checks = 0
+        while not self._connections.usable():
             self._is_wanted.set()
-            await self._links.changed(within_s=_WATCH_EVERY_S)
-            num_looks += 1
-            if num_looks >= self._max_silent_looks:
+            await self._connections.changed(within_s=_WATCH_EVERY_S)
+            num_checks += 1
+            if num_checks >= self._max_quiet_checks:
                 raise no_replica("none answers")
-            if num_looks % 2 == 0 and await self.num_healthy() == 0:
+            if num_checks % 2 == 0 and await self.num_healthy() == 0:
                 raise no_replica("none is running")
 
     def send(self, requests: Sequence[GenerateRequest]) -> str:
         """See `Transport.send`."""
-        replica = self._chooser.choose(requests, self._links.usable())
-        self._links.send(replica, encode_commands(requests))
+        replica = self._chooser.choose(requests, self._connections.usable())
+        self._connections.send(replica, encode_router_message(requests))
         return replica
 
     def cancel(self, replica: str, request_ids: Sequence[str]) -> None:
         """See `Transport.cancel`."""
-        self._links.send(replica, encode_commands(cancelled=request_ids))
+        self._connections.send(replica, encode_router_message(cancelled=request_ids))
 
-    def hear(self, replica: str, news: News) -> None:
-        """See `Listener.hear`."""
-        self._batcher.hear(replica, news)
+    def receive(self, replica: str, message: ReplicaMessage) -> None:
+        """See `MessageHandler.receive`."""
+        self._batcher.receive(replica, message)
 
-    def lose(self, replica: str, error: ApiError) -> None:
-        """See `Listener.lose`."""
+    def fail_replica(self, replica: str, error: ApiError) -> None:
+        """See `MessageHandler.fail_replica`."""
         self._chooser.forget(replica)
-        self._batcher.lose(replica, error)
+        self._batcher.fail_replica(replica, error)
 
     async def num_healthy(self) -> int | None:
         """See `Fleet.num_healthy`; asks Serve's controller."""
@@ -157,7 +162,7 @@ class RayFleet:
             return await self._stats.view()
         except StatsUnavailable as error:
             logger.warning("asking the replicas, for the stats actor does not answer: %s", error)
-            return (await self._heard_from_replicas()).view(time.time())
+            return (await self._ask_replicas()).view(time.time())
 
     async def status(self) -> dict[str, object]:
         """See `Fleet.status`; without the stats actor, of this moment alone."""
@@ -165,27 +170,27 @@ class RayFleet:
             return await self._stats.status()
         except StatsUnavailable as error:
             logger.warning("asking the replicas, for the stats actor does not answer: %s", error)
-            return (await self._heard_from_replicas()).status(time.time())
+            return (await self._ask_replicas()).status(time.time())
 
-    async def _call_forever(self) -> None:
-        """Tell all replicas where this router listens, again and again, for there are new ones."""
+    async def _broadcast_address_forever(self) -> None:
+        """Send all replicas, also new ones, the address of this router."""
         while True:
             try:
-                await self._handle.broadcast("connect", self._links.address).results_async(
-                    timeout_s=_CALL_EVERY_S, return_exceptions=True
+                await self._handle.broadcast("connect", self._connections.address).results_async(
+                    timeout_s=_BROADCAST_EVERY_S, return_exceptions=True
                 )
-            except (RayError, RayServeException, TimeoutError) as error:
-                logger.info("not all replicas were called: %r", error)
+            except Exception as error:  # the next broadcast may succeed
+                logger.info("not all replicas were told the address: %r", error)
             with suppress(TimeoutError):
-                async with asyncio.timeout(_CALL_EVERY_S):
+                async with asyncio.timeout(_BROADCAST_EVERY_S):
                     await self._is_wanted.wait()
             self._is_wanted.clear()
 
-    async def _watch_for_silence(self) -> None:
-        """Take requests from replicas that have been silent for too long."""
+    async def _check_forever(self) -> None:
+        """Look for unresponsive replicas."""
         while True:
             await asyncio.sleep(_WATCH_EVERY_S)
-            self._links.look()
+            self._connections.check()
 
     async def _share_out_forever(self) -> None:
         while True:
@@ -207,7 +212,7 @@ class RayFleet:
         for request_id in requests_to_move(not_begun, stats, self._num_places):
             self._batcher.withdraw(request_id)
 
-    async def _heard_from_replicas(self) -> FleetStats:
+    async def _ask_replicas(self) -> FleetStats:
         config = self._stats_config
         fleet = FleetStats(stale_after_s=config.stale_after_s, history_s=config.history_s)
         try:

@@ -18,7 +18,7 @@ from serve_spec.serving.api import create_api
 from serve_spec.serving.fleet import RayFleet
 from serve_spec.serving.proxy import CALLBACK, CALLBACK_VARIABLE
 from serve_spec.serving.ray_metrics import fleet_metrics
-from serve_spec.serving.telemetry import DoorTelemetry
+from serve_spec.serving.telemetry import RouterTelemetry
 
 logger = get_logger(__name__)
 
@@ -45,7 +45,7 @@ class Router:
             max_queued=config.router.max_queued_requests,
             max_client_share=config.router.max_client_share,
         )
-        self._telemetry = DoorTelemetry(context, self._show)
+        self._telemetry = RouterTelemetry(context, self._show)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The hook with which Serve asks for the app, in the replica's own process."""

@@ -1,9 +1,9 @@
 """What crosses between router and replica. Plain data, picklable.
 
-Each replica has one connection to each router. The router sends `Commands`; the replica sends
-`News`, one per engine round: the items of all requests of that router. Each request has an
-`Accepted` item, then a `TokenDelta` per engine round, the last one with its finish reason. Or it
-ends early with `Refused` or `Failed`: values, because an error ends its request alone.
+Each replica has one connection to each router. The router sends a `RouterMessage`, the replica one
+`ReplicaMessage` per engine step with the items of all requests of that router. Each request has an
+`Accepted` item, then a `TokenDelta` per step, the last one with its finish reason. Or it ends early
+with `Refused` or `Failed`: values, because an error ends its request alone.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ logger = get_logger(__name__)
 _NOTHING_ELSE = TokenDelta("", (), "")[3:]
 
 
-def encode(news: News) -> bytes:
-    """Return the bytes that `decode` reads."""
+def encode_replica_message(message: ReplicaMessage) -> bytes:
+    """Return the bytes that `decode_replica_message` reads."""
     entries = [
         (request_id, item[1], item[2])
         if type(item) is TokenDelta and item[3:] == _NOTHING_ELSE
         else (request_id, pickle.dumps(item, pickle.HIGHEST_PROTOCOL))
-        for request_id, item in news.items
+        for request_id, item in message.items
     ]
-    return pickle.dumps((entries, *news[1:]), pickle.HIGHEST_PROTOCOL)
+    return pickle.dumps((entries, *message[1:]), pickle.HIGHEST_PROTOCOL)
 
 
-def decode(message: bytes) -> News:
-    """Return the news in a message; an item that cannot be read becomes `Failed`."""
+def decode_replica_message(message: bytes) -> ReplicaMessage:
+    """Return the message; an item that cannot be read becomes `Failed`."""
     entries, *rest = pickle.loads(message)
     items: Items = [
         (entry[0], TokenDelta(*entry) if len(entry) == 3 else _decoded(*entry)) for entry in entries
     ]
-    return News(items, *rest)
+    return ReplicaMessage(items, *rest)
 
 
-def encode_commands(
+def encode_router_message(
     requests: Iterable[GenerateRequest] = (), cancelled: Sequence[str] = ()
 ) -> bytes:
-    """Return the bytes that `decode_commands` reads. cancelled: ids of requests to end."""
+    """Return the bytes that `decode_router_message` reads. cancelled: ids of requests to end."""
     entries = [(r.request_id, pickle.dumps(r, pickle.HIGHEST_PROTOCOL)) for r in requests]
     return pickle.dumps((entries, cancelled), pickle.HIGHEST_PROTOCOL)
 
 
-def decode_commands(message: bytes) -> Commands:
-    """Return what a router wants; a request that cannot be read becomes `Failed`."""
+def decode_router_message(message: bytes) -> RouterMessage:
+    """Return the message; a request that cannot be read becomes `Failed`."""
     entries, cancelled = pickle.loads(message)
-    return Commands([(name, _decoded(name, data)) for name, data in entries], cancelled)
+    return RouterMessage([(name, _decoded(name, data)) for name, data in entries], cancelled)
 
 
 def _decoded(request_id: str, data: bytes) -> Any:
@@ -118,7 +118,7 @@ Items: TypeAlias = list[tuple[str, ReplicaItem]]
 """(request id, item), oldest first."""
 
 
-class News(NamedTuple):
+class ReplicaMessage(NamedTuple):
     """One message of a replica to a router: the items of a round, if any, and how busy it is."""
 
     items: Items
@@ -130,7 +130,7 @@ class News(NamedTuple):
     """Whether the replica takes no more requests, for it is to end."""
 
 
-class Commands(NamedTuple):
+class RouterMessage(NamedTuple):
     """One message of a router to a replica."""
 
     requests: Sequence[tuple[str, GenerateRequest | Failed]]
@@ -146,7 +146,7 @@ def is_last(item: ReplicaItem) -> bool:
     return isinstance(item, Refused | Failed | Withdrawn)
 
 
-def merged(deltas: Sequence[TokenDelta]) -> TokenDelta:
+def merge_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
     """Return consecutive deltas of a request, at least one, as one."""
     first, last = deltas[0], deltas[-1]
     if len(deltas) == 1:
@@ -164,19 +164,19 @@ def merged(deltas: Sequence[TokenDelta]) -> TokenDelta:
     )
 
 
-def merged_items(items: Iterable[tuple[str, ReplicaItem]]) -> Items:
+def merge_items(items: Iterable[tuple[str, ReplicaItem]]) -> Items:
     """Return the items with consecutive deltas of a request as one."""
     by_request: dict[str, list[ReplicaItem | list[TokenDelta]]] = {}
     for request_id, item in items:
-        said = by_request.setdefault(request_id, [])
+        parts = by_request.setdefault(request_id, [])
         if not isinstance(item, TokenDelta):
-            said.append(item)
-        elif said and isinstance(said[-1], list):
-            said[-1].append(item)
+            parts.append(item)
+        elif parts and isinstance(parts[-1], list):
+            parts[-1].append(item)
         else:
-            said.append([item])
+            parts.append([item])
     return [
-        (request_id, merged(item) if isinstance(item, list) else item)
-        for request_id, said in by_request.items()
-        for item in said
+        (request_id, merge_deltas(item) if isinstance(item, list) else item)
+        for request_id, parts in by_request.items()
+        for item in parts
     ]

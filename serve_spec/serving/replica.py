@@ -16,14 +16,14 @@ from serve_spec.log import TRACE_ID, get_logger
 from serve_spec.serving.autoscaling import NUM_REQUESTS
 from serve_spec.serving.connection import RouterAddress
 from serve_spec.serving.messages import Accepted, Failed, GenerateRequest, Refused, ReplicaItem
-from serve_spec.serving.outbox import Outbox, RouterConnections
+from serve_spec.serving.router_connections import ResponseQueue, RouterConnections
 from serve_spec.serving.stats_actor import StatsClient, StatsUnavailable
 from serve_spec.serving.telemetry import ReplicaTelemetry, pair_name, start_warm
 
 logger = get_logger(__name__)
 
-# What the last words of a replica take to leave its process.
-_FAREWELL_S = 1.0
+# Time to send the last items before the process ends.
+_LAST_ITEMS_S = 1.0
 
 
 class EngineReplica:
@@ -55,11 +55,13 @@ class EngineReplica:
         start_warm(config, self._loop, self._stats)
         tasks = asyncio.get_running_loop()
         self._reporter = tasks.create_task(self._report_forever())
-        self._beat_s = min(config.router.routing_stats_period_s, config.replica.stall_timeout_s / 5)
+        self._report_load_every_s = min(
+            config.router.routing_stats_period_s, config.replica.stall_timeout_s / 5
+        )
         self._watch = tasks.create_task(self._watch_forever())
 
     async def connect(self, router: RouterAddress) -> None:
-        """Take requests of a router from now on; harmless if it has called before.
+        """Accept requests of a router; harmless if it is connected.
 
         Raises:
             OSError: the router does not listen any more.
@@ -83,7 +85,7 @@ class EngineReplica:
         }
 
     def record_routing_stats(self) -> dict[str, object]:
-        """Return what `routing_policy` weighs; routers hear it every `routing_stats_period_s`."""
+        """Return the load for `routing_policy`, which routers get each `routing_stats_period_s`."""
         state: Mapping[str, Any] = self._loop.snapshot()
         wanted = (
             "batch_size",
@@ -126,7 +128,7 @@ class EngineReplica:
             self._refused_user_config = None
 
     def __del__(self) -> Awaitable[None] | None:
-        """Return what Serve awaits before it ends this process."""
+        """Return the shutdown that Serve awaits before it ends this process."""
         has_ended = not hasattr(self, "_reporter") or self._reporter.done()
         return None if has_ended else self._end()
 
@@ -138,12 +140,12 @@ class EngineReplica:
         self._stats.forget(self._name)
         self._loop.shutdown()
 
-    async def _answer(self, request: GenerateRequest, outbox: Outbox) -> None:
-        """Put everything that one request says into the outbox, the last item included."""
+    async def _answer(self, request: GenerateRequest, queue: ResponseQueue) -> None:
+        """Put all items of a request into the queue, the last one included."""
 
-        def say(item: ReplicaItem) -> None:
+        def emit(item: ReplicaItem) -> None:
             timer.saw(item)
-            outbox.put(request.request_id, item)
+            queue.put(request.request_id, item)
 
         TRACE_ID.set(request.trace_id)
         timer = self._telemetry.timer()
@@ -151,34 +153,34 @@ class EngineReplica:
             stream = await self._loop.submit(
                 request.prompt, request.params, request.request_id, request.emitted
             )
-            say(Accepted(stream.num_prompt_tokens, self._name))
-            await stream.each(say)
+            emit(Accepted(stream.num_prompt_tokens, self._name))
+            await stream.each(emit)
         except InvalidRequest as error:
-            say(Refused(error))
-        except Exception as error:  # whatever broke, the router must hear of it, once
+            emit(Refused(error))
+        except Exception as error:  # whatever broke, the router must know
             overloaded = isinstance(error, EngineOverloaded)
             if not overloaded:
                 logger.error("request %s (%s): %r", request.request_id, request.trace_id, error)
-            say(Failed(str(error), overloaded, self._name))
+            emit(Failed(str(error), overloaded, self._name))
         finally:
             self._loop.cancel(request.request_id)
             timer.end()
 
     async def _watch_forever(self) -> None:
-        """Tell routers that the engine works, until it does not; then end this process.
+        """Report the load to routers while the engine works; then end this process.
 
-        Serve would let its streams wait, and its replacement for the GPU, until they time out.
+        Otherwise its streams, and its replacement, would wait until Serve's time limits.
         """
         while True:
-            await asyncio.sleep(self._beat_s)
+            await asyncio.sleep(self._report_load_every_s)
             try:
                 self._loop.check_health()
             except RuntimeError as error:
-                logger.error("this replica ends, its requests go on elsewhere: %s", error)
+                logger.error("this replica ends, its requests continue elsewhere: %s", error)
                 break
-            self._routers.beat()
+            self._routers.report_load()
         self._routers.close()
-        await asyncio.sleep(_FAREWELL_S)
+        await asyncio.sleep(_LAST_ITEMS_S)
         _end_process()
 
     def _is_healthy(self) -> bool:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
-from serve_spec.serving.links import Link
 from serve_spec.serving.messages import GenerateRequest
+from serve_spec.serving.replica_connections import ReplicaConnection
 
 
 def requests_to_move(
@@ -256,7 +256,9 @@ class ReplicaChooser:
         self._load_factor = load_factor
         self._prefixes = SentPrefixes()
 
-    def choose(self, requests: Sequence[GenerateRequest], links: Mapping[str, Link]) -> str:
+    def choose(
+        self, requests: Sequence[GenerateRequest], connections: Mapping[str, ReplicaConnection]
+    ) -> str:
         """Return the replica that requests, at least one, are to be sent to together."""
         by_prefix = self._policy == "prefix"
         prompts = [blocks(request.prompt) for request in requests if by_prefix]
@@ -268,7 +270,7 @@ class ReplicaChooser:
                 max_rows=self._max_rows,
                 matched_blocks=sum(self._prefixes.matched(name, prompt) for prompt in prompts),
             )
-            for name, link in links.items()
+            for name, link in connections.items()
         ]
         name, *_ = ranked(
             self._policy,

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, Literal
 
 from serve_spec.adaptive import PolicySettings
@@ -19,7 +20,6 @@ from serve_spec.config import ServeSpecConfig
 from serve_spec.core.request import TokenDelta
 from serve_spec.log import get_logger
 from serve_spec.metrics import (
-    DOOR_METRICS,
     FIRST_TOKEN_WAIT_MS,
     FIRST_TOKENS,
     IN_FLIGHT,
@@ -31,6 +31,7 @@ from serve_spec.metrics import (
     REQUESTS,
     RESUMED,
     ROUND_METRICS,
+    ROUTER_METRICS,
     STATE_METRICS,
     SUBMISSIONS,
     TPOT_MS,
@@ -41,6 +42,9 @@ from serve_spec.serving.messages import Failed, Refused, ReplicaItem
 from serve_spec.serving.ray_metrics import RayMetrics, RoundSink, StateReadings
 from serve_spec.serving.reports import Snapshot, number, section
 from serve_spec.serving.stats_actor import StatsClient
+
+OLD_ROUTER_LABEL = "door"
+"""Former value of `measured_at` for "router"; it is exported as well until 0.2."""
 
 ARRIVED: ContextVar[float | None] = ContextVar("arrived", default=None)
 """`perf_counter` of the arrival of the request that this task serves."""
@@ -55,7 +59,7 @@ class RequestTimer:
     def __init__(
         self,
         record: Callable[[Reading], None],
-        measured_at: Literal["door", "engine"],
+        measured_at: Literal["router", "engine"],
         started: float,
     ) -> None:
         self._record = record
@@ -102,9 +106,15 @@ class RequestTimer:
             self._record(Reading(FIRST_TOKEN_WAIT_MS, wait_ms, self._labels))
 
 
-def door_timer(record: Callable[[Reading], None]) -> RequestTimer:
+def router_timer(record: Callable[[Reading], None]) -> RequestTimer:
     """Return a timer that counts from the arrival of the request that this task serves."""
-    return RequestTimer(record, "door", ARRIVED.get() or time.perf_counter())
+
+    def record_twice(reading: Reading) -> None:
+        record(reading)
+        labels = {**reading.labels, "measured_at": OLD_ROUTER_LABEL}
+        record(replace(reading, labels=labels))
+
+    return RequestTimer(record_twice, "router", ARRIVED.get() or time.perf_counter())
 
 
 logger = get_logger(__name__)
@@ -164,11 +174,11 @@ class ReplicaTelemetry:
         self._exporter.cancel()
 
 
-class DoorTelemetry:
+class RouterTelemetry:
     """Ray's metrics of one router; made on its event loop. `show` gives its `/server_info`."""
 
     def __init__(self, context: Any, show: Callable[[], Snapshot]) -> None:
-        self._metrics = RayMetrics((*DOOR_METRICS, *LATENCY_METRICS), serve_labels(context))
+        self._metrics = RayMetrics((*ROUTER_METRICS, *LATENCY_METRICS), serve_labels(context))
         self.record = self._metrics.record
         self._show = show
         self._counted: Counter[str] = Counter()
@@ -179,14 +189,14 @@ class DoorTelemetry:
         for reading in self._readings(self._show()):
             self._metrics.record(reading)
 
-    def _readings(self, door: Snapshot) -> Iterator[Reading]:
-        yield Reading(QUEUE_LEN, number(door, "queue_len"))
-        yield Reading(IN_FLIGHT, number(door, "in_flight"))
-        if rejected := self._new("rejected", number(door, "num_rejected")):
+    def _readings(self, router: Snapshot) -> Iterator[Reading]:
+        yield Reading(QUEUE_LEN, number(router, "queue_len"))
+        yield Reading(IN_FLIGHT, number(router, "in_flight"))
+        if rejected := self._new("rejected", number(router, "num_rejected")):
             yield Reading(REJECTED, rejected)
-        if resumed := self._new("resumed", number(door, "num_resumed")):
+        if resumed := self._new("resumed", number(router, "num_resumed")):
             yield Reading(RESUMED, resumed)
-        sizes = section(door, "submission_size_histogram")
+        sizes = section(router, "submission_size_histogram")
         for size in sizes:
             if submissions := self._new(f"size {size}", number(sizes, size)):
                 yield Reading(SUBMISSIONS, submissions, {"size": size})

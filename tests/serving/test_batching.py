@@ -19,8 +19,8 @@ from serve_spec.serving.errors import ApiError, no_replica
 from serve_spec.serving.messages import (
     Accepted,
     GenerateRequest,
-    News,
     ReplicaItem,
+    ReplicaMessage,
     Withdrawn,
 )
 from tests.serving.fakes import FAR_S, request, settle
@@ -63,22 +63,22 @@ class Wire:
         self.say(*((a.request_id, Accepted(1, replica)) for a in requests), index=index)
 
     def say(self, *items: tuple[str, ReplicaItem], index: int = 0) -> None:
-        self.batcher.hear(self.sent[index][0], News(list(items)))
+        self.batcher.receive(self.sent[index][0], ReplicaMessage(list(items)))
 
     def names(self) -> list[list[str]]:
-        return [[asked.request_id for asked in requests] for _, requests in self.sent]
+        return [[pending.request_id for pending in requests] for _, requests in self.sent]
 
 
 class Listener:
     """Asks for one request and keeps what it hears."""
 
-    def __init__(self, batcher: Batcher, asked: GenerateRequest) -> None:
+    def __init__(self, batcher: Batcher, pending: GenerateRequest) -> None:
         self.heard: list[Any] = []
-        self.task = asyncio.create_task(self._listen(batcher, asked))
+        self.task = asyncio.create_task(self._listen(batcher, pending))
 
-    async def _listen(self, batcher: Batcher, asked: GenerateRequest) -> None:
+    async def _listen(self, batcher: Batcher, pending: GenerateRequest) -> None:
         try:
-            async with aclosing(batcher.generate(asked)) as items:
+            async with aclosing(batcher.generate(pending)) as items:
                 async for item in items:
                     self.heard.append(item)
         except ApiError as error:
@@ -151,15 +151,15 @@ async def test_those_of_one_moment_travel_together_and_wait_for_no_company_for_e
 
 async def test_requests_of_different_groups_or_with_replicas_to_avoid_travel_apart() -> None:
     wire = Wire()
-    router = batcher(wire, max_batch_size=2, group_of=lambda asked: asked.prompt)
-    asked = [
+    router = batcher(wire, max_batch_size=2, group_of=lambda pending: pending.prompt)
+    pending = [
         named("a", "x"),
         named("b", "y"),
         named("c", "x"),
         replace(named("d", "y"), avoid=frozenset({"r1"})),
         named("e", "y"),
     ]
-    _waiting = [Listener(router, one) for one in asked]
+    _waiting = [Listener(router, one) for one in pending]
     await settle()
     assert wire.names() == [["a", "c"], ["b", "e"]]
 
@@ -209,7 +209,7 @@ async def test_when_a_replica_is_lost_all_its_requests_that_have_not_ended_hear_
     wire.targets = ["r2"]
     wire.say(text("a", "1", last=True))
     gone = no_replica("gone")
-    router.lose("r1", gone)
+    router.fail_replica("r1", gone)
     await settle()
     assert a.heard[-1] is not gone
     assert b.heard[-1] is gone

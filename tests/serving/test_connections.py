@@ -11,65 +11,65 @@ from typing import Any
 import pytest
 
 from serve_spec.core.request import FinishReason, TokenDelta
-from serve_spec.serving import outbox as module
+from serve_spec.serving import router_connections as module
 from serve_spec.serving.connection import RouterAddress, read_message, write_message
 from serve_spec.serving.errors import ApiError, ReplicaLost
-from serve_spec.serving.links import Links
 from serve_spec.serving.messages import (
     Accepted,
     Failed,
     GenerateRequest,
     Items,
-    News,
-    encode,
-    encode_commands,
+    ReplicaMessage,
+    encode_replica_message,
+    encode_router_message,
 )
-from serve_spec.serving.outbox import Outbox, RouterConnections
+from serve_spec.serving.replica_connections import ReplicaConnections
+from serve_spec.serving.router_connections import ResponseQueue, RouterConnections
 from tests.serving.fakes import request
 
 
-async def until(is_so: Callable[[], object]) -> None:
+async def until(condition: Callable[[], object]) -> None:
     """Returns once it is so; a test that waits for ever fails by its time limit."""
-    while not is_so():
+    while not condition():
         await asyncio.sleep(0.001)
 
 
 class Router:
     """A router's end, and what it hears."""
 
-    def __init__(self, name: str = "router", max_silent_looks: int = 3) -> None:
-        self.links = Links(name, "127.0.0.1", self, max_silent_looks)
-        self.heard: list[News] = []
+    def __init__(self, name: str = "router", max_quiet_checks: int = 3) -> None:
+        self.connections = ReplicaConnections(name, "127.0.0.1", self, max_quiet_checks)
+        self.heard: list[ReplicaMessage] = []
         self.lost: list[tuple[str, ApiError]] = []
 
-    def hear(self, replica: str, news: News) -> None:
-        self.heard.append(news)
+    def receive(self, replica: str, message: ReplicaMessage) -> None:
+        self.heard.append(message)
 
-    def lose(self, replica: str, error: ApiError) -> None:
+    def fail_replica(self, replica: str, error: ApiError) -> None:
         self.lost.append((replica, error))
 
     def items(self) -> Items:
-        return [item for news in self.heard for item in news.items]
+        return [item for message in self.heard for item in message.items]
 
     def ask(self, *names: str) -> None:
-        self.links.send("r1", encode_commands([named(name) for name in names]))
+        self.connections.send("r1", encode_router_message([named(name) for name in names]))
 
 
 class Replica(RouterConnections):
-    """A replica's end; requests say what the test puts into their outbox."""
+    """A replica's end; requests say what the test puts into their queue."""
 
     def __init__(self) -> None:
         self.cancelled: list[str] = []
-        self.outboxes: dict[str, Outbox] = {}
+        self.queues: dict[str, ResponseQueue] = {}
         super().__init__("r1", self._hold, self.cancelled.append, lambda: {"num_running": 7})
 
-    async def _hold(self, asked: GenerateRequest, outbox: Outbox) -> None:
-        self.outboxes[asked.request_id] = outbox
+    async def _hold(self, asked: GenerateRequest, queue: ResponseQueue) -> None:
+        self.queues[asked.request_id] = queue
         await asyncio.Event().wait()
 
     def say(self, name: str, token: int, *, last: bool = False) -> None:
         finish = FinishReason.LENGTH if last else None
-        self.outboxes[name].put(name, TokenDelta(name, (token,), "x", finish))
+        self.queues[name].put(name, TokenDelta(name, (token,), "x", finish))
 
 
 def named(name: str) -> GenerateRequest:
@@ -79,7 +79,7 @@ def named(name: str) -> GenerateRequest:
 @asynccontextmanager
 async def listening(**options: Any) -> AsyncIterator[Router]:
     router = Router(**options)
-    serving = asyncio.create_task(router.links.serve())
+    serving = asyncio.create_task(router.connections.serve())
     try:
         yield router
     finally:
@@ -92,29 +92,29 @@ async def listening(**options: Any) -> AsyncIterator[Router]:
 async def connected(**options: Any) -> AsyncIterator[tuple[Router, Replica]]:
     async with listening(**options) as router:
         replica = Replica()
-        await replica.connect(router.links.address)
-        await until(router.links.usable)
+        await replica.connect(router.connections.address)
+        await until(router.connections.usable)
         yield router, replica
 
 
 async def test_a_replica_that_is_called_says_how_busy_it_is_and_has_one_connection() -> None:
     async with connected() as (router, replica):
-        await replica.connect(router.links.address)
+        await replica.connect(router.connections.address)
         router.ask("a", "b")
-        await until(lambda: len(replica.outboxes) == 2)
-        replica.beat()
+        await until(lambda: len(replica.queues) == 2)
+        replica.report_load()
         await until(lambda: len(router.heard) == 2)
-        (link,) = router.links.usable().values()
-        assert (link.load, link.rows) == ({"num_running": 7}, {"router": 2})
+        (connection,) = router.connections.usable().values()
+        assert (connection.load, connection.rows) == ({"num_running": 7}, {"router": 2})
 
 
 async def test_every_router_hears_of_its_own_requests_and_of_how_many_the_others_have() -> None:
     async with connected() as (router, replica), listening(name="other") as other:
-        await replica.connect(other.links.address)
-        await until(other.links.usable)
+        await replica.connect(other.connections.address)
+        await until(other.connections.usable)
         router.ask("a", "b")
         other.ask("c")
-        await until(lambda: len(replica.outboxes) == 3)
+        await until(lambda: len(replica.queues) == 3)
         for name in "abc":
             replica.say(name, 1, last=name == "a")
         await until(lambda: other.items() and router.items())
@@ -126,37 +126,39 @@ async def test_every_router_hears_of_its_own_requests_and_of_how_many_the_others
 
 async def test_what_a_router_cancels_ends_in_the_engine() -> None:
     async with connected() as (router, replica):
-        router.links.send("r1", encode_commands(cancelled=["a", "b"]))
+        router.connections.send("r1", encode_router_message(cancelled=["a", "b"]))
         await until(lambda: replica.cancelled == ["a", "b"])
-        router.links.send("gone", encode_commands(cancelled=["c"]))
+        router.connections.send("gone", encode_router_message(cancelled=["c"]))
 
 
 async def test_requests_end_with_their_router_and_those_of_others_do_not() -> None:
     async with AsyncExitStack() as other_life:
         other = await other_life.enter_async_context(listening(name="other"))
         async with connected() as (router, replica):
-            await replica.connect(other.links.address)
-            await until(other.links.usable)
+            await replica.connect(other.connections.address)
+            await until(other.connections.usable)
             router.ask("a")
             other.ask("b")
-            await until(lambda: len(replica.outboxes) == 2)
-            for link in router.links.usable().values():
-                link.writer.transport.abort()
+            await until(lambda: len(replica.queues) == 2)
+            for connection in router.connections.usable().values():
+                connection.writer.transport.abort()
             await until(lambda: replica.num_requests() == {"other": 1})
             assert replica.cancelled == ["a"]
-            await replica.connect(router.links.address)  # it lives, and calls again
-            await until(router.links.usable)
+            await replica.connect(router.connections.address)  # it lives, and calls again
+            await until(router.connections.usable)
 
 
 @pytest.mark.parametrize(
-    ("message", "status"), [(None, 503), (b"no news", 500), (encode(News([]))[:-3], 500)], ids=repr
+    ("message", "status"),
+    [(None, 503), (b"no message", 500), (encode_replica_message(ReplicaMessage([]))[:-3], 500)],
+    ids=repr,
 )
 async def test_a_connection_that_breaks_off_loses_the_requests_of_its_replica(
     message: bytes | None, status: int
 ) -> None:
     async with listening() as router:
-        writer = await calling(router.links.address)
-        await until(router.links.usable)
+        writer = await calling(router.connections.address)
+        await until(router.connections.usable)
         if message is None:
             writer.close()
         else:
@@ -165,52 +167,52 @@ async def test_a_connection_that_breaks_off_loses_the_requests_of_its_replica(
         ((name, error),) = router.lost
         assert isinstance(error, ReplicaLost)
         assert (name, error.replica, error.status) == ("r1", "r1", status)
-        assert not router.links.usable()
+        assert not router.connections.usable()
 
 
-async def calling(address: RouterAddress, hello: bytes = b"r1") -> asyncio.StreamWriter:
+async def calling(address: RouterAddress, handshake: bytes = b"r1") -> asyncio.StreamWriter:
     """Call a router as a replica does, and say one thing."""
     _, writer = await asyncio.open_connection(address.host, address.port)
-    write_message(writer, address.secret + hello)
-    write_message(writer, encode(News([], {}, {"num_running": 0})))
+    write_message(writer, address.secret + handshake)
+    write_message(writer, encode_replica_message(ReplicaMessage([], {}, {"num_running": 0})))
     return writer
 
 
-async def test_a_call_without_the_key_or_with_too_long_a_greeting_is_refused() -> None:
+async def test_a_call_without_the_key_or_with_too_long_a_authenticateing_is_refused() -> None:
     async with listening() as router:
-        address = router.links.address
-        for hello in (b"x" * 32 + b"r1", address.secret + b"x" * 9000, b""):
+        address = router.connections.address
+        for handshake in (b"x" * 32 + b"r1", address.secret + b"x" * 9000, b""):
             reader, writer = await asyncio.open_connection(address.host, address.port)
-            write_message(writer, hello)
+            write_message(writer, handshake)
             with pytest.raises(EOFError):
                 await read_message(reader)
             writer.close()
-        assert not router.links.usable()
+        assert not router.connections.usable()
         assert not router.lost
 
 
 async def test_a_silent_replica_loses_its_requests_once_and_is_avoided_until_it_speaks() -> None:
-    async with connected(max_silent_looks=3) as (router, replica):
+    async with connected(max_quiet_checks=3) as (router, replica):
         for _ in range(2):
-            router.links.look()
-        replica.beat()
+            router.connections.check()
+        replica.report_load()
         await until(lambda: len(router.heard) == 2)
         for _ in range(2):
-            router.links.look()
-        assert router.links.usable()
+            router.connections.check()
+        assert router.connections.usable()
         for _ in range(5):
-            router.links.look()
+            router.connections.check()
         ((name, error),) = router.lost
         assert (name, error.status) == ("r1", 503)
-        assert not router.links.usable()
-        replica.beat()
-        await until(router.links.usable)
+        assert not router.connections.usable()
+        replica.report_load()
+        await until(router.connections.usable)
 
 
 async def test_a_request_that_cannot_be_read_fails_alone() -> None:
     async with connected() as (router, replica):
         broken = replace(named("a"), avoid=Unreadable())  # type: ignore[arg-type]
-        router.links.send("r1", encode_commands([broken, named("b")]))
+        router.connections.send("r1", encode_router_message([broken, named("b")]))
         await until(router.items)
         ((name, item),) = router.items()
         assert name == "a"
@@ -228,23 +230,23 @@ class Unreadable:
 async def test_a_replica_that_is_to_end_finishes_its_requests_and_takes_no_others() -> None:
     async with connected() as (router, replica):
         router.ask("a")
-        await until(lambda: replica.outboxes)
+        await until(lambda: replica.queues)
         draining = asyncio.create_task(replica.drain())
-        await until(lambda: not router.links.usable())
+        await until(lambda: not router.connections.usable())
         replica.say("a", 1, last=True)
         await draining
         await until(lambda: router.lost)
         ((_, item),) = router.items()
         assert item.finish_reason is FinishReason.LENGTH
-        await replica.connect(router.links.address)
-        assert not router.links.usable()
+        await replica.connect(router.connections.address)
+        assert not router.connections.usable()
 
 
 async def test_a_replica_that_breaks_down_says_what_is_left_to_say() -> None:
     async with connected() as (router, replica):
         router.ask("a")
-        await until(lambda: replica.outboxes)
-        replica.outboxes["a"].put("a", Failed("boom"))
+        await until(lambda: replica.queues)
+        replica.queues["a"].put("a", Failed("boom"))
         replica.close()
         await until(lambda: router.lost)
         assert router.items() == [("a", Failed("boom"))]
@@ -256,40 +258,40 @@ async def test_a_router_that_does_not_listen_any_more_is_an_error_and_may_be_cal
     replica = Replica()
     async with listening() as router:
         with pytest.raises(OSError, match=r"refused|failed"):
-            await replica.connect(router.links.address._replace(port=1))
+            await replica.connect(router.connections.address._replace(port=1))
         monkeypatch.setattr(module, "_CONNECT_WITHIN_S", 1e-9)
         with pytest.raises(TimeoutError):
-            await replica.connect(router.links.address)
+            await replica.connect(router.connections.address)
         monkeypatch.undo()
-        await replica.connect(router.links.address)
-        await until(router.links.usable)
+        await replica.connect(router.connections.address)
+        await until(router.connections.usable)
 
 
 async def test_waiting_for_a_replica_ends_when_there_is_one_or_in_time() -> None:
     async with listening() as router:
-        await router.links.changed(within_s=0.001)
-        waiting = asyncio.create_task(router.links.changed(within_s=3600))
+        await router.connections.changed(within_s=0.001)
+        waiting = asyncio.create_task(router.connections.changed(within_s=3600))
         await asyncio.sleep(0)
-        writer = await calling(router.links.address)
+        writer = await calling(router.connections.address)
         await waiting
-        assert router.links.usable()
+        assert router.connections.usable()
         writer.close()
 
 
 async def test_rounds_that_a_slow_router_misses_are_one_delta_of_each_request() -> None:
-    outbox = Outbox()
+    queue = ResponseQueue()
     for name in "ab":
-        outbox.answers[name] = asyncio.create_task(asyncio.sleep(0))
-    outbox.put("a", Accepted(3, "r1"))
+        queue.answers[name] = asyncio.create_task(asyncio.sleep(0))
+    queue.put("a", Accepted(3, "r1"))
     for token in range(4):
         for name in "ab":
-            outbox.put(name, TokenDelta(name, (token,), "x"))
-    outbox.put("b", Failed("boom"))
+            queue.put(name, TokenDelta(name, (token,), "x"))
+    queue.put("b", Failed("boom"))
     merged = TokenDelta("a", (0, 1, 2, 3), "xxxx")
-    assert await anext(aiter(outbox)) == [
+    assert await anext(aiter(queue)) == [
         ("a", Accepted(3, "r1")),
         ("a", merged),
         ("b", merged._replace(request_id="b")),
         ("b", Failed("boom")),
     ]
-    assert list(outbox.answers) == ["a"]
+    assert list(queue.answers) == ["a"]

@@ -20,7 +20,7 @@ from serve_spec.serving.connection import RouterAddress
 from serve_spec.serving.errors import ApiError, ReplicaLost
 from serve_spec.serving.fleet import RayFleet
 from serve_spec.serving.messages import Accepted, Failed, GenerateRequest, Refused
-from serve_spec.serving.outbox import Outbox, RouterConnections
+from serve_spec.serving.router_connections import ResponseQueue, RouterConnections
 from serve_spec.serving.stats_actor import StatsUnavailable
 from tests.serving.fakes import delta, request
 
@@ -37,9 +37,9 @@ class Replica(RouterConnections):
         self.cancelled: list[str] = []
         super().__init__("there", self._say, self.cancelled.append, lambda: {"is_healthy": True})
 
-    async def _say(self, asked: GenerateRequest, outbox: Outbox) -> None:
+    async def _say(self, asked: GenerateRequest, queue: ResponseQueue) -> None:
         for item in self.items:
-            outbox.put(asked.request_id, item)
+            queue.put(asked.request_id, item)
         await asyncio.Event().wait()
 
 
@@ -87,8 +87,8 @@ async def items_of(fleet: RayFleet) -> list[Any]:
     return [item async for item in fleet.generate(request())]
 
 
-async def until(is_so: Callable[[], object]) -> None:
-    while not is_so():
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
         await asyncio.sleep(0.001)
 
 
@@ -156,7 +156,7 @@ async def test_a_client_that_leaves_before_the_first_answer_is_not_logged(
 async def test_a_replica_is_found_although_serve_is_away_for_a_moment(
     config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_CALL_EVERY_S", 0.001)
+    monkeypatch.setattr(module, "_BROADCAST_EVERY_S", 0.001)
     async with running(config, Replica(LAST), RayError("odd"), TimeoutError()) as fleet:
         assert await items_of(fleet) == [LAST]
 
@@ -190,7 +190,7 @@ async def test_a_silent_replica_loses_its_requests_and_serves_on_once_it_speaks(
         await until(lambda: replica.cancelled == [ID])
         replica.items = (LAST,)
         answer = asyncio.create_task(items_of(fleet))
-        replica.beat()
+        replica.report_load()
         assert await answer == [LAST]
 
 

@@ -11,7 +11,7 @@ from serve_spec.core.request import FinishReason
 from serve_spec.metrics import Reading
 from serve_spec.serving import telemetry
 from serve_spec.serving.messages import Accepted, Failed, Refused
-from serve_spec.serving.telemetry import ARRIVED, RequestTimer, door_timer
+from serve_spec.serving.telemetry import ARRIVED, RequestTimer, router_timer
 from tests.serving.fakes import delta
 
 LAST = delta("b", 3, 4, 5, 6, finish=FinishReason.STOP)
@@ -70,21 +70,23 @@ def test_first_and_later_tokens_are_timed_apart(clock: Clock) -> None:
 )
 def test_every_request_ends_in_one_outcome(items: list[Any], outcome: str) -> None:
     seen: list[Reading] = []
-    timer = door_timer(seen.append)
+    timer = router_timer(seen.append)
     for item in items:
         if isinstance(item, Exception):
             timer.fail()
         else:
             timer.saw(item)
     timer.end()
-    ended = [r.labels["outcome"] for r in seen if r.metric.name == "serve_spec_requests"]
-    assert ended == [outcome]
+    ended = [r.labels for r in seen if r.metric.name == "serve_spec_requests"]
+    assert ended == [
+        {"outcome": outcome, "measured_at": measured_at} for measured_at in ("router", "door")
+    ]
 
 
-async def test_the_door_counts_from_the_arrival_of_the_request(clock: Clock) -> None:
+async def test_the_router_counts_from_the_arrival_of_the_request(clock: Clock) -> None:
     seen: list[Reading] = []
     ARRIVED.set(98.0)
-    timer = door_timer(seen.append)
+    timer = router_timer(seen.append)
     timer.saw(LAST)
     timer.end()
     assert values(seen)["time_to_first_token_ms"] == pytest.approx(2000)

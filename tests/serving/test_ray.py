@@ -267,7 +267,7 @@ def test_every_metric_reaches_prometheus_under_the_names_we_say(url: str) -> Non
     # Named by rank: a replacement goes on with the series of the replica before it.
     assert 'deployment="EngineReplica"' in text
     assert re.search(r'ray_serve_spec_batch_size{[^}]*replica="0"', text)
-    assert re.search(r'first_tokens_total{[^}]*measured_at="door"[^}]*} [1-9]', text)
+    assert re.search(r'first_tokens_total{[^}]*measured_at="router"[^}]*} [1-9]', text)
 
 
 def test_the_page_and_its_figures_come_through_serve(url: str) -> None:

@@ -17,9 +17,15 @@ from serve_spec.core.request import FinishReason, TokenDelta
 from serve_spec.serving import replica as module
 from serve_spec.serving.autoscaling import NUM_REQUESTS
 from serve_spec.serving.errors import ApiError
-from serve_spec.serving.links import Links
-from serve_spec.serving.messages import Accepted, Failed, News, encode_commands, is_last
+from serve_spec.serving.messages import (
+    Accepted,
+    Failed,
+    ReplicaMessage,
+    encode_router_message,
+    is_last,
+)
 from serve_spec.serving.replica import EngineReplica
+from serve_spec.serving.replica_connections import ReplicaConnections
 from serve_spec.serving.stats_actor import StatsUnavailable
 from tests.serving.fake_engine import FakeLoop
 from tests.serving.fakes import request
@@ -71,33 +77,33 @@ class Router:
     """A router that has called a replica, and what it hears of its requests."""
 
     def __init__(self) -> None:
-        self.links = Links("router", "127.0.0.1", self, max_silent_looks=1)
+        self.connections = ReplicaConnections("router", "127.0.0.1", self, max_quiet_checks=1)
         self.said: dict[str, list[Any]] = {}
-        self.num_beats = 0
+        self.num_load_reports = 0
         self.is_lost = asyncio.Event()
         self._heard = asyncio.Event()
 
-    def hear(self, replica: str, news: News) -> None:
-        self.num_beats += not news.items
-        for request_id, item in news.items:
+    def receive(self, replica: str, message: ReplicaMessage) -> None:
+        self.num_load_reports += not message.items
+        for request_id, item in message.items:
             self.said.setdefault(request_id, []).append(item)
         self._heard.set()
 
-    def lose(self, replica: str, error: ApiError) -> None:
+    def fail_replica(self, replica: str, error: ApiError) -> None:
         self.is_lost.set()
 
     async def ask(self, *prompts: str, **params: Any) -> None:
         """Send requests r0, r1, ... in one message."""
-        while not self.links.usable():
-            await self.links.changed(1.0)
+        while not self.connections.usable():
+            await self.connections.changed(1.0)
         requests = [
             replace(request(prompt, **params), request_id=f"r{i}")
             for i, prompt in enumerate(prompts)
         ]
-        self.links.send("r1", encode_commands(requests))
+        self.connections.send("r1", encode_router_message(requests))
 
-    async def until(self, is_so: Callable[[], object]) -> None:
-        while not is_so():
+    async def until(self, condition: Callable[[], object]) -> None:
+        while not condition():
             self._heard.clear()
             await self._heard.wait()
 
@@ -108,13 +114,13 @@ class Router:
 @asynccontextmanager
 async def called(replica: EngineReplica) -> AsyncIterator[Router]:
     router = Router()
-    serving = asyncio.create_task(router.links.serve())
-    await replica.connect(router.links.address)
+    serving = asyncio.create_task(router.connections.serve())
+    await replica.connect(router.connections.address)
     yield router
     serving.cancel()
-    for link in router.links.usable().values():
-        link.writer.close()
-    while replica._routers._outboxes:
+    for connection in router.connections.usable().values():
+        connection.writer.close()
+    while replica._routers._queues:
         await asyncio.sleep(0.001)
 
 
@@ -130,13 +136,13 @@ async def items(replica: EngineReplica, prompt: str, **params: Any) -> list[Any]
 async def test_a_replica_without_an_engine_ends_and_lets_its_requests_go(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_FAREWELL_S", 0.0)
+    monkeypatch.setattr(module, "_LAST_ITEMS_S", 0.0)
     has_ended = asyncio.Event()
     monkeypatch.setattr(module, "_end_process", has_ended.set)
     replica, loop = start()
     async with called(replica) as router:
         await router.ask("hold a")
-        await router.until(lambda: router.num_beats > 3)
+        await router.until(lambda: router.num_load_reports > 3)
         loop.knobs["sick"] = True
         await router.is_lost.wait()
         assert not router.has_ended("r0")
@@ -174,7 +180,7 @@ async def test_requests_of_one_message_answer_side_by_side_and_end_alone(start: 
         await router.ask("a b c", "hold on", "full", "x", max_tokens=5)
         await router.until(lambda: router.has_ended("r0", "r2", "r3"))
         assert replica.record_routing_stats()["rows"] == {"router": 1}
-        router.links.send("r1", encode_commands(cancelled=["r1"]))
+        router.connections.send("r1", encode_router_message(cancelled=["r1"]))
         await router.until(lambda: router.has_ended("r1"))
     said = router.said
     texts = {
@@ -197,7 +203,7 @@ async def test_before_a_replica_ends_it_lets_its_requests_finish(start: Start) -
         end = replica.__del__()
         assert end is not None
         ending = asyncio.ensure_future(end)
-        await router.until(lambda: not router.links.usable())
+        await router.until(lambda: not router.connections.usable())
         assert not ending.done()
         loop.cancel("r0")
         await ending

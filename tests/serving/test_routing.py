@@ -20,9 +20,9 @@ def link(rows: dict[str, int] | None = None, **load: Any) -> Any:
 class Router:
     """A router that sends to the replicas it chooses."""
 
-    def __init__(self, policy: Any = "balanced", max_rows: int = 100, **links: Any) -> None:
+    def __init__(self, policy: Any = "balanced", max_rows: int = 100, **connections: Any) -> None:
         self.num_open: Counter[str] = Counter()
-        self.links = links
+        self.connections = connections
         self.chooser = ReplicaChooser(
             policy,
             "me",
@@ -34,7 +34,7 @@ class Router:
 
     def send(self, num: int = 1, avoid: str = "") -> str:
         asked = replace(request(PROMPT), avoid=frozenset(avoid))
-        name = self.chooser.choose([asked] * num, self.links)
+        name = self.chooser.choose([asked] * num, self.connections)
         self.num_open[name] += num
         return name
 
@@ -53,8 +53,8 @@ def test_what_other_routers_sent_counts_as_reported_and_own_requests_count_once(
 
 def test_goodput_uses_each_replica_s_own_costs() -> None:
     dear, cheap = {"0": 9.0, "1": 9.5}, {"0": 3.0, "1": 4.0}
-    links = {"a": link(marginal_ms_by_rows=dear), "b": link(marginal_ms_by_rows=cheap)}
-    router = Router("goodput", **links)
+    connections = {"a": link(marginal_ms_by_rows=dear), "b": link(marginal_ms_by_rows=cheap)}
+    router = Router("goodput", **connections)
     assert [router.send(), router.send()] == ["b", "b"]
 
 

@@ -11,7 +11,7 @@ import pytest
 from serve_spec.config import ServeSpecConfig
 from serve_spec.metrics import Reading
 from serve_spec.serving import telemetry
-from serve_spec.serving.telemetry import DoorTelemetry, pair_name, start_warm
+from serve_spec.serving.telemetry import RouterTelemetry, pair_name, start_warm
 from tests.serving.fake_engine import FakeLoop
 
 CONTEXT = SimpleNamespace(app_name="app", deployment="Router", rank=None)
@@ -23,7 +23,7 @@ def exports(*doors: dict[str, Any]) -> list[dict[str, float]]:
     found: list[dict[str, float]] = []
 
     async def scenario() -> None:
-        door = DoorTelemetry(CONTEXT, lambda: next(looks))
+        door = RouterTelemetry(CONTEXT, lambda: next(looks))
 
         def keep(reading: Reading) -> None:
             key = " ".join(
@@ -76,7 +76,7 @@ async def test_an_export_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPat
         looks += 1
         raise RuntimeError("boom")
 
-    DoorTelemetry(CONTEXT, broken)
+    RouterTelemetry(CONTEXT, broken)
     while looks < 3:
         await asyncio.sleep(0.001)
 

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta, TokenLogprob
-from serve_spec.serving.messages import Accepted, Failed, News, Refused, decode, encode
+from serve_spec.serving.messages import (
+    Accepted,
+    Failed,
+    Refused,
+    ReplicaMessage,
+    decode_replica_message,
+    encode_replica_message,
+)
 
 TEXTS = st.text(st.characters(), max_size=5)  # half surrogate pairs, too
 DELTAS = st.builds(
@@ -30,21 +37,23 @@ ITEMS = st.one_of(DELTAS, st.sampled_from([Accepted(3, "r1"), Failed("boom", ove
 @given(st.lists(ITEMS, max_size=5), st.booleans())
 def test_what_is_decoded_is_what_was_encoded(items: list[Any], is_closing: bool) -> None:
     load = None if items else {"num_running": 1}
-    news = News([("a", item) for item in items], {"router": 2}, load, is_closing)
-    assert decode(encode(news)) == news
+    message = ReplicaMessage([("a", item) for item in items], {"router": 2}, load, is_closing)
+    assert decode_replica_message(encode_replica_message(message)) == message
 
 
 def test_a_refusal_keeps_its_error() -> None:
     error = InvalidRequest("top_k", -3, "no")
-    ((_, item),) = decode(encode(News([("a", Refused(error))]))).items
+    ((_, item),) = decode_replica_message(
+        encode_replica_message(ReplicaMessage([("a", Refused(error))]))
+    ).items
     assert isinstance(item, Refused)
     assert str(item.error) == str(error)
 
 
 def test_an_item_that_cannot_be_read_fails_its_request_and_no_other() -> None:
     entries = [("a", b"no pickle"), ("b", (1,), "x"), ("c", pickle.dumps(Accepted(3, "r1")))]
-    news = decode(pickle.dumps((entries, {}, None, False)))
-    (a, failed), *others = news.items
+    message = decode_replica_message(pickle.dumps((entries, {}, None, False)))
+    (a, failed), *others = message.items
     assert a == "a"
     assert isinstance(failed, Failed)
     assert others == [("b", TokenDelta("b", (1,), "x")), ("c", Accepted(3, "r1"))]
