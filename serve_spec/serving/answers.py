@@ -16,8 +16,8 @@ from serve_spec.serving import sse
 from serve_spec.serving.logprobs import (
     ChatLogprobs,
     CompletionLogprobs,
-    Spell,
     TextOffsets,
+    TokenBytesLookup,
     chat_logprobs,
     completion_logprobs,
     echoed_logprobs,
@@ -27,7 +27,7 @@ from serve_spec.serving.logprobs import (
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt as it is said before a choice; its tokens, where log-probabilities are asked for."""
+    """A prompt that precedes a choice (`echo`); its tokens if log-probabilities are requested."""
 
     text: str
     token_ids: list[int] = field(default_factory=list)
@@ -36,12 +36,12 @@ class Echo:
 class ChoiceText:
     """Says every character, and every token's log-probability, once.
 
-    spell: the tokenizer's; None if no log-probabilities are asked for.
+    token_bytes: the tokenizer's; None if no log-probabilities are asked for.
     """
 
-    def __init__(self, echo: Echo | None, spell: Spell | None) -> None:
+    def __init__(self, echo: Echo | None, token_bytes: TokenBytesLookup | None) -> None:
         self._echo = echo
-        self._spell = spell
+        self._token_bytes = token_bytes
         self._offsets = TextOffsets(len(echo.text) if echo else 0)
 
     def next(self, deltas: Sequence[TokenDelta]) -> tuple[str, CompletionLogprobs | None]:
@@ -50,13 +50,15 @@ class ChoiceText:
         text = "".join(delta.text for delta in deltas)
         if echo is not None:
             text = echo.text + text
-        if self._spell is None:
+        if self._token_bytes is None:
             return text, None
         entries = [entry for delta in deltas for entry in delta.logprobs or ()]
-        shown = completion_logprobs(entries, self._spell, self._offsets)
+        shown = completion_logprobs(entries, self._token_bytes, self._offsets)
         if echo is not None:
             scored = deltas[0].prompt_logprobs or ()
-            shown = joined(echoed_logprobs(echo.text, echo.token_ids, scored, self._spell), shown)
+            shown = joined(
+                echoed_logprobs(echo.text, echo.token_ids, scored, self._token_bytes), shown
+            )
         return text, shown
 
 
@@ -245,12 +247,12 @@ class AnswerFormat(ABC):
 
     What a choice says comes as deltas: text, and whatever else the engine knows of its tokens.
 
-    spell: the tokenizer's; None if no log-probabilities are asked for.
+    token_bytes: the tokenizer's; None if no log-probabilities are asked for.
     """
 
-    def __init__(self, head: AnswerHead, spell: Spell | None = None) -> None:
+    def __init__(self, head: AnswerHead, token_bytes: TokenBytesLookup | None = None) -> None:
         self.head = head
-        self._spell = spell
+        self._token_bytes = token_bytes
         self._around: dict[int, tuple[bytes, bytes]] = {}
 
     def frame(self, index: int, delta: TokenDelta) -> bytes:
@@ -258,7 +260,7 @@ class AnswerFormat(ABC):
 
         A piece that is text alone, as most are, is put between bytes that are made once.
         """
-        if self._spell is not None or delta.finish_reason is not None or not delta.text:
+        if self._token_bytes is not None or delta.finish_reason is not None or not delta.text:
             return sse.frame(self.chunk(index, delta))
         around = self._around.get(index)
         if around is not None:
@@ -290,9 +292,12 @@ class CompletionFormat(AnswerFormat):
     """Answers of the completions API; `echo`: what to say before each choice."""
 
     def __init__(
-        self, head: AnswerHead, echo: Sequence[Echo] = (), spell: Spell | None = None
+        self,
+        head: AnswerHead,
+        echo: Sequence[Echo] = (),
+        token_bytes: TokenBytesLookup | None = None,
     ) -> None:
-        super().__init__(head, spell)
+        super().__init__(head, token_bytes)
         self._echo = echo
         self._streams: dict[int, ChoiceText] = {}
 
@@ -317,7 +322,7 @@ class CompletionFormat(AnswerFormat):
         return {**self._chunk([]), "usage": counts}
 
     def _text_of(self, index: int) -> ChoiceText:
-        return ChoiceText(self._echo[index] if self._echo else None, self._spell)
+        return ChoiceText(self._echo[index] if self._echo else None, self._token_bytes)
 
     def _chunk(self, choices: list[Choice]) -> Completion:
         return {**self.head.chunk_fields("text_completion"), "choices": choices}
@@ -367,17 +372,17 @@ class ChatFormat(AnswerFormat):
         return {**head, "choices": [], "usage": counts}
 
     def _logprobs(self, deltas: Sequence[TokenDelta]) -> ChatLogprobs | None:
-        if self._spell is None:
+        if self._token_bytes is None:
             return None
         entries = (entry for delta in deltas for entry in delta.logprobs or ())
-        return chat_logprobs(entries, self._spell)
+        return chat_logprobs(entries, self._token_bytes)
 
     def _chunk(self, choice: ChatChunkChoice) -> ChatChunk:
         return {**self.head.chunk_fields("chat.completion.chunk"), "choices": [choice]}
 
 
-def _choice(index: int, said: ChoiceText, deltas: Sequence[TokenDelta]) -> Choice:
-    text, logprobs = said.next(deltas)
+def _choice(index: int, choice_text: ChoiceText, deltas: Sequence[TokenDelta]) -> Choice:
+    text, logprobs = choice_text.next(deltas)
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": _reason(deltas)}
 
 

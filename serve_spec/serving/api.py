@@ -51,7 +51,7 @@ from serve_spec.serving.error_answers import (
 )
 from serve_spec.serving.errors import no_replica, too_many_choices, unknown_model
 from serve_spec.serving.fields import Prompt
-from serve_spec.serving.logprobs import Spell
+from serve_spec.serving.logprobs import TokenBytesLookup
 from serve_spec.serving.messages import GenerateRequest
 from serve_spec.serving.middleware import (
     CLIENT,
@@ -226,9 +226,9 @@ class _Frontend:
             stream=bool(body.stream),
         )
 
-    async def spell(self, params: SamplingParams) -> Spell | None:
+    async def token_bytes(self, params: SamplingParams) -> TokenBytesLookup | None:
         """What spells tokens, where the answer is to name them."""
-        return None if params.logprobs is None else await self.text.spell()
+        return None if params.logprobs is None else await self.text.token_bytes()
 
     async def echoes(self, body: CompletionRequest, params: SamplingParams) -> list[Echo]:
         """What to say before the choices of each prompt; nothing unless asked."""
@@ -255,7 +255,7 @@ def _add_completions(api: FastAPI, frontend: _Frontend) -> None:
         prompts = body.prompt if params.prompt_logprobs is None else scored
         choices = choices_of(head.id, trace_id(request), prompts, params, body.num_choices)
         before = [echo for echo in echoes for _ in range(body.num_choices)]
-        form = CompletionFormat(head, before, await frontend.spell(params))
+        form = CompletionFormat(head, before, await frontend.token_bytes(params))
         return frontend.answer(
             body, choices, form, len(prompts), is_prompt_only=body.is_prompt_only
         )
@@ -268,7 +268,7 @@ def _add_completions(api: FastAPI, frontend: _Frontend) -> None:
         head = frontend.head("chatcmpl", body)
         prompts: list[Prompt] = [prompt]
         choices = choices_of(head.id, trace_id(request), prompts, params, body.num_choices)
-        return frontend.answer(body, choices, ChatFormat(head, await frontend.spell(params)))
+        return frontend.answer(body, choices, ChatFormat(head, await frontend.token_bytes(params)))
 
 
 async def _json_answer(content: Answer) -> Response:

@@ -84,12 +84,12 @@ async def _together(
     streams: Sequence[AsyncGenerator[tuple[int, Item], None]],
 ) -> AsyncGenerator[tuple[int, Item], None]:
     # What the reader does not take waits in the streams, which merge it.
-    said: asyncio.Queue[tuple[int, Item] | Exception | None] = asyncio.Queue(len(streams))
-    listeners = [asyncio.create_task(_listen(stream, said)) for stream in streams]
+    events: asyncio.Queue[tuple[int, Item] | Exception | None] = asyncio.Queue(len(streams))
+    readers = [asyncio.create_task(_read(stream, events)) for stream in streams]
     try:
         num_open = len(streams)
         while num_open:
-            event = await said.get()
+            event = await events.get()
             if isinstance(event, Exception):
                 raise event
             if event is None:
@@ -97,20 +97,20 @@ async def _together(
             else:
                 yield event
     finally:
-        for listener in listeners:
+        for listener in readers:
             listener.cancel()
-        await asyncio.gather(*listeners, return_exceptions=True)
+        await asyncio.gather(*readers, return_exceptions=True)
 
 
-async def _listen(
+async def _read(
     stream: AsyncGenerator[tuple[int, Item], None],
-    said: asyncio.Queue[tuple[int, Item] | Exception | None],
+    events: asyncio.Queue[tuple[int, Item] | Exception | None],
 ) -> None:
     """Put every item of a stream, then None, or the exception that came instead."""
     try:
         async with aclosing(stream):
             async for item in stream:
-                await said.put(item)
-        await said.put(None)
+                await events.put(item)
+        await events.put(None)
     except Exception as error:  # whatever it is, it is for the reader
-        await said.put(error)
+        await events.put(error)

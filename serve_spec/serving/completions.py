@@ -130,7 +130,7 @@ class RunningAnswer:
     """Choices that replicas work on, the first tokens of which are here.
 
     items: what replicas say, with the choice it belongs to. Choices of one prompt are neighbours.
-    is_prompt_only: drop the tokens that choices bring; what is said of their prompts stays.
+    is_prompt_only: drop the tokens that choices bring; what is events of their prompts stays.
     """
 
     def __init__(
@@ -298,14 +298,14 @@ class CompletionRunner:
         # Equal prompts are computed once if nothing follows them.
         groups = by_prompt(choices) if is_prompt_only else [[i] for i in range(len(choices))]
         self._admission.refuse_if_full(client, len(groups))
-        said = interleaved(
+        events = interleaved(
             [self._one(i, choices[group[0]], client, end) for i, group in enumerate(groups)]
         )
         if len(groups) < len(choices):
-            said = spread(said, groups)
+            events = spread(events, groups)
         deadline = Deadline(end)
         try:
-            async with aclosing(said) as items:
+            async with aclosing(events) as items:
                 answer = RunningAnswer(
                     items,
                     num_choices=len(choices),

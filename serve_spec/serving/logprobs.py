@@ -14,7 +14,7 @@ from typing_extensions import TypedDict  # Python 3.11's own is not enough for F
 from serve_spec.core.request import TokenLogprob
 from serve_spec.engine.token_bytes import TokenBytes
 
-Spell: TypeAlias = Callable[[int], TokenBytes]
+TokenBytesLookup: TypeAlias = Callable[[int], TokenBytes]
 """`engine.tokenizer.Tokenizer.token_bytes`."""
 
 UNLIKELY = -9999.0
@@ -69,14 +69,14 @@ class TextOffsets:
         self._num_characters = start
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def next(self, spelling: TokenBytes) -> int:
+    def next(self, raw: TokenBytes) -> int:
         """Characters before this token. One that goes on with a character begins where it does."""
         start = self._num_characters
-        self._num_characters += self._length(spelling)
+        self._num_characters += self._length(raw)
         return start
 
-    def _length(self, spelling: TokenBytes) -> int:
-        return 0 if spelling.is_special else len(self._decoder.decode(spelling.data))
+    def _length(self, raw: TokenBytes) -> int:
+        return 0 if raw.is_special else len(self._decoder.decode(raw.data))
 
 
 class EchoOffsets(TextOffsets):
@@ -90,17 +90,17 @@ class EchoOffsets(TextOffsets):
         super().__init__()
         self._text = text
 
-    def _length(self, spelling: TokenBytes) -> int:
-        special = spelling.is_special
-        said = spelling.data.decode() if special else self._decoder.decode(spelling.data)
-        for found in (said, said.removeprefix(" ")):  # SentencePiece puts a space before the text
+    def _length(self, raw: TokenBytes) -> int:
+        special = raw.is_special
+        text = raw.data.decode() if special else self._decoder.decode(raw.data)
+        for found in (text, text.removeprefix(" ")):  # SentencePiece puts a space before the text
             if self._text.startswith(found, self._num_characters):
                 return len(found)
-        return 0 if special else min(len(said), len(self._text) - self._num_characters)
+        return 0 if special else min(len(text), len(self._text) - self._num_characters)
 
 
 def completion_logprobs(
-    entries: Iterable[TokenLogprob], spell: Spell, offsets: TextOffsets
+    entries: Iterable[TokenLogprob], token_bytes: TokenBytesLookup, offsets: TextOffsets
 ) -> CompletionLogprobs:
     """What the completions API shows of generated tokens.
 
@@ -108,9 +108,9 @@ def completion_logprobs(
     """
     shown = _empty()
     for entry in entries:
-        _add(shown, spell(entry.token_id), offsets)
+        _add(shown, token_bytes(entry.token_id), offsets)
         shown["token_logprobs"].append(_finite(entry.logprob))
-        shown["top_logprobs"].append(_alternatives(entry, spell))
+        shown["top_logprobs"].append(_alternatives(entry, token_bytes))
     return shown
 
 
@@ -118,7 +118,7 @@ def echoed_logprobs(
     text: str,
     prompt_ids: Sequence[int],
     entries: Sequence[TokenLogprob | None],
-    spell: Spell,
+    token_bytes: TokenBytesLookup,
 ) -> CompletionLogprobs:
     """What the completions API shows of an echoed prompt, whose first token has no entry.
 
@@ -128,9 +128,9 @@ def echoed_logprobs(
     shown = _empty()
     offsets = EchoOffsets(text)
     for token, entry in zip(prompt_ids, entries, strict=True):
-        _add(shown, spell(token), offsets)
+        _add(shown, token_bytes(token), offsets)
         shown["token_logprobs"].append(None if entry is None else _finite(entry.logprob))
-        shown["top_logprobs"].append(None if entry is None else _alternatives(entry, spell))
+        shown["top_logprobs"].append(None if entry is None else _alternatives(entry, token_bytes))
     return shown
 
 
@@ -144,12 +144,12 @@ def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionL
     }
 
 
-def chat_logprobs(entries: Iterable[TokenLogprob], spell: Spell) -> ChatLogprobs:
+def chat_logprobs(entries: Iterable[TokenLogprob], token_bytes: TokenBytesLookup) -> ChatLogprobs:
     """What the chat API shows of generated tokens."""
     content: list[ChatTokenLogprob] = [
         {
-            **_chat_token(entry.token_id, entry.logprob, spell),
-            "top_logprobs": [_chat_token(token, p, spell) for token, p in entry.top],
+            **_chat_token(entry.token_id, entry.logprob, token_bytes),
+            "top_logprobs": [_chat_token(token, p, token_bytes) for token, p in entry.top],
         }
         for entry in entries
     ]
@@ -160,45 +160,45 @@ def _empty() -> CompletionLogprobs:
     return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
-def _add(shown: CompletionLogprobs, spelling: TokenBytes, offsets: TextOffsets) -> None:
-    shown["tokens"].append(_completion_text(spelling.data))
-    shown["text_offset"].append(offsets.next(spelling))
+def _add(shown: CompletionLogprobs, raw: TokenBytes, offsets: TextOffsets) -> None:
+    shown["tokens"].append(_completion_text(raw.data))
+    shown["text_offset"].append(offsets.next(raw))
 
 
-def _alternatives(entry: TokenLogprob, spell: Spell) -> dict[str, float]:
+def _alternatives(entry: TokenLogprob, token_bytes: TokenBytesLookup) -> dict[str, float]:
     """Likeliest first, and the token itself last if it is none of them."""
     pairs = [*entry.top, (entry.token_id, entry.logprob)]
     found: dict[str, float] = {}
     for token, logprob in pairs:  # of tokens that read alike, the likeliest
-        found.setdefault(_completion_text(spell(token).data), _finite(logprob))
+        found.setdefault(_completion_text(token_bytes(token).data), _finite(logprob))
     return found
 
 
-def _chat_token(token_id: int, logprob: float, spell: Spell) -> ChatTopLogprob:
-    spelling = spell(token_id)
-    text = _text(spelling.data)
+def _chat_token(token_id: int, logprob: float, token_bytes: TokenBytesLookup) -> ChatTopLogprob:
+    raw = token_bytes(token_id)
+    text = _text(raw.data)
     return {
-        "token": _escaped(spelling.data) if text is None else text,
+        "token": _escaped(raw.data) if text is None else text,
         "logprob": _finite(logprob),
-        "bytes": None if spelling.is_special else list(spelling.data),
+        "bytes": None if raw.is_special else list(raw.data),
     }
 
 
-def _completion_text(said: bytes) -> str:
-    text = _text(said)
-    return f"bytes:{_escaped(said)}" if text is None else text
+def _completion_text(data: bytes) -> str:
+    text = _text(data)
+    return f"bytes:{_escaped(data)}" if text is None else text
 
 
-def _text(said: bytes) -> str | None:
+def _text(data: bytes) -> str | None:
     """None: not whole characters."""
     try:
-        return said.decode()
+        return data.decode()
     except UnicodeDecodeError:
         return None
 
 
-def _escaped(said: bytes) -> str:
-    return "".join(f"\\x{byte:02x}" for byte in said)
+def _escaped(data: bytes) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def _finite(logprob: float) -> float:

@@ -27,7 +27,7 @@ from serve_spec.serving.chat_template import (
 )
 from serve_spec.serving.errors import ApiError
 from serve_spec.serving.fields import Prompt
-from serve_spec.serving.logprobs import Spell
+from serve_spec.serving.logprobs import TokenBytesLookup
 from serve_spec.serving.openai import ChatRequest
 
 # What a config.json without the key means, here as in `models.shape`.
@@ -35,7 +35,7 @@ _DEFAULT_MODEL_LEN = 2048
 # Shorter texts are for the replica to refuse, which has to encode them in any case.
 _UNUSUAL_CHARS = 65_536
 # Likely tokens come again and again: an answer with 20 alternatives spells 21 of them per token.
-_KEPT_SPELLINGS = 2**16
+_NUM_CACHED_TOKENS = 2**16
 
 
 class ModelText:
@@ -95,14 +95,14 @@ class ModelText:
                 loaded = await asyncio.to_thread(self._files)
                 await encode_async(len(prompt), partial(loaded.refuse_long, prompt))
 
-    async def spell(self) -> Spell:
+    async def token_bytes(self) -> TokenBytesLookup:
         """What spells single tokens.
 
         Raises:
             ApiError: 500, the checkpoint's files cannot be used here.
         """
         loaded = await asyncio.to_thread(self._files)
-        return loaded.spell
+        return loaded.token_bytes
 
     async def _encoded(self, prompt: str) -> list[int]:
         if not prompt:  # for the engine to refuse, whatever special tokens would be added
@@ -130,7 +130,9 @@ class _Loaded:
 
     def __init__(self, model: ModelConfig) -> None:
         self.tokenizer = Tokenizer(model.path)
-        self.spell: Spell = lru_cache(_KEPT_SPELLINGS)(self.tokenizer.token_bytes)
+        self.token_bytes: TokenBytesLookup = lru_cache(_NUM_CACHED_TOKENS)(
+            self.tokenizer.token_bytes
+        )
         self._template = ChatTemplate.from_folder(model.path)
         self._control = ControlTokens(self.tokenizer, self._template.source)
         self._max_model_len = model.max_model_len or _max_model_len(model.path)

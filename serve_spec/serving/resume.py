@@ -109,7 +109,7 @@ class _Attempts:
         )
 
     def take(self, item: ReplicaItem) -> ReplicaItem | None:
-        """Note an item; what the caller is to hear of it, if anything.
+        """Record an item; return what the caller receives, if anything.
 
         Raises:
             ReplicaLost: the item is a failure, and another replica may do better.
@@ -216,8 +216,8 @@ async def resumed(
                         break
                     if turn is not None and isinstance(item, TokenDelta):
                         turn.has_begun = True
-                    if (heard := attempts.take(item)) is not None:
-                        yield heard
+                    if (visible := attempts.take(item)) is not None:
+                        yield visible
                     if is_last(item):
                         return
                 else:

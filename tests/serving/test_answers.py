@@ -85,7 +85,7 @@ def test_the_official_client_finds_nothing_missing_in_them() -> None:
         assert ChatCompletionChunk.model_validate(chunk).model_extra == {}
 
 
-def spell(token_id: int) -> TokenBytes:
+def token_bytes(token_id: int) -> TokenBytes:
     return TokenBytes(bytes([token_id]))
 
 
@@ -97,9 +97,11 @@ def scored(token: str, finish: FinishReason | None = None) -> TokenDelta:
 
 def test_the_official_client_reads_log_probabilities() -> None:
     choices = [[scored("a", FinishReason.STOP)]]
-    whole = Completion.model_validate(CompletionFormat(head(), spell=spell).whole(choices, COUNTS))
+    whole = Completion.model_validate(
+        CompletionFormat(head(), token_bytes=token_bytes).whole(choices, COUNTS)
+    )
     assert whole.choices[0].logprobs.top_logprobs == [{"z": -2.0, "a": -1.0}]
-    form = ChatFormat(head(), spell)
+    form = ChatFormat(head(), token_bytes)
     chat = ChatCompletion.model_validate(form.whole(choices, COUNTS))
     chunk = ChatCompletionChunk.model_validate(form.chunk(0, *choices[0]))
     for logprobs in (chat.choices[0].logprobs, chunk.choices[0].logprobs):

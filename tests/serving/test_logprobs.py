@@ -25,7 +25,7 @@ EOS = 256
 EURO = [TokenLogprob(300, -0.5, 1), TokenLogprob(0xAC, -1.0, 2), TokenLogprob(0x61, -2.0, 3)]
 
 
-def spell(token_id: int) -> TokenBytes:
+def token_bytes(token_id: int) -> TokenBytes:
     """One byte per id; one special token; one token of two bytes that are no character."""
     if token_id == EOS:
         return TokenBytes(b"<eos>", is_special=True)
@@ -37,7 +37,7 @@ def test_a_completion_shows_a_token_its_likelihood_its_rivals_and_its_place() ->
         TokenLogprob(0x61, -1.5, 2, ((0x62, -0.5), (0x61, -1.5))),
         TokenLogprob(0x63, -4.0, 9, ((0x62, -0.25),)),
     ]
-    assert completion_logprobs(entries, spell, TextOffsets()) == {
+    assert completion_logprobs(entries, token_bytes, TextOffsets()) == {
         "tokens": ["a", "c"],
         "token_logprobs": [-1.5, -4.0],
         "top_logprobs": [{"b": -0.5, "a": -1.5}, {"b": -0.25, "c": -4.0}],
@@ -46,7 +46,7 @@ def test_a_completion_shows_a_token_its_likelihood_its_rivals_and_its_place() ->
 
 
 def test_a_chat_shows_bytes_and_exactly_the_rivals_asked_for() -> None:
-    shown = chat_logprobs([TokenLogprob(0x61, -1.5, 2, ((0x62, -0.5),))], spell)
+    shown = chat_logprobs([TokenLogprob(0x61, -1.5, 2, ((0x62, -0.5),))], token_bytes)
     assert shown == {
         "content": [
             {
@@ -61,19 +61,19 @@ def test_a_chat_shows_bytes_and_exactly_the_rivals_asked_for() -> None:
 
 
 def test_parts_of_a_character_are_shown_as_bytes_and_begin_where_it_does() -> None:
-    shown = completion_logprobs(EURO, spell, TextOffsets())
+    shown = completion_logprobs(EURO, token_bytes, TextOffsets())
     assert shown["tokens"] == ["bytes:\\xe2\\x82", "bytes:\\xac", "a"]
     assert shown["text_offset"] == [0, 0, 1]
-    chat = chat_logprobs(EURO, spell)["content"]
+    chat = chat_logprobs(EURO, token_bytes)["content"]
     assert [token["token"] for token in chat] == ["\\xe2\\x82", "\\xac", "a"]
     assert bytes(b for token in chat for b in token["bytes"] or []).decode() == "€a"
 
 
 def test_a_special_token_is_shown_by_name_and_takes_no_room_in_the_text() -> None:
     entries = [TokenLogprob(EOS, -0.1, 1), TokenLogprob(0x61, -0.2, 1)]
-    shown = completion_logprobs(entries, spell, TextOffsets())
+    shown = completion_logprobs(entries, token_bytes, TextOffsets())
     assert (shown["tokens"], shown["text_offset"]) == (["<eos>", "a"], [0, 0])
-    assert chat_logprobs(entries, spell)["content"][0]["bytes"] is None
+    assert chat_logprobs(entries, token_bytes)["content"][0]["bytes"] is None
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_tokens_of_a_prompt_are_found_in_its_text(
     """Added tokens and spaces, special tokens that a client wrote, and texts that were changed."""
     places = EchoOffsets(text)
     spelled = [TokenBytes(token.encode(), token == "<eos>") for token in tokens]
-    assert [places.next(spelling) for spelling in spelled] == offsets
+    assert [places.next(raw) for raw in spelled] == offsets
 
 
 @given(st.binary(max_size=12))
@@ -112,8 +112,8 @@ def test_broken_characters_of_a_prompt_do_not_move_what_follows(said: bytes) -> 
 def test_what_can_not_come_up_has_a_number_that_json_knows() -> None:
     entries = [TokenLogprob(0x61, -math.inf, 9, ())]
     for shown in (
-        completion_logprobs(entries, spell, TextOffsets()),
-        chat_logprobs(entries, spell),
+        completion_logprobs(entries, token_bytes, TextOffsets()),
+        chat_logprobs(entries, token_bytes),
     ):
         assert "-9999.0" in json.dumps(shown, allow_nan=False)
 
@@ -123,11 +123,11 @@ def test_a_stream_in_any_pieces_shows_what_the_whole_answer_shows(
     text: str, cuts: list[int]
 ) -> None:
     entries = [TokenLogprob(byte, -1.0, 1) for byte in text.encode()]
-    whole = completion_logprobs(entries, spell, TextOffsets())
+    whole = completion_logprobs(entries, token_bytes, TextOffsets())
     offsets, start = TextOffsets(), 0
     pieces: CompletionLogprobs | None = None
     for end in [*sorted(cuts), len(entries)]:
-        piece = completion_logprobs(entries[start:end], spell, offsets)
+        piece = completion_logprobs(entries[start:end], token_bytes, offsets)
         pieces = piece if pieces is None else joined(pieces, piece)
         start = max(start, end)
     assert pieces == whole

@@ -134,10 +134,10 @@ def test_an_empty_prompt_has_no_tokens_for_which_the_engine_would_take_it(tmp_pa
 
 
 def test_tokens_are_spelled_as_the_tokenizer_does(tmp_path: Path) -> None:
-    spell = asyncio.run(text_of(write_text_files(tmp_path)).spell())
+    token_bytes = asyncio.run(text_of(write_text_files(tmp_path)).token_bytes())
     bos, *rest = byte_tokenizer().encode("é").ids
-    assert spell(bos) == TokenBytes(BOS.encode(), is_special=True)
-    assert b"".join(spell(token).data for token in rest) == "é".encode()
+    assert token_bytes(bos) == TokenBytes(BOS.encode(), is_special=True)
+    assert b"".join(token_bytes(token).data for token in rest) == "é".encode()
 
 
 def test_files_are_asked_for_when_they_are_needed_and_missing_ones_named(tmp_path: Path) -> None:
