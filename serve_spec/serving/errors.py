@@ -138,6 +138,17 @@ def no_replica(why: str) -> ApiError:
     )
 
 
+def server_lost() -> ApiError:
+    """503: the process that had the request, a router, was killed."""
+    return ApiError(
+        503,
+        "The server process that had the request is gone; send the request again",
+        kind="service_unavailable_error",
+        code="server_lost",
+        retry_after_s=1,
+    )
+
+
 def timed_out(timeout_s: float) -> ApiError:
     """408: the request did not finish within its deadline."""
     return ApiError(

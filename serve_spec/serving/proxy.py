@@ -23,6 +23,7 @@ from uvicorn.protocols.http import auto
 
 from serve_spec.config import ConfigError, RouterConfig
 from serve_spec.config.base import parse_yaml
+from serve_spec.serving.last_answers import LastAnswers, with_child
 
 THROUGHPUT: Mapping[str, str] = {
     # Messages between router and replicas over gRPC, no second thread or loop inside them.
@@ -93,13 +94,15 @@ _PROTOCOL = auto.AutoHTTPProtocol
 
 
 def install() -> list[Middleware]:
-    """Limit how long headers may take from now on, and return the proxy's middleware.
+    """Change connections that arrive from now on, and return the proxy's middleware.
+
+    Headers may take a limited time, and a child ends answers if this process is killed.
 
     Raises:
         ConfigError: the time limit in the environment is not a positive number.
     """
-    auto.AutoHTTPProtocol = limited(_PROTOCOL, header_timeout_s())
-    return [Middleware(Utf8Headers)]
+    auto.AutoHTTPProtocol = with_child(limited(_PROTOCOL, header_timeout_s()))
+    return [Middleware(Utf8Headers), Middleware(LastAnswers)]
 
 
 def header_timeout_s() -> float:
