@@ -21,6 +21,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Awaitable
 from contextlib import suppress
 from http import HTTPStatus
 from pathlib import Path
@@ -40,6 +41,7 @@ UNANSWERED, STREAM, OTHER = range(3)
 
 _CHILD = Path(__file__).with_name("last_answers_child.py")
 _NUM_SLOTS = 2**16
+_CHANNEL_BYTES = 2**20  # the kernel may give less; some hundred new connections fit in any case
 _MAX_STARTS = 5
 _SCOPE_KEY = "serve_spec.connection"
 
@@ -83,7 +85,7 @@ class AnsweringChild:
     def hold(self, transport: asyncio.BaseTransport) -> Connection | None:
         """Hand the child a connection; return None if it cannot hold this one."""
         sock = transport.get_extra_info("socket")
-        if sock is None or transport.get_extra_info("sslcontext") or not self._is_running():
+        if sock is None or transport.get_extra_info("sslcontext") or not self._ensure_running():
             return None
         assert self._states is not None
         duplicate = socket.socket(fileno=os.dup(sock.fileno()))
@@ -123,7 +125,8 @@ class AnsweringChild:
             self._process.wait()
             self._process = None
 
-    def _is_running(self) -> bool:
+    def _ensure_running(self) -> bool:
+        """Start the child if there is none; return whether there is one."""
         if self._process is not None and self._process.poll() is None:
             return True
         if sys.platform != "linux" or self._num_starts == _MAX_STARTS:
@@ -149,6 +152,7 @@ class AnsweringChild:
         own, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with others:
             own.setblocking(False)
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _CHANNEL_BYTES)
             fds = others.fileno(), self._memory
             self._process = subprocess.Popen(
                 # Without site-packages and variables of the environment: 9 MB, 20 ms.
@@ -196,7 +200,8 @@ def with_child(protocol: Any) -> type[asyncio.Protocol]:
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
             self._connection = child.hold(transport)
-            # uvicorn copies this into the scope of each request.
+            # uvicorn copies this into the scope of each request. `scope["client"]` does not tell
+            # connections apart: it comes from HAProxy's header.
             self.app_state = {**self.app_state, _SCOPE_KEY: self._connection}
 
         def data_received(self, data: bytes) -> None:
@@ -230,7 +235,12 @@ class LastAnswers:
         is_chunked = scope["http_version"] == "1.1" and scope["method"] != "HEAD"
         head: Message | None = None
 
-        async def note(message: Message) -> None:
+        def note(message: Message) -> Awaitable[None]:
+            if head is None and message.get("more_body", False):
+                return send(message)  # as if this middleware were not there
+            return note_edge(message)
+
+        async def note_edge(message: Message) -> None:
             nonlocal head
             if message["type"] == "http.response.start":
                 if is_chunked and _is_stream(message):
