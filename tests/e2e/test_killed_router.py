@@ -14,8 +14,8 @@ import pytest
 
 from serve_spec.config import RouterConfig
 from serve_spec.core.request import TokenDelta
-from serve_spec.serving.deploy_file import APP_IMPORT_PATH
-from serve_spec.serving.environment import own_settings
+from serve_spec.serving.command import APP_IMPORT_PATH
+from serve_spec.serving.proxy import own_settings
 from tests.e2e.fleet import NUM_STREAMS, Stream, client_of, kill, pids, server_info
 from tests.serving.cluster import eventually, local_serve
 from tests.serving.fake_engine import FakeStream
