@@ -149,6 +149,17 @@ def server_lost() -> ApiError:
     )
 
 
+def no_router() -> ApiError:
+    """503: no router takes the request."""
+    return ApiError(
+        503,
+        "No router takes requests; try again shortly",
+        kind="service_unavailable_error",
+        code="no_healthy_router",
+        retry_after_s=1,
+    )
+
+
 def timed_out(timeout_s: float) -> ApiError:
     """408: the request did not finish within its deadline."""
     return ApiError(
