@@ -138,6 +138,28 @@ def no_replica(why: str) -> ApiError:
     )
 
 
+def server_lost() -> ApiError:
+    """503: the process that had the request, a router, was killed."""
+    return ApiError(
+        503,
+        "The server process that had the request is gone; send the request again",
+        kind="service_unavailable_error",
+        code="server_lost",
+        retry_after_s=1,
+    )
+
+
+def no_router() -> ApiError:
+    """503: no router takes the request."""
+    return ApiError(
+        503,
+        "No router takes requests; try again shortly",
+        kind="service_unavailable_error",
+        code="no_healthy_router",
+        retry_after_s=1,
+    )
+
+
 def timed_out(timeout_s: float) -> ApiError:
     """408: the request did not finish within its deadline."""
     return ApiError(

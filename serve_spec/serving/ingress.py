@@ -29,8 +29,8 @@ class Router:
     def __init__(self, engines: Any, config: ServeSpecConfig) -> None:
         if CALLBACK_VARIABLE not in os.environ:
             logger.warning(
-                "%s is not set: the proxy waits for headers without a time limit; set it to %s "
-                "before Ray starts",
+                "%s is not set: there is no time limit for headers, and the answers of a killed "
+                "router break off; set it to %s before Ray starts",
                 CALLBACK_VARIABLE,
                 CALLBACK,
             )

@@ -10,6 +10,7 @@ Serve calls `install` in every process that listens for HTTP, if the environment
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import socket
@@ -23,6 +24,8 @@ from uvicorn.protocols.http import auto
 
 from serve_spec.config import ConfigError, RouterConfig
 from serve_spec.config.base import parse_yaml
+from serve_spec.serving.errors import ApiError, no_router, server_lost
+from serve_spec.serving.last_answers import LastAnswers, with_child
 
 THROUGHPUT: Mapping[str, str] = {
     # Messages between router and replicas over gRPC, no second thread or loop inside them.
@@ -59,9 +62,18 @@ def throughput_settings(router: RouterConfig) -> dict[str, str]:
                 "option forwardfor",
                 # A connection whose request is spliced does not notice that its client leaves.
                 "no option splice-request",
+                # Its own errors: a router closed a connection, or none can be reached.
+                _error_line(502, server_lost()),
+                _error_line(503, no_router()),
             ]
         ),
     }
+
+
+def _error_line(status: int, error: ApiError) -> str:
+    body = json.dumps(error.body(), separators=(",", ":"))
+    headers = "content-type application/json hdr Retry-After 1"
+    return f"http-error status {status} {headers} string '{body}'"
 
 
 def own_settings(router: RouterConfig) -> dict[str, str]:
@@ -93,13 +105,15 @@ _PROTOCOL = auto.AutoHTTPProtocol
 
 
 def install() -> list[Middleware]:
-    """Limit how long headers may take from now on, and return the proxy's middleware.
+    """Change connections that arrive from now on, and return the proxy's middleware.
+
+    Headers may take a limited time, and a child ends answers if this process is killed.
 
     Raises:
         ConfigError: the time limit in the environment is not a positive number.
     """
-    auto.AutoHTTPProtocol = limited(_PROTOCOL, header_timeout_s())
-    return [Middleware(Utf8Headers)]
+    auto.AutoHTTPProtocol = with_child(limited(_PROTOCOL, header_timeout_s()))
+    return [Middleware(Utf8Headers), Middleware(LastAnswers)]
 
 
 def header_timeout_s() -> float:

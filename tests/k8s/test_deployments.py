@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -96,7 +97,7 @@ def test_the_high_throughput_settings_are_ones_that_ray_reads() -> None:
     text = Path(ray_constants.__file__).read_text()
     for name, value in THROUGHPUT.items():
         assert f'"{name}"' in text
-        assert re.fullmatch(r"[\w. \n-]+", value), "a shell and a pod must read the same"
+        assert re.fullmatch(r"[\w. \n{}\"':;,/-]+", value), "a shell and a pod must read the same"
 
 
 def test_serve_spec_serve_sets_what_the_files_do(deployment: Deployment) -> None:
@@ -112,12 +113,20 @@ def test_haproxy_is_told_more_than_ray_has_settings_for() -> None:
     section = HAPROXY_CONFIG_TEMPLATE.partition("defaults\n")[2].partition("frontend ")[0]
     assert section.splitlines()[-1].strip() == "balance {{ config.balance_algorithm }}"
     lines = THROUGHPUT["RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"].splitlines()
-    assert [line.strip() for line in lines] == [
+    *settings, router_died, no_router = (line.strip() for line in lines)
+    assert settings == [
         "leastconn",
         "timeout http-request 30s",
         "option forwardfor",
         "no option splice-request",
     ]
+    for line, status, code in (
+        (router_died, 502, "server_lost"),
+        (no_router, 503, "no_healthy_router"),
+    ):
+        head, _, body = line.partition(" string ")
+        assert head.startswith(f"http-error status {status} content-type application/json ")
+        assert json.loads(body.strip("'"))["error"]["code"] == code
 
 
 def test_a_reload_of_the_door_cuts_no_stream_short(deployment: Deployment) -> None:
