@@ -20,6 +20,7 @@ class GrammarKind(StrEnum):
     REGEX = "regex"
     EBNF = "grammar"
     CHOICE = "choice"
+    LLGUIDANCE = "llguidance"
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Grammar:
     """A grammar that the whole generated text has to match.
 
     JSON_SCHEMA: a JSON Schema; REGEX: a regular expression without look-around; EBNF: Lark's
-    notation, or GBNF's (`root ::= ...`); CHOICE: a JSON list of alternative texts.
+    notation, or GBNF's (`root ::= ...`); CHOICE: a JSON list of alternative texts; LLGUIDANCE: what
+    `GrammarCompiler.translate` made of one of these.
     `source`: the request field it came from, for error messages.
     """
 
@@ -39,7 +41,7 @@ class Grammar:
         if not isinstance(self.text, str) or not self.text:
             fix = "give a text that is not empty"
             raise InvalidRequest(self.source, f"<{type(self.text).__name__}>", fix)
-        if len(self.text) > MAX_GRAMMAR_CHARS:
+        if len(self.text) > MAX_GRAMMAR_CHARS and self.kind is not GrammarKind.LLGUIDANCE:
             fix = f"shorten it to at most {MAX_GRAMMAR_CHARS} characters"
             raise self.refusal(fix)
         try:

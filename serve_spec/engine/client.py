@@ -118,6 +118,7 @@ class EngineClient:
         assert limits is not None, "the first message says that the engine is ready"
         grammars = GrammarCompiler(self.tokenizer.describe, limits.vocab_size, limits.eos_token_ids)
         grammars.prepare()
+        self._grammars = grammars
         self._inputs = InputProcessor(self.tokenizer, limits, grammars.matcher)
         self._outputs = OutputProcessor(self.tokenizer, self._abort)
         self._forces_acceptance = limits.forces_acceptance
@@ -156,7 +157,8 @@ class EngineClient:
             RuntimeError: the engine has died.
         """
         self.check_health()
-        token_ids, is_cancelled = await self._prepare(prompt, params.grammar, request_id)
+        token_ids, grammar, is_cancelled = await self._prepare(prompt, params.grammar, request_id)
+        params = replace(params, grammar=grammar)
         if request_id in self._streams:
             raise InvalidRequest("request_id", request_id, "is running already; use another")
         if len(self._streams) >= self._max_unfinished:
@@ -195,19 +197,23 @@ class EngineClient:
 
     async def _prepare(
         self, prompt: str | list[int], grammar: Grammar | None, request_id: str
-    ) -> tuple[list[int], bool]:
+    ) -> tuple[list[int], Grammar | None, bool]:
         """Encode a prompt and compile its grammar without blocking the event loop.
 
-        Returns the token ids, and whether the request was cancelled meanwhile.
+        Return the token ids, the grammar for the engine, and whether the request was cancelled.
         """
         self._preparing.add(request_id)
         try:
             token_ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
             if grammar is not None:
-                await asyncio.to_thread(self._inputs.check_grammar, grammar)
-            return token_ids, request_id not in self._preparing
+                grammar = await asyncio.to_thread(self._translate, grammar)
+            return token_ids, grammar, request_id not in self._preparing
         finally:
             self._preparing.discard(request_id)
+
+    def _translate(self, grammar: Grammar) -> Grammar:
+        self._inputs.check_grammar(grammar)
+        return self._grammars.translate(grammar)
 
     def reconfigure(self, settings: Mapping[str, object]) -> None:
         """Change policy settings between steps.

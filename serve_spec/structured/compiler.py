@@ -173,6 +173,7 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         self._compiled: dict[Grammar, Matcher] = {}
+        self._translated: dict[Grammar, Grammar] = {}
 
     def prepare(self) -> None:
         """Read the vocabulary. Every thread waits for that, seconds for a large one, so it is done
@@ -194,8 +195,19 @@ class GrammarCompiler:
         compiled = None if anew else self._compiled.get(grammar)
         if compiled is None:
             compiled = self._compile(grammar)
-            self._keep(grammar, compiled)
+            self._keep(self._compiled, grammar, compiled)
         return compiled.copy()
+
+    def translate(self, grammar: Grammar) -> Grammar:
+        """Return a grammar that was compiled, for another compiler of the same vocabulary.
+
+        That compiler needs the library alone, which works without Python's lock.
+        """
+        translated = self._translated.get(grammar)
+        if translated is None:
+            translated = Grammar(GrammarKind.LLGUIDANCE, _stated(grammar), grammar.source)
+            self._keep(self._translated, grammar, translated)
+        return translated
 
     @cached_property
     def ends(self) -> Mask:
@@ -216,11 +228,11 @@ class GrammarCompiler:
             self._tokenizer(), n_vocab=self.vocab_size, eos_token=list(self.eos_token_ids)
         )
 
-    def _keep(self, grammar: Grammar, compiled: Matcher) -> None:
+    def _keep(self, known: dict[Grammar, T], grammar: Grammar, value: T) -> None:
         with self._lock:
-            self._compiled[grammar] = compiled
-            if len(self._compiled) > _KEPT_GRAMMARS:
-                del self._compiled[next(iter(self._compiled))]
+            known[grammar] = value
+            if len(known) > _KEPT_GRAMMARS:
+                del known[next(iter(known))]
 
     def _compile(self, grammar: Grammar) -> Matcher:
         if not self.eos_token_ids:
@@ -267,6 +279,8 @@ def _stated(grammar: Grammar) -> str:
             if found := _NESTED.search(grammar.text):
                 raise grammar.refusal(f"{found[0]} is not available; write out its rules")
             rules = grammar_from("grammar", grammar.text)
+        case GrammarKind.LLGUIDANCE:
+            return grammar.text
     return f"{_OPTIONS}\n{rules}"
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_spec.core.errors import InvalidRequest
-from serve_spec.core.grammar import MAX_GRAMMAR_CHARS, Grammar
+from serve_spec.core.grammar import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.structured.compiler import GrammarCompiler, Matcher
 from tests.helpers.checkpoints import EOS_ID, VOCAB
@@ -105,6 +105,18 @@ def test_every_random_text_that_ends_is_one_of_the_grammar(grammar: Grammar) -> 
             text = tokenizer.decode(said[:-1])
             assert "\ufffd" in text or is_of(text, grammar)
     assert num_ended > 3, "some texts must end"
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.kind)
+def test_another_compiler_finds_the_same_texts_in_a_translated_grammar(grammar: Grammar) -> None:
+    first, second = shipped_compiler(), shipped_compiler()
+    first.matcher(grammar)
+    translated = first.translate(grammar)
+    assert translated.kind is GrammarKind.LLGUIDANCE
+    matcher, other = first.matcher(grammar), second.matcher(translated)
+    for token in wander(first.matcher(grammar), 1, 0, 60):
+        assert ids_of(matcher.mask()) == ids_of(other.mask())
+        assert matcher.advance([token]) == other.advance([token])
 
 
 def test_a_model_without_an_end_has_no_grammars() -> None:
