@@ -121,9 +121,9 @@ class SchedulerConfig(StrictModel):
         description="Maximum number of tokens of one target forward pass, drafts included.",
     )
     chunked_prefill_size: int | None = Field(
-        704,
+        640,
         ge=1,
-        description="Maximum number of prompt tokens of a step while requests decode, or 11 per "
+        description="Maximum number of prompt tokens of a step while requests decode, or 10 per "
         "decoding request if that is more; null: prompts are not split.",
     )
     max_waiting_seqs: int = Field(

@@ -37,7 +37,7 @@ MIN_SHARED_TOKENS = 128
 """Fewest prompt tokens for which waiting for another request's prefill costs less than computing
 them again."""
 
-_CHUNK_PER_REQUEST = 11
+_CHUNK_PER_REQUEST = 10
 """Maximum prompt tokens per decoding request in a round. Such a round takes about three times as
 long as one without prompts."""
 
