@@ -44,7 +44,7 @@ from serve_spec.serving.reports import Snapshot, number, section
 from serve_spec.serving.stats_actor import StatsClient
 
 OLD_ROUTER_LABEL = "door"
-"""Former value of `measured_at` for "router"; it is exported as well until 0.2."""
+"""Former value of `measured_at` for "router"; it is exported as well until 0.3."""
 
 ARRIVED: ContextVar[float | None] = ContextVar("arrived", default=None)
 """`perf_counter` of the arrival of the request that this task serves."""
