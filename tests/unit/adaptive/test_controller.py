@@ -189,14 +189,6 @@ def test_drafts_found_in_texts_say_nothing_of_the_model_that_drafts_beside_them(
     assert made.snapshot() == without.snapshot()
 
 
-def test_serving_backs_off_from_bad_probes_by_default(tmp_path: Path) -> None:
-    file = tmp_path / "a.json"
-    file.write_text(json.dumps({"candidate_steps": [0, 1]}))
-    made = created(ema_from(file))
-    tiers = [play(made, 4, nothing) for _ in range(2000)]
-    assert sum(tiers[-1000:]) <= 20, "at most two probes of ten rounds in the last thousand"
-
-
 def test_serving_keeps_a_tier_for_eight_rounds_by_default() -> None:
     settings = PolicySettings(DraftShape.chain(3), strategy="ema", slots=load_slots(TWO_SLOTS))
     made = AdaptiveController(settings)

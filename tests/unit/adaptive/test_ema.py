@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,8 +10,6 @@ from hypothesis import strategies as st
 
 from serve_spec.adaptive import AdaptiveSpeculativeParams, AdaptiveStepSlot
 from serve_spec.adaptive.ema import LAST_PROBE_WAIT_ROUNDS
-from serve_spec.config import ConfigError
-from serve_spec.config.adaptive_file import PRESETS
 from serve_spec.core.round import Reason
 
 DWELL = 8
@@ -44,11 +40,6 @@ def test_a_slot_starts_at_the_nearest_candidate_and_at_the_smaller_of_two(
     fresh = slot(initial, [1, 3, 7])
     assert fresh.current_steps == start
     assert fresh.ema_accept_len == start - 1
-
-
-def test_a_slot_without_a_ladder_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^candidate_steps: every slot must hold it"):
-        AdaptiveStepSlot(3, {"ema_alpha": 0.5})
 
 
 def test_the_average_moves_by_alpha_towards_the_mean_of_the_rows() -> None:
@@ -282,28 +273,6 @@ def test_the_presets_are_the_documented_ones(
     }
 
 
-def test_the_candidates_of_the_whole_are_the_union_over_slots() -> None:
-    params = AdaptiveSpeculativeParams(
-        1, {"1": {"candidate_steps": [7, 3]}, "8": {"candidate_steps": [0, 3]}}
-    )
-    assert params.candidate_steps == [0, 3, 7]
-
-
-def test_a_path_is_read_and_a_bad_one_refused(tmp_path: Path) -> None:
-    file = tmp_path / "a.json"
-    file.write_text(json.dumps({"candidate_steps": [2, 5]}))
-    assert AdaptiveSpeculativeParams(3, str(file)).candidate_steps == [2, 5]
-    with pytest.raises(ConfigError, match=r"none\.json"):
-        AdaptiveSpeculativeParams(3, tmp_path / "none.json")
-
-
-def test_a_verified_round_teaches_the_slot_of_its_batch_alone() -> None:
-    params = AdaptiveSpeculativeParams(1, {**PRESETS["conservative"], **AT_ONCE})
-    assert params.on_verify_complete([1, 1], 2) == 3
-    assert [params.get_steps_for_batch(bs) for bs in (2, 8, 32)] == [3, 1, 1]
-    assert params.on_verify_complete([1, 1], 40) is None
-
-
 @given(
     keys=st.sets(st.integers(1, 64), min_size=1, max_size=4),
     captured=st.none() | st.lists(st.integers(1, 80), max_size=5),
@@ -364,19 +333,6 @@ def test_a_good_probe_resets_the_wait() -> None:
         slot.update([1, 1])
     assert slot.current_steps == 1
     assert waits_at_zero(slot, kept=0.0, num_probes=2) == [5, 10]
-
-
-def test_a_tier_is_kept_for_at_least_the_dwell() -> None:
-    # Rows that keep everything, then nothing: the average swings across every threshold.
-    slot = guarded([1, 3, 7], 3, ema_alpha=1.0, warmup_batches=0, update_interval=1)
-    switches = []
-    for n in range(400):
-        kept = slot.current_steps if n % 2 else 0
-        if slot.update([kept] * 2):
-            switches.append(n)
-    gaps = [b - a for a, b in pairwise([-1, *switches])]
-    assert len(switches) > 10, "the input must make the slot want to move"
-    assert min(gaps) == DWELL
 
 
 @given(

@@ -436,9 +436,3 @@ def test_depths_are_kept_for_as_many_rounds_as_asked() -> None:
     first = policy.choose(decode_batch(8)).shape
     ran = play(policy, 8, 8, 0)
     assert set(ran) <= {first, PLAIN}
-
-
-def test_reasons_are_those_of_the_status_page() -> None:
-    policy = goodput()
-    play(policy, 8, 10, 2)
-    assert policy.last_reason in set(Reason)

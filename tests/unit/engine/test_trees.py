@@ -46,13 +46,10 @@ def test_text_to_the_last_position_of_the_model_is_the_plain_one(make_llm: MakeL
     assert sums(outputs)[2] > 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_a_tree_of_the_shipped_pair_keeps_more_drafts_than_a_chain_of_its_depth(
-    temperature: float,
-) -> None:
+def test_a_tree_of_the_shipped_pair_keeps_more_drafts_than_a_chain_of_its_depth() -> None:
     prompts = ["import os\n\n\ndef walk(", "class Graph:\n    def __init__(", "for key, value in "]
     params = [
-        SamplingParams(max_tokens=24, temperature=temperature, seed=i, ignore_eos=True)
+        SamplingParams(max_tokens=24, temperature=0.5 * i, seed=i, ignore_eos=True)
         for i in range(len(prompts))
     ]
 

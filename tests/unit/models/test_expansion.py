@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +84,21 @@ def expanded(base: Path, size: Size, directory: Path, noise: float = 1.0) -> Lla
     return load_target(directory, torch.float32)
 
 
+def two_sizes_of_each(names: Iterable[str], *turns: Sequence[float]) -> list[Any]:
+    """Return cases in which every name and every size comes up, with values by turns."""
+    return [
+        (name, [*SIZES][(2 * number + at) % 4], *(turn[(number // 2 + at) % 2] for turn in turns))
+        for number, name in enumerate(names)
+        for at in range(2)
+    ]
+
+
 def copies(features: Tensor, count: int, blocks: int = 1) -> Tensor:
     """Each of `blocks` parts of the columns repeated `count` times."""
     return torch.cat([block.repeat(1, count) for block in features.chunk(blocks, dim=1)], dim=1)
 
 
-@pytest.mark.parametrize("noise", [0.0, 1.0])
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "size", "noise"), two_sizes_of_each(FAMILIES, (0.0, 1.0)))
 def test_logits_are_those_of_the_base(tmp_path: Path, family: str, size: str, noise: float) -> None:
     name = family.removesuffix("_window")
     base = make_target(tmp_path / "small", name, layers=8, hidden=32, **FAMILIES[family])
@@ -135,8 +143,7 @@ def draft(head: DraftHead, target: Llama, steps: int = 5) -> tuple[list[int], Te
     return drafts, torch.cat(logits), torch.cat(states)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("case", HEADS)
+@pytest.mark.parametrize(("case", "size"), two_sizes_of_each(HEADS))
 def test_chains_of_drafts_are_those_of_the_base(
     tmp_path: Path, target_dir: Path, case: str, size: str
 ) -> None:

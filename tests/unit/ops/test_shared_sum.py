@@ -192,8 +192,9 @@ def test_parts_of_all_ranks_are_added_and_rounded_once(
 @either_way
 @both
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rank", "size"), [(0, 2), (2, 4)])
-@pytest.mark.parametrize(("num_rows", "width"), [(1, 8), (3, 640), (5, 1000)])
+@pytest.mark.parametrize(
+    ("num_rows", "width", "rank", "size"), [(1, 8, 0, 2), (3, 640, 2, 4), (5, 1000, 1, 2)]
+)
 def test_a_norm_over_ranks_is_that_of_the_rounded_sum_and_the_residual(
     num_rows: int, width: int, rank: int, size: int, dtype: torch.dtype, way: Way
 ) -> None:
