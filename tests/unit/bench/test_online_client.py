@@ -33,9 +33,7 @@ from serve_spec.bench.online.load import (
     Sample,
     Served,
 )
-from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
-from serve_spec.serving import sse
-from serve_spec.serving.answers import AnswerHead, CompletionFormat, usage
+from serve_spec.core.request import SamplingParams
 from tests.unit.bench.online_fakes import ScriptedApp, chunk, event, serving
 
 CUTS = {
@@ -210,26 +208,6 @@ def test_several_data_lines_are_one_event_and_an_unfinished_one_is_none() -> Non
     parser = SseParser()
     assert parser.feed(b"data: a\ndata:b\n\ndata: c\n") == ["a\nb"]
     assert parser.feed(b"\n") == ["c"]
-
-
-@settings(max_examples=50)
-@given(st.data(), st.lists(TEXTS, min_size=1, max_size=6))
-def test_what_the_server_streams_is_what_is_read(data: st.DataObject, texts: list[str]) -> None:
-    form = CompletionFormat(AnswerHead("cmpl-1", "tiny", 0, "fp_1", include_usage=True))
-    stats = SpeculationStats()
-    stats.observe(3, 2)
-    said = [TokenDelta("cmpl-1-0", (1,), text) for text in texts]
-    said.append(TokenDelta("cmpl-1-0", (), "", FinishReason.LENGTH))
-    frames = [sse.frame(dict(form.chunk(0, delta))) for delta in said]
-    frames.append(sse.frame(dict(form.usage_chunk(usage(7, 11, stats)))))
-    pieces = data.draw(cut(b"".join([*frames, sse.DONE])))
-    answer = read_stream((float(time), piece) for time, piece in enumerate(pieces))
-    assert answer.error is None
-    assert answer.text == "".join(texts)
-    assert (answer.num_tokens, answer.usage["prompt_tokens"]) == (11, 7)
-    assert answer.usage["speculation"]["rounds_by_num_steps"] == {"3": 1}
-    assert len(answer.chunk_s) == sum(map(bool, texts)) + 1, "one time per piece, the end included"
-    assert answer.chunk_s == sorted(answer.chunk_s)
 
 
 def test_a_chunk_came_when_its_last_byte_came() -> None:

@@ -17,7 +17,6 @@ from benchmarks.simulator import (
 )
 from serve_spec.adaptive.policy import StaticPolicy, StepPolicy
 from serve_spec.bench.trace import AcceptanceTrace, TraceSet, load_traces
-from serve_spec.bench.workload import TextKind
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.record import StepRecord, StepTimes
 from serve_spec.core.round import DecodeBatch, Reason, RoundSteps
@@ -74,25 +73,6 @@ def rounds_of(
         policy, TRACES, costs, on_round=lambda *told: rounds.append(told), **limits
     )
     return simulator.run(phase), rounds
-
-
-def walked_rounds(counts: Sequence[int], num_tokens: int, num_steps: int) -> int:
-    """Rounds of one request at a fixed depth, walked by hand."""
-    num_out, rounds = 1, 0
-    while num_out < num_tokens:
-        num_out += 1 + min(num_steps, counts[num_out - 1], num_tokens - num_out - 1)
-        rounds += 1
-    return rounds
-
-
-@pytest.mark.parametrize("num_steps", [0, 1, 3, 7])
-def test_a_fixed_depth_takes_the_rounds_of_a_walk_by_hand(num_steps: int) -> None:
-    phase = Phase("predictable", 1, 16, 90)
-    report, _ = rounds_of(StaticPolicy(DraftShape.chain(num_steps)), phase)
-    traces = TRACES.of(TextKind("code", 0.0))
-    walks = [walked_rounds(trace.num_correct_drafts, 90, num_steps) for trace in traces]
-    assert report.num_rounds == sum(walks)
-    assert report.rounds_by_shape == {DraftShape.chain(num_steps): sum(walks)}
 
 
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=9), st.sampled_from(PHASES))

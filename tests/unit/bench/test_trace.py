@@ -89,20 +89,6 @@ def test_confidence_is_measured_on_the_drafts_that_were_reached() -> None:
     assert confidence_of([replace(trace, draft_shares=())]) == {}
 
 
-def test_a_recorded_count_is_what_the_engine_accepts_there(make: MakeLLM, traces: TraceSet) -> None:
-    engine = make("EAGLE3", DEPTH).engine
-    for request, trace in zip(requests(), traces.traces, strict=True):
-        num_out = 1
-        for measured in served(engine, [request], 1)[0]:
-            if not measured.record.batch_size:
-                continue
-            usable = min(DEPTH, NUM_TOKENS - num_out - 1)
-            kept = min(usable, trace.num_correct_drafts[num_out - 1])
-            assert measured.record.accept_lengths == (kept + 1,)
-            num_out += kept + 1
-        assert num_out == NUM_TOKENS
-
-
 @pytest.mark.parametrize(("batch_size", "num_steps"), [(1, DEPTH), (3, 0), (3, 2)])
 def test_a_fixed_depth_replays_to_the_rounds_the_engine_takes(
     make: MakeLLM, traces: TraceSet, num_steps: int, batch_size: int

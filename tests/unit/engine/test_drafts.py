@@ -36,7 +36,6 @@ from tests.unit.models.test_medusa import plain_logits
 
 STEPS = 4
 TOLERANCE = 2e-4
-Heads = Callable[[Path, Path], Path]
 Plain = Callable[[Sequence[int], int], Tensor]
 """Of a text, its last tokens drafts, and their number: the logits of each and one more [n, Vd]."""
 

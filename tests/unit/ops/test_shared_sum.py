@@ -362,16 +362,6 @@ def test_every_tensor_that_fits_has_room_for_each_of_its_parts(dtype: torch.dtyp
         assert part * NUM_PROGRAMS >= num_words
 
 
-@given(st.sampled_from(DTYPES), st.integers(0, 300), st.integers(1, 9000))
-def test_rows_that_fit_have_a_program_each_and_room_in_its_slot(
-    dtype: torch.dtype, num_rows: int, width: int
-) -> None:
-    x = torch.empty(num_rows, width, dtype=dtype)
-    words = width * dtype.itemsize / 4
-    has_room = 0 < num_rows <= NUM_PROGRAMS and words <= SLOT_WORDS and words == int(words)
-    assert rows_fit(x) == (has_room and x.nbytes <= CAPACITY_BYTES)
-
-
 def test_other_tensors_do_not_fit() -> None:
     assert not fits(torch.zeros(4, dtype=torch.int64))
     assert not fits(torch.zeros(4, 4)[:, :2])
