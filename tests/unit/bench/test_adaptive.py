@@ -211,3 +211,19 @@ def test_every_variant_generates_the_same_texts_and_a_file_shows_the_same_tables
     assert main(["adaptive", "--from-json", str(file), "--plot", str(again)]) == 0
     assert again.read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out == shown
+
+
+def test_steady_batches_have_no_prompt_steps(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVE_SPEC_CACHE", str(tmp_path))
+    file = tmp_path / "r.jsonl"
+    where = "--batch-sizes 2 1 --classes predictable --temperatures 0.5 --output-tokens 40"
+    run(config, f"--cells {where} --num-steps 2 --variants goodput --repetitions 1 --json {file}")
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    result = summary(records)
+    names = [phase["phase"] for phase in result["phases"]]
+    assert names == ["batch 1, predictable T=0.5", "batch 2, predictable T=0.5"]
+    measured = [record for record in records if record["section"] == "trial"]
+    assert not any(record["prompt_tokens"] for record in measured)
+    assert all(r["requests"] == r["steps"] * (1 + r["phase"]) for r in measured)

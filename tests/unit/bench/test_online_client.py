@@ -24,7 +24,6 @@ from serve_spec.bench.online.client import (
     read_stream,
 )
 from serve_spec.bench.online.load import (
-    Bursty,
     ClosedLoop,
     CompletionRequest,
     Load,
@@ -129,15 +128,6 @@ def test_an_open_loop_sends_on_schedule_whether_or_not_it_is_answered() -> None:
     assert [s.due_s for s in served] == load.arrivals(6, seed=3)
     assert all(s.sent_s >= s.due_s for s in served)
     assert all(s.error is None for s in served)
-
-
-def test_waiting_behind_others_counts_from_the_scheduled_time() -> None:
-    """All are due at once and served in turn: the last latency includes the service of all."""
-    delay_s = 0.03
-    served = run(ScriptedApp(delay_s, serial=True), Bursty(100.0, 5), ["1 chunks of 1"] * 5).served
-    assert len({s.due_s for s in served}) == 1
-    for place, latency in enumerate(sorted(s.ttft_s for s in served), start=1):
-        assert latency >= place * delay_s
 
 
 def test_a_server_without_server_info_has_no_samples() -> None:

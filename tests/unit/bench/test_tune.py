@@ -370,11 +370,3 @@ def may_be_listed(tree: tuple[int, int], topk: int) -> bool:
 @given(st.tuples(st.integers(0, 40), st.integers(0, 70)), st.integers(2, 9))
 def test_a_tree_is_swept_exactly_if_a_server_accepts_it(tree: tuple[int, int], topk: int) -> None:
     assert is_swept(tree, topk) == may_be_listed(tree, topk)
-
-
-@pytest.mark.parametrize(("topk", "num_steps"), [(1, 3), (2, 0)])
-def test_a_configuration_of_chains_has_no_trees(topk: int, num_steps: int) -> None:
-    config = speculative(topk, num_steps)
-    assert swept_trees(None, config) == []
-    with pytest.raises(ConfigError, match=r"^trees=\['2x3'\]: speculative_eagle_topk=\d with"):
-        swept_trees([(2, 3)], config)
