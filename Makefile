@@ -22,8 +22,9 @@ export OPENBLAS_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-# About half of the others' time.
-ENGINE_TESTS := tests/unit/engine
+# Half of the time of all tests that start no Ray.
+ENGINE_TESTS := tests/unit/engine tests/fuzz tests/e2e
+NO_RAY := -m "not gpu and not ray"
 
 .PHONY: install serve test test-engine test-rest test-ray fuzz lint types format bench size clean
 
@@ -45,10 +46,10 @@ test: install
 	$(MAKE) test-ray
 
 test-engine: install
-	$(BIN)/python -m pytest $(ENGINE_TESTS)
+	$(BIN)/python -m pytest $(NO_RAY) $(ENGINE_TESTS)
 
 test-rest: install
-	$(BIN)/python -m pytest -m "not gpu and not ray" $(ENGINE_TESTS:%=--ignore=%)
+	$(BIN)/python -m pytest $(NO_RAY) $(ENGINE_TESTS:%=--ignore=%)
 
 # Other slices of tests/fuzz than `test` runs: SLICES of them, EXAMPLES lives each.
 SLICES ?= 10
