@@ -119,6 +119,7 @@ def test_prompts_run_alone_or_in_mixed_batches_and_all_are_computed(mixes: bool)
         StaticPolicy(DraftShape.chain(3)), PHASES[1], costs, mixes_prompts=mixes
     )
     decoding = [shape for shape in told if shape.batch_size]
+    assert report.num_rounds == len(rounds) == len(decoding)
     assert report.decode_ms == pytest.approx(sum(TWO_CPU_CORES(s).step_ms for s in decoding))
     alone = [shape for shape in told if not shape.batch_size]
     assert report.prompt_ms == pytest.approx(sum(TWO_CPU_CORES(s).step_ms for s in alone))
