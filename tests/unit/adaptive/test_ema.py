@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from serve_spec.adaptive import AdaptiveSpeculativeParams, AdaptiveStepSlot
 from serve_spec.adaptive.ema import LAST_PROBE_WAIT_ROUNDS
+from serve_spec.config import ConfigError
 from serve_spec.core.round import Reason
 
 DWELL = 8
@@ -39,6 +40,11 @@ def test_a_slot_starts_at_the_nearest_candidate_and_at_the_smaller_of_two(
     fresh = slot(initial, [1, 3, 7])
     assert fresh.current_steps == start
     assert fresh.ema_accept_len == start - 1
+
+
+def test_a_slot_without_a_ladder_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^candidate_steps: every slot must hold it"):
+        AdaptiveStepSlot(3, {"ema_alpha": 0.5})
 
 
 def test_the_average_moves_by_alpha_towards_the_mean_of_the_rows() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_spec.core.errors import InvalidRequest
-from serve_spec.core.grammar import Grammar
+from serve_spec.core.grammar import MAX_GRAMMAR_CHARS, Grammar
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.structured.compiler import GrammarCompiler, Matcher
 from tests.helpers.checkpoints import EOS_ID, VOCAB
@@ -140,6 +140,7 @@ HOSTILE: dict[str, Grammar] = {
     "no object": Grammar.json_schema("[]"),
     "a number": Grammar.json_schema("1e999"),
     "deep": Grammar.json_schema('{"not":' * 3000 + "{}" + "}" * 3000),
+    "deeper": Grammar.json_schema("[" * (MAX_GRAMMAR_CHARS // 2) + "]" * (MAX_GRAMMAR_CHARS // 2)),
     "nothing": Grammar.json_schema({"enum": []}),
     "itself": Grammar.json_schema({"$ref": "#"}),
     "each other": Grammar.json_schema(
@@ -152,6 +153,7 @@ HOSTILE: dict[str, Grammar] = {
     "product": Grammar.json_schema(
         {"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967)]}
     ),
+    "infinity": Grammar.json_schema('{"multipleOf": Infinity}'),
     "powers": Grammar.json_schema(
         {
             "type": "string",
