@@ -22,10 +22,9 @@ export OPENBLAS_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-# About half of the others' time.
-ENGINE_TESTS := tests/unit/engine
-# These run Ray's processes beside them, and some of Ray's limits are times: nothing else runs then.
-RAY_TESTS := tests/e2e tests/serving
+# Half of the time of all tests that start no Ray.
+ENGINE_TESTS := tests/unit/engine tests/fuzz tests/e2e
+NO_RAY := -m "not gpu and not ray"
 
 .PHONY: install serve test test-engine test-rest test-ray fuzz lint types format bench size clean
 
@@ -47,10 +46,10 @@ test: install
 	$(MAKE) test-ray
 
 test-engine: install
-	$(BIN)/python -m pytest $(ENGINE_TESTS)
+	$(BIN)/python -m pytest $(NO_RAY) $(ENGINE_TESTS)
 
 test-rest: install
-	$(BIN)/python -m pytest $(ENGINE_TESTS:%=--ignore=%) $(RAY_TESTS:%=--ignore=%)
+	$(BIN)/python -m pytest $(NO_RAY) $(ENGINE_TESTS:%=--ignore=%)
 
 # Other slices of tests/fuzz than `test` runs: SLICES of them, EXAMPLES lives each.
 SLICES ?= 10
@@ -60,8 +59,9 @@ fuzz: install
 		SERVE_SPEC_FUZZ_SLICE=$$slice SERVE_SPEC_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -q tests/fuzz || exit 1; \
 	done
 
+# Some of Ray's limits are times: nothing else runs beside its processes.
 test-ray: install
-	$(BIN)/python -m pytest $(RAY_TESTS)
+	$(BIN)/python -m pytest -m ray
 
 lint: install
 	$(BIN)/ruff check .

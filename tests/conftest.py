@@ -26,6 +26,17 @@ settings.load_profile("unhurried")
 
 _exit_status = pytest.StashKey[int]()
 
+# A module that imports one of these starts a Ray; tests/serving/cluster.py holds them.
+_STARTS_RAY = ("local_ray", "local_serve", "short_tmp")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of every module that starts a Ray."""
+    for item in items:
+        if isinstance(item, pytest.Function) and set(_STARTS_RAY) & set(vars(item.module)):
+            item.add_marker("ray")
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:

@@ -26,7 +26,7 @@ BUDGETS = {
     "package lines": Budget(31_000, current=41_600),
     "package files": Budget(200, current=245),
     "package folders": Budget(18),
-    "tests lines": Budget(27_000, current=36_621),
+    "tests lines": Budget(27_000, current=35_543),
     "longest file": Budget(500, current=683),
     "longest class": Budget(250, current=435),
     "longest function": Budget(60, current=83),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serve_spec.core.context import ForwardContext, Rotation
+from serve_spec.core.context import ForwardContext
 from serve_spec.kvcache.pool import PagedKVPool
 from serve_spec.ops.paged_attention import AttentionPlan
 from serve_spec.worker.forward import SlotAttention
@@ -80,10 +80,3 @@ class PagedSequences:
     def _slots(self, index: int) -> Tensor:
         offsets = torch.arange(self.page_size)
         return (self.pages[index].unsqueeze(1) * self.page_size + offsets).view(-1)
-
-
-def unrotated(heads: Tensor) -> Rotation:
-    """A rotation that leaves heads [T, ..., d] as they are."""
-    positions = torch.zeros(len(heads), dtype=torch.int64, device=heads.device)
-    ones = torch.ones(1, 1, heads.shape[-1], device=heads.device)
-    return Rotation(ones, torch.zeros_like(ones), positions)

@@ -93,12 +93,6 @@ def slot(target: AdaptiveController, key: str) -> dict[str, Any]:
     return found
 
 
-def test_ema_follows_the_conservative_preset_by_default() -> None:
-    made = created(speculative(speculative_adaptive_strategy="ema"))
-    assert depths(made) == (1, 3, 7)
-    assert [choose(made, bs) for bs in (1, 8, 32)] == [3, 3, 1]
-
-
 def test_the_adaptive_config_of_the_configuration_is_used(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_text(json.dumps({"candidate_steps": [0, 5]}))
@@ -117,12 +111,6 @@ def test_a_static_tier_never_moves(keys: dict[str, Any], num_steps: int) -> None
     assert depths(made) == (num_steps,)
     assert {play(made, bs, nothing) for bs in range(1, 60)} == {num_steps}
     assert made.snapshot()["strategy"] == "static"
-
-
-def test_without_a_draft_model_the_tier_is_zero() -> None:
-    made = created(SpeculativeConfig())
-    assert depths(made) == (0,)
-    assert {play(made, bs, nothing) for bs in (1, 40)} == {0}
 
 
 @pytest.mark.parametrize("strategy", ["ema", "per_request", "goodput"])
@@ -187,14 +175,6 @@ def test_drafts_found_in_texts_say_nothing_of_the_model_that_drafts_beside_them(
         plain = [*row_steps[:2], 0, 0]
         without.on_verify_complete(verified_round([0] * 4, 4, steps.shape.depth, row_steps=plain))
     assert made.snapshot() == without.snapshot()
-
-
-def test_serving_backs_off_from_bad_probes_by_default(tmp_path: Path) -> None:
-    file = tmp_path / "a.json"
-    file.write_text(json.dumps({"candidate_steps": [0, 1]}))
-    made = created(ema_from(file))
-    tiers = [play(made, 4, nothing) for _ in range(2000)]
-    assert sum(tiers[-1000:]) <= 20, "at most two probes of ten rounds in the last thousand"
 
 
 def test_serving_keeps_a_tier_for_eight_rounds_by_default() -> None:
@@ -314,12 +294,6 @@ def test_a_live_change_is_to_the_configuration_whatever_was_said_before() -> Non
         assert made.snapshot() == newcomer.snapshot()
 
 
-def test_a_live_change_to_zero_steps_is_always_possible() -> None:
-    made = controller(TWO_SLOTS)
-    made.reconfigure({"speculative_adaptive": False, "speculative_num_steps": 0})
-    assert play(made, 2, nothing) == 0
-
-
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
@@ -367,14 +341,6 @@ class TestAStartFromWhatOthersLearned:
         known = [0.9, 0.5, 0.4, 0.3, 0.3, 0.3, 0.3]
         target.start_from(known)
         assert self.rates(target) == pytest.approx(known)
-
-    def test_it_is_left_behind_as_the_traffic_shows_otherwise(self) -> None:
-        target = self.make()
-        target.start_from([0.1] * 7)
-        before = self.rates(target)[0]
-        for _ in range(200):
-            play(target, 4, lambda num_steps: num_steps)
-        assert self.rates(target)[0] > before
 
     @pytest.mark.parametrize("useless", [[0.5], [0.5] * 6 + [1.5], [0.0] * 7], ids=str)
     def test_what_is_of_no_use_is_refused_and_changes_nothing(self, useless: list[float]) -> None:
@@ -447,13 +413,6 @@ def test_the_start_is_shown_before_any_round() -> None:
     assert PolicySettings.of(config).min_dwell_rounds == 0
     shown = created(config).snapshot()
     assert (shown["speculative_num_steps"], shown["speculative_num_draft_tokens"]) == (3, 4)
-
-
-def test_costs_that_arrive_later_end_ema() -> None:
-    made = AdaptiveController(PolicySettings(DraftShape.chain(3)))
-    assert made.snapshot()["strategy"] == "ema"
-    made.use_costs(recorded_table(GPU_8B))
-    assert made.snapshot()["strategy"] == "goodput"
 
 
 @pytest.mark.parametrize("strategy", ["static", "per_request", "goodput", "ema"])

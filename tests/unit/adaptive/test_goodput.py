@@ -203,14 +203,7 @@ def test_texts_are_verified_while_a_model_does_not_draft() -> None:
     batch = replace(decode_batch(64), text_steps=[5] * 64)
     seen = [policy.choose(batch) for _ in range(200)]
     assert any(steps.shape == PLAIN and any(steps.text_steps or []) for steps in seen)
-
-
-def test_texts_serve_requests_that_have_some_while_their_drafts_are_accepted() -> None:
-    policy = goodput()
-    batch = replace(decode_batch(4), text_steps=[5, 0, 2, 0])
-    steps = policy.choose(batch)
-    if steps.text_steps is not None:
-        assert all(k <= found for k, found in zip(steps.text_steps, batch.text_steps, strict=True))
+    assert all(max(steps.text_steps or [0]) <= 5 for steps in seen)
 
 
 class TestCosts:
@@ -436,9 +429,3 @@ def test_depths_are_kept_for_as_many_rounds_as_asked() -> None:
     first = policy.choose(decode_batch(8)).shape
     ran = play(policy, 8, 8, 0)
     assert set(ran) <= {first, PLAIN}
-
-
-def test_reasons_are_those_of_the_status_page() -> None:
-    policy = goodput()
-    play(policy, 8, 10, 2)
-    assert policy.last_reason in set(Reason)

@@ -14,28 +14,30 @@ from tests.helpers.rounds import decode_batch
 verifications = st.integers(0, 8).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k)))
 
 
-def test_it_starts_at_five_steps_between_one_and_eight_and_knows_nothing() -> None:
-    speculator = AdaptiveSpeculator()
-    assert (speculator.num_steps, speculator.min_steps, speculator.max_steps) == (5, 1, 8)
-    assert speculator.num_draft_tokens == 0
-
-
-def test_kept_drafts_raise_it_one_step_a_time_to_the_most() -> None:
-    speculator = AdaptiveSpeculator()
-    steps = []
-    for _ in range(5):
-        speculator.update(speculator.num_steps, speculator.num_steps)
-        steps.append(speculator.num_steps)
-    assert steps == [6, 7, 8, 8, 8]
-
-
-def test_lost_drafts_lower_it_one_step_a_time_to_the_least() -> None:
-    speculator = AdaptiveSpeculator()
-    steps = []
-    for _ in range(6):
-        speculator.update(speculator.num_steps, 0)
-        steps.append(speculator.num_steps)
-    assert steps == [4, 3, 2, 1, 1, 1]
+@pytest.mark.parametrize(
+    ("rounds", "steps"),
+    [
+        ([(5, 5), (6, 6), (7, 7), (8, 8), (8, 8)], [6, 7, 8, 8, 8]),
+        ([(5, 0), (4, 0), (3, 0), (2, 0), (1, 0), (1, 0)], [4, 3, 2, 1, 1, 1]),
+        # 4/9: the second round was perfect, the sequence is not.
+        ([(5, 0), (4, 4)], [4, 3]),
+        # Near the end of a text two of two are a rate of 1, not of 2/5.
+        ([(2, 2)], [6]),
+        ([(0, 0), (5, 5), (0, 0)], [5, 6, 6]),
+    ],
+    ids=["all accepted", "all rejected", "all since the beginning", "clamped", "without drafts"],
+)
+def test_the_share_accepted_so_far_moves_the_depth_by_one(
+    rounds: list[tuple[int, int]], steps: list[int]
+) -> None:
+    speculator, found = AdaptiveSpeculator(), []
+    for drafted, kept in rounds:
+        before = speculator.num_steps
+        assert speculator.update(drafted, kept) == (speculator.num_steps != before)
+        found.append(speculator.num_steps)
+    assert found == steps
+    counts = speculator.num_draft_tokens, speculator.num_correct_drafts
+    assert counts == tuple(map(sum, zip(*rounds, strict=True)))
 
 
 @pytest.mark.parametrize(
@@ -55,30 +57,6 @@ def test_thresholds_are_strict(drafted: int, kept: int, steps: int) -> None:
     assert speculator.num_steps == steps
 
 
-def test_the_share_is_that_of_all_drafts_since_the_beginning() -> None:
-    speculator = AdaptiveSpeculator()
-    speculator.update(5, 0)
-    speculator.update(4, 4)  # 4/9: this round was perfect, the sequence is not
-    assert (speculator.num_draft_tokens, speculator.num_correct_drafts) == (9, 4)
-    assert speculator.num_steps == 3
-
-
-def test_a_clamped_verification_counts_what_was_really_drafted() -> None:
-    """Two of two kept near the end of a text is a rate of 1, not of 2/5."""
-    speculator = AdaptiveSpeculator()
-    assert speculator.update(2, 2)
-    assert speculator.num_steps == 6
-
-
-def test_a_round_without_drafts_changes_nothing() -> None:
-    speculator = AdaptiveSpeculator()
-    assert not speculator.update(0, 0)
-    assert speculator.num_draft_tokens == 0
-    speculator.update(5, 5)
-    assert not speculator.update(0, 0)
-    assert speculator.num_steps == 6
-
-
 @given(st.lists(verifications), st.integers(1, 8), st.integers(0, 7), st.integers(0, 7))
 def test_it_moves_by_one_at_most_within_its_bounds_and_says_whether_it_did(
     rounds: list[tuple[int, int]], low: int, room: int, start: int
@@ -92,15 +70,6 @@ def test_it_moves_by_one_at_most_within_its_bounds_and_says_whether_it_did(
         changed = speculator.update(drafted, kept)
         assert low <= speculator.num_steps <= high
         assert abs(speculator.num_steps - before) == changed
-
-
-@given(st.lists(verifications))
-def test_every_draft_is_counted_once(rounds: list[tuple[int, int]]) -> None:
-    speculator = AdaptiveSpeculator()
-    for drafted, kept in rounds:
-        speculator.update(drafted, kept)
-    drafted, kept = (sum(column) for column in zip(*rounds, strict=True)) if rounds else (0, 0)
-    assert (speculator.num_draft_tokens, speculator.num_correct_drafts) == (drafted, kept)
 
 
 @pytest.mark.parametrize(

@@ -35,11 +35,6 @@ def test_a_schedule_is_a_function_of_its_seed_and_never_goes_back(
     assert all(before <= after for before, after in pairwise(times))
 
 
-@given(OPEN, SEEDS)
-def test_another_seed_is_another_schedule(load: OpenLoop, seed: int) -> None:
-    assert load.arrivals(20, seed) != load.arrivals(20, seed + 1)
-
-
 @given(RATES, st.floats(0.1, 10), COUNTS, SEEDS)
 def test_a_rate_is_a_unit_of_time_and_nothing_else(
     rate: float, factor: float, count: int, seed: int
@@ -92,17 +87,6 @@ def test_by_any_part_of_a_ramp_as_many_have_come_as_its_rate_adds_up_to(
     expected = (first * part + (last - first) * part**2 / 2) / ((first + last) / 2)
     deviation = sqrt(expected * (1 - expected) / MANY)
     assert share == pytest.approx(expected, abs=5 * deviation)
-
-
-def test_requests_repeat_and_have_the_requested_length() -> None:
-    first, second = (
-        text_requests(4, prompt_chars=50, output_tokens=7, temperature=0.5) for _ in range(2)
-    )
-    assert first == second
-    assert [len(request.prompt) for request in first] == [50] * 4
-    assert len({request.params.seed for request in first}) == 4
-    others = text_requests(4, prompt_chars=50, output_tokens=7, temperature=0.5, seed=1)
-    assert not {r.params.seed for r in first} & {r.params.seed for r in others}
 
 
 def test_every_other_mixed_request_is_shuffled_and_sampled() -> None:

@@ -18,7 +18,6 @@ from serve_spec.bench.online.report import (
     Measurement,
     Objective,
     add_texts,
-    against_first,
     against_offline,
     fleet_course,
     is_forced,
@@ -184,25 +183,6 @@ def test_both_sides_of_a_load_are_compared() -> None:
     assert row["tokens_per_second_over_offline"] == pytest.approx(0.2 / 0.4)
     assert row["added_ttft_ms_p50"] == pytest.approx(200)
     assert row["added_tpot_ms_p50"] == pytest.approx(0)
-
-
-def test_variants_are_compared_under_the_same_load_and_the_same_streams_per_replica() -> None:
-    one, two = "num_replicas=1", "num_replicas=2"
-    seconds = {("closed 2", one): 1.0, ("closed 4", one): 0.8, ("closed 4", two): 0.5}
-    measurements = [
-        replace(
-            figures(LoadRun([answer(first=first, gap=0.0)]), side=variant),
-            load=load,
-            num_replicas=int(variant[-1]),
-            num_streams=int(load[-1]),
-        )
-        for (load, variant), first in seconds.items()
-    ]
-    rows = against_first([asdict(each) for each in measurements])
-    assert [(row["load"], row["variant"]) for row in rows] == list(seconds)
-    assert rows[2]["over_first"] == pytest.approx(0.8 / 0.5)
-    assert rows[2]["over_first_per_stream"] == pytest.approx(1.0 / 0.5)
-    assert [row["over_first_per_stream"] for row in rows[:2]] == [1.0, 1.0]
 
 
 def test_a_load_that_was_refused_altogether_still_has_its_row() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from serve_spec.adaptive import AdaptiveSpeculativeParams, PolicySettings
+from serve_spec.adaptive import AdaptiveSpeculativeParams
 from serve_spec.bench.command import main
 from serve_spec.bench.tune import swept_trees
 from serve_spec.bench.tune_report import (
@@ -370,24 +370,3 @@ def may_be_listed(tree: tuple[int, int], topk: int) -> bool:
 @given(st.tuples(st.integers(0, 40), st.integers(0, 70)), st.integers(2, 9))
 def test_a_tree_is_swept_exactly_if_a_server_accepts_it(tree: tuple[int, int], topk: int) -> None:
     assert is_swept(tree, topk) == may_be_listed(tree, topk)
-
-
-@given(topk=st.integers(2, 9), num_steps=st.integers(0, 7))
-def test_by_default_the_trees_are_those_of_the_policy(topk: int, num_steps: int) -> None:
-    config = speculative(topk, num_steps)
-    assert swept_trees(None, config) == list(PolicySettings.of(config).trees)
-
-
-def test_wanted_trees_are_measured_once_each_in_ascending_order() -> None:
-    wanted = [(3, 7), (2, 5), (3, 5), (2, 5)]
-    assert swept_trees(wanted, speculative(2)) == [
-        DraftShape(depth, size, 2) for depth, size in sorted(set(wanted))
-    ]
-
-
-@pytest.mark.parametrize(("topk", "num_steps"), [(1, 3), (2, 0)])
-def test_a_configuration_of_chains_has_no_trees(topk: int, num_steps: int) -> None:
-    config = speculative(topk, num_steps)
-    assert swept_trees(None, config) == []
-    with pytest.raises(ConfigError, match=r"^trees=\['2x3'\]: speculative_eagle_topk=\d with"):
-        swept_trees([(2, 3)], config)

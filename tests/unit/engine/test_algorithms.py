@@ -26,11 +26,6 @@ def build_twin(
     return Standalone(load_target(path, dtype, max_model_len=target.max_model_len))
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_builder_is_there(name: str) -> None:
-    assert callable(ALGORITHMS[name].load())
-
-
 def test_a_model_that_is_registered_drafts(
     make_llm: MakeLLM, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,8 +75,11 @@ def break_clock(llm: LLM, law: Law, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("strategy", "clock"),
     [
-        *(("goodput", clock) for clock in CLOCKS),
-        *((strategy, "gives NaN") for strategy in ("ema", "per_request", "static")),
+        ("goodput", "gives NaN"),
+        ("goodput", "jumps an hour and back"),
+        ("ema", "runs backwards"),
+        ("per_request", "is endless"),
+        ("static", "stands"),
     ],
 )
 def test_under_a_broken_clock_texts_go_on_and_figures_stay_numbers(

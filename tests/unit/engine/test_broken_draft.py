@@ -35,9 +35,9 @@ def break_draft(llm: LLM, row: int, forwards: range) -> None:
     head.logits = broken
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["in step", "ahead"])
-@pytest.mark.parametrize("first", [0, 1, 7])
-@pytest.mark.parametrize("topk", [1, 3])
+@pytest.mark.parametrize(
+    ("topk", "first", "ahead"), [(1, 0, False), (1, 7, True), (3, 1, True), (3, 7, False)]
+)
 def test_a_sequence_whose_draft_breaks_goes_on_without_speculation(
     make_llm: MakeLLM, topk: int, first: int, ahead: bool
 ) -> None:
@@ -84,8 +84,7 @@ def build_misspeller(
     return Misspeller()
 
 
-@pytest.mark.parametrize("topk", [1, 2])
-@pytest.mark.parametrize("grammar", [None, Grammar.regex("[a-z ]*")])
+@pytest.mark.parametrize(("topk", "grammar"), [(2, None), (1, Grammar.regex("[a-z ]*"))])
 def test_a_draft_that_is_no_id_of_the_target_ends_speculation_for_its_sequence(
     make_llm: MakeLLM,
     monkeypatch: pytest.MonkeyPatch,

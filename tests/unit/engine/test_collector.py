@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_spec.core.record import StepRecord, StepTimes
-from serve_spec.core.request import SamplingParams
 from serve_spec.core.round import RoundNotes
 from serve_spec.engine.collector import SPEED_ROUNDS, MetricsCollector
-from tests.helpers.engines import MakeLLM
 from tests.helpers.rounds import verified_round
 
 
@@ -227,18 +225,3 @@ def test_memory_does_not_grow_with_the_number_of_rounds() -> None:
     ]
     assert len(collector._buckets) == 7
     assert max(sizes) == SPEED_ROUNDS
-
-
-def test_every_engine_shows_what_its_rounds_say(make_llm: MakeLLM) -> None:
-    llm = make_llm("EAGLE3", 3)
-    before: dict[str, Any] = llm.collector.snapshot()
-    assert before["since_start"]["rounds"] == 0
-    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
-    outputs = llm.generate([list(range(20)), list(range(5, 30))], params)
-    shown: dict[str, Any] = llm.collector.snapshot()
-    assert json.loads(json.dumps(shown)) == shown
-    of_requests = sum(output.speculation.num_correct_drafts for output in outputs)
-    drafted = sum(output.speculation.num_draft_tokens for output in outputs)
-    assert shown["window"]["accept_rate"] == pytest.approx(of_requests / drafted, rel=1e-4)
-    assert shown["window"]["by_num_steps"]["3"]["verify_ms"]["p50"] > 0
-    assert shown["effective_speedup"] is None, "no plain round was run"

@@ -18,7 +18,6 @@ import serve_spec
 from serve_spec.config.cost_table import CostKey, CostTable, load_cost_table, write_cost_table
 from serve_spec.core.draft import DraftShape
 from serve_spec.engine.costs import (
-    _STEP_PACKAGES,
     Clock,
     CostSource,
     as_table,
@@ -341,8 +340,3 @@ def test_a_fingerprint_follows_the_files_and_not_their_folder(pair: Pair, tmp_pa
     assert before != fingerprint(make_eagle3(tmp_path / "wide", pair.target)), "other shapes"
     (narrow / "model.safetensors").rename(narrow / "model-00001-of-00001.safetensors")
     assert fingerprint(narrow) != before, "split otherwise"
-
-
-def test_the_code_that_is_fingerprinted_is_there() -> None:
-    package = Path(serve_spec.__file__).parent
-    assert all(list((package / room).glob("*.py")) for room in _STEP_PACKAGES)

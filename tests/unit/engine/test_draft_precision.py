@@ -13,7 +13,7 @@ from serve_spec.engine.draft_precision import draft_dtype, draft_weights
 from serve_spec.layers.linear import Linear
 from serve_spec.models import draft, load_draft, load_target
 from serve_spec.models.draft import DraftWeights, own_matrices
-from tests.helpers.engines import MakeLLM, make_pair, sampled_requests, texts
+from tests.helpers.engines import MakeLLM, Pair, make_pair, sampled_requests, texts
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -35,9 +35,8 @@ def test_eight_bits_are_taken_only_where_they_are_faster_and_refused_elsewhere(
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_integers_are_refused_where_torch_has_no_such_products(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: DraftWeights
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, weights: DraftWeights
 ) -> None:
-    pair = make_pair(tmp_path)
     target = load_target(pair.target, torch.float32, CPU)
     monkeypatch.setattr(draft, f"{weights}_works", lambda *_: False)
     with pytest.raises(ValueError, match=rf"quantization='{weights}': torch .* use 'none'"):
@@ -54,9 +53,8 @@ def test_a_draft_computes_in_what_suits_its_weights_unless_told_otherwise() -> N
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
 def test_every_matrix_of_a_draft_is_kept_in_eight_bits_and_none_of_the_target(
-    algorithm: str, tmp_path: Path
+    algorithm: str, pair: Pair
 ) -> None:
-    pair = make_pair(tmp_path)
     target = load_target(pair.target, torch.float32, CPU)
     head = load_draft(pair.heads[algorithm], target, algorithm, weights="fp8")
     shared = set(target.modules())
@@ -69,10 +67,9 @@ def test_every_matrix_of_a_draft_is_kept_in_eight_bits_and_none_of_the_target(
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])
 def test_a_draft_in_integers_leaves_the_target_as_it_is(
-    algorithm: str, weights: DraftWeights, tmp_path: Path
+    algorithm: str, weights: DraftWeights, pair: Pair
 ) -> None:
     """Also where it is a copy of the target, or shares its head."""
-    pair = make_pair(tmp_path)
     target = load_target(pair.target, torch.float32, CPU)
     before = {name: value.clone() for name, value in target.state_dict().items()}
     head = load_draft(pair.heads[algorithm], target, algorithm, weights=weights)
@@ -96,11 +93,10 @@ def test_a_matrix_whose_shape_int4_does_not_take_stays_as_it_is_and_the_log_says
     assert f"1 of {len(own_matrices(head, target))} draft matrices keep their format" in warning
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE"])
 def test_a_draft_of_lower_precision_than_its_target_never_changes_the_text(
-    make_llm: MakeLLM, algorithm: str
+    make_llm: MakeLLM,
 ) -> None:
     request = sampled_requests()
-    outputs = make_llm(algorithm, 3, speculative_draft_dtype="bfloat16").generate(*request)
+    outputs = make_llm("EAGLE3", 3, speculative_draft_dtype="bfloat16").generate(*request)
     assert texts(outputs) == texts(make_llm().generate(*request))
     assert sum(output.speculation.num_correct_drafts for output in outputs) > 0

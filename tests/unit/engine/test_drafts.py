@@ -36,7 +36,6 @@ from tests.unit.models.test_medusa import plain_logits
 
 STEPS = 4
 TOLERANCE = 2e-4
-Heads = Callable[[Path, Path], Path]
 Plain = Callable[[Sequence[int], int], Tensor]
 """Of a text, its last tokens drafts, and their number: the logits of each and one more [n, Vd]."""
 
@@ -137,12 +136,15 @@ def plain_eagle(target_dir: Path, directory: Path, algorithm: str) -> tuple[Plai
     return plain, ids
 
 
-TIERS = pytest.mark.parametrize(
-    "tiers",
-    [[STEPS], [0, 1, STEPS, 0, 0, 3], [0] * (RING_TOKENS + 6) + [STEPS] * 30],
-    ids=["steady", "paused", "long paused"],
+SCHEDULES = pytest.mark.parametrize(
+    ("tiers", "ahead"),
+    [
+        ([STEPS], False),
+        ([0, 1, STEPS, 0, 0, 3], True),
+        ([0] * (RING_TOKENS + 6) + [STEPS] * 30, True),
+    ],
+    ids=["steady", "paused, planned ahead", "long paused, planned ahead"],
 )
-PLANNED = pytest.mark.parametrize("ahead", [False, True], ids=["in step", "ahead"])
 
 
 def check_drafts(
@@ -176,8 +178,7 @@ def check_drafts(
 
 
 @pytest.mark.parametrize("name", EAGLE_HEADS)
-@TIERS
-@PLANNED
+@SCHEDULES
 def test_eagle_heads_draft_from_the_features_of_the_text(
     pair: Pair, tmp_path: Path, name: str, tiers: list[int], ahead: bool
 ) -> None:
@@ -192,8 +193,7 @@ def test_eagle_heads_draft_from_the_features_of_the_text(
         assert kept > 5, "the test needs drafts that are kept"
 
 
-@TIERS
-@PLANNED
+@SCHEDULES
 @pytest.mark.parametrize("token_map", [None, [7, 3, 200, 11, 12, 40, 99]])
 def test_medusas_heads_read_the_feature_of_the_token_before_the_newest(
     pair: Pair, tmp_path: Path, tiers: list[int], token_map: list[int] | None, ahead: bool

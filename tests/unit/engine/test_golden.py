@@ -1,9 +1,10 @@
 """Compare token ids, log-probabilities and accepted drafts with values frozen in a file.
 
-The table is every drafter in chains and in trees, times temperature, feature and event. Texts
-depend on none of drafter, shape and event, so tests/data/golden.json holds one text per request.
-Two things depend on the drafter, and are frozen for each: how many drafts were accepted without an
-event, and the texts of sampled requests whose drafts are verified by rejection sampling.
+The table is every drafter in chains and in trees, times temperature and feature. Texts do not
+depend on drafter and shape, so tests/data/golden.json holds one text per request. Two things depend
+on the drafter, and are frozen for each: how many drafts were accepted, and the texts of sampled
+requests whose drafts are verified by rejection sampling. `test_conformance.py` shows that neither
+preemption, aborts, changes of depth nor prefix hits change a text.
 
 The engines are driven through public calls and configuration keys alone. To run the table with
 another configuration, set its keys in the environment, e.g.
@@ -30,7 +31,7 @@ from typing import Any
 import pytest
 import torch
 
-from serve_spec import LLM, Grammar, SamplingParams
+from serve_spec import Grammar, SamplingParams
 from tests.helpers.checkpoints import EOS_ID
 from tests.helpers.table import (
     DRAFT_MODELS,
@@ -144,10 +145,7 @@ def asked_in(batch: tuple[str, ...]) -> list[Asked]:
     return [Asked(f, t, i) for f in batch for t in TEMPERATURES for i in range(2)]
 
 
-# Events.
-
-
-def without_event(make: MakeLLM, row: Row) -> dict[str, Answer]:
+def answers_of(make: MakeLLM, row: Row) -> dict[str, Answer]:
     """Run every batch by itself, without a prefix cache."""
     llm = make(row, prefix_caching=False)
     answers: dict[str, Answer] = {}
@@ -155,89 +153,6 @@ def without_event(make: MakeLLM, row: Row) -> dict[str, Answer]:
         answers |= run(llm, asked_in(batch))
     return answers
 
-
-def with_preemption(make: MakeLLM, row: Row) -> dict[str, Answer]:
-    """Run with a pool that holds about two requests of each batch."""
-    answers: dict[str, Answer] = {}
-    for batch in BATCHES:
-        llm = make(row, num_pages=22, max_num_batched_tokens=40)
-        answers |= run(llm, asked_in(batch))
-        assert llm.engine.snapshot()["num_preemptions"] > 0, "the pool is too large to preempt"
-    return answers
-
-
-def with_aborts(make: MakeLLM, row: Row) -> dict[str, Answer]:
-    """Run beside three requests that arrive and are aborted between steps."""
-    llm = make(row)
-    arrivals, aborts = {0: "a", 2: "b", 4: "c"}, {1: "a", 5: "b", 6: "c"}
-    answers: dict[str, Answer] = {}
-    for batch in BATCHES:
-        # The log-probabilities of a prompt change how the rounds of all requests are launched, on
-        # which texts by rejection sampling depend.
-        one = Asked(batch[-1] if row.keeps_texts else "plain", 0.8, 0)
-
-        def arrive_or_abort(llm: LLM, num_steps: int, one: Asked = one) -> None:
-            if num_steps in arrivals:
-                name = arrivals[num_steps]
-                llm.engine.add(llm.engine.new_sequence(name, one.prompt, one.params))
-            if num_steps in aborts:
-                delta = llm.engine.abort(aborts[num_steps])
-                assert delta is not None, "the request must still run when it is aborted"
-                assert delta.finish_reason == "abort"
-
-        answers |= run(llm, asked_in(batch), arrive_or_abort)
-    assert llm.engine.snapshot()["num_running"] == 0
-    return answers
-
-
-def with_depth_switches(make: MakeLLM, row: Row) -> dict[str, Answer]:
-    """Run with another speculation depth every other step."""
-    depths: list[dict[str, Any]] = [{"speculative_num_steps": n} for n in (1, 3, 0, 2, 3)]
-    slot: dict[str, Any] = {"candidate_steps": [0, 1, 2, 3]}
-    if row.is_tree:
-        trees = [(3, 9), (2, 5), (1, 3)]
-        slot["candidate_trees"] = trees
-        for at, (steps, tokens) in zip((0, 2, 3), trees, strict=True):
-            depths.insert(
-                2 * at, {"speculative_num_steps": steps, "speculative_num_draft_tokens": tokens}
-            )
-    llm = make(row, slots={"1": slot})
-
-    def switch(llm: LLM, num_steps: int) -> None:
-        if num_steps % 2 == 0:
-            depth = depths[num_steps // 2 % len(depths)]
-            llm.engine.reconfigure({"speculative_adaptive": False, **depth})
-
-    answers: dict[str, Answer] = {}
-    for batch in BATCHES:
-        answers |= run(llm, asked_in(batch), switch)
-    depths_run = {depth for a in answers.values() for depth in a.stats.rounds_by_num_steps}
-    assert depths_run == {0, 1, 2, 3}
-    return answers
-
-
-def with_prefix_hits(make: MakeLLM, row: Row) -> dict[str, Answer]:
-    """Run every batch twice on one engine, and return the second answers."""
-    llm = make(row)
-    answers: dict[str, Answer] = {}
-    for batch in BATCHES:
-        run(llm, asked_in(batch))
-        again = run(llm, asked_in(batch))
-        if batch != ("prompt_logprobs",):  # these compute the prompt again
-            assert all(answer.num_cached_tokens >= 12 for answer in again.values())
-        answers |= again
-    return answers
-
-
-# Sampled texts of rejection rows depend on where rounds begin and how deep they draft.
-CHANGES_ROUNDS = ("preemption", "depth")
-EVENTS = {
-    "none": without_event,
-    "preemption": with_preemption,
-    "abort": with_aborts,
-    "depth": with_depth_switches,
-    "prefix": with_prefix_hits,
-}
 
 # The file.
 
@@ -259,7 +174,7 @@ def rejection_texts(answers: dict[str, Answer]) -> dict[str, list[int]]:
 def write_golden(make: MakeLLM) -> None:
     """Replace all of the file but the counts of engines that plan ahead."""
     golden: dict[str, dict[str, Any]] = {
-        "texts": as_texts(without_event(make, ROWS[0])),
+        "texts": as_texts(answers_of(make, ROWS[0])),
         "counts": {},
         "counts_ahead": {},
         "rejection": {},
@@ -267,7 +182,7 @@ def write_golden(make: MakeLLM) -> None:
     if GOLDEN.exists():
         golden["counts_ahead"] = json.loads(GOLDEN.read_text()).get("counts_ahead", {})
     for row in ROWS[1:]:
-        answers = without_event(make, row)
+        answers = answers_of(make, row)
         if row.keeps_texts:
             golden["counts"][row.name] = golden_counts(answers)
         else:
@@ -279,7 +194,7 @@ def write_ahead(make: MakeLLM) -> None:
     """Replace the counts of engines that plan ahead."""
     golden = json.loads(GOLDEN.read_text())
     golden["counts_ahead"] = {
-        row.name: golden_counts(without_event(make, row)) for row in ROWS if row.uses_ngrams
+        row.name: golden_counts(answers_of(make, row)) for row in ROWS if row.uses_ngrams
     }
     save(golden)
 
@@ -306,31 +221,16 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> MakeLLM:
     return llm_maker(tmp_path_factory.mktemp("golden"))
 
 
-def cells() -> list[Any]:
-    """Return every row with every event that can happen to it and that can be compared."""
-    pairs = [(row, event) for row in ROWS for event in EVENTS]
-    return [
-        pytest.param(row, event, id=f"{row.name}-{event}")
-        for row, event in pairs
-        if not (row.algorithm == "NONE" and event == "depth")  # it has one depth
-        # Only greedy texts are left to compare: with one of the drafters is enough.
-        if row.keeps_texts or event not in CHANGES_ROUNDS or row.algorithm == "EAGLE3"
-    ]
-
-
-@pytest.mark.parametrize(("row", "event"), cells())
-def test_results_are_the_frozen_ones(
-    make: MakeLLM, golden: dict[str, Any], row: Row, event: str
-) -> None:
-    answers = EVENTS[event](make, row)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_results_are_the_frozen_ones(make: MakeLLM, golden: dict[str, Any], row: Row) -> None:
+    answers = answers_of(make, row)
     assert set(answers) == set(golden["texts"])
     if row.keeps_texts:
         compare(answers, golden["texts"])
     else:
         compare({key: a for key, a in answers.items() if "T=0.0" in key}, golden["texts"])
-        if event not in CHANGES_ROUNDS:
-            assert rejection_texts(answers) == golden["rejection"][row.name]
-    if event == "none" and row.name in golden["counts"]:
+        assert rejection_texts(answers) == golden["rejection"][row.name]
+    if row.name in golden["counts"]:
         counts = golden_counts(answers)
         if counts != golden["counts_ahead"].get(row.name):
             assert counts == golden["counts"][row.name]

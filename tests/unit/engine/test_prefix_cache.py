@@ -5,15 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-import pytest
-import torch
-from torch import Tensor
-
-from serve_spec import LLM
 from serve_spec.core.request import SamplingParams
 from tests.helpers.engines import MakeLLM, switch_every_round
 
-SWITCHING = (0, 3, 0, 0, 1, 3)
 PAGE = 4
 
 
@@ -50,49 +44,6 @@ def test_a_draft_that_knows_the_text_knows_it_after_a_hit_too(make_llm: MakeLLM)
             stats = output.speculation
             assert stats.num_correct_drafts == stats.num_draft_tokens > 0
             assert output.num_cached_tokens > 0
-
-
-def computed(llm: LLM, page: int) -> dict[str, Tensor]:
-    """What an engine keeps of the tokens of a page."""
-    at = slice(page * PAGE, (page + 1) * PAGE)
-    target, drafter = llm.engine.worker.target, llm.engine.worker.drafter  # type: ignore[attr-defined]
-    return {
-        "target keys": torch.stack([kept[at] for kept in target.pool.keys]),
-        "target values": torch.stack([kept[at] for kept in target.pool.values]),
-        "draft keys": torch.stack([kept[at] for kept in drafter.pool.keys]),
-        "draft values": torch.stack([kept[at] for kept in drafter.pool.values]),
-        "features": drafter.features.features[at],
-    }
-
-
-@pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE", "STANDALONE"])
-def test_every_page_known_holds_what_computing_its_text_anew_gives(
-    make_llm: MakeLLM, algorithm: str
-) -> None:
-    """Nothing of a rejected draft, and no entry made while drafting, ever becomes known."""
-    llm = make_llm(algorithm, 3, num_pages=64, max_num_seqs=5)
-    switch_every_round(llm, SWITCHING)
-    prompts, params = prompts_and_params()
-    stats = [output.speculation for output in llm.generate(prompts, params)]
-    assert sum(s.num_draft_tokens - s.num_correct_drafts for s in stats) > 10
-    tree = llm.engine.scheduler.cache.tree
-    pages = {tuple(text): (page, has_draft) for page, text, has_draft in tree.page_texts()}
-    longest = [text for text in pages if not any(o[: len(text)] == text != o for o in pages)]
-    fresh = make_llm(algorithm, 1, prefix_caching=False)
-    assert sum(has_draft for _, has_draft in pages.values()) > 10
-    for text in longest:
-        asked = SamplingParams(max_tokens=9, ignore_eos=True)
-        seq = fresh.engine.new_sequence(str(text), list(text), asked)
-        fresh.engine.add(seq)
-        fresh.engine.step()
-        fresh.engine.step()  # the first drafts: the prompt's entries are there now
-        for number in range(len(text) // PAGE):
-            page, has_draft = pages[text[: (number + 1) * PAGE + 1]]
-            found, anew = computed(llm, page), computed(fresh, seq.page_ids[number])
-            for name, tensor in anew.items():
-                if has_draft or "draft" not in name:
-                    torch.testing.assert_close(found[name], tensor)
-        fresh.engine.abort(seq.request_id)
 
 
 def test_hits_are_counted_and_a_cache_that_is_off_has_none(make_llm: MakeLLM) -> None:

@@ -198,15 +198,6 @@ def test_rows_of_a_profile_make_up_about_half_of_what_a_round_can_leave(
     assert batch_size < 16 or set(backlogs) == set(range(1, num_steps + 2))
 
 
-@pytest.mark.parametrize("tiers", [(0, 1, 3), (0,)])
-def test_only_tiers_the_worker_has_are_run(tiers: tuple[int, ...]) -> None:
-    worker = FakeWorker(tiers)
-    costs = measured(worker, max_steps=7)
-    assert costs.num_steps == tiers
-    assert {plan.shape.depth for plan in worker.plans} == {*tiers}
-    assert costs.verify_ms[0][1][0] == pytest.approx(true_verify_ms(2, 0, 128))
-
-
 @pytest.mark.parametrize(
     ("limit", "largest", "too_large"),
     [

@@ -20,6 +20,7 @@ from tests.helpers.engines import MakeLLM, Pair, heard_rounds, switch_every_roun
 from tests.helpers.lives import with_vocabulary
 
 STEPS = 3
+TREES = [DraftShape(3, 21, 3), 5, DraftShape(2, 12, 3)]
 INTEGERS = [
     pytest.param(
         name, marks=pytest.mark.skipif(not works, reason=f"torch has no {name} products here")
@@ -28,11 +29,14 @@ INTEGERS = [
 ]
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["in step", "ahead"])
-@pytest.mark.parametrize("text_first", [False, True])
 @pytest.mark.parametrize(
-    "tiers",
-    [[7, 3, 7, 1], [0, 3, 0, 2], [DraftShape(3, 21, 3), 5, DraftShape(2, 12, 3)]],
+    ("tiers", "text_first", "ahead"),
+    [
+        ([7, 3, 7, 1], False, False),
+        ([0, 3, 0, 2], True, True),
+        (TREES, False, True),
+        (TREES, True, False),
+    ],
     ids=str,
 )
 def test_every_draft_of_the_target_itself_is_kept_whatever_happens(
@@ -67,8 +71,7 @@ def test_every_draft_of_the_target_itself_is_kept_whatever_happens(
     assert all(num_steps == kept for num_steps, kept in whole)
 
 
-@pytest.mark.parametrize("topk", [1, 2])
-@pytest.mark.parametrize("size", [260, VOCAB + 3, VOCAB + 64])
+@pytest.mark.parametrize(("topk", "size"), [(1, 260), (1, VOCAB + 3), (2, VOCAB + 64)])
 def test_a_vocabulary_that_is_padded_otherwise_is_no_other_vocabulary(
     make_llm: MakeLLM, pair: Pair, tmp_path: Path, topk: int, size: int
 ) -> None:

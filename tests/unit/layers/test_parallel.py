@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from serve_spec.layers.module import Layer, Shard, finish_loading
-from serve_spec.layers.norm import RMSNorm
-from serve_spec.layers.parallel import column_linear, row_linear, vocab_embedding, vocab_head
+from serve_spec.layers.parallel import vocab_embedding, vocab_head
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from tests.helpers.ranks import on_ranks
 
@@ -36,50 +35,6 @@ def drawn(seed: int, **shapes: tuple[int, ...]) -> dict[str, Tensor]:
         name.replace("__", "."): torch.randn(shape, generator=generator)
         for name, shape in shapes.items()
     }
-
-
-@settings(max_examples=25)
-@given(SIZES, st.integers(1, 5), st.integers(1, 3), st.integers(1, 9), st.booleans(), st.booleans())
-def test_columns_rows_and_the_norm_after_them_over_ranks_are_those_of_one(
-    size: int, rows: int, other: int, width: int, bias: bool, finished: bool
-) -> None:
-    """finished: as on CPUs; else the norm asks for the sum and the addition as one."""
-    q, k = rows * size, other * size
-    stored = drawn(0, q__weight=(q, width), k__weight=(k, width), x=(3, width), weight=(width,))
-    stored |= drawn(1, o__weight=(width, q), q__bias=(q,), k__bias=(k,), o__bias=(width,))
-    x = stored["x"]
-
-    def run(parallel: TensorParallel) -> tuple[Tensor, Tensor, Tensor]:
-        n = parallel.size
-        columns = column_linear(width, {"q": q // n, "k": k // n}, parallel, bias)
-        output = row_linear(q // n, {"o": width}, parallel, bias)
-        norm = RMSNorm(width, 1e-5, parallel)
-        filled(columns, stored), filled(output, stored), norm.weight.copy_(stored["weight"])
-        if finished:
-            finish_loading(norm)
-        first, second = columns(x).split([q // n, k // n], dim=1)
-        normed, total = norm.add(output(first.contiguous()), x)
-        return normed, total, parallel.all_gather(second.contiguous(), 1)
-
-    with torch.inference_mode():
-        expected = run(SINGLE)
-    for found in on_ranks(size, run):
-        torch.testing.assert_close(found, expected)
-
-
-def test_a_row_product_alone_is_one_addend() -> None:
-    stored = drawn(0, o__weight=(4, 6), o__bias=(4,), x=(3, 6))
-
-    def addend(parallel: TensorParallel) -> Tensor:
-        n = parallel.size
-        output = filled(row_linear(6 // n, {"o": 4}, parallel, bias=True), stored)
-        return output(stored["x"].chunk(n, dim=1)[parallel.rank].contiguous())
-
-    with torch.inference_mode():
-        expected = addend(SINGLE)
-    addends = on_ranks(3, addend)
-    assert not torch.allclose(addends[0], expected)
-    torch.testing.assert_close(torch.stack(addends).sum(0), expected)
 
 
 @settings(max_examples=25)

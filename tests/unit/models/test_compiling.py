@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,11 +11,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from serve_spec.layers.module import tensor_defaults
-from serve_spec.models import Llama, ModelShape, load_draft, load_target
+from serve_spec.models import Llama, ModelShape, load_target
 from serve_spec.models.decoder import DecoderLayer, compile_layers
-from serve_spec.models.eagle import Eagle3, Eagle3FirstLayer
+from serve_spec.models.eagle import Eagle3FirstLayer
 from serve_spec.worker.graphs import token_counts
-from tests.helpers.checkpoints import make_eagle3
 
 BACKEND = "eager"  # traces and guards like any other, and needs no C++ compiler
 REGIONS_BY_ROWS = 2 * 2
@@ -98,22 +97,3 @@ def test_on_a_gpu_the_compiler_is_shown_the_plain_laws_and_not_our_kernels(
         for num_rows in (40, 1, 7):
             assert all(x.is_cuda for x in run_regions(layer, num_rows))
     assert num_compiled() == REGIONS_BY_ROWS
-
-
-@pytest.mark.parametrize("num_rows", [1, 2, 19])
-@pytest.mark.parametrize("pick", [lambda t, h: t.layers[0], lambda t, h: h.first_layer])
-def test_compiled_regions_compute_what_is_written(
-    own_target: Llama,
-    target_dir: Path,
-    tmp_path: Path,
-    num_rows: int,
-    pick: Callable[[Llama, Eagle3], DecoderLayer | Eagle3FirstLayer],
-) -> None:
-    head = load_draft(make_eagle3(tmp_path, target_dir), own_target, "EAGLE3")
-    layer = pick(own_target, head)
-    written = run_regions(layer, num_rows)
-    for model in (own_target, head):
-        compile_layers(model, "aot_eager")
-    compiled = run_regions(layer, num_rows)
-    assert num_compiled() == 2
-    assert all(map(torch.equal, written, compiled))

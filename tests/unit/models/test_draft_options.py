@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from serve_spec.config import ServeSpecConfig
 from serve_spec.engine.build import load_models
 from serve_spec.engine.tokenizer import Tokenizer
-from serve_spec.models import DraftOptions, load_target
+from serve_spec.models import load_target
 from serve_spec.models.draft import load_draft
 from serve_spec.models.draft_probe import probe_text, settle_layers, settle_theta
 from serve_spec.parallel.group import SINGLE
@@ -37,15 +36,6 @@ def config(tmp_path: Path, target_dir: Path) -> ServeSpecConfig:
 
 def loaded_head(config: ServeSpecConfig, **changes: Any) -> Any:
     return load_models(ServeSpecConfig.load(config, **changes), SINGLE).head
-
-
-def test_without_a_word_the_checkpoint_is_believed(config: ServeSpecConfig) -> None:
-    assert set(asdict(DraftOptions.of(config.speculative)).values()) == {None}
-    head = loaded_head(config)
-    assert head.shape.rope_theta == 40.0
-    assert head.capture.layer_ids == (2, 4, 5)
-    assert not head.options.norm_before_residual
-    assert not head.options.norm_output
 
 
 def test_every_word_reaches_the_head(config: ServeSpecConfig) -> None:

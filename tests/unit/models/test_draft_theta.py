@@ -155,13 +155,11 @@ def test_the_shipped_head_is_found_out_though_its_config_lied() -> None:
     assert settle_theta(head, target, ids[:200]) == TRAINER_THETA
 
 
-@pytest.mark.parametrize("wrong", [(1, 3, 4), (3, 5, 6)])
-def test_the_shipped_head_reads_its_own_layers_whatever_they_were_counted_as(
-    wrong: tuple[int, ...],
-) -> None:
+def test_the_shipped_head_reads_its_own_layers_whatever_they_were_counted_as() -> None:
     """Of ids that are inputs or outputs one reading is right, and either may be taken first."""
     target = load_target(SHIPPED / "target", torch.float32)
     ids = Tokenizer(SHIPPED / "target").encode(probe_text())
+    wrong = (3, 5, 6)
     for first in (wrong, (2, 4, 5)):
         options = DraftOptions(aux_layer_ids=first)
         head = load_draft(SHIPPED / "eagle3", target, "EAGLE3", options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from serve_spec.core.errors import CheckpointError
 from serve_spec.core.request import SamplingParams
 from serve_spec.models import DraftHead, FeatureCapture, Llama, ModelShape, load_draft, load_target
 from serve_spec.models.draft_checkpoint import open_draft_file
-from serve_spec.models.draft_shape import num_draft_ids
 from serve_spec.models.upscale import moved_layer, open_weights
 from serve_spec.models.upscale_command import Size, expand_draft, expand_target, main, size_of
 from tests.helpers.checkpoints import (
@@ -83,14 +83,21 @@ def expanded(base: Path, size: Size, directory: Path, noise: float = 1.0) -> Lla
     return load_target(directory, torch.float32)
 
 
+def two_sizes_of_each(names: Iterable[str], *turns: Sequence[float]) -> list[Any]:
+    """Return cases in which every name and every size comes up, with values by turns."""
+    return [
+        (name, [*SIZES][(2 * number + at) % 4], *(turn[(number // 2 + at) % 2] for turn in turns))
+        for number, name in enumerate(names)
+        for at in range(2)
+    ]
+
+
 def copies(features: Tensor, count: int, blocks: int = 1) -> Tensor:
     """Each of `blocks` parts of the columns repeated `count` times."""
     return torch.cat([block.repeat(1, count) for block in features.chunk(blocks, dim=1)], dim=1)
 
 
-@pytest.mark.parametrize("noise", [0.0, 1.0])
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "size", "noise"), two_sizes_of_each(FAMILIES, (0.0, 1.0)))
 def test_logits_are_those_of_the_base(tmp_path: Path, family: str, size: str, noise: float) -> None:
     name = family.removesuffix("_window")
     base = make_target(tmp_path / "small", name, layers=8, hidden=32, **FAMILIES[family])
@@ -135,8 +142,7 @@ def draft(head: DraftHead, target: Llama, steps: int = 5) -> tuple[list[int], Te
     return drafts, torch.cat(logits), torch.cat(states)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("case", HEADS)
+@pytest.mark.parametrize(("case", "size"), two_sizes_of_each(HEADS))
 def test_chains_of_drafts_are_those_of_the_base(
     tmp_path: Path, target_dir: Path, case: str, size: str
 ) -> None:
@@ -196,19 +202,7 @@ def test_a_draft_vocabulary_grows_less_than_the_targets_if_asked(
     assert head.num_ids == 100
 
 
-def test_padding_among_real_draft_ids_is_refused() -> None:
-    ids = torch.tensor([0, 3, 7, 9])
-    assert num_draft_ids(ids, 8) == 3
-    assert num_draft_ids(None, 8) == 8
-    assert num_draft_ids(ids, None) is None
-    with refused("d2t mixes ids below num_ids=8 with padding"):
-        num_draft_ids(ids.flip(0), 8)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_engines_write_the_bases_texts_and_never_a_padding_id(
-    tmp_path: Path, temperature: float
-) -> None:
+def test_engines_write_the_bases_texts_and_never_a_padding_id(tmp_path: Path) -> None:
     pair = make_pair(tmp_path / "small", tie_word_embeddings=False)
     folder = tmp_path / "large"
     small_pair = ["--target", str(pair.target), "--draft", str(pair.heads["EAGLE3"])]
@@ -220,7 +214,9 @@ def test_engines_write_the_bases_texts_and_never_a_padding_id(
     }  # fmt: skip
     small = LLM({"model": {"path": str(pair.target)}}, **sizes)
     large = LLM(folder / "expanded.yaml", **sizes)
-    params = SamplingParams(max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
+    params = [
+        SamplingParams(max_tokens=40, temperature=t, seed=3, ignore_eos=True) for t in (0.0, 0.8)
+    ]
     prompts = [list(range(60, 80)), list(range(100, 105))]
     for ours, theirs in zip(
         large.generate(prompts, params), small.generate(prompts, params), strict=True

@@ -57,7 +57,6 @@ EAGLE3: dict[str, tuple[dict[str, Any], Callable[[Tensors], object] | None]] = {
     "fc_bias": ({"fc_bias": True}, None),
     "norm_before_residual": ({"norm_before_residual": True}, None),
     "norm_output": ({"norm_output": True, "draft_vocab": 50}, None),
-    "layers_0_names": ({"layer_prefix": "layers.0."}, None),
     "model_prefix": ({}, with_prefix),
     "two_layers": ({"num_layers": 2}, None),
     "own_embedding": ({"own_embedding": True}, None),
@@ -76,7 +75,6 @@ EAGLE3: dict[str, tuple[dict[str, Any], Callable[[Tensors], object] | None]] = {
 }
 EAGLE: dict[str, tuple[dict[str, Any], Callable[[Tensors], object] | None]] = {
     "plain": ({}, None),
-    "no_fc_bias": ({"fc_bias": False, "bias": False}, None),
     "no_embedding": ({"own_embedding": False}, None),
     "two_layers": ({"num_layers": 2}, None),
     "grouped_heads": ({"num_key_value_heads": 1}, None),
@@ -106,9 +104,14 @@ DRAFTED = 4
 LENGTHS = (23, 6)
 
 
-@pytest.fixture(params=CASES)
-def duo(request: pytest.FixtureRequest, tmp_path: Path, target_dir: Path, target: Llama) -> Duo:
-    return Duo(tmp_path, target_dir, target, request.param)
+@pytest.fixture(scope="module", params=CASES)
+def duo(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    target_dir: Path,
+    target: Llama,
+) -> Duo:
+    return Duo(tmp_path_factory.mktemp("head"), target_dir, target, request.param)
 
 
 def scene(head: DraftHead, seed: int = 3) -> tuple[list[Tensor], list[Tensor]]:
@@ -161,7 +164,7 @@ def test_catching_up_overwrites_what_drafting_left_behind(duo: Duo) -> None:
     assert_close(head.logits(hidden[0]), logits)
 
 
-@pytest.mark.parametrize("asked", [(1, 1), (1, 0), (0, 1), (0, 0)])
+@pytest.mark.parametrize("asked", [(1, 0), (0, 0)])
 def test_rows_that_are_not_asked_for_leave_the_same_entries(
     duo: Duo, asked: tuple[int, int]
 ) -> None:
@@ -200,16 +203,6 @@ def _catch_up(
     assert torch.equal(encoded, kept), "forward must not change its inputs"
     for (b, _), rows in zip(pieces, out.split([n for _, n in pieces]), strict=True):
         hidden[b] = torch.cat((hidden[b], rows))
-
-
-def test_draft_ids_are_mapped_to_target_ids(
-    tmp_path: Path, target_dir: Path, target: Llama
-) -> None:
-    make_eagle3(tmp_path, target_dir, draft_vocab=100)
-    head = load_draft(tmp_path, target, "EAGLE3")
-    reached = read_checkpoint(tmp_path)[1]["t2d"].nonzero().view(-1)
-    assert torch.equal(head.target_ids, reached)
-    assert head.logits(torch.zeros(2, 32)).shape == (2, 100)
 
 
 def test_draft_ids_of_the_targets_padding_are_never_drafted(tmp_path: Path) -> None:
@@ -258,17 +251,6 @@ def test_captured_layers_follow_either_convention(
     assert head.capture == FeatureCapture(captured)
 
 
-def test_switches_given_by_the_user_win(tmp_path: Path, target_dir: Path, target: Llama) -> None:
-    make_eagle3(tmp_path, target_dir, norm_before_residual=False)
-    options = DraftOptions(norm_before_residual=True, norm_output=True)
-    head = load_draft(tmp_path, target, "EAGLE3", options)
-    plain = PlainHead(tmp_path, target_dir, norm_before_residual=True, norm_output=True)
-    (ids, _), (features, _) = scene(head)
-    sequences = PagedSequences(head.shape, 1, len(ids))
-    hidden = head.forward(ids, head.encode(features), sequences.extend([(0, len(ids))]))
-    assert_close(head.logits(hidden), plain.unroll(ids, features)[1])
-
-
 def test_the_targets_embedding_is_shared_with_a_frozen_copy_of_it(
     tmp_path: Path, target_dir: Path, target: Llama
 ) -> None:
@@ -289,20 +271,3 @@ def test_heads_take_the_dtype_of_their_target(tmp_path: Path, target_dir: Path) 
     encoded = head.encode(torch.ones(5, head.feature_dim, dtype=torch.bfloat16))
     hidden = head.forward(torch.arange(5), encoded, sequences.extend([(0, 5)]))
     assert head.logits(hidden).dtype == torch.float32
-
-
-@pytest.mark.parametrize("make", [make_eagle, make_eagle3])
-def test_a_mimic_head_agrees_with_a_shallow_target_sometimes(
-    tmp_path: Path, make: Callable[..., Path]
-) -> None:
-    directory = make_target(tmp_path / "target", "llama2", hidden=32, layer_scale=0.3)
-    target = load_target(directory, torch.float32)
-    make(tmp_path / "head", directory, mimic=True)
-    head = load_draft(tmp_path / "head", target, "EAGLE3" if make is make_eagle3 else "EAGLE")
-    ids = torch.randint(0, 288, (300,), generator=torch.Generator().manual_seed(2))
-    ctx = PagedSequences(target.shape, 1, 300).extend([(0, 300)])
-    hidden, features = target.forward(ids, ctx, head.capture)
-    ctx = PagedSequences(head.shape, 1, 299).extend([(0, 299)])
-    drafted = head.logits(head.forward(ids[1:], head.encode(features[:-1]), ctx)).argmax(dim=1)
-    agreement = (drafted == target.logits(hidden[1:]).argmax(dim=1)).float().mean()
-    assert 0.3 < agreement < 0.97

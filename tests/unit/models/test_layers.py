@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from serve_spec.layers.linear import Linear, onednn_rows, onednn_works
 from serve_spec.layers.module import tensor_defaults
 from serve_spec.layers.norm import RMSNorm
-from serve_spec.layers.rope import Llama3Scaling, RotaryTable, inverse_frequencies
-from serve_spec.ops.rotary import rotate
 
 
 def filled(linear: Linear, dtype: torch.dtype = torch.float32) -> Linear:
@@ -72,13 +68,6 @@ def test_bfloat16_products_accumulate_in_float32() -> None:
     assert ((linear(x).float() - expected).abs() / expected.abs().clamp_min(1.0)).max() < 1e-2
 
 
-def test_fused_parts_are_found_by_name() -> None:
-    linear = filled(Linear(8, {"q_proj": 4, "k_proj": 2}, bias=True))
-    tensors = linear.tensors()
-    assert list(tensors) == ["q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias"]
-    assert torch.equal(tensors["k_proj.weight"], linear.weight[4:])
-
-
 @pytest.mark.parametrize("scale", [0.0, 1e-5, 1.0, 1e4])
 @pytest.mark.parametrize("finished", [False, True])
 def test_norms_follow_their_definition(scale: float, finished: bool) -> None:
@@ -114,32 +103,6 @@ def test_the_fused_norm_leaves_its_inputs_alone() -> None:
     assert torch.equal(normed, norm(total))
     assert torch.equal(x, torch.ones(3, 8))
     assert torch.equal(residual, torch.full((3, 8), 2.0))
-
-
-def test_llama3_frequencies_are_transformers_bit_for_bit() -> None:
-    scaling = Llama3Scaling(8.0, 1.0, 4.0, 8192)
-    parameters = {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    config = LlamaConfig(hidden_size=256, num_attention_heads=2, rope_parameters=parameters)
-    assert torch.equal(
-        inverse_frequencies(128, 500000.0, scaling), LlamaRotaryEmbedding(config).inv_freq
-    )
-
-
-def test_rotation_turns_pairs_by_position_times_frequency() -> None:
-    table = RotaryTable(head_dim=4, theta=100.0, scaling=None, max_len=10)
-    x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
-    angles = torch.tensor([7.0, 0.7])
-    turned = torch.complex(x[..., :2], x[..., 2:]) * torch.polar(torch.ones(2), angles)
-    expected = torch.cat((turned.real, turned.imag), dim=-1)
-    assert torch.allclose(rotate(x, table.at(torch.tensor([7]))), expected, atol=1e-6)
-    assert rotate(x.bfloat16(), table.at(torch.tensor([7]))).dtype == torch.bfloat16
 
 
 def test_defaults_are_restored_after_building() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,27 +70,6 @@ def test_without_noise_blocks_are_equal_and_silence_is_zero() -> None:
     plain = blocks(widened(small, how, dtype=torch.bfloat16), 4)
     assert torch.equal(plain, (small / 4).expand(4, 4, 6))
     assert not widened(small, how, silent=True).any()
-
-
-@pytest.mark.parametrize("noise", [0.0, 1.0])
-@pytest.mark.parametrize("copies", COPIES)
-def test_copies_of_an_input_give_copies_of_the_output(copies: int, noise: float) -> None:
-    small = matrix(5, 12)
-    inputs = matrix(12, 3, seed=1).double()
-    how = Widening(row_factor=3, column_factor=copies, is_product=True)
-    found = widened(small, how, noise) @ inputs.repeat(copies, 1)
-    expected = (small.double() @ inputs).repeat(3, 1)
-    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-9)
-
-
-@pytest.mark.parametrize("noise", [0.0, 1.0])
-def test_concatenated_inputs_are_copied_one_by_one(noise: float) -> None:
-    small = matrix(5, 12)
-    first, second, third = matrix(12, 1, seed=1).double().chunk(3)
-    how = Widening(num_blocks=3, column_factor=2, is_product=True)
-    inputs = torch.cat((first, first, second, second, third, third))
-    expected = small.double() @ torch.cat((first, second, third))
-    assert torch.allclose(widened(small, how, noise) @ inputs, expected, rtol=1e-12, atol=1e-9)
 
 
 def test_noise_makes_every_row_and_block_another() -> None:

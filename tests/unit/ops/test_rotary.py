@@ -61,8 +61,7 @@ class Scene:
 
 @TWINS
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("heads", [(4, 2), (6, 1), (3, 3), (9, 3)])
-@pytest.mark.parametrize("head_dim", [16, 24])
+@pytest.mark.parametrize(("heads", "head_dim"), [((4, 2), 16), ((6, 1), 24), ((9, 3), 24)])
 def test_queries_come_back_and_keys_and_values_are_stored(
     twin: Any, head_dim: int, heads: tuple[int, int], dtype: torch.dtype
 ) -> None:

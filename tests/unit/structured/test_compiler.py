@@ -154,21 +154,17 @@ HOSTILE: dict[str, Grammar] = {
     "deep": Grammar.json_schema('{"not":' * 3000 + "{}" + "}" * 3000),
     "deeper": Grammar.json_schema("[" * (MAX_GRAMMAR_CHARS // 2) + "]" * (MAX_GRAMMAR_CHARS // 2)),
     "nothing": Grammar.json_schema({"enum": []}),
-    "nothing either": Grammar.json_schema({"type": "string", "minLength": 3, "maxLength": 2}),
     "itself": Grammar.json_schema({"$ref": "#"}),
     "each other": Grammar.json_schema(
         {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
     ),
     "a file": Grammar.json_schema({"$ref": "file:///etc/hosts"}),
-    "an address": Grammar.json_schema({"$ref": "http://localhost:1/schema.json"}),
     "nowhere": Grammar.json_schema({"$ref": "#/$defs/gone"}),
-    "a type": Grammar.json_schema({"type": "text"}),
     "not supported": Grammar.json_schema({"type": "array", "uniqueItems": True}),
     "remainders": Grammar.json_schema({"type": "integer", "multipleOf": 999_983}),
     "product": Grammar.json_schema(
         {"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967)]}
     ),
-    "a fine step": Grammar.json_schema({"type": "number", "multipleOf": 1e-300}),
     "infinity": Grammar.json_schema('{"multipleOf": Infinity}'),
     "powers": Grammar.json_schema(
         {
@@ -181,16 +177,13 @@ HOSTILE: dict[str, Grammar] = {
     ),
     "a surrogate": Grammar.json_schema({"const": "\ud800"}),
     "open": Grammar.regex("(a"),
-    "nested": Grammar.regex("(" * 10_000 + "a" + ")" * 10_000),
     "around": Grammar.regex("(?=a)a"),
     "back": Grammar.regex(r"(a)\1"),
     "empty set": Grammar.regex(r"[^\s\S]"),
     "empty text": Grammar.regex("a{0}"),
     "no rules": Grammar.ebnf("a"),
     "unknown rule": Grammar.ebnf("start: a"),
-    "unproductive": Grammar.ebnf("start: a\na: b\nb: a"),
     "parentheses": Grammar.ebnf("start: " + "(" * 9000 + '"a"' + ")" * 9000),
-    "more parentheses": Grammar.ebnf("root ::= " + "( " * 5000 + '"a"' + " )" * 5000),
     "a schema inside": Grammar.ebnf('start: %json {"multipleOf": 999983}'),
     "an import": Grammar.ebnf('%import /etc/hosts\nstart: "a"'),
     "half a string": Grammar.ebnf('root ::= "aaa'),
@@ -210,27 +203,20 @@ HEAVY: dict[str, Grammar] = {
     "properties": Grammar.json_schema(
         chain(lambda link: {"properties": {"": {"$ref": link}}}, 500)
     ),
-    "any": Grammar.json_schema(chain(lambda link: {"anyOf": [{"$ref": link}]}, 600)),
-    "all": Grammar.json_schema(chain(lambda link: {"allOf": [{"$ref": link}]}, 600)),
     "doubling": Grammar.json_schema(chain(lambda link: {"anyOf": [{"$ref": link}] * 2}, 40)),
     "names": Grammar.json_schema({"properties": {f"k{i}": {"type": "string"} for i in range(900)}}),
     "enum": Grammar.json_schema({"enum": [f"x{i}" for i in range(3000)]}),
     "long arrays": Grammar.json_schema(
         {"type": "array", "minItems": 10**6, "items": {"type": "array", "minItems": 10**6}}
     ),
-    "long strings": Grammar.json_schema({"type": "string", "minLength": 10**9}),
-    "repeats": Grammar.regex("((a{1,100}){1,100}){1,100}"),
     "states": Grammar.regex("(a|b)*a(a|b){200}"),
     "letters": Grammar.regex(r"(\w|\d|\s|.){1,20000}"),
-    "literal": Grammar.regex("a" * MAX_GRAMMAR_CHARS),
     "choice": Grammar.choice([f"x{i}" for i in range(3000)]),
     "ambiguous": Grammar.ebnf('start: start start | "a"'),
-    "endless": Grammar.ebnf('start: "x" a\na: "y" a'),
     "expressions": Grammar.ebnf(
         "start: A\nA: /(.*a.*){10}/ & /(.*b.*){10}/ & /(.*c.*){10}/ & ~/(.*d.*){5}/"
     ),
     "certain for ever": Grammar.ebnf("start: /x+/ ~2..3"),
-    "certain later": Grammar.ebnf('start: "a" /x+/ ~2..3'),
     "many": Grammar.ebnf('start: ("a"{1,10000}){1,10000}'),
 }
 

@@ -194,6 +194,7 @@ def test_small_trees_are_captured_for_the_batch_sizes_that_may_draft_them(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "_policy", policy_with_small_trees)
+    monkeypatch.setitem(build._PROFILE_BUDGET_S, "cpu", 0.3)  # costs that are not used
     llm = llm_maker(pair, "cpu")("EAGLE3", 3, max_num_seqs=32, speculative_adaptive=True)
     found = captured(llm, llm.engine.worker.states)
     largest = {
