@@ -44,7 +44,7 @@ from serve_spec.core.record import StepRecord
 from serve_spec.engine.costs import as_table, code_version, cost_key, fingerprint
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.llm import LLM
-from serve_spec.engine.profile import finish, measure_costs
+from serve_spec.engine.profile import CostGrid, ProfileLimits, TimeBudget, finish, measure_costs
 
 PROMPT_CLASSES = {
     "predictable": TextKind("code", 0.0),
@@ -288,14 +288,14 @@ def write_costs(llm: LLM, path: Path, shapes: Sequence[DraftShape], *, fresh: bo
         try:
             measurement = measure_costs(
                 llm.engine.worker,
-                page_size=llm.config.cache.page_size,
-                num_pages=llm.engine.scheduler.cache.num_pages,
-                max_batch_size=max_batch_size,
-                max_steps=max_steps,
-                max_num_tokens=llm.config.scheduler.max_num_batched_tokens,
-                max_model_len=llm.engine.max_model_len,
-                budget_s=COST_BUDGET_S,
-                trees=dict.fromkeys(trees),
+                CostGrid(max_batch_size, max_steps, dict.fromkeys(trees)),
+                ProfileLimits(
+                    llm.config.cache.page_size,
+                    llm.engine.scheduler.cache.num_pages,
+                    llm.config.scheduler.max_num_batched_tokens,
+                    llm.engine.max_model_len,
+                ),
+                TimeBudget(COST_BUDGET_S),
             )
             costs = finish(measurement, progress=lambda share: bar.update(100 * share - bar.n))
         except ValueError as error:

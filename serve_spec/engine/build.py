@@ -19,7 +19,13 @@ from serve_spec.engine.costs import Clock, CostSource, cost_key
 from serve_spec.engine.draft_precision import draft_dtype, draft_weights
 from serve_spec.engine.engine import SpecEngine, freeze_gc
 from serve_spec.engine.first_logits import check_first_logits
-from serve_spec.engine.profile import Measurement, measure_costs
+from serve_spec.engine.profile import (
+    CostGrid,
+    Measurement,
+    ProfileLimits,
+    TimeBudget,
+    measure_costs,
+)
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
@@ -40,7 +46,7 @@ from serve_spec.worker.forward import TargetRunner
 from serve_spec.worker.graphs import GraphRecorder, NoRecorder, batch_sizes
 from serve_spec.worker.request_slots import RING_TOKENS, RequestSlots
 from serve_spec.worker.tensor_parallel import TensorParallelWorker
-from serve_spec.worker.worker import SpecWorker, Worker
+from serve_spec.worker.worker import SpecWorker, Worker, WorkerSettings
 
 logger = get_logger(__name__)
 
@@ -225,13 +231,15 @@ def build_worker(config: ServeSpecConfig, loaded: LoadedModels) -> Worker:
         slots,
         GraphRecorder(device) if _captures_graphs(config, device) else NoRecorder(),
         grammars,
-        max_tokens=config.scheduler.max_num_batched_tokens,
-        largest_batch=policy.largest_batch,
-        async_scheduling=device.type == "cuda" if asynchronous is None else asynchronous,
-        synthetic_acceptance=config.speculative.synthetic_acceptance,
-        rejection_sample_method=config.speculative.rejection_sample_method,
-        draft_sharpness=config.speculative.speculative_draft_sharpness,
-        parallel=loaded.parallel,
+        WorkerSettings(
+            max_tokens=config.scheduler.max_num_batched_tokens,
+            largest_batch=policy.largest_batch,
+            async_scheduling=device.type == "cuda" if asynchronous is None else asynchronous,
+            synthetic_acceptance=config.speculative.synthetic_acceptance,
+            rejection_sample_method=config.speculative.rejection_sample_method,
+            draft_sharpness=config.speculative.speculative_draft_sharpness,
+        ),
+        loaded.parallel,
     )
 
 
@@ -256,32 +264,24 @@ def _cost_source(
     max_model_len: int,
 ) -> CostSource:
     """Return the source of step costs on this machine: a file, or steps on free pages."""
-    max_batch_size, max_steps = config.scheduler.max_num_seqs, policy.max_depth
-    trees = {tree: policy.largest_batch(tree) for tree in policy.trees}
+    grid = CostGrid(
+        config.scheduler.max_num_seqs,
+        policy.max_depth,
+        {tree: policy.largest_batch(tree) for tree in policy.trees},
+        every_step=worker.device.type == "cuda",
+    )
+    limits = ProfileLimits(
+        cache.page_size, cache.num_pages, config.scheduler.max_num_batched_tokens, max_model_len
+    )
 
     def measure(clock: Clock, longest_run_s: float) -> Measurement:
-        return measure_costs(
-            worker,
-            page_size=cache.page_size,
-            num_pages=cache.num_pages,
-            max_batch_size=max_batch_size,
-            max_steps=max_steps,
-            max_num_tokens=config.scheduler.max_num_batched_tokens,
-            max_model_len=max_model_len,
-            budget_s=_PROFILE_BUDGET_S[worker.device.type],
-            every_step=worker.device.type == "cuda",
-            trees=trees,
-            clock=clock,
-            pages=cache.unheld_pages,
-            longest_run_s=longest_run_s,
-        )
+        budget = TimeBudget(_PROFILE_BUDGET_S[worker.device.type], clock, longest_run_s)
+        return measure_costs(worker, grid, limits, budget, cache.unheld_pages)
 
     return CostSource(
         cost_key(config, worker, policy.trees),
+        grid,
         path=config.speculative.speculative_cost_table,
-        max_batch_size=max_batch_size,
-        max_steps=max_steps,
-        trees=trees,
         measure=measure,
     )
 

@@ -95,15 +95,27 @@ def _accepted_offsets(
     return path
 
 
+class RequestTokens(NamedTuple):
+    """The last tokens of L request slots, and the slots of B sequences.
+
+    recent: int32 [L, W]; the token of position p is in column p mod W, W a power of two above the
+        depth.
+    lengths: int32 [L], tokens of each slot.
+    request_slots: int32 [B], of sequences that have tokens; other entries are ignored.
+    """
+
+    recent: Tensor
+    lengths: Tensor
+    request_slots: Tensor
+
+
 @has_kernel
 def accept_and_advance(
     input_ids: Tensor,
     parents: Tensor,
     drawn: Tensor,
     query_starts: Tensor,
-    recent: Tensor,
-    lengths: Tensor,
-    request_slots: Tensor,
+    known: RequestTokens,
     results: Tensor,
     forced: Tensor | None = None,
 ) -> AcceptedPath:
@@ -113,33 +125,24 @@ def accept_and_advance(
     """
     max_depth = results.shape[1] - 3
     accepted = accept_path(input_ids, parents, drawn, query_starts, max_depth, forced)
-    advance_requests(recent, lengths, request_slots, accepted, query_starts)
+    advance_requests(known, accepted, query_starts)
     results.copy_(pack_results(input_ids, accepted, query_starts))
     return accepted
 
 
-def advance_requests(
-    recent: Tensor,
-    lengths: Tensor,
-    request_slots: Tensor,
-    accepted: AcceptedPath,
-    query_starts: Tensor,
-) -> None:
+def advance_requests(known: RequestTokens, accepted: AcceptedPath, query_starts: Tensor) -> None:
     """Append emitted tokens to request slots, in place.
-
-    recent: int32 [L, W], the last tokens of each slot, that of position p in column p mod W (W a
-    power of two above the depth). lengths: int32 [L], tokens of each slot. request_slots: int32
-    [B], of sequences that have tokens; other entries are ignored.
 
     A draw of -1 (no token could be drawn) is stored as 0, because a step in flight may look it up.
     The results hold -1.
     """
-    members, known, starts = request_slots.tolist(), lengths.tolist(), query_starts.tolist()
+    recent, lengths, request_slots = known
+    members, counts, starts = request_slots.tolist(), lengths.tolist(), query_starts.tolist()
     columns = zip(members, accepted.token_ids.tolist(), accepted.num_correct.tolist(), strict=True)
     entries, grown = [], []
     for (request_slot, tokens, kept), first, end in zip(columns, starts, starts[1:], strict=False):
         if end > first:
-            new = enumerate(tokens[: kept + 1], known[request_slot])
+            new = enumerate(tokens[: kept + 1], counts[request_slot])
             entries += [(request_slot, at % recent.shape[1], max(token, 0)) for at, token in new]
             grown.append((request_slot, kept + 1))
     if entries:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from serve_spec.ops.acceptance import MAX_TREE_TOKENS, AcceptedPath
+from serve_spec.ops.acceptance import MAX_TREE_TOKENS, AcceptedPath, RequestTokens
 from serve_spec.ops.dependent_launch import dependent_launch
 from serve_spec.ops.noise_triton import load_noise_keys
 
@@ -35,18 +35,13 @@ def accept_and_advance(
     parents: Tensor,
     drawn: Tensor,
     query_starts: Tensor,
-    recent: Tensor,
-    lengths: Tensor,
-    request_slots: Tensor,
+    known: RequestTokens,
     results: Tensor,
     forced: Tensor | None = None,
 ) -> AcceptedPath:
     """See `acceptance.accept_and_advance`."""
     accepted = _empty_path(query_starts, results.shape[1] - 3)
-    _accept(
-        accepted, input_ids, parents, drawn, query_starts, forced,
-        recent, lengths, request_slots, results,
-    )  # fmt: skip
+    _accept(accepted, input_ids, parents, drawn, query_starts, forced, known, results)
     return accepted
 
 
@@ -90,16 +85,14 @@ def _accept(
     drawn: Tensor,
     query_starts: Tensor,
     forced: Tensor | None,
-    recent: Tensor | None = None,
-    lengths: Tensor | None = None,
-    request_slots: Tensor | None = None,
+    known: RequestTokens | None = None,
     results: Tensor | None = None,
 ) -> None:
     num_sequences, width = accepted.path.shape
     dependent = dependent_launch(query_starts.device)
     _accept_kernel[(num_sequences,)](
         *accepted, input_ids, parents, drawn, query_starts, forced,
-        recent, lengths, request_slots, results, 0 if recent is None else recent.shape[1],
+        *(known or (None,) * 3), results, 0 if known is None else known.recent.shape[1],
         DEPTH=width - 1, WIDTH=triton.next_power_of_2(width), TOKENS=MAX_TREE_TOKENS,
         DEPENDENT=dependent, num_warps=1, launch_pdl=dependent,
     )  # fmt: skip

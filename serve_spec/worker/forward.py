@@ -111,54 +111,34 @@ def run_target(
     size: with padding, if any. max_query_len: most tokens of each request that draws. Chunks come
     last; their logits are not computed. (The last token of a prompt is a root: it draws.)
     """
-    slots, chunks = buffers.slots, buffers.chunks
     num_requests = size.requests
-    request_slots = buffers.request_slots[:num_requests]
-    query_lens = buffers.query_lens[:num_requests]
-    starts = slots.lengths.index_select(0, request_slots) - 1
-    groups: tuple[tuple[int, int], ...] = ((num_requests, max_query_len),)
-    if size.chunks:
-        request_slots = torch.cat([request_slots, chunks.request_slots[: size.chunks]])
-        query_lens = torch.cat([query_lens, chunks.lens[: size.chunks]])
-        starts = torch.cat([starts, chunks.starts[: size.chunks]])
-        # Chunks are chains, also in a step with trees: a group with more tokens than a tree is one.
-        groups += ((size.chunks, max(size.tokens, MAX_TREE_ROWS + has_trees)),)
-    tables = slots.pages.index_select(0, request_slots)
-    layout = token_layout.lay_out_tokens(
-        query_lens,
-        starts,
-        torch.zeros_like(starts),
-        tables,
-        target.pool.page_size,
-        num_tokens=size.tokens,
-        scratch_slot=target.pool.scratch_slot,
-    )
+    step = _lay_out_step(target.pool, buffers, size, max_query_len, has_trees=has_trees)
+    layout = step.tokens
     # Only the first tokens can draw.
     num_drawn = min(size.tokens, num_requests * max_query_len)
     drawn = layout.first(num_drawn, num_requests)
     draws = drawn.owners >= 0
     if size.chunks:
         draws &= drawn.owners < num_requests
-    positions = layout.positions
-    tree = None
+    positions, tree = layout.positions, None
     if has_trees:
-        tree = _tree_layout(buffers, drawn, draws, starts)
+        tree = _tree_layout(buffers, drawn, draws, step.starts)
         drawn = drawn._replace(positions=tree.positions)
         positions = torch.cat([tree.positions, positions[num_drawn:]])
     plan = AttentionPlan(
-        tables,
+        step.tables,
         layout.query_starts,
-        starts + query_lens,
+        step.starts + step.query_lens,
         target.pool.page_size,
-        groups,
+        step.groups,
         None if tree is None else tree.masks,
     )
     attention = SlotAttention(target.pool, target.kinds, layout.slots, plan)
-    token_slots = request_slots.index_select(0, layout.owners.clamp_min(0))
+    token_slots = step.request_slots.index_select(0, layout.owners.clamp_min(0))
     token_ids = _draft_tokens(buffers, layout, positions, token_slots)
     if size.chunks:
         index = torch.arange(size.tokens, device=token_ids.device)
-        given = chunks.tokens_of(index - layout.query_starts[num_requests])
+        given = buffers.chunks.tokens_of(index - layout.query_starts[num_requests])
         token_ids = torch.where(layout.owners < num_requests, token_ids, given)
     output = target.model.forward(
         token_ids.clamp_min(0), ForwardContext(positions, attention), target.capture
@@ -175,6 +155,49 @@ def run_target(
         None if tree is None else tree.parents,
         None if tree is None else tree.depths,
     )
+
+
+class _StepLayout(NamedTuple):
+    """The tokens of a step's requests, then of its prefill chunks; tensors int32 [requests, ...].
+
+    `starts`: position of each one's first token. `tables`: its pages. `groups`: see
+    `AttentionPlan`.
+    """
+
+    tokens: TokenLayout
+    request_slots: Tensor
+    query_lens: Tensor
+    starts: Tensor
+    tables: Tensor
+    groups: tuple[tuple[int, int], ...]
+
+
+def _lay_out_step(
+    pool: PagedKVPool, buffers: StepBuffers, size: StepSize, max_query_len: int, *, has_trees: bool
+) -> _StepLayout:
+    """Lay out the tokens of a step; see `run_target`."""
+    slots, chunks = buffers.slots, buffers.chunks
+    request_slots = buffers.request_slots[: size.requests]
+    query_lens = buffers.query_lens[: size.requests]
+    starts = slots.lengths.index_select(0, request_slots) - 1
+    groups: tuple[tuple[int, int], ...] = ((size.requests, max_query_len),)
+    if size.chunks:
+        request_slots = torch.cat([request_slots, chunks.request_slots[: size.chunks]])
+        query_lens = torch.cat([query_lens, chunks.lens[: size.chunks]])
+        starts = torch.cat([starts, chunks.starts[: size.chunks]])
+        # Chunks are chains, also in a step with trees: a group with more tokens than a tree is one.
+        groups += ((size.chunks, max(size.tokens, MAX_TREE_ROWS + has_trees)),)
+    tables = slots.pages.index_select(0, request_slots)
+    tokens = token_layout.lay_out_tokens(
+        query_lens,
+        starts,
+        torch.zeros_like(starts),
+        tables,
+        pool.page_size,
+        num_tokens=size.tokens,
+        scratch_slot=pool.scratch_slot,
+    )
+    return _StepLayout(tokens, request_slots, query_lens, starts, tables, groups)
 
 
 class _TreeLayout(NamedTuple):

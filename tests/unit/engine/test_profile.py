@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +17,15 @@ from hypothesis import strategies as st
 from serve_spec.config.root import leaf_sections
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.plan import BatchResult, ScheduledBatch, ScheduledRequest
-from serve_spec.engine.profile import MeasuredCosts, Measurement, finish, measure_costs
+from serve_spec.engine.profile import (
+    CostGrid,
+    MeasuredCosts,
+    Measurement,
+    ProfileLimits,
+    TimeBudget,
+    finish,
+    measure_costs,
+)
 from serve_spec.engine.synthetic import Point, SyntheticPlans
 
 SAMPLED_ROW_MS = 0.3
@@ -66,8 +74,14 @@ def begun(worker: FakeWorker, **changes: Any) -> Measurement:
         "max_num_tokens": 512,
         "max_model_len": 1024,
         "budget_s": 60.0,
+        "clock": worker.clock,
+        **changes,
     }
-    return measure_costs(worker, **{"clock": worker.clock, **settings, **changes})
+    grid, limits, budget = (
+        kind(**{x.name: settings.pop(x.name) for x in fields(kind) if x.name in settings})
+        for kind in (CostGrid, ProfileLimits, TimeBudget)
+    )
+    return measure_costs(worker, grid, limits, budget, **settings)
 
 
 def measured(worker: FakeWorker, **changes: Any) -> MeasuredCosts:

@@ -163,9 +163,11 @@ def test_request_slots_grow_by_what_is_emitted_and_the_host_reads_the_same(
     with poisoned_memory():
         accepted = ops.accept_and_advance(
             *rows,
-            state.recent,
-            state.lengths,
-            torch.tensor(slots, dtype=torch.int32, device=DEVICE),
+            acceptance.RequestTokens(
+                state.recent,
+                state.lengths,
+                torch.tensor(slots, dtype=torch.int32, device=DEVICE),
+            ),
             results,
         )
     expected, lengths = before.recent.tolist(), before.lengths.tolist()
