@@ -166,7 +166,7 @@ class SpecEngine:
     @property
     def has_work(self) -> bool:
         """Return whether `step` has anything to do."""
-        return self.scheduler.has_work or self._in_flight is not None
+        return self.scheduler.queue.has_work or self._in_flight is not None
 
     def idle_wait_s(self) -> float | None:
         """Return the seconds until `use_idle_time` has something to do; None: nothing."""
@@ -223,11 +223,11 @@ class SpecEngine:
     def add(self, seq: Sequence) -> None:
         """Queue a sequence made by `new_sequence`."""
         seq.stats.synthetic_acceptance = self.worker.synthetic_acceptance is not None
-        self.scheduler.add(seq)
+        self.scheduler.queue.add(seq)
 
     def abort(self, request_id: str) -> TokenDelta | None:
         """End a request between steps and free its pages; None if it has ended."""
-        seq = self.scheduler.abort(request_id)
+        seq = self.scheduler.queue.abort(request_id)
         if seq is None:
             return None
         return TokenDelta(request_id, (), "", FinishReason.ABORT, seq.stats)
@@ -241,10 +241,10 @@ class SpecEngine:
             **policy,
             "costs": self._costs_snapshot(policy.get("costs")),
             "avg_spec_accept_length": round(counters.accept_length, 4),
-            "batch_size": sum(seq.is_decoding for seq in self.scheduler.running),
-            "num_running": len(self.scheduler.running),
-            "num_waiting": len(self.scheduler.waiting),
-            "num_preemptions": self.scheduler.num_preemptions,
+            "batch_size": sum(seq.is_decoding for seq in self.scheduler.queue.running),
+            "num_running": len(self.scheduler.queue.running),
+            "num_waiting": len(self.scheduler.queue.waiting),
+            "num_preemptions": self.scheduler.queue.num_preemptions,
             "kv": {"free_pages": cache.num_free_pages, "total_pages": cache.num_pages},
             "prefix_cache": {
                 "pages": len(cache.tree),
@@ -340,7 +340,7 @@ class SpecEngine:
         num_drafts = sum([each.num_drafts for each in decoded])
         numbers = [each.number for each in live]
         shares = result.draft_shares if plan.shape.depth else None
-        prefix = scheduler.take_prefix_counts()
+        prefix = scheduler.queue.take_prefix_counts()
         return StepRecord(
             shape=plan.shape,
             request_ids=tuple([each.seq.request_id for each in live]),
@@ -375,8 +375,8 @@ class SpecEngine:
             notes=step.notes if decoded else NO_NOTES,
             switch_reason=step.switch_reason if decoded else None,
             num_broken_drafts=len(result.broken_drafts),
-            num_running_seqs=len(scheduler.running),
-            num_waiting_seqs=len(scheduler.waiting),
+            num_running_seqs=len(scheduler.queue.running),
+            num_waiting_seqs=len(scheduler.queue.waiting),
             num_used_pages=cache.num_pages - cache.num_free_pages,
             num_pages=cache.num_pages,
             num_prefix_query_tokens=prefix.num_query_tokens,

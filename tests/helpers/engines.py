@@ -164,7 +164,7 @@ def checked(llm: LLM) -> LLM:
 
     def step_and_check() -> list[TokenDelta]:
         deltas = step()
-        engine.scheduler.check_integrity()
+        engine.scheduler.queue.check_integrity()
         if not engine.has_work:
             texts: Any = engine.scheduler.text_drafts
             assert engine.worker.grammars.num_followed == 0, "the grammar of a request that ended"

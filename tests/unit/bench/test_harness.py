@@ -124,7 +124,7 @@ def test_every_page_has_one_owner_after_every_trial_and_none_at_the_end(
             held = {
                 f"{owner} {seq.request_id}": seq.page_ids
                 for owner, loop in enumerate(loops)
-                for seq in loop.engine.scheduler.sequences()
+                for seq in loop.engine.scheduler.queue.sequences()
             }
             cache.allocator.check_integrity(held)
             most_held = max(most_held, cache.num_pages - cache.num_free_pages)

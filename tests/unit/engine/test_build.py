@@ -85,7 +85,7 @@ def test_an_idle_engine_measures_what_the_start_could_not_and_harms_no_prefix(
     num_rounds = 0
     while engine.idle_wait_s() is not None:
         engine.use_idle_time()
-        engine.scheduler.check_integrity()
+        engine.scheduler.queue.check_integrity()
         num_rounds += 1
         if num_rounds == 5:
             assert texts(llm.generate(prompts, params)) == expected

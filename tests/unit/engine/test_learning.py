@@ -74,9 +74,9 @@ def test_a_request_that_is_aborted_or_preempted_leaves_the_policy(make_llm: Make
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     for i in range(8):
         llm.engine.add(llm.engine.new_sequence(str(i), [i] * 20, params))
-    while not llm.engine.scheduler.num_preemptions:
+    while not llm.engine.scheduler.queue.num_preemptions:
         llm.engine.step()
-    running = {seq.request_id for seq in llm.engine.scheduler.running}
+    running = {seq.request_id for seq in llm.engine.scheduler.queue.running}
     assert controller.left
     assert not running & set(controller.left)
     survivor = running.pop()
@@ -91,7 +91,7 @@ def test_the_figures_of_a_round_add_up_also_when_requests_are_preempted(make_llm
     outputs = llm.generate(
         prompts, SamplingParams(max_tokens=40, temperature=0.8, seed=1, ignore_eos=True)
     )
-    assert llm.engine.scheduler.num_preemptions > 0
+    assert llm.engine.scheduler.queue.num_preemptions > 0
     for stats in steps:
         assert stats.num_prefill_tokens >= 0
         assert stats.batch_size == len(stats.accept_lengths)

@@ -56,7 +56,7 @@ def test_every_draft_of_the_target_itself_is_kept_whatever_happens(
     rounds = heard_rounds(llm)
     outputs = llm.generate(prompts, params)
     assert texts(outputs) == texts(make_llm().generate(prompts, params))
-    assert llm.engine.scheduler.num_preemptions > 0
+    assert llm.engine.scheduler.queue.num_preemptions > 0
     assert text_first == any(row.draft_ids for row, _ in rounds)
     whole = [
         (row.num_steps, len(tokens) - 1)

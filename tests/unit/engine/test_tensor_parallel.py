@@ -145,7 +145,7 @@ def test_any_number_of_ranks_says_what_one_says(
     counters = llm.engine.counters
     assert 0 < counters.num_correct_drafts < counters.num_draft_tokens
     assert counters.num_prefix_hit_tokens > 0
-    assert llm.engine.scheduler.num_preemptions > 0
+    assert llm.engine.scheduler.queue.num_preemptions > 0
     llm.shutdown()
 
 
@@ -288,7 +288,7 @@ def processes(make: MakeLLM) -> Iterator[LLM]:
 
 def test_ranks_in_processes_of_their_own_say_what_one_says(processes: LLM, plain: Texts) -> None:
     assert texts(processes) == plain
-    assert processes.engine.scheduler.num_preemptions > 0
+    assert processes.engine.scheduler.queue.num_preemptions > 0
     assert is_running(follower_pid(processes.engine))
 
 
