@@ -60,20 +60,20 @@ def engine_beside(engine: SpecEngine, controller: AdaptiveController) -> SpecEng
     Each must be drained before another one runs.
     """
     of = engine.scheduler
+    texts = of.drafts.texts
     return SpecEngine(
         Scheduler(
             of.limits,
             of.cache,
-            text_drafter=None if of.text_drafts is None else copy.deepcopy(of.text_drafts.drafter),
+            text_drafter=None if texts is None else copy.deepcopy(texts.drafter),
             first_draft_entry=of.first_draft_entry,
-            has_draft_model=of.has_draft_model,
+            has_draft_model=of.drafts.has_model,
             vocab_size=of.vocab_size,
         ),
         engine.worker,
         controller,
         engine.tokenizer,
-        eos_token_ids=engine.eos_token_ids,
-        max_model_len=engine.max_model_len,
+        engine.limits,
     )
 
 

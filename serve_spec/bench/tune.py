@@ -293,7 +293,7 @@ def write_costs(llm: LLM, path: Path, shapes: Sequence[DraftShape], *, fresh: bo
                     llm.config.cache.page_size,
                     llm.engine.scheduler.cache.num_pages,
                     llm.config.scheduler.max_num_batched_tokens,
-                    llm.engine.max_model_len,
+                    llm.engine.limits.max_model_len,
                 ),
                 TimeBudget(COST_BUDGET_S),
             )

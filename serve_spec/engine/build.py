@@ -19,6 +19,7 @@ from serve_spec.engine.costs import Clock, CostSource, cost_key
 from serve_spec.engine.draft_precision import draft_dtype, draft_weights
 from serve_spec.engine.engine import SpecEngine, freeze_gc
 from serve_spec.engine.first_logits import check_first_logits
+from serve_spec.engine.inputs import EngineLimits
 from serve_spec.engine.profile import (
     CostGrid,
     Measurement,
@@ -109,19 +110,9 @@ def _build_engine(
         worker = TensorParallelWorker(worker, followers)
     worker.init_states(policy.shapes)
 
-    def scheduler_on(cache: KVCacheManager, texts: TextDrafter | None) -> Scheduler:
-        return Scheduler(
-            config.scheduler,
-            cache,
-            text_drafter=texts,
-            first_draft_entry=0 if loaded.head is None else -loaded.head.shift,
-            has_draft_model=loaded.head is not None,
-            vocab_size=target.shape.vocab_size,
-        )
-
     check_first_logits(
         worker,
-        scheduler_on(KVCacheManager(num_pages, config.cache.page_size), None),
+        _scheduler(config, loaded, KVCacheManager(num_pages, config.cache.page_size)),
         tokenizer.encode(_FIRST_PROMPT)[:max_model_len],
         config.model.path,
         None if loaded.head is None else config.speculative.speculative_draft_model_path,
@@ -132,26 +123,53 @@ def _build_engine(
     costs = _cost_source(config, worker, policy, cache, max_model_len)
     table = costs.obtain() if policy.needs_costs else None
     if _captures_graphs(config, loaded.device):
-        deepest = worker.states[max(shape for shape in worker.states if shape.is_chain)]
-        policy = replace(
-            policy,
-            cuda_graph_bs=batch_sizes(config.scheduler.max_num_seqs),
-            token_counts=[size.tokens for size in deepest.verify.sizes],
-        )
+        policy = _with_captured_sizes(policy, worker, config.scheduler.max_num_seqs)
     controller = AdaptiveController(policy, table, logger.warning)
-    scheduler = scheduler_on(cache, _text_drafter(config.speculative, tokenizer, policy.max_depth))
+    texts = _text_drafter(config.speculative, tokenizer, policy.max_depth)
     if loaded.device.type == "cuda":
         freeze_gc()
     return SpecEngine(
-        scheduler,
+        _scheduler(config, loaded, cache, texts),
         worker,
         controller,
         tokenizer,
-        eos_token_ids=target.shape.eos_token_ids,
-        max_model_len=max_model_len,
-        num_ids=target.shape.num_ids,
+        EngineLimits(
+            vocab_size=worker.vocab_size,
+            num_ids=worker.vocab_size if target.shape.num_ids is None else target.shape.num_ids,
+            eos_token_ids=tuple(sorted(target.shape.eos_token_ids)),
+            max_model_len=max_model_len,
+            forces_acceptance=worker.synthetic_acceptance is not None,
+        ),
         followers=followers,
         costs=costs,
+    )
+
+
+def _scheduler(
+    config: ServeSpecConfig,
+    loaded: LoadedModels,
+    cache: KVCacheManager,
+    texts: TextDrafter | None = None,
+) -> Scheduler:
+    return Scheduler(
+        config.scheduler,
+        cache,
+        text_drafter=texts,
+        first_draft_entry=0 if loaded.head is None else -loaded.head.shift,
+        has_draft_model=loaded.head is not None,
+        vocab_size=loaded.target.shape.vocab_size,
+    )
+
+
+def _with_captured_sizes(
+    policy: PolicySettings, worker: Worker, max_num_seqs: int
+) -> PolicySettings:
+    """Return the settings with the batch sizes and token counts of captured graphs."""
+    deepest = worker.states[max(shape for shape in worker.states if shape.is_chain)]
+    return replace(
+        policy,
+        cuda_graph_bs=batch_sizes(max_num_seqs),
+        token_counts=[size.tokens for size in deepest.verify.sizes],
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from serve_spec.config import SchedulerConfig
-from serve_spec.core.draft import PLAIN, DraftShape, TextDrafter
+from serve_spec.core.draft import PLAIN, TextDrafter
 from serve_spec.core.plan import BatchResult, ScheduledBatch, ScheduledRequest, WorkerLimits
 from serve_spec.core.request import FinishReason
 from serve_spec.core.round import AS_DRAWN, DecodeBatch, RoundSteps
@@ -16,24 +16,22 @@ from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.scheduler.queue import RequestQueue
 from serve_spec.scheduler.requests import (
+    DraftSource,
     PostponedChoice,
     Prompt,
     RequestDrafts,
     TextDraftCache,
+    decode_batch,
     decode_request,
     extend_limit,
     fair_drafts,
     max_committed,
+    max_prompt_tokens,
     missing_after,
     ngram_request,
     prefill_requests,
     usable_budget,
-    usable_steps,
 )
-
-_CHUNK_PER_REQUEST = 11
-"""Maximum prompt tokens per decoding request in a round. Such a round takes about three times as
-long as one without prompts."""
 
 ChooseSteps = Callable[[DecodeBatch], RoundSteps]
 CutOutput = Callable[[Sequence, list[int]], tuple[int, FinishReason | None]]
@@ -76,12 +74,12 @@ class Scheduler:
         """
         self.limits = limits
         self.cache = cache
-        self.text_drafts = (
-            None if text_drafter is None else TextDraftCache(text_drafter, vocab_size)
+        self.drafts = DraftSource(
+            None if text_drafter is None else TextDraftCache(text_drafter, vocab_size),
+            has_model=has_draft_model or text_drafter is None,
         )
         self.vocab_size = vocab_size
         self.first_draft_entry = first_draft_entry
-        self.has_draft_model = has_draft_model or text_drafter is None
         self.on_leave: Callable[[Sequence], None] = lambda seq: None
         """Called with every sequence that leaves the batch: finished, aborted or preempted."""
         self.queue = RequestQueue(cache, limits.max_num_seqs, self._forget, first_draft_entry)
@@ -109,8 +107,7 @@ class Scheduler:
         ):
             return None
         reqs_before = [in_flight.get(seq.request_id) for seq in decoding]
-        budget = self.limits.max_num_batched_tokens
-        batch = self._decode_batch(decoding, prompts, budget, reqs_before)
+        batch = decode_batch(decoding, prompts, reqs_before, self.limits, self.cache, self.drafts)
         was_postponed = self._postponed is not None and self._postponed.has_drafts
         steps = self._choose(choose_steps, batch) if decoding else RoundSteps(PLAIN)
         drafts = fair_drafts(steps, batch)
@@ -131,7 +128,8 @@ class Scheduler:
         draft_budget = usable_budget(steps, reqs, may_choose=_may_choose(reqs, prompts))
         if draft_budget is not None:
             num_tokens = len(reqs) + draft_budget
-        prompt_budget = self._prompt_budget(budget - num_tokens, decoding)
+        room = self.limits.max_num_batched_tokens - num_tokens
+        prompt_budget = max_prompt_tokens(self.limits, room, len(decoding))
         is_chunked = self.limits.chunked_prefill_size is not None
         reqs += prefill_requests(prompts, prompt_budget, chunked=is_chunked)
         if not reqs:
@@ -157,11 +155,11 @@ class Scheduler:
         Return False if there is no room, or if n-gram drafts need tokens that are not known yet.
         """
         ends = [
-            len(seq) + max_committed(req) + self._slots_past(wanted.shape)
+            len(seq) + max_committed(req) + self.drafts.slots_past(wanted.shape)
             for seq, req, wanted in zip(decoding, reqs_before, drafts, strict=True)
         ]
         has_room = self.cache.can_reserve_all(decoding, ends)
-        if not has_room or any(map(self._is_from_text, drafts)):
+        if not has_room or any(map(self.drafts.is_from_text, drafts)):
             return False
         for seq, end in zip(decoding, ends, strict=True):
             self.cache.reserve(seq, end)
@@ -204,64 +202,6 @@ class Scheduler:
         choice, self._postponed = self._postponed, None
         return choose_steps(batch) if choice is None else choice.now(batch)
 
-    def _prompt_budget(self, room: int, decoding: list[Sequence]) -> int:
-        """Return the number of prompt tokens that may join a round with `room` tokens left."""
-        size = self.limits.chunked_prefill_size
-        if size is None or not decoding:
-            return room
-        return min(room, max(size, _CHUNK_PER_REQUEST * len(decoding)))
-
-    def _decode_batch(
-        self,
-        decoding: list[Sequence],
-        prompts: list[Prompt],
-        budget: int,
-        reqs_before: list[ScheduledRequest | None],
-    ) -> DecodeBatch:
-        """Return the decoding requests of the next step, for the policy.
-
-        reqs_before: the same requests in the step in flight.
-        """
-        budget -= len(decoding)
-        num_pending = sum(prompt.num_pending for prompt in prompts)
-        num_prompt_rows = max(0, min(num_pending, self._prompt_budget(budget, decoding)))
-        # Prefill chunks get up to half of what the decoding requests leave.
-        budget -= min(num_prompt_rows, budget // 2)
-        lengths = [len(seq) for seq in decoding]
-        page_size = self.cache.page_size
-        held = sum(len(seq.page_ids) for seq in decoding) * page_size - sum(lengths)
-        held -= sum(map(max_committed, reqs_before))
-        max_steps = [
-            usable_steps(seq, 0 if req is None else 1)
-            for seq, req in zip(decoding, reqs_before, strict=True)
-        ]
-        text_steps = [] if self.text_drafts is None else self.text_drafts.find(decoding, max_steps)
-        return DecodeBatch(
-            request_ids=[seq.request_id for seq in decoding],
-            max_steps=max_steps if self.has_draft_model else text_steps,
-            num_tokens=sum(lengths),
-            num_sampled=sum(not seq.params.is_greedy for seq in decoding),
-            max_draft_tokens=max(0, min(budget, held + self.cache.num_free_pages * page_size)),
-            backlogs=[len(seq) - 1 - seq.num_draft_computed for seq in decoding]
-            if self.has_draft_model
-            else [],
-            num_remaining=[seq.num_remaining for seq in decoding],
-            num_prompts=len(prompts),
-            num_prompt_rows=num_prompt_rows,
-            text_steps=text_steps if self.has_draft_model else [],
-        )
-
-    def _slots_past(self, shape: DraftShape) -> int:
-        """Return the KV entries past a request's length that its drafts take.
-
-        A draft model drafts for every request of a step, also for those with n-gram drafts.
-        """
-        return shape.draft_slots if self.has_draft_model else shape.size
-
-    def _is_from_text(self, drafts: RequestDrafts) -> bool:
-        """Return whether these are n-gram drafts."""
-        return drafts.from_text or (drafts.shape.depth > 0 and not self.has_draft_model)
-
     def _decode_requests(
         self, decoding: list[Sequence], drafts: list[RequestDrafts], limit: int
     ) -> list[ScheduledRequest]:
@@ -280,18 +220,18 @@ class Scheduler:
         self, seq: Sequence, drafts: RequestDrafts, limit: int
     ) -> ScheduledRequest | None:
         found = None
-        if self.text_drafts is not None and self._is_from_text(drafts):
-            found = self.text_drafts.drafts(seq, drafts)
+        if self.drafts.texts is not None and self.drafts.is_from_text(drafts):
+            found = self.drafts.texts.drafts(seq, drafts)
         if found is not None and found.parents:
             drafts = drafts._replace(shape=replace(drafts.shape, size=len(found.token_ids)))
-        while not self.cache.can_reserve(seq, len(seq) + self._slots_past(drafts.shape)):
+        while not self.cache.can_reserve(seq, len(seq) + self.drafts.slots_past(drafts.shape)):
             if drafts.shape.depth:
                 drafts = drafts.shortened()  # before any other request is preempted
                 continue
             if not self.queue.preempt_younger_than(seq):
                 self.queue.preempt(seq)
                 return None
-        self.cache.reserve(seq, len(seq) + self._slots_past(drafts.shape))
+        self.cache.reserve(seq, len(seq) + self.drafts.slots_past(drafts.shape))
         num_missing = len(seq) - 1 - seq.num_draft_computed
         if found is None:
             return decode_request(seq, drafts, num_missing, limit)
@@ -334,15 +274,15 @@ class Scheduler:
         """
         ahead = self._newest
         reqs_ahead = () if ahead is None or ahead is plan else ahead.requests
-        slots_ahead = {req.request_id: self._slots_past(req.shape) for req in reqs_ahead}
+        slots_ahead = {req.request_id: self.drafts.slots_past(req.shape) for req in reqs_ahead}
         for seq in sequences:
             if not seq.finished:
                 self.cache.trim(seq, len(seq) + slots_ahead.get(seq.request_id, 0))
 
     def _forget(self, seq: Sequence) -> None:
         """Drop the n-gram drafts of a sequence that leaves the batch."""
-        if self.text_drafts is not None:
-            self.text_drafts.forget(seq.request_id)
+        if self.drafts.texts is not None:
+            self.drafts.texts.forget(seq.request_id)
         self.on_leave(seq)
 
 

@@ -166,7 +166,7 @@ def checked(llm: LLM) -> LLM:
         deltas = step()
         engine.scheduler.queue.check_integrity()
         if not engine.has_work:
-            texts: Any = engine.scheduler.text_drafts
+            texts: Any = engine.scheduler.drafts.texts
             assert engine.worker.grammars.num_followed == 0, "the grammar of a request that ended"
             assert texts is None or len(texts) == 0, "the text of a request that ended"
             assert not getattr(getattr(texts, "drafter", None), "_texts", ()), "its index"
