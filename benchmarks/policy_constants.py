@@ -30,7 +30,7 @@ from tests.helpers.simulated_costs import noisy
 
 PACKAGE = "serve_spec.adaptive"
 MODULES = (
-    *("goodput", "drafts", "planner", "costs"),
+    *("goodput", "exploration", "drafts", "planner", "costs"),
     *("calibration", "rates", "speed_guard"),
 )
 SIZES = {"h200": (1, 16, 64, 256), "cpu": (1, 4, 16, 64)}

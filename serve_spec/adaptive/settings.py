@@ -9,7 +9,6 @@ from typing import Any
 
 from serve_spec.adaptive import trees
 from serve_spec.adaptive.ema import AdaptiveSpeculativeParams, EmaPolicy
-from serve_spec.adaptive.goodput import DEFAULT_MAX_STEPS as GOODPUT_STEPS
 from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.per_request import MAX_STEPS as PER_REQUEST_STEPS
 from serve_spec.adaptive.per_request import PerRequestPolicy
@@ -132,9 +131,11 @@ class PolicySettings:
             return EmaPolicy(params, self._trees if self.strategy == "ema" else {})
         return GoodputPolicy(
             costs,
-            max_steps=self._deepest,
-            bounds={key: slot.candidate_steps[-1] for key, slot in (self.slots or {}).items()},
-            trees=self._trees,
+            trees.AllowedShapes(
+                self._deepest,
+                {key: slot.candidate_steps[-1] for key, slot in (self.slots or {}).items()},
+                self._trees,
+            ),
             per_sequence=self.per_sequence,
             min_dwell_rounds=self.min_dwell_rounds,
             initial_steps=initial_steps,
@@ -172,5 +173,5 @@ class PolicySettings:
         """The depth that the user's slots allow; without any, the strategy's and the draft's."""
         if self.slots is not None:
             return max(slot.candidate_steps[-1] for slot in self.slots.values())
-        default = PER_REQUEST_STEPS if self.strategy == "per_request" else GOODPUT_STEPS
+        default = PER_REQUEST_STEPS if self.strategy == "per_request" else trees.DEFAULT_MAX_STEPS
         return min(default, self.max_steps or default)

@@ -16,6 +16,7 @@ import yaml
 
 from serve_spec.config.base import ConfigError, Refusal, locate, parse_yaml, read_text
 from serve_spec.config.root import ServeSpecConfig, parse_override
+from serve_spec.config.speculative import ignored_adaptive_keys
 
 DescribeDraft = Callable[[Path, ServeSpecConfig | None], str]
 """Explains the draft in a folder, beside the target of a configuration if one is given."""
@@ -52,7 +53,7 @@ def main(argv: list[str], describe_draft: DescribeDraft, read_deployment: ReadDe
     else:
         print("---\n".join(map(_as_yaml, configs)), end="")
         for config in configs:
-            if ignored := config.speculative.ignored_adaptive_keys:
+            if ignored := ignored_adaptive_keys(config.speculative):
                 print(ignored, file=sys.stderr)
     return 0
 

@@ -11,7 +11,7 @@ import torch
 from serve_spec.adaptive import AdaptiveController, PolicySettings
 from serve_spec.config import ServeSpecConfig, SpeculativeConfig
 from serve_spec.config.algorithms import ALGORITHMS
-from serve_spec.config.speculative import MAX_TREE_ROWS
+from serve_spec.config.speculative import MAX_TREE_ROWS, ignored_adaptive_keys
 from serve_spec.core.context import torch_dtype
 from serve_spec.core.draft import TextDrafter
 from serve_spec.core.errors import CheckpointError
@@ -99,7 +99,7 @@ def _build_engine(
     _check_fit(config, tokenizer)
     loaded = load_models(config, parallel)
     target, num_pages = loaded.target, loaded.num_pages
-    if ignored := config.speculative.ignored_adaptive_keys:
+    if ignored := ignored_adaptive_keys(config.speculative):
         logger.warning(ignored)
     policy = _policy(config, loaded)
     _check_steps(policy)

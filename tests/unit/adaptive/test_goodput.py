@@ -19,11 +19,13 @@ from hypothesis import strategies as st
 from benchmarks.phases import Phase
 from benchmarks.simulator import Simulator
 from serve_spec.adaptive.costs import Costs, Work
-from serve_spec.adaptive.goodput import EXPLORED_SHARE, GoodputPolicy
+from serve_spec.adaptive.exploration import EXPLORED_SHARE
+from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.planner import Candidate, Load, Planner
 from serve_spec.adaptive.policy import StaticPolicy
 from serve_spec.adaptive.rates import PositionRates
 from serve_spec.adaptive.speed_guard import SpeedGuard
+from serve_spec.adaptive.trees import AllowedShapes
 from serve_spec.bench.trace import load_traces
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.record import StepTimes
@@ -160,7 +162,7 @@ def test_trials_of_drafts_keep_to_their_share_of_the_time(prompt_ms: float) -> N
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
 def test_slots_bound_the_depth(bound: int) -> None:
-    policy = goodput(bounds={1: 7, 32: bound})
+    policy = goodput(allowed=AllowedShapes(bounds={1: 7, 32: bound}))
     assert max(shape.depth for shape in play(policy, 32, 200, 7)) <= bound
 
 
@@ -392,7 +394,9 @@ TREE = DraftShape(4, 15, 4)
 def ran_of(chain_rate: float, tree_rate: float, num_rounds: int) -> Counter[DraftShape]:
     """Return what ran in the second half, where levels are accepted with these chances."""
     policy = GoodputPolicy(
-        recorded_table(GPU_8B, SIZES, trees=(TREE,)), trees={1: (TREE,)}, token_counts=COUNTS
+        recorded_table(GPU_8B, SIZES, trees=(TREE,)),
+        AllowedShapes(trees={1: (TREE,)}),
+        token_counts=COUNTS,
     )
     rng, ran = random.Random(0), Counter[DraftShape]()
     for number in range(num_rounds):
@@ -422,7 +426,7 @@ def test_a_tree_on_a_hard_text_tells_that_chains_fail_too() -> None:
 
 def test_a_tree_ends_when_the_batch_is_too_large_for_it() -> None:
     table = recorded_table(GPU_8B, SIZES, trees=(TREE,))
-    policy = GoodputPolicy(table, trees={1: (TREE,), 9: ()}, token_counts=COUNTS)
+    policy = GoodputPolicy(table, AllowedShapes(trees={1: (TREE,), 9: ()}), token_counts=COUNTS)
     while policy.choose(decode_batch(8)).shape != TREE:
         record = verified_round([1] * 8, 8, 4, times=StepTimes(0.0, 9.0, 9.0))
         policy.observe(replace(record, shape=TREE, row_correct_drafts=(4,) * 8))
