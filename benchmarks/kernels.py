@@ -186,7 +186,7 @@ def rounds(bench: Bench) -> Iterator[dict[str, Any]]:
         for name, mine in measured.items():
             row = figures(mine)
             over_plain = row["tokens_per_second"] / plain
-            counts = Counter(steps for r in mine for steps in r.row_steps)
+            counts = Counter(steps for r in mine for steps in r.steps_per_req)
             yield {
                 "batch_size": batch_size,
                 "variant": name,
@@ -201,7 +201,7 @@ def rounds(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def _expected_speed(rounds: Sequence[StepRecord], acceptance: Acceptance | None) -> float:
-    tokens = sum(expected_tokens(acceptance, k) for r in rounds for k in r.row_steps)
+    tokens = sum(expected_tokens(acceptance, k) for r in rounds for k in r.steps_per_req)
     return tokens / sum(r.step_ms for r in rounds) * 1e3
 
 

@@ -31,8 +31,8 @@ from serve_spec.core.context import torch_dtype
 from serve_spec.core.record import StepRecord
 from serve_spec.engine.llm import LLM
 from serve_spec.models import ModelShape
+from serve_spec.parallel.channel import LOOPBACK, Address
 from serve_spec.parallel.group import SINGLE, TensorParallel, join, store_server
-from serve_spec.parallel.line import LOOPBACK, Address
 
 Exchanges = Mapping[str, Callable[[], object]]
 

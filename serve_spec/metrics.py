@@ -361,9 +361,12 @@ _POSITION_METRICS = (POSITION_PROPOSED, POSITION_DRAFTED, POSITION_REACHED, POSI
 def row_counts(record: StepRecord) -> Counter[tuple[int, int, int]]:
     """Count the requests of a round by their drafts."""
     # Levels of a tree are not counted by the drafts of a budget.
-    proposed = record.row_drafted if record.shape.is_chain else ()
+    proposed = record.drafted_per_req if record.shape.is_chain else ()
     rows = zip(
-        proposed or record.row_steps, record.row_steps, record.row_correct_drafts, strict=True
+        proposed or record.steps_per_req,
+        record.steps_per_req,
+        record.correct_per_req,
+        strict=True,
     )
     return Counter(rows)
 
@@ -389,10 +392,10 @@ def unverified_drafts(record: StepRecord) -> int:
 
     Of trees a lower bound: drafts of requests that ended in the round count as verified.
     """
-    if not record.row_drafted:
+    if not record.drafted_per_req:
         return 0
-    verified = sum(record.row_steps) if record.shape.is_chain else record.num_draft_tokens
-    return max(0, sum(record.row_drafted) - verified)
+    verified = sum(record.steps_per_req) if record.shape.is_chain else record.num_draft_tokens
+    return max(0, sum(record.drafted_per_req) - verified)
 
 
 def expected_drafts(record: StepRecord) -> float | None:

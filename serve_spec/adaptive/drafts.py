@@ -45,9 +45,9 @@ class DraftKnowledge:
         """Learn from rounds, the newest last."""
         num_requests, newest = 0, []
         for record in reversed(records):
-            if num_requests < MOST_REQUESTS and any(record.row_steps or record.row_drafted):
+            if num_requests < MOST_REQUESTS and any(record.steps_per_req or record.drafted_per_req):
                 newest.append(record)
-                num_requests += sum(map(bool, record.row_drafted or record.row_steps))
+                num_requests += sum(map(bool, record.drafted_per_req or record.steps_per_req))
         chains = [r for r in newest if r.shape.is_chain]
         self._learn_shares([r for r in chains if r.draft_shares is not None])
         if without_shares := [r.model_drafts for r in chains if r.draft_shares is None]:
@@ -60,8 +60,8 @@ class DraftKnowledge:
             self.pairs = self.calibration.pairs(self.texts.rates)
 
     def _tallied(self, drafts: Sequence[DraftColumns]) -> tuple[list[float], list[float]]:
-        verified = np.concatenate([each.row_steps for each in drafts])
-        correct = np.concatenate([each.row_correct_drafts for each in drafts])
+        verified = np.concatenate([each.steps_per_req for each in drafts])
+        correct = np.concatenate([each.correct_per_req for each in drafts])
         return tallied(verified, correct, self.max_steps)
 
     def _learn_chains(self, trials: Sequence[float], hits: Sequence[float]) -> None:
@@ -91,18 +91,18 @@ class DraftKnowledge:
         return _odds((mean / np.append(1.0, mean[:-1])).clip(0.001, 0.999))
 
     def _learn_shares(self, records: Sequence[StepRecord]) -> None:
-        width, num_rows = self.max_steps, sum(len(r.row_steps) for r in records)
+        width, num_rows = self.max_steps, sum(len(r.steps_per_req) for r in records)
         shares = np.full((num_rows, width), np.nan)
         verified, correct, drafted, kinds = np.zeros((4, num_rows), dtype=np.intp)
         end = 0
         for r in records:
-            rows = slice(end, end := end + len(r.row_steps))
+            rows = slice(end, end := end + len(r.steps_per_req))
             assert r.draft_shares is not None
             given = r.draft_shares[:, :width]
             shares[rows, : given.shape[1]] = given
             drafts = r.model_drafts
-            verified[rows], correct[rows] = drafts.row_steps, drafts.row_correct_drafts
-            drafted[rows] = r.row_drafted or r.row_steps
+            verified[rows], correct[rows] = drafts.steps_per_req, drafts.correct_per_req
+            drafted[rows] = r.drafted_per_req or r.steps_per_req
             if r.is_sampled:
                 kinds[rows] = r.is_sampled
             if any(r.is_from_text):

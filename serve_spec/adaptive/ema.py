@@ -185,8 +185,8 @@ class EmaPolicy:
         """Tell the slot about rows that drafted its present depth in full, see `model_drafts`."""
         size, depth = record.num_planned_seqs, record.shape.depth
         if depth == self._params.get_steps_for_batch(size):
-            _, row_steps, row_correct_drafts, _ = record.model_drafts
-            rows = zip(row_steps, row_correct_drafts, strict=True)
+            _, steps_per_req, num_correct_drafts_per_req, _ = record.model_drafts
+            rows = zip(steps_per_req, num_correct_drafts_per_req, strict=True)
             self._params.on_verify_complete([kept for k, kept in rows if k == depth], size)
 
     def forget(self, request_id: str) -> None:

@@ -85,7 +85,7 @@ class Exploration:
 def _drafting_trial(batch: DecodeBatch, found: Sequence[Candidate]) -> Trial:
     """Return drafts of a few requests, those that lack the fewest draft KV entries."""
     num = min(batch.size, SAMPLE_REQUESTS // PLAN_ROUNDS)
-    lacks = batch.backlogs or [0] * batch.size
+    lacks = batch.num_missing_entries or [0] * batch.size
     members = sorted(range(batch.size), key=lambda at: (lacks[at], -at))[:num]
     tried = max(found[1:3], key=lambda each: each.tokens_per_ms)
     tried = replace(tried, budget=None, expected=tried.expected * num / batch.size)

@@ -102,7 +102,7 @@ class GoodputPolicy:
             return RoundSteps(PLAIN, notes=answer.notes)
         if self._trial is not None:
             steps = [answer.shape.depth if i in self._trial else 0 for i in batch.request_ids]
-            answer = replace(answer, row_steps=steps)
+            answer = replace(answer, steps_per_req=steps)
         if batch.text_steps:
             answer = replace(answer, text_steps=self._of_texts(batch))
         return answer
@@ -146,7 +146,7 @@ class GoodputPolicy:
         if shape.is_chain and drafts:
             shape = DraftShape.chain(min(record.deepest or shape.depth, self.max_steps))
         plain = Work(size, record.num_tokens / size, record.num_sampled / size)
-        work = Work(*plain[:3], shape, drafts, record.num_prefill_tokens, record.num_catch_up)
+        work = Work(*plain[:3], shape, drafts, record.num_prefill_tokens, record.num_extend_tokens)
         self._exploration.observe(ms, self._lost_ms(record, work, ms))
         if is_first:
             return  # launched ahead, it may have taken the host's time for the round before

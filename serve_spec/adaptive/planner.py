@@ -51,7 +51,7 @@ class PromptLoad:
         self._mixed += ((record.num_prefill_tokens > 0, begun) - self._mixed) / SAMPLE_REQUESTS
         if num := record.num_ended:
             self._ended *= math.exp(-num / SAMPLE_REQUESTS)
-            self._ended += record.num_ended_prompt_rows, record.num_ended_tokens, num
+            self._ended += record.num_ended_prompt_tokens, record.num_ended_tokens, num
 
     def load(self, work: Work) -> Load:
         """Return the load of a batch whose plain rounds are `work`."""

@@ -38,7 +38,7 @@ from serve_spec.bench.workload import TextKind, TextRequest, held_out_prompts, s
 from serve_spec.config import ConfigError, ServeSpecConfig, SpeculativeConfig
 from serve_spec.config.adaptive_file import load_slots
 from serve_spec.config.cost_table import load_cost_table, write_cost_table
-from serve_spec.config.speculative import MAX_TREE_ROWS, most_tree_rows
+from serve_spec.config.speculative import MAX_TREE_TOKENS, max_tree_tokens
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.record import StepRecord
 from serve_spec.engine.costs import as_table, code_version, cost_key, fingerprint
@@ -125,10 +125,10 @@ def swept_trees(
     trees = sorted({DraftShape(depth, size, topk) for depth, size in wanted})
     for tree in trees:
         makes = f"trees={tree}: speculative_eagle_topk={topk} makes trees of"
-        levels, deepest = tree.depth, MAX_TREE_ROWS // topk + 1
+        levels, deepest = tree.depth, MAX_TREE_TOKENS // topk + 1
         if not 1 <= levels <= deepest:
             raise ConfigError(f"{makes} 1 to {deepest} levels; give one of those")
-        most = most_tree_rows(topk, levels) - 1
+        most = max_tree_tokens(topk, levels) - 1
         if not levels <= tree.size <= most:
             raise ConfigError(f"{makes} {levels} levels with {levels} to {most} drafts; change it")
     return trees

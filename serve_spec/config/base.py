@@ -48,7 +48,7 @@ class ConfigError(ValueError):
 
 
 class Refusal(ValueError):
-    """A value that a validator refuses; `judge` adds its section."""
+    """A value that a validator refuses; `validate` adds its section."""
 
     def __init__(self, field: str, value: object, fix: str) -> None:
         super().__init__(f"{field}={value!r}: {fix}")
@@ -83,12 +83,12 @@ class StrictModel(BaseModel):
             raise Refusal(name, judged, f"not available in this version; what works now: {shown}")
         return judged
 
-    def said(self) -> dict[str, Any]:
+    def explicit_fields(self) -> dict[str, Any]:
         """Return the fields that were set explicitly, nested; it can be validated again."""
         return self.model_dump(exclude_unset=True)
 
-    def _settle(self, **derived: object) -> Self:
-        """Write derived values during validation; they do not count as set (see `said`)."""
+    def _derive(self, **derived: object) -> Self:
+        """Write derived values during validation; they do not count as explicit fields."""
         for name, value in derived.items():
             object.__setattr__(self, name, value)
         return self
@@ -97,7 +97,7 @@ class StrictModel(BaseModel):
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def judge(
+def validate(
     model: type[Model], data: object, *, where: str = "", folder: Path | None = None
 ) -> Model:
     """Return `data` validated as a `model`.

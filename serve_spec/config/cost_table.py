@@ -14,7 +14,7 @@ from typing import NoReturn, Self, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
-from serve_spec.config.base import ConfigError, Refusal, StrictModel, judge, read_text
+from serve_spec.config.base import ConfigError, Refusal, StrictModel, read_text, validate
 
 Grid: TypeAlias = tuple[tuple[tuple[float, ...], ...], ...]
 """Milliseconds by context, batch size and steps, in the order of the table's grids."""
@@ -160,7 +160,7 @@ def load_cost_table(path: Path) -> CostTable:
         version = content.get("version", FORMAT_VERSION)
         if version != FORMAT_VERSION:  # nothing else in it means what it says here
             raise ConfigError(f"version={version!r}, but format {FORMAT_VERSION} is read here")
-        return judge(CostTable, content)
+        return validate(CostTable, content)
     except ConfigError as error:
         raise ConfigError(f"{path}: {'; '.join(error.problems)}: {_WAY_OUT}") from None
 

@@ -11,19 +11,19 @@ from pydantic import Field, field_validator, model_validator
 
 from serve_spec.config.adaptive_file import MAX_STEPS, Preset, ignored_keys, load_slots
 from serve_spec.config.algorithms import ALGORITHMS
-from serve_spec.config.base import ConfigError, Refusal, StrictModel, judge
+from serve_spec.config.base import ConfigError, Refusal, StrictModel, validate
 
 RejectionMethod = Literal["coupled", "standard", "block"]
 Strategy = Literal["ema", "goodput", "per_request", "static"]
 
-MAX_TREE_ROWS = 64
+MAX_TREE_TOKENS = 64
 """Rows of a sequence that a tree mask has bits for: a root and its drafts, or all its beams."""
 
 
-def most_tree_rows(topk: int, num_steps: int) -> int:
+def max_tree_tokens(topk: int, num_steps: int) -> int:
     """Rows of the largest tree of `num_steps` levels, 1 at least: all its beam makes, or has bits
     for, and the root."""
-    return min(MAX_TREE_ROWS, 1 + topk + (num_steps - 1) * topk**2)
+    return min(MAX_TREE_TOKENS, 1 + topk + (num_steps - 1) * topk**2)
 
 
 # Algorithms whose trees were measured to pay for few requests.
@@ -227,7 +227,7 @@ class SpeculativeConfig(StrictModel):
     def _fits_together(self) -> Self:
         _check(self)
         # Without drafts there is nothing to adapt.
-        return self if self.enabled else self._settle(speculative_adaptive=False)
+        return self if self.enabled else self._derive(speculative_adaptive=False)
 
     @property
     def enabled(self) -> bool:
@@ -285,7 +285,7 @@ class SpeculativeConfig(StrictModel):
         steps, topk = self.speculative_num_steps, self.topk
         if self.speculative_num_draft_tokens is not None:
             return self.speculative_num_draft_tokens
-        return min(MAX_TREE_ROWS, steps * topk + 1)
+        return min(MAX_TREE_TOKENS, steps * topk + 1)
 
 
 def ignored_adaptive_keys(config: SpeculativeConfig) -> str:
@@ -362,14 +362,14 @@ def _check_drafts(config: SpeculativeConfig) -> None:
             )
             raise Refusal("speculative_num_draft_tokens", rows, fix)
         return
-    if topk * max(1, steps - 1) > MAX_TREE_ROWS:
+    if topk * max(1, steps - 1) > MAX_TREE_TOKENS:
         fix = (
-            f"a beam of it may be drafted {MAX_TREE_ROWS // topk + 1} steps deep, but "
+            f"a beam of it may be drafted {MAX_TREE_TOKENS // topk + 1} steps deep, but "
             f"speculative_num_steps={steps}; lower one of them"
         )
         raise Refusal("speculative_eagle_topk", topk, fix)
     if steps and rows is not None:
-        most = most_tree_rows(topk, steps)
+        most = max_tree_tokens(topk, steps)
         if not steps < rows <= most:
             fix = (
                 f"trees of speculative_num_steps={steps}, speculative_eagle_topk={topk} have "
@@ -385,8 +385,8 @@ def _check_listed_trees(config: SpeculativeConfig) -> None:
     slots = load_slots(file) if file is not None and config.enabled else {}
     for key, slot in slots.items():
         for steps, rows in slot.candidate_trees or ():
-            most = most_tree_rows(topk, steps)
-            if topk == 1 or rows > most or topk * (steps - 1) > MAX_TREE_ROWS:
+            most = max_tree_tokens(topk, steps)
+            if topk == 1 or rows > most or topk * (steps - 1) > MAX_TREE_TOKENS:
                 fix = (
                     f"slot {key} lists it, but speculative_eagle_topk={topk} makes "
                     f"{'chains alone' if topk == 1 else f'trees of at most {most} rows'} of "
@@ -466,4 +466,4 @@ def parse_update(settings: Mapping[str, object]) -> PolicyUpdate:
     """
     if not isinstance(settings, Mapping):
         raise ConfigError(f"policy settings={settings!r}: give a mapping of keys to values")
-    return judge(PolicyUpdate, dict(settings))
+    return validate(PolicyUpdate, dict(settings))

@@ -11,7 +11,7 @@ import torch
 from serve_spec.adaptive import AdaptiveController, PolicySettings
 from serve_spec.config import ServeSpecConfig, SpeculativeConfig
 from serve_spec.config.algorithms import ALGORITHMS
-from serve_spec.config.speculative import MAX_TREE_ROWS, ignored_adaptive_keys
+from serve_spec.config.speculative import MAX_TREE_TOKENS, ignored_adaptive_keys
 from serve_spec.core.context import torch_dtype
 from serve_spec.core.draft import TextDrafter
 from serve_spec.core.errors import CheckpointError
@@ -34,11 +34,10 @@ from serve_spec.log import get_logger
 from serve_spec.models import DraftHead, DraftOptions, Llama, ModelShape, load_draft, load_target
 from serve_spec.models.decoder import compile_layers
 from serve_spec.models.draft_checkpoint import read_draft
-from serve_spec.models.draft_probe import probe_text, settle_layers, settle_theta
+from serve_spec.models.draft_probe import choose_layers, choose_theta, probe_text
 from serve_spec.models.draft_shape import both_readings
-from serve_spec.parallel.followers import Followers
 from serve_spec.parallel.group import SINGLE, TensorParallel
-from serve_spec.parallel.launch import Launcher, launch
+from serve_spec.parallel.worker_ranks import Launcher, WorkerRanks, launch
 from serve_spec.scheduler.scheduler import Scheduler
 from serve_spec.structured.compiler import GrammarCompiler
 from serve_spec.structured.masks import Grammars
@@ -69,17 +68,17 @@ def build_engine(config: ServeSpecConfig, launcher: Launcher | None = None) -> S
     """
     if config.model.tensor_parallel_size == 1:
         return _build_engine(config, SINGLE, None)
-    followers = _start_followers(config, launcher)
+    worker_ranks = _start_ranks(config, launcher)
     try:
-        with followers.in_step():
-            parallel = followers.join(rank_device(config, 0))
-            return _build_engine(config, parallel, followers)
+        with worker_ranks.in_step():
+            parallel = worker_ranks.join(rank_device(config, 0))
+            return _build_engine(config, parallel, worker_ranks)
     except BaseException:
-        followers.stop()
+        worker_ranks.stop()
         raise
 
 
-def _start_followers(config: ServeSpecConfig, launcher: Launcher | None) -> Followers:
+def _start_ranks(config: ServeSpecConfig, launcher: Launcher | None) -> WorkerRanks:
     """Check what needs no other rank, then start all ranks but this one."""
     size = config.model.tensor_parallel_size
     ModelShape.from_directory(config.model.path).on_rank_of(size)
@@ -89,11 +88,11 @@ def _start_followers(config: ServeSpecConfig, launcher: Launcher | None) -> Foll
             f"tensor_parallel_size={size}: torch sees {torch.cuda.device_count()} GPUs here; "
             "lower it, or show more of them (CUDA_VISIBLE_DEVICES)"
         )
-    return launch("serve_spec.engine.follower", size, config, launcher)
+    return launch("serve_spec.engine.worker_rank", size, config, launcher)
 
 
 def _build_engine(
-    config: ServeSpecConfig, parallel: TensorParallel, followers: Followers | None
+    config: ServeSpecConfig, parallel: TensorParallel, worker_ranks: WorkerRanks | None
 ) -> SpecEngine:
     tokenizer = Tokenizer(Path(config.model.path))
     _check_fit(config, tokenizer)
@@ -106,8 +105,8 @@ def _build_engine(
     max_model_len = target.max_model_len
     _check_sizes(config, num_pages, max_model_len)
     worker = build_worker(config, loaded)
-    if followers is not None:
-        worker = TensorParallelWorker(worker, followers)
+    if worker_ranks is not None:
+        worker = TensorParallelWorker(worker, worker_ranks)
     worker.init_states(policy.shapes)
 
     check_first_logits(
@@ -140,7 +139,7 @@ def _build_engine(
             max_model_len=max_model_len,
             forces_acceptance=worker.synthetic_acceptance is not None,
         ),
-        followers=followers,
+        worker_ranks=worker_ranks,
         costs=costs,
     )
 
@@ -231,7 +230,7 @@ def build_worker(config: ServeSpecConfig, loaded: LoadedModels) -> Worker:
     )
     # Two steps in flight may write past the end of a text: all drafts of one, and the accepted
     # ones of the other.
-    max_pages = -(-(target.max_model_len + RING_TOKENS + MAX_TREE_ROWS) // page_size)
+    max_pages = -(-(target.max_model_len + RING_TOKENS + MAX_TREE_TOKENS) // page_size)
     slots = RequestSlots.create(
         config.scheduler.max_num_seqs,
         max_pages,
@@ -351,9 +350,9 @@ def _probe(config: ServeSpecConfig, head: DraftHead, target: Llama) -> None:
     assert path is not None, "a loaded draft has a path"
     if probes_layers:
         readings = both_readings(read_draft(path), target.shape.num_layers)
-        settle_layers(head, target, text, readings)
+        choose_layers(head, target, text, readings)
     if probes_theta:
-        settle_theta(head, target, text)
+        choose_theta(head, target, text)
 
 
 def _text_drafter(
@@ -423,7 +422,7 @@ def _check_fit(config: ServeSpecConfig, tokenizer: Tokenizer) -> None:
     topk, window = config.speculative.topk, shape.sliding_window
     if config.speculative.enabled and topk > 1 and not _fits_trees(window):
         raise ValueError(
-            f"speculative_eagle_topk={topk}: trees of up to {MAX_TREE_ROWS} tokens do not fit "
+            f"speculative_eagle_topk={topk}: trees of up to {MAX_TREE_TOKENS} tokens do not fit "
             f"the target's sliding_window={window}; use speculative_eagle_topk=1"
         )
     if tokenizer.vocab_size > shape.vocab_size:
@@ -442,7 +441,7 @@ def _policy(config: ServeSpecConfig, loaded: LoadedModels) -> PolicySettings:
 
 def _fits_trees(window: int | None) -> bool:
     """Return whether draft trees fit a target's sliding window."""
-    return window is None or window >= MAX_TREE_ROWS
+    return window is None or window >= MAX_TREE_TOKENS
 
 
 def _check_steps(policy: PolicySettings) -> None:

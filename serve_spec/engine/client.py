@@ -239,7 +239,7 @@ class EngineClient:
         """Raise RuntimeError if the engine has ended or hangs in a step."""
         if self._stopping:
             raise RuntimeError("the engine has been shut down")
-        if self._failure is None and time.monotonic() - self._heard_at > self._stuck_after_s:
+        if self._failure is None and time.monotonic() - self._received_at > self._stuck_after_s:
             limit = f"replica.round_timeout_s={self._stuck_after_s:g}"
             self._lose(f"a step has been running for longer than {limit} seconds")
         if self._failure is not None:
@@ -290,7 +290,7 @@ class EngineClient:
         self._lose(reason)
 
     def _take(self, message: EngineMessage) -> None:
-        self._heard_at = time.monotonic()
+        self._received_at = time.monotonic()
         if message.deltas or message.failed:  # first: tokens do not wait for metrics
             self._in_loop(partial(self._deliver, message))
         for record in message.records:

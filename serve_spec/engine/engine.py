@@ -24,7 +24,7 @@ from serve_spec.engine.reporting import (
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.log import get_logger
 from serve_spec.metrics import MetricsSink, NullSink
-from serve_spec.parallel.followers import Followers
+from serve_spec.parallel.worker_ranks import WorkerRanks
 from serve_spec.scheduler.scheduler import CommittedRequest, Scheduler
 from serve_spec.worker.worker import Worker
 
@@ -72,7 +72,7 @@ class SpecEngine:
         limits: EngineLimits,
         *,
         metrics: MetricsSink | None = None,
-        followers: Followers | None = None,
+        worker_ranks: WorkerRanks | None = None,
         costs: CostSource | None = None,
     ) -> None:
         self.scheduler = scheduler
@@ -83,7 +83,7 @@ class SpecEngine:
         self.counters = EngineCounters()
         self.metrics = metrics or NullSink()
         self.costs = costs
-        self._followers = followers
+        self._worker_ranks = worker_ranks
         self._in_flight: StepInFlight | None = None
         self._synced_at = 0.0
         self._overhead_s = 0.0
@@ -198,18 +198,18 @@ class SpecEngine:
 
     def check_health(self) -> None:
         """Raise RankLost if this engine has lost a rank. From any thread."""
-        if self._followers is not None:
-            self._followers.check()
+        if self._worker_ranks is not None:
+            self._worker_ranks.check()
 
     def give_up(self, reason: str) -> None:
         """Abort a step that waits for a rank that does not answer. From any thread."""
-        if self._followers is not None:
-            self._followers.give_up(reason)
+        if self._worker_ranks is not None:
+            self._worker_ranks.give_up(reason)
 
     def shutdown(self) -> None:
         """End the other ranks, if any; no step may run afterwards."""
-        if self._followers is not None:
-            self._followers.stop()
+        if self._worker_ranks is not None:
+            self._worker_ranks.stop()
         unfreeze_gc()
 
     def _forget(self, seq: Sequence) -> None:

@@ -106,13 +106,13 @@ def step_record(
     return StepRecord(
         shape=plan.shape,
         request_ids=tuple([each.seq.request_id for each in live]),
-        row_steps=tuple([each.num_steps for each in live]),
-        row_drafted=tuple([each.scheduled.num_draft_tokens for each in live])
+        steps_per_req=tuple([each.num_steps for each in live]),
+        drafted_per_req=tuple([each.scheduled.num_draft_tokens for each in live])
         if plan.budget is not None
         else (),
         draft_shares=None if shares is None else shares[numbers],
         budget=plan.budget,
-        row_correct_drafts=tuple([each.num_correct_drafts for each in live]),
+        correct_per_req=tuple([each.num_correct_drafts for each in live]),
         is_sampled=tuple([not each.scheduled.params.is_greedy for each in live]),
         is_from_text=tuple([bool(each.scheduled.draft_ids) for each in live])
         if has_texts and has_model
@@ -126,10 +126,10 @@ def step_record(
         num_drafting=sum([steps > 0 for steps in drafted]),
         deepest=max(drafted, default=0),
         num_text_drafts=sum([len(req.draft_ids) for req in planned]) if has_model else 0,
-        num_catch_up=sum([len(req.extend_ids) for req in planned if req.model_steps]),
+        num_extend_tokens=sum([len(req.extend_ids) for req in planned if req.model_steps]),
         num_prefill_tokens=plan.num_prefill_tokens,
         num_ended=len(ended),
-        num_ended_prompt_rows=sum(seq.num_uncached_prompt_tokens for seq in ended),
+        num_ended_prompt_tokens=sum(seq.num_uncached_prompt_tokens for seq in ended),
         num_ended_tokens=sum(seq.num_output_tokens for seq in ended),
         times=StepTimes(result.draft_ms, result.verify_ms, step_ms, result.idle_ms),
         follows=plan.follows,

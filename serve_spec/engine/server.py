@@ -193,23 +193,23 @@ class EngineServer:
         """Decode commands until the client stops the engine or is gone."""
         with suppress(EOFError, OSError):
             while not self._stopping:
-                self._obey_all(self._connection.recv_bytes())
+                self._handle_all(self._connection.recv_bytes())
         if not self._stopping:
             self._stopping = True
             self._engine.give_up("the engine's client is gone")
             self._on_lost()
         self._commands.put(lambda: None)
 
-    def _obey_all(self, message: bytes) -> None:
+    def _handle_all(self, message: bytes) -> None:
         try:
             commands = decode_commands(message)
         except msgspec.MsgspecError as error:
             logger.error("commands cannot be decoded: %s", error)
             return
         for command in commands:
-            self._obey(command)
+            self._handle(command)
 
-    def _obey(self, encoded: msgspec.Raw) -> None:
+    def _handle(self, encoded: msgspec.Raw) -> None:
         try:
             command = decode_command(encoded)
         except msgspec.MsgspecError as error:

@@ -135,16 +135,16 @@ def _onednn_linear(x: Tensor, packed: Tensor, bias: Tensor | None, fewest_rows: 
     return out[:num_rows]
 
 
-_onednn_verdict: dict[torch.dtype, bool] = {}
+_onednn_works: dict[torch.dtype, bool] = {}
 
 
 def onednn_works(dtype: torch.dtype) -> bool:
     """Return whether oneDNN's packed product exists here and is right for `dtype`; tried once."""
-    if dtype not in _onednn_verdict:
-        _onednn_verdict[dtype] = _try_onednn(dtype)
-        if not _onednn_verdict[dtype]:
+    if dtype not in _onednn_works:
+        _onednn_works[dtype] = _try_onednn(dtype)
+        if not _onednn_works[dtype]:
             _log.warning("no oneDNN product for %s on this CPU: plain torch products", dtype)
-    return _onednn_verdict[dtype]
+    return _onednn_works[dtype]
 
 
 def _try_onednn(dtype: torch.dtype) -> bool:

@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from serve_spec.ops.dependent_launch import dependent_launch
-from serve_spec.ops.paged_attention import MAX_TREE_ROWS, AttentionKind, AttentionPlan
+from serve_spec.ops.paged_attention import MAX_TREE_TOKENS, AttentionKind, AttentionPlan
 
 # Tiles times kv heads that fill a device. From more than half of them on, the last program of a
 # tile merges.
@@ -43,7 +43,7 @@ _UNIT = tl.constexpr(16)
 _HIDDEN = tl.constexpr(-1.0e30)
 _LOWEST = tl.constexpr(-1.0e20)
 _LOG2_E = tl.constexpr(math.log2(math.e))
-_LAST_TREE_ROW = tl.constexpr(MAX_TREE_ROWS - 1)
+_LAST_TREE_TOKEN = tl.constexpr(MAX_TREE_TOKENS - 1)
 # Below what any share weighs.
 _NOTHING = tl.constexpr(-3.0e38)
 # Fields of a tile: request, first token, tokens, first and last cache entry, position of the first
@@ -163,7 +163,7 @@ class _Group:
 
     def has_trees(self, plan: AttentionPlan) -> bool:
         """Return whether these requests may be trees; larger ones are prefill chunks."""
-        return plan.tree_mask is not None and self.max_query_len <= MAX_TREE_ROWS
+        return plan.tree_mask is not None and self.max_query_len <= MAX_TREE_TOKENS
 
 
 @dataclass(frozen=True)
@@ -458,7 +458,7 @@ def _attend_kernel(
             own = first_position + line // GROUP
         else:
             ancestors = tl.load(tree_mask + token, mask=is_line, other=1)
-            bits = (ancestors[:, None] >> tl.arange(0, _LAST_TREE_ROW + 1)[None, :]) & 1
+            bits = (ancestors[:, None] >> tl.arange(0, _LAST_TREE_TOKEN + 1)[None, :]) & 1
             own = first_position + tl.sum(bits, axis=1).to(tl.int32) - 1
 
         highest = tl.full([LINES], _LOWEST, tl.float32)
@@ -608,7 +608,7 @@ def _seen(position, first_position, own, ancestors, WINDOW: tl.constexpr, IS_TRE
     if not IS_TREE:
         return near & (position[None, :] <= own[:, None])
     draft = position - first_position
-    bit = tl.minimum(tl.maximum(draft, 0), _LAST_TREE_ROW)
+    bit = tl.minimum(tl.maximum(draft, 0), _LAST_TREE_TOKEN)
     is_ancestor = ((ancestors[:, None] >> bit[None, :]) & 1) == 1
     return tl.where((draft < 0)[None, :], near, is_ancestor)
 

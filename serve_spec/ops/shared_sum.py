@@ -131,7 +131,7 @@ def sum_add_norm(
 ) -> tuple[Tensor, Tensor]:
     """`add_rms_norm(shared_sum of all ranks' x, residual)`; a program has a row.
 
-    residual: [T, width], as `rows_fit` has it; x: the same, or its addends (see `linear.whole`).
+    residual: [T, width], see `residual_fits`; x: the same, or its addends (see `linear.whole`).
     Neither is changed.
     """
     x = whole(x, residual)
@@ -165,7 +165,7 @@ def fits(x: Tensor) -> bool:
     )
 
 
-def rows_fit(x: Tensor) -> bool:
+def residual_fits(x: Tensor) -> bool:
     """Return whether the rows of x [T, width] can be summed so, one by each program."""
     num_rows, width = x.shape
     row_bytes = width * x.itemsize

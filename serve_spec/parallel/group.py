@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import (
 
 from serve_spec.ops import norm
 from serve_spec.ops.linear import whole
-from serve_spec.parallel.line import LOOPBACK, Address
+from serve_spec.parallel.channel import LOOPBACK, Address
 
 if TYPE_CHECKING:
     from serve_spec.parallel.shared_sum import SharedSum
@@ -126,7 +126,7 @@ class DeviceGroup(TensorParallel):
     ) -> tuple[Tensor, Tensor]:
         """See `TensorParallel`: one launch where the sum is made in shared memory."""
         shared = self._shared_sum
-        if self._group is None or shared is None or not shared.rows_fit(x, residual):
+        if self._group is None or shared is None or not shared.residual_fits(x, residual):
             return super().add_norm(x, residual, weight, eps)
         return shared.add_norm(x, residual, weight, eps)
 

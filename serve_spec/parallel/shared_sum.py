@@ -29,7 +29,7 @@ from serve_spec.ops.shared_sum import (
     SharedMemory,
     fits,
     flags_shape,
-    rows_fit,
+    residual_fits,
     shared_sum,
     shares_shape,
     slots_shape,
@@ -82,9 +82,9 @@ class SharedSum:
         """The sum of all ranks' x, in its place; on a GPU it only launches. x fits."""
         sum_over_ranks(x, self._memory)
 
-    def rows_fit(self, x: Tensor, residual: Tensor) -> bool:
+    def residual_fits(self, x: Tensor, residual: Tensor) -> bool:
         """Return whether `add_norm` takes them."""
-        return rows_fit(x if x.dim() == residual.dim() else residual)
+        return residual_fits(x if x.dim() == residual.dim() else residual)
 
     def add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float

@@ -99,7 +99,7 @@ class PostponedChoice:
     """Draft counts by request id. Requests may end or change places before the step is planned."""
 
     steps: RoundSteps
-    row_steps: dict[str, int]
+    steps_per_req: dict[str, int]
     text_steps: dict[str, int] | None
 
     @classmethod
@@ -115,14 +115,14 @@ class PostponedChoice:
     @property
     def has_drafts(self) -> bool:
         """Return whether the postponed step drafts."""
-        return any(self.row_steps.values()) or any((self.text_steps or {}).values())
+        return any(self.steps_per_req.values()) or any((self.text_steps or {}).values())
 
     def now(self, batch: DecodeBatch) -> RoundSteps:
         """Return the same answer for the requests that are left."""
         ids, from_text = batch.request_ids, self.text_steps
         return replace(
             self.steps,
-            row_steps=[self.row_steps.get(request_id, 0) for request_id in ids],
+            steps_per_req=[self.steps_per_req.get(request_id, 0) for request_id in ids],
             text_steps=None
             if from_text is None
             else [from_text.get(request_id, 0) for request_id in ids],
@@ -219,9 +219,9 @@ def decode_batch(
     """
     budget = limits.max_num_batched_tokens - len(decoding)
     num_pending = sum(prompt.num_pending for prompt in prompts)
-    num_prompt_rows = max(0, min(num_pending, max_prompt_tokens(limits, budget, len(decoding))))
+    num_prompt_tokens = max(0, min(num_pending, max_prompt_tokens(limits, budget, len(decoding))))
     # Prefill chunks get up to half of what the decoding requests leave.
-    budget -= min(num_prompt_rows, budget // 2)
+    budget -= min(num_prompt_tokens, budget // 2)
     lengths = [len(seq) for seq in decoding]
     page_size = cache.page_size
     held = sum(len(seq.page_ids) for seq in decoding) * page_size - sum(lengths)
@@ -237,19 +237,23 @@ def decode_batch(
         num_tokens=sum(lengths),
         num_sampled=sum(not seq.params.is_greedy for seq in decoding),
         max_draft_tokens=max(0, min(budget, held + cache.num_free_pages * page_size)),
-        backlogs=[len(seq) - 1 - seq.num_draft_computed for seq in decoding]
+        num_missing_entries=[len(seq) - 1 - seq.num_draft_computed for seq in decoding]
         if drafts.has_model
         else [],
         num_remaining=[seq.num_remaining for seq in decoding],
         num_prompts=len(prompts),
-        num_prompt_rows=num_prompt_rows,
+        num_prompt_tokens=num_prompt_tokens,
         text_steps=text_steps if drafts.has_model else [],
     )
 
 
 def wanted_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
     """Return the drafts per request that the policy wants, without n-gram drafts."""
-    return [steps.shape.depth] * batch.size if steps.row_steps is None else list(steps.row_steps)
+    return (
+        [steps.shape.depth] * batch.size
+        if steps.steps_per_req is None
+        else list(steps.steps_per_req)
+    )
 
 
 def text_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:

@@ -2,7 +2,7 @@
 
 The replica itself is in bundle 0, beside rank 0, which is its engine (`engine_actor`). Ray only
 hosts the other ranks: orders, and news of the other end, travel on rank 0's own lines
-(`parallel/line.py`), for a call of Ray in every round would cost more than the round.
+(`parallel/channel.py`), for a call of Ray in every round would cost more than the round.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ class ActorLauncher:
 
 
 class FollowerActor:
-    """A follower that runs in an actor. See `parallel.followers.Process`."""
+    """A follower that runs in an actor. See `parallel.worker_ranks.Process`."""
 
     def __init__(self, actor: Any, life: Any) -> None:
         self._actor = actor
         # A future, for it can be looked at from any thread, those of an event loop included.
         self._life: Future[None] = life.future()
 
-    def how_it_ended(self, within_s: float = 0.0) -> str | None:
+    def exit_reason(self, within_s: float = 0.0) -> str | None:
         """See `Process`."""
         try:
             self._life.result(within_s)

@@ -17,7 +17,7 @@ from serve_spec.ops import acceptance, kv_move, paged_attention, rotary
 from serve_spec.ops import layout as token_layout
 from serve_spec.ops.acceptance import AcceptedPath, num_bits
 from serve_spec.ops.layout import TokenLayout
-from serve_spec.ops.paged_attention import MAX_TREE_ROWS, AttentionKind, AttentionPlan
+from serve_spec.ops.paged_attention import MAX_TREE_TOKENS, AttentionKind, AttentionPlan
 from serve_spec.worker.graphs import StepSize
 from serve_spec.worker.step_buffers import StepBuffers
 
@@ -186,7 +186,7 @@ def _lay_out_step(
         query_lens = torch.cat([query_lens, chunks.lens[: size.chunks]])
         starts = torch.cat([starts, chunks.starts[: size.chunks]])
         # Chunks are chains, also in a step with trees: a group with more tokens than a tree is one.
-        groups += ((size.chunks, max(size.tokens, MAX_TREE_ROWS + has_trees)),)
+        groups += ((size.chunks, max(size.tokens, MAX_TREE_TOKENS + has_trees)),)
     tables = slots.pages.index_select(0, request_slots)
     tokens = token_layout.lay_out_tokens(
         query_lens,

@@ -13,7 +13,7 @@ import torch
 
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch, WorkerLimits
-from serve_spec.parallel.followers import Followers
+from serve_spec.parallel.worker_ranks import WorkerRanks
 from serve_spec.worker.capture import SpecRuntimeState
 from serve_spec.worker.plan_delta import PlanDecoder, PlanDelta, PlanEncoder
 from serve_spec.worker.worker import Worker
@@ -27,14 +27,14 @@ class TensorParallelWorker:
     Every call may raise `RankLost`, after which none succeeds.
     """
 
-    def __init__(self, worker: Worker, followers: Followers) -> None:
+    def __init__(self, worker: Worker, worker_ranks: WorkerRanks) -> None:
         self.vocab_size = worker.vocab_size
         self.device = worker.device
         self.synthetic_acceptance = worker.synthetic_acceptance
         self.grammars = worker.grammars
         self.async_scheduling = worker.async_scheduling
         self._worker = worker
-        self._followers = followers
+        self._worker_ranks = worker_ranks
         self._encoder = PlanEncoder()
 
     @property
@@ -59,16 +59,16 @@ class TensorParallelWorker:
 
     def init_states(self, shapes: Iterable[DraftShape]) -> None:
         """Capture every shape on every rank."""
-        order = tuple(shapes)
-        self._followers.tell(order)
-        with self._followers.in_step():
-            self._worker.init_states(order)
+        states = tuple(shapes)
+        self._worker_ranks.broadcast(states)
+        with self._worker_ranks.in_step():
+            self._worker.init_states(states)
 
     def submit(self, plan: ScheduledBatch) -> PendingBatch:
         """Launch a step on every rank."""
-        self._followers.tell(self._encoder.encode(plan))
-        with self._followers.in_step():
-            return _JointStep(self._worker.submit(plan), self._followers)
+        self._worker_ranks.broadcast(self._encoder.encode(plan))
+        with self._worker_ranks.in_step():
+            return _JointStep(self._worker.submit(plan), self._worker_ranks)
 
     def execute(self, plan: ScheduledBatch) -> BatchResult:
         """Run a step to its end."""
@@ -76,8 +76,8 @@ class TensorParallelWorker:
 
     def drain(self) -> None:
         """Forget the state of all requests on every rank."""
-        self._followers.tell(_DRAIN)
-        with self._followers.in_step():
+        self._worker_ranks.broadcast(_DRAIN)
+        with self._worker_ranks.in_step():
             self._worker.drain()
 
 
@@ -86,11 +86,11 @@ class _JointStep:
     """See `PendingBatch`."""
 
     local: PendingBatch
-    followers: Followers
+    worker_ranks: WorkerRanks
 
     def result(self) -> BatchResult:
         """Return rank 0's result."""
-        with self.followers.in_step():
+        with self.worker_ranks.in_step():
             return self.local.result()
 
 

@@ -73,7 +73,7 @@ class FakeController:
         self.left: list[str] = []
 
     def on_verify_complete(self, verified: StepRecord) -> None:
-        rows = zip(verified.row_correct_drafts, verified.row_steps, strict=True)
+        rows = zip(verified.correct_per_req, verified.steps_per_req, strict=True)
         assert all(0 <= correct <= steps <= verified.shape.depth for correct, steps in rows)
         self.told.append(verified)
 
@@ -101,11 +101,11 @@ class SwitchingController(FakeController):
     def _switch(self, batch: DecodeBatch) -> RoundSteps:
         number = next(self._numbers)
         shape = self.shapes[number % len(self.shapes)]
-        row_steps = [max(0, shape.depth - (number + 1 + i) % 3) for i in range(batch.size)]
+        steps_per_req = [max(0, shape.depth - (number + 1 + i) % 3) for i in range(batch.size)]
         budget = None
         if self._budgets and number % 3:
             budget = batch.size * shape.size * (number % 4) // 4
-        return RoundSteps(shape, row_steps if self._ragged else None, budget=budget)
+        return RoundSteps(shape, steps_per_req if self._ragged else None, budget=budget)
 
 
 def llm_maker(pair: Pair, device: str) -> MakeLLM:

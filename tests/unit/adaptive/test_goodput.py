@@ -54,13 +54,13 @@ def play(
     ran: Counter[DraftShape] = Counter()
     for _ in range(num):
         steps = policy.choose(decode_batch(size))
-        rows = steps.row_steps or [steps.shape.depth] * size
+        rows = steps.steps_per_req or [steps.shape.depth] * size
         kept = [min(rate, k) for k in rows]
         has_prompts = steps.notes.is_probe and prompt_ms > 0.0
         ms = 5.0 + 0.5 * steps.shape.depth + has_prompts * prompt_ms
         times = StepTimes(0.0, ms, ms)
         ran[steps.shape] += 1
-        record = verified_round(kept, size, steps.shape.depth, row_steps=rows, times=times)
+        record = verified_round(kept, size, steps.shape.depth, steps_per_req=rows, times=times)
         record = replace(record, num_prefill_tokens=64 * has_prompts)
         policy.observe(replace(record, shape=steps.shape, notes=steps.notes))
     return ran
@@ -147,15 +147,15 @@ def test_trials_of_drafts_keep_to_their_share_of_the_time(prompt_ms: float) -> N
     lost_ms = total_ms = 0.0
     for _ in range(4000):
         steps = policy.choose(decode_batch(16))
-        rows = steps.row_steps or [steps.shape.depth] * 16
+        rows = steps.steps_per_req or [steps.shape.depth] * 16
         ms = costs.ms(Work(16, 128.0, 0.0, steps.shape, sum(rows)))
         lost_ms += ms - costs.ms(Work(16, 128.0))
         total_ms += ms + prompt_ms
         times = StepTimes(0.0, ms, ms + prompt_ms)
         ended = {"num_prefill_tokens": 16, "num_ended": 1} if prompt_ms else {}
-        ended |= {"num_ended_prompt_rows": 64, "num_ended_tokens": 64} if prompt_ms else {}
+        ended |= {"num_ended_prompt_tokens": 64, "num_ended_tokens": 64} if prompt_ms else {}
         depth = steps.shape.depth
-        record = verified_round([0] * 16, 16, depth, row_steps=rows, times=times, **ended)
+        record = verified_round([0] * 16, 16, depth, steps_per_req=rows, times=times, **ended)
         policy.observe(replace(record, notes=steps.notes))
     assert lost_ms < 2 * EXPLORED_SHARE * total_ms
 
@@ -346,7 +346,7 @@ def test_rounds_that_end_more_requests_are_priced_with_more_prompts() -> None:
     for _ in range(512):
         has_prompt = chance.random() < 0.25  # 16 tokens a round, 64 a request
         times = StepTimes(0.0, 12.0, 12.0 + 20.0 * has_prompt)
-        ended = dict.fromkeys(("num_prefill_tokens", "num_ended_prompt_rows"), 64 * has_prompt)
+        ended = dict.fromkeys(("num_prefill_tokens", "num_ended_prompt_tokens"), 64 * has_prompt)
         ended |= {"num_ended_tokens": 64 * has_prompt, "num_ended": int(has_prompt)}
         policy.choose(decode_batch(16))
         policy.observe(verified_round([0] * 16, 16, 0, times=times, **ended))
@@ -429,7 +429,7 @@ def test_a_tree_ends_when_the_batch_is_too_large_for_it() -> None:
     policy = GoodputPolicy(table, AllowedShapes(trees={1: (TREE,), 9: ()}), token_counts=COUNTS)
     while policy.choose(decode_batch(8)).shape != TREE:
         record = verified_round([1] * 8, 8, 4, times=StepTimes(0.0, 9.0, 9.0))
-        policy.observe(replace(record, shape=TREE, row_correct_drafts=(4,) * 8))
+        policy.observe(replace(record, shape=TREE, correct_per_req=(4,) * 8))
     assert policy.choose(decode_batch(8)).shape == TREE
     assert policy.choose(decode_batch(9)).shape.is_chain
 

@@ -217,7 +217,7 @@ def test_a_full_step_is_counted_for_the_variant_that_ran_it(llm: LLM) -> None:
         for stats in rounds[name]:
             assert stats.decodes_only
             assert stats.num_draft_tokens == num_steps * LOAD.batch_size
-            assert stats.row_steps == (num_steps,) * LOAD.batch_size
+            assert stats.steps_per_req == (num_steps,) * LOAD.batch_size
 
 
 def test_the_controllers_of_a_variant_alternate_every_step(llm: LLM) -> None:

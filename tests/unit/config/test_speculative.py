@@ -216,7 +216,7 @@ def test_a_bad_adaptive_config_is_refused_when_the_configuration_is_loaded(
 
 def test_a_live_update_knows_what_it_was_told_and_nothing_else() -> None:
     update = parse_update({"min_dwell_rounds": 4})
-    assert update.said() == {"min_dwell_rounds": 4}
+    assert update.explicit_fields() == {"min_dwell_rounds": 4}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from serve_spec import LLM
 from serve_spec.core.errors import CheckpointError
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine import build
-from serve_spec.parallel.followers import RankLost
+from serve_spec.parallel.worker_ranks import RankLost
 from tests.helpers.checkpoints import (
     make_eagle3,
     make_target,

@@ -205,11 +205,11 @@ def test_rows_of_a_profile_make_up_about_half_of_what_a_round_can_leave(
     batch_size: int, num_steps: int
 ) -> None:
     cell = Point(128, batch_size, DraftShape.chain(num_steps))
-    backlogs = [cell.num_missing(row) for row in range(batch_size)]
-    assert all(1 <= num_missing <= num_steps + 1 for num_missing in backlogs)
+    num_missing_entries = [cell.num_missing(row) for row in range(batch_size)]
+    assert all(1 <= num_missing <= num_steps + 1 for num_missing in num_missing_entries)
     middle = (1 + num_steps + 1) / 2
-    assert np.mean(backlogs) == pytest.approx(middle, rel=0.4)
-    assert batch_size < 16 or set(backlogs) == set(range(1, num_steps + 2))
+    assert np.mean(num_missing_entries) == pytest.approx(middle, rel=0.4)
+    assert batch_size < 16 or set(num_missing_entries) == set(range(1, num_steps + 2))
 
 
 @pytest.mark.parametrize("tiers", [(0, 1, 3), (0,)])

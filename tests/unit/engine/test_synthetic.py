@@ -34,7 +34,9 @@ def test_the_mean_accept_length_is_the_one_asked_for(
     llm = make_llm("EAGLE3", num_steps, synthetic_acceptance=wanted)
     heard = heard_steps(llm)
     llm.generate(PROMPTS, params())
-    rows = [row for one in heard for row in zip(one.row_steps, one.row_correct_drafts, strict=True)]
+    rows = [
+        row for one in heard for row in zip(one.steps_per_req, one.correct_per_req, strict=True)
+    ]
     lengths = [correct + 1 for steps, correct in rows if steps == num_steps]
     assert len(lengths) > 150
     # At an end of its range it is exact; else two standard errors, and the seeds are fixed.

@@ -32,7 +32,7 @@ from serve_spec.ops.shared_sum import (  # isort: skip
     fits,
     flags_shape,
     part_words,
-    rows_fit,
+    residual_fits,
     share_numbers,
     shared_sum,
     shares_shape,
@@ -368,7 +368,7 @@ def test_rows_that_fit_have_a_program_each_and_room_in_its_slot(
     x = torch.empty(num_rows, width, dtype=dtype)
     words = width * dtype.itemsize / 4
     has_room = 0 < num_rows <= NUM_PROGRAMS and words <= SLOT_WORDS and words == int(words)
-    assert rows_fit(x) == (has_room and x.nbytes <= CAPACITY_BYTES)
+    assert residual_fits(x) == (has_room and x.nbytes <= CAPACITY_BYTES)
 
 
 def test_other_tensors_do_not_fit() -> None:
@@ -377,7 +377,7 @@ def test_other_tensors_do_not_fit() -> None:
     assert not fits(torch.zeros(4, dtype=torch.float64))
     assert not fits(torch.zeros(5, dtype=torch.bfloat16)), "half a word"
     assert not fits(torch.zeros(5, dtype=torch.bfloat16)[1:]), "words begin at their own places"
-    assert not rows_fit(torch.zeros(4, 3, dtype=torch.bfloat16)), "every other row would not"
+    assert not residual_fits(torch.zeros(4, 3, dtype=torch.bfloat16)), "every other row would not"
 
 
 @either_way
@@ -393,7 +393,7 @@ def test_the_largest_sum_uses_every_program(way: Way) -> None:
 @both
 def test_the_widest_row_fills_its_slot(way: Way) -> None:
     parts = all_drawn(2, 2, 2 * SLOT_WORDS, dtype=torch.bfloat16)
-    assert rows_fit(parts[0])
+    assert residual_fits(parts[0])
     weight = drawn(2 * SLOT_WORDS, dtype=torch.bfloat16, seed=9)
     found = Rank(0, 2, way).add_norm(parts, parts[0], weight)
     expected = way.add_rms_norm(shared_sum(parts), parts[0], weight, EPS)

@@ -238,7 +238,7 @@ def test_the_policy_knows_the_prompts_that_share_the_round_and_their_rows() -> N
     asked: list[tuple[int, int]] = []
 
     def choose(batch: DecodeBatch) -> RoundSteps:
-        asked.append((batch.num_prompts, batch.num_prompt_rows))
+        asked.append((batch.num_prompts, batch.num_prompt_tokens))
         return RoundSteps(DraftShape.chain(0))
 
     worker = PretendedWorker(random.Random(0))
