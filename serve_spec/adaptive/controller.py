@@ -50,7 +50,7 @@ class AdaptiveController:
         self._rounds_by_shape: Counter[DraftShape] = Counter()
 
     def choose_steps(self, batch: DecodeBatch) -> RoundSteps:
-        """Return the shape of the next round and each row's share; an empty batch is no round."""
+        """Return the shape of the next round and each request's share; an empty batch is no round."""
         if not batch.size:
             self.switch_reason, self.notes = None, NO_NOTES
             return RoundSteps(PLAIN)
@@ -81,7 +81,7 @@ class AdaptiveController:
             self._fall_back(f"the policy failed to learn: {error!r}")
 
     def _follow_average(self, record: StepRecord) -> None:
-        """Average the accepted drafts of rows that drafted, by slot, under every strategy."""
+        """Average the accepted drafts of requests that drafted, by slot, under every strategy."""
         _, steps, correct, _ = record.model_drafts
         if accepted := [kept for kept, k in zip(correct, steps, strict=True) if k]:
             key = slot_of(self._slots, record.batch_size)

@@ -112,8 +112,8 @@ class Costs:
 
         drafts: whether the rounds draft, so that prompts also need draft KV.
         """
-        rows, of_rows = work.size + drafted, self._verify.of_rows
-        more = of_rows(rows + prompts, work.context) - of_rows(rows, work.context)
+        tokens, of_tokens = work.size + drafted, self._verify.of_tokens
+        more = of_tokens(tokens + prompts, work.context) - of_tokens(tokens, work.context)
         factors, rounds = self._prompts[int(drafts)]
         added: Floats = factors / rounds * np.maximum(more, 0.0)
         return added

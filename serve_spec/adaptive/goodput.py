@@ -112,8 +112,8 @@ class GoodputPolicy:
         steps = [min(found, self._text_steps) for found in batch.text_steps]
         self._rounds_without_text = 0 if any(steps) else self._rounds_without_text + 1
         if self._rounds_without_text > EXPLORE_AFTER and any(batch.text_steps):
-            row = max(range(batch.size), key=batch.text_steps.__getitem__)
-            steps[row] = min(batch.text_steps[row], 2)
+            most = max(range(batch.size), key=batch.text_steps.__getitem__)
+            steps[most] = min(batch.text_steps[most], 2)
         return steps
 
     def observe(self, record: StepRecord) -> None:

@@ -125,7 +125,7 @@ class Planner:
         size = load.work.size
         expected = size * float(np.cumprod(rates[: shape.depth]).sum())
         ms = self.costs.ms(load.work._replace(shape=shape, drafts=size * shape.size))
-        # As a round that drafts: row 1 of two.
+        # As a round that drafts: entry 1 of two.
         figures = (np.full((2, 1), float(x)) for x in (size * shape.size, expected, ms))
         speeds = self._speeds(load, *figures)
         return Candidate(shape, None, expected, ms, float(speeds[1, 0]))
@@ -178,7 +178,7 @@ class Planner:
         return steps[(steps > 0) & (steps < most)]
 
     def _speeds(self, load: Load, drafts: Floats, expected: Floats, ms: Floats) -> Floats:
-        """Return tokens per ms of usual rounds [K + 1, M]; the first row does not draft."""
+        """Return tokens per ms of usual rounds [K + 1, M]; the first entry does not draft."""
         tokens, usual = load.work.size + expected, ms.copy()
         if load.prompt_tokens:
             begin = load.prompts / load.prompt_tokens * tokens

@@ -1,4 +1,4 @@
-"""What a policy is: asked before drafting, told after verification, never inside a round."""
+"""The interface of policies: they choose before drafting and observe after verification."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StepPolicy(Protocol):
         """Why the shape returned last was chosen."""
 
     def choose(self, batch: DecodeBatch) -> RoundSteps:
-        """Return the next round's shape and, where rows differ, their levels; batch.size ≥ 1."""
+        """Return the next round's shape and, if requests differ, their levels; batch.size ≥ 1."""
 
     def observe(self, record: StepRecord) -> None:
         """Learn from one step."""

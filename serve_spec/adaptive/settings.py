@@ -70,10 +70,10 @@ class PolicySettings:
             source = given["speculative_adaptive_config"]
             changes["slots"] = None if source is None else load_slots(source)
         depth = given.get("speculative_num_steps", self.shape.depth)
-        if (rows := given.get("speculative_num_draft_tokens")) is not None:
+        if (num_tokens := given.get("speculative_num_draft_tokens")) is not None:
             # An engine of chains built no tree at all: whatever its topk, it is refused later.
             topk = 2 if self.tree is None else self.tree.topk
-            changes["shape"] = DraftShape(depth, rows - 1, topk)
+            changes["shape"] = DraftShape(depth, num_tokens - 1, topk)
         elif "speculative_num_draft_tokens" in given or depth != self.shape.depth:
             changes["shape"] = DraftShape.chain(depth)
         return replace(self, **changes)

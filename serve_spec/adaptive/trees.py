@@ -64,7 +64,9 @@ def of_depth(tree: DraftShape, depth: int) -> DraftShape:
 def candidates(tree: DraftShape, slot: SlotConfig) -> tuple[DraftShape, ...]:
     """Return the trees a slot lists, or else the ladder from `tree` within the slot's depth."""
     if slot.candidate_trees is not None:
-        return tuple(DraftShape(depth, rows - 1, tree.topk) for depth, rows in slot.candidate_trees)
+        return tuple(
+            DraftShape(depth, tokens - 1, tree.topk) for depth, tokens in slot.candidate_trees
+        )
     depth = min(tree.depth, slot.candidate_steps[-1])
     return ladder(of_depth(tree, depth)) if depth else ()
 

@@ -38,8 +38,8 @@ from serve_spec.bench.workload import TextKind, TextRequest, held_out_prompts, s
 from serve_spec.config import ConfigError, ServeSpecConfig, SpeculativeConfig
 from serve_spec.config.adaptive_file import load_slots
 from serve_spec.config.cost_table import load_cost_table, write_cost_table
-from serve_spec.config.speculative import MAX_TREE_TOKENS, max_tree_tokens
-from serve_spec.core.draft import PLAIN, DraftShape
+from serve_spec.config.speculative import max_tree_tokens
+from serve_spec.core.draft import MAX_TREE_TOKENS, PLAIN, DraftShape
 from serve_spec.core.record import StepRecord
 from serve_spec.engine.costs import as_table, code_version, cost_key, fingerprint
 from serve_spec.engine.engine import SpecEngine

@@ -109,7 +109,7 @@ class SlotConfig(StrictModel):
             return None
         if not isinstance(value, list | tuple) or not all(map(_is_shape, value)):
             raise Refusal("candidate_trees", value, _TREES_FIX)
-        return tuple(sorted({(steps, rows) for steps, rows in value}))
+        return tuple(sorted({(steps, tokens) for steps, tokens in value}))
 
     @model_validator(mode="after")
     def _within_bounds(self) -> Self:

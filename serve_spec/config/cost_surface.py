@@ -58,13 +58,13 @@ class CostSurface:
         curve: Floats = np.maximum.accumulate(short + position * np.maximum(long - short, 0.0))
         return curve
 
-    def of_rows(self, num_rows: Any, context: float) -> Floats:
-        """Return ms of so many rows of any requests, an array: those of full depth decide."""
-        position, rows = self._position(context), np.array(self._sizes) * self._ms.shape[2]
+    def of_tokens(self, num_tokens: Any, context: float) -> Floats:
+        """Return ms of so many tokens of any requests, an array: those of full depth decide."""
+        position, tokens = self._position(context), np.array(self._sizes) * self._ms.shape[2]
         ms = self._ms[0, :, -1] + position * (self._ms[1, :, -1] - self._ms[0, :, -1])
-        slope = (ms[-1] - ms[-2]) / (rows[-1] - rows[-2])
-        beyond = np.maximum(np.asarray(num_rows) - rows[-1], 0.0) * slope
-        found: Floats = np.interp(num_rows, rows, ms) + beyond
+        slope = (ms[-1] - ms[-2]) / (tokens[-1] - tokens[-2])
+        beyond = np.maximum(np.asarray(num_tokens) - tokens[-1], 0.0) * slope
+        found: Floats = np.interp(num_tokens, tokens, ms) + beyond
         return found
 
     def _position(self, context: float) -> float:

@@ -41,10 +41,10 @@ class CostKey(StrictModel):
 
 
 class TreeCosts(StrictModel):
-    """Medians of rounds in which every row drafts a tree of one shape."""
+    """Medians of rounds in which every request drafts a tree of one shape."""
 
     num_steps: int = Field(ge=1, description="Levels.")
-    num_draft_tokens: int = Field(ge=1, description="Drafts per row, the root not counted.")
+    num_draft_tokens: int = Field(ge=1, description="Drafts per request, the root not counted.")
     draft_ms: tuple[tuple[float, ...], ...] = Field(description="[context][batch size].")
     verify_ms: tuple[tuple[float, ...], ...] = Field(description="[context][batch size].")
 
@@ -64,16 +64,16 @@ class CostTable(StrictModel):
 
     version: int = Field(ge=FORMAT_VERSION, le=FORMAT_VERSION, description="Format of this file.")
     key: CostKey = Field(description="What it was measured on.")
-    batch_sizes: tuple[int, ...] = Field(description="Decode rows, ascending.")
-    num_steps: tuple[int, ...] = Field(description="Drafts per row, ascending from 0.")
+    batch_sizes: tuple[int, ...] = Field(description="Decoding requests, ascending.")
+    num_steps: tuple[int, ...] = Field(description="Drafts per request, ascending from 0.")
     contexts: tuple[int, int] = Field(description="Tokens per sequence: a short and a long text.")
     draft_ms: Grid = Field(description="[context][batch size][steps]; 0 at 0 steps.")
     verify_ms: Grid = Field(description="[context][batch size][steps]; at 0 steps a plain round.")
     sampled_row_ms: float = Field(
-        ge=0, description="What a verified row costs more at a temperature above 0."
+        ge=0, description="Additional cost of a verified token at a temperature above 0."
     )
     padded: bool = Field(
-        description="Drafting is padded: every step runs all rows, however far each drafts."
+        description="Drafting is padded: every step runs all requests, whatever the depth of each."
     )
     extrapolated: tuple[tuple[int, int], ...] = Field(
         description="[batch size, steps] that were not measured in every context."

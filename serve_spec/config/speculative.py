@@ -12,17 +12,14 @@ from pydantic import Field, field_validator, model_validator
 from serve_spec.config.adaptive_file import MAX_STEPS, Preset, ignored_keys, load_slots
 from serve_spec.config.algorithms import ALGORITHMS
 from serve_spec.config.base import ConfigError, Refusal, StrictModel, validate
+from serve_spec.core.draft import MAX_TREE_TOKENS
 
 RejectionMethod = Literal["coupled", "standard", "block"]
 Strategy = Literal["ema", "goodput", "per_request", "static"]
 
-MAX_TREE_TOKENS = 64
-"""Rows of a sequence that a tree mask has bits for: a root and its drafts, or all its beams."""
-
 
 def max_tree_tokens(topk: int, num_steps: int) -> int:
-    """Rows of the largest tree of `num_steps` levels, 1 at least: all its beam makes, or has bits
-    for, and the root."""
+    """Return the tokens of the largest tree of 1 or more levels, root included."""
     return min(MAX_TREE_TOKENS, 1 + topk + (num_steps - 1) * topk**2)
 
 
@@ -281,7 +278,7 @@ class SpeculativeConfig(StrictModel):
 
     @property
     def num_draft_tokens(self) -> int:
-        """Rows the target verifies per sequence at the starting tier, root included."""
+        """Return the tokens that the target verifies per request at the initial shape, root included."""
         steps, topk = self.speculative_num_steps, self.topk
         if self.speculative_num_draft_tokens is not None:
             return self.speculative_num_draft_tokens
@@ -353,14 +350,14 @@ def _check_drafter(config: SpeculativeConfig) -> None:
 def _check_drafts(config: SpeculativeConfig) -> None:
     """Refuse chains or trees that cannot be drafted and verified."""
     steps, topk = config.speculative_num_steps, config.topk
-    rows = config.speculative_num_draft_tokens
+    tokens = config.speculative_num_draft_tokens
     if topk == 1:
-        if rows is not None and rows != steps + 1:
+        if tokens is not None and tokens != steps + 1:
             fix = (
-                f"a chain of speculative_num_steps={steps} has {steps + 1} rows; give that, or "
+                f"a chain of speculative_num_steps={steps} has {steps + 1} tokens; give that, or "
                 "leave the key out"
             )
-            raise Refusal("speculative_num_draft_tokens", rows, fix)
+            raise Refusal("speculative_num_draft_tokens", tokens, fix)
         return
     if topk * max(1, steps - 1) > MAX_TREE_TOKENS:
         fix = (
@@ -368,15 +365,15 @@ def _check_drafts(config: SpeculativeConfig) -> None:
             f"speculative_num_steps={steps}; lower one of them"
         )
         raise Refusal("speculative_eagle_topk", topk, fix)
-    if steps and rows is not None:
+    if steps and tokens is not None:
         most = max_tree_tokens(topk, steps)
-        if not steps < rows <= most:
+        if not steps < tokens <= most:
             fix = (
                 f"trees of speculative_num_steps={steps}, speculative_eagle_topk={topk} have "
-                f"{steps + 1} to {most} rows, root included; give one of those, or leave the "
+                f"{steps + 1} to {most} tokens, root included; give one of those, or leave the "
                 "key out"
             )
-            raise Refusal("speculative_num_draft_tokens", rows, fix)
+            raise Refusal("speculative_num_draft_tokens", tokens, fix)
 
 
 def _check_listed_trees(config: SpeculativeConfig) -> None:
@@ -384,15 +381,15 @@ def _check_listed_trees(config: SpeculativeConfig) -> None:
     file, topk = config.speculative_adaptive_config, config.topk
     slots = load_slots(file) if file is not None and config.enabled else {}
     for key, slot in slots.items():
-        for steps, rows in slot.candidate_trees or ():
+        for steps, tokens in slot.candidate_trees or ():
             most = max_tree_tokens(topk, steps)
-            if topk == 1 or rows > most or topk * (steps - 1) > MAX_TREE_TOKENS:
+            if topk == 1 or tokens > most or topk * (steps - 1) > MAX_TREE_TOKENS:
                 fix = (
                     f"slot {key} lists it, but speculative_eagle_topk={topk} makes "
-                    f"{'chains alone' if topk == 1 else f'trees of at most {most} rows'} of "
+                    f"{'chains alone' if topk == 1 else f'trees of at most {most} tokens'} of "
                     f"{steps} steps; change one of them"
                 )
-                raise Refusal("candidate_trees", [steps, rows], fix)
+                raise Refusal("candidate_trees", [steps, tokens], fix)
 
 
 def _check_rejection(config: SpeculativeConfig) -> None:

@@ -11,9 +11,9 @@ import torch
 from serve_spec.adaptive import AdaptiveController, PolicySettings
 from serve_spec.config import ServeSpecConfig, SpeculativeConfig
 from serve_spec.config.algorithms import ALGORITHMS
-from serve_spec.config.speculative import MAX_TREE_TOKENS, ignored_adaptive_keys
+from serve_spec.config.speculative import ignored_adaptive_keys
 from serve_spec.core.context import torch_dtype
-from serve_spec.core.draft import TextDrafter
+from serve_spec.core.draft import MAX_TREE_TOKENS, TextDrafter
 from serve_spec.core.errors import CheckpointError
 from serve_spec.engine.costs import Clock, CostSource, cost_key
 from serve_spec.engine.draft_precision import draft_dtype, draft_weights

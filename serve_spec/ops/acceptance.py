@@ -19,11 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from serve_spec.core.draft import MAX_TREE_TOKENS
 from serve_spec.ops.dispatch import has_kernel
 from serve_spec.ops.noise import noise_keys
-
-MAX_TREE_TOKENS = 64
-"""Most tokens a sequence may verify in one step: the bits of a tree mask."""
 
 
 class AcceptedPath(NamedTuple):

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from serve_spec.ops.acceptance import MAX_TREE_TOKENS, AcceptedPath, RequestTokens
+from serve_spec.core.draft import MAX_TREE_TOKENS
+from serve_spec.ops.acceptance import AcceptedPath, RequestTokens
 from serve_spec.ops.dependent_launch import dependent_launch
 from serve_spec.ops.noise_triton import load_noise_keys
 

@@ -10,10 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from serve_spec.core.draft import MAX_TREE_TOKENS
 from serve_spec.ops.dispatch import has_kernel
-
-MAX_TREE_TOKENS = 64
-"""Tokens of one request that a tree mask has bits for."""
 
 # The reference attends requests of up to this many query tokens in padded batches, others alone.
 _MAX_BATCHED_QUERY_LEN = 16

@@ -30,8 +30,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from serve_spec.core.draft import MAX_TREE_TOKENS
 from serve_spec.ops.dependent_launch import dependent_launch
-from serve_spec.ops.paged_attention import MAX_TREE_TOKENS, AttentionKind, AttentionPlan
+from serve_spec.ops.paged_attention import AttentionKind, AttentionPlan
 
 # Tiles times kv heads that fill a device. From more than half of them on, the last program of a
 # tile merges.

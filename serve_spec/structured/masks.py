@@ -1,4 +1,4 @@
-"""What the draws of a round may be: masks by grammar, each along its row's path."""
+"""What the draws of a round may be: masks by grammar, each along its request's path."""
 
 from __future__ import annotations
 
@@ -90,12 +90,12 @@ class Bans:
     that is complete may end before `min_tokens`.
     """
 
-    def __init__(self, compiler: GrammarCompiler, row: ScheduledRequest) -> None:
-        params = row.params
+    def __init__(self, compiler: GrammarCompiler, req: ScheduledRequest) -> None:
+        params = req.params
         self._always = compiler.mask_of(params.bad_token_ids)
         if params.allowed_token_ids is not None:
             self._always |= ~compiler.mask_of(params.allowed_token_ids)
-        self._held = compiler.mask_of(() if row.edited is None else row.edited.held_ids)
+        self._held = compiler.mask_of(() if req.edited is None else req.edited.held_ids)
         self._min_tokens = params.min_tokens
 
     def off(self, mask: Mask, num_generated: int) -> Mask:
@@ -112,9 +112,9 @@ logger = get_logger(__name__)
 class RoundMasks:
     """What the draws of a round may be.
 
-    num_drafts: of each sampling row, the drafts to verify: those before the first that cannot be
+    num_drafts: of each sampling request, the drafts to verify: those before the first that cannot be
         drawn, unless all are kept.
-    places: of each draw of those rows, in order, its row of `words`; -1: anything may be drawn.
+    places: of each draw of those requests, in order, its row of `words`; -1: anything may be drawn.
     words: [M, ceil(V / 32)], see `Mask`.
     """
 
@@ -142,36 +142,36 @@ class Grammars:
         """
         self.compiler.matcher(grammar)
 
-    def read(self, rows: Sequence[ScheduledRequest]) -> None:
-        """Go on to where the texts of a round's sampling rows stand, which asks for no draft."""
-        for row in rows:
-            if row.params.grammar is not None:
-                self._text(row, row.params.grammar)
+    def read(self, reqs: Sequence[ScheduledRequest]) -> None:
+        """Go on to where the texts of a round's sampling requests stand; needs no drafts."""
+        for req in reqs:
+            if req.params.grammar is not None:
+                self._text(req, req.params.grammar)
 
     def round_masks(
         self,
-        rows: Sequence[ScheduledRequest],
+        reqs: Sequence[ScheduledRequest],
         drafts: Sequence[Sequence[int]],
         parents: Sequence[Sequence[int]] | None = None,
         *,
         keeps_all: bool = False,
     ) -> RoundMasks:
-        """Masks of every draw of a round's sampling rows.
+        """Masks of every draw of a round's sampling requests.
 
-        drafts: of each row at least those that are verified. parents: the draft before each,
+        drafts: of each request at least those that are verified. parents: the draft before each,
         counted from 1, 0 for the root; None if no drafts branch. keeps_all: also drafts
         that cannot be drawn, and those after them.
         """
         nodes = [
-            self._nodes(row, tokens[: row.num_draft_tokens], above)
-            for row, tokens, above in zip(
-                rows, drafts, parents or repeat(None, len(rows)), strict=True
+            self._nodes(req, tokens[: req.num_draft_tokens], above)
+            for req, tokens, above in zip(
+                reqs, drafts, parents or repeat(None, len(reqs)), strict=True
             )
         ]
         if not keeps_all:
             nodes = [[*takewhile(lambda node: node.is_legal, of_row)] for of_row in nodes]
         masks = [[node.mask for node in of_row] for of_row in nodes]
-        here = {row.request_id for row in rows}
+        here = {req.request_id for req in reqs}
         self._texts = {name: text for name, text in self._texts.items() if name in here}
         flat = [mask for of_row in masks for mask in of_row]
         words = [mask for mask in flat if mask is not None]
@@ -192,22 +192,22 @@ class Grammars:
         return len(self._texts)
 
     def _nodes(
-        self, row: ScheduledRequest, drafts: Sequence[int], parents: Sequence[int] | None
+        self, req: ScheduledRequest, drafts: Sequence[int], parents: Sequence[int] | None
     ) -> list[Node]:
         """Return the nodes of a request's root and of each of its drafts.
 
         parents: see `round_masks`; of at least as many drafts, or None for a chain.
         """
-        grammar = row.params.grammar
+        grammar = req.params.grammar
         if grammar is None:
             return [Node(is_legal=True)] * (len(drafts) + 1)
-        text = self._text(row, grammar)
+        text = self._text(req, grammar)
         matcher = text.matcher
 
         def left(mask: Mask | None, depth: int) -> Mask:
             # What cannot go on, be it that its grammar is too much for the limits, may end.
             mask = self.compiler.ends if mask is None else mask
-            return text.bans.off(mask, len(row.generated_ids) + depth)
+            return text.bans.off(mask, len(req.generated_ids) + depth)
 
         root = left(text.mask, 0)
         nodes = follow(
@@ -219,20 +219,20 @@ class Grammars:
             lambda depth: left(matcher.mask(), depth),
         )
         if matcher.problem:
-            logger.warning("request %s: its grammar: %s", row.request_id, matcher.problem)
-            self.forget(row.request_id)
+            logger.warning("request %s: its grammar: %s", req.request_id, matcher.problem)
+            self.forget(req.request_id)
         return [Node(is_legal=True, mask=root), *nodes]
 
-    def _text(self, row: ScheduledRequest, grammar: Grammar) -> _Text:
-        text = self._texts.get(row.request_id)
-        if text is None or not text.goes_on_to(grammar, row.generated_ids):
-            text = _Text(grammar, self.compiler.matcher(grammar), Bans(self.compiler, row))
-        text.read(row.generated_ids)
+    def _text(self, req: ScheduledRequest, grammar: Grammar) -> _Text:
+        text = self._texts.get(req.request_id)
+        if text is None or not text.goes_on_to(grammar, req.generated_ids):
+            text = _Text(grammar, self.compiler.matcher(grammar), Bans(self.compiler, req))
+        text.read(req.generated_ids)
         if text.matcher.problem:  # of all the texts together, maybe, that others have gone through
             matcher = self.compiler.matcher(grammar, anew=True)
             text = _Text(grammar, matcher, text.bans)
-            text.read(row.generated_ids)
-        self._texts[row.request_id] = text
+            text.read(req.generated_ids)
+        self._texts[req.request_id] = text
         return text
 
 

@@ -112,17 +112,17 @@ class Stages:
 
     def admit(self, width: int, size: StepSize, *, has_trees: bool) -> None:
         """Admit the likeliest of the first `width` drafts; write `query_lens`, and trees."""
-        buffers, rows = self.buffers, slice(size.requests)
+        buffers, reqs = self.buffers, slice(size.requests)
         drafts = parents = None
         if has_trees:
             assert buffers.parents is not None, "buffers without parents hold chains"
-            drafts, parents = buffers.drafts[rows], buffers.parents[rows]
-        query_lens = buffers.query_lens[rows]
+            drafts, parents = buffers.drafts[reqs], buffers.parents[reqs]
+        query_lens = buffers.query_lens[reqs]
         admitted = admission.admit_drafts(
-            buffers.shares[rows, :width],
+            buffers.shares[reqs, :width],
             query_lens,
-            buffers.depths[rows],
-            buffers.kinds[rows],
+            buffers.depths[reqs],
+            buffers.kinds[reqs],
             buffers.calibration,
             buffers.budget,
             drafts=drafts,

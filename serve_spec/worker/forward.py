@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from serve_spec.core.context import ForwardContext, Rotation, TokenIndex
+from serve_spec.core.draft import MAX_TREE_TOKENS
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
 from serve_spec.models.draft import FeatureCapture
 from serve_spec.models.llama import Llama
@@ -17,7 +18,7 @@ from serve_spec.ops import acceptance, kv_move, paged_attention, rotary
 from serve_spec.ops import layout as token_layout
 from serve_spec.ops.acceptance import AcceptedPath, num_bits
 from serve_spec.ops.layout import TokenLayout
-from serve_spec.ops.paged_attention import MAX_TREE_TOKENS, AttentionKind, AttentionPlan
+from serve_spec.ops.paged_attention import AttentionKind, AttentionPlan
 from serve_spec.worker.graphs import StepSize
 from serve_spec.worker.step_buffers import StepBuffers
 

@@ -230,8 +230,8 @@ class StepBuffers:
         """Write n-gram drafts by the request's index in the step, without waiting."""
         _write_rows(self.drafts, {at: found.token_ids for at, found in drafts.items()})
         shares = torch.tensor([[math.log(found.share)] for found in drafts.values()])
-        rows = to_device(torch.tensor([*drafts]), self.shares.device)
-        self.shares[rows] = to_device(shares, self.shares.device)
+        members = to_device(torch.tensor([*drafts]), self.shares.device)
+        self.shares[members] = to_device(shares, self.shares.device)
         parents = {at: found.parents for at, found in drafts.items() if found.parents}
         if parents:
             assert self.parents is not None, "a step with trees has room for parents"

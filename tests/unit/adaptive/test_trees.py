@@ -177,8 +177,8 @@ def test_listed_trees_come_from_the_adaptive_config(tmp_path: Path) -> None:
     ("topk", "trees", "message"),
     [
         (1, [[3, 8]], "candidate_trees=[3, 8]: slot 1 lists it, but speculative_eagle_topk=1"),
-        (2, [[2, 8]], "makes trees of at most 7 rows of 2 steps; change one of them"),
-        (4, [[5, 65]], "makes trees of at most 64 rows of 5 steps"),
+        (2, [[2, 8]], "makes trees of at most 7 tokens of 2 steps; change one of them"),
+        (4, [[5, 65]], "makes trees of at most 64 tokens of 5 steps"),
     ],
 )
 def test_listed_trees_that_cannot_be_drafted_are_refused(

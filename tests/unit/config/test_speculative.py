@@ -11,7 +11,7 @@ import pytest
 
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.config.speculative import SpeculativeConfig, parse_update
-from serve_spec.ops.acceptance import MAX_TREE_TOKENS
+from serve_spec.core.draft import MAX_TREE_TOKENS
 
 EAGLE, NGRAM = {"speculative_algorithm": "EAGLE"}, {"speculative_algorithm": "NGRAM"}
 NONE = {"speculative_algorithm": "NONE"}
@@ -100,13 +100,13 @@ def test_what_is_said_is_what_the_engine_reads(
             "speculative_ngram_corpus=",
             "nothing at",
         ),
-        (shape(3, rows=5), "speculative_num_draft_tokens=5", "has 4 rows"),
-        (shape(3, 2, rows=3), "speculative_num_draft_tokens=3", "have 4 to 11 rows, root included"),
-        (shape(3, 2, rows=16), "speculative_num_draft_tokens=16", "have 4 to 11 rows"),
+        (shape(3, rows=5), "speculative_num_draft_tokens=5", "has 4 tokens"),
+        (shape(3, 2, rows=3), "speculative_num_draft_tokens=3", "have 4 to 11 tokens, root included"),
+        (shape(3, 2, rows=16), "speculative_num_draft_tokens=16", "have 4 to 11 tokens"),
         (
             {**NGRAM, **NO_DRAFT, **shape(3, 2, rows=12)},
             "speculative_num_draft_tokens=12",
-            "have 4 to 11 rows, root included",
+            "have 4 to 11 tokens, root included",
         ),
         (shape(10, 8), "speculative_eagle_topk=8", "a beam of it may be"),
         (shape(9, 65), "speculative_eagle_topk=65", "a beam of it may be"),

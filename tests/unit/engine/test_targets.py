@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from serve_spec.config.speculative import MAX_TREE_TOKENS
+from serve_spec.core.draft import MAX_TREE_TOKENS
 from serve_spec.core.request import SamplingParams
 from tests.helpers.engines import llm_maker, make_pair, texts
 
