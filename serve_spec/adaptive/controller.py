@@ -50,7 +50,7 @@ class AdaptiveController:
         self._rounds_by_shape: Counter[DraftShape] = Counter()
 
     def choose_steps(self, batch: DecodeBatch) -> RoundSteps:
-        """Return the shape of the next round and each request's share; an empty batch is no round."""
+        """Return the drafts of the next round; an empty batch has none."""
         if not batch.size:
             self.switch_reason, self.notes = None, NO_NOTES
             return RoundSteps(PLAIN)

@@ -182,7 +182,7 @@ class EmaPolicy:
         return RoundSteps(trees[0] if trees else chain, notes=notes)
 
     def observe(self, record: StepRecord) -> None:
-        """Update the slot by requests that drafted its present depth in full, see `model_drafts`."""
+        """Update the slot by requests that drafted its depth in full, see `model_drafts`."""
         size, depth = record.num_planned_seqs, record.shape.depth
         if depth == self._params.get_steps_for_batch(size):
             _, steps_per_req, num_correct_drafts_per_req, _ = record.model_drafts
@@ -190,7 +190,7 @@ class EmaPolicy:
             self._params.on_verify_complete([kept for k, kept in reqs if k == depth], size)
 
     def forget(self, request_id: str) -> None:
-        """Know no request."""
+        """Do nothing: no state is kept by request."""
 
     def snapshot(self) -> dict[str, object]:
         """Return every slot by its key, and the slot of the last batch."""

@@ -122,7 +122,7 @@ class GoodputPolicy:
             self._to_learn.append(record)
 
     def forget(self, request_id: str) -> None:
-        """Know no request."""
+        """Do nothing: no state is kept by request."""
 
     def _learn(self) -> None:
         records, self._to_learn = self._to_learn, []

@@ -65,7 +65,7 @@ class PerRequestPolicy:
         self._speculators: defaultdict[str, AdaptiveSpeculator] = defaultdict(fresh)
 
     def choose(self, batch: DecodeBatch) -> RoundSteps:
-        """Return each request's own number of steps; the chain is as deep as the largest of them."""
+        """Return each request's number of steps; the chain is as deep as the largest."""
         steps = [self._speculators[request_id].num_steps for request_id in batch.request_ids]
         largest = self._largest
         return RoundSteps(DraftShape.chain(max(steps)) if largest.is_chain else largest, steps)

@@ -48,7 +48,7 @@ class StaticPolicy:
         """Learn nothing."""
 
     def forget(self, request_id: str) -> None:
-        """Know no request."""
+        """Do nothing: no state is kept by request."""
 
     def snapshot(self) -> dict[str, object]:
         """Return its name."""

@@ -55,7 +55,7 @@ class TreeCosts(StrictModel):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """What tells it from others."""
+        """Return depth and size, which identify a shape."""
         return self.num_steps, self.num_draft_tokens
 
 
@@ -150,7 +150,7 @@ class CostTable(StrictModel):
 
 
 def load_cost_table(path: Path) -> CostTable:
-    """The table in a JSON file.
+    """Return the table in a JSON file.
 
     Raises:
         ConfigError: unreadable, not JSON, of another version, or anything in it is not a cost.

@@ -243,7 +243,7 @@ class SpeculativeConfig(StrictModel):
 
     @property
     def adds_small_trees(self) -> bool:
-        """Whether the policy may draft trees for few requests though only chains are configured."""
+        """Return whether goodput may draft trees for few requests though chains are configured."""
         return (
             self.speculative_eagle_topk is None
             and self.speculative_algorithm in _SMALL_TREES
@@ -278,7 +278,7 @@ class SpeculativeConfig(StrictModel):
 
     @property
     def num_draft_tokens(self) -> int:
-        """Return the tokens that the target verifies per request at the initial shape, root included."""
+        """Return the tokens verified per request with the initial shape, root included."""
         steps, topk = self.speculative_num_steps, self.topk
         if self.speculative_num_draft_tokens is not None:
             return self.speculative_num_draft_tokens

@@ -38,7 +38,7 @@ class Int4Weight:
         return num_outputs % _ROWS == 0 and in_features % GROUP == 0
 
     def linear(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
-        """x·Wᵀ + b: [T, in] -> [T, out]; x and the product are rounded to bfloat16."""
+        """Return x·Wᵀ + b: [T, in] -> [T, out]; x and the product are rounded to bfloat16."""
         aten = torch.ops.aten
         multiply = aten._weight_int4pack_mm if x.is_cuda else aten._weight_int4pack_mm_for_cpu
         out: Tensor = multiply(x.bfloat16().contiguous(), self._packed, GROUP, self._grids)
@@ -48,7 +48,7 @@ class Int4Weight:
 
 
 def quantized_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes nearest to `weight` [out, in], uint8 of its shape, and the grids they are of.
+    """Return the codes nearest to `weight` [out, in], uint8 of its shape, and their grids.
 
     grids: step and middle of each group, bfloat16 [in / GROUP, out, 2]. They reach over the whole
     group, so that every number is off by at most half a step.
@@ -66,7 +66,7 @@ def quantized_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def plain_weight(codes: Tensor, grids: Tensor) -> Tensor:
-    """The weight that codes and grids stand for, float32 [out, in]: the law of the products."""
+    """Return the weight that codes and grids stand for, float32 [out, in]: the reference."""
     step, middle = grids.float().transpose(0, 1).unbind(dim=2)
     steps = codes.float().unflatten(1, (-1, GROUP)) - _MIDDLE_CODE
     weight: Tensor = steps * step[..., None] + middle[..., None]

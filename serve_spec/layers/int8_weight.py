@@ -38,7 +38,7 @@ class Int8Weight:
         return True
 
     def linear(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
-        """x·Wᵀ + b: [T, in] -> [T, out]."""
+        """Return x·Wᵀ + b: [T, in] -> [T, out]."""
         x = x.float()
         largest = x.abs().amax(dim=1, keepdim=True).clamp_(min=_TINY)
         out: Tensor = torch.ops.quantized.linear_dynamic(x / largest, self._packed, _needs_room())
@@ -49,7 +49,7 @@ class Int8Weight:
 
 
 def quantized_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest int8 [out, in] to `weight`, and what each row is to be multiplied with, [out]."""
+    """Return the nearest int8 [out, in] to `weight`, and the factor of each row, [out]."""
     largest = weight.float().abs().amax(dim=1).clamp(min=_TINY)
     scale = largest / _LARGEST
     return (weight.float() / scale[:, None]).round().to(torch.int8), scale
@@ -57,7 +57,7 @@ def quantized_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def int8_works() -> bool:
-    """Whether this torch has such products for this processor, and they are right; tried once."""
+    """Return whether such products work on this processor; tried once."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 64, generator=generator) for n in (3, 16))
     try:

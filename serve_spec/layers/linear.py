@@ -42,7 +42,7 @@ class Linear(Layer):
         self.integers: Int4Weight | Int8Weight | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out]."""
+        """Return the product: [T, in] -> [T, out]."""
         if self.integers is not None:
             return self.integers.linear(x, self.out_dtype or x.dtype)
         if self._packed is None:
@@ -53,18 +53,18 @@ class Linear(Layer):
     __call__ = forward
 
     def addends(self, x: Tensor) -> Tensor:
-        """`forward`, whose partial sums may be left to the reader: see `linear.addends`."""
+        """Return `forward`, possibly as partial sums: see `linear.addends`."""
         is_plain = self.integers is None and self._packed is None and self.bias is None
         if is_plain and self.out_dtype is None:
             return linear.addends(x, self.weight, self.eight_bit)
         return self.forward(x)
 
     def tensors(self) -> dict[str, Destination]:
-        """`<part>.weight` and `<part>.bias`: the rows of each part."""
+        """Return `<part>.weight` and `<part>.bias`: the rows of each part."""
         return {**self.views()}
 
     def views(self) -> dict[str, Tensor]:
-        """The rows of each part, by the name of its checkpoint tensor."""
+        """Return the rows of each part, by the name of its checkpoint tensor."""
         views = {}
         start = 0
         for name, rows in self.parts.items():
@@ -95,7 +95,7 @@ class Linear(Layer):
         return self.integers.num_bytes
 
     def finish(self) -> None:
-        """Lays the loaded weight out for small products on this processor; frees the plain one.
+        """Lay the loaded weight out for small products on this processor; free the plain one.
 
         On CPUs oneDNN's blocked layout makes 1 to 8 rows cost about the same (and 3 to 5 times less
         than a plain product), which is what verification lives on. Elsewhere nothing happens.
@@ -115,7 +115,7 @@ class Linear(Layer):
 
 
 def onednn_rows(num_rows: int) -> int:
-    """The rows of oneDNN's product for `num_rows`: at most an eighth more, of few different sizes.
+    """Return the rows of oneDNN's product: at most an eighth more, of few different sizes.
 
     For every size it has not seen oneDNN generates code, which takes milliseconds for each shape of
     weights, as long as a whole step; and it keeps a thousand of them, fewer than ragged rounds and

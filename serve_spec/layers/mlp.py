@@ -25,7 +25,7 @@ class GatedMLP(Layer):
         self.down = row_linear(intermediate_size, {"down_proj": hidden_size}, parallel)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, H] -> [T, H], or its addends (see `ops.linear.whole`)."""
+        """Return [T, H] -> [T, H], or its addends (see `ops.linear.whole`)."""
         if x.is_cuda and self.gate_up.integers is None:
             inner = linear.gate_up(x, self.gate_up.weight, self.gate_up.eight_bit)
         else:
@@ -35,5 +35,5 @@ class GatedMLP(Layer):
     __call__ = forward
 
     def tensors(self) -> dict[str, Destination]:
-        """Gate, up and down matrices."""
+        """Return gate, up and down matrices."""
         return {**self.gate_up.tensors(), **self.down.tensors()}

@@ -64,7 +64,7 @@ class DrawParams(NamedTuple):
 
     @property
     def is_random(self) -> list[bool]:
-        """Which sequences sample. The host waits for the device."""
+        """Return which sequences sample. The host waits for the device."""
         return [inverse > 0 for inverse in self.inverse_temperature.tolist()]
 
 

@@ -85,22 +85,22 @@ class SharedMemory:
 
 
 def slots_shape(size: int) -> tuple[int, int, int, int]:
-    """Of one rank's slots in a group of `size`: in turn, of each program, from each rank, words."""
+    """Return the shape of a rank's slots: by use, program, source rank and word."""
     return 2, NUM_PROGRAMS, size, SLOT_WORDS
 
 
 def shares_shape(size: int) -> tuple[int, int, int, int]:
-    """To be added and sums, of each program, from each rank, words."""
+    """Return the shape of a rank's shares: addends and sums, by program, source rank and word."""
     return 2, NUM_PROGRAMS, size, SHARE_WORDS
 
 
 def flags_shape(size: int) -> tuple[int, int, int]:
-    """Of what is to be added and of sums, of each program, from each rank."""
+    """Return the shape of a rank's flags: of addends and sums, by program and source rank."""
     return 2, NUM_PROGRAMS, size
 
 
 def shared_sum(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of all ranks' tensors, in float32 and in the order of ranks, rounded once.
+    """Return the sum of all ranks' tensors, in float32, in the order of ranks, rounded once.
 
     parts: each rank's, of one shape and dtype. Every rank that adds so gets the same bits.
     """
@@ -112,7 +112,7 @@ def shared_sum(parts: Sequence[Tensor]) -> Tensor:
 
 @has_kernel
 def sum_over_ranks(x: Tensor, memory: SharedMemory) -> None:
-    """`shared_sum` of all ranks' x, in its place.
+    """Replace x by the `shared_sum` of all ranks' x.
 
     x: as `fits` has it. All ranks sum the same shapes in the same order, one after the other.
     """
@@ -129,7 +129,7 @@ def sum_over_ranks(x: Tensor, memory: SharedMemory) -> None:
 def sum_add_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, memory: SharedMemory
 ) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm(shared_sum of all ranks' x, residual)`; a program has a row.
+    """Return `add_rms_norm(shared_sum of all ranks' x, residual)`; a program has a row.
 
     residual: [T, width], see `residual_fits`; x: the same, or its addends (see `linear.whole`).
     Neither is changed.
@@ -142,12 +142,12 @@ def sum_add_norm(
 
 
 def as_words(x: Tensor) -> Tensor:
-    """A contiguous x as int32 words, one dimension; two numbers of 16 bits make one."""
+    """Return a contiguous x as int32 words, one dimension; two numbers of 16 bits make one."""
     return x.view(-1).view(torch.int32)
 
 
 def part_words(num_words: int) -> int:
-    """Words of a program's part, a power of two: as few as NUM_PROGRAMS allow."""
+    """Return the words of a program's part, a power of two: as few as NUM_PROGRAMS allow."""
     part = _LEAST_PART
     while part * NUM_PROGRAMS < num_words:
         part *= 2
@@ -184,7 +184,7 @@ def goes_in_shares(num_bytes: int, size: int) -> bool:
 
 
 def share_numbers(count: int, size: int, itemsize: int) -> int:
-    """Of `count` numbers, as many as each rank adds up; the last ranks may have fewer, or none."""
+    """Return how many of `count` numbers each rank adds; the last ranks may have fewer, or none."""
     aligned = SHARE_ALIGNMENT // itemsize
     return -(-count // (size * aligned)) * aligned
 
@@ -198,7 +198,7 @@ def _way(x: Tensor, part: int, memory: SharedMemory) -> _SumOfPart:
 
 
 def _at_once(part: Tensor, dtype: torch.dtype, program: int, memory: SharedMemory) -> Tensor:
-    """The words of the sum; part: this rank's."""
+    """Return the words of the sum; part: this rank's."""
     count, number = _counted(program, memory)
     for rank in _others(memory):
         sent = (part.long() & 0xFFFFFFFF) | (number << 32)
@@ -227,7 +227,7 @@ def _in_shares(
 def _exchanged(
     turn: int, shares: Sequence[Tensor], program: int, number: int, memory: SharedMemory
 ) -> list[Tensor]:
-    """What every rank has for this one; shares: what this one has for each of them."""
+    """Return the shares of all ranks for this one; shares: those of this one for each rank."""
     own, dtype = memory.rank, shares[memory.rank].dtype
     received = list(shares)
     for rank in _others(memory):
@@ -241,7 +241,7 @@ def _exchanged(
 
 
 def _counted(program: int, memory: SharedMemory) -> tuple[int, int]:
-    """Which of its sums this is, and the number it goes by."""
+    """Return the index of this sum, and its number."""
     memory.counts[program] += 1
     count = int(memory.counts[program])
     return count, count & NUMBER_MASK
@@ -252,6 +252,6 @@ def _others(memory: SharedMemory) -> list[int]:
 
 
 def _wait(entries: Tensor, number: int, memory: SharedMemory) -> None:
-    """Until all of them have the number, or nothing is waited for any more."""
+    """Wait until all flags have the number, or `released` is set."""
     while not ((entries >> 32) == number).all() and not memory.released:
         time.sleep(0)

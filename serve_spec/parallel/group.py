@@ -44,13 +44,13 @@ class TensorParallel:
     size = 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x, in its place. The same to the last bit on every rank."""
+        """Replace x by the sum of all ranks' x, equal to the last bit on every rank."""
         return x
 
     def add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """`add_rms_norm(all_reduce(x), residual, weight, eps)`, see `ops.norm`; x may be used up.
+        """Return `add_rms_norm(all_reduce(x), residual, weight, eps)`; x may be overwritten.
 
         residual: [T, width]; x: the same, or its addends (see `ops.linear.whole`); contiguous.
         """
@@ -59,15 +59,15 @@ class TensorParallel:
         return norm.add_rms_norm(x, residual, weight, eps)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """All ranks' x (of one shape), side by side along `dim` in the order of ranks."""
+        """Return all ranks' x (of one shape), joined along `dim` in the order of ranks."""
         return x
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """Rank `source`'s x, in place of every other's."""
+        """Replace x by rank `source`'s x."""
         return x
 
     def smallest(self, value: int) -> int:
-        """The least of all ranks' values. The host waits for it."""
+        """Return the least of all ranks' values. The host waits for it."""
         return value
 
     def close(self) -> None:
@@ -178,14 +178,14 @@ class DeviceGroup(TensorParallel):
 
 
 def store_server(host: str) -> TCPStore:
-    """Where ranks find each other, on a port of its own; open for as long as the object lives."""
+    """Return the store in which ranks find each other, on a free port; it ends with the object."""
     return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
 
 
 def join(
     rank: int, size: int, device: torch.device, address: Address, host: str = LOOPBACK
 ) -> DeviceGroup:
-    """The group of all ranks; returns when each of them has called this.
+    """Return the group of all ranks once each of them has called this.
 
     address: rank 0's. host: this rank's.
 
@@ -213,7 +213,7 @@ def _wait_for_asides() -> None:
 
 
 def _finish(work: Any) -> None:
-    """On GPUs there is nothing to wait for: the stream keeps the order."""
+    """Wait for a collective on CPUs; on GPUs the stream keeps the order."""
     if work is not None:
         work.wait()
 

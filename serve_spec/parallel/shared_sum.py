@@ -58,7 +58,7 @@ class Ranks(Protocol):
     size: int
 
     def smallest(self, value: int) -> int:
-        """The least of all ranks' values. The host waits for it."""
+        """Return the least of all ranks' values. The host waits for it."""
         ...
 
 
@@ -75,11 +75,11 @@ class SharedSum:
         self._aside = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def fits(self, x: Tensor) -> bool:
-        """Whether x can be summed so. Where it cannot, bandwidth counts, and NCCL is better."""
+        """Return whether x is small enough; NCCL is faster for large ones."""
         return fits(x)
 
     def add_up(self, x: Tensor) -> None:
-        """The sum of all ranks' x, in its place; on a GPU it only launches. x fits."""
+        """Replace x, which fits, by the sum of all ranks' x; on a GPU it only launches."""
         sum_over_ranks(x, self._memory)
 
     def residual_fits(self, x: Tensor, residual: Tensor) -> bool:
@@ -93,7 +93,7 @@ class SharedSum:
         return sum_add_norm(x, residual, weight, eps, self._memory)
 
     def let_go(self) -> None:
-        """No sum of this rank waits for another one any more; what it gives is worthless."""
+        """Release the sums of this rank that wait for another; their results are invalid."""
         # A GPU that has failed waits for nothing.
         with suppress(RuntimeError), torch.cuda.stream(self._aside):
             # A copy: code that would have to be loaded first could wait for the sum that waits.
@@ -101,7 +101,7 @@ class SharedSum:
 
 
 def open_shared_sum(group: Ranks, store: Store, device: torch.device) -> SharedSum | None:
-    """All ranks call this; all get one, or none does, and a line of the log says why.
+    """Return shared memory for sums; None, on all ranks, with a log message, if that fails.
 
     store: one that all of them see. device: this rank's GPU.
     """
@@ -137,7 +137,7 @@ def _meet(group: Ranks, store: Store, device: torch.device) -> SharedSum:
 
 
 def _together(group: Ranks, step: Callable[[], T]) -> T:
-    """What a step gives that succeeds on every rank."""
+    """Return the result of a step. Raise if it fails on any rank."""
     problem: Exception | None = None
     try:
         result = step()
@@ -153,7 +153,7 @@ def _together(group: Ranks, step: Callable[[], T]) -> T:
 
 
 def _allocate(device: torch.device, size: int) -> Tensor:
-    """This rank's part of the memory, zeros."""
+    """Return this rank's part of the memory, zeros."""
     import serve_spec.ops.shared_sum_triton  # noqa: F401  no kernel, no use for memory
 
     # Nothing here needs the multicast of the switch between GPUs, whose failures are the host's.
@@ -188,7 +188,7 @@ def _share(own: Tensor, rank: int, size: int, store: Store) -> SharedSum:
 
 
 def _places(size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """What every rank has for the others to write to, in the order of `SharedMemory`."""
+    """Return the tensors of a rank that others write to, in the order of `SharedMemory`."""
     return [
         (slots_shape(size), torch.int64),
         (shares_shape(size), torch.int32),
@@ -201,7 +201,7 @@ def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def _rendezvous(own: Tensor, rank: int, size: int, store: Store) -> Any:
-    """torch's handle to the memory of all ranks."""
+    """Return torch's handle to the memory of all ranks."""
     torch_groups: Any = torch._C._distributed_c10d
     # torch finds the store by the name of a group; one without a backend is enough. The group does
     # not keep what Python makes of a store, so that has to live until all have met.

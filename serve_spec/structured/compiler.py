@@ -29,7 +29,7 @@ MAX_REMAINDERS = 10_000
 
 
 def checked_schema(grammar: Grammar) -> dict[str, Any]:
-    """The schema, unless it is no JSON object, too deep, or its numbers are too dear.
+    """Return the schema. Raise if it is no JSON object, too deep, or its numbers cost too much.
 
     Raises:
         InvalidRequest: says which, naming the grammar's source.
@@ -56,7 +56,7 @@ _TOO_DEEP = f"nest at most {MAX_DEPTH} objects and arrays"
 
 
 def _values(root: object) -> Iterator[tuple[int, object]]:
-    """Every value in `root`, with the number of objects and arrays around it."""
+    """Yield every value in `root`, with the number of objects and arrays around it."""
     left = [(0, root)]
     while left:
         depth, value = left.pop()
@@ -67,7 +67,7 @@ def _values(root: object) -> Iterator[tuple[int, object]]:
 
 
 def _remainders(values: list[tuple[int, object]]) -> int:
-    """The least common multiple of all `multipleOf`, in units of their last decimal place."""
+    """Return the least common multiple of all `multipleOf`, in units of their last digit."""
     steps = [value.get("multipleOf") for _, value in values if isinstance(value, dict)]
     # As they are written: 0.1 is a tenth.
     exact = [
@@ -123,7 +123,7 @@ class Matcher:
         self._num_words = num_words
 
     def copy(self) -> Matcher:
-        """One that goes its own way from here on."""
+        """Return an independent copy."""
         return Matcher(self._matcher.deep_copy(), self._num_words)
 
     def advance(self, token_ids: Sequence[int]) -> bool:
@@ -145,7 +145,7 @@ class Matcher:
 
     @property
     def problem(self) -> str:
-        """What went wrong, in one line; empty if nothing did."""
+        """Return what went wrong, in one line; empty if nothing did."""
         return _one_line(self._matcher.get_error())
 
 
@@ -175,7 +175,7 @@ class GrammarCompiler:
             logger.warning("requests with a grammar will be refused: %s", _one_line(error))
 
     def matcher(self, grammar: Grammar, *, anew: bool = False) -> Matcher:
-        """A matcher at the start of a text.
+        """Return a matcher at the start of a text.
 
         anew: not with what others of the grammar have found out of it. That saves time, and counts
         for the limits of all of them.
@@ -191,11 +191,11 @@ class GrammarCompiler:
 
     @cached_property
     def ends(self) -> Mask:
-        """The end-of-text tokens."""
+        """Return the end-of-text tokens."""
         return self.mask_of(self.eos_token_ids)
 
     def mask_of(self, token_ids: Sequence[int]) -> Mask:
-        """Some tokens, of which those beyond the vocabulary are none."""
+        """Return the mask of some tokens; ids beyond the vocabulary are ignored."""
         bits = np.zeros(self.num_words * 32, dtype=bool)
         bits[[token for token in token_ids if 0 <= token < self.vocab_size]] = True
         return np.packbits(bits, bitorder="little").view(np.uint32)
@@ -244,7 +244,7 @@ class GrammarCompiler:
 
 
 def _stated(grammar: Grammar) -> str:
-    """The grammar as the library takes it, in Lark's notation."""
+    """Return the grammar in the library's notation, Lark's."""
     from llguidance import grammar_from
 
     match grammar.kind:
@@ -264,7 +264,7 @@ def _stated(grammar: Grammar) -> str:
 
 
 def _expression(regex: str) -> str:
-    """A regular expression as the one rule of a grammar."""
+    """Return a regular expression as the only rule of a grammar."""
     from llguidance import LLMatcher
 
     (stated,) = json.loads(LLMatcher.grammar_from_regex(regex))["grammars"]
@@ -272,7 +272,7 @@ def _expression(regex: str) -> str:
 
 
 def _one_line(problem: object) -> str:
-    """What the library says, which may go on for pages."""
+    """Return the first part of the library's message, which may be long."""
     return " ".join(str(problem).replace("<non-verbose/>", "").split())[:_MAX_PROBLEM_CHARS]
 
 
@@ -280,7 +280,7 @@ _one_at_a_time = threading.Lock()
 
 
 def on_deep_stack(work: Callable[[], T]) -> T:
-    """What `work` returns or raises, run in a thread with a stack for deep recursion."""
+    """Run `work` in a thread with a stack for deep recursion; return or raise as it does."""
     outcome: list[T] = []
     failure: list[BaseException] = []
 

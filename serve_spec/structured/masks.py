@@ -36,7 +36,7 @@ def follow(
     ends: Mask,
     mask_at: Callable[[int], Mask],
 ) -> list[Node]:
-    """One node per draft; the matcher is back where it was, unless it has a `problem` now.
+    """Return one node per draft; the matcher is restored, unless it has a `problem` now.
 
     root: what may be drawn at the root. ends: the tokens that end a text; a draft of one, or of -1
     (no token), is the last of its path.
@@ -65,7 +65,7 @@ def allows(mask: Mask, token: int) -> bool:
 
 
 def _ancestors(parents: Sequence[int], node: int) -> list[int]:
-    """From the root's child down to the node itself."""
+    """Return the path from the root's child down to the node itself."""
     found = []
     while node >= 0:
         found.append(node)
@@ -74,7 +74,7 @@ def _ancestors(parents: Sequence[int], node: int) -> list[int]:
 
 
 def _move(matcher: Matcher, old: list[int], new: list[int], token_ids: Sequence[int]) -> list[int]:
-    """Brings the matcher from the end of one path to the end of another, which it returns."""
+    """Move the matcher from the end of one path to the end of another; return that."""
     same = 0
     while same < min(len(old), len(new)) and old[same] == new[same]:
         same += 1
@@ -99,7 +99,7 @@ class Bans:
         self._min_tokens = params.min_tokens
 
     def off(self, mask: Mask, num_generated: int) -> Mask:
-        """What is left of a mask after so many tokens: never nothing."""
+        """Return what is left of a mask after so many tokens: at least one token."""
         is_early = num_generated < self._min_tokens
         left = mask & ~(self._always | self._held if is_early else self._always)
         return left if np.any(left) else mask
@@ -112,9 +112,9 @@ logger = get_logger(__name__)
 class RoundMasks:
     """What the draws of a round may be.
 
-    num_drafts: of each sampling request, the drafts to verify: those before the first that cannot be
+    num_drafts: drafts of each sampling request to verify: those before the first that cannot be
         drawn, unless all are kept.
-    places: of each draw of those requests, in order, its row of `words`; -1: anything may be drawn.
+    places: the row of `words` of each draw of those requests, in order; -1: no mask.
     words: [M, ceil(V / 32)], see `Mask`.
     """
 
@@ -135,7 +135,7 @@ class Grammars:
         self._texts: dict[str, _Text] = {}
 
     def check(self, grammar: Grammar) -> None:
-        """Compiles a grammar, which may take a second. May be asked from any thread.
+        """Compile a grammar, which may take a second. From any thread.
 
         Raises:
             InvalidRequest: no text matches it, or it cannot be compiled.
@@ -156,7 +156,7 @@ class Grammars:
         *,
         keeps_all: bool = False,
     ) -> RoundMasks:
-        """Masks of every draw of a round's sampling requests.
+        """Return the masks of every draw of a round's sampling requests.
 
         drafts: of each request at least those that are verified. parents: the draft before each,
         counted from 1, 0 for the root; None if no drafts branch. keeps_all: also drafts
@@ -183,12 +183,12 @@ class Grammars:
         )
 
     def forget(self, request_id: str) -> None:
-        """The request has left, for a while or for good."""
+        """Drop the state of a request that leaves the batch."""
         self._texts.pop(request_id, None)
 
     @property
     def num_followed(self) -> int:
-        """Texts whose place is known."""
+        """Return the number of texts whose state is kept."""
         return len(self._texts)
 
     def _nodes(

@@ -101,7 +101,7 @@ def test_what_is_said_is_what_the_engine_reads(
             "nothing at",
         ),
         (shape(3, rows=5), "speculative_num_draft_tokens=5", "has 4 tokens"),
-        (shape(3, 2, rows=3), "speculative_num_draft_tokens=3", "have 4 to 11 tokens, root included"),
+        (shape(3, 2, rows=3), "speculative_num_draft_tokens=3", "have 4 to 11 tokens"),
         (shape(3, 2, rows=16), "speculative_num_draft_tokens=16", "have 4 to 11 tokens"),
         (
             {**NGRAM, **NO_DRAFT, **shape(3, 2, rows=12)},
