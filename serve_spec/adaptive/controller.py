@@ -22,7 +22,7 @@ FALLBACK_ROUNDS = 1024
 class AdaptiveController:
     """Picks the shape before drafting, learns after verification, keeps the counts.
 
-    A policy that fails gives way to plain decoding for a while, which is said the first time. One
+    A policy that fails gives way to plain decoding for a while, with a warning the first time. One
     thread drives it; `snapshot` may be called from any.
     """
 
@@ -30,11 +30,11 @@ class AdaptiveController:
         self,
         settings: PolicySettings,
         costs: CostTable | None = None,
-        say: Callable[[str], None] = lambda warning: None,
+        warn: Callable[[str], None] = lambda warning: None,
     ) -> None:
         """Start; goodput gives way to ema without costs."""
         self._configured = self.settings = settings
-        self._costs, self._say = costs, say
+        self._costs, self._warn = costs, warn
         self._accept_rates: Sequence[float] = ()
         self._policy = settings.build(settings.shape.depth, costs)
         self.shapes = settings.shapes  # that the worker must build beside `PLAIN`; never grows
@@ -137,7 +137,7 @@ class AdaptiveController:
         self._fallback, self._fallback_rounds_left = why, FALLBACK_ROUNDS
         self._policy = StaticPolicy(PLAIN, Reason.FALLBACK)
         if not self._num_fallbacks:
-            self._say(f"speculation is off for now: {why}")
+            self._warn(f"speculation is off for now: {why}")
         self._num_fallbacks += 1
 
     def snapshot(self) -> dict[str, object]:

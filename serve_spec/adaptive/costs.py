@@ -21,7 +21,7 @@ from serve_spec.config.cost_table import CostTable, Grid
 from serve_spec.core.draft import PLAIN, DraftShape
 
 TABLE_ROUNDS = 4.0
-"""Rounds that the table, or what is known of other cells, is worth."""
+"""Rounds that the table, or estimates from other buckets, count as."""
 COST_ROUNDS = 50.0
 """Rounds of a cell after which an older one weighs 1/e."""
 STALE_ROUNDS = 1024

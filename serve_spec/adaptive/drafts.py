@@ -25,7 +25,7 @@ GAIN_TRIALS = 64.0
 
 
 class DraftKnowledge:
-    """Learns from rounds what drafts of chains, trees and texts are worth.
+    """Learns how many drafts of chains, trees and n-grams are accepted.
 
     accept_rates: expected by position; None: a default.
     """

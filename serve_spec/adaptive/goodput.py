@@ -1,6 +1,6 @@
 """Strategy `goodput`: draft and verify what pays, in tokens per millisecond.
 
-What drafts are worth comes from `drafts`, what rounds take from `costs`; `planner` picks a depth
+`drafts` predicts accepted tokens, `costs` the time of rounds; `planner` picks a depth
 and a budget for some rounds. Plain rounds, and drafts while speculation is off, are tried for a
 share of the time. `speed_guard` turns speculation off where it was measured to lose.
 """

@@ -156,7 +156,7 @@ class Planner:
         rates: acceptance by position. bound: most steps of a batch size.
 
         Taken over doublings, because one request more is free between two captured sizes; never
-        less than in a smaller batch, where a table that says so is noise.
+        less than in a smaller batch, where such a value in the table is noise.
         """
         of_one = np.cumsum(np.cumprod([1.0, *rates]))
         found, least, speed, before = {}, 0.0, 0.0, 0

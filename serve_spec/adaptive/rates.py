@@ -14,7 +14,7 @@ from serve_spec.adaptive.calibration import Indices
 FIRST_RATE = 0.7
 """Share of reached drafts that are accepted, of a drafter of which nothing is known."""
 PRIOR_TRIALS = 8.0
-"""Trials that the prior of a position is worth."""
+"""Trials that the prior of a position counts as."""
 RATE_TRIALS = 128.0
 """Trials of the first position after which an older one weighs 1/e."""
 _LEAST = 1e-3

@@ -21,7 +21,7 @@ from serve_spec.core.sequence import Sequence as EngineSequence
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.scheduler.scheduler import Scheduler
 
-SETTLE_STEPS = 2
+WARM_UP_STEPS = 2
 """Full steps of a batch that are not counted: drafts are extended over the prompts there."""
 
 
@@ -221,7 +221,7 @@ class FullBatchSpeed:
 
     def add(self, records: Sequence[StepRecord]) -> None:
         """Add the steps of a batch that started together; a smaller batch adds nothing."""
-        counted = [r for r in records if is_full(r, self.batch_size)][SETTLE_STEPS:]
+        counted = [r for r in records if is_full(r, self.batch_size)][WARM_UP_STEPS:]
         # No request has ended, so each has the same place in every step.
         by_request = zip(*(r.accept_lengths for r in counted), strict=True)
         self.tokens_per_step += map(fmean, by_request)

@@ -19,7 +19,7 @@ from serve_spec.config.cost_table import Grid
 Floats: TypeAlias = NDArray[np.float64]
 
 _CONTEXT_PARTS = 16
-"""Contexts are told apart in sixteenths of the distance between the two measured ones."""
+"""Contexts are distinguished in sixteenths of the distance between the two measured ones."""
 
 
 class CostSurface:

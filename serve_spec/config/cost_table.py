@@ -158,7 +158,7 @@ def load_cost_table(path: Path) -> CostTable:
     try:
         content = _parse_json(read_text(path))
         version = content.get("version", FORMAT_VERSION)
-        if version != FORMAT_VERSION:  # nothing else in it means what it says here
+        if version != FORMAT_VERSION:  # other versions have other fields
             raise ConfigError(f"version={version!r}, but format {FORMAT_VERSION} is read here")
         return validate(CostTable, content)
     except ConfigError as error:

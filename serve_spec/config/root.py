@@ -127,7 +127,7 @@ def _merge(merged: Sections, changes: Mapping[str, Mapping[str, Any]], folder: P
     for section, values in changes.items():
         fields = _models()[section].model_fields
         known = merged.setdefault(section, {})
-        if isinstance(known, dict):  # anything else is refused when it is judged
+        if isinstance(known, dict):  # anything else is refused by validation
             known.update(
                 (key, anchored(value, folder) if is_path(fields[key], value) else value)
                 for key, value in values.items()

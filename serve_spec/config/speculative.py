@@ -320,7 +320,7 @@ def _check(config: SpeculativeConfig) -> None:
             raise Refusal(key, value, fix)
     mean = config.speculative_draft_aux_layers_mean
     if mean is not None and config.speculative_draft_aux_layer_ids is not None:
-        fix = "speculative_draft_aux_layer_ids says which inputs are read; give one of both"
+        fix = "speculative_draft_aux_layer_ids names the inputs that are read; give one of both"
         raise Refusal("speculative_draft_aux_layers_mean", mean, fix)
     _check_listed_trees(config)
 
@@ -339,11 +339,11 @@ def _check_drafter(config: SpeculativeConfig) -> None:
         fix = f"{name} drafts from the text; {instead}"
         raise Refusal("speculative_draft_model_path", str(path), fix)
     if from_text and config.speculative_ngram_first:
-        fix = f"{name} knows no other drafts; {instead}"
+        fix = f"{name} makes no other drafts; {instead}"
         raise Refusal("speculative_ngram_first", True, fix)
     corpus = config.speculative_ngram_corpus
     if corpus is not None and config.text_algorithm != "NGRAM":
-        fix = f"{name} looks into no text; leave it out, or set speculative_ngram_first"
+        fix = f"{name} searches no text; leave it out, or set speculative_ngram_first"
         raise Refusal("speculative_ngram_corpus", str(corpus), fix)
 
 
@@ -396,11 +396,11 @@ def _check_rejection(config: SpeculativeConfig) -> None:
     """Refuse what does not work with rejection sampling."""
     key, method = "rejection_sample_method", config.rejection_sample_method
     if config.text_algorithm is not None:
-        fix = "drafts from texts come from no distribution; leave it out, or use coupled"
+        fix = "n-gram drafts come from no distribution; leave it out, or use coupled"
         raise Refusal(key, method, fix)
     if config.topk > 1:
         fix = (
-            f"it judges chains; give speculative_eagle_topk=1 instead of {config.topk}, or use "
+            f"it verifies chains only; give speculative_eagle_topk=1 instead of {config.topk}, or use "
             "coupled"
         )
         raise Refusal(key, method, fix)

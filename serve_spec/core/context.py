@@ -1,4 +1,4 @@
-"""What a model's forward knows of its batch: positions and attention."""
+"""Inputs of a model's forward: positions and attention."""
 
 from __future__ import annotations
 

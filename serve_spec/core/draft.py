@@ -1,6 +1,6 @@
 """The vocabulary of speculation. One word per quantity, everywhere.
 
-num_steps            drafts asked for in a round (K); 0 means no drafting
+num_steps            draft steps of a round (K); 0 means no drafting
 num_draft_tokens     drafts the target verified, root excluded (K for a full chain); SGLang's flag
                      `speculative_num_draft_tokens` alone counts the root too
 num_correct_drafts   drafts the target accepted, without root and bonus token: 0..K

@@ -148,7 +148,7 @@ class EngineClient:
     ) -> TokenStream:
         """Queue a request and return its stream.
 
-        emitted: see `InputProcessor.new_sequence`; the stream goes on after them.
+        emitted: see `InputProcessor.new_sequence`; the stream continues after them.
 
         Raises:
             InvalidRequest: the prompt or a parameter cannot be served.
@@ -175,7 +175,7 @@ class EngineClient:
         self._streams[request_id] = stream
         self._outputs.add(seq)
         self._command(command)
-        # The engine may have died since the first check, before this stream could be told.
+        # The engine may have died since the first check, before this stream was added.
         self.check_health()
         return stream
 
@@ -312,7 +312,7 @@ class EngineClient:
         for delta in self._outputs.process(message.deltas):
             if (stream := self._streams.get(delta.request_id)) is not None:
                 stream.put(delta)
-        # The engine has a request until it says that it ended, also after a stop string.
+        # The engine has a request until it reports the end, also after a stop string.
         for delta in message.deltas:
             if delta.finish_reason is not None:
                 self._streams.pop(delta.request_id, None)

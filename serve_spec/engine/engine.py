@@ -57,7 +57,7 @@ logger = get_logger(__name__)
 class SpecEngine:
     """Runs requests, one step of the batch per call of `step`. Single-threaded; see `EngineServer`.
 
-    It knows tokens alone: texts and stop strings are those of an `OutputProcessor`.
+    It handles tokens only; an `OutputProcessor` handles texts and stop strings.
 
     With asynchronous scheduling the next step is in flight when `step` returns. Sequences that end
     meanwhile are computed once more; those results are dropped.

@@ -185,7 +185,7 @@ class EngineServer:
                 self._engine.reconfigure(call.argument)
             else:
                 self._engine.controller.start_from(call.argument)
-        except Exception as refusal:  # for the caller; the engine goes on
+        except Exception as refusal:  # for the caller; the engine continues
             error = str(refusal)
         self._next.replies.append(Reply(call.number, error))
 

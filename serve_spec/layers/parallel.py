@@ -1,6 +1,6 @@
 """Layers whose matrices are spread over ranks. Alone, a rank gets the plain layers.
 
-Sizes are this rank's own unless said otherwise. A column-parallel product computes some of the
+Sizes are this rank's own unless stated otherwise. A column-parallel product computes some of the
 outputs, a row-parallel one reads some of the inputs, and the norm that follows it adds up what all
 ranks made of theirs: one after the other they exchange one [T, H] tensor. (Megatron-LM, arXiv
 1909.08053.)

@@ -1,7 +1,7 @@
 """Admit the drafts that are most likely to survive to verification, as many as a budget allows.
 
 All drafted tokens of a batch ("slots") compete. The logit of the share that a draft's score had
-when it was drawn tells the chance that the draft is kept, given that its parent was:
+when it was drawn predicts the chance that the draft is kept, given that its parent was:
 
     chance = sigmoid(weight · logit(share) + bias)      weight and bias by kind of request and level
     survival = chance · survival of the parent          1 for the root
@@ -25,7 +25,7 @@ from serve_spec.ops.dispatch import has_kernel
 
 LARGEST_LOGIT = 15.0
 LEAST_SURVIVAL = 2.0**-126
-"""The smallest normal float32: a slot that exists is told from one that does not."""
+"""The smallest normal float32: every slot that exists has at least this survival."""
 
 
 class Admission(NamedTuple):

@@ -54,7 +54,7 @@ class AttentionPlan:
     `groups`: (requests, most query tokens of each) for requests of about the same length, in order;
     together they are B requests. They change how work is cut, not what is computed.
 
-    `tree_mask` int64 [T]: bit j says that a token sees entry j of the tree of its request, itself
+    `tree_mask` int64 [T]: bit j is set if a token sees entry j of the tree of its request, itself
     included. The tree is the last `tree_len` entries of every request (None: its query tokens). All
     entries before it are seen. A token's depth is the number of its other bits, and a window is
     counted from there; trees lie within a window. Requests in groups of more than MAX_TREE_TOKENS

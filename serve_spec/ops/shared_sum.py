@@ -1,22 +1,20 @@
 """Sums over ranks through memory that all of them address.
 
-Parts of the tensor belong to numbered programs. Sums are counted program by program, since small
-tensors leave some of them out. There are two ways.
+Parts of the tensor belong to numbered programs. Each program numbers its sums, because small
+tensors leave some programs out. There are two algorithms.
 
-At once, which is the sooner done where little is sent: a program sends its part to the program of
-its number on every other rank, word by word, each word with the number of the sum; takes the
-others' words from its own memory as they come; and adds up all parts in the order of ranks. Nobody
-tells anybody that a part is complete: 8 bytes are one access, so a word that has the number is
-there. (NCCL's low-latency protocol does so, too.) A program has two slots for each rank, filled in
-turn. Whoever has the others' words of sum k + 1 knows that they are done with sum k, for they begin
-one sum after they have ended the other. So sum k + 2 may take the place of sum k.
+At once, which is faster for small tensors: a program sends its part to the program of its number on
+every other rank, word by word, each with the number of the sum. It reads the others' words from its
+own memory as they arrive, and adds all parts in the order of ranks. No flag is needed: 8 bytes are
+one access, so a word with the number is complete, as in NCCL's low-latency protocol. A program has
+two slots for each rank, used alternately: once the others' words of sum k + 1 have arrived, sum k
+is over on all ranks, so that sum k + 2 may use its slot.
 
-In shares, where much is sent, or to many (a reduce-scatter, then an all-gather): every rank adds up
-one share of the part and sends the others what it comes to. Of N bytes 2 · (1 - 1/size) · N are
-sent, where the other way takes 2 · (size - 1) · N, half of them numbers. A flag with the number of
-the sum says that a share is complete, first of what is to be added, then of the sum. Nobody sends
-for sum k + 1 before the others have sent what sum k came to, nor sums of it before they have begun
-it; so each has one place for both.
+In shares, for large tensors or many ranks (a reduce-scatter, then an all-gather): every rank adds
+one share of the part and sends the result to the others. It sends 2 · (1 - 1/size) · N of N bytes,
+where the other algorithm sends 2 · (size - 1) · N, half of them numbers. A flag with the number of
+the sum marks a share as complete: first of the addends, then of the sum. A rank sends addends of
+sum k + 1 after it has all results of sum k, and results after all addends, so one place holds both.
 """
 
 from __future__ import annotations

@@ -254,13 +254,13 @@ def _exchange_flags(
     turn, number, released, flags,
     RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Tell all others that what this program has stored is there, and wait for theirs."""
+    """Set the flags of this program's stores on all other ranks, and wait for theirs."""
     first = (turn * PROGRAMS + tl.program_id(0)) * SIZE
     rank = tl.arange(0, triton.next_power_of_2(SIZE))
     place = flags[0] + first + RANK + tl.zeros_like(rank)
     for other in tl.static_range(1, SIZE):
         place = tl.where(rank == other, flags[other] + first + RANK, place)
-    # What all threads have stored is told of by one; a release makes it seen by every GPU first.
+    # One thread sets the flag for all; the release makes their stores visible to every GPU first.
     tl.debug_barrier()
     flag = tl.zeros_like(rank).to(tl.int64) + (number << 32)
     tl.atomic_xchg(place, flag, mask=(rank < SIZE) & (rank != RANK), sem="release", scope="sys")
@@ -271,9 +271,9 @@ def _exchange_flags(
 
 @triton.jit
 def _num_missing(flags, number, released, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """How many flags do not have the number yet; 0 once nothing is waited for any more.
+    """Return how many flags lack the number; 0 once the ranks are released.
 
-    Every thread looks for itself: copies of one small tensor need not agree within a warp.
+    Every thread reads for itself: copies of one small tensor need not agree within a warp.
     """
     over = tl.load(released, volatile=True)
     missing = 0
@@ -286,7 +286,7 @@ def _num_missing(flags, number, released, RANK: tl.constexpr, SIZE: tl.constexpr
 
 @triton.jit
 def _look(place, inside, released):
-    """Both at once, for each takes as long as the other; volatile: read again and again."""
+    """Load both at once, because each takes as long as the other; volatile, for polling."""
     word = tl.load(place, mask=inside, other=0, volatile=True)
     return word, tl.load(released, volatile=True)
 

@@ -146,8 +146,8 @@ def _together(group: Ranks, step: Callable[[], T]) -> T:
     if group.smallest(int(problem is None)):
         return result
     if problem is None:
-        raise _Unavailable("another rank cannot share memory; its log says why")
-    # The rest of what torch has to say is a stack of its own.
+        raise _Unavailable("another rank cannot share memory; see its log")
+    # The rest of a message of torch is a stack trace.
     reason = next(iter(str(problem).splitlines()), "")
     raise _Unavailable(f"{type(problem).__name__}: {reason}") from problem
 

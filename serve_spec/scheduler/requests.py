@@ -16,7 +16,7 @@ from serve_spec.kvcache.manager import KVCacheManager
 
 
 class TextDraftCache:
-    """Keeps what a text drafter proposed for each sequence, so it is asked once a step.
+    """Keeps what a text drafter proposed for each sequence, so that it runs once a step.
 
     An id beyond the target's `vocab_size` becomes -1: the step counts it as a broken draft, and
     its sequence stops drafting.

@@ -91,7 +91,7 @@ class Scheduler:
     ) -> ScheduledBatch | None:
         """Return the next step: every decoding request, then prefill within the token budget.
 
-        choose_steps: asked once, before anything is drafted. before: a step in flight. Lengths of
+        choose_steps: called once, before drafting. before: a step in flight. Lengths of
         its requests are then bounds, and nothing is preempted.
 
         None: there is nothing to do, or the result of `before` must be known first. N-gram drafts

@@ -1,4 +1,4 @@
-"""Grammars compiled to matchers. The one file that knows the library, llguidance.
+"""Grammars compiled to matchers. Only this file uses the library, llguidance.
 
 Without it, or with a tokenizer that it does not know, an engine runs, and refuses grammars.
 """
@@ -32,7 +32,7 @@ def checked_schema(grammar: Grammar) -> dict[str, Any]:
     """Return the schema. Raise if it is no JSON object, too deep, or its numbers cost too much.
 
     Raises:
-        InvalidRequest: says which, naming the grammar's source.
+        InvalidRequest: with the reason, naming the grammar's source.
     """
     try:
         schema = json.loads(grammar.text)
@@ -150,7 +150,7 @@ class Matcher:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary. May be asked from any thread.
+    """Compiles grammars for one vocabulary. Safe to call from any thread.
 
     tokenizer: gives the tokenizer.json of the model.
     vocab_size: width of a row of logits; ids without a token are never legal.

@@ -2,7 +2,8 @@
 
 A request slot is a row of device tensors. A step reads lengths and last tokens there and writes new
 ones, so the next step can be launched before the host has read the results. The host sends what
-only it knows (pages, sampling parameters, new requests) in `RequestStates.sync`, in stream order.
+only the host has (pages, sampling parameters, new requests) in `RequestStates.sync`, in stream
+order.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from serve_spec import LLM
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.bench.harness import (
-    SETTLE_STEPS,
+    WARM_UP_STEPS,
     ClosedLoop,
     FullBatchSpeed,
     MeasuredStep,
@@ -158,7 +158,7 @@ def a_round(tokens: list[int], ms: float = 10.0, prompt: int = 0) -> StepRecord:
 
 def settled(size: int) -> list[StepRecord]:
     """The rounds that are not counted."""
-    return [a_round([9] * size, ms=1000.0)] * SETTLE_STEPS
+    return [a_round([9] * size, ms=1000.0)] * WARM_UP_STEPS
 
 
 @given(st.lists(st.tuples(st.integers(1, 8), st.floats(1, 100)), min_size=1, max_size=50))

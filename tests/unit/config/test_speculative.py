@@ -163,7 +163,7 @@ def test_what_is_said_is_what_the_engine_reads(
             for keys, problem in (
                 ({**NGRAM, **NO_DRAFT}, "drafts from texts"),
                 (NGRAM_FIRST, "drafts from texts"),
-                (shape(3, 2), "it judges chains"),
+                (shape(3, 2), "it verifies chains only"),
                 ({"synthetic_acceptance": 2.0}, "synthetic"),
             )
         ),
