@@ -400,8 +400,8 @@ def _check_rejection(config: SpeculativeConfig) -> None:
         raise Refusal(key, method, fix)
     if config.topk > 1:
         fix = (
-            f"it verifies chains only; give speculative_eagle_topk=1 instead of {config.topk}, or use "
-            "coupled"
+            "it verifies chains only; give speculative_eagle_topk=1 instead of "
+            f"{config.topk}, or use coupled"
         )
         raise Refusal(key, method, fix)
     if config.synthetic_acceptance is not None:

@@ -106,7 +106,7 @@ class Linear(Layer):
             return
         self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACKED_FOR_ROWS)
         # A row has the same bits among any number of others, but on some processors not alone: a
-        # long sum is then made in another order, so that a near-tie may be decided otherwise without drafts.
+        # long sum is then made in another order, and a near-tie may differ without drafts.
         pair = self.weight[:1].expand(2, -1).contiguous()
         both = _onednn_linear(pair, self._packed, None)
         alone = _onednn_linear(pair[:1], self._packed, None)

@@ -93,7 +93,7 @@ def test_what_is_said_is_what_the_engine_reads(
             "speculative_ngram_max_match_window_size=3",
             "give at least .*=4",
         ),
-        ({**NGRAM, **NO_DRAFT, **NGRAM_FIRST}, "speculative_ngram_first=True", "knows no other"),
+        ({**NGRAM, **NO_DRAFT, **NGRAM_FIRST}, "speculative_ngram_first=True", "makes no other"),
         (CORPUS, "speculative_ngram_corpus=", "set speculative_ngram_first"),
         (
             {**NGRAM_FIRST, "speculative_ngram_corpus": "nowhere.txt"},
@@ -161,8 +161,8 @@ def test_what_is_said_is_what_the_engine_reads(
              problem)
             for method in ("standard", "block")
             for keys, problem in (
-                ({**NGRAM, **NO_DRAFT}, "drafts from texts"),
-                (NGRAM_FIRST, "drafts from texts"),
+                ({**NGRAM, **NO_DRAFT}, "n-gram drafts come"),
+                (NGRAM_FIRST, "n-gram drafts come"),
                 (shape(3, 2), "it verifies chains only"),
                 ({"synthetic_acceptance": 2.0}, "synthetic"),
             )
