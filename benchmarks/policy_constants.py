@@ -31,7 +31,7 @@ from tests.helpers.simulated_costs import noisy
 PACKAGE = "serve_spec.adaptive"
 MODULES = (
     *("goodput", "exploration", "drafts", "planner", "costs"),
-    *("calibration", "rates", "speed_guard"),
+    "calibration",
 )
 SIZES = {"h200": (1, 16, 64, 256), "cpu": (1, 4, 16, 64)}
 FACTORS = {"half": 0.5, "double": 2.0}

@@ -24,9 +24,9 @@ class Budget(NamedTuple):
 
 BUDGETS = {
     "package lines": Budget(31_000, current=41_600),
-    "package files": Budget(200, current=245),
+    "package files": Budget(200, current=221),
     "package folders": Budget(18),
-    "tests lines": Budget(27_000, current=36_621),
+    "tests lines": Budget(27_000, current=36_684),
     "longest file": Budget(500, current=522),
     "longest class": Budget(250),
     "longest function": Budget(60),

@@ -16,8 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from serve_spec.adaptive.calibration import Floats
-from serve_spec.config.cost_surface import CostSurface
-from serve_spec.config.cost_table import CostTable, Grid
+from serve_spec.config.cost_table import CostSurface, CostTable, Grid
 from serve_spec.core.draft import PLAIN, DraftShape
 
 TABLE_ROUNDS = 4.0

@@ -2,7 +2,7 @@
 
 `drafts` predicts accepted tokens, `costs` the time of rounds; `planner` picks a depth
 and a budget for some rounds. Plain rounds, and drafts while speculation is off, are tried for a
-share of the time. `speed_guard` turns speculation off where it was measured to lose.
+share of the time. `SpeedGuard` turns speculation off where it was measured to lose.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import numpy as np
 
 from serve_spec.adaptive.costs import Costs, Work, bucket
 from serve_spec.adaptive.drafts import DraftKnowledge
-from serve_spec.adaptive.exploration import EXPLORE_AFTER, PLAN_ROUNDS, Exploration
+from serve_spec.adaptive.exploration import EXPLORE_AFTER, PLAN_ROUNDS, Exploration, SpeedGuard
 from serve_spec.adaptive.planner import Candidate, Load, Planner, PromptLoad
-from serve_spec.adaptive.speed_guard import SpeedGuard
 from serve_spec.adaptive.trees import AllowedShapes
 from serve_spec.config.cost_table import CostTable
 from serve_spec.core.draft import PLAIN, DraftShape

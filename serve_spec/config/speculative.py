@@ -12,10 +12,13 @@ from pydantic import Field, field_validator, model_validator
 from serve_spec.config.adaptive_file import MAX_STEPS, Preset, ignored_keys, load_slots
 from serve_spec.config.algorithms import ALGORITHMS
 from serve_spec.config.base import ConfigError, Refusal, StrictModel, validate
-from serve_spec.core.draft import MAX_TREE_TOKENS
 
 RejectionMethod = Literal["coupled", "standard", "block"]
 Strategy = Literal["ema", "goodput", "per_request", "static"]
+
+
+MAX_TREE_TOKENS = 64
+"""Most tokens of a tree, root included; as `core.draft.MAX_TREE_TOKENS`."""
 
 
 def max_tree_tokens(topk: int, num_steps: int) -> int:

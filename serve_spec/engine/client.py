@@ -21,7 +21,6 @@ from serve_spec.core.grammar import Grammar
 from serve_spec.core.record import StepRecord
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
 from serve_spec.engine.collector import MetricsCollector
-from serve_spec.engine.encoding import encode_async
 from serve_spec.engine.inputs import InputProcessor
 from serve_spec.engine.messages import (
     Abort,
@@ -31,13 +30,14 @@ from serve_spec.engine.messages import (
     EngineMessage,
     NewRequest,
     Reply,
+    Sender,
     Stop,
     decode_message,
     encode,
+    encode_async,
     hang_up,
 )
 from serve_spec.engine.output import OutputProcessor
-from serve_spec.engine.sender import Sender
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.log import get_logger
 from serve_spec.metrics import MetricsSink, NullSink

@@ -23,6 +23,7 @@ from serve_spec.engine.messages import (
     Call,
     EngineMessage,
     Reply,
+    Sender,
     Stop,
     decode_command,
     decode_commands,
@@ -31,7 +32,6 @@ from serve_spec.engine.messages import (
     for_metrics,
     merge,
 )
-from serve_spec.engine.sender import Sender
 from serve_spec.log import get_logger
 
 logger = get_logger(__name__)

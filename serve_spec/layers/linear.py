@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from serve_spec.layers.int4_weight import Int4Weight
-from serve_spec.layers.int8_weight import Int8Weight
 from serve_spec.layers.module import Destination, Layer, parameter
+from serve_spec.layers.quantized import Int4Weight, Int8Weight
 from serve_spec.log import get_logger
 from serve_spec.ops import linear
 from serve_spec.ops.linear import EightBit

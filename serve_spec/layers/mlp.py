@@ -6,7 +6,7 @@ from torch import Tensor
 
 from serve_spec.layers.module import Destination, Layer
 from serve_spec.layers.parallel import column_linear, row_linear
-from serve_spec.ops import activation, linear
+from serve_spec.ops import linear
 from serve_spec.parallel.group import SINGLE, TensorParallel
 
 
@@ -29,7 +29,7 @@ class GatedMLP(Layer):
         if x.is_cuda and self.gate_up.integers is None:
             inner = linear.gate_up(x, self.gate_up.weight, self.gate_up.eight_bit)
         else:
-            inner = activation.silu_and_mul(self.gate_up(x))
+            inner = linear.silu_and_mul(self.gate_up(x))
         return self.down.addends(inner)
 
     __call__ = forward

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from serve_spec.layers.module import Layer, parameter
+from serve_spec.ops.elementwise import rms_norm
 from serve_spec.ops.linear import whole
-from serve_spec.ops.norm import rms_norm
 from serve_spec.parallel.group import SINGLE, TensorParallel
 
 

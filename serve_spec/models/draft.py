@@ -10,10 +10,9 @@ from torch import Tensor
 
 from serve_spec.config.algorithms import ALGORITHMS
 from serve_spec.core.context import ForwardContext
-from serve_spec.layers.int4_weight import Int4Weight, int4_works
-from serve_spec.layers.int8_weight import Int8Weight, int8_works
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import Layer
+from serve_spec.layers.quantized import Int4Weight, Int8Weight, int4_works, int8_works
 from serve_spec.log import get_logger
 from serve_spec.models.draft_checkpoint import DraftOptions
 from serve_spec.models.llama import FeatureCapture, Llama

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from serve_spec.ops import admission
 from serve_spec.ops.admission import LARGEST_LOGIT, LEAST_SURVIVAL, Admission
-from serve_spec.ops.dependent_launch import dependent_launch
-from serve_spec.ops.dispatch import reference_of
+from serve_spec.ops.dispatch import dependent_launch, reference_of
 
 MAX_SLOTS = 16384
 """Of one batch; more do not fit the registers of one program and are sorted by the reference."""

@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from serve_spec.core.draft import MAX_TREE_TOKENS
-from serve_spec.ops.dependent_launch import dependent_launch
+from serve_spec.ops.dispatch import dependent_launch
 from serve_spec.ops.paged_attention import AttentionKind, AttentionPlan
 
 # Tiles times kv heads that fill a device. From more than half of them on, the last program of a

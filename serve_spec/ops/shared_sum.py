@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from serve_spec.ops.dispatch import has_kernel
+from serve_spec.ops.elementwise import add_rms_norm
 from serve_spec.ops.linear import whole
-from serve_spec.ops.norm import add_rms_norm
 
 NUM_PROGRAMS = 256
 """At most so many programs make a sum: a GPU runs them all at once."""

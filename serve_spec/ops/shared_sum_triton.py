@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from serve_spec.ops.dependent_launch import dependent_launch
+from serve_spec.ops.dispatch import dependent_launch
 from serve_spec.ops.linear_triton import load_whole
 from serve_spec.ops.shared_sum import (
     NUM_PROGRAMS,

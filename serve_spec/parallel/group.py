@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import (
     Store,
 )
 
-from serve_spec.ops import norm
+from serve_spec.ops import elementwise
 from serve_spec.ops.linear import whole
 from serve_spec.parallel.channel import LOOPBACK, Address
 
@@ -56,7 +56,7 @@ class TensorParallel:
         """
         if self.size > 1:
             x = self.all_reduce(whole(x, residual))
-        return norm.add_rms_norm(x, residual, weight, eps)
+        return elementwise.add_rms_norm(x, residual, weight, eps)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """Return all ranks' x (of one shape), joined along `dim` in the order of ranks."""

@@ -14,7 +14,7 @@ from serve_spec.core.draft import MAX_TREE_TOKENS
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
 from serve_spec.models.draft import FeatureCapture
 from serve_spec.models.llama import Llama
-from serve_spec.ops import acceptance, kv_move, paged_attention, rotary
+from serve_spec.ops import acceptance, elementwise, paged_attention
 from serve_spec.ops import layout as token_layout
 from serve_spec.ops.acceptance import AcceptedPath, num_bits
 from serve_spec.ops.layout import TokenLayout
@@ -48,7 +48,7 @@ class SlotAttention:
         """See `LayerAttention`: [T, num_heads + 2·kv_heads, d] -> [R, num_heads, d]."""
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         num_heads = heads.shape[-2] - 2 * keys.shape[1]
-        query = rotary.rotate_and_store(heads, rotation, self._slots, keys, values, num_heads)
+        query = elementwise.rotate_and_store(heads, rotation, self._slots, keys, values, num_heads)
         if self._queries is not None:
             query = query[self._queries]
         if not len(query):
@@ -75,7 +75,7 @@ class TargetRunner:
         pools = [*self.pool.tensors]
         if self.features is not None:
             pools.append(self.features.features)
-        kv_move.move_accepted(
+        acceptance.move_accepted(
             pools, layout.slots, layout.query_starts, accepted.path, accepted.num_correct
         )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from serve_spec.core.errors import BrokenLogits
 from serve_spec.log import get_logger
-from serve_spec.ops import acceptance, draw, rejection, score_edits, token_masks
+from serve_spec.ops import acceptance, draw, rejection, score_edits
 from serve_spec.ops.acceptance import AcceptedPath, RequestTokens
 from serve_spec.ops.rejection import Chains
 from serve_spec.parallel.group import SINGLE, TensorParallel
@@ -83,7 +83,7 @@ class Verifier:
             backs,
         )
         masks = buffers.masks
-        token_masks.mask_scores(
+        score_edits.mask_scores(
             tokens.logits, layout.owners, layout.offsets, masks.places, masks.words
         )
         drawn = draw.draw_tokens(tokens.logits, tokens.request_slots, decided, slots.params)

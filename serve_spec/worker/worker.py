@@ -23,13 +23,12 @@ from serve_spec.core.round import Calibration
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.structured.masks import Grammars
 from serve_spec.worker.capture import CapturedShapes, SpecRuntimeState, Stages
-from serve_spec.worker.chunks import Chunk, grouped
 from serve_spec.worker.eagle import DraftModel
 from serve_spec.worker.forward import TargetRunner
 from serve_spec.worker.graphs import Recorder, StepSize
 from serve_spec.worker.logprobs import EmittedLogprobs, PromptLogprobs
 from serve_spec.worker.request_slots import RequestSlots, RequestStates
-from serve_spec.worker.step_buffers import ReadBack, StepBuffers
+from serve_spec.worker.step_buffers import Chunk, ReadBack, StepBuffers, grouped
 from serve_spec.worker.verify import Acceptance, Verifier, read_results
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from serve_spec.layers.rope import RotaryTable
-from serve_spec.ops import linear, norm, rotary
+from serve_spec.ops import elementwise, linear
 from serve_spec.ops.linear import whole
 
 pytestmark = pytest.mark.gpu
@@ -50,8 +50,8 @@ def test_norms_and_rotations_of_addends_are_those_of_the_product(count: int) -> 
         like = random(count, num_outputs, seed=3)
         if num_outputs == 4096:
             gain = random(4096, seed=4)
-            found = norm.add_rms_norm(addends, residual, gain, 1e-5)
-            expected = norm.add_rms_norm(whole(addends, like), residual, gain, 1e-5)
+            found = elementwise.add_rms_norm(addends, residual, gain, 1e-5)
+            expected = elementwise.add_rms_norm(whole(addends, like), residual, gain, 1e-5)
         else:
             found, expected = rotated(addends), rotated(whole(addends, like))
         for one, other in zip(found, expected, strict=True):
@@ -66,4 +66,4 @@ def rotated(projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
         rotation = RotaryTable(128, 10000.0, None, 500).at(slots)
     keys = torch.zeros(64, 8, 128, dtype=torch.bfloat16, device="cuda")
     values = torch.zeros_like(keys)
-    return rotary.rotate_and_store(heads, rotation, slots, keys, values, 32), keys, values
+    return elementwise.rotate_and_store(heads, rotation, slots, keys, values, 32), keys, values

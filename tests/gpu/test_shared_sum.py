@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from serve_spec.ops.elementwise import add_rms_norm
 from serve_spec.ops.linear import whole
-from serve_spec.ops.norm import add_rms_norm
 from serve_spec.ops.shared_sum import DTYPES, fits, residual_fits, shared_sum
 from serve_spec.parallel.channel import Address, RankChannel
 from serve_spec.parallel.group import DeviceGroup, join

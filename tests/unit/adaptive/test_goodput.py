@@ -19,12 +19,11 @@ from hypothesis import strategies as st
 from benchmarks.phases import Phase
 from benchmarks.simulator import Simulator
 from serve_spec.adaptive.costs import Costs, Work
-from serve_spec.adaptive.exploration import EXPLORED_SHARE
+from serve_spec.adaptive.drafts import PositionRates
+from serve_spec.adaptive.exploration import EXPLORED_SHARE, SpeedGuard
 from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.planner import Candidate, Load, Planner
 from serve_spec.adaptive.policy import StaticPolicy
-from serve_spec.adaptive.rates import PositionRates
-from serve_spec.adaptive.speed_guard import SpeedGuard
 from serve_spec.adaptive.trees import AllowedShapes
 from serve_spec.bench.trace import load_traces
 from serve_spec.core.draft import PLAIN, DraftShape

@@ -58,7 +58,8 @@ def test_times_of_rounds_add_up_to_those_of_the_steps_and_pauses_are_none_of_the
     """By a clock that ticks when it is read, and whenever a plan is made or a text handed out."""
     llm, clock = make_llm("EAGLE3", 3), Ticking()
     monkeypatch.setattr(engine, "time", clock)
-    for worked in ("_plan", "_record", "_delta"):
+    monkeypatch.setattr(engine, "step_record", clock.takes_a_second(engine.step_record))
+    for worked in ("_plan", "_delta"):
         monkeypatch.setattr(llm.engine, worked, clock.takes_a_second(getattr(llm.engine, worked)))
     steps = heard_steps(llm)
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from serve_spec.core.request import RequestOutput, SamplingParams, SpeculativeOptions
-from serve_spec.engine import command
+from serve_spec.engine import llm
 from tests.helpers.engines import MakeLLM, Pair, heard_steps
 
 PROMPTS = [[i, *range(20, 35)] for i in range(8)]
@@ -119,7 +119,7 @@ def test_generate_warns_on_stderr_and_marks_every_accept_length(
             "cache": {"num_pages": 64},
         }
         file.write_text(yaml.safe_dump(settings))
-        assert command.main(["abc", "def", "--config", str(file), "--max-tokens", "20"]) == 0
+        assert llm.main(["abc", "def", "--config", str(file), "--max-tokens", "20"]) == 0
         printed = capsys.readouterr()
         assert ("2.5: forced, the texts are not real" in printed.err) == (forced is not None)
         assert printed.out.count("(forced)]") == (2 if forced else 0)

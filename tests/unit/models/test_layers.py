@@ -11,7 +11,7 @@ from serve_spec.layers.linear import Linear, onednn_rows, onednn_works
 from serve_spec.layers.module import tensor_defaults
 from serve_spec.layers.norm import RMSNorm
 from serve_spec.layers.rope import Llama3Scaling, RotaryTable, inverse_frequencies
-from serve_spec.ops.rotary import rotate
+from serve_spec.ops.elementwise import rotate
 
 
 def filled(linear: Linear, dtype: torch.dtype = torch.float32) -> Linear:

@@ -15,7 +15,7 @@ from tests.helpers.triton import DEVICE, reference, relative_error
 from serve_spec.layers.linear import Linear  # isort: skip
 from serve_spec.layers.module import tensor_defaults  # isort: skip
 from serve_spec.ops import linear, linear_triton  # isort: skip
-from serve_spec.ops.linear_tiles import choose_tiles  # isort: skip
+from serve_spec.ops.linear import choose_tiles  # isort: skip
 
 plain = reference(linear)
 

@@ -17,8 +17,8 @@ from tests.helpers.triton import DEVICE
 
 from serve_spec.ops import shared_sum as plain  # isort: skip
 from serve_spec.ops.dispatch import reference_of  # isort: skip
-from serve_spec.ops import norm_triton, shared_sum_triton  # isort: skip
-from serve_spec.ops.norm import add_rms_norm  # isort: skip
+from serve_spec.ops import elementwise_triton, shared_sum_triton  # isort: skip
+from serve_spec.ops.elementwise import add_rms_norm  # isort: skip
 from serve_spec.ops.shared_sum import (  # isort: skip
     CAPACITY_BYTES,
     DTYPES,
@@ -58,7 +58,9 @@ LAW = Way(
     reference_of(add_rms_norm),
 )
 KERNEL = Way(
-    shared_sum_triton.sum_over_ranks, shared_sum_triton.sum_add_norm, norm_triton.add_rms_norm
+    shared_sum_triton.sum_over_ranks,
+    shared_sum_triton.sum_add_norm,
+    elementwise_triton.add_rms_norm,
 )
 both = pytest.mark.parametrize("way", [LAW, KERNEL], ids=["law", "kernel"])
 one_thread_each = pytest.mark.skipif(

@@ -1,38 +1,91 @@
-"""Rotary embedding and both writes to the pool in one launch."""
+"""Norms and rotary embedding: a launch each, one pass over memory."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from serve_spec.core.context import Rotation
-from serve_spec.ops.dependent_launch import dependent_launch
+from serve_spec.ops.dispatch import dependent_launch
 from serve_spec.ops.linear_triton import load_whole
 
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `elementwise.rms_norm`. The rows of x may be strided, their elements not."""
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    _launch(rows, None, weight, out, None, eps)
+    return out.view(x.shape)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `elementwise.add_rms_norm`. Rows may be strided, their elements not."""
+    rows = residual.reshape(-1, residual.shape[-1])
+    addends = x if x.dim() > residual.dim() else x[None]
+    addends = addends.reshape(len(addends), *rows.shape)
+    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    total = torch.empty_like(out)
+    _launch(addends[0], rows, weight, out, total, eps, addends.stride(0), len(addends))
+    return out.view(residual.shape), total.view(residual.shape)
+
+
+def _launch(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    out: Tensor,
+    total: Tensor | None,
+    eps: float,
+    addend_stride: int = 0,
+    num_addends: int = 1,
+) -> None:
+    """Launch the kernel. x: the first addend."""
+    num_rows, width = x.shape
+    block = triton.next_power_of_2(width)
+    dependent = dependent_launch(x.device)
+    _rms_norm_kernel[(num_rows,)](
+        x, residual, weight, out, total, width,
+        x.stride(0), 0 if residual is None else residual.stride(0), addend_stride, eps,
+        NUM_ADDENDS=num_addends, BLOCK=block, DEPENDENT=dependent,
+        num_warps=min(max(block // 512, 1), 16), launch_pdl=dependent,
+    )  # fmt: skip
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x, residual, weight, out, total, width, x_stride, residual_stride, addend_stride, eps,
+    NUM_ADDENDS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < width
+    gain = tl.load(weight + at, mask=inside, other=0.0)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    places = x + row * x_stride + at
+    values = load_whole(places, inside, addend_stride, NUM_ADDENDS, out.dtype.element_ty)
+    if residual is not None:
+        addend = tl.load(residual + row * residual_stride + at, mask=inside, other=0.0)
+        values = (values.to(tl.float32) + addend.to(tl.float32)).to(values.dtype)
+        tl.store(total + row * width + at, values, mask=inside)
+    values = values.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values) / width + eps)
+    tl.store(out + row * width + at, values * scale * gain.to(tl.float32), mask=inside)
+
+
 _HEADS_PER_PROGRAM = 8
-_NUM_WARPS = 4
+_ROTATE_WARPS = 4
 
 
 def rotate_and_store(
     heads: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, num_heads: int
 ) -> Tensor:
-    """See `rotary.rotate_and_store`; the rotated queries are contiguous here."""
-    return _launch(heads, rotation, slots, keys, values, num_heads, _HEADS_PER_PROGRAM, _NUM_WARPS)
-
-
-def _launch(
-    heads: Tensor,
-    rotation: Rotation,
-    slots: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    num_heads: int,
-    heads_per_program: int,
-    num_warps: int,
-) -> Tensor:
+    """See `elementwise.rotate_and_store`; the rotated queries are contiguous here."""
     num_rows, num_all, head_dim = heads.shape[-3:]
     assert heads.stride()[-2:] == (head_dim, 1), "the heads of a token are contiguous"
     num_addends = len(heads) if heads.dim() == 4 else 1
@@ -42,13 +95,13 @@ def _launch(
     if num_rows == 0:
         return query
     dependent = dependent_launch(heads.device)
-    _rotate_and_store_kernel[(num_rows, triton.cdiv(num_all, heads_per_program))](
+    _rotate_and_store_kernel[(num_rows, triton.cdiv(num_all, _HEADS_PER_PROGRAM))](
         heads, rotation.cos_table, rotation.sin_table, rotation.positions, slots,
         query, keys, values, heads.stride(-3), heads.stride(0),
         NUM_ADDENDS=num_addends, NUM_HEADS=num_heads, NUM_KV_HEADS=keys.shape[1],
-        HALF=head_dim // 2, BLOCK_HEADS=heads_per_program,
+        HALF=head_dim // 2, BLOCK_HEADS=_HEADS_PER_PROGRAM,
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
-        DEPENDENT=dependent, num_warps=num_warps, launch_pdl=dependent,
+        DEPENDENT=dependent, num_warps=_ROTATE_WARPS, launch_pdl=dependent,
     )  # fmt: skip
     return query
 
