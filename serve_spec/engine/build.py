@@ -16,7 +16,6 @@ from serve_spec.core.context import torch_dtype
 from serve_spec.core.draft import MAX_TREE_TOKENS, TextDrafter
 from serve_spec.core.errors import CheckpointError
 from serve_spec.engine.costs import Clock, CostSource, cost_key
-from serve_spec.engine.draft_precision import draft_dtype, draft_weights
 from serve_spec.engine.engine import SpecEngine, freeze_gc
 from serve_spec.engine.first_logits import check_first_logits
 from serve_spec.engine.inputs import EngineLimits
@@ -33,6 +32,7 @@ from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
 from serve_spec.log import get_logger
 from serve_spec.models import DraftHead, DraftOptions, Llama, ModelShape, load_draft, load_target
 from serve_spec.models.decoder import compile_layers
+from serve_spec.models.draft import draft_dtype, draft_weights
 from serve_spec.models.draft_checkpoint import read_draft
 from serve_spec.models.draft_probe import choose_layers, choose_theta, probe_text
 from serve_spec.models.draft_shape import both_readings

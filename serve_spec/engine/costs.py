@@ -26,9 +26,9 @@ from serve_spec.config.cost_table import (
 )
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.machine import cpu_model
-from serve_spec.engine.draft_precision import draft_weights
 from serve_spec.engine.profile import CostGrid, MeasuredCosts, Measurement, finish
 from serve_spec.log import get_logger
+from serve_spec.models.draft import draft_weights
 from serve_spec.worker.worker import Worker
 
 logger = get_logger(__name__)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.steady import SteadyLoad, figures, run_variants
 from serve_spec import LLM
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.bench.harness import (
@@ -20,7 +21,6 @@ from serve_spec.bench.harness import (
     engine_beside,
     equal_prefixes,
 )
-from serve_spec.bench.steady import SteadyLoad, figures, run_variants
 from serve_spec.bench.variants import make_variants
 from serve_spec.bench.workload import TextKind, TextRequest
 from serve_spec.config import ConfigError

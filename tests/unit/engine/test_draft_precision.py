@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from serve_spec.engine import draft_precision
-from serve_spec.engine.draft_precision import draft_dtype, draft_weights
 from serve_spec.layers.linear import Linear
 from serve_spec.models import draft, load_draft, load_target
-from serve_spec.models.draft import DraftWeights, own_matrices
+from serve_spec.models.draft import DraftWeights, draft_dtype, draft_weights, own_matrices
 from tests.helpers.engines import MakeLLM, make_pair, sampled_requests, texts
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -22,7 +20,7 @@ def test_eight_bits_are_taken_only_where_they_are_faster_and_refused_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for is_hopper in (True, False):
-        monkeypatch.setattr(draft_precision, "is_hopper", lambda _, answer=is_hopper: answer)
+        monkeypatch.setattr(draft, "is_hopper", lambda _, answer=is_hopper: answer)
         assert draft_weights("auto", GPU) == ("fp8" if is_hopper else "plain")
         assert draft_weights("none", GPU) == "plain"
         assert draft_weights("int4", GPU) == draft_weights("int4", CPU) == "int4"
