@@ -55,10 +55,10 @@ class Attention(Layer):
     def heads(self, x: Tensor) -> Tensor:
         """Return projected queries, keys and values: [T, in] -> [T, heads + 2·kv_heads, d].
 
-        Or their addends (see `ops.linear.whole`), which the rotation adds up.
+        Or their partial sums (see `ops.linear.sum_partials`), which the rotation adds up.
         """
         shape = self.shape
-        projected = self.qkv(x) if shape.qk_norm else self.qkv.addends(x)
+        projected = self.qkv(x) if shape.qk_norm else self.qkv.partials(x)
         num_all = shape.num_heads + 2 * shape.num_kv_heads
         return projected.view(*projected.shape[:-1], num_all, shape.head_dim)
 

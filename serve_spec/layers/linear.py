@@ -11,7 +11,7 @@ from serve_spec.layers.module import Destination, Layer, parameter
 from serve_spec.layers.quantized import Int4Weight, Int8Weight
 from serve_spec.log import get_logger
 from serve_spec.ops import linear
-from serve_spec.ops.linear import EightBit
+from serve_spec.ops.linear import Fp8Weight
 
 _log = get_logger(__name__)
 
@@ -37,7 +37,7 @@ class Linear(Layer):
         self.out_dtype: torch.dtype | None = None
         self._packed: Tensor | None = None
         self._fewest_rows = 1  # of a packed product
-        self.eight_bit: EightBit | None = None
+        self.fp8: Fp8Weight | None = None
         self.integers: Int4Weight | Int8Weight | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,17 +45,17 @@ class Linear(Layer):
         if self.integers is not None:
             return self.integers.linear(x, self.out_dtype or x.dtype)
         if self._packed is None:
-            return linear.linear(x, self.weight, self.bias, self.out_dtype, self.eight_bit)
+            return linear.linear(x, self.weight, self.bias, self.out_dtype, self.fp8)
         out = _onednn_linear(x, self._packed, self.bias, self._fewest_rows)
         return out if self.out_dtype is None else out.to(self.out_dtype)
 
     __call__ = forward
 
-    def addends(self, x: Tensor) -> Tensor:
-        """Return `forward`, possibly as partial sums: see `linear.addends`."""
+    def partials(self, x: Tensor) -> Tensor:
+        """Return `forward`, possibly as partial sums: see `linear.partials`."""
         is_plain = self.integers is None and self._packed is None and self.bias is None
         if is_plain and self.out_dtype is None:
-            return linear.addends(x, self.weight, self.eight_bit)
+            return linear.partials(x, self.weight, self.fp8)
         return self.forward(x)
 
     def tensors(self) -> dict[str, Destination]:
@@ -73,13 +73,13 @@ class Linear(Layer):
             start += rows
         return views
 
-    def add_eight_bit(self) -> None:
+    def add_fp8(self) -> None:
         """Keep the loaded weight in eight bits too, for products of few rows that take it.
 
         These read half as much and so take less time; all others go on with the exact weight.
         """
         assert self._packed is None, "oneDNN has taken the plain weight"
-        self.eight_bit = EightBit.of(self.weight)
+        self.fp8 = Fp8Weight.of(self.weight)
 
     def turn_into(self, integers: type[Int4Weight | Int8Weight]) -> int:
         """Keep the loaded weight in such integers only; the bytes they take.

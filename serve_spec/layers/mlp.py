@@ -25,12 +25,12 @@ class GatedMLP(Layer):
         self.down = row_linear(intermediate_size, {"down_proj": hidden_size}, parallel)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [T, H] -> [T, H], or its addends (see `ops.linear.whole`)."""
+        """Return [T, H] -> [T, H], or its partial sums (see `ops.linear.sum_partials`)."""
         if x.is_cuda and self.gate_up.integers is None:
-            inner = linear.gate_up(x, self.gate_up.weight, self.gate_up.eight_bit)
+            inner = linear.gate_up(x, self.gate_up.weight, self.gate_up.fp8)
         else:
             inner = linear.silu_and_mul(self.gate_up(x))
-        return self.down.addends(inner)
+        return self.down.partials(inner)
 
     __call__ = forward
 

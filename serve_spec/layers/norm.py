@@ -7,19 +7,19 @@ from torch import Tensor
 
 from serve_spec.layers.module import Layer, parameter
 from serve_spec.ops.elementwise import rms_norm
-from serve_spec.ops.linear import whole
+from serve_spec.ops.linear import sum_partials
 from serve_spec.parallel.group import SINGLE, TensorParallel
 
 
 def stream_of(x: Tensor, residual: Tensor) -> Tensor:
-    """Return x + residual [T, width]; x may be addends (see `ops.linear.whole`)."""
-    return residual + whole(x, residual)
+    """Return x + residual [T, width]; x may be partial sums (see `ops.linear.sum_partials`)."""
+    return residual + sum_partials(x, residual)
 
 
 class RMSNorm(Layer):
     """x / sqrt(mean(x²) + eps) · w over the last dimension; float32 inside, x's dtype outside.
 
-    parallel: the ranks whose addends `add` sums up.
+    parallel: the ranks whose partial sums `add` sums up.
     """
 
     def __init__(self, width: int, eps: float, parallel: TensorParallel = SINGLE) -> None:
@@ -43,8 +43,8 @@ class RMSNorm(Layer):
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return (norm(x + residual), x + residual), where x is the sum of all ranks' x.
 
-        x: [T, width] as `residual`, or its addends (see `ops.linear.whole`). A single rank changes
-        neither input: callers may share them.
+        x: [T, width] as `residual`, or its partial sums (see `ops.linear.sum_partials`). A single
+        rank changes neither input: callers may share them.
         """
         if self._scaled is None:
             return self.parallel.add_norm(x, residual, self.weight, self.eps)

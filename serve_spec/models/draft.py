@@ -126,7 +126,7 @@ def load_draft(
     own = own_matrices(head, target)
     if weights == "fp8":
         for matrix in own:
-            matrix.add_eight_bit()
+            matrix.add_fp8()
     elif weights != "plain":
         _keep_integers(weights, own, target.embed_tokens.weight.device, path)
     return head

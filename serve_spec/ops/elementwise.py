@@ -8,7 +8,7 @@ from torch import Tensor
 
 from serve_spec.core.context import Rotation
 from serve_spec.ops.dispatch import has_kernel
-from serve_spec.ops.linear import whole
+from serve_spec.ops.linear import sum_partials
 
 
 @has_kernel
@@ -24,9 +24,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return (rms_norm(x + residual), x + residual); the sum is rounded before the norm.
 
-    residual: [..., width]; x: the same, or its addends (see `linear.whole`).
+    residual: [..., width]; x: the same, or its partial sums (see `linear.sum_partials`).
     """
-    total = residual + whole(x, residual)
+    total = residual + sum_partials(x, residual)
     return rms_norm(total, weight, eps), total
 
 
@@ -42,11 +42,11 @@ def rotate_and_store(
 ) -> Tensor:
     """Rotate queries and keys, and write keys and values of one layer to the pool.
 
-    heads: [T, num_heads + 2·kv_heads, d], queries, keys and values, or their addends (see
-    `linear.whole`); slots: int64 [T]; keys, values: [num_slots, kv_heads, d]. Returns the rotated
-    queries [T, num_heads, d]. Of tokens that share a slot any one may win.
+    heads: [T, num_heads + 2·kv_heads, d], queries, keys and values, or their partial sums (see
+    `linear.sum_partials`); slots: int64 [T]; keys, values: [num_slots, kv_heads, d]. Returns the
+    rotated queries [T, num_heads, d]. Of tokens that share a slot any one may win.
     """
-    heads = whole(heads, keys)
+    heads = sum_partials(heads, keys)
     num_rotated = num_heads + keys.shape[1]
     rotated = rotate(heads[:, :num_rotated], rotation)
     keys.index_copy_(0, slots, rotated[:, num_heads:])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from serve_spec.core.context import Rotation
 from serve_spec.ops.dispatch import dependent_launch
-from serve_spec.ops.linear_triton import load_whole
+from serve_spec.ops.linear_triton import load_sum
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -25,11 +25,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `elementwise.add_rms_norm`. Rows may be strided, their elements not."""
     rows = residual.reshape(-1, residual.shape[-1])
-    addends = x if x.dim() > residual.dim() else x[None]
-    addends = addends.reshape(len(addends), *rows.shape)
+    partials = x if x.dim() > residual.dim() else x[None]
+    partials = partials.reshape(len(partials), *rows.shape)
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)
     total = torch.empty_like(out)
-    _launch(addends[0], rows, weight, out, total, eps, addends.stride(0), len(addends))
+    _launch(partials[0], rows, weight, out, total, eps, partials.stride(0), len(partials))
     return out.view(residual.shape), total.view(residual.shape)
 
 
@@ -40,25 +40,25 @@ def _launch(
     out: Tensor,
     total: Tensor | None,
     eps: float,
-    addend_stride: int = 0,
-    num_addends: int = 1,
+    partial_stride: int = 0,
+    num_partials: int = 1,
 ) -> None:
-    """Launch the kernel. x: the first addend."""
+    """Launch the kernel. x: the first partial sum."""
     num_rows, width = x.shape
     block = triton.next_power_of_2(width)
     dependent = dependent_launch(x.device)
     _rms_norm_kernel[(num_rows,)](
         x, residual, weight, out, total, width,
-        x.stride(0), 0 if residual is None else residual.stride(0), addend_stride, eps,
-        NUM_ADDENDS=num_addends, BLOCK=block, DEPENDENT=dependent,
+        x.stride(0), 0 if residual is None else residual.stride(0), partial_stride, eps,
+        NUM_PARTIALS=num_partials, BLOCK=block, DEPENDENT=dependent,
         num_warps=min(max(block // 512, 1), 16), launch_pdl=dependent,
     )  # fmt: skip
 
 
 @triton.jit
 def _rms_norm_kernel(
-    x, residual, weight, out, total, width, x_stride, residual_stride, addend_stride, eps,
-    NUM_ADDENDS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    x, residual, weight, out, total, width, x_stride, residual_stride, partial_stride, eps,
+    NUM_PARTIALS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -68,7 +68,7 @@ def _rms_norm_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     places = x + row * x_stride + at
-    values = load_whole(places, inside, addend_stride, NUM_ADDENDS, out.dtype.element_ty)
+    values = load_sum(places, inside, partial_stride, NUM_PARTIALS, out.dtype.element_ty)
     if residual is not None:
         addend = tl.load(residual + row * residual_stride + at, mask=inside, other=0.0)
         values = (values.to(tl.float32) + addend.to(tl.float32)).to(values.dtype)
@@ -88,7 +88,7 @@ def rotate_and_store(
     """See `elementwise.rotate_and_store`; the rotated queries are contiguous here."""
     num_rows, num_all, head_dim = heads.shape[-3:]
     assert heads.stride()[-2:] == (head_dim, 1), "the heads of a token are contiguous"
-    num_addends = len(heads) if heads.dim() == 4 else 1
+    num_partials = len(heads) if heads.dim() == 4 else 1
     for pool in (keys, values):
         assert pool.is_contiguous(), "a layer of the pool is contiguous"
     query = keys.new_empty((num_rows, num_heads, head_dim))
@@ -98,7 +98,7 @@ def rotate_and_store(
     _rotate_and_store_kernel[(num_rows, triton.cdiv(num_all, _HEADS_PER_PROGRAM))](
         heads, rotation.cos_table, rotation.sin_table, rotation.positions, slots,
         query, keys, values, heads.stride(-3), heads.stride(0),
-        NUM_ADDENDS=num_addends, NUM_HEADS=num_heads, NUM_KV_HEADS=keys.shape[1],
+        NUM_PARTIALS=num_partials, NUM_HEADS=num_heads, NUM_KV_HEADS=keys.shape[1],
         HALF=head_dim // 2, BLOCK_HEADS=_HEADS_PER_PROGRAM,
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
         DEPENDENT=dependent, num_warps=_ROTATE_WARPS, launch_pdl=dependent,
@@ -108,8 +108,8 @@ def rotate_and_store(
 
 @triton.jit
 def _rotate_and_store_kernel(
-    heads, cos_table, sin_table, positions, slots, query, keys, values, row_stride, addend_stride,
-    NUM_ADDENDS: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    heads, cos_table, sin_table, positions, slots, query, keys, values, row_stride, partial_stride,
+    NUM_PARTIALS: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -130,8 +130,8 @@ def _rotate_and_store_kernel(
     is_head = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & is_dim
     source = heads + row * row_stride + head * (2 * HALF) + dim
     dtype = query.dtype.element_ty
-    first = load_whole(source, is_head, addend_stride, NUM_ADDENDS, dtype)
-    second = load_whole(source + HALF, is_head, addend_stride, NUM_ADDENDS, dtype)
+    first = load_sum(source, is_head, partial_stride, NUM_PARTIALS, dtype)
+    second = load_sum(source + HALF, is_head, partial_stride, NUM_PARTIALS, dtype)
     is_value = head >= NUM_HEADS + NUM_KV_HEADS
     x, y = first.to(tl.float32), second.to(tl.float32)
     first = tl.where(is_value, first, (x * cos - y * sin).to(first.dtype))

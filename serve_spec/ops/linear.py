@@ -18,15 +18,15 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    eight_bit: EightBit | None = None,
+    fp8: Fp8Weight | None = None,
 ) -> Tensor:
     """Return x·Wᵀ + b in `out_dtype` (default: x's), by the faster of our kernel and torch.
 
-    x: [T, in]; weight: [out, in]; bias: [out]; eight_bit: the weight in eight bits, used if that is
+    x: [T, in]; weight: [out, in]; bias: [out]; fp8: the weight in eight bits, used if that is
     faster. Returns [T, out]. torch rounds to x's dtype first, except on a GPU without a bias.
     """
-    if eight_bit is not None and _is_ours(x, weight, eight_bit=True):
-        return small_linear(x, eight_bit.values, bias, out_dtype, eight_bit.scale)
+    if fp8 is not None and _is_ours(x, weight, fp8=True):
+        return small_linear(x, fp8.values, bias, out_dtype, fp8.scale)
     if _is_ours(x, weight):
         return small_linear(x, weight, bias, out_dtype)
     if out_dtype is None or out_dtype == x.dtype:
@@ -36,36 +36,36 @@ def linear(
     return F.linear(x, weight, bias).to(out_dtype)
 
 
-def addends(x: Tensor, weight: Tensor, eight_bit: EightBit | None = None) -> Tensor:
-    """Return x·Wᵀ [T, out], or its addends, which the next kernel sums to save a launch.
+def partials(x: Tensor, weight: Tensor, fp8: Fp8Weight | None = None) -> Tensor:
+    """Return x·Wᵀ [T, out], or its partial sums, which the next kernel sums to save a launch.
 
-    See `whole`. eight_bit: see `linear`.
+    See `sum_partials`. fp8: see `linear`.
     """
-    if eight_bit is not None and _is_ours(x, weight, eight_bit=True):
-        return small_addends(x, eight_bit.values, eight_bit.scale)
+    if fp8 is not None and _is_ours(x, weight, fp8=True):
+        return small_partials(x, fp8.values, fp8.scale)
     if _is_ours(x, weight):
-        return small_addends(x, weight)
+        return small_partials(x, weight)
     return linear(x, weight)
 
 
-def gate_up(x: Tensor, weight: Tensor, eight_bit: EightBit | None = None) -> Tensor:
+def gate_up(x: Tensor, weight: Tensor, fp8: Fp8Weight | None = None) -> Tensor:
     """Return silu(gate) · up: x [T, in], weight [2·I, in], gate rows first -> [T, I].
 
-    eight_bit: see `linear`.
+    fp8: see `linear`.
     """
-    if eight_bit is not None and _is_ours(x, weight, gated=True, eight_bit=True):
-        return small_gate_up(x, eight_bit.values, eight_bit.scale)
+    if fp8 is not None and _is_ours(x, weight, gated=True, fp8=True):
+        return small_gate_up(x, fp8.values, fp8.scale)
     if _is_ours(x, weight, gated=True):
         return small_gate_up(x, weight)
     return silu_and_mul(linear(x, weight))
 
 
-def _is_ours(x: Tensor, weight: Tensor, *, gated: bool = False, eight_bit: bool = False) -> bool:
+def _is_ours(x: Tensor, weight: Tensor, *, gated: bool = False, fp8: bool = False) -> bool:
     """Return whether `linear_triton` supports this product and is fastest."""
     return (
         x.is_cuda
         and not is_compiling()
-        and is_ours(x.shape[0], gated=gated, eight_bit=eight_bit)
+        and is_ours(x.shape[0], gated=gated, fp8=fp8)
         and x.dtype in (torch.bfloat16, torch.float16)
         and x.stride(-1) == 1
         and weight.is_contiguous()
@@ -92,21 +92,21 @@ def small_linear(
 
 
 @has_kernel
-def small_addends(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
-    """Return the addends of `small_linear`: float32 [n, T, out], n by shape."""
+def small_partials(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Return the partial sums of `small_linear`: float32 [n, T, out], n by shape."""
     return small_linear(x, weight, None, torch.float32, scale)[None]
 
 
-def whole(x: Tensor, like: Tensor) -> Tensor:
-    """Return x, or if x is addends float32 [n, *like.shape], their sum.
+def sum_partials(x: Tensor, like: Tensor) -> Tensor:
+    """Return x, or if x is partial sums float32 [n, *like.shape], their sum.
 
     Added first to last and rounded once, to the dtype of `like`.
     """
     if x.dim() == like.dim():
         return x
     total = x[0]
-    for addend in x[1:]:
-        total = total + addend
+    for partial in x[1:]:
+        total = total + partial
     return total.to(like.dtype)
 
 
@@ -121,7 +121,7 @@ def small_gate_up(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Ten
 
 
 @dataclass(frozen=True)
-class EightBit:
+class Fp8Weight:
     """A weight [out, in] in eight bits: values · scale[:, None], values float8_e4m3fn.
 
     The scale of a row maps its largest value to the largest float8.
@@ -131,7 +131,7 @@ class EightBit:
     scale: Tensor
 
     @classmethod
-    def of(cls, weight: Tensor) -> EightBit:
+    def of(cls, weight: Tensor) -> Fp8Weight:
         """Quantize `weight`, floating point [out, in]."""
         dtype = torch.float8_e4m3fn
         largest = weight.float().abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
@@ -220,12 +220,12 @@ _GATED_SPARSE = {
 }
 # For eight-bit weights. At most 32 outputs use the older tensor core instructions, whose operands
 # need less shuffling.
-_PLAIN_EIGHT_BIT = {
+_PLAIN_FP8 = {
     16: _Block(outputs=32, depth=512, warps=2, stages=3),
     32: _Block(outputs=128, depth=128, warps=4, stages=5),
     64: _Block(outputs=64, depth=128, warps=4, stages=5),
 }
-_GATED_EIGHT_BIT = {
+_GATED_FP8 = {
     16: _Block(outputs=32, depth=256, warps=4, stages=5),
     32: _Block(outputs=64, depth=128, warps=4, stages=4),
     64: _Block(outputs=64, depth=128, warps=4, stages=4),
@@ -234,7 +234,7 @@ _MULTIPROCESSORS = 132
 _MAX_UNEVENNESS = 1.2
 # Sums are split while there is a multiprocessor for each program of so many outputs.
 _CUT_OUTPUTS = 64
-_CUT_OUTPUTS_EIGHT_BIT = 128
+_CUT_OUTPUTS_FP8 = 128
 # A product is sparse if it uses less than this share of the multiprocessors.
 _SPARSE = 0.75
 # Sparse sums are split once more if the parts are at least this long.
@@ -243,14 +243,14 @@ _LONG_SUM = 2048
 _MIN_COLUMNS = 256
 
 
-def is_ours(num_rows: int, *, gated: bool = False, eight_bit: bool = False) -> bool:
+def is_ours(num_rows: int, *, gated: bool = False, fp8: bool = False) -> bool:
     """Return whether these kernels, and not the vendor's library, multiply so many rows.
 
     Up to 64 rows of a plain product they are faster, or a few percent slower, and the bits of a row
     do not depend on the batch. A gated product saves a kernel and is faster up to 128 rows.
     """
-    if eight_bit:
-        return num_rows <= max(_GATED_EIGHT_BIT if gated else _PLAIN_EIGHT_BIT)
+    if fp8:
+        return num_rows <= max(_GATED_FP8 if gated else _PLAIN_FP8)
     return num_rows <= max(_GATED if gated else _PLAIN)
 
 
@@ -259,14 +259,14 @@ def choose_tiles(
     in_features: int,
     num_rows: int,
     gated: bool = False,
-    eight_bit: bool = False,
+    fp8: bool = False,
 ) -> Tiles:
     """Return the tiles for x [num_rows, in] by num_outputs weight rows (`gated`: pairs of them).
 
     `columns` does not depend on `num_rows`, so a row is summed in the same order in every batch,
     except for eight-bit weights, which only drafts have.
     """
-    blocks, cuts = _blocks_and_cuts(num_outputs, in_features, gated, eight_bit)
+    blocks, cuts = _blocks_and_cuts(num_outputs, in_features, gated, fp8)
     rows = next((most for most in blocks if num_rows <= most), max(blocks))
     block = blocks[rows]
     if block is _PLAIN[16] and _unevenness(num_outputs, block) > _MAX_UNEVENNESS:
@@ -283,12 +283,12 @@ def choose_tiles(
 
 
 def _blocks_and_cuts(
-    num_outputs: int, in_features: int, gated: bool, eight_bit: bool
+    num_outputs: int, in_features: int, gated: bool, fp8: bool
 ) -> tuple[dict[int, _Block], int]:
     """Return blocks by rows, and the number of programs that share a sum, a power of two."""
-    if eight_bit:
-        cuts = 1 if gated else _cuts(num_outputs, _CUT_OUTPUTS_EIGHT_BIT)
-        return _GATED_EIGHT_BIT if gated else _PLAIN_EIGHT_BIT, cuts
+    if fp8:
+        cuts = 1 if gated else _cuts(num_outputs, _CUT_OUTPUTS_FP8)
+        return _GATED_FP8 if gated else _PLAIN_FP8, cuts
     # The product of two sums needs both in one program.
     cuts = 1 if gated else _cuts(num_outputs, _CUT_OUTPUTS)
     share = _ceil(num_outputs, _CUT_OUTPUTS) * cuts / _MULTIPROCESSORS

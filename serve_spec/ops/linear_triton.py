@@ -33,29 +33,29 @@ def small_linear(
     """See `linear.small_linear`. Rows of x may be strided, their elements not."""
     out = x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype or x.dtype)
     num_outputs, in_features = weight.shape
-    tiles = choose_tiles(num_outputs, in_features, x.shape[0], eight_bit=scale is not None)
+    tiles = choose_tiles(num_outputs, in_features, x.shape[0], fp8=scale is not None)
     _multiply(x, weight, scale, bias, out, tiles)
     return out
 
 
-def small_addends(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
-    """See `linear.small_addends`; a sum in one program is returned whole. Rows may be strided."""
+def small_partials(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+    """See `linear.small_partials`; a sum in one program is returned whole. Rows may be strided."""
     num_outputs, in_features = weight.shape
-    tiles = choose_tiles(num_outputs, in_features, x.shape[0], eight_bit=scale is not None)
+    tiles = choose_tiles(num_outputs, in_features, x.shape[0], fp8=scale is not None)
     splits = triton.cdiv(in_features, tiles.columns)
     if splits == 1:
         return small_linear(x, weight, scale=scale)
-    addends = x.new_empty(splits, x.shape[0], num_outputs, dtype=torch.float32)
-    _multiply_only(x, weight, scale, None, addends, tiles)
-    return addends
+    partials = x.new_empty(splits, x.shape[0], num_outputs, dtype=torch.float32)
+    _multiply_only(x, weight, scale, None, partials, tiles)
+    return partials
 
 
 def small_gate_up(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
     """See `linear.small_gate_up`. Rows of x may be strided, their elements not."""
     width, in_features = weight.shape[0] // 2, weight.shape[1]
     out = x.new_empty(x.shape[0], width)
-    eight_bit = scale is not None
-    tiles = choose_tiles(width, in_features, x.shape[0], gated=True, eight_bit=eight_bit)
+    fp8 = scale is not None
+    tiles = choose_tiles(width, in_features, x.shape[0], gated=True, fp8=fp8)
     _multiply(x, weight, scale, None, out, tiles, is_gated=True)
     return out
 
@@ -185,11 +185,11 @@ def _load_weights(weights, inside, dtype: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def load_whole(places, mask, addend_stride, NUM_ADDENDS: tl.constexpr, dtype: tl.constexpr):
-    """See `linear.whole`; places: pointers into the first addend."""
+def load_sum(places, mask, partial_stride, NUM_PARTIALS: tl.constexpr, dtype: tl.constexpr):
+    """See `linear.sum_partials`; places: pointers into the first partial sum."""
     numbers = tl.load(places, mask=mask, other=0.0)
-    for index in tl.static_range(1, NUM_ADDENDS):
-        numbers += tl.load(places + index * addend_stride, mask=mask, other=0.0)
+    for index in tl.static_range(1, NUM_PARTIALS):
+        numbers += tl.load(places + index * partial_stride, mask=mask, other=0.0)
     return numbers.to(dtype)
 
 

@@ -181,7 +181,7 @@ def reject_drafts(
         at, roots = params.of(request_slots).seeds, positions[rows[:, 0]]
         seeds = stream_seeds(Stream.ACCEPT, at, roots).repeat_interleave(depth, dim=0)
         decided = (roots.unsqueeze(1) + column[:-1]).flatten()
-        correct, recovered = keep_or_replace(
+        correct, recovered = accept_or_recover(
             method,
             drafts,
             _over_draft_ids(draft.view(-1, depth, draft.shape[1]), drafted.draft_ids),
@@ -196,7 +196,7 @@ def reject_drafts(
     return kept.to(torch.int32)
 
 
-def keep_or_replace(
+def accept_or_recover(
     method: str,
     drafts: Tensor,
     draft_probs: Tensor,

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from serve_spec.ops.dispatch import has_kernel
 from serve_spec.ops.elementwise import add_rms_norm
-from serve_spec.ops.linear import whole
+from serve_spec.ops.linear import sum_partials
 
 NUM_PROGRAMS = 256
 """At most so many programs make a sum: a GPU runs them all at once."""
@@ -129,10 +129,10 @@ def sum_add_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return `add_rms_norm(shared_sum of all ranks' x, residual)`; a program has a row.
 
-    residual: [T, width], see `residual_fits`; x: the same, or its addends (see `linear.whole`).
+    residual: [T, width], see `residual_fits`; x: the same, or its partial sums (see `linear`).
     Neither is changed.
     """
-    x = whole(x, residual)
+    x = sum_partials(x, residual)
     parts = as_words(x).view(x.shape[0], -1)
     sum_of_part = _way(x, parts.shape[1], memory)
     sums = [sum_of_part(part, x.dtype, row, memory) for row, part in enumerate(parts)]

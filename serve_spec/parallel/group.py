@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from serve_spec.ops import elementwise
-from serve_spec.ops.linear import whole
+from serve_spec.ops.linear import sum_partials
 from serve_spec.parallel.channel import LOOPBACK, Address
 
 if TYPE_CHECKING:
@@ -52,10 +52,11 @@ class TensorParallel:
     ) -> tuple[Tensor, Tensor]:
         """Return `add_rms_norm(all_reduce(x), residual, weight, eps)`; x may be overwritten.
 
-        residual: [T, width]; x: the same, or its addends (see `ops.linear.whole`); contiguous.
+        residual: [T, width]; x: the same, or its partial sums (see `linear.sum_partials`).
+        Both are contiguous.
         """
         if self.size > 1:
-            x = self.all_reduce(whole(x, residual))
+            x = self.all_reduce(sum_partials(x, residual))
         return elementwise.add_rms_norm(x, residual, weight, eps)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:

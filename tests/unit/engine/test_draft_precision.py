@@ -60,8 +60,8 @@ def test_every_matrix_of_a_draft_is_kept_in_eight_bits_and_none_of_the_target(
     shared = set(target.modules())
     own = [m for m in head.modules() if isinstance(m, Linear) and m not in shared]
     assert own
-    assert all(layer.eight_bit is not None for layer in own)
-    assert all(m.eight_bit is None for m in shared if isinstance(m, Linear))
+    assert all(layer.fp8 is not None for layer in own)
+    assert all(m.fp8 is None for m in shared if isinstance(m, Linear))
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])

@@ -77,9 +77,9 @@ def test_a_row_product_alone_is_one_addend() -> None:
 
     with torch.inference_mode():
         expected = addend(SINGLE)
-    addends = on_ranks(3, addend)
-    assert not torch.allclose(addends[0], expected)
-    torch.testing.assert_close(torch.stack(addends).sum(0), expected)
+    partials = on_ranks(3, addend)
+    assert not torch.allclose(partials[0], expected)
+    torch.testing.assert_close(torch.stack(partials).sum(0), expected)
 
 
 @settings(max_examples=25)

@@ -44,14 +44,14 @@ def test_the_kernels_follow_their_laws(shape: tuple[int, ...], dtype: torch.dtyp
 def test_addends_are_added_up_in_order_and_rounded_before_the_residual_is(
     shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    addends, residual = random(*shape), random(*shape[1:], dtype=dtype, seed=1)
+    partials, residual = random(*shape), random(*shape[1:], dtype=dtype, seed=1)
     weight = random(shape[-1], dtype=dtype, seed=2)
-    whole = addends[0]
-    for addend in addends[1:]:
+    whole = partials[0]
+    for addend in partials[1:]:
         whole = whole + addend
     expected = residual + whole.to(dtype)
     for twin in (plain, elementwise_triton):
-        normed, total = twin.add_rms_norm(addends, residual, weight, EPS)
+        normed, total = twin.add_rms_norm(partials, residual, weight, EPS)
         assert torch.equal(total, expected)
         assert relative_error(normed, plain.rms_norm(expected, weight, EPS)) < TOLERANCE[dtype]
 

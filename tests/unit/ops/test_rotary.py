@@ -100,9 +100,9 @@ def test_heads_may_be_part_of_wider_rows(twin: Any) -> None:
 def test_heads_may_come_as_addends(twin: Any) -> None:
     scene, other = Scene(4, 4, 2, 16, torch.bfloat16), Scene(4, 4, 2, 16, torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
-    addends = torch.randn(3, *scene.heads.shape, generator=generator).to(DEVICE)
-    scene.heads = (addends[0] + addends[1] + addends[2]).bfloat16()
-    other.heads = addends
+    partials = torch.randn(3, *scene.heads.shape, generator=generator).to(DEVICE)
+    scene.heads = (partials[0] + partials[1] + partials[2]).bfloat16()
+    other.heads = partials
     assert torch.equal(scene.run(twin), other.run(twin))
     assert torch.equal(scene.keys, other.keys)
     assert torch.equal(scene.values, other.values)
