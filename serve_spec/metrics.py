@@ -51,7 +51,7 @@ BATCH_SIZE = Metric("serve_spec_batch_size", "gauge", "Decoding sequences of the
 ROUNDS = Metric(
     "serve_spec_rounds",
     "counter",
-    "Decode rounds by tier: drafts per sequence, or of trees their levels x drafts.",
+    "Decode rounds by draft shape: drafts per sequence, or levels x drafts of trees.",
     ("num_steps",),
 )
 BATCH_SIZE_ROUNDS = Metric(
@@ -216,7 +216,7 @@ ROUND_METRICS = (
 PREDICTED_GOODPUT = Metric(
     "serve_spec_predicted_goodput_tokens_per_ms",
     "gauge",
-    "What the policy expects of every tier at the batch of now.",
+    "Predicted tokens per ms of every draft shape for the current batch.",
     ("num_steps",),
 )
 LAST_REASON = Metric(

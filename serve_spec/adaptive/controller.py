@@ -1,4 +1,4 @@
-"""The engine's only contact with policy: asks for a shape, reports what was verified."""
+"""Connects the engine with a policy: chooses the drafts of a round, reports verified rounds."""
 
 from __future__ import annotations
 

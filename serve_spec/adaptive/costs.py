@@ -26,7 +26,7 @@ COST_ROUNDS = 50.0
 STALE_ROUNDS = 1024
 """Rounds of a bucket after which one of a cell that does not run weighs 1/e."""
 MOST_FACTOR = 2.0
-"""Largest factor between a measured time and the table's that is believed; 1 / the smallest."""
+"""Largest accepted factor between a measured time and the table's; 1 / the smallest."""
 _NUM_BUCKETS = 24
 
 

@@ -10,7 +10,7 @@ from serve_spec.core.round import DecodeBatch, Reason, RoundSteps
 
 
 class StepPolicy(Protocol):
-    """Picks how many drafts the next round verifies. Holds numbers only; asks no clock."""
+    """Picks how many drafts the next round verifies. Times come with the records."""
 
     @property
     def shapes(self) -> tuple[DraftShape, ...]:

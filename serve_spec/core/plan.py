@@ -165,7 +165,7 @@ class ScheduledBatch:
 
     @cached_property
     def num_drafts(self) -> int:
-        """Drafts that may be verified, whatever the budget."""
+        """Drafts that may be verified, without a budget."""
         return sum([req.num_draft_tokens for req in self.requests])
 
     @cached_property

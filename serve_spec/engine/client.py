@@ -66,7 +66,7 @@ class TokenStream:
     async def each(self, take: Callable[[TokenDelta], None]) -> None:
         """Call `take` with every delta as it comes, and return after the last one.
 
-        No task has to wake up for a delta.
+        No task wakes up for a delta.
 
         Raises:
             Exception: what ended the stream instead of a last delta, or what `take` raised.

@@ -69,7 +69,7 @@ class NewRequest(msgspec.Struct, array_like=True):
 
 
 class Add(msgspec.Struct, array_like=True, tag=True):
-    """Queue a request. It is decoded by itself, so that a bad one ends alone."""
+    """Queue a request. It is decoded separately, so that an invalid one does not affect others."""
 
     request_id: str
     request: msgspec.Raw
@@ -99,7 +99,7 @@ Command: TypeAlias = Add | Abort | Call | Stop
 
 
 class Reply(msgspec.Struct, array_like=True):
-    """The outcome of a call. error: why its argument was refused; None: it was not."""
+    """The outcome of a call. error: why its argument was refused; None: no error."""
 
     number: int
     error: str | None
@@ -251,13 +251,13 @@ class Sender(Generic[T]):
             while (message := self._take()) is not None:
                 self._connection.send_bytes(self._encode(message))
         except OSError:
-            logger.info("the other end does not listen any more")
+            logger.info("the other end no longer reads")
         except Exception:
             logger.exception("a message cannot be sent")
             hang_up(self._connection)
 
     def _take(self) -> T | None:
-        """Return all that waits; wait for it. None: nothing will come any more."""
+        """Wait for messages and return all that are queued; None: the channel is closed."""
         with self._changed:
             self._is_sending = False
             self._changed.wait_for(lambda: self._waiting is not None or self._is_closed)

@@ -1,4 +1,4 @@
-"""What the draws of a round may be: masks by grammar, each along its request's path."""
+"""Grammar masks of a round's draws, along the drafts of each request."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from serve_spec.structured.compiler import GrammarCompiler, Mask, Matcher
 
 
 class Node(NamedTuple):
-    """A draft: whether it can be drawn where it stands, and what may be drawn after it (None:
-    anything, for it is never read)."""
+    """A draft: whether it can be drawn, and the mask of the draw after it (None: not needed)."""
 
     is_legal: bool
     mask: Mask | None = None
@@ -38,10 +37,10 @@ def follow(
 ) -> list[Node]:
     """Return one node per draft; the matcher is restored, unless it has a `problem` now.
 
-    root: what may be drawn at the root. ends: the tokens that end a text; a draft of one, or of -1
-    (no token), is the last of its path.
+    root: mask of the draw after the root. ends: the tokens that end a text; a draft of one, or of
+    -1 (no token), is the last of its path.
     token_ids, parents: of each draft, parents before children, -1 for the root.
-    mask_at: what may be drawn where the matcher stands, so many drafts after the root.
+    mask_at: returns the mask at the matcher's state, so many drafts after the root.
     """
     nodes: list[Node] = []
     path: list[int] = []
@@ -86,8 +85,8 @@ def _move(matcher: Matcher, old: list[int], new: list[int], token_ids: Sequence[
 class Bans:
     """`bad_token_ids`, `allowed_token_ids` and `min_tokens` of one request, as masks.
 
-    A grammar is the stronger: where they rule out everything that it allows, they yield. So a text
-    that is complete may end before `min_tokens`.
+    They do not apply if they forbid every token that a grammar allows. So a complete text may end
+    before `min_tokens`.
     """
 
     def __init__(self, compiler: GrammarCompiler, req: ScheduledRequest) -> None:
@@ -110,7 +109,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class RoundMasks:
-    """What the draws of a round may be.
+    """Masks of the draws of a round.
 
     num_drafts: drafts of each sampling request to verify: those before the first that cannot be
         drawn, unless all are kept.
@@ -124,10 +123,10 @@ class RoundMasks:
 
 
 class Grammars:
-    """Follows the texts of running requests through their grammars.
+    """Keeps the grammar states of running requests.
 
-    Where a text stands is a function of its grammar and its tokens; what is kept between rounds
-    saves time alone. So every rank of a model makes the same masks of the same plans.
+    A state is a function of the grammar and the tokens; keeping it between rounds only saves time.
+    So all ranks make equal masks of equal plans.
     """
 
     def __init__(self, compiler: GrammarCompiler) -> None:
@@ -143,7 +142,7 @@ class Grammars:
         self.compiler.matcher(grammar)
 
     def read(self, reqs: Sequence[ScheduledRequest]) -> None:
-        """Go on to where the texts of a round's sampling requests stand; needs no drafts."""
+        """Advance the states of a round's sampling requests to their committed tokens."""
         for req in reqs:
             if req.params.grammar is not None:
                 self._text(req, req.params.grammar)
@@ -169,15 +168,15 @@ class Grammars:
             )
         ]
         if not keeps_all:
-            nodes = [[*takewhile(lambda node: node.is_legal, of_row)] for of_row in nodes]
-        masks = [[node.mask for node in of_row] for of_row in nodes]
+            nodes = [[*takewhile(lambda node: node.is_legal, of_req)] for of_req in nodes]
+        masks = [[node.mask for node in of_req] for of_req in nodes]
         here = {req.request_id for req in reqs}
         self._texts = {name: text for name, text in self._texts.items() if name in here}
-        flat = [mask for of_row in masks for mask in of_row]
+        flat = [mask for of_req in masks for mask in of_req]
         words = [mask for mask in flat if mask is not None]
         numbers = iter(range(len(words)))
         return RoundMasks(
-            num_drafts=tuple(len(of_row) - 1 for of_row in masks),
+            num_drafts=tuple(len(of_req) - 1 for of_req in masks),
             places=tuple(-1 if mask is None else next(numbers) for mask in flat),
             words=np.array(words, dtype=np.uint32).reshape(-1, self.compiler.num_words),
         )
@@ -205,7 +204,7 @@ class Grammars:
         matcher = text.matcher
 
         def left(mask: Mask | None, depth: int) -> Mask:
-            # What cannot go on, be it that its grammar is too much for the limits, may end.
+            # A text that cannot continue may end, also if its grammar exceeds the limits.
             mask = self.compiler.ends if mask is None else mask
             return text.bans.off(mask, len(req.generated_ids) + depth)
 
@@ -228,7 +227,7 @@ class Grammars:
         if text is None or not text.goes_on_to(grammar, req.generated_ids):
             text = _Text(grammar, self.compiler.matcher(grammar), Bans(self.compiler, req))
         text.read(req.generated_ids)
-        if text.matcher.problem:  # of all the texts together, maybe, that others have gone through
+        if text.matcher.problem:  # possibly a limit that all texts of this grammar share
             matcher = self.compiler.matcher(grammar, anew=True)
             text = _Text(grammar, matcher, text.bans)
             text.read(req.generated_ids)
@@ -238,7 +237,7 @@ class Grammars:
 
 @dataclass
 class _Text:
-    """A text so far, where it stands in its grammar, and what may come next (see `Matcher`)."""
+    """A text, its state in its grammar, and the mask of the next draw (see `Matcher`)."""
 
     grammar: Grammar
     matcher: Matcher
@@ -250,11 +249,11 @@ class _Text:
         self.mask = self.matcher.mask()
 
     def goes_on_to(self, grammar: Grammar, token_ids: tuple[int, ...]) -> bool:
-        """Return whether this is the beginning of that."""
+        """Return whether this text is a prefix of `token_ids`, in the same grammar."""
         return self.grammar == grammar and token_ids[: len(self.token_ids)] == self.token_ids
 
     def read(self, token_ids: tuple[int, ...]) -> None:
-        """Go on to the end of these, of which it is the beginning."""
+        """Advance to the end of `token_ids`, of which this text is a prefix."""
         if token_ids != self.token_ids:
             self.matcher.advance(token_ids[len(self.token_ids) :])
             self.token_ids, self.mask = token_ids, self.matcher.mask()
