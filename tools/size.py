@@ -23,10 +23,10 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "package lines": Budget(31_000, current=41_600),
-    "package files": Budget(200, current=221),
+    "package lines": Budget(31_000, current=41_412),
+    "package files": Budget(200, current=218),
     "package folders": Budget(18),
-    "tests lines": Budget(27_000, current=36_684),
+    "tests lines": Budget(27_000, current=36_682),
     "longest file": Budget(500, current=522),
     "longest class": Budget(250),
     "longest function": Budget(60),
