@@ -164,9 +164,9 @@ class DeviceGroup(TensorParallel):
             return
         # Its memory stays, for recorded graphs write to it.
         if self._shared_sum is not None:
-            self._shared_sum.let_go()
+            self._shared_sum.release()
         if self._device.type == "cuda":
-            _abort_aside(group)
+            _abort_in_background(group)
         else:
             group.abort()
 
@@ -197,20 +197,20 @@ def join(
     return DeviceGroup(rank, size, device, store, host)
 
 
-def _abort_aside(group: Any) -> None:
-    aside = threading.Thread(target=group.abort, name="abort", daemon=True)
-    aside.start()
-    _asides.append(aside)
+def _abort_in_background(group: Any) -> None:
+    thread = threading.Thread(target=group.abort, name="abort", daemon=True)
+    thread.start()
+    _aborts.append(thread)
 
 
-_asides: list[threading.Thread] = []
+_aborts: list[threading.Thread] = []
 
 
 @atexit.register
-def _wait_for_asides() -> None:
+def _wait_for_aborts() -> None:
     """Wait for a limited time: graphs that are never freed hold NCCL up."""
-    for aside in _asides:
-        aside.join(_ABORT_S)
+    for thread in _aborts:
+        thread.join(_ABORT_S)
 
 
 def _finish(work: Any) -> None:

@@ -72,7 +72,7 @@ class SharedSum:
         self._yes = torch.ones_like(memory.released)
         device = memory.released.device
         # A sum that waits holds up its stream, and streams of its priority may share its queue.
-        self._aside = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def fits(self, x: Tensor) -> bool:
         """Return whether x is small enough; NCCL is faster for large ones."""
@@ -92,10 +92,10 @@ class SharedSum:
         """See `TensorParallel.add_norm`; on a GPU it only launches. The rows of x fit."""
         return sum_add_norm(x, residual, weight, eps, self._memory)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release the sums of this rank that wait for another; their results are invalid."""
         # A GPU that has failed waits for nothing.
-        with suppress(RuntimeError), torch.cuda.stream(self._aside):
+        with suppress(RuntimeError), torch.cuda.stream(self._stream):
             # A copy: code that would have to be loaded first could wait for the sum that waits.
             self._memory.released.copy_(self._yes)
 
@@ -270,6 +270,6 @@ def _wait_for_end(shared: SharedSum) -> None:
     deadline = time.monotonic() + _TRIAL_S
     while not ended.query():
         if time.monotonic() > deadline:
-            shared.let_go()
+            shared.release()
             raise TimeoutError(f"a sum on trial did not end in {_TRIAL_S:.0f} s")
         time.sleep(1e-4)
