@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from serve_spec.ops.elementwise import add_rms_norm
-from serve_spec.ops.linear import whole
+from serve_spec.ops.linear import sum_partials
 from serve_spec.ops.shared_sum import DTYPES, fits, residual_fits, shared_sum
 from serve_spec.parallel.channel import Address, RankChannel
 from serve_spec.parallel.group import DeviceGroup, join
@@ -134,7 +134,7 @@ def norms_of_addends_are_those_of_their_sums(group: DeviceGroup) -> bool:
             addends = torch.stack([norm.x.float() * (k + 1) / 7 for k in range(num_addends)])
             norm.x = addends
             results = [result.clone() for result in norm.run()]
-            norm.x = whole(addends, norm.residual)
+            norm.x = sum_partials(addends, norm.residual)
             found += [torch.equal(a, b) for a, b in zip(results, norm.run(), strict=True)]
     return all(found)
 
