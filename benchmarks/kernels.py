@@ -32,10 +32,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils.benchmark import Timer
 
+from benchmarks.steady import Controllers, SteadyLoad, figures, run_variants, with_room
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.bench.arguments import add_configuration, configured
 from serve_spec.bench.report import environment, print_record
-from serve_spec.bench.steady import Controllers, SteadyLoad, figures, run_variants, with_room
 from serve_spec.bench.variants import make_variants
 from serve_spec.core.record import StepRecord
 from serve_spec.engine.llm import LLM
@@ -186,7 +186,7 @@ def rounds(bench: Bench) -> Iterator[dict[str, Any]]:
         for name, mine in measured.items():
             row = figures(mine)
             over_plain = row["tokens_per_second"] / plain
-            counts = Counter(steps for r in mine for steps in r.row_steps)
+            counts = Counter(steps for r in mine for steps in r.steps_per_req)
             yield {
                 "batch_size": batch_size,
                 "variant": name,
@@ -201,7 +201,7 @@ def rounds(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def _expected_speed(rounds: Sequence[StepRecord], acceptance: Acceptance | None) -> float:
-    tokens = sum(expected_tokens(acceptance, k) for r in rounds for k in r.row_steps)
+    tokens = sum(expected_tokens(acceptance, k) for r in rounds for k in r.steps_per_req)
     return tokens / sum(r.step_ms for r in rounds) * 1e3
 
 

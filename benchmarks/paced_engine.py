@@ -23,7 +23,7 @@ from serve_spec.core.sequence import Sequence
 from serve_spec.engine.client import EngineClient
 from serve_spec.engine.inputs import EngineLimits
 from serve_spec.engine.tokenizer import Tokenizer
-from serve_spec.parallel.launch import Launcher
+from serve_spec.parallel.worker_ranks import Launcher
 from serve_spec.serving.engine_actor import start_engine
 
 ROUNDS_PER_SECOND = float(os.environ.get("SERVE_SPEC_PACED_ROUNDS", "60"))

@@ -22,17 +22,17 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import spawn
 
+from benchmarks.steady import SteadyLoad, figures, run_variants, with_room
 from serve_spec.bench.arguments import add_configuration, configured
 from serve_spec.bench.report import environment, print_record
-from serve_spec.bench.steady import SteadyLoad, figures, run_variants, with_room
 from serve_spec.bench.variants import make_variants
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.context import torch_dtype
 from serve_spec.core.record import StepRecord
 from serve_spec.engine.llm import LLM
 from serve_spec.models import ModelShape
+from serve_spec.parallel.channel import LOOPBACK, Address
 from serve_spec.parallel.group import SINGLE, TensorParallel, join, store_server
-from serve_spec.parallel.line import LOOPBACK, Address
 
 Exchanges = Mapping[str, Callable[[], object]]
 

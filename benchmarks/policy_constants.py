@@ -30,8 +30,8 @@ from tests.helpers.simulated_costs import noisy
 
 PACKAGE = "serve_spec.adaptive"
 MODULES = (
-    *("goodput", "drafts", "planner", "costs"),
-    *("calibration", "rates", "speed_guard"),
+    *("goodput", "exploration", "drafts", "planner", "costs"),
+    "calibration",
 )
 SIZES = {"h200": (1, 16, 64, 256), "cpu": (1, 4, 16, 64)}
 FACTORS = {"half": 0.5, "double": 2.0}

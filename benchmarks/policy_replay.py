@@ -15,7 +15,7 @@ from benchmarks.phases import Phase
 from benchmarks.simulator import RoundCosts, Simulator
 from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.policy import StaticPolicy, StepPolicy
-from serve_spec.adaptive.trees import SMALL_TREES
+from serve_spec.adaptive.trees import SMALL_TREES, AllowedShapes
 from serve_spec.bench.trace import load_traces
 from serve_spec.bench.workload import CLASSES, TextKind
 from serve_spec.core.draft import DraftShape
@@ -43,7 +43,9 @@ def goodput(name: str) -> GoodputPolicy:
     """Return a policy with the table of a cost model."""
     costs, sizes, counts = COSTS[name]
     table = recorded_table(costs, sizes, trees=sorted({*chain(*SMALL_TREES.values())}))
-    return GoodputPolicy(table, trees=SMALL_TREES, min_dwell_rounds=0, token_counts=counts)
+    return GoodputPolicy(
+        table, AllowedShapes(trees=SMALL_TREES), min_dwell_rounds=0, token_counts=counts
+    )
 
 
 def speeds(name: str, policy: StepPolicy, phases: list[Phase], seed: int = 0) -> list[float]:

@@ -39,7 +39,7 @@ class RoundShape(NamedTuple):
     num_tokens: int
     """Context tokens of all decoding requests."""
     num_sampled: int
-    num_catch_up: int
+    num_extend_tokens: int
     """Missing draft KV entries, computed before drafting."""
     num_prefill_tokens: int
     draft: DraftShape = PLAIN
@@ -266,25 +266,25 @@ class Simulator:
         if self._shape not in (None, steps.shape):
             report.switches[self.policy.last_reason] += 1
         self._shape = steps.shape
-        drafted = row_steps = _row_steps(steps, batch)
+        drafted = steps_per_req = _row_steps(steps, batch)
         shares = self._shares(rows, steps)
         num_admitted = None
         if shares is not None and steps.budget is not None:
             kinds = np.array([SAMPLED if row.sampled else GREEDY for row in rows])
-            row_steps = admitted(
+            steps_per_req = admitted(
                 shares, np.array(drafted), kinds, steps.calibration, steps.budget
             ).tolist()
-            num_admitted = sum(row_steps)
+            num_admitted = sum(steps_per_req)
         accepted = [
             min(num_steps, row.accepted(steps.shape))
-            for num_steps, row in zip(row_steps, rows, strict=True)
+            for num_steps, row in zip(steps_per_req, rows, strict=True)
         ]
         shape = RoundShape(
             batch_size=len(rows),
             drafting=_drafting(drafted),
             num_tokens=batch.num_tokens,
             num_sampled=batch.num_sampled,
-            num_catch_up=_catch_up(rows, drafted),
+            num_extend_tokens=_catch_up(rows, drafted),
             num_prefill_tokens=0,
             draft=steps.shape,
             num_admitted=num_admitted,
@@ -297,9 +297,9 @@ class Simulator:
             self._record(shape, live),
             shape=steps.shape,
             request_ids=tuple([batch.request_ids[i] for i in live]),
-            row_steps=tuple([row_steps[i] for i in live]),
-            row_correct_drafts=tuple([accepted[i] for i in live]),
-            row_drafted=() if num_admitted is None else tuple([drafted[i] for i in live]),
+            steps_per_req=tuple([steps_per_req[i] for i in live]),
+            correct_per_req=tuple([accepted[i] for i in live]),
+            drafted_per_req=() if num_admitted is None else tuple([drafted[i] for i in live]),
             draft_shares=None if shares is None else shares[live].astype(np.float32),
             budget=None if num_admitted is None else steps.budget,
             is_sampled=tuple([sampled[i] for i in live]),
@@ -324,10 +324,10 @@ class Simulator:
             num_sampled=shape.num_sampled,
             num_drafting=shape.drafting[0] if shape.drafting else 0,
             deepest=shape.num_steps,
-            num_catch_up=shape.num_catch_up,
+            num_extend_tokens=shape.num_extend_tokens,
             num_prefill_tokens=shape.num_prefill_tokens,
             num_ended=shape.batch_size - len(live),
-            num_ended_prompt_rows=sum([ended.num_prompt for ended in self._ended]),
+            num_ended_prompt_tokens=sum([ended.num_prompt for ended in self._ended]),
             num_ended_tokens=sum([ended.length - ended.num_prompt for ended in self._ended]),
             times=self.costs(shape),
         )
@@ -368,7 +368,9 @@ class Simulator:
 
 def _row_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
     """Return drafts per request as the scheduler grants them, with equal shares if scarce."""
-    wanted = [steps.shape.depth] * batch.size if steps.row_steps is None else steps.row_steps
+    wanted = (
+        [steps.shape.depth] * batch.size if steps.steps_per_req is None else steps.steps_per_req
+    )
     usable = [
         want if want < most else most for want, most in zip(wanted, batch.max_steps, strict=True)
     ]
@@ -402,9 +404,9 @@ def admitted(
     return counts
 
 
-def _drafting(row_steps: list[int]) -> tuple[int, ...]:
+def _drafting(steps_per_req: list[int]) -> tuple[int, ...]:
     """Return how many requests draft at least 1, 2, ... steps."""
-    by_steps = Counter(row_steps)
+    by_steps = Counter(steps_per_req)
     rows, counts = 0, []
     for depth in range(max(by_steps), 0, -1):
         rows += by_steps[depth]
@@ -412,10 +414,10 @@ def _drafting(row_steps: list[int]) -> tuple[int, ...]:
     return tuple(reversed(counts))
 
 
-def _catch_up(rows: list[_Row], row_steps: list[int]) -> int:
+def _catch_up(rows: list[_Row], steps_per_req: list[int]) -> int:
     """Compute the missing draft KV of the requests that draft; return the number of entries."""
     total = 0
-    for row, num_steps in zip(rows, row_steps, strict=True):
+    for row, num_steps in zip(rows, steps_per_req, strict=True):
         if num_steps:
             total += row.length - 1 - row.num_draft_computed
             row.num_draft_computed = row.length - 1

@@ -42,7 +42,7 @@ def _load(command: str) -> Callable[[list[str]], int]:
     if command == "serve":
         from serve_spec.serving.command import main as run
     elif command == "generate":
-        from serve_spec.engine.command import main as run
+        from serve_spec.engine.llm import main as run
     elif command == "train":
         from serve_spec.training.command import main as run
     elif command == "expand":

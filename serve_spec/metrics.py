@@ -51,7 +51,7 @@ BATCH_SIZE = Metric("serve_spec_batch_size", "gauge", "Decoding sequences of the
 ROUNDS = Metric(
     "serve_spec_rounds",
     "counter",
-    "Decode rounds by tier: drafts per sequence, or of trees their levels x drafts.",
+    "Decode rounds by draft shape: drafts per sequence, or levels x drafts of trees.",
     ("num_steps",),
 )
 BATCH_SIZE_ROUNDS = Metric(
@@ -101,7 +101,9 @@ EXPECTED_DRAFTS = Metric(
 OBSERVED_DRAFTS = Metric(
     "serve_spec_observed_correct_drafts", "counter", "Drafts accepted in the same rounds."
 )
-OUTPUT_TOKENS = Metric("serve_spec_output_tokens", "counter", "Tokens emitted by decoding rows.")
+OUTPUT_TOKENS = Metric(
+    "serve_spec_output_tokens", "counter", "Tokens emitted by decoding requests."
+)
 PREFILL_TOKENS = Metric("serve_spec_prefill_tokens", "counter", "Prompt tokens computed.")
 PREFIX_QUERY_TOKENS = Metric(
     "serve_spec_prefix_cache_query_tokens", "counter", "Tokens that admitted requests came with."
@@ -114,7 +116,7 @@ PREFIX_HIT_TOKENS = Metric(
 ACCEPT_LENGTH_ROWS = Metric(
     "serve_spec_accept_length_rows",
     "counter",
-    "Decoding rows by the tokens they emitted in a round: correct drafts and the final token.",
+    "Decoding requests by the tokens they emitted in a round: correct drafts and the bonus token.",
     ("accept_length",),
 )
 DRAFT_MS = Metric(
@@ -161,11 +163,13 @@ SPEEDUP = Metric(
 EMA_ACCEPT_LENGTH = Metric(
     "serve_spec_ema_accept_length_tokens",
     "gauge",
-    "Average of correct drafts per row that a batch-size slot decides by.",
+    "Average of correct drafts per request that a batch-size slot decides by.",
     ("slot",),
 )
 RUNNING_SEQS = Metric("serve_spec_running_seqs", "gauge", "Sequences in the batch.")
-WAITING_SEQS = Metric("serve_spec_waiting_seqs", "gauge", "Sequences that wait for pages or rows.")
+WAITING_SEQS = Metric(
+    "serve_spec_waiting_seqs", "gauge", "Sequences that wait for pages or request slots."
+)
 KV_USAGE = Metric("serve_spec_kv_usage_ratio", "gauge", "Share of KV pages in use, 0..1.")
 KV_PAGES = Metric("serve_spec_kv_pages", "gauge", "KV pages by state: used or free.", ("state",))
 
@@ -212,7 +216,7 @@ ROUND_METRICS = (
 PREDICTED_GOODPUT = Metric(
     "serve_spec_predicted_goodput_tokens_per_ms",
     "gauge",
-    "What the policy expects of every tier at the batch of now.",
+    "Predicted tokens per ms of every draft shape for the current batch.",
     ("num_steps",),
 )
 LAST_REASON = Metric(
@@ -341,7 +345,7 @@ def readings(record: StepRecord) -> Iterator[Reading]:
         yield from _budget_readings(record)
 
 
-RowCounts: TypeAlias = Mapping[tuple[int, int, int], int]
+RequestCounts: TypeAlias = Mapping[tuple[int, int, int], int]
 """Requests by their drafts in a round: made, verified and accepted; of trees, levels."""
 
 
@@ -358,26 +362,29 @@ class PositionCounts(NamedTuple):
 _POSITION_METRICS = (POSITION_PROPOSED, POSITION_DRAFTED, POSITION_REACHED, POSITION_ACCEPTED)
 
 
-def row_counts(record: StepRecord) -> Counter[tuple[int, int, int]]:
+def request_counts(record: StepRecord) -> Counter[tuple[int, int, int]]:
     """Count the requests of a round by their drafts."""
     # Levels of a tree are not counted by the drafts of a budget.
-    proposed = record.row_drafted if record.shape.is_chain else ()
-    rows = zip(
-        proposed or record.row_steps, record.row_steps, record.row_correct_drafts, strict=True
+    proposed = record.drafted_per_req if record.shape.is_chain else ()
+    reqs = zip(
+        proposed or record.steps_per_req,
+        record.steps_per_req,
+        record.correct_per_req,
+        strict=True,
     )
-    return Counter(rows)
+    return Counter(reqs)
 
 
-def position_counts(rows: RowCounts) -> list[PositionCounts]:
+def position_counts(counts: RequestCounts) -> list[PositionCounts]:
     """Return the counts of every position, from the first."""
-    deepest = max((proposed for proposed, _, _ in rows), default=0)
-    return [_counts_at(position, rows) for position in range(1, deepest + 1)]
+    deepest = max((proposed for proposed, _, _ in counts), default=0)
+    return [_counts_at(position, counts) for position in range(1, deepest + 1)]
 
 
-def _counts_at(position: int, rows: RowCounts) -> PositionCounts:
-    verified = {row: n for row, n in rows.items() if row[1] >= position}
+def _counts_at(position: int, counts: RequestCounts) -> PositionCounts:
+    verified = {req: n for req, n in counts.items() if req[1] >= position}
     return PositionCounts(
-        proposed=sum(n for (proposed, _, _), n in rows.items() if proposed >= position),
+        proposed=sum(n for (proposed, _, _), n in counts.items() if proposed >= position),
         verified=sum(verified.values()),
         reached=sum(n for (_, _, correct), n in verified.items() if correct >= position - 1),
         accepted=sum(n for (_, _, correct), n in verified.items() if correct >= position),
@@ -389,10 +396,10 @@ def unverified_drafts(record: StepRecord) -> int:
 
     Of trees a lower bound: drafts of requests that ended in the round count as verified.
     """
-    if not record.row_drafted:
+    if not record.drafted_per_req:
         return 0
-    verified = sum(record.row_steps) if record.shape.is_chain else record.num_draft_tokens
-    return max(0, sum(record.row_drafted) - verified)
+    verified = sum(record.steps_per_req) if record.shape.is_chain else record.num_draft_tokens
+    return max(0, sum(record.drafted_per_req) - verified)
 
 
 def expected_drafts(record: StepRecord) -> float | None:
@@ -427,7 +434,7 @@ def _decode_readings(record: StepRecord) -> Iterator[Reading]:
 
 
 def _position_readings(record: StepRecord) -> Iterator[Reading]:
-    for position, counts in enumerate(position_counts(row_counts(record)), start=1):
+    for position, counts in enumerate(position_counts(request_counts(record)), start=1):
         label = {"position": str(position)}
         counted = zip(_POSITION_METRICS, counts, strict=True)
         yield from (Reading(metric, count, label) for metric, count in counted if count)

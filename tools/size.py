@@ -23,16 +23,16 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "package lines": Budget(31_000, current=41_600),
-    "package files": Budget(200, current=245),
+    "package lines": Budget(31_000, current=41_412),
+    "package files": Budget(200, current=218),
     "package folders": Budget(18),
     "tests lines": Budget(27_000, current=35_543),
-    "longest file": Budget(500, current=683),
-    "longest class": Budget(250, current=435),
-    "longest function": Budget(60, current=83),
+    "longest file": Budget(500, current=522),
+    "longest class": Budget(250),
+    "longest function": Budget(60),
     "most branches": Budget(12),
-    "most parameters": Budget(8, current=13),
-    "functions over a budget": Budget(0, current=16),
+    "most parameters": Budget(8),
+    "functions over a budget": Budget(0),
     "README.md lines": Budget(140),
     "ARCHITECTURE.md lines": Budget(250),
     "docs/results bytes": Budget(1_000_000),
@@ -56,7 +56,9 @@ def measure(root: Path = ROOT) -> dict[str, Measure]:
         "package files": Measure(len(package)),
         "package folders": Measure(len(list((root / "serve_spec").glob("*/__init__.py")))),
         "tests lines": Measure(sum(map(_lines, tests))),
-        "longest file": max(Measure(_lines(path), _shown(path, root)) for path in package),
+        "longest file": max(
+            Measure(_lines(path), _shown(path, root)) for path in package if not _has_kernels(path)
+        ),
         **_largest(package, root),
         "README.md lines": Measure(_lines(root / "README.md")),
         "ARCHITECTURE.md lines": Measure(_lines(root / "ARCHITECTURE.md")),
@@ -87,12 +89,17 @@ def _sizes(node: ast.ClassDef | Function) -> dict[str, int]:
     if isinstance(node, ast.ClassDef):
         return {"longest class": _height(node)}
     if any("triton.jit" in ast.unparse(each) for each in node.decorator_list):
-        return {}
+        return {}  # see `_has_kernels`
     return {
         "longest function": _height(node),
         "most branches": branches(node),
         "most parameters": parameters(node),
     }
+
+
+def _has_kernels(path: Path) -> bool:
+    """Return whether a file holds Triton kernels. Such a file, and a kernel, may have any size."""
+    return path.name.endswith("_triton.py")
 
 
 def _height(node: ast.ClassDef | Function) -> int:

@@ -9,8 +9,8 @@ from recipes.tiny.plots import plot_losses, plot_survival
 from recipes.tiny.settings import PairRecipe, smoke, tiny
 from recipes.tiny.target import train_target
 from recipes.tiny.tokenizer import encode_documents, load_tokenizer, save_tokenizer, train_tokenizer
-from serve_spec.training.checkpoint import save_state
 from serve_spec.training.command import DRAFT_PROGRAM, Program, Workshop, say
+from serve_spec.training.weights import save_state
 
 
 def make_tokenizer(shop: Workshop[PairRecipe]) -> None:

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from recipes.tiny.settings import PairRecipe
 from serve_spec.models import Llama
-from serve_spec.training.batches import windows
-from serve_spec.training.checkpoint import export_checkpoint
-from serve_spec.training.lesson import forward_rows
 from serve_spec.training.loop import Run, Trainer, compiled
-from serve_spec.training.weights import MasterWeights, initialise, new_llama
+from serve_spec.training.sampling import windows
+from serve_spec.training.unroll import forward_rows
+from serve_spec.training.weights import MasterWeights, export_checkpoint, initialise, new_llama
 
 
 def train_target(recipe: PairRecipe, train: Tensor, held_out: Tensor, run: Run, out: Path) -> None:

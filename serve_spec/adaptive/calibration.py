@@ -24,7 +24,7 @@ Flags: TypeAlias = NDArray[np.bool_]
 Indices: TypeAlias = NDArray[np.intp]
 
 PULL_TRIALS = 128.0
-"""Drafts that the start at (1, 0) is worth."""
+"""Drafts that the initial value (1, 0) counts as."""
 MEMORY_TRIALS = 2048.0
 """Drafts of a position after which an older one weighs 1/e."""
 _LARGEST_LOGIT = 15.0  # as in `ops.admission`

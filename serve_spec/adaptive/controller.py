@@ -1,4 +1,4 @@
-"""The engine's only contact with policy: asks for a shape, reports what was verified."""
+"""Connects the engine with a policy: chooses the drafts of a round, reports verified rounds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FALLBACK_ROUNDS = 1024
 class AdaptiveController:
     """Picks the shape before drafting, learns after verification, keeps the counts.
 
-    A policy that fails gives way to plain decoding for a while, which is said the first time. One
+    A policy that fails gives way to plain decoding for a while, with a warning the first time. One
     thread drives it; `snapshot` may be called from any.
     """
 
@@ -30,11 +30,11 @@ class AdaptiveController:
         self,
         settings: PolicySettings,
         costs: CostTable | None = None,
-        say: Callable[[str], None] = lambda warning: None,
+        warn: Callable[[str], None] = lambda warning: None,
     ) -> None:
         """Start; goodput gives way to ema without costs."""
         self._configured = self.settings = settings
-        self._costs, self._say = costs, say
+        self._costs, self._warn = costs, warn
         self._accept_rates: Sequence[float] = ()
         self._policy = settings.build(settings.shape.depth, costs)
         self.shapes = settings.shapes  # that the worker must build beside `PLAIN`; never grows
@@ -50,7 +50,7 @@ class AdaptiveController:
         self._rounds_by_shape: Counter[DraftShape] = Counter()
 
     def choose_steps(self, batch: DecodeBatch) -> RoundSteps:
-        """Return the shape of the next round and each row's share; an empty batch is no round."""
+        """Return the drafts of the next round; an empty batch has none."""
         if not batch.size:
             self.switch_reason, self.notes = None, NO_NOTES
             return RoundSteps(PLAIN)
@@ -81,7 +81,7 @@ class AdaptiveController:
             self._fall_back(f"the policy failed to learn: {error!r}")
 
     def _follow_average(self, record: StepRecord) -> None:
-        """Average the accepted drafts of rows that drafted, by slot, under every strategy."""
+        """Average the accepted drafts of requests that drafted, by slot, under every strategy."""
         _, steps, correct, _ = record.model_drafts
         if accepted := [kept for kept, k in zip(correct, steps, strict=True) if k]:
             key = slot_of(self._slots, record.batch_size)
@@ -137,7 +137,7 @@ class AdaptiveController:
         self._fallback, self._fallback_rounds_left = why, FALLBACK_ROUNDS
         self._policy = StaticPolicy(PLAIN, Reason.FALLBACK)
         if not self._num_fallbacks:
-            self._say(f"speculation is off for now: {why}")
+            self._warn(f"speculation is off for now: {why}")
         self._num_fallbacks += 1
 
     def snapshot(self) -> dict[str, object]:

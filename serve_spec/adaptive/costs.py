@@ -16,18 +16,17 @@ from typing import NamedTuple
 import numpy as np
 
 from serve_spec.adaptive.calibration import Floats
-from serve_spec.config.cost_surface import CostSurface
-from serve_spec.config.cost_table import CostTable, Grid
+from serve_spec.config.cost_table import CostSurface, CostTable, Grid
 from serve_spec.core.draft import PLAIN, DraftShape
 
 TABLE_ROUNDS = 4.0
-"""Rounds that the table, or what is known of other cells, is worth."""
+"""Rounds that the table, or estimates from other buckets, count as."""
 COST_ROUNDS = 50.0
 """Rounds of a cell after which an older one weighs 1/e."""
 STALE_ROUNDS = 1024
 """Rounds of a bucket after which one of a cell that does not run weighs 1/e."""
 MOST_FACTOR = 2.0
-"""Largest factor between a measured time and the table's that is believed; 1 / the smallest."""
+"""Largest accepted factor between a measured time and the table's; 1 / the smallest."""
 _NUM_BUCKETS = 24
 
 
@@ -112,8 +111,8 @@ class Costs:
 
         drafts: whether the rounds draft, so that prompts also need draft KV.
         """
-        rows, of_rows = work.size + drafted, self._verify.of_rows
-        more = of_rows(rows + prompts, work.context) - of_rows(rows, work.context)
+        tokens, of_tokens = work.size + drafted, self._verify.of_tokens
+        more = of_tokens(tokens + prompts, work.context) - of_tokens(tokens, work.context)
         factors, rounds = self._prompts[int(drafts)]
         added: Floats = factors / rounds * np.maximum(more, 0.0)
         return added

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from serve_spec.adaptive.calibration import DraftCalibration, Floats
-from serve_spec.adaptive.rates import PRIOR_TRIALS, PositionRates, tallied
+from serve_spec.adaptive.calibration import DraftCalibration, Floats, Indices
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.record import DraftColumns, StepRecord
 from serve_spec.core.round import AS_DRAWN
@@ -25,7 +24,7 @@ GAIN_TRIALS = 64.0
 
 
 class DraftKnowledge:
-    """Learns from rounds what drafts of chains, trees and texts are worth.
+    """Learns how many drafts of chains, trees and n-grams are accepted.
 
     accept_rates: expected by position; None: a default.
     """
@@ -45,9 +44,9 @@ class DraftKnowledge:
         """Learn from rounds, the newest last."""
         num_requests, newest = 0, []
         for record in reversed(records):
-            if num_requests < MOST_REQUESTS and any(record.row_steps or record.row_drafted):
+            if num_requests < MOST_REQUESTS and any(record.steps_per_req or record.drafted_per_req):
                 newest.append(record)
-                num_requests += sum(map(bool, record.row_drafted or record.row_steps))
+                num_requests += sum(map(bool, record.drafted_per_req or record.steps_per_req))
         chains = [r for r in newest if r.shape.is_chain]
         self._learn_shares([r for r in chains if r.draft_shares is not None])
         if without_shares := [r.model_drafts for r in chains if r.draft_shares is None]:
@@ -60,8 +59,8 @@ class DraftKnowledge:
             self.pairs = self.calibration.pairs(self.texts.rates)
 
     def _tallied(self, drafts: Sequence[DraftColumns]) -> tuple[list[float], list[float]]:
-        verified = np.concatenate([each.row_steps for each in drafts])
-        correct = np.concatenate([each.row_correct_drafts for each in drafts])
+        verified = np.concatenate([each.steps_per_req for each in drafts])
+        correct = np.concatenate([each.correct_per_req for each in drafts])
         return tallied(verified, correct, self.max_steps)
 
     def _learn_chains(self, trials: Sequence[float], hits: Sequence[float]) -> None:
@@ -91,18 +90,18 @@ class DraftKnowledge:
         return _odds((mean / np.append(1.0, mean[:-1])).clip(0.001, 0.999))
 
     def _learn_shares(self, records: Sequence[StepRecord]) -> None:
-        width, num_rows = self.max_steps, sum(len(r.row_steps) for r in records)
+        width, num_rows = self.max_steps, sum(len(r.steps_per_req) for r in records)
         shares = np.full((num_rows, width), np.nan)
         verified, correct, drafted, kinds = np.zeros((4, num_rows), dtype=np.intp)
         end = 0
         for r in records:
-            rows = slice(end, end := end + len(r.row_steps))
+            rows = slice(end, end := end + len(r.steps_per_req))
             assert r.draft_shares is not None
             given = r.draft_shares[:, :width]
             shares[rows, : given.shape[1]] = given
             drafts = r.model_drafts
-            verified[rows], correct[rows] = drafts.row_steps, drafts.row_correct_drafts
-            drafted[rows] = r.row_drafted or r.row_steps
+            verified[rows], correct[rows] = drafts.steps_per_req, drafts.correct_per_req
+            drafted[rows] = r.drafted_per_req or r.steps_per_req
             if r.is_sampled:
                 kinds[rows] = r.is_sampled
             if any(r.is_from_text):
@@ -153,3 +152,61 @@ def _tree_odds(tree: DraftShape, num_levels: int) -> Floats:
 
 def _odds(rates: Floats) -> Floats:
     return np.asarray(rates / (1.0 - rates))
+
+
+FIRST_RATE = 0.7
+"""Share of reached drafts that are accepted, of a drafter of which nothing is known."""
+PRIOR_TRIALS = 8.0
+"""Trials that the prior of a position counts as."""
+RATE_TRIALS = 128.0
+"""Trials of the first position after which an older one weighs 1/e."""
+_LEAST = 1e-3
+
+
+class PositionRates:
+    """Discounted trials and accepted drafts by position.
+
+    Serves depths that do not run, and drafts without scores. A position with few trials takes the
+    rate of the one before.
+    """
+
+    def __init__(self, max_steps: int, prior: Sequence[float] | None = None) -> None:
+        self.max_steps = max_steps
+        self.trials, self._hits = ([0.0] * max_steps for _ in range(2))
+        if prior is not None and (len(prior) < max_steps or not all(0 < p < 1 for p in prior)):
+            fix = f"give {max_steps} rates between 0 and 1"
+            raise ValueError(f"prior_rates={list(prior)!r}: {fix}")
+        self._prior = list(prior or [FIRST_RATE] * max_steps)[:max_steps]
+        self.rates: list[float] = []  # chance that a draft is accepted once reached
+        self._update()
+
+    def learn(self, trials: Sequence[float], hits: Sequence[float]) -> None:
+        """Take in the trials of some rounds, by position, and how many of them were accepted."""
+        fade = math.exp(-trials[0] / RATE_TRIALS)
+        self.trials = [n * fade + new for n, new in zip(self.trials, trials, strict=True)]
+        self._hits = [h * fade + new for h, new in zip(self._hits, hits, strict=True)]
+        self._update()
+
+    def _update(self) -> None:
+        """Shrink each position to its prior, moved as far as the position before."""
+        rates, moved = [], 1.0
+        for prior, hits, trials in zip(self._prior, self._hits, self.trials, strict=True):
+            rate = (hits + PRIOR_TRIALS * min(prior * moved, 1.0)) / (trials + PRIOR_TRIALS)
+            rates.append(min(max(rate, _LEAST), 1.0 - _LEAST))
+            moved = rates[-1] / prior
+        self.rates = rates
+
+    def snapshot(self) -> list[dict[str, object]]:
+        """Return the rates and trials by position, as a fleet merges them."""
+        columns = zip(self.rates, self.trials, strict=True)
+        return [
+            {"position": position, "accept_rate": round(rate, 4), "trials": round(trials, 1)}
+            for position, (rate, trials) in enumerate(columns, start=1)
+        ]
+
+
+def tallied(verified: Indices, correct: Indices, max_steps: int) -> tuple[list[float], list[float]]:
+    """Return trials and accepted drafts by position."""
+    kept = [float((correct > j).sum()) for j in range(max_steps)]
+    tried = [float(((verified > j) & (correct >= j)).sum()) for j in range(max_steps)]
+    return tried, kept

@@ -53,7 +53,7 @@ class AdaptiveStepSlot:
         return self.current_steps > 0 and self._probe_wait > FIRST_PROBE_WAIT_ROUNDS
 
     def update(self, num_correct_drafts: Sequence[int]) -> bool:
-        """Learn from one verified round, a count per row; return whether the steps changed."""
+        """Learn from one verified round, a count per request; return whether the steps changed."""
         if not num_correct_drafts:
             return False
         alpha, old = self.config.ema_alpha, self.current_steps
@@ -182,15 +182,15 @@ class EmaPolicy:
         return RoundSteps(trees[0] if trees else chain, notes=notes)
 
     def observe(self, record: StepRecord) -> None:
-        """Tell the slot about rows that drafted its present depth in full, see `model_drafts`."""
+        """Update the slot by requests that drafted its depth in full, see `model_drafts`."""
         size, depth = record.num_planned_seqs, record.shape.depth
         if depth == self._params.get_steps_for_batch(size):
-            _, row_steps, row_correct_drafts, _ = record.model_drafts
-            rows = zip(row_steps, row_correct_drafts, strict=True)
-            self._params.on_verify_complete([kept for k, kept in rows if k == depth], size)
+            _, steps_per_req, num_correct_drafts_per_req, _ = record.model_drafts
+            reqs = zip(steps_per_req, num_correct_drafts_per_req, strict=True)
+            self._params.on_verify_complete([kept for k, kept in reqs if k == depth], size)
 
     def forget(self, request_id: str) -> None:
-        """Know no request."""
+        """Do nothing: no state is kept by request."""
 
     def snapshot(self) -> dict[str, object]:
         """Return every slot by its key, and the slot of the last batch."""

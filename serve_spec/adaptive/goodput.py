@@ -1,47 +1,36 @@
 """Strategy `goodput`: draft and verify what pays, in tokens per millisecond.
 
-What drafts are worth comes from `drafts`, what rounds take from `costs`; `planner` picks a depth
+`drafts` predicts accepted tokens, `costs` the time of rounds; `planner` picks a depth
 and a budget for some rounds. Plain rounds, and drafts while speculation is off, are tried for a
-share of the time. `speed_guard` turns speculation off where it was measured to lose.
+share of the time. `SpeedGuard` turns speculation off where it was measured to lose.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from serve_spec.adaptive.calibration import Floats
 from serve_spec.adaptive.costs import Costs, Work, bucket
-from serve_spec.adaptive.drafts import SAMPLE_REQUESTS, DraftKnowledge
-from serve_spec.adaptive.planner import Candidate, Load, Planner
-from serve_spec.adaptive.speed_guard import SpeedGuard
-from serve_spec.config.adaptive_file import slot_of
+from serve_spec.adaptive.drafts import DraftKnowledge
+from serve_spec.adaptive.exploration import EXPLORE_AFTER, PLAN_ROUNDS, Exploration, SpeedGuard
+from serve_spec.adaptive.planner import Candidate, Load, Planner, PromptLoad
+from serve_spec.adaptive.trees import AllowedShapes
 from serve_spec.config.cost_table import CostTable
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.record import StepRecord
 from serve_spec.core.round import DecodeBatch, Reason, RoundNotes, RoundSteps
 
-DEFAULT_MAX_STEPS = 7
-PLAN_ROUNDS = 8
-"""Rounds that follow a plan; twice as many follow one that keeps the shape."""
 MOVE_GAIN = 1.015
 """Predicted gain that changes the depth; turning off needs none."""
-EXPLORED_SHARE = 0.002
-"""Share of the time that exploration may cost,"""
-BUDGET_MS = 60_000.0
-"""of which older time weighs 1/e."""
-EXPLORE_AFTER = 128
-"""Rounds between explorations: of drafts while off; of plain rounds, chains or trees while on."""
 
 
 class GoodputPolicy:
     """Picks the depth and the budget of drafts that maximise expected goodput.
 
-    bounds: most steps by the lower bound of a batch-size slot; none: `max_steps` everywhere.
-    trees: the shapes a batch may draft instead of chains, by the same slots.
+    allowed: shapes that it may choose.
     per_sequence: whether rounds may have budgets, so that requests verify different numbers.
     accept_rates: expected by position; None: a default.
     token_counts: tokens that captured graphs verify; empty: any number costs its own.
@@ -50,10 +39,8 @@ class GoodputPolicy:
     def __init__(
         self,
         costs: CostTable,
+        allowed: AllowedShapes | None = None,
         *,
-        max_steps: int = DEFAULT_MAX_STEPS,
-        bounds: Mapping[int, int] | None = None,
-        trees: Mapping[int, Sequence[DraftShape]] | None = None,
         per_sequence: bool = True,
         min_dwell_rounds: int = 0,
         initial_steps: int = 3,
@@ -61,32 +48,27 @@ class GoodputPolicy:
         token_counts: Sequence[int] = (),
     ) -> None:
         self.costs = Costs(costs)
-        self.max_steps = max_steps
+        self.allowed = allowed or AllowedShapes()
+        self.max_steps = self.allowed.max_steps
+        self.shapes = self.allowed.shapes
         self.per_sequence = per_sequence
         self.min_dwell_rounds = min_dwell_rounds
         self._planner = Planner(self.costs, token_counts)
-        self._bounds = dict(bounds or {1: max_steps})
-        self._trees = dict(trees or {})
-        branched = sorted({tree for shapes in self._trees.values() for tree in shapes})
-        self.shapes = (*map(DraftShape.chain, range(max_steps + 1)), *branched)
-        self.drafts = DraftKnowledge(max_steps, accept_rates)
+        self.drafts = DraftKnowledge(self.max_steps, accept_rates)
         self.last_reason = Reason.WARM_UP
         self._guards: dict[int, SpeedGuard] = {}
         self._at: int | None = None
-        self._shape = DraftShape.chain(min(initial_steps, max_steps))
+        self._shape = DraftShape.chain(min(initial_steps, self.max_steps))
         self._candidates: dict[DraftShape, Candidate] = {}
         self._chosen: Candidate | None = None
         self._answer = RoundSteps(self._shape)
         self._trial: frozenset[str] | None = None
         self._text_steps = 0
         self._rounds_left = self._rounds_at_shape = 0
-        self._unexplored = self._rounds_without_text = 0
+        self._rounds_without_text = 0
         self._to_learn: list[StepRecord] = []
-        self._total_ms = self._explored_ms = 0.0
-        # Prompt tokens, emitted tokens and number of requests that ended lately.
-        self._ended: Floats = np.zeros(3)
-        # Share of recent rounds with prompts, and what it would be if one followed every request.
-        self._mixed, self._tried_plain = np.zeros(2), False
+        self._prompts = PromptLoad()
+        self._exploration = Exploration()
         self._before: DraftShape | None = None
         self._load = Load(Work(1, 0.0))
 
@@ -96,7 +78,7 @@ class GoodputPolicy:
             return RoundSteps(PLAIN)
         at = bucket(batch.size)
         shape = self._answer.shape
-        fits = shape.is_chain or shape in self._trees_of(batch.size)
+        fits = shape.is_chain or shape in self.allowed.trees_of(batch.size)
         if self._rounds_left <= 0 or at != self._at or not fits:
             self._learn()
             self._plan(batch, at)
@@ -119,7 +101,7 @@ class GoodputPolicy:
             return RoundSteps(PLAIN, notes=answer.notes)
         if self._trial is not None:
             steps = [answer.shape.depth if i in self._trial else 0 for i in batch.request_ids]
-            answer = replace(answer, row_steps=steps)
+            answer = replace(answer, steps_per_req=steps)
         if batch.text_steps:
             answer = replace(answer, text_steps=self._of_texts(batch))
         return answer
@@ -129,8 +111,8 @@ class GoodputPolicy:
         steps = [min(found, self._text_steps) for found in batch.text_steps]
         self._rounds_without_text = 0 if any(steps) else self._rounds_without_text + 1
         if self._rounds_without_text > EXPLORE_AFTER and any(batch.text_steps):
-            row = max(range(batch.size), key=batch.text_steps.__getitem__)
-            steps[row] = min(batch.text_steps[row], 2)
+            most = max(range(batch.size), key=batch.text_steps.__getitem__)
+            steps[most] = min(batch.text_steps[most], 2)
         return steps
 
     def observe(self, record: StepRecord) -> None:
@@ -139,7 +121,7 @@ class GoodputPolicy:
             self._to_learn.append(record)
 
     def forget(self, request_id: str) -> None:
-        """Know no request."""
+        """Do nothing: no state is kept by request."""
 
     def _learn(self) -> None:
         records, self._to_learn = self._to_learn, []
@@ -148,11 +130,7 @@ class GoodputPolicy:
         self.drafts.learn(records)
         self.costs.age(records[-1].num_planned_seqs or 1, len(records))
         for record in records:
-            begun = min(1.0, record.num_output_tokens * self._ended[2] / max(self._ended[1], 1.0))
-            self._mixed += ((record.num_prefill_tokens > 0, begun) - self._mixed) / SAMPLE_REQUESTS
-            if num := record.num_ended:
-                self._ended *= math.exp(-num / SAMPLE_REQUESTS)
-                self._ended += record.num_ended_prompt_rows, record.num_ended_tokens, num
+            self._prompts.observe(record)
             self._learn_times(record)
 
     def _learn_times(self, record: StepRecord) -> None:
@@ -167,8 +145,8 @@ class GoodputPolicy:
         if shape.is_chain and drafts:
             shape = DraftShape.chain(min(record.deepest or shape.depth, self.max_steps))
         plain = Work(size, record.num_tokens / size, record.num_sampled / size)
-        work = Work(*plain[:3], shape, drafts, record.num_prefill_tokens, record.num_catch_up)
-        self._count_exploration(record, work, ms)
+        work = Work(*plain[:3], shape, drafts, record.num_prefill_tokens, record.num_extend_tokens)
+        self._exploration.observe(ms, self._lost_ms(record, work, ms))
         if is_first:
             return  # launched ahead, it may have taken the host's time for the round before
         if shape != PLAIN and 2 * record.num_drafting < size:
@@ -181,25 +159,20 @@ class GoodputPolicy:
         elif record.batch_size:
             guard.observe(record.num_output_tokens / record.batch_size, ms / unit)
 
-    def _count_exploration(self, record: StepRecord, work: Work, ms: float) -> None:
-        fade = math.exp(-ms / BUDGET_MS)
-        self._total_ms = self._total_ms * fade + ms
-        self._explored_ms *= fade
-        if record.notes.is_probe and (plan := self._chosen) is not None:
-            # Neither prompts nor the time of the plan's choice for as many tokens count as lost.
-            ms = self.costs.ms(work) + self.costs.entry_ms * work.entries if work.prompts else ms
-            lost = ms - record.num_output_tokens * plan.ms / (self._load.work.size + plan.expected)
-            self._explored_ms = max(0.0, self._explored_ms + lost)
+    def _lost_ms(self, record: StepRecord, work: Work, ms: float) -> float:
+        """Return the time that a round cost more than the plan's choice for as many tokens."""
+        plan = self._chosen
+        if not record.notes.is_probe or plan is None:
+            return 0.0
+        # Neither prompts nor the entries that they lack count as lost.
+        ms = self.costs.ms(work) + self.costs.entry_ms * work.entries if work.prompts else ms
+        return ms - record.num_output_tokens * plan.ms / (self._load.work.size + plan.expected)
 
     def _plan(self, batch: DecodeBatch, at: int) -> None:
         moved, self._at = at != self._at, at
         size = batch.size
-        self._load = load = Load(
-            Work(size, batch.context, batch.num_sampled / size),
-            prompts=float(self._ended[0] / max(self._ended[1], 1.0)),
-            prompt_tokens=float(self._ended[0] / max(self._ended[2], 1.0)),
-            mixed=float(min(1.0, self._mixed[0] / max(self._mixed[1], 1e-9))),
-        )
+        work = Work(size, batch.context, batch.num_sampled / size)
+        self._load = load = self._prompts.load(work)
         found = self._weighed(batch, load)
         self._candidates = {each.shape: each for each in found}
         guard = self._guards.setdefault(at, SpeedGuard())
@@ -208,12 +181,16 @@ class GoodputPolicy:
         self._rounds_left = 2 * PLAN_ROUNDS if stays and not moved else PLAN_ROUNDS
         if not stays:
             self._shape, self._rounds_at_shape = chosen.shape, 0
-        self._text_steps = self._best_text_steps(load, chosen) if batch.text_steps else 0
-        self._trial = None
+        rates = self.drafts.texts.rates
+        self._text_steps = self._planner.text_steps(load, chosen, rates) if batch.text_steps else 0
+        trial = None
         if not guard.rounds_left:
-            chosen = self._explore(batch, chosen, found, guard)
-        is_probe = chosen is not self._chosen or self._trial is not None
-        notes = RoundNotes(is_probe, chosen.ms, expected_drafts=round(chosen.expected, 2))
+            is_due = guard.plain is None
+            trial = self._exploration.propose(batch, chosen, found, self._rounds_left, is_due)
+        if trial is not None:
+            chosen, self._rounds_left, self.last_reason = trial[:3]
+        self._trial = None if trial is None else trial.request_ids
+        notes = RoundNotes(trial is not None, chosen.ms, expected_drafts=round(chosen.expected, 2))
         self._answer = RoundSteps(
             chosen.shape, notes=notes, budget=chosen.budget, calibration=self.drafts.pairs
         )
@@ -221,7 +198,7 @@ class GoodputPolicy:
     def _weighed(self, batch: DecodeBatch, load: Load) -> list[Candidate]:
         """Return every shape with its best budget, plain rounds first."""
         size, most = batch.size, batch.max_draft_tokens
-        bound = min(self._bound(size), max(batch.max_steps))
+        bound = min(self.allowed.bound(size), max(batch.max_steps))
         survivals = self.drafts.survivals(size if self._shape.depth else 1)[:, : max(bound, 1)]
         weights = np.full(survivals.shape[1], size / len(survivals))
         if min(batch.max_steps) < bound:
@@ -234,7 +211,7 @@ class GoodputPolicy:
             most if bound else 0,
             may_admit=self.drafts.has_shares and self.per_sequence,
         )
-        for tree in self._trees_of(size):
+        for tree in self.allowed.trees_of(size):
             if tree.depth <= bound and tree.size * size <= most:
                 found.append(self._planner.tree(load, tree, self.drafts.tree_rates(tree, size)))
         return found
@@ -256,48 +233,6 @@ class GoodputPolicy:
         self.last_reason = Reason.STEADY if best is present else Reason.RANGE if moved else gained
         return best
 
-    def _explore(
-        self, batch: DecodeBatch, chosen: Candidate, found: Sequence[Candidate], guard: SpeedGuard
-    ) -> Candidate:
-        """Return what runs for a few rounds because it teaches something, if the budget pays."""
-        plain, spare_ms = found[0], EXPLORED_SHARE * self._total_ms - self._explored_ms
-        self._unexplored += self._rounds_left
-        if not chosen.shape.depth:
-            if len(found) < 2 or self._unexplored < EXPLORE_AFTER or spare_ms < 0.0:
-                return chosen
-            num = min(batch.size, SAMPLE_REQUESTS // PLAN_ROUNDS)
-            lacks = batch.backlogs or [0] * batch.size
-            rows = sorted(range(batch.size), key=lambda row: (lacks[row], -row))[:num]
-            self._trial = frozenset([batch.request_ids[row] for row in rows])
-            tried = max(found[1:3], key=lambda each: each.tokens_per_ms)
-            self._unexplored, self._rounds_left, self.last_reason = 0, PLAN_ROUNDS, Reason.PROBE
-            return replace(tried, budget=None, expected=tried.expected * num / batch.size)
-        is_due = guard.plain is None or self._unexplored >= EXPLORE_AFTER
-        kinds = [x for x in found[1:] if x.shape.is_chain != chosen.shape.is_chain]
-        tried, num = plain, 2  # the first follows another shape and is not learned from
-        if kinds and self._tried_plain:
-            tried, num = max(kinds, key=lambda each: each.tokens_per_ms), PLAN_ROUNDS
-        lost = num * tried.ms * max(0.0, 1.0 - tried.tokens_per_ms / chosen.tokens_per_ms)
-        if is_due and lost <= spare_ms:
-            self._unexplored, self._rounds_left, self._tried_plain = 0, num, tried is plain
-            self.last_reason = Reason.BASELINE if tried is plain else Reason.PROBE
-            return tried
-        return chosen
-
-    def _best_text_steps(self, load: Load, chosen: Candidate) -> int:
-        """Return how many n-gram drafts a request verifies that has some."""
-        size = load.work.size
-        tokens = size * np.cumsum(np.cumprod([1.0, *self.drafts.texts.rates]))
-        speeds = tokens / self.costs.chains_ms(load.work, size * np.arange(float(len(tokens))))[0]
-        best = int(speeds.argmax())
-        return best if speeds[best] >= (size + chosen.expected) / chosen.ms else 0
-
-    def _trees_of(self, batch_size: int) -> Sequence[DraftShape]:
-        return self._trees[slot_of(self._trees, batch_size)] if self._trees else ()
-
-    def _bound(self, batch_size: int) -> int:
-        return min(self.max_steps, self._bounds[slot_of(self._bounds, batch_size)])
-
     def snapshot(self) -> dict[str, object]:
         """Return predicted goodput of every candidate, costs, guards and exploration."""
         chosen, found, size = self._chosen, self._candidates, self._load.work.size
@@ -317,10 +252,12 @@ class GoodputPolicy:
             "predicted_goodput": {str(k): round(x.tokens_per_ms, 5) for k, x in found.items()},
             "predicted_ms": None if chosen is None else round(chosen.ms, 4),
             "predicted_tokens": None if chosen is None else round(size + chosen.expected, 4),
-            "explored_share": round(self._explored_ms / max(self._total_ms, 1e-9), 6),
+            "explored_share": round(self._exploration.share, 6),
             **self.drafts.snapshot(),
             "costs": self.costs.snapshot(),
-            "marginal_ms_by_rows": self._marginal_ms_by_rows(),
+            "marginal_ms_by_rows": self._planner.marginal_ms(
+                self._load.work, self.drafts.chains.rates, self.allowed.bound
+            ),
             "break_even": {
                 "batch_size": size,
                 "round_ms": {k: round(x.ms, 5) for k, x in chains.items()},
@@ -329,20 +266,3 @@ class GoodputPolicy:
                 },
             },
         }
-
-    def _marginal_ms_by_rows(self) -> dict[str, float]:
-        """Return the ms per token of one more request, by requests there are: 0, 1, 2, 4, ..
-
-        Taken over doublings, because one request more is free between two captured sizes; never
-        less than in a smaller batch, where a table that says so is noise.
-        """
-        of_one = np.cumsum(np.cumprod([1.0, *self.drafts.chains.rates]))
-        found, least, speed, before = {}, 0.0, 0.0, 0
-        for size in (1 << k for k in range(self.costs.table.batch_sizes[-1].bit_length())):
-            drafts = size * np.arange(self._bound(size) + 1.0)
-            ms = self.costs.chains_ms(self._load.work._replace(size=size), drafts)
-            new = float((size * of_one[: len(drafts)] / np.diagonal(ms)).max())
-            least = max(least, (size - before) / max(1e-6, new - speed))
-            found[str(before)] = round(least, 4)
-            speed, before = new, size
-        return found

@@ -57,7 +57,7 @@ class PerRequestPolicy:
     last_reason = Reason.STEADY
 
     def __init__(self, largest: DraftShape) -> None:
-        """Rows draft chains up to `largest`, or their own levels of it if it is a tree."""
+        """Draft chains up to `largest`, or if it is a tree, its first levels."""
         self._largest, most = largest, largest.depth
         chains = map(DraftShape.chain, range(1, most + 1))
         self.shapes = tuple(dict.fromkeys([*chains, largest]))
@@ -65,7 +65,7 @@ class PerRequestPolicy:
         self._speculators: defaultdict[str, AdaptiveSpeculator] = defaultdict(fresh)
 
     def choose(self, batch: DecodeBatch) -> RoundSteps:
-        """Return each row's own number of steps; the chain is as deep as the largest of them."""
+        """Return each request's number of steps; the chain is as deep as the largest."""
         steps = [self._speculators[request_id].num_steps for request_id in batch.request_ids]
         largest = self._largest
         return RoundSteps(DraftShape.chain(max(steps)) if largest.is_chain else largest, steps)

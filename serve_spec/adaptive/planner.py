@@ -7,15 +7,18 @@ A_D(M) is the sum of the M largest survivals of all drafts of depth D, T the pre
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from serve_spec.adaptive.calibration import Floats
 from serve_spec.adaptive.costs import Costs, Work
+from serve_spec.adaptive.drafts import SAMPLE_REQUESTS
 from serve_spec.core.draft import DraftShape
+from serve_spec.core.record import StepRecord
 
 BUDGETS = 16
 """Budgets that are weighed where no graphs are captured."""
@@ -31,6 +34,33 @@ class Load:
     prompts: float = 0.0  # prompt tokens per emitted token: requests that end make room for others
     prompt_tokens: float = 0.0  # tokens of a prompt, which share a round
     mixed: float = 0.0  # share of ended requests that a prompt followed lately
+
+
+class PromptLoad:
+    """Observes the prompts that come with requests, for `Load`."""
+
+    def __init__(self) -> None:
+        # Prompt tokens, emitted tokens and number of requests that ended lately.
+        self._ended: Floats = np.zeros(3)
+        # Share of recent rounds with prompts, and what it would be if one followed every request.
+        self._mixed: Floats = np.zeros(2)
+
+    def observe(self, record: StepRecord) -> None:
+        """Add a round."""
+        begun = min(1.0, record.num_output_tokens * self._ended[2] / max(self._ended[1], 1.0))
+        self._mixed += ((record.num_prefill_tokens > 0, begun) - self._mixed) / SAMPLE_REQUESTS
+        if num := record.num_ended:
+            self._ended *= math.exp(-num / SAMPLE_REQUESTS)
+            self._ended += record.num_ended_prompt_tokens, record.num_ended_tokens, num
+
+    def load(self, work: Work) -> Load:
+        """Return the load of a batch whose plain rounds are `work`."""
+        return Load(
+            work,
+            prompts=float(self._ended[0] / max(self._ended[1], 1.0)),
+            prompt_tokens=float(self._ended[0] / max(self._ended[2], 1.0)),
+            mixed=float(min(1.0, self._mixed[0] / max(self._mixed[1], 1e-9))),
+        )
 
 
 @dataclass(frozen=True)
@@ -95,7 +125,7 @@ class Planner:
         size = load.work.size
         expected = size * float(np.cumprod(rates[: shape.depth]).sum())
         ms = self.costs.ms(load.work._replace(shape=shape, drafts=size * shape.size))
-        # As a round that drafts: row 1 of two.
+        # As a round that drafts: entry 1 of two.
         figures = (np.full((2, 1), float(x)) for x in (size * shape.size, expected, ms))
         speeds = self._speeds(load, *figures)
         return Candidate(shape, None, expected, ms, float(speeds[1, 0]))
@@ -107,6 +137,38 @@ class Planner:
         at = min(bisect_left(counts, tokens), len(counts) - 1)
         return max(1, counts[at] - size)
 
+    def text_steps(self, load: Load, chosen: Candidate, rates: Sequence[float]) -> int:
+        """Return how many n-gram drafts a request verifies that has some.
+
+        rates: chance by position that they are accepted.
+        """
+        size = load.work.size
+        tokens = size * np.cumsum(np.cumprod([1.0, *rates]))
+        speeds = tokens / self.costs.chains_ms(load.work, size * np.arange(float(len(tokens))))[0]
+        best = int(speeds.argmax())
+        return best if speeds[best] >= (size + chosen.expected) / chosen.ms else 0
+
+    def marginal_ms(
+        self, work: Work, rates: Sequence[float], bound: Callable[[int], int]
+    ) -> dict[str, float]:
+        """Return the ms per token of one more request, by requests there are: 0, 1, 2, 4, ..
+
+        rates: acceptance by position. bound: most steps of a batch size.
+
+        Taken over doublings, because one request more is free between two captured sizes; never
+        less than in a smaller batch, where such a value in the table is noise.
+        """
+        of_one = np.cumsum(np.cumprod([1.0, *rates]))
+        found, least, speed, before = {}, 0.0, 0.0, 0
+        for size in (1 << k for k in range(self.costs.table.batch_sizes[-1].bit_length())):
+            drafts = size * np.arange(bound(size) + 1.0)
+            ms = self.costs.chains_ms(work._replace(size=size), drafts)
+            new = float((size * of_one[: len(drafts)] / np.diagonal(ms)).max())
+            least = max(least, (size - before) / max(1e-6, new - speed))
+            found[str(before)] = round(least, 4)
+            speed, before = new, size
+        return found
+
     def _budgets(self, size: int, most: float) -> Floats:
         """Return the budgets that are weighed, fewer than `most`."""
         if counts := self.token_counts:
@@ -116,7 +178,7 @@ class Planner:
         return steps[(steps > 0) & (steps < most)]
 
     def _speeds(self, load: Load, drafts: Floats, expected: Floats, ms: Floats) -> Floats:
-        """Return tokens per ms of usual rounds [K + 1, M]; the first row does not draft."""
+        """Return tokens per ms of usual rounds [K + 1, M]; the first entry does not draft."""
         tokens, usual = load.work.size + expected, ms.copy()
         if load.prompt_tokens:
             begin = load.prompts / load.prompt_tokens * tokens

@@ -1,4 +1,4 @@
-"""What a policy is: asked before drafting, told after verification, never inside a round."""
+"""The interface of policies: they choose before drafting and observe after verification."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from serve_spec.core.round import DecodeBatch, Reason, RoundSteps
 
 
 class StepPolicy(Protocol):
-    """Picks how many drafts the next round verifies. Holds numbers only; asks no clock."""
+    """Picks how many drafts the next round verifies. Times come with the records."""
 
     @property
     def shapes(self) -> tuple[DraftShape, ...]:
@@ -21,7 +21,7 @@ class StepPolicy(Protocol):
         """Why the shape returned last was chosen."""
 
     def choose(self, batch: DecodeBatch) -> RoundSteps:
-        """Return the next round's shape and, where rows differ, their levels; batch.size ≥ 1."""
+        """Return the next round's shape and, if requests differ, their levels; batch.size ≥ 1."""
 
     def observe(self, record: StepRecord) -> None:
         """Learn from one step."""
@@ -48,7 +48,7 @@ class StaticPolicy:
         """Learn nothing."""
 
     def forget(self, request_id: str) -> None:
-        """Know no request."""
+        """Do nothing: no state is kept by request."""
 
     def snapshot(self) -> dict[str, object]:
         """Return its name."""

@@ -9,7 +9,6 @@ from typing import Any
 
 from serve_spec.adaptive import trees
 from serve_spec.adaptive.ema import AdaptiveSpeculativeParams, EmaPolicy
-from serve_spec.adaptive.goodput import DEFAULT_MAX_STEPS as GOODPUT_STEPS
 from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.per_request import MAX_STEPS as PER_REQUEST_STEPS
 from serve_spec.adaptive.per_request import PerRequestPolicy
@@ -65,16 +64,16 @@ class PolicySettings:
 
     def changed(self, settings: Mapping[str, Any]) -> PolicySettings:
         """Return these settings with a live change; raise ConfigError if any of it is invalid."""
-        given = parse_update(settings).said()
+        given = parse_update(settings).explicit_fields()
         changes = {field: given[key] for key, field in _FIELDS.items() if key in given}
         if "speculative_adaptive_config" in given:
             source = given["speculative_adaptive_config"]
             changes["slots"] = None if source is None else load_slots(source)
         depth = given.get("speculative_num_steps", self.shape.depth)
-        if (rows := given.get("speculative_num_draft_tokens")) is not None:
+        if (num_tokens := given.get("speculative_num_draft_tokens")) is not None:
             # An engine of chains built no tree at all: whatever its topk, it is refused later.
             topk = 2 if self.tree is None else self.tree.topk
-            changes["shape"] = DraftShape(depth, rows - 1, topk)
+            changes["shape"] = DraftShape(depth, num_tokens - 1, topk)
         elif "speculative_num_draft_tokens" in given or depth != self.shape.depth:
             changes["shape"] = DraftShape.chain(depth)
         return replace(self, **changes)
@@ -132,9 +131,11 @@ class PolicySettings:
             return EmaPolicy(params, self._trees if self.strategy == "ema" else {})
         return GoodputPolicy(
             costs,
-            max_steps=self._deepest,
-            bounds={key: slot.candidate_steps[-1] for key, slot in (self.slots or {}).items()},
-            trees=self._trees,
+            trees.AllowedShapes(
+                self._deepest,
+                {key: slot.candidate_steps[-1] for key, slot in (self.slots or {}).items()},
+                self._trees,
+            ),
             per_sequence=self.per_sequence,
             min_dwell_rounds=self.min_dwell_rounds,
             initial_steps=initial_steps,
@@ -172,5 +173,5 @@ class PolicySettings:
         """The depth that the user's slots allow; without any, the strategy's and the draft's."""
         if self.slots is not None:
             return max(slot.candidate_steps[-1] for slot in self.slots.values())
-        default = PER_REQUEST_STEPS if self.strategy == "per_request" else GOODPUT_STEPS
+        default = PER_REQUEST_STEPS if self.strategy == "per_request" else trees.DEFAULT_MAX_STEPS
         return min(default, self.max_steps or default)

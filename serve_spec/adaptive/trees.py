@@ -2,11 +2,46 @@
 
 from __future__ import annotations
 
-from serve_spec.config.adaptive_file import SlotConfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from serve_spec.config.adaptive_file import SlotConfig, slot_of
 from serve_spec.core.draft import DraftShape
 
 SMALL_TREES = {1: (DraftShape(4, 15, 4), DraftShape(6, 31, 4)), 9: ()}
 """Trees that goodput may choose though none are configured, by the least batch size."""
+
+
+DEFAULT_MAX_STEPS = 7
+
+
+@dataclass(frozen=True)
+class AllowedShapes:
+    """Shapes that goodput may choose.
+
+    `bounds`: most steps by the lower bound of a batch-size slot; empty: `max_steps` everywhere.
+    `trees`: what a batch may draft instead of chains, by the same slots.
+    """
+
+    max_steps: int = DEFAULT_MAX_STEPS
+    bounds: Mapping[int, int] = field(default_factory=dict)
+    trees: Mapping[int, Sequence[DraftShape]] = field(default_factory=dict)
+
+    @property
+    def shapes(self) -> tuple[DraftShape, ...]:
+        """Every chain, then every tree."""
+        branched = sorted({tree for shapes in self.trees.values() for tree in shapes})
+        return (*map(DraftShape.chain, range(self.max_steps + 1)), *branched)
+
+    def bound(self, batch_size: int) -> int:
+        """Return the most steps of a batch."""
+        if not self.bounds:
+            return self.max_steps
+        return min(self.max_steps, self.bounds[slot_of(self.bounds, batch_size)])
+
+    def trees_of(self, batch_size: int) -> Sequence[DraftShape]:
+        """Return the trees that a batch may draft."""
+        return self.trees[slot_of(self.trees, batch_size)] if self.trees else ()
 
 
 def ladder(tree: DraftShape) -> tuple[DraftShape, ...]:
@@ -29,7 +64,9 @@ def of_depth(tree: DraftShape, depth: int) -> DraftShape:
 def candidates(tree: DraftShape, slot: SlotConfig) -> tuple[DraftShape, ...]:
     """Return the trees a slot lists, or else the ladder from `tree` within the slot's depth."""
     if slot.candidate_trees is not None:
-        return tuple(DraftShape(depth, rows - 1, tree.topk) for depth, rows in slot.candidate_trees)
+        return tuple(
+            DraftShape(depth, tokens - 1, tree.topk) for depth, tokens in slot.candidate_trees
+        )
     depth = min(tree.depth, slot.candidate_steps[-1])
     return ladder(of_depth(tree, depth)) if depth else ()
 

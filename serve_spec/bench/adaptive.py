@@ -49,7 +49,7 @@ TRIAL_MS = {"cpu": 100.0, "cuda": 400.0}
 """Long enough that the first step of a trial, which is not launched ahead, costs little."""
 MIN_STEPS = 2
 """Plain steps of a trial."""
-SETTLE_SHARE = 0.25
+WARM_UP_SHARE = 0.25
 """Part of a steady-state batch that passes before it is measured: fresh policies have to learn."""
 WARM_UP_TOKENS = 12
 NUM_PROMPTS = 256
@@ -170,17 +170,17 @@ class _Bench:
         """
         number, repetition = place["phase"], place["repetition"]
         work = load.batch_size * num_steps
-        settle = round(SETTLE_SHARE * work) if load.is_steady else 0
+        warm_up = round(WARM_UP_SHARE * work) if load.is_steady else 0
         texts = number + _MOST_PHASES * repetition if load.is_steady else number
         loops = {
-            variant.name: self._start(variant, load, number, texts, settle)
+            variant.name: self._start(variant, load, number, texts, warm_up)
             for variant in self.variants
         }
         starts = {name: loop.num_emitted for name, loop in loops.items()}
         for trial, name in interleaved(num_trials, loops, f"{repetition} {number}"):
             loop = loops[name]
             before, began = loop.num_emitted, time.perf_counter()
-            steps = loop.advance(starts[name] + (work - settle) * (trial + 1) // num_trials)
+            steps = loop.advance(starts[name] + (work - warm_up) * (trial + 1) // num_trials)
             ms = (time.perf_counter() - began) * 1e3
             figures = trial_figures(steps, ms, loop.num_emitted - before, load)
             yield {"section": "trial", "trial": trial, "variant": name, **figures}
@@ -192,14 +192,14 @@ class _Bench:
             yield {"section": "texts", "variant": name, "texts": compared, "same_texts": same}
 
     def _start(
-        self, variant: Variant, load: Load, number: int, texts: int, settle: int
+        self, variant: Variant, load: Load, number: int, texts: int, warm_up: int
     ) -> ClosedLoop:
-        """Return a filled loop; in a steady-state batch with a policy of its own, settled."""
+        """Return a filled loop; in a steady-state batch with a policy of its own, warmed up."""
         engine = self.engines[variant.name]
         if load.is_steady:
             fresh = copy.deepcopy(variant.controller)
             engine.controller = self._policies.setdefault((number, variant.name), fresh)
         loop = ClosedLoop(engine, load.requests(texts, self.prompts), load.batch_size)
         loop.fill()
-        loop.advance(loop.num_emitted + settle)
+        loop.advance(loop.num_emitted + warm_up)
         return loop

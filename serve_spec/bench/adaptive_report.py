@@ -15,8 +15,7 @@ from statistics import fmean, harmonic_mean, stdev
 from typing import Any
 
 from serve_spec.bench.harness import MeasuredStep, is_full
-from serve_spec.bench.plots import Panel, draw
-from serve_spec.bench.report import Record, plot_title, table
+from serve_spec.bench.report import Panel, Record, draw, plot_title, table
 from serve_spec.bench.variants import OFF
 from serve_spec.bench.workload import Load
 from serve_spec.metrics import expected_drafts, unverified_drafts

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from serve_spec.adaptive.costs import Costs, Work
-from serve_spec.bench.plots import Panel, draw
-from serve_spec.bench.report import OUTPUTS, append_record, table
+from serve_spec.bench.report import OUTPUTS, Panel, append_record, draw, table
 from serve_spec.config import ConfigError
 from serve_spec.config.cost_table import CostTable, load_cost_table
 from serve_spec.core.draft import DraftShape

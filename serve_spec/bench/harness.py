@@ -21,7 +21,7 @@ from serve_spec.core.sequence import Sequence as EngineSequence
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.scheduler.scheduler import Scheduler
 
-SETTLE_STEPS = 2
+WARM_UP_STEPS = 2
 """Full steps of a batch that are not counted: drafts are extended over the prompts there."""
 
 
@@ -60,20 +60,20 @@ def engine_beside(engine: SpecEngine, controller: AdaptiveController) -> SpecEng
     Each must be drained before another one runs.
     """
     of = engine.scheduler
+    texts = of.drafts.texts
     return SpecEngine(
         Scheduler(
             of.limits,
             of.cache,
-            text_drafter=None if of.text_drafts is None else copy.deepcopy(of.text_drafts.drafter),
+            text_drafter=None if texts is None else copy.deepcopy(texts.drafter),
             first_draft_entry=of.first_draft_entry,
-            has_draft_model=of.has_draft_model,
+            has_draft_model=of.drafts.has_model,
             vocab_size=of.vocab_size,
         ),
         engine.worker,
         controller,
         engine.tokenizer,
-        eos_token_ids=engine.eos_token_ids,
-        max_model_len=engine.max_model_len,
+        engine.limits,
     )
 
 
@@ -221,7 +221,7 @@ class FullBatchSpeed:
 
     def add(self, records: Sequence[StepRecord]) -> None:
         """Add the steps of a batch that started together; a smaller batch adds nothing."""
-        counted = [r for r in records if is_full(r, self.batch_size)][SETTLE_STEPS:]
+        counted = [r for r in records if is_full(r, self.batch_size)][WARM_UP_STEPS:]
         # No request has ended, so each has the same place in every step.
         by_request = zip(*(r.accept_lengths for r in counted), strict=True)
         self.tokens_per_step += map(fmean, by_request)

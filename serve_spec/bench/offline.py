@@ -17,10 +17,11 @@ from tqdm import tqdm
 
 from serve_spec.bench.arguments import overrides
 from serve_spec.bench.harness import FullBatchSpeed, recorded_steps, sampling_params
-from serve_spec.bench.plots import Panel, draw
 from serve_spec.bench.report import (
+    Panel,
     Record,
     append_record,
+    draw,
     forced_acceptance,
     plot_title,
     run_record,

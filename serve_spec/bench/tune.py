@@ -38,13 +38,13 @@ from serve_spec.bench.workload import TextKind, TextRequest, held_out_prompts, s
 from serve_spec.config import ConfigError, ServeSpecConfig, SpeculativeConfig
 from serve_spec.config.adaptive_file import load_slots
 from serve_spec.config.cost_table import load_cost_table, write_cost_table
-from serve_spec.config.speculative import MAX_TREE_ROWS, most_tree_rows
-from serve_spec.core.draft import PLAIN, DraftShape
+from serve_spec.config.speculative import max_tree_tokens
+from serve_spec.core.draft import MAX_TREE_TOKENS, PLAIN, DraftShape
 from serve_spec.core.record import StepRecord
 from serve_spec.engine.costs import as_table, code_version, cost_key, fingerprint
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.llm import LLM
-from serve_spec.engine.profile import finish, measure_costs
+from serve_spec.engine.profile import CostGrid, ProfileLimits, TimeBudget, finish, measure_costs
 
 PROMPT_CLASSES = {
     "predictable": TextKind("code", 0.0),
@@ -125,10 +125,10 @@ def swept_trees(
     trees = sorted({DraftShape(depth, size, topk) for depth, size in wanted})
     for tree in trees:
         makes = f"trees={tree}: speculative_eagle_topk={topk} makes trees of"
-        levels, deepest = tree.depth, MAX_TREE_ROWS // topk + 1
+        levels, deepest = tree.depth, MAX_TREE_TOKENS // topk + 1
         if not 1 <= levels <= deepest:
             raise ConfigError(f"{makes} 1 to {deepest} levels; give one of those")
-        most = most_tree_rows(topk, levels) - 1
+        most = max_tree_tokens(topk, levels) - 1
         if not levels <= tree.size <= most:
             raise ConfigError(f"{makes} {levels} levels with {levels} to {most} drafts; change it")
     return trees
@@ -288,14 +288,14 @@ def write_costs(llm: LLM, path: Path, shapes: Sequence[DraftShape], *, fresh: bo
         try:
             measurement = measure_costs(
                 llm.engine.worker,
-                page_size=llm.config.cache.page_size,
-                num_pages=llm.engine.scheduler.cache.num_pages,
-                max_batch_size=max_batch_size,
-                max_steps=max_steps,
-                max_num_tokens=llm.config.scheduler.max_num_batched_tokens,
-                max_model_len=llm.engine.max_model_len,
-                budget_s=COST_BUDGET_S,
-                trees=dict.fromkeys(trees),
+                CostGrid(max_batch_size, max_steps, dict.fromkeys(trees)),
+                ProfileLimits(
+                    llm.config.cache.page_size,
+                    llm.engine.scheduler.cache.num_pages,
+                    llm.config.scheduler.max_num_batched_tokens,
+                    llm.engine.limits.max_model_len,
+                ),
+                TimeBudget(COST_BUDGET_S),
             )
             costs = finish(measurement, progress=lambda share: bar.update(100 * share - bar.n))
         except ValueError as error:

@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from serve_spec.bench.plots import Panel, draw
-from serve_spec.bench.report import Record, plot_title
+from serve_spec.bench.report import Panel, Record, draw, plot_title
 from serve_spec.config import ConfigError
 from serve_spec.core.draft import PLAIN, DraftShape
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
-from serve_spec.config.base import ConfigError, Refusal, StrictModel, judge, read_text
+from serve_spec.config.base import ConfigError, Refusal, StrictModel, read_text, validate
 
 AdaptiveSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | Mapping[int, SlotConfig]"
 """An adaptive config: the JSON file, the mapping it would hold, slots parsed already, or the name
@@ -109,7 +109,7 @@ class SlotConfig(StrictModel):
             return None
         if not isinstance(value, list | tuple) or not all(map(_is_shape, value)):
             raise Refusal("candidate_trees", value, _TREES_FIX)
-        return tuple(sorted({(steps, rows) for steps, rows in value}))
+        return tuple(sorted({(steps, tokens) for steps, tokens in value}))
 
     @model_validator(mode="after")
     def _within_bounds(self) -> Self:
@@ -162,7 +162,7 @@ def parse_slots(config: Mapping[str, Any] | Mapping[int, SlotConfig]) -> dict[in
     if not keyed:
         example = '{"1": {"candidate_steps": [1, 3, 7]}}'
         raise ConfigError(f"adaptive config={dict(config)!r}: holds no slot; give one: {example}")
-    defaults = judge(SlotConfig, shared)
+    defaults = validate(SlotConfig, shared)
     if not slots:
         return {1: defaults}
     parsed: dict[int, SlotConfig] = {}
@@ -195,7 +195,7 @@ def parse_slot(
     if "candidate_steps" not in own:
         name = ".".join(filter(None, [where, "candidate_steps"]))
         raise ConfigError(f"{name}: every slot must hold it; {_STEPS_FIX}")
-    return judge(SlotConfig, {**(shared or {}), **own}, where=where)
+    return validate(SlotConfig, {**(shared or {}), **own}, where=where)
 
 
 def ignored_keys(slots: Mapping[int, SlotConfig], strategy: str) -> list[str]:

@@ -48,7 +48,7 @@ class ConfigError(ValueError):
 
 
 class Refusal(ValueError):
-    """A value that a validator refuses; `judge` adds its section."""
+    """A value that a validator refuses; `validate` adds its section."""
 
     def __init__(self, field: str, value: object, fix: str) -> None:
         super().__init__(f"{field}={value!r}: {fix}")
@@ -69,26 +69,28 @@ class StrictModel(BaseModel):
     @field_validator("*", mode="wrap")
     @classmethod
     def _read(
-        cls, value: object, judge_type: ValidatorFunctionWrapHandler, info: ValidationInfo
+        cls, value: object, validate_type: ValidatorFunctionWrapHandler, info: ValidationInfo
     ) -> object:
         name = str(info.field_name)
         if isinstance(value, list):
             value = tuple(value)
         if isinstance(value, str | Path) and is_path(cls.model_fields[name], value):
             value = locate(name, value, (info.context or {}).get("folder", Path.cwd()))
-        judged = judge_type(value)
+        validated = validate_type(value)
         works = cls.works_now.get(name)
-        if works is not None and judged not in works:
+        if works is not None and validated not in works:
             shown = ", ".join(str(choice) for choice in works)
-            raise Refusal(name, judged, f"not available in this version; what works now: {shown}")
-        return judged
+            raise Refusal(
+                name, validated, f"not available in this version; what works now: {shown}"
+            )
+        return validated
 
-    def said(self) -> dict[str, Any]:
+    def explicit_fields(self) -> dict[str, Any]:
         """Return the fields that were set explicitly, nested; it can be validated again."""
         return self.model_dump(exclude_unset=True)
 
-    def _settle(self, **derived: object) -> Self:
-        """Write derived values during validation; they do not count as set (see `said`)."""
+    def _derive(self, **derived: object) -> Self:
+        """Write derived values during validation; they do not count as explicit fields."""
         for name, value in derived.items():
             object.__setattr__(self, name, value)
         return self
@@ -97,7 +99,7 @@ class StrictModel(BaseModel):
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def judge(
+def validate(
     model: type[Model], data: object, *, where: str = "", folder: Path | None = None
 ) -> Model:
     """Return `data` validated as a `model`.
@@ -125,7 +127,7 @@ def _explain(model: type[BaseModel], error: ErrorDetails, where: str) -> Iterato
         yield unknown_key(dotted, known)
         return
     cause = error.get("ctx", {}).get("error")
-    if isinstance(cause, ConfigError):  # a file this field names, judged with it
+    if isinstance(cause, ConfigError):  # a file that this field names
         yield from (f"{dotted}: {problem}" for problem in cause.problems)
     elif isinstance(cause, Refusal):
         # A check over a whole section names its field itself.
@@ -238,7 +240,7 @@ def parse_yaml(text: str, name: str) -> Any:
     """Return the value of a YAML text.
 
     Raises:
-        ConfigError: not YAML; says where in `name`.
+        ConfigError: not YAML; names the place in `name`.
     """
     try:
         # The loader is a SafeLoader: it builds plain values only.
@@ -251,7 +253,7 @@ def read_text(path: Path) -> str:
     """Return the text of a configuration file.
 
     Raises:
-        ConfigError: it cannot be read; says which place was tried.
+        ConfigError: it cannot be read; names the place.
     """
     try:
         return path.read_text(encoding="utf-8")

@@ -16,12 +16,13 @@ import yaml
 
 from serve_spec.config.base import ConfigError, Refusal, locate, parse_yaml, read_text
 from serve_spec.config.root import ServeSpecConfig, parse_override
+from serve_spec.config.speculative import ignored_adaptive_keys
 
 DescribeDraft = Callable[[Path, ServeSpecConfig | None], str]
 """Explains the draft in a folder, beside the target of a configuration if one is given."""
 
 ReadDeployment = Callable[[Path], Sequence[ServeSpecConfig]]
-"""Judges one of Ray Serve's files, as `deploy/` has them; the configurations that it names."""
+"""Validates a Ray Serve file, such as those in `deploy/`; returns its configurations."""
 
 
 def main(argv: list[str], describe_draft: DescribeDraft, read_deployment: ReadDeployment) -> int:
@@ -52,7 +53,7 @@ def main(argv: list[str], describe_draft: DescribeDraft, read_deployment: ReadDe
     else:
         print("---\n".join(map(_as_yaml, configs)), end="")
         for config in configs:
-            if ignored := config.speculative.ignored_adaptive_keys:
+            if ignored := ignored_adaptive_keys(config.speculative):
                 print(ignored, file=sys.stderr)
     return 0
 
@@ -65,7 +66,7 @@ def _load(
     given = parse_yaml(read_text(Path(file)), file)
     if isinstance(given, dict) and "applications" in given:
         if overrides:
-            raise ConfigError(f"{overrides[0]}: a Serve file has its keys in `args`; say it there")
+            raise ConfigError(f"{overrides[0]}: a Serve file has its keys in `args`; set it there")
         return read_deployment(Path(file))
     return [ServeSpecConfig.load(file, **dict(parse_override(text) for text in overrides))]
 

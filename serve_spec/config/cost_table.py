@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import json
 import os
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import NoReturn, Self, TypeAlias
+from typing import Any, NoReturn, Self, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, field_validator, model_validator
 
-from serve_spec.config.base import ConfigError, Refusal, StrictModel, judge, read_text
+from serve_spec.config.base import ConfigError, Refusal, StrictModel, read_text, validate
 
 Grid: TypeAlias = tuple[tuple[tuple[float, ...], ...], ...]
 """Milliseconds by context, batch size and steps, in the order of the table's grids."""
@@ -41,10 +45,10 @@ class CostKey(StrictModel):
 
 
 class TreeCosts(StrictModel):
-    """Medians of rounds in which every row drafts a tree of one shape."""
+    """Medians of rounds in which every request drafts a tree of one shape."""
 
     num_steps: int = Field(ge=1, description="Levels.")
-    num_draft_tokens: int = Field(ge=1, description="Drafts per row, the root not counted.")
+    num_draft_tokens: int = Field(ge=1, description="Drafts per request, the root not counted.")
     draft_ms: tuple[tuple[float, ...], ...] = Field(description="[context][batch size].")
     verify_ms: tuple[tuple[float, ...], ...] = Field(description="[context][batch size].")
 
@@ -55,7 +59,7 @@ class TreeCosts(StrictModel):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """What tells it from others."""
+        """Return depth and size, which identify a shape."""
         return self.num_steps, self.num_draft_tokens
 
 
@@ -64,16 +68,16 @@ class CostTable(StrictModel):
 
     version: int = Field(ge=FORMAT_VERSION, le=FORMAT_VERSION, description="Format of this file.")
     key: CostKey = Field(description="What it was measured on.")
-    batch_sizes: tuple[int, ...] = Field(description="Decode rows, ascending.")
-    num_steps: tuple[int, ...] = Field(description="Drafts per row, ascending from 0.")
+    batch_sizes: tuple[int, ...] = Field(description="Decoding requests, ascending.")
+    num_steps: tuple[int, ...] = Field(description="Drafts per request, ascending from 0.")
     contexts: tuple[int, int] = Field(description="Tokens per sequence: a short and a long text.")
     draft_ms: Grid = Field(description="[context][batch size][steps]; 0 at 0 steps.")
     verify_ms: Grid = Field(description="[context][batch size][steps]; at 0 steps a plain round.")
     sampled_row_ms: float = Field(
-        ge=0, description="What a verified row costs more at a temperature above 0."
+        ge=0, description="Additional cost of a verified token at a temperature above 0."
     )
     padded: bool = Field(
-        description="Drafting is padded: every step runs all rows, however far each drafts."
+        description="Drafting is padded: every step runs all requests, whatever the depth of each."
     )
     extrapolated: tuple[tuple[int, int], ...] = Field(
         description="[batch size, steps] that were not measured in every context."
@@ -150,7 +154,7 @@ class CostTable(StrictModel):
 
 
 def load_cost_table(path: Path) -> CostTable:
-    """The table in a JSON file.
+    """Return the table in a JSON file.
 
     Raises:
         ConfigError: unreadable, not JSON, of another version, or anything in it is not a cost.
@@ -158,9 +162,9 @@ def load_cost_table(path: Path) -> CostTable:
     try:
         content = _parse_json(read_text(path))
         version = content.get("version", FORMAT_VERSION)
-        if version != FORMAT_VERSION:  # nothing else in it means what it says here
+        if version != FORMAT_VERSION:  # other versions have other fields
             raise ConfigError(f"version={version!r}, but format {FORMAT_VERSION} is read here")
-        return judge(CostTable, content)
+        return validate(CostTable, content)
     except ConfigError as error:
         raise ConfigError(f"{path}: {'; '.join(error.problems)}: {_WAY_OUT}") from None
 
@@ -216,3 +220,83 @@ def _differences(mine: CostKey, theirs: CostKey) -> Iterator[tuple[str, object, 
         values = getattr(mine, name), getattr(theirs, name)
         if values[0] != values[1]:
             yield name, *values
+
+
+Floats: TypeAlias = NDArray[np.float64]
+
+_CONTEXT_PARTS = 16
+"""Contexts are distinguished in sixteenths of the distance between the two measured ones."""
+
+
+class CostSurface:
+    """ms of one stage for every batch size, every number of steps, every context.
+
+    A measured table has noise, gaps between its points and an edge. Here it becomes monotone in
+    every direction, is interpolated between its points and continued in lines beyond the last ones.
+
+    Contexts below the shorter measured one cost what it costs.
+    """
+
+    def __init__(
+        self,
+        ms: Grid,
+        *,
+        contexts: tuple[int, int],
+        batch_sizes: Sequence[int],
+        num_steps: Sequence[int],
+    ) -> None:
+        self._contexts = contexts
+        steps = np.arange(num_steps[-1] + 1)
+        values = np.apply_along_axis(
+            lambda cells: np.interp(steps, num_steps, cells), 2, monotone(np.array(ms))
+        )
+        self._sizes = list(batch_sizes)
+        if len(self._sizes) == 1:  # twice as many take twice as long
+            values = np.concatenate([values, 2.0 * values], axis=1)
+            self._sizes.append(2 * self._sizes[0])
+        self._ms = values
+        self._curve = lru_cache(maxsize=1024)(self._interpolated)
+
+    def curve(self, batch_size: int, context: float) -> Floats:
+        """Return ms at 0 .. max_steps steps of `batch_size` requests; shared, not to be written."""
+        return self._curve(batch_size, self._position(context))
+
+    def _interpolated(self, batch_size: int, position: float) -> Floats:
+        short, long = (_on_lines(self._sizes, each, batch_size) for each in self._ms)
+        # Only far beyond both edges could lines have crossed.
+        curve: Floats = np.maximum.accumulate(short + position * np.maximum(long - short, 0.0))
+        return curve
+
+    def of_tokens(self, num_tokens: Any, context: float) -> Floats:
+        """Return ms of so many tokens of any requests, an array: those of full depth decide."""
+        position, tokens = self._position(context), np.array(self._sizes) * self._ms.shape[2]
+        ms = self._ms[0, :, -1] + position * (self._ms[1, :, -1] - self._ms[0, :, -1])
+        slope = (ms[-1] - ms[-2]) / (tokens[-1] - tokens[-2])
+        beyond = np.maximum(np.asarray(num_tokens) - tokens[-1], 0.0) * slope
+        found: Floats = np.interp(num_tokens, tokens, ms) + beyond
+        return found
+
+    def _position(self, context: float) -> float:
+        """Return where a context lies: 0 the shorter, 1 the longer, 2 as far again."""
+        short, long = self._contexts
+        position = max(0.0, (context - short) / (long - short))
+        return round(position * _CONTEXT_PARTS) / _CONTEXT_PARTS
+
+
+def monotone(ms: Floats) -> Floats:
+    """Make each cell the least of itself and all cells beyond it: rising along every axis.
+
+    Other work only ever makes a round slower, so of two cells that contradict each other the
+    cheaper one is the better measurement.
+    """
+    for axis in range(ms.ndim):
+        ms = np.flip(np.minimum.accumulate(np.flip(ms, axis), axis), axis)
+    return ms
+
+
+def _on_lines(points: Sequence[int], values: Floats, x: int) -> Floats:
+    """Return `values` [n, ...] at x: lines between the points and beyond the last, flat before."""
+    i = min(max(bisect_right(points, x) - 1, 0), len(points) - 2)
+    part = max(0.0, (x - points[i]) / (points[i + 1] - points[i]))
+    found: Floats = values[i] + part * (values[i + 1] - values[i])
+    return found

@@ -83,7 +83,7 @@ class ModelConfig(StrictModel):
         asynchronous = self.async_scheduling
         if asynchronous is None and self.execution != "auto":
             asynchronous = self.execution == "lanes"
-        return self._settle(
+        return self._derive(
             served_model_name=self.served_model_name or self.path.name,
             async_scheduling=asynchronous,
         )

@@ -21,11 +21,11 @@ from serve_spec.config.base import (
     anchored,
     dotted_keys,
     is_path,
-    judge,
     parse_yaml,
     read_text,
     section_model,
     unknown_key,
+    validate,
 )
 from serve_spec.config.engine import CacheConfig, ModelConfig, SchedulerConfig
 from serve_spec.config.serving import ReplicaConfig, RouterConfig, StatsConfig
@@ -72,17 +72,17 @@ class ServeSpecConfig(StrictModel):
         here = Path.cwd()
         folder = here
         if isinstance(source, ServeSpecConfig):
-            said = source.said()
+            fields = source.explicit_fields()
         else:
             if isinstance(source, Mapping):
                 given: object = source
             else:
                 file = Path(source)
                 given, folder = parse_yaml(read_text(file), str(file)), file.absolute().parent
-            said = _sections(given)
-            _merge(said, _from_environment(os.environ), here)
-        _merge(said, _by_section(overrides), here)
-        return judge(cls, said, folder=folder)
+            fields = _sections(given)
+            _merge(fields, _from_environment(os.environ), here)
+        _merge(fields, _by_section(overrides), here)
+        return validate(cls, fields, folder=folder)
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -115,19 +115,19 @@ def _sections(given: object) -> Sections:
     if not isinstance(given, Mapping):
         sections = ", ".join(_models())
         raise ConfigError(f"configuration={given!r}: give a mapping of sections ({sections})")
-    said: Sections = {"model": {}}  # so that a missing path is reported as model.path
+    fields: Sections = {"model": {}}  # so that a missing path is reported as model.path
     for name, section in given.items():
         if isinstance(section, StrictModel):
-            section = section.said()
-        said[str(name)] = dict(section) if isinstance(section, Mapping) else section or {}
-    return said
+            section = section.explicit_fields()
+        fields[str(name)] = dict(section) if isinstance(section, Mapping) else section or {}
+    return fields
 
 
-def _merge(said: Sections, changes: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
+def _merge(merged: Sections, changes: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
     for section, values in changes.items():
         fields = _models()[section].model_fields
-        known = said.setdefault(section, {})
-        if isinstance(known, dict):  # anything else is refused when it is judged
+        known = merged.setdefault(section, {})
+        if isinstance(known, dict):  # anything else is refused by validation
             known.update(
                 (key, anchored(value, folder) if is_path(fields[key], value) else value)
                 for key, value in values.items()

@@ -11,19 +11,19 @@ from pydantic import Field, field_validator, model_validator
 
 from serve_spec.config.adaptive_file import MAX_STEPS, Preset, ignored_keys, load_slots
 from serve_spec.config.algorithms import ALGORITHMS
-from serve_spec.config.base import ConfigError, Refusal, StrictModel, judge
+from serve_spec.config.base import ConfigError, Refusal, StrictModel, validate
 
 RejectionMethod = Literal["coupled", "standard", "block"]
 Strategy = Literal["ema", "goodput", "per_request", "static"]
 
-MAX_TREE_ROWS = 64
-"""Rows of a sequence that a tree mask has bits for: a root and its drafts, or all its beams."""
+
+MAX_TREE_TOKENS = 64
+"""Most tokens of a tree, root included; as `core.draft.MAX_TREE_TOKENS`."""
 
 
-def most_tree_rows(topk: int, num_steps: int) -> int:
-    """Rows of the largest tree of `num_steps` levels, 1 at least: all its beam makes, or has bits
-    for, and the root."""
-    return min(MAX_TREE_ROWS, 1 + topk + (num_steps - 1) * topk**2)
+def max_tree_tokens(topk: int, num_steps: int) -> int:
+    """Return the tokens of the largest tree of 1 or more levels, root included."""
+    return min(MAX_TREE_TOKENS, 1 + topk + (num_steps - 1) * topk**2)
 
 
 # Algorithms whose trees were measured to pay for few requests.
@@ -225,129 +225,14 @@ class SpeculativeConfig(StrictModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        algorithm = self.speculative_algorithm
-        self._fits_the_drafter()
-        least = self.ngram_min_match
-        if self.speculative_ngram_max_match_window_size < least:
-            raise Refusal(
-                "speculative_ngram_max_match_window_size",
-                self.speculative_ngram_max_match_window_size,
-                f"give at least speculative_ngram_min_match_window_size={least}",
-            )
-        self._check_drafts()
-        if self.synthetic_acceptance is not None and not self.enabled:
-            fix = "speculative_algorithm=NONE drafts nothing; name an algorithm, or leave this out"
-            raise Refusal("synthetic_acceptance", self.synthetic_acceptance, fix)
-        if self.samples_drafts:
-            self._refuse_rejection()
-        for key, algorithms in _CORRECTIONS.items():
-            value = getattr(self, key)
-            if value is not None and algorithm not in ("NONE", *algorithms):
-                fix = f"it is for {' and '.join(algorithms)}; leave it out with {algorithm}"
-                raise Refusal(key, value, fix)
-        mean = self.speculative_draft_aux_layers_mean
-        if mean is not None and self.speculative_draft_aux_layer_ids is not None:
-            fix = "speculative_draft_aux_layer_ids says which inputs are read; give one of both"
-            raise Refusal("speculative_draft_aux_layers_mean", mean, fix)
-        self._check_listed_trees()
+        _check(self)
         # Without drafts there is nothing to adapt.
-        return self if self.enabled else self._settle(speculative_adaptive=False)
-
-    def _check_drafts(self) -> None:
-        """Refuse chains or trees that cannot be drafted and verified."""
-        steps, topk = self.speculative_num_steps, self.topk
-        rows = self.speculative_num_draft_tokens
-        if topk == 1:
-            if rows is not None and rows != steps + 1:
-                fix = (
-                    f"a chain of speculative_num_steps={steps} has {steps + 1} rows; give that, or "
-                    "leave the key out"
-                )
-                raise Refusal("speculative_num_draft_tokens", rows, fix)
-            return
-        if topk * max(1, steps - 1) > MAX_TREE_ROWS:
-            fix = (
-                f"a beam of it may be drafted {MAX_TREE_ROWS // topk + 1} steps deep, but "
-                f"speculative_num_steps={steps}; lower one of them"
-            )
-            raise Refusal("speculative_eagle_topk", topk, fix)
-        if steps and rows is not None:
-            most = most_tree_rows(topk, steps)
-            if not steps < rows <= most:
-                fix = (
-                    f"trees of speculative_num_steps={steps}, speculative_eagle_topk={topk} have "
-                    f"{steps + 1} to {most} rows, root included; give one of those, or leave the "
-                    "key out"
-                )
-                raise Refusal("speculative_num_draft_tokens", rows, fix)
-
-    def _fits_the_drafter(self) -> None:
-        """Refuse keys that the drafter lacks or cannot use."""
-        name, path = self.speculative_algorithm, self.speculative_draft_model_path
-        if not self.enabled:
-            return  # speculation may be turned off without removing the other keys
-        from_text = ALGORITHMS[name].from_text
-        if not from_text and path is None:
-            fix = f"{name} needs a draft checkpoint; name its folder"
-            raise Refusal("speculative_draft_model_path", None, fix)
-        instead = "leave the key out, or name the draft's algorithm"
-        if from_text and path is not None:
-            fix = f"{name} drafts from the text; {instead}"
-            raise Refusal("speculative_draft_model_path", str(path), fix)
-        if from_text and self.speculative_ngram_first:
-            fix = f"{name} knows no other drafts; {instead}"
-            raise Refusal("speculative_ngram_first", True, fix)
-        corpus = self.speculative_ngram_corpus
-        if corpus is not None and self.text_algorithm != "NGRAM":
-            fix = f"{name} looks into no text; leave it out, or set speculative_ngram_first"
-            raise Refusal("speculative_ngram_corpus", str(corpus), fix)
-
-    def _check_listed_trees(self) -> None:
-        """Refuse trees of the adaptive config that cannot be drafted."""
-        file, topk = self.speculative_adaptive_config, self.topk
-        slots = load_slots(file) if file is not None and self.enabled else {}
-        for key, slot in slots.items():
-            for steps, rows in slot.candidate_trees or ():
-                most = most_tree_rows(topk, steps)
-                if topk == 1 or rows > most or topk * (steps - 1) > MAX_TREE_ROWS:
-                    fix = (
-                        f"slot {key} lists it, but speculative_eagle_topk={topk} makes "
-                        f"{'chains alone' if topk == 1 else f'trees of at most {most} rows'} of "
-                        f"{steps} steps; change one of them"
-                    )
-                    raise Refusal("candidate_trees", [steps, rows], fix)
-
-    @property
-    def ignored_adaptive_keys(self) -> str:
-        """Return a warning about keys that the strategy does not read; empty if there are none."""
-        source = self.speculative_adaptive_config
-        if source is None:
-            return ""
-        strategy = self.speculative_adaptive_strategy if self.speculative_adaptive else "static"
-        ignored = ", ".join(ignored_keys(load_slots(source), strategy))
-        which = f"strategy {strategy!r}" if self.speculative_adaptive else "a fixed depth"
-        return ignored and f"speculative_adaptive_config='{source}': {which} ignores {ignored}"
+        return self if self.enabled else self._derive(speculative_adaptive=False)
 
     @property
     def enabled(self) -> bool:
         """Return whether there is a drafter."""
         return self.speculative_algorithm != "NONE"
-
-    def _refuse_rejection(self) -> None:
-        """Refuse what does not work with rejection sampling."""
-        key, method = "rejection_sample_method", self.rejection_sample_method
-        if self.text_algorithm is not None:
-            fix = "drafts from texts come from no distribution; leave it out, or use coupled"
-            raise Refusal(key, method, fix)
-        if self.topk > 1:
-            fix = (
-                f"it judges chains; give speculative_eagle_topk=1 instead of {self.topk}, or use "
-                "coupled"
-            )
-            raise Refusal(key, method, fix)
-        if self.synthetic_acceptance is not None:
-            fix = "synthetic_acceptance decides by itself how many drafts are kept; leave one out"
-            raise Refusal(key, method, fix)
 
     @property
     def samples_drafts(self) -> bool:
@@ -361,7 +246,7 @@ class SpeculativeConfig(StrictModel):
 
     @property
     def adds_small_trees(self) -> bool:
-        """Whether the policy may draft trees for few requests though only chains are configured."""
+        """Return whether goodput may draft trees for few requests though chains are configured."""
         return (
             self.speculative_eagle_topk is None
             and self.speculative_algorithm in _SMALL_TREES
@@ -396,11 +281,135 @@ class SpeculativeConfig(StrictModel):
 
     @property
     def num_draft_tokens(self) -> int:
-        """Rows the target verifies per sequence at the starting tier, root included."""
+        """Return the tokens verified per request with the initial shape, root included."""
         steps, topk = self.speculative_num_steps, self.topk
         if self.speculative_num_draft_tokens is not None:
             return self.speculative_num_draft_tokens
-        return min(MAX_TREE_ROWS, steps * topk + 1)
+        return min(MAX_TREE_TOKENS, steps * topk + 1)
+
+
+def ignored_adaptive_keys(config: SpeculativeConfig) -> str:
+    """Return a warning about keys that the strategy does not read; empty if there are none."""
+    source = config.speculative_adaptive_config
+    if source is None:
+        return ""
+    strategy = config.speculative_adaptive_strategy if config.speculative_adaptive else "static"
+    ignored = ", ".join(ignored_keys(load_slots(source), strategy))
+    which = f"strategy {strategy!r}" if config.speculative_adaptive else "a fixed depth"
+    return ignored and f"speculative_adaptive_config='{source}': {which} ignores {ignored}"
+
+
+def _check(config: SpeculativeConfig) -> None:
+    """Refuse keys that do not fit together."""
+    algorithm = config.speculative_algorithm
+    _check_drafter(config)
+    least = config.ngram_min_match
+    if config.speculative_ngram_max_match_window_size < least:
+        raise Refusal(
+            "speculative_ngram_max_match_window_size",
+            config.speculative_ngram_max_match_window_size,
+            f"give at least speculative_ngram_min_match_window_size={least}",
+        )
+    _check_drafts(config)
+    if config.synthetic_acceptance is not None and not config.enabled:
+        fix = "speculative_algorithm=NONE drafts nothing; name an algorithm, or leave this out"
+        raise Refusal("synthetic_acceptance", config.synthetic_acceptance, fix)
+    if config.samples_drafts:
+        _check_rejection(config)
+    for key, algorithms in _CORRECTIONS.items():
+        value = getattr(config, key)
+        if value is not None and algorithm not in ("NONE", *algorithms):
+            fix = f"it is for {' and '.join(algorithms)}; leave it out with {algorithm}"
+            raise Refusal(key, value, fix)
+    mean = config.speculative_draft_aux_layers_mean
+    if mean is not None and config.speculative_draft_aux_layer_ids is not None:
+        fix = "speculative_draft_aux_layer_ids names the inputs that are read; give one of both"
+        raise Refusal("speculative_draft_aux_layers_mean", mean, fix)
+    _check_listed_trees(config)
+
+
+def _check_drafter(config: SpeculativeConfig) -> None:
+    """Refuse keys that the drafter lacks or cannot use."""
+    name, path = config.speculative_algorithm, config.speculative_draft_model_path
+    if not config.enabled:
+        return  # speculation may be turned off without removing the other keys
+    from_text = ALGORITHMS[name].from_text
+    if not from_text and path is None:
+        fix = f"{name} needs a draft checkpoint; name its folder"
+        raise Refusal("speculative_draft_model_path", None, fix)
+    instead = "leave the key out, or name the draft's algorithm"
+    if from_text and path is not None:
+        fix = f"{name} drafts from the text; {instead}"
+        raise Refusal("speculative_draft_model_path", str(path), fix)
+    if from_text and config.speculative_ngram_first:
+        fix = f"{name} makes no other drafts; {instead}"
+        raise Refusal("speculative_ngram_first", True, fix)
+    corpus = config.speculative_ngram_corpus
+    if corpus is not None and config.text_algorithm != "NGRAM":
+        fix = f"{name} searches no text; leave it out, or set speculative_ngram_first"
+        raise Refusal("speculative_ngram_corpus", str(corpus), fix)
+
+
+def _check_drafts(config: SpeculativeConfig) -> None:
+    """Refuse chains or trees that cannot be drafted and verified."""
+    steps, topk = config.speculative_num_steps, config.topk
+    tokens = config.speculative_num_draft_tokens
+    if topk == 1:
+        if tokens is not None and tokens != steps + 1:
+            fix = (
+                f"a chain of speculative_num_steps={steps} has {steps + 1} tokens; give that, or "
+                "leave the key out"
+            )
+            raise Refusal("speculative_num_draft_tokens", tokens, fix)
+        return
+    if topk * max(1, steps - 1) > MAX_TREE_TOKENS:
+        fix = (
+            f"a beam of it may be drafted {MAX_TREE_TOKENS // topk + 1} steps deep, but "
+            f"speculative_num_steps={steps}; lower one of them"
+        )
+        raise Refusal("speculative_eagle_topk", topk, fix)
+    if steps and tokens is not None:
+        most = max_tree_tokens(topk, steps)
+        if not steps < tokens <= most:
+            fix = (
+                f"trees of speculative_num_steps={steps}, speculative_eagle_topk={topk} have "
+                f"{steps + 1} to {most} tokens, root included; give one of those, or leave the "
+                "key out"
+            )
+            raise Refusal("speculative_num_draft_tokens", tokens, fix)
+
+
+def _check_listed_trees(config: SpeculativeConfig) -> None:
+    """Refuse trees of the adaptive config that cannot be drafted."""
+    file, topk = config.speculative_adaptive_config, config.topk
+    slots = load_slots(file) if file is not None and config.enabled else {}
+    for key, slot in slots.items():
+        for steps, tokens in slot.candidate_trees or ():
+            most = max_tree_tokens(topk, steps)
+            if topk == 1 or tokens > most or topk * (steps - 1) > MAX_TREE_TOKENS:
+                fix = (
+                    f"slot {key} lists it, but speculative_eagle_topk={topk} makes "
+                    f"{'chains alone' if topk == 1 else f'trees of at most {most} tokens'} of "
+                    f"{steps} steps; change one of them"
+                )
+                raise Refusal("candidate_trees", [steps, tokens], fix)
+
+
+def _check_rejection(config: SpeculativeConfig) -> None:
+    """Refuse what does not work with rejection sampling."""
+    key, method = "rejection_sample_method", config.rejection_sample_method
+    if config.text_algorithm is not None:
+        fix = "n-gram drafts come from no distribution; leave it out, or use coupled"
+        raise Refusal(key, method, fix)
+    if config.topk > 1:
+        fix = (
+            "it verifies chains only; give speculative_eagle_topk=1 instead of "
+            f"{config.topk}, or use coupled"
+        )
+        raise Refusal(key, method, fix)
+    if config.synthetic_acceptance is not None:
+        fix = "synthetic_acceptance decides by itself how many drafts are kept; leave one out"
+        raise Refusal(key, method, fix)
 
 
 def _in_range(value: object, low: float, high: float) -> bool:
@@ -457,4 +466,4 @@ def parse_update(settings: Mapping[str, object]) -> PolicyUpdate:
     """
     if not isinstance(settings, Mapping):
         raise ConfigError(f"policy settings={settings!r}: give a mapping of keys to values")
-    return judge(PolicyUpdate, dict(settings))
+    return validate(PolicyUpdate, dict(settings))

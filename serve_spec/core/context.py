@@ -1,4 +1,4 @@
-"""What a model's forward knows of its batch: positions and attention."""
+"""Inputs of a model's forward: positions and attention."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class LayerAttention(Protocol):
         """Rotate, write keys and values of `layer` to the pool, attend causally.
 
         heads: [T, num_heads + 2·kv_heads, d]: queries, keys and values before rotation; or their
-        addends (see `ops.linear.whole`). Returns [R, num_heads, d] in the pool's dtype, for the
-        tokens in `ForwardContext.queries`.
+        partial sums (see `ops.linear.sum_partials`). Returns [R, num_heads, d] in the pool's dtype,
+        for the tokens in `ForwardContext.queries`.
         """
         ...
 

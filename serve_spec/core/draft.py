@@ -1,12 +1,12 @@
 """The vocabulary of speculation. One word per quantity, everywhere.
 
-num_steps            drafts asked for in a round (K); 0 means no drafting
+num_steps            draft steps of a round (K); 0 means no drafting
 num_draft_tokens     drafts the target verified, root excluded (K for a full chain); SGLang's flag
                      `speculative_num_draft_tokens` alone counts the root too
 num_correct_drafts   drafts the target accepted, without root and bonus token: 0..K
 accept_length        tokens emitted: num_correct_drafts + 1
-row_steps            per request of a batch: its drafts (of trees, levels)
-row_correct_drafts   per request: the drafts the target accepted, before any stop
+steps_per_req        per request of a batch: its drafts (of trees, levels)
+correct_per_req      per request: the drafts the target accepted, before any stop
 bonus token          the token drawn after the last accepted draft
 accept_rate          probability that one draft is accepted, 0..1
 shape                depth, size and topk of what a request drafts: a chain or a tree
@@ -23,6 +23,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, Protocol
+
+MAX_TREE_TOKENS = 64
+"""Most tokens of a request that a tree mask has bits for: a root and its drafts, or all beams."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -38,7 +38,7 @@ class ScheduledRequest(NamedTuple):
     from token j+1); a request that does not draft may leave them out. After the step, a request
     that `extends` has all entries before the root. `num_missing` bounds what it lacks at its start.
 
-    `request_slot` is its row in the device's tensors of running requests.
+    `request_slot` is its index in the device's tensors of running requests.
     `scored_ids` are the prompt tokens at positions `scored_start ..` whose log-probabilities are
     wanted.
     `draft_ids` are n-gram drafts, used instead of a draft model's; a match of `draft_match` tokens
@@ -165,7 +165,7 @@ class ScheduledBatch:
 
     @cached_property
     def num_drafts(self) -> int:
-        """Drafts that may be verified, whatever the budget."""
+        """Drafts that may be verified, without a budget."""
         return sum([req.num_draft_tokens for req in self.requests])
 
     @cached_property

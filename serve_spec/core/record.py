@@ -33,8 +33,8 @@ class DraftColumns(NamedTuple):
     """Drafts per request in a step of one shape, and how many of them the target accepted."""
 
     request_ids: Sequence[str]
-    row_steps: Sequence[int]
-    row_correct_drafts: Sequence[int]
+    steps_per_req: Sequence[int]
+    correct_per_req: Sequence[int]
     shape: DraftShape = PLAIN
 
 
@@ -51,11 +51,11 @@ class StepRecord:
     shape: DraftShape
     """What was drafted; the policy may have switched since."""
     request_ids: Sequence[str] = ()
-    row_steps: Sequence[int] = ()
+    steps_per_req: Sequence[int] = ()
     """Drafts verified of each; of trees, levels."""
-    row_correct_drafts: Sequence[int] = ()
+    correct_per_req: Sequence[int] = ()
     """Drafts the target accepted of each, before any stop."""
-    row_drafted: Sequence[int] = ()
+    drafted_per_req: Sequence[int] = ()
     """Drafts of each that could have been verified, had the budget allowed; of trees, drafts, not
     levels. Empty if all were verified."""
     draft_shares: NDArray[np.float32] | None = field(default=None, compare=False)
@@ -85,13 +85,13 @@ class StepRecord:
     """Most drafts any of these drafted."""
     num_text_drafts: int = 0
     """N-gram drafts, if there is a draft model, too."""
-    num_catch_up: int = 0
+    num_extend_tokens: int = 0
     """Draft KV entries made by draft extend: a few per request, or all of a prompt."""
     num_prefill_tokens: int = 0
     """Prompt tokens computed. If there are any, the times are not those of decoding alone."""
     num_ended: int = 0
     """Requests that ended in this step,"""
-    num_ended_prompt_rows: int = 0
+    num_ended_prompt_tokens: int = 0
     """the prompt tokens that were computed for them,"""
     num_ended_tokens: int = 0
     """and the tokens they emitted."""
@@ -184,7 +184,7 @@ class StepRecord:
         """The columns of model drafts; requests with n-gram drafts count as without drafts."""
         if any(self.is_from_text):
             return self._drafts(self.shape, from_text=False)
-        return DraftColumns(self.request_ids, self.row_steps, self.row_correct_drafts, self.shape)
+        return DraftColumns(self.request_ids, self.steps_per_req, self.correct_per_req, self.shape)
 
     @property
     def text_drafts(self) -> DraftColumns:
@@ -192,8 +192,8 @@ class StepRecord:
         return self._drafts(PLAIN, from_text=True)
 
     def _drafts(self, shape: DraftShape, *, from_text: bool) -> DraftColumns:
-        flags = self.is_from_text or [False] * len(self.row_steps)
-        columns = zip(self.row_steps, self.row_correct_drafts, flags, strict=True)
+        flags = self.is_from_text or [False] * len(self.steps_per_req)
+        columns = zip(self.steps_per_req, self.correct_per_req, flags, strict=True)
         drafts = [(k, m) if flag == from_text else (0, 0) for k, m, flag in columns]
         return DraftColumns(self.request_ids, [k for k, _ in drafts], [m for _, m in drafts], shape)
 

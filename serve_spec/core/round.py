@@ -59,14 +59,14 @@ class DecodeBatch:
     """Requests with temperature > 0: each of their draws costs noise."""
     max_draft_tokens: int
     """Most drafts of the whole step, by token budget and free pages."""
-    backlogs: Sequence[int] = ()
+    num_missing_entries: Sequence[int] = ()
     """Draft KV entries each request lacks and needs before it drafts: those of one step, or all
     since its prompt began. Empty without a draft model."""
     num_remaining: Sequence[int] = ()
     """Most tokens each request may still emit; empty if unknown."""
     num_prompts: int = 0
     """Sequences in prefill: the batch will soon be larger by so many."""
-    num_prompt_rows: int = 0
+    num_prompt_tokens: int = 0
     """Prompt tokens that share the step if it drafts little; drafts may take their room."""
     text_steps: Sequence[int] = ()
     """N-gram drafts of each request, which it may verify instead of a model's; empty if there is
@@ -111,7 +111,7 @@ class RoundSteps:
     """
 
     shape: DraftShape
-    row_steps: Sequence[int] | None = None
+    steps_per_req: Sequence[int] | None = None
     notes: RoundNotes = field(default=NO_NOTES, compare=False)
     text_steps: Sequence[int] | None = None
     budget: int | None = None

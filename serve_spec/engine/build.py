@@ -11,27 +11,33 @@ import torch
 from serve_spec.adaptive import AdaptiveController, PolicySettings
 from serve_spec.config import ServeSpecConfig, SpeculativeConfig
 from serve_spec.config.algorithms import ALGORITHMS
-from serve_spec.config.speculative import MAX_TREE_ROWS
+from serve_spec.config.speculative import ignored_adaptive_keys
 from serve_spec.core.context import torch_dtype
-from serve_spec.core.draft import TextDrafter
+from serve_spec.core.draft import MAX_TREE_TOKENS, TextDrafter
 from serve_spec.core.errors import CheckpointError
 from serve_spec.engine.costs import Clock, CostSource, cost_key
-from serve_spec.engine.draft_precision import draft_dtype, draft_weights
 from serve_spec.engine.engine import SpecEngine, freeze_gc
 from serve_spec.engine.first_logits import check_first_logits
-from serve_spec.engine.profile import Measurement, measure_costs
+from serve_spec.engine.inputs import EngineLimits
+from serve_spec.engine.profile import (
+    CostGrid,
+    Measurement,
+    ProfileLimits,
+    TimeBudget,
+    measure_costs,
+)
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
 from serve_spec.log import get_logger
 from serve_spec.models import DraftHead, DraftOptions, Llama, ModelShape, load_draft, load_target
 from serve_spec.models.decoder import compile_layers
+from serve_spec.models.draft import draft_dtype, draft_weights
 from serve_spec.models.draft_checkpoint import read_draft
-from serve_spec.models.draft_probe import probe_text, settle_layers, settle_theta
+from serve_spec.models.draft_probe import choose_layers, choose_theta, probe_text
 from serve_spec.models.draft_shape import both_readings
-from serve_spec.parallel.followers import Followers
 from serve_spec.parallel.group import SINGLE, TensorParallel
-from serve_spec.parallel.launch import Launcher, launch
+from serve_spec.parallel.worker_ranks import Launcher, WorkerRanks, launch
 from serve_spec.scheduler.scheduler import Scheduler
 from serve_spec.structured.compiler import GrammarCompiler
 from serve_spec.structured.masks import Grammars
@@ -40,7 +46,7 @@ from serve_spec.worker.forward import TargetRunner
 from serve_spec.worker.graphs import GraphRecorder, NoRecorder, batch_sizes
 from serve_spec.worker.request_slots import RING_TOKENS, RequestSlots
 from serve_spec.worker.tensor_parallel import TensorParallelWorker
-from serve_spec.worker.worker import SpecWorker, Worker
+from serve_spec.worker.worker import SpecWorker, Worker, WorkerSettings
 
 logger = get_logger(__name__)
 
@@ -62,17 +68,17 @@ def build_engine(config: ServeSpecConfig, launcher: Launcher | None = None) -> S
     """
     if config.model.tensor_parallel_size == 1:
         return _build_engine(config, SINGLE, None)
-    followers = _start_followers(config, launcher)
+    worker_ranks = _start_ranks(config, launcher)
     try:
-        with followers.in_step():
-            parallel = followers.join(rank_device(config, 0))
-            return _build_engine(config, parallel, followers)
+        with worker_ranks.in_step():
+            parallel = worker_ranks.join(rank_device(config, 0))
+            return _build_engine(config, parallel, worker_ranks)
     except BaseException:
-        followers.stop()
+        worker_ranks.stop()
         raise
 
 
-def _start_followers(config: ServeSpecConfig, launcher: Launcher | None) -> Followers:
+def _start_ranks(config: ServeSpecConfig, launcher: Launcher | None) -> WorkerRanks:
     """Check what needs no other rank, then start all ranks but this one."""
     size = config.model.tensor_parallel_size
     ModelShape.from_directory(config.model.path).on_rank_of(size)
@@ -82,40 +88,30 @@ def _start_followers(config: ServeSpecConfig, launcher: Launcher | None) -> Foll
             f"tensor_parallel_size={size}: torch sees {torch.cuda.device_count()} GPUs here; "
             "lower it, or show more of them (CUDA_VISIBLE_DEVICES)"
         )
-    return launch("serve_spec.engine.follower", size, config, launcher)
+    return launch("serve_spec.engine.worker_rank", size, config, launcher)
 
 
 def _build_engine(
-    config: ServeSpecConfig, parallel: TensorParallel, followers: Followers | None
+    config: ServeSpecConfig, parallel: TensorParallel, worker_ranks: WorkerRanks | None
 ) -> SpecEngine:
     tokenizer = Tokenizer(Path(config.model.path))
     _check_fit(config, tokenizer)
     loaded = load_models(config, parallel)
     target, num_pages = loaded.target, loaded.num_pages
-    if ignored := config.speculative.ignored_adaptive_keys:
+    if ignored := ignored_adaptive_keys(config.speculative):
         logger.warning(ignored)
     policy = _policy(config, loaded)
     _check_steps(policy)
     max_model_len = target.max_model_len
     _check_sizes(config, num_pages, max_model_len)
     worker = build_worker(config, loaded)
-    if followers is not None:
-        worker = TensorParallelWorker(worker, followers)
+    if worker_ranks is not None:
+        worker = TensorParallelWorker(worker, worker_ranks)
     worker.init_states(policy.shapes)
-
-    def scheduler_on(cache: KVCacheManager, texts: TextDrafter | None) -> Scheduler:
-        return Scheduler(
-            config.scheduler,
-            cache,
-            text_drafter=texts,
-            first_draft_entry=0 if loaded.head is None else -loaded.head.shift,
-            has_draft_model=loaded.head is not None,
-            vocab_size=target.shape.vocab_size,
-        )
 
     check_first_logits(
         worker,
-        scheduler_on(KVCacheManager(num_pages, config.cache.page_size), None),
+        _scheduler(config, loaded, KVCacheManager(num_pages, config.cache.page_size)),
         tokenizer.encode(_FIRST_PROMPT)[:max_model_len],
         config.model.path,
         None if loaded.head is None else config.speculative.speculative_draft_model_path,
@@ -126,26 +122,53 @@ def _build_engine(
     costs = _cost_source(config, worker, policy, cache, max_model_len)
     table = costs.obtain() if policy.needs_costs else None
     if _captures_graphs(config, loaded.device):
-        deepest = worker.states[max(shape for shape in worker.states if shape.is_chain)]
-        policy = replace(
-            policy,
-            cuda_graph_bs=batch_sizes(config.scheduler.max_num_seqs),
-            token_counts=[size.tokens for size in deepest.verify.sizes],
-        )
+        policy = _with_captured_sizes(policy, worker, config.scheduler.max_num_seqs)
     controller = AdaptiveController(policy, table, logger.warning)
-    scheduler = scheduler_on(cache, _text_drafter(config.speculative, tokenizer, policy.max_depth))
+    texts = _text_drafter(config.speculative, tokenizer, policy.max_depth)
     if loaded.device.type == "cuda":
         freeze_gc()
     return SpecEngine(
-        scheduler,
+        _scheduler(config, loaded, cache, texts),
         worker,
         controller,
         tokenizer,
-        eos_token_ids=target.shape.eos_token_ids,
-        max_model_len=max_model_len,
-        num_ids=target.shape.num_ids,
-        followers=followers,
+        EngineLimits(
+            vocab_size=worker.vocab_size,
+            num_ids=worker.vocab_size if target.shape.num_ids is None else target.shape.num_ids,
+            eos_token_ids=tuple(sorted(target.shape.eos_token_ids)),
+            max_model_len=max_model_len,
+            forces_acceptance=worker.synthetic_acceptance is not None,
+        ),
+        worker_ranks=worker_ranks,
         costs=costs,
+    )
+
+
+def _scheduler(
+    config: ServeSpecConfig,
+    loaded: LoadedModels,
+    cache: KVCacheManager,
+    texts: TextDrafter | None = None,
+) -> Scheduler:
+    return Scheduler(
+        config.scheduler,
+        cache,
+        text_drafter=texts,
+        first_draft_entry=0 if loaded.head is None else -loaded.head.shift,
+        has_draft_model=loaded.head is not None,
+        vocab_size=loaded.target.shape.vocab_size,
+    )
+
+
+def _with_captured_sizes(
+    policy: PolicySettings, worker: Worker, max_num_seqs: int
+) -> PolicySettings:
+    """Return the settings with the batch sizes and token counts of captured graphs."""
+    deepest = worker.states[max(shape for shape in worker.states if shape.is_chain)]
+    return replace(
+        policy,
+        cuda_graph_bs=batch_sizes(max_num_seqs),
+        token_counts=[size.tokens for size in deepest.verify.sizes],
     )
 
 
@@ -207,7 +230,7 @@ def build_worker(config: ServeSpecConfig, loaded: LoadedModels) -> Worker:
     )
     # Two steps in flight may write past the end of a text: all drafts of one, and the accepted
     # ones of the other.
-    max_pages = -(-(target.max_model_len + RING_TOKENS + MAX_TREE_ROWS) // page_size)
+    max_pages = -(-(target.max_model_len + RING_TOKENS + MAX_TREE_TOKENS) // page_size)
     slots = RequestSlots.create(
         config.scheduler.max_num_seqs,
         max_pages,
@@ -225,13 +248,15 @@ def build_worker(config: ServeSpecConfig, loaded: LoadedModels) -> Worker:
         slots,
         GraphRecorder(device) if _captures_graphs(config, device) else NoRecorder(),
         grammars,
-        max_tokens=config.scheduler.max_num_batched_tokens,
-        largest_batch=policy.largest_batch,
-        async_scheduling=device.type == "cuda" if asynchronous is None else asynchronous,
-        synthetic_acceptance=config.speculative.synthetic_acceptance,
-        rejection_sample_method=config.speculative.rejection_sample_method,
-        draft_sharpness=config.speculative.speculative_draft_sharpness,
-        parallel=loaded.parallel,
+        WorkerSettings(
+            max_tokens=config.scheduler.max_num_batched_tokens,
+            largest_batch=policy.largest_batch,
+            async_scheduling=device.type == "cuda" if asynchronous is None else asynchronous,
+            synthetic_acceptance=config.speculative.synthetic_acceptance,
+            rejection_sample_method=config.speculative.rejection_sample_method,
+            draft_sharpness=config.speculative.speculative_draft_sharpness,
+        ),
+        loaded.parallel,
     )
 
 
@@ -256,32 +281,24 @@ def _cost_source(
     max_model_len: int,
 ) -> CostSource:
     """Return the source of step costs on this machine: a file, or steps on free pages."""
-    max_batch_size, max_steps = config.scheduler.max_num_seqs, policy.max_depth
-    trees = {tree: policy.largest_batch(tree) for tree in policy.trees}
+    grid = CostGrid(
+        config.scheduler.max_num_seqs,
+        policy.max_depth,
+        {tree: policy.largest_batch(tree) for tree in policy.trees},
+        every_step=worker.device.type == "cuda",
+    )
+    limits = ProfileLimits(
+        cache.page_size, cache.num_pages, config.scheduler.max_num_batched_tokens, max_model_len
+    )
 
     def measure(clock: Clock, longest_run_s: float) -> Measurement:
-        return measure_costs(
-            worker,
-            page_size=cache.page_size,
-            num_pages=cache.num_pages,
-            max_batch_size=max_batch_size,
-            max_steps=max_steps,
-            max_num_tokens=config.scheduler.max_num_batched_tokens,
-            max_model_len=max_model_len,
-            budget_s=_PROFILE_BUDGET_S[worker.device.type],
-            every_step=worker.device.type == "cuda",
-            trees=trees,
-            clock=clock,
-            pages=cache.unheld_pages,
-            longest_run_s=longest_run_s,
-        )
+        budget = TimeBudget(_PROFILE_BUDGET_S[worker.device.type], clock, longest_run_s)
+        return measure_costs(worker, grid, limits, budget, cache.unheld_pages)
 
     return CostSource(
         cost_key(config, worker, policy.trees),
+        grid,
         path=config.speculative.speculative_cost_table,
-        max_batch_size=max_batch_size,
-        max_steps=max_steps,
-        trees=trees,
         measure=measure,
     )
 
@@ -333,9 +350,9 @@ def _probe(config: ServeSpecConfig, head: DraftHead, target: Llama) -> None:
     assert path is not None, "a loaded draft has a path"
     if probes_layers:
         readings = both_readings(read_draft(path), target.shape.num_layers)
-        settle_layers(head, target, text, readings)
+        choose_layers(head, target, text, readings)
     if probes_theta:
-        settle_theta(head, target, text)
+        choose_theta(head, target, text)
 
 
 def _text_drafter(
@@ -405,7 +422,7 @@ def _check_fit(config: ServeSpecConfig, tokenizer: Tokenizer) -> None:
     topk, window = config.speculative.topk, shape.sliding_window
     if config.speculative.enabled and topk > 1 and not _fits_trees(window):
         raise ValueError(
-            f"speculative_eagle_topk={topk}: trees of up to {MAX_TREE_ROWS} tokens do not fit "
+            f"speculative_eagle_topk={topk}: trees of up to {MAX_TREE_TOKENS} tokens do not fit "
             f"the target's sliding_window={window}; use speculative_eagle_topk=1"
         )
     if tokenizer.vocab_size > shape.vocab_size:
@@ -424,7 +441,7 @@ def _policy(config: ServeSpecConfig, loaded: LoadedModels) -> PolicySettings:
 
 def _fits_trees(window: int | None) -> bool:
     """Return whether draft trees fit a target's sliding window."""
-    return window is None or window >= MAX_TREE_ROWS
+    return window is None or window >= MAX_TREE_TOKENS
 
 
 def _check_steps(policy: PolicySettings) -> None:

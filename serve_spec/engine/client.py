@@ -21,7 +21,6 @@ from serve_spec.core.grammar import Grammar
 from serve_spec.core.record import StepRecord
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
 from serve_spec.engine.collector import MetricsCollector
-from serve_spec.engine.encoding import encode_async
 from serve_spec.engine.inputs import InputProcessor
 from serve_spec.engine.messages import (
     Abort,
@@ -31,13 +30,14 @@ from serve_spec.engine.messages import (
     EngineMessage,
     NewRequest,
     Reply,
+    Sender,
     Stop,
     decode_message,
     encode,
+    encode_async,
     hang_up,
 )
 from serve_spec.engine.output import OutputProcessor
-from serve_spec.engine.sender import Sender
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.log import get_logger
 from serve_spec.metrics import MetricsSink, NullSink
@@ -66,7 +66,7 @@ class TokenStream:
     async def each(self, take: Callable[[TokenDelta], None]) -> None:
         """Call `take` with every delta as it comes, and return after the last one.
 
-        No task has to wake up for a delta.
+        No task wakes up for a delta.
 
         Raises:
             Exception: what ended the stream instead of a last delta, or what `take` raised.
@@ -149,7 +149,7 @@ class EngineClient:
     ) -> TokenStream:
         """Queue a request and return its stream.
 
-        emitted: see `InputProcessor.new_sequence`; the stream goes on after them.
+        emitted: see `InputProcessor.new_sequence`; the stream continues after them.
 
         Raises:
             InvalidRequest: the prompt or a parameter cannot be served.
@@ -177,7 +177,7 @@ class EngineClient:
         self._streams[request_id] = stream
         self._outputs.add(seq)
         self._command(command)
-        # The engine may have died since the first check, before this stream could be told.
+        # The engine may have died since the first check, before this stream was added.
         self.check_health()
         return stream
 
@@ -245,7 +245,7 @@ class EngineClient:
         """Raise RuntimeError if the engine has ended or hangs in a step."""
         if self._stopping:
             raise RuntimeError("the engine has been shut down")
-        if self._failure is None and time.monotonic() - self._heard_at > self._stuck_after_s:
+        if self._failure is None and time.monotonic() - self._received_at > self._stuck_after_s:
             limit = f"replica.round_timeout_s={self._stuck_after_s:g}"
             self._lose(f"a step has been running for longer than {limit} seconds")
         if self._failure is not None:
@@ -296,7 +296,7 @@ class EngineClient:
         self._lose(reason)
 
     def _take(self, message: EngineMessage) -> None:
-        self._heard_at = time.monotonic()
+        self._received_at = time.monotonic()
         if message.deltas or message.failed:  # first: tokens do not wait for metrics
             self._in_loop(partial(self._deliver, message))
         for record in message.records:
@@ -318,7 +318,7 @@ class EngineClient:
         for delta in self._outputs.process(message.deltas):
             if (stream := self._streams.get(delta.request_id)) is not None:
                 stream.put(delta)
-        # The engine has a request until it says that it ended, also after a stop string.
+        # The engine has a request until it reports the end, also after a stop string.
         for delta in message.deltas:
             if delta.finish_reason is not None:
                 self._streams.pop(delta.request_id, None)

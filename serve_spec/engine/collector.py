@@ -18,11 +18,11 @@ from typing import NamedTuple
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.record import StepRecord
 from serve_spec.metrics import (
-    RowCounts,
+    RequestCounts,
     batch_size_bucket,
     expected_drafts,
     position_counts,
-    row_counts,
+    request_counts,
     unverified_drafts,
 )
 
@@ -56,9 +56,9 @@ class RoundSums:
     predicted_ms: float = 0.0
     measured_ms: float = 0.0
     """Time of the rounds for which it was predicted."""
-    rows: Counter[tuple[int, int, int]] = field(default_factory=Counter)
+    counts: Counter[tuple[int, int, int]] = field(default_factory=Counter)
 
-    def add(self, record: StepRecord, rows: RowCounts) -> None:
+    def add(self, record: StepRecord, counts: RequestCounts) -> None:
         """Add one round and its requests by their drafts."""
         self.rounds += 1
         self.requests += record.batch_size
@@ -66,7 +66,7 @@ class RoundSums:
         self.draft_tokens += record.num_draft_tokens
         self.correct_drafts += record.num_correct_drafts
         self.probe_rounds += record.notes.is_probe
-        self.rows.update(rows)
+        self.counts.update(counts)
         self.busy_ms += record.step_ms
         if record.budget is not None:
             self.budget_rounds += 1
@@ -107,7 +107,7 @@ class RoundSums:
                     **counts._asdict(),
                     "accept_rate": _ratio(counts.accepted, counts.reached),
                 }
-                for position, counts in enumerate(position_counts(self.rows.copy()), start=1)
+                for position, counts in enumerate(position_counts(self.counts.copy()), start=1)
             ],
             "overhead_ratio": _ratio(self.draft_ms, self.verify_ms),
             # Host and device may overlap.
@@ -121,7 +121,7 @@ class _Round(NamedTuple):
 
     clock_ms: float
     record: StepRecord
-    rows: RowCounts
+    counts: RequestCounts
 
 
 class RecentSpeed:
@@ -219,9 +219,9 @@ class MetricsCollector:
             bucket = batch_size_bucket(record.batch_size)
             self._buckets.setdefault(bucket, BucketSpeed()).add(record)
         if record.batch_size:
-            rows = row_counts(record)
-            self._window.append(_Round(self._clock_ms, record, rows))
-            self._since_start.add(record, rows)
+            counts = request_counts(record)
+            self._window.append(_Round(self._clock_ms, record, counts))
+            self._since_start.add(record, counts)
             self._budget = record.budget
         while self._window and self._window[0].clock_ms < self._clock_ms - self.window_s * 1e3:
             self._window.popleft()
@@ -272,7 +272,7 @@ class MetricsCollector:
 def _window_snapshot(window: Sequence[_Round]) -> dict[str, object]:
     sums = RoundSums()
     for each in window:
-        sums.add(each.record, each.rows)
+        sums.add(each.record, each.counts)
     rounds = [each.record for each in window]
     pure = [record for record in rounds if record.decodes_only]
     shapes = sorted({record.shape for record in pure})

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_spec.config.cost_surface import monotone
+from serve_spec.config.cost_table import monotone
 
 Milliseconds: TypeAlias = NDArray[np.float64]
 """[contexts, batch sizes, steps]."""

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import TypeAlias
 
 import torch
@@ -27,9 +26,9 @@ from serve_spec.config.cost_table import (
 )
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.machine import cpu_model
-from serve_spec.engine.draft_precision import draft_weights
-from serve_spec.engine.profile import MeasuredCosts, Measurement, finish
+from serve_spec.engine.profile import CostGrid, MeasuredCosts, Measurement, finish
 from serve_spec.log import get_logger
+from serve_spec.models.draft import draft_weights
 from serve_spec.worker.worker import Worker
 
 logger = get_logger(__name__)
@@ -74,19 +73,16 @@ class CostSource:
     def __init__(
         self,
         key: CostKey,
+        grid: CostGrid,
         *,
         path: Path | None,
-        max_batch_size: int,
-        max_steps: int,
-        trees: Mapping[DraftShape, int | None] = MappingProxyType({}),
         measure: Callable[[Clock, float], Measurement],
         clock: Clock = time.perf_counter,
     ) -> None:
         """
         Args:
+            grid: what `measure` measures.
             path: `speculative_cost_table`; None: the cached file.
-            max_batch_size: with `max_steps` and `trees`, the grid that is measured; see
-                `measure_costs`.
             measure: starts a measurement with a clock and the longest step in seconds.
         """
         self.report: Report = {"state": "missing", "detail": "not measured yet"}
@@ -95,9 +91,8 @@ class CostSource:
         """Whether no better measurement is possible."""
         self._key = key
         self._path = path
-        self._cached = _cache_file(key, max_batch_size, max_steps, trees)
-        self._max_steps = max_steps
-        self._trees = trees
+        self._cached = _cache_file(key, grid)
+        self._grid = grid
         self._measure = measure
         self._clock = clock
         self._measurement: Measurement | None = None
@@ -160,7 +155,9 @@ class CostSource:
         started = time.perf_counter()
         try:
             table = load_cost_table(file)
-            table.refuse_foreign(self._key, max_steps=self._max_steps, trees=_shapes(self._trees))
+            table.refuse_foreign(
+                self._key, max_steps=self._grid.max_steps, trees=_shapes(self._grid.trees)
+            )
         except ConfigError as error:
             logger.warning("costs: not used: %s: %s", file, str(error).removeprefix(f"{file}: "))
             return None
@@ -287,12 +284,11 @@ def _cache(table: CostTable, file: Path) -> bool:
     return True
 
 
-def _cache_file(
-    key: CostKey, max_batch_size: int, max_steps: int, trees: Mapping[DraftShape, int | None]
-) -> Path:
+def _cache_file(key: CostKey, grid: CostGrid) -> Path:
     """Return the cache file of a setting and grid."""
-    grid = f"{max_batch_size} {max_steps} {_shapes(trees)} {[*trees.values()]}"
-    setting = f"{FORMAT_VERSION} {grid} {key.model_dump_json()}"
+    trees = f"{_shapes(grid.trees)} {[*grid.trees.values()]}"
+    sizes = f"{grid.max_batch_size} {grid.max_steps} {trees}"
+    setting = f"{FORMAT_VERSION} {sizes} {key.model_dump_json()}"
     name = hashlib.sha256(setting.encode()).hexdigest()[:_HASH_LENGTH]
     return _cache_folder() / "costs" / f"{name}.json"
 

@@ -5,21 +5,26 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.core.grammar import Grammar
-from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch
-from serve_spec.core.record import StepRecord, StepTimes
+from serve_spec.core.plan import BatchResult, ScheduledBatch
+from serve_spec.core.record import StepRecord
 from serve_spec.core.request import FinishReason, SamplingParams, TokenDelta
-from serve_spec.core.round import NO_NOTES, RoundNotes
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.costs import UNUSED, CostSource
 from serve_spec.engine.inputs import EngineLimits, InputProcessor
+from serve_spec.engine.reporting import (
+    EngineCounters,
+    StepInFlight,
+    scheduler_snapshot,
+    step_record,
+)
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.log import get_logger
 from serve_spec.metrics import MetricsSink, NullSink
-from serve_spec.parallel.followers import Followers
+from serve_spec.parallel.worker_ranks import WorkerRanks
 from serve_spec.scheduler.scheduler import CommittedRequest, Scheduler
 from serve_spec.worker.worker import Worker
 
@@ -49,55 +54,10 @@ def unfreeze_gc() -> None:
 logger = get_logger(__name__)
 
 
-@dataclass
-class EngineCounters:
-    """Sums since start. `num_decode_requests` sums batch sizes over steps; times in ms."""
-
-    num_steps_executed: int = 0
-    num_decode_requests: int = 0
-    num_decode_tokens: int = 0
-    num_draft_tokens: int = 0
-    num_correct_drafts: int = 0
-    num_prefix_query_tokens: int = 0
-    num_prefix_hit_tokens: int = 0
-    draft_ms: float = 0.0
-    verify_ms: float = 0.0
-
-    @property
-    def accept_length(self) -> float:
-        """Tokens per decoding request and step."""
-        requests = self.num_decode_requests
-        return self.num_decode_tokens / requests if requests else 1.0
-
-    def observe(self, record: StepRecord) -> None:
-        """Add one executed step."""
-        self.num_steps_executed += 1
-        self.num_decode_requests += record.batch_size
-        self.num_decode_tokens += record.num_output_tokens
-        self.num_draft_tokens += record.num_draft_tokens
-        self.num_correct_drafts += record.num_correct_drafts
-        self.num_prefix_query_tokens += record.num_prefix_query_tokens
-        self.num_prefix_hit_tokens += record.num_prefix_hit_tokens
-        self.draft_ms += record.draft_ms
-        self.verify_ms += record.verify_ms
-
-
-@dataclass(frozen=True)
-class _InFlight:
-    """A step in flight, and the policy's notes on it."""
-
-    plan: ScheduledBatch
-    pending: PendingBatch
-    started: float
-    """When the work for this step began, in s."""
-    switch_reason: str | None
-    notes: RoundNotes
-
-
 class SpecEngine:
     """Runs requests, one step of the batch per call of `step`. Single-threaded; see `EngineServer`.
 
-    It knows tokens alone: texts and stop strings are those of an `OutputProcessor`.
+    It handles tokens only; an `OutputProcessor` handles texts and stop strings.
 
     With asynchronous scheduling the next step is in flight when `step` returns. Sequences that end
     meanwhile are computed once more; those results are dropped.
@@ -109,26 +69,22 @@ class SpecEngine:
         worker: Worker,
         controller: AdaptiveController,
         tokenizer: Tokenizer,
+        limits: EngineLimits,
         *,
-        eos_token_ids: Collection[int],
-        max_model_len: int,
-        num_ids: int | None = None,
         metrics: MetricsSink | None = None,
-        followers: Followers | None = None,
+        worker_ranks: WorkerRanks | None = None,
         costs: CostSource | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.worker = worker
         self.controller = controller
         self.tokenizer = tokenizer
-        self.eos_token_ids = frozenset(eos_token_ids)
-        self.max_model_len = max_model_len
-        self.num_ids = worker.vocab_size if num_ids is None else num_ids
+        self.limits = limits
         self.counters = EngineCounters()
         self.metrics = metrics or NullSink()
         self.costs = costs
-        self._followers = followers
-        self._in_flight: _InFlight | None = None
+        self._worker_ranks = worker_ranks
+        self._in_flight: StepInFlight | None = None
         self._synced_at = 0.0
         self._overhead_s = 0.0
         """Host time after the results of the step before, which the next step waited for."""
@@ -153,12 +109,12 @@ class SpecEngine:
         self.worker.drain()
         return deltas
 
-    def _finish(self, step: _InFlight) -> list[TokenDelta]:
+    def _finish(self, step: StepInFlight) -> list[TokenDelta]:
         """Wait for a step, commit and report it."""
         result = step.pending.result()
         committed = self.scheduler.commit(step.plan, result, Sequence.cut)
         step_ms = self._step_ms(step)
-        self._report(self._record(step, result, committed, step_ms))
+        self._report(step_record(self.scheduler, step, result, committed, step_ms))
         deltas = [self._delta(each, result) for each in committed]
         self._overhead_s = time.perf_counter() - self._synced_at
         return deltas
@@ -166,7 +122,7 @@ class SpecEngine:
     @property
     def has_work(self) -> bool:
         """Return whether `step` has anything to do."""
-        return self.scheduler.has_work or self._in_flight is not None
+        return self.scheduler.queue.has_work or self._in_flight is not None
 
     def idle_wait_s(self) -> float | None:
         """Return the seconds until `use_idle_time` has something to do; None: nothing."""
@@ -183,17 +139,6 @@ class SpecEngine:
         if table is not None:
             self.controller.use_costs(table)
             logger.info("costs: strategy goodput decides from now on")
-
-    @property
-    def limits(self) -> EngineLimits:
-        """Return the limits that requests are checked against."""
-        return EngineLimits(
-            vocab_size=self.worker.vocab_size,
-            num_ids=self.num_ids,
-            eos_token_ids=tuple(sorted(self.eos_token_ids)),
-            max_model_len=self.max_model_len,
-            forces_acceptance=self.worker.synthetic_acceptance is not None,
-        )
 
     def new_sequence(
         self,
@@ -223,54 +168,29 @@ class SpecEngine:
     def add(self, seq: Sequence) -> None:
         """Queue a sequence made by `new_sequence`."""
         seq.stats.synthetic_acceptance = self.worker.synthetic_acceptance is not None
-        self.scheduler.add(seq)
+        self.scheduler.queue.add(seq)
 
     def abort(self, request_id: str) -> TokenDelta | None:
         """End a request between steps and free its pages; None if it has ended."""
-        seq = self.scheduler.abort(request_id)
+        seq = self.scheduler.queue.abort(request_id)
         if seq is None:
             return None
         return TokenDelta(request_id, (), "", FinishReason.ABORT, seq.stats)
 
     def snapshot(self) -> dict[str, object]:
         """Return the state for operators, JSON-able: the replica's part of `/server_info`."""
-        counters, cache = self.counters, self.scheduler.cache
         policy = self.controller.snapshot()
-        forced = self.worker.synthetic_acceptance
-        return {
-            **policy,
-            "costs": self._costs_snapshot(policy.get("costs")),
-            "avg_spec_accept_length": round(counters.accept_length, 4),
-            "batch_size": sum(seq.is_decoding for seq in self.scheduler.running),
-            "num_running": len(self.scheduler.running),
-            "num_waiting": len(self.scheduler.waiting),
-            "num_preemptions": self.scheduler.num_preemptions,
-            "kv": {"free_pages": cache.num_free_pages, "total_pages": cache.num_pages},
-            "prefix_cache": {
-                "pages": len(cache.tree),
-                "idle_pages": cache.tree.num_idle,
-                "evicted_pages": cache.tree.num_evicted,
-                "query_tokens": counters.num_prefix_query_tokens,
-                "hit_tokens": counters.num_prefix_hit_tokens,
-            },
-            "counters": {
-                "steps": counters.num_steps_executed,
-                "decode_rows": counters.num_decode_requests,
-                "decode_tokens": counters.num_decode_tokens,
-                "draft_tokens": counters.num_draft_tokens,
-                "correct_drafts": counters.num_correct_drafts,
-                "draft_ms": round(counters.draft_ms, 3),
-                "verify_ms": round(counters.verify_ms, 3),
-            },
-            "synthetic_acceptance": list(forced) if isinstance(forced, tuple) else forced,
-        }
-
-    def _costs_snapshot(self, of_policy: object) -> dict[str, object]:
-        """Return the source of the costs, and the policy's corrections of them."""
         report = UNUSED
         if self.costs is not None and self.controller.settings.needs_costs:
             report = self.costs.report
-        return {**report, **(of_policy if isinstance(of_policy, dict) else {})}
+        of_policy = policy.get("costs")
+        forced = self.worker.synthetic_acceptance
+        return {
+            **policy,
+            "costs": {**report, **(of_policy if isinstance(of_policy, dict) else {})},
+            **scheduler_snapshot(self.scheduler, self.counters),
+            "synthetic_acceptance": list(forced) if isinstance(forced, tuple) else forced,
+        }
 
     def reconfigure(self, settings: Mapping[str, object]) -> None:
         """Change policy settings between steps; invalid ones change nothing."""
@@ -278,18 +198,18 @@ class SpecEngine:
 
     def check_health(self) -> None:
         """Raise RankLost if this engine has lost a rank. From any thread."""
-        if self._followers is not None:
-            self._followers.check()
+        if self._worker_ranks is not None:
+            self._worker_ranks.check()
 
     def give_up(self, reason: str) -> None:
         """Abort a step that waits for a rank that does not answer. From any thread."""
-        if self._followers is not None:
-            self._followers.give_up(reason)
+        if self._worker_ranks is not None:
+            self._worker_ranks.give_up(reason)
 
     def shutdown(self) -> None:
         """End the other ranks, if any; no step may run afterwards."""
-        if self._followers is not None:
-            self._followers.stop()
+        if self._worker_ranks is not None:
+            self._worker_ranks.stop()
         unfreeze_gc()
 
     def _forget(self, seq: Sequence) -> None:
@@ -304,14 +224,14 @@ class SpecEngine:
             return None
         return self.scheduler.plan(self.controller.choose_steps, limits, before)
 
-    def _launch(self, plan: ScheduledBatch | None, started: float) -> _InFlight | None:
+    def _launch(self, plan: ScheduledBatch | None, started: float) -> StepInFlight | None:
         if plan is None:
             return None
         reason, notes = self.controller.switch_reason, self.controller.notes
         pending = self.worker.submit(plan)
-        return _InFlight(plan, pending, started, reason and reason.value, notes)
+        return StepInFlight(plan, pending, started, reason and reason.value, notes)
 
-    def _step_ms(self, step: _InFlight) -> float:
+    def _step_ms(self, step: StepInFlight) -> float:
         """Return the wall time of a step that has ended, from its start or the last step's end.
 
         It includes the host's time for planning and reporting, unless the step was launched ahead.
@@ -321,67 +241,6 @@ class SpecEngine:
         since = max(step.started, self._synced_at)
         self._synced_at = now
         return (now - since) * 1e3
-
-    def _record(
-        self,
-        step: _InFlight,
-        result: BatchResult,
-        committed: list[CommittedRequest],
-        step_ms: float,
-    ) -> StepRecord:
-        """Return the record of a step. One pass per column, because hundreds of requests decode."""
-        plan, scheduler, cache = step.plan, self.scheduler, self.scheduler.cache
-        planned = plan.decode_requests
-        decoded = [each for each in committed if each.scheduled.is_decode]
-        live = [each for each in decoded if not each.seq.finished]
-        ended = [each.seq for each in committed if each.seq.finished]
-        has_model, has_texts = scheduler.has_draft_model, scheduler.text_drafts is not None
-        drafted = [req.model_steps if has_model else req.num_steps for req in planned]
-        num_drafts = sum([each.num_drafts for each in decoded])
-        numbers = [each.number for each in live]
-        shares = result.draft_shares if plan.shape.depth else None
-        prefix = scheduler.take_prefix_counts()
-        return StepRecord(
-            shape=plan.shape,
-            request_ids=tuple([each.seq.request_id for each in live]),
-            row_steps=tuple([each.num_steps for each in live]),
-            row_drafted=tuple([each.scheduled.num_draft_tokens for each in live])
-            if plan.budget is not None
-            else (),
-            draft_shares=None if shares is None else shares[numbers],
-            budget=plan.budget,
-            row_correct_drafts=tuple([each.num_correct_drafts for each in live]),
-            is_sampled=tuple([not each.scheduled.params.is_greedy for each in live]),
-            is_from_text=tuple([bool(each.scheduled.draft_ids) for each in live])
-            if has_texts and has_model
-            else (),
-            accept_lengths=tuple([len(each.token_ids) for each in decoded]),
-            num_draft_tokens=num_drafts,
-            num_tokens=sum([len(each.seq) - len(each.token_ids) for each in decoded]),
-            num_stale_seqs=len(planned) - len(decoded),
-            num_stale_drafts=sum(plan.verified_drafts(result)[: len(planned)]) - num_drafts,
-            num_sampled=sum([not req.params.is_greedy for req in planned]),
-            num_drafting=sum([steps > 0 for steps in drafted]),
-            deepest=max(drafted, default=0),
-            num_text_drafts=sum([len(req.draft_ids) for req in planned]) if has_model else 0,
-            num_catch_up=sum([len(req.extend_ids) for req in planned if req.model_steps]),
-            num_prefill_tokens=plan.num_prefill_tokens,
-            num_ended=len(ended),
-            num_ended_prompt_rows=sum(seq.num_uncached_prompt_tokens for seq in ended),
-            num_ended_tokens=sum(seq.num_output_tokens for seq in ended),
-            times=StepTimes(result.draft_ms, result.verify_ms, step_ms, result.idle_ms),
-            follows=plan.follows,
-            was_postponed=plan.was_postponed,
-            notes=step.notes if decoded else NO_NOTES,
-            switch_reason=step.switch_reason if decoded else None,
-            num_broken_drafts=len(result.broken_drafts),
-            num_running_seqs=len(scheduler.running),
-            num_waiting_seqs=len(scheduler.waiting),
-            num_used_pages=cache.num_pages - cache.num_free_pages,
-            num_pages=cache.num_pages,
-            num_prefix_query_tokens=prefix.num_query_tokens,
-            num_prefix_hit_tokens=prefix.num_hit_tokens,
-        )
 
     def _report(self, record: StepRecord) -> None:
         if record.batch_size:

@@ -34,7 +34,7 @@ def check_first_logits(
     seq = Sequence("first logits", params, token_ids, len(token_ids), seed=0)
     shapes = sorted(shape for shape in worker.states if shape.is_chain and shape != PLAIN)
     shape = shapes[0] if shapes and draft is not None else PLAIN
-    scheduler.add(seq)
+    scheduler.queue.add(seq)
     for _ in range(2):  # the prompt, then the drafts
         plan = scheduler.plan(
             lambda batch: RoundSteps(shape if batch.size else PLAIN), worker.limits
@@ -51,7 +51,7 @@ def check_first_logits(
             "or use speculative_draft_dtype=float32",
             draft,
         )
-    scheduler.abort(seq.request_id)
+    scheduler.queue.abort(seq.request_id)
 
 
 def _keep_all(seq: Sequence, token_ids: list[int]) -> tuple[int, FinishReason | None]:

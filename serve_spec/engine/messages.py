@@ -5,12 +5,17 @@ The engine sends one `EngineMessage` for every step. The client sends lists of c
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any, TypeAlias
+from select import POLLOUT, poll
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 
@@ -18,6 +23,7 @@ from serve_spec.core.record import StepRecord
 from serve_spec.core.request import SamplingParams, TokenDelta
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.inputs import EngineLimits
+from serve_spec.log import get_logger
 
 _MOST_RECORDS = 8192
 """Most step records that wait: some seconds of the fastest engine."""
@@ -63,7 +69,7 @@ class NewRequest(msgspec.Struct, array_like=True):
 
 
 class Add(msgspec.Struct, array_like=True, tag=True):
-    """Queue a request. It is decoded by itself, so that a bad one ends alone."""
+    """Queue a request. It is decoded separately, so that an invalid one does not affect others."""
 
     request_id: str
     request: msgspec.Raw
@@ -93,7 +99,7 @@ Command: TypeAlias = Add | Abort | Call | Stop
 
 
 class Reply(msgspec.Struct, array_like=True):
-    """The outcome of a call. error: why its argument was refused; None: it was not."""
+    """The outcome of a call. error: why its argument was refused; None: no error."""
 
     number: int
     error: str | None
@@ -162,3 +168,99 @@ decode_commands = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 decode_command = msgspec.msgpack.Decoder(Command).decode
 decode_request = msgspec.msgpack.Decoder(NewRequest).decode
 decode_message = msgspec.msgpack.Decoder(EngineMessage).decode
+
+
+T = TypeVar("T")
+
+# About a millisecond of work.
+_SHORT_CHARS = 4096
+# One thread, so that many long texts do not take the cores from the engine.
+_long_texts = ThreadPoolExecutor(1, thread_name_prefix="encode")
+
+
+async def encode_async(num_chars: int, encode: Callable[[], T]) -> T:
+    """Return `encode()`, computed in a thread if `num_chars` characters take long."""
+    if num_chars <= _SHORT_CHARS:
+        return encode()
+    return await asyncio.get_running_loop().run_in_executor(_long_texts, encode)
+
+
+logger = get_logger(__name__)
+
+
+_MOST_BYTES = 32 * 2**10
+"""Longest message for which a socket that polls as writable surely has room."""
+
+
+class Sender(Generic[T]):
+    """The sending half of one end of a connection; its reader notices when the other end is gone.
+
+    merge: adds a message to one that waits.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        encode: Callable[[T], bytes],
+        merge: Callable[[T, T], None],
+    ) -> None:
+        self._connection = connection
+        self._encode = encode
+        self._merge = merge
+        self._poll = poll()
+        self._poll.register(connection.fileno(), POLLOUT)
+        self._changed = threading.Condition()
+        self._waiting: T | None = None
+        self._is_sending = False
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._send_waiting, name="send", daemon=True)
+        self._thread.start()
+
+    def put(self, message: T) -> None:
+        """Send a message at once if there is room for it, else leave it to a thread. Never waits.
+
+        The thread would take a while to wake up, above all while the caller is busy.
+        """
+        with self._changed:
+            if self._waiting is not None:
+                self._merge(self._waiting, message)
+            elif self._is_sending or not self._send_at_once(message):
+                self._waiting = message
+                self._changed.notify()
+
+    def close(self) -> None:
+        """Return once all that waits is sent, or the other end is gone."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _send_at_once(self, message: T) -> bool:
+        """Send a message unless that might take a while."""
+        if not self._poll.poll(0):
+            return False
+        data = self._encode(message)
+        if len(data) > _MOST_BYTES:
+            return False
+        with suppress(OSError):
+            self._connection.send_bytes(data)
+        return True
+
+    def _send_waiting(self) -> None:
+        try:
+            while (message := self._take()) is not None:
+                self._connection.send_bytes(self._encode(message))
+        except OSError:
+            logger.info("the other end no longer reads")
+        except Exception:
+            logger.exception("a message cannot be sent")
+            hang_up(self._connection)
+
+    def _take(self) -> T | None:
+        """Wait for messages and return all that are queued; None: the channel is closed."""
+        with self._changed:
+            self._is_sending = False
+            self._changed.wait_for(lambda: self._waiting is not None or self._is_closed)
+            message, self._waiting = self._waiting, None
+            self._is_sending = message is not None
+            return message

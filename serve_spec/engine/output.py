@@ -25,7 +25,7 @@ class Decoder(Protocol):
 
 
 class OutputProcessor:
-    """Adds texts to the deltas of an engine, which knows tokens alone.
+    """Adds texts to the deltas of an engine, which handles tokens only.
 
     abort: ends a request in the engine; called when a stop string has ended its text.
     """

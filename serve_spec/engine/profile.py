@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
-from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -68,9 +67,9 @@ class MeasuredCosts:
     contexts: tuple[int, int]
     draft_ms: Grid
     verify_ms: Grid
-    sampled_row_ms: float
     extrapolated: tuple[tuple[int, int], ...]
-    measured_s: float
+    sampled_row_ms: float = 0.0
+    measured_s: float = 0.0
     trees: tuple[TreeCosts, ...] = ()
     is_rough: bool = False
     """Whether time ran out before every batch size was measured; not part of a table."""
@@ -80,106 +79,23 @@ Measurement: TypeAlias = Generator[float, None, MeasuredCosts]
 """Runs a step each time it is advanced; yields the share of the budget that is spent."""
 
 
-def measure_costs(
-    worker: StepExecutor,
-    *,
-    page_size: int,
-    num_pages: int,
-    max_batch_size: int,
-    max_steps: int,
-    max_num_tokens: int,
-    max_model_len: int,
-    budget_s: float,
-    every_step: bool = False,
-    trees: Mapping[DraftShape, int | None] = MappingProxyType({}),
-    clock: Callable[[], float] = time.perf_counter,
-    pages: Callable[[int], Sequence[int]] = range,
-    longest_run_s: float = math.inf,
-) -> Measurement:
-    """Run steps of every size for up to `budget_s` seconds and take medians; see `finish`.
+@dataclass(frozen=True)
+class CostGrid:
+    """The steps a cost table holds.
 
-    Batch sizes that do not fit even with short contexts and no drafts are left out. Other points
-    that do not fit the pages, `max_num_tokens` or the budget are extrapolated. Batch size 1 without
-    and with drafts is measured even if that takes a few budgets.
-
-    Args:
-        max_num_tokens: most tokens of one target forward.
-        max_model_len: most tokens of a sequence.
-        every_step: measure every depth, not a selection.
-        trees: shapes to measure besides chains, ascending, each up to a batch size; None: all.
-        clock: seconds; may stop while the measurement is not advanced.
-        pages: returns the ids of so many pages that no sequence holds.
-        longest_run_s: steps expected to take longer are extrapolated, except the smallest.
-
-    Raises:
-        ValueError: lengths, pages or time leave nothing to measure.
+    `every_step`: measure every depth, not a selection. `trees`: shapes besides chains, ascending,
+    each up to a batch size; None: all.
     """
-    started = clock()
-    limits = _Limits(page_size, num_pages, max_num_tokens, max_model_len)
-    chains = [shape.depth for shape in worker.states if shape.is_chain]
-    steps = step_grid(chains, max_steps, every=every_step)
-    shapes = [*map(DraftShape.chain, steps), *trees]
-    contexts = limits.contexts(steps[-1])
-    sizes = [b for b in batch_grid(max_batch_size) if limits.fits(Point(contexts[0], b, PLAIN))]
-    essential = [Point(contexts[0], 1, shape) for shape in shapes[: len(steps[:2])]]
-    if not all(map(limits.fits, essential)):
-        raise ValueError(
-            f"max_num_batched_tokens={max_num_tokens}: no step with drafts fits; raise it"
-        )
-    points = [
-        Point(c, b, shape)
-        for c in contexts
-        for b in sizes
-        for shape in shapes
-        if b <= (trees.get(shape) or b)
-    ]
-    plans = SyntheticPlans(page_size, worker.vocab_size, pages)
-    profiler = _Profiler(worker, plans, clock, budget_s, longest_run_s)
-    yield from profiler.sweeps(essential, list(filter(limits.fits, points)))
-    draft, verify = profiler.tables(contexts, sizes, steps)
-    if np.isfinite(verify[0, 0]).sum() < len(essential):
-        raise ValueError(
-            f"no step with drafts ended within {_ESSENTIAL_BUDGETS * budget_s:.3g} s: the machine "
-            "is too busy; free some of it, or give a table of `serve-spec tune` as "
-            "speculative_cost_table"
-        )
-    sampled_row_ms = yield from profiler.sampled_row_ms()
-    yield 1.0
-    missing = np.argwhere(np.isnan(verify).any(axis=0))
-    draft = fill_missing(even_steps(draft, steps), sizes, steps)
-    verify = fill_missing(verify, sizes, steps)
-    return MeasuredCosts(
-        batch_sizes=tuple(sizes),
-        num_steps=tuple(steps),
-        contexts=contexts,
-        draft_ms=_as_grid(draft),
-        verify_ms=_as_grid(verify),
-        sampled_row_ms=round(sampled_row_ms, 6),
-        extrapolated=tuple((sizes[b], steps[k]) for b, k in missing),
-        measured_s=round(clock() - started, 3),
-        trees=tuple(
-            _tree_costs(tree, profiler.tree_table(tree, contexts, sizes), draft, verify, steps)
-            for tree in trees
-        ),
-        is_rough=profiler.lacks(Point(contexts[0], b, PLAIN) for b in sizes),
-    )
 
-
-def finish(
-    measurement: Measurement, progress: Callable[[float], None] = lambda share: None
-) -> MeasuredCosts:
-    """Run a measurement to its end. progress: called with the share of the budget spent."""
-    while True:
-        try:
-            progress(next(measurement))
-        except StopIteration as end:
-            measured: MeasuredCosts = end.value
-            return measured
+    max_batch_size: int
+    max_steps: int
+    trees: Mapping[DraftShape, int | None] = field(default_factory=dict)
+    every_step: bool = False
 
 
 @dataclass(frozen=True)
-class _Limits:
-    """Limits of the engine."""
+class ProfileLimits:
+    """Limits of the engine: tokens of one target forward and of a sequence, and its KV pages."""
 
     page_size: int
     num_pages: int
@@ -204,6 +120,82 @@ class _Limits:
         return pages <= self.num_pages and point.num_tokens <= self.max_num_tokens
 
 
+@dataclass(frozen=True)
+class TimeBudget:
+    """Time for a measurement, in seconds.
+
+    `clock` may stop while the measurement is not advanced. Steps expected to take longer than
+    `longest_run_s` are extrapolated, except the smallest.
+    """
+
+    budget_s: float
+    clock: Callable[[], float] = time.perf_counter
+    longest_run_s: float = math.inf
+
+
+def measure_costs(
+    worker: StepExecutor,
+    grid: CostGrid,
+    limits: ProfileLimits,
+    budget: TimeBudget,
+    pages: Callable[[int], Sequence[int]] = range,
+) -> Measurement:
+    """Run steps of every size within the time and take medians; see `finish`.
+
+    Batch sizes that do not fit even with short contexts and no drafts are left out. Other points
+    that do not fit the limits or the time are extrapolated. Batch size 1 without and with drafts is
+    measured even if that takes a few budgets. pages: returns the ids of so many pages that no
+    sequence holds.
+
+    Raises:
+        ValueError: lengths, pages or time leave nothing to measure.
+    """
+    started = budget.clock()
+    chains = [shape.depth for shape in worker.states if shape.is_chain]
+    steps = step_grid(chains, grid.max_steps, every=grid.every_step)
+    shapes = [*map(DraftShape.chain, steps), *grid.trees]
+    contexts = limits.contexts(steps[-1])
+    sizes = [
+        b for b in batch_grid(grid.max_batch_size) if limits.fits(Point(contexts[0], b, PLAIN))
+    ]
+    essential = [Point(contexts[0], 1, shape) for shape in shapes[: len(steps[:2])]]
+    if not all(map(limits.fits, essential)):
+        raise ValueError(
+            f"max_num_batched_tokens={limits.max_num_tokens}: no step with drafts fits; raise it"
+        )
+    points = [
+        Point(c, b, shape)
+        for c in contexts
+        for b in sizes
+        for shape in shapes
+        if b <= (grid.trees.get(shape) or b)
+    ]
+    plans = SyntheticPlans(limits.page_size, worker.vocab_size, pages)
+    profiler = _Profiler(worker, plans, budget)
+    yield from profiler.sweeps(essential, list(filter(limits.fits, points)))
+    profiler.check_ran(essential)
+    sampled_row_ms = yield from profiler.sampled_row_ms()
+    yield 1.0
+    costs = profiler.costs(contexts, sizes, steps, grid.trees)
+    return replace(
+        costs,
+        sampled_row_ms=round(sampled_row_ms, 6),
+        measured_s=round(budget.clock() - started, 3),
+    )
+
+
+def finish(
+    measurement: Measurement, progress: Callable[[float], None] = lambda share: None
+) -> MeasuredCosts:
+    """Run a measurement to its end. progress: called with the share of the budget spent."""
+    while True:
+        try:
+            progress(next(measurement))
+        except StopIteration as end:
+            measured: MeasuredCosts = end.value
+            return measured
+
+
 Outcome = TypeVar("Outcome")
 _Part: TypeAlias = Generator[float, None, Outcome]
 """Part of a `Measurement`."""
@@ -226,16 +218,14 @@ class _Profiler:
         self,
         worker: StepExecutor,
         plans: SyntheticPlans,
-        clock: Callable[[], float],
-        budget_s: float,
-        longest_run_s: float,
+        budget: TimeBudget,
     ) -> None:
         self._worker = worker
         self._plans = plans
-        self._clock = clock
-        self._started = clock()
-        self._budget_s = budget_s
-        self._longest_run_s = longest_run_s
+        self._clock = budget.clock
+        self._started = budget.clock()
+        self._budget_s = budget.budget_s
+        self._longest_run_s = budget.longest_run_s
         self._runs: dict[Point, list[_Run]] = {}
         self._shortest_s: dict[Point, float] = {}
         """Shortest run of every point that ran."""
@@ -267,7 +257,42 @@ class _Profiler:
                 del by_size[size]
         self._runs = essential_runs | self._runs
 
-    def lacks(self, points: Iterable[Point]) -> bool:
+    def check_ran(self, essential: Collection[Point]) -> None:
+        """Raise ValueError unless every essential point ran."""
+        if not self._runs.keys() >= {*essential}:
+            raise ValueError(
+                f"no step with drafts ended within {_ESSENTIAL_BUDGETS * self._budget_s:.3g} s: "
+                "the machine is too busy; free some of it, or give a table of `serve-spec tune` as "
+                "speculative_cost_table"
+            )
+
+    def costs(
+        self,
+        contexts: tuple[int, int],
+        sizes: Sequence[int],
+        steps: Sequence[int],
+        trees: Iterable[DraftShape],
+    ) -> MeasuredCosts:
+        """Return the measured times, and extrapolated ones where nothing ran."""
+        draft, verify = self._tables(contexts, sizes, steps)
+        missing = np.argwhere(np.isnan(verify).any(axis=0))
+        draft = fill_missing(even_steps(draft, steps), sizes, steps)
+        verify = fill_missing(verify, sizes, steps)
+        return MeasuredCosts(
+            batch_sizes=tuple(sizes),
+            num_steps=tuple(steps),
+            contexts=contexts,
+            draft_ms=_as_grid(draft),
+            verify_ms=_as_grid(verify),
+            extrapolated=tuple((sizes[b], steps[k]) for b, k in missing),
+            trees=tuple(
+                _tree_costs(tree, self._tree_table(tree, contexts, sizes), draft, verify, steps)
+                for tree in trees
+            ),
+            is_rough=self._lacks(Point(contexts[0], b, PLAIN) for b in sizes),
+        )
+
+    def _lacks(self, points: Iterable[Point]) -> bool:
         """Return whether a point did not run for lack of time."""
         return any(
             point not in self._runs and self._expected_s(point) <= self._longest_run_s
@@ -321,7 +346,7 @@ class _Profiler:
         yield min(1.0, (self._clock() - self._started) / self._budget_s)
         return _Run(result.draft_ms, result.verify_ms, wall_s, self._num_sweeps)
 
-    def tables(
+    def _tables(
         self, contexts: Sequence[int], sizes: Sequence[int], steps: Sequence[int]
     ) -> tuple[Milliseconds, Milliseconds]:
         """Return the medians of drafting and verification; NaN where nothing ran."""
@@ -341,7 +366,7 @@ class _Profiler:
                 draft[at] = draft_ms
         return draft, verify
 
-    def tree_table(
+    def _tree_table(
         self, tree: DraftShape, contexts: Sequence[int], sizes: Sequence[int]
     ) -> Milliseconds:
         """Return the same of one tree shape, [2, contexts, sizes]."""

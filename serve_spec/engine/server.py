@@ -23,6 +23,7 @@ from serve_spec.engine.messages import (
     Call,
     EngineMessage,
     Reply,
+    Sender,
     Stop,
     decode_command,
     decode_commands,
@@ -31,7 +32,6 @@ from serve_spec.engine.messages import (
     for_metrics,
     merge,
 )
-from serve_spec.engine.sender import Sender
 from serve_spec.log import get_logger
 
 logger = get_logger(__name__)
@@ -185,7 +185,7 @@ class EngineServer:
                 self._engine.reconfigure(call.argument)
             else:
                 self._engine.controller.start_from(call.argument)
-        except Exception as refusal:  # for the caller; the engine goes on
+        except Exception as refusal:  # for the caller; the engine continues
             error = str(refusal)
         self._next.replies.append(Reply(call.number, error))
 
@@ -193,23 +193,23 @@ class EngineServer:
         """Decode commands until the client stops the engine or is gone."""
         with suppress(EOFError, OSError):
             while not self._stopping:
-                self._obey_all(self._connection.recv_bytes())
+                self._handle_all(self._connection.recv_bytes())
         if not self._stopping:
             self._stopping = True
             self._engine.give_up("the engine's client is gone")
             self._on_lost()
         self._commands.put(lambda: None)
 
-    def _obey_all(self, message: bytes) -> None:
+    def _handle_all(self, message: bytes) -> None:
         try:
             commands = decode_commands(message)
         except msgspec.MsgspecError as error:
             logger.error("commands cannot be decoded: %s", error)
             return
         for command in commands:
-            self._obey(command)
+            self._handle(command)
 
-    def _obey(self, encoded: msgspec.Raw) -> None:
+    def _handle(self, encoded: msgspec.Raw) -> None:
         try:
             command = decode_command(encoded)
         except msgspec.MsgspecError as error:

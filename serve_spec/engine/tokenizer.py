@@ -99,7 +99,7 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> TokenToBytes:
-        """A function from token ids to bytes."""
+        """Return a function from token ids to bytes."""
         return TokenToBytes(self._tokenizer)
 
     @cached_property

@@ -1,5 +1,5 @@
 """The parts of a Llama-like model: inference only, few operations per layer.
 
-Every layer knows the checkpoint tensors it is made of (`tensors()`), so that loading, strictness
+Every layer names its checkpoint tensors (`tensors()`), so that loading, strictness
 and fused storage need no second description of the model.
 """

@@ -53,12 +53,12 @@ class Attention(Layer):
         self._gain_of_head = torch.tensor([0] * shape.num_heads + [1] * shape.num_kv_heads)
 
     def heads(self, x: Tensor) -> Tensor:
-        """Queries, keys and values as they are projected: [T, in] -> [T, heads + 2·kv_heads, d].
+        """Return projected queries, keys and values: [T, in] -> [T, heads + 2·kv_heads, d].
 
-        Or their addends (see `ops.linear.whole`), which the rotation adds up.
+        Or their partial sums (see `ops.linear.sum_partials`), which the rotation adds up.
         """
         shape = self.shape
-        projected = self.qkv(x) if shape.qk_norm else self.qkv.addends(x)
+        projected = self.qkv(x) if shape.qk_norm else self.qkv.partials(x)
         num_all = shape.num_heads + 2 * shape.num_kv_heads
         return projected.view(*projected.shape[:-1], num_all, shape.head_dim)
 
@@ -74,7 +74,7 @@ class Attention(Layer):
         return ctx.attention.run(self.index, heads, rotation).flatten(1)
 
     def tensors(self) -> dict[str, Destination]:
-        """Projections and, if any, the gains of query and key heads ([head_dim] each)."""
+        """Return the projections and, if any, gains of query and key heads ([head_dim] each)."""
         tensors = {**self.qkv.tensors(), **self.output.tensors()}
         if self.qk_gain is not None:
             tensors["q_norm.weight"] = self.qk_gain[0]

@@ -17,22 +17,22 @@ class Embedding(Layer):
         self.weight = parameter(num_embeddings, width)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """[T] int64 -> [T, width]."""
+        """Look up tokens: [T] int64 -> [T, width]."""
         return F.embedding(token_ids, self.weight)
 
     __call__ = forward
 
     @property
     def matrix(self) -> nn.Parameter:
-        """The rows themselves, for a head that shares them."""
+        """Return the table, for a head that shares it."""
         return self.weight
 
     def holds(self, table: Tensor) -> bool:
-        """Whether `table` [V, width], of this dtype and device, is the same up to rounding."""
+        """Return whether `table` [V, width], of this dtype and device, is equal up to rounding."""
         return is_copy(table, self.weight)
 
     def tensors(self) -> dict[str, Destination]:
-        """The table."""
+        """Return the table."""
         return {"weight": self.weight}
 
 

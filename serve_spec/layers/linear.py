@@ -7,12 +7,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from serve_spec.layers.int4_weight import Int4Weight
-from serve_spec.layers.int8_weight import Int8Weight
 from serve_spec.layers.module import Destination, Layer, parameter
+from serve_spec.layers.quantized import Int4Weight, Int8Weight
 from serve_spec.log import get_logger
 from serve_spec.ops import linear
-from serve_spec.ops.linear import EightBit
+from serve_spec.ops.linear import Fp8Weight
 
 _log = get_logger(__name__)
 
@@ -38,33 +37,33 @@ class Linear(Layer):
         self.out_dtype: torch.dtype | None = None
         self._packed: Tensor | None = None
         self._fewest_rows = 1  # of a packed product
-        self.eight_bit: EightBit | None = None
+        self.fp8: Fp8Weight | None = None
         self.integers: Int4Weight | Int8Weight | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out]."""
+        """Return the product: [T, in] -> [T, out]."""
         if self.integers is not None:
             return self.integers.linear(x, self.out_dtype or x.dtype)
         if self._packed is None:
-            return linear.linear(x, self.weight, self.bias, self.out_dtype, self.eight_bit)
+            return linear.linear(x, self.weight, self.bias, self.out_dtype, self.fp8)
         out = _onednn_linear(x, self._packed, self.bias, self._fewest_rows)
         return out if self.out_dtype is None else out.to(self.out_dtype)
 
     __call__ = forward
 
-    def addends(self, x: Tensor) -> Tensor:
-        """`forward`, whose partial sums may be left to the reader: see `linear.addends`."""
+    def partials(self, x: Tensor) -> Tensor:
+        """Return `forward`, possibly as partial sums: see `linear.partials`."""
         is_plain = self.integers is None and self._packed is None and self.bias is None
         if is_plain and self.out_dtype is None:
-            return linear.addends(x, self.weight, self.eight_bit)
+            return linear.partials(x, self.weight, self.fp8)
         return self.forward(x)
 
     def tensors(self) -> dict[str, Destination]:
-        """`<part>.weight` and `<part>.bias`: the rows of each part."""
+        """Return `<part>.weight` and `<part>.bias`: the rows of each part."""
         return {**self.views()}
 
     def views(self) -> dict[str, Tensor]:
-        """The rows of each part, by the name of its checkpoint tensor."""
+        """Return the rows of each part, by the name of its checkpoint tensor."""
         views = {}
         start = 0
         for name, rows in self.parts.items():
@@ -74,13 +73,13 @@ class Linear(Layer):
             start += rows
         return views
 
-    def add_eight_bit(self) -> None:
+    def add_fp8(self) -> None:
         """Keep the loaded weight in eight bits too, for products of few rows that take it.
 
         These read half as much and so take less time; all others go on with the exact weight.
         """
         assert self._packed is None, "oneDNN has taken the plain weight"
-        self.eight_bit = EightBit.of(self.weight)
+        self.fp8 = Fp8Weight.of(self.weight)
 
     def turn_into(self, integers: type[Int4Weight | Int8Weight]) -> int:
         """Keep the loaded weight in such integers only; the bytes they take.
@@ -95,7 +94,7 @@ class Linear(Layer):
         return self.integers.num_bytes
 
     def finish(self) -> None:
-        """Lays the loaded weight out for small products on this processor; frees the plain one.
+        """Lay the loaded weight out for small products on this processor; free the plain one.
 
         On CPUs oneDNN's blocked layout makes 1 to 8 rows cost about the same (and 3 to 5 times less
         than a plain product), which is what verification lives on. Elsewhere nothing happens.
@@ -106,7 +105,7 @@ class Linear(Layer):
             return
         self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACKED_FOR_ROWS)
         # A row has the same bits among any number of others, but on some processors not alone: a
-        # long sum is then made in another order, and a near-tie said differently without drafts.
+        # long sum is then made in another order, and a near-tie may differ without drafts.
         pair = self.weight[:1].expand(2, -1).contiguous()
         both = _onednn_linear(pair, self._packed, None)
         alone = _onednn_linear(pair[:1], self._packed, None)
@@ -115,7 +114,7 @@ class Linear(Layer):
 
 
 def onednn_rows(num_rows: int) -> int:
-    """The rows of oneDNN's product for `num_rows`: at most an eighth more, of few different sizes.
+    """Return the rows of oneDNN's product: at most an eighth more, of few different sizes.
 
     For every size it has not seen oneDNN generates code, which takes milliseconds for each shape of
     weights, as long as a whole step; and it keeps a thousand of them, fewer than ragged rounds and
@@ -135,16 +134,16 @@ def _onednn_linear(x: Tensor, packed: Tensor, bias: Tensor | None, fewest_rows: 
     return out[:num_rows]
 
 
-_onednn_verdict: dict[torch.dtype, bool] = {}
+_onednn_works: dict[torch.dtype, bool] = {}
 
 
 def onednn_works(dtype: torch.dtype) -> bool:
     """Return whether oneDNN's packed product exists here and is right for `dtype`; tried once."""
-    if dtype not in _onednn_verdict:
-        _onednn_verdict[dtype] = _try_onednn(dtype)
-        if not _onednn_verdict[dtype]:
+    if dtype not in _onednn_works:
+        _onednn_works[dtype] = _try_onednn(dtype)
+        if not _onednn_works[dtype]:
             _log.warning("no oneDNN product for %s on this CPU: plain torch products", dtype)
-    return _onednn_verdict[dtype]
+    return _onednn_works[dtype]
 
 
 def _try_onednn(dtype: torch.dtype) -> bool:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from serve_spec.layers.module import Destination, Layer
 from serve_spec.layers.parallel import column_linear, row_linear
-from serve_spec.ops import activation, linear
+from serve_spec.ops import linear
 from serve_spec.parallel.group import SINGLE, TensorParallel
 
 
@@ -25,15 +25,15 @@ class GatedMLP(Layer):
         self.down = row_linear(intermediate_size, {"down_proj": hidden_size}, parallel)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, H] -> [T, H], or its addends (see `ops.linear.whole`)."""
+        """Return [T, H] -> [T, H], or its partial sums (see `ops.linear.sum_partials`)."""
         if x.is_cuda and self.gate_up.integers is None:
-            inner = linear.gate_up(x, self.gate_up.weight, self.gate_up.eight_bit)
+            inner = linear.gate_up(x, self.gate_up.weight, self.gate_up.fp8)
         else:
-            inner = activation.silu_and_mul(self.gate_up(x))
-        return self.down.addends(inner)
+            inner = linear.silu_and_mul(self.gate_up(x))
+        return self.down.partials(inner)
 
     __call__ = forward
 
     def tensors(self) -> dict[str, Destination]:
-        """Gate, up and down matrices."""
+        """Return gate, up and down matrices."""
         return {**self.gate_up.tensors(), **self.down.tensors()}

@@ -48,11 +48,11 @@ class Layer(nn.Module):
     """
 
     def tensors(self) -> Mapping[str, Destination]:
-        """Destinations by checkpoint name."""
+        """Return destinations by checkpoint name."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Called once after loading: derives what this machine computes fastest with."""
+        """Derive, once after loading, the layout that this machine computes fastest with."""
 
 
 def finish_loading(model: Layer) -> None:
@@ -63,18 +63,18 @@ def finish_loading(model: Layer) -> None:
 
 
 def parameter(*shape: int) -> nn.Parameter:
-    """An uninitialised frozen parameter of the default dtype and device."""
+    """Return an uninitialised frozen parameter of the default dtype and device."""
     return nn.Parameter(torch.empty(*shape), requires_grad=False)
 
 
 def prefixed(prefix: str, tensors: Mapping[str, Destination]) -> dict[str, Destination]:
-    """The same destinations, each name preceded by `prefix`."""
+    """Return the same destinations, each name preceded by `prefix`."""
     return {prefix + name: tensor for name, tensor in tensors.items()}
 
 
 @contextmanager
 def tensor_defaults(dtype: torch.dtype, device: torch.device | str) -> Iterator[None]:
-    """Layers created inside have this dtype and device."""
+    """Give layers created inside this dtype and device."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -6,20 +6,20 @@ import torch
 from torch import Tensor
 
 from serve_spec.layers.module import Layer, parameter
-from serve_spec.ops.linear import whole
-from serve_spec.ops.norm import rms_norm
+from serve_spec.ops.elementwise import rms_norm
+from serve_spec.ops.linear import sum_partials
 from serve_spec.parallel.group import SINGLE, TensorParallel
 
 
 def stream_of(x: Tensor, residual: Tensor) -> Tensor:
-    """x + residual [T, width], where x may come as addends (see `ops.linear.whole`)."""
-    return residual + whole(x, residual)
+    """Return x + residual [T, width]; x may be partial sums (see `ops.linear.sum_partials`)."""
+    return residual + sum_partials(x, residual)
 
 
 class RMSNorm(Layer):
     """x / sqrt(mean(x²) + eps) · w over the last dimension; float32 inside, x's dtype outside.
 
-    parallel: the ranks whose addends `add` sums up.
+    parallel: the ranks whose partial sums `add` sums up.
     """
 
     def __init__(self, width: int, eps: float, parallel: TensorParallel = SINGLE) -> None:
@@ -31,7 +31,7 @@ class RMSNorm(Layer):
         self._scaled: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., width] -> [..., width]."""
+        """Normalise [..., width] -> [..., width]."""
         if self._scaled is None:
             return rms_norm(x, self.weight, self.eps)
         gain, floor = self._scaled
@@ -41,10 +41,10 @@ class RMSNorm(Layer):
     __call__ = forward
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual), where x is the sum of all ranks' x.
+        """Return (norm(x + residual), x + residual), where x is the sum of all ranks' x.
 
-        x: [T, width] as `residual`, or its addends (see `ops.linear.whole`). A single rank changes
-        neither input: callers may share them.
+        x: [T, width] as `residual`, or its partial sums (see `ops.linear.sum_partials`). A single
+        rank changes neither input: callers may share them.
         """
         if self._scaled is None:
             return self.parallel.add_norm(x, residual, self.weight, self.eps)
@@ -52,11 +52,11 @@ class RMSNorm(Layer):
         return self.forward(residual), residual
 
     def tensors(self) -> dict[str, Tensor]:
-        """The gain."""
+        """Return the gain."""
         return {"weight": self.weight}
 
     def finish(self) -> None:
-        """On CPUs, where `F.rms_norm` is a dozen kernels: the same value in five.
+        """Prepare the norm for CPUs, where `F.rms_norm` is a dozen kernels: the same value in five.
 
         x · w / sqrt(|x|²/n + eps) = x / hypot(|x|, sqrt(n·eps)) · (w·sqrt(n)).
         """

@@ -1,6 +1,6 @@
 """Layers whose matrices are spread over ranks. Alone, a rank gets the plain layers.
 
-Sizes are this rank's own unless said otherwise. A column-parallel product computes some of the
+Sizes are this rank's own unless stated otherwise. A column-parallel product computes some of the
 outputs, a row-parallel one reads some of the inputs, and the norm that follows it adds up what all
 ranks made of theirs: one after the other they exchange one [T, H] tensor. (Megatron-LM, arXiv
 1909.08053.)
@@ -23,7 +23,7 @@ from serve_spec.parallel.group import TensorParallel
 def column_linear(
     in_features: int, parts: Mapping[str, int], parallel: TensorParallel, bias: bool = False
 ) -> Linear:
-    """A product of all inputs with this rank's rows of every part."""
+    """Return a product of all inputs with this rank's rows of every part."""
     if parallel.size == 1:
         return Linear(in_features, parts, bias)
     return ColumnParallelLinear(in_features, parts, parallel, bias)
@@ -32,21 +32,21 @@ def column_linear(
 def row_linear(
     in_features: int, parts: Mapping[str, int], parallel: TensorParallel, bias: bool = False
 ) -> Linear:
-    """A product of this rank's inputs; the sum over all ranks is left to `RMSNorm.add`."""
+    """Return a product of this rank's inputs; the sum over ranks is left to `RMSNorm.add`."""
     if parallel.size == 1:
         return Linear(in_features, parts, bias)
     return RowParallelLinear(in_features, parts, parallel, bias)
 
 
 def vocab_embedding(vocab_size: int, width: int, parallel: TensorParallel) -> Embedding:
-    """Embeddings of a whole vocabulary of `vocab_size`."""
+    """Return embeddings of a whole vocabulary of `vocab_size`."""
     if parallel.size == 1:
         return Embedding(vocab_size, width)
     return VocabParallelEmbedding(vocab_size, width, parallel)
 
 
 def vocab_head(in_features: int, vocab_size: int, parallel: TensorParallel) -> Linear:
-    """The product `lm_head` over a whole vocabulary of `vocab_size`."""
+    """Return the product `lm_head` over a whole vocabulary of `vocab_size`."""
     if parallel.size == 1:
         return Linear(in_features, {"lm_head": vocab_size})
     return VocabParallelHead(in_features, vocab_size, parallel)
@@ -66,7 +66,7 @@ class ColumnParallelLinear(Linear):
         self.parallel = parallel
 
     def tensors(self) -> dict[str, Destination]:
-        """As `Linear`, of matrices `size` times as high."""
+        """See `Linear`; of matrices `size` times as high."""
         return {name: _shard(view, 0, self.parallel) for name, view in self.views().items()}
 
 
@@ -84,14 +84,14 @@ class RowParallelLinear(Linear):
         self.parallel = parallel
 
     def tensors(self) -> dict[str, Destination]:
-        """As `Linear`, of matrices `size` times as wide."""
+        """See `Linear`; of matrices `size` times as wide."""
         return {
             name: view if view.dim() == 1 else _shard(view, 1, self.parallel)
             for name, view in self.views().items()
         }
 
     def finish(self) -> None:
-        """As `Linear`; leaves the bias to rank 0, so that it is added once."""
+        """See `Linear`; leaves the bias to rank 0, so that it is added once."""
         if self.bias is not None and self.parallel.rank:
             self.bias.zero_()
         super().finish()
@@ -110,7 +110,7 @@ class VocabParallelEmbedding(Embedding):
         self._share = share
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """[T] int64 -> [T, width], the same on every rank."""
+        """Look up tokens: [T] int64 -> [T, width], the same on every rank."""
         rows = (token_ids - (self._share.start - 1)).clamp_(0, self._share.height + 1)
         return self.parallel.all_reduce(F.embedding(rows, self.weight))
 
@@ -118,16 +118,16 @@ class VocabParallelEmbedding(Embedding):
 
     @property
     def matrix(self) -> nn.Parameter:
-        """This rank's rows, as `VocabParallelHead` has them."""
+        """Return this rank's rows, as `VocabParallelHead` has them."""
         return nn.Parameter(self.weight[1:-1], requires_grad=False)
 
     def holds(self, table: Tensor) -> bool:
-        """As `Embedding`; all ranks get the same answer."""
+        """See `Embedding`; all ranks get the same answer."""
         mine = table.narrow(0, self._share.start, self._share.num_ids)
         return bool(self.parallel.smallest(int(is_copy(mine, self._rows))))
 
     def tensors(self) -> dict[str, Destination]:
-        """The table."""
+        """Return the table."""
         return {"weight": Shard(self._rows, 0, self._share.start, self._share.vocab_size)}
 
     @property
@@ -146,7 +146,7 @@ class VocabParallelHead(Linear):
         self._share = share
 
     def forward(self, x: Tensor) -> Tensor:
-        """[R, in] -> [R, vocab_size]."""
+        """Return the product: [R, in] -> [R, vocab_size]."""
         logits = self.parallel.all_gather(super().forward(x), dim=1)
         if logits.shape[1] == self._share.vocab_size:
             return logits
@@ -155,7 +155,7 @@ class VocabParallelHead(Linear):
     __call__ = forward
 
     def tensors(self) -> dict[str, Destination]:
-        """`lm_head.weight`."""
+        """Return `lm_head.weight`."""
         share = self._share
         rows = self.weight.narrow(0, 0, share.num_ids)
         return {"lm_head.weight": Shard(rows, 0, share.start, share.vocab_size)}
@@ -177,6 +177,6 @@ class _VocabShare(NamedTuple):
 
 
 def _shard(tensor: Tensor, dim: int, parallel: TensorParallel) -> Shard:
-    """The rank's even share of a checkpoint tensor."""
+    """Return the rank's even share of a checkpoint tensor."""
     length = tensor.shape[dim]
     return Shard(tensor, dim, parallel.rank * length, parallel.size * length)

@@ -42,16 +42,16 @@ class RotaryTable:
 
     @property
     def max_len(self) -> int:
-        """Positions the table covers."""
+        """Return the number of positions of the table."""
         return self._cos.shape[0] - _MARGIN
 
     def at(self, positions: Tensor) -> Rotation:
-        """The rotation of rows at `positions` [T] (int64, below `max_len`)."""
+        """Return the rotation of tokens at `positions` [T] (int64, below `max_len`)."""
         return Rotation(self._cos, self._sin, positions)
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: Llama3Scaling | None) -> Tensor:
-    """Angle per position of each pair, float32 [head_dim / 2].
+    """Return the angle per position of each pair, float32 [head_dim / 2].
 
     Llama 3 scaling: wavelengths longer than L / low_freq_factor are stretched by `factor`, those
     shorter than L / high_freq_factor stay, and between them a linear blend (L is the original

@@ -66,7 +66,7 @@ class DecoderLayer(Layer):
 
     def after_attention(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return the result of `forward` from attended heads [T, heads·d]."""
-        projected = self.attention.output.addends(attended)
+        projected = self.attention.output.partials(attended)
         normed, residual = self.post_attention_norm.add(projected, residual)
         return self.mlp(normed), residual
 

@@ -146,7 +146,7 @@ def current_names(stored: Iterable[str]) -> dict[str, str]:
 
 
 def recognise(stored: Shapes, config: Mapping[str, Any]) -> Recognition:
-    """Family and layout of the tensors `stored`, shapes by stored name.
+    """Return family and layout of the tensors `stored`, shapes by stored name.
 
     Raises:
         CheckpointError: no known family.

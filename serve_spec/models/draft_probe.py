@@ -43,7 +43,7 @@ def probe_text() -> str:
     return "\n".join((folder / name).read_text() for name in ("shape.py", "weights.py"))
 
 
-def settle_theta(head: DraftHead, target: Llama, token_ids: Sequence[int]) -> float:
+def choose_theta(head: DraftHead, target: Llama, token_ids: Sequence[int]) -> float:
     """Set the rotary base of `head` to the one that drafts `token_ids` best; return it.
 
     Candidates are the head's own, the trainer's and the target's; the first of equals wins.
@@ -68,7 +68,7 @@ def settle_theta(head: DraftHead, target: Llama, token_ids: Sequence[int]) -> fl
     return best
 
 
-def settle_layers(
+def choose_layers(
     head: DraftHead,
     target: Llama,
     token_ids: Sequence[int],
@@ -77,7 +77,7 @@ def settle_layers(
     """Set the layers that `head` reads to those that draft `token_ids` best; return them.
 
     readings: candidates, each with as many layers as the head reads. Its own win a tie. token_ids:
-    see `settle_theta`.
+    see `choose_theta`.
     """
     assert isinstance(head, Eagle3), "only these read layers"
     own = head.capture.layer_ids

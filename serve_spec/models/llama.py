@@ -1,4 +1,4 @@
-"""Llama and the models computed like it: Mistral, Qwen2, Qwen3 (`ModelShape` tells them apart)."""
+"""Llama and the models computed like it: Mistral, Qwen2, Qwen3 (see `ModelShape`)."""
 
 from __future__ import annotations
 

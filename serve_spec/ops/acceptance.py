@@ -13,17 +13,16 @@ offset i is a draft, and `parents` holds the offset of the token before it, i - 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from serve_spec.core.draft import MAX_TREE_TOKENS
 from serve_spec.ops.dispatch import has_kernel
 from serve_spec.ops.noise import noise_keys
-
-MAX_TREE_TOKENS = 64
-"""Most tokens a sequence may verify in one step: the bits of a tree mask."""
 
 
 class AcceptedPath(NamedTuple):
@@ -95,15 +94,27 @@ def _accepted_offsets(
     return path
 
 
+class RequestTokens(NamedTuple):
+    """The last tokens of L request slots, and the slots of B sequences.
+
+    recent: int32 [L, W]; the token of position p is in column p mod W, W a power of two above the
+        depth.
+    lengths: int32 [L], tokens of each slot.
+    request_slots: int32 [B], of sequences that have tokens; other entries are ignored.
+    """
+
+    recent: Tensor
+    lengths: Tensor
+    request_slots: Tensor
+
+
 @has_kernel
 def accept_and_advance(
     input_ids: Tensor,
     parents: Tensor,
     drawn: Tensor,
     query_starts: Tensor,
-    recent: Tensor,
-    lengths: Tensor,
-    request_slots: Tensor,
+    known: RequestTokens,
     results: Tensor,
     forced: Tensor | None = None,
 ) -> AcceptedPath:
@@ -113,33 +124,24 @@ def accept_and_advance(
     """
     max_depth = results.shape[1] - 3
     accepted = accept_path(input_ids, parents, drawn, query_starts, max_depth, forced)
-    advance_requests(recent, lengths, request_slots, accepted, query_starts)
+    advance_requests(known, accepted, query_starts)
     results.copy_(pack_results(input_ids, accepted, query_starts))
     return accepted
 
 
-def advance_requests(
-    recent: Tensor,
-    lengths: Tensor,
-    request_slots: Tensor,
-    accepted: AcceptedPath,
-    query_starts: Tensor,
-) -> None:
+def advance_requests(known: RequestTokens, accepted: AcceptedPath, query_starts: Tensor) -> None:
     """Append emitted tokens to request slots, in place.
-
-    recent: int32 [L, W], the last tokens of each slot, that of position p in column p mod W (W a
-    power of two above the depth). lengths: int32 [L], tokens of each slot. request_slots: int32
-    [B], of sequences that have tokens; other entries are ignored.
 
     A draw of -1 (no token could be drawn) is stored as 0, because a step in flight may look it up.
     The results hold -1.
     """
-    members, known, starts = request_slots.tolist(), lengths.tolist(), query_starts.tolist()
+    recent, lengths, request_slots = known
+    members, counts, starts = request_slots.tolist(), lengths.tolist(), query_starts.tolist()
     columns = zip(members, accepted.token_ids.tolist(), accepted.num_correct.tolist(), strict=True)
     entries, grown = [], []
     for (request_slot, tokens, kept), first, end in zip(columns, starts, starts[1:], strict=False):
         if end > first:
-            new = enumerate(tokens[: kept + 1], known[request_slot])
+            new = enumerate(tokens[: kept + 1], counts[request_slot])
             entries += [(request_slot, at % recent.shape[1], max(token, 0)) for at, token in new]
             grown.append((request_slot, kept + 1))
     if entries:
@@ -212,3 +214,30 @@ def _index_of(query_starts: Tensor, num_tokens: int) -> tuple[Tensor, Tensor, Te
     index = query_starts[:-1].long().unsqueeze(1) + offsets
     inside = index < query_starts[1:].unsqueeze(1)
     return offsets, index.clamp(max=num_tokens - 1), inside
+
+
+@has_kernel
+def move_accepted(
+    pools: Sequence[Tensor],
+    slots: Tensor,
+    query_starts: Tensor,
+    path: Tensor,
+    num_correct: Tensor,
+) -> None:
+    """Move the entry of token path[j] of each sequence to the slot of its token j, in place.
+
+    pools: contiguous tensors, [num_slots, F] or [num_layers, num_slots, ...].
+    slots: int64 [T], the slot of each token; query_starts: int32 [B+1].
+    path: int32 [B, D+1] and num_correct: int32 [B], as in `AcceptedPath`: j = 1 .. num_correct.
+
+    A token comes after its path, so path[j] ≥ j. In a chain nothing moves.
+    """
+    column = torch.arange(path.shape[1], device=path.device)
+    moves = (column > 0) & (column <= num_correct.unsqueeze(1))
+    first = query_starts[:-1].long().unsqueeze(1)
+    # All other entries copy the first token, a root, onto itself: no move ends there.
+    source = slots[(first + path).where(moves, 0)].flatten()
+    target = slots[(first + column).where(moves, 0)].flatten()
+    for pool in pools:
+        layers = pool.unsqueeze(0) if pool.dim() == 2 else pool
+        layers[:, target] = layers[:, source]

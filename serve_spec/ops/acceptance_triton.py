@@ -4,13 +4,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from serve_spec.ops.acceptance import MAX_TREE_TOKENS, AcceptedPath
-from serve_spec.ops.dependent_launch import dependent_launch
+from serve_spec.core.draft import MAX_TREE_TOKENS
+from serve_spec.ops.acceptance import AcceptedPath, RequestTokens
+from serve_spec.ops.dispatch import dependent_launch
 from serve_spec.ops.noise_triton import load_noise_keys
 
 _COUNT_BLOCK = 128
@@ -35,18 +38,13 @@ def accept_and_advance(
     parents: Tensor,
     drawn: Tensor,
     query_starts: Tensor,
-    recent: Tensor,
-    lengths: Tensor,
-    request_slots: Tensor,
+    known: RequestTokens,
     results: Tensor,
     forced: Tensor | None = None,
 ) -> AcceptedPath:
     """See `acceptance.accept_and_advance`."""
     accepted = _empty_path(query_starts, results.shape[1] - 3)
-    _accept(
-        accepted, input_ids, parents, drawn, query_starts, forced,
-        recent, lengths, request_slots, results,
-    )  # fmt: skip
+    _accept(accepted, input_ids, parents, drawn, query_starts, forced, known, results)
     return accepted
 
 
@@ -90,16 +88,14 @@ def _accept(
     drawn: Tensor,
     query_starts: Tensor,
     forced: Tensor | None,
-    recent: Tensor | None = None,
-    lengths: Tensor | None = None,
-    request_slots: Tensor | None = None,
+    known: RequestTokens | None = None,
     results: Tensor | None = None,
 ) -> None:
     num_sequences, width = accepted.path.shape
     dependent = dependent_launch(query_starts.device)
     _accept_kernel[(num_sequences,)](
         *accepted, input_ids, parents, drawn, query_starts, forced,
-        recent, lengths, request_slots, results, 0 if recent is None else recent.shape[1],
+        *(known or (None,) * 3), results, 0 if known is None else known.recent.shape[1],
         DEPTH=width - 1, WIDTH=triton.next_power_of_2(width), TOKENS=MAX_TREE_TOKENS,
         DEPENDENT=dependent, num_warps=1, launch_pdl=dependent,
     )  # fmt: skip
@@ -216,3 +212,52 @@ def _mask_kernel(
             above = tl.load(parents + begin + above, mask=above >= 0, other=-1)
             step += 1
         tl.store(masks + begin + offsets, mask, mask=inside)
+
+
+_MAX_BLOCK = 4096
+
+
+def move_accepted(
+    pools: Sequence[Tensor],
+    slots: Tensor,
+    query_starts: Tensor,
+    path: Tensor,
+    num_correct: Tensor,
+) -> None:
+    """See `acceptance.move_accepted`."""
+    dependent = dependent_launch(slots.device)
+    for pool in pools:
+        num_layers = 1 if pool.dim() == 2 else pool.shape[0]
+        num_slots = pool.shape[0] if pool.dim() == 2 else pool.shape[1]
+        width = pool.numel() // (num_layers * num_slots)
+        block = min(triton.next_power_of_2(width), _MAX_BLOCK)
+        _move_kernel[(len(num_correct), num_layers, triton.cdiv(width, block))](
+            pool, slots, query_starts, path, num_correct, path.shape[1], num_slots, width,
+            BLOCK=block, DEPENDENT=dependent, num_warps=4, launch_pdl=dependent,
+        )  # fmt: skip
+
+
+@triton.jit
+def _move_kernel(
+    pool, slots, query_starts, path, num_correct, path_width, num_slots, width,
+    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program per block of a layer and sequence, moved in ascending order.
+
+    path[j + 1] > j, so no entry is read after it was written, and one thread reads and writes every
+    number.
+    """
+    b, layer = tl.program_id(0), tl.program_id(1)
+    at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    begin = tl.load(query_starts + b)
+    pool += layer.to(tl.int64) * num_slots * width
+    for j in range(1, tl.load(num_correct + b) + 1):
+        row = tl.load(path + b * path_width + j)
+        if row != j:
+            source = pool + tl.load(slots + begin + row) * width
+            target = pool + tl.load(slots + begin + j) * width
+            tl.store(target + at, tl.load(source + at, mask=inside), mask=inside)

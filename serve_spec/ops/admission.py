@@ -1,7 +1,7 @@
 """Admit the drafts that are most likely to survive to verification, as many as a budget allows.
 
 All drafted tokens of a batch ("slots") compete. The logit of the share that a draft's score had
-when it was drawn tells the chance that the draft is kept, given that its parent was:
+when it was drawn predicts the chance that the draft is kept, given that its parent was:
 
     chance = sigmoid(weight · logit(share) + bias)      weight and bias by kind of request and level
     survival = chance · survival of the parent          1 for the root
@@ -25,7 +25,7 @@ from serve_spec.ops.dispatch import has_kernel
 
 LARGEST_LOGIT = 15.0
 LEAST_SURVIVAL = 2.0**-126
-"""The smallest normal float32: a slot that exists is told from one that does not."""
+"""The smallest normal float32: every slot that exists has at least this survival."""
 
 
 class Admission(NamedTuple):
@@ -49,7 +49,6 @@ class Admission(NamedTuple):
 def admit_drafts(
     shares: Tensor,
     query_lens: Tensor,
-    limits: Tensor,
     depth_limits: Tensor,
     kinds: Tensor,
     calibration: Tensor,
@@ -64,8 +63,7 @@ def admit_drafts(
     shares: float32 [B, N], the logarithm of each draft's share of the scores it was drawn from; may
         be the first columns of a wider table.
         Neither a draft of -inf or NaN nor one behind it is admitted.
-    query_lens: int32 [B]; requests of 0 are padding and have no slots.
-    limits: int32 [B]; only the first `limits[b]` drafts of request b exist.
+    query_lens: int32 [B], 1 + drafts that exist; 0 for padding requests.
     depth_limits: int32 [B]; only drafts of the first `depth_limits[b]` levels exist.
     kinds: int32 [B], each request's row of the calibration.
     calibration: float32 [kinds, D, 2], weight and bias by level; (1, 0) leaves a share as it is.
@@ -77,8 +75,8 @@ def admit_drafts(
     num_requests, width = shares.shape
     place = torch.arange(width, device=shares.device)
     above = (place if parents is None else parents.long()).expand(num_requests, width)
-    limits = limits.where(query_lens > 0, 0).unsqueeze(1)
-    chances = _chances(shares, above, depth_limits, kinds, calibration).where(place < limits, -1.0)
+    exists = place < query_lens.unsqueeze(1) - 1
+    chances = _chances(shares, above, depth_limits, kinds, calibration).where(exists, -1.0)
     survival = _survival(chances, above, calibration.shape[1])
     ranked = survival.flatten().argsort(descending=True, stable=True)
     ranks = torch.empty_like(ranked)

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from serve_spec.ops import admission
 from serve_spec.ops.admission import LARGEST_LOGIT, LEAST_SURVIVAL, Admission
-from serve_spec.ops.dependent_launch import dependent_launch
-from serve_spec.ops.dispatch import reference_of
+from serve_spec.ops.dispatch import dependent_launch, reference_of
 
 MAX_SLOTS = 16384
 """Of one batch; more do not fit the registers of one program and are sorted by the reference."""
@@ -26,7 +25,6 @@ _LARGEST_LOGIT, _LEAST_SURVIVAL = tl.constexpr(LARGEST_LOGIT), tl.constexpr(LEAS
 def admit_drafts(
     shares: Tensor,
     query_lens: Tensor,
-    limits: Tensor,
     depth_limits: Tensor,
     kinds: Tensor,
     calibration: Tensor,
@@ -37,12 +35,11 @@ def admit_drafts(
     """See `admission.admit_drafts`."""
     if shares.numel() > MAX_SLOTS:
         return reference_of(admission.admit_drafts)(
-            shares, query_lens, limits, depth_limits, kinds, calibration, budget,
-            drafts, parents,
-        )  # fmt: skip
+            shares, query_lens, depth_limits, kinds, calibration, budget, drafts, parents
+        )
     num_requests, width = shares.shape
     tree = drafts, parents
-    inputs = query_lens, limits, depth_limits, kinds, calibration, *tree
+    inputs = query_lens, depth_limits, kinds, calibration, *tree
     assert all(x is None or x.is_contiguous() for x in inputs), "requests and slots are dense"
     assert shares.stride(1) == 1, "the shares of a request are dense"
     moved = [x if parents is None or x is None else torch.empty_like(x) for x in tree]
@@ -52,7 +49,7 @@ def admit_drafts(
     dependent = dependent_launch(shares.device)
     columns = max(32, triton.next_power_of_2(width))  # `gather` stays inside a warp
     _survival_kernel[(num_requests,)](
-        survival, shares, parents, query_lens, limits, depth_limits, kinds, calibration, width,
+        survival, shares, parents, query_lens, depth_limits, kinds, calibration, width,
         shares.stride(0), LEVELS=calibration.shape[1], COLUMNS=columns, DEPENDENT=dependent,
         num_warps=1, launch_pdl=dependent,
     )  # fmt: skip
@@ -70,7 +67,7 @@ def admit_drafts(
 
 @triton.jit(do_not_specialize=["width", "stride"])
 def _survival_kernel(
-    survival, shares, parents, query_lens, limits, depth_limits, kinds, calibration, width, stride,
+    survival, shares, parents, query_lens, depth_limits, kinds, calibration, width, stride,
     LEVELS: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program per request; a turn goes one level down. 0 for slots that do not exist."""
@@ -80,7 +77,7 @@ def _survival_kernel(
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    exists = (column < width) & (column < tl.load(limits + b)) & (tl.load(query_lens + b) > 0)
+    exists = (column < width) & (column < tl.load(query_lens + b) - 1)
     share = tl.load(shares + b * stride + column, mask=exists, other=float("-inf"))
     exists &= share > float("-inf")
     above, level = column - 1, column

@@ -7,6 +7,8 @@ from functools import cache, wraps
 from importlib import import_module
 from typing import Any, ParamSpec, TypeVar
 
+import torch
+from torch import Tensor
 from torch.compiler import is_compiling
 
 P = ParamSpec("P")
@@ -42,3 +44,23 @@ def reference_of(function: Callable[P, R]) -> Callable[P, R]:
     """Return the reference implementation of a function that `has_kernel`."""
     found: Callable[P, R] = function.__wrapped__  # type: ignore[attr-defined]
     return found
+
+
+def dependent_launch(device: torch.device) -> bool:
+    """Return whether `device` supports programmatic dependent launch (Hopper and later).
+
+    A kernel then starts before the last one has ended, and may read weights at once. Every program
+    waits for the kernel before it reads or writes anything else, so the end of one kernel implies
+    the end of all before it.
+    """
+    return device.type == "cuda" and _supported(device)
+
+
+@cache
+def _supported(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Return host values, not pinned, on the device."""
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)

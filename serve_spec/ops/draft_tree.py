@@ -94,7 +94,7 @@ def grow_beam(before: Beam, token_ids: Tensor, scores: Tensor, step: int) -> tup
 def choose_drafts(
     levels: Sequence[Level], num_steps: Tensor, num_draft_tokens: Tensor, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The likeliest candidates, a tree: parents are among them, and come before their children.
+    """Return the likeliest candidates as a tree: each comes after its parent.
 
     num_steps, num_draft_tokens: [B], the levels of each sequence that count, and how many drafts
     are wanted, no more than those levels have, at most `width`.

@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from serve_spec.ops import draft_tree
-from serve_spec.ops.dependent_launch import dependent_launch
-from serve_spec.ops.dispatch import reference_of
+from serve_spec.ops.dispatch import dependent_launch, reference_of
 from serve_spec.ops.draft_tree import Beam, Level
 
 MAX_CANDIDATES = 1024

@@ -3,7 +3,7 @@
     edits → grammar masks → temperature → top-k, top-p, min-p (jointly, on the tempered
     distribution) → argmax(score + noise)
 
-The logits here are edited (`ops/score_edits.py`) and masked (`ops/token_masks.py`) already. A token
+The logits here are edited (`ops/score_edits.py`) and masked (`ops/score_edits.py`) already. A token
 depends on them, on its request's parameters and on (seed, position) only, never on other requests
 of the batch. Greedy requests take the argmax; ties go to the smallest token id.
 
@@ -64,7 +64,7 @@ class DrawParams(NamedTuple):
 
     @property
     def is_random(self) -> list[bool]:
-        """Which sequences sample. The host waits for the device."""
+        """Return which sequences sample. The host waits for the device."""
         return [inverse > 0 for inverse in self.inverse_temperature.tolist()]
 
 

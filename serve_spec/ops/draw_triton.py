@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from serve_spec.ops.dependent_launch import dependent_launch
+from serve_spec.ops.dispatch import dependent_launch
 from serve_spec.ops.draw import DrawParams
 from serve_spec.ops.noise import Stream
 from serve_spec.ops.noise_triton import gumbel_noise_of, load_noise_keys, load_stream_keys

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from serve_spec.ops.dependent_launch import dependent_launch
+from serve_spec.ops.dispatch import dependent_launch
 from serve_spec.ops.layout import TokenLayout
 
 _BLOCK = 128

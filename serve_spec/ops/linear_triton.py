@@ -15,9 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from serve_spec.ops.activation_triton import gated
-from serve_spec.ops.dependent_launch import dependent_launch
-from serve_spec.ops.linear_tiles import Tiles, choose_tiles
+from serve_spec.ops.dispatch import dependent_launch
+from serve_spec.ops.linear import Tiles, choose_tiles
 
 # Columns of each weight row that a program prefetches while the kernel before still runs.
 _PREFETCH = 512
@@ -34,29 +33,29 @@ def small_linear(
     """See `linear.small_linear`. Rows of x may be strided, their elements not."""
     out = x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype or x.dtype)
     num_outputs, in_features = weight.shape
-    tiles = choose_tiles(num_outputs, in_features, x.shape[0], eight_bit=scale is not None)
+    tiles = choose_tiles(num_outputs, in_features, x.shape[0], fp8=scale is not None)
     _multiply(x, weight, scale, bias, out, tiles)
     return out
 
 
-def small_addends(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
-    """See `linear.small_addends`; a sum in one program is returned whole. Rows may be strided."""
+def small_partials(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+    """See `linear.small_partials`; a sum in one program is returned whole. Rows may be strided."""
     num_outputs, in_features = weight.shape
-    tiles = choose_tiles(num_outputs, in_features, x.shape[0], eight_bit=scale is not None)
+    tiles = choose_tiles(num_outputs, in_features, x.shape[0], fp8=scale is not None)
     splits = triton.cdiv(in_features, tiles.columns)
     if splits == 1:
         return small_linear(x, weight, scale=scale)
-    addends = x.new_empty(splits, x.shape[0], num_outputs, dtype=torch.float32)
-    _multiply_only(x, weight, scale, None, addends, tiles)
-    return addends
+    partials = x.new_empty(splits, x.shape[0], num_outputs, dtype=torch.float32)
+    _multiply_only(x, weight, scale, None, partials, tiles)
+    return partials
 
 
 def small_gate_up(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
     """See `linear.small_gate_up`. Rows of x may be strided, their elements not."""
     width, in_features = weight.shape[0] // 2, weight.shape[1]
     out = x.new_empty(x.shape[0], width)
-    eight_bit = scale is not None
-    tiles = choose_tiles(width, in_features, x.shape[0], gated=True, eight_bit=eight_bit)
+    fp8 = scale is not None
+    tiles = choose_tiles(width, in_features, x.shape[0], gated=True, fp8=fp8)
     _multiply(x, weight, scale, None, out, tiles, is_gated=True)
     return out
 
@@ -186,11 +185,11 @@ def _load_weights(weights, inside, dtype: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def load_whole(places, mask, addend_stride, NUM_ADDENDS: tl.constexpr, dtype: tl.constexpr):
-    """See `linear.whole`; places: pointers into the first addend."""
+def load_sum(places, mask, partial_stride, NUM_PARTIALS: tl.constexpr, dtype: tl.constexpr):
+    """See `linear.sum_partials`; places: pointers into the first partial sum."""
     numbers = tl.load(places, mask=mask, other=0.0)
-    for index in tl.static_range(1, NUM_ADDENDS):
-        numbers += tl.load(places + index * addend_stride, mask=mask, other=0.0)
+    for index in tl.static_range(1, NUM_PARTIALS):
+        numbers += tl.load(places + index * partial_stride, mask=mask, other=0.0)
     return numbers.to(dtype)
 
 
@@ -230,3 +229,39 @@ def _sum_kernel(
     if bias is not None:
         total += tl.load(bias + at % num_outputs, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+_ACTIVATION_BLOCK = 1024
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """See `linear.silu_and_mul`. Rows may be strided, their elements not."""
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_rows, width)
+    dependent = dependent_launch(gate_up.device)
+    _silu_and_mul_kernel[(num_rows, triton.cdiv(width, _ACTIVATION_BLOCK))](
+        gate_up, out, width, gate_up.stride(0),
+        BLOCK=_ACTIVATION_BLOCK, DEPENDENT=dependent, num_warps=4, launch_pdl=dependent,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _silu_and_mul_kernel(gate_up, out, width, stride, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    gate = tl.load(gate_up + row * stride + at, mask=inside, other=0.0)
+    up = tl.load(gate_up + row * stride + width + at, mask=inside, other=0.0)
+    tl.store(out + row * width + at, gated(gate, up), mask=inside)
+
+
+@triton.jit
+def gated(gate, up):
+    """Return silu(gate) · up, with silu(gate) rounded to the dtype first."""
+    wide = gate.to(tl.float32)
+    silu = (wide * tl.sigmoid(wide)).to(gate.dtype)
+    return (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)

@@ -10,10 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from serve_spec.core.draft import MAX_TREE_TOKENS
 from serve_spec.ops.dispatch import has_kernel
-
-MAX_TREE_ROWS = 64
-"""Tokens of one request that a tree mask has bits for."""
 
 # The reference attends requests of up to this many query tokens in padded batches, others alone.
 _MAX_BATCHED_QUERY_LEN = 16
@@ -56,10 +54,10 @@ class AttentionPlan:
     `groups`: (requests, most query tokens of each) for requests of about the same length, in order;
     together they are B requests. They change how work is cut, not what is computed.
 
-    `tree_mask` int64 [T]: bit j says that a token sees entry j of the tree of its request, itself
+    `tree_mask` int64 [T]: bit j is set if a token sees entry j of the tree of its request, itself
     included. The tree is the last `tree_len` entries of every request (None: its query tokens). All
     entries before it are seen. A token's depth is the number of its other bits, and a window is
-    counted from there; trees lie within a window. Requests in groups of more than MAX_TREE_ROWS
+    counted from there; trees lie within a window. Requests in groups of more than MAX_TREE_TOKENS
     query tokens are chains, whatever their mask. None: all requests are chains.
 
     Work that layers share is prepared by the first one, so a plan serves one forward only.
@@ -236,7 +234,7 @@ def _requests(plan: AttentionPlan) -> list[_Request]:
     capacity = plan.tables.shape[1] * plan.page_size
     requests, begin = [], 0
     for num_requests, max_query_len in plan.groups:
-        is_tree = plan.tree_mask is not None and max_query_len <= MAX_TREE_ROWS
+        is_tree = plan.tree_mask is not None and max_query_len <= MAX_TREE_TOKENS
         for index in range(begin, begin + num_requests):
             query_len, kv_len = starts[index + 1] - starts[index], kv_lens[index]
             if query_len > 0 and kv_len > 0:
@@ -325,10 +323,10 @@ def _hidden_in_tree(
     """
     first = kv_lens - tree_len
     draft = positions - first
-    is_ancestor = ((masks >> draft.clamp(0, MAX_TREE_ROWS - 1)) & 1).bool()
+    is_ancestor = ((masks >> draft.clamp(0, MAX_TREE_TOKENS - 1)) & 1).bool()
     hidden = (draft >= tree_len) | (draft >= 0) & ~is_ancestor
     if window is not None:
-        bits = (masks >> torch.arange(MAX_TREE_ROWS, device=masks.device)) & 1
+        bits = (masks >> torch.arange(MAX_TREE_TOKENS, device=masks.device)) & 1
         own = first + bits.sum(dim=2, keepdim=True) - 1
         hidden |= (draft < 0) & (positions <= own - window)
     return hidden

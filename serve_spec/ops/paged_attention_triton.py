@@ -30,8 +30,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from serve_spec.ops.dependent_launch import dependent_launch
-from serve_spec.ops.paged_attention import MAX_TREE_ROWS, AttentionKind, AttentionPlan
+from serve_spec.core.draft import MAX_TREE_TOKENS
+from serve_spec.ops.dispatch import dependent_launch
+from serve_spec.ops.paged_attention import AttentionKind, AttentionPlan
 
 # Tiles times kv heads that fill a device. From more than half of them on, the last program of a
 # tile merges.
@@ -43,7 +44,7 @@ _UNIT = tl.constexpr(16)
 _HIDDEN = tl.constexpr(-1.0e30)
 _LOWEST = tl.constexpr(-1.0e20)
 _LOG2_E = tl.constexpr(math.log2(math.e))
-_LAST_TREE_ROW = tl.constexpr(MAX_TREE_ROWS - 1)
+_LAST_TREE_TOKEN = tl.constexpr(MAX_TREE_TOKENS - 1)
 # Below what any share weighs.
 _NOTHING = tl.constexpr(-3.0e38)
 # Fields of a tile: request, first token, tokens, first and last cache entry, position of the first
@@ -136,25 +137,34 @@ def paged_attention(
     width = triton.next_power_of_2(max(query.shape[2], values.shape[2]))
     begin = 0
     for num_requests, max_query_len in plan.groups:
-        group = _Group(begin, num_requests, max_query_len)
         # Those that fill the tokens: others of a single group are most likely padding.
         likely = num_requests
         if len(plan.groups) == 1:
             likely = min(likely, triton.cdiv(num_tokens, max_query_len))
         tiling = _choose_tiling(likely, max_query_len, heads, width, query.dtype)
+        is_last = begin + num_requests == len(plan.kv_lens)
+        group = _Group(begin, num_requests, max_query_len, tiling, is_last)
         begin += num_requests
-        is_last = begin == len(plan.kv_lens)
-        _launch(query, keys, values, plan, kind, group, tiling, out, fills_up=is_last)
+        _launch(query, keys, values, plan, kind, group, out)
     return out
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Requests `first .. first + num_requests - 1` of up to `max_query_len` query tokens each."""
+    """Requests `first .. first + num_requests - 1` of up to `max_query_len` query tokens each.
+
+    `fills_up`: write the tokens that no request owns, too.
+    """
 
     first: int
     num_requests: int
     max_query_len: int
+    tiling: Tiling
+    fills_up: bool
+
+    def has_trees(self, plan: AttentionPlan) -> bool:
+        """Return whether these requests may be trees; larger ones are prefill chunks."""
+        return plan.tree_mask is not None and self.max_query_len <= MAX_TREE_TOKENS
 
 
 @dataclass(frozen=True)
@@ -178,34 +188,25 @@ def _launch(
     plan: AttentionPlan,
     kind: AttentionKind,
     group: _Group,
-    tiling: Tiling,
     out: Tensor,
-    *,
-    fills_up: bool,
 ) -> None:
-    """Write the tokens of these requests; fills_up: and those that no request owns."""
+    """Write the tokens of these requests to `out`."""
+    tiling = group.tiling
     (num_tokens, num_heads, key_width), value_width = query.shape, values.shape[2]
     num_kv_heads = keys.shape[1]
     assert query.stride()[1:] == (key_width, 1), "the heads of a token lie side by side"
     for dense in (keys, values, plan.tables):
         assert dense.is_contiguous(), "a pool's layers and page tables are dense"
-    has_tree = plan.tree_mask is not None and group.max_query_len <= MAX_TREE_ROWS
     programs = max(1, _num_multiprocessors(query.device) * tiling.programs // num_kv_heads)
-    num_tiles = min(
-        group.num_requests * triton.cdiv(group.max_query_len, tiling.tokens),
-        num_tokens // tiling.tokens + group.num_requests,
-    )
-    key = "work", kind.window, num_kv_heads, group, tiling
+    key = "work", kind.window, num_kv_heads, group
     work = plan.prepared(
-        key, lambda: _plan_work(plan, kind, group, tiling, programs, num_tiles, num_kv_heads)
+        key, lambda: _plan_work(plan, kind, group, num_tokens, programs, num_kv_heads)
     )
     # Of a program's tiles, the first and the last may be cut.
     partial_shape = 2 * programs, num_kv_heads, tiling.lines
     partials = query.new_empty((*partial_shape, value_width), dtype=torch.float32)
     stats = query.new_empty(partial_shape, dtype=torch.float32)
-    scale, softcap = kind.scale_of(key_width) * _LOG2_E.value, 0.0
-    if kind.softcap is not None:
-        scale, softcap = 2.0 * scale / kind.softcap, kind.softcap * _LOG2_E.value
+    scale, softcap = _scores_in_base_2(kind, key_width)
     block_dv = max(16, triton.next_power_of_2(value_width))
     # Merging must not take the registers that attending needs.
     merge_warps, numbers = (tiling.num_warps, 4) if tiling.is_last_merging else (4, 2)
@@ -221,11 +222,12 @@ def _launch(
         "MERGE_LINES": merge_lines,
         "DEPENDENT": dependent,
     }
-    grid = num_kv_heads, max(programs, num_tiles)
-    _attend_kernel[grid](
-        query, keys, values, plan.tables[group.first :], plan.tree_mask if has_tree else None,
-        kind.sinks, work.tiles, work.ranges, work.counts, work.arrivals, out, partials, stats,
-        num_tokens if fills_up else 0, query.stride(0), plan.tables.stride(0), scale, softcap,
+    _attend_kernel[(num_kv_heads, len(work.ranges))](
+        query, keys, values, plan.tables[group.first :],
+        plan.tree_mask if group.has_trees(plan) else None, kind.sinks,
+        work.tiles, work.ranges, work.counts, work.arrivals, out, partials, stats,
+        num_tokens if group.fills_up else 0, query.stride(0), plan.tables.stride(0),
+        scale, softcap,
         DK=key_width, BLOCK_DK=max(16, triton.next_power_of_2(key_width)),
         PAGE_SIZE=plan.page_size, WINDOW=kind.window, HAS_SOFTCAP=kind.softcap is not None,
         BLOCK=tiling.block, HAS_FREE_BLOCKS=tiling.lines > 64 and kind.window is None,
@@ -233,23 +235,35 @@ def _launch(
     )  # fmt: skip
     if not tiling.is_last_merging:
         num_lines = min(tiling.tokens * shape["GROUP"], tiling.lines)
-        _merge_kernel[(num_kv_heads, triton.cdiv(num_lines, merge_lines), min(num_tiles, 16))](
+        num_blocks = triton.cdiv(num_lines, merge_lines)
+        _merge_kernel[(num_kv_heads, num_blocks, min(len(work.tiles), 16))](
             work.tiles, work.counts, out, partials, stats,
             num_warps=merge_warps, launch_pdl=dependent, **shape,
         )  # fmt: skip
+
+
+def _scores_in_base_2(kind: AttentionKind, key_width: int) -> tuple[float, float]:
+    """Return the factor of products, and the soft cap of scores or 0, for powers of two."""
+    scale = kind.scale_of(key_width) * _LOG2_E.value
+    if kind.softcap is None:
+        return scale, 0.0
+    return 2.0 * scale / kind.softcap, kind.softcap * _LOG2_E.value
 
 
 def _plan_work(
     plan: AttentionPlan,
     kind: AttentionKind,
     group: _Group,
-    tiling: Tiling,
+    num_tokens: int,
     programs: int,
-    num_tiles: int,
     num_kv_heads: int,
 ) -> _Work:
-    """Launch the listing of up to `num_tiles` tiles, and of ranges for so many `programs`."""
-    device = plan.tables.device
+    """Launch the listing of the group's tiles, and of ranges for so many `programs`."""
+    device, tiling = plan.tables.device, group.tiling
+    num_tiles = min(
+        group.num_requests * triton.cdiv(group.max_query_len, tiling.tokens),
+        num_tokens // tiling.tokens + group.num_requests,
+    )
     num_ranges = max(programs, num_tiles)
     tiles = torch.empty((num_tiles, _TILE_FIELDS.value), dtype=torch.int32, device=device)
     ranges = torch.empty((num_ranges, _RANGE_FIELDS.value), dtype=torch.int32, device=device)
@@ -258,14 +272,13 @@ def _plan_work(
     if tiling.is_last_merging:
         arrivals = torch.zeros((num_tiles, num_kv_heads), dtype=torch.int32, device=device)
     dependent = dependent_launch(device)
-    has_tree = plan.tree_mask is not None and group.max_query_len <= MAX_TREE_ROWS
     _plan_kernel[(group.num_requests,)](
         plan.query_starts[group.first :], plan.kv_lens[group.first :], tiles, ranges, counts,
         # No constant: it is another one at every level of a tree.
-        plan.tree_len or 0, plan.tables.shape[1] * plan.page_size,
-        programs, num_ranges,
-        IS_TREE=has_tree, WINDOW=kind.window, TILE=tiling.tokens, MIN_SHARE=tiling.min_share,
-        BLOCK=64, BLOCK_REQUESTS=triton.next_power_of_2(group.num_requests),
+        plan.tree_len or 0, plan.tables.shape[1] * plan.page_size, programs, num_ranges,
+        IS_TREE=group.has_trees(plan), WINDOW=kind.window,
+        TILE=tiling.tokens, MIN_SHARE=tiling.min_share, BLOCK=64,
+        BLOCK_REQUESTS=triton.next_power_of_2(group.num_requests),
         DEPENDENT=dependent, num_warps=1 if group.num_requests <= 64 else 4, launch_pdl=dependent,
     )  # fmt: skip
     return _Work(tiles, ranges, counts, arrivals)
@@ -446,7 +459,7 @@ def _attend_kernel(
             own = first_position + line // GROUP
         else:
             ancestors = tl.load(tree_mask + token, mask=is_line, other=1)
-            bits = (ancestors[:, None] >> tl.arange(0, _LAST_TREE_ROW + 1)[None, :]) & 1
+            bits = (ancestors[:, None] >> tl.arange(0, _LAST_TREE_TOKEN + 1)[None, :]) & 1
             own = first_position + tl.sum(bits, axis=1).to(tl.int32) - 1
 
         highest = tl.full([LINES], _LOWEST, tl.float32)
@@ -596,7 +609,7 @@ def _seen(position, first_position, own, ancestors, WINDOW: tl.constexpr, IS_TRE
     if not IS_TREE:
         return near & (position[None, :] <= own[:, None])
     draft = position - first_position
-    bit = tl.minimum(tl.maximum(draft, 0), _LAST_TREE_ROW)
+    bit = tl.minimum(tl.maximum(draft, 0), _LAST_TREE_TOKEN)
     is_ancestor = ((ancestors[:, None] >> bit[None, :]) & 1) == 1
     return tl.where((draft < 0)[None, :], near, is_ancestor)
 

@@ -124,13 +124,23 @@ class DraftLogits(NamedTuple):
         return cls(torch.zeros(shape, device=device), draft_ids.index_copy_(0, target_ids, numbers))
 
 
+class Chains(NamedTuple):
+    """Roots and drafts of B sequences, and their request slots.
+
+    input_ids: int64 [T]. query_starts: int32 [B + 1]; both as for `accept_path`.
+    request_slots: int32 [B], the row of each in `DrawParams`.
+    """
+
+    input_ids: Tensor
+    query_starts: Tensor
+    request_slots: Tensor
+
+
 @has_kernel
 def reject_drafts(
     logits: Tensor,
-    input_ids: Tensor,
+    chains: Chains,
     drawn: Tensor,
-    query_starts: Tensor,
-    request_slots: Tensor,
     positions: Tensor,
     params: DrawParams,
     drafted: DraftLogits,
@@ -141,10 +151,10 @@ def reject_drafts(
     Sampled drafts are verified by `method`, and the recovered token is written to `drawn`, before
     the rejected draft. Greedy ones are accepted while they equal the draw.
 
-    logits: float32 [T, V], edited and masked. input_ids, drawn: int64 [T] and query_starts: int32
-    [B + 1], of chains, as for `accept_path`. request_slots: int32 [B], the row of each in `params`.
+    logits: float32 [T, V], edited and masked. drawn: int64 [T], as for `accept_path`.
     positions: int64 [T], the position of each drawn token.
     """
+    input_ids, query_starts, request_slots = chains
     depth = drafted.logits.shape[1]
     first = query_starts[:-1].long()
     counts = (query_starts[1:] - query_starts[:-1] - 1).long().clamp(min=0)
@@ -171,7 +181,7 @@ def reject_drafts(
         at, roots = params.of(request_slots).seeds, positions[rows[:, 0]]
         seeds = stream_seeds(Stream.ACCEPT, at, roots).repeat_interleave(depth, dim=0)
         decided = (roots.unsqueeze(1) + column[:-1]).flatten()
-        correct, recovered = keep_or_replace(
+        correct, recovered = accept_or_recover(
             method,
             drafts,
             _over_draft_ids(draft.view(-1, depth, draft.shape[1]), drafted.draft_ids),
@@ -186,7 +196,7 @@ def reject_drafts(
     return kept.to(torch.int32)
 
 
-def keep_or_replace(
+def accept_or_recover(
     method: str,
     drafts: Tensor,
     draft_probs: Tensor,

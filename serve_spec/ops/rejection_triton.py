@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from serve_spec.ops.dependent_launch import dependent_launch
+from serve_spec.ops.dispatch import dependent_launch
 from serve_spec.ops.draw import DrawParams
 from serve_spec.ops.noise import Stream
 from serve_spec.ops.noise_triton import gumbel_noise_of, load_stream_keys
-from serve_spec.ops.rejection import DraftLogits
+from serve_spec.ops.rejection import Chains, DraftLogits
 
 _SWEEP_BLOCK = 8192
 _SWEEP_WARPS = 16
@@ -34,16 +34,15 @@ _NO_MASS = tl.constexpr(104.0)
 
 def reject_drafts(
     logits: Tensor,
-    input_ids: Tensor,
+    chains: Chains,
     drawn: Tensor,
-    query_starts: Tensor,
-    request_slots: Tensor,
     positions: Tensor,
     params: DrawParams,
     drafted: DraftLogits,
     method: str,
 ) -> Tensor:
     """See `serve_spec.ops.rejection.reject_drafts`."""
+    input_ids, query_starts, request_slots = chains
     num_sequences, num_ids, device = len(request_slots), logits.shape[1], logits.device
     _, depth, num_draft_ids = drafted.logits.shape
     num_chunks = triton.cdiv(num_ids, _CHUNK)
@@ -58,7 +57,7 @@ def reject_drafts(
     steps, counts = empty(dtype=torch.int32), empty(dtype=torch.int32)
     chances, weights = empty(depth), empty(depth + 1)
     values, tokens = empty(2, num_chunks), empty(2, num_chunks, dtype=torch.int32)
-    chains = (
+    inputs = (
         logits, logits.stride(0), query_starts, request_slots, params.inverse_temperature,
         drafted.logits, drafted.draft_ids,
     )  # fmt: skip
@@ -70,21 +69,21 @@ def reject_drafts(
     few = {"COLUMNS": columns, "BLOCK_RULE": is_block}
     launch = {"DEPENDENT": dependent, "launch_pdl": dependent}
     _distribution_kernel[(2 * depth + 1, num_sequences)](
-        *distributions, *chains, params.top_k, params.top_p, params.min_p,
+        *distributions, *inputs, params.top_k, params.top_p, params.min_p,
         **sizes, BLOCK=_SWEEP_BLOCK, CUT_BLOCK=_SWEEP_BLOCK // 2,
         num_warps=_SWEEP_WARPS, enable_fp_fusion=False, **launch,
     )  # fmt: skip
     _chance_kernel[(num_sequences,)](
-        steps, chances, weights, input_ids, *distributions, *chains,
+        steps, chances, weights, input_ids, *distributions, *inputs,
         **sizes, **few, num_warps=1, enable_fp_fusion=False, **launch,
     )  # fmt: skip
     if is_block and depth > 1:
         _surplus_kernel[(depth - 1, num_sequences)](
-            chances, steps, weights, *distributions, *chains,
+            chances, steps, weights, *distributions, *inputs,
             **sizes, BLOCK=_SWEEP_BLOCK, num_warps=_SWEEP_WARPS, enable_fp_fusion=False, **launch,
         )  # fmt: skip
     _replace_kernel[(num_chunks, num_sequences)](
-        values, tokens, steps, chances, weights, *noise, *distributions, *chains,
+        values, tokens, steps, chances, weights, *noise, *distributions, *inputs,
         **sizes, **few, CHUNK=_CHUNK, num_warps=4, enable_fp_fusion=False, **launch,
     )  # fmt: skip
     _result_kernel[(num_sequences,)](

@@ -1,22 +1,20 @@
 """Sums over ranks through memory that all of them address.
 
-Parts of the tensor belong to numbered programs. Sums are counted program by program, since small
-tensors leave some of them out. There are two ways.
+Parts of the tensor belong to numbered programs. Each program numbers its sums, because small
+tensors leave some programs out. There are two algorithms.
 
-At once, which is the sooner done where little is sent: a program sends its part to the program of
-its number on every other rank, word by word, each word with the number of the sum; takes the
-others' words from its own memory as they come; and adds up all parts in the order of ranks. Nobody
-tells anybody that a part is complete: 8 bytes are one access, so a word that has the number is
-there. (NCCL's low-latency protocol does so, too.) A program has two slots for each rank, filled in
-turn. Whoever has the others' words of sum k + 1 knows that they are done with sum k, for they begin
-one sum after they have ended the other. So sum k + 2 may take the place of sum k.
+At once, which is faster for small tensors: a program sends its part to the program of its number on
+every other rank, word by word, each with the number of the sum. It reads the others' words from its
+own memory as they arrive, and adds all parts in the order of ranks. No flag is needed: 8 bytes are
+one access, so a word with the number is complete, as in NCCL's low-latency protocol. A program has
+two slots for each rank, used alternately: once the others' words of sum k + 1 have arrived, sum k
+is over on all ranks, so that sum k + 2 may use its slot.
 
-In shares, where much is sent, or to many (a reduce-scatter, then an all-gather): every rank adds up
-one share of the part and sends the others what it comes to. Of N bytes 2 · (1 - 1/size) · N are
-sent, where the other way takes 2 · (size - 1) · N, half of them numbers. A flag with the number of
-the sum says that a share is complete, first of what is to be added, then of the sum. Nobody sends
-for sum k + 1 before the others have sent what sum k came to, nor sums of it before they have begun
-it; so each has one place for both.
+In shares, for large tensors or many ranks (a reduce-scatter, then an all-gather): every rank adds
+one share of the part and sends the result to the others. It sends 2 · (1 - 1/size) · N of N bytes,
+where the other algorithm sends 2 · (size - 1) · N, half of them numbers. A flag with the number of
+the sum marks a share as complete: first of the addends, then of the sum. A rank sends addends of
+sum k + 1 after it has all results of sum k, and results after all addends, so one place holds both.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ import torch
 from torch import Tensor
 
 from serve_spec.ops.dispatch import has_kernel
-from serve_spec.ops.linear import whole
-from serve_spec.ops.norm import add_rms_norm
+from serve_spec.ops.elementwise import add_rms_norm
+from serve_spec.ops.linear import sum_partials
 
 NUM_PROGRAMS = 256
 """At most so many programs make a sum: a GPU runs them all at once."""
@@ -85,22 +83,22 @@ class SharedMemory:
 
 
 def slots_shape(size: int) -> tuple[int, int, int, int]:
-    """Of one rank's slots in a group of `size`: in turn, of each program, from each rank, words."""
+    """Return the shape of a rank's slots: by use, program, source rank and word."""
     return 2, NUM_PROGRAMS, size, SLOT_WORDS
 
 
 def shares_shape(size: int) -> tuple[int, int, int, int]:
-    """To be added and sums, of each program, from each rank, words."""
+    """Return the shape of a rank's shares: addends and sums, by program, source rank and word."""
     return 2, NUM_PROGRAMS, size, SHARE_WORDS
 
 
 def flags_shape(size: int) -> tuple[int, int, int]:
-    """Of what is to be added and of sums, of each program, from each rank."""
+    """Return the shape of a rank's flags: of addends and sums, by program and source rank."""
     return 2, NUM_PROGRAMS, size
 
 
 def shared_sum(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of all ranks' tensors, in float32 and in the order of ranks, rounded once.
+    """Return the sum of all ranks' tensors, in float32, in the order of ranks, rounded once.
 
     parts: each rank's, of one shape and dtype. Every rank that adds so gets the same bits.
     """
@@ -112,7 +110,7 @@ def shared_sum(parts: Sequence[Tensor]) -> Tensor:
 
 @has_kernel
 def sum_over_ranks(x: Tensor, memory: SharedMemory) -> None:
-    """`shared_sum` of all ranks' x, in its place.
+    """Replace x by the `shared_sum` of all ranks' x.
 
     x: as `fits` has it. All ranks sum the same shapes in the same order, one after the other.
     """
@@ -129,12 +127,12 @@ def sum_over_ranks(x: Tensor, memory: SharedMemory) -> None:
 def sum_add_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, memory: SharedMemory
 ) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm(shared_sum of all ranks' x, residual)`; a program has a row.
+    """Return `add_rms_norm(shared_sum of all ranks' x, residual)`; a program has a row.
 
-    residual: [T, width], as `rows_fit` has it; x: the same, or its addends (see `linear.whole`).
+    residual: [T, width], see `residual_fits`; x: the same, or its partial sums (see `linear`).
     Neither is changed.
     """
-    x = whole(x, residual)
+    x = sum_partials(x, residual)
     parts = as_words(x).view(x.shape[0], -1)
     sum_of_part = _way(x, parts.shape[1], memory)
     sums = [sum_of_part(part, x.dtype, row, memory) for row, part in enumerate(parts)]
@@ -142,12 +140,12 @@ def sum_add_norm(
 
 
 def as_words(x: Tensor) -> Tensor:
-    """A contiguous x as int32 words, one dimension; two numbers of 16 bits make one."""
+    """Return a contiguous x as int32 words, one dimension; two numbers of 16 bits make one."""
     return x.view(-1).view(torch.int32)
 
 
 def part_words(num_words: int) -> int:
-    """Words of a program's part, a power of two: as few as NUM_PROGRAMS allow."""
+    """Return the words of a program's part, a power of two: as few as NUM_PROGRAMS allow."""
     part = _LEAST_PART
     while part * NUM_PROGRAMS < num_words:
         part *= 2
@@ -165,7 +163,7 @@ def fits(x: Tensor) -> bool:
     )
 
 
-def rows_fit(x: Tensor) -> bool:
+def residual_fits(x: Tensor) -> bool:
     """Return whether the rows of x [T, width] can be summed so, one by each program."""
     num_rows, width = x.shape
     row_bytes = width * x.itemsize
@@ -184,7 +182,7 @@ def goes_in_shares(num_bytes: int, size: int) -> bool:
 
 
 def share_numbers(count: int, size: int, itemsize: int) -> int:
-    """Of `count` numbers, as many as each rank adds up; the last ranks may have fewer, or none."""
+    """Return how many of `count` numbers each rank adds; the last ranks may have fewer, or none."""
     aligned = SHARE_ALIGNMENT // itemsize
     return -(-count // (size * aligned)) * aligned
 
@@ -198,7 +196,7 @@ def _way(x: Tensor, part: int, memory: SharedMemory) -> _SumOfPart:
 
 
 def _at_once(part: Tensor, dtype: torch.dtype, program: int, memory: SharedMemory) -> Tensor:
-    """The words of the sum; part: this rank's."""
+    """Return the words of the sum; part: this rank's."""
     count, number = _counted(program, memory)
     for rank in _others(memory):
         sent = (part.long() & 0xFFFFFFFF) | (number << 32)
@@ -227,7 +225,7 @@ def _in_shares(
 def _exchanged(
     turn: int, shares: Sequence[Tensor], program: int, number: int, memory: SharedMemory
 ) -> list[Tensor]:
-    """What every rank has for this one; shares: what this one has for each of them."""
+    """Return the shares of all ranks for this one; shares: those of this one for each rank."""
     own, dtype = memory.rank, shares[memory.rank].dtype
     received = list(shares)
     for rank in _others(memory):
@@ -241,7 +239,7 @@ def _exchanged(
 
 
 def _counted(program: int, memory: SharedMemory) -> tuple[int, int]:
-    """Which of its sums this is, and the number it goes by."""
+    """Return the index of this sum, and its number."""
     memory.counts[program] += 1
     count = int(memory.counts[program])
     return count, count & NUMBER_MASK
@@ -252,6 +250,6 @@ def _others(memory: SharedMemory) -> list[int]:
 
 
 def _wait(entries: Tensor, number: int, memory: SharedMemory) -> None:
-    """Until all of them have the number, or nothing is waited for any more."""
+    """Wait until all flags have the number, or `released` is set."""
     while not ((entries >> 32) == number).all() and not memory.released:
         time.sleep(0)

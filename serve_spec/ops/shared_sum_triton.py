@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from serve_spec.ops.dependent_launch import dependent_launch
-from serve_spec.ops.linear_triton import load_whole
+from serve_spec.ops.dispatch import dependent_launch
+from serve_spec.ops.linear_triton import load_sum
 from serve_spec.ops.shared_sum import (
     NUM_PROGRAMS,
     NUMBER_MASK,
@@ -73,7 +73,7 @@ def _launch_norm(
     places, setting = _way(residual, num_words, memory)
     _sum_add_norm_kernel[(num_rows,)](
         x, residual, weight, out, total, num_words, width, eps, num_rows * width,
-        *places, **setting, NUM_ADDENDS=len(x) if x.dim() > residual.dim() else 1,
+        *places, **setting, NUM_PARTIALS=len(x) if x.dim() > residual.dim() else 1,
         WORDS=block, DEPENDENT=dependent,
         num_warps=_num_warps(block, words_per_thread), launch_pdl=dependent,
     )  # fmt: skip
@@ -128,7 +128,7 @@ def _sum_add_norm_kernel(
     counts, released, slots, shares, flags,
     RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr,
     ROOM: tl.constexpr, MASK: tl.constexpr, PER_WORD: tl.constexpr, SHARE: tl.constexpr,
-    NUM_ADDENDS: tl.constexpr, WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
+    NUM_PARTIALS: tl.constexpr, WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     at = tl.arange(0, WORDS * PER_WORD)
@@ -140,7 +140,7 @@ def _sum_add_norm_kernel(
     values = _sum_over_ranks(
         x + row * width, out.dtype.element_ty, addend_stride, num_words,
         counts, released, slots, shares, flags,
-        RANK, SIZE, PROGRAMS, SLOT, ROOM, MASK, PER_WORD, SHARE, WORDS, NUM_ADDENDS,
+        RANK, SIZE, PROGRAMS, SLOT, ROOM, MASK, PER_WORD, SHARE, WORDS, NUM_PARTIALS,
     )  # fmt: skip
     values = (values.to(tl.float32) + addend.to(tl.float32)).to(values.dtype)
     tl.store(total + row * width + at, values, mask=at < width)
@@ -155,7 +155,7 @@ def _sum_over_ranks(
     counts, released, slots, shares, flags,
     RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr,
     ROOM: tl.constexpr, MASK: tl.constexpr, PER_WORD: tl.constexpr, SHARE: tl.constexpr,
-    WORDS: tl.constexpr, NUM_ADDENDS: tl.constexpr,
+    WORDS: tl.constexpr, NUM_PARTIALS: tl.constexpr,
 ):  # fmt: skip
     """The sum of all ranks' parts, as numbers [WORDS · PER_WORD] of `dtype`.
 
@@ -166,7 +166,7 @@ def _sum_over_ranks(
     count = tl.load(counts + program) + 1
     if SHARE == 0:
         at = tl.arange(0, WORDS * PER_WORD)
-        own = load_whole(x + at, at < num_words * PER_WORD, addend_stride, NUM_ADDENDS, dtype)
+        own = load_sum(x + at, at < num_words * PER_WORD, addend_stride, NUM_PARTIALS, dtype)
         total = _at_once(
             _words(own, WORDS, PER_WORD), tl.arange(0, WORDS) < num_words, dtype,
             count, counts, released, slots,
@@ -175,7 +175,7 @@ def _sum_over_ranks(
     else:
         total = _in_shares(
             x, dtype, addend_stride, num_words * PER_WORD, count, counts, released, shares, flags,
-            RANK, SIZE, PROGRAMS, ROOM, MASK, SHARE, WORDS * PER_WORD, NUM_ADDENDS,
+            RANK, SIZE, PROGRAMS, ROOM, MASK, SHARE, WORDS * PER_WORD, NUM_PARTIALS,
         )  # fmt: skip
     return total
 
@@ -216,7 +216,7 @@ def _in_shares(
     x, dtype: tl.constexpr, addend_stride, num_numbers,
     count, counts, released, shares, flags,
     RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, ROOM: tl.constexpr,
-    MASK: tl.constexpr, SHARE: tl.constexpr, NUMBERS: tl.constexpr, NUM_ADDENDS: tl.constexpr,
+    MASK: tl.constexpr, SHARE: tl.constexpr, NUMBERS: tl.constexpr, NUM_PARTIALS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     number = count & MASK
@@ -226,14 +226,14 @@ def _in_shares(
     for rank in tl.static_range(SIZE):
         if rank != RANK:
             theirs = (at < SHARE) & (rank * SHARE + at < num_numbers)
-            share = load_whole(x + rank * SHARE + at, theirs, addend_stride, NUM_ADDENDS, dtype)
+            share = load_sum(x + rank * SHARE + at, theirs, addend_stride, NUM_PARTIALS, dtype)
             tl.store(shares[rank] + first + RANK * ROOM + at, share, mask=theirs)
     _exchange_flags(0, number, released, flags, RANK, SIZE, PROGRAMS)
     tl.store(counts + program, count)
     total = tl.zeros([triton.next_power_of_2(SHARE)], dtype=tl.float32)
     for rank in tl.static_range(SIZE):
         if rank == RANK:
-            share = load_whole(x + RANK * SHARE + at, mine, addend_stride, NUM_ADDENDS, dtype)
+            share = load_sum(x + RANK * SHARE + at, mine, addend_stride, NUM_PARTIALS, dtype)
         else:
             # Not from this multiprocessor's own cache, which may have those of an earlier sum.
             place = shares[RANK] + first + rank * ROOM + at
@@ -254,13 +254,13 @@ def _exchange_flags(
     turn, number, released, flags,
     RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Tell all others that what this program has stored is there, and wait for theirs."""
+    """Set the flags of this program's stores on all other ranks, and wait for theirs."""
     first = (turn * PROGRAMS + tl.program_id(0)) * SIZE
     rank = tl.arange(0, triton.next_power_of_2(SIZE))
     place = flags[0] + first + RANK + tl.zeros_like(rank)
     for other in tl.static_range(1, SIZE):
         place = tl.where(rank == other, flags[other] + first + RANK, place)
-    # What all threads have stored is told of by one; a release makes it seen by every GPU first.
+    # One thread sets the flag for all; the release makes their stores visible to every GPU first.
     tl.debug_barrier()
     flag = tl.zeros_like(rank).to(tl.int64) + (number << 32)
     tl.atomic_xchg(place, flag, mask=(rank < SIZE) & (rank != RANK), sem="release", scope="sys")
@@ -271,9 +271,9 @@ def _exchange_flags(
 
 @triton.jit
 def _num_missing(flags, number, released, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """How many flags do not have the number yet; 0 once nothing is waited for any more.
+    """Return how many flags lack the number; 0 once the ranks are released.
 
-    Every thread looks for itself: copies of one small tensor need not agree within a warp.
+    Every thread reads for itself: copies of one small tensor need not agree within a warp.
     """
     over = tl.load(released, volatile=True)
     missing = 0
@@ -286,7 +286,7 @@ def _num_missing(flags, number, released, RANK: tl.constexpr, SIZE: tl.constexpr
 
 @triton.jit
 def _look(place, inside, released):
-    """Both at once, for each takes as long as the other; volatile: read again and again."""
+    """Load both at once, because each takes as long as the other; volatile, for polling."""
     word = tl.load(place, mask=inside, other=0, volatile=True)
     return word, tl.load(released, volatile=True)
 

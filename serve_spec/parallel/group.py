@@ -18,9 +18,9 @@ from torch.distributed.distributed_c10d import (
     Store,
 )
 
-from serve_spec.ops import norm
-from serve_spec.ops.linear import whole
-from serve_spec.parallel.line import LOOPBACK, Address
+from serve_spec.ops import elementwise
+from serve_spec.ops.linear import sum_partials
+from serve_spec.parallel.channel import LOOPBACK, Address
 
 if TYPE_CHECKING:
     from serve_spec.parallel.shared_sum import SharedSum
@@ -44,30 +44,31 @@ class TensorParallel:
     size = 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x, in its place. The same to the last bit on every rank."""
+        """Replace x by the sum of all ranks' x, equal to the last bit on every rank."""
         return x
 
     def add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """`add_rms_norm(all_reduce(x), residual, weight, eps)`, see `ops.norm`; x may be used up.
+        """Return `add_rms_norm(all_reduce(x), residual, weight, eps)`; x may be overwritten.
 
-        residual: [T, width]; x: the same, or its addends (see `ops.linear.whole`); contiguous.
+        residual: [T, width]; x: the same, or its partial sums (see `linear.sum_partials`).
+        Both are contiguous.
         """
         if self.size > 1:
-            x = self.all_reduce(whole(x, residual))
-        return norm.add_rms_norm(x, residual, weight, eps)
+            x = self.all_reduce(sum_partials(x, residual))
+        return elementwise.add_rms_norm(x, residual, weight, eps)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """All ranks' x (of one shape), side by side along `dim` in the order of ranks."""
+        """Return all ranks' x (of one shape), joined along `dim` in the order of ranks."""
         return x
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """Rank `source`'s x, in place of every other's."""
+        """Replace x by rank `source`'s x."""
         return x
 
     def smallest(self, value: int) -> int:
-        """The least of all ranks' values. The host waits for it."""
+        """Return the least of all ranks' values. The host waits for it."""
         return value
 
     def close(self) -> None:
@@ -126,7 +127,7 @@ class DeviceGroup(TensorParallel):
     ) -> tuple[Tensor, Tensor]:
         """See `TensorParallel`: one launch where the sum is made in shared memory."""
         shared = self._shared_sum
-        if self._group is None or shared is None or not shared.rows_fit(x, residual):
+        if self._group is None or shared is None or not shared.residual_fits(x, residual):
             return super().add_norm(x, residual, weight, eps)
         return shared.add_norm(x, residual, weight, eps)
 
@@ -163,9 +164,9 @@ class DeviceGroup(TensorParallel):
             return
         # Its memory stays, for recorded graphs write to it.
         if self._shared_sum is not None:
-            self._shared_sum.let_go()
+            self._shared_sum.release()
         if self._device.type == "cuda":
-            _abort_aside(group)
+            _abort_in_background(group)
         else:
             group.abort()
 
@@ -178,14 +179,14 @@ class DeviceGroup(TensorParallel):
 
 
 def store_server(host: str) -> TCPStore:
-    """Where ranks find each other, on a port of its own; open for as long as the object lives."""
+    """Return the store in which ranks find each other, on a free port; it ends with the object."""
     return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
 
 
 def join(
     rank: int, size: int, device: torch.device, address: Address, host: str = LOOPBACK
 ) -> DeviceGroup:
-    """The group of all ranks; returns when each of them has called this.
+    """Return the group of all ranks once each of them has called this.
 
     address: rank 0's. host: this rank's.
 
@@ -196,24 +197,24 @@ def join(
     return DeviceGroup(rank, size, device, store, host)
 
 
-def _abort_aside(group: Any) -> None:
-    aside = threading.Thread(target=group.abort, name="abort", daemon=True)
-    aside.start()
-    _asides.append(aside)
+def _abort_in_background(group: Any) -> None:
+    thread = threading.Thread(target=group.abort, name="abort", daemon=True)
+    thread.start()
+    _aborts.append(thread)
 
 
-_asides: list[threading.Thread] = []
+_aborts: list[threading.Thread] = []
 
 
 @atexit.register
-def _wait_for_asides() -> None:
+def _wait_for_aborts() -> None:
     """Wait for a limited time: graphs that are never freed hold NCCL up."""
-    for aside in _asides:
-        aside.join(_ABORT_S)
+    for thread in _aborts:
+        thread.join(_ABORT_S)
 
 
 def _finish(work: Any) -> None:
-    """On GPUs there is nothing to wait for: the stream keeps the order."""
+    """Wait for a collective on CPUs; on GPUs the stream keeps the order."""
     if work is not None:
         work.wait()
 

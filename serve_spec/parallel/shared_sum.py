@@ -29,7 +29,7 @@ from serve_spec.ops.shared_sum import (
     SharedMemory,
     fits,
     flags_shape,
-    rows_fit,
+    residual_fits,
     shared_sum,
     shares_shape,
     slots_shape,
@@ -58,7 +58,7 @@ class Ranks(Protocol):
     size: int
 
     def smallest(self, value: int) -> int:
-        """The least of all ranks' values. The host waits for it."""
+        """Return the least of all ranks' values. The host waits for it."""
         ...
 
 
@@ -72,19 +72,19 @@ class SharedSum:
         self._yes = torch.ones_like(memory.released)
         device = memory.released.device
         # A sum that waits holds up its stream, and streams of its priority may share its queue.
-        self._aside = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def fits(self, x: Tensor) -> bool:
-        """Whether x can be summed so. Where it cannot, bandwidth counts, and NCCL is better."""
+        """Return whether x is small enough; NCCL is faster for large ones."""
         return fits(x)
 
     def add_up(self, x: Tensor) -> None:
-        """The sum of all ranks' x, in its place; on a GPU it only launches. x fits."""
+        """Replace x, which fits, by the sum of all ranks' x; on a GPU it only launches."""
         sum_over_ranks(x, self._memory)
 
-    def rows_fit(self, x: Tensor, residual: Tensor) -> bool:
+    def residual_fits(self, x: Tensor, residual: Tensor) -> bool:
         """Return whether `add_norm` takes them."""
-        return rows_fit(x if x.dim() == residual.dim() else residual)
+        return residual_fits(x if x.dim() == residual.dim() else residual)
 
     def add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
@@ -92,16 +92,16 @@ class SharedSum:
         """See `TensorParallel.add_norm`; on a GPU it only launches. The rows of x fit."""
         return sum_add_norm(x, residual, weight, eps, self._memory)
 
-    def let_go(self) -> None:
-        """No sum of this rank waits for another one any more; what it gives is worthless."""
+    def release(self) -> None:
+        """Release the sums of this rank that wait for another; their results are invalid."""
         # A GPU that has failed waits for nothing.
-        with suppress(RuntimeError), torch.cuda.stream(self._aside):
+        with suppress(RuntimeError), torch.cuda.stream(self._stream):
             # A copy: code that would have to be loaded first could wait for the sum that waits.
             self._memory.released.copy_(self._yes)
 
 
 def open_shared_sum(group: Ranks, store: Store, device: torch.device) -> SharedSum | None:
-    """All ranks call this; all get one, or none does, and a line of the log says why.
+    """Return shared memory for sums; None, on all ranks, with a log message, if that fails.
 
     store: one that all of them see. device: this rank's GPU.
     """
@@ -137,7 +137,7 @@ def _meet(group: Ranks, store: Store, device: torch.device) -> SharedSum:
 
 
 def _together(group: Ranks, step: Callable[[], T]) -> T:
-    """What a step gives that succeeds on every rank."""
+    """Return the result of a step. Raise if it fails on any rank."""
     problem: Exception | None = None
     try:
         result = step()
@@ -146,14 +146,14 @@ def _together(group: Ranks, step: Callable[[], T]) -> T:
     if group.smallest(int(problem is None)):
         return result
     if problem is None:
-        raise _Unavailable("another rank cannot share memory; its log says why")
-    # The rest of what torch has to say is a stack of its own.
+        raise _Unavailable("another rank cannot share memory; see its log")
+    # The rest of a message of torch is a stack trace.
     reason = next(iter(str(problem).splitlines()), "")
     raise _Unavailable(f"{type(problem).__name__}: {reason}") from problem
 
 
 def _allocate(device: torch.device, size: int) -> Tensor:
-    """This rank's part of the memory, zeros."""
+    """Return this rank's part of the memory, zeros."""
     import serve_spec.ops.shared_sum_triton  # noqa: F401  no kernel, no use for memory
 
     # Nothing here needs the multicast of the switch between GPUs, whose failures are the host's.
@@ -188,7 +188,7 @@ def _share(own: Tensor, rank: int, size: int, store: Store) -> SharedSum:
 
 
 def _places(size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """What every rank has for the others to write to, in the order of `SharedMemory`."""
+    """Return the tensors of a rank that others write to, in the order of `SharedMemory`."""
     return [
         (slots_shape(size), torch.int64),
         (shares_shape(size), torch.int32),
@@ -201,7 +201,7 @@ def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def _rendezvous(own: Tensor, rank: int, size: int, store: Store) -> Any:
-    """torch's handle to the memory of all ranks."""
+    """Return torch's handle to the memory of all ranks."""
     torch_groups: Any = torch._C._distributed_c10d
     # torch finds the store by the name of a group; one without a backend is enough. The group does
     # not keep what Python makes of a store, so that has to live until all have met.
@@ -270,6 +270,6 @@ def _wait_for_end(shared: SharedSum) -> None:
     deadline = time.monotonic() + _TRIAL_S
     while not ended.query():
         if time.monotonic() > deadline:
-            shared.let_go()
+            shared.release()
             raise TimeoutError(f"a sum on trial did not end in {_TRIAL_S:.0f} s")
         time.sleep(1e-4)

@@ -7,14 +7,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+from serve_spec.config import SchedulerConfig
 from serve_spec.core.draft import PLAIN, DraftShape, TextDrafter, TextDrafts
 from serve_spec.core.plan import EditedText, ScheduledRequest, WorkerLimits
 from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
+from serve_spec.kvcache.manager import KVCacheManager
 
 
 class TextDraftCache:
-    """Keeps what a text drafter proposed for each sequence, so it is asked once a step.
+    """Keeps what a text drafter proposed for each sequence, so that it runs once a step.
 
     An id beyond the target's `vocab_size` becomes -1: the step counts it as a broken draft, and
     its sequence stops drafting.
@@ -97,7 +99,7 @@ class PostponedChoice:
     """Draft counts by request id. Requests may end or change places before the step is planned."""
 
     steps: RoundSteps
-    row_steps: dict[str, int]
+    steps_per_req: dict[str, int]
     text_steps: dict[str, int] | None
 
     @classmethod
@@ -113,14 +115,14 @@ class PostponedChoice:
     @property
     def has_drafts(self) -> bool:
         """Return whether the postponed step drafts."""
-        return any(self.row_steps.values()) or any((self.text_steps or {}).values())
+        return any(self.steps_per_req.values()) or any((self.text_steps or {}).values())
 
     def now(self, batch: DecodeBatch) -> RoundSteps:
         """Return the same answer for the requests that are left."""
         ids, from_text = batch.request_ids, self.text_steps
         return replace(
             self.steps,
-            row_steps=[self.row_steps.get(request_id, 0) for request_id in ids],
+            steps_per_req=[self.steps_per_req.get(request_id, 0) for request_id in ids],
             text_steps=None
             if from_text is None
             else [from_text.get(request_id, 0) for request_id in ids],
@@ -141,6 +143,25 @@ class RequestDrafts(NamedTuple):
         """Return the drafts to try if these do not fit: a chain one shorter, or none for a tree."""
         shape = self.shape
         return self._replace(shape=DraftShape.chain(shape.depth - 1) if shape.is_chain else PLAIN)
+
+
+@dataclass(frozen=True)
+class DraftSource:
+    """Where drafts come from: n-grams in `texts`, a draft model, or one of them per request."""
+
+    texts: TextDraftCache | None
+    has_model: bool
+
+    def slots_past(self, shape: DraftShape) -> int:
+        """Return the KV entries past a request's length that its drafts take.
+
+        A draft model drafts for every request of a step, also for those with n-gram drafts.
+        """
+        return shape.draft_slots if self.has_model else shape.size
+
+    def is_from_text(self, drafts: RequestDrafts) -> bool:
+        """Return whether these are n-gram drafts."""
+        return drafts.from_text or (drafts.shape.depth > 0 and not self.has_model)
 
 
 def max_committed(req: ScheduledRequest | None) -> int:
@@ -171,9 +192,68 @@ def usable_steps(seq: Sequence, num_in_flight: int) -> int:
     return useful if options.max_steps is None else min(useful, options.max_steps)
 
 
+_CHUNK_PER_REQUEST = 10
+"""Maximum prompt tokens per decoding request in a round. Such a round takes about three times as
+long as one without prompts."""
+
+
+def max_prompt_tokens(limits: SchedulerConfig, room: int, num_decoding: int) -> int:
+    """Return the most prompt tokens of a round with `room` tokens left."""
+    size = limits.chunked_prefill_size
+    if size is None or not num_decoding:
+        return room
+    return min(room, max(size, _CHUNK_PER_REQUEST * num_decoding))
+
+
+def decode_batch(
+    decoding: list[Sequence],
+    prompts: list[Prompt],
+    reqs_before: list[ScheduledRequest | None],
+    limits: SchedulerConfig,
+    cache: KVCacheManager,
+    drafts: DraftSource,
+) -> DecodeBatch:
+    """Return the decoding requests of the next step, for the policy.
+
+    reqs_before: the same requests in the step in flight.
+    """
+    budget = limits.max_num_batched_tokens - len(decoding)
+    num_pending = sum(prompt.num_pending for prompt in prompts)
+    num_prompt_tokens = max(0, min(num_pending, max_prompt_tokens(limits, budget, len(decoding))))
+    # Prefill chunks get up to half of what the decoding requests leave.
+    budget -= min(num_prompt_tokens, budget // 2)
+    lengths = [len(seq) for seq in decoding]
+    page_size = cache.page_size
+    held = sum(len(seq.page_ids) for seq in decoding) * page_size - sum(lengths)
+    held -= sum(map(max_committed, reqs_before))
+    max_steps = [
+        usable_steps(seq, 0 if req is None else 1)
+        for seq, req in zip(decoding, reqs_before, strict=True)
+    ]
+    text_steps = [] if drafts.texts is None else drafts.texts.find(decoding, max_steps)
+    return DecodeBatch(
+        request_ids=[seq.request_id for seq in decoding],
+        max_steps=max_steps if drafts.has_model else text_steps,
+        num_tokens=sum(lengths),
+        num_sampled=sum(not seq.params.is_greedy for seq in decoding),
+        max_draft_tokens=max(0, min(budget, held + cache.num_free_pages * page_size)),
+        num_missing_entries=[len(seq) - 1 - seq.num_draft_computed for seq in decoding]
+        if drafts.has_model
+        else [],
+        num_remaining=[seq.num_remaining for seq in decoding],
+        num_prompts=len(prompts),
+        num_prompt_tokens=num_prompt_tokens,
+        text_steps=text_steps if drafts.has_model else [],
+    )
+
+
 def wanted_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
     """Return the drafts per request that the policy wants, without n-gram drafts."""
-    return [steps.shape.depth] * batch.size if steps.row_steps is None else list(steps.row_steps)
+    return (
+        [steps.shape.depth] * batch.size
+        if steps.steps_per_req is None
+        else list(steps.steps_per_req)
+    )
 
 
 def text_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:

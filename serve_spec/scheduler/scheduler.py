@@ -1,56 +1,40 @@
-"""Continuous batching: admit, plan a step, commit its result. Plain host code, no tensors."""
+"""Continuous batching: plan a step, commit its result. Plain host code, no tensors."""
 
 from __future__ import annotations
 
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from serve_spec.config import SchedulerConfig
-from serve_spec.core.draft import PLAIN, DraftShape, TextDrafter
+from serve_spec.core.draft import PLAIN, TextDrafter
 from serve_spec.core.plan import BatchResult, ScheduledBatch, ScheduledRequest, WorkerLimits
 from serve_spec.core.request import FinishReason
 from serve_spec.core.round import AS_DRAWN, DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager
-from serve_spec.kvcache.radix import PrefixHit
+from serve_spec.scheduler.queue import RequestQueue
 from serve_spec.scheduler.requests import (
+    DraftSource,
     PostponedChoice,
     Prompt,
     RequestDrafts,
     TextDraftCache,
+    decode_batch,
     decode_request,
     extend_limit,
     fair_drafts,
     max_committed,
+    max_prompt_tokens,
     missing_after,
     ngram_request,
     prefill_requests,
     usable_budget,
-    usable_steps,
 )
-
-MIN_SHARED_TOKENS = 128
-"""Fewest prompt tokens for which waiting for another request's prefill costs less than computing
-them again."""
-
-_CHUNK_PER_REQUEST = 10
-"""Maximum prompt tokens per decoding request in a round. Such a round takes about three times as
-long as one without prompts."""
 
 ChooseSteps = Callable[[DecodeBatch], RoundSteps]
 CutOutput = Callable[[Sequence, list[int]], tuple[int, FinishReason | None]]
-
-
-@dataclass
-class PrefixCounts:
-    """Tokens of newly admitted sequences, and how many of them the prefix cache held."""
-
-    num_query_tokens: int = 0
-    num_hit_tokens: int = 0
 
 
 class CommittedRequest(NamedTuple):
@@ -71,17 +55,12 @@ class CommittedRequest(NamedTuple):
 
 
 class Scheduler:
-    """First come, first served; when pages run out, the youngest sequence is preempted.
-
-    A preempted sequence keeps its tokens and recomputes its KV cache later, except for cached
-    prefix pages. Its text does not change: a draw depends on (prefix, seed, position) only.
-    """
+    """Plans each step of the batch, and commits its result; `queue` holds the requests."""
 
     def __init__(
         self,
         limits: SchedulerConfig,
         cache: KVCacheManager,
-        on_leave: Callable[[Sequence], None] = lambda seq: None,
         text_drafter: TextDrafter | None = None,
         first_draft_entry: int = 0,
         *,
@@ -95,49 +74,24 @@ class Scheduler:
         """
         self.limits = limits
         self.cache = cache
-        self.text_drafts = (
-            None if text_drafter is None else TextDraftCache(text_drafter, vocab_size)
+        self.drafts = DraftSource(
+            None if text_drafter is None else TextDraftCache(text_drafter, vocab_size),
+            has_model=has_draft_model or text_drafter is None,
         )
         self.vocab_size = vocab_size
         self.first_draft_entry = first_draft_entry
-        self.has_draft_model = has_draft_model or text_drafter is None
-        self.on_leave = on_leave
+        self.on_leave: Callable[[Sequence], None] = lambda seq: None
         """Called with every sequence that leaves the batch: finished, aborted or preempted."""
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
-        self.num_preemptions = 0
-        self._prefix_counts = PrefixCounts()
-        self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self.queue = RequestQueue(cache, limits.max_num_seqs, self._forget, first_draft_entry)
         self._newest: ScheduledBatch | None = None
         self._postponed: PostponedChoice | None = None
-
-    def add(self, seq: Sequence) -> None:
-        """Queue a new sequence."""
-        self.waiting.append(seq)
-
-    def abort(self, request_id: str) -> Sequence | None:
-        """End a sequence between steps. Return None if it is unknown or has ended."""
-        seq = next((s for s in self.sequences() if s.request_id == request_id), None)
-        if seq is not None:
-            self._finish(seq, FinishReason.ABORT)
-        return seq
-
-    def sequences(self) -> Iterator[Sequence]:
-        """Yield every unfinished sequence."""
-        yield from self.running
-        yield from self.waiting
-
-    @property
-    def has_work(self) -> bool:
-        """Return whether any sequence is unfinished."""
-        return bool(self.running or self.waiting)
 
     def plan(
         self, choose_steps: ChooseSteps, limits: WorkerLimits, before: ScheduledBatch | None = None
     ) -> ScheduledBatch | None:
         """Return the next step: every decoding request, then prefill within the token budget.
 
-        choose_steps: asked once, before anything is drafted. before: a step in flight. Lengths of
+        choose_steps: called once, before drafting. before: a step in flight. Lengths of
         its requests are then bounds, and nothing is preempted.
 
         None: there is nothing to do, or the result of `before` must be known first. N-gram drafts
@@ -145,28 +99,21 @@ class Scheduler:
         are none now, one more step hardly adds any.
         """
         in_flight = {} if before is None else {req.request_id: req for req in before.requests}
-        self._admit()
-        decoding, prompts = self._after_step(in_flight)
+        self.queue.admit()
+        decoding, prompts = self.queue.after_step(in_flight)
         if before is not None and (
             not (decoding or prompts)
             or any(seq.params.grammar for seq in (*decoding, *(each.seq for each in prompts)))
         ):
             return None
         reqs_before = [in_flight.get(seq.request_id) for seq in decoding]
-        budget = self.limits.max_num_batched_tokens
-        batch = self._decode_batch(decoding, prompts, budget, reqs_before)
+        batch = decode_batch(decoding, prompts, reqs_before, self.limits, self.cache, self.drafts)
         was_postponed = self._postponed is not None and self._postponed.has_drafts
         steps = self._choose(choose_steps, batch) if decoding else RoundSteps(PLAIN)
         drafts = fair_drafts(steps, batch)
         limit = extend_limit(limits, drafts)
         if before is None:
-            # Only decoding requests preempt, and only younger ones, so no request that is planned
-            # already loses its pages.
-            planned = [
-                self._plan_decode(seq, wanted, limit) if seq.page_ids else None
-                for seq, wanted in zip(decoding, drafts, strict=True)
-            ]
-            reqs = [req for req in planned if req is not None]
+            reqs = self._decode_requests(decoding, drafts, limit)
         elif self._reserve_ahead(decoding, reqs_before, drafts):
             reqs = [
                 decode_request(
@@ -181,12 +128,13 @@ class Scheduler:
         draft_budget = usable_budget(steps, reqs, may_choose=_may_choose(reqs, prompts))
         if draft_budget is not None:
             num_tokens = len(reqs) + draft_budget
-        prompt_budget = self._prompt_budget(budget - num_tokens, decoding)
+        room = self.limits.max_num_batched_tokens - num_tokens
+        prompt_budget = max_prompt_tokens(self.limits, room, len(decoding))
         is_chunked = self.limits.chunked_prefill_size is not None
         reqs += prefill_requests(prompts, prompt_budget, chunked=is_chunked)
         if not reqs:
             return None
-        return self._planned(
+        self._newest = _scheduled_batch(
             reqs,
             steps,
             draft_budget,
@@ -194,6 +142,7 @@ class Scheduler:
             follows=before is not None,
             was_postponed=was_postponed and before is None,
         )
+        return self._newest
 
     def _reserve_ahead(
         self,
@@ -206,44 +155,15 @@ class Scheduler:
         Return False if there is no room, or if n-gram drafts need tokens that are not known yet.
         """
         ends = [
-            len(seq) + max_committed(req) + self._slots_past(wanted.shape)
+            len(seq) + max_committed(req) + self.drafts.slots_past(wanted.shape)
             for seq, req, wanted in zip(decoding, reqs_before, drafts, strict=True)
         ]
         has_room = self.cache.can_reserve_all(decoding, ends)
-        if not has_room or any(map(self._is_from_text, drafts)):
+        if not has_room or any(map(self.drafts.is_from_text, drafts)):
             return False
         for seq, end in zip(decoding, ends, strict=True):
             self.cache.reserve(seq, end)
         return True
-
-    def _planned(
-        self,
-        reqs: list[ScheduledRequest],
-        steps: RoundSteps,
-        draft_budget: int | None,
-        batch: DecodeBatch,
-        *,
-        follows: bool = False,
-        was_postponed: bool = False,
-    ) -> ScheduledBatch:
-        """Return the plan of these requests and keep it as the newest."""
-        if not any(req.model_steps for req in reqs):  # no draft model runs, so none extends
-            reqs = [req._replace(extends=False) if req.extends else req for req in reqs]
-        num_missing = max(req.num_missing if req.extends else 0 for req in reqs)
-        shape = steps.shape
-        if shape.is_chain:
-            shape = max([shape, *(req.shape for req in reqs if req.draft_ids)])
-        self._newest = ScheduledBatch(
-            tuple(reqs),
-            shape,
-            batch.size,
-            follows,
-            was_postponed,
-            num_missing,
-            budget=draft_budget,
-            calibration=AS_DRAWN if draft_budget is None else steps.calibration,
-        )
-        return self._newest
 
     def commit(
         self, plan: ScheduledBatch, result: BatchResult, cut: CutOutput
@@ -252,7 +172,7 @@ class Scheduler:
 
         cut: returns how many of the tokens the text keeps, and why it ends (stop, length), if so.
         """
-        by_id = {seq.request_id: seq for seq in self.running}
+        by_id = {seq.request_id: seq for seq in self.queue.running}
         for number in result.broken_drafts:
             seq = by_id.get(plan.sampling_requests[number].request_id)
             if seq is not None:
@@ -277,158 +197,41 @@ class Scheduler:
         self._return_pages(plan, [each.seq for each in committed])
         return committed
 
-    def take_prefix_counts(self) -> PrefixCounts:
-        """Return and reset the counts since the last call."""
-        counts, self._prefix_counts = self._prefix_counts, PrefixCounts()
-        return counts
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless reference counts and lengths are consistent."""
-        self.cache.check_integrity(self.sequences())
-        assert all(not seq.page_ids for seq in self.waiting), "a waiting sequence holds pages"
-        assert len(self.running) <= self.limits.max_num_seqs, "more sequences run than allowed"
-
-    def _admit(self) -> None:
-        """Admit waiting sequences in order while their uncached tokens fit the free pages."""
-        for seq in tuple(islice(self.waiting, len(self._free_slots))):
-            hit = self.cache.find(seq)
-            if not self.cache.can_start(seq, hit, len(seq) + 1):
-                break  # first come, first served
-            if self._is_being_computed(seq, hit):
-                continue
-            self.waiting.remove(seq)
-            seq.request_slot = self._free_slots.pop()
-            seq.num_draft_computed = self.first_draft_entry
-            self.cache.start(seq, hit)
-            self.cache.reserve(seq, len(seq))
-            self._count_hit(seq)
-            self.running.append(seq)
-
-    def _is_being_computed(self, seq: Sequence, hit: PrefixHit) -> bool:
-        """Return whether a running prefill will compute half or more of what `seq` lacks.
-
-        If several requests with one prompt arrive together, the first computes it for all.
-        """
-        known = len(hit.page_ids) * self.cache.page_size
-        shared = known + max(MIN_SHARED_TOKENS, (len(seq) - known) // 2)
-        if shared > self.cache.most_cached(seq):
-            return False
-        return any(
-            not other.is_decoding
-            and other.num_computed < shared < len(other)
-            and other.token_ids[shared] == seq.token_ids[shared]
-            and other.token_ids[:shared] == seq.token_ids[:shared]
-            for other in self.running
-        )
-
-    def _count_hit(self, seq: Sequence) -> None:
-        """Count a sequence's cached prefix, the first time it is admitted."""
-        if seq.num_cached_tokens is None:
-            seq.num_cached_tokens = seq.num_computed
-            self._prefix_counts.num_query_tokens += len(seq)
-            self._prefix_counts.num_hit_tokens += seq.num_computed
-
     def _choose(self, choose_steps: ChooseSteps, batch: DecodeBatch) -> RoundSteps:
         """Return the policy's answer, asking it once a step."""
         choice, self._postponed = self._postponed, None
         return choose_steps(batch) if choice is None else choice.now(batch)
 
-    def _after_step(
-        self, in_flight: Mapping[str, ScheduledRequest]
-    ) -> tuple[list[Sequence], list[Prompt]]:
-        """Return the sequences that decode and the unfinished prompts after a step in flight.
+    def _decode_requests(
+        self, decoding: list[Sequence], drafts: list[RequestDrafts], limit: int
+    ) -> list[ScheduledRequest]:
+        """Reserve pages for the drafts of each request, shortened or preempting if they do not fit.
 
-        A decoding request gains at least one token, so one that needs no more has ended.
+        Only decoding requests preempt, and only younger ones, so no request that is planned already
+        loses its pages.
         """
-        decoding: list[Sequence] = []
-        prompts: list[Prompt] = []
-        for seq in self.running:
-            req = in_flight.get(seq.request_id)
-            if req is None:
-                if seq.is_decoding:
-                    decoding.append(seq)
-                else:
-                    prompts.append(Prompt(seq, seq.num_computed))
-            elif not req.samples:
-                prompts.append(Prompt(seq, req.length))
-            elif seq.num_remaining > 1:
-                decoding.append(seq)
-        return decoding, prompts
-
-    def _prompt_budget(self, room: int, decoding: list[Sequence]) -> int:
-        """Return the number of prompt tokens that may join a round with `room` tokens left."""
-        size = self.limits.chunked_prefill_size
-        if size is None or not decoding:
-            return room
-        return min(room, max(size, _CHUNK_PER_REQUEST * len(decoding)))
-
-    def _decode_batch(
-        self,
-        decoding: list[Sequence],
-        prompts: list[Prompt],
-        budget: int,
-        reqs_before: list[ScheduledRequest | None],
-    ) -> DecodeBatch:
-        """Return the decoding requests of the next step, for the policy.
-
-        reqs_before: the same requests in the step in flight.
-        """
-        budget -= len(decoding)
-        num_pending = sum(prompt.num_pending for prompt in prompts)
-        num_prompt_rows = max(0, min(num_pending, self._prompt_budget(budget, decoding)))
-        # Prefill chunks get up to half of what the decoding requests leave.
-        budget -= min(num_prompt_rows, budget // 2)
-        lengths = [len(seq) for seq in decoding]
-        page_size = self.cache.page_size
-        held = sum(len(seq.page_ids) for seq in decoding) * page_size - sum(lengths)
-        held -= sum(map(max_committed, reqs_before))
-        max_steps = [
-            usable_steps(seq, 0 if req is None else 1)
-            for seq, req in zip(decoding, reqs_before, strict=True)
+        planned = [
+            self._plan_decode(seq, wanted, limit) if seq.page_ids else None
+            for seq, wanted in zip(decoding, drafts, strict=True)
         ]
-        text_steps = [] if self.text_drafts is None else self.text_drafts.find(decoding, max_steps)
-        return DecodeBatch(
-            request_ids=[seq.request_id for seq in decoding],
-            max_steps=max_steps if self.has_draft_model else text_steps,
-            num_tokens=sum(lengths),
-            num_sampled=sum(not seq.params.is_greedy for seq in decoding),
-            max_draft_tokens=max(0, min(budget, held + self.cache.num_free_pages * page_size)),
-            backlogs=[len(seq) - 1 - seq.num_draft_computed for seq in decoding]
-            if self.has_draft_model
-            else [],
-            num_remaining=[seq.num_remaining for seq in decoding],
-            num_prompts=len(prompts),
-            num_prompt_rows=num_prompt_rows,
-            text_steps=text_steps if self.has_draft_model else [],
-        )
-
-    def _slots_past(self, shape: DraftShape) -> int:
-        """Return the KV entries past a request's length that its drafts take.
-
-        A draft model drafts for every request of a step, also for those with n-gram drafts.
-        """
-        return shape.draft_slots if self.has_draft_model else shape.size
-
-    def _is_from_text(self, drafts: RequestDrafts) -> bool:
-        """Return whether these are n-gram drafts."""
-        return drafts.from_text or (drafts.shape.depth > 0 and not self.has_draft_model)
+        return [req for req in planned if req is not None]
 
     def _plan_decode(
         self, seq: Sequence, drafts: RequestDrafts, limit: int
     ) -> ScheduledRequest | None:
         found = None
-        if self.text_drafts is not None and self._is_from_text(drafts):
-            found = self.text_drafts.drafts(seq, drafts)
+        if self.drafts.texts is not None and self.drafts.is_from_text(drafts):
+            found = self.drafts.texts.drafts(seq, drafts)
         if found is not None and found.parents:
             drafts = drafts._replace(shape=replace(drafts.shape, size=len(found.token_ids)))
-        while not self.cache.can_reserve(seq, len(seq) + self._slots_past(drafts.shape)):
+        while not self.cache.can_reserve(seq, len(seq) + self.drafts.slots_past(drafts.shape)):
             if drafts.shape.depth:
                 drafts = drafts.shortened()  # before any other request is preempted
                 continue
-            if not self._preempt_younger_than(seq):
-                self._preempt(seq)
+            if not self.queue.preempt_younger_than(seq):
+                self.queue.preempt(seq)
                 return None
-        self.cache.reserve(seq, len(seq) + self._slots_past(drafts.shape))
+        self.cache.reserve(seq, len(seq) + self.drafts.slots_past(drafts.shape))
         num_missing = len(seq) - 1 - seq.num_draft_computed
         if found is None:
             return decode_request(seq, drafts, num_missing, limit)
@@ -457,7 +260,7 @@ class Scheduler:
         seq.token_ids += kept
         seq.num_computed = len(seq) - 1
         if reason is not None:
-            self._finish(seq, reason)
+            self.queue.finish(seq, reason)
         elif not req.is_decode or num_entries < seq.num_prompt_tokens <= seq.num_draft_computed:
             # The prompt, or its draft KV, is complete. Generated pages are published at the end.
             self.cache.publish(seq)
@@ -471,40 +274,44 @@ class Scheduler:
         """
         ahead = self._newest
         reqs_ahead = () if ahead is None or ahead is plan else ahead.requests
-        slots_ahead = {req.request_id: self._slots_past(req.shape) for req in reqs_ahead}
+        slots_ahead = {req.request_id: self.drafts.slots_past(req.shape) for req in reqs_ahead}
         for seq in sequences:
             if not seq.finished:
                 self.cache.trim(seq, len(seq) + slots_ahead.get(seq.request_id, 0))
 
-    def _preempt_younger_than(self, seq: Sequence) -> bool:
-        """Preempt the youngest running sequence. Return False if that is `seq`."""
-        youngest = self.running[-1]
-        if youngest is seq:
-            return False
-        self._preempt(youngest)
-        return True
-
-    def _preempt(self, seq: Sequence) -> None:
-        self._leave(seq)
-        seq.forget_computed()
-        self.waiting.appendleft(seq)
-        self.num_preemptions += 1
-
-    def _finish(self, seq: Sequence, reason: FinishReason) -> None:
-        seq.finish_reason = reason
-        if seq in self.running:
-            self._leave(seq)
-        else:
-            self.waiting.remove(seq)
-
-    def _leave(self, seq: Sequence) -> None:
-        self.running.remove(seq)
-        self._free_slots.append(seq.request_slot)
-        seq.request_slot = -1
-        self.cache.release(seq)
-        if self.text_drafts is not None:
-            self.text_drafts.forget(seq.request_id)
+    def _forget(self, seq: Sequence) -> None:
+        """Drop the n-gram drafts of a sequence that leaves the batch."""
+        if self.drafts.texts is not None:
+            self.drafts.texts.forget(seq.request_id)
         self.on_leave(seq)
+
+
+def _scheduled_batch(
+    reqs: list[ScheduledRequest],
+    steps: RoundSteps,
+    draft_budget: int | None,
+    batch: DecodeBatch,
+    *,
+    follows: bool = False,
+    was_postponed: bool = False,
+) -> ScheduledBatch:
+    """Return the plan of these requests."""
+    if not any(req.model_steps for req in reqs):  # no draft model runs, so none extends
+        reqs = [req._replace(extends=False) if req.extends else req for req in reqs]
+    num_missing = max(req.num_missing if req.extends else 0 for req in reqs)
+    shape = steps.shape
+    if shape.is_chain:
+        shape = max([shape, *(req.shape for req in reqs if req.draft_ids)])
+    return ScheduledBatch(
+        tuple(reqs),
+        shape,
+        batch.size,
+        follows,
+        was_postponed,
+        num_missing,
+        budget=draft_budget,
+        calibration=AS_DRAWN if draft_budget is None else steps.calibration,
+    )
 
 
 def _may_choose(reqs: list[ScheduledRequest], prompts: list[Prompt]) -> bool:

@@ -2,9 +2,9 @@
 
 Rank r is in bundle r, and the replica itself in bundle 0, beside rank 0, which is its engine.
 
-Ray only hosts them. Requests, tokens and plans go over sockets (`parallel/line.py` between ranks),
-because a Ray call in every step would cost more than the step; each end also notices there that the
-other one is gone.
+Ray only hosts them. Requests, tokens and plans go over sockets (`parallel/channel.py` between
+ranks), because a Ray call in every step would cost more than the step; each end also notices there
+that the other one is gone.
 """
 
 from __future__ import annotations
@@ -92,14 +92,14 @@ class ActorLauncher:
 
 
 class FollowerActor:
-    """A follower that runs in an actor. See `parallel.followers.Process`."""
+    """A follower that runs in an actor. See `parallel.worker_ranks.Process`."""
 
     def __init__(self, actor: Any, life: Any) -> None:
         self._actor = actor
         # A future, for it can be looked at from any thread, those of an event loop included.
         self._life: Future[None] = life.future()
 
-    def how_it_ended(self, within_s: float = 0.0) -> str | None:
+    def exit_reason(self, within_s: float = 0.0) -> str | None:
         """See `Process`."""
         try:
             self._life.result(within_s)

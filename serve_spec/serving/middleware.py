@@ -16,7 +16,7 @@ from fastapi.exceptions import HTTPException
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_spec.engine.encoding import encode_async
+from serve_spec.engine.messages import encode_async
 from serve_spec.log import TRACE_ID
 from serve_spec.serving.error_answers import error_answer, trace_id
 from serve_spec.serving.errors import ApiError, body_timed_out, body_too_large

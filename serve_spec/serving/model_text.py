@@ -17,7 +17,7 @@ from pathlib import Path
 from serve_spec.config.engine import ModelConfig
 from serve_spec.core.errors import CheckpointError, InvalidRequest, TextTooLong
 from serve_spec.core.request import SamplingParams
-from serve_spec.engine.encoding import encode_async
+from serve_spec.engine.messages import encode_async
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.serving.chat_template import (
     RESERVED,

@@ -1,6 +1,6 @@
-"""Grammars compiled to matchers. The one file that knows the library, llguidance.
+"""Grammars compiled to matchers. Only this file uses the library, llguidance.
 
-Without it, or with a tokenizer that it does not know, an engine runs, and refuses grammars.
+Without it, or with a tokenizer that it does not support, an engine runs but refuses grammars.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from serve_spec.core.grammar import Grammar, GrammarKind
 from serve_spec.log import get_logger
 
 MAX_DEPTH = 100
-"""Objects and arrays inside each other: the compiler's own limit is a little above."""
+"""Most nested objects and arrays; the compiler's own limit is a little higher."""
 
 MAX_REMAINDERS = 10_000
-"""`multipleOf` becomes an automaton of all remainders; this many take a fifth of a second."""
+"""Most states of the automaton for `multipleOf`; they take a fifth of a second to compile."""
 
 
 def checked_schema(grammar: Grammar) -> dict[str, Any]:
-    """The schema, unless it is no JSON object, too deep, or its numbers are too dear.
+    """Return the schema. Raise if it is no JSON object, too deep, or its numbers cost too much.
 
     Raises:
-        InvalidRequest: says which, naming the grammar's source.
+        InvalidRequest: with the reason, naming the grammar's source.
     """
     try:
         schema = json.loads(grammar.text)
@@ -98,25 +98,25 @@ Mask = NDArray[np.uint32]
 """One bit per token id, the lowest first: whether the token may come next; [ceil(V / 32)]."""
 
 _KEPT_GRAMMARS = 64
-"""Compiled grammars that are kept: they are the same request after request."""
+"""Compiled grammars that are cached, because many requests share one."""
 
 _MAX_ITEMS_IN_ROW = 20_000
-"""Ways a text may go on at once: an object of a few thousand optional properties has as many."""
+"""Most parser items at one position; an object of a few thousand optional properties needs them."""
 
 _MAX_LEXER_STATES = 50_000
-"""Of all texts by a grammar, up to 2 kB each."""
+"""Most lexer states for all texts of a grammar, up to 2 kB each."""
 
 _STACK_BYTES = 512 * 2**20
-"""References make the compiler recurse: as deep as the longest grammar can, about a tenth of this
-is touched. The rest is address space."""
+"""The compiler recurses along references. The longest grammar touches about a tenth of this; the
+rest is address space."""
 
 _WHITESPACE = r" {0,2}(\n[ \t]{0,32})?"
-"""Between JSON's tokens: a space or two, a new line and its indentation. Models that may write any
-amount sometimes write nothing else."""
+"""White space between JSON's tokens: up to two spaces, or a new line with indentation. With any
+amount allowed, models sometimes write white space only."""
 
 _OPTIONS = '%llguidance {"no_forcing": true}'
-"""A mask is every token that leads to a text, however that is cut into tokens. Otherwise a text
-that is certain would have one spelling, looked for to its end: of some grammars there is none."""
+"""A mask holds every token that a valid text may have next, in any tokenization. Otherwise the
+library searches one tokenization of forced text to its end, which some grammars do not have."""
 
 _NESTED = re.compile(r"%\s*(json|regex|lark|llguidance|import)\b")
 _MAX_PROBLEM_CHARS = 300
@@ -124,28 +124,30 @@ T = TypeVar("T")
 
 
 class Matcher:
-    """Where a text stands in its grammar."""
+    """The state of a text in its grammar."""
 
     def __init__(self, matcher: LLMatcher, num_words: int) -> None:
         self._matcher = matcher
         self._num_words = num_words
 
     def copy(self) -> Matcher:
-        """One that goes its own way from here on."""
+        """Return an independent copy."""
         return Matcher(self._matcher.deep_copy(), self._num_words)
 
     def advance(self, token_ids: Sequence[int]) -> bool:
-        """Take tokens in; whether the text may go like this. After False it may not go on."""
+        """Advance by tokens. Return whether they are valid; if not, the matcher is unusable."""
         return not token_ids or bool(self._matcher.consume_tokens(list(token_ids)))
 
     def go_back(self, num_tokens: int) -> None:
-        """Take the last tokens back."""
+        """Undo the last tokens."""
         if num_tokens:
             self._matcher.rollback(num_tokens)
 
     def mask(self) -> Mask | None:
-        """What may come next: end tokens too where the text may end here. None: nothing at all, be
-        it that the grammar was too much for the library's limits."""
+        """Return the tokens that may come next, end tokens included if the text may end here.
+
+        None: no token, for example because the grammar exceeds the library's limits.
+        """
         if self._matcher.is_error():
             return None
         words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)[: self._num_words]
@@ -153,15 +155,15 @@ class Matcher:
 
     @property
     def problem(self) -> str:
-        """What went wrong, in one line; empty if nothing did."""
+        """Return what went wrong, in one line; empty if nothing did."""
         return _one_line(self._matcher.get_error())
 
 
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary. May be asked from any thread.
+    """Compiles grammars for one vocabulary. Safe to call from any thread.
 
-    tokenizer: gives the tokenizer.json of the model.
-    vocab_size: width of a row of logits; ids without a token are never legal.
+    tokenizer: returns the tokenizer.json of the model.
+    vocab_size: width of a row of logits; ids without a token are never allowed.
     """
 
     def __init__(
@@ -176,18 +178,17 @@ class GrammarCompiler:
         self._translated: dict[Grammar, Grammar] = {}
 
     def prepare(self) -> None:
-        """Read the vocabulary. Every thread waits for that, seconds for a large one, so it is done
-        before the first request."""
+        """Read the vocabulary before the first request; it takes seconds if it is large."""
         try:
             _ = self._vocabulary
         except (ImportError, ValueError) as error:
             logger.warning("requests with a grammar will be refused: %s", _one_line(error))
 
     def matcher(self, grammar: Grammar, *, anew: bool = False) -> Matcher:
-        """A matcher at the start of a text.
+        """Return a matcher at the start of a text.
 
-        anew: not with what others of the grammar have found out of it. That saves time, and counts
-        for the limits of all of them.
+        anew: without the states that other texts of the grammar have added. They save time, but
+        count toward the limits of all texts.
 
         Raises:
             InvalidRequest: no text matches the grammar, or it cannot be compiled.
@@ -211,11 +212,11 @@ class GrammarCompiler:
 
     @cached_property
     def ends(self) -> Mask:
-        """The end-of-text tokens."""
+        """Return the end-of-text tokens."""
         return self.mask_of(self.eos_token_ids)
 
     def mask_of(self, token_ids: Sequence[int]) -> Mask:
-        """Some tokens, of which those beyond the vocabulary are none."""
+        """Return the mask of some tokens; ids beyond the vocabulary are ignored."""
         bits = np.zeros(self.num_words * 32, dtype=bool)
         bits[[token for token in token_ids if 0 <= token < self.vocab_size]] = True
         return np.packbits(bits, bitorder="little").view(np.uint32)
@@ -264,7 +265,7 @@ class GrammarCompiler:
 
 
 def _stated(grammar: Grammar) -> str:
-    """The grammar as the library takes it, in Lark's notation."""
+    """Return the grammar in the library's notation, Lark's."""
     from llguidance import grammar_from
 
     match grammar.kind:
@@ -273,7 +274,7 @@ def _stated(grammar: Grammar) -> str:
         case GrammarKind.REGEX:
             rules = _expression(grammar.text)
         case GrammarKind.CHOICE:
-            # One regular expression is one state; as many alternatives would be as many.
+            # One regular expression is one parser item; alternatives would be one each.
             rules = _expression("|".join(map(re.escape, json.loads(grammar.text))))
         case GrammarKind.EBNF:
             if found := _NESTED.search(grammar.text):
@@ -296,7 +297,7 @@ def _with_whitespace(schema: dict[str, Any], text: str) -> str:
 
 
 def _expression(regex: str) -> str:
-    """A regular expression as the one rule of a grammar."""
+    """Return a regular expression as the only rule of a grammar."""
     from llguidance import LLMatcher
 
     (stated,) = json.loads(LLMatcher.grammar_from_regex(regex))["grammars"]
@@ -304,7 +305,7 @@ def _expression(regex: str) -> str:
 
 
 def _one_line(problem: object) -> str:
-    """What the library says, which may go on for pages."""
+    """Return the first part of the library's message, which may be long."""
     return " ".join(str(problem).replace("<non-verbose/>", "").split())[:_MAX_PROBLEM_CHARS]
 
 
@@ -312,7 +313,7 @@ _one_at_a_time = threading.Lock()
 
 
 def on_deep_stack(work: Callable[[], T]) -> T:
-    """What `work` returns or raises, run in a thread with a stack for deep recursion."""
+    """Run `work` in a thread with a stack for deep recursion; return or raise as it does."""
     outcome: list[T] = []
     failure: list[BaseException] = []
 
@@ -324,7 +325,7 @@ def on_deep_stack(work: Callable[[], T]) -> T:
 
     thread = threading.Thread(target=run, name="grammar", daemon=True)
     with _one_at_a_time:
-        # The size is the process's; other threads that start meanwhile get more than they need.
+        # The size holds for the whole process; threads that start meanwhile get it, too.
         usual = threading.stack_size(_STACK_BYTES)
         try:
             thread.start()

@@ -1,4 +1,4 @@
-"""What the draws of a round may be: masks by grammar, each along its row's path."""
+"""Grammar masks of a round's draws, along the drafts of each request."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from serve_spec.structured.compiler import GrammarCompiler, Mask, Matcher
 
 
 class Node(NamedTuple):
-    """A draft: whether it can be drawn where it stands, and what may be drawn after it (None:
-    anything, for it is never read)."""
+    """A draft: whether it can be drawn, and the mask of the draw after it (None: not needed)."""
 
     is_legal: bool
     mask: Mask | None = None
@@ -36,12 +35,12 @@ def follow(
     ends: Mask,
     mask_at: Callable[[int], Mask],
 ) -> list[Node]:
-    """One node per draft; the matcher is back where it was, unless it has a `problem` now.
+    """Return one node per draft; the matcher is restored, unless it has a `problem` now.
 
-    root: what may be drawn at the root. ends: the tokens that end a text; a draft of one, or of -1
-    (no token), is the last of its path.
+    root: mask of the draw after the root. ends: the tokens that end a text; a draft of one, or of
+    -1 (no token), is the last of its path.
     token_ids, parents: of each draft, parents before children, -1 for the root.
-    mask_at: what may be drawn where the matcher stands, so many drafts after the root.
+    mask_at: returns the mask at the matcher's state, so many drafts after the root.
     """
     nodes: list[Node] = []
     path: list[int] = []
@@ -65,7 +64,7 @@ def allows(mask: Mask, token: int) -> bool:
 
 
 def _ancestors(parents: Sequence[int], node: int) -> list[int]:
-    """From the root's child down to the node itself."""
+    """Return the path from the root's child down to the node itself."""
     found = []
     while node >= 0:
         found.append(node)
@@ -74,7 +73,7 @@ def _ancestors(parents: Sequence[int], node: int) -> list[int]:
 
 
 def _move(matcher: Matcher, old: list[int], new: list[int], token_ids: Sequence[int]) -> list[int]:
-    """Brings the matcher from the end of one path to the end of another, which it returns."""
+    """Move the matcher from the end of one path to the end of another; return that."""
     same = 0
     while same < min(len(old), len(new)) and old[same] == new[same]:
         same += 1
@@ -86,20 +85,20 @@ def _move(matcher: Matcher, old: list[int], new: list[int], token_ids: Sequence[
 class Bans:
     """`bad_token_ids`, `allowed_token_ids` and `min_tokens` of one request, as masks.
 
-    A grammar is the stronger: where they rule out everything that it allows, they yield. So a text
-    that is complete may end before `min_tokens`.
+    They do not apply if they forbid every token that a grammar allows. So a complete text may end
+    before `min_tokens`.
     """
 
-    def __init__(self, compiler: GrammarCompiler, row: ScheduledRequest) -> None:
-        params = row.params
+    def __init__(self, compiler: GrammarCompiler, req: ScheduledRequest) -> None:
+        params = req.params
         self._always = compiler.mask_of(params.bad_token_ids)
         if params.allowed_token_ids is not None:
             self._always |= ~compiler.mask_of(params.allowed_token_ids)
-        self._held = compiler.mask_of(() if row.edited is None else row.edited.held_ids)
+        self._held = compiler.mask_of(() if req.edited is None else req.edited.held_ids)
         self._min_tokens = params.min_tokens
 
     def off(self, mask: Mask, num_generated: int) -> Mask:
-        """What is left of a mask after so many tokens: never nothing."""
+        """Return what is left of a mask after so many tokens: at least one token."""
         is_early = num_generated < self._min_tokens
         left = mask & ~(self._always | self._held if is_early else self._always)
         return left if np.any(left) else mask
@@ -110,11 +109,11 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class RoundMasks:
-    """What the draws of a round may be.
+    """Masks of the draws of a round.
 
-    num_drafts: of each sampling row, the drafts to verify: those before the first that cannot be
+    num_drafts: drafts of each sampling request to verify: those before the first that cannot be
         drawn, unless all are kept.
-    places: of each draw of those rows, in order, its row of `words`; -1: anything may be drawn.
+    places: the row of `words` of each draw of those requests, in order; -1: no mask.
     words: [M, ceil(V / 32)], see `Mask`.
     """
 
@@ -124,10 +123,10 @@ class RoundMasks:
 
 
 class Grammars:
-    """Follows the texts of running requests through their grammars.
+    """Keeps the grammar states of running requests.
 
-    Where a text stands is a function of its grammar and its tokens; what is kept between rounds
-    saves time alone. So every rank of a model makes the same masks of the same plans.
+    A state is a function of the grammar and the tokens; keeping it between rounds only saves time.
+    So all ranks make equal masks of equal plans.
     """
 
     def __init__(self, compiler: GrammarCompiler) -> None:
@@ -135,79 +134,79 @@ class Grammars:
         self._texts: dict[str, _Text] = {}
 
     def check(self, grammar: Grammar) -> None:
-        """Compiles a grammar, which may take a second. May be asked from any thread.
+        """Compile a grammar, which may take a second. From any thread.
 
         Raises:
             InvalidRequest: no text matches it, or it cannot be compiled.
         """
         self.compiler.matcher(grammar)
 
-    def read(self, rows: Sequence[ScheduledRequest]) -> None:
-        """Go on to where the texts of a round's sampling rows stand, which asks for no draft."""
-        for row in rows:
-            if row.params.grammar is not None:
-                self._text(row, row.params.grammar)
+    def read(self, reqs: Sequence[ScheduledRequest]) -> None:
+        """Advance the states of a round's sampling requests to their committed tokens."""
+        for req in reqs:
+            if req.params.grammar is not None:
+                self._text(req, req.params.grammar)
 
     def round_masks(
         self,
-        rows: Sequence[ScheduledRequest],
+        reqs: Sequence[ScheduledRequest],
         drafts: Sequence[Sequence[int]],
         parents: Sequence[Sequence[int]] | None = None,
         *,
         keeps_all: bool = False,
     ) -> RoundMasks:
-        """Masks of every draw of a round's sampling rows.
+        """Return the masks of every draw of a round's sampling requests.
 
-        drafts: of each row at least those that are verified. parents: the draft before each,
+        drafts: of each request at least those that are verified. parents: the draft before each,
         counted from 1, 0 for the root; None if no drafts branch. keeps_all: also drafts
         that cannot be drawn, and those after them.
         """
         nodes = [
-            self._nodes(row, tokens[: row.num_draft_tokens], above)
-            for row, tokens, above in zip(
-                rows, drafts, parents or repeat(None, len(rows)), strict=True
+            self._nodes(req, tokens[: req.num_draft_tokens], above)
+            for req, tokens, above in zip(
+                reqs, drafts, parents or repeat(None, len(reqs)), strict=True
             )
         ]
         if not keeps_all:
-            nodes = [[*takewhile(lambda node: node.is_legal, of_row)] for of_row in nodes]
-        masks = [[node.mask for node in of_row] for of_row in nodes]
-        here = {row.request_id for row in rows}
+            nodes = [[*takewhile(lambda node: node.is_legal, of_req)] for of_req in nodes]
+        masks = [[node.mask for node in of_req] for of_req in nodes]
+        here = {req.request_id for req in reqs}
         self._texts = {name: text for name, text in self._texts.items() if name in here}
-        flat = [mask for of_row in masks for mask in of_row]
+        flat = [mask for of_req in masks for mask in of_req]
         words = [mask for mask in flat if mask is not None]
         numbers = iter(range(len(words)))
         return RoundMasks(
-            num_drafts=tuple(len(of_row) - 1 for of_row in masks),
+            num_drafts=tuple(len(of_req) - 1 for of_req in masks),
             places=tuple(-1 if mask is None else next(numbers) for mask in flat),
             words=np.array(words, dtype=np.uint32).reshape(-1, self.compiler.num_words),
         )
 
     def forget(self, request_id: str) -> None:
-        """The request has left, for a while or for good."""
+        """Drop the state of a request that leaves the batch."""
         self._texts.pop(request_id, None)
 
     @property
     def num_followed(self) -> int:
-        """Texts whose place is known."""
+        """Return the number of texts whose state is kept."""
         return len(self._texts)
 
     def _nodes(
-        self, row: ScheduledRequest, drafts: Sequence[int], parents: Sequence[int] | None
+        self, req: ScheduledRequest, drafts: Sequence[int], parents: Sequence[int] | None
     ) -> list[Node]:
         """Return the nodes of a request's root and of each of its drafts.
 
         parents: see `round_masks`; of at least as many drafts, or None for a chain.
         """
-        grammar = row.params.grammar
+        grammar = req.params.grammar
         if grammar is None:
             return [Node(is_legal=True)] * (len(drafts) + 1)
-        text = self._text(row, grammar)
+        text = self._text(req, grammar)
         matcher = text.matcher
 
         def left(mask: Mask | None, depth: int) -> Mask:
-            # What cannot go on, be it that its grammar is too much for the limits, may end.
+            # A text that cannot continue may end, also if its grammar exceeds the limits.
             mask = self.compiler.ends if mask is None else mask
-            return text.bans.off(mask, len(row.generated_ids) + depth)
+            return text.bans.off(mask, len(req.generated_ids) + depth)
 
         root = left(text.mask, 0)
         nodes = follow(
@@ -219,26 +218,26 @@ class Grammars:
             lambda depth: left(matcher.mask(), depth),
         )
         if matcher.problem:
-            logger.warning("request %s: its grammar: %s", row.request_id, matcher.problem)
-            self.forget(row.request_id)
+            logger.warning("request %s: its grammar: %s", req.request_id, matcher.problem)
+            self.forget(req.request_id)
         return [Node(is_legal=True, mask=root), *nodes]
 
-    def _text(self, row: ScheduledRequest, grammar: Grammar) -> _Text:
-        text = self._texts.get(row.request_id)
-        if text is None or not text.goes_on_to(grammar, row.generated_ids):
-            text = _Text(grammar, self.compiler.matcher(grammar), Bans(self.compiler, row))
-        text.read(row.generated_ids)
-        if text.matcher.problem:  # of all the texts together, maybe, that others have gone through
+    def _text(self, req: ScheduledRequest, grammar: Grammar) -> _Text:
+        text = self._texts.get(req.request_id)
+        if text is None or not text.goes_on_to(grammar, req.generated_ids):
+            text = _Text(grammar, self.compiler.matcher(grammar), Bans(self.compiler, req))
+        text.read(req.generated_ids)
+        if text.matcher.problem:  # possibly a limit that all texts of this grammar share
             matcher = self.compiler.matcher(grammar, anew=True)
             text = _Text(grammar, matcher, text.bans)
-            text.read(row.generated_ids)
-        self._texts[row.request_id] = text
+            text.read(req.generated_ids)
+        self._texts[req.request_id] = text
         return text
 
 
 @dataclass
 class _Text:
-    """A text so far, where it stands in its grammar, and what may come next (see `Matcher`)."""
+    """A text, its state in its grammar, and the mask of the next draw (see `Matcher`)."""
 
     grammar: Grammar
     matcher: Matcher
@@ -250,11 +249,11 @@ class _Text:
         self.mask = self.matcher.mask()
 
     def goes_on_to(self, grammar: Grammar, token_ids: tuple[int, ...]) -> bool:
-        """Return whether this is the beginning of that."""
+        """Return whether this text is a prefix of `token_ids`, in the same grammar."""
         return self.grammar == grammar and token_ids[: len(self.token_ids)] == self.token_ids
 
     def read(self, token_ids: tuple[int, ...]) -> None:
-        """Go on to the end of these, of which it is the beginning."""
+        """Advance to the end of `token_ids`, of which this text is a prefix."""
         if token_ids != self.token_ids:
             self.matcher.advance(token_ids[len(self.token_ids) :])
             self.token_ids, self.mask = token_ids, self.matcher.mask()

@@ -29,13 +29,12 @@ import torch
 from torch import Tensor
 
 from serve_spec.models import Llama, load_target
-from serve_spec.training.checkpoint import load_state
 from serve_spec.training.evaluate import evaluate, markdown, write_record
 from serve_spec.training.heads import Data, train_head
 from serve_spec.training.loop import Run
 from serve_spec.training.sampling import build_pool
 from serve_spec.training.settings import DRAFTERS, R, draft_recipe, with_length
-from serve_spec.training.weights import load_frozen
+from serve_spec.training.weights import load_frozen, load_state
 
 
 @dataclass

@@ -12,20 +12,22 @@ from torch import Tensor
 
 from serve_spec.models import Llama
 from serve_spec.models.eagle import Eagle
-from serve_spec.training.batches import mixed_rows, windows
-from serve_spec.training.checkpoint import export_checkpoint
 from serve_spec.training.drafts import NewDraft, new_draft
-from serve_spec.training.lesson import Lesson, Teacher, forward_rows
 from serve_spec.training.loop import Run, Trainer, compiled
+from serve_spec.training.sampling import mixed_rows, windows
 from serve_spec.training.settings import Recipe
 from serve_spec.training.unroll import (
+    Lesson,
+    Teacher,
     draft_loss,
     features_of,
+    forward_rows,
     medusa_loss,
     unroll,
     unroll_step,
     unrolled_loss,
 )
+from serve_spec.training.weights import export_checkpoint
 
 LessonLoss = Callable[[Lesson], tuple[Tensor, Tensor]]
 """Loss of one lesson, and the mean overlap sum(min(p, q)) per draft step."""

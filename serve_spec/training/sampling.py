@@ -12,9 +12,8 @@ from tqdm import tqdm
 from serve_spec.core.context import ForwardContext
 from serve_spec.models import Llama
 from serve_spec.training.attention import CachedAttention, causal_context, row_positions
-from serve_spec.training.batches import windows
-from serve_spec.training.checkpoint import save_state
 from serve_spec.training.settings import RolloutPlan
+from serve_spec.training.weights import save_state
 
 _PREFILL_ROWS = 512
 
@@ -102,3 +101,38 @@ def build_pool(model: Llama, train: Tensor, plan: RolloutPlan, seed: int, path: 
     pool = torch.cat(batches)
     save_state(path, {"pool": pool, "temperatures": list(plan.temperatures)})
     return pool.to(train.device)
+
+
+def windows(stream: Tensor, rows: int, row_tokens: int, rng: torch.Generator) -> Tensor:
+    """Return `rows` random windows of `stream` [N] as int64 [rows, row_tokens].
+
+    Offsets come from the CPU generator `rng`, so they are the same on every device.
+
+    Raises:
+        ValueError: the stream is shorter than one row.
+    """
+    room = len(stream) - row_tokens
+    if room <= 0:
+        raise ValueError(f"row_tokens={row_tokens}: the stream has {len(stream)} tokens; add text")
+    starts = torch.randint(0, room, (rows,), generator=rng).to(stream.device)
+    return stream[starts[:, None] + torch.arange(row_tokens, device=stream.device)].long()
+
+
+def pool_rows(pool: Tensor, rows: int, rng: torch.Generator) -> Tensor:
+    """Return `rows` random rows of the on-policy pool [R, T] as int64 [rows, T]."""
+    chosen = torch.randint(0, len(pool), (rows,), generator=rng).to(pool.device)
+    return pool[chosen].long()
+
+
+def mixed_rows(
+    step: int,
+    stream: Tensor,
+    pool: Tensor,
+    tokens_per_batch: int,
+    row_tokens: int,
+    rng: torch.Generator,
+) -> Tensor:
+    """Return corpus rows on odd steps, on-policy rows on even ones, with equal token counts."""
+    if step % 2:
+        return windows(stream, max(1, tokens_per_batch // row_tokens), row_tokens, rng)
+    return pool_rows(pool, max(1, tokens_per_batch // pool.shape[1]), rng)

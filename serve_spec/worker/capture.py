@@ -79,6 +79,73 @@ class CaptureReport:
         )
 
 
+class Stages:
+    """What the stages of a step run on its buffers, captured or not."""
+
+    def __init__(
+        self,
+        target: TargetRunner,
+        drafter: DraftModel | None,
+        buffers: StepBuffers,
+        verifier: Verifier,
+        parallel: TensorParallel = SINGLE,
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.buffers = buffers
+        self.parallel = parallel
+        self._verifier = verifier
+
+    def extend(self, length: int, size: StepSize) -> None:
+        """Make up to `length` draft KV entries of each request."""
+        assert self.drafter is not None, "draft extend needs a draft model"
+        self.drafter.extend(self.buffers, size.requests, length)
+
+    def draft(self, shape: DraftShape, size: StepSize) -> None:
+        """Draft with the model, for every request."""
+        assert self.drafter is not None, "drafting needs a draft model"
+        self.drafter.draft(self.buffers, size.requests, shape)
+        # Ranks with different drafts would verify a mixture of them.
+        self.parallel.broadcast(self.buffers.drafts)
+        if not shape.is_chain and self.buffers.parents is not None:
+            self.parallel.broadcast(self.buffers.parents)
+
+    def admit(self, width: int, size: StepSize, *, has_trees: bool) -> None:
+        """Admit the likeliest of the first `width` drafts; write `query_lens`, and trees."""
+        buffers, reqs = self.buffers, slice(size.requests)
+        drafts = parents = None
+        if has_trees:
+            assert buffers.parents is not None, "buffers without parents hold chains"
+            drafts, parents = buffers.drafts[reqs], buffers.parents[reqs]
+        query_lens = buffers.query_lens[reqs]
+        admitted = admission.admit_drafts(
+            buffers.shares[reqs, :width],
+            query_lens,
+            buffers.depths[reqs],
+            buffers.kinds[reqs],
+            buffers.calibration,
+            buffers.budget,
+            drafts=drafts,
+            parents=parents,
+        )
+        moved = [(query_lens, admitted.query_lens)]
+        if drafts is not None and parents is not None:
+            assert admitted.drafts is not None
+            assert admitted.parents is not None
+            moved += [(drafts, admitted.drafts), (parents, admitted.parents)]
+        for before, after in moved:
+            # The same drafts on every rank, also if their shares differ in a bit.
+            before.copy_(self.parallel.broadcast(after))
+
+    def verify(self, max_query_len: int, size: StepSize, *, has_trees: bool) -> VerifiedTokens:
+        """Run target and verification. Return the target's output."""
+        tokens = run_target(self.target, self.buffers, size, max_query_len, has_trees=has_trees)
+        accepted = self._verifier(tokens, self.buffers, has_drafts=max_query_len > 1)
+        if has_trees:
+            self.target.keep(tokens.layout, accepted)
+        return tokens
+
+
 class CapturedShapes:
     """All draft shapes of a worker. The largest is captured first; the others fit into its memory.
 
@@ -88,27 +155,20 @@ class CapturedShapes:
 
     def __init__(
         self,
-        target: TargetRunner,
-        drafter: DraftModel | None,
-        buffers: StepBuffers,
+        stages: Stages,
         recorder: Recorder,
-        verifier: Verifier,
         *,
         max_tokens: int,
         largest_batch: Callable[[DraftShape], int | None],
-        parallel: TensorParallel = SINGLE,
     ) -> None:
         self.states: dict[DraftShape, SpecRuntimeState] = {}
         self.report: list[CaptureReport] = []
-        self._target = target
-        self._drafter = drafter
-        self._buffers = buffers
+        self._stages = stages
+        self._buffers = stages.buffers
         self._recorder = recorder
-        self._verifier = verifier
         self._max_tokens = max_tokens
         self._largest_batch = largest_batch
-        self._parallel = parallel
-        self._device = target.pool.device
+        self._device = stages.target.pool.device
         self._extends: dict[int, StageRunner] = {}
         self._verify_runs: dict[tuple[StepSize, int, bool], tuple[Run, float]] = {}
 
@@ -173,22 +233,22 @@ class CapturedShapes:
     def draft_for(self, shape: DraftShape, num_requests: int) -> StageRunner:
         """Return the shallowest stage that drafts `shape` for so many requests."""
         if not self._recorder.captures:
-            return StageRunner(partial(self._draft, shape))
+            return StageRunner(partial(self._stages.draft, shape))
         draft = self.state_for(shape, num_requests).draft
         assert draft is not None, "a draft model has draft stages"
         return draft
 
     def run_target(self, shape: DraftShape, size: StepSize) -> VerifiedTokens:
         """Run the target and the verification without a captured graph, to read hidden states."""
-        return self._verify(self._widest(shape), not shape.is_chain, size)
+        return self._stages.verify(shape.size + 1, size, has_trees=not shape.is_chain)
 
     def _state(self, shape: DraftShape) -> SpecRuntimeState:
         most = self._largest(shape)
         requests = [StepSize(n, n) for n in batch_sizes(most)]
         extend = draft = None
-        if shape.depth and self._drafter is not None:
+        if shape.depth and self._stages.drafter is not None:
             extend = self._extends_after(shape, requests)
-            draft = self._captured(partial(self._draft, shape), requests)
+            draft = self._captured(partial(self._stages.draft, shape), requests)
         counts = token_counts(self._most_tokens(shape)) if shape.depth else batch_sizes(most)
         sizes = [StepSize(n, min(n, self._buffers.max_requests)) for n in counts]
         verify = self._verify_stage(sizes, shape.size + 1, has_trees=not shape.is_chain)
@@ -219,21 +279,7 @@ class CapturedShapes:
         return self._extends[length]
 
     def _extend_stage(self, length: int, sizes: Iterable[StepSize]) -> StageRunner:
-        drafter = self._drafter
-        assert drafter is not None, "draft extend needs a draft model"
-
-        def extend(size: StepSize) -> None:
-            drafter.extend(self._buffers, size.requests, length)
-
-        return self._captured(extend, sizes)
-
-    def _draft(self, shape: DraftShape, size: StepSize) -> None:
-        assert self._drafter is not None, "drafting needs a draft model"
-        self._drafter.draft(self._buffers, size.requests, shape)
-        # Ranks with different drafts would verify a mixture of them.
-        self._parallel.broadcast(self._buffers.drafts)
-        if not shape.is_chain and self._buffers.parents is not None:
-            self._parallel.broadcast(self._buffers.parents)
+        return self._captured(partial(self._stages.extend, length), sizes)
 
     def _captured(self, stage: Stage, sizes: Iterable[StepSize]) -> StageRunner:
         """Capture a stage at every size, the largest first."""
@@ -244,13 +290,6 @@ class CapturedShapes:
             stage,
             {size: capture(partial(stage, size)) for size in sorted(sizes, reverse=True)},
         )
-
-    def _verify(self, max_query_len: int, has_trees: bool, size: StepSize) -> VerifiedTokens:
-        tokens = run_target(self._target, self._buffers, size, max_query_len, has_trees=has_trees)
-        accepted = self._verifier(tokens, self._buffers, has_drafts=max_query_len > 1)
-        if has_trees:
-            self._target.keep(tokens.layout, accepted)
-        return tokens
 
     def _verify_stage(
         self, sizes: Iterable[StepSize], max_query_len: int, *, has_trees: bool
@@ -263,7 +302,7 @@ class CapturedShapes:
         width = 1 << (max_query_len - 1).bit_length()
 
         def verify(size: StepSize) -> Tensor:
-            return self._verify(width, has_trees, size).logits
+            return self._stages.verify(width, size, has_trees=has_trees).logits
 
         if not self._recorder.captures:
             return StageRunner(verify)
@@ -281,11 +320,12 @@ class CapturedShapes:
 
     def _mixed_stage(self, *, has_trees: bool) -> StageRunner:
         """Capture the verification of any shape in a mixed prefill-decode batch."""
-        widest = self._buffers.max_drafts if has_trees else self._deepest
-        return self._verify_stage(self._mixed_sizes(), widest + 1, has_trees=has_trees)
+        most = self._most_drafts(has_trees=has_trees)
+        return self._verify_stage(self._mixed_sizes(), most + 1, has_trees=has_trees)
 
-    def _widest(self, shape: DraftShape) -> int:
-        return shape.size + 1
+    def _most_drafts(self, *, has_trees: bool) -> int:
+        """Return the most drafts of a request in a step with trees, or with chains only."""
+        return self._buffers.max_drafts if has_trees else self._deepest
 
     def _mixed_sizes(self) -> list[StepSize]:
         chunks = self._buffers.chunks
@@ -296,51 +336,23 @@ class CapturedShapes:
         ]
 
     def _extend_chunks_stage(self) -> StageRunner | None:
-        if self._drafter is None:
+        drafter = self._stages.drafter
+        if drafter is None:
             return None
-        stage = partial(self._drafter.extend_chunks, self._buffers)
-        return self._captured(stage, self._mixed_sizes())
+        return self._captured(partial(drafter.extend_chunks, self._buffers), self._mixed_sizes())
 
     def _admit_stage(self, *, has_trees: bool) -> StageRunner:
-        stage = partial(self._admit, has_trees)
+        most_drafts = self._most_drafts(has_trees=has_trees)
+        stage = partial(self._stages.admit, most_drafts, has_trees=has_trees)
         if not self._deepest:  # without drafts there is nothing to admit
             return StageRunner(stage)
         most = max(self._largest(s) for s in self.states if s.depth and s.is_chain != has_trees)
         return self._captured(stage, [StepSize(n, n) for n in batch_sizes(most)])
 
-    def _admit(self, has_trees: bool, size: StepSize) -> None:
-        """Admit the drafts likeliest to be accepted; write `query_lens`, and drafts of trees."""
-        buffers, rows = self._buffers, slice(size.requests)
-        width = buffers.max_drafts if has_trees else self._deepest
-        drafts = parents = None
-        if has_trees:
-            assert buffers.parents is not None, "buffers without parents hold chains"
-            drafts, parents = buffers.drafts[rows], buffers.parents[rows]
-        query_lens = buffers.query_lens[rows]
-        admitted = admission.admit_drafts(
-            buffers.shares[rows, :width],
-            query_lens,
-            query_lens - 1,
-            buffers.depths[rows],
-            buffers.kinds[rows],
-            buffers.calibration,
-            buffers.budget,
-            drafts=drafts,
-            parents=parents,
-        )
-        moved = [(query_lens, admitted.query_lens)]
-        if drafts is not None and parents is not None:
-            assert admitted.drafts is not None
-            assert admitted.parents is not None
-            moved += [(drafts, admitted.drafts), (parents, admitted.parents)]
-        for before, after in moved:
-            # The same drafts on every rank, also if their shares differ in a bit.
-            before.copy_(self._parallel.broadcast(after))
-
     def _milliseconds(self, run: Run) -> float:
         """Return the time of a captured stage on rank 0, so that all ranks pad alike."""
         found = torch.tensor([self._recorder.milliseconds(run)], device=self._device)
-        return float(self._parallel.broadcast(found))
+        return float(self._stages.parallel.broadcast(found))
 
     @contextmanager
     def _reported(self, shape: DraftShape | None) -> Iterator[None]:

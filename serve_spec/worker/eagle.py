@@ -7,6 +7,7 @@ has a KV slot of its own after the committed text, and attends to the text, its 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,25 @@ from serve_spec.worker.graphs import StepSize
 from serve_spec.worker.step_buffers import StepBuffers
 
 _NEVER = torch.iinfo(torch.int32).max - 1
+
+
+class _NewEntries(NamedTuple):
+    """Draft KV entries of B requests: `query_lens` of each, `starts` on.
+
+    `num_tokens`: of all requests. `max_query_len`: most of one.
+    """
+
+    request_slots: Tensor
+    starts: Tensor
+    query_lens: Tensor
+    num_tokens: int
+    max_query_len: int
+
+    @classmethod
+    def even(cls, request_slots: Tensor, starts: Tensor, length: int) -> _NewEntries:
+        """Return `length` entries of every request."""
+        lens = torch.full_like(starts, length)
+        return cls(request_slots, starts, lens, len(request_slots) * length, length)
 
 
 class DraftModel:
@@ -50,11 +70,7 @@ class DraftModel:
         )
         layout, context = self._context(
             buffers,
-            slots,
-            lens,
-            starts,
-            num_tokens=size.tokens,
-            max_query_len=size.tokens,
+            _NewEntries(slots, starts, lens, size.tokens, size.tokens),
             queries=slice(0, 0) if self.head.ends_early else None,
         )
         hidden = self.head.encode(self.features.read(layout.slots))
@@ -77,11 +93,7 @@ class DraftModel:
         last = slice(length - 1, None, length)
         layout, context = self._context(
             buffers,
-            request_slots,
-            torch.full_like(starts, length),
-            starts,
-            num_tokens=num_requests * length,
-            max_query_len=length,
+            _NewEntries.even(request_slots, starts, length),
             first_valid=made.masked_fill(lacks_more, _NEVER),
             queries=last if self.head.ends_early else None,
         )
@@ -116,7 +128,6 @@ class DraftModel:
         assert buffers.hidden is not None
         num_requests = len(request_slots)
         hidden, positions = buffers.hidden[:num_requests], lengths.long()
-        one_token = torch.ones_like(lengths)
         for step in range(depth):
             logits = self.head.logits(hidden, step)
             tokens, shares = self._draw(buffers, logits, request_slots, positions, step)
@@ -125,11 +136,7 @@ class DraftModel:
             if step + 1 < depth:
                 _, context = self._context(
                     buffers,
-                    request_slots,
-                    one_token,
-                    lengths - 1 + step,
-                    num_tokens=num_requests,
-                    max_query_len=1,
+                    _NewEntries.even(request_slots, lengths - 1 + step, 1),
                     first_valid=self._first_valid(buffers, num_requests, step),
                 )
                 hidden = self.head.forward(tokens.clamp_min(0), hidden, context)
@@ -207,11 +214,7 @@ class DraftModel:
         depth = lengths.long() - 1 + self.head.shift + step
         _, context = self._context(
             buffers,
-            request_slots,
-            torch.full_like(starts, topk),
-            starts,
-            num_tokens=len(request_slots) * topk,
-            max_query_len=topk,
+            _NewEntries.even(request_slots, starts, topk),
             first_valid=self._first_valid(buffers, len(request_slots), step),
             tree_mask=beam.masks.flatten(),
             tree_len=(step + 1) * topk,
@@ -234,31 +237,28 @@ class DraftModel:
     def _context(
         self,
         buffers: StepBuffers,
-        request_slots: Tensor,
-        query_lens: Tensor,
-        starts: Tensor,
+        new: _NewEntries,
         *,
-        num_tokens: int,
-        max_query_len: int,
         first_valid: Tensor | None = None,
         queries: slice | None = None,
         tree_mask: Tensor | None = None,
         tree_len: int | None = None,
     ) -> tuple[TokenLayout, ForwardContext]:
-        """Lay out `query_lens` [B] tokens of `request_slots` [B], of entries from `starts` [B] on.
+        """Lay out the tokens that make these draft KV entries.
 
+        first_valid: int32 [B], the first entry of each request that is written; None: all.
         queries: the tokens that attend, the last of each request, or none; None: all of them.
         """
         shift = self.head.shift
-        starts = starts + shift
-        tables = buffers.slots.pages.index_select(0, request_slots)
+        starts, max_query_len = new.starts + shift, new.max_query_len
+        tables = buffers.slots.pages.index_select(0, new.request_slots)
         layout = token_layout.lay_out_tokens(
-            query_lens,
+            new.query_lens,
             starts,
             torch.zeros_like(starts) if first_valid is None else first_valid + shift,
             tables,
             self.pool.page_size,
-            num_tokens=num_tokens,
+            num_tokens=new.num_tokens,
             scratch_slot=self.pool.scratch_slot,
         )
         query_starts = layout.query_starts
@@ -268,7 +268,7 @@ class DraftModel:
         plan = AttentionPlan(
             tables,
             query_starts,
-            starts + query_lens,
+            starts + new.query_lens,
             self.pool.page_size,
             ((len(starts), max_query_len),),
             tree_mask,

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from serve_spec.core.context import ForwardContext, Rotation, TokenIndex
+from serve_spec.core.draft import MAX_TREE_TOKENS
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
 from serve_spec.models.draft import FeatureCapture
 from serve_spec.models.llama import Llama
-from serve_spec.ops import acceptance, kv_move, paged_attention, rotary
+from serve_spec.ops import acceptance, elementwise, paged_attention
 from serve_spec.ops import layout as token_layout
 from serve_spec.ops.acceptance import AcceptedPath, num_bits
 from serve_spec.ops.layout import TokenLayout
-from serve_spec.ops.paged_attention import MAX_TREE_ROWS, AttentionKind, AttentionPlan
+from serve_spec.ops.paged_attention import AttentionKind, AttentionPlan
 from serve_spec.worker.graphs import StepSize
 from serve_spec.worker.step_buffers import StepBuffers
 
@@ -47,7 +48,7 @@ class SlotAttention:
         """See `LayerAttention`: [T, num_heads + 2·kv_heads, d] -> [R, num_heads, d]."""
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         num_heads = heads.shape[-2] - 2 * keys.shape[1]
-        query = rotary.rotate_and_store(heads, rotation, self._slots, keys, values, num_heads)
+        query = elementwise.rotate_and_store(heads, rotation, self._slots, keys, values, num_heads)
         if self._queries is not None:
             query = query[self._queries]
         if not len(query):
@@ -74,7 +75,7 @@ class TargetRunner:
         pools = [*self.pool.tensors]
         if self.features is not None:
             pools.append(self.features.features)
-        kv_move.move_accepted(
+        acceptance.move_accepted(
             pools, layout.slots, layout.query_starts, accepted.path, accepted.num_correct
         )
 
@@ -111,54 +112,34 @@ def run_target(
     size: with padding, if any. max_query_len: most tokens of each request that draws. Chunks come
     last; their logits are not computed. (The last token of a prompt is a root: it draws.)
     """
-    slots, chunks = buffers.slots, buffers.chunks
     num_requests = size.requests
-    request_slots = buffers.request_slots[:num_requests]
-    query_lens = buffers.query_lens[:num_requests]
-    starts = slots.lengths.index_select(0, request_slots) - 1
-    groups: tuple[tuple[int, int], ...] = ((num_requests, max_query_len),)
-    if size.chunks:
-        request_slots = torch.cat([request_slots, chunks.request_slots[: size.chunks]])
-        query_lens = torch.cat([query_lens, chunks.lens[: size.chunks]])
-        starts = torch.cat([starts, chunks.starts[: size.chunks]])
-        # Chunks are chains, also in a step with trees: a group with more tokens than a tree is one.
-        groups += ((size.chunks, max(size.tokens, MAX_TREE_ROWS + has_trees)),)
-    tables = slots.pages.index_select(0, request_slots)
-    layout = token_layout.lay_out_tokens(
-        query_lens,
-        starts,
-        torch.zeros_like(starts),
-        tables,
-        target.pool.page_size,
-        num_tokens=size.tokens,
-        scratch_slot=target.pool.scratch_slot,
-    )
+    step = _lay_out_step(target.pool, buffers, size, max_query_len, has_trees=has_trees)
+    layout = step.tokens
     # Only the first tokens can draw.
     num_drawn = min(size.tokens, num_requests * max_query_len)
     drawn = layout.first(num_drawn, num_requests)
     draws = drawn.owners >= 0
     if size.chunks:
         draws &= drawn.owners < num_requests
-    positions = layout.positions
-    tree = None
+    positions, tree = layout.positions, None
     if has_trees:
-        tree = _tree_layout(buffers, drawn, draws, starts)
+        tree = _tree_layout(buffers, drawn, draws, step.starts)
         drawn = drawn._replace(positions=tree.positions)
         positions = torch.cat([tree.positions, positions[num_drawn:]])
     plan = AttentionPlan(
-        tables,
+        step.tables,
         layout.query_starts,
-        starts + query_lens,
+        step.starts + step.query_lens,
         target.pool.page_size,
-        groups,
+        step.groups,
         None if tree is None else tree.masks,
     )
     attention = SlotAttention(target.pool, target.kinds, layout.slots, plan)
-    token_slots = request_slots.index_select(0, layout.owners.clamp_min(0))
+    token_slots = step.request_slots.index_select(0, layout.owners.clamp_min(0))
     token_ids = _draft_tokens(buffers, layout, positions, token_slots)
     if size.chunks:
         index = torch.arange(size.tokens, device=token_ids.device)
-        given = chunks.tokens_of(index - layout.query_starts[num_requests])
+        given = buffers.chunks.tokens_of(index - layout.query_starts[num_requests])
         token_ids = torch.where(layout.owners < num_requests, token_ids, given)
     output = target.model.forward(
         token_ids.clamp_min(0), ForwardContext(positions, attention), target.capture
@@ -175,6 +156,49 @@ def run_target(
         None if tree is None else tree.parents,
         None if tree is None else tree.depths,
     )
+
+
+class _StepLayout(NamedTuple):
+    """The tokens of a step's requests, then of its prefill chunks; tensors int32 [requests, ...].
+
+    `starts`: position of each one's first token. `tables`: its pages. `groups`: see
+    `AttentionPlan`.
+    """
+
+    tokens: TokenLayout
+    request_slots: Tensor
+    query_lens: Tensor
+    starts: Tensor
+    tables: Tensor
+    groups: tuple[tuple[int, int], ...]
+
+
+def _lay_out_step(
+    pool: PagedKVPool, buffers: StepBuffers, size: StepSize, max_query_len: int, *, has_trees: bool
+) -> _StepLayout:
+    """Lay out the tokens of a step; see `run_target`."""
+    slots, chunks = buffers.slots, buffers.chunks
+    request_slots = buffers.request_slots[: size.requests]
+    query_lens = buffers.query_lens[: size.requests]
+    starts = slots.lengths.index_select(0, request_slots) - 1
+    groups: tuple[tuple[int, int], ...] = ((size.requests, max_query_len),)
+    if size.chunks:
+        request_slots = torch.cat([request_slots, chunks.request_slots[: size.chunks]])
+        query_lens = torch.cat([query_lens, chunks.lens[: size.chunks]])
+        starts = torch.cat([starts, chunks.starts[: size.chunks]])
+        # Chunks are chains, also in a step with trees: a group with more tokens than a tree is one.
+        groups += ((size.chunks, max(size.tokens, MAX_TREE_TOKENS + has_trees)),)
+    tables = slots.pages.index_select(0, request_slots)
+    tokens = token_layout.lay_out_tokens(
+        query_lens,
+        starts,
+        torch.zeros_like(starts),
+        tables,
+        pool.page_size,
+        num_tokens=size.tokens,
+        scratch_slot=pool.scratch_slot,
+    )
+    return _StepLayout(tokens, request_slots, query_lens, starts, tables, groups)
 
 
 class _TreeLayout(NamedTuple):

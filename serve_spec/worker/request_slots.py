@@ -2,7 +2,8 @@
 
 A request slot is a row of device tensors. A step reads lengths and last tokens there and writes new
 ones, so the next step can be launched before the host has read the results. The host sends what
-only it knows (pages, sampling parameters, new requests) in `RequestStates.sync`, in stream order.
+only the host has (pages, sampling parameters, new requests) in `RequestStates.sync`, in stream
+order.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from torch import Tensor
 
 from serve_spec.core.plan import ScheduledRequest
 from serve_spec.core.request import SamplingParams
+from serve_spec.ops.dispatch import to_device
 from serve_spec.ops.draw import DrawParams
 from serve_spec.ops.noise import seed_words
 from serve_spec.ops.score_edits import GENERATED_ONCE, HELD_BACK, IN_PROMPT, ScoreEdits
-from serve_spec.ops.transfer import to_device
 
 RING_TOKENS = 64
 """Newest tokens kept for each request: a power of two, more than any draft extend reads."""

@@ -7,15 +7,22 @@ all ranks to the last bit, and shapes depend on the plan alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
 from serve_spec.core.draft import DraftShape
-from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch, WorkerLimits
-from serve_spec.parallel.followers import Followers
+from serve_spec.core.plan import (
+    BatchResult,
+    EditedText,
+    PendingBatch,
+    ScheduledBatch,
+    ScheduledRequest,
+    WorkerLimits,
+)
+from serve_spec.parallel.worker_ranks import WorkerRanks
 from serve_spec.worker.capture import SpecRuntimeState
-from serve_spec.worker.plan_delta import PlanDecoder, PlanDelta, PlanEncoder
 from serve_spec.worker.worker import Worker
 
 _DRAIN = "drain"
@@ -27,14 +34,14 @@ class TensorParallelWorker:
     Every call may raise `RankLost`, after which none succeeds.
     """
 
-    def __init__(self, worker: Worker, followers: Followers) -> None:
+    def __init__(self, worker: Worker, worker_ranks: WorkerRanks) -> None:
         self.vocab_size = worker.vocab_size
         self.device = worker.device
         self.synthetic_acceptance = worker.synthetic_acceptance
         self.grammars = worker.grammars
         self.async_scheduling = worker.async_scheduling
         self._worker = worker
-        self._followers = followers
+        self._worker_ranks = worker_ranks
         self._encoder = PlanEncoder()
 
     @property
@@ -59,16 +66,16 @@ class TensorParallelWorker:
 
     def init_states(self, shapes: Iterable[DraftShape]) -> None:
         """Capture every shape on every rank."""
-        order = tuple(shapes)
-        self._followers.tell(order)
-        with self._followers.in_step():
-            self._worker.init_states(order)
+        states = tuple(shapes)
+        self._worker_ranks.broadcast(states)
+        with self._worker_ranks.in_step():
+            self._worker.init_states(states)
 
     def submit(self, plan: ScheduledBatch) -> PendingBatch:
         """Launch a step on every rank."""
-        self._followers.tell(self._encoder.encode(plan))
-        with self._followers.in_step():
-            return _JointStep(self._worker.submit(plan), self._followers)
+        self._worker_ranks.broadcast(self._encoder.encode(plan))
+        with self._worker_ranks.in_step():
+            return _JointStep(self._worker.submit(plan), self._worker_ranks)
 
     def execute(self, plan: ScheduledBatch) -> BatchResult:
         """Run a step to its end."""
@@ -76,8 +83,8 @@ class TensorParallelWorker:
 
     def drain(self) -> None:
         """Forget the state of all requests on every rank."""
-        self._followers.tell(_DRAIN)
-        with self._followers.in_step():
+        self._worker_ranks.broadcast(_DRAIN)
+        with self._worker_ranks.in_step():
             self._worker.drain()
 
 
@@ -86,11 +93,11 @@ class _JointStep:
     """See `PendingBatch`."""
 
     local: PendingBatch
-    followers: Followers
+    worker_ranks: WorkerRanks
 
     def result(self) -> BatchResult:
         """Return rank 0's result."""
-        with self.followers.in_step():
+        with self.worker_ranks.in_step():
             return self.local.result()
 
 
@@ -111,3 +118,95 @@ def run_worker_loop(worker: Worker, broadcasts: Iterable[object]) -> None:
             worker.init_states(message)
     if before is not None:
         before.result()  # rank 0 may still wait for this rank's share
+
+
+class _Longer(NamedTuple):
+    """A tuple that keeps the first `num_kept` entries of the one before it."""
+
+    num_kept: int
+    added: tuple[Any, ...]
+
+
+# Fields that grow by a few entries a step, and may be long.
+_GROWING = frozenset({"page_ids", "generated_ids"})
+
+
+@dataclass(frozen=True)
+class PlanDelta:
+    """A plan whose requests are sent in full if new, and else as their changed fields."""
+
+    plan: ScheduledBatch
+    requests: tuple[ScheduledRequest | dict[str, Any], ...]
+
+
+class PlanEncoder:
+    """Encodes plans for a `PlanDecoder`."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, ScheduledRequest] = {}
+
+    def encode(self, plan: ScheduledBatch) -> PlanDelta:
+        """Return the difference to the last plan."""
+        reqs = tuple([self._encode(req) for req in plan.requests])
+        self._known = {req.request_id: req for req in plan.requests}
+        return PlanDelta(replace(plan, requests=()), reqs)
+
+    def _encode(self, req: ScheduledRequest) -> ScheduledRequest | dict[str, Any]:
+        known = self._known.get(req.request_id)
+        if known is None:
+            return req
+        changes: dict[str, Any] = {"request_id": req.request_id}
+        pairs: list[tuple[str, Any, Any]] = [
+            *zip(ScheduledRequest._fields, known, req, strict=True)
+        ]
+        for name, old, new in pairs:
+            if old is new or old == new:
+                continue
+            changes[name] = new
+            if name in _GROWING:
+                changes[name] = _longer(old, new)
+            elif name == "edited" and old is not None and new is not None:
+                longer = _longer(old.token_ids, new.token_ids)
+                changes[name] = new.num_prompt_tokens, longer, new.held_ids
+        return changes
+
+
+class PlanDecoder:
+    """Restores plans from their differences, in order."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, ScheduledRequest] = {}
+
+    def decode(self, delta: PlanDelta) -> ScheduledBatch:
+        """Return the plan that was encoded."""
+        reqs = tuple(
+            [
+                req if isinstance(req, ScheduledRequest) else self._decode(req)
+                for req in delta.requests
+            ]
+        )
+        self._known = {req.request_id: req for req in reqs}
+        return replace(delta.plan, requests=reqs)
+
+    def _decode(self, changes: dict[str, Any]) -> ScheduledRequest:
+        known = self._known[changes["request_id"]]
+        for name, value in changes.items():
+            if isinstance(value, _Longer):
+                changes[name] = _grown(getattr(known, name), value)
+            elif name == "edited" and known.edited is not None and value is not None:
+                num_prompt_tokens, longer, held_ids = value
+                token_ids = _grown(known.edited.token_ids, longer)
+                changes[name] = EditedText(num_prompt_tokens, token_ids, held_ids)
+        return known._replace(**changes)
+
+
+def _longer(old: tuple[Any, ...], new: tuple[Any, ...]) -> _Longer:
+    """Return `new` as a change of `old`."""
+    same = min(len(old), len(new))
+    if old[:same] != new[:same]:
+        same = next(i for i in range(same) if old[i] != new[i])
+    return _Longer(same, new[same:])
+
+
+def _grown(old: tuple[Any, ...], change: _Longer) -> tuple[Any, ...]:
+    return old[: change.num_kept] + change.added

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from serve_spec.core.errors import BrokenLogits
 from serve_spec.log import get_logger
-from serve_spec.ops import acceptance, draw, rejection, score_edits, token_masks
-from serve_spec.ops.acceptance import AcceptedPath
+from serve_spec.ops import acceptance, draw, rejection, score_edits
+from serve_spec.ops.acceptance import AcceptedPath, RequestTokens
+from serve_spec.ops.rejection import Chains
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.worker.forward import VerifiedTokens
 from serve_spec.worker.step_buffers import StepBuffers
@@ -82,7 +83,7 @@ class Verifier:
             backs,
         )
         masks = buffers.masks
-        token_masks.mask_scores(
+        score_edits.mask_scores(
             tokens.logits, layout.owners, layout.offsets, masks.places, masks.words
         )
         drawn = draw.draw_tokens(tokens.logits, tokens.request_slots, decided, slots.params)
@@ -90,10 +91,8 @@ class Verifier:
         if buffers.draft_logits is not None and has_drafts:
             forced = rejection.reject_drafts(
                 tokens.logits,
-                tokens.token_ids,
+                Chains(tokens.token_ids, layout.query_starts, request_slots),
                 drawn,
-                layout.query_starts,
-                request_slots,
                 decided,
                 slots.params,
                 buffers.draft_logits,
@@ -107,9 +106,7 @@ class Verifier:
             parents,
             drawn,
             layout.query_starts,
-            slots.recent,
-            slots.lengths,
-            request_slots,
+            RequestTokens(slots.recent, slots.lengths, request_slots),
             results,
             forced=forced,
         )

@@ -22,14 +22,13 @@ from serve_spec.core.plan import (
 from serve_spec.core.round import Calibration
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.structured.masks import Grammars
-from serve_spec.worker.capture import CapturedShapes, SpecRuntimeState
-from serve_spec.worker.chunks import Chunk, grouped
+from serve_spec.worker.capture import CapturedShapes, SpecRuntimeState, Stages
 from serve_spec.worker.eagle import DraftModel
 from serve_spec.worker.forward import TargetRunner
 from serve_spec.worker.graphs import Recorder, StepSize
 from serve_spec.worker.logprobs import EmittedLogprobs, PromptLogprobs
 from serve_spec.worker.request_slots import RequestSlots, RequestStates
-from serve_spec.worker.step_buffers import ReadBack, StepBuffers
+from serve_spec.worker.step_buffers import Chunk, ReadBack, StepBuffers, grouped
 from serve_spec.worker.verify import Acceptance, Verifier, read_results
 
 
@@ -129,16 +128,34 @@ class Worker(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class WorkerSettings:
+    """Settings of a worker.
+
+    `max_tokens`: most tokens of one target forward. `largest_batch`: see `CapturedShapes`.
+    `synthetic_acceptance`: for load tests; see `worker.verify`. `rejection_sample_method`: how
+    sampled drafts are verified. `draft_sharpness`: temperature of coupled drafts over their
+    requests'.
+    """
+
+    max_tokens: int
+    largest_batch: Callable[[DraftShape], int | None]
+    async_scheduling: bool = False
+    synthetic_acceptance: Acceptance | None = None
+    rejection_sample_method: str = "coupled"
+    draft_sharpness: float = 1.0
+
+    @property
+    def samples_drafts(self) -> bool:
+        """Return whether drafts are sampled from distributions of their own."""
+        return self.rejection_sample_method != "coupled"
+
+
 class SpecWorker:
     """A target, a draft model (or none), and one captured state per draft shape.
 
     Lengths and last tokens stay on the device, so a step can be launched before the result of the
     one before it is read. The host reads one small tensor per step.
-
-    max_tokens: most tokens of one target forward. largest_batch: see `CapturedShapes`.
-    synthetic_acceptance: for load tests; see `worker.verify`.
-    rejection_sample_method: how sampled drafts are verified.
-    draft_sharpness: temperature of coupled drafts over their requests'.
     """
 
     def __init__(
@@ -148,13 +165,7 @@ class SpecWorker:
         slots: RequestSlots,
         recorder: Recorder,
         grammars: Grammars,
-        *,
-        max_tokens: int,
-        largest_batch: Callable[[DraftShape], int | None],
-        async_scheduling: bool = False,
-        synthetic_acceptance: Acceptance | None = None,
-        rejection_sample_method: str = "coupled",
-        draft_sharpness: float = 1.0,
+        settings: WorkerSettings,
         parallel: TensorParallel = SINGLE,
     ) -> None:
         self.target = target
@@ -162,12 +173,9 @@ class SpecWorker:
         self.slots = slots
         self.recorder = recorder
         self.grammars = grammars
-        self.max_tokens = max_tokens
-        self.largest_batch = largest_batch
-        self.async_scheduling = async_scheduling
-        self.synthetic_acceptance = synthetic_acceptance
-        self.rejection_sample_method = rejection_sample_method
-        self.draft_sharpness = draft_sharpness
+        self.settings = settings
+        self.async_scheduling = settings.async_scheduling
+        self.synthetic_acceptance = settings.synthetic_acceptance
         self.parallel = parallel
         self.vocab_size = slots.vocab_size
         self.device = slots.lengths.device
@@ -200,23 +208,23 @@ class SpecWorker:
         """See `Worker`."""
         shapes = tuple(shapes)
         head = None if self.drafter is None else self.drafter.head
-        samples_drafts = self.rejection_sample_method != "coupled"
+        settings = self.settings
         max_requests = self.slots.padding
 
         def drafts(shape: DraftShape) -> int:
             # Chains of any depth may run at every batch size.
-            most = None if shape.is_chain else self.largest_batch(shape)
+            most = None if shape.is_chain else settings.largest_batch(shape)
             return min(most or max_requests, max_requests) * shape.size
 
         self.buffers = StepBuffers.create(
             self.slots,
             max((shape.depth for shape in shapes), default=0),
             head,
-            self.max_tokens + 1,  # a prompt may exceed the budget by a token
+            settings.max_tokens + 1,  # a prompt may exceed the budget by a token
             max((shape.size for shape in shapes if not shape.is_chain), default=0),
             max_draws=max_requests + max(map(drafts, shapes), default=0),
-            samples_drafts=samples_drafts,
-            draft_sharpness=self.draft_sharpness,
+            samples_drafts=settings.samples_drafts,
+            draft_sharpness=settings.draft_sharpness,
         )
         pinned = self.device.type == "cuda"
         self._read_backs = cycle(
@@ -227,19 +235,15 @@ class SpecWorker:
         verifier = Verifier(
             self.buffers.max_depth,
             self.device,
-            self.synthetic_acceptance,
-            self.rejection_sample_method,
+            settings.synthetic_acceptance,
+            settings.rejection_sample_method,
             self.parallel,
         )
         self.captured = CapturedShapes(
-            self.target,
-            self.drafter,
-            self.buffers,
+            Stages(self.target, self.drafter, self.buffers, verifier, self.parallel),
             self.recorder,
-            verifier,
-            max_tokens=self.max_tokens,
-            largest_batch=self.largest_batch,
-            parallel=self.parallel,
+            max_tokens=settings.max_tokens,
+            largest_batch=settings.largest_batch,
         )
         self.captured.build(shapes)
 
@@ -331,7 +335,7 @@ class SpecWorker:
             parents = [req.draft_parents for req in reqs] if has_trees else None
         # Rejection sampling needs all sampled drafts, also those that the grammar forbids.
         keeps_all = has_trees or (
-            self.rejection_sample_method != "coupled" and any(req.model_steps for req in reqs)
+            self.settings.samples_drafts and any(req.model_steps for req in reqs)
         )
         masks = self.grammars.round_masks(reqs, token_ids, parents, keeps_all=keeps_all)
         self.buffers.masks.write(masks)

@@ -68,7 +68,7 @@ def test_nothing_that_happens_to_a_request_changes_its_text(
     )
     switch_every_round(llm, (0, 7, 1, 3, 0, 0, 7))
     assert texts(llm.generate(*requests(llm))) == plain
-    assert llm.engine.scheduler.num_preemptions > 0
+    assert llm.engine.scheduler.queue.num_preemptions > 0
 
 
 def test_adaptive_control_moves_between_tiers_and_keeps_the_text(

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from serve_spec.layers.rope import RotaryTable
-from serve_spec.ops import linear, norm, rotary
-from serve_spec.ops.linear import whole
+from serve_spec.ops import elementwise, linear
+from serve_spec.ops.linear import sum_partials
 
 pytestmark = pytest.mark.gpu
 
@@ -38,22 +38,22 @@ def test_addends_make_the_product_to_the_bit(num_outputs: int, in_features: int)
     x, weight = random(64, in_features, seed=0), random(num_outputs, in_features, seed=1)
     for count in (1, 16, 17, 64):
         product = linear.linear(x[:count], weight)
-        assert torch.equal(whole(linear.addends(x[:count], weight), product), product)
+        assert torch.equal(sum_partials(linear.partials(x[:count], weight), product), product)
 
 
 @pytest.mark.parametrize("count", [1, 16, 64])
 def test_norms_and_rotations_of_addends_are_those_of_the_product(count: int) -> None:
     x, residual = random(count, 4096, seed=0), random(count, 4096, seed=1)
     for num_outputs in (4096, 6144):
-        addends = linear.addends(x, random(num_outputs, 4096, seed=2))
-        assert addends.dim() == 3, "the sums of both are shared"
+        partials = linear.partials(x, random(num_outputs, 4096, seed=2))
+        assert partials.dim() == 3, "the sums of both are shared"
         like = random(count, num_outputs, seed=3)
         if num_outputs == 4096:
             gain = random(4096, seed=4)
-            found = norm.add_rms_norm(addends, residual, gain, 1e-5)
-            expected = norm.add_rms_norm(whole(addends, like), residual, gain, 1e-5)
+            found = elementwise.add_rms_norm(partials, residual, gain, 1e-5)
+            expected = elementwise.add_rms_norm(sum_partials(partials, like), residual, gain, 1e-5)
         else:
-            found, expected = rotated(addends), rotated(whole(addends, like))
+            found, expected = rotated(partials), rotated(sum_partials(partials, like))
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other)
 
@@ -66,4 +66,4 @@ def rotated(projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
         rotation = RotaryTable(128, 10000.0, None, 500).at(slots)
     keys = torch.zeros(64, 8, 128, dtype=torch.bfloat16, device="cuda")
     values = torch.zeros_like(keys)
-    return rotary.rotate_and_store(heads, rotation, slots, keys, values, 32), keys, values
+    return elementwise.rotate_and_store(heads, rotation, slots, keys, values, 32), keys, values

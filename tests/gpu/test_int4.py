@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from serve_spec.layers.int4_weight import Int4Weight, int4_works, plain_weight, quantized_groups
+from serve_spec.layers.quantized import Int4Weight, int4_works, plain_weight, quantized_groups
 from tests.helpers.engines import (
     MakeLLM,
     Pair,

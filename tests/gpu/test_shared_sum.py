@@ -12,14 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve_spec.ops.linear import whole
-from serve_spec.ops.norm import add_rms_norm
-from serve_spec.ops.shared_sum import DTYPES, fits, rows_fit, shared_sum
-from serve_spec.parallel.followers import Followers
+from serve_spec.ops.elementwise import add_rms_norm
+from serve_spec.ops.linear import sum_partials
+from serve_spec.ops.shared_sum import DTYPES, fits, residual_fits, shared_sum
+from serve_spec.parallel.channel import Address, RankChannel
 from serve_spec.parallel.group import DeviceGroup, join
-from serve_spec.parallel.launch import launch
-from serve_spec.parallel.line import Address
-from serve_spec.parallel.orders import Orders
+from serve_spec.parallel.worker_ranks import WorkerRanks, launch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -114,7 +112,7 @@ def norms_are_lawful(group: DeviceGroup) -> bool:
             for width in (4096, 5120):
                 for num_rows in (1, 3, 32, 128, 256):
                     norm = Norm(group, num_rows, width, dtype, turn)
-                    if rows_fit(norm.x):
+                    if residual_fits(norm.x):
                         results = norm.run()
                         alike = all(
                             torch.equal(other, result)
@@ -136,7 +134,7 @@ def norms_of_addends_are_those_of_their_sums(group: DeviceGroup) -> bool:
             addends = torch.stack([norm.x.float() * (k + 1) / 7 for k in range(num_addends)])
             norm.x = addends
             results = [result.clone() for result in norm.run()]
-            norm.x = whole(addends, norm.residual)
+            norm.x = sum_partials(addends, norm.residual)
             found += [torch.equal(a, b) for a, b in zip(results, norm.run(), strict=True)]
     return all(found)
 
@@ -145,7 +143,7 @@ def norms_of_too_many_rows_are_right(group: DeviceGroup) -> bool:
     found = []
     for num_rows, width in ((600, WIDTH), (256, 5120), (300, 1024)):
         norm = Norm(group, num_rows, width, torch.bfloat16)
-        assert not rows_fit(norm.x)
+        assert not residual_fits(norm.x)
         for mine, expected in zip(norm.run(), norm.expected, strict=True):
             found.append(torch.allclose(mine.float(), expected.float(), rtol=0.02, atol=0.1))
             found += [torch.equal(other, mine) for other in group.all_gather(mine[None], 0)]
@@ -186,7 +184,7 @@ def graphs_of_sums_and_norms_can_be_replayed(group: DeviceGroup) -> bool:
         for rows, width in shapes
         if rows * width <= 256 * WIDTH
     ]
-    assert all(rows_fit(norm.x) for norm in norms)
+    assert all(residual_fits(norm.x) for norm in norms)
 
     def stage() -> list[tuple[Tensor, tuple[Tensor, Tensor]]]:
         results = []
@@ -257,34 +255,34 @@ CHECKS: dict[str, Callable[[DeviceGroup], bool]] = {
 }
 
 
-def start(size: int) -> tuple[Followers, DeviceGroup]:
+def start(size: int) -> tuple[WorkerRanks, DeviceGroup]:
     torch.cuda.set_device(0)
-    followers = launch("tests.gpu.test_shared_sum", size, None)
-    group = followers.join(torch.device("cuda", 0))
+    worker_ranks = launch("tests.gpu.test_shared_sum", size, None)
+    group = worker_ranks.join(torch.device("cuda", 0))
     assert isinstance(group, DeviceGroup)
-    return followers, group
+    return worker_ranks, group
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["two", "four"])
-def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[Followers, DeviceGroup]]:
+def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[WorkerRanks, DeviceGroup]]:
     if torch.cuda.device_count() < request.param:
         pytest.skip(f"needs {request.param} GPUs")
-    followers, group = start(request.param)
-    yield followers, group
-    followers.stop()
+    worker_ranks, group = start(request.param)
+    yield worker_ranks, group
+    worker_ranks.stop()
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_on_every_rank(ranks: tuple[Followers, DeviceGroup], check: str) -> None:
-    followers, group = ranks
-    followers.tell(check)
-    with followers.in_step():
+def test_on_every_rank(ranks: tuple[WorkerRanks, DeviceGroup], check: str) -> None:
+    worker_ranks, group = ranks
+    worker_ranks.broadcast(check)
+    with worker_ranks.in_step():
         assert agreed(group, check)
 
 
 def test_a_rank_that_closes_waits_for_no_other() -> None:
     """A second group of this process, besides: its other rank never sums."""
-    followers, group = start(2)
+    worker_ranks, group = start(2)
     assert group._shared_sum is not None
     x = torch.ones(32, WIDTH, dtype=torch.bfloat16, device="cuda:0")
     weight = torch.ones_like(x[0])
@@ -298,7 +296,7 @@ def test_a_rank_that_closes_waits_for_no_other() -> None:
     assert not waiting.query()
     group.close()
     waiting.synchronize()
-    followers.stop()
+    worker_ranks.stop()
 
 
 def agreed(group: DeviceGroup, check: str) -> bool:
@@ -309,10 +307,10 @@ def agreed(group: DeviceGroup, check: str) -> bool:
 def follow(settings: None, rank: int, size: int, address: Address) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    with Orders(address, rank) as orders:
-        orders.ready()
-        with closing(join(rank, size, device, address, orders.host)) as group:
-            for order in orders:
+    with RankChannel(address, rank) as channel:
+        channel.ready()
+        with closing(join(rank, size, device, address, channel.host)) as group:
+            for order in channel:
                 agreed(group, str(order))
 
 

@@ -132,7 +132,7 @@ def compile_admission(
     with recorded(admission_triton, case):
         admission_triton.admit_drafts(
             slots,
-            *[numbers] * 4,
+            *[numbers] * 3,
             calibration=torch.zeros(2, depth, 2),
             budget=numbers[:1],
             drafts=slots.long() if tree else None,

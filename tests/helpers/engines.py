@@ -73,7 +73,7 @@ class FakeController:
         self.left: list[str] = []
 
     def on_verify_complete(self, verified: StepRecord) -> None:
-        rows = zip(verified.row_correct_drafts, verified.row_steps, strict=True)
+        rows = zip(verified.correct_per_req, verified.steps_per_req, strict=True)
         assert all(0 <= correct <= steps <= verified.shape.depth for correct, steps in rows)
         self.told.append(verified)
 
@@ -101,11 +101,11 @@ class SwitchingController(FakeController):
     def _switch(self, batch: DecodeBatch) -> RoundSteps:
         number = next(self._numbers)
         shape = self.shapes[number % len(self.shapes)]
-        row_steps = [max(0, shape.depth - (number + 1 + i) % 3) for i in range(batch.size)]
+        steps_per_req = [max(0, shape.depth - (number + 1 + i) % 3) for i in range(batch.size)]
         budget = None
         if self._budgets and number % 3:
             budget = batch.size * shape.size * (number % 4) // 4
-        return RoundSteps(shape, row_steps if self._ragged else None, budget=budget)
+        return RoundSteps(shape, steps_per_req if self._ragged else None, budget=budget)
 
 
 def llm_maker(pair: Pair, device: str) -> MakeLLM:
@@ -164,9 +164,9 @@ def checked(llm: LLM) -> LLM:
 
     def step_and_check() -> list[TokenDelta]:
         deltas = step()
-        engine.scheduler.check_integrity()
+        engine.scheduler.queue.check_integrity()
         if not engine.has_work:
-            texts: Any = engine.scheduler.text_drafts
+            texts: Any = engine.scheduler.drafts.texts
             assert engine.worker.grammars.num_followed == 0, "the grammar of a request that ended"
             assert texts is None or len(texts) == 0, "the text of a request that ended"
             assert not getattr(getattr(texts, "drafter", None), "_texts", ()), "its index"

@@ -20,9 +20,8 @@ from contextlib import closing
 
 import torch
 
+from serve_spec.parallel.channel import LOOPBACK, Address, RankChannel
 from serve_spec.parallel.group import DeviceGroup, join, store_server
-from serve_spec.parallel.line import LOOPBACK, Address
-from serve_spec.parallel.orders import Orders
 
 CPU = torch.device("cpu")
 
@@ -31,14 +30,14 @@ def follow(settings: str, rank: int, size: int, address: Address) -> None:
     """One follower's life."""
     if settings == "exit":
         os._exit(3)
-    with Orders(address, rank) as orders:
+    with RankChannel(address, rank) as channel:
         if settings == "say no":
             raise ValueError("no such model")
-        orders.ready()
+        channel.ready()
         if settings == "stay away" or (settings == "only rank 1 joins" and rank != 1):
             raise ValueError("no memory left")
-        with closing(join(rank, size, CPU, address, orders.host)) as group:
-            for order in orders:
+        with closing(join(rank, size, CPU, address, channel.host)) as group:
+            for order in channel:
                 if order == "sum":
                     group.all_reduce(torch.ones(3))
                 elif order == "fail":

@@ -29,26 +29,26 @@ def decode_batch(
 
 
 def verified_round(
-    row_correct_drafts: Sequence[int],
+    correct_per_req: Sequence[int],
     batch_size: int,
     num_steps: int,
     *,
-    row_steps: Sequence[int] | None = None,
+    steps_per_req: Sequence[int] | None = None,
     context: int = 128,
     **fields: Any,
 ) -> StepRecord:
-    """The record of a step after which the first `len(row_correct_drafts)` requests go on.
+    """The record of a step after which the first `len(correct_per_req)` requests go on.
 
-    Without `row_steps` each of them drafted `num_steps`; the others emitted one token each.
+    Without `steps_per_req` each of them drafted `num_steps`; the others emitted one token each.
     """
-    live = len(row_correct_drafts)
-    steps = [num_steps] * live if row_steps is None else list(row_steps)
-    emitted = [kept + 1 for kept in row_correct_drafts]
+    live = len(correct_per_req)
+    steps = [num_steps] * live if steps_per_req is None else list(steps_per_req)
+    emitted = [kept + 1 for kept in correct_per_req]
     record = StepRecord(
         shape=DraftShape.chain(num_steps),
         request_ids=[str(i) for i in range(live)],
-        row_steps=steps,
-        row_correct_drafts=list(row_correct_drafts),
+        steps_per_req=steps,
+        correct_per_req=list(correct_per_req),
         accept_lengths=[*emitted, *[1] * (batch_size - live)],
         num_draft_tokens=sum(steps),
         num_tokens=batch_size * context,

@@ -36,7 +36,7 @@ class GridCosts:
 
     def __call__(self, shape: RoundShape) -> StepTimes:
         """Milliseconds of a round."""
-        verify_ms, draft_ms = 0.0, self.draft_entry_ms * shape.num_catch_up
+        verify_ms, draft_ms = 0.0, self.draft_entry_ms * shape.num_extend_tokens
         if shape.batch_size:
             verify_ms = self._verify(shape.batch_size, shape.num_rows)
             sampled_rows = shape.num_sampled * shape.num_rows / shape.batch_size
@@ -78,7 +78,7 @@ class RowCosts:
             verify_ms = self._verify(shape.num_rows + shape.num_prefill_tokens)
         else:
             verify_ms = self.prefill_ms_per_token * shape.num_prefill_tokens
-        draft_ms = self.draft_entry_ms * shape.num_catch_up + sum(
+        draft_ms = self.draft_entry_ms * shape.num_extend_tokens + sum(
             self.draft_step_ms + self.draft_row_ms * n * shape.draft.topk for n in shape.drafting
         )
         return StepTimes(draft_ms, verify_ms, draft_ms + verify_ms)

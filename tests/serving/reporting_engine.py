@@ -21,7 +21,7 @@ ROUND = verified_round(
     num_waiting_seqs=1,
     num_used_pages=5,
     switch_reason="gain",
-    row_drafted=[3, 4],
+    drafted_per_req=[3, 4],
     budget=6,
     notes=RoundNotes(
         is_probe=True, predicted_ms=3.5, slot="1", ema_accept_length=2.5, expected_drafts=3.5

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.adaptive.goodput import GoodputPolicy
+from serve_spec.adaptive.trees import AllowedShapes
 from serve_spec.serving.fleet_stats import FleetAcceptance
 from tests.helpers.simulated_costs import GPU_8B, recorded_table
 
@@ -272,7 +273,7 @@ def test_a_pair_in_use_keeps_its_place() -> None:
 
 def test_a_new_policy_starts_from_the_prior_even_from_certainty() -> None:
     prior = fleet(a=snapshot((1.0, 100), (0.6, 100), (0.0, 100))).prior(PAIR, 3, 0)
-    policy = GoodputPolicy(recorded_table(GPU_8B, (1, 8)), max_steps=3, accept_rates=prior)
+    policy = GoodputPolicy(recorded_table(GPU_8B, (1, 8)), AllowedShapes(3), accept_rates=prior)
     shown: Any = policy.snapshot()["acceptance"]
     rates = [entry["accept_rate"] for entry in shown["positions"]]
     assert rates == pytest.approx([1.0, 0.6, 0.0], abs=0.002)

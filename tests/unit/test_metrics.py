@@ -98,7 +98,11 @@ def by_position(record: StepRecord, metric: str) -> dict[str, float]:
 def test_a_position_is_reached_where_all_before_it_were_kept() -> None:
     """Rows of 3, 3 and 1 drafts; 3, 1 and 0 kept."""
     record = replace(
-        ROUND, row_drafted=(), row_steps=(3, 3, 1), row_correct_drafts=(3, 1, 0), budget=None
+        ROUND,
+        drafted_per_req=(),
+        steps_per_req=(3, 3, 1),
+        correct_per_req=(3, 1, 0),
+        budget=None,
     )
     assert by_position(record, "drafted") == {"1": 3, "2": 2, "3": 2}
     assert by_position(record, "reached") == {"1": 3, "2": 2, "3": 1}
@@ -108,20 +112,24 @@ def test_a_position_is_reached_where_all_before_it_were_kept() -> None:
 def test_drafts_outside_the_budget_are_proposed_and_not_verified() -> None:
     """Of 4, 3 and 2 drafts, 3, 1 and 0 are verified; 2, 1 and 0 accepted."""
     record = replace(
-        ROUND, row_drafted=(4, 3, 2), row_steps=(3, 1, 0), row_correct_drafts=(2, 1, 0), budget=4
+        ROUND,
+        drafted_per_req=(4, 3, 2),
+        steps_per_req=(3, 1, 0),
+        correct_per_req=(2, 1, 0),
+        budget=4,
     )
     assert by_position(record, "proposed") == {"1": 3, "2": 3, "3": 2, "4": 1}
     assert by_position(record, "drafted") == {"1": 2, "2": 1, "3": 1}
     assert by_position(record, "reached") == {"1": 2, "2": 1, "3": 1}
     assert by_position(record, "accepted") == {"1": 2, "2": 1}
     assert values(record, UNVERIFIED_DRAFTS, DRAFT_BUDGET, BUDGET_ROUNDS) == [5, 4, 1]
-    every = replace(record, budget=None, row_drafted=())
+    every = replace(record, budget=None, drafted_per_req=())
     assert by_position(every, "proposed") == by_position(every, "drafted")
     assert values(every, UNVERIFIED_DRAFTS, DRAFT_BUDGET, BUDGET_ROUNDS) == []
 
 
 def test_levels_of_a_tree_are_not_counted_by_its_drafts() -> None:
-    tree = replace(ROUND, shape=DraftShape(2, 6, 3), row_steps=(2, 2), row_drafted=(6, 6))
+    tree = replace(ROUND, shape=DraftShape(2, 6, 3), steps_per_req=(2, 2), drafted_per_req=(6, 6))
     assert by_position(tree, "proposed") == by_position(tree, "drafted") == {"1": 2, "2": 2}
     assert values(replace(tree, num_draft_tokens=9, budget=9), UNVERIFIED_DRAFTS) == [3]
 

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from serve_spec.bench.online.load import LoadRun, Sample, Served
-from serve_spec.bench.plots import Panel, Points, draw
-from serve_spec.bench.report import Record, plot_title, table
+from serve_spec.bench.report import Panel, Points, Record, draw, plot_title, table
 
 HTTP = "http"
 OFFLINE = "offline"

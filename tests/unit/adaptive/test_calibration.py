@@ -88,8 +88,7 @@ def test_the_simulator_admits_what_the_device_admits(budget: int, seed: int) -> 
     padded = [[*kind, *kind[-1:] * DEPTH][:DEPTH] for kind in calibration]
     device = admit_drafts(
         torch.tensor(shares, dtype=torch.float32),
-        torch.ones(8, dtype=torch.int32),
-        torch.tensor(drafted, dtype=torch.int32),
+        torch.tensor(drafted + 1, dtype=torch.int32),
         torch.full((8,), DEPTH, dtype=torch.int32),
         torch.tensor(kinds, dtype=torch.int32),
         torch.tensor(padded, dtype=torch.float32),

@@ -148,11 +148,11 @@ def test_a_row_that_could_not_draft_the_whole_tier_is_no_failure_of_it() -> None
     made = controller(TWO_SLOTS, num_steps=7)
     whole, cut = [7] * 2, [1] * 5
     for _ in range(3):
-        made.on_verify_complete(verified_round(whole + cut, 7, 7, row_steps=whole + cut))
+        made.on_verify_complete(verified_round(whole + cut, 7, 7, steps_per_req=whole + cut))
     assert slot(made, "1")["ema_accept_len"] == 7.0
     assert choose(made, 7) == 7
     before = slot(made, "1")
-    made.on_verify_complete(verified_round(cut, 7, 7, row_steps=cut))
+    made.on_verify_complete(verified_round(cut, 7, 7, steps_per_req=cut))
     assert slot(made, "1") == before, "a round of such rows alone says nothing"
 
 
@@ -168,12 +168,14 @@ def test_drafts_found_in_texts_say_nothing_of_the_model_that_drafts_beside_them(
     for _ in range(3):
         steps = made.choose_steps(decode_batch(4))
         without.choose_steps(decode_batch(4))
-        row_steps = list(steps.row_steps or [steps.shape.depth] * 4)
-        kept = [0, 0, *row_steps[2:]]
-        told_both = verified_round(kept, 4, steps.shape.depth, row_steps=row_steps)
+        steps_per_req = list(steps.steps_per_req or [steps.shape.depth] * 4)
+        kept = [0, 0, *steps_per_req[2:]]
+        told_both = verified_round(kept, 4, steps.shape.depth, steps_per_req=steps_per_req)
         made.on_verify_complete(replace(told_both, is_from_text=[False, False, True, True]))
-        plain = [*row_steps[:2], 0, 0]
-        without.on_verify_complete(verified_round([0] * 4, 4, steps.shape.depth, row_steps=plain))
+        plain = [*steps_per_req[:2], 0, 0]
+        without.on_verify_complete(
+            verified_round([0] * 4, 4, steps.shape.depth, steps_per_req=plain)
+        )
     assert made.snapshot() == without.snapshot()
 
 
@@ -426,5 +428,5 @@ def test_accepted_drafts_are_averaged_by_slot_under_every_strategy(strategy: Any
         choose(made, batch_size)
         told(made, kept, batch_size, 3)
     # A row that drafted nothing does not count.
-    made.on_verify_complete(verified_round([2, 0], 9, 3, row_steps=[2, 0]))
+    made.on_verify_complete(verified_round([2, 0], 9, 3, steps_per_req=[2, 0]))
     assert {key: slot(made, key)["ema_accept_len"] for key in ("1", "4")} == {"1": 1.0, "4": 2.0}

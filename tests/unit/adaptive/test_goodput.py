@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 from benchmarks.phases import Phase
 from benchmarks.simulator import Simulator
 from serve_spec.adaptive.costs import Costs, Work
-from serve_spec.adaptive.goodput import EXPLORED_SHARE, GoodputPolicy
+from serve_spec.adaptive.drafts import PositionRates
+from serve_spec.adaptive.exploration import EXPLORED_SHARE, SpeedGuard
+from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.planner import Candidate, Load, Planner
 from serve_spec.adaptive.policy import StaticPolicy
-from serve_spec.adaptive.rates import PositionRates
-from serve_spec.adaptive.speed_guard import SpeedGuard
+from serve_spec.adaptive.trees import AllowedShapes
 from serve_spec.bench.trace import load_traces
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.record import StepTimes
@@ -52,13 +53,13 @@ def play(
     ran: Counter[DraftShape] = Counter()
     for _ in range(num):
         steps = policy.choose(decode_batch(size))
-        rows = steps.row_steps or [steps.shape.depth] * size
+        rows = steps.steps_per_req or [steps.shape.depth] * size
         kept = [min(rate, k) for k in rows]
         has_prompts = steps.notes.is_probe and prompt_ms > 0.0
         ms = 5.0 + 0.5 * steps.shape.depth + has_prompts * prompt_ms
         times = StepTimes(0.0, ms, ms)
         ran[steps.shape] += 1
-        record = verified_round(kept, size, steps.shape.depth, row_steps=rows, times=times)
+        record = verified_round(kept, size, steps.shape.depth, steps_per_req=rows, times=times)
         record = replace(record, num_prefill_tokens=64 * has_prompts)
         policy.observe(replace(record, shape=steps.shape, notes=steps.notes))
     return ran
@@ -145,22 +146,22 @@ def test_trials_of_drafts_keep_to_their_share_of_the_time(prompt_ms: float) -> N
     lost_ms = total_ms = 0.0
     for _ in range(4000):
         steps = policy.choose(decode_batch(16))
-        rows = steps.row_steps or [steps.shape.depth] * 16
+        rows = steps.steps_per_req or [steps.shape.depth] * 16
         ms = costs.ms(Work(16, 128.0, 0.0, steps.shape, sum(rows)))
         lost_ms += ms - costs.ms(Work(16, 128.0))
         total_ms += ms + prompt_ms
         times = StepTimes(0.0, ms, ms + prompt_ms)
         ended = {"num_prefill_tokens": 16, "num_ended": 1} if prompt_ms else {}
-        ended |= {"num_ended_prompt_rows": 64, "num_ended_tokens": 64} if prompt_ms else {}
+        ended |= {"num_ended_prompt_tokens": 64, "num_ended_tokens": 64} if prompt_ms else {}
         depth = steps.shape.depth
-        record = verified_round([0] * 16, 16, depth, row_steps=rows, times=times, **ended)
+        record = verified_round([0] * 16, 16, depth, steps_per_req=rows, times=times, **ended)
         policy.observe(replace(record, notes=steps.notes))
     assert lost_ms < 2 * EXPLORED_SHARE * total_ms
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
 def test_slots_bound_the_depth(bound: int) -> None:
-    policy = goodput(bounds={1: 7, 32: bound})
+    policy = goodput(allowed=AllowedShapes(bounds={1: 7, 32: bound}))
     assert max(shape.depth for shape in play(policy, 32, 200, 7)) <= bound
 
 
@@ -337,7 +338,7 @@ def test_rounds_that_end_more_requests_are_priced_with_more_prompts() -> None:
     for _ in range(512):
         has_prompt = chance.random() < 0.25  # 16 tokens a round, 64 a request
         times = StepTimes(0.0, 12.0, 12.0 + 20.0 * has_prompt)
-        ended = dict.fromkeys(("num_prefill_tokens", "num_ended_prompt_rows"), 64 * has_prompt)
+        ended = dict.fromkeys(("num_prefill_tokens", "num_ended_prompt_tokens"), 64 * has_prompt)
         ended |= {"num_ended_tokens": 64 * has_prompt, "num_ended": int(has_prompt)}
         policy.choose(decode_batch(16))
         policy.observe(verified_round([0] * 16, 16, 0, times=times, **ended))
@@ -385,7 +386,9 @@ TREE = DraftShape(4, 15, 4)
 def ran_of(chain_rate: float, tree_rate: float, num_rounds: int) -> Counter[DraftShape]:
     """Return what ran in the second half, where levels are accepted with these chances."""
     policy = GoodputPolicy(
-        recorded_table(GPU_8B, SIZES, trees=(TREE,)), trees={1: (TREE,)}, token_counts=COUNTS
+        recorded_table(GPU_8B, SIZES, trees=(TREE,)),
+        AllowedShapes(trees={1: (TREE,)}),
+        token_counts=COUNTS,
     )
     rng, ran = random.Random(0), Counter[DraftShape]()
     for number in range(num_rounds):
@@ -415,10 +418,10 @@ def test_a_tree_on_a_hard_text_tells_that_chains_fail_too() -> None:
 
 def test_a_tree_ends_when_the_batch_is_too_large_for_it() -> None:
     table = recorded_table(GPU_8B, SIZES, trees=(TREE,))
-    policy = GoodputPolicy(table, trees={1: (TREE,), 9: ()}, token_counts=COUNTS)
+    policy = GoodputPolicy(table, AllowedShapes(trees={1: (TREE,), 9: ()}), token_counts=COUNTS)
     while policy.choose(decode_batch(8)).shape != TREE:
         record = verified_round([1] * 8, 8, 4, times=StepTimes(0.0, 9.0, 9.0))
-        policy.observe(replace(record, shape=TREE, row_correct_drafts=(4,) * 8))
+        policy.observe(replace(record, shape=TREE, correct_per_req=(4,) * 8))
     assert policy.choose(decode_batch(8)).shape == TREE
     assert policy.choose(decode_batch(9)).shape.is_chain
 

@@ -140,7 +140,12 @@ def test_a_trial_of_steady_batches_counts_full_steps_without_prompts_only() -> N
         MeasuredStep(ms, verified_round([1] * size, size, 2, num_prefill_tokens=prompt, **fields))
         for ms, size, prompt, fields in (
             (10.0, 4, 0, {"times": StepTimes(1.0, 2.0, 9.0), "notes": RoundNotes(predicted_ms=8)}),
-            (11.0, 4, 0, {"times": StepTimes(1.0, 2.0, 9.0), "budget": 5, "row_drafted": [3] * 4}),
+            (
+                11.0,
+                4,
+                0,
+                {"times": StepTimes(1.0, 2.0, 9.0), "budget": 5, "drafted_per_req": [3] * 4},
+            ),
             (50.0, 4, 9, {"times": StepTimes(1.0, 2.0, 9.0), "notes": RoundNotes(predicted_ms=1)}),
             (20.0, 3, 0, {"times": StepTimes(1.0, 2.0, 9.0)}),
         )

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.steady import SteadyLoad, figures, run_variants
 from serve_spec import LLM
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.bench.harness import (
-    SETTLE_STEPS,
+    WARM_UP_STEPS,
     ClosedLoop,
     FullBatchSpeed,
     MeasuredStep,
     engine_beside,
     equal_prefixes,
 )
-from serve_spec.bench.steady import SteadyLoad, figures, run_variants
 from serve_spec.bench.variants import make_variants
 from serve_spec.bench.workload import TextKind, TextRequest
 from serve_spec.config import ConfigError
@@ -137,7 +137,7 @@ def a_round(tokens: list[int], ms: float = 10.0, prompt: int = 0) -> StepRecord:
 
 def settled(size: int) -> list[StepRecord]:
     """The rounds that are not counted."""
-    return [a_round([9] * size, ms=1000.0)] * SETTLE_STEPS
+    return [a_round([9] * size, ms=1000.0)] * WARM_UP_STEPS
 
 
 @given(st.lists(st.tuples(st.integers(1, 8), st.floats(1, 100)), min_size=1, max_size=50))
@@ -196,7 +196,7 @@ def test_a_full_step_is_counted_for_the_variant_that_ran_it(llm: LLM) -> None:
         for stats in rounds[name]:
             assert stats.decodes_only
             assert stats.num_draft_tokens == num_steps * LOAD.batch_size
-            assert stats.row_steps == (num_steps,) * LOAD.batch_size
+            assert stats.steps_per_req == (num_steps,) * LOAD.batch_size
 
 
 def test_the_controllers_of_a_variant_alternate_every_step(llm: LLM) -> None:

@@ -50,11 +50,11 @@ class RandomPolicy:
     def choose(self, batch: DecodeBatch) -> RoundSteps:
         self.num_rounds += 1
         at = self.num_rounds
-        row_steps = [self.numbers[(at + i) % len(self.numbers)] for i in range(batch.size)]
-        return RoundSteps(DraftShape.chain(7), row_steps)
+        steps_per_req = [self.numbers[(at + i) % len(self.numbers)] for i in range(batch.size)]
+        return RoundSteps(DraftShape.chain(7), steps_per_req)
 
     def observe(self, verified: StepRecord) -> None:
-        rows = zip(verified.row_correct_drafts, verified.row_steps, strict=True)
+        rows = zip(verified.correct_per_req, verified.steps_per_req, strict=True)
         assert all(0 <= correct <= steps for correct, steps in rows)
 
     def forget(self, request_id: str) -> None:
@@ -87,7 +87,7 @@ def test_every_text_is_emitted_once_without_drafts_past_its_end(
     for batch, _, verified in rounds:
         usable = dict(zip(batch.request_ids, batch.max_steps, strict=True))
         assert batch.size <= phase.batch_size
-        rows = zip(verified.request_ids, verified.row_steps, strict=True)
+        rows = zip(verified.request_ids, verified.steps_per_req, strict=True)
         assert all(steps <= usable[row] for row, steps in rows)
         assert all(most >= 0 for most in batch.max_steps)
 
@@ -128,7 +128,7 @@ def test_prompts_run_alone_or_in_mixed_batches_and_all_are_computed(mixes: bool)
     asked = sum(traces[PHASES[1].kind(i)] for i in range(PHASES[1].num_requests))
     assert sum(shape.num_prefill_tokens for shape in told) == asked
     assert sum(verified.num_ended for _, _, verified in rounds) == PHASES[1].num_requests
-    assert sum(verified.num_ended_prompt_rows for _, _, verified in rounds) == asked
+    assert sum(verified.num_ended_prompt_tokens for _, _, verified in rounds) == asked
 
 
 def test_a_depth_or_a_length_that_was_not_recorded_is_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.config.cost_surface import CostSurface, monotone
+from serve_spec.config.cost_table import CostSurface, monotone
 
 DURATIONS = st.floats(0.1, 100.0)
 

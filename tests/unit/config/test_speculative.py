@@ -11,7 +11,7 @@ import pytest
 
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.config.speculative import SpeculativeConfig, parse_update
-from serve_spec.ops.acceptance import MAX_TREE_TOKENS
+from serve_spec.core.draft import MAX_TREE_TOKENS
 
 EAGLE, NGRAM = {"speculative_algorithm": "EAGLE"}, {"speculative_algorithm": "NGRAM"}
 NONE = {"speculative_algorithm": "NONE"}
@@ -93,20 +93,20 @@ def test_what_is_said_is_what_the_engine_reads(
             "speculative_ngram_max_match_window_size=3",
             "give at least .*=4",
         ),
-        ({**NGRAM, **NO_DRAFT, **NGRAM_FIRST}, "speculative_ngram_first=True", "knows no other"),
+        ({**NGRAM, **NO_DRAFT, **NGRAM_FIRST}, "speculative_ngram_first=True", "makes no other"),
         (CORPUS, "speculative_ngram_corpus=", "set speculative_ngram_first"),
         (
             {**NGRAM_FIRST, "speculative_ngram_corpus": "nowhere.txt"},
             "speculative_ngram_corpus=",
             "nothing at",
         ),
-        (shape(3, rows=5), "speculative_num_draft_tokens=5", "has 4 rows"),
-        (shape(3, 2, rows=3), "speculative_num_draft_tokens=3", "have 4 to 11 rows, root included"),
-        (shape(3, 2, rows=16), "speculative_num_draft_tokens=16", "have 4 to 11 rows"),
+        (shape(3, rows=5), "speculative_num_draft_tokens=5", "has 4 tokens"),
+        (shape(3, 2, rows=3), "speculative_num_draft_tokens=3", "have 4 to 11 tokens"),
+        (shape(3, 2, rows=16), "speculative_num_draft_tokens=16", "have 4 to 11 tokens"),
         (
             {**NGRAM, **NO_DRAFT, **shape(3, 2, rows=12)},
             "speculative_num_draft_tokens=12",
-            "have 4 to 11 rows, root included",
+            "have 4 to 11 tokens, root included",
         ),
         (shape(10, 8), "speculative_eagle_topk=8", "a beam of it may be"),
         (shape(9, 65), "speculative_eagle_topk=65", "a beam of it may be"),
@@ -161,9 +161,9 @@ def test_what_is_said_is_what_the_engine_reads(
              problem)
             for method in ("standard", "block")
             for keys, problem in (
-                ({**NGRAM, **NO_DRAFT}, "drafts from texts"),
-                (NGRAM_FIRST, "drafts from texts"),
-                (shape(3, 2), "it judges chains"),
+                ({**NGRAM, **NO_DRAFT}, "n-gram drafts come"),
+                (NGRAM_FIRST, "n-gram drafts come"),
+                (shape(3, 2), "it verifies chains only"),
                 ({"synthetic_acceptance": 2.0}, "synthetic"),
             )
         ),
@@ -216,7 +216,7 @@ def test_a_bad_adaptive_config_is_refused_when_the_configuration_is_loaded(
 
 def test_a_live_update_knows_what_it_was_told_and_nothing_else() -> None:
     update = parse_update({"min_dwell_rounds": 4})
-    assert update.said() == {"min_dwell_rounds": 4}
+    assert update.explicit_fields() == {"min_dwell_rounds": 4}
 
 
 @pytest.mark.parametrize(

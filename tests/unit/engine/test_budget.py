@@ -84,7 +84,6 @@ def test_the_likeliest_drafts_of_all_requests_are_verified(
             torch.from_numpy(result.draft_shares),
             counts + 1,
             counts,
-            counts,
             kinds,
             torch.tensor(padded),
             torch.tensor([plan.budget]),

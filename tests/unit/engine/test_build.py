@@ -13,7 +13,7 @@ from serve_spec import LLM
 from serve_spec.core.errors import CheckpointError
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine import build
-from serve_spec.parallel.followers import RankLost
+from serve_spec.parallel.worker_ranks import RankLost
 from tests.helpers.checkpoints import (
     make_target,
     read_checkpoint,
@@ -83,7 +83,7 @@ def test_an_idle_engine_measures_what_the_start_could_not_and_harms_no_prefix(
     num_rounds = 0
     while engine.idle_wait_s() is not None:
         engine.use_idle_time()
-        engine.scheduler.check_integrity()
+        engine.scheduler.queue.check_integrity()
         num_rounds += 1
         if num_rounds == 5:
             assert texts(llm.generate(prompts, params)) == expected

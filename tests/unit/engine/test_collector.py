@@ -167,7 +167,7 @@ def test_expected_and_observed_drafts_are_of_the_same_rounds() -> None:
 
 def test_budgets_and_the_drafts_they_leave_out_are_shown_by_position() -> None:
     cut = decode_round(
-        row_steps=[3, 0], num_steps=3, rows=2, correct=0, row_drafted=[3, 3], budget=3
+        steps_per_req=[3, 0], num_steps=3, rows=2, correct=0, drafted_per_req=[3, 3], budget=3
     )
     collector = fed(decode_round(3, 1), cut)
     assert view(collector)["draft_budget"] == 3

@@ -219,7 +219,7 @@ def with_budgets(make: MakeLLM, row: Row) -> dict[str, Answer]:
     for record in records:
         if record.budget is not None:
             assert record.num_draft_tokens + record.num_stale_drafts <= record.budget
-            assert sum(record.row_drafted) >= sum(record.row_steps) or row.is_tree
+            assert sum(record.drafted_per_req) >= sum(record.steps_per_req) or row.is_tree
     return answers
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from serve_spec.config.cost_surface import monotone
+from serve_spec.config.cost_table import monotone
 from serve_spec.engine.cost_grid import (
     batch_grid,
     context_grid,

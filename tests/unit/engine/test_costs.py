@@ -25,7 +25,7 @@ from serve_spec.engine.costs import (
     cost_key,
     fingerprint,
 )
-from serve_spec.engine.profile import MeasuredCosts, Measurement
+from serve_spec.engine.profile import CostGrid, MeasuredCosts, Measurement
 from tests.helpers.checkpoints import make_eagle3
 from tests.helpers.costs import KEY
 from tests.helpers.engines import MakeLLM, Pair
@@ -101,9 +101,12 @@ def infos_in(said: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in said.records if r.levelno == logging.INFO]
 
 
+WITH_A_TREE = {DraftShape(1, 4, 4): None}
+
+
 def source(measure: FakeMeasurement, **changes: Any) -> CostSource:
-    grid = {"path": None, "max_batch_size": 2, "max_steps": 1, "measure": measure}
-    return CostSource(**{"key": KEY, **grid, **changes})
+    settings = {"key": KEY, "grid": CostGrid(2, 1), "path": None, "measure": measure}
+    return CostSource(**{**settings, **changes})
 
 
 def obtain(measure: FakeMeasurement, path: Path | None = None, **changes: Any) -> CostTable | None:
@@ -138,7 +141,7 @@ def test_each_setting_and_each_grid_is_kept_apart(cache: Path) -> None:
     for _ in range(2):
         obtain(measure)
         obtain(measure, key=other)
-        obtain(measure, max_batch_size=4)
+        obtain(measure, grid=CostGrid(4, 1))
     assert measure.count == 3
     assert len(list(cache.glob("costs/*.json"))) == 3
 
@@ -164,8 +167,12 @@ def test_a_named_table_wins_over_a_kept_one_and_is_not_copied(tmp_path: Path, ca
             {},
             "key.threads=9, but 1 runs",
         ),
-        (table().model_dump_json(), {"max_steps": 3}, "3 are wanted here"),
-        (table().model_dump_json(), {"trees": {DraftShape(1, 4, 4): None}}, "(1, 4)"),
+        (table().model_dump_json(), {"grid": CostGrid(2, 3)}, "3 are wanted here"),
+        (
+            table().model_dump_json(),
+            {"grid": CostGrid(2, 1, WITH_A_TREE)},
+            "(1, 4)",
+        ),
     ],
 )
 def test_a_named_table_that_does_not_fit_is_warned_of_once_left_alone_and_measured_anew(

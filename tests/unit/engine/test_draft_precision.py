@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from serve_spec.engine import draft_precision
-from serve_spec.engine.draft_precision import draft_dtype, draft_weights
 from serve_spec.layers.linear import Linear
 from serve_spec.models import draft, load_draft, load_target
-from serve_spec.models.draft import DraftWeights, own_matrices
+from serve_spec.models.draft import DraftWeights, draft_dtype, draft_weights, own_matrices
 from tests.helpers.engines import MakeLLM, Pair, make_pair, sampled_requests, texts
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -22,7 +20,7 @@ def test_eight_bits_are_taken_only_where_they_are_faster_and_refused_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for is_hopper in (True, False):
-        monkeypatch.setattr(draft_precision, "is_hopper", lambda _, answer=is_hopper: answer)
+        monkeypatch.setattr(draft, "is_hopper", lambda _, answer=is_hopper: answer)
         assert draft_weights("auto", GPU) == ("fp8" if is_hopper else "plain")
         assert draft_weights("none", GPU) == "plain"
         assert draft_weights("int4", GPU) == draft_weights("int4", CPU) == "int4"
@@ -60,8 +58,8 @@ def test_every_matrix_of_a_draft_is_kept_in_eight_bits_and_none_of_the_target(
     shared = set(target.modules())
     own = [m for m in head.modules() if isinstance(m, Linear) and m not in shared]
     assert own
-    assert all(layer.eight_bit is not None for layer in own)
-    assert all(m.eight_bit is None for m in shared if isinstance(m, Linear))
+    assert all(layer.fp8 is not None for layer in own)
+    assert all(m.fp8 is None for m in shared if isinstance(m, Linear))
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])

@@ -28,14 +28,14 @@ def test_the_policy_hears_of_live_rows_and_of_what_each_really_drafted(make_llm:
         llm.engine.step()
     by_name: dict[str, set[int]] = {"0": set(), "1": set(), "2": set()}
     for verified in controller.told:
-        for name, steps in zip(verified.request_ids, verified.row_steps, strict=True):
+        for name, steps in zip(verified.request_ids, verified.steps_per_req, strict=True):
             by_name[name].add(steps)
     assert 3 in by_name["0"]
     assert by_name["1"] <= {0, 1}
     last_with_three = [v for v in controller.told if v.batch_size == 3][-1]
     assert "2" not in last_with_three.request_ids, "the round in which a row ends leaves it out"
     assert last_with_three.num_output_tokens > len(last_with_three.request_ids)
-    assert controller.told[-1].row_steps == ()
+    assert controller.told[-1].steps_per_req == ()
     assert sorted(controller.left) == ["0", "1", "2"]
 
 
@@ -46,7 +46,7 @@ def test_the_policy_hears_once_of_every_request_that_ends_what_it_took(make_llm:
     llm.generate([list(range(i, 2 * i + 20)) for i in range(5)], params)
     told = controller.told
     assert sum(v.num_ended for v in told) == 5
-    assert sum(v.num_ended_prompt_rows for v in told) == sum(20 + i for i in range(5))
+    assert sum(v.num_ended_prompt_tokens for v in told) == sum(20 + i for i in range(5))
     assert sum(v.num_ended_tokens for v in told) == sum(4 + 3 * i for i in range(5))
 
 
@@ -74,9 +74,9 @@ def test_a_request_that_is_aborted_or_preempted_leaves_the_policy(make_llm: Make
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     for i in range(8):
         llm.engine.add(llm.engine.new_sequence(str(i), [i] * 20, params))
-    while not llm.engine.scheduler.num_preemptions:
+    while not llm.engine.scheduler.queue.num_preemptions:
         llm.engine.step()
-    running = {seq.request_id for seq in llm.engine.scheduler.running}
+    running = {seq.request_id for seq in llm.engine.scheduler.queue.running}
     assert controller.left
     assert not running & set(controller.left)
     survivor = running.pop()
@@ -91,7 +91,7 @@ def test_the_figures_of_a_round_add_up_also_when_requests_are_preempted(make_llm
     outputs = llm.generate(
         prompts, SamplingParams(max_tokens=40, temperature=0.8, seed=1, ignore_eos=True)
     )
-    assert llm.engine.scheduler.num_preemptions > 0
+    assert llm.engine.scheduler.queue.num_preemptions > 0
     for stats in steps:
         assert stats.num_prefill_tokens >= 0
         assert stats.batch_size == len(stats.accept_lengths)
@@ -100,8 +100,8 @@ def test_the_figures_of_a_round_add_up_also_when_requests_are_preempted(make_llm
     assert sum(stats.num_correct_drafts for stats in steps) == of_requests
     assert llm.engine.counters.num_correct_drafts == of_requests
     positions = llm.collector.snapshot()["since_start"]["positions"]  # type: ignore[index]
-    assert sum(each["verified"] for each in positions) == sum(sum(s.row_steps) for s in steps)
-    accepted = sum(sum(stats.row_correct_drafts) for stats in steps)
+    assert sum(each["verified"] for each in positions) == sum(sum(s.steps_per_req) for s in steps)
+    accepted = sum(sum(stats.correct_per_req) for stats in steps)
     assert sum(each["accepted"] for each in positions) == accepted
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +17,15 @@ from hypothesis import strategies as st
 from serve_spec.config.root import leaf_sections
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.plan import BatchResult, ScheduledBatch, ScheduledRequest
-from serve_spec.engine.profile import MeasuredCosts, Measurement, finish, measure_costs
+from serve_spec.engine.profile import (
+    CostGrid,
+    MeasuredCosts,
+    Measurement,
+    ProfileLimits,
+    TimeBudget,
+    finish,
+    measure_costs,
+)
 from serve_spec.engine.synthetic import Point, SyntheticPlans
 
 SAMPLED_ROW_MS = 0.3
@@ -66,8 +74,14 @@ def begun(worker: FakeWorker, **changes: Any) -> Measurement:
         "max_num_tokens": 512,
         "max_model_len": 1024,
         "budget_s": 60.0,
+        "clock": worker.clock,
+        **changes,
     }
-    return measure_costs(worker, **{"clock": worker.clock, **settings, **changes})
+    grid, limits, budget = (
+        kind(**{x.name: settings.pop(x.name) for x in fields(kind) if x.name in settings})
+        for kind in (CostGrid, ProfileLimits, TimeBudget)
+    )
+    return measure_costs(worker, grid, limits, budget, **settings)
 
 
 def measured(worker: FakeWorker, **changes: Any) -> MeasuredCosts:
@@ -191,11 +205,11 @@ def test_rows_of_a_profile_make_up_about_half_of_what_a_round_can_leave(
     batch_size: int, num_steps: int
 ) -> None:
     cell = Point(128, batch_size, DraftShape.chain(num_steps))
-    backlogs = [cell.num_missing(row) for row in range(batch_size)]
-    assert all(1 <= num_missing <= num_steps + 1 for num_missing in backlogs)
+    num_missing_entries = [cell.num_missing(row) for row in range(batch_size)]
+    assert all(1 <= num_missing <= num_steps + 1 for num_missing in num_missing_entries)
     middle = (1 + num_steps + 1) / 2
-    assert np.mean(backlogs) == pytest.approx(middle, rel=0.4)
-    assert batch_size < 16 or set(backlogs) == set(range(1, num_steps + 2))
+    assert np.mean(num_missing_entries) == pytest.approx(middle, rel=0.4)
+    assert batch_size < 16 or set(num_missing_entries) == set(range(1, num_steps + 2))
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,8 @@ def test_a_text_whose_last_token_alone_is_left_to_compute_goes_on_from_it(
     engine.add(seq := engine.new_sequence("a", prompt, params))
     said: list[int] = []
     while engine.has_work:
-        if len(seq) == 24 and not engine.scheduler.num_preemptions:
-            engine.scheduler._preempt(seq)
+        if len(seq) == 24 and not engine.scheduler.queue.num_preemptions:
+            engine.scheduler.queue.preempt(seq)
         said += [token for delta in engine.step() for token in delta.token_ids]
     assert said == list(plain.token_ids)
-    assert engine.scheduler.num_preemptions == 1
+    assert engine.scheduler.queue.num_preemptions == 1

@@ -43,7 +43,7 @@ def test_sampled_texts_are_tokens_and_as_long_as_asked(
         assert all(0 <= token < llm.engine.worker.vocab_size for token in output.token_ids)
     assert sum(output.speculation.num_correct_drafts for output in outputs) > 0
     if overrides:
-        assert llm.engine.scheduler.num_preemptions > 0
+        assert llm.engine.scheduler.queue.num_preemptions > 0
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -58,7 +58,8 @@ def test_times_of_rounds_add_up_to_those_of_the_steps_and_pauses_are_none_of_the
     """By a clock that ticks when it is read, and whenever a plan is made or a text handed out."""
     llm, clock = make_llm("EAGLE3", 3), Ticking()
     monkeypatch.setattr(engine, "time", clock)
-    for worked in ("_plan", "_record", "_delta"):
+    monkeypatch.setattr(engine, "step_record", clock.takes_a_second(engine.step_record))
+    for worked in ("_plan", "_delta"):
         monkeypatch.setattr(llm.engine, worked, clock.takes_a_second(getattr(llm.engine, worked)))
     steps = heard_steps(llm)
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -123,9 +124,11 @@ def test_goodput_says_what_it_expects_of_a_round_and_why_it_takes_it() -> None:
         seen.add(reason)
         if not notes.is_probe:
             assert policy.snapshot()["predicted_ms"] == pytest.approx(notes.predicted_ms, abs=1e-4)
-        row_steps = [steps.shape.depth] if steps.row_steps is None else steps.row_steps
-        times = TWO_CPU_CORES(RoundShape(1, (1,) * max(row_steps), 128, 0, 0, 0))
+        steps_per_req = [steps.shape.depth] if steps.steps_per_req is None else steps.steps_per_req
+        times = TWO_CPU_CORES(RoundShape(1, (1,) * max(steps_per_req), 128, 0, 0, 0))
         # Half of the first drafts are kept, then none: drafting pays at first.
-        kept = [min(1 - number % 2, k) if number < 600 else 0 for k in row_steps]
-        policy.observe(verified_round(kept, 1, steps.shape.depth, row_steps=row_steps, times=times))
+        kept = [min(1 - number % 2, k) if number < 600 else 0 for k in steps_per_req]
+        policy.observe(
+            verified_round(kept, 1, steps.shape.depth, steps_per_req=steps_per_req, times=times)
+        )
     assert learning <= seen, "both kinds of learning must come up"

@@ -11,8 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta, TokenLogprob
-from serve_spec.engine.messages import EngineMessage, Reply, decode_message, encode, hang_up, merge
-from serve_spec.engine.sender import Sender
+from serve_spec.engine.messages import (
+    EngineMessage,
+    Reply,
+    Sender,
+    decode_message,
+    encode,
+    hang_up,
+    merge,
+)
 
 decode = msgspec.msgpack.Decoder(list[tuple[int, str]]).decode
 

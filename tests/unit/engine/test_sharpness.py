@@ -28,8 +28,8 @@ def test_a_sharpness_changes_which_drafts_are_accepted_and_no_text(
         llm = make_llm("STANDALONE", num_steps, speculative_draft_sharpness=sharpness, **keys)
         steps = heard_steps(llm)
         assert texts(llm.generate(PROMPTS, PARAMS)) == plain
-        drafted = sum(sum(step.row_steps) for step in steps)
-        return 1 - sum(sum(step.row_correct_drafts) for step in steps) / drafted
+        drafted = sum(sum(step.steps_per_req) for step in steps)
+        return 1 - sum(sum(step.correct_per_req) for step in steps) / drafted
 
     assert lost_share(1.0) == 0
     assert lost_share(0.2) > 0.25

@@ -13,8 +13,7 @@ import torch
 from serve_spec import LLM
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.request import SamplingParams
-from serve_spec.layers.int4_weight import int4_works
-from serve_spec.layers.int8_weight import int8_works
+from serve_spec.layers.quantized import int4_works, int8_works
 from tests.helpers.checkpoints import VOCAB
 from tests.helpers.engines import MakeLLM, Pair, heard_rounds, switch_every_round, texts
 from tests.helpers.lives import with_vocabulary
@@ -60,7 +59,7 @@ def test_every_draft_of_the_target_itself_is_kept_whatever_happens(
     rounds = heard_rounds(llm)
     outputs = llm.generate(prompts, params)
     assert texts(outputs) == texts(make_llm().generate(prompts, params))
-    assert llm.engine.scheduler.num_preemptions > 0
+    assert llm.engine.scheduler.queue.num_preemptions > 0
     assert text_first == any(row.draft_ids for row, _ in rounds)
     whole = [
         (row.num_steps, len(tokens) - 1)

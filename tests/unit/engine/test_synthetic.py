@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from serve_spec.core.request import RequestOutput, SamplingParams, SpeculativeOptions
-from serve_spec.engine import command
+from serve_spec.engine import llm
 from tests.helpers.engines import MakeLLM, Pair, heard_steps
 
 PROMPTS = [[i, *range(20, 35)] for i in range(8)]
@@ -34,7 +34,9 @@ def test_the_mean_accept_length_is_the_one_asked_for(
     llm = make_llm("EAGLE3", num_steps, synthetic_acceptance=wanted)
     heard = heard_steps(llm)
     llm.generate(PROMPTS, params())
-    rows = [row for one in heard for row in zip(one.row_steps, one.row_correct_drafts, strict=True)]
+    rows = [
+        row for one in heard for row in zip(one.steps_per_req, one.correct_per_req, strict=True)
+    ]
     lengths = [correct + 1 for steps, correct in rows if steps == num_steps]
     assert len(lengths) > 150
     # At an end of its range it is exact; else two standard errors, and the seeds are fixed.
@@ -117,7 +119,7 @@ def test_generate_warns_on_stderr_and_marks_every_accept_length(
             "cache": {"num_pages": 64},
         }
         file.write_text(yaml.safe_dump(settings))
-        assert command.main(["abc", "def", "--config", str(file), "--max-tokens", "20"]) == 0
+        assert llm.main(["abc", "def", "--config", str(file), "--max-tokens", "20"]) == 0
         printed = capsys.readouterr()
         assert ("2.5: forced, the texts are not real" in printed.err) == (forced is not None)
         assert printed.out.count("(forced)]") == (2 if forced else 0)

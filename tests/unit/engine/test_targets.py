@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from serve_spec.config.speculative import MAX_TREE_ROWS
+from serve_spec.core.draft import MAX_TREE_TOKENS
 from serve_spec.core.request import SamplingParams
 from tests.helpers.engines import llm_maker, make_pair, texts
 
-NARROW, WIDE = 12, MAX_TREE_ROWS
+NARROW, WIDE = 12, MAX_TREE_TOKENS
 TARGETS: dict[str, dict[str, Any]] = {
     "llama2": {"family": "llama2"},
     "mistral with a narrow window": {"family": "mistral", "sliding_window": NARROW},

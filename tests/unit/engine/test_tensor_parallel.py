@@ -26,10 +26,10 @@ from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import RequestOutput, SamplingParams
 from serve_spec.engine import build
 from serve_spec.engine.engine import SpecEngine
-from serve_spec.engine.follower import follow
+from serve_spec.engine.worker_rank import follow
 from serve_spec.ops import draw, rejection
-from serve_spec.parallel import orders
-from serve_spec.parallel.followers import Followers, RankLost
+from serve_spec.parallel import channel
+from serve_spec.parallel.worker_ranks import RankLost, WorkerRanks
 from serve_spec.worker.eagle import DraftModel
 from serve_spec.worker.step_buffers import StepBuffers
 from tests.helpers.engines import (
@@ -95,26 +95,26 @@ def plain(one: list[RequestOutput]) -> Texts:
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Followers are threads called "rank 1" ...: nothing but their start is another than that of
+    """WorkerRanks are threads called "rank 1" ...: nothing but their start is another than that of
     processes, and they come at once. None of them outlives its test."""
     started: list[threading.Thread] = []
 
-    def launch(module: str, size: int, config: Any, launcher: None) -> Followers:
-        followers = Followers(size)
+    def launch(module: str, size: int, config: Any, launcher: None) -> WorkerRanks:
+        worker_ranks = WorkerRanks(size)
 
         def run(rank: int) -> None:
             with suppress(Exception):  # rank 0 hears of it
-                follow(config, rank, size, followers.address)
+                follow(config, rank, size, worker_ranks.address)
 
         for rank in range(1, size):
             started.append(threading.Thread(target=run, args=(rank,), name=f"rank {rank}"))
             started[-1].daemon = True
             started[-1].start()
-        followers.accept({})
-        return followers
+        worker_ranks.accept({})
+        return worker_ranks
 
     monkeypatch.setattr(build, "launch", launch)
-    monkeypatch.setattr(orders, "_GRACE_S", 1e6)  # what fails here must not end this process
+    monkeypatch.setattr(channel, "_GRACE_S", 1e6)  # what fails here must not end this process
     yield
     for thread in started:
         thread.join(SOON_S)
@@ -145,7 +145,7 @@ def test_any_number_of_ranks_says_what_one_says(
     counters = llm.engine.counters
     assert 0 < counters.num_correct_drafts < counters.num_draft_tokens
     assert counters.num_prefix_hit_tokens > 0
-    assert llm.engine.scheduler.num_preemptions > 0
+    assert llm.engine.scheduler.queue.num_preemptions > 0
     llm.shutdown()
 
 
@@ -155,7 +155,7 @@ def test_ranks_that_draft_and_draw_otherwise_than_rank_0_do_as_it_says(
     plain: Texts,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Worse than any rounding: followers grow other trees, draft and draw what nobody would."""
+    """Worse than any rounding: worker_ranks grow other trees, draft and draw what nobody would."""
 
     def spoiled(tokens: Tensor) -> Tensor:
         return (tokens + 1) % 256 if is_follower() else tokens
@@ -196,7 +196,7 @@ def test_ranks_that_draft_and_draw_otherwise_than_rank_0_do_as_it_says(
 def test_ranks_keep_the_sampled_drafts_that_rank_0_keeps(
     threads: None, make: MakeLLM, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Followers would lose all of them, and replace them by nonsense."""
+    """WorkerRanks would lose all of them, and replace them by nonsense."""
     reject = rejection.reject_drafts
 
     def reject_otherwise(*args: Any) -> Tensor:
@@ -249,7 +249,7 @@ def test_what_can_not_be_shared_out_is_refused_before_anybody_starts(
 def test_a_refusal_of_rank_0_ends_the_others(
     threads: None, make: MakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[Followers] = []
+    started: list[WorkerRanks] = []
     launch = build.launch
     monkeypatch.setattr(build, "launch", lambda *args: started.append(launch(*args)) or started[0])
     with pytest.raises(ValueError, match="num_pages=4"):
@@ -259,8 +259,8 @@ def test_a_refusal_of_rank_0_ends_the_others(
 
 
 def follower_pid(engine: SpecEngine) -> int:
-    assert engine._followers is not None
-    (process,) = engine._followers._processes.values()
+    assert engine._worker_ranks is not None
+    (process,) = engine._worker_ranks._processes.values()
     return process.pid
 
 
@@ -288,7 +288,7 @@ def processes(make: MakeLLM) -> Iterator[LLM]:
 
 def test_ranks_in_processes_of_their_own_say_what_one_says(processes: LLM, plain: Texts) -> None:
     assert texts(processes) == plain
-    assert processes.engine.scheduler.num_preemptions > 0
+    assert processes.engine.scheduler.queue.num_preemptions > 0
     assert is_running(follower_pid(processes.engine))
 
 
@@ -309,10 +309,10 @@ def test_an_idle_loop_without_one_of_its_ranks_is_not_healthy(threads: None, mak
     config = make().config
     loop = LocalEngine(type(config).load(config, tensor_parallel_size=2))
     loop.check_health()
-    followers = loop.engine._followers
-    assert followers is not None
-    followers.tell("nonsense")  # an order no follower survives
-    assert followers._has_lost.wait(SOON_S)
+    worker_ranks = loop.engine._worker_ranks
+    assert worker_ranks is not None
+    worker_ranks.broadcast("nonsense")  # an order no follower survives
+    assert worker_ranks._has_lost.wait(SOON_S)
     loop._reader.join(SOON_S)
     with pytest.raises(RuntimeError, match="rank 1 of 2 failed: AssertionError"):
         loop.check_health()
@@ -354,7 +354,7 @@ def test_without_rank_0_no_other_lives_on(shared_pair: Pair, tmp_path: Path) -> 
         "from serve_spec.core.request import SamplingParams\n"
         f"llm = LLM({{'model': {{'path': {str(shared_pair.target)!r}, 'device': 'cpu',"
         " 'tensor_parallel_size': 2}}, max_model_len=128)\n"
-        "(process,) = llm.engine._followers._processes.values()\n"
+        "(process,) = llm.engine._worker_ranks._processes.values()\n"
         "print(process.pid, flush=True)\n"
         "while True:\n"
         "    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=100, ignore_eos=True))\n"

@@ -7,15 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.layers.int4_weight import (
+from serve_spec.layers.linear import Linear
+from serve_spec.layers.module import tensor_defaults
+from serve_spec.layers.quantized import (
     GROUP,
     Int4Weight,
     int4_works,
     plain_weight,
     quantized_groups,
 )
-from serve_spec.layers.linear import Linear
-from serve_spec.layers.module import tensor_defaults
 
 CPU = torch.device("cpu")
 needs_int4 = pytest.mark.skipif(not int4_works(CPU), reason="torch has no int4 products here")

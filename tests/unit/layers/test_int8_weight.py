@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.layers.int8_weight import Int8Weight, int8_works, quantized_rows
+from serve_spec.layers.quantized import Int8Weight, int8_works, quantized_rows
 
 needs_int8 = pytest.mark.skipif(not int8_works(), reason="torch has no int8 products here")
 

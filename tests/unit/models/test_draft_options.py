@@ -13,7 +13,7 @@ from serve_spec.engine.build import load_models
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.models import load_target
 from serve_spec.models.draft import load_draft
-from serve_spec.models.draft_probe import probe_text, settle_layers, settle_theta
+from serve_spec.models.draft_probe import choose_layers, choose_theta, probe_text
 from serve_spec.parallel.group import SINGLE
 from tests.helpers.checkpoints import make_eagle3
 
@@ -61,8 +61,8 @@ def test_layers_that_are_to_be_measured_are_and_the_theta_after_them(
     path = config.speculative.speculative_draft_model_path
     ids = Tokenizer(target_dir).encode(probe_text())
     head = load_draft(path, target, "EAGLE3")
-    layers = settle_layers(head, target, ids, [(2, 4, 5), (3, 5, 6)])
-    theta = settle_theta(head, target, ids)
+    layers = choose_layers(head, target, ids, [(2, 4, 5), (3, 5, 6)])
+    theta = choose_theta(head, target, ids)
     measured = {"speculative_draft_aux_layers_mean": "probe"}
     found = loaded_head(config, speculative_draft_rope_theta="probe", **measured)
     assert (found.capture.layer_ids, found.shape.rope_theta) == (layers, theta)

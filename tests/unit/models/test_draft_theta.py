@@ -19,11 +19,11 @@ from serve_spec.models.draft_checkpoint import read_draft
 from serve_spec.models.draft_probe import (
     TRAINER_THETA,
     best_theta,
+    choose_layers,
+    choose_theta,
     overlap_measure,
     probe_text,
     set_theta,
-    settle_layers,
-    settle_theta,
 )
 from serve_spec.models.draft_shape import both_readings
 from tests.helpers.checkpoints import make_eagle, make_eagle3
@@ -97,7 +97,7 @@ def test_a_settled_head_computes_with_the_theta_that_drafts_best(
 ) -> None:
     make_eagle3(tmp_path, target_dir, rope_theta=40.0)
     head: Any = load_draft(tmp_path, target, "EAGLE3")
-    found = settle_theta(head, target, IDS.tolist())
+    found = choose_theta(head, target, IDS.tolist())
     by_theta = {
         theta: plain_overlap(head, PlainHead(tmp_path, target_dir, rope_theta=theta), target)
         for theta in (40.0, TRAINER_THETA, target.shape.rope_theta)
@@ -120,7 +120,7 @@ def test_a_settled_head_reads_the_layers_that_draft_best(
         scores[layers] = plain_overlap(head, PlainHead(tmp_path, target_dir), target)
     for mean in ("input", "output"):
         head = load_draft(tmp_path, target, "EAGLE3", DraftOptions(aux_layers_mean=mean))
-        found = settle_layers(head, target, IDS.tolist(), readings)
+        found = choose_layers(head, target, IDS.tolist(), readings)
         assert found == max(readings, key=lambda layers: scores[layers])
         assert head.capture == FeatureCapture(found)
 
@@ -134,7 +134,7 @@ def test_ids_of_one_reading_alone_are_not_read_otherwise(
     make_eagle3(tmp_path, target_dir, **entry)
     assert both_readings(read_draft(tmp_path), 8) == ()
     head = load_draft(tmp_path, target, "EAGLE3")
-    assert settle_layers(head, target, IDS.tolist(), ()) == tuple(ids or (2, 4, 5))
+    assert choose_layers(head, target, IDS.tolist(), ()) == tuple(ids or (2, 4, 5))
 
 
 def test_no_more_of_a_text_is_read_than_positions_there_are(
@@ -143,7 +143,7 @@ def test_no_more_of_a_text_is_read_than_positions_there_are(
     make_eagle3(tmp_path, target_dir)
     short = load_target(target_dir, torch.float32, max_model_len=20)
     head = load_draft(tmp_path, short, "EAGLE3")
-    twice = [settle_theta(head, short, IDS[:count].tolist()) for count in (150, 20)]
+    twice = [choose_theta(head, short, IDS[:count].tolist()) for count in (150, 20)]
     assert twice[0] == twice[1]
 
 
@@ -152,7 +152,7 @@ def test_the_shipped_head_is_found_out_though_its_config_lied() -> None:
     lie = DraftOptions(rope_theta=1000000.0)
     head = load_draft(SHIPPED / "eagle3", target, "EAGLE3", lie)
     ids = Tokenizer(SHIPPED / "target").encode(probe_text())
-    assert settle_theta(head, target, ids[:200]) == TRAINER_THETA
+    assert choose_theta(head, target, ids[:200]) == TRAINER_THETA
 
 
 def test_the_shipped_head_reads_its_own_layers_whatever_they_were_counted_as() -> None:
@@ -163,4 +163,4 @@ def test_the_shipped_head_reads_its_own_layers_whatever_they_were_counted_as() -
     for first in (wrong, (2, 4, 5)):
         options = DraftOptions(aux_layer_ids=first)
         head = load_draft(SHIPPED / "eagle3", target, "EAGLE3", options)
-        assert settle_layers(head, target, ids[:200], [wrong, (2, 4, 5)]) == (2, 4, 5)
+        assert choose_layers(head, target, ids[:200], [wrong, (2, 4, 5)]) == (2, 4, 5)

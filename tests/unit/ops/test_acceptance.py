@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from serve_spec.core.draft import MAX_TREE_TOKENS
 from serve_spec.ops import acceptance
 from serve_spec.ops.acceptance import AcceptedPath
 from serve_spec.ops.noise import seed_words
@@ -125,9 +126,9 @@ def test_forced_acceptance_follows_first_children(
 
 @BOTH
 def test_a_sequence_may_fill_every_row_there_is(ops: Any) -> None:
-    chain = Tree(tuple((7, i - 1, 7) for i in range(acceptance.MAX_TREE_TOKENS)))
-    found = ops.accept_path(*tensors_of([chain, chain]), acceptance.MAX_TREE_TOKENS)
-    assert found.num_correct.tolist() == [acceptance.MAX_TREE_TOKENS - 1] * 2
+    chain = Tree(tuple((7, i - 1, 7) for i in range(MAX_TREE_TOKENS)))
+    found = ops.accept_path(*tensors_of([chain, chain]), MAX_TREE_TOKENS)
+    assert found.num_correct.tolist() == [MAX_TREE_TOKENS - 1] * 2
     _, parents, _, starts = tensors_of([chain])
     masks = ops.tree_masks(parents, starts).tolist()
     assert [mask % 2**64 for mask in masks] == [2 ** (i + 1) - 1 for i in range(len(chain.rows))]
@@ -163,9 +164,11 @@ def test_request_slots_grow_by_what_is_emitted_and_the_host_reads_the_same(
     with poisoned_memory():
         accepted = ops.accept_and_advance(
             *rows,
-            state.recent,
-            state.lengths,
-            torch.tensor(slots, dtype=torch.int32, device=DEVICE),
+            acceptance.RequestTokens(
+                state.recent,
+                state.lengths,
+                torch.tensor(slots, dtype=torch.int32, device=DEVICE),
+            ),
             results,
         )
     expected, lengths = before.recent.tolist(), before.lengths.tolist()

@@ -36,8 +36,7 @@ def batches(draw: st.DrawFn, ties: bool) -> Batch:
     parents = [[draw(st.integers(0, place)) for place in range(width)] for _ in range(size)]
     return {
         "shares": [rows(share, width) for _ in range(size)],
-        "query_lens": rows(st.sampled_from([0, 1, 1, 1, 7])),
-        "limits": rows(st.integers(0, width) | st.just(width)),
+        "query_lens": rows(st.integers(0, width + 1) | st.just(width + 1)),
         "depth_limits": rows(st.integers(0, depth) | st.just(depth + 1)),
         "kinds": rows(st.integers(0, 1)),
         "calibration": [rows(st.tuples(weights, biases), depth) for _ in range(2)],
@@ -70,7 +69,7 @@ def survival_of(batch: Batch, b: int, path: tuple[int, ...]) -> float:
     """Multiply the chances along a path of slots in float64."""
     lines = batch["calibration"][batch["kinds"][b]][: batch["depth_limits"][b]][: len(path)]
     shares = torch.tensor(batch["shares"]).flatten()[list(path)].double()
-    end = batch["drafts"][b][0] + batch["limits"][b] * min(batch["query_lens"][b], 1)
+    end = batch["drafts"][b][0] + batch["query_lens"][b] - 1
     if path[-1] >= end or len(path) > len(lines) or not all(shares > -math.inf):
         return 0.0
     weights, biases = torch.tensor(lines).double().T
@@ -108,7 +107,7 @@ def test_the_first_of_a_sort_are_admitted_each_behind_its_own_path(way: Any, bat
 
 def plain_batch(shares: list[list[float]], weight: float, budget: int) -> Batch:
     width = len(shares[0])
-    numbers = {"query_lens": 1, "limits": width, "depth_limits": width, "kinds": 0}
+    numbers = {"query_lens": width + 1, "depth_limits": width, "kinds": 0}
     batch: Batch = {name: [number] * len(shares) for name, number in numbers.items()}
     return batch | {"shares": shares, "calibration": [[(weight, 0)] * width], "budget": [budget]}
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from serve_spec.ops import dispatch, kv_move, norm
+from serve_spec.ops import acceptance, dispatch, elementwise
 from tests.helpers.triton import DEVICE, reference
 
-from serve_spec.ops import draft_tree, draft_tree_triton, norm_triton  # isort: skip
+from serve_spec.ops import draft_tree, draft_tree_triton, elementwise_triton  # isort: skip
 
 ON_GPU: Any = SimpleNamespace(is_cuda=True)
 
@@ -26,12 +26,12 @@ def plain(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
     return "reference"
 
 
-plain.__module__, plain.__name__ = norm.__name__, "rms_norm"
-plain.__annotations__ = norm.rms_norm.__annotations__
+plain.__module__, plain.__name__ = elementwise.__name__, "rms_norm"
+plain.__annotations__ = elementwise.rms_norm.__annotations__
 
 
 def test_the_kernel_gets_the_arguments_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm_triton, "rms_norm", kernel)
+    monkeypatch.setattr(elementwise_triton, "rms_norm", kernel)
     choose = dispatch.has_kernel(plain)
     assert choose(ON_GPU, 1, eps=2) == ("kernel", (ON_GPU, 1), {"eps": 2})  # type: ignore[arg-type]
     assert choose(torch.ones(1), 1, 2) == "reference"  # type: ignore[arg-type]
@@ -39,17 +39,17 @@ def test_the_kernel_gets_the_arguments_as_they_are(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_compiler_sees_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm_triton, "rms_norm", kernel)
+    monkeypatch.setattr(elementwise_triton, "rms_norm", kernel)
     monkeypatch.setattr(dispatch, "is_compiling", lambda: True)
     choose = dispatch.has_kernel(plain)
     assert choose(ON_GPU, 1, 2) == "reference"  # type: ignore[arg-type]
 
 
 def test_the_first_tensor_decides_and_not_a_list_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from serve_spec.ops import kv_move_triton
+    from serve_spec.ops import acceptance_triton
 
-    monkeypatch.setattr(kv_move_triton, "move_accepted", kernel)
-    choose: Any = dispatch.has_kernel(dispatch.reference_of(kv_move.move_accepted))
+    monkeypatch.setattr(acceptance_triton, "move_accepted", kernel)
+    choose: Any = dispatch.has_kernel(dispatch.reference_of(acceptance.move_accepted))
     assert choose([], ON_GPU, 1, 2, 3)[0] == "kernel"
 
 

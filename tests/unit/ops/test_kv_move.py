@@ -9,14 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_spec.ops import kv_move
+from serve_spec.ops import acceptance
 from tests.helpers.triton import DEVICE, reference
 
-from serve_spec.ops import kv_move_triton  # isort: skip
+from serve_spec.ops import acceptance_triton  # isort: skip
 
 DEPTH = 4
 TWINS = pytest.mark.parametrize(
-    "twin", [reference(kv_move), kv_move_triton], ids=["plain", "kernel"]
+    "twin", [reference(acceptance), acceptance_triton], ids=["plain", "kernel"]
 )
 
 # Rows of a sequence, and the rows of its path: increasing, after the root.

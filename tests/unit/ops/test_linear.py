@@ -15,7 +15,7 @@ from tests.helpers.triton import DEVICE, reference, relative_error
 from serve_spec.layers.linear import Linear  # isort: skip
 from serve_spec.layers.module import tensor_defaults  # isort: skip
 from serve_spec.ops import linear, linear_triton  # isort: skip
-from serve_spec.ops.linear_tiles import choose_tiles  # isort: skip
+from serve_spec.ops.linear import choose_tiles  # isort: skip
 
 plain = reference(linear)
 
@@ -36,16 +36,16 @@ def integers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(-8, 9, shape, generator=generator).to(DEVICE, torch.bfloat16)
 
 
-@pytest.mark.parametrize("is_eight_bit", [False, True])
+@pytest.mark.parametrize("is_fp8", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "num_outputs", "in_features"), [*SHAPES, (2, 48, 1024)])
 def test_the_kernels_follow_their_laws(
-    num_rows: int, num_outputs: int, in_features: int, dtype: torch.dtype, is_eight_bit: bool
+    num_rows: int, num_outputs: int, in_features: int, dtype: torch.dtype, is_fp8: bool
 ) -> None:
     x = random(num_rows, in_features, dtype=dtype)
     weight, scale = random(2 * num_outputs, in_features, dtype=dtype, seed=1), None
-    if is_eight_bit:
-        kept = linear.EightBit.of(weight)
+    if is_fp8:
+        kept = linear.Fp8Weight.of(weight)
         weight, scale = kept.values, kept.scale
     bias = random(2 * num_outputs, dtype=dtype, seed=2)
     for b in (None, bias):
@@ -66,14 +66,14 @@ def test_eight_bits_keep_every_row_to_a_sixteenth_of_each_number_or_of_nothing(
 ) -> None:
     """Four significant bits, and below 2^-6 / 448 of the largest number a fixed step."""
     weight = random(num_outputs, in_features, seed=seed) * 2.0**exponent
-    kept = linear.EightBit.of(weight)
+    kept = linear.Fp8Weight.of(weight)
     error = (kept.values.float() * kept.scale[:, None] - weight).abs()
     smallest = weight.abs().amax(dim=1, keepdim=True) * 2.0**-9 / 448
     assert bool((error <= weight.abs() / 16 + smallest).all())
 
 
 def test_a_row_of_zeros_stays_one_in_eight_bits() -> None:
-    kept = linear.EightBit.of(torch.zeros(2, 3))
+    kept = linear.Fp8Weight.of(torch.zeros(2, 3))
     assert torch.equal(kept.values.float() * kept.scale[:, None], torch.zeros(2, 3))
 
 
@@ -84,13 +84,13 @@ def test_addends_make_the_whole_to_the_bit(
 ) -> None:
     x = random(num_rows, in_features, dtype=dtype)
     weight = random(num_outputs, in_features, dtype=dtype, seed=1)
-    of_eight_bits = linear.EightBit.of(weight)
-    for values, scale in ((weight, None), (of_eight_bits.values, of_eight_bits.scale)):
+    of_fp8 = linear.Fp8Weight.of(weight)
+    for values, scale in ((weight, None), (of_fp8.values, of_fp8.scale)):
         with poisoned_memory():
-            addends = linear_triton.small_addends(x, values, scale)
+            partials = linear_triton.small_partials(x, values, scale)
         expected = linear_triton.small_linear(x, values, scale=scale)
-        assert torch.equal(linear.whole(addends, expected), expected)
-        law = linear.whole(plain.small_addends(x, values, scale), expected)
+        assert torch.equal(linear.sum_partials(partials, expected), expected)
+        law = linear.sum_partials(plain.small_partials(x, values, scale), expected)
         assert relative_error(law, expected) < TOLERANCE[dtype]
 
 
@@ -143,15 +143,15 @@ def test_a_layer_whose_results_are_float32_makes_them_so() -> None:
     st.booleans(),
 )
 def test_any_product_is_cut_into_programs_that_fit(
-    num_outputs: int, in_features: int, num_rows: int, gated: bool, eight_bit: bool
+    num_outputs: int, in_features: int, num_rows: int, gated: bool, fp8: bool
 ) -> None:
-    tiles = choose_tiles(num_outputs, in_features, num_rows, gated, eight_bit)
+    tiles = choose_tiles(num_outputs, in_features, num_rows, gated, fp8)
     assert tiles.columns % tiles.depth == 0
     assert not gated or tiles.columns >= in_features
     assert all(n & (n - 1) == 0 for n in (tiles.outputs, tiles.rows, tiles.depth, tiles.warps))
     weight_rows = tiles.outputs * (2 if gated else 1)
     assert tiles.stages >= 2
-    bytes_per_column = weight_rows * (1 if eight_bit else 2) + tiles.rows * 2
+    bytes_per_column = weight_rows * (1 if fp8 else 2) + tiles.rows * 2
     assert tiles.stages * tiles.depth * bytes_per_column <= 227 * 1024
 
 

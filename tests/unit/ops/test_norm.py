@@ -9,9 +9,9 @@ from torch import Tensor
 from tests.helpers.memory import poisoned_memory
 from tests.helpers.triton import DEVICE, reference, relative_error
 
-from serve_spec.ops import norm, norm_triton  # isort: skip
+from serve_spec.ops import elementwise, elementwise_triton  # isort: skip
 
-plain = reference(norm)
+plain = reference(elementwise)
 
 TOLERANCE = {torch.bfloat16: 1e-3, torch.float16: 1e-4, torch.float32: 1e-6}
 EPS = 1e-5
@@ -28,8 +28,8 @@ def test_the_kernels_follow_their_laws(shape: tuple[int, ...], dtype: torch.dtyp
     weight = random(shape[-1], dtype=dtype, seed=2)
     before = x.clone(), residual.clone()
     with poisoned_memory():
-        normed, total = norm_triton.add_rms_norm(x, residual, weight, EPS)
-        alone = norm_triton.rms_norm(x, weight, EPS)
+        normed, total = elementwise_triton.add_rms_norm(x, residual, weight, EPS)
+        alone = elementwise_triton.rms_norm(x, weight, EPS)
     expected, sums = plain.add_rms_norm(x, residual, weight, EPS)
     assert (alone.shape, alone.dtype) == (normed.shape, normed.dtype) == (shape, dtype)
     assert relative_error(alone, plain.rms_norm(x, weight, EPS)) < TOLERANCE[dtype]
@@ -44,14 +44,14 @@ def test_the_kernels_follow_their_laws(shape: tuple[int, ...], dtype: torch.dtyp
 def test_addends_are_added_up_in_order_and_rounded_before_the_residual_is(
     shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    addends, residual = random(*shape), random(*shape[1:], dtype=dtype, seed=1)
+    partials, residual = random(*shape), random(*shape[1:], dtype=dtype, seed=1)
     weight = random(shape[-1], dtype=dtype, seed=2)
-    whole = addends[0]
-    for addend in addends[1:]:
+    whole = partials[0]
+    for addend in partials[1:]:
         whole = whole + addend
     expected = residual + whole.to(dtype)
-    for twin in (plain, norm_triton):
-        normed, total = twin.add_rms_norm(addends, residual, weight, EPS)
+    for twin in (plain, elementwise_triton):
+        normed, total = twin.add_rms_norm(partials, residual, weight, EPS)
         assert torch.equal(total, expected)
         assert relative_error(normed, plain.rms_norm(expected, weight, EPS)) < TOLERANCE[dtype]
 
@@ -59,10 +59,10 @@ def test_addends_are_added_up_in_order_and_rounded_before_the_residual_is(
 def test_rows_may_be_part_of_wider_tensors() -> None:
     wide, weight = random(4, 150), random(48, seed=1)
     x, residual = wide[:, :48], wide[:, 60:108]
-    normed, total = norm_triton.add_rms_norm(x, residual, weight, EPS)
+    normed, total = elementwise_triton.add_rms_norm(x, residual, weight, EPS)
     assert torch.equal(total, x + residual)
     assert relative_error(normed, plain.rms_norm(total, weight, EPS)) < 1e-6
-    alone = norm_triton.rms_norm(residual, weight, EPS)
+    alone = elementwise_triton.rms_norm(residual, weight, EPS)
     assert relative_error(alone, plain.rms_norm(residual, weight, EPS)) < 1e-6
 
 
@@ -73,11 +73,13 @@ def test_rows_of_any_size_are_normed_in_float32(scale: float) -> None:
     weight = random(64, seed=1).half()
     exact = plain.rms_norm(x.double(), weight.double(), EPS)
     assert torch.isfinite(exact).all()
-    found = norm_triton.rms_norm(x, weight, EPS)
+    found = elementwise_triton.rms_norm(x, weight, EPS)
     assert torch.allclose(found.double(), exact, rtol=2e-3, atol=1e-6)
 
 
 def test_no_rows_give_no_rows() -> None:
     x, weight = torch.empty(0, 16, device=DEVICE), random(16)
-    assert norm_triton.rms_norm(x, weight, EPS).shape == (0, 16)
-    assert [part.shape for part in norm_triton.add_rms_norm(x, x, weight, EPS)] == [(0, 16)] * 2
+    assert elementwise_triton.rms_norm(x, weight, EPS).shape == (0, 16)
+    assert [part.shape for part in elementwise_triton.add_rms_norm(x, x, weight, EPS)] == [
+        (0, 16)
+    ] * 2

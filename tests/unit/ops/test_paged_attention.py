@@ -130,11 +130,11 @@ class Scene:
         while lines < needed:
             lines *= 2
         tiling = Tiling(tokens, lines, num_warps=4, num_stages=2, **rest)
-        group = kernel._Group(0, num_requests, max_query_len)
+        group = kernel._Group(0, num_requests, max_query_len, tiling, fills_up=True)
         out = torch.empty(*self.query.shape[:2], self.values.shape[2]).to(self.query)
         pools, plan = (self.keys, self.values), replace(self.plan)
         for _ in range(2):  # two layers of one forward
-            kernel._launch(self.query, *pools, plan, self.kind, group, tiling, out, fills_up=True)
+            kernel._launch(self.query, *pools, plan, self.kind, group, out)
         return out
 
     def check(self, out: Tensor, tolerance: float = 1e-5) -> None:
@@ -373,10 +373,10 @@ def test_every_program_reads_a_fair_part_of_long_caches(
     tokens, kind = 16, AttentionKind(window=window)
     scene = Scene(lengths, heads=(1, 1), widths=(1, 1), page_size=64, kind=kind)
     max_query_len = max(1, *(count for _, count in lengths))
-    group = kernel._Group(0, len(lengths), max_query_len)
     num_tiles = sum(-(-count // tokens) for _, count in lengths)
     tiling = Tiling(tokens, 16, 16, 4, 2)
-    work = kernel._plan_work(scene.plan, kind, group, tiling, programs, num_tiles + 1, 1)
+    group = kernel._Group(0, len(lengths), max_query_len, tiling, fills_up=True)
+    work = kernel._plan_work(scene.plan, kind, group, len(scene.query), programs, 1)
     tiles, ranges = work.tiles.tolist(), work.ranges.tolist()
     shares: dict[int, list[tuple[int, int]]] = {tile: [] for tile in range(num_tiles)}
     read = []

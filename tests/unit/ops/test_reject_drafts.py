@@ -163,7 +163,13 @@ class Batch:
         drawn = torch.cat([self._drawn, torch.tensor(padding, dtype=torch.int64)]).to(DEVICE)
         with poisoned_memory():
             forced = ops.reject_drafts(
-                logits, row_tokens, drawn, starts, slots, positions, params, drafted, method
+                logits,
+                rejection.Chains(row_tokens, starts, slots),
+                drawn,
+                positions,
+                params,
+                drafted,
+                method,
             )
         accepted = reference(acceptance).accept_path(
             row_tokens, parents.to(DEVICE), drawn, starts, self.depth, forced

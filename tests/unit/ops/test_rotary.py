@@ -9,16 +9,18 @@ import torch
 from torch import Tensor
 
 from serve_spec.layers.rope import RotaryTable
-from serve_spec.ops import rotary
+from serve_spec.ops import elementwise
 from tests.helpers.triton import DEVICE, reference
 
-from serve_spec.ops import rotary_triton  # isort: skip
+from serve_spec.ops import elementwise_triton  # isort: skip
 
 NUM_SLOTS = 40
 POISON = 1e30
 # float32 may be fused into one rounding or not; the others are rounded to their own last place.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-TWINS = pytest.mark.parametrize("twin", [reference(rotary), rotary_triton], ids=["plain", "kernel"])
+TWINS = pytest.mark.parametrize(
+    "twin", [reference(elementwise), elementwise_triton], ids=["plain", "kernel"]
+)
 
 
 class Scene:
@@ -56,7 +58,11 @@ class Scene:
         """Queries, keys and values as they should be, in float32."""
         sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         query, key, value = self.heads.float().split(sizes, dim=1)
-        return rotary.rotate(query, self.rotation), rotary.rotate(key, self.rotation), value
+        return (
+            elementwise.rotate(query, self.rotation),
+            elementwise.rotate(key, self.rotation),
+            value,
+        )
 
 
 @TWINS
@@ -93,9 +99,9 @@ def test_heads_may_be_part_of_wider_rows(twin: Any) -> None:
 def test_heads_may_come_as_addends(twin: Any) -> None:
     scene, other = Scene(4, 4, 2, 16, torch.bfloat16), Scene(4, 4, 2, 16, torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
-    addends = torch.randn(3, *scene.heads.shape, generator=generator).to(DEVICE)
-    scene.heads = (addends[0] + addends[1] + addends[2]).bfloat16()
-    other.heads = addends
+    partials = torch.randn(3, *scene.heads.shape, generator=generator).to(DEVICE)
+    scene.heads = (partials[0] + partials[1] + partials[2]).bfloat16()
+    other.heads = partials
     assert torch.equal(scene.run(twin), other.run(twin))
     assert torch.equal(scene.keys, other.keys)
     assert torch.equal(scene.values, other.values)

@@ -17,8 +17,8 @@ from tests.helpers.triton import DEVICE
 
 from serve_spec.ops import shared_sum as plain  # isort: skip
 from serve_spec.ops.dispatch import reference_of  # isort: skip
-from serve_spec.ops import norm_triton, shared_sum_triton  # isort: skip
-from serve_spec.ops.norm import add_rms_norm  # isort: skip
+from serve_spec.ops import elementwise_triton, shared_sum_triton  # isort: skip
+from serve_spec.ops.elementwise import add_rms_norm  # isort: skip
 from serve_spec.ops.shared_sum import (  # isort: skip
     CAPACITY_BYTES,
     DTYPES,
@@ -32,7 +32,7 @@ from serve_spec.ops.shared_sum import (  # isort: skip
     fits,
     flags_shape,
     part_words,
-    rows_fit,
+    residual_fits,
     share_numbers,
     shared_sum,
     shares_shape,
@@ -58,7 +58,9 @@ LAW = Way(
     reference_of(add_rms_norm),
 )
 KERNEL = Way(
-    shared_sum_triton.sum_over_ranks, shared_sum_triton.sum_add_norm, norm_triton.add_rms_norm
+    shared_sum_triton.sum_over_ranks,
+    shared_sum_triton.sum_add_norm,
+    elementwise_triton.add_rms_norm,
 )
 both = pytest.mark.parametrize("way", [LAW, KERNEL], ids=["law", "kernel"])
 one_thread_each = pytest.mark.skipif(
@@ -368,7 +370,7 @@ def test_other_tensors_do_not_fit() -> None:
     assert not fits(torch.zeros(4, dtype=torch.float64))
     assert not fits(torch.zeros(5, dtype=torch.bfloat16)), "half a word"
     assert not fits(torch.zeros(5, dtype=torch.bfloat16)[1:]), "words begin at their own places"
-    assert not rows_fit(torch.zeros(4, 3, dtype=torch.bfloat16)), "every other row would not"
+    assert not residual_fits(torch.zeros(4, 3, dtype=torch.bfloat16)), "every other row would not"
 
 
 @either_way
@@ -384,7 +386,7 @@ def test_the_largest_sum_uses_every_program(way: Way) -> None:
 @both
 def test_the_widest_row_fills_its_slot(way: Way) -> None:
     parts = all_drawn(2, 2, 2 * SLOT_WORDS, dtype=torch.bfloat16)
-    assert rows_fit(parts[0])
+    assert residual_fits(parts[0])
     weight = drawn(2 * SLOT_WORDS, dtype=torch.bfloat16, seed=9)
     found = Rank(0, 2, way).add_norm(parts, parts[0], weight)
     expected = way.add_rms_norm(shared_sum(parts), parts[0], weight, EPS)

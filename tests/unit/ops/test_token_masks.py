@@ -7,14 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_spec.ops import token_masks
-from serve_spec.ops.token_masks import LEAST
+from serve_spec.ops import score_edits
+from serve_spec.ops.score_edits import LEAST
 from tests.helpers.triton import DEVICE, reference
 
-from serve_spec.ops import token_masks_triton  # isort: skip
+from serve_spec.ops import score_edits_triton  # isort: skip
 
 VOCAB = 2500  # several blocks, the last one broken
-WAYS = [reference(token_masks), token_masks_triton]
+WAYS = [reference(score_edits), score_edits_triton]
 
 
 def packed(allowed: torch.Tensor) -> torch.Tensor:

@@ -66,7 +66,7 @@ def test_several_processes_add_to_the_bit(tmp_path: Path) -> None:
 
 def test_a_rank_that_is_let_go_waits_for_no_other(tmp_path: Path) -> None:
     shared = SharedSum(shared_memory(tmp_path, 0, 2))
-    timer = threading.Timer(0.2, shared.let_go)
+    timer = threading.Timer(0.2, shared.release)
     timer.start()
     x = torch.ones(3, 1000)
     for _ in range(3):

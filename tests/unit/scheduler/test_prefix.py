@@ -12,8 +12,9 @@ from serve_spec.core.request import FinishReason, SamplingParams, SpeculativeOpt
 from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager
-from serve_spec.scheduler import scheduler as scheduler_module
-from serve_spec.scheduler.scheduler import MIN_SHARED_TOKENS, Scheduler
+from serve_spec.scheduler import queue as queue_module
+from serve_spec.scheduler.queue import MIN_SHARED_TOKENS
+from serve_spec.scheduler.scheduler import Scheduler
 
 PAGE = 4
 ALONE, AHEAD = WorkerLimits(8), WorkerLimits(8, async_scheduling=True)
@@ -207,9 +208,7 @@ def test_what_is_read_is_of_ones_own_text_and_what_is_known_was_committed(
 
     No token and no page is lost. One round is in flight while another is planned, or none.
     """
-    monkeypatch.setattr(
-        scheduler_module, "MIN_SHARED_TOKENS", 8
-    )  # the texts of this test are short
+    monkeypatch.setattr(queue_module, "MIN_SHARED_TOKENS", 8)  # the texts of this test are short
     rng = random.Random(num_pages + shift)
     scheduler = make(num_pages, shift=shift)
     worker = RememberingWorker(scheduler.cache, shift, rng)
@@ -227,34 +226,34 @@ def test_what_is_read_is_of_ones_own_text_and_what_is_known_was_committed(
         return plan, worker.execute(plan)
 
     for step in range(1200):
-        if step < 1000 and rng.random() < 0.3 and len(scheduler.waiting) < 4:
+        if step < 1000 and rng.random() < 0.3 and len(scheduler.queue.waiting) < 4:
             seq = next(arrivals)
             worker.sequences[seq.request_id] = seq
-            scheduler.add(seq)
-        if rng.random() < 0.02 and scheduler.has_work:
-            victim = rng.choice(list(scheduler.sequences()))
-            assert scheduler.abort(victim.request_id) is victim
+            scheduler.queue.add(seq)
+        if rng.random() < 0.02 and scheduler.queue.has_work:
+            victim = rng.choice(list(scheduler.queue.sequences()))
+            assert scheduler.queue.abort(victim.request_id) is victim
             lengths_at_abort[victim.request_id] = len(victim)
         flight = flight or run(None)
         if flight is None:
-            assert not scheduler.has_work
+            assert not scheduler.queue.has_work
             continue
         following = run(flight[0]) if runs_ahead else None
         if following is not None:
             num_prompts_ahead += not all(row.is_decode for row in following[0].requests)
         committed = scheduler.commit(*flight, cut)
         num_finished += sum(row.seq.finished for row in committed)
-        scheduler.check_integrity()
+        scheduler.queue.check_integrity()
         worker.check_published()
-        counts.append(scheduler.take_prefix_counts())
+        counts.append(scheduler.queue.take_prefix_counts())
         flight = following
-    assert not scheduler.has_work, "two hundred rounds end whatever is left"
+    assert not scheduler.queue.has_work, "two hundred rounds end whatever is left"
     assert scheduler.cache.num_free_pages == num_pages
     assert num_finished > 100
     assert len(lengths_at_abort) > 10
     assert (num_prompts_ahead > 20) == runs_ahead
     assert scheduler.cache.tree.num_evicted > 20
-    assert (scheduler.num_preemptions > 5) == (num_pages == 26)
+    assert (scheduler.queue.num_preemptions > 5) == (num_pages == 26)
     hits = sum(count.num_hit_tokens for count in counts)
     queries = sum(count.num_query_tokens for count in counts)
     assert 0.2 < hits / queries < 1, "the test needs texts that share, and some that do not"
@@ -284,9 +283,9 @@ def run(scheduler: Scheduler, *sequences: Sequence) -> list[list[ScheduledReques
     worker = RememberingWorker(scheduler.cache, 0, random.Random(0))
     for seq in sequences:
         worker.sequences[seq.request_id] = seq
-        scheduler.add(seq)
+        scheduler.queue.add(seq)
     rounds = []
-    while scheduler.has_work:
+    while scheduler.queue.has_work:
         plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), WorkerLimits(0))
         assert plan is not None
         rounds.append(list(plan.requests))
@@ -340,16 +339,16 @@ def test_room_that_a_hit_brings_lets_a_text_in_that_would_not_fit_beside_others(
         second = sequence("b", [*text[:17], *text[:3]], max_tokens=1)
         for seq in (first, second):
             worker.sequences[seq.request_id] = seq
-        scheduler.add(first)
+        scheduler.queue.add(first)
         for _ in range(2):
             plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), WorkerLimits(0))
             assert plan is not None
             scheduler.commit(plan, worker.execute(plan), cut)
-            scheduler.add(second) if second not in scheduler.waiting else None
+            scheduler.queue.add(second) if second not in scheduler.queue.waiting else None
         plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), WorkerLimits(0))
         assert plan is not None
         assert len(plan.requests) == (2 if prefix_caching else 1)
-        scheduler.check_integrity()
+        scheduler.queue.check_integrity()
 
 
 def test_a_text_whose_draft_broke_leaves_none_of_its_entries() -> None:

@@ -81,7 +81,7 @@ def step(
     """Plan a round, run it and commit it."""
     plan = planned(scheduler, num_steps, limits)
     scheduler.commit(plan, worker.execute(plan), cut)
-    scheduler.check_integrity()
+    scheduler.queue.check_integrity()
     return plan
 
 
@@ -91,10 +91,10 @@ def test_drafts_never_keep_a_prompt_from_its_share_of_the_budget(num_steps: int)
     scheduler = make(max_num_batched_tokens=32)
     worker = PretendedWorker(random.Random(7))
     for name in ("1", "2", "3", "4"):
-        scheduler.add(sequence(name, 2, max_tokens=40))
+        scheduler.queue.add(sequence(name, 2, max_tokens=40))
     for round_number in range(4):
         if round_number == 2:
-            scheduler.add(arriving := sequence("9", 20, max_tokens=4))
+            scheduler.queue.add(arriving := sequence("9", 20, max_tokens=4))
         plan = step(scheduler, worker, num_steps)
         assert sum(row.query_len for row in plan.requests) <= 32
     assert arriving.num_output_tokens >= 1
@@ -107,9 +107,9 @@ def test_requests_draft_beside_a_prompt_that_arrives_during_a_step(
     scheduler = make(num_pages=100)
     worker = PretendedWorker(random.Random(11))
     for name in ("1", "2", "3", "4"):
-        scheduler.add(sequence(name, 3, max_tokens=60))
+        scheduler.queue.add(sequence(name, 3, max_tokens=60))
     under_way = planned(scheduler, 0, AHEAD)
-    scheduler.add(arriving := sequence("5", num_prompt_tokens, max_tokens=60))
+    scheduler.queue.add(arriving := sequence("5", num_prompt_tokens, max_tokens=60))
     plan = planned(scheduler, 7, AHEAD, under_way)
     assert [row.is_decode for row in plan.requests] == [True] * 4 + [False]
     assert all(row.num_steps > 0 for row in plan.requests[:4])
@@ -124,9 +124,9 @@ def test_requests_draft_beside_a_prompt_that_arrives_during_a_step(
 def test_a_long_prompt_is_cut_beside_a_step_in_flight_and_leaves_room_for_drafts() -> None:
     scheduler = make(num_pages=100, max_num_batched_tokens=20)
     worker = PretendedWorker(random.Random(11))
-    scheduler.add(sequence("1", 3, max_tokens=60))
+    scheduler.queue.add(sequence("1", 3, max_tokens=60))
     plan = planned(scheduler, 0, AHEAD)
-    scheduler.add(sequence("2", 30, max_tokens=3))
+    scheduler.queue.add(sequence("2", 30, max_tokens=3))
     cut_at = []
     while plan is not None and len(cut_at) < 2:
         following = planned(scheduler, 7, AHEAD, plan)
@@ -141,7 +141,7 @@ def put_off(num_steps: int = 3) -> Scheduler:
     """Return a scheduler of texts whose next round, with drafts, had to wait for want of pages."""
     scheduler, worker = make(num_pages=3), PretendedWorker(random.Random(12))
     for number in range(2):
-        scheduler.add(sequence(str(number), 3, max_tokens=60))
+        scheduler.queue.add(sequence(str(number), 3, max_tokens=60))
     step(scheduler, worker, 0, AHEAD)
     # Texts of four tokens, in a page of four each: with one more each they need another.
     under_way = planned(scheduler, 0, AHEAD)
@@ -172,12 +172,12 @@ def test_a_prompt_moves_on_even_where_decode_rows_fill_the_budget() -> None:
     scheduler = make(max_num_batched_tokens=3)
     worker = PretendedWorker(random.Random(10))
     for name in ("1", "2", "3"):
-        scheduler.add(sequence(name, 1, max_tokens=60))
+        scheduler.queue.add(sequence(name, 1, max_tokens=60))
     for round_number in range(15):
         if round_number == 4:
-            scheduler.add(arriving := sequence("9", 8, max_tokens=4))
+            scheduler.queue.add(arriving := sequence("9", 8, max_tokens=4))
         step(scheduler, worker, 3)
-    assert len(scheduler.running) >= 3, "the others must still be decoding"
+    assert len(scheduler.queue.running) >= 3, "the others must still be decoding"
     assert arriving.num_output_tokens >= 1
 
 
@@ -185,11 +185,13 @@ def test_a_whole_prompt_is_served_under_a_stream_of_short_ones() -> None:
     """Without chunks, a prompt longer than what is left must not wait for ever."""
     scheduler = make(max_num_batched_tokens=48, chunked_prefill_size=None)
     worker = PretendedWorker(random.Random(8))
-    scheduler.add(sequence("1", 3, max_tokens=100))
+    scheduler.queue.add(sequence("1", 3, max_tokens=100))
     for round_number in range(2, 8):
-        scheduler.add(sequence(str(round_number), 46 if round_number == 3 else 3, max_tokens=50))
+        scheduler.queue.add(
+            sequence(str(round_number), 46 if round_number == 3 else 3, max_tokens=50)
+        )
         step(scheduler, worker, 3)
-    long_prompt = next(seq for seq in scheduler.sequences() if seq.request_id == "3")
+    long_prompt = next(seq for seq in scheduler.queue.sequences() if seq.request_id == "3")
     assert long_prompt.num_output_tokens >= 1
 
 
@@ -198,9 +200,9 @@ def test_a_last_chunk_of_one_token_is_prefill_not_a_round() -> None:
     for budget in (16, 18):
         scheduler = make(max_num_batched_tokens=budget)
         seq = sequence("1", 17, max_tokens=4)
-        scheduler.add(seq)
+        scheduler.queue.add(seq)
         worker = PretendedWorker(random.Random(9))
-        while scheduler.has_work:
+        while scheduler.queue.has_work:
             step(scheduler, worker, 0)
         counts.append((seq.stats.num_rounds, seq.stats.accept_length))
     assert counts[0] == counts[1] == (3, 1.0)
@@ -209,7 +211,7 @@ def test_a_last_chunk_of_one_token_is_prefill_not_a_round() -> None:
 def test_without_chunked_prefill_a_prompt_is_computed_in_one_round() -> None:
     scheduler = make(max_num_batched_tokens=48, chunked_prefill_size=None)
     for name in ("1", "2"):
-        scheduler.add(sequence(name, 40, max_tokens=2))
+        scheduler.queue.add(sequence(name, 40, max_tokens=2))
     plan = planned(scheduler, 3)
     assert [len(row.token_ids) for row in plan.requests] == [40]
     assert plan.requests[0].samples
@@ -219,30 +221,30 @@ def test_prompts_are_cut_small_while_others_decode_and_whole_otherwise() -> None
     """A round with a long chunk would hold up everyone who decodes."""
     scheduler = make(chunked_prefill_size=2)
     worker = PretendedWorker(random.Random(4))
-    scheduler.add(sequence("1", 30, max_tokens=50))
+    scheduler.queue.add(sequence("1", 30, max_tokens=50))
     sizes = []
     for _ in range(3):
         plan = planned(scheduler, 3)
         sizes.append(sum(len(req.token_ids) for req in plan.prefill_requests))
         scheduler.commit(plan, worker.execute(plan), cut)
         if len(sizes) == 1:
-            scheduler.add(sequence("2", 15, max_tokens=50))
+            scheduler.queue.add(sequence("2", 15, max_tokens=50))
     assert sizes == [30, 10, 5]
 
 
 def test_the_policy_knows_the_prompts_that_share_the_round_and_their_rows() -> None:
     scheduler = make(max_num_batched_tokens=32)
-    scheduler.add(sequence("1", 20, max_tokens=9))
+    scheduler.queue.add(sequence("1", 20, max_tokens=9))
     asked: list[tuple[int, int]] = []
 
     def choose(batch: DecodeBatch) -> RoundSteps:
-        asked.append((batch.num_prompts, batch.num_prompt_rows))
+        asked.append((batch.num_prompts, batch.num_prompt_tokens))
         return RoundSteps(DraftShape.chain(0))
 
     worker = PretendedWorker(random.Random(0))
     for name, num_prompt in (("2", 0), ("3", 5), ("4", 40)):
         if num_prompt:
-            scheduler.add(sequence(name, num_prompt, max_tokens=1))
+            scheduler.queue.add(sequence(name, num_prompt, max_tokens=1))
         plan = scheduler.plan(choose, WorkerLimits(0))
         assert plan is not None
         scheduler.commit(plan, worker.execute(plan), cut)
@@ -253,11 +255,11 @@ def test_drafts_give_way_to_other_texts_before_anyone_is_preempted() -> None:
     """Two texts that just fit: rounds shrink their drafts instead of evicting."""
     scheduler = make(num_pages=6)
     for name in ("1", "2"):
-        scheduler.add(sequence(name, 4, max_tokens=8))
+        scheduler.queue.add(sequence(name, 4, max_tokens=8))
     worker = PretendedWorker(random.Random(4))
-    while scheduler.has_work:
+    while scheduler.queue.has_work:
         step(scheduler, worker, 7)
-    assert scheduler.num_preemptions == 0
+    assert scheduler.queue.num_preemptions == 0
 
 
 def test_known_mistake_5_pages_are_held_for_the_drafts_of_the_round_and_returned_after_it() -> None:
@@ -265,7 +267,7 @@ def test_known_mistake_5_pages_are_held_for_the_drafts_of_the_round_and_returned
     scheduler = make()
     worker = PretendedWorker(random.Random(7))
     seq = sequence("1", 5, max_tokens=200)
-    scheduler.add(seq)
+    scheduler.queue.add(seq)
     for turn in range(60):
         (row,) = step(scheduler, worker, (7, 0, 1, 3)[turn % 4]).requests
         assert len(row.page_ids) == -(-(row.length + row.num_steps) // 4)
@@ -275,8 +277,8 @@ def test_known_mistake_5_pages_are_held_for_the_drafts_of_the_round_and_returned
 
 def test_only_what_penalties_count_is_named() -> None:
     scheduler = make()
-    scheduler.add(sequence("1", 3, logit_bias={5: 1.0}))
-    scheduler.add(sequence("2", 3))
+    scheduler.queue.add(sequence("1", 3, logit_bias={5: 1.0}))
+    scheduler.queue.add(sequence("2", 3))
     plan = planned(scheduler, 0)
     assert [row.edited for row in plan.requests] == [EditedText(3), None]
 
@@ -284,9 +286,9 @@ def test_only_what_penalties_count_is_named() -> None:
 def test_rows_by_a_grammar_name_what_is_generated_and_follow_no_round_under_way() -> None:
     scheduler = make(num_pages=60, max_num_batched_tokens=24)
     worker, zero = PretendedWorker(random.Random(0)), RoundSteps(DraftShape.chain(0))
-    scheduler.add(sequence("1", 3, max_tokens=9))
+    scheduler.queue.add(sequence("1", 3, max_tokens=9))
     free = planned(scheduler, 0, AHEAD)
-    scheduler.add(ruled := sequence("2", 3, max_tokens=9, grammar=Grammar.regex("a+")))
+    scheduler.queue.add(ruled := sequence("2", 3, max_tokens=9, grammar=Grammar.regex("a+")))
     assert scheduler.plan(lambda _: zero, AHEAD, free) is None
     scheduler.commit(free, worker.execute(free), cut)
     for _ in range(3):
@@ -295,5 +297,5 @@ def test_rows_by_a_grammar_name_what_is_generated_and_follow_no_round_under_way(
         assert [row.generated_ids for row in plan.requests] == [(), tuple(said)]
         assert plan.has_grammars
         assert scheduler.plan(lambda _: zero, AHEAD, plan) is None
-    scheduler.abort("2")
+    scheduler.queue.abort("2")
     planned(scheduler, 0, AHEAD, planned(scheduler, 0, AHEAD))

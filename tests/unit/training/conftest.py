@@ -6,9 +6,14 @@ import pytest
 import torch
 
 from serve_spec.models import Llama
-from serve_spec.training.checkpoint import export_checkpoint
 from serve_spec.training.settings import llama_config
-from serve_spec.training.weights import MasterWeights, initialise, load_frozen, new_llama
+from serve_spec.training.weights import (
+    MasterWeights,
+    export_checkpoint,
+    initialise,
+    load_frozen,
+    new_llama,
+)
 
 CONFIG = llama_config(
     vocab_size=64,

@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from recipes.tiny.plots import plot_survival
-from serve_spec.training.acceptance import in_loop, walk
-from serve_spec.training.checkpoint import export_checkpoint
-from serve_spec.training.evaluate import evaluate, markdown
+from serve_spec.training.evaluate import evaluate, in_loop, markdown, walk
 from serve_spec.training.settings import EvaluationPlan, draft_recipe, llama_config
-from serve_spec.training.weights import MasterWeights, initialise, new_llama
+from serve_spec.training.weights import MasterWeights, export_checkpoint, initialise, new_llama
 
 
 def test_the_walk_plays_the_worked_example() -> None:

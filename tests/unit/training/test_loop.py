@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from serve_spec.training.batches import mixed_rows, windows
 from serve_spec.training.loop import LossFunction, Run, Trainer, read_log
+from serve_spec.training.sampling import mixed_rows, windows
 from serve_spec.training.settings import Phase, Schedule
 
 PHASE = Phase(1e-2, Schedule(steps=12, warmup_steps=3), rows=2, row_tokens=8, log_every=1)

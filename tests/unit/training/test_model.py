@@ -12,12 +12,11 @@ from transformers import LlamaForCausalLM
 from serve_spec.core.errors import CheckpointError
 from serve_spec.models import Llama, load_draft, load_target
 from serve_spec.models.weights import open_checkpoint
-from serve_spec.training.checkpoint import SHARD_BYTES, export_checkpoint
 from serve_spec.training.drafts import new_draft
-from serve_spec.training.lesson import Teacher, forward_rows
 from serve_spec.training.sampling import continue_rows, gumbel_like
 from serve_spec.training.settings import DRAFTERS, draft_recipe
-from serve_spec.training.weights import MasterWeights, load_frozen
+from serve_spec.training.unroll import Teacher, forward_rows
+from serve_spec.training.weights import SHARD_BYTES, MasterWeights, export_checkpoint, load_frozen
 
 
 def test_the_training_forward_is_that_of_transformers(target: Llama, target_folder: Path) -> None:

@@ -15,9 +15,16 @@ from serve_spec.layers.causal import Rows
 from serve_spec.models import DraftHead, Llama
 from serve_spec.training.attention import attend, row_positions
 from serve_spec.training.drafts import new_draft
-from serve_spec.training.lesson import Lesson, Teacher
 from serve_spec.training.settings import draft_recipe
-from serve_spec.training.unroll import draft_loss, features_of, medusa_loss, unroll, unroll_step
+from serve_spec.training.unroll import (
+    Lesson,
+    Teacher,
+    draft_loss,
+    features_of,
+    medusa_loss,
+    unroll,
+    unroll_step,
+)
 from serve_spec.training.weights import load_frozen
 
 STEPS = 5

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.worker.chunks import Chunk, PrefillChunks, grouped
+from serve_spec.worker.step_buffers import Chunk, PrefillChunks, grouped
 
 MAX_TOKENS, MAX_CHUNKS = 256, 12
 BUFFERS = PrefillChunks.create(MAX_TOKENS, MAX_CHUNKS, torch.device("cpu"))

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.worker import corpus as module
-from serve_spec.worker.corpus import Corpus, load_corpus
-from serve_spec.worker.ngram import NgramDrafter
+from serve_spec.worker import ngram as module
+from serve_spec.worker.ngram import Corpus, NgramDrafter, load_corpus
 
 TEXTS = st.lists(st.integers(0, 3), max_size=60)
 MAX_MATCH = 4

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.core.draft import DraftShape, TextDrafts
-from serve_spec.worker.corpus import Corpus
-from serve_spec.worker.ngram import BRANCHING_PLACES, NgramDrafter, branched
+from serve_spec.worker.ngram import BRANCHING_PLACES, Corpus, NgramDrafter, branched
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 LENGTHS = st.tuples(st.integers(1, 4), st.integers(0, 3)).map(lambda pair: (pair[0], sum(pair)))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.plan import EditedText, ScheduledBatch, ScheduledRequest
 from serve_spec.core.request import SamplingParams
-from serve_spec.worker.plan_delta import PlanDecoder, PlanEncoder
+from serve_spec.worker.tensor_parallel import PlanDecoder, PlanEncoder
 
 PARAMS = [SamplingParams(), SamplingParams(temperature=0.0, frequency_penalty=0.5)]
 

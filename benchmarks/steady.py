@@ -22,7 +22,7 @@ from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.core.record import StepRecord
 from serve_spec.engine.engine import SpecEngine
 
-SETTLE_STEPS = 4
+WARM_UP_STEPS = 4
 """Steps not counted after a change of variant: one was launched ahead, and drafts are extended."""
 TRIAL_STEPS = 12
 _MIN_BATCHED_TOKENS = 2048
@@ -101,7 +101,7 @@ def run_variants(
             if batch.num_remaining <= margin or (is_over and may_end):
                 break
             step = batch.step(variants[name][number % len(variants[name])])
-            if number >= SETTLE_STEPS and step is not None:
+            if number >= WARM_UP_STEPS and step is not None:
                 steps[name].append(step)
     missing = [name for name, mine in steps.items() if not mine]
     if missing:

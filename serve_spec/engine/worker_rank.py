@@ -14,9 +14,8 @@ import torch
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.engine.build import build_worker, load_models, rank_device
+from serve_spec.parallel.channel import Address, RankChannel
 from serve_spec.parallel.group import join
-from serve_spec.parallel.line import Address
-from serve_spec.parallel.orders import Orders
 from serve_spec.worker.tensor_parallel import run_worker_loop
 
 
@@ -25,14 +24,14 @@ def follow(config: ServeSpecConfig, rank: int, size: int, address: Address) -> N
 
     Errors are reported to rank 0.
     """
-    with Orders(address, rank) as orders:
+    with RankChannel(address, rank) as channel:
         device = rank_device(config, rank)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        orders.ready()
-        parallel = join(rank, size, device, address, orders.host)
+        channel.ready()
+        parallel = join(rank, size, device, address, channel.host)
         try:
-            run_worker_loop(build_worker(config, load_models(config, parallel)), orders)
+            run_worker_loop(build_worker(config, load_models(config, parallel)), channel)
         finally:
             parallel.close()
 

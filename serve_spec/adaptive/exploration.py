@@ -1,0 +1,149 @@
+"""Trials of other shapes, and a guard that compares rounds that draft with plain rounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from serve_spec.adaptive.costs import STALE_ROUNDS
+from serve_spec.adaptive.drafts import SAMPLE_REQUESTS
+from serve_spec.adaptive.planner import Candidate
+from serve_spec.core.round import DecodeBatch, Reason
+
+PLAN_ROUNDS = 8
+"""Rounds that follow a plan; twice as many follow one that keeps the shape."""
+EXPLORED_SHARE = 0.002
+"""Share of the time that exploration may cost,"""
+BUDGET_MS = 60_000.0
+"""of which older time weighs 1/e."""
+EXPLORE_AFTER = 128
+"""Rounds between explorations: of drafts while off; of plain rounds, chains or trees while on."""
+
+
+class Trial(NamedTuple):
+    """What runs for a few rounds instead of the plan. `request_ids`: that draft; None: all."""
+
+    candidate: Candidate
+    num_rounds: int
+    reason: Reason
+    request_ids: frozenset[str] | None = None
+
+
+class Exploration:
+    """Time that trials took, and when the next one is due."""
+
+    def __init__(self) -> None:
+        self._total_ms = self._lost_ms = 0.0
+        self._num_rounds = 0  # since the last trial
+        self._tried_plain = False
+
+    @property
+    def share(self) -> float:
+        """Share of the time that trials cost lately."""
+        return self._lost_ms / max(self._total_ms, 1e-9)
+
+    def observe(self, ms: float, lost_ms: float) -> None:
+        """Add a round. lost_ms: what it cost more than the plan; 0 unless it was a trial."""
+        fade = math.exp(-ms / BUDGET_MS)
+        self._total_ms = self._total_ms * fade + ms
+        self._lost_ms = max(0.0, self._lost_ms * fade + lost_ms)
+
+    def propose(
+        self,
+        batch: DecodeBatch,
+        chosen: Candidate,
+        found: Sequence[Candidate],
+        num_rounds: int,
+        is_due: bool,
+    ) -> Trial | None:
+        """Return a trial if one is due and the time pays for it.
+
+        found: candidates, plain rounds first. num_rounds: of the plan that follows otherwise.
+        is_due: whether to try plain rounds now.
+        """
+        spare_ms = EXPLORED_SHARE * self._total_ms - self._lost_ms
+        self._num_rounds += num_rounds
+        is_due = is_due or self._num_rounds >= EXPLORE_AFTER
+        if not chosen.shape.depth:
+            if len(found) < 2 or self._num_rounds < EXPLORE_AFTER or spare_ms < 0.0:
+                return None
+            self._num_rounds = 0
+            return _drafting_trial(batch, found)
+        plain = found[0]
+        kinds = [x for x in found[1:] if x.shape.is_chain != chosen.shape.is_chain]
+        tried, num = plain, 2  # the first follows another shape and is not learned from
+        if kinds and self._tried_plain:
+            tried, num = max(kinds, key=lambda each: each.tokens_per_ms), PLAN_ROUNDS
+        lost = num * tried.ms * max(0.0, 1.0 - tried.tokens_per_ms / chosen.tokens_per_ms)
+        if not is_due or lost > spare_ms:
+            return None
+        self._num_rounds, self._tried_plain = 0, tried is plain
+        return Trial(tried, num, Reason.BASELINE if tried is plain else Reason.PROBE)
+
+
+def _drafting_trial(batch: DecodeBatch, found: Sequence[Candidate]) -> Trial:
+    """Return drafts of a few requests, those that lack the fewest draft KV entries."""
+    num = min(batch.size, SAMPLE_REQUESTS // PLAN_ROUNDS)
+    lacks = batch.num_missing_entries or [0] * batch.size
+    members = sorted(range(batch.size), key=lambda at: (lacks[at], -at))[:num]
+    tried = max(found[1:3], key=lambda each: each.tokens_per_ms)
+    tried = replace(tried, budget=None, expected=tried.expected * num / batch.size)
+    ids = frozenset([batch.request_ids[at] for at in members])
+    return Trial(tried, PLAN_ROUNDS, Reason.PROBE, ids)
+
+
+GUARD_ROUNDS = 64
+"""Drafting rounds before a comparison, after which an older one weighs 1/e. Also the rounds off
+after a first loss: each further loss doubles them, as many rounds without a loss reset them."""
+LEAST_SPEEDUP = 0.98
+"""Measured speed over plain rounds below which drafting loses."""
+
+
+class SpeedGuard:
+    """Measured speed of drafting over plain rounds, of one bucket.
+
+    Times are in units of the table's plain round.
+    """
+
+    def __init__(self) -> None:
+        self.plain: float | None = None  # units that a plain round takes
+        self.rounds_left = 0  # rounds that it keeps speculation off; the policy counts them down
+        self._closed_rounds = GUARD_ROUNDS
+        self._num = 0
+        self._tokens = self._units = 0.0
+
+    def observe_plain(self, units: float) -> None:
+        """Take in a plain round."""
+        self.plain = units if self.plain is None else 0.5 * (self.plain + units)
+
+    def observe(self, tokens: float, units: float) -> None:
+        """Take in a round that drafted and emitted so many tokens per request."""
+        fade = 1.0 - 1.0 / GUARD_ROUNDS
+        self._num += 1
+        self._tokens, self._units = fade * self._tokens + tokens, fade * self._units + units
+        speedup = self.speedup
+        if speedup is None or self._num < GUARD_ROUNDS:
+            return
+        if speedup < LEAST_SPEEDUP:
+            self.rounds_left = self._closed_rounds
+            self._closed_rounds = min(2 * self._closed_rounds, STALE_ROUNDS)
+            self._num, self._tokens, self._units = 0, 0.0, 0.0
+        elif self._num >= self._closed_rounds:
+            self._closed_rounds = GUARD_ROUNDS
+
+    @property
+    def speedup(self) -> float | None:
+        """Measured speed over plain rounds; None before both ran."""
+        return self._tokens / self._units * self.plain if self.plain and self._units else None
+
+    def snapshot(self) -> dict[str, object]:
+        """Return its state, JSON-able. Speeds are tokens per request and plain round."""
+        speedup = self.speedup
+        return {
+            "guard_rounds_left": self.rounds_left,
+            "plain_speed": None if self.plain is None else round(1.0 / self.plain, 4),
+            "drafting_speed": round(self._tokens / self._units, 4) if self._units else None,
+            "measured_speedup": None if speedup is None else round(speedup, 4),
+        }

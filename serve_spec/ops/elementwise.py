@@ -1,0 +1,54 @@
+"""RMS norm, alone or after a residual addition; rotary embedding, with writes to the KV pool."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from serve_spec.core.context import Rotation
+from serve_spec.ops.dispatch import has_kernel
+from serve_spec.ops.linear import sum_partials
+
+
+@has_kernel
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return x / sqrt(mean(x²) + eps) · weight, in float32, rounded once to x's dtype.
+
+    x: [..., width]; weight: [width].
+    """
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+@has_kernel
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return (rms_norm(x + residual), x + residual); the sum is rounded before the norm.
+
+    residual: [..., width]; x: the same, or its partial sums (see `linear.sum_partials`).
+    """
+    total = residual + sum_partials(x, residual)
+    return rms_norm(total, weight, eps), total
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Return x [T, heads, d] rotated by its positions, computed in float32."""
+    rolled = x.roll(x.shape[-1] // 2, -1)
+    return torch.addcmul(x * rotation.cos, rolled, rotation.sin).to(x.dtype)
+
+
+@has_kernel
+def rotate_and_store(
+    heads: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, num_heads: int
+) -> Tensor:
+    """Rotate queries and keys, and write keys and values of one layer to the pool.
+
+    heads: [T, num_heads + 2·kv_heads, d], queries, keys and values, or their partial sums (see
+    `linear.sum_partials`); slots: int64 [T]; keys, values: [num_slots, kv_heads, d]. Returns the
+    rotated queries [T, num_heads, d]. Of tokens that share a slot any one may win.
+    """
+    heads = sum_partials(heads, keys)
+    num_rotated = num_heads + keys.shape[1]
+    rotated = rotate(heads[:, :num_rotated], rotation)
+    keys.index_copy_(0, slots, rotated[:, num_heads:])
+    values.index_copy_(0, slots, heads[:, num_rotated:])
+    return rotated[:, :num_heads]

@@ -1,0 +1,153 @@
+"""Norms and rotary embedding: a launch each, one pass over memory."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from serve_spec.core.context import Rotation
+from serve_spec.ops.dispatch import dependent_launch
+from serve_spec.ops.linear_triton import load_sum
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `elementwise.rms_norm`. The rows of x may be strided, their elements not."""
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    _launch(rows, None, weight, out, None, eps)
+    return out.view(x.shape)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `elementwise.add_rms_norm`. Rows may be strided, their elements not."""
+    rows = residual.reshape(-1, residual.shape[-1])
+    partials = x if x.dim() > residual.dim() else x[None]
+    partials = partials.reshape(len(partials), *rows.shape)
+    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    total = torch.empty_like(out)
+    _launch(partials[0], rows, weight, out, total, eps, partials.stride(0), len(partials))
+    return out.view(residual.shape), total.view(residual.shape)
+
+
+def _launch(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    out: Tensor,
+    total: Tensor | None,
+    eps: float,
+    partial_stride: int = 0,
+    num_partials: int = 1,
+) -> None:
+    """Launch the kernel. x: the first partial sum."""
+    num_rows, width = x.shape
+    block = triton.next_power_of_2(width)
+    dependent = dependent_launch(x.device)
+    _rms_norm_kernel[(num_rows,)](
+        x, residual, weight, out, total, width,
+        x.stride(0), 0 if residual is None else residual.stride(0), partial_stride, eps,
+        NUM_PARTIALS=num_partials, BLOCK=block, DEPENDENT=dependent,
+        num_warps=min(max(block // 512, 1), 16), launch_pdl=dependent,
+    )  # fmt: skip
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x, residual, weight, out, total, width, x_stride, residual_stride, partial_stride, eps,
+    NUM_PARTIALS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < width
+    gain = tl.load(weight + at, mask=inside, other=0.0)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    places = x + row * x_stride + at
+    values = load_sum(places, inside, partial_stride, NUM_PARTIALS, out.dtype.element_ty)
+    if residual is not None:
+        addend = tl.load(residual + row * residual_stride + at, mask=inside, other=0.0)
+        values = (values.to(tl.float32) + addend.to(tl.float32)).to(values.dtype)
+        tl.store(total + row * width + at, values, mask=inside)
+    values = values.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values) / width + eps)
+    tl.store(out + row * width + at, values * scale * gain.to(tl.float32), mask=inside)
+
+
+_HEADS_PER_PROGRAM = 8
+_ROTATE_WARPS = 4
+
+
+def rotate_and_store(
+    heads: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, num_heads: int
+) -> Tensor:
+    """See `elementwise.rotate_and_store`; the rotated queries are contiguous here."""
+    num_rows, num_all, head_dim = heads.shape[-3:]
+    assert heads.stride()[-2:] == (head_dim, 1), "the heads of a token are contiguous"
+    num_partials = len(heads) if heads.dim() == 4 else 1
+    for pool in (keys, values):
+        assert pool.is_contiguous(), "a layer of the pool is contiguous"
+    query = keys.new_empty((num_rows, num_heads, head_dim))
+    if num_rows == 0:
+        return query
+    dependent = dependent_launch(heads.device)
+    _rotate_and_store_kernel[(num_rows, triton.cdiv(num_all, _HEADS_PER_PROGRAM))](
+        heads, rotation.cos_table, rotation.sin_table, rotation.positions, slots,
+        query, keys, values, heads.stride(-3), heads.stride(0),
+        NUM_PARTIALS=num_partials, NUM_HEADS=num_heads, NUM_KV_HEADS=keys.shape[1],
+        HALF=head_dim // 2, BLOCK_HEADS=_HEADS_PER_PROGRAM,
+        BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+        DEPENDENT=dependent, num_warps=_ROTATE_WARPS, launch_pdl=dependent,
+    )  # fmt: skip
+    return query
+
+
+@triton.jit
+def _rotate_and_store_kernel(
+    heads, cos_table, sin_table, positions, slots, query, keys, values, row_stride, partial_stride,
+    NUM_PARTIALS: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    position = tl.load(positions + row).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+    dim = tl.arange(0, BLOCK_HALF)[None, :]
+    is_dim = dim < HALF
+    # The second half of a table row: there the sines have their own sign.
+    angle = position * (2 * HALF) + HALF + dim
+    cos = tl.load(cos_table + angle, mask=is_dim, other=0.0)
+    sin = tl.load(sin_table + angle, mask=is_dim, other=0.0)
+
+    is_head = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & is_dim
+    source = heads + row * row_stride + head * (2 * HALF) + dim
+    dtype = query.dtype.element_ty
+    first = load_sum(source, is_head, partial_stride, NUM_PARTIALS, dtype)
+    second = load_sum(source + HALF, is_head, partial_stride, NUM_PARTIALS, dtype)
+    is_value = head >= NUM_HEADS + NUM_KV_HEADS
+    x, y = first.to(tl.float32), second.to(tl.float32)
+    first = tl.where(is_value, first, (x * cos - y * sin).to(first.dtype))
+    second = tl.where(is_value, second, (y * cos + x * sin).to(second.dtype))
+
+    target = query + (row * NUM_HEADS + head) * (2 * HALF) + dim
+    _store_halves(target, first, second, HALF, (head < NUM_HEADS) & is_dim)
+    key = head - NUM_HEADS
+    target = keys + (slot * NUM_KV_HEADS + key) * (2 * HALF) + dim
+    _store_halves(target, first, second, HALF, (key >= 0) & (key < NUM_KV_HEADS) & is_dim)
+    value = key - NUM_KV_HEADS
+    target = values + (slot * NUM_KV_HEADS + value) * (2 * HALF) + dim
+    _store_halves(target, first, second, HALF, is_value & is_head)
+
+
+@triton.jit
+def _store_halves(target, first, second, HALF: tl.constexpr, mask):
+    tl.store(target, first, mask=mask)
+    tl.store(target + HALF, second, mask=mask)

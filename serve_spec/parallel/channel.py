@@ -1,0 +1,243 @@
+"""The RPC channel between rank 0 and a worker rank: messages over TCP, and notice of a lost end."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import pickle
+import select
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Self
+
+from serve_spec.log import get_logger
+
+logger = get_logger(__name__)
+
+LOOPBACK = "127.0.0.1"
+"""Where ranks of one host meet. By number: a host's own name may resolve to anything."""
+STOP = None
+"""The message that ends a worker rank."""
+
+_PROOF_S = 5
+"""Seconds in which a caller must prove that it is a rank."""
+_SILENCE_MS = 10_000
+"""Milliseconds after which a host that does not answer counts as gone."""
+_NO_TIMEOUT, _PROOF_TIMEOUT = struct.pack("ll", 0, 0), struct.pack("ll", _PROOF_S, 0)
+_GRACE_S = 10.0
+"""Seconds that a computation gets to end once rank 0 is gone."""
+_BREAK_S = 1.0
+"""Seconds within which the end of rank 0 explains an error of a worker rank."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where rank 0 is reached, and the secret of its ranks.
+
+    port: where worker ranks connect. store_port: where ranks find each other before they compute.
+    """
+
+    host: str
+    port: int
+    store_port: int
+    secret: bytes = field(repr=False)
+
+
+class Channel:
+    """One end of a TCP connection. If a process ends, the other end notices at once."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._connection = Connection(os.dup(end.fileno()))
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A host that is switched off closes nothing.
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MS)
+
+    @property
+    def host(self) -> str:
+        """Return this end's address."""
+        return str(self._end.getsockname()[0])
+
+    def send(self, message: object) -> None:
+        """Send a message. Raise OSError if the other end is gone."""
+        self.send_pickled(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+    def send_pickled(self, message: bytes) -> None:
+        """Send a message that is pickled already."""
+        self._connection.send_bytes(message)
+
+    def receive(self) -> object:
+        """Wait for the next message. Raise EOFError if the other end has none left."""
+        try:
+            return pickle.loads(self._connection.recv_bytes())
+        except OSError as error:
+            raise EOFError from error
+
+    def has_message(self) -> bool:
+        """Return whether `receive` would not wait."""
+        with suppress(OSError):
+            return self._connection.poll()
+        return False
+
+    def is_broken(self, within_s: float = 0.0) -> bool:
+        """Return whether the other end is gone, or goes within that time."""
+        return bool(_wait_for_end([self], within_s))
+
+    def disconnect(self) -> None:
+        """Break the channel; the other end can read what was sent before."""
+        with suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Free the socket. No thread may wait for its end then."""
+        self._connection.close()
+        self._end.close()
+
+    def fileno(self) -> int:
+        """Return the socket's number."""
+        return self._end.fileno()
+
+    def authenticate(self, secret: bytes, mine: bytes, theirs: bytes) -> None:
+        """Prove that both ends know the secret, before anything is unpickled.
+
+        mine, theirs: names of the two ends, so that a proof cannot be sent back as one's own.
+
+        Raises:
+            EOFError: the other end does not know it, or does not answer.
+        """
+        self._limit_silence(_PROOF_TIMEOUT)
+        challenge = os.urandom(32)
+        try:
+            self._connection.send_bytes(challenge)
+            answer = _proof(secret, mine, self._connection.recv_bytes(32))
+            self._connection.send_bytes(answer)
+            proof = self._connection.recv_bytes(32)
+        except OSError as error:
+            raise EOFError from error
+        if not hmac.compare_digest(proof, _proof(secret, theirs, challenge)):
+            raise EOFError("the other end does not know the secret")
+        self._limit_silence(_NO_TIMEOUT)
+
+    def _limit_silence(self, limit: bytes) -> None:
+        self._end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
+def wait_for_end(channels: Sequence[Channel]) -> None:
+    """Wait until one of them is broken, at either end."""
+    _wait_for_end(channels, None)
+
+
+def _wait_for_end(channels: Sequence[Channel], within_s: float | None) -> list[tuple[int, int]]:
+    poll = select.poll()
+    for channel in channels:
+        # Ends and errors only: messages wait for `receive`.
+        poll.register(channel.fileno(), select.POLLRDHUP)
+    return poll.poll(None if within_s is None else within_s * 1e3)
+
+
+def listen(host: str) -> socket.socket:
+    """Return a socket that worker ranks connect to, on a free port."""
+    return socket.create_server((host, 0), backlog=64)
+
+
+def accept(listener: socket.socket, secret: bytes) -> Channel | None:
+    """Return a channel to the next process that connects; None if it is not a rank.
+
+    Raises:
+        TimeoutError: no process connected within the listener's time limit.
+    """
+    end, _ = listener.accept()
+    end.setblocking(True)
+    return _authenticated(Channel(end), secret, b"rank 0", b"worker rank")
+
+
+def connect(address: Address) -> Channel:
+    """Return a channel to rank 0.
+
+    Raises:
+        OSError: nothing listens there, or it is not rank 0.
+    """
+    channel = Channel(socket.create_connection((address.host, address.port)))
+    authenticated = _authenticated(channel, address.secret, b"worker rank", b"rank 0")
+    if authenticated is None:
+        raise ConnectionRefusedError(f"{address.host}:{address.port} is not rank 0's")
+    return authenticated
+
+
+def _authenticated(channel: Channel, secret: bytes, mine: bytes, theirs: bytes) -> Channel | None:
+    try:
+        channel.authenticate(secret, mine, theirs)
+    except EOFError:
+        channel.close()
+        return None
+    return channel
+
+
+def _proof(secret: bytes, name: bytes, challenge: bytes) -> bytes:
+    return hmac.digest(secret, name + challenge, "sha256")
+
+
+class RankChannel:
+    """A worker rank's end: iterates over rank 0's messages until there are no more.
+
+    As a context, it reports to rank 0 the error that ended it. Once rank 0 is gone, the process
+    ends, even in the middle of a computation that waits for rank 0.
+
+    address: where rank 0 listens.
+    """
+
+    def __init__(self, address: Address, rank: int) -> None:
+        self._rank = rank
+        self._channel = connect(address)
+        self._has_ended = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="rank 0", daemon=True)
+        self._watcher.start()
+
+    @property
+    def host(self) -> str:
+        """Return the address at which other ranks reach this one."""
+        return self._channel.host
+
+    def ready(self) -> None:
+        """Report to rank 0 that this rank is about to join."""
+        self._channel.send((self._rank, None))
+
+    def __iter__(self) -> Iterator[object]:
+        with suppress(EOFError):
+            while (message := self._channel.receive()) is not STOP:
+                yield message
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        """Report an error, and swallow it if the loss of rank 0 explains it."""
+        is_alone = isinstance(error, RuntimeError) and self._channel.is_broken(_BREAK_S)
+        if error is not None and not is_alone:
+            with suppress(OSError):
+                self._channel.send((self._rank, f"{type(error).__name__}: {error}"))
+        self._has_ended.set()
+        self._channel.disconnect()
+        self._watcher.join()
+        self._channel.close()
+        return is_alone
+
+    def _watch(self) -> None:
+        wait_for_end([self._channel])
+        if not self._has_ended.wait(_GRACE_S):
+            logger.error("rank %d ends in the middle of its work: rank 0 is gone", self._rank)
+            os._exit(1)

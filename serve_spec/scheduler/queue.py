@@ -1,0 +1,179 @@
+"""Waiting and running sequences, and the request slots and pages that they hold."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+from serve_spec.core.plan import ScheduledRequest
+from serve_spec.core.request import FinishReason
+from serve_spec.core.sequence import Sequence
+from serve_spec.kvcache.manager import KVCacheManager
+from serve_spec.kvcache.radix import PrefixHit
+from serve_spec.scheduler.requests import Prompt
+
+MIN_SHARED_TOKENS = 128
+"""Fewest prompt tokens for which waiting for another request's prefill costs less than computing
+them again."""
+
+
+@dataclass
+class PrefixCounts:
+    """Tokens of newly admitted sequences, and how many of them the prefix cache held."""
+
+    num_query_tokens: int = 0
+    num_hit_tokens: int = 0
+
+
+class RequestQueue:
+    """Admits in order of arrival; when pages run out, the youngest sequence is preempted.
+
+    A preempted sequence keeps its tokens and recomputes its KV cache later, except for cached
+    prefix pages. Its text does not change: a draw depends on (prefix, seed, position) only.
+    """
+
+    def __init__(
+        self,
+        cache: KVCacheManager,
+        max_num_seqs: int,
+        on_leave: Callable[[Sequence], None],
+        first_draft_entry: int = 0,
+    ) -> None:
+        """on_leave: called with every sequence that leaves the batch: finished, aborted or
+        preempted. first_draft_entry: see `Sequence`.
+        """
+        self.cache = cache
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._on_leave = on_leave
+        self._first_draft_entry = first_draft_entry
+        self._max_num_seqs = max_num_seqs
+        self._prefix_counts = PrefixCounts()
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a new sequence."""
+        self.waiting.append(seq)
+
+    def abort(self, request_id: str) -> Sequence | None:
+        """End a sequence between steps. Return None if it is unknown or has ended."""
+        seq = next((s for s in self.sequences() if s.request_id == request_id), None)
+        if seq is not None:
+            self.finish(seq, FinishReason.ABORT)
+        return seq
+
+    def sequences(self) -> Iterator[Sequence]:
+        """Yield every unfinished sequence."""
+        yield from self.running
+        yield from self.waiting
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether any sequence is unfinished."""
+        return bool(self.running or self.waiting)
+
+    def take_prefix_counts(self) -> PrefixCounts:
+        """Return and reset the counts since the last call."""
+        counts, self._prefix_counts = self._prefix_counts, PrefixCounts()
+        return counts
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless reference counts and lengths are consistent."""
+        self.cache.check_integrity(self.sequences())
+        assert all(not seq.page_ids for seq in self.waiting), "a waiting sequence holds pages"
+        assert len(self.running) <= self._max_num_seqs, "more sequences run than allowed"
+
+    def admit(self) -> None:
+        """Admit waiting sequences in order while their uncached tokens fit the free pages."""
+        for seq in tuple(islice(self.waiting, len(self._free_slots))):
+            hit = self.cache.find(seq)
+            if not self.cache.can_start(seq, hit, len(seq) + 1):
+                break  # first come, first served
+            if self._is_being_computed(seq, hit):
+                continue
+            self.waiting.remove(seq)
+            seq.request_slot = self._free_slots.pop()
+            seq.num_draft_computed = self._first_draft_entry
+            self.cache.start(seq, hit)
+            self.cache.reserve(seq, len(seq))
+            self._count_hit(seq)
+            self.running.append(seq)
+
+    def _is_being_computed(self, seq: Sequence, hit: PrefixHit) -> bool:
+        """Return whether a running prefill will compute half or more of what `seq` lacks.
+
+        If several requests with one prompt arrive together, the first computes it for all.
+        """
+        known = len(hit.page_ids) * self.cache.page_size
+        shared = known + max(MIN_SHARED_TOKENS, (len(seq) - known) // 2)
+        if shared > self.cache.most_cached(seq):
+            return False
+        return any(
+            not other.is_decoding
+            and other.num_computed < shared < len(other)
+            and other.token_ids[shared] == seq.token_ids[shared]
+            and other.token_ids[:shared] == seq.token_ids[:shared]
+            for other in self.running
+        )
+
+    def _count_hit(self, seq: Sequence) -> None:
+        """Count a sequence's cached prefix, the first time it is admitted."""
+        if seq.num_cached_tokens is None:
+            seq.num_cached_tokens = seq.num_computed
+            self._prefix_counts.num_query_tokens += len(seq)
+            self._prefix_counts.num_hit_tokens += seq.num_computed
+
+    def after_step(
+        self, in_flight: Mapping[str, ScheduledRequest]
+    ) -> tuple[list[Sequence], list[Prompt]]:
+        """Return the sequences that decode and the unfinished prompts after a step in flight.
+
+        A decoding request gains at least one token, so one that needs no more has ended.
+        """
+        decoding: list[Sequence] = []
+        prompts: list[Prompt] = []
+        for seq in self.running:
+            req = in_flight.get(seq.request_id)
+            if req is None:
+                if seq.is_decoding:
+                    decoding.append(seq)
+                else:
+                    prompts.append(Prompt(seq, seq.num_computed))
+            elif not req.samples:
+                prompts.append(Prompt(seq, req.length))
+            elif seq.num_remaining > 1:
+                decoding.append(seq)
+        return decoding, prompts
+
+    def preempt_younger_than(self, seq: Sequence) -> bool:
+        """Preempt the youngest running sequence. Return False if that is `seq`."""
+        youngest = self.running[-1]
+        if youngest is seq:
+            return False
+        self.preempt(youngest)
+        return True
+
+    def preempt(self, seq: Sequence) -> None:
+        """Move a running sequence back to the front of the waiting ones."""
+        self._leave(seq)
+        seq.forget_computed()
+        self.waiting.appendleft(seq)
+        self.num_preemptions += 1
+
+    def finish(self, seq: Sequence, reason: FinishReason) -> None:
+        """End a sequence and free what it holds."""
+        seq.finish_reason = reason
+        if seq in self.running:
+            self._leave(seq)
+        else:
+            self.waiting.remove(seq)
+
+    def _leave(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self._free_slots.append(seq.request_slot)
+        seq.request_slot = -1
+        self.cache.release(seq)
+        self._on_leave(seq)
