@@ -26,7 +26,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 ASSETS = Path(__file__).parents[1] / "assets"
-"""Package data: what `asset:tiny/target` names lies below this folder."""
+"""Folder of package data, to which `asset:NAME` is relative."""
 
 _ASSET = "asset:"
 
@@ -40,7 +40,7 @@ class ConfigError(ValueError):
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """One sentence per problem."""
+        """One message per problem."""
         return self.args
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class ConfigError(ValueError):
 
 
 class Refusal(ValueError):
-    """A value that a validator refuses; `judge` adds its section."""
+    """A value that a validator rejects; `validate` adds its section."""
 
     def __init__(self, field: str, value: object, fix: str) -> None:
         super().__init__(f"{field}={value!r}: {fix}")
@@ -56,39 +56,39 @@ class Refusal(ValueError):
 
 
 class StrictModel(BaseModel):
-    """Frozen and closed: no unknown keys, no coercion (`"3"` and `true` are not integers).
+    """Base model: immutable, without unknown keys or coercion (`"3"` and `true` are not integers).
 
-    Lists become tuples. A field typed `Path` holds something that exists: see `locate`.
+    Lists become tuples. A field of type `Path` must exist: see `locate`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    # Values this version can run, for fields that promise more than that; checked in one place.
+    # Supported values of fields whose type allows more.
     works_now: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
     @field_validator("*", mode="wrap")
     @classmethod
     def _read(
-        cls, value: object, judge_type: ValidatorFunctionWrapHandler, info: ValidationInfo
+        cls, value: object, validate_type: ValidatorFunctionWrapHandler, info: ValidationInfo
     ) -> object:
         name = str(info.field_name)
         if isinstance(value, list):
             value = tuple(value)
         if isinstance(value, str | Path) and is_path(cls.model_fields[name], value):
             value = locate(name, value, (info.context or {}).get("folder", Path.cwd()))
-        judged = judge_type(value)
+        validated = validate_type(value)
         works = cls.works_now.get(name)
-        if works is not None and judged not in works:
+        if works is not None and validated not in works:
             shown = ", ".join(str(choice) for choice in works)
-            raise Refusal(name, judged, f"not available in this version; what works now: {shown}")
-        return judged
+            raise Refusal(name, validated, f"not supported; use one of {shown}")
+        return validated
 
-    def said(self) -> dict[str, Any]:
-        """Return the fields that were set explicitly, nested; it can be validated again."""
+    def explicit_fields(self) -> dict[str, Any]:
+        """Return the explicitly set fields, nested, in a form that can be validated."""
         return self.model_dump(exclude_unset=True)
 
-    def _settle(self, **derived: object) -> Self:
-        """Write derived values during validation; they do not count as set (see `said`)."""
+    def _set_derived(self, **derived: object) -> Self:
+        """Set derived values during validation; `explicit_fields` leaves them out."""
         for name, value in derived.items():
             object.__setattr__(self, name, value)
         return self
@@ -97,14 +97,14 @@ class StrictModel(BaseModel):
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def judge(
+def validate(
     model: type[Model], data: object, *, where: str = "", folder: Path | None = None
 ) -> Model:
     """Return `data` validated as a `model`.
 
     Args:
-        where: dotted place of `data`, put before every field in messages.
-        folder: where relative paths start; None is the current directory.
+        where: dotted path of `data`, the prefix of every field in messages.
+        folder: the base of relative paths; None is the current directory.
 
     Raises:
         ConfigError: all problems at once.
@@ -125,16 +125,16 @@ def _explain(model: type[BaseModel], error: ErrorDetails, where: str) -> Iterato
         yield unknown_key(dotted, known)
         return
     cause = error.get("ctx", {}).get("error")
-    if isinstance(cause, ConfigError):  # a file this field names, judged with it
+    if isinstance(cause, ConfigError):  # a file this field names, validated with it
         yield from (f"{dotted}: {problem}" for problem in cause.problems)
     elif isinstance(cause, Refusal):
-        # A check over a whole section names its field itself.
+        # Its message already contains the field.
         prefix = dotted.removesuffix(cause.field).rstrip(".")
         yield f"{prefix}.{cause}" if prefix else str(cause)
     else:
         field = _field_at(model, place)
         hint = f" ({field.description})" if field is not None and field.description else ""
-        # A tuple here is a list in YAML.
+        # Tuples are lists in YAML.
         message = (error["msg"][:1].lower() + error["msg"][1:]).replace("valid tuple", "list")
         secret = field is not None and not field.repr
         given = "=<hidden>" if secret else f"={error['input']!r}"
@@ -146,18 +146,18 @@ def _explain(model: type[BaseModel], error: ErrorDetails, where: str) -> Iterato
 def unknown_key(key: str, known: Iterable[str]) -> str:
     """Return the error for an unknown dotted key, with the nearest known one.
 
-    Without the value: a misspelt `api_keys` must not print a secret.
+    The value is left out, because a misspelt `api_keys` would print a secret.
     """
     names = list(known)
     leaf = key.rpartition(".")[2]
     by_leaf = {name.rpartition(".")[2]: name for name in names}
-    # A right word in the wrong section first, then the nearest spelling anywhere.
+    # Prefer a correct key in the wrong section over the nearest spelling.
     close = [by_leaf[leaf]] if leaf in by_leaf else difflib.get_close_matches(key, names, 1, 0.0)
     return f"{key}: unknown key; did you mean {close[0]}?"
 
 
 def dotted_keys(model: type[BaseModel]) -> list[str]:
-    """Return every key of a mapping for `model`: sections, and their keys dotted."""
+    """Return all keys of `model`: sections, and their keys with dots."""
     keys = []
     for name, field in model.model_fields.items():
         keys.append(name)
@@ -180,10 +180,7 @@ def _field_at(model: type[BaseModel], place: list[str]) -> FieldInfo | None:
 
 
 def is_path(field: FieldInfo, value: object) -> bool:
-    """Return whether a value of this field names something on the disk.
-
-    A field may also take names of things that are shipped: its `Literal` strings.
-    """
+    """Return whether a value of this field is a path, and not one of its `Literal` strings."""
     kinds = (field.annotation, *get_args(field.annotation))
     return Path in kinds and all(value not in get_args(kind) for kind in kinds)
 
@@ -197,7 +194,7 @@ def locate(field: str, value: str | Path, folder: Path) -> Path:
     text = str(value)
     is_asset = text.startswith(_ASSET)
     base = ASSETS if is_asset else folder
-    # abspath, not resolve: a cache of links keeps the names its user knows.
+    # `abspath` keeps symbolic links, as in the Hugging Face cache.
     found = Path(os.path.abspath(base / Path(text.removeprefix(_ASSET)).expanduser()))
     if not found.exists():
         fix = f"nothing at {found}; give an absolute path, one relative to {folder}, or 'asset:...'"
@@ -206,14 +203,14 @@ def locate(field: str, value: str | Path, folder: Path) -> Path:
 
 
 def anchored(value: object, folder: Path) -> object:
-    """Return a relative path as absolute, below `folder`; `asset:` names stay as they are."""
+    """Return a relative path as absolute, based on `folder`; keep `asset:` names."""
     if not isinstance(value, str | Path) or str(value).startswith(_ASSET):
         return value
     return folder / Path(value).expanduser()
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a repeated key is an error and `1e-3` is a number."""
+    """YAML loader that rejects repeated keys and reads `1e-3` as a number."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -238,10 +235,10 @@ def parse_yaml(text: str, name: str) -> Any:
     """Return the value of a YAML text.
 
     Raises:
-        ConfigError: not YAML; says where in `name`.
+        ConfigError: it is not valid YAML.
     """
     try:
-        # The loader is a SafeLoader: it builds plain values only.
+        # The loader is a SafeLoader, which builds only plain values.
         return yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
@@ -251,11 +248,11 @@ def read_text(path: Path) -> str:
     """Return the text of a configuration file.
 
     Raises:
-        ConfigError: it cannot be read; says which place was tried.
+        ConfigError: it cannot be read.
     """
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        fix = "name a readable text file"
+        fix = "give a readable text file"
         raise ConfigError(f"{path}: {reason}; tried {path.absolute()}; {fix}") from None

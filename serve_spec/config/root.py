@@ -21,11 +21,11 @@ from serve_spec.config.base import (
     anchored,
     dotted_keys,
     is_path,
-    judge,
     parse_yaml,
     read_text,
     section_model,
     unknown_key,
+    validate,
 )
 from serve_spec.config.engine import CacheConfig, ModelConfig, SchedulerConfig
 from serve_spec.config.serving import ReplicaConfig, RouterConfig, StatsConfig
@@ -72,21 +72,21 @@ class ServeSpecConfig(StrictModel):
         here = Path.cwd()
         folder = here
         if isinstance(source, ServeSpecConfig):
-            said = source.said()
+            sections = source.explicit_fields()
         else:
             if isinstance(source, Mapping):
                 given: object = source
             else:
                 file = Path(source)
                 given, folder = parse_yaml(read_text(file), str(file)), file.absolute().parent
-            said = _sections(given)
-            _merge(said, _from_environment(os.environ), here)
-        _merge(said, _by_section(overrides), here)
-        return judge(cls, said, folder=folder)
+            sections = _sections(given)
+            _merge(sections, _from_environment(os.environ), here)
+        _merge(sections, _by_section(overrides), here)
+        return validate(cls, sections, folder=folder)
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Parse `key=value` of a command line; the value is YAML.
+    """Parse a `key=value` argument; the value is YAML.
 
     Raises:
         ConfigError: no `=`, or the value is not YAML.
@@ -99,7 +99,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 @cache
 def leaf_sections() -> dict[str, str]:
-    """Return the section of every key."""
+    """Return the section of each key."""
     return {key: section for section, model in _models().items() for key in model.model_fields}
 
 
@@ -113,21 +113,21 @@ def _sections(given: object) -> Sections:
     if given is None:
         given = {}
     if not isinstance(given, Mapping):
-        sections = ", ".join(_models())
-        raise ConfigError(f"configuration={given!r}: give a mapping of sections ({sections})")
-    said: Sections = {"model": {}}  # so that a missing path is reported as model.path
+        names = ", ".join(_models())
+        raise ConfigError(f"configuration={given!r}: give a mapping of sections ({names})")
+    sections: Sections = {"model": {}}  # so that a missing path is reported as model.path
     for name, section in given.items():
         if isinstance(section, StrictModel):
-            section = section.said()
-        said[str(name)] = dict(section) if isinstance(section, Mapping) else section or {}
-    return said
+            section = section.explicit_fields()
+        sections[str(name)] = dict(section) if isinstance(section, Mapping) else section or {}
+    return sections
 
 
-def _merge(said: Sections, changes: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
+def _merge(sections: Sections, changes: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
     for section, values in changes.items():
         fields = _models()[section].model_fields
-        known = said.setdefault(section, {})
-        if isinstance(known, dict):  # anything else is refused when it is judged
+        known = sections.setdefault(section, {})
+        if isinstance(known, dict):  # validation rejects anything else
             known.update(
                 (key, anchored(value, folder) if is_path(fields[key], value) else value)
                 for key, value in values.items()

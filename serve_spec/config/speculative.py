@@ -1,4 +1,4 @@
-"""Whether and how to speculate. Keys carry the names SGLang users know."""
+"""Configuration of speculative decoding. Keys have SGLang's names."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from pydantic import Field, field_validator, model_validator
 
 from serve_spec.config.adaptive_file import MAX_STEPS, Preset, ignored_keys, load_slots
 from serve_spec.config.algorithms import ALGORITHMS
-from serve_spec.config.base import ConfigError, Refusal, StrictModel, judge
+from serve_spec.config.base import ConfigError, Refusal, StrictModel, validate
 
 RejectionMethod = Literal["coupled", "standard", "block"]
 Strategy = Literal["ema", "goodput", "per_request", "static"]
 
 MAX_TREE_ROWS = 64
-"""Rows of a sequence that a tree mask has bits for: a root and its drafts, or all its beams."""
+"""Bits of a tree mask: maximum tokens of a tree, root included."""
 
 
 def most_tree_rows(topk: int, num_steps: int) -> int:
-    """Rows of the largest tree of `num_steps` levels, 1 at least: all its beam makes, or has bits
-    for, and the root."""
+    """Return the tokens of the largest tree of `num_steps` ≥ 1 levels, root included."""
     return min(MAX_TREE_ROWS, 1 + topk + (num_steps - 1) * topk**2)
 
 
-# Algorithms whose trees were measured to pay for few requests.
+# Draft methods whose trees pay at small batch sizes.
 _SMALL_TREES = ("EAGLE", "EAGLE3")
 
-# Which algorithms a key that corrects a draft's config.json is for.
+# Draft methods of the keys that correct a draft's config.json.
 _CORRECTIONS = {
     "speculative_draft_rope_theta": ("EAGLE", "EAGLE3"),
     "speculative_draft_aux_layer_ids": ("EAGLE3",),
@@ -40,7 +39,7 @@ _CORRECTIONS = {
 
 
 class SpeculativeConfig(StrictModel):
-    """How drafts are made and how their number adapts."""
+    """Draft method, and how the number of drafts adapts."""
 
     speculative_algorithm: str = Field(
         "NONE",
@@ -184,7 +183,7 @@ class SpeculativeConfig(StrictModel):
     @classmethod
     def _readable(cls, path: Preset | Path | None) -> Preset | Path | None:
         if path is not None:
-            load_slots(path)  # so that errors appear now, not when the first replica starts
+            load_slots(path)  # raises if the file is invalid
         return path
 
     @field_validator("synthetic_acceptance", mode="before")
@@ -195,7 +194,7 @@ class SpeculativeConfig(StrictModel):
         else:
             ok = wanted is None or _in_range(wanted, 1, math.inf)
         if not ok:
-            fix = "give an accept length ≥ 1, such as 2.5, or chances in [0, 1], such as [0.8, 0.6]"
+            fix = "give an accept length ≥ 1, such as 2.5, or rates in [0, 1], such as [0.8, 0.6]"
             raise Refusal("synthetic_acceptance", wanted, fix)
         return wanted
 
@@ -219,7 +218,7 @@ class SpeculativeConfig(StrictModel):
     @classmethod
     def _layers(cls, ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
         if ids is not None and (not ids or min(ids) < 0):
-            fix = "give layers of the target from 0 on, such as [2, 16, 29]"
+            fix = "give layer ids of the target ≥ 0, such as [2, 16, 29]"
             raise Refusal("speculative_draft_aux_layer_ids", list(ids), fix)
         return ids
 
@@ -236,22 +235,22 @@ class SpeculativeConfig(StrictModel):
             )
         self._check_drafts()
         if self.synthetic_acceptance is not None and not self.enabled:
-            fix = "speculative_algorithm=NONE drafts nothing; name an algorithm, or leave this out"
+            fix = "speculative_algorithm=NONE has no drafts; set an algorithm or omit this key"
             raise Refusal("synthetic_acceptance", self.synthetic_acceptance, fix)
         if self.samples_drafts:
             self._refuse_rejection()
         for key, algorithms in _CORRECTIONS.items():
             value = getattr(self, key)
             if value is not None and algorithm not in ("NONE", *algorithms):
-                fix = f"it is for {' and '.join(algorithms)}; leave it out with {algorithm}"
+                fix = f"only for {' and '.join(algorithms)}; omit it with {algorithm}"
                 raise Refusal(key, value, fix)
         mean = self.speculative_draft_aux_layers_mean
         if mean is not None and self.speculative_draft_aux_layer_ids is not None:
-            fix = "speculative_draft_aux_layer_ids says which inputs are read; give one of both"
+            fix = "conflicts with speculative_draft_aux_layer_ids; set only one of them"
             raise Refusal("speculative_draft_aux_layers_mean", mean, fix)
         self._check_listed_trees()
         # Without drafts there is nothing to adapt.
-        return self if self.enabled else self._settle(speculative_adaptive=False)
+        return self if self.enabled else self._set_derived(speculative_adaptive=False)
 
     def _check_drafts(self) -> None:
         """Refuse chains or trees that cannot be drafted and verified."""
@@ -260,14 +259,14 @@ class SpeculativeConfig(StrictModel):
         if topk == 1:
             if rows is not None and rows != steps + 1:
                 fix = (
-                    f"a chain of speculative_num_steps={steps} has {steps + 1} rows; give that, or "
-                    "leave the key out"
+                    f"a chain of speculative_num_steps={steps} has {steps + 1} tokens; set that or "
+                    "omit the key"
                 )
                 raise Refusal("speculative_num_draft_tokens", rows, fix)
             return
         if topk * max(1, steps - 1) > MAX_TREE_ROWS:
             fix = (
-                f"a beam of it may be drafted {MAX_TREE_ROWS // topk + 1} steps deep, but "
+                f"allows at most {MAX_TREE_ROWS // topk + 1} steps, but "
                 f"speculative_num_steps={steps}; lower one of them"
             )
             raise Refusal("speculative_eagle_topk", topk, fix)
@@ -276,34 +275,34 @@ class SpeculativeConfig(StrictModel):
             if not steps < rows <= most:
                 fix = (
                     f"trees of speculative_num_steps={steps}, speculative_eagle_topk={topk} have "
-                    f"{steps + 1} to {most} rows, root included; give one of those, or leave the "
-                    "key out"
+                    f"{steps + 1} to {most} tokens, root included; use one of these or omit "
+                    "the key"
                 )
                 raise Refusal("speculative_num_draft_tokens", rows, fix)
 
     def _fits_the_drafter(self) -> None:
-        """Refuse keys that the drafter lacks or cannot use."""
+        """Raise Refusal for keys that the draft method needs or cannot use."""
         name, path = self.speculative_algorithm, self.speculative_draft_model_path
         if not self.enabled:
-            return  # speculation may be turned off without removing the other keys
+            return  # other keys may stay when speculation is turned off
         from_text = ALGORITHMS[name].from_text
         if not from_text and path is None:
-            fix = f"{name} needs a draft checkpoint; name its folder"
+            fix = f"{name} needs a draft checkpoint; set its folder"
             raise Refusal("speculative_draft_model_path", None, fix)
-        instead = "leave the key out, or name the draft's algorithm"
+        instead = "omit the key, or set speculative_algorithm to the draft's"
         if from_text and path is not None:
-            fix = f"{name} drafts from the text; {instead}"
+            fix = f"{name} has no draft model; {instead}"
             raise Refusal("speculative_draft_model_path", str(path), fix)
         if from_text and self.speculative_ngram_first:
-            fix = f"{name} knows no other drafts; {instead}"
+            fix = f"{name} has no draft model; {instead}"
             raise Refusal("speculative_ngram_first", True, fix)
         corpus = self.speculative_ngram_corpus
         if corpus is not None and self.text_algorithm != "NGRAM":
-            fix = f"{name} looks into no text; leave it out, or set speculative_ngram_first"
+            fix = f"{name} does not use it; omit it or set speculative_ngram_first"
             raise Refusal("speculative_ngram_corpus", str(corpus), fix)
 
     def _check_listed_trees(self) -> None:
-        """Refuse trees of the adaptive config that cannot be drafted."""
+        """Raise Refusal for trees of the adaptive config that cannot be drafted."""
         file, topk = self.speculative_adaptive_config, self.topk
         slots = load_slots(file) if file is not None and self.enabled else {}
         for key, slot in slots.items():
@@ -311,15 +310,15 @@ class SpeculativeConfig(StrictModel):
                 most = most_tree_rows(topk, steps)
                 if topk == 1 or rows > most or topk * (steps - 1) > MAX_TREE_ROWS:
                     fix = (
-                        f"slot {key} lists it, but speculative_eagle_topk={topk} makes "
-                        f"{'chains alone' if topk == 1 else f'trees of at most {most} rows'} of "
+                        f"slot {key} lists it, but speculative_eagle_topk={topk} allows "
+                        f"{'only chains' if topk == 1 else f'trees of at most {most} tokens'} of "
                         f"{steps} steps; change one of them"
                     )
                     raise Refusal("candidate_trees", [steps, rows], fix)
 
     @property
     def ignored_adaptive_keys(self) -> str:
-        """Return a warning about keys that the strategy does not read; empty if there are none."""
+        """Warning about keys that the strategy does not read; empty if there are none."""
         source = self.speculative_adaptive_config
         if source is None:
             return ""
@@ -330,38 +329,38 @@ class SpeculativeConfig(StrictModel):
 
     @property
     def enabled(self) -> bool:
-        """Return whether there is a drafter."""
+        """Whether a draft method is set."""
         return self.speculative_algorithm != "NONE"
 
     def _refuse_rejection(self) -> None:
-        """Refuse what does not work with rejection sampling."""
+        """Raise Refusal for keys that are incompatible with rejection sampling."""
         key, method = "rejection_sample_method", self.rejection_sample_method
         if self.text_algorithm is not None:
-            fix = "drafts from texts come from no distribution; leave it out, or use coupled"
+            fix = "n-gram drafts have no distribution; omit it or use coupled"
             raise Refusal(key, method, fix)
         if self.topk > 1:
             fix = (
-                f"it judges chains; give speculative_eagle_topk=1 instead of {self.topk}, or use "
+                f"supports only chains; set speculative_eagle_topk=1 instead of {self.topk} or use "
                 "coupled"
             )
             raise Refusal(key, method, fix)
         if self.synthetic_acceptance is not None:
-            fix = "synthetic_acceptance decides by itself how many drafts are kept; leave one out"
+            fix = "conflicts with synthetic_acceptance; set only one of them"
             raise Refusal(key, method, fix)
 
     @property
     def samples_drafts(self) -> bool:
-        """Return whether drafts are sampled from distributions of their own, and some rejected."""
+        """Whether drafts are sampled and verified by rejection sampling."""
         return self.enabled and self.rejection_sample_method != "coupled"
 
     @property
     def topk(self) -> int:
-        """Most children of a drafted token of the configured shape; 1: a chain."""
+        """Maximum children of a drafted token; 1: chains."""
         return self.speculative_eagle_topk or 1
 
     @property
     def adds_small_trees(self) -> bool:
-        """Whether the policy may draft trees for few requests though only chains are configured."""
+        """Whether the policy may add small trees at small batch sizes."""
         return (
             self.speculative_eagle_topk is None
             and self.speculative_algorithm in _SMALL_TREES
@@ -375,7 +374,7 @@ class SpeculativeConfig(StrictModel):
 
     @property
     def text_algorithm(self) -> str | None:
-        """Return the algorithm of n-gram drafts, alone or with a draft model, if any."""
+        """Algorithm of n-gram drafts, alone or before a draft model, or None."""
         if not self.enabled:
             return None
         if ALGORITHMS[self.speculative_algorithm].from_text:
@@ -384,8 +383,7 @@ class SpeculativeConfig(StrictModel):
 
     @property
     def ngram_min_match(self) -> int:
-        """Fewest tokens of a match. Beside a draft that is right more often than not, a short match
-        is no reason to pass it over."""
+        """Minimum tokens of an n-gram match; higher before a draft model, which is often better."""
         given, most = (
             self.speculative_ngram_min_match_window_size,
             self.speculative_ngram_max_match_window_size,
@@ -396,7 +394,7 @@ class SpeculativeConfig(StrictModel):
 
     @property
     def num_draft_tokens(self) -> int:
-        """Rows the target verifies per sequence at the starting tier, root included."""
+        """Tokens that the target verifies per request at the initial depth, root included."""
         steps, topk = self.speculative_num_steps, self.topk
         if self.speculative_num_draft_tokens is not None:
             return self.speculative_num_draft_tokens
@@ -404,7 +402,7 @@ class SpeculativeConfig(StrictModel):
 
 
 def _in_range(value: object, low: float, high: float) -> bool:
-    # In Python a bool is an int.
+    # bool is a subclass of int.
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     return math.isfinite(value) and low <= value <= high
@@ -450,11 +448,11 @@ class PolicyUpdate(StrictModel):
 
 
 def parse_update(settings: Mapping[str, object]) -> PolicyUpdate:
-    """Return a live change of policy, validated as a whole.
+    """Validate a change of policy settings.
 
     Raises:
-        ConfigError: a key is unknown or a value out of range; apply nothing then.
+        ConfigError: a key is unknown or a value invalid.
     """
     if not isinstance(settings, Mapping):
-        raise ConfigError(f"policy settings={settings!r}: give a mapping of keys to values")
-    return judge(PolicyUpdate, dict(settings))
+        raise ConfigError(f"policy settings={settings!r}: not a mapping; give keys and values")
+    return validate(PolicyUpdate, dict(settings))

@@ -13,7 +13,7 @@ from serve_spec.adaptive import AdaptiveController, PolicySettings
 from serve_spec.adaptive.trees import SMALL_TREES, candidates, ladder, of_depth
 from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.adaptive_file import load_slots
-from serve_spec.config.base import judge
+from serve_spec.config.base import validate
 from serve_spec.core.draft import PLAIN, DraftShape, most_drafts
 from tests.helpers.rounds import decode_batch, verified_round
 
@@ -164,7 +164,7 @@ def drafting(tmp_path: Path, trees: list[list[int]], **keys: Any) -> Speculative
     file = tmp_path / "adaptive.json"
     file.write_text(f'{{"1": {{"candidate_steps": [0, 5], "candidate_trees": {trees}}}}}')
     drafts = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(tmp_path)}
-    return judge(SpeculativeConfig, {**drafts, "speculative_adaptive_config": str(file), **keys})
+    return validate(SpeculativeConfig, {**drafts, "speculative_adaptive_config": str(file), **keys})
 
 
 def test_listed_trees_come_from_the_adaptive_config(tmp_path: Path) -> None:
@@ -177,8 +177,8 @@ def test_listed_trees_come_from_the_adaptive_config(tmp_path: Path) -> None:
     ("topk", "trees", "message"),
     [
         (1, [[3, 8]], "candidate_trees=[3, 8]: slot 1 lists it, but speculative_eagle_topk=1"),
-        (2, [[2, 8]], "makes trees of at most 7 rows of 2 steps; change one of them"),
-        (4, [[5, 65]], "makes trees of at most 64 rows of 5 steps"),
+        (2, [[2, 8]], "allows trees of at most 7 tokens of 2 steps; change one of them"),
+        (4, [[5, 65]], "allows trees of at most 64 tokens of 5 steps"),
     ],
 )
 def test_listed_trees_that_cannot_be_drafted_are_refused(
@@ -208,7 +208,7 @@ def test_goodput_adds_small_trees_to_chains_unless_the_configuration_rules_them_
     tmp_path: Path, keys: dict[str, Any], expected: tuple[DraftShape, ...]
 ) -> None:
     drafter = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(tmp_path)}
-    found = PolicySettings.of(judge(SpeculativeConfig, {**drafter, **keys}))
+    found = PolicySettings.of(validate(SpeculativeConfig, {**drafter, **keys}))
     assert found.trees == expected
     assert found.shape == DraftShape.chain(3)
     assert [found.largest_batch(tree) for tree in expected] == [8, 8][: len(expected)]
@@ -216,7 +216,7 @@ def test_goodput_adds_small_trees_to_chains_unless_the_configuration_rules_them_
 
 def test_small_trees_are_as_deep_as_the_draft_and_the_slots_allow(tmp_path: Path) -> None:
     drafter = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(tmp_path)}
-    config = judge(SpeculativeConfig, drafter)
+    config = validate(SpeculativeConfig, drafter)
     assert PolicySettings.of(config, max_steps=5).trees == ALL_SMALL[:1]
     assert PolicySettings.of(config, max_steps=3).trees == ()
     assert PolicySettings.of(config, may_branch=False).trees == ()

@@ -26,7 +26,7 @@ from serve_spec.bench.tune_report import (
 )
 from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.adaptive_file import load_slots
-from serve_spec.config.base import judge
+from serve_spec.config.base import validate
 from serve_spec.config.cost_table import load_cost_table
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.request import SamplingParams
@@ -339,7 +339,7 @@ def speculative(topk: int, num_steps: int = 2, file: Path | None = None) -> Spec
         "speculative_num_steps": num_steps,
         "speculative_adaptive_config": None if file is None else str(file),
     }
-    return judge(SpeculativeConfig, keys)
+    return validate(SpeculativeConfig, keys)
 
 
 def is_swept(tree: tuple[int, int], topk: int) -> bool:

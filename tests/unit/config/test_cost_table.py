@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from serve_spec.config import ConfigError
-from serve_spec.config.base import judge
+from serve_spec.config.base import validate
 from serve_spec.config.cost_table import CostKey, CostTable, load_cost_table, write_cost_table
 
 KEY: dict[str, Any] = {
@@ -68,7 +68,7 @@ def refusal(tmp_path: Path, text: str) -> str:
         load_cost_table(file)
     (problem,) = caught.value.problems
     assert problem.startswith(f"{file}: ")
-    assert problem.endswith("measure anew (`serve-spec tune`), or delete the file")
+    assert problem.endswith("measure again (`serve-spec tune`) or delete the file")
     return problem
 
 
@@ -76,7 +76,7 @@ def test_a_table_comes_back_from_the_disk_as_it_went_and_nothing_lies_beside_it(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "new" / "folder" / "costs.json"
-    for table in (judge(CostTable, BRANCHED), judge(CostTable, TABLE)):
+    for table in (validate(CostTable, BRANCHED), validate(CostTable, TABLE)):
         write_cost_table(table, file)
         assert load_cost_table(file) == table
         assert [found.name for found in file.parent.iterdir()] == ["costs.json"]
@@ -85,26 +85,26 @@ def test_a_table_comes_back_from_the_disk_as_it_went_and_nothing_lies_beside_it(
 def test_a_write_that_fails_leaves_the_old_table_whole(tmp_path: Path) -> None:
     (tmp_path / "costs.json").mkdir()  # a folder cannot be replaced by a file
     with pytest.raises(OSError, match=r"costs\.json"):
-        write_cost_table(judge(CostTable, TABLE), tmp_path / "costs.json")
+        write_cost_table(validate(CostTable, TABLE), tmp_path / "costs.json")
     assert [file.name for file in tmp_path.iterdir()] == ["costs.json"]
 
 
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("version", 2, "version=2, but format 1 is read here"),
+        ("version", 2, "version=2, but format 1 is supported"),
         ("batch_sizes", [2, 1], r"batch_sizes=\[2, 1\]: must ascend"),
         ("batch_sizes", [1, 1], r"batch_sizes=\[1, 1\]: must ascend"),
         ("batch_sizes", [0, 1], r"batch_sizes=\[0, 1\]: must ascend"),
         ("batch_sizes", [], r"batch_sizes=\[\]: must ascend"),
         ("batch_sizes", [1, 2, 4], r"len\(draft_ms\.0\)=2: must be 3"),
-        ("num_steps", [1, 2, 3], r"num_steps=\[1, 2, 3\]: must begin with 0"),
+        ("num_steps", [1, 2, 3], r"num_steps=\[1, 2, 3\]: must start with 0"),
         ("num_steps", [0, 1], r"len\(draft_ms\.0\.0\)=3: must be 2"),
         ("contexts", [512, 128], r"contexts=\[512, 128\]: must ascend"),
         ("contexts", [128, 512, 1024], "contexts"),
         ("draft_ms", 3, "draft_ms=3: input should be a list"),
-        ("draft_ms.1.0.0", 0.5, r"draft_ms\.1\.0\.0=0\.5: must be 0 where nothing is drafted"),
-        ("draft_ms.1.0.2", 0, r"draft_ms\.1\.0\.2=0\.0: must be 0 .* positive elsewhere"),
+        ("draft_ms.1.0.0", 0.5, r"draft_ms\.1\.0\.0=0\.5: must be 0 without drafts"),
+        ("draft_ms.1.0.2", 0, r"draft_ms\.1\.0\.2=0\.0: must be 0 .* positive otherwise"),
         ("draft_ms.0.1.1", "2", r"draft_ms\.0\.1\.1='2'"),
         ("verify_ms.0.1.0", 0, r"verify_ms\.0\.1\.0=0\.0"),
         ("verify_ms.0.1.2", -1, r"verify_ms\.0\.1\.2=-1\.0"),
@@ -158,14 +158,14 @@ def test_a_file_that_can_not_be_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_foreign_table_is_refused_by_every_field_that_differs_with_both_values() -> None:
-    judge(CostTable, TABLE).refuse_foreign(judge(CostKey, KEY), max_steps=3)
-    here = judge(CostKey, KEY | {"hardware": "another", "threads": 4})
+    validate(CostTable, TABLE).refuse_foreign(validate(CostKey, KEY), max_steps=3)
+    here = validate(CostKey, KEY | {"hardware": "another", "threads": 4})
     with pytest.raises(ConfigError) as caught:
-        judge(CostTable, TABLE).refuse_foreign(here, max_steps=3)
+        validate(CostTable, TABLE).refuse_foreign(here, max_steps=3)
     (problem,) = caught.value.problems
     assert problem == (
-        "key.hardware='a processor, 2 cores', but 'another' runs here; key.threads=1, but 4 runs "
-        "here: measure anew (`serve-spec tune`), or delete the file"
+        "key.hardware='a processor, 2 cores', but this engine has 'another'; key.threads=1, but "
+        "this engine has 4: measure again (`serve-spec tune`) or delete the file"
     )
 
 
@@ -174,20 +174,22 @@ def test_each_field_of_the_key_counts(field: str) -> None:
     key = {**KEY, "topk": 4}
     other = key[field] + 1 if isinstance(key[field], int) else key[field] + "x"
     with pytest.raises(ConfigError, match=rf"key\.{field}="):
-        judge(CostTable, BRANCHED).refuse_foreign(judge(CostKey, key | {field: other}), max_steps=3)
+        validate(CostTable, BRANCHED).refuse_foreign(
+            validate(CostKey, key | {field: other}), max_steps=3
+        )
 
 
 @pytest.mark.parametrize(
     ("max_steps", "trees", "message"),
     [
-        (4, [], "num_steps=[0, 1, 3], but 4 are wanted here"),
-        (3, [(2, 4), (3, 8)], "trees=[(3, 8)], but [(2, 4)] are wanted here"),
+        (4, [], "num_steps=[0, 1, 3], but 4 is needed"),
+        (3, [(2, 4), (3, 8)], "trees=[(3, 8)], but [(2, 4)] are needed"),
     ],
 )
 def test_a_table_that_lacks_a_depth_or_a_tree_that_is_wanted_is_refused(
     max_steps: int, trees: list[tuple[int, int]], message: str
 ) -> None:
-    table, here = judge(CostTable, BRANCHED), judge(CostKey, {**KEY, "topk": 4})
+    table, here = validate(CostTable, BRANCHED), validate(CostKey, {**KEY, "topk": 4})
     table.refuse_foreign(here, max_steps=3, trees=[(3, 8)])
     with pytest.raises(ConfigError) as caught:
         table.refuse_foreign(here, max_steps=max_steps, trees=trees)

@@ -198,7 +198,7 @@ def test_a_configuration_and_a_refusal_survive_pickling_with_what_was_said(
     config = ServeSpecConfig.load(drafting, speculative_algorithm="NONE")
     copy = pickle.loads(pickle.dumps(config))
     assert copy == config
-    assert copy.said() == config.said()
+    assert copy.explicit_fields() == config.explicit_fields()
     with pytest.raises(ConfigError) as caught:
         ServeSpecConfig.load(drafting, port=0, page_size=0)
     assert pickle.loads(pickle.dumps(caught.value)).problems == caught.value.problems

@@ -163,9 +163,9 @@ def test_a_named_table_wins_over_a_kept_one_and_is_not_copied(tmp_path: Path, ca
         (
             table(KEY.model_copy(update={"threads": 9})).model_dump_json(),
             {},
-            "key.threads=9, but 1 runs",
+            "key.threads=9, but this engine has 1",
         ),
-        (table().model_dump_json(), {"max_steps": 3}, "3 are wanted here"),
+        (table().model_dump_json(), {"max_steps": 3}, "3 is needed"),
         (table().model_dump_json(), {"trees": {DraftShape(1, 4, 4): None}}, "(1, 4)"),
     ],
 )
