@@ -41,7 +41,7 @@ def newest(rows: list[Row]) -> dict[tuple[str, str], dict[str, dict[str, Row]]]:
     return found
 
 
-def verdict(row: Row) -> str:
+def value_with_aim(row: Row) -> str:
     """Return the value and, if it has an aim, whether that is reached."""
     if not row["aim"]:
         return row["value"]
@@ -59,7 +59,7 @@ def table(variants: dict[str, dict[str, Row]]) -> list[str]:
     metrics = list(dict.fromkeys(metric for row in variants.values() for metric in row))
     lines = [" | ".join(["| variant", *metrics, "commit |"]), "|---" * (len(metrics) + 2) + "|"]
     for variant, row in variants.items():
-        values = [verdict(row[metric]) if metric in row else "" for metric in metrics]
+        values = [value_with_aim(row[metric]) if metric in row else "" for metric in metrics]
         commit = next(iter(row.values()))["commit"]
         lines.append(" | ".join([f"| {variant}", *values, f"{commit} |"]))
     return lines

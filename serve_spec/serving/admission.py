@@ -26,11 +26,11 @@ _SERVICE_EMA_ALPHA = 0.1
 _PATIENCE_S = 0.5
 
 
-class Turn:
+class AdmissionSlot:
     """One request's slot at the replicas, or its wait for one.
 
     withdraw: takes the request back from its replica; None while no replica has it.
-    has_begun: whether tokens have arrived, so the request is running.
+    has_tokens: whether tokens have arrived, so the request is running.
     """
 
     def __init__(self, admission: Admission, client: str, order: int) -> None:
@@ -38,14 +38,14 @@ class Turn:
         self.order = order
         self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.withdraw: Callable[[], None] | None = None
-        self.has_begun = False
+        self.has_tokens = False
         self.is_withdrawn = False
         """Whether its slot is reserved for another client."""
         self._admission = admission
 
-    async def regain(self) -> None:
+    async def ensure_slot(self) -> None:
         """If the request was withdrawn, release its slot and wait for another one."""
-        self.withdraw, self.has_begun = None, False
+        self.withdraw, self.has_tokens = None, False
         if self.is_withdrawn:
             await self._admission.wait_again(self)
 
@@ -72,9 +72,9 @@ class Admission:
         self.num_withdrawn = 0
         """Requests withdrawn to make room for other clients."""
         # By client; oldest first.
-        self._waiting: defaultdict[str, list[Turn]] = defaultdict(list)
-        self._holding: defaultdict[str, list[Turn]] = defaultdict(list)
-        self._num_turns = 0
+        self._waiting: defaultdict[str, list[AdmissionSlot]] = defaultdict(list)
+        self._holding: defaultdict[str, list[AdmissionSlot]] = defaultdict(list)
+        self._num_slots = 0
         self._withdrawal: asyncio.TimerHandle | None = None
         self._mean_service_s = 0.0
         self._in_flight_sizes = SizeHistogram()
@@ -103,7 +103,7 @@ class Admission:
         raise queue_full(why, self._retry_after_s())
 
     @asynccontextmanager
-    async def slot(self, deadline: float, client: str = "") -> AsyncIterator[Turn]:
+    async def slot(self, deadline: float, client: str = "") -> AsyncIterator[AdmissionSlot]:
         """Wait for a slot and hold it; `deadline` is in seconds of the event loop's clock.
 
         Raises:
@@ -112,25 +112,25 @@ class Admission:
         """
         loop = asyncio.get_running_loop()
         self.refuse_if_full(client)
-        self._num_turns += 1
-        turn = Turn(self, client, self._num_turns)
+        self._num_slots += 1
+        slot = AdmissionSlot(self, client, self._num_slots)
         async with asyncio.timeout_at(deadline):
-            await self._wait(turn)
+            await self._wait(slot)
         started = loop.time()
         try:
-            yield turn
+            yield slot
         finally:
             self._mean_service_s += _SERVICE_EMA_ALPHA * (
                 loop.time() - started - self._mean_service_s
             )
-            self._give_back(turn)
+            self._give_back(slot)
 
-    async def wait_again(self, turn: Turn) -> None:
+    async def wait_again(self, slot: AdmissionSlot) -> None:
         """Release a slot and wait for another one, ahead of the client's later requests."""
-        self._give_back(turn)
-        turn.is_withdrawn = False
-        turn.granted = asyncio.get_running_loop().create_future()
-        await self._wait(turn)
+        self._give_back(slot)
+        slot.is_withdrawn = False
+        slot.granted = asyncio.get_running_loop().create_future()
+        await self._wait(slot)
 
     def snapshot(self) -> dict[str, object]:
         """Return the state of the queue for the `router` section of `/server_info`.
@@ -148,37 +148,37 @@ class Admission:
             "batch_size_histogram": self._in_flight_sizes.as_dict(),
         }
 
-    async def _wait(self, turn: Turn) -> None:
-        waiting = self._waiting[turn.client]
-        waiting.append(turn)
+    async def _wait(self, slot: AdmissionSlot) -> None:
+        waiting = self._waiting[slot.client]
+        waiting.append(slot)
         waiting.sort(key=lambda other: other.order)
         self._grant()
         try:
-            await turn.granted
+            await slot.granted
         except asyncio.CancelledError:
-            if turn.granted.cancelled():
-                _remove(self._waiting, turn)
+            if slot.granted.cancelled():
+                _remove(self._waiting, slot)
             else:
-                self._give_back(turn)  # granted and cancelled in the same iteration of the loop
+                self._give_back(slot)  # granted and cancelled in the same iteration of the loop
             raise
 
-    def _give_back(self, turn: Turn) -> None:
-        if _remove(self._holding, turn):
+    def _give_back(self, slot: AdmissionSlot) -> None:
+        if _remove(self._holding, slot):
             self.in_flight -= 1
             self._grant()
 
     def _grant(self) -> None:
         while self._waiting and self.in_flight < self.max_in_flight:
             # The client with the fewest slots comes first; its requests in order of arrival.
-            turn = min(
-                (turns[0] for turns in self._waiting.values()),
-                key=lambda turn: (len(self._holding.get(turn.client, ())), turn.order),
+            slot = min(
+                (slots[0] for slots in self._waiting.values()),
+                key=lambda slot: (len(self._holding.get(slot.client, ())), slot.order),
             )
-            _remove(self._waiting, turn)
+            _remove(self._waiting, slot)
             # A cancelled request may still be in the queue.
-            if not turn.granted.cancelled():
-                turn.granted.set_result(None)
-                self._holding[turn.client].append(turn)
+            if not slot.granted.cancelled():
+                slot.granted.set_result(None)
+                self._holding[slot.client].append(slot)
                 self.in_flight += 1
                 self._in_flight_sizes.add(self.in_flight)
         if self._waiting and self._withdrawal is None and self._may_withdraw():
@@ -197,32 +197,32 @@ class Admission:
         Requests that wait inside a replica are withdrawn as well and queue behind those of others.
         """
         self._withdrawal = None
-        promised = [turn for turns in self._holding.values() for turn in turns if turn.is_withdrawn]
-        num_promised = sum(turn.has_begun for turn in promised)
+        promised = [slot for slots in self._holding.values() for slot in slots if slot.is_withdrawn]
+        num_promised = sum(slot.has_tokens for slot in promised)
         while self._waiting and self._may_withdraw():
             largest = max(self._holding, key=self._num_kept)
-            num_wanted = sum(len(turns) for c, turns in self._waiting.items() if c != largest)
-            turn = self._newest_kept(largest)
-            if turn is None or turn.withdraw is None:
+            num_wanted = sum(len(slots) for c, slots in self._waiting.items() if c != largest)
+            slot = self._newest_kept(largest)
+            if slot is None or slot.withdraw is None:
                 return
-            if turn.has_begun and num_promised >= num_wanted:
+            if slot.has_tokens and num_promised >= num_wanted:
                 return
-            turn.is_withdrawn = True
-            turn.withdraw()
-            num_promised += turn.has_begun
+            slot.is_withdrawn = True
+            slot.withdraw()
+            num_promised += slot.has_tokens
             self.num_withdrawn += 1
 
-    def _newest_kept(self, client: str) -> Turn | None:
+    def _newest_kept(self, client: str) -> AdmissionSlot | None:
         """Return the client's cheapest request to withdraw: one without tokens, else the newest."""
         kept = [
-            turn
-            for turn in reversed(self._holding[client])
-            if turn.withdraw is not None and not turn.is_withdrawn
+            slot
+            for slot in reversed(self._holding[client])
+            if slot.withdraw is not None and not slot.is_withdrawn
         ]
-        return min(kept, key=lambda turn: turn.has_begun, default=None)
+        return min(kept, key=lambda slot: slot.has_tokens, default=None)
 
     def _num_kept(self, client: str) -> int:
-        return sum(not turn.is_withdrawn for turn in self._holding[client])
+        return sum(not slot.is_withdrawn for slot in self._holding[client])
 
     def _retry_after_s(self) -> int:
         """Estimate the whole seconds until the queue moves by one, from past service times."""
@@ -230,12 +230,12 @@ class Admission:
         return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(wait_s)))
 
 
-def _remove(by_client: dict[str, list[Turn]], turn: Turn) -> bool:
-    """Remove a turn from its client's list; return whether it was there."""
-    turns = by_client.get(turn.client, [])
-    if turn not in turns:
+def _remove(by_client: dict[str, list[AdmissionSlot]], slot: AdmissionSlot) -> bool:
+    """Remove a slot from its client's list; return whether it was there."""
+    slots = by_client.get(slot.client, [])
+    if slot not in slots:
         return False
-    turns.remove(turn)
-    if not turns:
-        del by_client[turn.client]
+    slots.remove(slot)
+    if not slots:
+        del by_client[slot.client]
     return True

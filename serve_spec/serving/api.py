@@ -67,9 +67,9 @@ from serve_spec.serving.status_page import add_status_page
 
 logger = get_logger(__name__)
 
-_PIECE_BYTES = 2**20
+_SLICE_BYTES = 2**20
 # Time for the error of a timed-out request to reach its client.
-_LAST_WORDS_S = 1.0
+_ERROR_MARGIN_S = 1.0
 
 _ERRORS = {
     400: "A field is wrong; `param` names it.",
@@ -124,7 +124,7 @@ class CompletionAnswer(Response):
                 answer = await _json_answer(await whole_answer(running, self._form))
             try:
                 # A client that does not read must not hold its slots forever.
-                async with asyncio.timeout_at(running.deadline.at + _LAST_WORDS_S):
+                async with asyncio.timeout_at(running.deadline.at + _ERROR_MARGIN_S):
                     await answer(scope, receive, send)
             except TimeoutError:
                 logger.warning("request %s: the client does not read", self._choices[0].trace_id)
@@ -275,12 +275,12 @@ async def _json_answer(content: Answer) -> Response:
     """Return a whole answer as a response; encode it in a thread, as it may be long."""
     body = await asyncio.to_thread(encode_by_items, content)
     headers = {"content-length": str(len(body))}
-    return StreamingResponse(_pieces(body), media_type="application/json", headers=headers)
+    return StreamingResponse(_slices(body), media_type="application/json", headers=headers)
 
 
-async def _pieces(body: bytes) -> AsyncIterator[bytes]:
-    for start in range(0, len(body), _PIECE_BYTES):
-        yield body[start : start + _PIECE_BYTES]
+async def _slices(body: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(body), _SLICE_BYTES):
+        yield body[start : start + _SLICE_BYTES]
 
 
 def _answers(kind: str) -> dict[int | str, dict[str, Any]]:

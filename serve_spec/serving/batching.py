@@ -149,7 +149,7 @@ class _PendingRequest:
         """The replica it was sent to."""
         self.is_open = True
         """Whether its last item has not arrived yet."""
-        self.has_begun = False
+        self.has_tokens = False
         """Whether tokens have arrived."""
 
     def close(self, last: ReplicaItem | ApiError | None = None) -> None:
@@ -228,12 +228,12 @@ class Batcher:
             self.num_withdrawn += 1
             pending.items.put(Withdrawn())
 
-    def not_begun(self, for_s: float) -> dict[str, list[str]]:
+    def not_started(self, for_s: float) -> dict[str, list[str]]:
         """Return, by replica, requests without a token for `for_s` seconds, oldest first."""
         before = asyncio.get_running_loop().time() - for_s
         waiting: dict[str, list[str]] = {}
         for request_id, pending in self._requests.items():
-            is_waiting = pending.is_open and not pending.has_begun
+            is_waiting = pending.is_open and not pending.has_tokens
             if pending.replica and is_waiting and pending.sent_at <= before:
                 waiting.setdefault(pending.replica, []).append(request_id)
         return waiting
@@ -266,8 +266,8 @@ class Batcher:
             if is_last(item):
                 pending.close(item)
                 continue
-            pending.has_begun = isinstance(item, TokenDelta)
-            self.num_resumed += pending.request.is_resumption and not pending.has_begun
+            pending.has_tokens = isinstance(item, TokenDelta)
+            self.num_resumed += pending.request.is_resumption and not pending.has_tokens
             if not pending.items.put(item):  # the client does not read
                 pending.close()
                 self._cancel(replica, request_id)

@@ -59,14 +59,14 @@ class ControlTokens:
         ]
         # Longest first, because one token may be a prefix of another.
         names.sort(key=len, reverse=True)
-        self._spelled = re.compile("|".join(map(re.escape, names)) or _NEVER)
+        self._names = re.compile("|".join(map(re.escape, names)) or _NEVER)
         whole = "|".join(re.escape(_marked(name)) for name in names) or _NEVER
         # A template may split a marked token; the remaining marks keep its parts plain text.
         self._marks = re.compile(f"({whole})|{_MARK}")
 
     def mark(self, text: str) -> str:
         """Return a client's text with control tokens marked."""
-        return self._spelled.sub(lambda found: _marked(found[0]), text.replace(_MARK, ""))
+        return self._names.sub(lambda found: _marked(found[0]), text.replace(_MARK, ""))
 
     def encode(
         self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None
@@ -81,22 +81,22 @@ class ControlTokens:
         token_ids = self._tokenizer.encode(
             first, add_special_tokens=add_special_tokens, max_tokens=max_tokens
         )
-        for index, piece in enumerate(rest):
-            if piece:
-                plain, is_marked = piece.replace(_MARK, ""), index % 2 == 0
+        for index, part in enumerate(rest):
+            if part:
+                plain, is_marked = part.replace(_MARK, ""), index % 2 == 0
                 token_ids += self._inner(plain, max_tokens, is_marked=is_marked)
             if max_tokens is not None and len(token_ids) > max_tokens:
                 raise TextTooLong(len(token_ids))
         return token_ids
 
-    def _inner(self, piece: str, max_tokens: int | None, *, is_marked: bool) -> list[int]:
+    def _inner(self, part: str, max_tokens: int | None, *, is_marked: bool) -> list[int]:
         """Return the token ids of part of a text; some tokenizers prepend a space to any input."""
         before = self._encode("\n", None, is_marked=is_marked)
         most = None if max_tokens is None else max_tokens + len(before)
-        token_ids = self._encode(f"\n{piece}", most, is_marked=is_marked)
+        token_ids = self._encode(f"\n{part}", most, is_marked=is_marked)
         if token_ids[: len(before)] == before:
             return token_ids[len(before) :]
-        return self._encode(piece, max_tokens, is_marked=is_marked)
+        return self._encode(part, max_tokens, is_marked=is_marked)
 
     def _encode(self, text: str, max_tokens: int | None, *, is_marked: bool) -> list[int]:
         if is_marked:

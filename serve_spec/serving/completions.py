@@ -166,11 +166,11 @@ class RunningAnswer:
         Raises:
             ApiError: the request failed before that.
         """
-        silent = set(range(self.num_choices))
-        while silent and not self._num_ended:
+        waiting = set(range(self.num_choices))
+        while waiting and not self._num_ended:
             index, delta = await self._next_delta()
             self._first.append((index, delta))
-            silent.discard(index)
+            waiting.discard(index)
 
     async def deltas(self) -> AsyncIterator[tuple[int, TokenDelta]]:
         """Yield (choice, delta) as they arrive; the last delta of a choice has a finish reason.
@@ -223,11 +223,11 @@ class RunningAnswer:
             index, item = await self._next_item()
             if isinstance(item, TokenDelta):
                 delta = _without_tokens(item) if self._is_prompt_only else item
-                self._note(index, delta)
+                self._count(index, delta)
                 return index, delta
             self._num_prompt_tokens[index] = item.num_prompt_tokens
 
-    def _note(self, index: int, delta: TokenDelta) -> None:
+    def _count(self, index: int, delta: TokenDelta) -> None:
         self.num_tokens += len(delta.token_ids)
         self._num_cached_tokens.setdefault(index, delta.num_cached_tokens)
         if delta.speculation is not None:
@@ -327,16 +327,16 @@ class CompletionRunner:
         """Yield (index, item) of one choice, which holds a slot meanwhile."""
         async with AsyncExitStack() as held:
             try:
-                turn = await held.enter_async_context(self._admission.slot(deadline, client))
+                slot = await held.enter_async_context(self._admission.slot(deadline, client))
             except TimeoutError:
                 raise timed_out(self._timeout_s) from None
             timer = router_timer(self._record)
             held.callback(timer.end)
-            items = resumed(self._fleet, request, self._resume_timeout_s, turn)
+            items = resumed(self._fleet, request, self._resume_timeout_s, slot)
             await held.enter_async_context(aclosing(items))
             try:
                 async for item in items:
-                    timer.saw(item)
+                    timer.observe(item)
                     yield index, item
             except Exception:
                 timer.fail()

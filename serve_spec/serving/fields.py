@@ -257,14 +257,14 @@ def _are_token_ids(items: list[object]) -> bool:
     return all(type(item) is int and 0 <= item <= _MAX_TOKEN_ID for item in items)
 
 
-class Closed(BaseModel):
+class StrictFields(BaseModel):
     """Base model that rejects unknown fields and type coercion (`"3"`, `true` for a number)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _one_unknown_field_will_do(cls, data: object) -> object:
+    def _keep_one_unknown_field(cls, data: object) -> object:
         """Drop all unknown fields but one, as a body may hold a million, each an error."""
         if not isinstance(data, dict) or len(data) <= len(cls.model_fields):
             return data
@@ -281,7 +281,7 @@ Name: TypeAlias = Annotated[Text, Field(max_length=MAX_NAME_CHARS)]
 Label: TypeAlias = Annotated[Text, Field(max_length=MAX_LABEL_CHARS)]
 
 
-class TextPart(Closed):
+class TextPart(StrictFields):
     """One part of a message's content."""
 
     type: Literal["text"]

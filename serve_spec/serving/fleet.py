@@ -38,7 +38,7 @@ _WATCH_EVERY_S = 0.5
 # Period in which new replicas receive the address of this router.
 _BROADCAST_EVERY_S = 1.0
 # After this time without a token, a request may be moved to another replica.
-_WAITS_LONG_S = 1.0
+_MAX_WAIT_S = 1.0
 # UPDATING: the replica applies a new user_config while it serves.
 _SERVING = frozenset({"RUNNING", "UPDATING"})
 
@@ -58,7 +58,7 @@ class RayFleet:
         self._stats_config = config.stats
         self._stats = StatsClient(config, app_name)
         self._num_replicas = config.replica.num_replicas
-        self._num_places = config.scheduler.max_num_seqs
+        self._num_slots = config.scheduler.max_num_seqs
         self._max_quiet_checks = math.ceil(config.replica.stall_timeout_s / _WATCH_EVERY_S)
         router = config.router
         self._batcher = Batcher(
@@ -73,8 +73,8 @@ class RayFleet:
             router.routing_policy,
             sender,
             self._batcher.num_open,
-            num_places=self._num_places,
-            max_rows=config.replica.max_ongoing_requests,
+            num_slots=self._num_slots,
+            max_requests=config.replica.max_ongoing_requests,
             load_factor=router.prefix_load_factor,
         )
         self._connections = ReplicaConnections(sender, host, self, self._max_quiet_checks)
@@ -86,7 +86,7 @@ class RayFleet:
         """Start the background tasks: accept replicas, check them and move waiting requests."""
         work = [self._connections.serve(), self._broadcast_address_forever(), self._check_forever()]
         if self._num_replicas > 1:
-            work.append(self._share_out_forever())
+            work.append(self._rebalance_forever())
         self._tasks = [asyncio.get_running_loop().create_task(each) for each in work]
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
@@ -192,24 +192,24 @@ class RayFleet:
             await asyncio.sleep(_WATCH_EVERY_S)
             self._connections.check()
 
-    async def _share_out_forever(self) -> None:
+    async def _rebalance_forever(self) -> None:
         while True:
             await asyncio.sleep(_WATCH_EVERY_S)
             try:
-                await self._share_out_waiting()
+                await self._rebalance()
             except Exception as error:  # requests stay where they are
                 logger.warning("waiting requests were not moved: %r", error)
 
-    async def _share_out_waiting(self) -> None:
+    async def _rebalance(self) -> None:
         """Withdraw requests that wait at a replica while another one has free slots."""
-        not_begun = self._batcher.not_begun(_WAITS_LONG_S)
-        if not not_begun:
+        not_started = self._batcher.not_started(_MAX_WAIT_S)
+        if not not_started:
             return
         answers = await self._handle.broadcast("record_routing_stats").results_async(
             timeout_s=_SNAPSHOT_WITHIN_S, return_exceptions=True
         )
         stats = {str(a["replica"]): a for a in answers if isinstance(a, dict)}
-        for request_id in requests_to_move(not_begun, stats, self._num_places):
+        for request_id in requests_to_move(not_started, stats, self._num_slots):
             self._batcher.withdraw(request_id)
 
     async def _ask_replicas(self) -> FleetStats:

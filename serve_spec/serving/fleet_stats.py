@@ -20,19 +20,19 @@ from serve_spec.serving.reports import (
     Snapshot,
     Speed,
     acceptance_summary,
+    decode_part,
     drafted_steps,
     number,
-    opened,
     section,
     sums,
 )
 
 # Maximum number of model pairs; a rolling update has two.
-_MOST_PAIRS = 16
+_MAX_PAIRS = 16
 # Merging all replicas at every report would be too slow.
 _MERGE_EVERY_S = 5.0
 # Positions with fewer trials in the whole fleet count as untried.
-_FEWEST_TRIALS = 1.0
+_MIN_TRIALS = 1.0
 
 
 @dataclass(slots=True)
@@ -116,7 +116,7 @@ class FleetAcceptance:
 
     def _pair(self, key: tuple[str, int]) -> _Pair | None:
         """Return or create a pair, replacing one without replicas; None if all are in use."""
-        if key not in self._pairs and len(self._pairs) >= _MOST_PAIRS:
+        if key not in self._pairs and len(self._pairs) >= _MAX_PAIRS:
             unused = [other for other, pair in self._pairs.items() if not pair.reports]
             if not unused:
                 return None
@@ -134,7 +134,7 @@ def _totals(summaries: list[AcceptanceSummary], max_steps: int) -> list[tuple[fl
 def _rates(totals: list[tuple[float, float]]) -> list[float] | None:
     rates: list[float] = []
     for accepted, trials in totals:
-        if trials >= _FEWEST_TRIALS:
+        if trials >= _MIN_TRIALS:
             rates.append(accepted / trials)
         elif rates:
             rates.append(rates[-1])
@@ -218,9 +218,9 @@ class Series:
 
 # A replica is removed after this many times `stale_after_s` without a report.
 _FORGET_FACTOR = 4
-_MOST_TAUGHT_PER_S = 200
+_MAX_ACCEPTANCE_READS_PER_S = 200
 """Limit on reports decoded for their acceptance, which changes slowly."""
-_MOST_SUMMED_PER_S = 2000
+_MAX_SUMMED_PER_S = 2000
 """Limit on replicas summed for points of the fleet's history."""
 _FLEET_POINTS, _REPLICA_POINTS = 600, 120
 _SHOWN_POINTS = 120
@@ -248,7 +248,7 @@ class _Replica:
     series: Series
     report: Report
     time_s: float
-    taught_s: float = float("-inf")
+    acceptance_read_s: float = float("-inf")
     """When its acceptance was last read."""
 
 
@@ -282,10 +282,10 @@ class FleetStats:
             self._replicas[report.replica] = replica
         replica.report, replica.time_s = report, now_s
         replica.series.add(now_s, report.figures[: len(_REPLICA_COLUMNS)])
-        if now_s - replica.taught_s >= self._teaching_interval_s():
-            replica.taught_s = now_s
-            self._acceptance.report(report.replica, opened(report.whole), now_s)
-        if now_s - self._summed_s >= len(self._replicas) / _MOST_SUMMED_PER_S:
+        if now_s - replica.acceptance_read_s >= self._acceptance_interval_s():
+            replica.acceptance_read_s = now_s
+            self._acceptance.report(report.replica, decode_part(report.whole), now_s)
+        if now_s - self._summed_s >= len(self._replicas) / _MAX_SUMMED_PER_S:
             self._sum_up(now_s)
 
     @property
@@ -309,13 +309,13 @@ class FleetStats:
 
     def view(self, now_s: float) -> dict[str, object]:
         """Return `internal_states` and `fleet` of `/server_info`, replicas sorted by name."""
-        return open_view(self.closed_view(now_s))
+        return decode_view(self.encoded_view(now_s))
 
-    def closed_view(self, now_s: float) -> dict[str, object]:
-        """Return `view` with encoded snapshots, for `open_view` to decode."""
-        self._drop_the_dead(now_s)
+    def encoded_view(self, now_s: float) -> dict[str, object]:
+        """Return `view` with encoded snapshots, for `decode_view` to decode."""
+        self._remove_gone(now_s)
         states = [
-            (self._replicas[name].report.whole, self._about(name, now_s))
+            (self._replicas[name].report.whole, self._identity_of(name, now_s))
             for name in sorted(self._replicas)
         ]
         return {"internal_states": states, "fleet": self._fleet(now_s)}
@@ -325,7 +325,7 @@ class FleetStats:
 
         Its size is bounded for any fleet.
         """
-        self._drop_the_dead(now_s)
+        self._remove_gone(now_s)
         shown = sorted(self._replicas)[:_SHOWN_REPLICAS]
         return {
             "time_s": now_s,
@@ -344,7 +344,7 @@ class FleetStats:
     def _new_series(self) -> Series:
         return Series(_REPLICA_COLUMNS, history_s=self.history_s, max_points=_REPLICA_POINTS)
 
-    def _about(self, name: str, now_s: float) -> dict[str, object]:
+    def _identity_of(self, name: str, now_s: float) -> dict[str, object]:
         """Return the fields of a replica that are not in its snapshot."""
         replica = self._replicas[name]
         return {
@@ -355,7 +355,7 @@ class FleetStats:
 
     def _shown(self, name: str, now_s: float) -> dict[str, object]:
         replica = self._replicas[name]
-        state = {**opened(replica.report.whole), **self._about(name, now_s)}
+        state = {**decode_part(replica.report.whole), **self._identity_of(name, now_s)}
         return {
             **{field: state[field] for field in _SHOWN_FIELDS if field in state},
             "history": replica.series.view(now_s),
@@ -363,7 +363,7 @@ class FleetStats:
 
     def _fleet(self, now_s: float) -> dict[str, object]:
         replicas = self._fresh(now_s)
-        fresh: list[Snapshot] = [opened(replica.report.summary) for replica in replicas]
+        fresh: list[Snapshot] = [decode_part(replica.report.summary) for replica in replicas]
         counters = sums((section(s, "counters") for s in fresh), _COUNTERS)
         # An engine has no depth before its first decode step.
         tiers = [t for s in fresh if (t := s.get("speculative_num_steps")) is not None]
@@ -392,13 +392,13 @@ class FleetStats:
         """Add a point to the fleet's history, if one is due."""
         self._summed_s = now_s
         if self._series.is_due(now_s):
-            self._drop_the_dead(now_s)
+            self._remove_gone(now_s)
             self._series.add(now_s, _fleet_point([r.report.figures for r in self._fresh(now_s)]))
 
-    def _teaching_interval_s(self) -> float:
+    def _acceptance_interval_s(self) -> float:
         """Return how often a replica's acceptance is read, in seconds; about 0 in a small fleet."""
         longest_s = self.stale_after_s * _FORGET_FACTOR / 2
-        return min(longest_s, len(self._replicas) / _MOST_TAUGHT_PER_S)
+        return min(longest_s, len(self._replicas) / _MAX_ACCEPTANCE_READS_PER_S)
 
     def _fresh(self, now_s: float) -> list[_Replica]:
         replicas = self._replicas.values()
@@ -407,17 +407,17 @@ class FleetStats:
     def _is_stale(self, replica: _Replica, now_s: float) -> bool:
         return now_s - replica.time_s > self.stale_after_s
 
-    def _drop_the_dead(self, now_s: float) -> None:
+    def _remove_gone(self, now_s: float) -> None:
         oldest = now_s - self.stale_after_s * _FORGET_FACTOR
-        dead = [name for name, replica in self._replicas.items() if replica.time_s < oldest]
-        for name in dead:
+        gone = [name for name, replica in self._replicas.items() if replica.time_s < oldest]
+        for name in gone:
             self.forget(name)
 
 
-def open_view(closed: Mapping[str, Any]) -> dict[str, object]:
-    """Decode the result of `closed_view` into that of `view`."""
-    states = [{**opened(whole), **about} for whole, about in closed["internal_states"]]
-    return {**closed, "internal_states": states}
+def decode_view(encoded: Mapping[str, Any]) -> dict[str, object]:
+    """Decode the result of `encoded_view` into that of `view`."""
+    states = [{**decode_part(whole), **about} for whole, about in encoded["internal_states"]]
+    return {**encoded, "internal_states": states}
 
 
 def _fleet_point(points: list[Figures]) -> tuple[float, ...]:

@@ -23,7 +23,6 @@ from serve_spec.serving.errors import ApiError
 from serve_spec.serving.fields import (
     FEW,
     Biases,
-    Closed,
     Content,
     FewInts,
     FewTokenIds,
@@ -33,6 +32,7 @@ from serve_spec.serving.fields import (
     NumLogprobs,
     Prompts,
     Stops,
+    StrictFields,
     Text,
     Unavailable,
     Variables,
@@ -63,7 +63,7 @@ _SAMPLING_FIELDS = (
 _INT64 = 2**63
 
 
-class StreamOptions(Closed):
+class StreamOptions(StrictFields):
     """`stream_options` of the OpenAI API."""
 
     include_usage: bool = Field(False, description="Send a last chunk that holds `usage`.")
@@ -72,7 +72,7 @@ class StreamOptions(Closed):
     )
 
 
-class SpeculativeRequest(Closed):
+class SpeculativeRequest(StrictFields):
     """Speculative decoding options of this request."""
 
     enabled: bool = Field(True, description="false: plain decoding.")
@@ -81,7 +81,7 @@ class SpeculativeRequest(Closed):
     )
 
 
-class ResponseFormat(Closed):
+class ResponseFormat(StrictFields):
     """`response_format` of the OpenAI API."""
 
     type: Name = Field(description='"text", "json_object" or "json_schema".')
@@ -90,7 +90,7 @@ class ResponseFormat(Closed):
     )
 
 
-class _Request(Closed):
+class _Request(StrictFields):
     """Fields of both endpoints. Null means the default, as in the OpenAI API."""
 
     unavailable: ClassVar[Mapping[str, Unavailable]] = {}
@@ -279,7 +279,7 @@ class CompletionRequest(_Request):
         )
 
 
-class ChatMessage(Closed):
+class ChatMessage(StrictFields):
     """One message. Fields of an earlier answer are accepted if they are empty."""
 
     unavailable: ClassVar[Mapping[str, Unavailable]] = {

@@ -145,7 +145,7 @@ class EngineReplica:
         """Put all items of a request into the queue, the last one included."""
 
         def emit(item: ReplicaItem) -> None:
-            timer.saw(item)
+            timer.observe(item)
             queue.put(request.request_id, item)
 
         TRACE_ID.set(request.trace_id)

@@ -136,7 +136,7 @@ def _figure(mapping: Snapshot, name: str, most: float) -> float:
 _CORES = 0.6
 """CPU cores that reports may use; the rest is left for queries and peaks."""
 _FIRST_GUESS_S = 500e-6
-_REPORTS_PER_LOOK = 200
+_REPORTS_PER_UPDATE = 200
 _WEIGHT = 0.1
 
 
@@ -153,17 +153,17 @@ class ReportPace:
         self._cpu_s = cpu_s
         self._longest_s = longest_s
         self._report_s = _FIRST_GUESS_S
-        self._num_unseen = 0
-        self._seen_s = cpu_s()
+        self._num_unmeasured = 0
+        self._measured_cpu_s = cpu_s()
 
     def count(self, num_reports: int) -> None:
         """Count reports; update the estimated cost from time to time."""
-        self._num_unseen += num_reports
-        if self._num_unseen >= _REPORTS_PER_LOOK:
+        self._num_unmeasured += num_reports
+        if self._num_unmeasured >= _REPORTS_PER_UPDATE:
             now_s = self._cpu_s()
-            cost_s = (now_s - self._seen_s) / self._num_unseen
+            cost_s = (now_s - self._measured_cpu_s) / self._num_unmeasured
             self._report_s += _WEIGHT * (cost_s - self._report_s)
-            self._num_unseen, self._seen_s = 0, now_s
+            self._num_unmeasured, self._measured_cpu_s = 0, now_s
 
     def interval_s(self, num_replicas: int) -> float:
         """Return the minimum seconds between reports of a replica; near 0 for a small fleet."""
@@ -227,13 +227,13 @@ class Report(NamedTuple):
     @classmethod
     def of(cls, replica: str, snapshot: Snapshot) -> Report:
         """Return the report of a snapshot."""
-        return cls(replica, Figures.of(snapshot), _closed(_summary(snapshot)), _closed(snapshot))
+        return cls(replica, Figures.of(snapshot), _encode(_summary(snapshot)), _encode(snapshot))
 
     @classmethod
     def unpacked(cls, packed: bytes) -> Report:
         """Decode the result of `packed`, which may come from another version."""
-        replica, figures, *parcels = pickle.loads(packed)
-        return cls(replica, Figures(*[number(figures, name) for name in Figures._fields]), *parcels)
+        replica, figures, *parts = pickle.loads(packed)
+        return cls(replica, Figures(*[number(figures, name) for name in Figures._fields]), *parts)
 
     def packed(self) -> bytes:
         """Encode the report as one bytes object, which is the cheapest argument for Ray."""
@@ -241,13 +241,13 @@ class Report(NamedTuple):
         return pickle.dumps(parts, pickle.HIGHEST_PROTOCOL)
 
 
-def opened(parcel: bytes) -> dict[str, object]:
+def decode_part(part: bytes) -> dict[str, object]:
     """Decode a part of a report."""
-    content: dict[str, object] = pickle.loads(parcel)
+    content: dict[str, object] = pickle.loads(part)
     return content
 
 
-def _closed(content: Snapshot) -> bytes:
+def _encode(content: Snapshot) -> bytes:
     return pickle.dumps(dict(content), pickle.HIGHEST_PROTOCOL)
 
 

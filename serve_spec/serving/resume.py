@@ -18,7 +18,7 @@ from typing import Protocol
 
 from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
 from serve_spec.log import get_logger
-from serve_spec.serving.admission import Turn
+from serve_spec.serving.admission import AdmissionSlot
 from serve_spec.serving.errors import (
     ApiError,
     ClientTooSlow,
@@ -189,7 +189,10 @@ def _now() -> float:
 
 
 async def resumed(
-    fleet: _Fleet, request: GenerateRequest, resume_timeout_s: float, turn: Turn | None = None
+    fleet: _Fleet,
+    request: GenerateRequest,
+    resume_timeout_s: float,
+    slot: AdmissionSlot | None = None,
 ) -> AsyncGenerator[ReplicaItem, None]:
     """Yield the items of `fleet.generate(request)`, resuming it when its replica is lost.
 
@@ -197,7 +200,7 @@ async def resumed(
     (`FleetSpeculation`) are the sum of the latest counts of each replica; a lost replica may have
     done more.
 
-    turn: the request's slot at the replicas, which it may have to release for a while.
+    slot: the request's slot at the replicas, which it may have to release for a while.
 
     Raises:
         ApiError: no replica takes the request, none took it for `resume_timeout_s` after a loss,
@@ -205,18 +208,18 @@ async def resumed(
     """
     attempts = _Attempts(request, resume_timeout_s)
     while True:
-        if turn is not None:
-            await turn.regain()
+        if slot is not None:
+            await slot.ensure_slot()
         attempt = attempts.next_request()
-        if turn is not None:
-            turn.withdraw = partial(fleet.withdraw, attempt.request_id)
+        if slot is not None:
+            slot.withdraw = partial(fleet.withdraw, attempt.request_id)
         try:
             async with aclosing(fleet.generate(attempt)) as items:
                 async for item in items:
                     if isinstance(item, Withdrawn):
                         break
-                    if turn is not None and isinstance(item, TokenDelta):
-                        turn.has_begun = True
+                    if slot is not None and isinstance(item, TokenDelta):
+                        slot.has_tokens = True
                     if (visible := attempts.take(item)) is not None:
                         yield visible
                     if is_last(item):

@@ -14,20 +14,20 @@ from serve_spec.serving.replica_connections import ReplicaConnection
 
 
 def requests_to_move(
-    not_begun: Mapping[str, Sequence[str]],
+    not_started: Mapping[str, Sequence[str]],
     stats: Mapping[str, Mapping[str, Any]],
-    num_places: int,
+    num_slots: int,
 ) -> list[str]:
     """Return waiting requests to withdraw, so that they are sent to replicas with free slots.
 
     Args:
-        not_begun: by replica, requests without a token yet, oldest first.
+        not_started: by replica, requests without a token yet, oldest first.
         stats: by replica, `EngineReplica.record_routing_stats`.
-        num_places: maximum number of running requests of a replica.
+        num_slots: maximum number of running requests of a replica.
     """
-    num_free = sum(_free_places(state, num_places) for state in stats.values())
+    num_free = sum(_free_slots(state, num_slots) for state in stats.values())
     moving: list[str] = []
-    for replica, request_ids in not_begun.items():
+    for replica, request_ids in not_started.items():
         state = stats.get(replica, {})
         num_waiting = state.get("num_waiting") or 0
         # The engine starts requests in order of arrival, so the oldest may be in prefill.
@@ -42,11 +42,11 @@ def _num_in_prefill(state: Mapping[str, Any]) -> int:
     return max(0, (state.get("num_running") or 0) - (state.get("batch_size") or 0))
 
 
-def _free_places(state: Mapping[str, Any], num_places: int) -> int:
+def _free_slots(state: Mapping[str, Any], num_slots: int) -> int:
     if not state.get("is_healthy", True) or is_short_of_pages(state):
         return 0
     taken = (state.get("num_running") or 0) + (state.get("num_waiting") or 0)
-    return max(0, num_places - taken)
+    return max(0, num_slots - taken)
 
 
 Policy: TypeAlias = Literal["goodput", "balanced", "prefix"]
@@ -67,13 +67,13 @@ class ReplicaLoad:
     """The load of one replica as known to a router."""
 
     name: str
-    own_rows: int = 0
+    own_requests: int = 0
     """Open requests of this router."""
-    other_rows: int = 0
+    other_requests: int = 0
     """Requests of other routers, from the replica's last message."""
-    num_places: float = math.inf
+    num_slots: float = math.inf
     """Maximum number of running requests; more would wait."""
-    max_rows: float = math.inf
+    max_requests: float = math.inf
     """Maximum number of requests, running and waiting."""
     is_short_of_pages: bool = False
     """Whether requests wait for KV pages; a new one would queue behind them."""
@@ -95,7 +95,7 @@ class ReplicaLoad:
         by_rows: Mapping[str, float] | None = load.get("marginal_ms_by_rows")
         return cls(
             name,
-            other_rows=sum(n for sender, n in rows.items() if sender != router),
+            other_requests=sum(n for sender, n in rows.items() if sender != router),
             is_short_of_pages=is_short_of_pages(load),
             is_healthy=load.get("is_healthy", True),
             marginal_ms_by_rows={int(k): ms for k, ms in by_rows.items()} if by_rows else None,
@@ -104,7 +104,7 @@ class ReplicaLoad:
     @property
     def rows(self) -> int:
         """Requests of all routers."""
-        return self.own_rows + self.other_rows
+        return self.own_requests + self.other_requests
 
     def marginal_ms(self, num_requests: int) -> float:
         """Return the mean ms/token of `num_requests` additional requests."""
@@ -132,8 +132,8 @@ def ranked(
     order = _order(policy, loads, num_requests, load_factor)
 
     def key(load: ReplicaLoad) -> tuple[Any, ...]:
-        is_full = load.is_short_of_pages or load.rows + num_requests > load.max_rows
-        has_to_wait = load.rows + num_requests > load.num_places
+        is_full = load.is_short_of_pages or load.rows + num_requests > load.max_requests
+        has_to_wait = load.rows + num_requests > load.num_slots
         return (not load.is_healthy, load.name in avoid, is_full, has_to_wait, *order(load))
 
     return [load.name for load in sorted(loads, key=key)]
@@ -236,7 +236,7 @@ class ReplicaChooser:
     """Chooses replicas for the requests of one router.
 
     num_open: returns the number of this router's open requests at a replica.
-    num_places, max_rows: see `ReplicaLoad`.
+    num_slots, max_requests: see `ReplicaLoad`.
     """
 
     def __init__(
@@ -245,15 +245,15 @@ class ReplicaChooser:
         router: str,
         num_open: Callable[[str], int],
         *,
-        num_places: int,
-        max_rows: int,
+        num_slots: int,
+        max_requests: int,
         load_factor: float,
     ) -> None:
         self._policy = policy
         self._router = router
         self._num_open = num_open
-        self._num_places = num_places
-        self._max_rows = max_rows
+        self._num_slots = num_slots
+        self._max_requests = max_requests
         self._load_factor = load_factor
         self._prefixes = SentPrefixes()
 
@@ -266,9 +266,9 @@ class ReplicaChooser:
         loads = [
             replace(
                 ReplicaLoad.of(name, link.load, link.rows, self._router),
-                own_rows=self._num_open(name),
-                num_places=self._num_places,
-                max_rows=self._max_rows,
+                own_requests=self._num_open(name),
+                num_slots=self._num_slots,
+                max_requests=self._max_requests,
                 matched_blocks=sum(self._prefixes.matched(name, prompt) for prompt in prompts),
             )
             for name, link in connections.items()

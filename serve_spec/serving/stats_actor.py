@@ -19,7 +19,7 @@ from ray.serve._private.common import DeploymentID, ReplicaID
 
 from serve_spec.config import ServeSpecConfig, StatsConfig
 from serve_spec.log import get_logger
-from serve_spec.serving.fleet_stats import FleetStats, open_view
+from serve_spec.serving.fleet_stats import FleetStats, decode_view
 from serve_spec.serving.reports import Report, ReportPace
 
 _SERVE_NAMESPACE = "serve"
@@ -31,7 +31,7 @@ class ReplicaActors:
     def __init__(self, app_name: str, deployment: str) -> None:
         self._deployment = DeploymentID(name=deployment, app_name=app_name)
 
-    def is_there(self, replica: str) -> bool:
+    def is_alive(self, replica: str) -> bool:
         """Return whether a replica is alive; true if Ray cannot tell."""
         try:
             self._actor(replica)
@@ -41,7 +41,7 @@ class ReplicaActors:
             logger.info("replica %s: state unknown: %r", replica, error)
         return True
 
-    def answers(self, replica: str, within_s: float) -> bool:
+    def responds(self, replica: str, within_s: float) -> bool:
         """Return whether a replica passes its health check within `within_s` seconds."""
         try:
             ray.get(self._actor(replica).check_health.remote(), timeout=within_s)
@@ -64,10 +64,10 @@ class ReplicaActors:
 logger = get_logger(__name__)
 
 _ANSWER_WITHIN_S = 2.0
-_TAKEN_AT_ONCE = 64
+_MAX_BUFFERED_REPORTS = 64
 _STATUS_VALID_S = 1.0
 _STATUS_CORES = 0.1
-_LOOK_EVERY_S = 1.0
+_CHECK_EVERY_S = 1.0
 # A report is late after this many intervals.
 _LATE_FACTOR = 1.5
 
@@ -113,17 +113,17 @@ class SpecStats:
         self._status: dict[str, object] = {}
         self._status_until = float("-inf")
         if end is not None:
-            threading.Thread(target=self._end_alone, args=(end,), daemon=True).start()
+            threading.Thread(target=self._end_when_idle, args=(end,), daemon=True).start()
         if replicas is not None:
-            threading.Thread(target=self._look_after, args=(replicas,), daemon=True).start()
+            threading.Thread(target=self._check_forever, args=(replicas,), daemon=True).start()
 
     def report(self, packed: bytes) -> float:
         """Store a `Report`; return the minimum seconds until the replica's next one."""
         self._reported_s = time.time()
         self._waiting.append((packed, self._reported_s))
-        if len(self._waiting) >= _TAKEN_AT_ONCE:
+        if len(self._waiting) >= _MAX_BUFFERED_REPORTS:
             with self._lock:
-                self._take_waiting()
+                self._process_buffered()
         return self._interval_s
 
     def forget(self, replica: str) -> None:
@@ -132,9 +132,9 @@ class SpecStats:
             self._fleet.forget(replica)
 
     def view(self) -> dict[str, object]:
-        """Return `FleetStats.closed_view`, which the caller decodes."""
+        """Return `FleetStats.encoded_view`, which the caller decodes."""
         with self._lock:
-            return self._fleet.closed_view(time.time())
+            return self._fleet.encoded_view(time.time())
 
     def status(self) -> dict[str, object]:
         """Return the data of the status page.
@@ -157,37 +157,37 @@ class SpecStats:
     @property
     def _fleet(self) -> FleetStats:
         """The statistics, with all buffered reports."""
-        self._take_waiting()
+        self._process_buffered()
         return self._known
 
-    def _end_alone(self, end: Callable[[], None]) -> None:
+    def _end_when_idle(self, end: Callable[[], None]) -> None:
         while (left_s := self._reported_s + self._memory_s - time.time()) > 0:
             time.sleep(left_s)
         end()
 
-    def _look_after(self, replicas: ReplicaActors) -> None:
+    def _check_forever(self, replicas: ReplicaActors) -> None:
         while True:
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_CHECK_EVERY_S)
             try:
-                self.look_after_silent(replicas, time.time())
+                self.check_silent(replicas, time.time())
             except Exception as error:  # the next check may succeed
                 logger.warning("silent replicas not checked: %r", error)
 
-    def look_after_silent(self, replicas: ReplicaActors, now_s: float) -> None:
+    def check_silent(self, replicas: ReplicaActors, now_s: float) -> None:
         """Remove replicas that are gone; kill those that have been unresponsive for too long."""
         interval_s = max(self._push_interval_s, self._interval_s)
         with self._lock:
             silent = self._fleet.silent(now_s, _LATE_FACTOR * interval_s)
         for name, age_s in silent.items():
-            if not replicas.is_there(name):
+            if not replicas.is_alive(name):
                 self.forget(name)
-            elif age_s > interval_s + self._stall_timeout_s and not replicas.answers(
+            elif age_s > interval_s + self._stall_timeout_s and not replicas.responds(
                 name, _ANSWER_WITHIN_S
             ):
                 logger.error("replica %s does not respond; killing its process", name)
                 replicas.kill(name)
 
-    def _take_waiting(self) -> None:
+    def _process_buffered(self) -> None:
         waiting, self._waiting = self._waiting, []
         for packed, time_s in waiting:
             try:
@@ -223,7 +223,7 @@ class StatsClient:
             StatsUnavailable: no response within two seconds.
         """
         # Decoding a large fleet is slow, so it runs in a thread.
-        return await asyncio.to_thread(open_view, await self._call("view"))
+        return await asyncio.to_thread(decode_view, await self._call("view"))
 
     async def status(self) -> dict[str, object]:
         """Return the data of the status page.

@@ -69,13 +69,13 @@ class RequestTimer:
         self._num_later = 0
         self._outcome = "left"
 
-    def saw(self, item: ReplicaItem) -> None:
+    def observe(self, item: ReplicaItem) -> None:
         """Process an item of the replica as it arrives."""
         if isinstance(item, Refused | Failed):
             self._outcome = "refused" if isinstance(item, Refused) else "failed"
         elif isinstance(item, TokenDelta):
             if item.token_ids:
-                self._saw_tokens(len(item.token_ids), time.perf_counter())
+                self._observe_tokens(len(item.token_ids), time.perf_counter())
             if item.finish_reason is not None:
                 self._outcome = "done"
 
@@ -93,7 +93,7 @@ class RequestTimer:
             if wait_ms > 0:
                 self._record(Reading(LATER_TOKENS_WAIT_MS, wait_ms, self._labels))
 
-    def _saw_tokens(self, count: int, now: float) -> None:
+    def _observe_tokens(self, count: int, now: float) -> None:
         self._last = now
         if self._first:
             self._num_later += count

@@ -38,8 +38,8 @@ class Caller:
             async with door.slot(far(), client) as turn:
                 leaves = False
                 while not leaves:
-                    await turn.regain()
-                    self.inside, turn.has_begun = True, self.begins
+                    await turn.ensure_slot()
+                    self.inside, turn.has_tokens = True, self.begins
                     turn.withdraw = lambda: self._must_leave.put_nowait(False)
                     leaves = await self._must_leave.get()
                     self.inside = False

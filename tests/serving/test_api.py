@@ -293,7 +293,7 @@ def test_answers_say_where_acceptance_is_forced(config: ServeSpecConfig) -> None
 async def test_a_client_that_never_reads_gives_its_place_back_at_the_deadline(
     config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api, "_LAST_WORDS_S", 0.0)
+    monkeypatch.setattr(api, "_ERROR_MARGIN_S", 0.0)
     server = Server(ServeSpecConfig.load(config, request_timeout_s=0.3))
     body = json.dumps({"prompt": "a b", "max_tokens": 4, "stream": True}).encode()
     messages = [{"type": "http.request", "body": body}]
