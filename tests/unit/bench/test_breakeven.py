@@ -120,16 +120,16 @@ def test_context_and_sampling_cost_what_the_table_says(
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--accept-rate", "1.2"], r"accept_rate=1.2: give the share of accepted drafts, 0 to 1"),
+        (["--accept-rate", "1.2"], r"accept_rate=1.2: give a number in \[0, 1\]"),
         (["--accept-rate", "nan"], r"accept_rate=nan: "),
-        (["--draft-ms", "-1"], r"draft_ms=-1.0: give milliseconds from 0 on"),
-        (["--target-ms", "-1"], r"target_ms=-1.0: give milliseconds above 0"),
+        (["--draft-ms", "-1"], r"draft_ms=-1.0: give milliseconds ≥ 0"),
+        (["--target-ms", "-1"], r"target_ms=-1.0: give milliseconds > 0"),
         (["--target-ms", "inf"], r"target_ms=inf: "),
         (["--verify-ms-per-row", "-0.1"], r"verify_ms_per_row=-0.1: "),
         (["--batch-size", "0"], r"batch_size=0: give at least 1"),
         (["--max-steps", "0"], r"max_steps=0: give at least 1"),
-        (["--sampled"], r"sampled=True: needs a cost_table; leave it out"),
-        (["--context", "64"], r"context=64: needs a cost_table; leave it out"),
+        (["--sampled"], r"sampled=True: needs a cost_table; omit it"),
+        (["--context", "64"], r"context=64: needs a cost_table; omit it"),
     ],
 )
 def test_impossible_numbers_are_refused(arguments: list[str], problem: str) -> None:
@@ -140,8 +140,8 @@ def test_impossible_numbers_are_refused(arguments: list[str], problem: str) -> N
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--draft-ms", "1"], r"draft_ms=1.0: the cost_table has it; leave it out"),
-        (["--batch-size", "4"], r"batch_size=4: the cost_table has it; leave it out"),
+        (["--draft-ms", "1"], r"draft_ms=1.0: the cost_table has it; omit it"),
+        (["--batch-size", "4"], r"batch_size=4: the cost_table has it; omit it"),
         (["--max-steps", "3"], r"max_steps=3: the table has 1 to 2"),
         (["--context", "0"], r"context=0: give at least 1"),
         (None, r"draft_ms=None: give draft_ms and target_ms, or a cos"),
