@@ -42,7 +42,7 @@ def newest(rows: list[Row]) -> dict[tuple[str, str], dict[str, dict[str, Row]]]:
 
 
 def value_with_aim(row: Row) -> str:
-    """Return the value and, if it has an aim, whether that is reached."""
+    """Return the value and, if there is an aim, whether it is met."""
     if not row["aim"]:
         return row["value"]
     operator, aim = row["aim"].split()
@@ -66,7 +66,7 @@ def table(variants: dict[str, dict[str, Row]]) -> list[str]:
 
 
 def raw_file(name: str) -> Path | None:
-    """Return the file that has the raw rows of a benchmark's newest run, if it is kept."""
+    """Return the file with the raw records of a benchmark's newest run, if kept."""
     return next((path for path in sorted(RESULTS.glob(f"{name}.json*"))), None)
 
 

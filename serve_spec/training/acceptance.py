@@ -1,4 +1,4 @@
-"""Acceptance from match tables: rounds of a chain, survival by position, repetition loops."""
+"""Compute acceptance from match tables: accept length, survival by position, repetition loops."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def in_loop(tokens: Tensor, longest: int) -> Tensor:
     """Return which tokens are in a repetition loop: bool, the shape of `tokens` [B, T].
 
     A token is in a loop if, for some n <= `longest`, the last n tokens up to and including it
-    appear three times in a row.
+    occur three times in a row.
     """
     looping = torch.zeros_like(tokens, dtype=torch.bool)
     for period in range(1, min(longest, tokens.shape[1] // 3) + 1):

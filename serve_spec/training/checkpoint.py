@@ -13,12 +13,12 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
 SHARD_BYTES = 16_000_000
-# Room for the header of a shard, so that the whole file stays within SHARD_BYTES.
+# Reserved for the header of a shard, so that the file stays within SHARD_BYTES.
 _HEADER_BYTES = 64_000
 
 
 def save_state(path: Path, state: dict[str, Any]) -> None:
-    """Write training state atomically: a crash leaves the previous file whole."""
+    """Write training state atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     torch.save(state, partial)
@@ -26,7 +26,7 @@ def save_state(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_state(path: Path, device: torch.device) -> dict[str, Any]:
-    """Return what `save_state` wrote."""
+    """Return the training state in a file."""
     state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
     return state
 

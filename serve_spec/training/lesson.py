@@ -1,4 +1,4 @@
-"""What the frozen target provides for training drafts: features and next-token distributions."""
+"""Outputs of the frozen target for training drafts: features and next-token distributions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Lesson:
 
 
 class Teacher:
-    """The target, run without gradients. `padding` is the largest shift a lesson allows."""
+    """The target, run without gradients. `padding` is the maximum shift of a lesson."""
 
     def __init__(self, model: Llama, padding: int, fast: bool = True) -> None:
         self.model = model
