@@ -111,7 +111,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, default=2048, help="query tokens of a prefill chunk")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--width", type=int, default=128, help="of keys and values")
+    parser.add_argument("--width", type=int, default=128, help="head size of keys and values")
     parser.add_argument("--window", type=int, default=None)
     return parser.parse_args()
 

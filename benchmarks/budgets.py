@@ -31,11 +31,11 @@ from serve_spec.engine.llm import LLM
 
 SETTLE_STEPS = 2
 MEASURED_SHARE = 0.9
-"""Share of the tokens of a batch that is measured: its end is not full."""
+"""Measured share of a batch; at its end some requests have finished."""
 
 
 class ForcedPolicy(GoodputPolicy):
-    """Learns as usual, but its plans have the depth and budget that are set here."""
+    """A goodput policy with a fixed depth and budget."""
 
     depth = 0
     budget: int | None = None
@@ -79,7 +79,7 @@ def choices(size: int, depths: Sequence[int], tokens: Sequence[float]) -> list[t
 
 
 def main() -> None:
-    """Print a line for every choice, the fastest first."""
+    """Print the figures of every choice, the fastest first."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", required=True, metavar="FILE", help="configuration (YAML)")
     sizes = "batch sizes and temperatures to measure"

@@ -86,7 +86,7 @@ def products(bench: Bench) -> Iterator[dict[str, Any]]:
     target = worker.target.model
     linears = [module for module in target.modules() if isinstance(module, Linear)]
     if not all(linear.weight.numel() for linear in linears):
-        raise ValueError("the weights are packed for this CPU; use a GPU")
+        raise ValueError("sections=products: the weights are packed on a CPU; use a GPU")
     num_bytes = sum(linear.weight.nbytes for linear in linears)
     source = torch.empty(_COPIED_BYTES[bench.device.type], dtype=torch.uint8, device=bench.device)
     copy = torch.empty_like(source)

@@ -126,4 +126,4 @@ def start(config: ServeSpecConfig) -> EngineClient:
 
 
 PacedLoop = start
-"""The name that every checkout has, for `serving_path`."""
+"""Entry point for `serving_path`."""

@@ -40,12 +40,12 @@ Exchanges = Mapping[str, Callable[[], object]]
 def time_exchanges(
     rank: int, size: int, store_port: int, shape: ModelShape, args: argparse.Namespace
 ) -> None:
-    """Time exchanges between ranks by number of rows. Every rank runs this; rank 0 writes.
+    """Time collectives by number of rows. Every rank runs this; rank 0 writes.
 
     add_norm_us: a sum with the addition and norm that follow it; norm_us: those two alone.
     nccl_us, one_shot_us, two_shot_us: the same sum by NCCL and by torch's symmetric memory.
     """
-    # Multicast of the switch between GPUs is not needed here.
+    # NVLink multicast is not needed.
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     on_gpus = args.device != "cpu"
     device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
@@ -96,7 +96,7 @@ def _sums_of_torch(x: torch.Tensor) -> Exchanges:
 def time_us(group: TensorParallel, run: Callable[[], object], device: torch.device) -> float:
     """Return the median time, on a GPU in a CUDA graph of many, as the engine launches them.
 
-    The counts are fixed, unlike those of `do_bench_cudagraph`: all ranks have to make as many.
+    Unlike in `do_bench_cudagraph` the counts are fixed, because all ranks must run the same number.
     """
     run()
     count, repeat = (256, 20) if device.type == "cuda" else (4, 5)

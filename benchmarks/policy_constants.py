@@ -39,9 +39,9 @@ NUM_WORKERS = 2
 MEANING_WIDTH = 62
 MARKS = "<!-- constants -->", "<!-- /constants -->"
 NOTE = """\
-Percent of tokens per ms, relative to the shipped constants; noise is about 0.2. A ratio from 0.5 to
-1.5 has its distance from 1 halved and doubled. Small trees may be drafted at both costs, though an
-engine drafts them on GPUs alone."""
+Change of tokens per ms in percent, relative to the shipped constants; noise is about 0.2. For a
+ratio from 0.5 to 1.5, its distance from 1 is halved and doubled. Small trees are allowed at both
+costs, although an engine drafts them only on GPUs."""
 
 Value: TypeAlias = float | tuple[float, ...]
 Effects: TypeAlias = dict[tuple[str, str, str], list[list[float]]]
@@ -49,14 +49,14 @@ Effects: TypeAlias = dict[tuple[str, str, str], list[list[float]]]
 
 
 class Constant(NamedTuple):
-    """A tuned number, or several, as the source has it."""
+    """A tuned constant: a number or several."""
 
     name: str
     value: Value
     meaning: str
 
     def changed(self, factor: float) -> Value:
-        """Return the value times a factor; of a ratio from 0.5 to 1.5, its distance from 1."""
+        """Return the value times a factor; for a ratio from 0.5 to 1.5, scale its distance to 1."""
         if isinstance(self.value, tuple):
             return tuple(each * factor for each in self.value)
         if isinstance(self.value, int):
@@ -77,7 +77,7 @@ class Job(NamedTuple):
 
 
 def constants() -> list[Constant]:
-    """Return every public module-level number that a docstring follows."""
+    """Return the public module-level numbers with a docstring."""
     found = []
     for name in MODULES:
         module = importlib.import_module(f"{PACKAGE}.{name}")
@@ -159,8 +159,8 @@ def table(
 ) -> list[str]:
     """Return the lines of a Markdown table.
 
-    width: of the meaning, which goes on in further rows. apart: both figures of a cell, or their
-    mean.
+    width: column width of the meaning, which wraps into further rows. apart: whether to show both
+    figures or their mean.
     """
     columns = [(costs, kind) for costs in names for kind in FACTORS]
     rows = [["constant", "value", "meaning", *map(" ".join, columns)], ["---"] * (3 + len(columns))]
@@ -183,7 +183,7 @@ def _signed(percent: float) -> str:
 
 
 def main() -> None:
-    """Print the table, and write it into a document."""
+    """Print the table; write it into a document if asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--costs", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--seeds", type=int, default=2)

@@ -1,4 +1,4 @@
-"""Replay recorded shares: strategy goodput against every fixed depth, cell by cell and in phases.
+"""Replay recorded drafts: compare goodput with every fixed depth, per batch and over phases.
 
 python benchmarks/policy_replay.py [--costs h200 cpu]
 """
@@ -74,7 +74,7 @@ def cells(name: str) -> list[tuple[str, int, float, float]]:
 
 
 def phases_of(name: str) -> list[Phase]:
-    """Return kinds of text in turn, batch sizes up and down."""
+    """Return phases of alternating kinds of text with rising and falling batch sizes."""
     sizes = COSTS[name][1]
     kinds = list(KINDS)
     order = [*sizes, *reversed(sizes)]

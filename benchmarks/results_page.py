@@ -41,8 +41,8 @@ def newest(rows: list[Row]) -> dict[tuple[str, str], dict[str, dict[str, Row]]]:
     return found
 
 
-def verdict(row: Row) -> str:
-    """Return the value and, if it has an aim, whether that is reached."""
+def value_with_aim(row: Row) -> str:
+    """Return the value and, if there is an aim, whether it is met."""
     if not row["aim"]:
         return row["value"]
     operator, aim = row["aim"].split()
@@ -59,14 +59,14 @@ def table(variants: dict[str, dict[str, Row]]) -> list[str]:
     metrics = list(dict.fromkeys(metric for row in variants.values() for metric in row))
     lines = [" | ".join(["| variant", *metrics, "commit |"]), "|---" * (len(metrics) + 2) + "|"]
     for variant, row in variants.items():
-        values = [verdict(row[metric]) if metric in row else "" for metric in metrics]
+        values = [value_with_aim(row[metric]) if metric in row else "" for metric in metrics]
         commit = next(iter(row.values()))["commit"]
         lines.append(" | ".join([f"| {variant}", *values, f"{commit} |"]))
     return lines
 
 
 def raw_file(name: str) -> Path | None:
-    """Return the file that has the raw rows of a benchmark's newest run, if it is kept."""
+    """Return the file with the raw records of a benchmark's newest run, if kept."""
     return next((path for path in sorted(RESULTS.glob(f"{name}.json*"))), None)
 
 

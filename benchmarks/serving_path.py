@@ -43,7 +43,7 @@ from serve_spec.serving.app import load_config
 CLIENTS = "serving_path"
 """Role of this process and of its clients."""
 PACED = Path("deploy/tiny.yaml")
-"""The deployment in which the paced engine takes the engine's place."""
+"""Deployment whose engine the paced engine replaces."""
 SETTLED_S = 4.0
 """Seconds until HAProxy knows new routers and connections to old ones are closed."""
 REPORT_S = 3.0
@@ -193,11 +193,11 @@ def main() -> None:
     parser.add_argument("--prompt-chars", type=int, default=400, help="characters per prompt")
     parser.add_argument("--output-tokens", type=int, default=192, help="tokens per request")
     parser.add_argument("--requests-per-stream", type=int, default=2, help="requests per stream")
-    parser.add_argument("--fewest-requests", type=int, default=8, help="least requests per load")
+    parser.add_argument("--fewest-requests", type=int, default=8, help="minimum requests per load")
     parser.add_argument("--repetitions", type=int, default=2, help="runs of every load")
     parser.add_argument("--clients", type=int, default=1, help="processes that share a load")
     parser.add_argument("--port", type=int, default=8123, help="HTTP port of the server")
-    parser.add_argument("--json", type=Path, help="add every row to this file, a line each")
+    parser.add_argument("--json", type=Path, help="file to append every row to (JSON lines)")
     args = parser.parse_args()
     os.environ["SERVE_SPEC_PACED_ROUNDS"] = str(args.rounds)
     os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
@@ -211,7 +211,7 @@ def main() -> None:
 
 
 def rows(file: dict[str, Any], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the figures of every load: the engine alone, where it can be, and every server."""
+    """Yield the figures of every load on the engine alone, if possible, and on every server."""
     loads = [(streams, requests_of(streams, args)) for streams in args.streams]
     with ExitStack() as stack:
         alone = None

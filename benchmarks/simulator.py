@@ -1,4 +1,4 @@
-"""Replay recorded acceptance through a policy, without a model.
+"""Replay recorded acceptance with a policy, without a model.
 
 Accepted drafts of a round come from a trace, its time from `RoundCosts`. The policy gets the same
 calls as from the engine. Drafts are admitted by their recorded shares as on the device
@@ -30,7 +30,7 @@ OnRound = Callable[[DecodeBatch, RoundSteps, StepRecord], None]
 
 
 class RoundShape(NamedTuple):
-    """Everything that may decide the time of a round."""
+    """Everything that the time of a round depends on."""
 
     batch_size: int
     """Decoding requests."""
@@ -121,7 +121,7 @@ class PhaseReport:
 
 
 class ControllerPolicy:
-    """An `AdaptiveController` where a policy is wanted. Its reasons show at switches only."""
+    """Adapter of an `AdaptiveController` to a policy. It reports reasons only at switches."""
 
     def __init__(self, controller: AdaptiveController) -> None:
         self.controller = controller

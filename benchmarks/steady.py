@@ -1,4 +1,4 @@
-"""Steady-state batches of random prompts in which variants take turns every few steps.
+"""Steady-state batches of random prompts that switch between variants every few steps.
 
 Variants change within the same texts, so the prompts are computed once, and a change of the
 machine's speed affects all variants alike.
@@ -29,7 +29,7 @@ _MIN_BATCHED_TOKENS = 2048
 _MIN_PAGES = 256
 
 Controllers: TypeAlias = Mapping[str, Sequence[AdaptiveController]]
-"""By variant; the controllers of a variant alternate every step."""
+"""Controllers by variant; a variant alternates between its controllers every step."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class SteadyLoad:
 
     @property
     def max_tokens(self) -> int:
-        """Return twice the mean, because requests that accept more drafts run ahead."""
+        """Twice the mean, because requests that accept more drafts run ahead."""
         return 2 * self.output_tokens
 
     def requests(self, vocab_size: int) -> list[tuple[TextRequest, int]]:
@@ -80,12 +80,12 @@ def with_room(config: ServeSpecConfig, largest: SteadyLoad, max_steps: int) -> S
 def run_variants(
     engine: SpecEngine, load: SteadyLoad, plain: AdaptiveController, variants: Controllers
 ) -> dict[str, list[StepRecord]]:
-    """Return the full steps of every variant. The engine must be idle.
+    """Run interleaved trials of the variants and return their full steps. The engine must be idle.
 
-    Variants take turns until each had one and the mean text is long enough.
+    Trials end when every variant has one and the mean text is long enough.
 
     Raises:
-        ConfigError: the texts end before every variant has had a turn.
+        ConfigError: the texts end before every variant was measured.
     """
     shapes = [s for each in variants.values() for controller in each for s in controller.shapes]
     margin = 2 * (max(shape.depth for shape in shapes) + 1)
@@ -96,7 +96,7 @@ def run_variants(
         for name, number in _turns(order):
             mean = fmean(sequence.num_output_tokens for sequence in batch.sequences)
             is_over = all(steps.values()) and mean >= load.output_tokens
-            # A turn is completed while there is room.
+            # Complete the trial if there is room.
             may_end = number == 0 or len(variants) == 1
             if batch.num_remaining <= margin or (is_over and may_end):
                 break
@@ -107,7 +107,7 @@ def run_variants(
     if missing:
         raise ConfigError(
             f"output_tokens={load.output_tokens}: at batch size {load.batch_size} the texts end "
-            f"before a step of {', '.join(missing)} could be measured; give more"
+            f"before a step of {', '.join(missing)} could be measured; raise it"
         )
     return steps
 
@@ -130,7 +130,7 @@ def figures(steps: Sequence[StepRecord]) -> dict[str, Any]:
 
 
 def _turns(names: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yield the variant of each step, and the number of the step in its turn; one alone has one."""
+    """Yield the variant of each step, and the step's number in its trial."""
     for name in cycle(names):
         for number in range(TRIAL_STEPS) if len(names) > 1 else count():
             yield name, number

@@ -23,7 +23,7 @@ from typing import Any
 from serve_spec import LLM, SamplingParams
 from serve_spec.bench.report import environment
 
-TURN, NOT_COUNTED = 12, 4
+TRIAL_STEPS, NOT_COUNTED = 12, 4
 """Steps of a depth before the next takes over, and how many of them are not counted."""
 
 
@@ -34,7 +34,7 @@ def main() -> None:
         (int(context), [int(size) for size in sizes.split(",")])
         for context, sizes in (item.split(":") for item in args.cells)
     ]
-    longest = args.turns * TURN * (max(args.depths) + 1)
+    longest = args.turns * TRIAL_STEPS * (max(args.depths) + 1)
     tokens = [(context + longest, max(sizes)) for context, sizes in contexts]
     llm = LLM(
         args.config,
@@ -73,7 +73,7 @@ def steps(
 ) -> list[dict[str, Any]]:
     """Return a row for each depth: median, 10th and 90th percentile of the step time."""
     engine, chance = llm.engine, random.Random(batch_size)
-    num_tokens = turns * TURN * (max(depths) + 1)
+    num_tokens = turns * TRIAL_STEPS * (max(depths) + 1)
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     sequences = []
     for index in range(batch_size):
@@ -86,7 +86,7 @@ def steps(
     times: dict[int, list[float]] = {depth: [] for depth in depths}
     for turn, depth in zip(range(turns), cycle(depths), strict=False):
         _choose(llm, depth)
-        for number in range(TURN):
+        for number in range(TRIAL_STEPS):
             start = time.perf_counter()
             engine.step()
             if turn >= len(depths) and number >= NOT_COUNTED:

@@ -1,4 +1,4 @@
-"""`serve-spec COMMAND ...`. The code of a command loads when that command runs."""
+"""`serve-spec COMMAND ...`. The module of a command is imported when it runs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.core.errors import CheckpointError, InvalidRequest
 
 _COMMANDS = {
-    "serve": "start Ray Serve with a model and print how to call it",
+    "serve": "serve a model with Ray Serve",
     "generate": "complete prompts from the command line",
-    "train": "train a tokenizer, a target and its drafts from a corpus on this machine",
-    "expand": "write a small pair in the shape of a published model, at that model's cost",
+    "train": "train a tokenizer, a target and its drafts from a local corpus",
+    "expand": "expand a small pair to the shape and cost of a published model",
     "tune": "measure a pair: cost table, depths and trees per batch size, report",
-    "breakeven": "compute from which accept rate on speculation pays",
+    "breakeven": "compute the break-even accept rate of speculation",
     "bench": "run adaptive, offline, online, trace, tune, breakeven",
-    "check-config": "print a configuration as resolved, or what is wrong with it",
+    "check-config": "print a resolved configuration, or its errors",
 }
 
 
@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     command = args[0]
     if command not in _COMMANDS:
-        print(f"serve-spec: {command!r} is not a command\n\n{_usage()}", file=sys.stderr)
+        print(f"serve-spec: unknown command {command!r}\n\n{_usage()}", file=sys.stderr)
         return 2
     try:
         return _load(command)(args[1:])
@@ -63,13 +63,13 @@ def _check_config(argv: list[str]) -> int:
     from serve_spec.config.command import main
 
     def describe_draft(draft: Path, config: ServeSpecConfig | None) -> str:
-        # This loads torch.
+        # Imports torch.
         from serve_spec.models.draft_report import describe_draft as describe
 
         return describe(draft, config)
 
     def read_deployment(file: Path) -> tuple[ServeSpecConfig, ...]:
-        from serve_spec.serving.command import read_plan  # loads Ray
+        from serve_spec.serving.command import read_plan  # imports Ray
 
         return read_plan(file, None, None).configs
 

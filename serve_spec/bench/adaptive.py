@@ -1,7 +1,7 @@
-"""`serve-spec bench adaptive`: adaptive policies against off and every fixed depth.
+"""`serve-spec bench adaptive`: compare adaptive policies with off and every fixed depth.
 
-All variants share one worker. In every phase each variant serves the same requests in short trials
-that take turns, so a change of the machine's speed affects all variants alike.
+All variants share one worker. In every phase, each variant serves the same requests in short
+interleaved trials, so changes of the machine's speed affect all variants alike.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from serve_spec.engine.llm import LLM
 
 BATCH_SIZES = {"cpu": (1, 4, 16, 64, 16, 4, 1), "cuda": (1, 8, 32, 64, 128, 256, 128, 64, 32, 8, 1)}
 TRIAL_MS = {"cpu": 100.0, "cuda": 400.0}
-"""Long enough that the first step of a trial, which is not launched ahead, costs little."""
+"""Long, because the first step of a trial is not launched ahead."""
 MIN_STEPS = 2
 """Plain steps of a trial."""
 WARM_UP_SHARE = 0.25
@@ -59,7 +59,7 @@ _MOST_PHASES = 1000
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark, or read an old result; return 1 if texts differ where they must not."""
+    """Run the benchmark or read an old result; return 1 if texts differ unexpectedly."""
     if args.from_json is not None:
         records: list[Record] = list(read_records(args.from_json, "adaptive"))
     else:
@@ -101,7 +101,7 @@ def _measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     plain_ms = {size: bench.warm_up(size) for size in tqdm(sorted(set(batch_sizes)), "warm-up")}
     trial_ms = TRIAL_MS[device] if args.trial_ms is None else args.trial_ms
     gc.collect()
-    gc.freeze()  # a collection would look through all of torch in the trial of one variant
+    gc.freeze()  # a full collection would slow the trial of one variant
     try:
         for repetition in range(args.repetitions):
             for number, load in enumerate(tqdm(loads, f"repetition {repetition + 1}")):
@@ -120,7 +120,7 @@ def _measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def _sizes(
     config: ServeSpecConfig, args: argparse.Namespace, max_batch_size: int, num_tokens: int
 ) -> dict[str, Any]:
-    """Return room for the largest batch of every variant, so that drafts are never cut.
+    """Return sizes with room for the largest batch of every variant, so that drafts are never cut.
 
     The engine is built for strategy goodput: it measures costs and captures every depth.
     """
@@ -141,7 +141,7 @@ def _sizes(
 
 
 class _Bench:
-    """Variants that take turns on the worker of one engine."""
+    """Interleaved variants on the worker of one engine."""
 
     def __init__(self, engine: SpecEngine, variants: Sequence[Variant], prompts: Prompts) -> None:
         self.variants = variants

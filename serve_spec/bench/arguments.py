@@ -1,4 +1,4 @@
-"""Flags that several benchmarks share, and the configuration that they name."""
+"""Command-line flags shared by benchmarks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from serve_spec.config.root import parse_override
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Shows defaults, and descriptions as they are written."""
+    """Help formatter that shows defaults and keeps line breaks of descriptions."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32)
@@ -44,7 +44,7 @@ def add_comparison(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--allow-differences",
         action="store_true",
-        help="exit with 0 although texts differ, as bfloat16 rounding makes them",
+        help="exit with 0 even if texts differ, as they may in bfloat16",
     )
 
 
@@ -57,9 +57,9 @@ def add_outputs(parser: argparse._ActionsContainer, *, plot: bool = True) -> Non
 
 
 def overrides(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the keys that the command line names, and no prefix cache unless it names that.
+    """Return the configuration keys of the command line; the prefix cache is off by default.
 
-    Variants run the same prompts, so one would fill the cache for the next.
+    Variants run the same prompts, so one would fill the cache of the next.
 
     Raises:
         ConfigError: --set is not KEY=VALUE.
@@ -79,7 +79,7 @@ def configured(args: argparse.Namespace) -> ServeSpecConfig:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return a parser of integers from `least` on."""
+    """Return a parser of integers ≥ `least`."""
 
     def integer(text: str) -> int:
         value = int(text)
@@ -105,7 +105,7 @@ def rate_range(text: str) -> tuple[float, float]:
 
 
 def tree_size(text: str) -> tuple[int, int]:
-    """Parse depth and size of a tree such as 4x15; the root is not counted."""
+    """Parse LEVELSxDRAFTS of a tree, such as 4x15, without the root."""
     found = re.fullmatch(r"(\d+)x(\d+)", text)
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r}: give LEVELSxDRAFTS, such as 4x15")

@@ -1,12 +1,12 @@
-"""`serve-spec breakeven`: the throughput equation, and from which accept rate on drafts pay.
+"""`serve-spec breakeven`: solve the throughput equation for the break-even accept rate.
 
     tokens per round   n(a, K) = 1 + a + ... + a^K      (= (1 - a^(K+1)) / (1 - a) for a < 1)
     time of a round    t(K)    = K · t_draft + t_target(batch_size · (K + 1) tokens)
     speedup over off   S(a, K) = n(a, K) · t(0) / t(K)
 
-The accept rate a is the chance that a draft is accepted if all before it were, the same at every
-position. Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding",
-section 3. `round_ms[K]` is t(K) in ms for K = 0, 1, ...; K = 0 is off.
+The accept rate a is the probability that a draft is accepted if all before it were, the same at
+every position (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding",
+section 3). `round_ms[K]` is t(K) in ms for K = 0, 1, ...; K = 0 is off.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def round_times(
 ) -> list[float]:
     """Compute t(K) for K = 0..max_steps, in ms.
 
-    draft_ms: a draft step of the batch. target_ms: a round of the batch without drafts.
-    verify_ms_per_row: what each drafted token adds to the target's forward.
+    draft_ms: time of a draft step of the batch. target_ms: time of a round without drafts.
+    verify_ms_per_row: time that each drafted token adds to the target's forward pass.
     """
     step_ms = draft_ms + verify_ms_per_row * batch_size
     return [target_ms + num_steps * step_ms for num_steps in range(max_steps + 1)]
@@ -60,7 +60,7 @@ def speedup(accept_rate: float, num_steps: int, round_ms: Sequence[float]) -> fl
 
 
 def best_num_steps(accept_rate: float, round_ms: Sequence[float]) -> int:
-    """Return the fastest K, 0 included; of equals, the smallest."""
+    """Return the fastest K, 0 included; on ties, the smallest."""
     return max(range(len(round_ms)), key=lambda k: (speedup(accept_rate, k, round_ms), -k))
 
 
@@ -73,7 +73,7 @@ def break_even_rate(num_steps: int, round_ms: Sequence[float]) -> float | None:
     if needed > num_steps + 1:
         return None
     low, high = 0.0, 1.0
-    for _ in range(60):  # to the last bits of a float
+    for _ in range(60):  # to float precision
         middle = (low + high) / 2
         if tokens_per_round(middle, num_steps) < needed:
             low = middle
@@ -93,9 +93,9 @@ def break_even(round_ms: Sequence[float]) -> BreakEven | None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a table for each accept rate, and the answer in a sentence."""
+    """Print a table and a conclusion for each accept rate."""
     for rate in args.accept_rate:
-        _check("accept_rate", rate, 0 <= rate <= 1, "give the share of accepted drafts, 0 to 1")
+        _check("accept_rate", rate, 0 <= rate <= 1, "give a number in [0, 1]")
     costs = None if args.cost_table is None else load_cost_table(args.cost_table)
     round_ms = _given_times(args) if costs is None else _measured_times(args, costs)
     batches = [_weigh(size, times, args.accept_rate) for size, times in round_ms.items()]
@@ -121,17 +121,17 @@ def _check(name: str, value: float, ok: bool, fix: str) -> None:
 
 
 def _given_times(args: argparse.Namespace) -> dict[int, list[float]]:
-    """Compute t(K) of the batch size that the arguments describe."""
+    """Compute t(K) from the times in the arguments."""
     for name in ("draft_ms", "target_ms"):
         if getattr(args, name) is None:
             raise ConfigError(f"{name}=None: give draft_ms and target_ms, or a cost_table")
-    _check("draft_ms", args.draft_ms, args.draft_ms >= 0, "give milliseconds from 0 on")
-    _check("target_ms", args.target_ms, args.target_ms > 0, "give milliseconds above 0")
+    _check("draft_ms", args.draft_ms, args.draft_ms >= 0, "give milliseconds ≥ 0")
+    _check("target_ms", args.target_ms, args.target_ms > 0, "give milliseconds > 0")
     for name in ("context", "sampled"):
         if getattr(args, name):
-            raise ConfigError(f"{name}={getattr(args, name)!r}: needs a cost_table; leave it out")
+            raise ConfigError(f"{name}={getattr(args, name)!r}: needs a cost_table; omit it")
     row_ms = 0.0 if args.verify_ms_per_row is None else args.verify_ms_per_row
-    _check("verify_ms_per_row", row_ms, row_ms >= 0, "give milliseconds from 0 on")
+    _check("verify_ms_per_row", row_ms, row_ms >= 0, "give milliseconds ≥ 0")
     batch_size = 1 if args.batch_size is None else args.batch_size
     _check("batch_size", batch_size, batch_size >= 1, "give at least 1")
     max_steps = 8 if args.max_steps is None else args.max_steps
@@ -151,7 +151,7 @@ def _measured_times(args: argparse.Namespace, costs: CostTable) -> dict[int, lis
     for name in _TIMES:
         if getattr(args, name) is not None:
             value = getattr(args, name)
-            raise ConfigError(f"{name}={value!r}: the cost_table has it; leave it out")
+            raise ConfigError(f"{name}={value!r}: the cost_table has it; omit it")
     deepest = costs.num_steps[-1]
     max_steps = deepest if args.max_steps is None else args.max_steps
     _check("max_steps", max_steps, 1 <= max_steps <= deepest, f"the table has 1 to {deepest}")
@@ -168,7 +168,7 @@ def _measured_times(args: argparse.Namespace, costs: CostTable) -> dict[int, lis
 
 
 def _weigh(batch_size: int, round_ms: list[float], rates: Sequence[float]) -> dict[str, Any]:
-    """Return the figures of a batch size. Lists are by K; a rate of None never pays."""
+    """Return the figures of a batch size. Lists are by K; None: K never pays."""
     depths = range(len(round_ms))
     lowest = break_even(round_ms)
     return {

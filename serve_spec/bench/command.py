@@ -1,4 +1,4 @@
-"""`serve-spec bench NAME`: the flags of every benchmark. Code that measures loads after parsing."""
+"""`serve-spec bench NAME`: flags of all benchmarks. Their modules are imported after parsing."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _adaptive(parser: argparse.ArgumentParser) -> None:
     add_comparison(parser)
     add_outputs(parser)
     add("--from-json", type=Path, metavar="FILE",
-        help="file whose last run is shown, without running anything")
+        help="file whose last run is shown instead of a new one")
 
 
 def _offline(parser: argparse.ArgumentParser) -> None:
@@ -111,7 +111,7 @@ def _online(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--url", help="base URL of a running server")
     source.add_argument("--deploy", metavar="FILE", help="Serve file or configuration to start")
     source.add_argument("--from-json", type=Path, metavar="FILE",
-        help="file whose last run is shown, without running anything")
+        help="file whose last run is shown instead of a new one")
     _online_server(parser.add_argument_group("server and clients"))
     _online_loads(parser.add_argument_group("loads (default: --closed 1 8)"))
     _online_requests(parser.add_argument_group("requests"))
@@ -212,7 +212,7 @@ def _tune(parser: argparse.ArgumentParser) -> None:
 def _breakeven(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--accept-rate", type=float, nargs="+", required=True, metavar="RATE",
-        help="chance that a draft is accepted if those before it were, 0 to 1")
+        help="probability that a draft is accepted if those before it were, 0 to 1")
     given = parser.add_argument_group("given times").add_argument
     given("--draft-ms", type=float, metavar="MS", help="ms of a draft step of the batch")
     given("--target-ms", type=float, metavar="MS", help="ms of a step without drafts")
@@ -252,7 +252,7 @@ BENCHMARKS = {
         "Every load has the same requests. The API key is $SERVE_SPEC_API_KEY.",
     ),
     "trace": Benchmark(
-        "accepted drafts at every position of texts, for the simulator",
+        "accepted drafts at every position of a text, for the simulator",
         _trace,
         "serve_spec.bench.trace",
     ),
@@ -267,7 +267,7 @@ BENCHMARKS = {
         "  cells.jsonl      finished measurements, from which an interrupted run continues",
     ),
     "breakeven": Benchmark(
-        "throughput equation: from which accept rate on does speculation pay",
+        "break-even accept rate by the throughput equation",
         _breakeven,
         "serve_spec.bench.breakeven",
         "  serve-spec breakeven --accept-rate 0.7 --draft-ms 1.2 --target-ms 10\n"

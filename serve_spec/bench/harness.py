@@ -1,4 +1,4 @@
-"""Runs requests on an engine so that variants can take turns: closed loops, steady-state batches.
+"""Run closed loops and steady-state batches on an engine, with interleaved variants.
 
 Every variant has its own policy and, in closed loops, its own requests; all share one worker.
 """
@@ -27,7 +27,7 @@ WARM_UP_STEPS = 2
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A step as its caller saw it."""
+    """A step and its wall time."""
 
     ms: float
     """Wall time, policy included."""
@@ -55,9 +55,9 @@ def recorded_steps(engine: SpecEngine) -> Iterator[list[StepRecord]]:
 
 
 def engine_beside(engine: SpecEngine, controller: AdaptiveController) -> SpecEngine:
-    """Return an engine with its own requests and policy on the worker and pages of `engine`.
+    """Return an engine with its own requests and policy that shares `engine`'s worker and pages.
 
-    Each must be drained before another one runs.
+    Drain one before the other runs.
     """
     of = engine.scheduler
     texts = of.drafts.texts
@@ -82,7 +82,7 @@ class ClosedLoop:
 
     It can stop after any step and continue later.
 
-    requests: each with its number of output tokens; may be endless.
+    requests: (request, output tokens); may be infinite.
     """
 
     def __init__(

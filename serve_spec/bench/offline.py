@@ -1,6 +1,6 @@
-"""`serve-spec bench offline`: the same requests with every variant on one engine.
+"""`serve-spec bench offline`: run the same requests with every variant on one engine.
 
-Two speeds are measured: of whole runs, prompts and ends included, and of full batches that decode.
+Two speeds are measured: of whole runs, including prefill, and of full decoding batches.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ _COLUMNS = (
 
 @dataclass
 class Runs:
-    """What a variant measured at one temperature and batch size, by repetition."""
+    """Measurements of a variant at one temperature and batch size, by repetition."""
 
     seconds: list[float] = field(default_factory=list)
     decode_speeds: list[float | None] = field(default_factory=list)
     outputs: list[RequestOutput] = field(default_factory=list)
-    """Of the last repetition, as the steps are."""
+    """Outputs of the last repetition, like `steps`."""
     steps: list[StepRecord] = field(default_factory=list)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark and print its table; return 1 if texts differ where they must not."""
+    """Run the benchmark and print its table; return 1 if texts differ unexpectedly."""
     num_tokens = args.prompt_tokens + args.output_tokens
     sizes = {**room(max(args.batch_sizes), num_tokens), "speculative_adaptive": True}
     llm = LLM(args.config, **{**sizes, **overrides(args)})
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def room(batch_size: int, num_tokens: int) -> dict[str, Any]:
-    """Return keys with which `batch_size` requests of `num_tokens` tokens fit with any drafts."""
+    """Return sizes with room for `batch_size` requests of `num_tokens` tokens and any drafts."""
     tokens = batch_size * (num_tokens + 64)
     return {"num_pages": max(256, tokens // 16), "max_num_seqs": batch_size}
 

@@ -1,7 +1,7 @@
 """Records of a run as JSON lines, tables, plots, and where a figure was measured.
 
-A file of records holds runs one after the other. Each begins with a record of section `run`; every
-measurement is appended as soon as it is made, so a run that is cut off keeps what it measured.
+A file may hold several runs. Each starts with a record of section `run`. Every measurement is
+appended immediately, so an interrupted run keeps its results.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from serve_spec.config import ConfigError, ServeSpecConfig
 Record: TypeAlias = Mapping[str, Any]
 
 OUTPUTS = ("json", "plot", "from_json")
-"""Arguments that decide no figure."""
+"""Arguments without effect on the figures."""
 _OLD_KEYS = {"arm": "variant", "arms": "variants", "turn": "trial"}
 _OLD_SECTIONS = {"turn": "trial"}
 
 
 def environment(config: ServeSpecConfig | None = None) -> dict[str, Any]:
-    """Return hardware, versions, commit and command; of `config`, whether it forces acceptance."""
-    # Help texts and `breakeven` start without torch.
+    """Return hardware, versions, commit, command, and `config`'s synthetic acceptance."""
+    # `--help` and `breakeven` do not need torch.
     import torch
 
     from serve_spec.core.machine import cpu_model
@@ -74,10 +74,10 @@ def print_record(path: Path | None, **record: object) -> None:
 
 
 def read_records(path: Path, bench: str) -> list[dict[str, Any]]:
-    """Return the records of the last run in a file; also of files that older versions wrote.
+    """Return the records of the last run in a file, including files of older versions.
 
     Raises:
-        ConfigError: the file cannot be read, or holds no records of this benchmark.
+        ConfigError: the file cannot be read, or has no records of this benchmark.
     """
     try:
         found = _records(path.read_text())
@@ -114,20 +114,20 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def show(tables: str, run: Record) -> None:
-    """Print the tables of a run; if its acceptance was forced, a banner above them."""
+    """Print the tables of a run, below a banner if its acceptance was forced."""
     forced = forced_acceptance(run)
     if forced is not None:
-        print(f"*** synthetic_acceptance={forced}: acceptance was forced, no text is real ***")
+        print(f"*** synthetic_acceptance={forced}: the texts are not the model's ***")
     print(tables)
 
 
 def forced_acceptance(run: Record) -> object:
-    """Return what acceptance was forced to; None if the target decided."""
+    """Return the run's synthetic acceptance, or None."""
     return run["environment"].get("synthetic_acceptance")
 
 
 def plot_title(run: Record) -> str:
-    """Return the hardware, and what acceptance was forced to."""
+    """Return the hardware and the synthetic acceptance, if any."""
     forced = forced_acceptance(run)
     note = "" if forced is None else f"; acceptance forced to {forced} where drafts are made"
     return f"{run['environment']['gpu'] or run['environment']['cpu']}{note}"

@@ -1,4 +1,4 @@
-"""`serve-spec bench trace`: record how many drafts are accepted at every position of texts.
+"""`serve-spec bench trace`: record the accepted drafts at every position of texts.
 
 The text of a request is a function of its prompt and seed, and the drafts at a position depend only
 on the text before it. So a recorded trace replays any policy without a model
@@ -34,7 +34,7 @@ from serve_spec.engine.llm import LLM
 
 FORMAT = 1
 LEARNED_TOGETHER = 256
-"""Positions from which a calibration learns together."""
+"""Positions per update of a calibration."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class AcceptanceTrace:
     of_trees: tuple[tuple[int, ...], ...] = ()
     """The same for every shape in `TraceSet.trees`."""
     draft_shares: tuple[tuple[float, ...], ...] = ()
-    """The logarithm of each draft's share in such a round (`ops.draw`); empty without a model."""
+    """Log-share of each draft in such a round (`ops.draw`); empty without a draft model."""
 
     @property
     def kind(self) -> TextKind:
@@ -59,13 +59,13 @@ class AcceptanceTrace:
 
     @property
     def max_tokens(self) -> int:
-        """Return the most tokens that a replay can emit."""
+        """Return the maximum tokens of a replay."""
         return len(self.num_correct_drafts) + 1
 
 
 @dataclass(frozen=True)
 class TraceSet:
-    """Traces recorded at one depth; a smaller depth is the same trace, cut."""
+    """Traces recorded at one depth; smaller depths use the same traces, truncated."""
 
     num_steps: int
     traces: tuple[AcceptanceTrace, ...]
@@ -242,7 +242,7 @@ def run(args: argparse.Namespace) -> int:
     given = overrides(args)
     forced = ServeSpecConfig.load(args.config, **given).speculative.synthetic_acceptance
     if forced is not None:
-        fix = "a trace needs real texts; leave the key out"
+        fix = "a trace needs real texts; omit the key"
         raise ConfigError(f"speculative.synthetic_acceptance={forced!r}: {fix}")
     fixed = {
         "speculative_adaptive": False,

@@ -1,4 +1,4 @@
-"""`serve-spec tune CONFIG --output-dir DIR`: measure a pair and write how to speculate with it.
+"""`serve-spec tune CONFIG --output-dir DIR`: measure a pair and write its tuned configuration.
 
 Every batch size, class of prompts and draft shape runs in steady-state batches on one engine.
 """
@@ -51,9 +51,9 @@ PROMPT_CLASSES = {
     "mixed": TextKind("code", 0.7),
     "unpredictable": TextKind("shuffled", 1.0),
 }
-"""Classes of prompts by how well their continuations can be drafted."""
+"""Classes of prompts by predictability."""
 COST_BUDGET_S = 300.0
-"""Most time for the cost table; a small pair takes far less."""
+"""Time limit of the cost table; a small pair takes far less."""
 
 _ABOUT = {
     name: f"{kind.prompts}, T = {kind.temperature:g}" for name, kind in PROMPT_CLASSES.items()
@@ -63,12 +63,12 @@ _POLICY_KEYS = {
     *("speculative_adaptive_config", "speculative_adaptive_strategy"),
     *("speculative_per_sequence", "speculative_cost_table"),
 }
-"""Keys that a sweep sets itself, so they decide no measurement."""
+"""Keys that a sweep sets itself, so they do not affect measurements."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What every measurement runs: at least `num_prompts`, in whole batches."""
+    """Workload of every measurement: at least `num_prompts`, in whole batches."""
 
     num_prompts: int
     prompt_tokens: int
@@ -120,7 +120,7 @@ def swept_trees(
         raise ConfigError(
             f"trees={[f'{depth}x{size}' for depth, size in wanted]}: speculative_eagle_topk={topk} "
             f"with speculative_num_steps={speculative.speculative_num_steps} drafts chains only; "
-            "raise them to at least 2 and 1, or leave --trees out"
+            "raise them to at least 2 and 1, or omit --trees"
         )
     trees = sorted({DraftShape(depth, size, topk) for depth, size in wanted})
     for tree in trees:
@@ -141,7 +141,7 @@ def sweep(
     shapes: Sequence[DraftShape],
     work: Workload,
 ) -> None:
-    """Measure every class of prompts at every batch size that lacks a shape.
+    """Measure every class of prompts and batch size with missing shapes.
 
     shapes: plain decoding first; the engine has captured all.
 
@@ -203,7 +203,7 @@ def _measure(
         if not run.steps:
             raise ConfigError(
                 f"output_tokens={work.output_tokens}: at batch size {batch_size} a text ends "
-                f"before one step of num_steps={shape.depth} could be measured; give more"
+                f"before one step of num_steps={shape.depth} could be measured; raise it"
             )
         runs[shape].append(run)
         tick()
@@ -266,7 +266,7 @@ def _measurement(
 
 
 def write_costs(llm: LLM, path: Path, shapes: Sequence[DraftShape], *, fresh: bool) -> None:
-    """Measure what steps of the idle engine cost; keep a table that is there and fits.
+    """Measure the costs of steps on the idle engine, unless a matching table exists.
 
     Raises:
         ConfigError: texts, pages or the token budget are too small to measure anything.
@@ -283,7 +283,7 @@ def write_costs(llm: LLM, path: Path, shapes: Sequence[DraftShape], *, fresh: bo
             if known.batch_sizes[-1] >= max_batch_size:
                 return
         except ConfigError:
-            pass  # it is measured again
+            pass  # measure again
     with tqdm(total=100.0, desc="cost table", unit="%", bar_format="{l_bar}{bar}") as bar:
         try:
             measurement = measure_costs(
@@ -306,17 +306,17 @@ def write_costs(llm: LLM, path: Path, shapes: Sequence[DraftShape], *, fresh: bo
 def _configuration(args: argparse.Namespace) -> ServeSpecConfig:
     config = ServeSpecConfig.load(args.config, **overrides(args))
     if not config.speculative.enabled:
-        fix = "there is no draft to tune; name an algorithm and its draft"
+        fix = "there is no draft to tune; set an algorithm and its draft"
         raise ConfigError(f"speculative.speculative_algorithm='NONE': {fix}")
     forced = config.speculative.synthetic_acceptance
     if forced is not None:
-        fix = "forced acceptance fits no real text; leave the key out"
+        fix = "tuning needs real acceptance; omit the key"
         raise ConfigError(f"speculative.synthetic_acceptance={forced!r}: {fix}")
     return config
 
 
 def _settings(config: ServeSpecConfig, work: Workload) -> dict[str, Any]:
-    """Return everything that decides a measurement, except its place in the sweep."""
+    """Return all settings that affect a measurement, except its place in the sweep."""
     here, draft = environment(), config.speculative.speculative_draft_model_path
     return {
         **asdict(work),
@@ -384,7 +384,7 @@ def _write(
     """Write every file but the cost table."""
     folder: Path = args.output_dir
     slots = adaptive_config(measurements)
-    load_slots(slots)  # raises if a server would refuse them
+    load_slots(slots)  # raises if they are invalid
     (folder / "adaptive.json").write_text(json.dumps(slots, indent=1) + "\n")
     result = run_record("tune", args, config, classes=_ABOUT, adaptive_config=slots)
     here = result["environment"]

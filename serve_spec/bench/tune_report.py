@@ -13,7 +13,7 @@ from serve_spec.config import ConfigError
 from serve_spec.core.draft import PLAIN, DraftShape
 
 Place: TypeAlias = tuple[int, str, DraftShape]
-"""Where a measurement lies in the sweep: batch size, class of prompts, draft shape."""
+"""Place of a measurement in the sweep: batch size, class of prompts, draft shape."""
 AdaptiveFile: TypeAlias = dict[str, dict[str, Any]]
 """An adaptive config: candidate steps, and trees, by the lower bound of the batch size."""
 
@@ -25,10 +25,10 @@ _HOW_TO_READ = """## How to read the tables
 
 - K is the number of draft steps per round; 0 is off, in the same engine. A batch starts together.
 - AxB is a tree of A levels and B drafts, the root not counted (the JSON files count it).
-- A round counts if every request of the batch decodes and drafts in full: no prompts, no draft
-  extend over a prompt, no shrinking batch. tok/s is of the median repetition.
+- Only rounds in which every request decodes and drafts in full are counted: no prompts, no draft
+  extend over a prompt, no shrinking batch. tok/s is the median over repetitions.
 - Accept length is tokens per request and round: accepted drafts, plus one.
-- Same texts: how many equal those of K = 0, token for token. All do in float32, except for
+- Same texts: texts equal to those of K = 0, token for token. In float32 all are, except for
   near-ties that a GPU rounds differently by batch shape; in bfloat16 such ties are common."""
 
 
@@ -69,16 +69,16 @@ class Measurement:
 
 
 class MeasurementFile:
-    """A JSON-lines file: the settings that decide every measurement, then a measurement per line.
+    """A JSON-lines file: the settings of all measurements, then a measurement per line.
 
-    A line that an interruption cut short is dropped. Of a place measured twice, the last counts.
+    An incomplete last line is dropped. If a place was measured twice, the last one counts.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], *, fresh: bool = False) -> None:
-        """Open the file, or start it; with `fresh`, overwrite it.
+        """Open or create the file; with `fresh`, overwrite it.
 
         Raises:
-            ConfigError: it has measurements with other settings, or no measurements at all.
+            ConfigError: it has measurements with other settings, or none.
         """
         self._path = path
         self.by_place: dict[Place, Measurement] = {}
@@ -90,7 +90,7 @@ class MeasurementFile:
                 found = [Measurement(**json.loads(line)) for line in lines[1:]]
             except (ValueError, KeyError, TypeError, AttributeError):
                 raise ConfigError(
-                    f"{path}: holds no measurements of this version; use another --output-dir, "
+                    f"{path}: has no measurements of this version; use another --output-dir, "
                     "or --fresh to overwrite"
                 ) from None
             _refuse_other_settings(path, before, dict(_leaves(json.loads(header)["settings"])))
@@ -145,7 +145,7 @@ def label(shape: DraftShape) -> str:
 def best_measurements(
     measurements: Sequence[Measurement],
 ) -> dict[tuple[int, str], Measurement]:
-    """Return the fastest of every batch size and class; of equals, fewer drafts, then a chain."""
+    """Return the fastest per batch size and class; on ties, fewer drafts, then a chain."""
 
     def order(each: Measurement) -> tuple[float, ...]:
         return -each.tokens_per_second, each.shape.size, each.tree_drafts, each.num_steps
@@ -220,19 +220,19 @@ def markdown(
 ) -> str:
     """Return the report of a sweep.
 
-    classes: what each class of prompts is. keys: what to put into the configuration. facts: where
-    it was measured.
+    classes: description of each class of prompts. keys: keys for the configuration. facts:
+    hardware and versions.
     """
     parts = [
-        "# What speculation gives on this machine",
+        "# Speculation on this machine",
         "\n".join(f"- {name}: {value}" for name, value in facts.items()),
-        "## What to put into the configuration",
+        "## Keys for the configuration",
         "```yaml\nspeculative:\n"
         + "".join(f"  {key}: {value}\n" for key, value in keys.items())
         + "```",
-        "`serve-spec breakeven --cost-table FILE` shows from which accept rate on drafts pay.",
+        "`serve-spec breakeven --cost-table FILE` shows the break-even accept rates.",
         "## The best steps",
-        "A slot holds the best steps of each class of prompts and reaches up to the next one.",
+        "A slot holds the best steps of each class of prompts, up to the next slot's batch size.",
         _markdown_table(*_best_table(measurements, list(classes))),
     ]
     for name, about in classes.items():

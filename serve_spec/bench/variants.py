@@ -64,7 +64,7 @@ def fixed_controller(controller: AdaptiveController, shape: DraftShape) -> Adapt
 def interleaved(trials: int, variants: Collection[T], seed: object = "") -> Iterator[tuple[int, T]]:
     """Yield every variant once per trial, in a new random order each time.
 
-    So a change of the machine's speed affects all variants alike.
+    Changes of the machine's speed then affect all variants alike.
     """
     rng = random.Random(str(seed))
     for trial in range(trials):

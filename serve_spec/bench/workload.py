@@ -1,4 +1,4 @@
-"""What benchmarks run: held-out prompts, kinds of text from easy to hard to draft, and loads."""
+"""Workloads of benchmarks: held-out prompts, kinds of text by predictability, and loads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 HELD_OUT_PACKAGES = ("networkx", "aiohttp")
-"""Not in the corpus of the shipped pair, and installed together with torch and Ray."""
+"""Packages outside the corpus of the shipped pair that torch and Ray depend on."""
 OUTPUT_TOKENS = 64
 """Mean output tokens of a request in a closed loop."""
 STEADY_TOKENS = 192
@@ -28,7 +28,7 @@ Prompts: TypeAlias = Mapping[str, Sequence[Sequence[int]]]
 
 @dataclass(frozen=True)
 class TextKind:
-    """The source of a prompt, and the temperature at which it is continued."""
+    """The source of a prompt and the sampling temperature."""
 
     prompts: str
     """`code`: held-out source files; `shuffled`: their tokens in random order."""
@@ -50,7 +50,7 @@ CLASSES: dict[str, tuple[TextKind, ...]] = {
     "mixture": (TextKind("code", 0.0), TextKind("shuffled", 1.0)),
     "unpredictable": (TextKind("shuffled", 1.0),),
 }
-"""Classes of text by name. Requests of a class have its kinds in turn."""
+"""Classes of text by name. Requests of a class cycle through its kinds."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Load:
     def length(self, request: int) -> int:
         """Return the output tokens of request number `request`.
 
-        Requests of the first batch are shortened to all ages, as if the load had run for long.
+        Requests of the first batch are shortened as if the load had been running for a while.
         """
         if self.is_steady:
             return self.num_tokens
@@ -95,7 +95,7 @@ class Load:
         return max(1, round(length))
 
     def requests(self, number: int, prompts: Prompts) -> Iterator[tuple[TextRequest, int]]:
-        """Yield the requests of phase `number` and their lengths, endlessly.
+        """Yield the requests of phase `number` and their lengths, without end.
 
         The same number gives the same requests. Prompts repeat with other seeds.
         """
@@ -115,7 +115,7 @@ def phases(
 ) -> list[Load]:
     """Return every text at every batch size, in order; in reverse while the batch size falls.
 
-    So the text changes at a constant batch size, and the batch size with a constant text.
+    Each change is either of the text or of the batch size.
     """
     texts = [(name, temperature) for name in classes for temperature in temperatures]
     loads = []
@@ -174,7 +174,7 @@ def held_out_prompts(
     """
     files = [path for package in packages for path in _source_files(package)]
     if not files:
-        raise ValueError(f"packages={list(packages)}: none is installed; name installed ones")
+        raise ValueError(f"packages={list(packages)}: none is installed; give installed ones")
     rng = random.Random(seed)
     prompts: list[list[int]] = []
     for _ in range(count * 50):
@@ -187,7 +187,7 @@ def held_out_prompts(
             prompts.append(ids[:num_tokens])
         if len(prompts) == count:
             return prompts
-    raise ValueError(f"num_tokens={num_tokens}: no held-out file is that long; ask for less")
+    raise ValueError(f"num_tokens={num_tokens}: no held-out file is that long; lower it")
 
 
 def _source_files(package: str) -> list[Path]:

@@ -1,4 +1,4 @@
-"""The configuration: closed, frozen, validated before anything starts. Plain Python, no torch."""
+"""The configuration: immutable models, validated before anything starts, without torch."""
 
 from serve_spec.config.base import ConfigError, StrictModel
 from serve_spec.config.engine import CacheConfig, ModelConfig, SchedulerConfig

@@ -20,19 +20,18 @@ from pydantic import Field, field_validator, model_validator
 from serve_spec.config.base import ConfigError, Refusal, StrictModel, read_text, validate
 
 AdaptiveSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | Mapping[int, SlotConfig]"
-"""An adaptive config: the JSON file, the mapping it would hold, slots parsed already, or the name
-of a preset."""
+"""An adaptive config: a JSON file, a mapping, parsed slots or the name of a preset."""
 
 Preset: TypeAlias = Literal["conservative", "aggressive"]
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    # Few steps for large batches; used when no config is named.
+    # Few steps at large batch sizes; the default.
     "conservative": {
         "1": {"candidate_steps": [1, 3, 7], "down_hysteresis": -0.25},
         "8": {"candidate_steps": [1, 3], "down_hysteresis": 0.0},
         "32": {"candidate_steps": [1], "down_hysteresis": 0.0},
     },
-    # Deep drafts also for large batches, capped by what was accepted of late.
+    # Deep drafts also at large batch sizes, limited by recent acceptance.
     "aggressive": {
         "down_hysteresis": -0.25,
         "1": {"candidate_steps": [1, 3, 7]},
@@ -47,8 +46,8 @@ MAX_STEPS = 64
 """Maximum depth of a chain or tree; deeper drafts are rarely accepted."""
 
 _TREES_FIX = (
-    "give pairs [num_steps, num_draft_tokens], the root counted, such as [[4, 16], [2, 6]]; [] is: "
-    "chains alone"
+    "give pairs [num_steps, num_draft_tokens], root included, such as [[4, 16], [2, 6]]; []: "
+    "chains only"
 )
 # Strategies that do not read every key of a slot.
 _READ_BY: Mapping[str, tuple[str, ...]] = {
@@ -60,7 +59,7 @@ _STEPS_FIX = f"give a non-empty list of integers from 0 to {MAX_STEPS}, for exam
 
 
 class SlotConfig(StrictModel):
-    """How one batch-size slot adapts. Keys and defaults are those of SGLang's file."""
+    """Settings of one batch-size slot. Keys and defaults are those of SGLang's file."""
 
     candidate_steps: tuple[int, ...] = Field(
         (1, 3, 7), description="Speculation depths the slot may use, ascending; 0: no speculation."
@@ -116,7 +115,9 @@ class SlotConfig(StrictModel):
         deepest = self.candidate_steps[-1]
         too_deep = [list(shape) for shape in self.candidate_trees or () if shape[0] > deepest]
         if too_deep:
-            fix = f"candidate_steps end at {deepest}; add {too_deep[-1][0]} there, or leave it out"
+            fix = (
+                f"candidate_steps end at {deepest}; add {too_deep[-1][0]} there or remove the tree"
+            )
             raise Refusal("candidate_trees", too_deep[-1], fix)
         return self
 
@@ -130,7 +131,7 @@ def load_slots(source: AdaptiveSource = "conservative") -> dict[int, SlotConfig]
     """Return the slots of an adaptive config by their smallest batch size, ascending.
 
     Raises:
-        ConfigError: unreadable, or anything in it is unknown or out of range.
+        ConfigError: it is unreadable, or has an unknown key or an invalid value.
     """
     if isinstance(source, str) and source in PRESETS:
         source = PRESETS[source]
@@ -155,7 +156,7 @@ def _parse_json_object(text: str) -> dict[str, Any]:
 
 
 def parse_slots(config: Mapping[str, Any] | Mapping[int, SlotConfig]) -> dict[int, SlotConfig]:
-    """Return the slots of a mapping, as `load_slots` does of a file."""
+    """Return the slots of a mapping; see `load_slots`."""
     keyed = {str(key): value for key, value in config.items()}
     slots = {key: value for key, value in keyed.items() if key.isdecimal()}
     shared = {key: value for key, value in keyed.items() if key not in slots}
@@ -185,13 +186,13 @@ def parse_slot(
     """Return a slot's config: its own keys over the shared defaults.
 
     Raises:
-        ConfigError: not a mapping, no candidate_steps, an unknown key or a value out of range.
+        ConfigError: it is not a mapping, lacks candidate_steps, or has an invalid key or value.
     """
     if isinstance(own, SlotConfig):
         return own
     if not isinstance(own, Mapping):
         example = '{"candidate_steps": [1, 3]}'
-        raise ConfigError(f"{where}={own!r}: a slot is an object like {example}")
+        raise ConfigError(f"{where}={own!r}: not an object; give a slot such as {example}")
     if "candidate_steps" not in own:
         name = ".".join(filter(None, [where, "candidate_steps"]))
         raise ConfigError(f"{name}: every slot must hold it; {_STEPS_FIX}")
@@ -206,7 +207,7 @@ def ignored_keys(slots: Mapping[int, SlotConfig], strategy: str) -> list[str]:
 
 
 def _is_shape(value: object) -> bool:
-    """Return whether it is a tree of at least as many drafts as levels."""
+    """Return whether `value` is [num_steps, num_draft_tokens] of a tree."""
     if not isinstance(value, list | tuple) or [type(n) for n in value] != [int, int]:
         return False
     num_steps, num_rows = value

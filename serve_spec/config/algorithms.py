@@ -1,4 +1,4 @@
-"""The drafters. A new one needs a builder and a line here."""
+"""Registry of draft methods. A new one needs a builder and a line here."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A drafter; `builder` is "module:function", imported on first use.
+    """A draft method; `builder` is "module:function", imported on first use.
 
-    Of a model: (folder of the draft, target, DraftOptions, dtype) -> `models.draft.DraftHead`.
-    Of a text drafter, with `from_text`: (SpeculativeConfig, encode, most drafts at a time) ->
-    `core.draft.TextDrafter`, where encode makes token ids of a text.
+    Draft model: (draft folder, target, DraftOptions, dtype) -> `models.draft.DraftHead`.
+    Text drafter (`from_text`): (SpeculativeConfig, encode, maximum drafts) ->
+    `core.draft.TextDrafter`; `encode` converts text to token ids.
     """
 
     builder: str

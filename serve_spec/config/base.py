@@ -26,7 +26,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 ASSETS = Path(__file__).parents[1] / "assets"
-"""Package data: what `asset:tiny/target` names lies below this folder."""
+"""Folder of package data, to which `asset:NAME` is relative."""
 
 _ASSET = "asset:"
 
@@ -40,7 +40,7 @@ class ConfigError(ValueError):
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """One sentence per problem."""
+        """One message per problem."""
         return self.args
 
     def __str__(self) -> str:
@@ -56,14 +56,14 @@ class Refusal(ValueError):
 
 
 class StrictModel(BaseModel):
-    """Frozen and closed: no unknown keys, no coercion (`"3"` and `true` are not integers).
+    """Base model: immutable, without unknown keys or coercion (`"3"` and `true` are not integers).
 
-    Lists become tuples. A field typed `Path` holds something that exists: see `locate`.
+    Lists become tuples. A field of type `Path` must exist: see `locate`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    # Values this version can run, for fields that promise more than that; checked in one place.
+    # Supported values of fields whose type allows more.
     works_now: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
     @field_validator("*", mode="wrap")
@@ -105,8 +105,8 @@ def validate(
     """Return `data` validated as a `model`.
 
     Args:
-        where: dotted place of `data`, put before every field in messages.
-        folder: where relative paths start; None is the current directory.
+        where: dotted path of `data`, the prefix of every field in messages.
+        folder: the base of relative paths; None is the current directory.
 
     Raises:
         ConfigError: all problems at once.
@@ -130,13 +130,13 @@ def _explain(model: type[BaseModel], error: ErrorDetails, where: str) -> Iterato
     if isinstance(cause, ConfigError):  # a file that this field names
         yield from (f"{dotted}: {problem}" for problem in cause.problems)
     elif isinstance(cause, Refusal):
-        # A check over a whole section names its field itself.
+        # Its message already contains the field.
         prefix = dotted.removesuffix(cause.field).rstrip(".")
         yield f"{prefix}.{cause}" if prefix else str(cause)
     else:
         field = _field_at(model, place)
         hint = f" ({field.description})" if field is not None and field.description else ""
-        # A tuple here is a list in YAML.
+        # Tuples are lists in YAML.
         message = (error["msg"][:1].lower() + error["msg"][1:]).replace("valid tuple", "list")
         secret = field is not None and not field.repr
         given = "=<hidden>" if secret else f"={error['input']!r}"
@@ -148,18 +148,18 @@ def _explain(model: type[BaseModel], error: ErrorDetails, where: str) -> Iterato
 def unknown_key(key: str, known: Iterable[str]) -> str:
     """Return the error for an unknown dotted key, with the nearest known one.
 
-    Without the value: a misspelt `api_keys` must not print a secret.
+    The value is left out, because a misspelt `api_keys` would print a secret.
     """
     names = list(known)
     leaf = key.rpartition(".")[2]
     by_leaf = {name.rpartition(".")[2]: name for name in names}
-    # A right word in the wrong section first, then the nearest spelling anywhere.
+    # Prefer a correct key in the wrong section over the nearest spelling.
     close = [by_leaf[leaf]] if leaf in by_leaf else difflib.get_close_matches(key, names, 1, 0.0)
     return f"{key}: unknown key; did you mean {close[0]}?"
 
 
 def dotted_keys(model: type[BaseModel]) -> list[str]:
-    """Return every key of a mapping for `model`: sections, and their keys dotted."""
+    """Return all keys of `model`: sections, and their keys with dots."""
     keys = []
     for name, field in model.model_fields.items():
         keys.append(name)
@@ -182,10 +182,7 @@ def _field_at(model: type[BaseModel], place: list[str]) -> FieldInfo | None:
 
 
 def is_path(field: FieldInfo, value: object) -> bool:
-    """Return whether a value of this field names something on the disk.
-
-    A field may also take names of things that are shipped: its `Literal` strings.
-    """
+    """Return whether a value of this field is a path, and not one of its `Literal` strings."""
     kinds = (field.annotation, *get_args(field.annotation))
     return Path in kinds and all(value not in get_args(kind) for kind in kinds)
 
@@ -199,7 +196,7 @@ def locate(field: str, value: str | Path, folder: Path) -> Path:
     text = str(value)
     is_asset = text.startswith(_ASSET)
     base = ASSETS if is_asset else folder
-    # abspath, not resolve: a cache of links keeps the names its user knows.
+    # `abspath` keeps symbolic links, as in the Hugging Face cache.
     found = Path(os.path.abspath(base / Path(text.removeprefix(_ASSET)).expanduser()))
     if not found.exists():
         fix = f"nothing at {found}; give an absolute path, one relative to {folder}, or 'asset:...'"
@@ -208,14 +205,14 @@ def locate(field: str, value: str | Path, folder: Path) -> Path:
 
 
 def anchored(value: object, folder: Path) -> object:
-    """Return a relative path as absolute, below `folder`; `asset:` names stay as they are."""
+    """Return a relative path as absolute, based on `folder`; keep `asset:` names."""
     if not isinstance(value, str | Path) or str(value).startswith(_ASSET):
         return value
     return folder / Path(value).expanduser()
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a repeated key is an error and `1e-3` is a number."""
+    """YAML loader that rejects repeated keys and reads `1e-3` as a number."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -243,7 +240,7 @@ def parse_yaml(text: str, name: str) -> Any:
         ConfigError: not YAML; names the place in `name`.
     """
     try:
-        # The loader is a SafeLoader: it builds plain values only.
+        # The loader is a SafeLoader, which builds only plain values.
         return yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
@@ -259,5 +256,5 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        fix = "name a readable text file"
+        fix = "give a readable text file"
         raise ConfigError(f"{path}: {reason}; tried {path.absolute()}; {fix}") from None

@@ -1,4 +1,4 @@
-"""`serve-spec check-config`: a configuration as resolved, or a draft as recognised; else why not.
+"""`serve-spec check-config`: print a resolved configuration or describe a draft, or report errors.
 
 serve-spec check-config FILE [KEY=VALUE ...]
 serve-spec check-config SERVE_FILE
@@ -19,29 +19,29 @@ from serve_spec.config.root import ServeSpecConfig, parse_override
 from serve_spec.config.speculative import ignored_adaptive_keys
 
 DescribeDraft = Callable[[Path, ServeSpecConfig | None], str]
-"""Explains the draft in a folder, beside the target of a configuration if one is given."""
+"""Describe the draft in a folder, for the target of a configuration if given."""
 
 ReadDeployment = Callable[[Path], Sequence[ServeSpecConfig]]
 """Validates a Ray Serve file, such as those in `deploy/`; returns its configurations."""
 
 
 def main(argv: list[str], describe_draft: DescribeDraft, read_deployment: ReadDeployment) -> int:
-    """Print the resolved configuration as YAML, or what the draft is; 0, or 1 when refused."""
+    """Print the resolved configuration or the draft's description; return 0, or 1 on errors."""
     parser = argparse.ArgumentParser(
         prog="serve-spec check-config",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", nargs="?", help="configuration file or Serve file (YAML)")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="leaf keys that win")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="override of a key")
     parser.add_argument(
         "--draft",
         metavar="FOLDER",
-        help="explain this draft checkpoint instead, beside the target of the file if one is given",
+        help="draft checkpoint to describe instead, for the target of the file if given",
     )
     args = parser.parse_intermixed_args(argv)
     if args.file is None and args.draft is None:
-        parser.error("name a configuration file, or a draft with --draft")
+        parser.error("give a configuration file, or a draft with --draft")
     try:
         configs = _load(args.file, args.overrides, read_deployment)
         draft = None if args.draft is None else locate("--draft", args.draft, Path.cwd())

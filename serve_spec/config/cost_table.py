@@ -1,6 +1,6 @@
-"""The cost table: what a round costs on one machine, measured, and what it was measured on.
+"""The cost table: a JSON file with measured times of rounds, and the setup they were measured on.
 
-A JSON file. A table of another machine, model or version is worse than none, so it is refused.
+A table of another machine, model or version is rejected.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ Grid: TypeAlias = tuple[tuple[tuple[float, ...], ...], ...]
 
 FORMAT_VERSION = 1
 
-_WAY_OUT = "measure anew (`serve-spec tune`), or delete the file"
+_WAY_OUT = "measure again (`serve-spec tune`) or delete the file"
 
 
 class CostKey(StrictModel):
-    """Everything costs depend on. Two tables of equal keys are interchangeable."""
+    """Everything that costs depend on. Tables with equal keys are interchangeable."""
 
     hardware: str = Field(min_length=1, description="GPU name, or CPU model and core count.")
     threads: int = Field(ge=1, description="Threads a tensor operation may use on the CPU.")
     target: str = Field(min_length=1, description="Fingerprint of the target checkpoint.")
     draft: str = Field(description="Fingerprint of the draft checkpoint; empty: none.")
     algorithm: str = Field(description="speculative_algorithm.")
-    dtype: str = Field(description="What the target computes in.")
-    draft_dtype: str = Field(description="What the draft computes in; empty: there is none.")
+    dtype: str = Field(description="Data type of the target.")
+    draft_dtype: str = Field(description="Data type of the draft; empty: none.")
     tensor_parallel_size: int = Field(ge=1, description="GPUs that share the model.")
-    attention_backend: str = Field(description="The backend that really runs, never 'auto'.")
-    code: str = Field(min_length=1, description="Version of whatever shapes a round.")
-    topk: int = Field(1, ge=1, description="Children per drafted token; 1: chains alone.")
+    attention_backend: str = Field(description="Attention backend, never 'auto'.")
+    code: str = Field(min_length=1, description="Version of the code of a round.")
+    topk: int = Field(1, ge=1, description="Children per drafted token; 1: chains only.")
 
 
 class TreeCosts(StrictModel):
@@ -64,7 +64,7 @@ class TreeCosts(StrictModel):
 
 
 class CostTable(StrictModel):
-    """Medians of whole stages of a round: drafting (catch-up included) and verification."""
+    """Median times of the stages of a round: drafting (draft extend included) and verification."""
 
     version: int = Field(ge=FORMAT_VERSION, le=FORMAT_VERSION, description="Format of this file.")
     key: CostKey = Field(description="What it was measured on.")
@@ -80,10 +80,10 @@ class CostTable(StrictModel):
         description="Drafting is padded: every step runs all requests, whatever the depth of each."
     )
     extrapolated: tuple[tuple[int, int], ...] = Field(
-        description="[batch size, steps] that were not measured in every context."
+        description="[batch size, steps] that were not measured at every context."
     )
-    measured_s: float = Field(ge=0, description="Seconds the measurement took.")
-    trees: tuple[TreeCosts, ...] = Field((), description="By shape, ascending; none: chains alone.")
+    measured_s: float = Field(ge=0, description="Duration of the measurement in seconds.")
+    trees: tuple[TreeCosts, ...] = Field((), description="By shape, ascending; empty: chains only.")
 
     @field_validator("draft_ms", "verify_ms", "extrapolated", mode="before")
     @classmethod
@@ -96,7 +96,7 @@ class CostTable(StrictModel):
         _check_grid("num_steps", self.num_steps, at_least=0)
         _check_grid("contexts", self.contexts, at_least=1)
         if self.num_steps[0] != 0:
-            raise Refusal("num_steps", list(self.num_steps), "must begin with 0, the plain round")
+            raise Refusal("num_steps", list(self.num_steps), "must start with 0, the plain round")
         self._check_durations("draft_ms", self.draft_ms, free_steps=1)
         self._check_durations("verify_ms", self.verify_ms, free_steps=0)
         for batch_size, num_steps in self.extrapolated:
@@ -119,7 +119,7 @@ class CostTable(StrictModel):
                             raise Refusal(f"trees.{i}.{name}.{c}.{b}", ms, "must be positive")
 
     def _check_durations(self, name: str, grid: Grid, free_steps: int) -> None:
-        """Refuse a wrong shape, and any duration but 0 for the first `free_steps` columns."""
+        """Reject a wrong shape, and times other than 0 in the first `free_steps` columns."""
         _check_length(name, grid, self.contexts)
         for c, rows in enumerate(grid):
             _check_length(f"{name}.{c}", rows, self.batch_sizes)
@@ -127,28 +127,28 @@ class CostTable(StrictModel):
                 _check_length(f"{name}.{c}.{b}", cells, self.num_steps)
                 for k, ms in enumerate(cells):
                     if (ms != 0) if k < free_steps else (ms <= 0):
-                        fix = "must be 0 where nothing is drafted, and positive elsewhere"
+                        fix = "must be 0 without drafts and positive otherwise"
                         raise Refusal(f"{name}.{c}.{b}.{k}", ms, fix)
 
     def refuse_foreign(
         self, key: CostKey, *, max_steps: int, trees: Collection[tuple[int, int]] = ()
     ) -> None:
-        """Check that the table speaks of `key`, and of every round that may be drafted.
+        """Check that the table was measured with `key` and covers all draft shapes.
 
-        max_steps: most drafts of a chain. trees: shapes, (num_steps, num_draft_tokens).
+        max_steps: maximum drafts of a chain. trees: shapes, (num_steps, num_draft_tokens).
 
         Raises:
-            ConfigError: one problem of every field that differs, with the two values.
+            ConfigError: a field differs, or a shape is missing.
         """
         problems = [
-            f"key.{name}={mine!r}, but {here!r} runs here"
+            f"key.{name}={mine!r}, but this engine has {here!r}"
             for name, mine, here in _differences(self.key, key)
         ]
         if self.num_steps[-1] < max_steps:
-            problems.append(f"num_steps={list(self.num_steps)}, but {max_steps} are wanted here")
+            problems.append(f"num_steps={list(self.num_steps)}, but {max_steps} is needed")
         known = [tree.shape for tree in self.trees]
         if missing := sorted(set(trees).difference(known)):
-            problems.append(f"trees={known}, but {missing} are wanted here")
+            problems.append(f"trees={known}, but {missing} are needed")
         if problems:
             raise ConfigError(f"{'; '.join(problems)}: {_WAY_OUT}")
 
@@ -157,7 +157,7 @@ def load_cost_table(path: Path) -> CostTable:
     """Return the table in a JSON file.
 
     Raises:
-        ConfigError: unreadable, not JSON, of another version, or anything in it is not a cost.
+        ConfigError: it is unreadable, not JSON, of another version, or has an invalid value.
     """
     try:
         content = _parse_json(read_text(path))
@@ -170,13 +170,13 @@ def load_cost_table(path: Path) -> CostTable:
 
 
 def write_cost_table(table: CostTable, path: Path) -> None:
-    """Write the table, folder included; a reader meets the old file or the new one, whole.
+    """Write the table atomically; create its folder.
 
     Raises:
-        OSError: the place cannot be written.
+        OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Replicas that start together may write the same table at once.
+    # Several replicas may write the same table at once.
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.write_text(table.model_dump_json(indent=1) + "\n", encoding="utf-8")
@@ -191,7 +191,7 @@ def _parse_json(text: str) -> dict[str, object]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"not valid JSON: {error}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"holds {content!r:.40}, no object of cost table fields")
+        raise ConfigError(f"holds {content!r:.40}, not a cost table object")
     return content
 
 
@@ -200,7 +200,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _as_tuples(value: object) -> object:
-    """List of lists as tuples of tuples: strict models take nothing else."""
+    """Convert nested lists to tuples, as strict models require."""
     return tuple(_as_tuples(item) for item in value) if isinstance(value, list | tuple) else value
 
 

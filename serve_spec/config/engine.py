@@ -71,10 +71,8 @@ class ModelConfig(StrictModel):
     @model_validator(mode="after")
     def _compiles_on_one_rank(self) -> Self:
         if self.torch_compile and self.tensor_parallel_size > 1:
-            fix = (
-                f"tensor_parallel_size={self.tensor_parallel_size} exchanges sums inside layers, "
-                "which is not compiled; set torch_compile to false"
-            )
+            size = self.tensor_parallel_size
+            fix = f"not supported with tensor_parallel_size={size}; set it to false"
             raise Refusal("torch_compile", True, fix)
         return self
 
@@ -90,7 +88,7 @@ class ModelConfig(StrictModel):
 
 
 class CacheConfig(StrictModel):
-    """Pages of keys and values, shared by target and draft."""
+    """The paged KV cache of target and draft."""
 
     page_size: int = Field(16, ge=1, le=4096, description="Tokens per page.")
     num_pages: int | None = Field(
@@ -106,7 +104,7 @@ class CacheConfig(StrictModel):
 
 
 class SchedulerConfig(StrictModel):
-    """How many sequences run together, and how much one round computes."""
+    """Limits of the batch and of a step."""
 
     max_num_seqs: int = Field(
         64,
@@ -130,5 +128,5 @@ class SchedulerConfig(StrictModel):
         1024,
         ge=1,
         le=1 << 20,
-        description="Maximum number of sequences waiting in one engine; further ones are refused.",
+        description="Maximum number of sequences waiting in one engine; further ones are rejected.",
     )

@@ -86,7 +86,7 @@ class ServeSpecConfig(StrictModel):
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Parse `key=value` of a command line; the value is YAML.
+    """Parse a `key=value` argument; the value is YAML.
 
     Raises:
         ConfigError: no `=`, or the value is not YAML.
@@ -99,7 +99,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 @cache
 def leaf_sections() -> dict[str, str]:
-    """Return the section of every key."""
+    """Return the section of each key."""
     return {key: section for section, model in _models().items() for key in model.model_fields}
 
 

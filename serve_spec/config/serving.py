@@ -1,4 +1,4 @@
-"""Configuration of Ray Serve: router, replicas, statistics of the fleet."""
+"""Configuration of Ray Serve: router, replicas and fleet statistics."""
 
 from __future__ import annotations
 
@@ -92,13 +92,13 @@ class RouterConfig(StrictModel):
     def _strip(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
         keys = tuple(key.strip() for key in keys)  # files of keys end with a newline
         if not all(keys):
-            fix = "a key is empty; remove it, or give api_keys=[] to ask for none"
+            fix = "a key is empty; remove it, or set api_keys=[] for no authentication"
             raise Refusal("api_keys", "", fix)
         return keys
 
 
 class ReplicaConfig(StrictModel):
-    """Engine replicas: how many, what each takes, and when one counts as dead."""
+    """Number, resources and timeouts of engine replicas."""
 
     num_replicas: int = Field(1, ge=1, description="Number of engine replicas.")
     num_cpus: float = Field(
@@ -139,7 +139,7 @@ class ReplicaConfig(StrictModel):
 
 
 class StatsConfig(StrictModel):
-    """The named actor that gathers acceptance statistics of all replicas."""
+    """The actor that collects statistics of all replicas."""
 
     actor_name: str = Field("SpecStats", min_length=1, description="Name of the actor.")
     push_interval_s: float = Field(

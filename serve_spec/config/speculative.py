@@ -1,4 +1,4 @@
-"""Whether and how to speculate. Keys carry the names SGLang users know."""
+"""Configuration of speculative decoding. Keys have SGLang's names."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def max_tree_tokens(topk: int, num_steps: int) -> int:
     return min(MAX_TREE_TOKENS, 1 + topk + (num_steps - 1) * topk**2)
 
 
-# Algorithms whose trees were measured to pay for few requests.
+# Draft methods whose trees pay at small batch sizes.
 _SMALL_TREES = ("EAGLE", "EAGLE3")
 
-# Which algorithms a key that corrects a draft's config.json is for.
+# Draft methods of the keys that correct a draft's config.json.
 _CORRECTIONS = {
     "speculative_draft_rope_theta": ("EAGLE", "EAGLE3"),
     "speculative_draft_aux_layer_ids": ("EAGLE3",),
@@ -40,7 +40,7 @@ _CORRECTIONS = {
 
 
 class SpeculativeConfig(StrictModel):
-    """How drafts are made and how their number adapts."""
+    """Draft method, and how the number of drafts adapts."""
 
     speculative_algorithm: str = Field(
         "NONE",
@@ -184,7 +184,7 @@ class SpeculativeConfig(StrictModel):
     @classmethod
     def _readable(cls, path: Preset | Path | None) -> Preset | Path | None:
         if path is not None:
-            load_slots(path)  # so that errors appear now, not when the first replica starts
+            load_slots(path)  # raises if the file is invalid
         return path
 
     @field_validator("synthetic_acceptance", mode="before")
@@ -195,7 +195,7 @@ class SpeculativeConfig(StrictModel):
         else:
             ok = wanted is None or _in_range(wanted, 1, math.inf)
         if not ok:
-            fix = "give an accept length ≥ 1, such as 2.5, or chances in [0, 1], such as [0.8, 0.6]"
+            fix = "give an accept length ≥ 1, such as 2.5, or rates in [0, 1], such as [0.8, 0.6]"
             raise Refusal("synthetic_acceptance", wanted, fix)
         return wanted
 
@@ -219,7 +219,7 @@ class SpeculativeConfig(StrictModel):
     @classmethod
     def _layers(cls, ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
         if ids is not None and (not ids or min(ids) < 0):
-            fix = "give layers of the target from 0 on, such as [2, 16, 29]"
+            fix = "give layer ids of the target ≥ 0, such as [2, 16, 29]"
             raise Refusal("speculative_draft_aux_layer_ids", list(ids), fix)
         return ids
 
@@ -231,17 +231,17 @@ class SpeculativeConfig(StrictModel):
 
     @property
     def enabled(self) -> bool:
-        """Return whether there is a drafter."""
+        """Whether a draft method is set."""
         return self.speculative_algorithm != "NONE"
 
     @property
     def samples_drafts(self) -> bool:
-        """Return whether drafts are sampled from distributions of their own, and some rejected."""
+        """Whether drafts are sampled and verified by rejection sampling."""
         return self.enabled and self.rejection_sample_method != "coupled"
 
     @property
     def topk(self) -> int:
-        """Most children of a drafted token of the configured shape; 1: a chain."""
+        """Maximum children of a drafted token; 1: chains."""
         return self.speculative_eagle_topk or 1
 
     @property
@@ -260,7 +260,7 @@ class SpeculativeConfig(StrictModel):
 
     @property
     def text_algorithm(self) -> str | None:
-        """Return the algorithm of n-gram drafts, alone or with a draft model, if any."""
+        """Algorithm of n-gram drafts, alone or before a draft model, or None."""
         if not self.enabled:
             return None
         if ALGORITHMS[self.speculative_algorithm].from_text:
@@ -269,8 +269,7 @@ class SpeculativeConfig(StrictModel):
 
     @property
     def ngram_min_match(self) -> int:
-        """Fewest tokens of a match. Beside a draft that is right more often than not, a short match
-        is no reason to pass it over."""
+        """Minimum tokens of an n-gram match; higher before a draft model, which is often better."""
         given, most = (
             self.speculative_ngram_min_match_window_size,
             self.speculative_ngram_max_match_window_size,
@@ -413,7 +412,7 @@ def _check_rejection(config: SpeculativeConfig) -> None:
 
 
 def _in_range(value: object, low: float, high: float) -> bool:
-    # In Python a bool is an int.
+    # bool is a subclass of int.
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     return math.isfinite(value) and low <= value <= high
@@ -459,10 +458,10 @@ class PolicyUpdate(StrictModel):
 
 
 def parse_update(settings: Mapping[str, object]) -> PolicyUpdate:
-    """Return a live change of policy, validated as a whole.
+    """Validate a change of policy settings.
 
     Raises:
-        ConfigError: a key is unknown or a value out of range; apply nothing then.
+        ConfigError: a key is unknown or a value invalid.
     """
     if not isinstance(settings, Mapping):
         raise ConfigError(f"policy settings={settings!r}: give a mapping of keys to values")

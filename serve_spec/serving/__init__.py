@@ -1,6 +1,6 @@
-"""Ray Serve and HTTP: the only room that knows either. `build_app` is the import path of the app.
+"""Ray Serve deployments and the HTTP API. `build_app` is the import path of the application.
 
-It loads on first use, so that the parts of this room that need no Ray can be used without it.
+It is imported on first use, so that the modules that do not need Ray work without it.
 """
 
 from importlib import import_module

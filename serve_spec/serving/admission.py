@@ -1,11 +1,11 @@
-"""Admission: which requests go to the replicas now, which wait, and which are refused.
+"""Admission control: decide which requests are sent to replicas, which wait and which are rejected.
 
-Plain asyncio, one event loop, no Ray: Serve's own queue limit is checked only at entry and rejects
-bursts that would fit.
+It uses plain asyncio on one event loop. Ray Serve's own queue limit is checked only at entry and
+would reject bursts that fit.
 
-Places are shared between clients. A free place goes to the waiting client that holds the fewest.
-While others wait, a client that holds more than its share gives places back: its newest requests
-are withdrawn from their replicas, wait again, and go on later where they stopped.
+Slots are shared fairly between clients. A free slot goes to the waiting client that holds the
+fewest. While others wait, a client above its share gives slots back: its newest requests are
+withdrawn from their replicas, wait again and later continue from their last token.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from serve_spec.serving.errors import queue_full
 _MAX_RETRY_AFTER_S = 60
 # Weight of the newest request in the mean service time behind Retry-After.
 _SERVICE_EMA_ALPHA = 0.1
-# Most places come free sooner than this, which is cheaper than to withdraw a request.
+# Waiting this long first is cheaper than withdrawing a request: most slots free up sooner.
 _PATIENCE_S = 0.5
 
 
-class Turn:
-    """One request's place at the replicas, or its wait for one.
+class AdmissionSlot:
+    """One request's slot at the replicas, or its wait for one.
 
     withdraw: takes the request back from its replica; None while no replica has it.
-    has_begun: whether its tokens have come, so that a replica runs it now.
+    has_tokens: whether tokens have arrived, so the request is running.
     """
 
     def __init__(self, admission: Admission, client: str, order: int) -> None:
@@ -38,26 +38,26 @@ class Turn:
         self.order = order
         self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.withdraw: Callable[[], None] | None = None
-        self.has_begun = False
+        self.has_tokens = False
         self.is_withdrawn = False
-        """Whether its place is promised to another client."""
+        """Whether its slot is reserved for another client."""
         self._admission = admission
 
-    async def regain(self) -> None:
-        """Give a promised place back and wait for another one; otherwise return at once."""
-        self.withdraw, self.has_begun = None, False
+    async def ensure_slot(self) -> None:
+        """If the request was withdrawn, release its slot and wait for another one."""
+        self.withdraw, self.has_tokens = None, False
         if self.is_withdrawn:
             await self._admission.wait_again(self)
 
 
 class Admission:
-    """Grants at most `max_in_flight` places to requests; others wait, or are refused.
+    """Limits requests at the replicas to `max_in_flight`; others wait or are rejected.
 
     Args:
-        max_in_flight: most requests at the replicas.
-        max_queued: most requests that wait.
-        max_client_share: share of both that one client may hold while others wait. Of the queue
-            it never has more, so that others find room in it.
+        max_in_flight: maximum number of requests at the replicas.
+        max_queued: maximum number of waiting requests.
+        max_client_share: share of both limits that one client may hold while others wait. The
+            share of the queue applies at all times.
     """
 
     def __init__(
@@ -70,41 +70,41 @@ class Admission:
         self.in_flight = 0
         self.num_rejected = 0
         self.num_withdrawn = 0
-        """Places that clients had to give back."""
-        # By client; turns in order of their grants, newest last.
-        self._waiting: defaultdict[str, list[Turn]] = defaultdict(list)
-        self._holding: defaultdict[str, list[Turn]] = defaultdict(list)
-        self._num_turns = 0
+        """Requests withdrawn to make room for other clients."""
+        # By client; oldest first.
+        self._waiting: defaultdict[str, list[AdmissionSlot]] = defaultdict(list)
+        self._holding: defaultdict[str, list[AdmissionSlot]] = defaultdict(list)
+        self._num_slots = 0
         self._withdrawal: asyncio.TimerHandle | None = None
         self._mean_service_s = 0.0
         self._in_flight_sizes = SizeHistogram()
 
     @property
     def queue_len(self) -> int:
-        """Number of requests that wait."""
+        """Number of waiting requests."""
         return sum(map(len, self._waiting.values()))
 
     def refuse_if_full(self, client: str, num_requests: int = 1) -> None:
-        """Raise ApiError (429) unless so many more requests of a client find a place or may wait.
+        """Raise ApiError (429) unless `num_requests` more of a client can run or wait.
 
-        A request with several choices counts as that many.
+        A request with n choices counts n times.
         """
         to_wait = num_requests - (self.max_in_flight - self.in_flight)
         if to_wait <= 0:
             return
         of_client = len(self._waiting.get(client, ()))
         if self.queue_len + to_wait > self.max_queued:
-            why = f"{self.queue_len} wait already"
+            why = f"{self.queue_len} requests are waiting"
         elif of_client + to_wait > self.max_client_queued:
-            why = f"{of_client} of this client wait already"
+            why = f"{of_client} requests of this client are waiting"
         else:
             return
         self.num_rejected += 1
         raise queue_full(why, self._retry_after_s())
 
     @asynccontextmanager
-    async def slot(self, deadline: float, client: str = "") -> AsyncIterator[Turn]:
-        """Wait for a place and hold it; `deadline` is in seconds of the event loop's clock.
+    async def slot(self, deadline: float, client: str = "") -> AsyncIterator[AdmissionSlot]:
+        """Wait for a slot and hold it; `deadline` is in seconds of the event loop's clock.
 
         Raises:
             ApiError: 429, the queue is full.
@@ -112,31 +112,31 @@ class Admission:
         """
         loop = asyncio.get_running_loop()
         self.refuse_if_full(client)
-        self._num_turns += 1
-        turn = Turn(self, client, self._num_turns)
+        self._num_slots += 1
+        slot = AdmissionSlot(self, client, self._num_slots)
         async with asyncio.timeout_at(deadline):
-            await self._wait(turn)
+            await self._wait(slot)
         started = loop.time()
         try:
-            yield turn
+            yield slot
         finally:
             self._mean_service_s += _SERVICE_EMA_ALPHA * (
                 loop.time() - started - self._mean_service_s
             )
-            self._give_back(turn)
+            self._give_back(slot)
 
-    async def wait_again(self, turn: Turn) -> None:
-        """Give a turn's place back and wait for another one, ahead of the client's later turns."""
-        self._give_back(turn)
-        turn.is_withdrawn = False
-        turn.granted = asyncio.get_running_loop().create_future()
-        await self._wait(turn)
+    async def wait_again(self, slot: AdmissionSlot) -> None:
+        """Release a slot and wait for another one, ahead of the client's later requests."""
+        self._give_back(slot)
+        slot.is_withdrawn = False
+        slot.granted = asyncio.get_running_loop().create_future()
+        await self._wait(slot)
 
     def snapshot(self) -> dict[str, object]:
-        """Return the queue and what is in flight: a part of `router` in `/server_info`.
+        """Return the state of the queue for the `router` section of `/server_info`.
 
-        `batch_size_histogram` says, per request, how many were in flight once it was let through
-        (itself included); keys are inclusive upper bounds, powers of two.
+        `batch_size_histogram` counts requests by how many were in flight when they were admitted
+        (themselves included). Keys are inclusive upper bounds, powers of two.
         """
         return {
             "queue_len": self.queue_len,
@@ -148,37 +148,37 @@ class Admission:
             "batch_size_histogram": self._in_flight_sizes.as_dict(),
         }
 
-    async def _wait(self, turn: Turn) -> None:
-        waiting = self._waiting[turn.client]
-        waiting.append(turn)
+    async def _wait(self, slot: AdmissionSlot) -> None:
+        waiting = self._waiting[slot.client]
+        waiting.append(slot)
         waiting.sort(key=lambda other: other.order)
         self._grant()
         try:
-            await turn.granted
+            await slot.granted
         except asyncio.CancelledError:
-            if turn.granted.cancelled():
-                _remove(self._waiting, turn)
+            if slot.granted.cancelled():
+                _remove(self._waiting, slot)
             else:
-                self._give_back(turn)  # the place came in the very moment the caller left
+                self._give_back(slot)  # granted and cancelled in the same iteration of the loop
             raise
 
-    def _give_back(self, turn: Turn) -> None:
-        if _remove(self._holding, turn):
+    def _give_back(self, slot: AdmissionSlot) -> None:
+        if _remove(self._holding, slot):
             self.in_flight -= 1
             self._grant()
 
     def _grant(self) -> None:
         while self._waiting and self.in_flight < self.max_in_flight:
-            # Clients with the fewest places come first; each client's turns in order of arrival.
-            turn = min(
-                (turns[0] for turns in self._waiting.values()),
-                key=lambda turn: (len(self._holding.get(turn.client, ())), turn.order),
+            # The client with the fewest slots comes first; its requests in order of arrival.
+            slot = min(
+                (slots[0] for slots in self._waiting.values()),
+                key=lambda slot: (len(self._holding.get(slot.client, ())), slot.order),
             )
-            _remove(self._waiting, turn)
-            # A caller that has just left may not have taken itself out of the queue yet.
-            if not turn.granted.cancelled():
-                turn.granted.set_result(None)
-                self._holding[turn.client].append(turn)
+            _remove(self._waiting, slot)
+            # A cancelled request may still be in the queue.
+            if not slot.granted.cancelled():
+                slot.granted.set_result(None)
+                self._holding[slot.client].append(slot)
                 self.in_flight += 1
                 self._in_flight_sizes.add(self.in_flight)
         if self._waiting and self._withdrawal is None and self._may_withdraw():
@@ -192,50 +192,50 @@ class Admission:
         )
 
     def _withdraw(self) -> None:
-        """Take places from clients above their share, one for each request of others that waits.
+        """Withdraw one request of clients above their share for each waiting request of others.
 
-        Requests that wait inside a replica leave it, too, and come back behind those of others.
+        Requests that wait inside a replica are withdrawn as well and queue behind those of others.
         """
         self._withdrawal = None
-        promised = [turn for turns in self._holding.values() for turn in turns if turn.is_withdrawn]
-        num_promised = sum(turn.has_begun for turn in promised)
+        promised = [slot for slots in self._holding.values() for slot in slots if slot.is_withdrawn]
+        num_promised = sum(slot.has_tokens for slot in promised)
         while self._waiting and self._may_withdraw():
             largest = max(self._holding, key=self._num_kept)
-            num_wanted = sum(len(turns) for c, turns in self._waiting.items() if c != largest)
-            turn = self._newest_kept(largest)
-            if turn is None or turn.withdraw is None:
+            num_wanted = sum(len(slots) for c, slots in self._waiting.items() if c != largest)
+            slot = self._newest_kept(largest)
+            if slot is None or slot.withdraw is None:
                 return
-            if turn.has_begun and num_promised >= num_wanted:
+            if slot.has_tokens and num_promised >= num_wanted:
                 return
-            turn.is_withdrawn = True
-            turn.withdraw()
-            num_promised += turn.has_begun
+            slot.is_withdrawn = True
+            slot.withdraw()
+            num_promised += slot.has_tokens
             self.num_withdrawn += 1
 
-    def _newest_kept(self, client: str) -> Turn | None:
-        """Return the client's turn that loses least: one that has not begun, else the newest."""
+    def _newest_kept(self, client: str) -> AdmissionSlot | None:
+        """Return the client's cheapest request to withdraw: one without tokens, else the newest."""
         kept = [
-            turn
-            for turn in reversed(self._holding[client])
-            if turn.withdraw is not None and not turn.is_withdrawn
+            slot
+            for slot in reversed(self._holding[client])
+            if slot.withdraw is not None and not slot.is_withdrawn
         ]
-        return min(kept, key=lambda turn: turn.has_begun, default=None)
+        return min(kept, key=lambda slot: slot.has_tokens, default=None)
 
     def _num_kept(self, client: str) -> int:
-        return sum(not turn.is_withdrawn for turn in self._holding[client])
+        return sum(not slot.is_withdrawn for slot in self._holding[client])
 
     def _retry_after_s(self) -> int:
-        """Whole seconds until the queue has moved by one, as far as past requests tell."""
+        """Estimate the whole seconds until the queue moves by one, from past service times."""
         wait_s = self._mean_service_s * (self.queue_len + 1) / self.max_in_flight
         return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(wait_s)))
 
 
-def _remove(by_client: dict[str, list[Turn]], turn: Turn) -> bool:
-    """Take a turn out of its client's list, and out with an empty list; whether it was there."""
-    turns = by_client.get(turn.client, [])
-    if turn not in turns:
+def _remove(by_client: dict[str, list[AdmissionSlot]], slot: AdmissionSlot) -> bool:
+    """Remove a slot from its client's list; return whether it was there."""
+    slots = by_client.get(slot.client, [])
+    if slot not in slots:
         return False
-    turns.remove(turn)
-    if not turns:
-        del by_client[turn.client]
+    slots.remove(slot)
+    if not slots:
+        del by_client[slot.client]
     return True

@@ -1,4 +1,4 @@
-"""The OpenAI API: what answers look like."""
+"""Response formats of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Echo:
 
 
 class ChoiceText:
-    """Says every character, and every token's log-probability, once.
+    """Text and log-probabilities of one choice, each part returned once.
 
-    token_bytes: the tokenizer's; None if no log-probabilities are asked for.
+    token_bytes: the tokenizer's; None if no log-probabilities are requested.
     """
 
     def __init__(self, echo: Echo | None, token_bytes: TokenBytesLookup | None) -> None:
@@ -45,7 +45,7 @@ class ChoiceText:
         self._offsets = TextOffsets(len(echo.text) if echo else 0)
 
     def next(self, deltas: Sequence[TokenDelta]) -> tuple[str, CompletionLogprobs | None]:
-        """What the next deltas add, at least one; the first ones add the echo too."""
+        """Return text and log-probabilities of at least one delta; the first call adds the echo."""
         echo, self._echo = self._echo, None
         text = "".join(delta.text for delta in deltas)
         if echo is not None:
@@ -63,11 +63,11 @@ class ChoiceText:
 
 
 _MARK = "\0the text\0"
-"""Stands for the text of a chunk; it comes after every other text that a client has chosen."""
+"""Placeholder for a chunk's text. It follows every other client-chosen text in the JSON."""
 
 
 class PromptTokensDetails(TypedDict):
-    """`cached_tokens`: prompt tokens that no choice of this request had to compute."""
+    """`cached_tokens`: prompt tokens found in the prefix cache by every choice."""
 
     cached_tokens: int
 
@@ -96,7 +96,7 @@ class _Head(TypedDict):
 
 
 class Choice(TypedDict):
-    """The text, or in a stream the next piece of it."""
+    """The text of a choice, or its next part in a stream."""
 
     index: int
     text: str
@@ -107,15 +107,15 @@ class Choice(TypedDict):
 class Completion(_Head):
     """A completion, or one chunk of its stream.
 
-    `synthetic_acceptance` is there, and true, where acceptance is forced for a load test: the text
-    is not the model's then.
+    `synthetic_acceptance` is present and true if acceptance is forced for a load test; the text is
+    then not the model's.
     """
 
     choices: list[Choice]
 
 
 class ChatAnswerMessage(TypedDict):
-    """What the model says."""
+    """The assistant's message."""
 
     role: str
     content: str
@@ -138,14 +138,14 @@ class ChatCompletion(_Head):
 
 
 class ChatDelta(TypedDict):
-    """The role first, then pieces of the text."""
+    """The role in the first chunk, then parts of the text."""
 
     role: NotRequired[str]
     content: NotRequired[str]
 
 
 class ChatChunkChoice(TypedDict):
-    """The next piece of one answer."""
+    """The next part of one choice."""
 
     index: int
     delta: ChatDelta
@@ -173,7 +173,7 @@ class Model(TypedDict):
 
 
 class ModelList(TypedDict):
-    """GET /v1/models."""
+    """Body of GET /v1/models."""
 
     object: str
     data: list[Model]
@@ -189,7 +189,7 @@ class ErrorObject(TypedDict):
 
 
 class ErrorAnswer(TypedDict):
-    """The body of every answer with a status of 400 or more."""
+    """Body of every response with a status of 400 or more."""
 
     error: ErrorObject
 
@@ -200,7 +200,7 @@ def usage(
     speculation: SpeculationStats,
     num_cached_tokens: int = 0,
 ) -> Usage:
-    """The `usage` object of a finished answer."""
+    """Return the `usage` object of a finished answer."""
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_tokens,
@@ -212,10 +212,10 @@ def usage(
 
 @dataclass(frozen=True)
 class AnswerHead:
-    """What all answers to one request share.
+    """Fields shared by all chunks of a response.
 
-    created: seconds since 1970. system_fingerprint: see `fingerprint`. include_usage: a stream ends
-    with a chunk that holds `usage`. synthetic_acceptance: see `Completion`.
+    created: seconds since 1970. system_fingerprint: see `fingerprint`. include_usage: whether a
+    stream ends with a usage chunk. synthetic_acceptance: see `Completion`.
     """
 
     id: str
@@ -226,7 +226,7 @@ class AnswerHead:
     synthetic_acceptance: bool = False
 
     def fields(self, kind: str) -> _Head:
-        """The first fields of an answer whose `object` is `kind`."""
+        """Return the first fields of a response whose `object` is `kind`."""
         head: _Head = {
             "id": self.id,
             "object": kind,
@@ -237,17 +237,15 @@ class AnswerHead:
         return {**head, "synthetic_acceptance": True} if self.synthetic_acceptance else head
 
     def chunk_fields(self, kind: str) -> _Head:
-        """The same for a chunk; `usage` is null where the last chunk will hold it."""
+        """Return `fields` for a chunk; `usage` is null if the last chunk holds it."""
         head = self.fields(kind)
         return {**head, "usage": None} if self.include_usage else head
 
 
 class AnswerFormat(ABC):
-    """Answers to one request, whole or in chunks.
+    """Base class that turns the deltas of a request into a response body or stream chunks.
 
-    What a choice says comes as deltas: text, and whatever else the engine knows of its tokens.
-
-    token_bytes: the tokenizer's; None if no log-probabilities are asked for.
+    token_bytes: the tokenizer's; None if no log-probabilities are requested.
     """
 
     def __init__(self, head: AnswerHead, token_bytes: TokenBytesLookup | None = None) -> None:
@@ -256,9 +254,9 @@ class AnswerFormat(ABC):
         self._around: dict[int, tuple[bytes, bytes]] = {}
 
     def frame(self, index: int, delta: TokenDelta) -> bytes:
-        """Return the event with the next piece of a choice's stream: `chunk` as bytes.
+        """Return `chunk` as the bytes of a server-sent event.
 
-        A piece that is text alone, as most are, is put between bytes that are made once.
+        Most chunks differ only in their text, so the bytes around it are encoded once per choice.
         """
         if self._token_bytes is not None or delta.finish_reason is not None or not delta.text:
             return sse.frame(self.chunk(index, delta))
@@ -273,23 +271,23 @@ class AnswerFormat(ABC):
 
     @abstractmethod
     def whole(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> Answer:
-        """The whole answer at once, from all deltas of each choice."""
+        """Return the whole response from all deltas of each choice."""
 
     @abstractmethod
     def opening(self, index: int) -> Chunk | None:
-        """What a choice's stream says before its first delta."""
+        """Return the chunk that precedes a choice's first delta, if there is one."""
 
     @abstractmethod
     def chunk(self, index: int, delta: TokenDelta) -> Chunk:
-        """The next piece of a choice's stream."""
+        """Return the next chunk of a choice's stream."""
 
     @abstractmethod
     def usage_chunk(self, counts: Usage) -> Chunk:
-        """The last chunk of a stream that was asked to include usage; it has no choices."""
+        """Return the last chunk of a stream with `include_usage`; it has no choices."""
 
 
 class CompletionFormat(AnswerFormat):
-    """Answers of the completions API; `echo`: what to say before each choice."""
+    """Format of the completions API. echo: the prompt to repeat before each choice."""
 
     def __init__(
         self,
@@ -329,7 +327,7 @@ class CompletionFormat(AnswerFormat):
 
 
 class ChatFormat(AnswerFormat):
-    """Answers of the chat API."""
+    """Format of the chat API."""
 
     def whole(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> ChatCompletion:
         """See `AnswerFormat.whole`."""
@@ -396,14 +394,14 @@ def _reason(deltas: Sequence[TokenDelta]) -> str | None:
 
 
 def model_entry(name: str, created: int) -> Model:
-    """The entry of GET /v1/models for one served model."""
+    """Return the entry of GET /v1/models for one served model."""
     return {"id": name, "object": "model", "created": created, "owned_by": "serve_spec"}
 
 
 def fingerprint(version: str, model: Mapping[str, object]) -> str:
-    """`system_fingerprint`: the same as long as a seeded request must say the same.
+    """Return `system_fingerprint`: equal fingerprints and seeds give equal text.
 
-    model: the settings that the text may depend on. Speculation is none of them.
+    model: the settings that the text depends on. Speculation is not one of them.
     """
     settings = json.dumps([version, model], sort_keys=True, default=str)
     return f"fp_{hashlib.blake2b(settings.encode(), digest_size=5).hexdigest()}"

@@ -1,4 +1,4 @@
-"""The HTTP face: routes. It answers through a `Fleet`, Ray or not."""
+"""HTTP routes. They use a `Fleet`, which does not have to be Ray's."""
 
 # No `from __future__ import annotations` here: FastAPI reads the annotations of the routes.
 
@@ -67,9 +67,9 @@ from serve_spec.serving.status_page import add_status_page
 
 logger = get_logger(__name__)
 
-_PIECE_BYTES = 2**20
-# What the error of a request that has timed out takes to reach its client.
-_LAST_WORDS_S = 1.0
+_SLICE_BYTES = 2**20
+# Time for the error of a timed-out request to reach its client.
+_ERROR_MARGIN_S = 1.0
 
 _ERRORS = {
     400: "A field is wrong; `param` names it.",
@@ -84,10 +84,10 @@ _ERRORS = {
 
 
 class CompletionAnswer(Response):
-    """Runs one request inside the response, so that whatever ends the one frees the other.
+    """A response that runs its request, so that both end together.
 
-    A client that leaves cancels the response: at any point the turns in the router and the choices
-    at their replicas are given back.
+    When the client disconnects, the response is cancelled; its slots in the router are released and
+    its choices are cancelled at their replicas.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class CompletionAnswer(Response):
         self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers; errors before the first tokens are raised, so that they set the status."""
+        """Send the response; raise errors before the first tokens, so that they set the status."""
         async with self._runner.run(
             self._choices,
             self._num_prompts,
@@ -123,11 +123,11 @@ class CompletionAnswer(Response):
             else:
                 answer = await _json_answer(await whole_answer(running, self._form))
             try:
-                # A client that does not read must not hold its places for ever.
-                async with asyncio.timeout_at(running.deadline.at + _LAST_WORDS_S):
+                # A client that does not read must not hold its slots forever.
+                async with asyncio.timeout_at(running.deadline.at + _ERROR_MARGIN_S):
                     await answer(scope, receive, send)
             except TimeoutError:
-                logger.warning("request %s: its client does not read", self._choices[0].trace_id)
+                logger.warning("request %s: the client does not read", self._choices[0].trace_id)
 
 
 def create_api(
@@ -137,10 +137,10 @@ def create_api(
     record: Callable[[Reading], None] = lambda reading: None,
     metrics: Callable[[], Awaitable[str]] | None = None,
 ) -> FastAPI:
-    """The ASGI app: completions, chat, models, health, server_info, status page.
+    """Return the ASGI app: completions, chat, models, health, server_info, status page.
 
-    record: gets what requests report of themselves.
-    metrics: gives the text of `/metrics`; None: there is no such route.
+    record: receives the metrics of requests.
+    metrics: returns the text of `/metrics`; None: there is no such route.
     """
     # The documentation pages would load scripts from another host.
     api = FastAPI(
@@ -167,7 +167,7 @@ def create_api(
 
 
 class _Frontend:
-    """What the two endpoints that generate share."""
+    """Code shared by the completions and chat endpoints."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class _Frontend:
         )
 
     def admit(self, body: CompletionRequest | ChatRequest, num_prompts: int) -> None:
-        """Raise ApiError if the request is for another model, or for more than there is room."""
+        """Raise ApiError if the request is for another model or has too many choices."""
         if body.model is not None and body.model != self._served:
             raise unknown_model(body.model, self._served)
         most = self._runner.max_choices
@@ -197,7 +197,7 @@ class _Frontend:
             raise too_many_choices(num_prompts, body.num_choices, most)
 
     def head(self, kind: str, body: CompletionRequest | ChatRequest) -> AnswerHead:
-        """What the answers share. Not the caller's x-request-id: two may send the same one."""
+        """Return the shared fields. The id is not x-request-id, which need not be unique."""
         return AnswerHead(
             f"{kind}-{uuid.uuid4().hex}",
             self._served,
@@ -216,7 +216,7 @@ class _Frontend:
         *,
         is_prompt_only: bool = False,
     ) -> Response:
-        """The response that generates."""
+        """Return the response that runs the request."""
         return CompletionAnswer(
             self._runner,
             choices,
@@ -227,11 +227,11 @@ class _Frontend:
         )
 
     async def token_bytes(self, params: SamplingParams) -> TokenBytesLookup | None:
-        """What spells tokens, where the answer is to name them."""
+        """Return the lookup of token bytes; None if no log-probabilities are requested."""
         return None if params.logprobs is None else await self.text.token_bytes()
 
     async def echoes(self, body: CompletionRequest, params: SamplingParams) -> list[Echo]:
-        """What to say before the choices of each prompt; nothing unless asked."""
+        """Return the prompts to repeat before their choices; empty unless `echo` is set."""
         if not body.echo:
             return []
         texts = await self.text.texts(body.prompt)
@@ -250,7 +250,7 @@ def _add_completions(api: FastAPI, frontend: _Frontend) -> None:
         head = frontend.head("cmpl", body)
         await frontend.text.refuse_long(body.prompt)
         echoes = await frontend.echoes(body, params)
-        # What is echoed token by token must be what the engine reads.
+        # Echoed tokens must be those that the engine reads.
         scored: list[Prompt] = [echo.token_ids for echo in echoes]
         prompts = body.prompt if params.prompt_logprobs is None else scored
         choices = choices_of(head.id, trace_id(request), prompts, params, body.num_choices)
@@ -262,7 +262,7 @@ def _add_completions(api: FastAPI, frontend: _Frontend) -> None:
 
     @api.post(CHAT_PATH, response_model=ChatCompletion, responses=_answers("chat completion"))
     async def chat(body: ChatRequest, request: Request) -> Response:
-        """Answers a conversation; with `stream`, as server-sent events."""
+        """Answer a conversation; with `stream`, as server-sent events."""
         frontend.admit(body, 1)
         prompt, params = await frontend.text.conversation(body, body.sampling_params())
         head = frontend.head("chatcmpl", body)
@@ -272,19 +272,19 @@ def _add_completions(api: FastAPI, frontend: _Frontend) -> None:
 
 
 async def _json_answer(content: Answer) -> Response:
-    """Return a whole answer as a response; other requests go on while a long one is made."""
+    """Return a whole answer as a response; encode it in a thread, as it may be long."""
     body = await asyncio.to_thread(encode_by_items, content)
     headers = {"content-length": str(len(body))}
-    return StreamingResponse(_pieces(body), media_type="application/json", headers=headers)
+    return StreamingResponse(_slices(body), media_type="application/json", headers=headers)
 
 
-async def _pieces(body: bytes) -> AsyncIterator[bytes]:
-    for start in range(0, len(body), _PIECE_BYTES):
-        yield body[start : start + _PIECE_BYTES]
+async def _slices(body: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(body), _SLICE_BYTES):
+        yield body[start : start + _SLICE_BYTES]
 
 
 def _answers(kind: str) -> dict[int | str, dict[str, Any]]:
-    """The documented answers of an endpoint that generates."""
+    """Return the OpenAPI responses of the completions or chat endpoint."""
     event = {
         "type": "object",
         "properties": {"data": {"type": "string"}},
@@ -305,13 +305,13 @@ def _add_models(api: FastAPI, served: str) -> None:
 
     @api.get("/v1/models")
     async def models() -> ModelList:
-        """The one model that is served."""
+        """List the served model."""
         return {"object": "list", "data": [entry]}
 
     # `:path` because model names may hold slashes.
     @api.get("/v1/models/{name:path}")
     async def model(name: str) -> Model:
-        """One model by name."""
+        """Return one model by name."""
         if name != served:
             raise unknown_model(name, served)
         return entry
@@ -322,16 +322,16 @@ def _add_operations(
 ) -> None:
     @api.get("/health", response_model=None)
     async def health() -> Response:
-        """200 while a replica takes requests, else 503; `costs` as in `Fleet.costs`."""
+        """Return 200 while a replica takes requests, else 503; `costs` as in `Fleet.costs`."""
         num_healthy = await fleet.num_healthy()
-        if num_healthy == 0:  # not raised: a probe asks every few seconds, and would fill the log
+        if num_healthy == 0:  # returned, not raised: probes would fill the log
             return error_answer(no_replica("none is running"))
         answer = {"status": "ok", "healthy_replicas": num_healthy, "costs": await fleet.costs()}
         return AsciiJSON(answer)
 
     @api.get("/server_info")
     async def server_info() -> dict[str, object]:
-        """Replicas, router and fleet as they are now."""
+        """Return the current state of replicas, router and fleet."""
         return {
             "version": __version__,
             "model": config.model.served_model_name,
@@ -341,7 +341,7 @@ def _add_operations(
 
     @api.get("/status.json", include_in_schema=False)
     async def status() -> dict[str, object]:
-        """What the status page shows."""
+        """Return the data of the status page."""
         return {
             "model": config.model.served_model_name,
             **await fleet.status(),
@@ -352,5 +352,5 @@ def _add_operations(
 def _add_metrics(api: FastAPI, metrics: Callable[[], Awaitable[str]]) -> None:
     @api.get("/metrics", include_in_schema=False)
     async def exposition() -> Response:
-        """The fleet's metrics as Prometheus reads them."""
+        """Return the fleet's metrics in Prometheus' text format."""
         return Response(await metrics(), media_type="text/plain; version=0.0.4")

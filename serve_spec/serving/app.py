@@ -1,4 +1,4 @@
-"""`build_app`: from a configuration to a Serve application. It binds, and decides nothing."""
+"""`build_app`: build the Ray Serve application from a configuration."""
 
 # No `from __future__ import annotations` here: Serve reads the annotation of the builder.
 
@@ -18,7 +18,7 @@ from serve_spec.serving.replica import EngineReplica
 
 ENGINE_LOOP = "serve_spec.serving.engine_actor:start_engine"
 
-# Where `configs/tiny.yaml` is found when Serve builds the app in a process with another directory.
+# Serve may build the app in another directory; relative paths are looked up here too.
 _CHECKOUT = Path(serve_spec.__file__).parents[1]
 # `Admission` limits requests in the router; Serve's own limit must not apply before it.
 _NO_LIMIT = 1_000_000
@@ -26,14 +26,14 @@ _DRAIN_POLL_S = 0.5
 
 
 def build_app(args: dict[str, Any]) -> Application:
-    """The application: `Router` in front of `EngineReplica`s.
+    """Return the application: `Router` in front of `EngineReplica`s.
 
     args: `config`, a configuration file (absolute, or relative to the current directory or the
-    checkout) or the mapping it would hold; any leaf key of the configuration, which wins;
-    `engine_loop`, an import path that replaces the engine.
+    checkout) or a mapping with its content. Any leaf key of the configuration overrides it.
+    `engine_loop` is an import path that replaces the engine.
 
     Raises:
-        ConfigError: the configuration is missing or wrong.
+        ConfigError: the configuration is missing or invalid.
     """
     options = dict(args)
     engine_loop = options.pop("engine_loop", ENGINE_LOOP)
@@ -42,7 +42,7 @@ def build_app(args: dict[str, Any]) -> Application:
     engines = serve.deployment(
         name="EngineReplica",
         num_replicas=replica.num_replicas,
-        # Serve counts calls; requests come by connections of their own and the router bounds them.
+        # Requests arrive over sockets, which Serve does not count; the router limits them.
         max_ongoing_requests=_NO_LIMIT,
         **placement_of(config),
         health_check_period_s=replica.health_check_period_s,
@@ -53,11 +53,11 @@ def build_app(args: dict[str, Any]) -> Application:
     router = serve.deployment(
         name="Router",
         max_ongoing_requests=_NO_LIMIT,
-        # It mostly waits: on a small machine it must not take a core's place from an engine.
+        # It mostly waits, so it must not reserve a core that an engine needs.
         ray_actor_options={"num_cpus": 0},
         health_check_period_s=replica.health_check_period_s,
         health_check_timeout_s=replica.health_check_timeout_s,
-        # Streams run through it: it has to outlive them.
+        # Streams pass through the router, so it has to outlive them.
         graceful_shutdown_timeout_s=replica.graceful_shutdown_timeout_s,
         graceful_shutdown_wait_loop_s=_DRAIN_POLL_S,
     )(serve.ingress()(Router))
@@ -65,17 +65,17 @@ def build_app(args: dict[str, Any]) -> Application:
 
 
 def load_config(args: Mapping[str, Any]) -> ServeSpecConfig:
-    """The configuration that the application's arguments name; see `build_app`.
+    """Return the configuration for the application's arguments; see `build_app`.
 
     Raises:
-        ConfigError: it is missing or wrong.
+        ConfigError: it is missing or invalid.
     """
     overrides = dict(args)
     source = overrides.pop("config", None)
     if source is None:
         raise ConfigError("config: missing; give a file, for example config=configs/tiny.yaml")
     for key, value in overrides.items():
-        # `serve run ... speculative_num_steps=1` hands over texts.
+        # `serve run ... speculative_num_steps=1` passes strings.
         overrides[key] = parse_override(f"{key}={value}")[1] if isinstance(value, str) else value
     config = ServeSpecConfig.load(
         source if isinstance(source, Mapping) else _find(str(source)), **overrides

@@ -1,4 +1,4 @@
-"""Ray Serve's extension point for autoscaling: how many replicas the requests ask for."""
+"""Autoscaling policy for Ray Serve, based on the number of requests."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 from ray.serve.config import AutoscalingContext
 
 NUM_REQUESTS = "num_requests"
-"""What replicas report: requests that are with them, running or waiting."""
+"""Metric that replicas report: running and waiting requests."""
 
 
 def replicas_for_requests(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-    """Replicas for `target_ongoing_requests` on each, and a state that is not used.
+    """Return the replicas needed for `target_ongoing_requests` on each, and an unused state.
 
-    Serve's own policy counts calls, and a call of ours holds many requests. Bounds, delays and
-    factors of the `autoscaling_config` are Serve's to apply.
+    Serve's own policy counts calls, but requests here arrive over sockets. Serve still applies the
+    bounds, delays and factors of `autoscaling_config`.
     """
     reported = (context.aggregated_metrics or {}).get(NUM_REQUESTS)
     if not reported:  # no replica has reported yet
         return context.target_num_replicas, {}
-    assert context.config is not None, "Serve asks where there is an autoscaling_config"
+    assert context.config is not None, "Serve calls this only with an autoscaling_config"
     return sum(reported.values()) / context.config.get_target_ongoing_requests(), {}

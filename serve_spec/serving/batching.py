@@ -4,10 +4,9 @@
     generate(request) ─┼─> one message ─> replica ─> messages ──┼─> items of that request
     generate(request) ─┘                (one message per round) └─> items of that request
 
-With several replicas a batch is split first, so that none is idle while another has all of it.
+With several replicas, a batch is split among them, so that none stays idle.
 
-Plain asyncio: how requests reach a replica is the `Transport`'s business, and `receive` takes what
-comes back.
+Plain asyncio. A `Transport` sends requests to replicas; `receive` takes their messages.
 """
 
 from __future__ import annotations
@@ -31,31 +30,31 @@ from serve_spec.serving.messages import (
 
 
 class SizeHistogram:
-    """Counts sizes ≥ 1 by powers of two."""
+    """Histogram of sizes ≥ 1 by powers of two."""
 
     def __init__(self) -> None:
         self.last = 0
-        """The size counted last; 0 before the first."""
+        """The last size counted; 0 before the first."""
         self._counts: Counter[int] = Counter()
 
     def add(self, size: int) -> None:
-        """Counts one size."""
+        """Count one size."""
         self.last = size
         self._counts[1 << (size - 1).bit_length()] += 1
 
     def as_dict(self) -> dict[str, int]:
-        """JSON-able; keys are inclusive upper bounds, ascending."""
+        """Return the counts; keys are inclusive upper bounds, ascending."""
         return {str(bound): count for bound, count in sorted(self._counts.items())}
 
 
-# Estimates of what objects take in memory.
+# Estimated memory of objects.
 _DELTA_BYTES = 200
 _TOKEN_BYTES = 40
 _LOGPROB_BYTES = 100
 
 
 class ItemStream:
-    """A queue with one reader; what waits in it takes at most about `max_unread_bytes`."""
+    """A queue with one reader, limited to about `max_unread_bytes` of memory."""
 
     def __init__(self, max_unread_bytes: int) -> None:
         self._max_unread_bytes = max_unread_bytes
@@ -64,7 +63,7 @@ class ItemStream:
         self._reader: asyncio.Future[None] | None = None
 
     def put(self, item: ReplicaItem | ApiError) -> bool:
-        """Add an item and return whether there was room; without, an error takes all places."""
+        """Add an item and return True; if the queue is full, replace all items by an error."""
         if self._items and isinstance(item, TokenDelta):
             self._num_unread_bytes += _num_bytes(item)
             if self._num_unread_bytes > self._max_unread_bytes:
@@ -77,10 +76,10 @@ class ItemStream:
         return True
 
     async def get(self) -> ReplicaItem:
-        """Return the next item, with all deltas that follow it if it is one.
+        """Return the next item. Consecutive deltas are merged into one.
 
         Raises:
-            ApiError: it was put in place of an item.
+            ApiError: the next item is an error.
         """
         if not self._items:
             self._reader = asyncio.get_running_loop().create_future()
@@ -113,18 +112,18 @@ def _num_bytes(delta: TokenDelta) -> int:
     )
 
 
-# Replicas come and go; histograms are kept of the newest.
+# Histograms are kept for this many of the newest replicas.
 _MAX_REPLICAS = 64
 
 
 class Transport(Protocol):
-    """Sends to replicas."""
+    """Sends requests to replicas."""
 
     async def ready(self) -> None:
-        """Return when there is a replica for `send`.
+        """Wait until there is a replica for `send`.
 
         Raises:
-            ApiError: there is none, and none is to be expected.
+            ApiError: there is none, and none is expected.
         """
         ...
 
@@ -133,40 +132,40 @@ class Transport(Protocol):
         ...
 
     def cancel(self, replica: str, request_ids: Sequence[str]) -> None:
-        """End requests where they run; harmless if they, or the replica, are gone."""
+        """Cancel requests at a replica; no-op if they or the replica are gone."""
         ...
 
 
 class _PendingRequest:
-    """One request, and the items that its client has not read yet."""
+    """One request and its unread items."""
 
     def __init__(self, request: GenerateRequest, group: Hashable, max_unread_bytes: int) -> None:
         self.request = request
         self.group = group
         self.items = ItemStream(max_unread_bytes)
         self.sent_at = 0.0
-        """When it was sent, in seconds of the event loop's clock."""
+        """Time of sending, in seconds of the event loop's clock."""
         self.replica: str | None = None
-        """Where it was sent."""
+        """The replica it was sent to."""
         self.is_open = True
-        """Whether its last item is still to come."""
-        self.has_begun = False
-        """Whether tokens have come."""
+        """Whether its last item has not arrived yet."""
+        self.has_tokens = False
+        """Whether tokens have arrived."""
 
     def close(self, last: ReplicaItem | ApiError | None = None) -> None:
-        """End the request here, with its last item if there is a client to read it."""
+        """Close the request, with `last` as its last item if it is open."""
         if self.is_open and last is not None:
             self.items.put(last)
         self.is_open = False
 
 
 class Batcher:
-    """Collects requests for `batch_wait_s` and hands them over, `max_batch_size` at most.
+    """Collects requests for `batch_wait_s` and sends them in batches of up to `max_batch_size`.
 
-    num_shares: into how many parts a batch is split at most, of sizes that differ by one at most;
-    which replica each goes to is decided elsewhere.
-    group_of: requests of different groups do not travel together.
-    max_unread_bytes: most memory, about, of what one client has not read.
+    num_shares: maximum number of equal parts a batch is split into; `Transport.send` chooses the
+    replica of each.
+    group_of: requests of different groups are sent separately.
+    max_unread_bytes: approximate memory limit for the unread items of one request.
     """
 
     def __init__(
@@ -193,22 +192,21 @@ class Batcher:
         self._submission_sizes = SizeHistogram()
         self._replica_sizes: dict[str, SizeHistogram] = {}
         self.num_interrupted = 0
-        """Requests whose replica was lost before they had ended."""
+        """Requests whose replica was lost before they ended."""
         self.num_resumed = 0
-        """Requests that a replica took over from one that had failed them."""
+        """Requests that were resumed on another replica after a failure."""
         self.num_withdrawn = 0
-        """Requests that were taken back from their replica, to go on elsewhere or later."""
+        """Requests that were taken back from their replica to continue elsewhere or later."""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
-        """Yield what a replica answers to a request; closing the generator ends the request there.
+        """Yield a replica's items for a request; closing the generator cancels the request.
 
-        Deltas that come while the caller is busy are one delta.
+        Deltas that arrive while the caller is busy are merged.
 
         Raises:
-            ApiError: as `Transport.ready`, the replica is lost, or the caller has been busy for too
-                long.
+            ApiError: no replica is available, the replica is lost, or the caller reads too slowly.
         """
-        # Those that a replica failed travel apart from those it did not.
+        # Requests that avoid different replicas cannot share a message.
         group = self._group_of(request), request.avoid
         pending = _PendingRequest(request, group, self._max_unread_bytes)
         self._requests[request.request_id] = pending
@@ -223,29 +221,29 @@ class Batcher:
             self._leave(pending)
 
     def withdraw(self, request_id: str) -> None:
-        """End a request where it is; its `generate` yields `Withdrawn`. Harmless if it is over."""
+        """Cancel a request; its `generate` yields `Withdrawn`. No-op if it has ended."""
         pending = self._requests.get(request_id)
         if pending is not None and pending.is_open:
             self._leave(pending)
             self.num_withdrawn += 1
             pending.items.put(Withdrawn())
 
-    def not_begun(self, for_s: float) -> dict[str, list[str]]:
-        """Return the requests that replicas have had for so long without a token, oldest first."""
+    def not_started(self, for_s: float) -> dict[str, list[str]]:
+        """Return, by replica, requests without a token for `for_s` seconds, oldest first."""
         before = asyncio.get_running_loop().time() - for_s
         waiting: dict[str, list[str]] = {}
         for request_id, pending in self._requests.items():
-            is_waiting = pending.is_open and not pending.has_begun
+            is_waiting = pending.is_open and not pending.has_tokens
             if pending.replica and is_waiting and pending.sent_at <= before:
                 waiting.setdefault(pending.replica, []).append(request_id)
         return waiting
 
     def snapshot(self) -> dict[str, object]:
-        """Sizes, JSON-able. Histogram keys are inclusive upper bounds, powers of two.
+        """Return counters and sizes. Histogram keys are inclusive upper bounds, powers of two.
 
-        `submission_size_histogram`: requests per hand-over. `replica_batch_sizes`: requests of
-        this router on each replica now. `replica_batch_size_histograms`: how many there were once
-        a submission had been taken, itself included.
+        `submission_size_histogram`: requests per batch sent. `replica_batch_sizes`: this router's
+        current requests on each replica. `replica_batch_size_histograms`: that number after each
+        batch sent.
         """
         return {
             "num_interrupted": self.num_interrupted,
@@ -268,8 +266,8 @@ class Batcher:
             if is_last(item):
                 pending.close(item)
                 continue
-            pending.has_begun = isinstance(item, TokenDelta)
-            self.num_resumed += pending.request.is_resumption and not pending.has_begun
+            pending.has_tokens = isinstance(item, TokenDelta)
+            self.num_resumed += pending.request.is_resumption and not pending.has_tokens
             if not pending.items.put(item):  # the client does not read
                 pending.close()
                 self._cancel(replica, request_id)
@@ -280,7 +278,7 @@ class Batcher:
         self._fail(lost, error)
 
     def num_open(self, replica: str) -> int:
-        """Return how many requests have not ended at a replica."""
+        """Return the number of open requests at a replica."""
         return sum(
             pending.is_open and pending.replica == replica for pending in self._requests.values()
         )
@@ -295,7 +293,7 @@ class Batcher:
             self._timers[group] = loop.call_later(self._batch_wait_s, self._submit_group, group)
 
     def _leave(self, pending: _PendingRequest) -> None:
-        """Forget a request and end it where it is; harmless if it has ended."""
+        """Remove a request and cancel it at its replica; no-op if it has ended."""
         request_id = pending.request.request_id
         if self._requests.pop(request_id, None) is None or not pending.is_open:
             return
@@ -311,8 +309,7 @@ class Batcher:
         requests = self._stop_waiting(group)
         num_shares = min(self._num_shares, len(requests))
         for share in range(num_shares):
-            # Serve and Ray find a call's parent in its context, and cancel it with the parent: no
-            # task may inherit the context of the request that happens to start it.
+            # An inherited context would let Ray cancel the task with its request.
             work = self._submit(requests[share::num_shares])
             task = asyncio.create_task(work, context=Context())
             self._tasks.add(task)
@@ -336,7 +333,7 @@ class Batcher:
                 )
         except ApiError as error:
             lost = error
-        except Exception as error:  # whatever broke, no request may wait for ever
+        except Exception as error:  # no request may wait forever
             lost = engine_failed(f"sending to the replica failed ({error!r})")
         finally:
             self._fail([pending for pending in requests if pending.replica is None], lost)
@@ -351,7 +348,7 @@ class Batcher:
             del self._replica_sizes[next(iter(self._replica_sizes))]
 
     def _fail(self, requests: Iterable[_PendingRequest], error: ApiError) -> None:
-        """Fail those that have not ended; if they still run somewhere, they end there."""
+        """Fail the open requests, and cancel them at their replicas."""
         for pending in requests:
             if pending.is_open:
                 self.num_interrupted += 1
@@ -360,7 +357,7 @@ class Batcher:
                     self._cancel(pending.replica, pending.request.request_id)
 
     def _cancel(self, replica: str, request_id: str) -> None:
-        """End a request on a replica; those of one moment are one message."""
+        """Cancel a request at a replica; cancellations of one loop iteration share a message."""
         if not self._to_cancel:
             asyncio.get_running_loop().call_soon(self._send_cancellations)
         self._to_cancel.setdefault(replica, []).append(request_id)

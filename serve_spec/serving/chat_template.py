@@ -1,7 +1,7 @@
-"""A checkpoint's chat template: from a conversation to the text the model goes on with.
+"""Chat templates: render a conversation as the prompt of a checkpoint.
 
 Templates are Jinja programs that come with a checkpoint. They run in Jinja's sandbox, with the
-names that transformers gives them (transformers/utils/chat_template_utils.py).
+variables that transformers defines (transformers/utils/chat_template_utils.py).
 """
 
 from __future__ import annotations
@@ -20,34 +20,35 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from serve_spec.core.errors import CheckpointError, TextTooLong
 
-# A noncharacter of Unicode: no text has a use for it.
+# A Unicode noncharacter, which valid text does not contain.
 _MARK = "\ufdd0"
 _NEVER = "(?!)"
 
 
 class TextEncoder(Protocol):
-    """What is used of `engine.tokenizer.Tokenizer`."""
+    """The part of `engine.tokenizer.Tokenizer` that is used here."""
 
     @property
     def added_tokens(self) -> dict[str, bool]:
-        """Tokens found before anything else, and whether they are special."""
+        """Added tokens, and whether each is special."""
         ...
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """Return token ids, those of added tokens included; raise TextTooLong for more than
-        `max_tokens`.
-        """
+        """Return token ids, added tokens included; raise TextTooLong above `max_tokens`."""
         ...
 
     def encode_literally(self, text: str) -> list[int]:
-        """Token ids of a text in which added tokens are ordinary characters."""
+        """Return the token ids of a text, with the names of added tokens as plain text."""
         ...
 
 
 class ControlTokens:
-    """Special tokens of a tokenizer, and other added tokens that the chat template writes."""
+    """Special tokens of a tokenizer, and added tokens that the chat template contains.
+
+    Inside client text they are marked before rendering, so that they are encoded as plain text.
+    """
 
     def __init__(self, tokenizer: TextEncoder, template: str) -> None:
         self._tokenizer = tokenizer
@@ -56,46 +57,46 @@ class ControlTokens:
             for name, special in tokenizer.added_tokens.items()
             if special or (name in template and not name.isspace())
         ]
-        # Longest first: a token may begin like another one.
+        # Longest first, because one token may be a prefix of another.
         names.sort(key=len, reverse=True)
-        self._spelled = re.compile("|".join(map(re.escape, names)) or _NEVER)
+        self._names = re.compile("|".join(map(re.escape, names)) or _NEVER)
         whole = "|".join(re.escape(_marked(name)) for name in names) or _NEVER
-        # A template may cut a marked token in two; the marks that are left keep it so.
+        # A template may split a marked token; the remaining marks keep its parts plain text.
         self._marks = re.compile(f"({whole})|{_MARK}")
 
     def mark(self, text: str) -> str:
-        """A client's text for the template, control tokens marked."""
-        return self._spelled.sub(lambda found: _marked(found[0]), text.replace(_MARK, ""))
+        """Return a client's text with control tokens marked."""
+        return self._names.sub(lambda found: _marked(found[0]), text.replace(_MARK, ""))
 
     def encode(
         self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None
     ) -> list[int]:
-        """Return the token ids of what the template made of marked texts.
+        """Return the token ids of a rendered template with marked client texts.
 
         Raises:
-            TextTooLong: they are more than `max_tokens`.
+            TextTooLong: there are more than `max_tokens`.
         """
-        # Text and marked tokens in turns; None is a mark that stood alone.
+        # Text and marked tokens alternate; None is a mark on its own.
         first, *rest = self._marks.split(text)
         token_ids = self._tokenizer.encode(
             first, add_special_tokens=add_special_tokens, max_tokens=max_tokens
         )
-        for index, piece in enumerate(rest):
-            if piece:
-                plain, is_marked = piece.replace(_MARK, ""), index % 2 == 0
+        for index, part in enumerate(rest):
+            if part:
+                plain, is_marked = part.replace(_MARK, ""), index % 2 == 0
                 token_ids += self._inner(plain, max_tokens, is_marked=is_marked)
             if max_tokens is not None and len(token_ids) > max_tokens:
                 raise TextTooLong(len(token_ids))
         return token_ids
 
-    def _inner(self, piece: str, max_tokens: int | None, *, is_marked: bool) -> list[int]:
-        """Token ids inside a text; some tokenizers put a space before whatever they are given."""
+    def _inner(self, part: str, max_tokens: int | None, *, is_marked: bool) -> list[int]:
+        """Return the token ids of part of a text; some tokenizers prepend a space to any input."""
         before = self._encode("\n", None, is_marked=is_marked)
         most = None if max_tokens is None else max_tokens + len(before)
-        token_ids = self._encode(f"\n{piece}", most, is_marked=is_marked)
+        token_ids = self._encode(f"\n{part}", most, is_marked=is_marked)
         if token_ids[: len(before)] == before:
             return token_ids[len(before) :]
-        return self._encode(piece, max_tokens, is_marked=is_marked)
+        return self._encode(part, max_tokens, is_marked=is_marked)
 
     def _encode(self, text: str, max_tokens: int | None, *, is_marked: bool) -> list[int]:
         if is_marked:
@@ -104,30 +105,26 @@ class ControlTokens:
 
 
 def _marked(name: str) -> str:
-    """A token with marks around it and within it."""
+    """Return a token with marks around it and after its first character."""
     return _MARK.join(("", name[:1], *([name[1:]] if name[1:] else []), ""))
 
 
 PLAIN = "{{ messages | map(attribute='content') | join('\\n') }}"
-"""For a checkpoint without a template: the contents, one after the other, each on lines of its own.
-
-Nothing says who speaks, and nothing follows the last message, which is what the model goes on with.
-"""
+"""Template for checkpoints without one: the contents, joined by line breaks, without roles."""
 
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-"""Variables of a template that `variables` cannot set; nor can it set special tokens."""
+"""Template variables that a request cannot set; it cannot set special tokens either."""
 
-# Behind the last message, to be found again in the rendered text. The space shows whether the
-# template strips contents.
+# Marks the end of the last message. The space shows whether the template strips contents.
 _OPEN_END = "\ufdd1 "
 
 
 class ChatTemplateError(ValueError):
-    """The template cannot render this conversation; says why."""
+    """The template cannot render this conversation."""
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}`, which marks the assistant's words for training, and says nothing here."""
+    """The tag `{% generation %}`, which matters in training only; its content is kept."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
@@ -137,7 +134,7 @@ class _GenerationTag(Extension):
 
 
 class ChatTemplate:
-    """A compiled template with the special tokens it may write, by their names (`bos_token`)."""
+    """A compiled template and its special tokens by name (`bos_token`)."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
         self.source = source
@@ -149,10 +146,10 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path) -> ChatTemplate:
-        """The template of a checkpoint, `PLAIN` if it has none.
+        """Return the template of a checkpoint, or `PLAIN` if it has none.
 
         Raises:
-            CheckpointError: a file cannot be read, or the template is no template.
+            CheckpointError: a file cannot be read, or the template is invalid.
         """
         settings = _read_json(folder / "tokenizer_config.json")
         source = _source(folder, settings.get("chat_template"))
@@ -161,7 +158,7 @@ class ChatTemplate:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the checkpoint has no template, so that its tokenizer adds special tokens."""
+        """Whether the checkpoint has no template; the tokenizer then adds special tokens."""
         return self.source == PLAIN
 
     def render(
@@ -172,14 +169,14 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, object] | None = None,
     ) -> str:
-        """The conversation as one text.
+        """Return the conversation as one text.
 
-        messages: `role`, `content` and perhaps `name` each, at least one message. `developer` is
-            `system` to templates that do not know it.
-        continue_final_message: the text ends where the last message does.
+        messages: at least one, each with `role`, `content` and optionally `name`. The role
+            `developer` becomes `system` if the template does not know it.
+        continue_final_message: end the text with the last message.
 
         Raises:
-            ChatTemplateError: the template refuses, or fails.
+            ChatTemplateError: the template fails or rejects the conversation.
         """
         conversation = [self._known_role(message) for message in messages]
         if continue_final_message:
@@ -195,8 +192,8 @@ class ChatTemplate:
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
-        except Exception as error:  # a program that we did not write, on data that we did not
-            raise ChatTemplateError(f"the model's chat template says: {error}") from error
+        except Exception as error:  # the template may raise anything
+            raise ChatTemplateError(f"the model's chat template failed: {error}") from error
         return _up_to_open_end(text) if continue_final_message else text
 
     def _known_role(self, message: Mapping[str, str]) -> dict[str, str]:
@@ -207,7 +204,7 @@ class ChatTemplate:
 def _up_to_open_end(text: str) -> str:
     end = text.rfind(_OPEN_END.strip())
     if end < 0:
-        raise ChatTemplateError("the model's chat template does not show the last message")
+        raise ChatTemplateError("the model's chat template omits the last message")
     is_stripped = not text.startswith(_OPEN_END, end)
     return text[:end].rstrip() if is_stripped else text[:end]
 
@@ -229,7 +226,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is; Jinja's own filter would escape it for HTML."""
+    """Return plain JSON; Jinja's own filter would escape it for HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -248,7 +245,7 @@ def _strftime_now(form: str) -> str:
 
 
 def _source(folder: Path, setting: Any) -> str | None:
-    """The template's text: its own file first, then the tokenizer's settings."""
+    """Return the template's text, from its own file or from the tokenizer's settings."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
@@ -273,7 +270,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
+        raise CheckpointError(f"{path}: invalid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
+        raise CheckpointError(f"{path}: not a JSON object")
     return value

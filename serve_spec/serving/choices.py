@@ -1,4 +1,4 @@
-"""Several answers to one request: every choice is an engine request of its own."""
+"""Several choices per request: each choice is a separate engine request."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Item = TypeVar("Item")
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """The seed of choice `index`: the request's own for choice 0, so that n=1 says what it says.
+    """Return the seed of choice `index`; choice 0 has the request's seed, as with n=1.
 
-    For others the first 63 bits of BLAKE2b-64 over "SEED INDEX" in decimal: a function of the two
-    alone, whatever `n` is.
+    The others have the first 63 bits of BLAKE2b-64 over "SEED INDEX" in decimal, which does not
+    depend on `n`.
     """
     if index == 0:
         return seed
@@ -35,10 +35,10 @@ def choices_of(
     params: SamplingParams,
     num_choices: int,
 ) -> list[GenerateRequest]:
-    """`num_choices` requests per prompt, prompt after prompt, as `index` counts them.
+    """Return `num_choices` requests per prompt, prompt by prompt, in the order of `index`.
 
-    A seeded choice depends on its prompt and its place among that prompt's choices, not on the
-    other prompts. Without a seed each draws one of its own.
+    The seed of a choice depends on its place among the choices of its prompt, not on the other
+    prompts. Without a seed, each choice draws its own.
     """
     seeds = [
         None if params.seed is None else choice_seed(params.seed, place)
@@ -52,7 +52,7 @@ def choices_of(
 
 
 def by_prompt(choices: Sequence[GenerateRequest]) -> list[list[int]]:
-    """Return the places of the choices, those of equal prompts together."""
+    """Return the indices of the choices, grouped by equal prompts."""
     groups: dict[str | tuple[int, ...], list[int]] = {}
     for place, choice in enumerate(choices):
         prompt = choice.prompt if isinstance(choice.prompt, str) else tuple(choice.prompt)
@@ -73,9 +73,9 @@ async def spread(
 def interleaved(
     streams: Sequence[AsyncGenerator[tuple[int, Item], None]],
 ) -> AsyncGenerator[tuple[int, Item], None]:
-    """Return the items of all streams as they come.
+    """Yield the items of all streams as they arrive.
 
-    All begin at once. The first that raises ends the others, and so does closing the generator.
+    All streams start at once. The first exception, or closing the generator, ends all of them.
     """
     return streams[0] if len(streams) == 1 else _together(streams)
 
@@ -83,7 +83,7 @@ def interleaved(
 async def _together(
     streams: Sequence[AsyncGenerator[tuple[int, Item], None]],
 ) -> AsyncGenerator[tuple[int, Item], None]:
-    # What the reader does not take waits in the streams, which merge it.
+    # Bounded: unread items wait in the streams, which merge them.
     events: asyncio.Queue[tuple[int, Item] | Exception | None] = asyncio.Queue(len(streams))
     readers = [asyncio.create_task(_read(stream, events)) for stream in streams]
     try:
@@ -106,11 +106,11 @@ async def _read(
     stream: AsyncGenerator[tuple[int, Item], None],
     events: asyncio.Queue[tuple[int, Item] | Exception | None],
 ) -> None:
-    """Put every item of a stream, then None, or the exception that came instead."""
+    """Put every item of a stream, then None, or the exception it raised."""
     try:
         async with aclosing(stream):
             async for item in stream:
                 await events.put(item)
         await events.put(None)
-    except Exception as error:  # whatever it is, it is for the reader
+    except Exception as error:  # raised again by the reader
         await events.put(error)

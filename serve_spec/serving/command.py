@@ -1,7 +1,7 @@
-"""`serve-spec serve FILE`: Ray Serve with a model, until Ctrl-C.
+"""`serve-spec serve FILE`: serve a model with Ray Serve until Ctrl-C.
 
 FILE is a Serve config (such as deploy/tiny.yaml) or a configuration (such as configs/tiny.yaml).
-Serve configs are read strictly, because Ray ignores a key that it does not know.
+Unknown keys of a Serve config are errors, although Ray would ignore them.
 """
 
 from __future__ import annotations
@@ -35,20 +35,22 @@ from serve_spec.config.speculative import parse_update
 APP_IMPORT_PATH = "serve_spec.serving:build_app"
 APP_NAME = "serve_spec"
 ENGINES = "EngineReplica"
-"""The deployment that takes policy settings as `user_config`."""
+"""The deployment whose `user_config` holds policy settings."""
 
 
 def read_deployment(file: Path) -> dict[str, Any]:
-    """What `file` deploys, in the form of Serve's configuration files.
+    """Return the Serve config for `file`.
 
-    file: such a file, or a configuration of ours, which is wrapped: one application on all nodes.
+    file: a Serve config, or a serve_spec configuration, which becomes a single application.
 
     Raises:
-        ConfigError: the file is missing, no YAML, or holds an unknown key or a wrong value.
+        ConfigError: the file is missing, invalid YAML, or has an unknown key or an invalid value.
     """
     given = parse_yaml(read_text(file), str(file))
     if not isinstance(given, dict):
-        raise ConfigError(f"{file}: give a mapping, a Serve config or a configuration of the model")
+        raise ConfigError(
+            f"{file}: not a mapping; give a Serve config or a serve_spec configuration"
+        )
     if "applications" in given:
         check_deployment(given)
         return given
@@ -62,10 +64,10 @@ def read_deployment(file: Path) -> dict[str, Any]:
 
 
 def check_deployment(given: Mapping[str, Any]) -> None:
-    """Judges a Serve configuration by Ray's schema, by its keys, and by our `user_config`.
+    """Validate a Serve config: its keys, Ray's schema, and the `user_config` of our engines.
 
     Raises:
-        ConfigError: unknown keys, all of them; or what Ray's schema says; or wrong policy settings.
+        ConfigError: there are unknown keys, invalid values or invalid policy settings.
     """
     unknown = list(_unknown_keys(ServeDeploySchema, given, ""))
     if unknown:
@@ -82,7 +84,7 @@ def check_deployment(given: Mapping[str, Any]) -> None:
 
 
 def _policy_settings(given: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, object]]]:
-    """Every `user_config` of our engines, and where it stands."""
+    """Yield the path and content of every `user_config` of our engines."""
     for i, app in enumerate(given["applications"]):
         deployments = app.get("deployments", []) if app["import_path"] == APP_IMPORT_PATH else []
         for j, deployment in enumerate(deployments):
@@ -92,7 +94,7 @@ def _policy_settings(given: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[st
 
 
 def _unknown_keys(model: Any, given: object, place: str) -> Iterator[str]:
-    """Sentences about the keys of `given` that `model`, a pydantic class of Ray, does not have."""
+    """Yield an error message for each key of `given` that Ray's pydantic class does not have."""
     if isinstance(given, list):
         for index, item in enumerate(given):
             yield from _unknown_keys(model, item, f"{place}{index}.")
@@ -108,7 +110,7 @@ def _unknown_keys(model: Any, given: object, place: str) -> Iterator[str]:
 
 
 def _models_in(annotation: object) -> Iterator[object]:
-    """The pydantic classes inside `Optional[X]`, `List[X]` and the like."""
+    """Yield the pydantic classes inside `Optional[X]`, `List[X]` and the like."""
     if hasattr(annotation, "model_fields"):
         yield annotation
     for argument in get_args(annotation):
@@ -119,12 +121,12 @@ _POLL_S = 0.25
 
 
 class StartFailed(RuntimeError):
-    """The application did not come up; the message says why."""
+    """An application failed to start."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to run: Serve's configuration and the address it will answer at."""
+    """A Serve config, the configurations of its applications and the HTTP address."""
 
     deployment: Mapping[str, Any]
     configs: tuple[ServeSpecConfig, ...]
@@ -134,29 +136,29 @@ class Plan:
 
     @property
     def url(self) -> str:
-        """The base URL for a client on this machine."""
+        """Base URL for a client on this machine."""
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
         return f"http://{host}:{self.port}{self.route_prefix.rstrip('/')}"
 
     @property
     def is_open_to_all(self) -> bool:
-        """Return whether other machines may send requests, and need no key."""
+        """Whether other machines can send requests without an API key."""
         is_local = self.host in ("localhost", "::1") or self.host.startswith("127.")
         return not is_local and any(not c.router.api_keys for c in self.configs)
 
     @property
     def num_cpus(self) -> int:
-        """Logical CPUs that Ray must have to place every replica."""
+        """Logical CPUs that Ray needs to place every replica."""
         needed = sum(c.replica.num_cpus * c.replica.num_replicas for c in self.configs)
         return max(os.cpu_count() or 1, math.ceil(needed))
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; 0 after a clean end, 1 when the app does not start, 2 for bad input."""
+    """Run the command; return 0, 1 if the application does not start, 2 for invalid input."""
     args = _parser().parse_args(argv)
-    # A server has no business sending statistics about its use.
+    # Ray reports usage statistics by default.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Serve's own chatter stays in Ray's log folder; our warnings come through.
+    # Serve's log stays in Ray's log folder; warnings of serve_spec are shown.
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
     try:
         plan = read_plan(Path(args.file), args.host, args.port)
@@ -167,7 +169,7 @@ def main(argv: list[str]) -> int:
         return 2
     if plan.is_open_to_all:
         print(
-            f"warning: host={plan.host!r}: anyone who reaches it can use the server; set "
+            f"warning: host={plan.host!r}: every machine that reaches it can use the server; set "
             "router.api_keys, or listen on 127.0.0.1",
             file=sys.stderr,
         )
@@ -177,12 +179,12 @@ def main(argv: list[str]) -> int:
 
 
 def read_plan(file: Path, host: str | None, port: int | None) -> Plan:
-    """The plan for `file`; `host` and `port`, where given, win.
+    """Return the plan for `file`; `host` and `port` override it.
 
     Raises:
-        ConfigError: the file, or a configuration it names, is missing or wrong.
+        ConfigError: the file, or a configuration it names, is missing or invalid.
     """
-    # Ray takes a second to import: not before the arguments are known to be right.
+    # Ray takes a second to import, so the arguments are checked first.
     from serve_spec.serving.app import load_config
 
     deployment = read_deployment(file)
@@ -199,20 +201,22 @@ def read_plan(file: Path, host: str | None, port: int | None) -> Plan:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="serve-spec serve", description=__doc__)
-    parser.add_argument("file", metavar="FILE", help="Serve config or configuration, YAML")
-    parser.add_argument("--host", help="address to listen on; wins over the file")
-    parser.add_argument("--port", type=int, help="TCP port to listen on; wins over the file")
+    parser.add_argument(
+        "file", metavar="FILE", help="Serve config or serve_spec configuration (YAML)"
+    )
+    parser.add_argument("--host", help="address to listen on (default: from the file)")
+    parser.add_argument("--port", type=int, help="TCP port to listen on (default: from the file)")
     parser.add_argument(
         "--address",
         default=os.environ.get("RAY_ADDRESS"),
-        help="a running Ray cluster (default: $RAY_ADDRESS, else a local Ray of its own)",
+        help="address of a running Ray cluster (default: $RAY_ADDRESS, else a new local cluster)",
     )
-    parser.add_argument("--dashboard", action="store_true", help="start the Ray dashboard too")
+    parser.add_argument("--dashboard", action="store_true", help="start the Ray dashboard")
     return parser
 
 
 def prepare_environment(plan: Plan) -> None:
-    """Set what Serve reads when it starts, unless it is set; a running cluster has its own."""
+    """Set Serve's environment variables that are not set; a running cluster keeps its own."""
     from serve_spec.serving.proxy import (
         CALLBACK,
         CALLBACK_VARIABLE,
@@ -228,7 +232,7 @@ def prepare_environment(plan: Plan) -> None:
 
 
 def _serve(plan: Plan, stop: threading.Event, address: str | None, *, dashboard: bool) -> int:
-    """Starts, announces, waits, and takes down what it started."""
+    """Deploy, print the URL, wait for `stop`, and shut down; return the exit status."""
     import ray
     from ray import serve
 
@@ -241,7 +245,7 @@ def _serve(plan: Plan, stop: threading.Event, address: str | None, *, dashboard:
     except ConnectionError as error:
         print(f"address={address!r}: {error}", file=sys.stderr)
         return 1
-    _take_signals(stop)  # Ray has just put its own handler for SIGTERM
+    _take_signals(stop)  # `ray.init` replaces the handler for SIGTERM
     try:
         _deploy(plan, stop)
         if not stop.is_set():
@@ -252,7 +256,7 @@ def _serve(plan: Plan, stop: threading.Event, address: str | None, *, dashboard:
     except StartFailed as error:
         print(error, file=sys.stderr)
         status = 1
-    # Ray reports the wanted end of its own controller as a failed task, on stdout.
+    # Ray prints the end of its own controller as a failed task.
     with redirect_stdout(io.StringIO()):
         _remove(plan)
         if own_cluster:
@@ -262,9 +266,9 @@ def _serve(plan: Plan, stop: threading.Event, address: str | None, *, dashboard:
 
 
 def _remove(plan: Plan) -> None:
-    """Take the applications off Serve and wait for running requests, until a second Ctrl-C.
+    """Delete the applications and wait for running requests, until a second Ctrl-C.
 
-    To be done before Serve is shut down: that closes the proxies, through which streams run.
+    This comes before Serve's shutdown, which closes the proxies that streams pass through.
     """
     from ray import serve
 
@@ -277,13 +281,13 @@ def _remove(plan: Plan) -> None:
 
 
 def _deploy(plan: Plan, stop: threading.Event) -> None:
-    """Hand the deployment to Serve and wait until it answers over HTTP, or `stop` is set.
+    """Deploy and wait until the application answers over HTTP, or `stop` is set.
 
     Raises:
         StartFailed: an application failed to deploy.
     """
     from ray import serve
-    from ray.serve._private.api import serve_start  # what `serve run FILE` uses
+    from ray.serve._private.api import serve_start  # as `serve run FILE` does
     from ray.serve.schema import ServeDeploySchema
 
     schema = ServeDeploySchema.model_validate(plan.deployment)
@@ -299,13 +303,13 @@ def _deploy(plan: Plan, stop: threading.Event) -> None:
             if apps[name].status == "DEPLOY_FAILED":
                 raise StartFailed(f"application {name!r} failed to start:\n{_reasons(apps[name])}")
         running = [name for name in names & apps.keys() if apps[name].status == "RUNNING"]
-        # Applications that are not ours need not have a /health.
+        # Applications of others may not have /health.
         if len(running) == len(names) and (not plan.configs or _answers(f"{plan.url}/health")):
             return
 
 
 def _reasons(app: Any) -> str:
-    """What Serve's status of a failed application says: its own message, and each deployment's."""
+    """Return the messages in Serve's status of an application and of its deployments."""
     messages = [app.message, *(d.message for d in app.deployments.values())]
     return "\n".join(message for message in messages if message)
 
@@ -319,7 +323,7 @@ def _answers(url: str) -> bool:
 
 
 def announcement(plan: Plan) -> str:
-    """What to do now: a curl line that works as it stands."""
+    """Return the URL and a curl command to try."""
     if not plan.configs:
         return f"ready: {plan.url}"
     config = plan.configs[0]
@@ -339,7 +343,7 @@ def announcement(plan: Plan) -> str:
 
 
 def _check_port(host: str, port: int) -> None:
-    """Raise an error for a port in use; Serve would wait for it for ever."""
+    """Raise ConfigError for a port in use; Serve would wait for it forever."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -355,7 +359,7 @@ def _without_engine(args: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _stop_signals() -> Iterator[threading.Event]:
-    """An event that Ctrl-C and SIGTERM set, for as long as the body runs."""
+    """Yield an event that Ctrl-C and SIGTERM set while the body runs."""
     before = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
     stop = threading.Event()
     _take_signals(stop)
@@ -368,7 +372,7 @@ def _stop_signals() -> Iterator[threading.Event]:
 
 def _take_signals(stop: threading.Event) -> None:
     def handle(*_: object) -> None:
-        if stop.is_set():  # the second one: do not wait for running requests
+        if stop.is_set():  # second signal: do not wait for running requests
             raise KeyboardInterrupt
         stop.set()
 

@@ -1,6 +1,6 @@
-"""The life of one answer in the router: for each choice a turn, a replica, the tokens.
+"""Run requests in the router: admit each choice, send it to a replica, collect its tokens.
 
-Plain asyncio: the replicas are behind the `Fleet` protocol.
+Plain asyncio; the `Fleet` protocol stands for the replicas.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ Item = TypeVar("Item")
 
 
 class Deadline:
-    """Ends waits for the items of a generator at a time of the event loop's clock.
+    """A time limit, in the event loop's clock, for reading the items of a generator.
 
-    It has one timer for all waits. One task at a time may wait.
+    One timer serves all reads. One task may wait at a time.
     """
 
     def __init__(self, at: float) -> None:
@@ -55,13 +55,13 @@ class Deadline:
         """Return the next item.
 
         Raises:
-            StopAsyncIteration: there is none.
-            TimeoutError: the time has come.
+            StopAsyncIteration: the generator has ended.
+            TimeoutError: the deadline has passed.
         """
         if self._is_late():
             raise TimeoutError
         task = self._waiting = asyncio.current_task()
-        assert task is not None, "it runs in one"
+        assert task is not None, "a coroutine runs in a task"
         num_cancels = task.cancelling()
         try:
             return await anext(items)
@@ -89,48 +89,50 @@ logger = get_logger(__name__)
 
 
 class Fleet(Protocol):
-    """The engine replicas as the router sees them."""
+    """The engine replicas, as used by the router."""
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
-        """What one replica answers; closing the generator cancels the request there.
+        """Yield the items of a request; closing the generator cancels the request.
 
         Raises:
-            ApiError: no replica can take it, or the one that had it is gone.
+            ApiError: no replica can take the request, or its replica is lost.
         """
         ...
 
     def withdraw(self, request_id: str) -> None:
-        """Take a request back from its replica; `generate` yields `Withdrawn` last."""
+        """Take a request back from its replica; its `generate` ends with `Withdrawn`."""
         ...
 
     def batching(self) -> dict[str, object]:
-        """Batch sizes as the router knows them: its part of `router` in `/server_info`."""
+        """Return the router's batch sizes for the `router` section of `/server_info`."""
         ...
 
     async def num_healthy(self) -> int | None:
-        """Return the number of replicas that take requests; None if it is not known now."""
+        """Return the number of replicas that take requests; None if it is unknown."""
         ...
 
     async def costs(self) -> dict[str, int]:
-        """Return replicas by the state of their costs ("missing", "measured", "loaded"); empty
-        when not known. While they are missing, strategy ema decides in place of goodput.
+        """Count replicas by the state of their cost table: "missing", "measured" or "loaded".
+
+        While a replica has none, its policy uses the strategy ema instead of goodput. The result is
+        empty if the states are unknown.
         """
         ...
 
     async def stats(self) -> dict[str, object]:
-        """`internal_states` (per replica) and `fleet` of `/server_info`."""
+        """Return `internal_states` (one per replica) and `fleet` of `/server_info`."""
         ...
 
     async def status(self) -> dict[str, object]:
-        """What the status page shows; see `FleetStats.status`."""
+        """Return the data of the status page; see `FleetStats.status`."""
         ...
 
 
 class RunningAnswer:
-    """Choices that replicas work on, the first tokens of which are here.
+    """The running choices of one request.
 
-    items: what replicas say, with the choice it belongs to. Choices of one prompt are neighbours.
-    is_prompt_only: drop the tokens that choices bring; what is events of their prompts stays.
+    items: items of replicas with the index of their choice. Choices of a prompt are adjacent.
+    is_prompt_only: drop generated tokens and keep only the prompt's log-probabilities.
     """
 
     def __init__(
@@ -157,24 +159,24 @@ class RunningAnswer:
         self._first: list[tuple[int, TokenDelta]] = []
 
     async def start(self) -> None:
-        """Wait for first tokens, so that whatever goes wrong before them gets its status.
+        """Wait for the first tokens, so that earlier errors can set the HTTP status.
 
-        Those of every choice, unless one has ended: others may wait for its turn.
+        Return when every choice has tokens or one has ended, as others may wait for its slot.
 
         Raises:
-            ApiError: the request did not get so far.
+            ApiError: the request failed before that.
         """
-        silent = set(range(self.num_choices))
-        while silent and not self._num_ended:
+        waiting = set(range(self.num_choices))
+        while waiting and not self._num_ended:
             index, delta = await self._next_delta()
             self._first.append((index, delta))
-            silent.discard(index)
+            waiting.discard(index)
 
     async def deltas(self) -> AsyncIterator[tuple[int, TokenDelta]]:
-        """Every delta with its choice, in order; a choice's last one carries the finish reason.
+        """Yield (choice, delta) as they arrive; the last delta of a choice has a finish reason.
 
         Raises:
-            ApiError: one of the choices broke off.
+            ApiError: a choice failed.
         """
         for index, delta in self._first:
             yield index, delta
@@ -183,7 +185,7 @@ class RunningAnswer:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of all prompts, each counted once."""
+        """Tokens of all prompts; each prompt counts once."""
         return sum(
             num_tokens
             for index, num_tokens in self._num_prompt_tokens.items()
@@ -192,7 +194,7 @@ class RunningAnswer:
 
     @property
     def usage(self) -> Usage:
-        """Counts over all choices; complete once they have ended."""
+        """Token counts over all choices; final once they have ended."""
         return usage(
             self.num_prompt_tokens,
             self.num_tokens,
@@ -201,7 +203,7 @@ class RunningAnswer:
         )
 
     def _total_cached_tokens(self) -> int:
-        """Of every prompt, what the choice that found the least of it found."""
+        """Sum over prompts the fewest cached tokens that any of their choices found."""
         least: dict[int, int] = {}
         for index, num_tokens in self._num_cached_tokens.items():
             prompt = index // self._choices_per_prompt
@@ -221,11 +223,11 @@ class RunningAnswer:
             index, item = await self._next_item()
             if isinstance(item, TokenDelta):
                 delta = _without_tokens(item) if self._is_prompt_only else item
-                self._note(index, delta)
+                self._count(index, delta)
                 return index, delta
             self._num_prompt_tokens[index] = item.num_prompt_tokens
 
-    def _note(self, index: int, delta: TokenDelta) -> None:
+    def _count(self, index: int, delta: TokenDelta) -> None:
         self.num_tokens += len(delta.token_ids)
         self._num_cached_tokens.setdefault(index, delta.num_cached_tokens)
         if delta.speculation is not None:
@@ -238,22 +240,22 @@ class RunningAnswer:
         except TimeoutError:
             raise timed_out(self._timeout_s) from None
         except StopAsyncIteration:
-            raise engine_failed("the replica ended the completion early") from None
+            raise engine_failed("the replica ended the stream without a finish reason") from None
         if isinstance(item, TokenDelta):
             return index, item
         if isinstance(item, Refused):
             raise refused(item.error)
         if isinstance(item, Failed):
             raise queue_full(item.message, 1) if item.overloaded else engine_failed(item.message)
-        assert not isinstance(item, Withdrawn), "`resumed` keeps it to itself"
+        assert not isinstance(item, Withdrawn), "`resumed` does not yield it"
         return index, item
 
 
 class CompletionRunner:
-    """Runs answers: for each choice one turn in the router and a replica, all within one deadline.
+    """Runs the choices of requests within a deadline.
 
-    resume_timeout_s: how long a choice that has lost its replica may wait for another one.
-    record: gets how long choices took, and how they ended.
+    resume_timeout_s: how long a choice that has lost its replica waits for another one.
+    record: receives the latency and outcome of choices.
     """
 
     def __init__(
@@ -273,7 +275,7 @@ class CompletionRunner:
 
     @property
     def max_choices(self) -> int:
-        """Most choices of one client that could ever run or wait together."""
+        """Maximum number of choices of one client that can run or wait at once."""
         return self._admission.max_in_flight + self._admission.max_client_queued
 
     @asynccontextmanager
@@ -285,17 +287,17 @@ class CompletionRunner:
         client: str = "",
         is_prompt_only: bool = False,
     ) -> AsyncIterator[RunningAnswer]:
-        """Hold turns and replicas for the body of the `async with`, however it ends.
+        """Run choices during the `async with` block; release their slots and replicas at its end.
 
-        num_prompts: how many prompts the choices are for, the same number for each.
-        client: whose request it is, for `Admission`.
+        num_prompts: number of prompts; each has the same number of choices.
+        client: the client's identity for `Admission`.
         is_prompt_only: see `RunningAnswer`.
 
         Raises:
-            ApiError: the request did not get to its first tokens.
+            ApiError: the request failed before its first tokens.
         """
         end = asyncio.get_running_loop().time() + self._timeout_s
-        # Equal prompts are computed once if nothing follows them.
+        # Without generated tokens, equal prompts are computed once.
         groups = by_prompt(choices) if is_prompt_only else [[i] for i in range(len(choices))]
         self._admission.refuse_if_full(client, len(groups))
         events = interleaved(
@@ -322,19 +324,19 @@ class CompletionRunner:
     async def _one(
         self, index: int, request: GenerateRequest, client: str, deadline: float
     ) -> AsyncGenerator[tuple[int, ReplicaItem], None]:
-        """Yield what a replica says of choice `index`, which holds a place meanwhile."""
+        """Yield (index, item) of one choice, which holds a slot meanwhile."""
         async with AsyncExitStack() as held:
             try:
-                turn = await held.enter_async_context(self._admission.slot(deadline, client))
+                slot = await held.enter_async_context(self._admission.slot(deadline, client))
             except TimeoutError:
                 raise timed_out(self._timeout_s) from None
             timer = router_timer(self._record)
             held.callback(timer.end)
-            items = resumed(self._fleet, request, self._resume_timeout_s, turn)
+            items = resumed(self._fleet, request, self._resume_timeout_s, slot)
             await held.enter_async_context(aclosing(items))
             try:
                 async for item in items:
-                    timer.saw(item)
+                    timer.observe(item)
                     yield index, item
             except Exception:
                 timer.fail()
@@ -342,26 +344,25 @@ class CompletionRunner:
 
 
 async def whole_answer(answer: RunningAnswer, form: AnswerFormat) -> Answer:
-    """The answer of a request without `stream`.
+    """Return the response body of a request without `stream`.
 
     Raises:
-        ApiError: one of the choices broke off.
+        ApiError: a choice failed.
     """
     choices: list[list[TokenDelta]] = [[] for _ in range(answer.num_choices)]
     async for index, delta in answer.deltas():
         choices[index].append(delta)
-    # Log-probabilities of a long answer take a while to write down; streams go on meanwhile.
+    # In a thread, because formatting many log-probabilities would delay other streams.
     return await asyncio.to_thread(form.whole, choices, answer.usage)
 
 
 async def stream_frames(
     answer: RunningAnswer, form: AnswerFormat, trace_id: str
 ) -> AsyncIterator[bytes]:
-    """The answer of a request with `stream`: a frame per choice and round that adds to it.
+    """Yield the server-sent events of a request with `stream`.
 
-    A round that completes no text adds its tokens' log-probabilities, where they are asked for.
-
-    The 200 is out by now, so a failure becomes a frame, and [DONE] does not follow it.
+    Each delta with text or log-probabilities becomes an event. Status 200 has been sent by now, so
+    a failure becomes an error event, without [DONE] after it.
     """
     try:
         for index in range(answer.num_choices):
@@ -374,15 +375,15 @@ async def stream_frames(
             yield sse.frame(form.usage_chunk(answer.usage))
         yield sse.DONE
     except ApiError as error:
-        logger.warning("request %s (%s) broke off: %s", form.head.id, trace_id, error.message)
+        logger.warning("request %s (%s) failed: %s", form.head.id, trace_id, error.message)
         yield sse.frame(error.body())
     except Exception as error:
-        logger.exception("request %s (%s) broke off", form.head.id, trace_id)
+        logger.exception("request %s (%s) failed", form.head.id, trace_id)
         yield sse.frame(defect(error).body())
 
 
 def _without_tokens(delta: TokenDelta) -> TokenDelta:
-    """As if the engine had read the prompt and stopped: the length, 0 tokens, is reached."""
+    """Return a delta without its tokens; the finish reason becomes "length"."""
     ended = delta.finish_reason is not None
     return delta._replace(
         token_ids=(),

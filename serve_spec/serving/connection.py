@@ -1,7 +1,7 @@
-"""A connection between a router and a replica: messages, each after its length.
+"""Sockets between routers and replicas, with length-prefixed messages.
 
-The router listens, and replicas call when Serve tells them the router's address. Ray Serve's own
-calls take milliseconds, which every first token would wait for.
+A router listens; replicas connect when Serve passes them its address. A Ray Serve call takes
+milliseconds, which would add to the time to first token.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import socket
 from typing import NamedTuple
 
 _NUM_LENGTH_BYTES = 4
-# What has waited for a slow reader in this process; more of it waits where it merges.
+# Small, because items that wait in the queues before the socket are merged.
 _MAX_BUFFERED_BYTES = 64 * 2**10
 
 
 class RouterAddress(NamedTuple):
-    """Where a router listens, and the key with which replicas prove that they may call it."""
+    """The address of a router and the key that authenticates replicas."""
 
     name: str
-    """Unlike that of any other router."""
+    """Unique among routers."""
     host: str
     port: int
     secret: bytes
@@ -30,7 +30,7 @@ async def read_message(reader: asyncio.StreamReader, max_bytes: int | None = Non
 
     Raises:
         EOFError: the other end is gone.
-        OSError: the connection broke, or the message has more than `max_bytes`.
+        OSError: the connection is broken, or the message has more than `max_bytes`.
     """
     num_bytes = int.from_bytes(await reader.readexactly(_NUM_LENGTH_BYTES), "little")
     if max_bytes is not None and num_bytes > max_bytes:
@@ -39,12 +39,12 @@ async def read_message(reader: asyncio.StreamReader, max_bytes: int | None = Non
 
 
 def write_message(writer: asyncio.StreamWriter, message: bytes) -> None:
-    """Send a message, or keep it until the other end reads. A broken connection takes it, too."""
+    """Send a message, buffered until the other end reads; no error if the connection is broken."""
     writer.write(len(message).to_bytes(_NUM_LENGTH_BYTES, "little") + message)
 
 
 def configure(writer: asyncio.StreamWriter) -> None:
-    """Bound what waits, and notice within 20 s that the machine at the other end is lost."""
+    """Limit the write buffer and enable keep-alive, which detects a lost host within 20 s."""
     writer.transport.set_write_buffer_limits(high=_MAX_BUFFERED_BYTES)
     connection: socket.socket = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,7 +1,7 @@
-"""The Grafana dashboard, written as code: `python -m serve_spec.serving.dashboard > FILE`.
+"""Generate the Grafana dashboard: `python -m serve_spec.serving.dashboard > FILE`.
 
-Queries are built from the declared metrics, so a renamed metric leaves no dead panel behind.
-Gauges of a replica are the largest over its processes, because those that died linger for a while.
+Queries are built from the declared metrics, so panels follow renamed metrics. Gauges are the
+maximum over the processes of a replica, because series of dead processes remain for a while.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WIDTH, _HEIGHT = 8, 8
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart: a title, Grafana's name of the unit, and (legend, query) of its lines."""
+    """One chart: a title, Grafana's unit, and (legend, query) of each line."""
 
     title: str
     unit: str
@@ -30,7 +30,7 @@ class Panel:
 
 
 def dashboard() -> dict[str, Any]:
-    """The dashboard as Grafana imports it."""
+    """Return the dashboard as JSON for Grafana."""
     panels: list[dict[str, Any]] = []
     top = 0
     for title, row in _rows():
@@ -56,17 +56,17 @@ def dashboard() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the dashboard."""
+    """Print the dashboard as JSON."""
     print(json.dumps(dashboard(), indent=1))
 
 
 def _rows() -> Iterable[tuple[str, list[Panel]]]:
     yield "Fleet", _fleet()
     yield "Speculation, by depth and position", _speculation()
-    yield "Budget of drafts to verify", _budget()
+    yield "Draft token budget", _budget()
     yield "Goodput: predicted and measured", _goodput()
     yield "Batch size and queue", _batches()
-    yield "Time of a round", _rounds()
+    yield "Step time", _rounds()
     yield "KV pages", _pages()
     yield "Latency: engine and framework", _latency()
 
@@ -81,20 +81,20 @@ def _fleet() -> list[Panel]:
         Panel("Prompt tokens per second", "short", (("fleet", _rate(metrics.PREFILL_TOKENS)),)),
         Panel("Requests per second", "reqps", (
             ("{{outcome}}", _rate(metrics.REQUESTS, "outcome", only='measured_at="router"')),
-            ("sent away (429)", _rate(metrics.REJECTED)),
-            ("taken over by another replica", _rate(metrics.RESUMED)),
+            ("rejected (429)", _rate(metrics.REJECTED)),
+            ("resumed on another replica", _rate(metrics.RESUMED)),
         )),
-        Panel("Drafts accepted, of those verified", "percentunit", (
+        Panel("Acceptance rate of draft tokens", "percentunit", (
             ("fleet", _ratio(*kept)),
             ("replica {{replica}}", _ratio(*kept, "replica")),
         )),
-        Panel("Rounds that probe", "percentunit", (
+        Panel("Share of probing steps", "percentunit", (
             ("fleet", _ratio(metrics.PROBE_ROUNDS, metrics.ROUNDS)),
         )),
-        Panel("Sequences that stopped drafting", "short", (
+        Panel("Sequences with broken drafting", "short", (
             ("replica {{replica}}", _increase(metrics.BROKEN_DRAFTS, "replica")),
         )),
-        Panel("Acceptance is forced (1): a load test, not real text", "short", (
+        Panel("Synthetic acceptance (1: load test, text is not the model's)", "short", (
             ("replica {{replica}}", _gauge(metrics.FORCED_ACCEPTANCE, "replica")),
         )),
     ]  # fmt: skip
@@ -105,30 +105,30 @@ def _speculation() -> list[Panel]:
         Panel("Speculation depth per replica", "short", (
             ("replica {{replica}}", _gauge(metrics.NUM_STEPS, "replica")),
         )),
-        Panel("Rounds per second by depth", "short", (
+        Panel("Steps per second by depth", "short", (
             ("depth {{num_steps}}", _rate(metrics.ROUNDS, "num_steps")),
         )),
         Panel("Depth switches by reason", "short", (
             ("{{reason}}", _increase(metrics.SWITCHES, "reason")),
         )),
-        Panel("Drafts accepted of those reached, by position", "percentunit", (
+        Panel("Acceptance rate by position (of drafts reached)", "percentunit", (
             ("position {{position}}",
              _ratio(metrics.POSITION_ACCEPTED, metrics.POSITION_REACHED, "position")),
         )),
-        Panel("Drafts verified per second, by position", "short", (
+        Panel("Verified draft tokens per second by position", "short", (
             ("position {{position}}", _rate(metrics.POSITION_DRAFTED, "position")),
         )),
-        Panel("Requests by tokens per round", "short", (
+        Panel("Accepted length per request and step (tokens)", "short", (
             ("{{accept_length}} tokens", _rate(metrics.ACCEPT_LENGTH_ROWS, "accept_length")),
         )),
-        Panel("Average accepted drafts per batch-size slot", "short", (
+        Panel("Mean accepted drafts (EMA) by batch-size slot", "short", (
             ("slot {{slot}}, replica {{replica}}",
              _gauge(metrics.EMA_ACCEPT_LENGTH, "slot", "replica")),
         )),
         Panel("Active batch-size slot", "short", (
             ("replica {{replica}}", _gauge(metrics.SLOT, "replica")),
         )),
-        Panel("Reason of the last decision", "short", (
+        Panel("Reason for the last depth decision", "short", (
             ("{{reason}}", f"sum by (reason) ({_gauge(metrics.LAST_REASON, 'reason', 'replica')})"),
         )),
     ]  # fmt: skip
@@ -137,20 +137,20 @@ def _speculation() -> list[Panel]:
 def _budget() -> list[Panel]:
     unverified = _rate(metrics.UNVERIFIED_DRAFTS)
     return [
-        Panel("Budget of the last round that had one", "short", (
+        Panel("Draft budget of the last budgeted step", "short", (
             ("replica {{replica}}", _gauge(metrics.DRAFT_BUDGET, "replica")),
         )),
-        Panel("Rounds whose budget left drafts unverified", "percentunit", (
+        Panel("Share of steps with unverified drafts", "percentunit", (
             ("fleet", _ratio(metrics.BUDGET_ROUNDS, metrics.ROUNDS)),
             ("replica {{replica}}", _ratio(metrics.BUDGET_ROUNDS, metrics.ROUNDS, "replica")),
         )),
-        Panel("Drafts left unverified, of those proposed", "percentunit", (
+        Panel("Share of proposed drafts left unverified", "percentunit", (
             ("fleet", f"{unverified} / ({unverified} + {_rate(metrics.DRAFT_TOKENS)})"),
         )),
-        Panel("Drafts proposed per second, by position", "short", (
+        Panel("Proposed draft tokens per second by position", "short", (
             ("position {{position}}", _rate(metrics.POSITION_PROPOSED, "position")),
         )),
-        Panel("Drafts verified of those proposed, by position", "percentunit", (
+        Panel("Share of proposed drafts verified, by position", "percentunit", (
             ("position {{position}}",
              _ratio(metrics.POSITION_DRAFTED, metrics.POSITION_PROPOSED, "position")),
         )),
@@ -160,22 +160,22 @@ def _budget() -> list[Panel]:
 def _goodput() -> list[Panel]:
     calibration = metrics.OBSERVED_DRAFTS, metrics.EXPECTED_DRAFTS
     return [
-        Panel("Measured speed over plain decoding", "short", (
+        Panel("Measured speedup over plain decoding", "short", (
             ("batch {{batch_size}}, replica {{replica}}",
              _gauge(metrics.SPEEDUP, "batch_size", "replica")),
         )),
-        Panel("Predicted goodput by depth, tokens per ms", "short", (
+        Panel("Predicted goodput by depth (tokens/ms)", "short", (
             ("depth {{num_steps}}, replica {{replica}}",
              _gauge(metrics.PREDICTED_GOODPUT, "num_steps", "replica")),
         )),
-        Panel("Time of drafting over time of verification", "percentunit", (
+        Panel("Draft time relative to verification time", "percentunit", (
             ("replica {{replica}}", _gauge(metrics.OVERHEAD, "replica")),
         )),
-        Panel("Accepted drafts, observed over expected (1: well calibrated)", "short", (
+        Panel("Observed / expected accepted drafts (1: calibrated)", "short", (
             ("fleet", _ratio(*calibration)),
             ("replica {{replica}}", _ratio(*calibration, "replica")),
         )),
-        Panel("Time of the same rounds, predicted and measured, median", "ms", (
+        Panel("Median step time, predicted and measured", "ms", (
             ("predicted", _quantile(metrics.PREDICTED_MS, 0.5)),
             ("measured", _quantile(metrics.MEASURED_MS, 0.5)),
         )),
@@ -187,10 +187,10 @@ def _batches() -> list[Panel]:
         Panel("Batch size per replica", "short", (
             ("replica {{replica}}", _gauge(metrics.BATCH_SIZE, "replica")),
         )),
-        Panel("Rounds per second by batch size", "short", (
+        Panel("Steps per second by batch size", "short", (
             ("{{batch_size}} and more", _rate(metrics.BATCH_SIZE_ROUNDS, "batch_size")),
         )),
-        Panel("Submissions per second by number of requests", "short", (
+        Panel("Batches sent to replicas per second by size", "short", (
             ("at most {{size}}", _rate(metrics.SUBMISSIONS, "size")),
         )),
         Panel("Sequences in engines", "short", (
@@ -206,12 +206,12 @@ def _batches() -> list[Panel]:
 
 def _rounds() -> list[Panel]:
     stages = ((metrics.DRAFT_MS, "draft"), (metrics.VERIFY_MS, "verify"),
-              (metrics.STEP_MS, "round"), (metrics.IDLE_MS, "device waits"))  # fmt: skip
+              (metrics.STEP_MS, "step"), (metrics.IDLE_MS, "device idle"))  # fmt: skip
     return [
-        Panel("Median time, ms", "ms", tuple(
+        Panel("Median time", "ms", tuple(
             (name, _quantile(metric, 0.5)) for metric, name in stages
         )),
-        Panel("99th percentile, ms", "ms", tuple(
+        Panel("99th percentile", "ms", tuple(
             (name, _quantile(metric, 0.99)) for metric, name in stages
         )),
     ]  # fmt: skip
@@ -221,11 +221,11 @@ def _pages() -> list[Panel]:
     by_state = _gauge(metrics.KV_PAGES, "state", "replica")
     found = metrics.PREFIX_HIT_TOKENS, metrics.PREFIX_QUERY_TOKENS
     return [
-        Panel("Pages of the fleet", "short", (("{{state}}", f"sum by (state) ({by_state})"),)),
-        Panel("Share in use", "percentunit", (
+        Panel("KV pages by state", "short", (("{{state}}", f"sum by (state) ({by_state})"),)),
+        Panel("KV cache usage", "percentunit", (
             ("replica {{replica}}", _gauge(metrics.KV_USAGE, "replica")),
         )),
-        Panel("Tokens of prompts found in the cache", "percentunit", (
+        Panel("Prefix cache hit rate (tokens)", "percentunit", (
             ("fleet", _ratio(*found)),
             ("replica {{replica}}", _ratio(*found, "replica")),
         )),
@@ -236,9 +236,9 @@ def _latency() -> list[Panel]:
     return [
         Panel("Time to first token at the router", "ms", _quantiles(metrics.TTFT_MS)),
         Panel("Time per output token at the router", "ms", _quantiles(metrics.TPOT_MS)),
-        Panel("Mean time to first token, split", "ms",
+        Panel("Mean time to first token, engine and framework", "ms",
               _split(metrics.FIRST_TOKEN_WAIT_MS, metrics.FIRST_TOKENS)),
-        Panel("Mean time per output token, split", "ms",
+        Panel("Mean time per output token, engine and framework", "ms",
               _split(metrics.LATER_TOKENS_WAIT_MS, metrics.LATER_TOKENS)),
     ]  # fmt: skip
 
@@ -249,7 +249,7 @@ def _quantiles(metric: Metric) -> tuple[tuple[str, str], ...]:
 
 
 def _split(total_ms: Metric, count: Metric) -> tuple[tuple[str, str], ...]:
-    """Return the engine's part, and what is left of the router's for the framework."""
+    """Return the mean in the engine, and the router's mean minus it for the framework."""
 
     def mean(where: str) -> str:
         only = f'measured_at="{where}"'
@@ -264,7 +264,7 @@ def _selector(only: str, within: str = _ALL_REPLICAS) -> str:
 
 def _counter(metric: Metric, function: str, by: tuple[str, ...], only: str) -> str:
     (name,) = exported_names(metric)
-    # A router has a rank of its own; the replica chosen above the charts is not about it.
+    # Router series have ranks of their own, which the replica variable does not select.
     is_of_engine = metric in (*metrics.ROUND_METRICS, *metrics.STATE_METRICS)
     selector = _selector(only, _SELECTED if is_of_engine else _ALL_REPLICAS)
     grouped = f" by ({', '.join(by)})" if by else ""

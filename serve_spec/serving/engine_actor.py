@@ -1,6 +1,6 @@
-"""The engine of a replica and its other ranks: actors in the replica's placement group.
+"""Ray actors of a replica's ranks, in the replica's placement group.
 
-Rank r is in bundle r, and the replica itself in bundle 0, beside rank 0, which is its engine.
+Rank r is in bundle r. The replica itself is in bundle 0, beside rank 0, which is its engine.
 
 Ray only hosts them. Requests, tokens and plans go over sockets (`parallel/channel.py` between
 ranks), because a Ray call in every step would cost more than the step; each end also notices there
@@ -30,14 +30,14 @@ from serve_spec.engine.client import EngineClient
 from serve_spec.log import get_logger
 
 _KILL_S = 10.0
-"""Seconds in which Ray ends an actor that it is told to kill."""
+"""Maximum seconds for Ray to kill an actor."""
 
 
 def placement_of(config: ServeSpecConfig) -> dict[str, Any]:
-    """Return what a replica reserves, as options of its deployment: a bundle for each rank.
+    """Return the deployment options for a replica's resources: a bundle for each rank.
 
     Raises:
-        ConfigError: ranks would have to share a GPU, or reserve nothing.
+        ConfigError: ranks would have to share a GPU, or would reserve nothing.
     """
     replica, size = config.replica, config.model.tensor_parallel_size
     if size > 1 and replica.num_gpus not in (0, size):
@@ -52,14 +52,14 @@ def placement_of(config: ServeSpecConfig) -> dict[str, Any]:
         )
     bundle = {"CPU": replica.num_cpus / size, "GPU": replica.num_gpus / size}
     return {
-        "ray_actor_options": {"num_cpus": 0, "num_gpus": 0},  # all is for the ranks
+        "ray_actor_options": {"num_cpus": 0, "num_gpus": 0},  # reserved by the ranks
         "placement_group_bundles": [{k: v for k, v in bundle.items() if v} for _ in range(size)],
         "placement_group_strategy": replica.placement_group_strategy,
     }
 
 
 def rank_options(config: ServeSpecConfig, rank: int) -> dict[str, Any]:
-    """Return options of the actor of a rank, in the placement group of this process."""
+    """Return the actor options of a rank in this process's placement group."""
     size = config.model.tensor_parallel_size
     group = get_current_placement_group()
     assert group is not None, "a replica has a placement group"
@@ -71,11 +71,11 @@ def rank_options(config: ServeSpecConfig, rank: int) -> dict[str, Any]:
 
 
 class ActorLauncher:
-    """Puts the followers of rank 0, in whose process it is made, into the placement group."""
+    """Starts the other ranks as actors in the placement group; made in the process of rank 0."""
 
     def __init__(self, config: ServeSpecConfig) -> None:
         self._config = config
-        # The ranks may be on other nodes, unless one node is what was asked for.
+        # Ranks may be on other nodes unless STRICT_PACK is set.
         is_one_host = config.replica.placement_group_strategy == "STRICT_PACK"
         self.host = "127.0.0.1" if is_one_host else self._node_ip()
 
@@ -96,7 +96,7 @@ class FollowerActor:
 
     def __init__(self, actor: Any, life: Any) -> None:
         self._actor = actor
-        # A future, for it can be looked at from any thread, those of an event loop included.
+        # A future can be read from any thread, including that of an event loop.
         self._life: Future[None] = life.future()
 
     def exit_reason(self, within_s: float = 0.0) -> str | None:
@@ -118,18 +118,18 @@ class FollowerActor:
 
 @ray.remote(max_restarts=0, max_task_retries=0)
 class _Follower:
-    """A process that obeys rank 0 for as long as it lives."""
+    """The process of a worker rank, which runs the steps of rank 0."""
 
     def __init__(self) -> None:
-        os.environ["TQDM_DISABLE"] = "1"  # progress is rank 0's to show
+        os.environ["TQDM_DISABLE"] = "1"  # rank 0 shows the progress
 
     def follow(self, module: str, *arguments: Any) -> None:
-        """Run `module.follow(*arguments)` to its end."""
+        """Run `module.follow(*arguments)` until it returns."""
         follow: Callable[..., None] = import_module(module).follow
         try:
             follow(*arguments)
         except Exception:
-            logging.getLogger(__name__).exception("this rank has failed")
+            logging.getLogger(__name__).exception("this rank failed")
             raise
 
 
@@ -143,29 +143,29 @@ BUILD_ENGINE = "serve_spec.engine.build:build_engine"
 
 
 def start_engine(config: ServeSpecConfig, build: str = BUILD_ENGINE) -> EngineProcess:
-    """Start the engine of the replica that this process is; return when it is ready.
+    """Start the engine of this replica; return when it is ready.
 
     build: import path of a function like `build_engine`.
 
     Raises:
-        Exception: what `build` raises, for example CheckpointError.
+        Exception: any exception of `build`, for example CheckpointError.
         RayError: the process cannot start, or has died.
     """
     actor = Engine.options(**rank_options(config, 0)).remote()  # type: ignore[attr-defined]
-    # Futures, because this thread may be the one of an event loop, where `ray.get` warns.
+    # Futures, because `ray.get` warns in a thread with an event loop.
     address, secret = actor.listen.remote().future().result()
     life = actor.serve.remote(build, config)
-    with suppress(EOFError, OSError):  # how the method ended says more
+    with suppress(EOFError, OSError):  # the result of `serve` holds the cause
         return EngineProcess(config, actor, Client(address, authkey=secret))
     try:
         life.future().result()
     except RayTaskError as error:
-        raise error.cause from None  # as it was raised there; the log has the traceback
+        raise error.cause from None  # the original exception; its traceback is in the log
     raise RuntimeError("the engine's process ended before it was ready")
 
 
 class EngineProcess(EngineClient):
-    """A client that ends the process of its engine with it."""
+    """A client that also kills the engine's process on shutdown."""
 
     def __init__(self, config: ServeSpecConfig, actor: Any, connection: Any) -> None:
         super().__init__(config, connection)
@@ -179,18 +179,18 @@ class EngineProcess(EngineClient):
 
 @ray.remote(max_restarts=0, max_task_retries=0)
 class Engine:
-    """The process of an engine: owns its GPU, and ends when the replica does."""
+    """The process of an engine. It owns the GPU and ends with the replica."""
 
     def listen(self) -> tuple[str, bytes]:
-        """Return where the replica calls, and the key that both ends prove to know."""
-        # An abstract address is no file that would have to be removed.
+        """Return the address for the replica and the key that authenticates both ends."""
+        # An abstract address leaves no file behind.
         address, secret = f"\0serve_spec-{os.getpid()}-{token_hex(8)}", os.urandom(32)
         self._listener = Listener(address, "AF_UNIX", authkey=secret)
         return address, secret
 
     def serve(self, build: str, config: ServeSpecConfig) -> None:
-        """Build the engine and run it for the replica, to its end."""
-        # Imported here: router and builder do without torch.
+        """Build the engine and run it until the replica ends."""
+        # Imported here because the router and the builder do not need torch.
         from serve_spec.engine.server import EngineServer
 
         with self._listener:
@@ -206,5 +206,5 @@ class Engine:
 
 
 def _end_process() -> None:
-    """End at once, whatever a step waits for."""
+    """Exit immediately, even while a step hangs."""
     os._exit(1)

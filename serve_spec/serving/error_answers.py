@@ -1,4 +1,4 @@
-"""Errors as HTTP answers: whatever goes wrong in the app, the body is OpenAI's error object."""
+"""Error responses: every error of the app becomes an OpenAI error object."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _TRACE_HEADER = "x-request-id"
 
 
 class AsciiJSON(JSONResponse):
-    """JSON in ASCII: an error may quote half a surrogate pair, which has no UTF-8."""
+    """JSON response in ASCII, as an error may quote a lone surrogate, which UTF-8 cannot encode."""
 
     def render(self, content: object) -> bytes:
-        """The body."""
+        """Return the body."""
         return _encode(content).encode("ascii")
 
 
 def encode_by_items(content: Mapping[str, object]) -> bytes:
-    """Return JSON in ASCII. Items of lists are encoded one by one: between two others may run."""
+    """Return JSON in ASCII; list items are encoded separately so that other threads can run."""
 
     def encode(value: object) -> str:
         if isinstance(value, list):
@@ -47,17 +47,17 @@ def _encode(value: object) -> str:
 
 
 def error_answer(error: ApiError) -> Response:
-    """The answer that says `error`."""
+    """Return the response for `error`."""
     return AsciiJSON(error.body(), status_code=error.status, headers=error.headers())
 
 
 def trace_id(request: Request) -> str:
-    """The request's x-request-id. Serve makes one where the client sent none, and sends it back."""
+    """Return x-request-id. Serve adds one if the client sends none, and returns it."""
     return request.headers.get(_TRACE_HEADER, "-")
 
 
 def add_error_answers(api: FastAPI) -> None:
-    """Every error as OpenAI's error object, unknown routes and broken JSON included."""
+    """Return OpenAI error objects for all errors, unknown routes and invalid JSON included."""
 
     @api.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
@@ -83,18 +83,18 @@ def add_error_answers(api: FastAPI) -> None:
 
     @api.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
-        # Serve, to which it is raised, logs where it came from.
+        # Serve logs the traceback.
         logger.error("request %s: 500 %r", trace_id(request), error)
         return error_answer(defect(error))
 
 
 def _of_framework(request: Request, error: HTTPException) -> ApiError:
-    """An error that FastAPI or Starlette found."""
+    """Convert an error of FastAPI or Starlette."""
     what = f"{request.method} {request.url.path}"
     message = {404: f"Unknown URL ({what})", 405: f"Not allowed: {what}"}
     if isinstance(error.__cause__, ApiError):
         return error.__cause__
-    if isinstance(error.__cause__, ClientDisconnect):  # for access logs; the client has left
+    if isinstance(error.__cause__, ClientDisconnect):  # for access logs only
         return ApiError(499, "The client closed the connection before its body was complete")
     if error.status_code == 400 and error.__cause__ is not None:
         reason = type(error.__cause__).__name__

@@ -1,4 +1,4 @@
-"""What goes wrong over HTTP, as OpenAI words it: a status and `{"error": {...}}`."""
+"""HTTP errors in OpenAI's form: a status and `{"error": {...}}`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from serve_spec.core.errors import InvalidRequest
 
 
 class ApiError(Exception):
-    """One HTTP error answer. Field names are those of OpenAI's error object.
+    """An HTTP error response. Field names are those of OpenAI's error object.
 
     `retry_after_s` (whole seconds) becomes the Retry-After header.
     """
@@ -30,7 +30,7 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, object]:
-        """The JSON answer; also the error frame of a stream that has already begun."""
+        """Return the JSON body; also sent as the error event of a stream."""
         return {
             "error": {
                 "message": self.message,
@@ -41,18 +41,18 @@ class ApiError(Exception):
         }
 
     def headers(self) -> dict[str, str]:
-        """Headers that belong to this error."""
+        """Return the headers of this error."""
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
 
 
 class ReplicaLost(ApiError):
-    """The replica died, or its engine did, while it had the request. Others may be well.
+    """The request's replica or its engine died. Another replica may succeed.
 
     Args:
-        replica: its name, where the request had not been accepted yet.
-        is_orderly: it was told to shut down, so the request has not killed it.
+        replica: its name, if the request had not been accepted yet.
+        is_orderly: whether the replica was shutting down, so the request is not the cause.
     """
 
     def __init__(
@@ -70,27 +70,27 @@ class ReplicaLost(ApiError):
 
 
 class ClientTooSlow(ApiError):
-    """The client does not read what it asked for; no replica has failed."""
+    """The client reads its stream too slowly; no replica has failed."""
 
 
 def refused(error: InvalidRequest) -> ApiError:
-    """400 naming the field; 413 for a prompt that is too long."""
+    """Return 400 with the name of the field, or 413 for a prompt that is too long."""
     if error.too_long:
         return ApiError(413, str(error), param=error.field, code="context_length_exceeded")
     return ApiError(400, str(error), param=error.field)
 
 
 def body_too_large(max_bytes: int) -> ApiError:
-    """413: the body is longer than the server reads."""
+    """Return 413: the body is larger than `max_body_bytes`."""
     return ApiError(
         413,
-        f"The body is longer than {max_bytes} bytes; send fewer or shorter prompts",
+        f"The body is larger than {max_bytes} bytes; send fewer or shorter prompts",
         code="request_too_large",
     )
 
 
 def body_timed_out(timeout_s: float) -> ApiError:
-    """408: the body did not arrive in time."""
+    """Return 408: the body did not arrive in time."""
     return ApiError(
         408,
         f"The body did not arrive within body_timeout_s={timeout_s:g} seconds; send it faster or "
@@ -101,13 +101,13 @@ def body_timed_out(timeout_s: float) -> ApiError:
 
 
 def unknown_model(asked: str, served: str) -> ApiError:
-    """404 for a model that is not served here."""
+    """Return 404: the model is not served here."""
     message = f"The model {asked!r} does not exist; this server serves {served!r}"
     return ApiError(404, message, param="model", code="model_not_found")
 
 
 def too_many_choices(num_prompts: int, num_choices: int, most: int) -> ApiError:
-    """400: one request asks for more choices than the server's queue holds."""
+    """Return 400: one request has more choices than the queue holds."""
     field, value = (
         ("n", num_choices) if num_prompts == 1 else ("prompt", f"<{num_prompts} prompts>")
     )
@@ -117,7 +117,7 @@ def too_many_choices(num_prompts: int, num_choices: int, most: int) -> ApiError:
 
 
 def queue_full(why: str, retry_after_s: int) -> ApiError:
-    """429: a queue is full."""
+    """Return 429: a queue is full."""
     return ApiError(
         429,
         f"Too many requests: {why}; try again in {retry_after_s} s",
@@ -128,7 +128,7 @@ def queue_full(why: str, retry_after_s: int) -> ApiError:
 
 
 def no_replica(why: str) -> ApiError:
-    """503: no engine replica can take the request."""
+    """Return 503: no engine replica can take the request."""
     return ApiError(
         503,
         f"No healthy engine replica: {why}; try again shortly",
@@ -139,7 +139,7 @@ def no_replica(why: str) -> ApiError:
 
 
 def server_lost() -> ApiError:
-    """503: the process that had the request, a router, was killed."""
+    """Return 503: the router process that handled the request was killed."""
     return ApiError(
         503,
         "The server process that had the request is gone; send the request again",
@@ -150,7 +150,7 @@ def server_lost() -> ApiError:
 
 
 def no_router() -> ApiError:
-    """503: no router takes the request."""
+    """Return 503: no router takes requests."""
     return ApiError(
         503,
         "No router takes requests; try again shortly",
@@ -161,7 +161,7 @@ def no_router() -> ApiError:
 
 
 def timed_out(timeout_s: float) -> ApiError:
-    """408: the request did not finish within its deadline."""
+    """Return 408: the request did not finish within its deadline."""
     return ApiError(
         408,
         f"The request did not finish within request_timeout_s={timeout_s:g} seconds; "
@@ -172,31 +172,31 @@ def timed_out(timeout_s: float) -> ApiError:
 
 
 def client_too_slow(max_unread_bytes: int) -> ClientTooSlow:
-    """Return the error of a client that does not read what it asked for."""
+    """Return 408: the client reads its stream too slowly."""
     return ClientTooSlow(
         408,
         f"The client reads too slowly: more than router.max_unread_bytes={max_unread_bytes} bytes "
-        "wait for it; read faster or raise router.max_unread_bytes",
+        "are unread; read faster or raise router.max_unread_bytes",
         kind="timeout_error",
         code="client_too_slow",
     )
 
 
 def defect(error: Exception) -> ApiError:
-    """500: something of ours broke; what it was is for the log, not for the client."""
+    """Return 500: an unexpected exception, whose details are only in the log."""
     message = f"Internal error ({type(error).__name__}); see the server's log"
     return ApiError(500, message, kind="server_error")
 
 
 def engine_failed(message: str) -> ApiError:
-    """500: the engine gave up on this request."""
+    """Return 500: the engine failed this request."""
     return ApiError(500, message, kind="server_error", code="engine_error")
 
 
 def replicas_lost(num_replicas: int, error: ApiError) -> ApiError:
-    """500: replica after replica died with this request, which may be why; `error` is the last."""
+    """Return 500: several replicas died with this request; `error` is the last failure."""
     message = (
-        f"{num_replicas} replicas were lost while they had this request; it is not given to "
-        f"another ({error.message})"
+        f"{num_replicas} replicas were lost while running this request; it is not retried "
+        f"({error.message})"
     )
     return ApiError(500, message, kind="server_error", code="replicas_lost")

@@ -1,6 +1,6 @@
-"""Fields of requests: their types, and values that come in several shapes.
+"""Types and validators of request fields, some of which accept several forms.
 
-A wrong value is a ValueError saying what to send; the caller adds which field it was.
+An invalid value raises a ValueError with the remedy; the caller adds the name of the field.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from serve_spec.core.request import MAX_LOGPROBS
 
 
 class Unavailable:
-    """A field that this version cannot honour: the values that ask for nothing, and a way out."""
+    """An unsupported field: its neutral values, which are accepted, and an alternative."""
 
     def __init__(self, *neutral: object, instead: str = "") -> None:
         self._neutral = neutral
         shown = " or ".join(_shown(value) for value in (neutral or (None,)))
-        self._fix = f"not available in this version; leave it out or use {shown}"
+        self._fix = f"not supported; omit it or use {shown}"
         if instead:
             self._fix = f"{self._fix}; {instead}"
 
     def check(self, name: str, value: object) -> None:
-        """Raise InvalidRequest unless `value` asks for nothing."""
+        """Raise InvalidRequest unless `value` is neutral."""
         if value is not None and value not in self._neutral:
             raise InvalidRequest(name, _summary(value), self._fix)
 
@@ -45,7 +45,7 @@ def _shown(value: object) -> str:
 
 
 def _summary(value: object) -> object:
-    """Of a value that may be long or deep, its kind."""
+    """Return a short form of a value for an error message."""
     if isinstance(value, list | dict):
         return f"<{type(value).__name__} of {len(value)}>"
     return value[:80] if isinstance(value, str) else value
@@ -62,14 +62,14 @@ def grammar_of(
     structured_outputs: Mapping[str, Any] | None,
     guided: Mapping[str, Any],
 ) -> Grammar | None:
-    """The one grammar that a request asks for, in whatever way.
+    """Return the grammar that a request asks for, or None.
 
     response_format: its `type` and its `json_schema`.
-    structured_outputs, guided: the grammar by its language: json, regex, grammar, choice; in the
-    first json_object too.
+    structured_outputs, guided: the grammar under json, regex, grammar or choice;
+        structured_outputs also accepts json_object.
 
     Raises:
-        InvalidRequest: there are several, or one cannot be; names the field.
+        InvalidRequest: there are several grammars, or one is invalid.
     """
     found = [] if response_format is None else _of_format(*response_format)
     found += _by_language("guided_", guided)
@@ -77,7 +77,7 @@ def grammar_of(
         _check_known(_NESTED, structured_outputs, tuple(_GRAMMARS))
         found += _by_language(f"{_NESTED}.", structured_outputs)
     if len(found) > 1:
-        raise found[1].refusal(f"the text cannot follow {found[0].source} too; give one of them")
+        raise found[1].refusal(f"conflicts with {found[0].source}; give only one of them")
     return found[0] if found else None
 
 
@@ -105,31 +105,31 @@ def _of_format(kind: str, schema: Mapping[str, Any] | None) -> list[Grammar]:
     if kind == "json_schema":
         return [_of_schema(schema or {})]
     if schema is not None:
-        fix = 'goes with the type "json_schema" alone'
+        fix = 'allowed only with type "json_schema"'
         raise InvalidRequest(f"{_FORMAT}.json_schema", f"<object of {len(schema)}>", fix)
     return [Grammar.json_object(f"{_FORMAT}.type")] if kind == "json_object" else []
 
 
 def _of_schema(given: Mapping[str, Any]) -> Grammar:
-    """Of `{"name": ..., "schema": {...}}`. It always holds, whatever `strict` says."""
+    """Return the grammar of `{"name": ..., "schema": {...}}`; `strict` makes no difference."""
     field = f"{_FORMAT}.json_schema"
     _check_known(field, given, _SCHEMA_FIELDS)
     if not isinstance(given.get("schema"), dict):
-        raise InvalidRequest(f"{field}.schema", None, "give a JSON Schema, which is an object")
+        raise InvalidRequest(f"{field}.schema", None, "give a JSON Schema object")
     return Grammar.json_schema(given["schema"], f"{field}.schema")
 
 
 def _check_known(field: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
     unknown = next((name for name in given if name not in known), None)
     if unknown is not None:
-        raise InvalidRequest(field, unknown[:80], f"known are {', '.join(known)}")
+        raise InvalidRequest(field, unknown[:80], f"unknown key; use {', '.join(known)}")
 
 
 Prompt: TypeAlias = str | list[int]
-"""A text, or token ids."""
+"""A string, or token ids."""
 
 Variable: TypeAlias = str | int | float | bool | None
-"""What a chat template may be given."""
+"""A value of `chat_template_kwargs`."""
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
@@ -140,20 +140,20 @@ MAX_LABEL_CHARS = 1024
 MAX_VARIABLE_CHARS = 2**15
 MAX_BIAS = 100
 _MAX_TOKEN_ID = 2**31 - 1
-_PROMPT = "give a text, a list of texts, a list of token ids, or a list of such lists; none empty"
+_PROMPT = "give a string, a list of strings, a list of token ids or a list of such lists, not empty"
 
 
 def unicode(text: str) -> str:
-    """The text itself. JSON can spell half of a surrogate pair, which is no character."""
+    """Return the text; raise ValueError for a lone surrogate, which JSON can contain."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"not a Unicode text: {error.reason}") from None
+        raise ValueError(f"not valid Unicode: {error.reason}") from None
     return text
 
 
 def prompts(value: object) -> list[Prompt]:
-    """`prompt` of the completions API: one prompt or a list of them, all of one kind."""
+    """Validate `prompt` of the completions API: one prompt or a list of one kind."""
     if isinstance(value, str):
         return [unicode(value)]
     if not isinstance(value, list) or not value:
@@ -168,32 +168,32 @@ def prompts(value: object) -> list[Prompt]:
 
 
 def stops(value: object) -> list[str] | None:
-    """`stop`: a text, or a list of up to `MAX_STOPS` of them."""
+    """Validate `stop`: a string, or a list of up to `MAX_STOPS` strings."""
     if value is None:
         return None
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise ValueError("give a text or a list of texts")
+        raise ValueError("give a string or a list of strings")
     if len(texts) > MAX_STOPS:
-        raise ValueError(f"give at most {MAX_STOPS} texts, not {len(texts)}")
+        raise ValueError(f"give at most {MAX_STOPS} strings, not {len(texts)}")
     if any(len(text) > MAX_STOP_CHARS for text in texts):
-        raise ValueError(f"give texts of at most {MAX_STOP_CHARS} characters")
+        raise ValueError(f"give strings of at most {MAX_STOP_CHARS} characters")
     return [unicode(text) for text in texts]
 
 
 def few(value: object) -> object:
-    """A mapping of at most `MAX_ENTRIES` entries, or whatever else it is."""
+    """Return the value; raise ValueError for a mapping of more than `MAX_ENTRIES` entries."""
     if isinstance(value, dict) and len(value) > MAX_ENTRIES:
         raise ValueError(f"give at most {MAX_ENTRIES} entries, not {len(value)}")
     return value
 
 
 def biases(value: object) -> dict[int, float] | None:
-    """`logit_bias`: numbers in [-100, 100] by token id, which JSON spells as texts."""
+    """Validate `logit_bias`: numbers in [-100, 100] by token id (strings in JSON)."""
     if value is None:
         return None
     if not isinstance(value, dict):
-        raise ValueError("give an object of numbers by token id")
+        raise ValueError("give an object that maps token ids to numbers")
     few(value)
     return {_token_id(key): _bias(key, bias) for key, bias in value.items()}
 
@@ -205,15 +205,15 @@ def _token_id(key: object) -> int:
 
 
 def _bias(key: object, bias: Any) -> float:
-    # bool is an int to Python, never to a caller.
+    # bool is a subclass of int.
     is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
     if not is_number or not -MAX_BIAS <= bias <= MAX_BIAS:
-        raise ValueError(f"the bias of token {key} is not a number in [-{MAX_BIAS}, {MAX_BIAS}]")
+        raise ValueError(f"token {key}: give a number in [-{MAX_BIAS}, {MAX_BIAS}]")
     return float(bias)
 
 
 def variables(value: object) -> dict[str, Variable] | None:
-    """`chat_template_kwargs`: plain values by name."""
+    """Validate `chat_template_kwargs`: plain values by name."""
     if value is None:
         return None
     if not isinstance(value, dict):
@@ -227,45 +227,45 @@ def variables(value: object) -> dict[str, Variable] | None:
         if isinstance(variable, float) and not math.isfinite(variable):
             raise ValueError(f"{name!r} is not a finite number")
         if not isinstance(variable, str | int | float | None):
-            raise ValueError(f"{name!r} is not a text, number, boolean or null")
+            raise ValueError(f"{name!r} is not a string, number, boolean or null")
     return value
 
 
 def content(value: object) -> str:
-    """`content` of a message: a text, or a list of text parts, which become its lines."""
+    """Validate `content` of a message; text parts are joined by line breaks."""
     if isinstance(value, str):
         return unicode(value)
     if not isinstance(value, list) or not value:
-        raise ValueError("give a text or a list of text parts")
+        raise ValueError("give a string or a list of text parts")
     return "\n".join(_part(index, part) for index, part in enumerate(value))
 
 
 def _part(index: int, part: object) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind != "text":
-        raise ValueError(f"part {index} is of type {kind[:40]!r}, but this model reads text alone")
+        raise ValueError(f"part {index} has type {kind[:40]!r}, but this model accepts only text")
     marked = {"type", "text", "prompt_cache_breakpoint"}
     if not isinstance(part, dict) or not {"type", "text"} <= set(part) <= marked:
         raise ValueError(f'part {index} is not {{"type": "text", "text": ...}}')
     if not isinstance(part["text"], str):
-        raise ValueError(f"text of part {index} is not a text")
+        raise ValueError(f"text of part {index} is not a string")
     return unicode(part["text"])
 
 
 def _are_token_ids(items: list[object]) -> bool:
-    # bool is an int to Python, never to a caller.
+    # bool is a subclass of int.
     return all(type(item) is int and 0 <= item <= _MAX_TOKEN_ID for item in items)
 
 
-class Closed(BaseModel):
-    """Unknown fields and coerced types (`"3"`, `true` for a number) are errors."""
+class StrictFields(BaseModel):
+    """Base model that rejects unknown fields and type coercion (`"3"`, `true` for a number)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _one_unknown_field_will_do(cls, data: object) -> object:
-        """Drop the other ones: a body may hold a million, and each would become an error."""
+    def _keep_one_unknown_field(cls, data: object) -> object:
+        """Drop all unknown fields but one, as a body may hold a million, each an error."""
         if not isinstance(data, dict) or len(data) <= len(cls.model_fields):
             return data
         unknown = next(name for name in data if name not in cls.model_fields)
@@ -273,7 +273,7 @@ class Closed(BaseModel):
         return {unknown: data[unknown], **known}
 
 
-# Larger numbers do not fit into the engine's tensors.
+# The engine's tensors are int32.
 Int32: TypeAlias = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 NumLogprobs: TypeAlias = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Text: TypeAlias = Annotated[str, AfterValidator(unicode)]
@@ -281,13 +281,13 @@ Name: TypeAlias = Annotated[Text, Field(max_length=MAX_NAME_CHARS)]
 Label: TypeAlias = Annotated[Text, Field(max_length=MAX_LABEL_CHARS)]
 
 
-class TextPart(Closed):
+class TextPart(StrictFields):
     """One part of a message's content."""
 
     type: Literal["text"]
     text: Text
     prompt_cache_breakpoint: dict[str, Any] | None = Field(
-        None, description="Accepted and ignored: any beginning is found again."
+        None, description="Accepted and ignored: every prefix is cached."
     )
 
 

@@ -1,4 +1,4 @@
-"""The engine replicas behind a Serve handle: the `Fleet` that the router runs on."""
+"""`Fleet` implementation for the engine replicas behind a Ray Serve handle."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ _SNAPSHOT_WITHIN_S = 2.0
 _WATCH_EVERY_S = 0.5
 # Period in which new replicas receive the address of this router.
 _BROADCAST_EVERY_S = 1.0
-# A request without a token for so long may be waiting while another replica is idle.
-_WAITS_LONG_S = 1.0
-# UPDATING: it is taking a new user_config, in place.
+# After this time without a token, a request may be moved to another replica.
+_MAX_WAIT_S = 1.0
+# UPDATING: the replica applies a new user_config while it serves.
 _SERVING = frozenset({"RUNNING", "UPDATING"})
 
 
 class RayFleet:
-    """Replicas of the deployment behind `handle`, in the Serve application `app_name`.
+    """The replicas of the deployment behind `handle`, in the Serve application `app_name`.
 
-    sender: the name of this router, unlike that of any other.
+    sender: the unique name of this router.
     host: the address at which replicas reach this process.
     """
 
@@ -58,7 +58,7 @@ class RayFleet:
         self._stats_config = config.stats
         self._stats = StatsClient(config, app_name)
         self._num_replicas = config.replica.num_replicas
-        self._num_places = config.scheduler.max_num_seqs
+        self._num_slots = config.scheduler.max_num_seqs
         self._max_quiet_checks = math.ceil(config.replica.stall_timeout_s / _WATCH_EVERY_S)
         router = config.router
         self._batcher = Batcher(
@@ -73,8 +73,8 @@ class RayFleet:
             router.routing_policy,
             sender,
             self._batcher.num_open,
-            num_places=self._num_places,
-            max_rows=config.replica.max_ongoing_requests,
+            num_slots=self._num_slots,
+            max_requests=config.replica.max_ongoing_requests,
             load_factor=router.prefix_load_factor,
         )
         self._connections = ReplicaConnections(sender, host, self, self._max_quiet_checks)
@@ -83,10 +83,10 @@ class RayFleet:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Accept replicas; watch for unresponsive ones and for requests that wait needlessly."""
+        """Start the background tasks: accept replicas, check them and move waiting requests."""
         work = [self._connections.serve(), self._broadcast_address_forever(), self._check_forever()]
         if self._num_replicas > 1:
-            work.append(self._share_out_forever())
+            work.append(self._rebalance_forever())
         self._tasks = [asyncio.get_running_loop().create_task(each) for each in work]
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
@@ -109,7 +109,7 @@ class RayFleet:
             await self._connections.changed(within_s=_WATCH_EVERY_S)
             num_checks += 1
             if num_checks >= self._max_quiet_checks:
-                raise no_replica("none answers")
+                raise no_replica("none responds")
             if num_checks % 2 == 0 and await self.num_healthy() == 0:
                 raise no_replica("none is running")
 
@@ -138,7 +138,7 @@ class RayFleet:
             async with asyncio.timeout(_STATUS_WITHIN_S):
                 status = await asyncio.to_thread(serve.status)
         except (RayError, RayServeException, TimeoutError) as error:
-            # The controller may be away for a moment; replicas serve on without it.
+            # Replicas serve without the controller.
             logger.warning("replica count unknown: %r", error)
             return None
         app = status.applications.get(self._app_name)
@@ -148,7 +148,7 @@ class RayFleet:
         return sum(n for state, n in deployment.replica_states.items() if state in _SERVING)
 
     async def costs(self) -> dict[str, int]:
-        """See `Fleet.costs`; of the first replicas of a large fleet."""
+        """See `Fleet.costs`; a large fleet is only sampled."""
         try:
             status: Mapping[str, Any] = await self._stats.status()
         except StatsUnavailable:
@@ -157,59 +157,59 @@ class RayFleet:
         return dict(Counter(state for state in states if isinstance(state, str)))
 
     async def stats(self) -> dict[str, object]:
-        """See `Fleet.stats`; without the stats actor, the replicas themselves are asked."""
+        """See `Fleet.stats`; falls back to asking the replicas if the stats actor fails."""
         try:
             return await self._stats.view()
         except StatsUnavailable as error:
-            logger.warning("asking the replicas, for the stats actor does not answer: %s", error)
+            logger.warning("the stats actor does not respond, asking the replicas: %s", error)
             return (await self._ask_replicas()).view(time.time())
 
     async def status(self) -> dict[str, object]:
-        """See `Fleet.status`; without the stats actor, of this moment alone."""
+        """See `Fleet.status`; without the stats actor there is no history."""
         try:
             return await self._stats.status()
         except StatsUnavailable as error:
-            logger.warning("asking the replicas, for the stats actor does not answer: %s", error)
+            logger.warning("the stats actor does not respond, asking the replicas: %s", error)
             return (await self._ask_replicas()).status(time.time())
 
     async def _broadcast_address_forever(self) -> None:
-        """Send all replicas, also new ones, the address of this router."""
+        """Send all replicas, including new ones, the address of this router."""
         while True:
             try:
                 await self._handle.broadcast("connect", self._connections.address).results_async(
                     timeout_s=_BROADCAST_EVERY_S, return_exceptions=True
                 )
             except Exception as error:  # the next broadcast may succeed
-                logger.info("not all replicas were told the address: %r", error)
+                logger.info("the router's address did not reach all replicas: %r", error)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_BROADCAST_EVERY_S):
                     await self._is_wanted.wait()
             self._is_wanted.clear()
 
     async def _check_forever(self) -> None:
-        """Look for unresponsive replicas."""
+        """Check for unresponsive replicas periodically."""
         while True:
             await asyncio.sleep(_WATCH_EVERY_S)
             self._connections.check()
 
-    async def _share_out_forever(self) -> None:
+    async def _rebalance_forever(self) -> None:
         while True:
             await asyncio.sleep(_WATCH_EVERY_S)
             try:
-                await self._share_out_waiting()
+                await self._rebalance()
             except Exception as error:  # requests stay where they are
-                logger.warning("waiting requests not shared out: %r", error)
+                logger.warning("waiting requests were not moved: %r", error)
 
-    async def _share_out_waiting(self) -> None:
-        """Withdraw requests that wait at a replica while another one has free places."""
-        not_begun = self._batcher.not_begun(_WAITS_LONG_S)
-        if not not_begun:
+    async def _rebalance(self) -> None:
+        """Withdraw requests that wait at a replica while another one has free slots."""
+        not_started = self._batcher.not_started(_MAX_WAIT_S)
+        if not not_started:
             return
         answers = await self._handle.broadcast("record_routing_stats").results_async(
             timeout_s=_SNAPSHOT_WITHIN_S, return_exceptions=True
         )
         stats = {str(a["replica"]): a for a in answers if isinstance(a, dict)}
-        for request_id in requests_to_move(not_begun, stats, self._num_places):
+        for request_id in requests_to_move(not_started, stats, self._num_slots):
             self._batcher.withdraw(request_id)
 
     async def _ask_replicas(self) -> FleetStats:
@@ -220,7 +220,7 @@ class RayFleet:
                 timeout_s=_SNAPSHOT_WITHIN_S, return_exceptions=True
             )
         except (RayError, RayServeException, TimeoutError) as error:
-            logger.warning("the replicas do not answer either: %r", error)
+            logger.warning("the replicas do not respond either: %r", error)
             states = []
         for state in states:
             if isinstance(state, dict):

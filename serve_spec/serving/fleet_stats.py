@@ -1,4 +1,7 @@
-"""What the whole fleet does, merged from the snapshots of its replicas. Time is a number."""
+"""Statistics of the fleet, merged from the snapshots of its replicas.
+
+The caller passes the time, in seconds of one clock.
+"""
 
 from __future__ import annotations
 
@@ -17,42 +20,41 @@ from serve_spec.serving.reports import (
     Snapshot,
     Speed,
     acceptance_summary,
+    decode_part,
     drafted_steps,
     number,
-    opened,
     section,
     sums,
 )
 
-# Replicas of so many pairs share one actor at most; a rolling update needs two.
-_MOST_PAIRS = 16
-# A merge over all replicas is too much for every report.
+# Maximum number of model pairs; a rolling update has two.
+_MAX_PAIRS = 16
+# Merging all replicas at every report would be too slow.
 _MERGE_EVERY_S = 5.0
-# Positions of fewer trials in the whole fleet are as good as untried.
-_FEWEST_TRIALS = 1.0
+# Positions with fewer trials in the whole fleet count as untried.
+_MIN_TRIALS = 1.0
 
 
 @dataclass(slots=True)
 class _Pair:
-    """What the replicas of one pair of models and one depth reported."""
+    """Reports of the replicas with one pair of models and one maximum depth."""
 
     reports: dict[str, tuple[float, AcceptanceSummary]] = field(default_factory=dict)
     """Time and content of the last report, by replica."""
     num_malformed: int = 0
     merged_s: float = float("-inf")
     remembered: tuple[float, list[float]] | None = None
-    """Time and rates of the last merge that had any."""
+    """Time and rates of the last merge with any rates."""
 
     def fresh(self, oldest_s: float) -> list[AcceptanceSummary]:
         return [summary for time_s, summary in self.reports.values() if time_s >= oldest_s]
 
 
 class FleetAcceptance:
-    """Merges what replicas report, by pair of models and depth: others say nothing of each other.
+    """Acceptance rates of the fleet, by pair of models and maximum depth.
 
-    All times are seconds of one clock, the caller's. Replicas that did not report for
-    `stale_after_s` do not count. A prior is remembered for `memory_s` after its replicas have gone,
-    so that a fleet of one does not start cold after a restart.
+    Replicas that have not reported for `stale_after_s` are left out. The prior is kept for
+    `memory_s` after its replicas have gone, so that a single replica restarts warm.
     """
 
     def __init__(self, *, stale_after_s: float, memory_s: float) -> None:
@@ -61,9 +63,9 @@ class FleetAcceptance:
         self._pairs: dict[tuple[str, int], _Pair] = {}
 
     def report(self, replica: str, snapshot: Snapshot, now_s: float) -> None:
-        """Take a replica's snapshot in place of its last one.
+        """Store the latest snapshot of a replica.
 
-        One of a replica that cannot draft is passed over, a malformed one only counted.
+        A snapshot without drafting is ignored. A malformed one is only counted.
         """
         max_steps = drafted_steps(snapshot)
         if not max_steps:
@@ -86,14 +88,14 @@ class FleetAcceptance:
                 pair.remembered = now_s, rates
 
     def forget(self, replica: str) -> None:
-        """Drop a replica; what it taught stays a prior for a while."""
+        """Remove a replica; its rates remain in the prior for `memory_s`."""
         for pair in self._pairs.values():
             pair.reports.pop(replica, None)
 
     def prior(self, pair: str, max_steps: int, now_s: float) -> list[float] | None:
-        """Return accept rates by position, weighted by trials, for a new policy to start from.
+        """Return accept rates by position, weighted by trials, or None if there are none.
 
-        Positions without trials continue the one before; None: nothing is known.
+        A new policy starts from them. An untried position has the rate of the one before it.
         """
         known = self._pairs.get((pair, max_steps))
         if known is None:
@@ -105,7 +107,7 @@ class FleetAcceptance:
         return rates
 
     def view(self, now_s: float) -> list[dict[str, object]]:
-        """Return what is known of every pair, JSON-able."""
+        """Return the acceptance and speed of every pair for `/server_info`."""
         oldest_s = now_s - self._stale_after_s
         return [
             {"pair": pair, "max_steps": max_steps, **_view(known, known.fresh(oldest_s), max_steps)}
@@ -113,8 +115,8 @@ class FleetAcceptance:
         ]
 
     def _pair(self, key: tuple[str, int]) -> _Pair | None:
-        """Return a pair, a new one in place of one without replicas; None: all are in use."""
-        if key not in self._pairs and len(self._pairs) >= _MOST_PAIRS:
+        """Return or create a pair, replacing one without replicas; None if all are in use."""
+        if key not in self._pairs and len(self._pairs) >= _MAX_PAIRS:
             unused = [other for other, pair in self._pairs.items() if not pair.reports]
             if not unused:
                 return None
@@ -132,7 +134,7 @@ def _totals(summaries: list[AcceptanceSummary], max_steps: int) -> list[tuple[fl
 def _rates(totals: list[tuple[float, float]]) -> list[float] | None:
     rates: list[float] = []
     for accepted, trials in totals:
-        if trials >= _FEWEST_TRIALS:
+        if trials >= _MIN_TRIALS:
             rates.append(accepted / trials)
         elif rates:
             rates.append(rates[-1])
@@ -162,7 +164,7 @@ def _view(pair: _Pair, fresh: list[AcceptanceSummary], max_steps: int) -> dict[s
 
 
 def _mean_speed(speeds: list[Speed]) -> dict[str, float | None]:
-    """Return mean speeds; the speedup is of replicas that measured both, for machines differ."""
+    """Return mean speeds; the speedup covers only replicas that measured both."""
     both = [speed for speed in speeds if speed.off and speed.speculating]
     plain, drafting = sum(s.off for s in both), sum(s.speculating for s in both)
     return {
@@ -178,11 +180,10 @@ def _mean(measured: Iterable[float]) -> float | None:
 
 
 class Series:
-    """Points of several columns, oldest first.
+    """A time series of several columns, oldest first.
 
-    Thinned: a point that follows the one before it too soon is dropped, so that `history_s` seconds
-    never take more than about `max_points` points, however often they come. Times are seconds of
-    the caller's clock.
+    A point that follows the last one too soon is dropped, so that `history_s` seconds take at most
+    about `max_points` points.
     """
 
     def __init__(self, columns: Sequence[str], *, history_s: float, max_points: int) -> None:
@@ -194,17 +195,17 @@ class Series:
         self._values = array("d")
 
     def is_due(self, now_s: float) -> bool:
-        """Return whether a point would be kept now."""
+        """Return whether `add` would keep a point now."""
         return not self._values or now_s - self._values[-self._width] >= self._interval_s
 
     def add(self, now_s: float, point: Sequence[float]) -> None:
-        """Take a point, one number per column, if one is due."""
+        """Add a point, one number per column, if one is due."""
         if self.is_due(now_s):
             self._values.extend((now_s, *point))
             del self._values[: max(0, len(self._values) - self._max_values)]
 
     def view(self, now_s: float) -> dict[str, list[float]]:
-        """Columns of the last `history_s` seconds, and `time_s`; JSON-able."""
+        """Return `time_s` and the columns of the last `history_s` seconds."""
         start = 0
         while start < len(self._values) and self._values[start] < now_s - self._history_s:
             start += self._width
@@ -215,16 +216,16 @@ class Series:
         }
 
 
-# A replica that has been silent for this many times `stale_after_s` is gone for good.
+# A replica is removed after this many times `stale_after_s` without a report.
 _FORGET_FACTOR = 4
-_MOST_TAUGHT_PER_S = 200
-"""Reports opened for what they say of acceptance, which changes slowly."""
-_MOST_SUMMED_PER_S = 2000
-"""Figures that go into points of the fleet's history."""
+_MAX_ACCEPTANCE_READS_PER_S = 200
+"""Limit on reports decoded for their acceptance, which changes slowly."""
+_MAX_SUMMED_PER_S = 2000
+"""Limit on replicas summed for points of the fleet's history."""
 _FLEET_POINTS, _REPLICA_POINTS = 600, 120
 _SHOWN_POINTS = 120
 _SHOWN_REPLICAS = 64
-"""What a page can show, and an actor can send every few seconds, however large the fleet is."""
+"""Limit on replicas on the status page, whatever the size of the fleet."""
 
 _GAUGES = ("batch_size", "num_running", "num_waiting", "num_preemptions")
 _COUNTERS = ("steps", "decode_rows", "decode_tokens", "draft_tokens", "correct_drafts")
@@ -247,22 +248,22 @@ class _Replica:
     series: Series
     report: Report
     time_s: float
-    taught_s: float = float("-inf")
-    """When its acceptance was last looked at."""
+    acceptance_read_s: float = float("-inf")
+    """When its acceptance was last read."""
 
 
 class FleetStats:
-    """The latest snapshot of every replica, their sums, what they say of acceptance, and history.
+    """The latest snapshot of every replica, fleet totals, acceptance rates and history.
 
-    All times are seconds of one clock, the caller's. Sums leave out stale replicas, so counters
-    fall when a replica goes away. Memory is bounded per replica; so is the time of a report.
+    Totals leave out stale replicas, so counters fall when a replica leaves. Memory per replica and
+    time per report are bounded.
     """
 
     def __init__(self, *, stale_after_s: float, history_s: float) -> None:
         self.stale_after_s = stale_after_s
         self.history_s = history_s
         self._replicas: dict[str, _Replica] = {}
-        # What a replica has learned is true for longer than what it does.
+        # Acceptance rates stay valid longer than a replica's load.
         self._acceptance = FleetAcceptance(
             stale_after_s=stale_after_s * _FORGET_FACTOR, memory_s=history_s
         )
@@ -270,61 +271,61 @@ class FleetStats:
         self._summed_s = float("-inf")
 
     def report(self, replica: str, snapshot: Snapshot, now_s: float) -> None:
-        """Take a replica's snapshot (`EngineClient.snapshot`); a newer one replaces an older."""
+        """Store the latest snapshot of a replica (`EngineClient.snapshot`)."""
         self.take(Report.of(replica, snapshot), now_s)
 
     def take(self, report: Report, now_s: float) -> None:
-        """Take a snapshot as it came; most are never decoded."""
+        """Store an encoded snapshot; most are never decoded."""
         replica = self._replicas.get(report.replica)
         if replica is None:
             replica = _Replica(self._new_series(), report, now_s)
             self._replicas[report.replica] = replica
         replica.report, replica.time_s = report, now_s
         replica.series.add(now_s, report.figures[: len(_REPLICA_COLUMNS)])
-        if now_s - replica.taught_s >= self._teaching_interval_s():
-            replica.taught_s = now_s
-            self._acceptance.report(report.replica, opened(report.whole), now_s)
-        if now_s - self._summed_s >= len(self._replicas) / _MOST_SUMMED_PER_S:
+        if now_s - replica.acceptance_read_s >= self._acceptance_interval_s():
+            replica.acceptance_read_s = now_s
+            self._acceptance.report(report.replica, decode_part(report.whole), now_s)
+        if now_s - self._summed_s >= len(self._replicas) / _MAX_SUMMED_PER_S:
             self._sum_up(now_s)
 
     @property
     def num_replicas(self) -> int:
-        """Replicas that have reported and are not gone, stale ones included."""
+        """Number of known replicas, stale ones included."""
         return len(self._replicas)
 
     def silent(self, now_s: float, for_s: float) -> dict[str, float]:
-        """Return replicas that have not reported for so many seconds, and for how many."""
+        """Return the age in seconds of the last report of replicas silent for `for_s`."""
         ages = {name: now_s - replica.time_s for name, replica in self._replicas.items()}
         return {name: age_s for name, age_s in ages.items() if age_s > for_s}
 
     def forget(self, replica: str) -> None:
-        """Drop a replica that said goodbye; harmless if it is unknown."""
+        """Remove a replica; no-op if it is unknown."""
         self._replicas.pop(replica, None)
         self._acceptance.forget(replica)
 
     def prior(self, pair: str, max_steps: int, now_s: float) -> list[float] | None:
-        """Accept rates that a new replica of the same models starts from; see `FleetAcceptance`."""
+        """See `FleetAcceptance.prior`."""
         return self._acceptance.prior(pair, max_steps, now_s)
 
     def view(self, now_s: float) -> dict[str, object]:
-        """`internal_states` and `fleet` of `/server_info`, replicas in order of their names."""
-        return open_view(self.closed_view(now_s))
+        """Return `internal_states` and `fleet` of `/server_info`, replicas sorted by name."""
+        return decode_view(self.encoded_view(now_s))
 
-    def closed_view(self, now_s: float) -> dict[str, object]:
-        """What `open_view` makes a `view` of, where there is time for it."""
-        self._drop_the_dead(now_s)
+    def encoded_view(self, now_s: float) -> dict[str, object]:
+        """Return `view` with encoded snapshots, for `decode_view` to decode."""
+        self._remove_gone(now_s)
         states = [
-            (self._replicas[name].report.whole, self._about(name, now_s))
+            (self._replicas[name].report.whole, self._identity_of(name, now_s))
             for name in sorted(self._replicas)
         ]
         return {"internal_states": states, "fleet": self._fleet(now_s)}
 
     def status(self, now_s: float) -> dict[str, object]:
-        """What the status page shows: the fleet, its history, and the first replicas with theirs.
+        """Return the data of the status page: the fleet and the first replicas, with history.
 
-        Bounded in size, whatever the fleet's.
+        Its size is bounded for any fleet.
         """
-        self._drop_the_dead(now_s)
+        self._remove_gone(now_s)
         shown = sorted(self._replicas)[:_SHOWN_REPLICAS]
         return {
             "time_s": now_s,
@@ -334,17 +335,17 @@ class FleetStats:
         }
 
     def history(self, now_s: float, max_points: int = _FLEET_POINTS + 1) -> dict[str, list[float]]:
-        """The fleet's figures of the last `history_s` seconds by name, oldest first."""
+        """Return the fleet's history of the last `history_s` seconds by column, oldest first."""
         columns = self._series.view(now_s)
         stride = -(-len(columns["time_s"]) // max_points) or 1
-        # From the end, so that the newest point is always among them.
+        # Strided from the end, so that the newest point is kept.
         return {name: values[::-1][::stride][::-1] for name, values in columns.items()}
 
     def _new_series(self) -> Series:
         return Series(_REPLICA_COLUMNS, history_s=self.history_s, max_points=_REPLICA_POINTS)
 
-    def _about(self, name: str, now_s: float) -> dict[str, object]:
-        """What is to be known of a replica beside its snapshot."""
+    def _identity_of(self, name: str, now_s: float) -> dict[str, object]:
+        """Return the fields of a replica that are not in its snapshot."""
         replica = self._replicas[name]
         return {
             "replica": name,
@@ -354,7 +355,7 @@ class FleetStats:
 
     def _shown(self, name: str, now_s: float) -> dict[str, object]:
         replica = self._replicas[name]
-        state = {**opened(replica.report.whole), **self._about(name, now_s)}
+        state = {**decode_part(replica.report.whole), **self._identity_of(name, now_s)}
         return {
             **{field: state[field] for field in _SHOWN_FIELDS if field in state},
             "history": replica.series.view(now_s),
@@ -362,9 +363,9 @@ class FleetStats:
 
     def _fleet(self, now_s: float) -> dict[str, object]:
         replicas = self._fresh(now_s)
-        fresh: list[Snapshot] = [opened(replica.report.summary) for replica in replicas]
+        fresh: list[Snapshot] = [decode_part(replica.report.summary) for replica in replicas]
         counters = sums((section(s, "counters") for s in fresh), _COUNTERS)
-        # An engine that has not decoded yet has no tier.
+        # An engine has no depth before its first decode step.
         tiers = [t for s in fresh if (t := s.get("speculative_num_steps")) is not None]
         return {
             "num_replicas": len(fresh),
@@ -391,13 +392,13 @@ class FleetStats:
         """Add a point to the fleet's history, if one is due."""
         self._summed_s = now_s
         if self._series.is_due(now_s):
-            self._drop_the_dead(now_s)
+            self._remove_gone(now_s)
             self._series.add(now_s, _fleet_point([r.report.figures for r in self._fresh(now_s)]))
 
-    def _teaching_interval_s(self) -> float:
-        """How old a replica's part in the fleet's acceptance may grow: nothing in a small fleet."""
+    def _acceptance_interval_s(self) -> float:
+        """Return how often a replica's acceptance is read, in seconds; about 0 in a small fleet."""
         longest_s = self.stale_after_s * _FORGET_FACTOR / 2
-        return min(longest_s, len(self._replicas) / _MOST_TAUGHT_PER_S)
+        return min(longest_s, len(self._replicas) / _MAX_ACCEPTANCE_READS_PER_S)
 
     def _fresh(self, now_s: float) -> list[_Replica]:
         replicas = self._replicas.values()
@@ -406,22 +407,22 @@ class FleetStats:
     def _is_stale(self, replica: _Replica, now_s: float) -> bool:
         return now_s - replica.time_s > self.stale_after_s
 
-    def _drop_the_dead(self, now_s: float) -> None:
+    def _remove_gone(self, now_s: float) -> None:
         oldest = now_s - self.stale_after_s * _FORGET_FACTOR
-        dead = [name for name, replica in self._replicas.items() if replica.time_s < oldest]
-        for name in dead:
+        gone = [name for name, replica in self._replicas.items() if replica.time_s < oldest]
+        for name in gone:
             self.forget(name)
 
 
-def open_view(closed: Mapping[str, Any]) -> dict[str, object]:
-    """The `view` that a `closed_view` is of."""
-    states = [{**opened(whole), **about} for whole, about in closed["internal_states"]]
-    return {**closed, "internal_states": states}
+def decode_view(encoded: Mapping[str, Any]) -> dict[str, object]:
+    """Decode the result of `encoded_view` into that of `view`."""
+    states = [{**decode_part(whole), **about} for whole, about in encoded["internal_states"]]
+    return {**encoded, "internal_states": states}
 
 
 def _fleet_point(points: list[Figures]) -> tuple[float, ...]:
     batch_size = sum(point.batch_size for point in points)
-    # Weighted by rows: the mean over replicas would count an idle one in full.
+    # Weighted by requests, so that idle replicas do not count.
     weighted = sum(point.batch_size * point.tokens_per_step for point in points)
     return (
         len(points),
@@ -436,13 +437,13 @@ def _fleet_point(points: list[Figures]) -> tuple[float, ...]:
 
 
 def _accept_length(counters: dict[str, float]) -> float:
-    """Weighted by decoded rows: the mean over replicas would count an idle one in full."""
+    """Return tokens per request and step; 1.0 before the first step."""
     rows = counters["decode_rows"]
     return round(counters["decode_tokens"] / rows, 4) if rows else 1.0
 
 
 def _speedup(points: list[Figures]) -> float | None:
-    """Measured speed over measured plain decoding, weighted by busy time; None: not known."""
+    """Return the measured speedup over plain decoding, weighted by busy time; None if unknown."""
     known = [point for point in points if point.speedup]
     busy_s = sum(point.busy_s for point in known)
     weighted = sum(point.busy_s * point.speedup for point in known)
@@ -450,7 +451,7 @@ def _speedup(points: list[Figures]) -> float | None:
 
 
 def _mean_averages(fresh: list[Snapshot]) -> dict[str, object]:
-    """Return the mean of the replicas' averages of accepted drafts, by batch-size slot."""
+    """Return the mean over replicas of `ema_accept_len`, by batch-size slot."""
     found: dict[str, list[float]] = {}
     for snapshot in fresh:
         for size in section(snapshot, "slots"):

@@ -1,6 +1,6 @@
-"""Log-probabilities as the OpenAI API shows them: for completions, and for chat.
+"""Log-probabilities in the OpenAI API's formats for completions and chat.
 
-Tokens become bytes and text here, where the tokenizer is; the engine speaks of ids alone.
+The engine returns token ids; they are converted to bytes and text here, next to the tokenizer.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ TokenBytesLookup: TypeAlias = Callable[[int], TokenBytes]
 """`engine.tokenizer.Tokenizer.token_bytes`."""
 
 UNLIKELY = -9999.0
-"""What the OpenAI API says of tokens that can hardly come up; JSON has no infinity."""
+"""The OpenAI API's value for negligible probabilities; JSON has no infinity."""
 
 
 class CompletionLogprobs(TypedDict):
-    """`logprobs` of a completion's choice, or of a chunk: one item per token in every list.
+    """`logprobs` of a completion's choice or chunk: one item per token in every list.
 
-    `top_logprobs` holds the likeliest tokens and the token itself. The first token of an echoed
+    `top_logprobs` holds the most likely tokens and the token itself. The first token of an echoed
     prompt has no log-probability. `text_offset` counts characters from the start of the choice's
-    text. Tokens that are no whole characters are shown as `bytes:\\xe2\\x82`.
+    text. Tokens that are not whole characters are shown as `bytes:\\xe2\\x82`.
     """
 
     tokens: list[str]
@@ -36,7 +36,7 @@ class CompletionLogprobs(TypedDict):
 
 
 class ChatTopLogprob(TypedDict):
-    """One of the likeliest tokens at a place."""
+    """One of the most likely tokens at a position."""
 
     token: str
     logprob: float
@@ -44,25 +44,25 @@ class ChatTopLogprob(TypedDict):
 
 
 class ChatTokenLogprob(ChatTopLogprob):
-    """A token of the answer. `bytes` of neighbours put together are its text; special tokens, which
-    are not part of it, have none. Tokens that are no whole characters are shown as `\\xe2\\x82`."""
+    """A token of the answer. The joined `bytes` are its text; special tokens have none.
+
+    Tokens that are not whole characters are shown as `\\xe2\\x82`.
+    """
 
     top_logprobs: list[ChatTopLogprob]
 
 
 class ChatLogprobs(TypedDict):
-    """`logprobs` of a chat choice, or of a chunk."""
+    """`logprobs` of a chat choice or chunk."""
 
     content: list[ChatTokenLogprob]
     refusal: None
 
 
 class TextOffsets:
-    """Where the tokens of a choice begin in its text, one after the other.
+    """Offsets of consecutive tokens in the text of one choice.
 
-    Give every choice its own, and keep it through the choice's stream.
-
-    start: characters of the text before the first of the tokens.
+    start: number of characters before the first token.
     """
 
     def __init__(self, start: int = 0) -> None:
@@ -70,7 +70,7 @@ class TextOffsets:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def next(self, raw: TokenBytes) -> int:
-        """Characters before this token. One that goes on with a character begins where it does."""
+        """Return the offset of the next token; one that continues a character has its offset."""
         start = self._num_characters
         self._num_characters += self._length(raw)
         return start
@@ -80,10 +80,10 @@ class TextOffsets:
 
 
 class EchoOffsets(TextOffsets):
-    """Where the tokens of a prompt begin in its text.
+    """Offsets of the tokens of a prompt in its text.
 
-    The text decides: tokenizers add tokens and spaces to it, and clients may write the names of
-    special tokens into it.
+    Tokens are matched against the text, because tokenizers add tokens and spaces to it and clients
+    may write the names of special tokens into it.
     """
 
     def __init__(self, text: str) -> None:
@@ -102,9 +102,9 @@ class EchoOffsets(TextOffsets):
 def completion_logprobs(
     entries: Iterable[TokenLogprob], token_bytes: TokenBytesLookup, offsets: TextOffsets
 ) -> CompletionLogprobs:
-    """What the completions API shows of generated tokens.
+    """Return `logprobs` of the completions API for generated tokens.
 
-    entries: of one choice, those after the ones that `offsets` has seen.
+    entries: the next ones of a choice, after those passed with `offsets` before.
     """
     shown = _empty()
     for entry in entries:
@@ -120,10 +120,10 @@ def echoed_logprobs(
     entries: Sequence[TokenLogprob | None],
     token_bytes: TokenBytesLookup,
 ) -> CompletionLogprobs:
-    """What the completions API shows of an echoed prompt, whose first token has no entry.
+    """Return `logprobs` of the completions API for an echoed prompt.
 
-    text: the prompt as it is echoed.
-    entries: `prompt_logprobs` of the engine, aligned with `prompt_ids`.
+    text: the echoed prompt.
+    entries: the engine's `prompt_logprobs`, aligned with `prompt_ids`; the first is None.
     """
     shown = _empty()
     offsets = EchoOffsets(text)
@@ -135,7 +135,7 @@ def echoed_logprobs(
 
 
 def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    """Both, one after the other: a prompt and its completion."""
+    """Concatenate the log-probabilities of a prompt and its completion."""
     return {
         "tokens": first["tokens"] + second["tokens"],
         "token_logprobs": first["token_logprobs"] + second["token_logprobs"],
@@ -145,7 +145,7 @@ def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionL
 
 
 def chat_logprobs(entries: Iterable[TokenLogprob], token_bytes: TokenBytesLookup) -> ChatLogprobs:
-    """What the chat API shows of generated tokens."""
+    """Return `logprobs` of the chat API for generated tokens."""
     content: list[ChatTokenLogprob] = [
         {
             **_chat_token(entry.token_id, entry.logprob, token_bytes),
@@ -166,10 +166,10 @@ def _add(shown: CompletionLogprobs, raw: TokenBytes, offsets: TextOffsets) -> No
 
 
 def _alternatives(entry: TokenLogprob, token_bytes: TokenBytesLookup) -> dict[str, float]:
-    """Likeliest first, and the token itself last if it is none of them."""
+    """Return log-probabilities by text, most likely first; the token itself is included."""
     pairs = [*entry.top, (entry.token_id, entry.logprob)]
     found: dict[str, float] = {}
-    for token, logprob in pairs:  # of tokens that read alike, the likeliest
+    for token, logprob in pairs:  # the most likely of tokens with equal text
         found.setdefault(_completion_text(token_bytes(token).data), _finite(logprob))
     return found
 
@@ -190,7 +190,7 @@ def _completion_text(data: bytes) -> str:
 
 
 def _text(data: bytes) -> str | None:
-    """None: not whole characters."""
+    """Return the text, or None if the bytes are not whole characters."""
     try:
         return data.decode()
     except UnicodeDecodeError:

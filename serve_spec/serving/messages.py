@@ -1,9 +1,9 @@
-"""What crosses between router and replica. Plain data, picklable.
+"""Messages between routers and replicas: plain, picklable data.
 
-Each replica has one connection to each router. The router sends a `RouterMessage`, the replica one
-`ReplicaMessage` per engine step with the items of all requests of that router. Each request has an
-`Accepted` item, then a `TokenDelta` per step, the last one with its finish reason. Or it ends early
-with `Refused` or `Failed`: values, because an error ends its request alone.
+Each replica has one connection to each router. The router sends `RouterMessage`s. The replica sends
+one `ReplicaMessage` per engine step with the items of all requests of that router. A request gets
+an `Accepted` item, then a `TokenDelta` per step, the last one with a finish reason. `Refused` and
+`Failed` end it early; they are items because an error concerns only its request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NOTHING_ELSE = TokenDelta("", (), "")[3:]
 
 
 def encode_replica_message(message: ReplicaMessage) -> bytes:
-    """Return the bytes that `decode_replica_message` reads."""
+    """Encode a message for `decode_replica_message`."""
     entries = [
         (request_id, item[1], item[2])
         if type(item) is TokenDelta and item[3:] == _NOTHING_ELSE
@@ -34,7 +34,7 @@ def encode_replica_message(message: ReplicaMessage) -> bytes:
 
 
 def decode_replica_message(message: bytes) -> ReplicaMessage:
-    """Return the message; an item that cannot be read becomes `Failed`."""
+    """Decode a message; an unreadable item becomes `Failed`."""
     entries, *rest = pickle.loads(message)
     items: Items = [
         (entry[0], TokenDelta(*entry) if len(entry) == 3 else _decoded(*entry)) for entry in entries
@@ -45,13 +45,13 @@ def decode_replica_message(message: bytes) -> ReplicaMessage:
 def encode_router_message(
     requests: Iterable[GenerateRequest] = (), cancelled: Sequence[str] = ()
 ) -> bytes:
-    """Return the bytes that `decode_router_message` reads. cancelled: ids of requests to end."""
+    """Encode requests to start and ids to cancel for `decode_router_message`."""
     entries = [(r.request_id, pickle.dumps(r, pickle.HIGHEST_PROTOCOL)) for r in requests]
     return pickle.dumps((entries, cancelled), pickle.HIGHEST_PROTOCOL)
 
 
 def decode_router_message(message: bytes) -> RouterMessage:
-    """Return the message; a request that cannot be read becomes `Failed`."""
+    """Decode a message; an unreadable request becomes `Failed`."""
     entries, cancelled = pickle.loads(message)
     return RouterMessage([(name, _decoded(name, data)) for name, data in entries], cancelled)
 
@@ -60,16 +60,16 @@ def _decoded(request_id: str, data: bytes) -> Any:
     try:
         return pickle.loads(data)
     except Exception as error:
-        logger.error("request %s: a message about it cannot be read: %r", request_id, error)
-        return Failed(f"a message about the request cannot be read ({type(error).__name__})")
+        logger.error("request %s: unreadable message: %r", request_id, error)
+        return Failed(f"unreadable message for this request ({type(error).__name__})")
 
 
 @dataclass(frozen=True)
 class GenerateRequest:
     """One prompt to complete.
 
-    `request_id` is the engine's key and unique in the fleet; `trace_id` is the caller's
-    x-request-id, which two callers may well share, and appears in logs only.
+    `request_id` is the engine's key and unique in the fleet. `trace_id` is the client's
+    x-request-id, which need not be unique; it appears only in logs.
     """
 
     request_id: str
@@ -77,16 +77,16 @@ class GenerateRequest:
     prompt: str | list[int]
     params: SamplingParams
     emitted: tuple[int, ...] = ()
-    """Tokens that another replica generated and the caller has: the answer goes on after them."""
+    """Tokens from another replica that the client already has; generation continues after them."""
     avoid: frozenset[str] = frozenset()
-    """Replicas that have failed this request; others come first."""
+    """Replicas that have failed this request; others are preferred."""
     is_resumption: bool = False
-    """Whether the replica that had it last has failed it."""
+    """Whether its last replica failed it."""
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """The engine took the request."""
+    """The engine accepted the request."""
 
     num_prompt_tokens: int
     replica: str
@@ -94,14 +94,14 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Refused:
-    """The request cannot run; the caller's fault."""
+    """The request is invalid."""
 
     error: InvalidRequest
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The engine could not finish; not the caller's fault. `overloaded`: its queue is full."""
+    """The engine failed the request. overloaded: because its queue is full."""
 
     message: str
     overloaded: bool = False
@@ -110,7 +110,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Withdrawn:
-    """The router has taken the request back from its replica, which has not failed it."""
+    """The router took the request back from its replica, which has not failed."""
 
 
 ReplicaItem: TypeAlias = Accepted | Refused | Failed | Withdrawn | TokenDelta
@@ -119,35 +119,35 @@ Items: TypeAlias = list[tuple[str, ReplicaItem]]
 
 
 class ReplicaMessage(NamedTuple):
-    """One message of a replica to a router: the items of a round, if any, and how busy it is."""
+    """Message of a replica to a router: the items of a round, if any, and the load."""
 
     items: Items
     rows: Mapping[str, int] = {}
-    """How many requests the replica has, by the router they came from."""
+    """Number of the replica's requests by router."""
     load: Mapping[str, Any] | None = None
-    """`EngineReplica.record_routing_stats`, once in a while."""
+    """`EngineReplica.record_routing_stats`, sent periodically."""
     is_closing: bool = False
-    """Whether the replica takes no more requests, for it is to end."""
+    """Whether the replica is shutting down and takes no more requests."""
 
 
 class RouterMessage(NamedTuple):
-    """One message of a router to a replica."""
+    """Message of a router to a replica."""
 
     requests: Sequence[tuple[str, GenerateRequest | Failed]]
-    """Requests to start, by their ids."""
+    """Ids and requests to start."""
     cancelled: Sequence[str]
-    """Ids of requests to end; harmless if they have ended."""
+    """Ids of requests to cancel; no-op if they have ended."""
 
 
 def is_last(item: ReplicaItem) -> bool:
-    """Return whether no item of a request follows `item`."""
+    """Return whether `item` is the last of its request."""
     if isinstance(item, TokenDelta):
         return item.finish_reason is not None
     return isinstance(item, Refused | Failed | Withdrawn)
 
 
 def merge_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
-    """Return consecutive deltas of a request, at least one, as one."""
+    """Merge at least one consecutive delta of a request into one."""
     first, last = deltas[0], deltas[-1]
     if len(deltas) == 1:
         return first
@@ -165,7 +165,7 @@ def merge_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
 
 
 def merge_items(items: Iterable[tuple[str, ReplicaItem]]) -> Items:
-    """Return the items with consecutive deltas of a request as one."""
+    """Merge consecutive deltas of each request."""
     by_request: dict[str, list[ReplicaItem | list[TokenDelta]]] = {}
     for request_id, item in items:
         parts = by_request.setdefault(request_id, [])

@@ -1,4 +1,4 @@
-"""What every HTTP request passes before its route: ASGI middleware."""
+"""ASGI middleware: API keys, arrival time, and limits on request bodies."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from serve_spec.serving.telemetry import ARRIVED
 
 
 class LargeBodyRoute(APIRoute):
-    """A route that many large bodies at once do not keep from its other requests."""
+    """A route that stays responsive while large bodies are parsed."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return FastAPI's handler, with another way to parse the body."""
+        """Return FastAPI's handler with another body parser."""
         handle = super().get_route_handler()
 
         async def handle_beside(request: Request) -> Response:
@@ -39,27 +39,27 @@ class LargeBodyRoute(APIRoute):
 
 class _LargeBody(Request):
     async def json(self) -> Any:
-        """Return the body, parsed; large ones are parsed in a thread, one at a time."""
+        """Return the parsed body; large ones are parsed in a thread, one at a time."""
         body = await self.body()
         return await encode_async(len(body), partial(json.loads, body))
 
 
-# Probes carry no key; the status page asks for one.
+# Health probes have no key; the status page asks for one.
 _OPEN_PATHS = frozenset({"/health"}) | _PAGE_PATHS
 
 CLIENT: ContextVar[str] = ContextVar("client", default="")
-"""Whose request this task serves: an API key, else an address."""
+"""The client of the current request: its API key, else its address."""
 
 
 class ApiKeyCheck:
-    """401 unless the request carries one of `keys` as bearer token."""
+    """Middleware that returns 401 unless the request has one of `keys` as bearer token."""
 
     def __init__(self, app: ASGIApp, keys: Collection[str]) -> None:
         self._app = app
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what may pass."""
+        """Forward requests with a valid key and requests to open paths."""
         app = self._app
         if scope["type"] == "http":
             key = self._key(scope)
@@ -71,21 +71,21 @@ class ApiKeyCheck:
         await app(scope, receive, send)
 
     def _key(self, scope: Scope) -> int | None:
-        """Return the place of the request's key among the server's, or None."""
+        """Return the index of the request's key, or None."""
         scheme, _, token = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-        # Every key is compared in constant time, whichever matches.
+        # All keys are compared, in constant time, to prevent timing attacks.
         matches = [hmac.compare_digest(token.strip(), key) for key in self._keys]
         return matches.index(True) if scheme.lower() == b"bearer" and any(matches) else None
 
 
 class Arrival:
-    """Notes when a request arrived, and under which id logs speak of it."""
+    """Middleware that sets the arrival time, trace id and client of a request."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass everything on."""
+        """Set the context variables and forward the request."""
         if scope["type"] == "http":
             ARRIVED.set(time.perf_counter())
             TRACE_ID.set(trace_id(Request(scope)))
@@ -94,26 +94,26 @@ class Arrival:
 
 
 class BodyTimeout:
-    """Answer 408 for a body that takes more than `timeout_s`; it holds memory meanwhile."""
+    """Middleware that returns 408 for a body that takes more than `timeout_s`."""
 
     def __init__(self, app: ASGIApp, timeout_s: float) -> None:
         self._app = app
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass everything on; reading a late body raises an exception."""
+        """Forward the request; reading a late body raises an exception."""
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         is_whole = False
 
         async def timely() -> Message:
             nonlocal is_whole
-            if is_whole:  # the next message is that the client has left, whenever that is
+            if is_whole:  # the next message is the disconnect, which has no deadline
                 return await receive()
             try:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
-                # FastAPI lets this kind alone through while it reads a body.
+                # FastAPI passes on only this exception while it reads a body.
                 error = HTTPException(408, headers={"Connection": "close"})
                 raise error from body_timed_out(self._timeout_s)
             is_whole = not message.get("more_body", False)
@@ -123,14 +123,14 @@ class BodyTimeout:
 
 
 class BodyLimit:
-    """413 for a body of more than `max_bytes`, whether or not its length was announced."""
+    """Middleware that returns 413 for a body of more than `max_bytes`."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass everything on; who reads too much of a body gets an exception."""
+        """Forward the request; reading beyond the limit raises an exception."""
         num_bytes = 0
 
         async def limited() -> Message:
@@ -138,7 +138,7 @@ class BodyLimit:
             message = await receive()
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_bytes:
-                # FastAPI lets this kind alone through while it reads a body.
+                # FastAPI passes on only this exception while it reads a body.
                 raise HTTPException(413) from body_too_large(self._max_bytes)
             return message
 
@@ -146,5 +146,5 @@ class BodyLimit:
 
 
 def _is_open(scope: Scope) -> bool:
-    """Return whether the path, without the route prefix of the application, needs no key."""
+    """Return whether the path needs no key; the application's route prefix is ignored."""
     return scope["path"].removeprefix(scope.get("root_path", "")) in _OPEN_PATHS

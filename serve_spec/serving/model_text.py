@@ -1,7 +1,7 @@
-"""What the router knows of the model's text: how conversations become prompts, what token ids say.
+"""Tokenizer and chat template in the router.
 
-Everything is read from the checkpoint folder when it is first asked for, and tokenizers work in
-threads of their own, so that streams go on meanwhile.
+The checkpoint's files are read on first use. Tokenizers run in threads, so that streams are not
+delayed.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from serve_spec.serving.fields import Prompt
 from serve_spec.serving.logprobs import TokenBytesLookup
 from serve_spec.serving.openai import ChatRequest
 
-# What a config.json without the key means, here as in `models.shape`.
+# Default of config.json, as in `models.shape`.
 _DEFAULT_MODEL_LEN = 2048
-# Shorter texts are for the replica to refuse, which has to encode them in any case.
+# Shorter texts are rejected by the replica, which encodes them anyway.
 _UNUSUAL_CHARS = 65_536
-# Likely tokens come again and again: an answer with 20 alternatives spells 21 of them per token.
+# Likely tokens repeat, and an answer with top_logprobs=20 needs 21 of them per token.
 _NUM_CACHED_TOKENS = 2**16
 
 
 class ModelText:
-    """Prompts and texts of one served model."""
+    """Encodes prompts and decodes tokens of the served model."""
 
     def __init__(self, model: ModelConfig) -> None:
         self._model = model
@@ -49,10 +49,10 @@ class ModelText:
     async def conversation(
         self, request: ChatRequest, params: SamplingParams
     ) -> tuple[list[int], SamplingParams]:
-        """The conversation as token ids; `params` with as many tokens as asked for or possible.
+        """Return the conversation as token ids, and `params` with `max_tokens` set.
 
         Raises:
-            InvalidRequest: the template refuses it, or it leaves no room for an answer.
+            InvalidRequest: the template rejects it, or it leaves no room for an answer.
             ApiError: 500, the checkpoint's files cannot be used here.
         """
         loaded = await asyncio.to_thread(self._files)
@@ -63,7 +63,7 @@ class ModelText:
         return token_ids, replace(params, max_tokens=room if limit is None else limit)
 
     async def texts(self, prompts: Sequence[Prompt]) -> list[str]:
-        """What prompts say.
+        """Return prompts as text.
 
         Raises:
             ApiError: 500, the checkpoint's files cannot be used here.
@@ -73,7 +73,7 @@ class ModelText:
         ]
 
     async def token_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Prompts as the engine would encode them; an empty text has no tokens.
+        """Return prompts as token ids, as the engine would encode them; an empty text has none.
 
         Raises:
             InvalidRequest: one is too long for the model.
@@ -84,7 +84,7 @@ class ModelText:
         ]
 
     async def refuse_long(self, prompts: Sequence[Prompt]) -> None:
-        """Refuse texts that are too long by far before they travel to a replica.
+        """Reject texts that are far too long before they are sent to a replica.
 
         Raises:
             InvalidRequest: one is too long for the model.
@@ -96,7 +96,7 @@ class ModelText:
                 await encode_async(len(prompt), partial(loaded.refuse_long, prompt))
 
     async def token_bytes(self) -> TokenBytesLookup:
-        """What spells single tokens.
+        """Return the lookup of token bytes.
 
         Raises:
             ApiError: 500, the checkpoint's files cannot be used here.
@@ -105,7 +105,7 @@ class ModelText:
         return loaded.token_bytes
 
     async def _encoded(self, prompt: str) -> list[int]:
-        if not prompt:  # for the engine to refuse, whatever special tokens would be added
+        if not prompt:  # the engine rejects it
             return []
         loaded = await asyncio.to_thread(self._files)
         return await encode_async(len(prompt), partial(loaded.prompt, prompt))
@@ -126,7 +126,7 @@ class ModelText:
 
 
 class _Loaded:
-    """The checkpoint's files that have to do with text."""
+    """The tokenizer, chat template and context length of a checkpoint."""
 
     def __init__(self, model: ModelConfig) -> None:
         self.tokenizer = Tokenizer(model.path)
@@ -149,17 +149,17 @@ class _Loaded:
             raise self._too_long("prompt", error.at_least) from None
 
     def refuse_long(self, text: str) -> None:
-        """Raise InvalidRequest for a text that is too long by far."""
+        """Raise InvalidRequest for a text that is far too long."""
         try:
             self.tokenizer.refuse_long(text, self._max_model_len - 1)
         except TextTooLong as error:
             raise self._too_long("prompt", error.at_least) from None
 
     def conversation(self, request: ChatRequest) -> list[int]:
-        """Token ids of the prompt that the template makes of a conversation.
+        """Render a conversation with the template and return its token ids.
 
         Raises:
-            InvalidRequest: the template refuses it, or it is too long for the model.
+            InvalidRequest: the template rejects it, or it is too long for the model.
         """
         messages = [
             {"role": message.role, "content": self._control.mark(message.content)}
@@ -185,17 +185,17 @@ class _Loaded:
             raise self._too_long("messages", error.at_least) from None
 
     def room_for_answer(self, token_ids: list[int], request: ChatRequest) -> int:
-        """Tokens that the context has room for after the conversation.
+        """Return the number of tokens left in the context after the conversation.
 
         Raises:
-            InvalidRequest: there is less than the request wants.
+            InvalidRequest: it is less than the request's limit.
         """
         if not token_ids:
             raise InvalidRequest("messages", _summary(request), "give at least one token of text")
         room = self._max_model_len - len(token_ids)
         field, limit = request.limit
         if limit is not None and limit > room:
-            fix = f"messages of {len(token_ids)} tokens leave room for {room}; ask for less"
+            fix = f"the messages have {len(token_ids)} tokens, which leaves {room}; lower {field}"
             raise InvalidRequest(field, limit, fix)
         return room
 
@@ -206,7 +206,7 @@ class _Loaded:
     def _variables(self, given: Mapping[str, object]) -> dict[str, object]:
         for name in given:
             if name in RESERVED:
-                fix = f"say this with the request's own fields; reserved are {sorted(RESERVED)}"
+                fix = f"reserved; use the request's own fields instead of {sorted(RESERVED)}"
                 raise InvalidRequest("chat_template_kwargs", name, fix)
         return {
             name: self._control.mark(value) if isinstance(value, str) else value
@@ -219,7 +219,7 @@ def _summary(request: ChatRequest) -> str:
 
 
 def _max_model_len(folder: Path) -> int:
-    """What the model allows, as the engine reads it.
+    """Return the context length in config.json, as the engine reads it.
 
     Raises:
         CheckpointError: config.json cannot be read.
@@ -228,4 +228,4 @@ def _max_model_len(folder: Path) -> int:
     try:
         return int(json.loads(path.read_text()).get("max_position_embeddings", _DEFAULT_MODEL_LEN))
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error

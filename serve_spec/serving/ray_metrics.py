@@ -1,8 +1,8 @@
-"""Our metrics on Ray's: on its dashboard, and at the Prometheus endpoint of every node.
+"""Export of metrics through Ray, to its dashboard and every node's Prometheus endpoint.
 
-Ray puts `ray_` before a name and `_total` behind a counter's (`exported_names`). It keeps a series
-for every set of labels as long as the process lives, so labels have few values: a replica is named
-by its rank, which its replacement takes over, not by its id.
+Ray adds the prefix `ray_` and, for counters, the suffix `_total` (`exported_names`). It keeps a
+series per set of labels for the life of the process, so the label of a replica is its rank, which
+its replacement inherits, not its id.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ANSWER_WITHIN_S = 2.0
 
 
 async def fleet_metrics() -> str:
-    """What every living node exports of ours; a node that does not answer is left out."""
+    """Return serve_spec's metrics of all live nodes; nodes that do not respond are left out."""
     nodes = await asyncio.to_thread(ray.nodes)
     urls = [
         f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
@@ -47,7 +47,7 @@ async def fleet_metrics() -> str:
 
 
 def ours(expositions: Iterable[str]) -> str:
-    """Our metrics of several expositions as one: each metric's samples stand together."""
+    """Merge serve_spec's metrics of several expositions, grouped by metric."""
     comments: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}
     for text in expositions:
@@ -73,22 +73,22 @@ def _read(url: str) -> str:
         with urllib.request.urlopen(url, timeout=_ANSWER_WITHIN_S) as answer:
             text: str = answer.read().decode()
     except OSError as error:
-        logger.warning("no metrics of one node: %s: %r", url, error)
+        logger.warning("no metrics from %s: %r", url, error)
         return ""
     return text
 
 
 LABELS = ("application", "deployment", "replica")
-"""On every series, besides the metric's own."""
+"""Labels of every series, in addition to the metric's own."""
 
-# Of rounds that wait to be counted. Some seconds of the quickest engine.
+# Rounds to keep between flushes; a few seconds of a fast engine.
 _MOST_WAITING = 8192
 
 _Key: TypeAlias = tuple[Metric, tuple[tuple[str, str], ...]]
 
 
 def exported_names(metric: Metric) -> tuple[str, ...]:
-    """Under which names Prometheus finds a metric."""
+    """Return the names of a metric in Prometheus."""
     name = f"ray_{metric.name}"
     if metric.kind == "counter":
         return (f"{name}_total",)
@@ -98,10 +98,10 @@ def exported_names(metric: Metric) -> tuple[str, ...]:
 
 
 class RayMetrics:
-    """Metrics of this process. Takes readings from any thread."""
+    """Metrics of this process. Thread-safe."""
 
     def __init__(self, metrics: Iterable[Metric], labels: Mapping[str, str]) -> None:
-        """labels: a value for each of `LABELS`."""
+        """Declare `metrics`. labels: a value for each of `LABELS`."""
         self._counters: dict[Metric, ray_metrics.Counter] = {}
         self._gauges: dict[Metric, ray_metrics.Gauge] = {}
         self._histograms: dict[Metric, ray_metrics.Histogram] = {}
@@ -109,7 +109,7 @@ class RayMetrics:
             self._declare(metric, dict(labels))
 
     def record(self, reading: Reading) -> None:
-        """Add to a counter, set a gauge, or put a value into a histogram: some microseconds."""
+        """Record one reading; takes a few microseconds."""
         metric = reading.metric
         if metric.kind == "counter":
             self._counters[metric].inc(reading.value, dict(reading.labels))
@@ -134,25 +134,25 @@ class RayMetrics:
 
 
 class RoundSink:
-    """Takes rounds from the engine's thread at the price of an append; counts them in `flush`."""
+    """Buffers rounds of the engine's thread, which only pays for an append, until `flush`."""
 
     def __init__(self, metrics: RayMetrics) -> None:
         self._metrics = metrics
         self._waiting: deque[StepRecord] = deque(maxlen=_MOST_WAITING)
 
     def observe(self, record: StepRecord) -> None:
-        """Keep a round for the next `flush`; without flushes, the oldest are dropped."""
+        """Buffer a round; the oldest are dropped when the buffer is full."""
         self._waiting.append(record)
 
     def flush(self) -> None:
-        """Records what waits: counters added up, of gauges the newest value."""
+        """Record the buffered rounds: the sum for counters, the newest value for gauges."""
         waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
         for reading in merged(reading for record in waiting for reading in round_readings(record)):
             self._metrics.record(reading)
 
 
 def merged(readings: Iterable[Reading]) -> list[Reading]:
-    """The same in fewer readings: each costs the exporter as much as many."""
+    """Merge readings with equal metric and labels, as the exporter's cost is per reading."""
     values: dict[_Key, float] = {}
     observed: list[Reading] = []
     for reading in readings:
@@ -168,13 +168,13 @@ def merged(readings: Iterable[Reading]) -> list[Reading]:
 
 
 class StateReadings:
-    """What an engine's snapshot says, as readings. Remembers labels, to set old ones to 0."""
+    """Converts engine snapshots to readings. It remembers labels to reset old ones to 0."""
 
     def __init__(self) -> None:
         self._reasons: set[str] = set()
 
     def of(self, snapshot: Snapshot) -> list[Reading]:
-        """The readings of one snapshot."""
+        """Return the readings of one snapshot."""
         predicted = section(snapshot, "break_even", "tokens_per_ms")
         found = [
             Reading(PREDICTED_GOODPUT, number(predicted, steps), {"num_steps": steps})

@@ -1,4 +1,4 @@
-"""`EngineReplica`: one engine behind a Serve deployment. Thin: the engine does the work."""
+"""`EngineReplica`: the Ray Serve deployment that runs one engine."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from serve_spec.serving.telemetry import ReplicaTelemetry, pair_name, start_warm
 
 logger = get_logger(__name__)
 
-# Time to send the last items before the process ends.
+# Time to send the last items before the process exits.
 _LAST_ITEMS_S = 1.0
 
 
 class EngineReplica:
-    """Answers the requests of routers with one engine.
+    """Runs the requests of routers on one engine.
 
-    Its methods have the names Serve looks for: `check_health`, `record_routing_stats`,
-    `record_autoscaling_stats`, `reconfigure`, `__del__`. Routers find it once `__init__` has
-    returned, that is once the engine is loaded; on shutdown it lets running requests finish first.
+    Ray Serve calls `check_health`, `record_routing_stats`, `record_autoscaling_stats`,
+    `reconfigure` and `__del__`. The replica is ready when `__init__` returns, with the engine
+    loaded. On shutdown it waits for running requests.
 
-    engine_loop: import path `module:name` of `start_engine`, or of a stand-in for it.
+    engine_loop: import path `module:name` of `start_engine` or a replacement.
     """
 
     def __init__(self, config: ServeSpecConfig, engine_loop: str) -> None:
@@ -61,21 +61,22 @@ class EngineReplica:
         self._watch = tasks.create_task(self._watch_forever())
 
     async def connect(self, router: RouterAddress) -> None:
-        """Accept requests of a router; harmless if it is connected.
+        """Connect to a router and accept its requests; no-op if it is connected.
 
         Raises:
-            OSError: the router does not listen any more.
+            OSError: the router no longer listens.
         """
         await self._routers.connect(router)
 
     async def check_health(self) -> None:
-        """Raise when the engine is dead or stuck; Serve then replaces this replica."""
+        """Raise RuntimeError if the engine is dead or stuck; Serve then replaces this replica."""
         self._loop.check_health()
-        self._has_started = True  # Serve asks for the first time at the end of the start
+        self._has_started = True  # Serve's first check comes at the end of the start
 
     async def snapshot(self) -> dict[str, object]:
-        """The engine's state and whose it is; `refused_user_config`: why the newest one is not in
-        force, or None.
+        """Return the engine's state and the replica's identity.
+
+        `refused_user_config`: why the latest `user_config` was rejected, or None.
         """
         return {
             **self._loop.snapshot(),
@@ -85,7 +86,7 @@ class EngineReplica:
         }
 
     def record_routing_stats(self) -> dict[str, object]:
-        """Return the load for `routing_policy`, which routers get each `routing_stats_period_s`."""
+        """Return the load for `routing_policy`; sent to routers every `routing_stats_period_s`."""
         state: Mapping[str, Any] = self._loop.snapshot()
         wanted = (
             "batch_size",
@@ -104,17 +105,17 @@ class EngineReplica:
         }
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What `autoscaling` goes by; Serve collects it where the deployment scales."""
+        """Return the metrics for `autoscaling`, which Serve collects if autoscaling is enabled."""
         return {NUM_REQUESTS: float(sum(self._routers.num_requests().values()))}
 
     async def reconfigure(self, user_config: Mapping[str, object]) -> None:
-        """Change policy knobs of the running engine (`user_config` of the deployment).
+        """Change policy settings of the running engine (`user_config` of the deployment).
 
-        Wrong ones change nothing, and that is said. It is no error, for then Serve would take this
-        replica down, its streams with it, and start one that refuses them, too.
+        Invalid settings are reported and ignored. An exception would make Serve replace this
+        replica and end its streams, although the next one would reject the settings too.
 
         Raises:
-            ValueError: the settings are wrong, and this replica is yet to start.
+            ValueError: the settings are invalid and this replica has not started yet.
         """
         try:
             await asyncio.to_thread(self._loop.reconfigure, user_config)
@@ -123,12 +124,12 @@ class EngineReplica:
                 raise
             why = "; ".join(str(error).splitlines())
             self._refused_user_config = why
-            logger.error("user_config refused, the one before stays in force: %s", why)
+            logger.error("user_config rejected, the previous one stays active: %s", why)
         else:
             self._refused_user_config = None
 
     def __del__(self) -> Awaitable[None] | None:
-        """Return the shutdown that Serve awaits before it ends this process."""
+        """Return the shutdown coroutine, which Serve awaits before it ends this process."""
         has_ended = not hasattr(self, "_reporter") or self._reporter.done()
         return None if has_ended else self._end()
 
@@ -144,7 +145,7 @@ class EngineReplica:
         """Put all items of a request into the queue, the last one included."""
 
         def emit(item: ReplicaItem) -> None:
-            timer.saw(item)
+            timer.observe(item)
             queue.put(request.request_id, item)
 
         TRACE_ID.set(request.trace_id)
@@ -157,7 +158,7 @@ class EngineReplica:
             await stream.each(emit)
         except InvalidRequest as error:
             emit(Refused(error))
-        except Exception as error:  # whatever broke, the router must know
+        except Exception as error:  # the router must receive every failure
             overloaded = isinstance(error, EngineOverloaded)
             if not overloaded:
                 logger.error("request %s (%s): %r", request.request_id, request.trace_id, error)
@@ -167,16 +168,18 @@ class EngineReplica:
             timer.end()
 
     async def _watch_forever(self) -> None:
-        """Report the load to routers while the engine works; then end this process.
+        """Report the load to routers; end this process when the engine fails.
 
-        Otherwise its streams, and its replacement, would wait until Serve's time limits.
+        Otherwise its streams and its replacement would wait for Serve's timeouts.
         """
         while True:
             await asyncio.sleep(self._report_load_every_s)
             try:
                 self._loop.check_health()
             except RuntimeError as error:
-                logger.error("this replica ends, its requests continue elsewhere: %s", error)
+                logger.error(
+                    "engine failed, exiting; requests continue on other replicas: %s", error
+                )
                 break
             self._routers.report_load()
         self._routers.close()
@@ -184,7 +187,7 @@ class EngineReplica:
         _end_process()
 
     def _is_healthy(self) -> bool:
-        """Health checks take their time; meanwhile a dead engine must not attract requests."""
+        """Return whether the engine is healthy, without waiting for Serve's health check."""
         try:
             self._loop.check_health()
         except RuntimeError:
@@ -192,7 +195,7 @@ class EngineReplica:
         return True
 
     async def _report_forever(self) -> None:
-        """Keep the stats actor informed. No request waits for it, and it survives the actor."""
+        """Send snapshots to the stats actor; its failures are only logged."""
         while True:
             pace_s = 0.0
             try:
@@ -202,10 +205,10 @@ class EngineReplica:
             except StatsUnavailable as error:
                 logger.info("report not delivered: %s", error)
             except Exception as error:
-                logger.warning("no report this time: %r", error)
+                logger.warning("snapshot not reported: %r", error)
             await asyncio.sleep(max(self._interval_s, pace_s))
 
 
 def _end_process() -> None:
-    """End at once: whatever hangs in the engine would hang an orderly exit, too."""
+    """Exit immediately; an orderly exit could hang like the engine."""
     os._exit(1)

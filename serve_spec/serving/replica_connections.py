@@ -1,7 +1,7 @@
-"""The router's ends of its connections to replicas.
+"""The router's side of its connections to replicas.
 
-Plain asyncio. Replicas connect to the router whose address they receive, and report their load each
-second. If a connection breaks or a replica becomes unresponsive, its requests fail here.
+Replicas connect to the router's address and report their load every second. If a connection breaks
+or a replica becomes unresponsive, its requests fail here.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _HANDSHAKE_WITHIN_S = 10.0
 
 
 class MessageHandler(Protocol):
-    """Receives what replicas send."""
+    """Handles messages and failures of replicas."""
 
     def receive(self, replica: str, message: ReplicaMessage) -> None:
-        """Handle one message of a replica."""
+        """Handle a message of a replica."""
         ...
 
     def fail_replica(self, replica: str, error: ApiError) -> None:
@@ -38,30 +38,31 @@ class MessageHandler(Protocol):
 
 
 class ReplicaConnection:
-    """One connection, and the newest load report of its replica."""
+    """One connection and the latest load report of its replica."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self.writer = writer
         self.rows: Mapping[str, int] = {}
-        """Requests there by router."""
+        """Requests at the replica by router."""
         self.load: Mapping[str, Any] = {}
         """`EngineReplica.record_routing_stats`; empty before the first report."""
         self.is_closing = False
-        """Whether it takes no more requests."""
+        """Whether the replica is shutting down."""
         self.num_quiet_checks = 0
         self.is_unresponsive = False
 
     @property
     def is_usable(self) -> bool:
-        """Whether requests may be sent there."""
+        """Whether requests may be sent to the replica."""
         return bool(self.load) and not (self.is_closing or self.is_unresponsive)
 
 
 class ReplicaConnections:
     """The connections of all replicas.
 
-    name: of this router. host: the address at which replicas reach it.
-    max_quiet_checks: checks (`check`) without a message after which a replica is unresponsive.
+    name: this router's name. host: the address at which replicas reach it.
+    max_quiet_checks: number of `check` calls without a message after which a replica counts as
+    unresponsive.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class ReplicaConnections:
         self._changed = asyncio.Event()
 
     def usable(self) -> dict[str, ReplicaConnection]:
-        """Return the replicas to which requests may be sent."""
+        """Return the connections of replicas that take requests."""
         return {
             name: connection
             for name, connection in self._connections.items()
@@ -85,7 +86,7 @@ class ReplicaConnections:
         }
 
     async def changed(self, within_s: float) -> None:
-        """Return when a replica becomes usable, at the latest after so many seconds."""
+        """Return when a replica becomes usable, or after `within_s` seconds."""
         self._changed.clear()
         try:
             async with asyncio.timeout(within_s):
@@ -94,14 +95,14 @@ class ReplicaConnections:
             return
 
     def send(self, replica: str, message: bytes) -> None:
-        """Send a message to a replica; harmless if it is gone."""
+        """Send a message to a replica; no-op if it is gone."""
         if replica in self._connections:
             write_message(self._connections[replica].writer, message)
 
     def check(self) -> None:
         """Fail the requests of replicas that have become unresponsive.
 
-        Checks are counted, not seconds: while this process itself is held up there are none.
+        Checks are counted instead of seconds, because none happen while this process is stalled.
         """
         for replica, connection in self._connections.items():
             connection.num_quiet_checks += 1
@@ -110,12 +111,12 @@ class ReplicaConnections:
                 and not connection.is_unresponsive
             ):
                 connection.is_unresponsive = True
-                logger.error("replica %s is unresponsive, its requests continue elsewhere", replica)
-                why = no_replica(f"replica {replica} does not answer")
+                logger.error("replica %s is unresponsive; its requests continue elsewhere", replica)
+                why = no_replica(f"replica {replica} does not respond")
                 self._handler.fail_replica(replica, ReplicaLost(why, replica=replica))
 
     async def serve(self) -> None:
-        """Take calls of replicas; never return."""
+        """Accept connections of replicas; never return."""
         server = await asyncio.start_server(self._serve_replica, sock=self._socket)
         await server.serve_forever()
 
@@ -136,9 +137,9 @@ class ReplicaConnections:
                 )
         except (EOFError, OSError) as error:
             logger.info("replica %s is gone: %r", replica, error)
-        except Exception as error:  # whatever broke, no request may wait for ever
-            end = engine_failed(f"a message of the replica cannot be read ({error!r})")
-            logger.exception("a message of replica %s cannot be read", replica)
+        except Exception as error:  # no request may wait forever
+            end = engine_failed(f"unreadable message of the replica ({error!r})")
+            logger.exception("unreadable message of replica %s", replica)
         finally:
             writer.close()
             if self._connections.get(replica) is connection:
@@ -146,16 +147,16 @@ class ReplicaConnections:
                 self._handler.fail_replica(replica, ReplicaLost(end, replica=replica))
 
     async def _authenticate(self, reader: asyncio.StreamReader) -> str | None:
-        """Return the name of the replica that connects; None if the key is wrong."""
+        """Return the name of the connecting replica; None if its key is wrong."""
         try:
             async with asyncio.timeout(_HANDSHAKE_WITHIN_S):
                 handshake = await read_message(reader, _MAX_HANDSHAKE_BYTES)
         except (EOFError, OSError, TimeoutError) as error:
-            logger.info("a connection without a handshake: %r", error)
+            logger.info("connection closed without a handshake: %r", error)
             return None
         secret, name = handshake[:_NUM_SECRET_BYTES], handshake[_NUM_SECRET_BYTES:]
         if not hmac.compare_digest(secret, self.address.secret):
-            logger.warning("a connection with a wrong key is refused")
+            logger.warning("connection rejected: wrong key")
             return None
         return name.decode()
 

@@ -1,7 +1,7 @@
-"""What a replica sends to `SpecStats`: history's figures to be read at once, the rest on demand.
+"""Reports of replicas to `SpecStats`: a few numbers, and snapshots that are decoded on demand.
 
-A large fleet's snapshots take much time and memory to read, and most are replaced unread. One may
-come from another version of the program, so nothing in it is taken for granted.
+Decoding the snapshots of a large fleet is slow, and most are replaced unread. A snapshot may come
+from another version of the program, so every field is optional and checked.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from serve_spec.config.adaptive_file import MAX_STEPS
 Snapshot: TypeAlias = Mapping[str, object]
 
 _LOWEST_RATE, _HIGHEST_RATE = 0.001, 0.999
-"""What `PositionRates` can hold: it does not start from certainty."""
+"""Limits of `PositionRates`, which cannot start at 0 or 1."""
 _UNTRIED = (0.5, 0.0)
 _MOST = 1e15
-"""No count of trials, speed or speedup is higher."""
+"""Upper limit for counts of trials, speeds and speedups."""
 _MOST_SIZES = 64
 
 
 class Speed(NamedTuple):
-    """Decode tokens per ms in one range of batch sizes; 0: not measured yet."""
+    """Decode tokens/ms in a range of batch sizes; 0: not measured yet."""
 
     off: float
-    """In rounds without drafts."""
+    """Without speculation."""
     speculating: float
 
 
 class AcceptanceSummary(NamedTuple):
-    """What a replica measured of acceptance, and how fast it is."""
+    """Acceptance rates and speeds measured by a replica."""
 
     positions: list[tuple[float, float]]
-    """Accept rate and trials, by position."""
+    """(accept rate, trials) by position."""
     speeds: dict[int, Speed]
-    """By the lower bound of a range of batch sizes."""
+    """Speeds by the lower bound of the range of batch sizes."""
 
 
 def section(snapshot: Snapshot, *path: str) -> Snapshot:
-    """A nested mapping of a snapshot; empty where a replica does not send it."""
+    """Return a nested mapping of a snapshot; empty if it is missing."""
     for name in path:
         inner = snapshot.get(name)
         if not isinstance(inner, Mapping):
@@ -50,13 +50,13 @@ def section(snapshot: Snapshot, *path: str) -> Snapshot:
 
 
 def number(snapshot: Snapshot, name: str) -> float:
-    """A number of a snapshot; 0 where a replica does not send it."""
+    """Return a number of a snapshot; 0 if it is missing."""
     value = snapshot.get(name, 0)
     return float(value) if isinstance(value, int | float) else 0.0
 
 
 def sums(snapshots: Iterable[Snapshot], names: Iterable[str]) -> dict[str, float]:
-    """Sum by name, whole ones as integers."""
+    """Return sums over snapshots by name; whole numbers as integers."""
     totals = dict.fromkeys(names, 0.0)
     for snapshot in snapshots:
         for name in totals:
@@ -65,7 +65,7 @@ def sums(snapshots: Iterable[Snapshot], names: Iterable[str]) -> dict[str, float
 
 
 def drafted_steps(snapshot: Snapshot) -> int:
-    """Return how deep a replica may draft; 0 where it does not say."""
+    """Return the maximum speculation depth of a replica; 0 if it is missing."""
     steps = snapshot.get("candidate_steps")
     known = [k for k in steps if isinstance(k, int)] if isinstance(steps, list) else []
     deepest = int(max(known, default=0))
@@ -73,10 +73,9 @@ def drafted_steps(snapshot: Snapshot) -> int:
 
 
 def acceptance_summary(snapshot: Snapshot, max_steps: int) -> AcceptanceSummary | None:
-    """Return what a replica measured of acceptance and speed; None if a figure cannot be true.
+    """Return the acceptance and speed measured by a replica; None if a value is impossible.
 
-    The rates are those of the policy's own estimate where it keeps one, else of the counts since
-    start.
+    The rates come from the policy's estimate if there is one, else from the counts since start.
     """
     estimated = section(snapshot, "acceptance").get("positions")
     counted = section(snapshot, "speculation", "since_start").get("positions")
@@ -105,10 +104,10 @@ def _by_position(entries: list[object], trials: str) -> dict[int, tuple[float, f
 
 
 def _speeds(by_batch_size: Snapshot) -> dict[int, Speed]:
-    """Return plain speed as measured; drafting speed by the speedup, which compares like with like.
+    """Return speeds by batch size; the speculating one is derived from the speedup.
 
     Raises:
-        ValueError: too many sizes, or a figure that cannot be true.
+        ValueError: there are too many sizes, or a value is impossible.
     """
     if len(by_batch_size) > _MOST_SIZES:
         raise ValueError(len(by_batch_size))
@@ -121,10 +120,10 @@ def _speeds(by_batch_size: Snapshot) -> dict[int, Speed]:
 
 
 def _figure(mapping: Snapshot, name: str, most: float) -> float:
-    """Return a figure from 0 to `most`; 0 if it is missing.
+    """Return a number in [0, `most`]; 0 if it is missing.
 
     Raises:
-        ValueError: anything else.
+        ValueError: it is not a number in that range.
     """
     value = mapping.get(name)
     if value is None:
@@ -135,40 +134,39 @@ def _figure(mapping: Snapshot, name: str, most: float) -> float:
 
 
 _CORES = 0.6
-"""What reports may use of one; the rest is for those who ask, and for a busier hour."""
+"""CPU cores that reports may use; the rest is left for queries and peaks."""
 _FIRST_GUESS_S = 500e-6
-_REPORTS_PER_LOOK = 200
+_REPORTS_PER_UPDATE = 200
 _WEIGHT = 0.1
 
 
 class ReportPace:
-    """Learns what a report costs its process, all threads, and spreads the fleet's accordingly.
+    """Sets the interval of reports by their measured CPU cost.
 
-    Nearly all of it is Ray's price of a call, which depends on the machine and on who else uses
-    it; hence it is measured where it is paid.
+    Most of the cost is Ray's overhead per call, which depends on the machine and its load.
 
-    cpu_s: CPU seconds that the process has used so far.
-    longest_s: no interval is longer, or replicas would seem silent.
+    cpu_s: returns the CPU seconds used by the process, all threads.
+    longest_s: maximum interval, so that replicas do not become stale.
     """
 
     def __init__(self, cpu_s: Callable[[], float], *, longest_s: float) -> None:
         self._cpu_s = cpu_s
         self._longest_s = longest_s
         self._report_s = _FIRST_GUESS_S
-        self._num_unseen = 0
-        self._seen_s = cpu_s()
+        self._num_unmeasured = 0
+        self._measured_cpu_s = cpu_s()
 
     def count(self, num_reports: int) -> None:
-        """So many reports have been taken."""
-        self._num_unseen += num_reports
-        if self._num_unseen >= _REPORTS_PER_LOOK:
+        """Count reports; update the estimated cost from time to time."""
+        self._num_unmeasured += num_reports
+        if self._num_unmeasured >= _REPORTS_PER_UPDATE:
             now_s = self._cpu_s()
-            cost_s = (now_s - self._seen_s) / self._num_unseen
+            cost_s = (now_s - self._measured_cpu_s) / self._num_unmeasured
             self._report_s += _WEIGHT * (cost_s - self._report_s)
-            self._num_unseen, self._seen_s = 0, now_s
+            self._num_unmeasured, self._measured_cpu_s = 0, now_s
 
     def interval_s(self, num_replicas: int) -> float:
-        """Seconds that each of them should wait at least; next to nothing in an ordinary fleet."""
+        """Return the minimum seconds between reports of a replica; near 0 for a small fleet."""
         return min(self._longest_s, num_replicas * self._report_s / _CORES)
 
 
@@ -179,18 +177,18 @@ _SUMMED_FIELDS = (
 
 
 class Figures(NamedTuple):
-    """What history keeps of a snapshot; 0 where a replica does not say it."""
+    """The numbers of a snapshot that history keeps; 0 if missing."""
 
     num_steps: float
     batch_size: float
     tokens_per_step: float
     decode_tokens: float
     draft_budget: float
-    """0 if every draft is verified."""
+    """0: all drafts are verified."""
     observed_to_expected: float
-    """Accepted drafts over expected ones,"""
+    """Accepted drafts over expected ones, in the snapshot's window."""
     measured_to_predicted: float
-    """and time of steps over predicted time; of the snapshot's window."""
+    """Step time over predicted time, in the snapshot's window."""
     num_waiting: float
     free_pages: float
     speedup: float
@@ -198,7 +196,7 @@ class Figures(NamedTuple):
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Figures:
-        """Those of an engine's snapshot."""
+        """Return the figures of an engine's snapshot."""
         speculation = section(snapshot, "speculation")
         window = section(speculation, "window")
         return cls(
@@ -217,44 +215,44 @@ class Figures(NamedTuple):
 
 
 class Report(NamedTuple):
-    """A replica's snapshot on its way: its figures, and two closed parcels."""
+    """A replica's snapshot for `SpecStats`: its figures and two encoded parts."""
 
     replica: str
     figures: Figures
     summary: bytes
-    """What the fleet's sums need."""
+    """The fields that the fleet's totals need, encoded."""
     whole: bytes
-    """Everything."""
+    """The whole snapshot, encoded."""
 
     @classmethod
     def of(cls, replica: str, snapshot: Snapshot) -> Report:
-        """The report that a replica makes of its engine's snapshot."""
-        return cls(replica, Figures.of(snapshot), _closed(_summary(snapshot)), _closed(snapshot))
+        """Return the report of a snapshot."""
+        return cls(replica, Figures.of(snapshot), _encode(_summary(snapshot)), _encode(snapshot))
 
     @classmethod
     def unpacked(cls, packed: bytes) -> Report:
-        """What `packed` made, perhaps in another version: figures go by their names."""
-        replica, figures, *parcels = pickle.loads(packed)
-        return cls(replica, Figures(*[number(figures, name) for name in Figures._fields]), *parcels)
+        """Decode the result of `packed`, which may come from another version."""
+        replica, figures, *parts = pickle.loads(packed)
+        return cls(replica, Figures(*[number(figures, name) for name in Figures._fields]), *parts)
 
     def packed(self) -> bytes:
-        """As one value of bytes: Ray charges for every argument, and walks through dicts."""
+        """Encode the report as one bytes object, which is the cheapest argument for Ray."""
         parts = (self.replica, self.figures._asdict(), self.summary, self.whole)
         return pickle.dumps(parts, pickle.HIGHEST_PROTOCOL)
 
 
-def opened(parcel: bytes) -> dict[str, object]:
-    """What is in a parcel of a report."""
-    content: dict[str, object] = pickle.loads(parcel)
+def decode_part(part: bytes) -> dict[str, object]:
+    """Decode a part of a report."""
+    content: dict[str, object] = pickle.loads(part)
     return content
 
 
-def _closed(content: Snapshot) -> bytes:
+def _encode(content: Snapshot) -> bytes:
     return pickle.dumps(dict(content), pickle.HIGHEST_PROTOCOL)
 
 
 def _summary(snapshot: Snapshot) -> dict[str, object]:
-    """The fields that are summed; of a slot, its average."""
+    """Return the fields for the fleet's totals; of each slot only its average."""
     slots = section(snapshot, "slots")
     averages = {size: section(slots, size).get("ema_accept_len") for size in slots}
     return {

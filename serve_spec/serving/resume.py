@@ -1,9 +1,9 @@
-"""A stream outlives its replica: what one replica began, another continues.
+"""Resume requests on another replica when theirs is lost.
 
-A token is a function of the text before it, the seed and its position alone (the sampling law), so
-prompt, tokens so far and seed are all that another replica needs to say exactly what the first one
-would have said. (Not where drafts are judged by rejection: a text then depends on them, too, and
-the second half is another one, of the same distribution.)
+A sampled token depends only on the text before it, the seed and its position, so a replica that
+receives prompt, generated tokens and seed continues with exactly the same text. With rejection
+sampling the text also depends on the drafts; the continuation then differs but follows the same
+distribution.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Protocol
 
 from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
 from serve_spec.log import get_logger
-from serve_spec.serving.admission import Turn
+from serve_spec.serving.admission import AdmissionSlot
 from serve_spec.serving.errors import (
     ApiError,
     ClientTooSlow,
@@ -39,21 +39,21 @@ from serve_spec.serving.messages import (
 
 logger = get_logger(__name__)
 
-# A request that has lost so many replicas may be what kills them.
+# A request that has lost this many replicas may be the cause.
 _MAX_LOSSES = 2
-# Between two attempts of a request that no replica takes.
+# Pause between attempts while no replica takes the request.
 _PAUSE_S = 0.25
 
 
 @dataclass
 class FleetSpeculation(SpeculationStats):
-    """What speculation did for one request, added up over the replicas that had it."""
+    """Speculation counts of one request, summed over its replicas."""
 
     num_resumes: int = 0
-    """How often a replica took the request over from one that had failed it."""
+    """How often the request was resumed after a failure."""
 
     def add(self, counts: SpeculationStats) -> None:
-        """Add what one replica counted."""
+        """Add the counts of one replica."""
         self.num_rounds += counts.num_rounds
         self.num_draft_tokens += counts.num_draft_tokens
         self.num_correct_drafts += counts.num_correct_drafts
@@ -63,7 +63,7 @@ class FleetSpeculation(SpeculationStats):
         self.synthetic_acceptance |= counts.synthetic_acceptance
 
     def as_dict(self) -> dict[str, object]:
-        """The JSON form: `usage.speculation` of the HTTP API."""
+        """Return `usage.speculation` of the HTTP API."""
         return {**super().as_dict(), "num_resumes": self.num_resumes}
 
 
@@ -74,16 +74,16 @@ class _Fleet(Protocol):
 
 
 class _Attempts:
-    """One request, on one replica after the other."""
+    """State of one request over its attempts on replicas."""
 
     def __init__(self, request: GenerateRequest, resume_timeout_s: float) -> None:
         params = request.params
-        if params.seed is None:  # the next replica must draw as the first one did
+        if params.seed is None:  # every attempt must sample the same tokens
             params = replace(params, seed=secrets.randbits(63))
         self._request = replace(request, params=params)
         self._resume_timeout_s = resume_timeout_s
         self._emitted: list[int] = []
-        # By attempt: the newest that its replica said of speculation, which counts from its start.
+        # The latest speculation counts of each attempt.
         self._counts: dict[int, SpeculationStats] = {}
         self._num_resumes = 0
         self._avoid: set[str] = set()
@@ -91,13 +91,13 @@ class _Attempts:
         self._num_losses = 0
         self._is_resumption = False
         self._may_wait = False
-        """Whether it has begun somewhere, so that it waits where a new request is refused."""
+        """Whether it has started somewhere, so that it waits when a new request is rejected."""
         self._replica: str | None = None
         self._was_accepted = False
         self._give_up_at = float("inf")
 
     def next_request(self) -> GenerateRequest:
-        """What to ask the next replica for. Engines know attempts apart by their ids."""
+        """Return the request of the next attempt, with an id of its own."""
         self._num_attempts += 1
         self._replica = None
         return replace(
@@ -109,11 +109,11 @@ class _Attempts:
         )
 
     def take(self, item: ReplicaItem) -> ReplicaItem | None:
-        """Record an item; return what the caller receives, if anything.
+        """Record an item; return it if the caller should receive it.
 
         Raises:
-            ReplicaLost: the item is a failure, and another replica may do better.
-            ApiError: the replica is full; a request that was taken before may wait.
+            ReplicaLost: the item is a failure, and another replica may succeed.
+            ApiError: the replica is full; a request that has started before may wait.
         """
         if isinstance(item, Failed) and not item.overloaded:
             raise ReplicaLost(engine_failed(item.message), replica=item.replica)
@@ -132,7 +132,7 @@ class _Attempts:
     def _take_delta(self, delta: TokenDelta) -> TokenDelta:
         if delta.speculation is not None:
             self._counts[self._num_attempts] = delta.speculation
-        if delta.finish_reason is FinishReason.ABORT:  # not ours: the engine is shutting down
+        if delta.finish_reason is FinishReason.ABORT:  # by the engine, at its shutdown
             why = "the replica that had this request is shutting down"
             raise ReplicaLost(no_replica(why), is_orderly=True)
         self._emitted += delta.token_ids
@@ -144,14 +144,14 @@ class _Attempts:
         return delta._replace(speculation=total)
 
     def withdrawn(self) -> None:
-        """Note that the router has taken the request back from its replica."""
+        """Record that the router withdrew the request."""
         self._wait_from_now()
 
     async def after(self, error: ApiError) -> None:
-        """Return when it is time for another attempt.
+        """Wait until the next attempt after an error.
 
         Raises:
-            ApiError: there will be none; the error that says why.
+            ApiError: there will be no other attempt.
         """
         if isinstance(error, ClientTooSlow):
             raise error
@@ -172,7 +172,7 @@ class _Attempts:
         self._is_resumption |= bool(names)
         self._wait_from_now()
         logger.warning(
-            "request %s (%s) goes on elsewhere after %d tokens: %s",
+            "request %s (%s) continues on another replica after %d tokens: %s",
             self._request.request_id,
             self._request.trace_id,
             len(self._emitted),
@@ -189,39 +189,43 @@ def _now() -> float:
 
 
 async def resumed(
-    fleet: _Fleet, request: GenerateRequest, resume_timeout_s: float, turn: Turn | None = None
+    fleet: _Fleet,
+    request: GenerateRequest,
+    resume_timeout_s: float,
+    slot: AdmissionSlot | None = None,
 ) -> AsyncGenerator[ReplicaItem, None]:
-    """Yield `fleet.generate(request)` without breaks: `Accepted` once, no token lost or repeated.
+    """Yield the items of `fleet.generate(request)`, resuming it when its replica is lost.
 
-    The last delta's counts (`FleetSpeculation`) are the sum of the newest that each of the replicas
-    has said of itself; what one that died has counted since is not known.
+    `Accepted` is yielded once, and no token is lost or repeated. The last delta's counts
+    (`FleetSpeculation`) are the sum of the latest counts of each replica; a lost replica may have
+    done more.
 
-    turn: the request's place at the replicas, which it may have to give back for a while.
+    slot: the request's slot at the replicas, which it may have to release for a while.
 
     Raises:
-        ApiError: no replica takes the request; after a loss, none took it for `resume_timeout_s`,
+        ApiError: no replica takes the request, none took it for `resume_timeout_s` after a loss,
             or it lost its replica twice.
     """
     attempts = _Attempts(request, resume_timeout_s)
     while True:
-        if turn is not None:
-            await turn.regain()
+        if slot is not None:
+            await slot.ensure_slot()
         attempt = attempts.next_request()
-        if turn is not None:
-            turn.withdraw = partial(fleet.withdraw, attempt.request_id)
+        if slot is not None:
+            slot.withdraw = partial(fleet.withdraw, attempt.request_id)
         try:
             async with aclosing(fleet.generate(attempt)) as items:
                 async for item in items:
                     if isinstance(item, Withdrawn):
                         break
-                    if turn is not None and isinstance(item, TokenDelta):
-                        turn.has_begun = True
+                    if slot is not None and isinstance(item, TokenDelta):
+                        slot.has_tokens = True
                     if (visible := attempts.take(item)) is not None:
                         yield visible
                     if is_last(item):
                         return
                 else:
-                    raise engine_failed("the replica ended the completion early")
+                    raise engine_failed("the replica ended the stream without a finish reason")
             attempts.withdrawn()
         except ApiError as error:
             await attempts.after(error)

@@ -1,10 +1,10 @@
-"""The replica's ends of its connections to routers.
+"""The replica's side of its connections to routers.
 
     request ─┐                               ┌─ one message per round ─> router 1
     request ─┼─ put ─> ResponseQueue of its ─┤
     request ─┘         router                └─ ...
 
-No request waits for a slow router: deltas that wait are merged.
+A slow router does not delay generation: its unsent deltas are merged.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DRAIN_POLL_S = 0.02
 
 
 class ResponseQueue:
-    """Items for one router; iterating yields lists of all that were added since the last one."""
+    """Items for one router; iteration yields lists of the items added since the last one."""
 
     def __init__(self) -> None:
         self.answers: dict[str, asyncio.Task[None]] = {}
@@ -52,19 +52,19 @@ class ResponseQueue:
         self._changed.set()
 
     def report_load(self) -> None:
-        """Yield a list, if necessary an empty one, so that the load is sent."""
+        """Make the iteration yield, even without items, so that the load is sent."""
         self.is_load_due = True
         self._changed.set()
 
     def close(self) -> None:
-        """End the iteration after the items that wait."""
+        """End the iteration after the queued items."""
         self._is_closed = True
         self._changed.set()
 
     async def __aiter__(self) -> AsyncIterator[Items]:
         while not self._is_closed or self._items:
             await self._changed.wait()
-            # The requests of a round put their items one by one: let all of them do so.
+            # Let all requests of the round add their items first.
             await asyncio.sleep(0)
             self._changed.clear()
             items, self._items = self._items, []
@@ -81,9 +81,9 @@ class RouterConnections:
 
     If a connection breaks, the requests of its router are cancelled.
 
-    name: of this replica.
+    name: this replica's name.
     answer: puts all items of a request into a queue, the last one included.
-    cancel: cancels a request in the engine; harmless if it has ended.
+    cancel: cancels a request in the engine; no-op if it has ended.
     load: returns `ReplicaMessage.load`.
     """
 
@@ -103,10 +103,10 @@ class RouterConnections:
         self._is_closing = False
 
     async def connect(self, router: RouterAddress) -> None:
-        """Connect to a router unless there is a connection, and serve it from now on.
+        """Connect to a router and serve its requests; no-op if it is connected.
 
         Raises:
-            OSError: it does not listen any more.
+            OSError: it no longer listens.
         """
         if router.name in self._queues or self._is_closing:
             return
@@ -124,7 +124,7 @@ class RouterConnections:
         self._start(self._serve(router.name, queue, reader, writer))
 
     def report_load(self) -> None:
-        """Send all routers the load, which also shows that this replica is responsive."""
+        """Send the load to all routers; this also serves as a heartbeat."""
         for queue in self._queues.values():
             queue.report_load()
 
@@ -133,7 +133,7 @@ class RouterConnections:
         return {name: len(box.answers) for name, box in self._queues.items() if box.answers}
 
     async def drain(self) -> None:
-        """Tell routers to send no more requests; return once all have ended."""
+        """Stop accepting requests; return once all have ended."""
         self._is_closing = True
         self.report_load()
         while self.num_requests():
@@ -141,7 +141,7 @@ class RouterConnections:
         self.close()
 
     def close(self) -> None:
-        """Close all connections after the items that wait."""
+        """Close all connections after their queued items."""
         self._is_closing = True
         for queue in self._queues.values():
             queue.close()
@@ -154,14 +154,16 @@ class RouterConnections:
     async def _serve(
         self, router: str, queue: ResponseQueue, reader: asyncio.StreamReader, writer: Any
     ) -> None:
-        """Handle messages of a router until the connection ends; then cancel its requests."""
+        """Handle messages of a router until the connection closes; then cancel its requests."""
         try:
             while True:
                 self._handle(decode_router_message(await read_message(reader)), queue)
         except (EOFError, OSError) as error:
-            logger.info("router %s is gone, %d requests end: %r", router, len(queue.answers), error)
+            logger.info(
+                "router %s is gone, %d requests cancelled: %r", router, len(queue.answers), error
+            )
         except Exception:
-            logger.exception("a message of router %s cannot be read", router)
+            logger.exception("unreadable message of router %s", router)
         finally:
             del self._queues[router]
             for request_id, answer in queue.answers.items():
@@ -191,6 +193,6 @@ class RouterConnections:
                 write_message(writer, encode_replica_message(message))
                 await writer.drain()
         except OSError as error:
-            logger.debug("the connection broke, as `_serve` reports: %r", error)
+            logger.debug("connection closed: %r", error)
         finally:
             writer.close()

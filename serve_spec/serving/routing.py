@@ -1,4 +1,4 @@
-"""Choose the replica for requests: arithmetic on what a router knows of the replicas."""
+"""Choose the replica for requests, from the load that a router knows."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from serve_spec.serving.replica_connections import ReplicaConnection
 
 
 def requests_to_move(
-    not_begun: Mapping[str, Sequence[str]],
+    not_started: Mapping[str, Sequence[str]],
     stats: Mapping[str, Mapping[str, Any]],
-    num_places: int,
+    num_slots: int,
 ) -> list[str]:
-    """Return the requests to withdraw, so that they are routed anew.
+    """Return waiting requests to withdraw, so that they are sent to replicas with free slots.
 
     Args:
-        not_begun: by replica, requests without a token yet, oldest first.
+        not_started: by replica, requests without a token yet, oldest first.
         stats: by replica, `EngineReplica.record_routing_stats`.
-        num_places: requests that a replica runs at once.
+        num_slots: maximum number of running requests of a replica.
     """
-    num_free = sum(_free_places(state, num_places) for state in stats.values())
+    num_free = sum(_free_slots(state, num_slots) for state in stats.values())
     moving: list[str] = []
-    for replica, request_ids in not_begun.items():
+    for replica, request_ids in not_started.items():
         state = stats.get(replica, {})
         num_waiting = state.get("num_waiting") or 0
-        # The engine starts requests in order of arrival: the oldest may be computing their prompts.
+        # The engine starts requests in order of arrival, so the oldest may be in prefill.
         num_started = max(len(request_ids) - num_waiting, _num_in_prefill(state))
         taken = request_ids[num_started:][:num_free]
         num_free -= len(taken)
@@ -42,20 +42,20 @@ def _num_in_prefill(state: Mapping[str, Any]) -> int:
     return max(0, (state.get("num_running") or 0) - (state.get("batch_size") or 0))
 
 
-def _free_places(state: Mapping[str, Any], num_places: int) -> int:
+def _free_slots(state: Mapping[str, Any], num_slots: int) -> int:
     if not state.get("is_healthy", True) or is_short_of_pages(state):
         return 0
     taken = (state.get("num_running") or 0) + (state.get("num_waiting") or 0)
-    return max(0, num_places - taken)
+    return max(0, num_slots - taken)
 
 
 Policy: TypeAlias = Literal["goodput", "balanced", "prefix"]
 
-# Costs that are as close to the least as this are equal: tables of like machines differ so much,
-# and between equals the one with fewer requests is the quicker.
+# Costs within this factor of the lowest count as equal, because tables of equal machines differ by
+# it; among these, the replica with the fewest requests is the fastest.
 _NOISE = 1.25
 _SHORT_SHARE = 0.1
-# Prefixes are compared in blocks of so many characters of text, or tokens.
+# Size of the blocks in which prefixes are compared.
 _CHARS_PER_BLOCK = 64
 _TOKENS_PER_BLOCK = 16
 _MAX_BLOCKS = 64
@@ -64,38 +64,38 @@ _MAX_KNOWN_BLOCKS = 200_000
 
 @dataclass(frozen=True)
 class ReplicaLoad:
-    """One replica as a router sees it."""
+    """The load of one replica as known to a router."""
 
     name: str
-    own_rows: int = 0
-    """Requests that this router has sent it and that have not ended, as of now."""
-    other_rows: int = 0
-    """Requests of other routers, as of the last that is heard of it."""
-    num_places: float = math.inf
-    """Rows it runs at once: more wait until others have ended, whatever they cost then."""
-    max_rows: float = math.inf
-    """With more it is full."""
+    own_requests: int = 0
+    """Open requests of this router."""
+    other_requests: int = 0
+    """Requests of other routers, from the replica's last message."""
+    num_slots: float = math.inf
+    """Maximum number of running requests; more would wait."""
+    max_requests: float = math.inf
+    """Maximum number of requests, running and waiting."""
     is_short_of_pages: bool = False
-    """Requests wait there for KV pages: a newcomer would stand behind them."""
+    """Whether requests wait for KV pages; a new one would queue behind them."""
     is_healthy: bool = True
     marginal_ms_by_rows: Mapping[int, float] | None = None
-    """ms per token of one more request by rows, see `adaptive.marginal`; None: no cost table."""
+    """ms/token of one more request, by number of requests (`adaptive.marginal`); None: no table."""
     matched_blocks: int = 0
-    """Blocks of the submission's prompts that it was sent before."""
+    """Blocks of the batch's prompts that the replica was sent before."""
 
     @classmethod
     def of(
         cls, name: str, load: Mapping[str, Any], rows: Mapping[str, int], router: str
     ) -> ReplicaLoad:
-        """Return what is known of a replica from what it said.
+        """Return the load of a replica from its last messages.
 
-        load: `EngineReplica.record_routing_stats`, a second old as a rule. rows: requests there by
-        router, milliseconds old while it has requests of this router.
+        load: `EngineReplica.record_routing_stats`, up to a second old. rows: its requests by
+        router, milliseconds old while it runs requests of this router.
         """
         by_rows: Mapping[str, float] | None = load.get("marginal_ms_by_rows")
         return cls(
             name,
-            other_rows=sum(n for sender, n in rows.items() if sender != router),
+            other_requests=sum(n for sender, n in rows.items() if sender != router),
             is_short_of_pages=is_short_of_pages(load),
             is_healthy=load.get("is_healthy", True),
             marginal_ms_by_rows={int(k): ms for k, ms in by_rows.items()} if by_rows else None,
@@ -103,11 +103,11 @@ class ReplicaLoad:
 
     @property
     def rows(self) -> int:
-        """Requests it has."""
-        return self.own_rows + self.other_rows
+        """Requests of all routers."""
+        return self.own_requests + self.other_requests
 
     def marginal_ms(self, num_requests: int) -> float:
-        """Mean ms per token of each of `num_requests` more."""
+        """Return the mean ms/token of `num_requests` additional requests."""
         assert self.marginal_ms_by_rows, "balanced is the policy without costs"
         known = sorted(self.marginal_ms_by_rows.items())
         rows = range(self.rows, self.rows + num_requests)
@@ -122,18 +122,18 @@ def ranked(
     load_factor: float,
     avoid: frozenset[str] = frozenset(),
 ) -> list[str]:
-    """Names of all replicas, the best for `num_requests` more first.
+    """Return the names of all replicas, the best for `num_requests` more first.
 
-    Whatever the policy, sick replicas come last, then those to be avoided, full ones, and those
-    that have no place for all of the newcomers.
+    Under every policy the worst are unhealthy replicas, then those to avoid, full ones, and those
+    without free slots for all of the requests.
 
-    load_factor: under `prefix`, the most rows a replica may have, relative to the mean.
+    load_factor: under `prefix`, the maximum requests of a replica relative to the mean.
     """
     order = _order(policy, loads, num_requests, load_factor)
 
     def key(load: ReplicaLoad) -> tuple[Any, ...]:
-        is_full = load.is_short_of_pages or load.rows + num_requests > load.max_rows
-        has_to_wait = load.rows + num_requests > load.num_places
+        is_full = load.is_short_of_pages or load.rows + num_requests > load.max_requests
+        has_to_wait = load.rows + num_requests > load.num_slots
         return (not load.is_healthy, load.name in avoid, is_full, has_to_wait, *order(load))
 
     return [load.name for load in sorted(loads, key=key)]
@@ -158,7 +158,7 @@ def _order(
 
 
 def is_short_of_pages(stats: Mapping[str, Any]) -> bool:
-    """Return whether a queue is there to stay: for a moment, every request that arrives waits."""
+    """Return whether requests wait for KV pages, not just for the next step."""
     pages = stats.get("kv")
     if not pages or not stats.get("num_waiting"):
         return False
@@ -166,9 +166,10 @@ def is_short_of_pages(stats: Mapping[str, Any]) -> bool:
 
 
 def _between(known: Sequence[tuple[int, float]], rows: int) -> float:
-    """ms at `rows`, between the entries around it; from the last one on, in proportion to rows.
+    """Return the ms at `rows` by linear interpolation; beyond the table, proportional to rows.
 
-    Not in stairs: a replica whose stair is a little lower would get all requests up to its end.
+    With a step function, the replica with a slightly lower step would get all requests up to its
+    end.
     """
     above = bisect_right(known, rows, key=lambda entry: entry[0])
     if above == 0:
@@ -181,9 +182,9 @@ def _between(known: Sequence[tuple[int, float]], rows: int) -> float:
 
 
 class SentPrefixes:
-    """Which replica was sent which beginnings of prompts, the newest `max_blocks` of them.
+    """The prompt prefixes sent to each replica, the newest `max_blocks` blocks.
 
-    An estimate of what a replica's cache holds: made of what was sent, not of what is kept.
+    This estimates the content of a replica's prefix cache; evictions there are not known.
     """
 
     def __init__(self, max_blocks: int = _MAX_KNOWN_BLOCKS) -> None:
@@ -194,14 +195,14 @@ class SentPrefixes:
         return len(self._sent)
 
     def matched(self, replica: str, prefixes: Sequence[int]) -> int:
-        """Leading blocks of one prompt (`blocks`) that the replica was sent before."""
+        """Count the leading blocks of a prompt (`blocks`) that the replica was sent before."""
         for count, block in enumerate(prefixes):
             if (replica, block) not in self._sent:
                 return count
         return len(prefixes)
 
     def note(self, replica: str, prefixes: Sequence[int]) -> None:
-        """The replica is sent a prompt."""
+        """Record that a prompt is sent to the replica."""
         for block in prefixes:
             self._sent[replica, block] = None
             self._sent.move_to_end((replica, block))
@@ -209,13 +210,13 @@ class SentPrefixes:
             self._sent.popitem(last=False)
 
     def forget(self, replica: str) -> None:
-        """The replica is gone, and its cache with it."""
+        """Remove a replica, whose cache is gone."""
         for key in [key for key in self._sent if key[0] == replica]:
             del self._sent[key]
 
 
 def blocks(prompt: str | list[int]) -> list[int]:
-    """One number per whole block of the prompt, each standing for everything up to its end."""
+    """Return a hash of the prefix up to the end of each whole block of the prompt."""
     size = _CHARS_PER_BLOCK if isinstance(prompt, str) else _TOKENS_PER_BLOCK
     found: list[int] = []
     before = 0
@@ -227,15 +228,15 @@ def blocks(prompt: str | list[int]) -> list[int]:
 
 
 def first_block(request: GenerateRequest) -> int | None:
-    """What requests share that travel together under `prefix`; None: less than a block."""
+    """Return the hash of the first whole block, by which `prefix` groups requests, or None."""
     return next(iter(blocks(request.prompt)), None)
 
 
 class ReplicaChooser:
-    """Chooses for one router.
+    """Chooses replicas for the requests of one router.
 
-    num_open: how many requests of this router a replica has, as of now.
-    num_places: requests that a replica runs at once. max_rows: with more it is full.
+    num_open: returns the number of this router's open requests at a replica.
+    num_slots, max_requests: see `ReplicaLoad`.
     """
 
     def __init__(
@@ -244,30 +245,30 @@ class ReplicaChooser:
         router: str,
         num_open: Callable[[str], int],
         *,
-        num_places: int,
-        max_rows: int,
+        num_slots: int,
+        max_requests: int,
         load_factor: float,
     ) -> None:
         self._policy = policy
         self._router = router
         self._num_open = num_open
-        self._num_places = num_places
-        self._max_rows = max_rows
+        self._num_slots = num_slots
+        self._max_requests = max_requests
         self._load_factor = load_factor
         self._prefixes = SentPrefixes()
 
     def choose(
         self, requests: Sequence[GenerateRequest], connections: Mapping[str, ReplicaConnection]
     ) -> str:
-        """Return the replica that requests, at least one, are to be sent to together."""
+        """Return the replica for a batch of at least one request."""
         by_prefix = self._policy == "prefix"
         prompts = [blocks(request.prompt) for request in requests if by_prefix]
         loads = [
             replace(
                 ReplicaLoad.of(name, link.load, link.rows, self._router),
-                own_rows=self._num_open(name),
-                num_places=self._num_places,
-                max_rows=self._max_rows,
+                own_requests=self._num_open(name),
+                num_slots=self._num_slots,
+                max_requests=self._max_requests,
                 matched_blocks=sum(self._prefixes.matched(name, prompt) for prompt in prompts),
             )
             for name, link in connections.items()
@@ -284,5 +285,5 @@ class ReplicaChooser:
         return name
 
     def forget(self, replica: str) -> None:
-        """Note that a replica is gone, and its cache with it."""
+        """Remove a replica, whose cache is gone."""
         self._prefixes.forget(replica)

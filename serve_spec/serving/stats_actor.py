@@ -1,7 +1,7 @@
-"""`SpecStats`: the one place that knows the whole fleet. Soft state, off the request path.
+"""`SpecStats`: a Ray actor with statistics of the whole fleet. No request depends on it.
 
-A fleet is a Serve application: the actor lives in a Ray namespace of the application's name. No
-deployment owns it, so it outlives replicas and routers, and ends by itself when they stay away.
+Each Serve application has one, in the Ray namespace of the application's name. It is detached, so
+it outlives replicas and routers; it exits when no reports arrive.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from ray.serve._private.common import DeploymentID, ReplicaID
 
 from serve_spec.config import ServeSpecConfig, StatsConfig
 from serve_spec.log import get_logger
-from serve_spec.serving.fleet_stats import FleetStats, open_view
+from serve_spec.serving.fleet_stats import FleetStats, decode_view
 from serve_spec.serving.reports import Report, ReportPace
 
 _SERVE_NAMESPACE = "serve"
 
 
 class ReplicaActors:
-    """Actors of one deployment by the unique ids of its replicas. Every method may block."""
+    """The actors of one deployment, by replica id. All methods may block."""
 
     def __init__(self, app_name: str, deployment: str) -> None:
         self._deployment = DeploymentID(name=deployment, app_name=app_name)
 
-    def is_there(self, replica: str) -> bool:
-        """Return whether a replica lives; true where Ray does not know at the moment."""
+    def is_alive(self, replica: str) -> bool:
+        """Return whether a replica is alive; true if Ray cannot tell."""
         try:
             self._actor(replica)
-        except ValueError:  # Ray knows: there is no such actor
+        except ValueError:  # no such actor
             return False
         except RayError as error:
-            logger.info("replica %s: unknown whether it lives: %r", replica, error)
+            logger.info("replica %s: state unknown: %r", replica, error)
         return True
 
-    def answers(self, replica: str, within_s: float) -> bool:
-        """Return whether a replica passes its health check within so many seconds."""
+    def responds(self, replica: str, within_s: float) -> bool:
+        """Return whether a replica passes its health check within `within_s` seconds."""
         try:
             ray.get(self._actor(replica).check_health.remote(), timeout=within_s)
         except (RayError, ValueError, TimeoutError, RuntimeError):
@@ -50,11 +50,11 @@ class ReplicaActors:
         return True
 
     def kill(self, replica: str) -> None:
-        """End a replica's process; harmless if it is gone."""
+        """Kill a replica's process; no-op if it is gone."""
         try:
             ray.kill(self._actor(replica))
         except (RayError, ValueError) as error:
-            logger.info("replica %s: not ended: %r", replica, error)
+            logger.info("replica %s: not killed: %r", replica, error)
 
     def _actor(self, replica: str) -> Any:
         name = ReplicaID(unique_id=replica, deployment_id=self._deployment).to_full_id_str()
@@ -64,32 +64,31 @@ class ReplicaActors:
 logger = get_logger(__name__)
 
 _ANSWER_WITHIN_S = 2.0
-_TAKEN_AT_ONCE = 64
+_MAX_BUFFERED_REPORTS = 64
 _STATUS_VALID_S = 1.0
 _STATUS_CORES = 0.1
-_LOOK_EVERY_S = 1.0
-# A report is late after so many intervals.
+_CHECK_EVERY_S = 1.0
+# A report is late after this many intervals.
 _LATE_FACTOR = 1.5
 
 
 class StatsUnavailable(RuntimeError):
-    """The actor did not answer. Nothing but the statistics is lost."""
+    """The actor did not respond. Only statistics are affected."""
 
 
 class SpecStats:
-    """The actor: clocks and a process around `FleetStats`.
+    """The actor around `FleetStats`.
 
-    Reports are taken many at a time, as soon as enough have come or a reader asks: between two of
-    Ray's calls the host's caches are cold, and the same lines take several times as long.
+    Reports are buffered and processed in batches, when enough have arrived or a reader asks. This
+    is several times faster than one at a time.
 
-    Replicas that do not report are looked after: the dead are forgotten, and one that lives but
-    does not answer is ended, so that its resources are free for the next.
+    Replicas that stop reporting are checked: dead ones are removed, and one that is alive but does
+    not respond is killed, so that its resources are free for its replacement.
 
     Args:
-        end: called, from another thread, once nothing has been reported for as long as it
-            remembers.
-        replicas: how to look after them; None: they are not.
-        stall_timeout_s: seconds of silence after which a replica has to answer.
+        end: called in another thread when nothing has been reported for as long as data is kept.
+        replicas: access to the replicas' actors; None: silent replicas are not checked.
+        stall_timeout_s: seconds of silence after which a replica must respond.
     """
 
     def __init__(
@@ -114,32 +113,33 @@ class SpecStats:
         self._status: dict[str, object] = {}
         self._status_until = float("-inf")
         if end is not None:
-            threading.Thread(target=self._end_alone, args=(end,), daemon=True).start()
+            threading.Thread(target=self._end_when_idle, args=(end,), daemon=True).start()
         if replicas is not None:
-            threading.Thread(target=self._look_after, args=(replicas,), daemon=True).start()
+            threading.Thread(target=self._check_forever, args=(replicas,), daemon=True).start()
 
     def report(self, packed: bytes) -> float:
-        """Take a `Report`; says how many seconds its replica should wait at least."""
+        """Store a `Report`; return the minimum seconds until the replica's next one."""
         self._reported_s = time.time()
         self._waiting.append((packed, self._reported_s))
-        if len(self._waiting) >= _TAKEN_AT_ONCE:
+        if len(self._waiting) >= _MAX_BUFFERED_REPORTS:
             with self._lock:
-                self._take_waiting()
+                self._process_buffered()
         return self._interval_s
 
     def forget(self, replica: str) -> None:
-        """Drop a replica that is shutting down."""
+        """Remove a replica that is shutting down."""
         with self._lock:
             self._fleet.forget(replica)
 
     def view(self) -> dict[str, object]:
-        """`FleetStats.closed_view` as of now; who asked has more time to open it."""
+        """Return `FleetStats.encoded_view`, which the caller decodes."""
         with self._lock:
-            return self._fleet.closed_view(time.time())
+            return self._fleet.encoded_view(time.time())
 
     def status(self) -> dict[str, object]:
-        """What the status page shows; bounded in size, and made anew so rarely that it costs a
-        tenth of a core at most, however many look.
+        """Return the data of the status page.
+
+        It is cached so that computing it takes at most a tenth of a core for any number of readers.
         """
         if time.time() >= self._status_until:
             used_s = -time.process_time()
@@ -150,58 +150,56 @@ class SpecStats:
         return self._status
 
     def prior(self, pair: str, max_steps: int) -> list[float] | None:
-        """Accept rates by position for a new replica of this pair of models; None: not known."""
+        """See `FleetAcceptance.prior`."""
         with self._lock:
             return self._fleet.prior(pair, max_steps, time.time())
 
     @property
     def _fleet(self) -> FleetStats:
-        """With everything that has arrived."""
-        self._take_waiting()
+        """The statistics, with all buffered reports."""
+        self._process_buffered()
         return self._known
 
-    def _end_alone(self, end: Callable[[], None]) -> None:
+    def _end_when_idle(self, end: Callable[[], None]) -> None:
         while (left_s := self._reported_s + self._memory_s - time.time()) > 0:
             time.sleep(left_s)
         end()
 
-    def _look_after(self, replicas: ReplicaActors) -> None:
+    def _check_forever(self, replicas: ReplicaActors) -> None:
         while True:
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_CHECK_EVERY_S)
             try:
-                self.look_after_silent(replicas, time.time())
-            except Exception as error:  # the next look may succeed
-                logger.warning("silent replicas not looked after: %r", error)
+                self.check_silent(replicas, time.time())
+            except Exception as error:  # the next check may succeed
+                logger.warning("silent replicas not checked: %r", error)
 
-    def look_after_silent(self, replicas: ReplicaActors, now_s: float) -> None:
-        """Forget replicas that are gone, and end those that have been silent for too long."""
+    def check_silent(self, replicas: ReplicaActors, now_s: float) -> None:
+        """Remove replicas that are gone; kill those that have been unresponsive for too long."""
         interval_s = max(self._push_interval_s, self._interval_s)
         with self._lock:
             silent = self._fleet.silent(now_s, _LATE_FACTOR * interval_s)
         for name, age_s in silent.items():
-            if not replicas.is_there(name):
+            if not replicas.is_alive(name):
                 self.forget(name)
-            elif age_s > interval_s + self._stall_timeout_s and not replicas.answers(
+            elif age_s > interval_s + self._stall_timeout_s and not replicas.responds(
                 name, _ANSWER_WITHIN_S
             ):
-                logger.error("replica %s does not answer: its process is ended", name)
+                logger.error("replica %s does not respond; killing its process", name)
                 replicas.kill(name)
 
-    def _take_waiting(self) -> None:
+    def _process_buffered(self) -> None:
         waiting, self._waiting = self._waiting, []
         for packed, time_s in waiting:
             try:
                 self._known.take(Report.unpacked(packed), time_s)
-            except Exception as error:  # one replica's nonsense is not another's
-                logger.warning("a report that cannot be read: %r", error)
+            except Exception as error:  # other replicas' reports are still valid
+                logger.warning("unreadable report: %r", error)
         self._pace.count(len(waiting))
         self._interval_s = self._pace.interval_s(self._known.num_replicas)
 
 
 class StatsClient:
-    """Calls the actor of an application, makes it where there is none, and finds it again after it
-    was lost.
-    """
+    """Client of an application's actor; it creates the actor if there is none."""
 
     def __init__(self, config: ServeSpecConfig, app_name: str) -> None:
         self._config = config.stats
@@ -210,48 +208,48 @@ class StatsClient:
         self._actor: Any = None
 
     async def report(self, replica: str, snapshot: Mapping[str, object]) -> float:
-        """Send a replica's snapshot; seconds to wait before the next one, at least.
+        """Send a replica's snapshot; return the minimum seconds until the next one.
 
         Raises:
-            StatsUnavailable: it did not arrive.
+            StatsUnavailable: no response within two seconds.
         """
         interval_s: float = await self._call("report", Report.of(replica, snapshot).packed())
         return interval_s
 
     async def view(self) -> dict[str, object]:
-        """What the actor knows.
+        """Return `FleetStats.view`.
 
         Raises:
-            StatsUnavailable: no answer within two seconds.
+            StatsUnavailable: no response within two seconds.
         """
-        # Of a large fleet that takes long: not on the event loop.
-        return await asyncio.to_thread(open_view, await self._call("view"))
+        # Decoding a large fleet is slow, so it runs in a thread.
+        return await asyncio.to_thread(decode_view, await self._call("view"))
 
     async def status(self) -> dict[str, object]:
-        """What the status page shows.
+        """Return the data of the status page.
 
         Raises:
-            StatsUnavailable: no answer within two seconds.
+            StatsUnavailable: no response within two seconds.
         """
         status: dict[str, object] = await self._call("status")
         return status
 
     def prior(self, pair: str, max_steps: int) -> list[float] | None:
-        """What the fleet knows of a pair's acceptance; None also without an answer in time.
+        """Return the fleet's accept rates of a pair of models; None if unknown or unavailable.
 
-        Blocks, for two seconds at most: for a replica that has yet to load its models.
+        Blocks for up to two seconds.
         """
         try:
             actor: Any = ray.get_actor(self._config.actor_name, self._app_name)
             answer = actor.prior.remote(pair, max_steps)
-            # Not `ray.get`, which warns where an event loop runs.
+            # `ray.get` would warn in a thread with an event loop.
             prior: list[float] | None = answer.future().result(_ANSWER_WITHIN_S)
         except (RayError, TimeoutError, ValueError):
             return None
         return prior
 
     def forget(self, replica: str) -> None:
-        """Tell the actor that a replica leaves; does not wait, and may get lost."""
+        """Notify the actor, best effort and without waiting, that a replica shuts down."""
         if self._actor is not None:
             with contextlib.suppress(RayError):
                 self._actor.forget.remote(replica)
@@ -272,7 +270,7 @@ class StatsClient:
         try:
             async with asyncio.timeout(_ANSWER_WITHIN_S):
                 if self._actor is None:
-                    # Asks Ray's control service, which blocks: not on the event loop.
+                    # A blocking call to Ray's control service.
                     self._actor = await asyncio.to_thread(self._connect)
                 return await getattr(self._actor, method).remote(*args)
         except (RayError, TimeoutError, ValueError) as error:
@@ -281,7 +279,7 @@ class StatsClient:
 
 
 def actor_options(config: StatsConfig, app_name: str) -> dict[str, Any]:
-    """How Ray is to run the actor."""
+    """Return the Ray options of the actor."""
     return {
         "name": config.actor_name,
         "namespace": app_name,
@@ -289,9 +287,9 @@ def actor_options(config: StatsConfig, app_name: str) -> dict[str, Any]:
         "lifetime": "detached",
         "max_restarts": -1,
         "num_cpus": 0,
-        # Otherwise it is born into the creating replica's placement group and dies with it.
+        # Otherwise it would join the creating replica's placement group and die with it.
         "scheduling_strategy": "DEFAULT",
-        # A log line per report costs as much as the report.
+        # A task event per report costs as much as the report.
         "enable_task_events": False,
     }
 

@@ -1,4 +1,4 @@
-"""The live status page: one HTML file, its script and a charting library, all served from here."""
+"""The live status page: an HTML file, its script and a charting library."""
 
 # No `from __future__ import annotations` here: FastAPI reads the annotations of the routes.
 
@@ -15,9 +15,9 @@ _ASSETS = {
     "uplot.min.js": "text/javascript",
 }
 OPEN_PATHS = frozenset({"/", *(f"/static/{name}" for name in _ASSETS)})
-"""Need no API key: they hold no figures. `/status.json` does, and the page asks for the key."""
+"""Paths without API key. The data is in `/status.json`, for which the page asks for the key."""
 
-# What the browser is to hold the page to: nothing comes from, or goes to, another host.
+# The content security policy allows no other host.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'self'; form-action 'none'; frame-ancestors 'none'"
@@ -25,13 +25,13 @@ _POLICY = (
 
 
 def add_status_page(api: FastAPI) -> None:
-    """Add `/` and its assets; the figures come from `/status.json`."""
+    """Add the routes of `/` and its assets."""
     page = _read("status.html").decode()
     assets = {name: _read(name) for name in _ASSETS}
 
     @api.get("/", include_in_schema=False)
     async def status_page(request: Request) -> Response:
-        """The page, below whatever route prefix the application has."""
+        """Return the page, with the application's route prefix as base URL."""
         base = html.escape(request.scope.get("root_path", "").rstrip("/") + "/")
         headers = {"content-security-policy": _POLICY}
         return HTMLResponse(page.replace("{{base}}", base), headers=headers)
@@ -43,7 +43,7 @@ def add_status_page(api: FastAPI) -> None:
 def _add_asset(api: FastAPI, name: str, content: bytes) -> None:
     @api.get(f"/static/{name}", include_in_schema=False)
     async def asset() -> Response:
-        """One file, as it was installed."""
+        """Return one file."""
         headers = {"cache-control": "no-cache"}
         return Response(content, media_type=_ASSETS[name], headers=headers)
 

@@ -1,8 +1,8 @@
-"""What replicas and routers tell of themselves, and the warm start a replica gets from others.
+"""Metrics of replicas and routers, and the warm start of a replica from the fleet's acceptance.
 
-The router measures the latency that a caller sees, the replica what its engine took; the difference
-is the framework's: HTTP, queue, routing, and the way between processes. Clocks never cross
-processes.
+The router measures the latency seen by clients, the replica that of its engine. The difference is
+the framework's share: HTTP, queueing, routing and messages. Clocks of different processes are never
+compared.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ OLD_ROUTER_LABEL = "door"
 """Former value of `measured_at` for "router"; it is exported as well until 0.3."""
 
 ARRIVED: ContextVar[float | None] = ContextVar("arrived", default=None)
-"""`perf_counter` of the arrival of the request that this task serves."""
+"""`perf_counter` at the arrival of the current request."""
 
 
 class RequestTimer:
-    """Times one request; `record` gets the readings, two at its first tokens, the rest at its end.
+    """Measures the latency of one request and passes it to `record`.
 
-    started: `perf_counter` to count from.
+    started: the `perf_counter` to measure from.
     """
 
     def __init__(
@@ -69,22 +69,22 @@ class RequestTimer:
         self._num_later = 0
         self._outcome = "left"
 
-    def saw(self, item: ReplicaItem) -> None:
-        """Take what the replica just answered."""
+    def observe(self, item: ReplicaItem) -> None:
+        """Process an item of the replica as it arrives."""
         if isinstance(item, Refused | Failed):
             self._outcome = "refused" if isinstance(item, Refused) else "failed"
         elif isinstance(item, TokenDelta):
             if item.token_ids:
-                self._saw_tokens(len(item.token_ids), time.perf_counter())
+                self._observe_tokens(len(item.token_ids), time.perf_counter())
             if item.finish_reason is not None:
                 self._outcome = "done"
 
     def fail(self) -> None:
-        """Note that the request broke off without an item that says so."""
+        """Record that the request failed without a `Failed` item."""
         self._outcome = "failed"
 
     def end(self) -> None:
-        """Record the request as a whole."""
+        """Record the outcome and the time per output token."""
         self._record(Reading(REQUESTS, 1, {**self._labels, "outcome": self._outcome}))
         if self._num_later:
             wait_ms = (self._last - self._first) * 1e3
@@ -93,7 +93,7 @@ class RequestTimer:
             if wait_ms > 0:
                 self._record(Reading(LATER_TOKENS_WAIT_MS, wait_ms, self._labels))
 
-    def _saw_tokens(self, count: int, now: float) -> None:
+    def _observe_tokens(self, count: int, now: float) -> None:
         self._last = now
         if self._first:
             self._num_later += count
@@ -107,7 +107,7 @@ class RequestTimer:
 
 
 def router_timer(record: Callable[[Reading], None]) -> RequestTimer:
-    """Return a timer that counts from the arrival of the request that this task serves."""
+    """Return a timer that measures from the arrival of the current request."""
 
     def record_twice(reading: Reading) -> None:
         record(reading)
@@ -123,7 +123,7 @@ _EXPORT_INTERVAL_S = 0.5
 
 
 def serve_labels(context: Any) -> dict[str, str]:
-    """Values of `ray_metrics.LABELS` for the Serve replica with this context."""
+    """Return the values of `ray_metrics.LABELS` for a Serve replica's context."""
     return {
         "application": context.app_name,
         "deployment": context.deployment,
@@ -132,9 +132,9 @@ def serve_labels(context: Any) -> dict[str, str]:
 
 
 def pair_name(config: ServeSpecConfig) -> str:
-    """What two replicas must have in common to learn from each other: target and draft.
+    """Return the key under which replicas share acceptance rates: target and draft model.
 
-    Where acceptance is forced, also to what: a load test must not teach replicas with real texts.
+    Synthetic acceptance is part of the key, so that load tests do not affect other replicas.
     """
     speculative = config.speculative
     draft = speculative.speculative_draft_model_path or speculative.speculative_algorithm
@@ -144,10 +144,10 @@ def pair_name(config: ServeSpecConfig) -> str:
 
 
 class ReplicaTelemetry:
-    """Ray's metrics of one replica; made on its event loop, beside its engine.
+    """Ray metrics of one replica; created on its event loop.
 
-    The engine's thread only appends; exporting, which takes milliseconds a second, happens in a
-    thread of its own.
+    The engine's thread only appends rounds. Exporting them takes milliseconds per second and runs
+    in another thread.
     """
 
     def __init__(self, context: Any, engine: Any) -> None:
@@ -161,21 +161,24 @@ class ReplicaTelemetry:
         )
 
     def timer(self) -> RequestTimer:
-        """Times a request that is about to enter the engine."""
+        """Return a started timer for a request to the engine."""
         return RequestTimer(self._metrics.record, "engine", time.perf_counter())
 
     def show(self, snapshot: Snapshot) -> None:
-        """Export what only a snapshot says."""
+        """Export the metrics of an engine snapshot."""
         for reading in self._state.of(snapshot):
             self._metrics.record(reading)
 
     def close(self) -> None:
-        """End the export."""
+        """Stop exporting."""
         self._exporter.cancel()
 
 
 class RouterTelemetry:
-    """Ray's metrics of one router; made on its event loop. `show` gives its `/server_info`."""
+    """Ray metrics of one router; created on its event loop.
+
+    show: returns the `router` section of `/server_info`.
+    """
 
     def __init__(self, context: Any, show: Callable[[], Snapshot]) -> None:
         self._metrics = RayMetrics((*ROUTER_METRICS, *LATENCY_METRICS), serve_labels(context))
@@ -185,7 +188,7 @@ class RouterTelemetry:
         self._exporter = asyncio.get_running_loop().create_task(_export_forever(self.export))
 
     async def export(self) -> None:
-        """Export queue and counts as of now; on the event loop, whose figures they are."""
+        """Export the router's queue and counters."""
         for reading in self._readings(self._show()):
             self._metrics.record(reading)
 
@@ -202,7 +205,7 @@ class RouterTelemetry:
                 yield Reading(SUBMISSIONS, submissions, {"size": size})
 
     def _new(self, name: str, total: float) -> int:
-        """What a count has grown by since it was asked for last."""
+        """Return the growth of a counter since the last call."""
         growth = int(total) - self._counted[name]
         self._counted[name] = int(total)
         return growth
@@ -213,23 +216,23 @@ async def _export_forever(export: Callable[[], Awaitable[None]]) -> None:
         await asyncio.sleep(_EXPORT_INTERVAL_S)
         try:
             await export()
-        except Exception as error:  # figures are lost, requests are not
+        except Exception as error:  # only metrics are lost
             logger.warning("metrics not exported: %r", error)
 
 
 def start_warm(config: ServeSpecConfig, engine: Any, stats: StatsClient) -> None:
-    """Let an engine start from what the fleet knows; without an answer it starts cold.
+    """Initialize an engine's acceptance rates from the fleet's, if there are any.
 
-    Blocks, for two seconds at most; before the first request.
+    Blocks for up to two seconds, before the first request.
     """
     max_steps = PolicySettings.of(config.speculative).max_depth
     prior = stats.prior(pair_name(config), max_steps) if max_steps else None
     if prior is None:
-        logger.info("the fleet has no acceptance of this pair yet: a cold start")
+        logger.info("cold start: the fleet has no acceptance rates for this pair of models")
         return
     try:
         engine.start_from(prior)
     except ValueError as error:
-        logger.warning("the fleet's acceptance is of no use here: %s", error)
+        logger.warning("the fleet's acceptance rates cannot be used: %s", error)
     else:
-        logger.info("starting from the fleet's acceptance: %s", prior)
+        logger.info("warm start with the fleet's acceptance rates: %s", prior)

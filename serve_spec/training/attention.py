@@ -1,6 +1,6 @@
-"""Attention of training: backends of the inference models (`LayerAttention`) that keep gradients.
+"""Differentiable attention backends (`LayerAttention`) for training the inference models.
 
-Models take flat tokens [B·T]; every backend here knows B, and computes on [B, heads, T, D].
+Models take flat tokens [B·T]; these backends compute on [B, heads, T, D].
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class UnrollCache(NamedTuple):
 class UnrolledAttention(Rows):
     """Attention of one unroll step of a one-layer draft; see `unroll.py`.
 
-    `cache`: None at step 0; `run` replaces it. `live` [S]: the places of `own_k` that count.
+    `cache`: None at step 0; `run` replaces it. `live` [S]: the places of `own_k` in use.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ def attend(
         q: queries [B, heads, T, D].
         context_k, context_v: step 0, [B, kv_heads, T, D].
         own_k, own_v: steps 1..S, [B, kv_heads, S, T, D]; unused places may hold anything.
-        live: [S] bool, which of the S places count.
+        live: [S] bool, which of the S places are in use.
 
     Returns:
         [B, heads, T, D]. Softmax in float32.
@@ -105,7 +105,7 @@ class CachedAttention(Rows):
         keys, values = self._keys[layer], self._values[layer]
         keys[:, :, self._place : self._place + 1] = key
         values[:, :, self._place : self._place + 1] = value
-        # The query heads of one kv head act as so many query rows: no key is read twice.
+        # Query heads of one KV head become query rows, so that keys are read once.
         grouped = query.unflatten(1, (keys.shape[1], -1)).squeeze(3)
         seen = slice(self._first, self._place + 1)
         out = F.scaled_dot_product_attention(grouped, keys[:, :, seen], values[:, :, seen])

@@ -1,6 +1,6 @@
-"""`serve-spec train`: trains drafts for a target, phase by phase.
+"""`serve-spec train`: train drafts for a target, phase by phase.
 
-Every phase leaves its result in the work folder, so that a later phase or run continues there:
+Every phase writes its result to the work folder, where later phases and runs continue:
 
     WORK/export/    target/ eagle3/ ...      checkpoints in the public layouts
     WORK/tokens.pt  WORK/pool.pt             token streams (train, held_out), on-policy rows
@@ -70,20 +70,20 @@ class Workshop(Generic[R]):
 
     @cached_property
     def streams(self) -> tuple[Tensor, Tensor]:
-        """Training and held-out tokens on the device."""
+        """Return training and held-out tokens on the device."""
         state = self._load("tokens.pt", "tokenizer")
         return state["train"], state["held_out"]
 
     @cached_property
     def pool(self) -> Tensor:
-        """On-policy rows on the device."""
+        """Return on-policy rows on the device."""
         pool: Tensor = self._load("pool.pt", "rollout")["pool"]
         return pool
 
     def _load(self, name: str, phase: str) -> dict[str, Any]:
         path = self.work / name
         if not path.exists():
-            raise FileNotFoundError(f"{path} is missing; run `serve-spec train {phase}` first")
+            raise FileNotFoundError(f"{path}: missing; run `serve-spec train {phase}` first")
         return load_state(path, self.device)
 
 
@@ -91,7 +91,7 @@ PhaseFunction = Callable[[Workshop[Any]], None]
 
 
 def make_pool(shop: Workshop[R]) -> None:
-    """Let the target write the on-policy pool."""
+    """Generate the on-policy pool with the target."""
     target = load_target(shop.export / "target", shop.dtype, shop.device)
     plan, seed = shop.recipe.rollout, shop.recipe.seed
     shop.pool = build_pool(target, shop.streams[0], plan, seed, shop.work / "pool.pt")
@@ -129,10 +129,10 @@ def copy_assets(shop: Workshop[R], out: Path) -> None:
 
 @dataclass(frozen=True)
 class Program(Generic[R]):
-    """What `serve-spec train` offers.
+    """Presets and phases of `serve-spec train`.
 
-    `phases`: function of each phase, and the file whose presence marks it as done; `all` runs them
-    in order. `extra`: phases that `all` leaves out.
+    `phases`: function of each phase, and the file that marks it as done; `all` runs them in order.
+    `extra`: phases that `all` skips.
     """
 
     presets: Mapping[str, Callable[[], R]]
@@ -143,14 +143,14 @@ class Program(Generic[R]):
         """Return the recipe called `preset`.
 
         Raises:
-            ValueError: an unknown name.
+            ValueError: the name is unknown.
         """
         if preset not in self.presets:
             raise ValueError(f"preset={preset!r}: unknown; use one of {sorted(self.presets)}")
         return self.presets[preset]()
 
     def run_all(self, shop: Workshop[R]) -> None:
-        """Run every phase in order; skip those that are done."""
+        """Run all phases in order; skip those that are done."""
         for name, (phase, mark) in self.phases.items():
             if (shop.work / mark).exists():
                 say(f"{name}: already done")
@@ -160,12 +160,12 @@ class Program(Generic[R]):
             say(f"{name}: {time.monotonic() - started:.1f} s")
 
     def main(self, argv: list[str]) -> int:
-        """Run one phase or all; return 0, or 2 for an argument that is not valid."""
+        """Run one phase or all; return 0, or 2 for an invalid argument."""
         options = _parser([*self.extra, *self.phases, "export", "all"]).parse_args(argv)
         try:
             recipe = _lengths(self.recipe(options.preset), options)
             if options.phase == "export" and options.out is None:
-                raise ValueError("phase='export': needs a folder; give --out FOLDER")
+                raise ValueError("phase='export': no folder; give --out FOLDER")
         except ValueError as error:
             print(f"serve-spec train: {error}")
             return 2
@@ -205,12 +205,14 @@ def _parser(phases: list[str]) -> argparse.ArgumentParser:
     root.formatter_class = argparse.RawDescriptionHelpFormatter
     root.add_argument("phase", choices=phases)
     root.add_argument("--preset", default="tiny", help="settings (default: tiny, the shipped pair)")
-    root.add_argument("--work", type=Path, default=Path("train-work"), help="work folder")
-    root.add_argument("--out", type=Path, help="folder that `export` and `all` copy results to")
+    root.add_argument(
+        "--work", type=Path, default=Path("train-work"), help="work folder (default: train-work)"
+    )
+    root.add_argument("--out", type=Path, help="output folder of `export` and `all`")
     root.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     for kind, text in (
-        ("seconds", "length of a phase by wall clock; may be repeated"),
-        ("steps", "length of a phase in steps (reproducible); may be repeated"),
+        ("seconds", "length of a phase in wall-clock seconds (repeatable)"),
+        ("steps", "length of a phase in steps, reproducible (repeatable)"),
     ):
         metavar = f"PHASE={kind.upper()}"
         root.add_argument(f"--{kind}", action="append", default=[], metavar=metavar, help=text)

@@ -31,8 +31,8 @@ class NewDraft:
 
     @property
     def head(self) -> DraftHead:
-        """Return the model, if it reads features of the target."""
-        assert not isinstance(self.model, Llama), "a stand-alone draft reads none"
+        """The model of a draft that reads target features."""
+        assert not isinstance(self.model, Llama), "a stand-alone draft reads no features"
         return self.model
 
 
@@ -61,7 +61,7 @@ def target_config(target: Llama) -> dict[str, Any]:
 
 
 def _new_eagle3(target: Llama, recipe: Recipe) -> NewDraft:
-    """Start as the target's last layer reading the target's highest feature."""
+    """Initialize from the target's last layer, reading the target's highest feature."""
     shape, generator = _draft_layer(target), torch.Generator().manual_seed(recipe.seed)
     hidden = shape.hidden_size
     whole = Eagle3Shape(
@@ -110,12 +110,12 @@ def _new_eagle3(target: Llama, recipe: Recipe) -> NewDraft:
 
 
 def _new_eagle(target: Llama, recipe: Recipe) -> NewDraft:
-    """Start by passing the feature on, with output matrices of zero.
+    """Initialize as a copy of the feature, with output matrices of zero.
 
-    The layer starts as the target's last one, but EAGLE-1 does not normalise its input: features
-    are far larger than what that layer was trained on, and with its own output matrices the loss
-    diverges. The token's half of fc adds half the size of a feature, because embeddings are small
-    and a draft that does not see the token learns slowly.
+    The layer is initialized from the target's last one. EAGLE-1 does not normalize its input, and
+    features are far larger than that layer's usual input, so with its own output matrices the loss
+    diverges. The token half of fc is scaled to half the size of a feature, because embeddings are
+    small and a draft that ignores the token learns slowly.
     """
     shape, generator = _draft_layer(target), torch.Generator().manual_seed(recipe.seed)
     hidden, weight = shape.hidden_size, target.embed_tokens.weight
@@ -142,7 +142,7 @@ def _new_eagle(target: Llama, recipe: Recipe) -> NewDraft:
 
 
 def _new_medusa(target: Llama, recipe: Recipe) -> NewDraft:
-    """Start with residual blocks that are the identity."""
+    """Initialize the residual blocks as the identity."""
     shape, weight = target.shape, target.embed_tokens.weight
     blocks = MedusaShape(
         num_heads=recipe.medusa_heads,
@@ -171,7 +171,7 @@ def _new_medusa(target: Llama, recipe: Recipe) -> NewDraft:
 
 
 def _new_standalone(target: Llama, recipe: Recipe) -> NewDraft:
-    """Start as a freshly initialised small Llama with the target's vocabulary."""
+    """Initialize a small random Llama with the target's vocabulary."""
     config = {**recipe.standalone, "vocab_size": target.shape.vocab_size}
     # Activations are float32 under autocast, as the target's are in its own training.
     draft = new_llama(config, target.embed_tokens.weight.device, torch.float32)
@@ -186,8 +186,8 @@ def _draft_layer(target: Llama) -> ModelShape:
     shape = target.shape
     if shape.qkv_bias or shape.output_bias or shape.qk_norm:
         raise CheckpointError(
-            f"architecture={shape.architecture!r}: heads start as the target's last layer, which "
-            "has biases or head norms; train a Medusa or a stand-alone draft"
+            f"architecture={shape.architecture!r}: the target's last layer, which initializes the "
+            "draft, has biases or head norms; train a Medusa or a stand-alone draft"
         )
     return replace(shape, num_layers=1, tie_word_embeddings=False, eos_token_ids=())
 

@@ -1,8 +1,8 @@
-"""Acceptance of every drafter on held-out prompts, measured on text that the target emits.
+"""Measure the acceptance of every drafter on held-out prompts.
 
-Verification accepts a draft that equals the token the target emits. So the text is generated once,
-and each drafter drafts at every root after the true prefix.
-Coupled drafts share the target's Gumbel noise (arXiv 2408.07978): the draft for a place is
+Verification accepts a draft that equals the token the target emits. So the target's text is
+generated once, and each drafter drafts at every position of it.
+Coupled drafts share the target's Gumbel noise (arXiv 2408.07978): the draft for a position is
 argmax(log q / tau + gumbel) with tau = 0.85 T.
 """
 
@@ -35,7 +35,7 @@ DraftLogits = Callable[[Lesson, slice], Iterator[Tensor]]
 
 
 def load_drafters(recipe: Recipe, target: Llama, export: Path) -> dict[str, DraftLogits]:
-    """Return every drafter that has been exported under `export`."""
+    """Return every drafter in the folder `export`."""
     found: dict[str, DraftLogits] = {}
     steps = max(recipe.evaluation.num_steps)
     for name in DRAFTERS:
@@ -84,7 +84,7 @@ def _logits(head: DraftHead, states: Tensor, step: int = 0) -> Tensor:
 
 @torch.no_grad()
 def evaluate(recipe: Recipe, export: Path, held_out: Tensor, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the acceptance record of the target and the drafts under `export`.
+    """Return the acceptance record of the target and the drafts in `export`.
 
     Per temperature: the share of tokens in loops, and the figures of every drafter.
     """

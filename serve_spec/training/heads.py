@@ -43,7 +43,7 @@ class Data:
 
 
 def train_head(name: str, recipe: Recipe, target: Llama, data: Data, run: Run, out: Path) -> None:
-    """Train drafter `name` on corpus and on-policy rows in turn, then export it to `out`."""
+    """Train drafter `name` on alternating corpus and on-policy rows, then export it to `out`."""
     phase = recipe.phases[name]
     teacher = Teacher(target, padding=recipe.unroll_steps + 1)
     draft = new_draft(name, target, recipe)
@@ -133,7 +133,7 @@ def _distillation_loss(recipe: Recipe, draft: NewDraft, device: torch.device) ->
 
 
 def _compiled_lesson_loss(loss: LessonLoss, device: torch.device) -> LessonLoss:
-    """Compile a loss over the lesson's tensors; the record itself stays outside the graph."""
+    """Compile a loss over the tensors of a lesson; the dataclass stays outside the graph."""
 
     def of_tensors(tokens: Tensor, last: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         return loss(Lesson(tokens, last, last, probs, last.shape[1]))

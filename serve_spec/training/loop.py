@@ -22,7 +22,7 @@ R = TypeVar("R")
 LossFunction = Callable[[int], tuple[Tensor, Mapping[str, Tensor]]]
 """Return the loss of a step and figures to log, each a 0-d or 1-d tensor on the device."""
 
-# Of the state file; another number is an older version's, whose optimizer state differs.
+# Format of the state file; older ones have another optimizer state.
 _STATE_FORMAT = 2
 
 
@@ -30,7 +30,7 @@ def compiled(function: Callable[P, R], device: torch.device) -> Callable[P, R]:
     """Return `function`, compiled for fixed shapes if `device` is a GPU."""
     if device.type != "cuda":
         return function
-    # Two row lengths and four drafters share some code: the default limit of 8 graphs is too few.
+    # Two row lengths and four drafters need more than the default limit of 8 graphs.
     torch._dynamo.config.recompile_limit = 32
     fast: Callable[P, R] = torch.compile(function, dynamic=False)
     return fast
@@ -88,7 +88,7 @@ class Run:
 
 
 class Trainer:
-    """Train `parameters` by `loss_fn` until the phase's schedule ends.
+    """Trains `parameters` until the phase's schedule ends.
 
     `rng` is the CPU generator that the loss function draws its batches from. Its state is part of
     the checkpoint, so a resumed run sees the same batches as an uninterrupted one.
@@ -167,7 +167,7 @@ class Trainer:
             tqdm.write(f"{self.run.name} {json.dumps(row)}")
 
     def save(self) -> None:
-        """Write everything a bit-identical continuation needs."""
+        """Write the state for a bit-identical continuation."""
         self._saved_at = self.elapsed_seconds
         state = {
             "format": _STATE_FORMAT,
@@ -188,8 +188,7 @@ class Trainer:
         state = load_state(self.run.state_path, device)
         if state.get("format") != _STATE_FORMAT:
             raise ValueError(
-                f"{self.run.state_path}: written by another version; remove it to start the phase "
-                "again"
+                f"{self.run.state_path}: written by another version; remove it to restart the phase"
             )
         with torch.no_grad():
             for name, parameter in self.parameters.items():
@@ -210,7 +209,7 @@ def _rounded(value: Tensor) -> float | list[float]:
 
 
 def _drop_rows_after(path: Path, step: int) -> None:
-    """Remove log rows past the checkpoint: these steps run again."""
+    """Remove log rows after the checkpoint, whose steps will run again."""
     if path.exists():
         rows = read_log(path)
         kept = [json.dumps(row) + "\n" for row in rows if row["step"] <= step]

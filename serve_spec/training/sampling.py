@@ -1,4 +1,4 @@
-"""Text written by the target: a static cache and one batch of rows, and the on-policy pool."""
+"""Generation with the target: batches with a static KV cache, and the on-policy pool."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def continue_rows(
     """Continue prompts [B, P] by `new_tokens` each; return [B, P + new_tokens] int64.
 
     model: as `load_target` returns it.
-    `<eos>` does not stop a row: it starts the next document. `noise` [B, new_tokens, V] fixes the
-    Gumbel noise by place; without it noise is drawn from the global generator.
+    `<eos>` does not stop a row but starts the next document. `noise` [B, new_tokens, V] is the
+    Gumbel noise; without it, noise is drawn from the global generator.
     """
     rows, start = prompts.shape
     shape, weight = model.shape, model.embed_tokens.weight
@@ -50,7 +50,7 @@ def continue_rows(
     tokens = torch.cat([prompts, prompts.new_zeros(rows, new_tokens)], dim=1)
     hidden = _prefill(model, prompts, keys, values)
     for place in range(new_tokens):
-        # float32: bfloat16 logits change about one token in a hundred.
+        # float32, because bfloat16 logits change about one token in a hundred.
         logits = model.logits(hidden)
         gumbel = gumbel_like(logits) if noise is None else noise[:, place]
         tokens[:, start + place] = next_tokens(logits, temperature, gumbel)
@@ -79,9 +79,9 @@ def _prefill(model: Llama, prompts: Tensor, keys: Tensor, values: Tensor) -> Ten
 
 
 def build_pool(model: Llama, train: Tensor, plan: RolloutPlan, seed: int, path: Path) -> Tensor:
-    """Write on-policy rows [R, row_tokens], temperatures in equal parts, to `path`; return them.
+    """Generate on-policy rows [R, row_tokens] in equal parts by temperature; save them to `path`.
 
-    Stops at `plan.max_batches` or before a batch would overrun `plan.seconds`.
+    Stop at `plan.max_batches` or before a batch would exceed `plan.seconds`.
     """
     rng = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Losses of drafts, and training-time test: a draft unrolled as it will be used.
+"""Losses of drafts, and training-time test: a draft unrolled as in inference.
 
 Step k at row i stands for the k-th draft step of a round whose newest target feature is that of
 position i (EAGLE-3, arXiv 2503.01840). Its input is token x_{i+1+k} and the state of step k-1
@@ -38,13 +38,13 @@ Step = Callable[
 def draft_loss(
     logits: Tensor, probs: Tensor, weight: Tensor, overlap_weight: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of one draft step and the acceptance it stands for.
+    """Return the loss of one draft step and its expected acceptance.
 
     The loss is the cross-entropy towards the target's distribution plus `overlap_weight` times the
-    total variation, which is one minus the best acceptance any exact rule can reach.
+    total variation, which is one minus the best acceptance of any lossless verification.
 
     Args:
-        logits, probs: [B, T, V]. weight: [T], one where the place is real.
+        logits, probs: [B, T, V]. weight: [T], 1 at valid positions, else 0.
 
     Returns:
         loss and mean overlap sum(min(p, q)), both 0-d.
@@ -59,7 +59,7 @@ def draft_loss(
 
 
 def unroll_step(head: DraftHead) -> Step:
-    """Return one draft step of `head`, a function of tensors that can be compiled."""
+    """Return one draft step of `head` as a compilable function of tensors."""
 
     def step(
         tokens: Tensor, state: Tensor, positions: Tensor, cache: UnrollCache | None, live: Tensor
@@ -73,7 +73,7 @@ def unroll_step(head: DraftHead) -> Step:
 
 def features_of(head: DraftHead, lesson: Lesson) -> Tensor:
     """Return the target features [B·T, F] that `head` reads."""
-    assert head.capture is not None, "a whole model reads no features"
+    assert head.capture is not None, "a stand-alone draft reads no features"
     features = lesson.last if head.capture.layer_ids is None else lesson.captured
     return features.flatten(0, 1)
 

@@ -1,8 +1,8 @@
 """Trainable float32 weights for the inference models of `serve_spec.models`.
 
-An inference model joins several checkpoint matrices into one parameter without gradients. Here
-every checkpoint tensor is a parameter of its own, and `bind` sets the model's weights to the joined
-tensors, so that the model's own forward is differentiable.
+An inference model fuses several checkpoint matrices into one parameter without gradients. Here
+every checkpoint tensor is a parameter, and `bind` sets the model's weights to the fused tensors, so
+that the model's own forward is differentiable.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from serve_spec.models.upscale import open_weights
 
 @dataclass(frozen=True)
 class _Slot:
-    """One weight of the model, the modules that hold it and the tensors it consists of."""
+    """A fused weight: the modules that hold it and its checkpoint tensors."""
 
     holders: tuple[tuple[nn.Module, str], ...]
     names: tuple[str, ...]
@@ -33,10 +33,10 @@ class _Slot:
 
 
 class MasterWeights:
-    """float32 parameters of `model` by checkpoint name.
+    """The float32 parameters of `model` by checkpoint name.
 
     Args:
-        model: not finished (`finish_loading`): packed weights have no gradient.
+        model: before `finish_loading`, because packed weights have no gradient.
         stored_name: maps a name of `model.tensors()` to the name in the exported file.
     """
 
@@ -68,7 +68,7 @@ class MasterWeights:
 
 
 def _slots(model: Layer, views: Mapping[str, Tensor]) -> list[_Slot]:
-    """Return the weights that `views` are parts of; remove them from the model's parameters."""
+    """Return the fused weights of `views`; remove them from the model's parameters."""
     slots: dict[int, _Slot] = {}
     for module in model.modules():
         for attribute, weight in list(module.named_parameters(recurse=False)):
@@ -88,7 +88,7 @@ def new_llama(config: Mapping[str, Any], device: torch.device, dtype: torch.dtyp
     """Return a Llama of this config.json without weights."""
     with tensor_defaults(dtype, device):
         model = Llama(ModelShape.from_config(config))
-    # A product whose output has another dtype than its input has no gradient on GPUs.
+    # On GPUs, products with another output dtype have no gradient.
     model.lm_head.out_dtype = None
     return model
 

@@ -38,8 +38,8 @@ class Caller:
             async with door.slot(far(), client) as turn:
                 leaves = False
                 while not leaves:
-                    await turn.regain()
-                    self.inside, turn.has_begun = True, self.begins
+                    await turn.ensure_slot()
+                    self.inside, turn.has_tokens = True, self.begins
                     turn.withdraw = lambda: self._must_leave.put_nowait(False)
                     leaves = await self._must_leave.get()
                     self.inside = False
@@ -83,7 +83,7 @@ async def test_a_full_queue_sends_away_with_429_and_a_time_to_come_back() -> Non
     door = Admission(max_in_flight=1, max_queued=2)
     callers = [Caller(door) for _ in range(3)]
     await settle()
-    with pytest.raises(ApiError, match="2 wait already") as caught:
+    with pytest.raises(ApiError, match="2 requests are waiting") as caught:
         async with door.slot(far()):
             pytest.fail("there is no room")
     assert caught.value.status == 429
@@ -196,7 +196,7 @@ async def test_a_request_of_many_choices_counts_as_many_and_leaves_others_room_t
     for client in "abcde":
         many.append(Caller(door, client))
         await settle()
-    with pytest.raises(ApiError, match="10 wait already"):
+    with pytest.raises(ApiError, match="10 requests are waiting"):
         door.refuse_if_full("f")
     await empty(door, *many)
 

@@ -384,5 +384,5 @@ async def test_requests_without_a_token_are_named_by_replica_oldest_first() -> N
     _waits = Listener(router, named("d"))
     wire.say(text("b", "x"), index=1)
     await settle()
-    assert router.not_begun(0.0) == {"r1": ["a", "c"]}, "d is nowhere yet"
-    assert router.not_begun(FAR_S) == {}
+    assert router.not_started(0.0) == {"r1": ["a", "c"]}, "d is nowhere yet"
+    assert router.not_started(FAR_S) == {}

@@ -105,7 +105,7 @@ def test_a_template_that_refuses_or_fails_says_why(source: str, says: str) -> No
 
 
 def test_a_template_that_drops_the_last_message_can_not_leave_it_open() -> None:
-    with pytest.raises(ChatTemplateError, match="does not show the last message"):
+    with pytest.raises(ChatTemplateError, match="omits the last message"):
         ChatTemplate("nothing").render(CHAT, continue_final_message=True)
 
 

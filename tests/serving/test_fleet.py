@@ -162,7 +162,7 @@ async def test_a_replica_is_found_although_serve_is_away_for_a_moment(
 
 
 @pytest.mark.parametrize(
-    ("num_healthy", "why"), [(0, "none is running"), (1, "none answers"), (None, "none answers")]
+    ("num_healthy", "why"), [(0, "none is running"), (1, "none responds"), (None, "none responds")]
 )
 async def test_waiting_ends_when_no_replica_is_left_or_none_answers(
     config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch, num_healthy: int | None, why: str
@@ -185,7 +185,7 @@ async def test_a_silent_replica_loses_its_requests_and_serves_on_once_it_speaks(
     replica = Replica(ACCEPTED)
     async with running(ServeSpecConfig.load(config, stall_timeout_s=0.02)) as fleet:
         fleet._handle.replica = replica
-        with pytest.raises(ReplicaLost, match="there does not answer"):
+        with pytest.raises(ReplicaLost, match="there does not respond"):
             await items_of(fleet)
         await until(lambda: replica.cancelled == [ID])
         replica.items = (LAST,)

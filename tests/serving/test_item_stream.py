@@ -9,7 +9,7 @@ import pytest
 from serve_spec.core.request import FinishReason, TokenDelta, TokenLogprob
 from serve_spec.serving.batching import ItemStream
 from serve_spec.serving.errors import ApiError, ClientTooSlow, no_replica
-from serve_spec.serving.messages import Accepted, Withdrawn, merged
+from serve_spec.serving.messages import Accepted, Withdrawn, merge_deltas
 from tests.serving.fakes import delta, settle
 
 ACCEPTED = Accepted(1, "r1")
@@ -69,7 +69,7 @@ def test_a_merged_delta_says_what_its_parts_say() -> None:
         delta("b", 1)._replace(logprobs=(entries[1],)),
         last._replace(logprobs=(entries[2],)),
     ]
-    assert merged(parts) == TokenDelta(
+    assert merge_deltas(parts) == TokenDelta(
         "cmpl-1",
         (0, 1, 2),
         "abc",
@@ -79,4 +79,4 @@ def test_a_merged_delta_says_what_its_parts_say() -> None:
         (None,),
         5,
     )
-    assert merged([delta("a", 0), delta("b", 1)]).logprobs is None
+    assert merge_deltas([delta("a", 0), delta("b", 1)]).logprobs is None

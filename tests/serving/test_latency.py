@@ -38,10 +38,10 @@ def values(seen: list[Reading]) -> dict[str, float]:
 def test_first_and_later_tokens_are_timed_apart(clock: Clock) -> None:
     seen: list[Reading] = []
     timer = RequestTimer(seen.append, "engine", started=99.5)
-    timer.saw(Accepted(3, "r"))
-    timer.saw(delta("a", 1, 2))
+    timer.observe(Accepted(3, "r"))
+    timer.observe(delta("a", 1, 2))
     clock.now += 0.08
-    timer.saw(LAST)
+    timer.observe(LAST)
     timer.end()
     assert values(seen) == pytest.approx(
         {
@@ -75,7 +75,7 @@ def test_every_request_ends_in_one_outcome(items: list[Any], outcome: str) -> No
         if isinstance(item, Exception):
             timer.fail()
         else:
-            timer.saw(item)
+            timer.observe(item)
     timer.end()
     ended = [r.labels for r in seen if r.metric.name == "serve_spec_requests"]
     assert ended == [
@@ -87,6 +87,6 @@ async def test_the_router_counts_from_the_arrival_of_the_request(clock: Clock) -
     seen: list[Reading] = []
     ARRIVED.set(98.0)
     timer = router_timer(seen.append)
-    timer.saw(LAST)
+    timer.observe(LAST)
     timer.end()
     assert values(seen)["time_to_first_token_ms"] == pytest.approx(2000)

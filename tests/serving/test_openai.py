@@ -163,7 +163,7 @@ def test_fields_that_are_not_available_are_taken_at_their_neutral_value() -> Non
 def test_what_a_chat_can_not_do_is_refused_with_a_way_out(field: str, value: object) -> None:
     error = refusal(chat, **{field: value})
     assert error["param"] == field
-    assert "leave it out or use" in error["message"]
+    assert "omit it or use" in error["message"]
 
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"const": "é"}}}

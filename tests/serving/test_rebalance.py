@@ -47,8 +47,8 @@ SHORT = {"kv": {"free_pages": 1, "total_pages": 100}}
 )
 def test_waiting_requests_move_to_free_places(busy: Any, idle: Any, moved: list[str]) -> None:
     stats = {"busy": busy, "idle": idle}
-    assert requests_to_move({"busy": WAITING}, stats, num_places=8) == moved
+    assert requests_to_move({"busy": WAITING}, stats, num_slots=8) == moved
 
 
 def test_nothing_moves_from_a_replica_that_does_not_answer() -> None:
-    assert requests_to_move({"busy": WAITING}, {"idle": state(0)}, num_places=8) == []
+    assert requests_to_move({"busy": WAITING}, {"idle": state(0)}, num_slots=8) == []

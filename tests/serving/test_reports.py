@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 
-from serve_spec.serving.reports import Figures, Report, Snapshot, opened
+from serve_spec.serving.reports import Figures, Report, Snapshot, decode_part
 
 
 def test_the_figures_are_those_of_the_snapshot() -> None:
@@ -43,7 +43,7 @@ def test_the_summary_holds_averages_of_slots_and_nothing_bulky() -> None:
     slots = {"1": {"ema_accept_len": 2.5, "candidate_steps": [0, 1]}, "8": {"speedup": 1.2}}
     bulky: dict[str, object] = {"speculation": {}, "costs": {}, "acceptance": {}}
     counters = {"steps": 1, "decode_rows": 32, "decode_tokens": 80}
-    summary = opened(Report.of("a", {**bulky, "counters": counters, "slots": slots}).summary)
+    summary = decode_part(Report.of("a", {**bulky, "counters": counters, "slots": slots}).summary)
     assert summary["slots"] == {"1": {"ema_accept_len": 2.5}}
     assert summary["counters"] == counters
     assert not bulky.keys() & set(summary)

@@ -158,7 +158,7 @@ def test_when_nobody_takes_it_in_time_the_error_says_why() -> None:
 @pytest.mark.parametrize("life", [0, 3])
 def test_a_request_that_has_lost_two_replicas_is_not_given_to_a_third(life: int) -> None:
     fleet = MortalFleet(*[life] * 9)
-    with pytest.raises(ApiError, match="not given to another") as caught:
+    with pytest.raises(ApiError, match="not retried") as caught:
         listen(fleet, request("x", seed=1, max_tokens=90, ignore_eos=True))
     assert caught.value.status == 500
     assert len(fleet.requests) == 2

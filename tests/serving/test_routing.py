@@ -20,15 +20,17 @@ def link(rows: dict[str, int] | None = None, **load: Any) -> Any:
 class Router:
     """A router that sends to the replicas it chooses."""
 
-    def __init__(self, policy: Any = "balanced", max_rows: int = 100, **connections: Any) -> None:
+    def __init__(
+        self, policy: Any = "balanced", max_requests: int = 100, **connections: Any
+    ) -> None:
         self.num_open: Counter[str] = Counter()
         self.connections = connections
         self.chooser = ReplicaChooser(
             policy,
             "me",
             self.num_open.__getitem__,
-            num_places=100,
-            max_rows=max_rows,
+            num_slots=100,
+            max_requests=max_requests,
             load_factor=1.25,
         )
 

@@ -24,7 +24,7 @@ DEAR = {rows: 2 * ms for rows, ms in CHEAP.items()}
 
 
 def load(name: str, rows: int, costs: Any = None, **fields: Any) -> ReplicaLoad:
-    return ReplicaLoad(name, rows, max_rows=100, marginal_ms_by_rows=costs, **fields)
+    return ReplicaLoad(name, rows, max_requests=100, marginal_ms_by_rows=costs, **fields)
 
 
 def order(policy: Policy, *loads: ReplicaLoad, num: int = 1, **options: Any) -> list[str]:
@@ -39,8 +39,8 @@ def fleets(draw: Any) -> list[ReplicaLoad]:
             f"r{i}",
             draw(st.integers(0, 6)),
             draw(st.integers(0, 6)),
-            num_places=draw(st.integers(3, 8)),
-            max_rows=10,
+            num_slots=draw(st.integers(3, 8)),
+            max_requests=10,
             is_short_of_pages=draw(st.booleans()),
             is_healthy=draw(st.booleans()),
             marginal_ms_by_rows=draw(costs),
@@ -60,14 +60,14 @@ def test_every_replica_is_ranked_and_sick_avoided_full_and_busy_ones_come_last(
     by_name = {f.name: f for f in fleet}
 
     def is_full(load: ReplicaLoad) -> bool:
-        return load.is_short_of_pages or load.rows + num > load.max_rows
+        return load.is_short_of_pages or load.rows + num > load.max_requests
 
     classes = [
         (
             not by_name[n].is_healthy,
             n in avoid,
             is_full(by_name[n]),
-            by_name[n].rows + num > by_name[n].num_places,
+            by_name[n].rows + num > by_name[n].num_slots,
         )
         for n in names
     ]
@@ -108,10 +108,10 @@ def test_the_more_rows_the_dearer_the_next_one(rows: int) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_nobody_waits_for_a_place_while_another_replica_has_one(policy: Policy) -> None:
-    fast = load("fast", 4, CHEAP, num_places=4, matched_blocks=3)
-    slow = load("slow", 7, DEAR, num_places=8)
+    fast = load("fast", 4, CHEAP, num_slots=4, matched_blocks=3)
+    slow = load("slow", 7, DEAR, num_slots=8)
     assert order(policy, fast, slow) == ["slow", "fast"]
-    both_full = fast, load("slow", 8, DEAR, num_places=8)
+    both_full = fast, load("slow", 8, DEAR, num_slots=8)
     assert order(policy, *both_full, load_factor=9.0) == ["fast", "slow"]
 
 

@@ -11,7 +11,7 @@ import pytest
 from ray.exceptions import RaySystemError
 
 from serve_spec.serving import stats_actor
-from serve_spec.serving.fleet_stats import open_view
+from serve_spec.serving.fleet_stats import decode_view
 from serve_spec.serving.reports import Report
 from serve_spec.serving.stats_actor import ReplicaActors, SpecStats
 
@@ -51,7 +51,7 @@ def test_what_is_reported_is_shown(clocks: Clocks) -> None:
     whole = {"batch_size": 3, "kv": {"odd": [1, None]}, "other": {"é": 0.5}}
     report(actor, "a", **whole)
     report(actor, "b", batch_size=4)
-    view: Any = open_view(actor.view())
+    view: Any = decode_view(actor.view())
     assert batch_size(view) == batch_size(actor.status()) == 7
     assert [state["replica"] for state in view["internal_states"]] == ["a", "b"]
     assert whole.items() <= view["internal_states"][0].items()
@@ -102,11 +102,11 @@ def test_every_report_counts_with_the_time_it_came(clocks: Clocks, num_reports: 
 
 def test_it_ends_when_nobody_has_reported_for_as_long_as_it_remembers(clocks: Clocks) -> None:
     actors: list[SpecStats] = []
-    has_begun, has_ended = threading.Event(), threading.Event()
+    has_tokens, has_ended = threading.Event(), threading.Event()
     slept: list[float] = []
 
     def sleep(seconds: float) -> None:
-        assert has_begun.wait(60)
+        assert has_tokens.wait(60)
         clocks.now_s += seconds / 2
         if len(slept) < 2:
             report(actors[0], "a")
@@ -115,7 +115,7 @@ def test_it_ends_when_nobody_has_reported_for_as_long_as_it_remembers(clocks: Cl
 
     clocks.sleep = sleep
     actors.append(SpecStats(stale_after_s=15, history_s=60, end=has_ended.set))
-    has_begun.set()
+    has_tokens.set()
     assert has_ended.wait(60)
     assert slept == [60, 30, 45], "two reports came in between"
 
@@ -134,14 +134,14 @@ def test_the_dead_leave_with_their_first_missing_report_and_the_stuck_are_ended(
     actor = SpecStats(stale_after_s=15, history_s=60, push_interval_s=2, stall_timeout_s=10)
     killed: list[str] = []
     replicas: Any = SimpleNamespace(
-        is_there=lambda name: name != "d", answers=lambda name, _: name != "s", kill=killed.append
+        is_alive=lambda name: name != "d", responds=lambda name, _: name != "s", kill=killed.append
     )
     for name in "dsw":
         report(actor, name, batch_size=1)
 
     def shown_after(age_s: float) -> set[str]:
-        actor.look_after_silent(replicas, clocks.now_s + age_s)
-        view: Any = open_view(actor.view())
+        actor.check_silent(replicas, clocks.now_s + age_s)
+        view: Any = decode_view(actor.view())
         return {state["replica"] for state in view["internal_states"]}
 
     assert shown_after(2.9) == {"d", "s", "w"}, "a report may be late"
@@ -153,12 +153,12 @@ def test_the_dead_leave_with_their_first_missing_report_and_the_stuck_are_ended(
 
 
 @pytest.mark.parametrize(
-    ("error", "is_there"),
+    ("error", "is_alive"),
     [(None, True), (ValueError("no such actor"), False), (RaySystemError("busy"), True)],
     ids=repr,
 )
 def test_a_replica_is_gone_only_when_ray_says_so(
-    error: Exception | None, is_there: bool, monkeypatch: pytest.MonkeyPatch
+    error: Exception | None, is_alive: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def get_actor(name: str, namespace: str) -> object:
         assert (name, namespace) == ("SERVE_REPLICA::app#EngineReplica#r1", "serve")
@@ -167,4 +167,4 @@ def test_a_replica_is_gone_only_when_ray_says_so(
         return object()
 
     monkeypatch.setattr("serve_spec.serving.stats_actor.ray.get_actor", get_actor)
-    assert ReplicaActors("app", "EngineReplica").is_there("r1") is is_there
+    assert ReplicaActors("app", "EngineReplica").is_alive("r1") is is_alive

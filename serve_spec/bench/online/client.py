@@ -244,7 +244,7 @@ async def _watch(client: Client, started_s: float, every_s: float, samples: list
     while True:
         info = await client.server_info()
         if info is not None:
-            samples += news(accounts(info, time.perf_counter() - started_s), samples)
+            samples += new_samples(accounts(info, time.perf_counter() - started_s), samples)
         await asyncio.sleep(every_s)
 
 
@@ -262,7 +262,7 @@ def accounts(info: Mapping[str, Any], time_s: float) -> list[Sample]:
     ]
 
 
-def news(found: Iterable[Sample], known: Iterable[Sample]) -> list[Sample]:
+def new_samples(found: Iterable[Sample], known: Iterable[Sample]) -> list[Sample]:
     """Return the samples of this run that are newer than the known ones of their replicas."""
     latest = {sample["replica"]: sample["time_s"] + _SAME_WITHIN_S for sample in known}
     return [sample for sample in found if sample["time_s"] > latest.get(sample["replica"], 0.0)]
@@ -312,7 +312,7 @@ async def run_share(client: Client, share: Share, poll_s: float | None) -> LoadR
     started_s, cpu_s = time.perf_counter(), time.process_time()
     async with watched(client, started_s, poll_s) as samples:
         exchanges = await (
-            _closed(client, share)
+            _run_closed(client, share)
             if share.due_s is None
             else _open(client, share.requests, share.due_s, started_s)
         )
@@ -324,7 +324,7 @@ async def run_share(client: Client, share: Share, poll_s: float | None) -> LoadR
     return LoadRun(served, samples, cpu_share)
 
 
-async def _closed(client: Client, share: Share) -> list[Exchange]:
+async def _run_closed(client: Client, share: Share) -> list[Exchange]:
     exchanges: dict[int, Exchange] = {}
     waiting = iter(enumerate(share.requests))
 

@@ -1,4 +1,4 @@
-"""`serve-spec bench online`: the same loads on servers, one after the other, and on an engine.
+"""`serve-spec bench online`: run the same loads on one or several servers and on an engine.
 
 With --compare-offline the loads also run on an engine in this process, once the servers have
 stopped, or while the server of --url is idle.
@@ -72,7 +72,7 @@ Runs: TypeAlias = dict[Load, list[LoadRun]]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the loads, or read an old result; return 1 if texts differ or a load got no answer."""
+    """Run the loads or read an old result; return 1 if texts differ or a load got no answer."""
     if args.from_json is None:
         _check(args)
         records = _measured(args)

@@ -18,13 +18,13 @@ function element(tag, text, className) {
 
 /* Charts ---------------------------------------------------------------------------------- */
 
-// data: uPlot's columns, x first. A chart is made anew when its lines change, else it is updated.
+// data: uPlot's columns, x first. The chart is recreated when its lines change.
 function draw(id, names, data, options = {}) {
   const place = byId(id);
   if (!data || !data[0].length) {
     if (charts[id]) charts[id].plot.destroy();
     delete charts[id];
-    place.replaceChildren(element("p", options.empty || "nothing yet"));
+    place.replaceChildren(element("p", options.empty || "no data yet"));
     return;
   }
   const key = JSON.stringify(names);
@@ -35,7 +35,7 @@ function draw(id, names, data, options = {}) {
   } else {
     charts[id].plot.setData(data);
   }
-  // What was drawn, for screen readers and tests.
+  // The drawn values, for tests.
   place.dataset.points = data[0].length;
   place.dataset.last = JSON.stringify(data.slice(1).map((column) => column[column.length - 1]));
 }
@@ -68,9 +68,9 @@ function aroundOne(u, low, high) {
   return [Math.min(0.9, low * 0.95), Math.max(1.1, high * 1.05)];
 }
 
-/* From figures to columns ----------------------------------------------------------------- */
+/* Data columns ---------------------------------------------------------------------------- */
 
-// Counters fall when a replica leaves or starts anew: no rate is known across that.
+// Counters fall when a replica leaves or restarts; the rate is then unknown.
 function rates(times, counts) {
   return counts.map((count, i) =>
     i === 0 || count < counts[i - 1] ? null : (count - counts[i - 1]) / (times[i] - times[i - 1]));
@@ -81,7 +81,7 @@ const nameOf = (replica) =>
     ? replica.replica
     : `replica ${replica.replica_rank}`;
 
-// One line per replica over the times of all of them.
+// One line per replica, joined on time.
 function perReplica(replicas, column) {
   const some = replicas.filter((replica) => replica.history.time_s.length).slice(0, MOST_LINES);
   if (!some.length) return [[], null];
@@ -89,13 +89,13 @@ function perReplica(replicas, column) {
   return [some.map(nameOf), uPlot.join(tables)];
 }
 
-// The same for a ratio, which is 0 while it is unknown.
+// The same for ratios; 0 means unknown.
 function ratioPerReplica(replicas, column) {
   const [names, table] = perReplica(replicas, column);
   return [names, table && table.map((values, i) => (i ? values.map((v) => v || null) : values))];
 }
 
-// Drafts of the recent steps of all replicas, by position.
+// Drafts in recent steps of all replicas, by position.
 function draftsByPosition(replicas) {
   const sums = [];
   for (const replica of replicas) {
@@ -116,7 +116,7 @@ function byPosition(acceptance) {
 
 const largestPowerOfTwo = (size) => 2 ** Math.floor(Math.log2(Math.max(1, size)));
 
-// Predicted and measured speed of every depth, over that of plain decoding.
+// Predicted and measured speedup over plain decoding, by depth.
 function breakEven(replica) {
   const predicted = replica.break_even?.tokens_per_ms ?? {};
   const bucket = String(largestPowerOfTwo(replica.break_even?.batch_size ?? replica.batch_size));
@@ -134,7 +134,7 @@ const tokensPerRound = (rate, steps) => {
   return tokens;
 };
 
-// The acceptance rate, the same at every position, that yields so many tokens a step; null: none.
+// The uniform acceptance rate that yields `tokens` per step; null: impossible.
 function rateFor(tokens, steps) {
   if (tokens > steps + 1) return null;
   let low = 0, high = 1;
@@ -145,7 +145,7 @@ function rateFor(tokens, steps) {
   return high;
 }
 
-// The rate at which every depth is as fast as none, and that of the traffic.
+// The break-even acceptance rate of each depth, and the measured rate.
 function neededRates(replica) {
   const { round_ms: ms, tokens_per_ms: speeds } = replica.break_even ?? {};
   if (!ms || !("1" in ms)) return null;
@@ -163,16 +163,16 @@ function neededRates(replica) {
 function showTiles(status) {
   const { fleet, history, router } = status;
   const speed = rates(history.time_s, history.decode_tokens).at(-1);
-  const tiers = Object.entries(fleet.replicas_by_num_steps).map(([k, n]) => `${k} × ${n}`);
+  const tiers = Object.entries(fleet.replicas_by_num_steps).map(([k, n]) => `${n} at ${k}`);
   const tiles = {
-    replicas: fleet.num_replicas + (fleet.num_stale ? ` (+${fleet.num_stale} silent)` : ""),
-    "tokens per second": shown(speed),
+    replicas: fleet.num_replicas + (fleet.num_stale ? ` (+${fleet.num_stale} stale)` : ""),
+    "output tokens/s": shown(speed),
     "batch size": shown(fleet.batch_size),
-    "depth × replicas": tiers.join(", ") || "–",
-    "tokens per request and step": shown(fleet.avg_spec_accept_length, 2),
-    "speed over plain decoding": shown(fleet.effective_speedup, 2),
-    "waiting at replicas": shown(fleet.num_waiting),
-    "waiting at the router": shown(router.queue_len),
+    "replicas by depth": tiers.join(", ") || "–",
+    "accepted length (tokens/step)": shown(fleet.avg_spec_accept_length, 2),
+    "speedup over plain decoding": shown(fleet.effective_speedup, 2),
+    "queued at replicas": shown(fleet.num_waiting),
+    "queued at router": shown(router.queue_len),
     "free KV pages": `${shown(fleet.kv.free_pages)} / ${shown(fleet.kv.total_pages)}`,
   };
   byId("tiles").replaceChildren(...Object.entries(tiles).map(([name, value]) => {
@@ -194,14 +194,14 @@ function showTable(id, columns, rows) {
 }
 
 function lastDecision(r) {
-  const refused = r.refused_user_config ? ` (refused: ${r.refused_user_config})` : "";
-  const costs = r.costs?.state === "missing" ? ` (no costs: ${r.costs.detail})` : "";
+  const refused = r.refused_user_config ? ` (user_config rejected: ${r.refused_user_config})` : "";
+  const costs = r.costs?.state === "missing" ? ` (no cost table: ${r.costs.detail})` : "";
   return (r.last_reason ?? "–") + (r.fallback ? `: ${r.fallback}` : "") + costs + refused;
 }
 
 function showReplicas(replicas) {
   const columns = ["replica", "strategy", "depth", "batch", "running", "waiting", "free pages",
-    "tokens per request and step", "speedup", "last decision", "last report"];
+    "accepted length", "speedup", "last decision", "last report"];
   showTable("replicas", columns, replicas.map((r) => ({
     className: r.stale ? "stale" : "",
     cells: [nameOf(r), r.strategy ?? "–", shown(r.speculative_num_steps), shown(r.batch_size),
@@ -234,16 +234,16 @@ function show(status) {
   draw("length", ...perReplica(replicas, "tokens_per_step"), { range: fromZero });
   draw("budget", ...perReplica(replicas, "draft_budget"), { range: fromZero });
   draw("drafts", ["proposed", "verified", "accepted"], draftsByPosition(replicas),
-    { overTime: false, range: fromZero, points: true, empty: "nothing was drafted recently" });
+    { overTime: false, range: fromZero, points: true, empty: "no recent drafts" });
   draw("calibration", ...ratioPerReplica(replicas, "observed_to_expected"), { range: aroundOne });
   draw("steptime", ...ratioPerReplica(replicas, "measured_to_predicted"), { range: aroundOne });
   draw("positions", ["accepted"], byPosition(fleet.acceptance),
-    { overTime: false, range: share, bars: true, empty: "nothing was drafted yet" });
+    { overTime: false, range: share, bars: true, empty: "no drafts yet" });
   const replica = chosen(replicas);
   draw("breakeven", ["predicted", "measured", "break-even"], replica && breakEven(replica),
-    { overTime: false, range: aroundOne, points: true, empty: "no depths were compared yet" });
-  draw("needed", ["break-even", "traffic"], replica && neededRates(replica),
-    { overTime: false, range: share, points: true, empty: "known with strategy goodput only" });
+    { overTime: false, range: aroundOne, points: true, empty: "no comparison of depths yet" });
+  draw("needed", ["break-even", "measured"], replica && neededRates(replica),
+    { overTime: false, range: share, points: true, empty: "available only with strategy goodput" });
   showReplicas(replicas);
   const switches = Object.entries(fleet.switches).sort((a, b) => b[1] - a[1]);
   showTable("switches", ["reason", "switches"], switches.map(([reason, n]) => ({ cells: [reason, n] })));
@@ -258,10 +258,10 @@ async function poll() {
     byId("key").hidden = answer.status !== 401;
     if (!answer.ok) throw new Error(`HTTP ${answer.status}`);
     show(await answer.json());
-    state.textContent = `as of ${new Date().toLocaleTimeString()}`;
+    state.textContent = `updated ${new Date().toLocaleTimeString()}`;
     state.className = "";
   } catch (error) {
-    state.textContent = `no answer: ${error.message}`;
+    state.textContent = `no response: ${error.message}`;
     state.className = "bad";
   }
   setTimeout(poll, POLL_MS);

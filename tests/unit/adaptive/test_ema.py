@@ -43,7 +43,7 @@ def test_a_slot_starts_at_the_nearest_candidate_and_at_the_smaller_of_two(
 
 
 def test_a_slot_without_a_ladder_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^candidate_steps: every slot must hold it"):
+    with pytest.raises(ConfigError, match=r"^candidate_steps: missing"):
         AdaptiveStepSlot(3, {"ema_alpha": 0.5})
 
 

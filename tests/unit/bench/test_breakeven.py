@@ -106,10 +106,10 @@ def test_context_and_sampling_cost_what_the_table_says(
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--accept-rate", "1.2"], r"accept_rate=1.2: give the share of accepted drafts, 0 to 1"),
+        (["--accept-rate", "1.2"], r"accept_rate=1.2: give a number in \[0, 1\]"),
         (["--accept-rate", "nan"], r"accept_rate=nan: "),
-        (["--draft-ms", "-1"], r"draft_ms=-1.0: give milliseconds from 0 on"),
-        (["--target-ms", "-1"], r"target_ms=-1.0: give milliseconds above 0"),
+        (["--draft-ms", "-1"], r"draft_ms=-1.0: give milliseconds ≥ 0"),
+        (["--target-ms", "-1"], r"target_ms=-1.0: give milliseconds > 0"),
         (["--target-ms", "inf"], r"target_ms=inf: "),
         (["--verify-ms-per-row", "-0.1"], r"verify_ms_per_row=-0.1: "),
         (["--batch-size", "0"], r"batch_size=0: give at least 1"),

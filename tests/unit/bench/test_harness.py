@@ -219,7 +219,7 @@ def test_a_steady_batch_leaves_the_engine_as_it_was(llm: LLM) -> None:
 
 def test_texts_too_short_for_every_variant_are_refused(llm: LLM) -> None:
     off, on = fixed(llm, 0), fixed(llm, 3)
-    with pytest.raises(ConfigError, match=r"output_tokens=12: at batch size 3 .* give more"):
+    with pytest.raises(ConfigError, match=r"output_tokens=12: at batch size 3 .* raise it"):
         run_variants(llm.engine, SteadyLoad(3, 10, 12), off, {"off": [off], "on": [on]})
     assert not llm.engine.has_work
 

@@ -20,7 +20,7 @@ from serve_spec.bench.online.client import (
     accounts,
     deal,
     merged,
-    news,
+    new_samples,
     read_stream,
 )
 from serve_spec.bench.online.load import (
@@ -266,5 +266,5 @@ def test_however_often_it_is_polled_every_account_counts_once(
         # The answer arrives a little later than the server computed the age.
         late_s = jitter_s * (poll % 2)
         info = {"internal_states": [state("a", now_s - told_at, batch_size=1)]}
-        samples += news(accounts(info, now_s + late_s), samples)
+        samples += new_samples(accounts(info, now_s + late_s), samples)
     assert len(samples) == len(gaps), "none twice, none missed, none from before the run"

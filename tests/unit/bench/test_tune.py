@@ -214,10 +214,10 @@ def test_measurements_with_other_settings_are_refused_by_name_and_replaced_if_as
 def test_a_file_that_holds_something_else_is_refused(tmp_path: Path, line: str) -> None:
     path = tmp_path / "cells.jsonl"
     path.write_text(line + "\n")
-    with pytest.raises(ConfigError, match="holds no measurements of this version"):
+    with pytest.raises(ConfigError, match="has no measurements of this version"):
         MeasurementFile(path, SETTINGS)
     path.write_text(json.dumps({"settings": SETTINGS}) + f"\n{line}\n")
-    with pytest.raises(ConfigError, match="holds no measurements of this version"):
+    with pytest.raises(ConfigError, match="has no measurements of this version"):
         MeasurementFile(path, SETTINGS)
 
 
@@ -315,9 +315,9 @@ def test_what_is_measured_already_is_not_measured_again(config: Path, tmp_path: 
         (["--set", "speculative_algorithm=NONE"], "speculative.speculative_algorithm='NONE'"),
         (
             ["--set", "synthetic_acceptance=2.5"],
-            r"speculative.synthetic_acceptance=2.5: .* fits no real text; leave the key out",
+            r"speculative.synthetic_acceptance=2.5: .* needs real acceptance; omit the key",
         ),
-        (["--trees", "3x7"], r"trees=\['3x7'\]: speculative_eagle_topk=1 .* or leave --trees out"),
+        (["--trees", "3x7"], r"trees=\['3x7'\]: speculative_eagle_topk=1 .* or omit --trees"),
         (
             ["--trees", "2x4", "3x99", "--set", "speculative_eagle_topk=2"],
             "trees=3x99: speculative_eagle_topk=2 makes trees of 3 levels with 3 to 10 drafts",

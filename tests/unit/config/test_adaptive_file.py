@@ -96,14 +96,14 @@ def test_a_value_out_of_range_is_refused_by_key_and_value(key: str, value: objec
         ({}, "holds no slot"),
         (
             {"candidate_steps": [1, 3], "8": {"ema_alpha": 0.5}},
-            "8.candidate_steps: every slot must hold it",
+            "8.candidate_steps: missing",
         ),
-        ({"8": [1, 3]}, "8=[1, 3]: a slot is an object"),
+        ({"8": [1, 3]}, "8=[1, 3]: not an object"),
         ({"8": LADDER, "08": LADDER}, "batch size 8 is given twice"),
         ({"candidate_steps": [1, 1000]}, "candidate_steps=[1, 1000]: "),
         (
             {"1": {**LADDER, "candidate_trees": [[2, 6], [4, 16]]}},
-            "1.candidate_trees=[4, 16]: candidate_steps end at 3; add 4 there, or leave it out",
+            "1.candidate_trees=[4, 16]: candidate_steps end at 3; add 4 there or remove the tree",
         ),
         ({**LADDER, "candidate_trees": [[1000, 2000]]}, "candidate_trees=[1000, 2000]"),
     ],

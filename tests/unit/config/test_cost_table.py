@@ -68,7 +68,7 @@ def refusal(tmp_path: Path, text: str) -> str:
         load_cost_table(file)
     (problem,) = caught.value.problems
     assert problem.startswith(f"{file}: ")
-    assert problem.endswith("measure anew (`serve-spec tune`), or delete the file")
+    assert problem.endswith("measure again (`serve-spec tune`) or delete the file")
     return problem
 
 
@@ -92,19 +92,19 @@ def test_a_write_that_fails_leaves_the_old_table_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("version", 2, "version=2, but format 1 is read here"),
+        ("version", 2, "version=2, but format 1 is supported"),
         ("batch_sizes", [2, 1], r"batch_sizes=\[2, 1\]: must ascend"),
         ("batch_sizes", [1, 1], r"batch_sizes=\[1, 1\]: must ascend"),
         ("batch_sizes", [0, 1], r"batch_sizes=\[0, 1\]: must ascend"),
         ("batch_sizes", [], r"batch_sizes=\[\]: must ascend"),
         ("batch_sizes", [1, 2, 4], r"len\(draft_ms\.0\)=2: must be 3"),
-        ("num_steps", [1, 2, 3], r"num_steps=\[1, 2, 3\]: must begin with 0"),
+        ("num_steps", [1, 2, 3], r"num_steps=\[1, 2, 3\]: must start with 0"),
         ("num_steps", [0, 1], r"len\(draft_ms\.0\.0\)=3: must be 2"),
         ("contexts", [512, 128], r"contexts=\[512, 128\]: must ascend"),
         ("contexts", [128, 512, 1024], "contexts"),
         ("draft_ms", 3, "draft_ms=3: input should be a list"),
-        ("draft_ms.1.0.0", 0.5, r"draft_ms\.1\.0\.0=0\.5: must be 0 where nothing is drafted"),
-        ("draft_ms.1.0.2", 0, r"draft_ms\.1\.0\.2=0\.0: must be 0 .* positive elsewhere"),
+        ("draft_ms.1.0.0", 0.5, r"draft_ms\.1\.0\.0=0\.5: must be 0 without drafts"),
+        ("draft_ms.1.0.2", 0, r"draft_ms\.1\.0\.2=0\.0: must be 0 .* positive otherwise"),
         ("draft_ms.0.1.1", "2", r"draft_ms\.0\.1\.1='2'"),
         ("verify_ms.0.1.0", 0, r"verify_ms\.0\.1\.0=0\.0"),
         ("verify_ms.0.1.2", -1, r"verify_ms\.0\.1\.2=-1\.0"),
@@ -164,8 +164,8 @@ def test_a_foreign_table_is_refused_by_every_field_that_differs_with_both_values
         validate(CostTable, TABLE).refuse_foreign(here, max_steps=3)
     (problem,) = caught.value.problems
     assert problem == (
-        "key.hardware='a processor, 2 cores', but 'another' runs here; key.threads=1, but 4 runs "
-        "here: measure anew (`serve-spec tune`), or delete the file"
+        "key.hardware='a processor, 2 cores', but this engine has 'another'; key.threads=1, but "
+        "this engine has 4: measure again (`serve-spec tune`) or delete the file"
     )
 
 
@@ -182,8 +182,8 @@ def test_each_field_of_the_key_counts(field: str) -> None:
 @pytest.mark.parametrize(
     ("max_steps", "trees", "message"),
     [
-        (4, [], "num_steps=[0, 1, 3], but 4 are wanted here"),
-        (3, [(2, 4), (3, 8)], "trees=[(3, 8)], but [(2, 4)] are wanted here"),
+        (4, [], "num_steps=[0, 1, 3], but 4 is needed"),
+        (3, [(2, 4), (3, 8)], "trees=[(3, 8)], but [(2, 4)] are needed"),
     ],
 )
 def test_a_table_that_lacks_a_depth_or_a_tree_that_is_wanted_is_refused(

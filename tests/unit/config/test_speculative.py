@@ -84,7 +84,7 @@ def test_what_is_said_is_what_the_engine_reads(
     ("keys", "field", "problem"),
     [
         ({**EAGLE, **NO_DRAFT}, "speculative_draft_model_path=None", "EAGLE"),
-        (NGRAM, "speculative_draft_model_path=", "NGRAM drafts from"),
+        (NGRAM, "speculative_draft_model_path=", "NGRAM has no draft model"),
         (
             {
                 "speculative_ngram_min_match_window_size": 4,
@@ -108,8 +108,8 @@ def test_what_is_said_is_what_the_engine_reads(
             "speculative_num_draft_tokens=12",
             "have 4 to 11 tokens, root included",
         ),
-        (shape(10, 8), "speculative_eagle_topk=8", "a beam of it may be"),
-        (shape(9, 65), "speculative_eagle_topk=65", "a beam of it may be"),
+        (shape(10, 8), "speculative_eagle_topk=8", "allows at most"),
+        (shape(9, 65), "speculative_eagle_topk=65", "allows at most"),
         ({"speculative_draft_sharpness": 0.0}, "speculative_draft_sharpness", ""),
         ({"speculative_draft_sharpness": 2.01}, "speculative_draft_sharpness", ""),
         (
@@ -125,12 +125,12 @@ def test_what_is_said_is_what_the_engine_reads(
         (
             {"speculative_draft_aux_layer_ids": []},
             "speculative_draft_aux_layer_ids=[]",
-            "layers of the target from 0 on",
+            "layer ids of the target",
         ),
         (
             {"speculative_draft_aux_layer_ids": [2, -1]},
             "speculative_draft_aux_layer_ids=[2, -1]",
-            "layers of the target from 0 on",
+            "layer ids of the target",
         ),
         (
             {"speculative_draft_aux_layers_mean": "both"},
@@ -143,7 +143,7 @@ def test_what_is_said_is_what_the_engine_reads(
                 "speculative_draft_aux_layers_mean": "probe",
             },
             "speculative_draft_aux_layers_mean='probe'",
-            "give one of both",
+            "set only one of them",
         ),
         (
             {"speculative_draft_norm_output": 1},
@@ -196,7 +196,7 @@ def test_what_an_eagle3_drafts_config_gets_wrong_can_be_said_and_of_no_other_dra
     assert getattr(resolved(drafting, said), key) == value
     # Who switches speculation off for once keeps the rest of his file.
     assert not resolved(drafting, {**NONE, **said}).enabled
-    told = rf"^speculative\.{key}=.* for EAGLE3; leave it out with EAGLE"
+    told = rf"^speculative\.{key}=.* for EAGLE3; omit it with EAGLE"
     with pytest.raises(ConfigError, match=told):
         ServeSpecConfig.load(drafting, **EAGLE, **said)
 
@@ -228,8 +228,8 @@ def test_a_live_update_knows_what_it_was_told_and_nothing_else() -> None:
         ({"speculative_num_steps": 1000}, "speculative_num_steps=1000: "),
         ({"speculative_num_draft_tokens": 1000}, "speculative_num_draft_tokens=1000: "),
         ({"speculative_adaptive_strategy": "best"}, "speculative_adaptive_strategy='best'"),
-        ({"speculative_adaptive_config": {"1": {}}}, "1.candidate_steps: every slot must hold it"),
-        (["ema"], "give a mapping"),
+        ({"speculative_adaptive_config": {"1": {}}}, "1.candidate_steps: missing"),
+        (["ema"], "not a mapping"),
     ],
 )
 def test_an_invalid_live_update_is_refused(settings: Any, complaint: str) -> None:

@@ -165,7 +165,7 @@ def test_a_named_table_wins_over_a_kept_one_and_is_not_copied(tmp_path: Path, ca
         (
             table(KEY.model_copy(update={"threads": 9})).model_dump_json(),
             {},
-            "key.threads=9, but 1 runs",
+            "key.threads=9, but this engine has 1",
         ),
         (table().model_dump_json(), {"grid": CostGrid(2, 3)}, "3 are wanted here"),
         (

@@ -92,5 +92,5 @@ def test_corpus_and_on_policy_rows_alternate_with_equal_token_counts() -> None:
 
 
 def test_a_stream_shorter_than_a_row_is_an_error_that_says_so() -> None:
-    with pytest.raises(ValueError, match="row_tokens=9: the stream has 4"):
+    with pytest.raises(ValueError, match="row_tokens=9: the stream has only 4"):
         windows(torch.zeros(4, dtype=torch.int16), 1, 9, torch.Generator())
