@@ -23,11 +23,11 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "package lines": Budget(31_000, current=41_412),
-    "package files": Budget(200, current=218),
+    "package lines": Budget(31_000, current=41_360),
+    "package files": Budget(200, current=210),
     "package folders": Budget(18),
-    "tests lines": Budget(27_000, current=35_543),
-    "longest file": Budget(500, current=522),
+    "tests lines": Budget(27_000, current=35_893),
+    "longest file": Budget(500),
     "longest class": Budget(250),
     "longest function": Budget(60),
     "most branches": Budget(12),

@@ -195,7 +195,7 @@ def parse_slot(
         raise ConfigError(f"{where}={own!r}: not an object; give a slot such as {example}")
     if "candidate_steps" not in own:
         name = ".".join(filter(None, [where, "candidate_steps"]))
-        raise ConfigError(f"{name}: every slot must hold it; {_STEPS_FIX}")
+        raise ConfigError(f"{name}: missing; {_STEPS_FIX}")
     return validate(SlotConfig, {**(shared or {}), **own}, where=where)
 
 

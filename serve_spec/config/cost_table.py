@@ -163,7 +163,7 @@ def load_cost_table(path: Path) -> CostTable:
         content = _parse_json(read_text(path))
         version = content.get("version", FORMAT_VERSION)
         if version != FORMAT_VERSION:  # other versions have other fields
-            raise ConfigError(f"version={version!r}, but format {FORMAT_VERSION} is read here")
+            raise ConfigError(f"version={version!r}, but format {FORMAT_VERSION} is supported")
         return validate(CostTable, content)
     except ConfigError as error:
         raise ConfigError(f"{path}: {'; '.join(error.problems)}: {_WAY_OUT}") from None

@@ -318,11 +318,11 @@ def _check(config: SpeculativeConfig) -> None:
     for key, algorithms in _CORRECTIONS.items():
         value = getattr(config, key)
         if value is not None and algorithm not in ("NONE", *algorithms):
-            fix = f"it is for {' and '.join(algorithms)}; leave it out with {algorithm}"
+            fix = f"only for {' and '.join(algorithms)}; omit it with {algorithm}"
             raise Refusal(key, value, fix)
     mean = config.speculative_draft_aux_layers_mean
     if mean is not None and config.speculative_draft_aux_layer_ids is not None:
-        fix = "speculative_draft_aux_layer_ids names the inputs that are read; give one of both"
+        fix = "conflicts with speculative_draft_aux_layer_ids; set only one of them"
         raise Refusal("speculative_draft_aux_layers_mean", mean, fix)
     _check_listed_trees(config)
 
@@ -336,9 +336,9 @@ def _check_drafter(config: SpeculativeConfig) -> None:
     if not from_text and path is None:
         fix = f"{name} needs a draft checkpoint; name its folder"
         raise Refusal("speculative_draft_model_path", None, fix)
-    instead = "leave the key out, or name the draft's algorithm"
+    instead = "omit the key, or set speculative_algorithm to the draft's"
     if from_text and path is not None:
-        fix = f"{name} drafts from the text; {instead}"
+        fix = f"{name} has no draft model; {instead}"
         raise Refusal("speculative_draft_model_path", str(path), fix)
     if from_text and config.speculative_ngram_first:
         fix = f"{name} makes no other drafts; {instead}"
@@ -357,13 +357,13 @@ def _check_drafts(config: SpeculativeConfig) -> None:
         if tokens is not None and tokens != steps + 1:
             fix = (
                 f"a chain of speculative_num_steps={steps} has {steps + 1} tokens; give that, or "
-                "leave the key out"
+                "omit the key"
             )
             raise Refusal("speculative_num_draft_tokens", tokens, fix)
         return
     if topk * max(1, steps - 1) > MAX_TREE_TOKENS:
         fix = (
-            f"a beam of it may be drafted {MAX_TREE_TOKENS // topk + 1} steps deep, but "
+            f"allows at most {MAX_TREE_TOKENS // topk + 1} steps, but "
             f"speculative_num_steps={steps}; lower one of them"
         )
         raise Refusal("speculative_eagle_topk", topk, fix)
@@ -464,5 +464,5 @@ def parse_update(settings: Mapping[str, object]) -> PolicyUpdate:
         ConfigError: a key is unknown or a value invalid.
     """
     if not isinstance(settings, Mapping):
-        raise ConfigError(f"policy settings={settings!r}: give a mapping of keys to values")
+        raise ConfigError(f"policy settings={settings!r}: not a mapping; give keys and values")
     return validate(PolicyUpdate, dict(settings))

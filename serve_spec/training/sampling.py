@@ -113,7 +113,9 @@ def windows(stream: Tensor, rows: int, row_tokens: int, rng: torch.Generator) ->
     """
     room = len(stream) - row_tokens
     if room <= 0:
-        raise ValueError(f"row_tokens={row_tokens}: the stream has {len(stream)} tokens; add text")
+        raise ValueError(
+            f"row_tokens={row_tokens}: the stream has only {len(stream)} tokens; add text"
+        )
     starts = torch.randint(0, room, (rows,), generator=rng).to(stream.device)
     return stream[starts[:, None] + torch.arange(row_tokens, device=stream.device)].long()
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from serve_spec.metrics import METRICS
-from serve_spec.serving.dashboard import dashboard
 from serve_spec.serving.ray_metrics import LABELS
+from tools.dashboard import dashboard
 
 SHIPPED = Path(__file__).parents[2] / "deploy/dashboards/serve_spec.json"
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}
@@ -50,7 +50,7 @@ def labels_in(query: str) -> set[str]:
 
 def test_the_shipped_file_is_the_one_the_code_describes() -> None:
     assert json.loads(SHIPPED.read_text()) == dashboard(), (
-        "run python -m serve_spec.serving.dashboard > deploy/dashboards/serve_spec.json"
+        "run python -m tools.dashboard > deploy/dashboards/serve_spec.json"
     )
 
 

@@ -1,4 +1,4 @@
-"""Generate the Grafana dashboard: `python -m serve_spec.serving.dashboard > FILE`.
+"""Generate the Grafana dashboard: `python -m tools.dashboard > FILE`.
 
 Queries are built from the declared metrics, so panels follow renamed metrics. Gauges are the
 maximum over the processes of a replica, because series of dead processes remain for a while.
