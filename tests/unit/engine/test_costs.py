@@ -167,7 +167,7 @@ def test_a_named_table_wins_over_a_kept_one_and_is_not_copied(tmp_path: Path, ca
             {},
             "key.threads=9, but this engine has 1",
         ),
-        (table().model_dump_json(), {"grid": CostGrid(2, 3)}, "3 are wanted here"),
+        (table().model_dump_json(), {"grid": CostGrid(2, 3)}, "but 3 is needed"),
         (
             table().model_dump_json(),
             {"grid": CostGrid(2, 1, WITH_A_TREE)},
