@@ -87,8 +87,8 @@ class Planner:
     ) -> list[Candidate]:
         """Return the best candidate of each depth from 0 on.
 
-        survivals: [R, K] of drafts of some requests like those of the batch. weights: [K], requests
-        of the batch that each of them stands for, by position. most: drafts of the whole round.
+        survivals: [R, K], survival of the drafts of R sampled requests. weights: [K], number of
+        requests of the batch per sampled request, by position. most: maximum drafts of the round.
         may_admit: whether budgets may be chosen.
         """
         size, width = load.work.size, survivals.shape[1]

@@ -14,7 +14,7 @@ class StepPolicy(Protocol):
 
     @property
     def shapes(self) -> tuple[DraftShape, ...]:
-        """Every shape it may choose."""
+        """Return every shape that the policy may choose."""
 
     @property
     def last_reason(self) -> Reason:

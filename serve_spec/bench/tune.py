@@ -68,7 +68,7 @@ _POLICY_KEYS = {
 
 @dataclass(frozen=True)
 class Workload:
-    """Workload of every measurement: at least `num_prompts`, in whole batches."""
+    """The workload of every measurement: at least `num_prompts`, in whole batches."""
 
     num_prompts: int
     prompt_tokens: int

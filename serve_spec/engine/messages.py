@@ -229,7 +229,7 @@ class Sender(Generic[T]):
                 self._changed.notify()
 
     def close(self) -> None:
-        """Return once all that waits is sent, or the other end is gone."""
+        """Send everything that is queued, unless the peer is gone, and return."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()

@@ -143,7 +143,7 @@ def plain_weight(codes: Tensor, grids: Tensor) -> Tensor:
 
 @cache
 def int4_works(device: torch.device) -> bool:
-    """Return whether this torch has such products for `device`, and they are right; tried once."""
+    """Return whether torch's int4 product works on `device`; the result is cached."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
         return False
     generator = torch.Generator().manual_seed(0)

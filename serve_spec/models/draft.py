@@ -137,8 +137,8 @@ def _keep_integers(
 ) -> None:
     if not (int4_works(device) if weights == "int4" else int8_works()):
         raise ValueError(
-            f"speculative_draft_model_quantization={weights!r}: torch {torch.__version__} has no "
-            f"such products for {device}; use 'none'"
+            f"speculative_draft_model_quantization={weights!r}: not supported by torch "
+            f"{torch.__version__} on {device}; use 'none'"
         )
     integers = Int4Weight if weights == "int4" else Int8Weight
     num_bytes = [matrix.turn_into(integers) for matrix in matrices]

@@ -291,9 +291,9 @@ def _shared(num_drafts: list[int], batch: DecodeBatch) -> list[int]:
 
 
 def fair_drafts(steps: RoundSteps, batch: DecodeBatch) -> list[RequestDrafts]:
-    """Return what every request drafts: as much of the policy's shape as it can use and is granted.
+    """Return the draft size of each request: the policy's shape within the request's own limits.
 
-    A room too small for all drafts is shared evenly.
+    If the room is too small for all drafts, it is shared evenly.
     """
     shape, from_texts = steps.shape, text_steps(steps, batch)
     usable = _usable_steps(steps, batch, from_texts)

@@ -57,7 +57,7 @@ def trace_id(request: Request) -> str:
 
 
 def add_error_answers(api: FastAPI) -> None:
-    """Return OpenAI error objects for all errors, unknown routes and invalid JSON included."""
+    """Answer all errors with OpenAI error objects, also unknown routes and invalid JSON."""
 
     @api.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:

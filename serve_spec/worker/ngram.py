@@ -243,7 +243,7 @@ def load_corpus(path: Path, encode: Callable[[str], list[int]], max_match: int) 
     """Read a text file (UTF-8), or token ids (`.npy`, integers [N]).
 
     Raises:
-        ValueError: the file is neither; names it.
+        ValueError: the file has neither format.
     """
     key = f"speculative_ngram_corpus={str(path)!r}"
     try:
