@@ -194,7 +194,7 @@ class _Bench:
     def _start(
         self, variant: Variant, load: Load, number: int, texts: int, warm_up: int
     ) -> ClosedLoop:
-        """Return a filled loop; in a steady-state batch with a policy of its own, warmed up."""
+        """Return a filled closed loop; for a steady-state batch with its own, warmed-up policy."""
         engine = self.engines[variant.name]
         if load.is_steady:
             fresh = copy.deepcopy(variant.controller)

@@ -57,7 +57,7 @@ def trial_figures(
 
 
 def summary(records: Sequence[Record]) -> dict[str, Any]:
-    """Return the figures of a run; of one that was cut off, as far as it got."""
+    """Return the figures of a run; for an interrupted run, of its completed part."""
     run, variants = records[0], list(records[0]["variants"])
     trials: defaultdict[tuple[int, int, int], dict[str, Record]] = defaultdict(dict)
     different: defaultdict[int, int] = defaultdict(int)

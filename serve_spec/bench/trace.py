@@ -96,7 +96,7 @@ class TraceSet:
         found = [trace for trace in self.traces if trace.kind == kind]
         if not found:
             known = sorted({(t.prompts, t.temperature) for t in self.traces})
-            raise ValueError(f"kind={kind}: not recorded; there are {known}")
+            raise ValueError(f"kind={kind}: not in the file; use one of {known}")
         return found
 
 

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     trees = swept_trees(args.trees, config.speculative)
     shapes = [*map(DraftShape.chain, num_steps), *trees]
     if shapes == [PLAIN]:
-        raise ConfigError(f"num_steps={args.num_steps}: give one above 0, to compare with 0")
+        raise ConfigError(f"num_steps={args.num_steps}: add a depth above 0 to compare with 0")
     folder: Path = args.output_dir
     found = MeasurementFile(folder / "cells.jsonl", _settings(config, work), fresh=args.fresh)
     llm = _load(config, max(batch_sizes), shapes, work)

@@ -68,8 +68,7 @@ class Schedule:
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.seconds is None):
             raise ValueError(
-                f"steps={self.steps} and seconds={self.seconds}: a schedule has one length; "
-                "give exactly one"
+                f"steps={self.steps} and seconds={self.seconds}: set exactly one of them"
             )
 
     def progress(self, step: int, elapsed_seconds: float) -> float:

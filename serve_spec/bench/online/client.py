@@ -83,7 +83,7 @@ class StreamedCompletion:
 
 
 def read_stream(arrivals: Iterable[tuple[float, bytes]]) -> StreamedCompletion:
-    """Return the completion of a stream, given as times with the bytes that arrived."""
+    """Return the completion in a stream. arrivals: (time in s, bytes) of each read."""
     answer, parser = StreamedCompletion(error="broken off"), SseParser()
     for time_s, data in arrivals:
         for event in parser.feed(data):

@@ -310,7 +310,7 @@ def test_what_is_measured_already_is_not_measured_again(config: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        (["--num-steps", "0"], r"num_steps=\[0\]: give one above 0, to compare with 0"),
+        (["--num-steps", "0"], r"num_steps=\[0\]: add a depth above 0 to compare with 0"),
         (["--output-tokens", "5"], r"output_tokens=5: at batch size \d+ a text ends before"),
         (["--set", "speculative_algorithm=NONE"], "speculative.speculative_algorithm='NONE'"),
         (
