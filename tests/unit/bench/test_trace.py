@@ -229,5 +229,5 @@ def test_a_file_that_is_not_a_trace_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=why) as caught:
             load_traces(path)
         assert str(path) in str(caught.value)
-    with pytest.raises(ValueError, match="not recorded"):
+    with pytest.raises(ValueError, match="not in the file"):
         load_traces(RECORDED).of(TextKind("code", 0.3))
