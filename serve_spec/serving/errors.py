@@ -127,37 +127,25 @@ def queue_full(why: str, retry_after_s: int) -> ApiError:
     )
 
 
+def _unavailable(message: str, code: str) -> ApiError:
+    return ApiError(503, message, kind="service_unavailable_error", code=code, retry_after_s=1)
+
+
 def no_replica(why: str) -> ApiError:
     """Return 503: no engine replica can take the request."""
-    return ApiError(
-        503,
-        f"No healthy engine replica: {why}; try again shortly",
-        kind="service_unavailable_error",
-        code="no_healthy_replica",
-        retry_after_s=1,
-    )
+    message = f"No healthy engine replica: {why}; try again shortly"
+    return _unavailable(message, "no_healthy_replica")
 
 
 def server_lost() -> ApiError:
     """Return 503: the router process that handled the request was killed."""
-    return ApiError(
-        503,
-        "The server process that had the request is gone; send the request again",
-        kind="service_unavailable_error",
-        code="server_lost",
-        retry_after_s=1,
-    )
+    message = "The server process that had the request is gone; send the request again"
+    return _unavailable(message, "server_lost")
 
 
 def no_router() -> ApiError:
     """Return 503: no router takes requests."""
-    return ApiError(
-        503,
-        "No router takes requests; try again shortly",
-        kind="service_unavailable_error",
-        code="no_healthy_router",
-        retry_after_s=1,
-    )
+    return _unavailable("No router takes requests; try again shortly", "no_healthy_router")
 
 
 def timed_out(timeout_s: float) -> ApiError:

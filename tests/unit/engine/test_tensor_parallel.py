@@ -155,7 +155,7 @@ def test_ranks_that_draft_and_draw_otherwise_than_rank_0_do_as_it_says(
     plain: Texts,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Worse than any rounding: worker_ranks grow other trees, draft and draw what nobody would."""
+    """Worse than any rounding: the worker ranks draft and draw other tokens than rank 0."""
 
     def spoiled(tokens: Tensor) -> Tensor:
         return (tokens + 1) % 256 if is_follower() else tokens
