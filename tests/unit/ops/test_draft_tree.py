@@ -175,9 +175,9 @@ def test_the_kernels_grow_and_choose_as_the_law_does(
     steps, counts = [*steps, 0], [*counts, -1]
     generator = torch.Generator().manual_seed(seed)
     beams = {
-        twin: root_beam(len(steps), DEVICE) for twin in (reference(draft_tree), draft_tree_triton)
+        impl: root_beam(len(steps), DEVICE) for impl in (reference(draft_tree), draft_tree_triton)
     }
-    levels: dict[object, list[draft_tree.Level]] = {twin: [] for twin in beams}
+    levels: dict[object, list[draft_tree.Level]] = {impl: [] for impl in beams}
     for step in range(max(steps)):
         by_place = (len(steps), 1 if step == 0 else topk, topk)
         ids = torch.randint(0, 50, by_place, generator=generator)
@@ -186,12 +186,12 @@ def test_the_kernels_grow_and_choose_as_the_law_does(
         broken = torch.randint(ids.numel(), (num_broken,), generator=generator)
         ids.view(-1)[broken] = -1
         scores.view(-1)[broken[:1]] = float("nan")
-        for twin in beams:
+        for impl in beams:
             with poisoned_memory():
-                level, beams[twin] = twin.grow_beam(
-                    beams[twin], ids.to(DEVICE), scores.to(DEVICE), step
+                level, beams[impl] = impl.grow_beam(
+                    beams[impl], ids.to(DEVICE), scores.to(DEVICE), step
                 )
-            levels[twin].append(level)
+            levels[impl].append(level)
         for mine, law in zip(*beams.values(), strict=True):
             assert torch.equal(mine, law)
         for mine, law in zip(*(of_twin[-1] for of_twin in levels.values()), strict=True):
@@ -199,9 +199,9 @@ def test_the_kernels_grow_and_choose_as_the_law_does(
     num_steps = torch.tensor(steps, dtype=torch.int32, device=DEVICE)
     wanted = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
     found = []
-    for twin, of_twin in levels.items():
+    for impl, of_twin in levels.items():
         with poisoned_memory():
-            found.append(twin.choose_drafts(of_twin, num_steps, wanted, max(counts)))  # type: ignore[attr-defined]
+            found.append(impl.choose_drafts(of_twin, num_steps, wanted, max(counts)))  # type: ignore[attr-defined]
     for b, count in enumerate(counts):
         for law, kernel in zip(*found, strict=True):
             mine, its = law[b, : max(count, 0)], kernel[b, : max(count, 0)]

@@ -15,8 +15,8 @@ from tests.helpers.triton import DEVICE, reference
 from serve_spec.ops import acceptance_triton  # isort: skip
 
 DEPTH = 4
-TWINS = pytest.mark.parametrize(
-    "twin", [reference(acceptance), acceptance_triton], ids=["plain", "kernel"]
+BOTH = pytest.mark.parametrize(
+    "impl", [reference(acceptance), acceptance_triton], ids=["plain", "kernel"]
 )
 
 # Rows of a sequence, and the rows of its path: increasing, after the root.
@@ -30,7 +30,7 @@ paths = st.integers(0, 8).flatmap(
 )
 
 
-@TWINS
+@BOTH
 @settings(max_examples=30, deadline=None)
 @given(
     round=st.lists(paths, min_size=1, max_size=4).filter(lambda round: any(n for n, _ in round)),
@@ -38,7 +38,7 @@ paths = st.integers(0, 8).flatmap(
     seed=st.integers(0, 5),
 )
 def test_kept_rows_move_together_and_nothing_else_changes(
-    twin: Any, round: list[tuple[int, list[int]]], padding: int, seed: int
+    impl: Any, round: list[tuple[int, list[int]]], padding: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     num_rows = sum(rows for rows, _ in round) + padding
@@ -60,7 +60,7 @@ def test_kept_rows_move_together_and_nothing_else_changes(
         starts.append(starts[-1] + rows)
     columns = [[0, *path] + [0] * (DEPTH - len(path)) for _, path in round]
     moved = [pool.to(DEVICE) for pool in pools]
-    twin.move_accepted(
+    impl.move_accepted(
         moved,
         slots.to(DEVICE),
         torch.tensor(starts, dtype=torch.int32, device=DEVICE),

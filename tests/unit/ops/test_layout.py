@@ -1,4 +1,4 @@
-"""Where rows are, against a plain loop, for the twin and its kernels."""
+"""Where rows are, against a plain loop, for the impl and its kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from serve_spec.ops import layout_triton  # isort: skip
 
 SCRATCH = 9999
 PAGES = 3
-TWINS = pytest.mark.parametrize("twin", [reference(layout), layout_triton], ids=["plain", "kernel"])
+BOTH = pytest.mark.parametrize("impl", [reference(layout), layout_triton], ids=["plain", "kernel"])
 
 
 def row_by_row(
@@ -56,7 +56,7 @@ sequences = st.lists(
 )
 
 
-@TWINS
+@BOTH
 @settings(max_examples=30, deadline=None)
 @given(
     sequences=sequences,
@@ -67,13 +67,13 @@ sequences = st.lists(
 @example(sequences=[(150, 10, 0), (1, 0, 0)], page_size=64, num_rows=420, wide=False)
 @example(sequences=[(4, -2, -3), (0, 3, 0), (3, 11, 5)], page_size=4, num_rows=6, wide=True)
 def test_every_row_knows_whose_it_is_and_where_it_goes(
-    twin: Any, sequences: list[tuple[int, int, int]], page_size: int, num_rows: int, wide: bool
+    impl: Any, sequences: list[tuple[int, int, int]], page_size: int, num_rows: int, wide: bool
 ) -> None:
     query_lens, starts, first_valid = (list(column) for column in zip(*sequences, strict=True))
     tables = [[100 * b + 7 * page for page in range(PAGES)] for b in range(len(sequences))]
     kind = torch.int64 if wide else torch.int32
     with poisoned_memory():
-        found = twin.lay_out_tokens(
+        found = impl.lay_out_tokens(
             int_tensor(query_lens),
             int_tensor(starts, kind),
             int_tensor(first_valid, kind),
@@ -88,13 +88,13 @@ def test_every_row_knows_whose_it_is_and_where_it_goes(
     assert [column.dtype for column in found] == [i32, i32, i64, i64, i32]
 
 
-@TWINS
+@BOTH
 @settings(max_examples=30, deadline=None)
 @given(
     rows=st.lists(st.tuples(st.integers(-1, 2), st.integers(0, 40)), min_size=1, max_size=9),
 )
 def test_the_ring_gives_the_token_of_a_position_while_it_is_recent(
-    twin: Any, rows: list[tuple[int, int]]
+    impl: Any, rows: list[tuple[int, int]]
 ) -> None:
     window = 8
     # Request slot l has come to position 8 + l of a text whose token at p is 1000 l + p.
@@ -108,7 +108,7 @@ def test_the_ring_gives_the_token_of_a_position_while_it_is_recent(
     ]
     request_slots, positions = (list(column) for column in zip(*rows, strict=True))
     with poisoned_memory():
-        found = twin.ring_tokens(
+        found = impl.ring_tokens(
             int_tensor(ring), int_tensor(request_slots), int_tensor(positions, torch.int64)
         )
     assert found.tolist() == [

@@ -50,8 +50,8 @@ def test_addends_are_added_up_in_order_and_rounded_before_the_residual_is(
     for addend in partials[1:]:
         whole = whole + addend
     expected = residual + whole.to(dtype)
-    for twin in (plain, elementwise_triton):
-        normed, total = twin.add_rms_norm(partials, residual, weight, EPS)
+    for impl in (plain, elementwise_triton):
+        normed, total = impl.add_rms_norm(partials, residual, weight, EPS)
         assert torch.equal(total, expected)
         assert relative_error(normed, plain.rms_norm(expected, weight, EPS)) < TOLERANCE[dtype]
 

@@ -18,8 +18,8 @@ NUM_SLOTS = 40
 POISON = 1e30
 # float32 may be fused into one rounding or not; the others are rounded to their own last place.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-TWINS = pytest.mark.parametrize(
-    "twin", [reference(elementwise), elementwise_triton], ids=["plain", "kernel"]
+BOTH = pytest.mark.parametrize(
+    "impl", [reference(elementwise), elementwise_triton], ids=["plain", "kernel"]
 )
 
 
@@ -48,8 +48,8 @@ class Scene:
         self.keys = torch.full(pool, POISON, device=DEVICE).to(dtype)
         self.values = self.keys.clone()
 
-    def run(self, twin: Any) -> Tensor:
-        query: Tensor = twin.rotate_and_store(
+    def run(self, impl: Any) -> Tensor:
+        query: Tensor = impl.rotate_and_store(
             self.heads, self.rotation, self.slots, self.keys, self.values, self.num_heads
         )
         return query
@@ -65,14 +65,14 @@ class Scene:
         )
 
 
-@TWINS
+@BOTH
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(("heads", "head_dim"), [((4, 2), 16), ((6, 1), 24), ((9, 3), 24)])
 def test_queries_come_back_and_keys_and_values_are_stored(
-    twin: Any, head_dim: int, heads: tuple[int, int], dtype: torch.dtype
+    impl: Any, head_dim: int, heads: tuple[int, int], dtype: torch.dtype
 ) -> None:
     scene = Scene(3, *heads, head_dim, dtype)
-    query = scene.run(twin)
+    query = scene.run(impl)
     found = query, scene.keys[scene.slots], scene.values[scene.slots]
     for ours, wanted in zip(found, scene.rotated(), strict=True):
         assert ours.dtype == dtype
@@ -85,34 +85,34 @@ def test_queries_come_back_and_keys_and_values_are_stored(
     assert (scene.values[others].cpu() == poison).all()
 
 
-@TWINS
-def test_heads_may_be_part_of_wider_rows(twin: Any) -> None:
+@BOTH
+def test_heads_may_be_part_of_wider_rows(impl: Any) -> None:
     scene, wide = Scene(4, 4, 2, 16), Scene(4, 4, 2, 16)
-    expected = scene.run(twin)
+    expected = scene.run(impl)
     padding = torch.full_like(wide.heads, POISON)
     wide.heads = torch.cat((wide.heads, padding), dim=1)[:, :8]
-    assert torch.equal(wide.run(twin), expected)
+    assert torch.equal(wide.run(impl), expected)
     assert torch.equal(wide.keys, scene.keys)
 
 
-@TWINS
-def test_heads_may_come_as_addends(twin: Any) -> None:
+@BOTH
+def test_heads_may_come_as_addends(impl: Any) -> None:
     scene, other = Scene(4, 4, 2, 16, torch.bfloat16), Scene(4, 4, 2, 16, torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
     partials = torch.randn(3, *scene.heads.shape, generator=generator).to(DEVICE)
     scene.heads = (partials[0] + partials[1] + partials[2]).bfloat16()
     other.heads = partials
-    assert torch.equal(scene.run(twin), other.run(twin))
+    assert torch.equal(scene.run(impl), other.run(impl))
     assert torch.equal(scene.keys, other.keys)
     assert torch.equal(scene.values, other.values)
 
 
-@TWINS
-def test_padding_rows_may_share_a_slot(twin: Any) -> None:
+@BOTH
+def test_padding_rows_may_share_a_slot(impl: Any) -> None:
     scene = Scene(6, 4, 2, 16)
     scene.slots[3:] = NUM_SLOTS - 1
     query, key, value = scene.rotated()
-    assert torch.allclose(scene.run(twin), query, atol=1e-6)
+    assert torch.allclose(scene.run(impl), query, atol=1e-6)
     assert torch.allclose(scene.keys[scene.slots[:3]], key[:3], atol=1e-6)
     assert torch.equal(scene.values[scene.slots[:3]], value[:3])
 
