@@ -241,9 +241,8 @@ class Batcher:
     def snapshot(self) -> dict[str, object]:
         """Return counters and sizes. Histogram keys are inclusive upper bounds, powers of two.
 
-        `submission_size_histogram`: requests per batch sent. `replica_batch_sizes`: this router's
-        current requests on each replica. `replica_batch_size_histograms`: that number after each
-        batch sent.
+        `submission_size_histogram`: requests per batch sent. `replica_batch_size_histograms`: this
+        router's requests on each replica, after each batch sent.
         """
         return {
             "num_interrupted": self.num_interrupted,
@@ -251,7 +250,6 @@ class Batcher:
             "num_withdrawn": self.num_withdrawn,
             "submission_size": self._submission_sizes.last,
             "submission_size_histogram": self._submission_sizes.as_dict(),
-            "replica_batch_sizes": {name: self.num_open(name) for name in self._replica_sizes},
             "replica_batch_size_histograms": {
                 name: sizes.as_dict() for name, sizes in self._replica_sizes.items()
             },

@@ -99,7 +99,8 @@ class RayFleet:
 
     def batching(self) -> dict[str, object]:
         """See `Fleet.batching`."""
-        return self._batcher.snapshot()
+        sizes = {name: self._batcher.num_open(name) for name in self._connections.usable()}
+        return {**self._batcher.snapshot(), "replica_batch_sizes": sizes}
 
     async def ready(self) -> None:
         """See `Transport.ready`."""
