@@ -31,7 +31,7 @@ _STARTS_RAY = ("local_ray", "local_serve", "short_tmp")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Mark the tests of every module that starts a Ray."""
     for item in items:
         if isinstance(item, pytest.Function) and set(_STARTS_RAY) & set(vars(item.module)):
@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+def pytest_pyfunc_call(pyfuncitem):
     """Run a test that is a coroutine function, in an event loop of its own."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
@@ -48,12 +48,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+def pytest_sessionfinish(session, exitstatus):
     session.config.stash[_exit_status] = int(exitstatus)
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_unconfigure(config: pytest.Config) -> None:
+def pytest_unconfigure(config):
     """Ends the process as soon as everything that wants to end in order has.
 
     Several ranks of gloo share this process in the tests of tensor parallelism. Its threads can

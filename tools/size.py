@@ -26,7 +26,7 @@ BUDGETS = {
     "package lines": Budget(31_000, current=41_360),
     "package files": Budget(200, current=210),
     "package folders": Budget(18),
-    "tests lines": Budget(27_000, current=35_895),
+    "tests lines": Budget(27_000, current=34_422),
     "longest file": Budget(500),
     "longest class": Budget(250),
     "longest function": Budget(60),

@@ -1,7 +1,5 @@
 """Links between documents lead to files and headings that exist."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -16,14 +14,14 @@ DOCUMENTS = [
 ]
 
 
-def anchors(text: str) -> set[str]:
+def anchors(text):
     """Return the anchors of all headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_links_lead_somewhere(document: Path) -> None:
+def test_links_lead_somewhere(document):
     for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", document.read_text()):
         name, _, anchor = link.partition("#")
         target = document.parent / name if name else document

@@ -1,15 +1,13 @@
 """The page of figures says what the history of figures does."""
 
-from __future__ import annotations
-
 from benchmarks.results_page import RESULTS, environment, page, read
 
 
-def test_the_page_of_results_is_the_one_that_the_script_writes() -> None:
+def test_the_page_of_results_is_the_one_that_the_script_writes():
     assert (RESULTS / "README.md").read_text() == page(read())
 
 
-def test_every_raw_file_says_which_commit_and_command_made_it() -> None:
+def test_every_raw_file_says_which_commit_and_command_made_it():
     for path in RESULTS.glob("*.json*"):
         facts = environment(path)
         assert facts["commit"], path

@@ -13,19 +13,19 @@ measured = cache(measure)
 
 
 @pytest.mark.parametrize("name", BUDGETS)
-def test_no_size_exceeds_its_limit(name: str) -> None:
+def test_no_size_exceeds_its_limit(name):
     found: Measure = measured()[name]
     assert found.value <= BUDGETS[name].limit, f"{name}: {found.value} at {found.where}; make size"
 
 
 @pytest.mark.parametrize("name", BUDGETS)
-def test_a_limit_above_its_goal_is_the_size_of_today(name: str) -> None:
+def test_a_limit_above_its_goal_is_the_size_of_today(name):
     assert BUDGETS[name].current is None or BUDGETS[name].limit > BUDGETS[name].goal, (
         f"{name}: the goal is reached, remove `current` in tools/size.py"
     )
 
 
-def test_branches_and_parameters_are_counted() -> None:
+def test_branches_and_parameters_are_counted():
     text = """
 def method(self, a, *rest, b=1, **more):
     if a:

@@ -10,7 +10,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +25,7 @@ from tests.serving.asgi import CHAT, COMPLETIONS
 WATCHER, HOG, BYSTANDER, ATTACKER = (f"127.0.0.{host}" for host in (2, 3, 4, 5))
 
 
-def client_at(url: str, address: str, timeout_s: float = 120) -> httpx.AsyncClient:
+def client_at(url, address, timeout_s=120):
     """A client with an address of its own, so that the router knows it from others."""
     limits = httpx.Limits(max_connections=None)
     transport = httpx.AsyncHTTPTransport(local_address=address, limits=limits)
@@ -42,10 +42,10 @@ class Watch:
     health_s: list[float] = field(default_factory=list)
 
     @property
-    def longest_gap_s(self) -> float:
+    def longest_gap_s(self):
         return max(stream.longest_gap_s for stream in self.streams)
 
-    async def stream_for_ever(self, client: httpx.AsyncClient) -> None:
+    async def stream_for_ever(self, client):
         while True:
             self.streams.append(stream := Stream())
             await stream.listen(client, "def f(x):\n", max_tokens=100, temperature=0)
@@ -53,7 +53,7 @@ class Watch:
             if stream.error is not None:
                 self.errors.append(str(stream.error))
 
-    async def ask_for_health(self, client: httpx.AsyncClient) -> None:
+    async def ask_for_health(self, client):
         while True:
             started = time.monotonic()
             answer = await client.get("/health")
@@ -64,7 +64,7 @@ class Watch:
 
 
 @asynccontextmanager
-async def watching(url: str) -> AsyncIterator[Watch]:
+async def watching(url):
     """Two streams and a probe, for as long as the body takes."""
     watch = Watch()
     async with client_at(url, WATCHER) as client:
@@ -89,10 +89,10 @@ async def watching(url: str) -> AsyncIterator[Watch]:
             watch.errors.append(repr(error))
 
 
-async def statuses(client: httpx.AsyncClient, path: str, bodies: list[Any]) -> list[Any]:
+async def statuses(client, path, bodies):
     """Statuses and seconds of requests that are all sent at once."""
 
-    async def send(content: bytes) -> tuple[int, float]:
+    async def send(content):
         started = time.monotonic()
         answer = await client.post(
             path, content=content, headers={"content-type": "application/json"}
@@ -104,7 +104,7 @@ async def statuses(client: httpx.AsyncClient, path: str, bodies: list[Any]) -> l
     return await asyncio.gather(*(send(contents[id(body)]) for body in bodies))
 
 
-async def until_closed(url: str, start: bytes, drip: bytes, every_s: float, most_s: float) -> bytes:
+async def until_closed(url, start, drip, every_s, most_s):
     """What a connection hears that sends `start`, and then `drip` again and again; b"open" if it
     is never closed.
     """
@@ -130,7 +130,7 @@ async def until_closed(url: str, start: bytes, drip: bytes, every_s: float, most
             await writer.wait_closed()
 
 
-def head(path: str, length: int) -> bytes:
+def head(path, length):
     """The head of a POST with a body of so many bytes."""
     return (
         f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -144,11 +144,11 @@ _ODD = [None, True, "3", [], {}, [[]], [None], {"a": 1}, *_NUMBERS, *_WORDS]
 _FIELDS = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields, "unknown"})
 
 
-def _long(rng: random.Random) -> str:
+def _long(rng):
     return (rng.choice(_WORDS) * rng.choice([10, 2_000, 30_000]))[:300_000]
 
 
-def _messages(rng: random.Random) -> list[Any]:
+def _messages(rng):
     roles = ["user", "system", "assistant", "tool", 7]
     return [
         {"role": rng.choice(roles), "content": rng.choice(_ODD)} for _ in range(rng.randint(0, 4))
@@ -169,7 +169,7 @@ _KINDS: list[Callable[[random.Random], dict[str, Any]]] = [
 ]
 
 
-def hostile_request(rng: random.Random) -> tuple[str, bytes, dict[str, str]]:
+def hostile_request(rng):
     """A path, a body and headers; of a kind that `rng` draws."""
     body = {"prompt": rng.choice(_WORDS[1:]), "max_tokens": rng.choice([0, 1, 4])}
     body |= rng.choice(_KINDS)(rng)
@@ -192,17 +192,17 @@ def hostile_request(rng: random.Random) -> tuple[str, bytes, dict[str, str]]:
 class Flood:
     """Hostile requests, made before they are sent, and how they were answered."""
 
-    def __init__(self, num_requests: int, seed: int) -> None:
+    def __init__(self, num_requests, seed):
         self._rng = random.Random(seed)
         self._requests = [hostile_request(self._rng) for _ in range(num_requests)]
         self.statuses: Counter[int] = Counter()
         self.bad: list[str] = []
         """Answers of 500 and more, and what they answer."""
 
-    async def send(self, url: str, num_at_once: int = 8) -> None:
+    async def send(self, url, num_at_once=8):
         async with client_at(url, ATTACKER) as client:
 
-            async def work() -> None:
+            async def work():
                 while self._requests:
                     path, content, headers = self._requests.pop()
                     leaves = self._rng.random() < 0.1

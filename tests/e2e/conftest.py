@@ -1,9 +1,6 @@
 """One random pair for all fleets, and what it says without a fleet."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 
@@ -11,17 +8,17 @@ from tests.e2e.fleet import fleet_settings, offline_answers
 
 
 @pytest.fixture(scope="session")
-def _pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def _pair(tmp_path_factory):
     return fleet_settings(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")
-def settings(_pair: dict[str, Any]) -> dict[str, Any]:
+def settings(_pair):
     """A configuration of two replicas; a module may change its own."""
     return copy.deepcopy(_pair)
 
 
 @pytest.fixture(scope="session")
-def offline(_pair: dict[str, Any]) -> dict[int, list[tuple[str, int]]]:
+def offline(_pair):
     """Texts and token counts of the offline engine, by max_tokens."""
     return offline_answers(_pair)

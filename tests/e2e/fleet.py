@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -26,7 +25,7 @@ ENDLESS = 3000
 STOP = ["e", "zq"]
 
 
-def fleet_settings(root: Path) -> dict[str, Any]:
+def fleet_settings(root):
     """A random target with a head that is right sometimes, and a configuration for two of them."""
     target = make_target(root / "target", layer_scale=0.3, max_position_embeddings=4096)
     draft = make_eagle3(root / "eagle3", target, mimic=True)
@@ -51,7 +50,7 @@ def fleet_settings(root: Path) -> dict[str, Any]:
     }
 
 
-def params(index: int, max_tokens: int) -> dict[str, Any]:
+def params(index, max_tokens):
     """How stream `index` draws: every other one greedily, every fourth with stop strings."""
     stop = {"stop": STOP} if index % 4 == 3 else {}
     return {
@@ -63,7 +62,7 @@ def params(index: int, max_tokens: int) -> dict[str, Any]:
     }
 
 
-def offline_answers(settings: dict[str, Any]) -> dict[int, list[tuple[str, int]]]:
+def offline_answers(settings):
     """Texts and token counts of the offline engine, by max_tokens."""
     llm = LLM({**settings, "replica": {}})
     try:
@@ -95,10 +94,10 @@ class Stream:
     _heard_s: float = math.inf
 
     @property
-    def num_resumes(self) -> int:
+    def num_resumes(self):
         return int(self.usage["speculation"]["num_resumes"])
 
-    async def listen(self, client: httpx.AsyncClient, prompt: str, **body: Any) -> None:
+    async def listen(self, client, prompt, **body):
         body |= {"prompt": prompt, "stream": True, "stream_options": {"include_usage": True}}
         try:
             async with client.stream("POST", "/v1/completions", json=body) as answer:
@@ -107,7 +106,7 @@ class Stream:
         except httpx.HTTPError as error:
             self.error = error
 
-    def _take(self, data: str) -> None:
+    def _take(self, data):
         if data == "[DONE]":
             self.is_done = True
         elif data == "Internal Server Error":  # Serve's proxy, for a router that is gone
@@ -123,15 +122,15 @@ class Stream:
                 self.num_chunks += 1
 
 
-def client_of(url: str) -> httpx.AsyncClient:
+def client_of(url):
     limits = httpx.Limits(max_connections=2 * NUM_STREAMS)
     return httpx.AsyncClient(base_url=url, timeout=120, limits=limits)
 
 
-async def keep_asking(url: str, offline: list[tuple[str, int]], until: asyncio.Event) -> None:
+async def keep_asking(url, offline, until):
     """Every fourth stream again and again, whoever ends begins anew; each must say its text."""
 
-    async def ask_again(index: int, client: httpx.AsyncClient) -> None:
+    async def ask_again(index, client):
         while not until.is_set():
             stream = Stream()
             await stream.listen(client, PROMPTS[index], **params(index, LONG))
@@ -144,7 +143,7 @@ async def keep_asking(url: str, offline: list[tuple[str, int]], until: asyncio.E
 Meanwhile = Callable[[list[Stream], httpx.AsyncClient], Coroutine[Any, Any, None]]
 
 
-async def _all_streams(url: str, max_tokens: int, meanwhile: Meanwhile | None) -> list[Stream]:
+async def _all_streams(url, max_tokens, meanwhile):
     streams = [Stream() for _ in PROMPTS]
     async with client_of(url) as client:
         running = [
@@ -157,33 +156,33 @@ async def _all_streams(url: str, max_tokens: int, meanwhile: Meanwhile | None) -
     return streams
 
 
-def all_streams(url: str, max_tokens: int, meanwhile: Meanwhile | None = None) -> list[Stream]:
+def all_streams(url, max_tokens, meanwhile=None):
     """Every stream at once, to its end; `meanwhile(streams, client)` runs beside them."""
     return asyncio.run(_all_streams(url, max_tokens, meanwhile))
 
 
-def said(streams: list[Stream]) -> list[tuple[str, int]]:
+def said(streams):
     """What all of them heard, if all of them heard it to the end."""
     assert [stream.error for stream in streams] == [None] * len(streams)
     return [(stream.text, stream.usage["completion_tokens"]) for stream in streams]
 
 
-async def under_way(streams: list[Stream]) -> None:
+async def under_way(streams):
     """Returns when most streams have begun: some random texts hold back an incomplete character."""
     while sum(bool(stream.num_chunks or stream.error) for stream in streams) < NUM_STREAMS * 3 / 4:
         await asyncio.sleep(0.001)
 
 
-async def router_state(client: httpx.AsyncClient) -> dict[str, Any]:
+async def router_state(client):
     answer = (await client.get("/server_info")).raise_for_status()
     return dict(answer.json()["router"])
 
 
-def server_info(url: str) -> dict[str, Any]:
+def server_info(url):
     return dict(httpx.get(f"{url}/server_info", timeout=60).raise_for_status().json())
 
 
-def actors(deployment: str) -> dict[str, Any]:
+def actors(deployment):
     """Live replicas of a deployment by Serve's name for them."""
     import ray
 
@@ -194,7 +193,7 @@ def actors(deployment: str) -> dict[str, Any]:
     }
 
 
-def pids(deployment: str = "EngineReplica") -> dict[str, int]:
+def pids(deployment="EngineReplica"):
     """Processes of a deployment's replicas; empty while one of them is going or coming."""
     import ray
     from ray.exceptions import RayError
@@ -208,11 +207,11 @@ def pids(deployment: str = "EngineReplica") -> dict[str, int]:
         return {}
 
 
-def kill(pid: int) -> None:
+def kill(pid):
     os.kill(pid, signal.SIGKILL)
 
 
-def held() -> dict[str, dict[str, Any]]:
+def held():
     """What each engine replica says of itself: requests by router, and pages."""
     import ray
     from ray.exceptions import RayError
@@ -226,7 +225,7 @@ def held() -> dict[str, dict[str, Any]]:
         return {}
 
 
-def holds_nothing(replicas: dict[str, dict[str, Any]]) -> bool:
+def holds_nothing(replicas):
     """No request and no page on any of two replicas."""
     return len(replicas) == 2 and all(
         sum(state["rows"].values()) == 0 and state["kv"]["free_pages"] == state["kv"]["total_pages"]

@@ -10,9 +10,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -52,7 +50,7 @@ ENVIRONMENT = {
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url():
     with local_serve(num_cpus=4, environment=ENVIRONMENT) as url:
         from ray import serve
 
@@ -84,12 +82,12 @@ def url() -> Iterator[str]:
 FIGURES: dict[str, object] = {}
 
 
-def show(name: str, **figures: object) -> None:
+def show(name, **figures):
     FIGURES[name] = figures
     print(f"\n{name}:", ", ".join(f"{key} {value}" for key, value in figures.items()))
 
 
-def rss_mb() -> dict[str, float]:
+def rss_mb():
     """Memory of the router's and the replicas' processes."""
     processes = {**pids("Router"), **pids()}
     pages = {
@@ -98,7 +96,7 @@ def rss_mb() -> dict[str, float]:
     return {name: round(count * 4096 / 2**20, 1) for name, count in pages.items()}
 
 
-async def test_texts_that_are_far_too_long_are_refused_and_stop_nobody(url: str) -> None:
+async def test_texts_that_are_far_too_long_are_refused_and_stop_nobody(url):
     """Point 1: 24 prompts and 3 chats of 7.9 MB."""
     text = "def f(x): return x\n" * (7_900_000 // 19)
     chat = {"messages": [{"role": "user", "content": text}]}
@@ -127,7 +125,7 @@ async def test_texts_that_are_far_too_long_are_refused_and_stop_nobody(url: str)
     assert pids() == before, "no replica was replaced"
 
 
-async def test_two_large_requests_leave_room_for_others(url: str) -> None:
+async def test_two_large_requests_leave_room_for_others(url):
     """Point 4: 4 prompts, n = 96, twice; everybody else is served meanwhile."""
     prompts = [f"def f{i}(x):" for i in range(4)]
     large = {"prompt": prompts, "n": 96, "max_tokens": 400, "ignore_eos": True}
@@ -153,14 +151,14 @@ async def test_two_large_requests_leave_room_for_others(url: str) -> None:
     eventually(held, holds_nothing)
 
 
-async def router(client: Any) -> dict[str, Any]:
+async def router(client):
     return dict((await client.get("/server_info")).raise_for_status().json()["router"])
 
 
 LONG = {"max_tokens": 600, "temperature": 0, "ignore_eos": True}
 
 
-async def test_requests_that_wait_move_to_the_replica_that_comes_back(url: str) -> None:
+async def test_requests_that_wait_move_to_the_replica_that_comes_back(url):
     """Point 5: a replica dies under load; the dead one leaves, the new one gets the waiting."""
     before = pids()
     victim = next(iter(before))
@@ -193,12 +191,12 @@ async def test_requests_that_wait_move_to_the_replica_that_comes_back(url: str) 
     eventually(held, holds_nothing)
 
 
-async def shown(client: Any) -> set[str]:
+async def shown(client):
     states = (await client.get("/server_info")).raise_for_status().json()["internal_states"]
     return {state["replica"] for state in states}
 
 
-async def test_a_stuck_replica_loses_its_streams_to_the_other_and_ends(url: str) -> None:
+async def test_a_stuck_replica_loses_its_streams_to_the_other_and_ends(url):
     """Point 3: a process that is stopped; nothing that it could do itself helps."""
     eventually(lambda: len(server_info(url)["internal_states"]), lambda count: count == 2)
     before = pids()
@@ -222,7 +220,7 @@ async def test_a_stuck_replica_loses_its_streams_to_the_other_and_ends(url: str)
     eventually(held, holds_nothing)
 
 
-async def test_slow_connections_are_closed(url: str) -> None:
+async def test_slow_connections_are_closed(url):
     """Point 7: 200 heads and 100 bodies that never end."""
     body = head(COMPLETIONS, 10_000) + b'{"prompt": "'
     kinds = {
@@ -247,7 +245,7 @@ async def test_slow_connections_are_closed(url: str) -> None:
     assert watch.longest_gap_s < 1.0
 
 
-async def test_expensive_nothings_are_cheap_or_refused(url: str) -> None:
+async def test_expensive_nothings_are_cheap_or_refused(url):
     """Point 8."""
     cheap = {"prompt": [5] * 900, "echo": True, "logprobs": 20, "max_tokens": 0, "n": 64}
     refused = [
@@ -263,7 +261,7 @@ async def test_expensive_nothings_are_cheap_or_refused(url: str) -> None:
     assert watch.errors == []
 
 
-async def test_a_thousand_hostile_requests_leave_nothing_behind(url: str) -> None:
+async def test_a_thousand_hostile_requests_leave_nothing_behind(url):
     half, flood = Flood(500, seed=2), Flood(500, seed=3)
     async with watching(url) as watch:
         await half.send(url)

@@ -6,14 +6,12 @@ The engine is a fake one, which needs no time but what it is told to take.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from serve_spec.config import RouterConfig
-from serve_spec.core.request import TokenDelta
 from serve_spec.serving.command import APP_IMPORT_PATH
 from serve_spec.serving.proxy import own_settings
 from tests.e2e.fleet import NUM_STREAMS, Stream, client_of, kill, pids, server_info
@@ -32,7 +30,7 @@ WITHIN_S = 120
 class PacedStream(FakeStream):
     """Deltas with a pause after each."""
 
-    async def __aiter__(self) -> AsyncIterator[TokenDelta]:
+    async def __aiter__(self):
         async for delta in super().__aiter__():
             yield delta
             await asyncio.sleep(ROUND_S)
@@ -41,14 +39,14 @@ class PacedStream(FakeStream):
 class PacedLoop(ReportingLoop):
     """A fake engine whose requests take a second."""
 
-    async def submit(self, *args: Any, **options: Any) -> FakeStream:
+    async def submit(self, *args, **options):
         stream = await super().submit(*args, **options)
         stream.__class__ = PacedStream
         return stream
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(tmp_path_factory):
     model = tmp_path_factory.mktemp("models") / "fake"
     write_text_files(model, tokenizer=word_tokenizer())
     args = {
@@ -72,23 +70,23 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-def is_up(url: str) -> bool:
+def is_up(url):
     return httpx.get(f"{url}/health", timeout=60).status_code == 200
 
 
-def are_both_used(url: str) -> bool:
+def are_both_used(url):
     """Whether HAProxy gives two requests at once to different routers."""
     body = {"prompt": "hold on", "max_tokens": 9, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
         return answer.status_code == 200 and server_info(url)["router"]["in_flight"] == 0
 
 
-async def complete(client: httpx.AsyncClient, prompt: str) -> httpx.Response:
+async def complete(client, prompt):
     body = {"prompt": prompt, "max_tokens": MAX_TOKENS}
     return await client.post("/v1/completions", json=body)
 
 
-async def kill_under_load(url: str, pid: int) -> tuple[list[Stream], list[httpx.Response]]:
+async def kill_under_load(url, pid):
     """Return streams and other answers, during which a process was killed."""
     streams = [Stream() for _ in range(NUM_STREAMS)]
     async with client_of(url) as client:
@@ -103,12 +101,12 @@ async def kill_under_load(url: str, pid: int) -> tuple[list[Stream], list[httpx.
         return streams, await plain
 
 
-def text_of(index: int) -> str:
+def text_of(index):
     """Return what the engine says to `a b <index>`."""
     return f"a b {index} " * (MAX_TOKENS // 3)
 
 
-def whole_or_errors(streams: list[Stream], answers: list[httpx.Response]) -> list[Any]:
+def whole_or_errors(streams, answers):
     """Return the error objects; what has none must be whole."""
     errors: list[Any] = []
     for i, stream in enumerate(streams):
@@ -127,9 +125,7 @@ def whole_or_errors(streams: list[Stream], answers: list[httpx.Response]) -> lis
 
 
 @pytest.mark.parametrize("_kill", range(NUM_KILLS))
-def test_a_killed_router_leaves_each_of_64_streams_its_text_or_an_error_object(
-    url: str, _kill: int
-) -> None:
+def test_a_killed_router_leaves_each_of_64_streams_its_text_or_an_error_object(url, _kill):
     routers = eventually(lambda: pids("Router"), lambda found: len(found) == 2, WITHIN_S)
     eventually(lambda: are_both_used(url), bool, WITHIN_S)
     streams, answers = asyncio.run(kill_under_load(url, min(routers.values())))

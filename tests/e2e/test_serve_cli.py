@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from tests.e2e.fleet import (
     LONG,
     NUM_STREAMS,
     SHORT,
-    Stream,
     all_streams,
     held,
     holds_nothing,
@@ -37,7 +35,7 @@ TINY = ROOT / "deploy/tiny.yaml"
 WITHIN_S = 240
 
 
-def serve(*arguments: object) -> str:
+def serve(*arguments):
     """What one of Ray Serve's commands prints."""
     command = [str(argument) for argument in (SERVE, *arguments)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WITHIN_S)
@@ -45,14 +43,14 @@ def serve(*arguments: object) -> str:
     return done.stdout
 
 
-def is_up(url: str) -> bool:
+def is_up(url):
     try:
         return httpx.get(f"{url}/health", timeout=60).status_code == 200
     except httpx.TransportError:
         return False
 
 
-def complete(url: str) -> dict[str, Any]:
+def complete(url):
     body = {"model": "tiny", "prompt": "def fibonacci(n):", "max_tokens": 16, "temperature": 0}
     return dict(httpx.post(f"{url}/v1/completions", json=body, timeout=60).json())
 
@@ -65,26 +63,26 @@ class Deployment:
     content: dict[str, Any]
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://127.0.0.1:{self.content['http_options']['port']}"
 
     @property
-    def app(self) -> dict[str, Any]:
+    def app(self):
         return dict(self.content["applications"][0])
 
-    def save(self) -> Path:
+    def save(self):
         self.file.write_text(yaml.safe_dump(self.content))
         return self.file
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
+def cluster():
     with local_ray(num_cpus=6, include_dashboard=True):
         yield
 
 
 @pytest.fixture
-def tiny(cluster: None, tmp_path: Path) -> Deployment:
+def tiny(cluster, tmp_path):
     """The shipped file, on a port of its own."""
     content = yaml.safe_load(TINY.read_text())
     content["http_options"]["port"] = free_port()
@@ -93,7 +91,7 @@ def tiny(cluster: None, tmp_path: Path) -> Deployment:
     return deployment
 
 
-def test_serve_run_serves_the_shipped_file_until_ctrl_c(tiny: Deployment) -> None:
+def test_serve_run_serves_the_shipped_file_until_ctrl_c(tiny):
     command = [str(SERVE), "run", str(tiny.file)]
     with subprocess.Popen(
         command,
@@ -111,9 +109,7 @@ def test_serve_run_serves_the_shipped_file_until_ctrl_c(tiny: Deployment) -> Non
     assert not is_up(tiny.url)
 
 
-def test_serve_deploy_status_and_shutdown_do_what_ray_s_documentation_says(
-    tiny: Deployment,
-) -> None:
+def test_serve_deploy_status_and_shutdown_do_what_ray_s_documentation_says(tiny):
     serve("deploy", tiny.file)
     eventually(lambda: is_up(tiny.url), bool, WITHIN_S)
     assert complete(tiny.url)["choices"][0]["text"].strip()
@@ -129,12 +125,7 @@ def test_serve_deploy_status_and_shutdown_do_what_ray_s_documentation_says(
 
 
 @pytest.fixture(scope="module")
-def fleet(
-    cluster: None,
-    settings: dict[str, Any],
-    offline: object,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Deployment:
+def fleet(cluster, settings, offline, tmp_path_factory):
     """Two routers, two replicas; whoever is told to go may end what runs."""
     settings["replica"]["graceful_shutdown_timeout_s"] = 60.0
     content = yaml.safe_load(TINY.read_text())
@@ -149,7 +140,7 @@ def fleet(
     return fleet
 
 
-def is_settled() -> bool:
+def is_settled():
     """Whether Serve has made everything what the file says."""
     from ray import serve
 
@@ -164,12 +155,10 @@ def is_settled() -> bool:
     )
 
 
-def test_a_new_user_config_changes_the_policy_of_running_replicas(
-    fleet: Deployment, offline: Any
-) -> None:
+def test_a_new_user_config_changes_the_policy_of_running_replicas(fleet, offline):
     before = pids()
 
-    async def update(streams: list[Stream], _: httpx.AsyncClient) -> None:
+    async def update(streams, _):
         await under_way(streams)
         (engines,) = (d for d in fleet.app["deployments"] if d["name"] == "EngineReplica")
         engines["user_config"] = {"speculative_adaptive": False, "speculative_num_steps": 0}
@@ -185,15 +174,15 @@ def test_a_new_user_config_changes_the_policy_of_running_replicas(
 
 
 async def test_a_rolling_update_of_the_engine_loses_nothing_and_leaves_no_gap(
-    fleet: Deployment, settings: dict[str, Any], offline: Any
-) -> None:
+    fleet, settings, offline
+):
     before = set(pids().values())
     settings["scheduler"]["max_num_seqs"] += 1
 
-    def is_updated() -> bool:
+    def is_updated():
         return is_settled() and not before & set(pids().values())
 
-    async def update(done: asyncio.Event) -> None:
+    async def update(done):
         try:
             await asyncio.to_thread(serve, "deploy", fleet.save())
             await asyncio.to_thread(eventually, is_updated, bool, WITHIN_S)
@@ -208,12 +197,12 @@ async def test_a_rolling_update_of_the_engine_loses_nothing_and_leaves_no_gap(
 
 
 def test_a_killed_router_breaks_its_streams_off_and_no_others_and_leaves_nothing_behind(
-    fleet: Deployment, offline: Any
-) -> None:
+    fleet, offline
+):
     (_, pid), (bystander, _) = pids("Router").items()
     rows: list[int] = []
 
-    async def murder(streams: list[Stream], _: httpx.AsyncClient) -> None:
+    async def murder(streams, _):
         await under_way(streams)
         rows.append(sum(state["rows"].get(bystander, 0) for state in held().values()))
         kill(pid)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -33,7 +32,7 @@ from tests.serving.cluster import actor_pids, eventually, local_serve
 
 
 @pytest.fixture(scope="module")
-def url(settings: dict[str, Any], offline: object) -> Iterator[str]:
+def url(settings, offline):
     # As `serve-spec serve` sets it.
     with local_serve(num_cpus=4, environment=own_settings(RouterConfig())) as url:
         from ray import serve
@@ -45,12 +44,12 @@ def url(settings: dict[str, Any], offline: object) -> Iterator[str]:
         yield url
 
 
-def router_of(url: str) -> dict[str, Any]:
+def router_of(url):
     router: dict[str, Any] = server_info(url)["router"]
     return router
 
 
-def test_many_streams_say_what_the_offline_engine_says(url: str, offline: Any) -> None:
+def test_many_streams_say_what_the_offline_engine_says(url, offline):
     streams = all_streams(url, SHORT)
     assert said(streams) == offline[SHORT]
     assert {stream.num_resumes for stream in streams} == {0}
@@ -67,12 +66,12 @@ def test_many_streams_say_what_the_offline_engine_says(url: str, offline: Any) -
     assert router["in_flight"] == 0
 
 
-def test_a_killed_replica_takes_no_stream_with_it_and_returns(url: str, offline: Any) -> None:
+def test_a_killed_replica_takes_no_stream_with_it_and_returns(url, offline):
     before, engines = pids(), actor_pids("Engine")
     victims: list[str] = []
     bystanders: list[int] = []
 
-    async def murder(streams: list[Stream], client: httpx.AsyncClient) -> None:
+    async def murder(streams, client):
         await under_way(streams)
         sizes = (await router_state(client))["replica_batch_sizes"]
         victim = max(before, key=lambda name: int(sizes.get(name, 0)))
@@ -97,15 +96,13 @@ def test_a_killed_replica_takes_no_stream_with_it_and_returns(url: str, offline:
     assert said(all_streams(url, SHORT)) == offline[SHORT]
 
 
-def test_a_killed_engine_ends_its_replica_alone_and_takes_no_stream_with_it(
-    url: str, offline: Any
-) -> None:
+def test_a_killed_engine_ends_its_replica_alone_and_takes_no_stream_with_it(url, offline):
     before, engines = (
         pids(),
         eventually(lambda: actor_pids("Engine"), lambda found: len(found) == 2),
     )
 
-    async def murder(streams: list[Stream], _: httpx.AsyncClient) -> None:
+    async def murder(streams, _):
         await under_way(streams)
         kill(min(engines))
 
@@ -116,12 +113,10 @@ def test_a_killed_engine_ends_its_replica_alone_and_takes_no_stream_with_it(
     assert len(set(before) & set(after)) == 1, "the other one lives on"
 
 
-def test_a_killed_stats_actor_takes_its_memory_and_no_stream_with_it(
-    url: str, offline: Any
-) -> None:
+def test_a_killed_stats_actor_takes_its_memory_and_no_stream_with_it(url, offline):
     import ray
 
-    def actor() -> Any:
+    def actor():
         try:
             return ray.get_actor("SpecStats", namespace="fleet")
         except ValueError:
@@ -129,7 +124,7 @@ def test_a_killed_stats_actor_takes_its_memory_and_no_stream_with_it(
 
     old = eventually(actor, bool)
 
-    async def murder(streams: list[Stream], client: httpx.AsyncClient) -> None:
+    async def murder(streams, client):
         await under_way(streams)
         ray.kill(old, no_restart=True)
         info = (await client.get("/server_info")).raise_for_status().json()
@@ -140,10 +135,8 @@ def test_a_killed_stats_actor_takes_its_memory_and_no_stream_with_it(
     eventually(lambda: ray.get(new.view.remote()), lambda view: view["internal_states"])
 
 
-def test_clients_that_leave_in_the_middle_of_a_batch_free_their_pages_alone(
-    url: str, offline: Any
-) -> None:
-    async def leave(streams: list[Stream], _: httpx.AsyncClient) -> None:
+def test_clients_that_leave_in_the_middle_of_a_batch_free_their_pages_alone(url, offline):
+    async def leave(streams, _):
         leavers = [Stream() for _ in range(8)]
         async with client_of(url) as client:
             tasks = [

@@ -9,10 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import httpx
 import pytest
@@ -37,7 +35,7 @@ class Server:
 
 
 @contextmanager
-def serving(file: Path) -> Iterator[Server]:
+def serving(file):
     """Runs the command until the body ends, then stops it as Ctrl-C does."""
     with short_tmp() as tmp:
         port = free_port()
@@ -64,7 +62,7 @@ def serving(file: Path) -> Iterator[Server]:
         assert "shutting down" in rest
 
 
-def _until_ready(process: subprocess.Popen[str]) -> str:
+def _until_ready(process):
     lines = []
     for line in process.stdout:
         lines.append(line)
@@ -74,12 +72,12 @@ def _until_ready(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server():
     with serving(ROOT / "deploy/tiny.yaml") as server:
         yield server
 
 
-def test_the_printed_curl_line_works(server: Server) -> None:
+def test_the_printed_curl_line_works(server):
     line = next(text for text in server.output.splitlines() if text.startswith("curl"))
     answer = subprocess.run(shlex.split(line), capture_output=True, text=True, check=True)
     events = [event for event in answer.stdout.split("\n\n") if event]
@@ -88,7 +86,7 @@ def test_the_printed_curl_line_works(server: Server) -> None:
     assert last["choices"][0]["finish_reason"] in ("stop", "length")
 
 
-def test_the_shipped_pair_serves_from_the_shipped_deployment(server: Server) -> None:
+def test_the_shipped_pair_serves_from_the_shipped_deployment(server):
     assert re.search(r"ready: tiny at http", server.output)
     body = {"model": "tiny", "prompt": "def fibonacci(n):", "max_tokens": 32, "temperature": 0}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).json()
@@ -97,7 +95,7 @@ def test_the_shipped_pair_serves_from_the_shipped_deployment(server: Server) -> 
     assert answer["usage"]["speculation"]["accept_length"] > 1
 
 
-def test_ctrl_c_lets_running_streams_end(server: Server) -> None:
+def test_ctrl_c_lets_running_streams_end(server):
     body = {"prompt": "abc", "max_tokens": 250, "ignore_eos": True, "stream": True}
     url = f"{server.url}/v1/completions"
     with httpx.stream("POST", url, json=body, timeout=120) as stream:
@@ -109,7 +107,7 @@ def test_ctrl_c_lets_running_streams_end(server: Server) -> None:
     assert server.process.wait(timeout=120) == 0
 
 
-def test_a_model_that_can_not_be_loaded_ends_the_command_with_the_reason(tmp_path: Path) -> None:
+def test_a_model_that_can_not_be_loaded_ends_the_command_with_the_reason(tmp_path):
     file = tmp_path / "too_long.yaml"
     file.write_text("model: {path: 'asset:tiny/target', max_model_len: 100000}\n")
     with short_tmp() as tmp:

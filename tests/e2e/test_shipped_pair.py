@@ -6,17 +6,17 @@ import pytest
 
 from serve_spec import LLM
 from serve_spec.bench.workload import held_out_prompts
-from serve_spec.core.request import RequestOutput, SamplingParams
+from serve_spec.core.request import SamplingParams
 from tests.helpers.engines import checked, switch_every_round
 
 NUM_PROMPTS = 8
 
 
-def shipped(**overrides: object) -> LLM:
+def shipped(**overrides):
     return checked(LLM("configs/tiny.yaml", device="cpu", dtype="float32", **overrides))
 
 
-def requests(llm: LLM) -> tuple[list[list[int]], list[SamplingParams]]:
+def requests(llm):
     """Held-out code of 40 tokens, every temperature twice."""
     prompts = held_out_prompts(llm.engine.tokenizer.encode, count=NUM_PROMPTS, num_tokens=40)
     params = [
@@ -26,13 +26,13 @@ def requests(llm: LLM) -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
-def texts(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
+def texts(outputs):
     """Token for token: different tokens can read the same."""
     return [output.token_ids for output in outputs]
 
 
 @pytest.fixture(scope="module")
-def plain() -> list[tuple[int, ...]]:
+def plain():
     llm = shipped(speculative_algorithm="NONE", speculative_num_steps=0)
     prompts, params = requests(llm)
     return [texts(llm.generate([p], q))[0] for p, q in zip(prompts, params, strict=True)]
@@ -40,9 +40,7 @@ def plain() -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3, 7])
 @pytest.mark.parametrize("batch", [1, 3, 8])
-def test_speculation_never_changes_the_text(
-    plain: list[tuple[int, ...]], num_steps: int, batch: int
-) -> None:
+def test_speculation_never_changes_the_text(plain, num_steps, batch):
     llm = shipped(speculative_adaptive=False, speculative_num_steps=num_steps, max_num_seqs=batch)
     outputs = llm.generate(*requests(llm))
     assert texts(outputs) == plain
@@ -52,9 +50,7 @@ def test_speculation_never_changes_the_text(
 
 @pytest.mark.parametrize("head", ["EAGLE3", "EAGLE"])
 @pytest.mark.parametrize("chunked", [True, False])
-def test_nothing_that_happens_to_a_request_changes_its_text(
-    plain: list[tuple[int, ...]], head: str, chunked: bool
-) -> None:
+def test_nothing_that_happens_to_a_request_changes_its_text(plain, head, chunked):
     """Another tier every round, prompts in chunks, and too few pages for the batch, at once."""
     llm = shipped(
         speculative_algorithm=head,
@@ -71,9 +67,7 @@ def test_nothing_that_happens_to_a_request_changes_its_text(
     assert llm.engine.scheduler.queue.num_preemptions > 0
 
 
-def test_adaptive_control_moves_between_tiers_and_keeps_the_text(
-    plain: list[tuple[int, ...]],
-) -> None:
+def test_adaptive_control_moves_between_tiers_and_keeps_the_text(plain):
     llm = shipped(speculative_num_steps=7, speculative_adaptive_strategy="ema", max_num_seqs=2)
     outputs = llm.generate(*requests(llm))
     assert texts(outputs) == plain
@@ -83,9 +77,7 @@ def test_adaptive_control_moves_between_tiers_and_keeps_the_text(
     assert llm.engine.snapshot()["switches"]
 
 
-def test_by_default_costs_are_measured_and_weighed_and_the_text_stays(
-    plain: list[tuple[int, ...]],
-) -> None:
+def test_by_default_costs_are_measured_and_weighed_and_the_text_stays(plain):
     llm = shipped(max_num_seqs=2, max_model_len=96)
     assert texts(llm.generate(*requests(llm))) == plain
     snapshot = llm.engine.snapshot()

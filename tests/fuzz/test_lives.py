@@ -7,8 +7,6 @@ Lives are drawn independently, value by value: what hypothesis makes of so many 
 itself, and hardly ever runs short of pages.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from random import Random
@@ -22,24 +20,22 @@ EXAMPLES = int(os.environ.get("SERVE_SPEC_FUZZ_EXAMPLES", "40"))
 
 
 @pytest.fixture(scope="module")
-def lives(tmp_path_factory: pytest.TempPathFactory) -> Lives:
+def lives(tmp_path_factory):
     return Lives(tmp_path_factory.mktemp("lives"))
 
 
 @pytest.fixture(scope="module")
-def met() -> Counter[str]:
+def met():
     """How often the lives of the slice met what they are for."""
     return Counter()
 
 
 @pytest.mark.parametrize("number", range(EXAMPLES))
-def test_a_request_gets_in_any_company_what_it_gets_alone(
-    lives: Lives, met: Counter[str], number: int
-) -> None:
+def test_a_request_gets_in_any_company_what_it_gets_alone(lives, met, number):
     met.update(lives.check(any_life(Random(f"{SLICE}/{number}"))))
 
 
-def test_the_lives_above_met_what_they_are_for(met: Counter[str]) -> None:
+def test_the_lives_above_met_what_they_are_for(met):
     """Each in a tenth of them at least, of as many as say anything."""
     assert EXAMPLES < 40 or len(met) == 6
     assert EXAMPLES < 40 or min(met.values()) >= EXAMPLES / 10, met

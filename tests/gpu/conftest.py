@@ -2,14 +2,14 @@
 
 import pytest
 
-from tests.helpers.engines import MakeLLM, Pair, llm_maker, make_pair
+from tests.helpers.engines import llm_maker, make_pair
 
 
 @pytest.fixture(scope="session")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def pair(tmp_path_factory):
     return make_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="session")
-def make_llm(pair: Pair) -> MakeLLM:
+def make_llm(pair):
     return llm_maker(pair, "cuda")

@@ -13,20 +13,20 @@ pytestmark = pytest.mark.gpu
 SHAPES = [(6144, 4096), (4096, 4096), (4096, 14336), (32000, 4096), (4096, 12288), (6144, 8192)]
 
 
-def random(*shape: int, seed: int) -> torch.Tensor:
+def random(*shape, seed):
     generator = torch.Generator("cuda").manual_seed(seed)
     return torch.randn(shape, generator=generator, device="cuda").bfloat16()
 
 
 @pytest.mark.parametrize(("num_outputs", "in_features"), SHAPES)
-def test_a_row_has_the_same_bits_alone_and_among_others(num_outputs: int, in_features: int) -> None:
+def test_a_row_has_the_same_bits_alone_and_among_others(num_outputs, in_features):
     x, weight = random(64, in_features, seed=0), random(num_outputs, in_features, seed=1)
     whole = linear.linear(x, weight)
     for count in (1, 2, 8, 16, 17, 32, 33, 63):
         assert torch.equal(linear.linear(x[:count], weight), whole[:count])
 
 
-def test_a_gated_row_has_the_same_bits_alone_and_among_others() -> None:
+def test_a_gated_row_has_the_same_bits_alone_and_among_others():
     x, weight = random(64, 4096, seed=0), random(2 * 14336, 4096, seed=1)
     whole = linear.gate_up(x, weight)
     for count in (1, 2, 8, 16, 17, 32, 33, 63):
@@ -34,7 +34,7 @@ def test_a_gated_row_has_the_same_bits_alone_and_among_others() -> None:
 
 
 @pytest.mark.parametrize(("num_outputs", "in_features"), SHAPES)
-def test_addends_make_the_product_to_the_bit(num_outputs: int, in_features: int) -> None:
+def test_addends_make_the_product_to_the_bit(num_outputs, in_features):
     x, weight = random(64, in_features, seed=0), random(num_outputs, in_features, seed=1)
     for count in (1, 16, 17, 64):
         product = linear.linear(x[:count], weight)
@@ -42,7 +42,7 @@ def test_addends_make_the_product_to_the_bit(num_outputs: int, in_features: int)
 
 
 @pytest.mark.parametrize("count", [1, 16, 64])
-def test_norms_and_rotations_of_addends_are_those_of_the_product(count: int) -> None:
+def test_norms_and_rotations_of_addends_are_those_of_the_product(count):
     x, residual = random(count, 4096, seed=0), random(count, 4096, seed=1)
     for num_outputs in (4096, 6144):
         partials = linear.partials(x, random(num_outputs, 4096, seed=2))
@@ -58,7 +58,7 @@ def test_norms_and_rotations_of_addends_are_those_of_the_product(count: int) -> 
             assert torch.equal(one, other)
 
 
-def rotated(projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def rotated(projected):
     """Queries, and the pools of keys and values, of 32 and 8 heads."""
     heads = projected.view(*projected.shape[:-1], 48, 128)
     slots = torch.arange(heads.shape[-3], device="cuda")

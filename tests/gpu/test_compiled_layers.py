@@ -3,14 +3,12 @@
 import pytest
 import torch
 
-from tests.helpers.engines import Pair, llm_maker, sampled_requests, switch_every_round, texts
+from tests.helpers.engines import llm_maker, sampled_requests, switch_every_round, texts
 
 pytestmark = pytest.mark.gpu
 
 
-def test_compiled_layers_say_what_a_cpu_says_while_the_tier_changes_every_round(
-    pair: Pair,
-) -> None:
+def test_compiled_layers_say_what_a_cpu_says_while_the_tier_changes_every_round(pair):
     prompts, params = sampled_requests()
     plain = llm_maker(pair, "cpu")().generate(prompts, params)
     torch._dynamo.reset()

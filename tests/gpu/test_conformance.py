@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.table import DRAFT_MODELS, LOGPROB_TOLERANCE, Answer, MakeLLM, Row, run
+from tests.helpers.table import DRAFT_MODELS, LOGPROB_TOLERANCE, Row, run
 from tests.unit.engine.test_conformance import (
     EVENTS,
     cells,
@@ -16,26 +16,22 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
+def alone(tmp_path_factory):
     return decode_alone(table_maker(tmp_path_factory, "cpu"))
 
 
 @pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory) -> MakeLLM:
+def make(tmp_path_factory):
     return table_maker(tmp_path_factory, "cuda")
 
 
 @pytest.mark.parametrize(("row", "event"), cells(["budget", "depth", "prefix"]))
-def test_answers_are_those_of_plain_decoding_on_a_cpu(
-    make: MakeLLM, alone: dict[str, Answer], row: Row, event: str
-) -> None:
+def test_answers_are_those_of_plain_decoding_on_a_cpu(make, alone, row, event):
     check(EVENTS[event](make, row), alone, row, event, tolerance=LOGPROB_TOLERANCE)
 
 
 @pytest.mark.parametrize("algorithm", DRAFT_MODELS)
-def test_so_are_those_of_large_trees(
-    make: MakeLLM, alone: dict[str, Answer], algorithm: str
-) -> None:
+def test_so_are_those_of_large_trees(make, alone, algorithm):
     row = Row(algorithm, is_tree=True)
     llm = make(row, speculative_eagle_topk=8, speculative_num_draft_tokens=32)
     answers = run(llm, requests())

@@ -5,8 +5,6 @@ import torch
 
 from serve_spec.layers.quantized import Int4Weight, int4_works, plain_weight, quantized_groups
 from tests.helpers.engines import (
-    MakeLLM,
-    Pair,
     llm_maker,
     sampled_requests,
     switch_every_round,
@@ -19,20 +17,18 @@ pytestmark = pytest.mark.gpu
 SHAPES = [(16, 32), (48, 96), (80, 64), (64, 384), (6144, 4096), (4096, 14336)]
 
 
-def random(*shape: int, seed: int) -> torch.Tensor:
+def random(*shape, seed):
     generator = torch.Generator("cuda").manual_seed(seed)
     return torch.randn(shape, generator=generator, device="cuda")
 
 
-def test_this_gpu_has_such_products() -> None:
+def test_this_gpu_has_such_products():
     assert int4_works(torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 17, 64, 300])
 @pytest.mark.parametrize(("num_outputs", "in_features"), SHAPES)
-def test_the_product_is_that_of_the_plain_weight_with_its_bias(
-    num_outputs: int, in_features: int, num_rows: int
-) -> None:
+def test_the_product_is_that_of_the_plain_weight_with_its_bias(num_outputs, in_features, num_rows):
     x = random(num_rows, in_features, seed=0).bfloat16()
     weight, bias = random(num_outputs, in_features, seed=1), random(num_outputs, seed=2)
     found = Int4Weight(weight, bias).linear(x, torch.float32)
@@ -40,7 +36,7 @@ def test_the_product_is_that_of_the_plain_weight_with_its_bias(
     assert (found - expected).norm() < 0.01 * expected.norm()
 
 
-def test_a_recorded_product_says_what_a_launched_one_says() -> None:
+def test_a_recorded_product_says_what_a_launched_one_says():
     weight, x = Int4Weight(random(48, 96, seed=1)), random(5, 96, seed=0).bfloat16()
     weight.linear(x, torch.float32)
     graph = torch.cuda.CUDAGraph()
@@ -51,7 +47,7 @@ def test_a_recorded_product_says_what_a_launched_one_says() -> None:
     assert torch.equal(found, weight.linear(x, torch.float32))
 
 
-def test_four_bits_take_a_third_of_the_memory_of_bfloat16() -> None:
+def test_four_bits_take_a_third_of_the_memory_of_bfloat16():
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     weight = Int4Weight(random(1024, 4096, seed=1))
@@ -62,9 +58,7 @@ def test_four_bits_take_a_third_of_the_memory_of_bfloat16() -> None:
 
 @pytest.mark.parametrize("draft_dtype", ["auto", "float32"])
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])
-def test_drafts_in_int4_never_change_the_text_on_a_gpu(
-    pair: Pair, make_llm: MakeLLM, algorithm: str, draft_dtype: str
-) -> None:
+def test_drafts_in_int4_never_change_the_text_on_a_gpu(pair, make_llm, algorithm, draft_dtype):
     prompts, params = sampled_requests()
     plain = texts(llm_maker(pair, "cpu")().generate(prompts, params))
     llm = make_llm(

@@ -7,7 +7,7 @@ import torch
 
 from serve_spec.core.request import SamplingParams
 from serve_spec.worker.graphs import GraphRecorder
-from tests.helpers.engines import MakeLLM, Pair, llm_maker, switch_every_round
+from tests.helpers.engines import llm_maker, switch_every_round
 from tests.unit.engine.test_rejection import METHODS, STEPS
 from tests.unit.ops import test_reject_drafts
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 ALGORITHMS = ["EAGLE3", "EAGLE", "STANDALONE", "MEDUSA"]
 
 
-def varied_requests() -> tuple[list[list[int]], list[SamplingParams]]:
+def varied_requests():
     """Prompts of 1 to 20 tokens; greedy, filtered and edited requests among the sampled ones."""
     rng = random.Random(0)
     prompts = [[rng.randrange(256) for _ in range(n)] for n in (1, 2, 5, 11, 20, 16)]
@@ -38,9 +38,7 @@ def varied_requests() -> tuple[list[list[int]], list[SamplingParams]]:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("tiers", [[STEPS], [0, 4, 2, 4, 1]])
-def test_a_gpu_keeps_and_replaces_what_a_cpu_does(
-    pair: Pair, make_llm: MakeLLM, algorithm: str, method: str, tiers: list[int]
-) -> None:
+def test_a_gpu_keeps_and_replaces_what_a_cpu_does(pair, make_llm, algorithm, method, tiers):
     found = []
     for make in (make_llm, llm_maker(pair, "cpu")):
         # Planned ahead, steps would begin and end elsewhere, on which the texts depend.
@@ -56,9 +54,7 @@ def test_a_gpu_keeps_and_replaces_what_a_cpu_does(
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("num_draft_ids", [128_256, 32_000])
-def test_a_large_vocabulary_is_verified_as_by_plain_numbers(
-    monkeypatch: pytest.MonkeyPatch, method: str, num_draft_ids: int
-) -> None:
+def test_a_large_vocabulary_is_verified_as_by_plain_numbers(monkeypatch, method, num_draft_ids):
     """Filters that cut among a hundred thousand tokens, in ragged chains."""
     monkeypatch.setattr(test_reject_drafts, "VOCAB", 128_256)
     made = test_reject_drafts.Batch.of(test_reject_drafts.ragged(7), 7, num_draft_ids=num_draft_ids)

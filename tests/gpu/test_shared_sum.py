@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from typing import TypeVar
 
 import pytest
 import torch
-from torch import Tensor
 
 from serve_spec.ops.elementwise import add_rms_norm
 from serve_spec.ops.linear import sum_partials
 from serve_spec.ops.shared_sum import DTYPES, fits, residual_fits, shared_sum
-from serve_spec.parallel.channel import Address, RankChannel
+from serve_spec.parallel.channel import RankChannel
 from serve_spec.parallel.group import DeviceGroup, join
-from serve_spec.parallel.worker_ranks import WorkerRanks, launch
+from serve_spec.parallel.worker_ranks import launch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,7 +30,7 @@ EPS = 1e-5
 T = TypeVar("T")
 
 
-def drawn(group: DeviceGroup, *shape: int, seed: int, dtype: torch.dtype) -> list[Tensor]:
+def drawn(group, *shape, seed, dtype):
     """What every rank adds, on this rank's GPU."""
     parts = []
     for rank in range(group.size):
@@ -40,7 +39,7 @@ def drawn(group: DeviceGroup, *shape: int, seed: int, dtype: torch.dtype) -> lis
     return parts
 
 
-def is_lawful(group: DeviceGroup, num_rows: int, dtype: torch.dtype, seed: int) -> bool:
+def is_lawful(group, num_rows, dtype, seed):
     parts = drawn(group, num_rows, WIDTH, seed=seed, dtype=dtype)
     expected = shared_sum(parts)
     x = parts[group.rank]
@@ -48,11 +47,11 @@ def is_lawful(group: DeviceGroup, num_rows: int, dtype: torch.dtype, seed: int) 
     return group.all_reduce(x) is x and torch.equal(x, expected)
 
 
-def memory_is_shared(group: DeviceGroup) -> bool:
+def memory_is_shared(group):
     return group._shared_sum is not None
 
 
-def sums_are_lawful(group: DeviceGroup) -> bool:
+def sums_are_lawful(group):
     """Every rank compares with the same law, so all of them have the same bits."""
     found = []
     for turn in range(4):
@@ -62,7 +61,7 @@ def sums_are_lawful(group: DeviceGroup) -> bool:
     return all(found)
 
 
-def too_large_sums_are_right(group: DeviceGroup) -> bool:
+def too_large_sums_are_right(group):
     parts = drawn(group, 600, WIDTH, seed=0, dtype=torch.bfloat16)
     expected = shared_sum(parts)
     x = parts[group.rank]
@@ -76,15 +75,13 @@ def too_large_sums_are_right(group: DeviceGroup) -> bool:
 class Norm:
     """One norm over ranks: what goes into it, and what should come of it."""
 
-    def __init__(
-        self, group: DeviceGroup, num_rows: int, width: int, dtype: torch.dtype, seed: int = 0
-    ) -> None:
+    def __init__(self, group, num_rows, width, dtype, seed=0):
         self.group = group
         self.x = torch.empty(num_rows, width, dtype=dtype, device=group._device)
         self.residual, self.weight = torch.empty_like(self.x), torch.empty_like(self.x[0])
         self.draw(seed)
 
-    def draw(self, seed: int) -> None:
+    def draw(self, seed):
         """Other inputs, in their place."""
         shape, dtype = self.x.shape, self.x.dtype
         parts = drawn(self.group, *shape, seed=seed, dtype=dtype)
@@ -93,10 +90,10 @@ class Norm:
         self.weight.copy_(drawn(self.group, shape[1], seed=seed + 2000, dtype=dtype)[0])
         self.expected = add_rms_norm(shared_sum(parts), self.residual, self.weight, EPS)
 
-    def run(self) -> tuple[Tensor, Tensor]:
+    def run(self):
         return self.group.add_norm(self.x, self.residual, self.weight, EPS)
 
-    def is_lawful(self, found: tuple[Tensor, Tensor]) -> bool:
+    def is_lawful(self, found):
         """The stream to the bit; its norm within a rounding, as squares come in any order."""
         (normed, total), (expected, stream) = found, self.expected
         rounding = max(torch.finfo(normed.dtype).eps, 1e-6)
@@ -104,7 +101,7 @@ class Norm:
         return torch.equal(total, stream) and close
 
 
-def norms_are_lawful(group: DeviceGroup) -> bool:
+def norms_are_lawful(group):
     """And the same on every rank, whose parts of a draw would differ otherwise."""
     found = []
     for turn in range(3):
@@ -125,7 +122,7 @@ def norms_are_lawful(group: DeviceGroup) -> bool:
     return all(found)
 
 
-def norms_of_addends_are_those_of_their_sums(group: DeviceGroup) -> bool:
+def norms_of_addends_are_those_of_their_sums(group):
     """However many rows there are, to the bit."""
     found = []
     for num_rows in (1, 3, 32, 64, 300):
@@ -139,7 +136,7 @@ def norms_of_addends_are_those_of_their_sums(group: DeviceGroup) -> bool:
     return all(found)
 
 
-def norms_of_too_many_rows_are_right(group: DeviceGroup) -> bool:
+def norms_of_too_many_rows_are_right(group):
     found = []
     for num_rows, width in ((600, WIDTH), (256, 5120), (300, 1024)):
         norm = Norm(group, num_rows, width, torch.bfloat16)
@@ -150,13 +147,13 @@ def norms_of_too_many_rows_are_right(group: DeviceGroup) -> bool:
     return all(found)
 
 
-def graphs_of_sums_can_be_replayed(group: DeviceGroup) -> bool:
+def graphs_of_sums_can_be_replayed(group):
     """With new inputs every time; sizes of several parts take turns within the graph."""
     rows = [(1, 3, 32, 200)[i % 4] for i in range(CHAIN)]
     static = [torch.zeros(n, WIDTH, dtype=torch.bfloat16, device=group._device) for n in rows]
     outs = [torch.empty_like(x) for x in static]
 
-    def stage() -> None:
+    def stage():
         for x, out in zip(static, outs, strict=True):
             out.copy_(x)
             group.all_reduce(out)
@@ -176,7 +173,7 @@ def graphs_of_sums_can_be_replayed(group: DeviceGroup) -> bool:
     return all(found)
 
 
-def graphs_of_sums_and_norms_can_be_replayed(group: DeviceGroup) -> bool:
+def graphs_of_sums_and_norms_can_be_replayed(group):
     """As a model's: every result goes into what comes next. Rows and widths take turns."""
     shapes = [(rows, width) for rows in (1, 256, 3, 32, 128) for width in (WIDTH, 5120)]
     norms = [
@@ -186,7 +183,7 @@ def graphs_of_sums_and_norms_can_be_replayed(group: DeviceGroup) -> bool:
     ]
     assert all(residual_fits(norm.x) for norm in norms)
 
-    def stage() -> list[tuple[Tensor, tuple[Tensor, Tensor]]]:
+    def stage():
         results = []
         for norm in norms * 3:
             _, total = found = norm.run()
@@ -208,7 +205,7 @@ def graphs_of_sums_and_norms_can_be_replayed(group: DeviceGroup) -> bool:
     return all(found)
 
 
-def recorded(stage: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+def recorded(stage):
     """The graph, and what it writes to; all has been loaded before."""
     stage()
     torch.cuda.synchronize()
@@ -218,7 +215,7 @@ def recorded(stage: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
     return graph, result
 
 
-def a_thousand_sums_in_a_row_are_right(group: DeviceGroup) -> bool:
+def a_thousand_sums_in_a_row_are_right(group):
     parts = [drawn(group, 8, WIDTH, seed=i, dtype=torch.bfloat16) for i in range(7)]
     sums = [shared_sum(each) for each in parts]
     wrong = torch.zeros((), dtype=torch.int64, device=group._device)
@@ -229,7 +226,7 @@ def a_thousand_sums_in_a_row_are_right(group: DeviceGroup) -> bool:
     return int(wrong) == 0
 
 
-def a_thousand_norms_in_a_row_are_right(group: DeviceGroup) -> bool:
+def a_thousand_norms_in_a_row_are_right(group):
     norms = [Norm(group, rows, WIDTH, torch.bfloat16, rows) for rows in (8, 1, 3, 32, 2, 5, 128)]
     wrong = torch.zeros((), dtype=torch.int64, device=group._device)
     for i in range(1000):
@@ -255,7 +252,7 @@ CHECKS: dict[str, Callable[[DeviceGroup], bool]] = {
 }
 
 
-def start(size: int) -> tuple[WorkerRanks, DeviceGroup]:
+def start(size):
     torch.cuda.set_device(0)
     worker_ranks = launch("tests.gpu.test_shared_sum", size, None)
     group = worker_ranks.join(torch.device("cuda", 0))
@@ -264,7 +261,7 @@ def start(size: int) -> tuple[WorkerRanks, DeviceGroup]:
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["two", "four"])
-def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[WorkerRanks, DeviceGroup]]:
+def ranks(request):
     if torch.cuda.device_count() < request.param:
         pytest.skip(f"needs {request.param} GPUs")
     worker_ranks, group = start(request.param)
@@ -273,14 +270,14 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[WorkerRanks, DeviceG
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_on_every_rank(ranks: tuple[WorkerRanks, DeviceGroup], check: str) -> None:
+def test_on_every_rank(ranks, check):
     worker_ranks, group = ranks
     worker_ranks.broadcast(check)
     with worker_ranks.in_step():
         assert agreed(group, check)
 
 
-def test_a_rank_that_closes_waits_for_no_other() -> None:
+def test_a_rank_that_closes_waits_for_no_other():
     """A second group of this process, besides: its other rank never sums."""
     worker_ranks, group = start(2)
     assert group._shared_sum is not None
@@ -299,12 +296,12 @@ def test_a_rank_that_closes_waits_for_no_other() -> None:
     worker_ranks.stop()
 
 
-def agreed(group: DeviceGroup, check: str) -> bool:
+def agreed(group, check):
     """Whether it holds on every rank."""
     return bool(group.smallest(int(CHECKS[check](group))))
 
 
-def follow(settings: None, rank: int, size: int, address: Address) -> None:
+def follow(settings, rank, size, address):
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     with RankChannel(address, rank) as channel:

@@ -1,18 +1,16 @@
 """Every overlay, and the deployment it runs."""
 
-from __future__ import annotations
-
 import pytest
 
-from tests.k8s.deployments import Deployment, read
-from tests.k8s.overlays import USED_BY, Overlay, rendered
+from tests.k8s.deployments import read
+from tests.k8s.overlays import USED_BY, rendered
 
 
 @pytest.fixture(scope="module", params=sorted(USED_BY))
-def overlay(request: pytest.FixtureRequest) -> Overlay:
+def overlay(request):
     return rendered(request.param)
 
 
 @pytest.fixture(scope="module")
-def deployment(overlay: Overlay, tmp_path_factory: pytest.TempPathFactory) -> Deployment:
+def deployment(overlay, tmp_path_factory):
     return read(overlay.app, tmp_path_factory.mktemp("models"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,30 +34,30 @@ class Deployed:
     actor: Mapping[str, Any]
 
     @property
-    def autoscaling(self) -> AutoscalingConfig | None:
+    def autoscaling(self):
         given = self.options.get("autoscaling_config")
         return None if given is None else AutoscalingConfig.model_validate(given)
 
     @property
-    def min_replicas(self) -> int:
+    def min_replicas(self):
         return self.autoscaling.min_replicas if self.autoscaling else self.options["num_replicas"]
 
     @property
-    def max_replicas(self) -> int:
+    def max_replicas(self):
         return self.autoscaling.max_replicas if self.autoscaling else self.options["num_replicas"]
 
     @property
-    def bundles(self) -> list[dict[str, float]]:
+    def bundles(self):
         """What one replica reserves: its placement group, or its actor alone."""
         actor = {"CPU": self.actor.get("num_cpus", 1), "GPU": self.actor.get("num_gpus", 0)}
         return self.options["placement_group_bundles"] or [actor]
 
     @property
-    def num_cpus(self) -> float:
+    def num_cpus(self):
         return sum(bundle.get("CPU", 0) for bundle in self.bundles)
 
     @property
-    def num_gpus(self) -> float:
+    def num_gpus(self):
         return sum(bundle.get("GPU", 0) for bundle in self.bundles)
 
 
@@ -69,15 +69,15 @@ class Deployment:
     parts: Mapping[str, Deployed]
 
     @property
-    def engines(self) -> Deployed:
+    def engines(self):
         return self.parts["EngineReplica"]
 
     @property
-    def routers(self) -> Deployed:
+    def routers(self):
         return self.parts["Router"]
 
 
-def read(app: Mapping[str, Any], stand_ins: Path) -> Deployment:
+def read(app, stand_ins):
     """The deployment of `app`, an entry of a Serve file that names a configuration of this
     checkout.
 
@@ -93,7 +93,7 @@ def read(app: Mapping[str, Any], stand_ins: Path) -> Deployment:
     return Deployment(load_config(args), parts)
 
 
-def checkpoints(app: Mapping[str, Any]) -> list[str]:
+def checkpoints(app):
     """The folders below `MODELS` that the configuration of `app` names."""
     text = (ROOT / app["args"]["config"]).read_text()
     named = yaml.safe_load(text)
@@ -101,7 +101,7 @@ def checkpoints(app: Mapping[str, Any]) -> list[str]:
     return [path for path in paths if path.startswith(MODELS)]
 
 
-def _configuration(file: Path, stand_ins: Path) -> dict[str, Any]:
+def _configuration(file, stand_ins):
     said: dict[str, Any] = yaml.safe_load(file.read_text())
     for section, key in (("model", "path"), ("speculative", "speculative_draft_model_path")):
         path = said[section][key]
@@ -114,7 +114,7 @@ def _configuration(file: Path, stand_ins: Path) -> dict[str, Any]:
     return said
 
 
-def _built(app: Application) -> Iterator[tuple[str, Any]]:
+def _built(app):
     deployment = app._bound_deployment
     yield deployment.name, deployment
     for argument in deployment.init_args:
@@ -122,7 +122,7 @@ def _built(app: Application) -> Iterator[tuple[str, Any]]:
             yield from _built(argument)
 
 
-def _deployed(code: Any, given: Mapping[str, Any]) -> Deployed:
+def _deployed(code, given):
     """As `ray.serve._private.application_state.override_deployment_info` puts them together."""
     group = {
         "placement_group_bundles": code._replica_config.placement_group_bundles,

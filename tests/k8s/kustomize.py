@@ -8,7 +8,6 @@ is one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,14 @@ class NotSupported(ValueError):
     """Something that kustomize knows and this does not, or that is wrong for both."""
 
 
-def render(folder: Path) -> list[Document]:
+def render(folder):
     """What `kubectl kustomize folder` would print, in no particular order."""
     documents: list[Document] = []
     _apply(folder, documents)
     return documents
 
 
-def merged(base: Any, patch: Any) -> Any:
+def merged(base, patch):
     """`base` after a JSON merge patch (RFC 7386): mappings are merged, null removes."""
     if not isinstance(base, dict) or not isinstance(patch, dict):
         return copy.deepcopy(patch)
@@ -48,7 +47,7 @@ def merged(base: Any, patch: Any) -> Any:
     return result
 
 
-def _apply(folder: Path, documents: list[Document]) -> None:
+def _apply(folder, documents):
     """Adds what the kustomization in `folder` adds, and patches what is there by then."""
     said = yaml.safe_load((folder / "kustomization.yaml").read_text())
     if said.pop("apiVersion") != _API_VERSIONS[said.pop("kind")]:
@@ -71,13 +70,13 @@ def _apply(folder: Path, documents: list[Document]) -> None:
         raise NotSupported(f"{folder}: {sorted(said)}")
 
 
-def _add(document: Document, documents: list[Document]) -> None:
+def _add(document, documents):
     if any(map(_is_same(document), documents)):
         raise NotSupported(f"{document['kind']} {document['metadata']['name']} twice")
     documents.append(document)
 
 
-def _patch(patch: Document, documents: list[Document]) -> None:
+def _patch(patch, documents):
     if patch["kind"] not in _CUSTOM_KINDS and _has_list(patch):
         raise NotSupported(f"a patch of {patch['kind']} with a list: kustomize merges those by key")
     same = _is_same(patch)
@@ -85,20 +84,20 @@ def _patch(patch: Document, documents: list[Document]) -> None:
     documents[index] = merged(documents[index], patch)
 
 
-def _is_same(wanted: Document) -> Callable[[Document], bool]:
-    def identity(document: Document) -> tuple[str, str, str]:
+def _is_same(wanted):
+    def identity(document):
         return document["apiVersion"], document["kind"], document["metadata"]["name"]
 
     return lambda document: identity(document) == identity(wanted)
 
 
-def _has_list(value: object) -> bool:
+def _has_list(value):
     if isinstance(value, dict):
         return any(map(_has_list, value.values()))
     return isinstance(value, list)
 
 
-def _config_map(folder: Path, generator: Document, options: Document) -> Document:
+def _config_map(folder, generator, options):
     if set(generator) != {"name", "files"} or set(options) - {"disableNameSuffixHash", "labels"}:
         raise NotSupported(f"{folder}: {generator} with {options}")
     if not options.get("disableNameSuffixHash"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from tests.k8s.kuberay import Group, RayCluster, RayService, WorkerGroup
+from tests.k8s.kuberay import RayService
 from tests.k8s.kustomize import Document, render
 
 ROOT = Path(__file__).parents[2]
@@ -27,43 +27,43 @@ class Overlay:
     documents: list[Document]
 
     @property
-    def service(self) -> RayService:
+    def service(self):
         (service,) = self.of_kind("RayService")
         return RayService.model_validate(service)
 
     @property
-    def cluster(self) -> RayCluster:
+    def cluster(self):
         return self.service.spec.rayClusterConfig
 
     @property
-    def workers(self) -> WorkerGroup:
+    def workers(self):
         (workers,) = self.cluster.workerGroupSpecs
         return workers
 
     @property
-    def deploy_file(self) -> dict[str, Any]:
+    def deploy_file(self):
         loaded: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / USED_BY[self.name]).read_text())
         return loaded
 
     @property
-    def app(self) -> dict[str, Any]:
+    def app(self):
         (app,) = self.deploy_file["applications"]
         return app
 
-    def of_kind(self, kind: str) -> list[Document]:
+    def of_kind(self, kind):
         return [document for document in self.documents if document["kind"] == kind]
 
-    def selected(self, selector: dict[str, str]) -> list[Group]:
+    def selected(self, selector):
         """The groups whose pods a selector finds."""
         labelled = zip(self.cluster.groups, self.cluster.pod_labels, strict=True)
         return [group for group, labels in labelled if selector.items() <= labels.items()]
 
 
-def rendered(name: str) -> Overlay:
+def rendered(name):
     return Overlay(name, render(ROOT / "k8s/overlays" / name))
 
 
-def pod(name: str, group: Group) -> dict[str, Any]:
+def pod(name, group):
     """The pod that the operator makes from a template, as far as the template says."""
     metadata = {**group.template.metadata, "name": name}
     spec = copy.deepcopy(group.template.spec)

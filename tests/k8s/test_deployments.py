@@ -1,7 +1,5 @@
 """The shipped Serve files agree with the configurations they name and with the code they start."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -19,53 +17,48 @@ from tests.k8s.deployments import (
     DEPLOY_FILES,
     ROOT,
     THROUGHPUT,
-    Deployment,
     checkpoints,
     read,
 )
 
 
 @pytest.fixture(scope="module", params=DEPLOY_FILES, ids=lambda p: p.stem)
-def deployment(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Deployment:
+def deployment(request, tmp_path_factory):
     (app,) = read_deployment(request.param)["applications"]
     return read(app, tmp_path_factory.mktemp("models"))
 
 
-def test_every_model_configuration_is_deployed_by_a_file() -> None:
+def test_every_model_configuration_is_deployed_by_a_file():
     named = {
         yaml.safe_load(f.read_text())["applications"][0]["args"]["config"] for f in DEPLOY_FILES
     }
     assert named == {str(f.relative_to(ROOT)) for f in (ROOT / "configs").rglob("*.yaml")}
 
 
-def test_nobody_drains_for_less_time_than_the_longest_request_may_take(
-    deployment: Deployment,
-) -> None:
+def test_nobody_drains_for_less_time_than_the_longest_request_may_take(deployment):
     for part in deployment.parts.values():
         drain_s = part.options["graceful_shutdown_timeout_s"]
         assert drain_s >= deployment.config.router.request_timeout_s
 
 
-def test_a_replica_reserves_the_gpus_that_its_ranks_use(deployment: Deployment) -> None:
+def test_a_replica_reserves_the_gpus_that_its_ranks_use(deployment):
     model = deployment.config.model
     wanted = model.tensor_parallel_size if model.device == "cuda" else 0
     assert deployment.engines.num_gpus == wanted
     assert deployment.routers.num_gpus == 0
 
 
-def test_the_ranks_of_a_replica_share_one_host(deployment: Deployment) -> None:
+def test_the_ranks_of_a_replica_share_one_host(deployment):
     engines = deployment.engines
     if len(engines.bundles) > 1:  # a single reservation is never split
         assert engines.options["placement_group_strategy"] == "STRICT_PACK"
 
 
-def test_the_router_knows_how_many_replicas_there_may_be(deployment: Deployment) -> None:
+def test_the_router_knows_how_many_replicas_there_may_be(deployment):
     assert deployment.engines.max_replicas == deployment.config.replica.num_replicas
 
 
-def test_a_replica_is_added_before_requests_wait_for_a_seat(deployment: Deployment) -> None:
+def test_a_replica_is_added_before_requests_wait_for_a_seat(deployment):
     engines, scheduler = deployment.engines, deployment.config.scheduler
     assert scheduler.max_num_seqs <= deployment.config.replica.max_ongoing_requests
     if engines.autoscaling is not None:
@@ -75,32 +68,32 @@ def test_a_replica_is_added_before_requests_wait_for_a_seat(deployment: Deployme
         assert engines.max_replicas > engines.min_replicas
 
 
-def test_serve_scales_by_requests_not_by_calls(deployment: Deployment) -> None:
+def test_serve_scales_by_requests_not_by_calls(deployment):
     scaling = deployment.engines.autoscaling
     if scaling is not None:
         policy = scaling.policy.policy_function
         assert import_attr(policy) is replicas_for_requests
 
 
-def test_nothing_is_refused_before_the_routers_own_door(deployment: Deployment) -> None:
+def test_nothing_is_refused_before_the_routers_own_door(deployment):
     for part in deployment.parts.values():
         assert part.options["max_queued_requests"] == -1
         assert part.options["max_ongoing_requests"] >= 1_000_000
 
 
-def test_the_demo_needs_nothing_that_does_not_ship() -> None:
+def test_the_demo_needs_nothing_that_does_not_ship():
     (app,) = yaml.safe_load((ROOT / "deploy/tiny.yaml").read_text())["applications"]
     assert checkpoints(app) == []
 
 
-def test_the_high_throughput_settings_are_ones_that_ray_reads() -> None:
+def test_the_high_throughput_settings_are_ones_that_ray_reads():
     text = Path(ray_constants.__file__).read_text()
     for name, value in THROUGHPUT.items():
         assert f'"{name}"' in text
         assert re.fullmatch(r"[\w. \n{}\"':;,/-]+", value), "a shell and a pod must read the same"
 
 
-def test_serve_spec_serve_sets_what_the_files_do(deployment: Deployment) -> None:
+def test_serve_spec_serve_sets_what_the_files_do(deployment):
     router = deployment.config.router
     own = throughput_settings(router)
     longest = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
@@ -108,7 +101,7 @@ def test_serve_spec_serve_sets_what_the_files_do(deployment: Deployment) -> None
     assert int(own[longest]) > router.request_timeout_s
 
 
-def test_haproxy_is_told_more_than_ray_has_settings_for() -> None:
+def test_haproxy_is_told_more_than_ray_has_settings_for():
     """The lines come after that of the balance algorithm."""
     section = HAPROXY_CONFIG_TEMPLATE.partition("defaults\n")[2].partition("frontend ")[0]
     assert section.splitlines()[-1].strip() == "balance {{ config.balance_algorithm }}"
@@ -129,11 +122,11 @@ def test_haproxy_is_told_more_than_ray_has_settings_for() -> None:
         assert json.loads(body.strip("'"))["error"]["code"] == code
 
 
-def test_a_reload_of_the_door_cuts_no_stream_short(deployment: Deployment) -> None:
+def test_a_reload_of_the_door_cuts_no_stream_short(deployment):
     hard_stop_s = int(THROUGHPUT["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"])
     assert hard_stop_s >= deployment.config.router.request_timeout_s
 
 
-def test_haproxy_waits_for_a_silent_client_as_long_as_for_headers(deployment: Deployment) -> None:
+def test_haproxy_waits_for_a_silent_client_as_long_as_for_headers(deployment):
     silence_s = int(THROUGHPUT["RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"])
     assert silence_s == deployment.config.router.header_timeout_s

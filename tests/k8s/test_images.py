@@ -1,7 +1,5 @@
 """The Dockerfiles build what the manifests start; as far as that shows without building them."""
 
-from __future__ import annotations
-
 import re
 from fnmatch import fnmatch
 from pathlib import Path
@@ -18,17 +16,17 @@ DOCKERFILES = sorted((ROOT / "deploy").glob("Dockerfile*"))
 
 
 @pytest.fixture(params=DOCKERFILES, ids=lambda p: p.name)
-def dockerfile(request: pytest.FixtureRequest) -> str:
+def dockerfile(request):
     """The instructions, one to a line."""
     text = re.sub(r"^#.*\n", "", request.param.read_text(), flags=re.MULTILINE)
     return text.replace("\\\n", "")
 
 
-def last_stage(dockerfile: str) -> str:
+def last_stage(dockerfile):
     return re.split(r"^FROM ", dockerfile, flags=re.MULTILINE)[-1]
 
 
-def test_an_image_copies_only_what_exists_and_is_sent(dockerfile: str) -> None:
+def test_an_image_copies_only_what_exists_and_is_sent(dockerfile):
     sent = [line[1:] for line in (ROOT / ".dockerignore").read_text().split() if line[0] == "!"]
     for sources in re.findall(r"^COPY (?!--from)(.+) \S+$", dockerfile, re.MULTILINE):
         for source in sources.split():
@@ -36,13 +34,13 @@ def test_an_image_copies_only_what_exists_and_is_sent(dockerfile: str) -> None:
             assert any(fnmatch(source, pattern) for pattern in sent), f"{source} is ignored"
 
 
-def test_stages_copy_from_stages_that_exist(dockerfile: str) -> None:
+def test_stages_copy_from_stages_that_exist(dockerfile):
     stages = set(re.findall(r"^FROM \S+ AS (\S+)$", dockerfile, re.MULTILINE))
     used = set(re.findall(r"^COPY --from=(\S+)", dockerfile, re.MULTILINE))
     assert used == stages
 
 
-def test_an_image_starts_a_deployment_that_exists(dockerfile: str) -> None:
+def test_an_image_starts_a_deployment_that_exists(dockerfile):
     (command,) = re.findall(r"^CMD (\[.+\])$", dockerfile, re.MULTILINE)
     program, subcommand, file, *_ = yaml.safe_load(command)
     assert (program, subcommand) == ("serve-spec", "serve")
@@ -50,7 +48,7 @@ def test_an_image_starts_a_deployment_that_exists(dockerfile: str) -> None:
     assert "WORKDIR /app\n" in last_stage(dockerfile)
 
 
-def test_an_image_installs_the_versions_that_were_tested(dockerfile: str) -> None:
+def test_an_image_installs_the_versions_that_were_tested(dockerfile):
     assert "$(grep '^torch==' constraints.txt)" in dockerfile
     (package,) = re.findall(
         r"^RUN pip install .* (\.|\"\.\[gpu\]\")( .*)?$", dockerfile, re.MULTILINE
@@ -60,16 +58,16 @@ def test_an_image_installs_the_versions_that_were_tested(dockerfile: str) -> Non
     assert all("==" in extra for extra in package[1].split())
 
 
-def test_the_proxy_of_an_image_limits_slow_connections(dockerfile: str) -> None:
+def test_the_proxy_of_an_image_limits_slow_connections(dockerfile):
     assert f"{proxy.CALLBACK_VARIABLE}={proxy.CALLBACK} " in last_stage(dockerfile)
     assert callable(import_attr(proxy.CALLBACK))
 
 
-def test_the_home_of_an_image_is_the_one_that_pods_mount(dockerfile: str) -> None:
+def test_the_home_of_an_image_is_the_one_that_pods_mount(dockerfile):
     assert "HOME=/home/serve " in last_stage(dockerfile)
 
 
-def test_an_image_runs_as_the_user_of_the_pods(dockerfile: str) -> None:
+def test_an_image_runs_as_the_user_of_the_pods(dockerfile):
     (user,) = re.findall(r"^USER (\d+)$", last_stage(dockerfile), re.MULTILINE)
     assert f"--uid {user}" in dockerfile
     for overlay in map(rendered, USED_BY):

@@ -1,7 +1,5 @@
 """The renderer of these tests agrees with kustomize on everything that `k8s/` uses."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,19 +7,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.k8s.kustomize import Document, NotSupported, render
+from tests.k8s.kustomize import NotSupported, render
 
 ROOT = Path(__file__).parents[2]
 OVERLAYS = sorted((ROOT / "k8s/overlays").iterdir())
 
 
-def by_name(documents: list[Document]) -> dict[tuple[str, str], Document]:
+def by_name(documents):
     return {(d["kind"], d["metadata"]["name"]): d for d in documents}
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda p: p.name)
-def test_an_overlay_renders_as_kustomize_renders_it(overlay: Path) -> None:
+def test_an_overlay_renders_as_kustomize_renders_it(overlay):
     done = subprocess.run(
         ["kubectl", "kustomize", str(overlay)], capture_output=True, text=True, check=False
     )
@@ -38,9 +36,7 @@ def test_an_overlay_renders_as_kustomize_renders_it(overlay: Path) -> None:
     ],
     ids=["a resource named twice", "an unknown field", "a list that is merged by key"],
 )
-def test_what_kustomize_would_read_otherwise_is_refused(
-    tmp_path: Path, said: Document, patch: Document
-) -> None:
+def test_what_kustomize_would_read_otherwise_is_refused(tmp_path, said, patch):
     head = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
     one = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}}
     files = {"kustomization.yaml": head | said, "a.yaml": one, "p.yaml": one | patch}

@@ -1,12 +1,10 @@
 """Who reaches whom: ports, policies, monitors."""
 
-from __future__ import annotations
-
 from tests.k8s.kuberay import PodMonitor
-from tests.k8s.overlays import SERVE_PORT, Overlay
+from tests.k8s.overlays import SERVE_PORT
 
 
-def test_every_pod_can_be_reached_and_scraped(overlay: Overlay) -> None:
+def test_every_pod_can_be_reached_and_scraped(overlay):
     http = overlay.service.spec.deployment.http_options
     assert (http.host, http.port) == ("0.0.0.0", SERVE_PORT)
     for group in overlay.cluster.groups:
@@ -14,7 +12,7 @@ def test_every_pod_can_be_reached_and_scraped(overlay: Overlay) -> None:
         assert "metrics" in group.template.ports
 
 
-def admitted(overlay: Overlay) -> dict[int, bool]:
+def admitted(overlay):
     """Ports of Ray's pods that somebody outside may reach; whether that is everybody."""
     (policy,) = [d for d in overlay.of_kind("NetworkPolicy") if "ingress" in d["spec"]]
     return {
@@ -24,9 +22,7 @@ def admitted(overlay: Overlay) -> dict[int, bool]:
     }
 
 
-def test_monitors_scrape_ports_that_their_pods_have_and_the_network_admits(
-    overlay: Overlay,
-) -> None:
+def test_monitors_scrape_ports_that_their_pods_have_and_the_network_admits(overlay):
     for document in overlay.of_kind("PodMonitor"):
         monitor = PodMonitor.model_validate(document)
         groups = overlay.selected(monitor.spec.selector.matchLabels)
@@ -36,13 +32,13 @@ def test_monitors_scrape_ports_that_their_pods_have_and_the_network_admits(
                 assert admitted(overlay)[group.template.ports[endpoint.port]] is False
 
 
-def test_only_the_door_is_open_to_everybody(overlay: Overlay) -> None:
+def test_only_the_door_is_open_to_everybody(overlay):
     assert {port for port, to_all in admitted(overlay).items() if to_all} == {SERVE_PORT}
     dashboard = overlay.cluster.headGroupSpec.template.ports["dashboard"]
     assert dashboard in admitted(overlay), "the operator sends the application there"
 
 
-def test_policies_hold_for_every_pod_and_let_them_talk_to_each_other(overlay: Overlay) -> None:
+def test_policies_hold_for_every_pod_and_let_them_talk_to_each_other(overlay):
     (policy,) = [d for d in overlay.of_kind("NetworkPolicy") if "ingress" in d["spec"]]
     labels = policy["spec"]["podSelector"]["matchLabels"]
     assert len(overlay.selected(labels)) == len(list(overlay.cluster.groups))

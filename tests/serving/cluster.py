@@ -1,13 +1,10 @@
 """A Ray of the test's own: nothing is shared with, or found by, any other Ray on the machine."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -17,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 Answer = TypeVar("Answer")
 
 
-def isolated_environment(tmp: str) -> dict[str, str]:
+def isolated_environment(tmp):
     """Environment of a Ray that lives in `tmp` and can import the tests."""
     return {
         **os.environ,
@@ -38,7 +35,7 @@ def isolated_environment(tmp: str) -> dict[str, str]:
 
 
 @contextmanager
-def short_tmp() -> Iterator[str]:
+def short_tmp():
     """A folder with a short name: Ray's socket paths must fit into 107 bytes."""
     tmp = tempfile.mkdtemp(prefix="r", dir="/tmp")
     try:
@@ -48,13 +45,7 @@ def short_tmp() -> Iterator[str]:
 
 
 @contextmanager
-def local_ray(
-    num_cpus: int,
-    *,
-    num_gpus: int = 0,
-    include_dashboard: bool = False,
-    environment: Mapping[str, str] | None = None,
-) -> Iterator[None]:
+def local_ray(num_cpus, *, num_gpus=0, include_dashboard=False, environment=None):
     """A Ray that ends with the body, and its Serve with it. Commands started here find it.
 
     num_gpus: those that Ray believes in; there need not be any.
@@ -88,9 +79,7 @@ def local_ray(
 
 
 @contextmanager
-def local_serve(
-    num_cpus: int, num_gpus: int = 0, environment: Mapping[str, str] | None = None
-) -> Iterator[str]:
+def local_serve(num_cpus, num_gpus=0, environment=None):
     """Serve on a local Ray; the base URL of its HTTP proxy."""
     with local_ray(num_cpus, num_gpus=num_gpus, environment=environment):
         from ray import serve
@@ -104,7 +93,7 @@ def local_serve(
         yield f"http://127.0.0.1:{port}"
 
 
-def actor_pids(name: str) -> set[int]:
+def actor_pids(name):
     """Processes of this test's Ray in which a method of an actor class runs."""
     found = set()
     for path in Path("/proc").glob("[0-9]*"):
@@ -119,15 +108,13 @@ def actor_pids(name: str) -> set[int]:
     return found
 
 
-def free_port() -> int:
+def free_port():
     """A TCP port that nobody listens on right now."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
 
 
-def eventually(
-    ask: Callable[[], Answer], accept: Callable[[Answer], object], within_s: float = 60
-) -> Answer:
+def eventually(ask, accept, within_s=60):
     """Asks until the answer is acceptable; gives up at last, showing the last one."""
     deadline = time.monotonic() + within_s
     while not accept(answer := ask()):

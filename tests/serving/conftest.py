@@ -1,9 +1,6 @@
 """A configuration whose model nobody loads."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pytest
 
@@ -13,14 +10,14 @@ MODEL = "fake"
 
 
 @pytest.fixture(autouse=True)
-def _silent_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def _silent_environment(monkeypatch):
     for name in list(os.environ):
         if name.startswith("SERVE_SPEC_") and "__" in name:
             monkeypatch.delenv(name)
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> ServeSpecConfig:
+def config(tmp_path):
     """The defaults, with an empty folder for a model."""
     (tmp_path / MODEL).mkdir()
     return ServeSpecConfig.load({"model": {"path": str(tmp_path / MODEL)}})

@@ -23,16 +23,14 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from itertools import repeat
 from typing import Any
 
-from serve_spec.config import ConfigError, ServeSpecConfig
+from serve_spec.config import ConfigError
 from serve_spec.core.errors import EngineOverloaded, InvalidRequest
-from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
+from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.output import OutputText
-from serve_spec.metrics import MetricsSink
 from tests.serving.lawful_logprobs import entries_of, prompt_entries
 
 MAX_MODEL_LEN = 64
@@ -43,13 +41,13 @@ _ALPHABET = "\x00ab é"
 class FakeTokenizer:
     """A word, with the space after it, is a token; ids that are no word's are shown as numbers."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text):
         return [int.from_bytes(b"\x01" + word.encode(), "big") for word in text.split()]
 
-    def decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids):
         return "".join(f"{self._word(token)} " for token in token_ids)
 
-    def _word(self, token: int) -> str:
+    def _word(self, token):
         spelled = token.to_bytes((token.bit_length() + 7) // 8, "big")
         return (
             spelled[1:].decode(errors="replace")
@@ -61,17 +59,17 @@ class FakeTokenizer:
 class BytesTokenizer:
     """A byte is a token, so that é is two of them."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text):
         return list(text.encode())
 
-    def decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids):
         return bytes(token_ids).decode(errors="replace")
 
 
 class FakeStream:
     """The deltas of one request."""
 
-    def __init__(self, loop: StandIn, sequence: Sequence, command: str = "") -> None:
+    def __init__(self, loop, sequence, command=""):
         self.num_prompt_tokens = sequence.num_prompt_tokens
         self.cancelled = asyncio.Event()
         self._sequence = sequence
@@ -80,7 +78,7 @@ class FakeStream:
         self._text = OutputText(loop.tokenizer, sequence)
         self._stats = SpeculationStats()
 
-    async def __aiter__(self) -> AsyncIterator[TokenDelta]:
+    async def __aiter__(self):
         sizes = self._loop.round_sizes()
         while not self._text.finish_reason:
             yield self._round(next(sizes))
@@ -97,11 +95,11 @@ class FakeStream:
                 yield TokenDelta(name, (), "", FinishReason.ABORT, self._stats)
                 return
 
-    async def each(self, take: Callable[[TokenDelta], None]) -> None:
+    async def each(self, take):
         async for delta in self:
             take(delta)
 
-    def _round(self, size: int) -> TokenDelta:
+    def _round(self, size):
         sequence, params = self._sequence, self._sequence.params
         before = list(sequence.token_ids)
         for _ in range(size):
@@ -133,27 +131,19 @@ class StandIn:
     tokenizer: Any
     eos_token_ids: tuple[int, ...] = ()
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.streams: dict[str, FakeStream] = {}
 
-    def draw(self, sequence: Sequence) -> int:
+    def draw(self, sequence):
         raise NotImplementedError
 
-    def round_sizes(self) -> Iterator[int]:
+    def round_sizes(self):
         raise NotImplementedError
 
-    async def encode(self, prompt: str) -> list[int]:
+    async def encode(self, prompt):
         return self.tokenizer.encode(prompt)
 
-    async def submit(
-        self,
-        prompt: str | list[int],
-        params: SamplingParams,
-        request_id: str,
-        emitted: tuple[int, ...] = (),
-        *,
-        command: str = "",
-    ) -> FakeStream:
+    async def submit(self, prompt, params, request_id, emitted=(), *, command=""):
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         sequence = Sequence(request_id, params, [*ids, *emitted], len(ids), params.seed or 0)
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
@@ -161,7 +151,7 @@ class StandIn:
         stream = self.streams[request_id] = FakeStream(self, sequence, command)
         return stream
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id):
         stream = self.streams.pop(request_id, None)
         if stream is not None:
             stream.cancelled.set()
@@ -173,16 +163,16 @@ class LawfulLoop(StandIn):
     tokenizer = BytesTokenizer()
     eos_token_ids = (EOS,)
 
-    def __init__(self, replica: int) -> None:
+    def __init__(self, replica):
         super().__init__()
         self.replica = replica
 
-    def round_sizes(self) -> Iterator[int]:
+    def round_sizes(self):
         rounds = random.Random(self.replica)
         while True:
             yield rounds.randint(1, 3)
 
-    def draw(self, sequence: Sequence) -> int:
+    def draw(self, sequence):
         """A byte of the alphabet; é stays whole, and the end comes seldom."""
         assert sequence.params.seed is not None, "the router fixes the seed"
         prefix = sequence.token_ids
@@ -198,27 +188,20 @@ class FakeLoop(StandIn):
 
     tokenizer = FakeTokenizer()
 
-    def __init__(self, config: ServeSpecConfig | None = None) -> None:
+    def __init__(self, config=None):
         super().__init__()
         self.knobs: dict[str, Any] = {}
         self.tokens = 0
         self.accept_rates: list[float] | None = None
 
-    def round_sizes(self) -> Iterator[int]:
+    def round_sizes(self):
         return repeat(2)
 
-    def draw(self, sequence: Sequence) -> int:
+    def draw(self, sequence):
         *before, last = sequence.token_ids
         return sequence.token_ids[1 + before.index(last) if last in before else 0]
 
-    async def submit(
-        self,
-        prompt: str | list[int],
-        params: SamplingParams,
-        request_id: str,
-        emitted: tuple[int, ...] = (),
-        **options: Any,
-    ) -> FakeStream:
+    async def submit(self, prompt, params, request_id, emitted=(), **options):
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise InvalidRequest("prompt", "no words", "give at least one token of text")
@@ -237,22 +220,22 @@ class FakeLoop(StandIn):
         self.tokens += params.max_tokens
         return await super().submit(ids, params, request_id, emitted, command=command)
 
-    def check_health(self) -> None:
+    def check_health(self):
         if self.knobs.get("sick"):
             raise RuntimeError("told to be sick")
 
-    def reconfigure(self, settings: Mapping[str, object]) -> None:
+    def reconfigure(self, settings):
         if "typo" in settings:
             raise ConfigError("typo: unknown key")
         self.knobs = dict(settings)
 
-    def report_to(self, metrics: MetricsSink) -> None:
+    def report_to(self, metrics):
         self.metrics = metrics
 
-    def start_from(self, accept_rates: Iterable[float]) -> None:
+    def start_from(self, accept_rates):
         self.accept_rates = list(accept_rates)
 
-    def snapshot(self) -> dict[str, object]:
+    def snapshot(self):
         return {
             "speculative_num_steps": 3,
             "avg_spec_accept_length": 2.0,
@@ -266,5 +249,5 @@ class FakeLoop(StandIn):
             "knobs": self.knobs,
         }
 
-    def shutdown(self) -> None:
+    def shutdown(self):
         self.streams.clear()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from serve_spec.core.errors import InvalidRequest
-from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
+from serve_spec.core.request import SamplingParams, SpeculationStats, TokenDelta
 from serve_spec.serving.errors import ApiError, ReplicaLost, no_replica
 from serve_spec.serving.fleet_stats import FleetStats
 from serve_spec.serving.messages import (
@@ -19,7 +18,7 @@ from serve_spec.serving.messages import (
     ReplicaItem,
     Withdrawn,
 )
-from tests.serving.fake_engine import FakeLoop, LawfulLoop
+from tests.serving.fake_engine import LawfulLoop
 
 FAR_S = 3600.0
 """Longer than any test takes."""
@@ -28,33 +27,33 @@ FAR_S = 3600.0
 class QuietFleet:
     """A fleet that says nothing of itself, and takes nothing back."""
 
-    def withdraw(self, request_id: str) -> None:
+    def withdraw(self, request_id):
         """Nothing is withdrawn here."""
 
-    def batching(self) -> dict[str, object]:
+    def batching(self):
         return {"submission_size_histogram": {}}
 
-    async def num_healthy(self) -> int | None:
+    async def num_healthy(self):
         return 1
 
-    async def costs(self) -> dict[str, int]:
+    async def costs(self):
         return {}
 
-    async def stats(self) -> dict[str, object]:
+    async def stats(self):
         return {}
 
-    async def status(self) -> dict[str, object]:
+    async def status(self):
         return {}
 
 
 class LoopFleet(QuietFleet):
     """What `RayFleet` and `EngineReplica` do together, without Ray between them."""
 
-    def __init__(self, loop: FakeLoop, num_replicas: int | None = 1) -> None:
+    def __init__(self, loop, num_replicas=1):
         self.loop = loop
         self.num_replicas = num_replicas
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
+    async def generate(self, request):
         try:
             stream = await self.loop.submit(request.prompt, request.params, request.request_id)
             yield Accepted(stream.num_prompt_tokens, "here")
@@ -67,16 +66,16 @@ class LoopFleet(QuietFleet):
         finally:
             self.loop.cancel(request.request_id)
 
-    async def num_healthy(self) -> int | None:
+    async def num_healthy(self):
         return self.num_replicas
 
-    async def costs(self) -> dict[str, int]:
+    async def costs(self):
         return {"missing": 1}
 
-    async def stats(self) -> dict[str, object]:
+    async def stats(self):
         return {"internal_states": [self.loop.snapshot()], "fleet": {}}
 
-    async def status(self) -> dict[str, object]:
+    async def status(self):
         stats = FleetStats(stale_after_s=60, history_s=60)
         stats.report("here", self.loop.snapshot(), 0.0)
         return stats.status(0.0)
@@ -85,13 +84,13 @@ class LoopFleet(QuietFleet):
 class ScriptedFleet(QuietFleet):
     """Answers every request with the same items; an exception among them is raised."""
 
-    def __init__(self, items: Iterable[ReplicaItem | Exception]) -> None:
+    def __init__(self, items):
         self.items = list(items)
         self.next: list[ReplicaItem | Exception] | None = None
         """What it answers after the first time; None: the same."""
         self.num_open = 0
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
+    async def generate(self, request):
         self.num_open += 1
         try:
             items, self.items = self.items, self.next or self.items
@@ -103,7 +102,7 @@ class ScriptedFleet(QuietFleet):
             self.num_open -= 1
 
 
-def lost() -> ReplicaLost:
+def lost():
     return ReplicaLost(no_replica("gone"))
 
 
@@ -121,11 +120,11 @@ class MortalFleet(QuietFleet):
     router takes back. After the last one, a replica lives for ever.
     """
 
-    def __init__(self, *lives: int | ApiError | Failed | Takes) -> None:
+    def __init__(self, *lives):
         self.lives = list(lives)
         self.requests: list[GenerateRequest] = []
 
-    async def generate(self, asked: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
+    async def generate(self, asked):
         self.requests.append(asked)
         life: Any = self.lives.pop(0) if self.lives else float("inf")
         if isinstance(life, ApiError):
@@ -148,27 +147,27 @@ class MortalFleet(QuietFleet):
 class FleetOfMortals(QuietFleet):
     """Replicas of every choice: the first one dies after `life` items; the second one lives."""
 
-    def __init__(self, life: float = float("inf")) -> None:
+    def __init__(self, life=float("inf")):
         self.life = life
         self.choices: dict[str, MortalFleet] = {}
 
-    def generate(self, asked: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
+    def generate(self, asked):
         choice = asked.request_id.rpartition("-")[0]
         return self.choices.setdefault(choice, MortalFleet(self.life)).generate(asked)
 
 
-async def settle() -> None:
+async def settle():
     """Lets every task that can run now run."""
     for _ in range(20):
         await asyncio.sleep(0)
 
 
-def request(prompt: str = "a b", **params: object) -> GenerateRequest:
+def request(prompt="a b", **params):
     """A request for a fleet."""
     return GenerateRequest("cmpl-1", "trace", prompt, SamplingParams(**params))
 
 
-def delta(text: str, *ids: int, finish: FinishReason | None = None) -> TokenDelta:
+def delta(text, *ids, finish=None):
     """One round's share of `request()`."""
     stats = SpeculationStats() if finish else None
     return TokenDelta("cmpl-1", ids, text, finish, stats)

@@ -1,23 +1,18 @@
 """Log-probabilities that are a function of the text before a token, as a model's are."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Sequence
 
 from serve_spec.core.request import TokenLogprob
 
 
-def entry_of(before: Sequence[int], token: int, num_top: int) -> TokenLogprob:
+def entry_of(before, token, num_top):
     """What is reported of `token` after `before`; its rivals are bytes."""
     law = random.Random(f"{list(before)} {token}")
     top = sorted(((byte, -5 * law.random()) for byte in law.sample(range(256), num_top)), key=_last)
     return TokenLogprob(token, -5 * law.random(), num_top + 1, tuple(top))
 
 
-def entries_of(
-    before: Sequence[int], tokens: Sequence[int], num_top: int | None
-) -> tuple[TokenLogprob, ...] | None:
+def entries_of(before, tokens, num_top):
     """Of tokens that follow each other; None where nobody asked."""
     if num_top is None:
         return None
@@ -25,13 +20,11 @@ def entries_of(
     return tuple(entry_of(known[:-i], known[-i], num_top) for i in range(len(tokens), 0, -1))
 
 
-def prompt_entries(
-    prompt: Sequence[int], num_top: int | None
-) -> tuple[TokenLogprob | None, ...] | None:
+def prompt_entries(prompt, num_top):
     """Of a prompt, whose first token has none; None where nobody asked."""
     rest = entries_of(prompt[:1], prompt[1:], num_top)
     return None if rest is None else (None, *rest)
 
 
-def _last(pair: tuple[int, float]) -> float:
+def _last(pair):
     return -pair[1]

@@ -1,13 +1,9 @@
 """A fake engine that reports rounds and acceptance as a real one does."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from serve_spec.core.record import StepTimes
 from serve_spec.core.round import RoundNotes
 from tests.helpers.rounds import verified_round
-from tests.serving.fake_engine import FakeLoop, FakeStream
+from tests.serving.fake_engine import FakeLoop
 
 RATES = [0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]
 """What it reports of acceptance, by position."""
@@ -45,12 +41,12 @@ PREFILL = verified_round(
 class ReportingLoop(FakeLoop):
     """Reports two rounds with every request."""
 
-    async def submit(self, *request: Any, **options: Any) -> FakeStream:
+    async def submit(self, *request, **options):
         self.metrics.observe(PREFILL)
         self.metrics.observe(ROUND)
         return await super().submit(*request, **options)
 
-    def snapshot(self) -> dict[str, object]:
+    def snapshot(self):
         positions = [
             {"position": position, "accept_rate": rate, "trials": 50.0}
             for position, rate in enumerate(RATES, start=1)

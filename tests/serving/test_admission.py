@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
@@ -15,7 +14,7 @@ from serve_spec.serving.errors import ApiError
 from tests.serving.fakes import FAR_S, settle
 
 
-def far() -> float:
+def far():
     """A deadline that does not pass during a test."""
     return asyncio.get_running_loop().time() + FAR_S
 
@@ -26,14 +25,14 @@ class Caller:
     It gives its place back where it is to, and waits for another one.
     """
 
-    def __init__(self, door: Admission, client: str = "", *, begins: bool = True) -> None:
+    def __init__(self, door, client="", *, begins=True):
         self.inside = False
         self.begins = begins
         self.num_withdrawn = 0
         self._must_leave: asyncio.Queue[bool] = asyncio.Queue()
         self.task = asyncio.create_task(self._visit(door, client))
 
-    async def _visit(self, door: Admission, client: str) -> None:
+    async def _visit(self, door, client):
         with suppress(ApiError):  # sent away
             async with door.slot(far(), client) as turn:
                 leaves = False
@@ -46,20 +45,20 @@ class Caller:
                     self.num_withdrawn += not leaves
         self.inside = False
 
-    def may_leave(self) -> None:
+    def may_leave(self):
         self._must_leave.put_nowait(True)
 
-    async def leave(self) -> None:
+    async def leave(self):
         self.may_leave()
         await self.task
 
-    async def give_up(self) -> None:
+    async def give_up(self):
         self.task.cancel()
         with suppress(asyncio.CancelledError):
             await self.task
 
 
-async def empty(door: Admission, *callers: Caller) -> None:
+async def empty(door, *callers):
     """All callers leave as soon as they can; and nothing is left behind."""
     for caller in callers:
         caller.may_leave()
@@ -67,7 +66,7 @@ async def empty(door: Admission, *callers: Caller) -> None:
     assert (door.in_flight, door.queue_len) == (0, 0)
 
 
-async def test_turns_come_in_order_of_arrival_and_never_too_many_at_once() -> None:
+async def test_turns_come_in_order_of_arrival_and_never_too_many_at_once():
     door = Admission(max_in_flight=2, max_queued=10)
     callers = [Caller(door) for _ in range(5)]
     await settle()
@@ -79,7 +78,7 @@ async def test_turns_come_in_order_of_arrival_and_never_too_many_at_once() -> No
     assert (door.in_flight, door.queue_len) == (0, 0)
 
 
-async def test_a_full_queue_sends_away_with_429_and_a_time_to_come_back() -> None:
+async def test_a_full_queue_sends_away_with_429_and_a_time_to_come_back():
     door = Admission(max_in_flight=1, max_queued=2)
     callers = [Caller(door) for _ in range(3)]
     await settle()
@@ -95,7 +94,7 @@ async def test_a_full_queue_sends_away_with_429_and_a_time_to_come_back() -> Non
 
 
 @pytest.mark.parametrize("when", ["while it waits", "just before its turn", "just after"])
-async def test_a_caller_who_gives_up_leaves_no_gap(when: str) -> None:
+async def test_a_caller_who_gives_up_leaves_no_gap(when):
     door = Admission(max_in_flight=1, max_queued=5)
     async with door.slot(far()):
         second, third = Caller(door), Caller(door)
@@ -112,23 +111,23 @@ async def test_a_caller_who_gives_up_leaves_no_gap(when: str) -> None:
     await empty(door, third)
 
 
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch):
     """Places are taken back at once."""
     monkeypatch.setattr(admission, "_PATIENCE_S", 0.0)
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def until(condition):
     """Wait until something holds; fail if it does not for 30 seconds."""
     async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.001)
 
 
-def inside(callers: list[Caller]) -> int:
+def inside(callers):
     return sum(caller.inside for caller in callers)
 
 
-async def test_a_free_place_goes_to_the_client_that_holds_the_fewest() -> None:
+async def test_a_free_place_goes_to_the_client_that_holds_the_fewest():
     door = Admission(max_in_flight=4, max_queued=20)
     many = [Caller(door, "many") for _ in range(10)]
     await settle()
@@ -142,9 +141,7 @@ async def test_a_free_place_goes_to_the_client_that_holds_the_fewest() -> None:
     await empty(door, *many, *few)
 
 
-async def test_a_client_above_its_share_gives_places_back_while_others_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_client_above_its_share_gives_places_back_while_others_wait(monkeypatch):
     impatient(monkeypatch)
     door = Admission(max_in_flight=8, max_queued=40, max_client_share=0.5)
     many = [Caller(door, "many") for _ in range(20)]
@@ -167,9 +164,7 @@ async def test_a_client_above_its_share_gives_places_back_while_others_wait(
     await empty(door, *many, *few)
 
 
-async def test_what_waits_inside_a_replica_comes_back_behind_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_what_waits_inside_a_replica_comes_back_behind_the_others(monkeypatch):
     impatient(monkeypatch)
     door = Admission(max_in_flight=8, max_queued=40, max_client_share=0.5)
     running = [Caller(door, "many") for _ in range(6)]
@@ -183,7 +178,7 @@ async def test_what_waits_inside_a_replica_comes_back_behind_the_others(
     await empty(door, *running, *waiting, other)
 
 
-async def test_a_request_of_many_choices_counts_as_many_and_leaves_others_room_to_wait() -> None:
+async def test_a_request_of_many_choices_counts_as_many_and_leaves_others_room_to_wait():
     door = Admission(max_in_flight=4, max_queued=10, max_client_share=0.5)
     door.refuse_if_full("many", 9)  # 4 run, 5 wait
     with pytest.raises(ApiError) as caught:
@@ -202,9 +197,7 @@ async def test_a_request_of_many_choices_counts_as_many_and_leaves_others_room_t
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_after_any_coming_and_going_every_place_is_free_again(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_after_any_coming_and_going_every_place_is_free_again(seed, monkeypatch):
     impatient(monkeypatch)
     rng = random.Random(seed)
     door = Admission(max_in_flight=4, max_queued=6, max_client_share=0.5)

@@ -1,18 +1,14 @@
 """Answers have the fields of the OpenAI API, and no more than were asked for."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta, TokenLogprob
+from serve_spec.core.request import FinishReason, SpeculationStats, TokenLogprob
 from serve_spec.engine.token_bytes import TokenBytes
 from serve_spec.serving.answers import (
-    AnswerFormat,
     AnswerHead,
     ChatFormat,
     CompletionFormat,
@@ -26,11 +22,11 @@ COUNTS = usage(2, 3, SpeculationStats())
 FORMATS = [CompletionFormat, ChatFormat]
 
 
-def head(**options: bool) -> AnswerHead:
+def head(**options):
     return AnswerHead("cmpl-1", "m", 0, "fp_1", **options)
 
 
-def every_answer(form: AnswerFormat) -> list[Any]:
+def every_answer(form):
     """One of each shape."""
     whole = form.whole([[delta("a"), delta("b", finish=FinishReason.STOP)]], COUNTS)
     chunks = [form.opening(0), form.chunk(0, delta("a")), form.usage_chunk(COUNTS)]
@@ -38,9 +34,7 @@ def every_answer(form: AnswerFormat) -> list[Any]:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_stream_shows_usage_only_when_asked_and_then_null_until_the_last_chunk(
-    form: Any,
-) -> None:
+def test_a_stream_shows_usage_only_when_asked_and_then_null_until_the_last_chunk(form):
     assert "usage" not in form(head()).chunk(0, delta("a"))
     asked = form(head(include_usage=True))
     assert asked.chunk(0, delta("a"))["usage"] is None
@@ -50,7 +44,7 @@ def test_a_stream_shows_usage_only_when_asked_and_then_null_until_the_last_chunk
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_finish_reasons_are_the_words_of_the_openai_api(form: Any) -> None:
+def test_finish_reasons_are_the_words_of_the_openai_api(form):
     chunks = [form(head()).chunk(0, delta("", finish=reason)) for reason in FinishReason]
     assert [c["choices"][0]["finish_reason"] for c in chunks] == ["stop", "length", "abort"]
     assert json.loads(json.dumps(chunks)) == chunks
@@ -58,9 +52,7 @@ def test_finish_reasons_are_the_words_of_the_openai_api(form: Any) -> None:
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("forced", [True, False])
-def test_every_answer_of_forced_acceptance_is_labelled_and_no_other_is(
-    form: Any, forced: bool
-) -> None:
+def test_every_answer_of_forced_acceptance_is_labelled_and_no_other_is(form, forced):
     """Every chunk too: a stream may break off, or not be asked for its usage."""
     counts = usage(2, 3, SpeculationStats(synthetic_acceptance=forced))
     assert ("synthetic_acceptance" in counts["speculation"]) == forced
@@ -69,14 +61,14 @@ def test_every_answer_of_forced_acceptance_is_labelled_and_no_other_is(
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_all_answers_to_a_request_share_id_time_model_and_fingerprint(form: Any) -> None:
+def test_all_answers_to_a_request_share_id_time_model_and_fingerprint(form):
     for answer in every_answer(form(head())):
         shared = {k: answer[k] for k in ("id", "created", "model", "system_fingerprint")}
         expected = {"id": "cmpl-1", "created": 0, "model": "m", "system_fingerprint": "fp_1"}
         assert shared == expected
 
 
-def test_the_official_client_finds_nothing_missing_in_them() -> None:
+def test_the_official_client_finds_nothing_missing_in_them():
     whole, *_ = every_answer(CompletionFormat(head(), [Echo("before")]))
     assert Completion.model_validate(whole).model_extra == {}
     whole, *chunks = every_answer(ChatFormat(head()))
@@ -85,17 +77,17 @@ def test_the_official_client_finds_nothing_missing_in_them() -> None:
         assert ChatCompletionChunk.model_validate(chunk).model_extra == {}
 
 
-def token_bytes(token_id: int) -> TokenBytes:
+def token_bytes(token_id):
     return TokenBytes(bytes([token_id]))
 
 
-def scored(token: str, finish: FinishReason | None = None) -> TokenDelta:
+def scored(token, finish=None):
     """A round that brings one token."""
     entry = TokenLogprob(ord(token), -1.0, 1, ((ord("z"), -2.0),))
     return delta(token, ord(token), finish=finish)._replace(logprobs=(entry,))
 
 
-def test_the_official_client_reads_log_probabilities() -> None:
+def test_the_official_client_reads_log_probabilities():
     choices = [[scored("a", FinishReason.STOP)]]
     whole = Completion.model_validate(
         CompletionFormat(head(), token_bytes=token_bytes).whole(choices, COUNTS)
@@ -109,7 +101,7 @@ def test_the_official_client_reads_log_probabilities() -> None:
         assert [t.token for t in logprobs.content[0].top_logprobs] == ["z"]
 
 
-def test_the_fingerprint_is_that_of_version_and_model() -> None:
+def test_the_fingerprint_is_that_of_version_and_model():
     first = fingerprint("1", {"path": "a"})
     assert first == fingerprint("1", {"path": "a"})
     assert len({first, fingerprint("2", {"path": "a"}), fingerprint("1", {"path": "b"})}) == 3

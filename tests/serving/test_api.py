@@ -1,14 +1,9 @@
 """The HTTP face without Ray: every answer has OpenAI's shape, errors above all."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
 
-import httpx
 import pytest
 
 from serve_spec.config import ServeSpecConfig
@@ -22,12 +17,12 @@ from tests.serving.texts import WORDS, drafting, word_tokenizer, write_text_file
 
 
 @pytest.fixture
-def server(config: ServeSpecConfig) -> Server:
+def server(config):
     write_text_files(config.model.path, tokenizer=word_tokenizer())
     return Server(config)
 
 
-def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
+def error_of(answer, status):
     """The error object, after checking its envelope."""
     assert answer.status_code == status
     assert answer.headers["content-type"] == "application/json"
@@ -38,7 +33,7 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
     return body["error"]
 
 
-def test_a_completion_has_the_fields_of_the_openai_api(server: Server) -> None:
+def test_a_completion_has_the_fields_of_the_openai_api(server):
     answer = server.complete(model=MODEL, max_tokens=5)
     assert answer.status_code == 200
     body = answer.json()
@@ -50,7 +45,7 @@ def test_a_completion_has_the_fields_of_the_openai_api(server: Server) -> None:
     assert body["usage"]["speculation"]["accept_length"] > 1
 
 
-def test_prompts_and_choices_are_counted_by_one_index(server: Server) -> None:
+def test_prompts_and_choices_are_counted_by_one_index(server):
     answer = server.complete(["a b", "c"], n=2, max_tokens=2).json()
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     assert [choice["text"] for choice in answer["choices"]] == ["a b "] * 2 + ["c c "] * 2
@@ -59,7 +54,7 @@ def test_prompts_and_choices_are_counted_by_one_index(server: Server) -> None:
     assert usage["speculation"]["num_rounds"] == 4
 
 
-def test_choices_of_a_stream_are_told_apart_by_their_index(server: Server) -> None:
+def test_choices_of_a_stream_are_told_apart_by_their_index(server):
     include = {"include_usage": True}
     answer = server.complete(["a b", "c"], n=2, max_tokens=3, stream=True, stream_options=include)
     *chunks, last = chunks_of(answer)
@@ -73,21 +68,21 @@ def test_choices_of_a_stream_are_told_apart_by_their_index(server: Server) -> No
 
 
 @pytest.mark.parametrize("prompt", ["a b", ["a b"], [WORDS["a"], WORDS["b"]]], ids=str)
-def test_an_echo_says_the_prompt_first(server: Server, prompt: Any) -> None:
+def test_an_echo_says_the_prompt_first(server, prompt):
     answer = server.complete(prompt, echo=True, max_tokens=2)
     assert answer.json()["choices"][0]["text"] == "a ba b "
     chunks = chunks_of(server.complete(prompt, echo=True, max_tokens=2, stream=True))
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["a ba b "]
 
 
-def test_more_choices_than_the_queue_could_hold_are_refused(server: Server) -> None:
+def test_more_choices_than_the_queue_could_hold_are_refused(server):
     most = server.door.max_in_flight + server.door.max_queued
     assert error_of(server.complete(n=most + 1), 400)["param"] == "n"
     assert error_of(server.complete(["a"] * (most + 1)), 400)["param"] == "prompt"
     assert server.complete(n=most, max_tokens=1).status_code == 200
 
 
-def test_a_chat_has_the_fields_of_the_openai_api(server: Server) -> None:
+def test_a_chat_has_the_fields_of_the_openai_api(server):
     answer = server.chat(model=MODEL, max_completion_tokens=5)
     assert answer.status_code == 200
     body = answer.json()
@@ -99,7 +94,7 @@ def test_a_chat_has_the_fields_of_the_openai_api(server: Server) -> None:
     assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
-def test_a_chat_stream_is_chunks_of_a_chat(server: Server) -> None:
+def test_a_chat_stream_is_chunks_of_a_chat(server):
     chunks = chunks_of(server.chat(max_tokens=3, stream=True, n=2))
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     for index in range(2):
@@ -110,30 +105,30 @@ def test_a_chat_stream_is_chunks_of_a_chat(server: Server) -> None:
         assert [choice["finish_reason"] for choice in mine] == [None, None, "length"]
 
 
-def test_a_chat_goes_on_to_the_end_of_the_context(server: Server) -> None:
+def test_a_chat_goes_on_to_the_end_of_the_context(server):
     usage = server.chat("a b c").json()["usage"]
     assert (usage["prompt_tokens"], usage["total_tokens"]) == (3, 64)
 
 
-def test_what_is_too_long_is_a_413_that_names_it(server: Server) -> None:
+def test_what_is_too_long_is_a_413_that_names_it(server):
     for answer, param in ((server.chat, "messages"), (server.complete, "prompt")):
         error = error_of(answer("a " * 64), 413)
         assert (error["param"], error["code"]) == (param, "context_length_exceeded")
 
 
 @pytest.mark.parametrize("path", ["/v1/nothing", "/v1/chat", "/nothing"])
-def test_an_unknown_url_is_a_404_in_openai_form(server: Server, path: str) -> None:
+def test_an_unknown_url_is_a_404_in_openai_form(server, path):
     assert path in error_of(server.ask("GET", path), 404)["message"]
 
 
-def test_a_wrong_method_is_a_405_that_says_what_is_allowed(server: Server) -> None:
+def test_a_wrong_method_is_a_405_that_says_what_is_allowed(server):
     answer = server.ask("GET", CHAT)
     error_of(answer, 405)
     assert answer.headers["allow"] == "POST"
 
 
-def test_a_body_that_does_not_arrive_in_time_is_a_408(config: ServeSpecConfig) -> None:
-    async def endless() -> AsyncIterator[bytes]:
+def test_a_body_that_does_not_arrive_in_time_is_a_408(config):
+    async def endless():
         yield b"{"
         await asyncio.Event().wait()
 
@@ -155,32 +150,30 @@ HI = {"messages": [{"role": "user", "content": "hi"}]}
     ],
     ids=str,
 )
-def test_a_bad_field_is_a_400_that_names_it(
-    server: Server, path: str, body: dict[str, Any], param: str
-) -> None:
+def test_a_bad_field_is_a_400_that_names_it(server, path, body, param):
     error = error_of(server.ask("POST", path, json=body), 400)
     assert (error["param"], error["type"]) == (param, "invalid_request_error")
 
 
-def test_an_unknown_model_is_a_404(server: Server) -> None:
+def test_an_unknown_model_is_a_404(server):
     error = error_of(server.complete(model="gpt-4"), 404)
     assert (error["param"], error["code"]) == ("model", "model_not_found")
     assert MODEL in error["message"]
 
 
-def test_the_engine_giving_up_is_a_500(server: Server) -> None:
+def test_the_engine_giving_up_is_a_500(server):
     error = error_of(server.complete("fail"), 500)
     assert (error["type"], error["code"]) == ("server_error", "replicas_lost")
     assert "boom" in error["message"]
 
 
-def test_a_bug_is_a_500_in_openai_form_too(server: Server) -> None:
+def test_a_bug_is_a_500_in_openai_form_too(server):
     server.fleet = ScriptedFleet([ZeroDivisionError("boom")])
     assert "ZeroDivisionError" in error_of(server.complete(), 500)["message"]
 
 
 @pytest.fixture
-def our_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+def our_log(caplog):
     """What we log: it does not reach the root logger, where pytest listens."""
     ours = logging.getLogger("serve_spec")
     ours.addHandler(caplog.handler)
@@ -190,9 +183,7 @@ def our_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtu
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("end", [ZeroDivisionError("boom"), ApiError(500, "gone")], ids=repr)
-def test_a_failure_is_one_line_in_the_log_and_names_the_request(
-    server: Server, our_log: pytest.LogCaptureFixture, end: Exception, stream: bool
-) -> None:
+def test_a_failure_is_one_line_in_the_log_and_names_the_request(server, our_log, end, stream):
     server.fleet = ScriptedFleet([Accepted(1, "r"), delta("a", 1), end])
     body = {"prompt": "a", "stream": stream, "max_tokens": 9}
     server.ask("POST", COMPLETIONS, json=body, headers={"x-request-id": "id-7"})
@@ -201,7 +192,7 @@ def test_a_failure_is_one_line_in_the_log_and_names_the_request(
     assert "id-7" in failure
 
 
-def test_models_lists_the_served_model_and_finds_it_by_name(server: Server) -> None:
+def test_models_lists_the_served_model_and_finds_it_by_name(server):
     (model,) = server.ask("GET", "/v1/models").json()["data"]
     assert (model["id"], model["object"]) == (MODEL, "model")
     assert server.ask("GET", f"/v1/models/{MODEL}").json() == model
@@ -209,9 +200,7 @@ def test_models_lists_the_served_model_and_finds_it_by_name(server: Server) -> N
 
 
 @pytest.mark.parametrize(("num_replicas", "status"), [(1, 200), (None, 200), (0, 503)])
-def test_health_fails_only_when_no_replica_is_known_to_serve(
-    server: Server, num_replicas: int | None, status: int
-) -> None:
+def test_health_fails_only_when_no_replica_is_known_to_serve(server, num_replicas, status):
     server.fleet = LoopFleet(server.loop, num_replicas)
     answer = server.ask("GET", "/health")
     assert answer.status_code == status
@@ -221,7 +210,7 @@ def test_health_fails_only_when_no_replica_is_known_to_serve(
         assert answer.json()["costs"] == {"missing": 1}
 
 
-def test_server_info_holds_replicas_fleet_and_router(server: Server) -> None:
+def test_server_info_holds_replicas_fleet_and_router(server):
     server.complete()
     info = server.ask("GET", "/server_info").json()
     assert info["internal_states"][0]["speculative_num_steps"] == 3
@@ -230,7 +219,7 @@ def test_server_info_holds_replicas_fleet_and_router(server: Server) -> None:
     assert "fleet" in info
 
 
-def test_the_schema_is_published_and_promises_no_422(server: Server) -> None:
+def test_the_schema_is_published_and_promises_no_422(server):
     document = server.ask("GET", "/openapi.json").json()
     for path in (COMPLETIONS, CHAT):
         answers = document["paths"][path]["post"]["responses"]
@@ -243,36 +232,34 @@ def test_the_schema_is_published_and_promises_no_422(server: Server) -> None:
 
 class TestApiKeys:
     @pytest.fixture
-    def server(self, config: ServeSpecConfig) -> Server:
+    def server(self, config):
         return Server(ServeSpecConfig.load(config, api_keys=["k1", "k2\n"]))
 
     @pytest.mark.parametrize(
         "value", ["", "Bearer", "Bearer  ", "Bearer k3", "Bearer k1k2", "Basic k1", "k1"]
     )
     @pytest.mark.parametrize("path", ["/v1/models", "/server_info", "/nothing"])
-    def test_without_a_key_everything_but_health_is_a_401(
-        self, server: Server, path: str, value: str
-    ) -> None:
+    def test_without_a_key_everything_but_health_is_a_401(self, server, path, value):
         headers = {"authorization": value} if value else {}
         answer = server.ask("GET", path, headers=headers)
         assert error_of(answer, 401)["code"] == "invalid_api_key"
         assert answer.headers["www-authenticate"] == "Bearer"
         assert server.ask("GET", "/health", headers=headers).status_code == 200
 
-    def test_health_stays_open_below_a_route_prefix(self, server: Server) -> None:
+    def test_health_stays_open_below_a_route_prefix(self, server):
         for path, status in (("/llm/health", 200), ("/llm/v1/models", 401)):
             assert send(server.app, "GET", path, root_path="/llm").status_code == status
 
-    def test_the_key_is_asked_for_before_the_body_is_read(self, server: Server) -> None:
+    def test_the_key_is_asked_for_before_the_body_is_read(self, server):
         error_of(server.ask("POST", COMPLETIONS, content=b"{"), 401)
 
     @pytest.mark.parametrize("value", ["Bearer k1", "bearer k2", "Bearer  k2"])
-    def test_any_configured_key_opens(self, server: Server, value: str) -> None:
+    def test_any_configured_key_opens(self, server, value):
         answer = server.ask("GET", "/v1/models", headers={"authorization": value})
         assert answer.status_code == 200
 
 
-async def test_a_full_queue_is_a_429_with_retry_after(config: ServeSpecConfig) -> None:
+async def test_a_full_queue_is_a_429_with_retry_after(config):
     server = Server(config, max_in_flight=1)
     async with server.door.slot(asyncio.get_running_loop().time() + 3600):
         answer = await asyncio.to_thread(server.complete, n=2)
@@ -280,7 +267,7 @@ async def test_a_full_queue_is_a_429_with_retry_after(config: ServeSpecConfig) -
     assert int(answer.headers["retry-after"]) >= 1
 
 
-def test_answers_say_where_acceptance_is_forced(config: ServeSpecConfig) -> None:
+def test_answers_say_where_acceptance_is_forced(config):
     forced = drafting(config.model.path, synthetic_acceptance=2.5)
     server = Server(ServeSpecConfig.load(forced))
     assert server.complete().json()["synthetic_acceptance"] is True
@@ -290,18 +277,16 @@ def test_answers_say_where_acceptance_is_forced(config: ServeSpecConfig) -> None
     assert "synthetic_acceptance" not in Server(config).complete().json()
 
 
-async def test_a_client_that_never_reads_gives_its_place_back_at_the_deadline(
-    config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_client_that_never_reads_gives_its_place_back_at_the_deadline(config, monkeypatch):
     monkeypatch.setattr(api, "_ERROR_MARGIN_S", 0.0)
     server = Server(ServeSpecConfig.load(config, request_timeout_s=0.3))
     body = json.dumps({"prompt": "a b", "max_tokens": 4, "stream": True}).encode()
     messages = [{"type": "http.request", "body": body}]
 
-    async def receive() -> Any:
+    async def receive():
         return messages.pop() if messages else await asyncio.Event().wait()
 
-    async def send(message: Any) -> None:
+    async def send(message):
         if message["type"] == "http.response.body":
             await asyncio.Event().wait()
 

@@ -1,10 +1,7 @@
 """`build_app` finds and judges the configuration wherever Serve happens to build the app."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -14,7 +11,7 @@ from serve_spec.serving.app import build_app, load_config
 
 
 @pytest.fixture
-def config_file(tmp_path: Path) -> Path:
+def config_file(tmp_path):
     (tmp_path / "model").mkdir()
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump({"model": {"path": "model"}}))
@@ -22,8 +19,8 @@ def config_file(tmp_path: Path) -> Path:
 
 
 def test_leaf_keys_win_over_a_file_or_what_is_in_place_and_may_be_texts_as_of_serve_run(
-    config_file: Path,
-) -> None:
+    config_file,
+):
     args = {"config": str(config_file), "num_replicas": "3", "request_timeout_s": 5.0}
     config = load_config(args)
     assert (config.replica.num_replicas, config.router.request_timeout_s) == (3, 5.0)
@@ -32,8 +29,8 @@ def test_leaf_keys_win_over_a_file_or_what_is_in_place_and_may_be_texts_as_of_se
 
 
 def test_a_relative_file_is_found_here_first_and_then_in_the_checkout(
-    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    config_file, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     assert load_config({"config": "mine.yaml"}).model.path == tmp_path / "model"
     monkeypatch.chdir("/")
@@ -51,17 +48,13 @@ def test_a_relative_file_is_found_here_first_and_then_in_the_checkout(
     ],
     ids=str,
 )
-def test_what_is_wrong_is_named(
-    config_file: Path, monkeypatch: pytest.MonkeyPatch, args: dict[str, object], named: str
-) -> None:
+def test_what_is_wrong_is_named(config_file, monkeypatch, args, named):
     monkeypatch.chdir(config_file.parent)
     with pytest.raises(ConfigError, match=named):
         build_app(args)
 
 
-def test_where_nobody_may_be_anonymous_the_app_needs_keys(
-    config_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_nobody_may_be_anonymous_the_app_needs_keys(config_file, monkeypatch):
     args = {"config": str(config_file), "allow_anonymous": False}
     with pytest.raises(ConfigError, match=r"router\.allow_anonymous=false: router\.api_keys"):
         build_app(args)
@@ -69,7 +62,7 @@ def test_where_nobody_may_be_anonymous_the_app_needs_keys(
     assert load_config(args).router.api_keys == ("k1",)
 
 
-def test_neither_the_app_nor_the_proxy_needs_torch_to_start(config_file: Path) -> None:
+def test_neither_the_app_nor_the_proxy_needs_torch_to_start(config_file):
     program = (
         "import sys, serve_spec.serving.proxy; from serve_spec.serving import build_app; "
         f"build_app({{'config': {str(config_file)!r}}}); "

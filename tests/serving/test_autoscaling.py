@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from serve_spec.serving.autoscaling import NUM_REQUESTS, replicas_for_requests
 
 
-def wanted(metrics: dict[str, dict[str, float]], target: float = 48, now: int = 2) -> float:
+def wanted(metrics, target=48, now=2):
     """Replicas that the policy asks for, by what Serve tells it."""
     config = SimpleNamespace(get_target_ongoing_requests=lambda: target)
     context: Any = SimpleNamespace(
@@ -22,13 +22,11 @@ def wanted(metrics: dict[str, dict[str, float]], target: float = 48, now: int = 
 
 
 @given(st.lists(st.floats(0, 1000), min_size=1, max_size=16), st.floats(1, 100))
-def test_each_replica_gets_its_target_however_the_requests_lie(
-    reported: list[float], target: float
-) -> None:
+def test_each_replica_gets_its_target_however_the_requests_lie(reported, target):
     by_replica = {f"r{i}": number for i, number in enumerate(reported)}
     assert wanted({NUM_REQUESTS: by_replica}, target) * target == pytest.approx(sum(reported))
 
 
 @pytest.mark.parametrize("now", [1, 4])
-def test_without_a_report_nothing_changes(now: int) -> None:
+def test_without_a_report_nothing_changes(now):
     assert wanted({}, now=now) == now

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import aclosing, suppress
 from contextvars import ContextVar
 from dataclasses import replace
@@ -19,18 +18,17 @@ from serve_spec.serving.errors import ApiError, no_replica
 from serve_spec.serving.messages import (
     Accepted,
     GenerateRequest,
-    ReplicaItem,
     ReplicaMessage,
     Withdrawn,
 )
 from tests.serving.fakes import FAR_S, request, settle
 
 
-def named(name: str, prompt: str = "a") -> GenerateRequest:
+def named(name, prompt="a"):
     return replace(request(prompt), request_id=name)
 
 
-def text(name: str, said: str, *, last: bool = False) -> tuple[str, TokenDelta]:
+def text(name, said, *, last=False):
     return name, TokenDelta(name, (1,), said, FinishReason.LENGTH if last else None)
 
 
@@ -39,7 +37,7 @@ class Wire:
 
     batcher: Batcher
 
-    def __init__(self, *targets: str) -> None:
+    def __init__(self, *targets):
         self.targets = list(targets)
         """Where messages go; r1 once there is none left."""
         self.sent: list[tuple[str, list[GenerateRequest]]] = []
@@ -47,36 +45,36 @@ class Wire:
         self.is_ready: asyncio.Future[None] | None = None
         """What requests wait for, if anything."""
 
-    async def ready(self) -> None:
+    async def ready(self):
         if self.is_ready is not None:
             await asyncio.shield(self.is_ready)
 
-    def send(self, requests: Sequence[GenerateRequest]) -> str:
+    def send(self, requests):
         self.sent.append((self.targets.pop(0) if self.targets else "r1", list(requests)))
         return self.sent[-1][0]
 
-    def cancel(self, replica: str, request_ids: Sequence[str]) -> None:
+    def cancel(self, replica, request_ids):
         self.cancelled.append((replica, list(request_ids)))
 
-    def accept(self, index: int = 0) -> None:
+    def accept(self, index=0):
         replica, requests = self.sent[index]
         self.say(*((a.request_id, Accepted(1, replica)) for a in requests), index=index)
 
-    def say(self, *items: tuple[str, ReplicaItem], index: int = 0) -> None:
+    def say(self, *items, index=0):
         self.batcher.receive(self.sent[index][0], ReplicaMessage(list(items)))
 
-    def names(self) -> list[list[str]]:
+    def names(self):
         return [[pending.request_id for pending in requests] for _, requests in self.sent]
 
 
 class Listener:
     """Asks for one request and keeps what it hears."""
 
-    def __init__(self, batcher: Batcher, pending: GenerateRequest) -> None:
+    def __init__(self, batcher, pending):
         self.heard: list[Any] = []
         self.task = asyncio.create_task(self._listen(batcher, pending))
 
-    async def _listen(self, batcher: Batcher, pending: GenerateRequest) -> None:
+    async def _listen(self, batcher, pending):
         try:
             async with aclosing(batcher.generate(pending)) as items:
                 async for item in items:
@@ -85,24 +83,22 @@ class Listener:
             self.heard.append(error)
 
     @property
-    def text(self) -> str:
+    def text(self):
         return "".join(item.text for item in self.heard if isinstance(item, TokenDelta))
 
-    async def leave(self) -> None:
+    async def leave(self):
         self.task.cancel()
         with suppress(asyncio.CancelledError):
             await self.task
 
 
-def batcher(wire: Wire, **options: Any) -> Batcher:
+def batcher(wire, **options):
     options = {"batch_wait_s": FAR_S, "max_batch_size": 3, **options}
     wire.batcher = Batcher(wire, **options)
     return wire.batcher
 
 
-async def asking(
-    names: str, wire: Wire | None = None, **options: Any
-) -> tuple[Wire, Batcher, list[Listener]]:
+async def asking(names, wire=None, **options):
     """Requests of one letter each, as far as they get by themselves."""
     wire = wire or Wire()
     router = batcher(wire, **options)
@@ -111,7 +107,7 @@ async def asking(
     return wire, router, listeners
 
 
-async def together(names: str, wire: Wire | None = None) -> tuple[Wire, Batcher, list[Listener]]:
+async def together(names, wire=None):
     """One submission of these requests, accepted by replica r1."""
     wire, router, listeners = await asking(names, wire, max_batch_size=len(names))
     wire.accept()
@@ -119,7 +115,7 @@ async def together(names: str, wire: Wire | None = None) -> tuple[Wire, Batcher,
     return wire, router, listeners
 
 
-async def test_requests_wait_for_company_until_the_batch_is_full() -> None:
+async def test_requests_wait_for_company_until_the_batch_is_full():
     wire, router, listeners = await asking("ab")
     assert not wire.sent
     listeners += [Listener(router, named(name)) for name in "cd"]
@@ -131,25 +127,21 @@ async def test_requests_wait_for_company_until_the_batch_is_full() -> None:
     ("names", "shares"),
     [("a", ["a"]), ("ab", ["a", "b"]), ("abcdefgh", ["adg", "beh", "cf"])],
 )
-async def test_a_batch_is_shared_out_evenly_where_there_are_several_replicas(
-    names: str, shares: list[str]
-) -> None:
+async def test_a_batch_is_shared_out_evenly_where_there_are_several_replicas(names, shares):
     wire, router, _listeners = await asking(names, max_batch_size=len(names), num_shares=3)
     assert wire.names() == [list(share) for share in shares]
     assert sum(router.snapshot()["submission_size_histogram"].values()) == len(shares)
 
 
 @pytest.mark.parametrize("batch_wait_s", [0.0, 0.001])
-async def test_those_of_one_moment_travel_together_and_wait_for_no_company_for_ever(
-    batch_wait_s: float,
-) -> None:
+async def test_those_of_one_moment_travel_together_and_wait_for_no_company_for_ever(batch_wait_s):
     wire, _, _ = await asking("ab", batch_wait_s=batch_wait_s)
     while not wire.sent:
         await asyncio.sleep(0.001)
     assert wire.names() == [["a", "b"]]
 
 
-async def test_requests_of_different_groups_or_with_replicas_to_avoid_travel_apart() -> None:
+async def test_requests_of_different_groups_or_with_replicas_to_avoid_travel_apart():
     wire = Wire()
     router = batcher(wire, max_batch_size=2, group_of=lambda pending: pending.prompt)
     pending = [
@@ -164,7 +156,7 @@ async def test_requests_of_different_groups_or_with_replicas_to_avoid_travel_apa
     assert wire.names() == [["a", "c"], ["b", "e"]]
 
 
-async def test_a_listener_that_leaves_ends_its_request_and_no_other() -> None:
+async def test_a_listener_that_leaves_ends_its_request_and_no_other():
     wire, router, (a, b) = await together("ab")
     await a.leave()
     await settle()
@@ -175,7 +167,7 @@ async def test_a_listener_that_leaves_ends_its_request_and_no_other() -> None:
     assert b.text == "x"
 
 
-async def test_who_leaves_while_there_is_no_replica_is_never_sent() -> None:
+async def test_who_leaves_while_there_is_no_replica_is_never_sent():
     wire = Wire()
     wire.is_ready = asyncio.get_running_loop().create_future()
     _, _door, (a, _b) = await asking("ab", wire, max_batch_size=2)
@@ -186,7 +178,7 @@ async def test_who_leaves_while_there_is_no_replica_is_never_sent() -> None:
     assert not wire.cancelled
 
 
-async def test_those_that_leave_in_one_moment_are_one_message() -> None:
+async def test_those_that_leave_in_one_moment_are_one_message():
     wire, router, listeners = await together("abc")
     await asyncio.gather(*(listener.leave() for listener in listeners[:2]))
     await settle()
@@ -194,7 +186,7 @@ async def test_those_that_leave_in_one_moment_are_one_message() -> None:
     assert router.num_open("r1") == 1
 
 
-async def test_who_leaves_while_waiting_for_company_is_never_sent() -> None:
+async def test_who_leaves_while_waiting_for_company_is_never_sent():
     wire, router, (a,) = await asking("a", batch_wait_s=0.01)
     await a.leave()
     _rest = [Listener(router, named(name)) for name in "bcd"]
@@ -202,7 +194,7 @@ async def test_who_leaves_while_waiting_for_company_is_never_sent() -> None:
     assert wire.names() == [["b", "c", "d"]]
 
 
-async def test_when_a_replica_is_lost_all_its_requests_that_have_not_ended_hear_of_it() -> None:
+async def test_when_a_replica_is_lost_all_its_requests_that_have_not_ended_hear_of_it():
     wire, router, (a, b) = await together("ab")
     other = Listener(router, named("c"))
     wire.targets = ["r2"]
@@ -217,7 +209,7 @@ async def test_when_a_replica_is_lost_all_its_requests_that_have_not_ended_hear_
     assert wire.cancelled == [("r1", ["b"])], "should it wake up"
 
 
-async def test_a_request_that_another_replica_takes_over_counts_once_it_has_been_taken() -> None:
+async def test_a_request_that_another_replica_takes_over_counts_once_it_has_been_taken():
     wire, router, _fresh = await asking("a", max_batch_size=1)
     _again = Listener(router, replace(named("b"), is_resumption=True))
     await settle()
@@ -233,9 +225,7 @@ async def test_a_request_that_another_replica_takes_over_counts_once_it_has_been
     [(None, 500), (RuntimeError("odd"), 500), (no_replica("none"), 503)],
     ids=repr,
 )
-async def test_where_the_way_to_a_replica_is_cut_requests_fail(
-    end: Exception | None, status: int
-) -> None:
+async def test_where_the_way_to_a_replica_is_cut_requests_fail(end, status):
     wire = Wire()
     wire.is_ready = asyncio.get_running_loop().create_future()
     _, router, (a,) = await asking("a", wire, max_batch_size=1)
@@ -248,7 +238,7 @@ async def test_where_the_way_to_a_replica_is_cut_requests_fail(
     assert a.heard[-1].status == status
 
 
-async def test_a_client_that_does_not_read_loses_its_request_alone_and_reads_why() -> None:
+async def test_a_client_that_does_not_read_loses_its_request_alone_and_reads_why():
     wire, router, (a,) = await asking("a", max_batch_size=1, max_unread_bytes=4096)
     slow = router.generate(named("b"))
     first = asyncio.create_task(anext(slow))
@@ -268,7 +258,7 @@ async def test_a_client_that_does_not_read_loses_its_request_alone_and_reads_why
     assert a.text == 101 * "x"
 
 
-async def test_what_comes_while_a_client_is_busy_is_one_delta() -> None:
+async def test_what_comes_while_a_client_is_busy_is_one_delta():
     wire, router, _ = await asking("", max_batch_size=1)
     items = router.generate(named("a"))
     first = asyncio.create_task(anext(items))
@@ -282,13 +272,13 @@ async def test_what_comes_while_a_client_is_busy_is_one_delta() -> None:
     ]
 
 
-async def test_a_submission_inherits_nothing_from_the_request_that_starts_it() -> None:
+async def test_a_submission_inherits_nothing_from_the_request_that_starts_it():
     """Serve cancels whatever was called in the context of a request whose client has left."""
     parent: ContextVar[str | None] = ContextVar("parent", default=None)
     parents: list[str | None] = []
 
     class Contextual(Wire):
-        async def ready(self) -> None:
+        async def ready(self):
             parents.append(parent.get())
 
     parent.set("a request")
@@ -296,7 +286,7 @@ async def test_a_submission_inherits_nothing_from_the_request_that_starts_it() -
     assert parents == [None]
 
 
-async def test_sizes_are_counted_for_the_router_and_for_each_replica() -> None:
+async def test_sizes_are_counted_for_the_router_and_for_each_replica():
     wire, router, _listeners = await asking("abcdef", max_batch_size=3)
     wire.accept(0)
     await settle()
@@ -314,10 +304,10 @@ async def test_sizes_are_counted_for_the_router_and_for_each_replica() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
-def test_after_any_coming_and_going_everybody_heard_their_own_words(data: Any) -> None:
+def test_after_any_coming_and_going_everybody_heard_their_own_words(data):
     """Items arrive in any interleaving; some leave; nobody hears a word of somebody else's."""
 
-    async def scenario() -> None:
+    async def scenario():
         names = "abcde"[: data.draw(st.integers(1, 5))]
         wire, _, listeners = await together(names)
         words = {name: data.draw(st.integers(1, 4)) for name in names}
@@ -349,9 +339,7 @@ def test_after_any_coming_and_going_everybody_heard_their_own_words(data: Any) -
 
 
 @pytest.mark.parametrize("when", ["collected", "handed over", "begun", "ended"])
-async def test_a_request_is_taken_back_wherever_it_is_and_what_came_before_is_heard(
-    when: str,
-) -> None:
+async def test_a_request_is_taken_back_wherever_it_is_and_what_came_before_is_heard(when):
     wire, router, (taken,) = await asking("a", max_batch_size=2)
     if when != "collected":
         other = Listener(router, named("b"))
@@ -376,7 +364,7 @@ async def test_a_request_is_taken_back_wherever_it_is_and_what_came_before_is_he
         assert wire.cancelled == [("r1", ["a"])] * (when != "ended")
 
 
-async def test_requests_without_a_token_are_named_by_replica_oldest_first() -> None:
+async def test_requests_without_a_token_are_named_by_replica_oldest_first():
     wire, router, _listeners = await asking("abc", Wire("r1", "r2", "r1"), max_batch_size=1)
     wire.is_ready = asyncio.get_running_loop().create_future()
     _waits = Listener(router, named("d"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,7 +52,7 @@ VARIABLES: dict[str, Any] = {"think": True, "level": "high"}
 
 @pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
 @pytest.mark.parametrize("generation", [True, False])
-def test_a_conversation_is_rendered_as_in_transformers(source: str, generation: bool) -> None:
+def test_a_conversation_is_rendered_as_in_transformers(source, generation):
     (theirs,), _ = render_jinja_template(
         [CHAT], chat_template=source, add_generation_prompt=generation, bos_token="B", **VARIABLES
     )
@@ -64,7 +63,7 @@ def test_a_conversation_is_rendered_as_in_transformers(source: str, generation: 
 
 @pytest.mark.parametrize("source", [TEMPLATE, TEMPLATES["indents blocks"]])
 @pytest.mark.parametrize("content", ["def f(x):", " spaced ", "a\n\n", "x"])
-def test_an_open_last_message_ends_as_in_transformers(source: str, content: str) -> None:
+def test_an_open_last_message_ends_as_in_transformers(source, content):
     chat = [*CHAT, {"role": "assistant", "content": content}]
     (theirs,), _ = render_jinja_template([chat], chat_template=source, continue_final_message=True)
     ours = ChatTemplate(source).render(
@@ -74,14 +73,14 @@ def test_an_open_last_message_ends_as_in_transformers(source: str, content: str)
     assert ours.rstrip().endswith(content.strip())
 
 
-def test_without_a_template_the_contents_are_lines() -> None:
+def test_without_a_template_the_contents_are_lines():
     template = ChatTemplate(PLAIN)
     chat = [{"role": "system", "content": "# maths"}, {"role": "user", "content": "def f(x):"}]
     for options in ({}, {"add_generation_prompt": False}, {"continue_final_message": True}):
         assert template.render(chat, **options) == "# maths\ndef f(x):"
 
 
-def test_a_developer_is_the_system_where_a_template_knows_only_that() -> None:
+def test_a_developer_is_the_system_where_a_template_knows_only_that():
     chat = [{"role": "developer", "content": "a"}]
     roles = "{% for m in messages %}{{ m.role }}{% endfor %}"
     assert ChatTemplate(roles).render(chat) == "system"
@@ -99,22 +98,22 @@ def test_a_developer_is_the_system_where_a_template_knows_only_that() -> None:
         ("{{ 1 // 0 }}", "zero"),
     ],
 )
-def test_a_template_that_refuses_or_fails_says_why(source: str, says: str) -> None:
+def test_a_template_that_refuses_or_fails_says_why(source, says):
     with pytest.raises(ChatTemplateError, match=says):
         ChatTemplate(source).render(CHAT)
 
 
-def test_a_template_that_drops_the_last_message_can_not_leave_it_open() -> None:
+def test_a_template_that_drops_the_last_message_can_not_leave_it_open():
     with pytest.raises(ChatTemplateError, match="omits the last message"):
         ChatTemplate("nothing").render(CHAT, continue_final_message=True)
 
 
-def test_a_request_can_not_take_the_templates_own_variables() -> None:
+def test_a_request_can_not_take_the_templates_own_variables():
     template = ChatTemplate("{{ bos_token }}{{ messages | length }}", {"bos_token": "B"})
     assert template.render(CHAT, variables={"bos_token": "X", "messages": []}) == "B3"
 
 
-def test_rendering_leaves_the_conversation_as_it_was() -> None:
+def test_rendering_leaves_the_conversation_as_it_was():
     before = json.dumps(CHAT)
     ChatTemplate(TEMPLATE).render(CHAT, continue_final_message=True)
     assert json.dumps(CHAT) == before
@@ -138,9 +137,7 @@ NAMED = [{"name": "rag", "template": "a"}, {"name": "default", "template": "b"}]
     ],
     ids=["settings", "file", "several", "older file"],
 )
-def test_a_folder_holds_template_and_special_tokens(
-    tmp_path: Path, settings: dict[str, Any], files: dict[str, str], said: str
-) -> None:
+def test_a_folder_holds_template_and_special_tokens(tmp_path, settings, files, said):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -149,13 +146,13 @@ def test_a_folder_holds_template_and_special_tokens(
     assert not template.is_plain
 
 
-def test_a_checkpoint_without_one_has_the_plain_one(tmp_path: Path) -> None:
+def test_a_checkpoint_without_one_has_the_plain_one(tmp_path):
     assert ChatTemplate.from_folder(write_text_files(tmp_path)).is_plain
     assert ChatTemplate.from_folder(tmp_path / "nothing").is_plain
 
 
 @pytest.mark.parametrize("settings", ["{", "[]", '{"chat_template": "{% if %}"}'])
-def test_what_can_not_be_read_is_named(tmp_path: Path, settings: str) -> None:
+def test_what_can_not_be_read_is_named(tmp_path, settings):
     (tmp_path / "tokenizer_config.json").write_text(settings)
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json|chat_template"):
         ChatTemplate.from_folder(tmp_path)

@@ -1,12 +1,9 @@
 """`serve-spec serve` says what is wrong before it starts anything."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
 import socket
-from pathlib import Path
 
 import pytest
 import yaml
@@ -19,7 +16,7 @@ from serve_spec.serving.proxy import own_settings
 
 
 @pytest.fixture
-def config_file(tmp_path: Path) -> Path:
+def config_file(tmp_path):
     (tmp_path / "model").mkdir()
     file = tmp_path / "mine.yaml"
     model = {"path": "model", "served_model_name": "Ada's"}
@@ -28,7 +25,7 @@ def config_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def deploy_file(config_file: Path) -> Path:
+def deploy_file(config_file):
     file = config_file.with_name("deploy.yaml")
     app = {
         "name": "a",
@@ -40,8 +37,8 @@ def deploy_file(config_file: Path) -> Path:
 
 
 def test_the_address_comes_from_the_option_then_the_deployment_then_the_configuration(
-    config_file: Path, deploy_file: Path
-) -> None:
+    config_file, deploy_file
+):
     assert read_plan(config_file, None, None).url == "http://127.0.0.1:8123"
     assert read_plan(deploy_file, None, None).url == "http://127.0.0.1:8124"
     plan = read_plan(deploy_file, "0.0.0.0", 8125)
@@ -49,15 +46,13 @@ def test_the_address_comes_from_the_option_then_the_deployment_then_the_configur
     assert plan.url == "http://127.0.0.1:8125", "nobody can call 0.0.0.0"
 
 
-def test_the_announced_address_holds_the_route_prefix(deploy_file: Path) -> None:
+def test_the_announced_address_holds_the_route_prefix(deploy_file):
     text = deploy_file.read_text().replace("name: a", "name: a\n  route_prefix: /llm")
     deploy_file.write_text(text)
     assert read_plan(deploy_file, None, None).url == "http://127.0.0.1:8124/llm"
 
 
-def test_a_serve_file_is_judged_and_resolved_without_starting_anything(
-    deploy_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_serve_file_is_judged_and_resolved_without_starting_anything(deploy_file, capsys):
     assert cli.main(["check-config", str(deploy_file)]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
     assert shown["replica"]["num_replicas"] == 3
@@ -71,7 +66,7 @@ def test_a_serve_file_is_judged_and_resolved_without_starting_anything(
     assert "http_option: unknown key; did you mean http_options?" in printed.err
 
 
-def test_there_are_logical_cpus_for_every_replica(deploy_file: Path) -> None:
+def test_there_are_logical_cpus_for_every_replica(deploy_file):
     assert read_plan(deploy_file, None, None).num_cpus >= 120
 
 
@@ -79,16 +74,12 @@ def test_there_are_logical_cpus_for_every_replica(deploy_file: Path) -> None:
     ("host", "keys", "is_open"),
     [("0.0.0.0", "[]", True), ("0.0.0.0", "[k]", False), ("127.0.0.1", "[]", False)],
 )
-def test_a_server_that_anyone_can_use_is_known(
-    config_file: Path, host: str, keys: str, is_open: bool
-) -> None:
+def test_a_server_that_anyone_can_use_is_known(config_file, host, keys, is_open):
     config_file.write_text(config_file.read_text() + f"  api_keys: {keys}\n")
     assert read_plan(config_file, host, None).is_open_to_all == is_open
 
 
-def test_the_proxy_is_told_the_limit_of_the_configuration(
-    config_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_proxy_is_told_the_limit_of_the_configuration(config_file, monkeypatch):
     config_file.write_text(config_file.read_text() + "  header_timeout_s: 7.5\n")
     monkeypatch.setattr("os.environ", {"RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "9"})
     prepare_environment(read_plan(config_file, None, None))
@@ -98,14 +89,14 @@ def test_the_proxy_is_told_the_limit_of_the_configuration(
     assert os.environ["RAY_SERVE_CONTROL_LOOP_INTERVAL_S"] == "9", "the operator's own value wins"
 
 
-def test_a_second_server_on_a_machine_has_ports_of_its_own() -> None:
+def test_a_second_server_on_a_machine_has_ports_of_its_own():
     first = own_settings(RouterConfig())
     name = "RAY_SERVE_HAPROXY_STATS_PORT"
     with socket.create_server(("", int(first[name]))):
         assert own_settings(RouterConfig())[name] != first[name]
 
 
-def test_the_announced_curl_line_is_a_valid_request(config_file: Path) -> None:
+def test_the_announced_curl_line_is_a_valid_request(config_file):
     line = next(
         text
         for text in announcement(read_plan(config_file, None, None)).splitlines()
@@ -128,22 +119,18 @@ def test_the_announced_curl_line_is_a_valid_request(config_file: Path) -> None:
         ),
     ],
 )
-def test_bad_input_is_refused_by_name_before_ray_starts(
-    config_file: Path, capsys: pytest.CaptureFixture[str], text: str, named: str
-) -> None:
+def test_bad_input_is_refused_by_name_before_ray_starts(config_file, capsys, text, named):
     config_file.write_text(text)
     assert main([str(config_file)]) == 2
     assert named in capsys.readouterr().err
 
 
-def test_a_missing_file_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_file_is_refused_by_name(capsys):
     assert main(["no/such.yaml"]) == 2
     assert "no/such.yaml" in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_is_refused_before_ray_starts(
-    config_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_port_that_is_taken_is_refused_before_ray_starts(config_file, capsys):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         assert main([str(config_file), "--port", str(port)]) == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -21,9 +20,7 @@ from serve_spec.serving.errors import ApiError, no_replica
 from serve_spec.serving.messages import (
     Accepted,
     Failed,
-    GenerateRequest,
     Refused,
-    ReplicaItem,
 )
 from tests.serving.fake_engine import FakeLoop
 from tests.serving.fakes import FAR_S, FleetOfMortals, LoopFleet, ScriptedFleet, delta, request
@@ -33,17 +30,15 @@ HEAD = AnswerHead("cmpl-1", "m", 0, "fp_1", include_usage=True)
 FORM = CompletionFormat(HEAD)
 
 
-def runner(fleet: Any, door: Admission, timeout_s: float = 3600) -> CompletionRunner:
+def runner(fleet, door, timeout_s=3600):
     return CompletionRunner(fleet, door, timeout_s=timeout_s, resume_timeout_s=0)
 
 
-def open_door() -> Admission:
+def open_door():
     return Admission(max_in_flight=4, max_queued=4)
 
 
-async def frames(
-    fleet: Any, asked: list[GenerateRequest], num_prompts: int = 1, timeout_s: float = 3600
-) -> Any:
+async def frames(fleet, asked, num_prompts=1, timeout_s=3600):
     """Every frame of a stream, decoded; and that nothing is left behind."""
     door = open_door()
     async with runner(fleet, door, timeout_s).run(asked, num_prompts) as answer:
@@ -52,12 +47,12 @@ async def frames(
     return [decoded(line) for line in lines]
 
 
-def decoded(line: bytes) -> Any:
+def decoded(line):
     payload = line.decode().removeprefix("data: ").strip()
     return payload if payload == "[DONE]" else json.loads(payload)
 
 
-async def test_a_stream_is_a_chunk_per_round_then_usage_then_done() -> None:
+async def test_a_stream_is_a_chunk_per_round_then_usage_then_done():
     chunks = await frames(LoopFleet(FakeLoop()), [request("a b c", max_tokens=5)])
     *rounds, last, done = chunks
     assert [r["choices"][0]["text"] for r in rounds] == ["a b ", "c a ", "b "]
@@ -68,7 +63,7 @@ async def test_a_stream_is_a_chunk_per_round_then_usage_then_done() -> None:
     assert done == "[DONE]"
 
 
-async def test_a_round_that_completes_no_text_sends_nothing_but_counts() -> None:
+async def test_a_round_that_completes_no_text_sends_nothing_but_counts():
     items = [ACCEPTED, delta("", 1, 2), delta("é", 3), delta("", 4, finish=FinishReason.STOP)]
     first, last, usage, done = await frames(ScriptedFleet(items), [request()])
     assert first["choices"][0]["text"] == "é"
@@ -92,9 +87,7 @@ async def test_a_round_that_completes_no_text_sends_nothing_but_counts() -> None
     ],
     ids=str,
 )
-async def test_what_fails_before_the_first_token_sets_the_status(
-    items: list[Any], status: int, param: str | None
-) -> None:
+async def test_what_fails_before_the_first_token_sets_the_status(items, status, param):
     fleet, door = ScriptedFleet(items), open_door()
     with pytest.raises(ApiError) as caught:
         async with runner(fleet, door).run([request()]):
@@ -108,9 +101,7 @@ async def test_what_fails_before_the_first_token_sets_the_status(
     [(Failed("boom"), 2), (no_replica("gone"), 2), (None, 2), (ZeroDivisionError("boom"), 1)],
     ids=repr,
 )
-async def test_what_fails_on_every_replica_is_an_error_frame_and_no_done(
-    end: Any, num_said: int
-) -> None:
+async def test_what_fails_on_every_replica_is_an_error_frame_and_no_done(end, num_said):
     items = [ACCEPTED, delta("a", 1), *([end] if end else [])]
     *rounds, last = await frames(ScriptedFleet(items), [request()])
     assert [r["choices"][0]["text"] for r in rounds] == ["a"] * num_said, "one of each replica"
@@ -118,7 +109,7 @@ async def test_what_fails_on_every_replica_is_an_error_frame_and_no_done(
     assert set(last["error"]) == {"message", "type", "param", "code"}
 
 
-async def test_a_deadline_that_passes_at_the_door_is_a_408() -> None:
+async def test_a_deadline_that_passes_at_the_door_is_a_408():
     door = Admission(max_in_flight=1, max_queued=4)
     async with door.slot(asyncio.get_running_loop().time() + 3600):
         late = runner(LoopFleet(FakeLoop()), door, 0).run([request()])
@@ -128,13 +119,11 @@ async def test_a_deadline_that_passes_at_the_door_is_a_408() -> None:
         assert (door.in_flight, door.queue_len) == (1, 0)
 
 
-def several(
-    n: int, prompts: tuple[str | list[int], ...] = ("a b c",), **params: Any
-) -> list[GenerateRequest]:
+def several(n, prompts=("a b c",), **params):
     return choices_of("cmpl-1", "trace", prompts, SamplingParams(**params), n)
 
 
-async def choose(fleet: Any, asked: list[GenerateRequest], num_prompts: int = 1) -> Any:
+async def choose(fleet, asked, num_prompts=1):
     """The whole answer; and that nothing is left behind."""
     door = open_door()
     async with runner(fleet, door).run(asked, num_prompts) as answer:
@@ -143,9 +132,9 @@ async def choose(fleet: Any, asked: list[GenerateRequest], num_prompts: int = 1)
     return whole
 
 
-def test_of_a_prompt_that_several_choices_share_what_one_had_to_compute_was_not_cached() -> None:
+def test_of_a_prompt_that_several_choices_share_what_one_had_to_compute_was_not_cached():
     class FleetWithCaches(ScriptedFleet):
-        async def generate(self, request: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
+        async def generate(self, request):
             choice = int(request.request_id.split("-")[-2])
             yield ACCEPTED
             yield delta("a", 1)._replace(num_cached_tokens=(0, 16, 16, 24)[choice])
@@ -160,10 +149,8 @@ LAWFUL: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
 
 @settings(deadline=None, max_examples=20)
 @given(seed=st.integers(-(2**63), 2**63 - 1), n=st.integers(1, 4), lives=st.integers(0, 9))
-def test_a_seeded_choice_says_the_same_whatever_n_is_and_whoever_dies(
-    seed: int, n: int, lives: int
-) -> None:
-    def said(life: float, asked: list[GenerateRequest]) -> list[tuple[str, str]]:
+def test_a_seeded_choice_says_the_same_whatever_n_is_and_whoever_dies(seed, n, lives):
+    def said(life, asked):
         choices = asyncio.run(choose(FleetOfMortals(life), asked))["choices"]
         return [(choice["text"], choice["finish_reason"]) for choice in choices]
 
@@ -174,7 +161,7 @@ def test_a_seeded_choice_says_the_same_whatever_n_is_and_whoever_dies(
     assert said(lives, several(n, seed=seed, **LAWFUL)) == whole[:n]
 
 
-async def test_more_choices_than_turns_take_turns() -> None:
+async def test_more_choices_than_turns_take_turns():
     """And the first of them is heard before the last has begun."""
     loop, door = FakeLoop(), Admission(max_in_flight=1, max_queued=4)
     asked = several(3, max_tokens=4)
@@ -192,9 +179,7 @@ async def test_more_choices_than_turns_take_turns() -> None:
         (("hold on", "a " * 100), 413, "prompt"),
     ],
 )
-async def test_one_choice_that_fails_at_once_is_the_answer_to_all(
-    prompts: tuple[str, ...], status: int, param: str | None
-) -> None:
+async def test_one_choice_that_fails_at_once_is_the_answer_to_all(prompts, status, param):
     loop, door = FakeLoop(), open_door()
     with pytest.raises(ApiError) as caught:
         async with runner(LoopFleet(loop), door).run(several(1, prompts, max_tokens=9), 2):
@@ -208,8 +193,8 @@ async def test_one_choice_that_fails_at_once_is_the_answer_to_all(
     [(("hold on", "break"), "replicas_lost"), (("hold on",) * 2, "request_timeout")],
 )
 async def test_one_choice_that_breaks_off_or_comes_too_late_ends_the_stream_with_one_error(
-    prompts: tuple[str, ...], code: str
-) -> None:
+    prompts, code
+):
     loop = FakeLoop()
     timeout_s = 0.05 if code == "request_timeout" else 3600
     lines = await frames(LoopFleet(loop), several(1, prompts, max_tokens=9), 2, timeout_s)
@@ -218,11 +203,11 @@ async def test_one_choice_that_breaks_off_or_comes_too_late_ends_the_stream_with
     assert "error" in lines[-1]
 
 
-async def test_a_caller_who_leaves_ends_all_choices() -> None:
+async def test_a_caller_who_leaves_ends_all_choices():
     loop, door = FakeLoop(), open_door()
     started = asyncio.Event()
 
-    async def listen() -> None:
+    async def listen():
         asked = several(3, ("hold on",), max_tokens=9)
         async with runner(LoopFleet(loop), door).run(asked) as answer:
             started.set()

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from serve_spec.core.request import FinishReason, TokenDelta
 from serve_spec.serving import router_connections as module
-from serve_spec.serving.connection import RouterAddress, read_message, write_message
+from serve_spec.serving.connection import read_message, write_message
 from serve_spec.serving.errors import ApiError, ReplicaLost
 from serve_spec.serving.messages import (
     Accepted,
     Failed,
-    GenerateRequest,
-    Items,
     ReplicaMessage,
     encode_replica_message,
     encode_router_message,
@@ -28,7 +24,7 @@ from serve_spec.serving.router_connections import ResponseQueue, RouterConnectio
 from tests.serving.fakes import request
 
 
-async def until(condition: Callable[[], object]) -> None:
+async def until(condition):
     """Returns once it is so; a test that waits for ever fails by its time limit."""
     while not condition():
         await asyncio.sleep(0.001)
@@ -37,47 +33,47 @@ async def until(condition: Callable[[], object]) -> None:
 class Router:
     """A router's end, and what it hears."""
 
-    def __init__(self, name: str = "router", max_quiet_checks: int = 3) -> None:
+    def __init__(self, name="router", max_quiet_checks=3):
         self.connections = ReplicaConnections(name, "127.0.0.1", self, max_quiet_checks)
         self.heard: list[ReplicaMessage] = []
         self.lost: list[tuple[str, ApiError]] = []
 
-    def receive(self, replica: str, message: ReplicaMessage) -> None:
+    def receive(self, replica, message):
         self.heard.append(message)
 
-    def fail_replica(self, replica: str, error: ApiError) -> None:
+    def fail_replica(self, replica, error):
         self.lost.append((replica, error))
 
-    def items(self) -> Items:
+    def items(self):
         return [item for message in self.heard for item in message.items]
 
-    def ask(self, *names: str) -> None:
+    def ask(self, *names):
         self.connections.send("r1", encode_router_message([named(name) for name in names]))
 
 
 class Replica(RouterConnections):
     """A replica's end; requests say what the test puts into their queue."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.cancelled: list[str] = []
         self.queues: dict[str, ResponseQueue] = {}
         super().__init__("r1", self._hold, self.cancelled.append, lambda: {"num_running": 7})
 
-    async def _hold(self, asked: GenerateRequest, queue: ResponseQueue) -> None:
+    async def _hold(self, asked, queue):
         self.queues[asked.request_id] = queue
         await asyncio.Event().wait()
 
-    def say(self, name: str, token: int, *, last: bool = False) -> None:
+    def say(self, name, token, *, last=False):
         finish = FinishReason.LENGTH if last else None
         self.queues[name].put(name, TokenDelta(name, (token,), "x", finish))
 
 
-def named(name: str) -> GenerateRequest:
+def named(name):
     return replace(request(), request_id=name)
 
 
 @asynccontextmanager
-async def listening(**options: Any) -> AsyncIterator[Router]:
+async def listening(**options):
     router = Router(**options)
     serving = asyncio.create_task(router.connections.serve())
     try:
@@ -89,7 +85,7 @@ async def listening(**options: Any) -> AsyncIterator[Router]:
 
 
 @asynccontextmanager
-async def connected(**options: Any) -> AsyncIterator[tuple[Router, Replica]]:
+async def connected(**options):
     async with listening(**options) as router:
         replica = Replica()
         await replica.connect(router.connections.address)
@@ -97,7 +93,7 @@ async def connected(**options: Any) -> AsyncIterator[tuple[Router, Replica]]:
         yield router, replica
 
 
-async def test_a_replica_that_is_called_says_how_busy_it_is_and_has_one_connection() -> None:
+async def test_a_replica_that_is_called_says_how_busy_it_is_and_has_one_connection():
     async with connected() as (router, replica):
         await replica.connect(router.connections.address)
         router.ask("a", "b")
@@ -108,7 +104,7 @@ async def test_a_replica_that_is_called_says_how_busy_it_is_and_has_one_connecti
         assert (connection.load, connection.rows) == ({"num_running": 7}, {"router": 2})
 
 
-async def test_every_router_hears_of_its_own_requests_and_of_how_many_the_others_have() -> None:
+async def test_every_router_hears_of_its_own_requests_and_of_how_many_the_others_have():
     async with connected() as (router, replica), listening(name="other") as other:
         await replica.connect(other.connections.address)
         await until(other.connections.usable)
@@ -124,14 +120,14 @@ async def test_every_router_hears_of_its_own_requests_and_of_how_many_the_others
         assert other.heard[-1].rows["router"] in (1, 2)
 
 
-async def test_what_a_router_cancels_ends_in_the_engine() -> None:
+async def test_what_a_router_cancels_ends_in_the_engine():
     async with connected() as (router, replica):
         router.connections.send("r1", encode_router_message(cancelled=["a", "b"]))
         await until(lambda: replica.cancelled == ["a", "b"])
         router.connections.send("gone", encode_router_message(cancelled=["c"]))
 
 
-async def test_requests_end_with_their_router_and_those_of_others_do_not() -> None:
+async def test_requests_end_with_their_router_and_those_of_others_do_not():
     async with AsyncExitStack() as other_life:
         other = await other_life.enter_async_context(listening(name="other"))
         async with connected() as (router, replica):
@@ -153,9 +149,7 @@ async def test_requests_end_with_their_router_and_those_of_others_do_not() -> No
     [(None, 503), (b"no message", 500), (encode_replica_message(ReplicaMessage([]))[:-3], 500)],
     ids=repr,
 )
-async def test_a_connection_that_breaks_off_loses_the_requests_of_its_replica(
-    message: bytes | None, status: int
-) -> None:
+async def test_a_connection_that_breaks_off_loses_the_requests_of_its_replica(message, status):
     async with listening() as router:
         writer = await calling(router.connections.address)
         await until(router.connections.usable)
@@ -170,7 +164,7 @@ async def test_a_connection_that_breaks_off_loses_the_requests_of_its_replica(
         assert not router.connections.usable()
 
 
-async def calling(address: RouterAddress, handshake: bytes = b"r1") -> asyncio.StreamWriter:
+async def calling(address, handshake=b"r1"):
     """Call a router as a replica does, and say one thing."""
     _, writer = await asyncio.open_connection(address.host, address.port)
     write_message(writer, address.secret + handshake)
@@ -178,7 +172,7 @@ async def calling(address: RouterAddress, handshake: bytes = b"r1") -> asyncio.S
     return writer
 
 
-async def test_a_call_without_the_key_or_with_too_long_a_authenticateing_is_refused() -> None:
+async def test_a_call_without_the_key_or_with_too_long_a_authenticateing_is_refused():
     async with listening() as router:
         address = router.connections.address
         for handshake in (b"x" * 32 + b"r1", address.secret + b"x" * 9000, b""):
@@ -191,7 +185,7 @@ async def test_a_call_without_the_key_or_with_too_long_a_authenticateing_is_refu
         assert not router.lost
 
 
-async def test_a_silent_replica_loses_its_requests_once_and_is_avoided_until_it_speaks() -> None:
+async def test_a_silent_replica_loses_its_requests_once_and_is_avoided_until_it_speaks():
     async with connected(max_quiet_checks=3) as (router, replica):
         for _ in range(2):
             router.connections.check()
@@ -209,7 +203,7 @@ async def test_a_silent_replica_loses_its_requests_once_and_is_avoided_until_it_
         await until(router.connections.usable)
 
 
-async def test_a_request_that_cannot_be_read_fails_alone() -> None:
+async def test_a_request_that_cannot_be_read_fails_alone():
     async with connected() as (router, replica):
         broken = replace(named("a"), avoid=Unreadable())  # type: ignore[arg-type]
         router.connections.send("r1", encode_router_message([broken, named("b")]))
@@ -223,11 +217,11 @@ async def test_a_request_that_cannot_be_read_fails_alone() -> None:
 class Unreadable:
     """Something that is pickled by a function which fails."""
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return int, ("x",)
 
 
-async def test_a_replica_that_is_to_end_finishes_its_requests_and_takes_no_others() -> None:
+async def test_a_replica_that_is_to_end_finishes_its_requests_and_takes_no_others():
     async with connected() as (router, replica):
         router.ask("a")
         await until(lambda: replica.queues)
@@ -242,7 +236,7 @@ async def test_a_replica_that_is_to_end_finishes_its_requests_and_takes_no_other
         assert not router.connections.usable()
 
 
-async def test_a_replica_that_breaks_down_says_what_is_left_to_say() -> None:
+async def test_a_replica_that_breaks_down_says_what_is_left_to_say():
     async with connected() as (router, replica):
         router.ask("a")
         await until(lambda: replica.queues)
@@ -253,8 +247,8 @@ async def test_a_replica_that_breaks_down_says_what_is_left_to_say() -> None:
 
 
 async def test_a_router_that_does_not_listen_any_more_is_an_error_and_may_be_called_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     replica = Replica()
     async with listening() as router:
         with pytest.raises(OSError, match=r"refused|failed"):
@@ -267,7 +261,7 @@ async def test_a_router_that_does_not_listen_any_more_is_an_error_and_may_be_cal
         await until(router.connections.usable)
 
 
-async def test_waiting_for_a_replica_ends_when_there_is_one_or_in_time() -> None:
+async def test_waiting_for_a_replica_ends_when_there_is_one_or_in_time():
     async with listening() as router:
         await router.connections.changed(within_s=0.001)
         waiting = asyncio.create_task(router.connections.changed(within_s=3600))
@@ -278,7 +272,7 @@ async def test_waiting_for_a_replica_ends_when_there_is_one_or_in_time() -> None
         writer.close()
 
 
-async def test_rounds_that_a_slow_router_misses_are_one_delta_of_each_request() -> None:
+async def test_rounds_that_a_slow_router_misses_are_one_delta_of_each_request():
     queue = ResponseQueue()
     for name in "ab":
         queue.answers[name] = asyncio.create_task(asyncio.sleep(0))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 from serve_spec.metrics import METRICS
 from serve_spec.serving.ray_metrics import LABELS
@@ -20,7 +19,7 @@ WORD = re.compile(r"[A-Za-z_:][A-Za-z0-9_:]*")
 KEYWORDS = {"sum", "max", "by", "rate", "increase", "histogram_quantile", "label_values"}
 
 
-def queries(board: dict[str, Any]) -> list[tuple[str, str]]:
+def queries(board):
     """(query, legend) of every panel and variable."""
     found = [
         (target["expr"], target["legendFormat"])
@@ -31,7 +30,7 @@ def queries(board: dict[str, Any]) -> list[tuple[str, str]]:
     return found + [(query, "") for query in variables]
 
 
-def names_in(query: str) -> set[str]:
+def names_in(query):
     """Metric names: whatever word is neither PromQL nor a label, a variable, or in quotes."""
     bare = re.sub(r'"[^"]*"', "", query)
     bare = re.sub(r"\bby \([^)]*\)", "", bare)
@@ -40,7 +39,7 @@ def names_in(query: str) -> set[str]:
     return set(WORD.findall(bare)) - KEYWORDS
 
 
-def labels_in(query: str) -> set[str]:
+def labels_in(query):
     in_selectors = re.findall(r"(\w+)=~?\"", query)
     grouped = [
         label for found in re.findall(r"\bby \(([^)]*)\)", query) for label in found.split(", ")
@@ -48,13 +47,13 @@ def labels_in(query: str) -> set[str]:
     return {*in_selectors, *grouped} - {"le"}
 
 
-def test_the_shipped_file_is_the_one_the_code_describes() -> None:
+def test_the_shipped_file_is_the_one_the_code_describes():
     assert json.loads(SHIPPED.read_text()) == dashboard(), (
         "run python -m tools.dashboard > deploy/dashboards/serve_spec.json"
     )
 
 
-def test_every_query_names_metrics_and_labels_that_exist() -> None:
+def test_every_query_names_metrics_and_labels_that_exist():
     assert len(queries(dashboard())) > 30
     for query, legend in queries(dashboard()):
         names = names_in(query)
@@ -67,7 +66,7 @@ def test_every_query_names_metrics_and_labels_that_exist() -> None:
             assert query.count(opening) == query.count(closing), query
 
 
-def test_counters_are_asked_for_their_growth_and_gauges_for_their_value() -> None:
+def test_counters_are_asked_for_their_growth_and_gauges_for_their_value():
     for query, _ in queries(dashboard()):
         if query.startswith("label_values"):
             continue
@@ -76,12 +75,12 @@ def test_counters_are_asked_for_their_growth_and_gauges_for_their_value() -> Non
             assert grows == (EXPORTED[name].kind != "gauge"), query
 
 
-def test_every_metric_is_shown_somewhere() -> None:
+def test_every_metric_is_shown_somewhere():
     shown = {EXPORTED[name] for query, _ in queries(dashboard()) for name in names_in(query)}
     assert {metric.name for metric in set(METRICS) - shown} == set()
 
 
-def test_panels_do_not_overlap() -> None:
+def test_panels_do_not_overlap():
     taken: set[tuple[int, int]] = set()
     for panel in dashboard()["panels"]:
         place = panel["gridPos"]

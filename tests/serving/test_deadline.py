@@ -1,9 +1,6 @@
 """One timer ends whichever wait is under way."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncGenerator
 
 import pytest
 
@@ -11,17 +8,17 @@ from serve_spec.serving.completions import Deadline
 from tests.serving.fakes import FAR_S, settle
 
 
-async def items(*given: int) -> AsyncGenerator[int, None]:
+async def items(*given):
     for item in given:
         yield item
     await asyncio.Event().wait()
 
 
-def at(delay_s: float) -> Deadline:
+def at(delay_s):
     return Deadline(asyncio.get_running_loop().time() + delay_s)
 
 
-async def test_a_wait_that_is_too_long_ends_and_so_does_every_later_one() -> None:
+async def test_a_wait_that_is_too_long_ends_and_so_does_every_later_one():
     deadline = at(0.01)
     source = items(1)
     assert await deadline.next(source) == 1
@@ -33,7 +30,7 @@ async def test_a_wait_that_is_too_long_ends_and_so_does_every_later_one() -> Non
     assert task.cancelling() == 0, "the task goes on"
 
 
-async def test_a_cancellation_of_the_task_is_no_timeout() -> None:
+async def test_a_cancellation_of_the_task_is_no_timeout():
     deadline = at(FAR_S)
     waiting = asyncio.create_task(deadline.next(items()))  # type: ignore[arg-type]
     await settle()
@@ -42,7 +39,7 @@ async def test_a_cancellation_of_the_task_is_no_timeout() -> None:
         await waiting
 
 
-async def test_a_closed_deadline_cancels_nothing() -> None:
+async def test_a_closed_deadline_cancels_nothing():
     deadline = at(0.01)
     deadline.close()
     waiting = asyncio.create_task(deadline.next(items()))  # type: ignore[arg-type]
@@ -51,8 +48,8 @@ async def test_a_closed_deadline_cancels_nothing() -> None:
     waiting.cancel()
 
 
-async def test_the_end_of_the_items_is_the_end() -> None:
-    async def none() -> AsyncGenerator[int, None]:
+async def test_the_end_of_the_items_is_the_end():
+    async def none():
         return
         yield
 

@@ -19,12 +19,12 @@ DEPLOY_FILES = sorted((ROOT / "deploy").glob("*.yaml"))
 
 
 @pytest.fixture
-def tiny() -> dict[str, Any]:
+def tiny():
     return yaml.safe_load((ROOT / "deploy/tiny.yaml").read_text())
 
 
 @pytest.mark.parametrize("file", DEPLOY_FILES, ids=lambda p: p.name)
-def test_every_shipped_deployment_is_strictly_valid_and_names_what_exists(file: Path) -> None:
+def test_every_shipped_deployment_is_strictly_valid_and_names_what_exists(file):
     for app in read_deployment(file)["applications"]:
         assert callable(import_attr(app["import_path"]))
         assert (ROOT / app["args"]["config"]).is_file()
@@ -33,7 +33,7 @@ def test_every_shipped_deployment_is_strictly_valid_and_names_what_exists(file: 
 Spoil = Callable[[dict[str, Any]], None]
 
 
-def engines(**options: Any) -> Spoil:
+def engines(**options):
     """Give the engine replicas these options."""
     entry = {"name": "EngineReplica", **options}
     return lambda d: d["applications"][0].update(deployments=[entry])
@@ -52,22 +52,20 @@ def engines(**options: Any) -> Spoil:
         (engines(autoscaling_config={"upscale_delay": 2}), "upscale_delay_s"),
     ],
 )
-def test_a_misspelt_key_or_a_wrong_value_is_refused_at_every_level(
-    tiny: dict[str, Any], spoil: Spoil, named: str
-) -> None:
+def test_a_misspelt_key_or_a_wrong_value_is_refused_at_every_level(tiny, spoil, named):
     spoil(tiny)
     with pytest.raises(ConfigError, match=named):
         check_deployment(tiny)
 
 
-def test_every_misspelt_key_is_reported_at_once(tiny: dict[str, Any]) -> None:
+def test_every_misspelt_key_is_reported_at_once(tiny):
     spoilt = copy.deepcopy(tiny) | {"a": 1, "b": 2}
     with pytest.raises(ConfigError) as caught:
         check_deployment(spoilt)
     assert len(caught.value.problems) == 2
 
 
-def test_policy_settings_are_judged_before_anything_starts(tiny: dict[str, Any]) -> None:
+def test_policy_settings_are_judged_before_anything_starts(tiny):
     engines: dict[str, Any] = {"name": "EngineReplica", "user_config": {"min_dwell_rounds": 4}}
     tiny["applications"][0]["deployments"] = [{"name": "Router", "num_replicas": 2}, engines]
     check_deployment(tiny)
@@ -78,7 +76,7 @@ def test_policy_settings_are_judged_before_anything_starts(tiny: dict[str, Any])
     check_deployment(tiny)
 
 
-def test_a_configuration_of_ours_becomes_a_deployment_of_one_application(tmp_path: Path) -> None:
+def test_a_configuration_of_ours_becomes_a_deployment_of_one_application(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("model: {path: .}\n")
     deployment = read_deployment(file)
@@ -87,7 +85,7 @@ def test_a_configuration_of_ours_becomes_a_deployment_of_one_application(tmp_pat
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "just words", "a: [", ""])
-def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_no_mapping_is_refused(tmp_path, text):
     file = tmp_path / "bad.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"bad\.yaml"):

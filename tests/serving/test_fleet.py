@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from ray.exceptions import RayError
@@ -16,11 +14,10 @@ from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import FinishReason
 from serve_spec.serving import fleet as module
-from serve_spec.serving.connection import RouterAddress
 from serve_spec.serving.errors import ApiError, ReplicaLost
 from serve_spec.serving.fleet import RayFleet
-from serve_spec.serving.messages import Accepted, Failed, GenerateRequest, Refused
-from serve_spec.serving.router_connections import ResponseQueue, RouterConnections
+from serve_spec.serving.messages import Accepted, Failed, Refused
+from serve_spec.serving.router_connections import RouterConnections
 from serve_spec.serving.stats_actor import StatsUnavailable
 from tests.serving.fakes import delta, request
 
@@ -32,12 +29,12 @@ ID = request().request_id
 class Replica(RouterConnections):
     """Answers every request with the same items."""
 
-    def __init__(self, *items: Any) -> None:
+    def __init__(self, *items):
         self.items = items
         self.cancelled: list[str] = []
         super().__init__("there", self._say, self.cancelled.append, lambda: {"is_healthy": True})
 
-    async def _say(self, asked: GenerateRequest, queue: ResponseQueue) -> None:
+    async def _say(self, asked, queue):
         for item in self.items:
             queue.put(asked.request_id, item)
         await asyncio.Event().wait()
@@ -51,14 +48,14 @@ class Handle:
 
     deployment_name = "EngineReplica"
 
-    def __init__(self, replica: Replica | None, *errors: Exception) -> None:
+    def __init__(self, replica, *errors):
         self.replica = replica
         self.errors = list(errors)
 
-    def broadcast(self, method: str, address: RouterAddress) -> SimpleNamespace:
+    def broadcast(self, method, address):
         assert method == "connect"
 
-        async def results(**options: object) -> list[None]:
+        async def results(**options):
             if self.errors:
                 raise self.errors.pop(0)
             if self.replica is not None:
@@ -69,9 +66,7 @@ class Handle:
 
 
 @asynccontextmanager
-async def running(
-    config: ServeSpecConfig, replica: Replica | None = None, *errors: Exception
-) -> AsyncIterator[RayFleet]:
+async def running(config, replica=None, *errors):
     fleet = RayFleet(Handle(replica, *errors), "app", "router", "127.0.0.1", config)
     fleet.start()
     try:
@@ -83,11 +78,11 @@ async def running(
                 await task
 
 
-async def items_of(fleet: RayFleet) -> list[Any]:
+async def items_of(fleet):
     return [item async for item in fleet.generate(request())]
 
 
-async def until(condition: Callable[[], object]) -> None:
+async def until(condition):
     while not condition():
         await asyncio.sleep(0.001)
 
@@ -101,9 +96,7 @@ async def until(condition: Callable[[], object]) -> None:
     ],
     ids=lambda items: type(items[-1]).__name__,
 )
-async def test_a_connection_outlives_the_answers_on_it(
-    config: ServeSpecConfig, items: list[Any]
-) -> None:
+async def test_a_connection_outlives_the_answers_on_it(config, items):
     async with running(config, Replica(*items)) as fleet:
         for _ in range(2):
             said = await items_of(fleet)
@@ -113,9 +106,7 @@ async def test_a_connection_outlives_the_answers_on_it(
 
 
 @pytest.mark.parametrize("before", [[], [ACCEPTED], [ACCEPTED, delta("a", 1)]], ids=len)
-async def test_requests_of_a_replica_that_goes_are_lost(
-    config: ServeSpecConfig, before: list[Any]
-) -> None:
+async def test_requests_of_a_replica_that_goes_are_lost(config, before):
     replica = Replica(*before)
     async with running(config, replica) as fleet:
         answer = asyncio.create_task(items_of(fleet))
@@ -127,9 +118,7 @@ async def test_requests_of_a_replica_that_goes_are_lost(
 
 
 @pytest.mark.parametrize("num_read", [1, 2])
-async def test_an_answer_that_its_client_leaves_is_cancelled(
-    config: ServeSpecConfig, num_read: int
-) -> None:
+async def test_an_answer_that_its_client_leaves_is_cancelled(config, num_read):
     replica = Replica(ACCEPTED, delta("a", 1))
     async with running(config, replica) as fleet:
         async with aclosing(fleet.generate(request())) as items:
@@ -140,9 +129,7 @@ async def test_an_answer_that_its_client_leaves_is_cancelled(
         await until(lambda: replica.cancelled == [ID])
 
 
-async def test_a_client_that_leaves_before_the_first_answer_is_not_logged(
-    config: ServeSpecConfig, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_client_that_leaves_before_the_first_answer_is_not_logged(config, caplog):
     async with running(config, Replica()) as fleet:
         waiting = asyncio.ensure_future(anext(fleet.generate(request())))
         await asyncio.sleep(0.01)
@@ -153,9 +140,7 @@ async def test_a_client_that_leaves_before_the_first_answer_is_not_logged(
     assert caplog.text == ""
 
 
-async def test_a_replica_is_found_although_serve_is_away_for_a_moment(
-    config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_replica_is_found_although_serve_is_away_for_a_moment(config, monkeypatch):
     monkeypatch.setattr(module, "_BROADCAST_EVERY_S", 0.001)
     async with running(config, Replica(LAST), RayError("odd"), TimeoutError()) as fleet:
         assert await items_of(fleet) == [LAST]
@@ -165,9 +150,9 @@ async def test_a_replica_is_found_although_serve_is_away_for_a_moment(
     ("num_healthy", "why"), [(0, "none is running"), (1, "none responds"), (None, "none responds")]
 )
 async def test_waiting_ends_when_no_replica_is_left_or_none_answers(
-    config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch, num_healthy: int | None, why: str
-) -> None:
-    async def count(self: RayFleet) -> int | None:
+    config, monkeypatch, num_healthy, why
+):
+    async def count(self):
         return num_healthy
 
     monkeypatch.setattr(RayFleet, "num_healthy", count)
@@ -179,8 +164,8 @@ async def test_waiting_ends_when_no_replica_is_left_or_none_answers(
 
 
 async def test_a_silent_replica_loses_its_requests_and_serves_on_once_it_speaks(
-    config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    config, monkeypatch
+):
     monkeypatch.setattr(module, "_WATCH_EVERY_S", 0.001)
     replica = Replica(ACCEPTED)
     async with running(ServeSpecConfig.load(config, stall_timeout_s=0.02)) as fleet:
@@ -195,12 +180,12 @@ async def test_a_silent_replica_loses_its_requests_and_serves_on_once_it_speaks(
 
 
 async def test_how_many_replicas_know_their_costs_is_known_while_the_stats_actor_answers(
-    config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    config, monkeypatch
+):
     states = [{"costs": {"state": state}} for state in ("missing", "loaded", "loaded")]
     built = RayFleet(Handle(None), "app", "router", "127.0.0.1", config)
 
-    async def status() -> dict[str, object]:
+    async def status():
         if not states:
             raise StatsUnavailable("gone")
         return {"replicas": [*states, {}]}

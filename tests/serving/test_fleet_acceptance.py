@@ -39,9 +39,7 @@ buckets = st.fixed_dictionaries(
 sizes = st.dictionaries(st.sampled_from(["1", "8"]) | st.text(max_size=5), buckets | json_values)
 
 
-def snapshot(
-    *columns: tuple[object, object], pair: str = PAIR, by_batch_size: object = None
-) -> dict[str, Any]:
+def snapshot(*columns, pair=PAIR, by_batch_size=None):
     """Return a replica's snapshot of accept rates and trials by position."""
     entries = [
         {"position": position, "accept_rate": rate, "trials": trials}
@@ -55,11 +53,11 @@ def snapshot(
     }
 
 
-def speed(off: object, speedup: object) -> dict[str, object]:
+def speed(off, speedup):
     return {"effective_speedup": speedup, "tokens_per_ms": {"0": off, "3": 3.1}}
 
 
-def fleet(**replicas: dict[str, Any]) -> FleetAcceptance:
+def fleet(**replicas):
     """Return what a fleet knows whose replicas reported at second 0."""
     known = FleetAcceptance(stale_after_s=STALE_AFTER_S, memory_s=MEMORY_S)
     for name, told in replicas.items():
@@ -67,7 +65,7 @@ def fleet(**replicas: dict[str, Any]) -> FleetAcceptance:
     return known
 
 
-def test_replicas_weigh_as_much_as_they_tried() -> None:
+def test_replicas_weigh_as_much_as_they_tried():
     known = fleet(
         much=snapshot((0.9, 300), (0.8, 100), (0.5, 0)),
         little=snapshot((0.5, 100), (0.4, 100), (0.1, 0)),
@@ -76,7 +74,7 @@ def test_replicas_weigh_as_much_as_they_tried() -> None:
     assert known.prior(PAIR, 3, 0) == pytest.approx([0.8, 0.6, untried])
 
 
-def test_without_trials_nothing_is_known() -> None:
+def test_without_trials_nothing_is_known():
     known = fleet(new=snapshot((0.7, 0), (0.7, 0)))
     assert known.prior(PAIR, 2, 0) is None
     (entry,) = known.view(0)
@@ -85,15 +83,13 @@ def test_without_trials_nothing_is_known() -> None:
     ]
 
 
-def test_trials_without_a_rate_teach_nothing() -> None:
+def test_trials_without_a_rate_teach_nothing():
     known = fleet(a=snapshot((0.8, 100), (None, 100)))
     assert known.prior(PAIR, 2, 0) == pytest.approx([0.8, 0.8])
 
 
 @given(st.lists(columns, max_size=6))
-def test_a_prior_lies_between_the_extremes_of_the_replicas(
-    replicas: list[list[tuple[float, float]]],
-) -> None:
+def test_a_prior_lies_between_the_extremes_of_the_replicas(replicas):
     known = fleet(**{f"r{i}": snapshot(*columns) for i, columns in enumerate(replicas)})
     prior = known.prior(PAIR, 3, 0)
     if sum(columns[0][1] for columns in replicas) < 1:
@@ -110,26 +106,26 @@ def test_a_prior_lies_between_the_extremes_of_the_replicas(
             assert rate == prior[position - 1]
 
 
-def test_a_report_replaces_the_last_one_of_its_replica() -> None:
+def test_a_report_replaces_the_last_one_of_its_replica():
     known = fleet(a=snapshot((0.9, 300)), b=snapshot((0.5, 100)))
     known.report("a", snapshot((0.7, 100)), 1)
     assert known.prior(PAIR, 1, 1) == pytest.approx([0.6])
 
 
-def test_a_replica_counts_only_for_the_depth_it_reported_last() -> None:
+def test_a_replica_counts_only_for_the_depth_it_reported_last():
     known = fleet(a=snapshot((0.9, 300)), b=snapshot((0.5, 100)))
     known.report("a", snapshot((0.9, 300), (0.9, 300)), 1)
     assert known.prior(PAIR, 1, 1) == pytest.approx([0.5])
     assert known.prior(PAIR, 2, 1) == pytest.approx([0.9, 0.9])
 
 
-def test_other_models_and_other_depths_say_nothing() -> None:
+def test_other_models_and_other_depths_say_nothing():
     known = fleet(a=snapshot((0.8, 100), (0.6, 100)))
     assert known.prior("other pair", 2, 0) is None
     assert known.prior(PAIR, 3, 0) is None
 
 
-def test_a_forgotten_replica_does_not_count() -> None:
+def test_a_forgotten_replica_does_not_count():
     known = fleet(a=snapshot((0.9, 100)), b=snapshot((0.5, 100)))
     known.forget("a")
     known.forget("unknown")
@@ -137,7 +133,7 @@ def test_a_forgotten_replica_does_not_count() -> None:
     assert [entry["num_replicas"] for entry in known.view(0)] == [1]
 
 
-def test_stale_replicas_do_not_count_until_they_report_again() -> None:
+def test_stale_replicas_do_not_count_until_they_report_again():
     known = fleet(silent=snapshot((0.9, 100)))
     known.report("alive", snapshot((0.5, 100)), 5)
     assert known.prior(PAIR, 1, STALE_AFTER_S) == pytest.approx([0.7])
@@ -149,7 +145,7 @@ def test_stale_replicas_do_not_count_until_they_report_again() -> None:
 
 
 @pytest.mark.parametrize("is_forgotten", [True, False])
-def test_a_prior_outlives_its_replicas_for_a_while(is_forgotten: bool) -> None:
+def test_a_prior_outlives_its_replicas_for_a_while(is_forgotten):
     known = fleet(a=snapshot((0.9, 100)))
     known.report("b", snapshot((0.7, 100)), 6)
     if is_forgotten:
@@ -159,14 +155,14 @@ def test_a_prior_outlives_its_replicas_for_a_while(is_forgotten: bool) -> None:
     assert known.prior(PAIR, 1, 7 + MEMORY_S) is None
 
 
-def test_a_restarted_replica_without_trials_does_not_erase_the_prior() -> None:
+def test_a_restarted_replica_without_trials_does_not_erase_the_prior():
     known = fleet(a=snapshot((0.9, 100)))
     known.forget("a")
     known.report("b", snapshot((0.7, 0)), 20)
     assert known.prior(PAIR, 1, 20) == pytest.approx([0.9])
 
 
-def test_counts_stand_in_where_a_policy_keeps_no_estimate() -> None:
+def test_counts_stand_in_where_a_policy_keeps_no_estimate():
     counted = [
         {"position": 1, "verified": 10, "reached": 10, "accepted": 9, "accept_rate": 0.9},
         {"position": 2, "verified": 10, "reached": 0, "accepted": 0, "accept_rate": None},
@@ -179,7 +175,7 @@ def test_counts_stand_in_where_a_policy_keeps_no_estimate() -> None:
 @pytest.mark.parametrize(
     "steps", [None, "all", [], [0], [-1], [65], [10**400], ["3"]], ids=lambda value: str(value)[:9]
 )
-def test_a_replica_that_cannot_draft_is_passed_over(steps: object) -> None:
+def test_a_replica_that_cannot_draft_is_passed_over(steps):
     assert fleet(a={**snapshot((0.5, 1)), "candidate_steps": steps}).view(0) == []
 
 
@@ -205,7 +201,7 @@ MALFORMED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("malformed", MALFORMED.values(), ids=MALFORMED)
-def test_a_malformed_summary_is_counted_and_changes_nothing(malformed: dict[str, Any]) -> None:
+def test_a_malformed_summary_is_counted_and_changes_nothing(malformed):
     known = fleet(a=snapshot((0.8, 100)))
     (before,) = known.view(0)
     known.report("a", malformed, 0)
@@ -214,9 +210,7 @@ def test_a_malformed_summary_is_counted_and_changes_nothing(malformed: dict[str,
 
 
 @given(st.lists(entries | json_values), sizes | json_values, st.booleans())
-def test_whatever_a_replica_sends_the_fleet_still_answers(
-    positions: list[Any], by_batch_size: Any, is_estimate: bool
-) -> None:
+def test_whatever_a_replica_sends_the_fleet_still_answers(positions, by_batch_size, is_estimate):
     odd = snapshot((0.5, 1), (0.5, 1), (0.5, 1), by_batch_size=by_batch_size)
     odd["acceptance"] = {"positions": positions if is_estimate else None}
     odd["speculation"] |= {"since_start": {"positions": positions}}
@@ -227,7 +221,7 @@ def test_whatever_a_replica_sends_the_fleet_still_answers(
     json.dumps(known.view(0), allow_nan=False)
 
 
-def test_the_view_shows_rates_trials_and_speeds() -> None:
+def test_the_view_shows_rates_trials_and_speeds():
     fast = {"1": speed(2.0, 1.5), "8": speed(5.0, None)}
     slow = {"1": speed(1.0, 2.5), "8": speed(None, 1.2)}
     known = fleet(
@@ -255,7 +249,7 @@ def test_the_view_shows_rates_trials_and_speeds() -> None:
     }
 
 
-def test_a_new_pair_takes_the_place_of_one_without_replicas() -> None:
+def test_a_new_pair_takes_the_place_of_one_without_replicas():
     known = fleet()
     for number in range(100):
         known.report("a", snapshot((0.8, 100), pair=f"pair {number}"), number)
@@ -263,7 +257,7 @@ def test_a_new_pair_takes_the_place_of_one_without_replicas() -> None:
     assert known.prior("pair 99", 1, 100) == pytest.approx([0.8])
 
 
-def test_a_pair_in_use_keeps_its_place() -> None:
+def test_a_pair_in_use_keeps_its_place():
     known = fleet(**{f"r{i}": snapshot((0.8, 100), pair=f"pair {i}") for i in range(17)})
     assert [known.prior(f"pair {i}", 1, 0) is None for i in range(17)] == [False] * 16 + [True]
     known.forget("r3")
@@ -271,7 +265,7 @@ def test_a_pair_in_use_keeps_its_place() -> None:
     assert [i for i in range(17) if known.prior(f"pair {i}", 1, 1) is None] == [3]
 
 
-def test_a_new_policy_starts_from_the_prior_even_from_certainty() -> None:
+def test_a_new_policy_starts_from_the_prior_even_from_certainty():
     prior = fleet(a=snapshot((1.0, 100), (0.6, 100), (0.0, 100))).prior(PAIR, 3, 0)
     policy = GoodputPolicy(recorded_table(GPU_8B, (1, 8)), AllowedShapes(3), accept_rates=prior)
     shown: Any = policy.snapshot()["acceptance"]

@@ -11,7 +11,7 @@ import pytest
 from serve_spec.serving.fleet_stats import FleetStats
 
 
-def snapshot(rows: int = 0, tokens: int = 0, **fields: Any) -> dict[str, Any]:
+def snapshot(rows=0, tokens=0, **fields):
     return {
         "speculative_num_steps": 3,
         "batch_size": 1,
@@ -22,25 +22,23 @@ def snapshot(rows: int = 0, tokens: int = 0, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def stats() -> FleetStats:
+def stats():
     return FleetStats(stale_after_s=10, history_s=60)
 
 
-def fleet(stats: FleetStats, now_s: float = 0) -> dict[str, Any]:
+def fleet(stats, now_s=0):
     return stats.view(now_s)["fleet"]
 
 
-def states(stats: FleetStats, now_s: float = 0) -> list[dict[str, Any]]:
+def states(stats, now_s=0):
     return stats.view(now_s)["internal_states"]
 
 
-def measured(speedup: float | None, busy_s: float) -> dict[str, Any]:
+def measured(speedup, busy_s):
     return {"effective_speedup": speedup, "window": {"busy_s": busy_s}}
 
 
-def test_the_fleet_is_the_sum_of_its_replicas_or_their_mean_by_rows_time_or_number(
-    stats: FleetStats,
-) -> None:
+def test_the_fleet_is_the_sum_of_its_replicas_or_their_mean_by_rows_time_or_number(stats):
     busy = snapshot(
         rows=90,
         tokens=360,
@@ -79,33 +77,33 @@ def test_the_fleet_is_the_sum_of_its_replicas_or_their_mean_by_rows_time_or_numb
     assert [state["replica"] for state in states(stats)] == ["busy", "idle", "new"]
 
 
-def test_without_decoding_acceptance_is_one_token_per_round(stats: FleetStats) -> None:
+def test_without_decoding_acceptance_is_one_token_per_round(stats):
     stats.report("new", snapshot(speculative_num_steps=None), 0)
     assert fleet(stats)["avg_spec_accept_length"] == 1.0
     assert fleet(stats)["replicas_by_num_steps"] == {}
     assert fleet(stats)["effective_speedup"] is None
 
 
-def test_a_silent_replica_is_shown_as_stale_and_left_out_of_the_sums(stats: FleetStats) -> None:
+def test_a_silent_replica_is_shown_as_stale_and_left_out_of_the_sums(stats):
     stats.report("a", snapshot(), 0)
     stats.report("b", snapshot(), 5)
     assert [state["stale"] for state in states(stats, 11)] == [True, False]
     assert (fleet(stats, 11)["batch_size"], fleet(stats, 11)["num_stale"]) == (1, 1)
 
 
-def test_a_replica_silent_for_long_is_forgotten(stats: FleetStats) -> None:
+def test_a_replica_silent_for_long_is_forgotten(stats):
     stats.report("a", snapshot(), 0)
     assert states(stats, 40)
     assert not states(stats, 41)
 
 
-def test_a_snapshot_without_the_known_fields_counts_as_zero(stats: FleetStats) -> None:
+def test_a_snapshot_without_the_known_fields_counts_as_zero(stats):
     stats.report("a", {"kv": None, "batch_size": "many"}, 0)
     assert fleet(stats)["batch_size"] == 0
     assert states(stats)[0]["kv"] is None
 
 
-def test_history_is_bounded_in_time_and_in_number(stats: FleetStats) -> None:
+def test_history_is_bounded_in_time_and_in_number(stats):
     for tick in range(5000):
         stats.report("a", snapshot(batch_size=tick), tick * 0.05)
     history = stats.history(now_s=250)
@@ -116,7 +114,7 @@ def test_history_is_bounded_in_time_and_in_number(stats: FleetStats) -> None:
     assert {len(column) for column in history.values()} == {len(times)}
 
 
-def test_a_shorter_history_keeps_its_newest_point(stats: FleetStats) -> None:
+def test_a_shorter_history_keeps_its_newest_point(stats):
     for tick in range(50):
         stats.report("a", snapshot(batch_size=tick), tick)
     history = stats.history(49, max_points=7)
@@ -124,8 +122,8 @@ def test_a_shorter_history_keeps_its_newest_point(stats: FleetStats) -> None:
     assert history["batch_size"][-1] == 49
 
 
-def test_the_status_of_a_large_fleet_is_no_larger_than_that_of_a_small_one() -> None:
-    def size(num_replicas: int) -> int:
+def test_the_status_of_a_large_fleet_is_no_larger_than_that_of_a_small_one():
+    def size(num_replicas):
         stats = FleetStats(stale_after_s=10, history_s=60)
         for replica in range(num_replicas):
             stats.report(f"r{replica:04}", snapshot(), 0)
@@ -134,7 +132,7 @@ def test_the_status_of_a_large_fleet_is_no_larger_than_that_of_a_small_one() -> 
     assert size(1000) <= size(100) + 100
 
 
-def test_the_status_shows_each_replica_s_own_course(stats: FleetStats) -> None:
+def test_the_status_shows_each_replica_s_own_course(stats):
     costs = {"state": "missing", "detail": "ValueError: the machine is too busy"}
     for tick in range(3):
         stats.report("a", snapshot(batch_size=tick), tick)
@@ -147,34 +145,32 @@ def test_the_status_shows_each_replica_s_own_course(stats: FleetStats) -> None:
     assert status["history"]["batch_size"][-1] == status["fleet"]["batch_size"] == 11
 
 
-def estimate(rate: float) -> dict[str, Any]:
+def estimate(rate):
     positions = [{"position": 1, "accept_rate": rate, "trials": 100.0}]
     return snapshot(pair="pair", candidate_steps=[0, 1], acceptance={"positions": positions})
 
 
 @pytest.mark.parametrize("look", [FleetStats.view, FleetStats.status])
-def test_who_looks_sees_the_newest_acceptance(stats: FleetStats, look: Any) -> None:
+def test_who_looks_sees_the_newest_acceptance(stats, look):
     stats.report("a", estimate(0.5), 0)
     stats.report("a", estimate(0.8), 0.1)
     assert look(stats, 0.1)["fleet"]["acceptance"][0]["positions"][0]["accept_rate"] == 0.8
 
 
-def test_new_replicas_profit_from_the_newest_reports_even_if_nobody_looks(
-    stats: FleetStats,
-) -> None:
+def test_new_replicas_profit_from_the_newest_reports_even_if_nobody_looks(stats):
     for tick in range(100):
         stats.report("a", estimate(0.5 + tick / 1000), tick * 0.1)
     assert stats.prior("pair", 1, 10) == pytest.approx([0.599])
 
 
-def test_a_large_fleet_teaches_newcomers_though_few_reports_are_opened() -> None:
+def test_a_large_fleet_teaches_newcomers_though_few_reports_are_opened():
     stats = FleetStats(stale_after_s=10, history_s=60)
     for report in range(9000):
         stats.report(f"r{report % 3000}", estimate(0.5 if report < 3000 else 0.8), report / 200)
     assert stats.prior("pair", 1, 45) == pytest.approx([0.8], abs=0.05)
 
 
-def test_a_large_fleet_is_summed_up_less_often_and_no_less_rightly() -> None:
+def test_a_large_fleet_is_summed_up_less_often_and_no_less_rightly():
     stats = FleetStats(stale_after_s=10, history_s=60)
     for report in range(12_000):
         stats.report(f"r{report % 4000}", snapshot(batch_size=2), report / 2000)

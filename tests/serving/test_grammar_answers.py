@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from serve_spec.config import ServeSpecConfig
@@ -33,7 +31,7 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalEngine]:
+def loop(tmp_path_factory):
     target = make_target(tmp_path_factory.mktemp("model"), "llama2", layer_scale=0.3)
     model = {"path": str(target), "device": "cpu", "dtype": "float32", "max_model_len": 128}
     speculative = {"speculative_algorithm": "NGRAM", "speculative_num_steps": 3}
@@ -44,22 +42,22 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalEngine]:
 
 
 @pytest.fixture(scope="module")
-def server(loop: LocalEngine) -> Server:
+def server(loop):
     return Server(loop.config, LoopFleet(loop))
 
 
-def ask(server: Server, path: str, **fields: Any) -> httpx.Response:
+def ask(server, path, **fields):
     # Not `json=`: half a surrogate pair is no UTF-8.
     body = json.dumps({**SANE[path], **fields})
     return server.ask("POST", path, content=body, headers=JSON)
 
 
-def said(choice: dict[str, Any]) -> str:
+def said(choice):
     return choice["text"] if "text" in choice else choice["message"]["content"]
 
 
 @pytest.mark.parametrize("path", SANE)
-def test_every_choice_is_json_of_the_schema(server: Server, path: str) -> None:
+def test_every_choice_is_json_of_the_schema(server, path):
     answer = ask(server, path, n=2, guided_json=SCHEMA)
     assert answer.status_code == 200
     for choice in answer.json()["choices"]:
@@ -82,8 +80,8 @@ HOSTILE: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize("path", SANE)
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_the_engine_cannot_do_is_a_400_that_names_the_field_and_harms_no_other(
-    server: Server, loop: LocalEngine, path: str, stream: bool
-) -> None:
+    server, loop, path, stream
+):
     for field, fields in HOSTILE:
         answer = ask(server, path, stream=stream, **fields)
         assert answer.status_code == 400

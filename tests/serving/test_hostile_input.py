@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
@@ -24,10 +22,9 @@ from schemathesis.specs.openapi.checks import (
 from serve_spec.config import ServeSpecConfig
 from serve_spec.config.serving import RouterConfig
 from serve_spec.core.errors import InvalidRequest
-from serve_spec.core.request import SamplingParams
 from tests.e2e.attacks import hostile_request
 from tests.serving.asgi import CHAT, COMPLETIONS, Server
-from tests.serving.fake_engine import MAX_MODEL_LEN, FakeLoop, FakeStream
+from tests.serving.fake_engine import MAX_MODEL_LEN, FakeLoop
 from tests.serving.fakes import LoopFleet
 from tests.serving.texts import word_tokenizer, write_text_files
 
@@ -37,14 +34,14 @@ MAX_BODY_BYTES = RouterConfig().max_body_bytes
 class GuardedLoop(FakeLoop):
     """The fake engine, but nothing is too long for its patience."""
 
-    async def submit(self, prompt: Any, params: SamplingParams, *rest: Any) -> FakeStream:
+    async def submit(self, prompt, params, *rest):
         if params.max_tokens >= MAX_MODEL_LEN:
             raise InvalidRequest("max_tokens", params.max_tokens, "ask for less")
         return await super().submit(prompt, params, *rest)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Server:
+def server(tmp_path_factory):
     folder = write_text_files(
         tmp_path_factory.mktemp("models") / "fake", tokenizer=word_tokenizer()
     )
@@ -52,21 +49,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Server:
     return Server(config, LoopFleet(GuardedLoop()), max_queued=8)
 
 
-def post(server: Server, path: str, content: Any, **headers: str) -> httpx.Response:
+def post(server, path, content, **headers):
     """Sends bytes as they are, as JSON unless told otherwise."""
     sent = {"content-type": "application/json"} | headers
     return server.ask("POST", path, content=content, headers=sent)
 
 
 @pytest.fixture(autouse=True)
-def _leaves_nothing_behind(server: Server) -> Iterator[None]:
+def _leaves_nothing_behind(server):
     yield
     assert not server.fleet.loop.streams
     assert server.door.in_flight == 0
 
 
 @pytest.fixture(scope="module")
-def api(server: Server) -> Any:
+def api(server):
     return schemathesis.openapi.from_asgi("/openapi.json", server.app)
 
 
@@ -93,16 +90,14 @@ OPERATIONS = [
 ]
 
 
-def test_every_documented_operation_is_tried_below(api: Any) -> None:
+def test_every_documented_operation_is_tried_below(api):
     operations = [result.ok() for result in api.get_all_operations()]
     documented = {(operation.method.upper(), operation.path) for operation in operations}
     assert documented == {(method, path) for method, path, _ in OPERATIONS}
 
 
 @pytest.mark.parametrize(("method", "path", "mode"), OPERATIONS)
-def test_answers_are_those_that_the_schema_promises(
-    api: Any, method: str, path: str, mode: GenerationMode
-) -> None:
+def test_answers_are_those_that_the_schema_promises(api, method, path, mode):
     strategy = api[path][method].as_strategy(generation_mode=mode)
 
     @settings(
@@ -112,7 +107,7 @@ def test_answers_are_those_that_the_schema_promises(
         suppress_health_check=list(HealthCheck),
     )
     @given(case=strategy)
-    def answers(case: Any) -> None:
+    def answers(case):
         case.call_and_validate(checks=CHECKS)
 
     answers()
@@ -124,7 +119,7 @@ SANE: dict[str, dict[str, Any]] = {
 }
 
 
-def checked(answer: httpx.Response) -> int:
+def checked(answer):
     """The status, after looking at an error's envelope."""
     assert answer.status_code < 500, answer.text
     if answer.status_code != 200:
@@ -135,7 +130,7 @@ def checked(answer: httpx.Response) -> int:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_no_request_makes_a_5xx(server: Server, seed: int) -> None:
+def test_no_request_makes_a_5xx(server, seed):
     rng = random.Random(seed)
     for _ in range(100):
         path, content, headers = hostile_request(rng)
@@ -176,7 +171,7 @@ DEEP = "[" * 900 + "]" * 900
     ],
     ids=lambda content: repr(content[:40]),
 )
-def test_broken_or_monstrous_json_is_a_400(server: Server, path: str, content: bytes) -> None:
+def test_broken_or_monstrous_json_is_a_400(server, path, content):
     assert checked(post(server, path, content)) == 400
 
 
@@ -184,9 +179,7 @@ def test_broken_or_monstrous_json_is_a_400(server: Server, path: str, content: b
 @pytest.mark.parametrize(
     "field", ["tools", "logit_bias", "response_format", "metadata", "stop", "chat_template_kwargs"]
 )
-def test_values_nested_as_deep_as_json_allows_are_a_400(
-    server: Server, path: str, field: str
-) -> None:
+def test_values_nested_as_deep_as_json_allows_are_a_400(server, path, field):
     head = json.dumps(SANE[path])[:-1]
     for deep in (DEEP, '{"a":' * 900 + "1" + "}" * 900, f"[{DEEP}]"):
         assert checked(post(server, path, f'{head}, "{field}": {deep}}}'.encode())) == 400
@@ -196,16 +189,14 @@ def test_values_nested_as_deep_as_json_allows_are_a_400(
 @pytest.mark.parametrize(
     "content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""]
 )
-def test_another_content_type_is_told_which_one_to_send(
-    server: Server, path: str, content_type: str
-) -> None:
+def test_another_content_type_is_told_which_one_to_send(server, path, content_type):
     content = json.dumps(SANE[path]).encode()
     answer = post(server, path, content, **{"content-type": content_type})
     assert checked(answer) == 400
     assert "Content-Type: application/json" in answer.json()["error"]["message"]
 
 
-def test_a_null_character_is_text(server: Server) -> None:
+def test_a_null_character_is_text(server):
     assert checked(post(server, COMPLETIONS, b'{"prompt": "a \\u0000", "max_tokens": 1}')) == 200
     body = {"messages": [{"role": "user", "content": "a \0"}], "max_tokens": 1}
     assert checked(post(server, CHAT, json.dumps(body).encode())) == 200
@@ -213,13 +204,11 @@ def test_a_null_character_is_text(server: Server) -> None:
 
 @pytest.mark.parametrize("path", SANE)
 @pytest.mark.parametrize("announced", [True, False])
-def test_a_body_is_read_up_to_the_limit_and_a_longer_one_is_a_413(
-    server: Server, path: str, announced: bool
-) -> None:
-    def sent(num_bytes: int) -> httpx.Response:
+def test_a_body_is_read_up_to_the_limit_and_a_longer_one_is_a_413(server, path, announced):
+    def sent(num_bytes):
         content = json.dumps(SANE[path]).encode().ljust(num_bytes)
 
-        async def pieces() -> AsyncIterator[bytes]:
+        async def pieces():
             for start in range(0, num_bytes, 2**20):
                 yield content[start : start + 2**20]
 

@@ -1,16 +1,12 @@
 """A client that leaves is no error, whatever Ray makes of it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
-from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, RayError, TaskCancelledError
+from ray.exceptions import ActorDiedError, TaskCancelledError
 
-from serve_spec.config import ServeSpecConfig
 from serve_spec.serving.ingress import FailedReads
 from tests.serving.asgi import COMPLETIONS, Server
 
@@ -27,25 +23,20 @@ BODY = json.dumps({"prompt": "hold on", "stream": True, "max_tokens": 9}).encode
     ids=["in its body", "in its stream"],
 )
 def test_a_read_that_ray_fails_is_a_client_that_left(
-    config: ServeSpecConfig,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    message: dict[str, Any],
-    status: int,
-    error: RayError,
-) -> None:
+    config, caplog, monkeypatch, message, status, error
+):
     monkeypatch.setattr(logging.getLogger("serve_spec"), "propagate", True)
     server = Server(config)
     app = FailedReads(server.app)
     inbox, sent = [message], []
 
-    async def receive() -> Any:
+    async def receive():
         if inbox:
             return inbox.pop()
         await asyncio.sleep(0.01)
         raise error
 
-    async def send(message: Any) -> None:
+    async def send(message):
         sent.append(message)
 
     headers = [(b"content-type", b"application/json")]

@@ -1,7 +1,5 @@
 """What waits for a reader is merged, in order, and bounded."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
@@ -15,7 +13,7 @@ from tests.serving.fakes import delta, settle
 ACCEPTED = Accepted(1, "r1")
 
 
-async def test_a_reader_that_waits_gets_every_item_as_it_comes() -> None:
+async def test_a_reader_that_waits_gets_every_item_as_it_comes():
     items = ItemStream(4096)
     reader = asyncio.create_task(items.get())
     await settle()
@@ -25,7 +23,7 @@ async def test_a_reader_that_waits_gets_every_item_as_it_comes() -> None:
     assert await items.get() == delta("a", 1)
 
 
-async def test_deltas_that_wait_are_one_and_nothing_overtakes() -> None:
+async def test_deltas_that_wait_are_one_and_nothing_overtakes():
     items = ItemStream(4096)
     for item in (delta("a", 1), delta("b", 2, 3), Withdrawn(), delta("c", 4), no_replica("gone")):
         assert items.put(item)
@@ -37,9 +35,7 @@ async def test_deltas_that_wait_are_one_and_nothing_overtakes() -> None:
 
 
 @pytest.mark.parametrize("num_alternatives", [0, 20])
-async def test_what_waits_is_bounded_and_past_it_there_is_an_error_alone(
-    num_alternatives: int,
-) -> None:
+async def test_what_waits_is_bounded_and_past_it_there_is_an_error_alone(num_alternatives):
     entry = TokenLogprob(1, -1.0, 1, tuple((i, -1.0) for i in range(num_alternatives)))
     item = delta("a", 1)._replace(logprobs=(entry,))
     items = ItemStream(100_000)
@@ -51,7 +47,7 @@ async def test_what_waits_is_bounded_and_past_it_there_is_an_error_alone(
         await items.get()
 
 
-async def test_a_reader_that_catches_up_has_the_whole_bound_again() -> None:
+async def test_a_reader_that_catches_up_has_the_whole_bound_again():
     items = ItemStream(4096)
     for _ in range(100):
         for _ in range(10):
@@ -59,7 +55,7 @@ async def test_a_reader_that_catches_up_has_the_whole_bound_again() -> None:
         assert await items.get() == delta(10 * "a", *10 * [1])
 
 
-def test_a_merged_delta_says_what_its_parts_say() -> None:
+def test_a_merged_delta_says_what_its_parts_say():
     entries = [TokenLogprob(i, -1.0, 1) for i in range(3)]
     last = delta("c", 2, finish=FinishReason.STOP)
     parts = [

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any
 
 import pytest
 import uvicorn
-from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -39,7 +37,7 @@ CONTINUE = b"100 Continue\r\n\r\n"
 EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
 
 
-async def app(scope: Scope, receive: Receive, send: Send) -> None:
+async def app(scope, receive, send):
     """Answer by path: begin a stream, begin a plain answer, answer whole, or only wait."""
     if scope["type"] == "websocket":
         await receive()
@@ -58,7 +56,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body"})
 
 
-def serve(loop: Any, protocol: str) -> None:
+def serve(loop, protocol):
     """Serve `app` on a free port, which is printed, until this process is killed."""
     http = with_child(PROTOCOLS[protocol])
     config = uvicorn.Config(LastAnswers(app), log_level="critical", loop=loop, http=http)
@@ -74,27 +72,27 @@ class Server:
     process: subprocess.Popen[str]
     port: int
 
-    def children(self) -> list[int]:
+    def children(self):
         """Return its child processes that run."""
         return [pid for pid in pids() if status(pid)[1] == str(self.process.pid)]
 
-    def kill(self) -> None:
+    def kill(self):
         self.process.kill()
         self.process.wait()
 
     @contextmanager
-    def connection(self, *parts: bytes) -> Iterator[socket.socket]:
+    def connection(self, *parts):
         """Open a connection and send `parts`."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=WITHIN_S) as connection:
             connection.sendall(b"".join(parts))
             yield connection
 
 
-def pids() -> list[int]:
+def pids():
     return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
 
 
-def status(pid: int) -> tuple[str, str]:
+def status(pid):
     """Return a process's state, Z if it is gone, and its parent."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -104,7 +102,7 @@ def status(pid: int) -> tuple[str, str]:
 
 
 @pytest.fixture(params=PROTOCOLS)
-def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+def server(request):
     code = f"from tests.serving.test_last_answers import serve; serve(*{[request.param] * 2})"
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
@@ -122,12 +120,12 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
         eventually(lambda pid=pid: status(pid)[0], lambda state: state == "Z")
 
 
-def get(path: str, *headers: bytes) -> bytes:
+def get(path, *headers):
     lines = [f"GET {path} HTTP/1.1".encode(), b"host: x", *headers, b"", b""]
     return b"\r\n".join(lines)
 
 
-def read_until(connection: socket.socket, end: bytes) -> bytes:
+def read_until(connection, end):
     data = b""
     while end not in data:
         part = connection.recv(2**16)
@@ -136,7 +134,7 @@ def read_until(connection: socket.socket, end: bytes) -> bytes:
     return data
 
 
-def rest(connection: socket.socket) -> bytes:
+def rest(connection):
     """Return what arrives until the other side ends the connection."""
     data = b""
     while part := connection.recv(2**16):
@@ -144,7 +142,7 @@ def rest(connection: socket.socket) -> bytes:
     return data
 
 
-def assert_is_error_answer(answer: bytes) -> None:
+def assert_is_error_answer(answer):
     head, _, body = answer.partition(b"\r\n\r\n")
     status_line, *lines = head.decode().lower().split("\r\n")
     headers = dict(line.split(": ") for line in lines)
@@ -156,7 +154,7 @@ def assert_is_error_answer(answer: bytes) -> None:
     assert json.loads(body)["error"]["code"] == "server_lost"
 
 
-def assert_is_error_event(chunks: bytes) -> None:
+def assert_is_error_event(chunks):
     length, _, more = chunks.partition(b"\r\n")
     event, end = more[: int(length, 16)], more[int(length, 16) :]
     assert end == b"\r\n0\r\n\r\n"
@@ -167,16 +165,14 @@ def assert_is_error_event(chunks: bytes) -> None:
     assert set(error) == {"message", "type", "param", "code"}
 
 
-def test_a_request_without_an_answer_gets_an_error_object_when_its_server_is_killed(
-    server: Server,
-) -> None:
+def test_a_request_without_an_answer_gets_an_error_object_when_its_server_is_killed(server):
     with server.connection(get("/wait", *EXPECT)) as connection:
         read_until(connection, CONTINUE)
         server.kill()
         assert_is_error_answer(rest(connection))
 
 
-def test_a_request_that_the_server_has_not_read_gets_one_too(server: Server) -> None:
+def test_a_request_that_the_server_has_not_read_gets_one_too(server):
     with server.connection() as connection, server.connection(get("/stream")) as later:
         read_until(later, b"data: 1\n\r\n")
         os.kill(server.process.pid, signal.SIGSTOP)
@@ -185,7 +181,7 @@ def test_a_request_that_the_server_has_not_read_gets_one_too(server: Server) -> 
         assert_is_error_answer(rest(connection))
 
 
-def test_a_request_whose_body_has_not_arrived_gets_one_too(server: Server) -> None:
+def test_a_request_whose_body_has_not_arrived_gets_one_too(server):
     with server.connection(get("/wait", *EXPECT)) as connection:
         read_until(connection, CONTINUE)
         os.kill(server.process.pid, signal.SIGSTOP)
@@ -195,14 +191,14 @@ def test_a_request_whose_body_has_not_arrived_gets_one_too(server: Server) -> No
         assert_is_error_answer(rest(connection))
 
 
-def test_a_stream_ends_with_an_error_object_when_its_server_is_killed(server: Server) -> None:
+def test_a_stream_ends_with_an_error_object_when_its_server_is_killed(server):
     with server.connection(get("/stream")) as connection:
         read_until(connection, b"data: 1\n\r\n")
         server.kill()
         assert_is_error_event(rest(connection))
 
 
-def test_each_of_64_streams_and_16_other_requests_gets_its_own_error(server: Server) -> None:
+def test_each_of_64_streams_and_16_other_requests_gets_its_own_error(server):
     with server.connection() as first:
         begun = [socket.create_connection(first.getpeername(), WITHIN_S) for _ in range(64)]
         waiting = [socket.create_connection(first.getpeername(), WITHIN_S) for _ in range(16)]
@@ -222,14 +218,14 @@ def test_each_of_64_streams_and_16_other_requests_gets_its_own_error(server: Ser
             connection.close()
 
 
-def test_nothing_is_added_to_a_begun_answer_that_is_no_stream(server: Server) -> None:
+def test_nothing_is_added_to_a_begun_answer_that_is_no_stream(server):
     with server.connection(get("/plain")) as connection:
         assert read_until(connection, b"data: 1\n").endswith(b"\r\n\r\ndata: 1\n")
         server.kill()
         assert rest(connection) == b""
 
 
-def test_a_whole_answer_does_not_change_what_the_next_request_gets(server: Server) -> None:
+def test_a_whole_answer_does_not_change_what_the_next_request_gets(server):
     with server.connection(get("/whole")) as connection:
         read_until(connection, b"0\r\n\r\n")
         connection.sendall(get("/whole"))
@@ -240,7 +236,7 @@ def test_a_whole_answer_does_not_change_what_the_next_request_gets(server: Serve
         assert_is_error_event(rest(connection))
 
 
-def test_a_server_that_ends_by_itself_sends_nothing_more(server: Server) -> None:
+def test_a_server_that_ends_by_itself_sends_nothing_more(server):
     with server.connection(get("/whole")) as connection:
         read_until(connection, b"0\r\n\r\n")
         server.process.terminate()
@@ -248,9 +244,7 @@ def test_a_server_that_ends_by_itself_sends_nothing_more(server: Server) -> None
         assert rest(connection) == b""
 
 
-def test_the_server_serves_on_when_its_child_dies_and_the_next_one_takes_its_connections(
-    server: Server,
-) -> None:
+def test_the_server_serves_on_when_its_child_dies_and_the_next_one_takes_its_connections(server):
     (child,) = server.children()
     with server.connection(get("/stream")) as old:
         read_until(old, b"data: 1\n\r\n")
@@ -263,7 +257,7 @@ def test_the_server_serves_on_when_its_child_dies_and_the_next_one_takes_its_con
             assert_is_error_event(rest(old))
 
 
-def test_connections_end_at_once_even_if_the_child_hangs(server: Server) -> None:
+def test_connections_end_at_once_even_if_the_child_hangs(server):
     (child,) = server.children()
     os.kill(child, signal.SIGSTOP)
     try:
@@ -273,7 +267,7 @@ def test_connections_end_at_once_even_if_the_child_hangs(server: Server) -> None
         os.kill(child, signal.SIGCONT)
 
 
-def test_a_websocket_ends_as_it_would_without_the_child(server: Server) -> None:
+def test_a_websocket_ends_as_it_would_without_the_child(server):
     key = b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ=="
     upgrade = b"connection: upgrade", b"upgrade: websocket", b"sec-websocket-version: 13", key
     with server.connection(get("/", *upgrade)) as connection:
@@ -282,10 +276,10 @@ def test_a_websocket_ends_as_it_would_without_the_child(server: Server) -> None:
         rest(connection)
 
 
-def test_the_child_holds_open_connections_and_nothing_else_of_the_server(server: Server) -> None:
+def test_the_child_holds_open_connections_and_nothing_else_of_the_server(server):
     (child,) = server.children()
 
-    def num_sockets() -> int:
+    def num_sockets():
         num = 0
         for link in Path(f"/proc/{child}/fd").iterdir():
             with suppress(FileNotFoundError):  # closed meanwhile
@@ -298,7 +292,7 @@ def test_the_child_holds_open_connections_and_nothing_else_of_the_server(server:
     eventually(num_sockets, lambda num: num == 1)
 
 
-def test_a_late_answer_of_a_closed_connection_does_not_touch_the_next_one() -> None:
+def test_a_late_answer_of_a_closed_connection_does_not_touch_the_next_one():
     states = mmap.mmap(-1, 2**16)
     first = Connection(socket.socket(), states)
     slot = first.sock.fileno()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from serve_spec.core.errors import InvalidRequest
@@ -20,22 +18,22 @@ LAST = delta("b", 3, 4, 5, 6, finish=FinishReason.STOP)
 class Clock:
     now = 100.0
 
-    def perf_counter(self) -> float:
+    def perf_counter(self):
         return self.now
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(telemetry, "time", clock)
     return clock
 
 
-def values(seen: list[Reading]) -> dict[str, float]:
+def values(seen):
     return {r.metric.name.removeprefix("serve_spec_"): r.value for r in seen}
 
 
-def test_first_and_later_tokens_are_timed_apart(clock: Clock) -> None:
+def test_first_and_later_tokens_are_timed_apart(clock):
     seen: list[Reading] = []
     timer = RequestTimer(seen.append, "engine", started=99.5)
     timer.observe(Accepted(3, "r"))
@@ -68,7 +66,7 @@ def test_first_and_later_tokens_are_timed_apart(clock: Clock) -> None:
     ],
     ids=["done", "refused", "failed", "broken", "left"],
 )
-def test_every_request_ends_in_one_outcome(items: list[Any], outcome: str) -> None:
+def test_every_request_ends_in_one_outcome(items, outcome):
     seen: list[Reading] = []
     timer = router_timer(seen.append)
     for item in items:
@@ -83,7 +81,7 @@ def test_every_request_ends_in_one_outcome(items: list[Any], outcome: str) -> No
     ]
 
 
-async def test_the_router_counts_from_the_arrival_of_the_request(clock: Clock) -> None:
+async def test_the_router_counts_from_the_arrival_of_the_request(clock):
     seen: list[Reading] = []
     ARRIVED.set(98.0)
     timer = router_timer(seen.append)

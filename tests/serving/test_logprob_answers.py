@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.serving.logprobs import joined
-from serve_spec.serving.messages import GenerateRequest, ReplicaItem
 from tests.helpers.checkpoints import make_tokenizer
 from tests.serving.asgi import CHAT, COMPLETIONS, Server, chunks_of
 from tests.serving.fake_engine import FakeLoop
@@ -22,11 +19,11 @@ from tests.serving.lawful_logprobs import entries_of, prompt_entries
 from tests.serving.texts import write_text_files
 
 
-def ask(config: ServeSpecConfig, fleet: Any, path: str, body: dict[str, Any]) -> httpx.Response:
+def ask(config, fleet, path, body):
     return Server(config, fleet, max_in_flight=64).ask("POST", path, json=body)
 
 
-def put_together(answer: httpx.Response, num_choices: int) -> list[dict[str, Any]]:
+def put_together(answer, num_choices):
     """What a stream said, in the form of a whole answer's choices."""
     choices: list[dict[str, Any]] = [{"index": i, "text": ""} for i in range(num_choices)]
     for chunk in chunks_of(answer):
@@ -45,7 +42,7 @@ def put_together(answer: httpx.Response, num_choices: int) -> list[dict[str, Any
 
 
 @pytest.fixture(scope="module")
-def lawful(tmp_path_factory: pytest.TempPathFactory) -> ServeSpecConfig:
+def lawful(tmp_path_factory):
     """A model whose tokens are bytes, as those of the lawful engine."""
     folder = make_tokenizer(tmp_path_factory.mktemp("lawful"))
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 99}))
@@ -73,7 +70,7 @@ CHAT_BODIES = st.fixed_dictionaries({**ANYTHING, "top_logprobs": st.integers(0, 
 LAW = settings(deadline=None, max_examples=20)
 
 
-def prompts_of(body: dict[str, Any]) -> list[bytes]:
+def prompts_of(body):
     """The tokens of every prompt."""
     prompts = [body["prompt"]] if isinstance(body["prompt"], str) else body["prompt"]
     return [p.encode() if isinstance(p, str) else bytes(p) for p in prompts]
@@ -81,9 +78,7 @@ def prompts_of(body: dict[str, Any]) -> list[bytes]:
 
 @LAW
 @given(body=CHAT_BODIES, life=st.integers(0, 9))
-def test_a_chat_that_loses_its_replicas_shows_what_the_whole_answer_shows(
-    lawful: ServeSpecConfig, body: dict[str, Any], life: int
-) -> None:
+def test_a_chat_that_loses_its_replicas_shows_what_the_whole_answer_shows(lawful, body, life):
     body = {**body, "messages": MESSAGES, "logprobs": True}
     answer = ask(lawful, FleetOfMortals(), CHAT, body).json()
     streamed = put_together(
@@ -107,8 +102,8 @@ def test_a_chat_that_loses_its_replicas_shows_what_the_whole_answer_shows(
 @LAW
 @given(body=COMPLETION_BODIES, life=st.integers(0, 9), later=st.integers(0, 9))
 def test_wherever_replicas_are_lost_every_token_has_its_likelihood_and_place_in_answer_and_stream(
-    lawful: ServeSpecConfig, body: dict[str, Any], life: int, later: int
-) -> None:
+    lawful, body, life, later
+):
     answer = ask(lawful, FleetOfMortals(life), COMPLETIONS, body).json()
     num_tokens = 0
     for index, choice in enumerate(answer["choices"]):
@@ -128,7 +123,7 @@ def test_wherever_replicas_are_lost_every_token_has_its_likelihood_and_place_in_
     assert put_together(streamed, len(answer["choices"])) == answer["choices"]
 
 
-def _bytes(token: str) -> bytes:
+def _bytes(token):
     """What a token of a completion says; `bytes:\\xc3` is a part of a character."""
     if token.startswith("bytes:"):
         return bytes.fromhex(token.removeprefix("bytes:").replace("\\x", ""))
@@ -138,16 +133,16 @@ def _bytes(token: str) -> bytes:
 class Listener(FleetOfMortals):
     """Notes what engines are given to read."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.prompts: list[str | list[int]] = []
 
-    def generate(self, asked: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
+    def generate(self, asked):
         self.prompts.append(asked.prompt)
         return super().generate(asked)
 
 
-def test_the_engine_reads_the_very_tokens_that_are_echoed(lawful: ServeSpecConfig) -> None:
+def test_the_engine_reads_the_very_tokens_that_are_echoed(lawful):
     fleet = Listener()
     body = {"prompt": ["é", "x"], "echo": True, "n": 2}
     ask(lawful, fleet, COMPLETIONS, {**body, "logprobs": 0})
@@ -157,7 +152,7 @@ def test_the_engine_reads_the_very_tokens_that_are_echoed(lawful: ServeSpecConfi
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_equal_prompts_alone_are_computed_once(lawful: ServeSpecConfig, stream: bool) -> None:
+def test_equal_prompts_alone_are_computed_once(lawful, stream):
     fleet = Listener()
     body = {"prompt": ["the", "x", "the"], "n": 2, "max_tokens": 0, "echo": True, "logprobs": 1}
     if stream:
@@ -175,7 +170,7 @@ def test_equal_prompts_alone_are_computed_once(lawful: ServeSpecConfig, stream: 
     assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (7, 0)
 
 
-def test_an_empty_prompt_is_refused_echoed_or_not(config: ServeSpecConfig) -> None:
+def test_an_empty_prompt_is_refused_echoed_or_not(config):
     write_text_files(config.model.path)  # its tokenizer would add a special token
     for body in ({"prompt": ""}, {"prompt": "", "echo": True, "logprobs": 1}):
         answer = ask(config, LoopFleet(FakeLoop()), COMPLETIONS, body)

@@ -25,14 +25,14 @@ EOS = 256
 EURO = [TokenLogprob(300, -0.5, 1), TokenLogprob(0xAC, -1.0, 2), TokenLogprob(0x61, -2.0, 3)]
 
 
-def token_bytes(token_id: int) -> TokenBytes:
+def token_bytes(token_id):
     """One byte per id; one special token; one token of two bytes that are no character."""
     if token_id == EOS:
         return TokenBytes(b"<eos>", is_special=True)
     return TokenBytes(b"\xe2\x82" if token_id == 300 else bytes([token_id]))
 
 
-def test_a_completion_shows_a_token_its_likelihood_its_rivals_and_its_place() -> None:
+def test_a_completion_shows_a_token_its_likelihood_its_rivals_and_its_place():
     entries = [
         TokenLogprob(0x61, -1.5, 2, ((0x62, -0.5), (0x61, -1.5))),
         TokenLogprob(0x63, -4.0, 9, ((0x62, -0.25),)),
@@ -45,7 +45,7 @@ def test_a_completion_shows_a_token_its_likelihood_its_rivals_and_its_place() ->
     }
 
 
-def test_a_chat_shows_bytes_and_exactly_the_rivals_asked_for() -> None:
+def test_a_chat_shows_bytes_and_exactly_the_rivals_asked_for():
     shown = chat_logprobs([TokenLogprob(0x61, -1.5, 2, ((0x62, -0.5),))], token_bytes)
     assert shown == {
         "content": [
@@ -60,7 +60,7 @@ def test_a_chat_shows_bytes_and_exactly_the_rivals_asked_for() -> None:
     }
 
 
-def test_parts_of_a_character_are_shown_as_bytes_and_begin_where_it_does() -> None:
+def test_parts_of_a_character_are_shown_as_bytes_and_begin_where_it_does():
     shown = completion_logprobs(EURO, token_bytes, TextOffsets())
     assert shown["tokens"] == ["bytes:\\xe2\\x82", "bytes:\\xac", "a"]
     assert shown["text_offset"] == [0, 0, 1]
@@ -69,7 +69,7 @@ def test_parts_of_a_character_are_shown_as_bytes_and_begin_where_it_does() -> No
     assert bytes(b for token in chat for b in token["bytes"] or []).decode() == "€a"
 
 
-def test_a_special_token_is_shown_by_name_and_takes_no_room_in_the_text() -> None:
+def test_a_special_token_is_shown_by_name_and_takes_no_room_in_the_text():
     entries = [TokenLogprob(EOS, -0.1, 1), TokenLogprob(0x61, -0.2, 1)]
     shown = completion_logprobs(entries, token_bytes, TextOffsets())
     assert (shown["tokens"], shown["text_offset"]) == (["<eos>", "a"], [0, 0])
@@ -90,9 +90,7 @@ def test_a_special_token_is_shown_by_name_and_takes_no_room_in_the_text() -> Non
     ],
     ids=str,
 )
-def test_tokens_of_a_prompt_are_found_in_its_text(
-    text: str, tokens: list[str], offsets: list[int]
-) -> None:
+def test_tokens_of_a_prompt_are_found_in_its_text(text, tokens, offsets):
     """Added tokens and spaces, special tokens that a client wrote, and texts that were changed."""
     places = EchoOffsets(text)
     spelled = [TokenBytes(token.encode(), token == "<eos>") for token in tokens]
@@ -100,7 +98,7 @@ def test_tokens_of_a_prompt_are_found_in_its_text(
 
 
 @given(st.binary(max_size=12))
-def test_broken_characters_of_a_prompt_do_not_move_what_follows(said: bytes) -> None:
+def test_broken_characters_of_a_prompt_do_not_move_what_follows(said):
     """Bytes that are none are shown as U+FFFD, one for several of them."""
     text = said.decode(errors="replace") + "end"
     places = EchoOffsets(text)
@@ -109,7 +107,7 @@ def test_broken_characters_of_a_prompt_do_not_move_what_follows(said: bytes) -> 
     assert offsets == sorted(offsets)
 
 
-def test_what_can_not_come_up_has_a_number_that_json_knows() -> None:
+def test_what_can_not_come_up_has_a_number_that_json_knows():
     entries = [TokenLogprob(0x61, -math.inf, 9, ())]
     for shown in (
         completion_logprobs(entries, token_bytes, TextOffsets()),
@@ -119,9 +117,7 @@ def test_what_can_not_come_up_has_a_number_that_json_knows() -> None:
 
 
 @given(st.text(max_size=20), st.lists(st.integers(0, 60), max_size=6))
-def test_a_stream_in_any_pieces_shows_what_the_whole_answer_shows(
-    text: str, cuts: list[int]
-) -> None:
+def test_a_stream_in_any_pieces_shows_what_the_whole_answer_shows(text, cuts):
     entries = [TokenLogprob(byte, -1.0, 1) for byte in text.encode()]
     whole = completion_logprobs(entries, token_bytes, TextOffsets())
     offsets, start = TextOffsets(), 0

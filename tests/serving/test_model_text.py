@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from transformers import PreTrainedTokenizerFast
 
 from serve_spec.config.engine import ModelConfig
 from serve_spec.core.errors import InvalidRequest
-from serve_spec.core.request import SamplingParams
 from serve_spec.engine.token_bytes import TokenBytes
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.serving.errors import ApiError
@@ -22,18 +20,16 @@ from tests.serving.texts import BOS, TEMPLATE, TURN, byte_tokenizer, write_text_
 USER = {"role": "user", "content": "hi"}
 
 
-def text_of(folder: Path, max_model_len: int | None = None) -> ModelText:
+def text_of(folder, max_model_len=None):
     return ModelText(ModelConfig(path=folder, max_model_len=max_model_len))
 
 
-def ask(
-    text: ModelText, *messages: dict[str, Any], **body: Any
-) -> tuple[list[int], SamplingParams]:
+def ask(text, *messages, **body):
     request = ChatRequest.model_validate({"messages": list(messages or [USER]), **body})
     return asyncio.run(text.conversation(request, request.sampling_params()))
 
 
-def test_a_conversation_has_the_ids_that_transformers_gives_it(tmp_path: Path) -> None:
+def test_a_conversation_has_the_ids_that_transformers_gives_it(tmp_path):
     template = TEMPLATE.replace("{{ message.role }}", "{{ message.role }}{{ message.name }}")
     text = text_of(write_text_files(tmp_path, template, max_position_embeddings=999))
     theirs = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), bos_token=BOS)
@@ -50,20 +46,20 @@ def test_a_conversation_has_the_ids_that_transformers_gives_it(tmp_path: Path) -
         assert ask(text, *chat)[0] == list(encoded)
 
 
-def test_without_a_template_the_tokenizer_adds_its_special_tokens(tmp_path: Path) -> None:
+def test_without_a_template_the_tokenizer_adds_its_special_tokens(tmp_path):
     text = text_of(write_text_files(tmp_path))
     token_ids, _ = ask(text, {"role": "system", "content": "a"}, {"role": "user", "content": "b"})
     assert token_ids == byte_tokenizer().encode("a\nb").ids
 
 
-def test_an_open_message_is_gone_on_with(tmp_path: Path) -> None:
+def test_an_open_message_is_gone_on_with(tmp_path):
     text = text_of(write_text_files(tmp_path, TEMPLATE))
     answer = {"role": "assistant", "content": "I"}
     token_ids, _ = ask(text, USER, answer, continue_final_message=True)
     assert byte_tokenizer().decode(token_ids).endswith("assistant: I")
 
 
-def test_variables_reach_the_template_but_not_its_own(tmp_path: Path) -> None:
+def test_variables_reach_the_template_but_not_its_own(tmp_path):
     text = text_of(write_text_files(tmp_path, "{{ level }}{{ messages | length }}"))
     token_ids, _ = ask(text, chat_template_kwargs={"level": TURN})
     assert byte_tokenizer().token_to_id(TURN) not in token_ids
@@ -74,9 +70,7 @@ def test_variables_reach_the_template_but_not_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("configured", "room"), [(None, 64), (20, 20)])
-def test_the_answer_may_fill_the_context_unless_told_otherwise(
-    tmp_path: Path, configured: int | None, room: int
-) -> None:
+def test_the_answer_may_fill_the_context_unless_told_otherwise(tmp_path, configured, room):
     text = text_of(write_text_files(tmp_path), configured)
     token_ids, params = ask(text)
     assert len(token_ids) + params.max_tokens == room
@@ -93,8 +87,8 @@ def test_the_answer_may_fill_the_context_unless_told_otherwise(
     ],
 )
 def test_what_does_not_fit_is_refused_by_the_field_that_asks_for_it(
-    tmp_path: Path, content: str, body: dict[str, Any], field: str, too_long: bool
-) -> None:
+    tmp_path, content, body, field, too_long
+):
     text = text_of(write_text_files(tmp_path))
     with pytest.raises(InvalidRequest) as caught:
         ask(text, {"role": "user", "content": content}, **body)
@@ -108,18 +102,14 @@ def test_what_does_not_fit_is_refused_by_the_field_that_asks_for_it(
         ("{{ raise_exception('no system, please') }}", "no system, please"),
     ],
 )
-def test_what_a_template_does_not_render_is_a_refusal_of_the_messages(
-    tmp_path: Path, template: str, why: str
-) -> None:
+def test_what_a_template_does_not_render_is_a_refusal_of_the_messages(tmp_path, template, why):
     text = text_of(write_text_files(tmp_path, template))
     with pytest.raises(InvalidRequest, match=why) as caught:
         ask(text)
     assert caught.value.field == "messages"
 
 
-def test_prompts_become_texts_or_the_engines_tokens_and_are_left_alone_where_they_are(
-    tmp_path: Path,
-) -> None:
+def test_prompts_become_texts_or_the_engines_tokens_and_are_left_alone_where_they_are(tmp_path):
     text = text_of(write_text_files(tmp_path))
     ids = byte_tokenizer().encode("é b").ids
     assert asyncio.run(text.texts(["a", ids])) == ["a", "é b"]
@@ -127,20 +117,20 @@ def test_prompts_become_texts_or_the_engines_tokens_and_are_left_alone_where_the
     assert Tokenizer(tmp_path).encode("é b") == ids
 
 
-def test_an_empty_prompt_has_no_tokens_for_which_the_engine_would_take_it(tmp_path: Path) -> None:
+def test_an_empty_prompt_has_no_tokens_for_which_the_engine_would_take_it(tmp_path):
     text = text_of(write_text_files(tmp_path))
     assert byte_tokenizer().encode("").ids
     assert asyncio.run(text.token_ids([""])) == [[]]
 
 
-def test_tokens_are_spelled_as_the_tokenizer_does(tmp_path: Path) -> None:
+def test_tokens_are_spelled_as_the_tokenizer_does(tmp_path):
     token_bytes = asyncio.run(text_of(write_text_files(tmp_path)).token_bytes())
     bos, *rest = byte_tokenizer().encode("é").ids
     assert token_bytes(bos) == TokenBytes(BOS.encode(), is_special=True)
     assert b"".join(token_bytes(token).data for token in rest) == "é".encode()
 
 
-def test_files_are_asked_for_when_they_are_needed_and_missing_ones_named(tmp_path: Path) -> None:
+def test_files_are_asked_for_when_they_are_needed_and_missing_ones_named(tmp_path):
     text = text_of(tmp_path)
     assert asyncio.run(text.texts(["a"])) == ["a"]
     with pytest.raises(ApiError, match=r"tokenizer\.json") as caught:

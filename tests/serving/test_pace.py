@@ -1,7 +1,5 @@
 """A fleet reports no more than its actor can bear, and no less than it must."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,11 +13,11 @@ BATCH = 40
 class Process:
     """Uses so many CPU seconds for a report."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.used_s = 3.0
         self.pace = ReportPace(lambda: self.used_s, longest_s=LONGEST_S)
 
-    def take(self, num_reports: int, cost_s: float) -> None:
+    def take(self, num_reports, cost_s):
         for _ in range(num_reports // BATCH):
             self.used_s += BATCH * cost_s
             self.pace.count(BATCH)
@@ -27,8 +25,8 @@ class Process:
 
 @given(st.floats(50e-6, 5e-3), st.integers(1, 100_000))
 def test_what_reports_cost_stays_within_a_core_unless_replicas_would_seem_silent(
-    cost_s: float, num_replicas: int
-) -> None:
+    cost_s, num_replicas
+):
     process = Process()
     process.take(20_000, cost_s)
     interval_s = process.pace.interval_s(num_replicas)
@@ -37,11 +35,11 @@ def test_what_reports_cost_stays_within_a_core_unless_replicas_would_seem_silent
     assert interval_s == LONGEST_S or cores == pytest.approx(0.6, rel=0.05)
 
 
-def test_a_fleet_of_ordinary_size_reports_as_it_likes() -> None:
+def test_a_fleet_of_ordinary_size_reports_as_it_likes():
     assert Process().pace.interval_s(100) < 0.1
 
 
-def test_a_machine_that_others_burden_asks_for_fewer_and_later_for_more_again() -> None:
+def test_a_machine_that_others_burden_asks_for_fewer_and_later_for_more_again():
     process = Process()
     process.take(20_000, 200e-6)
     calm = process.pace.interval_s(5000)

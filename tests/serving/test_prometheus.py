@@ -1,7 +1,5 @@
 """Several nodes' metrics as one text that Prometheus accepts."""
 
-from __future__ import annotations
-
 from serve_spec.serving.ray_metrics import ours
 
 NODE = """\
@@ -18,7 +16,7 @@ ray_serve_spec_step_ms_count{{node="{node}"}} 2.0
 """
 
 
-def test_each_metric_is_declared_once_and_its_samples_stand_together() -> None:
+def test_each_metric_is_declared_once_and_its_samples_stand_together():
     lines = ours([NODE.format(node="a"), NODE.format(node="b")]).splitlines()
     assert lines == [
         "# HELP ray_serve_spec_rounds_total Rounds.",
@@ -34,7 +32,7 @@ def test_each_metric_is_declared_once_and_its_samples_stand_together() -> None:
     ]
 
 
-def test_a_node_without_an_answer_takes_nothing_from_the_others() -> None:
+def test_a_node_without_an_answer_takes_nothing_from_the_others():
     alone = ours([NODE.format(node="a")])
     assert ours(["", NODE.format(node="a")]) == alone
     assert ours([]) == ""

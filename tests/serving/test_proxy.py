@@ -1,11 +1,7 @@
 """Connections that send too slowly end; others do not notice."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -26,11 +22,11 @@ LENGTH = (b"content-length", b"6")
 GET = b"GET /health HTTP/1.1\r\nhost: x\r\n"
 
 
-async def exchange(port: int, *parts: bytes, gap_s: float = 0.3) -> bytes:
+async def exchange(port, *parts, gap_s=0.3):
     """Send the parts one by one, and return what comes back until the server closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
 
-    async def send() -> None:
+    async def send():
         for part in parts:
             writer.write(part)
             await writer.drain()
@@ -48,13 +44,13 @@ async def exchange(port: int, *parts: bytes, gap_s: float = 0.3) -> bytes:
         writer.close()
 
 
-def trickle(data: bytes) -> list[bytes]:
+def trickle(data):
     """Return the bytes one by one: many seconds' worth at a gap of 0.3 s."""
     assert len(data) * 0.3 > SOON_S / 2
     return [data[i : i + 1] for i in range(len(data))]
 
 
-async def app(scope: Any, receive: Any, send: Any) -> None:
+async def app(scope, receive, send):
     """Read the body, think for longer than the limit on headers, answer."""
     while (await receive()).get("more_body"):
         pass
@@ -64,7 +60,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 
 
 @pytest.fixture(scope="module", params=[HttpToolsProtocol, H11Protocol])
-def port(request: pytest.FixtureRequest) -> Iterator[int]:
+def port(request):
     limited = proxy.limited(request.param, LIMIT_S)
     with listening(app, http=limited, timeout_keep_alive=3) as port:
         yield port
@@ -75,11 +71,11 @@ def port(request: pytest.FixtureRequest) -> Iterator[int]:
     [[], [b"G"], [GET], trickle(GET * 9)],
     ids=["nothing", "one byte", "most of it", "byte by byte"],
 )
-def test_a_connection_without_whole_headers_is_closed(port: int, parts: list[bytes]) -> None:
+def test_a_connection_without_whole_headers_is_closed(port, parts):
     assert asyncio.run(exchange(port, *parts)) == b""
 
 
-async def test_the_headers_of_a_second_request_are_limited_from_their_first_byte(port: int) -> None:
+async def test_the_headers_of_a_second_request_are_limited_from_their_first_byte(port):
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(GET + b"\r\n")
     first = await reader.readuntil(b"answer")
@@ -92,14 +88,14 @@ async def test_the_headers_of_a_second_request_are_limited_from_their_first_byte
     assert rest == b""
 
 
-def test_a_request_with_whole_headers_takes_as_long_as_it_takes(port: int) -> None:
+def test_a_request_with_whole_headers_takes_as_long_as_it_takes(port):
     """Its body and its answer both take longer than its headers may."""
     body = [b"x"] * 5
     head = HEAD % len(body) + b"connection: close\r\n\r\n"
     assert asyncio.run(exchange(port, head, *body)).endswith(b"answer")
 
 
-def test_the_limit_comes_from_the_environment_of_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_comes_from_the_environment_of_the_proxy(monkeypatch):
     assert proxy.header_timeout_s() == 30
     monkeypatch.setenv(proxy.HEADER_TIMEOUT_VARIABLE, "2.5")
     assert proxy.header_timeout_s() == 2.5
@@ -109,9 +105,7 @@ def test_the_limit_comes_from_the_environment_of_the_proxy(monkeypatch: pytest.M
             proxy.header_timeout_s()
 
 
-def test_a_cluster_without_the_callback_is_warned_about(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_cluster_without_the_callback_is_warned_about(monkeypatch, caplog):
     from serve_spec.serving.ingress import Router
 
     monkeypatch.delenv(proxy.CALLBACK_VARIABLE, raising=False)

@@ -1,13 +1,9 @@
 """A replica's ranks are Ray's actors: one placement group each, one fate, and nothing left over."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import httpx
 import pytest
@@ -25,7 +21,7 @@ LONG = 600
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def settings(tmp_path_factory):
     """A random pair in float32, on one rank."""
     settings = fleet_settings(tmp_path_factory.mktemp("pair"))
     settings["model"] |= {"dtype": "float32", "device": "cpu"}
@@ -34,7 +30,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def texts(settings: dict[str, Any]) -> list[str]:
+def texts(settings):
     """What one rank says, without Ray."""
     llm = LLM({**settings, "replica": {}})
     params = [SamplingParams(**params_of(i)) for i in range(NUM_STREAMS)]
@@ -44,7 +40,7 @@ def texts(settings: dict[str, Any]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def url(settings: dict[str, Any]) -> Iterator[str]:
+def url(settings):
     """Two replicas of two ranks each."""
     replica = {
         "num_replicas": 2,
@@ -64,7 +60,7 @@ def url(settings: dict[str, Any]) -> Iterator[str]:
         yield url
 
 
-def params_of(index: int) -> dict[str, Any]:
+def params_of(index):
     """Every other one is drawn, the others are greedy."""
     return {
         "max_tokens": LONG,
@@ -74,16 +70,14 @@ def params_of(index: int) -> dict[str, Any]:
     }
 
 
-def groups() -> list[dict[str, Any]]:
+def groups():
     """Placement groups that hold something."""
     from ray.util import placement_group_table
 
     return [g for g in placement_group_table().values() if g["state"] == "CREATED"]
 
 
-def test_every_replica_has_a_placement_group_of_one_node_with_a_bundle_for_each_rank(
-    url: str,
-) -> None:
+def test_every_replica_has_a_placement_group_of_one_node_with_a_bundle_for_each_rank(url):
     import ray
 
     assert ray.available_resources().get("GPU", 0) == 0
@@ -95,12 +89,10 @@ def test_every_replica_has_a_placement_group_of_one_node_with_a_bundle_for_each_
 
 
 @pytest.mark.parametrize("actor", ["_Follower", "Engine"])
-def test_a_killed_rank_costs_no_token_and_its_replica_comes_back(
-    url: str, texts: list[str], actor: str
-) -> None:
+def test_a_killed_rank_costs_no_token_and_its_replica_comes_back(url, texts, actor):
     before = actor_pids(actor)
 
-    async def scenario() -> list[Stream]:
+    async def scenario():
         streams = [Stream() for _ in PROMPTS]
         async with client_of(url) as client:
             running = [
@@ -119,7 +111,7 @@ def test_a_killed_rank_costs_no_token_and_its_replica_comes_back(
     assert len(groups()) == 2
 
 
-def test_nothing_of_a_replica_outlives_it(url: str) -> None:
+def test_nothing_of_a_replica_outlives_it(url):
     from ray import serve
 
     serve.delete("ranks")
@@ -157,13 +149,8 @@ ON_CPUS = {
     ],
 )
 def test_ranks_share_what_a_replica_reserves_and_go_where_the_configuration_says(
-    settings: dict[str, Any],
-    num_ranks: int,
-    num_cpus: int,
-    num_gpus: int,
-    strategy: str,
-    placement: dict[str, Any],
-) -> None:
+    settings, num_ranks, num_cpus, num_gpus, strategy, placement
+):
     config = ServeSpecConfig.load(
         settings,
         tensor_parallel_size=num_ranks,
@@ -183,8 +170,8 @@ def test_ranks_share_what_a_replica_reserves_and_go_where_the_configuration_says
     ],
 )
 def test_what_ranks_can_not_share_is_refused_before_anything_starts(
-    settings: dict[str, Any], num_ranks: int, reserved: dict[str, float], named: str
-) -> None:
+    settings, num_ranks, reserved, named
+):
     config = {**settings, "model": {**settings["model"], "tensor_parallel_size": num_ranks}}
     with pytest.raises(ConfigError, match=named):
         build_app({"config": config, **reserved})

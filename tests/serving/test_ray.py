@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ QUICK = {
 WITHIN_S = 120
 
 
-def growing() -> dict[str, Any]:
+def growing():
     """Engines that scale as the shipped file's, but for a small and hasty fleet."""
     (app,) = read_deployment(ROOT / "deploy/four-replicas.yaml")["applications"]
     (engines,) = (d for d in app["deployments"] if d["name"] == "EngineReplica")
@@ -48,12 +47,12 @@ def growing() -> dict[str, Any]:
     return {"name": "EngineReplica", "num_replicas": "auto", "autoscaling_config": scaling}
 
 
-def is_up(url: str) -> bool:
+def is_up(url):
     return httpx.get(f"{url}/health", timeout=60).status_code == 200
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(tmp_path_factory):
     """An application of one replica, and another one below /other that grows."""
     model = tmp_path_factory.mktemp("models") / "fake"
     write_text_files(model, tokenizer=word_tokenizer())
@@ -90,24 +89,24 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def client(url: str) -> Iterator[httpx.Client]:
+def client(url):
     with httpx.Client(base_url=url, timeout=60) as client:
         yield client
 
 
 @pytest.fixture
-def api(url: str) -> Iterator[openai.OpenAI]:
+def api(url):
     """The official client."""
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
-def info(client: httpx.Client) -> dict[str, Any]:
+def info(client):
     answer: dict[str, Any] = client.get("/server_info").raise_for_status().json()
     return answer
 
 
-def idle(info: dict[str, Any]) -> bool:
+def idle(info):
     """Nothing in flight, nothing queued, every page free, as the replica itself reports."""
     states = info["internal_states"]
     return (
@@ -117,7 +116,7 @@ def idle(info: dict[str, Any]) -> bool:
     )
 
 
-def test_the_official_client_streams_with_usage(api: openai.OpenAI) -> None:
+def test_the_official_client_streams_with_usage(api):
     chunks = list(
         api.completions.create(
             model="fake",
@@ -131,14 +130,14 @@ def test_the_official_client_streams_with_usage(api: openai.OpenAI) -> None:
     assert chunks[-1].usage.total_tokens == 5
 
 
-def test_a_list_of_prompts_travels_as_one_submission(client: httpx.Client) -> None:
+def test_a_list_of_prompts_travels_as_one_submission(client):
     body = {"prompt": ["p0", "p1", "p2", "p3"], "max_tokens": 3}
     answer = client.post(COMPLETIONS, json=body).raise_for_status().json()
     assert [choice["text"] for choice in answer["choices"]] == [f"p{i} " * 3 for i in range(4)]
     assert info(client)["router"]["submission_size"] == 4
 
 
-def test_the_official_client_understands_our_errors(api: openai.OpenAI) -> None:
+def test_the_official_client_understands_our_errors(api):
     with pytest.raises(openai.BadRequestError) as bad:
         api.completions.create(model="fake", prompt="a", suffix="b")
     assert bad.value.param == "suffix"
@@ -152,30 +151,28 @@ def test_the_official_client_understands_our_errors(api: openai.OpenAI) -> None:
         api.completions.create(model="fake", prompt="fail")
 
 
-def test_the_official_client_raises_when_a_stream_breaks_off(api: openai.OpenAI) -> None:
+def test_the_official_client_raises_when_a_stream_breaks_off(api):
     stream = api.completions.create(model="fake", prompt="break", max_tokens=9, stream=True)
     assert next(stream).choices[0].text == "break break "
     with pytest.raises(openai.APIError, match="boom"):
         list(stream)
 
 
-def test_the_request_id_is_passed_through_or_made_and_sent_once(client: httpx.Client) -> None:
+def test_the_request_id_is_passed_through_or_made_and_sent_once(client):
     sent = client.get("/v1/models", headers={"x-request-id": "mine"})
     assert sent.headers.get_list("x-request-id") == ["mine"]
     (made,) = client.post(COMPLETIONS, json={"prompt": "a"}).headers.get_list("x-request-id")
     assert made
 
 
-def test_a_request_id_that_is_not_utf8_is_answered(client: httpx.Client) -> None:
+def test_a_request_id_that_is_not_utf8_is_answered(client):
     headers = {b"x-request-id": b"caf\xe9"}
     answer = client.post(COMPLETIONS, json={"prompt": "a b", "max_tokens": 4}, headers=headers)
     assert answer.status_code == 200
     assert (b"x-request-id", "café".encode()) in answer.headers.raw
 
 
-def test_a_stream_begins_at_once_and_a_client_that_leaves_it_frees_its_pages(
-    client: httpx.Client,
-) -> None:
+def test_a_stream_begins_at_once_and_a_client_that_leaves_it_frees_its_pages(client):
     with client.stream("POST", COMPLETIONS, json=HOLD) as stream:
         lines = stream.iter_lines()  # kept: httpx closes the stream with its iterator
         first = next(lines)
@@ -185,13 +182,13 @@ def test_a_stream_begins_at_once_and_a_client_that_leaves_it_frees_its_pages(
     eventually(lambda: info(client), idle)
 
 
-def test_a_client_that_leaves_without_an_answer_frees_its_pages(client: httpx.Client) -> None:
+def test_a_client_that_leaves_without_an_answer_frees_its_pages(client):
     with pytest.raises(httpx.ReadTimeout):
         client.post(COMPLETIONS, json=HOLD | {"stream": False}, timeout=0.5)
     eventually(lambda: info(client), idle)
 
 
-async def test_a_burst_that_fits_is_served_in_full(client: httpx.Client) -> None:
+async def test_a_burst_that_fits_is_served_in_full(client):
     async with httpx.AsyncClient(base_url=client.base_url, timeout=60) as crowd:
         answers = await asyncio.gather(
             *(
@@ -204,8 +201,8 @@ async def test_a_burst_that_fits_is_served_in_full(client: httpx.Client) -> None
     assert texts == [f"p{i} " * 4 for i in range(MAX_ONGOING + MAX_QUEUED)]
 
 
-def test_another_application_on_the_cluster_is_another_fleet(client: httpx.Client) -> None:
-    def replicas(path: str) -> set[str]:
+def test_another_application_on_the_cluster_is_another_fleet(client):
+    def replicas(path):
         states = client.get(path).raise_for_status().json()["internal_states"]
         return {state["replica"] for state in states}
 
@@ -214,7 +211,7 @@ def test_another_application_on_the_cluster_is_another_fleet(client: httpx.Clien
     assert ours != other
 
 
-def test_a_request_that_kills_its_replica_is_resumed_once(client: httpx.Client) -> None:
+def test_a_request_that_kills_its_replica_is_resumed_once(client):
     answer = client.post(COMPLETIONS, json={"prompt": "poison now", "max_tokens": 9})
     assert answer.status_code == 500
     assert answer.json()["error"]["code"] == "replicas_lost"
@@ -224,7 +221,7 @@ def test_a_request_that_kills_its_replica_is_resumed_once(client: httpx.Client) 
     eventually(lambda: info(client), idle)
 
 
-def test_all_choices_outlive_their_replica(client: httpx.Client) -> None:
+def test_all_choices_outlive_their_replica(client):
     body = {"prompt": ["die now", "die too"], "max_tokens": 5, "n": 2}
     answer = client.post(COMPLETIONS, json=body).json()
     texts = [choice["text"] for choice in answer["choices"]]
@@ -233,7 +230,7 @@ def test_all_choices_outlive_their_replica(client: httpx.Client) -> None:
     eventually(lambda: info(client), idle)
 
 
-def exported() -> str:
+def exported():
     import ray
 
     (node,) = ray.nodes()
@@ -241,7 +238,7 @@ def exported() -> str:
     return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=10).text
 
 
-def test_every_metric_reaches_prometheus_under_the_names_we_say(url: str) -> None:
+def test_every_metric_reaches_prometheus_under_the_names_we_say(url):
     answer = httpx.post(url + COMPLETIONS, json={"prompt": "a b", "max_tokens": 6})
     assert answer.status_code == 200
     wanted = {
@@ -251,7 +248,7 @@ def test_every_metric_reaches_prometheus_under_the_names_we_say(url: str) -> Non
         for name in exported_names(metric)
     }
 
-    def missing() -> set[str]:
+    def missing():
         text = exported()
         return {name for name in wanted if not re.search(rf"^{name}{{", text, re.MULTILINE)}
 
@@ -270,7 +267,7 @@ def test_every_metric_reaches_prometheus_under_the_names_we_say(url: str) -> Non
     assert re.search(r'first_tokens_total{[^}]*measured_at="router"[^}]*} [1-9]', text)
 
 
-def test_the_page_and_its_figures_come_through_serve(url: str) -> None:
+def test_the_page_and_its_figures_come_through_serve(url):
     assert "<title>serve_spec</title>" in httpx.get(url + "/").text
     status = eventually(
         lambda: httpx.get(url + "/status.json").json(), lambda s: bool(s["replicas"])
@@ -279,10 +276,8 @@ def test_the_page_and_its_figures_come_through_serve(url: str) -> None:
     assert Path(httpx.get(url + "/static/status.js").url.path).name == "status.js"
 
 
-def test_replicas_come_and_go_with_the_requests_and_start_from_what_the_fleet_knows(
-    client: httpx.Client,
-) -> None:
-    def started_from() -> list[Any]:
+def test_replicas_come_and_go_with_the_requests_and_start_from_what_the_fleet_knows(client):
+    def started_from():
         states = client.get("/other/server_info").json()["internal_states"]
         return [state["started_from"] for state in states if not state["stale"]]
 
@@ -298,11 +293,11 @@ def test_replicas_come_and_go_with_the_requests_and_start_from_what_the_fleet_kn
     eventually(lambda: len(started_from()), lambda number: number == 1, WITHIN_S)
 
 
-def test_of_an_application_that_is_taken_down_nothing_is_left(url: str) -> None:
+def test_of_an_application_that_is_taken_down_nothing_is_left(url):
     from ray import serve
     from ray.util import list_named_actors
 
-    def left() -> list[Any]:
+    def left():
         actors = list_named_actors(all_namespaces=True)
         return [a for a in actors if a["namespace"] == "other" or "other#" in a["name"]]
 

@@ -34,16 +34,16 @@ ROUND = verified_round([1], batch_size=1, num_steps=2, times=StepTimes(1.0, 2.0,
 class Recorder(RayMetrics):
     """Keeps what would be exported."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(METRICS, dict.fromkeys(LABELS, "0"))
         self.seen: list[Reading] = []
 
-    def record(self, reading: Reading) -> None:
+    def record(self, reading):
         super().record(reading)
         self.seen.append(reading)
 
 
-def test_rounds_are_exported_once_and_only_when_flushed() -> None:
+def test_rounds_are_exported_once_and_only_when_flushed():
     metrics = Recorder()
     sink = RoundSink(metrics)
     sink.observe(ROUND)
@@ -58,7 +58,7 @@ def test_rounds_are_exported_once_and_only_when_flushed() -> None:
     assert not metrics.seen
 
 
-def test_a_sink_that_nobody_flushes_takes_no_more_memory() -> None:
+def test_a_sink_that_nobody_flushes_takes_no_more_memory():
     metrics = Recorder()
     sink = RoundSink(metrics)
     for _ in range(20_000):
@@ -79,8 +79,8 @@ readings = st.one_of(
 
 
 @given(st.lists(readings, max_size=40))
-def test_merging_keeps_sums_newest_values_and_every_observation(found: list[Reading]) -> None:
-    def facts(some: list[Reading]) -> tuple[Counter[str], list[float], list[float]]:
+def test_merging_keeps_sums_newest_values_and_every_observation(found):
+    def facts(some):
         counts: Counter[str] = Counter()
         for reading in some:
             if reading.metric == ROUNDS:
@@ -91,7 +91,7 @@ def test_merging_keeps_sums_newest_values_and_every_observation(found: list[Read
     assert facts(merged(found)) == facts(found)
 
 
-def test_an_old_reason_is_set_back_when_a_new_one_comes() -> None:
+def test_an_old_reason_is_set_back_when_a_new_one_comes():
     state = StateReadings()
     state.of({"last_reason": "gain"})
     found = {
@@ -103,13 +103,11 @@ def test_an_old_reason_is_set_back_when_a_new_one_comes() -> None:
 
 
 @pytest.mark.parametrize(("told", "shown"), [(None, 0.0), (2.5, 1.0), ([0.9, 0.5], 1.0)])
-def test_forced_acceptance_is_a_gauge_beside_the_figures_it_spoils(
-    told: object, shown: float
-) -> None:
+def test_forced_acceptance_is_a_gauge_beside_the_figures_it_spoils(told, shown):
     found = StateReadings().of({"synthetic_acceptance": told})
     assert found == [Reading(FORCED_ACCEPTANCE, shown)]
 
 
 @pytest.mark.parametrize("odd", [{}, {"slot": None, "last_reason": None}, {"slot": "all"}], ids=str)
-def test_a_snapshot_that_says_nothing_exports_nothing(odd: dict[str, object]) -> None:
+def test_a_snapshot_that_says_nothing_exports_nothing(odd):
     assert StateReadings().of(odd) == []

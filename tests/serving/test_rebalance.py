@@ -1,15 +1,11 @@
 """Requests move from where they wait to where there is room, and no others do."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from serve_spec.serving.routing import requests_to_move
 
 
-def state(running: int, waiting: int = 0, decoding: int | None = None, **more: Any) -> Any:
+def state(running, waiting=0, decoding=None, **more):
     decoding = running if decoding is None else decoding
     return {"num_running": running, "num_waiting": waiting, "batch_size": decoding, **more}
 
@@ -45,10 +41,10 @@ SHORT = {"kv": {"free_pages": 1, "total_pages": 100}}
         "another router's wait, too",
     ],
 )
-def test_waiting_requests_move_to_free_places(busy: Any, idle: Any, moved: list[str]) -> None:
+def test_waiting_requests_move_to_free_places(busy, idle, moved):
     stats = {"busy": busy, "idle": idle}
     assert requests_to_move({"busy": WAITING}, stats, num_slots=8) == moved
 
 
-def test_nothing_moves_from_a_replica_that_does_not_answer() -> None:
+def test_nothing_moves_from_a_replica_that_does_not_answer():
     assert requests_to_move({"busy": WAITING}, {"idle": state(0)}, num_slots=8) == []

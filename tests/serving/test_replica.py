@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,11 +16,9 @@ from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.core.request import FinishReason, TokenDelta
 from serve_spec.serving import replica as module
 from serve_spec.serving.autoscaling import NUM_REQUESTS
-from serve_spec.serving.errors import ApiError
 from serve_spec.serving.messages import (
     Accepted,
     Failed,
-    ReplicaMessage,
     encode_router_message,
     is_last,
 )
@@ -39,22 +37,22 @@ class DeafStats:
     reports = 0
     known: ClassVar[list[float] | None] = None
 
-    def __init__(self, config: object, app_name: str) -> None:
+    def __init__(self, config, app_name):
         self.forgotten: list[str] = []
 
-    async def report(self, name: str, snapshot: dict[str, Any]) -> None:
+    async def report(self, name, snapshot):
         DeafStats.reports += 1
         raise StatsUnavailable("gone")
 
-    def prior(self, pair: str, max_steps: int) -> list[float] | None:
+    def prior(self, pair, max_steps):
         return DeafStats.known
 
-    def forget(self, name: str) -> None:
+    def forget(self, name):
         self.forgotten.append(name)
 
 
 @pytest.fixture
-def start(config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch) -> Start:
+def start(config, monkeypatch):
     """Starts a replica with a fake engine in the event loop that runs."""
     context = SimpleNamespace(
         replica_id=SimpleNamespace(unique_id="r1"),
@@ -66,7 +64,7 @@ def start(config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch) -> Start:
     monkeypatch.setattr(module, "StatsClient", DeafStats)
     config = ServeSpecConfig.load(config, push_interval_s=0.001, routing_stats_period_s=0.001)
 
-    def start_one() -> tuple[EngineReplica, FakeLoop]:
+    def start_one():
         replica = EngineReplica(config, "tests.serving.fake_engine:FakeLoop")
         return replica, replica._loop
 
@@ -76,23 +74,23 @@ def start(config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch) -> Start:
 class Router:
     """A router that has called a replica, and what it hears of its requests."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.connections = ReplicaConnections("router", "127.0.0.1", self, max_quiet_checks=1)
         self.said: dict[str, list[Any]] = {}
         self.num_load_reports = 0
         self.is_lost = asyncio.Event()
         self._heard = asyncio.Event()
 
-    def receive(self, replica: str, message: ReplicaMessage) -> None:
+    def receive(self, replica, message):
         self.num_load_reports += not message.items
         for request_id, item in message.items:
             self.said.setdefault(request_id, []).append(item)
         self._heard.set()
 
-    def fail_replica(self, replica: str, error: ApiError) -> None:
+    def fail_replica(self, replica, error):
         self.is_lost.set()
 
-    async def ask(self, *prompts: str, **params: Any) -> None:
+    async def ask(self, *prompts, **params):
         """Send requests r0, r1, ... in one message."""
         while not self.connections.usable():
             await self.connections.changed(1.0)
@@ -102,17 +100,17 @@ class Router:
         ]
         self.connections.send("r1", encode_router_message(requests))
 
-    async def until(self, condition: Callable[[], object]) -> None:
+    async def until(self, condition):
         while not condition():
             self._heard.clear()
             await self._heard.wait()
 
-    def has_ended(self, *names: str) -> bool:
+    def has_ended(self, *names):
         return all(name in self.said and is_last(self.said[name][-1]) for name in names)
 
 
 @asynccontextmanager
-async def called(replica: EngineReplica) -> AsyncIterator[Router]:
+async def called(replica):
     router = Router()
     serving = asyncio.create_task(router.connections.serve())
     await replica.connect(router.connections.address)
@@ -124,7 +122,7 @@ async def called(replica: EngineReplica) -> AsyncIterator[Router]:
         await asyncio.sleep(0.001)
 
 
-async def items(replica: EngineReplica, prompt: str, **params: Any) -> list[Any]:
+async def items(replica, prompt, **params):
     async with called(replica) as router:
         await router.ask(prompt, **params)
         await router.until(lambda: router.has_ended("r0"))
@@ -133,9 +131,7 @@ async def items(replica: EngineReplica, prompt: str, **params: Any) -> list[Any]
     return router.said["r0"]
 
 
-async def test_a_replica_without_an_engine_ends_and_lets_its_requests_go(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_replica_without_an_engine_ends_and_lets_its_requests_go(start, monkeypatch):
     monkeypatch.setattr(module, "_LAST_ITEMS_S", 0.0)
     has_ended = asyncio.Event()
     monkeypatch.setattr(module, "_end_process", has_ended.set)
@@ -149,7 +145,7 @@ async def test_a_replica_without_an_engine_ends_and_lets_its_requests_go(
         await has_ended.wait()
 
 
-async def test_refusals_and_failures_are_values_and_end_the_request(start: Start) -> None:
+async def test_refusals_and_failures_are_values_and_end_the_request(start):
     replica, loop = start()
     (refused,) = await items(replica, "a " * 100)
     assert refused.error.too_long
@@ -162,7 +158,7 @@ async def test_refusals_and_failures_are_values_and_end_the_request(start: Start
     assert not loop.streams
 
 
-async def test_requests_count_while_they_run_and_end_with_their_router(start: Start) -> None:
+async def test_requests_count_while_they_run_and_end_with_their_router(start):
     replica, loop = start()
     async with called(replica) as router:
         await router.ask("hold on", "hold it", max_tokens=9)
@@ -174,7 +170,7 @@ async def test_requests_count_while_they_run_and_end_with_their_router(start: St
     assert replica.record_routing_stats()["rows"] == {}
 
 
-async def test_requests_of_one_message_answer_side_by_side_and_end_alone(start: Start) -> None:
+async def test_requests_of_one_message_answer_side_by_side_and_end_alone(start):
     replica, loop = start()
     async with called(replica) as router:
         await router.ask("a b c", "hold on", "full", "x", max_tokens=5)
@@ -195,7 +191,7 @@ async def test_requests_of_one_message_answer_side_by_side_and_end_alone(start: 
     assert not loop.streams
 
 
-async def test_before_a_replica_ends_it_lets_its_requests_finish(start: Start) -> None:
+async def test_before_a_replica_ends_it_lets_its_requests_finish(start):
     replica, loop = start()
     async with called(replica) as router:
         await router.ask("hold on", max_tokens=9)
@@ -213,9 +209,7 @@ async def test_before_a_replica_ends_it_lets_its_requests_finish(start: Start) -
     assert replica.__del__() is None, "once is enough"
 
 
-async def test_a_wrong_user_config_is_refused_at_the_start_and_changes_nothing_later(
-    start: Start,
-) -> None:
+async def test_a_wrong_user_config_is_refused_at_the_start_and_changes_nothing_later(start):
     replica, loop = start()
     with pytest.raises(ConfigError, match="typo: unknown key"):
         await replica.reconfigure({"typo": True})
@@ -230,7 +224,7 @@ async def test_a_wrong_user_config_is_refused_at_the_start_and_changes_nothing_l
     assert (await replica.snapshot())["refused_user_config"] is None
 
 
-async def test_a_lost_stats_actor_stops_neither_reports_nor_requests(start: Start) -> None:
+async def test_a_lost_stats_actor_stops_neither_reports_nor_requests(start):
     replica, _ = start()
     before = DeafStats.reports
     while DeafStats.reports < before + 3:
@@ -238,7 +232,7 @@ async def test_a_lost_stats_actor_stops_neither_reports_nor_requests(start: Star
     assert len(await items(replica, "a", max_tokens=2)) == 2
 
 
-async def test_routing_stats_and_snapshot_are_plain_data(start: Start) -> None:
+async def test_routing_stats_and_snapshot_are_plain_data(start):
     replica, _ = start()
     assert (await replica.snapshot())["replica"] == "r1"
     stats = replica.record_routing_stats()
@@ -253,8 +247,8 @@ async def test_routing_stats_and_snapshot_are_plain_data(start: Start) -> None:
 
 @pytest.mark.parametrize("known", [[0.8, 0.7], None])
 async def test_a_new_replica_starts_from_what_the_fleet_knows_if_anything(
-    start: Start, monkeypatch: pytest.MonkeyPatch, known: list[float] | None
-) -> None:
+    start, monkeypatch, known
+):
     monkeypatch.setattr(PolicySettings, "max_depth", 2)
     monkeypatch.setattr(DeafStats, "known", known)
     replica, loop = start()

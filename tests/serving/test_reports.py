@@ -7,7 +7,7 @@ import pickle
 from serve_spec.serving.reports import Figures, Report, Snapshot, decode_part
 
 
-def test_the_figures_are_those_of_the_snapshot() -> None:
+def test_the_figures_are_those_of_the_snapshot():
     snapshot: Snapshot = {
         "speculative_num_steps": 3,
         "batch_size": 4,
@@ -34,12 +34,12 @@ def test_the_figures_are_those_of_the_snapshot() -> None:
     assert Report.of("a", {}).figures == Figures(*[0] * len(Figures._fields))
 
 
-def test_figures_of_another_version_go_by_their_names() -> None:
+def test_figures_of_another_version_go_by_their_names():
     sent = pickle.dumps(("a", {"new": 9.0, "busy_s": 2.0, "batch_size": "many"}, b"", b""))
     assert Report.unpacked(sent).figures == Figures(*[0] * (len(Figures._fields) - 1), busy_s=2.0)
 
 
-def test_the_summary_holds_averages_of_slots_and_nothing_bulky() -> None:
+def test_the_summary_holds_averages_of_slots_and_nothing_bulky():
     slots = {"1": {"ema_accept_len": 2.5, "candidate_steps": [0, 1]}, "8": {"speedup": 1.2}}
     bulky: dict[str, object] = {"speculation": {}, "costs": {}, "acceptance": {}}
     counters = {"steps": 1, "decode_rows": 32, "decode_tokens": 80}

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -24,8 +22,6 @@ from serve_spec.serving.errors import (
 from serve_spec.serving.messages import (
     Accepted,
     Failed,
-    GenerateRequest,
-    ReplicaItem,
 )
 from serve_spec.serving.resume import resumed
 from tests.serving.fakes import MortalFleet, ScriptedFleet, Takes, delta, request
@@ -36,11 +32,11 @@ FOREVER_S = 3600.0
 class CountingFleet(MortalFleet):
     """Its replicas say with every delta what speculation has done on them so far."""
 
-    def __init__(self, *lives: Any, forced: bool) -> None:
+    def __init__(self, *lives, forced):
         super().__init__(*lives)
         self.forced = forced
 
-    async def generate(self, asked: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
+    async def generate(self, asked):
         counts = SpeculationStats(synthetic_acceptance=self.forced)
         async with aclosing(super().generate(asked)) as items:
             async for item in items:
@@ -58,13 +54,13 @@ class Answer:
     deltas: list[TokenDelta] = field(default_factory=list)
 
     @property
-    def said(self) -> tuple[Any, ...]:
+    def said(self):
         tokens = [token for d in self.deltas for token in d.token_ids]
         return "".join(d.text for d in self.deltas), tokens, self.deltas[-1].finish_reason
 
 
-def listen(fleet: Any, asked: GenerateRequest, resume_timeout_s: float = FOREVER_S) -> Answer:
-    async def scenario() -> Answer:
+def listen(fleet, asked, resume_timeout_s=FOREVER_S):
+    async def scenario():
         answer = Answer()
         async for item in resumed(fleet, asked, resume_timeout_s):
             (answer.accepted if isinstance(item, Accepted) else answer.deltas).append(item)
@@ -91,8 +87,8 @@ LIVES = st.tuples(
     stop_token_ids=st.lists(st.sampled_from(list(b"ab ")), max_size=1),
 )
 def test_wherever_it_is_lost_or_taken_back_the_answer_is_that_of_one_replica_that_lives(
-    lives: list[int | Takes], **params: Any
-) -> None:
+    lives, **params
+):
     whole = listen(MortalFleet(), request("the prompt", **params))
     fleet = MortalFleet(*lives)
     broken = listen(fleet, request("the prompt", **params))
@@ -104,8 +100,8 @@ def test_wherever_it_is_lost_or_taken_back_the_answer_is_that_of_one_replica_tha
 @settings(deadline=None, max_examples=60)
 @given(lives=LIVES, max_tokens=st.integers(1, 40), forced=st.booleans())
 def test_speculation_is_added_up_and_forced_acceptance_labelled_over_all_replicas(
-    lives: list[Any], max_tokens: int, forced: bool
-) -> None:
+    lives, max_tokens, forced
+):
     fleet = CountingFleet(*lives, forced=forced)
     answer = listen(fleet, request("x", seed=1, max_tokens=max_tokens, ignore_eos=True))
     counts = answer.deltas[-1].speculation
@@ -120,7 +116,7 @@ def test_speculation_is_added_up_and_forced_acceptance_labelled_over_all_replica
     assert counts.as_dict().get("synthetic_acceptance", False) is forced
 
 
-def test_a_request_without_a_seed_gets_one_that_all_its_replicas_share() -> None:
+def test_a_request_without_a_seed_gets_one_that_all_its_replicas_share():
     fleet = MortalFleet(3, Takes(3))
     listen(fleet, request("x", max_tokens=30, ignore_eos=True))
     seeds = {asked.params.seed for asked in fleet.requests}
@@ -132,7 +128,7 @@ def test_a_request_without_a_seed_gets_one_that_all_its_replicas_share() -> None
     assert other.requests[0].params.seed not in seeds, "a fresh one for every request"
 
 
-def test_replicas_that_lost_it_are_to_be_avoided_and_no_attempt_has_another_s_id() -> None:
+def test_replicas_that_lost_it_are_to_be_avoided_and_no_attempt_has_another_s_id():
     fleet = MortalFleet(Failed("boom", replica="sick"), Takes(2))
     listen(fleet, request("x", seed=1, max_tokens=30, ignore_eos=True))
     assert [asked.avoid for asked in fleet.requests] == [set(), {"sick"}, {"sick"}]
@@ -141,13 +137,13 @@ def test_replicas_that_lost_it_are_to_be_avoided_and_no_attempt_has_another_s_id
 
 
 @pytest.mark.parametrize("ending", [3, Takes(3)], ids=str)
-def test_what_has_begun_waits_for_a_replica_that_has_room(ending: Any) -> None:
+def test_what_has_begun_waits_for_a_replica_that_has_room(ending):
     fleet = MortalFleet(ending, no_replica("none"), queue_full("full", 1), Failed("full", True))
     asked = request("x", seed=1, max_tokens=30, ignore_eos=True)
     assert listen(fleet, asked).said == listen(MortalFleet(), asked).said
 
 
-def test_when_nobody_takes_it_in_time_the_error_says_why() -> None:
+def test_when_nobody_takes_it_in_time_the_error_says_why():
     fleet = MortalFleet(3, *[no_replica("none is running")] * 3)
     asked = request("x", seed=1, max_tokens=30, ignore_eos=True)
     with pytest.raises(ApiError, match="none is running"):
@@ -156,7 +152,7 @@ def test_when_nobody_takes_it_in_time_the_error_says_why() -> None:
 
 
 @pytest.mark.parametrize("life", [0, 3])
-def test_a_request_that_has_lost_two_replicas_is_not_given_to_a_third(life: int) -> None:
+def test_a_request_that_has_lost_two_replicas_is_not_given_to_a_third(life):
     fleet = MortalFleet(*[life] * 9)
     with pytest.raises(ApiError, match="not retried") as caught:
         listen(fleet, request("x", seed=1, max_tokens=90, ignore_eos=True))
@@ -165,7 +161,7 @@ def test_a_request_that_has_lost_two_replicas_is_not_given_to_a_third(life: int)
 
 
 @pytest.mark.parametrize("error", [no_replica("none"), queue_full("full", 1)], ids=str)
-def test_what_nobody_took_yet_is_refused_at_once(error: ApiError) -> None:
+def test_what_nobody_took_yet_is_refused_at_once(error):
     fleet = MortalFleet(error)
     with pytest.raises(ApiError) as caught:
         listen(fleet, request())
@@ -173,7 +169,7 @@ def test_what_nobody_took_yet_is_refused_at_once(error: ApiError) -> None:
     assert len(fleet.requests) == 1
 
 
-def test_an_engine_that_shuts_down_has_not_finished_the_answer() -> None:
+def test_an_engine_that_shuts_down_has_not_finished_the_answer():
     aborted = delta("", finish=FinishReason.ABORT)
     fleet = ScriptedFleet([Accepted(1, "r1"), delta("a", 1), aborted])
     fleet.next = [no_replica("none is running")]
@@ -181,13 +177,13 @@ def test_an_engine_that_shuts_down_has_not_finished_the_answer() -> None:
         listen(fleet, request(), resume_timeout_s=0)
 
 
-def test_replicas_that_shut_down_do_not_count_as_lost() -> None:
+def test_replicas_that_shut_down_do_not_count_as_lost():
     endings = [ReplicaLost(no_replica("shutting down"), is_orderly=True)] * 5
     asked = request("x", seed=1, max_tokens=30, ignore_eos=True)
     assert listen(MortalFleet(*endings), asked).said == listen(MortalFleet(), asked).said
 
 
-def test_a_client_that_does_not_read_is_no_failure_of_its_replica() -> None:
+def test_a_client_that_does_not_read_is_no_failure_of_its_replica():
     fleet = ScriptedFleet([Accepted(1, "r1"), delta("a", 1), client_too_slow(4096)])
     fleet.next = [Accepted(1, "r2"), delta("b", 2, finish=FinishReason.STOP)]
     with pytest.raises(ApiError) as caught:

@@ -1,7 +1,5 @@
 """A frame is one event for every client, whatever the text holds."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -13,7 +11,7 @@ from serve_spec.serving import sse
     "text",
     ["a", "", "two\nlines\r\n\n", "\u2028\u2029\x85\x0b\x0c", "é😀", "\ud800", "data: [DONE]"],
 )
-def test_any_text_survives_as_one_line(text: str) -> None:
+def test_any_text_survives_as_one_line(text):
     frame = sse.frame({"text": text}).decode("ascii")
     assert frame.startswith("data: ")
     assert frame.endswith("\n\n")

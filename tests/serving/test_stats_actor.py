@@ -19,34 +19,34 @@ from serve_spec.serving.stats_actor import ReplicaActors, SpecStats
 class Clocks:
     """Time stands still unless told otherwise; every look at the CPU clock finds `work_s` more."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now_s, self.used_s, self.work_s = 1000.0, 0.0, 0.0
         self.sleep: Callable[[float], None]
 
-    def time(self) -> float:
+    def time(self):
         return self.now_s
 
-    def process_time(self) -> float:
+    def process_time(self):
         self.used_s += self.work_s
         return self.used_s
 
 
 @pytest.fixture
-def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+def clocks(monkeypatch):
     clocks = Clocks()
     monkeypatch.setattr(stats_actor, "time", clocks)
     return clocks
 
 
-def report(actor: SpecStats, replica: str, **snapshot: Any) -> float:
+def report(actor, replica, **snapshot):
     return actor.report(Report.of(replica, snapshot).packed())
 
 
-def batch_size(shown: Any) -> int:
+def batch_size(shown):
     return int(shown["fleet"]["batch_size"])
 
 
-def test_what_is_reported_is_shown(clocks: Clocks) -> None:
+def test_what_is_reported_is_shown(clocks):
     actor = SpecStats(stale_after_s=15, history_s=60)
     whole = {"batch_size": 3, "kv": {"odd": [1, None]}, "other": {"é": 0.5}}
     report(actor, "a", **whole)
@@ -61,7 +61,7 @@ def test_what_is_reported_is_shown(clocks: Clocks) -> None:
     assert batch_size(actor.view()) == 4
 
 
-def test_the_status_is_made_once_a_second_and_more_rarely_where_it_is_dear(clocks: Clocks) -> None:
+def test_the_status_is_made_once_a_second_and_more_rarely_where_it_is_dear(clocks):
     actor = SpecStats(stale_after_s=15, history_s=60)
     report(actor, "a", batch_size=1)
     assert batch_size(actor.status()) == 1
@@ -78,7 +78,7 @@ def test_the_status_is_made_once_a_second_and_more_rarely_where_it_is_dear(clock
     assert batch_size(actor.status()) == 3
 
 
-def test_replicas_are_told_to_wait_by_what_their_reports_cost(clocks: Clocks) -> None:
+def test_replicas_are_told_to_wait_by_what_their_reports_cost(clocks):
     actor = SpecStats(stale_after_s=15, history_s=60)
     assert report(actor, "0") < 0.01, "less than any replica waits by itself"
     clocks.work_s = 200 * 3e-3
@@ -88,7 +88,7 @@ def test_replicas_are_told_to_wait_by_what_their_reports_cost(clocks: Clocks) ->
 
 
 @pytest.mark.parametrize("num_reports", [1, 63, 64, 65, 200])
-def test_every_report_counts_with_the_time_it_came(clocks: Clocks, num_reports: int) -> None:
+def test_every_report_counts_with_the_time_it_came(clocks, num_reports):
     actor = SpecStats(stale_after_s=15, history_s=600)
     for _ in range(num_reports):
         clocks.now_s += 1
@@ -100,12 +100,12 @@ def test_every_report_counts_with_the_time_it_came(clocks: Clocks, num_reports: 
     assert status["history"]["time_s"][-1] == status["history"]["batch_size"][-1]
 
 
-def test_it_ends_when_nobody_has_reported_for_as_long_as_it_remembers(clocks: Clocks) -> None:
+def test_it_ends_when_nobody_has_reported_for_as_long_as_it_remembers(clocks):
     actors: list[SpecStats] = []
     has_tokens, has_ended = threading.Event(), threading.Event()
     slept: list[float] = []
 
-    def sleep(seconds: float) -> None:
+    def sleep(seconds):
         assert has_tokens.wait(60)
         clocks.now_s += seconds / 2
         if len(slept) < 2:
@@ -120,7 +120,7 @@ def test_it_ends_when_nobody_has_reported_for_as_long_as_it_remembers(clocks: Cl
     assert slept == [60, 30, 45], "two reports came in between"
 
 
-def test_a_report_that_can_not_be_read_is_nobody_else_s_trouble(clocks: Clocks) -> None:
+def test_a_report_that_can_not_be_read_is_nobody_else_s_trouble(clocks):
     actor = SpecStats(stale_after_s=15, history_s=60)
     report(actor, "a", batch_size=3)
     actor.report(b"nonsense")
@@ -128,9 +128,7 @@ def test_a_report_that_can_not_be_read_is_nobody_else_s_trouble(clocks: Clocks) 
     assert batch_size(actor.view()) == 7
 
 
-def test_the_dead_leave_with_their_first_missing_report_and_the_stuck_are_ended(
-    clocks: Clocks,
-) -> None:
+def test_the_dead_leave_with_their_first_missing_report_and_the_stuck_are_ended(clocks):
     actor = SpecStats(stale_after_s=15, history_s=60, push_interval_s=2, stall_timeout_s=10)
     killed: list[str] = []
     replicas: Any = SimpleNamespace(
@@ -139,7 +137,7 @@ def test_the_dead_leave_with_their_first_missing_report_and_the_stuck_are_ended(
     for name in "dsw":
         report(actor, name, batch_size=1)
 
-    def shown_after(age_s: float) -> set[str]:
+    def shown_after(age_s):
         actor.check_silent(replicas, clocks.now_s + age_s)
         view: Any = decode_view(actor.view())
         return {state["replica"] for state in view["internal_states"]}
@@ -157,10 +155,8 @@ def test_the_dead_leave_with_their_first_missing_report_and_the_stuck_are_ended(
     [(None, True), (ValueError("no such actor"), False), (RaySystemError("busy"), True)],
     ids=repr,
 )
-def test_a_replica_is_gone_only_when_ray_says_so(
-    error: Exception | None, is_alive: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def get_actor(name: str, namespace: str) -> object:
+def test_a_replica_is_gone_only_when_ray_says_so(error, is_alive, monkeypatch):
+    def get_actor(name, namespace):
         assert (name, namespace) == ("SERVE_REPLICA::app#EngineReplica#r1", "serve")
         if error is not None:
             raise error

@@ -8,9 +8,7 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
 import serve_spec.serving
@@ -29,24 +27,24 @@ START_S = 1_700_000_000.0
 class BusyFleet(ScriptedFleet):
     """Two replicas under load; every look at them is five seconds later than the one before."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__([])
         self.stats_now = FleetStats(stale_after_s=15, history_s=600)
         self.num_looks = 0
         for _ in range(20):
             self._pass_time()
 
-    async def status(self) -> dict[str, object]:
+    async def status(self):
         self._pass_time()
         return self.stats_now.status(START_S + 5 * self.num_looks)
 
-    def _pass_time(self) -> None:
+    def _pass_time(self):
         self.num_looks += 1
         for rank in (0, 1):
             now = START_S + 5 * self.num_looks
             self.stats_now.report(f"r{rank}", self._snapshot(rank), now)
 
-    def _snapshot(self, rank: int) -> dict[str, Any]:
+    def _snapshot(self, rank):
         looks = self.num_looks
         accept_rates = (0.8, 0.7, 0.6)
         return {
@@ -95,25 +93,23 @@ class BusyFleet(ScriptedFleet):
         }
 
 
-def ask(config: ServeSpecConfig, path: str, root_path: str = "") -> httpx.Response:
+def ask(config, path, root_path=""):
     return send(Server(config, BusyFleet()).app, "GET", path, root_path=root_path)
 
 
 class Links(HTMLParser):
     """What a page loads."""
 
-    def __init__(self, page: str) -> None:
+    def __init__(self, page):
         super().__init__()
         self.found: list[str] = []
         self.feed(page)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.found += [v for k, v in attrs if k in ("src", "href") and v and tag != "base"]
 
 
-def test_everything_the_page_loads_is_served_here_and_needs_no_key(
-    config: ServeSpecConfig,
-) -> None:
+def test_everything_the_page_loads_is_served_here_and_needs_no_key(config):
     config = ServeSpecConfig.load(config, api_keys=["k1"])
     page = ask(config, "/")
     assert page.headers["content-type"].startswith("text/html")
@@ -126,41 +122,41 @@ def test_everything_the_page_loads_is_served_here_and_needs_no_key(
     assert {f"/{link}" for link in links} | {"/"} == OPEN_PATHS
 
 
-def test_the_figures_need_the_key(config: ServeSpecConfig) -> None:
+def test_the_figures_need_the_key(config):
     assert ask(ServeSpecConfig.load(config, api_keys=["k1"]), "/status.json").status_code == 401
     assert ask(config, "/status.json").json()["model"] == config.model.served_model_name
 
 
-def test_the_page_is_told_of_forced_acceptance(config: ServeSpecConfig) -> None:
+def test_the_page_is_told_of_forced_acceptance(config):
     replicas = ask(config, "/status.json").json()["replicas"]
     assert [replica["synthetic_acceptance"] for replica in replicas] == [None, 2.5]
 
 
-def test_the_browser_is_told_to_load_nothing_from_elsewhere(config: ServeSpecConfig) -> None:
+def test_the_browser_is_told_to_load_nothing_from_elsewhere(config):
     policy = ask(config, "/").headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "http" not in policy
 
 
-def test_below_a_route_prefix_links_stay_below_it(config: ServeSpecConfig) -> None:
+def test_below_a_route_prefix_links_stay_below_it(config):
     assert '<base href="/llm/">' in ask(config, "/llm/", root_path="/llm").text
     assert '<base href="/&quot;&gt;/">' in ask(config, '/">/', root_path='/">').text
 
 
 @pytest.mark.skipif(NODE is None, reason="no node here")
-def test_the_scripts_are_valid() -> None:
+def test_the_scripts_are_valid():
     for script in STATIC.glob("*.js"):
         subprocess.run([str(NODE), "--check", script], check=True)
 
 
-def test_every_name_the_script_looks_up_is_on_the_page() -> None:
+def test_every_name_the_script_looks_up_is_on_the_page():
     script, page = (STATIC / "status.js").read_text(), (STATIC / "status.html").read_text()
     wanted = set(re.findall(r'(?:byId|draw|showTable)\("(\w+)"', script))
     assert wanted <= set(re.findall(r'id="(\w+)"', page))
     assert len(wanted) >= 10
 
 
-def dump(url: str, tmp_path: Path, virtual_ms: int) -> str:
+def dump(url, tmp_path, virtual_ms):
     """The page as it stands after so many milliseconds of the browser's own clock."""
     command = [
         str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
@@ -169,7 +165,7 @@ def dump(url: str, tmp_path: Path, virtual_ms: int) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 
 
-def last_values(page: str, chart: str) -> list[float | None]:
+def last_values(page, chart):
     """The last point of every line of a chart."""
     found = re.search(rf'id="{chart}"[^>]*data-last="([^"]*)"', page)
     values: list[float | None] = json.loads(found[1])
@@ -177,9 +173,7 @@ def last_values(page: str, chart: str) -> list[float | None]:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
-def test_in_a_browser_charts_draw_and_values_change_under_load(
-    config: ServeSpecConfig, tmp_path: Path
-) -> None:
+def test_in_a_browser_charts_draw_and_values_change_under_load(config, tmp_path):
     with listening(Server(config, BusyFleet()).app) as port:
         url = f"http://127.0.0.1:{port}"
         page = dump(url, tmp_path, virtual_ms=500)
@@ -203,7 +197,7 @@ def test_in_a_browser_charts_draw_and_values_change_under_load(
     assert '<b id="forced">' in page, "one replica forces acceptance, so the page warns"
     assert "&lt;b&gt;steady" in page, "what a replica says is text, not markup"
 
-    def switches(text: str) -> int:
+    def switches(text):
         table = text.index('id="switches"')
         return int(re.search(r"gain</td><td>(\d+)", text[table:])[1])
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
-
-import pytest
 
 from serve_spec.config import ServeSpecConfig
-from serve_spec.metrics import Reading
 from serve_spec.serving import telemetry
 from serve_spec.serving.telemetry import RouterTelemetry, pair_name, start_warm
 from tests.serving.fake_engine import FakeLoop
@@ -17,15 +13,15 @@ from tests.serving.fake_engine import FakeLoop
 CONTEXT = SimpleNamespace(app_name="app", deployment="Router", rank=None)
 
 
-def exports(*doors: dict[str, Any]) -> list[dict[str, float]]:
+def exports(*doors):
     """What is exported at each look at the door, by name and size."""
     looks = iter(doors)
     found: list[dict[str, float]] = []
 
-    async def scenario() -> None:
+    async def scenario():
         door = RouterTelemetry(CONTEXT, lambda: next(looks))
 
-        def keep(reading: Reading) -> None:
+        def keep(reading):
             key = " ".join(
                 [reading.metric.name.removeprefix("serve_spec_"), *reading.labels.values()]
             )
@@ -40,7 +36,7 @@ def exports(*doors: dict[str, Any]) -> list[dict[str, float]]:
     return found
 
 
-def door(queue_len: int = 0, rejected: int = 0, resumed: int = 0, **sizes: int) -> dict[str, Any]:
+def door(queue_len=0, rejected=0, resumed=0, **sizes):
     histogram = {size.removeprefix("s"): count for size, count in sizes.items()}
     return {
         "queue_len": queue_len,
@@ -51,7 +47,7 @@ def door(queue_len: int = 0, rejected: int = 0, resumed: int = 0, **sizes: int) 
     }
 
 
-def test_gauges_are_set_and_counters_grow_by_what_is_new() -> None:
+def test_gauges_are_set_and_counters_grow_by_what_is_new():
     first, second, third = exports(
         door(queue_len=2, rejected=5, s1=3),
         door(rejected=5, s1=3),
@@ -67,11 +63,11 @@ def test_gauges_are_set_and_counters_grow_by_what_is_new() -> None:
     }  # fmt: skip
 
 
-async def test_an_export_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_export_that_fails_is_tried_again(monkeypatch):
     monkeypatch.setattr(telemetry, "_EXPORT_INTERVAL_S", 0.001)
     looks = 0
 
-    def broken() -> dict[str, object]:
+    def broken():
         nonlocal looks
         looks += 1
         raise RuntimeError("boom")
@@ -81,9 +77,7 @@ async def test_an_export_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPat
         await asyncio.sleep(0.001)
 
 
-def test_replicas_of_one_pair_have_one_name_but_where_a_load_test_forces_acceptance(
-    config: ServeSpecConfig,
-) -> None:
+def test_replicas_of_one_pair_have_one_name_but_where_a_load_test_forces_acceptance(config):
     other = ServeSpecConfig.load(config, num_replicas=4, max_num_seqs=3)
     assert pair_name(config) == pair_name(other)
     names = {
@@ -93,7 +87,7 @@ def test_replicas_of_one_pair_have_one_name_but_where_a_load_test_forces_accepta
     assert len(names) == 3
 
 
-def knowing(prior: list[float]) -> Any:
+def knowing(prior):
     """A stats actor that has an answer."""
     return SimpleNamespace(prior=lambda pair, max_steps: prior)
 
@@ -101,18 +95,16 @@ def knowing(prior: list[float]) -> Any:
 class Choosy(FakeLoop):
     """An engine that cannot start from anything."""
 
-    def start_from(self, accept_rates: Any) -> None:
+    def start_from(self, accept_rates):
         raise ValueError("not one rate per position")
 
 
-def test_a_prior_that_the_engine_refuses_is_a_cold_start_not_a_failure(
-    config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prior_that_the_engine_refuses_is_a_cold_start_not_a_failure(config, monkeypatch):
     monkeypatch.setattr(telemetry.PolicySettings, "max_depth", 1)
     start_warm(config, Choosy(), knowing([2.0]))
 
 
-def test_an_engine_that_never_drafts_asks_nobody(config: ServeSpecConfig) -> None:
+def test_an_engine_that_never_drafts_asks_nobody(config):
     engine = FakeLoop()
     start_warm(config, engine, knowing([0.5]))
     assert engine.accept_rates is None

@@ -1,9 +1,6 @@
 """A round as bytes is the round."""
 
-from __future__ import annotations
-
 import pickle
-from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,13 +32,13 @@ ITEMS = st.one_of(DELTAS, st.sampled_from([Accepted(3, "r1"), Failed("boom", ove
 
 
 @given(st.lists(ITEMS, max_size=5), st.booleans())
-def test_what_is_decoded_is_what_was_encoded(items: list[Any], is_closing: bool) -> None:
+def test_what_is_decoded_is_what_was_encoded(items, is_closing):
     load = None if items else {"num_running": 1}
     message = ReplicaMessage([("a", item) for item in items], {"router": 2}, load, is_closing)
     assert decode_replica_message(encode_replica_message(message)) == message
 
 
-def test_a_refusal_keeps_its_error() -> None:
+def test_a_refusal_keeps_its_error():
     error = InvalidRequest("top_k", -3, "no")
     ((_, item),) = decode_replica_message(
         encode_replica_message(ReplicaMessage([("a", Refused(error))]))
@@ -50,7 +47,7 @@ def test_a_refusal_keeps_its_error() -> None:
     assert str(item.error) == str(error)
 
 
-def test_an_item_that_cannot_be_read_fails_its_request_and_no_other() -> None:
+def test_an_item_that_cannot_be_read_fails_its_request_and_no_other():
     entries = [("a", b"no pickle"), ("b", (1,), "x"), ("c", pickle.dumps(Accepted(3, "r1")))]
     message = decode_replica_message(pickle.dumps((entries, {}, None, False)))
     (a, failed), *others = message.items

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -17,7 +16,7 @@ TEMPLATE = (
 """A template that writes control tokens and strips contents, as published ones do."""
 
 
-def byte_tokenizer(*, adds_bos: bool = True) -> Tokenizer:
+def byte_tokenizer(*, adds_bos=True):
     """A byte is a token, but for three special tokens and one that is only added."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
@@ -37,20 +36,14 @@ WORDS = {word: int.from_bytes(b"\x01" + word.encode(), "big") for word in ("a", 
 """The token ids that `FakeTokenizer` gives these words."""
 
 
-def word_tokenizer() -> Tokenizer:
+def word_tokenizer():
     """The fake engine's tokenizer as a file, for the words that fit into a token id."""
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, **WORDS}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return tokenizer
 
 
-def write_text_files(
-    folder: Path,
-    template: str | None = None,
-    *,
-    tokenizer: Tokenizer | None = None,
-    max_position_embeddings: int = 64,
-) -> Path:
+def write_text_files(folder, template=None, *, tokenizer=None, max_position_embeddings=64):
     """Makes `folder` a checkpoint as far as text goes."""
     folder.mkdir(exist_ok=True)
     (tokenizer or byte_tokenizer()).save(str(folder / "tokenizer.json"))
@@ -67,7 +60,7 @@ def write_text_files(
     return folder
 
 
-def drafting(folder: Path, **speculative: Any) -> dict[str, Any]:
+def drafting(folder, **speculative):
     """A configuration of a pair that is never loaded."""
     return {
         "model": {"path": str(folder)},

@@ -1,7 +1,5 @@
 """One line per record, whoever reads it, and the request it is about."""
 
-from __future__ import annotations
-
 import json
 import logging
 import subprocess
@@ -19,7 +17,7 @@ except ValueError:
 """
 
 
-def logged(log_format: str) -> str:
+def logged(log_format):
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         env={"SERVE_SPEC_LOG_FORMAT": log_format},
@@ -30,7 +28,7 @@ def logged(log_format: str) -> str:
     return run.stderr
 
 
-def test_a_failure_is_one_line_of_json_that_names_its_request() -> None:
+def test_a_failure_is_one_line_of_json_that_names_its_request():
     (line,) = logged("json").splitlines()
     record = json.loads(line)
     assert record["x_request_id"] == "req-7"
@@ -40,15 +38,15 @@ def test_a_failure_is_one_line_of_json_that_names_its_request() -> None:
     assert record["error"].endswith("ValueError: two\nlines")
 
 
-def test_text_names_the_request_too() -> None:
+def test_text_names_the_request_too():
     assert "[req-7]: broke: off" in logged("text")
 
 
-def test_a_record_from_elsewhere_is_formatted_as_well() -> None:
+def test_a_record_from_elsewhere_is_formatted_as_well():
     record = logging.LogRecord("x", logging.INFO, "f", 1, "a %d", (1,), None)
     assert json.loads(JSONFormatter().format(record))["message"] == "a 1"
 
 
-def test_outside_a_request_there_is_no_id() -> None:
+def test_outside_a_request_there_is_no_id():
     assert TRACE_ID.get() == "-"
     assert get_logger("serve_spec.engine").name == "serve_spec.engine"

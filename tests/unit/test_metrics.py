@@ -1,13 +1,11 @@
 """What one round reports."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 
 from serve_spec.core.draft import DraftShape
-from serve_spec.core.record import StepRecord, StepTimes
+from serve_spec.core.record import StepTimes
 from serve_spec.core.round import RoundNotes
 from serve_spec.metrics import (
     BUDGET_ROUNDS,
@@ -19,7 +17,6 @@ from serve_spec.metrics import (
     PREDICTED_MS,
     ROUND_METRICS,
     UNVERIFIED_DRAFTS,
-    Metric,
     batch_size_bucket,
     readings,
 )
@@ -38,7 +35,7 @@ PURE = replace(ROUND, num_prefill_tokens=0, notes=replace(ROUND.notes, predicted
 IDLE = verified_round([], batch_size=0, num_steps=0, times=StepTimes(0.0, 2.0, 4.0))
 
 
-def test_names_are_unique_and_say_their_unit() -> None:
+def test_names_are_unique_and_say_their_unit():
     names = [metric.name for metric in METRICS]
     assert len(set(names)) == len(names)
     for metric in METRICS:
@@ -49,14 +46,14 @@ def test_names_are_unique_and_say_their_unit() -> None:
         assert all(bound > 0 for bound in metric.buckets), "Ray refuses a bound of zero"
 
 
-def test_full_rounds_with_and_without_prompts_feed_every_metric_with_its_labels() -> None:
+def test_full_rounds_with_and_without_prompts_feed_every_metric_with_its_labels():
     found = [*readings(ROUND), *readings(PURE)]
     assert {reading.metric for reading in found} == set(ROUND_METRICS)
     for reading in found:
         assert set(reading.labels) == set(reading.metric.labels)
 
 
-def test_rows_are_counted_by_the_tokens_they_emitted() -> None:
+def test_rows_are_counted_by_the_tokens_they_emitted():
     record = replace(ROUND, accept_lengths=(4, 2, 4))
     found = {
         reading.labels["accept_length"]: reading.value
@@ -66,14 +63,14 @@ def test_rows_are_counted_by_the_tokens_they_emitted() -> None:
     assert found == {"4": 2, "2": 1}
 
 
-def test_a_counter_is_never_given_zero() -> None:
+def test_a_counter_is_never_given_zero():
     plain = verified_round([0, 0], batch_size=2, num_steps=0, times=ROUND.times)
     for record in (ROUND, PURE, IDLE, plain):
         for reading in readings(record):
             assert reading.metric.kind != "counter" or reading.value > 0
 
 
-def test_a_round_that_decodes_nothing_leaves_tier_and_batch_size_alone() -> None:
+def test_a_round_that_decodes_nothing_leaves_tier_and_batch_size_alone():
     names = {reading.metric.name for reading in readings(IDLE)}
     assert names == {
         "serve_spec_step_ms",
@@ -84,18 +81,18 @@ def test_a_round_that_decodes_nothing_leaves_tier_and_batch_size_alone() -> None
     }
 
 
-def values(record: StepRecord, *metrics: Metric) -> list[float]:
+def values(record, *metrics):
     """The readings of these metrics, in the order asked for."""
     found = {reading.metric: reading.value for reading in readings(record)}
     return [found[metric] for metric in metrics if metric in found]
 
 
-def by_position(record: StepRecord, metric: str) -> dict[str, float]:
+def by_position(record, metric):
     name = f"serve_spec_position_{metric}_tokens"
     return {r.labels["position"]: r.value for r in readings(record) if r.metric.name == name}
 
 
-def test_a_position_is_reached_where_all_before_it_were_kept() -> None:
+def test_a_position_is_reached_where_all_before_it_were_kept():
     """Rows of 3, 3 and 1 drafts; 3, 1 and 0 kept."""
     record = replace(
         ROUND,
@@ -109,7 +106,7 @@ def test_a_position_is_reached_where_all_before_it_were_kept() -> None:
     assert by_position(record, "accepted") == {"1": 2, "2": 1, "3": 1}
 
 
-def test_drafts_outside_the_budget_are_proposed_and_not_verified() -> None:
+def test_drafts_outside_the_budget_are_proposed_and_not_verified():
     """Of 4, 3 and 2 drafts, 3, 1 and 0 are verified; 2, 1 and 0 accepted."""
     record = replace(
         ROUND,
@@ -128,13 +125,13 @@ def test_drafts_outside_the_budget_are_proposed_and_not_verified() -> None:
     assert values(every, UNVERIFIED_DRAFTS, DRAFT_BUDGET, BUDGET_ROUNDS) == []
 
 
-def test_levels_of_a_tree_are_not_counted_by_its_drafts() -> None:
+def test_levels_of_a_tree_are_not_counted_by_its_drafts():
     tree = replace(ROUND, shape=DraftShape(2, 6, 3), steps_per_req=(2, 2), drafted_per_req=(6, 6))
     assert by_position(tree, "proposed") == by_position(tree, "drafted") == {"1": 2, "2": 2}
     assert values(replace(tree, num_draft_tokens=9, budget=9), UNVERIFIED_DRAFTS) == [3]
 
 
-def test_expected_drafts_are_compared_with_those_of_the_same_requests() -> None:
+def test_expected_drafts_are_compared_with_those_of_the_same_requests():
     """Two of four planned requests ended meanwhile, so half of the expected drafts count."""
     expected = replace(PURE, num_stale_seqs=2, notes=RoundNotes(expected_drafts=5.0))
     assert values(expected, EXPECTED_DRAFTS, OBSERVED_DRAFTS) == [2.5, 4]
@@ -142,21 +139,21 @@ def test_expected_drafts_are_compared_with_those_of_the_same_requests() -> None:
     assert values(silent, EXPECTED_DRAFTS, OBSERVED_DRAFTS) == []
 
 
-def test_predicted_and_measured_times_are_of_the_same_rounds() -> None:
+def test_predicted_and_measured_times_are_of_the_same_rounds():
     assert values(PURE, PREDICTED_MS, MEASURED_MS) == [3.5, 4.0]
     for other in (ROUND, replace(PURE, notes=RoundNotes()), IDLE):
         assert values(other, PREDICTED_MS, MEASURED_MS) == []
 
 
 @pytest.mark.parametrize(("batch_size", "bucket"), [(1, 1), (2, 2), (3, 2), (8, 8), (255, 128)])
-def test_a_bucket_is_the_power_of_two_at_or_below(batch_size: int, bucket: int) -> None:
+def test_a_bucket_is_the_power_of_two_at_or_below(batch_size, bucket):
     assert batch_size_bucket(batch_size) == bucket
     found = readings(replace(PURE, accept_lengths=[1] * batch_size))
     labels = {r.labels["batch_size"] for r in found if "batch_size" in r.labels}
     assert labels == {str(bucket)}
 
 
-def test_a_prompt_in_the_round_hides_what_its_time_would_say() -> None:
+def test_a_prompt_in_the_round_hides_what_its_time_would_say():
     names = {
         "serve_spec_overhead_ratio",
         "serve_spec_predicted_step_ms",
@@ -169,6 +166,6 @@ def test_a_prompt_in_the_round_hides_what_its_time_would_say() -> None:
     assert not names & {r.metric.name for r in readings(mixed)}
 
 
-def test_a_round_without_drafts_has_no_overhead() -> None:
+def test_a_round_without_drafts_has_no_overhead():
     assert replace(PURE, times=StepTimes(0.0, 2.0, 4.0)).overhead_ratio == 0.0
     assert replace(PURE, times=StepTimes(0.0, 0.0, 4.0)).overhead_ratio == 0.0

@@ -8,11 +8,11 @@ from serve_spec.bench.command import BENCHMARKS
 
 
 @pytest.mark.parametrize("name", serve_spec.__all__)
-def test_every_public_name_is_there(name: str) -> None:
+def test_every_public_name_is_there(name):
     assert getattr(serve_spec, name) is not None
 
 
-def test_what_a_request_may_ask_for_is_said_with_public_names_alone() -> None:
+def test_what_a_request_may_ask_for_is_said_with_public_names_alone():
     capped = serve_spec.SpeculativeOptions(enabled=True, max_steps=2)
     params = serve_spec.SamplingParams(
         speculative=capped, grammar=serve_spec.Grammar.regex("[a-z]+")
@@ -20,12 +20,12 @@ def test_what_a_request_may_ask_for_is_said_with_public_names_alone() -> None:
     assert params.speculative == capped
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="LMM"):
         serve_spec.LMM  # noqa: B018
 
 
-def test_the_help_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_names_every_benchmark(capsys):
     assert cli.main(["--help"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "  bench " in line]
     assert line.split("run ")[1].split(", ") == list(BENCHMARKS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -27,20 +26,18 @@ EAGER = {"ema_alpha": 1.0, "warmup_batches": 0, "update_interval": 1}
 TWO_SLOTS = {**EAGER, "1": {"candidate_steps": [1, 3, 7]}, "8": {"candidate_steps": [1, 3]}}
 
 
-def speculative(**keys: Any) -> SpeculativeConfig:
+def speculative(**keys):
     """A section that drafts; any folder that exists can stand for the checkpoint."""
     drafts = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": Path.cwd()}
     return SpeculativeConfig(**(drafts | keys))
 
 
-def ema_from(file: Path) -> SpeculativeConfig:
+def ema_from(file):
     """Strategy ema with the adaptive config of a file."""
     return speculative(speculative_adaptive_strategy="ema", speculative_adaptive_config=file)
 
 
-def controller(
-    config: dict[str, Any], num_steps: int = 3, min_dwell_rounds: int = 0
-) -> AdaptiveController:
+def controller(config, num_steps=3, min_dwell_rounds=0):
     """An ema controller over the slots of `config`."""
     return AdaptiveController(
         PolicySettings(
@@ -52,48 +49,48 @@ def controller(
     )
 
 
-def created(config: SpeculativeConfig) -> AdaptiveController:
+def created(config):
     """The controller of a configuration."""
     return AdaptiveController(PolicySettings.of(config))
 
 
-def depths(chooses: AdaptiveController | PolicySettings) -> tuple[int, ...]:
+def depths(chooses):
     """Of the chains it may choose."""
     return tuple(shape.depth for shape in chooses.shapes if shape.is_chain)
 
 
-def play(target: AdaptiveController, batch_size: int, kept: Callable[[int], int]) -> int:
+def play(target, batch_size, kept):
     """One round in which every row keeps `kept(num_steps)` drafts; its tier."""
     steps = choose(target, batch_size)
     told(target, [kept(steps)] * batch_size, batch_size, steps)
     return steps
 
 
-def choose(target: AdaptiveController, batch_size: int) -> int:
+def choose(target, batch_size):
     """The tier of a round."""
     return target.choose_steps(decode_batch(batch_size)).shape.depth
 
 
-def told(target: AdaptiveController, correct: list[int], batch_size: int, num_steps: int) -> None:
+def told(target, correct, batch_size, num_steps):
     """Reports a round."""
     target.on_verify_complete(verified_round(correct, batch_size, num_steps))
 
 
-def everything(num_steps: int) -> int:
+def everything(num_steps):
     return num_steps
 
 
-def nothing(num_steps: int) -> int:
+def nothing(num_steps):
     return 0
 
 
-def slot(target: AdaptiveController, key: str) -> dict[str, Any]:
+def slot(target, key):
     slots: Any = target.snapshot()["slots"]
     found: dict[str, Any] = slots[key]
     return found
 
 
-def test_the_adaptive_config_of_the_configuration_is_used(tmp_path: Path) -> None:
+def test_the_adaptive_config_of_the_configuration_is_used(tmp_path):
     file = tmp_path / "a.json"
     file.write_text(json.dumps({"candidate_steps": [0, 5]}))
     made = created(ema_from(file))
@@ -106,7 +103,7 @@ def test_the_adaptive_config_of_the_configuration_is_used(tmp_path: Path) -> Non
     [{"speculative_adaptive": False}, {"speculative_adaptive_strategy": "static"}],
 )
 @pytest.mark.parametrize("num_steps", [0, 2, 5])
-def test_a_static_tier_never_moves(keys: dict[str, Any], num_steps: int) -> None:
+def test_a_static_tier_never_moves(keys, num_steps):
     made = created(speculative(speculative_num_steps=num_steps, **keys))
     assert depths(made) == (num_steps,)
     assert {play(made, bs, nothing) for bs in range(1, 60)} == {num_steps}
@@ -115,7 +112,7 @@ def test_a_static_tier_never_moves(keys: dict[str, Any], num_steps: int) -> None
 
 @pytest.mark.parametrize("strategy", ["ema", "per_request", "goodput"])
 @pytest.mark.parametrize("most", [1, 2, 4, 5, 8, 20])
-def test_no_strategy_goes_deeper_by_itself_than_drafts_can_be(strategy: Any, most: int) -> None:
+def test_no_strategy_goes_deeper_by_itself_than_drafts_can_be(strategy, most):
     free, bound = (
         PolicySettings(
             DraftShape.chain(1), strategy=strategy, tree=DraftShape(3, 6, 2), max_steps=max_steps
@@ -132,8 +129,8 @@ def test_no_strategy_goes_deeper_by_itself_than_drafts_can_be(strategy: Any, mos
     ("correct", "num_steps"), [([0, 0], 0), ([3, 3], 3), ([7, 7], 7), ([], 1)], ids=str
 )
 def test_a_stale_result_or_one_without_live_rows_changes_neither_average_nor_count(
-    correct: list[int], num_steps: int
-) -> None:
+    correct, num_steps
+):
     """The slot moved from 3 to 1; a round at 3 was under way."""
     made = controller(TWO_SLOTS)
     told(made, [0, 0], 2, 3)
@@ -143,7 +140,7 @@ def test_a_stale_result_or_one_without_live_rows_changes_neither_average_nor_cou
     assert slot(made, "1") == before
 
 
-def test_a_row_that_could_not_draft_the_whole_tier_is_no_failure_of_it() -> None:
+def test_a_row_that_could_not_draft_the_whole_tier_is_no_failure_of_it():
     """Near its end, or capped by its request: all it drafted was kept, and reads as almost none."""
     made = controller(TWO_SLOTS, num_steps=7)
     whole, cut = [7] * 2, [1] * 5
@@ -157,9 +154,7 @@ def test_a_row_that_could_not_draft_the_whole_tier_is_no_failure_of_it() -> None
 
 
 @pytest.mark.parametrize("strategy", ["ema", "per_request"])
-def test_drafts_found_in_texts_say_nothing_of_the_model_that_drafts_beside_them(
-    strategy: Any,
-) -> None:
+def test_drafts_found_in_texts_say_nothing_of_the_model_that_drafts_beside_them(strategy):
     """All kept: alone they would raise what the model's, all lost, lower."""
     settings = PolicySettings(
         DraftShape.chain(3), strategy=strategy, slots=load_slots(TWO_SLOTS), min_dwell_rounds=0
@@ -179,7 +174,7 @@ def test_drafts_found_in_texts_say_nothing_of_the_model_that_drafts_beside_them(
     assert made.snapshot() == without.snapshot()
 
 
-def test_serving_keeps_a_tier_for_eight_rounds_by_default() -> None:
+def test_serving_keeps_a_tier_for_eight_rounds_by_default():
     settings = PolicySettings(DraftShape.chain(3), strategy="ema", slots=load_slots(TWO_SLOTS))
     made = AdaptiveController(settings)
     tiers = [play(made, 2, everything if n % 3 else nothing) for n in range(300)]
@@ -188,7 +183,7 @@ def test_serving_keeps_a_tier_for_eight_rounds_by_default() -> None:
     assert min(b - a for a, b in pairwise(changes)) >= 8
 
 
-def test_switches_are_counted_by_reason() -> None:
+def test_switches_are_counted_by_reason():
     made = controller({**TWO_SLOTS, "8": {"candidate_steps": [0, 3]}})
     for batch_size, kept in [
         (2, everything),  # 3, and then up
@@ -204,7 +199,7 @@ def test_switches_are_counted_by_reason() -> None:
     assert made.snapshot()["switches"] == {"gain": 1, "loss": 2, "range": 1, "probe": 1}
 
 
-def test_each_round_teaches_the_slot_of_the_decode_rows_it_was_asked_with() -> None:
+def test_each_round_teaches_the_slot_of_the_decode_rows_it_was_asked_with():
     made = controller(TWO_SLOTS)
     assert choose(made, 7) == 3
     # Only four of the seven rows drafted in full; the round still belongs to batch size 7.
@@ -213,7 +208,7 @@ def test_each_round_teaches_the_slot_of_the_decode_rows_it_was_asked_with() -> N
     assert slot(made, "8")["num_rounds"] == 0
 
 
-def test_an_empty_batch_is_no_decision() -> None:
+def test_an_empty_batch_is_no_decision():
     target = controller(TWO_SLOTS)
     assert choose(target, 4) == 3
     counts = target.snapshot()
@@ -223,7 +218,7 @@ def test_an_empty_batch_is_no_decision() -> None:
     assert choose(target, 4) == 3
 
 
-def test_a_batch_that_changes_slot_takes_its_tier_at_once() -> None:
+def test_a_batch_that_changes_slot_takes_its_tier_at_once():
     made = controller(TWO_SLOTS, num_steps=7, min_dwell_rounds=8)
     rounds = [(choose(made, bs), made.switch_reason) for bs in (7, 8, 9, 7)]
     assert rounds == [(7, None), (3, Reason.RANGE), (3, None), (7, Reason.RANGE)]
@@ -240,8 +235,8 @@ def test_a_batch_that_changes_slot_takes_its_tier_at_once() -> None:
     dwell=st.integers(0, 10),
 )
 def test_every_choice_is_a_candidate_of_the_slot_and_was_announced_to_the_worker(
-    ladders: dict[str, list[int]], rounds: list[tuple[int, float]], dwell: int
-) -> None:
+    ladders, rounds, dwell
+):
     slots = {key: {"candidate_steps": ladder} for key, ladder in ladders.items()}
     made = controller({**EAGER, **slots}, min_dwell_rounds=dwell)
     for batch_size, share in rounds:
@@ -252,7 +247,7 @@ def test_every_choice_is_a_candidate_of_the_slot_and_was_announced_to_the_worker
     assert sum(counted.values()) == len(rounds)
 
 
-def test_the_snapshot_is_json_and_holds_what_an_operator_asks_for() -> None:
+def test_the_snapshot_is_json_and_holds_what_an_operator_asks_for():
     made = controller(TWO_SLOTS, min_dwell_rounds=8)
     for _ in range(12):
         play(made, 2, everything)
@@ -266,7 +261,7 @@ def test_the_snapshot_is_json_and_holds_what_an_operator_asks_for() -> None:
     assert snapshot["rounds_by_num_steps"] == {"3": 8, "7": 4}
 
 
-def test_a_live_change_replaces_the_policy_and_keeps_tier_and_counts() -> None:
+def test_a_live_change_replaces_the_policy_and_keeps_tier_and_counts():
     made = controller(TWO_SLOTS)
     play(made, 2, everything)
     play(made, 2, everything)
@@ -280,7 +275,7 @@ def test_a_live_change_replaces_the_policy_and_keeps_tier_and_counts() -> None:
     assert slot(made, "32")["candidate_steps"] == [1]
 
 
-def test_a_live_change_is_to_the_configuration_whatever_was_said_before() -> None:
+def test_a_live_change_is_to_the_configuration_whatever_was_said_before():
     """A replica that starts later must do what those do that went through every change."""
     changes: list[dict[str, Any]] = [
         {"speculative_adaptive": False, "speculative_num_steps": 7},
@@ -308,9 +303,7 @@ def test_a_live_change_is_to_the_configuration_whatever_was_said_before() -> Non
         ({"speculative_adaptive_strategy": "goodput"}, "drafts of 2, 4, 5, 6: not"),
     ],
 )
-def test_an_invalid_live_change_is_refused_as_a_whole(
-    settings: dict[str, Any], complaint: str
-) -> None:
+def test_an_invalid_live_change_is_refused_as_a_whole(settings, complaint):
     made, untouched = controller(TWO_SLOTS), controller(TWO_SLOTS)
     with pytest.raises(ConfigError, match=complaint):
         made.reconfigure(settings)
@@ -320,7 +313,7 @@ def test_an_invalid_live_change_is_refused_as_a_whole(
     assert made.snapshot() == untouched.snapshot()
 
 
-def test_a_live_change_cannot_start_to_draft_without_a_draft_model() -> None:
+def test_a_live_change_cannot_start_to_draft_without_a_draft_model():
     made = created(SpeculativeConfig())
     with pytest.raises(ConfigError, match="use some of 0 "):
         made.reconfigure({"speculative_adaptive": True})
@@ -328,43 +321,43 @@ def test_a_live_change_cannot_start_to_draft_without_a_draft_model() -> None:
 
 class TestAStartFromWhatOthersLearned:
     @staticmethod
-    def make() -> AdaptiveController:
+    def make():
         return AdaptiveController(
             PolicySettings(DraftShape.chain(3)), recorded_table(GPU_8B, (1, 2, 4, 8))
         )
 
     @staticmethod
-    def rates(target: AdaptiveController) -> list[float]:
+    def rates(target):
         acceptance: Any = target.snapshot()["acceptance"]
         return [position["accept_rate"] for position in acceptance["positions"]]
 
-    def test_it_is_what_the_policy_expects_of_unseen_drafts(self) -> None:
+    def test_it_is_what_the_policy_expects_of_unseen_drafts(self):
         target = self.make()
         known = [0.9, 0.5, 0.4, 0.3, 0.3, 0.3, 0.3]
         target.start_from(known)
         assert self.rates(target) == pytest.approx(known)
 
     @pytest.mark.parametrize("useless", [[0.5], [0.5] * 6 + [1.5], [0.0] * 7], ids=str)
-    def test_what_is_of_no_use_is_refused_and_changes_nothing(self, useless: list[float]) -> None:
+    def test_what_is_of_no_use_is_refused_and_changes_nothing(self, useless):
         target = self.make()
         before = self.rates(target)
         with pytest.raises(ValueError, match="prior_rates"):
             target.start_from(useless)
         assert self.rates(target) == before
 
-    def test_it_outlives_a_change_of_the_policy(self) -> None:
+    def test_it_outlives_a_change_of_the_policy(self):
         target = self.make()
         target.start_from([0.9] * 7)
         target.reconfigure({"min_dwell_rounds": 2})
         assert self.rates(target) == pytest.approx([0.9] * 7)
 
-    def test_a_policy_that_estimates_nothing_passes_it_over(self) -> None:
+    def test_a_policy_that_estimates_nothing_passes_it_over(self):
         target = controller(TWO_SLOTS)
         target.start_from([0.9] * 3)
         assert choose(target, 4) == 3
 
 
-def fail(*args: object) -> None:
+def fail(*args):
     raise RuntimeError("defect")
 
 
@@ -372,12 +365,12 @@ class TestAPolicyThatFails:
     """Speculation is off for a while, that is said once, and then the policy is built anew."""
 
     @staticmethod
-    def make(said: list[str]) -> AdaptiveController:
+    def make(said):
         settings = PolicySettings(DraftShape.chain(3), min_dwell_rounds=0)
         return AdaptiveController(settings, recorded_table(GPU_8B), said.append)
 
     @staticmethod
-    def play(target: AdaptiveController, num_rounds: int, **fields: Any) -> list[int]:
+    def play(target, num_rounds, **fields):
         depths = []
         for _ in range(num_rounds):
             depths.append(choose(target, 2))
@@ -386,7 +379,7 @@ class TestAPolicyThatFails:
         return depths
 
     @pytest.mark.parametrize("method", ["choose", "observe"])
-    def test_for_a_defect(self, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    def test_for_a_defect(self, monkeypatch, method):
         said: list[str] = []
         target = self.make(said)
         with monkeypatch.context() as patch:
@@ -399,16 +392,14 @@ class TestAPolicyThatFails:
 
 
 @pytest.mark.parametrize(("num_steps", "most"), [(0, None), (1, 31), (3, 31), (7, 7), (8, None)])
-def test_batches_of_a_depth_end_where_the_next_slots_are_less_deep(
-    num_steps: int, most: int | None
-) -> None:
+def test_batches_of_a_depth_end_where_the_next_slots_are_less_deep(num_steps, most):
     slots = {str(key): {"candidate_steps": k} for key, k in ((1, [7]), (8, [1, 3]), (32, [0]))}
     settings = PolicySettings(DraftShape.chain(3), slots=load_slots(slots))
     assert settings.largest_batch(DraftShape.chain(num_steps)) == most
     assert replace(settings, adaptive=False).largest_batch(DraftShape.chain(num_steps)) is None
 
 
-def test_the_start_is_shown_before_any_round() -> None:
+def test_the_start_is_shown_before_any_round():
     config = SpeculativeConfig(
         speculative_algorithm="NGRAM", speculative_num_steps=3, min_dwell_rounds=0
     )
@@ -418,7 +409,7 @@ def test_the_start_is_shown_before_any_round() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["static", "per_request", "goodput", "ema"])
-def test_accepted_drafts_are_averaged_by_slot_under_every_strategy(strategy: Any) -> None:
+def test_accepted_drafts_are_averaged_by_slot_under_every_strategy(strategy):
     slots = load_slots({"ema_alpha": 0.5, **{key: {"candidate_steps": [3]} for key in ("1", "4")}})
     made = AdaptiveController(
         PolicySettings(DraftShape.chain(3), strategy=strategy, slots=slots),

@@ -1,7 +1,5 @@
 """The documented rule of one slot, to the letter, routing by batch size, dwell and back-off."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest
@@ -17,11 +15,11 @@ DWELL = 8
 AT_ONCE = {"ema_alpha": 1.0, "warmup_batches": 0, "update_interval": 1}
 
 
-def slot(initial_steps: int, candidate_steps: list[int], **config: float) -> AdaptiveStepSlot:
+def slot(initial_steps, candidate_steps, **config):
     return AdaptiveStepSlot(initial_steps, {"candidate_steps": candidate_steps, **config})
 
 
-def feed(target: AdaptiveStepSlot, mean: float, rounds: int = 1) -> list[int]:
+def feed(target, mean, rounds=1):
     """Rounds of ten rows that keep `mean` drafts on average, clipped to the tier; tiers after."""
     tiers = []
     for _ in range(rounds):
@@ -34,26 +32,24 @@ def feed(target: AdaptiveStepSlot, mean: float, rounds: int = 1) -> list[int]:
 @pytest.mark.parametrize(
     ("initial", "start"), [(0, 1), (1, 1), (2, 1), (3, 3), (5, 3), (6, 7), (99, 7)]
 )
-def test_a_slot_starts_at_the_nearest_candidate_and_at_the_smaller_of_two(
-    initial: int, start: int
-) -> None:
+def test_a_slot_starts_at_the_nearest_candidate_and_at_the_smaller_of_two(initial, start):
     fresh = slot(initial, [1, 3, 7])
     assert fresh.current_steps == start
     assert fresh.ema_accept_len == start - 1
 
 
-def test_a_slot_without_a_ladder_is_refused() -> None:
+def test_a_slot_without_a_ladder_is_refused():
     with pytest.raises(ConfigError, match=r"^candidate_steps: missing"):
         AdaptiveStepSlot(3, {"ema_alpha": 0.5})
 
 
-def test_the_average_moves_by_alpha_towards_the_mean_of_the_rows() -> None:
+def test_the_average_moves_by_alpha_towards_the_mean_of_the_rows():
     s = slot(3, [1, 3, 7])
     s.update([3, 0, 3, 0])
     assert s.ema_accept_len == pytest.approx(0.8 * 2.0 + 0.2 * 1.5)
 
 
-def test_by_default_a_slot_moves_on_round_15_or_every_fifth_after_it() -> None:
+def test_by_default_a_slot_moves_on_round_15_or_every_fifth_after_it():
     s = slot(1, [1, 3, 7])
     changes = [n for n in range(1, 31) if s.update([s.current_steps] * 4)]
     # The average passes 0.5 by round 15, but reaches 2.33 by round 20 and 2.5 only later.
@@ -62,14 +58,14 @@ def test_by_default_a_slot_moves_on_round_15_or_every_fifth_after_it() -> None:
 
 
 @pytest.mark.parametrize(("warmup", "interval"), [(0, 1), (0, 4), (3, 1), (7, 5)])
-def test_decisions_are_due_every_interval_after_the_warm_up(warmup: int, interval: int) -> None:
+def test_decisions_are_due_every_interval_after_the_warm_up(warmup, interval):
     """At each it goes down or tries again."""
     s = slot(1, [0, 1], ema_alpha=1.0, warmup_batches=warmup, update_interval=interval)
     due = [n for n in range(1, 30) if s.update([0])]
     assert due == list(range(warmup + interval, 30, interval))
 
 
-def test_an_empty_round_counts_for_nothing() -> None:
+def test_an_empty_round_counts_for_nothing():
     s = slot(3, [1, 3, 7], **AT_ONCE)
     assert not s.update([])
     assert (s.batch_count, s.ema_accept_len) == (0, 2.0)
@@ -89,7 +85,7 @@ def test_an_empty_round_counts_for_nothing() -> None:
         (3, 0.2, 1),
     ],
 )
-def test_the_default_thresholds(start: int, mean: float, end: int) -> None:
+def test_the_default_thresholds(start, mean, end):
     assert feed(slot(start, [1, 3, 7], **AT_ONCE), mean) == [end]
 
 
@@ -111,20 +107,18 @@ def test_the_default_thresholds(start: int, mean: float, end: int) -> None:
         ({"ceiling_coeff": 1.0}, [1, 3], 1, 1.0, 3),
     ],
 )
-def test_hysteresis_and_ceiling(
-    config: dict[str, float], ladder: list[int], start: int, mean: float, end: int
-) -> None:
+def test_hysteresis_and_ceiling(config, ladder, start, mean, end):
     assert feed(slot(start, ladder, **AT_ONCE, **config), mean) == [end]
 
 
-def test_a_rise_takes_several_levels_at_once() -> None:
+def test_a_rise_takes_several_levels_at_once():
     # Only a stale result can show more than the tier drafted; the rule itself does not ask.
     s = slot(1, [1, 3, 7], **AT_ONCE)
     s.update([3, 3])
     assert s.current_steps == 7
 
 
-def test_at_zero_the_average_is_frozen_and_the_next_decision_moves_up() -> None:
+def test_at_zero_the_average_is_frozen_and_the_next_decision_moves_up():
     s = slot(3, [0, 3], **AT_ONCE)
     feed(s, 0.1)
     assert (s.current_steps, s.ema_accept_len) == (0, pytest.approx(0.1))
@@ -134,8 +128,8 @@ def test_at_zero_the_average_is_frozen_and_the_next_decision_moves_up() -> None:
 
 @pytest.mark.parametrize(("ladder", "steps", "average"), [([0, 3], 3, 2.0), ([0], 0, -1.0)])
 def test_the_first_probe_of_a_slot_that_never_drafted_starts_from_a_neutral_average(
-    ladder: list[int], steps: int, average: float
-) -> None:
+    ladder, steps, average
+):
     s = slot(0, ladder, **AT_ONCE)
     assert s.ema_accept_len == -1
     s.update([0, 0])
@@ -150,9 +144,7 @@ def test_the_first_probe_of_a_slot_that_never_drafted_starts_from_a_neutral_aver
     gap=st.floats(0, 3),
     rows=st.lists(st.integers(0, 12), min_size=1, max_size=4),
 )
-def test_constant_input_never_makes_a_slot_oscillate(
-    ladder: list[int], initial: int, alpha: float, down: float, gap: float, rows: list[int]
-) -> None:
+def test_constant_input_never_makes_a_slot_oscillate(ladder, initial, alpha, down, gap, rows):
     """Where drops are not easier than rises (down ≤ up), the ceiling is off and 0 is no tier.
 
     Rows keep the same number of drafts round after round, as far as the tier drafts that many.
@@ -177,7 +169,7 @@ def test_constant_input_never_makes_a_slot_oscillate(
     assert len(moves) <= 2 * len(set(ladder))
 
 
-def fixed(**slots: int) -> AdaptiveSpeculativeParams:
+def fixed(**slots):
     """Slots with one tier each, so that the tier tells the slot: fixed(_4=2) is {"4": [2]}."""
     config = {key.strip("_"): {"candidate_steps": [step]} for key, step in slots.items()}
     return AdaptiveSpeculativeParams(1, config)
@@ -186,9 +178,7 @@ def fixed(**slots: int) -> AdaptiveSpeculativeParams:
 @pytest.mark.parametrize(
     ("batch_size", "steps"), [(0, 1), (1, 1), (3, 1), (4, 1), (7, 1), (8, 2), (31, 2), (32, 3)]
 )
-def test_a_batch_goes_to_the_largest_slot_not_above_it_or_to_the_first(
-    batch_size: int, steps: int
-) -> None:
+def test_a_batch_goes_to_the_largest_slot_not_above_it_or_to_the_first(batch_size, steps):
     params = fixed(_4=1, _32=3, _8=2)
     assert params.get_steps_for_batch(batch_size) == steps
 
@@ -197,8 +187,8 @@ def test_a_batch_goes_to_the_largest_slot_not_above_it_or_to_the_first(
     ("batch_size", "steps"), [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3), (16, 3), (17, 3), (100, 9)]
 )
 def test_a_batch_is_padded_to_the_next_captured_size_and_beyond_the_last_counts_itself(
-    batch_size: int, steps: int
-) -> None:
+    batch_size, steps
+):
     params = fixed(_1=1, _8=2, _16=3, _64=9)
     alone = params.get_steps_for_batch(batch_size)
     params.set_cuda_graph_bs([16, 4, 8])
@@ -207,7 +197,7 @@ def test_a_batch_is_padded_to_the_next_captured_size_and_beyond_the_last_counts_
     assert params.get_steps_for_batch(batch_size) == alone
 
 
-def test_the_captured_sizes_of_a_step_are_those_whose_slot_can_reach_it() -> None:
+def test_the_captured_sizes_of_a_step_are_those_whose_slot_can_reach_it():
     params = AdaptiveSpeculativeParams(3)
     assert params.cuda_graph_bs_for_step(3) is None
     params.set_cuda_graph_bs([1, 2, 4, 8, 16, 32, 64])
@@ -232,9 +222,7 @@ def test_the_captured_sizes_of_a_step_are_those_whose_slot_can_reach_it() -> Non
         ),
     ],
 )
-def test_the_presets_are_the_documented_ones(
-    preset: str | None, slots: dict[int, tuple[list[int], float, float]]
-) -> None:
+def test_the_presets_are_the_documented_ones(preset, slots):
     made = AdaptiveSpeculativeParams(7, preset).slots
     assert slots == {
         key: (s.candidate_steps, s.config.down_hysteresis, s.config.ceiling_coeff)
@@ -247,9 +235,7 @@ def test_the_presets_are_the_documented_ones(
     captured=st.none() | st.lists(st.integers(1, 80), max_size=5),
     batch_size=st.integers(1, 100),
 )
-def test_every_batch_is_given_a_candidate_of_the_slot_that_reaches_it(
-    keys: set[int], captured: list[int] | None, batch_size: int
-) -> None:
+def test_every_batch_is_given_a_candidate_of_the_slot_that_reaches_it(keys, captured, batch_size):
     params = AdaptiveSpeculativeParams(3, {str(key): {"candidate_steps": [key]} for key in keys})
     params.set_cuda_graph_bs(captured)
     steps = params.get_steps_for_batch(batch_size)
@@ -261,14 +247,12 @@ def test_every_batch_is_given_a_candidate_of_the_slot_that_reaches_it(
         assert batch_size in reached
 
 
-def guarded(
-    candidate_steps: list[int], initial_steps: int, min_dwell_rounds: int = DWELL, **config: float
-) -> AdaptiveStepSlot:
+def guarded(candidate_steps, initial_steps, min_dwell_rounds=DWELL, **config):
     given = {"candidate_steps": candidate_steps, **config}
     return AdaptiveStepSlot(initial_steps, given, min_dwell_rounds)
 
 
-def waits_at_zero(target: AdaptiveStepSlot, kept: float, num_probes: int) -> list[int]:
+def waits_at_zero(target, kept, num_probes):
     """Rounds at tier 0 before each of the next probes; every draft is kept with share `kept`."""
     waits = []
     rounds = 0
@@ -290,11 +274,11 @@ def waits_at_zero(target: AdaptiveStepSlot, kept: float, num_probes: int) -> lis
         (DWELL, [10, 10, 20, 40, 80, 160, 320, 640, 640]),
     ],
 )
-def test_each_bad_probe_doubles_the_wait_for_the_next_one(dwell: int, waits: list[int]) -> None:
+def test_each_bad_probe_doubles_the_wait_for_the_next_one(dwell, waits):
     assert waits_at_zero(guarded([0, 1], 1, dwell), kept=0.0, num_probes=9) == waits
 
 
-def test_a_good_probe_resets_the_wait() -> None:
+def test_a_good_probe_resets_the_wait():
     slot = guarded([0, 1], 1, min_dwell_rounds=1)
     waits_at_zero(slot, kept=0.0, num_probes=5)
     assert slot.is_probing
@@ -309,9 +293,7 @@ def test_a_good_probe_resets_the_wait() -> None:
     dwell=st.integers(0, 12),
     shares=st.lists(st.lists(st.floats(0, 1), max_size=3), max_size=120),
 )
-def test_the_guard_withholds_decisions_and_never_adds_one(
-    ladder: list[int], dwell: int, shares: list[list[float]]
-) -> None:
+def test_the_guard_withholds_decisions_and_never_adds_one(ladder, dwell, shares):
     slot = guarded(ladder, 3, dwell, warmup_batches=2, update_interval=3)
     rounds_here = 0
     for row in shares:
@@ -329,7 +311,7 @@ def test_the_guard_withholds_decisions_and_never_adds_one(
         assert wait <= LAST_PROBE_WAIT_ROUNDS
 
 
-def test_every_decision_says_why() -> None:
+def test_every_decision_says_why():
     slot = guarded([0, 1, 3], 1, min_dwell_rounds=8)
     reasons = [slot.reason]
     for n in range(200):

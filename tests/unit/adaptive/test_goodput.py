@@ -9,7 +9,6 @@ from dataclasses import replace
 from itertools import accumulate
 from operator import and_
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from serve_spec.adaptive.costs import Costs, Work
 from serve_spec.adaptive.drafts import PositionRates
 from serve_spec.adaptive.exploration import EXPLORED_SHARE, SpeedGuard
 from serve_spec.adaptive.goodput import GoodputPolicy
-from serve_spec.adaptive.planner import Candidate, Load, Planner
+from serve_spec.adaptive.planner import Load, Planner
 from serve_spec.adaptive.policy import StaticPolicy
 from serve_spec.adaptive.trees import AllowedShapes
 from serve_spec.bench.trace import load_traces
@@ -38,14 +37,12 @@ COUNTS = (*range(8, 512, 8), *range(512, 2049, 64))
 CHAIN = DraftShape.chain
 
 
-def goodput(**fields: object) -> GoodputPolicy:
+def goodput(**fields):
     fields = {"min_dwell_rounds": 0, "token_counts": COUNTS, **fields}
     return GoodputPolicy(recorded_table(GPU_8B, SIZES), **fields)  # type: ignore[arg-type]
 
 
-def play(
-    policy: GoodputPolicy, size: int, num: int, rate: int, prompt_ms: float = 0.0
-) -> Counter[DraftShape]:
+def play(policy, size, num, rate, prompt_ms=0.0):
     """Play rounds in which each request keeps up to `rate` drafts; return how often what ran.
 
     prompt_ms: what prompts add to rounds that explore.
@@ -66,17 +63,17 @@ def play(
 
 
 @pytest.mark.parametrize("prompts", ["predictable", "heated", "unpredictable"])
-def test_a_large_batch_is_faster_than_at_every_fixed_depth(prompts: str) -> None:
+def test_a_large_batch_is_faster_than_at_every_fixed_depth(prompts):
     phase = Phase(prompts, 128, 256, 64, 0.4)
 
-    def speed(policy: GoodputPolicy | StaticPolicy) -> float:
+    def speed(policy):
         return Simulator(policy, TRACES, noisy(GPU_8B, 0.02)).run(phase).tokens_per_ms
 
     best = max(speed(StaticPolicy(CHAIN(depth))) for depth in range(8))
     assert speed(goodput()) > 1.01 * best
 
 
-def test_a_small_batch_verifies_all_its_drafts() -> None:
+def test_a_small_batch_verifies_all_its_drafts():
     budgets = []
     simulator = Simulator(
         goodput(), TRACES, GPU_8B, on_round=lambda _, steps, __: budgets.append(steps.budget)
@@ -85,7 +82,7 @@ def test_a_small_batch_verifies_all_its_drafts() -> None:
     assert set(budgets) == {None}
 
 
-def test_budgets_fill_captured_graphs() -> None:
+def test_budgets_fill_captured_graphs():
     seen = set()
     simulator = Simulator(
         goodput(), TRACES, GPU_8B, on_round=lambda b, s, _: seen.add((b.size, s.budget))
@@ -96,14 +93,14 @@ def test_budgets_fill_captured_graphs() -> None:
     assert all(size + budget in COUNTS for size, budget in budgets)
 
 
-def test_drafts_without_shares_are_verified_whole() -> None:
+def test_drafts_without_shares_are_verified_whole():
     policy = goodput()
     play(policy, 128, 100, 3)
     assert policy.choose(decode_batch(128)).budget is None
 
 
 @pytest.mark.parametrize("prompt_ms", [0.0, 40.0])
-def test_drafts_that_fail_are_given_up_and_tried_again_for_good(prompt_ms: float) -> None:
+def test_drafts_that_fail_are_given_up_and_tried_again_for_good(prompt_ms):
     policy = goodput()
     play(policy, 64, 400, 0, prompt_ms)
     assert policy.choose(decode_batch(64)).shape == PLAIN
@@ -113,7 +110,7 @@ def test_drafts_that_fail_are_given_up_and_tried_again_for_good(prompt_ms: float
     assert ran[PLAIN] < 1000, "what drafts are worth now is found out"
 
 
-def test_one_trial_of_a_few_requests_brings_drafts_back_to_a_large_batch() -> None:
+def test_one_trial_of_a_few_requests_brings_drafts_back_to_a_large_batch():
     shapes: list[DraftShape] = []
     policy = goodput()
     simulator = Simulator(
@@ -130,7 +127,7 @@ def test_one_trial_of_a_few_requests_brings_drafts_back_to_a_large_batch() -> No
     assert shapes[trial : trial + 100].count(PLAIN) < 20
 
 
-def test_exploration_keeps_to_its_share_of_the_time() -> None:
+def test_exploration_keeps_to_its_share_of_the_time():
     policy = goodput()
     play(policy, 8, 3000, 3)
     share = policy.snapshot()["explored_share"]
@@ -139,7 +136,7 @@ def test_exploration_keeps_to_its_share_of_the_time() -> None:
 
 
 @pytest.mark.parametrize("prompt_ms", [0.0, 15.0])
-def test_trials_of_drafts_keep_to_their_share_of_the_time(prompt_ms: float) -> None:
+def test_trials_of_drafts_keep_to_their_share_of_the_time(prompt_ms):
     """The same holds if every round has prompts."""
     table = recorded_table(TWO_CPU_CORES, (1, 4, 8, 16))
     policy, costs = GoodputPolicy(table), Costs(table)
@@ -160,19 +157,19 @@ def test_trials_of_drafts_keep_to_their_share_of_the_time(prompt_ms: float) -> N
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
-def test_slots_bound_the_depth(bound: int) -> None:
+def test_slots_bound_the_depth(bound):
     policy = goodput(allowed=AllowedShapes(bounds={1: 7, 32: bound}))
     assert max(shape.depth for shape in play(policy, 32, 200, 7)) <= bound
 
 
-def test_nothing_is_drafted_without_room() -> None:
+def test_nothing_is_drafted_without_room():
     policy = goodput()
     play(policy, 8, 50, 7)
     assert policy.choose(decode_batch(8, max_draft_tokens=0)).shape == PLAIN
 
 
 @pytest.mark.parametrize("ms", [math.nan, math.inf, 0.0, -1.0])
-def test_a_broken_clock_teaches_nothing(ms: float) -> None:
+def test_a_broken_clock_teaches_nothing(ms):
     policy = goodput()
     before = policy.costs.snapshot()
     for _ in range(20):
@@ -183,7 +180,7 @@ def test_a_broken_clock_teaches_nothing(ms: float) -> None:
 
 
 @pytest.mark.parametrize("num_prefill_tokens", [0, 500])
-def test_a_closed_guard_opens_again_whatever_runs(num_prefill_tokens: int) -> None:
+def test_a_closed_guard_opens_again_whatever_runs(num_prefill_tokens):
     policy = goodput()
     policy.choose(decode_batch(8))
     policy._guards[policy._at or 0].rounds_left = 20
@@ -198,7 +195,7 @@ def test_a_closed_guard_opens_again_whatever_runs(num_prefill_tokens: int) -> No
     assert reasons[-1] != Reason.GUARD
 
 
-def test_texts_are_verified_while_a_model_does_not_draft() -> None:
+def test_texts_are_verified_while_a_model_does_not_draft():
     policy = goodput()
     play(policy, 64, 400, 0)
     batch = replace(decode_batch(64), text_steps=[5] * 64)
@@ -213,40 +210,40 @@ class TestCosts:
     costs: Costs
 
     @pytest.fixture(autouse=True)
-    def table(self) -> None:
+    def table(self):
         self.costs = Costs(recorded_table(TWO_CPU_CORES))
 
-    def ms(self, depth: int = 3) -> float:
+    def ms(self, depth=3):
         return self.costs.ms(self.work(depth))
 
-    def work(self, depth: int = 3, **changes: Any) -> Work:
+    def work(self, depth=3, **changes):
         return Work(16, 128, 0.0, CHAIN(depth), 16 * depth)._replace(**changes)
 
-    def prompt_ms(self) -> list[float]:
+    def prompt_ms(self):
         rows = np.array([48.0]), 200
         return [self.costs.prompt_ms(self.work(), *rows, drafts=k)[0] for k in (False, True)]
 
-    def test_the_table_is_met_at_its_points(self) -> None:
+    def test_the_table_is_met_at_its_points(self):
         table = self.costs.table
         assert self.ms() == pytest.approx(table.draft_ms[0][4][3] + table.verify_ms[0][4][3])
         drafts = np.array([0.0, 48.0])
         assert self.costs.chains_ms(self.work(), drafts)[3, 1] == pytest.approx(self.ms())
 
-    def test_a_slower_machine_is_learned_also_for_shapes_that_do_not_run(self) -> None:
+    def test_a_slower_machine_is_learned_also_for_shapes_that_do_not_run(self):
         before, deeper = self.ms(), self.ms(7)
         for _ in range(50):
             self.costs.learn(self.work(), 1.3 * before)
         assert self.ms() == pytest.approx(1.3 * before, rel=0.05)
         assert 1.1 * deeper < self.ms(7) < 1.35 * deeper
 
-    def test_one_spike_is_forgotten_though_the_shape_does_not_run(self) -> None:
+    def test_one_spike_is_forgotten_though_the_shape_does_not_run(self):
         before = self.ms()
         self.costs.learn(self.work(), 2.0 * before)
         self.costs.age(16, 5000)
         assert self.ms() == pytest.approx(before, rel=0.02)
 
     @pytest.mark.parametrize("also", [{}, {"prompts": 200}, {"entries": 2000}])
-    def test_no_time_diverges(self, also: dict[str, int]) -> None:
+    def test_no_time_diverges(self, also):
         rng, before = np.random.default_rng(0), [self.ms(depth) for depth in range(8)]
         prompt_ms = self.prompt_ms()
         for _ in range(500):
@@ -256,7 +253,7 @@ class TestCosts:
         assert all(0.49 < x / y < 2.02 for x, y in zip(self.prompt_ms(), prompt_ms, strict=True))
         assert 0.0 <= self.costs.entry_ms <= self.costs.table.draft_ms[0][4][1]
 
-    def test_what_prompts_take_is_learned_apart_for_rounds_that_draft(self) -> None:
+    def test_what_prompts_take_is_learned_apart_for_rounds_that_draft(self):
         before = self.prompt_ms()
         for _ in range(100):
             self.costs.learn(self.work(prompts=200), self.ms() + 1.5 * before[1])
@@ -264,9 +261,7 @@ class TestCosts:
         assert self.prompt_ms()[1] == pytest.approx(1.5 * before[1], rel=0.1)
 
     @pytest.mark.parametrize("prompts", [0, 200])
-    def test_what_missing_draft_kv_takes_is_no_cost_of_prompts_or_shapes(
-        self, prompts: int
-    ) -> None:
+    def test_what_missing_draft_kv_takes_is_no_cost_of_prompts_or_shapes(self, prompts):
         before = self.ms(), self.prompt_ms()
         work = self.work(prompts=prompts, entries=2000)
         for _ in range(20):
@@ -275,7 +270,7 @@ class TestCosts:
         assert self.costs.entry_ms == pytest.approx(0.02)
 
 
-def test_the_guard_closes_at_a_loss_for_longer_each_time() -> None:
+def test_the_guard_closes_at_a_loss_for_longer_each_time():
     guard = SpeedGuard()
     guard.observe_plain(1.0)
     closed = []
@@ -287,7 +282,7 @@ def test_the_guard_closes_at_a_loss_for_longer_each_time() -> None:
     assert closed[1] == 2 * closed[0], "it waits longer after every loss"
 
 
-def test_the_guard_lets_a_gain_pass() -> None:
+def test_the_guard_lets_a_gain_pass():
     guard = SpeedGuard()
     guard.observe_plain(1.0)
     for _ in range(500):
@@ -296,7 +291,7 @@ def test_the_guard_lets_a_gain_pass() -> None:
     assert guard.speedup == pytest.approx(4 / 3)
 
 
-def test_rates_follow_the_text_and_start_from_the_fleet() -> None:
+def test_rates_follow_the_text_and_start_from_the_fleet():
     rates = PositionRates(3, [0.9, 0.8, 0.7])
     assert rates.rates == pytest.approx([0.9, 0.8, 0.7])
     for _ in range(100):
@@ -306,32 +301,32 @@ def test_rates_follow_the_text_and_start_from_the_fleet() -> None:
 
 
 @given(st.lists(st.floats(0.01, 0.99), min_size=3, max_size=3), st.integers(0, 100))
-def test_rates_stay_chances(prior: list[float], kept: int) -> None:
+def test_rates_stay_chances(prior, kept):
     rates = PositionRates(3, prior)
     rates.learn([100, kept, 0], [kept, 0, 0])
     assert all(0 < rate < 1 for rate in rates.rates)
 
 
 @pytest.mark.parametrize("prior", [[0.5], [0.5, 1.0, 0.5], [0.0, 0.5, 0.5]])
-def test_a_prior_that_is_no_chance_is_refused(prior: list[float]) -> None:
+def test_a_prior_that_is_no_chance_is_refused(prior):
     with pytest.raises(ValueError, match="give 3 rates between 0 and 1"):
         PositionRates(3, prior)
 
 
-def weighed(survivals: list[list[float]], **load: float) -> list[Candidate]:
+def weighed(survivals, **load):
     planner, of_each = Planner(Costs(recorded_table(GPU_8B, SIZES))), 256 / len(survivals)
     weights = np.full(len(survivals[0]), of_each)
     given = Load(Work(256, 128), **load)
     return planner.chains(given, np.array(survivals), weights, 10_000, may_admit=True)
 
 
-def test_sure_drafts_are_admitted_before_doubtful_ones() -> None:
+def test_sure_drafts_are_admitted_before_doubtful_ones():
     best = max(weighed([[0.95] * 3, [0.01] * 3]), key=lambda each: each.tokens_per_ms)
     assert best.budget is not None
     assert best.budget <= 128 * 3 + 48
 
 
-def test_rounds_that_end_more_requests_are_priced_with_more_prompts() -> None:
+def test_rounds_that_end_more_requests_are_priced_with_more_prompts():
     """A batch that runs plain has prompts in few rounds; one that drafts would have more."""
     policy, work = GoodputPolicy(recorded_table(TWO_CPU_CORES, (1, 4, 8, 16))), Work(16, 128.0)
     chance = random.Random(0)
@@ -355,7 +350,7 @@ def test_rounds_that_end_more_requests_are_priced_with_more_prompts() -> None:
     assert 28 / drafted - 12.0 == pytest.approx(28 / 64 * float(one[1][0]), rel=0.1)
 
 
-def test_prompts_that_follow_from_tokens_make_drafts_less_worth() -> None:
+def test_prompts_that_follow_from_tokens_make_drafts_less_worth():
     survivals = [[0.8, 0.6, 0.4]]
     gains = []
     for prompts in (0.0, 2.0):
@@ -364,7 +359,7 @@ def test_prompts_that_follow_from_tokens_make_drafts_less_worth() -> None:
     assert gains[1] < gains[0]
 
 
-def test_without_differences_between_requests_there_are_no_budgets() -> None:
+def test_without_differences_between_requests_there_are_no_budgets():
     policy = goodput(per_sequence=False)
     budgets = []
     simulator = Simulator(
@@ -374,7 +369,7 @@ def test_without_differences_between_requests_there_are_no_budgets() -> None:
     assert set(budgets) == {None}
 
 
-def test_requests_at_their_last_token_do_not_draft_and_decide_nothing() -> None:
+def test_requests_at_their_last_token_do_not_draft_and_decide_nothing():
     policy = goodput()
     assert policy.choose(decode_batch(2, max_steps=0)).shape == PLAIN
     assert policy.choose(decode_batch(2)).shape != PLAIN
@@ -383,7 +378,7 @@ def test_requests_at_their_last_token_do_not_draft_and_decide_nothing() -> None:
 TREE = DraftShape(4, 15, 4)
 
 
-def ran_of(chain_rate: float, tree_rate: float, num_rounds: int) -> Counter[DraftShape]:
+def ran_of(chain_rate, tree_rate, num_rounds):
     """Return what ran in the second half, where levels are accepted with these chances."""
     policy = GoodputPolicy(
         recorded_table(GPU_8B, SIZES, trees=(TREE,)),
@@ -405,18 +400,18 @@ def ran_of(chain_rate: float, tree_rate: float, num_rounds: int) -> Counter[Draf
     return ran
 
 
-def test_what_trees_gain_over_chains_is_learned_whatever_was_believed() -> None:
+def test_what_trees_gain_over_chains_is_learned_whatever_was_believed():
     assert ran_of(0.6, 0.8, 1000)[TREE] > 450
     assert ran_of(0.7, 0.7, 8000)[TREE] < 400
     assert ran_of(0.7, 0.2, 8000)[TREE] < 400
 
 
-def test_a_tree_on_a_hard_text_tells_that_chains_fail_too() -> None:
+def test_a_tree_on_a_hard_text_tells_that_chains_fail_too():
     ran = ran_of(0.05, 0.1, 400)
     assert sum(num for shape, num in ran.items() if shape.depth > 1) <= 8
 
 
-def test_a_tree_ends_when_the_batch_is_too_large_for_it() -> None:
+def test_a_tree_ends_when_the_batch_is_too_large_for_it():
     table = recorded_table(GPU_8B, SIZES, trees=(TREE,))
     policy = GoodputPolicy(table, AllowedShapes(trees={1: (TREE,), 9: ()}), token_counts=COUNTS)
     while policy.choose(decode_batch(8)).shape != TREE:
@@ -426,7 +421,7 @@ def test_a_tree_ends_when_the_batch_is_too_large_for_it() -> None:
     assert policy.choose(decode_batch(9)).shape.is_chain
 
 
-def test_depths_are_kept_for_as_many_rounds_as_asked() -> None:
+def test_depths_are_kept_for_as_many_rounds_as_asked():
     policy = goodput(min_dwell_rounds=100)
     play(policy, 8, 90, 7)
     first = policy.choose(decode_batch(8)).shape

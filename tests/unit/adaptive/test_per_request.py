@@ -1,7 +1,5 @@
 """The article's rule for one sequence: the share kept so far moves the steps, one at a time."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,9 +25,7 @@ verifications = st.integers(0, 8).flatmap(lambda k: st.tuples(st.just(k), st.int
     ],
     ids=["all accepted", "all rejected", "all since the beginning", "clamped", "without drafts"],
 )
-def test_the_share_accepted_so_far_moves_the_depth_by_one(
-    rounds: list[tuple[int, int]], steps: list[int]
-) -> None:
+def test_the_share_accepted_so_far_moves_the_depth_by_one(rounds, steps):
     speculator, found = AdaptiveSpeculator(), []
     for drafted, kept in rounds:
         before = speculator.num_steps
@@ -51,7 +47,7 @@ def test_the_share_accepted_so_far_moves_the_depth_by_one(
         (20, 10, 9),
     ],
 )
-def test_thresholds_are_strict(drafted: int, kept: int, steps: int) -> None:
+def test_thresholds_are_strict(drafted, kept, steps):
     speculator = AdaptiveSpeculator(initial_steps=10, max_steps=20)
     assert speculator.update(drafted, kept) is (steps != 10)
     assert speculator.num_steps == steps
@@ -59,8 +55,8 @@ def test_thresholds_are_strict(drafted: int, kept: int, steps: int) -> None:
 
 @given(st.lists(verifications), st.integers(1, 8), st.integers(0, 7), st.integers(0, 7))
 def test_it_moves_by_one_at_most_within_its_bounds_and_says_whether_it_did(
-    rounds: list[tuple[int, int]], low: int, room: int, start: int
-) -> None:
+    rounds, low, room, start
+):
     high = min(8, low + room)
     speculator = AdaptiveSpeculator(min(high, low + start), low, high)
     for drafted, kept in rounds:
@@ -81,13 +77,13 @@ def test_it_moves_by_one_at_most_within_its_bounds_and_says_whether_it_did(
         {"initial_steps": 2, "min_steps": 3},
     ],
 )
-def test_bounds_that_leave_no_choice_are_refused(bounds: dict[str, int]) -> None:
+def test_bounds_that_leave_no_choice_are_refused(bounds):
     with pytest.raises(ValueError, match="must ascend from 1"):
         AdaptiveSpeculator(**bounds)
 
 
 @pytest.mark.parametrize(("drafted", "kept"), [(9, 3), (-1, 0), (3, 4), (3, -1), (0, 1)])
-def test_an_impossible_verification_is_refused_and_not_counted(drafted: int, kept: int) -> None:
+def test_an_impossible_verification_is_refused_and_not_counted(drafted, kept):
     speculator = AdaptiveSpeculator()
     with pytest.raises(ValueError, match="give 0 ≤ accepted ≤ drafts ≤ 8"):
         speculator.update(drafted, kept)
@@ -96,7 +92,7 @@ def test_an_impossible_verification_is_refused_and_not_counted(drafted: int, kep
 
 
 @pytest.mark.parametrize("max_steps", range(1, 9))
-def test_a_draft_that_makes_few_starts_with_as_many(max_steps: int) -> None:
+def test_a_draft_that_makes_few_starts_with_as_many(max_steps):
     """Medusa heads are as many as there are, fewer than sequences usually start with."""
     policy = PerRequestPolicy(DraftShape.chain(max_steps))
     assert policy.choose(decode_batch(2)).shape.depth == min(5, max_steps)

@@ -1,10 +1,5 @@
 """Which shapes of trees a policy is given to choose from."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +19,7 @@ CHAIN = DraftShape.chain(4)
 
 
 @st.composite
-def shapes(draw: st.DrawFn) -> DraftShape:
+def shapes(draw):
     """What a configuration with beams of `TOPK` may ask for."""
     num_steps = draw(st.integers(1, 7))
     most = min(63, most_drafts(TOPK, num_steps))
@@ -32,9 +27,7 @@ def shapes(draw: st.DrawFn) -> DraftShape:
 
 
 @given(shapes())
-def test_a_ladder_holds_the_configured_tree_and_smaller_ones_that_can_be_drafted(
-    tree: DraftShape,
-) -> None:
+def test_a_ladder_holds_the_configured_tree_and_smaller_ones_that_can_be_drafted(tree):
     found = ladder(tree)
     assert list(found) == sorted(set(found))
     assert found[-1] == tree
@@ -44,16 +37,14 @@ def test_a_ladder_holds_the_configured_tree_and_smaller_ones_that_can_be_drafted
 
 
 @given(shapes(), st.integers(1, 7))
-def test_a_tree_of_another_depth_can_be_drafted_and_verifies_no_more(
-    tree: DraftShape, num_steps: int
-) -> None:
+def test_a_tree_of_another_depth_can_be_drafted_and_verifies_no_more(tree, num_steps):
     found = of_depth(tree, num_steps)
     assert found.depth == num_steps <= found.size
     assert found.size <= most_drafts(TOPK, num_steps)
     assert found.size <= max(tree.size, num_steps)
 
 
-def test_a_slot_drafts_what_it_lists_or_the_ladder_within_its_bound() -> None:
+def test_a_slot_drafts_what_it_lists_or_the_ladder_within_its_bound():
     slots = load_slots(
         {
             "1": {"candidate_steps": [7]},
@@ -72,7 +63,7 @@ def test_a_slot_drafts_what_it_lists_or_the_ladder_within_its_bound() -> None:
     }
 
 
-def test_ema_drafts_the_largest_tree_of_its_depth_and_none_of_0_levels() -> None:
+def test_ema_drafts_the_largest_tree_of_its_depth_and_none_of_0_levels():
     slots = {
         "1": {"candidate_steps": [0, 1, 4]},
         "8": {"candidate_steps": [2, 3], "candidate_trees": [[3, 5], [3, 8]]},
@@ -90,16 +81,16 @@ def test_ema_drafts_the_largest_tree_of_its_depth_and_none_of_0_levels() -> None
         assert chosen.build(start, None).choose(decode_batch(size)).shape == shape
 
 
-def settings(**changes: Any) -> PolicySettings:
+def settings(**changes):
     return PolicySettings(**{"shape": CONFIGURED, "tree": CONFIGURED, **changes})
 
 
-def test_without_a_tree_no_strategy_has_any() -> None:
+def test_without_a_tree_no_strategy_has_any():
     for strategy in ("static", "ema", "per_request", "goodput"):
         assert PolicySettings(CHAIN, strategy=strategy).trees == ()  # type: ignore[arg-type]
 
 
-def test_every_strategy_names_what_it_may_ask_for() -> None:
+def test_every_strategy_names_what_it_may_ask_for():
     assert settings(strategy="static").trees == (CONFIGURED,)
     assert settings(adaptive=False, shape=CHAIN).trees == ()
     assert settings(strategy="per_request").trees == (CONFIGURED,)
@@ -110,7 +101,7 @@ def test_every_strategy_names_what_it_may_ask_for() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["static", "ema", "per_request"])
-def test_what_is_asked_for_is_among_what_was_named(strategy: Any) -> None:
+def test_what_is_asked_for_is_among_what_was_named(strategy):
     chosen = settings(strategy=strategy)
     controller = AdaptiveController(chosen)
     assert controller.shapes == chosen.shapes
@@ -127,7 +118,7 @@ def test_what_is_asked_for_is_among_what_was_named(strategy: Any) -> None:
     assert controller.snapshot()["fallback"] is None
 
 
-def test_a_tree_is_shown_by_its_steps_and_its_drafts() -> None:
+def test_a_tree_is_shown_by_its_steps_and_its_drafts():
     controller = AdaptiveController(settings(strategy="static"))
     controller.choose_steps(decode_batch(2))
     shown = controller.snapshot()
@@ -135,10 +126,10 @@ def test_a_tree_is_shown_by_its_steps_and_its_drafts() -> None:
     assert (shown["speculative_num_steps"], shown["speculative_num_draft_tokens"]) == (4, 16)
 
 
-def test_a_fixed_tier_can_be_made_a_chain_and_a_tree_again() -> None:
+def test_a_fixed_tier_can_be_made_a_chain_and_a_tree_again():
     controller = AdaptiveController(settings(adaptive=False, strategy="static"))
 
-    def asked(**changes: Any) -> DraftShape:
+    def asked(**changes):
         controller.reconfigure({f"speculative_{key}": value for key, value in changes.items()})
         return controller.choose_steps(decode_batch(1)).shape
 
@@ -151,7 +142,7 @@ def test_a_fixed_tier_can_be_made_a_chain_and_a_tree_again() -> None:
     assert sum(controller.snapshot()["switches"].values()) == 4  # type: ignore[attr-defined]
 
 
-def test_trees_that_were_not_built_are_refused_and_nothing_changes() -> None:
+def test_trees_that_were_not_built_are_refused_and_nothing_changes():
     controller = AdaptiveController(settings(adaptive=False, strategy="static"))
     with pytest.raises(ConfigError) as caught:
         controller.reconfigure({"speculative_num_draft_tokens": 9})
@@ -159,7 +150,7 @@ def test_trees_that_were_not_built_are_refused_and_nothing_changes() -> None:
     assert controller.choose_steps(decode_batch(1)).shape == CONFIGURED
 
 
-def drafting(tmp_path: Path, trees: list[list[int]], **keys: Any) -> SpeculativeConfig:
+def drafting(tmp_path, trees, **keys):
     """A section whose adaptive config lists these trees; any folder stands for the checkpoint."""
     file = tmp_path / "adaptive.json"
     file.write_text(f'{{"1": {{"candidate_steps": [0, 5], "candidate_trees": {trees}}}}}')
@@ -167,7 +158,7 @@ def drafting(tmp_path: Path, trees: list[list[int]], **keys: Any) -> Speculative
     return validate(SpeculativeConfig, {**drafts, "speculative_adaptive_config": str(file), **keys})
 
 
-def test_listed_trees_come_from_the_adaptive_config(tmp_path: Path) -> None:
+def test_listed_trees_come_from_the_adaptive_config(tmp_path):
     config = drafting(tmp_path, [[3, 8], [5, 20]], speculative_eagle_topk=4)
     found = PolicySettings.of(config).trees
     assert found == (DraftShape(3, 7, TOPK), DraftShape(5, 19, TOPK))
@@ -181,9 +172,7 @@ def test_listed_trees_come_from_the_adaptive_config(tmp_path: Path) -> None:
         (4, [[5, 65]], "makes trees of at most 64 tokens of 5 steps"),
     ],
 )
-def test_listed_trees_that_cannot_be_drafted_are_refused(
-    tmp_path: Path, topk: int, trees: list[list[int]], message: str
-) -> None:
+def test_listed_trees_that_cannot_be_drafted_are_refused(tmp_path, topk, trees, message):
     with pytest.raises(ConfigError) as caught:
         drafting(tmp_path, trees, speculative_eagle_topk=topk)
     assert message in str(caught.value)
@@ -205,8 +194,8 @@ def test_listed_trees_that_cannot_be_drafted_are_refused(
     ],
 )
 def test_goodput_adds_small_trees_to_chains_unless_the_configuration_rules_them_out(
-    tmp_path: Path, keys: dict[str, Any], expected: tuple[DraftShape, ...]
-) -> None:
+    tmp_path, keys, expected
+):
     drafter = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(tmp_path)}
     found = PolicySettings.of(validate(SpeculativeConfig, {**drafter, **keys}))
     assert found.trees == expected
@@ -214,7 +203,7 @@ def test_goodput_adds_small_trees_to_chains_unless_the_configuration_rules_them_
     assert [found.largest_batch(tree) for tree in expected] == [8, 8][: len(expected)]
 
 
-def test_small_trees_are_as_deep_as_the_draft_and_the_slots_allow(tmp_path: Path) -> None:
+def test_small_trees_are_as_deep_as_the_draft_and_the_slots_allow(tmp_path):
     drafter = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(tmp_path)}
     config = validate(SpeculativeConfig, drafter)
     assert PolicySettings.of(config, max_steps=5).trees == ALL_SMALL[:1]

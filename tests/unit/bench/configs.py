@@ -1,18 +1,11 @@
 """A configuration file of a tiny random pair."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import yaml
 
-from tests.helpers.engines import Pair, make_pair
+from tests.helpers.engines import make_pair
 
 
-def write_config(
-    root: Path, algorithm: str = "EAGLE3", pair: Pair | None = None, **sections: Any
-) -> Path:
+def write_config(root, algorithm="EAGLE3", pair=None, **sections):
     """Return the file, written to `root`; `sections` add keys to those of the pair."""
     pair = pair or make_pair(root)
     draft = {

@@ -19,7 +19,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,7 +31,7 @@ Receive = Callable[[], Awaitable[Message]]
 
 
 @contextmanager
-def serving(app: Any) -> Iterator[str]:
+def serving(app):
     """Yield the base URL of `app`, over real sockets."""
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
@@ -52,7 +52,7 @@ class ScriptedApp:
     No chunk is sent before `hold_until` requests have been open at once.
     """
 
-    def __init__(self, delay_s: float = 0.0, *, serial: bool = False, hold_until: int = 0) -> None:
+    def __init__(self, delay_s=0.0, *, serial=False, hold_until=0):
         self.delay_s = delay_s
         self.hold_until = hold_until
         self.bodies: list[dict[str, Any]] = []
@@ -61,7 +61,7 @@ class ScriptedApp:
         self.most_open = 0
         self._turn = asyncio.Semaphore(1 if serial else 10**6)
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope, receive, send):
         if scope["path"] != "/v1/completions":
             await _answer(send, 404, {})
             return
@@ -76,7 +76,7 @@ class ScriptedApp:
         finally:
             self.num_open -= 1
 
-    async def _complete(self, prompt: str, send: Send) -> None:
+    async def _complete(self, prompt, send):
         if prompt.isdigit():
             await _answer(send, int(prompt), {"error": {"message": "told to"}})
             return
@@ -92,24 +92,24 @@ class ScriptedApp:
         last = {"error": event({"error": {}}), "garbage": b"data: {\n\n" + done, "unfinished": b""}
         await send({"type": "http.response.body", "body": last.get(prompt, _usage(prompt) + done)})
 
-    async def _event(self, send: Send, payload: Any) -> None:
+    async def _event(self, send, payload):
         while self.most_open < self.hold_until:
             await asyncio.sleep(0.001)
         await asyncio.sleep(self.delay_s)
         await send({"type": "http.response.body", "body": event(payload), "more_body": True})
 
 
-def event(payload: Any) -> bytes:
+def event(payload):
     """Return a server-sent event."""
     return b"data: " + json.dumps(payload).encode() + b"\n\n"
 
 
-def chunk(text: str, **choice: Any) -> dict[str, Any]:
+def chunk(text, **choice):
     """Return a chunk of a stream."""
     return {"choices": [{"index": 0, "text": text, "finish_reason": None, **choice}]}
 
 
-def _chunks(prompt: str) -> list[dict[str, Any]]:
+def _chunks(prompt):
     if "chunks of" in prompt:
         return [chunk(f"{number} ") for number in range(int(prompt.split()[0]))]
     if prompt == "ids":
@@ -117,7 +117,7 @@ def _chunks(prompt: str) -> list[dict[str, Any]]:
     return [] if prompt == "empty" else [chunk("x")]
 
 
-def _usage(prompt: str) -> bytes:
+def _usage(prompt):
     if "chunks of" not in prompt:
         return b""
     count, tokens = int(prompt.split()[0]), int(prompt.split()[3])
@@ -125,7 +125,7 @@ def _usage(prompt: str) -> bytes:
     return event({"choices": [], "usage": usage})
 
 
-async def _answer(send: Send, status: int, payload: Any) -> None:
+async def _answer(send, status, payload):
     headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": json.dumps(payload).encode()})

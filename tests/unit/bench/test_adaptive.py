@@ -1,12 +1,8 @@
 """`bench adaptive`: its figures from records, and whole runs on a tiny random pair."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import harmonic_mean
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -36,14 +32,14 @@ Speeds = Sequence[Mapping[str, Sequence[float]]]
 """Tokens per ms, by phase, variant and trial."""
 
 
-def trial(phase: int, number: int, variant: str, speed: float, **fields: Any) -> dict[str, Any]:
+def trial(phase, number, variant, speed, **fields):
     rounds = [MeasuredStep(8.0 / speed, verified_round([1] * 4, 4, 2))]
     figures = trial_figures(rounds, 8.0 / speed, 8, Load("mixture", 4))
     place = {"phase": phase, "repetition": 0, "trial": number, "variant": variant}
     return {"section": "trial", **place, **figures, **fields}
 
 
-def trials(speeds: Speeds) -> list[dict[str, Any]]:
+def trials(speeds):
     return [
         trial(phase, number, variant, speed)
         for phase, by_variant in enumerate(speeds)
@@ -52,7 +48,7 @@ def trials(speeds: Speeds) -> list[dict[str, Any]]:
     ]
 
 
-def close(value: float) -> Any:
+def close(value):
     """Times of records are rounded."""
     return pytest.approx(value, rel=1e-4)
 
@@ -62,9 +58,7 @@ SPEEDS = st.lists(st.fixed_dictionaries(dict.fromkeys(VARIANTS, TRIALS)), min_si
 
 
 @given(SPEEDS)
-def test_totals_are_times_of_equal_work_against_off_and_the_best_fixed_depth(
-    speeds: Speeds,
-) -> None:
+def test_totals_are_times_of_equal_work_against_off_and_the_best_fixed_depth(speeds):
     result = summary([RUN, *trials(speeds)])
     # Turns are of as many tokens, so the speed of a phase is the harmonic mean of theirs.
     rates = [{variant: harmonic_mean(mine) for variant, mine in of.items()} for of in speeds]
@@ -87,9 +81,7 @@ def test_totals_are_times_of_equal_work_against_off_and_the_best_fixed_depth(
 
 
 @given(SPEEDS, st.lists(st.floats(0.1, 10), min_size=3, max_size=3))
-def test_a_machine_that_slows_down_between_trials_changes_no_comparison(
-    speeds: Speeds, drift: Sequence[float]
-) -> None:
+def test_a_machine_that_slows_down_between_trials_changes_no_comparison(speeds, drift):
     steady = [{variant: [mine[0]] * 3 for variant, mine in of.items()} for of in speeds]
     drifted = [
         {variant: [v * d for v, d in zip(mine, drift, strict=True)] for variant, mine in of.items()}
@@ -104,7 +96,7 @@ def test_a_machine_that_slows_down_between_trials_changes_no_comparison(
             assert cell["error"] <= 1e-3 * max(1.0, cell["over_best_fixed"])
 
 
-def test_a_run_that_was_cut_off_compares_the_trials_that_every_variant_had() -> None:
+def test_a_run_that_was_cut_off_compares_the_trials_that_every_variant_had():
     speeds = [{variant: [1.0, 1.0] for variant in VARIANTS}] * 2
     records = [each for each in trials(speeds) if not (each["phase"] and each["trial"])]
     records = [RUN, *records, trial(1, 1, "goodput", 100.0)]
@@ -115,7 +107,7 @@ def test_a_run_that_was_cut_off_compares_the_trials_that_every_variant_had() -> 
     assert "no trial" in tables(summary([RUN]))
 
 
-def test_the_last_run_of_a_file_is_read_also_in_the_words_of_older_versions(tmp_path: Path) -> None:
+def test_the_last_run_of_a_file_is_read_also_in_the_words_of_older_versions(tmp_path):
     first, second = trial(0, 0, "off", 1.0), trial(0, 0, "off", 2.0)
     file = tmp_path / "r.jsonl"
     file.write_text("\n".join(json.dumps(each) for each in (RUN, first, RUN, second)))
@@ -127,7 +119,7 @@ def test_the_last_run_of_a_file_is_read_also_in_the_words_of_older_versions(tmp_
     assert read_records(file, "adaptive") == [RUN, second]
 
 
-def test_a_phase_with_a_different_text_is_marked() -> None:
+def test_a_phase_with_a_different_text_is_marked():
     records = [RUN, *trials([{variant: [1.0] for variant in VARIANTS}] * 2)]
     texts = {"section": "texts", "phase": 1, "variant": "ema", "texts": 3, "same_texts": 2}
     result = summary([*records, texts])
@@ -135,7 +127,7 @@ def test_a_phase_with_a_different_text_is_marked() -> None:
     assert "NO" in tables(result)
 
 
-def test_a_trial_of_steady_batches_counts_full_steps_without_prompts_only() -> None:
+def test_a_trial_of_steady_batches_counts_full_steps_without_prompts_only():
     rounds = [
         MeasuredStep(ms, verified_round([1] * size, size, 2, num_prefill_tokens=prompt, **fields))
         for ms, size, prompt, fields in (
@@ -160,7 +152,7 @@ def test_a_trial_of_steady_batches_counts_full_steps_without_prompts_only() -> N
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"section": "run", "bench": "online"}'])
-def test_a_file_without_records_of_this_benchmark_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_file_without_records_of_this_benchmark_is_refused(tmp_path, text):
     (tmp_path / "r.jsonl").write_text(text)
     for name in ("r.jsonl", "missing.jsonl"):
         with pytest.raises(ConfigError, match="from_json="):
@@ -168,24 +160,21 @@ def test_a_file_without_records_of_this_benchmark_is_refused(tmp_path: Path, tex
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def config(tmp_path_factory):
     return write_config(
         tmp_path_factory.mktemp("adaptive"), speculative={"speculative_draft_dtype": "float32"}
     )
 
 
-def run(config: Path, extra: str) -> None:
+def run(config, extra):
     words = f"""adaptive --config {config} --prompt-tokens 12 --output-tokens 12
         --seconds-per-phase 0.03 --turn-ms 5 {extra}"""
     assert main(words.split()) == 0
 
 
 def test_every_variant_generates_the_same_texts_and_a_file_shows_the_same_tables(
-    config: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    config, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setenv("SERVE_SPEC_CACHE", str(tmp_path))
     file, plot = tmp_path / "r.jsonl", tmp_path / "r.png"
     variants = "ema ema-aggressive per-request goodput goodput-chains"
@@ -218,9 +207,7 @@ def test_every_variant_generates_the_same_texts_and_a_file_shows_the_same_tables
     assert capsys.readouterr().out == shown
 
 
-def test_steady_batches_have_no_prompt_steps(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steady_batches_have_no_prompt_steps(config, tmp_path, monkeypatch):
     monkeypatch.setenv("SERVE_SPEC_CACHE", str(tmp_path))
     file = tmp_path / "r.jsonl"
     where = "--batch-sizes 2 1 --classes predictable --temperatures 0.5 --output-tokens 40"

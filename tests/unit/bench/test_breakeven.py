@@ -1,11 +1,8 @@
 """`serve-spec breakeven` and its throughput equation."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -28,7 +25,7 @@ TABLE = "--cost-table"
 NUMBERS = ["--accept-rate", "0.7", "--draft-ms", "1.2", "--target-ms", "10"]
 
 
-def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, dict[str, Any]]:
+def answer(capsys, *arguments):
     """Return what is printed, and the record."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "r.jsonl"
@@ -37,7 +34,7 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, di
 
 
 @pytest.fixture
-def cost_table(tmp_path: Path) -> Path:
+def cost_table(tmp_path):
     """Two batch sizes: drafts are cheap for one sequence, and dear for eight."""
     draft = ((0.0, 1.0, 2.0), (0.0, 6.0, 12.0))
     verify = ((10.0, 10.5, 11.0), (12.0, 20.0, 28.0))
@@ -58,7 +55,7 @@ def cost_table(tmp_path: Path) -> Path:
     return tmp_path / "costs.json"
 
 
-def test_given_times_are_weighed_for_one_batch_size(capsys: pytest.CaptureFixture[str]) -> None:
+def test_given_times_are_weighed_for_one_batch_size(capsys):
     text, result = answer(capsys, *NUMBERS, "--max-steps", "3", "--verify-ms-per-row", "0.3")
     (batch,) = result["batches"]
     assert batch["round_ms"] == pytest.approx([10, 11.5, 13, 14.5])
@@ -72,8 +69,8 @@ def test_given_times_are_weighed_for_one_batch_size(capsys: pytest.CaptureFixtur
 
 
 def test_a_cost_table_gives_an_answer_for_each_of_its_batch_sizes_and_accept_rates(
-    cost_table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    cost_table, tmp_path, capsys
+):
     costs = ["--accept-rate", "0.8", "0.1", "--cost-table", str(cost_table)]
     text, result = answer(capsys, *costs, "--plot", str(tmp_path / "r.png"))
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
@@ -90,9 +87,7 @@ def test_a_cost_table_gives_an_answer_for_each_of_its_batch_sizes_and_accept_rat
         assert batch["at_rates"][0]["best_num_steps"] == best_num_steps(0.8, batch["round_ms"])
 
 
-def test_context_and_sampling_cost_what_the_table_says(
-    cost_table: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_context_and_sampling_cost_what_the_table_says(cost_table, capsys):
     arguments = ["--accept-rate", "0.8", "--cost-table", str(cost_table)]
     _, long = answer(capsys, *arguments, "--context", "512")
     assert long["batches"][0]["round_ms"] == pytest.approx([20, 23, 26])
@@ -123,9 +118,7 @@ def test_context_and_sampling_cost_what_the_table_says(
         ([], r"draft_ms=None: give draft_ms and target_ms, or a cos"),
     ],
 )
-def test_impossible_and_contradictory_numbers_are_refused(
-    arguments: list[str], problem: str, cost_table: Path
-) -> None:
+def test_impossible_and_contradictory_numbers_are_refused(arguments, problem, cost_table):
     has_times = arguments and TABLE not in arguments
     given = [f"{TABLE}={cost_table}" if each == TABLE else each for each in arguments]
     with pytest.raises(ConfigError, match=f"^{problem}"):
@@ -146,9 +139,7 @@ LINEAR = st.builds(
 
 
 @given(RATES, STEPS)
-def test_tokens_per_round_are_the_mean_over_every_outcome_of_a_round(
-    rate: float, num_steps: int
-) -> None:
+def test_tokens_per_round_are_the_mean_over_every_outcome_of_a_round(rate, num_steps):
     """m drafts kept, then a miss or the end: m + 1 tokens."""
     chances = [rate**m * (1 - rate) for m in range(num_steps)] + [rate**num_steps]
     mean = sum((m + 1) * chance for m, chance in enumerate(chances))
@@ -156,9 +147,7 @@ def test_tokens_per_round_are_the_mean_over_every_outcome_of_a_round(
 
 
 @given(RATES, ROUND_MS)
-def test_the_best_depth_emits_most_per_time_and_is_the_smallest_of_equals(
-    rate: float, round_ms: list[float]
-) -> None:
+def test_the_best_depth_emits_most_per_time_and_is_the_smallest_of_equals(rate, round_ms):
     best = best_num_steps(rate, round_ms)
     fastest = speedup(rate, best, round_ms)
     rivals = [speedup(rate, k, round_ms) for k in range(len(round_ms))]
@@ -167,9 +156,7 @@ def test_the_best_depth_emits_most_per_time_and_is_the_smallest_of_equals(
 
 
 @given(ROUND_MS, st.integers(1, 9))
-def test_at_its_break_even_rate_a_depth_is_as_fast_as_off(
-    round_ms: list[float], num_steps: int
-) -> None:
+def test_at_its_break_even_rate_a_depth_is_as_fast_as_off(round_ms, num_steps):
     num_steps = min(num_steps, len(round_ms) - 1)
     rate = break_even_rate(num_steps, round_ms)
     if rate is None:
@@ -181,9 +168,7 @@ def test_at_its_break_even_rate_a_depth_is_as_fast_as_off(
 
 
 @given(LINEAR, RATES)
-def test_speculation_pays_exactly_above_the_overall_break_even_rate(
-    round_ms: list[float], rate: float
-) -> None:
+def test_speculation_pays_exactly_above_the_overall_break_even_rate(round_ms, rate):
     point = break_even(round_ms)
     best = best_num_steps(rate, round_ms)
     if point is None:

@@ -1,7 +1,5 @@
 """The command line of benchmarks: help texts, and what they load."""
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys
@@ -13,7 +11,7 @@ from serve_spec.bench.arguments import HelpFormatter
 from serve_spec.bench.command import BENCHMARKS, main
 
 
-def loaded_by(code: str, *names: str) -> set[str]:
+def loaded_by(code, *names):
     """Return which of these modules `code` loads, directly or not."""
     program = f"import sys\n{code}\nprint('loaded', *({set(names)!r} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -22,14 +20,14 @@ def loaded_by(code: str, *names: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_every_flag_has_a_help_text(name: str) -> None:
+def test_every_flag_has_a_help_text(name):
     parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
     BENCHMARKS[name].add_flags(parser)
     assert all(action.help for action in parser._actions)
     assert parser.format_help()
 
 
-def test_help_and_breakeven_load_neither_torch_nor_ray() -> None:
+def test_help_and_breakeven_load_neither_torch_nor_ray():
     help_text = "from serve_spec.cli import main\ntry: main(['bench', 'adaptive', '--help'])\n"
     numbers = "'--accept-rate', '0.7', '--draft-ms', '1.2', '--target-ms', '10'"
     for code in (
@@ -39,24 +37,20 @@ def test_help_and_breakeven_load_neither_torch_nor_ray() -> None:
         assert not loaded_by(code, "torch", "ray")
 
 
-def test_benchmarks_of_an_engine_do_not_load_ray() -> None:
+def test_benchmarks_of_an_engine_do_not_load_ray():
     code = "import serve_spec.bench.adaptive, serve_spec.bench.offline, serve_spec.bench.tune"
     assert not loaded_by(code, "ray")
 
 
 @pytest.mark.parametrize("name", ["tune", "breakeven"])
-def test_tune_and_breakeven_are_commands_of_their_own_and_of_bench(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tune_and_breakeven_are_commands_of_their_own_and_of_bench(name, capsys):
     for argv in ([name, "--help"], ["bench", name, "--help"]):
         with pytest.raises(SystemExit, match="0"):
             cli.main(argv)
         assert f"serve-spec {' '.join(argv[:-1])}" in capsys.readouterr().out
 
 
-def test_an_unknown_benchmark_is_refused_with_the_known_ones(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_unknown_benchmark_is_refused_with_the_known_ones(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["kernels"])
     shown = capsys.readouterr().err

@@ -11,8 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.steady import SteadyLoad, figures, run_variants
-from serve_spec import LLM
-from serve_spec.adaptive import AdaptiveController
 from serve_spec.bench.harness import (
     WARM_UP_STEPS,
     ClosedLoop,
@@ -25,8 +23,7 @@ from serve_spec.bench.variants import make_variants
 from serve_spec.bench.workload import TextKind, TextRequest
 from serve_spec.config import ConfigError
 from serve_spec.core.draft import DraftShape
-from serve_spec.core.record import StepRecord, StepTimes
-from serve_spec.engine.engine import SpecEngine
+from serve_spec.core.record import StepTimes
 from tests.helpers.engines import SwitchingController, llm_maker, make_pair
 from tests.helpers.rounds import verified_round
 
@@ -35,14 +32,14 @@ BATCH_SIZE = 3
 LENGTHS = [20, 9, 31, 14, 25, 18, 22]
 
 
-def request(number: int) -> TextRequest:
+def request(number):
     """Half of them sampled."""
     prompt = [(7 * number + 3 * j) % 250 for j in range(9)]
     return TextRequest(TextKind("code", number % 2), prompt, number)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["in step", "ahead"])
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SpecEngine:
+def engine(request, tmp_path_factory):
     llm = llm_maker(make_pair(tmp_path_factory.mktemp("pair")), "cpu")(
         "EAGLE3", 4, prefix_caching=False, async_scheduling=request.param
     )
@@ -50,18 +47,18 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return llm.engine
 
 
-def controller(name: str):  # type: ignore[no-untyped-def]
+def controller(name):  # type: ignore[no-untyped-def]
     """A policy whose rounds depend on no clock."""
     return SwitchingController(POLICIES[name], ragged=name == "ragged")
 
 
-def loop_beside(engine: SpecEngine, name: str) -> ClosedLoop:
+def loop_beside(engine, name):
     """A loop of seven requests under this policy, on the worker and pages of `engine`."""
     requests = [(request(number), length) for number, length in enumerate(LENGTHS)]
     return ClosedLoop(engine_beside(engine, controller(name)), requests, BATCH_SIZE)
 
 
-def shapes(rounds: list[MeasuredStep]) -> list[tuple[int, int, int, int]]:
+def shapes(rounds):
     return [
         (
             r.record.shape.depth,
@@ -73,9 +70,7 @@ def shapes(rounds: list[MeasuredStep]) -> list[tuple[int, int, int, int]]:
     ]
 
 
-def test_an_engine_beside_another_has_room_for_the_same_trees(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+def test_an_engine_beside_another_has_room_for_the_same_trees(tmp_path_factory):
     """A beam of the last levels lies behind a text whose page would be full without it."""
     path = make_pair(tmp_path_factory.mktemp("trees"))
     tree = {"speculative_eagle_topk": 4, "speculative_num_draft_tokens": 16}
@@ -93,7 +88,7 @@ def test_an_engine_beside_another_has_room_for_the_same_trees(
 
 
 @pytest.mark.parametrize("num_turns", [7, 500])
-def test_taking_turns_changes_neither_texts_nor_steps(engine: SpecEngine, num_turns: int) -> None:
+def test_taking_turns_changes_neither_texts_nor_steps(engine, num_turns):
     """Where steps are launched ahead, texts only: a turn ends with none in flight."""
     ahead = engine.worker.limits.async_scheduling
     loops = {name: loop_beside(engine, name) for name in POLICIES}
@@ -112,7 +107,7 @@ def test_taking_turns_changes_neither_texts_nor_steps(engine: SpecEngine, num_tu
         assert {r.record.shape.depth for r in rounds[name]} >= set(POLICIES[name])
 
 
-def test_an_endless_loop_stays_full_and_leaves_nothing_behind(engine: SpecEngine) -> None:
+def test_an_endless_loop_stays_full_and_leaves_nothing_behind(engine):
     endless = ((request(number), 10) for number in count())
     loop = ClosedLoop(engine_beside(engine, controller("K=4")), endless, BATCH_SIZE)
     filled = loop.fill()
@@ -128,20 +123,20 @@ def test_an_endless_loop_stays_full_and_leaves_nothing_behind(engine: SpecEngine
     assert cache.num_free_pages == cache.num_pages
 
 
-def a_round(tokens: list[int], ms: float = 10.0, prompt: int = 0) -> StepRecord:
+def a_round(tokens, ms=10.0, prompt=0):
     """A round in which the requests emit `tokens`."""
     kept = [count - 1 for count in tokens]
     times = StepTimes(1.0, 2.0, ms)
     return verified_round(kept, len(tokens), 3, times=times, num_prefill_tokens=prompt)
 
 
-def settled(size: int) -> list[StepRecord]:
+def settled(size):
     """The rounds that are not counted."""
     return [a_round([9] * size, ms=1000.0)] * WARM_UP_STEPS
 
 
 @given(st.lists(st.tuples(st.integers(1, 8), st.floats(1, 100)), min_size=1, max_size=50))
-def test_the_speed_of_single_requests_is_tokens_over_time(rounds: list[tuple[int, float]]) -> None:
+def test_the_speed_of_single_requests_is_tokens_over_time(rounds):
     speed = FullBatchSpeed(1)
     speed.add([*settled(1), *(a_round([tokens], ms) for tokens, ms in rounds)])
     tokens, ms = sum(r[0] for r in rounds), sum(r[1] for r in rounds)
@@ -149,7 +144,7 @@ def test_the_speed_of_single_requests_is_tokens_over_time(rounds: list[tuple[int
 
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=8), st.integers(1, 20))
-def test_full_batches_have_the_speed_of_a_refilled_batch(paces: list[int], num_rounds: int) -> None:
+def test_full_batches_have_the_speed_of_a_refilled_batch(paces, num_rounds):
     """Requests of 840 tokens, each at its own pace, in a server where one follows another."""
     speed = FullBatchSpeed(len(paces))
     speed.add([*settled(len(paces)), *[a_round(paces, ms=5.0)] * num_rounds])
@@ -158,7 +153,7 @@ def test_full_batches_have_the_speed_of_a_refilled_batch(paces: list[int], num_r
     assert speed.tokens_per_second == pytest.approx(tokens_per_ms * 1e3)
 
 
-def test_prompts_and_shrinking_batches_do_not_count() -> None:
+def test_prompts_and_shrinking_batches_do_not_count():
     alone, among_others = FullBatchSpeed(2), FullBatchSpeed(2)
     full = [a_round([2, 4])] * 5
     alone.add([*settled(2), *full])
@@ -167,7 +162,7 @@ def test_prompts_and_shrinking_batches_do_not_count() -> None:
     assert alone.tokens_per_second == among_others.tokens_per_second
 
 
-def test_batches_that_were_never_full_have_no_speed() -> None:
+def test_batches_that_were_never_full_have_no_speed():
     speed = FullBatchSpeed(4)
     speed.add([*settled(3), a_round([2, 2, 2])])
     speed.add(settled(4))
@@ -178,17 +173,17 @@ LOAD = SteadyLoad(batch_size=3, prompt_tokens=10, output_tokens=60)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
-def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+def llm(request, tmp_path_factory):
     make = llm_maker(make_pair(tmp_path_factory.mktemp("waves")), "cpu")
     how = {"async_scheduling": request.param, "max_num_seqs": 4, "max_model_len": 160}
     return make("EAGLE3", 3, synthetic_acceptance=2.0, **how)
 
 
-def fixed(llm: LLM, num_steps: int) -> AdaptiveController:
+def fixed(llm, num_steps):
     return make_variants(llm.engine.controller, [num_steps], [])[-1].controller
 
 
-def test_a_full_step_is_counted_for_the_variant_that_ran_it(llm: LLM) -> None:
+def test_a_full_step_is_counted_for_the_variant_that_ran_it(llm):
     off, on = fixed(llm, 0), fixed(llm, 3)
     rounds = run_variants(llm.engine, LOAD, off, {"off": [off], "on": [on]})
     for name, num_steps in (("off", 0), ("on", 3)):
@@ -199,14 +194,14 @@ def test_a_full_step_is_counted_for_the_variant_that_ran_it(llm: LLM) -> None:
             assert stats.steps_per_req == (num_steps,) * LOAD.batch_size
 
 
-def test_the_controllers_of_a_variant_alternate_every_step(llm: LLM) -> None:
+def test_the_controllers_of_a_variant_alternate_every_step(llm):
     off, on = fixed(llm, 0), fixed(llm, 3)
     (rounds,) = run_variants(llm.engine, LOAD, off, {"both": [off, on]}).values()
     assert all(a.shape != b.shape for a, b in pairwise(rounds))
     assert {stats.shape.depth for stats in rounds} == {0, 3}
 
 
-def test_a_steady_batch_leaves_the_engine_as_it_was(llm: LLM) -> None:
+def test_a_steady_batch_leaves_the_engine_as_it_was(llm):
     engine = llm.engine
     before = engine.controller, engine.metrics
     off = fixed(llm, 0)
@@ -217,14 +212,14 @@ def test_a_steady_batch_leaves_the_engine_as_it_was(llm: LLM) -> None:
     assert cache.num_free_pages == cache.num_pages
 
 
-def test_texts_too_short_for_every_variant_are_refused(llm: LLM) -> None:
+def test_texts_too_short_for_every_variant_are_refused(llm):
     off, on = fixed(llm, 0), fixed(llm, 3)
     with pytest.raises(ConfigError, match=r"output_tokens=12: at batch size 3 .* raise it"):
         run_variants(llm.engine, SteadyLoad(3, 10, 12), off, {"off": [off], "on": [on]})
     assert not llm.engine.has_work
 
 
-def test_figures_are_those_of_the_steps(llm: LLM) -> None:
+def test_figures_are_those_of_the_steps(llm):
     on = fixed(llm, 3)
     (rounds,) = run_variants(llm.engine, LOAD, fixed(llm, 0), {"on": [on]}).values()
     shown = figures(rounds)
@@ -236,6 +231,6 @@ def test_figures_are_those_of_the_steps(llm: LLM) -> None:
     assert shown["tokens_per_second"] == pytest.approx(rows * shown["accept_length"] / ms * 1e3)
 
 
-def test_texts_are_compared_as_far_as_both_were_generated() -> None:
+def test_texts_are_compared_as_far_as_both_were_generated():
     expected = [[1, 2, 3], [4, 5], [6], [7]]
     assert equal_prefixes([[1, 2], [4, 5, 6], [9]], expected) == 2

@@ -1,8 +1,6 @@
 """`bench offline` on a tiny random pair."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,20 +8,20 @@ from serve_spec.bench.command import main
 from tests.unit.bench.configs import write_config
 
 
-def run(path: Path, extra: str) -> list[dict[str, Any]]:
+def run(path, extra):
     """Run the benchmark; return its records."""
     assert main(f"offline --json {path} {extra}".split()) == 0
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def config(tmp_path_factory):
     return write_config(tmp_path_factory.mktemp("bench"))
 
 
 def test_every_variant_generates_the_same_texts_and_every_measurement_is_written(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    config, tmp_path, capsys
+):
     plot = tmp_path / "r.png"
     head, *found = run(
         tmp_path / "r.jsonl",
@@ -43,9 +41,7 @@ def test_every_variant_generates_the_same_texts_and_every_measurement_is_written
     assert len(shown.splitlines()) == 2 + len(found), "a table and nothing else"
 
 
-def test_forced_acceptance_is_named_above_the_table_and_in_the_record(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_forced_acceptance_is_named_above_the_table_and_in_the_record(config, tmp_path, capsys):
     head, *found = run(
         tmp_path / "r.jsonl",
         f"""--config {config} --num-prompts 2 --repetitions 1 --prompt-tokens 20 --num-steps 3
@@ -59,9 +55,7 @@ def test_forced_acceptance_is_named_above_the_table_and_in_the_record(
     assert accept_length["K=3"] > 3.5
 
 
-def test_batches_are_always_full_and_decoding_has_its_own_speed(
-    config: Path, tmp_path: Path
-) -> None:
+def test_batches_are_always_full_and_decoding_has_its_own_speed(config, tmp_path):
     _, *found = run(
         tmp_path / "r.jsonl",
         f"""--config {config} --num-prompts 1 --repetitions 1 --prompt-tokens 20 --num-steps 1

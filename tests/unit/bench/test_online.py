@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -29,12 +27,12 @@ SMALL = ["--num-requests", "5", "--repetitions", "2", "--warm-up", "2", "--outpu
 SMALL += ["--prompt-chars", "30"]
 
 
-def app(config: ServeSpecConfig, loop: Any) -> Any:
+def app(config, loop):
     """The HTTP face over one engine, without Ray between them."""
     return create_api(config, LoopFleet(loop), Admission(max_in_flight=64, max_queued=64))
 
 
-def run(arguments: Sequence[str], expected: int = 0) -> list[dict[str, Any]]:
+def run(arguments, expected=0):
     """Run the benchmark; return its measurements, ordered by load."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "r.jsonl"
@@ -45,13 +43,13 @@ def run(arguments: Sequence[str], expected: int = 0) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def config_file(tmp_path_factory):
     fixed = {"speculative_num_steps": 2, "speculative_adaptive": False}
     return write_config(tmp_path_factory.mktemp("online"), speculative=fixed)
 
 
 @pytest.fixture(scope="module")
-def engine_url(config_file: Path) -> Iterator[str]:
+def engine_url(config_file):
     config = ServeSpecConfig.load(config_file)
     loop = LocalEngine(config)
     with serving(app(config, loop)) as url:
@@ -59,9 +57,7 @@ def engine_url(config_file: Path) -> Iterator[str]:
     loop.shutdown()
 
 
-def test_every_kind_of_load_runs_and_an_old_result_is_drawn_anew(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_kind_of_load_runs_and_an_old_result_is_drawn_anew(tmp_path, capsys):
     (tmp_path / "model").mkdir()
     config = ServeSpecConfig.load({"model": {"path": str(tmp_path / "model")}})
     with serving(app(config, FakeLoop(config))) as url:
@@ -91,12 +87,7 @@ def test_every_kind_of_load_runs_and_an_old_result_is_drawn_anew(
     assert (tmp_path / "again.png").read_bytes() == (tmp_path / "r.png").read_bytes()
 
 
-def test_texts_over_http_are_those_of_the_engine_alone(
-    engine_url: str,
-    config_file: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_texts_over_http_are_those_of_the_engine_alone(engine_url, config_file, tmp_path, capsys):
     arguments = ["--closed", "1", "4", "--poisson", "50", "--temperature", "1.0"]
     arguments += ["--compare-offline", str(config_file), "--set", "speculative_num_steps=1"]
     arguments += ["--plot", str(tmp_path / "r.png")]
@@ -117,9 +108,7 @@ def test_texts_over_http_are_those_of_the_engine_alone(
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_other_texts_than_the_engine_s_are_a_failure_unless_allowed(
-    config_file: Path, tmp_path: Path
-) -> None:
+def test_other_texts_than_the_engine_s_are_a_failure_unless_allowed(config_file, tmp_path):
     (tmp_path / "model").mkdir()
     config = ServeSpecConfig.load({"model": {"path": str(tmp_path / "model")}})
     with serving(app(config, FakeLoop(config))) as url:
@@ -130,7 +119,7 @@ def test_other_texts_than_the_engine_s_are_a_failure_unless_allowed(
         run([*arguments, "--allow-differences"])
 
 
-def test_a_load_without_any_answer_is_a_failure() -> None:
+def test_a_load_without_any_answer_is_a_failure():
     with serving(ScriptedApp()) as url:
         (cell,) = run(["--url", f"{url}/nothing/here", *SMALL, "--closed", "2"], 1)
     assert (cell["errors"], cell["num_texts"], cell["ttft_ms"]) == ({"404": 10}, 0, None)
@@ -152,24 +141,24 @@ def test_a_load_without_any_answer_is_a_failure() -> None:
     ],
     ids=" ".join,
 )
-def test_invalid_arguments_are_refused(arguments: list[str]) -> None:
+def test_invalid_arguments_are_refused(arguments):
     with pytest.raises((SystemExit, ConfigError)):
         main(["online", *arguments])
 
 
-def test_a_wrong_offline_configuration_is_refused_before_anything_is_sent() -> None:
+def test_a_wrong_offline_configuration_is_refused_before_anything_is_sent():
     arguments = ["online", "--url", "http://127.0.0.1:9", "--compare-offline", "nowhere.yaml"]
     with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
         main(arguments)
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[ServeSpecConfig]:
+def started(monkeypatch):
     """Configurations of the servers of all variants, which run in threads of this process."""
     configs: list[ServeSpecConfig] = []
 
     @contextmanager
-    def in_a_thread(command: Sequence[str], client_cores: int) -> Iterator[str]:
+    def in_a_thread(command, client_cores):
         (config,) = read_plan(Path(command[-1]), None, None).configs
         configs.append(config)
         with serving(app(config, FakeLoop(config))) as url:
@@ -180,16 +169,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[ServeSpecConfig]:
 
 
 @pytest.fixture
-def deploy(tmp_path: Path) -> str:
+def deploy(tmp_path):
     (tmp_path / "model").mkdir()
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump({"model": {"path": "model"}}))
     return str(file)
 
 
-def test_every_variant_gets_a_server_and_the_same_loads(
-    deploy: str, started: list[ServeSpecConfig]
-) -> None:
+def test_every_variant_gets_a_server_and_the_same_loads(deploy, started):
     variants = ["num_replicas=1", "num_replicas=2,routing_policy=balanced"]
     loads = ["--closed", "2", "4", "--poisson", "100", "--requests-per-stream", "3", "--mixed"]
     found = run(["--deploy", deploy, *SMALL, *loads, "--arms", *variants])
@@ -211,9 +198,7 @@ def test_every_variant_gets_a_server_and_the_same_loads(
     assert rows["poisson 100/s", two]["over_first_per_stream"] is None
 
 
-def test_loads_per_replica_grow_with_the_replicas_of_a_variant(
-    deploy: str, started: list[ServeSpecConfig]
-) -> None:
+def test_loads_per_replica_grow_with_the_replicas_of_a_variant(deploy, started):
     variants = ["num_replicas=1", "num_replicas=3"]
     loads = ["--closed", "2", "--per-replica", "--requests-per-stream", "5"]
     one, three = run(["--deploy", deploy, *SMALL, *loads, "--arms", *variants])

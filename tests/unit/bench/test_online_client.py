@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -26,7 +24,6 @@ from serve_spec.bench.online.client import (
 from serve_spec.bench.online.load import (
     ClosedLoop,
     CompletionRequest,
-    Load,
     LoadRun,
     Poisson,
     Sample,
@@ -47,14 +44,12 @@ CUTS = {
 }
 
 
-def requests(*prompts: str) -> list[CompletionRequest]:
+def requests(*prompts):
     params = SamplingParams(max_tokens=9, temperature=0.5, seed=7, ignore_eos=True)
     return [CompletionRequest(prompt, params) for prompt in prompts]
 
 
-def run(
-    app: ScriptedApp, load: Load, prompts: Sequence[str], url: str = "", timeout_s: float = 60
-) -> LoadRun:
+def run(app, load, prompts, url="", timeout_s=60):
     with (
         nullcontext(url) if url else serving(app) as here,
         Clients(Target(here, "m", "k", timeout_s)) as clients,
@@ -62,7 +57,7 @@ def run(
         return clients.run(load, requests(*prompts), seed=3)
 
 
-def test_a_request_says_all_that_decides_a_text_and_asks_for_the_count() -> None:
+def test_a_request_says_all_that_decides_a_text_and_asks_for_the_count():
     app = ScriptedApp()
     run(app, ClosedLoop(1), ["2 chunks of 3"])
     assert app.bodies == [
@@ -80,7 +75,7 @@ def test_a_request_says_all_that_decides_a_text_and_asks_for_the_count() -> None
     assert app.headers[0][b"authorization"] == b"Bearer k"
 
 
-def test_times_of_chunks_are_those_of_the_server_and_tokens_those_it_counted() -> None:
+def test_times_of_chunks_are_those_of_the_server_and_tokens_those_it_counted():
     delay_s = 0.02
     (served,) = run(ScriptedApp(delay_s), ClosedLoop(1), ["3 chunks of 5"]).served
     assert (served.text, served.num_tokens, served.num_prompt_tokens) == ("0 1 2 ", 15, 4)
@@ -92,7 +87,7 @@ def test_times_of_chunks_are_those_of_the_server_and_tokens_those_it_counted() -
     assert served.ended_s >= served.chunk_s[-1]
 
 
-def test_every_way_to_fail_has_its_name_and_leaves_the_others_alone() -> None:
+def test_every_way_to_fail_has_its_name_and_leaves_the_others_alone():
     fine = "2 chunks of 1"
     prompts = [prompt for bad in CUTS for prompt in (bad, fine)]
     served = run(ScriptedApp(), ClosedLoop(3), prompts).served
@@ -100,12 +95,12 @@ def test_every_way_to_fail_has_its_name_and_leaves_the_others_alone() -> None:
     assert [(s.error, s.text) for s in served[1::2]] == [(None, "0 1 ")] * len(CUTS)
 
 
-def test_a_stream_that_falls_silent_is_given_up() -> None:
+def test_a_stream_that_falls_silent_is_given_up():
     (served,) = run(ScriptedApp(), ClosedLoop(1), ["silent"], timeout_s=0.3).served
     assert (served.error, served.text) == ("timeout", "x")
 
 
-def test_a_closed_port_is_no_connection() -> None:
+def test_a_closed_port_is_no_connection():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
     served = run(ScriptedApp(), ClosedLoop(2), ["a", "b"], url=url).served
@@ -113,7 +108,7 @@ def test_a_closed_port_is_no_connection() -> None:
 
 
 @pytest.mark.parametrize("num_streams", [1, 3, 9])
-def test_a_closed_loop_keeps_exactly_its_streams_open(num_streams: int) -> None:
+def test_a_closed_loop_keeps_exactly_its_streams_open(num_streams):
     app = ScriptedApp(hold_until=min(num_streams, 6))
     served = run(app, ClosedLoop(num_streams), ["2 chunks of 1"] * 6).served
     assert app.most_open == app.hold_until
@@ -121,7 +116,7 @@ def test_a_closed_loop_keeps_exactly_its_streams_open(num_streams: int) -> None:
     assert [body["prompt"] for body in app.bodies] == ["2 chunks of 1"] * 6
 
 
-def test_an_open_loop_sends_on_schedule_whether_or_not_it_is_answered() -> None:
+def test_an_open_loop_sends_on_schedule_whether_or_not_it_is_answered():
     app = ScriptedApp(hold_until=6)
     load = Poisson(200.0)
     served = run(app, load, ["1 chunks of 1"] * 6).served
@@ -130,11 +125,11 @@ def test_an_open_loop_sends_on_schedule_whether_or_not_it_is_answered() -> None:
     assert all(s.error is None for s in served)
 
 
-def test_a_server_without_server_info_has_no_samples() -> None:
+def test_a_server_without_server_info_has_no_samples():
     assert list(run(ScriptedApp(), ClosedLoop(1), ["1 chunks of 1"]).samples) == []
 
 
-def test_two_clients_together_are_one_load() -> None:
+def test_two_clients_together_are_one_load():
     app = ScriptedApp(hold_until=3)
     asked = requests(*(f"{number} chunks of 2" for number in range(1, 8)))
     with serving(app) as url, Clients(Target(url), 2) as clients:
@@ -149,9 +144,7 @@ def test_two_clients_together_are_one_load() -> None:
 
 
 @given(st.integers(1, 20), st.integers(0, 60), st.integers(1, 6))
-def test_a_load_is_dealt_out_whole_and_evenly(
-    num_streams: int, num_requests: int, num_clients: int
-) -> None:
+def test_a_load_is_dealt_out_whole_and_evenly(num_streams, num_requests, num_clients):
     asked = requests(*map(str, range(num_requests)))
     shares = deal(ClosedLoop(num_streams), asked, 0, num_clients)
     assert sum(share.num_streams for share in shares) == num_streams
@@ -163,7 +156,7 @@ def test_a_load_is_dealt_out_whole_and_evenly(
     assert [served.text for served in back] == [request.prompt for request in asked]
 
 
-def test_a_client_without_requests_does_not_speak_for_the_busiest() -> None:
+def test_a_client_without_requests_does_not_speak_for_the_busiest():
     """It ends at once, all of its time on a CPU."""
     busy, idle = LoadRun([Served(0, 0, 1)], client_cpu_share=0.2), LoadRun([], client_cpu_share=1.0)
     assert merged(ClosedLoop(1), [busy, idle]).client_cpu_share == 0.2
@@ -173,7 +166,7 @@ TEXTS = st.text(max_size=12)
 
 
 @st.composite
-def cut(draw: st.DrawFn, whole: bytes) -> list[bytes]:
+def cut(draw, whole):
     """`whole` in pieces, some of them empty."""
     ends = sorted(draw(st.lists(st.integers(0, len(whole)), max_size=12)))
     return [whole[start:end] for start, end in pairwise([0, *ends, len(whole)])]
@@ -181,9 +174,7 @@ def cut(draw: st.DrawFn, whole: bytes) -> list[bytes]:
 
 @settings(max_examples=50)
 @given(st.data(), st.lists(TEXTS, max_size=6), st.sampled_from([b"\n", b"\r\n"]))
-def test_events_do_not_depend_on_how_the_bytes_were_cut(
-    data: st.DataObject, texts: list[str], end: bytes
-) -> None:
+def test_events_do_not_depend_on_how_the_bytes_were_cut(data, texts, end):
     payloads = [json.dumps(text, ensure_ascii=False) for text in texts]
     lines = b"".join(
         b": a comment" + end + b"data: " + payload.encode() + end + b"id: 3" + end * 2
@@ -194,26 +185,26 @@ def test_events_do_not_depend_on_how_the_bytes_were_cut(
     assert events == payloads
 
 
-def test_several_data_lines_are_one_event_and_an_unfinished_one_is_none() -> None:
+def test_several_data_lines_are_one_event_and_an_unfinished_one_is_none():
     parser = SseParser()
     assert parser.feed(b"data: a\ndata:b\n\ndata: c\n") == ["a\nb"]
     assert parser.feed(b"\n") == ["c"]
 
 
-def test_a_chunk_came_when_its_last_byte_came() -> None:
+def test_a_chunk_came_when_its_last_byte_came():
     first, second = event(chunk("a")), event(chunk("b"))
     arrivals = [(1.0, first[:9]), (2.0, first[9:] + second[:-1]), (5.0, second[-1:])]
     assert read_stream(arrivals).chunk_s == [2.0, 5.0]
 
 
-def test_tokens_are_counted_by_usage_else_by_ids_and_never_by_chunks() -> None:
+def test_tokens_are_counted_by_usage_else_by_ids_and_never_by_chunks():
     ids, running = chunk("ab", token_ids=[4, 5]), {**chunk("c"), "usage": {"completion_tokens": 9}}
     assert read_stream([(1.0, event(ids) + event(ids))]).num_tokens == 4
     assert read_stream([(1.0, event(ids) + event(running))]).num_tokens == 9
     assert read_stream([(1.0, event(chunk("a")))]).num_tokens == 0
 
 
-def test_token_ids_without_text_are_a_first_token() -> None:
+def test_token_ids_without_text_are_a_first_token():
     half_a_character = chunk("", token_ids=[200])
     assert read_stream([(1.0, event(half_a_character))]).chunk_s == [1.0]
     assert read_stream([(1.0, event(chunk("")))]).chunk_s == []
@@ -228,16 +219,16 @@ def test_token_ids_without_text_are_a_first_token() -> None:
         (event({"text": "no choices"}), "bad frame"),
     ],
 )
-def test_only_an_answer_that_says_it_is_done_is_whole(last: bytes, error: str) -> None:
+def test_only_an_answer_that_says_it_is_done_is_whole(last, error):
     answer = read_stream([(1.0, event(chunk("a"))), (2.0, last)])
     assert (answer.error, answer.text) == (error, "a")
 
 
-def state(replica: str, age_s: float, **said: Any) -> dict[str, Any]:
+def state(replica, age_s, **said):
     return {"replica": replica, "age_s": age_s, **said}
 
 
-def test_an_account_is_as_old_as_the_server_says() -> None:
+def test_an_account_is_as_old_as_the_server_says():
     info = {"internal_states": [state("a", 0.4, batch_size=3, speculative_num_steps=5)]}
     (account,) = accounts(info, 2.0)
     assert account == {
@@ -251,9 +242,7 @@ def test_an_account_is_as_old_as_the_server_says() -> None:
     st.floats(0.06, 0.5),
     st.floats(0, 0.04),
 )
-def test_however_often_it_is_polled_every_account_counts_once(
-    gaps: list[float], every_s: float, jitter_s: float
-) -> None:
+def test_however_often_it_is_polled_every_account_counts_once(gaps, every_s, jitter_s):
     """Replica "a" reports at the sums of `gaps`, and once before the run."""
     reports = [-0.5]
     for gap in gaps:

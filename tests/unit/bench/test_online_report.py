@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_spec.bench.online.load import LoadRun, Sample, Served
+from serve_spec.bench.online.load import LoadRun, Served
 from serve_spec.bench.online.report import (
     HTTP,
     OFFLINE,
-    Measurement,
     Objective,
     add_texts,
     against_offline,
@@ -29,27 +27,25 @@ from serve_spec.bench.online.report import (
 TIMES = st.floats(0, 100)
 
 
-def answer(
-    due: float = 0.0, first: float = 0.1, gap: float = 0.05, chunks: int = 3, **rest: Any
-) -> Served:
+def answer(due=0.0, first=0.1, gap=0.05, chunks=3, **rest):
     """Chunks of two tokens, the first after `first` seconds."""
     times = tuple(due + first + gap * number for number in range(chunks))
     whole = Served(due, due, times[-1], times, "text", 2 * chunks, 10)
     return replace(whole, **rest)
 
 
-def failed(error: str, due: float = 0.0) -> Served:
+def failed(error, due=0.0):
     return Served(due, due, due + 1, error=error)
 
 
-def figures(*runs: LoadRun, objective: Objective | None = None, side: str = HTTP) -> Measurement:
+def figures(*runs, objective=None, side=HTTP):
     texts: dict[int, str] = {}
     add_texts(texts, runs)
     return measure("load", side, runs, objective or Objective(), texts)
 
 
 @given(st.lists(TIMES, min_size=1, max_size=60))
-def test_percentiles_interpolate_between_neighbours_in_order(seconds: list[float]) -> None:
+def test_percentiles_interpolate_between_neighbours_in_order(seconds):
     found = percentiles_ms(seconds)
     assert found is not None
     ordered = np.sort(seconds) * 1e3
@@ -69,9 +65,7 @@ answers = st.builds(
 
 @settings(max_examples=40)
 @given(st.lists(answers, min_size=1, max_size=20), st.floats(1, 2000), st.floats(1, 2000))
-def test_goodput_counts_what_met_both_limits_of_everything_that_was_asked(
-    served: list[Served], ttft_ms: float, tpot_ms: float
-) -> None:
+def test_goodput_counts_what_met_both_limits_of_everything_that_was_asked(served, ttft_ms, tpot_ms):
     found = figures(LoadRun(served), objective=Objective(ttft_ms, tpot_ms))
     met = [
         s
@@ -89,9 +83,7 @@ def test_goodput_counts_what_met_both_limits_of_everything_that_was_asked(
 
 @settings(max_examples=40)
 @given(st.lists(answers, min_size=1, max_size=20))
-def test_errors_are_counted_by_name_and_without_limits_everything_else_is_good(
-    served: list[Served],
-) -> None:
+def test_errors_are_counted_by_name_and_without_limits_everything_else_is_good(served):
     found = figures(LoadRun(served))
     assert sum(found.errors.values()) == sum(s.error is not None for s in served)
     assert found.num_texts + sum(found.errors.values()) == found.num_requests == len(served)
@@ -99,7 +91,7 @@ def test_errors_are_counted_by_name_and_without_limits_everything_else_is_good(
     assert found.goodput_tokens_per_second == found.tokens_per_second
 
 
-def test_speed_is_the_median_of_repetitions_and_latencies_are_pooled() -> None:
+def test_speed_is_the_median_of_repetitions_and_latencies_are_pooled():
     runs = [LoadRun([answer(first=first)]) for first in (0.1, 0.9, 0.3)]
     found = figures(*runs)
     assert found.tokens_per_second == pytest.approx(6 / 0.4)
@@ -109,7 +101,7 @@ def test_speed_is_the_median_of_repetitions_and_latencies_are_pooled() -> None:
     assert (found.ttft_ms["p50"], found.ttft_ms["mean"]) == (300.0, pytest.approx(433.333))
 
 
-def test_time_per_token_is_not_time_per_chunk() -> None:
+def test_time_per_token_is_not_time_per_chunk():
     found = figures(LoadRun([answer(gap=0.05, chunks=3)]))
     assert found.tpot_ms is not None
     assert found.chunk_gap_ms is not None
@@ -121,7 +113,7 @@ def test_time_per_token_is_not_time_per_chunk() -> None:
     assert (found.tpot_ms, found.goodput_share) == (None, 1.0), "a single token meets any limit"
 
 
-def test_depths_are_means_over_rounds_not_over_requests() -> None:
+def test_depths_are_means_over_rounds_not_over_requests():
     short = {"num_correct_drafts": 1, "rounds_by_num_steps": {"1": 1}}
     long = {"num_correct_drafts": 5, "rounds_by_num_steps": {"0": 1, "3": 2}}
     found = figures(LoadRun([answer(speculation=short), answer(speculation=long)]))
@@ -130,13 +122,13 @@ def test_depths_are_means_over_rounds_not_over_requests() -> None:
     assert figures(LoadRun([answer()])).accept_length is None
 
 
-def test_forced_acceptance_is_noticed_by_any_answer() -> None:
+def test_forced_acceptance_is_noticed_by_any_answer():
     forced = answer(speculation={"synthetic_acceptance": True})
     assert is_forced(LoadRun([failed("429"), answer(), forced]))
     assert not is_forced(LoadRun([failed("429"), answer()]))
 
 
-def test_a_text_is_compared_with_the_first_whole_one_of_its_request() -> None:
+def test_a_text_is_compared_with_the_first_whole_one_of_its_request():
     runs = [
         LoadRun([failed("500"), answer(text="b")]),
         LoadRun([answer(text="a"), answer(text="c")]),
@@ -149,7 +141,7 @@ def test_a_text_is_compared_with_the_first_whole_one_of_its_request() -> None:
     assert (found.same_texts, found.num_texts) == (4, 5)
 
 
-def test_batch_sizes_are_means_of_a_replica_s_accounts_summed_over_replicas() -> None:
+def test_batch_sizes_are_means_of_a_replica_s_accounts_summed_over_replicas():
     accounts_of = {"a": [3, 5, None], "b": [1]}
     samples = [
         {"time_s": time, "replica": name, "batch_size": size, "num_steps": 2}
@@ -160,8 +152,8 @@ def test_batch_sizes_are_means_of_a_replica_s_accounts_summed_over_replicas() ->
     assert figures(LoadRun([answer()])).batch_size is None
 
 
-def test_the_course_of_a_fleet_holds_the_latest_of_every_replica() -> None:
-    def sample(time_s: float, replica: str, size: int | None) -> Sample:
+def test_the_course_of_a_fleet_holds_the_latest_of_every_replica():
+    def sample(time_s, replica, size):
         return {"time_s": time_s, "replica": replica, "batch_size": size}
 
     samples = [sample(1, "a", 3), sample(3, "a", 4), sample(2, "b", 7), sample(4, "b", None)]
@@ -169,13 +161,13 @@ def test_the_course_of_a_fleet_holds_the_latest_of_every_replica() -> None:
     assert fleet_course([], "batch_size") == ([], [])
 
 
-def test_streams_that_decode_are_those_between_first_and_last_token() -> None:
+def test_streams_that_decode_are_those_between_first_and_last_token():
     """Two streams of 0.1 s each within 0.4 s, and one that failed."""
     served = [answer(first=0.1), answer(due=0.1, first=0.2), failed("429", due=-0.6)]
     assert figures(LoadRun(served)).decoding_streams == pytest.approx(0.2 / 1.0)
 
 
-def test_both_sides_of_a_load_are_compared() -> None:
+def test_both_sides_of_a_load_are_compared():
     http = figures(LoadRun([answer(first=0.3)]))
     offline = figures(LoadRun([answer(first=0.1)]), side=OFFLINE)
     other = replace(http, load="another load")
@@ -185,7 +177,7 @@ def test_both_sides_of_a_load_are_compared() -> None:
     assert row["added_tpot_ms_p50"] == pytest.approx(0)
 
 
-def test_a_load_that_was_refused_altogether_still_has_its_row() -> None:
+def test_a_load_that_was_refused_altogether_still_has_its_row():
     refused = figures(LoadRun([failed("429"), failed("429"), failed("500")]))
     assert refused.errors == {"429": 2, "500": 1}
     assert (refused.ttft_ms, refused.tokens_per_second) == (None, 0)

@@ -1,7 +1,5 @@
 """Servers of `bench online`: starting, stopping, variants."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -37,14 +35,14 @@ time.sleep(60)
 """
 
 
-def wait_for(file: Path) -> str:
+def wait_for(file):
     """Return what the server writes into `file`."""
     while not (file.exists() and (text := file.read_text())):
         time.sleep(0.01)
     return text
 
 
-def test_the_address_is_the_one_that_serve_announces(tmp_path: Path) -> None:
+def test_the_address_is_the_one_that_serve_announces(tmp_path):
     (tmp_path / "model").mkdir()
     model = {"path": str(tmp_path / "model"), "served_model_name": "meta/llama at home"}
     config = ServeSpecConfig.load({"model": model})
@@ -54,12 +52,12 @@ def test_the_address_is_the_one_that_serve_announces(tmp_path: Path) -> None:
         assert [url for url in urls if url] == ["http://127.0.0.1:8124/llm"]
 
 
-def test_it_is_started_as_an_operator_would() -> None:
+def test_it_is_started_as_an_operator_would():
     assert serve_command("deploy/tiny.yaml", None)[-2:] == ["serve", "deploy/tiny.yaml"]
     assert serve_command("deploy/tiny.yaml", 8123)[-2:] == ["--port", "8123"]
 
 
-def test_a_server_is_waited_for_listened_to_and_stopped(tmp_path: Path) -> None:
+def test_a_server_is_waited_for_listened_to_and_stopped(tmp_path):
     state = tmp_path / "state"
     with own_server([sys.executable, "-c", SERVER, str(state)]) as url:
         assert url == "http://127.0.0.1:8123/llm"
@@ -75,7 +73,7 @@ time.sleep(60)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core cannot be divided")
-def test_clients_and_server_have_cores_of_their_own_and_all_come_back() -> None:
+def test_clients_and_server_have_cores_of_their_own_and_all_come_back():
     everything = os.sched_getaffinity(0)
     with own_server([sys.executable, "-c", CORES], client_cores=1) as url:
         server = {int(core) for core in url.rsplit("/", 1)[1].split("-")}
@@ -89,14 +87,14 @@ def test_clients_and_server_have_cores_of_their_own_and_all_come_back() -> None:
         own_server([sys.executable, "-c", CORES], client_cores=len(everything)).__enter__()
 
 
-def test_a_failure_inside_ends_the_server_too(tmp_path: Path) -> None:
+def test_a_failure_inside_ends_the_server_too(tmp_path):
     state = tmp_path / "state"
     with pytest.raises(ZeroDivisionError), own_server([sys.executable, "-c", SERVER, str(state)]):
         assert 1 / len(wait_for(state)[2:])
     assert state.read_text() == "stopped"
 
 
-def test_a_server_that_does_not_start_is_refused_with_its_status() -> None:
+def test_a_server_that_does_not_start_is_refused_with_its_status():
     command = [sys.executable, "-c", "print('no such file'); raise SystemExit(3)"]
     with pytest.raises(ConfigError, match="ended with status 3 before it was ready"):
         own_server(command).__enter__()
@@ -106,7 +104,7 @@ TWO = "num_replicas=2,routing_policy=balanced"
 
 
 @pytest.fixture
-def deploy(tmp_path: Path) -> Path:
+def deploy(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"model": {"path": "model"}}))
     app = {
@@ -120,7 +118,7 @@ def deploy(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_variant_is_the_file_with_its_keys_set(deploy: Path) -> None:
+def test_a_variant_is_the_file_with_its_keys_set(deploy):
     variant = server_variant(deploy, TWO)
     assert (variant.name, variant.num_replicas) == (TWO, 2)
     with serve_file(variant) as file:
@@ -132,19 +130,19 @@ def test_a_variant_is_the_file_with_its_keys_set(deploy: Path) -> None:
     assert server_variant(deploy, "routing_policy=prefix").num_replicas == 3
 
 
-def test_a_configuration_also_has_variants(deploy: Path) -> None:
+def test_a_configuration_also_has_variants(deploy):
     variant = server_variant(deploy.parent / "config.yaml", "num_replicas=4")
     (app,) = variant.deployment["applications"]
     assert load_config(app["args"]).replica.num_replicas == variant.num_replicas == 4
 
 
 @pytest.mark.parametrize("name", ["", "num_replicas", "num_replicas=2,", "=2", "num_replica=2"])
-def test_invalid_variants_are_refused(deploy: Path, name: str) -> None:
+def test_invalid_variants_are_refused(deploy, name):
     with pytest.raises(ConfigError):
         server_variant(deploy, name)
 
 
-def test_a_file_without_an_application_of_this_package_is_refused(deploy: Path) -> None:
+def test_a_file_without_an_application_of_this_package_is_refused(deploy):
     given = yaml.safe_load(deploy.read_text())
     given["applications"][0]["import_path"] = "elsewhere:app"
     deploy.write_text(yaml.safe_dump(given))
@@ -152,7 +150,7 @@ def test_a_file_without_an_application_of_this_package_is_refused(deploy: Path) 
         server_variant(deploy, "num_replicas=2")
 
 
-def test_a_variant_whose_ranks_have_no_device_is_refused(deploy: Path) -> None:
+def test_a_variant_whose_ranks_have_no_device_is_refused(deploy):
     with pytest.raises(ConfigError, match="set num_gpus to 2"):
         server_variant(deploy, "tensor_parallel_size=2,num_gpus=1")
     server_variant(deploy, "tensor_parallel_size=2,num_gpus=2")

@@ -1,12 +1,8 @@
 """The scripts under benchmarks/ run on a tiny random pair."""
 
-from __future__ import annotations
-
 import json
 from itertools import accumulate
 from operator import mul
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,7 +17,7 @@ SMALL = ["--batch-sizes", "1", "--prompt-tokens", "10", "--repetitions", "1", "-
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> str:
+def config(tmp_path_factory):
     root = tmp_path_factory.mktemp("scripts")
     depths = root / "depths.json"
     depths.write_text(json.dumps({"candidate_steps": [0, 1, 3]}))
@@ -40,14 +36,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def rows(path: Path, section: str) -> list[dict[str, Any]]:
+def rows(path, section):
     found = [json.loads(line) for line in path.read_text().splitlines()]
     return [row for row in found if row["section"] == section]
 
 
-def test_kernels_are_timed_section_by_section(
-    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_are_timed_section_by_section(config, tmp_path, monkeypatch):
     monkeypatch.setenv("SERVE_SPEC_CACHE", str(tmp_path))
     out = tmp_path / "rows.jsonl"
     arguments = [*SMALL, "--output-tokens", "100", "--num-steps", "1", "3", "--json", str(out)]
@@ -61,7 +55,7 @@ def test_kernels_are_timed_section_by_section(
     assert fixed[0]["efficiency"] == 1
 
 
-def test_without_a_draft_plain_decoding_alone_is_timed(config: str, tmp_path: Path) -> None:
+def test_without_a_draft_plain_decoding_alone_is_timed(config, tmp_path):
     out = tmp_path / "rows.jsonl"
     arguments = [*SMALL, "--sections", "rounds", "--output-tokens", "20", "--json", str(out)]
     plain = ["speculative_algorithm=NONE", "speculative_draft_model_path=null"]
@@ -69,9 +63,7 @@ def test_without_a_draft_plain_decoding_alone_is_timed(config: str, tmp_path: Pa
     assert [row["variant"] for row in rows(out, "rounds")] == ["K=0"]
 
 
-def test_a_section_that_fails_is_named_and_the_others_go_on(
-    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_section_that_fails_is_named_and_the_others_go_on(config, tmp_path, monkeypatch):
     monkeypatch.setenv("SERVE_SPEC_CACHE", str(tmp_path))
     out = tmp_path / "rows.jsonl"
     arguments = [*SMALL, "--sections", "switch", "draws", "--num-steps", "3", "--json", str(out)]
@@ -80,7 +72,7 @@ def test_a_section_that_fails_is_named_and_the_others_go_on(
     assert rows(out, "draws")
 
 
-def test_exchanges_and_rounds_of_two_ranks_are_timed(config: str, tmp_path: Path) -> None:
+def test_exchanges_and_rounds_of_two_ranks_are_timed(config, tmp_path):
     out = tmp_path / "rows.jsonl"
     arguments = [*SMALL, "--output-tokens", "40", "--json", str(out)]
     assert parallel.main(["--config", config, *arguments]) == 0
@@ -97,8 +89,6 @@ def test_exchanges_and_rounds_of_two_ranks_are_timed(config: str, tmp_path: Path
     st.floats(1, 9) | st.lists(st.floats(0, 1), min_size=1, max_size=9).map(tuple),
     st.integers(0, 8),
 )
-def test_expected_tokens_are_those_of_the_forced_acceptance(
-    acceptance: float | tuple[float, ...], num_steps: int
-) -> None:
+def test_expected_tokens_are_those_of_the_forced_acceptance(acceptance, num_steps):
     kept = sum(accumulate(draft_chances(acceptance, num_steps), mul))
     assert kernels.expected_tokens(acceptance, num_steps) == pytest.approx(1 + kept)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,19 +10,17 @@ from hypothesis import strategies as st
 
 from benchmarks.phases import Phase
 from benchmarks.simulator import (
-    PhaseReport,
     Simulator,
     _row_steps,
 )
-from serve_spec.adaptive.policy import StaticPolicy, StepPolicy
+from serve_spec.adaptive.policy import StaticPolicy
 from serve_spec.bench.trace import AcceptanceTrace, TraceSet, load_traces
 from serve_spec.core.draft import DraftShape
-from serve_spec.core.record import StepRecord, StepTimes
+from serve_spec.core.record import StepRecord
 from serve_spec.core.round import DecodeBatch, Reason, RoundSteps
 from serve_spec.scheduler.requests import fair_drafts
 from tests.helpers.simulated_costs import (
     TWO_CPU_CORES,
-    RoundCosts,
     RoundShape,
 )
 
@@ -42,31 +39,29 @@ class RandomPolicy:
     shapes = tuple(map(DraftShape.chain, range(8)))
     last_reason = Reason.STATIC
 
-    def __init__(self, numbers: Sequence[int]) -> None:
+    def __init__(self, numbers):
         self.numbers = numbers
         self.num_rounds = 0
         self.forgotten: list[str] = []
 
-    def choose(self, batch: DecodeBatch) -> RoundSteps:
+    def choose(self, batch):
         self.num_rounds += 1
         at = self.num_rounds
         steps_per_req = [self.numbers[(at + i) % len(self.numbers)] for i in range(batch.size)]
         return RoundSteps(DraftShape.chain(7), steps_per_req)
 
-    def observe(self, verified: StepRecord) -> None:
+    def observe(self, verified):
         rows = zip(verified.correct_per_req, verified.steps_per_req, strict=True)
         assert all(0 <= correct <= steps for correct, steps in rows)
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, request_id):
         self.forgotten.append(request_id)
 
-    def snapshot(self) -> dict[str, object]:
+    def snapshot(self):
         return {}
 
 
-def rounds_of(
-    policy: StepPolicy, phase: Phase, costs: RoundCosts = TWO_CPU_CORES, **limits: int
-) -> tuple[PhaseReport, list[tuple[DecodeBatch, RoundSteps, StepRecord]]]:
+def rounds_of(policy, phase, costs=TWO_CPU_CORES, **limits):
     """A phase and all its rounds."""
     rounds: list[tuple[DecodeBatch, RoundSteps, StepRecord]] = []
     simulator = Simulator(
@@ -76,9 +71,7 @@ def rounds_of(
 
 
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=9), st.sampled_from(PHASES))
-def test_every_text_is_emitted_once_without_drafts_past_its_end(
-    numbers: list[int], phase: Phase
-) -> None:
+def test_every_text_is_emitted_once_without_drafts_past_its_end(numbers, phase):
     policy = RandomPolicy(numbers)
     report, rounds = rounds_of(policy, phase)
     # The first token of every text comes from its prompt.
@@ -97,9 +90,7 @@ def test_every_text_is_emitted_once_without_drafts_past_its_end(
     st.integers(0, 40),
     st.booleans(),
 )
-def test_drafts_are_granted_as_the_scheduler_grants_them(
-    rows: list[tuple[int, int]], max_draft_tokens: int, whole: bool
-) -> None:
+def test_drafts_are_granted_as_the_scheduler_grants_them(rows, max_draft_tokens, whole):
     wanted, usable = zip(*rows, strict=True)
     batch = DecodeBatch([str(i) for i in range(len(rows))], usable, 9, 0, max_draft_tokens)
     steps = RoundSteps(DraftShape.chain(5)) if whole else RoundSteps(DraftShape.chain(9), wanted)
@@ -108,10 +99,10 @@ def test_drafts_are_granted_as_the_scheduler_grants_them(
 
 
 @pytest.mark.parametrize("mixes", [False, True])
-def test_prompts_run_alone_or_in_mixed_batches_and_all_are_computed(mixes: bool) -> None:
+def test_prompts_run_alone_or_in_mixed_batches_and_all_are_computed(mixes):
     told: list[RoundShape] = []
 
-    def costs(shape: RoundShape) -> StepTimes:
+    def costs(shape):
         told.append(shape)
         return TWO_CPU_CORES(shape)
 
@@ -131,7 +122,7 @@ def test_prompts_run_alone_or_in_mixed_batches_and_all_are_computed(mixes: bool)
     assert sum(verified.num_ended_prompt_tokens for _, _, verified in rounds) == asked
 
 
-def test_a_depth_or_a_length_that_was_not_recorded_is_refused() -> None:
+def test_a_depth_or_a_length_that_was_not_recorded_is_refused():
     with pytest.raises(ValueError, match="num_steps=9"):
         Simulator(StaticPolicy(DraftShape.chain(9)), TRACES, TWO_CPU_CORES)
     with pytest.raises(ValueError, match="num_tokens=1000"):

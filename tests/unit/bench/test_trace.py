@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
 from math import log
@@ -18,7 +17,7 @@ from benchmarks.phases import Phase
 from benchmarks.simulator import Simulator
 from serve_spec.adaptive.policy import StaticPolicy
 from serve_spec.bench.command import main
-from serve_spec.bench.harness import ClosedLoop, MeasuredStep
+from serve_spec.bench.harness import ClosedLoop
 from serve_spec.bench.trace import (
     AcceptanceTrace,
     TraceSet,
@@ -30,8 +29,7 @@ from serve_spec.bench.trace import (
 from serve_spec.bench.workload import TextKind, TextRequest
 from serve_spec.config import ConfigError
 from serve_spec.core.draft import DraftShape
-from serve_spec.engine.engine import SpecEngine
-from tests.helpers.engines import MakeLLM, llm_maker, make_pair
+from tests.helpers.engines import llm_maker, make_pair
 from tests.helpers.simulated_costs import TWO_CPU_CORES
 
 DEPTH = 4
@@ -40,31 +38,29 @@ KNOWN, FOREIGN = TextKind("code", 0.0), TextKind("shuffled", 1.0)
 RECORDED = Path(__file__).parents[2] / "data" / "acceptance_traces.json"
 
 
-def requests() -> list[TextRequest]:
+def requests():
     """Six requests whose kinds alternate, as those of a mixture do."""
     prompts = [[(7 * i + 3 * j) % 250 for j in range(9)] for i in range(6)]
     return [TextRequest((KNOWN, FOREIGN)[i % 2], prompt, i) for i, prompt in enumerate(prompts)]
 
 
-def served(
-    engine: SpecEngine, requests: Sequence[TextRequest], batch_size: int
-) -> tuple[list[MeasuredStep], list[list[int]]]:
+def served(engine, requests, batch_size):
     """Return the steps and texts of requests of `NUM_TOKENS` tokens."""
     loop = ClosedLoop(engine, [(request, NUM_TOKENS) for request in requests], batch_size)
     return loop.advance(NUM_TOKENS * len(requests)), loop.texts
 
 
 @pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory) -> MakeLLM:
+def make(tmp_path_factory):
     return llm_maker(make_pair(tmp_path_factory.mktemp("pair")), "cpu")
 
 
 @pytest.fixture(scope="module")
-def traces(make: MakeLLM) -> TraceSet:
+def traces(make):
     return record(make("EAGLE3", DEPTH).engine, requests(), NUM_TOKENS)
 
 
-def test_every_request_has_a_count_for_every_position(traces: TraceSet) -> None:
+def test_every_request_has_a_count_for_every_position(traces):
     counts = [trace.num_correct_drafts for trace in traces.traces]
     assert {0, 1, 2} <= {count for each in counts for count in each}, "any law would hold"
     assert [len(each) for each in counts] == [NUM_TOKENS - 1] * 6
@@ -76,7 +72,7 @@ def test_every_request_has_a_count_for_every_position(traces: TraceSet) -> None:
     assert -20 < min(shares) < max(shares) <= 0
 
 
-def test_confidence_is_measured_on_the_drafts_that_were_reached() -> None:
+def test_confidence_is_measured_on_the_drafts_that_were_reached():
     chances = [(0.9, 0.4), (0.3, 0.99), (0.8, 0.7), (0.85, 0.5)]
     trace = AcceptanceTrace(
         *("code", 0.0, 0, 9),
@@ -90,9 +86,7 @@ def test_confidence_is_measured_on_the_drafts_that_were_reached() -> None:
 
 
 @pytest.mark.parametrize(("batch_size", "num_steps"), [(1, DEPTH), (3, 0), (3, 2)])
-def test_a_fixed_depth_replays_to_the_rounds_the_engine_takes(
-    make: MakeLLM, traces: TraceSet, num_steps: int, batch_size: int
-) -> None:
+def test_a_fixed_depth_replays_to_the_rounds_the_engine_takes(make, traces, num_steps, batch_size):
     steps, _ = served(make("EAGLE3", num_steps).engine, requests(), batch_size)
     measured = [
         (r.record.batch_size, r.record.num_draft_tokens, r.record.num_output_tokens)
@@ -112,7 +106,7 @@ def test_a_fixed_depth_replays_to_the_rounds_the_engine_takes(
     assert replayed == measured
 
 
-def test_recording_leaves_the_engine_as_it_was(make: MakeLLM) -> None:
+def test_recording_leaves_the_engine_as_it_was(make):
     engine = make("EAGLE3", DEPTH).engine
     steps, texts = served(engine, requests(), 3)
     record(engine, requests(), NUM_TOKENS)
@@ -121,7 +115,7 @@ def test_recording_leaves_the_engine_as_it_was(make: MakeLLM) -> None:
     assert len(steps_after) == len(steps)
 
 
-def test_an_engine_that_may_cut_drafts_cannot_record(make: MakeLLM) -> None:
+def test_an_engine_that_may_cut_drafts_cannot_record(make):
     several = {"speculative_adaptive": True, "speculative_adaptive_strategy": "ema"}
     narrow = {"max_num_batched_tokens": 12}
     for keys, problem in ((several, "candidate_steps"), (narrow, "max_num_batched_tokens")):
@@ -133,7 +127,7 @@ TOPK = 2
 TREE = DraftShape(3, 7, TOPK)
 
 
-def branching(make: MakeLLM) -> SpecEngine:
+def branching(make):
     """An engine that drafts `TREE` and nothing else."""
     rows = TREE.size + 1
     keys = {"speculative_eagle_topk": TOPK, "speculative_num_draft_tokens": rows}
@@ -141,15 +135,15 @@ def branching(make: MakeLLM) -> SpecEngine:
 
 
 @pytest.fixture(scope="module")
-def with_tree(make: MakeLLM, traces: TraceSet) -> TraceSet:
+def with_tree(make, traces):
     recorded = record(branching(make), requests(), NUM_TOKENS)
     return traces.with_tree(TREE, recorded)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_trees_replay_to_the_rounds_the_engine_takes_until_texts_near_their_end(
-    make: MakeLLM, with_tree: TraceSet, batch_size: int
-) -> None:
+    make, with_tree, batch_size
+):
     """There, trees have fewer levels, which is not what was recorded."""
     steps, _ = served(branching(make), requests()[:batch_size], batch_size)
     measured = [
@@ -176,13 +170,13 @@ def test_trees_replay_to_the_rounds_the_engine_takes_until_texts_near_their_end(
     assert len(of_engine) > 1
 
 
-def test_traces_of_other_requests_are_not_put_together(traces: TraceSet) -> None:
+def test_traces_of_other_requests_are_not_put_together(traces):
     others = replace(traces, traces=traces.traces[::-1])
     with pytest.raises(ValueError, match="other requests"):
         traces.with_tree(TREE, others)
 
 
-def trace_sets() -> st.SearchStrategy[TraceSet]:
+def trace_sets():
     trace = st.builds(
         AcceptanceTrace,
         prompts=st.sampled_from(["code", "shuffled"]),
@@ -198,23 +192,23 @@ def trace_sets() -> st.SearchStrategy[TraceSet]:
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def file(tmp_path_factory):
     return tmp_path_factory.mktemp("traces") / "traces.json"
 
 
 @given(written=trace_sets())
-def test_what_is_written_is_read(file: Path, written: TraceSet) -> None:
+def test_what_is_written_is_read(file, written):
     save_traces(written, file)
     assert load_traces(file) == written
 
 
-def test_a_trace_of_forced_acceptance_is_refused(tmp_path: Path) -> None:
+def test_a_trace_of_forced_acceptance_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"synthetic_acceptance=2\.0: a trace needs real texts"):
         main(["trace", "--set", "synthetic_acceptance=2.0", "--json", str(tmp_path / "t.json")])
     assert not (tmp_path / "t.json").exists()
 
 
-def test_a_file_that_is_not_a_trace_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_trace_is_refused_by_name(tmp_path):
     path = tmp_path / "traces.json"
     good = json.loads(RECORDED.read_text())
     trace = good["traces"][0]

@@ -1,10 +1,7 @@
 """`serve-spec tune`: what follows from measurements, the file that keeps them, whole sweeps."""
 
-from __future__ import annotations
-
 import json
 import tempfile
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -37,13 +34,7 @@ CLASSES = ("predictable", "mixed", "unpredictable")
 SETTINGS = {"num_prompts": 8, "model": {"path": "/target", "dtype": "float32"}}
 
 
-def cell(
-    batch_size: int,
-    prompt_class: str,
-    num_steps: int,
-    speed: float = 100.0,
-    shape: DraftShape = PLAIN,
-) -> Measurement:
+def cell(batch_size, prompt_class, num_steps, speed=100.0, shape=PLAIN):
     return Measurement(
         batch_size=batch_size,
         prompt_class=prompt_class,
@@ -62,7 +53,7 @@ def cell(
 
 
 @st.composite
-def sweeps(draw: st.DrawFn) -> list[Measurement]:
+def sweeps(draw):
     """Cells of a whole sweep in any order, with speeds that tie now and then."""
     sizes = draw(st.lists(st.integers(1, 300), min_size=1, max_size=5, unique=True))
     depths = draw(st.lists(st.integers(1, 8), max_size=4, unique=True))
@@ -76,13 +67,13 @@ def sweeps(draw: st.DrawFn) -> list[Measurement]:
     return draw(st.permutations(cells))
 
 
-def trees() -> st.SearchStrategy[DraftShape]:
+def trees():
     return st.builds(
         lambda depth, more: DraftShape(depth, depth + more, 2), st.integers(1, 8), st.integers(0, 8)
     )
 
 
-def winners(cells: Sequence[Measurement], batch_size: int) -> set[DraftShape]:
+def winners(cells, batch_size):
     """The best tier of every class at a batch size, by looking at all of them."""
     found = set()
     for name in CLASSES:
@@ -97,9 +88,7 @@ def winners(cells: Sequence[Measurement], batch_size: int) -> set[DraftShape]:
 
 
 @given(sweeps())
-def test_the_slot_of_every_measured_batch_size_holds_the_best_steps_and_trees_of_every_class(
-    cells: list[Measurement],
-) -> None:
+def test_the_slot_of_every_measured_batch_size_holds_the_best_steps_and_trees_of_every_class(cells):
     slots = load_slots(adaptive_config(cells))
     params = AdaptiveSpeculativeParams(0, slots)
     for batch_size in {c.batch_size for c in cells}:
@@ -112,7 +101,7 @@ def test_the_slot_of_every_measured_batch_size_holds_the_best_steps_and_trees_of
 
 
 @given(sweeps())
-def test_the_config_loads_as_it_is_and_neighbours_differ(cells: list[Measurement]) -> None:
+def test_the_config_loads_as_it_is_and_neighbours_differ(cells):
     text = json.dumps(adaptive_config(cells))
     slots = load_slots(json.loads(text))
     assert all(here != after for here, after in pairwise(slots.values()))
@@ -120,9 +109,7 @@ def test_the_config_loads_as_it_is_and_neighbours_differ(cells: list[Measurement
 
 
 @given(sweeps())
-def test_speedup_is_over_off_at_the_same_class_and_batch_size(
-    cells: list[Measurement],
-) -> None:
+def test_speedup_is_over_off_at_the_same_class_and_batch_size(cells):
     speedup = speedups(cells)
     for c in cells:
         off = next(
@@ -134,7 +121,7 @@ def test_speedup_is_over_off_at_the_same_class_and_batch_size(
     assert all(speedup[best] >= 1 for best in best_measurements(cells).values())
 
 
-def test_the_report_names_the_two_keys_and_shows_every_cell() -> None:
+def test_the_report_names_the_two_keys_and_shows_every_cell():
     cells = [cell(size, name, k, 100 + k) for name in CLASSES for size in (1, 4) for k in (0, 3)]
     tree = DraftShape(3, 15, 4)
     cells += [cell(size, CLASSES[0], 3, speed, tree) for size, speed in ((1, 120), (4, 90))]
@@ -153,7 +140,7 @@ def test_the_report_names_the_two_keys_and_shows_every_cell() -> None:
         assert f"| {row[1]} | {row[2]} | {row[3]} | {row[4]} |" in report
 
 
-def test_a_file_returns_the_measurements_that_were_appended(tmp_path: Path) -> None:
+def test_a_file_returns_the_measurements_that_were_appended(tmp_path):
     path = tmp_path / "new" / "cells.jsonl"
     cells = [
         cell(1, "mixed", 0),
@@ -168,7 +155,7 @@ def test_a_file_returns_the_measurements_that_were_appended(tmp_path: Path) -> N
     assert MeasurementFile(path, SETTINGS).by_place[again.place] == again, "the last one counts"
 
 
-def test_a_file_without_trees_holds_chains(tmp_path: Path) -> None:
+def test_a_file_without_trees_holds_chains(tmp_path):
     path = tmp_path / "cells.jsonl"
     MeasurementFile(path, SETTINGS).append([cell(1, "mixed", 3)])
     path.write_text(path.read_text().replace(', "tree_drafts": 0', ""))
@@ -179,7 +166,7 @@ def test_a_file_without_trees_holds_chains(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [1, 200])
-def test_a_line_cut_short_is_dropped_and_the_file_goes_on(tmp_path: Path, num_bytes: int) -> None:
+def test_a_line_cut_short_is_dropped_and_the_file_goes_on(tmp_path, num_bytes):
     path = tmp_path / "cells.jsonl"
     kept, lost, after = cell(1, "mixed", 0), cell(1, "mixed", 1), cell(1, "mixed", 3)
     MeasurementFile(path, SETTINGS).append([kept, lost])
@@ -193,9 +180,7 @@ def test_a_line_cut_short_is_dropped_and_the_file_goes_on(tmp_path: Path, num_by
     assert set(MeasurementFile(path, SETTINGS).by_place) == {after.place}
 
 
-def test_measurements_with_other_settings_are_refused_by_name_and_replaced_if_asked(
-    tmp_path: Path,
-) -> None:
+def test_measurements_with_other_settings_are_refused_by_name_and_replaced_if_asked(tmp_path):
     path = tmp_path / "cells.jsonl"
     MeasurementFile(path, SETTINGS).append([cell(1, "mixed", 0)])
     others = {**SETTINGS, "model": {"path": "/target", "dtype": "bfloat16"}}
@@ -211,7 +196,7 @@ def test_measurements_with_other_settings_are_refused_by_name_and_replaced_if_as
 
 
 @pytest.mark.parametrize("line", ["[]", '{"cells": 3}', "something else", '{"settings": 3}'])
-def test_a_file_that_holds_something_else_is_refused(tmp_path: Path, line: str) -> None:
+def test_a_file_that_holds_something_else_is_refused(tmp_path, line):
     path = tmp_path / "cells.jsonl"
     path.write_text(line + "\n")
     with pytest.raises(ConfigError, match="has no measurements of this version"):
@@ -222,7 +207,7 @@ def test_a_file_that_holds_something_else_is_refused(tmp_path: Path, line: str) 
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def config(tmp_path_factory):
     return write_config(
         tmp_path_factory.mktemp("tune"),
         # Too little on purpose: a sweep makes the room it needs.
@@ -231,14 +216,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def arguments(config: Path, folder: Path, *more: str) -> list[str]:
+def arguments(config, folder, *more):
     sizes = ["--prompt-tokens", "12", "--output-tokens", "24", "--num-prompts", "3"]
     return ["tune", str(config), "--output-dir", str(folder), *sizes, "--repetitions", "1", *more]
 
 
-def test_an_interrupted_sweep_continues_and_writes_all_files(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_sweep_continues_and_writes_all_files(config, tmp_path, capsys):
     steps = ["--num-steps", "1", "3"]
     assert main(arguments(config, tmp_path, *steps, "--batch-sizes", "2")) == 0
     before = (tmp_path / "cells.jsonl").read_text().splitlines()
@@ -265,9 +248,7 @@ def test_an_interrupted_sweep_continues_and_writes_all_files(
     assert (tmp_path / "tune.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_trees_are_measured_and_a_server_accepts_both_files(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trees_are_measured_and_a_server_accepts_both_files(config, tmp_path, monkeypatch):
     monkeypatch.setenv("SERVE_SPEC_CACHE", str(tmp_path / "cache"))
     sizes = ["--num-steps", "1", "--trees", "2x5", "2x3", "--batch-sizes", "2"]
     more = ["--set", "speculative_eagle_topk=2"]
@@ -294,7 +275,7 @@ def test_trees_are_measured_and_a_server_accepts_both_files(
     assert not (tmp_path / "cache").exists(), "a refused table is measured anew, and kept there"
 
 
-def test_what_is_measured_already_is_not_measured_again(config: Path, tmp_path: Path) -> None:
+def test_what_is_measured_already_is_not_measured_again(config, tmp_path):
     call = arguments(config, tmp_path, "--num-steps", "1", "--batch-sizes", "1")
     assert main(call) == 0
     files = [tmp_path / "cells.jsonl", tmp_path / "cost_table.json"]
@@ -324,14 +305,12 @@ def test_what_is_measured_already_is_not_measured_again(config: Path, tmp_path: 
         ),
     ],
 )
-def test_invalid_arguments_are_refused(
-    config: Path, tmp_path: Path, more: list[str], problem: str
-) -> None:
+def test_invalid_arguments_are_refused(config, tmp_path, more, problem):
     with pytest.raises(ConfigError, match=f"^{problem}"):
         main(arguments(config, tmp_path, *more))
 
 
-def speculative(topk: int, num_steps: int = 2, file: Path | None = None) -> SpeculativeConfig:
+def speculative(topk, num_steps=2, file=None):
     keys = {
         "speculative_algorithm": "EAGLE3",
         "speculative_draft_model_path": "asset:tiny/eagle3",
@@ -342,7 +321,7 @@ def speculative(topk: int, num_steps: int = 2, file: Path | None = None) -> Spec
     return validate(SpeculativeConfig, keys)
 
 
-def is_swept(tree: tuple[int, int], topk: int) -> bool:
+def is_swept(tree, topk):
     config = speculative(topk)
     try:
         return swept_trees([tree], config) == [DraftShape(*tree, topk)]
@@ -350,7 +329,7 @@ def is_swept(tree: tuple[int, int], topk: int) -> bool:
         return False
 
 
-def may_be_listed(tree: tuple[int, int], topk: int) -> bool:
+def may_be_listed(tree, topk):
     """Whether a server takes an adaptive config that lists it."""
     depth, size = tree
     slot = {"candidate_steps": [depth], "candidate_trees": [[depth, size + 1]]}
@@ -368,5 +347,5 @@ def may_be_listed(tree: tuple[int, int], topk: int) -> bool:
 @example((33, 63), 2)
 @example((34, 63), 2)
 @given(st.tuples(st.integers(0, 40), st.integers(0, 70)), st.integers(2, 9))
-def test_a_tree_is_swept_exactly_if_a_server_accepts_it(tree: tuple[int, int], topk: int) -> None:
+def test_a_tree_is_swept_exactly_if_a_server_accepts_it(tree, topk):
     assert is_swept(tree, topk) == may_be_listed(tree, topk)

@@ -1,7 +1,5 @@
 """Loads and prompts of benchmarks."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import islice
 
@@ -14,7 +12,6 @@ from serve_spec.bench.workload import (
     SPREAD,
     Load,
     TextKind,
-    TextRequest,
     held_out_prompts,
     phases,
     shuffled,
@@ -24,14 +21,12 @@ from serve_spec.bench.workload import (
 PROMPTS = {"code": [[i, i + 1, 5, 5] for i in range(20)], "shuffled": [[9, i] for i in range(20)]}
 
 
-def first(load: Load, count: int, number: int = 0) -> list[TextRequest]:
+def first(load, count, number=0):
     return [request for request, _ in islice(load.requests(number, PROMPTS), count)]
 
 
 @given(st.integers(1, 64), st.integers(4, 200))
-def test_lengths_lie_around_the_mean_and_the_first_batch_has_all_ages(
-    batch_size: int, num_tokens: int
-) -> None:
+def test_lengths_lie_around_the_mean_and_the_first_batch_has_all_ages(batch_size, num_tokens):
     load = Load("mixture", batch_size, num_tokens)
     ages = [load.length(request) / num_tokens for request in range(batch_size)]
     assert all(0 < age <= (1 + SPREAD) * (at + 1) / batch_size + 1 for at, age in enumerate(ages))
@@ -41,7 +36,7 @@ def test_lengths_lie_around_the_mean_and_the_first_batch_has_all_ages(
     assert sum(later) / 200 == pytest.approx(num_tokens, rel=0.05, abs=1)
 
 
-def test_requests_of_a_steady_batch_have_the_same_length() -> None:
+def test_requests_of_a_steady_batch_have_the_same_length():
     loads = steady_batches([4, 1, 4], ["predictable", "mixture"], [None], 50)
     assert [load.label for load in loads] == [
         *("batch 1, predictable T=0", "batch 1, mixture T=0/1"),
@@ -50,7 +45,7 @@ def test_requests_of_a_steady_batch_have_the_same_length() -> None:
     assert {load.length(request) for load in loads for request in range(9)} == {50}
 
 
-def test_texts_run_in_reverse_order_while_the_batch_size_falls() -> None:
+def test_texts_run_in_reverse_order_while_the_batch_size_falls():
     trace = phases([1, 4, 1], ["predictable"], [0.0, 0.5])
     assert [(load.batch_size, load.temperature) for load in trace] == [
         *((1, 0.0), (1, 0.5)),
@@ -59,14 +54,14 @@ def test_texts_run_in_reverse_order_while_the_batch_size_falls() -> None:
     ]
 
 
-def test_a_temperature_replaces_those_of_the_class() -> None:
+def test_a_temperature_replaces_those_of_the_class():
     load = Load("mixture", 2, temperature=0.7)
     assert load.label == "batch 2, mixture T=0.7/0.7"
     kinds = [request.kind for request in first(load, 2)]
     assert kinds == [TextKind("code", 0.7), TextKind("shuffled", 0.7)]
 
 
-def test_every_batch_of_a_mixture_has_half_of_each_kind() -> None:
+def test_every_batch_of_a_mixture_has_half_of_each_kind():
     kinds = [request.kind for request in first(Load("mixture", 4), 12)]
     for start in range(0, 12, 4):
         batch = Counter(kinds[start : start + 4])
@@ -74,7 +69,7 @@ def test_every_batch_of_a_mixture_has_half_of_each_kind() -> None:
 
 
 @given(st.sampled_from(list(CLASSES)), st.integers(0, 50))
-def test_requests_repeat_and_have_distinct_seeds(prompt_class: str, number: int) -> None:
+def test_requests_repeat_and_have_distinct_seeds(prompt_class, number):
     load = Load(prompt_class, 8)
     requests = first(load, 40, number)
     assert requests == first(load, 40, number)
@@ -84,23 +79,23 @@ def test_requests_repeat_and_have_distinct_seeds(prompt_class: str, number: int)
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=9), max_size=5))
-def test_shuffling_keeps_the_tokens_of_every_prompt(prompts: list[list[int]]) -> None:
+def test_shuffling_keeps_the_tokens_of_every_prompt(prompts):
     mixed = shuffled(prompts)
     assert mixed == shuffled(prompts)
     assert [sorted(prompt) for prompt in mixed] == [sorted(prompt) for prompt in prompts]
 
 
-def byte_ids(text: str) -> list[int]:
+def byte_ids(text):
     return list(text.encode())
 
 
-def test_prompts_repeat_and_have_the_requested_length() -> None:
+def test_prompts_repeat_and_have_the_requested_length():
     first, second = (held_out_prompts(byte_ids, count=5, num_tokens=60) for _ in range(2))
     assert first == second
     assert [len(prompt) for prompt in first] == [60] * 5
     assert first != held_out_prompts(byte_ids, count=5, num_tokens=60, seed=1)
 
 
-def test_prompts_need_an_installed_package() -> None:
+def test_prompts_need_an_installed_package():
     with pytest.raises(ValueError, match="no_such_package"):
         held_out_prompts(byte_ids, count=1, num_tokens=10, packages=["no_such_package"])

@@ -1,23 +1,19 @@
 """Two folders that stand for checkpoints, and an environment that says nothing."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def _silent_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def _silent_environment(monkeypatch):
     for name in list(os.environ):
         if name.startswith("SERVE_SPEC_"):
             monkeypatch.delenv(name)
 
 
 @pytest.fixture
-def checkpoints(tmp_path: Path) -> Path:
+def checkpoints(tmp_path):
     """Folders `target` and `draft`, empty: configuration only asks whether they exist."""
     (tmp_path / "target").mkdir()
     (tmp_path / "draft").mkdir()
@@ -25,13 +21,13 @@ def checkpoints(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def minimal(checkpoints: Path) -> dict[str, Any]:
+def minimal(checkpoints):
     """The least a configuration can say."""
     return {"model": {"path": str(checkpoints / "target")}}
 
 
 @pytest.fixture
-def drafting(checkpoints: Path, minimal: dict[str, Any]) -> dict[str, Any]:
+def drafting(checkpoints, minimal):
     """A configuration that speculates."""
     return minimal | {
         "speculative": {

@@ -1,10 +1,6 @@
 """Both generations of SGLang's adaptive config, and everything it refuses."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,20 +10,20 @@ from serve_spec.config.adaptive_file import SlotConfig, load_slots, parse_slot
 LADDER = {"candidate_steps": [1, 3]}
 
 
-def refusal(config: Any) -> str:
+def refusal(config):
     with pytest.raises(ConfigError) as caught:
         load_slots(config)
     return str(caught.value)
 
 
-def test_a_flat_config_is_one_slot_for_all_batch_sizes() -> None:
+def test_a_flat_config_is_one_slot_for_all_batch_sizes():
     slots = load_slots({"candidate_steps": [2, 4], "ema_alpha": 0.5, "update_interval": 7})
     assert slots == {
         1: SlotConfig(candidate_steps=(2, 4), ema_alpha=0.5, update_interval=7),
     }
 
 
-def test_the_documented_defaults() -> None:
+def test_the_documented_defaults():
     (slot,) = load_slots({"candidate_steps": [1, 3, 7]}).values()
     assert slot.model_dump() == {
         "candidate_steps": (1, 3, 7),
@@ -41,7 +37,7 @@ def test_the_documented_defaults() -> None:
     }
 
 
-def test_keys_beside_the_slots_are_defaults_and_the_slot_wins() -> None:
+def test_keys_beside_the_slots_are_defaults_and_the_slot_wins():
     slots = load_slots(
         {
             "ema_alpha": 0.5,
@@ -54,15 +50,13 @@ def test_keys_beside_the_slots_are_defaults_and_the_slot_wins() -> None:
     assert [(s.ema_alpha, s.warmup_batches) for s in slots.values()] == [(0.5, 3), (1.0, 3)]
 
 
-def test_the_ladder_is_sorted_and_duplicates_are_folded() -> None:
+def test_the_ladder_is_sorted_and_duplicates_are_folded():
     assert parse_slot({"candidate_steps": [7, 1, 3, 1, 0]}).candidate_steps == (0, 1, 3, 7)
 
 
 @pytest.mark.parametrize("ladder", [[], None, "1,3,7", [-1], [1, True], [1.0]])
 @pytest.mark.parametrize("as_slot", [False, True])
-def test_a_ladder_must_be_a_non_empty_list_of_integers_from_zero(
-    ladder: object, as_slot: bool
-) -> None:
+def test_a_ladder_must_be_a_non_empty_list_of_integers_from_zero(ladder, as_slot):
     config = {"8": {"candidate_steps": ladder}} if as_slot else {"candidate_steps": ladder}
     message = refusal(config)
     assert message.startswith(f"{'8.' if as_slot else ''}candidate_steps={ladder!r}: ")
@@ -83,7 +77,7 @@ def test_a_ladder_must_be_a_non_empty_list_of_integers_from_zero(
         ("ceiling_coeff", float("inf")),
     ],
 )
-def test_a_value_out_of_range_is_refused_by_key_and_value(key: str, value: object) -> None:
+def test_a_value_out_of_range_is_refused_by_key_and_value(key, value):
     assert refusal({key: value}).startswith(f"{key}={value!r}: ")
     assert refusal({"4": {**LADDER, key: value}}).startswith(f"4.{key}={value!r}: ")
 
@@ -108,13 +102,11 @@ def test_a_value_out_of_range_is_refused_by_key_and_value(key: str, value: objec
         ({**LADDER, "candidate_trees": [[1000, 2000]]}, "candidate_trees=[1000, 2000]"),
     ],
 )
-def test_what_is_no_adaptive_config_is_refused_by_key_and_way_out(
-    config: dict[str, Any], message: str
-) -> None:
+def test_what_is_no_adaptive_config_is_refused_by_key_and_way_out(config, message):
     assert message in refusal(config)
 
 
-def test_all_slots_are_judged_at_once() -> None:
+def test_all_slots_are_judged_at_once():
     message = refusal({"1": {**LADDER, "ema_alpha": 0}, "8": {}, "32": LADDER})
     assert [line.partition(":")[0] for line in message.splitlines()] == [
         "1.ema_alpha=0",
@@ -122,7 +114,7 @@ def test_all_slots_are_judged_at_once() -> None:
     ]
 
 
-def test_a_file_its_mapping_and_the_slots_parsed_of_it_mean_the_same(tmp_path: Path) -> None:
+def test_a_file_its_mapping_and_the_slots_parsed_of_it_mean_the_same(tmp_path):
     config = {"1": LADDER, "8": LADDER, "ema_alpha": 0.5}
     file = tmp_path / "adaptive.json"
     file.write_text(json.dumps(config))
@@ -139,9 +131,7 @@ def test_a_file_its_mapping_and_the_slots_parsed_of_it_mean_the_same(tmp_path: P
         ('{"1": {"candidate_steps": [1]}, "1": {"candidate_steps": [3]}}', "1: given twice"),
     ],
 )
-def test_a_file_that_is_no_adaptive_config_is_refused_by_name(
-    tmp_path: Path, text: str | None, complaint: str
-) -> None:
+def test_a_file_that_is_no_adaptive_config_is_refused_by_name(tmp_path, text, complaint):
     file = tmp_path / "adaptive.json"
     if text is not None:
         file.write_text(text)
@@ -150,7 +140,7 @@ def test_a_file_that_is_no_adaptive_config_is_refused_by_name(
     assert complaint in message
 
 
-def test_listed_trees_are_sorted_and_folded_and_a_slot_may_list_none() -> None:
+def test_listed_trees_are_sorted_and_folded_and_a_slot_may_list_none():
     trees = [[3, 8], [2, 6], [3, 8]]
     slots = load_slots(
         {"1": {**LADDER, "candidate_trees": trees}, "8": {**LADDER, "candidate_trees": []}}
@@ -162,7 +152,7 @@ def test_listed_trees_are_sorted_and_folded_and_a_slot_may_list_none() -> None:
     "trees",
     [3, [3, 8], [[3]], [[3, True]], [["3", 8]], [[0, 4]], [[3, 3]]],
 )
-def test_what_is_no_list_of_trees_is_refused_by_value(trees: object) -> None:
+def test_what_is_no_list_of_trees_is_refused_by_value(trees):
     text = refusal({"1": {**LADDER, "candidate_trees": trees}})
     assert f"1.candidate_trees={trees!r}" in text
     assert "give pairs [num_steps, num_draft_tokens]" in text

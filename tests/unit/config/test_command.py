@@ -1,10 +1,6 @@
 """`serve-spec check-config`: the resolved configuration, or what is wrong with it."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -12,7 +8,7 @@ import yaml
 from serve_spec.config import ServeSpecConfig, command
 
 
-def main(argv: list[str]) -> int:
+def main(argv):
     """The command, with somebody who only repeats what he is asked to explain."""
     return command.main(
         argv, lambda draft, config: f"{draft} {config and config.model.path}", lambda file: ()
@@ -20,15 +16,13 @@ def main(argv: list[str]) -> int:
 
 
 @pytest.fixture
-def file(tmp_path: Path, minimal: dict[str, Any]) -> Path:
+def file(tmp_path, minimal):
     file = tmp_path / "c.yaml"
     file.write_text(yaml.safe_dump(minimal))
     return file
 
 
-def test_the_printed_configuration_is_the_resolved_one(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_printed_configuration_is_the_resolved_one(file, tmp_path, capsys):
     assert main([str(file), "page_size=4"]) == 0
     printed = tmp_path / "printed.yaml"
     printed.write_text(capsys.readouterr().out)
@@ -43,25 +37,21 @@ def test_the_printed_configuration_is_the_resolved_one(
         (["--draft", "nowhere"], "--draft='nowhere': nothing at "),
     ],
 )
-def test_what_is_refused_is_told_and_nothing_else_is_printed(
-    file: Path, argv: list[str], problem: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_refused_is_told_and_nothing_else_is_printed(file, argv, problem, capsys):
     assert main([word.format(file=file) for word in argv]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith(problem)
 
 
-def test_api_keys_are_not_printed(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_api_keys_are_not_printed(file, capsys):
     assert main([str(file), "api_keys=[hunter2]"]) == 0
     printed = capsys.readouterr().out
     assert "hunter2" not in printed
     assert "<hidden>" in printed
 
 
-def test_forced_acceptance_is_shown(
-    tmp_path: Path, drafting: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_forced_acceptance_is_shown(tmp_path, drafting, capsys):
     file = tmp_path / "d.yaml"
     file.write_text(yaml.safe_dump(drafting))
     for override, shown in ((["synthetic_acceptance=[0.8, 0.6]"], [0.8, 0.6]), ([], None)):
@@ -86,12 +76,8 @@ def test_forced_acceptance_is_shown(
     ],
 )
 def test_adaptive_keys_that_the_strategy_ignores_are_named(
-    tmp_path: Path,
-    drafting: dict[str, Any],
-    capsys: pytest.CaptureFixture[str],
-    overrides: list[str],
-    ignored: str | None,
-) -> None:
+    tmp_path, drafting, capsys, overrides, ignored
+):
     slots = {
         "up_hysteresis": 0.5,
         "1": {"candidate_steps": [1, 3], "candidate_trees": []},
@@ -109,9 +95,7 @@ def test_adaptive_keys_that_the_strategy_ignores_are_named(
     assert printed.err == ("" if ignored is None else told)
 
 
-def test_a_draft_is_explained_alone_or_beside_the_target_of_a_file(
-    file: Path, tmp_path: Path, minimal: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_draft_is_explained_alone_or_beside_the_target_of_a_file(file, tmp_path, minimal, capsys):
     draft, target = str(tmp_path / "draft"), minimal["model"]["path"]
     for argv, said in (
         (["--draft", draft], f"{draft} None"),
@@ -123,7 +107,7 @@ def test_a_draft_is_explained_alone_or_beside_the_target_of_a_file(
         assert capsys.readouterr().out == said + "\n"
 
 
-def test_one_of_file_and_draft_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_of_file_and_draft_is_needed(capsys):
     with pytest.raises(SystemExit):
         main([])
     assert "--draft" in capsys.readouterr().err

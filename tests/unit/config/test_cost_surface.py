@@ -1,9 +1,6 @@
 """From a measured table to a surface: monotone, exact where it can be, bounded in between."""
 
-from __future__ import annotations
-
 from itertools import pairwise, product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +13,7 @@ DURATIONS = st.floats(0.1, 100.0)
 
 
 @st.composite
-def noisy(draw: st.DrawFn) -> dict[str, Any]:
+def noisy(draw):
     """A surface's arguments: any grids, any durations."""
     sizes = sorted(draw(st.sets(st.integers(1, 24), min_size=1, max_size=4)))
     steps = sorted({0, *draw(st.sets(st.integers(1, 7), max_size=3))})
@@ -32,7 +29,7 @@ def noisy(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def rising(table: dict[str, Any]) -> dict[str, Any]:
+def rising(table):
     """The same grids with a monotone table."""
     ms = np.array(table["ms"])
     for axis in range(3):
@@ -40,18 +37,18 @@ def rising(table: dict[str, Any]) -> dict[str, Any]:
     return {**table, "ms": ms.tolist()}
 
 
-def surface(table: dict[str, Any]) -> CostSurface:
+def surface(table):
     arguments = dict(table)
     return CostSurface(arguments.pop("ms"), **arguments)
 
 
-def all_le(low: np.ndarray, high: np.ndarray) -> bool:
+def all_le(low, high):
     """low ≤ high, rounding aside."""
     return bool(np.all(low <= high * (1 + 1e-9)))
 
 
 @given(noisy())
-def test_any_table_becomes_monotone_in_steps_batch_size_and_context(table: dict[str, Any]) -> None:
+def test_any_table_becomes_monotone_in_steps_batch_size_and_context(table):
     costs = surface(table)
     long = table["contexts"][1]
     contexts = [1, long // 2, long, 2 * long, 50 * long]
@@ -66,15 +63,15 @@ def test_any_table_becomes_monotone_in_steps_batch_size_and_context(table: dict[
 
 
 @given(noisy())
-def test_a_monotone_table_is_kept_at_its_points(table: dict[str, Any]) -> None:
+def test_a_monotone_table_is_kept_at_its_points(table):
     table = rising(table)
     costs = surface(table)
     for (i, c), (j, b) in product(enumerate(table["contexts"]), enumerate(table["batch_sizes"])):
         assert costs.curve(b, c)[table["num_steps"]] == pytest.approx(table["ms"][i][j])
 
 
-def test_beyond_the_largest_size_and_the_longer_context_the_last_line_goes_on() -> None:
-    def truth(batch_size: int, steps: int, context: int) -> float:
+def test_beyond_the_largest_size_and_the_longer_context_the_last_line_goes_on():
+    def truth(batch_size, steps, context):
         return 5.0 + 0.5 * batch_size * (steps + 1) + 0.01 * context * batch_size
 
     sizes, steps, contexts = [1, 2, 4], [0, 1, 3], (100, 300)
@@ -85,7 +82,7 @@ def test_beyond_the_largest_size_and_the_longer_context_the_last_line_goes_on() 
         assert costs.curve(b, c) == pytest.approx(expected)
 
 
-def test_a_table_of_one_batch_size_grows_in_proportion_beyond_it() -> None:
+def test_a_table_of_one_batch_size_grows_in_proportion_beyond_it():
     costs = CostSurface(
         [[[2.0, 3.0]], [[2.0, 3.0]]],
         contexts=(100, 200),
@@ -96,7 +93,7 @@ def test_a_table_of_one_batch_size_grows_in_proportion_beyond_it() -> None:
     assert costs.curve(8, 100) == pytest.approx([4.0, 6.0])
 
 
-def test_one_disturbed_cell_does_not_make_its_neighbours_dearer() -> None:
+def test_one_disturbed_cell_does_not_make_its_neighbours_dearer():
     calm = np.array([[[10.0, 11.0, 12.0, 13.0]]])
     disturbed = calm.copy()
     disturbed[0, 0, 1] = 40.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,7 +49,7 @@ TREE = {
 BRANCHED = {**TABLE, "key": {**KEY, "topk": 4}, "trees": [TREE]}
 
 
-def changed(path: str, value: object) -> dict[str, Any]:
+def changed(path, value):
     """The table of trees with one value replaced; `path` is dotted, numbers are positions."""
     table = copy.deepcopy(BRANCHED)
     *way, last = [int(part) if part.isdigit() else part for part in path.split(".")]
@@ -61,7 +60,7 @@ def changed(path: str, value: object) -> dict[str, Any]:
     return table
 
 
-def refusal(tmp_path: Path, text: str) -> str:
+def refusal(tmp_path, text):
     file = tmp_path / "costs.json"
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -72,9 +71,7 @@ def refusal(tmp_path: Path, text: str) -> str:
     return problem
 
 
-def test_a_table_comes_back_from_the_disk_as_it_went_and_nothing_lies_beside_it(
-    tmp_path: Path,
-) -> None:
+def test_a_table_comes_back_from_the_disk_as_it_went_and_nothing_lies_beside_it(tmp_path):
     file = tmp_path / "new" / "folder" / "costs.json"
     for table in (validate(CostTable, BRANCHED), validate(CostTable, TABLE)):
         write_cost_table(table, file)
@@ -82,7 +79,7 @@ def test_a_table_comes_back_from_the_disk_as_it_went_and_nothing_lies_beside_it(
         assert [found.name for found in file.parent.iterdir()] == ["costs.json"]
 
 
-def test_a_write_that_fails_leaves_the_old_table_whole(tmp_path: Path) -> None:
+def test_a_write_that_fails_leaves_the_old_table_whole(tmp_path):
     (tmp_path / "costs.json").mkdir()  # a folder cannot be replaced by a file
     with pytest.raises(OSError, match=r"costs\.json"):
         write_cost_table(validate(CostTable, TABLE), tmp_path / "costs.json")
@@ -124,22 +121,18 @@ def test_a_write_that_fails_leaves_the_old_table_whole(tmp_path: Path) -> None:
         ("trees.0.verify_ms.0.1", 0, r"trees\.0\.verify_ms\.0\.1=0\.0: must be positive"),
     ],
 )
-def test_a_file_that_holds_no_costs_is_refused_by_field_and_value(
-    tmp_path: Path, path: str, value: object, message: str
-) -> None:
+def test_a_file_that_holds_no_costs_is_refused_by_field_and_value(tmp_path, path, value, message):
     text = refusal(tmp_path, json.dumps(changed(path, value)))
     assert re.search(message, text), text
 
 
 @pytest.mark.parametrize("field", sorted(TABLE))
-def test_every_field_must_be_there(tmp_path: Path, field: str) -> None:
+def test_every_field_must_be_there(tmp_path, field):
     table = {name: value for name, value in TABLE.items() if name != field}
     assert f"{field}: field required" in refusal(tmp_path, json.dumps(table))
 
 
-def test_a_file_that_is_no_json_of_finite_numbers_or_was_cut_short_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_file_that_is_no_json_of_finite_numbers_or_was_cut_short_is_refused(tmp_path):
     text = json.dumps(TABLE)
     for number in ("NaN", "-Infinity", "1e999"):
         refusal(tmp_path, text.replace('"measured_s": 9.5', f'"measured_s": {number}'))
@@ -149,7 +142,7 @@ def test_a_file_that_is_no_json_of_finite_numbers_or_was_cut_short_is_refused(
         refusal(tmp_path, other)
 
 
-def test_a_file_that_can_not_be_read_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_can_not_be_read_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="nowhere"):
         load_cost_table(tmp_path / "nowhere.json")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
@@ -157,7 +150,7 @@ def test_a_file_that_can_not_be_read_is_refused(tmp_path: Path) -> None:
         load_cost_table(tmp_path / "bytes.json")
 
 
-def test_a_foreign_table_is_refused_by_every_field_that_differs_with_both_values() -> None:
+def test_a_foreign_table_is_refused_by_every_field_that_differs_with_both_values():
     validate(CostTable, TABLE).refuse_foreign(validate(CostKey, KEY), max_steps=3)
     here = validate(CostKey, KEY | {"hardware": "another", "threads": 4})
     with pytest.raises(ConfigError) as caught:
@@ -170,7 +163,7 @@ def test_a_foreign_table_is_refused_by_every_field_that_differs_with_both_values
 
 
 @pytest.mark.parametrize("field", sorted({**KEY, "topk": 4}))
-def test_each_field_of_the_key_counts(field: str) -> None:
+def test_each_field_of_the_key_counts(field):
     key = {**KEY, "topk": 4}
     other = key[field] + 1 if isinstance(key[field], int) else key[field] + "x"
     with pytest.raises(ConfigError, match=rf"key\.{field}="):
@@ -186,9 +179,7 @@ def test_each_field_of_the_key_counts(field: str) -> None:
         (3, [(2, 4), (3, 8)], "trees=[(3, 8)], but [(2, 4)] are needed"),
     ],
 )
-def test_a_table_that_lacks_a_depth_or_a_tree_that_is_wanted_is_refused(
-    max_steps: int, trees: list[tuple[int, int]], message: str
-) -> None:
+def test_a_table_that_lacks_a_depth_or_a_tree_that_is_wanted_is_refused(max_steps, trees, message):
     table, here = validate(CostTable, BRANCHED), validate(CostKey, {**KEY, "topk": 4})
     table.refuse_foreign(here, max_steps=3, trees=[(3, 8)])
     with pytest.raises(ConfigError) as caught:

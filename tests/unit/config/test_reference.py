@@ -9,12 +9,12 @@ from serve_spec.config.root import ServeSpecConfig
 FILE = Path(__file__).parents[3] / "docs" / "configuration.md"
 
 
-def test_the_configuration_page_is_current() -> None:
+def test_the_configuration_page_is_current():
     fix = "run python -m serve_spec.config.reference > docs/configuration.md"
     assert FILE.read_text() == page(), fix
 
 
-def test_every_key_has_one_row_with_a_description() -> None:
+def test_every_key_has_one_row_with_a_description():
     lines = page().splitlines()
     for key in dotted_keys(ServeSpecConfig):
         section, _, leaf = key.partition(".")

@@ -1,7 +1,5 @@
 """The files in `configs/` are what a newcomer copies: they must load and say what they mean."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -14,7 +12,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 @pytest.fixture
-def _stand_in_assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _stand_in_assets(tmp_path, monkeypatch):
     # The files are judged by themselves; that the trained pair loads is the engine's to prove.
     for name in ("tiny/target", "tiny/eagle3"):
         (tmp_path / name).mkdir(parents=True)
@@ -23,14 +21,14 @@ def _stand_in_assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_stand_in_assets")
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.name)
-def test_every_shipped_configuration_loads(file: Path) -> None:
+def test_every_shipped_configuration_loads(file):
     config = ServeSpecConfig.load(file)
     tokens = (config.cache.num_pages or 0) * config.cache.page_size
     assert tokens >= (config.model.max_model_len or 0), "its cache must hold its longest text"
 
 
 @pytest.mark.usefixtures("_stand_in_assets")
-def test_the_tiny_configuration_serves_the_shipped_pair_adaptively() -> None:
+def test_the_tiny_configuration_serves_the_shipped_pair_adaptively():
     config = ServeSpecConfig.load(CONFIGS / "tiny.yaml")
     assert config.model.served_model_name == "tiny"
     assert config.speculative.speculative_algorithm == "EAGLE3"
@@ -40,7 +38,7 @@ def test_the_tiny_configuration_serves_the_shipped_pair_adaptively() -> None:
 
 @pytest.mark.usefixtures("_stand_in_assets")
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_chosen_by_its_name_or_its_file(name: str) -> None:
+def test_a_preset_is_chosen_by_its_name_or_its_file(name):
     file = CONFIGS / "adaptive" / f"{name}.json"
     assert json.loads(file.read_text()) == PRESETS[name]
     config = ServeSpecConfig.load(CONFIGS / "tiny.yaml", speculative_adaptive_config=name)
@@ -55,5 +53,5 @@ def test_a_preset_is_chosen_by_its_name_or_its_file(name: str) -> None:
 @pytest.mark.parametrize(
     "file", sorted((CONFIGS / "adaptive").glob("*.json")), ids=lambda p: p.name
 )
-def test_every_shipped_adaptive_config_loads(file: Path) -> None:
+def test_every_shipped_adaptive_config_loads(file):
     assert load_slots(file)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from serve_spec.config import ConfigError, ServeSpecConfig
-from serve_spec.config.speculative import SpeculativeConfig, parse_update
+from serve_spec.config.speculative import parse_update
 from serve_spec.core.draft import MAX_TREE_TOKENS
 
 EAGLE, NGRAM = {"speculative_algorithm": "EAGLE"}, {"speculative_algorithm": "NGRAM"}
@@ -20,7 +20,7 @@ NGRAM_FIRST = {"speculative_ngram_first": True}
 CORPUS = {"speculative_ngram_corpus": __file__}
 
 
-def shape(num_steps: int, topk: int = 1, rows: int | None = None) -> dict[str, Any]:
+def shape(num_steps, topk=1, rows=None):
     """Keys of a chain, or of a tree with a beam."""
     return {
         "speculative_num_steps": num_steps,
@@ -29,7 +29,7 @@ def shape(num_steps: int, topk: int = 1, rows: int | None = None) -> dict[str, A
     }
 
 
-def resolved(drafting: dict[str, Any], keys: dict[str, Any]) -> SpeculativeConfig:
+def resolved(drafting, keys):
     return ServeSpecConfig.load(drafting, **keys).speculative
 
 
@@ -74,9 +74,7 @@ def resolved(drafting: dict[str, Any], keys: dict[str, Any]) -> SpeculativeConfi
         ({**NONE, "rejection_sample_method": "block"}, "samples_drafts", False),
     ],
 )
-def test_what_is_said_is_what_the_engine_reads(
-    drafting: dict[str, Any], keys: dict[str, Any], attribute: str, value: object
-) -> None:
+def test_what_is_said_is_what_the_engine_reads(drafting, keys, attribute, value):
     assert getattr(resolved(drafting, keys), attribute) == value
 
 
@@ -170,8 +168,8 @@ def test_what_is_said_is_what_the_engine_reads(
     ],
 )  # fmt: skip
 def test_what_contradicts_itself_or_lies_out_of_range_is_refused_by_field_and_value(
-    drafting: dict[str, Any], keys: dict[str, Any], field: str, problem: str
-) -> None:
+    drafting, keys, field, problem
+):
     with pytest.raises(ConfigError) as caught:
         ServeSpecConfig.load(drafting, **keys)
     (found,) = caught.value.problems
@@ -189,8 +187,8 @@ CORRECTIONS: dict[str, Any] = {
 
 @pytest.mark.parametrize(("key", "value"), CORRECTIONS.items())
 def test_what_an_eagle3_drafts_config_gets_wrong_can_be_said_and_of_no_other_draft(
-    drafting: dict[str, Any], key: str, value: object
-) -> None:
+    drafting, key, value
+):
     assert getattr(resolved(drafting, {}), key) is None
     said = {key: list(value) if isinstance(value, tuple) else value}
     assert getattr(resolved(drafting, said), key) == value
@@ -201,9 +199,7 @@ def test_what_an_eagle3_drafts_config_gets_wrong_can_be_said_and_of_no_other_dra
         ServeSpecConfig.load(drafting, **EAGLE, **said)
 
 
-def test_a_bad_adaptive_config_is_refused_when_the_configuration_is_loaded(
-    drafting: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_bad_adaptive_config_is_refused_when_the_configuration_is_loaded(drafting, tmp_path):
     file = tmp_path / "adaptive.json"
     file.write_text(json.dumps({"8": {"candidate_steps": [1], "ema_alpha": 2}}))
     with pytest.raises(ConfigError) as caught:
@@ -214,7 +210,7 @@ def test_a_bad_adaptive_config_is_refused_when_the_configuration_is_loaded(
     assert "8.ema_alpha=2" in message
 
 
-def test_a_live_update_knows_what_it_was_told_and_nothing_else() -> None:
+def test_a_live_update_knows_what_it_was_told_and_nothing_else():
     update = parse_update({"min_dwell_rounds": 4})
     assert update.explicit_fields() == {"min_dwell_rounds": 4}
 
@@ -232,7 +228,7 @@ def test_a_live_update_knows_what_it_was_told_and_nothing_else() -> None:
         (["ema"], "not a mapping"),
     ],
 )
-def test_an_invalid_live_update_is_refused(settings: Any, complaint: str) -> None:
+def test_an_invalid_live_update_is_refused(settings, complaint):
     with pytest.raises(ConfigError, match=complaint):
         parse_update(settings)
 
@@ -252,9 +248,7 @@ def test_an_invalid_live_update_is_refused(settings: Any, complaint: str) -> Non
         ("replica", "torch_num_threads", 1024),
     ],
 )
-def test_absurd_numbers_are_refused_before_anything_is_loaded(
-    drafting: dict[str, Any], section: str, key: str, most: int
-) -> None:
+def test_absurd_numbers_are_refused_before_anything_is_loaded(drafting, section, key, most):
     told = rf"^{section}\.{key}={most + 1}: input should be less than or equal to {most}"
     with pytest.raises(ConfigError, match=told):
         ServeSpecConfig.load(drafting, **{key: most + 1})

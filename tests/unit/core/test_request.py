@@ -60,20 +60,20 @@ from serve_spec.core.request import SamplingParams, SpeculationStats, Speculativ
         ("speculative", {"enabled": True}),
     ],
 )
-def test_a_parameter_out_of_range_is_refused_by_name(field: str, value: object) -> None:
+def test_a_parameter_out_of_range_is_refused_by_name(field, value):
     with pytest.raises(InvalidRequest, match=field) as refusal:
         SamplingParams(**{field: value})
     assert refusal.value.field == field
     assert len(str(refusal.value)) < 1000
 
 
-def test_parameters_that_leave_scores_alone_cost_no_edits() -> None:
+def test_parameters_that_leave_scores_alone_cost_no_edits():
     assert not SamplingParams(stop_token_ids=(5,), temperature=0.5, top_k=3).edits_scores
     biased = SamplingParams(logit_bias={5: 1.0}, min_tokens=1)
     assert (biased.edits_scores, biased.counts_tokens) == (True, False)
 
 
-def test_parameters_keep_what_they_were_given_and_can_be_keys() -> None:
+def test_parameters_keep_what_they_were_given_and_can_be_keys():
     biases, allowed = {5: 1.0}, [5, 6]
     params = SamplingParams(logit_bias=biases, allowed_token_ids=allowed)
     biases[6], allowed[0] = 2.0, 7
@@ -81,22 +81,22 @@ def test_parameters_keep_what_they_were_given_and_can_be_keys() -> None:
     assert {params: 1}[pickle.loads(pickle.dumps(params))] == 1
 
 
-def test_a_negative_depth_is_refused() -> None:
+def test_a_negative_depth_is_refused():
     with pytest.raises(InvalidRequest, match=r"speculative\.max_steps=-1"):
         SpeculativeOptions(max_steps=-1)
 
 
-def test_a_single_stop_string_means_a_list_of_one() -> None:
+def test_a_single_stop_string_means_a_list_of_one():
     assert SamplingParams(stop="END").stop == ("END",)
 
 
-def test_a_refusal_survives_the_way_to_another_process() -> None:
+def test_a_refusal_survives_the_way_to_another_process():
     error = InvalidRequest("prompt", "x", "shorten it", too_long=True)
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), copy.field, copy.too_long) == (str(error), "prompt", True)
 
 
-def test_accept_length_is_the_tokens_a_round_emits() -> None:
+def test_accept_length_is_the_tokens_a_round_emits():
     stats = SpeculationStats()
     assert stats.accept_length == 1.0
     for num_steps, correct in ((3, 3), (3, 0), (0, 0), (7, 5)):
@@ -106,6 +106,6 @@ def test_accept_length_is_the_tokens_a_round_emits() -> None:
     assert (stats.num_draft_tokens, stats.num_correct_drafts) == (13, 8)
 
 
-def test_forced_acceptance_is_a_label_that_is_absent_where_it_is_not_true() -> None:
+def test_forced_acceptance_is_a_label_that_is_absent_where_it_is_not_true():
     assert "synthetic_acceptance" not in SpeculationStats().as_dict()
     assert SpeculationStats(synthetic_acceptance=True).as_dict()["synthetic_acceptance"] is True

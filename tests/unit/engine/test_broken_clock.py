@@ -7,19 +7,15 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from serve_spec import LLM
-from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch
-from serve_spec.core.record import StepRecord
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine import build, engine
 from serve_spec.metrics import readings
-from tests.helpers.engines import MakeLLM, texts
+from tests.helpers.engines import texts
 
 Law = Callable[[float, int], float]
 
@@ -38,7 +34,7 @@ CLOCKS: dict[str, Law] = {
 class Exporter:
     """Takes what an exporter would."""
 
-    def observe(self, stats: StepRecord) -> None:
+    def observe(self, stats):
         for reading in readings(stats):
             assert 0.0 <= reading.value < math.inf, reading.metric.name
 
@@ -46,25 +42,25 @@ class Exporter:
 class Misread:
     """A round whose stages were timed by a broken clock."""
 
-    def __init__(self, pending: PendingBatch, read: Callable[[float], float]) -> None:
+    def __init__(self, pending, read):
         self.pending = pending
         self.read = read
 
-    def result(self) -> BatchResult:
+    def result(self):
         result = self.pending.result()
         draft_ms, verify_ms = self.read(result.draft_ms), self.read(result.verify_ms)
         return replace(result, draft_ms=draft_ms, verify_ms=verify_ms)
 
 
-def break_clock(llm: LLM, law: Law, monkeypatch: pytest.MonkeyPatch) -> None:
+def break_clock(llm, law, monkeypatch):
     """All times of the engine's rounds are read off it from now on."""
     readings_so_far, perf_counter = count(), engine.time.perf_counter
     submit = llm.engine.worker.submit
 
-    def read(time: float) -> float:
+    def read(time):
         return law(time, next(readings_so_far))
 
-    def misread(plan: ScheduledBatch) -> PendingBatch:
+    def misread(plan):
         return Misread(submit(plan), read)
 
     llm.engine.worker.submit = misread  # type: ignore[method-assign]
@@ -83,12 +79,8 @@ def break_clock(llm: LLM, law: Law, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_under_a_broken_clock_texts_go_on_and_figures_stay_numbers(
-    make_llm: MakeLLM,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    strategy: str,
-    clock: str,
-) -> None:
+    make_llm, tmp_path, monkeypatch, strategy, clock
+):
     monkeypatch.setenv("SERVE_SPEC_CACHE", str(tmp_path))
     monkeypatch.setitem(build._PROFILE_BUDGET_S, "cpu", 0.5)
     plain = texts(make_llm().generate(PROMPTS, PARAMS))
@@ -102,9 +94,7 @@ def test_under_a_broken_clock_texts_go_on_and_figures_stay_numbers(
     assert shown["num_fallbacks"] == 0, "goodput goes by its table, others look at no clock"
 
 
-def test_a_time_that_is_none_leaves_the_figures_of_other_rounds_alone(
-    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_time_that_is_none_leaves_the_figures_of_other_rounds_alone(make_llm, monkeypatch):
     """Rates of acceptance count every round, times only those that were measured."""
     llm = make_llm("EAGLE3", 3)
     llm.generate(PROMPTS, PARAMS)

@@ -3,7 +3,6 @@
 The text does not notice.
 """
 
-from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -11,22 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve_spec import LLM
-from serve_spec.config import SpeculativeConfig
 from serve_spec.config.algorithms import ALGORITHMS, Algorithm
-from serve_spec.core.draft import DraftShape, TextDrafts
+from serve_spec.core.draft import TextDrafts
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import SamplingParams
-from tests.helpers.engines import MakeLLM, heard_steps, texts
+from tests.helpers.engines import heard_steps, texts
 
 
-def break_draft(llm: LLM, row: int, forwards: range) -> None:
+def break_draft(llm, row, forwards):
     """Let the head give NaN for a row of its batch, in these of its forwards."""
     worker: Any = llm.engine.worker
     head = worker.drafter.head
     whole, calls = head.logits, count()
 
-    def broken(hidden: Tensor, step: int = 0) -> Tensor:
+    def broken(hidden, step=0):
         logits: Tensor = whole(hidden, step)
         if next(calls) in forwards:
             logits[row] = torch.nan
@@ -38,9 +35,7 @@ def break_draft(llm: LLM, row: int, forwards: range) -> None:
 @pytest.mark.parametrize(
     ("topk", "first", "ahead"), [(1, 0, False), (1, 7, True), (3, 1, True), (3, 7, False)]
 )
-def test_a_sequence_whose_draft_breaks_goes_on_without_speculation(
-    make_llm: MakeLLM, topk: int, first: int, ahead: bool
-) -> None:
+def test_a_sequence_whose_draft_breaks_goes_on_without_speculation(make_llm, topk, first, ahead):
     prompts = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
     params = SamplingParams(max_tokens=40, temperature=0.8, seed=3, ignore_eos=True)
     plain = texts(make_llm().generate(prompts, params))
@@ -60,37 +55,30 @@ class Misspeller:
     """Drafts the newest token, then ids that no vocabulary has, of texts that
     begin with an odd one."""
 
-    def propose(self, request_id: str, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
+    def propose(self, request_id, token_ids, most):
         if token_ids[0] % 2 == 0:
             return (token_ids[-1],) * min(most, 2)
         return (token_ids[-1], 10**6, -7)[:most]
 
-    def match_length(self, request_id: str) -> int:
+    def match_length(self, request_id):
         return 0
 
-    def propose_tree(
-        self, request_id: str, token_ids: Sequence[int], shape: DraftShape
-    ) -> TextDrafts:
+    def propose_tree(self, request_id, token_ids, shape):
         chain = self.propose(request_id, token_ids, shape.depth)
         return TextDrafts(chain, tuple(range(len(chain))))
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, request_id):
         pass
 
 
-def build_misspeller(
-    config: SpeculativeConfig, encode: Callable[[str], list[int]], max_steps: int
-) -> Misspeller:
+def build_misspeller(config, encode, max_steps):
     return Misspeller()
 
 
 @pytest.mark.parametrize(("topk", "grammar"), [(2, None), (1, Grammar.regex("[a-z ]*"))])
 def test_a_draft_that_is_no_id_of_the_target_ends_speculation_for_its_sequence(
-    make_llm: MakeLLM,
-    monkeypatch: pytest.MonkeyPatch,
-    topk: int,
-    grammar: Grammar | None,
-) -> None:
+    make_llm, monkeypatch, topk, grammar
+):
     misspeller = Algorithm(f"{__name__}:build_misspeller", from_text=True)
     monkeypatch.setitem(ALGORITHMS, "MISSPELL", misspeller)
     prompts = [[100, 101, 102], [101, 103, 104]]

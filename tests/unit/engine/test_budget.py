@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from serve_spec import LLM, SamplingParams
+from serve_spec import SamplingParams
 from serve_spec.core.plan import BatchResult, ScheduledBatch
-from serve_spec.core.round import AS_DRAWN, Calibration, DecodeBatch, RoundSteps
+from serve_spec.core.round import AS_DRAWN, Calibration
 from serve_spec.ops.admission import admit_drafts
-from tests.helpers.table import MakeLLM, Row, llm_maker
+from tests.helpers.table import Row, llm_maker
 
 SKEWED: Calibration = (((1.0, 1.0), (0.5, -1.0)), ((2.0, 0.0),), ((0.0, -2.0),))
 CHAINS = [
@@ -26,23 +24,21 @@ CHAINS = [
 
 
 @pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory) -> MakeLLM:
+def make(tmp_path_factory):
     return llm_maker(tmp_path_factory.mktemp("budget"), "cpu")
 
 
-def run(
-    llm: LLM, budget_of: Callable[[int], int], calibration: Calibration = AS_DRAWN
-) -> list[tuple[ScheduledBatch, BatchResult]]:
+def run(llm, budget_of, calibration=AS_DRAWN):
     """Generate texts under a budget, by the drafts there may be; return all steps."""
     steps: list[tuple[ScheduledBatch, BatchResult]] = []
     choose_steps, execute = llm.engine.controller.choose_steps, llm.engine.scheduler.commit
 
-    def choose(batch: DecodeBatch) -> RoundSteps:
+    def choose(batch):
         chosen = choose_steps(batch)
         budget = budget_of(batch.size * chosen.shape.size)
         return replace(chosen, budget=budget, calibration=calibration)
 
-    def commit(plan: ScheduledBatch, result: BatchResult, cut: Any) -> Any:
+    def commit(plan, result, cut):
         steps.append((plan, result))
         return execute(plan, result, cut)
 
@@ -64,9 +60,7 @@ def run(
 
 
 @pytest.mark.parametrize(("row", "calibration"), CHAINS)
-def test_the_likeliest_drafts_of_all_requests_are_verified(
-    make: MakeLLM, row: Row, calibration: Calibration
-) -> None:
+def test_the_likeliest_drafts_of_all_requests_are_verified(make, row, calibration):
     chance = random.Random(1)
     num_cut = 0
     for plan, result in run(make(row), lambda most: chance.randint(0, most), calibration):
@@ -94,14 +88,14 @@ def test_the_likeliest_drafts_of_all_requests_are_verified(
     assert num_cut > 3, "requests of one step verify as many drafts as each is worth"
 
 
-def test_a_tree_verifies_as_many_drafts_as_its_budget_allows(make: MakeLLM) -> None:
+def test_a_tree_verifies_as_many_drafts_as_its_budget_allows(make):
     steps = run(make(Row("EAGLE3", is_tree=True)), lambda most: most // 2)
     budgets = [(plan.budget, sum(result.num_drafts)) for plan, result in steps if plan.budget]
     assert len(budgets) > 5
     assert all(budget == verified for budget, verified in budgets)
 
 
-def test_drafts_after_a_longer_match_are_verified_first(make: MakeLLM) -> None:
+def test_drafts_after_a_longer_match_are_verified_first(make):
     seen = 0
     for plan, result in run(make(Row("NGRAM")), lambda most: 3):
         if plan.budget is None:

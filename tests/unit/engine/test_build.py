@@ -3,7 +3,6 @@
 import json
 import logging
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from tests.helpers.checkpoints import (
     read_checkpoint,
     write_checkpoint,
 )
-from tests.helpers.engines import MakeLLM, Pair, texts
+from tests.helpers.engines import texts
 
 
 @pytest.mark.parametrize(
@@ -33,16 +32,12 @@ from tests.helpers.engines import MakeLLM, Pair, texts
         ),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused_by_name(
-    make_llm: MakeLLM, overrides: dict[str, Any], message: str
-) -> None:
+def test_sizes_that_do_not_fit_are_refused_by_name(make_llm, overrides, message):
     with pytest.raises(ValueError, match=message):
         make_llm(**overrides)
 
 
-def test_gpus_that_are_not_there_are_refused_before_anything_starts(
-    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_that_are_not_there_are_refused_before_anything_starts(make_llm, monkeypatch):
     monkeypatch.setattr(build, "launch", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"device='cuda': torch sees no GPU here; use .*'cpu'"):
@@ -54,9 +49,7 @@ def test_gpus_that_are_not_there_are_refused_before_anything_starts(
         make_llm(device="cuda", tensor_parallel_size=2)
 
 
-def test_costs_are_measured_for_ten_seconds_and_without_any_strategy_ema_decides(
-    make_llm: MakeLLM, budgets: list[float]
-) -> None:
+def test_costs_are_measured_for_ten_seconds_and_without_any_strategy_ema_decides(make_llm, budgets):
     llm = make_llm("EAGLE3", 3, speculative_adaptive=True)
     assert budgets == [10.0]
     prompts, params = [[1, 2, 3]], SamplingParams(seed=5)
@@ -73,8 +66,8 @@ def test_costs_are_measured_for_ten_seconds_and_without_any_strategy_ema_decides
     ids=["one rank", "two ranks"],
 )
 def test_an_idle_engine_measures_what_the_start_could_not_and_harms_no_prefix(
-    make_llm: MakeLLM, budgets: list[float], overrides: dict[str, Any]
-) -> None:
+    make_llm, budgets, overrides
+):
     prompts, params = [[7] * 40, [5, 6] * 20], SamplingParams(max_tokens=20, seed=5)
     expected = texts(make_llm().generate(prompts, params))
     llm = make_llm("EAGLE3", 3, speculative_adaptive=True, max_num_seqs=2, **overrides)
@@ -97,9 +90,7 @@ def test_an_idle_engine_measures_what_the_start_could_not_and_harms_no_prefix(
     llm.shutdown()
 
 
-def test_pages_to_measure_on_are_those_that_nobody_holds_and_the_oldest_prefixes_last(
-    make_llm: MakeLLM,
-) -> None:
+def test_pages_to_measure_on_are_those_that_nobody_holds_and_the_oldest_prefixes_last(make_llm):
     llm = make_llm(num_pages=40)
     llm.generate([[7] * 41], SamplingParams(max_tokens=1))
     cache = llm.engine.scheduler.cache
@@ -113,7 +104,7 @@ def test_pages_to_measure_on_are_those_that_nobody_holds_and_the_oldest_prefixes
     assert len(cache.tree) == 4
 
 
-def with_nan(source: Path, copy: Path, name: str) -> Path:
+def with_nan(source, copy, name):
     """A copy of a checkpoint in which one number is not one."""
     settings, tensors = read_checkpoint(shutil.copytree(source, copy))
     tensors[name][-1].fill_(torch.nan)
@@ -134,20 +125,15 @@ HEAD = {"algorithm": "EAGLE3", "num_steps": 2}
     ],
 )
 def test_a_target_whose_logits_are_nan_is_refused_at_load(
-    make_llm: MakeLLM, pair: Pair, tmp_path: Path, name: str, overrides: dict[str, Any]
-) -> None:
+    make_llm, pair, tmp_path, name, overrides
+):
     broken = with_nan(pair.target, tmp_path / "broken", name)
     told = r"(broken|rank 1 .*): target model produced NaN logits; check the checkpoint or use dty"
     with pytest.raises((CheckpointError, RankLost), match=told):
         make_llm(path=str(broken), **overrides)
 
 
-def test_a_draft_whose_logits_are_nan_is_named_and_serves_nothing(
-    make_llm: MakeLLM,
-    pair: Pair,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_draft_whose_logits_are_nan_is_named_and_serves_nothing(make_llm, pair, tmp_path, caplog):
     broken = with_nan(pair.heads["EAGLE3"], tmp_path / "broken", "lm_head.weight")
     llm = make_llm("EAGLE3", 3, speculative_draft_model_path=str(broken), max_num_seqs=4)
     warned = [r.getMessage() for r in caplog.records if "NaN" in r.getMessage()]
@@ -157,9 +143,7 @@ def test_a_draft_whose_logits_are_nan_is_named_and_serves_nothing(
     assert texts(llm.generate(prompts, params)) == texts(make_llm().generate(prompts, params))
 
 
-def test_a_start_names_adaptive_keys_that_have_no_effect(
-    make_llm: MakeLLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_start_names_adaptive_keys_that_have_no_effect(make_llm, tmp_path, caplog):
     file = tmp_path / "slots.json"
     file.write_text('{"1": {"candidate_steps": [3], "ema_alpha": 0.5}}')
     make_llm("EAGLE3", 3, speculative_adaptive_config=file)
@@ -167,9 +151,7 @@ def test_a_start_names_adaptive_keys_that_have_no_effect(
     assert warned.endswith("a fixed depth ignores candidate_steps, ema_alpha")
 
 
-def test_sound_models_are_not_warned_of_and_the_check_leaves_nothing_behind(
-    make_llm: MakeLLM, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_sound_models_are_not_warned_of_and_the_check_leaves_nothing_behind(make_llm, caplog):
     shown: Any = make_llm("EAGLE3", 3).engine.snapshot()
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert shown["counters"]["steps"] == shown["prefix_cache"]["pages"] == 0
@@ -177,15 +159,13 @@ def test_sound_models_are_not_warned_of_and_the_check_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("asked", [{"num_pages": 10**12}, {"num_pages": None, "cpu_cache_gb": 1e9}])
-def test_caches_that_no_memory_holds_are_refused_by_name(
-    make_llm: MakeLLM, asked: dict[str, Any]
-) -> None:
+def test_caches_that_no_memory_holds_are_refused_by_name(make_llm, asked):
     (key, value) = list(asked.items())[-1]
     with pytest.raises(ValueError, match=rf"^{key}={value}: .* GiB; lower it"):
         make_llm(**asked)
 
 
-def test_a_tokenizer_of_another_model_is_refused(pair: Pair, tmp_path: Path) -> None:
+def test_a_tokenizer_of_another_model_is_refused(pair, tmp_path):
     target = make_target(tmp_path / "target")
     path = target / "tokenizer.json"
     tokenizer = json.loads(path.read_text())

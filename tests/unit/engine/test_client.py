@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,18 +19,15 @@ from serve_spec.core.request import (
     SamplingParams,
     SpeculativeOptions,
     TokenDelta,
-    TokenLogprob,
 )
-from serve_spec.engine.client import TokenStream
 from serve_spec.engine.messages import NewRequest, hang_up
-from tests.helpers.engines import MakeLLM, Pair
 from tests.helpers.local_engine import LocalEngine
 
 PROMPT = [10, 20, 30]
 
 
 @pytest.fixture(scope="module")
-def config(pair: Pair) -> ServeSpecConfig:
+def config(pair):
     settings: dict[str, Any] = {
         "model": {"path": str(pair.target), "device": "cpu", "max_model_len": 128},
         "speculative": {
@@ -45,23 +41,23 @@ def config(pair: Pair) -> ServeSpecConfig:
 
 
 @pytest.fixture
-def loop(config: ServeSpecConfig) -> Iterator[LocalEngine]:
+def loop(config):
     engine_loop = LocalEngine(config)
     yield engine_loop
     engine_loop.shutdown()
 
 
-async def collect(stream: TokenStream) -> list[TokenDelta]:
+async def collect(stream):
     deltas: list[TokenDelta] = []
     await stream.each(deltas.append)
     return deltas
 
 
-def params(**changes: Any) -> SamplingParams:
+def params(**changes):
     return SamplingParams(**{"max_tokens": 20, "seed": 3, "ignore_eos": True, **changes})
 
 
-def pages_in_use(loop: LocalEngine) -> int:
+def pages_in_use(loop):
     """Return the pages in use once a snapshot says none, or after ten seconds."""
     for _ in range(100):
         cache = loop.snapshot()["kv"]
@@ -73,10 +69,8 @@ def pages_in_use(loop: LocalEngine) -> int:
     return num_pages
 
 
-def test_a_cancelled_request_frees_its_pages_and_disturbs_no_other(
-    loop: LocalEngine, make_llm: MakeLLM
-) -> None:
-    async def scenario() -> tuple[list[TokenDelta], list[TokenDelta]]:
+def test_a_cancelled_request_frees_its_pages_and_disturbs_no_other(loop, make_llm):
+    async def scenario():
         staying = await loop.submit(PROMPT, params(max_tokens=60), "staying")
         leaving = await loop.submit(PROMPT, params(max_tokens=100, seed=9), "leaving")
         first = await anext(aiter(leaving))
@@ -105,18 +99,18 @@ def test_a_cancelled_request_frees_its_pages_and_disturbs_no_other(
     ],
 )
 def test_a_request_that_can_not_run_is_refused_by_field_and_reaches_no_round(
-    loop: LocalEngine, prompt: Any, changes: dict[str, Any], field: str, too_long: bool
-) -> None:
+    loop, prompt, changes, field, too_long
+):
     with pytest.raises(InvalidRequest) as refusal:
         asyncio.run(loop.submit(prompt, params(**changes), "x"))
     assert (refusal.value.field, refusal.value.too_long) == (field, too_long)
     assert not loop.engine.has_work
 
 
-def test_a_full_engine_refuses_instead_of_growing(loop: LocalEngine) -> None:
+def test_a_full_engine_refuses_instead_of_growing(loop):
     """Four may run and three wait: the eighth unfinished request is one too many."""
 
-    async def scenario() -> None:
+    async def scenario():
         streams = [await loop.submit(PROMPT, params(max_tokens=100), str(i)) for i in range(7)]
         with pytest.raises(EngineOverloaded, match="7 requests are unfinished"):
             await loop.submit(PROMPT, params(), "one too many")
@@ -129,8 +123,8 @@ def test_a_full_engine_refuses_instead_of_growing(loop: LocalEngine) -> None:
     assert pages_in_use(loop) == 0
 
 
-def test_an_id_in_use_is_refused_and_its_owner_unharmed(loop: LocalEngine) -> None:
-    async def scenario() -> list[TokenDelta]:
+def test_an_id_in_use_is_refused_and_its_owner_unharmed(loop):
+    async def scenario():
         stream = await loop.submit(PROMPT, params(), "same")
         with pytest.raises(InvalidRequest, match="request_id"):
             await loop.submit(PROMPT, params(), "same")
@@ -139,17 +133,15 @@ def test_an_id_in_use_is_refused_and_its_owner_unharmed(loop: LocalEngine) -> No
     assert asyncio.run(scenario())[-1].finish_reason is FinishReason.LENGTH
 
 
-def test_a_dead_engine_tells_every_stream_and_the_health_check(
-    config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_engine_tells_every_stream_and_the_health_check(config, monkeypatch):
     loop = LocalEngine(config)
 
-    def explode(plan: object) -> None:
+    def explode(plan):
         raise RuntimeError("device lost")
 
     monkeypatch.setattr(loop.engine.worker, "submit", explode)
 
-    async def scenario() -> None:
+    async def scenario():
         with pytest.raises(RuntimeError, match="device lost"):  # it may die before this returns
             await collect(await loop.submit(PROMPT, params(), "1"))
         with pytest.raises(RuntimeError, match="device lost"):
@@ -161,11 +153,11 @@ def test_a_dead_engine_tells_every_stream_and_the_health_check(
     loop.shutdown()
 
 
-def test_a_reader_that_fails_ends_its_own_stream_alone(loop: LocalEngine) -> None:
-    def fail(delta: TokenDelta) -> None:
+def test_a_reader_that_fails_ends_its_own_stream_alone(loop):
+    def fail(delta):
         raise ValueError("no room")
 
-    async def both() -> list[Any]:
+    async def both():
         streams = [await loop.submit([1, 2, 3], params(), name) for name in ("bad", "good")]
         ends = streams[0].each(fail), collect(streams[1])
         return await asyncio.gather(*ends, return_exceptions=True)
@@ -175,7 +167,7 @@ def test_a_reader_that_fails_ends_its_own_stream_alone(loop: LocalEngine) -> Non
     assert deltas[-1].finish_reason == FinishReason.LENGTH
 
 
-def test_policy_knobs_change_between_rounds_or_not_at_all(loop: LocalEngine) -> None:
+def test_policy_knobs_change_between_rounds_or_not_at_all(loop):
     before = loop.snapshot()
     with pytest.raises(ValueError, match="speculative_num_step"):
         loop.reconfigure({"speculative_num_step": 3})
@@ -184,7 +176,7 @@ def test_policy_knobs_change_between_rounds_or_not_at_all(loop: LocalEngine) -> 
     assert loop.snapshot()["strategy"] == "static"
 
 
-def test_after_the_end_nothing_is_accepted_and_nothing_hangs(config: ServeSpecConfig) -> None:
+def test_after_the_end_nothing_is_accepted_and_nothing_hangs(config):
     loop = LocalEngine(config)
     loop.shutdown()
     for call in (
@@ -196,10 +188,10 @@ def test_after_the_end_nothing_is_accepted_and_nothing_hangs(config: ServeSpecCo
             call()
 
 
-def test_shutting_down_ends_open_streams(config: ServeSpecConfig) -> None:
+def test_shutting_down_ends_open_streams(config):
     loop = LocalEngine(config)
 
-    async def scenario() -> list[TokenDelta]:
+    async def scenario():
         stream = await loop.submit(PROMPT, params(max_tokens=100), "1")
         await anext(aiter(stream))
         await asyncio.to_thread(loop.shutdown)
@@ -208,11 +200,11 @@ def test_shutting_down_ends_open_streams(config: ServeSpecConfig) -> None:
     assert asyncio.run(scenario())[-1].finish_reason is FinishReason.ABORT
 
 
-def test_rounds_are_reported_to_the_sink(loop: LocalEngine) -> None:
+def test_rounds_are_reported_to_the_sink(loop):
     seen: list[StepRecord] = []
     loop.report_to(SimpleNamespace(observe=seen.append))
 
-    async def complete() -> list[TokenDelta]:
+    async def complete():
         return await collect(await loop.submit(PROMPT, params(), "reported"))
 
     num_tokens = sum(len(delta.token_ids) for delta in asyncio.run(complete()))
@@ -221,16 +213,14 @@ def test_rounds_are_reported_to_the_sink(loop: LocalEngine) -> None:
     assert sum(stats.num_prefill_tokens for stats in seen) == len(PROMPT)
 
 
-def test_a_start_that_does_not_fit_is_the_caller_s_error_and_not_the_engine_s(
-    loop: LocalEngine,
-) -> None:
+def test_a_start_that_does_not_fit_is_the_caller_s_error_and_not_the_engine_s(loop):
     with pytest.raises(ValueError, match="prior_rates"):
         loop.start_from([2.0])
     loop.check_health()
 
 
-def test_a_bad_grammar_is_refused_to_who_asks_and_others_go_on(loop: LocalEngine) -> None:
-    async def scenario() -> tuple[list[TokenDelta], list[TokenDelta]]:
+def test_a_bad_grammar_is_refused_to_who_asks_and_others_go_on(loop):
+    async def scenario():
         other = await loop.submit(PROMPT, params(), "other")
         with pytest.raises(InvalidRequest) as refusal:
             await loop.submit(PROMPT, params(grammar=Grammar.regex("(a", "guided_regex")), "bad")
@@ -246,14 +236,12 @@ def test_a_bad_grammar_is_refused_to_who_asks_and_others_go_on(loop: LocalEngine
 
 
 @pytest.mark.parametrize("compiles", ["client", "engine"])
-def test_who_goes_away_while_its_grammar_is_compiled_is_not_served(
-    loop: LocalEngine, monkeypatch: pytest.MonkeyPatch, compiles: str
-) -> None:
+def test_who_goes_away_while_its_grammar_is_compiled_is_not_served(loop, monkeypatch, compiles):
     compiling, go_on = threading.Event(), threading.Event()
     compiler: Any = loop._inputs if compiles == "client" else loop.engine
     check = compiler.check_grammar
 
-    def wait(grammar: Grammar) -> None:
+    def wait(grammar):
         compiling.set()
         go_on.wait()
         check(grammar)
@@ -261,7 +249,7 @@ def test_who_goes_away_while_its_grammar_is_compiled_is_not_served(
     monkeypatch.setattr(compiler, "check_grammar", wait)
     monkeypatch.setattr(loop.engine, "add", lambda seq: pytest.fail("it has gone away"))
 
-    async def scenario() -> list[TokenDelta]:
+    async def scenario():
         grammar = Grammar.choice(["yes"])
         submitted = asyncio.create_task(loop.submit(PROMPT, params(grammar=grammar), "gone"))
         await asyncio.to_thread(compiling.wait)
@@ -274,13 +262,11 @@ def test_who_goes_away_while_its_grammar_is_compiled_is_not_served(
     loop.check_health()
 
 
-def test_an_idle_loop_measures_missing_costs_while_requests_come_and_go(
-    config: ServeSpecConfig, make_llm: MakeLLM, budgets: list[float]
-) -> None:
+def test_an_idle_loop_measures_missing_costs_while_requests_come_and_go(config, make_llm, budgets):
     loop = LocalEngine(config)
     expected = make_llm().generate([PROMPT], params())[0].token_ids
 
-    async def serve() -> None:
+    async def serve():
         for number in itertools.count():
             deltas = await collect(await loop.submit(PROMPT, params(), str(number)))
             assert tuple(t for delta in deltas for t in delta.token_ids) == expected
@@ -298,7 +284,7 @@ def test_an_idle_loop_measures_missing_costs_while_requests_come_and_go(
     assert len(budgets) == 2
 
 
-def said(deltas: list[TokenDelta]) -> tuple[Any, ...]:
+def said(deltas):
     """All that a request's caller sees of it, log-probabilities excepted."""
     return (
         tuple(t for delta in deltas for t in delta.token_ids),
@@ -308,9 +294,7 @@ def said(deltas: list[TokenDelta]) -> tuple[Any, ...]:
     )
 
 
-def check_logprobs(
-    found: Sequence[TokenLogprob | None], wanted: Sequence[TokenLogprob | None]
-) -> None:
+def check_logprobs(found, wanted):
     """They may differ by what another batch rounds otherwise."""
     assert len(found) == len(wanted)
     for one, other in zip(found, wanted, strict=True):
@@ -323,7 +307,7 @@ def check_logprobs(
         assert values == pytest.approx([other.logprob, *(v for _, v in other.top)], abs=1e-3)
 
 
-def many_params(texts: list[str]) -> list[SamplingParams]:
+def many_params(texts):
     """Requests that end in every way; `texts` is what they say without stop strings."""
     return [
         params(max_tokens=30, logprobs=2, prompt_logprobs=1),
@@ -337,9 +321,7 @@ def many_params(texts: list[str]) -> list[SamplingParams]:
     ]  # fmt: skip
 
 
-def test_through_the_channel_a_request_gets_what_an_engine_in_this_process_says(
-    make_llm: MakeLLM,
-) -> None:
+def test_through_the_channel_a_request_gets_what_an_engine_in_this_process_says(make_llm):
     llm = make_llm("EAGLE3", 3, prefix_caching=False)
     plain = llm.generate([PROMPT] * 4, [params(max_tokens=30, seed=i) for i in range(4)])
     asked = many_params([output.text for output in plain])
@@ -347,11 +329,11 @@ def test_through_the_channel_a_request_gets_what_an_engine_in_this_process_says(
     assert {output.finish_reason for output in outputs} == {FinishReason.STOP, FinishReason.LENGTH}
     loop = LocalEngine(llm.config, llm.engine)
 
-    async def through() -> list[list[TokenDelta]]:
+    async def through():
         streams = [await loop.submit(PROMPT, p, str(i)) for i, p in enumerate(asked)]
         return await asyncio.gather(*(collect(stream) for stream in streams))
 
-    async def resumed(p: SamplingParams, index: int) -> list[TokenDelta]:
+    async def resumed(p, index):
         """A few rounds, then the rest as if another engine had gone on."""
         deltas = []
         stream = await loop.submit(PROMPT, p, f"first {index}")
@@ -365,7 +347,7 @@ def test_through_the_channel_a_request_gets_what_an_engine_in_this_process_says(
             deltas += await collect(await loop.submit(PROMPT, p, f"then {index}", emitted))
         return deltas
 
-    async def resumed_all() -> list[list[TokenDelta]]:
+    async def resumed_all():
         return await asyncio.gather(*(resumed(p, i) for i, p in enumerate(asked)))
 
     for output, deltas in zip(outputs, asyncio.run(through()), strict=True):
@@ -381,10 +363,8 @@ def test_through_the_channel_a_request_gets_what_an_engine_in_this_process_says(
     loop.shutdown()
 
 
-def test_a_message_that_cannot_be_decoded_ends_its_request_alone(
-    loop: LocalEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def scenario() -> list[TokenDelta]:
+def test_a_message_that_cannot_be_decoded_ends_its_request_alone(loop, monkeypatch):
+    async def scenario():
         other = await loop.submit(PROMPT, params(), "other")
         loop._sender.put([Raw(b"\xc1 is no MessagePack")])
         with monkeypatch.context() as broken:
@@ -401,13 +381,13 @@ def test_a_message_that_cannot_be_decoded_ends_its_request_alone(
 
 
 def test_a_client_that_does_not_read_stalls_no_round_and_finds_its_tokens_merged(
-    loop: LocalEngine, make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    loop, make_llm, monkeypatch
+):
     reads = threading.Event()
     sender = loop.server._sender
     connection = sender._connection
 
-    def send_bytes(message: bytes) -> None:
+    def send_bytes(message):
         reads.wait()
         connection.send_bytes(message)
 
@@ -415,7 +395,7 @@ def test_a_client_that_does_not_read_stalls_no_round_and_finds_its_tokens_merged
     monkeypatch.setattr(sender, "_connection", SimpleNamespace(send_bytes=send_bytes))
     monkeypatch.setattr(sender, "_poll", SimpleNamespace(poll=lambda timeout: []))
 
-    async def scenario() -> list[list[TokenDelta]]:
+    async def scenario():
         streams = [await loop.submit(PROMPT, p, str(i)) for i, p in enumerate(asked)]
         while not (loop.engine.counters.num_steps_executed and not loop.engine.has_work):
             await asyncio.sleep(0.01)
@@ -432,12 +412,12 @@ def test_a_client_that_does_not_read_stalls_no_round_and_finds_its_tokens_merged
 
 
 @pytest.mark.parametrize("is_idle", [True, False])
-def test_a_broken_channel_is_noticed_at_both_ends(config: ServeSpecConfig, is_idle: bool) -> None:
+def test_a_broken_channel_is_noticed_at_both_ends(config, is_idle):
     loop = LocalEngine(config)
     has_lost = threading.Event()
     loop.server._on_lost = has_lost.set
 
-    async def scenario() -> None:
+    async def scenario():
         stream = None if is_idle else await loop.submit(PROMPT, params(max_tokens=100), "1")
         hang_up(loop._connection)
         if stream is not None:
@@ -452,11 +432,11 @@ def test_a_broken_channel_is_noticed_at_both_ends(config: ServeSpecConfig, is_id
     loop.shutdown()
 
 
-def test_an_engine_that_says_nothing_for_too_long_has_hung(config: ServeSpecConfig) -> None:
+def test_an_engine_that_says_nothing_for_too_long_has_hung(config):
     loop = LocalEngine(ServeSpecConfig.load(config, round_timeout_s=0.5))
     go_on = threading.Event()
 
-    async def scenario() -> None:
+    async def scenario():
         await asyncio.sleep(1.0)
         loop.check_health()
         stream = await loop.submit(PROMPT, params(), "1")

@@ -1,31 +1,28 @@
 """What the collector says follows from the rounds it was fed; time is what they took."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_spec.core.record import StepRecord, StepTimes
+from serve_spec.core.record import StepTimes
 from serve_spec.core.round import RoundNotes
 from serve_spec.engine.collector import SPEED_ROUNDS, MetricsCollector
 from tests.helpers.rounds import verified_round
 
 
 def decode_round(
-    num_steps: int = 0,
-    correct: int = 0,
-    rows: int = 1,
+    num_steps=0,
+    correct=0,
+    rows=1,
     *,
-    step_ms: float = 10.0,
-    draft_ms: float | None = None,
-    verify_ms: float = 5.0,
-    idle_ms: float = 0.0,
-    **fields: Any,
-) -> StepRecord:
+    step_ms=10.0,
+    draft_ms=None,
+    verify_ms=5.0,
+    idle_ms=0.0,
+    **fields,
+):
     """`rows` requests of `num_steps` drafts each, `correct` of them kept in each."""
     times = StepTimes(num_steps if draft_ms is None else draft_ms, verify_ms, step_ms, idle_ms)
     return verified_round([correct] * rows, rows, num_steps, times=times, **fields)
@@ -34,20 +31,20 @@ def decode_round(
 PREFILL = decode_round(rows=0, num_prefill_tokens=100)
 
 
-def fed(*rounds: StepRecord, **window: Any) -> MetricsCollector:
+def fed(*rounds, **window):
     collector = MetricsCollector(**window)
     for stats in rounds:
         collector.observe(stats)
     return collector
 
 
-def view(collector: MetricsCollector) -> dict[str, Any]:
+def view(collector):
     shown = collector.snapshot()
     assert json.loads(json.dumps(shown)) == shown, "the snapshot must survive JSON"
     return shown
 
 
-def test_before_the_first_round_everything_is_unknown_and_nothing_fails() -> None:
+def test_before_the_first_round_everything_is_unknown_and_nothing_fails():
     shown = view(MetricsCollector())
     assert shown["effective_speedup"] is None
     assert shown["by_batch_size"] == {}
@@ -59,13 +56,13 @@ def test_before_the_first_round_everything_is_unknown_and_nothing_fails() -> Non
     assert MetricsCollector().speedup(4) is None
 
 
-def test_a_prefill_round_passes_time_and_is_no_round_of_decoding() -> None:
+def test_a_prefill_round_passes_time_and_is_no_round_of_decoding():
     shown = view(fed(PREFILL, PREFILL))
     assert (shown["window"]["rounds"], shown["since_start"]["rounds"]) == (0, 0)
     assert view(fed(decode_round(), PREFILL, PREFILL, window_s=0.015))["window"]["rounds"] == 0
 
 
-def test_means_weigh_drafts_and_rows_alike_and_medians_are_over_rounds() -> None:
+def test_means_weigh_drafts_and_rows_alike_and_medians_are_over_rounds():
     shown = view(fed(decode_round(2, 2, rows=10), decode_round(2, 0), decode_round(2, 1)))
     window = shown["window"]
     assert window["accept_rate"] == pytest.approx(21 / 24)
@@ -75,7 +72,7 @@ def test_means_weigh_drafts_and_rows_alike_and_medians_are_over_rounds() -> None
     assert shown["since_start"]["accept_rate"] == window["accept_rate"]
 
 
-def test_times_are_by_tier_and_of_rounds_without_prompts_alone() -> None:
+def test_times_are_by_tier_and_of_rounds_without_prompts_alone():
     slow_prompt = decode_round(3, 1, num_prefill_tokens=50, verify_ms=500.0, step_ms=900.0)
     late = decode_round(3, 2, verify_ms=8.0, idle_ms=2.0)
     shown = view(fed(decode_round(3, 1), late, PREFILL, slow_prompt))
@@ -94,12 +91,12 @@ def test_times_are_by_tier_and_of_rounds_without_prompts_alone() -> None:
         assert shown[span]["idle_share"] == pytest.approx(2 / 20)
 
 
-def test_stages_that_overlap_leave_no_negative_share_to_the_host() -> None:
+def test_stages_that_overlap_leave_no_negative_share_to_the_host():
     shown = view(fed(decode_round(3, 1, draft_ms=8.0, verify_ms=8.0)))
     assert shown["window"]["host_share"] == 0.0
 
 
-def test_speedup_is_unknown_until_drafting_and_plain_rounds_of_a_size_were_measured() -> None:
+def test_speedup_is_unknown_until_drafting_and_plain_rounds_of_a_size_were_measured():
     collector = fed(decode_round(3, 2), decode_round(rows=8))
     assert collector.speedup(1) is None
     assert collector.speedup(8) is None
@@ -113,20 +110,20 @@ def test_speedup_is_unknown_until_drafting_and_plain_rounds_of_a_size_were_measu
     assert view(collector)["effective_speedup"] == pytest.approx(3 / 2)
 
 
-def test_a_higher_tier_in_which_no_row_drafted_is_neither_plain_nor_drafting() -> None:
+def test_a_higher_tier_in_which_no_row_drafted_is_neither_plain_nor_drafting():
     undrafted = decode_round(num_steps=3, num_draft_tokens=0)
     assert view(fed(undrafted))["by_batch_size"]["1"]["tokens_per_ms"] == {}
     assert fed(undrafted, decode_round(3, 2)).speedup(1) is None
 
 
-def test_speeds_are_per_row_so_that_sizes_of_one_bucket_compare() -> None:
+def test_speeds_are_per_row_so_that_sizes_of_one_bucket_compare():
     collector = fed(decode_round(rows=4), decode_round(3, 1, rows=7))
     assert collector.speedup(5) == pytest.approx(2.0)
     shown = view(collector)["by_batch_size"]["4"]
     assert shown == {"effective_speedup": 2.0, "tokens_per_ms": {"0": 0.4, "3": 1.4}}
 
 
-def test_the_speedup_of_all_is_the_time_saved_over_the_whole_window() -> None:
+def test_the_speedup_of_all_is_the_time_saved_over_the_whole_window():
     """Batch 1: 30 ms of plain rounds done in 10. Batch 8: 10 ms of plain rounds done in 20."""
     collector = fed(
         decode_round(), decode_round(rows=8), decode_round(3, 2), decode_round(3, 0, 8, step_ms=20)
@@ -134,13 +131,13 @@ def test_the_speedup_of_all_is_the_time_saved_over_the_whole_window() -> None:
     assert view(collector)["effective_speedup"] == pytest.approx(40 / 30, abs=1e-4)
 
 
-def test_an_old_speed_is_forgotten() -> None:
+def test_an_old_speed_is_forgotten():
     slow = [decode_round(3, 2, step_ms=100.0)] * 50
     fast = [decode_round(3, 2)] * SPEED_ROUNDS
     assert fed(decode_round(), *slow, *fast).speedup(1) == pytest.approx(3.0)
 
 
-def test_shares_of_probes_and_the_error_of_predictions_are_shown() -> None:
+def test_shares_of_probes_and_the_error_of_predictions_are_shown():
     collector = fed(
         decode_round(3, 1, notes=RoundNotes(is_probe=True)),
         decode_round(3, 1, notes=RoundNotes(predicted_ms=8.0)),
@@ -152,7 +149,7 @@ def test_shares_of_probes_and_the_error_of_predictions_are_shown() -> None:
     assert window["measured_to_predicted_ms"] == 1.0
 
 
-def test_expected_and_observed_drafts_are_of_the_same_rounds() -> None:
+def test_expected_and_observed_drafts_are_of_the_same_rounds():
     collector = fed(
         decode_round(3, 2, rows=4, notes=RoundNotes(expected_drafts=10.0)),
         decode_round(3, 3, rows=4),
@@ -165,7 +162,7 @@ def test_expected_and_observed_drafts_are_of_the_same_rounds() -> None:
         assert shown["observed_to_expected_drafts"] == pytest.approx(12 / 11, rel=1e-4)
 
 
-def test_budgets_and_the_drafts_they_leave_out_are_shown_by_position() -> None:
+def test_budgets_and_the_drafts_they_leave_out_are_shown_by_position():
     cut = decode_round(
         steps_per_req=[3, 0], num_steps=3, rows=2, correct=0, drafted_per_req=[3, 3], budget=3
     )
@@ -198,8 +195,8 @@ ROUNDS = st.builds(
 @settings(max_examples=50)
 @given(st.lists(ROUNDS, max_size=40), st.integers(1, 10), st.integers(1, 40).map(lambda n: n / 4))
 def test_the_window_holds_the_last_rounds_within_both_of_its_bounds(
-    rounds: list[StepRecord], window_rounds: int, window_s: float
-) -> None:
+    rounds, window_rounds, window_s
+):
     window = view(fed(*rounds, window_rounds=window_rounds, window_s=window_s))["window"]
     age_ms, recent = 0.0, []
     for stats in reversed(rounds):
@@ -213,7 +210,7 @@ def test_the_window_holds_the_last_rounds_within_both_of_its_bounds(
     assert window["tokens_per_step"] == (pytest.approx(tokens / rows, rel=1e-4) if rows else None)
 
 
-def test_memory_does_not_grow_with_the_number_of_rounds() -> None:
+def test_memory_does_not_grow_with_the_number_of_rounds():
     collector = MetricsCollector(window_rounds=16, window_s=1e9)
     for i in range(3000):
         collector.observe(decode_round(i % 4, 0, rows=1 + i % 64))

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from serve_spec import LLM
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine.costs import cost_key
 from serve_spec.models.decoder import compile_layers
-from tests.helpers.engines import MakeLLM, switch_every_round
+from tests.helpers.engines import switch_every_round
 
 PROMPTS = [[5, 9, 200, 31], [17], list(range(30))]
 PARAMS = [
@@ -21,17 +20,17 @@ PARAMS = [
 ]
 
 
-def models(llm: LLM) -> list[Any]:
+def models(llm):
     """Target and head."""
     worker: Any = llm.engine.worker
     return [worker.target.model, worker.drafter.head]
 
 
-def texts(llm: LLM) -> list[tuple[int, ...]]:
+def texts(llm):
     return [output.token_ids for output in llm.generate(PROMPTS, PARAMS)]
 
 
-def test_compiled_layers_write_the_same_texts(make_llm: MakeLLM) -> None:
+def test_compiled_layers_write_the_same_texts(make_llm):
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -51,7 +50,7 @@ def test_compiled_layers_write_the_same_texts(make_llm: MakeLLM) -> None:
     assert counters["stats"]["unique_graphs"] == num_compiled, "all there is has been compiled"
 
 
-def test_costs_of_compiled_layers_are_kept_apart(make_llm: MakeLLM) -> None:
+def test_costs_of_compiled_layers_are_kept_apart(make_llm):
     llm = make_llm("EAGLE3", 3)
     compiled = ServeSpecConfig.load(llm.config, torch_compile=True)
     keys = [cost_key(config, llm.engine.worker) for config in (llm.config, compiled)]
@@ -65,8 +64,6 @@ def test_costs_of_compiled_layers_are_kept_apart(make_llm: MakeLLM) -> None:
     ("overrides", "why"),
     [({}, "torch's compiler"), ({"tensor_parallel_size": 2}, "not supported")],
 )
-def test_where_layers_can_not_be_compiled_the_option_is_refused(
-    make_llm: MakeLLM, overrides: dict[str, int], why: str
-) -> None:
+def test_where_layers_can_not_be_compiled_the_option_is_refused(make_llm, overrides, why):
     with pytest.raises(ValueError, match=f"torch_compile=True: {why}"):
         make_llm(torch_compile=True, **overrides)

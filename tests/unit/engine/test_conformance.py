@@ -12,15 +12,14 @@ another configuration, set its keys in the environment:
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 
-from serve_spec import LLM, Grammar, SamplingParams
+from serve_spec import Grammar, SamplingParams
 from serve_spec.core.request import SpeculativeOptions
-from serve_spec.core.round import AS_DRAWN, DecodeBatch, RoundSteps
+from serve_spec.core.round import AS_DRAWN
 from serve_spec.engine.output import OutputProcessor
 from tests.helpers.checkpoints import EOS_ID, VOCAB
 from tests.helpers.engines import heard_plans, heard_steps
@@ -31,9 +30,7 @@ from tests.helpers.table import (
     PLAIN,
     TREE_TOKENS,
     Answer,
-    MakeLLM,
     Request,
-    Row,
     as_texts,
     compare,
     llm_maker,
@@ -103,7 +100,7 @@ TOGETHER = ("plain", "edits", "logprobs", "stops", "caps")
 ALL = tuple(FEATURES)
 
 
-def requests(features: Iterable[str] = ALL) -> list[Request]:
+def requests(features=ALL):
     """Return the requests of some features."""
     return [
         Request(
@@ -116,7 +113,7 @@ def requests(features: Iterable[str] = ALL) -> list[Request]:
     ]
 
 
-def prompt(number: int) -> list[int]:
+def prompt(number):
     """Return token ids: of texts that repeat themselves, and of texts that do not."""
     if number % 2:
         return ([5 + number, 7, 9, 5 + number, 7, 11] * 3)[: 20 - number % 3]
@@ -127,13 +124,13 @@ def prompt(number: int) -> list[int]:
 # Events.
 
 
-def without_event(make: MakeLLM, row: Row) -> dict[str, Answer]:
+def without_event(make, row):
     """Run on a fresh engine, without a prefix cache."""
     llm = make(row, prefix_caching=False)
     return run(llm, requests())
 
 
-def with_preemption(make: MakeLLM, row: Row) -> dict[str, Answer]:
+def with_preemption(make, row):
     """Run with a pool that holds few requests."""
     llm = make(row, num_pages=36, max_num_batched_tokens=64)
     answers = run(llm, requests())
@@ -141,14 +138,14 @@ def with_preemption(make: MakeLLM, row: Row) -> dict[str, Answer]:
     return answers
 
 
-def with_aborts(make: MakeLLM, row: Row) -> dict[str, Answer]:
+def with_aborts(make, row):
     """Run beside requests that arrive and are aborted between steps."""
     llm = make(row)
     arrivals, aborts = {0: "a", 1: "b", 4: "c"}, {1: "a", 5: "b", 6: "c"}
     longest = {"max_tokens": 48, "ignore_eos": True, "seed": 1}
     asks: list[dict[str, Any]] = [{}, {"grammar": Grammar.regex("[ab]*")}, {"prompt_logprobs": 1}]
 
-    def arrive_or_abort(llm: LLM, num_steps: int) -> None:
+    def arrive_or_abort(llm, num_steps):
         if num_steps in arrivals:
             params = SamplingParams(**longest, **asks[len(arrivals) - 1 - num_steps // 2])
             name = arrivals[num_steps]
@@ -161,11 +158,11 @@ def with_aborts(make: MakeLLM, row: Row) -> dict[str, Answer]:
     return run(llm, requests(), arrive_or_abort)
 
 
-def with_depth_switches(make: MakeLLM, row: Row) -> dict[str, Answer]:
+def with_depth_switches(make, row):
     """Run with another speculation depth, tree or strategy every step or every other."""
     llm, depths = adaptive(make, row)
 
-    def switch(llm: LLM, num_steps: int) -> None:
+    def switch(llm, num_steps):
         if num_steps % 5 < 3:
             llm.engine.reconfigure(depths[(3 * (num_steps // 5) + num_steps % 5) % len(depths)])
 
@@ -176,7 +173,7 @@ def with_depth_switches(make: MakeLLM, row: Row) -> dict[str, Answer]:
     return answers
 
 
-def adaptive(make: MakeLLM, row: Row) -> tuple[LLM, list[dict[str, Any]]]:
+def adaptive(make, row):
     """Return an engine that has every depth, and what to configure to choose each."""
     slot: dict[str, Any] = {"candidate_steps": [*range(NUM_STEPS + 1)]}
     depths: list[dict[str, Any]] = [{"speculative_num_steps": n} for n in (1, 3, 0, 2, 3)]
@@ -193,13 +190,13 @@ def adaptive(make: MakeLLM, row: Row) -> tuple[LLM, list[dict[str, Any]]]:
     return make(row, slots={"1": slot}), depths
 
 
-def with_budgets(make: MakeLLM, row: Row) -> dict[str, Answer]:
+def with_budgets(make, row):
     """Run with another budget of verified drafts every step, and chances that mean nothing."""
     llm = make(row)
     chance = random.Random(row.name)
     choose_steps = llm.engine.controller.choose_steps
 
-    def choose(batch: DecodeBatch) -> RoundSteps:
+    def choose(batch):
         steps = choose_steps(batch)
         kinds = [
             tuple((chance.uniform(-1, 2), chance.gauss(0, 2)) for _ in range(chance.randint(1, 4)))
@@ -223,7 +220,7 @@ def with_budgets(make: MakeLLM, row: Row) -> dict[str, Answer]:
     return answers
 
 
-def with_prefix_hits(make: MakeLLM, row: Row) -> dict[str, Answer]:
+def with_prefix_hits(make, row):
     """Run twice on one engine, in two orders, and return the second answers."""
     llm = make(row, num_pages=1024)
     run(llm, requests())
@@ -235,13 +232,13 @@ def with_prefix_hits(make: MakeLLM, row: Row) -> dict[str, Answer]:
     return answers
 
 
-def with_chunks(make: MakeLLM, row: Row) -> dict[str, Answer]:
+def with_chunks(make, row):
     """Run in a small batch, with prompts that take several steps, one arrival a step."""
     llm = make(row, max_num_seqs=5, max_num_batched_tokens=19)
     return run(llm, requests(), arrivals=lambda index: index)
 
 
-def with_late_arrivals(make: MakeLLM, row: Row) -> dict[str, Answer]:
+def with_late_arrivals(make, row):
     """Run with requests that arrive while others are at any place of their texts.
 
     Rounds are planned while another runs, and pages are scarce.
@@ -257,7 +254,7 @@ def with_late_arrivals(make: MakeLLM, row: Row) -> dict[str, Answer]:
     return answers
 
 
-def with_resumption(make: MakeLLM, row: Row) -> dict[str, Answer]:
+def with_resumption(make, row):
     """Run what is left on another engine after a few steps, as if the first had failed."""
     first, second = (make(row, max_num_seqs=40, num_pages=512).engine for _ in range(2))
     texts, rest = (OutputProcessor(engine.tokenizer, engine.abort) for engine in (first, second))
@@ -299,23 +296,23 @@ EVENTS = {
 
 
 @pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory) -> MakeLLM:
+def make(tmp_path_factory):
     return table_maker(tmp_path_factory, "cpu")
 
 
-def table_maker(factory: pytest.TempPathFactory, device: str) -> MakeLLM:
+def table_maker(factory, device):
     """Return a function that builds the engines of the table."""
     make = llm_maker(factory.mktemp("conformance"), device)
     return lambda row, **keys: make(row, **{"max_model_len": MAX_MODEL_LEN, **keys})
 
 
 @pytest.fixture(scope="module")
-def alone(make: MakeLLM) -> dict[str, Answer]:
+def alone(make):
     """Return what plain decoding gives every request by itself."""
     return decode_alone(make)
 
 
-def decode_alone(make: MakeLLM) -> dict[str, Answer]:
+def decode_alone(make):
     """Decode every request without drafts, beside no other."""
     llm = make(PLAIN, max_num_seqs=1, prefix_caching=False)
     answers: dict[str, Answer] = {}
@@ -324,11 +321,11 @@ def decode_alone(make: MakeLLM) -> dict[str, Answer]:
     return answers
 
 
-def cells(events: Iterable[str], *, is_full: bool = True) -> list[Any]:
+def cells(events, *, is_full=True):
     """Return rows with events; unless full, chains and trees of most drafters by turns."""
     drafters = list(dict.fromkeys((row.algorithm, row.ngram_first) for row in DRAFTING_ROWS))
 
-    def is_in(row: Row, at: int) -> bool:
+    def is_in(row, at):
         if row == PLAIN:
             return events[at] not in ("depth", "budget")  # it has one depth
         drafter = row.algorithm, row.ngram_first
@@ -345,22 +342,12 @@ def cells(events: Iterable[str], *, is_full: bool = True) -> list[Any]:
 
 
 @pytest.mark.parametrize(("row", "event"), cells(EVENTS, is_full=False))
-def test_answers_are_those_of_plain_decoding_alone(
-    make: MakeLLM, alone: dict[str, Answer], row: Row, event: str
-) -> None:
+def test_answers_are_those_of_plain_decoding_alone(make, alone, row, event):
     answers = EVENTS[event](make, row)
     check(answers, alone, row, event)
 
 
-def check(
-    answers: dict[str, Answer],
-    alone: dict[str, Answer],
-    row: Row,
-    event: str,
-    *,
-    tolerance: float = 5e-5,
-    tree_tokens: int = TREE_TOKENS,
-) -> None:
+def check(answers, alone, row, event, *, tolerance=5e-5, tree_tokens=TREE_TOKENS):
     """Assert that answers are the expected ones, and that their counts are consistent."""
     assert event == "late" or set(answers) == set(alone)
     compare(answers, as_texts(alone, digits=6), tolerance=tolerance, digits=6)
@@ -384,9 +371,7 @@ def check(
     assert row == PLAIN or 0 < kept < drafted, "the test needs kept and rejected drafts"
 
 
-def test_every_parameter_is_in_the_table_and_changes_an_answer(
-    make: MakeLLM, alone: dict[str, Answer]
-) -> None:
+def test_every_parameter_is_in_the_table_and_changes_an_answer(make, alone):
     names = {field.name for field in fields(SamplingParams)}
     plain = SamplingParams(**BASE, seed=99)
     by_name: dict[str, list[Request]] = {name: [] for name in names}
@@ -406,14 +391,14 @@ def test_every_parameter_is_in_the_table_and_changes_an_answer(
     assert unchanged == {"speculative"}
 
 
-def test_the_table_has_texts_that_end_in_every_way(alone: dict[str, Answer]) -> None:
+def test_the_table_has_texts_that_end_in_every_way(alone):
     stopped = {key for key, answer in alone.items() if answer.reason == "stop"}
     assert {key for key in alone if key.startswith("stops")} <= stopped
     assert len([key for key in stopped if key.startswith("grammar")]) >= 2
     assert len(stopped) < len(alone) / 2
 
 
-def test_texts_by_a_grammar_are_of_it(alone: dict[str, Answer]) -> None:
+def test_texts_by_a_grammar_are_of_it(alone):
     for request in requests(("grammar",)):
         answer, grammar = alone[request.key], request.params.grammar
         assert grammar is not None

@@ -1,14 +1,11 @@
 """Which rounds are measured, and what is made of those that were not."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from serve_spec.config.cost_table import monotone
 from serve_spec.engine.cost_grid import (
@@ -26,9 +23,7 @@ SIZES, STEPS = [1, 2, 4, 8], [0, 1, 2, 3, 5, 7]
 @pytest.mark.parametrize(
     ("largest", "grid"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (64, [1, 2, 4, 8, 16, 32, 64])]
 )
-def test_batch_sizes_double_up_to_the_largest_which_is_one_of_them(
-    largest: int, grid: list[int]
-) -> None:
+def test_batch_sizes_double_up_to_the_largest_which_is_one_of_them(largest, grid):
     assert batch_grid(largest) == grid
 
 
@@ -42,9 +37,7 @@ def test_batch_sizes_double_up_to_the_largest_which_is_one_of_them(
         ({0}, 7, [0]),
     ],
 )
-def test_steps_are_tiers_closer_where_they_are_small(
-    tiers: set[int], max_steps: int, grid: list[int]
-) -> None:
+def test_steps_are_tiers_closer_where_they_are_small(tiers, max_steps, grid):
     assert step_grid(tiers, max_steps) == grid
 
 
@@ -57,24 +50,22 @@ def test_steps_are_tiers_closer_where_they_are_small(
         (300, (75, 300)),
     ],
 )
-def test_texts_are_a_short_and_a_long_one_within_what_is_possible(
-    longest: int, contexts: tuple[int, int]
-) -> None:
+def test_texts_are_a_short_and_a_long_one_within_what_is_possible(longest, contexts):
     assert context_grid(longest) == contexts
 
 
-def linear_verify() -> np.ndarray:
+def linear_verify():
     """Verification that is linear in its rows, and in the rows' contexts."""
     rows = np.outer(SIZES, np.array(STEPS) + 1.0)
     return np.stack([5 + 0.5 * rows, 5 + 0.5 * rows + 0.25 * rows])
 
 
-def linear_draft() -> np.ndarray:
+def linear_draft():
     """Drafting that is linear in its rows and steps."""
     return np.stack([c * np.outer(SIZES, STEPS) for c in (0.5, 0.75)])
 
 
-def corner(ms: np.ndarray, b: int, k: int) -> np.ndarray:
+def corner(ms, b, k):
     """The table without what is as large as [b, k] in both directions, or one of them."""
     gaps = ms.copy()
     gaps[:, b:, k:] = np.nan
@@ -83,7 +74,7 @@ def corner(ms: np.ndarray, b: int, k: int) -> np.ndarray:
 
 @pytest.mark.parametrize("b", range(4))
 @pytest.mark.parametrize("k", [2, 3, 4, 5])
-def test_costs_linear_in_rows_are_continued_exactly(b: int, k: int) -> None:
+def test_costs_linear_in_rows_are_continued_exactly(b, k):
     for ms in (linear_verify(), linear_draft()):
         gaps = corner(ms, b, k)
         gaps[1, b] = ms[1, b]  # a neighbour at the longer context
@@ -92,13 +83,13 @@ def test_costs_linear_in_rows_are_continued_exactly(b: int, k: int) -> None:
         assert filled[1, b] == pytest.approx(ms[1, b])
 
 
-def test_a_batch_size_of_which_only_the_plain_round_ran_grows_like_the_one_before() -> None:
+def test_a_batch_size_of_which_only_the_plain_round_ran_grows_like_the_one_before():
     for ms in (linear_verify(), linear_draft()):
         gaps = corner(ms, 2, 1)
         assert fill_missing(gaps, SIZES, STEPS) == pytest.approx(ms)
 
 
-def test_a_context_that_never_ran_is_taken_for_as_dear_as_the_other() -> None:
+def test_a_context_that_never_ran_is_taken_for_as_dear_as_the_other():
     gaps = linear_verify()
     gaps[1] = np.nan
     filled = fill_missing(gaps, SIZES, STEPS)
@@ -106,9 +97,7 @@ def test_a_context_that_never_ran_is_taken_for_as_dear_as_the_other() -> None:
 
 
 @given(st.data())
-def test_what_was_measured_is_kept_and_what_was_not_is_no_cheaper_than_anything_smaller(
-    data: st.DataObject,
-) -> None:
+def test_what_was_measured_is_kept_and_what_was_not_is_no_cheaper_than_anything_smaller(data):
     ms = np.array(data.draw(st.lists(st.floats(1, 50), min_size=48, max_size=48)))
     ms = ms.reshape(2, 4, 6)
     gone = data.draw(st.lists(st.booleans(), min_size=48, max_size=48))
@@ -124,7 +113,7 @@ def test_what_was_measured_is_kept_and_what_was_not_is_no_cheaper_than_anything_
         assert filled[tuple(cell)] >= smooth[smaller][known[smaller]].max(initial=0)
 
 
-def test_one_disturbed_cell_does_not_tilt_the_line_that_starts_behind_it() -> None:
+def test_one_disturbed_cell_does_not_tilt_the_line_that_starts_behind_it():
     calm = linear_verify()
     disturbed = calm.copy()
     disturbed[0, 3, 0] = 25.0  # dearer than four times its rows
@@ -136,9 +125,7 @@ def test_one_disturbed_cell_does_not_tilt_the_line_that_starts_behind_it() -> No
 
 
 @given(st.data())
-def test_a_tree_s_gaps_take_the_multiple_its_neighbours_took_and_what_is_known_stays(
-    data: st.DataObject,
-) -> None:
+def test_a_tree_s_gaps_take_the_multiple_its_neighbours_took_and_what_is_known_stays(data):
     expected = np.array([[1.0, 2.0, 4.0], [2.0, 4.0, 9.0]])
     factor = data.draw(st.floats(0.5, 2))
     truth = factor * expected
@@ -151,7 +138,7 @@ def test_a_tree_s_gaps_take_the_multiple_its_neighbours_took_and_what_is_known_s
         assert (found == expected).all()
 
 
-def begun_and_stepped(begin_ms: float, step_ms: float) -> NDArray[np.float64]:
+def begun_and_stepped(begin_ms, step_ms):
     """[1, 1, steps]; nothing is drafted in no steps."""
     ms = begin_ms + step_ms * np.array(STEPS, dtype=np.float64)
     ms[0] = 0.0
@@ -159,7 +146,7 @@ def begun_and_stepped(begin_ms: float, step_ms: float) -> NDArray[np.float64]:
 
 
 @given(st.lists(st.floats(-0.08, 0.08), min_size=5, max_size=5))
-def test_what_single_depths_were_off_by_is_spread_over_all(errors: list[float]) -> None:
+def test_what_single_depths_were_off_by_is_spread_over_all(errors):
     """In the square sum it never grows, so that no table is the worse for it."""
     true = begun_and_stepped(0.8, 0.8)
     measured = true * (1.0 + np.array([0.0, *errors]))
@@ -169,7 +156,7 @@ def test_what_single_depths_were_off_by_is_spread_over_all(errors: list[float]) 
     assert after <= 1.05 * before + 1e-12, "weighed by what was measured, not by the truth"
 
 
-def test_a_depth_that_was_measured_too_cheap_no_longer_looks_better_than_its_neighbours() -> None:
+def test_a_depth_that_was_measured_too_cheap_no_longer_looks_better_than_its_neighbours():
     """As on a machine that copied files meanwhile; drafting really took 0.8 and 0.8 a step."""
     measured = np.array([[[0.0, 1.45, 2.74, 3.65, 4.76, 6.53]]])
     by_step = np.diff(even_steps(measured, STEPS)[0, 0, 1:]) / np.diff(STEPS[1:])
@@ -177,7 +164,7 @@ def test_a_depth_that_was_measured_too_cheap_no_longer_looks_better_than_its_nei
     assert by_step[0] == pytest.approx(0.85, abs=0.05)
 
 
-def test_steps_that_differ_and_depths_that_never_ran_are_left_alone() -> None:
+def test_steps_that_differ_and_depths_that_never_ran_are_left_alone():
     """One depth whose stage stands in for others; a line through two depths says nothing."""
     stairs = np.array([[[0.0, 1.0, 5.0, 5.0, 5.0, 5.0]]])
     assert (even_steps(stairs, STEPS) == stairs).all()

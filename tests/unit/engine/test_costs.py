@@ -6,29 +6,24 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import serve_spec
-from serve_spec.config.cost_table import CostKey, CostTable, load_cost_table, write_cost_table
+from serve_spec.config.cost_table import load_cost_table, write_cost_table
 from serve_spec.core.draft import DraftShape
 from serve_spec.engine.costs import (
-    Clock,
     CostSource,
     as_table,
     code_version,
     cost_key,
     fingerprint,
 )
-from serve_spec.engine.profile import CostGrid, MeasuredCosts, Measurement
+from serve_spec.engine.profile import CostGrid, MeasuredCosts
 from tests.helpers.checkpoints import make_eagle3
 from tests.helpers.costs import KEY
-from tests.helpers.engines import MakeLLM, Pair
 
 MEASURED = MeasuredCosts(
     batch_sizes=(1, 2),
@@ -45,20 +40,20 @@ MEASURED = MeasuredCosts(
 class FakeMeasurement:
     """Counts how often it is begun; runs a few rounds, and ends in an error or in costs."""
 
-    def __init__(self, *outcomes: Exception | MeasuredCosts, num_rounds: int = 3) -> None:
+    def __init__(self, *outcomes, num_rounds=3):
         self.outcomes = outcomes or (MEASURED,)
         self.num_rounds = num_rounds
         self.count = 0
         self.limits: list[float] = []
         self.spent_s = 0.0
 
-    def __call__(self, clock: Clock, longest_run_s: float) -> Measurement:
+    def __call__(self, clock, longest_run_s):
         outcome = self.outcomes[min(self.count, len(self.outcomes) - 1)]
         self.count += 1
         self.limits.append(longest_run_s)
         return self._rounds(outcome, clock)
 
-    def _rounds(self, outcome: Exception | MeasuredCosts, clock: Clock) -> Measurement:
+    def _rounds(self, outcome, clock):
         started = clock()
         for n in range(self.num_rounds):
             self.spent_s = clock() - started
@@ -69,22 +64,22 @@ class FakeMeasurement:
 
 
 class Time:
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 1000.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     """A cache folder of the test's own."""
     monkeypatch.setenv("SERVE_SPEC_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+def said(caplog):
     """What the package logs, which it does not pass on to the root logger."""
     logger = logging.getLogger("serve_spec")
     logger.addHandler(caplog.handler)
@@ -93,33 +88,31 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]
     logger.removeHandler(caplog.handler)
 
 
-def warnings_in(said: pytest.LogCaptureFixture) -> list[str]:
+def warnings_in(said):
     return [r.getMessage() for r in said.records if r.levelno == logging.WARNING]
 
 
-def infos_in(said: pytest.LogCaptureFixture) -> list[str]:
+def infos_in(said):
     return [r.getMessage() for r in said.records if r.levelno == logging.INFO]
 
 
 WITH_A_TREE = {DraftShape(1, 4, 4): None}
 
 
-def source(measure: FakeMeasurement, **changes: Any) -> CostSource:
+def source(measure, **changes):
     settings = {"key": KEY, "grid": CostGrid(2, 1), "path": None, "measure": measure}
     return CostSource(**{**settings, **changes})
 
 
-def obtain(measure: FakeMeasurement, path: Path | None = None, **changes: Any) -> CostTable | None:
+def obtain(measure, path=None, **changes):
     return source(measure, path=path, **changes).obtain()
 
 
-def table(key: CostKey = KEY, measured_s: float = 99.0) -> CostTable:
+def table(key=KEY, measured_s=99.0):
     return as_table(key, replace(MEASURED, measured_s=measured_s))
 
 
-def test_what_was_measured_once_is_read_at_the_next_start(
-    cache: Path, said: pytest.LogCaptureFixture
-) -> None:
+def test_what_was_measured_once_is_read_at_the_next_start(cache, said):
     measure = FakeMeasurement()
     first, second = obtain(measure), obtain(measure)
     assert measure.count == 1
@@ -135,7 +128,7 @@ def test_what_was_measured_once_is_read_at_the_next_start(
     assert not warnings_in(said)
 
 
-def test_each_setting_and_each_grid_is_kept_apart(cache: Path) -> None:
+def test_each_setting_and_each_grid_is_kept_apart(cache):
     measure = FakeMeasurement()
     other = KEY.model_copy(update={"threads": 2})
     for _ in range(2):
@@ -146,7 +139,7 @@ def test_each_setting_and_each_grid_is_kept_apart(cache: Path) -> None:
     assert len(list(cache.glob("costs/*.json"))) == 3
 
 
-def test_a_named_table_wins_over_a_kept_one_and_is_not_copied(tmp_path: Path, cache: Path) -> None:
+def test_a_named_table_wins_over_a_kept_one_and_is_not_copied(tmp_path, cache):
     measure = FakeMeasurement()
     named = tmp_path / "named.json"
     write_cost_table(table(), named)
@@ -176,12 +169,8 @@ def test_a_named_table_wins_over_a_kept_one_and_is_not_copied(tmp_path: Path, ca
     ],
 )
 def test_a_named_table_that_does_not_fit_is_warned_of_once_left_alone_and_measured_anew(
-    tmp_path: Path,
-    said: pytest.LogCaptureFixture,
-    content: str,
-    changes: dict[str, Any],
-    why: str,
-) -> None:
+    tmp_path, said, content, changes, why
+):
     measure = FakeMeasurement()
     named = tmp_path / "named.json"
     named.write_text(content)
@@ -196,9 +185,7 @@ def test_a_named_table_that_does_not_fit_is_warned_of_once_left_alone_and_measur
     assert "serve-spec tune" in warning
 
 
-def test_a_kept_table_that_was_damaged_is_measured_again_and_replaced(
-    cache: Path, said: pytest.LogCaptureFixture
-) -> None:
+def test_a_kept_table_that_was_damaged_is_measured_again_and_replaced(cache, said):
     measure = FakeMeasurement()
     obtain(measure)
     (file,) = cache.glob("costs/*.json")
@@ -209,9 +196,7 @@ def test_a_kept_table_that_was_damaged_is_measured_again_and_replaced(
     assert len(warnings_in(said)) == 1
 
 
-def test_a_place_that_can_not_be_written_costs_a_warning_and_nothing_else(
-    cache: Path, said: pytest.LogCaptureFixture
-) -> None:
+def test_a_place_that_can_not_be_written_costs_a_warning_and_nothing_else(cache, said):
     cache.write_text("a file where the folder should be")
     found = obtain(FakeMeasurement())
     assert found is not None
@@ -225,9 +210,7 @@ def test_a_place_that_can_not_be_written_costs_a_warning_and_nothing_else(
 @pytest.mark.parametrize(
     "error", [ValueError("too busy"), RuntimeError("out of memory"), AssertionError()]
 )
-def test_a_measurement_that_fails_gives_no_costs_and_one_warning(
-    cache: Path, said: pytest.LogCaptureFixture, error: Exception
-) -> None:
+def test_a_measurement_that_fails_gives_no_costs_and_one_warning(cache, said, error):
     found = source(FakeMeasurement(error))
     assert found.obtain() is None
     (warning,) = warnings_in(said)
@@ -240,8 +223,8 @@ def test_a_measurement_that_fails_gives_no_costs_and_one_warning(
 
 
 def test_what_the_start_could_not_measure_is_measured_a_round_at_a_time_when_there_is_time(
-    cache: Path, said: pytest.LogCaptureFixture
-) -> None:
+    cache, said
+):
     now, measure = Time(), FakeMeasurement(ValueError("too busy"), MEASURED)
     late = source(measure, clock=now)
     assert late.obtain() is None
@@ -265,7 +248,7 @@ def test_what_the_start_could_not_measure_is_measured_a_round_at_a_time_when_the
     assert measure.count == 2
 
 
-def test_attempts_that_fail_grow_rare() -> None:
+def test_attempts_that_fail_grow_rare():
     now = Time()
     late = source(FakeMeasurement(ValueError("too busy")), clock=now)
     assert late.obtain() is None
@@ -278,7 +261,7 @@ def test_attempts_that_fail_grow_rare() -> None:
     assert waits == [30.0, 60.0, 120.0, 240.0, 480.0, 600.0, 600.0]
 
 
-def test_rough_costs_serve_until_better_ones_are_measured_and_are_not_kept(cache: Path) -> None:
+def test_rough_costs_serve_until_better_ones_are_measured_and_are_not_kept(cache):
     rough = replace(MEASURED, is_rough=True, sampled_row_ms=9.0)
     now = Time()
     late = source(FakeMeasurement(rough, ValueError("too busy"), MEASURED), clock=now)
@@ -297,7 +280,7 @@ def test_rough_costs_serve_until_better_ones_are_measured_and_are_not_kept(cache
     assert cache.exists()
 
 
-def test_a_table_that_another_engine_kept_meanwhile_is_read_instead(cache: Path) -> None:
+def test_a_table_that_another_engine_kept_meanwhile_is_read_instead(cache):
     now, measure = Time(), FakeMeasurement(ValueError("too busy"))
     late = source(measure, clock=now)
     late.obtain()
@@ -308,16 +291,14 @@ def test_a_table_that_another_engine_kept_meanwhile_is_read_instead(cache: Path)
     assert late.report["state"] == "loaded"
 
 
-def test_without_a_named_place_tables_are_kept_in_the_home(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_named_place_tables_are_kept_in_the_home(tmp_path, monkeypatch):
     monkeypatch.delenv("SERVE_SPEC_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     obtain(FakeMeasurement())
     assert len(list((tmp_path / "home/.cache/serve_spec/costs").glob("*.json"))) == 1
 
 
-def test_the_key_says_what_really_runs(make_llm: MakeLLM) -> None:
+def test_the_key_says_what_really_runs(make_llm):
     llm = make_llm("EAGLE3", 3, speculative_draft_dtype="bfloat16")
     key = cost_key(llm.config, llm.engine.worker)
     assert key.algorithm == "EAGLE3"
@@ -334,7 +315,7 @@ def test_the_key_says_what_really_runs(make_llm: MakeLLM) -> None:
     assert json.loads(key.model_dump_json()) == key.model_dump()
 
 
-def test_a_fingerprint_follows_the_files_and_not_their_folder(pair: Pair, tmp_path: Path) -> None:
+def test_a_fingerprint_follows_the_files_and_not_their_folder(pair, tmp_path):
     copied = shutil.copytree(pair.target, tmp_path / "copy")
     assert fingerprint(copied) == fingerprint(pair.target)
     assert fingerprint(pair.heads["EAGLE"]) != fingerprint(pair.heads["EAGLE3"])

@@ -1,24 +1,19 @@
 """What a draft computes in, and that nothing of the target's is rounded for it."""
 
-from __future__ import annotations
-
 import logging
-from pathlib import Path
 
 import pytest
 import torch
 
 from serve_spec.layers.linear import Linear
 from serve_spec.models import draft, load_draft, load_target
-from serve_spec.models.draft import DraftWeights, draft_dtype, draft_weights, own_matrices
-from tests.helpers.engines import MakeLLM, Pair, make_pair, sampled_requests, texts
+from serve_spec.models.draft import draft_dtype, draft_weights, own_matrices
+from tests.helpers.engines import make_pair, sampled_requests, texts
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def test_eight_bits_are_taken_only_where_they_are_faster_and_refused_elsewhere(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_eight_bits_are_taken_only_where_they_are_faster_and_refused_elsewhere(monkeypatch):
     for is_hopper in (True, False):
         monkeypatch.setattr(draft, "is_hopper", lambda _, answer=is_hopper: answer)
         assert draft_weights("auto", GPU) == ("fp8" if is_hopper else "plain")
@@ -32,16 +27,14 @@ def test_eight_bits_are_taken_only_where_they_are_faster_and_refused_elsewhere(
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_integers_are_refused_where_torch_does_not_support_them(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, weights: DraftWeights
-) -> None:
+def test_integers_are_refused_where_torch_does_not_support_them(pair, monkeypatch, weights):
     target = load_target(pair.target, torch.float32, CPU)
     monkeypatch.setattr(draft, f"{weights}_works", lambda *_: False)
     with pytest.raises(ValueError, match=rf"quantization='{weights}': not supported .* use 'none'"):
         load_draft(pair.target, target, "STANDALONE", weights=weights)
 
 
-def test_a_draft_computes_in_what_suits_its_weights_unless_told_otherwise() -> None:
+def test_a_draft_computes_in_what_suits_its_weights_unless_told_otherwise():
     assert draft_dtype("auto", torch.bfloat16, GPU, "fp8") == torch.float16
     assert draft_dtype("auto", torch.bfloat16, GPU, "plain") == torch.bfloat16
     assert draft_dtype("bfloat16", torch.bfloat16, GPU, "fp8") == torch.bfloat16
@@ -50,9 +43,7 @@ def test_a_draft_computes_in_what_suits_its_weights_unless_told_otherwise() -> N
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
-def test_every_matrix_of_a_draft_is_kept_in_eight_bits_and_none_of_the_target(
-    algorithm: str, pair: Pair
-) -> None:
+def test_every_matrix_of_a_draft_is_kept_in_eight_bits_and_none_of_the_target(algorithm, pair):
     target = load_target(pair.target, torch.float32, CPU)
     head = load_draft(pair.heads[algorithm], target, algorithm, weights="fp8")
     shared = set(target.modules())
@@ -64,9 +55,7 @@ def test_every_matrix_of_a_draft_is_kept_in_eight_bits_and_none_of_the_target(
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])
-def test_a_draft_in_integers_leaves_the_target_as_it_is(
-    algorithm: str, weights: DraftWeights, pair: Pair
-) -> None:
+def test_a_draft_in_integers_leaves_the_target_as_it_is(algorithm, weights, pair):
     """Also where it is a copy of the target, or shares its head."""
     target = load_target(pair.target, torch.float32, CPU)
     before = {name: value.clone() for name, value in target.state_dict().items()}
@@ -80,8 +69,8 @@ def test_a_draft_in_integers_leaves_the_target_as_it_is(
 
 
 def test_a_matrix_whose_shape_int4_does_not_take_stays_as_it_is_and_the_log_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    tmp_path, caplog
+):
     pair = make_pair(tmp_path, vocab_size=290)
     target = load_target(pair.target, torch.float32, CPU)
     head = load_draft(pair.target, target, "STANDALONE", weights="int4")
@@ -91,9 +80,7 @@ def test_a_matrix_whose_shape_int4_does_not_take_stays_as_it_is_and_the_log_says
     assert f"1 of {len(own_matrices(head, target))} draft matrices keep their format" in warning
 
 
-def test_a_draft_of_lower_precision_than_its_target_never_changes_the_text(
-    make_llm: MakeLLM,
-) -> None:
+def test_a_draft_of_lower_precision_than_its_target_never_changes_the_text(make_llm):
     request = sampled_requests()
     outputs = make_llm("EAGLE3", 3, speculative_draft_dtype="bfloat16").generate(*request)
     assert texts(outputs) == texts(make_llm().generate(*request))

@@ -9,14 +9,12 @@ rejected draft or a wrong position would show.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from serve_spec import LLM
 from serve_spec.core.plan import ScheduledBatch
 from serve_spec.core.request import SamplingParams
 from serve_spec.models import FeatureCapture, load_target
@@ -61,14 +59,14 @@ EAGLE_HEADS: dict[str, tuple[str, dict[str, Any]]] = {
 class Heard:
     """The rounds of an engine with one request: what was planned, and the logits drafted by."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm):
         self.plans: list[ScheduledBatch] = heard_plans(llm)
         self.drafted: list[list[Tensor]] = []
         worker: Any = llm.engine.worker
         head = worker.drafter.head
         logits = head.logits
 
-        def hear(hidden: Tensor, step: int = 0) -> Tensor:
+        def hear(hidden, step=0):
             found: Tensor = logits(hidden, step)
             if step == 0:
                 self.drafted.append([])
@@ -77,7 +75,7 @@ class Heard:
 
         head.logits = hear
 
-    def check(self, text: list[int], num_prompt: int, ids: Tensor | None, plain: Plain) -> int:
+    def check(self, text, num_prompt, ids, plain):
         """Holds every draft against the plain head's; how many of them the text kept."""
         end, total = num_prompt, 0
         drafted = iter(self.drafted)
@@ -99,16 +97,16 @@ class Heard:
         return total
 
 
-def run(llm: LLM, prompt: list[int], num_tokens: int) -> list[int]:
+def run(llm, prompt, num_tokens):
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     (output,) = llm.generate([prompt], params)
     return [*prompt, *output.token_ids]
 
 
-def features_of(target_dir: Path, capture: FeatureCapture) -> Callable[[Sequence[int]], Tensor]:
+def features_of(target_dir, capture):
     target = load_target(target_dir, torch.float32)
 
-    def features(text: Sequence[int]) -> Tensor:
+    def features(text):
         ctx = PagedSequences(target.shape, 1, len(text)).extend([(0, len(text))])
         found = target.forward(torch.tensor(text), ctx, capture).features
         assert found is not None
@@ -117,7 +115,7 @@ def features_of(target_dir: Path, capture: FeatureCapture) -> Callable[[Sequence
     return features
 
 
-def plain_eagle(target_dir: Path, directory: Path, algorithm: str) -> tuple[Plain, Tensor | None]:
+def plain_eagle(target_dir, directory, algorithm):
     """The drafts of a head, and the target's ids of its own."""
     config, tensors = read_checkpoint(directory)
     windowed = "sliding_window" in config
@@ -126,7 +124,7 @@ def plain_eagle(target_dir: Path, directory: Path, algorithm: str) -> tuple[Plai
     capture = FeatureCapture((2, 3, 3) if algorithm == "EAGLE3" else None)
     features = features_of(target_dir, capture)
 
-    def plain(text: Sequence[int], count: int) -> Tensor:
+    def plain(text, count):
         # Entry j is token j + 1 with feature j; the newest token and the drafts have none yet.
         known = len(text) - count
         ids = torch.tensor(text[1:])
@@ -147,16 +145,7 @@ SCHEDULES = pytest.mark.parametrize(
 )
 
 
-def check_drafts(
-    pair: Pair,
-    algorithm: str,
-    head: Path,
-    tiers: list[int],
-    ids: Tensor | None,
-    plain: Plain,
-    *,
-    ahead: bool,
-) -> int:
+def check_drafts(pair, algorithm, head, tiers, ids, plain, *, ahead):
     """Hold what an engine drafts after a prompt in pieces, then after the same one found in the
     cache, against the plain head's; return how many drafts the texts kept."""
     llm = llm_maker(Pair(pair.target, {algorithm: head}), "cpu")(
@@ -179,9 +168,7 @@ def check_drafts(
 
 @pytest.mark.parametrize("name", EAGLE_HEADS)
 @SCHEDULES
-def test_eagle_heads_draft_from_the_features_of_the_text(
-    pair: Pair, tmp_path: Path, name: str, tiers: list[int], ahead: bool
-) -> None:
+def test_eagle_heads_draft_from_the_features_of_the_text(pair, tmp_path, name, tiers, ahead):
     algorithm, keys = EAGLE_HEADS[name]
     make = make_eagle3 if algorithm == "EAGLE3" else make_eagle
     make(tmp_path, pair.target, **keys)
@@ -196,15 +183,15 @@ def test_eagle_heads_draft_from_the_features_of_the_text(
 @SCHEDULES
 @pytest.mark.parametrize("token_map", [None, [7, 3, 200, 11, 12, 40, 99]])
 def test_medusas_heads_read_the_feature_of_the_token_before_the_newest(
-    pair: Pair, tmp_path: Path, tiers: list[int], token_map: list[int] | None, ahead: bool
-) -> None:
+    pair, tmp_path, tiers, token_map, ahead
+):
     rows = VOCAB if token_map is None else len(token_map)
     tensors = medusa_tensors(64, STEPS, 1, rows)
     maps = {} if token_map is None else {"token_map": torch.tensor(token_map)}
     write_checkpoint(tmp_path, {"model_type": "medusa"}, {**tensors, **maps})
     features = features_of(pair.target, FeatureCapture(None))
 
-    def plain(text: Sequence[int], count: int) -> Tensor:
+    def plain(text, count):
         last = features(text[: len(text) - count])[-1:]
         return plain_logits(tensors, torch.empty(0), last)[:count, 0]
 

@@ -39,7 +39,6 @@ from tests.helpers.table import (
     NUM_STEPS,
     PLAIN,
     Answer,
-    MakeLLM,
     Row,
     as_texts,
     compare,
@@ -115,7 +114,7 @@ class Asked:
     index: int
 
     @property
-    def prompt(self) -> list[int]:
+    def prompt(self):
         """Return token ids that repeat themselves in two ways, or that do not."""
         base = 5 + 3 * [*FEATURES].index(self.feature)
         if self.index == 0:
@@ -123,7 +122,7 @@ class Asked:
         return [(base + 37 * i * i + 11 * i) % 256 for i in range(17)]
 
     @property
-    def params(self) -> SamplingParams:
+    def params(self):
         """Return what the request asks for."""
         keys = {
             "max_tokens": MAX_TOKENS,
@@ -135,17 +134,17 @@ class Asked:
         return SamplingParams(**keys)
 
     @property
-    def key(self) -> str:
+    def key(self):
         """Return the key of the request in the file."""
         return f"{self.feature} T={self.temperature} #{self.index}"
 
 
-def asked_in(batch: tuple[str, ...]) -> list[Asked]:
+def asked_in(batch):
     """Return the requests of some features."""
     return [Asked(f, t, i) for f in batch for t in TEMPERATURES for i in range(2)]
 
 
-def answers_of(make: MakeLLM, row: Row) -> dict[str, Answer]:
+def answers_of(make, row):
     """Run every batch by itself, without a prefix cache."""
     llm = make(row, prefix_caching=False)
     answers: dict[str, Answer] = {}
@@ -157,12 +156,12 @@ def answers_of(make: MakeLLM, row: Row) -> dict[str, Answer]:
 # The file.
 
 
-def golden_counts(answers: dict[str, Answer]) -> dict[str, list[int]]:
+def golden_counts(answers):
     """Return rounds and accepted drafts of every request."""
     return {key: [a.stats.num_rounds, a.stats.num_correct_drafts] for key, a in answers.items()}
 
 
-def rejection_texts(answers: dict[str, Answer]) -> dict[str, list[int]]:
+def rejection_texts(answers):
     """Return the beginnings of the sampled texts of a row that verifies by rejection sampling."""
     return {
         key: answer.token_ids[:NUM_REJECTION_TOKENS]
@@ -171,7 +170,7 @@ def rejection_texts(answers: dict[str, Answer]) -> dict[str, list[int]]:
     }
 
 
-def write_golden(make: MakeLLM) -> None:
+def write_golden(make):
     """Replace all of the file but the counts of engines that plan ahead."""
     golden: dict[str, dict[str, Any]] = {
         "texts": as_texts(answers_of(make, ROWS[0])),
@@ -190,7 +189,7 @@ def write_golden(make: MakeLLM) -> None:
     save(golden)
 
 
-def write_ahead(make: MakeLLM) -> None:
+def write_ahead(make):
     """Replace the counts of engines that plan ahead."""
     golden = json.loads(GOLDEN.read_text())
     golden["counts_ahead"] = {
@@ -199,7 +198,7 @@ def write_ahead(make: MakeLLM) -> None:
     save(golden)
 
 
-def save(golden: dict[str, dict[str, Any]]) -> None:
+def save(golden):
     """Write the file, a line for each entry."""
     lines = []
     for name, part in golden.items():
@@ -212,17 +211,17 @@ def save(golden: dict[str, dict[str, Any]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def golden() -> dict[str, Any]:
+def golden():
     return json.loads(GOLDEN.read_text())
 
 
 @pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory) -> MakeLLM:
+def make(tmp_path_factory):
     return llm_maker(tmp_path_factory.mktemp("golden"))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_results_are_the_frozen_ones(make: MakeLLM, golden: dict[str, Any], row: Row) -> None:
+def test_results_are_the_frozen_ones(make, golden, row):
     answers = answers_of(make, row)
     assert set(answers) == set(golden["texts"])
     if row.keeps_texts:
@@ -236,7 +235,7 @@ def test_results_are_the_frozen_ones(make: MakeLLM, golden: dict[str, Any], row:
             assert counts == golden["counts"][row.name]
 
 
-def test_the_frozen_drafts_are_accepted_and_rejected(golden: dict[str, Any]) -> None:
+def test_the_frozen_drafts_are_accepted_and_rejected(golden):
     """The counts can fall only if drafts are accepted, and texts matter only if some are not."""
     assert set(golden["counts"]) == {r.name for r in ROWS[1:] if r.keeps_texts}
     assert set(golden["rejection"]) == {r.name for r in ROWS if not r.keeps_texts}
@@ -247,7 +246,7 @@ def test_the_frozen_drafts_are_accepted_and_rejected(golden: dict[str, Any]) -> 
             assert 0 < accepted < NUM_STEPS * rounds, f"{name} at T={temperature}"
 
 
-def main() -> None:
+def main():
     """Write the file."""
     writers = {"--write": write_golden, "--write-ahead": write_ahead}
     if len(sys.argv) != 2 or sys.argv[1] not in writers:

@@ -1,10 +1,7 @@
 """Texts by a grammar: legal, complete where they end, and the same whatever speculation does."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -13,7 +10,6 @@ from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import FinishReason, SamplingParams
 from tests.helpers.checkpoints import EOS_ID
-from tests.helpers.engines import MakeLLM
 from tests.helpers.grammars import check_text, is_of, is_valid
 from tests.helpers.plain_logprobs import close
 from tests.unit.engine.test_conformance import requests
@@ -30,9 +26,7 @@ from tests.unit.engine.test_conformance import requests
     ],
     ids=repr,
 )
-def test_a_complete_text_ends_whatever_else_is_asked(
-    make_llm: MakeLLM, extra: dict[str, Any]
-) -> None:
+def test_a_complete_text_ends_whatever_else_is_asked(make_llm, extra):
     """Other rules yield where they leave nothing; elsewhere they hold."""
     grammar = Grammar.regex("(ab|cd){3}")
     params = SamplingParams(max_tokens=40, temperature=1.0, seed=1, grammar=grammar, **extra)
@@ -41,7 +35,7 @@ def test_a_complete_text_ends_whatever_else_is_asked(
         assert (len(output.token_ids), output.finish_reason) == (7, FinishReason.STOP)
 
 
-def test_trained_drafts_of_the_shipped_model_write_valid_json() -> None:
+def test_trained_drafts_of_the_shipped_model_write_valid_json():
     """A vocabulary with merges, where most of a text's tokens are drawn among few."""
     grammar = Grammar.json_schema(
         {
@@ -71,9 +65,7 @@ def test_trained_drafts_of_the_shipped_model_write_valid_json() -> None:
 
 
 @pytest.mark.parametrize("method", ["standard", "block"])
-def test_texts_of_sampled_drafts_judged_by_rejection_are_of_the_grammar(
-    make_llm: MakeLLM, method: str
-) -> None:
+def test_texts_of_sampled_drafts_judged_by_rejection_are_of_the_grammar(make_llm, method):
     """They are others than without speculation, so that validity is what is left to ask."""
     asked = requests(("grammar",))
     params = [replace(request.params, temperature=1.0) for request in asked]
@@ -85,7 +77,7 @@ def test_texts_of_sampled_drafts_judged_by_rejection_are_of_the_grammar(
     assert sum(output.speculation.num_correct_drafts for output in outputs) > 0
 
 
-def test_where_acceptance_is_forced_no_grammar_can_hold(make_llm: MakeLLM) -> None:
+def test_where_acceptance_is_forced_no_grammar_can_hold(make_llm):
     llm = make_llm("EAGLE3", 3, synthetic_acceptance=2.0)
     with pytest.raises(InvalidRequest, match="forces acceptance"):
         llm.generate([[1]], SamplingParams(grammar=Grammar.json_object()))

@@ -4,7 +4,6 @@ import pytest
 
 from serve_spec.core.request import SamplingParams, SpeculativeOptions
 from tests.helpers.engines import (
-    MakeLLM,
     always_three,
     heard_plans,
     heard_steps,
@@ -12,7 +11,7 @@ from tests.helpers.engines import (
 )
 
 
-def test_the_policy_hears_of_live_rows_and_of_what_each_really_drafted(make_llm: MakeLLM) -> None:
+def test_the_policy_hears_of_live_rows_and_of_what_each_really_drafted(make_llm):
     """Of three rows one is capped at 1 draft and one finishes: neither may read as rejection."""
     llm = make_llm("EAGLE3", 3)
     controller = always_three(llm)
@@ -39,7 +38,7 @@ def test_the_policy_hears_of_live_rows_and_of_what_each_really_drafted(make_llm:
     assert sorted(controller.left) == ["0", "1", "2"]
 
 
-def test_the_policy_hears_once_of_every_request_that_ends_what_it_took(make_llm: MakeLLM) -> None:
+def test_the_policy_hears_once_of_every_request_that_ends_what_it_took(make_llm):
     llm = make_llm("EAGLE3", 3)
     controller = always_three(llm)
     params = [SamplingParams(max_tokens=4 + 3 * i, ignore_eos=True) for i in range(5)]
@@ -50,9 +49,7 @@ def test_the_policy_hears_once_of_every_request_that_ends_what_it_took(make_llm:
     assert sum(v.num_ended_tokens for v in told) == sum(4 + 3 * i for i in range(5))
 
 
-def test_a_round_says_how_long_it_took_and_how_many_rows_of_prompts_shared_it(
-    make_llm: MakeLLM,
-) -> None:
+def test_a_round_says_how_long_it_took_and_how_many_rows_of_prompts_shared_it(make_llm):
     llm = make_llm("EAGLE3", 3)
     controller = always_three(llm)
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
@@ -68,7 +65,7 @@ def test_a_round_says_how_long_it_took_and_how_many_rows_of_prompts_shared_it(
         assert 0 < told.times.draft_ms + told.times.verify_ms <= told.times.step_ms
 
 
-def test_a_request_that_is_aborted_or_preempted_leaves_the_policy(make_llm: MakeLLM) -> None:
+def test_a_request_that_is_aborted_or_preempted_leaves_the_policy(make_llm):
     llm = make_llm("EAGLE3", 3, num_pages=32, max_num_seqs=8)
     controller = always_three(llm)
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
@@ -84,7 +81,7 @@ def test_a_request_that_is_aborted_or_preempted_leaves_the_policy(make_llm: Make
     assert controller.left[-1] == survivor
 
 
-def test_the_figures_of_a_round_add_up_also_when_requests_are_preempted(make_llm: MakeLLM) -> None:
+def test_the_figures_of_a_round_add_up_also_when_requests_are_preempted(make_llm):
     llm = make_llm("EAGLE3", 3, num_pages=32, max_num_seqs=8)
     steps = heard_steps(llm)
     prompts = [[i] * 20 for i in range(8)]
@@ -105,13 +102,11 @@ def test_the_figures_of_a_round_add_up_also_when_requests_are_preempted(make_llm
     assert sum(each["accepted"] for each in positions) == accepted
 
 
-def test_an_interrupted_call_leaves_an_engine_that_works(
-    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_call_leaves_an_engine_that_works(make_llm, monkeypatch):
     llm = make_llm("EAGLE3", 3)
     step, calls = llm.engine.step, []
 
-    def interrupted() -> object:
+    def interrupted():
         calls.append(1)
         if len(calls) == 5:
             raise KeyboardInterrupt
@@ -127,9 +122,7 @@ def test_an_interrupted_call_leaves_an_engine_that_works(
     assert llm.generate([[1, 2, 3]], params)[0].token_ids == expected
 
 
-def test_without_steps_nothing_drafts_or_reserves_ahead(
-    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_steps_nothing_drafts_or_reserves_ahead(make_llm, monkeypatch):
     llm = make_llm("EAGLE3", 3)
     switch_every_round(llm, [0])
     plans = heard_plans(llm)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from serve_spec.core.plan import ScheduledBatch
-from serve_spec.core.request import RequestOutput, SamplingParams
-from tests.helpers.engines import MakeLLM, heard_plans, switch_every_round, texts
+from serve_spec.core.request import SamplingParams
+from tests.helpers.engines import heard_plans, switch_every_round, texts
 
 BRANCHING = {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 11}
 CHAIN: dict[str, Any] = {"speculative_ngram_min_match_window_size": 1}
@@ -21,7 +18,7 @@ SHAPES = pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 AHEAD = {"async_scheduling": True}
 
 
-def prompts_and_params() -> tuple[list[list[int]], list[SamplingParams]]:
+def prompts_and_params():
     """Prompts that went on in two ways, as code does, and every temperature."""
     prompts = [[5 + i, 7, 9 + i, 5 + i, 7, 11] * (2 + i % 3) + [5 + i, 7] for i in range(8)]
     params = [
@@ -31,19 +28,17 @@ def prompts_and_params() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
-def sources(plan: ScheduledBatch) -> set[str]:
+def sources(plan):
     """Who drafted for the rows of a round."""
     return {"text" if row.draft_ids else "model" for row in plan.requests if row.num_steps}
 
 
-def num_kept(outputs: Sequence[RequestOutput]) -> int:
+def num_kept(outputs):
     return sum(output.speculation.num_correct_drafts for output in outputs)
 
 
 @SHAPES
-def test_where_nothing_matches_a_round_is_a_plain_one(
-    make_llm: MakeLLM, shape: dict[str, Any]
-) -> None:
+def test_where_nothing_matches_a_round_is_a_plain_one(make_llm, shape):
     llm = make_llm("NGRAM", 4, **shape)
     plans = heard_plans(llm)
     [output] = llm.generate([list(range(10, 30))], SamplingParams(max_tokens=2, temperature=0.0))
@@ -59,9 +54,7 @@ def test_where_nothing_matches_a_round_is_a_plain_one(
         ("EAGLE3", {**BRANCHING, **FIRST}),
     ],
 )
-def test_where_nothing_matches_the_next_round_is_planned_while_one_runs(
-    make_llm: MakeLLM, algorithm: str, keys: dict[str, Any]
-) -> None:
+def test_where_nothing_matches_the_next_round_is_planned_while_one_runs(make_llm, algorithm, keys):
     params = SamplingParams(max_tokens=16, temperature=1.0, seed=1, ignore_eos=True)
     llm = make_llm(algorithm, 3, **AHEAD, **keys)
     plans = heard_plans(llm)
@@ -73,9 +66,7 @@ def test_where_nothing_matches_the_next_round_is_planned_while_one_runs(
 
 @SHAPES
 @pytest.mark.parametrize(("algorithm", "first"), [("NGRAM", {}), ("EAGLE3", FIRST)])
-def test_only_rounds_that_draft_from_the_text_wait_for_it(
-    make_llm: MakeLLM, algorithm: str, first: dict[str, Any], shape: dict[str, Any]
-) -> None:
+def test_only_rounds_that_draft_from_the_text_wait_for_it(make_llm, algorithm, first, shape):
     llm = make_llm(algorithm, 3, **AHEAD, **first, **shape)
     plans = heard_plans(llm)
     assert num_kept(llm.generate(*prompts_and_params())) > 0
@@ -86,9 +77,7 @@ def test_only_rounds_that_draft_from_the_text_wait_for_it(
     assert first or any(plan.follows for plan in decoding)
 
 
-def test_nor_does_anything_wait_for_a_text_while_the_policy_wants_no_drafts(
-    make_llm: MakeLLM,
-) -> None:
+def test_nor_does_anything_wait_for_a_text_while_the_policy_wants_no_drafts(make_llm):
     llm = make_llm("NGRAM", 3, **AHEAD, **CHAIN)
     switch_every_round(llm, [0])
     plans = heard_plans(llm)
@@ -100,8 +89,8 @@ def test_nor_does_anything_wait_for_a_text_while_the_policy_wants_no_drafts(
 
 @pytest.mark.parametrize("algorithm", ["NGRAM", "EAGLE3"])
 def test_drafts_from_a_corpus_are_kept_where_it_knows_the_text_and_never_change_it(
-    make_llm: MakeLLM, tmp_path: Path, algorithm: str
-) -> None:
+    make_llm, tmp_path, algorithm
+):
     prompts = [[30 + 5 * i, 90 - i, 17] for i in range(4)]
     params = [SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)] * 4
     plain = texts(make_llm().generate(prompts, params))

@@ -1,7 +1,5 @@
 """Laws of incremental text: nothing shown can still change, and texts end where they must."""
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,20 +12,20 @@ from tests.helpers.checkpoints import EOS_ID, make_tokenizer
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def tokenizer(tmp_path_factory):
     """Token id = byte value: every multi-byte character spans several tokens."""
     return Tokenizer(make_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
-def sequence(**params: object) -> Sequence:
+def sequence(**params):
     return Sequence("1", SamplingParams(**{"max_tokens": 1000, **params}), list(b"x = "), 4, 0)
 
 
-def output(tokenizer: Tokenizer, **params: object) -> OutputText:
+def output(tokenizer, **params):
     return OutputText(tokenizer, sequence(**params))
 
 
-def feed(text: OutputText, tokens: list[int], sizes: list[int]) -> tuple[list[str], int]:
+def feed(text, tokens, sizes):
     """Pushes tokens in runs of the given sizes; the pieces taken and the tokens used."""
     pieces, used, rest = [], 0, list(tokens)
     while rest and text.finish_reason is None:
@@ -39,9 +37,7 @@ def feed(text: OutputText, tokens: list[int], sizes: list[int]) -> tuple[list[st
 
 
 @given(st.text(min_size=1, max_size=30), st.lists(st.integers(1, 8), max_size=30))
-def test_pieces_join_to_the_whole_text_however_tokens_arrive(
-    tokenizer: Tokenizer, text: str, sizes: list[int]
-) -> None:
+def test_pieces_join_to_the_whole_text_however_tokens_arrive(tokenizer, text, sizes):
     tokens = list(text.encode())
     stream = output(tokenizer)
     pieces, used = feed(stream, tokens, sizes)
@@ -52,9 +48,7 @@ def test_pieces_join_to_the_whole_text_however_tokens_arrive(
 
 
 @given(st.text(min_size=1, max_size=30), st.lists(st.integers(1, 8), max_size=30))
-def test_a_run_that_is_read_at_once_says_what_its_tokens_say_one_by_one(
-    tokenizer: Tokenizer, text: str, sizes: list[int]
-) -> None:
+def test_a_run_that_is_read_at_once_says_what_its_tokens_say_one_by_one(tokenizer, text, sizes):
     """Where stop strings are asked for, every token is read by itself."""
     at_once, watched = output(tokenizer), output(tokenizer, stop=("an end that never comes",))
     tokens = list(text.encode())
@@ -67,7 +61,7 @@ def test_a_run_that_is_read_at_once_says_what_its_tokens_say_one_by_one(
         assert at_once.text == watched.text
 
 
-def test_a_stop_string_across_runs_is_cut_off_and_never_shown(tokenizer: Tokenizer) -> None:
+def test_a_stop_string_across_runs_is_cut_off_and_never_shown(tokenizer):
     for size in range(1, 9):
         stream = output(tokenizer, stop=("END", "zz"))
         pieces, used = feed(stream, list(b"abcEN EN DENDxyz"), [size] * 20)
@@ -76,9 +70,7 @@ def test_a_stop_string_across_runs_is_cut_off_and_never_shown(tokenizer: Tokeniz
         assert stream.finish_reason is FinishReason.STOP
 
 
-def test_a_stop_string_that_is_complete_by_min_tokens_does_not_end_the_text(
-    tokenizer: Tokenizer,
-) -> None:
+def test_a_stop_string_that_is_complete_by_min_tokens_does_not_end_the_text(tokenizer):
     for size in range(1, 9):
         stream = output(tokenizer, stop=("END",), min_tokens=5)
         pieces, used = feed(stream, list(b"abENDxENDy"), [size] * 20)
@@ -109,15 +101,7 @@ def test_a_stop_string_that_is_complete_by_min_tokens_does_not_end_the_text(
         "stop string before eos",
     ],
 )
-def test_a_text_ends_inside_an_accepted_run(
-    tokenizer: Tokenizer,
-    asked: dict[str, Any],
-    ends: list[int],
-    tokens: list[int],
-    num_used: int,
-    text: str,
-    reason: FinishReason | None,
-) -> None:
+def test_a_text_ends_inside_an_accepted_run(tokenizer, asked, ends, tokens, num_used, text, reason):
     seq = sequence(**asked)
     seq.end_token_ids = frozenset(ends)
     count, why = seq.cut(tokens)

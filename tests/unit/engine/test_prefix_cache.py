@@ -1,17 +1,15 @@
 """Texts that begin alike share pages: the text is the same, and so is what the draft is worth."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 
 from serve_spec.core.request import SamplingParams
-from tests.helpers.engines import MakeLLM, switch_every_round
+from tests.helpers.engines import switch_every_round
 
 PAGE = 4
 
 
-def prompts_and_params() -> tuple[list[list[int]], list[SamplingParams]]:
+def prompts_and_params():
     """Two beginnings, each gone on with in several ways: within a page, at its end, not at all."""
     rng = random.Random(5)
     beginnings = [[rng.randrange(256) for _ in range(40)] for _ in range(2)]
@@ -32,7 +30,7 @@ def prompts_and_params() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
-def test_a_draft_that_knows_the_text_knows_it_after_a_hit_too(make_llm: MakeLLM) -> None:
+def test_a_draft_that_knows_the_text_knows_it_after_a_hit_too(make_llm):
     """Some pages have no draft entries yet, for they were computed without drafts."""
     llm = make_llm("STANDALONE", 3)
     prompts, params = prompts_and_params()
@@ -46,7 +44,7 @@ def test_a_draft_that_knows_the_text_knows_it_after_a_hit_too(make_llm: MakeLLM)
             assert output.num_cached_tokens > 0
 
 
-def test_hits_are_counted_and_a_cache_that_is_off_has_none(make_llm: MakeLLM) -> None:
+def test_hits_are_counted_and_a_cache_that_is_off_has_none(make_llm):
     prompt = list(range(30))
     params = SamplingParams(max_tokens=2, temperature=0.0)
     for prefix_caching, expected in ((True, 28), (False, 0)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
@@ -16,11 +15,9 @@ from hypothesis import strategies as st
 
 from serve_spec.config.root import leaf_sections
 from serve_spec.core.draft import DraftShape
-from serve_spec.core.plan import BatchResult, ScheduledBatch, ScheduledRequest
+from serve_spec.core.plan import BatchResult, ScheduledBatch
 from serve_spec.engine.profile import (
     CostGrid,
-    MeasuredCosts,
-    Measurement,
     ProfileLimits,
     TimeBudget,
     finish,
@@ -36,16 +33,16 @@ class FakeWorker:
 
     vocab_size = 50
 
-    def __init__(self, tiers: Sequence[int] = range(8), noise: Sequence[float] = (1.0,)) -> None:
+    def __init__(self, tiers=range(8), noise=(1.0,)):
         self.states = dict.fromkeys(map(DraftShape.chain, tiers))
         self.now = 1000.0
         self.plans: list[ScheduledBatch] = []
         self._noise = itertools.cycle(noise)
 
-    def clock(self) -> float:
+    def clock(self):
         return self.now
 
-    def execute(self, plan: ScheduledBatch) -> BatchResult:
+    def execute(self, plan):
         self.plans.append(plan)
         context = mean_context(plan)
         factor = next(self._noise)
@@ -57,15 +54,15 @@ class FakeWorker:
         return BatchResult([[1]] * len(plan.requests), draft, verify)
 
 
-def true_draft_ms(batch_size: int, num_steps: int) -> float:
+def true_draft_ms(batch_size, num_steps):
     return num_steps * (1 + 0.1 * batch_size)
 
 
-def true_verify_ms(batch_size: int, num_steps: int, context: int) -> float:
+def true_verify_ms(batch_size, num_steps, context):
     return 5 + (0.5 + 0.001 * context) * batch_size * (num_steps + 1)
 
 
-def begun(worker: FakeWorker, **changes: Any) -> Measurement:
+def begun(worker, **changes):
     settings: dict[str, Any] = {
         "page_size": 16,
         "num_pages": 2048,
@@ -84,19 +81,19 @@ def begun(worker: FakeWorker, **changes: Any) -> Measurement:
     return measure_costs(worker, grid, limits, budget, **settings)
 
 
-def measured(worker: FakeWorker, **changes: Any) -> MeasuredCosts:
+def measured(worker, **changes):
     return finish(begun(worker, **changes))
 
 
-def cells_of(plans: Sequence[ScheduledBatch]) -> list[Point]:
+def cells_of(plans):
     return [Point(mean_context(plan), len(plan.requests), plan.shape) for plan in plans]
 
 
-def mean_context(plan: ScheduledBatch) -> int:
+def mean_context(plan):
     return round(sum(row.length for row in plan.requests) / len(plan.requests))
 
 
-def test_with_time_enough_every_cell_is_the_truth() -> None:
+def test_with_time_enough_every_cell_is_the_truth():
     costs = measured(FakeWorker())
     assert costs.batch_sizes == (1, 2, 4, 8, 16, 32)
     assert costs.num_steps == (0, 1, 2, 3, 5, 7)
@@ -113,11 +110,11 @@ def test_with_time_enough_every_cell_is_the_truth() -> None:
 class Disturbed(FakeWorker):
     """Rounds take a multiple of their time that depends on the cells run so far, the own last."""
 
-    def __init__(self, slowness: Callable[[list[Point]], float], pause_s: float) -> None:
+    def __init__(self, slowness, pause_s):
         super().__init__()
         self._slowness, self._pause_s = slowness, pause_s
 
-    def execute(self, plan: ScheduledBatch) -> BatchResult:
+    def execute(self, plan):
         slow = self._slowness(cells_of([*self.plans, plan]))
         result = super().execute(plan)
         self.now += self._pause_s
@@ -143,9 +140,7 @@ class Disturbed(FakeWorker):
         ),
     ],
 )
-def test_slow_first_runs_and_rare_disturbances_do_not_show(
-    slowness: Callable[[list[Point]], float], pause_s: float, sizes: dict[str, Any]
-) -> None:
+def test_slow_first_runs_and_rare_disturbances_do_not_show(slowness, pause_s, sizes):
     costs = measured(Disturbed(slowness, pause_s), **{"max_batch_size": 4, **sizes})
     for b, size in enumerate(costs.batch_sizes):
         truth = [true_verify_ms(size, k, 128) for k in costs.num_steps]
@@ -154,9 +149,7 @@ def test_slow_first_runs_and_rare_disturbances_do_not_show(
 
 
 @pytest.mark.parametrize(("budget_s", "is_short"), [(0.2, True), (1.0, True), (10.0, False)])
-def test_the_budget_holds_and_what_it_did_not_reach_is_extrapolated_by_name(
-    budget_s: float, is_short: bool
-) -> None:
+def test_the_budget_holds_and_what_it_did_not_reach_is_extrapolated_by_name(budget_s, is_short):
     worker = FakeWorker()
     costs = measured(worker, budget_s=budget_s)
     assert worker.now - 1000.0 <= budget_s
@@ -177,7 +170,7 @@ def test_the_budget_holds_and_what_it_did_not_reach_is_extrapolated_by_name(
     assert short == pytest.approx(np.array(truth)), "linear costs continue exactly"
 
 
-def test_small_batches_come_first_but_plain_rounds_of_every_size_before_them() -> None:
+def test_small_batches_come_first_but_plain_rounds_of_every_size_before_them():
     worker = FakeWorker()
     measured(worker, budget_s=0.6)
     ran = set(cells_of(worker.plans))
@@ -187,9 +180,7 @@ def test_small_batches_come_first_but_plain_rounds_of_every_size_before_them() -
 
 
 @pytest.mark.parametrize(("num_slow", "num_fast"), [(40, 60), (30, 70), (45, 60), (20, 30)])
-def test_a_noisy_moment_does_not_set_one_number_of_steps_apart(
-    num_slow: int, num_fast: int
-) -> None:
+def test_a_noisy_moment_does_not_set_one_number_of_steps_apart(num_slow, num_fast):
     """The machine is half as fast for long stretches; neighbours differ by what is true of them."""
     slow_then_fast = [2.0] * num_slow + [1.0] * num_fast
     costs = measured(FakeWorker(noise=slow_then_fast), max_batch_size=8)
@@ -201,9 +192,7 @@ def test_a_noisy_moment_does_not_set_one_number_of_steps_apart(
 
 @pytest.mark.parametrize("num_steps", range(1, 8))
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 16, 64])
-def test_rows_of_a_profile_make_up_about_half_of_what_a_round_can_leave(
-    batch_size: int, num_steps: int
-) -> None:
+def test_rows_of_a_profile_make_up_about_half_of_what_a_round_can_leave(batch_size, num_steps):
     cell = Point(128, batch_size, DraftShape.chain(num_steps))
     num_missing_entries = [cell.num_missing(row) for row in range(batch_size)]
     assert all(1 <= num_missing <= num_steps + 1 for num_missing in num_missing_entries)
@@ -220,9 +209,7 @@ def test_rows_of_a_profile_make_up_about_half_of_what_a_round_can_leave(
         ({"longest_run_s": 0.05}, Point(128, 16, DraftShape.chain(1)), (16, 7)),
     ],
 )
-def test_rounds_beyond_a_limit_are_extrapolated_and_never_run(
-    limit: dict[str, Any], largest: Point, too_large: tuple[int, int]
-) -> None:
+def test_rounds_beyond_a_limit_are_extrapolated_and_never_run(limit, largest, too_large):
     worker = FakeWorker()
     costs = measured(worker, **limit)
     assert not costs.is_rough
@@ -232,7 +219,7 @@ def test_rounds_beyond_a_limit_are_extrapolated_and_never_run(
     assert too_large in costs.extrapolated
 
 
-def test_batches_that_do_not_fit_the_pages_are_left_out_or_extrapolated() -> None:
+def test_batches_that_do_not_fit_the_pages_are_left_out_or_extrapolated():
     worker = FakeWorker()
     costs = measured(worker, num_pages=96)
     assert costs.batch_sizes == (1, 2, 4, 8)
@@ -250,16 +237,14 @@ def test_batches_that_do_not_fit_the_pages_are_left_out_or_extrapolated() -> Non
         ({"budget_s": 1e-3}, "within 0.003 s: the machine is too busy; .* speculative_cost_table"),
     ],
 )
-def test_too_little_room_or_time_is_refused_by_keys_that_exist(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_too_little_room_or_time_is_refused_by_keys_that_exist(changes, message):
     with pytest.raises(ValueError, match=message) as refusal:
         measured(FakeWorker(), **changes)
     named = re.findall(r"(\w+_\w+)=", str(refusal.value))
     assert set(named) <= set(leaf_sections())
 
 
-def test_on_a_busy_machine_short_rounds_are_measured_even_beyond_the_budget() -> None:
+def test_on_a_busy_machine_short_rounds_are_measured_even_beyond_the_budget():
     """A start that has time for nothing else still has costs, and says that they are rough."""
     costs = measured(FakeWorker(noise=[50.0]), budget_s=1.0)
     assert costs.measured_s > 1.0
@@ -270,16 +255,16 @@ def test_on_a_busy_machine_short_rounds_are_measured_even_beyond_the_budget() ->
     assert not measured(FakeWorker(), budget_s=1.0).is_rough
 
 
-def test_a_measurement_may_pause_after_every_round_and_finds_the_same() -> None:
+def test_a_measurement_may_pause_after_every_round_and_finds_the_same():
     """On pages it is given, by a clock that stands still meanwhile."""
     worker, asked = FakeWorker(), [0]
     paused_s = 0.0
 
-    def pages(count: int) -> range:
+    def pages(count):
         asked.append(count)
         return range(1000, 1000 + count)
 
-    def pause(share: float) -> None:
+    def pause(share):
         nonlocal paused_s
         worker.now += 100.0
         paused_s += 100.0
@@ -292,7 +277,7 @@ def test_a_measurement_may_pause_after_every_round_and_finds_the_same() -> None:
     assert used == set(range(1000, 1000 + max(asked)))
 
 
-def test_progress_grows_to_one() -> None:
+def test_progress_grows_to_one():
     shares: list[float] = []
     finish(begun(FakeWorker(), budget_s=2.0), shares.append)
     assert shares == sorted(shares)
@@ -308,7 +293,7 @@ def test_progress_grows_to_one() -> None:
         Point(128, 4, DraftShape.chain(1)),
     ],
 )
-def test_plans_look_like_those_of_a_scheduler(cell: Point) -> None:
+def test_plans_look_like_those_of_a_scheduler(cell):
     plan = SyntheticPlans(page_size=16, vocab_size=50).plan(cell, temperature=0.8)
     pages = [page for row in plan.requests for page in row.page_ids]
     assert sorted(pages) == list(range(cell.num_pages(16))), "every row on pages of its own"
@@ -318,7 +303,7 @@ def test_plans_look_like_those_of_a_scheduler(cell: Point) -> None:
         check_row(row, cell)
 
 
-def check_row(row: ScheduledRequest, cell: Point) -> None:
+def check_row(row, cell):
     assert row.is_decode
     assert row.samples
     assert 0.75 * cell.context - 1 <= row.length <= 1.25 * cell.context + 1
@@ -339,7 +324,7 @@ TREES = (DraftShape(2, 6, TOPK), DraftShape(3, 15, TOPK))
 class BranchingWorker(FakeWorker):
     """Also drafts trees: a level costs twice a step."""
 
-    def execute(self, plan: ScheduledBatch) -> BatchResult:
+    def execute(self, plan):
         result = super().execute(plan)
         if plan.shape.is_chain:
             return result
@@ -350,7 +335,7 @@ class BranchingWorker(FakeWorker):
         return replace(result, draft_ms=draft, verify_ms=verify)
 
 
-def test_trees_are_measured_beside_chains_of_the_same_sizes() -> None:
+def test_trees_are_measured_beside_chains_of_the_same_sizes():
     worker = BranchingWorker()
     costs = measured(worker, trees=dict.fromkeys(TREES))
     assert [tree.shape for tree in costs.trees] == [(2, 6), (3, 15)]
@@ -372,13 +357,13 @@ def test_trees_are_measured_beside_chains_of_the_same_sizes() -> None:
             assert row.length + slots <= room
 
 
-def test_chains_cost_the_same_whether_or_not_trees_are_measured_too() -> None:
+def test_chains_cost_the_same_whether_or_not_trees_are_measured_too():
     alone, beside = measured(FakeWorker()), measured(BranchingWorker(), trees=dict.fromkeys(TREES))
     assert (alone.draft_ms, alone.verify_ms) == (beside.draft_ms, beside.verify_ms)
     assert alone.trees == ()
 
 
-def test_trees_that_do_not_fit_continue_what_was_measured_of_their_shape() -> None:
+def test_trees_that_do_not_fit_continue_what_was_measured_of_their_shape():
     costs = measured(BranchingWorker(), trees=dict.fromkeys(TREES), max_num_tokens=200)
     (_, largest) = costs.trees
     assert costs.batch_sizes[-1] == 32, "32 rows of 16 are more than 200"
@@ -387,7 +372,7 @@ def test_trees_that_do_not_fit_continue_what_was_measured_of_their_shape() -> No
         assert all(a < b for a, b in pairwise(verify))
 
 
-def test_trees_of_few_requests_are_measured_for_as_many() -> None:
+def test_trees_of_few_requests_are_measured_for_as_many():
     worker = BranchingWorker()
     costs = measured(worker, trees=dict.fromkeys(TREES, 4))
     branched = [plan for plan in worker.plans if not plan.shape.is_chain]
@@ -397,7 +382,7 @@ def test_trees_of_few_requests_are_measured_for_as_many() -> None:
 
 @given(st.floats(0.1, 1.0))
 @settings(max_examples=10)
-def test_with_trees_too_the_budget_is_kept(budget_s: float) -> None:
+def test_with_trees_too_the_budget_is_kept(budget_s):
     worker = BranchingWorker()
     started = worker.now
     measured(worker, trees=dict.fromkeys(TREES), budget_s=budget_s)

@@ -7,19 +7,16 @@ from typing import Any
 import pytest
 
 from serve_spec.core.request import SamplingParams
-from tests.helpers.engines import MakeLLM
 
 
-def test_newcomers_do_not_make_the_whole_batch_catch_up_wider(
-    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_newcomers_do_not_make_the_whole_batch_catch_up_wider(make_llm, monkeypatch):
     """What is left of a prompt's entries is one, and those of the round under way."""
     num_steps = 3
     llm = make_llm("EAGLE3", num_steps, async_scheduling=True, max_num_seqs=3)
     worker: Any = llm.engine.worker
     extend_for, widths = worker.captured.extend_for, []
 
-    def noted(num_missing: int, batch_size: int) -> Any:
+    def noted(num_missing, batch_size):
         widths.append(num_missing)
         return extend_for(num_missing, batch_size)
 
@@ -37,8 +34,8 @@ def test_newcomers_do_not_make_the_whole_batch_catch_up_wider(
 @pytest.mark.parametrize("algorithm", ["NGRAM", "NONE"])
 @pytest.mark.parametrize("num_left", [0, 1, 2])
 def test_a_text_whose_last_token_alone_is_left_to_compute_goes_on_from_it(
-    make_llm: MakeLLM, algorithm: str, num_left: int
-) -> None:
+    make_llm, algorithm, num_left
+):
     """A preempted text of a piece and so many tokens more; one is what decoding begins with."""
     params = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
     prompt = [(37 * i * i) % 256 for i in range(15)]

@@ -1,7 +1,5 @@
 """Engines whose drafts are sampled and judged by rejection: other texts, the same distribution."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -10,14 +8,14 @@ from scipy import stats
 
 from serve_spec.core.request import FinishReason, SamplingParams
 from serve_spec.ops.rejection import DraftLogits
-from tests.helpers.engines import MakeLLM, switch_every_round, texts
+from tests.helpers.engines import switch_every_round, texts
 
 METHODS = ["standard", "block"]
 ALGORITHMS = ["EAGLE3", "EAGLE", "MEDUSA", "STANDALONE"]
 STEPS = 4
 
 
-def requests(temperature: float, count: int = 6) -> tuple[list[list[int]], list[SamplingParams]]:
+def requests(temperature, count=6):
     prompts = [[3 + i, *range(20, 21 + 3 * i)] for i in range(count)]
     params = [
         SamplingParams(max_tokens=20 + i, temperature=temperature, seed=i, ignore_eos=True)
@@ -28,9 +26,7 @@ def requests(temperature: float, count: int = 6) -> tuple[list[list[int]], list[
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_sampled_texts_are_tokens_and_as_long_as_asked(
-    make_llm: MakeLLM, algorithm: str, method: str
-) -> None:
+def test_sampled_texts_are_tokens_and_as_long_as_asked(make_llm, algorithm, method):
     """With tiers and rows that change every round, and sequences that are preempted."""
     prompts, params = requests(1.0)
     overrides = {"num_pages": 36, "max_num_seqs": 6} if algorithm == "EAGLE3" else {}
@@ -47,17 +43,15 @@ def test_sampled_texts_are_tokens_and_as_long_as_asked(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_request_that_never_drafts_has_the_text_of_its_seed(
-    make_llm: MakeLLM, method: str
-) -> None:
+def test_a_request_that_never_drafts_has_the_text_of_its_seed(make_llm, method):
     llm = make_llm("EAGLE3", 0, rejection_sample_method=method)
     assert texts(llm.generate(*requests(1.0))) == texts(make_llm().generate(*requests(1.0)))
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_neighbours_that_leave_and_prefixes_that_are_known_change_no_text_of_a_seed(
-    make_llm: MakeLLM, method: str
-) -> None:
+    make_llm, method
+):
     """The last tokens depend on how deep the last rounds draft."""
     prompts, params = requests(1.0)
     llm = make_llm("EAGLE3", STEPS, rejection_sample_method=method, async_scheduling=False)
@@ -74,7 +68,7 @@ def test_neighbours_that_leave_and_prefixes_that_are_known_change_no_text_of_a_s
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_draft_that_is_the_target_is_always_kept(make_llm: MakeLLM, method: str) -> None:
+def test_a_draft_that_is_the_target_is_always_kept(make_llm, method):
     """Its law is the target's, but for the last bits: what drafts are judged by is what they were
     drawn from. One draft in some hundreds of thousands is lost to rounding."""
     llm = make_llm("STANDALONE", STEPS, rejection_sample_method=method, async_scheduling=False)
@@ -84,9 +78,7 @@ def test_a_draft_that_is_the_target_is_always_kept(make_llm: MakeLLM, method: st
 
 
 @pytest.mark.parametrize(("method", "ahead"), [("standard", False), ("block", True)])
-def test_texts_of_engines_follow_one_distribution(
-    make_llm: MakeLLM, method: str, ahead: bool
-) -> None:
+def test_texts_of_engines_follow_one_distribution(make_llm, method, ahead):
     """With penalties, bias and filters: texts with speculation against texts without.
 
     Two-sample chi-square over the second to fourth tokens of 1,500 requests each, of other seeds;
@@ -95,7 +87,7 @@ def test_texts_of_engines_follow_one_distribution(
     count = 1500
     edits = {"top_k": 3, "repetition_penalty": 1.4, "logit_bias": {7: 1.5}, "temperature": 1.2}
 
-    def counts(make: MakeLLM, first_seed: int, *args: object, **kwargs: object) -> Counter:
+    def counts(make, first_seed, *args, **kwargs):
         params = [
             SamplingParams(max_tokens=4, seed=first_seed + i, ignore_eos=True, **edits)
             for i in range(count)
@@ -120,9 +112,9 @@ def test_texts_of_engines_follow_one_distribution(
 
 
 def test_a_device_without_room_for_what_drafts_are_drawn_from_is_told_what_to_lower(
-    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def create(*args: object) -> None:
+    make_llm, monkeypatch
+):
+    def create(*args):
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(DraftLogits, "create", create)

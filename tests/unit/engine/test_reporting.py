@@ -1,23 +1,16 @@
 """What a round reports beside its counts: live rows, and what the policy thought of it."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from serve_spec import LLM
 from serve_spec.adaptive import AdaptiveSpeculativeParams
 from serve_spec.adaptive.ema import EmaPolicy
 from serve_spec.adaptive.goodput import GoodputPolicy
-from serve_spec.core.record import StepRecord
 from serve_spec.core.request import SamplingParams
 from serve_spec.core.round import NO_NOTES, Reason
 from serve_spec.engine import engine
-from tests.helpers.engines import MakeLLM, heard_steps
+from tests.helpers.engines import heard_steps
 from tests.helpers.rounds import decode_batch, verified_round
 from tests.helpers.simulated_costs import TWO_CPU_CORES, RoundShape, recorded_table
 
@@ -29,22 +22,22 @@ class Ticking:
 
     TICK_S = 1e-3
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 0.0
 
-    def perf_counter(self) -> float:
+    def perf_counter(self):
         self.now += self.TICK_S
         return self.now
 
-    def takes_a_second(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*given: object) -> Any:
+    def takes_a_second(self, work):
+        def timed(*given):
             self.now += 1.0
             return work(*given)
 
         return timed
 
 
-def generate(llm: LLM, *max_tokens: int) -> list[StepRecord]:
+def generate(llm, *max_tokens):
     """The rounds of one request per given length."""
     steps = heard_steps(llm)
     params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in max_tokens]
@@ -53,8 +46,8 @@ def generate(llm: LLM, *max_tokens: int) -> list[StepRecord]:
 
 
 def test_times_of_rounds_add_up_to_those_of_the_steps_and_pauses_are_none_of_them(
-    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    make_llm, monkeypatch
+):
     """By a clock that ticks when it is read, and whenever a plan is made or a text handed out."""
     llm, clock = make_llm("EAGLE3", 3), Ticking()
     monkeypatch.setattr(engine, "time", clock)
@@ -77,7 +70,7 @@ def test_times_of_rounds_add_up_to_those_of_the_steps_and_pauses_are_none_of_the
     )
 
 
-def test_the_average_of_the_slot_that_chose_is_reported(make_llm: MakeLLM, tmp_path: Path) -> None:
+def test_the_average_of_the_slot_that_chose_is_reported(make_llm, tmp_path):
     slots = tmp_path / "slots.json"
     slots.write_text(json.dumps({"1": {"candidate_steps": [3]}, "3": {"candidate_steps": [3]}}))
     llm = make_llm(
@@ -98,7 +91,7 @@ def test_the_average_of_the_slot_that_chose_is_reported(make_llm: MakeLLM, tmp_p
 
 
 @pytest.mark.parametrize("num_correct", [0, 1])
-def test_ema_marks_its_probes_and_nothing_else(num_correct: int) -> None:
+def test_ema_marks_its_probes_and_nothing_else(num_correct):
     """At 0 every rise is a probe until it is decided on: it lasts, or falls back."""
     config = {"candidate_steps": [0, 1], "warmup_batches": 0, "update_interval": 5}
     policy = EmaPolicy(AdaptiveSpeculativeParams(0, config, min_dwell_rounds=5), {})
@@ -112,7 +105,7 @@ def test_ema_marks_its_probes_and_nothing_else(num_correct: int) -> None:
     assert marked == [(0, False)] * 5 + [(1, True)] * 5 + [after] * 5
 
 
-def test_goodput_says_what_it_expects_of_a_round_and_why_it_takes_it() -> None:
+def test_goodput_says_what_it_expects_of_a_round_and_why_it_takes_it():
     policy = GoodputPolicy(recorded_table(TWO_CPU_CORES), min_dwell_rounds=8, initial_steps=3)
     learning = {Reason.PROBE, Reason.BASELINE}
     seen = set()

@@ -29,8 +29,8 @@ decode = msgspec.msgpack.Decoder(list[tuple[int, str]]).decode
     taken=st.sets(st.integers(0, 11)),
 )
 def test_whenever_the_channel_takes_them_the_tokens_of_a_request_come_once_and_in_order(
-    rounds: list[list[int]], taken: set[int]
-) -> None:
+    rounds, taken
+):
     """Request 0 has log-probabilities, request 1 statistics with every delta."""
     waiting, said = None, []
     for number, sizes in enumerate(rounds):
@@ -69,7 +69,7 @@ def test_whenever_the_channel_takes_them_the_tokens_of_a_request_come_once_and_i
             assert len(found) == len(messages)
 
 
-def test_a_sender_never_waits_for_its_reader_and_keeps_the_order() -> None:
+def test_a_sender_never_waits_for_its_reader_and_keeps_the_order():
     ours, theirs = Pipe()
     sender = Sender[list[tuple[int, str]]](ours, encode, list.extend)
     sent = [(number, "x" * (100_000 if number % 100 == 50 else 1000)) for number in range(1000)]
@@ -87,7 +87,7 @@ def test_a_sender_never_waits_for_its_reader_and_keeps_the_order() -> None:
     assert 10 < num_messages < len(sent), "what has room is sent at once, the rest merges"
 
 
-def test_a_sender_ends_when_the_other_end_is_gone() -> None:
+def test_a_sender_ends_when_the_other_end_is_gone():
     ours, theirs = Pipe()
     sender = Sender[list[str]](ours, encode, list.extend)
     for _ in range(10):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from serve_spec.core.draft import DraftShape
 from serve_spec.core.request import SamplingParams
 from serve_spec.layers.quantized import int4_works, int8_works
 from tests.helpers.checkpoints import VOCAB
-from tests.helpers.engines import MakeLLM, Pair, heard_rounds, switch_every_round, texts
+from tests.helpers.engines import heard_rounds, switch_every_round, texts
 from tests.helpers.lives import with_vocabulary
 
 STEPS = 3
@@ -39,8 +38,8 @@ INTEGERS = [
     ids=str,
 )
 def test_every_draft_of_the_target_itself_is_kept_whatever_happens(
-    make_llm: MakeLLM, tiers: list[int | DraftShape], text_first: bool, ahead: bool
-) -> None:
+    make_llm, tiers, text_first, ahead
+):
     """Rows draft less than others, or nothing, or from the text; pages go from hand to hand.
 
     One entry missing, stale or of another row, and some draft would be wrong.
@@ -72,8 +71,8 @@ def test_every_draft_of_the_target_itself_is_kept_whatever_happens(
 
 @pytest.mark.parametrize(("topk", "size"), [(1, 260), (1, VOCAB + 3), (2, VOCAB + 64)])
 def test_a_vocabulary_that_is_padded_otherwise_is_no_other_vocabulary(
-    make_llm: MakeLLM, pair: Pair, tmp_path: Path, topk: int, size: int
-) -> None:
+    make_llm, pair, tmp_path, topk, size
+):
     """Texts in which tokens come that a shorter one lacks; of any other every draft is kept."""
     prompts = [[3 + i, *range(20, 21 + 5 * i)] for i in range(6)]
     params = [
@@ -102,9 +101,7 @@ def test_a_vocabulary_that_is_padded_otherwise_is_no_other_vocabulary(
 
 
 @pytest.mark.parametrize("integers", INTEGERS)
-def test_most_drafts_of_the_shipped_target_in_integers_are_kept_and_change_no_text(
-    integers: str,
-) -> None:
+def test_most_drafts_of_the_shipped_target_in_integers_are_kept_and_change_no_text(integers):
     keys: dict[str, Any] = {"device": "cpu", "dtype": "float32", "speculative_adaptive": False}
     copy = {
         "speculative_algorithm": "STANDALONE",

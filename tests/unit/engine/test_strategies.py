@@ -8,17 +8,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from serve_spec import LLM
 from serve_spec.adaptive import AdaptiveController
-from serve_spec.core.request import SamplingParams, TokenDelta
+from serve_spec.core.request import SamplingParams
 from serve_spec.engine import build
 from serve_spec.worker.graphs import NoRecorder
-from tests.helpers.engines import MakeLLM, heard_plans, policy_with_small_trees, texts
+from tests.helpers.engines import heard_plans, policy_with_small_trees, texts
 from tests.helpers.simulated_costs import GPU_8B, recorded_table
 
 TREE: dict[str, Any] = {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 7}
@@ -43,9 +41,7 @@ PARAMS = [
 ADAPTS = {"speculative_adaptive": True, "speculative_adaptive_strategy": "goodput"}
 
 
-def test_ema_pads_a_batch_to_the_next_captured_size(
-    make_llm: MakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ema_pads_a_batch_to_the_next_captured_size(make_llm, tmp_path, monkeypatch):
     """Five rows are of the slot from 8 on there, also after a live change; four are not."""
     monkeypatch.setattr(build, "_captures_graphs", lambda *args: True)
     monkeypatch.setattr(build, "GraphRecorder", lambda device: NoRecorder())
@@ -69,11 +65,11 @@ def test_ema_pads_a_batch_to_the_next_captured_size(
 
 
 @pytest.fixture(scope="module")
-def plain(make_llm: MakeLLM) -> list[tuple[int, ...]]:
+def plain(make_llm):
     return texts(make_llm().generate(PROMPTS[:3], PARAMS))
 
 
-def without_a_clock(llm: LLM) -> None:
+def without_a_clock(llm):
     """Tell the policy of an engine costs at which drafts pay, and no times of this machine."""
     controller: Any = llm.engine.controller
     settings = controller.settings
@@ -87,14 +83,8 @@ def without_a_clock(llm: LLM) -> None:
 
 @pytest.mark.parametrize(("algorithm", "keys", "tree", "by_request"), CASES, ids=str)
 def test_every_drafter_adapts_stops_and_resumes_under_goodput(
-    make_llm: MakeLLM,
-    plain: list[tuple[int, ...]],
-    monkeypatch: pytest.MonkeyPatch,
-    algorithm: str,
-    keys: dict[str, Any],
-    by_request: bool,
-    tree: dict[str, Any],
-) -> None:
+    make_llm, plain, monkeypatch, algorithm, keys, by_request, tree
+):
     """With the strategy's own candidates, whatever the draft can make; off for some rounds."""
     # Costs that are not used. Three times as long is waited for on a busy machine.
     monkeypatch.setitem(build._PROFILE_BUDGET_S, "cpu", 0.3)
@@ -107,7 +97,7 @@ def test_every_drafter_adapts_stops_and_resumes_under_goodput(
     changes = {5: {"speculative_adaptive": False, "speculative_num_steps": 0}, 9: ADAPTS}
     planned, step, steps = {}, engine.step, count()
 
-    def step_and_change() -> list[TokenDelta]:
+    def step_and_change():
         if (number := next(steps)) in changes:
             engine.reconfigure(changes[number])
             planned[number] = len(plans)
@@ -131,7 +121,7 @@ def test_every_drafter_adapts_stops_and_resumes_under_goodput(
     assert min(before, after) > 0 == off
 
 
-def test_a_policy_by_request_keeps_none_that_ended(make_llm: MakeLLM) -> None:
+def test_a_policy_by_request_keeps_none_that_ended(make_llm):
     llm = make_llm("EAGLE3", 3, **{**ADAPTS, "speculative_adaptive_strategy": "per_request"})
     llm.generate(PROMPTS[:3], PARAMS)
     controller: Any = llm.engine.controller

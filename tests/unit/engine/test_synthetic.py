@@ -1,36 +1,31 @@
 """Forced acceptance in an engine: as long as asked, repeatable, and labelled wherever it shows."""
 
-from __future__ import annotations
-
 import json
 import logging
-from typing import Any
 
 import pytest
 import yaml
 
-from serve_spec.core.request import RequestOutput, SamplingParams, SpeculativeOptions
+from serve_spec.core.request import SamplingParams, SpeculativeOptions
 from serve_spec.engine import llm
-from tests.helpers.engines import MakeLLM, Pair, heard_steps
+from tests.helpers.engines import heard_steps
 
 PROMPTS = [[i, *range(20, 35)] for i in range(8)]
 
 
-def params(seed: int = 1, **more: Any) -> list[SamplingParams]:
+def params(seed=1, **more):
     return [
         SamplingParams(max_tokens=100, temperature=0, seed=seed + i, ignore_eos=True, **more)
         for i in range(len(PROMPTS))
     ]
 
 
-def counts(outputs: list[RequestOutput]) -> list[dict[str, object]]:
+def counts(outputs):
     return [output.speculation.as_dict() for output in outputs]
 
 
 @pytest.mark.parametrize(("num_steps", "wanted"), [(7, 2.5), (3, 4.0)])
-def test_the_mean_accept_length_is_the_one_asked_for(
-    make_llm: MakeLLM, num_steps: int, wanted: float
-) -> None:
+def test_the_mean_accept_length_is_the_one_asked_for(make_llm, num_steps, wanted):
     llm = make_llm("EAGLE3", num_steps, synthetic_acceptance=wanted)
     heard = heard_steps(llm)
     llm.generate(PROMPTS, params())
@@ -45,7 +40,7 @@ def test_the_mean_accept_length_is_the_one_asked_for(
     assert all(0 <= correct <= steps <= num_steps for steps, correct in rows)
 
 
-def test_the_same_seeds_give_the_same_rounds_in_any_batch(make_llm: MakeLLM) -> None:
+def test_the_same_seeds_give_the_same_rounds_in_any_batch(make_llm):
     llm = make_llm("EAGLE3", 3, synthetic_acceptance=[0.8, 0.6, 0.5])
     together = llm.generate(PROMPTS, params())
     again = make_llm("EAGLE3", 3, synthetic_acceptance=[0.8, 0.6, 0.5], max_num_seqs=2)
@@ -55,7 +50,7 @@ def test_the_same_seeds_give_the_same_rounds_in_any_batch(make_llm: MakeLLM) -> 
     assert counts(together) != counts(llm.generate(PROMPTS, params(seed=50)))
 
 
-def test_rows_that_do_not_draft_say_what_the_target_says(make_llm: MakeLLM) -> None:
+def test_rows_that_do_not_draft_say_what_the_target_says(make_llm):
     plain = [o.token_ids for o in make_llm().generate(PROMPTS, params())]
     forced = make_llm("EAGLE3", 3, synthetic_acceptance=4)
     off = SpeculativeOptions(enabled=False)
@@ -67,9 +62,7 @@ def test_rows_that_do_not_draft_say_what_the_target_says(make_llm: MakeLLM) -> N
     assert [o.token_ids for o in forced.generate(PROMPTS, mixed)][:4] == plain[:4]
 
 
-def test_nothing_generated_under_forced_acceptance_can_be_taken_for_real(
-    make_llm: MakeLLM,
-) -> None:
+def test_nothing_generated_under_forced_acceptance_can_be_taken_for_real(make_llm):
     """Not even a request that does not draft: it ran on an engine that is no measure of a text."""
     llm = make_llm("EAGLE3", 3, synthetic_acceptance=[0.5, 0.25])
     off = SpeculativeOptions(enabled=False)
@@ -91,9 +84,7 @@ def test_nothing_generated_under_forced_acceptance_can_be_taken_for_real(
     assert "synthetic_acceptance" not in output.speculation.as_dict()
 
 
-def test_an_engine_that_forces_acceptance_says_so_once_at_start(
-    make_llm: MakeLLM, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_engine_that_forces_acceptance_says_so_once_at_start(make_llm, caplog):
     llm = make_llm("EAGLE3", 3, synthetic_acceptance=2.5)
     llm.generate(PROMPTS, params())
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
@@ -103,9 +94,7 @@ def test_an_engine_that_forces_acceptance_says_so_once_at_start(
     assert "synthetic_acceptance" not in caplog.text
 
 
-def test_generate_warns_on_stderr_and_marks_every_accept_length(
-    pair: Pair, tmp_path: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_warns_on_stderr_and_marks_every_accept_length(pair, tmp_path, capsys):
     file = tmp_path / "c.yaml"
     speculative = {
         "speculative_algorithm": "EAGLE3",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 TREE = {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 12}
 
 
-def requests() -> tuple[list[list[int]], list[SamplingParams]]:
+def requests():
     """Some texts go far beyond a window; some prompts come in pieces beside others' drafts."""
     lengths = (4, 25, 60, 90)
     prompts = [[(31 * i + 7 * j) % 256 for j in range(n)] for i, n in enumerate(lengths)]
@@ -40,7 +39,7 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_target_of_any_family_says_the_same_with_drafts(tmp_path: Path, name: str) -> None:
+def test_a_target_of_any_family_says_the_same_with_drafts(tmp_path, name):
     make_llm = llm_maker(make_pair(tmp_path, **TARGETS[name]), "cpu")
     plain = texts(make_llm().generate(*requests()))
     for algorithm, shape in (("EAGLE3", TREE), ("STANDALONE", {})):
@@ -51,7 +50,7 @@ def test_a_target_of_any_family_says_the_same_with_drafts(tmp_path: Path, name: 
         assert sum(output.speculation.num_correct_drafts for output in outputs) > 0
 
 
-def test_trees_that_may_not_lie_within_a_window_are_refused(tmp_path: Path) -> None:
+def test_trees_that_may_not_lie_within_a_window_are_refused(tmp_path):
     window = {"family": "mistral", "sliding_window": WIDE - 1}
     make_llm = llm_maker(make_pair(tmp_path, **window), "cpu")
     with pytest.raises(

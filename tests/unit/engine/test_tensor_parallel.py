@@ -10,31 +10,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from torch import Tensor
 
-from serve_spec import LLM
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.errors import CheckpointError
 from serve_spec.core.grammar import Grammar
-from serve_spec.core.request import RequestOutput, SamplingParams
+from serve_spec.core.request import SamplingParams
 from serve_spec.engine import build
-from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.worker_rank import follow
 from serve_spec.ops import draw, rejection
 from serve_spec.parallel import channel
 from serve_spec.parallel.worker_ranks import RankLost, WorkerRanks
 from serve_spec.worker.eagle import DraftModel
-from serve_spec.worker.step_buffers import StepBuffers
 from tests.helpers.engines import (
-    MakeLLM,
-    Pair,
     heard_plans,
     llm_maker,
     make_pair,
@@ -50,17 +42,17 @@ SWITCHING = (0, 7, 1, 0, 3, 0, 0, 7)
 
 
 @pytest.fixture(scope="module")
-def shared_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def shared_pair(tmp_path_factory):
     """Heads for four ranks, and a vocabulary that four do not divide."""
     return make_pair(tmp_path_factory.mktemp("pair"), num_key_value_heads=4, vocab=291)
 
 
 @pytest.fixture(scope="module")
-def make(shared_pair: Pair) -> MakeLLM:
+def make(shared_pair):
     return llm_maker(shared_pair, "cpu")
 
 
-def requests() -> tuple[list[list[int]], list[SamplingParams]]:
+def requests():
     """Prompts of 1 to 40 tokens, greedy, sampled, filtered, with edited scores, by a grammar.
 
     Some ask for log-probabilities: each rank has some columns of the logits only.
@@ -78,31 +70,31 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, [*params, SamplingParams(max_tokens=30, top_k=20, seed=9, ignore_eos=True)]
 
 
-def texts(llm: LLM) -> Texts:
+def texts(llm):
     return [output.token_ids for output in llm.generate(*requests())]
 
 
 @pytest.fixture(scope="module")
-def one(make: MakeLLM) -> list[RequestOutput]:
+def one(make):
     """What one rank answers without speculation."""
     return make().generate(*requests())
 
 
 @pytest.fixture(scope="module")
-def plain(one: list[RequestOutput]) -> Texts:
+def plain(one):
     return [output.token_ids for output in one]
 
 
 @pytest.fixture
-def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def threads(monkeypatch):
     """WorkerRanks are threads called "rank 1" ...: nothing but their start is another than that of
     processes, and they come at once. None of them outlives its test."""
     started: list[threading.Thread] = []
 
-    def launch(module: str, size: int, config: Any, launcher: None) -> WorkerRanks:
+    def launch(module, size, config, launcher):
         worker_ranks = WorkerRanks(size)
 
-        def run(rank: int) -> None:
+        def run(rank):
             with suppress(Exception):  # rank 0 hears of it
                 follow(config, rank, size, worker_ranks.address)
 
@@ -121,11 +113,11 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not any(thread.is_alive() for thread in started)
 
 
-def is_follower() -> bool:
+def is_follower():
     return threading.current_thread().name.startswith("rank")
 
 
-def stressed(make: MakeLLM, algorithm: str, **overrides: Any) -> LLM:
+def stressed(make, algorithm, **overrides):
     """Another tier and budget every round, too few pages, prompts in pieces."""
     llm = make(algorithm, 3, num_pages=32, max_num_batched_tokens=24, **overrides)
     switch_every_round(llm, SWITCHING, budgets=True)
@@ -133,9 +125,7 @@ def stressed(make: MakeLLM, algorithm: str, **overrides: Any) -> LLM:
 
 
 @pytest.mark.parametrize(("algorithm", "size", "ahead"), [("EAGLE3", 2, True), ("EAGLE", 4, False)])
-def test_any_number_of_ranks_says_what_one_says(
-    threads: None, make: MakeLLM, one: list[RequestOutput], algorithm: str, size: int, ahead: bool
-) -> None:
+def test_any_number_of_ranks_says_what_one_says(threads, make, one, algorithm, size, ahead):
     """Also from the pages that rank 0 finds. Four ranks do not divide the vocabulary."""
     llm = stressed(make, algorithm, tensor_parallel_size=size, async_scheduling=ahead)
     plans = heard_plans(llm)
@@ -150,25 +140,22 @@ def test_any_number_of_ranks_says_what_one_says(
 
 
 def test_ranks_that_draft_and_draw_otherwise_than_rank_0_do_as_it_says(
-    threads: None,
-    make: MakeLLM,
-    plain: Texts,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    threads, make, plain, monkeypatch
+):
     """Worse than any rounding: the worker ranks draft and draw other tokens than rank 0."""
 
-    def spoiled(tokens: Tensor) -> Tensor:
+    def spoiled(tokens):
         return (tokens + 1) % 256 if is_follower() else tokens
 
     draft, drawn, own = DraftModel.draft, draw.draw_tokens, draw.likeliest_children
 
-    def draft_otherwise(self: DraftModel, buffers: StepBuffers, *sizes: Any) -> None:
+    def draft_otherwise(self, buffers, *sizes):
         draft(self, buffers, *sizes)
         buffers.drafts.copy_(spoiled(buffers.drafts))
         if is_follower():
             buffers.shares.copy_(buffers.shares.flip(0) - 1)
 
-    def others(scores: Tensor, topk: int, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    def others(scores, topk, ids):
         children, likely = own(scores, topk, ids)
         return (children, likely.flip(1)) if is_follower() else (children, likely)
 
@@ -193,13 +180,11 @@ def test_ranks_that_draft_and_draw_otherwise_than_rank_0_do_as_it_says(
 
 
 @pytest.mark.parametrize("method", ["standard", "block"])
-def test_ranks_keep_the_sampled_drafts_that_rank_0_keeps(
-    threads: None, make: MakeLLM, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_keep_the_sampled_drafts_that_rank_0_keeps(threads, make, method, monkeypatch):
     """WorkerRanks would lose all of them, and replace them by nonsense."""
     reject = rejection.reject_drafts
 
-    def reject_otherwise(*args: Any) -> Tensor:
+    def reject_otherwise(*args):
         kept = reject(*args)
         if is_follower():
             kept.zero_()
@@ -222,33 +207,27 @@ def test_ranks_keep_the_sampled_drafts_that_rank_0_keeps(
     assert found[0] == found[1]
 
 
-def test_caches_are_as_large_as_the_rank_with_the_least_room_has_them(
-    threads: None, make: MakeLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_caches_are_as_large_as_the_rank_with_the_least_room_has_them(threads, make, monkeypatch):
     monkeypatch.setattr(build, "_num_pages", lambda *args: 70 if is_follower() else 90)
     llm = make(tensor_parallel_size=2)
     assert llm.engine.scheduler.cache.num_pages == 70
     llm.shutdown()
 
 
-def test_one_rank_alone_starts_nobody(make: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_alone_starts_nobody(make, monkeypatch):
     monkeypatch.setattr(build, "launch", None)
     llm = make("EAGLE3", 3, tensor_parallel_size=1)
     llm.engine.check_health()
     llm.shutdown()
 
 
-def test_what_can_not_be_shared_out_is_refused_before_anybody_starts(
-    make: MakeLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_can_not_be_shared_out_is_refused_before_anybody_starts(make, monkeypatch):
     monkeypatch.setattr(build, "launch", None)
     with pytest.raises(CheckpointError, match="tensor_parallel_size=3 does not divide"):
         make(tensor_parallel_size=3)
 
 
-def test_a_refusal_of_rank_0_ends_the_others(
-    threads: None, make: MakeLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refusal_of_rank_0_ends_the_others(threads, make, monkeypatch):
     started: list[WorkerRanks] = []
     launch = build.launch
     monkeypatch.setattr(build, "launch", lambda *args: started.append(launch(*args)) or started[0])
@@ -258,20 +237,20 @@ def test_a_refusal_of_rank_0_ends_the_others(
         started[0].check()
 
 
-def follower_pid(engine: SpecEngine) -> int:
+def follower_pid(engine):
     assert engine._worker_ranks is not None
     (process,) = engine._worker_ranks._processes.values()
     return process.pid
 
 
-def is_running(pid: int) -> bool:
+def is_running(pid):
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except FileNotFoundError:
         return False
 
 
-def wait_until_ended(pid: int) -> None:
+def wait_until_ended(pid):
     deadline = time.monotonic() + SOON_S
     while is_running(pid):
         assert time.monotonic() < deadline, f"process {pid} lives on"
@@ -279,20 +258,20 @@ def wait_until_ended(pid: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def processes(make: MakeLLM) -> Iterator[LLM]:
+def processes(make):
     """Two ranks as users have them; the last test here ends one."""
     llm = stressed(make, "EAGLE3", tensor_parallel_size=2)
     yield llm
     llm.shutdown()
 
 
-def test_ranks_in_processes_of_their_own_say_what_one_says(processes: LLM, plain: Texts) -> None:
+def test_ranks_in_processes_of_their_own_say_what_one_says(processes, plain):
     assert texts(processes) == plain
     assert processes.engine.scheduler.queue.num_preemptions > 0
     assert is_running(follower_pid(processes.engine))
 
 
-def test_a_rank_killed_in_the_middle_of_a_text_is_an_error_and_not_a_wait(processes: LLM) -> None:
+def test_a_rank_killed_in_the_middle_of_a_text_is_an_error_and_not_a_wait(processes):
     pid = follower_pid(processes.engine)
     threading.Timer(0.2, lambda: os.kill(pid, signal.SIGKILL)).start()
     endless = SamplingParams(max_tokens=100, ignore_eos=True)
@@ -304,7 +283,7 @@ def test_a_rank_killed_in_the_middle_of_a_text_is_an_error_and_not_a_wait(proces
         processes.generate([[1, 2, 3]], endless)
 
 
-def test_an_idle_loop_without_one_of_its_ranks_is_not_healthy(threads: None, make: MakeLLM) -> None:
+def test_an_idle_loop_without_one_of_its_ranks_is_not_healthy(threads, make):
     """Nobody asks for a text, so nobody but the health check can notice."""
     config = make().config
     loop = LocalEngine(type(config).load(config, tensor_parallel_size=2))
@@ -321,14 +300,12 @@ def test_an_idle_loop_without_one_of_its_ranks_is_not_healthy(threads: None, mak
     loop.shutdown()
 
 
-def test_a_rank_that_hangs_ends_its_streams_instead_of_holding_them(
-    make: MakeLLM,
-) -> None:
+def test_a_rank_that_hangs_ends_its_streams_instead_of_holding_them(make):
     config = make().config
     loop = LocalEngine(type(config).load(config, tensor_parallel_size=2, round_timeout_s=1.0))
     pid = follower_pid(loop.engine)
 
-    async def scenario() -> None:
+    async def scenario():
         os.kill(pid, signal.SIGSTOP)
         stream = await loop.submit([1, 2, 3], SamplingParams(max_tokens=50), "a")
         while True:
@@ -346,7 +323,7 @@ def test_a_rank_that_hangs_ends_its_streams_instead_of_holding_them(
     loop.shutdown()
 
 
-def test_without_rank_0_no_other_lives_on(shared_pair: Pair, tmp_path: Path) -> None:
+def test_without_rank_0_no_other_lives_on(shared_pair, tmp_path):
     """Killed in the middle of a text, with no chance to say anything."""
     program = (
         "import sys\n"
@@ -372,7 +349,7 @@ def test_without_rank_0_no_other_lives_on(shared_pair: Pair, tmp_path: Path) -> 
     wait_until_ended(pid)
 
 
-def test_a_program_that_does_not_shut_down_ends_in_order(shared_pair: Pair) -> None:
+def test_a_program_that_does_not_shut_down_ends_in_order(shared_pair):
     """No thread of a group may outlive the interpreter: it would take the process down."""
     program = (
         "from serve_spec import LLM\n"
@@ -383,7 +360,7 @@ def test_a_program_that_does_not_shut_down_ends_in_order(shared_pair: Pair) -> N
     subprocess.run([sys.executable, "-c", program], check=True, timeout=4 * SOON_S)
 
 
-def test_shutdown_ends_every_process(make: MakeLLM) -> None:
+def test_shutdown_ends_every_process(make):
     llm = make(tensor_parallel_size=2)
     pid = follower_pid(llm.engine)
     llm.shutdown()

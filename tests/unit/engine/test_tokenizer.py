@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,17 +22,17 @@ from tests.serving.texts import BOS, EOS, THINK, TURN, write_text_files
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def tokenizer(tmp_path_factory):
     return Tokenizer(write_text_files(tmp_path_factory.mktemp("bytes")))
 
 
-def test_special_tokens_are_added_unless_told_not_to(tokenizer: Tokenizer) -> None:
+def test_special_tokens_are_added_unless_told_not_to(tokenizer):
     (bos,) = tokenizer.encode(BOS, add_special_tokens=False)
     plain = tokenizer.encode("ab", add_special_tokens=False)
     assert tokenizer.encode("ab") == [bos, *plain]
 
 
-def test_added_tokens_are_known_with_their_kind(tokenizer: Tokenizer) -> None:
+def test_added_tokens_are_known_with_their_kind(tokenizer):
     assert tokenizer.added_tokens == {BOS: True, EOS: True, TURN: True, THINK: False}
 
 
@@ -41,18 +40,14 @@ TEXTS = st.lists(st.sampled_from(["a", " ", "\n", "é", "<", BOS, EOS, TURN, THI
 
 
 @given(text=TEXTS)
-def test_encoded_literally_no_text_has_an_added_token_in_it(
-    tokenizer: Tokenizer, text: str
-) -> None:
+def test_encoded_literally_no_text_has_an_added_token_in_it(tokenizer, text):
     literal = tokenizer.encode_literally(text)
     assert all(token_id < 256 for token_id in literal), "bytes alone"
     assert tokenizer.decode(literal) == text
 
 
 @given(text=st.text(max_size=20))
-def test_encoded_literally_a_text_without_added_tokens_is_what_it_is(
-    tokenizer: Tokenizer, text: str
-) -> None:
+def test_encoded_literally_a_text_without_added_tokens_is_what_it_is(tokenizer, text):
     usual = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.encode_literally(text) == usual
 
@@ -62,8 +57,8 @@ LONG = st.builds(str.__mul__, st.text("ab \n<é", min_size=1, max_size=6), st.in
 
 @given(text=TEXTS | LONG, max_tokens=st.integers(0, 40))
 def test_a_text_is_refused_where_it_has_more_tokens_than_there_is_room_for(
-    tokenizer: Tokenizer, text: str, max_tokens: int
-) -> None:
+    tokenizer, text, max_tokens
+):
     token_ids = tokenizer.encode(text)
     if len(token_ids) <= max_tokens:
         assert tokenizer.encode(text, max_tokens=max_tokens) == token_ids
@@ -78,8 +73,8 @@ SHIPPED = Path(serve_spec.__file__).parent / "assets" / "tiny" / "target"
 
 @pytest.mark.parametrize("text", ["ab " * 300_000, " " * 900_000, "<eos>" * 200_000, "é" * 900_000])
 def test_a_long_text_is_refused_by_its_bytes_or_in_pieces_without_encoding_all_of_it(
-    text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    text, monkeypatch
+):
     tokenizer = Tokenizer(SHIPPED)
     lengths: list[int] = []
     encode = module._encoding
@@ -96,14 +91,12 @@ def test_a_long_text_is_refused_by_its_bytes_or_in_pieces_without_encoding_all_o
 
 
 @pytest.fixture(scope="module")
-def shipped() -> Tokenizer:
+def shipped():
     return Tokenizer(SHIPPED)
 
 
 @given(text=st.text(max_size=60) | LONG)
-def test_no_token_covers_more_bytes_than_the_bound(
-    tokenizer: Tokenizer, shipped: Tokenizer, text: str
-) -> None:
+def test_no_token_covers_more_bytes_than_the_bound(tokenizer, shipped, text):
     for known in (tokenizer, shipped):
         assert known.max_token_bytes is not None
         num_tokens = len(known.encode(text, add_special_tokens=False))
@@ -128,7 +121,7 @@ def test_no_token_covers_more_bytes_than_the_bound(
     ],
     ids=str,
 )
-def test_a_tokenizer_that_may_drop_text_has_no_bound(change: Any, bound: int | None) -> None:
+def test_a_tokenizer_that_may_drop_text_has_no_bound(change, bound):
     plain = {
         "normalizer": None,
         "pre_tokenizer": None,
@@ -138,7 +131,7 @@ def test_a_tokenizer_that_may_drop_text_has_no_bound(change: Any, bound: int | N
     assert max_token_bytes({**plain, **change}) == bound
 
 
-def test_other_threads_run_while_a_text_is_encoded() -> None:
+def test_other_threads_run_while_a_text_is_encoded():
     tokenizer = Tokenizer(SHIPPED)
     encoding = threading.Thread(target=tokenizer.encode, args=("def f(x): return x\n" * 20_000,))
     encoding.start()
@@ -149,7 +142,7 @@ def test_other_threads_run_while_a_text_is_encoded() -> None:
     assert count > 10, "had it held the interpreter, there would have been one look"
 
 
-def test_what_is_missing_or_broken_is_named(tmp_path: Path) -> None:
+def test_what_is_missing_or_broken_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing"):
         Tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -158,13 +151,13 @@ def test_what_is_missing_or_broken_is_named(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def byte_level(tmp_path_factory):
     folder: Path = tmp_path_factory.mktemp("tokenizer")
     make_tokenizer(folder)
     return Tokenizer(folder)
 
 
-def sentencepiece_like() -> HFTokenizer:
+def sentencepiece_like():
     """As Llama 2's files are: a mark for spaces, names for bytes."""
     names = ["<unk>", "▁the", "re", "▁", "é", *(f"<0x{byte:02X}>" for byte in range(256))]
     vocab = {name: place for place, name in enumerate(names)}
@@ -177,21 +170,21 @@ def sentencepiece_like() -> HFTokenizer:
 
 
 @given(st.text(max_size=30))
-def test_tokens_of_a_byte_level_vocabulary_spell_the_text(byte_level: Tokenizer, text: str) -> None:
+def test_tokens_of_a_byte_level_vocabulary_spell_the_text(byte_level, text):
     spelled = [byte_level.token_bytes(token) for token in byte_level.encode(text)]
     assert b"".join(spelling.data for spelling in spelled) == text.encode()
 
 
-def test_a_special_token_says_its_name_and_that_it_is_special(byte_level: Tokenizer) -> None:
+def test_a_special_token_says_its_name_and_that_it_is_special(byte_level):
     assert byte_level.token_bytes(BOS_ID) == TokenBytes(b"<bos>", is_special=True)
 
 
-def test_an_id_without_a_token_says_nothing(byte_level: Tokenizer) -> None:
+def test_an_id_without_a_token_says_nothing(byte_level):
     assert byte_level.token_bytes(280) == TokenBytes(b"")
 
 
 @given(st.lists(st.integers(1, 260), min_size=1, max_size=12))
-def test_marked_spaces_and_named_bytes_spell_what_the_decoder_says(token_ids: list[int]) -> None:
+def test_marked_spaces_and_named_bytes_spell_what_the_decoder_says(token_ids):
     tokenizer = sentencepiece_like()
     said = b"".join(TokenToBytes(tokenizer)(token).data for token in token_ids)
     decoded = tokenizer.decode(token_ids)
@@ -200,7 +193,7 @@ def test_marked_spaces_and_named_bytes_spell_what_the_decoder_says(token_ids: li
     assert TokenToBytes(tokenizer)(0) == TokenBytes(b"<unk>", is_special=True)
 
 
-def test_words_of_a_byte_level_sequence_of_decoders_are_bytes_too() -> None:
+def test_words_of_a_byte_level_sequence_of_decoders_are_bytes_too():
     tokenizer = HFTokenizer(models.BPE(vocab={"Ġa": 0, "Ã": 1}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])

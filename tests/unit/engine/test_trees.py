@@ -1,20 +1,15 @@
 """Trees of drafts keep within their budget, and take fewer rounds than chains of their depth."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from serve_spec import LLM
-from serve_spec.core.request import RequestOutput, SamplingParams
-from tests.helpers.engines import MakeLLM, sampled_requests, texts
+from serve_spec.core.request import SamplingParams
+from tests.helpers.engines import sampled_requests, texts
 
 
-def with_trees(
-    make_llm: MakeLLM, algorithm: str, shape: tuple[int, int, int], **overrides: object
-) -> LLM:
+def with_trees(make_llm, algorithm, shape, **overrides):
     """shape: steps, topk, rows with the root."""
     steps, topk, rows = shape
     return make_llm(
@@ -26,7 +21,7 @@ def with_trees(
     )
 
 
-def sums(outputs: Sequence[RequestOutput]) -> tuple[int, int, int]:
+def sums(outputs):
     """Rounds, drafts and kept drafts of all."""
     stats = [output.speculation for output in outputs]
     return (
@@ -36,7 +31,7 @@ def sums(outputs: Sequence[RequestOutput]) -> tuple[int, int, int]:
     )
 
 
-def test_text_to_the_last_position_of_the_model_is_the_plain_one(make_llm: MakeLLM) -> None:
+def test_text_to_the_last_position_of_the_model_is_the_plain_one(make_llm):
     """Trees take cache entries for which the text has no positions any more."""
     prompt, params = [list(range(30, 60))], SamplingParams(max_tokens=34, temperature=0.0)
     sizes = {"max_model_len": 64, "num_pages": 16}
@@ -46,14 +41,14 @@ def test_text_to_the_last_position_of_the_model_is_the_plain_one(make_llm: MakeL
     assert sums(outputs)[2] > 0
 
 
-def test_a_tree_of_the_shipped_pair_keeps_more_drafts_than_a_chain_of_its_depth() -> None:
+def test_a_tree_of_the_shipped_pair_keeps_more_drafts_than_a_chain_of_its_depth():
     prompts = ["import os\n\n\ndef walk(", "class Graph:\n    def __init__(", "for key, value in "]
     params = [
         SamplingParams(max_tokens=24, temperature=0.5 * i, seed=i, ignore_eos=True)
         for i in range(len(prompts))
     ]
 
-    def kept(**tree: object) -> tuple[list[tuple[int, ...]], float]:
+    def kept(**tree):
         keys = {"speculative_adaptive": False, "speculative_num_steps": 3, **tree}
         llm = LLM("configs/tiny.yaml", device="cpu", dtype="float32", **keys)
         return texts(llm.generate(prompts, params)), llm.engine.counters.accept_length
@@ -64,7 +59,7 @@ def test_a_tree_of_the_shipped_pair_keeps_more_drafts_than_a_chain_of_its_depth(
     assert of_tree > of_chain + 0.1
 
 
-def test_a_model_that_drafts_for_itself_keeps_every_level(make_llm: MakeLLM) -> None:
+def test_a_model_that_drafts_for_itself_keeps_every_level(make_llm):
     """At temperature 0 its likeliest path is the text, whatever else the tree holds.
 
     So every draft beside it was computed from another path, and none of them was let in.
@@ -79,7 +74,7 @@ def test_a_model_that_drafts_for_itself_keeps_every_level(make_llm: MakeLLM) -> 
 
 
 @pytest.mark.parametrize("wanted", [1.0, 3.0])
-def test_forced_acceptance_goes_along_first_children(make_llm: MakeLLM, wanted: float) -> None:
+def test_forced_acceptance_goes_along_first_children(make_llm, wanted):
     prompts, params = sampled_requests()
     params = [replace(p, max_tokens=40) for p in params]  # 13 rounds of 3 after the first
     llm = with_trees(make_llm, "EAGLE3", (2, 2, 7), synthetic_acceptance=wanted)

@@ -7,11 +7,11 @@ from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.pages import OutOfPages, PageAllocator
 
 
-def sequence(name: str) -> Sequence:
+def sequence(name):
     return Sequence(name, SamplingParams(), [1], 1, 0)
 
 
-def test_a_refused_allocation_takes_nothing() -> None:
+def test_a_refused_allocation_takes_nothing():
     allocator = PageAllocator(4)
     held = allocator.allocate(3)
     with pytest.raises(OutOfPages, match="2 pages wanted, 1 of 4 free"):
@@ -20,7 +20,7 @@ def test_a_refused_allocation_takes_nothing() -> None:
     allocator.check_integrity({"a": held})
 
 
-def test_a_page_released_twice_is_caught() -> None:
+def test_a_page_released_twice_is_caught():
     allocator = PageAllocator(2)
     pages = allocator.allocate(1)
     allocator.release(pages)
@@ -28,14 +28,14 @@ def test_a_page_released_twice_is_caught() -> None:
         allocator.release(pages)
 
 
-def test_integrity_sees_a_page_that_two_sequences_hold() -> None:
+def test_integrity_sees_a_page_that_two_sequences_hold():
     allocator = PageAllocator(2)
     pages = allocator.allocate(1)
     with pytest.raises(AssertionError, match=f"page {pages[0]}"):
         allocator.check_integrity({"a": pages, "b": pages})
 
 
-def test_integrity_sees_a_leaked_page() -> None:
+def test_integrity_sees_a_leaked_page():
     allocator = PageAllocator(2)
     allocator.allocate(1)
     with pytest.raises(AssertionError, match="1 references"):

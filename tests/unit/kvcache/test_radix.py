@@ -1,19 +1,17 @@
 """Laws of the tree of pages that texts share, against a plain list of what was published."""
 
-from collections.abc import Sequence
-
 from serve_spec.kvcache.pages import PageAllocator
 from serve_spec.kvcache.radix import PrefixHit, PrefixTree
 
 PAGE = 2
 
 
-def known_prefixes(text: Sequence[int]) -> list[tuple[int, ...]]:
+def known_prefixes(text):
     """Every full page of a text with the token after it, as all the tokens up to there."""
     return [tuple(text[: end + 1]) for end in range(PAGE, len(text), PAGE)]
 
 
-def filled(texts: Sequence[Sequence[int]], num_draft_pages: int = 0) -> PrefixTree:
+def filled(texts, num_draft_pages=0):
     """A tree that knows these texts, the first of them used longest ago."""
     allocator = PageAllocator(32)
     tree = PrefixTree(allocator, PAGE)
@@ -23,11 +21,11 @@ def filled(texts: Sequence[Sequence[int]], num_draft_pages: int = 0) -> PrefixTr
     return tree
 
 
-def found(tree: PrefixTree, text: Sequence[int]) -> int:
+def found(tree, text):
     return len(tree.match(text, len(text) - 1).page_ids)
 
 
-def test_what_was_used_longest_ago_goes_first_and_of_a_text_its_end() -> None:
+def test_what_was_used_longest_ago_goes_first_and_of_a_text_its_end():
     old, new = [1, 1, 1, 1, 1], [2, 2, 2, 2, 2]
     tree = filled([old, new])
     hit = tree.match(old, 4)
@@ -40,14 +38,14 @@ def test_what_was_used_longest_ago_goes_first_and_of_a_text_its_end() -> None:
     assert tree.num_evicted == 3
 
 
-def test_draft_entries_are_there_for_the_first_pages_of_a_hit() -> None:
+def test_draft_entries_are_there_for_the_first_pages_of_a_hit():
     text = [1, 2, 3, 4, 5, 6, 7]
     tree = filled([text], num_draft_pages=2)
     assert tree.match(text, 6).num_draft_pages == 2
     assert tree.match(text, 2).num_draft_pages == 1
 
 
-def test_draft_entries_of_one_page_say_nothing_of_another_with_the_same_text() -> None:
+def test_draft_entries_of_one_page_say_nothing_of_another_with_the_same_text():
     text = [1, 2, 3]
     allocator = PageAllocator(4)
     tree = PrefixTree(allocator, PAGE)

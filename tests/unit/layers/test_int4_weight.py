@@ -1,7 +1,5 @@
 """Products with weights in four-bit integers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given
@@ -21,11 +19,11 @@ CPU = torch.device("cpu")
 needs_int4 = pytest.mark.skipif(not int4_works(CPU), reason="torch has no int4 products here")
 
 
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
+def random(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def linear_of(weight: torch.Tensor, bias: torch.Tensor) -> Linear:
+def linear_of(weight, bias):
     """A layer as it is after loading."""
     with tensor_defaults(torch.float32, CPU):
         layer = Linear(weight.shape[1], {"proj": len(weight)}, bias=True)
@@ -44,8 +42,8 @@ def linear_of(weight: torch.Tensor, bias: torch.Tensor) -> Linear:
     st.sampled_from([0.0, 1.0, -300.0]),
 )
 def test_each_number_is_off_by_at_most_half_a_step_of_its_group(
-    seed: int, rows: int, groups: int, exponent: float, offset: float
-) -> None:
+    seed, rows, groups, exponent, offset
+):
     """Also far from zero, where a grid's middle is rounded by more than the group is wide."""
     weight = (random(rows, groups * GROUP, seed=seed) + offset) * 2.0**exponent
     codes, grids = quantized_groups(weight)
@@ -57,7 +55,7 @@ def test_each_number_is_off_by_at_most_half_a_step_of_its_group(
     assert torch.all(error <= 0.5001 * step)
 
 
-def test_a_group_around_zero_spends_all_its_steps_on_its_range() -> None:
+def test_a_group_around_zero_spends_all_its_steps_on_its_range():
     weight = random(64, 4 * GROUP)
     step = quantized_groups(weight)[1][..., 0].float().T
     low, high = weight.unflatten(1, (-1, GROUP)).aminmax(dim=2)
@@ -65,7 +63,7 @@ def test_a_group_around_zero_spends_all_its_steps_on_its_range() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, 0.75])
-def test_a_group_of_equal_numbers_of_bfloat16_stays_exact(value: float) -> None:
+def test_a_group_of_equal_numbers_of_bfloat16_stays_exact(value):
     weight = torch.full((2, GROUP), value)
     assert torch.equal(plain_weight(*quantized_groups(weight)), weight)
 
@@ -77,8 +75,8 @@ def test_a_group_of_equal_numbers_of_bfloat16_stays_exact(value: float) -> None:
     [(1, 16, 32), (3, 48, 96), (8, 64, 160), (40, 128, 64)],
 )
 def test_the_product_is_that_of_the_plain_weight_with_its_bias(
-    num_rows: int, num_outputs: int, in_features: int, dtype: torch.dtype
-) -> None:
+    num_rows, num_outputs, in_features, dtype
+):
     x = random(num_rows, in_features, seed=1)
     weight, bias = random(num_outputs, in_features, seed=2), random(num_outputs, seed=3)
     found = Int4Weight(weight, bias.to(dtype)).linear(x.to(dtype), dtype)
@@ -88,7 +86,7 @@ def test_the_product_is_that_of_the_plain_weight_with_its_bias(
 
 
 @needs_int4
-def test_rows_need_not_follow_each_other_in_memory() -> None:
+def test_rows_need_not_follow_each_other_in_memory():
     weight = Int4Weight(random(16, 32))
     wide = random(4, 2, 32, seed=1).bfloat16()
     found = weight.linear(wide[:, 0], torch.float32)
@@ -97,7 +95,7 @@ def test_rows_need_not_follow_each_other_in_memory() -> None:
 
 @needs_int4
 @pytest.mark.parametrize("shape", [(48, 64), (512, 256)])
-def test_a_layer_keeps_five_bits_a_number_and_no_other_copy(shape: tuple[int, int]) -> None:
+def test_a_layer_keeps_five_bits_a_number_and_no_other_copy(shape):
     """The larger is one that oneDNN has laid out before."""
     weight, bias, x = random(*shape), random(shape[0], seed=1), random(3, shape[1], seed=2)
     layer = linear_of(weight, bias)
@@ -109,7 +107,7 @@ def test_a_layer_keeps_five_bits_a_number_and_no_other_copy(shape: tuple[int, in
 
 
 @pytest.mark.parametrize("shape", [(20, 64), (16, 48), (257, 33)])
-def test_a_weight_of_another_shape_stays_as_it_is(shape: tuple[int, int]) -> None:
+def test_a_weight_of_another_shape_stays_as_it_is(shape):
     weight, bias, x = random(*shape), random(shape[0], seed=1), random(3, shape[1], seed=2)
     layer = linear_of(weight, bias)
     before = layer(x)

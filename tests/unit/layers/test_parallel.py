@@ -1,22 +1,19 @@
 """Shards compute what the whole computes, on every rank; together they hold it once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from serve_spec.layers.module import Layer, Shard, finish_loading
+from serve_spec.layers.module import Shard, finish_loading
 from serve_spec.layers.parallel import vocab_embedding, vocab_head
-from serve_spec.parallel.group import SINGLE, TensorParallel
+from serve_spec.parallel.group import SINGLE
 from tests.helpers.ranks import on_ranks
 
 SIZES = st.integers(2, 4)
 
 
-def filled(layer: Layer, stored: dict[str, Tensor]) -> Layer:
+def filled(layer, stored):
     """The layer, with its part of `stored` in it, ready to run."""
     for name, destination in layer.tensors().items():
         if isinstance(destination, Shard):
@@ -28,7 +25,7 @@ def filled(layer: Layer, stored: dict[str, Tensor]) -> Layer:
     return layer
 
 
-def drawn(seed: int, **shapes: tuple[int, ...]) -> dict[str, Tensor]:
+def drawn(seed, **shapes):
     """Random tensors; `_` in a name stands for `.`."""
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -39,13 +36,11 @@ def drawn(seed: int, **shapes: tuple[int, ...]) -> dict[str, Tensor]:
 
 @settings(max_examples=25)
 @given(SIZES, st.integers(1, 13), st.integers(1, 5))
-def test_a_vocabulary_of_any_size_is_looked_up_and_scored_over_ranks(
-    size: int, vocab: int, width: int
-) -> None:
+def test_a_vocabulary_of_any_size_is_looked_up_and_scored_over_ranks(size, vocab, width):
     stored = drawn(0, weight=(vocab, width), lm_head__weight=(vocab, width))
     ids = torch.arange(vocab).repeat(2)
 
-    def run(parallel: TensorParallel) -> tuple[Tensor, Tensor, Tensor]:
+    def run(parallel):
         embedding = filled(vocab_embedding(vocab, width, parallel), stored)
         head = filled(vocab_head(width, vocab, parallel), stored)
         tied = vocab_head(width, vocab, parallel)
@@ -61,10 +56,10 @@ def test_a_vocabulary_of_any_size_is_looked_up_and_scored_over_ranks(
         assert torch.equal(found[0], expected[0]), "a sum with zeros changes nothing"
 
 
-def test_what_ranks_hold_together_is_the_checkpoint_once() -> None:
+def test_what_ranks_hold_together_is_the_checkpoint_once():
     stored = drawn(0, weight=(11, 4))
 
-    def held(parallel: TensorParallel) -> Tensor:
+    def held(parallel):
         (shard,) = vocab_embedding(11, 4, parallel).tensors().values()
         assert isinstance(shard, Shard)
         return stored["weight"][shard.index]
@@ -73,14 +68,14 @@ def test_what_ranks_hold_together_is_the_checkpoint_once() -> None:
 
 
 @pytest.mark.parametrize("differs_at", [None, 0, 10])
-def test_ranks_agree_whether_a_table_is_a_copy_of_theirs(differs_at: int | None) -> None:
+def test_ranks_agree_whether_a_table_is_a_copy_of_theirs(differs_at):
     """A rank whose own rows are alike must not share what another has to load."""
     stored = drawn(0, weight=(11, 4))
     other = stored["weight"].half().float()
     if differs_at is not None:
         other[differs_at] += 1
 
-    def holds(parallel: TensorParallel) -> bool:
+    def holds(parallel):
         embedding = vocab_embedding(11, 4, parallel)
         filled(embedding, stored)
         return embedding.holds(other)

@@ -1,22 +1,18 @@
 """Targets on disk, once per session."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
-from serve_spec.models import Llama, load_target
+from serve_spec.models import load_target
 from tests.helpers.checkpoints import make_target
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 @pytest.fixture(autouse=True)
-def _small_and_frozen() -> Iterator[None]:
+def _small_and_frozen():
     # One thread: at these sizes a second only adds waiting, most of all on a shared machine.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -26,11 +22,11 @@ def _small_and_frozen() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def target_dir(tmp_path_factory):
     """A Llama-3-like target of 8 layers: EAGLE-3's default captures are three different ones."""
     return make_target(tmp_path_factory.mktemp("target"), "llama3", layers=8, hidden=32)
 
 
 @pytest.fixture(scope="session")
-def target(target_dir: Path) -> Llama:
+def target(target_dir):
     return load_target(target_dir, torch.float32)

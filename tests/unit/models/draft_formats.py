@@ -5,19 +5,10 @@ under other names and the same keys in other places, so each layout is a rewriti
 and the plain recomputation (`PlainHead`) reads the official one.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 import torch
-from torch import Tensor
 
-from serve_spec.models import DraftHead
 from tests.helpers.checkpoints import read_checkpoint, write_checkpoint
 from tests.helpers.paged import PagedSequences
-from tests.helpers.plain_heads import PlainHead
 
 TOLERANCE = 2e-5
 _LAYER_KEYS = (
@@ -27,13 +18,7 @@ _LAYER_KEYS = (
 )  # fmt: skip
 
 
-def as_speculators(
-    source: Path,
-    directory: Path,
-    kind: str = "eagle3",
-    layers: Mapping[str, Any] | None = None,
-    **top: Any,
-) -> Path:
+def as_speculators(source, directory, kind="eagle3", layers=None, **top):
     """Writes the head in `source` as the library `speculators` does.
 
     layers: further keys of `transformer_layer_config`, None removes one. top: of the config itself.
@@ -63,7 +48,7 @@ def as_speculators(
     return write_checkpoint(directory, {**written, **top}, tensors)
 
 
-def as_wrapped(source: Path, directory: Path) -> Path:
+def as_wrapped(source, directory):
     """Writes the EAGLE head in `source` as early conversions for vLLM did: its config wrapped."""
     config, tensors = read_checkpoint(source)
     wrapped = {
@@ -75,19 +60,11 @@ def as_wrapped(source: Path, directory: Path) -> Path:
     return write_checkpoint(directory, wrapped, prefixed)
 
 
-def medusa_tensors(
-    hidden: int,
-    num_heads: int,
-    num_blocks: int = 1,
-    rows: int | None = None,
-    *,
-    shared: bool = False,
-    bias: bool = True,
-) -> dict[str, Tensor]:
+def medusa_tensors(hidden, num_heads, num_blocks=1, rows=None, *, shared=False, bias=True):
     """Random Medusa heads under vLLM's names; rows: of the output matrices, None: none stored."""
     generator = torch.Generator().manual_seed(4)
 
-    def draw(*shape: int) -> Tensor:
+    def draw(*shape):
         return torch.randn(shape, generator=generator) / hidden**0.5
 
     tensors = {}
@@ -103,7 +80,7 @@ def medusa_tensors(
     return tensors
 
 
-def official_medusa_names(tensors: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
+def official_medusa_names(tensors, prefix=""):
     """The same heads as Medusa's authors save them: `{head}.{block}.linear`, `{head}.{last}`."""
     num_blocks = 1 + max(int(name.split(".")[3]) for name in tensors if "blocks." in name)
     renamed = {}
@@ -116,9 +93,7 @@ def official_medusa_names(tensors: Mapping[str, Tensor], prefix: str = "") -> di
     return renamed
 
 
-def assert_computes(
-    head: DraftHead, plain: PlainHead, num_entries: int = 9, drafted: int = 4
-) -> None:
+def assert_computes(head, plain, num_entries=9, drafted=4):
     """`head` gives the states and logits of `plain`, over a target's features and then its own."""
     generator = torch.Generator().manual_seed(3)
     vocab = len(plain.embedding)
@@ -135,12 +110,12 @@ def assert_computes(
     assert_close(head.logits(hidden), expected_logits)
 
 
-def assert_close(found: Tensor, expected: Tensor) -> None:
+def assert_close(found, expected):
     assert found.shape == expected.shape
     assert (found - expected).abs().max() <= TOLERANCE * max(1.0, float(expected.abs().max()))
 
 
-def _speculators_eagle_name(name: str) -> str:
+def _speculators_eagle_name(name):
     for old, new in (("fc.", "fusion_fc."), ("layers.0.", "transformer.")):
         if name.startswith(old):
             return new + name.removeprefix(old)

@@ -1,19 +1,12 @@
 """Layers left to torch's compiler: how often they are compiled. What they compute: with engines."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from serve_spec.layers.module import tensor_defaults
 from serve_spec.models import Llama, ModelShape, load_target
-from serve_spec.models.decoder import DecoderLayer, compile_layers
-from serve_spec.models.eagle import Eagle3FirstLayer
+from serve_spec.models.decoder import compile_layers
 from serve_spec.worker.graphs import token_counts
 
 BACKEND = "eager"  # traces and guards like any other, and needs no C++ compiler
@@ -22,7 +15,7 @@ REGIONS_BY_ROWS = 2 * 2
 
 
 @pytest.fixture(autouse=True)
-def _nothing_compiled() -> Iterator[None]:
+def _nothing_compiled():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     yield
@@ -30,23 +23,23 @@ def _nothing_compiled() -> Iterator[None]:
 
 
 @pytest.fixture
-def own_target(target_dir: Path) -> Llama:
+def own_target(target_dir):
     """One that a test may change."""
     return load_target(target_dir, torch.float32)
 
 
-def num_compiled() -> int:
+def num_compiled():
     counters = torch._dynamo.utils.counters
     assert not counters["graph_break"], "a region is one graph"
     return int(counters["stats"]["unique_graphs"])
 
 
-def run_regions(layer: DecoderLayer | Eagle3FirstLayer, num_rows: int) -> list[Tensor]:
+def run_regions(layer, num_rows):
     """Both regions of a layer on made-up rows."""
     shape = layer.attention.shape
     weight = layer.attention.qkv.weight
 
-    def rows(width: int) -> Tensor:
+    def rows(width):
         generator = torch.Generator().manual_seed(width)
         return torch.randn(num_rows, width, generator=generator).to(weight)
 
@@ -55,7 +48,7 @@ def run_regions(layer: DecoderLayer | Eagle3FirstLayer, num_rows: int) -> list[T
     return [*before, *layer.after_attention(rows(shape.num_heads * shape.head_dim), residual)]
 
 
-def test_a_layer_is_compiled_for_one_row_and_for_more_and_never_again(own_target: Llama) -> None:
+def test_a_layer_is_compiled_for_one_row_and_for_more_and_never_again(own_target):
     compile_layers(own_target, BACKEND)
     layer = own_target.layers[1]
     found = []
@@ -65,7 +58,7 @@ def test_a_layer_is_compiled_for_one_row_and_for_more_and_never_again(own_target
     assert found == [2] * (len(found) - 1) + [REGIONS_BY_ROWS]
 
 
-def test_layers_that_are_alike_share_what_is_compiled(own_target: Llama) -> None:
+def test_layers_that_are_alike_share_what_is_compiled(own_target):
     compile_layers(own_target, BACKEND)
     for layer in own_target.layers:
         for num_rows in (7, 1, 30):
@@ -73,9 +66,7 @@ def test_layers_that_are_alike_share_what_is_compiled(own_target: Llama) -> None
     assert num_compiled() == REGIONS_BY_ROWS
 
 
-def test_a_batch_as_high_as_the_layer_is_wide_is_compiled_once_more_at_most(
-    own_target: Llama,
-) -> None:
+def test_a_batch_as_high_as_the_layer_is_wide_is_compiled_once_more_at_most(own_target):
     """Equal sizes look like one to the compiler when it first meets them."""
     compile_layers(own_target, BACKEND)
     layer = own_target.layers[1]
@@ -84,9 +75,7 @@ def test_a_batch_as_high_as_the_layer_is_wide_is_compiled_once_more_at_most(
     assert num_compiled() <= REGIONS_BY_ROWS
 
 
-def test_on_a_gpu_the_compiler_is_shown_the_plain_laws_and_not_our_kernels(
-    target_dir: Path,
-) -> None:
+def test_on_a_gpu_the_compiler_is_shown_the_plain_laws_and_not_our_kernels(target_dir):
     shape = ModelShape.from_directory(target_dir)
     # Tensors without numbers: nothing here can run on a GPU, but everything can be traced for one.
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from serve_spec.models import FeatureCapture, Llama, load_draft, load_target
+from serve_spec.models import FeatureCapture, load_draft, load_target
 from tests.helpers.checkpoints import make_eagle, make_eagle3, make_target
 from tests.helpers.paged import PagedSequences
 
@@ -24,7 +22,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 ROUNDS = [[(0, 30)], [(1, 20), (0, 8)], [(0, 1), (1, 1)], [(0, 4), (1, 4)], [(1, 5), (0, 2)]]
 
 
-def run(model: Llama, capture: FeatureCapture | None = None) -> tuple[Tensor, Tensor]:
+def run(model, capture=None):
     """Logits and features of two sequences over `ROUNDS`, on the CPU."""
     weight = model.embed_tokens.weight
     sequences = PagedSequences(model.shape, 2, 60, dtype=weight.dtype, device=weight.device.type)
@@ -40,7 +38,7 @@ def run(model: Llama, capture: FeatureCapture | None = None) -> tuple[Tensor, Te
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_targets_agree_across_devices(tmp_path: Path, family: str) -> None:
+def test_targets_agree_across_devices(tmp_path, family):
     directory = make_target(tmp_path, family, **FAMILIES[family])
     capture = FeatureCapture((1, 3, 6))
     expected = run(load_target(directory, torch.float32), capture)
@@ -49,7 +47,7 @@ def test_targets_agree_across_devices(tmp_path: Path, family: str) -> None:
         assert (ours - theirs).abs().max() < 1e-3
 
 
-def test_bfloat16_agrees_across_devices(tmp_path: Path) -> None:
+def test_bfloat16_agrees_across_devices(tmp_path):
     directory = make_target(tmp_path, "llama3")
     expected, _ = run(load_target(directory, torch.bfloat16))
     found, _ = run(load_target(directory, torch.bfloat16, "cuda"))
@@ -57,7 +55,7 @@ def test_bfloat16_agrees_across_devices(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
-def test_heads_agree_across_devices(tmp_path: Path, algorithm: str) -> None:
+def test_heads_agree_across_devices(tmp_path, algorithm):
     make_target(tmp_path / "target", "llama3")
     make: Any = make_eagle3 if algorithm == "EAGLE3" else make_eagle
     make(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.core.errors import CheckpointError
-from serve_spec.models import DraftOptions, FeatureCapture, Llama, load_draft, load_target
+from serve_spec.models import DraftOptions, FeatureCapture, load_draft, load_target
 from serve_spec.models.draft_checkpoint import open_draft_file, read_draft
 from serve_spec.models.draft_shape import capture_layers, convention
 from tests.helpers.checkpoints import (
@@ -34,12 +32,12 @@ from tests.unit.models.draft_formats import (
 
 
 @pytest.fixture
-def eagle3(tmp_path: Path, target_dir: Path) -> Path:
+def eagle3(tmp_path, target_dir):
     """An official EAGLE-3 head with a reduced vocabulary."""
     return make_eagle3(tmp_path / "official", target_dir, draft_vocab=100)
 
 
-def refusal(directory: Path, target: Llama, algorithm: str = "EAGLE3") -> str:
+def refusal(directory, target, algorithm="EAGLE3"):
     with pytest.raises(CheckpointError) as error:
         load_draft(directory, target, algorithm)
     return str(error.value)
@@ -61,8 +59,8 @@ MODELOPT = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}
     ],
 )
 def test_eagle3_heads_of_all_trainers_compute_the_same(
-    tmp_path: Path, target_dir: Path, target: Llama, arguments: dict[str, Any], layout: str
-) -> None:
+    tmp_path, target_dir, target, arguments, layout
+):
     make_eagle3(tmp_path, target_dir, draft_vocab=100, **arguments)
     recognition = read_draft(tmp_path).recognition
     assert (recognition.family, recognition.layout) == ("EAGLE3", layout)
@@ -73,8 +71,8 @@ def test_eagle3_heads_of_all_trainers_compute_the_same(
 
 @pytest.mark.parametrize("said", [None, True, False])
 def test_a_speculators_head_adds_to_the_normed_state_unless_it_says_otherwise(
-    tmp_path: Path, target_dir: Path, target: Llama, eagle3: Path, said: bool | None
-) -> None:
+    tmp_path, target_dir, target, eagle3, said
+):
     switch = {} if said is None else {"norm_before_residual": said}
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}}
     as_speculators(eagle3, tmp_path / "speculators", layers=rope, **switch)
@@ -86,8 +84,8 @@ def test_a_speculators_head_adds_to_the_normed_state_unless_it_says_otherwise(
 
 
 def test_a_speculators_head_with_an_input_norm_and_a_window_computes_what_its_trainer_did(
-    tmp_path: Path, target_dir: Path, target: Llama
-) -> None:
+    tmp_path, target_dir, target
+):
     official = make_eagle3(tmp_path / "official", target_dir, num_layers=2, own_embedding=True)
     config, tensors = read_checkpoint(official)
     tensors["input_norm.weight"] = torch.linspace(0.5, 1.5, 96)
@@ -101,8 +99,8 @@ def test_a_speculators_head_with_an_input_norm_and_a_window_computes_what_its_tr
 
 
 def test_a_speculators_head_of_qwen3_layers_takes_their_norms_and_class_defaults(
-    tmp_path: Path, target_dir: Path, target: Llama
-) -> None:
+    tmp_path, target_dir, target
+):
     official = make_eagle3(
         tmp_path / "official", target_dir, num_attention_heads=32, num_key_value_heads=32,
         head_dim=128, rms_norm_eps=1e-6,
@@ -120,9 +118,7 @@ def test_a_speculators_head_of_qwen3_layers_takes_their_norms_and_class_defaults
 
 # The target has 8 layers; the ids that an official head would count as outputs.
 @pytest.mark.parametrize("ids", [[1, 3, 4], [3, 4, 6], [2, 4, 8]])
-def test_speculators_counts_the_inputs_of_layers(
-    tmp_path: Path, target: Llama, eagle3: Path, ids: list[int]
-) -> None:
+def test_speculators_counts_the_inputs_of_layers(tmp_path, target, eagle3, ids):
     as_speculators(eagle3, tmp_path / "speculators", eagle_aux_hidden_state_layer_ids=ids)
     load = load_draft(tmp_path / "speculators", target, "EAGLE3")
     assert load.capture == FeatureCapture(tuple(ids))
@@ -135,12 +131,8 @@ def test_speculators_counts_the_inputs_of_layers(
 @pytest.mark.parametrize("fc_bias", [True, False])
 @pytest.mark.parametrize("rewrite", [None, as_wrapped, as_speculators])
 def test_eagle_heads_of_all_layouts_have_an_fc_bias_if_it_is_stored(
-    tmp_path: Path,
-    target_dir: Path,
-    target: Llama,
-    fc_bias: bool,
-    rewrite: Callable[..., Path] | None,
-) -> None:
+    tmp_path, target_dir, target, fc_bias, rewrite
+):
     # The config says the opposite, as published ones do.
     official = make_eagle(tmp_path / "official", target_dir, fc_bias=fc_bias, bias=not fc_bias)
     directory = official
@@ -152,7 +144,7 @@ def test_eagle_heads_of_all_layouts_have_an_fc_bias_if_it_is_stored(
     assert_computes(head, PlainHead(official, target_dir))
 
 
-def test_a_qwen2_head_takes_its_query_biases(tmp_path: Path, target_dir: Path) -> None:
+def test_a_qwen2_head_takes_its_query_biases(tmp_path, target_dir):
     qwen = make_target(tmp_path / "qwen", "qwen2", layers=6, hidden=32)
     make_eagle(tmp_path / "head", qwen, qkv_bias=True)
     config, tensors = read_checkpoint(tmp_path / "head")
@@ -180,9 +172,7 @@ def test_a_qwen2_head_takes_its_query_biases(tmp_path: Path, target_dir: Path) -
         ),
     ],
 )
-def test_the_family_is_told_by_tensors_alone(
-    tmp_path: Path, target_dir: Path, family: str, make: Callable[[Path, Path], Path]
-) -> None:
+def test_the_family_is_told_by_tensors_alone(tmp_path, target_dir, family, make):
     make(tmp_path, target_dir)
     config, _ = read_checkpoint(tmp_path)
     # Whatever the config calls itself.
@@ -212,21 +202,14 @@ def test_the_family_is_told_by_tensors_alone(
     ],
 )
 def test_speculators_heads_that_are_not_computed_are_refused_by_name(
-    tmp_path: Path,
-    target: Llama,
-    eagle3: Path,
-    top: dict[str, Any],
-    layers: dict[str, Any],
-    words: list[str],
-) -> None:
+    tmp_path, target, eagle3, top, layers, words
+):
     as_speculators(eagle3, tmp_path / "speculators", layers=layers, **top)
     message = refusal(tmp_path / "speculators", target)
     assert all(word in message for word in words), message
 
 
-def test_what_expands_heads_is_given_none_whose_config_it_would_misread(
-    tmp_path: Path, eagle3: Path
-) -> None:
+def test_what_expands_heads_is_given_none_whose_config_it_would_misread(tmp_path, eagle3):
     assert open_draft_file(eagle3).recognition.family == "EAGLE3"
     as_speculators(eagle3, tmp_path / "speculators")
     make_target(tmp_path / "model", "llama2")
@@ -239,7 +222,7 @@ def test_what_expands_heads_is_given_none_whose_config_it_would_misread(
     num_layers=st.integers(6, 100),
     ids=st.lists(st.integers(0, 99), min_size=1, max_size=5),
 )
-def test_both_conventions_name_the_same_layers_one_apart(num_layers: int, ids: list[int]) -> None:
+def test_both_conventions_name_the_same_layers_one_apart(num_layers, ids):
     outputs = [k % num_layers for k in ids]
     inputs = [k + 1 for k in outputs]
     expected = tuple(inputs)

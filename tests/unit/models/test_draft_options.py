@@ -1,10 +1,5 @@
 """What a user says of a draft reaches the draft the engine runs."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -19,7 +14,7 @@ from tests.helpers.checkpoints import make_eagle3
 
 
 @pytest.fixture
-def config(tmp_path: Path, target_dir: Path) -> ServeSpecConfig:
+def config(tmp_path, target_dir):
     make_eagle3(tmp_path, target_dir, rope_theta=40.0, eagle_aux_hidden_state_layer_ids=[2, 4, 5])
     return ServeSpecConfig.load(
         {
@@ -34,11 +29,11 @@ def config(tmp_path: Path, target_dir: Path) -> ServeSpecConfig:
     )
 
 
-def loaded_head(config: ServeSpecConfig, **changes: Any) -> Any:
+def loaded_head(config, **changes):
     return load_models(ServeSpecConfig.load(config, **changes), SINGLE).head
 
 
-def test_every_word_reaches_the_head(config: ServeSpecConfig) -> None:
+def test_every_word_reaches_the_head(config):
     head = loaded_head(
         config,
         speculative_draft_rope_theta=7,
@@ -54,9 +49,7 @@ def test_every_word_reaches_the_head(config: ServeSpecConfig) -> None:
     assert head.capture.layer_ids == (0, 1, 8)
 
 
-def test_layers_that_are_to_be_measured_are_and_the_theta_after_them(
-    config: ServeSpecConfig, target_dir: Path
-) -> None:
+def test_layers_that_are_to_be_measured_are_and_the_theta_after_them(config, target_dir):
     target = load_target(target_dir, torch.float32)
     path = config.speculative.speculative_draft_model_path
     ids = Tokenizer(target_dir).encode(probe_text())

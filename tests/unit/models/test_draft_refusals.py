@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from serve_spec.core.errors import CheckpointError
-from serve_spec.models import DraftOptions, FeatureCapture, Llama, load_draft, load_target
+from serve_spec.models import DraftOptions, FeatureCapture, load_draft, load_target
 from tests.helpers.checkpoints import (
     make_eagle,
     make_eagle3,
@@ -25,7 +24,7 @@ from tests.unit.models.draft_formats import medusa_tensors
 Change = Callable[[dict[str, Tensor]], object]
 
 
-def add(name: str, *shape: int) -> Change:
+def add(name, *shape):
     """Add a tensor of ones."""
     return lambda tensors: tensors.update({name: torch.ones(shape)})
 
@@ -36,17 +35,10 @@ MAKERS: dict[str, Callable[..., Path]] = {"EAGLE3": make_eagle3, "EAGLE": make_e
 class Head:
     """A folder for a head, and the target that it is loaded for."""
 
-    def __init__(self, folder: Path, target_dir: Path, target: Llama) -> None:
+    def __init__(self, folder, target_dir, target):
         self.folder, self.target_dir, self.target = folder, target_dir, target
 
-    def make(
-        self,
-        family: str = "EAGLE3",
-        change: Change | None = None,
-        config: dict[str, Any] | None = None,
-        target_dir: Path | None = None,
-        **made: Any,
-    ) -> None:
+    def make(self, family="EAGLE3", change=None, config=None, target_dir=None, **made):
         """Write a head, then change its tensors and its config."""
         MAKERS[family](self.folder, target_dir or self.target_dir, **made)
         written, tensors = read_checkpoint(self.folder)
@@ -55,12 +47,10 @@ class Head:
         is_pickle = (self.folder / "pytorch_model.bin").exists()
         write_checkpoint(self.folder, {**written, **(config or {})}, tensors, pickle=is_pickle)
 
-    def load(self, family: str = "EAGLE3", options: DraftOptions | None = None) -> Any:
+    def load(self, family="EAGLE3", options=None):
         return load_draft(self.folder, self.target, family, options)
 
-    def is_refused(
-        self, *words: str, family: str = "EAGLE3", options: DraftOptions | None = None
-    ) -> None:
+    def is_refused(self, *words, family="EAGLE3", options=None):
         """Check that loading it fails and says why, in these words."""
         with pytest.raises(CheckpointError) as error:
             self.load(family, options)
@@ -68,12 +58,12 @@ class Head:
 
 
 @pytest.fixture
-def head(tmp_path: Path, target_dir: Path, target: Llama) -> Head:
+def head(tmp_path, target_dir, target):
     return Head(tmp_path / "head", target_dir, target)
 
 
 @pytest.mark.parametrize(("held", "asked"), [("EAGLE3", "EAGLE"), ("EAGLE", "EAGLE3")])
-def test_the_other_eagle_is_told_apart(head: Head, held: str, asked: str) -> None:
+def test_the_other_eagle_is_told_apart(head, held, asked):
     # The names in its config mean nothing: official EAGLE-3 heads call themselves LlamaForCausalLM.
     head.make(held, architectures=["LlamaForCausalLM"])
     told = f"is of family {held} by its tensors", f"{asked!r}", f"set it to {held!r}"
@@ -82,9 +72,7 @@ def test_the_other_eagle_is_told_apart(head: Head, held: str, asked: str) -> Non
 
 @pytest.mark.parametrize("key", ["intermediate_size", "num_attention_heads", "head_dim"])
 @pytest.mark.parametrize("family", ["EAGLE3", "EAGLE", "STANDALONE"])
-def test_absurd_sizes_of_a_config_are_refused_by_key_before_memory_is_taken(
-    head: Head, family: str, key: str
-) -> None:
+def test_absurd_sizes_of_a_config_are_refused_by_key_before_memory_is_taken(head, family, key):
     head.make(family) if family in MAKERS else make_target(head.folder)
     file = head.folder / "config.json"
     config = json.loads(file.read_text())
@@ -95,24 +83,24 @@ def test_absurd_sizes_of_a_config_are_refused_by_key_before_memory_is_taken(
 
 
 @pytest.mark.parametrize("algorithm", ["NGRAM", "NONE", "EAGLE9"])
-def test_algorithms_without_a_head_are_refused(head: Head, algorithm: str) -> None:
+def test_algorithms_without_a_head_are_refused(head, algorithm):
     with pytest.raises(ValueError, match=f"speculative_algorithm='{algorithm}'.*EAGLE3"):
         head.load(algorithm)
 
 
 @pytest.mark.parametrize("name", ["medusa_lm_head.safetensors", "model.safetensors"])
-def test_medusa_heads_are_no_eagle_whatever_their_file_is_called(head: Head, name: str) -> None:
+def test_medusa_heads_are_no_eagle_whatever_their_file_is_called(head, name):
     write_checkpoint(head.folder, {}, medusa_tensors(32, 2))
     (head.folder / "model.safetensors").rename(head.folder / name)
     head.is_refused("MEDUSA", "blocks.0.layers.0.weight", "'EAGLE'", family="EAGLE")
 
 
-def test_a_config_that_says_medusa_does_not_make_it_so(head: Head) -> None:
+def test_a_config_that_says_medusa_does_not_make_it_so(head):
     head.make("EAGLE", model_type="medusa", medusa_num_heads=2)
     assert head.load("EAGLE").hidden_size == 32
 
 
-def test_a_folder_of_no_known_family_is_refused_with_the_names_it_holds(head: Head) -> None:
+def test_a_folder_of_no_known_family_is_refused_with_the_names_it_holds(head):
     head.is_refused("config.json does not exist")
     make_target(head.folder, "llama2", hidden=32, layers=2)
     head.is_refused("STANDALONE", "model.embed_tokens.weight", "'EAGLE3'")
@@ -144,7 +132,7 @@ def test_a_folder_of_no_known_family_is_refused_with_the_names_it_holds(head: He
         ),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(head: Head, change: Change, words: list[str]) -> None:
+def test_tensors_that_do_not_fit_are_named(head, change, words):
     head.make(change=change)
     head.is_refused(*words)
 
@@ -160,9 +148,7 @@ def test_tensors_that_do_not_fit_are_named(head: Head, change: Change, words: li
         (add("embed_tokens.weight", 99, 32), ["embed_tokens.weight", "[99, 32]", "[288, 32]"]),
     ],
 )
-def test_tensors_of_an_eagle_head_that_do_not_fit_are_named(
-    head: Head, change: Change, words: list[str]
-) -> None:
+def test_tensors_of_an_eagle_head_that_do_not_fit_are_named(head, change, words):
     head.make("EAGLE", change=change)
     head.is_refused(*words, family="EAGLE")
 
@@ -176,14 +162,12 @@ def test_tensors_of_an_eagle_head_that_do_not_fit_are_named(
     ],
     ids=["vocabulary", "width"],
 )
-def test_a_head_for_another_target_is_refused(
-    head: Head, tmp_path: Path, family: str, other: dict[str, int], words: list[str]
-) -> None:
+def test_a_head_for_another_target_is_refused(head, tmp_path, family, other, words):
     head.make(family, target_dir=make_target(tmp_path / "other", "llama2", layers=8, **other))
     head.is_refused(*words, "trained for this target", family=family)
 
 
-def test_a_thin_head_without_an_embedding_of_its_own_is_refused(head: Head) -> None:
+def test_a_thin_head_without_an_embedding_of_its_own_is_refused(head):
     head.make(hidden_size=16, head_dim=8)
     head.is_refused("embed_tokens.weight is missing", "hidden_size=16", "32")
 
@@ -192,7 +176,7 @@ KEY = "eagle_aux_hidden_state_layer_ids"
 
 
 @pytest.mark.parametrize("ids", ["1,4,5", [1.0, 4.0, 5.0], [True, 4, 5], {"low": 1}, 0])
-def test_layer_ids_that_are_none_are_refused(head: Head, ids: object) -> None:
+def test_layer_ids_that_are_none_are_refused(head, ids):
     head.make(**{KEY: ids})
     head.is_refused(f"{KEY}={ids!r}", "list of integers")
     # Who knows better says so, and then no one asks the config.
@@ -200,7 +184,7 @@ def test_layer_ids_that_are_none_are_refused(head: Head, ids: object) -> None:
     assert head.load(options=options).capture == FeatureCapture((2, 4, 5))
 
 
-def test_layers_that_a_user_names_outside_the_target_are_refused_as_his(head: Head) -> None:
+def test_layers_that_a_user_names_outside_the_target_are_refused_as_his(head):
     head.make()
     options = DraftOptions(aux_layer_ids=(2, 4, 9))
     head.is_refused("speculative_draft_aux_layer_ids=[2, 4, 9]", "0 .. 8", options=options)
@@ -219,14 +203,12 @@ def test_layers_that_a_user_names_outside_the_target_are_refused_as_his(head: He
         (lambda t: t.update(t2d=t["t2d"][:200]), ["t2d", "[200]", "[288]"]),
     ],
 )
-def test_id_maps_that_contradict_each_other_are_refused(
-    head: Head, change: Change, words: list[str]
-) -> None:
+def test_id_maps_that_contradict_each_other_are_refused(head, change, words):
     head.make(change=change, draft_vocab=100)
     head.is_refused(*words)
 
 
-def test_draft_ids_whose_padding_is_not_last_are_refused(tmp_path: Path) -> None:
+def test_draft_ids_whose_padding_is_not_last_are_refused(tmp_path):
     padded = make_target(tmp_path / "t", "llama2", hidden=32, layers=8, serve_spec_num_ids=280)
     head = Head(tmp_path / "head", padded, load_target(padded, torch.float32))
     ids = torch.arange(88, 288).flip(0) - torch.arange(200)
@@ -258,8 +240,6 @@ def test_draft_ids_whose_padding_is_not_last_are_refused(tmp_path: Path) -> None
         ({"draft_vocab_size": 64}, ["draft_vocab_size=64", "288 rows"]),
     ],
 )
-def test_configs_that_are_not_computed_are_refused(
-    head: Head, config: dict[str, Any], words: list[str]
-) -> None:
+def test_configs_that_are_not_computed_are_refused(head, config, words):
     head.make(config=config)
     head.is_refused(*words)

@@ -1,11 +1,6 @@
 """`serve-spec check-config --draft` says what was recognised, what follows, or what is wrong."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,9 +19,7 @@ from tests.helpers.checkpoints import (
 from tests.unit.models.draft_formats import as_speculators, medusa_tensors
 
 
-def facts(
-    draft: Path, target_dir: Path | None = None, algorithm: str = "EAGLE3", **said: Any
-) -> dict[str, str]:
+def facts(draft, target_dir=None, algorithm="EAGLE3", **said):
     """The report, by the names of its lines."""
     config = None
     if target_dir is not None:
@@ -42,7 +35,7 @@ def facts(
     return {name: text.strip() for name, text in (line.split(":", 1) for line in lines)}
 
 
-def test_an_official_eagle3_head_is_explained(tmp_path: Path, target_dir: Path) -> None:
+def test_an_official_eagle3_head_is_explained(tmp_path, target_dir):
     make_eagle3(tmp_path, target_dir, draft_vocab=100, rope_theta=1000000.0)
     found = facts(tmp_path, target_dir)
     assert found["family"] == "EAGLE3, layout: official, SpecForge, AngelSlim"
@@ -95,23 +88,14 @@ THETA = "speculative_draft_rope_theta"
         ),
     ],
 )
-def test_what_holds_is_named_with_its_source(
-    tmp_path: Path,
-    target_dir: Path,
-    config: list[int] | None,
-    said: dict[str, Any],
-    line: str,
-    words: list[str],
-) -> None:
+def test_what_holds_is_named_with_its_source(tmp_path, target_dir, config, said, line, words):
     ids = {} if config is None else {"eagle_aux_hidden_state_layer_ids": config}
     make_eagle3(tmp_path, target_dir, norm_output=False, **ids)
     found = facts(tmp_path, target_dir, **said)[line]
     assert all(word in found for word in words), found
 
 
-def test_the_two_meanings_of_norm_output_are_named_where_nobody_has_decided(
-    tmp_path: Path, target_dir: Path
-) -> None:
+def test_the_two_meanings_of_norm_output_are_named_where_nobody_has_decided(tmp_path, target_dir):
     make_eagle3(tmp_path / "official", target_dir, norm_output=True)
     as_speculators(tmp_path / "official", tmp_path / "speculators", norm_output=True)
     hint = "try speculative_draft_norm_output: false"
@@ -121,7 +105,7 @@ def test_the_two_meanings_of_norm_output_are_named_where_nobody_has_decided(
     assert hint not in facts(tmp_path / "speculators", target_dir)["norms"]
 
 
-def test_a_speculators_head_is_explained(tmp_path: Path, target_dir: Path) -> None:
+def test_a_speculators_head_is_explained(tmp_path, target_dir):
     make_eagle3(tmp_path / "official", target_dir, own_embedding=True, rope_theta=500000.0)
     window = {"sliding_window": 64, "layer_types": ["sliding_attention"]}
     ids = {"eagle_aux_hidden_state_layer_ids": [3, 4, 6]}
@@ -135,7 +119,7 @@ def test_a_speculators_head_is_explained(tmp_path: Path, target_dir: Path) -> No
     assert found["embedding"].startswith("in the file")
 
 
-def test_an_eagle_head_is_explained(tmp_path: Path, target_dir: Path) -> None:
+def test_an_eagle_head_is_explained(tmp_path, target_dir):
     make_eagle(tmp_path, target_dir)
     found = facts(tmp_path, target_dir, algorithm="EAGLE3")
     assert found["family"] == "EAGLE, layout: official"
@@ -153,9 +137,7 @@ def test_an_eagle_head_is_explained(tmp_path: Path, target_dir: Path) -> None:
         ({}, "the target's"),
     ],
 )
-def test_medusa_heads_are_explained(
-    tmp_path: Path, target_dir: Path, heads: dict[str, Any], output: str
-) -> None:
+def test_medusa_heads_are_explained(tmp_path, target_dir, heads, output):
     write_checkpoint(tmp_path, {"medusa_num_heads": 2}, medusa_tensors(32, 5, 2, **heads))
     found = facts(tmp_path, target_dir)
     assert found["family"] == "MEDUSA, layout: vLLM"
@@ -164,23 +146,21 @@ def test_medusa_heads_are_explained(
     assert found["biases"] == "yes"
 
 
-def test_a_stand_alone_draft_is_explained(tmp_path: Path, target_dir: Path) -> None:
+def test_a_stand_alone_draft_is_explained(tmp_path, target_dir):
     make_target(tmp_path, "llama3", layers=2, vocab=300)
     found = facts(tmp_path, target_dir)
     assert found["architecture"] == "LlamaForCausalLM"
     assert found["vocabulary"] == "300 tokens, 288 of them the target's"
 
 
-def make_medusa(directory: Path, _: Path) -> Path:
+def make_medusa(directory, _):
     return write_checkpoint(directory, {}, medusa_tensors(32, 2))
 
 
 @pytest.mark.parametrize(
     "make", [make_eagle, make_eagle3, make_medusa, lambda d, _: make_target(d, "llama2")]
 )
-def test_without_a_target_what_depends_on_it_is_left_open(
-    tmp_path: Path, target_dir: Path, make: Callable[[Path, Path], Path]
-) -> None:
+def test_without_a_target_what_depends_on_it_is_left_open(tmp_path, target_dir, make):
     make(tmp_path, target_dir)
     found = facts(tmp_path)
     assert found["target"] == "not compared: name a configuration file"
@@ -200,9 +180,7 @@ def test_without_a_target_what_depends_on_it_is_left_open(
         (lambda d, _: make_target(d, "llama2"), "model.layers.1.mlp.up_proj.weight"),
     ],
 )
-def test_tensors_that_loading_would_refuse_are_refused(
-    tmp_path: Path, target_dir: Path, make: Callable[[Path, Path], Path], name: str
-) -> None:
+def test_tensors_that_loading_would_refuse_are_refused(tmp_path, target_dir, make, name):
     make(tmp_path, target_dir)
     config, tensors = read_checkpoint(tmp_path)
     tensors[name] = torch.ones(3)
@@ -211,9 +189,7 @@ def test_tensors_that_loading_would_refuse_are_refused(
         facts(tmp_path, target_dir)
 
 
-def test_the_command_explains_or_refuses(
-    tmp_path: Path, target_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_explains_or_refuses(tmp_path, target_dir, capsys):
     make_eagle3(tmp_path / "head", target_dir)
     file = tmp_path / "c.yaml"
     file.write_text(json.dumps({"model": {"path": str(target_dir)}}))

@@ -1,32 +1,29 @@
 """A whole model may draft for another if both mean the same by their ids."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
 from serve_spec.core.errors import CheckpointError
-from serve_spec.models import DraftOptions, Llama, load_target
+from serve_spec.models import DraftOptions, load_target
 from serve_spec.models.draft_checkpoint import read_vocabulary
-from serve_spec.models.standalone import Standalone, load_standalone
+from serve_spec.models.standalone import load_standalone
 from tests.helpers.checkpoints import make_eagle, make_target
 from tests.helpers.paged import PagedSequences
 
 
-def load(directory: Path, target: Llama) -> Standalone:
+def load(directory, target):
     return load_standalone(directory, target, DraftOptions(), torch.float32)
 
 
-def refusal(directory: Path, target: Llama) -> str:
+def refusal(directory, target):
     with pytest.raises(CheckpointError) as error:
         load(directory, target)
     return str(error.value)
 
 
-def change_token(directory: Path, token: str, token_id: int) -> None:
+def change_token(directory, token, token_id):
     path = directory / "tokenizer.json"
     content = json.loads(path.read_text())
     content["model"]["vocab"][token] = token_id
@@ -34,9 +31,7 @@ def change_token(directory: Path, token: str, token_id: int) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama2", "qwen3"])
-def test_a_draft_computes_what_it_computes_as_a_target(
-    tmp_path: Path, target: Llama, family: str
-) -> None:
+def test_a_draft_computes_what_it_computes_as_a_target(tmp_path, target, family):
     make_target(tmp_path, family, layers=2, max_position_embeddings=16)
     draft = load(tmp_path, target).model
     ids = torch.arange(40)
@@ -50,13 +45,13 @@ def test_a_draft_computes_what_it_computes_as_a_target(
     assert torch.equal(draft.logits(hidden[0]), alone.logits(hidden[1]))
 
 
-def test_equal_sizes_do_without_a_tokenizer(tmp_path: Path, target: Llama) -> None:
+def test_equal_sizes_do_without_a_tokenizer(tmp_path, target):
     make_target(tmp_path, "llama2", layers=1)
     (tmp_path / "tokenizer.json").unlink()
     assert load(tmp_path, target).shape.num_ids is None
 
 
-def test_other_tokens_of_the_same_number_are_refused(tmp_path: Path, target: Llama) -> None:
+def test_other_tokens_of_the_same_number_are_refused(tmp_path, target):
     make_target(tmp_path, "llama2", layers=1)
     change_token(tmp_path, "a", 98)
     message = refusal(tmp_path, target)
@@ -64,7 +59,7 @@ def test_other_tokens_of_the_same_number_are_refused(tmp_path: Path, target: Lla
     assert "target's own tokenizer" in message
 
 
-def test_other_sizes_are_refused_unless_the_tokenizers_agree(tmp_path: Path, target: Llama) -> None:
+def test_other_sizes_are_refused_unless_the_tokenizers_agree(tmp_path, target):
     make_target(tmp_path, "llama2", layers=1, vocab=300)
     assert load(tmp_path, target).shape.num_ids == 288
     (tmp_path / "tokenizer.json").unlink()
@@ -74,7 +69,7 @@ def test_other_sizes_are_refused_unless_the_tokenizers_agree(tmp_path: Path, tar
     assert "tokenizer.json" in message
 
 
-def test_ids_that_only_the_draft_has_are_never_drafted(tmp_path: Path, target: Llama) -> None:
+def test_ids_that_only_the_draft_has_are_never_drafted(tmp_path, target):
     make_target(tmp_path, "llama2", layers=1, vocab=300)
     draft = load(tmp_path, target)
     logits = draft.logits(torch.ones(1, draft.shape.hidden_size))
@@ -82,19 +77,19 @@ def test_ids_that_only_the_draft_has_are_never_drafted(tmp_path: Path, target: L
     assert torch.isfinite(logits).all()
 
 
-def test_a_smaller_padding_than_the_targets_loses_nothing(tmp_path: Path, target: Llama) -> None:
+def test_a_smaller_padding_than_the_targets_loses_nothing(tmp_path, target):
     make_target(tmp_path, "llama2", layers=1, vocab=270)
     assert load(tmp_path, target).shape.num_ids is None
 
 
-def test_a_head_is_no_whole_model(tmp_path: Path, target: Llama, target_dir: Path) -> None:
+def test_a_head_is_no_whole_model(tmp_path, target, target_dir):
     make_eagle(tmp_path, target_dir)
     message = refusal(tmp_path, target)
     assert "family EAGLE" in message
     assert "'STANDALONE'" in message
 
 
-def test_vocabularies_of_every_tokenizer_model_are_read(tmp_path: Path) -> None:
+def test_vocabularies_of_every_tokenizer_model_are_read(tmp_path):
     added = [{"content": "<eos>", "id": 2}]
     for vocab in ({"a": 0, "b": 1}, [["a", -1.0], ["b", -2.5]]):
         content = {"model": {"vocab": vocab}, "added_tokens": added}

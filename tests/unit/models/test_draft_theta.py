@@ -4,7 +4,6 @@ choice, the change."""
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from serve_spec.config.base import ASSETS
 from serve_spec.engine.tokenizer import Tokenizer
-from serve_spec.models import DraftOptions, FeatureCapture, Llama, load_draft, load_target
+from serve_spec.models import DraftOptions, FeatureCapture, load_draft, load_target
 from serve_spec.models.draft_checkpoint import read_draft
 from serve_spec.models.draft_probe import (
     TRAINER_THETA,
@@ -39,13 +38,11 @@ scores = st.lists(st.integers(0, 3), min_size=4, max_size=4)
 
 
 @given(candidates=thetas, values=scores)
-def test_the_best_theta_is_the_first_of_the_highest_and_each_is_measured_once(
-    candidates: list[float], values: list[int]
-) -> None:
+def test_the_best_theta_is_the_first_of_the_highest_and_each_is_measured_once(candidates, values):
     by_theta = dict(zip([1e4, 5e5, 1e6, 3e2], values, strict=True))
     measured: list[float] = []
 
-    def score(theta: float) -> float:
+    def score(theta):
         measured.append(theta)
         return by_theta[theta]
 
@@ -55,7 +52,7 @@ def test_the_best_theta_is_the_first_of_the_highest_and_each_is_measured_once(
     assert best == next(theta for theta in candidates if by_theta[theta] == highest)
 
 
-def plain_overlap(head: Any, plain: PlainHead, target: Llama) -> float:
+def plain_overlap(head, plain, target):
     """What the measure means: float64, a paged pool for the target, one softmax for all rows."""
     ctx = PagedSequences(target.shape, 1, len(IDS)).extend([(0, len(IDS))])
     hidden, features = target.forward(IDS, ctx, head.capture)
@@ -69,8 +66,8 @@ def plain_overlap(head: Any, plain: PlainHead, target: Llama) -> float:
 @pytest.mark.parametrize("family", ["EAGLE", "EAGLE3"])
 @pytest.mark.parametrize("theta", [10000.0, 30.0])
 def test_the_measure_is_what_an_exact_rule_could_keep_of_the_first_drafts(
-    tmp_path: Path, target_dir: Path, target: Llama, family: str, theta: float
-) -> None:
+    tmp_path, target_dir, target, family, theta
+):
     if family == "EAGLE":
         make_eagle(tmp_path, target_dir, num_key_value_heads=2)
     else:
@@ -84,7 +81,7 @@ def test_the_measure_is_what_an_exact_rule_could_keep_of_the_first_drafts(
     assert math.isclose(measure(), expected, rel_tol=1e-4)
 
 
-def test_the_measure_knows_windows(tmp_path: Path, target_dir: Path, target: Llama) -> None:
+def test_the_measure_knows_windows(tmp_path, target_dir, target):
     window = {"sliding_window": 7, "layer_types": ["sliding_attention"]}
     make_eagle3(tmp_path, target_dir, **window)
     head: Any = load_draft(tmp_path, target, "EAGLE3")
@@ -92,9 +89,7 @@ def test_the_measure_knows_windows(tmp_path: Path, target_dir: Path, target: Lla
     assert math.isclose(overlap_measure(head, target, IDS)(), expected, rel_tol=1e-4)
 
 
-def test_a_settled_head_computes_with_the_theta_that_drafts_best(
-    tmp_path: Path, target_dir: Path, target: Llama
-) -> None:
+def test_a_settled_head_computes_with_the_theta_that_drafts_best(tmp_path, target_dir, target):
     make_eagle3(tmp_path, target_dir, rope_theta=40.0)
     head: Any = load_draft(tmp_path, target, "EAGLE3")
     found = choose_theta(head, target, IDS.tolist())
@@ -108,9 +103,7 @@ def test_a_settled_head_computes_with_the_theta_that_drafts_best(
 
 
 @pytest.mark.parametrize("ids", [[1, 3, 4], [2, 4, 5], [3, 4, 6]])
-def test_a_settled_head_reads_the_layers_that_draft_best(
-    tmp_path: Path, target_dir: Path, target: Llama, ids: list[int]
-) -> None:
+def test_a_settled_head_reads_the_layers_that_draft_best(tmp_path, target_dir, target, ids):
     make_eagle3(tmp_path, target_dir, eagle_aux_hidden_state_layer_ids=ids)
     readings = both_readings(read_draft(tmp_path), 8)
     assert readings == (tuple(ids), tuple(k + 1 for k in ids))
@@ -126,9 +119,7 @@ def test_a_settled_head_reads_the_layers_that_draft_best(
 
 
 @pytest.mark.parametrize("ids", [None, [2, 4, 8]])
-def test_ids_of_one_reading_alone_are_not_read_otherwise(
-    tmp_path: Path, target_dir: Path, target: Llama, ids: list[int] | None
-) -> None:
+def test_ids_of_one_reading_alone_are_not_read_otherwise(tmp_path, target_dir, target, ids):
     """The target has 8 layers, and so no output of another one."""
     entry = {} if ids is None else {"eagle_aux_hidden_state_layer_ids": ids}
     make_eagle3(tmp_path, target_dir, **entry)
@@ -137,9 +128,7 @@ def test_ids_of_one_reading_alone_are_not_read_otherwise(
     assert choose_layers(head, target, IDS.tolist(), ()) == tuple(ids or (2, 4, 5))
 
 
-def test_no_more_of_a_text_is_read_than_positions_there_are(
-    tmp_path: Path, target_dir: Path
-) -> None:
+def test_no_more_of_a_text_is_read_than_positions_there_are(tmp_path, target_dir):
     make_eagle3(tmp_path, target_dir)
     short = load_target(target_dir, torch.float32, max_model_len=20)
     head = load_draft(tmp_path, short, "EAGLE3")
@@ -147,7 +136,7 @@ def test_no_more_of_a_text_is_read_than_positions_there_are(
     assert twice[0] == twice[1]
 
 
-def test_the_shipped_head_is_found_out_though_its_config_lied() -> None:
+def test_the_shipped_head_is_found_out_though_its_config_lied():
     target = load_target(SHIPPED / "target", torch.float32)
     lie = DraftOptions(rope_theta=1000000.0)
     head = load_draft(SHIPPED / "eagle3", target, "EAGLE3", lie)
@@ -155,7 +144,7 @@ def test_the_shipped_head_is_found_out_though_its_config_lied() -> None:
     assert choose_theta(head, target, ids[:200]) == TRAINER_THETA
 
 
-def test_the_shipped_head_reads_its_own_layers_whatever_they_were_counted_as() -> None:
+def test_the_shipped_head_reads_its_own_layers_whatever_they_were_counted_as():
     """Of ids that are inputs or outputs one reading is right, and either may be taken first."""
     target = load_target(SHIPPED / "target", torch.float32)
     ids = Tokenizer(SHIPPED / "target").encode(probe_text())

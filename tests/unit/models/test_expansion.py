@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from serve_spec import LLM
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.core.errors import CheckpointError
 from serve_spec.core.request import SamplingParams
-from serve_spec.models import DraftHead, FeatureCapture, Llama, ModelShape, load_draft, load_target
+from serve_spec.models import FeatureCapture, Llama, ModelShape, load_draft, load_target
 from serve_spec.models.draft_checkpoint import open_draft_file
 from serve_spec.models.upscale import moved_layer, open_weights
 from serve_spec.models.upscale_command import Size, expand_draft, expand_target, main, size_of
@@ -66,24 +63,24 @@ RARE = {
 IDS = torch.arange(40) * 7 % VOCAB
 
 
-def close(found: Tensor, expected: Tensor) -> bool:
+def close(found, expected):
     scale = max(1.0, float(expected.abs().max()))
     return bool((found - expected).abs().max() <= TOLERANCE * scale)
 
 
-def forward(model: Llama, capture: FeatureCapture | None = None) -> tuple[Tensor, Tensor | None]:
+def forward(model, capture=None):
     """Logits [T, V] and features of `IDS`."""
     sequences = PagedSequences(model.shape, 1, len(IDS))
     out = model.forward(IDS, sequences.extend([(0, len(IDS))]), capture)
     return model.logits(out.hidden), out.features
 
 
-def expanded(base: Path, size: Size, directory: Path, noise: float = 1.0) -> Llama:
+def expanded(base, size, directory, noise=1.0):
     expand_target(str(base), size, directory, noise=noise, seed=0)
     return load_target(directory, torch.float32)
 
 
-def two_sizes_of_each(names: Iterable[str], *turns: Sequence[float]) -> list[Any]:
+def two_sizes_of_each(names, *turns):
     """Return cases in which every name and every size comes up, with values by turns."""
     return [
         (name, [*SIZES][(2 * number + at) % 4], *(turn[(number // 2 + at) % 2] for turn in turns))
@@ -92,13 +89,13 @@ def two_sizes_of_each(names: Iterable[str], *turns: Sequence[float]) -> list[Any
     ]
 
 
-def copies(features: Tensor, count: int, blocks: int = 1) -> Tensor:
+def copies(features, count, blocks=1):
     """Each of `blocks` parts of the columns repeated `count` times."""
     return torch.cat([block.repeat(1, count) for block in features.chunk(blocks, dim=1)], dim=1)
 
 
 @pytest.mark.parametrize(("family", "size", "noise"), two_sizes_of_each(FAMILIES, (0.0, 1.0)))
-def test_logits_are_those_of_the_base(tmp_path: Path, family: str, size: str, noise: float) -> None:
+def test_logits_are_those_of_the_base(tmp_path, family, size, noise):
     name = family.removesuffix("_window")
     base = make_target(tmp_path / "small", name, layers=8, hidden=32, **FAMILIES[family])
     small = load_target(base, torch.float32)
@@ -113,9 +110,7 @@ def test_logits_are_those_of_the_base(tmp_path: Path, family: str, size: str, no
 
 
 @pytest.mark.parametrize("layers", [(0, 2, 4), (5, 8), None])
-def test_captured_features_are_copies_of_the_bases(
-    tmp_path: Path, target_dir: Path, layers: tuple[int, ...] | None
-) -> None:
+def test_captured_features_are_copies_of_the_bases(tmp_path, target_dir, layers):
     size = SIZES["all"]
     large = expanded(target_dir, size, tmp_path)
     moved = None if layers is None else tuple(moved_layer(k, 8, size.num_layers) for k in layers)
@@ -124,7 +119,7 @@ def test_captured_features_are_copies_of_the_bases(
     assert close(found, copies(expected, size.hidden_factor, len(layers or (0,))))
 
 
-def draft(head: DraftHead, target: Llama, steps: int = 5) -> tuple[list[int], Tensor, Tensor]:
+def draft(head, target, steps=5):
     """Drafts after `IDS`, greedy, as the drafter makes them: target ids, logits, hidden states."""
     _, features = forward(target, head.capture)
     sequences = PagedSequences(head.shape, 1, len(IDS) + steps)
@@ -143,9 +138,7 @@ def draft(head: DraftHead, target: Llama, steps: int = 5) -> tuple[list[int], Te
 
 
 @pytest.mark.parametrize(("case", "size"), two_sizes_of_each(HEADS))
-def test_chains_of_drafts_are_those_of_the_base(
-    tmp_path: Path, target_dir: Path, case: str, size: str
-) -> None:
+def test_chains_of_drafts_are_those_of_the_base(tmp_path, target_dir, case, size):
     algorithm, options = HEADS[case]
     make: Any = make_eagle3 if algorithm == "EAGLE3" else make_eagle
     base = make(tmp_path / "small", target_dir, **options)
@@ -169,9 +162,7 @@ def test_chains_of_drafts_are_those_of_the_base(
 
 
 @pytest.mark.parametrize("parts", [("input_norm",), ("fc_norm.",), ("q_norm", "k_norm")])
-def test_rare_parts_of_heads_grow_too(
-    tmp_path: Path, target_dir: Path, parts: tuple[str, ...]
-) -> None:
+def test_rare_parts_of_heads_grow_too(tmp_path, target_dir, parts):
     base = make_eagle3(tmp_path / "small", target_dir)
     config, tensors = read_checkpoint(base)
     generator = torch.Generator().manual_seed(0)
@@ -187,9 +178,7 @@ def test_rare_parts_of_heads_grow_too(
     assert close(found, copies(hidden, 3))
 
 
-def test_a_draft_vocabulary_grows_less_than_the_targets_if_asked(
-    tmp_path: Path, target_dir: Path
-) -> None:
+def test_a_draft_vocabulary_grows_less_than_the_targets_if_asked(tmp_path, target_dir):
     size = Size(2, 2, 8, vocab_size=1000, draft_vocab_size=500)
     shape = ModelShape.from_directory(target_dir)
     base = make_eagle3(tmp_path / "small", target_dir, draft_vocab=100)
@@ -202,7 +191,7 @@ def test_a_draft_vocabulary_grows_less_than_the_targets_if_asked(
     assert head.num_ids == 100
 
 
-def test_engines_write_the_bases_texts_and_never_a_padding_id(tmp_path: Path) -> None:
+def test_engines_write_the_bases_texts_and_never_a_padding_id(tmp_path):
     pair = make_pair(tmp_path / "small", tie_word_embeddings=False)
     folder = tmp_path / "large"
     small_pair = ["--target", str(pair.target), "--draft", str(pair.heads["EAGLE3"])]
@@ -226,7 +215,7 @@ def test_engines_write_the_bases_texts_and_never_a_padding_id(tmp_path: Path) ->
     assert any(out.speculation.accept_length > 1 for out in large.generate(prompts, params))
 
 
-def test_the_shipped_pair_reaches_the_shape_of_llama_3_1_8b(tmp_path: Path) -> None:
+def test_the_shipped_pair_reaches_the_shape_of_llama_3_1_8b(tmp_path):
     pair = ["--target", "asset:tiny/target", "--draft", "asset:tiny/eagle3", "asset:tiny/eagle"]
     main([*pair, "--shape", "llama-3.1-8b", "--output-dir", str(tmp_path)])
     config = ServeSpecConfig.load(tmp_path / "expanded.yaml")
@@ -251,11 +240,11 @@ def test_the_shipped_pair_reaches_the_shape_of_llama_3_1_8b(tmp_path: Path) -> N
     assert written < 2_000_000
 
 
-def refused(match: str) -> Any:
+def refused(match):
     return pytest.raises((CheckpointError, ConfigError), match=match)
 
 
-def test_sizes_that_do_not_fit_are_refused(tmp_path: Path, target_dir: Path) -> None:
+def test_sizes_that_do_not_fit_are_refused(tmp_path, target_dir):
     shape = ModelShape.from_directory(target_dir)
     for size, match in (
         (Size(0, 1, 8, VOCAB), "hidden_factor=0"),
@@ -272,7 +261,7 @@ def test_sizes_that_do_not_fit_are_refused(tmp_path: Path, target_dir: Path) -> 
     assert not (tmp_path / "large").exists()
 
 
-def test_heads_that_do_not_fit_are_refused(tmp_path: Path, target_dir: Path) -> None:
+def test_heads_that_do_not_fit_are_refused(tmp_path, target_dir):
     shape = ModelShape.from_directory(target_dir)
     thin = make_eagle3(
         tmp_path / "thin", target_dir, hidden_size=16, head_dim=8, own_embedding=True
@@ -286,10 +275,8 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path, target_dir: Path) -> 
             expand_draft(str(base), shape, size, tmp_path / "head", noise=1.0, seed=0)
 
 
-def test_a_base_that_is_missing_or_an_expansion_is_refused(
-    tmp_path: Path, target_dir: Path
-) -> None:
-    def expand(base: Path | str, directory: Path) -> None:
+def test_a_base_that_is_missing_or_an_expansion_is_refused(tmp_path, target_dir):
+    def expand(base, directory):
         expand_target(str(base), SIZES["width"], directory, noise=1.0, seed=0)
 
     with refused("nothing at"):
@@ -319,9 +306,7 @@ def test_a_base_that_is_missing_or_an_expansion_is_refused(
         ({"hidden_factor": 4}, "expected"),
     ],
 )
-def test_a_recipe_that_was_tampered_with_is_refused(
-    tmp_path: Path, target_dir: Path, change: dict[str, Any], match: str
-) -> None:
+def test_a_recipe_that_was_tampered_with_is_refused(tmp_path, target_dir, change, match):
     expand_target(str(target_dir), SIZES["width"], tmp_path, noise=1.0, seed=0)
     path = tmp_path / "expansion.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
@@ -329,7 +314,7 @@ def test_a_recipe_that_was_tampered_with_is_refused(
         load_target(tmp_path, torch.float32)
 
 
-def test_the_command_refuses_contradictions(tmp_path: Path, target_dir: Path) -> None:
+def test_the_command_refuses_contradictions(tmp_path, target_dir):
     target = ["--target", str(target_dir), "--output-dir", str(tmp_path / "large")]
     with refused("shape='llama-3.1-8b' and num_layers: give one or the other"):
         main([*target, "--shape", "llama-3.1-8b", "--layers", "9"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +10,8 @@ import torch
 from torch import Tensor
 
 from serve_spec.models import (
-    DraftHead,
     DraftOptions,
     FeatureCapture,
-    Llama,
     load_draft,
     load_target,
 )
@@ -33,18 +30,18 @@ Tensors = dict[str, Tensor]
 LEGACY = ("low", "mid", "high")
 
 
-def add_ones(size: int, *names: str) -> Callable[[Tensors], None]:
+def add_ones(size, *names):
     """Adds tensors about one to a file."""
     ones = 1.0 + 0.3 * torch.randn(size, generator=torch.Generator().manual_seed(5))
     return lambda file: file.update({name: ones.clone() for name in names})
 
 
-def add_idle_maps(file: Tensors) -> None:
+def add_idle_maps(file):
     file["d2t"] = torch.zeros(288, dtype=torch.int64)
     file["t2d"] = torch.zeros(288, dtype=torch.bool)
 
 
-def with_prefix(file: Tensors) -> None:
+def with_prefix(file):
     for name in list(file):
         file[f"model.{name}"] = file.pop(name)
 
@@ -86,7 +83,7 @@ EAGLE: dict[str, tuple[dict[str, Any], Callable[[Tensors], object] | None]] = {
 class Duo:
     """A head loaded by the package, and the plain one."""
 
-    def __init__(self, directory: Path, target_dir: Path, target: Llama, case: str) -> None:
+    def __init__(self, directory, target_dir, target, case):
         family, name = case.split(":")
         make, table = (make_eagle3, EAGLE3) if family == "EAGLE3" else (make_eagle, EAGLE)
         arguments, change = table[name]
@@ -105,16 +102,11 @@ LENGTHS = (23, 6)
 
 
 @pytest.fixture(scope="module", params=CASES)
-def duo(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    target_dir: Path,
-    target: Llama,
-) -> Duo:
+def duo(request, tmp_path_factory, target_dir, target):
     return Duo(tmp_path_factory.mktemp("head"), target_dir, target, request.param)
 
 
-def scene(head: DraftHead, seed: int = 3) -> tuple[list[Tensor], list[Tensor]]:
+def scene(head, seed=3):
     """Tokens (entries and drafts) and target features of two sequences."""
     generator = torch.Generator().manual_seed(seed)
     tokens = [torch.randint(0, 288, (n + DRAFTED,), generator=generator) for n in LENGTHS]
@@ -122,11 +114,11 @@ def scene(head: DraftHead, seed: int = 3) -> tuple[list[Tensor], list[Tensor]]:
     return tokens, features
 
 
-def assert_close(found: Tensor, expected: Tensor) -> None:
+def assert_close(found, expected):
     assert (found - expected).abs().max() <= TOLERANCE * max(1.0, float(expected.abs().max()))
 
 
-def test_catching_up_in_pieces_then_drafting_equals_a_plain_unroll(duo: Duo) -> None:
+def test_catching_up_in_pieces_then_drafting_equals_a_plain_unroll(duo):
     head = duo.ours
     tokens, features = scene(head)
     plain = [
@@ -147,7 +139,7 @@ def test_catching_up_in_pieces_then_drafting_equals_a_plain_unroll(duo: Duo) -> 
         assert_close(head.logits(found), expected_logits)
 
 
-def test_catching_up_overwrites_what_drafting_left_behind(duo: Duo) -> None:
+def test_catching_up_overwrites_what_drafting_left_behind(duo):
     head = duo.ours
     tokens, features = scene(head)
     n = LENGTHS[0]
@@ -165,9 +157,7 @@ def test_catching_up_overwrites_what_drafting_left_behind(duo: Duo) -> None:
 
 
 @pytest.mark.parametrize("asked", [(1, 0), (0, 0)])
-def test_rows_that_are_not_asked_for_leave_the_same_entries(
-    duo: Duo, asked: tuple[int, int]
-) -> None:
+def test_rows_that_are_not_asked_for_leave_the_same_entries(duo, asked):
     head = duo.ours
     assert head.ends_early == (head.shape.num_layers == 1)
     if not head.ends_early:
@@ -187,14 +177,7 @@ def test_rows_that_are_not_asked_for_leave_the_same_entries(
     assert all(map(torch.equal, some.pool.tensors, whole.pool.tensors))
 
 
-def _catch_up(
-    head: DraftHead,
-    sequences: PagedSequences,
-    pieces: list[tuple[int, int]],
-    tokens: list[Tensor],
-    features: list[Tensor],
-    hidden: list[Tensor],
-) -> None:
+def _catch_up(head, sequences, pieces, tokens, features, hidden):
     spans = [(b, slice(sequences.lengths[b], sequences.lengths[b] + n)) for b, n in pieces]
     ids = torch.cat([tokens[b][span] for b, span in spans])
     encoded = head.encode(torch.cat([features[b][span] for b, span in spans]))
@@ -205,7 +188,7 @@ def _catch_up(
         hidden[b] = torch.cat((hidden[b], rows))
 
 
-def test_draft_ids_of_the_targets_padding_are_never_drafted(tmp_path: Path) -> None:
+def test_draft_ids_of_the_targets_padding_are_never_drafted(tmp_path):
     """Of 288 ids the last eight pad the vocabulary; a reduced one may reach some of them."""
     padded = make_target(tmp_path / "t", "llama2", hidden=32, serve_spec_num_ids=280)
     target = load_target(padded, torch.float32)
@@ -237,23 +220,15 @@ def test_draft_ids_of_the_targets_padding_are_never_drafted(tmp_path: Path) -> N
 )
 @pytest.mark.parametrize("nested", [False, True])
 def test_captured_layers_follow_either_convention(
-    tmp_path: Path,
-    target_dir: Path,
-    target: Llama,
-    ids: list[int] | None,
-    options: DraftOptions,
-    captured: tuple[int, ...],
-    nested: bool,
-) -> None:
+    tmp_path, target_dir, target, ids, options, captured, nested
+):
     entry = {} if ids is None else {"eagle_aux_hidden_state_layer_ids": ids}
     make_eagle3(tmp_path, target_dir, **({"eagle_config": entry} if nested else entry))
     head = load_draft(tmp_path, target, "EAGLE3", options)
     assert head.capture == FeatureCapture(captured)
 
 
-def test_the_targets_embedding_is_shared_with_a_frozen_copy_of_it(
-    tmp_path: Path, target_dir: Path, target: Llama
-) -> None:
+def test_the_targets_embedding_is_shared_with_a_frozen_copy_of_it(tmp_path, target_dir, target):
     make_eagle(tmp_path, target_dir)
     config, tensors = read_checkpoint(tmp_path)
     tensors["embed_tokens.weight"] = tensors["embed_tokens.weight"].half()
@@ -262,7 +237,7 @@ def test_the_targets_embedding_is_shared_with_a_frozen_copy_of_it(
     assert head.embed_tokens is target.embed_tokens
 
 
-def test_heads_take_the_dtype_of_their_target(tmp_path: Path, target_dir: Path) -> None:
+def test_heads_take_the_dtype_of_their_target(tmp_path, target_dir):
     make_eagle3(tmp_path, target_dir, draft_vocab=100)
     half = load_target(target_dir, torch.bfloat16)
     head: Any = load_draft(tmp_path, half, "EAGLE3")

@@ -1,7 +1,5 @@
 """The parts against their definitions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from serve_spec.layers.module import tensor_defaults
 from serve_spec.layers.norm import RMSNorm
 
 
-def filled(linear: Linear, dtype: torch.dtype = torch.float32) -> Linear:
+def filled(linear, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     for parameter in linear.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator).to(dtype))
@@ -19,7 +17,7 @@ def filled(linear: Linear, dtype: torch.dtype = torch.float32) -> Linear:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 2, 8, 9, 100])
-def test_a_packed_linear_is_the_same_linear(num_rows: int, bias: bool) -> None:
+def test_a_packed_linear_is_the_same_linear(num_rows, bias):
     plain, packed = (filled(Linear(256, {"a": 300, "b": 20}, bias=bias)) for _ in range(2))
     packed.finish()
     assert packed.weight.numel() == 0 or not onednn_works(torch.float32)
@@ -32,9 +30,7 @@ def test_a_packed_linear_is_the_same_linear(num_rows: int, bias: bool) -> None:
 
 
 @pytest.mark.parametrize("in_features", [256, 1408, 2048])
-def test_a_row_of_a_packed_linear_has_the_same_bits_alone_and_among_others(
-    in_features: int,
-) -> None:
+def test_a_row_of_a_packed_linear_has_the_same_bits_alone_and_among_others(in_features):
     """Or a text would depend on how many drafts are verified with it."""
     linear = filled(Linear(in_features, {"a": 640}))
     linear.finish()
@@ -44,7 +40,7 @@ def test_a_row_of_a_packed_linear_has_the_same_bits_alone_and_among_others(
         assert torch.equal(linear(x[:count]), among[:count])
 
 
-def test_padding_adds_at_most_an_eighth_and_leaves_few_sizes() -> None:
+def test_padding_adds_at_most_an_eighth_and_leaves_few_sizes():
     sizes = [onednn_rows(num_rows) for num_rows in range(4097)]
     assert all(num_rows <= size <= num_rows * 9 / 8 for num_rows, size in enumerate(sizes))
     assert sizes[:17] == list(range(17))
@@ -52,13 +48,13 @@ def test_padding_adds_at_most_an_eighth_and_leaves_few_sizes() -> None:
     assert len(set(sizes)) < 100
 
 
-def test_small_linears_stay_plain() -> None:
+def test_small_linears_stay_plain():
     linear = filled(Linear(16, {"a": 16}))
     linear.finish()
     assert linear.weight.shape == (16, 16)
 
 
-def test_bfloat16_products_accumulate_in_float32() -> None:
+def test_bfloat16_products_accumulate_in_float32():
     with tensor_defaults(torch.bfloat16, "cpu"):
         linear = filled(Linear(1024, {"a": 256}), torch.bfloat16)
     exact_weight = linear.weight.float()
@@ -70,7 +66,7 @@ def test_bfloat16_products_accumulate_in_float32() -> None:
 
 @pytest.mark.parametrize("scale", [0.0, 1e-5, 1.0, 1e4])
 @pytest.mark.parametrize("finished", [False, True])
-def test_norms_follow_their_definition(scale: float, finished: bool) -> None:
+def test_norms_follow_their_definition(scale, finished):
     norm = RMSNorm(48, 1e-5)
     generator = torch.Generator().manual_seed(0)
     norm.weight.copy_(torch.randn(48, generator=generator))
@@ -83,7 +79,7 @@ def test_norms_follow_their_definition(scale: float, finished: bool) -> None:
 
 
 @pytest.mark.parametrize("finished", [False, True])
-def test_norms_are_computed_in_float32(finished: bool) -> None:
+def test_norms_are_computed_in_float32(finished):
     with tensor_defaults(torch.float16, "cpu"):
         norm = RMSNorm(64, 1e-6)
     norm.weight.fill_(1.0)
@@ -94,7 +90,7 @@ def test_norms_are_computed_in_float32(finished: bool) -> None:
     assert torch.equal(norm(x), torch.ones(1, 64, dtype=torch.float16))
 
 
-def test_the_fused_norm_leaves_its_inputs_alone() -> None:
+def test_the_fused_norm_leaves_its_inputs_alone():
     norm = RMSNorm(8, 1e-6)
     norm.weight.fill_(2.0)
     x, residual = torch.ones(3, 8), torch.full((3, 8), 2.0)
@@ -105,7 +101,7 @@ def test_the_fused_norm_leaves_its_inputs_alone() -> None:
     assert torch.equal(residual, torch.full((3, 8), 2.0))
 
 
-def test_defaults_are_restored_after_building() -> None:
+def test_defaults_are_restored_after_building():
     before = torch.get_default_dtype()
     with pytest.raises(RuntimeError, match="inside"), tensor_defaults(torch.bfloat16, "cpu"):
         raise RuntimeError("inside")

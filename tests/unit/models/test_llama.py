@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from serve_spec.models import FeatureCapture, Llama, load_target
+from serve_spec.models import FeatureCapture, load_target
 from tests.helpers.checkpoints import make_target
 from tests.helpers.paged import PagedSequences
 
@@ -38,7 +37,7 @@ Pieces = list[tuple[int, int]]
 class Pair:
     """One random model twice: transformers' and ours, and the former's answers."""
 
-    def __init__(self, directory: Path, name: str) -> None:
+    def __init__(self, directory, name):
         family, config = CASES[name]
         make_target(directory / "made", family, layers=3, hidden=32, **config)
         self.reference, report = AutoModelForCausalLM.from_pretrained(
@@ -54,7 +53,7 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def pair(request, tmp_path_factory):
     with torch.no_grad():
         return Pair(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -62,7 +61,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 every_family = pytest.mark.parametrize("pair", list(CASES), indirect=True, scope="module")
 
 
-def run(model: Llama, tokens: list[Tensor], rounds: list[Pieces]) -> list[Tensor]:
+def run(model, tokens, rounds):
     """Logits [length, V] of every sequence, computed in these rounds of (sequence, rows)."""
     sequences = PagedSequences(model.shape, len(tokens), max(LENGTHS))
     collected: list[list[Tensor]] = [[] for _ in tokens]
@@ -80,7 +79,7 @@ def run(model: Llama, tokens: list[Tensor], rounds: list[Pieces]) -> list[Tensor
     return [torch.cat(rows) for rows in collected]
 
 
-def assert_same_logits(found: list[Tensor], expected: list[Tensor]) -> None:
+def assert_same_logits(found, expected):
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.dtype == torch.float32
         assert (ours - theirs).abs().max() <= TOLERANCE
@@ -99,12 +98,12 @@ ROUNDS: dict[str, list[Pieces]] = {
 
 @every_family
 @pytest.mark.parametrize("rounds", ROUNDS.values(), ids=ROUNDS)
-def test_prompts_in_any_pieces_give_transformers_logits(pair: Pair, rounds: list[Pieces]) -> None:
+def test_prompts_in_any_pieces_give_transformers_logits(pair, rounds):
     assert_same_logits(run(pair.ours, pair.tokens, rounds), pair.logits)
 
 
 @every_family
-def test_any_ragged_mixture_gives_transformers_logits(pair: Pair) -> None:
+def test_any_ragged_mixture_gives_transformers_logits(pair):
     draw = random.Random(7)
     left = dict(enumerate(LENGTHS))
     rounds: list[Pieces] = []
@@ -119,7 +118,7 @@ def test_any_ragged_mixture_gives_transformers_logits(pair: Pair) -> None:
 
 
 @every_family
-def test_both_config_dialects_describe_the_same_model(pair: Pair) -> None:
+def test_both_config_dialects_describe_the_same_model(pair):
     # "made" has rope_theta + rope_scaling, "saved" has transformers 5's rope_parameters.
     made = load_target(pair.directory / "made", torch.float32)
     assert made.shape == pair.ours.shape
@@ -130,7 +129,7 @@ def test_both_config_dialects_describe_the_same_model(pair: Pair) -> None:
 
 
 @every_family
-def test_captured_features_are_transformers_hidden_states(pair: Pair) -> None:
+def test_captured_features_are_transformers_hidden_states(pair):
     ids = pair.tokens[2]
     states = pair.reference(ids[None], output_hidden_states=True).hidden_states
     num_layers = pair.ours.shape.num_layers
@@ -146,7 +145,7 @@ def test_captured_features_are_transformers_hidden_states(pair: Pair) -> None:
     assert (final - states[num_layers][0]).abs().max() <= TOLERANCE
 
 
-def test_bfloat16_stays_close_to_float32(target: Llama, target_dir: Path) -> None:
+def test_bfloat16_stays_close_to_float32(target, target_dir):
     ids = torch.arange(40)
     half = load_target(target_dir, torch.bfloat16)
     sequences = PagedSequences(half.shape, 1, 40, dtype=torch.bfloat16)
@@ -158,6 +157,6 @@ def test_bfloat16_stays_close_to_float32(target: Llama, target_dir: Path) -> Non
     assert cosine.min() > 0.995
 
 
-def _features(model: Llama, ids: Tensor, capture: FeatureCapture) -> Tensor:
+def _features(model, ids, capture):
     ctx = PagedSequences(model.shape, 1, len(ids)).extend([(0, len(ids))])
     return model.forward(ids, ctx, capture).features

@@ -1,19 +1,13 @@
 """Medusa heads equal a plain recomputation in both namings; what does not fit is refused."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from serve_spec.core.errors import CheckpointError
-from serve_spec.models import FeatureCapture, Llama, load_target
+from serve_spec.models import FeatureCapture, load_target
 from serve_spec.models.draft_checkpoint import DraftOptions
-from serve_spec.models.medusa import Medusa, load_medusa
+from serve_spec.models.medusa import load_medusa
 from tests.helpers.checkpoints import make_target, read_checkpoint, write_checkpoint
 from tests.unit.models.draft_formats import (
     assert_close,
@@ -24,25 +18,25 @@ from tests.unit.models.draft_formats import (
 HIDDEN, VOCAB = 32, 288
 
 
-def load(directory: Path, target: Llama) -> Medusa:
+def load(directory, target):
     return load_medusa(directory, target, DraftOptions(), torch.float32)
 
 
-def refusal(directory: Path, target: Llama) -> str:
+def refusal(directory, target):
     with pytest.raises(CheckpointError) as error:
         load(directory, target)
     return str(error.value)
 
 
-def all_logits(medusa: Medusa, hidden: Tensor) -> Tensor:
+def all_logits(medusa, hidden):
     return torch.stack([medusa.logits(hidden, step) for step in range(medusa.max_steps)])
 
 
-def features(count: int = 5) -> Tensor:
+def features(count=5):
     return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(8))
 
 
-def plain_logits(tensors: dict[str, Tensor], output: Tensor, x: Tensor) -> Tensor:
+def plain_logits(tensors, output, x):
     """[heads, T, rows], in float64, as plainly as possible. output: of heads without their own."""
     tensors = {name: tensor.double() for name, tensor in tensors.items()}
     num_heads = 1 + max(int(name.split(".")[1]) for name in tensors if "blocks." in name)
@@ -58,7 +52,7 @@ def plain_logits(tensors: dict[str, Tensor], output: Tensor, x: Tensor) -> Tenso
     return torch.stack(heads)
 
 
-def target_output(target_dir: Path) -> Tensor:
+def target_output(target_dir):
     tensors = read_checkpoint(target_dir)[1]
     return tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
 
@@ -74,9 +68,7 @@ def target_output(target_dir: Path) -> Tensor:
         {"rows": VOCAB, "num_heads": 1},
     ],
 )
-def test_heads_in_vllms_naming_compute_what_their_tensors_say(
-    tmp_path: Path, target_dir: Path, target: Llama, heads: dict[str, Any]
-) -> None:
+def test_heads_in_vllms_naming_compute_what_their_tensors_say(tmp_path, target_dir, target, heads):
     tensors = medusa_tensors(HIDDEN, **{"num_heads": 3, **heads})
     write_checkpoint(tmp_path, {"model_type": "medusa", "num_heads": 3}, tensors)
     medusa = load(tmp_path, target)
@@ -91,8 +83,8 @@ def test_heads_in_vllms_naming_compute_what_their_tensors_say(
 @pytest.mark.parametrize("num_blocks", [1, 2])
 @pytest.mark.parametrize("prefix", ["", "medusa_head."])
 def test_heads_as_their_authors_save_them_are_counted_by_their_tensors(
-    tmp_path: Path, target: Llama, suffix: str, num_blocks: int, prefix: str
-) -> None:
+    tmp_path, target, suffix, num_blocks, prefix
+):
     tensors = medusa_tensors(HIDDEN, 5, num_blocks, VOCAB)
     saved = official_medusa_names(tensors, prefix)
     # The published config says 2, over a file of 5.
@@ -107,7 +99,7 @@ def test_heads_as_their_authors_save_them_are_counted_by_their_tensors(
     assert_close(all_logits(medusa, features()), plain_logits(tensors, torch.empty(0), features()))
 
 
-def test_one_matrix_may_be_stored_as_the_first_heads(tmp_path: Path, target: Llama) -> None:
+def test_one_matrix_may_be_stored_as_the_first_heads(tmp_path, target):
     tensors = medusa_tensors(HIDDEN, 3, 1, VOCAB, shared=True)
     shared = tensors["lm_head.weight"]
     renamed = {name.replace("lm_head.", "lm_heads.0."): t for name, t in tensors.items()}
@@ -120,9 +112,7 @@ def test_one_matrix_may_be_stored_as_the_first_heads(tmp_path: Path, target: Lla
 
 
 @pytest.mark.parametrize("rows", [6, VOCAB, None])
-def test_a_token_map_names_the_targets_ids_themselves(
-    tmp_path: Path, target_dir: Path, target: Llama, rows: int | None
-) -> None:
+def test_a_token_map_names_the_targets_ids_themselves(tmp_path, target_dir, target, rows):
     token_map = torch.tensor([7, 3, 200, 11, 12, 40])
     tensors = medusa_tensors(HIDDEN, 2, 1, rows)
     config = {"truncated_vocab_size": 6, "vocab_size": VOCAB}
@@ -136,9 +126,7 @@ def test_a_token_map_names_the_targets_ids_themselves(
 
 
 @pytest.mark.parametrize("mapped", [None, [285, 3, 279, 280]])
-def test_ids_that_pad_the_targets_vocabulary_are_never_drafted(
-    tmp_path: Path, mapped: list[int] | None
-) -> None:
+def test_ids_that_pad_the_targets_vocabulary_are_never_drafted(tmp_path, mapped):
     padded = make_target(tmp_path / "t", "llama2", hidden=HIDDEN, serve_spec_num_ids=280)
     ids = torch.arange(VOCAB) if mapped is None else torch.tensor(mapped)
     tensors = medusa_tensors(HIDDEN, 2, 1, len(ids))
@@ -173,9 +161,7 @@ def test_ids_that_pad_the_targets_vocabulary_are_never_drafted(
         ),
     ],
 )
-def test_heads_that_do_not_fit_are_refused_by_name(
-    tmp_path: Path, target: Llama, change: dict[str, Tensor | None], words: list[str]
-) -> None:
+def test_heads_that_do_not_fit_are_refused_by_name(tmp_path, target, change, words):
     tensors = {**medusa_tensors(HIDDEN, 2, 1, VOCAB), **change}
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     write_checkpoint(tmp_path, {}, kept)
@@ -183,7 +169,7 @@ def test_heads_that_do_not_fit_are_refused_by_name(
     assert all(word in message for word in words), message
 
 
-def test_heads_for_a_wider_target_are_refused(tmp_path: Path, target: Llama) -> None:
+def test_heads_for_a_wider_target_are_refused(tmp_path, target):
     write_checkpoint(tmp_path, {}, medusa_tensors(64, 2, 1, VOCAB))
     message = refusal(tmp_path, target)
     assert "width 64" in message

@@ -1,10 +1,6 @@
 """Reading configs: every dialect, and every refusal by name."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,15 +12,15 @@ from tests.helpers.checkpoints import target_config
 SCALING = Llama3Scaling(8.0, 1.0, 4.0, 64)
 
 
-def shape_of(family: str = "llama3", **changes: Any) -> ModelShape:
+def shape_of(family="llama3", **changes):
     return ModelShape.from_config({**target_config(family, 64, 4, 288), **changes})
 
 
-def without(family: str, *keys: str) -> dict[str, Any]:
+def without(family, *keys):
     return {k: v for k, v in target_config(family, 64, 4, 288).items() if k not in keys}
 
 
-def test_absent_keys_take_the_values_transformers_gives_them() -> None:
+def test_absent_keys_take_the_values_transformers_gives_them():
     config = without("llama2", "num_key_value_heads", "rope_theta", "rms_norm_eps", "hidden_act")
     shape = ModelShape.from_config(config)
     assert (shape.num_kv_heads, shape.head_dim) == (4, 16)
@@ -47,7 +43,7 @@ def test_absent_keys_take_the_values_transformers_gives_them() -> None:
         },
     ],
 )
-def test_all_spellings_of_llama3_rope_agree(changes: dict[str, Any]) -> None:
+def test_all_spellings_of_llama3_rope_agree(changes):
     shape = shape_of(**changes)
     assert (shape.rope_theta, shape.rope_scaling) == (500000.0, SCALING)
 
@@ -63,13 +59,11 @@ def test_all_spellings_of_llama3_rope_agree(changes: dict[str, Any]) -> None:
         ("mistral", {"sliding_window": 12, "layer_types": ["full_attention"] * 4}, None),
     ],
 )
-def test_a_sliding_window_counts_only_where_it_is_in_use(
-    family: str, changes: dict[str, Any], window: int | None
-) -> None:
+def test_a_sliding_window_counts_only_where_it_is_in_use(family, changes, window):
     assert shape_of(family, **changes).sliding_window == window
 
 
-def test_stop_tokens_of_both_files_are_joined(tmp_path: Path) -> None:
+def test_stop_tokens_of_both_files_are_joined(tmp_path):
     config = {**target_config("llama3", 64, 4, 288), "eos_token_id": [7, 9]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 11]}')
@@ -115,9 +109,7 @@ def test_stop_tokens_of_both_files_are_joined(tmp_path: Path) -> None:
         ("qwen3", {"layer_types": ["linear_attention"] * 4}, ["layer_types", "linear_attention"]),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(
-    family: str, changes: dict[str, Any], words: list[str]
-) -> None:
+def test_what_is_not_computed_is_refused_by_name(family, changes, words):
     with pytest.raises(CheckpointError) as refusal:
         shape_of(family, **changes)
     for word in words:
@@ -125,7 +117,7 @@ def test_what_is_not_computed_is_refused_by_name(
 
 
 @pytest.mark.parametrize("content", [None, "{", "[1]"])
-def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, content: str | None) -> None:
+def test_a_config_that_is_no_json_object_is_refused(tmp_path, content):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"config\.json"):

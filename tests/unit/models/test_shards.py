@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from serve_spec.core.errors import CheckpointError
-from serve_spec.models import FeatureCapture, Llama, load_draft, load_target
+from serve_spec.models import FeatureCapture, load_draft, load_target
 from serve_spec.models.shape import ModelShape
 from serve_spec.models.upscale_command import Size, expand_target
-from serve_spec.parallel.group import SINGLE, TensorParallel
+from serve_spec.parallel.group import SINGLE
 from tests.helpers.checkpoints import make_eagle, make_eagle3, make_target
 from tests.helpers.paged import PagedSequences
 from tests.helpers.ranks import on_ranks
@@ -30,11 +28,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def tokens() -> Tensor:
+def tokens():
     return torch.randint(0, 256, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1))
 
 
-def answers(model: Llama) -> tuple[Tensor, Tensor]:
+def answers(model):
     """Logits [T, V] and features [T, F] of one text, in two pieces."""
     sequence = PagedSequences(model.rank_shape, 1, NUM_TOKENS)
     outputs = [
@@ -48,12 +46,12 @@ def answers(model: Llama) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("name", "size"), [*((name, 2) for name in CASES), ("tied", 4), ("odd vocabulary", 4)]
 )
-def test_a_sharded_target_is_the_whole_one(tmp_path: Path, name: str, size: int) -> None:
+def test_a_sharded_target_is_the_whole_one(tmp_path, name, size):
     family, config = CASES[name]
     folder = make_target(tmp_path, family, layers=3, hidden=32, **config)
     expected = answers(load_target(folder, torch.float32))
 
-    def run(parallel: TensorParallel) -> tuple[Tensor, Tensor]:
+    def run(parallel):
         model = load_target(folder, torch.float32, parallel=parallel)
         assert model.rank_shape.num_kv_heads * size == model.shape.num_kv_heads
         return answers(model)
@@ -62,13 +60,13 @@ def test_a_sharded_target_is_the_whole_one(tmp_path: Path, name: str, size: int)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_every_rank_of_an_expansion_builds_its_part_of_the_same_noise(tmp_path: Path) -> None:
+def test_every_rank_of_an_expansion_builds_its_part_of_the_same_noise(tmp_path):
     base = make_target(tmp_path / "base", "llama2", layers=2, hidden=32)
     folder = tmp_path / "large"
     size = Size(hidden_factor=4, ffn_factor=2, num_layers=3, vocab_size=301)
     expand_target(str(base), size, folder, noise=1.0, seed=0)
 
-    def run(parallel: TensorParallel) -> tuple[Tensor, Tensor]:
+    def run(parallel):
         return answers(load_target(folder, torch.float32, parallel=parallel))
 
     expected = run(SINGLE)
@@ -79,14 +77,14 @@ def test_every_rank_of_an_expansion_builds_its_part_of_the_same_noise(tmp_path: 
 @pytest.mark.parametrize("make", [make_eagle, make_eagle3])
 @pytest.mark.parametrize("own_embedding", [False, True])
 def test_a_head_beside_a_sharded_target_drafts_as_beside_the_whole_one(
-    tmp_path: Path, make: Any, own_embedding: bool
-) -> None:
+    tmp_path, make, own_embedding
+):
     """It reads the target's embedding (EAGLE-1 its lm_head too) from all ranks."""
     target = make_target(tmp_path / "target", "llama2", hidden=32, vocab=261, eos_token_id=None)
     folder = make(tmp_path / "head", target, own_embedding=own_embedding)
     algorithm = "EAGLE3" if make is make_eagle3 else "EAGLE"
 
-    def run(parallel: TensorParallel) -> Tensor:
+    def run(parallel):
         model = load_target(target, torch.float32, parallel=parallel)
         head = load_draft(folder, model, algorithm)
         sequence = PagedSequences(head.shape, 1, NUM_TOKENS)
@@ -108,15 +106,13 @@ def test_a_head_beside_a_sharded_target_drafts_as_beside_the_whole_one(
         (2, {"intermediate_size": 65}, "intermediate_size=65"),
     ],
 )
-def test_what_can_not_be_shared_out_is_refused_by_name(
-    tmp_path: Path, size: int, config: dict[str, Any], uneven: str
-) -> None:
+def test_what_can_not_be_shared_out_is_refused_by_name(tmp_path, size, config, uneven):
     shape = ModelShape.from_directory(make_target(tmp_path, hidden=32, **config))
     with pytest.raises(CheckpointError, match=rf"tensor_parallel_size={size}.*{uneven}"):
         shape.on_rank_of(size)
 
 
-def test_a_shard_of_another_shape_is_refused_as_the_whole_would_be(tmp_path: Path) -> None:
+def test_a_shard_of_another_shape_is_refused_as_the_whole_would_be(tmp_path):
     folder = make_target(tmp_path, "llama2", hidden=32)
     (folder / "config.json").write_text(
         (folder / "config.json").read_text().replace('"vocab_size": 288', '"vocab_size": 286')

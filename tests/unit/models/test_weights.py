@@ -1,20 +1,15 @@
 """Weight files: every layout is read, and nothing wrong with them passes in silence."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from serve_spec.core.errors import CheckpointError
-from serve_spec.models import Llama, load_target
+from serve_spec.models import load_target
 from tests.helpers.checkpoints import make_target, read_checkpoint, write_checkpoint
 from tests.helpers.paged import PagedSequences
 
@@ -22,30 +17,28 @@ Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Path:
+def made(tmp_path):
     return make_target(tmp_path / "target", "llama2", hidden=32, layers=2)
 
 
-def logits(model: Llama) -> Tensor:
+def logits(model):
     ctx = PagedSequences(model.shape, 1, 12).extend([(0, 12)])
     return model.logits(model.forward(torch.arange(12), ctx).hidden)
 
 
-def rewrite(
-    directory: Path, change: Callable[[dict[str, Tensor]], object], **config: object
-) -> None:
+def rewrite(directory, change, **config):
     settings, tensors = read_checkpoint(directory)
     change(tensors)
     write_checkpoint(directory, {**settings, **config}, tensors)
 
 
-def refusal(directory: Path) -> str:
+def refusal(directory):
     with pytest.raises(CheckpointError) as error:
         load_target(directory, torch.float32)
     return str(error.value)
 
 
-def shard(directory: Path) -> dict[str, str]:
+def shard(directory):
     """Splits the file in two with an index; returns the index's map."""
     _, tensors = read_checkpoint(directory)
     (directory / "model.safetensors").unlink()
@@ -59,12 +52,12 @@ def shard(directory: Path) -> dict[str, str]:
     return weight_map
 
 
-def _write_index(directory: Path, weight_map: dict[str, str]) -> None:
+def _write_index(directory, weight_map):
     index = {"metadata": {}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def test_shards_and_pickles_give_the_same_model_as_one_file(made: Path, tmp_path: Path) -> None:
+def test_shards_and_pickles_give_the_same_model_as_one_file(made, tmp_path):
     expected = logits(load_target(made, torch.float32))
     settings, tensors = read_checkpoint(made)
     write_checkpoint(tmp_path / "pickled", settings, tensors, pickle=True)
@@ -76,20 +69,20 @@ def test_shards_and_pickles_give_the_same_model_as_one_file(made: Path, tmp_path
     assert torch.equal(logits(load_target(made, torch.float32)), expected)
 
 
-def test_stored_half_precision_is_cast(made: Path) -> None:
+def test_stored_half_precision_is_cast(made):
     rewrite(made, lambda t: t.update({k: v.half() for k, v in t.items()}))
     model = load_target(made, torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-def test_stored_rotary_frequencies_are_harmless(made: Path) -> None:
+def test_stored_rotary_frequencies_are_harmless(made):
     rewrite(
         made, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
     )
     load_target(made, torch.float32)
 
 
-def test_a_stored_lm_head_wins_over_tied_embeddings(made: Path) -> None:
+def test_a_stored_lm_head_wins_over_tied_embeddings(made):
     expected = logits(load_target(made, torch.float32))
     rewrite(made, lambda t: None, tie_word_embeddings=True)
     assert torch.equal(logits(load_target(made, torch.float32)), expected)
@@ -106,9 +99,7 @@ def test_a_stored_lm_head_wins_over_tied_embeddings(made: Path) -> None:
         ("max_position_embeddings", "more than 2097152; set max_model_len"),
     ],
 )
-def test_absurd_sizes_of_a_config_are_refused_by_key_before_memory_is_taken(
-    made: Path, key: str, expected: str
-) -> None:
+def test_absurd_sizes_of_a_config_are_refused_by_key_before_memory_is_taken(made, key, expected):
     rewrite(made, lambda t: None, **{key: 10**9})
     message = refusal(made)
     assert f"{made}/config.json: " in message
@@ -117,12 +108,12 @@ def test_absurd_sizes_of_a_config_are_refused_by_key_before_memory_is_taken(
     assert expected in message
 
 
-def test_a_model_of_many_positions_may_be_used_for_fewer(made: Path) -> None:
+def test_a_model_of_many_positions_may_be_used_for_fewer(made):
     rewrite(made, lambda t: None, max_position_embeddings=10**9)
     assert load_target(made, torch.float32, max_model_len=64).max_model_len == 64
 
 
-def keep_one_of_a_layer(tensors: dict[str, Tensor]) -> None:
+def keep_one_of_a_layer(tensors):
     for name in list(tensors):
         if name.startswith("model.layers.1.") and name != Q_PROJ:
             del tensors[name]
@@ -143,15 +134,13 @@ BIAS = "model.layers.0.self_attn.q_proj.bias"
     ],
     ids=["no lm_head", "missing", "many missing", "surplus", "another shape", "quantised"],
 )
-def test_tensors_that_do_not_fit_are_refused_by_name(
-    made: Path, change: Callable[[dict[str, Tensor]], object], words: list[str]
-) -> None:
+def test_tensors_that_do_not_fit_are_refused_by_name(made, change, words):
     rewrite(made, change)
     message = refusal(made)
     assert [word for word in words if word not in message] == []
 
 
-def test_a_file_that_is_damaged_or_cut_short_is_refused(made: Path) -> None:
+def test_a_file_that_is_damaged_or_cut_short_is_refused(made):
     path = made / "model.safetensors"
     whole = path.read_bytes()
     for content in (whole[:4], whole[:40], whole[:5000], whole[:8] + b"\xff" * 32 + whole[40:]):
@@ -159,7 +148,7 @@ def test_a_file_that_is_damaged_or_cut_short_is_refused(made: Path) -> None:
         assert "model.safetensors is damaged or cut short" in refusal(made)
 
 
-def test_a_pickle_that_is_unsafe_cut_short_or_of_something_else_is_refused(made: Path) -> None:
+def test_a_pickle_that_is_unsafe_cut_short_or_of_something_else_is_refused(made):
     settings, tensors = read_checkpoint(made)
     path = made / "pytorch_model.bin"
     write_checkpoint(made, settings, tensors, pickle=True)
@@ -171,14 +160,14 @@ def test_a_pickle_that_is_unsafe_cut_short_or_of_something_else_is_refused(made:
     assert "epoch" in refusal(made)
 
 
-def test_a_directory_without_weights_lists_what_it_holds(made: Path) -> None:
+def test_a_directory_without_weights_lists_what_it_holds(made):
     (made / "model.safetensors").unlink()
     message = refusal(made)
     assert "no weights" in message
     assert "config.json" in message
 
 
-def test_an_index_at_odds_with_its_shards_is_refused(made: Path) -> None:
+def test_an_index_at_odds_with_its_shards_is_refused(made):
     weight_map = shard(made)
     shutil.copy(made / "model-1-of-2.safetensors", made / "again.safetensors")
     first = next(name for name, file in weight_map.items() if file.startswith("model-1"))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from torch import Tensor
 
 from serve_spec.core.draft import MAX_TREE_TOKENS
 from serve_spec.ops import acceptance
-from serve_spec.ops.acceptance import AcceptedPath
 from serve_spec.ops.noise import seed_words
 from tests.helpers.memory import poisoned_memory
 from tests.helpers.plain_sampling import coin, row_key
@@ -35,11 +32,11 @@ class Tree:
 
     rows: tuple[tuple[int, int, int], ...]
 
-    def children(self, row: int) -> list[int]:
+    def children(self, row):
         """Return the drafts that follow `row`."""
         return [i for i, (token, parent, _) in enumerate(self.rows) if i and parent == row]
 
-    def emitted(self, depth: int, row: int = 0) -> tuple[list[int], list[int]]:
+    def emitted(self, depth, row=0):
         """Return the tokens emitted from `row` on, and the rows accepted after it."""
         drawn = self.rows[row][2]
         if depth:
@@ -49,7 +46,7 @@ class Tree:
                     return [drawn, *tokens], [child, *path]
         return [drawn], []
 
-    def forced(self, count: int, row: int = 0) -> tuple[list[int], list[int]]:
+    def forced(self, count, row=0):
         """Return the same with `count` drafts accepted, whatever was drawn."""
         whole = [child for child in self.children(row) if self.rows[child][0] >= 0]
         if count <= 0 or not whole:
@@ -59,7 +56,7 @@ class Tree:
 
 
 @st.composite
-def trees(draw: st.DrawFn, max_rows: int = 9) -> Tree:
+def trees(draw, max_rows=9):
     """Sequences of no rows to `max_rows`; few tokens, so that walks go deep, some of them -1."""
     token = st.sampled_from([0, 1, 1, 1, -1])
     num_rows = draw(st.integers(0, max_rows))
@@ -69,7 +66,7 @@ def trees(draw: st.DrawFn, max_rows: int = 9) -> Tree:
     )  # fmt: skip
 
 
-def tensors_of(round: list[Tree], padding: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def tensors_of(round, padding=0):
     """Return tokens, parents, draws and query starts of a round, with padding after them."""
     rows = [row for tree in round for row in tree.rows] + [(1, 0, 1)] * padding
     tokens, parents, drawn = (torch.tensor(column) for column in zip(*rows, strict=True))
@@ -82,11 +79,11 @@ def tensors_of(round: list[Tree], padding: int = 0) -> tuple[Tensor, Tensor, Ten
     )
 
 
-def padded(rows: Sequence[Sequence[float]], width: int) -> list[list[float]]:
+def padded(rows, width):
     return [[*row, *[0] * (width - len(row))] for row in rows]
 
 
-def assert_path(found: AcceptedPath, results: list[tuple[list[int], list[int]]]) -> None:
+def assert_path(found, results):
     """`results`: tokens and path after the root of each sequence, both empty without rows."""
     width = found.path.shape[1]
     assert found.num_correct.tolist() == [len(path) for _, path in results]
@@ -98,9 +95,7 @@ def assert_path(found: AcceptedPath, results: list[tuple[list[int], list[int]]])
 @BOTH
 @settings(max_examples=40, deadline=None)
 @given(round=st.lists(trees(), min_size=1, max_size=4), depth=st.integers(0, 5))
-def test_acceptance_follows_the_first_child_that_was_drawn(
-    ops: Any, round: list[Tree], depth: int
-) -> None:
+def test_acceptance_follows_the_first_child_that_was_drawn(ops, round, depth):
     with poisoned_memory():
         found = ops.accept_path(*tensors_of(round, padding=3), depth)
     assert_path(found, [tree.emitted(depth) if tree.rows else ([], []) for tree in round])
@@ -109,9 +104,7 @@ def test_acceptance_follows_the_first_child_that_was_drawn(
 @BOTH
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), round=st.lists(trees(), min_size=1, max_size=4), depth=st.integers(0, 5))
-def test_forced_acceptance_follows_first_children(
-    ops: Any, data: st.DataObject, round: list[Tree], depth: int
-) -> None:
+def test_forced_acceptance_follows_first_children(ops, data, round, depth):
     counts = [data.draw(st.integers(0, 6)) for _ in round]
     forced = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
     found = ops.accept_path(*tensors_of(round, padding=1), depth, forced)
@@ -125,7 +118,7 @@ def test_forced_acceptance_follows_first_children(
 
 
 @BOTH
-def test_a_sequence_may_fill_every_row_there_is(ops: Any) -> None:
+def test_a_sequence_may_fill_every_row_there_is(ops):
     chain = Tree(tuple((7, i - 1, 7) for i in range(MAX_TREE_TOKENS)))
     found = ops.accept_path(*tensors_of([chain, chain]), MAX_TREE_TOKENS)
     assert found.num_correct.tolist() == [MAX_TREE_TOKENS - 1] * 2
@@ -142,7 +135,7 @@ class SlotTensors:
     lengths: Tensor
 
     @classmethod
-    def create(cls, num_slots: int) -> SlotTensors:
+    def create(cls, num_slots):
         """Return slots of which slot s holds 5 + 9·s tokens."""
         recent = torch.arange(num_slots * WINDOW, dtype=torch.int32).view(num_slots, WINDOW) + 100
         lengths = torch.arange(num_slots, dtype=torch.int32) * 9 + 5
@@ -152,9 +145,7 @@ class SlotTensors:
 @BOTH
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), round=st.lists(trees(), min_size=1, max_size=4), depth=st.integers(0, 5))
-def test_request_slots_grow_by_what_is_emitted_and_the_host_reads_the_same(
-    ops: Any, data: st.DataObject, round: list[Tree], depth: int
-) -> None:
+def test_request_slots_grow_by_what_is_emitted_and_the_host_reads_the_same(ops, data, round, depth):
     order = data.draw(st.permutations(range(5)))
     # Sequences without rows may name any slot, also one that is taken.
     slots = [order[i] if tree.rows else 0 for i, tree in enumerate(round)]
@@ -190,8 +181,8 @@ def test_request_slots_grow_by_what_is_emitted_and_the_host_reads_the_same(
 @BOTH
 @settings(max_examples=40, deadline=None)
 @given(round=st.lists(trees(12), min_size=1, max_size=4), padding=st.integers(0, 70))
-def test_a_draft_sees_itself_and_its_path(ops: Any, round: list[Tree], padding: int) -> None:
-    def ancestors(tree: Tree, row: int) -> int:
+def test_a_draft_sees_itself_and_its_path(ops, round, padding):
+    def ancestors(tree, row):
         return 0 if row < 0 else 1 << row | ancestors(tree, tree.rows[row][1])
 
     _, parents, _, starts = tensors_of(round, padding=max(padding, 1))
@@ -211,9 +202,7 @@ def test_a_draft_sees_itself_and_its_path(ops: Any, round: list[Tree], padding: 
         max_size=6,
     ),
 )
-def test_forced_counts_are_drawn_from_seed_and_position(
-    ops: Any, survival: list[float], rows: list[tuple[int, int, int]]
-) -> None:
+def test_forced_counts_are_drawn_from_seed_and_position(ops, survival, rows):
     """As many drafts as chances of survival are above the request's number."""
     of_size = [survival[n * (n - 1) // 2 :][:n] for n in range(6)]
     seeds, positions, num_steps = (list(column) for column in zip(*rows, strict=True))

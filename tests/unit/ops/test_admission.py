@@ -23,11 +23,11 @@ WAYS = reference(admission), admission_triton
 
 
 @st.composite
-def batches(draw: st.DrawFn, ties: bool) -> Batch:
+def batches(draw, ties):
     """Draw chains or trees whose drafts number the slots; with ties, chances are 0.5 or 1."""
     size, width, depth = (draw(st.integers(1, most)) for most in (5, 9, 6))
 
-    def rows(values: st.SearchStrategy[Any], count: int = size) -> list[Any]:
+    def rows(values, count=size):
         return draw(st.lists(values, min_size=count, max_size=count))
 
     weights = st.just(0.0) if ties else st.floats(-1, 2, width=32)
@@ -46,7 +46,7 @@ def batches(draw: st.DrawFn, ties: bool) -> Batch:
     }
 
 
-def admit(way: Any, batch: Batch) -> Admission:
+def admit(way, batch):
     given = {name: x for name, x in batch.items() if x is not None}
     for name, x in given.items():
         given[name] = torch.tensor(x, dtype=TYPES.get(name, torch.int32), device=DEVICE)
@@ -56,7 +56,7 @@ def admit(way: Any, batch: Batch) -> Admission:
     return Admission(*(x if x is None else x.tolist() for x in found))
 
 
-def paths_of(drafts: Any, parents: Any) -> list[list[Any]]:
+def paths_of(drafts, parents):
     """Return the path of each draft: the drafts from the root on, itself included."""
     found: list[list[Any]] = [[()] for _ in drafts]
     for b, paths in enumerate(found):
@@ -65,7 +65,7 @@ def paths_of(drafts: Any, parents: Any) -> list[list[Any]]:
     return [paths[1:] for paths in found]
 
 
-def survival_of(batch: Batch, b: int, path: tuple[int, ...]) -> float:
+def survival_of(batch, b, path):
     """Multiply the chances along a path of slots in float64."""
     lines = batch["calibration"][batch["kinds"][b]][: batch["depth_limits"][b]][: len(path)]
     shares = torch.tensor(batch["shares"]).flatten()[list(path)].double()
@@ -80,7 +80,7 @@ def survival_of(batch: Batch, b: int, path: tuple[int, ...]) -> float:
 @pytest.mark.parametrize("way", WAYS)
 @settings(max_examples=60, deadline=None)
 @given(batch=batches(ties=False) | batches(ties=True))
-def test_survival_is_the_product_of_chances_of_drafts_that_exist(way: Any, batch: Batch) -> None:
+def test_survival_is_the_product_of_chances_of_drafts_that_exist(way, batch):
     found, paths = admit(way, batch), paths_of(batch["drafts"], batch["parents"])
     for b, row in enumerate(found.survival):
         assert row == pytest.approx([survival_of(batch, b, path) for path in paths[b]], 1e-4, 0)
@@ -89,7 +89,7 @@ def test_survival_is_the_product_of_chances_of_drafts_that_exist(way: Any, batch
 @pytest.mark.parametrize("way", WAYS)
 @settings(max_examples=100, deadline=None)
 @given(batch=batches(ties=False) | batches(ties=True))
-def test_the_first_of_a_sort_are_admitted_each_behind_its_own_path(way: Any, batch: Batch) -> None:
+def test_the_first_of_a_sort_are_admitted_each_behind_its_own_path(way, batch):
     found = admit(way, batch)
     slots = [
         (-value, b, place)
@@ -105,7 +105,7 @@ def test_the_first_of_a_sort_are_admitted_each_behind_its_own_path(way: Any, bat
         assert verified[b][: len(expected)] == expected
 
 
-def plain_batch(shares: list[list[float]], weight: float, budget: int) -> Batch:
+def plain_batch(shares, weight, budget):
     width = len(shares[0])
     numbers = {"query_lens": width + 1, "depth_limits": width, "kinds": 0}
     batch: Batch = {name: [number] * len(shares) for name, number in numbers.items()}
@@ -116,12 +116,12 @@ def plain_batch(shares: list[list[float]], weight: float, budget: int) -> Batch:
 @given(batches(ties=True))
 @example(plain_batch([[-1.0] * 63] * 40, 0.0, 99))
 @example(plain_batch([[-1.0] * 63] * 261, 0.0, 999))  # more than the kernel admits itself
-def test_the_kernel_breaks_ties_as_the_reference_does(batch: Batch) -> None:
+def test_the_kernel_breaks_ties_as_the_reference_does(batch):
     assert admit(admission_triton, batch) == admit(reference(admission), batch)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_drafts_survive_by_their_shares_if_not_calibrated(way: Any) -> None:
+def test_drafts_survive_by_their_shares_if_not_calibrated(way):
     shares = torch.tensor([0.8, 0.5, 1.0, 0.1, *[1e-6] * 7]).log().tolist()
     found = admit(way, plain_batch([shares], 1.0, 3))
     assert found.survival[0][:5] == pytest.approx([0.8, 0.4, 0.4, 0.04, 4e-8])

@@ -1,7 +1,5 @@
 """Kernels fit a Hopper GPU, by what its compiler says on any machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -9,7 +7,7 @@ import sys
 from pathlib import Path
 
 
-def test_attention_spills_four_registers_at_most_and_admission_none() -> None:
+def test_attention_spills_four_registers_at_most_and_admission_none():
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.helpers.compiled_kernels"]
     root = Path(__file__).parents[3]

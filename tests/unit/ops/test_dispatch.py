@@ -18,11 +18,11 @@ from serve_spec.ops import draft_tree, draft_tree_triton, elementwise_triton  # 
 ON_GPU: Any = SimpleNamespace(is_cuda=True)
 
 
-def kernel(*args: Any, **kwargs: Any) -> Any:
+def kernel(*args, **kwargs):
     return "kernel", args, kwargs
 
 
-def plain(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
+def plain(x, weight, eps):
     return "reference"
 
 
@@ -30,7 +30,7 @@ plain.__module__, plain.__name__ = elementwise.__name__, "rms_norm"
 plain.__annotations__ = elementwise.rms_norm.__annotations__
 
 
-def test_the_kernel_gets_the_arguments_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_gets_the_arguments_as_they_are(monkeypatch):
     monkeypatch.setattr(elementwise_triton, "rms_norm", kernel)
     choose = dispatch.has_kernel(plain)
     assert choose(ON_GPU, 1, eps=2) == ("kernel", (ON_GPU, 1), {"eps": 2})  # type: ignore[arg-type]
@@ -38,14 +38,14 @@ def test_the_kernel_gets_the_arguments_as_they_are(monkeypatch: pytest.MonkeyPat
     assert dispatch.reference_of(choose) is plain
 
 
-def test_the_compiler_sees_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiler_sees_the_reference(monkeypatch):
     monkeypatch.setattr(elementwise_triton, "rms_norm", kernel)
     monkeypatch.setattr(dispatch, "is_compiling", lambda: True)
     choose = dispatch.has_kernel(plain)
     assert choose(ON_GPU, 1, 2) == "reference"  # type: ignore[arg-type]
 
 
-def test_the_first_tensor_decides_and_not_a_list_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_tensor_decides_and_not_a_list_of_them(monkeypatch):
     from serve_spec.ops import acceptance_triton
 
     monkeypatch.setattr(acceptance_triton, "move_accepted", kernel)
@@ -53,7 +53,7 @@ def test_the_first_tensor_decides_and_not_a_list_of_them(monkeypatch: pytest.Mon
     assert choose([], ON_GPU, 1, 2, 3)[0] == "kernel"
 
 
-def test_trees_too_large_for_the_kernels_are_grown_and_chosen_by_the_reference() -> None:
+def test_trees_too_large_for_the_kernels_are_grown_and_chosen_by_the_reference():
     scores = -torch.rand(1, 1, 1100, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     token_ids = torch.arange(1100, device=DEVICE).view(1, 1, -1)
     counts = torch.tensor([1], dtype=torch.int32, device=DEVICE), torch.tensor([8], device=DEVICE)
@@ -68,7 +68,7 @@ KERNELS = sorted(path.stem for path in Path(dispatch.__file__).parent.glob("*_tr
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_every_kernel_is_reached_through_its_law(name: str) -> None:
+def test_every_kernel_is_reached_through_its_law(name):
     kernels = import_module(f"serve_spec.ops.{name}")
     laws = import_module(f"serve_spec.ops.{name.removesuffix('_triton')}")
     for function, kernel in vars(kernels).items():

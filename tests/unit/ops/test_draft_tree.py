@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from serve_spec.core.draft import most_drafts
 from serve_spec.ops import draft_tree
@@ -23,10 +22,10 @@ Likely = Callable[[Path], list[float]]
 """The logarithms of a path's children, the likeliest first; child i is token i."""
 
 
-def likelihoods(topk: int, seed: int, *, ties: bool) -> Likely:
+def likelihoods(topk, seed, *, ties):
     """A random law over children; with ties, few values, certainty among them."""
 
-    def of(path: Path) -> list[float]:
+    def of(path):
         generator = torch.Generator().manual_seed(hash((seed, path)) % 2**31)
         if ties:
             values = torch.randint(-2, 1, (topk,), generator=generator).float()
@@ -37,9 +36,7 @@ def likelihoods(topk: int, seed: int, *, ties: bool) -> Likely:
     return of
 
 
-def tree_of(
-    likely: Likely, topk: int, steps: list[int], counts: list[int]
-) -> tuple[list[list[Path]], list[list[int]]]:
+def tree_of(likely, topk, steps, counts):
     """The paths of what the beam makes of several sequences at once, and each one's parent."""
     device = torch.device("cpu")
     beam = root_beam(len(steps), device)
@@ -71,10 +68,10 @@ def tree_of(
     return found, [row[:n] for row, n in zip(parents.tolist(), counts, strict=True)]
 
 
-def oracle(likely: Likely, topk: int, num_steps: int, count: int) -> list[Path]:
+def oracle(likely, topk, num_steps, count):
     """The same, node by node: all candidates of every level's beam, then the best of all."""
 
-    def score(path: Path) -> float:
+    def score(path):
         total = 0.0
         for depth, token in enumerate(path):
             total = float(torch.tensor(total) + torch.tensor(likely(path[:depth])[token]))
@@ -91,7 +88,7 @@ def oracle(likely: Likely, topk: int, num_steps: int, count: int) -> list[Path]:
 
 
 @st.composite
-def sizes(draw: st.DrawFn) -> tuple[int, list[int], list[int]]:
+def sizes(draw):
     """topk, and the levels and drafts of a few sequences."""
     topk = draw(st.integers(1, 4))
     steps = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
@@ -100,9 +97,7 @@ def sizes(draw: st.DrawFn) -> tuple[int, list[int], list[int]]:
 
 @settings(max_examples=80, deadline=None)
 @given(sizes(), st.integers(0, 1000), st.booleans())
-def test_a_tree_is_the_best_of_all_its_beams_met(
-    shape: tuple[int, list[int], list[int]], seed: int, ties: bool
-) -> None:
+def test_a_tree_is_the_best_of_all_its_beams_met(shape, seed, ties):
     topk, steps, counts = shape
     likely = likelihoods(topk, seed, ties=ties)
     found, _ = tree_of(likely, topk, steps, counts)
@@ -113,8 +108,8 @@ def test_a_tree_is_the_best_of_all_its_beams_met(
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 4), st.integers(2, 5), st.integers(0, 1000))
 def test_a_place_of_the_beam_sees_its_own_path_whatever_parent_it_goes_on_from(
-    topk: int, num_steps: int, seed: int
-) -> None:
+    topk, num_steps, seed
+):
     likely = likelihoods(topk, seed, ties=False)
     beam = root_beam(1, torch.device("cpu"))
     paths: list[Path] = [()]
@@ -131,7 +126,7 @@ def test_a_place_of_the_beam_sees_its_own_path_whatever_parent_it_goes_on_from(
 
 
 @pytest.mark.parametrize("ids", [None, torch.arange(0, 60, 3)])
-def test_children_are_the_best_and_tell_their_share(ids: Tensor | None) -> None:
+def test_children_are_the_best_and_tell_their_share(ids):
     scores = torch.randn(5, 20, generator=torch.Generator().manual_seed(0)) * 3
     found, likely = likeliest_children(scores, 4, ids)
     shares = scores.softmax(1)
@@ -141,7 +136,7 @@ def test_children_are_the_best_and_tell_their_share(ids: Tensor | None) -> None:
         torch.testing.assert_close(likely[row].exp(), shares[row, best])
 
 
-def test_equal_children_rank_by_column() -> None:
+def test_equal_children_rank_by_column():
     scores = torch.randn(8, 300, generator=torch.Generator().manual_seed(1)).round()
     scores[:, ::7] = -0.0
     found, _ = likeliest_children(scores, 6, None)
@@ -149,7 +144,7 @@ def test_equal_children_rank_by_column() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_rows_without_a_usable_number_have_no_children_and_no_say(bad: float) -> None:
+def test_rows_without_a_usable_number_have_no_children_and_no_say(bad):
     scores = torch.zeros(2, 6)
     scores[0, 3] = bad
     found, likely = likeliest_children(scores, 2, None)
@@ -167,9 +162,7 @@ def test_rows_without_a_usable_number_have_no_children_and_no_say(bad: float) ->
 
 @settings(max_examples=12, deadline=None)
 @given(sizes(), st.integers(0, 2**31), st.booleans(), st.integers(0, 6))
-def test_the_kernels_grow_and_choose_as_the_law_does(
-    shape: tuple[int, list[int], list[int]], seed: int, ties: bool, num_broken: int
-) -> None:
+def test_the_kernels_grow_and_choose_as_the_law_does(shape, seed, ties, num_broken):
     """Beside sequences that draft nothing; some candidates are no tokens."""
     topk, steps, counts = shape
     steps, counts = [*steps, 0], [*counts, -1]

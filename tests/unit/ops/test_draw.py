@@ -1,7 +1,5 @@
 """Sampling: against plain numbers one row at a time, by its distribution, and its kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
@@ -14,7 +12,7 @@ from torch import Tensor
 from serve_spec.core.request import SamplingParams
 from serve_spec.ops import draw as dispatched
 from serve_spec.ops.dispatch import reference_of
-from serve_spec.ops.draw import DrawParams, perturbed_scores
+from serve_spec.ops.draw import perturbed_scores
 from tests.helpers.memory import poisoned_memory
 from tests.helpers.plain_sampling import assert_largest, draft_values, draw_params, values
 from tests.helpers.triton import DEVICE
@@ -55,11 +53,11 @@ sampling_params = st.builds(
 )
 
 
-def randn(*shape: int, seed: int = 0) -> Tensor:
+def randn(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def mixed_round(num_rows: int, device: torch.device = CPU) -> tuple[Tensor, Tensor, DrawParams]:
+def mixed_round(num_rows, device=CPU):
     """Owners, positions and parameters of rows that go through all of `MIX`, and padding."""
     owners = torch.arange(num_rows, dtype=torch.int32) % (len(MIX) + 1) - 1
     positions = torch.arange(num_rows) * 37 + 5
@@ -70,9 +68,7 @@ def mixed_round(num_rows: int, device: torch.device = CPU) -> tuple[Tensor, Tens
 @DRAW
 @settings(max_examples=50)
 @given(st.lists(st.tuples(sampling_params, seeds), min_size=1, max_size=6), st.booleans())
-def test_a_token_is_the_likeliest_after_filters_and_noise(
-    draw: Draw, rows: list[tuple[SamplingParams, int]], has_ties: bool
-) -> None:
+def test_a_token_is_the_likeliest_after_filters_and_noise(draw, rows, has_ties):
     params, row_seeds = (list(column) for column in zip(*rows, strict=True))
     logits = randn(len(rows), 60) * 3
     logits = logits.round() if has_ties else logits
@@ -85,7 +81,7 @@ def test_a_token_is_the_likeliest_after_filters_and_noise(
     assert_largest(found.tolist(), numbers)
 
 
-def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
+def test_a_temperature_too_small_to_divide_by_is_greedy():
     logits = randn(4, 50, seed=5)
     params = [SamplingParams(temperature=t, top_k=2) for t in (0.0, 1e-300, 1e-40, 1e-6)]
     owners = torch.arange(4, dtype=torch.int32)
@@ -96,9 +92,7 @@ def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
 @CHILDREN
 @pytest.mark.parametrize("is_reduced", [False, True])
 @pytest.mark.parametrize("sharpness", [0.7, 1.0, 1.3])
-def test_drafts_read_the_noise_that_decides_their_position(
-    children: Callable[..., tuple[Tensor, Tensor]], is_reduced: bool, sharpness: float
-) -> None:
+def test_drafts_read_the_noise_that_decides_their_position(children, is_reduced, sharpness):
     """So a draft with the target's own logits, at its temperature, is what the target draws."""
     num_ids, count = VOCAB, 24
     params = [SamplingParams(temperature=t) for t in (0.0, 0.7, 1.0, 1.6)] * 6
@@ -123,7 +117,7 @@ def test_drafts_read_the_noise_that_decides_their_position(
         assert torch.equal(found, draw_tokens(spread.to(DEVICE), *given))
 
 
-def assert_same_draws(found: Tensor, expected: Tensor, values: Tensor) -> None:
+def assert_same_draws(found, expected, values):
     """Equal tokens, or a near tie: logarithms differ in their last places between the two.
 
     values: float32 [T, V], what the draws took the largest of.
@@ -138,7 +132,7 @@ def assert_same_draws(found: Tensor, expected: Tensor, values: Tensor) -> None:
     ("dtype", "num_ids"),
     [(torch.float32, None), (torch.bfloat16, VOCAB - 300), (torch.float16, VOCAB - 300)],
 )
-def test_the_kernel_draws_what_the_reference_draws(dtype: torch.dtype, num_ids: int | None) -> None:
+def test_the_kernel_draws_what_the_reference_draws(dtype, num_ids):
     owners, positions, params = mixed_round(19, DEVICE)
     logits = (randn(19, VOCAB, seed=1) * 2.5).to(dtype).to(DEVICE)
     expected = draw_tokens(logits, owners, positions, params, num_ids=num_ids)
@@ -149,7 +143,7 @@ def test_the_kernel_draws_what_the_reference_draws(dtype: torch.dtype, num_ids: 
     assert_same_draws(found, expected, values)
 
 
-def test_a_strided_view_of_padded_logits_is_read_where_it_is() -> None:
+def test_a_strided_view_of_padded_logits_is_read_where_it_is():
     owners, positions, params = mixed_round(9, DEVICE)
     padded = (randn(9, VOCAB + 36, seed=3) * 3).to(DEVICE)
     whole = draw_triton.draw_tokens(padded, owners, positions, params, num_ids=VOCAB)
@@ -158,7 +152,7 @@ def test_a_strided_view_of_padded_logits_is_read_where_it_is() -> None:
 
 
 @DRAW
-def test_a_row_is_drawn_alike_alone_and_among_many(draw: Draw) -> None:
+def test_a_row_is_drawn_alike_alone_and_among_many(draw):
     """Many rows are cut into other chunks than one; padding is enough to make them many."""
     few, many, vocab = 9, 400, 1400
     assert draw_triton._choose_chunk(1, vocab) != draw_triton._choose_chunk(many, vocab)
@@ -179,7 +173,7 @@ def test_a_row_is_drawn_alike_alone_and_among_many(draw: Draw) -> None:
 
 @DRAW
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_row_that_no_token_can_be_drawn_from_says_so(draw: Draw, value: float) -> None:
+def test_a_row_that_no_token_can_be_drawn_from_says_so(draw, value):
     owners, positions, params = mixed_round(18, DEVICE)
     logits = randn(18, 200).to(DEVICE)
     logits[3:9, 170] = value
@@ -191,7 +185,7 @@ def test_a_row_that_no_token_can_be_drawn_from_says_so(draw: Draw, value: float)
 
 
 @DRAW
-def test_greedy_takes_the_smallest_of_equal_tokens_and_padding_draws_nothing(draw: Draw) -> None:
+def test_greedy_takes_the_smallest_of_equal_tokens_and_padding_draws_nothing(draw):
     logits = torch.zeros(2, VOCAB, device=DEVICE)
     logits[:, [700, 1200, 1450]] = 4.0
     owners = torch.tensor([0, -1], dtype=torch.int32, device=DEVICE)
@@ -202,9 +196,7 @@ def test_greedy_takes_the_smallest_of_equal_tokens_and_padding_draws_nothing(dra
 
 @CHILDREN
 @pytest.mark.parametrize("is_reduced", [False, True])
-def test_children_are_the_likeliest_drafts_and_say_how_likely(
-    children: Callable[..., tuple[Tensor, Tensor]], is_reduced: bool
-) -> None:
+def test_children_are_the_likeliest_drafts_and_say_how_likely(children, is_reduced):
     width = 700 if is_reduced else VOCAB
     ids = [*range(3, 3 + 2 * width, 2)] if is_reduced else [*range(width)]
     target_ids = torch.tensor(ids, device=DEVICE) if is_reduced else None
@@ -239,9 +231,7 @@ def test_children_are_the_likeliest_drafts_and_say_how_likely(
         (torch.float32, 9, 40, 10, True),
     ],
 )
-def test_the_kernel_ranks_children_as_the_reference_does(
-    dtype: torch.dtype, num_rows: int, width: int, topk: int, is_reduced: bool
-) -> None:
+def test_the_kernel_ranks_children_as_the_reference_does(dtype, num_rows, width, topk, is_reduced):
     """Equal scores, also across chunks; the last chunk of 1027 holds fewer than are wanted."""
     owners, positions, params = mixed_round(num_rows, DEVICE)
     logits = (randn(num_rows, width, seed=8) * 2).round().to(dtype)
@@ -259,7 +249,7 @@ def test_the_kernel_ranks_children_as_the_reference_does(
     torch.testing.assert_close(its_likely[:, :1], share, rtol=1e-5, atol=1e-5)
 
 
-def test_children_are_the_same_in_chunks_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_children_are_the_same_in_chunks_of_any_size(monkeypatch):
     """Many rows are cut into larger ones than few."""
     vocab = 4500
     sizes = [draw_triton._choose_chunk(num_rows, vocab) for num_rows in (1, 200, 1000)]
@@ -277,9 +267,7 @@ def test_children_are_the_same_in_chunks_of_any_size(monkeypatch: pytest.MonkeyP
 
 
 @CHILDREN
-def test_where_fewer_tokens_are_possible_the_other_children_are_none(
-    children: Callable[..., tuple[Tensor, Tensor]],
-) -> None:
+def test_where_fewer_tokens_are_possible_the_other_children_are_none(children):
     """Those that there are have all of the probability; the first chunk has none."""
     owners, positions, params = mixed_round(4, DEVICE)
     logits = torch.full((4, VOCAB), float("-inf"), device=DEVICE)
@@ -294,9 +282,7 @@ def test_where_fewer_tokens_are_possible_the_other_children_are_none(
 
 
 @CHILDREN
-def test_a_row_that_holds_no_number_has_no_children(
-    children: Callable[..., tuple[Tensor, Tensor]],
-) -> None:
+def test_a_row_that_holds_no_number_has_no_children(children):
     logits = randn(4, VOCAB)
     logits[1, 1200] = float("nan")
     logits[2] = float("-inf")

@@ -1,9 +1,5 @@
 """Kept drafts of a tree end where those of a chain would be."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -37,9 +33,7 @@ paths = st.integers(0, 8).flatmap(
     padding=st.integers(0, 2),
     seed=st.integers(0, 5),
 )
-def test_kept_rows_move_together_and_nothing_else_changes(
-    impl: Any, round: list[tuple[int, list[int]]], padding: int, seed: int
-) -> None:
+def test_kept_rows_move_together_and_nothing_else_changes(impl, round, padding, seed):
     generator = torch.Generator().manual_seed(seed)
     num_rows = sum(rows for rows, _ in round) + padding
     slots = torch.randperm(50, generator=generator)[:num_rows]

@@ -1,14 +1,9 @@
 """Where rows are, against a plain loop, for the impl and its kernels."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from serve_spec.ops import layout
 from tests.helpers.memory import poisoned_memory
@@ -21,14 +16,7 @@ PAGES = 3
 BOTH = pytest.mark.parametrize("impl", [reference(layout), layout_triton], ids=["plain", "kernel"])
 
 
-def row_by_row(
-    query_lens: list[int],
-    starts: list[int],
-    first_valid: list[int],
-    tables: list[list[int]],
-    page_size: int,
-    num_rows: int,
-) -> tuple[list[int], ...]:
+def row_by_row(query_lens, starts, first_valid, tables, page_size, num_rows):
     """Owners, offsets, positions, slots and query starts, as plainly as possible."""
     rows = []
     ends = [0]
@@ -44,7 +32,7 @@ def row_by_row(
     return (*([*column] for column in zip(*rows, strict=True)), ends)
 
 
-def int_tensor(values: list[Any], dtype: torch.dtype = torch.int32) -> Tensor:
+def int_tensor(values, dtype=torch.int32):
     return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
@@ -66,9 +54,7 @@ sequences = st.lists(
 )
 @example(sequences=[(150, 10, 0), (1, 0, 0)], page_size=64, num_rows=420, wide=False)
 @example(sequences=[(4, -2, -3), (0, 3, 0), (3, 11, 5)], page_size=4, num_rows=6, wide=True)
-def test_every_row_knows_whose_it_is_and_where_it_goes(
-    impl: Any, sequences: list[tuple[int, int, int]], page_size: int, num_rows: int, wide: bool
-) -> None:
+def test_every_row_knows_whose_it_is_and_where_it_goes(impl, sequences, page_size, num_rows, wide):
     query_lens, starts, first_valid = (list(column) for column in zip(*sequences, strict=True))
     tables = [[100 * b + 7 * page for page in range(PAGES)] for b in range(len(sequences))]
     kind = torch.int64 if wide else torch.int32
@@ -93,9 +79,7 @@ def test_every_row_knows_whose_it_is_and_where_it_goes(
 @given(
     rows=st.lists(st.tuples(st.integers(-1, 2), st.integers(0, 40)), min_size=1, max_size=9),
 )
-def test_the_ring_gives_the_token_of_a_position_while_it_is_recent(
-    impl: Any, rows: list[tuple[int, int]]
-) -> None:
+def test_the_ring_gives_the_token_of_a_position_while_it_is_recent(impl, rows):
     window = 8
     # Request slot l has come to position 8 + l of a text whose token at p is 1000 l + p.
     ring = [[0] * window for _ in range(3)]

@@ -1,13 +1,10 @@
 """Products of few rows: the kernels against their laws, and the way products are cut."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from tests.helpers.memory import poisoned_memory
 from tests.helpers.triton import DEVICE, reference, relative_error
@@ -26,11 +23,11 @@ DTYPES = [dtype for dtype in TOLERANCE if DEVICE == "cpu" or dtype.itemsize == 2
 SHAPES = [(1, 64, 256), (3, 40, 300), (17, 33, 1100), (40, 130, 64), (150, 20, 40)]
 
 
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+def random(*shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
-def integers(*shape: int, seed: int = 0) -> Tensor:
+def integers(*shape, seed=0):
     """bfloat16 numbers whose products add up exactly in float32, in any order."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-8, 9, shape, generator=generator).to(DEVICE, torch.bfloat16)
@@ -39,9 +36,7 @@ def integers(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("is_fp8", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "num_outputs", "in_features"), [*SHAPES, (2, 48, 1024)])
-def test_the_kernels_follow_their_laws(
-    num_rows: int, num_outputs: int, in_features: int, dtype: torch.dtype, is_fp8: bool
-) -> None:
+def test_the_kernels_follow_their_laws(num_rows, num_outputs, in_features, dtype, is_fp8):
     x = random(num_rows, in_features, dtype=dtype)
     weight, scale = random(2 * num_outputs, in_features, dtype=dtype, seed=1), None
     if is_fp8:
@@ -62,8 +57,8 @@ def test_the_kernels_follow_their_laws(
 
 @given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 2**31), st.floats(-30, 30))
 def test_eight_bits_keep_every_row_to_a_sixteenth_of_each_number_or_of_nothing(
-    num_outputs: int, in_features: int, seed: int, exponent: float
-) -> None:
+    num_outputs, in_features, seed, exponent
+):
     """Four significant bits, and below 2^-6 / 448 of the largest number a fixed step."""
     weight = random(num_outputs, in_features, seed=seed) * 2.0**exponent
     kept = linear.Fp8Weight.of(weight)
@@ -72,16 +67,14 @@ def test_eight_bits_keep_every_row_to_a_sixteenth_of_each_number_or_of_nothing(
     assert bool((error <= weight.abs() / 16 + smallest).all())
 
 
-def test_a_row_of_zeros_stays_one_in_eight_bits() -> None:
+def test_a_row_of_zeros_stays_one_in_eight_bits():
     kept = linear.Fp8Weight.of(torch.zeros(2, 3))
     assert torch.equal(kept.values.float() * kept.scale[:, None], torch.zeros(2, 3))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("num_rows", "num_outputs", "in_features"), SHAPES[1:])
-def test_addends_make_the_whole_to_the_bit(
-    num_rows: int, num_outputs: int, in_features: int, dtype: torch.dtype
-) -> None:
+def test_addends_make_the_whole_to_the_bit(num_rows, num_outputs, in_features, dtype):
     x = random(num_rows, in_features, dtype=dtype)
     weight = random(num_outputs, in_features, dtype=dtype, seed=1)
     of_fp8 = linear.Fp8Weight.of(weight)
@@ -94,26 +87,26 @@ def test_addends_make_the_whole_to_the_bit(
         assert relative_error(law, expected) < TOLERANCE[dtype]
 
 
-def test_float32_results_are_never_rounded_to_the_dtype_of_the_input() -> None:
+def test_float32_results_are_never_rounded_to_the_dtype_of_the_input():
     x = torch.ones(1, 257, device=DEVICE, dtype=torch.bfloat16)  # 257 is no bfloat16.
     assert linear_triton.small_linear(x, x, out_dtype=torch.float32).item() == 257.0
     assert linear_triton.small_linear(x, x).item() in (256.0, 258.0)
 
 
-def test_rows_may_be_part_of_a_wider_tensor() -> None:
+def test_rows_may_be_part_of_a_wider_tensor():
     x, weight = integers(4, 200)[:, 30:158], integers(16, 128, seed=1)
     found = linear_triton.small_linear(x, weight, out_dtype=torch.float32)
     assert torch.equal(found, x.float() @ weight.float().T)
 
 
-def test_no_rows_give_no_rows() -> None:
+def test_no_rows_give_no_rows():
     x, weight = integers(0, 32), integers(8, 32)
     assert linear_triton.small_linear(x, weight).shape == (0, 8)
     assert linear_triton.small_gate_up(x, weight).shape == (0, 4)
 
 
 @pytest.mark.parametrize("few", [True, False])
-def test_callers_get_the_same_numbers_whichever_library_multiplies(few: bool) -> None:
+def test_callers_get_the_same_numbers_whichever_library_multiplies(few):
     x, weight = integers(3 if few else 300, 64), integers(32, 64, seed=1)
     exact = x.float() @ weight.float().T
     assert torch.equal(linear.linear(x, weight, out_dtype=torch.float32), _rounded_on_cpu(exact))
@@ -122,7 +115,7 @@ def test_callers_get_the_same_numbers_whichever_library_multiplies(few: bool) ->
     assert relative_error(linear.gate_up(x, weight), expected) < 1e-3
 
 
-def test_a_layer_whose_results_are_float32_makes_them_so() -> None:
+def test_a_layer_whose_results_are_float32_makes_them_so():
     with tensor_defaults(torch.bfloat16, DEVICE):
         layer = Linear(512, {"head": 256})
     layer.weight.copy_(integers(256, 512))
@@ -142,9 +135,7 @@ def test_a_layer_whose_results_are_float32_makes_them_so() -> None:
     st.booleans(),
     st.booleans(),
 )
-def test_any_product_is_cut_into_programs_that_fit(
-    num_outputs: int, in_features: int, num_rows: int, gated: bool, fp8: bool
-) -> None:
+def test_any_product_is_cut_into_programs_that_fit(num_outputs, in_features, num_rows, gated, fp8):
     tiles = choose_tiles(num_outputs, in_features, num_rows, gated, fp8)
     assert tiles.columns % tiles.depth == 0
     assert not gated or tiles.columns >= in_features
@@ -163,11 +154,11 @@ def test_any_product_is_cut_into_programs_that_fit(
     st.booleans(),
 )
 def test_a_row_is_summed_in_the_same_order_in_a_batch_of_any_size(
-    num_outputs: int, in_features: int, one: int, other: int, gated: bool
-) -> None:
+    num_outputs, in_features, one, other, gated
+):
     first, second = (choose_tiles(num_outputs, in_features, rows, gated) for rows in (one, other))
     assert first.columns == second.columns
 
 
-def _rounded_on_cpu(exact: Tensor) -> Tensor:
+def _rounded_on_cpu(exact):
     return exact if exact.is_cuda else exact.bfloat16().float()

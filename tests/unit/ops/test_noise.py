@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
-from torch import Tensor
 
 from serve_spec.ops.noise import Stream, gumbel_noise, noise_keys, seed_words, stream_seeds
 from tests.helpers.plain_sampling import gumbel, row_key, stream_key
@@ -28,20 +27,20 @@ rows = st.lists(
 )
 
 
-def words(seeds: list[int]) -> Tensor:
+def words(seeds):
     return torch.tensor([seed_words(seed) for seed in seeds], dtype=torch.int32, device=DEVICE)
 
 
-def row_keys(seeds: list[int], positions: list[int]) -> Tensor:
+def row_keys(seeds, positions):
     return noise_keys(words(seeds), torch.tensor(positions, device=DEVICE)).cpu()
 
 
-def unsigned(keys: Tensor) -> list[tuple[int, ...]]:
+def unsigned(keys):
     return [tuple(word % 2**32 for word in key) for key in keys.tolist()]
 
 
 @given(rows)
-def test_keys_are_those_of_plain_integers(rows: list[tuple[int, int, int]]) -> None:
+def test_keys_are_those_of_plain_integers(rows):
     seeds, roots, more = (list(column) for column in zip(*rows, strict=True))
     positions = [root + i for root, i in zip(roots, more, strict=True)]
     expected = [row_key(*row) for row in zip(seeds, positions, strict=True)]
@@ -62,7 +61,7 @@ def noise_kernel(noise, seeds, positions, SIZE: tl.constexpr):
 
 
 @pytest.mark.parametrize("position", [0, 77, 2**31 + 5, 2**40 + 1])
-def test_noise_is_that_of_plain_numbers_in_kernels_too(position: int) -> None:
+def test_noise_is_that_of_plain_numbers_in_kernels_too(position):
     """The same words; float32 is coarse only where noise is too low for its token to win."""
     seeds = [0, -1, 2**63 - 1, -(2**63), 123456789]
     expected = np.stack([gumbel(row_key(seed, position), 4096) for seed in seeds])
@@ -75,7 +74,7 @@ def test_noise_is_that_of_plain_numbers_in_kernels_too(position: int) -> None:
     np.testing.assert_allclose(plain, expected, atol=0.05)
 
 
-def test_any_bit_of_seed_or_position_changes_the_noise() -> None:
+def test_any_bit_of_seed_or_position_changes_the_noise():
     base = gumbel_noise(row_keys([0], [0]), 32)
     for bit in range(64):
         assert not torch.equal(base, gumbel_noise(row_keys([1 << bit], [0]), 32))
@@ -83,18 +82,18 @@ def test_any_bit_of_seed_or_position_changes_the_noise() -> None:
         assert not torch.equal(base, gumbel_noise(row_keys([0], [1 << bit]), 32))
 
 
-def test_noise_is_finite_for_every_word_the_hash_can_give() -> None:
+def test_noise_is_finite_for_every_word_the_hash_can_give():
     noise = gumbel_noise(row_keys(list(range(64)), [0] * 64), 8192)
     assert torch.isfinite(noise).all()
 
 
-def test_noise_follows_the_gumbel_distribution() -> None:
+def test_noise_follows_the_gumbel_distribution():
     """Kolmogorov-Smirnov over 200k values; a correct one fails one seed in 10,000."""
     noise = gumbel_noise(row_keys([11] * 400, list(range(400))), 500).flatten().double()
     assert stats.kstest(noise.numpy(), "gumbel_r").pvalue > 1e-4
 
 
-def test_neighbouring_rows_and_tokens_are_uncorrelated() -> None:
+def test_neighbouring_rows_and_tokens_are_uncorrelated():
     """10^6 pairs: a correlation above 5 standard errors (0.005) has odds below 1e-6 per lag."""
     noise = gumbel_noise(row_keys([5] * 1000, list(range(1000))), 1000)
     noise = (noise - noise.mean()) / noise.std()

@@ -1,10 +1,7 @@
 """Norms: the kernels against their laws."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 from tests.helpers.memory import poisoned_memory
 from tests.helpers.triton import DEVICE, reference, relative_error
@@ -17,13 +14,13 @@ TOLERANCE = {torch.bfloat16: 1e-3, torch.float16: 1e-4, torch.float32: 1e-6}
 EPS = 1e-5
 
 
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+def random(*shape, dtype=torch.float32, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shape", [(1, 1), (5, 48), (2, 3, 300), (3, 4096)])
-def test_the_kernels_follow_their_laws(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_the_kernels_follow_their_laws(shape, dtype):
     x, residual = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=1)
     weight = random(shape[-1], dtype=dtype, seed=2)
     before = x.clone(), residual.clone()
@@ -41,9 +38,7 @@ def test_the_kernels_follow_their_laws(shape: tuple[int, ...], dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(2, 1, 8), (3, 5, 48), (4, 3, 4096)])
-def test_addends_are_added_up_in_order_and_rounded_before_the_residual_is(
-    shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_addends_are_added_up_in_order_and_rounded_before_the_residual_is(shape, dtype):
     partials, residual = random(*shape), random(*shape[1:], dtype=dtype, seed=1)
     weight = random(shape[-1], dtype=dtype, seed=2)
     whole = partials[0]
@@ -56,7 +51,7 @@ def test_addends_are_added_up_in_order_and_rounded_before_the_residual_is(
         assert relative_error(normed, plain.rms_norm(expected, weight, EPS)) < TOLERANCE[dtype]
 
 
-def test_rows_may_be_part_of_wider_tensors() -> None:
+def test_rows_may_be_part_of_wider_tensors():
     wide, weight = random(4, 150), random(48, seed=1)
     x, residual = wide[:, :48], wide[:, 60:108]
     normed, total = elementwise_triton.add_rms_norm(x, residual, weight, EPS)
@@ -67,7 +62,7 @@ def test_rows_may_be_part_of_wider_tensors() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-4, 1e3])
-def test_rows_of_any_size_are_normed_in_float32(scale: float) -> None:
+def test_rows_of_any_size_are_normed_in_float32(scale):
     """Squares of a thousand overflow float16."""
     x = (scale * random(2, 64)).half()
     weight = random(64, seed=1).half()
@@ -77,7 +72,7 @@ def test_rows_of_any_size_are_normed_in_float32(scale: float) -> None:
     assert torch.allclose(found.double(), exact, rtol=2e-3, atol=1e-6)
 
 
-def test_no_rows_give_no_rows() -> None:
+def test_no_rows_give_no_rows():
     x, weight = torch.empty(0, 16, device=DEVICE), random(16)
     assert elementwise_triton.rms_norm(x, weight, EPS).shape == (0, 16)
     assert [part.shape for part in elementwise_triton.add_rms_norm(x, x, weight, EPS)] == [

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -45,7 +43,7 @@ NOWHERE = 1 << 30
 
 
 @pytest.fixture(autouse=True)
-def _poisoned() -> Iterator[None]:
+def _poisoned():
     with poisoned_memory():
         yield
 
@@ -59,18 +57,18 @@ class Scene:
 
     def __init__(
         self,
-        lengths: Sequence[tuple[int, int]],
-        heads: tuple[int, int] = (4, 2),
-        widths: tuple[int, int] = (16, 16),
-        page_size: int = 4,
-        kind: AttentionKind | None = None,
-        tree: bool = False,
-        sinks: bool = False,
-        groups: tuple[tuple[int, int], ...] = (),
-        spare_tokens: int = 0,
-        dtype: torch.dtype = torch.float32,
-        seed: int = 0,
-    ) -> None:
+        lengths,
+        heads=(4, 2),
+        widths=(16, 16),
+        page_size=4,
+        kind=None,
+        tree=False,
+        sinks=False,
+        groups=(),
+        spare_tokens=0,
+        dtype=torch.float32,
+        seed=0,
+    ):
         generator = torch.Generator().manual_seed(seed)
         num_heads, num_kv_heads = heads
         width = max(1, -(-max(kv for kv, _ in lengths) // page_size))
@@ -106,7 +104,7 @@ class Scene:
             tree_mask=None if self.masks is None else self.masks.to(DEVICE),
         )
 
-    def _tree(self, generator: torch.Generator) -> Tensor:
+    def _tree(self, generator):
         masks = [1] * len(self.query)
         for start, (_, tokens) in zip(self.starts, self.lengths, strict=False):
             for token in range(1, tokens):
@@ -116,12 +114,12 @@ class Scene:
         masks = [mask & (1 << 64) - 1 for mask in masks]
         return torch.tensor([mask - (1 << 64) if mask >> 63 else mask for mask in masks])
 
-    def run(self, op: Any) -> Tensor:
+    def run(self, op):
         plan = replace(self.plan)  # nothing prepared
         out: Tensor = op.paged_attention(self.query, self.keys, self.values, plan, self.kind)
         return out
 
-    def tiled(self, name: str) -> Tensor:
+    def tiled(self, name):
         """The kernel's results with a tiling of that name."""
         tokens, lines, rest = TILINGS[name]
         ((num_requests, max_query_len),) = self.plan.groups
@@ -137,7 +135,7 @@ class Scene:
             kernel._launch(self.query, *pools, plan, self.kind, group, out)
         return out
 
-    def check(self, out: Tensor, tolerance: float = 1e-5) -> None:
+    def check(self, out, tolerance=1e-5):
         """Tokens with something to see agree with the definition; all others are finite."""
         assert out.shape == (*self.query.shape[:2], self.values.shape[2])
         assert out.dtype == self.query.dtype
@@ -152,7 +150,7 @@ class Scene:
             found = out[[token for token, _ in expected]].cpu()
             assert relative_error(found, torch.stack([r for _, r in expected])) < tolerance
 
-    def _seen(self, request: int, token: int) -> list[int]:
+    def _seen(self, request, token):
         kv_len, tokens = self.lengths[request]
         first, window = kv_len - tokens, self.kind.window
         own, drafts = first + token, list(range(token + 1))
@@ -167,7 +165,7 @@ class Scene:
             drafts = [position for position in drafts if position > nearest]
         return seen + [position for position in drafts if position >= 0]
 
-    def _token(self, request: int, token: int) -> Tensor:
+    def _token(self, request, token):
         slots = self.slots[request][self._seen(request, token)]
         query = self.query[self.starts[request] + token].cpu().double()
         group = query.shape[0] // self.keys.shape[1]
@@ -186,7 +184,7 @@ SHORT = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 @st.composite
-def scenes(draw: st.DrawFn) -> Scene:
+def scenes(draw):
     """Requests of any lengths over layers of any kind; some have more tokens than entries."""
     tree = draw(st.booleans())
     length = st.tuples(st.integers(0, 6) | st.integers(0, 24), st.integers(-4, 70))
@@ -216,7 +214,7 @@ def scenes(draw: st.DrawFn) -> Scene:
 
 @settings(max_examples=30)
 @given(scene=scenes(), tiling=st.sampled_from(sorted(TILINGS)))
-def test_tokens_of_any_requests_see_what_they_should(scene: Scene, tiling: str) -> None:
+def test_tokens_of_any_requests_see_what_they_should(scene, tiling):
     """Sums are in float32, whatever is summed."""
     tolerance = SHORT.get(scene.query.dtype, 1e-5)
     if len(scene.query):
@@ -233,7 +231,7 @@ def test_tokens_of_any_requests_see_what_they_should(scene: Scene, tiling: str) 
         for kind in {KINDS[number % 4], KINDS[3 * ("last" in tiling)]}
     ],
 )
-def test_shares_of_a_tile_add_up(tiling: str, window: int | None, tree: bool, sinks: bool) -> None:
+def test_shares_of_a_tile_add_up(tiling, window, tree, sinks):
     # Nothing to share, a share of one entry, shares of unequal length, and of many blocks.
     lengths = [(16, 2), (17, 1), (45, 4), (140, 3)]
     kind = AttentionKind(window=window)
@@ -242,7 +240,7 @@ def test_shares_of_a_tile_add_up(tiling: str, window: int | None, tree: bool, si
 
 
 @BOTH
-def test_padding_is_finite_and_changes_nothing(op: Any) -> None:
+def test_padding_is_finite_and_changes_nothing(op):
     alone = Scene([(9, 2), (20, 1)])
     expected = alone.run(op)
     plan = alone.plan
@@ -261,7 +259,7 @@ def test_padding_is_finite_and_changes_nothing(op: Any) -> None:
 
 
 @BOTH
-def test_entries_past_the_table_are_not_seen(op: Any) -> None:
+def test_entries_past_the_table_are_not_seen(op):
     scene = Scene([(12, 1)], page_size=4)
     expected = scene.run(op)
     scene.plan.kv_lens.fill_(1000)
@@ -269,7 +267,7 @@ def test_entries_past_the_table_are_not_seen(op: Any) -> None:
 
 
 @BOTH
-def test_queries_may_be_part_of_wider_rows(op: Any) -> None:
+def test_queries_may_be_part_of_wider_rows(op):
     scene = Scene([(12, 2), (5, 1), (30, 20)])
     expected = scene.run(op)
     scene.query = torch.cat((scene.query, torch.full_like(scene.query, math.nan)), dim=1)[:, :4]
@@ -278,9 +276,7 @@ def test_queries_may_be_part_of_wider_rows(op: Any) -> None:
 
 @BOTH
 @pytest.mark.parametrize("window", [None, 9])
-def test_the_newest_tokens_of_a_tree_see_what_they_do_beside_the_others(
-    op: Any, window: int | None
-) -> None:
+def test_the_newest_tokens_of_a_tree_see_what_they_do_beside_the_others(op, window):
     """A beam's tokens come last; the tree's other entries are in the cache."""
     scene = Scene([(23, 6), (14, 6)], kind=AttentionKind(window=window), tree=True)
     expected = scene.run(op).view(2, 6, *scene.query.shape[1:])[:, 3:].flatten(0, 1)
@@ -298,13 +294,13 @@ def test_the_newest_tokens_of_a_tree_see_what_they_do_beside_the_others(
 
 @BOTH
 @pytest.mark.parametrize("heads", [(1, 1), (4, 1)])
-def test_the_last_token_of_a_tree_has_a_bit(op: Any, heads: tuple[int, int]) -> None:
+def test_the_last_token_of_a_tree_has_a_bit(op, heads):
     scene = Scene([(66, 64)], heads, tree=True)
     scene.check(scene.run(op))
 
 
 @BOTH
-def test_requests_of_more_tokens_than_a_mask_has_bits_are_chains(op: Any) -> None:
+def test_requests_of_more_tokens_than_a_mask_has_bits_are_chains(op):
     scene = Scene([(23, 4), (90, 70)], tree=True, groups=((1, 4), (1, 70)))
     found = scene.run(op)
     assert scene.masks is not None
@@ -317,14 +313,14 @@ def test_requests_of_more_tokens_than_a_mask_has_bits_are_chains(op: Any) -> Non
 
 
 @pytest.mark.parametrize("tiling", [tiling for tiling in TILINGS if "merged" in tiling])
-def test_the_bits_are_the_same_every_time(tiling: str) -> None:
+def test_the_bits_are_the_same_every_time(tiling):
     scene = Scene([(40, 2), (90, 4), (3, 1)], spare_tokens=2)
     first = scene.tiled(tiling)
     assert torch.equal(first, scene.tiled(tiling))
 
 
 @BOTH
-def test_layers_of_a_forward_share_a_plan_whatever_their_kind(op: Any) -> None:
+def test_layers_of_a_forward_share_a_plan_whatever_their_kind(op):
     plain = AttentionKind()
     kinds = [plain, AttentionKind(window=5), AttentionKind(softcap=1.5), plain]
     wide = [Scene([(40, 2), (9, 1)], heads=(4, 4), kind=kind) for kind in kinds]
@@ -344,9 +340,7 @@ def test_layers_of_a_forward_share_a_plan_whatever_their_kind(op: Any) -> None:
     tree=st.booleans(),
     spare_tokens=st.integers(0, 3),
 )
-def test_groups_of_requests_are_one_forward(
-    narrow: list[int], wide: list[int], tree: bool, spare_tokens: int
-) -> None:
+def test_groups_of_requests_are_one_forward(narrow, wide, tree, spare_tokens):
     lengths = [(tokens + 7 * number, tokens) for number, tokens in enumerate([*narrow, *wide])]
     groups = ((len(narrow), 3), (len(wide), 30))
     scene = Scene(lengths, tree=tree, spare_tokens=spare_tokens, groups=groups)
@@ -367,9 +361,7 @@ def test_groups_of_requests_are_one_forward(
     window=st.sampled_from([None, 100, 1000]),
     programs=st.integers(1, 40),
 )
-def test_every_program_reads_a_fair_part_of_long_caches(
-    lengths: list[tuple[int, int]], window: int | None, programs: int
-) -> None:
+def test_every_program_reads_a_fair_part_of_long_caches(lengths, window, programs):
     tokens, kind = 16, AttentionKind(window=window)
     scene = Scene(lengths, heads=(1, 1), widths=(1, 1), page_size=64, kind=kind)
     max_query_len = max(1, *(count for _, count in lengths))
@@ -398,6 +390,6 @@ def test_every_program_reads_a_fair_part_of_long_caches(
     assert max(read) <= max(256, 1.5 * fair + 128)
 
 
-def test_shares_of_few_requests_are_merged_by_a_launch() -> None:
+def test_shares_of_few_requests_are_merged_by_a_launch():
     tilings = [kernel._choose_tiling(b, 1, (32, 8), 128, torch.bfloat16) for b in (1, 8, 9, 512)]
     assert [tiling.is_last_merging for tiling in tilings] == [False, False, True, True]

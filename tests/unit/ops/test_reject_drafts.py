@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -70,9 +68,7 @@ class Batch:
     drafts: Tensor
 
     @classmethod
-    def of(
-        cls, counts: list[int], depth: int, noise: float = 0.7, num_draft_ids: int = VOCAB
-    ) -> Batch:
+    def of(cls, counts, depth, noise=0.7, num_draft_ids=VOCAB):
         generator = torch.Generator().manual_seed(depth)
         size = len(counts)
         params = [MIX[b % len(MIX)] for b in range(size)]
@@ -93,7 +89,7 @@ class Batch:
         drafted = torch.stack(drafts, dim=1)
         return cls(counts, depth, params, seeds, lengths, logits, near, target_ids, drafted)
 
-    def expected(self, method: str) -> list[list[int]]:
+    def expected(self, method):
         """Return what the requests that have not left emit."""
         emitted, first = [], 0
         drawn = self._drawn.tolist()
@@ -113,9 +109,7 @@ class Batch:
             first += count + 1
         return emitted
 
-    def _verify(
-        self, method: str, b: int, tokens: list[int], logits: Tensor
-    ) -> tuple[int, int | None]:
+    def _verify(self, method, b, tokens, logits):
         params, seed, root = self.params[b], self.seeds[b], self.lengths[b]
         ids = range(VOCAB) if self.target_ids is None else self.target_ids.tolist()
         draft_probs = np.zeros((len(tokens), VOCAB))
@@ -132,18 +126,18 @@ class Batch:
         )
 
     @property
-    def _rows(self) -> list[tuple[int, int]]:
+    def _rows(self):
         return [(b, i) for b, n in enumerate(self.counts) for i in range(n + 1)]
 
     @property
-    def _drawn(self) -> Tensor:
+    def _drawn(self):
         """The target's draw at every position."""
         owners = torch.tensor([b for b, _ in self._rows], dtype=torch.int32)
         positions = torch.tensor([self.lengths[b] + i for b, i in self._rows])
         rows = draw_params(self.params, self.seeds, CPU)
         return reference(draw).draw_tokens(self.logits, owners, positions, rows)
 
-    def emitted(self, method: str, ops: Any, num_padding: int = 3) -> list[list[int]]:
+    def emitted(self, method, ops, num_padding=3):
         """Return what the code under test makes of the batch."""
         size = len(self.counts)
         params = draw_params(self.params[::-1], self.seeds[::-1], DEVICE)
@@ -179,14 +173,14 @@ class Batch:
         return [row[: kept + 1] for (row, kept), is_in in zip(found, there, strict=True) if is_in]
 
 
-def ragged(depth: int, size: int = 18) -> list[int]:
+def ragged(depth, size=18):
     """Return counts of requests with all drafts, fewer, none, and of some that have left."""
     return [[depth, 0, max(0, depth - 1), 1, depth, -1, depth][b % 7] for b in range(size)]
 
 
 @pytest.mark.parametrize("ops", [reference(draw), draw_triton], ids=["reference", "kernel"])
 @pytest.mark.parametrize("is_reduced", [False, True])
-def test_sampled_drafts_have_noise_of_their_own(ops: Any, is_reduced: bool) -> None:
+def test_sampled_drafts_have_noise_of_their_own(ops, is_reduced):
     """And a row from which no token can be drawn gives -1."""
     depth, size = 3, 20
     made = Batch.of([depth] * size, depth, num_draft_ids=1300 if is_reduced else VOCAB)
@@ -217,7 +211,7 @@ def test_sampled_drafts_have_noise_of_their_own(ops: Any, is_reduced: bool) -> N
         assert_largest([draft_id[found[b]] for b in whole], numbers)
 
 
-def broken(made: Batch) -> Batch:
+def broken(made):
     """Return the batch with some drafts that are no tokens."""
     for b in range(0, len(made.counts), 2):
         made.drafts[b, b % 4] = -1
@@ -238,9 +232,7 @@ def broken(made: Batch) -> Batch:
     ],
     ids=["one draft", "few draft ids", "long chains", "alone", "broken drafts"],
 )
-def test_drafts_are_accepted_by_their_probabilities(
-    ops: Any, method: str, make: Callable[[], Batch]
-) -> None:
+def test_drafts_are_accepted_by_their_probabilities(ops, method, make):
     """Ragged chains, greedy ones and those of filtered distributions among them."""
     made = make()
     expected = made.expected(method)
@@ -251,7 +243,7 @@ def test_drafts_are_accepted_by_their_probabilities(
 
 @BOTH
 @METHODS
-def test_a_target_that_gives_nan_draws_no_token(ops: Any, method: str) -> None:
+def test_a_target_that_gives_nan_draws_no_token(ops, method):
     made = Batch.of([2] * 9, 2)
     made.logits[:, 40] = float("nan")
     assert [tokens[-1] for tokens in made.emitted(method, ops)] == [-1] * 9
@@ -263,9 +255,7 @@ def test_a_target_that_gives_nan_draws_no_token(ops: Any, method: str) -> None:
     [({"top_k": 7}, True), ({"top_p": 0.8}, False), ({"min_p": 0.05}, True)],
     ids=str,
 )
-def test_a_token_that_nobody_expected_is_kept_unless_a_filter_removes_it(
-    ops: Any, filters: dict[str, Any], has_ties: bool
-) -> None:
+def test_a_token_that_nobody_expected_is_kept_unless_a_filter_removes_it(ops, filters, has_ties):
     """The likeliest tokens of one law, each drafted once by a draft that hardly ever would."""
     count, params = 12, SamplingParams(temperature=0.5, **filters)
     made = Batch.of([1] * count, 1)

@@ -1,14 +1,11 @@
 """Rejection of sampled drafts: what is emitted follows the target's law, by enumeration."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from serve_spec.ops.rejection import RULES, leftover
 
@@ -21,13 +18,13 @@ class Tree:
     Text x_1 .. x_i is row i, the number that its tokens spell. p[i], q[i]: float64 [V^i, V].
     """
 
-    def __init__(self, depth: int, seed: int, zeros: str) -> None:
+    def __init__(self, depth, seed, zeros):
         generator = torch.Generator().manual_seed(seed)
         self.depth = depth
         self.p = [_laws(VOCAB**i, generator, "p" in zeros) for i in range(depth + 1)]
         self.q = [_laws(VOCAB**i, generator, "q" in zeros) for i in range(depth)]
 
-    def chains(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def chains(self):
         """Every chain of drafts [N, K], its chance [N]; q [N, K, V], p [N, K + 1, V] along it."""
         drafts = torch.tensor([*product(range(VOCAB), repeat=self.depth)])
         at = [spell(drafts[:, :i]) for i in range(self.depth + 1)]
@@ -36,7 +33,7 @@ class Tree:
         chance = q.gather(2, drafts.unsqueeze(2)).squeeze(2).prod(dim=1)
         return drafts, chance, q, p
 
-    def joint(self) -> Tensor:
+    def joint(self):
         """The target's law of the first depth + 1 tokens, flat."""
         law = torch.ones(1, dtype=torch.float64)
         for p in self.p:
@@ -44,7 +41,7 @@ class Tree:
         return law
 
 
-def _laws(count: int, generator: torch.Generator, has_zeros: bool) -> Tensor:
+def _laws(count, generator, has_zeros):
     scores = torch.randn(count, VOCAB, generator=generator, dtype=torch.float64) * 1.5
     if has_zeros:  # one token of each law at most, for some must be left
         gone = torch.randint(VOCAB + 1, (count,), generator=generator)
@@ -52,7 +49,7 @@ def _laws(count: int, generator: torch.Generator, has_zeros: bool) -> Tensor:
     return scores.softmax(dim=1)
 
 
-def spell(tokens: Tensor) -> Tensor:
+def spell(tokens):
     """The row of texts [N, i] in a table of all of them."""
     number = torch.zeros(len(tokens), dtype=torch.int64)
     for column in tokens.unbind(1):
@@ -60,7 +57,7 @@ def spell(tokens: Tensor) -> Tensor:
     return number
 
 
-def emitted_law(tree: Tree, method: str, num_steps: Tensor | None = None) -> tuple[Tensor, float]:
+def emitted_law(tree, method, num_steps=None):
     """The law of the first depth + 1 tokens, the rounds after this one exact; mean drafts kept.
 
     A coin decides against one number alone: two values of it, below and above, are all there is.
@@ -85,7 +82,7 @@ def emitted_law(tree: Tree, method: str, num_steps: Tensor | None = None) -> tup
     return law.flatten(), mean
 
 
-def continued(tree: Tree, kept: list[int], left: Tensor) -> Tensor:
+def continued(tree, kept, left):
     """The law of what follows `kept`: a token of `left`, then the target alone."""
     after = torch.tensor([[*kept, token] for token in range(VOCAB)])
     law = left
@@ -95,14 +92,14 @@ def continued(tree: Tree, kept: list[int], left: Tensor) -> Tensor:
     return law.view([VOCAB] * (tree.depth + 1 - len(kept)))
 
 
-def total_variation(a: Tensor, b: Tensor) -> float:
+def total_variation(a, b):
     return float((a - b).abs().sum() / 2)
 
 
 @pytest.mark.parametrize("method", RULES)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("zeros", ["", "p", "q", "pq"])
-def test_what_is_emitted_follows_the_target(method: str, depth: int, zeros: str) -> None:
+def test_what_is_emitted_follows_the_target(method, depth, zeros):
     """Joint law of all tokens of a round, to the last bits, also where either law has zeros."""
     for seed in range(3):
         tree = Tree(depth, seed, zeros)
@@ -111,7 +108,7 @@ def test_what_is_emitted_follows_the_target(method: str, depth: int, zeros: str)
 
 
 @pytest.mark.parametrize("method", RULES)
-def test_so_it_does_with_chains_of_different_lengths_in_one_batch(method: str) -> None:
+def test_so_it_does_with_chains_of_different_lengths_in_one_batch(method):
     """The length may depend on the draft's own laws and earlier tokens; here on the first."""
     tree = Tree(3, 5, "pq")
     drafts, *_ = tree.chains()
@@ -121,9 +118,7 @@ def test_so_it_does_with_chains_of_different_lengths_in_one_batch(method: str) -
 
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 2**31), st.sampled_from([2, 3]), st.sampled_from(["", "p", "q", "pq"]))
-def test_blocks_keep_as_many_drafts_as_single_tokens_at_least(
-    seed: int, depth: int, zeros: str
-) -> None:
+def test_blocks_keep_as_many_drafts_as_single_tokens_at_least(seed, depth, zeros):
     tree = Tree(depth, seed, zeros)
     (_, standard), (_, block) = (emitted_law(tree, method) for method in ("standard", "block"))
     assert block >= standard - 1e-12
@@ -131,7 +126,7 @@ def test_blocks_keep_as_many_drafts_as_single_tokens_at_least(
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**31))
-def test_one_draft_is_kept_as_often_as_the_laws_overlap(seed: int) -> None:
+def test_one_draft_is_kept_as_often_as_the_laws_overlap(seed):
     """1 - TV(p, q): no exact rule keeps more."""
     tree = Tree(1, seed, "")
     for method in RULES:

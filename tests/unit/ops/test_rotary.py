@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -26,14 +24,7 @@ BOTH = pytest.mark.parametrize(
 class Scene:
     """Rows of random heads at random positions, and the pool of one layer."""
 
-    def __init__(
-        self,
-        num_rows: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
+    def __init__(self, num_rows, num_heads, num_kv_heads, head_dim, dtype=torch.float32):
         generator = torch.Generator().manual_seed(num_rows)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         width = num_heads + 2 * num_kv_heads
@@ -48,13 +39,13 @@ class Scene:
         self.keys = torch.full(pool, POISON, device=DEVICE).to(dtype)
         self.values = self.keys.clone()
 
-    def run(self, impl: Any) -> Tensor:
+    def run(self, impl):
         query: Tensor = impl.rotate_and_store(
             self.heads, self.rotation, self.slots, self.keys, self.values, self.num_heads
         )
         return query
 
-    def rotated(self) -> tuple[Tensor, Tensor, Tensor]:
+    def rotated(self):
         """Queries, keys and values as they should be, in float32."""
         sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         query, key, value = self.heads.float().split(sizes, dim=1)
@@ -68,9 +59,7 @@ class Scene:
 @BOTH
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(("heads", "head_dim"), [((4, 2), 16), ((6, 1), 24), ((9, 3), 24)])
-def test_queries_come_back_and_keys_and_values_are_stored(
-    impl: Any, head_dim: int, heads: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_queries_come_back_and_keys_and_values_are_stored(impl, head_dim, heads, dtype):
     scene = Scene(3, *heads, head_dim, dtype)
     query = scene.run(impl)
     found = query, scene.keys[scene.slots], scene.values[scene.slots]
@@ -86,7 +75,7 @@ def test_queries_come_back_and_keys_and_values_are_stored(
 
 
 @BOTH
-def test_heads_may_be_part_of_wider_rows(impl: Any) -> None:
+def test_heads_may_be_part_of_wider_rows(impl):
     scene, wide = Scene(4, 4, 2, 16), Scene(4, 4, 2, 16)
     expected = scene.run(impl)
     padding = torch.full_like(wide.heads, POISON)
@@ -96,7 +85,7 @@ def test_heads_may_be_part_of_wider_rows(impl: Any) -> None:
 
 
 @BOTH
-def test_heads_may_come_as_addends(impl: Any) -> None:
+def test_heads_may_come_as_addends(impl):
     scene, other = Scene(4, 4, 2, 16, torch.bfloat16), Scene(4, 4, 2, 16, torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
     partials = torch.randn(3, *scene.heads.shape, generator=generator).to(DEVICE)
@@ -108,7 +97,7 @@ def test_heads_may_come_as_addends(impl: Any) -> None:
 
 
 @BOTH
-def test_padding_rows_may_share_a_slot(impl: Any) -> None:
+def test_padding_rows_may_share_a_slot(impl):
     scene = Scene(6, 4, 2, 16)
     scene.slots[3:] = NUM_SLOTS - 1
     query, key, value = scene.rotated()
@@ -117,7 +106,7 @@ def test_padding_rows_may_share_a_slot(impl: Any) -> None:
     assert torch.equal(scene.values[scene.slots[:3]], value[:3])
 
 
-def test_a_rotation_is_gathered_once_and_only_if_asked() -> None:
+def test_a_rotation_is_gathered_once_and_only_if_asked():
     rotation = Scene(3, 4, 2, 16).rotation
     assert rotation.cos is rotation.cos
     assert torch.equal(rotation.sin, rotation.sin_table[rotation.positions])

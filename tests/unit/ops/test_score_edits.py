@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from serve_spec.core.plan import EditedText, ScheduledRequest
 from serve_spec.core.request import SamplingParams
@@ -51,7 +48,7 @@ sequences = st.lists(
 )
 
 
-def table(rows: list[tuple[SamplingParams, list[int], list[int], list[int]]]) -> ScoreEdits:
+def table(rows):
     """Return the edits of requests as a worker keeps them; the last slot stays empty."""
     edits = ScoreEdits.create(len(rows) + 1, VOCAB, DEVICE)
     for field in edits[1:]:
@@ -69,12 +66,8 @@ def table(rows: list[tuple[SamplingParams, list[int], list[int], list[int]]]) ->
 @settings(max_examples=12, deadline=None)
 @given(rows=sequences, data=st.data(), seed=st.integers(0, 2**32))
 def test_scores_are_edited_by_the_text_and_the_drafts_on_their_path_alone(
-    ops: Any,
-    rows: list[tuple[SamplingParams, list[int], list[int], list[int]]],
-    data: st.DataObject,
-    seed: int,
-    is_tree: bool,
-) -> None:
+    ops, rows, data, seed, is_tree
+):
     """Beside padding, and a request that edits nothing."""
     num_rows = sum(len(drafts) + 1 for *_, drafts in rows) + 2
     logits = torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 5
@@ -102,7 +95,7 @@ def test_scores_are_edited_by_the_text_and_the_drafts_on_their_path_alone(
     assert torch.equal(found[-2:].cpu(), logits[-2:])
 
 
-def wide_round(device: torch.device) -> tuple[Tensor, ...]:
+def wide_round(device):
     """Rows over several blocks of a vocabulary, the last one broken; every third edits."""
     vocab, num_rows = 5000, 9
     generator = torch.Generator().manual_seed(3)
@@ -122,7 +115,7 @@ def wide_round(device: torch.device) -> tuple[Tensor, ...]:
     return tuple(tensor.to(device) for tensor in tensors)
 
 
-def test_the_kernel_edits_to_the_last_bit_as_the_reference_does() -> None:
+def test_the_kernel_edits_to_the_last_bit_as_the_reference_does():
     expected, *inputs = wide_round(CPU)
     found, *on_device = wide_round(DEVICE)
     reference(score_edits).edit_scores(expected, *inputs[:4], ScoreEdits(*inputs[4:]))
@@ -136,11 +129,7 @@ def test_the_kernel_edits_to_the_last_bit_as_the_reference_does() -> None:
     st.lists(st.lists(st.integers(-1, VOCAB - 1), min_size=1, max_size=5), min_size=1, max_size=4),
     st.data(),
 )
-def test_emitted_tokens_are_counted_for_requests_that_edit(
-    count: Callable[[Tensor, Tensor, ScoreEdits], None],
-    emitted: list[list[int]],
-    data: st.DataObject,
-) -> None:
+def test_emitted_tokens_are_counted_for_requests_that_edit(count, emitted, data):
     """Results hold old tokens after those of the step."""
     members = data.draw(st.permutations(range(5)))[: len(emitted)]
     is_on = data.draw(st.lists(st.booleans(), min_size=5, max_size=5))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -69,7 +69,7 @@ one_thread_each = pytest.mark.skipif(
 
 
 @pytest.fixture(params=[False, True], ids=["at_once", "in_shares"])
-def in_shares(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+def in_shares(request, monkeypatch):
     """Everything is summed so, however large it is."""
     monkeypatch.setattr(plain, "_LEAST_SPARED", 0 if request.param else 1 << 62)
     return bool(request.param)
@@ -78,19 +78,19 @@ def in_shares(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 either_way = pytest.mark.usefixtures("in_shares")
 
 
-def drawn(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+def drawn(*shape, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
     # Far apart in size, so that another order or precision of the sum would show.
     sizes = 10.0 ** torch.randint(-2, 3, shape, generator=generator)
     return (torch.randn(shape, generator=generator) * sizes).to(DEVICE, dtype)
 
 
-def all_drawn(size: int, *shape: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+def all_drawn(size, *shape, dtype, seed=0):
     """What each of `size` ranks adds."""
     return [drawn(*shape, dtype=dtype, seed=seed * size + rank) for rank in range(size)]
 
 
-def entries(words: Tensor, number: int) -> Tensor:
+def entries(words, number):
     """int64: words as they are sent."""
     return (words.long() & 0xFFFFFFFF) | (number << 32)
 
@@ -98,8 +98,8 @@ def entries(words: Tensor, number: int) -> Tensor:
 class Rank:
     """The one under test; all others have sent their words before it begins."""
 
-    def __init__(self, rank: int, size: int, way: Way) -> None:
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    def __init__(self, rank, size, way):
+        def zeros(*shape, dtype=torch.int64):
             return torch.zeros(shape, dtype=dtype, device=DEVICE)
 
         self.memory = SharedMemory(
@@ -114,33 +114,31 @@ class Rank:
         self.counts = [0] * NUM_PROGRAMS
         self.way = way
 
-    def sum(self, parts: list[Tensor]) -> Tensor:
+    def sum(self, parts):
         """This rank's result; parts: each rank's."""
         self.hear(parts)
         x = parts[self.memory.rank].clone()
         self.way.sum_over_ranks(x, self.memory)
         return x
 
-    def hear(self, parts: list[Tensor]) -> None:
+    def hear(self, parts):
         """What the others send of such a sum."""
         words = [as_words(part) for part in parts]
         size = part_words(len(words[0]))
         self._hear([each.split(size) for each in words], size, parts[0].dtype)
 
-    def add_norm(
-        self, parts: list[Tensor], residual: Tensor, weight: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def add_norm(self, parts, residual, weight):
         """As `sum`, of rows."""
         self.hear_rows(parts)
         x = parts[self.memory.rank]
         return self.way.sum_add_norm(x, residual, weight, EPS, self.memory)
 
-    def hear_rows(self, parts: list[Tensor]) -> None:
+    def hear_rows(self, parts):
         """What the others send of such a norm."""
         rows = [list(as_words(part).view(len(part), -1)) for part in parts]
         self._hear(rows, len(rows[0][0]), parts[0].dtype)
 
-    def _hear(self, pieces: Sequence[Sequence[Tensor]], size: int, dtype: torch.dtype) -> None:
+    def _hear(self, pieces, size, dtype):
         """Whichever way it is sent; pieces: each rank's, by program, `size` words at most."""
         mine = self.memory.slots[self.memory.rank]
         share = share_numbers(size * 4 // dtype.itemsize, len(pieces), dtype.itemsize)
@@ -153,7 +151,7 @@ class Rank:
                 mine[count % 2, program, other, : len(words)] = entries(words, number)
             self._hear_shares(program, number, share, [words.view(dtype) for words in of_ranks])
 
-    def _hear_shares(self, program: int, number: int, share: int, parts: Sequence[Tensor]) -> None:
+    def _hear_shares(self, program, number, share, parts):
         own, dtype = self.memory.rank, parts[0].dtype
         places = self.memory.shares[own].view(dtype)
         for other in self.others:
@@ -164,9 +162,7 @@ class Rank:
                 self.memory.flags[own][turn, program, other] = number << 32
 
 
-def assert_normed(
-    found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], dtype: torch.dtype
-) -> None:
+def assert_normed(found, expected, dtype):
     """The stream to the bit; its norm within a rounding, as squares are added in any order."""
     assert torch.equal(found[1], expected[1])
     assert found[0].dtype == dtype
@@ -178,9 +174,7 @@ def assert_normed(
 @both
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (2, 4)])
-def test_parts_of_all_ranks_are_added_and_rounded_once(
-    rank: int, size: int, dtype: torch.dtype, way: Way
-) -> None:
+def test_parts_of_all_ranks_are_added_and_rounded_once(rank, size, dtype, way):
     parts = all_drawn(size, 3000, dtype=dtype)
     expected = shared_sum(parts)
     assert torch.equal(Rank(rank, size, way).sum(parts), expected)
@@ -198,8 +192,8 @@ def test_parts_of_all_ranks_are_added_and_rounded_once(
     ("num_rows", "width", "rank", "size"), [(1, 8, 0, 2), (3, 640, 2, 4), (5, 1000, 1, 2)]
 )
 def test_a_norm_over_ranks_is_that_of_the_rounded_sum_and_the_residual(
-    num_rows: int, width: int, rank: int, size: int, dtype: torch.dtype, way: Way
-) -> None:
+    num_rows, width, rank, size, dtype, way
+):
     parts = all_drawn(size, num_rows, width, dtype=dtype)
     residual = drawn(num_rows, width, dtype=dtype, seed=100)
     weight = drawn(width, dtype=dtype, seed=101)
@@ -214,9 +208,7 @@ def test_a_norm_over_ranks_is_that_of_the_rounded_sum_and_the_residual(
 @both
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rank", "size"), [(1, 2), (2, 4)])
-def test_what_a_rank_adds_may_come_as_addends(
-    rank: int, size: int, dtype: torch.dtype, way: Way
-) -> None:
+def test_what_a_rank_adds_may_come_as_addends(rank, size, dtype, way):
     addends = drawn(3, 5, 1000, dtype=torch.float32, seed=7)
     parts = all_drawn(size, 5, 1000, dtype=dtype)
     parts[rank] = (addends[0] + addends[1] + addends[2]).to(dtype)
@@ -232,7 +224,7 @@ def test_what_a_rank_adds_may_come_as_addends(
 
 @either_way
 @both
-def test_sums_and_norms_of_any_sizes_follow_each_other(way: Way) -> None:
+def test_sums_and_norms_of_any_sizes_follow_each_other(way):
     """Programs that small ones leave out keep their own count, so their slots still alternate."""
     rank = Rank(1, 2, way)
     for turn, count in enumerate((6, 4096, 2, 9000, 2048, 4, 9000, 9000, 1026)):
@@ -250,7 +242,7 @@ def test_sums_and_norms_of_any_sizes_follow_each_other(way: Way) -> None:
 
 
 @both
-def test_what_another_may_still_wait_for_is_left_alone(way: Way) -> None:
+def test_what_another_may_still_wait_for_is_left_alone(way):
     """Of two sums, one after the other, both are there; the third takes the place of the first."""
     rank = Rank(0, 2, way)
     place = rank.memory.slots[1][:, 0, 0]
@@ -268,9 +260,7 @@ def test_what_another_may_still_wait_for_is_left_alone(way: Way) -> None:
 @one_thread_each
 @both
 @pytest.mark.parametrize("turn", [0, 1])
-def test_a_share_is_waited_for_until_its_flag_has_the_number_of_the_sum(
-    turn: int, way: Way, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_share_is_waited_for_until_its_flag_has_the_number_of_the_sum(turn, way, monkeypatch):
     monkeypatch.setattr(plain, "_LEAST_SPARED", 0)
     rank = Rank(0, 2, way)
     memory = rank.memory
@@ -292,9 +282,7 @@ def test_a_share_is_waited_for_until_its_flag_has_the_number_of_the_sum(
 
 
 @given(st.sampled_from(DTYPES), st.integers(2, 8), st.integers(1, 9000))
-def test_shares_are_aligned_and_have_room_and_make_up_the_whole(
-    dtype: torch.dtype, size: int, num_words: int
-) -> None:
+def test_shares_are_aligned_and_have_room_and_make_up_the_whole(dtype, size, num_words):
     num_words = min(num_words, SLOT_WORDS)
     count = num_words * 4 // dtype.itemsize
     share = share_numbers(count, size, dtype.itemsize)
@@ -306,7 +294,7 @@ def test_shares_are_aligned_and_have_room_and_make_up_the_whole(
 @one_thread_each
 @both
 @pytest.mark.parametrize("missing", [0, 250, 499])
-def test_a_word_is_waited_for_until_it_has_the_number_of_the_sum(missing: int, way: Way) -> None:
+def test_a_word_is_waited_for_until_it_has_the_number_of_the_sum(missing, way):
     """Until then its place has what it had two sums before."""
     rank = Rank(0, 2, way)
     memory = rank.memory
@@ -328,7 +316,7 @@ def test_a_word_is_waited_for_until_it_has_the_number_of_the_sum(missing: int, w
 
 @either_way
 @both
-def test_once_released_a_rank_waits_for_nothing(way: Way) -> None:
+def test_once_released_a_rank_waits_for_nothing(way):
     rank = Rank(0, 2, way)
     rank.memory.released.fill_(1)
     x = drawn(3, 1000, dtype=torch.bfloat16, seed=0)
@@ -341,7 +329,7 @@ def test_once_released_a_rank_waits_for_nothing(way: Way) -> None:
 
 @either_way
 @both
-def test_numbers_of_sums_begin_anew_when_they_have_no_room(way: Way) -> None:
+def test_numbers_of_sums_begin_anew_when_they_have_no_room(way):
     rank = Rank(1, 2, way)
     rank.memory.counts.fill_(NUMBER_MASK - 2)
     rank.counts = [NUMBER_MASK - 2] * NUM_PROGRAMS
@@ -352,7 +340,7 @@ def test_numbers_of_sums_begin_anew_when_they_have_no_room(way: Way) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_tensor_that_fits_has_room_for_each_of_its_parts(dtype: torch.dtype) -> None:
+def test_every_tensor_that_fits_has_room_for_each_of_its_parts(dtype):
     capacity = CAPACITY_BYTES // dtype.itemsize
     assert fits(torch.empty(capacity, dtype=dtype))
     assert not fits(torch.empty(capacity + 2, dtype=dtype))
@@ -364,7 +352,7 @@ def test_every_tensor_that_fits_has_room_for_each_of_its_parts(dtype: torch.dtyp
         assert part * NUM_PROGRAMS >= num_words
 
 
-def test_other_tensors_do_not_fit() -> None:
+def test_other_tensors_do_not_fit():
     assert not fits(torch.zeros(4, dtype=torch.int64))
     assert not fits(torch.zeros(4, 4)[:, :2])
     assert not fits(torch.zeros(4, dtype=torch.float64))
@@ -375,7 +363,7 @@ def test_other_tensors_do_not_fit() -> None:
 
 @either_way
 @both
-def test_the_largest_sum_uses_every_program(way: Way) -> None:
+def test_the_largest_sum_uses_every_program(way):
     parts = all_drawn(2, CAPACITY_BYTES // 2, dtype=torch.bfloat16)
     rank = Rank(0, 2, way)
     assert torch.equal(rank.sum(parts), shared_sum(parts))
@@ -384,7 +372,7 @@ def test_the_largest_sum_uses_every_program(way: Way) -> None:
 
 @either_way
 @both
-def test_the_widest_row_fills_its_slot(way: Way) -> None:
+def test_the_widest_row_fills_its_slot(way):
     parts = all_drawn(2, 2, 2 * SLOT_WORDS, dtype=torch.bfloat16)
     assert residual_fits(parts[0])
     weight = drawn(2 * SLOT_WORDS, dtype=torch.bfloat16, seed=9)
@@ -395,7 +383,7 @@ def test_the_widest_row_fills_its_slot(way: Way) -> None:
 
 @either_way
 @both
-def test_nothing_is_a_sum_of_nothing(way: Way) -> None:
+def test_nothing_is_a_sum_of_nothing(way):
     rank = Rank(0, 2, way)
     way.sum_over_ranks(torch.empty(0, 4096, device=DEVICE), rank.memory)
     assert not rank.memory.counts.any()
@@ -403,7 +391,7 @@ def test_nothing_is_a_sum_of_nothing(way: Way) -> None:
 
 @either_way
 @one_thread_each
-def test_a_rank_of_the_kernels_and_two_of_the_law_understand_each_other() -> None:
+def test_a_rank_of_the_kernels_and_two_of_the_law_understand_each_other():
     """What each sends is what the others wait for, and has its place beside what another sends."""
     kernel = Rank(0, 3, KERNEL).memory
     laws = [

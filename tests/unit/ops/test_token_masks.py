@@ -1,7 +1,5 @@
 """Masks of tokens: what they allow stays as it is, the rest cannot be drawn."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +15,7 @@ VOCAB = 2500  # several blocks, the last one broken
 WAYS = [reference(score_edits), score_edits_triton]
 
 
-def packed(allowed: torch.Tensor) -> torch.Tensor:
+def packed(allowed):
     """Masks [M, V] of booleans as words."""
     num_masks, vocab = allowed.shape
     words = torch.zeros(num_masks, -(-vocab // 32), dtype=torch.int64)
@@ -33,9 +31,7 @@ def packed(allowed: torch.Tensor) -> torch.Tensor:
     st.lists(st.integers(-1, 3), min_size=6, max_size=6),
     st.integers(0, 2**32),
 )
-def test_a_token_keeps_the_scores_that_its_mask_allows_and_no_other(
-    way: object, tokens: list[tuple[int, int]], places: list[int], seed: int
-) -> None:
+def test_a_token_keeps_the_scores_that_its_mask_allows_and_no_other(way, tokens, places, seed):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(tokens), VOCAB, generator=generator)
     allowed = torch.rand(4, VOCAB, generator=generator) < 0.5
@@ -53,7 +49,7 @@ def test_a_token_keeps_the_scores_that_its_mask_allows_and_no_other(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_allowed_can_be_drawn_though_nothing_else_wants_it(way: object) -> None:
+def test_what_is_allowed_can_be_drawn_though_nothing_else_wants_it(way):
     logits = torch.full((3, VOCAB), float("-inf"), device=DEVICE)
     logits[1, 3] = 2.0
     logits[2, 3] = float("nan")

@@ -3,14 +3,11 @@
 Kernels run under Triton's interpreter. Ends with exit code 0 if every sum was right to the bit.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 import tests.helpers.triton  # noqa: F401  before kernels
 
@@ -30,10 +27,10 @@ WIDTH = 1500
 TURNS = 12
 
 
-def shared_memory(folder: Path, rank: int, size: int) -> SharedMemory:
+def shared_memory(folder, rank, size):
     """As rank `rank` sees it; whoever comes first makes a file, of zeros."""
 
-    def files(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def files(name, shape, dtype):
         size_of_each = math.prod(shape)
         paths = [str(folder / f"{name}-{r}") for r in range(size)]
         return tuple(
@@ -51,7 +48,7 @@ def shared_memory(folder: Path, rank: int, size: int) -> SharedMemory:
     )
 
 
-def main(folder: Path, rank: int, size: int) -> bool:
+def main(folder, rank, size):
     """Whether all sums were right: some stand alone, some are made with the addition after them."""
     memory = shared_memory(folder, rank, size)
     for turn in range(TURNS):

@@ -1,17 +1,13 @@
 """What ranks exchange, over gloo; ranks are threads here, for a group does not know better."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import pytest
 import torch
-from torch import Tensor
 
-from serve_spec.parallel.group import SINGLE, DeviceGroup
+from serve_spec.parallel.group import SINGLE
 from tests.helpers.follower import joined
 
 T = TypeVar("T")
@@ -19,28 +15,28 @@ SIZE = 3
 
 
 @pytest.fixture(scope="module")
-def groups() -> Iterator[list[DeviceGroup]]:
+def groups():
     groups = joined(SIZE)
     yield groups
     for group in groups:
         group.close()
 
 
-def on_all(groups: list[DeviceGroup], run: Callable[[DeviceGroup], T]) -> list[T]:
+def on_all(groups, run):
     with ThreadPoolExecutor(SIZE) as pool:
         return list(pool.map(run, groups))
 
 
-def drawn(rank: int, *shape: int) -> Tensor:
+def drawn(rank, *shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(rank))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1,), (7, 1000)])
 def test_sums_change_their_own_tensor_and_are_the_same_to_the_last_bit_on_every_rank(
-    groups: list[DeviceGroup], shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    def run(group: DeviceGroup) -> Tensor:
+    groups, shape, dtype
+):
+    def run(group):
         x = drawn(group.rank, *shape).to(dtype)
         assert group.all_reduce(x) is x
         return x
@@ -52,15 +48,15 @@ def test_sums_change_their_own_tensor_and_are_the_same_to_the_last_bit_on_every_
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_parts_come_together_in_the_order_of_ranks(groups: list[DeviceGroup], dim: int) -> None:
+def test_parts_come_together_in_the_order_of_ranks(groups, dim):
     expected = torch.cat([drawn(rank, 2, 5) for rank in range(SIZE)], dim)
     for found in on_all(groups, lambda group: group.all_gather(drawn(group.rank, 2, 5), dim)):
         assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("source", range(SIZE))
-def test_one_ranks_tensor_takes_the_place_of_all(groups: list[DeviceGroup], source: int) -> None:
-    def run(group: DeviceGroup) -> list[int]:
+def test_one_ranks_tensor_takes_the_place_of_all(groups, source):
+    def run(group):
         x = torch.tensor([group.rank, -group.rank])
         group.broadcast(x, source)
         return x.tolist()
@@ -68,22 +64,22 @@ def test_one_ranks_tensor_takes_the_place_of_all(groups: list[DeviceGroup], sour
     assert on_all(groups, run) == [[source, -source]] * SIZE
 
 
-def test_the_smallest_is_everybodys(groups: list[DeviceGroup]) -> None:
+def test_the_smallest_is_everybodys(groups):
     assert on_all(groups, lambda group: group.smallest(7 - group.rank)) == [5] * SIZE
 
 
-def test_alone_nothing_is_copied_or_changed() -> None:
+def test_alone_nothing_is_copied_or_changed():
     x = drawn(0, 3)
     assert SINGLE.size == 1
     assert SINGLE.all_reduce(x) is SINGLE.all_gather(x, 0) is SINGLE.broadcast(x) is x
     assert SINGLE.smallest(4) == 4
 
 
-def num_threads() -> int:
+def num_threads():
     return len(os.listdir("/proc/self/task"))
 
 
-def test_closing_all_ranks_leaves_no_thread_behind() -> None:
+def test_closing_all_ranks_leaves_no_thread_behind():
     before = num_threads()
     groups = joined(SIZE)
     assert num_threads() > before
@@ -95,7 +91,7 @@ def test_closing_all_ranks_leaves_no_thread_behind() -> None:
         groups[0].all_reduce(torch.ones(3))
 
 
-def test_ranks_that_close_free_the_one_that_waits_for_them() -> None:
+def test_ranks_that_close_free_the_one_that_waits_for_them():
     first, second, third = joined(SIZE)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(first.all_reduce, torch.ones(3))

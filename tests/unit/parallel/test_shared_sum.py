@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from tests.helpers.triton import DEVICE  # isort: skip  before kernels
 from serve_spec.ops.shared_sum import CAPACITY_BYTES, NUM_PROGRAMS
 from serve_spec.parallel import shared_sum as shared_sum_module
-from serve_spec.parallel.group import DeviceGroup
 from serve_spec.parallel.shared_sum import (
     SharedSum,
     _check_host,
@@ -40,7 +38,7 @@ interpreted = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def groups() -> Iterator[list[DeviceGroup]]:
+def groups():
     groups = joined(SIZE)
     yield groups
     for group in groups:
@@ -48,7 +46,7 @@ def groups() -> Iterator[list[DeviceGroup]]:
 
 
 @interpreted
-def test_several_processes_add_to_the_bit(tmp_path: Path) -> None:
+def test_several_processes_add_to_the_bit(tmp_path):
     """Each runs as fast as it can; nothing but the kernel keeps them in step."""
     ranks = [
         subprocess.Popen(
@@ -64,7 +62,7 @@ def test_several_processes_add_to_the_bit(tmp_path: Path) -> None:
             rank.kill()
 
 
-def test_a_rank_that_is_let_go_waits_for_no_other(tmp_path: Path) -> None:
+def test_a_rank_that_is_let_go_waits_for_no_other(tmp_path):
     shared = SharedSum(shared_memory(tmp_path, 0, 2))
     timer = threading.Timer(0.2, shared.release)
     timer.start()
@@ -75,16 +73,16 @@ def test_a_rank_that_is_let_go_waits_for_no_other(tmp_path: Path) -> None:
     timer.join()
 
 
-def test_a_group_sums_in_shared_memory_what_fits_and_the_rest_as_ever(tmp_path: Path) -> None:
+def test_a_group_sums_in_shared_memory_what_fits_and_the_rest_as_ever(tmp_path):
     groups = joined(SIZE)
     memories = [shared_memory(tmp_path, rank, SIZE) for rank in range(SIZE)]
     weight = torch.ones(1000)
 
-    def run(group: DeviceGroup) -> None:
+    def run(group):
         memory = memories[group.rank]
         group._shared_sum = SharedSum(memory)
 
-        def add_norm(num_rows: int, width: int) -> None:
+        def add_norm(num_rows, width):
             x = torch.full((num_rows, width), group.rank + 1.0)
             normed, total = group.add_norm(x, torch.ones_like(x), torch.full((width,), 2.0), 1e-5)
             assert (total == 4.0).all()
@@ -116,9 +114,7 @@ def test_a_group_sums_in_shared_memory_what_fits_and_the_rest_as_ever(tmp_path: 
     assert all(memory.released for memory in memories), "nobody waits"
 
 
-def test_ranks_that_can_not_share_memory_agree_to_do_without(
-    groups: list[DeviceGroup], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ranks_that_can_not_share_memory_agree_to_do_without(groups, monkeypatch, caplog):
     """As on GPUs that do not reach each other: no CPU has what torch shares."""
     monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "")  # puts back what is set
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "")
@@ -133,21 +129,19 @@ def test_ranks_that_can_not_share_memory_agree_to_do_without(
 class Alone:
     rank, size = 0, 1
 
-    def smallest(self, value: int) -> int:
+    def smallest(self, value):
         return value
 
 
-def test_memory_that_failed_its_trial_is_given_back_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_that_failed_its_trial_is_given_back_at_once(monkeypatch):
     taken: list[weakref.ref[torch.Tensor]] = []
 
-    def allocate(device: torch.device, size: int) -> torch.Tensor:
+    def allocate(device, size):
         memory = torch.zeros(size, device=device)
         taken.append(weakref.ref(memory))
         return memory
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise ArithmeticError("wrong on trial")
 
     monkeypatch.setattr(shared_sum_module, "_allocate", allocate)
@@ -157,9 +151,9 @@ def test_memory_that_failed_its_trial_is_given_back_at_once(
     assert [memory() for memory in taken] == [None]
 
 
-def test_what_fails_on_one_rank_is_given_up_by_all(groups: list[DeviceGroup]) -> None:
-    def run(group: DeviceGroup) -> str:
-        def step() -> int:
+def test_what_fails_on_one_rank_is_given_up_by_all(groups):
+    def run(group):
+        def step():
             if group.rank == 1:
                 raise ValueError("no way\nto the other GPU")
             return 7
@@ -176,13 +170,11 @@ def test_what_fails_on_one_rank_is_given_up_by_all(groups: list[DeviceGroup]) ->
 
 
 @pytest.mark.parametrize("names", [("a", "a"), ("a", "b"), ("b", "a")])
-def test_only_ranks_of_one_host_try(
-    groups: list[DeviceGroup], names: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_ranks_of_one_host_try(groups, names, monkeypatch):
     here = threading.local()
     monkeypatch.setattr(socket, "gethostname", lambda: here.name)
 
-    def run(group: DeviceGroup) -> bool:
+    def run(group):
         here.name = names[group.rank]
         try:
             _check_host(group)
@@ -194,11 +186,11 @@ def test_only_ranks_of_one_host_try(
         assert list(pool.map(run, groups)) == [names[0] == names[1]] * SIZE
 
 
-def test_ranks_meet_however_often_their_processes_have_met_before() -> None:
+def test_ranks_meet_however_often_their_processes_have_met_before():
     """torch's numbers go on throughout a process; here one has had seven exchanges, one none."""
     store = HashStore()
 
-    def meet(rank: int, first: int) -> list[bytes]:
+    def meet(rank, first):
         # Called as torch calls it: from C++.
         own = _RelativeKeys(store)
         keys = PrefixStore("torch", own)

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -24,7 +24,7 @@ TOY = "tests.helpers.follower"
 
 
 @pytest.fixture(autouse=True)
-def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[threading.Thread]]:
+def threads(monkeypatch):
     """Those of a test's worker_ranks; none of them is left behind, and none ends the process."""
     monkeypatch.setattr(channel, "_GRACE_S", 1e6)
     threads: list[threading.Thread] = []
@@ -38,13 +38,13 @@ Start = Callable[..., WorkerRanks]
 
 
 @pytest.fixture
-def start(threads: list[threading.Thread]) -> Start:
+def start(threads):
     """Starts worker_ranks as threads: a line does not know better."""
 
-    def start(settings: str, size: int = 2) -> WorkerRanks:
+    def start(settings, size=2):
         worker_ranks = WorkerRanks(size)
 
-        def run(rank: int) -> None:
+        def run(rank):
             with suppress(ValueError, RuntimeError):
                 follow(settings, rank, size, worker_ranks.address)
 
@@ -62,14 +62,14 @@ def start(threads: list[threading.Thread]) -> Start:
 
 
 @pytest.fixture
-def two(start: Start) -> Iterator[WorkerRanks]:
+def two(start):
     worker_ranks = start("obey", size=3)
     worker_ranks.join(CPU)
     yield worker_ranks
     worker_ranks.stop()
 
 
-def wait_for_loss(worker_ranks: WorkerRanks) -> str:
+def wait_for_loss(worker_ranks):
     deadline = time.monotonic() + SOON_S
     while time.monotonic() < deadline:
         try:
@@ -80,7 +80,7 @@ def wait_for_loss(worker_ranks: WorkerRanks) -> str:
     raise AssertionError("nobody noticed")
 
 
-def test_orders_reach_all_in_their_order(two: WorkerRanks) -> None:
+def test_orders_reach_all_in_their_order(two):
     assert two._group is not None
     for _ in range(3):
         two.broadcast("sum")
@@ -89,7 +89,7 @@ def test_orders_reach_all_in_their_order(two: WorkerRanks) -> None:
     two.check()
 
 
-def test_what_a_follower_fails_of_is_told_where_rank_0_waits_for_it(two: WorkerRanks) -> None:
+def test_what_a_follower_fails_of_is_told_where_rank_0_waits_for_it(two):
     assert two._group is not None
     two.broadcast("fail")
     with (
@@ -101,12 +101,12 @@ def test_what_a_follower_fails_of_is_told_where_rank_0_waits_for_it(two: WorkerR
         two.broadcast("sum")
 
 
-def test_a_follower_that_fails_between_rounds_is_known_before_the_next(two: WorkerRanks) -> None:
+def test_a_follower_that_fails_between_rounds_is_known_before_the_next(two):
     two.broadcast("fail")
     assert "rank 2 of 3 failed: ValueError: broken weights" in wait_for_loss(two)
 
 
-def test_an_error_of_rank_0_is_its_own_and_ends_all(two: WorkerRanks) -> None:
+def test_an_error_of_rank_0_is_its_own_and_ends_all(two):
     """The others are in the middle of something that it will never finish."""
     two.broadcast("sum")
     with pytest.raises(KeyError, match="mine"), two.in_step():
@@ -115,14 +115,14 @@ def test_an_error_of_rank_0_is_its_own_and_ends_all(two: WorkerRanks) -> None:
         two.broadcast("sum")
 
 
-def test_after_the_end_nothing_can_be_ordered_and_ending_again_is_nothing(two: WorkerRanks) -> None:
+def test_after_the_end_nothing_can_be_ordered_and_ending_again_is_nothing(two):
     two.stop()
     two.stop()
     with pytest.raises(RankLost, match="shut down"):
         two.broadcast("sum")
 
 
-def test_one_that_can_not_start_says_why(start: Start) -> None:
+def test_one_that_can_not_start_says_why(start):
     with pytest.raises(RankLost, match="rank 1 of 2 cannot start: ValueError: no such model"):
         start("say no")
 
@@ -131,8 +131,8 @@ def test_one_that_can_not_start_says_why(start: Start) -> None:
     ("settings", "size", "lost"), [("stay away", 2, 1), ("only rank 1 joins", 3, 2)]
 )
 def test_one_that_does_not_join_is_not_waited_for_and_the_others_hear_of_it(
-    start: Start, settings: str, size: int, lost: int
-) -> None:
+    start, settings, size, lost
+):
     worker_ranks = start(settings, size)
     with pytest.raises(RankLost, match=f"rank {lost} of {size} failed: ValueError: no memory left"):
         worker_ranks.join(CPU)
@@ -141,7 +141,7 @@ def test_one_that_does_not_join_is_not_waited_for_and_the_others_hear_of_it(
 
 
 @pytest.mark.parametrize("secret", [b"guessed", b""])
-def test_a_stranger_is_turned_away_and_keeps_nobody_waiting(start: Start, secret: bytes) -> None:
+def test_a_stranger_is_turned_away_and_keeps_nobody_waiting(start, secret):
     worker_ranks = WorkerRanks(2)
     stranger = replace(worker_ranks.address, secret=secret)
     with ThreadPoolExecutor(2) as pool:
@@ -155,7 +155,7 @@ def test_a_stranger_is_turned_away_and_keeps_nobody_waiting(start: Start, secret
         member.result()
 
 
-def test_ranks_meet_at_the_address_that_rank_0_is_given() -> None:
+def test_ranks_meet_at_the_address_that_rank_0_is_given():
     """As ranks of several hosts do: the loopback's own address is not among those in use."""
     worker_ranks = WorkerRanks(2, "127.0.0.2")
     with ThreadPoolExecutor(1) as pool:
@@ -168,7 +168,7 @@ def test_ranks_meet_at_the_address_that_rank_0_is_given() -> None:
         member.result()
 
 
-def test_whoever_took_rank_0s_place_is_not_believed() -> None:
+def test_whoever_took_rank_0s_place_is_not_believed():
     """A pickle of a stranger's could do anything."""
     listener = channel.listen(channel.LOOPBACK)
     port = listener.getsockname()[1]
@@ -179,12 +179,12 @@ def test_whoever_took_rank_0s_place_is_not_believed() -> None:
             member.result()
 
 
-def test_a_process_that_ends_before_it_calls_is_noticed() -> None:
+def test_a_process_that_ends_before_it_calls_is_noticed():
     with pytest.raises(RankLost, match="rank 1 of 2 ended with exit code 3 while it started"):
         launch(TOY, 2, "exit")
 
 
-def test_a_process_that_is_killed_releases_rank_0() -> None:
+def test_a_process_that_is_killed_releases_rank_0():
     worker_ranks = launch(TOY, 2, "obey")
     group = worker_ranks.join(CPU)
     worker_ranks.broadcast("sleep")

@@ -1,7 +1,5 @@
 """The recipe of the shipped pair: licences, held-out files, tokenizer, its phases."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -33,9 +31,7 @@ OSI = "License :: OSI Approved :: "
         (None, ["License :: OSI Approved"], "3-Clause BSD License"),
     ],
 )
-def test_permissive_licences_are_accepted(
-    expression: str | None, classifiers: list[str], field: str | None
-) -> None:
+def test_permissive_licences_are_accepted(expression, classifiers, field):
     assert check_licence(expression, classifiers, field).accepted
 
 
@@ -55,13 +51,11 @@ def test_permissive_licences_are_accepted(
         (None, ["License :: Other/Proprietary License"], None),
     ],
 )
-def test_unknown_and_copyleft_licences_are_refused(
-    expression: str | None, classifiers: list[str], field: str | None
-) -> None:
+def test_unknown_and_copyleft_licences_are_refused(expression, classifiers, field):
     assert not check_licence(expression, classifiers, field).accepted
 
 
-def sources_in(folder: Path) -> list[Source]:
+def sources_in(folder):
     """Two packages that share a file; the second, held out, comes last in the alphabet."""
     texts = {
         "alpha/one.py": "one = 1\n" * 40,
@@ -78,14 +72,14 @@ def sources_in(folder: Path) -> list[Source]:
     ]
 
 
-def test_no_text_of_a_held_out_package_is_in_the_training_set(tmp_path: Path) -> None:
+def test_no_text_of_a_held_out_package_is_in_the_training_set(tmp_path):
     corpus = build_corpus(sources_in(tmp_path), {}, CorpusLimits(), seed=0)
     assert corpus.train == ["one = 1\n" * 40]
     assert len(corpus.held_out) == 2
     assert corpus.duplicates == 1
 
 
-def test_the_manifest_counts_every_file_once_and_holds_no_text(tmp_path: Path) -> None:
+def test_the_manifest_counts_every_file_once_and_holds_no_text(tmp_path):
     corpus = build_corpus(sources_in(tmp_path), {"gplthing": "GPL"}, CorpusLimits(), seed=0)
     manifest = corpus.manifest()
     assert manifest["totals"] == {
@@ -96,7 +90,7 @@ def test_the_manifest_counts_every_file_once_and_holds_no_text(tmp_path: Path) -
     assert "shared" not in str(manifest)
 
 
-def test_the_tokenizer_round_trip_is_lossless_on_any_text(tmp_path: Path) -> None:
+def test_the_tokenizer_round_trip_is_lossless_on_any_text(tmp_path):
     source = Path(__file__).read_text()
     tokenizer = train_tokenizer([source], vocab_size=400, max_chars=10**6)
     save_tokenizer(tokenizer, tmp_path, model_max_length=64)
@@ -108,7 +102,7 @@ def test_the_tokenizer_round_trip_is_lossless_on_any_text(tmp_path: Path) -> Non
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
-def test_every_document_of_a_stream_starts_with_eos() -> None:
+def test_every_document_of_a_stream_starts_with_eos():
     texts = ["a = 1\n" * 30, "b = 2\n" * 30]
     tokenizer = train_tokenizer(texts, vocab_size=260, max_chars=10**6)
     stream = encode_documents(tokenizer, texts, max_tokens=10**6)
@@ -118,21 +112,21 @@ def test_every_document_of_a_stream_starts_with_eos() -> None:
     assert tokenizer.decode(stream.tolist()) == "".join(texts)
 
 
-def test_the_recipe_adds_its_phases_to_those_of_the_drafts() -> None:
+def test_the_recipe_adds_its_phases_to_those_of_the_drafts():
     assert list(PROGRAM.phases) == ["tokenizer", "target", *DRAFT_PROGRAM.phases, "plot"]
     assert [PROGRAM.phases[name][1] for name in DRAFT_PROGRAM.phases] == [
         mark for _, mark in DRAFT_PROGRAM.phases.values()
     ]
 
 
-def test_an_unknown_preset_or_phase_names_the_known_ones() -> None:
+def test_an_unknown_preset_or_phase_names_the_known_ones():
     with pytest.raises(ValueError, match="smoke"):
         PROGRAM.recipe("huge")
     with pytest.raises(ValueError, match="eagle3"):
         with_length(PROGRAM.recipe("tiny"), "eagle4", seconds=1)
 
 
-def test_every_phase_of_the_smoke_recipe_runs(tmp_path: Path) -> None:
+def test_every_phase_of_the_smoke_recipe_runs(tmp_path):
     """From given tokens, on a CPU: target, pool, all drafts, evaluation."""
     recipe = PROGRAM.recipe("smoke")
     for name, steps in (("target", 15), ("eagle3", 10), ("eagle", 10), ("medusa", 10)):

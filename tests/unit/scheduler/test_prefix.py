@@ -1,15 +1,14 @@
 """Laws of shared prefixes, with a worker whose caches say what they were computed from."""
 
 import random
-from collections.abc import Iterator
 
 import pytest
 
 from serve_spec.config import SchedulerConfig
 from serve_spec.core.draft import DraftShape
-from serve_spec.core.plan import BatchResult, ScheduledBatch, ScheduledRequest, WorkerLimits
+from serve_spec.core.plan import BatchResult, ScheduledBatch, WorkerLimits
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculativeOptions, TokenLogprob
-from serve_spec.core.round import DecodeBatch, RoundSteps
+from serve_spec.core.round import RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.scheduler import queue as queue_module
@@ -29,7 +28,7 @@ TREES = [
 Text = tuple[int, ...]
 
 
-def next_token(seed: int, text: Text) -> int:
+def next_token(seed, text):
     """What the pretended target draws after a text: few words, so that texts part late."""
     return hash((seed, *text[-3:])) % 3
 
@@ -41,7 +40,7 @@ class RememberingWorker:
     of tokens 0..j+1, in the slot of position j + shift.
     """
 
-    def __init__(self, cache: KVCacheManager, shift: int, rng: random.Random) -> None:
+    def __init__(self, cache, shift, rng):
         self.cache = cache
         self.shift = shift
         self.rng = rng
@@ -53,7 +52,7 @@ class RememberingWorker:
         self.num_entries: dict[str, int] = {}
         self.counted: dict[str, Text] = {}
 
-    def execute(self, plan: ScheduledBatch) -> BatchResult:
+    def execute(self, plan):
         known = set(self.cache.tree.page_ids)
         owners: dict[int, str] = {}
         drawn = []
@@ -97,18 +96,18 @@ class RememberingWorker:
         }
         return BatchResult(drawn, 0.0, 0.0, prompt_logprobs=scored)
 
-    def start_anew(self, row: ScheduledRequest) -> None:
+    def start_anew(self, row):
         self.texts[row.request_id] = tuple(self.sequences[row.request_id].token_ids)
         self.num_entries[row.request_id] = row.draft_start
 
-    def count(self, row: ScheduledRequest, text: Text) -> None:
+    def count(self, row, text):
         """What a penalty counts: what the host last told, and what the device drew since."""
         if row.edited is not None:
             self.counted[row.request_id] = tuple(row.edited.token_ids)
         assert self.counted[row.request_id] == text
         self.counted[row.request_id] = self.texts[row.request_id]
 
-    def catch_up(self, row: ScheduledRequest, text: Text, num_drafts: int) -> None:
+    def catch_up(self, row, text, num_drafts):
         made = self.num_entries[row.request_id]
         assert made <= len(text) - 2, "drafting starts from the output of the last entry"
         assert len(text) - 1 - made <= row.num_missing
@@ -119,23 +118,16 @@ class RememberingWorker:
             self.draft[self.slot(row, entry + self.shift)] = None
         self.num_entries[row.request_id] = len(text) - 1
 
-    def read(
-        self,
-        pool: dict[int, Text | None],
-        row: ScheduledRequest,
-        entries: range,
-        text: Text,
-        more: int,
-    ) -> None:
+    def read(self, pool, row, entries, text, more):
         shift = self.shift if pool is self.draft else 0
         for entry in entries:
             made_of = pool[self.slot(row, entry + shift)]
             assert made_of == text[: entry + more], f"{row.request_id}: entry {entry}"
 
-    def slot(self, row: ScheduledRequest, position: int) -> int:
+    def slot(self, row, position):
         return row.page_ids[position // PAGE] * PAGE + position % PAGE
 
-    def check_published(self) -> None:
+    def check_published(self):
         """What is known to all was computed from committed tokens, and drafted from none."""
         for page, text, has_draft in self.cache.tree.page_texts():
             end = len(text) - 1
@@ -147,7 +139,7 @@ class RememberingWorker:
                     assert made_of == tuple(text[: position - self.shift + 2])
 
 
-def cut(seq: Sequence, tokens: list[int]) -> tuple[int, FinishReason | None]:
+def cut(seq, tokens):
     most = seq.num_remaining
     stop = seq.params.stop_token_ids
     for count, _ in enumerate(tokens, start=1):
@@ -158,22 +150,20 @@ def cut(seq: Sequence, tokens: list[int]) -> tuple[int, FinishReason | None]:
     return len(tokens), None
 
 
-def make(
-    num_pages: int, *, shift: int = 0, prefix_caching: bool = True, **limits: int
-) -> Scheduler:
+def make(num_pages, *, shift=0, prefix_caching=True, **limits):
     settings = {"max_num_seqs": 6, "max_num_batched_tokens": BUDGET}
     cache = KVCacheManager(num_pages, PAGE, prefix_caching=prefix_caching)
     return Scheduler(SchedulerConfig(**{**settings, **limits}), cache, first_draft_entry=-shift)
 
 
-def any_steps(rng: random.Random, batch: DecodeBatch) -> RoundSteps:
+def any_steps(rng, batch):
     """Any tier, and any share of it for each row."""
     shape = rng.choice([None, *TREES]) or DraftShape.chain(rng.choice([0, 1, 3, 7]))
     rows = [rng.randint(0, shape.depth) for _ in range(batch.size)]
     return RoundSteps(shape, rng.choice([None, rows]))
 
 
-def traffic(rng: random.Random) -> Iterator[Sequence]:
+def traffic(rng):
     """Prompts that go on where others did, under two seeds, so that texts are alike as well."""
     prompts: list[list[int]] = [[0]]
     for number in range(10_000):
@@ -202,8 +192,8 @@ def traffic(rng: random.Random) -> Iterator[Sequence]:
 @pytest.mark.parametrize("runs_ahead", [False, True])
 @pytest.mark.parametrize("num_pages", [26, 60])
 def test_what_is_read_is_of_ones_own_text_and_what_is_known_was_committed(
-    shift: int, runs_ahead: bool, num_pages: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    shift, runs_ahead, num_pages, monkeypatch
+):
     """Arrivals, cancellations, preemptions, evictions, stops, tier changes, in any order.
 
     No token and no page is lost. One round is in flight while another is planned, or none.
@@ -218,7 +208,7 @@ def test_what_is_read_is_of_ones_own_text_and_what_is_known_was_committed(
     num_finished = num_prompts_ahead = 0
     counts = []
 
-    def run(under_way: ScheduledBatch | None) -> tuple[ScheduledBatch, BatchResult] | None:
+    def run(under_way):
         plan = scheduler.plan(lambda batch: any_steps(rng, batch), limits, under_way)
         if plan is None:
             return None
@@ -261,7 +251,7 @@ def test_what_is_read_is_of_ones_own_text_and_what_is_known_was_committed(
         check_ended(seq, lengths_at_abort)
 
 
-def check_ended(seq: Sequence, lengths_at_abort: dict[str, int]) -> None:
+def check_ended(seq, lengths_at_abort):
     """Assert that a text is what was drawn, to its end, and that its prompt was scored once."""
     assert seq.finished
     assert len(seq) == lengths_at_abort.get(seq.request_id, len(seq))
@@ -274,11 +264,11 @@ def check_ended(seq: Sequence, lengths_at_abort: dict[str, int]) -> None:
         assert scored == (seq.token_ids[1 : seq.num_prompt_tokens] if is_asked else [])
 
 
-def sequence(name: str, token_ids: list[int], **params: object) -> Sequence:
+def sequence(name, token_ids, **params):
     return Sequence(name, SamplingParams(**params), list(token_ids), len(token_ids), 0)
 
 
-def run(scheduler: Scheduler, *sequences: Sequence) -> list[list[ScheduledRequest]]:
+def run(scheduler, *sequences):
     """Runs these to their end; the rows of every round."""
     worker = RememberingWorker(scheduler.cache, 0, random.Random(0))
     for seq in sequences:
@@ -296,11 +286,11 @@ def run(scheduler: Scheduler, *sequences: Sequence) -> list[list[ScheduledReques
 LONG = [token % 7 for token in range(2 * MIN_SHARED_TOKENS)]
 
 
-def first_round_of(rounds: list[list[ScheduledRequest]], name: str) -> int:
+def first_round_of(rounds, name):
     return next(i for i, rows in enumerate(rounds) if any(row.request_id == name for row in rows))
 
 
-def test_several_answers_to_a_prompt_wait_a_round_and_compute_it_once() -> None:
+def test_several_answers_to_a_prompt_wait_a_round_and_compute_it_once():
     scheduler = make(512, max_num_batched_tokens=4096)
     same = [sequence(name, LONG, max_tokens=3) for name in "abc"]
     other = sequence("d", [6, 6, 6, *LONG], max_tokens=3)
@@ -312,7 +302,7 @@ def test_several_answers_to_a_prompt_wait_a_round_and_compute_it_once() -> None:
     assert [seq.num_cached_tokens for seq in same] == [0, len(LONG) - PAGE, len(LONG) - PAGE]
 
 
-def test_what_others_compute_is_waited_for_only_where_it_pays() -> None:
+def test_what_others_compute_is_waited_for_only_where_it_pays():
     """Short prompts, prompts that part early, prompts whose tokens are scored: all at once."""
     for shared, num_own in (
         (MIN_SHARED_TOKENS - 1, 0),
@@ -329,7 +319,7 @@ def test_what_others_compute_is_waited_for_only_where_it_pays() -> None:
     assert [entry.token_id for entry in scored.prompt_logprobs] == LONG[1:]
 
 
-def test_room_that_a_hit_brings_lets_a_text_in_that_would_not_fit_beside_others() -> None:
+def test_room_that_a_hit_brings_lets_a_text_in_that_would_not_fit_beside_others():
     """9 pages: 5 are of the first text, 4 are free, and the second text needs 6 in all."""
     text = LONG[:20]
     for prefix_caching in (True, False):
@@ -351,7 +341,7 @@ def test_room_that_a_hit_brings_lets_a_text_in_that_would_not_fit_beside_others(
         scheduler.queue.check_integrity()
 
 
-def test_a_text_whose_draft_broke_leaves_none_of_its_entries() -> None:
+def test_a_text_whose_draft_broke_leaves_none_of_its_entries():
     scheduler = make(64)
     seq = sequence("a", LONG[:20], max_tokens=2)
     seq.num_computed = seq.num_draft_computed = 18

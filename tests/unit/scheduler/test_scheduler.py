@@ -10,11 +10,10 @@ from serve_spec.core.grammar import Grammar
 from serve_spec.core.plan import (
     BatchResult,
     EditedText,
-    ScheduledBatch,
     WorkerLimits,
 )
 from serve_spec.core.request import FinishReason, SamplingParams
-from serve_spec.core.round import DecodeBatch, RoundSteps
+from serve_spec.core.round import RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.scheduler.scheduler import Scheduler
@@ -22,7 +21,7 @@ from serve_spec.scheduler.scheduler import Scheduler
 ALONE, AHEAD = WorkerLimits(0), WorkerLimits(8, async_scheduling=True)
 
 
-def token_at(seed: int, position: int) -> int:
+def token_at(seed, position):
     """The only token the pretended target ever draws there."""
     return hash((seed, position)) % 1000
 
@@ -30,10 +29,10 @@ def token_at(seed: int, position: int) -> int:
 class PretendedWorker:
     """Executes plans by arithmetic; `test_prefix.py` has one that checks what it is given."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng):
         self.rng = rng
 
-    def execute(self, plan: ScheduledBatch) -> BatchResult:
+    def execute(self, plan):
         drawn = []
         for row in plan.requests:
             if row.samples:
@@ -42,7 +41,7 @@ class PretendedWorker:
         return BatchResult(drawn, 0.0, 0.0)
 
 
-def cut(seq: Sequence, tokens: list[int]) -> tuple[int, FinishReason | None]:
+def cut(seq, tokens):
     for count, token in enumerate(tokens, start=1):
         if token in seq.params.stop_token_ids:
             return count, FinishReason.STOP
@@ -51,33 +50,26 @@ def cut(seq: Sequence, tokens: list[int]) -> tuple[int, FinishReason | None]:
     return len(tokens), None
 
 
-def make(num_pages: int = 64, **limits: int | bool) -> Scheduler:
+def make(num_pages=64, **limits):
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
     cache = KVCacheManager(num_pages, 4)
     return Scheduler(SchedulerConfig(**{**settings, **limits}), cache)
 
 
-def sequence(name: str, num_prompt: int, **params: object) -> Sequence:
+def sequence(name, num_prompt, **params):
     seed = int(name)
     ids = [token_at(seed, p) for p in range(num_prompt)]
     return Sequence(name, SamplingParams(**params), ids, num_prompt, seed)
 
 
-def planned(
-    scheduler: Scheduler,
-    num_steps: int,
-    limits: WorkerLimits = ALONE,
-    under_way: ScheduledBatch | None = None,
-) -> ScheduledBatch:
+def planned(scheduler, num_steps, limits=ALONE, under_way=None):
     """Return a round of a policy that wants so many drafts."""
     plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(num_steps)), limits, under_way)
     assert plan is not None, "work is left, but no round can run"
     return plan
 
 
-def step(
-    scheduler: Scheduler, worker: PretendedWorker, num_steps: int, limits: WorkerLimits = ALONE
-) -> ScheduledBatch:
+def step(scheduler, worker, num_steps, limits=ALONE):
     """Plan a round, run it and commit it."""
     plan = planned(scheduler, num_steps, limits)
     scheduler.commit(plan, worker.execute(plan), cut)
@@ -86,7 +78,7 @@ def step(
 
 
 @pytest.mark.parametrize("num_steps", [0, 3, 7])
-def test_drafts_never_keep_a_prompt_from_its_share_of_the_budget(num_steps: int) -> None:
+def test_drafts_never_keep_a_prompt_from_its_share_of_the_budget(num_steps):
     """Four decoding rows could eat a budget of 32 whole; the prompt still answers in two rounds."""
     scheduler = make(max_num_batched_tokens=32)
     worker = PretendedWorker(random.Random(7))
@@ -101,9 +93,7 @@ def test_drafts_never_keep_a_prompt_from_its_share_of_the_budget(num_steps: int)
 
 
 @pytest.mark.parametrize("num_prompt_tokens", [1, 8, 30])
-def test_requests_draft_beside_a_prompt_that_arrives_during_a_step(
-    num_prompt_tokens: int,
-) -> None:
+def test_requests_draft_beside_a_prompt_that_arrives_during_a_step(num_prompt_tokens):
     scheduler = make(num_pages=100)
     worker = PretendedWorker(random.Random(11))
     for name in ("1", "2", "3", "4"):
@@ -121,7 +111,7 @@ def test_requests_draft_beside_a_prompt_that_arrives_during_a_step(
     assert after.requests[4].num_missing == num_prompt_tokens
 
 
-def test_a_long_prompt_is_cut_beside_a_step_in_flight_and_leaves_room_for_drafts() -> None:
+def test_a_long_prompt_is_cut_beside_a_step_in_flight_and_leaves_room_for_drafts():
     scheduler = make(num_pages=100, max_num_batched_tokens=20)
     worker = PretendedWorker(random.Random(11))
     scheduler.queue.add(sequence("1", 3, max_tokens=60))
@@ -137,7 +127,7 @@ def test_a_long_prompt_is_cut_beside_a_step_in_flight_and_leaves_room_for_drafts
     assert cut_at == [12, 24]
 
 
-def put_off(num_steps: int = 3) -> Scheduler:
+def put_off(num_steps=3):
     """Return a scheduler of texts whose next round, with drafts, had to wait for want of pages."""
     scheduler, worker = make(num_pages=3), PretendedWorker(random.Random(12))
     for number in range(2):
@@ -151,7 +141,7 @@ def put_off(num_steps: int = 3) -> Scheduler:
     return scheduler
 
 
-def test_a_choice_that_has_to_wait_is_not_asked_for_again() -> None:
+def test_a_choice_that_has_to_wait_is_not_asked_for_again():
     """A policy counts its answers: dwell, budgets and probes go by rounds."""
     scheduler = put_off()
     plan = scheduler.plan(lambda _: pytest.fail("asked twice"), AHEAD)
@@ -161,14 +151,14 @@ def test_a_choice_that_has_to_wait_is_not_asked_for_again() -> None:
 
 
 @pytest.mark.parametrize("num_steps", [0, 3])
-def test_a_round_that_waited_for_its_drafts_says_so_and_the_next_does_not(num_steps: int) -> None:
+def test_a_round_that_waited_for_its_drafts_says_so_and_the_next_does_not(num_steps):
     scheduler = put_off(num_steps)
     for was_postponed in (num_steps > 0, False):
         plan = planned(scheduler, 3, AHEAD)
         assert plan.was_postponed == was_postponed
 
 
-def test_a_prompt_moves_on_even_where_decode_rows_fill_the_budget() -> None:
+def test_a_prompt_moves_on_even_where_decode_rows_fill_the_budget():
     scheduler = make(max_num_batched_tokens=3)
     worker = PretendedWorker(random.Random(10))
     for name in ("1", "2", "3"):
@@ -181,7 +171,7 @@ def test_a_prompt_moves_on_even_where_decode_rows_fill_the_budget() -> None:
     assert arriving.num_output_tokens >= 1
 
 
-def test_a_whole_prompt_is_served_under_a_stream_of_short_ones() -> None:
+def test_a_whole_prompt_is_served_under_a_stream_of_short_ones():
     """Without chunks, a prompt longer than what is left must not wait for ever."""
     scheduler = make(max_num_batched_tokens=48, chunked_prefill_size=None)
     worker = PretendedWorker(random.Random(8))
@@ -195,7 +185,7 @@ def test_a_whole_prompt_is_served_under_a_stream_of_short_ones() -> None:
     assert long_prompt.num_output_tokens >= 1
 
 
-def test_a_last_chunk_of_one_token_is_prefill_not_a_round() -> None:
+def test_a_last_chunk_of_one_token_is_prefill_not_a_round():
     counts = []
     for budget in (16, 18):
         scheduler = make(max_num_batched_tokens=budget)
@@ -208,7 +198,7 @@ def test_a_last_chunk_of_one_token_is_prefill_not_a_round() -> None:
     assert counts[0] == counts[1] == (3, 1.0)
 
 
-def test_without_chunked_prefill_a_prompt_is_computed_in_one_round() -> None:
+def test_without_chunked_prefill_a_prompt_is_computed_in_one_round():
     scheduler = make(max_num_batched_tokens=48, chunked_prefill_size=None)
     for name in ("1", "2"):
         scheduler.queue.add(sequence(name, 40, max_tokens=2))
@@ -217,7 +207,7 @@ def test_without_chunked_prefill_a_prompt_is_computed_in_one_round() -> None:
     assert plan.requests[0].samples
 
 
-def test_prompts_are_cut_small_while_others_decode_and_whole_otherwise() -> None:
+def test_prompts_are_cut_small_while_others_decode_and_whole_otherwise():
     """A round with a long chunk would hold up everyone who decodes."""
     scheduler = make(chunked_prefill_size=2)
     worker = PretendedWorker(random.Random(4))
@@ -232,12 +222,12 @@ def test_prompts_are_cut_small_while_others_decode_and_whole_otherwise() -> None
     assert sizes == [30, 10, 5]
 
 
-def test_the_policy_knows_the_prompts_that_share_the_round_and_their_rows() -> None:
+def test_the_policy_knows_the_prompts_that_share_the_round_and_their_rows():
     scheduler = make(max_num_batched_tokens=32)
     scheduler.queue.add(sequence("1", 20, max_tokens=9))
     asked: list[tuple[int, int]] = []
 
-    def choose(batch: DecodeBatch) -> RoundSteps:
+    def choose(batch):
         asked.append((batch.num_prompts, batch.num_prompt_tokens))
         return RoundSteps(DraftShape.chain(0))
 
@@ -251,7 +241,7 @@ def test_the_policy_knows_the_prompts_that_share_the_round_and_their_rows() -> N
     assert asked == [(1, 5), (1, 31)]
 
 
-def test_drafts_give_way_to_other_texts_before_anyone_is_preempted() -> None:
+def test_drafts_give_way_to_other_texts_before_anyone_is_preempted():
     """Two texts that just fit: rounds shrink their drafts instead of evicting."""
     scheduler = make(num_pages=6)
     for name in ("1", "2"):
@@ -262,7 +252,7 @@ def test_drafts_give_way_to_other_texts_before_anyone_is_preempted() -> None:
     assert scheduler.queue.num_preemptions == 0
 
 
-def test_known_mistake_5_pages_are_held_for_the_drafts_of_the_round_and_returned_after_it() -> None:
+def test_known_mistake_5_pages_are_held_for_the_drafts_of_the_round_and_returned_after_it():
     """Not for the deepest tier there is, and not for drafts that were rejected."""
     scheduler = make()
     worker = PretendedWorker(random.Random(7))
@@ -275,7 +265,7 @@ def test_known_mistake_5_pages_are_held_for_the_drafts_of_the_round_and_returned
         assert held <= -(-len(seq) // 4), "what was rejected is free again"
 
 
-def test_only_what_penalties_count_is_named() -> None:
+def test_only_what_penalties_count_is_named():
     scheduler = make()
     scheduler.queue.add(sequence("1", 3, logit_bias={5: 1.0}))
     scheduler.queue.add(sequence("2", 3))
@@ -283,7 +273,7 @@ def test_only_what_penalties_count_is_named() -> None:
     assert [row.edited for row in plan.requests] == [EditedText(3), None]
 
 
-def test_rows_by_a_grammar_name_what_is_generated_and_follow_no_round_under_way() -> None:
+def test_rows_by_a_grammar_name_what_is_generated_and_follow_no_round_under_way():
     scheduler = make(num_pages=60, max_num_batched_tokens=24)
     worker, zero = PretendedWorker(random.Random(0)), RoundSteps(DraftShape.chain(0))
     scheduler.queue.add(sequence("1", 3, max_tokens=9))

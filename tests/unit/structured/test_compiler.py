@@ -6,7 +6,6 @@ import json
 import logging
 import random
 import sys
-from typing import Any
 
 import pytest
 import regex
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 from serve_spec.engine.tokenizer import Tokenizer
-from serve_spec.structured.compiler import GrammarCompiler, Matcher
+from serve_spec.structured.compiler import GrammarCompiler
 from tests.helpers.checkpoints import EOS_ID, VOCAB
 from tests.helpers.grammars import (
     PARENTHESES,
@@ -41,7 +40,7 @@ expressions = st.recursive(
 LETTERS = set(b"abcfor,.-17 x\n")
 
 
-def may_follow(expression: str, text: bytes) -> set[int]:
+def may_follow(expression, text):
     """The letters after which a text can still become a match, and the end where it is one."""
     pattern = regex.compile(expression.encode())
     letters = {b for b in LETTERS if pattern.fullmatch(text + bytes([b]), partial=True)}
@@ -51,7 +50,7 @@ def may_follow(expression: str, text: bytes) -> set[int]:
 
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(EXPRESSIONS) | expressions, st.integers(0, 2**16))
-def test_the_mask_is_what_the_text_can_still_become(expression: str, seed: int) -> None:
+def test_the_mask_is_what_the_text_can_still_become(expression, seed):
     """Along a random walk over some letters; no id that is no token's, ever."""
     try:
         matcher = byte_compiler().matcher(Grammar.regex(expression))
@@ -77,12 +76,12 @@ GRAMMARS = [
 ]
 
 
-def shipped_compiler() -> GrammarCompiler:
+def shipped_compiler():
     tokenizer = Tokenizer(shipped_tokenizer())
     return GrammarCompiler(tokenizer.describe, 8200, [0])
 
 
-def wander(matcher: Matcher, seed: int, end: int, most: int) -> list[int]:
+def wander(matcher, seed, end, most):
     """Tokens of a random text, its end among them if it has come to one."""
     rng = random.Random(seed)
     said: list[int] = []
@@ -94,7 +93,7 @@ def wander(matcher: Matcher, seed: int, end: int, most: int) -> list[int]:
 
 
 @pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.kind)
-def test_every_random_text_that_ends_is_one_of_the_grammar(grammar: Grammar) -> None:
+def test_every_random_text_that_ends_is_one_of_the_grammar(grammar):
     compiler, num_ended = shipped_compiler(), 0
     tokenizer = Tokenizer(shipped_tokenizer())
     for seed in range(40):
@@ -108,7 +107,7 @@ def test_every_random_text_that_ends_is_one_of_the_grammar(grammar: Grammar) -> 
 
 
 @pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.kind)
-def test_another_compiler_finds_the_same_texts_in_a_translated_grammar(grammar: Grammar) -> None:
+def test_another_compiler_finds_the_same_texts_in_a_translated_grammar(grammar):
     first, second = shipped_compiler(), shipped_compiler()
     first.matcher(grammar)
     translated = first.translate(grammar)
@@ -119,7 +118,7 @@ def test_another_compiler_finds_the_same_texts_in_a_translated_grammar(grammar: 
         assert matcher.advance([token]) == other.advance([token])
 
 
-def test_a_model_without_an_end_has_no_grammars() -> None:
+def test_a_model_without_an_end_has_no_grammars():
     endless = GrammarCompiler(Tokenizer(shipped_tokenizer()).describe, 8200, [])
     with pytest.raises(InvalidRequest, match="no end-of-text token"):
         endless.matcher(Grammar.json_object())
@@ -127,8 +126,8 @@ def test_a_model_without_an_end_has_no_grammars() -> None:
 
 @pytest.mark.parametrize("is_missing", [False, True])
 def test_an_engine_that_can_not_have_grammars_says_so_and_refuses_them(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_missing: bool
-) -> None:
+    monkeypatch, caplog, is_missing
+):
     """Its tokenizer is of a kind that the library does not know, or the library is not there."""
     if is_missing:
         monkeypatch.setitem(sys.modules, "llguidance", None)
@@ -141,7 +140,7 @@ def test_an_engine_that_can_not_have_grammars_says_so_and_refuses_them(
         compiler.matcher(Grammar.json_object())
 
 
-def chain(inner: Any, num_links: int) -> dict[str, Any]:
+def chain(inner, num_links):
     """A schema that refers to a schema that refers to a schema ..."""
     links = {str(i): inner(f"#/$defs/{i + 1}") for i in range(num_links)}
     return {"$defs": {**links, str(num_links): {"type": "integer"}}, "$ref": "#/$defs/0"}
@@ -191,7 +190,7 @@ HOSTILE: dict[str, Grammar] = {
 
 
 @pytest.mark.parametrize("grammar", HOSTILE.values(), ids=HOSTILE)
-def test_a_grammar_that_can_not_be_is_refused_in_a_few_words(grammar: Grammar) -> None:
+def test_a_grammar_that_can_not_be_is_refused_in_a_few_words(grammar):
     with pytest.raises(InvalidRequest) as refusal:
         byte_compiler().matcher(grammar)
     assert refusal.value.field == "grammar"
@@ -222,7 +221,7 @@ HEAVY: dict[str, Grammar] = {
 
 
 @pytest.mark.parametrize("grammar", HEAVY.values(), ids=HEAVY)
-def test_heavy_grammars_are_refused_or_followed_and_break_nothing(grammar: Grammar) -> None:
+def test_heavy_grammars_are_refused_or_followed_and_break_nothing(grammar):
     """A text may become too much for the limits later: then nothing may follow, and it says why."""
     try:
         matcher = byte_compiler().matcher(grammar)
@@ -240,7 +239,7 @@ def test_heavy_grammars_are_refused_or_followed_and_break_nothing(grammar: Gramm
         matcher.advance([token])
 
 
-def test_a_schema_is_written_with_bounded_space() -> None:
+def test_a_schema_is_written_with_bounded_space():
     """A model that may write any amount of it sometimes writes nothing else."""
     matcher = byte_compiler().matcher(Grammar.json_schema({"const": {"a": [1]}}))
     for text in (json.dumps({"a": [1]}, indent=n) for n in (None, 2, 16, "\t")):

@@ -1,14 +1,12 @@
 """Masks of a round: by each row's own text, whatever was known of it before."""
 
-from __future__ import annotations
-
 import pytest
 
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.plan import EditedText, ScheduledRequest
 from serve_spec.core.request import SamplingParams
-from serve_spec.structured.masks import Grammars, RoundMasks
+from serve_spec.structured.masks import Grammars
 from tests.helpers.checkpoints import EOS_ID
 from tests.helpers.grammars import PARENTHESES, byte_compiler, ids_of
 
@@ -16,9 +14,7 @@ DIGITS = Grammar.regex("[0-9]{2,4}")
 ZERO_TO_NINE = set(b"0123456789")
 
 
-def row(
-    name: str, said: str, num_steps: int = 0, held: tuple[int, ...] = (), **params: object
-) -> ScheduledRequest:
+def row(name, said, num_steps=0, held=(), **params):
     """A decode row of a request with a prompt of three tokens."""
     given = SamplingParams(**{"grammar": DIGITS, **params})  # type: ignore[arg-type]
     generated = tuple(said.encode())
@@ -36,18 +32,16 @@ def row(
     )
 
 
-def allowed(masks: RoundMasks) -> list[set[int] | None]:
+def allowed(masks):
     """What each draw may be; None: anything."""
     return [None if place < 0 else ids_of(masks.words[place]) for place in masks.places]
 
 
-def masks_of(
-    *rows: ScheduledRequest, drafts: tuple[bytes | tuple[int, ...], ...] = ()
-) -> RoundMasks:
+def masks_of(*rows, drafts=()):
     return Grammars(byte_compiler()).round_masks(rows, drafts or [()] * len(rows))
 
 
-def test_every_draw_of_every_row_has_the_mask_of_its_own_text() -> None:
+def test_every_draw_of_every_row_has_the_mask_of_its_own_text():
     rows = [row("a", "1", 2), row("b", "", grammar=None), row("c", "123", 1), row("d", "1234")]
     masks = masks_of(*rows, drafts=(b"23", b"", b"4", b"x"))
     assert masks.num_drafts == (2, 0, 1, 0)
@@ -55,7 +49,7 @@ def test_every_draw_of_every_row_has_the_mask_of_its_own_text() -> None:
     assert allowed(masks) == [ZERO_TO_NINE, more, more, None, more, {EOS_ID}, {EOS_ID}]
 
 
-def test_drafts_end_before_the_first_that_can_not_be_drawn() -> None:
+def test_drafts_end_before_the_first_that_can_not_be_drawn():
     rows = [row("a", "1", 3), row("b", "", 2, grammar=None), row("c", "12", 3), row("d", "1", 2)]
     masks = masks_of(*rows, drafts=(b"2x3", b"xx", (EOS_ID, 50, 51), (-1, 50)))
     assert masks.num_drafts == (1, 2, 1, 1)
@@ -64,7 +58,7 @@ def test_drafts_end_before_the_first_that_can_not_be_drawn() -> None:
     assert found == [ZERO_TO_NINE, more, None, None, None, more, None, ZERO_TO_NINE, None]
 
 
-def test_where_all_drafts_are_kept_none_behind_an_illegal_one_has_a_mask() -> None:
+def test_where_all_drafts_are_kept_none_behind_an_illegal_one_has_a_mask():
     rows = [row("a", "1", 3), row("c", "12", 2)]
     grammars = Grammars(byte_compiler())
     masks = grammars.round_masks(rows, [b"2x3", (EOS_ID, 50)], keeps_all=True)
@@ -73,11 +67,11 @@ def test_where_all_drafts_are_kept_none_behind_an_illegal_one_has_a_mask() -> No
     assert allowed(masks) == [ZERO_TO_NINE, more, None, None, more, None, None]
 
 
-def test_padding_behind_the_drafts_of_a_row_is_not_looked_at() -> None:
+def test_padding_behind_the_drafts_of_a_row_is_not_looked_at():
     assert masks_of(row("a", "1", 1), drafts=(b"2xx",)).num_drafts == (1,)
 
 
-def test_what_a_round_knew_before_changes_nothing() -> None:
+def test_what_a_round_knew_before_changes_nothing():
     """Texts go on, go back, become others of the same name, and leave."""
     grammars = Grammars(byte_compiler())
     other = Grammar.ebnf(PARENTHESES)
@@ -115,14 +109,12 @@ def test_what_a_round_knew_before_changes_nothing() -> None:
         ("1234", {"min_tokens": 9}, {EOS_ID}),
     ],
 )
-def test_other_rules_hold_as_far_as_they_leave_anything(
-    said: str, params: dict[str, object], expected: set[int]
-) -> None:
+def test_other_rules_hold_as_far_as_they_leave_anything(said, params, expected):
     masks = masks_of(row("a", said, held=(EOS_ID,), **params))
     assert allowed(masks) == [expected]
 
 
-def test_drafts_that_other_rules_forbid_are_not_verified_either() -> None:
+def test_drafts_that_other_rules_forbid_are_not_verified_either():
     params = {"bad_token_ids": (*b"3",), "min_tokens": 3}
     one = row("a", "1", 3, held=(EOS_ID,), **params)
     assert masks_of(one, drafts=(b"23",)).num_drafts == (1,)
@@ -130,7 +122,7 @@ def test_drafts_that_other_rules_forbid_are_not_verified_either() -> None:
     assert masks_of(one, drafts=((50, 50, EOS_ID),)).num_drafts == (3,)
 
 
-def test_a_text_that_is_too_much_for_the_limits_ends() -> None:
+def test_a_text_that_is_too_much_for_the_limits_ends():
     heavy = Grammar.regex("x((a{1,100}){1,100}){1,100}")
     said = next(n for n in range(99) if is_too_much(heavy, n))
     one = row("a", "x" + "a" * said, 2, grammar=heavy)
@@ -139,18 +131,18 @@ def test_a_text_that_is_too_much_for_the_limits_ends() -> None:
     assert allowed(found) == [{EOS_ID}, ZERO_TO_NINE], "others do not notice"
 
 
-def test_what_other_texts_went_through_is_not_counted_against_one() -> None:
+def test_what_other_texts_went_through_is_not_counted_against_one():
     heavy = Grammar.regex("x((a{1,100}){1,100}){1,100}")
     byte_compiler().matcher(heavy, anew=True)
     masks_of(row("a", "x" + "a" * 40, grammar=heavy))
     assert allowed(masks_of(row("b", "xa", grammar=heavy))) == [{ord("a"), EOS_ID}]
 
 
-def is_too_much(heavy: Grammar, num_letters: int) -> bool:
+def is_too_much(heavy, num_letters):
     matcher = byte_compiler().matcher(heavy, anew=True)
     matcher.advance([*b"x", *b"a" * num_letters])
     return matcher.mask() is None
 
 
-def test_a_text_that_is_not_of_its_grammar_ends() -> None:
+def test_a_text_that_is_not_of_its_grammar_ends():
     assert allowed(masks_of(row("a", "1")._replace(generated_ids=(97, 98)))) == [{EOS_ID}]

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_spec.core.grammar import Grammar
-from serve_spec.structured.compiler import Mask
 from serve_spec.structured.masks import allows, follow
 from tests.helpers.checkpoints import EOS_ID
 from tests.helpers.grammars import PARENTHESES, byte_compiler, ids_of
@@ -18,9 +17,7 @@ trees = st.lists(st.tuples(tokens, st.integers(0, 7)), max_size=8)
 
 @settings(max_examples=120, deadline=None)
 @given(st.sampled_from(GRAMMARS), trees, st.booleans(), st.text("ab(", max_size=2))
-def test_a_draft_is_legal_where_the_text_before_it_may_go_on_with_it(
-    grammar: Grammar, tree: list[tuple[int, int]], is_chain: bool, said: str
-) -> None:
+def test_a_draft_is_legal_where_the_text_before_it_may_go_on_with_it(grammar, tree, is_chain, said):
     """Trees in any order in which parents come first; chains are trees."""
     matcher = byte_compiler().matcher(grammar)
     if not matcher.advance(list(said.encode())):
@@ -31,7 +28,7 @@ def test_a_draft_is_legal_where_the_text_before_it_may_go_on_with_it(
     assert root is not None
     depths: list[int] = []
 
-    def mask_at(depth: int) -> Mask:
+    def mask_at(depth):
         depths.append(depth)
         mask = matcher.mask()
         return ends if mask is None else mask

@@ -1,7 +1,5 @@
 """What a schema costs is known before it is compiled."""
 
-from __future__ import annotations
-
 from math import lcm
 
 import pytest
@@ -14,7 +12,7 @@ from serve_spec.structured.compiler import MAX_DEPTH, MAX_REMAINDERS, checked_sc
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=4), st.integers(0, 3))
-def test_the_remainders_of_all_steps_together_are_counted(steps: list[int], places: int) -> None:
+def test_the_remainders_of_all_steps_together_are_counted(steps, places):
     """In units of the last decimal place, wherever in the schema they are."""
     schema = {"anyOf": [{"items": {"multipleOf": step / 10**places}} for step in steps]}
     # A step of 1.5 among whole ones counts in tenths, which makes no remainder more.
@@ -26,7 +24,7 @@ def test_the_remainders_of_all_steps_together_are_counted(steps: list[int], plac
 
 
 @pytest.mark.parametrize("depth", [1, MAX_DEPTH, MAX_DEPTH + 1, 900])
-def test_a_schema_is_so_deep_at_most(depth: int) -> None:
+def test_a_schema_is_so_deep_at_most(depth):
     grammar = Grammar.json_schema('{"a":' * depth + "1" + "}" * depth)
     if depth <= MAX_DEPTH:
         checked_schema(grammar)
@@ -35,6 +33,6 @@ def test_a_schema_is_so_deep_at_most(depth: int) -> None:
             checked_schema(grammar)
 
 
-def test_a_property_may_be_called_as_a_keyword_is() -> None:
+def test_a_property_may_be_called_as_a_keyword_is():
     checked_schema(Grammar.json_schema({"properties": {"multipleOf": {"type": "string"}}}))
     checked_schema(Grammar.json_schema({"multipleOf": True}))

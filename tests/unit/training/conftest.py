@@ -1,11 +1,8 @@
 """A small target in a folder, as a training run has it."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from serve_spec.models import Llama
 from serve_spec.training.settings import llama_config
 from serve_spec.training.weights import (
     MasterWeights,
@@ -28,7 +25,7 @@ CONFIG = llama_config(
 
 
 @pytest.fixture(scope="package")
-def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def target_folder(tmp_path_factory):
     """Larger weights than at initialisation, so that attention is far from uniform."""
     folder = tmp_path_factory.mktemp("target")
     masters = MasterWeights(new_llama(CONFIG, torch.device("cpu"), torch.float32))
@@ -39,5 +36,5 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def target(target_folder: Path) -> Llama:
+def target(target_folder):
     return load_frozen(target_folder, torch.device("cpu"), torch.float32)

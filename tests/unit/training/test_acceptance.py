@@ -1,9 +1,6 @@
 """Acceptance figures, and the evaluation that measures them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,21 +11,21 @@ from serve_spec.training.settings import EvaluationPlan, draft_recipe, llama_con
 from serve_spec.training.weights import MasterWeights, export_checkpoint, initialise, new_llama
 
 
-def test_the_walk_plays_the_worked_example() -> None:
+def test_the_walk_plays_the_worked_example():
     matches = torch.tensor([[[1, 0, 1, 1]], [[0, 1, 1, 0]]], dtype=torch.bool)
     outcome = walk(matches)
     assert (outcome.rounds, outcome.accept_length) == (2, 2.5)
     assert outcome.survival == [1.0, 0.5]
 
 
-def test_a_perfect_drafter_emits_k_plus_one_tokens_a_round() -> None:
+def test_a_perfect_drafter_emits_k_plus_one_tokens_a_round():
     outcome = walk(torch.ones(3, 2, 40, dtype=torch.bool))
     assert outcome.accept_length == 4.0
     assert outcome.standard_error == 0.0
     assert walk(torch.zeros(3, 2, 40, dtype=torch.bool)).accept_length == 1.0
 
 
-def test_rounds_whose_root_is_not_counted_do_not_enter_the_figures() -> None:
+def test_rounds_whose_root_is_not_counted_do_not_enter_the_figures():
     matches = torch.ones(1, 1, 8, dtype=torch.bool)
     matches[:, :, 4:] = False
     counted = torch.arange(8)[None] < 4
@@ -37,7 +34,7 @@ def test_rounds_whose_root_is_not_counted_do_not_enter_the_figures() -> None:
 
 
 @pytest.mark.parametrize("period", [1, 3, 8])
-def test_a_token_loops_from_the_end_of_the_third_repetition_on(period: int) -> None:
+def test_a_token_loops_from_the_end_of_the_third_repetition_on(period):
     lead, unit = list(range(100, 110)), list(range(period))
     tokens = torch.tensor([lead + unit * 4 + [99]])
     expected = [False] * (10 + 3 * period - 1) + [True] * (period + 1) + [False]
@@ -45,7 +42,7 @@ def test_a_token_loops_from_the_end_of_the_third_repetition_on(period: int) -> N
     assert not in_loop(tokens, longest=period - 1).any()
 
 
-def test_a_stand_alone_draft_that_is_the_target_is_always_right(tmp_path: Path) -> None:
+def test_a_stand_alone_draft_that_is_the_target_is_always_right(tmp_path):
     """Coupled at tau = T the draft has the same distribution and noise: every draft is accepted."""
     plan = EvaluationPlan(
         prompts=4, rows_per_chunk=4, prompt_tokens=24, new_tokens=32, loop_tokens=8,

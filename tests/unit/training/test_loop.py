@@ -1,30 +1,26 @@
 """The training loop: resuming changes nothing, schedules end where they say."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from serve_spec.training.loop import LossFunction, Run, Trainer, read_log
+from serve_spec.training.loop import Run, Trainer, read_log
 from serve_spec.training.sampling import mixed_rows, windows
 from serve_spec.training.settings import Phase, Schedule
 
 PHASE = Phase(1e-2, Schedule(steps=12, warmup_steps=3), rows=2, row_tokens=8, log_every=1)
 
 
-def trainer_in(folder: Path) -> tuple[Trainer, LossFunction]:
+def trainer_in(folder):
     """A small network with a matrix (Muon), a table and a bias (AdamW), and its batches."""
     torch.manual_seed(0)
     module = nn.ModuleDict({"embed_tokens": nn.Embedding(16, 8), "inner": nn.Linear(8, 8)})
     stream = torch.randint(0, 16, (200,), generator=torch.Generator().manual_seed(1))
     rng = torch.Generator().manual_seed(2)
 
-    def loss_fn(step: int) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def loss_fn(step):
         rows = windows(stream, 2, 9, rng)
         hidden = module["inner"](module["embed_tokens"](rows[:, :-1])).tanh()
         logits = hidden @ module["embed_tokens"].weight.T
@@ -36,11 +32,11 @@ def trainer_in(folder: Path) -> tuple[Trainer, LossFunction]:
     ), loss_fn
 
 
-def losses(folder: Path) -> list[tuple[int, float, float]]:
+def losses(folder):
     return [(row["step"], row["loss"], row["seen"]) for row in read_log(folder / "toy.jsonl")]
 
 
-def test_a_resumed_run_has_bit_identical_losses_to_an_uninterrupted_one(tmp_path: Path) -> None:
+def test_a_resumed_run_has_bit_identical_losses_to_an_uninterrupted_one(tmp_path):
     trainer, loss_fn = trainer_in(tmp_path / "whole")
     trainer.train(loss_fn)
     first, loss_fn = trainer_in(tmp_path / "cut")
@@ -52,14 +48,14 @@ def test_a_resumed_run_has_bit_identical_losses_to_an_uninterrupted_one(tmp_path
         assert torch.equal(second.parameters[name], parameter)
 
 
-def test_the_state_of_an_older_version_is_refused(tmp_path: Path) -> None:
+def test_the_state_of_an_older_version_is_refused(tmp_path):
     trainer, loss_fn = trainer_in(tmp_path)
     torch.save({"step": 3}, tmp_path / "toy.state.pt")
     with pytest.raises(ValueError, match="another version; remove it"):
         trainer.train(loss_fn)
 
 
-def test_a_crash_after_the_checkpoint_leaves_no_step_in_the_log_twice(tmp_path: Path) -> None:
+def test_a_crash_after_the_checkpoint_leaves_no_step_in_the_log_twice(tmp_path):
     trainer, loss_fn = trainer_in(tmp_path)
     trainer.train(loss_fn, stop_after=4)
     with (tmp_path / "toy.jsonl").open("a") as log:
@@ -69,7 +65,7 @@ def test_a_crash_after_the_checkpoint_leaves_no_step_in_the_log_twice(tmp_path: 
     assert [step for step, _, _ in losses(tmp_path)] == list(range(1, 13))
 
 
-def test_the_schedule_warms_up_stays_and_decays_to_its_floor() -> None:
+def test_the_schedule_warms_up_stays_and_decays_to_its_floor():
     schedule = Schedule(steps=100, warmup_steps=10, stable_fraction=0.5, floor=0.1)
     factors = [schedule.factor(step, schedule.progress(step, 0.0)) for step in range(100)]
     assert factors[0] == pytest.approx(0.1)
@@ -78,12 +74,12 @@ def test_the_schedule_warms_up_stays_and_decays_to_its_floor() -> None:
     assert factors[-1] == pytest.approx(0.1)
 
 
-def test_a_schedule_in_both_steps_and_seconds_is_refused() -> None:
+def test_a_schedule_in_both_steps_and_seconds_is_refused():
     with pytest.raises(ValueError, match="steps=3 and seconds=4"):
         Schedule(steps=3, seconds=4)
 
 
-def test_corpus_and_on_policy_rows_alternate_with_equal_token_counts() -> None:
+def test_corpus_and_on_policy_rows_alternate_with_equal_token_counts():
     stream, pool = torch.ones(100, dtype=torch.int16), torch.full((5, 8), 2, dtype=torch.int16)
     rng = torch.Generator().manual_seed(0)
     batches = [mixed_rows(step, stream, pool, 32, 16, rng) for step in range(2)]
@@ -91,6 +87,6 @@ def test_corpus_and_on_policy_rows_alternate_with_equal_token_counts() -> None:
     assert [batch.numel() for batch in batches] == [32, 32]
 
 
-def test_a_stream_shorter_than_a_row_is_an_error_that_says_so() -> None:
+def test_a_stream_shorter_than_a_row_is_an_error_that_says_so():
     with pytest.raises(ValueError, match="row_tokens=9: the stream has only 4"):
         windows(torch.zeros(4, dtype=torch.int16), 1, 9, torch.Generator())

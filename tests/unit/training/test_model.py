@@ -1,16 +1,13 @@
 """Trained models and their files: equal to the public classes, shards small and complete."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
 from serve_spec.core.errors import CheckpointError
-from serve_spec.models import Llama, load_draft, load_target
+from serve_spec.models import load_draft, load_target
 from serve_spec.models.weights import open_checkpoint
 from serve_spec.training.drafts import new_draft
 from serve_spec.training.sampling import continue_rows, gumbel_like
@@ -19,7 +16,7 @@ from serve_spec.training.unroll import Teacher, forward_rows
 from serve_spec.training.weights import SHARD_BYTES, MasterWeights, export_checkpoint, load_frozen
 
 
-def test_the_training_forward_is_that_of_transformers(target: Llama, target_folder: Path) -> None:
+def test_the_training_forward_is_that_of_transformers(target, target_folder):
     public = LlamaForCausalLM.from_pretrained(target_folder, dtype=torch.float32)
     tokens = torch.randint(0, 64, (2, 20), generator=torch.Generator().manual_seed(1))
     theirs = public(tokens, output_hidden_states=True)
@@ -32,9 +29,7 @@ def test_the_training_forward_is_that_of_transformers(target: Llama, target_fold
         torch.testing.assert_close(mine, theirs.hidden_states[layer], rtol=1e-4, atol=1e-4)
 
 
-def test_every_trainable_weight_has_the_gradient_of_transformers(
-    target: Llama, target_folder: Path
-) -> None:
+def test_every_trainable_weight_has_the_gradient_of_transformers(target, target_folder):
     """The joined weights of the inference model pass their gradients on to every tensor."""
     public = LlamaForCausalLM.from_pretrained(target_folder, dtype=torch.float32)
     tokens = torch.randint(0, 64, (2, 20), generator=torch.Generator().manual_seed(1))
@@ -49,7 +44,7 @@ def test_every_trainable_weight_has_the_gradient_of_transformers(
         torch.testing.assert_close(theirs, parameter.grad, rtol=1e-3, atol=1e-5, msg=name)
 
 
-def test_sampling_with_a_cache_follows_the_whole_sequence_forward(target_folder: Path) -> None:
+def test_sampling_with_a_cache_follows_the_whole_sequence_forward(target_folder):
     target = load_target(target_folder, torch.float32)
     prompts = torch.randint(0, 64, (3, 7), generator=torch.Generator().manual_seed(1))
     temperature = torch.tensor([[0.0], [0.7], [1.0]])
@@ -64,9 +59,7 @@ def test_sampling_with_a_cache_follows_the_whole_sequence_forward(target_folder:
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_an_exported_draft_is_the_same_draft_in_the_engine(
-    target: Llama, target_folder: Path, tmp_path: Path, name: str
-) -> None:
+def test_an_exported_draft_is_the_same_draft_in_the_engine(target, target_folder, tmp_path, name):
     draft = new_draft(name, target, draft_recipe())
     export_checkpoint(tmp_path, draft.weights.parameters, draft.config, torch.float32)
     engine_target = load_target(target_folder, torch.float32)
@@ -81,7 +74,7 @@ def test_an_exported_draft_is_the_same_draft_in_the_engine(
         )
 
 
-def test_draft_heads_have_the_public_tensor_names(target: Llama) -> None:
+def test_draft_heads_have_the_public_tensor_names(target):
     recipe = draft_recipe()
     attention = [f"self_attn.{p}_proj.weight" for p in "qkvo"]
     feed_forward = [f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")]
@@ -97,7 +90,7 @@ def test_draft_heads_have_the_public_tensor_names(target: Llama) -> None:
     assert set(heads) == {f"blocks.{h}.layers.0.{w}" for h in range(4) for w in ("weight", "bias")}
 
 
-def test_head_configs_say_what_engines_look_for(target: Llama) -> None:
+def test_head_configs_say_what_engines_look_for(target):
     config = new_draft("eagle3", target, draft_recipe()).config
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert config["draft_vocab_size"] == config["vocab_size"] == 64
@@ -107,17 +100,17 @@ def test_head_configs_say_what_engines_look_for(target: Llama) -> None:
     assert new_draft("medusa", target, draft_recipe()).config["original_lm_head"] is True
 
 
-def test_an_unknown_drafter_names_the_known_ones(target: Llama) -> None:
+def test_an_unknown_drafter_names_the_known_ones(target):
     with pytest.raises(ValueError, match="eagle3"):
         new_draft("eagle4", target, draft_recipe())
 
 
-def test_a_missing_target_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_missing_target_is_refused_by_name(tmp_path):
     with pytest.raises(CheckpointError, match=r"config\.json"):
         load_frozen(tmp_path, torch.device("cpu"), torch.float32)
 
 
-def test_shards_are_small_and_the_index_is_complete(tmp_path: Path) -> None:
+def test_shards_are_small_and_the_index_is_complete(tmp_path):
     tensors = {f"layer.{i}": torch.full((1000, 1300), float(i)) for i in range(14)}
     export_checkpoint(tmp_path, tensors, {"model_type": "llama"})
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -131,7 +124,7 @@ def test_shards_are_small_and_the_index_is_complete(tmp_path: Path) -> None:
     assert all(torch.equal(loaded.read(n).float(), tensors[n]) for n in tensors)
 
 
-def test_a_smaller_export_leaves_no_stale_shard_behind(tmp_path: Path) -> None:
+def test_a_smaller_export_leaves_no_stale_shard_behind(tmp_path):
     export_checkpoint(tmp_path, {f"t{i}": torch.zeros(3_000_000) for i in range(6)}, {})
     export_checkpoint(tmp_path, {"t0": torch.zeros(3)}, {})
     assert sorted(f.name for f in tmp_path.iterdir()) == ["config.json", "model.safetensors"]

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from serve_spec.core.context import ForwardContext, Rotation
+from serve_spec.core.context import ForwardContext
 from serve_spec.layers.causal import Rows
-from serve_spec.models import DraftHead, Llama
 from serve_spec.training.attention import attend, row_positions
 from serve_spec.training.drafts import new_draft
 from serve_spec.training.settings import draft_recipe
@@ -31,7 +29,7 @@ STEPS = 5
 
 
 @pytest.fixture
-def teacher(target_folder: Path) -> Teacher:
+def teacher(target_folder):
     model = load_frozen(target_folder, torch.device("cpu"), torch.float64)
     return Teacher(model, padding=STEPS + 1)
 
@@ -39,12 +37,12 @@ def teacher(target_folder: Path) -> Teacher:
 class GrowingCache(Rows):
     """Attention of one row over keys and values of earlier calls, as an engine's cache."""
 
-    def __init__(self, target: Llama) -> None:
+    def __init__(self, target):
         super().__init__(1, target.shape.num_heads, target.shape.num_kv_heads)
         empty = torch.empty(1, self.num_kv_heads, 0, target.shape.head_dim).double()
         self.keys, self.values = empty, empty
 
-    def run(self, layer: int, heads: Tensor, rotation: Rotation) -> Tensor:
+    def run(self, layer, heads, rotation):
         query, key, value = self.split(heads, rotation)
         is_causal = self.keys.shape[2] == 0
         self.keys = torch.cat([self.keys, key], 2)
@@ -56,9 +54,7 @@ class GrowingCache(Rows):
         )
 
 
-def sequential_states(
-    head: DraftHead, teacher: Teacher, lesson: Lesson, tokens: Tensor, row: int
-) -> list[Tensor]:
+def sequential_states(head, teacher, lesson, tokens, row):
     """Draft from row `row` of one sequence as an engine does: prefill, then one token at a time,
     own state fed back, keys appended to a cache. tokens [1, T]; states [H] of steps 0..STEPS-1."""
     cache = GrowingCache(teacher.model)
@@ -76,7 +72,7 @@ def sequential_states(
 
 
 @pytest.mark.parametrize("family", ["eagle3", "eagle"])
-def test_unroll_equals_sequential_drafting_with_a_cache(teacher: Teacher, family: str) -> None:
+def test_unroll_equals_sequential_drafting_with_a_cache(teacher, family):
     draft = new_draft(family, teacher.model, draft_recipe())
     draft.weights.bind()
     head = draft.head
@@ -94,7 +90,7 @@ def test_unroll_equals_sequential_drafting_with_a_cache(teacher: Teacher, family
 
 
 @pytest.mark.parametrize("family", ["eagle3", "eagle"])
-def test_a_compiled_step_is_one_graph(teacher: Teacher, family: str) -> None:
+def test_a_compiled_step_is_one_graph(teacher, family):
     """Graph breaks would make training on a GPU several times slower, and run kernels without
     gradients."""
     draft = new_draft(family, teacher.model, draft_recipe())
@@ -110,7 +106,7 @@ def test_a_compiled_step_is_one_graph(teacher: Teacher, family: str) -> None:
     assert all(p.grad is not None for n, p in draft.weights.parameters.items() if "proj" in n)
 
 
-def test_attention_over_unused_own_places_ignores_their_content() -> None:
+def test_attention_over_unused_own_places_ignores_their_content():
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, 4, 6, 8, generator=generator)
     k, v = torch.randn(2, 1, 2, 6, 8, generator=generator)
@@ -122,7 +118,7 @@ def test_attention_over_unused_own_places_ignores_their_content() -> None:
     torch.testing.assert_close(attend(q, k, v, own_k, own_v, live), before)
 
 
-def test_draft_loss_is_smallest_where_draft_and_target_agree() -> None:
+def test_draft_loss_is_smallest_where_draft_and_target_agree():
     logits = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
     probs = logits.softmax(-1)
     everywhere = torch.ones(3)
@@ -133,7 +129,7 @@ def test_draft_loss_is_smallest_where_draft_and_target_agree() -> None:
     assert less < overlap
 
 
-def test_medusa_head_h_is_trained_on_token_j_plus_2_plus_h(teacher: Teacher) -> None:
+def test_medusa_head_h_is_trained_on_token_j_plus_2_plus_h(teacher):
     """Heads that are the identity at row j reproduce the distribution of x_{j+1}. A lesson whose
     x_{j+2+h} has that distribution gives head h full overlap, and any other shift does not."""
     tokens = torch.randint(0, 64, (1, 12), generator=torch.Generator().manual_seed(3))

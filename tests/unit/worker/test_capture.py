@@ -1,21 +1,17 @@
 """Draft shapes are captured once, share what they can, and name what does not fit."""
 
-from collections.abc import Iterable
-from pathlib import Path
 from typing import cast
 
 import pytest
 import torch
 
-from serve_spec import LLM
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine import build
-from serve_spec.worker.capture import MAX_CAPTURED_PROMPT_TOKENS, WIDE_EXTEND, CapturedShapes
-from serve_spec.worker.graphs import Run, StepSize
+from serve_spec.worker.capture import MAX_CAPTURED_PROMPT_TOKENS, WIDE_EXTEND
+from serve_spec.worker.graphs import StepSize
 from serve_spec.worker.worker import SpecWorker
 from tests.helpers.engines import (
-    Pair,
     llm_maker,
     make_pair,
     policy_with_small_trees,
@@ -30,38 +26,38 @@ class FakeRecorder:
 
     captures = True
 
-    def __init__(self, room: int = 10_000) -> None:
+    def __init__(self, room=10_000):
         self.num_captured = 0
         self.room = room
 
-    def start_over(self) -> None:
+    def start_over(self):
         pass
 
-    def capture(self, run: Run) -> Run:
+    def capture(self, run):
         if self.num_captured == self.room:
             raise torch.OutOfMemoryError("no memory")
         self.num_captured += 1
         return run
 
-    def milliseconds(self, run: Run) -> float:
+    def milliseconds(self, run):
         return 0.0
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def pair(tmp_path_factory):
     return make_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture
-def llm(pair: Pair) -> LLM:
+def llm(pair):
     return llm_maker(pair, "cpu")("EAGLE3", 3, max_num_seqs=8, speculative_eagle_topk=3)
 
 
-def chains(*depths: int) -> list[DraftShape]:
+def chains(*depths):
     return list(map(DraftShape.chain, depths))
 
 
-def captured(llm: LLM, shapes: Iterable[DraftShape], room: int = 10_000) -> CapturedShapes:
+def captured(llm, shapes, room=10_000):
     """Capture the shapes of an engine again, with a fake recorder."""
     worker = cast(SpecWorker, llm.engine.worker)
     worker.recorder = FakeRecorder(room)
@@ -69,7 +65,7 @@ def captured(llm: LLM, shapes: Iterable[DraftShape], room: int = 10_000) -> Capt
     return worker.captured
 
 
-def test_a_device_too_small_is_told_what_each_shape_takes_and_what_to_leave_out(llm: LLM) -> None:
+def test_a_device_too_small_is_told_what_each_shape_takes_and_what_to_leave_out(llm):
     room = captured(llm, chains(1, 3)).report[0].num_stages + 2
     message = r"num_steps=1, max_num_seqs=8: .*shape 1: 2 stages, .* MiB.*before: shape 3: \d+ "
     with pytest.raises(MemoryError, match=message + ".*leave 1 out of the candidate steps"):
@@ -81,7 +77,7 @@ def test_a_device_too_small_is_told_what_each_shape_takes_and_what_to_leave_out(
         captured(llm, chains(1), chains_alone)
 
 
-def test_nothing_is_captured_after_the_start_whatever_shape_is_chosen(llm: LLM) -> None:
+def test_nothing_is_captured_after_the_start_whatever_shape_is_chosen(llm):
     shapes = [*chains(0, 1, 2, 3), *TREES]
     switch_every_round(llm, [3, 0, TREES[0], 2, TREES[1], 1])
     found = captured(llm, shapes)
@@ -110,7 +106,7 @@ def test_nothing_is_captured_after_the_start_whatever_shape_is_chosen(llm: LLM) 
     assert recorder.num_captured == before
 
 
-def test_padded_steps_emit_what_exact_ones_do(llm: LLM) -> None:
+def test_padded_steps_emit_what_exact_ones_do(llm):
     """Captured sizes have padding requests and tokens; steps without captures have none."""
     prompts = [[1, 2, 3, 4 + i] * (1 + 3 * i) for i in range(5)]
     params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24) for i in range(5)]
@@ -122,9 +118,7 @@ def test_padded_steps_emit_what_exact_ones_do(llm: LLM) -> None:
     assert [output.token_ids for output in llm.generate(prompts, params)] == exact
 
 
-def test_draft_extend_takes_the_narrowest_captured_stage_that_makes_the_missing_entries(
-    llm: LLM,
-) -> None:
+def test_draft_extend_takes_the_narrowest_captured_stage_that_makes_the_missing_entries(llm):
     found = captured(llm, chains(0, 1, 3))
     assert found.max_extend == WIDE_EXTEND
     narrow = {length: found.extend_for(length, 8) for length in range(1, WIDE_EXTEND + 1)}
@@ -134,7 +128,7 @@ def test_draft_extend_takes_the_narrowest_captured_stage_that_makes_the_missing_
     assert narrow[5] not in (narrow[1], narrow[3])
 
 
-def test_steps_that_compute_prompts_run_captured_up_to_a_number_of_tokens(llm: LLM) -> None:
+def test_steps_that_compute_prompts_run_captured_up_to_a_number_of_tokens(llm):
     found = captured(llm, [*chains(2), *TREES])
     assert found.mixed(PLAIN) is found.mixed(DraftShape.chain(2))
     assert found.mixed(TREES[0]) is not found.mixed(PLAIN)
@@ -148,7 +142,7 @@ def test_steps_that_compute_prompts_run_captured_up_to_a_number_of_tokens(llm: L
         assert stage.padded(too_large) == too_large
 
 
-def test_shapes_of_similar_width_share_their_verification(llm: LLM) -> None:
+def test_shapes_of_similar_width_share_their_verification(llm):
     """Both 2 and 3 drafts verify up to four tokens: depth 2 captures no verification of its own."""
     report = captured(llm, chains(2, 3)).report
     num_stages = {taken.shape and taken.shape.depth: taken.num_stages for taken in report}
@@ -156,18 +150,14 @@ def test_shapes_of_similar_width_share_their_verification(llm: LLM) -> None:
     assert num_stages[2] == 2 * num_batch_sizes
 
 
-def test_a_size_slower_than_a_larger_one_is_left_out(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_size_slower_than_a_larger_one_is_left_out(llm, monkeypatch):
     times = iter([5.0, 9.0, 4.0, 3.0] + [1.0] * 100)
     monkeypatch.setattr(FakeRecorder, "milliseconds", lambda *_: next(times))
     sizes = captured(llm, chains(0)).states[PLAIN].verify.sizes
     assert [size.tokens for size in sizes] == [1, 2, 8]
 
 
-def test_a_shape_that_is_not_chosen_for_large_batches_is_captured_for_small_ones(
-    pair: Pair, tmp_path: Path
-) -> None:
+def test_a_shape_that_is_not_chosen_for_large_batches_is_captured_for_small_ones(pair, tmp_path):
     slots = tmp_path / "slots.json"
     slots.write_text('{"1": {"candidate_steps": [1, 2, 3]}, "4": {"candidate_steps": [1]}}')
     llm = llm_maker(pair, "cpu")(
@@ -190,9 +180,7 @@ def test_a_shape_that_is_not_chosen_for_large_batches_is_captured_for_small_ones
     assert [found.state_for(chain, size).shape.depth for size in (3, 4, 8)] == [2, 3, 3]
 
 
-def test_small_trees_are_captured_for_the_batch_sizes_that_may_draft_them(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_trees_are_captured_for_the_batch_sizes_that_may_draft_them(pair, monkeypatch):
     monkeypatch.setattr(build, "_policy", policy_with_small_trees)
     monkeypatch.setitem(build._PROFILE_BUDGET_S, "cpu", 0.3)  # costs that are not used
     llm = llm_maker(pair, "cpu")("EAGLE3", 3, max_num_seqs=32, speculative_adaptive=True)

@@ -1,7 +1,5 @@
 """Prefill chunks in static buffers."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +20,7 @@ CHUNKS = st.lists(
 
 
 @given(CHUNKS)
-def test_every_chunk_is_written_with_its_tokens_in_order(chunks: list[Chunk]) -> None:
+def test_every_chunk_is_written_with_its_tokens_in_order(chunks):
     BUFFERS.write([Chunk(1, 2, [3] * MAX_TOKENS)])  # what the step before left
     there = [chunk for chunk in chunks if chunk.token_ids]
     assert BUFFERS.write(chunks) == len(there)
@@ -38,10 +36,8 @@ def test_every_chunk_is_written_with_its_tokens_in_order(chunks: list[Chunk]) ->
 
 
 @given(CHUNKS, st.integers(1, 40), st.integers(1, 4))
-def test_groups_hold_the_same_tokens_in_order_within_the_bounds(
-    chunks: list[Chunk], max_tokens: int, max_chunks: int
-) -> None:
-    def tokens(chunks: list[Chunk]) -> list[tuple[int, int, int]]:
+def test_groups_hold_the_same_tokens_in_order_within_the_bounds(chunks, max_tokens, max_chunks):
+    def tokens(chunks):
         return [
             (slot, start + i, token) for slot, start, ids in chunks for i, token in enumerate(ids)
         ]

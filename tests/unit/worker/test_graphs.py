@@ -14,13 +14,13 @@ from serve_spec.worker.graphs import (
 )
 
 
-def padded(sizes: tuple[int, ...], count: int) -> int:
+def padded(sizes, count):
     captured = {StepSize(n, n): lambda: None for n in sizes}
     return StageRunner(lambda size: None, captured).padded(StepSize(count, count)).tokens
 
 
 @given(st.integers(1, 700))
-def test_every_size_up_to_the_largest_has_a_place(largest: int) -> None:
+def test_every_size_up_to_the_largest_has_a_place(largest):
     for sizes in (batch_sizes(largest), token_counts(largest), mixed_token_counts(largest)):
         assert sizes[-1] == largest
         assert list(sizes) == sorted(set(sizes))
@@ -28,15 +28,15 @@ def test_every_size_up_to_the_largest_has_a_place(largest: int) -> None:
 
 
 @given(st.integers(112, 2000))
-def test_padding_wastes_at_most_a_quarter_where_tokens_are_expensive(tokens: int) -> None:
+def test_padding_wastes_at_most_a_quarter_where_tokens_are_expensive(tokens):
     """Below a hundred tokens a step mostly reads weights, above it each token costs."""
     assert padded(token_counts(2048), tokens) <= tokens * 5 / 4
 
 
-def test_a_stage_runs_at_the_smallest_size_that_holds_it_or_as_it_is() -> None:
+def test_a_stage_runs_at_the_smallest_size_that_holds_it_or_as_it_is():
     ran: list[StepSize] = []
 
-    def captured(*sizes: StepSize) -> StageRunner:
+    def captured(*sizes):
         return StageRunner(ran.append, {size: lambda size=size: ran.append(size) for size in sizes})
 
     runner = captured(StepSize(8, 8, 2), StepSize(1, 1), StepSize(4, 4, 1))
@@ -51,7 +51,7 @@ def test_a_stage_runs_at_the_smallest_size_that_holds_it_or_as_it_is() -> None:
     ]
 
 
-def test_without_graphs_a_stage_runs_at_its_exact_size_and_returns_its_output() -> None:
+def test_without_graphs_a_stage_runs_at_its_exact_size_and_returns_its_output():
     assert not NoRecorder().captures
     runner = StageRunner(lambda size: torch.full((size.tokens,), 7.0))
     for count in (3, 5):

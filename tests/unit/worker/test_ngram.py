@@ -17,9 +17,7 @@ SHAPES = st.builds(
 )
 
 
-def continuations(
-    token_ids: list[int], least: int, longest: int, most: int
-) -> list[tuple[int, ...]]:
+def continuations(token_ids, least, longest, most):
     """By looking through the whole text: longer matches first, of these the last ones."""
     ends: list[int] = []
     for length in range(longest, least - 1, -1):
@@ -31,12 +29,12 @@ def continuations(
     return [tuple(token_ids[end + i % period] for i in range(most)) for end, period in periods]
 
 
-def expected(token_ids: list[int], least: int, longest: int, most: int) -> tuple[int, ...]:
+def expected(token_ids, least, longest, most):
     """The longest match, of these the last one."""
     return next(iter(continuations(token_ids, least, longest, most)), ())
 
 
-def num_kept(tree: TextDrafts, future: list[int]) -> int:
+def num_kept(tree, future):
     """Drafts of a tree, or of a chain, that a text of this future keeps."""
     parents = tree.parents or range(len(tree.token_ids))
     node, kept = 0, 0
@@ -51,8 +49,8 @@ def num_kept(tree: TextDrafts, future: list[int]) -> int:
 
 @given(text=TEXTS, lengths=LENGTHS, most=st.integers(0, 9), steps=st.lists(st.integers(1, 9)))
 def test_the_last_of_the_longest_matches_goes_on_however_the_text_has_grown(
-    text: list[int], lengths: tuple[int, int], most: int, steps: list[int]
-) -> None:
+    text, lengths, most, steps
+):
     drafter = NgramDrafter(*lengths, max_steps=9)
     length = 0
     for step in [*steps, len(text)]:
@@ -62,11 +60,11 @@ def test_the_last_of_the_longest_matches_goes_on_however_the_text_has_grown(
         assert found == expected(text[:length], *lengths, most)
 
 
-def test_no_more_is_drafted_than_there_are_tiers_for() -> None:
+def test_no_more_is_drafted_than_there_are_tiers_for():
     assert len(NgramDrafter(1, 3, 4).propose("a", [1, 2, 1, 2], 9)) == 4
 
 
-def test_a_request_that_left_leaves_nothing() -> None:
+def test_a_request_that_left_leaves_nothing():
     drafter = NgramDrafter(1, 2, 7)
     assert drafter.propose("a", [1, 2, 1], 1) == (2,)
     drafter.forget("a")
@@ -76,8 +74,8 @@ def test_a_request_that_left_leaves_nothing() -> None:
 
 @given(text=TEXTS, lengths=LENGTHS, shape=SHAPES, topk=st.integers(1, 4), grown=st.integers(1, 60))
 def test_a_tree_is_the_trie_of_what_followed_every_match_however_the_text_has_grown(
-    text: list[int], lengths: tuple[int, int], shape: DraftShape, topk: int, grown: int
-) -> None:
+    text, lengths, shape, topk, grown
+):
     drafter = NgramDrafter(*lengths, max_steps=9, topk=topk)
     for now in (text[:grown], text):
         found = continuations(now, *lengths, shape.depth)[:BRANCHING_PLACES]
@@ -94,13 +92,8 @@ def test_a_tree_is_the_trie_of_what_followed_every_match_however_the_text_has_gr
     future=st.lists(st.integers(0, 3), max_size=6),
 )
 def test_a_tree_keeps_at_least_what_the_chain_of_its_depth_keeps(
-    text: list[int],
-    lengths: tuple[int, int],
-    shape: DraftShape,
-    topk: int,
-    corpus: list[int],
-    future: list[int],
-) -> None:
+    text, lengths, shape, topk, corpus, future
+):
     drafter = NgramDrafter(*lengths, 9, Corpus(corpus, max(lengths)), topk)
     chain = drafter.propose("a", text, shape.depth)
     tree = drafter.propose_tree("a", text, shape)
@@ -109,7 +102,7 @@ def test_a_tree_keeps_at_least_what_the_chain_of_its_depth_keeps(
     assert bool(tree.token_ids) == bool(chain), "without a match there is no tree"
 
 
-def test_a_tree_goes_on_as_a_corpus_does_where_the_text_has_no_match() -> None:
+def test_a_tree_goes_on_as_a_corpus_does_where_the_text_has_no_match():
     drafter = NgramDrafter(1, 2, 7, Corpus([1, 2, 5, 1, 2, 6, 9, 2, 7], 2), topk=3)
     tree = drafter.propose_tree("a", [1, 2], DraftShape(1, 3, 2))
     assert sorted(tree.token_ids) == [5, 6, 7], "both longer matches and the shorter one"

@@ -14,7 +14,7 @@ from serve_spec.worker.tensor_parallel import PlanDecoder, PlanEncoder
 PARAMS = [SamplingParams(), SamplingParams(temperature=0.0, frequency_penalty=0.5)]
 
 
-def random_row(rng: random.Random, request: int) -> ScheduledRequest:
+def random_row(rng, request):
     """Return a row whose long fields mostly continue those of an earlier one."""
     text = tuple(range(rng.randint(1, 30)))
     edited = EditedText(3, text, held_ids=(2,)) if rng.random() < 0.5 else None
@@ -35,7 +35,7 @@ def random_row(rng: random.Random, request: int) -> ScheduledRequest:
 
 
 @given(st.integers(0, 2**32))
-def test_a_rank_restores_every_plan_in_order(seed: int) -> None:
+def test_a_rank_restores_every_plan_in_order(seed):
     rng = random.Random(seed)
     encoder, decoder = PlanEncoder(), PlanDecoder()
     for _ in range(8):
@@ -45,7 +45,7 @@ def test_a_rank_restores_every_plan_in_order(seed: int) -> None:
         assert decoder.decode(pickle.loads(pickle.dumps(encoder.encode(plan)))) == plan
 
 
-def test_a_long_text_costs_a_step_no_more_than_a_short_one() -> None:
+def test_a_long_text_costs_a_step_no_more_than_a_short_one():
     encoder = PlanEncoder()
     sizes = []
     for length in (10, 5_000):

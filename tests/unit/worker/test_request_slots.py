@@ -1,7 +1,6 @@
 """Request slots hold what a step needs, and are sent only what they cannot know."""
 
 import random
-from typing import Any
 
 import torch
 from hypothesis import given, settings
@@ -13,13 +12,11 @@ from serve_spec.ops.score_edits import GENERATED_ONCE, HELD_BACK, IN_PROMPT
 from serve_spec.worker.request_slots import RING_TOKENS, RequestSlots, RequestStates
 
 
-def make_slots() -> RequestSlots:
+def make_slots():
     return RequestSlots.create(4, 64, 99, 300, torch.device("cpu"))
 
 
-def row(
-    slot: int, tokens: list[int], pages: list[int], made: int = 0, **params: Any
-) -> ScheduledRequest:
+def row(slot, tokens, pages, made=0, **params):
     """Return the plan of a decode of a text of which the draft has `made` KV entries."""
     return ScheduledRequest(
         request_id=f"in {slot}",
@@ -36,7 +33,7 @@ def row(
     )
 
 
-def test_a_new_request_brings_its_length_its_missing_tokens_and_its_parameters() -> None:
+def test_a_new_request_brings_its_length_its_missing_tokens_and_its_parameters():
     slots = make_slots()
     text = list(range(100, 120))
     params = {"temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1}
@@ -52,7 +49,7 @@ def test_a_new_request_brings_its_length_its_missing_tokens_and_its_parameters()
     torch.testing.assert_close(torch.stack(found[3:]), torch.tensor([0.9, 0.1]))
 
 
-def test_another_request_takes_over_a_slot() -> None:
+def test_another_request_takes_over_a_slot():
     slots = make_slots()
     states = RequestStates(slots)
     states.sync([row(1, [1, 2, 3], [5])])
@@ -61,7 +58,7 @@ def test_another_request_takes_over_a_slot() -> None:
     assert slots.recent[1, 1] == 8
 
 
-def test_of_more_missing_tokens_than_are_kept_the_newest_stay() -> None:
+def test_of_more_missing_tokens_than_are_kept_the_newest_stay():
     slots = make_slots()
     text = list(range(200))
     RequestStates(slots).sync([row(0, text, list(range(13)))])
@@ -71,7 +68,7 @@ def test_of_more_missing_tokens_than_are_kept_the_newest_stay() -> None:
 
 @settings(max_examples=50)
 @given(st.integers(0, 2**32))
-def test_pages_follow_growth_and_returned_pages(seed: int) -> None:
+def test_pages_follow_growth_and_returned_pages(seed):
     rng = random.Random(seed)
     slots = make_slots()
     states = RequestStates(slots)
@@ -87,7 +84,7 @@ def test_pages_follow_growth_and_returned_pages(seed: int) -> None:
         assert slots.pages[3, : len(pages)].tolist() == pages
 
 
-def test_a_request_brings_its_score_edits_and_the_next_one_without_any_ends_them() -> None:
+def test_a_request_brings_its_score_edits_and_the_next_one_without_any_ends_them():
     slots = make_slots()
     states = RequestStates(slots)
     editing = row(1, [7, 8, 7], [5], frequency_penalty=1.5, min_tokens=2, bad_token_ids=(4,))
@@ -102,7 +99,7 @@ def test_a_request_brings_its_score_edits_and_the_next_one_without_any_ends_them
     assert edits.is_on.tolist() == [0] * 5
 
 
-def test_what_a_slot_counts_of_a_known_request_is_not_written_over() -> None:
+def test_what_a_slot_counts_of_a_known_request_is_not_written_over():
     slots = make_slots()
     states = RequestStates(slots)
     known = row(1, [7, 8], [5], presence_penalty=1.0)

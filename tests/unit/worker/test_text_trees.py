@@ -5,7 +5,6 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.core.draft import TextDrafts
 from serve_spec.worker.ngram import branched
 
 CONTINUATIONS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5).map(tuple), max_size=8)
@@ -14,7 +13,7 @@ SIZES = st.integers(1, 20)
 ROOM_FOR_ALL = 100
 
 
-def paths(tree: TextDrafts) -> list[tuple[int, ...]]:
+def paths(tree):
     """The tokens from the root to each draft."""
     found: list[tuple[int, ...]] = []
     for token, parent in zip(tree.token_ids, tree.parents, strict=True):
@@ -24,8 +23,8 @@ def paths(tree: TextDrafts) -> list[tuple[int, ...]]:
 
 @given(continuations=CONTINUATIONS, topk=TOPK, size=SIZES)
 def test_a_tree_keeps_within_its_bounds_and_holds_the_parents_of_all_it_holds(
-    continuations: list[tuple[int, ...]], topk: int, size: int
-) -> None:
+    continuations, topk, size
+):
     tree = branched(continuations, topk, size)
     assert len(tree.token_ids) == len(tree.parents) <= size
     assert all(0 <= parent <= number for number, parent in enumerate(tree.parents))
@@ -34,23 +33,21 @@ def test_a_tree_keeps_within_its_bounds_and_holds_the_parents_of_all_it_holds(
 
 
 @given(continuations=CONTINUATIONS, topk=TOPK, size=SIZES)
-def test_every_path_is_the_beginning_of_a_continuation(
-    continuations: list[tuple[int, ...]], topk: int, size: int
-) -> None:
+def test_every_path_is_the_beginning_of_a_continuation(continuations, topk, size):
     known = {tokens[:length] for tokens in continuations for length in range(1, 6)}
     assert set(paths(branched(continuations, topk, size))) <= known
 
 
 @given(continuations=CONTINUATIONS)
-def test_where_there_is_room_all_of_them_are_in(continuations: list[tuple[int, ...]]) -> None:
+def test_where_there_is_room_all_of_them_are_in(continuations):
     tree = branched(continuations, 4, ROOM_FOR_ALL)
     assert set(continuations) <= set(paths(tree))
 
 
 @given(continuations=CONTINUATIONS, topk=TOPK, size=SIZES, more=CONTINUATIONS)
 def test_what_comes_first_goes_first_and_later_ones_take_nothing_from_it(
-    continuations: list[tuple[int, ...]], topk: int, size: int, more: list[tuple[int, ...]]
-) -> None:
+    continuations, topk, size, more
+):
     tree = branched(continuations, topk, size)
     larger = branched([*continuations, *more], topk, size)
     count = len(tree.token_ids)

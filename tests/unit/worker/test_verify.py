@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from serve_spec.core.draft import TextDrafts
 from serve_spec.core.request import SamplingParams
@@ -24,9 +22,7 @@ from serve_spec.worker.graphs import StepSize
 from serve_spec.worker.request_slots import RequestSlots
 from serve_spec.worker.step_buffers import StepBuffers
 from serve_spec.worker.verify import (
-    Acceptance,
     Verifier,
-    VerifyResult,
     draft_chances,
     read_results,
     survival_table,
@@ -45,14 +41,7 @@ class Requests:
     target: logits by the last token [V, V]. method: how drafts are verified.
     """
 
-    def __init__(
-        self,
-        target: Tensor,
-        params: Sequence[SamplingParams],
-        seeds: Sequence[int] | None = None,
-        method: str = "coupled",
-        synthetic_acceptance: Acceptance | None = None,
-    ) -> None:
+    def __init__(self, target, params, seeds=None, method="coupled", synthetic_acceptance=None):
         count, vocab = len(params), target.shape[1]
         slots = RequestSlots.create(count, 1, 0, vocab, CPU)
         slots.recent.fill_(START)
@@ -75,7 +64,7 @@ class Requests:
             features=None,
         )
 
-    def verify(self, counts: Sequence[int], drafts: Sequence[Sequence[int]]) -> VerifyResult:
+    def verify(self, counts, drafts):
         """Verify so many drafts of each request."""
         self.buffers.write_requests([*range(len(counts))], counts, counts)
         self.buffers.write_drafts({b: TextDrafts((*ids,)) for b, ids in enumerate(drafts)})
@@ -85,20 +74,20 @@ class Requests:
         return read_results(self.buffers.results.tolist())
 
 
-def markov() -> tuple[Tensor, Tensor]:
+def markov():
     """Return logits by the token before [V, V] of a target, and of a draft that is near."""
     generator = torch.Generator().manual_seed(0)
     target = torch.randn(VOCAB, VOCAB, generator=generator) * 1.5
     return target, target + torch.randn(VOCAB, VOCAB, generator=generator)
 
 
-def test_greedy_requests_and_those_without_drafts_are_verified_as_without_rejection() -> None:
+def test_greedy_requests_and_those_without_drafts_are_verified_as_without_rejection():
     """Neither they nor broken drafts change what others of the batch emit."""
     target, draft = markov()
     params, seeds = [GREEDY, SAMPLED, SAMPLED, SAMPLED], [0, 1, 2, 0]
     counts, drafts = [2, 0, 2, 2], [[1, 2], [0, 0], [3, -1], [3, 4]]
 
-    def verified(method: str, at: Sequence[int]) -> VerifyResult:
+    def verified(method, at):
         requests = Requests(target, [params[b] for b in at], [seeds[b] for b in at], method)
         if requests.buffers.draft_logits is not None:
             logits = requests.buffers.draft_logits.logits
@@ -116,7 +105,7 @@ def test_greedy_requests_and_those_without_drafts_are_verified_as_without_reject
 
 
 @pytest.mark.parametrize("method", ["coupled", *METHODS])
-def test_a_target_that_gives_nan_is_reported_as_broken(method: str) -> None:
+def test_a_target_that_gives_nan_is_reported_as_broken(method):
     target, _ = markov()
     target[:, 2] = float("nan")
     requests = Requests(target, [SAMPLED] * 3, [1, 2, 3], method)
@@ -124,7 +113,7 @@ def test_a_target_that_gives_nan_is_reported_as_broken(method: str) -> None:
         requests.verify([2] * 3, [[1, 2]] * 3)
 
 
-def forced(acceptance: Acceptance, num_steps: Sequence[int]) -> list[int]:
+def forced(acceptance, num_steps):
     """Return how many drafts are accepted of requests with different seeds at position 100."""
     words = torch.tensor([seed_words(seed) for seed in range(len(num_steps))], dtype=torch.int32)
     steps = torch.tensor(num_steps, dtype=torch.int32)
@@ -134,9 +123,7 @@ def forced(acceptance: Acceptance, num_steps: Sequence[int]) -> list[int]:
 
 
 @given(st.integers(1, 8), st.floats(0, 1))
-def test_a_length_within_reach_is_met_at_every_depth_by_one_chance(
-    num_steps: int, share: float
-) -> None:
+def test_a_length_within_reach_is_met_at_every_depth_by_one_chance(num_steps, share):
     length = 1 + share * num_steps
     chances = draft_chances(length, num_steps)
     assert len(set(chances)) == 1
@@ -145,18 +132,16 @@ def test_a_length_within_reach_is_met_at_every_depth_by_one_chance(
 
 
 @given(st.integers(1, 8), st.floats(0, 5))
-def test_a_depth_that_cannot_reach_the_length_accepts_every_draft(
-    num_steps: int, more: float
-) -> None:
+def test_a_depth_that_cannot_reach_the_length_accepts_every_draft(num_steps, more):
     assert forced(num_steps + 1 + more, [num_steps] * 5) == [num_steps] * 5
 
 
-def test_a_list_is_the_same_at_every_depth_and_its_last_chance_goes_on() -> None:
+def test_a_list_is_the_same_at_every_depth_and_its_last_chance_goes_on():
     assert draft_chances([0.8, 0.6], 1) == [0.8]
     assert draft_chances([0.8, 0.6], 4) == [0.8, 0.6, 0.6, 0.6]
 
 
-def test_of_the_requests_that_reach_a_position_the_asked_share_is_accepted() -> None:
+def test_of_the_requests_that_reach_a_position_the_asked_share_is_accepted():
     counts = forced([0.9, 0.5, 0.2], [3] * 20_000)
     for position, chance in enumerate([0.9, 0.5, 0.2]):
         reached = [count for count in counts if count >= position]
@@ -164,7 +149,7 @@ def test_of_the_requests_that_reach_a_position_the_asked_share_is_accepted() -> 
         assert share == pytest.approx(chance, abs=5 * 0.5 / len(reached) ** 0.5)
 
 
-def test_a_request_emits_the_drafts_it_is_forced_to_and_then_the_targets_draw() -> None:
+def test_a_request_emits_the_drafts_it_is_forced_to_and_then_the_targets_draw():
     target, _ = markov()
     drafts = [1, 2, 3]
     requests = Requests(target, [GREEDY] * 6, synthetic_acceptance=[0.6])
