@@ -147,10 +147,7 @@ class VocabParallelHead(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product: [R, in] -> [R, vocab_size]."""
-        logits = self.parallel.all_gather(super().forward(x), dim=1)
-        if logits.shape[1] == self._share.vocab_size:
-            return logits
-        return logits[:, : self._share.vocab_size].contiguous()
+        return self.parallel.gather_columns(super().forward(x), self._share.vocab_size)
 
     __call__ = forward
 

@@ -1,4 +1,4 @@
-"""Small sums of ranks whose GPUs address each other's memory, where NCCL would take longer.
+"""Small exchanges of ranks whose GPUs address each other's memory, which NCCL makes more slowly.
 
 The memory is torch's symmetric memory, which needs no default group: ranks meet in their own store.
 """
@@ -25,10 +25,16 @@ from torch._C._distributed_c10d import PrefixStore, Store, _SymmetricMemory
 from serve_spec.log import get_logger
 from serve_spec.ops.shared_sum import (
     CAPACITY_BYTES,
+    EMPTY,
+    GATHER_NUMBERS,
     NUM_PROGRAMS,
     SharedMemory,
+    broadcast_words,
     fits,
+    fits_broadcast,
+    fits_gather,
     flags_shape,
+    gather_columns,
     residual_fits,
     shared_sum,
     shares_shape,
@@ -81,6 +87,17 @@ class SharedSum:
     def add_up(self, x: Tensor) -> None:
         """Replace x, which fits, by the sum of all ranks' x; on a GPU it only launches."""
         sum_over_ranks(x, self._memory)
+
+    def broadcast(self, x: Tensor, source: int) -> bool:
+        """Replace x by rank `source`'s x, token ids or counts; return False if it is too large."""
+        if not fits_broadcast(x):
+            return False
+        broadcast_words(x, source, self._memory)
+        return True
+
+    def gather_columns(self, x: Tensor, start: int, width: int) -> Tensor | None:
+        """See `shared_sum.gather_columns`; None if x does not fit."""
+        return gather_columns(x, start, width, self._memory) if fits_gather(x, width) else None
 
     def residual_fits(self, x: Tensor, residual: Tensor) -> bool:
         """Return whether `add_norm` takes them."""
@@ -164,6 +181,8 @@ def _allocate(device: torch.device, size: int) -> Tensor:
     num_bytes = sum(_num_bytes(shape, dtype) for shape, dtype in _places(size))
     own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
     own.zero_()
+    slots = math.prod(slots_shape(size))
+    own[: slots * torch.int32.itemsize].view(torch.int32).fill_(EMPTY)
     torch.cuda.synchronize(device)
     return own
 
@@ -175,12 +194,13 @@ def _share(own: Tensor, rank: int, size: int, store: Store) -> SharedSum:
         first = begin // dtype.itemsize
         places.append(tuple(handle.get_buffer(r, shape, dtype, first) for r in range(size)))
         begin += _num_bytes(shape, dtype)
-    slots, shares, flags = places
+    slots, shares, flags, gathered = places
     memory = SharedMemory(
         rank,
         slots,
         shares,
         flags,
+        gathered,
         counts=torch.zeros(NUM_PROGRAMS, dtype=torch.int64, device=own.device),
         released=torch.zeros(1, dtype=torch.int64, device=own.device),
     )
@@ -190,9 +210,10 @@ def _share(own: Tensor, rank: int, size: int, store: Store) -> SharedSum:
 def _places(size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Return the tensors of a rank that others write to, in the order of `SharedMemory`."""
     return [
-        (slots_shape(size), torch.int64),
+        (slots_shape(size), torch.int32),
         (shares_shape(size), torch.int32),
         (flags_shape(size), torch.int64),
+        ((GATHER_NUMBERS,), torch.float32),
     ]
 
 

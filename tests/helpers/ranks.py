@@ -28,8 +28,8 @@ class ThreadRank(TensorParallel):
         assert x.is_contiguous()
         return x.copy_(torch.stack(self._swap("all_reduce", x)).sum(0))
 
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        return torch.cat(self._swap("all_gather", x), dim)
+    def gather_columns(self, x: Tensor, width: int) -> Tensor:
+        return torch.cat(self._swap("gather_columns", x), dim=1)[:, :width].contiguous()
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         assert x.is_contiguous()

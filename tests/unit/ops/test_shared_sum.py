@@ -22,6 +22,8 @@ from serve_spec.ops.elementwise import add_rms_norm  # isort: skip
 from serve_spec.ops.shared_sum import (  # isort: skip
     CAPACITY_BYTES,
     DTYPES,
+    EMPTY,
+    NUM_GATHER_PROGRAMS,
     NUM_PROGRAMS,
     NUMBER_MASK,
     SHARE_ALIGNMENT,
@@ -41,25 +43,33 @@ from serve_spec.ops.shared_sum import (  # isort: skip
 
 
 EPS = 1e-5
+GATHERED = 40_000
+"""Numbers of the largest gather here."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """To sum, and to norm what comes of it."""
+    """The exchanges of one implementation."""
 
     sum_over_ranks: Callable[[Tensor, SharedMemory], None]
     sum_add_norm: Callable[[Tensor, Tensor, Tensor, float, SharedMemory], tuple[Tensor, Tensor]]
+    broadcast_words: Callable[[Tensor, int, SharedMemory], None]
+    gather_columns: Callable[[Tensor, int, int, SharedMemory], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
 
 LAW = Way(
     reference_of(plain.sum_over_ranks),
     reference_of(plain.sum_add_norm),
+    reference_of(plain.broadcast_words),
+    reference_of(plain.gather_columns),
     reference_of(add_rms_norm),
 )
 KERNEL = Way(
     shared_sum_triton.sum_over_ranks,
     shared_sum_triton.sum_add_norm,
+    shared_sum_triton.broadcast_words,
+    shared_sum_triton.gather_columns,
     elementwise_triton.add_rms_norm,
 )
 both = pytest.mark.parametrize("way", [LAW, KERNEL], ids=["law", "kernel"])
@@ -90,11 +100,6 @@ def all_drawn(size, *shape, dtype, seed=0):
     return [drawn(*shape, dtype=dtype, seed=seed * size + rank) for rank in range(size)]
 
 
-def entries(words, number):
-    """int64: words as they are sent."""
-    return (words.long() & 0xFFFFFFFF) | (number << 32)
-
-
 class Rank:
     """The one under test; all others have sent their words before it begins."""
 
@@ -104,9 +109,10 @@ class Rank:
 
         self.memory = SharedMemory(
             rank,
-            slots=tuple(zeros(*slots_shape(size)) for _ in range(size)),
+            slots=tuple(zeros(*slots_shape(size), dtype=torch.int32) + EMPTY for _ in range(size)),
             shares=tuple(zeros(*shares_shape(size), dtype=torch.int32) for _ in range(size)),
             flags=tuple(zeros(*flags_shape(size)) for _ in range(size)),
+            gathered=tuple(zeros(GATHERED, dtype=torch.float32) for _ in range(size)),
             counts=zeros(NUM_PROGRAMS),
             released=zeros(1),
         )
@@ -148,7 +154,8 @@ class Rank:
             number = count & NUMBER_MASK
             for other in self.others:
                 words = of_ranks[other]
-                mine[count % 2, program, other, : len(words)] = entries(words, number)
+                sent = torch.where(words == EMPTY, 0, words)
+                mine[count % 2, program, other, : len(words)] = sent
             self._hear_shares(program, number, share, [words.view(dtype) for words in of_ranks])
 
     def _hear_shares(self, program, number, share, parts):
@@ -242,19 +249,25 @@ def test_sums_and_norms_of_any_sizes_follow_each_other(way):
 
 
 @both
-def test_what_another_may_still_wait_for_is_left_alone(way):
-    """Of two sums, one after the other, both are there; the third takes the place of the first."""
+def test_two_exchanges_have_places_of_their_own_and_leave_them_empty(way):
+    """The third takes the place of the first."""
     rank = Rank(0, 2, way)
-    place = rank.memory.slots[1][:, 0, 0]
+    theirs, mine = rank.memory.slots[1][:, 0, 0], rank.memory.slots[0][:, 0, 1]
     sums = [all_drawn(2, 500, dtype=torch.float32, seed=turn) for turn in range(3)]
-    sent = [entries(as_words(parts[0]), turn + 1) for turn, parts in enumerate(sums)]
-    rank.sum(sums[0])
-    rank.sum(sums[1])
-    assert torch.equal(place[1, :500], sent[0])
-    assert torch.equal(place[0, :500], sent[1])
-    rank.sum(sums[2])
-    assert torch.equal(place[1, :500], sent[2])
-    assert torch.equal(place[0, :500], sent[1])
+    sent = [as_words(parts[0]) for parts in sums]
+    for turn, parts in enumerate(sums):
+        rank.sum(parts)
+        assert torch.equal(theirs[(turn + 1) % 2, :500], sent[turn])
+        assert not turn or torch.equal(theirs[turn % 2, :500], sent[turn - 1])
+        assert (mine == EMPTY).all()
+
+
+@either_way
+@both
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_minus_zeros_arrive_too(way, dtype):
+    parts = [torch.full((600,), -0.0, dtype=dtype, device=DEVICE) for _ in range(2)]
+    assert torch.equal(as_words(Rank(1, 2, way).sum(parts)), as_words(shared_sum(parts)))
 
 
 @one_thread_each
@@ -294,24 +307,60 @@ def test_shares_are_aligned_and_have_room_and_make_up_the_whole(dtype, size, num
 @one_thread_each
 @both
 @pytest.mark.parametrize("missing", [0, 250, 499])
-def test_a_word_is_waited_for_until_it_has_the_number_of_the_sum(missing, way):
-    """Until then its place has what it had two sums before."""
+def test_a_word_is_waited_for_until_it_is_there(missing, way):
     rank = Rank(0, 2, way)
     memory = rank.memory
     for turn in range(2):
         rank.sum(all_drawn(2, 500, dtype=torch.float32, seed=turn))
     parts = all_drawn(2, 500, dtype=torch.float32, seed=2)
-    theirs = entries(as_words(parts[1]), 3)
+    theirs = as_words(parts[1])
     place = memory.slots[0][1, 0, 1]
     place[:missing], place[missing + 1 : 500] = theirs[:missing], theirs[missing + 1 :]
     x = parts[0].clone()
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(way.sum_over_ranks, x, memory)
-        while memory.counts[0] < 3 or memory.slots[1][1, 0, 0, 499] >> 32 != 3:
+        while memory.counts[0] < 3 or memory.slots[1][1, 0, 0, 499] != as_words(parts[0])[499]:
             assert not running.done()
         place[missing] = theirs[missing]
         running.result()
     assert torch.equal(x, shared_sum(parts))
+
+
+@one_thread_each
+@both
+@pytest.mark.parametrize("source", range(3))
+def test_all_ranks_keep_the_words_of_one(source, way):
+    ranks = [Rank(0, 3, way).memory]
+    ranks += [
+        dataclasses.replace(ranks[0], rank=rank, counts=torch.zeros_like(ranks[0].counts))
+        for rank in (1, 2)
+    ]
+    with ThreadPoolExecutor(3) as pool:
+        for turn, count in enumerate((1, 300, 3000)):
+            ids = torch.arange(count) - 1
+            sent = [ids + 100 * rank + turn for rank in range(3)]
+            ways = [LAW.broadcast_words, LAW.broadcast_words, way.broadcast_words]
+            list(pool.map(lambda each, x, own: each(x, source, own), ways, sent, ranks))
+            assert all(torch.equal(x, ids + 100 * source + turn) for x in sent)
+
+
+@both
+@pytest.mark.parametrize(("columns", "padding"), [(5, 0), (2500, 3), (2, 3)])
+def test_columns_of_all_ranks_are_one_tensor(columns, padding, way):
+    rank = Rank(1, 3, way)
+    parts = all_drawn(3, 4, columns, dtype=torch.float32)
+    width = 3 * columns - padding
+    expected = torch.cat(parts, 1)[:, :width]
+    for other in rank.others:
+        first, last = other * columns, min((other + 1) * columns, width)
+        result = rank.memory.gathered[1][: 4 * width].view(4, width)
+        result[:, first:last] = expected[:, first:last]
+        rank.memory.flags[1][0, :, other] = 1 << 32
+    assert torch.equal(way.gather_columns(parts[1], columns, width, rank.memory), expected)
+    for other in rank.others:
+        sent = rank.memory.gathered[other][: 4 * width].view(4, width)
+        assert torch.equal(sent[:, columns : 2 * columns], expected[:, columns : 2 * columns])
+        assert (rank.memory.flags[other][0, :NUM_GATHER_PROGRAMS, 1] == 1 << 32).all()
 
 
 @either_way

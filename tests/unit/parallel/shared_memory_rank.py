@@ -14,6 +14,7 @@ import tests.helpers.triton  # noqa: F401  before kernels
 from serve_spec.ops import shared_sum_triton  # isort: skip
 from serve_spec.ops.shared_sum import (  # isort: skip
     DTYPES,
+    EMPTY,
     NUM_PROGRAMS,
     SharedMemory,
     flags_shape,
@@ -25,10 +26,20 @@ from serve_spec.ops.shared_sum import (  # isort: skip
 ROWS = (1, 4, 2)
 WIDTH = 1500
 TURNS = 12
+GATHERED = 40_000
+"""Of `GATHER_NUMBERS`, which would take longer to make."""
+
+
+def fill(folder, size):
+    """Make the files of slots of all ranks, empty; the others begin as zeros."""
+    for rank in range(size):
+        torch.full(slots_shape(size), EMPTY, dtype=torch.int32).numpy().tofile(
+            folder / f"slots-{rank}"
+        )
 
 
 def shared_memory(folder, rank, size):
-    """As rank `rank` sees it; whoever comes first makes a file, of zeros."""
+    """Return the memory as rank `rank` sees it, in files that `fill` has made."""
 
     def files(name, shape, dtype):
         size_of_each = math.prod(shape)
@@ -40,9 +51,10 @@ def shared_memory(folder, rank, size):
 
     return SharedMemory(
         rank,
-        slots=files("slots", slots_shape(size), torch.int64),
+        slots=files("slots", slots_shape(size), torch.int32),
         shares=files("shares", shares_shape(size), torch.int32),
         flags=files("flags", flags_shape(size), torch.int64),
+        gathered=files("gathered", (GATHERED,), torch.float32),
         counts=torch.zeros(NUM_PROGRAMS, dtype=torch.int64),
         released=torch.zeros(1, dtype=torch.int64),
     )
@@ -58,6 +70,14 @@ def main(folder, rank, size):
         *parts, residual = drawn
         expected, weight = shared_sum(parts), torch.ones(WIDTH, dtype=dtype)
         _, total = shared_sum_triton.sum_add_norm(parts[rank], residual, weight, 1e-5, memory)
+        ids = torch.arange(rank, 700 + rank)
+        shared_sum_triton.broadcast_words(ids, turn % size, memory)
+        columns = torch.randn(rows, size * WIDTH, generator=generator)
+        mine = columns[:, rank * WIDTH :][:, :WIDTH].contiguous()
+        width = size * WIDTH - turn % 3
+        gathered = shared_sum_triton.gather_columns(mine, rank * WIDTH, width, memory)
+        if ids[0] != turn % size or not torch.equal(gathered, columns[:, :width]):
+            return False
         shared_sum_triton.sum_over_ranks(parts[rank], memory)
         if not torch.equal(parts[rank], expected) or not torch.equal(total, expected + residual):
             return False
