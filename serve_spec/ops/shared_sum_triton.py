@@ -244,9 +244,13 @@ def _broadcast_kernel(
     _, slot = _send(own, inside, count, counts, slots, RANK, SIZE, PROGRAMS, SLOT, NOTHING, WORDS)
     for rank in tl.static_range(SIZE):
         if rank != RANK:
-            words = _receive(slots[RANK] + slot + rank * SLOT, inside, released, NOTHING)
+            place = slots[RANK] + slot + rank * SLOT
+            while _is_empty(place, inside, released, NOTHING):
+                pass
             if rank == SOURCE:
-                tl.store(x + at, words, mask=inside)
+                tl.store(x + at, tl.load(place, mask=inside, volatile=True), mask=inside)
+            tl.debug_barrier()  # all have read what is emptied
+            tl.store(place, tl.full([WORDS], NOTHING, tl.int32), mask=inside)
 
 
 @triton.jit
@@ -375,6 +379,12 @@ def _num_missing(flags, number, released, RANK: tl.constexpr, SIZE: tl.constexpr
             flag = tl.load(flags + rank, volatile=True)
             missing += ((flag >> 32) != number).to(tl.int32)
     return missing * (over == 0).to(tl.int32)
+
+
+@triton.jit
+def _is_empty(place, inside, released, NOTHING: tl.constexpr):
+    words, over = _look(place, inside, released)
+    return _is_waited_for(words, over, inside, NOTHING)
 
 
 @triton.jit
