@@ -18,7 +18,7 @@ from serve_spec.config import ServeSpecConfig
 from serve_spec.log import get_logger
 from serve_spec.serving.batching import Batcher
 from serve_spec.serving.errors import ApiError, no_replica
-from serve_spec.serving.fleet_stats import FleetStats
+from serve_spec.serving.fleet_stats import FleetStats, section
 from serve_spec.serving.messages import (
     GenerateRequest,
     ReplicaItem,
@@ -26,7 +26,6 @@ from serve_spec.serving.messages import (
     encode_router_message,
 )
 from serve_spec.serving.replica_connections import ReplicaConnections
-from serve_spec.serving.reports import section
 from serve_spec.serving.routing import ReplicaChooser, first_block, requests_to_move
 from serve_spec.serving.stats_actor import StatsClient, StatsUnavailable
 

@@ -17,8 +17,7 @@ from serve_spec.serving.admission import Admission
 from serve_spec.serving.api import create_api
 from serve_spec.serving.fleet import RayFleet
 from serve_spec.serving.proxy import CALLBACK, CALLBACK_VARIABLE
-from serve_spec.serving.ray_metrics import fleet_metrics
-from serve_spec.serving.telemetry import RouterTelemetry
+from serve_spec.serving.telemetry import RouterTelemetry, fleet_metrics
 
 logger = get_logger(__name__)
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from serve_spec.metrics import METRICS
-from serve_spec.serving.ray_metrics import LABELS
+from serve_spec.serving.telemetry import LABELS
 from tools.dashboard import dashboard
 
 SHIPPED = Path(__file__).parents[2] / "deploy/dashboards/serve_spec.json"

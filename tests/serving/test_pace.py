@@ -4,10 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.serving.reports import ReportPace
+from serve_spec.serving.stats_actor import ReportPace
 
 LONGEST_S = 7.5
-BATCH = 40
 
 
 class Process:
@@ -18,9 +17,9 @@ class Process:
         self.pace = ReportPace(lambda: self.used_s, longest_s=LONGEST_S)
 
     def take(self, num_reports, cost_s):
-        for _ in range(num_reports // BATCH):
-            self.used_s += BATCH * cost_s
-            self.pace.count(BATCH)
+        for _ in range(num_reports):
+            self.used_s += cost_s
+            self.pace.count()
 
 
 @given(st.floats(50e-6, 5e-3), st.integers(1, 100_000))

@@ -17,7 +17,7 @@ from serve_spec.config import RouterConfig
 from serve_spec.metrics import METRICS
 from serve_spec.serving.command import APP_IMPORT_PATH, read_deployment
 from serve_spec.serving.proxy import own_settings
-from serve_spec.serving.ray_metrics import LABELS, exported_names
+from serve_spec.serving.telemetry import LABELS, exported_names
 from tests.serving.cluster import ROOT, eventually, local_serve
 from tests.serving.reporting_engine import RATES
 from tests.serving.texts import drafting, word_tokenizer, write_text_files
