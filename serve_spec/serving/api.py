@@ -1,4 +1,4 @@
-"""HTTP routes. They use a `Fleet`, which does not have to be Ray's."""
+"""HTTP routes."""
 
 # No `from __future__ import annotations` here: FastAPI reads the annotations of the routes.
 
@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
@@ -34,10 +34,9 @@ from serve_spec.serving.answers import (
     fingerprint,
     model_entry,
 )
-from serve_spec.serving.choices import choices_of
 from serve_spec.serving.completions import (
     CompletionRunner,
-    Fleet,
+    choices_of,
     stream_frames,
     whole_answer,
 )
@@ -64,6 +63,9 @@ from serve_spec.serving.middleware import (
 from serve_spec.serving.model_text import ModelText
 from serve_spec.serving.openai import ChatRequest, CompletionRequest
 from serve_spec.serving.status_page import add_status_page
+
+if TYPE_CHECKING:
+    from serve_spec.serving.fleet import RayFleet
 
 logger = get_logger(__name__)
 
@@ -132,7 +134,7 @@ class CompletionAnswer(Response):
 
 def create_api(
     config: ServeSpecConfig,
-    fleet: Fleet,
+    fleet: "RayFleet",
     admission: Admission,
     record: Callable[[Reading], None] = lambda reading: None,
     metrics: Callable[[], Awaitable[str]] | None = None,
@@ -172,7 +174,7 @@ class _Frontend:
     def __init__(
         self,
         config: ServeSpecConfig,
-        fleet: Fleet,
+        fleet: "RayFleet",
         admission: Admission,
         record: Callable[[Reading], None],
     ) -> None:
@@ -318,11 +320,11 @@ def _add_models(api: FastAPI, served: str) -> None:
 
 
 def _add_operations(
-    api: FastAPI, config: ServeSpecConfig, fleet: Fleet, admission: Admission
+    api: FastAPI, config: ServeSpecConfig, fleet: "RayFleet", admission: Admission
 ) -> None:
     @api.get("/health", response_model=None)
     async def health() -> Response:
-        """Return 200 while a replica takes requests, else 503; `costs` as in `Fleet.costs`."""
+        """Return 200 while a replica takes requests, else 503; `costs` as in `RayFleet.costs`."""
         num_healthy = await fleet.num_healthy()
         if num_healthy == 0:  # returned, not raised: probes would fill the log
             return error_answer(no_replica("none is running"))

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
+from serve_spec.serving.connections import ReplicaConnection
 from serve_spec.serving.messages import GenerateRequest
-from serve_spec.serving.replica_connections import ReplicaConnection
 
 
 def requests_to_move(

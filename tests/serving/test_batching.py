@@ -33,7 +33,7 @@ def text(name, said, *, last=False):
 
 
 class Wire:
-    """A transport whose other end is the test: what it is told to say arrives at once."""
+    """What a batcher is connected to: what the test tells it to say arrives at once."""
 
     batcher: Batcher
 
@@ -93,8 +93,10 @@ class Listener:
 
 
 def batcher(wire, **options):
-    options = {"batch_wait_s": FAR_S, "max_batch_size": 3, **options}
-    wire.batcher = Batcher(wire, **options)
+    class Wired(Batcher):
+        ready, send, cancel = wire.ready, wire.send, wire.cancel
+
+    wire.batcher = Wired(**{"batch_wait_s": FAR_S, "max_batch_size": 3, **options})
     return wire.batcher
 
 
@@ -130,7 +132,7 @@ async def test_requests_wait_for_company_until_the_batch_is_full():
 async def test_a_batch_is_shared_out_evenly_where_there_are_several_replicas(names, shares):
     wire, router, _listeners = await asking(names, max_batch_size=len(names), num_shares=3)
     assert wire.names() == [list(share) for share in shares]
-    assert sum(router.snapshot()["submission_size_histogram"].values()) == len(shares)
+    assert sum(router.batching()["submission_size_histogram"].values()) == len(shares)
 
 
 @pytest.mark.parametrize("batch_wait_s", [0.0, 0.001])
@@ -230,7 +232,7 @@ async def test_where_the_way_to_a_replica_is_cut_requests_fail(end, status):
     wire.is_ready = asyncio.get_running_loop().create_future()
     _, router, (a,) = await asking("a", wire, max_batch_size=1)
     if end is None:  # by other code than its own
-        (task,) = router._tasks
+        (task,) = router._submissions
         task.cancel()
     else:
         wire.is_ready.set_exception(end)
@@ -292,7 +294,7 @@ async def test_sizes_are_counted_for_the_router_and_for_each_replica():
     await settle()
     wire.accept(1)
     await settle()
-    assert router.snapshot() == {
+    assert router.batching() == {
         "num_interrupted": 0,
         "num_resumed": 0,
         "num_withdrawn": 0,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.core.request import SamplingParams
-from serve_spec.serving.choices import choice_seed, choices_of, interleaved
+from serve_spec.serving.completions import choice_seed, choices_of, interleaved
 from tests.serving.fakes import settle
 
 SEEDS = st.integers(-(2**63), 2**63 - 1)

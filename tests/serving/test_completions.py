@@ -14,8 +14,7 @@ from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import FinishReason, SamplingParams
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.answers import AnswerHead, CompletionFormat
-from serve_spec.serving.choices import choices_of
-from serve_spec.serving.completions import CompletionRunner, stream_frames, whole_answer
+from serve_spec.serving.completions import CompletionRunner, choices_of, stream_frames, whole_answer
 from serve_spec.serving.errors import ApiError, no_replica
 from serve_spec.serving.messages import (
     Accepted,

@@ -9,8 +9,14 @@ from dataclasses import replace
 import pytest
 
 from serve_spec.core.request import FinishReason, TokenDelta
-from serve_spec.serving import router_connections as module
-from serve_spec.serving.connection import read_message, write_message
+from serve_spec.serving import connections as module
+from serve_spec.serving.connections import (
+    ReplicaConnections,
+    ResponseQueue,
+    RouterConnections,
+    read_message,
+    write_message,
+)
 from serve_spec.serving.errors import ApiError, ReplicaLost
 from serve_spec.serving.messages import (
     Accepted,
@@ -19,8 +25,6 @@ from serve_spec.serving.messages import (
     encode_replica_message,
     encode_router_message,
 )
-from serve_spec.serving.replica_connections import ReplicaConnections
-from serve_spec.serving.router_connections import ResponseQueue, RouterConnections
 from tests.serving.fakes import request
 
 

@@ -16,6 +16,7 @@ from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.core.request import FinishReason, TokenDelta
 from serve_spec.serving import replica as module
 from serve_spec.serving.autoscaling import NUM_REQUESTS
+from serve_spec.serving.connections import ReplicaConnections
 from serve_spec.serving.messages import (
     Accepted,
     Failed,
@@ -23,7 +24,6 @@ from serve_spec.serving.messages import (
     is_last,
 )
 from serve_spec.serving.replica import EngineReplica
-from serve_spec.serving.replica_connections import ReplicaConnections
 from serve_spec.serving.stats_actor import StatsUnavailable
 from tests.serving.fake_engine import FakeLoop
 from tests.serving.fakes import request
