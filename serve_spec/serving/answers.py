@@ -1,4 +1,4 @@
-"""Response formats of the OpenAI API."""
+"""Response formats of the OpenAI API, whole and as server-sent events."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from json.encoder import encode_basestring_ascii
 from typing import NotRequired, TypeAlias
 
 from typing_extensions import TypedDict  # Python 3.11's own is not enough for FastAPI's schema
 
 from serve_spec.core.request import SpeculationStats, TokenDelta
-from serve_spec.serving import sse
 from serve_spec.serving.logprobs import (
     ChatLogprobs,
     CompletionLogprobs,
@@ -23,6 +23,24 @@ from serve_spec.serving.logprobs import (
     echoed_logprobs,
     joined,
 )
+
+STREAM_TYPE = "text/event-stream"
+STREAM_HEADERS = {
+    "Cache-Control": "no-cache",
+    # nginx and other proxies buffer small chunks by default.
+    "X-Accel-Buffering": "no",
+}
+DONE = b"data: [DONE]\n\n"
+
+
+def event(payload: Mapping[str, object]) -> bytes:
+    """Encode an event as ASCII, as some clients treat U+2028 or U+0085 as line ends."""
+    return b"data: " + json.dumps(payload, separators=(",", ":")).encode("ascii") + b"\n\n"
+
+
+def encode_text(text: str) -> bytes:
+    """Encode a text as in an `event`."""
+    return encode_basestring_ascii(text).encode("ascii")
 
 
 @dataclass(frozen=True)
@@ -259,13 +277,13 @@ class AnswerFormat(ABC):
         Most chunks differ only in their text, so the bytes around it are encoded once per choice.
         """
         if self._token_bytes is not None or delta.finish_reason is not None or not delta.text:
-            return sse.frame(self.chunk(index, delta))
+            return event(self.chunk(index, delta))
         around = self._around.get(index)
         if around is not None:
-            return around[0] + sse.encode_text(delta.text) + around[1]
-        first = sse.frame(self.chunk(index, delta))  # with the echo, if there is one
-        marked = sse.frame(self.chunk(index, TokenDelta("", (), _MARK)))
-        before, _, after = marked.rpartition(sse.encode_text(_MARK))
+            return around[0] + encode_text(delta.text) + around[1]
+        first = event(self.chunk(index, delta))  # with the echo, if there is one
+        marked = event(self.chunk(index, TokenDelta("", (), _MARK)))
+        before, _, after = marked.rpartition(encode_text(_MARK))
         self._around[index] = before, after
         return first
 

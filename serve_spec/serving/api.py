@@ -17,9 +17,10 @@ from serve_spec.config import ServeSpecConfig
 from serve_spec.core.request import SamplingParams
 from serve_spec.log import get_logger
 from serve_spec.metrics import Reading
-from serve_spec.serving import sse
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.answers import (
+    STREAM_HEADERS,
+    STREAM_TYPE,
     Answer,
     AnswerFormat,
     AnswerHead,
@@ -40,25 +41,23 @@ from serve_spec.serving.completions import (
     stream_frames,
     whole_answer,
 )
-from serve_spec.serving.error_answers import (
-    CHAT_PATH,
-    AsciiJSON,
-    add_error_answers,
-    encode_by_items,
-    error_answer,
-    trace_id,
-)
 from serve_spec.serving.errors import no_replica, too_many_choices, unknown_model
 from serve_spec.serving.fields import Prompt
 from serve_spec.serving.logprobs import TokenBytesLookup
 from serve_spec.serving.messages import GenerateRequest
 from serve_spec.serving.middleware import (
+    CHAT_PATH,
     CLIENT,
     ApiKeyCheck,
     Arrival,
+    AsciiJSON,
     BodyLimit,
     BodyTimeout,
     LargeBodyRoute,
+    add_error_answers,
+    encode_by_items,
+    error_answer,
+    trace_id,
 )
 from serve_spec.serving.model_text import ModelText
 from serve_spec.serving.openai import ChatRequest, CompletionRequest
@@ -121,7 +120,7 @@ class CompletionAnswer(Response):
             answer: Response
             if self._stream:
                 frames = stream_frames(running, self._form, self._choices[0].trace_id)
-                answer = StreamingResponse(frames, media_type=sse.MEDIA_TYPE, headers=sse.HEADERS)
+                answer = StreamingResponse(frames, media_type=STREAM_TYPE, headers=STREAM_HEADERS)
             else:
                 answer = await _json_answer(await whole_answer(running, self._form))
             try:
@@ -299,7 +298,7 @@ def _answers(kind: str) -> dict[int | str, dict[str, Any]]:
         status: {"model": ErrorAnswer, "description": description}
         for status, description in _ERRORS.items()
     }
-    return {200: {"description": whole, "content": {sse.MEDIA_TYPE: stream}}, **errors}
+    return {200: {"description": whole, "content": {STREAM_TYPE: stream}}, **errors}
 
 
 def _add_models(api: FastAPI, served: str) -> None:

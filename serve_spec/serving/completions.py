@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, TypeVar
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
 from serve_spec.log import get_logger
 from serve_spec.metrics import Reading
-from serve_spec.serving import sse
 from serve_spec.serving.admission import Admission
-from serve_spec.serving.answers import Answer, AnswerFormat, Usage, usage
+from serve_spec.serving.answers import DONE, Answer, AnswerFormat, Usage, event, usage
 from serve_spec.serving.errors import (
     ApiError,
     defect,
@@ -431,19 +430,19 @@ async def stream_frames(
     try:
         for index in range(answer.num_choices):
             if (opening := form.opening(index)) is not None:
-                yield sse.frame(opening)
+                yield event(opening)
         async for index, delta in answer.deltas():
             if delta.text or delta.logprobs or delta.finish_reason is not None:
                 yield form.frame(index, delta)
         if form.head.include_usage:
-            yield sse.frame(form.usage_chunk(answer.usage))
-        yield sse.DONE
+            yield event(form.usage_chunk(answer.usage))
+        yield DONE
     except ApiError as error:
         logger.warning("request %s (%s) failed: %s", form.head.id, trace_id, error.message)
-        yield sse.frame(error.body())
+        yield event(error.body())
     except Exception as error:
         logger.exception("request %s (%s) failed", form.head.id, trace_id)
-        yield sse.frame(defect(error).body())
+        yield event(defect(error).body())
 
 
 def _without_tokens(delta: TokenDelta) -> TokenDelta:

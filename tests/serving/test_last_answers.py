@@ -20,7 +20,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from serve_spec.serving.last_answers import (
+from serve_spec.serving.proxy import (
     OTHER,
     UNANSWERED,
     Connection,
