@@ -21,7 +21,6 @@ from serve_spec.serving.admission import Admission
 from serve_spec.serving.answers import (
     STREAM_HEADERS,
     STREAM_TYPE,
-    Answer,
     AnswerFormat,
     AnswerHead,
     ChatCompletion,
@@ -30,6 +29,7 @@ from serve_spec.serving.answers import (
     CompletionFormat,
     Echo,
     ErrorAnswer,
+    JSONObject,
     Model,
     ModelList,
     fingerprint,
@@ -272,7 +272,7 @@ def _add_completions(api: FastAPI, frontend: _Frontend) -> None:
         return frontend.answer(body, choices, ChatFormat(head, await frontend.token_bytes(params)))
 
 
-async def _json_answer(content: Answer) -> Response:
+async def _json_answer(content: JSONObject) -> Response:
     """Return a whole answer as a response; encode it in a thread, as it may be long."""
     body = await asyncio.to_thread(encode_by_items, content)
     headers = {"content-length": str(len(body))}

@@ -16,7 +16,7 @@ from serve_spec.core.request import FinishReason, SamplingParams, SpeculationSta
 from serve_spec.log import get_logger
 from serve_spec.metrics import Reading
 from serve_spec.serving.admission import Admission
-from serve_spec.serving.answers import DONE, Answer, AnswerFormat, Usage, event, usage
+from serve_spec.serving.answers import DONE, AnswerFormat, JSONObject, Usage, event, usage
 from serve_spec.serving.errors import (
     ApiError,
     defect,
@@ -406,7 +406,7 @@ class CompletionRunner:
                 raise
 
 
-async def whole_answer(answer: RunningAnswer, form: AnswerFormat) -> Answer:
+async def whole_answer(answer: RunningAnswer, form: AnswerFormat) -> JSONObject:
     """Return the response body of a request without `stream`.
 
     Raises:
