@@ -97,8 +97,8 @@ class CompletionAnswer(Response):
         choices: Sequence[GenerateRequest],
         form: AnswerFormat,
         *,
-        num_prompts: int,
-        is_prompt_only: bool,
+        num_prompts: int = 1,
+        is_prompt_only: bool = False,
         stream: bool,
     ) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class _Frontend:
         self._served = config.model.served_model_name
         self._fingerprint = fingerprint(__version__, config.model.model_dump(mode="json"))
         self._synthetic_acceptance = config.speculative.synthetic_acceptance is not None
-        self._runner = CompletionRunner(
+        self.runner = CompletionRunner(
             fleet,
             admission,
             timeout_s=config.router.request_timeout_s,
@@ -193,7 +193,7 @@ class _Frontend:
         """Raise ApiError if the request is for another model or has too many choices."""
         if body.model is not None and body.model != self._served:
             raise unknown_model(body.model, self._served)
-        most = self._runner.max_choices
+        most = self.runner.max_choices
         if num_prompts * body.num_choices > most:
             raise too_many_choices(num_prompts, body.num_choices, most)
 
@@ -206,25 +206,6 @@ class _Frontend:
             self._fingerprint,
             include_usage=body.include_usage,
             synthetic_acceptance=self._synthetic_acceptance,
-        )
-
-    def answer(
-        self,
-        body: CompletionRequest | ChatRequest,
-        choices: Sequence[GenerateRequest],
-        form: AnswerFormat,
-        num_prompts: int = 1,
-        *,
-        is_prompt_only: bool = False,
-    ) -> Response:
-        """Return the response that runs the request."""
-        return CompletionAnswer(
-            self._runner,
-            choices,
-            form,
-            num_prompts=num_prompts,
-            is_prompt_only=is_prompt_only,
-            stream=bool(body.stream),
         )
 
     async def token_bytes(self, params: SamplingParams) -> TokenBytesLookup | None:
@@ -257,8 +238,13 @@ def _add_completions(api: FastAPI, frontend: _Frontend) -> None:
         choices = choices_of(head.id, trace_id(request), prompts, params, body.num_choices)
         before = [echo for echo in echoes for _ in range(body.num_choices)]
         form = CompletionFormat(head, before, await frontend.token_bytes(params))
-        return frontend.answer(
-            body, choices, form, len(prompts), is_prompt_only=body.is_prompt_only
+        return CompletionAnswer(
+            frontend.runner,
+            choices,
+            form,
+            num_prompts=len(prompts),
+            is_prompt_only=body.is_prompt_only,
+            stream=bool(body.stream),
         )
 
     @api.post(CHAT_PATH, response_model=ChatCompletion, responses=_answers("chat completion"))
@@ -269,7 +255,8 @@ def _add_completions(api: FastAPI, frontend: _Frontend) -> None:
         head = frontend.head("chatcmpl", body)
         prompts: list[Prompt] = [prompt]
         choices = choices_of(head.id, trace_id(request), prompts, params, body.num_choices)
-        return frontend.answer(body, choices, ChatFormat(head, await frontend.token_bytes(params)))
+        form = ChatFormat(head, await frontend.token_bytes(params))
+        return CompletionAnswer(frontend.runner, choices, form, stream=bool(body.stream))
 
 
 async def _json_answer(content: JSONObject) -> Response:

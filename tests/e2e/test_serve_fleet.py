@@ -132,7 +132,7 @@ def test_a_killed_stats_actor_takes_its_memory_and_no_stream_with_it(url, offlin
 
     assert said(all_streams(url, LONG, murder)) == offline[LONG]
     new = eventually(actor, lambda found: found is not None and found != old)
-    eventually(lambda: ray.get(new.view.remote()), lambda view: view["internal_states"])
+    eventually(lambda: ray.get(new.status.remote()), lambda status: status["replicas"])
 
 
 def test_clients_that_leave_in_the_middle_of_a_batch_free_their_pages_alone(url, offline):
