@@ -116,7 +116,7 @@ class ModelText:
         return await encode_async(len(prompt), partial(_encode, await self._files(), prompt))
 
     async def _files(self) -> _Files:
-        return self._loaded or await asyncio.to_thread(self._load)
+        return await asyncio.to_thread(self._load) if self._loaded is None else self._loaded
 
     def _load(self) -> _Files:
         with self._loading:
