@@ -1,14 +1,11 @@
 """`build_app` finds and judges the configuration wherever Serve happens to build the app."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import yaml
@@ -124,7 +121,7 @@ def test_a_read_that_ray_fails_is_a_client_that_left(
 def wanted(metrics, target=48, now=2):
     """Replicas that the policy asks for, by what Serve tells it."""
     config = SimpleNamespace(get_target_ongoing_requests=lambda: target)
-    context: Any = SimpleNamespace(
+    context = SimpleNamespace(
         aggregated_metrics=metrics, config=config, target_num_replicas=now, total_num_requests=1.0
     )
     return replicas_for_requests(context)[0]

@@ -6,7 +6,6 @@ import asyncio
 from contextlib import aclosing, suppress
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +16,6 @@ from serve_spec.serving.batching import Batcher, ItemStream
 from serve_spec.serving.errors import ApiError, ClientTooSlow, no_replica
 from serve_spec.serving.messages import (
     Accepted,
-    GenerateRequest,
     ReplicaMessage,
     Withdrawn,
     merge_deltas,
@@ -41,9 +39,9 @@ class Wire:
     def __init__(self, *targets):
         self.targets = list(targets)
         """Where messages go; r1 once there is none left."""
-        self.sent: list[tuple[str, list[GenerateRequest]]] = []
-        self.cancelled: list[tuple[str, list[str]]] = []
-        self.is_ready: asyncio.Future[None] | None = None
+        self.sent = []
+        self.cancelled = []
+        self.is_ready = None
         """What requests wait for, if anything."""
 
     async def ready(self):
@@ -72,7 +70,7 @@ class Listener:
     """Asks for one request and keeps what it hears."""
 
     def __init__(self, batcher, pending):
-        self.heard: list[Any] = []
+        self.heard = []
         self.task = asyncio.create_task(self._listen(batcher, pending))
 
     async def _listen(self, batcher, pending):
@@ -277,8 +275,8 @@ async def test_what_comes_while_a_client_is_busy_is_one_delta():
 
 async def test_a_submission_inherits_nothing_from_the_request_that_starts_it():
     """Serve cancels whatever was called in the context of a request whose client has left."""
-    parent: ContextVar[str | None] = ContextVar("parent", default=None)
-    parents: list[str | None] = []
+    parent = ContextVar("parent", default=None)
+    parents = []
 
     class Contextual(Wire):
         async def ready(self):
@@ -315,7 +313,7 @@ def test_after_any_coming_and_going_everybody_heard_their_own_words(data):
         wire, _, listeners = await together(names)
         words = {name: data.draw(st.integers(1, 4)) for name in names}
         spoken = dict.fromkeys(names, 0)
-        left: set[str] = set()
+        left = set()
         while any(spoken[name] < words[name] for name in names):
             speakers = [name for name in names if spoken[name] < words[name]]
             now = data.draw(st.lists(st.sampled_from(speakers), unique=True, min_size=1))

@@ -1,7 +1,5 @@
 """Routers and replicas find each other, and what either end loses ends at the other."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -21,7 +19,7 @@ from serve_spec.serving.connections import (
     read_message,
     write_message,
 )
-from serve_spec.serving.errors import ApiError, ReplicaLost
+from serve_spec.serving.errors import ReplicaLost
 from serve_spec.serving.messages import (
     Accepted,
     Failed,
@@ -45,8 +43,8 @@ class Router:
 
     def __init__(self, name="router", max_quiet_checks=3):
         self.connections = ReplicaConnections(name, "127.0.0.1", self, max_quiet_checks)
-        self.heard: list[ReplicaMessage] = []
-        self.lost: list[tuple[str, ApiError]] = []
+        self.heard = []
+        self.lost = []
 
     def receive(self, replica, message):
         self.heard.append(message)
@@ -65,8 +63,8 @@ class Replica(RouterConnections):
     """A replica's end; requests say what the test puts into their queue."""
 
     def __init__(self):
-        self.cancelled: list[str] = []
-        self.queues: dict[str, ResponseQueue] = {}
+        self.cancelled = []
+        self.queues = {}
         super().__init__("r1", self._hold, self.cancelled.append, lambda: {"num_running": 7})
 
     async def _hold(self, asked, queue):
@@ -215,7 +213,7 @@ async def test_a_silent_replica_loses_its_requests_once_and_is_avoided_until_it_
 
 async def test_a_request_that_cannot_be_read_fails_alone():
     async with connected() as (router, replica):
-        broken = replace(named("a"), avoid=Unreadable())  # type: ignore[arg-type]
+        broken = replace(named("a"), avoid=Unreadable())
         router.connections.send("r1", encode_router_message([broken, named("b")]))
         await until(router.items)
         ((name, item),) = router.items()

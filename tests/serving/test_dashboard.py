@@ -1,7 +1,5 @@
 """Every panel of the dashboard asks for something that exists."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -81,7 +79,7 @@ def test_every_metric_is_shown_somewhere():
 
 
 def test_panels_do_not_overlap():
-    taken: set[tuple[int, int]] = set()
+    taken = set()
     for panel in dashboard()["panels"]:
         place = panel["gridPos"]
         cells = {

@@ -1,7 +1,5 @@
 """The fleet behind a handle of Serve; the replicas are in this process, their connections real."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -31,7 +29,7 @@ class Replica(RouterConnections):
 
     def __init__(self, *items):
         self.items = items
-        self.cancelled: list[str] = []
+        self.cancelled = []
         super().__init__("there", self._say, self.cancelled.append, lambda: {"is_healthy": True})
 
     async def _say(self, asked, queue):

@@ -1,10 +1,7 @@
 """Laws of a fleet's acceptance: what replicas teach, and what a new one starts from."""
 
-from __future__ import annotations
-
 import json
 import math
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -183,7 +180,7 @@ def test_a_replica_that_cannot_draft_is_passed_over(steps):
     assert acceptance(fleet(a={**snapshot((0.5, 1)), "candidate_steps": steps})) == []
 
 
-MALFORMED: dict[str, dict[str, Any]] = {
+MALFORMED = {
     "no positions": {"pair": PAIR, "candidate_steps": [1]},
     "rate above one": snapshot((1.5, 1)),
     "rate below zero": snapshot((-0.1, 1)),
@@ -271,6 +268,6 @@ def test_a_pair_in_use_keeps_its_place():
 def test_a_new_policy_starts_from_the_prior_even_from_certainty():
     prior = fleet(a=snapshot((1.0, 100), (0.6, 100), (0.0, 100))).prior(PAIR, 3, 0)
     policy = GoodputPolicy(recorded_table(GPU_8B, (1, 8)), AllowedShapes(3), accept_rates=prior)
-    shown: Any = policy.snapshot()["acceptance"]
+    shown = policy.snapshot()["acceptance"]
     rates = [entry["accept_rate"] for entry in shown["positions"]]
     assert rates == pytest.approx([1.0, 0.6, 0.0], abs=0.002)

@@ -1,9 +1,6 @@
 """What the fleet's figures mean, with the clock as a number."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 
@@ -128,7 +125,7 @@ def test_the_status_shows_each_replica_s_own_course(stats):
     for tick in range(3):
         stats.report("a", snapshot(batch_size=tick), tick)
         stats.report("b", snapshot(batch_size=9, speculative_num_steps=5, costs=costs), tick)
-    status: Any = stats.status(2)
+    status = stats.status(2)
     a, b = status["replicas"]
     assert a["history"]["batch_size"] == [0, 1, 2]
     assert b["history"]["num_steps"] == [5, 5, 5]

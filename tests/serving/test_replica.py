@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 
@@ -38,7 +38,7 @@ class DeafStats:
     known: ClassVar[list[float] | None] = None
 
     def __init__(self, config, app_name):
-        self.forgotten: list[str] = []
+        self.forgotten = []
 
     async def report(self, name, snapshot):
         DeafStats.reports += 1
@@ -76,7 +76,7 @@ class Router:
 
     def __init__(self):
         self.connections = ReplicaConnections("router", "127.0.0.1", self, max_quiet_checks=1)
-        self.said: dict[str, list[Any]] = {}
+        self.said = {}
         self.num_load_reports = 0
         self.is_lost = asyncio.Event()
         self._heard = asyncio.Event()

@@ -1,7 +1,5 @@
 """What a router sent and what replicas said decide where the next requests go."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -35,7 +33,7 @@ class Router:
     """A router that sends to the replicas it chooses."""
 
     def __init__(self, policy="balanced", max_requests=100, **connections):
-        self.num_open: Counter[str] = Counter()
+        self.num_open = Counter()
         self.connections = connections
         self.chooser = ReplicaChooser(
             policy,

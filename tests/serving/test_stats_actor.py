@@ -6,7 +6,6 @@ import pickle
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -52,7 +51,7 @@ def test_what_is_reported_is_shown(clocks):
     whole = {"batch_size": 3, "kv": {"odd": [1, None]}, "other": {"é": 0.5}}
     report(actor, "a", **whole)
     report(actor, "b", batch_size=4)
-    view: Any = pickle.loads(actor.view())
+    view = pickle.loads(actor.view())
     assert batch_size(view) == batch_size(actor.status()) == 7
     assert [state["replica"] for state in view["internal_states"]] == ["a", "b"]
     assert whole.items() <= view["internal_states"][0].items()
@@ -88,9 +87,9 @@ def test_replicas_are_told_to_wait_by_what_their_reports_cost(clocks):
 
 
 def test_it_ends_when_nobody_has_reported_for_as_long_as_it_remembers(clocks):
-    actors: list[SpecStats] = []
+    actors = []
     has_tokens, has_ended = threading.Event(), threading.Event()
-    slept: list[float] = []
+    slept = []
 
     def sleep(seconds):
         assert has_tokens.wait(60)
@@ -117,8 +116,8 @@ def test_a_report_that_can_not_be_read_is_nobody_else_s_trouble(clocks):
 
 def test_the_dead_leave_with_their_first_missing_report_and_the_stuck_are_ended(clocks):
     actor = SpecStats(stale_after_s=15, history_s=60, push_interval_s=2, stall_timeout_s=10)
-    killed: list[str] = []
-    replicas: Any = SimpleNamespace(
+    killed = []
+    replicas = SimpleNamespace(
         is_alive=lambda name: name != "d", responds=lambda name, _: name != "s", kill=killed.append
     )
     for name in "dsw":
@@ -126,7 +125,7 @@ def test_the_dead_leave_with_their_first_missing_report_and_the_stuck_are_ended(
 
     def shown_after(age_s):
         actor.check_silent(replicas, clocks.now_s + age_s)
-        view: Any = pickle.loads(actor.view())
+        view = pickle.loads(actor.view())
         return {state["replica"] for state in view["internal_states"]}
 
     assert shown_after(2.9) == {"d", "s", "w"}, "a report may be late"

@@ -1,7 +1,5 @@
 """What routers and replicas export, and at what price for the engine."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from types import SimpleNamespace
@@ -51,7 +49,7 @@ class Recorder(RayMetrics):
 
     def __init__(self):
         super().__init__(dict.fromkeys(LABELS, "0"))
-        self.seen: list[Reading] = []
+        self.seen = []
 
     def record(self, reading):
         super().record(reading)
@@ -94,7 +92,7 @@ readings = st.one_of(
 @given(st.lists(readings, max_size=40))
 def test_merging_keeps_sums_newest_values_and_every_observation(found):
     def facts(some):
-        counts: Counter[str] = Counter()
+        counts = Counter()
         for reading in some:
             if reading.metric == ROUNDS:
                 counts[reading.labels["num_steps"]] += int(reading.value)
@@ -105,7 +103,7 @@ def test_merging_keeps_sums_newest_values_and_every_observation(found):
 
 
 def test_an_old_reason_is_set_back_when_a_new_one_comes():
-    reasons: set[str] = set()
+    reasons = set()
     list(state_readings({"last_reason": "gain"}, reasons))
     found = {
         r.labels["reason"]: r.value
@@ -132,7 +130,7 @@ CONTEXT = SimpleNamespace(app_name="app", deployment="Router", rank=None)
 def exports(*doors):
     """What is exported at each look at the door, by name and size."""
     looks = iter(doors)
-    found: list[dict[str, float]] = []
+    found = []
 
     async def scenario():
         door = RouterTelemetry(CONTEXT, lambda: next(looks))
@@ -245,7 +243,7 @@ def values(seen):
 
 
 def test_first_and_later_tokens_are_timed_apart(clock):
-    seen: list[Reading] = []
+    seen = []
     timer = RequestTimer(seen.append, "engine", started=99.5)
     timer.observe(Accepted(3, "r"))
     timer.observe(delta("a", 1, 2))
@@ -278,7 +276,7 @@ def test_first_and_later_tokens_are_timed_apart(clock):
     ids=["done", "refused", "failed", "broken", "left"],
 )
 def test_every_request_ends_in_one_outcome(items, outcome):
-    seen: list[Reading] = []
+    seen = []
     timer = router_timer(seen.append)
     for item in items:
         if isinstance(item, Exception):
@@ -293,7 +291,7 @@ def test_every_request_ends_in_one_outcome(items, outcome):
 
 
 async def test_the_router_counts_from_the_arrival_of_the_request(clock):
-    seen: list[Reading] = []
+    seen = []
     ARRIVED.set(98.0)
     timer = router_timer(seen.append)
     timer.observe(LAST)

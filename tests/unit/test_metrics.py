@@ -21,14 +21,14 @@ from serve_spec.metrics import (
     readings,
 )
 from tests.helpers.rounds import verified_round
-from tests.serving import reporting_engine
+from tests.serving import fake_engine
 
 ROUND = replace(
-    reporting_engine.ROUND,
+    fake_engine.ROUND,
     num_prefill_tokens=5,
     num_prefix_query_tokens=9,
     num_prefix_hit_tokens=4,
-    notes=replace(reporting_engine.ROUND.notes, predicted_ms=None),
+    notes=replace(fake_engine.ROUND.notes, predicted_ms=None),
 )
 # What is said of a round's time is said only where no prompt shared it.
 PURE = replace(ROUND, num_prefill_tokens=0, notes=replace(ROUND.notes, predicted_ms=3.5))
