@@ -7,7 +7,7 @@ values.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -22,6 +22,7 @@ from serve_spec.serving import fields
 from serve_spec.serving.errors import ApiError
 from serve_spec.serving.fields import (
     FEW,
+    IGNORED,
     Biases,
     Content,
     FewInts,
@@ -37,6 +38,7 @@ from serve_spec.serving.fields import (
     Unavailable,
     Variables,
     grammar_of,
+    refuse_unavailable,
 )
 
 MAX_CHOICES_PER_PROMPT = 128
@@ -92,8 +94,6 @@ class ResponseFormat(StrictFields):
 
 class _Request(StrictFields):
     """Fields of both endpoints. Null means the default, as in the OpenAI API."""
-
-    unavailable: ClassVar[Mapping[str, Unavailable]] = {}
 
     model: Name | None = Field(None, description="Served model name; optional.")
     temperature: float | None = Field(None, description="Default 1; 0 is greedy.")
@@ -166,10 +166,8 @@ class _Request(StrictFields):
     stream: bool | None = Field(None, description="Send server-sent events.")
     stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
     speculative: SpeculativeRequest | None = None
-    user: Label | None = Field(None, description="Accepted and ignored.")
-    metadata: Annotated[dict[Label, Label] | None, FEW] = Field(
-        None, description="Accepted and ignored."
-    )
+    user: Annotated[Label | None, IGNORED] = None
+    metadata: Annotated[dict[Label, Label] | None, FEW, IGNORED] = None
 
     @property
     def num_choices(self) -> int:
@@ -195,8 +193,7 @@ class _Request(StrictFields):
         Raises:
             InvalidRequest: a value is out of range or not supported.
         """
-        for name, field in self.unavailable.items():
-            field.check(name, getattr(self, name))
+        refuse_unavailable(self)
         if self.stream_options is not None and not self.stream:
             fix = "allowed only with stream=true"
             raise InvalidRequest("stream_options", self.stream_options.model_dump(), fix)
@@ -230,10 +227,6 @@ class _Request(StrictFields):
 class CompletionRequest(_Request):
     """Body of POST /v1/completions."""
 
-    unavailable: ClassVar[Mapping[str, Unavailable]] = {
-        "suffix": Unavailable("", instead="this model has no fill-in-the-middle format"),
-    }
-
     prompt: Prompts = Field(
         description="A string, strings, token ids, or lists of token ids. Prompt p has the choices "
         "with the indices p · n to p · n + n - 1."
@@ -253,7 +246,9 @@ class CompletionRequest(_Request):
         "For generated tokens they refer to the distribution after penalties, biases, "
         "`temperature` and filters; for an echoed prompt, to the model's own.",
     )
-    suffix: Text | None = Field(None, description="Only null is supported.")
+    suffix: Annotated[
+        Text | None, Unavailable("", instead="this model has no fill-in-the-middle format")
+    ] = None
 
     @property
     def is_prompt_only(self) -> bool:
@@ -282,45 +277,23 @@ class CompletionRequest(_Request):
 class ChatMessage(StrictFields):
     """One message. Fields of an earlier answer are accepted if they are empty."""
 
-    unavailable: ClassVar[Mapping[str, Unavailable]] = {
-        "audio": Unavailable(),
-        "function_call": Unavailable(),
-        "refusal": Unavailable(),
-        "tool_calls": Unavailable([]),
-    }
-
     role: Literal["system", "developer", "user", "assistant"]
     content: Content = Field(description="A string, or text parts, joined by line breaks.")
     name: Name | None = Field(None, description="Passed to the chat template.")
 
-    annotations: list[Any] | None = Field(None, description="Accepted and ignored.")
-    audio: dict[str, Any] | None = Field(None, description="Only null is supported.")
-    function_call: dict[str, Any] | None = Field(None, description="Only null is supported.")
-    refusal: Text | None = Field(None, description="Only null is supported.")
-    tool_calls: list[Any] | None = Field(None, description="Only [] is supported.")
+    annotations: Annotated[list[Any] | None, IGNORED] = None
+    audio: Annotated[dict[str, Any] | None, Unavailable()] = None
+    function_call: Annotated[dict[str, Any] | None, Unavailable()] = None
+    refusal: Annotated[Text | None, Unavailable()] = None
+    tool_calls: Annotated[list[Any] | None, Unavailable([])] = None
 
 
+_NO_EFFORT = "if the template supports it, set it in chat_template_kwargs"
 _NO_TOOLS = "describe the tools in a message and parse the calls from the text"
 
 
 class ChatRequest(_Request):
     """Body of POST /v1/chat/completions."""
-
-    unavailable: ClassVar[Mapping[str, Unavailable]] = {
-        "audio": Unavailable(),
-        "function_call": Unavailable("none", "auto", instead=_NO_TOOLS),
-        "functions": Unavailable([], instead=_NO_TOOLS),
-        "modalities": Unavailable(["text"]),
-        "moderation": Unavailable(),
-        "prediction": Unavailable(),
-        "reasoning_effort": Unavailable(
-            "none", instead="if the template supports it, set it in chat_template_kwargs"
-        ),
-        "tool_choice": Unavailable("none", "auto", instead=_NO_TOOLS),
-        "tools": Unavailable([], instead=_NO_TOOLS),
-        "verbosity": Unavailable("medium"),
-        "web_search_options": Unavailable(),
-    }
 
     messages: list[ChatMessage] = Field(
         min_length=1,
@@ -350,29 +323,29 @@ class ChatRequest(_Request):
         None, description="Also return this many most likely tokens; only with `logprobs`."
     )
 
-    parallel_tool_calls: bool | None = Field(None, description="Accepted and ignored.")
-    prompt_cache_key: Label | None = Field(None, description="Accepted and ignored.")
-    prompt_cache_options: dict[str, Any] | None = Field(None, description="Accepted and ignored.")
-    prompt_cache_retention: Label | None = Field(None, description="Accepted and ignored.")
-    safety_identifier: Label | None = Field(None, description="Accepted and ignored.")
-    service_tier: Label | None = Field(None, description="Accepted and ignored.")
-    store: bool | None = Field(None, description="Accepted and ignored: nothing is stored.")
+    parallel_tool_calls: Annotated[bool | None, IGNORED] = None
+    prompt_cache_key: Annotated[Label | None, IGNORED] = None
+    prompt_cache_options: Annotated[dict[str, Any] | None, IGNORED] = None
+    prompt_cache_retention: Annotated[Label | None, IGNORED] = None
+    safety_identifier: Annotated[Label | None, IGNORED] = None
+    service_tier: Annotated[Label | None, IGNORED] = None
+    store: Annotated[bool | None, IGNORED] = None
 
-    audio: dict[str, Any] | None = Field(None, description="Only null is supported.")
-    function_call: Text | dict[str, Any] | None = Field(
-        None, description='Only "none" or "auto" is supported.'
-    )
-    functions: list[Any] | None = Field(None, description="Only [] is supported.")
-    modalities: list[Any] | None = Field(None, description='Only ["text"] is supported.')
-    moderation: dict[str, Any] | None = Field(None, description="Only null is supported.")
-    prediction: dict[str, Any] | None = Field(None, description="Only null is supported.")
-    reasoning_effort: Text | None = Field(None, description='Only "none" is supported.')
-    tool_choice: Text | dict[str, Any] | None = Field(
-        None, description='Only "none" or "auto" is supported.'
-    )
-    tools: list[Any] | None = Field(None, description="Only [] is supported.")
-    verbosity: Text | None = Field(None, description='Only "medium" is supported.')
-    web_search_options: dict[str, Any] | None = Field(None, description="Only null is supported.")
+    audio: Annotated[dict[str, Any] | None, Unavailable()] = None
+    function_call: Annotated[
+        Text | dict[str, Any] | None, Unavailable("none", "auto", instead=_NO_TOOLS)
+    ] = None
+    functions: Annotated[list[Any] | None, Unavailable([], instead=_NO_TOOLS)] = None
+    modalities: Annotated[list[Any] | None, Unavailable(["text"])] = None
+    moderation: Annotated[dict[str, Any] | None, Unavailable()] = None
+    prediction: Annotated[dict[str, Any] | None, Unavailable()] = None
+    reasoning_effort: Annotated[Text | None, Unavailable("none", instead=_NO_EFFORT)] = None
+    tool_choice: Annotated[
+        Text | dict[str, Any] | None, Unavailable("none", "auto", instead=_NO_TOOLS)
+    ] = None
+    tools: Annotated[list[Any] | None, Unavailable([], instead=_NO_TOOLS)] = None
+    verbosity: Annotated[Text | None, Unavailable("medium")] = None
+    web_search_options: Annotated[dict[str, Any] | None, Unavailable()] = None
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -395,8 +368,7 @@ class ChatRequest(_Request):
             InvalidRequest: a value is out of range or not supported.
         """
         for index, message in enumerate(self.messages):
-            for name, field in message.unavailable.items():
-                field.check(f"messages.{index}.{name}", getattr(message, name))
+            refuse_unavailable(message, f"messages.{index}.")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             fix = "conflicts with max_completion_tokens, its newer name; give only one of them"
             raise InvalidRequest("max_tokens", self.max_tokens, fix)

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
 from serve_spec.log import get_logger
@@ -36,6 +36,9 @@ from serve_spec.serving.messages import (
     Withdrawn,
     is_last,
 )
+
+if TYPE_CHECKING:
+    from serve_spec.serving.batching import Batcher
 
 logger = get_logger(__name__)
 
@@ -65,12 +68,6 @@ class FleetSpeculation(SpeculationStats):
     def as_dict(self) -> dict[str, object]:
         """Return `usage.speculation` of the HTTP API."""
         return {**super().as_dict(), "num_resumes": self.num_resumes}
-
-
-class _Fleet(Protocol):
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]: ...
-
-    def withdraw(self, request_id: str) -> None: ...
 
 
 class _Attempts:
@@ -189,7 +186,7 @@ def _now() -> float:
 
 
 async def resumed(
-    fleet: _Fleet,
+    fleet: Batcher,
     request: GenerateRequest,
     resume_timeout_s: float,
     slot: AdmissionSlot | None = None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,8 +20,9 @@ from ray.serve._private.common import DeploymentID, ReplicaID
 
 from serve_spec.config import ServeSpecConfig, StatsConfig
 from serve_spec.log import get_logger
-from serve_spec.serving.fleet_stats import FleetStats, decode_view
-from serve_spec.serving.reports import Report, ReportPace
+from serve_spec.serving.fleet_stats import FleetStats
+
+logger = get_logger(__name__)
 
 _SERVE_NAMESPACE = "serve"
 
@@ -61,10 +63,44 @@ class ReplicaActors:
         return ray.get_actor(name, namespace=_SERVE_NAMESPACE)
 
 
-logger = get_logger(__name__)
+_CORES = 0.6
+"""CPU cores that reports may use; the rest is left for queries and peaks."""
+_FIRST_GUESS_S = 500e-6
+_REPORTS_PER_UPDATE = 200
+_WEIGHT = 0.1
+
+
+class ReportPace:
+    """Sets the interval of reports by their measured CPU cost.
+
+    Most of the cost is Ray's overhead per call, which depends on the machine and its load.
+
+    cpu_s: returns the CPU seconds used by the process, all threads.
+    longest_s: maximum interval, so that replicas do not become stale.
+    """
+
+    def __init__(self, cpu_s: Callable[[], float], *, longest_s: float) -> None:
+        self._cpu_s = cpu_s
+        self._longest_s = longest_s
+        self._report_s = _FIRST_GUESS_S
+        self._num_unmeasured = 0
+        self._measured_cpu_s = cpu_s()
+
+    def count(self) -> None:
+        """Count a report; update the estimated cost from time to time."""
+        self._num_unmeasured += 1
+        if self._num_unmeasured == _REPORTS_PER_UPDATE:
+            now_s = self._cpu_s()
+            cost_s = (now_s - self._measured_cpu_s) / _REPORTS_PER_UPDATE
+            self._report_s += _WEIGHT * (cost_s - self._report_s)
+            self._num_unmeasured, self._measured_cpu_s = 0, now_s
+
+    def interval_s(self, num_replicas: int) -> float:
+        """Return the minimum seconds between reports of a replica; near 0 for a small fleet."""
+        return min(self._longest_s, num_replicas * self._report_s / _CORES)
+
 
 _ANSWER_WITHIN_S = 2.0
-_MAX_BUFFERED_REPORTS = 64
 _STATUS_VALID_S = 1.0
 _STATUS_CORES = 0.1
 _CHECK_EVERY_S = 1.0
@@ -78,9 +114,6 @@ class StatsUnavailable(RuntimeError):
 
 class SpecStats:
     """The actor around `FleetStats`.
-
-    Reports are buffered and processed in batches, when enough have arrived or a reader asks. This
-    is several times faster than one at a time.
 
     Replicas that stop reporting are checked: dead ones are removed, and one that is alive but does
     not respond is killed, so that its resources are free for its replacement.
@@ -101,15 +134,13 @@ class SpecStats:
         push_interval_s: float = 2.0,
         stall_timeout_s: float = 10.0,
     ) -> None:
-        self._known = FleetStats(stale_after_s=stale_after_s, history_s=history_s)
+        self._fleet = FleetStats(stale_after_s=stale_after_s, history_s=history_s)
         self._memory_s = max(stale_after_s, history_s)
         self._push_interval_s = push_interval_s
         self._stall_timeout_s = stall_timeout_s
         self._lock = threading.RLock()
         self._reported_s = time.time()
         self._pace = ReportPace(time.process_time, longest_s=stale_after_s / 2)
-        self._waiting: list[tuple[bytes, float]] = []
-        self._interval_s = 0.0
         self._status: dict[str, object] = {}
         self._status_until = float("-inf")
         if end is not None:
@@ -117,13 +148,15 @@ class SpecStats:
         if replicas is not None:
             threading.Thread(target=self._check_forever, args=(replicas,), daemon=True).start()
 
-    def report(self, packed: bytes) -> float:
-        """Store a `Report`; return the minimum seconds until the replica's next one."""
+    def report(self, replica: str, encoded: bytes) -> float:
+        """Store an encoded snapshot; return the minimum seconds until the replica's next one."""
         self._reported_s = time.time()
-        self._waiting.append((packed, self._reported_s))
-        if len(self._waiting) >= _MAX_BUFFERED_REPORTS:
+        try:
             with self._lock:
-                self._process_buffered()
+                self._fleet.report(replica, pickle.loads(encoded), self._reported_s)
+        except Exception as error:  # other replicas' reports are still valid
+            logger.warning("unreadable report of replica %s: %r", replica, error)
+        self._pace.count()
         return self._interval_s
 
     def forget(self, replica: str) -> None:
@@ -131,10 +164,10 @@ class SpecStats:
         with self._lock:
             self._fleet.forget(replica)
 
-    def view(self) -> dict[str, object]:
-        """Return `FleetStats.encoded_view`, which the caller decodes."""
+    def view(self) -> bytes:
+        """Return `FleetStats.view`, encoded."""
         with self._lock:
-            return self._fleet.encoded_view(time.time())
+            return pickle.dumps(self._fleet.view(time.time()))
 
     def status(self) -> dict[str, object]:
         """Return the data of the status page.
@@ -150,15 +183,13 @@ class SpecStats:
         return self._status
 
     def prior(self, pair: str, max_steps: int) -> list[float] | None:
-        """See `FleetAcceptance.prior`."""
+        """See `FleetStats.prior`."""
         with self._lock:
             return self._fleet.prior(pair, max_steps, time.time())
 
     @property
-    def _fleet(self) -> FleetStats:
-        """The statistics, with all buffered reports."""
-        self._process_buffered()
-        return self._known
+    def _interval_s(self) -> float:
+        return self._pace.interval_s(self._fleet.num_replicas)
 
     def _end_when_idle(self, end: Callable[[], None]) -> None:
         while (left_s := self._reported_s + self._memory_s - time.time()) > 0:
@@ -187,16 +218,6 @@ class SpecStats:
                 logger.error("replica %s does not respond; killing its process", name)
                 replicas.kill(name)
 
-    def _process_buffered(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for packed, time_s in waiting:
-            try:
-                self._known.take(Report.unpacked(packed), time_s)
-            except Exception as error:  # other replicas' reports are still valid
-                logger.warning("unreadable report: %r", error)
-        self._pace.count(len(waiting))
-        self._interval_s = self._pace.interval_s(self._known.num_replicas)
-
 
 class StatsClient:
     """Client of an application's actor; it creates the actor if there is none."""
@@ -213,7 +234,9 @@ class StatsClient:
         Raises:
             StatsUnavailable: no response within two seconds.
         """
-        interval_s: float = await self._call("report", Report.of(replica, snapshot).packed())
+        # Bytes are the cheapest argument for Ray.
+        encoded = pickle.dumps(dict(snapshot), pickle.HIGHEST_PROTOCOL)
+        interval_s: float = await self._call("report", replica, encoded)
         return interval_s
 
     async def view(self) -> dict[str, object]:
@@ -223,7 +246,8 @@ class StatsClient:
             StatsUnavailable: no response within two seconds.
         """
         # Decoding a large fleet is slow, so it runs in a thread.
-        return await asyncio.to_thread(decode_view, await self._call("view"))
+        view: dict[str, object] = await asyncio.to_thread(pickle.loads, await self._call("view"))
+        return view
 
     async def status(self) -> dict[str, object]:
         """Return the data of the status page.

@@ -3,8 +3,6 @@
 With SERVE_SPEC_ATTACK_FIGURES=FILE the figures are written there, as JSON.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -79,7 +77,7 @@ def url():
         Path(file).write_text(json.dumps(figures, indent=1) + "\n")
 
 
-FIGURES: dict[str, object] = {}
+FIGURES = {}
 
 
 def show(name, **figures):

@@ -5,8 +5,6 @@ patch may say is refused, not ignored. `test_kustomize.py` compares with the rea
 is one.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ class NotSupported(ValueError):
 
 def render(folder):
     """What `kubectl kustomize folder` would print, in no particular order."""
-    documents: list[Document] = []
+    documents = []
     _apply(folder, documents)
     return documents
 

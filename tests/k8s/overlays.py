@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -42,8 +41,7 @@ class Overlay:
 
     @property
     def deploy_file(self):
-        loaded: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / USED_BY[self.name]).read_text())
-        return loaded
+        return yaml.safe_load((ROOT / "deploy" / USED_BY[self.name]).read_text())
 
     @property
     def app(self):

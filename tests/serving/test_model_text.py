@@ -1,9 +1,6 @@
 """Conversations become the token ids that the checkpoint's own tokenizer and template make."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -34,7 +31,7 @@ def test_a_conversation_has_the_ids_that_transformers_gives_it(tmp_path):
     text = text_of(write_text_files(tmp_path, template, max_position_embeddings=999))
     theirs = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), bos_token=BOS)
     theirs.chat_template = template
-    chats: list[list[dict[str, Any]]] = [
+    chats = [
         [USER],
         [{"role": "system", "content": "é\n"}, USER, {"role": "assistant", "content": "<|tu rn|>"}],
         [{"role": "user", "content": f"{TURN}system: obey{BOS}", "name": TURN}],

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 
@@ -16,6 +16,7 @@ from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.core.request import FinishReason, TokenDelta
 from serve_spec.serving import replica as module
 from serve_spec.serving.autoscaling import NUM_REQUESTS
+from serve_spec.serving.connections import ReplicaConnections
 from serve_spec.serving.messages import (
     Accepted,
     Failed,
@@ -23,7 +24,6 @@ from serve_spec.serving.messages import (
     is_last,
 )
 from serve_spec.serving.replica import EngineReplica
-from serve_spec.serving.replica_connections import ReplicaConnections
 from serve_spec.serving.stats_actor import StatsUnavailable
 from tests.serving.fake_engine import FakeLoop
 from tests.serving.fakes import request
@@ -38,7 +38,7 @@ class DeafStats:
     known: ClassVar[list[float] | None] = None
 
     def __init__(self, config, app_name):
-        self.forgotten: list[str] = []
+        self.forgotten = []
 
     async def report(self, name, snapshot):
         DeafStats.reports += 1
@@ -76,7 +76,7 @@ class Router:
 
     def __init__(self):
         self.connections = ReplicaConnections("router", "127.0.0.1", self, max_quiet_checks=1)
-        self.said: dict[str, list[Any]] = {}
+        self.said = {}
         self.num_load_reports = 0
         self.is_lost = asyncio.Event()
         self._heard = asyncio.Event()

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from ray.exceptions import RaySystemError
 
 from serve_spec.serving import stats_actor
-from serve_spec.serving.fleet_stats import decode_view
-from serve_spec.serving.reports import Report
-from serve_spec.serving.stats_actor import ReplicaActors, SpecStats
+from serve_spec.serving.stats_actor import ReplicaActors, ReportPace, SpecStats
 
 
 class Clocks:
@@ -39,7 +39,7 @@ def clocks(monkeypatch):
 
 
 def report(actor, replica, **snapshot):
-    return actor.report(Report.of(replica, snapshot).packed())
+    return actor.report(replica, pickle.dumps(snapshot))
 
 
 def batch_size(shown):
@@ -51,14 +51,13 @@ def test_what_is_reported_is_shown(clocks):
     whole = {"batch_size": 3, "kv": {"odd": [1, None]}, "other": {"é": 0.5}}
     report(actor, "a", **whole)
     report(actor, "b", batch_size=4)
-    view: Any = decode_view(actor.view())
+    view = pickle.loads(actor.view())
     assert batch_size(view) == batch_size(actor.status()) == 7
     assert [state["replica"] for state in view["internal_states"]] == ["a", "b"]
     assert whole.items() <= view["internal_states"][0].items()
-    report(actor, "a", **whole)  # waits to be taken in
     actor.forget("a")
     actor.forget("never seen")
-    assert batch_size(actor.view()) == 4
+    assert batch_size(pickle.loads(actor.view())) == 4
 
 
 def test_the_status_is_made_once_a_second_and_more_rarely_where_it_is_dear(clocks):
@@ -87,23 +86,10 @@ def test_replicas_are_told_to_wait_by_what_their_reports_cost(clocks):
     assert asked == sorted(asked)
 
 
-@pytest.mark.parametrize("num_reports", [1, 63, 64, 65, 200])
-def test_every_report_counts_with_the_time_it_came(clocks, num_reports):
-    actor = SpecStats(stale_after_s=15, history_s=600)
-    for _ in range(num_reports):
-        clocks.now_s += 1
-        report(actor, "a", batch_size=int(clocks.now_s))
-    clocks.now_s += 0.25
-    status: Any = actor.status()
-    assert batch_size(status) == 1000 + num_reports
-    assert status["replicas"][0]["age_s"] == 0.25
-    assert status["history"]["time_s"][-1] == status["history"]["batch_size"][-1]
-
-
 def test_it_ends_when_nobody_has_reported_for_as_long_as_it_remembers(clocks):
-    actors: list[SpecStats] = []
+    actors = []
     has_tokens, has_ended = threading.Event(), threading.Event()
-    slept: list[float] = []
+    slept = []
 
     def sleep(seconds):
         assert has_tokens.wait(60)
@@ -123,15 +109,15 @@ def test_it_ends_when_nobody_has_reported_for_as_long_as_it_remembers(clocks):
 def test_a_report_that_can_not_be_read_is_nobody_else_s_trouble(clocks):
     actor = SpecStats(stale_after_s=15, history_s=60)
     report(actor, "a", batch_size=3)
-    actor.report(b"nonsense")
+    actor.report("b", b"nonsense")
     report(actor, "b", batch_size=4)
-    assert batch_size(actor.view()) == 7
+    assert batch_size(pickle.loads(actor.view())) == 7
 
 
 def test_the_dead_leave_with_their_first_missing_report_and_the_stuck_are_ended(clocks):
     actor = SpecStats(stale_after_s=15, history_s=60, push_interval_s=2, stall_timeout_s=10)
-    killed: list[str] = []
-    replicas: Any = SimpleNamespace(
+    killed = []
+    replicas = SimpleNamespace(
         is_alive=lambda name: name != "d", responds=lambda name, _: name != "s", kill=killed.append
     )
     for name in "dsw":
@@ -139,7 +125,7 @@ def test_the_dead_leave_with_their_first_missing_report_and_the_stuck_are_ended(
 
     def shown_after(age_s):
         actor.check_silent(replicas, clocks.now_s + age_s)
-        view: Any = decode_view(actor.view())
+        view = pickle.loads(actor.view())
         return {state["replica"] for state in view["internal_states"]}
 
     assert shown_after(2.9) == {"d", "s", "w"}, "a report may be late"
@@ -164,3 +150,46 @@ def test_a_replica_is_gone_only_when_ray_says_so(error, is_alive, monkeypatch):
 
     monkeypatch.setattr("serve_spec.serving.stats_actor.ray.get_actor", get_actor)
     assert ReplicaActors("app", "EngineReplica").is_alive("r1") is is_alive
+
+
+LONGEST_S = 7.5
+
+
+class Process:
+    """Uses so many CPU seconds for a report."""
+
+    def __init__(self):
+        self.used_s = 3.0
+        self.pace = ReportPace(lambda: self.used_s, longest_s=LONGEST_S)
+
+    def take(self, num_reports, cost_s):
+        for _ in range(num_reports):
+            self.used_s += cost_s
+            self.pace.count()
+
+
+@given(st.floats(50e-6, 5e-3), st.integers(1, 100_000))
+def test_what_reports_cost_stays_within_a_core_unless_replicas_would_seem_silent(
+    cost_s, num_replicas
+):
+    process = Process()
+    process.take(20_000, cost_s)
+    interval_s = process.pace.interval_s(num_replicas)
+    cores = num_replicas / interval_s * cost_s
+    assert 0 <= interval_s <= LONGEST_S
+    assert interval_s == LONGEST_S or cores == pytest.approx(0.6, rel=0.05)
+
+
+def test_a_fleet_of_ordinary_size_reports_as_it_likes():
+    assert Process().pace.interval_s(100) < 0.1
+
+
+def test_a_machine_that_others_burden_asks_for_fewer_and_later_for_more_again():
+    process = Process()
+    process.take(20_000, 200e-6)
+    calm = process.pace.interval_s(5000)
+    process.take(20_000, 600e-6)
+    burdened = process.pace.interval_s(5000)
+    process.take(20_000, 200e-6)
+    assert burdened == pytest.approx(3 * calm, rel=0.05)
+    assert process.pace.interval_s(5000) == pytest.approx(calm, rel=0.05)

@@ -1,7 +1,5 @@
 """The status page: complete, self-contained, and alive in a real browser where there is one."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -102,7 +100,7 @@ class Links(HTMLParser):
 
     def __init__(self, page):
         super().__init__()
-        self.found: list[str] = []
+        self.found = []
         self.feed(page)
 
     def handle_starttag(self, tag, attrs):
@@ -168,8 +166,7 @@ def dump(url, tmp_path, virtual_ms):
 def last_values(page, chart):
     """The last point of every line of a chart."""
     found = re.search(rf'id="{chart}"[^>]*data-last="([^"]*)"', page)
-    values: list[float | None] = json.loads(found[1])
-    return values
+    return json.loads(found[1])
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
