@@ -109,19 +109,6 @@ class ScheduledRequest(NamedTuple):
 
 
 @dataclass(frozen=True)
-class WorkerLimits:
-    """What a worker accepts in a plan.
-
-    max_missing: most missing draft KV entries that a step with drafts makes for any decoding
-    request. Entries whose tokens are in the plan do not count.
-    async_scheduling: whether it accepts a plan that `follows`.
-    """
-
-    max_missing: int
-    async_scheduling: bool = False
-
-
-@dataclass(frozen=True)
 class ScheduledBatch:
     """The plan of a step. `shape` is the largest that a request drafts.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,10 +44,10 @@ from serve_spec.structured.compiler import GrammarCompiler
 from serve_spec.structured.masks import Grammars
 from serve_spec.worker.eagle import DraftModel
 from serve_spec.worker.forward import TargetRunner
-from serve_spec.worker.graphs import GraphRecorder, NoRecorder, batch_sizes
+from serve_spec.worker.graphs import GraphRecorder, batch_sizes
 from serve_spec.worker.request_slots import RING_TOKENS, RequestSlots
 from serve_spec.worker.tensor_parallel import TensorParallelWorker
-from serve_spec.worker.worker import SpecWorker, Worker, WorkerSettings
+from serve_spec.worker.worker import SpecWorker, WorkerSettings
 
 logger = get_logger(__name__)
 
@@ -104,9 +105,7 @@ def _build_engine(
     _check_steps(policy)
     max_model_len = target.max_model_len
     _check_sizes(config, num_pages, max_model_len)
-    worker = build_worker(config, loaded)
-    if worker_ranks is not None:
-        worker = TensorParallelWorker(worker, worker_ranks)
+    worker = build_worker(config, loaded, worker_ranks)
     worker.init_states(policy.shapes)
 
     check_first_logits(
@@ -137,7 +136,7 @@ def _build_engine(
             num_ids=worker.vocab_size if target.shape.num_ids is None else target.shape.num_ids,
             eos_token_ids=tuple(sorted(target.shape.eos_token_ids)),
             max_model_len=max_model_len,
-            forces_acceptance=worker.synthetic_acceptance is not None,
+            forces_acceptance=worker.settings.synthetic_acceptance is not None,
         ),
         worker_ranks=worker_ranks,
         costs=costs,
@@ -161,7 +160,7 @@ def _scheduler(
 
 
 def _with_captured_sizes(
-    policy: PolicySettings, worker: Worker, max_num_seqs: int
+    policy: PolicySettings, worker: SpecWorker, max_num_seqs: int
 ) -> PolicySettings:
     """Return the settings with the batch sizes and token counts of captured graphs."""
     deepest = worker.states[max(shape for shape in worker.states if shape.is_chain)]
@@ -210,8 +209,10 @@ def load_models(config: ServeSpecConfig, parallel: TensorParallel) -> LoadedMode
     return LoadedModels(target, head, num_pages, dtype, device, parallel)
 
 
-def build_worker(config: ServeSpecConfig, loaded: LoadedModels) -> Worker:
-    """Return one rank's worker, without captured shapes yet."""
+def build_worker(
+    config: ServeSpecConfig, loaded: LoadedModels, worker_ranks: WorkerRanks | None = None
+) -> SpecWorker:
+    """Return one rank's worker, without captured shapes yet. worker_ranks: of rank 0, if any."""
     target, head = loaded.target, loaded.head
     device, num_pages, page_size = loaded.device, loaded.num_pages, config.cache.page_size
     features = drafter = None
@@ -242,11 +243,12 @@ def build_worker(config: ServeSpecConfig, loaded: LoadedModels) -> Worker:
     grammars.compiler.prepare()
     policy = _policy(config, loaded)
     asynchronous = config.model.async_scheduling
-    return SpecWorker(
+    create = SpecWorker if worker_ranks is None else partial(TensorParallelWorker, worker_ranks)
+    return create(
         runner,
         drafter,
         slots,
-        GraphRecorder(device) if _captures_graphs(config, device) else NoRecorder(),
+        GraphRecorder(device) if _captures_graphs(config, device) else None,
         grammars,
         WorkerSettings(
             max_tokens=config.scheduler.max_num_batched_tokens,
@@ -275,12 +277,13 @@ def rank_device(config: ServeSpecConfig, rank: int) -> torch.device:
 
 def _cost_source(
     config: ServeSpecConfig,
-    worker: Worker,
+    worker: SpecWorker,
     policy: PolicySettings,
     cache: KVCacheManager,
     max_model_len: int,
 ) -> CostSource:
     """Return the source of step costs on this machine: a file, or steps on free pages."""
+    key = cost_key(config, worker, policy.trees)
     grid = CostGrid(
         config.scheduler.max_num_seqs,
         policy.max_depth,
@@ -293,10 +296,10 @@ def _cost_source(
 
     def measure(clock: Clock, longest_run_s: float) -> Measurement:
         budget = TimeBudget(_PROFILE_BUDGET_S[worker.device.type], clock, longest_run_s)
-        return measure_costs(worker, grid, limits, budget, cache.unheld_pages)
+        return measure_costs(key, worker, grid, limits, budget, cache.unheld_pages)
 
     return CostSource(
-        cost_key(config, worker, policy.trees),
+        key,
         grid,
         path=config.speculative.speculative_cost_table,
         measure=measure,

@@ -26,7 +26,7 @@ from serve_spec.log import get_logger
 from serve_spec.metrics import MetricsSink, NullSink
 from serve_spec.parallel.worker_ranks import WorkerRanks
 from serve_spec.scheduler.scheduler import CommittedRequest, Scheduler
-from serve_spec.worker.worker import Worker
+from serve_spec.worker.worker import SpecWorker
 
 _DEFAULT_THRESHOLDS = gc.get_threshold()
 
@@ -66,7 +66,7 @@ class SpecEngine:
     def __init__(
         self,
         scheduler: Scheduler,
-        worker: Worker,
+        worker: SpecWorker,
         controller: AdaptiveController,
         tokenizer: Tokenizer,
         limits: EngineLimits,
@@ -167,7 +167,7 @@ class SpecEngine:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence made by `new_sequence`."""
-        seq.stats.synthetic_acceptance = self.worker.synthetic_acceptance is not None
+        seq.stats.synthetic_acceptance = self.worker.settings.synthetic_acceptance is not None
         self.scheduler.queue.add(seq)
 
     def abort(self, request_id: str) -> TokenDelta | None:
@@ -184,7 +184,7 @@ class SpecEngine:
         if self.costs is not None and self.controller.settings.needs_costs:
             report = self.costs.report
         of_policy = policy.get("costs")
-        forced = self.worker.synthetic_acceptance
+        forced = self.worker.settings.synthetic_acceptance
         return {
             **policy,
             "costs": {**report, **(of_policy if isinstance(of_policy, dict) else {})},
@@ -219,10 +219,9 @@ class SpecEngine:
 
     def _plan(self, before: ScheduledBatch | None = None) -> ScheduledBatch | None:
         """Return the next step, or one to launch while `before` is in flight."""
-        limits = self.worker.limits
-        if before is not None and not limits.async_scheduling:
+        if before is not None and not self.worker.settings.async_scheduling:
             return None
-        return self.scheduler.plan(self.controller.choose_steps, limits, before)
+        return self.scheduler.plan(self.controller.choose_steps, self.worker.max_missing, before)
 
     def _launch(self, plan: ScheduledBatch | None, started: float) -> StepInFlight | None:
         if plan is None:

@@ -11,7 +11,7 @@ from serve_spec.core.round import RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.log import get_logger
 from serve_spec.scheduler.scheduler import Scheduler
-from serve_spec.worker.worker import Worker
+from serve_spec.worker.worker import SpecWorker
 
 logger = get_logger(__name__)
 
@@ -19,7 +19,7 @@ _MOST_PROMPT_TOKENS = 4
 
 
 def check_first_logits(
-    worker: Worker, scheduler: Scheduler, prompt: list[int], target: Path, draft: Path | None
+    worker: SpecWorker, scheduler: Scheduler, prompt: list[int], target: Path, draft: Path | None
 ) -> None:
     """Run a short prompt and one step with drafts. Broken draft logits only give a warning.
 
@@ -37,7 +37,7 @@ def check_first_logits(
     scheduler.queue.add(seq)
     for _ in range(2):  # the prompt, then the drafts
         plan = scheduler.plan(
-            lambda batch: RoundSteps(shape if batch.size else PLAIN), worker.limits
+            lambda batch: RoundSteps(shape if batch.size else PLAIN), worker.max_missing
         )
         assert plan is not None, "one short prompt always fits"
         try:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from serve_spec.config import SchedulerConfig
 from serve_spec.core.draft import PLAIN, DraftShape, TextDrafter, TextDrafts
-from serve_spec.core.plan import EditedText, ScheduledRequest, WorkerLimits
+from serve_spec.core.plan import EditedText, ScheduledRequest
 from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager
@@ -176,12 +176,6 @@ def missing_after(seq: Sequence, req: ScheduledRequest | None) -> int:
     return len(seq) - 1 - seq.num_draft_computed + max_committed(req)
 
 
-def extend_limit(limits: WorkerLimits, drafts: list[RequestDrafts]) -> int:
-    """Return up to how many missing entries requests without model drafts extend, too."""
-    drafts_by_model = any(each.shape.depth and not each.from_text for each in drafts)
-    return limits.max_missing if drafts_by_model else 0
-
-
 def usable_steps(seq: Sequence, num_in_flight: int) -> int:
     """Return the most drafts a sequence can use while `num_in_flight` tokens are computed."""
     options = seq.params.speculative
@@ -329,7 +323,8 @@ def decode_request(
 ) -> ScheduledRequest:
     """Return a request that verifies these drafts.
 
-    num_missing: draft KV entries it lacks when the step starts. limit: see `extend_limit`.
+    num_missing: draft KV entries it lacks when the step starts. limit: most of them that it extends
+    without model drafts.
     in_flight: a step in flight adds tokens that the host does not know.
     """
     last, shape = len(seq) - 1, drafts.shape

@@ -20,7 +20,7 @@ from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.worker.eagle import DraftModel
 from serve_spec.worker.forward import TargetRunner, VerifiedTokens, run_target
 from serve_spec.worker.graphs import (
-    Recorder,
+    GraphRecorder,
     Run,
     Stage,
     StageRunner,
@@ -149,6 +149,7 @@ class Stages:
 class CapturedShapes:
     """All draft shapes of a worker. The largest is captured first; the others fit into its memory.
 
+    recorder: captures the stages; None: they run as they are, at the exact size.
     largest_batch: for a shape, the batch size beyond which no policy chooses it; None: no limit.
     The deepest chain has stages for every batch size and is used where another has none.
     """
@@ -156,7 +157,7 @@ class CapturedShapes:
     def __init__(
         self,
         stages: Stages,
-        recorder: Recorder,
+        recorder: GraphRecorder | None,
         *,
         max_tokens: int,
         largest_batch: Callable[[DraftShape], int | None],
@@ -182,7 +183,7 @@ class CapturedShapes:
         self._deepest = max(shape.depth for shape in wanted if shape.is_chain)
         has_trees = any(not shape.is_chain for shape in wanted)
         ordered = sorted(wanted, key=lambda s: (self._most_tokens(s), s), reverse=True)
-        captures = self._recorder.captures
+        captures = self._recorder is not None
         with torch.inference_mode():
             for shape in tqdm(ordered, "draft shapes", leave=False, disable=not captures):
                 with self._reported(shape):
@@ -220,7 +221,7 @@ class CapturedShapes:
 
     def extend_for(self, num_missing: int, num_requests: int) -> StageRunner:
         """Return the smallest draft extend that makes so many entries for so many requests."""
-        if not self._recorder.captures:
+        if self._recorder is None:
             return self._extend_stage(max(num_missing, 1), ())
         return self._extends[
             min(
@@ -232,7 +233,7 @@ class CapturedShapes:
 
     def draft_for(self, shape: DraftShape, num_requests: int) -> StageRunner:
         """Return the shallowest stage that drafts `shape` for so many requests."""
-        if not self._recorder.captures:
+        if self._recorder is None:
             return StageRunner(partial(self._stages.draft, shape))
         draft = self.state_for(shape, num_requests).draft
         assert draft is not None, "a draft model has draft stages"
@@ -283,7 +284,7 @@ class CapturedShapes:
 
     def _captured(self, stage: Stage, sizes: Iterable[StepSize]) -> StageRunner:
         """Capture a stage at every size, the largest first."""
-        if not self._recorder.captures:
+        if self._recorder is None:
             return StageRunner(stage)
         capture = self._recorder.capture
         return StageRunner(
@@ -304,7 +305,7 @@ class CapturedShapes:
         def verify(size: StepSize) -> Tensor:
             return self._stages.verify(width, size, has_trees=has_trees).logits
 
-        if not self._recorder.captures:
+        if self._recorder is None:
             return StageRunner(verify)
         kept: dict[StepSize, Run] = {}
         fastest = math.inf
@@ -312,7 +313,9 @@ class CapturedShapes:
             key = size, width, has_trees
             if key not in self._verify_runs:
                 run = self._recorder.capture(partial(verify, size))
-                self._verify_runs[key] = run, self._milliseconds(run)
+                # The time on rank 0, so that all ranks pad alike.
+                found = torch.tensor([self._recorder.milliseconds(run)], device=self._device)
+                self._verify_runs[key] = run, float(self._stages.parallel.broadcast(found))
             run, milliseconds = self._verify_runs[key]
             if milliseconds <= fastest * _TIMING_NOISE:
                 kept[size], fastest = run, min(fastest, milliseconds)
@@ -349,21 +352,16 @@ class CapturedShapes:
         most = max(self._largest(s) for s in self.states if s.depth and s.is_chain != has_trees)
         return self._captured(stage, [StepSize(n, n) for n in batch_sizes(most)])
 
-    def _milliseconds(self, run: Run) -> float:
-        """Return the time of a captured stage on rank 0, so that all ranks pad alike."""
-        found = torch.tensor([self._recorder.milliseconds(run)], device=self._device)
-        return float(self._stages.parallel.broadcast(found))
-
     @contextmanager
     def _reported(self, shape: DraftShape | None) -> Iterator[None]:
         """Report time and memory of capturing in the block."""
         started, reserved = time.perf_counter(), self._reserved_bytes()
-        before = self._recorder.num_captured
+        before = self._num_captured
 
         def taken() -> CaptureReport:
             return CaptureReport(
                 shape,
-                self._recorder.num_captured - before,
+                self._num_captured - before,
                 time.perf_counter() - started,
                 self._reserved_bytes() - reserved,
             )
@@ -373,6 +371,10 @@ class CapturedShapes:
         except torch.OutOfMemoryError as error:
             raise MemoryError(self._no_room_for(taken())) from error
         self.report.append(taken())
+
+    @property
+    def _num_captured(self) -> int:
+        return 0 if self._recorder is None else self._recorder.num_captured
 
     def _reserved_bytes(self) -> int:
         return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from serve_spec.core.plan import (
     PendingBatch,
     ScheduledBatch,
     ScheduledRequest,
-    WorkerLimits,
 )
 from serve_spec.core.round import Calibration
 from serve_spec.parallel.group import SINGLE, TensorParallel
@@ -25,7 +23,7 @@ from serve_spec.structured.masks import Grammars
 from serve_spec.worker.capture import CapturedShapes, SpecRuntimeState, Stages
 from serve_spec.worker.eagle import DraftModel
 from serve_spec.worker.forward import TargetRunner
-from serve_spec.worker.graphs import Recorder, StepSize
+from serve_spec.worker.graphs import GraphRecorder, StepSize
 from serve_spec.worker.logprobs import EmittedLogprobs, PromptLogprobs
 from serve_spec.worker.request_slots import RequestSlots, RequestStates
 from serve_spec.worker.step_buffers import Chunk, ReadBack, StepBuffers, grouped
@@ -78,56 +76,6 @@ def _ms_between(first: torch.cuda.Event | float, last: torch.cuda.Event | float)
 _STEPS_IN_FLIGHT = 2
 
 
-class Worker(Protocol):
-    """Executes an engine's plans."""
-
-    vocab_size: int
-    device: torch.device
-    synthetic_acceptance: Acceptance | None
-    grammars: Grammars
-    async_scheduling: bool
-    """Whether a step may be launched before the result of the one before is read."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Compute dtype of the target."""
-        ...
-
-    @property
-    def draft_dtype(self) -> torch.dtype | None:
-        """Compute dtype of the draft; None without one."""
-        ...
-
-    @property
-    def limits(self) -> WorkerLimits:
-        """What the worker accepts in a plan; known after `init_states`."""
-        ...
-
-    @property
-    def states(self) -> Mapping[DraftShape, SpecRuntimeState]:
-        """Captured states by draft shape."""
-        ...
-
-    def init_states(self, shapes: Iterable[DraftShape]) -> None:
-        """Capture every shape the policy may choose, and the plain one, before the first step."""
-        ...
-
-    def submit(self, plan: ScheduledBatch) -> PendingBatch:
-        """Launch a step."""
-        ...
-
-    def execute(self, plan: ScheduledBatch) -> BatchResult:
-        """Run a step to its end."""
-        ...
-
-    def drain(self) -> None:
-        """Forget the state of all requests, so that another scheduler's requests may follow.
-
-        No step may be in flight.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class WorkerSettings:
     """Settings of a worker.
@@ -141,6 +89,7 @@ class WorkerSettings:
     max_tokens: int
     largest_batch: Callable[[DraftShape], int | None]
     async_scheduling: bool = False
+    """Whether a step may be launched before the result of the one before is read."""
     synthetic_acceptance: Acceptance | None = None
     rejection_sample_method: str = "coupled"
     draft_sharpness: float = 1.0
@@ -163,7 +112,7 @@ class SpecWorker:
         target: TargetRunner,
         drafter: DraftModel | None,
         slots: RequestSlots,
-        recorder: Recorder,
+        recorder: GraphRecorder | None,
         grammars: Grammars,
         settings: WorkerSettings,
         parallel: TensorParallel = SINGLE,
@@ -174,8 +123,6 @@ class SpecWorker:
         self.recorder = recorder
         self.grammars = grammars
         self.settings = settings
-        self.async_scheduling = settings.async_scheduling
-        self.synthetic_acceptance = settings.synthetic_acceptance
         self.parallel = parallel
         self.vocab_size = slots.vocab_size
         self.device = slots.lengths.device
@@ -186,26 +133,29 @@ class SpecWorker:
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `Worker`."""
+        """Compute dtype of the target."""
         return self.target.pool.dtype
 
     @property
     def draft_dtype(self) -> torch.dtype | None:
-        """See `Worker`."""
+        """Compute dtype of the draft; None without one."""
         return None if self.drafter is None else self.drafter.head.dtype
 
     @property
-    def limits(self) -> WorkerLimits:
-        """See `Worker`."""
-        return WorkerLimits(self.captured.max_extend, self.async_scheduling)
-
-    @property
     def states(self) -> Mapping[DraftShape, SpecRuntimeState]:
-        """See `Worker`."""
+        """Captured states by draft shape."""
         return self.captured.states
 
+    @property
+    def max_missing(self) -> int:
+        """Most missing draft KV entries that a step with drafts makes for any decoding request.
+
+        Entries whose tokens are in the plan do not count.
+        """
+        return self.captured.max_extend
+
     def init_states(self, shapes: Iterable[DraftShape]) -> None:
-        """See `Worker`."""
+        """Capture every shape the policy may choose, and the plain one, before the first step."""
         shapes = tuple(shapes)
         head = None if self.drafter is None else self.drafter.head
         settings = self.settings
@@ -231,7 +181,8 @@ class SpecWorker:
             self.buffers.host_copy(pin_memory=pinned) for _ in range(_STEPS_IN_FLIGHT + 1)
         )
         self._written = self._budget = None
-        self.recorder.start_over()
+        if self.recorder is not None:
+            self.recorder.start_over()
         verifier = Verifier(
             self.buffers.max_depth,
             self.device,
@@ -274,7 +225,10 @@ class SpecWorker:
         return self.submit(plan).result()
 
     def drain(self) -> None:
-        """See `Worker`."""
+        """Forget the state of all requests, so that another scheduler's requests may follow.
+
+        No step may be in flight.
+        """
         self._requests.forget_all()
         self._newest_timer = None
 

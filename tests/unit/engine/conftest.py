@@ -24,11 +24,11 @@ def budgets(tmp_path, monkeypatch):
     """Within what time costs were to be measured: the first attempt fails, others take a moment."""
     asked: list[float] = []
 
-    def measure(worker, grid, limits, budget, pages):
+    def measure(key, worker, grid, limits, budget, pages):
         asked.append(budget.budget_s)
         if len(asked) == 1:
             raise RuntimeError("the device is lost")
-        return measure_costs(worker, grid, limits, replace(budget, budget_s=0.3), pages)
+        return measure_costs(key, worker, grid, limits, replace(budget, budget_s=0.3), pages)
 
     monkeypatch.setenv("SERVE_SPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(build, "measure_costs", measure)

@@ -24,6 +24,7 @@ from serve_spec.engine.profile import (
     measure_costs,
 )
 from serve_spec.engine.synthetic import Point, SyntheticPlans
+from tests.helpers.costs import KEY
 
 SAMPLED_ROW_MS = 0.3
 
@@ -78,11 +79,11 @@ def begun(worker, **changes):
         kind(**{x.name: settings.pop(x.name) for x in fields(kind) if x.name in settings})
         for kind in (CostGrid, ProfileLimits, TimeBudget)
     )
-    return measure_costs(worker, grid, limits, budget, **settings)
+    return measure_costs(KEY, worker, grid, limits, budget, **settings)
 
 
 def measured(worker, **changes):
-    return finish(begun(worker, **changes))
+    return finish(begun(worker, **changes)).table
 
 
 def cells_of(plans):
@@ -211,8 +212,8 @@ def test_rows_of_a_profile_make_up_about_half_of_what_a_round_can_leave(batch_si
 )
 def test_rounds_beyond_a_limit_are_extrapolated_and_never_run(limit, largest, too_large):
     worker = FakeWorker()
-    costs = measured(worker, **limit)
-    assert not costs.is_rough
+    costs, is_rough = finish(begun(worker, **limit))
+    assert not is_rough
     ran = cells_of(worker.plans)
     assert largest in ran
     assert too_large not in {(cell.batch_size, cell.shape.depth) for cell in ran}
@@ -246,13 +247,13 @@ def test_too_little_room_or_time_is_refused_by_keys_that_exist(changes, message)
 
 def test_on_a_busy_machine_short_rounds_are_measured_even_beyond_the_budget():
     """A start that has time for nothing else still has costs, and says that they are rough."""
-    costs = measured(FakeWorker(noise=[50.0]), budget_s=1.0)
+    costs, is_rough = finish(begun(FakeWorker(noise=[50.0]), budget_s=1.0))
     assert costs.measured_s > 1.0
-    assert costs.is_rough
+    assert is_rough
     assert (2, 0) in costs.extrapolated
     assert costs.draft_ms[0][0][1] == pytest.approx(50 * true_draft_ms(1, 1))
     assert costs.verify_ms[0][0][0] == pytest.approx(50 * true_verify_ms(1, 0, 128))
-    assert not measured(FakeWorker(), budget_s=1.0).is_rough
+    assert not finish(begun(FakeWorker(), budget_s=1.0)).is_rough
 
 
 def test_a_measurement_may_pause_after_every_round_and_finds_the_same():
@@ -270,7 +271,7 @@ def test_a_measurement_may_pause_after_every_round_and_finds_the_same():
         paused_s += 100.0
 
     measurement = begun(worker, clock=lambda: worker.now - paused_s, pages=pages)
-    costs = finish(measurement, pause)
+    costs = finish(measurement, pause).table
     assert paused_s > 100.0 * len(worker.plans)
     assert costs == measured(FakeWorker())
     used = {page for plan in worker.plans for row in plan.requests for page in row.page_ids}

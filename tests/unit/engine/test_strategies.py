@@ -15,7 +15,6 @@ import pytest
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine import build
-from serve_spec.worker.graphs import NoRecorder
 from tests.helpers.engines import heard_plans, policy_with_small_trees, texts
 from tests.helpers.simulated_costs import GPU_8B, recorded_table
 
@@ -44,7 +43,7 @@ ADAPTS = {"speculative_adaptive": True, "speculative_adaptive_strategy": "goodpu
 def test_ema_pads_a_batch_to_the_next_captured_size(make_llm, tmp_path, monkeypatch):
     """Five rows are of the slot from 8 on there, also after a live change; four are not."""
     monkeypatch.setattr(build, "_captures_graphs", lambda *args: True)
-    monkeypatch.setattr(build, "GraphRecorder", lambda device: NoRecorder())
+    monkeypatch.setattr(build, "GraphRecorder", lambda device: None)
     slots = tmp_path / "slots.json"
     slots.write_text('{"1": {"candidate_steps": [3]}, "8": {"candidate_steps": [1]}}')
     llm = make_llm(

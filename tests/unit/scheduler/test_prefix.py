@@ -6,7 +6,7 @@ import pytest
 
 from serve_spec.config import SchedulerConfig
 from serve_spec.core.draft import DraftShape
-from serve_spec.core.plan import BatchResult, ScheduledBatch, WorkerLimits
+from serve_spec.core.plan import BatchResult, ScheduledBatch
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculativeOptions, TokenLogprob
 from serve_spec.core.round import RoundSteps
 from serve_spec.core.sequence import Sequence
@@ -16,7 +16,7 @@ from serve_spec.scheduler.queue import MIN_SHARED_TOKENS
 from serve_spec.scheduler.scheduler import Scheduler
 
 PAGE = 4
-ALONE, AHEAD = WorkerLimits(8), WorkerLimits(8, async_scheduling=True)
+MAX_MISSING = 8
 BUDGET = 24
 TOPK = 3
 TREES = [
@@ -202,14 +202,14 @@ def test_what_is_read_is_of_ones_own_text_and_what_is_known_was_committed(
     rng = random.Random(num_pages + shift)
     scheduler = make(num_pages, shift=shift)
     worker = RememberingWorker(scheduler.cache, shift, rng)
-    arrivals, limits = traffic(rng), AHEAD if runs_ahead else ALONE
+    arrivals = traffic(rng)
     lengths_at_abort: dict[str, int] = {}
     flight: tuple[ScheduledBatch, BatchResult] | None = None
     num_finished = num_prompts_ahead = 0
     counts = []
 
     def run(under_way):
-        plan = scheduler.plan(lambda batch: any_steps(rng, batch), limits, under_way)
+        plan = scheduler.plan(lambda batch: any_steps(rng, batch), MAX_MISSING, under_way)
         if plan is None:
             return None
         assert sum(row.query_len for row in plan.requests) <= BUDGET
@@ -276,7 +276,7 @@ def run(scheduler, *sequences):
         scheduler.queue.add(seq)
     rounds = []
     while scheduler.queue.has_work:
-        plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), WorkerLimits(0))
+        plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), 0)
         assert plan is not None
         rounds.append(list(plan.requests))
         scheduler.commit(plan, worker.execute(plan), cut)
@@ -331,11 +331,11 @@ def test_room_that_a_hit_brings_lets_a_text_in_that_would_not_fit_beside_others(
             worker.sequences[seq.request_id] = seq
         scheduler.queue.add(first)
         for _ in range(2):
-            plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), WorkerLimits(0))
+            plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), 0)
             assert plan is not None
             scheduler.commit(plan, worker.execute(plan), cut)
             scheduler.queue.add(second) if second not in scheduler.queue.waiting else None
-        plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), WorkerLimits(0))
+        plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), 0)
         assert plan is not None
         assert len(plan.requests) == (2 if prefix_caching else 1)
         scheduler.queue.check_integrity()
