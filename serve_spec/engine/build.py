@@ -232,7 +232,7 @@ def build_worker(
     # Two steps in flight may write past the end of a text: all drafts of one, and the accepted
     # ones of the other.
     max_pages = -(-(target.max_model_len + RING_TOKENS + MAX_TREE_TOKENS) // page_size)
-    slots = RequestSlots.create(
+    slots = RequestSlots(
         config.scheduler.max_num_seqs,
         max_pages,
         runner.pool.scratch_page,

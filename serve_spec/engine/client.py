@@ -28,7 +28,6 @@ from serve_spec.engine.messages import (
     Call,
     Command,
     EngineMessage,
-    NewRequest,
     Reply,
     Sender,
     Stop,
@@ -172,7 +171,7 @@ class EngineClient:
             stats = SpeculationStats(synthetic_acceptance=self._forces_acceptance)
             stream.put(TokenDelta(request_id, (), "", FinishReason.ABORT, stats))
             return stream
-        command = Add(request_id, msgspec.Raw(encode(NewRequest.of(seq))))
+        command = Add.of(seq)
         self._loop = asyncio.get_running_loop()
         self._streams[request_id] = stream
         self._outputs.add(seq)

@@ -218,7 +218,7 @@ class EngineServer:
         match command:
             case Add(request_id, request):
                 try:
-                    seq = decode_request(request).sequence(request_id)
+                    seq = decode_request(request)
                 except msgspec.MsgspecError as error:
                     why = f"the engine cannot decode the request: {error}"
                     logger.error("request %s: %s", request_id, why)

@@ -25,7 +25,6 @@ RING_TOKENS = 64
 """Newest tokens kept for each request: a power of two, more than any draft extend reads."""
 
 
-@dataclass(frozen=True)
 class RequestSlots:
     """Device tensors with one row per request slot; the last row belongs to padding.
 
@@ -35,42 +34,32 @@ class RequestSlots:
     token id.
     """
 
-    pages: Tensor
-    lengths: Tensor
-    draft_lengths: Tensor
-    recent: Tensor
-    params: DrawParams
-    edits: ScoreEdits
-
-    @classmethod
-    def create(
-        cls,
+    def __init__(
+        self,
         num_slots: int,
         max_pages: int,
         scratch_page: int,
         vocab_size: int,
         device: torch.device,
-    ) -> RequestSlots:
-        """Return `num_slots` slots and one for padding, whose pages are the scratch page."""
+    ) -> None:
+        """Make `num_slots` slots and one for padding, whose pages are the scratch page."""
         num_rows = num_slots + 1
 
         def full(*shape: int, value: float = 0, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.full((num_rows, *shape), value, dtype=dtype, device=device)
 
-        return cls(
-            pages=full(max_pages, value=scratch_page),
-            lengths=full(value=1),
-            draft_lengths=full(),
-            recent=full(RING_TOKENS),
-            params=DrawParams(
-                inverse_temperature=full(dtype=torch.float32),
-                seeds=full(2),
-                top_k=full(),
-                top_p=full(value=1, dtype=torch.float32),
-                min_p=full(dtype=torch.float32),
-            ),
-            edits=ScoreEdits.create(num_rows, vocab_size, device),
+        self.pages = full(max_pages, value=scratch_page)
+        self.lengths = full(value=1)
+        self.draft_lengths = full()
+        self.recent = full(RING_TOKENS)
+        self.params = DrawParams(
+            inverse_temperature=full(dtype=torch.float32),
+            seeds=full(2),
+            top_k=full(),
+            top_p=full(value=1, dtype=torch.float32),
+            min_p=full(dtype=torch.float32),
         )
+        self.edits = ScoreEdits.create(num_rows, vocab_size, device)
 
     @property
     def vocab_size(self) -> int:

@@ -166,7 +166,7 @@ class SpecWorker:
             most = None if shape.is_chain else settings.largest_batch(shape)
             return min(most or max_requests, max_requests) * shape.size
 
-        self.buffers = StepBuffers.create(
+        self.buffers = StepBuffers(
             self.slots,
             max((shape.depth for shape in shapes), default=0),
             head,
@@ -392,15 +392,15 @@ class _StepInFlight:
         self.timer.wait("verified")
         num_requests = self.num_requests
         read_back, shares = self.read_back, self.read_back.shares
-        result = read_results(read_back.results[:num_requests].tolist())
+        token_ids, broken_drafts = read_results(read_back.results[:num_requests].tolist())
         return BatchResult(
-            token_ids=result.token_ids,
+            token_ids=token_ids,
             draft_ms=self.timer.ms("start", "drafted"),
             verify_ms=self.timer.ms("drafted", "verified"),
-            broken_drafts=result.broken_drafts,
+            broken_drafts=broken_drafts,
             num_drafts=[count - 1 for count in read_back.query_lens[:num_requests].tolist()],
             draft_shares=shares[:num_requests].copy() if shares.size else None,
-            logprobs={} if self.logprobs is None else self.logprobs.read(result.token_ids),
+            logprobs={} if self.logprobs is None else self.logprobs.read(token_ids),
             prompt_logprobs={} if self.prompt_logprobs is None else self.prompt_logprobs.read(),
             idle_ms=0.0 if self.before is None else self.timer.ms_since(self.before, "verified"),
         )

@@ -20,7 +20,7 @@ from serve_spec.core.request import (
     SpeculativeOptions,
     TokenDelta,
 )
-from serve_spec.engine.messages import NewRequest, hang_up
+from serve_spec.engine.messages import Add, encode, hang_up
 from tests.helpers.local_engine import LocalEngine
 
 PROMPT = [10, 20, 30]
@@ -368,7 +368,8 @@ def test_a_message_that_cannot_be_decoded_ends_its_request_alone(loop, monkeypat
         other = await loop.submit(PROMPT, params(), "other")
         loop._sender.put([Raw(b"\xc1 is no MessagePack")])
         with monkeypatch.context() as broken:
-            broken.setattr(NewRequest, "of", lambda seq: {"token_ids": "nonsense"})
+            nonsense = Add("bad", Raw(encode({"token_ids": "nonsense"})))
+            broken.setattr(Add, "of", lambda seq: nonsense)
             bad = await loop.submit(PROMPT, params(), "bad")
         with pytest.raises(RuntimeError, match="cannot decode the request"):
             await collect(bad)
