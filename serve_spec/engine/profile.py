@@ -20,6 +20,8 @@ from serve_spec.config.cost_table import FORMAT_VERSION, CostKey, CostTable, Gri
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.engine.cost_grid import (
     Milliseconds,
+    Point,
+    SyntheticPlans,
     batch_grid,
     context_grid,
     even_steps,
@@ -27,7 +29,6 @@ from serve_spec.engine.cost_grid import (
     fill_tree,
     step_grid,
 )
-from serve_spec.engine.synthetic import Point, SyntheticPlans
 from serve_spec.worker.worker import SpecWorker
 
 WARM_UP_RUNS = 3

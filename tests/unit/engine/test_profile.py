@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from serve_spec.config.root import leaf_sections
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.plan import BatchResult, ScheduledBatch
+from serve_spec.engine.cost_grid import Point, SyntheticPlans
 from serve_spec.engine.profile import (
     CostGrid,
     ProfileLimits,
@@ -23,7 +24,6 @@ from serve_spec.engine.profile import (
     finish,
     measure_costs,
 )
-from serve_spec.engine.synthetic import Point, SyntheticPlans
 from tests.helpers.costs import KEY
 
 SAMPLED_ROW_MS = 0.3

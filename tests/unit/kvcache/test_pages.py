@@ -4,7 +4,7 @@ import pytest
 
 from serve_spec.core.request import SamplingParams
 from serve_spec.core.sequence import Sequence
-from serve_spec.kvcache.pages import OutOfPages, PageAllocator
+from serve_spec.kvcache.radix import OutOfPages, PageAllocator
 
 
 def sequence(name):

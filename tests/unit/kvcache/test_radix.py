@@ -1,7 +1,6 @@
 """Laws of the tree of pages that texts share, against a plain list of what was published."""
 
-from serve_spec.kvcache.pages import PageAllocator
-from serve_spec.kvcache.radix import PrefixHit, PrefixTree
+from serve_spec.kvcache.radix import PageAllocator, PrefixHit, PrefixTree
 
 PAGE = 2
 
