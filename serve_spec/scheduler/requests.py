@@ -96,36 +96,28 @@ def prefill_requests(
 
 @dataclass(frozen=True)
 class PostponedChoice:
-    """Draft counts by request id. Requests may end or change places before the step is planned."""
+    """The policy's answer for a batch whose requests may end before the step is planned."""
 
     steps: RoundSteps
-    steps_per_req: dict[str, int]
-    text_steps: dict[str, int] | None
-
-    @classmethod
-    def of(cls, steps: RoundSteps, batch: DecodeBatch) -> PostponedChoice:
-        """Return what the policy answered for `batch`."""
-        ids, from_text = batch.request_ids, steps.text_steps
-        return cls(
-            steps,
-            dict(zip(ids, wanted_steps(steps, batch), strict=True)),
-            None if from_text is None else dict(zip(ids, from_text, strict=True)),
-        )
+    batch: DecodeBatch
 
     @property
     def has_drafts(self) -> bool:
         """Return whether the postponed step drafts."""
-        return any(self.steps_per_req.values()) or any((self.text_steps or {}).values())
+        return any(wanted_steps(self.steps, self.batch)) or any(self.steps.text_steps or ())
 
     def now(self, batch: DecodeBatch) -> RoundSteps:
         """Return the same answer for the requests that are left."""
-        ids, from_text = batch.request_ids, self.text_steps
+
+        def of_batch(steps: SequenceOf[int]) -> list[int]:
+            by_id = dict(zip(self.batch.request_ids, steps, strict=True))
+            return [by_id.get(request_id, 0) for request_id in batch.request_ids]
+
+        from_text = self.steps.text_steps
         return replace(
             self.steps,
-            steps_per_req=[self.steps_per_req.get(request_id, 0) for request_id in ids],
-            text_steps=None
-            if from_text is None
-            else [from_text.get(request_id, 0) for request_id in ids],
+            steps_per_req=of_batch(wanted_steps(self.steps, self.batch)),
+            text_steps=None if from_text is None else of_batch(from_text),
         )
 
 

@@ -122,7 +122,7 @@ class Scheduler:
                 for seq, req, wanted in zip(decoding, reqs_before, drafts, strict=True)
             ]
         else:
-            self._postponed = PostponedChoice.of(steps, batch)
+            self._postponed = PostponedChoice(steps, batch)
             return None
         num_tokens = sum(req.query_len for req in reqs)
         draft_budget = usable_budget(steps, reqs, may_choose=_may_choose(reqs, prompts))

@@ -24,7 +24,7 @@ from serve_spec.worker.capture import CapturedShapes, SpecRuntimeState, Stages
 from serve_spec.worker.eagle import DraftModel
 from serve_spec.worker.forward import TargetRunner
 from serve_spec.worker.graphs import GraphRecorder, StepSize
-from serve_spec.worker.logprobs import EmittedLogprobs, PromptLogprobs
+from serve_spec.worker.logprobs import Logprobs, emitted_logprobs, prompt_logprobs
 from serve_spec.worker.request_slots import RequestSlots, RequestStates
 from serve_spec.worker.step_buffers import Chunk, ReadBack, StepBuffers, grouped
 from serve_spec.worker.verify import Acceptance, Verifier, read_results
@@ -310,13 +310,11 @@ class SpecWorker:
             num_chunks = self.buffers.chunks.write(_chunk_of(req) for req in prompts)
             stage = self.captured.mixed(state.shape)
         size = StepSize(plan.num_tokens, max(1, len(reqs)), num_chunks)
-        prompt_logprobs = None
+        scored = None
         if any(req.scored_ids for req in prompts):
             tokens = self.captured.run_target(state.shape, size)
             logits: Tensor | None = tokens.logits
-            prompt_logprobs = PromptLogprobs(
-                plan, tokens.hidden, self.target.model.logits, self.vocab_size
-            )
+            scored = prompt_logprobs(plan, tokens.hidden, self.target.model.logits, self.vocab_size)
         else:
             logits = stage.run(size)
         read_back = next(self._read_backs)
@@ -325,14 +323,14 @@ class SpecWorker:
         if plan.wants_logprobs:
             assert logits is not None, "a verification returns its logits"
             has_trees = not state.shape.is_chain
-            logprobs = EmittedLogprobs(reqs, logits, self.buffers, has_trees=has_trees)
+            logprobs = emitted_logprobs(reqs, logits, self.buffers, has_trees=has_trees)
         return _StepInFlight(
             read_back,
             len(reqs),
             timer,
             self._newest_timer,
             logprobs,
-            prompt_logprobs,
+            scored,
         )
 
     def _admit(self, plan: ScheduledBatch, num_drafts: int) -> None:
@@ -384,8 +382,8 @@ class _StepInFlight:
     num_requests: int
     timer: StageTimer
     before: StageTimer | None
-    logprobs: EmittedLogprobs | None
-    prompt_logprobs: PromptLogprobs | None
+    logprobs: Callable[[Sequence[Sequence[int]]], Logprobs] | None
+    prompt_logprobs: Callable[[], Logprobs] | None
 
     def result(self) -> BatchResult:
         """Wait for the results."""
@@ -400,7 +398,7 @@ class _StepInFlight:
             broken_drafts=broken_drafts,
             num_drafts=[count - 1 for count in read_back.query_lens[:num_requests].tolist()],
             draft_shares=shares[:num_requests].copy() if shares.size else None,
-            logprobs={} if self.logprobs is None else self.logprobs.read(token_ids),
-            prompt_logprobs={} if self.prompt_logprobs is None else self.prompt_logprobs.read(),
+            logprobs={} if self.logprobs is None else self.logprobs(token_ids),
+            prompt_logprobs={} if self.prompt_logprobs is None else self.prompt_logprobs(),
             idle_ms=0.0 if self.before is None else self.timer.ms_since(self.before, "verified"),
         )
