@@ -7,7 +7,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -51,14 +51,15 @@ class TokenStream:
     def __init__(self, request_id: str, num_prompt_tokens: int) -> None:
         self.request_id = request_id
         self.num_prompt_tokens = num_prompt_tokens
-        self._items: asyncio.Queue[TokenDelta | Exception] = asyncio.Queue()
+        self._early: list[TokenDelta | Exception] = []
+        """Items that came before a reader."""
         self._take: Callable[[TokenDelta], None] | None = None
         self._end: asyncio.Future[None]
 
     def put(self, item: TokenDelta | Exception) -> None:
         """Add an item. To be called on the event loop of the reader."""
         if self._take is None:
-            self._items.put_nowait(item)
+            self._early.append(item)
         else:
             self._hand_over(item, self._take)
 
@@ -71,8 +72,8 @@ class TokenStream:
             Exception: what ended the stream instead of a last delta, or what `take` raised.
         """
         self._take, self._end = take, asyncio.get_running_loop().create_future()
-        while not self._items.empty():
-            self._hand_over(self._items.get_nowait(), take)
+        for item in self._early:
+            self._hand_over(item, take)
         await self._end
 
     def _hand_over(self, item: TokenDelta | Exception, take: Callable[[TokenDelta], None]) -> None:
@@ -86,15 +87,6 @@ class TokenStream:
                 self._end.set_result(None)
         except Exception as error:  # the streams of other requests go on
             self._end.set_exception(error)
-
-    async def __aiter__(self) -> AsyncIterator[TokenDelta]:
-        finished = False
-        while not finished:
-            item = await self._items.get()
-            if isinstance(item, Exception):
-                raise item
-            finished = item.finish_reason is not None
-            yield item
 
 
 class EngineClient:

@@ -53,6 +53,15 @@ async def collect(stream):
     return deltas
 
 
+async def begin(stream, count=1):
+    """Return the growing list of a stream's deltas once it has some, and a task for its end."""
+    deltas: list[TokenDelta] = []
+    task = asyncio.create_task(stream.each(deltas.append))
+    while len(deltas) < count and not task.done():
+        await asyncio.sleep(0.001)
+    return deltas, task
+
+
 def params(**changes):
     return SamplingParams(**{"max_tokens": 20, "seed": 3, "ignore_eos": True, **changes})
 
@@ -73,11 +82,11 @@ def test_a_cancelled_request_frees_its_pages_and_disturbs_no_other(loop, make_ll
     async def scenario():
         staying = await loop.submit(PROMPT, params(max_tokens=60), "staying")
         leaving = await loop.submit(PROMPT, params(max_tokens=100, seed=9), "leaving")
-        first = await anext(aiter(leaving))
+        left, end = await begin(leaving)
         loop.cancel("leaving")
         loop.cancel("leaving")
-        rest = await collect(leaving)
-        return await collect(staying), [first, *rest]
+        await end
+        return await collect(staying), left
 
     stayed, left = asyncio.run(scenario())
     alone = make_llm().generate([PROMPT], params(max_tokens=60))[0]
@@ -193,9 +202,10 @@ def test_shutting_down_ends_open_streams(config):
 
     async def scenario():
         stream = await loop.submit(PROMPT, params(max_tokens=100), "1")
-        await anext(aiter(stream))
+        deltas, end = await begin(stream)
         await asyncio.to_thread(loop.shutdown)
-        return await collect(stream)
+        await end
+        return deltas
 
     assert asyncio.run(scenario())[-1].finish_reason is FinishReason.ABORT
 
@@ -335,12 +345,9 @@ def test_through_the_channel_a_request_gets_what_an_engine_in_this_process_says(
 
     async def resumed(p, index):
         """A few rounds, then the rest as if another engine had gone on."""
-        deltas = []
         stream = await loop.submit(PROMPT, p, f"first {index}")
-        async for delta in stream:
-            deltas.append(delta)
-            if len(deltas) == 3 or delta.finish_reason:
-                break
+        deltas, _ = await begin(stream, 3)
+        deltas = deltas.copy()
         if deltas[-1].finish_reason is None:
             loop.cancel(stream.request_id)
             emitted = [t for delta in deltas for t in delta.token_ids]
