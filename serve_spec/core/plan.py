@@ -83,11 +83,6 @@ class ScheduledRequest(NamedTuple):
         return self.shape.depth
 
     @property
-    def tree_drafts(self) -> int:
-        """Drafts of a tree; 0 for a chain."""
-        return self.shape.tree_size
-
-    @property
     def num_draft_tokens(self) -> int:
         """Drafts that are verified."""
         return self.shape.size

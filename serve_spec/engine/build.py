@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from serve_spec.adaptive import AdaptiveController, PolicySettings
-from serve_spec.config import ServeSpecConfig, SpeculativeConfig
+from serve_spec.config import ServeSpecConfig
 from serve_spec.config.algorithms import ALGORITHMS
 from serve_spec.config.speculative import ignored_adaptive_keys
 from serve_spec.core.context import torch_dtype
@@ -80,7 +80,6 @@ def build_engine(config: ServeSpecConfig, launcher: Launcher | None = None) -> S
 
 
 def _start_ranks(config: ServeSpecConfig, launcher: Launcher | None) -> WorkerRanks:
-    """Check what needs no other rank, then start all ranks but this one."""
     size = config.model.tensor_parallel_size
     ModelShape.from_directory(config.model.path).on_rank_of(size)
     is_on_gpu = rank_device(config, 0).type == "cuda"
@@ -102,9 +101,8 @@ def _build_engine(
     if ignored := ignored_adaptive_keys(config.speculative):
         logger.warning(ignored)
     policy = _policy(config, loaded)
-    _check_steps(policy)
     max_model_len = target.max_model_len
-    _check_sizes(config, num_pages, max_model_len)
+    _check_sizes(config, policy, num_pages, max_model_len)
     worker = build_worker(config, loaded, worker_ranks)
     worker.init_states(policy.shapes)
 
@@ -123,7 +121,10 @@ def _build_engine(
     if _captures_graphs(config, loaded.device):
         policy = _with_captured_sizes(policy, worker, config.scheduler.max_num_seqs)
     controller = AdaptiveController(policy, table, logger.warning)
-    texts = _text_drafter(config.speculative, tokenizer, policy.max_depth)
+    texts: TextDrafter | None = None
+    if (algorithm := config.speculative.text_algorithm) is not None:
+        create = ALGORITHMS[algorithm].load()
+        texts = create(config.speculative, tokenizer.encode, policy.max_depth)
     if loaded.device.type == "cuda":
         freeze_gc()
     return SpecEngine(
@@ -162,7 +163,6 @@ def _scheduler(
 def _with_captured_sizes(
     policy: PolicySettings, worker: SpecWorker, max_num_seqs: int
 ) -> PolicySettings:
-    """Return the settings with the batch sizes and token counts of captured graphs."""
     deepest = worker.states[max(shape for shape in worker.states if shape.is_chain)]
     return replace(
         policy,
@@ -232,15 +232,18 @@ def build_worker(
     # Two steps in flight may write past the end of a text: all drafts of one, and the accepted
     # ones of the other.
     max_pages = -(-(target.max_model_len + RING_TOKENS + MAX_TREE_TOKENS) // page_size)
+    vocab_size, eos_token_ids = target.shape.vocab_size, target.shape.eos_token_ids
     slots = RequestSlots(
         config.scheduler.max_num_seqs,
         max_pages,
         runner.pool.scratch_page,
-        target.shape.vocab_size,
+        vocab_size,
         device,
     )
-    grammars = Grammars(_grammar_compiler(config, target.shape))
-    grammars.compiler.prepare()
+    compiler = GrammarCompiler(
+        lambda: Tokenizer(Path(config.model.path)).describe(), vocab_size, eos_token_ids
+    )
+    compiler.prepare()
     policy = _policy(config, loaded)
     asynchronous = config.model.async_scheduling
     create = SpecWorker if worker_ranks is None else partial(TensorParallelWorker, worker_ranks)
@@ -249,7 +252,7 @@ def build_worker(
         drafter,
         slots,
         GraphRecorder(device) if _captures_graphs(config, device) else None,
-        grammars,
+        Grammars(compiler),
         WorkerSettings(
             max_tokens=config.scheduler.max_num_batched_tokens,
             largest_batch=policy.largest_batch,
@@ -282,7 +285,6 @@ def _cost_source(
     cache: KVCacheManager,
     max_model_len: int,
 ) -> CostSource:
-    """Return the source of step costs on this machine: a file, or steps on free pages."""
     key = cost_key(config, worker, policy.trees)
     grid = CostGrid(
         config.scheduler.max_num_seqs,
@@ -358,25 +360,6 @@ def _probe(config: ServeSpecConfig, head: DraftHead, target: Llama) -> None:
         choose_theta(head, target, text)
 
 
-def _text_drafter(
-    config: SpeculativeConfig, tokenizer: Tokenizer, max_steps: int
-) -> TextDrafter | None:
-    if config.text_algorithm is None:
-        return None
-    drafter: TextDrafter = ALGORITHMS[config.text_algorithm].load()(
-        config, tokenizer.encode, max_steps
-    )
-    return drafter
-
-
-def _grammar_compiler(config: ServeSpecConfig, shape: ModelShape) -> GrammarCompiler:
-    """Return a compiler for grammars over the target's vocabulary."""
-    folder = Path(config.model.path)
-    return GrammarCompiler(
-        lambda: Tokenizer(folder).describe(), shape.vocab_size, shape.eos_token_ids
-    )
-
-
 def _num_pages(
     config: ServeSpecConfig,
     target: Llama,
@@ -443,20 +426,18 @@ def _policy(config: ServeSpecConfig, loaded: LoadedModels) -> PolicySettings:
 
 
 def _fits_trees(window: int | None) -> bool:
-    """Return whether draft trees fit a target's sliding window."""
     return window is None or window >= MAX_TREE_TOKENS
 
 
-def _check_steps(policy: PolicySettings) -> None:
+def _check_sizes(
+    config: ServeSpecConfig, policy: PolicySettings, num_pages: int, max_model_len: int
+) -> None:
     most, deepest = policy.max_steps, policy.max_depth
     if most is not None and deepest > most:
         raise ValueError(
             f"speculative_num_steps={policy.shape.depth}, or the adaptive config: {deepest} steps, "
             f"but the draft supports at most {most}; lower them"
         )
-
-
-def _check_sizes(config: ServeSpecConfig, num_pages: int, max_model_len: int) -> None:
     room = num_pages * config.cache.page_size
     if room < max_model_len:
         raise ValueError(

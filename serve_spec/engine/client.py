@@ -276,7 +276,6 @@ class EngineClient:
         self._sender.put([msgspec.Raw(encode(command))])
 
     def _read(self) -> None:
-        """Take the engine's messages until it ends."""
         try:
             while True:
                 self._take(decode_message(self._connection.recv_bytes()))
@@ -305,7 +304,6 @@ class EngineClient:
         self._metrics.observe(replace(record, speedup=speedup))
 
     def _deliver(self, message: EngineMessage) -> None:
-        """Hand out the tokens of a message, on the event loop of the streams."""
         for delta in self._outputs.process(message.deltas):
             if (stream := self._streams.get(delta.request_id)) is not None:
                 stream.put(delta)

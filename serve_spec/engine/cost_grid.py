@@ -85,15 +85,38 @@ def fill_missing(
     Gaps are large steps, which are bound by arithmetic, so linear in their tokens. At the shorter
     context the smallest batch size must hold its plain step and another one.
     """
+
+    def larger(b: int, k: int) -> float:
+        """Return a missing cell of the shorter context."""
+        of_size = measured[0, b]
+        known = np.flatnonzero(~np.isnan(of_size))
+        if len(known) > 2 and of_size[0] == 0:
+            known = known[1:]  # drafting nothing is free, so no point of the line
+        if len(known) >= 2:
+            first, last = known[0], known[-1]
+            rise = (of_size[last] - of_size[first]) / (num_steps[last] - num_steps[first])
+            return float(of_size[last] + rise * (num_steps[k] - num_steps[last]))
+        # The batch size before, with the part that grows with steps scaled to this one.
+        growth, before = batch_sizes[b] / batch_sizes[b - 1], filled[0, b - 1]
+        if k == 0:
+            return float(before[0] * growth)
+        return float(filled[0, b, 0] + (before[k] - before[0]) * growth)
+
+    def longer(b: int, k: int) -> float:
+        """Return a missing cell of the longer context: the surplus grows with the tokens."""
+        added, more = filled[1] - filled[0], 0.0
+        if b:
+            more = added[b - 1, k] * batch_sizes[b] / batch_sizes[b - 1]
+        elif k:
+            more = added[b, k - 1] * (num_steps[k] + 1) / (num_steps[k - 1] + 1)
+        return float(filled[0, b, k] + more)
+
     missing = np.isnan(ms)
     # The cost model will make the measured cells monotone, so extrapolate from that.
     measured = np.where(missing, np.nan, monotone(np.where(missing, np.inf, ms)))
     filled = measured.copy()
     for c, b, k in np.argwhere(missing):  # ascending: smaller cells are filled first
-        if c:
-            guess = _longer(filled, b, k, batch_sizes, num_steps)
-        else:
-            guess = _larger(measured[0], filled[0], b, k, batch_sizes, num_steps)
+        guess = longer(b, k) if c else larger(b, k)
         filled[c, b, k] = np.nanmax([guess, *filled[: c + 1, : b + 1, : k + 1].flat])
     return np.where(missing, filled, ms)
 
@@ -109,47 +132,6 @@ def fill_tree(ms: Milliseconds, expected: Milliseconds) -> Milliseconds:
     for c, b in np.argwhere(missing):
         ratios[c, b] = ratios[0, b] if c else ratios[0, b - 1] if b else 1.0
     return np.where(missing, ratios * expected, ms)
-
-
-def _larger(
-    measured: Milliseconds,
-    filled: Milliseconds,
-    b: int,
-    k: int,
-    batch_sizes: Sequence[int],
-    num_steps: Sequence[int],
-) -> float:
-    """Return a missing cell of the shorter context, [batch sizes, steps]."""
-    known = np.flatnonzero(~np.isnan(measured[b]))
-    if len(known) > 2 and measured[b, 0] == 0:
-        known = known[1:]  # drafting nothing is free, so no point of the line
-    if len(known) >= 2:
-        first, last = known[0], known[-1]
-        rise = (measured[b, last] - measured[b, first]) / (num_steps[last] - num_steps[first])
-        return float(measured[b, last] + rise * (num_steps[k] - num_steps[last]))
-    # The batch size before, with the part that grows with steps scaled to this one.
-    growth = batch_sizes[b] / batch_sizes[b - 1]
-    if k == 0:
-        return float(filled[b - 1, 0] * growth)
-    return float(filled[b, 0] + (filled[b - 1, k] - filled[b - 1, 0]) * growth)
-
-
-def _longer(
-    filled: Milliseconds,
-    b: int,
-    k: int,
-    batch_sizes: Sequence[int],
-    num_steps: Sequence[int],
-) -> float:
-    """Return a missing cell of the longer context: the surplus grows with the tokens."""
-    added = filled[1] - filled[0]
-    if b:
-        more = added[b - 1, k] * batch_sizes[b] / batch_sizes[b - 1]
-    elif k:
-        more = added[b, k - 1] * (num_steps[k] + 1) / (num_steps[k - 1] + 1)
-    else:
-        more = 0.0
-    return float(filled[0, b, k] + more)
 
 
 class Point(NamedTuple):

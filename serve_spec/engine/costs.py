@@ -196,7 +196,6 @@ class CostSource:
         self.report = {"state": "missing", "detail": why}
 
     def _pause(self) -> None:
-        """Wait longer after every attempt."""
         self._due_s = self._clock() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
@@ -205,27 +204,22 @@ def cost_key(
     config: ServeSpecConfig, worker: SpecWorker, trees: Sequence[DraftShape] = ()
 ) -> CostKey:
     """Return what the costs of this worker's steps depend on. trees: those that are measured."""
-    draft = config.speculative.speculative_draft_model_path
+    speculative = config.speculative
+    draft = speculative.speculative_draft_model_path
+    method = f", {speculative.rejection_sample_method}" if speculative.samples_drafts else ""
     return CostKey(
         hardware=_hardware(worker.device),
         threads=torch.get_num_threads(),
         target=fingerprint(config.model.path),
         draft="" if draft is None else fingerprint(draft),
-        algorithm=_algorithm(config),
+        algorithm=speculative.speculative_algorithm + method,
         dtype=_dtype_name(worker.dtype),
         draft_dtype=_draft_numbers(config, worker),
         tensor_parallel_size=config.model.tensor_parallel_size,
         attention_backend=_ATTENTION[worker.settings.async_scheduling],
-        topk=max([config.speculative.topk, *(tree.topk for tree in trees)]),
+        topk=max([speculative.topk, *(tree.topk for tree in trees)]),
         code=code_version() + (", compiled" if config.model.torch_compile else ""),
     )
-
-
-def _algorithm(config: ServeSpecConfig) -> str:
-    """Return the algorithm and, unless drafts are coupled, how they are verified."""
-    speculative = config.speculative
-    method = f", {speculative.rejection_sample_method}" if speculative.samples_drafts else ""
-    return speculative.speculative_algorithm + method
 
 
 def _draft_numbers(config: ServeSpecConfig, worker: SpecWorker) -> str:
@@ -279,7 +273,6 @@ def _cache(table: CostTable, file: Path) -> bool:
 
 
 def _cache_file(key: CostKey, grid: CostGrid) -> Path:
-    """Return the cache file of a setting and grid."""
     trees = f"{_shapes(grid.trees)} {[*grid.trees.values()]}"
     sizes = f"{grid.max_batch_size} {grid.max_steps} {trees}"
     setting = f"{FORMAT_VERSION} {sizes} {key.model_dump_json()}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -111,7 +112,6 @@ class SpecEngine:
         tokenizer: Tokenizer,
         limits: EngineLimits,
         *,
-        metrics: MetricsSink | None = None,
         worker_ranks: WorkerRanks | None = None,
         costs: CostSource | None = None,
     ) -> None:
@@ -121,7 +121,7 @@ class SpecEngine:
         self.tokenizer = tokenizer
         self.limits = limits
         self.counters = EngineCounters()
-        self.metrics = metrics or NullSink()
+        self.metrics: MetricsSink = NullSink()
         self.costs = costs
         self._worker_ranks = worker_ranks
         self._in_flight: StepInFlight | None = None
@@ -133,10 +133,12 @@ class SpecEngine:
     def step(self) -> list[TokenDelta]:
         """Run one step over the batch. Return what it emitted."""
         entered = time.perf_counter()
-        step = self._in_flight or self._launch(self._plan(), entered - self._overhead_s)
+        step = self._in_flight or self._launch(None, entered - self._overhead_s)
         if step is None:
             return []
-        self._in_flight = self._launch(self._plan(step.plan), time.perf_counter())
+        self._in_flight = None
+        if self.worker.settings.async_scheduling:
+            self._in_flight = self._launch(step.plan, None)
         return self._finish(step)
 
     def drain(self) -> list[TokenDelta]:
@@ -150,7 +152,6 @@ class SpecEngine:
         return deltas
 
     def _finish(self, step: StepInFlight) -> list[TokenDelta]:
-        """Wait for a step, commit and report it."""
         result = step.pending.result()
         committed = self.scheduler.commit(step.plan, result, Sequence.cut)
         step_ms = self._step_ms(step)
@@ -164,10 +165,10 @@ class SpecEngine:
         """Return whether `step` has anything to do."""
         return self.scheduler.queue.has_work or self._in_flight is not None
 
-    def idle_wait_s(self) -> float | None:
-        """Return the seconds until `use_idle_time` has something to do; None: nothing."""
+    def idle_wait_s(self) -> float:
+        """Return the seconds until `use_idle_time` has something to do, infinite if nothing."""
         if self.costs is None or self.costs.is_final or not self.controller.settings.needs_costs:
-            return None
+            return math.inf
         return self.costs.wait_s()
 
     def use_idle_time(self) -> None:
@@ -257,15 +258,12 @@ class SpecEngine:
         self.controller.forget(seq.request_id)
         self.worker.grammars.forget(seq.request_id)
 
-    def _plan(self, before: ScheduledBatch | None = None) -> ScheduledBatch | None:
-        """Return the next step, or one to launch while `before` is in flight."""
-        if before is not None and not self.worker.settings.async_scheduling:
-            return None
-        return self.scheduler.plan(self.controller.choose_steps, self.worker.max_missing, before)
-
-    def _launch(self, plan: ScheduledBatch | None, started: float) -> StepInFlight | None:
+    def _launch(self, before: ScheduledBatch | None, started: float | None) -> StepInFlight | None:
+        """Launch the next step. started: when the work for it began; None: once it is planned."""
+        plan = self.scheduler.plan(self.controller.choose_steps, self.worker.max_missing, before)
         if plan is None:
             return None
+        started = time.perf_counter() if started is None else started
         reason, notes = self.controller.switch_reason, self.controller.notes
         pending = self.worker.submit(plan)
         return StepInFlight(plan, pending, started, reason and reason.value, notes)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from serve_spec.core.draft import PLAIN
 from serve_spec.core.errors import BrokenLogits, CheckpointError
-from serve_spec.core.request import FinishReason, SamplingParams
+from serve_spec.core.request import SamplingParams
 from serve_spec.core.round import RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.log import get_logger
@@ -44,7 +44,7 @@ def check_first_logits(
             result = worker.execute(plan)
         except BrokenLogits as error:
             raise CheckpointError(f"{target}: {error}") from error
-        scheduler.commit(plan, result, _keep_all)
+        scheduler.commit(plan, result, lambda seq, token_ids: (len(token_ids), None))
     if seq.has_broken_draft:
         logger.warning(
             "%s: draft model produced NaN logits, its drafts are not used; check the checkpoint "
@@ -52,7 +52,3 @@ def check_first_logits(
             draft,
         )
     scheduler.queue.abort(seq.request_id)
-
-
-def _keep_all(seq: Sequence, token_ids: list[int]) -> tuple[int, FinishReason | None]:
-    return len(token_ids), None

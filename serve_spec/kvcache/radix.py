@@ -97,8 +97,6 @@ class PrefixHit:
 
 @dataclass(eq=False, slots=True)
 class _Node:
-    """A page that follows the pages of its ancestors."""
-
     page: int
     key: _Key
     parent: _Node | None

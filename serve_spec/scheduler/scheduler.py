@@ -280,7 +280,6 @@ class Scheduler:
                 self.cache.trim(seq, len(seq) + slots_ahead.get(seq.request_id, 0))
 
     def _forget(self, seq: Sequence) -> None:
-        """Drop the n-gram drafts of a sequence that leaves the batch."""
         if self.drafts.texts is not None:
             self.drafts.texts.forget(seq.request_id)
         self.on_leave(seq)
@@ -295,7 +294,6 @@ def _scheduled_batch(
     follows: bool = False,
     was_postponed: bool = False,
 ) -> ScheduledBatch:
-    """Return the plan of these requests."""
     if not any(req.model_steps for req in reqs):  # no draft model runs, so none extends
         reqs = [req._replace(extends=False) if req.extends else req for req in reqs]
     num_missing = max(req.num_missing if req.extends else 0 for req in reqs)

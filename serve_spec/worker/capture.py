@@ -256,14 +256,12 @@ class CapturedShapes:
         return SpecRuntimeState(shape, extend, draft, verify)
 
     def _largest(self, shape: DraftShape) -> int:
-        """Return the largest batch size that a shape can be chosen for."""
         most = self._buffers.max_requests
         if shape.is_chain and shape.depth == self._deepest:
             return most
         return min(most, self._largest_batch(shape) or most)
 
     def _most_tokens(self, shape: DraftShape) -> int:
-        """Return the most tokens that a step of a shape verifies."""
         return min(self._largest(shape) * (shape.size + 1), self._max_tokens)
 
     def _extends_after(self, shape: DraftShape, sizes: Sequence[StepSize]) -> StageRunner:
@@ -283,7 +281,6 @@ class CapturedShapes:
         return self._captured(partial(self._stages.extend, length), sizes)
 
     def _captured(self, stage: Stage, sizes: Iterable[StepSize]) -> StageRunner:
-        """Capture a stage at every size, the largest first."""
         if self._recorder is None:
             return StageRunner(stage)
         capture = self._recorder.capture
@@ -322,7 +319,6 @@ class CapturedShapes:
         return StageRunner(verify, kept)
 
     def _mixed_stage(self, *, has_trees: bool) -> StageRunner:
-        """Capture the verification of any shape in a mixed prefill-decode batch."""
         most = self._most_drafts(has_trees=has_trees)
         return self._verify_stage(self._mixed_sizes(), most + 1, has_trees=has_trees)
 
@@ -354,7 +350,6 @@ class CapturedShapes:
 
     @contextmanager
     def _reported(self, shape: DraftShape | None) -> Iterator[None]:
-        """Report time and memory of capturing in the block."""
         started, reserved = time.perf_counter(), self._reserved_bytes()
         before = self._num_captured
 
@@ -380,7 +375,6 @@ class CapturedShapes:
         return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
 
     def _no_room_for(self, failed: CaptureReport) -> str:
-        """Return the error message for a device too small for the shapes."""
         shape, max_requests = failed.shape, self._buffers.max_requests
         if shape is None:
             what, remedy = f"max_num_batched_tokens={self._max_tokens}", "max_num_batched_tokens"

@@ -121,8 +121,6 @@ def _scored_places(plan: ScheduledBatch) -> list[int]:
 
 
 def _plain_params(count: int, device: torch.device) -> DrawParams:
-    """Return parameters of `count` draws at temperature 1, without filters."""
-
     def full(*shape: int, value: float = 0, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.full((count, *shape), value, dtype=dtype, device=device)
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from serve_spec.core.draft import TextDrafts, padded_drafts
+from serve_spec.core.draft import TextDrafts
 from serve_spec.core.round import AS_DRAWN, Calibration
 from serve_spec.log import get_logger
 from serve_spec.models.draft import DraftHead
@@ -226,8 +226,8 @@ def _draft_logits(slots: RequestSlots, max_depth: int, head: DraftHead) -> Draft
 
 def _write_rows(table: Tensor, entries: Mapping[int, Sequence[int]]) -> None:
     """Write rows of `table` [B, N], padded."""
-    padded = padded_drafts(entries.values(), table.shape[1])
-    rows = [[number, *row] for number, row in zip(entries, padded, strict=True)]
+    width = table.shape[1]
+    rows = [[number, *row, *[0] * (width - len(row))] for number, row in entries.items()]
     written = to_device(torch.tensor(rows, dtype=torch.int64), table.device)
     table.index_copy_(0, written[:, 0], written[:, 1:].to(table.dtype))
 

@@ -334,7 +334,6 @@ class SpecWorker:
         )
 
     def _admit(self, plan: ScheduledBatch, num_drafts: int) -> None:
-        """Admit so many drafts, on the device."""
         kinds = [req.draft_kind for req in plan.sampling_requests]
         budget = num_drafts, kinds, plan.calibration
         if budget != self._budget:
@@ -344,7 +343,6 @@ class SpecWorker:
         self._written = None  # the device changes `query_lens`
 
     def _write_requests(self, reqs: Sequence[ScheduledRequest]) -> None:
-        """Write the requests of a stage if they have changed."""
         requests = (
             tuple([req.request_slot for req in reqs]),
             tuple([req.num_steps for req in reqs]),

@@ -2,8 +2,8 @@
 
 import json
 import logging
+import math
 import shutil
-from typing import Any
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def test_costs_are_measured_for_ten_seconds_and_without_any_strategy_ema_decides
     ids=["one rank", "two ranks"],
 )
 def test_an_idle_engine_measures_what_the_start_could_not_and_harms_no_prefix(
-    make_llm, budgets, overrides
+    make_llm, threads, budgets, overrides
 ):
     prompts, params = [[7] * 40, [5, 6] * 20], SamplingParams(max_tokens=20, seed=5)
     expected = texts(make_llm().generate(prompts, params))
@@ -74,7 +74,7 @@ def test_an_idle_engine_measures_what_the_start_could_not_and_harms_no_prefix(
     engine = llm.engine
     assert texts(llm.generate(prompts, params)) == expected
     num_rounds = 0
-    while engine.idle_wait_s() is not None:
+    while engine.idle_wait_s() < math.inf:
         engine.use_idle_time()
         engine.scheduler.queue.check_integrity()
         num_rounds += 1
@@ -82,7 +82,7 @@ def test_an_idle_engine_measures_what_the_start_could_not_and_harms_no_prefix(
             assert texts(llm.generate(prompts, params)) == expected
             assert engine.controller.snapshot()["strategy"] == "ema"
     assert num_rounds > 10
-    shown: Any = engine.snapshot()
+    shown = engine.snapshot()
     assert (shown["strategy"], shown["costs"]["state"]) == ("goodput", "measured")
     hits = engine.counters.num_prefix_hit_tokens
     assert texts(llm.generate(prompts, params)) == expected
@@ -125,7 +125,7 @@ HEAD = {"algorithm": "EAGLE3", "num_steps": 2}
     ],
 )
 def test_a_target_whose_logits_are_nan_is_refused_at_load(
-    make_llm, pair, tmp_path, name, overrides
+    make_llm, threads, pair, tmp_path, name, overrides
 ):
     broken = with_nan(pair.target, tmp_path / "broken", name)
     told = r"(broken|rank 1 .*): target model produced NaN logits; check the checkpoint or use dty"
@@ -152,7 +152,7 @@ def test_a_start_names_adaptive_keys_that_have_no_effect(make_llm, tmp_path, cap
 
 
 def test_sound_models_are_not_warned_of_and_the_check_leaves_nothing_behind(make_llm, caplog):
-    shown: Any = make_llm("EAGLE3", 3).engine.snapshot()
+    shown = make_llm("EAGLE3", 3).engine.snapshot()
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert shown["counters"]["steps"] == shown["prefix_cache"]["pages"] == 0
     assert shown["kv"]["free_pages"] == shown["kv"]["total_pages"]

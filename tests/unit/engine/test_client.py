@@ -5,7 +5,6 @@ import itertools
 import threading
 import time
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from msgspec import Raw
@@ -13,12 +12,10 @@ from msgspec import Raw
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import EngineOverloaded, InvalidRequest
 from serve_spec.core.grammar import Grammar
-from serve_spec.core.record import StepRecord
 from serve_spec.core.request import (
     FinishReason,
     SamplingParams,
     SpeculativeOptions,
-    TokenDelta,
 )
 from serve_spec.engine.messages import Add, encode, hang_up
 from tests.helpers.local_engine import LocalEngine
@@ -28,7 +25,7 @@ PROMPT = [10, 20, 30]
 
 @pytest.fixture(scope="module")
 def config(pair):
-    settings: dict[str, Any] = {
+    settings = {
         "model": {"path": str(pair.target), "device": "cpu", "max_model_len": 128},
         "speculative": {
             "speculative_algorithm": "EAGLE3",
@@ -48,14 +45,14 @@ def loop(config):
 
 
 async def collect(stream):
-    deltas: list[TokenDelta] = []
+    deltas = []
     await stream.each(deltas.append)
     return deltas
 
 
 async def begin(stream, count=1):
     """Return the growing list of a stream's deltas once it has some, and a task for its end."""
-    deltas: list[TokenDelta] = []
+    deltas = []
     task = asyncio.create_task(stream.each(deltas.append))
     while len(deltas) < count and not task.done():
         await asyncio.sleep(0.001)
@@ -211,7 +208,7 @@ def test_shutting_down_ends_open_streams(config):
 
 
 def test_rounds_are_reported_to_the_sink(loop):
-    seen: list[StepRecord] = []
+    seen = []
     loop.report_to(SimpleNamespace(observe=seen.append))
 
     async def complete():
@@ -248,7 +245,7 @@ def test_a_bad_grammar_is_refused_to_who_asks_and_others_go_on(loop):
 @pytest.mark.parametrize("compiles", ["client", "engine"])
 def test_who_goes_away_while_its_grammar_is_compiled_is_not_served(loop, monkeypatch, compiles):
     compiling, go_on = threading.Event(), threading.Event()
-    compiler: Any = loop._inputs if compiles == "client" else loop.engine
+    compiler = loop._inputs if compiles == "client" else loop.engine
     check = compiler.check_grammar
 
     def wait(grammar):
@@ -280,7 +277,7 @@ def test_an_idle_loop_measures_missing_costs_while_requests_come_and_go(config, 
         for number in itertools.count():
             deltas = await collect(await loop.submit(PROMPT, params(), str(number)))
             assert tuple(t for delta in deltas for t in delta.token_ids) == expected
-            shown: Any = loop.snapshot()["costs"]
+            shown = loop.snapshot()["costs"]
             if shown["state"] == "measured":
                 return
             await asyncio.sleep(0.02)

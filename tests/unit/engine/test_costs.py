@@ -1,7 +1,5 @@
 """Where costs come from: a named file, one kept, a measurement; and what tells them apart."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -50,7 +48,7 @@ class FakeMeasurement:
         self.outcomes = outcomes or (MEASURED,)
         self.num_rounds = num_rounds
         self.count = 0
-        self.limits: list[float] = []
+        self.limits = []
         self.spent_s = 0.0
 
     def __call__(self, clock, longest_run_s):

@@ -1,12 +1,9 @@
 """Measuring costs: what is run, within which time, and that nobody notices afterwards."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from dataclasses import fields, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +12,7 @@ from hypothesis import strategies as st
 
 from serve_spec.config.root import leaf_sections
 from serve_spec.core.draft import DraftShape
-from serve_spec.core.plan import BatchResult, ScheduledBatch
+from serve_spec.core.plan import BatchResult
 from serve_spec.engine.cost_grid import Point, SyntheticPlans
 from serve_spec.engine.profile import (
     CostGrid,
@@ -37,7 +34,7 @@ class FakeWorker:
     def __init__(self, tiers=range(8), noise=(1.0,)):
         self.states = dict.fromkeys(map(DraftShape.chain, tiers))
         self.now = 1000.0
-        self.plans: list[ScheduledBatch] = []
+        self.plans = []
         self._noise = itertools.cycle(noise)
 
     def clock(self):
@@ -64,7 +61,7 @@ def true_verify_ms(batch_size, num_steps, context):
 
 
 def begun(worker, **changes):
-    settings: dict[str, Any] = {
+    settings = {
         "page_size": 16,
         "num_pages": 2048,
         "max_batch_size": 32,
@@ -279,7 +276,7 @@ def test_a_measurement_may_pause_after_every_round_and_finds_the_same():
 
 
 def test_progress_grows_to_one():
-    shares: list[float] = []
+    shares = []
     finish(begun(FakeWorker(), budget_s=2.0), shares.append)
     assert shares == sorted(shares)
     assert 0 < shares[0] < 0.5
@@ -352,7 +349,7 @@ def test_trees_are_measured_beside_chains_of_the_same_sizes():
     assert {plan.shape for plan in branched} == set(TREES)
     for plan in branched:
         for row in plan.requests:
-            assert (row.num_steps, row.tree_drafts) == (plan.shape.depth, plan.shape.size)
+            assert row.shape == plan.shape
             room = len(row.page_ids) * 16
             slots = row.shape.draft_slots
             assert row.length + slots <= room

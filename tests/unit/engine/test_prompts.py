@@ -1,9 +1,5 @@
 """Prompts of any length begin beside texts that decode, and cost their rounds little."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from serve_spec.core.request import SamplingParams
@@ -13,7 +9,7 @@ def test_newcomers_do_not_make_the_whole_batch_catch_up_wider(make_llm, monkeypa
     """What is left of a prompt's entries is one, and those of the round under way."""
     num_steps = 3
     llm = make_llm("EAGLE3", num_steps, async_scheduling=True, max_num_seqs=3)
-    worker: Any = llm.engine.worker
+    worker = llm.engine.worker
     extend_for, widths = worker.captured.extend_for, []
 
     def noted(num_missing, batch_size):
@@ -43,7 +39,7 @@ def test_a_text_whose_last_token_alone_is_left_to_compute_goes_on_from_it(
     sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 24 - num_left}
     engine = make_llm(algorithm, 2, async_scheduling=False, **sizes).engine
     engine.add(seq := engine.new_sequence("a", prompt, params))
-    said: list[int] = []
+    said = []
     while engine.has_work:
         if len(seq) == 24 and not engine.scheduler.queue.num_preemptions:
             engine.scheduler.queue.preempt(seq)

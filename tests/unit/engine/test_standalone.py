@@ -1,10 +1,7 @@
 """A whole model drafts: here the target itself, which knows what it will say."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -50,7 +47,7 @@ def test_every_draft_of_the_target_itself_is_kept_whatever_happens(
         SamplingParams(max_tokens=rng.randint(5, 60), temperature=0.0, ignore_eos=True)
         for _ in prompts
     ]
-    keys: dict[str, Any] = {"num_pages": 44, "max_num_seqs": 6, "prefix_caching": False}
+    keys = {"num_pages": 44, "max_num_seqs": 6, "prefix_caching": False}
     if text_first:
         keys |= {"speculative_ngram_first": True, "speculative_ngram_min_match_window_size": 1}
     llm = make_llm("STANDALONE", 7, speculative_eagle_topk=3, async_scheduling=ahead, **keys)
@@ -63,7 +60,7 @@ def test_every_draft_of_the_target_itself_is_kept_whatever_happens(
     whole = [
         (row.num_steps, len(tokens) - 1)
         for row, tokens in rounds
-        if row.model_steps and row.tree_drafts in {0, 3, 12, 21}  # others lack room
+        if row.model_steps and row.shape.tree_size in {0, 3, 12, 21}  # others lack room
     ]
     assert len(whole) > 10
     assert all(num_steps == kept for num_steps, kept in whole)
@@ -102,7 +99,7 @@ def test_a_vocabulary_that_is_padded_otherwise_is_no_other_vocabulary(
 
 @pytest.mark.parametrize("integers", INTEGERS)
 def test_most_drafts_of_the_shipped_target_in_integers_are_kept_and_change_no_text(integers):
-    keys: dict[str, Any] = {"device": "cpu", "dtype": "float32", "speculative_adaptive": False}
+    keys = {"device": "cpu", "dtype": "float32", "speculative_adaptive": False}
     copy = {
         "speculative_algorithm": "STANDALONE",
         "speculative_draft_model_path": "asset:tiny/target",

@@ -1,7 +1,5 @@
 """A tokenizer file is read as its makers mean it, and control tokens can be spelt as text."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path
@@ -75,7 +73,7 @@ def test_a_long_text_is_refused_by_its_bytes_or_in_pieces_without_encoding_all_o
     text, monkeypatch
 ):
     tokenizer = Tokenizer(SHIPPED)
-    lengths: list[int] = []
+    lengths = []
     encode = module._encoding
     monkeypatch.setattr(
         module, "_encoding", lambda t, s, **k: lengths.append(len(s)) or encode(t, s, **k)
@@ -151,7 +149,7 @@ def test_what_is_missing_or_broken_is_named(tmp_path):
 
 @pytest.fixture(scope="module")
 def byte_level(tmp_path_factory):
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    folder = tmp_path_factory.mktemp("tokenizer")
     make_tokenizer(folder)
     return Tokenizer(folder)
 

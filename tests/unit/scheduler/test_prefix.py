@@ -6,7 +6,7 @@ import pytest
 
 from serve_spec.config import SchedulerConfig
 from serve_spec.core.draft import DraftShape
-from serve_spec.core.plan import BatchResult, ScheduledBatch
+from serve_spec.core.plan import BatchResult
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculativeOptions, TokenLogprob
 from serve_spec.core.round import RoundSteps
 from serve_spec.core.sequence import Sequence
@@ -44,17 +44,17 @@ class RememberingWorker:
         self.cache = cache
         self.shift = shift
         self.rng = rng
-        self.target: dict[int, Text | None] = {}
-        self.draft: dict[int, Text | None] = {}
-        self.sequences: dict[str, Sequence] = {}
-        self.texts: dict[str, Text] = {}
+        self.target = {}
+        self.draft = {}
+        self.sequences = {}
+        self.texts = {}
         """What the device knows of who is under way; more than the host, by a round."""
-        self.num_entries: dict[str, int] = {}
-        self.counted: dict[str, Text] = {}
+        self.num_entries = {}
+        self.counted = {}
 
     def execute(self, plan):
         known = set(self.cache.tree.page_ids)
-        owners: dict[int, str] = {}
+        owners = {}
         drawn = []
         for row in plan.requests:
             assert row.token_ids, "an empty row"
@@ -62,17 +62,17 @@ class RememberingWorker:
                 self.start_anew(row)
             assert row.request_id in self.texts, "a text starts with a row of a prompt"
             text = self.texts[row.request_id]
-            assert (row.tree_drafts > 0) == (not plan.shape.is_chain and row.num_steps > 0)
+            assert (row.shape.tree_size > 0) == (not plan.shape.is_chain and row.num_steps > 0)
             for page in set(row.page_ids) - known:
                 assert owners.setdefault(page, row.request_id) == row.request_id
             self.read(self.target, row, range(row.start), text, 1)
             num_drafts = max(
-                row.num_draft_tokens, TOPK * (row.num_steps - 1) * bool(row.tree_drafts)
+                row.num_draft_tokens, TOPK * (row.num_steps - 1) * bool(row.shape.tree_size)
             )
             if row.extends:
                 self.catch_up(row, text, num_drafts)
                 assert row.num_missing <= plan.max_missing
-            tokens: list[int] = []
+            tokens = []
             if row.samples:
                 for _ in range(self.rng.randint(0, row.num_steps) + 1):
                     tokens.append(next_token(row.seed, (*text, *tokens)))
@@ -165,7 +165,7 @@ def any_steps(rng, batch):
 
 def traffic(rng):
     """Prompts that go on where others did, under two seeds, so that texts are alike as well."""
-    prompts: list[list[int]] = [[0]]
+    prompts = [[0]]
     for number in range(10_000):
         begin = rng.choice(prompts)
         prompt = [
@@ -203,8 +203,8 @@ def test_what_is_read_is_of_ones_own_text_and_what_is_known_was_committed(
     scheduler = make(num_pages, shift=shift)
     worker = RememberingWorker(scheduler.cache, shift, rng)
     arrivals = traffic(rng)
-    lengths_at_abort: dict[str, int] = {}
-    flight: tuple[ScheduledBatch, BatchResult] | None = None
+    lengths_at_abort = {}
+    flight = None
     num_finished = num_prompts_ahead = 0
     counts = []
 

@@ -225,7 +225,7 @@ def test_prompts_are_cut_small_while_others_decode_and_whole_otherwise():
 def test_the_policy_knows_the_prompts_that_share_the_round_and_their_rows():
     scheduler = make(max_num_batched_tokens=32)
     scheduler.queue.add(sequence("1", 20, max_tokens=9))
-    asked: list[tuple[int, int]] = []
+    asked = []
 
     def choose(batch):
         asked.append((batch.num_prompts, batch.num_prompt_tokens))

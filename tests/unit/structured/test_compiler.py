@@ -1,7 +1,5 @@
 """Masks of the library: those of the language, for hostile grammars a refusal and nothing more."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random
@@ -84,7 +82,7 @@ def shipped_compiler():
 def wander(matcher, seed, end, most):
     """Tokens of a random text, its end among them if it has come to one."""
     rng = random.Random(seed)
-    said: list[int] = []
+    said = []
     while len(said) < most and end not in said:
         said.append(rng.choice(sorted(ids_of(matcher.mask()))))
         if said[-1] != end:
@@ -146,7 +144,7 @@ def chain(inner, num_links):
     return {"$defs": {**links, str(num_links): {"type": "integer"}}, "$ref": "#/$defs/0"}
 
 
-HOSTILE: dict[str, Grammar] = {
+HOSTILE = {
     "no json": Grammar.json_schema("{"),
     "no object": Grammar.json_schema("[]"),
     "a number": Grammar.json_schema("1e999"),
@@ -197,7 +195,7 @@ def test_a_grammar_that_can_not_be_is_refused_in_a_few_words(grammar):
     assert len(str(refusal.value)) < 500
 
 
-HEAVY: dict[str, Grammar] = {
+HEAVY = {
     "items": Grammar.json_schema(chain(lambda link: {"items": {"$ref": link}}, 600)),
     "properties": Grammar.json_schema(
         chain(lambda link: {"properties": {"": {"$ref": link}}}, 500)

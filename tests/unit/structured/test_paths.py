@@ -1,7 +1,5 @@
 """Along every path, a draft is judged by the text before it alone."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +24,7 @@ def test_a_draft_is_legal_where_the_text_before_it_may_go_on_with_it(grammar, tr
     parents = [i - 1 if is_chain else parent % (i + 1) - 1 for i, (_, parent) in enumerate(tree)]
     root, ends = matcher.mask(), byte_compiler().ends
     assert root is not None
-    depths: list[int] = []
+    depths = []
 
     def mask_at(depth):
         depths.append(depth)

@@ -33,7 +33,7 @@ def test_padding_wastes_at_most_a_quarter_where_tokens_are_expensive(tokens):
 
 
 def test_a_stage_runs_at_the_smallest_size_that_holds_it_or_as_it_is():
-    ran: list[StepSize] = []
+    ran = []
 
     def captured(*sizes):
         return StageRunner(ran.append, {size: lambda size=size: ran.append(size) for size in sizes})

@@ -1,10 +1,7 @@
 """Verification of steps whose target knows the last token alone: the real operations."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -52,7 +49,7 @@ class Requests:
             logits = DraftLogits.create((count, MAX_DEPTH, vocab), None, vocab, CPU)
             self.buffers.draft_logits = logits
         self.verifier = Verifier(MAX_DEPTH, CPU, synthetic_acceptance, method)
-        self._target: Any = SimpleNamespace(
+        self._target = SimpleNamespace(
             model=SimpleNamespace(
                 forward=lambda ids, *_: SimpleNamespace(hidden=ids, features=None),
                 logits=lambda hidden: target[hidden].clone(),
@@ -117,8 +114,7 @@ def forced(acceptance, num_steps):
     words = torch.tensor([seed_words(seed) for seed in range(len(num_steps))], dtype=torch.int32)
     steps = torch.tensor(num_steps, dtype=torch.int32)
     at = torch.full((len(num_steps),), 100)
-    found: list[int] = forced_counts(words, at, steps, survival_table(acceptance, 8)).tolist()
-    return found
+    return forced_counts(words, at, steps, survival_table(acceptance, 8)).tolist()
 
 
 @given(st.integers(1, 8), st.floats(0, 1))
