@@ -9,9 +9,14 @@ import pytest
 import torch
 
 from serve_spec import LLM
+from serve_spec.config import ConfigError, ServeSpecConfig
+from serve_spec.config.algorithms import ALGORITHMS, Algorithm
 from serve_spec.core.errors import CheckpointError
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine import build
+from serve_spec.models import load_target
+from serve_spec.models.standalone import Standalone
+from serve_spec.parallel import worker_ranks
 from serve_spec.parallel.worker_ranks import RankLost
 from tests.helpers.checkpoints import (
     make_target,
@@ -125,8 +130,9 @@ HEAD = {"algorithm": "EAGLE3", "num_steps": 2}
     ],
 )
 def test_a_target_whose_logits_are_nan_is_refused_at_load(
-    make_llm, threads, pair, tmp_path, name, overrides
+    make_llm, threads, pair, tmp_path, monkeypatch, name, overrides
 ):
+    monkeypatch.setattr(worker_ranks, "_NOTICE_S", 1.0)
     broken = with_nan(pair.target, tmp_path / "broken", name)
     told = r"(broken|rank 1 .*): target model produced NaN logits; check the checkpoint or use dty"
     with pytest.raises((CheckpointError, RankLost), match=told):
@@ -175,3 +181,32 @@ def test_a_tokenizer_of_another_model_is_refused(pair, tmp_path):
     path.write_text(json.dumps(tokenizer))
     with pytest.raises(CheckpointError, match=r"tokenizer\.json has 299 tokens"):
         LLM({"model": {"path": str(target), "device": "cpu"}})
+
+
+PROMPTS = [[5, 6, 7, 5], [9, 8, 9, 8, 9]]
+GREEDY = SamplingParams(max_tokens=13, temperature=0.0, ignore_eos=True)
+
+
+def build_twin(path, target, options, dtype):
+    """The target once more."""
+    return Standalone(load_target(path, dtype, max_model_len=target.max_model_len))
+
+
+def test_a_model_that_is_registered_drafts(make_llm, pair, monkeypatch):
+    monkeypatch.setitem(ALGORITHMS, "TWIN", Algorithm(f"{__name__}:build_twin"))
+    folder = str(pair.target)
+    llm = make_llm("TWIN", 3, speculative_draft_model_path=folder)
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert texts(outputs) == texts(make_llm().generate(PROMPTS, GREEDY))
+    for output in outputs:
+        assert output.speculation.num_correct_drafts == output.speculation.num_draft_tokens > 0
+
+
+def test_a_name_that_nobody_registered_is_refused_with_those_that_are(pair):
+    with pytest.raises(ConfigError, match=r"speculative_algorithm='STUTTER': use NONE or .*MEDUSA"):
+        ServeSpecConfig.load({"model": {"path": str(pair.target)}}, speculative_algorithm="STUTTER")
+
+
+def test_more_drafts_than_there_are_heads_are_refused(make_llm):
+    with pytest.raises(ValueError, match=r"speculative_num_steps=5.*the draft supports at most 4"):
+        make_llm("MEDUSA", 5)
