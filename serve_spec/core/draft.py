@@ -19,7 +19,7 @@ beam                 the topk tokens of a tree's level that have children
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, Protocol
@@ -87,11 +87,6 @@ def _chain(depth: int) -> DraftShape:
 
 PLAIN = DraftShape.chain(0)
 """No drafting."""
-
-
-def padded_drafts(drafts: Iterable[Sequence[int]], width: int) -> list[list[int]]:
-    """Return the n-gram drafts of each request, padded with zeros to `width`."""
-    return [[*entries, *[0] * (width - len(entries))] for entries in drafts]
 
 
 class TextDrafts(NamedTuple):

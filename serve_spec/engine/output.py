@@ -111,7 +111,8 @@ class OutputText:
             for count, token in enumerate(added, start=1):
                 self._num_tokens += 1
                 self._ids.append(token)
-                if self._stops(self._read_to(len(self._ids))):
+                num_new = self._read_to(len(self._ids))
+                if self._num_tokens > self._min_tokens and self._cut_at_stop(num_new):
                     return count
         self.finish_reason = reason
         return len(token_ids)
@@ -130,7 +131,6 @@ class OutputText:
         return new
 
     def _decoded(self, end: int) -> str:
-        """Return the text of the context and the tokens up to `end`."""
         return self._tokenizer.decode(self._ids[self._context_start : end])
 
     def _begin_context(self, start: int) -> None:
@@ -158,10 +158,6 @@ class OutputText:
         if end - self._context_start > _LONGEST_CONTEXT_TOKENS:
             self._begin_context(end - _CONTEXT_TOKENS)
         return len(new)
-
-    def _stops(self, num_new: int) -> bool:
-        """Cut `text` at a stop string past `min_tokens`. Return whether there was one."""
-        return self._num_tokens > self._min_tokens and self._cut_at_stop(num_new)
 
     def _cut_at_stop(self, num_new: int) -> bool:
         """Cut `text` at the earliest stop string that ends in its last `num_new` characters."""

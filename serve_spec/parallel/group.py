@@ -115,7 +115,9 @@ class DeviceGroup(TensorParallel):
         if device.type == "cpu":
             self._sum.timeout = self._gather.timeout = _STEP_TIMEOUT
         else:
-            self._shared_sum = _open_shared_sum(self, store, device)
+            from serve_spec.parallel.shared_sum import open_shared_sum  # not for CPUs
+
+            self._shared_sum = open_shared_sum(self, store, device)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `TensorParallel`; x is contiguous."""
@@ -237,12 +239,6 @@ def _gloo(store: Store, rank: int, size: int, host: str) -> ProcessGroupGloo:
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = _TIMEOUT
     return ProcessGroupGloo(store, rank, size, options)
-
-
-def _open_shared_sum(group: DeviceGroup, store: Store, device: torch.device) -> SharedSum | None:
-    from serve_spec.parallel.shared_sum import open_shared_sum  # not for CPUs
-
-    return open_shared_sum(group, store, device)
 
 
 def _nccl(store: Store, rank: int, size: int) -> Any:

@@ -222,7 +222,6 @@ def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def _rendezvous(own: Tensor, rank: int, size: int, store: Store) -> Any:
-    """Return torch's handle to the memory of all ranks."""
     torch_groups: Any = torch._C._distributed_c10d
     # torch finds the store by the name of a group; one without a backend is enough. The group does
     # not keep what Python makes of a store, so that has to live until all have met.
@@ -268,7 +267,6 @@ class _RelativeKeys(Store):
 
 
 def _try(shared: SharedSum, rank: int, size: int, device: torch.device) -> None:
-    """Raise if sums are wrong or do not end."""
     with torch.cuda.device(device):
         for num_bytes in _TRIAL_BYTES:
             for turn in range(_TRIAL_TURNS):

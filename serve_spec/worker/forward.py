@@ -176,7 +176,6 @@ class _StepLayout(NamedTuple):
 def _lay_out_step(
     pool: PagedKVPool, buffers: StepBuffers, size: StepSize, max_query_len: int, *, has_trees: bool
 ) -> _StepLayout:
-    """Lay out the tokens of a step; see `run_target`."""
     slots, chunks = buffers.slots, buffers.chunks
     request_slots = buffers.request_slots[: size.requests]
     query_lens = buffers.query_lens[: size.requests]

@@ -7,7 +7,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from serve_spec.core.request import FinishReason, SpeculationStats, TokenLogprob
-from serve_spec.engine.token_bytes import TokenBytes
+from serve_spec.engine.tokenizer import TokenBytes
 from serve_spec.serving.answers import (
     AnswerHead,
     ChatFormat,

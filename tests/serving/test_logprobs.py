@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.request import TokenLogprob
-from serve_spec.engine.token_bytes import TokenBytes
+from serve_spec.engine.tokenizer import TokenBytes
 from serve_spec.serving.logprobs import (
     EchoOffsets,
     TextOffsets,

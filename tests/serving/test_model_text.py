@@ -7,8 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from serve_spec.config.engine import ModelConfig
 from serve_spec.core.errors import InvalidRequest
-from serve_spec.engine.token_bytes import TokenBytes
-from serve_spec.engine.tokenizer import Tokenizer
+from serve_spec.engine.tokenizer import TokenBytes, Tokenizer
 from serve_spec.serving.errors import ApiError
 from serve_spec.serving.model_text import ModelText
 from serve_spec.serving.openai import ChatRequest

@@ -90,7 +90,7 @@ def test_an_engine_beside_another_has_room_for_the_same_trees(tmp_path_factory):
 @pytest.mark.parametrize("num_turns", [7, 500])
 def test_taking_turns_changes_neither_texts_nor_steps(engine, num_turns):
     """Where steps are launched ahead, texts only: a turn ends with none in flight."""
-    ahead = engine.worker.limits.async_scheduling
+    ahead = engine.worker.settings.async_scheduling
     loops = {name: loop_beside(engine, name) for name in POLICIES}
     rounds: dict[str, list[MeasuredStep]] = {name: [] for name in POLICIES}
     rng = random.Random(num_turns)

@@ -1,9 +1,5 @@
 """torch_compile changes what computes the layers, never a text. Float32."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -22,7 +18,7 @@ PARAMS = [
 
 def models(llm):
     """Target and head."""
-    worker: Any = llm.engine.worker
+    worker = llm.engine.worker
     return [worker.target.model, worker.drafter.head]
 
 

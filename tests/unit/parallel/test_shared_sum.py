@@ -1,7 +1,5 @@
 """How ranks come to share memory, or agree not to; sums of several processes in one memory."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import subprocess
@@ -137,7 +135,7 @@ class Alone:
 
 
 def test_memory_that_failed_its_trial_is_given_back_at_once(monkeypatch):
-    taken: list[weakref.ref[torch.Tensor]] = []
+    taken = []
 
     def allocate(device, size):
         memory = torch.zeros(size, device=device)
