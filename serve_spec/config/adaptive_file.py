@@ -55,8 +55,8 @@ _TREES_FIX = (
     "give pairs [num_steps, num_draft_tokens], root included, such as [[4, 16], [2, 6]]; []: "
     "chains only"
 )
-# Strategies that do not read every key of a slot.
-_READ_BY: Mapping[str, tuple[str, ...]] = {
+# Keys of a slot that a strategy reads, if not all.
+READ_BY: Mapping[str, tuple[str, ...]] = {
     "goodput": ("candidate_steps", "candidate_trees"),
     "per_request": ("candidate_steps",),
     "static": (),
@@ -176,13 +176,6 @@ def parse_slot(
         name = ".".join(filter(None, [where, "candidate_steps"]))
         raise ConfigError(f"{name}: missing; {_STEPS_FIX}")
     return validate(SlotConfig, {**(shared or {}), **own}, where=where)
-
-
-def ignored_keys(slots: Mapping[int, SlotConfig], strategy: str) -> list[str]:
-    """Return the keys of `slots` that a strategy does not read, in the order of their fields."""
-    read = _READ_BY.get(strategy, SlotConfig.model_fields)
-    given = set().union(*(slot.model_fields_set for slot in slots.values()))
-    return [key for key in SlotConfig.model_fields if key in given and key not in read]
 
 
 def _is_depth(value: object) -> bool:

@@ -11,16 +11,16 @@ from pydantic import (
     AfterValidator,
     Field,
     ValidationInfo,
-    create_model,
     field_validator,
     model_validator,
 )
 
 from serve_spec.config.adaptive_file import (
     MAX_STEPS,
+    READ_BY,
     AdaptiveSource,
     Preset,
-    ignored_keys,
+    SlotConfig,
     load_slots,
 )
 from serve_spec.config.algorithms import ALGORITHMS
@@ -253,9 +253,12 @@ def ignored_adaptive_keys(config: SpeculativeConfig) -> str:
     if source is None:
         return ""
     strategy = config.speculative_adaptive_strategy if config.speculative_adaptive else "static"
-    ignored = ", ".join(ignored_keys(load_slots(source), strategy))
+    given = set().union(*(slot.model_fields_set for slot in load_slots(source).values()))
+    read = READ_BY.get(strategy, tuple(given))
+    ignored = [key for key in SlotConfig.model_fields if key in given and key not in read]
     which = f"strategy {strategy!r}" if config.speculative_adaptive else "a fixed depth"
-    return ignored and f"speculative_adaptive_config='{source}': {which} ignores {ignored}"
+    told = f"speculative_adaptive_config='{source}': {which} ignores {', '.join(ignored)}"
+    return told if ignored else ""
 
 
 def _refuse(config: SpeculativeConfig, key: str, fix: str) -> NoReturn:
@@ -343,49 +346,41 @@ def _check_listed_trees(config: SpeculativeConfig) -> None:
 
 def _check_rejection(config: SpeculativeConfig) -> None:
     """Refuse what does not work with rejection sampling."""
-    key, chain = "rejection_sample_method", "give speculative_eagle_topk=1 instead of"
+    key = "rejection_sample_method"
     if config.text_algorithm is not None:
         fix = "n-gram drafts come from no distribution; leave it out, or use coupled"
         _refuse(config, key, fix)
     if config.topk > 1:
-        fix = f"it verifies chains only; {chain} {config.topk}, or use coupled"
-        _refuse(config, key, fix)
+        chain = f"give speculative_eagle_topk=1 instead of {config.topk}"
+        _refuse(config, key, f"it verifies chains only; {chain}, or use coupled")
     if config.synthetic_acceptance is not None:
         fix = "synthetic_acceptance decides by itself how many drafts are kept; leave one out"
         _refuse(config, key, fix)
 
 
-_LIVE = (
-    *("speculative_adaptive", "speculative_adaptive_strategy", "speculative_per_sequence"),
-    *("speculative_num_steps", "min_dwell_rounds"),
-)
-_FIELDS: Any = {
-    name: (field.annotation, field) for name, field in SpeculativeConfig.model_fields.items()
-}
-_PolicyUpdate = create_model(
-    "_PolicyUpdate",
-    __base__=StrictModel,
-    **{name: _FIELDS[name] for name in _LIVE},
-    speculative_num_draft_tokens=(
-        int | None,
-        Field(
-            None,
-            ge=2,
-            le=MAX_STEPS + 1,
-            description="Tokens of the tree of strategy static, root included; null: chains.",
-        ),
-    ),
-    speculative_adaptive_config=(
-        Annotated[Mapping[str, object] | Preset | Path | None, AfterValidator(_loadable)],
-        Field(
-            None, description="Candidate steps per batch size: a mapping, a JSON file, or a preset."
-        ),
-    ),
-)
+class _PolicyUpdate(StrictModel):
+    """Settings that may change while the engine runs."""
+
+    speculative_adaptive: bool = True
+    """Adapt the number of draft steps to measurements."""
+    speculative_adaptive_strategy: Strategy = "goodput"
+    """Strategy that picks the depth."""
+    speculative_per_sequence: bool = True
+    """Let goodput choose which drafts of the batch are verified."""
+    speculative_num_steps: int = Field(3, ge=0, le=MAX_STEPS)
+    """Draft steps of strategy static."""
+    speculative_num_draft_tokens: int | None = Field(None, ge=2, le=MAX_STEPS + 1)
+    """Tokens of the tree of strategy static, root included; null: chains."""
+    speculative_adaptive_config: Annotated[
+        Mapping[str, object] | Preset | Path | None, AfterValidator(_loadable)
+    ] = None
+    """Candidate steps per batch size: a mapping, a JSON file, or a preset."""
+    min_dwell_rounds: int = Field(8, ge=0)
+    """Minimum number of rounds between two changes of depth."""
 
 
 def parse_update(settings: Mapping[str, object]) -> dict[str, Any]:
-    """Return the policy settings to change while the engine runs; omitted keys stay configured.
+    """Validate a change of policy settings; return the keys that were given.
 
     Raises:
         ConfigError: a key is unknown or a value invalid.
