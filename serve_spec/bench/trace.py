@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from tqdm import tqdm
 
-from serve_spec.adaptive.calibration import DraftCalibration
+from serve_spec.adaptive.drafts import DraftCalibration
 from serve_spec.bench.command import configured, overrides
 from serve_spec.bench.harness import sampling_params
 from serve_spec.bench.report import table
