@@ -34,7 +34,7 @@ from torch.utils.benchmark import Timer
 
 from benchmarks.steady import Controllers, SteadyLoad, figures, run_variants, with_room
 from serve_spec.adaptive import AdaptiveController
-from serve_spec.bench.arguments import add_configuration, configured
+from serve_spec.bench.command import add_configuration, configured
 from serve_spec.bench.report import environment, print_record
 from serve_spec.bench.variants import make_variants
 from serve_spec.core.record import StepRecord

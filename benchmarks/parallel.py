@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.multiprocessing import spawn
 
 from benchmarks.steady import SteadyLoad, figures, run_variants, with_room
-from serve_spec.bench.arguments import add_configuration, configured
+from serve_spec.bench.command import add_configuration, configured
 from serve_spec.bench.report import environment, print_record
 from serve_spec.bench.variants import make_variants
 from serve_spec.config import ServeSpecConfig

@@ -29,10 +29,7 @@ from benchmarks.simulator import Simulator
 from tests.helpers.simulated_costs import noisy
 
 PACKAGE = "serve_spec.adaptive"
-MODULES = (
-    *("goodput", "exploration", "drafts", "planner", "costs"),
-    "calibration",
-)
+MODULES = ("goodput", "exploration", "drafts", "planner", "costs")
 SIZES = {"h200": (1, 16, 64, 256), "cpu": (1, 4, 16, 64)}
 FACTORS = {"half": 0.5, "double": 2.0}
 NUM_WORKERS = 2

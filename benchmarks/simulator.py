@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from benchmarks.phases import Phase
 from serve_spec.adaptive import AdaptiveController
-from serve_spec.adaptive.calibration import logits
+from serve_spec.adaptive.drafts import logits
 from serve_spec.adaptive.policy import StepPolicy
 from serve_spec.bench.trace import TraceSet
 from serve_spec.core.draft import PLAIN, DraftShape

@@ -111,7 +111,7 @@ class AdaptiveController:
     def reconfigure(self, settings: Mapping[str, Any]) -> None:
         """Replace the policy between rounds, at the shape of now; counts survive.
 
-        settings: keys of `PolicyUpdate`; those left out are as configured at start.
+        settings: see `config.speculative.parse_update`; those left out are as configured at start.
 
         Raises:
             ConfigError: unknown or invalid, or a shape the worker did not build; nothing changed.

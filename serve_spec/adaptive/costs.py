@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from serve_spec.adaptive.calibration import Floats
+from serve_spec.adaptive.drafts import Floats
 from serve_spec.config.cost_table import CostSurface, CostTable, Grid
 from serve_spec.core.draft import PLAIN, DraftShape
 

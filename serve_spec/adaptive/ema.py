@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from serve_spec.adaptive.policy import StepPolicy
 from serve_spec.config.adaptive_file import (
     AdaptiveSource,
     SlotConfig,
@@ -158,7 +159,7 @@ class AdaptiveSpeculativeParams:
         return sizes and [size for size in sizes if self.slot_key(size) in reaching]
 
 
-class EmaPolicy:
+class EmaPolicy(StepPolicy):
     """`AdaptiveSpeculativeParams`, fed with fresh results. Trees, by slot, replace chains."""
 
     def __init__(
@@ -189,10 +190,7 @@ class EmaPolicy:
             reqs = zip(steps_per_req, num_correct_drafts_per_req, strict=True)
             self._params.on_verify_complete([kept for k, kept in reqs if k == depth], size)
 
-    def forget(self, request_id: str) -> None:
-        """Do nothing: no state is kept by request."""
-
-    def snapshot(self) -> dict[str, object]:
+    def snapshot(self) -> dict[str, Any]:
         """Return every slot by its key, and the slot of the last batch."""
         return {
             "strategy": "ema",

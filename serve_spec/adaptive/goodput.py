@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from serve_spec.adaptive.costs import Costs, Work, bucket
 from serve_spec.adaptive.drafts import DraftKnowledge
 from serve_spec.adaptive.exploration import EXPLORE_AFTER, PLAN_ROUNDS, Exploration, SpeedGuard
 from serve_spec.adaptive.planner import Candidate, Load, Planner, PromptLoad
+from serve_spec.adaptive.policy import StepPolicy
 from serve_spec.adaptive.trees import AllowedShapes
 from serve_spec.config.cost_table import CostTable
 from serve_spec.core.draft import PLAIN, DraftShape
@@ -27,7 +29,7 @@ MOVE_GAIN = 1.015
 """Predicted gain that changes the depth; turning off needs none."""
 
 
-class GoodputPolicy:
+class GoodputPolicy(StepPolicy):
     """Picks the depth and the budget of drafts that maximise expected goodput.
 
     allowed: shapes that it may choose.
@@ -119,9 +121,6 @@ class GoodputPolicy:
         """Keep a round until the next plan, unless an earlier policy asked for it."""
         if record.shape in self.shapes:
             self._to_learn.append(record)
-
-    def forget(self, request_id: str) -> None:
-        """Do nothing: no state is kept by request."""
 
     def _learn(self) -> None:
         records, self._to_learn = self._to_learn, []
@@ -233,7 +232,7 @@ class GoodputPolicy:
         self.last_reason = Reason.STEADY if best is present else Reason.RANGE if moved else gained
         return best
 
-    def snapshot(self) -> dict[str, object]:
+    def snapshot(self) -> dict[str, Any]:
         """Return predicted goodput of every candidate, costs, guards and exploration."""
         chosen, found, size = self._chosen, self._candidates, self._load.work.size
         chains = {str(shape): each for shape, each in found.items() if shape.is_chain}

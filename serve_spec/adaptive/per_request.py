@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from functools import partial
+from typing import Any
 
+from serve_spec.adaptive.policy import StepPolicy
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.record import StepRecord
 from serve_spec.core.round import DecodeBatch, Reason, RoundSteps
@@ -51,7 +53,7 @@ class AdaptiveSpeculator:
         return self.num_steps != before
 
 
-class PerRequestPolicy:
+class PerRequestPolicy(StepPolicy):
     """One `AdaptiveSpeculator` per request; it lives as long as the request is in the batch."""
 
     last_reason = Reason.STEADY
@@ -80,7 +82,7 @@ class PerRequestPolicy:
         """Drop the request's history."""
         self._speculators.pop(request_id, None)
 
-    def snapshot(self) -> dict[str, object]:
+    def snapshot(self) -> dict[str, Any]:
         """Return how many requests are at which number of steps."""
         # A copy first: the engine's thread may add a request meanwhile.
         steps = Counter(each.num_steps for each in list(self._speculators.values()))

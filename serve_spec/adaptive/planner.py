@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from serve_spec.adaptive.calibration import Floats
 from serve_spec.adaptive.costs import Costs, Work
-from serve_spec.adaptive.drafts import SAMPLE_REQUESTS
+from serve_spec.adaptive.drafts import SAMPLE_REQUESTS, Floats
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.record import StepRecord
 

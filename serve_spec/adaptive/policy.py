@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.record import StepRecord
 from serve_spec.core.round import DecodeBatch, Reason, RoundSteps
 
 
-class StepPolicy(Protocol):
+class StepPolicy(ABC):
     """Picks how many drafts the next round verifies. Times come with the records."""
 
-    @property
-    def shapes(self) -> tuple[DraftShape, ...]:
-        """Return every shape that the policy may choose."""
+    shapes: tuple[DraftShape, ...]  # every shape that it may choose
+    last_reason: Reason  # why the shape returned last was chosen
 
-    @property
-    def last_reason(self) -> Reason:
-        """Why the shape returned last was chosen."""
-
+    @abstractmethod
     def choose(self, batch: DecodeBatch) -> RoundSteps:
         """Return the next round's shape and, if requests differ, their levels; batch.size ≥ 1."""
 
-    def observe(self, record: StepRecord) -> None:
-        """Learn from one step."""
-
-    def forget(self, request_id: str) -> None:
-        """Drop what is known of a request that left the batch, however it left."""
-
+    @abstractmethod
     def snapshot(self) -> dict[str, Any]:
         """Return what an operator should see of it, JSON-able; `slots` by name, if it has any."""
 
+    def observe(self, record: StepRecord) -> None:  # noqa: B027
+        """Learn from one step; by default nothing."""
 
-class StaticPolicy:
+    def forget(self, request_id: str) -> None:  # noqa: B027
+        """Drop what is known of a request that left the batch, however it left."""
+
+
+class StaticPolicy(StepPolicy):
     """Always the same shape; `PLAIN` is plain decoding."""
 
     def __init__(self, shape: DraftShape, reason: Reason = Reason.STATIC) -> None:
@@ -44,12 +42,6 @@ class StaticPolicy:
         """Return the one shape."""
         return RoundSteps(self.shapes[0])
 
-    def observe(self, record: StepRecord) -> None:
-        """Learn nothing."""
-
-    def forget(self, request_id: str) -> None:
-        """Do nothing: no state is kept by request."""
-
-    def snapshot(self) -> dict[str, object]:
+    def snapshot(self) -> dict[str, Any]:
         """Return its name."""
         return {"strategy": "static"}

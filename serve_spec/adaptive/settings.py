@@ -64,7 +64,7 @@ class PolicySettings:
 
     def changed(self, settings: Mapping[str, Any]) -> PolicySettings:
         """Return these settings with a live change; raise ConfigError if any of it is invalid."""
-        given = parse_update(settings).explicit_fields()
+        given = parse_update(settings)
         changes = {field: given[key] for key, field in _FIELDS.items() if key in given}
         if "speculative_adaptive_config" in given:
             source = given["speculative_adaptive_config"]

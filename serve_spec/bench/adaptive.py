@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.bench.adaptive_report import plot, summary, tables, trial_figures
-from serve_spec.bench.arguments import configured
+from serve_spec.bench.command import configured
 from serve_spec.bench.harness import ClosedLoop, engine_beside, equal_prefixes
 from serve_spec.bench.report import (
     Record,

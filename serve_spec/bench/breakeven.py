@@ -34,18 +34,6 @@ class BreakEven(NamedTuple):
     num_steps: int
 
 
-def round_times(
-    *, draft_ms: float, target_ms: float, verify_ms_per_row: float, batch_size: int, max_steps: int
-) -> list[float]:
-    """Compute t(K) for K = 0..max_steps, in ms.
-
-    draft_ms: time of a draft step of the batch. target_ms: time of a round without drafts.
-    verify_ms_per_row: time that each drafted token adds to the target's forward pass.
-    """
-    step_ms = draft_ms + verify_ms_per_row * batch_size
-    return [target_ms + num_steps * step_ms for num_steps in range(max_steps + 1)]
-
-
 def tokens_per_round(accept_rate: float, num_steps: int) -> float:
     """Compute n(a, K), the mean tokens of a request per round: 1 to K+1."""
     tokens = 1.0
@@ -136,14 +124,8 @@ def _given_times(args: argparse.Namespace) -> dict[int, list[float]]:
     _check("batch_size", batch_size, batch_size >= 1, "give at least 1")
     max_steps = 8 if args.max_steps is None else args.max_steps
     _check("max_steps", max_steps, max_steps >= 1, "give at least 1")
-    times = round_times(
-        draft_ms=args.draft_ms,
-        target_ms=args.target_ms,
-        verify_ms_per_row=row_ms,
-        batch_size=batch_size,
-        max_steps=max_steps,
-    )
-    return {batch_size: times}
+    step_ms = args.draft_ms + row_ms * batch_size
+    return {batch_size: [args.target_ms + k * step_ms for k in range(max_steps + 1)]}
 
 
 def _measured_times(args: argparse.Namespace, costs: CostTable) -> dict[int, list[float]]:

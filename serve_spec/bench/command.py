@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from serve_spec.bench.arguments import (
-    HelpFormatter,
-    add_comparison,
-    add_configuration,
-    add_outputs,
-    at_least,
-    positive,
-    rate_range,
-    tree_size,
-)
 from serve_spec.bench.variants import ADAPTIVE_VARIANTS
 from serve_spec.bench.workload import (
     CLASSES,
@@ -25,6 +16,57 @@ from serve_spec.bench.workload import (
     OUTPUT_TOKENS,
     STEADY_TOKENS,
 )
+from serve_spec.config import ServeSpecConfig
+from serve_spec.config.root import parse_override
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Help formatter that shows defaults and keeps line breaks of descriptions."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        default, text = action.default, action.help or ""
+        if default in (None, False, argparse.SUPPRESS, []) or "default" in text:
+            return text
+        shown = " ".join(map(str, default)) if isinstance(default, list | tuple) else default
+        return f"{text} (default: {shown})"
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a parser of integers ≥ `least`."""
+
+    def integer(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text} is below {least}")
+        return value
+
+    return integer
+
+
+def positive(text: str) -> float:
+    """Parse a positive number."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def rate_range(text: str) -> tuple[float, float]:
+    """Parse FROM:TO."""
+    first, _, last = text.partition(":")
+    return positive(first), positive(last)
+
+
+def tree_size(text: str) -> tuple[int, int]:
+    """Parse LEVELSxDRAFTS of a tree, such as 4x15, without the root."""
+    found = re.fullmatch(r"(\d+)x(\d+)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: give LEVELSxDRAFTS, such as 4x15")
+    return int(found[1]), int(found[2])
+
 
 _COUNT = at_least(1)
 
@@ -36,6 +78,28 @@ class Benchmark(NamedTuple):
     add_flags: Callable[[argparse.ArgumentParser], None]
     module: str
     about: str = ""
+
+
+def overrides(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the configuration keys of the command line; the prefix cache is off by default.
+
+    Variants run the same prompts, so one would fill the cache of the next.
+
+    Raises:
+        ConfigError: --set is not KEY=VALUE.
+    """
+    named = {key: getattr(args, key) for key in ("device", "dtype")}
+    given = {key: value for key, value in named.items() if value is not None}
+    return {"prefix_caching": False, **given, **dict(map(parse_override, args.set))}
+
+
+def configured(args: argparse.Namespace) -> ServeSpecConfig:
+    """Return the configuration with the overrides of the command line.
+
+    Raises:
+        ConfigError: it is missing or invalid.
+    """
+    return ServeSpecConfig.load(args.config, **overrides(args))
 
 
 def main(argv: list[str], prog: str = "serve-spec bench") -> int:
@@ -57,6 +121,27 @@ def main(argv: list[str], prog: str = "serve-spec bench") -> int:
 
 
 # fmt: off
+def add_configuration(parser: argparse.ArgumentParser, *, config: bool = True) -> None:
+    """Add --device, --dtype, --set and, unless it is positional, --config."""
+    add = parser.add_argument
+    if config:
+        add("--config", default="configs/tiny.yaml", metavar="FILE", help="configuration (YAML)")
+    add("--device", metavar="DEVICE", help="override of the configured device")
+    add("--dtype", metavar="DTYPE", help="override of the configured dtype")
+    add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="override of any other key")
+
+
+def _add_outputs(parser: argparse._ActionsContainer, *, compares: bool = True) -> None:
+    """Add --json, --plot and, for benchmarks that compare texts, --allow-differences."""
+    add = parser.add_argument
+    if compares:
+        add("--allow-differences", action="store_true",
+            help="exit with 0 even if texts differ, as they may in bfloat16")
+    add("--json", type=Path, metavar="FILE",
+        help="file to append every record to, as JSON lines while the benchmark runs")
+    add("--plot", type=Path, metavar="FILE", help="PNG file to draw")
+
+
 def _adaptive(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_configuration(parser)
@@ -80,8 +165,7 @@ def _adaptive(parser: argparse.ArgumentParser) -> None:
     add("--repetitions", type=_COUNT, default=3, metavar="N", help="runs of every phase")
     add("--trial-ms", "--turn-ms", type=positive, metavar="MS", help="length of a trial in ms of "
         "plain decoding (default: 100 on a CPU, 400 on a GPU)")
-    add_comparison(parser)
-    add_outputs(parser)
+    _add_outputs(parser)
     add("--from-json", type=Path, metavar="FILE",
         help="file whose last run is shown instead of a new one")
 
@@ -102,8 +186,7 @@ def _offline(parser: argparse.ArgumentParser) -> None:
     add("--repetitions", type=_COUNT, default=3, metavar="N", help="runs of every variant")
     add("--packages", nargs="+", default=list(HELD_OUT_PACKAGES), metavar="NAME",
         help="installed packages whose source files are the prompts")
-    add_comparison(parser)
-    add_outputs(parser)
+    _add_outputs(parser)
 
 
 def _online(parser: argparse.ArgumentParser) -> None:
@@ -174,8 +257,7 @@ def _online_report(group: argparse._ArgumentGroup) -> None:
         help="configuration of an engine without HTTP, to compare with")
     add("--set", nargs="+", default=[], metavar="KEY=VALUE",
         help="override of a key of --compare-offline")
-    add_comparison(group)
-    add_outputs(group)
+    _add_outputs(group)
 
 
 def _trace(parser: argparse.ArgumentParser) -> None:
@@ -225,7 +307,7 @@ def _breakeven(parser: argparse.ArgumentParser) -> None:
         help="context tokens per request (default: the shortest of the table)")
     measured("--sampled", action="store_true", help="requests with a temperature above 0")
     add("--max-steps", type=int, metavar="K", help="deepest K (default: 8, or the table's)")
-    add_outputs(parser)
+    _add_outputs(parser, compares=False)
 
 # fmt: on
 

@@ -9,7 +9,7 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from statistics import fmean, harmonic_mean
 
@@ -34,20 +34,18 @@ class MeasuredStep:
     record: StepRecord
 
 
-@dataclass(frozen=True)
-class _Recorder:
-    records: list[StepRecord]
+class _Recorder(list[StepRecord]):
+    """A metrics sink that keeps every record."""
 
-    def observe(self, record: StepRecord) -> None:
-        self.records.append(record)
+    observe = list.append
 
 
 @contextmanager
 def recorded_steps(engine: SpecEngine) -> Iterator[list[StepRecord]]:
     """Yield a list that receives every step; restore metrics and policy afterwards."""
-    records: list[StepRecord] = []
+    records = _Recorder()
     sink, controller = engine.metrics, engine.controller
-    engine.metrics = _Recorder(records)
+    engine.metrics = records
     try:
         yield records
     finally:
@@ -205,35 +203,23 @@ def is_full(record: StepRecord, batch_size: int) -> bool:
     return record.decodes_only and record.batch_size == batch_size
 
 
-@dataclass
-class FullBatchSpeed:
-    """Decode speed of full batches, each of which ran from its prompts to its last end.
+def full_batch_speed(batch_size: int, batches: Iterable[Sequence[StepRecord]]) -> float | None:
+    """Return the decode speed in tokens/s of batches that ran from their prompts to the last end.
 
     In a batch that is refilled, a slow request stays for more steps. So the speed is
     batch_size · H / T: H is the harmonic mean of the requests' tokens per step, T the mean time of
-    a step, both over the steps in which all requests decode.
+    a step, both over the steps in which all requests decode. None if there is none.
     """
-
-    batch_size: int
-    tokens_per_step: list[float] = field(default_factory=list)
-    """Mean of every request."""
-    step_ms: list[float] = field(default_factory=list)
-
-    def add(self, records: Sequence[StepRecord]) -> None:
-        """Add the steps of a batch that started together; a smaller batch adds nothing."""
-        counted = [r for r in records if is_full(r, self.batch_size)][WARM_UP_STEPS:]
+    tokens_per_step: list[float] = []
+    step_ms: list[float] = []
+    for records in batches:
+        counted = [r for r in records if is_full(r, batch_size)][WARM_UP_STEPS:]
         # No request has ended, so each has the same place in every step.
-        by_request = zip(*(r.accept_lengths for r in counted), strict=True)
-        self.tokens_per_step += map(fmean, by_request)
-        self.step_ms += (r.step_ms for r in counted)
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Return the speed; None if no step was counted."""
-        if not self.step_ms:
-            return None
-        tokens = self.batch_size * harmonic_mean(self.tokens_per_step)
-        return tokens / fmean(self.step_ms) * 1e3
+        tokens_per_step += map(fmean, zip(*(r.accept_lengths for r in counted), strict=True))
+        step_ms += (r.step_ms for r in counted)
+    if not step_ms:
+        return None
+    return batch_size * harmonic_mean(tokens_per_step) / fmean(step_ms) * 1e3
 
 
 def equal_prefixes(texts: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> int:

@@ -9,14 +9,14 @@ import argparse
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass
+from statistics import fmean, median
 from typing import Any
 
 from tqdm import tqdm
 
-from serve_spec.bench.arguments import overrides
-from serve_spec.bench.harness import FullBatchSpeed, recorded_steps, sampling_params
+from serve_spec.bench.command import overrides
+from serve_spec.bench.harness import full_batch_speed, recorded_steps, sampling_params
 from serve_spec.bench.report import (
     Panel,
     Record,
@@ -41,22 +41,30 @@ _COLUMNS = (
 )
 
 
-@dataclass
-class Runs:
-    """Measurements of a variant at one temperature and batch size, by repetition."""
+@dataclass(frozen=True)
+class Run:
+    """A repetition of a variant at one temperature and batch size."""
 
-    seconds: list[float] = field(default_factory=list)
-    decode_speeds: list[float | None] = field(default_factory=list)
-    outputs: list[RequestOutput] = field(default_factory=list)
-    """Outputs of the last repetition, like `steps`."""
-    steps: list[StepRecord] = field(default_factory=list)
+    seconds: float
+    outputs: list[RequestOutput]
+    batches: list[list[StepRecord]]
+    """The steps of every batch."""
+    batch_size: int
+
+    @property
+    def decode_speed(self) -> float | None:
+        """Return the tokens/s of full batches; None if all texts were too short."""
+        return full_batch_speed(self.batch_size, self.batches)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark and print its table; return 1 if texts differ unexpectedly."""
-    num_tokens = args.prompt_tokens + args.output_tokens
-    sizes = {**room(max(args.batch_sizes), num_tokens), "speculative_adaptive": True}
-    llm = LLM(args.config, **{**sizes, **overrides(args)})
+    max_batch_size, num_tokens = max(args.batch_sizes), args.prompt_tokens + args.output_tokens
+    sizes = {
+        "num_pages": max(256, max_batch_size * (num_tokens + 64) // 16),
+        "max_num_seqs": max_batch_size,
+    }
+    llm = LLM(args.config, **{**sizes, "speculative_adaptive": True, **overrides(args)})
     controller = llm.engine.controller
     variants = [
         *make_variants(controller, args.num_steps, []),
@@ -77,14 +85,15 @@ def run(args: argparse.Namespace) -> int:
             _generate(llm, variant, _requests(mine[:batch_size], 0.0), WARM_UP_TOKENS, batch_size)
         for temperature in args.temperatures:
             requests = _requests(mine, temperature)
-            runs = {variant.name: Runs() for variant in variants}
+            runs: dict[str, list[Run]] = {variant.name: [] for variant in variants}
             title = f"T={temperature} batch={batch_size}"
-            turns = list(interleaved(args.repetitions, variants))
-            for _, variant in tqdm(turns, desc=title, leave=False):
-                _repeat(llm, variant, runs[variant.name], requests, args.output_tokens, batch_size)
-            for found in measure(runs, temperature, batch_size):
-                measurements.append(found)
-                append_record(args.json, {"section": "measurement", **found})
+            trials = list(interleaved(args.repetitions, variants))
+            for _, variant in tqdm(trials, desc=title, leave=False):
+                found = _generate(llm, variant, requests, args.output_tokens, batch_size)
+                runs[variant.name].append(found)
+            for figures in measure(runs, temperature):
+                measurements.append(figures)
+                append_record(args.json, {"section": "measurement", **figures})
     show(_table(measurements), head)
     if args.plot is not None:
         plot(head, measurements, args.plot)
@@ -92,12 +101,6 @@ def run(args: argparse.Namespace) -> int:
         return 0  # texts differ by construction
     same = all(each["same_texts"] == each["num_texts"] for each in measurements)
     return 0 if same or args.allow_differences else 1
-
-
-def room(batch_size: int, num_tokens: int) -> dict[str, Any]:
-    """Return sizes with room for `batch_size` requests of `num_tokens` tokens and any drafts."""
-    tokens = batch_size * (num_tokens + 64)
-    return {"num_pages": max(256, tokens // 16), "max_num_seqs": batch_size}
 
 
 def _requests(prompts: Sequence[Sequence[int]], temperature: float) -> list[TextRequest]:
@@ -111,10 +114,11 @@ def _generate(
     requests: Sequence[TextRequest],
     num_tokens: int,
     batch_size: int,
-) -> tuple[list[RequestOutput], list[list[StepRecord]]]:
-    """Complete the requests batch by batch; return the outputs, and the steps of every batch."""
+) -> Run:
+    """Complete the requests batch by batch."""
     outputs: list[RequestOutput] = []
     batches = []
+    started = time.perf_counter()
     for first in range(0, len(requests), batch_size):
         group = requests[first : first + batch_size]
         params = [sampling_params(request, num_tokens) for request in group]
@@ -122,72 +126,51 @@ def _generate(
             llm.engine.controller = variant.controller
             outputs += llm.generate([request.prompt for request in group], params)
         batches.append(steps)
-    return outputs, batches
+    return Run(time.perf_counter() - started, outputs, batches, batch_size)
 
 
-def _repeat(
-    llm: LLM,
-    variant: Variant,
-    runs: Runs,
-    requests: Sequence[TextRequest],
-    num_tokens: int,
-    batch_size: int,
-) -> None:
-    started = time.perf_counter()
-    runs.outputs, batches = _generate(llm, variant, requests, num_tokens, batch_size)
-    runs.seconds.append(time.perf_counter() - started)
-    speed = FullBatchSpeed(batch_size)
-    for steps in batches:
-        speed.add(steps)
-    runs.decode_speeds.append(speed.tokens_per_second)
-    runs.steps = [step for steps in batches for step in steps]
-
-
-def measure(by_variant: dict[str, Runs], temperature: float, batch_size: int) -> list[Record]:
+def measure(by_variant: dict[str, list[Run]], temperature: float) -> list[Record]:
     """Return the figures of every variant; the first is the reference for speeds and texts.
 
     Speeds are of the median repetition, the range from the slowest to the fastest. Decode speeds
-    are of full batches; None if all texts were too short.
+    are of full batches; None if all texts were too short. The rest is of the last repetition.
     """
     off, *_ = by_variant.values()
-    off_seconds, off_speed = median(off.seconds), _decode_speed(off)
+    off_seconds, off_speed = median(run.seconds for run in off), _decode_speed(off)
     found: list[Record] = []
     for name, runs in by_variant.items():
-        seconds, speed = median(runs.seconds), _decode_speed(runs)
-        tokens = sum(len(output.token_ids) for output in runs.outputs)
-        stats = [output.speculation for output in runs.outputs]
+        times, speed, last = [run.seconds for run in runs], _decode_speed(runs), runs[-1]
+        tokens = sum(len(output.token_ids) for output in last.outputs)
+        stats = [output.speculation for output in last.outputs]
         rounds = sum((Counter(each.rounds_by_num_steps) for each in stats), Counter[int]())
         num_correct = sum(each.num_correct_drafts for each in stats)
-        num_steps = len(runs.steps)
-        draft_ms, verify_ms = (
-            sum(times) / num_steps
-            for times in zip(*((s.draft_ms, s.verify_ms) for s in runs.steps), strict=True)
-        )
-        same = [a.token_ids == b.token_ids for a, b in zip(runs.outputs, off.outputs, strict=True)]
+        steps = [step for batch in last.batches for step in batch]
+        draft_ms, verify_ms = fmean(s.draft_ms for s in steps), fmean(s.verify_ms for s in steps)
+        pairs = zip(last.outputs, off[-1].outputs, strict=True)
         found.append(
             {
                 "variant": name,
                 "temperature": temperature,
-                "batch_size": batch_size,
-                "tokens_per_second": tokens / seconds,
-                "tokens_per_second_range": (tokens / max(runs.seconds), tokens / min(runs.seconds)),
-                "speedup": off_seconds / seconds,
+                "batch_size": last.batch_size,
+                "tokens_per_second": tokens / median(times),
+                "tokens_per_second_range": (tokens / max(times), tokens / min(times)),
+                "speedup": off_seconds / median(times),
                 "decode_tokens_per_second": speed,
                 "decode_speedup": speed / off_speed if speed and off_speed else None,
                 "accept_length": 1 + num_correct / max(1, rounds.total()),
-                "same_texts": sum(same),
-                "num_texts": len(same),
+                "same_texts": sum(a.token_ids == b.token_ids for a, b in pairs),
+                "num_texts": len(last.outputs),
                 "draft_ms_per_round": draft_ms,
                 "verify_ms_per_round": verify_ms,
-                "host_ms_per_round": runs.seconds[-1] * 1e3 / num_steps - draft_ms - verify_ms,
+                "host_ms_per_round": last.seconds * 1e3 / len(steps) - draft_ms - verify_ms,
                 "rounds_by_num_steps": dict(rounds),
             }
         )
     return found
 
 
-def _decode_speed(runs: Runs) -> float | None:
-    known = [speed for speed in runs.decode_speeds if speed is not None]
+def _decode_speed(runs: Sequence[Run]) -> float | None:
+    known = [speed for run in runs if (speed := run.decode_speed) is not None]
     return median(known) if known else None
 
 

@@ -21,12 +21,12 @@ from typing import Any, TypeAlias
 import numpy as np
 from tqdm import tqdm
 
-from serve_spec.adaptive.calibration import DraftCalibration
-from serve_spec.bench.arguments import overrides
+from serve_spec.adaptive.drafts import DraftCalibration
+from serve_spec.bench.command import configured, overrides
 from serve_spec.bench.harness import sampling_params
 from serve_spec.bench.report import table
 from serve_spec.bench.workload import CLASSES, TextKind, TextRequest, prompts_by_source
-from serve_spec.config import ConfigError, ServeSpecConfig
+from serve_spec.config import ConfigError
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch
 from serve_spec.engine.engine import SpecEngine
@@ -240,7 +240,7 @@ def _one_token_per_round(engine: SpecEngine, num_steps: int) -> Iterator[dict[st
 def run(args: argparse.Namespace) -> int:
     """Record every kind of text that `CLASSES` has; print a table."""
     given = overrides(args)
-    forced = ServeSpecConfig.load(args.config, **given).speculative.synthetic_acceptance
+    forced = configured(args).speculative.synthetic_acceptance
     if forced is not None:
         fix = "a trace needs real texts; omit the key"
         raise ConfigError(f"speculative.synthetic_acceptance={forced!r}: {fix}")

@@ -11,17 +11,17 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
 
 from serve_spec.adaptive import AdaptiveController, PolicySettings
 from serve_spec.adaptive.trees import ladder
-from serve_spec.bench.arguments import overrides
+from serve_spec.bench.command import configured
 from serve_spec.bench.harness import SteadyBatch, equal_prefixes
 from serve_spec.bench.report import environment, run_record, table
 from serve_spec.bench.tune_report import (
@@ -58,6 +58,7 @@ COST_BUDGET_S = 300.0
 _ABOUT = {
     name: f"{kind.prompts}, T = {kind.temperature:g}" for name, kind in PROMPT_CLASSES.items()
 }
+_WORKLOAD = ("num_prompts", "prompt_tokens", "output_tokens", "repetitions")
 _POLICY_KEYS = {
     *("speculative_num_steps", "speculative_num_draft_tokens", "speculative_adaptive"),
     *("speculative_adaptive_config", "speculative_adaptive_strategy"),
@@ -66,29 +67,18 @@ _POLICY_KEYS = {
 """Keys that a sweep sets itself, so they do not affect measurements."""
 
 
-@dataclass(frozen=True)
-class Workload:
-    """The workload of every measurement: at least `num_prompts`, in whole batches."""
-
-    num_prompts: int
-    prompt_tokens: int
-    output_tokens: int
-    repetitions: int
-
-
 def run(args: argparse.Namespace) -> int:
     """Measure what is missing and write the files; return 1 if texts differ in float32."""
     batch_sizes, num_steps = sorted({*args.batch_sizes}), sorted({0, *args.num_steps})
-    work = Workload(**{key: getattr(args, key) for key in Workload.__dataclass_fields__})
     config = _configuration(args)
     trees = swept_trees(args.trees, config.speculative)
     shapes = [*map(DraftShape.chain, num_steps), *trees]
     if shapes == [PLAIN]:
         raise ConfigError(f"num_steps={args.num_steps}: add a depth above 0 to compare with 0")
     folder: Path = args.output_dir
-    found = MeasurementFile(folder / "cells.jsonl", _settings(config, work), fresh=args.fresh)
-    llm = _load(config, max(batch_sizes), shapes, work)
-    sweep(llm.engine, found, batch_sizes, shapes, work)
+    found = MeasurementFile(folder / "cells.jsonl", _settings(config, args), fresh=args.fresh)
+    llm = _load(config, max(batch_sizes), shapes, args)
+    sweep(llm.engine, found, batch_sizes, shapes, args)
     write_costs(llm, folder / "cost_table.json", shapes, fresh=args.fresh)
     measurements = [
         found.by_place[batch_size, name, shape]
@@ -139,7 +129,7 @@ def sweep(
     found: MeasurementFile,
     batch_sizes: Sequence[int],
     shapes: Sequence[DraftShape],
-    work: Workload,
+    args: argparse.Namespace,
 ) -> None:
     """Measure every class of prompts and batch size with missing shapes.
 
@@ -155,23 +145,17 @@ def sweep(
         if any((batch_size, name, shape) not in found.by_place for shape in shapes)
     ]
     controllers = {shape: fixed_controller(engine.controller, shape) for shape in shapes}
-    with tqdm(total=len(missing) * len(shapes) * work.repetitions, unit="run") as bar:
+    with tqdm(total=len(missing) * len(shapes) * args.repetitions, unit="run") as bar:
         for batch_size, name in missing:
             bar.set_description(f"batch {batch_size}, {name}")
-            found.append(_measure(engine, controllers, batch_size, name, work, bar.update))
+            found.append(_measure(engine, controllers, batch_size, name, args, bar.update))
 
 
-@dataclass(frozen=True)
-class _Run:
+class _Run(NamedTuple):
     """Measured steps of one pass through the prompts, and its texts."""
 
     steps: list[StepRecord]
     texts: list[list[int]]
-
-    @property
-    def tokens_per_second(self) -> float:
-        tokens = sum(step.num_output_tokens for step in self.steps)
-        return tokens / sum(step.step_ms for step in self.steps) * 1e3
 
 
 def _measure(
@@ -179,30 +163,30 @@ def _measure(
     controllers: dict[DraftShape, AdaptiveController],
     batch_size: int,
     name: str,
-    work: Workload,
+    args: argparse.Namespace,
     tick: Callable[[], object],
 ) -> list[Measurement]:
     """Measure every shape on one class of prompts at one batch size; `tick` after every run."""
-    count = -(-work.num_prompts // batch_size) * batch_size
+    count = -(-args.num_prompts // batch_size) * batch_size
     kind = PROMPT_CLASSES[name]
-    prompts = held_out_prompts(engine.tokenizer.encode, count=count, num_tokens=work.prompt_tokens)
+    prompts = held_out_prompts(engine.tokenizer.encode, count=count, num_tokens=args.prompt_tokens)
     if kind.prompts == "shuffled":
         prompts = shuffled(prompts)
     requests = [TextRequest(kind, prompt, 1000 + i) for i, prompt in enumerate(prompts)]
     for shape in controllers:  # first steps are slow
-        few = min(work.output_tokens, 4 * (shape.depth + 2))
+        few = min(args.output_tokens, 4 * (shape.depth + 2))
         _run_batch(engine, controllers, shape, requests[:batch_size], few)
     runs: dict[DraftShape, list[_Run]] = {shape: [] for shape in controllers}
-    for _, shape in interleaved(work.repetitions, controllers, f"{batch_size} {name}"):
+    for _, shape in interleaved(args.repetitions, controllers, f"{batch_size} {name}"):
         run = _Run([], [])
         for first in range(0, count, batch_size):
             group = requests[first : first + batch_size]
-            steps, texts = _run_batch(engine, controllers, shape, group, work.output_tokens)
-            run.steps.extend(steps)
-            run.texts.extend(texts)
+            batch = _run_batch(engine, controllers, shape, group, args.output_tokens)
+            run.steps.extend(batch.steps)
+            run.texts.extend(batch.texts)
         if not run.steps:
             raise ConfigError(
-                f"output_tokens={work.output_tokens}: at batch size {batch_size} a text ends "
+                f"output_tokens={args.output_tokens}: at batch size {batch_size} a text ends "
                 f"before one step of num_steps={shape.depth} could be measured; raise it"
             )
         runs[shape].append(run)
@@ -217,7 +201,7 @@ def _run_batch(
     shape: DraftShape,
     requests: Sequence[TextRequest],
     num_tokens: int,
-) -> tuple[list[StepRecord], list[list[int]]]:
+) -> _Run:
     """Run a batch until a request can no longer draft in full; return its full steps and texts."""
     steps: list[StepRecord] = []
     is_first = True
@@ -236,7 +220,7 @@ def _run_batch(
                     "every request in every step; raise num_pages, or measure smaller batches"
                 )
             steps.append(step)
-        return steps, [sequence.output_token_ids for sequence in batch.sequences]
+        return _Run(steps, [sequence.output_token_ids for sequence in batch.sequences])
 
 
 def _measurement(
@@ -246,7 +230,12 @@ def _measurement(
     runs: Sequence[_Run],
     reference: Sequence[Sequence[int]],
 ) -> Measurement:
-    speeds = [run.tokens_per_second for run in runs]
+    speeds = [
+        sum(step.num_output_tokens for step in run.steps)
+        / sum(step.step_ms for step in run.steps)
+        * 1e3
+        for run in runs
+    ]
     steps = [step for run in runs for step in run.steps]
     return Measurement(
         batch_size=batch_size,
@@ -305,7 +294,7 @@ def write_costs(llm: LLM, path: Path, shapes: Sequence[DraftShape], *, fresh: bo
 
 
 def _configuration(args: argparse.Namespace) -> ServeSpecConfig:
-    config = ServeSpecConfig.load(args.config, **overrides(args))
+    config = configured(args)
     if not config.speculative.enabled:
         fix = "there is no draft to tune; set an algorithm and its draft"
         raise ConfigError(f"speculative.speculative_algorithm='NONE': {fix}")
@@ -316,11 +305,11 @@ def _configuration(args: argparse.Namespace) -> ServeSpecConfig:
     return config
 
 
-def _settings(config: ServeSpecConfig, work: Workload) -> dict[str, Any]:
+def _settings(config: ServeSpecConfig, args: argparse.Namespace) -> dict[str, Any]:
     """Return all settings that affect a measurement, except its place in the sweep."""
     here, draft = environment(), config.speculative.speculative_draft_model_path
     return {
-        **asdict(work),
+        **{key: getattr(args, key) for key in _WORKLOAD},
         "model": config.model.model_dump(mode="json"),
         "speculative": config.speculative.model_dump(mode="json", exclude=_POLICY_KEYS),
         "cache": config.cache.model_dump(mode="json"),
@@ -334,7 +323,7 @@ def _settings(config: ServeSpecConfig, work: Workload) -> dict[str, Any]:
 
 
 def _load(
-    config: ServeSpecConfig, batch_size: int, shapes: Sequence[DraftShape], work: Workload
+    config: ServeSpecConfig, batch_size: int, shapes: Sequence[DraftShape], args: argparse.Namespace
 ) -> LLM:
     """Return an engine with every shape captured, and room for the largest batch and shape."""
     scheduler, cache = config.scheduler, config.cache
@@ -345,7 +334,7 @@ def _load(
     }
     if cache.num_pages is not None:
         slots = max(shape.draft_slots for shape in shapes)
-        tokens = work.prompt_tokens + work.output_tokens + slots
+        tokens = args.prompt_tokens + args.output_tokens + slots
         needed = batch_size * -(-tokens // cache.page_size)
         sizes["num_pages"] = max(cache.num_pages, needed)
     with _slots_file(shapes) as file:

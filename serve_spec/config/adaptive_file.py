@@ -9,7 +9,6 @@ Both generations of SGLang's JSON file work unchanged:
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -17,7 +16,14 @@ from typing import Any, Literal, Self, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
-from serve_spec.config.base import ConfigError, Refusal, StrictModel, read_text, validate
+from serve_spec.config.base import (
+    ConfigError,
+    Refusal,
+    StrictModel,
+    parse_json_object,
+    read_text,
+    validate,
+)
 
 AdaptiveSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | Mapping[int, SlotConfig]"
 """An adaptive config: a JSON file, a mapping, parsed slots or the name of a preset."""
@@ -49,8 +55,8 @@ _TREES_FIX = (
     "give pairs [num_steps, num_draft_tokens], root included, such as [[4, 16], [2, 6]]; []: "
     "chains only"
 )
-# Strategies that do not read every key of a slot.
-_READ_BY: Mapping[str, tuple[str, ...]] = {
+# Keys of a slot that a strategy reads, if not all.
+READ_BY: Mapping[str, tuple[str, ...]] = {
     "goodput": ("candidate_steps", "candidate_trees"),
     "per_request": ("candidate_steps",),
     "static": (),
@@ -61,43 +67,29 @@ _STEPS_FIX = f"give a non-empty list of integers from 0 to {MAX_STEPS}, for exam
 class SlotConfig(StrictModel):
     """Settings of one batch-size slot. Keys and defaults are those of SGLang's file."""
 
-    candidate_steps: tuple[int, ...] = Field(
-        (1, 3, 7), description="Speculation depths the slot may use, ascending; 0: no speculation."
-    )
-    candidate_trees: tuple[tuple[int, int], ...] | None = Field(
-        None,
-        description="Trees that may be drafted if speculative_eagle_topk > 1, as [num_steps, "
-        "num_draft_tokens] with the root counted; []: chains only; null: the configured "
-        "tree and smaller ones (ema: one of each depth).",
-    )
-    ema_alpha: float = Field(
-        0.2,
-        gt=0,
-        le=1,
-        description="Weight of the newest round in the moving average of accepted drafts.",
-    )
-    update_interval: int = Field(5, ge=1, description="Rounds between two decisions.")
-    warmup_batches: int = Field(10, ge=0, description="Rounds before the first decision.")
-    down_hysteresis: float = Field(
-        -0.25, description="Accepted drafts added to the threshold for a smaller depth."
-    )
-    up_hysteresis: float = Field(
-        0.0, description="Accepted drafts added to the threshold for a larger depth."
-    )
-    ceiling_coeff: float = Field(
-        0.0,
-        description="Limit a depth that does not rise to ceil(average * ceiling_coeff); 0 or less: "
-        "no limit.",
-    )
+    candidate_steps: tuple[int, ...] = (1, 3, 7)
+    """Speculation depths the slot may use, ascending; 0: no speculation."""
+    candidate_trees: tuple[tuple[int, int], ...] | None = None
+    """Trees that may be drafted if speculative_eagle_topk > 1, as [num_steps, num_draft_tokens]
+    with the root counted; []: chains only; null: the configured tree and smaller ones (ema: one of
+    each depth)."""
+    ema_alpha: float = Field(0.2, gt=0, le=1)
+    """Weight of the newest round in the moving average of accepted drafts."""
+    update_interval: int = Field(5, ge=1)
+    """Rounds between two decisions."""
+    warmup_batches: int = Field(10, ge=0)
+    """Rounds before the first decision."""
+    down_hysteresis: float = -0.25
+    """Accepted drafts added to the threshold for a smaller depth."""
+    up_hysteresis: float = 0.0
+    """Accepted drafts added to the threshold for a larger depth."""
+    ceiling_coeff: float = 0.0
+    """Limit a depth that does not rise to ceil(average * ceiling_coeff); 0 or less: no limit."""
 
     @field_validator("candidate_steps", mode="before")
     @classmethod
     def _ladder(cls, value: object) -> object:
-        if not isinstance(value, list | tuple) or not value:
-            raise Refusal("candidate_steps", value, _STEPS_FIX)
-        if any(
-            type(step) is not int or not 0 <= step <= MAX_STEPS for step in value
-        ):  # bool is an int, too
+        if not isinstance(value, list | tuple) or not value or not all(map(_is_depth, value)):
             raise Refusal("candidate_steps", value, _STEPS_FIX)
         return tuple(sorted(set(value)))
 
@@ -112,13 +104,11 @@ class SlotConfig(StrictModel):
 
     @model_validator(mode="after")
     def _within_bounds(self) -> Self:
-        deepest = self.candidate_steps[-1]
-        too_deep = [list(shape) for shape in self.candidate_trees or () if shape[0] > deepest]
-        if too_deep:
-            fix = (
-                f"candidate_steps end at {deepest}; add {too_deep[-1][0]} there or remove the tree"
-            )
-            raise Refusal("candidate_trees", too_deep[-1], fix)
+        most = self.candidate_steps[-1]
+        depth, tokens = max(self.candidate_trees or ((0, 0),))
+        if depth > most:
+            fix = f"candidate_steps end at {most}; add {depth} there or remove the tree"
+            raise Refusal("candidate_trees", [depth, tokens], fix)
         return self
 
 
@@ -136,27 +126,16 @@ def load_slots(source: AdaptiveSource = "conservative") -> dict[int, SlotConfig]
     if isinstance(source, str) and source in PRESETS:
         source = PRESETS[source]
     if isinstance(source, Mapping):
-        return parse_slots(source)
+        return _parse_slots(source)
     file = Path(source)
     text = read_text(file)
     try:
-        return parse_slots(_parse_json_object(text))
+        return _parse_slots(parse_json_object(text, "an adaptive config"))
     except ConfigError as error:
         raise ConfigError(*(f"{file}: {problem}" for problem in error.problems)) from None
 
 
-def _parse_json_object(text: str) -> dict[str, Any]:
-    try:
-        content = json.loads(text, object_pairs_hook=_without_repeats)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"holds {content!r}; an adaptive config is a JSON object")
-    return content
-
-
-def parse_slots(config: Mapping[str, Any] | Mapping[int, SlotConfig]) -> dict[int, SlotConfig]:
-    """Return the slots of a mapping; see `load_slots`."""
+def _parse_slots(config: Mapping[str, Any] | Mapping[int, SlotConfig]) -> dict[int, SlotConfig]:
     keyed = {str(key): value for key, value in config.items()}
     slots = {key: value for key, value in keyed.items() if key.isdecimal()}
     shared = {key: value for key, value in keyed.items() if key not in slots}
@@ -199,25 +178,13 @@ def parse_slot(
     return validate(SlotConfig, {**(shared or {}), **own}, where=where)
 
 
-def ignored_keys(slots: Mapping[int, SlotConfig], strategy: str) -> list[str]:
-    """Return the keys of `slots` that a strategy does not read, in the order of their fields."""
-    read = _READ_BY.get(strategy, SlotConfig.model_fields)
-    given = set().union(*(slot.model_fields_set for slot in slots.values()))
-    return [key for key in SlotConfig.model_fields if key in given and key not in read]
+def _is_depth(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MAX_STEPS  # bool is an int, too
 
 
 def _is_shape(value: object) -> bool:
     """Return whether `value` is [num_steps, num_draft_tokens] of a tree."""
     if not isinstance(value, list | tuple) or [type(n) for n in value] != [int, int]:
         return False
-    num_steps, num_rows = value
-    return bool(1 <= num_steps < num_rows)
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = sorted({key for key in keys if keys.count(key) > 1})
-        raise ConfigError(f"{', '.join(twice)}: given twice in one object; keep one")
-    return content
+    num_steps, num_tokens = value
+    return bool(1 <= num_steps < num_tokens)

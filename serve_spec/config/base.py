@@ -7,11 +7,12 @@ An error names the dotted field, the value and a remedy. All errors are reported
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar, get_args
+from typing import Any, NoReturn, Self, TypeVar, get_args
 
 import yaml
 from pydantic import (
@@ -34,9 +35,7 @@ _ASSET = "asset:"
 class ConfigError(ValueError):
     """All problems of a configuration, each with field, value and remedy."""
 
-    # The problems are `args` themselves, so that the error survives pickling.
-    def __init__(self, *problems: str) -> None:
-        super().__init__(*problems)
+    args: tuple[str, ...]
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -61,10 +60,18 @@ class StrictModel(BaseModel):
     Lists become tuples. A field of type `Path` must exist: see `locate`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,  # they are the descriptions in errors and documentation
+    )
 
-    # Supported values of fields whose type allows more.
-    works_now: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: object) -> None:
+        for field in cls.model_fields.values():
+            field.description = field.description and " ".join(field.description.split())
 
     @field_validator("*", mode="wrap")
     @classmethod
@@ -72,18 +79,9 @@ class StrictModel(BaseModel):
         cls, value: object, validate_type: ValidatorFunctionWrapHandler, info: ValidationInfo
     ) -> object:
         name = str(info.field_name)
-        if isinstance(value, list):
-            value = tuple(value)
         if isinstance(value, str | Path) and is_path(cls.model_fields[name], value):
             value = locate(name, value, (info.context or {}).get("folder", Path.cwd()))
-        validated = validate_type(value)
-        works = cls.works_now.get(name)
-        if works is not None and validated not in works:
-            shown = ", ".join(str(choice) for choice in works)
-            raise Refusal(
-                name, validated, f"not available in this version; what works now: {shown}"
-            )
-        return validated
+        return validate_type(_as_tuples(value))
 
     def explicit_fields(self) -> dict[str, Any]:
         """Return the fields that were set explicitly, nested; it can be validated again."""
@@ -94,6 +92,10 @@ class StrictModel(BaseModel):
         for name, value in derived.items():
             object.__setattr__(self, name, value)
         return self
+
+
+def _as_tuples(value: object) -> object:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -139,10 +141,9 @@ def _explain(model: type[BaseModel], error: ErrorDetails, where: str) -> Iterato
         # Tuples are lists in YAML.
         message = (error["msg"][:1].lower() + error["msg"][1:]).replace("valid tuple", "list")
         secret = field is not None and not field.repr
-        given = "=<hidden>" if secret else f"={error['input']!r}"
-        if error["type"] == "missing":
-            given = ""
-        yield f"{dotted}{given}: {message}{hint}"
+        given = "<hidden>" if secret else repr(error["input"])
+        shown = dotted if error["type"] == "missing" else f"{dotted}={given}"
+        yield f"{shown}: {message}{hint}"
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
@@ -258,3 +259,33 @@ def read_text(path: Path) -> str:
         reason = getattr(error, "strerror", None) or error
         fix = "give a readable text file"
         raise ConfigError(f"{path}: {reason}; tried {path.absolute()}; {fix}") from None
+
+
+def parse_json_object(text: str, what: str) -> dict[str, Any]:
+    """Return the JSON object in `text`; `what` it is, in messages.
+
+    Raises:
+        ConfigError: not JSON of finite numbers, not an object, or a key is given twice.
+    """
+    try:
+        content = json.loads(
+            text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant
+        )
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"holds {content!r:.40}; {what} is a JSON object")
+    return content
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number")
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    if twice := sorted({key for key in keys if keys.count(key) > 1}):
+        raise ConfigError(f"{', '.join(twice)}: given twice in one object; keep one")
+    return dict(pairs)

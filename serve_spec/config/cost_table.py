@@ -5,20 +5,26 @@ A table of another machine, model or version is rejected.
 
 from __future__ import annotations
 
-import json
 import os
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from serve_spec.config.base import ConfigError, Refusal, StrictModel, read_text, validate
+from serve_spec.config.base import (
+    ConfigError,
+    Refusal,
+    StrictModel,
+    parse_json_object,
+    read_text,
+    validate,
+)
 
 Grid: TypeAlias = tuple[tuple[tuple[float, ...], ...], ...]
 """Milliseconds by context, batch size and steps, in the order of the table's grids."""
@@ -52,11 +58,6 @@ class TreeCosts(StrictModel):
     draft_ms: tuple[tuple[float, ...], ...] = Field(description="[context][batch size].")
     verify_ms: tuple[tuple[float, ...], ...] = Field(description="[context][batch size].")
 
-    @field_validator("draft_ms", "verify_ms", mode="before")
-    @classmethod
-    def _tuples(cls, value: object) -> object:
-        return _as_tuples(value)
-
     @property
     def shape(self) -> tuple[int, int]:
         """Return depth and size, which identify a shape."""
@@ -85,11 +86,6 @@ class CostTable(StrictModel):
     measured_s: float = Field(ge=0, description="Duration of the measurement in seconds.")
     trees: tuple[TreeCosts, ...] = Field((), description="By shape, ascending; empty: chains only.")
 
-    @field_validator("draft_ms", "verify_ms", "extrapolated", mode="before")
-    @classmethod
-    def _tuples(cls, value: object) -> object:
-        return _as_tuples(value)
-
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
         _check_grid("batch_sizes", self.batch_sizes, at_least=1)
@@ -97,38 +93,19 @@ class CostTable(StrictModel):
         _check_grid("contexts", self.contexts, at_least=1)
         if self.num_steps[0] != 0:
             raise Refusal("num_steps", list(self.num_steps), "must start with 0, the plain round")
-        self._check_durations("draft_ms", self.draft_ms, free_steps=1)
-        self._check_durations("verify_ms", self.verify_ms, free_steps=0)
+        axes = self.contexts, self.batch_sizes
+        _check_times("draft_ms", self.draft_ms, *axes, self.num_steps, num_zeros=1)
+        _check_times("verify_ms", self.verify_ms, *axes, self.num_steps)
         for batch_size, num_steps in self.extrapolated:
             if batch_size not in self.batch_sizes or num_steps not in self.num_steps:
                 raise Refusal("extrapolated", [batch_size, num_steps], "no such cell in the table")
-        self._check_trees()
-        return self
-
-    def _check_trees(self) -> None:
         shapes = [tree.shape for tree in self.trees]
         if not all(a < b for a, b in pairwise(shapes)):
             raise Refusal("trees", shapes, "must ascend strictly by (num_steps, num_draft_tokens)")
         for i, tree in enumerate(self.trees):
-            for name, grid in (("draft_ms", tree.draft_ms), ("verify_ms", tree.verify_ms)):
-                _check_length(f"trees.{i}.{name}", grid, self.contexts)
-                for c, cells in enumerate(grid):
-                    _check_length(f"trees.{i}.{name}.{c}", cells, self.batch_sizes)
-                    for b, ms in enumerate(cells):
-                        if ms <= 0:
-                            raise Refusal(f"trees.{i}.{name}.{c}.{b}", ms, "must be positive")
-
-    def _check_durations(self, name: str, grid: Grid, free_steps: int) -> None:
-        """Reject a wrong shape, and times other than 0 in the first `free_steps` columns."""
-        _check_length(name, grid, self.contexts)
-        for c, rows in enumerate(grid):
-            _check_length(f"{name}.{c}", rows, self.batch_sizes)
-            for b, cells in enumerate(rows):
-                _check_length(f"{name}.{c}.{b}", cells, self.num_steps)
-                for k, ms in enumerate(cells):
-                    if (ms != 0) if k < free_steps else (ms <= 0):
-                        fix = "must be 0 without drafts and positive otherwise"
-                        raise Refusal(f"{name}.{c}.{b}.{k}", ms, fix)
+            _check_times(f"trees.{i}.draft_ms", tree.draft_ms, *axes)
+            _check_times(f"trees.{i}.verify_ms", tree.verify_ms, *axes)
+        return self
 
     def refuse_foreign(
         self, key: CostKey, *, max_steps: int, trees: Collection[tuple[int, int]] = ()
@@ -141,8 +118,9 @@ class CostTable(StrictModel):
             ConfigError: a field differs, or a shape is missing.
         """
         problems = [
-            f"key.{name}={mine!r}, but this engine has {here!r}"
-            for name, mine, here in _differences(self.key, key)
+            f"key.{name}={mine!r}, but this engine has {getattr(key, name)!r}"
+            for name, mine in self.key
+            if mine != getattr(key, name)
         ]
         if self.num_steps[-1] < max_steps:
             problems.append(f"num_steps={list(self.num_steps)}, but {max_steps} is needed")
@@ -160,7 +138,7 @@ def load_cost_table(path: Path) -> CostTable:
         ConfigError: it is unreadable, not JSON, of another version, or has an invalid value.
     """
     try:
-        content = _parse_json(read_text(path))
+        content = parse_json_object(read_text(path), "a cost table")
         version = content.get("version", FORMAT_VERSION)
         if version != FORMAT_VERSION:  # other versions have other fields
             raise ConfigError(f"version={version!r}, but format {FORMAT_VERSION} is supported")
@@ -185,41 +163,27 @@ def write_cost_table(table: CostTable, path: Path) -> None:
         draft.unlink(missing_ok=True)
 
 
-def _parse_json(text: str) -> dict[str, object]:
-    try:
-        content = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"holds {content!r:.40}, not a cost table object")
-    return content
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number")
-
-
-def _as_tuples(value: object) -> object:
-    """Convert nested lists to tuples, as strict models require."""
-    return tuple(_as_tuples(item) for item in value) if isinstance(value, list | tuple) else value
-
-
 def _check_grid(name: str, values: Sequence[int], at_least: int) -> None:
     ascending = all(a < b for a, b in pairwise(values))
     if not values or values[0] < at_least or not ascending:
         raise Refusal(name, list(values), f"must ascend strictly from at least {at_least}")
 
 
-def _check_length(name: str, found: Sequence[object], grid: Sequence[int]) -> None:
-    if len(found) != len(grid):
-        raise Refusal(f"len({name})", len(found), f"must be {len(grid)}, one per value of its grid")
+def _check_times(
+    name: str, times: Sequence[Any], axis: Sequence[int], *inner: Sequence[int], num_zeros: int = 0
+) -> None:
+    """Refuse another shape than that of the axes, and values that are not positive.
 
-
-def _differences(mine: CostKey, theirs: CostKey) -> Iterator[tuple[str, object, object]]:
-    for name in CostKey.model_fields:
-        values = getattr(mine, name), getattr(theirs, name)
-        if values[0] != values[1]:
-            yield name, *values
+    num_zeros: first entries of the last axis that must be 0.
+    """
+    if len(times) != len(axis):
+        raise Refusal(f"len({name})", len(times), f"must be {len(axis)}, one per value of its grid")
+    for i, each in enumerate(times):
+        if inner:
+            _check_times(f"{name}.{i}", each, *inner, num_zeros=num_zeros)
+        elif (each != 0) if i < num_zeros else (each <= 0):
+            fix = "must be 0 without drafts" if i < num_zeros else "must be positive"
+            raise Refusal(f"{name}.{i}", each, fix)
 
 
 Floats: TypeAlias = NDArray[np.float64]

@@ -16,52 +16,30 @@ MAX_POSITIONS = 1 << 21
 class ModelConfig(StrictModel):
     """The target model and the device it runs on."""
 
-    path: Path = Field(
-        description="Checkpoint folder: absolute, relative to the config file, or 'asset:NAME'."
-    )
-    served_model_name: str = Field(
-        "", description="Model name in requests; null or empty: the last part of `path`."
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto",
-        description="Data type of weights and activations; auto: bfloat16 on a GPU, float32 on a "
-        "CPU.",
-    )
-    max_model_len: int | None = Field(
-        None,
-        ge=1,
-        le=MAX_POSITIONS,
-        description="Maximum length of prompt and output, in tokens; null: the model's own limit.",
-    )
-    tensor_parallel_size: int = Field(
-        1, ge=1, le=1024, description="Number of GPUs that share one model."
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Device of the model; auto: a GPU if there is one."
-    )
-    async_scheduling: bool | None = Field(
-        None,
-        description="Launch a step before the result of the previous one is read, so that the "
-        "device does not wait for the host; null: true on a GPU.",
-    )
-    cuda_graphs: bool = Field(
-        True, description="Capture the stages of a step as CUDA graphs on a GPU."
-    )
-    attention_backend: Literal["auto", "torch", "flashinfer"] = Field(
-        "auto",
-        description="No effect, since there is one attention implementation; accepted for old "
-        "files.",
-    )
-    execution: Literal["auto", "eager", "lanes"] = Field(
-        "auto",
-        description="Old name of async_scheduling (eager: false, lanes: true); accepted for old "
-        "files.",
-    )
-    torch_compile: bool = Field(
-        False,
-        description="Compile the layers with torch.compile instead of using the Triton kernels; "
-        "slower to start, one GPU only.",
-    )
+    path: Path
+    """Checkpoint folder: absolute, relative to the config file, or 'asset:NAME'."""
+    served_model_name: str = ""
+    """Model name in requests; null or empty: the last part of `path`."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Data type of weights and activations; auto: bfloat16 on a GPU, float32 on a CPU."""
+    max_model_len: int | None = Field(None, ge=1, le=MAX_POSITIONS)
+    """Maximum length of prompt and output, in tokens; null: the model's own limit."""
+    tensor_parallel_size: int = Field(1, ge=1, le=1024)
+    """Number of GPUs that share one model."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the model; auto: a GPU if there is one."""
+    async_scheduling: bool | None = None
+    """Launch a step before the result of the previous one is read, so that the device does not wait
+    for the host; null: true on a GPU."""
+    cuda_graphs: bool = True
+    """Capture the stages of a step as CUDA graphs on a GPU."""
+    attention_backend: Literal["auto", "torch", "flashinfer"] = "auto"
+    """No effect, since there is one attention implementation; accepted for old files."""
+    execution: Literal["auto", "eager", "lanes"] = "auto"
+    """Old name of async_scheduling (eager: false, lanes: true); accepted for old files."""
+    torch_compile: bool = False
+    """Compile the layers with torch.compile instead of using the Triton kernels; slower to start,
+    one GPU only."""
 
     @field_validator("served_model_name", mode="before")
     @classmethod
@@ -90,43 +68,27 @@ class ModelConfig(StrictModel):
 class CacheConfig(StrictModel):
     """The paged KV cache of target and draft."""
 
-    page_size: int = Field(16, ge=1, le=4096, description="Tokens per page.")
-    num_pages: int | None = Field(
-        None, ge=1, description="Number of pages; null: as many as fit the memory budget."
-    )
-    prefix_caching: bool = Field(
-        True, description="Reuse the KV cache of prompts that start with the same tokens."
-    )
-    memory_fraction: float = Field(
-        0.85, gt=0, lt=1, description="Fraction of the free GPU memory used for the caches."
-    )
-    cpu_cache_gb: float = Field(1.0, gt=0, description="Memory for the caches on a CPU, in GiB.")
+    page_size: int = Field(16, ge=1, le=4096)
+    """Tokens per page."""
+    num_pages: int | None = Field(None, ge=1)
+    """Number of pages; null: as many as fit the memory budget."""
+    prefix_caching: bool = True
+    """Reuse the KV cache of prompts that start with the same tokens."""
+    memory_fraction: float = Field(0.85, gt=0, lt=1)
+    """Fraction of the free GPU memory used for the caches."""
+    cpu_cache_gb: float = Field(1.0, gt=0)
+    """Memory for the caches on a CPU, in GiB."""
 
 
 class SchedulerConfig(StrictModel):
     """Limits of the batch and of a step."""
 
-    max_num_seqs: int = Field(
-        64,
-        ge=1,
-        le=4096,
-        description="Maximum number of sequences that run together in one engine.",
-    )
-    max_num_batched_tokens: int = Field(
-        2048,
-        ge=1,
-        le=1 << 20,
-        description="Maximum number of tokens of one target forward pass, drafts included.",
-    )
-    chunked_prefill_size: int | None = Field(
-        640,
-        ge=1,
-        description="Maximum number of prompt tokens of a step while requests decode, or 10 per "
-        "decoding request if that is more; null: prompts are not split.",
-    )
-    max_waiting_seqs: int = Field(
-        1024,
-        ge=1,
-        le=1 << 20,
-        description="Maximum number of sequences waiting in one engine; further ones are rejected.",
-    )
+    max_num_seqs: int = Field(64, ge=1, le=4096)
+    """Maximum number of sequences that run together in one engine."""
+    max_num_batched_tokens: int = Field(2048, ge=1, le=1 << 20)
+    """Maximum number of tokens of one target forward pass, drafts included."""
+    chunked_prefill_size: int | None = Field(640, ge=1)
+    """Maximum number of prompt tokens of a step while requests decode, or 10 per decoding request
+    if that is more; null: prompts are not split."""
+    max_waiting_seqs: int = Field(1024, ge=1, le=1 << 20)
+    """Maximum number of sequences waiting in one engine; further ones are rejected."""

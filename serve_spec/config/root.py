@@ -19,7 +19,6 @@ from serve_spec.config.base import (
     ConfigError,
     StrictModel,
     anchored,
-    dotted_keys,
     is_path,
     parse_yaml,
     read_text,
@@ -69,20 +68,18 @@ class ServeSpecConfig(StrictModel):
         Raises:
             ConfigError: all problems, each with field, value and remedy.
         """
-        here = Path.cwd()
-        folder = here
+        folder = Path.cwd()
         if isinstance(source, ServeSpecConfig):
-            fields = source.explicit_fields()
+            sections = source.explicit_fields()
         else:
-            if isinstance(source, Mapping):
-                given: object = source
-            else:
+            given: object = source
+            if not isinstance(source, Mapping):
                 file = Path(source)
                 given, folder = parse_yaml(read_text(file), str(file)), file.absolute().parent
-            fields = _sections(given)
-            _merge(fields, _from_environment(os.environ), here)
-        _merge(fields, _by_section(overrides), here)
-        return validate(cls, fields, folder=folder)
+            sections = _sections(given)
+            _override(sections, _environment())
+        _override(sections, overrides)
+        return validate(cls, sections, folder=folder)
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -110,58 +107,35 @@ def _models() -> dict[str, type[BaseModel]]:
 
 def _sections(given: object) -> Sections:
     """Return a copy to merge into: sections as dicts, an empty one (YAML null) as `{}`."""
-    if given is None:
-        given = {}
+    given = {} if given is None else given
     if not isinstance(given, Mapping):
-        sections = ", ".join(_models())
-        raise ConfigError(f"configuration={given!r}: give a mapping of sections ({sections})")
-    fields: Sections = {"model": {}}  # so that a missing path is reported as model.path
+        known = ", ".join(_models())
+        raise ConfigError(f"configuration={given!r}: give a mapping of sections ({known})")
+    sections: Sections = {"model": {}}  # so that a missing path is reported as model.path
     for name, section in given.items():
         if isinstance(section, StrictModel):
             section = section.explicit_fields()
-        fields[str(name)] = dict(section) if isinstance(section, Mapping) else section or {}
-    return fields
+        sections[str(name)] = dict(section) if isinstance(section, Mapping) else section or {}
+    return sections
 
 
-def _merge(merged: Sections, changes: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
-    for section, values in changes.items():
-        fields = _models()[section].model_fields
-        known = merged.setdefault(section, {})
-        if isinstance(known, dict):  # anything else is refused by validation
-            known.update(
-                (key, anchored(value, folder) if is_path(fields[key], value) else value)
-                for key, value in values.items()
-            )
-
-
-def _from_environment(environ: Mapping[str, str]) -> Sections:
-    changes: Sections = {}
-    problems = []
-    variables = {
-        _ENV_PREFIX + key.replace(".", "__").upper(): key.split(".")
-        for key in dotted_keys(ServeSpecConfig)
-        if "." in key
-    }
-    for name, text in environ.items():
-        # Other SERVE_SPEC_ variables (the log level) have no section, hence no double underscore.
-        if not name.startswith(_ENV_PREFIX) or "__" not in name:
-            continue
-        if name not in variables:
-            problems.append(unknown_key(name, variables))
-            continue
-        section, key = variables[name]
-        changes.setdefault(section, {})[key] = parse_yaml(text, name)
-    if problems:
-        raise ConfigError(*problems)
-    return changes
-
-
-def _by_section(overrides: Mapping[str, Any]) -> Sections:
+def _override(sections: Sections, values: Mapping[str, Any]) -> None:
+    """Set leaf keys; relative paths start at the current directory."""
     homes = leaf_sections()
-    unknown = [key for key in overrides if key not in homes]
-    if unknown:
-        raise ConfigError(*(unknown_key(key, homes) for key in unknown))
-    changes: Sections = {}
-    for key, value in overrides.items():
-        changes.setdefault(homes[key], {})[key] = value
-    return changes
+    if unknown := [unknown_key(key, homes) for key in values if key not in homes]:
+        raise ConfigError(*unknown)
+    for key, value in values.items():
+        field = _models()[homes[key]].model_fields[key]
+        known = sections.setdefault(homes[key], {})
+        if isinstance(known, dict):  # anything else is refused by validation
+            known[key] = anchored(value, Path.cwd()) if is_path(field, value) else value
+
+
+def _environment() -> dict[str, Any]:
+    """Return the leaf keys that are set in the environment."""
+    keys = {f"{_ENV_PREFIX}{home}__{key}".upper(): key for key, home in leaf_sections().items()}
+    # Other SERVE_SPEC_ variables (the log level) have no section, hence no double underscore.
+    given = [name for name in os.environ if name.startswith(_ENV_PREFIX) and "__" in name]
+    if unknown := [unknown_key(name, keys) for name in given if name not in keys]:
+        raise ConfigError(*unknown)
+    return {keys[name]: parse_yaml(os.environ[name], name) for name in given}

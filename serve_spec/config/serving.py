@@ -12,80 +12,44 @@ from serve_spec.config.base import Refusal, StrictModel
 class RouterConfig(StrictModel):
     """The HTTP frontend and its queue."""
 
-    batch_wait_ms: float = Field(
-        0.0,
-        ge=0,
-        description="Time a request may wait for others to be sent to a replica with it, in ms.",
-    )
-    max_batch_size: int = Field(
-        64, ge=1, description="Maximum number of requests sent to a replica together."
-    )
-    max_queued_requests: int = Field(
-        1024,
-        ge=1,
-        description="Maximum number of choices waiting in the router; further ones get status 429.",
-    )
-    max_client_share: float = Field(
-        0.5,
-        gt=0,
-        le=1,
-        description="Fraction of the request slots of all replicas that one client (API key, else "
-        "address) may hold while others wait, and of max_queued_requests that it may "
-        "fill at any time.",
-    )
-    max_body_bytes: int = Field(
-        8 * 2**20,
-        ge=1024,
-        description="Maximum size of a request body in bytes; larger ones get status 413.",
-    )
-    routing_policy: Literal["goodput", "balanced", "prefix"] = Field(
-        "goodput",
-        description="Choice of the replica. goodput: lowest added cost by its cost table "
-        "(balanced for a replica without one); balanced: fewest requests; prefix: "
-        "longest prompt prefix already sent to it.",
-    )
-    prefix_load_factor: float = Field(
-        1.25,
-        ge=1,
-        description="Maximum load of a replica relative to the mean under routing_policy prefix.",
-    )
-    routing_stats_period_s: float = Field(
-        1.0, gt=0, description="Seconds between the load reports of a replica to the routers."
-    )
-    resume_timeout_s: float = Field(
-        60.0,
-        ge=0,
-        description="Maximum time a request waits for another replica after its own died, in "
-        "seconds.",
-    )
-    request_timeout_s: float = Field(
-        600.0, gt=0, description="Maximum time from arrival to the last token, in seconds."
-    )
-    header_timeout_s: float = Field(
-        30.0,
-        gt=0,
-        description="Maximum time to receive the headers of a request, in seconds. The proxy reads "
-        "it from SERVE_SPEC_ROUTER__HEADER_TIMEOUT_S, which `serve-spec serve` sets.",
-    )
-    body_timeout_s: float = Field(
-        60.0,
-        gt=0,
-        description="Maximum time to receive the body of a request, in seconds; then status 408.",
-    )
-    max_unread_bytes: int = Field(
-        2**20,
-        ge=4096,
-        description="Approximate limit of text buffered in the router for one choice of a slow "
-        "client, in bytes; above it the choice ends with code client_too_slow.",
-    )
-    api_keys: tuple[str, ...] = Field(
-        (),
-        repr=False,
-        description="Accepted bearer tokens, a list of strings; empty: no authentication.",
-    )
-    allow_anonymous: bool = Field(True, description="Allow the server to start without api_keys.")
-    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
-    port: int = Field(8000, ge=1, le=65535, description="TCP port to listen on.")
+    batch_wait_ms: float = Field(0.0, ge=0)
+    """Time a request may wait for others to be sent to a replica with it, in ms."""
+    max_batch_size: int = Field(64, ge=1)
+    """Maximum number of requests sent to a replica together."""
+    max_queued_requests: int = Field(1024, ge=1)
+    """Maximum number of choices waiting in the router; further ones get status 429."""
+    max_client_share: float = Field(0.5, gt=0, le=1)
+    """Fraction of the request slots of all replicas that one client (API key, else address) may
+    hold while others wait, and of max_queued_requests that it may fill at any time."""
+    max_body_bytes: int = Field(8 * 2**20, ge=1024)
+    """Maximum size of a request body in bytes; larger ones get status 413."""
+    routing_policy: Literal["goodput", "balanced", "prefix"] = "goodput"
+    """Choice of the replica. goodput: lowest added cost by its cost table (balanced for a replica
+    without one); balanced: fewest requests; prefix: longest prompt prefix already sent to it."""
+    prefix_load_factor: float = Field(1.25, ge=1)
+    """Maximum load of a replica relative to the mean under routing_policy prefix."""
+    routing_stats_period_s: float = Field(1.0, gt=0)
+    """Seconds between the load reports of a replica to the routers."""
+    resume_timeout_s: float = Field(60.0, ge=0)
+    """Maximum time a request waits for another replica after its own died, in seconds."""
+    request_timeout_s: float = Field(600.0, gt=0)
+    """Maximum time from arrival to the last token, in seconds."""
+    header_timeout_s: float = Field(30.0, gt=0)
+    """Maximum time to receive the headers of a request, in seconds. The proxy reads it from
+    SERVE_SPEC_ROUTER__HEADER_TIMEOUT_S, which `serve-spec serve` sets."""
+    body_timeout_s: float = Field(60.0, gt=0)
+    """Maximum time to receive the body of a request, in seconds; then status 408."""
+    max_unread_bytes: int = Field(2**20, ge=4096)
+    """Approximate limit of text buffered in the router for one choice of a slow client, in bytes;
+    above it the choice ends with code client_too_slow."""
+    api_keys: tuple[str, ...] = Field((), repr=False)
+    """Accepted bearer tokens, a list of strings; empty: no authentication."""
+    allow_anonymous: bool = True
+    """Allow the server to start without api_keys."""
+    host: str = Field("127.0.0.1", min_length=1)
+    """Address to listen on."""
+    port: int = Field(8000, ge=1, le=65535)
+    """TCP port to listen on."""
 
     @field_validator("api_keys")
     @classmethod
@@ -100,54 +64,42 @@ class RouterConfig(StrictModel):
 class ReplicaConfig(StrictModel):
     """Number, resources and timeouts of engine replicas."""
 
-    num_replicas: int = Field(1, ge=1, description="Number of engine replicas.")
-    num_cpus: float = Field(
-        1.0, ge=0, description="Logical CPUs that Ray reserves per replica, for all its ranks."
+    num_replicas: int = Field(1, ge=1)
+    """Number of engine replicas."""
+    num_cpus: float = Field(1.0, ge=0)
+    """Logical CPUs that Ray reserves per replica, for all its ranks."""
+    num_gpus: float = Field(0.0, ge=0)
+    """GPUs that Ray reserves per replica, for all its ranks."""
+    placement_group_strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = (
+        "STRICT_PACK"
     )
-    num_gpus: float = Field(
-        0.0, ge=0, description="GPUs that Ray reserves per replica, for all its ranks."
-    )
-    placement_group_strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = Field(
-        "STRICT_PACK",
-        description="Placement of the ranks of a replica, on one node or several.",
-    )
-    max_ongoing_requests: int = Field(
-        256,
-        ge=1,
-        description="Maximum number of requests inside one replica; the router sends at most 1.125 "
-        "times scheduler.max_num_seqs.",
-    )
-    round_timeout_s: float = Field(
-        60.0, gt=0, description="Seconds after which a step counts as hung and its replica ends."
-    )
-    stall_timeout_s: float = Field(
-        10.0,
-        gt=0,
-        description="Seconds without a message after which the requests of a replica continue "
-        "elsewhere and its process is ended, unless it answers a health check.",
-    )
-    torch_num_threads: int | None = Field(
-        None, ge=1, le=1024, description="CPU threads of torch per replica; null: torch's default."
-    )
-    health_check_period_s: float = Field(10.0, gt=0, description="Seconds between health checks.")
-    health_check_timeout_s: float = Field(
-        30.0, gt=0, description="Seconds after which an unanswered health check counts as failed."
-    )
-    graceful_shutdown_timeout_s: float = Field(
-        120.0, ge=0, description="Seconds that running requests have to finish on shutdown."
-    )
+    """Placement of the ranks of a replica, on one node or several."""
+    max_ongoing_requests: int = Field(256, ge=1)
+    """Maximum number of requests inside one replica; the router sends at most 1.125 times
+    scheduler.max_num_seqs."""
+    round_timeout_s: float = Field(60.0, gt=0)
+    """Seconds after which a step counts as hung and its replica ends."""
+    stall_timeout_s: float = Field(10.0, gt=0)
+    """Seconds without a message after which the requests of a replica continue elsewhere and its
+    process is ended, unless it answers a health check."""
+    torch_num_threads: int | None = Field(None, ge=1, le=1024)
+    """CPU threads of torch per replica; null: torch's default."""
+    health_check_period_s: float = Field(10.0, gt=0)
+    """Seconds between health checks."""
+    health_check_timeout_s: float = Field(30.0, gt=0)
+    """Seconds after which an unanswered health check counts as failed."""
+    graceful_shutdown_timeout_s: float = Field(120.0, ge=0)
+    """Seconds that running requests have to finish on shutdown."""
 
 
 class StatsConfig(StrictModel):
     """The actor that collects statistics of all replicas."""
 
-    actor_name: str = Field("SpecStats", min_length=1, description="Name of the actor.")
-    push_interval_s: float = Field(
-        2.0, gt=0, description="Seconds between the reports of a replica."
-    )
-    stale_after_s: float = Field(
-        15.0,
-        gt=0,
-        description="Seconds without a report after which the figures of a replica are stale.",
-    )
-    history_s: float = Field(600.0, gt=0, description="Seconds of history kept.")
+    actor_name: str = Field("SpecStats", min_length=1)
+    """Name of the actor."""
+    push_interval_s: float = Field(2.0, gt=0)
+    """Seconds between the reports of a replica."""
+    stale_after_s: float = Field(15.0, gt=0)
+    """Seconds without a report after which the figures of a replica are stale."""
+    history_s: float = Field(600.0, gt=0)
+    """Seconds of history kept."""

@@ -63,7 +63,7 @@ IMPURE = {"asyncio", "datetime", "io", "json", "logging", "os", "pathlib", "rand
           "shutil", "socket", "subprocess", "tempfile", "threading", "time", "yaml"}  # fmt: skip
 
 
-def imports(path: Path) -> set[str]:
+def imports(path):
     """Every module named by an import statement in `path`, lazy and TYPE_CHECKING ones included."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -79,22 +79,22 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def where(path: Path) -> str:
+def where(path):
     """The path inside the package, as used in the tables above."""
     return path.relative_to(PACKAGE).as_posix()
 
 
-def room_of(path: Path) -> str:
+def room_of(path):
     """The room of a file; a file of the package itself (`log.py`) is a room of its own."""
     return where(path).split("/")[0].removesuffix(".py")
 
 
-def test_every_room_has_its_arrows() -> None:
+def test_every_room_has_its_arrows():
     unknown = {room_of(path) for path in IN_ROOMS} - set(MAY_IMPORT)
     assert not unknown, f"say in MAY_IMPORT what {sorted(unknown)} may import"
 
 
-def test_the_arrows_have_no_cycle() -> None:
+def test_the_arrows_have_no_cycle():
     done: set[str] = set()
     while len(done) < len(MAY_IMPORT):
         ready = {r for r, below in MAY_IMPORT.items() if r not in done and set(below) <= done}
@@ -103,7 +103,7 @@ def test_the_arrows_have_no_cycle() -> None:
 
 
 @pytest.mark.parametrize("path", IN_ROOMS, ids=where)
-def test_rooms_import_only_downwards(path: Path) -> None:
+def test_rooms_import_only_downwards(path):
     room = room_of(path)
     reached = {m.split(".")[1] for m in imports(path) if m.startswith("serve_spec.")}
     upward = reached - {room, "log"} - set(MAY_IMPORT[room])
@@ -111,7 +111,7 @@ def test_rooms_import_only_downwards(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=where)
-def test_libraries_stay_in_their_rooms(path: Path) -> None:
+def test_libraries_stay_in_their_rooms(path):
     roots = {m.split(".")[0] for m in imports(path)}
     for library, homes in CONFINED.items():
         if library in roots:
@@ -133,8 +133,8 @@ def test_libraries_stay_in_their_rooms(path: Path) -> None:
     ],
 )
 def test_policy_configuration_and_clients_of_engines_load_neither_torch_nor_ray(
-    module: str,
-) -> None:
+    module,
+):
     code = (
         f"import sys, {module}\n"
         "heavy = {'torch', 'ray', 'transformers', 'fastapi'} & set(sys.modules)\n"
@@ -145,8 +145,8 @@ def test_policy_configuration_and_clients_of_engines_load_neither_torch_nor_ray(
 
 
 @pytest.mark.parametrize("kernel", sorted(PACKAGE.rglob("*_triton.py")), ids=where)
-def test_every_kernel_has_a_reference_that_calls_it(kernel: Path) -> None:
-    def functions(path: Path, decorators: list[str]) -> dict[str, str]:
+def test_every_kernel_has_a_reference_that_calls_it(kernel):
+    def functions(path, decorators):
         defs = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef)]
         return {
             d.name: ast.unparse(d.args)
@@ -158,7 +158,7 @@ def test_every_kernel_has_a_reference_that_calls_it(kernel: Path) -> None:
     assert functions(kernel, []) == functions(reference, ["has_kernel"])
 
 
-def test_every_function_that_has_a_kernel_stands_beside_it() -> None:
+def test_every_function_that_has_a_kernel_stands_beside_it():
     found = [path for path in FILES if "\n@has_kernel\n" in path.read_text()]
     assert found
     assert not [path for path in found if not path.with_name(f"{path.stem}_triton.py").exists()]

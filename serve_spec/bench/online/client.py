@@ -10,10 +10,9 @@ import asyncio
 import json
 import multiprocessing
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from multiprocessing.synchronize import Barrier
 from typing import Any
 
@@ -37,80 +36,64 @@ _SAME_WITHIN_S = 0.05
 _MEET_WITHIN_S = 60.0
 
 
-class SseParser:
-    """Splits a byte stream into the data of server-sent events.
+def events(arrivals: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, str]]:
+    """Yield the data of every complete server-sent event, and when its last byte came.
 
     Lines end in LF or CR LF; comments and fields other than `data` are skipped.
     """
-
-    def __init__(self) -> None:
-        self._rest = b""
-        self._data: list[bytes] = []
-
-    def feed(self, data: bytes) -> list[str]:
-        """Return the events that `data` completes."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return [event for line in lines for event in self._take(line.removesuffix(b"\r"))]
-
-    def _take(self, line: bytes) -> Iterable[str]:
-        name, _, value = line.partition(b":")
-        if name == b"data":
-            self._data.append(value.removeprefix(b" "))
-        elif not line and self._data:
-            yield b"\n".join(self._data).decode()
-            self._data = []
+    rest, data = b"", []
+    for time_s, received in arrivals:
+        *lines, rest = (rest + received).split(b"\n")
+        for line in lines:
+            name, _, value = line.removesuffix(b"\r").partition(b":")
+            if name == b"data":
+                data.append(value.removeprefix(b" "))
+            elif line in (b"", b"\r") and data:
+                yield time_s, b"\n".join(data).decode()
+                data = []
 
 
-@dataclass
-class StreamedCompletion:
-    """A completion, assembled from its events."""
+def read_stream(arrivals: Iterable[tuple[float, bytes]]) -> Served:
+    """Return the completion in a stream; it is due, sent and ended at 0.
 
-    chunk_s: list[float] = field(default_factory=list)
-    """Arrival of every event with text, token ids or a finish reason."""
-    text: str = ""
-    usage: Mapping[str, Any] = field(default_factory=dict)
-    num_token_ids: int = 0
-    error: str | None = None
-    """Error frame, bad frame, or broken off before [DONE]."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Return the tokens of `usage`, else the number of token ids; 0 if the server sent neither.
-
-        Chunks are not counted, because a chunk holds the tokens of a round.
-        """
-        return int(self.usage.get("completion_tokens", self.num_token_ids))
-
-
-def read_stream(arrivals: Iterable[tuple[float, bytes]]) -> StreamedCompletion:
-    """Return the completion in a stream. arrivals: (time in s, bytes) of each read."""
-    answer, parser = StreamedCompletion(error="broken off"), SseParser()
-    for time_s, data in arrivals:
-        for event in parser.feed(data):
+    arrivals: (time in s, bytes) of each read. Tokens are those of `usage`, else the number of token
+    ids. Chunks are not counted, because a chunk holds the tokens of a round.
+    """
+    chunk_s, text, num_ids = [], "", 0
+    usage: Mapping[str, Any] = {}
+    error: str | None = "broken off"
+    try:
+        for time_s, event in events(arrivals):
             if event == _DONE:
-                answer.error = None
-                return answer
-            try:
-                _add(answer, time_s, json.loads(event))
-            except (ValueError, KeyError, TypeError, AttributeError):
-                answer.error = "bad frame"
-                return answer
-            if answer.error == "error frame":
-                return answer
-    return answer
-
-
-def _add(answer: StreamedCompletion, time_s: float, payload: Mapping[str, Any]) -> None:
-    if "error" in payload:
-        answer.error = "error frame"
-        return
-    answer.usage = payload.get("usage") or answer.usage
-    for choice in payload["choices"]:
-        token_ids = choice.get("token_ids") or ()
-        answer.text += choice["text"]
-        answer.num_token_ids += len(token_ids)
-        if choice["text"] or token_ids or choice.get("finish_reason"):
-            answer.chunk_s.append(time_s)
+                error = None
+                break
+            payload = json.loads(event)
+            if "error" in payload:
+                error = "error frame"
+                break
+            usage = payload.get("usage") or usage
+            for choice in payload["choices"]:
+                token_ids = choice.get("token_ids") or ()
+                text += choice["text"]
+                num_ids += len(token_ids)
+                if choice["text"] or token_ids or choice.get("finish_reason"):
+                    chunk_s.append(time_s)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        error = "bad frame"
+    num_tokens = int(usage.get("completion_tokens", num_ids))
+    if error is None and not (chunk_s and num_tokens):
+        error = "no token count" if chunk_s else "no tokens"
+    return Served(
+        due_s=0.0,
+        sent_s=0.0,
+        ended_s=0.0,
+        chunk_s=tuple(chunk_s),
+        text=text,
+        num_tokens=num_tokens,
+        num_prompt_tokens=int(usage.get("prompt_tokens", 0)),
+        speculation=usage.get("speculation", {}),
+        error=error,
+    )
 
 
 @dataclass(frozen=True)
@@ -126,44 +109,38 @@ class Exchange:
         """Return the outcome in seconds since `started_s`; due_s None: due when it was sent."""
         answer = read_stream((at - started_s, data) for at, data in self.arrivals)
         sent_s = self.sent_s - started_s
-        return Served(
+        return replace(
+            answer,
             due_s=sent_s if due_s is None else due_s,
             sent_s=sent_s,
             ended_s=self.ended_s - started_s,
-            chunk_s=tuple(answer.chunk_s),
-            text=answer.text,
-            num_tokens=answer.num_tokens,
-            num_prompt_tokens=int(answer.usage.get("prompt_tokens", 0)),
-            speculation=answer.usage.get("speculation", {}),
-            error=self.error or answer.error or _without_tokens(answer),
+            error=self.error or answer.error,
         )
 
 
-def _without_tokens(answer: StreamedCompletion) -> str | None:
-    if not answer.chunk_s:
-        return "no tokens"
-    return None if answer.num_tokens else "no token count"
+@dataclass(frozen=True)
+class Target:
+    """The server of a load."""
+
+    url: str
+    model: str | None = None
+    api_key: str | None = None
+    timeout_s: float = 600.0
 
 
 class Client:
     """Sends requests to one server; every open request has a connection."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        model: str | None = None,
-        api_key: str | None = None,
-        timeout_s: float = 600.0,
-    ) -> None:
-        self._url = url
-        self._model = {} if model is None else {"model": model}
-        self._key = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._timeout_s = timeout_s
+    def __init__(self, target: Target) -> None:
+        self._target = target
 
     async def __aenter__(self) -> Client:
+        key = self._target.api_key
         self._http = aiohttp.ClientSession(
-            headers={"Accept-Encoding": "identity", **self._key},
+            headers={
+                "Accept-Encoding": "identity",
+                **({} if key is None else {"Authorization": f"Bearer {key}"}),
+            },
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None),
         )
@@ -175,12 +152,14 @@ class Client:
     async def complete(self, request: CompletionRequest) -> Exchange:
         """Stream a completion; failures are in the result."""
         arrivals: list[tuple[float, bytes]] = []
-        error = None
+        error, target = None, self._target
         sent_s = time.perf_counter()
         try:
             async with (
-                asyncio.timeout(self._timeout_s),
-                self._http.post(f"{self._url}/v1/completions", json=self._body(request)) as answer,
+                asyncio.timeout(target.timeout_s),
+                self._http.post(
+                    f"{target.url}/v1/completions", json=_body(request, target)
+                ) as answer,
             ):
                 if answer.status != 200:
                     error = str(answer.status)
@@ -201,47 +180,33 @@ class Client:
         try:
             async with (
                 asyncio.timeout(_INFO_TIMEOUT_S),
-                self._http.get(f"{self._url}/server_info") as answer,
+                self._http.get(f"{self._target.url}/server_info") as answer,
             ):
                 info = await answer.json() if answer.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, ValueError):
             return None
         return info if isinstance(info, dict) else None
 
-    def _body(self, request: CompletionRequest) -> dict[str, Any]:
-        params = request.params
-        return {
-            **self._model,
-            "prompt": request.prompt,
-            "max_tokens": params.max_tokens,
-            "temperature": params.temperature,
-            "seed": params.seed,
-            "ignore_eos": params.ignore_eos,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
+
+def _body(request: CompletionRequest, target: Target) -> dict[str, Any]:
+    params = request.params
+    return {
+        **({} if target.model is None else {"model": target.model}),
+        "prompt": request.prompt,
+        "max_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "seed": params.seed,
+        "ignore_eos": params.ignore_eos,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
 
 
-@asynccontextmanager
-async def watched(
-    client: Client, started_s: float, every_s: float | None
-) -> AsyncIterator[list[Sample]]:
-    """Yield a list that receives new samples every `every_s` seconds; None: never."""
-    samples: list[Sample] = []
-    if every_s is None:
-        yield samples
-        return
-    watching = asyncio.create_task(_watch(client, started_s, every_s, samples))
-    try:
-        yield samples
-    finally:
-        watching.cancel()
-        with suppress(asyncio.CancelledError):
-            await watching
-
-
-async def _watch(client: Client, started_s: float, every_s: float, samples: list[Sample]) -> None:
-    while True:
+async def _watch(
+    client: Client, started_s: float, every_s: float | None, samples: list[Sample]
+) -> None:
+    """Add new samples every `every_s` seconds; None: never."""
+    while every_s is not None:
         info = await client.server_info()
         if info is not None:
             samples += new_samples(accounts(info, time.perf_counter() - started_s), samples)
@@ -310,12 +275,13 @@ def owner(number: int, num_streams: int, num_clients: int) -> int:
 async def run_share(client: Client, share: Share, poll_s: float | None) -> LoadRun:
     """Send every request of a share; read `/server_info` every `poll_s` seconds, if given."""
     started_s, cpu_s = time.perf_counter(), time.process_time()
-    async with watched(client, started_s, poll_s) as samples:
-        exchanges = await (
-            _run_closed(client, share)
-            if share.due_s is None
-            else _open(client, share.requests, share.due_s, started_s)
-        )
+    samples: list[Sample] = []
+    watching = asyncio.create_task(_watch(client, started_s, poll_s, samples))
+    if share.due_s is None:
+        exchanges = await _run_closed(client, share)
+    else:
+        exchanges = await _open(client, share.requests, share.due_s, started_s)
+    watching.cancel()
     cpu_share = (time.process_time() - cpu_s) / (time.perf_counter() - started_s)
     due_s: Sequence[float | None] = share.due_s or [None] * len(exchanges)
     served = [
@@ -344,16 +310,6 @@ async def _open(
         await asyncio.sleep(started_s + due - time.perf_counter())
         sent.append(asyncio.create_task(client.complete(request)))
     return await asyncio.gather(*sent)
-
-
-@dataclass(frozen=True)
-class Target:
-    """The server of a load."""
-
-    url: str
-    model: str | None = None
-    api_key: str | None = None
-    timeout_s: float = 600.0
 
 
 class Clients:
@@ -423,12 +379,7 @@ def _run_together(target: Target, share: Share, poll_s: float | None) -> LoadRun
 
 def _run(target: Target, share: Share, poll_s: float | None) -> LoadRun:
     async def run() -> LoadRun:
-        async with Client(
-            target.url,
-            model=target.model,
-            api_key=target.api_key,
-            timeout_s=target.timeout_s,
-        ) as client:
+        async with Client(target) as client:
             return await run_share(client, share, poll_s)
 
     return asyncio.run(run())

@@ -129,7 +129,7 @@ def _measured(args: argparse.Namespace) -> list[Record]:
                 num_replicas=num_replicas,
                 num_streams=_num_streams(on_replicas(load, num_replicas or 1)),
             )
-            records.append({"section": "measurement", **asdict(found)})
+            records.append({"section": "measurement", **found})
             append_record(args.json, records[-1])
 
     for variant in servers:

@@ -54,55 +54,6 @@ def _within(seconds: float, limit_ms: float | None) -> bool:
     return limit_ms is None or seconds * 1e3 <= limit_ms
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """Figures of a load on one side; latencies in ms, None if unknown."""
-
-    load: str
-    side: str
-    """`OFFLINE`, or a server: `HTTP`, or the name of a variant."""
-    num_requests: int
-    errors: dict[str, int]
-    """Requests without a complete answer, by HTTP status or reason."""
-    ttft_ms: dict[str, float] | None
-    """Time to first token since the request was due."""
-    tpot_ms: dict[str, float] | None
-    """Time per token after the first, by request."""
-    e2e_ms: dict[str, float] | None
-    chunk_gap_ms: dict[str, float] | None
-    """Time between chunks; a chunk holds the tokens of a round."""
-    sent_late_ms: dict[str, float] | None
-    """Delay of sending; offline, the wait for the step in flight."""
-    tokens_per_second: float
-    tokens_per_second_low: float
-    tokens_per_second_high: float
-    requests_per_second: float
-    goodput_share: float
-    """Share of the requests that met the objective."""
-    goodput_tokens_per_second: float
-    tokens_per_chunk: float | None
-    prompt_tokens: float | None
-    """Mean."""
-    accept_length: float | None
-    num_steps: float | None
-    """Mean over the rounds of requests."""
-    rounds_by_num_steps: dict[str, int]
-    decoding_streams: float
-    """Mean number of streams between their first and last token."""
-    batch_size: float | None
-    """Decoding requests as replicas report them: means, summed over replicas."""
-    same_texts: int
-    """Texts that equal the first complete text of their request on any side."""
-    num_texts: int
-    client_cpu_share: float | None
-    samples: list[Sample]
-    """Of the last repetition."""
-    num_replicas: int | None = None
-    """Replicas of a variant."""
-    num_streams: int | None = None
-    """Streams of a closed loop for all replicas together."""
-
-
 def measure(
     load: str,
     side: str,
@@ -111,48 +62,58 @@ def measure(
     reference: Mapping[int, str],
     num_replicas: int | None = None,
     num_streams: int | None = None,
-) -> Measurement:
-    """Return the figures of a load's repetitions; `reference`: the text of each request."""
+) -> dict[str, Any]:
+    """Return the figures of a load's repetitions on one side; None if unknown.
+
+    side: `OFFLINE`, or a server: `HTTP`, or the name of a variant. reference: the first complete
+    text of each request on any side. num_replicas: of a variant. num_streams: of a closed loop, for
+    all replicas together.
+
+    In ms: ttft since the request was due, tpot per token after the first, chunk_gap between chunks
+    (which hold the tokens of a round), sent_late from due to sent. errors: by HTTP status or
+    reason. decoding_streams: mean number between first and last token. batch_size: as replicas
+    report it, summed over them. samples: of the last repetition.
+    """
     every = [served for run in runs for served in run.served]
     whole = [served for served in every if served.error is None]
     speeds = [_tokens_per_second(run) for run in runs]
     num_chunks = sum(len(served.chunk_s) for served in whole)
     num_tokens = sum(served.num_tokens for served in whole)
     shares = [run.client_cpu_share for run in runs if run.client_cpu_share is not None]
-    return Measurement(
-        load=load,
-        side=side,
-        num_requests=len(every),
-        errors=dict(Counter(s.error for s in every if s.error is not None).most_common()),
-        ttft_ms=percentiles_ms(served.ttft_s for served in whole),
-        tpot_ms=percentiles_ms(s.tpot_s for s in whole if s.tpot_s is not None),
-        e2e_ms=percentiles_ms(served.e2e_s for served in whole),
-        chunk_gap_ms=percentiles_ms(gap for served in whole for gap in served.chunk_gaps_s),
-        sent_late_ms=percentiles_ms(served.sent_s - served.due_s for served in every),
-        tokens_per_second=median(speeds),
-        tokens_per_second_low=min(speeds),
-        tokens_per_second_high=max(speeds),
-        requests_per_second=median(
+    return {
+        "load": load,
+        "side": side,
+        "num_requests": len(every),
+        "errors": dict(Counter(s.error for s in every if s.error is not None).most_common()),
+        "ttft_ms": percentiles_ms(served.ttft_s for served in whole),
+        "tpot_ms": percentiles_ms(s.tpot_s for s in whole if s.tpot_s is not None),
+        "e2e_ms": percentiles_ms(served.e2e_s for served in whole),
+        "chunk_gap_ms": percentiles_ms(gap for served in whole for gap in served.chunk_gaps_s),
+        "sent_late_ms": percentiles_ms(served.sent_s - served.due_s for served in every),
+        "tokens_per_second": median(speeds),
+        "tokens_per_second_low": min(speeds),
+        "tokens_per_second_high": max(speeds),
+        "requests_per_second": median(
             sum(served.error is None for served in run.served) / run.seconds for run in runs
         ),
-        goodput_share=sum(map(objective.is_met, every)) / len(every),
-        goodput_tokens_per_second=median(_tokens_per_second(run, objective) for run in runs),
-        tokens_per_chunk=num_tokens / num_chunks if num_chunks else None,
-        prompt_tokens=fmean(s.num_prompt_tokens for s in whole) if whole else None,
+        "goodput_share": sum(map(objective.is_met, every)) / len(every),
+        "goodput_tokens_per_second": median(_tokens_per_second(run, objective) for run in runs),
+        "tokens_per_chunk": num_tokens / num_chunks if num_chunks else None,
+        "prompt_tokens": fmean(s.num_prompt_tokens for s in whole) if whole else None,
         **_speculation(whole),
-        decoding_streams=fmean(map(_decoding_streams, runs)),
-        batch_size=_batch_size([sample for run in runs for sample in run.samples]),
-        same_texts=sum(
+        "decoding_streams": fmean(map(_decoding_streams, runs)),
+        "batch_size": _batch_size([sample for run in runs for sample in run.samples]),
+        "same_texts": sum(
             served.error is None and served.text == reference[number]
             for run in runs
             for number, served in enumerate(run.served)
         ),
-        num_texts=len(whole),
-        client_cpu_share=max(shares, default=None),
-        samples=list(runs[-1].samples),
-        num_replicas=num_replicas,
-        num_streams=num_streams,
-    )
+        "num_texts": len(whole),
+        "client_cpu_share": max(shares, default=None),
+        "samples": list(runs[-1].samples),
+        "num_replicas": num_replicas,
+        "num_streams": num_streams,
+    }
 
 
 def percentiles_ms(seconds: Iterable[float]) -> dict[str, float] | None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.simulator import admitted
-from serve_spec.adaptive.calibration import DraftCalibration, logits
+from serve_spec.adaptive.drafts import DraftCalibration, logits
 from serve_spec.core.round import AS_DRAWN, FROM_TEXT, GREEDY, SAMPLED
 from serve_spec.ops.admission import admit_drafts
 

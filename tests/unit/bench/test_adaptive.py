@@ -178,27 +178,27 @@ def test_every_variant_generates_the_same_texts_and_a_file_shows_the_same_tables
     monkeypatch.setenv("SERVE_SPEC_CACHE", str(tmp_path))
     file, plot = tmp_path / "r.jsonl", tmp_path / "r.png"
     variants = "ema ema-aggressive per-request goodput goodput-chains"
-    phases = f"--batch-sizes 1 3 1 --classes predictable mixture --num-steps 1 4 --arms {variants}"
+    phases = f"--batch-sizes 1 3 --classes mixture --num-steps 4 --arms {variants}"
     run(config, f"{phases} --repetitions 2 --json {file} --plot {plot}")
     shown = capsys.readouterr().out
     records = [json.loads(line) for line in file.read_text().splitlines()]
     result = summary(records)
     assert shown.rstrip() == tables(result), "tables and nothing else"
     assert plot.read_bytes().startswith(b"\x89PNG")
-    names = ["off", "K=1", "K=4", *variants.split()]
+    names = ["off", "K=4", *variants.split()]
     assert [variant["variant"] for variant in result["variants"]] == names
-    assert [variant["is_static"] for variant in result["variants"]] == [True] * 3 + [False] * 5
-    assert len(result["phases"]) == 6
+    assert [variant["is_static"] for variant in result["variants"]] == [True] * 2 + [False] * 5
+    assert len(result["phases"]) == 2
     assert all(phase["same_texts"] for phase in result["phases"])
 
     measured = [record for record in records if record["section"] == "trial"]
     assert {record["repetition"] for record in measured} == {0, 1}
     for record in measured:
-        depths = {"off": 0, "K=1": 1, "K=4": 4}
+        depths = {"off": 0, "K=4": 4}
         if record["variant"] in depths:
             assert record["depth_sum"] == depths[record["variant"]] * record["requests"]
     texts = [record for record in records if record["section"] == "texts"]
-    assert len(texts) == 2 * 6 * len(names)
+    assert len(texts) == 2 * 2 * len(names)
     assert all(record["same_texts"] == record["texts"] > 0 for record in texts)
 
     again = tmp_path / "again.png"

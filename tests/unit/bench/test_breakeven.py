@@ -12,7 +12,6 @@ from serve_spec.bench.breakeven import (
     best_num_steps,
     break_even,
     break_even_rate,
-    round_times,
     speedup,
     tokens_per_round,
 )
@@ -129,12 +128,10 @@ RATES = st.floats(0, 1)
 STEPS = st.integers(0, 12)
 ROUND_MS = st.lists(st.floats(0.01, 1000), min_size=2, max_size=10)
 LINEAR = st.builds(
-    round_times,
-    draft_ms=st.floats(1e-3, 100),
-    target_ms=st.floats(1e-2, 1000),
-    verify_ms_per_row=st.floats(0, 10),
-    batch_size=st.integers(1, 256),
-    max_steps=st.integers(1, 12),
+    lambda target_ms, step_ms, deepest: [target_ms + k * step_ms for k in range(deepest + 1)],
+    st.floats(1e-2, 1000),
+    st.floats(1e-3, 1000),
+    st.integers(1, 12),
 )
 
 

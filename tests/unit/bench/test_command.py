@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from serve_spec import cli
-from serve_spec.bench.arguments import HelpFormatter
-from serve_spec.bench.command import BENCHMARKS, main
+from serve_spec.bench.command import BENCHMARKS, HelpFormatter, main
 
 
 def loaded_by(code, *names):

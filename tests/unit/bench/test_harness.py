@@ -14,10 +14,10 @@ from benchmarks.steady import SteadyLoad, figures, run_variants
 from serve_spec.bench.harness import (
     WARM_UP_STEPS,
     ClosedLoop,
-    FullBatchSpeed,
     MeasuredStep,
     engine_beside,
     equal_prefixes,
+    full_batch_speed,
 )
 from serve_spec.bench.variants import make_variants
 from serve_spec.bench.workload import TextKind, TextRequest
@@ -137,36 +137,26 @@ def settled(size):
 
 @given(st.lists(st.tuples(st.integers(1, 8), st.floats(1, 100)), min_size=1, max_size=50))
 def test_the_speed_of_single_requests_is_tokens_over_time(rounds):
-    speed = FullBatchSpeed(1)
-    speed.add([*settled(1), *(a_round([tokens], ms) for tokens, ms in rounds)])
+    batch = [*settled(1), *(a_round([tokens], ms) for tokens, ms in rounds)]
     tokens, ms = sum(r[0] for r in rounds), sum(r[1] for r in rounds)
-    assert speed.tokens_per_second == pytest.approx(tokens / ms * 1e3)
+    assert full_batch_speed(1, [batch]) == pytest.approx(tokens / ms * 1e3)
 
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=8), st.integers(1, 20))
 def test_full_batches_have_the_speed_of_a_refilled_batch(paces, num_rounds):
     """Requests of 840 tokens, each at its own pace, in a server where one follows another."""
-    speed = FullBatchSpeed(len(paces))
-    speed.add([*settled(len(paces)), *[a_round(paces, ms=5.0)] * num_rounds])
+    batch = [*settled(len(paces)), *[a_round(paces, ms=5.0)] * num_rounds]
     rounds_of_a_request = sum(840 / pace for pace in paces) / len(paces)
     tokens_per_ms = len(paces) * 840 / rounds_of_a_request / 5.0
-    assert speed.tokens_per_second == pytest.approx(tokens_per_ms * 1e3)
+    assert full_batch_speed(len(paces), [batch]) == pytest.approx(tokens_per_ms * 1e3)
 
 
 def test_prompts_and_shrinking_batches_do_not_count():
-    alone, among_others = FullBatchSpeed(2), FullBatchSpeed(2)
-    full = [a_round([2, 4])] * 5
-    alone.add([*settled(2), *full])
+    full = [*settled(2), *[a_round([2, 4])] * 5]
     prompts, end = [a_round([], prompt=7), a_round([1, 1], prompt=7)], [a_round([8])] * 9
-    among_others.add([*prompts, *settled(2), *full, *end])
-    assert alone.tokens_per_second == among_others.tokens_per_second
-
-
-def test_batches_that_were_never_full_have_no_speed():
-    speed = FullBatchSpeed(4)
-    speed.add([*settled(3), a_round([2, 2, 2])])
-    speed.add(settled(4))
-    assert speed.tokens_per_second is None
+    assert full_batch_speed(2, [[*prompts, *full, *end]]) == full_batch_speed(2, [full])
+    never_full = [[*settled(3), a_round([2, 2, 2])], settled(4)]
+    assert full_batch_speed(4, never_full) is None
 
 
 LOAD = SteadyLoad(batch_size=3, prompt_tokens=10, output_tokens=60)

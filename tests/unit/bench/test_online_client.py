@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from serve_spec.bench.online.client import (
     Clients,
-    SseParser,
     Target,
     accounts,
     deal,
+    events,
     merged,
     new_samples,
     read_stream,
@@ -180,21 +180,19 @@ def test_events_do_not_depend_on_how_the_bytes_were_cut(data, texts, end):
         b": a comment" + end + b"data: " + payload.encode() + end + b"id: 3" + end * 2
         for payload in payloads
     )
-    parser = SseParser()
-    events = [event for piece in data.draw(cut(lines)) for event in parser.feed(piece)]
-    assert events == payloads
+    arrivals = [(1.0, piece) for piece in data.draw(cut(lines))]
+    assert [event for _, event in events(arrivals)] == payloads
 
 
 def test_several_data_lines_are_one_event_and_an_unfinished_one_is_none():
-    parser = SseParser()
-    assert parser.feed(b"data: a\ndata:b\n\ndata: c\n") == ["a\nb"]
-    assert parser.feed(b"\n") == ["c"]
+    arrivals = [(1.0, b"data: a\ndata:b\n\ndata: c\n"), (2.0, b"\ndata: d\n")]
+    assert [*events(arrivals)] == [(1.0, "a\nb"), (2.0, "c")]
 
 
 def test_a_chunk_came_when_its_last_byte_came():
     first, second = event(chunk("a")), event(chunk("b"))
     arrivals = [(1.0, first[:9]), (2.0, first[9:] + second[:-1]), (5.0, second[-1:])]
-    assert read_stream(arrivals).chunk_s == [2.0, 5.0]
+    assert read_stream(arrivals).chunk_s == (2.0, 5.0)
 
 
 def test_tokens_are_counted_by_usage_else_by_ids_and_never_by_chunks():
@@ -206,8 +204,8 @@ def test_tokens_are_counted_by_usage_else_by_ids_and_never_by_chunks():
 
 def test_token_ids_without_text_are_a_first_token():
     half_a_character = chunk("", token_ids=[200])
-    assert read_stream([(1.0, event(half_a_character))]).chunk_s == [1.0]
-    assert read_stream([(1.0, event(chunk("")))]).chunk_s == []
+    assert read_stream([(1.0, event(half_a_character))]).chunk_s == (1.0,)
+    assert read_stream([(1.0, event(chunk("")))]).chunk_s == ()
 
 
 @pytest.mark.parametrize(

@@ -89,8 +89,10 @@ def winners(cells, batch_size):
 
 @given(sweeps())
 def test_the_slot_of_every_measured_batch_size_holds_the_best_steps_and_trees_of_every_class(cells):
-    slots = load_slots(adaptive_config(cells))
+    slots = load_slots(json.loads(json.dumps(adaptive_config(cells))))
     params = AdaptiveSpeculativeParams(0, slots)
+    assert min(slots) == min(c.batch_size for c in cells)
+    assert all(here != after for here, after in pairwise(slots.values())), "neighbours are merged"
     for batch_size in {c.batch_size for c in cells}:
         slot, best = slots[params.slot_key(batch_size)], winners(cells, batch_size)
         assert set(slot.candidate_steps) == {shape.depth for shape in best}
@@ -98,14 +100,6 @@ def test_the_slot_of_every_measured_batch_size_holds_the_best_steps_and_trees_of
         assert set(slot.candidate_trees or ()) == shapes
         have_trees = any(c.tree_drafts for c in cells)
         assert (slot.candidate_trees is not None) == have_trees, "though it be none"
-
-
-@given(sweeps())
-def test_the_config_loads_as_it_is_and_neighbours_differ(cells):
-    text = json.dumps(adaptive_config(cells))
-    slots = load_slots(json.loads(text))
-    assert all(here != after for here, after in pairwise(slots.values()))
-    assert min(slots) == min(c.batch_size for c in cells)
 
 
 @given(sweeps())
@@ -153,16 +147,6 @@ def test_a_file_returns_the_measurements_that_were_appended(tmp_path):
     again = cell(1, "mixed", 3, speed=200)
     MeasurementFile(path, SETTINGS).append([again])
     assert MeasurementFile(path, SETTINGS).by_place[again.place] == again, "the last one counts"
-
-
-def test_a_file_without_trees_holds_chains(tmp_path):
-    path = tmp_path / "cells.jsonl"
-    MeasurementFile(path, SETTINGS).append([cell(1, "mixed", 3)])
-    path.write_text(path.read_text().replace(', "tree_drafts": 0', ""))
-    assert "tree_drafts" not in path.read_text()
-    assert MeasurementFile(path, SETTINGS).by_place == {
-        (1, "mixed", DraftShape.chain(3)): cell(1, "mixed", 3)
-    }
 
 
 @pytest.mark.parametrize("num_bytes", [1, 200])
@@ -247,6 +231,17 @@ def test_an_interrupted_sweep_continues_and_writes_all_files(config, tmp_path, c
     assert "## The best steps" in (tmp_path / "report.md").read_text()
     assert (tmp_path / "tune.png").read_bytes().startswith(b"\x89PNG")
 
+    files = [tmp_path / "cells.jsonl", tmp_path / "cost_table.json"]
+    once = [file.read_bytes() for file in files]
+    call = arguments(config, tmp_path, "--num-steps", "1", "--batch-sizes", "1")
+    assert main(call) == 0
+    assert [file.read_bytes() for file in files] == once, "nothing is measured again"
+    with pytest.raises(ConfigError, match=r"^repetitions=2: .* was measured with 1; use that"):
+        main([*call, "--repetitions", "2"])
+    assert main([*call, "--fresh"]) == 0
+    assert len(files[0].read_text().splitlines()) == 1 + 2 * 3
+    assert load_cost_table(files[1]).batch_sizes == (1,)
+
 
 def test_trees_are_measured_and_a_server_accepts_both_files(config, tmp_path, monkeypatch):
     monkeypatch.setenv("SERVE_SPEC_CACHE", str(tmp_path / "cache"))
@@ -273,19 +268,6 @@ def test_trees_are_measured_and_a_server_accepts_both_files(config, tmp_path, mo
         assert llm.engine.snapshot()["fallback"] is None
     assert llm.engine.snapshot()["candidate_trees"] == ["2x3", "2x5"]
     assert not (tmp_path / "cache").exists(), "a refused table is measured anew, and kept there"
-
-
-def test_what_is_measured_already_is_not_measured_again(config, tmp_path):
-    call = arguments(config, tmp_path, "--num-steps", "1", "--batch-sizes", "1")
-    assert main(call) == 0
-    files = [tmp_path / "cells.jsonl", tmp_path / "cost_table.json"]
-    once = [file.read_bytes() for file in files]
-    assert main(call) == 0
-    assert [file.read_bytes() for file in files] == once
-    with pytest.raises(ConfigError, match=r"^repetitions=2: .* was measured with 1; use that"):
-        main([*call, "--repetitions", "2"])
-    assert main([*call, "--fresh"]) == 0
-    assert all(file.read_bytes() != before for file, before in zip(files, once, strict=True))
 
 
 @pytest.mark.parametrize(

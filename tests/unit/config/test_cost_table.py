@@ -101,7 +101,7 @@ def test_a_write_that_fails_leaves_the_old_table_whole(tmp_path):
         ("contexts", [128, 512, 1024], "contexts"),
         ("draft_ms", 3, "draft_ms=3: input should be a list"),
         ("draft_ms.1.0.0", 0.5, r"draft_ms\.1\.0\.0=0\.5: must be 0 without drafts"),
-        ("draft_ms.1.0.2", 0, r"draft_ms\.1\.0\.2=0\.0: must be 0 .* positive otherwise"),
+        ("draft_ms.1.0.2", 0, r"draft_ms\.1\.0\.2=0\.0: must be positive"),
         ("draft_ms.0.1.1", "2", r"draft_ms\.0\.1\.1='2'"),
         ("verify_ms.0.1.0", 0, r"verify_ms\.0\.1\.0=0\.0"),
         ("verify_ms.0.1.2", -1, r"verify_ms\.0\.1\.2=-1\.0"),

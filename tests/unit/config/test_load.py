@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -17,22 +15,22 @@ from serve_spec.config.root import leaf_sections, parse_override
 LEAVES = [key for key in dotted_keys(ServeSpecConfig) if "." in key]
 
 
-def problems(source: Any, **overrides: Any) -> str:
+def problems(source, **overrides):
     with pytest.raises(ConfigError) as caught:
         ServeSpecConfig.load(source, **overrides)
     return str(caught.value)
 
 
-def write(path: Path, content: object) -> Path:
+def write(path, content):
     path.write_text(yaml.safe_dump(content))
     return path
 
 
-def test_every_leaf_key_name_is_unique_over_all_sections() -> None:
+def test_every_leaf_key_name_is_unique_over_all_sections():
     assert len(leaf_sections()) == len(LEAVES)
 
 
-def test_no_default_lies_outside_its_own_bounds(minimal: dict[str, Any]) -> None:
+def test_no_default_lies_outside_its_own_bounds(minimal):
     config = ServeSpecConfig.load(minimal)
     assert ServeSpecConfig.load(config.model_dump()) == config
 
@@ -47,21 +45,19 @@ def test_no_default_lies_outside_its_own_bounds(minimal: dict[str, Any]) -> None
         ({"cache": {"memory_fracton": 0.5}}, "cache.memory_fraction"),
     ],
 )
-def test_an_unknown_key_is_refused_with_the_nearest_known_one(
-    minimal: dict[str, Any], given: dict[str, Any], nearest: str
-) -> None:
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(minimal, given, nearest):
     assert f"unknown key; did you mean {nearest}?" in problems(minimal | given)
     message = problems(minimal, speculative_num_step=3)
     assert message == "speculative_num_step: unknown key; did you mean speculative_num_steps?"
 
 
-def test_a_refusal_names_field_value_and_way_out(minimal: dict[str, Any]) -> None:
+def test_a_refusal_names_field_value_and_way_out(minimal):
     message = problems(minimal, port=0)
     assert message.startswith("router.port=0: input should be greater than or equal to 1")
     assert "TCP port" in message
 
 
-def test_all_problems_are_reported_at_once(minimal: dict[str, Any]) -> None:
+def test_all_problems_are_reported_at_once(minimal):
     with pytest.raises(ConfigError) as caught:
         ServeSpecConfig.load(minimal, port=0, num_replicas=-1, dtype="float8")
     assert [p.partition("=")[0] for p in caught.value.problems] == [
@@ -78,16 +74,12 @@ def test_all_problems_are_reported_at_once(minimal: dict[str, Any]) -> None:
         *(("batch_wait_ms", wrong) for wrong in ("3", float("nan"), float("inf"))),
     ],
 )
-def test_nothing_is_coerced_into_a_number_and_every_number_is_finite(
-    minimal: dict[str, Any], key: str, wrong: object
-) -> None:
+def test_nothing_is_coerced_into_a_number_and_every_number_is_finite(minimal, key, wrong):
     assert f"{key}={wrong!r}" in problems(minimal, **{key: wrong})
     assert ServeSpecConfig.load(minimal, **{key: 3}), "an integer is a real number"
 
 
-def test_secrets_appear_neither_in_errors_nor_in_the_printed_object(
-    minimal: dict[str, Any],
-) -> None:
+def test_secrets_appear_neither_in_errors_nor_in_the_printed_object(minimal):
     assert "hunter2" not in problems(minimal, api_keys="hunter2")
     assert "hunter2" not in problems(minimal, api_keys=["ok", {"key": "hunter2"}])
     assert "hunter2" not in problems(minimal, api_key="hunter2")
@@ -96,7 +88,7 @@ def test_secrets_appear_neither_in_errors_nor_in_the_printed_object(
     assert "hunter2" not in repr(config)
 
 
-def test_api_keys_are_stripped_and_none_is_empty(minimal: dict[str, Any]) -> None:
+def test_api_keys_are_stripped_and_none_is_empty(minimal):
     keys = ServeSpecConfig.load(minimal, api_keys=["k1\n", " k2 ", "k2"]).router.api_keys
     assert keys == ("k1", "k2", "k2")
     for empty in ("", " \n"):
@@ -105,7 +97,7 @@ def test_api_keys_are_stripped_and_none_is_empty(minimal: dict[str, Any]) -> Non
         assert "hunter2" not in refusal
 
 
-def test_a_configuration_never_changes(minimal: dict[str, Any]) -> None:
+def test_a_configuration_never_changes(minimal):
     config = ServeSpecConfig.load(minimal)
     with pytest.raises(ValidationError, match="frozen"):
         config.cache.page_size = 32
@@ -113,9 +105,7 @@ def test_a_configuration_never_changes(minimal: dict[str, Any]) -> None:
         config.cache = config.cache
 
 
-def test_file_environment_and_keywords_win_in_this_order(
-    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_environment_and_keywords_win_in_this_order(checkpoints, monkeypatch):
     said = {"page_size": 1, "num_pages": 1, "cpu_cache_gb": 1.5}
     file = write(checkpoints / "c.yaml", {"model": {"path": "target"}, "cache": said})
     monkeypatch.setenv("SERVE_SPEC_CACHE__NUM_PAGES", "2")
@@ -125,9 +115,7 @@ def test_file_environment_and_keywords_win_in_this_order(
 
 
 @pytest.mark.parametrize("dotted", LEAVES)
-def test_every_leaf_key_can_be_said_in_the_environment(
-    minimal: dict[str, Any], monkeypatch: pytest.MonkeyPatch, dotted: str
-) -> None:
+def test_every_leaf_key_can_be_said_in_the_environment(minimal, monkeypatch, dotted):
     # A list of maps is a value no key takes: the refusal shows that the key was reached.
     monkeypatch.setenv("SERVE_SPEC_" + dotted.replace(".", "__").upper(), "[{reached: yes}]")
     assert problems(minimal).startswith(dotted)
@@ -144,38 +132,28 @@ def test_every_leaf_key_can_be_said_in_the_environment(
         ({"attention_backend": "flashinfer"}, None),
     ],
 )
-def test_keys_of_old_files_load_and_new_names_win(
-    minimal: dict[str, Any], said: dict[str, Any], is_ahead: bool | None
-) -> None:
+def test_keys_of_old_files_load_and_new_names_win(minimal, said, is_ahead):
     assert ServeSpecConfig.load(minimal, **said).model.async_scheduling is is_ahead
 
 
-def test_an_unknown_variable_is_refused_with_the_nearest_known_one(
-    minimal: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_variable_is_refused_with_the_nearest_known_one(minimal, monkeypatch):
     monkeypatch.setenv("SERVE_SPEC_CACHE__PAGESIZE", "2")
     assert problems(minimal).endswith("did you mean SERVE_SPEC_CACHE__PAGE_SIZE?")
 
 
-def test_variables_without_a_section_are_not_configuration(
-    minimal: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variables_without_a_section_are_not_configuration(minimal, monkeypatch):
     expected = ServeSpecConfig.load(minimal)
     monkeypatch.setenv("SERVE_SPEC_LOG_LEVEL", "INFO")
     assert ServeSpecConfig.load(minimal) == expected
 
 
-def test_a_loaded_configuration_no_longer_listens_to_the_environment(
-    minimal: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loaded_configuration_no_longer_listens_to_the_environment(minimal, monkeypatch):
     config = ServeSpecConfig.load(minimal, page_size=4)
     monkeypatch.setenv("SERVE_SPEC_CACHE__PAGE_SIZE", "8")
     assert ServeSpecConfig.load(config).cache.page_size == 4
 
 
-def test_overriding_a_configuration_makes_a_new_one_and_derives_anew(
-    drafting: dict[str, Any], checkpoints: Path
-) -> None:
+def test_overriding_a_configuration_makes_a_new_one_and_derives_anew(drafting, checkpoints):
     plain = ServeSpecConfig.load(drafting, speculative_algorithm="NONE")
     assert not plain.speculative.speculative_adaptive
     again = ServeSpecConfig.load(
@@ -185,9 +163,7 @@ def test_overriding_a_configuration_makes_a_new_one_and_derives_anew(
     assert (plain.model.served_model_name, again.model.served_model_name) == ("target", "draft")
 
 
-def test_a_configuration_and_a_refusal_survive_pickling_with_what_was_said(
-    drafting: dict[str, Any],
-) -> None:
+def test_a_configuration_and_a_refusal_survive_pickling_with_what_was_said(drafting):
     config = ServeSpecConfig.load(drafting, speculative_algorithm="NONE")
     copy = pickle.loads(pickle.dumps(config))
     assert copy == config
@@ -198,7 +174,7 @@ def test_a_configuration_and_a_refusal_survive_pickling_with_what_was_said(
 
 
 @pytest.mark.parametrize("empty", ["", "cache:\n", "# nothing\n"])
-def test_an_empty_section_means_its_defaults(checkpoints: Path, empty: str) -> None:
+def test_an_empty_section_means_its_defaults(checkpoints, empty):
     file = checkpoints / "c.yaml"
     file.write_text(empty + f"\nmodel:\n  path: {checkpoints / 'target'}\n")
     assert ServeSpecConfig.load(file).cache.page_size == 16
@@ -215,24 +191,20 @@ def test_an_empty_section_means_its_defaults(checkpoints: Path, empty: str) -> N
         ("cache: {page_size: 1, page_size: 2}\n", "'page_size' is given twice"),
     ],
 )
-def test_a_malformed_file_is_refused_with_what_is_wrong(
-    tmp_path: Path, text: str | None, complaint: str
-) -> None:
+def test_a_malformed_file_is_refused_with_what_is_wrong(tmp_path, text, complaint):
     file = tmp_path / "c.yaml"
     if text is not None:
         file.write_text(text)
     assert complaint in problems(file)
 
 
-def test_exponents_without_a_point_are_numbers(minimal: dict[str, Any], tmp_path: Path) -> None:
+def test_exponents_without_a_point_are_numbers(minimal, tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text(yaml.safe_dump(minimal) + "router: {request_timeout_s: 6e2}\n")
     assert ServeSpecConfig.load(file).router.request_timeout_s == 600.0
 
 
-def test_paths_start_at_the_folder_of_the_file_that_names_them(
-    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_start_at_the_folder_of_the_file_that_names_them(checkpoints, monkeypatch):
     (checkpoints / "sub").mkdir()
     file = write(checkpoints / "sub" / "c.yaml", {"model": {"path": "../target"}})
     monkeypatch.chdir("/")
@@ -240,8 +212,8 @@ def test_paths_start_at_the_folder_of_the_file_that_names_them(
 
 
 def test_paths_in_keywords_environment_and_mappings_start_at_the_current_directory(
-    checkpoints: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+    checkpoints, monkeypatch, tmp_path_factory
+):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     (elsewhere / "target").mkdir()
     file = write(elsewhere / "c.yaml", {"model": {"path": "target"}})
@@ -253,9 +225,7 @@ def test_paths_in_keywords_environment_and_mappings_start_at_the_current_directo
     assert ServeSpecConfig.load(file).model.path == expected
 
 
-def test_an_asset_is_found_in_the_package_whoever_names_it(
-    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_asset_is_found_in_the_package_whoever_names_it(checkpoints, monkeypatch):
     monkeypatch.setattr(base, "ASSETS", checkpoints)
     monkeypatch.chdir("/")
     for config in (
@@ -265,14 +235,14 @@ def test_an_asset_is_found_in_the_package_whoever_names_it(
         assert config.model.path == checkpoints / "target"
 
 
-def test_a_path_that_does_not_exist_is_refused_with_what_was_tried(checkpoints: Path) -> None:
+def test_a_path_that_does_not_exist_is_refused_with_what_was_tried(checkpoints):
     file = write(checkpoints / "c.yaml", {"model": {"path": "nope"}})
     message = problems(file)
     assert message.startswith("model.path='nope': ")
     assert str(checkpoints / "nope") in message
 
 
-def test_command_line_overrides_are_read_as_yaml() -> None:
+def test_command_line_overrides_are_read_as_yaml():
     assert parse_override("api_keys=[a, 12]") == ("api_keys", ["a", 12])
     with pytest.raises(ConfigError, match="key=value"):
         parse_override("num_pages")

@@ -3,14 +3,14 @@
 from pathlib import Path
 
 from serve_spec.config.base import dotted_keys
-from serve_spec.config.reference import page
 from serve_spec.config.root import ServeSpecConfig
+from tools.configuration import page
 
 FILE = Path(__file__).parents[3] / "docs" / "configuration.md"
 
 
 def test_the_configuration_page_is_current():
-    fix = "run python -m serve_spec.config.reference > docs/configuration.md"
+    fix = "run python -m tools.configuration > docs/configuration.md"
     assert FILE.read_text() == page(), fix
 
 
