@@ -1,4 +1,4 @@
-"""Compiling attention and admission for a Hopper GPU on any machine: `python -m ...` prints JSON.
+"""Compile kernels for a Hopper GPU on any machine: `python -m ...` prints JSON.
 
 One line per kernel of every case: registers, bytes of spills and of shared memory.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from serve_spec.ops import admission_triton, paged_attention_triton
+from serve_spec.ops import admission_triton, paged_attention_triton, shared_sum, shared_sum_triton
 from serve_spec.ops.paged_attention import AttentionKind, AttentionPlan
 
 ATTENTION = {
@@ -54,6 +54,9 @@ class _Recorder:
             if isinstance(value, Tensor):
                 signature[name] = "*" + triton.runtime.jit.mangle_type(value)[1:]
                 attributes[(index,)] = [["tt.divisibility", 16]]
+            elif isinstance(value, tuple):
+                signature[name] = tuple("*" + triton.runtime.jit.mangle_type(t)[1:] for t in value)
+                attributes |= {(index, i): [["tt.divisibility", 16]] for i in range(len(value))}
             elif name in settings or value is None:
                 signature[name], constants[name] = "constexpr", value
             else:
@@ -135,7 +138,31 @@ def compile_admission(
         )
 
 
+def compile_exchanges(case, rank, size):
+    """Compile what this rank of so many launches, in bfloat16."""
+    numbers, flags = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
+    memory = shared_sum.SharedMemory(
+        rank,
+        slots=(numbers,) * size,
+        shares=(numbers,) * size,
+        flags=(flags,) * size,
+        gathered=(torch.zeros(64),) * size,
+        counts=flags,
+        released=flags,
+    )
+    weight = torch.zeros(4096, dtype=torch.bfloat16)
+    with recorded(shared_sum_triton, case):
+        for num_rows in (1, 256):
+            x = torch.zeros(num_rows, 4096, dtype=torch.bfloat16)
+            shared_sum_triton.sum_over_ranks(x, memory)
+            shared_sum_triton.sum_add_norm(x, x, weight, 1e-5, memory)
+        for source in range(size):
+            shared_sum_triton.broadcast_words(flags, source, memory)
+        shared_sum_triton.gather_columns(torch.zeros(1, 8), 8 * rank, 8 * size, memory)
+
+
 if __name__ == "__main__":
+    shared_sum_triton.dependent_launch = lambda device: True
     admission_triton.dependent_launch = lambda device: True
     paged_attention_triton.dependent_launch = lambda device: True
     paged_attention_triton._num_multiprocessors = lambda device: 132
@@ -143,3 +170,5 @@ if __name__ == "__main__":
         compile_attention(case, **settings)
     for case, settings in ADMISSION.items():
         compile_admission(case, **settings)
+    for rank, size in ((0, 2), (1, 4)):
+        compile_exchanges(f"rank {rank} of {size}", rank, size)
