@@ -28,7 +28,6 @@ from serve_spec.log import TRACE_ID, get_logger
 from serve_spec.serving.errors import ApiError, body_timed_out, body_too_large, defect, refused
 from serve_spec.serving.openai import ChatRequest, CompletionRequest, invalid_body
 from serve_spec.serving.status_page import OPEN_PATHS as _PAGE_PATHS
-from serve_spec.serving.telemetry import ARRIVED
 
 logger = get_logger(__name__)
 
@@ -138,6 +137,9 @@ class _LargeBody(Request):
 
 # Health probes have no key; the status page asks for one.
 _OPEN_PATHS = frozenset({"/health"}) | _PAGE_PATHS
+
+ARRIVED: ContextVar[float | None] = ContextVar("arrived", default=None)
+"""`perf_counter` at the arrival of the current request."""
 
 CLIENT: ContextVar[str] = ContextVar("client", default="")
 """The client of the current request: its API key, else its address."""
