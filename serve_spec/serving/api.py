@@ -5,7 +5,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
@@ -62,6 +62,7 @@ from serve_spec.serving.middleware import (
 from serve_spec.serving.model_text import ModelText
 from serve_spec.serving.openai import ChatRequest, CompletionRequest
 from serve_spec.serving.status_page import add_status_page
+from serve_spec.serving.telemetry import fleet_metrics
 
 if TYPE_CHECKING:
     from serve_spec.serving.fleet import RayFleet
@@ -136,12 +137,10 @@ def create_api(
     fleet: "RayFleet",
     admission: Admission,
     record: Callable[[Reading], None] = lambda reading: None,
-    metrics: Callable[[], Awaitable[str]] | None = None,
 ) -> FastAPI:
-    """Return the ASGI app: completions, chat, models, health, server_info, status page.
+    """Return the ASGI app: completions, chat, models, health, server_info, metrics, status page.
 
     record: receives the metrics of requests.
-    metrics: returns the text of `/metrics`; None: there is no such route.
     """
     # The documentation pages would load scripts from another host.
     api = FastAPI(
@@ -162,8 +161,6 @@ def create_api(
     _add_models(api, config.model.served_model_name)
     _add_operations(api, config, fleet, admission)
     add_status_page(api)
-    if metrics is not None:
-        _add_metrics(api, metrics)
     return api
 
 
@@ -336,9 +333,7 @@ def _add_operations(
             "router": admission.snapshot(),
         }
 
-
-def _add_metrics(api: FastAPI, metrics: Callable[[], Awaitable[str]]) -> None:
     @api.get("/metrics", include_in_schema=False)
-    async def exposition() -> Response:
+    async def metrics() -> Response:
         """Return the fleet's metrics in Prometheus' text format."""
-        return Response(await metrics(), media_type="text/plain; version=0.0.4")
+        return Response(await fleet_metrics(), media_type="text/plain; version=0.0.4")

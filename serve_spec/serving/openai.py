@@ -6,6 +6,7 @@ values.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -44,24 +45,6 @@ from serve_spec.serving.fields import (
 MAX_CHOICES_PER_PROMPT = 128
 _GRAMMAR_LIMIT = f"At most {MAX_GRAMMAR_CHARS} characters."
 
-# Request fields that are SamplingParams fields of the same name and meaning.
-_SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_token_ids",
-    "min_tokens",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-)
 _INT64 = 2**63
 
 
@@ -207,10 +190,8 @@ class _Request(StrictFields):
             response_format=None if form is None else (form.type, form.json_schema),
             structured_outputs=self.structured_outputs,
             guided={
-                "json": self.guided_json,
-                "regex": self.guided_regex,
-                "grammar": self.guided_grammar,
-                "choice": self.guided_choice,
+                language: getattr(self, f"guided_{language}")
+                for language in ("json", "regex", "grammar", "choice")
             },
         )
         speculative = self.speculative or SpeculativeRequest()
@@ -222,6 +203,12 @@ class _Request(StrictFields):
             prompt_logprobs=prompt_logprobs,
             speculative=options,
         )
+
+
+# Request fields that are SamplingParams fields of the same name and meaning.
+_SAMPLING_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)} & set(
+    _Request.model_fields
+) - {"speculative"}
 
 
 class CompletionRequest(_Request):
