@@ -51,8 +51,7 @@ from serve_spec.serving.middleware import (
     ApiKeyCheck,
     Arrival,
     AsciiJSON,
-    BodyLimit,
-    BodyTimeout,
+    BodyLimits,
     LargeBodyRoute,
     add_error_answers,
     encode_by_items,
@@ -151,8 +150,11 @@ def create_api(
         responses={"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
     )
     api.router.route_class = LargeBodyRoute
-    api.add_middleware(BodyLimit, max_bytes=config.router.max_body_bytes)
-    api.add_middleware(BodyTimeout, timeout_s=config.router.body_timeout_s)
+    api.add_middleware(
+        BodyLimits,
+        max_bytes=config.router.max_body_bytes,
+        timeout_s=config.router.body_timeout_s,
+    )
     if config.router.api_keys:
         api.add_middleware(ApiKeyCheck, keys=config.router.api_keys)
     api.add_middleware(Arrival)

@@ -277,8 +277,6 @@ class RunningAnswer:
         total = FleetSpeculation()
         for counts in self._speculation.values():
             total.add(counts)
-            if isinstance(counts, FleetSpeculation):
-                total.num_resumes += counts.num_resumes
         return total
 
     async def _next_delta(self) -> tuple[int, TokenDelta]:
