@@ -27,7 +27,6 @@ from serve_spec.engine.messages import encode_async
 from serve_spec.log import TRACE_ID, get_logger
 from serve_spec.serving.errors import ApiError, body_timed_out, body_too_large, defect, refused
 from serve_spec.serving.openai import ChatRequest, CompletionRequest, invalid_body
-from serve_spec.serving.status_page import OPEN_PATHS as _PAGE_PATHS
 
 logger = get_logger(__name__)
 
@@ -136,7 +135,7 @@ class _LargeBody(Request):
 
 
 # Health probes have no key; the status page asks for one.
-_OPEN_PATHS = frozenset({"/health"}) | _PAGE_PATHS
+_OPEN_PATHS = frozenset({"/health", "/"})
 
 ARRIVED: ContextVar[float | None] = ContextVar("arrived", default=None)
 """`perf_counter` at the arrival of the current request."""
@@ -222,4 +221,5 @@ class BodyLimits:
 
 def _is_open(scope: Scope) -> bool:
     """Return whether the path needs no key; the application's route prefix is ignored."""
-    return scope["path"].removeprefix(scope.get("root_path", "")) in _OPEN_PATHS
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path in _OPEN_PATHS or path.startswith("/static/")

@@ -172,9 +172,6 @@ class _Request(StrictFields):
 
         max_tokens: None for the default.
         logprobs, prompt_logprobs: as in `SamplingParams`.
-
-        Raises:
-            InvalidRequest: a value is out of range or not supported.
         """
         refuse_unavailable(self)
         if self.stream_options is not None and not self.stream:
@@ -243,10 +240,9 @@ class CompletionRequest(_Request):
         return self.max_tokens == 0 and bool(self.echo)
 
     def sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters of choice 0; with `is_prompt_only`, of one hidden token.
+        """Return the sampling parameters of choice 0, or raise InvalidRequest.
 
-        Raises:
-            InvalidRequest: a value is out of range or not supported.
+        With `is_prompt_only`, they are of one hidden token.
         """
         if self.max_tokens == 0 and not self.echo:
             fix = "use an integer in [1, 2³¹); 0 is allowed only with echo=true"
@@ -349,10 +345,9 @@ class ChatRequest(_Request):
         return self.add_generation_prompt
 
     def sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters of choice 0; without a `limit`, `max_tokens` is a default.
+        """Return the sampling parameters of choice 0, or raise InvalidRequest.
 
-        Raises:
-            InvalidRequest: a value is out of range or not supported.
+        Without a `limit`, `max_tokens` is a default.
         """
         for index, message in enumerate(self.messages):
             refuse_unavailable(message, f"messages.{index}.")

@@ -147,11 +147,7 @@ class _Attempts:
         self._wait_from_now()
 
     async def after(self, error: ApiError) -> None:
-        """Wait until the next attempt after an error.
-
-        Raises:
-            ApiError: there will be no other attempt.
-        """
+        """Wait until the next attempt after an error; raise it if there will be none."""
         if isinstance(error, ClientTooSlow):
             raise error
         if self._replica is not None or (isinstance(error, ReplicaLost) and not self._was_accepted):

@@ -187,7 +187,10 @@ class SpecStats:
 
 
 class StatsClient:
-    """Client of an application's actor; it creates the actor if there is none."""
+    """Client of an application's actor; it creates the actor if there is none.
+
+    Coroutines raise StatsUnavailable if there is no response within two seconds.
+    """
 
     def __init__(self, config: ServeSpecConfig, app_name: str) -> None:
         self._config = config.stats
@@ -196,32 +199,20 @@ class StatsClient:
         self._actor: Any = None
 
     async def report(self, replica: str, snapshot: Mapping[str, object]) -> float:
-        """Send a replica's snapshot; return the minimum seconds until the next one.
-
-        Raises:
-            StatsUnavailable: no response within two seconds.
-        """
+        """Send a replica's snapshot; return the minimum seconds until the next one."""
         # Bytes are the cheapest argument for Ray.
         encoded = pickle.dumps(dict(snapshot), pickle.HIGHEST_PROTOCOL)
         interval_s: float = await self._call("report", replica, encoded)
         return interval_s
 
     async def view(self) -> dict[str, object]:
-        """Return `FleetStats.view`.
-
-        Raises:
-            StatsUnavailable: no response within two seconds.
-        """
+        """Return `FleetStats.view`."""
         # Decoding a large fleet is slow, so it runs in a thread.
         view: dict[str, object] = await asyncio.to_thread(pickle.loads, await self._call("view"))
         return view
 
     async def status(self) -> dict[str, object]:
-        """Return the data of the status page.
-
-        Raises:
-            StatsUnavailable: no response within two seconds.
-        """
+        """Return `FleetStats.status`."""
         status: dict[str, object] = await self._call("status")
         return status
 
