@@ -3,13 +3,15 @@
 # No `from __future__ import annotations` here: FastAPI reads the annotations of the routes.
 
 import asyncio
+import html
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import HTMLResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from serve_spec import __version__
@@ -51,8 +53,7 @@ from serve_spec.serving.middleware import (
     ApiKeyCheck,
     Arrival,
     AsciiJSON,
-    BodyLimit,
-    BodyTimeout,
+    BodyLimits,
     LargeBodyRoute,
     add_error_answers,
     encode_by_items,
@@ -61,7 +62,7 @@ from serve_spec.serving.middleware import (
 )
 from serve_spec.serving.model_text import ModelText
 from serve_spec.serving.openai import ChatRequest, CompletionRequest
-from serve_spec.serving.status_page import add_status_page
+from serve_spec.serving.telemetry import fleet_metrics
 
 if TYPE_CHECKING:
     from serve_spec.serving.fleet import RayFleet
@@ -72,6 +73,11 @@ _SLICE_BYTES = 2**20
 # Time for the error of a timed-out request to reach its client.
 _ERROR_MARGIN_S = 1.0
 
+# Of the status page. No other host is allowed.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'self'; form-action 'none'; frame-ancestors 'none'"
+)
 _ERRORS = {
     400: "A field is wrong; `param` names it.",
     401: "No valid API key.",
@@ -136,12 +142,10 @@ def create_api(
     fleet: "RayFleet",
     admission: Admission,
     record: Callable[[Reading], None] = lambda reading: None,
-    metrics: Callable[[], Awaitable[str]] | None = None,
 ) -> FastAPI:
-    """Return the ASGI app: completions, chat, models, health, server_info, status page.
+    """Return the ASGI app: completions, chat, models, health, server_info, metrics, status page.
 
     record: receives the metrics of requests.
-    metrics: returns the text of `/metrics`; None: there is no such route.
     """
     # The documentation pages would load scripts from another host.
     api = FastAPI(
@@ -152,8 +156,11 @@ def create_api(
         responses={"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
     )
     api.router.route_class = LargeBodyRoute
-    api.add_middleware(BodyLimit, max_bytes=config.router.max_body_bytes)
-    api.add_middleware(BodyTimeout, timeout_s=config.router.body_timeout_s)
+    api.add_middleware(
+        BodyLimits,
+        max_bytes=config.router.max_body_bytes,
+        timeout_s=config.router.body_timeout_s,
+    )
     if config.router.api_keys:
         api.add_middleware(ApiKeyCheck, keys=config.router.api_keys)
     api.add_middleware(Arrival)
@@ -161,9 +168,7 @@ def create_api(
     _add_completions(api, _Frontend(config, fleet, admission, record))
     _add_models(api, config.model.served_model_name)
     _add_operations(api, config, fleet, admission)
-    add_status_page(api)
-    if metrics is not None:
-        _add_metrics(api, metrics)
+    _add_status_page(api)
     return api
 
 
@@ -336,9 +341,32 @@ def _add_operations(
             "router": admission.snapshot(),
         }
 
-
-def _add_metrics(api: FastAPI, metrics: Callable[[], Awaitable[str]]) -> None:
     @api.get("/metrics", include_in_schema=False)
-    async def exposition() -> Response:
+    async def metrics() -> Response:
         """Return the fleet's metrics in Prometheus' text format."""
-        return Response(await metrics(), media_type="text/plain; version=0.0.4")
+        return Response(await fleet_metrics(), media_type="text/plain; version=0.0.4")
+
+
+def _add_status_page(api: FastAPI) -> None:
+    """Add the live status page: an HTML file, its script and a charting library."""
+    files = resources.files("serve_spec.serving") / "static"
+    page = (files / "status.html").read_text()
+
+    @api.get("/", include_in_schema=False)
+    async def status_page(request: Request) -> Response:
+        """Return the page, with the application's route prefix as base URL."""
+        base = html.escape(request.scope.get("root_path", "").rstrip("/") + "/")
+        headers = {"content-security-policy": _POLICY}
+        return HTMLResponse(page.replace("{{base}}", base), headers=headers)
+
+    def add_asset(name: str, media_type: str) -> None:
+        content = (files / name).read_bytes()
+
+        @api.get(f"/static/{name}", include_in_schema=False)
+        async def asset() -> Response:
+            """Return one file."""
+            return Response(content, media_type=media_type, headers={"cache-control": "no-cache"})
+
+    for name in ("status", "uplot.min"):
+        add_asset(f"{name}.css", "text/css")
+        add_asset(f"{name}.js", "text/javascript")

@@ -24,7 +24,7 @@ from serve_spec.serving.engine_actor import placement_of
 from serve_spec.serving.fleet import RayFleet
 from serve_spec.serving.proxy import CALLBACK, CALLBACK_VARIABLE
 from serve_spec.serving.replica import EngineReplica
-from serve_spec.serving.telemetry import RouterTelemetry, fleet_metrics
+from serve_spec.serving.telemetry import RouterTelemetry
 
 logger = get_logger(__name__)
 
@@ -136,9 +136,7 @@ class Router:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The hook with which Serve asks for the app, in the replica's own process."""
-        api = create_api(
-            self._config, self._fleet, self._admission, self._telemetry.record, fleet_metrics
-        )
+        api = create_api(self._config, self._fleet, self._admission, self._telemetry.record)
         api.add_middleware(FailedReads)
         return api
 

@@ -76,11 +76,7 @@ class ItemStream:
         return True
 
     async def get(self) -> ReplicaItem:
-        """Return the next item. Consecutive deltas are merged into one.
-
-        Raises:
-            ApiError: the next item is an error.
-        """
+        """Return the next item, or raise it; consecutive deltas are merged into one."""
         if not self._items:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader

@@ -224,10 +224,8 @@ class RunningAnswer:
     async def start(self) -> None:
         """Wait for the first tokens, so that earlier errors can set the HTTP status.
 
-        Return when every choice has tokens or one has ended, as others may wait for its slot.
-
-        Raises:
-            ApiError: the request failed before that.
+        Return when every choice has tokens or one has ended, as others may wait for its slot. Raise
+        ApiError if the request fails before that.
         """
         waiting = set(range(self.num_choices))
         while waiting and not self._num_ended:
@@ -236,10 +234,9 @@ class RunningAnswer:
             waiting.discard(index)
 
     async def deltas(self) -> AsyncIterator[tuple[int, TokenDelta]]:
-        """Yield (choice, delta) as they arrive; the last delta of a choice has a finish reason.
+        """Yield (choice, delta) as they arrive; raise ApiError if a choice fails.
 
-        Raises:
-            ApiError: a choice failed.
+        The last delta of a choice has a finish reason.
         """
         for index, delta in self._first:
             yield index, delta
@@ -277,8 +274,6 @@ class RunningAnswer:
         total = FleetSpeculation()
         for counts in self._speculation.values():
             total.add(counts)
-            if isinstance(counts, FleetSpeculation):
-                total.num_resumes += counts.num_resumes
         return total
 
     async def _next_delta(self) -> tuple[int, TokenDelta]:
@@ -407,11 +402,7 @@ class CompletionRunner:
 
 
 async def whole_answer(answer: RunningAnswer, form: AnswerFormat) -> JSONObject:
-    """Return the response body of a request without `stream`.
-
-    Raises:
-        ApiError: a choice failed.
-    """
+    """Return the body of a response without `stream`; raise ApiError if a choice fails."""
     choices: list[list[TokenDelta]] = [[] for _ in range(answer.num_choices)]
     async for index, delta in answer.deltas():
         choices[index].append(delta)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
@@ -289,10 +290,18 @@ Label: TypeAlias = Annotated[Text, Field(max_length=MAX_LABEL_CHARS)]
 
 def refuse_unavailable(fields: StrictFields, place: str = "") -> None:
     """Raise InvalidRequest for an `Unavailable` field whose value is not neutral."""
-    for name, field in type(fields).model_fields.items():
-        for note in field.metadata:
-            if isinstance(note, Unavailable):
-                note.check(f"{place}{name}", getattr(fields, name))
+    for name, unavailable in _unavailable(type(fields)):
+        unavailable.check(f"{place}{name}", getattr(fields, name))
+
+
+@cache
+def _unavailable(model: type[StrictFields]) -> list[tuple[str, Unavailable]]:
+    return [
+        (name, note)
+        for name, field in model.model_fields.items()
+        for note in field.metadata
+        if isinstance(note, Unavailable)
+    ]
 
 
 class TextPart(StrictFields):

@@ -146,23 +146,18 @@ class RayFleet(Batcher):
         return dict(Counter(state for state in states if isinstance(state, str)))
 
     async def stats(self) -> dict[str, object]:
-        """Return `internal_states` (one per replica) and `fleet` of `/server_info`.
-
-        Falls back to asking the replicas if the stats actor fails.
-        """
+        """Return `internal_states` (one per replica) and `fleet` of `/server_info`."""
         try:
             return await self._stats.view()
         except StatsUnavailable as error:
-            logger.warning("the stats actor does not respond, asking the replicas: %s", error)
-            return (await self._ask_replicas()).view(time.time())
+            return (await self._ask_replicas(error)).view(time.time())
 
     async def status(self) -> dict[str, object]:
         """Return the data of the status page; without the stats actor there is no history."""
         try:
             return await self._stats.status()
         except StatsUnavailable as error:
-            logger.warning("the stats actor does not respond, asking the replicas: %s", error)
-            return (await self._ask_replicas()).status(time.time())
+            return (await self._ask_replicas(error)).status(time.time())
 
     async def _broadcast_address_forever(self) -> None:
         """Send all replicas, including new ones, the address of this router."""
@@ -204,7 +199,8 @@ class RayFleet(Batcher):
         for request_id in requests_to_move(not_started, stats, self._num_slots):
             self.withdraw(request_id)
 
-    async def _ask_replicas(self) -> FleetStats:
+    async def _ask_replicas(self, reason: StatsUnavailable) -> FleetStats:
+        logger.warning("the stats actor does not respond, asking the replicas: %s", reason)
         config = self._stats_config
         fleet = FleetStats(stale_after_s=config.stale_after_s, history_s=config.history_s)
         try:

@@ -27,8 +27,6 @@ from serve_spec.engine.messages import encode_async
 from serve_spec.log import TRACE_ID, get_logger
 from serve_spec.serving.errors import ApiError, body_timed_out, body_too_large, defect, refused
 from serve_spec.serving.openai import ChatRequest, CompletionRequest, invalid_body
-from serve_spec.serving.status_page import OPEN_PATHS as _PAGE_PATHS
-from serve_spec.serving.telemetry import ARRIVED
 
 logger = get_logger(__name__)
 
@@ -137,7 +135,10 @@ class _LargeBody(Request):
 
 
 # Health probes have no key; the status page asks for one.
-_OPEN_PATHS = frozenset({"/health"}) | _PAGE_PATHS
+_OPEN_PATHS = frozenset({"/health", "/"})
+
+ARRIVED: ContextVar[float | None] = ContextVar("arrived", default=None)
+"""`perf_counter` at the arrival of the current request."""
 
 CLIENT: ContextVar[str] = ContextVar("client", default="")
 """The client of the current request: its API key, else its address."""
@@ -185,53 +186,34 @@ class Arrival:
         await self._app(scope, receive, send)
 
 
-class BodyTimeout:
-    """Middleware that returns 408 for a body that takes more than `timeout_s`."""
+class BodyLimits:
+    """Middleware that limits the size of a body (413) and the time it takes to arrive (408)."""
 
-    def __init__(self, app: ASGIApp, timeout_s: float) -> None:
+    def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float) -> None:
         self._app = app
+        self._max_bytes = max_bytes
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward the request; reading a late body raises an exception."""
+        """Forward the request; reading beyond a limit raises an exception."""
         deadline = asyncio.get_running_loop().time() + self._timeout_s
-        is_whole = False
+        num_bytes, is_whole = 0, False
 
-        async def timely() -> Message:
-            nonlocal is_whole
+        async def limited() -> Message:
+            nonlocal num_bytes, is_whole
             if is_whole:  # the next message is the disconnect, which has no deadline
                 return await receive()
+            # FastAPI passes on only HTTPException while it reads a body.
             try:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
-                # FastAPI passes on only this exception while it reads a body.
                 error = HTTPException(408, headers={"Connection": "close"})
                 raise error from body_timed_out(self._timeout_s)
-            is_whole = not message.get("more_body", False)
-            return message
-
-        await self._app(scope, timely if scope["type"] == "http" else receive, send)
-
-
-class BodyLimit:
-    """Middleware that returns 413 for a body of more than `max_bytes`."""
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward the request; reading beyond the limit raises an exception."""
-        num_bytes = 0
-
-        async def limited() -> Message:
-            nonlocal num_bytes
-            message = await receive()
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_bytes:
-                # FastAPI passes on only this exception while it reads a body.
                 raise HTTPException(413) from body_too_large(self._max_bytes)
+            is_whole = not message.get("more_body", False)
             return message
 
         await self._app(scope, limited if scope["type"] == "http" else receive, send)
@@ -239,4 +221,5 @@ class BodyLimit:
 
 def _is_open(scope: Scope) -> bool:
     """Return whether the path needs no key; the application's route prefix is ignored."""
-    return scope["path"].removeprefix(scope.get("root_path", "")) in _OPEN_PATHS
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path in _OPEN_PATHS or path.startswith("/static/")

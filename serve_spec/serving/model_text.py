@@ -195,11 +195,7 @@ def _summary(request: ChatRequest) -> str:
 
 
 def _max_model_len(folder: Path) -> int:
-    """Return the context length in config.json, as the engine reads it.
-
-    Raises:
-        CheckpointError: config.json cannot be read.
-    """
+    """Return the context length in config.json, as the engine reads it."""
     path = folder / "config.json"
     try:
         return int(json.loads(path.read_text()).get("max_position_embeddings", _DEFAULT_MODEL_LEN))

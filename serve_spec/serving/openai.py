@@ -6,6 +6,7 @@ values.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -44,24 +45,6 @@ from serve_spec.serving.fields import (
 MAX_CHOICES_PER_PROMPT = 128
 _GRAMMAR_LIMIT = f"At most {MAX_GRAMMAR_CHARS} characters."
 
-# Request fields that are SamplingParams fields of the same name and meaning.
-_SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_token_ids",
-    "min_tokens",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-)
 _INT64 = 2**63
 
 
@@ -189,9 +172,6 @@ class _Request(StrictFields):
 
         max_tokens: None for the default.
         logprobs, prompt_logprobs: as in `SamplingParams`.
-
-        Raises:
-            InvalidRequest: a value is out of range or not supported.
         """
         refuse_unavailable(self)
         if self.stream_options is not None and not self.stream:
@@ -207,10 +187,8 @@ class _Request(StrictFields):
             response_format=None if form is None else (form.type, form.json_schema),
             structured_outputs=self.structured_outputs,
             guided={
-                "json": self.guided_json,
-                "regex": self.guided_regex,
-                "grammar": self.guided_grammar,
-                "choice": self.guided_choice,
+                language: getattr(self, f"guided_{language}")
+                for language in ("json", "regex", "grammar", "choice")
             },
         )
         speculative = self.speculative or SpeculativeRequest()
@@ -222,6 +200,12 @@ class _Request(StrictFields):
             prompt_logprobs=prompt_logprobs,
             speculative=options,
         )
+
+
+# Request fields that are SamplingParams fields of the same name and meaning.
+_SAMPLING_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)} & set(
+    _Request.model_fields
+) - {"speculative"}
 
 
 class CompletionRequest(_Request):
@@ -256,10 +240,9 @@ class CompletionRequest(_Request):
         return self.max_tokens == 0 and bool(self.echo)
 
     def sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters of choice 0; with `is_prompt_only`, of one hidden token.
+        """Return the sampling parameters of choice 0, or raise InvalidRequest.
 
-        Raises:
-            InvalidRequest: a value is out of range or not supported.
+        With `is_prompt_only`, they are of one hidden token.
         """
         if self.max_tokens == 0 and not self.echo:
             fix = "use an integer in [1, 2³¹); 0 is allowed only with echo=true"
@@ -362,10 +345,9 @@ class ChatRequest(_Request):
         return self.add_generation_prompt
 
     def sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters of choice 0; without a `limit`, `max_tokens` is a default.
+        """Return the sampling parameters of choice 0, or raise InvalidRequest.
 
-        Raises:
-            InvalidRequest: a value is out of range or not supported.
+        Without a `limit`, `max_tokens` is a default.
         """
         for index, message in enumerate(self.messages):
             refuse_unavailable(message, f"messages.{index}.")

@@ -134,9 +134,6 @@ def install() -> list[Middleware]:
 
     The protocol limits the time for headers. A child process ends the answers if this process is
     killed.
-
-    Raises:
-        ConfigError: the time limit in the environment is not a positive number.
     """
     auto.AutoHTTPProtocol = with_child(limited(_PROTOCOL, header_timeout_s()))
     return [Middleware(Utf8Headers), Middleware(LastAnswers)]

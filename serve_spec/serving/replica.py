@@ -60,11 +60,7 @@ class EngineReplica:
         self._watch = tasks.create_task(self._watch_forever())
 
     async def connect(self, router: RouterAddress) -> None:
-        """Connect to a router and accept its requests; no-op if it is connected.
-
-        Raises:
-            OSError: the router no longer listens.
-        """
+        """See `RouterConnections.connect`; called by routers through Serve."""
         await self._routers.connect(router)
 
     async def check_health(self) -> None:

@@ -50,13 +50,13 @@ _PAUSE_S = 0.25
 
 @dataclass
 class FleetSpeculation(SpeculationStats):
-    """Speculation counts of one request, summed over its replicas."""
+    """Speculation counts of one request, or of several, summed over their replicas."""
 
     num_resumes: int = 0
     """How often the request was resumed after a failure."""
 
     def add(self, counts: SpeculationStats) -> None:
-        """Add the counts of one replica."""
+        """Add the counts of one replica or request."""
         self.num_rounds += counts.num_rounds
         self.num_draft_tokens += counts.num_draft_tokens
         self.num_correct_drafts += counts.num_correct_drafts
@@ -64,6 +64,8 @@ class FleetSpeculation(SpeculationStats):
             known = self.rounds_by_num_steps.get(num_steps, 0)
             self.rounds_by_num_steps[num_steps] = known + num_rounds
         self.synthetic_acceptance |= counts.synthetic_acceptance
+        if isinstance(counts, FleetSpeculation):
+            self.num_resumes += counts.num_resumes
 
     def as_dict(self) -> dict[str, object]:
         """Return `usage.speculation` of the HTTP API."""
@@ -145,11 +147,7 @@ class _Attempts:
         self._wait_from_now()
 
     async def after(self, error: ApiError) -> None:
-        """Wait until the next attempt after an error.
-
-        Raises:
-            ApiError: there will be no other attempt.
-        """
+        """Wait until the next attempt after an error; raise it if there will be none."""
         if isinstance(error, ClientTooSlow):
             raise error
         if self._replica is not None or (isinstance(error, ReplicaLost) and not self._was_accepted):

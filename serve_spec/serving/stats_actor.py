@@ -63,43 +63,10 @@ class ReplicaActors:
         return ray.get_actor(name, namespace=_SERVE_NAMESPACE)
 
 
+# CPU cores that reports may use; the rest is left for queries and peaks.
 _CORES = 0.6
-"""CPU cores that reports may use; the rest is left for queries and peaks."""
-_FIRST_GUESS_S = 500e-6
-_REPORTS_PER_UPDATE = 200
-_WEIGHT = 0.1
-
-
-class ReportPace:
-    """Sets the interval of reports by their measured CPU cost.
-
-    Most of the cost is Ray's overhead per call, which depends on the machine and its load.
-
-    cpu_s: returns the CPU seconds used by the process, all threads.
-    longest_s: maximum interval, so that replicas do not become stale.
-    """
-
-    def __init__(self, cpu_s: Callable[[], float], *, longest_s: float) -> None:
-        self._cpu_s = cpu_s
-        self._longest_s = longest_s
-        self._report_s = _FIRST_GUESS_S
-        self._num_unmeasured = 0
-        self._measured_cpu_s = cpu_s()
-
-    def count(self) -> None:
-        """Count a report; update the estimated cost from time to time."""
-        self._num_unmeasured += 1
-        if self._num_unmeasured == _REPORTS_PER_UPDATE:
-            now_s = self._cpu_s()
-            cost_s = (now_s - self._measured_cpu_s) / _REPORTS_PER_UPDATE
-            self._report_s += _WEIGHT * (cost_s - self._report_s)
-            self._num_unmeasured, self._measured_cpu_s = 0, now_s
-
-    def interval_s(self, num_replicas: int) -> float:
-        """Return the minimum seconds between reports of a replica; near 0 for a small fleet."""
-        return min(self._longest_s, num_replicas * self._report_s / _CORES)
-
-
+# CPU seconds of a report with some margin. Most is Ray's overhead per call.
+_REPORT_S = 1e-3
 _ANSWER_WITHIN_S = 2.0
 _STATUS_VALID_S = 1.0
 _STATUS_CORES = 0.1
@@ -140,7 +107,7 @@ class SpecStats:
         self._stall_timeout_s = stall_timeout_s
         self._lock = threading.RLock()
         self._reported_s = time.time()
-        self._pace = ReportPace(time.process_time, longest_s=stale_after_s / 2)
+        self._max_interval_s = stale_after_s / 2
         self._status: dict[str, object] = {}
         self._status_until = float("-inf")
         if end is not None:
@@ -156,7 +123,6 @@ class SpecStats:
                 self._fleet.report(replica, pickle.loads(encoded), self._reported_s)
         except Exception as error:  # other replicas' reports are still valid
             logger.warning("unreadable report of replica %s: %r", replica, error)
-        self._pace.count()
         return self._interval_s
 
     def forget(self, replica: str) -> None:
@@ -189,7 +155,8 @@ class SpecStats:
 
     @property
     def _interval_s(self) -> float:
-        return self._pace.interval_s(self._fleet.num_replicas)
+        """Minimum seconds between reports of a replica; near 0 for a small fleet."""
+        return min(self._max_interval_s, self._fleet.num_replicas * _REPORT_S / _CORES)
 
     def _end_when_idle(self, end: Callable[[], None]) -> None:
         while (left_s := self._reported_s + self._memory_s - time.time()) > 0:
@@ -220,7 +187,10 @@ class SpecStats:
 
 
 class StatsClient:
-    """Client of an application's actor; it creates the actor if there is none."""
+    """Client of an application's actor; it creates the actor if there is none.
+
+    Coroutines raise StatsUnavailable if there is no response within two seconds.
+    """
 
     def __init__(self, config: ServeSpecConfig, app_name: str) -> None:
         self._config = config.stats
@@ -229,32 +199,20 @@ class StatsClient:
         self._actor: Any = None
 
     async def report(self, replica: str, snapshot: Mapping[str, object]) -> float:
-        """Send a replica's snapshot; return the minimum seconds until the next one.
-
-        Raises:
-            StatsUnavailable: no response within two seconds.
-        """
+        """Send a replica's snapshot; return the minimum seconds until the next one."""
         # Bytes are the cheapest argument for Ray.
         encoded = pickle.dumps(dict(snapshot), pickle.HIGHEST_PROTOCOL)
         interval_s: float = await self._call("report", replica, encoded)
         return interval_s
 
     async def view(self) -> dict[str, object]:
-        """Return `FleetStats.view`.
-
-        Raises:
-            StatsUnavailable: no response within two seconds.
-        """
+        """Return `FleetStats.view`."""
         # Decoding a large fleet is slow, so it runs in a thread.
         view: dict[str, object] = await asyncio.to_thread(pickle.loads, await self._call("view"))
         return view
 
     async def status(self) -> dict[str, object]:
-        """Return the data of the status page.
-
-        Raises:
-            StatsUnavailable: no response within two seconds.
-        """
+        """Return `FleetStats.status`."""
         status: dict[str, object] = await self._call("status")
         return status
 

@@ -17,7 +17,6 @@ import time
 import urllib.request
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import ray
@@ -52,6 +51,7 @@ from serve_spec.metrics import (
 from serve_spec.metrics import readings as round_readings
 from serve_spec.serving.fleet_stats import Snapshot, number, section
 from serve_spec.serving.messages import Failed, Refused, ReplicaItem
+from serve_spec.serving.middleware import ARRIVED
 from serve_spec.serving.stats_actor import StatsClient
 
 logger = get_logger(__name__)
@@ -205,9 +205,6 @@ def state_readings(snapshot: Snapshot, reasons: set[str]) -> Iterator[Reading]:
 
 OLD_ROUTER_LABEL = "door"
 """Former value of `measured_at` for "router"; it is exported as well until 0.3."""
-
-ARRIVED: ContextVar[float | None] = ContextVar("arrived", default=None)
-"""`perf_counter` at the arrival of the current request."""
 
 
 class RequestTimer:

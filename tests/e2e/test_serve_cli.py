@@ -72,7 +72,9 @@ class Deployment:
 
 @pytest.fixture(scope="module")
 def cluster():
-    with local_ray(num_cpus=6, include_dashboard=True):
+    # Serve would try thrice to start a replica, and hear the same reason thrice.
+    environment = {"RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1"}
+    with local_ray(num_cpus=6, include_dashboard=True, environment=environment):
         yield
 
 
@@ -99,6 +101,16 @@ def test_serve_deploy_status_and_shutdown_do_what_ray_s_documentation_says(tiny)
     left = httpx.get(f"{os.environ['RAY_DASHBOARD_ADDRESS']}/api/serve/applications/", timeout=60)
     assert left.raise_for_status().json()["applications"] == {}
     assert not is_up(tiny.url)
+
+
+def test_a_model_that_can_not_be_loaded_ends_the_command_with_the_reason(cluster, tmp_path):
+    file = tmp_path / "too_long.yaml"
+    file.write_text("model: {path: 'asset:tiny/target', max_model_len: 100000}\n")
+    command = [sys.executable, "-m", "serve_spec", "serve", str(file), "--port", str(free_port())]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WITHIN_S)
+    assert done.returncode == 1
+    assert "max_model_len=100000 is more" in done.stderr
+    serve("shutdown", "-y")
 
 
 @pytest.fixture(scope="module")

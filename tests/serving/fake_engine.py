@@ -313,6 +313,15 @@ PREFILL = verified_round(
 )
 
 
+class PacedStream(FakeStream):
+    """Deltas with a pause after each."""
+
+    async def __aiter__(self):
+        async for delta in super().__aiter__():
+            yield delta
+            await asyncio.sleep(0.05)
+
+
 class ReportingLoop(FakeLoop):
     """Reports two rounds with every request."""
 
@@ -336,3 +345,12 @@ class ReportingLoop(FakeLoop):
             "break_even": {"tokens_per_ms": {"0": 1.0, "3": 1.5}},
             "started_from": self.accept_rates,
         }
+
+
+class PacedLoop(ReportingLoop):
+    """Its requests take a while."""
+
+    async def submit(self, *args, **options):
+        stream = await super().submit(*args, **options)
+        stream.__class__ = PacedStream
+        return stream

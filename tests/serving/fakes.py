@@ -154,6 +154,13 @@ class FleetOfMortals(QuietFleet):
         return self.choices.setdefault(choice, MortalFleet(self.life)).generate(asked)
 
 
+async def until(condition):
+    """Return once it holds; fail if it does not for a minute."""
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
 async def settle():
     """Lets every task that can run now run."""
     for _ in range(20):

@@ -9,7 +9,7 @@ import pytest
 from serve_spec.serving import admission
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.errors import ApiError
-from tests.serving.fakes import FAR_S, settle
+from tests.serving.fakes import FAR_S, settle, until
 
 
 def far():
@@ -112,13 +112,6 @@ async def test_a_caller_who_gives_up_leaves_no_gap(when):
 def impatient(monkeypatch):
     """Places are taken back at once."""
     monkeypatch.setattr(admission, "_PATIENCE_S", 0.0)
-
-
-async def until(condition):
-    """Wait until something holds; fail if it does not for 30 seconds."""
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def inside(callers):

@@ -20,7 +20,7 @@ from serve_spec.serving.messages import (
     Withdrawn,
     merge_deltas,
 )
-from tests.serving.fakes import FAR_S, delta, request, settle
+from tests.serving.fakes import FAR_S, delta, request, settle, until
 
 
 def named(name, prompt="a"):
@@ -137,8 +137,7 @@ async def test_a_batch_is_shared_out_evenly_where_there_are_several_replicas(nam
 @pytest.mark.parametrize("batch_wait_s", [0.0, 0.001])
 async def test_those_of_one_moment_travel_together_and_wait_for_no_company_for_ever(batch_wait_s):
     wire, _, _ = await asking("ab", batch_wait_s=batch_wait_s)
-    while not wire.sent:
-        await asyncio.sleep(0.001)
+    await until(lambda: wire.sent)
     assert wire.names() == [["a", "b"]]
 
 

@@ -29,13 +29,7 @@ from serve_spec.serving.messages import (
     encode_replica_message,
     encode_router_message,
 )
-from tests.serving.fakes import request
-
-
-async def until(condition):
-    """Returns once it is so; a test that waits for ever fails by its time limit."""
-    while not condition():
-        await asyncio.sleep(0.001)
+from tests.serving.fakes import request, until
 
 
 class Router:

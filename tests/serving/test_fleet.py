@@ -17,7 +17,7 @@ from serve_spec.serving.errors import ApiError, ReplicaLost
 from serve_spec.serving.fleet import RayFleet
 from serve_spec.serving.messages import Accepted, Failed, Refused
 from serve_spec.serving.stats_actor import StatsUnavailable
-from tests.serving.fakes import delta, request
+from tests.serving.fakes import delta, request, until
 
 ACCEPTED = Accepted(1, "there")
 LAST = delta("b", 2, finish=FinishReason.STOP)
@@ -78,11 +78,6 @@ async def running(config, replica=None, *errors):
 
 async def items_of(fleet):
     return [item async for item in fleet.generate(request())]
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize(

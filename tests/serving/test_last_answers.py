@@ -100,9 +100,13 @@ def status(pid):
     return fields[0], fields[1]
 
 
-@pytest.fixture(params=PROTOCOLS)
+with_both_protocols = pytest.mark.parametrize("server", PROTOCOLS, indirect=True)
+
+
+@pytest.fixture
 def server(request):
-    code = f"from tests.serving.test_last_answers import serve; serve(*{[request.param] * 2})"
+    protocol = getattr(request, "param", "uvloop")
+    code = f"from tests.serving.test_last_answers import serve; serve(*{[protocol] * 2})"
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -183,6 +187,7 @@ def test_a_request_whose_body_has_not_arrived_gets_one_too(server):
         assert_is_error_answer(rest(connection))
 
 
+@with_both_protocols
 def test_each_of_64_streams_and_16_other_requests_gets_its_own_error(server):
     with server.connection() as first:
         begun = [socket.create_connection(first.getpeername(), WITHIN_S) for _ in range(64)]
@@ -210,6 +215,7 @@ def test_nothing_is_added_to_a_begun_answer_that_is_no_stream(server):
         assert rest(connection) == b""
 
 
+@with_both_protocols
 def test_a_whole_answer_does_not_change_what_the_next_request_gets(server):
     with server.connection(get("/whole")) as connection:
         read_until(connection, b"0\r\n\r\n")
@@ -252,6 +258,7 @@ def test_connections_end_at_once_even_if_the_child_hangs(server):
         os.kill(child, signal.SIGCONT)
 
 
+@with_both_protocols
 def test_a_websocket_ends_as_it_would_without_the_child(server):
     key = b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ=="
     upgrade = b"connection: upgrade", b"upgrade: websocket", b"sec-websocket-version: 13", key

@@ -26,7 +26,7 @@ from serve_spec.serving.messages import (
 from serve_spec.serving.replica import EngineReplica
 from serve_spec.serving.stats_actor import StatsUnavailable
 from tests.serving.fake_engine import FakeLoop
-from tests.serving.fakes import request
+from tests.serving.fakes import request, until
 
 Start = Callable[[], tuple[EngineReplica, FakeLoop]]
 
@@ -118,16 +118,14 @@ async def called(replica):
     serving.cancel()
     for connection in router.connections.usable().values():
         connection.writer.close()
-    while replica._routers._queues:
-        await asyncio.sleep(0.001)
+    await until(lambda: not replica._routers._queues)
 
 
 async def items(replica, prompt, **params):
     async with called(replica) as router:
         await router.ask(prompt, **params)
         await router.until(lambda: router.has_ended("r0"))
-    while replica.record_routing_stats()["rows"]:
-        await asyncio.sleep(0.001)
+    await until(lambda: not replica.record_routing_stats()["rows"])
     return router.said["r0"]
 
 
@@ -165,8 +163,7 @@ async def test_requests_count_while_they_run_and_end_with_their_router(start):
         await router.until(lambda: len(router.said) == 2)
         assert replica.record_routing_stats()["rows"] == {"router": 2}
         assert replica.record_autoscaling_stats() == {NUM_REQUESTS: 2}, "not calls"
-    while loop.streams:
-        await asyncio.sleep(0.001)
+    await until(lambda: not loop.streams)
     assert replica.record_routing_stats()["rows"] == {}
 
 
@@ -227,8 +224,7 @@ async def test_a_wrong_user_config_is_refused_at_the_start_and_changes_nothing_l
 async def test_a_lost_stats_actor_stops_neither_reports_nor_requests(start):
     replica, _ = start()
     before = DeafStats.reports
-    while DeafStats.reports < before + 3:
-        await asyncio.sleep(0.001)
+    await until(lambda: DeafStats.reports >= before + 3)
     assert len(await items(replica, "a", max_tokens=2)) == 2
 
 

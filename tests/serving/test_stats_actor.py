@@ -8,12 +8,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from ray.exceptions import RaySystemError
 
 from serve_spec.serving import stats_actor
-from serve_spec.serving.stats_actor import ReplicaActors, ReportPace, SpecStats
+from serve_spec.serving.stats_actor import ReplicaActors, SpecStats
 
 
 class Clocks:
@@ -75,15 +73,6 @@ def test_the_status_is_made_once_a_second_and_more_rarely_where_it_is_dear(clock
     assert batch_size(actor.status()) == 2
     clocks.now_s += 0.2
     assert batch_size(actor.status()) == 3
-
-
-def test_replicas_are_told_to_wait_by_what_their_reports_cost(clocks):
-    actor = SpecStats(stale_after_s=15, history_s=60)
-    assert report(actor, "0") < 0.01, "less than any replica waits by itself"
-    clocks.work_s = 200 * 3e-3
-    asked = [report(actor, str(number)) for number in range(3000)]
-    assert asked[-1] == 7.5, "3,000 reports of 2 ms and more do not fit, and none may seem silent"
-    assert asked == sorted(asked)
 
 
 def test_it_ends_when_nobody_has_reported_for_as_long_as_it_remembers(clocks):
@@ -152,44 +141,13 @@ def test_a_replica_is_gone_only_when_ray_says_so(error, is_alive, monkeypatch):
     assert ReplicaActors("app", "EngineReplica").is_alive("r1") is is_alive
 
 
-LONGEST_S = 7.5
-
-
-class Process:
-    """Uses so many CPU seconds for a report."""
-
-    def __init__(self):
-        self.used_s = 3.0
-        self.pace = ReportPace(lambda: self.used_s, longest_s=LONGEST_S)
-
-    def take(self, num_reports, cost_s):
-        for _ in range(num_reports):
-            self.used_s += cost_s
-            self.pace.count()
-
-
-@given(st.floats(50e-6, 5e-3), st.integers(1, 100_000))
-def test_what_reports_cost_stays_within_a_core_unless_replicas_would_seem_silent(
-    cost_s, num_replicas
+def test_a_large_fleet_reports_less_often_but_never_so_rarely_that_it_seems_silent(
+    clocks,
 ):
-    process = Process()
-    process.take(20_000, cost_s)
-    interval_s = process.pace.interval_s(num_replicas)
-    cores = num_replicas / interval_s * cost_s
-    assert 0 <= interval_s <= LONGEST_S
-    assert interval_s == LONGEST_S or cores == pytest.approx(0.6, rel=0.05)
-
-
-def test_a_fleet_of_ordinary_size_reports_as_it_likes():
-    assert Process().pace.interval_s(100) < 0.1
-
-
-def test_a_machine_that_others_burden_asks_for_fewer_and_later_for_more_again():
-    process = Process()
-    process.take(20_000, 200e-6)
-    calm = process.pace.interval_s(5000)
-    process.take(20_000, 600e-6)
-    burdened = process.pace.interval_s(5000)
-    process.take(20_000, 200e-6)
-    assert burdened == pytest.approx(3 * calm, rel=0.05)
-    assert process.pace.interval_s(5000) == pytest.approx(calm, rel=0.05)
+    actor = SpecStats(stale_after_s=15, history_s=60)
+    asked = [report(actor, str(number)) for number in range(6000)]
+    assert asked[0] < 0.01, "less than any replica waits by itself"
+    assert asked == sorted(asked)
+    for num_replicas, interval_s in enumerate(asked, start=1):
+        assert num_replicas * 1e-3 <= 0.6001 * interval_s or interval_s == 7.5
+    assert asked[-1] == 7.5
