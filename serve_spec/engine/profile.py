@@ -196,12 +196,7 @@ class _Run(NamedTuple):
 class _Profiler:
     """Runs points while there is time, and keeps the times of every run."""
 
-    def __init__(
-        self,
-        worker: SpecWorker,
-        plans: SyntheticPlans,
-        budget: TimeBudget,
-    ) -> None:
+    def __init__(self, worker: SpecWorker, plans: SyntheticPlans, budget: TimeBudget) -> None:
         self._worker = worker
         self._plans = plans
         self._clock = budget.clock

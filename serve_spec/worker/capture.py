@@ -291,8 +291,7 @@ class CapturedShapes:
             return StageRunner(stage)
         capture = self._recorder.capture
         return StageRunner(
-            stage,
-            {size: capture(partial(stage, size)) for size in sorted(sizes, reverse=True)},
+            stage, {size: capture(partial(stage, size)) for size in sorted(sizes, reverse=True)}
         )
 
     def _verify_stage(

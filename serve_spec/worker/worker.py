@@ -11,12 +11,7 @@ import torch
 from torch import Tensor
 
 from serve_spec.core.draft import DraftShape, TextDrafts
-from serve_spec.core.plan import (
-    BatchResult,
-    PendingBatch,
-    ScheduledBatch,
-    ScheduledRequest,
-)
+from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch, ScheduledRequest
 from serve_spec.core.round import Calibration
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.structured.masks import Grammars
@@ -330,14 +325,7 @@ class SpecWorker:
             assert logits is not None, "a verification returns its logits"
             has_trees = not state.shape.is_chain
             logprobs = emitted_logprobs(reqs, logits, self.buffers, has_trees=has_trees)
-        return _StepInFlight(
-            read_back,
-            len(reqs),
-            timer,
-            self._newest_timer,
-            logprobs,
-            scored,
-        )
+        return _StepInFlight(read_back, len(reqs), timer, self._newest_timer, logprobs, scored)
 
     def _admit(self, plan: ScheduledBatch, num_drafts: int) -> None:
         kinds = [req.draft_kind for req in plan.sampling_requests]

@@ -12,11 +12,7 @@ from msgspec import Raw
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import EngineOverloaded, InvalidRequest
 from serve_spec.core.grammar import Grammar
-from serve_spec.core.request import (
-    FinishReason,
-    SamplingParams,
-    SpeculativeOptions,
-)
+from serve_spec.core.request import FinishReason, SamplingParams, SpeculativeOptions
 from serve_spec.engine.messages import Add, encode, hang_up
 from tests.helpers.local_engine import LocalEngine
 
