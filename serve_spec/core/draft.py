@@ -47,10 +47,11 @@ class DraftShape:
                 "give a tree topk > 1"
             )
 
-    @classmethod
-    def chain(cls, depth: int) -> DraftShape:
+    @staticmethod
+    @cache
+    def chain(depth: int) -> DraftShape:
         """Return the chain of `depth` draft tokens; 0: no drafting."""
-        return _chain(depth)
+        return DraftShape(depth, depth)
 
     @property
     def is_chain(self) -> bool:
@@ -78,11 +79,6 @@ class DraftShape:
 def most_drafts(topk: int, depth: int) -> int:
     """Return the most draft tokens on `depth` levels: topk, then topk² a level."""
     return topk + (depth - 1) * topk * topk if depth else 0
-
-
-@cache
-def _chain(depth: int) -> DraftShape:
-    return DraftShape(depth, depth)
 
 
 PLAIN = DraftShape.chain(0)

@@ -234,11 +234,7 @@ def build_worker(
     max_pages = -(-(target.max_model_len + RING_TOKENS + MAX_TREE_TOKENS) // page_size)
     vocab_size, eos_token_ids = target.shape.vocab_size, target.shape.eos_token_ids
     slots = RequestSlots(
-        config.scheduler.max_num_seqs,
-        max_pages,
-        runner.pool.scratch_page,
-        vocab_size,
-        device,
+        config.scheduler.max_num_seqs, max_pages, runner.pool.scratch_page, vocab_size, device
     )
     compiler = GrammarCompiler(
         lambda: Tokenizer(Path(config.model.path)).describe(), vocab_size, eos_token_ids
@@ -300,12 +296,7 @@ def _cost_source(
         budget = TimeBudget(_PROFILE_BUDGET_S[worker.device.type], clock, longest_run_s)
         return measure_costs(key, worker, grid, limits, budget, cache.unheld_pages)
 
-    return CostSource(
-        key,
-        grid,
-        path=config.speculative.speculative_cost_table,
-        measure=measure,
-    )
+    return CostSource(key, grid, path=config.speculative.speculative_cost_table, measure=measure)
 
 
 def _device(name: str) -> torch.device:

@@ -36,14 +36,7 @@ logger = get_logger(__name__)
 _ATTENTION = {False: "paged", True: "paged, async"}
 
 # The packages whose code affects the cost of a step.
-_STEP_PACKAGES = (
-    "kvcache",
-    "layers",
-    "models",
-    "ops",
-    "parallel",
-    "worker",
-)
+_STEP_PACKAGES = ("kvcache", "layers", "models", "ops", "parallel", "worker")
 _WEIGHT_FILES = ("*.safetensors", "*.bin")
 # The head of a weights file has names and shapes, and its size covers the rest.
 _HEAD_BYTES = 1 << 16

@@ -155,7 +155,11 @@ class SpecEngine:
         result = step.pending.result()
         committed = self.scheduler.commit(step.plan, result, Sequence.cut)
         step_ms = self._step_ms(step)
-        self._report(step_record(self.scheduler, step, result, committed, step_ms))
+        record = step_record(self.scheduler, step, result, committed, step_ms)
+        if record.batch_size:
+            self.controller.on_verify_complete(record)
+        self.counters.observe(record)
+        self.metrics.observe(record)
         deltas = [self._delta(each, result) for each in committed]
         self._overhead_s = time.perf_counter() - self._synced_at
         return deltas
@@ -278,12 +282,6 @@ class SpecEngine:
         since = max(step.started, self._synced_at)
         self._synced_at = now
         return (now - since) * 1e3
-
-    def _report(self, record: StepRecord) -> None:
-        if record.batch_size:
-            self.controller.on_verify_complete(record)
-        self.counters.observe(record)
-        self.metrics.observe(record)
 
     def _delta(self, committed: CommittedRequest, result: BatchResult) -> TokenDelta:
         seq = committed.seq

@@ -166,10 +166,7 @@ class Sender(Generic[T]):
     """
 
     def __init__(
-        self,
-        connection: Connection,
-        encode: Callable[[T], bytes],
-        merge: Callable[[T, T], None],
+        self, connection: Connection, encode: Callable[[T], bytes], merge: Callable[[T, T], None]
     ) -> None:
         self._connection = connection
         self._encode = encode

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from serve_spec.core.request import FinishReason, TokenDelta
 from serve_spec.core.sequence import Sequence as Request
+from serve_spec.engine.tokenizer import Tokenizer
 
 _INCOMPLETE = "\ufffd"
 # A token's text depends on its neighbours (spaces, multi-byte characters), so new text is the
@@ -17,20 +17,13 @@ _CONTEXT_TOKENS = 6
 _LONGEST_CONTEXT_TOKENS = 24
 
 
-class Decoder(Protocol):
-    """The part of `engine.tokenizer.Tokenizer` that is used here."""
-
-    def decode(self, token_ids: list[int]) -> str:
-        """Return the text of tokens."""
-
-
 class OutputProcessor:
     """Adds texts to the deltas of an engine, which handles tokens only.
 
     abort: ends a request in the engine; called when a stop string has ended its text.
     """
 
-    def __init__(self, tokenizer: Decoder, abort: Callable[[str], object]) -> None:
+    def __init__(self, tokenizer: Tokenizer, abort: Callable[[str], object]) -> None:
         self._tokenizer = tokenizer
         self._abort = abort
         self._texts: dict[str, OutputText] = {}
@@ -63,7 +56,7 @@ class OutputText:
     engine; their text is not returned again.
     """
 
-    def __init__(self, tokenizer: Decoder, seq: Request) -> None:
+    def __init__(self, tokenizer: Tokenizer, seq: Request) -> None:
         params = seq.params
         self._tokenizer = tokenizer
         self._stop = params.stop

@@ -196,12 +196,7 @@ class _Run(NamedTuple):
 class _Profiler:
     """Runs points while there is time, and keeps the times of every run."""
 
-    def __init__(
-        self,
-        worker: SpecWorker,
-        plans: SyntheticPlans,
-        budget: TimeBudget,
-    ) -> None:
+    def __init__(self, worker: SpecWorker, plans: SyntheticPlans, budget: TimeBudget) -> None:
         self._worker = worker
         self._plans = plans
         self._clock = budget.clock
@@ -256,7 +251,9 @@ class _Profiler:
         trees: Iterable[DraftShape],
     ) -> dict[str, Any]:
         """Return the fields of a table: measured times, extrapolated ones where nothing ran."""
-        draft, verify = self._tables(contexts, sizes, steps)
+        chains = [self._shape_ms(DraftShape.chain(k), contexts, sizes) for k in steps]
+        draft, verify = np.stack(chains, axis=-1)
+        draft[:, :, 0] = 0.0  # nothing is drafted
         missing = np.argwhere(np.isnan(verify).any(axis=0))
         draft = fill_missing(even_steps(draft, steps), sizes, steps)
         verify = fill_missing(verify, sizes, steps)
@@ -268,7 +265,7 @@ class _Profiler:
             "verify_ms": _as_grid(verify),
             "extrapolated": tuple((sizes[b], steps[k]) for b, k in missing),
             "trees": tuple(
-                _tree_costs(tree, self._tree_table(tree, contexts, sizes), draft, verify, steps)
+                _tree_costs(tree, self._shape_ms(tree, contexts, sizes), draft, verify, steps)
                 for tree in trees
             ),
         }
@@ -328,33 +325,13 @@ class _Profiler:
         yield min(1.0, (self._clock() - self._started) / self._budget_s)
         return _Run(result.draft_ms, result.verify_ms, wall_s, self._num_sweeps)
 
-    def _tables(
-        self, contexts: Sequence[int], sizes: Sequence[int], steps: Sequence[int]
-    ) -> tuple[Milliseconds, Milliseconds]:
-        """Return the medians of drafting and verification; NaN where nothing ran."""
-        draft = np.full((len(contexts), len(sizes), len(steps)), np.nan)
-        verify = draft.copy()
-        draft[:, :, 0] = 0.0  # nothing is drafted
-        for point, (draft_ms, verify_ms) in self._medians.items():
-            if not point.shape.is_chain:
-                continue
-            at = (
-                contexts.index(point.context),
-                sizes.index(point.batch_size),
-                steps.index(point.shape.depth),
-            )
-            verify[at] = verify_ms
-            if point.shape != PLAIN:
-                draft[at] = draft_ms
-        return draft, verify
-
-    def _tree_table(
-        self, tree: DraftShape, contexts: Sequence[int], sizes: Sequence[int]
+    def _shape_ms(
+        self, shape: DraftShape, contexts: Sequence[int], sizes: Sequence[int]
     ) -> Milliseconds:
-        """Return the same of one tree shape, [2, contexts, sizes]."""
+        """Return the medians of drafting and verifying a shape, [2, contexts, sizes]; NaN: none."""
         ms = np.full((2, len(contexts), len(sizes)), np.nan)
         for point, stages_ms in self._medians.items():
-            if point.shape == tree:
+            if point.shape == shape:
                 ms[:, contexts.index(point.context), sizes.index(point.batch_size)] = stages_ms
         return ms
 

@@ -132,10 +132,15 @@ class PrefixTree:
         """Return the cached pages of a prefix of at most `most_tokens` tokens."""
         pages: list[int] = []
         num_draft_pages = 0
-        for node in self._cached_nodes(token_ids, min(most_tokens, len(token_ids) - 1)):
+        children = self._first
+        for number in range(min(most_tokens, len(token_ids) - 1) // self._page_size):
+            node = children.get(self._key(token_ids, number))
+            if node is None:
+                break
             if node.has_draft and num_draft_pages == len(pages):
                 num_draft_pages += 1
             pages.append(node.page)
+            children = node.children
         return PrefixHit(tuple(pages), num_draft_pages)
 
     def num_idle_of(self, hit: PrefixHit) -> int:
@@ -212,15 +217,6 @@ class PrefixTree:
     def _key(self, token_ids: Sequence[int], number: int) -> _Key:
         first = number * self._page_size
         return tuple(token_ids[first : first + self._page_size + 1])
-
-    def _cached_nodes(self, token_ids: Sequence[int], most_tokens: int) -> Iterator[_Node]:
-        children = self._first
-        for number in range(most_tokens // self._page_size):
-            node = children.get(self._key(token_ids, number))
-            if node is None:
-                return
-            yield node
-            children = node.children
 
     def _insert(
         self,

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import torch
@@ -42,6 +42,7 @@ from serve_spec.ops.shared_sum import (
     sum_add_norm,
     sum_over_ranks,
 )
+from serve_spec.parallel.group import TensorParallel
 
 logger = get_logger(__name__)
 
@@ -55,17 +56,6 @@ _TRIAL_BYTES = (2 * 1000, CAPACITY_BYTES // 8, CAPACITY_BYTES)
 """An uneven number of parts' worth, many small parts, the largest ones."""
 _TRIAL_TURNS = 3
 """Both slots of every program are used, and one of them again."""
-
-
-class Ranks(Protocol):
-    """What those that are to share memory need of their group; see `TensorParallel`."""
-
-    rank: int
-    size: int
-
-    def smallest(self, value: int) -> int:
-        """Return the least of all ranks' values. The host waits for it."""
-        ...
 
 
 class SharedSum:
@@ -117,7 +107,7 @@ class SharedSum:
             self._memory.released.copy_(self._yes)
 
 
-def open_shared_sum(group: Ranks, store: Store, device: torch.device) -> SharedSum | None:
+def open_shared_sum(group: TensorParallel, store: Store, device: torch.device) -> SharedSum | None:
     """Return shared memory for sums; None, on all ranks, with a log message, if that fails.
 
     store: one that all of them see. device: this rank's GPU.
@@ -137,7 +127,7 @@ class _Unavailable(Exception):
     """Why the ranks cannot share memory."""
 
 
-def _check_host(group: Ranks) -> None:
+def _check_host(group: TensorParallel) -> None:
     # The same kernel and the same container: file descriptors are handed over by process ids.
     boot = Path("/proc/sys/kernel/random/boot_id")
     host = socket.gethostname() + (boot.read_text() if boot.exists() else "")
@@ -146,14 +136,14 @@ def _check_host(group: Ranks) -> None:
         raise _Unavailable("the ranks are on different hosts")
 
 
-def _meet(group: Ranks, store: Store, device: torch.device) -> SharedSum:
+def _meet(group: TensorParallel, store: Store, device: torch.device) -> SharedSum:
     own = _together(group, lambda: _allocate(device, group.size))
     shared = _together(group, lambda: _share(own, group.rank, group.size, store))
     _together(group, lambda: _try(shared, group.rank, group.size, device))
     return shared
 
 
-def _together(group: Ranks, step: Callable[[], T]) -> T:
+def _together(group: TensorParallel, step: Callable[[], T]) -> T:
     """Return the result of a step. Raise if it fails on any rank."""
     problem: Exception | None = None
     try:

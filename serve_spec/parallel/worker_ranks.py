@@ -21,14 +21,7 @@ from torch._C._distributed_c10d import TCPStore
 
 import serve_spec
 from serve_spec.log import get_logger
-from serve_spec.parallel.channel import (
-    LOOPBACK,
-    STOP,
-    Address,
-    Channel,
-    accept,
-    wait_for_end,
-)
+from serve_spec.parallel.channel import LOOPBACK, STOP, Address, Channel, accept, wait_for_end
 from serve_spec.parallel.group import DeviceGroup, TensorParallel, join, store_server
 
 logger = get_logger(__name__)

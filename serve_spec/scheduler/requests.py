@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 from serve_spec.config import SchedulerConfig
@@ -263,11 +262,6 @@ def usable_budget(
     return max(steps.budget, 0)
 
 
-def _usable_steps(steps: RoundSteps, batch: DecodeBatch, from_texts: list[int]) -> list[int]:
-    reqs = zip(from_texts, wanted_steps(steps, batch), batch.max_steps, strict=True)
-    return [from_text or min(want, most) for from_text, want, most in reqs]
-
-
 def _shared(num_drafts: list[int], batch: DecodeBatch) -> list[int]:
     """Return the drafts of every request, at most an even share of a room too small for all."""
     if sum(num_drafts) <= batch.max_draft_tokens:
@@ -282,18 +276,18 @@ def fair_drafts(steps: RoundSteps, batch: DecodeBatch) -> list[RequestDrafts]:
     If the room is too small for all drafts, it is shared evenly.
     """
     shape, from_texts = steps.shape, text_steps(steps, batch)
-    usable = _usable_steps(steps, batch, from_texts)
+    wanted = zip(from_texts, wanted_steps(steps, batch), batch.max_steps, strict=True)
+    usable = [from_text or min(want, most) for from_text, want, most in wanted]
     if shape.is_chain:
-        shapes = map(DraftShape.chain, _shared(usable, batch))
+        shapes = [DraftShape.chain(depth) for depth in _shared(usable, batch)]
     else:
         sizes = _shared([shape.size_at(levels) for levels in usable], batch)
-        shapes = map(partial(_tree, shape.topk), usable, sizes)
+        shapes = [
+            DraftShape(min(levels, size), size, shape.topk) if size else PLAIN
+            for levels, size in zip(usable, sizes, strict=True)
+        ]
     reqs = zip(shapes, from_texts, strict=True)
     return [RequestDrafts(own, from_text=of_text > 0) for own, of_text in reqs]
-
-
-def _tree(topk: int, levels: int, size: int) -> DraftShape:
-    return DraftShape(min(levels, size), size, topk) if size else PLAIN
 
 
 def edited_text(seq: Sequence) -> EditedText | None:

@@ -189,11 +189,17 @@ class CapturedShapes:
                 with self._reported(shape):
                     self.states[shape] = self._state(shape)
             with self._reported(None):
+                mixed = self._mixed_sizes()
                 self._mixed = {
-                    trees: self._mixed_stage(has_trees=trees)
+                    trees: self._verify_stage(
+                        mixed, self._most_drafts(has_trees=trees) + 1, has_trees=trees
+                    )
                     for trees in ((True, False) if has_trees else (False,))
                 }
-                self.extend_chunks = self._extend_chunks_stage()
+                self.extend_chunks: StageRunner | None = None
+                if (drafter := self._stages.drafter) is not None:
+                    extend = partial(drafter.extend_chunks, self._buffers)
+                    self.extend_chunks = self._captured(extend, mixed)
                 self._admits = {trees: self._admit_stage(has_trees=trees) for trees in self._mixed}
         if captures:
             logger.info("captured: %s", "; ".join(map(str, self.report)))
@@ -285,8 +291,7 @@ class CapturedShapes:
             return StageRunner(stage)
         capture = self._recorder.capture
         return StageRunner(
-            stage,
-            {size: capture(partial(stage, size)) for size in sorted(sizes, reverse=True)},
+            stage, {size: capture(partial(stage, size)) for size in sorted(sizes, reverse=True)}
         )
 
     def _verify_stage(
@@ -318,10 +323,6 @@ class CapturedShapes:
                 kept[size], fastest = run, min(fastest, milliseconds)
         return StageRunner(verify, kept)
 
-    def _mixed_stage(self, *, has_trees: bool) -> StageRunner:
-        most = self._most_drafts(has_trees=has_trees)
-        return self._verify_stage(self._mixed_sizes(), most + 1, has_trees=has_trees)
-
     def _most_drafts(self, *, has_trees: bool) -> int:
         """Return the most drafts of a request in a step with trees, or with chains only."""
         return self._buffers.max_drafts if has_trees else self._deepest
@@ -333,12 +334,6 @@ class CapturedShapes:
             StepSize(n, min(n, self._buffers.max_requests), min(n, chunks.max_chunks))
             for n in mixed_token_counts(most)
         ]
-
-    def _extend_chunks_stage(self) -> StageRunner | None:
-        drafter = self._stages.drafter
-        if drafter is None:
-            return None
-        return self._captured(partial(drafter.extend_chunks, self._buffers), self._mixed_sizes())
 
     def _admit_stage(self, *, has_trees: bool) -> StageRunner:
         most_drafts = self._most_drafts(has_trees=has_trees)

@@ -11,12 +11,7 @@ import torch
 from torch import Tensor
 
 from serve_spec.core.draft import DraftShape, TextDrafts
-from serve_spec.core.plan import (
-    BatchResult,
-    PendingBatch,
-    ScheduledBatch,
-    ScheduledRequest,
-)
+from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch, ScheduledRequest
 from serve_spec.core.round import Calibration
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.structured.masks import Grammars
@@ -307,7 +302,13 @@ class SpecWorker:
         num_chunks = 0
         stage = state.verify
         if prompts:
-            num_chunks = self.buffers.chunks.write(_chunk_of(req) for req in prompts)
+            # Without the last token of a prompt, which draws: it is a root.
+            num_chunks = self.buffers.chunks.write(
+                Chunk(
+                    req.request_slot, req.start, req.token_ids[: len(req.token_ids) - req.samples]
+                )
+                for req in prompts
+            )
             stage = self.captured.mixed(state.shape)
         size = StepSize(plan.num_tokens, max(1, len(reqs)), num_chunks)
         scored = None
@@ -324,14 +325,7 @@ class SpecWorker:
             assert logits is not None, "a verification returns its logits"
             has_trees = not state.shape.is_chain
             logprobs = emitted_logprobs(reqs, logits, self.buffers, has_trees=has_trees)
-        return _StepInFlight(
-            read_back,
-            len(reqs),
-            timer,
-            self._newest_timer,
-            logprobs,
-            scored,
-        )
+        return _StepInFlight(read_back, len(reqs), timer, self._newest_timer, logprobs, scored)
 
     def _admit(self, plan: ScheduledBatch, num_drafts: int) -> None:
         kinds = [req.draft_kind for req in plan.sampling_requests]
@@ -357,11 +351,6 @@ def _cut_depth(plan: ScheduledBatch, reqs: Sequence[ScheduledRequest]) -> DraftS
     """Return the shape that holds the drafts of these requests."""
     depth = max((req.num_steps for req in reqs), default=0)
     return DraftShape.chain(depth) if plan.shape.is_chain or not depth else plan.shape
-
-
-def _chunk_of(req: ScheduledRequest) -> Chunk:
-    """Return the prefill chunk of a request, without the token that draws, if one does."""
-    return Chunk(req.request_slot, req.start, req.token_ids[:-1] if req.samples else req.token_ids)
 
 
 def _missing_after(req: ScheduledRequest, max_extend: int) -> int:

@@ -36,14 +36,7 @@ _CHAT_TEMPLATE = (
 
 
 def make_target(
-    directory,
-    family="llama3",
-    hidden=64,
-    layers=6,
-    vocab=VOCAB,
-    seed=0,
-    layer_scale=1.0,
-    **config,
+    directory, family="llama3", hidden=64, layers=6, vocab=VOCAB, seed=0, layer_scale=1.0, **config
 ):
     """Writes a random float32 target of one of `FAMILIES` and its tokenizer; returns the directory.
 
@@ -214,12 +207,7 @@ def make_eagle(
     return write_checkpoint(directory, settings, tensors, pickle=True)
 
 
-def write_checkpoint(
-    directory,
-    config,
-    tensors,
-    pickle=False,
-):
+def write_checkpoint(directory, config, tensors, pickle=False):
     """Writes `config.json` and one weight file (`pickle`: `pytorch_model.bin`)."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)

@@ -91,14 +91,7 @@ def recorded(op, case):
     vars(op).update(kernels)
 
 
-def compile_attention(
-    case,
-    batch=1,
-    query_len=1,
-    width=128,
-    kind=None,
-    tree=False,
-):
+def compile_attention(case, batch=1, query_len=1, width=128, kind=None, tree=False):
     """Compile what 32 query heads and 8 kv heads launch for so many requests, in bfloat16."""
     numbers = torch.zeros(batch + 1, dtype=torch.int32)
     query = torch.zeros(batch * query_len, 32, width, dtype=torch.bfloat16)
@@ -118,13 +111,7 @@ def compile_attention(
         paged_attention_triton.paged_attention(query, pool, pool, plan, kind)
 
 
-def compile_admission(
-    case,
-    batch=8,
-    width=7,
-    depth=7,
-    tree=False,
-):
+def compile_admission(case, batch=8, width=7, depth=7, tree=False):
     """Compile what chains or trees of so many requests, drafts and levels launch."""
     numbers, slots = torch.zeros(batch, dtype=torch.int32), torch.zeros(batch, width)
     with recorded(admission_triton, case):

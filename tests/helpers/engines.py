@@ -129,12 +129,7 @@ def sampled_requests():
     rng = random.Random(0)
     lengths = (1, 2, 5, 11, 20, 33, 45, 16)
     prompts = [[rng.randrange(256) for _ in range(n)] for n in lengths]
-    filters = [
-        {},
-        {"top_k": 20},
-        {"top_p": 0.9},
-        {"min_p": 0.02, "top_k": 50},
-    ]
+    filters = [{}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.02, "top_k": 50}]
     params = [
         SamplingParams(
             max_tokens=16 + 2 * i,

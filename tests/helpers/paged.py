@@ -18,14 +18,7 @@ class PagedSequences:
     """
 
     def __init__(
-        self,
-        shape,
-        num_sequences,
-        max_len,
-        page_size=4,
-        dtype=torch.float32,
-        seed=0,
-        device="cpu",
+        self, shape, num_sequences, max_len, page_size=4, dtype=torch.float32, seed=0, device="cpu"
     ):
         pages_each = -(-max_len // page_size)
         num_pages = num_sequences * pages_each + 1

@@ -4,13 +4,7 @@ Independent of the package.
 """
 
 
-def edited(
-    logits,
-    prompt,
-    generated,
-    params,
-    eos_token_ids=(),
-):
+def edited(logits, prompt, generated, params, eos_token_ids=()):
     """The logits from which the token after `prompt` and `generated` is drawn."""
     ends = {*eos_token_ids, *params.stop_token_ids}
     scores = []

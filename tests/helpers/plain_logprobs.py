@@ -60,16 +60,20 @@ def close(found, expected):
     """Whether answers say the same, up to rounding."""
     for one, other in zip(found, expected, strict=True):
         assert one.token_ids == other.token_ids
-        for mine, theirs in (
-            (one.logprobs, other.logprobs),
-            (one.prompt_logprobs, other.prompt_logprobs),
-        ):
-            assert (mine is None) == (theirs is None)
-            for a, b in zip(mine or (), theirs or (), strict=True):
-                assert (a is None) == (b is None)
-                if a is not None and b is not None:
-                    assert (a.token_id, a.rank) == (b.token_id, b.rank)
-                    assert [t for t, _ in a.top] == [t for t, _ in b.top]
-                    values = [p for _, p in a.top]
-                    assert values == pytest.approx([p for _, p in b.top], **CLOSE)
-                    assert a.logprob == pytest.approx(b.logprob, **CLOSE)
+        assert (one.logprobs is None) == (other.logprobs is None)
+        close_entries(one.logprobs or (), other.logprobs or ())
+        assert (one.prompt_logprobs is None) == (other.prompt_logprobs is None)
+        close_entries(one.prompt_logprobs or (), other.prompt_logprobs or ())
+
+
+def close_entries(found, expected, **tolerance):
+    """Whether log-probabilities are the same, up to rounding."""
+    for one, other in zip(found, expected, strict=True):
+        if one is None or other is None:
+            assert one is other
+            continue
+        assert (one.token_id, one.rank) == (other.token_id, other.rank)
+        assert [t for t, _ in one.top] == [t for t, _ in other.top]
+        values = [one.logprob, *(p for _, p in one.top)]
+        wanted = [other.logprob, *(p for _, p in other.top)]
+        assert values == pytest.approx(wanted, **(tolerance or CLOSE))

@@ -95,14 +95,7 @@ def values(logits, params, seed, position):
     return scores if params.is_greedy else scores + gumbel(row_key(seed, position), len(scores))
 
 
-def draft_values(
-    logits,
-    params,
-    seed,
-    position,
-    sharpness,
-    target_ids,
-):
+def draft_values(logits, params, seed, position, sharpness, target_ids):
     """Return the numbers whose largest is the draft for `position`, by draft id."""
     scores = np.array(logits, dtype=np.float64)
     if params.is_greedy:
@@ -120,14 +113,7 @@ def assert_largest(found, values):
         assert best - row[token] <= 1e-5 * max(1.0, abs(best)), (token, int(row.argmax()))
 
 
-def verify_chain(
-    method,
-    drafts,
-    draft_probs,
-    target_probs,
-    coins,
-    recover_key,
-):
+def verify_chain(method, drafts, draft_probs, target_probs, coins, recover_key):
     """Return how many sampled drafts are accepted, and the token in place of the first rejected.
 
     `target_probs` has one distribution more than `draft_probs`. The token is None if none is

@@ -8,13 +8,7 @@ from serve_spec.core.round import DecodeBatch
 
 
 def decode_batch(
-    size,
-    *,
-    max_steps=100,
-    context=128,
-    sampled=False,
-    max_draft_tokens=100_000,
-    first=0,
+    size, *, max_steps=100, context=128, sampled=False, max_draft_tokens=100_000, first=0
 ):
     """`size` rows named by number from `first`, alike in everything."""
     return DecodeBatch(
@@ -27,13 +21,7 @@ def decode_batch(
 
 
 def verified_round(
-    correct_per_req,
-    batch_size,
-    num_steps,
-    *,
-    steps_per_req=None,
-    context=128,
-    **fields,
+    correct_per_req, batch_size, num_steps, *, steps_per_req=None, context=128, **fields
 ):
     """The record of a step after which the first `len(correct_per_req)` requests go on.
 

@@ -103,10 +103,7 @@ def noisy(costs, spread, seed=0):
 
 
 def recorded_table(
-    costs,
-    batch_sizes=(1, 2, 4, 8, 16, 32, 64),
-    num_steps=(0, 1, 2, 3, 5, 7),
-    trees=(),
+    costs, batch_sizes=(1, 2, 4, 8, 16, 32, 64), num_steps=(0, 1, 2, 3, 5, 7), trees=()
 ):
     """The table that a profile would write on a machine where rounds cost `costs`."""
 

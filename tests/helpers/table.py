@@ -212,13 +212,7 @@ def nothing(llm, num_steps):
     """Do nothing before a step."""
 
 
-def run(
-    llm,
-    requests,
-    before_step=nothing,
-    *,
-    arrivals=lambda index: 0,
-):
+def run(llm, requests, before_step=nothing, *, arrivals=lambda index: 0):
     """Return the answer to every request, by its key.
 
     arrivals: the step before which the request at an index arrives.
@@ -266,13 +260,7 @@ def as_texts(answers, digits=4):
     return texts
 
 
-def compare(
-    answers,
-    texts,
-    *,
-    tolerance=LOGPROB_TOLERANCE,
-    digits=4,
-):
+def compare(answers, texts, *, tolerance=LOGPROB_TOLERANCE, digits=4):
     """Assert that answers are those of `as_texts`."""
     for key, found in as_texts(answers, digits).items():
         wanted = texts[key]

@@ -18,11 +18,7 @@ from serve_spec.models import load_target
 from serve_spec.models.standalone import Standalone
 from serve_spec.parallel import worker_ranks
 from serve_spec.parallel.worker_ranks import RankLost
-from tests.helpers.checkpoints import (
-    make_target,
-    read_checkpoint,
-    write_checkpoint,
-)
+from tests.helpers.checkpoints import make_target, read_checkpoint, write_checkpoint
 from tests.helpers.engines import texts
 
 
@@ -66,9 +62,7 @@ def test_costs_are_measured_for_ten_seconds_and_without_any_strategy_ema_decides
 
 
 @pytest.mark.parametrize(
-    "overrides",
-    [{}, {"tensor_parallel_size": 2}],
-    ids=["one rank", "two ranks"],
+    "overrides", [{}, {"tensor_parallel_size": 2}], ids=["one rank", "two ranks"]
 )
 def test_an_idle_engine_measures_what_the_start_could_not_and_harms_no_prefix(
     make_llm, threads, budgets, overrides

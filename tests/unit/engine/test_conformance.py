@@ -319,14 +319,14 @@ def decode_alone(make):
 
 
 def cells(events, *, is_full=True):
-    """Return rows with events; unless full, chains and trees of most drafters by turns."""
+    """Return rows with events; unless full, most drafters take turns in chains and trees."""
     drafters = list(dict.fromkeys((row.algorithm, row.ngram_first) for row in DRAFTING_ROWS))
 
     def is_in(row, at):
         if row == PLAIN:
             return events[at] not in ("depth", "budget")  # it has one depth
         drafter = row.algorithm, row.ngram_first
-        is_turn = (drafters.index(drafter) + at) % 2 == row.is_tree
+        is_turn = (drafters.index(drafter) + at) % 2 == row.is_tree and events[at] != "none"
         return is_full or is_turn or drafter == ("EAGLE3", False)
 
     events = list(events)

@@ -16,12 +16,7 @@ from serve_spec.config.cost_table import (
     write_cost_table,
 )
 from serve_spec.core.draft import DraftShape
-from serve_spec.engine.costs import (
-    CostSource,
-    code_version,
-    cost_key,
-    fingerprint,
-)
+from serve_spec.engine.costs import CostSource, code_version, cost_key, fingerprint
 from serve_spec.engine.profile import CostGrid, MeasuredCosts
 from tests.helpers.checkpoints import make_eagle3
 from tests.helpers.costs import KEY
@@ -165,11 +160,7 @@ def test_a_named_table_wins_over_a_kept_one_and_is_not_copied(tmp_path, cache):
             "key.threads=9, but this engine has 1",
         ),
         (table().model_dump_json(), {"grid": CostGrid(2, 3)}, "but 3 is needed"),
-        (
-            table().model_dump_json(),
-            {"grid": CostGrid(2, 1, WITH_A_TREE)},
-            "(1, 4)",
-        ),
+        (table().model_dump_json(), {"grid": CostGrid(2, 1, WITH_A_TREE)}, "(1, 4)"),
     ],
 )
 def test_a_named_table_that_does_not_fit_is_warned_of_once_left_alone_and_measured_anew(

@@ -3,12 +3,7 @@
 import pytest
 
 from serve_spec.core.request import SamplingParams, SpeculativeOptions
-from tests.helpers.engines import (
-    always_three,
-    heard_plans,
-    heard_steps,
-    switch_every_round,
-)
+from tests.helpers.engines import always_three, heard_plans, heard_steps, switch_every_round
 
 
 def test_the_policy_hears_of_live_rows_and_of_what_each_really_drafted(make_llm):

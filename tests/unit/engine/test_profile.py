@@ -14,13 +14,7 @@ from serve_spec.config.root import leaf_sections
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.plan import BatchResult
 from serve_spec.engine.cost_grid import Point, SyntheticPlans
-from serve_spec.engine.profile import (
-    CostGrid,
-    ProfileLimits,
-    TimeBudget,
-    finish,
-    measure_costs,
-)
+from serve_spec.engine.profile import CostGrid, ProfileLimits, TimeBudget, finish, measure_costs
 from tests.helpers.costs import KEY
 
 SAMPLED_ROW_MS = 0.3

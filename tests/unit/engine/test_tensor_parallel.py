@@ -21,13 +21,7 @@ from serve_spec.engine import build
 from serve_spec.ops import draw, rejection
 from serve_spec.parallel.worker_ranks import RankLost
 from serve_spec.worker.eagle import DraftModel
-from tests.helpers.engines import (
-    SOON_S,
-    heard_plans,
-    llm_maker,
-    make_pair,
-    switch_every_round,
-)
+from tests.helpers.engines import SOON_S, heard_plans, llm_maker, make_pair, switch_every_round
 from tests.helpers.local_engine import LocalEngine
 from tests.helpers.plain_logprobs import close
 

@@ -7,10 +7,7 @@ import pytest
 from serve_spec.config import SchedulerConfig
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.grammar import Grammar
-from serve_spec.core.plan import (
-    BatchResult,
-    EditedText,
-)
+from serve_spec.core.plan import BatchResult, EditedText
 from serve_spec.core.request import FinishReason, SamplingParams
 from serve_spec.core.round import RoundSteps
 from serve_spec.core.sequence import Sequence

@@ -21,13 +21,7 @@ from serve_spec.structured.compiler import (
     checked_schema,
 )
 from tests.helpers.checkpoints import EOS_ID, VOCAB
-from tests.helpers.grammars import (
-    PARENTHESES,
-    byte_compiler,
-    ids_of,
-    is_of,
-    shipped_tokenizer,
-)
+from tests.helpers.grammars import PARENTHESES, byte_compiler, ids_of, is_of, shipped_tokenizer
 
 EXPRESSIONS = ["[a-c]{2,4}x?", "(ab|ba)*c", "a.b", "(foo|bar)(,(foo|bar))*", r"-?\d+(\.\d{1,2})?"]
 expressions = st.recursive(

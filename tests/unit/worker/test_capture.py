@@ -11,12 +11,7 @@ from serve_spec.engine import build
 from serve_spec.worker.capture import MAX_CAPTURED_PROMPT_TOKENS, WIDE_EXTEND
 from serve_spec.worker.graphs import StepSize
 from serve_spec.worker.worker import SpecWorker
-from tests.helpers.engines import (
-    llm_maker,
-    make_pair,
-    policy_with_small_trees,
-    switch_every_round,
-)
+from tests.helpers.engines import llm_maker, make_pair, policy_with_small_trees, switch_every_round
 
 TREES = [DraftShape(4, 12, 3), DraftShape(2, 4, 3)]
 

@@ -17,12 +17,7 @@ from serve_spec.worker.forward import run_target
 from serve_spec.worker.graphs import StepSize
 from serve_spec.worker.request_slots import RequestSlots
 from serve_spec.worker.step_buffers import StepBuffers
-from serve_spec.worker.verify import (
-    Verifier,
-    draft_chances,
-    read_results,
-    survival_table,
-)
+from serve_spec.worker.verify import Verifier, draft_chances, read_results, survival_table
 from tests.helpers.plain_sampling import draw_params
 
 CPU = torch.device("cpu")
