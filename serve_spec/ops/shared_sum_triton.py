@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from serve_spec.ops.dispatch import dependent_launch
+from serve_spec.ops.dispatch_triton import wait_for_previous
 from serve_spec.ops.linear_triton import load_sum
 from serve_spec.ops.shared_sum import (
     NUM_PROGRAMS,
@@ -49,11 +50,10 @@ def sum_add_norm(
 
 def _launch_sum(x: Tensor, memory: SharedMemory, part: int, words_per_thread: int) -> None:
     words = as_words(x)
-    dependent = dependent_launch(x.device)
     places, setting = _way(x, part, memory)
     _sum_kernel[(triton.cdiv(words.numel(), part),)](
-        x, words.numel(), *places, **setting, WORDS=part, DEPENDENT=dependent,
-        num_warps=_num_warps(part, words_per_thread), launch_pdl=dependent,
+        x, words.numel(), *places, **setting, WORDS=part,
+        num_warps=_num_warps(part, words_per_thread), **dependent_launch(x.device),
     )  # fmt: skip
 
 
@@ -69,13 +69,12 @@ def _launch_norm(
     num_words = residual.nbytes // WORD_BYTES // num_rows
     block = triton.next_power_of_2(num_words)
     out, total = torch.empty_like(residual), torch.empty_like(residual)
-    dependent = dependent_launch(x.device)
     places, setting = _way(residual, num_words, memory)
     _sum_add_norm_kernel[(num_rows,)](
         x, residual, weight, out, total, num_words, width, eps, num_rows * width,
         *places, **setting, NUM_PARTIALS=len(x) if x.dim() > residual.dim() else 1,
-        WORDS=block, DEPENDENT=dependent,
-        num_warps=_num_warps(block, words_per_thread), launch_pdl=dependent,
+        WORDS=block,
+        num_warps=_num_warps(block, words_per_thread), **dependent_launch(x.device),
     )  # fmt: skip
     return out, total
 
@@ -110,9 +109,7 @@ def _sum_kernel(
     WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) * WORDS
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     own, count = x + start * PER_WORD, num_words - start
     total = _sum_over_ranks(
         own, x.dtype.element_ty, 0, count, counts, released, slots, shares, flags,
@@ -133,9 +130,7 @@ def _sum_add_norm_kernel(
     row = tl.program_id(0)
     at = tl.arange(0, WORDS * PER_WORD)
     gain = tl.load(weight + at, mask=at < width, other=0.0)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     addend = tl.load(residual + row * width + at, mask=at < width, other=0.0)
     values = _sum_over_ranks(
         x + row * width, out.dtype.element_ty, addend_stride, num_words,

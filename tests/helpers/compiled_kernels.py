@@ -30,8 +30,8 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "verify, batch 16": {"batch": 16, "query_len": 4},
     "tree": {"query_len": 64, "tree": True},
     "chunk": {"query_len": 2048},
-    "window and sinks": {"batch": 8, "width": 64, "kind": AttentionKind(window=128, sinks=True)},  # type: ignore[arg-type]
-    "softcap": {"batch": 8, "width": 256, "kind": AttentionKind(softcap=50.0)},
+    "window": {"batch": 8, "width": 64, "window": 128},
+    "wide heads": {"batch": 8, "width": 256},
 }
 ADMISSION: dict[str, dict[str, Any]] = {
     "chains": {},
@@ -98,7 +98,7 @@ def compile_attention(
     batch: int = 1,
     query_len: int = 1,
     width: int = 128,
-    kind: AttentionKind | None = None,
+    window: int | None = None,
     tree: bool = False,
 ) -> None:
     """Compile what 32 query heads and 8 kv heads launch for so many requests, in bfloat16."""
@@ -113,10 +113,8 @@ def compile_attention(
         groups=((batch, query_len),),
         tree_mask=torch.zeros(len(query), dtype=torch.int64) if tree else None,
     )
-    kind = kind or AttentionKind()
-    if kind.sinks is not None:
-        kind = AttentionKind(window=kind.window, sinks=query[0, :, 0].contiguous())
     with recorded(paged_attention_triton, case):
+        kind = AttentionKind(window=window)
         paged_attention_triton.paged_attention(query, pool, pool, plan, kind)
 
 
@@ -141,8 +139,8 @@ def compile_admission(
 
 
 if __name__ == "__main__":
-    admission_triton.dependent_launch = lambda device: True
-    paged_attention_triton.dependent_launch = lambda device: True
+    admission_triton.dependent_launch = lambda device: {"DEPENDENT": True, "launch_pdl": True}
+    paged_attention_triton.dependent_launch = lambda device: {"DEPENDENT": True, "launch_pdl": True}
     paged_attention_triton._num_multiprocessors = lambda device: 132  # type: ignore[assignment]
     for case, settings in ATTENTION.items():
         compile_attention(case, **settings)
