@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from serve_spec.core.errors import CheckpointError
-from serve_spec.layers.embedding import Embedding
+from serve_spec.layers.vocabulary import Embedding
 from serve_spec.models.draft_checkpoint import DraftFile, DraftOptions
 from serve_spec.models.llama import FeatureCapture, Llama
 from serve_spec.models.shape import ModelShape, check_sizes, layer_sizes, whole

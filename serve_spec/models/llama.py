@@ -14,8 +14,8 @@ from serve_spec.core.context import ForwardContext
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.module import Destination, Layer, finish_loading, prefixed, tensor_defaults
 from serve_spec.layers.norm import RMSNorm
-from serve_spec.layers.parallel import vocab_embedding, vocab_head
 from serve_spec.layers.rope import RotaryTable
+from serve_spec.layers.vocabulary import vocab_embedding, vocab_head
 from serve_spec.models.decoder import DecoderLayer
 from serve_spec.models.shape import ModelShape, check_size, check_sizes
 from serve_spec.models.upscale import open_weights
