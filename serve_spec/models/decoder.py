@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serve_spec.core.context import ForwardContext, Rotation
+from serve_spec.layers.causal import CausalAttention
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import Destination, Layer, parameter, prefixed
 from serve_spec.layers.norm import RMSNorm
@@ -165,6 +166,22 @@ class DecoderLayer(Layer):
         if self.input_norm is not None:
             tensors |= prefixed("input_layernorm.", self.input_norm.tensors())
         return tensors
+
+
+def row_positions(num_rows: int, row_tokens: int, device: torch.device, first: int = 0) -> Tensor:
+    """Return positions first .. first + row_tokens - 1 of every row, [B·T]."""
+    return torch.arange(first, first + row_tokens, device=device).repeat(num_rows)
+
+
+def causal_context(
+    shape: ModelShape, tokens: Tensor, cache: list[tuple[Tensor, Tensor]] | None = None
+) -> ForwardContext:
+    """Return the context of whole rows `tokens` [B, T] from position 0; see `CausalAttention`."""
+    num_rows, row_tokens = tokens.shape
+    attention = CausalAttention(
+        num_rows, shape.num_heads, shape.num_kv_heads, shape.sliding_window, cache
+    )
+    return ForwardContext(row_positions(num_rows, row_tokens, tokens.device), attention)
 
 
 _REGIONS = ("before_attention", "after_attention")

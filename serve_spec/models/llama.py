@@ -157,10 +157,13 @@ def load_target(
     device: torch.device | str = "cpu",
     max_model_len: int | None = None,
     parallel: TensorParallel = SINGLE,
+    *,
+    finish: bool = True,
 ) -> Llama:
     """Load a Hugging Face directory, or an expansion of one.
 
     `max_model_len` bounds positions (default: the config's). Each of several ranks loads its part.
+    finish: False for a model that has gradients.
 
     Raises:
         CheckpointError: a checkpoint that cannot be used.
@@ -174,7 +177,8 @@ def load_target(
     with tensor_defaults(dtype, device):
         model = TARGETS[shape.architecture](shape, max_model_len, parallel)
     checkpoint.load_into(model.tensors())
-    finish_loading(model)
+    if finish:
+        finish_loading(model)
     model.path = Path(path)
     return model
 
