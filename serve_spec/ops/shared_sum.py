@@ -24,9 +24,8 @@ gathers there must be a sum: it ends after the result of the first one was used 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -61,9 +60,6 @@ _LEAST_PART = 512
 _LEAST_SPARED = 1 << 18
 """Bytes of tensors that a rank has to send less in shares, which take some 4 µs more to begin with.
 Of two ranks it never does."""
-
-_SumOfPart = Callable[[Tensor, torch.dtype, int, "SharedMemory"], Tensor]
-"""The words of the sum, of this rank's words of a part and the number of its program."""
 
 
 @dataclass(frozen=True)
@@ -124,15 +120,14 @@ def shared_sum(parts: Sequence[Tensor]) -> Tensor:
 def sum_over_ranks(x: Tensor, memory: SharedMemory) -> None:
     """Replace x by the `shared_sum` of all ranks' x.
 
-    x: as `fits` has it. All ranks sum the same shapes in the same order, one after the other.
+    x: as `fits` has it. All ranks sum the same shapes in the same order, one after the other. The
+    reference sums at once whatever the size, so ranks must not mix it with the kernel.
     """
     words = as_words(x)
     if len(words) == 0:
         return
-    size = part_words(len(words))
-    sum_of_part = _way(x, size, memory)
-    for program, part in enumerate(words.split(size)):
-        part.copy_(sum_of_part(part, x.dtype, program, memory))
+    for program, part in enumerate(words.split(part_words(len(words)))):
+        part.copy_(_sum_of_part(part, x.dtype, program, memory))
 
 
 @has_kernel
@@ -146,8 +141,7 @@ def sum_add_norm(
     """
     x = sum_partials(x, residual)
     parts = as_words(x).view(x.shape[0], -1)
-    sum_of_part = _way(x, parts.shape[1], memory)
-    sums = [sum_of_part(part, x.dtype, row, memory) for row, part in enumerate(parts)]
+    sums = [_sum_of_part(part, x.dtype, row, memory) for row, part in enumerate(parts)]
     return add_rms_norm(torch.stack(sums).view(x.dtype), residual, weight, eps)
 
 
@@ -171,10 +165,14 @@ def gather_columns(x: Tensor, start: int, width: int, memory: SharedMemory) -> T
     for rank in range(memory.size):
         memory.gathered[rank][:size].view(shape)[:, start : start + own.shape[1]] = own
     for program in range(NUM_GATHER_PROGRAMS):
-        _, number = _counted(program, memory)
+        memory.counts[program] += 1
+        flag = (memory.counts[program] & NUMBER_MASK) << 32
         for rank in _others(memory):
-            memory.flags[rank][0, program, memory.rank] = number << 32
-        _wait(memory.flags[memory.rank][0, program, _others(memory)], number, memory)
+            memory.flags[rank][0, program, memory.rank] = flag
+        while (memory.flags[memory.rank][0, program, _others(memory)] != flag).any():
+            if memory.released:
+                break
+            time.sleep(0)
     return memory.gathered[memory.rank][:size].view(shape)
 
 
@@ -237,28 +235,20 @@ def share_numbers(count: int, size: int, itemsize: int) -> int:
     return -(-count // (size * aligned)) * aligned
 
 
-def _way(x: Tensor, part: int, memory: SharedMemory) -> _SumOfPart:
-    """part: words of a program's, but for the last one's, whose shares begin at the same places."""
-    if not goes_in_shares(x.nbytes, memory.size):
-        return _at_once
-    count = part * WORD_BYTES // x.itemsize
-    return partial(_in_shares, share_numbers(count, memory.size, x.itemsize))
-
-
-def _at_once(part: Tensor, dtype: torch.dtype, program: int, memory: SharedMemory) -> Tensor:
+def _sum_of_part(part: Tensor, dtype: torch.dtype, program: int, memory: SharedMemory) -> Tensor:
     """Return the words of the sum; part: this rank's."""
     return as_words(shared_sum([w.view(dtype) for w in _exchanged_words(part, program, memory)]))
 
 
 def _exchanged_words(part: Tensor, program: int, memory: SharedMemory) -> list[Tensor]:
     """Return all ranks' words of a part; part: this rank's."""
-    count, _ = _counted(program, memory)
-    part = torch.where(part == EMPTY, 0, part)
+    memory.counts[program] += 1
+    turn = int(memory.counts[program]) % 2
+    parts = [torch.where(part == EMPTY, 0, part)] * memory.size
     for rank in _others(memory):
-        memory.slots[rank][count % 2, program, memory.rank, : len(part)] = part
-    parts = [part] * memory.size
+        memory.slots[rank][turn, program, memory.rank, : len(part)] = parts[memory.rank]
     for rank in _others(memory):
-        slot = memory.slots[memory.rank][count % 2, program, rank, : len(part)]
+        slot = memory.slots[memory.rank][turn, program, rank, : len(part)]
         while (slot == EMPTY).any() and not memory.released:
             time.sleep(0)
         parts[rank] = slot.clone()
@@ -266,47 +256,5 @@ def _exchanged_words(part: Tensor, program: int, memory: SharedMemory) -> list[T
     return parts
 
 
-def _in_shares(
-    share: int, part: Tensor, dtype: torch.dtype, program: int, memory: SharedMemory
-) -> Tensor:
-    """As `_at_once`; share: numbers of each rank's, the last ones' may be fewer."""
-    _, number = _counted(program, memory)
-    shares = list(part.view(dtype).split(share))
-    shares += [shares[0][:0]] * (memory.size - len(shares))
-    to_add = _exchanged(0, shares, program, number, memory)
-    total = shared_sum([theirs[: len(shares[memory.rank])] for theirs in to_add])
-    sums = _exchanged(1, [total] * memory.size, program, number, memory)
-    return as_words(torch.cat([a[: len(b)] for a, b in zip(sums, shares, strict=True)]))
-
-
-def _exchanged(
-    turn: int, shares: Sequence[Tensor], program: int, number: int, memory: SharedMemory
-) -> list[Tensor]:
-    """Return the shares of all ranks for this one; shares: those of this one for each rank."""
-    own, dtype = memory.rank, shares[memory.rank].dtype
-    received = list(shares)
-    for rank in _others(memory):
-        place = memory.shares[rank][turn, program, own].view(dtype)
-        place[: len(shares[rank])] = shares[rank]
-        memory.flags[rank][turn, program, own] = number << 32
-    for rank in _others(memory):
-        _wait(memory.flags[own][turn, program, rank], number, memory)
-        received[rank] = memory.shares[own][turn, program, rank].view(dtype)
-    return received
-
-
-def _counted(program: int, memory: SharedMemory) -> tuple[int, int]:
-    """Return the index of this sum, and its number."""
-    memory.counts[program] += 1
-    count = int(memory.counts[program])
-    return count, count & NUMBER_MASK
-
-
 def _others(memory: SharedMemory) -> list[int]:
     return [rank for rank in range(memory.size) if rank != memory.rank]
-
-
-def _wait(entries: Tensor, number: int, memory: SharedMemory) -> None:
-    """Wait until all flags have the number, or `released` is set."""
-    while not ((entries >> 32) == number).all() and not memory.released:
-        time.sleep(0)

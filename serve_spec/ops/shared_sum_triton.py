@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from serve_spec.ops.dispatch import dependent_launch
+from serve_spec.ops.dispatch_triton import wait_for_previous
 from serve_spec.ops.linear_triton import load_sum
 from serve_spec.ops.shared_sum import (
     EMPTY,
@@ -54,35 +55,32 @@ def broadcast_words(x: Tensor, source: int, memory: SharedMemory) -> None:
     """See `shared_sum.broadcast_words`. Launches on the current stream."""
     words = as_words(x)
     part = part_words(words.numel())
-    dependent = dependent_launch(x.device)
     _broadcast_kernel[(triton.cdiv(words.numel(), part),)](
         words, words.numel(), memory.counts, memory.released, memory.slots,
         RANK=memory.rank, SIZE=memory.size, SOURCE=source, PROGRAMS=NUM_PROGRAMS, SLOT=SLOT_WORDS,
-        NOTHING=EMPTY, WORDS=part, DEPENDENT=dependent,
-        num_warps=_num_warps(part, _WORDS_PER_THREAD), launch_pdl=dependent,
+        NOTHING=EMPTY, WORDS=part,
+        num_warps=_num_warps(part, _WORDS_PER_THREAD), **dependent_launch(x.device),
     )  # fmt: skip
 
 
 def gather_columns(x: Tensor, start: int, width: int, memory: SharedMemory) -> Tensor:
     """See `shared_sum.gather_columns`. Launches on the current stream."""
     num_rows = len(x)
-    dependent = dependent_launch(x.device)
     _gather_kernel[(NUM_GATHER_PROGRAMS,)](
         x, num_rows, max(0, min(x.shape[1], width - start)), x.stride(0), start, width,
         memory.counts, memory.released, memory.gathered, memory.flags,
         RANK=memory.rank, SIZE=memory.size, PROGRAMS=NUM_PROGRAMS, MASK=NUMBER_MASK,
-        BLOCK=_GATHER_BLOCK, DEPENDENT=dependent, num_warps=8, launch_pdl=dependent,
+        BLOCK=_GATHER_BLOCK, num_warps=8, **dependent_launch(x.device),
     )  # fmt: skip
     return memory.gathered[memory.rank][: num_rows * width].view(num_rows, width)
 
 
 def _launch_sum(x: Tensor, memory: SharedMemory, part: int, words_per_thread: int) -> None:
     words = as_words(x)
-    dependent = dependent_launch(x.device)
     places, setting = _way(x, part, memory)
     _sum_kernel[(triton.cdiv(words.numel(), part),)](
-        x, words.numel(), *places, **setting, WORDS=part, DEPENDENT=dependent,
-        num_warps=_num_warps(part, words_per_thread), launch_pdl=dependent,
+        x, words.numel(), *places, **setting, WORDS=part,
+        num_warps=_num_warps(part, words_per_thread), **dependent_launch(x.device),
     )  # fmt: skip
 
 
@@ -98,13 +96,12 @@ def _launch_norm(
     num_words = residual.nbytes // WORD_BYTES // num_rows
     block = triton.next_power_of_2(num_words)
     out, total = torch.empty_like(residual), torch.empty_like(residual)
-    dependent = dependent_launch(x.device)
     places, setting = _way(residual, num_words, memory)
     _sum_add_norm_kernel[(num_rows,)](
         x, residual, weight, out, total, num_words, width, eps, num_rows * width,
         *places, **setting, NUM_PARTIALS=len(x) if x.dim() > residual.dim() else 1,
-        WORDS=block, DEPENDENT=dependent,
-        num_warps=_num_warps(block, words_per_thread), launch_pdl=dependent,
+        WORDS=block,
+        num_warps=_num_warps(block, words_per_thread), **dependent_launch(x.device),
     )  # fmt: skip
     return out, total
 
@@ -140,9 +137,7 @@ def _sum_kernel(
     SHARE: tl.constexpr, WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) * WORDS
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     own, count = x + start * PER_WORD, num_words - start
     total = _sum_over_ranks(
         own, x.dtype.element_ty, 0, count, counts, released, slots, shares, flags,
@@ -163,9 +158,7 @@ def _sum_add_norm_kernel(
     row = tl.program_id(0)
     at = tl.arange(0, WORDS * PER_WORD)
     gain = tl.load(weight + at, mask=at < width, other=0.0)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     addend = tl.load(residual + row * width + at, mask=at < width, other=0.0)
     values = _sum_over_ranks(
         x + row * width, out.dtype.element_ty, addend_stride, num_words,
@@ -234,9 +227,7 @@ def _broadcast_kernel(
     SLOT: tl.constexpr, NOTHING: tl.constexpr, WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     at = program * WORDS + tl.arange(0, WORDS)
     inside = at < num_words
     own = tl.load(x + at, mask=inside, other=0)
@@ -291,9 +282,7 @@ def _gather_kernel(
     BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     blocks_of_row = tl.cdiv(num_columns, BLOCK)
     for block in tl.range(program, num_rows * blocks_of_row, tl.num_programs(0)):
         row = block // blocks_of_row

@@ -25,8 +25,8 @@ ATTENTION = {
     "verify, batch 16": {"batch": 16, "query_len": 4},
     "tree": {"query_len": 64, "tree": True},
     "chunk": {"query_len": 2048},
-    "window and sinks": {"batch": 8, "width": 64, "kind": AttentionKind(window=128, sinks=True)},
-    "softcap": {"batch": 8, "width": 256, "kind": AttentionKind(softcap=50.0)},
+    "window": {"batch": 8, "width": 64, "window": 128},
+    "wide heads": {"batch": 8, "width": 256},
 }
 ADMISSION = {
     "chains": {},
@@ -91,7 +91,7 @@ def recorded(op, case):
     vars(op).update(kernels)
 
 
-def compile_attention(case, batch=1, query_len=1, width=128, kind=None, tree=False):
+def compile_attention(case, batch=1, query_len=1, width=128, window=None, tree=False):
     """Compile what 32 query heads and 8 kv heads launch for so many requests, in bfloat16."""
     numbers = torch.zeros(batch + 1, dtype=torch.int32)
     query = torch.zeros(batch * query_len, 32, width, dtype=torch.bfloat16)
@@ -104,10 +104,8 @@ def compile_attention(case, batch=1, query_len=1, width=128, kind=None, tree=Fal
         groups=((batch, query_len),),
         tree_mask=torch.zeros(len(query), dtype=torch.int64) if tree else None,
     )
-    kind = kind or AttentionKind()
-    if kind.sinks is not None:
-        kind = AttentionKind(window=kind.window, sinks=query[0, :, 0].contiguous())
     with recorded(paged_attention_triton, case):
+        kind = AttentionKind(window=window)
         paged_attention_triton.paged_attention(query, pool, pool, plan, kind)
 
 
@@ -149,9 +147,8 @@ def compile_exchanges(case, rank, size):
 
 
 if __name__ == "__main__":
-    shared_sum_triton.dependent_launch = lambda device: True
-    admission_triton.dependent_launch = lambda device: True
-    paged_attention_triton.dependent_launch = lambda device: True
+    for op in (admission_triton, paged_attention_triton, shared_sum_triton):
+        op.dependent_launch = lambda device: {"DEPENDENT": True, "launch_pdl": True}
     paged_attention_triton._num_multiprocessors = lambda device: 132
     for case, settings in ATTENTION.items():
         compile_attention(case, **settings)
