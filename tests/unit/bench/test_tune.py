@@ -10,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from serve_spec.adaptive import AdaptiveSpeculativeParams
+from serve_spec.bench import tune
 from serve_spec.bench.command import main
 from serve_spec.bench.tune import swept_trees
 from serve_spec.bench.tune_report import (
@@ -205,9 +206,11 @@ def arguments(config, folder, *more):
     return ["tune", str(config), "--output-dir", str(folder), *sizes, "--repetitions", "1", *more]
 
 
-def test_an_interrupted_sweep_continues_and_writes_all_files(config, tmp_path, capsys):
+def test_an_interrupted_sweep_continues_and_writes_all_files(config, tmp_path, capsys, monkeypatch):
     steps = ["--num-steps", "1", "3"]
-    assert main(arguments(config, tmp_path, *steps, "--batch-sizes", "2")) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(tune, "plot", lambda *_: None)
+        assert main(arguments(config, tmp_path, *steps, "--batch-sizes", "2")) == 0
     before = (tmp_path / "cells.jsonl").read_text().splitlines()
     assert len(before) == 1 + 3 * 3
     # As if it had been stopped while it wrote the last group.
@@ -231,6 +234,7 @@ def test_an_interrupted_sweep_continues_and_writes_all_files(config, tmp_path, c
     assert "## The best steps" in (tmp_path / "report.md").read_text()
     assert (tmp_path / "tune.png").read_bytes().startswith(b"\x89PNG")
 
+    monkeypatch.setattr(tune, "plot", lambda *_: None)
     files = [tmp_path / "cells.jsonl", tmp_path / "cost_table.json"]
     once = [file.read_bytes() for file in files]
     call = arguments(config, tmp_path, "--num-steps", "1", "--batch-sizes", "1")
@@ -245,6 +249,7 @@ def test_an_interrupted_sweep_continues_and_writes_all_files(config, tmp_path, c
 
 def test_trees_are_measured_and_a_server_accepts_both_files(config, tmp_path, monkeypatch):
     monkeypatch.setenv("SERVE_SPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tune, "plot", lambda *_: None)
     sizes = ["--num-steps", "1", "--trees", "2x5", "2x3", "--batch-sizes", "2"]
     more = ["--set", "speculative_eagle_topk=2"]
     assert main(arguments(config, tmp_path, *sizes, *more)) == 0
