@@ -14,7 +14,6 @@ once, so CPU time per token is given, too.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import re
@@ -37,7 +36,7 @@ from serve_spec.bench.online.client import Clients, Target
 from serve_spec.bench.online.command import run_offline
 from serve_spec.bench.online.load import ClosedLoop, CompletionRequest, LoadRun, text_requests
 from serve_spec.bench.online.server import own_server, serve_command
-from serve_spec.bench.report import append_record, environment
+from serve_spec.bench.report import append_record, environment, print_record
 from serve_spec.serving.app import load_config
 
 CLIENTS = "serving_path"
@@ -206,8 +205,7 @@ def main() -> None:
     facts = environment(load_config(engine)) | {"command": shlex.join(sys.argv)}
     append_record(args.json, {"section": "run", "environment": facts})
     for row in rows(file, args):
-        print(json.dumps(row), flush=True)
-        append_record(args.json, {"section": "load", **row})
+        print_record(args.json, section="load", **row)
 
 
 def rows(file: dict[str, Any], args: argparse.Namespace) -> Iterator[dict[str, Any]]:

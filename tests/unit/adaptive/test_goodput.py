@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.phases import Phase
-from benchmarks.simulator import Simulator
+from benchmarks.simulator import Phase, Simulator
 from serve_spec.adaptive.costs import Costs, Work
 from serve_spec.adaptive.drafts import PositionRates
 from serve_spec.adaptive.exploration import EXPLORED_SHARE, SpeedGuard

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.phases import Phase
 from benchmarks.simulator import (
+    Phase,
     Simulator,
     _row_steps,
 )
