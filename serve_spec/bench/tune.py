@@ -34,7 +34,7 @@ from serve_spec.bench.tune_report import (
     rows,
 )
 from serve_spec.bench.variants import fixed_controller, interleaved
-from serve_spec.bench.workload import TextKind, TextRequest, held_out_prompts, shuffled
+from serve_spec.bench.workload import TextKind, TextRequest, prompts_by_source
 from serve_spec.config import ConfigError, ServeSpecConfig, SpeculativeConfig
 from serve_spec.config.adaptive_file import load_slots
 from serve_spec.config.cost_table import load_cost_table, write_cost_table
@@ -169,9 +169,9 @@ def _measure(
     """Measure every shape on one class of prompts at one batch size; `tick` after every run."""
     count = -(-args.num_prompts // batch_size) * batch_size
     kind = PROMPT_CLASSES[name]
-    prompts = held_out_prompts(engine.tokenizer.encode, count=count, num_tokens=args.prompt_tokens)
-    if kind.prompts == "shuffled":
-        prompts = shuffled(prompts)
+    prompts = prompts_by_source(
+        engine.tokenizer.encode, count=count, num_tokens=args.prompt_tokens
+    )[kind.prompts]
     requests = [TextRequest(kind, prompt, 1000 + i) for i, prompt in enumerate(prompts)]
     for shape in controllers:  # first steps are slow
         few = min(args.output_tokens, 4 * (shape.depth + 2))

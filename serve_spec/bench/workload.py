@@ -150,13 +150,8 @@ def prompts_by_source(
         ValueError: see `held_out_prompts`.
     """
     code = held_out_prompts(encode, count=count, num_tokens=num_tokens)
-    return {"code": code, "shuffled": shuffled(code)}
-
-
-def shuffled(prompts: Sequence[Sequence[int]], seed: int = 0) -> list[list[int]]:
-    """Return prompts with their tokens in random order: text that no model can predict."""
-    rng = random.Random(seed)
-    return [rng.sample(prompt, len(prompt)) for prompt in prompts]
+    rng = random.Random(0)  # text that no model can predict
+    return {"code": code, "shuffled": [rng.sample(prompt, len(prompt)) for prompt in code]}
 
 
 def held_out_prompts(
