@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from serve_spec.bench.report import Panel, Record, draw, plot_title
 from serve_spec.config import ConfigError
-from serve_spec.core.draft import PLAIN, DraftShape
+from serve_spec.core.draft import DraftShape
 
 Place: TypeAlias = tuple[int, str, DraftShape]
 """Place of a measurement in the sweep: batch size, class of prompts, draft shape."""
@@ -46,6 +46,8 @@ class Measurement:
     """Median repetition."""
     tokens_per_second_low: float
     """Slowest repetition."""
+    speedup: float
+    """Speed over that of `num_steps` 0."""
     accept_length: float
     round_ms: float
     draft_ms: float
@@ -177,22 +179,8 @@ def adaptive_config(measurements: Sequence[Measurement]) -> AdaptiveFile:
     return slots
 
 
-def speedups(measurements: Sequence[Measurement]) -> dict[Measurement, float]:
-    """Return the speed of every measurement over that of 0 steps, same class and batch size."""
-    off = {
-        (each.batch_size, each.prompt_class): each.tokens_per_second
-        for each in measurements
-        if each.shape == PLAIN
-    }
-    return {
-        each: each.tokens_per_second / off[each.batch_size, each.prompt_class]
-        for each in measurements
-    }
-
-
 def rows(measurements: Sequence[Measurement]) -> list[list[object]]:
     """Return the rows under `COLUMNS`."""
-    speedup = speedups(measurements)
     return [
         [
             each.prompt_class,
@@ -200,7 +188,7 @@ def rows(measurements: Sequence[Measurement]) -> list[list[object]]:
             str(each.shape),
             f"{each.tokens_per_second:.0f}",
             f"{each.tokens_per_second_low:.0f}",
-            speedup[each],
+            each.speedup,
             each.accept_length,
             each.round_ms,
             each.draft_ms,
@@ -245,13 +233,13 @@ def markdown(
 def _best_table(
     measurements: Sequence[Measurement], classes: Sequence[str]
 ) -> tuple[list[str], list[list[object]]]:
-    best, speedup = best_measurements(measurements), speedups(measurements)
+    best = best_measurements(measurements)
     slots, has_trees = adaptive_config(measurements), _has_trees(measurements)
     table: list[list[object]] = []
     for batch_size in sorted({each.batch_size for each in measurements}):
         slot = slots[str(max(int(key) for key in slots if int(key) <= batch_size))]
         fastest = [best[batch_size, name] for name in classes]
-        shown = [f"{label(each.shape)}, {speedup[each]:.2f} x off" for each in fastest]
+        shown = [f"{label(each.shape)}, {each.speedup:.2f} x off" for each in fastest]
         trees = []
         if has_trees:
             names = [f"{depth}x{tokens - 1}" for depth, tokens in slot["candidate_trees"]]
@@ -276,7 +264,6 @@ def _shown(value: object) -> str:
 
 def plot(run: Record, measurements: Sequence[Measurement], path: Path) -> None:
     """Draw speed over off by batch size: a panel per class of prompts, a line per shape."""
-    speedup = speedups(measurements)
     sizes = sorted({each.batch_size for each in measurements})
     shapes = list(dict.fromkeys(each.shape for each in measurements))
     trees = {"marker": "^", "linestyle": "--"}
@@ -285,7 +272,7 @@ def plot(run: Record, measurements: Sequence[Measurement], path: Path) -> None:
             f"{name}: {about}",
             {
                 label(shape): [
-                    (sizes.index(each.batch_size), speedup[each])
+                    (sizes.index(each.batch_size), each.speedup)
                     for each in measurements
                     if each.prompt_class == name and each.shape == shape
                 ]
