@@ -144,9 +144,7 @@ def label(shape: DraftShape) -> str:
     return f"K={shape}" if shape.is_chain else str(shape)
 
 
-def best_measurements(
-    measurements: Sequence[Measurement],
-) -> dict[tuple[int, str], Measurement]:
+def best_measurements(measurements: Sequence[Measurement]) -> dict[tuple[int, str], Measurement]:
     """Return the fastest per batch size and class; on ties, fewer drafts, then a chain."""
 
     def order(each: Measurement) -> tuple[float, ...]:

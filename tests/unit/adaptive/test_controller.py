@@ -98,8 +98,7 @@ def test_the_adaptive_config_of_the_configuration_is_used(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "keys",
-    [{"speculative_adaptive": False}, {"speculative_adaptive_strategy": "static"}],
+    "keys", [{"speculative_adaptive": False}, {"speculative_adaptive_strategy": "static"}]
 )
 @pytest.mark.parametrize("num_steps", [0, 2, 5])
 def test_a_static_tier_never_moves(keys, num_steps):
@@ -402,8 +401,7 @@ def test_the_start_is_shown_before_any_round():
 def test_accepted_drafts_are_averaged_by_slot_under_every_strategy(strategy):
     slots = load_slots({"ema_alpha": 0.5, **{key: {"candidate_steps": [3]} for key in ("1", "4")}})
     made = AdaptiveController(
-        PolicySettings(DraftShape.chain(3), strategy=strategy, slots=slots),
-        recorded_table(GPU_8B),
+        PolicySettings(DraftShape.chain(3), strategy=strategy, slots=slots), recorded_table(GPU_8B)
     )
     for batch_size, kept in ((2, [1, 3]), (2, [0, 0]), (9, [2] * 9)):
         choose(made, batch_size)

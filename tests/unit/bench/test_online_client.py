@@ -231,9 +231,7 @@ def test_an_account_is_as_old_as_the_server_says():
 
 
 @given(
-    st.lists(st.floats(0.6, 5), min_size=1, max_size=8),
-    st.floats(0.06, 0.5),
-    st.floats(0, 0.04),
+    st.lists(st.floats(0.6, 5), min_size=1, max_size=8), st.floats(0.06, 0.5), st.floats(0, 0.04)
 )
 def test_however_often_it_is_polled_every_account_counts_once(gaps, every_s, jitter_s):
     """Replica "a" reports at the sums of `gaps`, and once before the run."""
