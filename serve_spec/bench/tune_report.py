@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from serve_spec.bench.report import Panel, Record, draw, plot_title
+from serve_spec.bench.report import Panel, Record, append_record, draw, plot_title
 from serve_spec.config import ConfigError
 from serve_spec.core.draft import DraftShape
 
@@ -86,48 +87,44 @@ class MeasurementFile:
         self.by_place: dict[Place, Measurement] = {}
         header = json.dumps({"settings": settings})
         lines = [] if fresh or not path.exists() else _whole_lines(path)
-        if lines:
-            try:
-                before = dict(_leaves(json.loads(lines[0])["settings"]))
-                found = [Measurement(**json.loads(line)) for line in lines[1:]]
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise ConfigError(
-                    f"{path}: has no measurements of this version; use another --output-dir, "
-                    "or --fresh to overwrite"
-                ) from None
-            _refuse_other_settings(path, before, dict(_leaves(json.loads(header)["settings"])))
-            self.by_place = {each.place: each for each in found}
-        else:
+        if not lines:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(header + "\n", encoding="utf-8")
+            return
+        try:
+            before = dict(_leaves(json.loads(lines[0])["settings"]))
+            found = [Measurement(**json.loads(line)) for line in lines[1:]]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ConfigError(
+                f"{path}: has no measurements of this version; use another --output-dir, or "
+                "--fresh to overwrite"
+            ) from None
+        now = dict(_leaves(json.loads(header)["settings"]))
+        changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        if changed:
+            way_out = "use that, another --output-dir, or --fresh to measure all again"
+            raise ConfigError(
+                *(
+                    f"{key}={now.get(key)!r}: {path} was measured with {before.get(key)!r}; "
+                    f"{way_out}"
+                    for key in changed
+                )
+            )
+        self.by_place = {each.place: each for each in found}
 
     def append(self, measurements: Sequence[Measurement]) -> None:
         """Keep finished measurements, in memory and on disk."""
-        self.by_place.update((each.place, each) for each in measurements)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(asdict(each)) + "\n" for each in measurements)
+        for each in measurements:
+            self.by_place[each.place] = each
+            append_record(self._path, asdict(each))
 
 
 def _whole_lines(path: Path) -> list[str]:
     """Return the lines of the file, after cutting it back to its last line end."""
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        with path.open("r+b") as file:
-            file.truncate(len(whole))
+    os.truncate(path, len(whole))
     return whole.decode(errors="replace").splitlines()
-
-
-def _refuse_other_settings(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-    if changed:
-        way_out = "use that, another --output-dir, or --fresh to measure all again"
-        raise ConfigError(
-            *(
-                f"{key}={now.get(key)!r}: {path} was measured with {before.get(key)!r}; {way_out}"
-                for key in changed
-            )
-        )
 
 
 def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

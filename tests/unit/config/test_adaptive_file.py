@@ -21,20 +21,6 @@ def test_a_flat_config_is_one_slot_for_all_batch_sizes():
     assert slots == {1: SlotConfig(candidate_steps=(2, 4), ema_alpha=0.5, update_interval=7)}
 
 
-def test_the_documented_defaults():
-    (slot,) = load_slots({"candidate_steps": [1, 3, 7]}).values()
-    assert slot.model_dump() == {
-        "candidate_steps": (1, 3, 7),
-        "candidate_trees": None,
-        "ema_alpha": 0.2,
-        "update_interval": 5,
-        "warmup_batches": 10,
-        "down_hysteresis": -0.25,
-        "up_hysteresis": 0.0,
-        "ceiling_coeff": 0.0,
-    }
-
-
 def test_keys_beside_the_slots_are_defaults_and_the_slot_wins():
     slots = load_slots(
         {"ema_alpha": 0.5, "warmup_batches": 3, "64": {**LADDER, "ema_alpha": 1.0}, "8": LADDER}
