@@ -17,8 +17,6 @@ import argparse
 import logging
 import os
 import re
-import shlex
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -202,7 +200,7 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
     file = deployment(args)
     engine = {k: v for k, v in file["applications"][0]["args"].items() if k != "engine_loop"}
-    facts = environment(load_config(engine)) | {"command": shlex.join(sys.argv)}
+    facts = environment(load_config(engine))
     append_record(args.json, {"section": "run", "environment": facts})
     for row in rows(file, args):
         print_record(args.json, section="load", **row)

@@ -20,12 +20,10 @@ from numpy.typing import NDArray
 from serve_spec.adaptive.drafts import logits
 from serve_spec.adaptive.policy import StepPolicy
 from serve_spec.bench.trace import TraceSet
-from serve_spec.bench.workload import CLASSES, TextKind
+from serve_spec.bench.workload import CLASSES, TextKind, place_of
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.record import StepRecord, StepTimes
 from serve_spec.core.round import GREEDY, SAMPLED, Calibration, DecodeBatch, RoundSteps
-
-_GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 OnRound = Callable[[DecodeBatch, RoundSteps, StepRecord], None]
 
@@ -91,9 +89,7 @@ class Phase:
 
     def length(self, request: int) -> int:
         """Return the output tokens of request number `request`."""
-        # Multiples of the golden ratio fill the range evenly, in no order.
-        place = 2 * (request * _GOLDEN_RATIO % 1.0) - 1 if self.spread else 0.0
-        return max(1, round(self.num_tokens * (1.0 + self.spread * place)))
+        return max(1, round(self.num_tokens * (1.0 + self.spread * place_of(request))))
 
     @property
     def kinds(self) -> tuple[TextKind, ...]:

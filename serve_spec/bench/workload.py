@@ -26,6 +26,12 @@ Prompts: TypeAlias = Mapping[str, Sequence[Sequence[int]]]
 """Prompts by source (`TextKind.prompts`)."""
 
 
+def place_of(request: int) -> float:
+    """Return the place of a request's length in its range, from -1 to 1."""
+    # Multiples of the golden ratio fill the range evenly, in no order.
+    return 2 * (request * _GOLDEN_RATIO % 1.0) - 1
+
+
 @dataclass(frozen=True)
 class TextKind:
     """The source of a prompt and the sampling temperature."""
@@ -87,9 +93,7 @@ class Load:
         """
         if self.is_steady:
             return self.num_tokens
-        # Multiples of the golden ratio fill the range evenly, in no order.
-        place = 2 * (request * _GOLDEN_RATIO % 1.0) - 1
-        length = self.num_tokens * (1 + SPREAD * place)
+        length = self.num_tokens * (1 + SPREAD * place_of(request))
         if request < self.batch_size:
             length *= (request + 1) / self.batch_size
         return max(1, round(length))
