@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ import numpy as np
 
 from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.bench.harness import ClosedLoop, engine_beside, is_full
-from serve_spec.bench.report import append_record, environment
+from serve_spec.bench.report import append_record, environment, print_record
 from serve_spec.bench.workload import STEADY_TOKENS, Load, held_out_prompts
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.draft import DraftShape
@@ -135,8 +134,7 @@ def main() -> None:
                 "accepted": round(each["accepted"] / each["steps"] / size, 3),
                 "predicted_accepted": round(each["predicted_accepted"] / each["steps"] / size, 3),
             }
-            print(json.dumps(row), flush=True)
-            append_record(args.json, {"section": "choice", **row})
+            print_record(args.json, section="choice", **row)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -288,8 +287,7 @@ def main(argv: list[str] | None = None) -> int:
         args.num_steps = [0]
     llm = LLM(config, **how)
     bench = Bench(args, llm, llm.engine.controller, acceptance, llm.engine.worker.device)
-    here = environment(llm.config) | {"command": shlex.join(sys.argv)}
-    print_record(args.json, section="environment", **here)
+    print_record(args.json, section="environment", **environment(llm.config))
     has_failed = False
     for name in args.sections:
         try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -189,8 +188,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     else:
         args.num_steps = 0
-    here = environment(config) | {"command": shlex.join(sys.argv)}
-    print_record(args.json, section="environment", **here)
+    print_record(args.json, section="environment", **environment(config))
     shape = ModelShape.from_directory(config.model.path)
     for size in args.sizes:
         if size > 1:

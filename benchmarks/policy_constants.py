@@ -23,9 +23,8 @@ from statistics import fmean
 from textwrap import wrap
 from typing import NamedTuple, TypeAlias
 
-from benchmarks.phases import Phase
 from benchmarks.policy_replay import COSTS, KINDS, NUM_TOKENS, SPREAD, TRACES, goodput
-from benchmarks.simulator import Simulator
+from benchmarks.simulator import Phase, Simulator
 from tests.helpers.simulated_costs import noisy
 
 PACKAGE = "serve_spec.adaptive"

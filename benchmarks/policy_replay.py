@@ -11,8 +11,7 @@ from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.phases import Phase
-from benchmarks.simulator import RoundCosts, Simulator
+from benchmarks.simulator import Phase, RoundCosts, Simulator
 from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.policy import StaticPolicy, StepPolicy
 from serve_spec.adaptive.trees import SMALL_TREES, AllowedShapes

@@ -14,12 +14,9 @@ once, so CPU time per token is given, too.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import re
-import shlex
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -37,7 +34,7 @@ from serve_spec.bench.online.client import Clients, Target
 from serve_spec.bench.online.command import run_offline
 from serve_spec.bench.online.load import ClosedLoop, CompletionRequest, LoadRun, text_requests
 from serve_spec.bench.online.server import own_server, serve_command
-from serve_spec.bench.report import append_record, environment
+from serve_spec.bench.report import append_record, environment, print_record
 from serve_spec.serving.app import load_config
 
 CLIENTS = "serving_path"
@@ -203,11 +200,10 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
     file = deployment(args)
     engine = {k: v for k, v in file["applications"][0]["args"].items() if k != "engine_loop"}
-    facts = environment(load_config(engine)) | {"command": shlex.join(sys.argv)}
+    facts = environment(load_config(engine))
     append_record(args.json, {"section": "run", "environment": facts})
     for row in rows(file, args):
-        print(json.dumps(row), flush=True)
-        append_record(args.json, {"section": "load", **row})
+        print_record(args.json, section="load", **row)
 
 
 def rows(file: dict[str, Any], args: argparse.Namespace) -> Iterator[dict[str, Any]]:

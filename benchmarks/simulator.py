@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from time import thread_time
 from typing import NamedTuple, TypeAlias, TypeVar
@@ -17,14 +17,13 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.phases import Phase
-from serve_spec.adaptive import AdaptiveController
 from serve_spec.adaptive.drafts import logits
 from serve_spec.adaptive.policy import StepPolicy
 from serve_spec.bench.trace import TraceSet
+from serve_spec.bench.workload import CLASSES, TextKind, place_of
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.record import StepRecord, StepTimes
-from serve_spec.core.round import GREEDY, SAMPLED, Calibration, DecodeBatch, Reason, RoundSteps
+from serve_spec.core.round import GREEDY, SAMPLED, Calibration, DecodeBatch, RoundSteps
 
 OnRound = Callable[[DecodeBatch, RoundSteps, StepRecord], None]
 
@@ -71,70 +70,56 @@ RoundCosts: TypeAlias = Callable[[RoundShape], StepTimes]
 """Returns the time of a round."""
 
 
+@dataclass(frozen=True)
+class Phase:
+    """A closed loop: `batch_size` requests run together, and the next starts when one ends."""
+
+    prompt_class: str
+    batch_size: int
+    num_requests: int
+    num_tokens: int
+    """Mean output tokens of a request."""
+    spread: float = 0.0
+    """Lengths lie within this share around the mean, so that requests do not end together."""
+
+    @property
+    def total_tokens(self) -> int:
+        """Return the tokens of all requests."""
+        return sum(map(self.length, range(self.num_requests)))
+
+    def length(self, request: int) -> int:
+        """Return the output tokens of request number `request`."""
+        return max(1, round(self.num_tokens * (1.0 + self.spread * place_of(request))))
+
+    @property
+    def kinds(self) -> tuple[TextKind, ...]:
+        """Return the kinds of its requests, in turn."""
+        return CLASSES[self.prompt_class]
+
+    def kind(self, request: int) -> TextKind:
+        """Return the kind of request number `request`."""
+        return self.kinds[request % len(self.kinds)]
+
+    def place(self, request: int) -> int:
+        """Return how many requests of its kind came before request number `request`."""
+        return request // len(self.kinds)
+
+
 @dataclass
 class PhaseReport:
     """Figures of a phase; the time of rounds without decoding requests is separate."""
 
-    phase: Phase
     num_rounds: int = 0
     """Rounds with decoding requests."""
-    num_rows: int = 0
-    """Decoding requests of all rounds."""
-    num_draft_tokens: int = 0
-    policy_ms: float = 0.0
-    """CPU time of the policy; part of `decode_ms` if it is charged."""
     num_output_tokens: int = 0
     """Tokens of decoding; the first token of every text comes from its prompt."""
     decode_ms: float = 0.0
     prompt_ms: float = 0.0
-    num_probe_rounds: int = 0
-    probe_ms: float = 0.0
-    """Time of probe rounds."""
-    rounds_by_shape: Counter[DraftShape] = field(default_factory=Counter)
-    switches: Counter[Reason] = field(default_factory=Counter)
 
     @property
     def tokens_per_ms(self) -> float:
         """Return the decode speed."""
         return self.num_output_tokens / self.decode_ms
-
-    @property
-    def accept_length(self) -> float:
-        """Return tokens per decoding request and round."""
-        return self.num_output_tokens / self.num_rows if self.num_rows else 1.0
-
-    @property
-    def probe_share(self) -> float:
-        """Return the share of probe rounds in the decode time."""
-        return self.probe_ms / self.decode_ms
-
-    def count(self, record: StepRecord, decode_ms: float) -> None:
-        """Add a round with decoding requests."""
-        self.num_rounds += 1
-        self.num_rows += record.batch_size
-        self.num_draft_tokens += record.num_draft_tokens
-        self.num_output_tokens += record.num_output_tokens
-        self.decode_ms += decode_ms
-        self.num_probe_rounds += record.notes.is_probe
-        self.probe_ms += decode_ms * record.notes.is_probe
-        self.rounds_by_shape[record.shape] += 1
-
-
-class ControllerPolicy:
-    """Adapter of an `AdaptiveController` to a policy. It reports reasons only at switches."""
-
-    def __init__(self, controller: AdaptiveController) -> None:
-        self.controller = controller
-        self.shapes = controller.shapes
-        self.choose = controller.choose_steps
-        self.observe = controller.on_verify_complete
-        self.forget = controller.forget
-        self.snapshot = controller.snapshot
-
-    @property
-    def last_reason(self) -> Reason:
-        """Why the tier changed in the last round, if it did."""
-        return self.controller.switch_reason or Reason.STEADY
 
 
 @dataclass(slots=True, eq=False)
@@ -207,7 +192,6 @@ class Simulator:
         self.mixes_prompts = mixes_prompts
         self._on_round = on_round
         self._num_phases = 0
-        self._shape: DraftShape | None = None
 
     def run(self, phase: Phase) -> PhaseReport:
         """Run a phase from its first prompt to its last token.
@@ -215,7 +199,7 @@ class Simulator:
         Raises:
             ValueError: a kind of text was not recorded, or not at this length.
         """
-        report = PhaseReport(phase)
+        report = PhaseReport()
         requests = self._requests(phase)
         self._num_phases += 1
         rows: list[_Row] = []
@@ -263,9 +247,6 @@ class Simulator:
         started = thread_time()
         steps = self.policy.choose(batch)
         policy_ms = 1e3 * (thread_time() - started)
-        if self._shape not in (None, steps.shape):
-            report.switches[self.policy.last_reason] += 1
-        self._shape = steps.shape
         drafted = steps_per_req = _row_steps(steps, batch)
         shares = self._shares(rows, steps)
         num_admitted = None
@@ -309,8 +290,9 @@ class Simulator:
         started = thread_time()
         self.policy.observe(record)
         policy_ms += 1e3 * (thread_time() - started)
-        report.policy_ms += policy_ms
-        report.count(record, record.step_ms + policy_ms * self.charge_thinking)
+        report.num_rounds += 1
+        report.num_output_tokens += record.num_output_tokens
+        report.decode_ms += record.step_ms + policy_ms * self.charge_thinking
         if self._on_round is not None:
             self._on_round(batch, steps, record)
         return [rows[i] for i in live]

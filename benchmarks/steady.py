@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from serve_spec.adaptive import AdaptiveController
-from serve_spec.bench.harness import SteadyBatch
+from serve_spec.bench.harness import steady_batch
 from serve_spec.bench.workload import TextKind, TextRequest
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.core.record import StepRecord
@@ -92,7 +92,7 @@ def run_variants(
     order = random.Random(load.seed).sample(list(variants), len(variants))
     steps: dict[str, list[StepRecord]] = {name: [] for name in variants}
     requests = load.requests(engine.tokenizer.vocab_size)
-    with SteadyBatch(engine, requests, plain) as batch:
+    with steady_batch(engine, requests, plain) as batch:
         for name, number in _turns(order):
             mean = fmean(sequence.num_output_tokens for sequence in batch.sequences)
             is_over = all(steps.values()) and mean >= load.output_tokens

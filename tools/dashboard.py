@@ -72,7 +72,6 @@ def _rows() -> Iterable[tuple[str, list[Panel]]]:
 
 
 def _fleet() -> list[Panel]:
-    kept = metrics.CORRECT_DRAFTS, metrics.DRAFT_TOKENS
     return [
         Panel("Decoded tokens per second", "short", (
             ("fleet", _rate(metrics.OUTPUT_TOKENS)),
@@ -84,27 +83,22 @@ def _fleet() -> list[Panel]:
             ("rejected (429)", _rate(metrics.REJECTED)),
             ("resumed on another replica", _rate(metrics.RESUMED)),
         )),
-        Panel("Acceptance rate of draft tokens", "percentunit", (
-            ("fleet", _ratio(*kept)),
-            ("replica {{replica}}", _ratio(*kept, "replica")),
-        )),
+        Panel("Acceptance rate of draft tokens", "percentunit",
+              _ratios(metrics.CORRECT_DRAFTS, metrics.DRAFT_TOKENS)),
         Panel("Share of probing steps", "percentunit", (
             ("fleet", _ratio(metrics.PROBE_ROUNDS, metrics.ROUNDS)),
         )),
         Panel("Sequences with broken drafting", "short", (
             ("replica {{replica}}", _increase(metrics.BROKEN_DRAFTS, "replica")),
         )),
-        Panel("Synthetic acceptance (1: load test, text is not the model's)", "short", (
-            ("replica {{replica}}", _gauge(metrics.FORCED_ACCEPTANCE, "replica")),
-        )),
+        _by_replica("Synthetic acceptance (1: load test, text is not the model's)", "short",
+                    metrics.FORCED_ACCEPTANCE),
     ]  # fmt: skip
 
 
 def _speculation() -> list[Panel]:
     return [
-        Panel("Speculation depth per replica", "short", (
-            ("replica {{replica}}", _gauge(metrics.NUM_STEPS, "replica")),
-        )),
+        _by_replica("Speculation depth per replica", "short", metrics.NUM_STEPS),
         Panel("Steps per second by depth", "short", (
             ("depth {{num_steps}}", _rate(metrics.ROUNDS, "num_steps")),
         )),
@@ -125,9 +119,7 @@ def _speculation() -> list[Panel]:
             ("slot {{slot}}, replica {{replica}}",
              _gauge(metrics.EMA_ACCEPT_LENGTH, "slot", "replica")),
         )),
-        Panel("Active batch-size slot", "short", (
-            ("replica {{replica}}", _gauge(metrics.SLOT, "replica")),
-        )),
+        _by_replica("Active batch-size slot", "short", metrics.SLOT),
         Panel("Reason for the last depth decision", "short", (
             ("{{reason}}", f"sum by (reason) ({_gauge(metrics.LAST_REASON, 'reason', 'replica')})"),
         )),
@@ -137,13 +129,9 @@ def _speculation() -> list[Panel]:
 def _budget() -> list[Panel]:
     unverified = _rate(metrics.UNVERIFIED_DRAFTS)
     return [
-        Panel("Draft budget of the last budgeted step", "short", (
-            ("replica {{replica}}", _gauge(metrics.DRAFT_BUDGET, "replica")),
-        )),
-        Panel("Share of steps with unverified drafts", "percentunit", (
-            ("fleet", _ratio(metrics.BUDGET_ROUNDS, metrics.ROUNDS)),
-            ("replica {{replica}}", _ratio(metrics.BUDGET_ROUNDS, metrics.ROUNDS, "replica")),
-        )),
+        _by_replica("Draft budget of the last budgeted step", "short", metrics.DRAFT_BUDGET),
+        Panel("Share of steps with unverified drafts", "percentunit",
+              _ratios(metrics.BUDGET_ROUNDS, metrics.ROUNDS)),
         Panel("Share of proposed drafts left unverified", "percentunit", (
             ("fleet", f"{unverified} / ({unverified} + {_rate(metrics.DRAFT_TOKENS)})"),
         )),
@@ -158,7 +146,6 @@ def _budget() -> list[Panel]:
 
 
 def _goodput() -> list[Panel]:
-    calibration = metrics.OBSERVED_DRAFTS, metrics.EXPECTED_DRAFTS
     return [
         Panel("Measured speedup over plain decoding", "short", (
             ("batch {{batch_size}}, replica {{replica}}",
@@ -168,13 +155,9 @@ def _goodput() -> list[Panel]:
             ("depth {{num_steps}}, replica {{replica}}",
              _gauge(metrics.PREDICTED_GOODPUT, "num_steps", "replica")),
         )),
-        Panel("Draft time relative to verification time", "percentunit", (
-            ("replica {{replica}}", _gauge(metrics.OVERHEAD, "replica")),
-        )),
-        Panel("Observed / expected accepted drafts (1: calibrated)", "short", (
-            ("fleet", _ratio(*calibration)),
-            ("replica {{replica}}", _ratio(*calibration, "replica")),
-        )),
+        _by_replica("Draft time relative to verification time", "percentunit", metrics.OVERHEAD),
+        Panel("Observed / expected accepted drafts (1: calibrated)", "short",
+              _ratios(metrics.OBSERVED_DRAFTS, metrics.EXPECTED_DRAFTS)),
         Panel("Median step time, predicted and measured", "ms", (
             ("predicted", _quantile(metrics.PREDICTED_MS, 0.5)),
             ("measured", _quantile(metrics.MEASURED_MS, 0.5)),
@@ -184,9 +167,7 @@ def _goodput() -> list[Panel]:
 
 def _batches() -> list[Panel]:
     return [
-        Panel("Batch size per replica", "short", (
-            ("replica {{replica}}", _gauge(metrics.BATCH_SIZE, "replica")),
-        )),
+        _by_replica("Batch size per replica", "short", metrics.BATCH_SIZE),
         Panel("Steps per second by batch size", "short", (
             ("{{batch_size}} and more", _rate(metrics.BATCH_SIZE_ROUNDS, "batch_size")),
         )),
@@ -219,16 +200,11 @@ def _rounds() -> list[Panel]:
 
 def _pages() -> list[Panel]:
     by_state = _gauge(metrics.KV_PAGES, "state", "replica")
-    found = metrics.PREFIX_HIT_TOKENS, metrics.PREFIX_QUERY_TOKENS
     return [
         Panel("KV pages by state", "short", (("{{state}}", f"sum by (state) ({by_state})"),)),
-        Panel("KV cache usage", "percentunit", (
-            ("replica {{replica}}", _gauge(metrics.KV_USAGE, "replica")),
-        )),
-        Panel("Prefix cache hit rate (tokens)", "percentunit", (
-            ("fleet", _ratio(*found)),
-            ("replica {{replica}}", _ratio(*found, "replica")),
-        )),
+        _by_replica("KV cache usage", "percentunit", metrics.KV_USAGE),
+        Panel("Prefix cache hit rate (tokens)", "percentunit",
+              _ratios(metrics.PREFIX_HIT_TOKENS, metrics.PREFIX_QUERY_TOKENS)),
     ]  # fmt: skip
 
 
@@ -241,6 +217,15 @@ def _latency() -> list[Panel]:
         Panel("Mean time per output token, engine and framework", "ms",
               _split(metrics.LATER_TOKENS_WAIT_MS, metrics.LATER_TOKENS)),
     ]  # fmt: skip
+
+
+def _by_replica(title: str, unit: str, gauge: Metric) -> Panel:
+    return Panel(title, unit, (("replica {{replica}}", _gauge(gauge, "replica")),))
+
+
+def _ratios(part: Metric, whole: Metric) -> tuple[tuple[str, str], ...]:
+    by_replica = _ratio(part, whole, "replica")
+    return ("fleet", _ratio(part, whole)), ("replica {{replica}}", by_replica)
 
 
 def _quantiles(metric: Metric) -> tuple[tuple[str, str], ...]:

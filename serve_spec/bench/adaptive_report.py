@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, harmonic_mean, stdev
+from statistics import fmean, stdev
 from typing import Any
 
 from serve_spec.bench.harness import MeasuredStep, is_full
@@ -87,17 +87,18 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
         "environment": run["environment"],
         "arguments": run["arguments"],
         "phases": found,
-        "variants": [_totals(name, run["variants"][name], found) for name in variants],
+        "variants": [_totals(name, run["variants"][name], found) for name in variants if found],
     }
 
 
 def _phase(trials: Sequence[Mapping[str, Record]], is_static: Mapping[str, bool]) -> dict[str, Any]:
-    sums = {variant: _sums([trial[variant] for trial in trials]) for variant in is_static}
+    names = [name for name, value in trials[0][OFF].items() if isinstance(value, int | float)]
+    sums = {
+        variant: {name: sum(trial[variant][name] for trial in trials) for name in names}
+        for variant in is_static
+    }
     speeds = {variant: of["tokens"] / of["ms"] * 1e3 for variant, of in sums.items()}
-    best = max(
-        (variant for variant in is_static if is_static[variant]),
-        key=lambda variant: speeds[variant],
-    )
+    best = max((each for each in is_static if is_static[each]), key=lambda each: speeds[each])
     return {
         "num_trials": len(trials),
         "best_fixed": best,
@@ -112,11 +113,6 @@ def _phase(trials: Sequence[Mapping[str, Record]], is_static: Mapping[str, bool]
             for variant, speed in speeds.items()
         },
     }
-
-
-def _sums(trials: Sequence[Record]) -> dict[str, float]:
-    names = [name for name, value in trials[0].items() if isinstance(value, int | float)]
-    return {name: sum(trial[name] for trial in trials) for name in names}
 
 
 def _per_request(sums: Mapping[str, float]) -> dict[str, float | None]:
@@ -148,29 +144,22 @@ def _error(trials: Sequence[Mapping[str, Record]], variant: str, best: str) -> f
 
 
 def _totals(variant: str, is_static: bool, phases: Sequence[Record]) -> dict[str, Any]:
-    """Return the totals of a variant; None if no phase was measured."""
+    """Return the totals of a variant over at least one phase."""
     figures = [phase["variants"][variant] for phase in phases]
-    worst = min(
-        phases, key=lambda phase: float(phase["variants"][variant]["over_off"]), default=None
-    )
+    worst = min(phases, key=lambda phase: float(phase["variants"][variant]["over_off"]))
+    # Times for equal work.
+    mine = sum(1 / each["over_off"] for each in figures)
+    best = sum(each["over_best_fixed"] / each["over_off"] for each in figures)
     return {
         "variant": variant,
         "is_static": is_static,
-        "over_off": harmonic_mean([c["over_off"] for c in figures]) if figures else None,
-        "over_best_fixed": _over_best(figures),
-        "worst_over_off": worst and worst["variants"][variant]["over_off"],
-        "worst_phase": worst and worst["phase"],
-        "probe_share": fmean(c["probe_share"] or 0.0 for c in figures) if figures else None,
-        "switches": sum(c["switches"] for c in figures),
+        "over_off": len(figures) / mine,
+        "over_best_fixed": best / mine,
+        "worst_over_off": worst["variants"][variant]["over_off"],
+        "worst_phase": worst["phase"],
+        "probe_share": fmean(each["probe_share"] or 0.0 for each in figures),
+        "switches": sum(each["switches"] for each in figures),
     }
-
-
-def _over_best(figures: Sequence[Record]) -> float | None:
-    """Return the time of the best fixed depth of each phase over the variant's, for equal work."""
-    if not figures:
-        return None
-    best = sum(float(figure["over_best_fixed"] / figure["over_off"]) for figure in figures)
-    return best / sum(float(1 / figure["over_off"]) for figure in figures)
 
 
 def tables(result: Record) -> str:

@@ -10,12 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from serve_spec.bench.variants import ADAPTIVE_VARIANTS
-from serve_spec.bench.workload import (
-    CLASSES,
-    HELD_OUT_PACKAGES,
-    OUTPUT_TOKENS,
-    STEADY_TOKENS,
-)
+from serve_spec.bench.workload import CLASSES, HELD_OUT_PACKAGES, OUTPUT_TOKENS, STEADY_TOKENS
 from serve_spec.config import ServeSpecConfig
 from serve_spec.config.root import parse_override
 

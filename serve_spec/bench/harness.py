@@ -141,45 +141,13 @@ class ClosedLoop:
         return bool(self._open)
 
 
+@dataclass(frozen=True)
 class SteadyBatch:
-    """Requests that start together and decode as one full batch; the engine must be idle.
+    """Requests that decode as one full batch."""
 
-    As a context: entering computes the prompts without drafts, leaving aborts the requests.
-    """
-
-    def __init__(
-        self,
-        engine: SpecEngine,
-        requests: Sequence[tuple[TextRequest, int]],
-        plain: AdaptiveController,
-    ) -> None:
-        self._engine = engine
-        self._plain = plain
-        self._recording = recorded_steps(engine)
-        self._records: list[StepRecord] = []
-        self.sequences: list[EngineSequence] = [
-            _new_sequence(engine, f"steady-{number}", *request)
-            for number, request in enumerate(requests)
-        ]
-
-    def __enter__(self) -> SteadyBatch:
-        self._records = self._recording.__enter__()
-        try:
-            for sequence in self.sequences:
-                self._engine.add(sequence)
-            while not all(sequence.is_decoding for sequence in self.sequences):
-                self.step(self._plain)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for sequence in self.sequences:
-            self._engine.abort(sequence.request_id)
-        while self._engine.has_work:  # a step may be in flight
-            self._engine.step()
-        self._recording.__exit__(None, None, None)
+    engine: SpecEngine
+    sequences: list[EngineSequence]
+    records: list[StepRecord]
 
     @property
     def num_remaining(self) -> int:
@@ -191,11 +159,35 @@ class SteadyBatch:
 
         A step launched ahead has the policy of the step before.
         """
-        self._engine.controller = controller
-        self._records.clear()
-        self._engine.step()
-        full = [r for r in self._records if is_full(r, len(self.sequences))]
+        self.engine.controller = controller
+        self.records.clear()
+        self.engine.step()
+        full = [r for r in self.records if is_full(r, len(self.sequences))]
         return full[-1] if full else None
+
+
+@contextmanager
+def steady_batch(
+    engine: SpecEngine, requests: Sequence[tuple[TextRequest, int]], plain: AdaptiveController
+) -> Iterator[SteadyBatch]:
+    """Compute the prompts on an idle engine without drafts; yield the batch; abort it at the end.
+
+    requests: (request, output tokens).
+    """
+    sequences = [_new_sequence(engine, f"steady-{i}", *each) for i, each in enumerate(requests)]
+    with recorded_steps(engine) as records:
+        try:
+            for sequence in sequences:
+                engine.add(sequence)
+            batch = SteadyBatch(engine, sequences, records)
+            while not all(sequence.is_decoding for sequence in sequences):
+                batch.step(plain)
+            yield batch
+        finally:
+            for sequence in sequences:
+                engine.abort(sequence.request_id)
+            while engine.has_work:  # a step may be in flight
+                engine.step()
 
 
 def is_full(record: StepRecord, batch_size: int) -> bool:

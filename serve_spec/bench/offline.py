@@ -109,11 +109,7 @@ def _requests(prompts: Sequence[Sequence[int]], temperature: float) -> list[Text
 
 
 def _generate(
-    llm: LLM,
-    variant: Variant,
-    requests: Sequence[TextRequest],
-    num_tokens: int,
-    batch_size: int,
+    llm: LLM, variant: Variant, requests: Sequence[TextRequest], num_tokens: int, batch_size: int
 ) -> Run:
     """Complete the requests batch by batch."""
     outputs: list[RequestOutput] = []

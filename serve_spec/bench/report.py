@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -45,7 +46,7 @@ def environment(config: ServeSpecConfig | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: version for name, version in versions.items() if version},
         "commit": _commit(),
-        "command": "serve-spec " + " ".join(_without_outputs(sys.argv[1:])),
+        "command": _command(*sys.argv),
         **({} if forced is None else {"synthetic_acceptance": forced}),
     }
 
@@ -138,13 +139,15 @@ def _in_new_words(record: Record) -> dict[str, Any]:
     return renamed | {"section": _OLD_SECTIONS.get(record["section"], record["section"])}
 
 
-def _without_outputs(argv: Sequence[str]) -> list[str]:
+def _command(program: str, *argv: str) -> str:
+    """Return the command of this process without the files that it writes."""
     kept = list(argv)
     for flag in ("--json", "--plot"):
         if flag in kept:
             at = kept.index(flag)
             del kept[at : at + 2]
-    return kept
+    is_script = program.endswith(".py") and not program.endswith("__main__.py")
+    return shlex.join([program if is_script else "serve-spec", *kept])
 
 
 def _cell(value: object) -> str:

@@ -9,7 +9,7 @@ import argparse
 import importlib.util
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +22,7 @@ from tqdm import tqdm
 from serve_spec.adaptive import AdaptiveController, PolicySettings
 from serve_spec.adaptive.trees import ladder
 from serve_spec.bench.command import configured
-from serve_spec.bench.harness import SteadyBatch, equal_prefixes
+from serve_spec.bench.harness import equal_prefixes, steady_batch
 from serve_spec.bench.report import environment, run_record, table
 from serve_spec.bench.tune_report import (
     COLUMNS,
@@ -34,7 +34,7 @@ from serve_spec.bench.tune_report import (
     rows,
 )
 from serve_spec.bench.variants import fixed_controller, interleaved
-from serve_spec.bench.workload import TextKind, TextRequest, held_out_prompts, shuffled
+from serve_spec.bench.workload import TextKind, TextRequest, prompts_by_source
 from serve_spec.config import ConfigError, ServeSpecConfig, SpeculativeConfig
 from serve_spec.config.adaptive_file import load_slots
 from serve_spec.config.cost_table import load_cost_table, write_cost_table
@@ -157,6 +157,11 @@ class _Run(NamedTuple):
     steps: list[StepRecord]
     texts: list[list[int]]
 
+    @property
+    def tokens_per_second(self) -> float:
+        tokens = sum(step.num_output_tokens for step in self.steps)
+        return tokens / sum(step.step_ms for step in self.steps) * 1e3
+
 
 def _measure(
     engine: SpecEngine,
@@ -169,9 +174,9 @@ def _measure(
     """Measure every shape on one class of prompts at one batch size; `tick` after every run."""
     count = -(-args.num_prompts // batch_size) * batch_size
     kind = PROMPT_CLASSES[name]
-    prompts = held_out_prompts(engine.tokenizer.encode, count=count, num_tokens=args.prompt_tokens)
-    if kind.prompts == "shuffled":
-        prompts = shuffled(prompts)
+    prompts = prompts_by_source(
+        engine.tokenizer.encode, count=count, num_tokens=args.prompt_tokens
+    )[kind.prompts]
     requests = [TextRequest(kind, prompt, 1000 + i) for i, prompt in enumerate(prompts)]
     for shape in controllers:  # first steps are slow
         few = min(args.output_tokens, 4 * (shape.depth + 2))
@@ -191,8 +196,7 @@ def _measure(
             )
         runs[shape].append(run)
         tick()
-    reference = runs[PLAIN][-1].texts
-    return [_measurement(batch_size, name, shape, runs[shape], reference) for shape in controllers]
+    return [_measurement(batch_size, name, shape, runs) for shape in controllers]
 
 
 def _run_batch(
@@ -206,7 +210,7 @@ def _run_batch(
     steps: list[StepRecord] = []
     is_first = True
     pairs = [(request, num_tokens) for request in requests]
-    with SteadyBatch(engine, pairs, controllers[PLAIN]) as batch:
+    with steady_batch(engine, pairs, controllers[PLAIN]) as batch:
         while batch.num_remaining > shape.depth:
             step = batch.step(controllers[shape])
             if step is None or step.shape != shape:
@@ -224,19 +228,11 @@ def _run_batch(
 
 
 def _measurement(
-    batch_size: int,
-    name: str,
-    shape: DraftShape,
-    runs: Sequence[_Run],
-    reference: Sequence[Sequence[int]],
+    batch_size: int, name: str, shape: DraftShape, runs: Mapping[DraftShape, Sequence[_Run]]
 ) -> Measurement:
-    speeds = [
-        sum(step.num_output_tokens for step in run.steps)
-        / sum(step.step_ms for step in run.steps)
-        * 1e3
-        for run in runs
-    ]
-    steps = [step for run in runs for step in run.steps]
+    mine, plain = runs[shape], runs[PLAIN]
+    speeds = [run.tokens_per_second for run in mine]
+    steps = [step for run in mine for step in run.steps]
     return Measurement(
         batch_size=batch_size,
         prompt_class=name,
@@ -245,12 +241,13 @@ def _measurement(
         topk=shape.topk,
         tokens_per_second=median(speeds),
         tokens_per_second_low=min(speeds),
+        speedup=median(speeds) / median(run.tokens_per_second for run in plain),
         accept_length=fmean(step.num_output_tokens for step in steps) / batch_size,
         round_ms=fmean(step.step_ms for step in steps),
         draft_ms=fmean(step.draft_ms for step in steps),
         verify_ms=fmean(step.verify_ms for step in steps),
-        same_texts=equal_prefixes(runs[-1].texts, reference),
-        num_texts=len(reference),
+        same_texts=equal_prefixes(mine[-1].texts, plain[-1].texts),
+        num_texts=len(plain[-1].texts),
     )
 
 

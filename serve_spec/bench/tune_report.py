@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from serve_spec.bench.report import Panel, Record, draw, plot_title
+from serve_spec.bench.report import Panel, Record, append_record, draw, plot_title
 from serve_spec.config import ConfigError
-from serve_spec.core.draft import PLAIN, DraftShape
+from serve_spec.core.draft import DraftShape
 
 Place: TypeAlias = tuple[int, str, DraftShape]
 """Place of a measurement in the sweep: batch size, class of prompts, draft shape."""
@@ -46,6 +47,8 @@ class Measurement:
     """Median repetition."""
     tokens_per_second_low: float
     """Slowest repetition."""
+    speedup: float
+    """Speed over that of `num_steps` 0."""
     accept_length: float
     round_ms: float
     draft_ms: float
@@ -84,48 +87,44 @@ class MeasurementFile:
         self.by_place: dict[Place, Measurement] = {}
         header = json.dumps({"settings": settings})
         lines = [] if fresh or not path.exists() else _whole_lines(path)
-        if lines:
-            try:
-                before = dict(_leaves(json.loads(lines[0])["settings"]))
-                found = [Measurement(**json.loads(line)) for line in lines[1:]]
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise ConfigError(
-                    f"{path}: has no measurements of this version; use another --output-dir, "
-                    "or --fresh to overwrite"
-                ) from None
-            _refuse_other_settings(path, before, dict(_leaves(json.loads(header)["settings"])))
-            self.by_place = {each.place: each for each in found}
-        else:
+        if not lines:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(header + "\n", encoding="utf-8")
+            return
+        try:
+            before = dict(_leaves(json.loads(lines[0])["settings"]))
+            found = [Measurement(**json.loads(line)) for line in lines[1:]]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ConfigError(
+                f"{path}: has no measurements of this version; use another --output-dir, or "
+                "--fresh to overwrite"
+            ) from None
+        now = dict(_leaves(json.loads(header)["settings"]))
+        changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        if changed:
+            way_out = "use that, another --output-dir, or --fresh to measure all again"
+            raise ConfigError(
+                *(
+                    f"{key}={now.get(key)!r}: {path} was measured with {before.get(key)!r}; "
+                    f"{way_out}"
+                    for key in changed
+                )
+            )
+        self.by_place = {each.place: each for each in found}
 
     def append(self, measurements: Sequence[Measurement]) -> None:
         """Keep finished measurements, in memory and on disk."""
-        self.by_place.update((each.place, each) for each in measurements)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(asdict(each)) + "\n" for each in measurements)
+        for each in measurements:
+            self.by_place[each.place] = each
+            append_record(self._path, asdict(each))
 
 
 def _whole_lines(path: Path) -> list[str]:
     """Return the lines of the file, after cutting it back to its last line end."""
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        with path.open("r+b") as file:
-            file.truncate(len(whole))
+    os.truncate(path, len(whole))
     return whole.decode(errors="replace").splitlines()
-
-
-def _refuse_other_settings(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-    if changed:
-        way_out = "use that, another --output-dir, or --fresh to measure all again"
-        raise ConfigError(
-            *(
-                f"{key}={now.get(key)!r}: {path} was measured with {before.get(key)!r}; {way_out}"
-                for key in changed
-            )
-        )
 
 
 def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -142,9 +141,7 @@ def label(shape: DraftShape) -> str:
     return f"K={shape}" if shape.is_chain else str(shape)
 
 
-def best_measurements(
-    measurements: Sequence[Measurement],
-) -> dict[tuple[int, str], Measurement]:
+def best_measurements(measurements: Sequence[Measurement]) -> dict[tuple[int, str], Measurement]:
     """Return the fastest per batch size and class; on ties, fewer drafts, then a chain."""
 
     def order(each: Measurement) -> tuple[float, ...]:
@@ -177,22 +174,8 @@ def adaptive_config(measurements: Sequence[Measurement]) -> AdaptiveFile:
     return slots
 
 
-def speedups(measurements: Sequence[Measurement]) -> dict[Measurement, float]:
-    """Return the speed of every measurement over that of 0 steps, same class and batch size."""
-    off = {
-        (each.batch_size, each.prompt_class): each.tokens_per_second
-        for each in measurements
-        if each.shape == PLAIN
-    }
-    return {
-        each: each.tokens_per_second / off[each.batch_size, each.prompt_class]
-        for each in measurements
-    }
-
-
 def rows(measurements: Sequence[Measurement]) -> list[list[object]]:
     """Return the rows under `COLUMNS`."""
-    speedup = speedups(measurements)
     return [
         [
             each.prompt_class,
@@ -200,7 +183,7 @@ def rows(measurements: Sequence[Measurement]) -> list[list[object]]:
             str(each.shape),
             f"{each.tokens_per_second:.0f}",
             f"{each.tokens_per_second_low:.0f}",
-            speedup[each],
+            each.speedup,
             each.accept_length,
             each.round_ms,
             each.draft_ms,
@@ -245,13 +228,13 @@ def markdown(
 def _best_table(
     measurements: Sequence[Measurement], classes: Sequence[str]
 ) -> tuple[list[str], list[list[object]]]:
-    best, speedup = best_measurements(measurements), speedups(measurements)
+    best = best_measurements(measurements)
     slots, has_trees = adaptive_config(measurements), _has_trees(measurements)
     table: list[list[object]] = []
     for batch_size in sorted({each.batch_size for each in measurements}):
         slot = slots[str(max(int(key) for key in slots if int(key) <= batch_size))]
         fastest = [best[batch_size, name] for name in classes]
-        shown = [f"{label(each.shape)}, {speedup[each]:.2f} x off" for each in fastest]
+        shown = [f"{label(each.shape)}, {each.speedup:.2f} x off" for each in fastest]
         trees = []
         if has_trees:
             names = [f"{depth}x{tokens - 1}" for depth, tokens in slot["candidate_trees"]]
@@ -276,7 +259,6 @@ def _shown(value: object) -> str:
 
 def plot(run: Record, measurements: Sequence[Measurement], path: Path) -> None:
     """Draw speed over off by batch size: a panel per class of prompts, a line per shape."""
-    speedup = speedups(measurements)
     sizes = sorted({each.batch_size for each in measurements})
     shapes = list(dict.fromkeys(each.shape for each in measurements))
     trees = {"marker": "^", "linestyle": "--"}
@@ -285,7 +267,7 @@ def plot(run: Record, measurements: Sequence[Measurement], path: Path) -> None:
             f"{name}: {about}",
             {
                 label(shape): [
-                    (sizes.index(each.batch_size), speedup[each])
+                    (sizes.index(each.batch_size), each.speedup)
                     for each in measurements
                     if each.prompt_class == name and each.shape == shape
                 ]

@@ -26,6 +26,12 @@ Prompts: TypeAlias = Mapping[str, Sequence[Sequence[int]]]
 """Prompts by source (`TextKind.prompts`)."""
 
 
+def place_of(request: int) -> float:
+    """Return the place of a request's length in its range, from -1 to 1."""
+    # Multiples of the golden ratio fill the range evenly, in no order.
+    return 2 * (request * _GOLDEN_RATIO % 1.0) - 1
+
+
 @dataclass(frozen=True)
 class TextKind:
     """The source of a prompt and the sampling temperature."""
@@ -87,9 +93,7 @@ class Load:
         """
         if self.is_steady:
             return self.num_tokens
-        # Multiples of the golden ratio fill the range evenly, in no order.
-        place = 2 * (request * _GOLDEN_RATIO % 1.0) - 1
-        length = self.num_tokens * (1 + SPREAD * place)
+        length = self.num_tokens * (1 + SPREAD * place_of(request))
         if request < self.batch_size:
             length *= (request + 1) / self.batch_size
         return max(1, round(length))
@@ -150,13 +154,8 @@ def prompts_by_source(
         ValueError: see `held_out_prompts`.
     """
     code = held_out_prompts(encode, count=count, num_tokens=num_tokens)
-    return {"code": code, "shuffled": shuffled(code)}
-
-
-def shuffled(prompts: Sequence[Sequence[int]], seed: int = 0) -> list[list[int]]:
-    """Return prompts with their tokens in random order: text that no model can predict."""
-    rng = random.Random(seed)
-    return [rng.sample(prompt, len(prompt)) for prompt in prompts]
+    rng = random.Random(0)  # text that no model can predict
+    return {"code": code, "shuffled": [rng.sample(prompt, len(prompt)) for prompt in code]}
 
 
 def held_out_prompts(

@@ -7,13 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Self
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from serve_spec.config.adaptive_file import (
     MAX_STEPS,
@@ -106,8 +100,7 @@ class SpeculativeConfig(StrictModel):
     """Draft method, and how the number of drafts adapts."""
 
     speculative_algorithm: str = Field(
-        "NONE",
-        description=f"Draft method: {', '.join(ALGORITHMS)}; NONE: no speculation.",
+        "NONE", description=f"Draft method: {', '.join(ALGORITHMS)}; NONE: no speculation."
     )
     speculative_draft_model_path: Path | None = None
     """Folder of the draft checkpoint; same forms as model.path."""

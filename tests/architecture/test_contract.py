@@ -132,9 +132,7 @@ def test_libraries_stay_in_their_rooms(path):
         "serve_spec.engine.client",
     ],
 )
-def test_policy_configuration_and_clients_of_engines_load_neither_torch_nor_ray(
-    module,
-):
+def test_policy_configuration_and_clients_of_engines_load_neither_torch_nor_ray(module):
     code = (
         f"import sys, {module}\n"
         "heavy = {'torch', 'ray', 'transformers', 'fastapi'} & set(sys.modules)\n"

@@ -19,7 +19,6 @@ from typing import Any
 import aiohttp
 
 from serve_spec.bench.online.load import (
-    ClosedLoop,
     CompletionRequest,
     Load,
     LoadRun,
@@ -250,10 +249,7 @@ def deal(
 
     seed: of the schedule of an open loop, in which every request is its own stream.
     """
-    if isinstance(load, ClosedLoop):
-        num_streams, due_s = load.num_streams, None
-    else:
-        num_streams, due_s = len(requests), load.arrivals(len(requests), seed)
+    num_streams, due_s = load.num_streams or len(requests), load.arrivals(len(requests), seed)
     numbers: list[list[int]] = [[] for _ in range(num_clients)]
     for number in range(len(requests)):
         numbers[owner(number, num_streams, num_clients)].append(number)
@@ -354,7 +350,7 @@ class Clients:
 def merged(load: Load, runs: Sequence[LoadRun]) -> LoadRun:
     """Return the runs of all shares as one, with the CPU share of the busiest client."""
     num_requests = sum(len(run.served) for run in runs)
-    num_streams = load.num_streams if isinstance(load, ClosedLoop) else num_requests
+    num_streams = load.num_streams or num_requests
     each = [iter(run.served) for run in runs]
     return LoadRun(
         [next(each[owner(number, num_streams, len(runs))]) for number in range(num_requests)],

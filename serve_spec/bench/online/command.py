@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -28,7 +29,6 @@ from serve_spec.bench.online.load import (
     Poisson,
     Ramp,
     Served,
-    on_replicas,
     text_requests,
 )
 from serve_spec.bench.online.report import (
@@ -109,7 +109,7 @@ def _measured(args: argparse.Namespace) -> list[Record]:
         config = ServeSpecConfig.load(args.compare_offline, **dict(map(parse_override, args.set)))
     variants = [server_variant(Path(args.deploy), name) for name in args.variants]
     servers: Sequence[ServerVariant | None] = variants or [None]
-    plans, warm_up = _plans(args, {1, *map(_num_replicas, servers)})
+    plans, warm_up = _plans(args, {1, *(each.num_replicas for each in variants)})
     objective = Objective(args.slo_ttft_ms, args.slo_tpot_ms)
     texts: dict[int, str] = {}
     records: list[Record] = []
@@ -127,7 +127,7 @@ def _measured(args: argparse.Namespace) -> list[Record]:
             found = measure(
                 *(load.name, side, mine, objective, texts),
                 num_replicas=num_replicas,
-                num_streams=_num_streams(on_replicas(load, num_replicas or 1)),
+                num_streams=load.num_streams,
             )
             records.append({"section": "measurement", **found})
             append_record(args.json, records[-1])
@@ -140,14 +140,6 @@ def _measured(args: argparse.Namespace) -> list[Record]:
     return records
 
 
-def _num_replicas(variant: ServerVariant | None) -> int:
-    return 1 if variant is None else variant.num_replicas
-
-
-def _num_streams(load: Load) -> int | None:
-    return load.num_streams if isinstance(load, ClosedLoop) else None
-
-
 def _plans(
     args: argparse.Namespace, num_replicas: Collection[int]
 ) -> tuple[dict[int, Plan], list[CompletionRequest]]:
@@ -156,19 +148,11 @@ def _plans(
     Raises:
         ValueError: see `text_requests`.
     """
-    loads: list[Load] = [
-        *(ClosedLoop(num_streams, args.per_replica) for num_streams in args.closed),
-        *(Poisson(rate) for rate in args.poisson),
-        *(Bursty(rate, args.burst_size) for rate in args.bursty),
-        *(Ramp(*rates) for rates in args.ramp),
-    ]
-    loads = list(dict.fromkeys(loads)) or [ClosedLoop(1), ClosedLoop(8)]
 
     def size(load: Load) -> int:
-        least = args.requests_per_stream * (_num_streams(load) or 0)
-        return max(int(args.num_requests), int(least))
+        return int(max(args.num_requests, args.requests_per_stream * (load.num_streams or 0)))
 
-    sizes = {n: {load: size(on_replicas(load, n)) for load in loads} for n in num_replicas}
+    sizes = {n: {load: size(load) for load in _loads(args, n)} for n in num_replicas}
     most = max(max(each.values()) for each in sizes.values())
     requests = text_requests(
         most + args.warm_up,
@@ -183,14 +167,25 @@ def _plans(
     return plans, requests[most:]
 
 
+def _loads(args: argparse.Namespace, num_replicas: int) -> list[Load]:
+    of_each = num_replicas if args.per_replica else None
+    loads: list[Load] = [
+        *(ClosedLoop(streams, of_each) for streams in args.closed),
+        *(Poisson(rate) for rate in args.poisson),
+        *(Bursty(rate, args.burst_size) for rate in args.bursty),
+        *(Ramp(*rates) for rates in args.ramp),
+    ]
+    return list(dict.fromkeys(loads)) or [ClosedLoop(1), ClosedLoop(8)]
+
+
 def _repeat(
-    args: argparse.Namespace, name: str, plan: Plan, run_once: Callable[[Load, int], LoadRun]
+    args: argparse.Namespace, name: str, plan: Plan, run_once: Callable[..., LoadRun]
 ) -> Runs:
     """Run every load once per repetition, each with a seed of the repetition."""
     runs: Runs = {load: [] for load in plan}
     turns = list(interleaved(args.repetitions, plan))
     for repetition, load in tqdm(turns, desc=name, leave=False):
-        runs[load].append(run_once(load, args.seed + repetition))
+        runs[load].append(run_once(load, plan[load], seed=args.seed + repetition))
     return runs
 
 
@@ -200,7 +195,6 @@ def _online(
     plan: Plan,
     warm_up: Sequence[CompletionRequest],
 ) -> Runs:
-    num_replicas = _num_replicas(variant)
     with ExitStack() as stack:
         url = args.url
         if url is None:
@@ -209,12 +203,8 @@ def _online(
         api_key = os.environ.get("SERVE_SPEC_API_KEY")
         target = Target(url, args.model, api_key, args.timeout_s)
         clients = stack.enter_context(Clients(target, args.clients))
-
-        def run_once(load: Load, seed: int) -> LoadRun:
-            there = on_replicas(load, num_replicas)
-            return clients.run(there, plan[load], seed=seed, poll_s=args.poll_s)
-
-        clients.run(_widest(on_replicas(load, num_replicas) for load in plan), warm_up)
+        clients.run(_widest(plan), warm_up)
+        run_once = partial(clients.run, poll_s=args.poll_s)
         return _repeat(args, HTTP, plan, run_once)
 
 
@@ -227,19 +217,14 @@ def _offline(
     llm = LLM(config)
     try:
         run_offline(llm.engine, _widest(plan), warm_up)
-        return _repeat(
-            args,
-            OFFLINE,
-            plan,
-            lambda load, seed: run_offline(llm.engine, load, plan[load], seed=seed),
-        )
+        return _repeat(args, OFFLINE, plan, partial(run_offline, llm.engine))
     finally:
         llm.shutdown()
 
 
 def _widest(loads: Iterable[Load]) -> ClosedLoop:
     """Return the closed loop that warms up for all of `loads`."""
-    return ClosedLoop(max(_num_streams(load) or 8 for load in loads))
+    return ClosedLoop(max(load.num_streams or 8 for load in loads))
 
 
 @dataclass
@@ -273,10 +258,7 @@ def run_offline(
     Raises:
         InvalidRequest: the engine cannot serve a request.
     """
-    if isinstance(load, ClosedLoop):
-        schedule, most_at_once = None, load.num_streams
-    else:
-        schedule, most_at_once = load.arrivals(len(requests), seed), len(requests)
+    schedule, most_at_once = load.arrivals(len(requests), seed), load.num_streams or len(requests)
     waiting = deque(enumerate(requests))
     outputs = OutputProcessor(engine.tokenizer, engine.abort)
     running: dict[str, _Running] = {}

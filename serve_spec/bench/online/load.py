@@ -23,16 +23,24 @@ Sample: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ClosedLoop:
-    """`num_streams` streams with one request at a time each, without pauses."""
+    """Streams with one request at a time each, without pauses."""
 
-    num_streams: int
-    per_replica: bool = False
-    """`num_streams` is per replica."""
+    streams: int
+    num_replicas: int | None = None
+    """Replicas that `streams` is for each of; None: `streams` is for all together."""
 
     @property
     def name(self) -> str:
         """Return its name in tables."""
-        return f"closed {self.num_streams}" + " a replica" * self.per_replica
+        return f"closed {self.streams}" + " a replica" * (self.num_replicas is not None)
+
+    @property
+    def num_streams(self) -> int:
+        """Return the streams of all replicas together."""
+        return self.streams * (self.num_replicas or 1)
+
+    def arrivals(self, count: int, seed: int) -> None:
+        """Return None: a request is due when the one before it has ended."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,7 @@ class Poisson:
     """Requests with exponential gaps, `rate` per second on average."""
 
     rate: float
+    num_streams = None
 
     @property
     def name(self) -> str:
@@ -58,6 +67,7 @@ class Bursty:
 
     rate: float
     burst_size: int
+    num_streams = None
 
     @property
     def name(self) -> str:
@@ -77,6 +87,7 @@ class Ramp:
 
     first_rate: float
     last_rate: float
+    num_streams = None
 
     @property
     def name(self) -> str:
@@ -106,15 +117,7 @@ class Ramp:
         return whole / (first + math.sqrt(first * first + (last - first) * whole))
 
 
-OpenLoop: TypeAlias = Poisson | Bursty | Ramp
-Load: TypeAlias = ClosedLoop | OpenLoop
-
-
-def on_replicas(load: Load, num_replicas: int) -> Load:
-    """Return the load of a server with `num_replicas` replicas."""
-    if isinstance(load, ClosedLoop) and load.per_replica:
-        return ClosedLoop(load.num_streams * num_replicas)
-    return load
+Load: TypeAlias = ClosedLoop | Poisson | Bursty | Ramp
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,19 +82,19 @@ def announced_url(line: str) -> str | None:
     return None if match is None else match.group(1)
 
 
-def _ready_url(output: IO[str]) -> str | None:
-    for line in output:
+def _ready_url(lines: Iterable[str]) -> str | None:
+    """Pass lines on to stderr until one has the URL, or all of them."""
+    for line in lines:
         print(line, end="", file=sys.stderr)
-        url = announced_url(line)
-        if url is not None:
+        if url := announced_url(line):
             return url
     return None
 
 
 def _pass_on(output: IO[str]) -> None:
     with output:
-        for line in output:
-            print(line, end="", file=sys.stderr)
+        while _ready_url(output):
+            pass
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

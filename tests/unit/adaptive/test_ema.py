@@ -72,26 +72,16 @@ def test_an_empty_round_counts_for_nothing():
 
 
 @pytest.mark.parametrize(
-    ("start", "mean", "end"),
-    [
-        (1, 0.5, 1),
-        (1, 0.6, 3),
-        (3, 2.5, 3),
-        (3, 2.6, 7),
-        (7, 2.3, 7),
-        (7, 2.2, 3),
-        (7, 0.0, 1),
-        (3, 0.3, 3),
-        (3, 0.2, 1),
-    ],
-)
-def test_the_default_thresholds(start, mean, end):
-    assert feed(slot(start, [1, 3, 7], **AT_ONCE), mean) == [end]
-
-
-@pytest.mark.parametrize(
     ("config", "ladder", "start", "mean", "end"),
     [
+        # The default thresholds.
+        *(
+            ({}, [1, 3, 7], start, mean, end)
+            for start, mean, end in (
+                *((1, 0.5, 1), (1, 0.6, 3), (3, 2.5, 3), (3, 2.6, 7), (7, 2.3, 7)),
+                *((7, 2.2, 3), (7, 0.0, 1), (3, 0.3, 3), (3, 0.2, 1)),
+            )
+        ),
         # A drop is inclusive.
         ({"down_hysteresis": 0.0, "up_hysteresis": 0.5}, [1, 3, 7], 3, 0.5, 1),
         # The drop to no drafts compares with one half, here less 0.25.
@@ -107,7 +97,7 @@ def test_the_default_thresholds(start, mean, end):
         ({"ceiling_coeff": 1.0}, [1, 3], 1, 1.0, 3),
     ],
 )
-def test_hysteresis_and_ceiling(config, ladder, start, mean, end):
+def test_thresholds_hysteresis_and_ceiling(config, ladder, start, mean, end):
     assert feed(slot(start, ladder, **AT_ONCE, **config), mean) == [end]
 
 
@@ -176,23 +166,17 @@ def fixed(**slots):
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "steps"), [(0, 1), (1, 1), (3, 1), (4, 1), (7, 1), (8, 2), (31, 2), (32, 3)]
+    ("batch_size", "alone", "padded"),
+    [(0, 2, 2), (1, 2, 2), (4, 2, 2), (7, 2, 3), (8, 3, 3), (9, 3, 4), (16, 4, 4), (17, 4, 4)],
 )
-def test_a_batch_goes_to_the_largest_slot_not_above_it_or_to_the_first(batch_size, steps):
-    params = fixed(_4=1, _32=3, _8=2)
-    assert params.get_steps_for_batch(batch_size) == steps
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "steps"), [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3), (16, 3), (17, 3), (100, 9)]
-)
-def test_a_batch_is_padded_to_the_next_captured_size_and_beyond_the_last_counts_itself(
-    batch_size, steps
+def test_a_batch_goes_to_the_largest_slot_not_above_its_captured_size_or_to_the_first(
+    batch_size, alone, padded
 ):
-    params = fixed(_1=1, _8=2, _16=3, _64=9)
-    alone = params.get_steps_for_batch(batch_size)
+    """Beyond the last captured size it counts itself."""
+    params = fixed(_16=4, _4=2, _8=3)
+    assert params.get_steps_for_batch(batch_size) == alone
     params.set_cuda_graph_bs([16, 4, 8])
-    assert params.get_steps_for_batch(batch_size) == steps
+    assert params.get_steps_for_batch(batch_size) == padded
     params.set_cuda_graph_bs(None)
     assert params.get_steps_for_batch(batch_size) == alone
 
@@ -205,29 +189,6 @@ def test_the_captured_sizes_of_a_step_are_those_whose_slot_can_reach_it():
     assert params.cuda_graph_bs_for_step(3) == [1, 2, 4, 8, 16]
     assert params.cuda_graph_bs_for_step(1) == [1, 2, 4, 8, 16, 32, 64]
     assert params.cuda_graph_bs_for_step(5) == []
-
-
-@pytest.mark.parametrize(
-    ("preset", "slots"),
-    [
-        (None, {1: ([1, 3, 7], -0.25, 0.0), 8: ([1, 3], 0.0, 0.0), 32: ([1], 0.0, 0.0)}),
-        (
-            "aggressive",
-            {
-                1: ([1, 3, 7], -0.25, 0.0),
-                8: ([1, 3, 7], -0.25, 3.0),
-                64: ([1, 3], -0.25, 1.67),
-                128: ([1, 3], -0.25, 1.2),
-            },
-        ),
-    ],
-)
-def test_the_presets_are_the_documented_ones(preset, slots):
-    made = AdaptiveSpeculativeParams(7, preset).slots
-    assert slots == {
-        key: (s.candidate_steps, s.config.down_hysteresis, s.config.ceiling_coeff)
-        for key, s in made.items()
-    }
 
 
 @given(

@@ -2,7 +2,6 @@
 
 "4 chunks of 3"  that many chunks, each of so many tokens, and usage
 "429", "500"     refuses with that status
-"ids"            two chunks with token ids, no usage
 "uncounted"      neither usage nor token ids
 "empty"          says it is done, and nothing else
 "error"          one chunk, then an error frame
@@ -19,15 +18,9 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import contextmanager
-from typing import Any
 
 import uvicorn
-
-Message = MutableMapping[str, Any]
-Send = Callable[[Message], Awaitable[None]]
-Receive = Callable[[], Awaitable[Message]]
 
 
 @contextmanager
@@ -47,19 +40,18 @@ def serving(app):
 
 
 class ScriptedApp:
-    """An app that waits `delay_s` before each chunk; one request at a time if `serial`.
+    """An app that waits `delay_s` before each chunk.
 
     No chunk is sent before `hold_until` requests have been open at once.
     """
 
-    def __init__(self, delay_s=0.0, *, serial=False, hold_until=0):
+    def __init__(self, delay_s=0.0, *, hold_until=0):
         self.delay_s = delay_s
         self.hold_until = hold_until
-        self.bodies: list[dict[str, Any]] = []
-        self.headers: list[dict[bytes, bytes]] = []
+        self.bodies = []
+        self.headers = []
         self.num_open = 0
         self.most_open = 0
-        self._turn = asyncio.Semaphore(1 if serial else 10**6)
 
     async def __call__(self, scope, receive, send):
         if scope["path"] != "/v1/completions":
@@ -71,8 +63,7 @@ class ScriptedApp:
         self.num_open += 1
         self.most_open = max(self.most_open, self.num_open)
         try:
-            async with self._turn:
-                await self._complete(str(body["prompt"]), send)
+            await self._complete(str(body["prompt"]), send)
         finally:
             self.num_open -= 1
 
@@ -112,8 +103,6 @@ def chunk(text, **choice):
 def _chunks(prompt):
     if "chunks of" in prompt:
         return [chunk(f"{number} ") for number in range(int(prompt.split()[0]))]
-    if prompt == "ids":
-        return [chunk("x", token_ids=[1, 2, 3])] * 2
     return [] if prompt == "empty" else [chunk("x")]
 
 

@@ -47,7 +47,7 @@ def engine(request, tmp_path_factory):
     return llm.engine
 
 
-def controller(name):  # type: ignore[no-untyped-def]
+def controller(name):
     """A policy whose rounds depend on no clock."""
     return SwitchingController(POLICIES[name], ragged=name == "ragged")
 
@@ -173,15 +173,27 @@ def fixed(llm, num_steps):
     return make_variants(llm.engine.controller, [num_steps], [])[-1].controller
 
 
-def test_a_full_step_is_counted_for_the_variant_that_ran_it(llm):
+def test_a_full_step_is_counted_for_its_variant_and_the_engine_is_left_as_it_was(llm):
+    engine = llm.engine
+    before = engine.controller, engine.metrics
     off, on = fixed(llm, 0), fixed(llm, 3)
-    rounds = run_variants(llm.engine, LOAD, off, {"off": [off], "on": [on]})
+    rounds = run_variants(engine, LOAD, off, {"off": [off], "on": [on]})
     for name, num_steps in (("off", 0), ("on", 3)):
         assert rounds[name], f"{name} had a turn"
         for stats in rounds[name]:
             assert stats.decodes_only
             assert stats.num_draft_tokens == num_steps * LOAD.batch_size
             assert stats.steps_per_req == (num_steps,) * LOAD.batch_size
+    shown = figures(rounds["on"])
+    assert shown["rounds"] == len(rounds["on"])
+    assert shown["p10_ms"] <= shown["ms"] <= shown["p90_ms"]
+    tokens = len(rounds["on"]) * LOAD.batch_size * shown["accept_length"]
+    seconds = sum(stats.step_ms for stats in rounds["on"]) / 1e3
+    assert shown["tokens_per_second"] == pytest.approx(tokens / seconds)
+    assert 1 <= shown["accept_length"] <= 4
+    assert (engine.controller, engine.metrics) == before
+    assert not engine.has_work
+    assert engine.scheduler.cache.num_free_pages == engine.scheduler.cache.num_pages
 
 
 def test_the_controllers_of_a_variant_alternate_every_step(llm):
@@ -191,34 +203,11 @@ def test_the_controllers_of_a_variant_alternate_every_step(llm):
     assert {stats.shape.depth for stats in rounds} == {0, 3}
 
 
-def test_a_steady_batch_leaves_the_engine_as_it_was(llm):
-    engine = llm.engine
-    before = engine.controller, engine.metrics
-    off = fixed(llm, 0)
-    run_variants(engine, LOAD, off, {"off": [off]})
-    assert (engine.controller, engine.metrics) == before
-    assert not engine.has_work
-    cache = engine.scheduler.cache
-    assert cache.num_free_pages == cache.num_pages
-
-
 def test_texts_too_short_for_every_variant_are_refused(llm):
     off, on = fixed(llm, 0), fixed(llm, 3)
     with pytest.raises(ConfigError, match=r"output_tokens=12: at batch size 3 .* raise it"):
         run_variants(llm.engine, SteadyLoad(3, 10, 12), off, {"off": [off], "on": [on]})
     assert not llm.engine.has_work
-
-
-def test_figures_are_those_of_the_steps(llm):
-    on = fixed(llm, 3)
-    (rounds,) = run_variants(llm.engine, LOAD, fixed(llm, 0), {"on": [on]}).values()
-    shown = figures(rounds)
-    assert shown["rounds"] == len(rounds)
-    assert shown["p10_ms"] <= shown["ms"] <= shown["p90_ms"]
-    assert 1 <= shown["accept_length"] <= 4
-    ms = sum(stats.step_ms for stats in rounds)
-    rows = len(rounds) * LOAD.batch_size
-    assert shown["tokens_per_second"] == pytest.approx(rows * shown["accept_length"] / ms * 1e3)
 
 
 def test_texts_are_compared_as_far_as_both_were_generated():

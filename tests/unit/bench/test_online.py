@@ -63,8 +63,8 @@ def test_every_kind_of_load_runs_and_an_old_result_is_drawn_anew(tmp_path, capsy
     with serving(app(config, FakeLoop(config))) as url:
         loads = ["--closed", "1", "7", "--poisson", "100", "--bursty", "100", "--burst-size", "2"]
         loads += ["--ramp", "50:200", "--slo-ttft-ms", "60000", "--slo-tpot-ms", "60000"]
-        files = ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
-        assert main(["online", "--url", url, *SMALL, *loads, *files]) == 0
+        loads += ["--json", str(tmp_path / "r.json")]
+        assert main(["online", "--url", url, *SMALL, *loads]) == 0
     printed = capsys.readouterr().out
     _, *found = read_records(tmp_path / "r.json", "online")
     names = ["closed 1", "closed 7", "poisson 100/s", "bursty 100/s x2", "ramp 50-200/s"]
@@ -79,12 +79,11 @@ def test_every_kind_of_load_runs_and_an_old_result_is_drawn_anew(tmp_path, capsy
         assert cell["rounds_by_num_steps"] == {"3": 5 * expected}, "nine tokens, by twos"
         assert cell["tokens_per_chunk"] == 9 / 5
         assert {sample["num_steps"] for sample in cell["samples"]} == {3}
-    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 
-    again = ["--from-json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "again.png")]
+    again = ["--from-json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
     assert main(["online", *again]) == 0
     assert capsys.readouterr().out == printed
-    assert (tmp_path / "again.png").read_bytes() == (tmp_path / "r.png").read_bytes()
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_texts_over_http_are_those_of_the_engine_alone(engine_url, config_file, tmp_path, capsys):

@@ -77,7 +77,9 @@ def test_a_request_says_all_that_decides_a_text_and_asks_for_the_count():
 
 def test_times_of_chunks_are_those_of_the_server_and_tokens_those_it_counted():
     delay_s = 0.02
-    (served,) = run(ScriptedApp(delay_s), ClosedLoop(1), ["3 chunks of 5"]).served
+    found = run(ScriptedApp(delay_s), ClosedLoop(1), ["3 chunks of 5"])
+    assert list(found.samples) == [], "there is no /server_info"
+    (served,) = found.served
     assert (served.text, served.num_tokens, served.num_prompt_tokens) == ("0 1 2 ", 15, 4)
     assert len(served.chunk_s) == 3
     assert served.ttft_s >= delay_s
@@ -123,10 +125,6 @@ def test_an_open_loop_sends_on_schedule_whether_or_not_it_is_answered():
     assert [s.due_s for s in served] == load.arrivals(6, seed=3)
     assert all(s.sent_s >= s.due_s for s in served)
     assert all(s.error is None for s in served)
-
-
-def test_a_server_without_server_info_has_no_samples():
-    assert list(run(ScriptedApp(), ClosedLoop(1), ["1 chunks of 1"]).samples) == []
 
 
 def test_two_clients_together_are_one_load():
@@ -200,11 +198,8 @@ def test_tokens_are_counted_by_usage_else_by_ids_and_never_by_chunks():
     assert read_stream([(1.0, event(ids) + event(ids))]).num_tokens == 4
     assert read_stream([(1.0, event(ids) + event(running))]).num_tokens == 9
     assert read_stream([(1.0, event(chunk("a")))]).num_tokens == 0
-
-
-def test_token_ids_without_text_are_a_first_token():
     half_a_character = chunk("", token_ids=[200])
-    assert read_stream([(1.0, event(half_a_character))]).chunk_s == (1.0,)
+    assert read_stream([(1.0, event(half_a_character))]).chunk_s == (1.0,), "a first token"
     assert read_stream([(1.0, event(chunk("")))]).chunk_s == ()
 
 
@@ -236,9 +231,7 @@ def test_an_account_is_as_old_as_the_server_says():
 
 
 @given(
-    st.lists(st.floats(0.6, 5), min_size=1, max_size=8),
-    st.floats(0.06, 0.5),
-    st.floats(0, 0.04),
+    st.lists(st.floats(0.6, 5), min_size=1, max_size=8), st.floats(0.06, 0.5), st.floats(0, 0.04)
 )
 def test_however_often_it_is_polled_every_account_counts_once(gaps, every_s, jitter_s):
     """Replica "a" reports at the sums of `gaps`, and once before the run."""

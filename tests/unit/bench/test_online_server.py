@@ -42,7 +42,7 @@ def wait_for(file):
     return text
 
 
-def test_the_address_is_the_one_that_serve_announces(tmp_path):
+def test_a_server_is_started_as_an_operator_would_and_announces_its_address(tmp_path):
     (tmp_path / "model").mkdir()
     model = {"path": str(tmp_path / "model"), "served_model_name": "meta/llama at home"}
     config = ServeSpecConfig.load({"model": model})
@@ -50,9 +50,6 @@ def test_the_address_is_the_one_that_serve_announces(tmp_path):
         plan = Plan({}, configs, "0.0.0.0", 8124, "/llm")
         urls = [announced_url(line) for line in announcement(plan).splitlines()]
         assert [url for url in urls if url] == ["http://127.0.0.1:8124/llm"]
-
-
-def test_it_is_started_as_an_operator_would():
     assert serve_command("deploy/tiny.yaml", None)[-2:] == ["serve", "deploy/tiny.yaml"]
     assert serve_command("deploy/tiny.yaml", 8123)[-2:] == ["--port", "8123"]
 
@@ -128,12 +125,9 @@ def test_a_variant_is_the_file_with_its_keys_set(deploy):
     assert plan.url == "http://127.0.0.1:8123/llm"
     assert not Path(file).exists()
     assert server_variant(deploy, "routing_policy=prefix").num_replicas == 3
-
-
-def test_a_configuration_also_has_variants(deploy):
-    variant = server_variant(deploy.parent / "config.yaml", "num_replicas=4")
-    (app,) = variant.deployment["applications"]
-    assert load_config(app["args"]).replica.num_replicas == variant.num_replicas == 4
+    of_config = server_variant(deploy.parent / "config.yaml", "num_replicas=4")
+    (app,) = of_config.deployment["applications"]
+    assert load_config(app["args"]).replica.num_replicas == of_config.num_replicas == 4
 
 
 @pytest.mark.parametrize("name", ["", "num_replicas", "num_replicas=2,", "=2", "num_replica=2"])
@@ -142,15 +136,12 @@ def test_invalid_variants_are_refused(deploy, name):
         server_variant(deploy, name)
 
 
-def test_a_file_without_an_application_of_this_package_is_refused(deploy):
+def test_a_file_without_our_application_or_devices_for_its_ranks_is_refused(deploy):
+    with pytest.raises(ConfigError, match="set num_gpus to 2"):
+        server_variant(deploy, "tensor_parallel_size=2,num_gpus=1")
+    server_variant(deploy, "tensor_parallel_size=2,num_gpus=2")
     given = yaml.safe_load(deploy.read_text())
     given["applications"][0]["import_path"] = "elsewhere:app"
     deploy.write_text(yaml.safe_dump(given))
     with pytest.raises(ConfigError, match="no application imports"):
         server_variant(deploy, "num_replicas=2")
-
-
-def test_a_variant_whose_ranks_have_no_device_is_refused(deploy):
-    with pytest.raises(ConfigError, match="set num_gpus to 2"):
-        server_variant(deploy, "tensor_parallel_size=2,num_gpus=1")
-    server_variant(deploy, "tensor_parallel_size=2,num_gpus=2")

@@ -8,21 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.phases import Phase
-from benchmarks.simulator import (
-    Simulator,
-    _row_steps,
-)
+from benchmarks.simulator import Phase, Simulator, _row_steps
 from serve_spec.adaptive.policy import StaticPolicy
 from serve_spec.bench.trace import AcceptanceTrace, TraceSet, load_traces
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.record import StepRecord
 from serve_spec.core.round import DecodeBatch, Reason, RoundSteps
 from serve_spec.scheduler.requests import fair_drafts
-from tests.helpers.simulated_costs import (
-    TWO_CPU_CORES,
-    RoundShape,
-)
+from tests.helpers.simulated_costs import TWO_CPU_CORES, RoundShape
 
 TRACES = load_traces(Path(__file__).parents[2] / "data" / "acceptance_traces.json")
 PHASES = [

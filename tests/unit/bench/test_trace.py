@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.phases import Phase
-from benchmarks.simulator import Simulator
+from benchmarks.simulator import Phase, Simulator
 from serve_spec.adaptive.policy import StaticPolicy
 from serve_spec.bench.command import main
 from serve_spec.bench.harness import ClosedLoop

@@ -10,16 +10,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from serve_spec.adaptive import AdaptiveSpeculativeParams
+from serve_spec.bench import tune
 from serve_spec.bench.command import main
 from serve_spec.bench.tune import swept_trees
 from serve_spec.bench.tune_report import (
     Measurement,
     MeasurementFile,
     adaptive_config,
-    best_measurements,
     markdown,
     rows,
-    speedups,
 )
 from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.adaptive_file import load_slots
@@ -41,6 +40,7 @@ def cell(batch_size, prompt_class, num_steps, speed=100.0, shape=PLAIN):
         num_steps=num_steps,
         tokens_per_second=speed,
         tokens_per_second_low=speed * 0.9,
+        speedup=speed / 100,
         accept_length=1 + num_steps / 2,
         round_ms=10.0,
         draft_ms=2.0,
@@ -100,19 +100,6 @@ def test_the_slot_of_every_measured_batch_size_holds_the_best_steps_and_trees_of
         assert set(slot.candidate_trees or ()) == shapes
         have_trees = any(c.tree_drafts for c in cells)
         assert (slot.candidate_trees is not None) == have_trees, "though it be none"
-
-
-@given(sweeps())
-def test_speedup_is_over_off_at_the_same_class_and_batch_size(cells):
-    speedup = speedups(cells)
-    for c in cells:
-        off = next(
-            o
-            for o in cells
-            if (o.batch_size, o.prompt_class, o.shape) == (c.batch_size, c.prompt_class, PLAIN)
-        )
-        assert speedup[c] == c.tokens_per_second / off.tokens_per_second
-    assert all(speedup[best] >= 1 for best in best_measurements(cells).values())
 
 
 def test_the_report_names_the_two_keys_and_shows_every_cell():
@@ -205,9 +192,11 @@ def arguments(config, folder, *more):
     return ["tune", str(config), "--output-dir", str(folder), *sizes, "--repetitions", "1", *more]
 
 
-def test_an_interrupted_sweep_continues_and_writes_all_files(config, tmp_path, capsys):
+def test_an_interrupted_sweep_continues_and_writes_all_files(config, tmp_path, capsys, monkeypatch):
     steps = ["--num-steps", "1", "3"]
-    assert main(arguments(config, tmp_path, *steps, "--batch-sizes", "2")) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(tune, "plot", lambda *_: None)
+        assert main(arguments(config, tmp_path, *steps, "--batch-sizes", "2")) == 0
     before = (tmp_path / "cells.jsonl").read_text().splitlines()
     assert len(before) == 1 + 3 * 3
     # As if it had been stopped while it wrote the last group.
@@ -225,12 +214,16 @@ def test_an_interrupted_sweep_continues_and_writes_all_files(config, tmp_path, c
         assert c["same_texts"] == c["num_texts"] == {1: 3, 2: 4}[c["batch_size"]]
         assert c["accept_length"] == 1 if c["num_steps"] == 0 else 1 < c["accept_length"] <= 4
         assert 0 < c["tokens_per_second_low"] <= c["tokens_per_second"]
+        place = c["batch_size"], c["prompt_class"], 0
+        off = result["cells"][places.index(place)]["tokens_per_second"]
+        assert c["speedup"] == c["tokens_per_second"] / off
     costs = load_cost_table(tmp_path / "cost_table.json")
     assert (costs.batch_sizes[-1], costs.num_steps[-1]) == (2, 3)
     assert load_slots(tmp_path / "adaptive.json") == load_slots(result["adaptive_config"])
     assert "## The best steps" in (tmp_path / "report.md").read_text()
     assert (tmp_path / "tune.png").read_bytes().startswith(b"\x89PNG")
 
+    monkeypatch.setattr(tune, "plot", lambda *_: None)
     files = [tmp_path / "cells.jsonl", tmp_path / "cost_table.json"]
     once = [file.read_bytes() for file in files]
     call = arguments(config, tmp_path, "--num-steps", "1", "--batch-sizes", "1")
@@ -245,6 +238,7 @@ def test_an_interrupted_sweep_continues_and_writes_all_files(config, tmp_path, c
 
 def test_trees_are_measured_and_a_server_accepts_both_files(config, tmp_path, monkeypatch):
     monkeypatch.setenv("SERVE_SPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tune, "plot", lambda *_: None)
     sizes = ["--num-steps", "1", "--trees", "2x5", "2x3", "--batch-sizes", "2"]
     more = ["--set", "speculative_eagle_topk=2"]
     assert main(arguments(config, tmp_path, *sizes, *more)) == 0

@@ -14,7 +14,7 @@ from serve_spec.bench.workload import (
     TextKind,
     held_out_prompts,
     phases,
-    shuffled,
+    prompts_by_source,
     steady_batches,
 )
 
@@ -78,22 +78,17 @@ def test_requests_repeat_and_have_distinct_seeds(prompt_class, number):
     assert all(list(r.prompt) in PROMPTS[r.kind.prompts] for r in requests)
 
 
-@given(st.lists(st.lists(st.integers(0, 9), max_size=9), max_size=5))
-def test_shuffling_keeps_the_tokens_of_every_prompt(prompts):
-    mixed = shuffled(prompts)
-    assert mixed == shuffled(prompts)
-    assert [sorted(prompt) for prompt in mixed] == [sorted(prompt) for prompt in prompts]
-
-
 def byte_ids(text):
     return list(text.encode())
 
 
-def test_prompts_repeat_and_have_the_requested_length():
-    first, second = (held_out_prompts(byte_ids, count=5, num_tokens=60) for _ in range(2))
-    assert first == second
-    assert [len(prompt) for prompt in first] == [60] * 5
-    assert first != held_out_prompts(byte_ids, count=5, num_tokens=60, seed=1)
+def test_prompts_repeat_and_have_the_requested_length_also_shuffled():
+    found, again = (prompts_by_source(byte_ids, count=5, num_tokens=60) for _ in range(2))
+    assert found == again
+    assert [len(prompt) for prompt in found["code"]] == [60] * 5
+    assert [*map(sorted, found["shuffled"])] == [*map(sorted, found["code"])]
+    assert found["shuffled"] != found["code"]
+    assert found["code"] != held_out_prompts(byte_ids, count=5, num_tokens=60, seed=1)
 
 
 def test_prompts_need_an_installed_package():

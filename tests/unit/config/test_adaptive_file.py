@@ -18,33 +18,12 @@ def refusal(config):
 
 def test_a_flat_config_is_one_slot_for_all_batch_sizes():
     slots = load_slots({"candidate_steps": [2, 4], "ema_alpha": 0.5, "update_interval": 7})
-    assert slots == {
-        1: SlotConfig(candidate_steps=(2, 4), ema_alpha=0.5, update_interval=7),
-    }
-
-
-def test_the_documented_defaults():
-    (slot,) = load_slots({"candidate_steps": [1, 3, 7]}).values()
-    assert slot.model_dump() == {
-        "candidate_steps": (1, 3, 7),
-        "candidate_trees": None,
-        "ema_alpha": 0.2,
-        "update_interval": 5,
-        "warmup_batches": 10,
-        "down_hysteresis": -0.25,
-        "up_hysteresis": 0.0,
-        "ceiling_coeff": 0.0,
-    }
+    assert slots == {1: SlotConfig(candidate_steps=(2, 4), ema_alpha=0.5, update_interval=7)}
 
 
 def test_keys_beside_the_slots_are_defaults_and_the_slot_wins():
     slots = load_slots(
-        {
-            "ema_alpha": 0.5,
-            "warmup_batches": 3,
-            "64": {**LADDER, "ema_alpha": 1.0},
-            "8": LADDER,
-        }
+        {"ema_alpha": 0.5, "warmup_batches": 3, "64": {**LADDER, "ema_alpha": 1.0}, "8": LADDER}
     )
     assert list(slots) == [8, 64]
     assert [(s.ema_alpha, s.warmup_batches) for s in slots.values()] == [(0.5, 3), (1.0, 3)]
@@ -88,10 +67,7 @@ def test_a_value_out_of_range_is_refused_by_key_and_value(key, value):
         ({"ema_alfa": 0.2, "1": LADDER}, "ema_alfa: unknown key; did you mean ema_alpha?"),
         ({"1": {**LADDER, "ema_alfa": 0.2}}, "1.ema_alfa: unknown key; did you mean 1.ema_alpha?"),
         ({}, "holds no slot"),
-        (
-            {"candidate_steps": [1, 3], "8": {"ema_alpha": 0.5}},
-            "8.candidate_steps: missing",
-        ),
+        ({"candidate_steps": [1, 3], "8": {"ema_alpha": 0.5}}, "8.candidate_steps: missing"),
         ({"8": [1, 3]}, "8=[1, 3]: not an object"),
         ({"8": LADDER, "08": LADDER}, "batch size 8 is given twice"),
         ({"candidate_steps": [1, 1000]}, "candidate_steps=[1, 1000]: "),
@@ -148,10 +124,7 @@ def test_listed_trees_are_sorted_and_folded_and_a_slot_may_list_none():
     assert [slot.candidate_trees for slot in slots.values()] == [((2, 6), (3, 8)), ()]
 
 
-@pytest.mark.parametrize(
-    "trees",
-    [3, [3, 8], [[3]], [[3, True]], [["3", 8]], [[0, 4]], [[3, 3]]],
-)
+@pytest.mark.parametrize("trees", [3, [3, 8], [[3]], [[3, True]], [["3", 8]], [[0, 4]], [[3, 3]]])
 def test_what_is_no_list_of_trees_is_refused_by_value(trees):
     text = refusal({"1": {**LADDER, "candidate_trees": trees}})
     assert f"1.candidate_trees={trees!r}" in text

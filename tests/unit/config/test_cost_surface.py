@@ -84,10 +84,7 @@ def test_beyond_the_largest_size_and_the_longer_context_the_last_line_goes_on():
 
 def test_a_table_of_one_batch_size_grows_in_proportion_beyond_it():
     costs = CostSurface(
-        [[[2.0, 3.0]], [[2.0, 3.0]]],
-        contexts=(100, 200),
-        batch_sizes=[4],
-        num_steps=[0, 1],
+        [[[2.0, 3.0]], [[2.0, 3.0]]], contexts=(100, 200), batch_sizes=[4], num_steps=[0, 1]
     )
     assert costs.curve(2, 100) == pytest.approx([2.0, 3.0])
     assert costs.curve(8, 100) == pytest.approx([4.0, 6.0])

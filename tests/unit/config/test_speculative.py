@@ -5,198 +5,147 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from serve_spec.config import ConfigError, ServeSpecConfig
+from serve_spec.config.root import parse_override
 from serve_spec.config.speculative import parse_update
 from serve_spec.core.draft import MAX_TREE_TOKENS
 
-EAGLE, NGRAM = {"speculative_algorithm": "EAGLE"}, {"speculative_algorithm": "NGRAM"}
-NONE = {"speculative_algorithm": "NONE"}
-NO_DRAFT = {"speculative_draft_model_path": None}
-NGRAM_FIRST = {"speculative_ngram_first": True}
-CORPUS = {"speculative_ngram_corpus": __file__}
+FILE = __file__
 
 
-def shape(num_steps, topk=1, rows=None):
-    """Keys of a chain, or of a tree with a beam."""
-    return {
-        "speculative_num_steps": num_steps,
-        "speculative_eagle_topk": topk,
-        "speculative_num_draft_tokens": rows,
-    }
+def keys_of(said):
+    """The keys in `key=value key=value`, values in YAML without spaces."""
+    pairs = dict(map(parse_override, said.split()))
+    whole = {"synthetic_acceptance", "rejection_sample_method"}
+    return {k if k in whole else f"speculative_{k}": value for k, value in pairs.items()}
 
 
-def resolved(drafting, keys):
-    return ServeSpecConfig.load(drafting, **keys).speculative
+def resolved(drafting, said):
+    return ServeSpecConfig.load(drafting, **keys_of(said)).speculative
 
 
 @pytest.mark.parametrize(
-    ("keys", "attribute", "value"),
+    ("said", "attribute", "value"),
     [
-        ({**NGRAM, **NO_DRAFT}, "enabled", True),
-        ({**NONE, "speculative_adaptive": True}, "enabled", False),
-        ({**NONE, "speculative_adaptive": True}, "speculative_adaptive", False),
-        ({}, "text_algorithm", None),
-        (NGRAM_FIRST, "text_algorithm", "NGRAM"),
-        ({**NONE, **NGRAM_FIRST}, "text_algorithm", None),
-        ({**NGRAM, **NO_DRAFT}, "ngram_min_match", 2),
-        (
-            {**NGRAM_FIRST, "speculative_ngram_max_match_window_size": 9},
-            "ngram_min_match",
-            9,
-        ),
-        ({**NGRAM_FIRST, "speculative_ngram_min_match_window_size": 3}, "ngram_min_match", 3),
-        ({**NGRAM_FIRST, **CORPUS}, "speculative_ngram_corpus", Path(__file__)),
-        ({**NGRAM, **NO_DRAFT, **CORPUS}, "speculative_ngram_corpus", Path(__file__)),
-        (shape(0), "num_draft_tokens", 1),
-        (shape(7), "num_draft_tokens", 8),
-        (shape(7, rows=8), "num_draft_tokens", 8),
-        (shape(3, 2), "num_draft_tokens", 7),
-        (shape(3, 2, rows=4), "num_draft_tokens", 4),
-        (shape(1, 4), "num_draft_tokens", 5),
-        (shape(7, 10), "num_draft_tokens", 64),
-        (shape(0, 4), "num_draft_tokens", 1),
-        (shape(9, 8), "num_draft_tokens", MAX_TREE_TOKENS),
-        ({**NGRAM, **NO_DRAFT, **shape(3, 2)}, "num_draft_tokens", 7),
-        ({"speculative_draft_sharpness": 0.01}, "speculative_draft_sharpness", 0.01),
-        ({"speculative_draft_sharpness": 2.0}, "speculative_draft_sharpness", 2.0),
-        ({}, "speculative_draft_sharpness", 0.85),
-        ({"speculative_draft_rope_theta": "probe"}, "speculative_draft_rope_theta", "probe"),
-        ({"speculative_draft_rope_theta": 10000}, "speculative_draft_rope_theta", 10000),
-        ({**EAGLE, "speculative_draft_rope_theta": 1.0}, "speculative_draft_rope_theta", 1.0),
-        ({}, "synthetic_acceptance", None),
-        ({"synthetic_acceptance": 1}, "synthetic_acceptance", 1),
-        ({"synthetic_acceptance": 2.5}, "synthetic_acceptance", 2.5),
-        ({"synthetic_acceptance": [1, 0.5, 0.0]}, "synthetic_acceptance", (1, 0.5, 0.0)),
-        ({**NONE, "rejection_sample_method": "block"}, "samples_drafts", False),
+        ("algorithm=NGRAM draft_model_path=null", "enabled", True),
+        ("algorithm=NONE adaptive=true", "enabled", False),
+        ("algorithm=NONE adaptive=true", "speculative_adaptive", False),
+        ("", "text_algorithm", None),
+        ("ngram_first=true", "text_algorithm", "NGRAM"),
+        ("algorithm=NONE ngram_first=true", "text_algorithm", None),
+        ("algorithm=NGRAM draft_model_path=null", "ngram_min_match", 2),
+        ("ngram_first=true ngram_max_match_window_size=9", "ngram_min_match", 9),
+        ("ngram_first=true ngram_min_match_window_size=3", "ngram_min_match", 3),
+        (f"ngram_first=true ngram_corpus={FILE}", "speculative_ngram_corpus", Path(FILE)),
+        (f"algorithm=NGRAM draft_model_path=null ngram_corpus={FILE}", "enabled", True),
+        ("num_steps=0", "num_draft_tokens", 1),
+        ("num_steps=7", "num_draft_tokens", 8),
+        ("num_steps=7 num_draft_tokens=8", "num_draft_tokens", 8),
+        ("num_steps=3 eagle_topk=2", "num_draft_tokens", 7),
+        ("num_steps=3 eagle_topk=2 num_draft_tokens=4", "num_draft_tokens", 4),
+        ("num_steps=0 eagle_topk=4", "num_draft_tokens", 1),
+        ("num_steps=9 eagle_topk=8", "num_draft_tokens", MAX_TREE_TOKENS),
+        ("algorithm=NGRAM draft_model_path=null num_steps=3 eagle_topk=2", "num_draft_tokens", 7),
+        ("draft_sharpness=0.01", "speculative_draft_sharpness", 0.01),
+        ("draft_sharpness=2.0", "speculative_draft_sharpness", 2.0),
+        ("draft_rope_theta=probe", "speculative_draft_rope_theta", "probe"),
+        ("draft_rope_theta=10000", "speculative_draft_rope_theta", 10000),
+        ("algorithm=EAGLE draft_rope_theta=1.0", "speculative_draft_rope_theta", 1.0),
+        ("synthetic_acceptance=1", "synthetic_acceptance", 1),
+        ("synthetic_acceptance=[1,0.5,0.0]", "synthetic_acceptance", (1, 0.5, 0.0)),
+        ("algorithm=NONE rejection_sample_method=block", "samples_drafts", False),
     ],
 )
-def test_what_is_said_is_what_the_engine_reads(drafting, keys, attribute, value):
-    assert getattr(resolved(drafting, keys), attribute) == value
+def test_what_is_said_is_what_the_engine_reads(drafting, said, attribute, value):
+    assert getattr(resolved(drafting, said), attribute) == value
 
 
 @pytest.mark.parametrize(
-    ("keys", "field", "problem"),
+    ("said", "problem"),
     [
-        ({**EAGLE, **NO_DRAFT}, "speculative_draft_model_path=None", "EAGLE"),
-        (NGRAM, "speculative_draft_model_path=", "NGRAM has no draft model"),
+        ("algorithm=EAGEL", r"algorithm='EAGEL': use NONE or one of \['EAGLE', "),
+        ("algorithm=EAGLE draft_model_path=null", "draft_model_path=None: EAGLE needs a draft"),
+        ("algorithm=NGRAM", "draft_model_path='.*': NGRAM has no draft model"),
         (
-            {
-                "speculative_ngram_min_match_window_size": 4,
-                "speculative_ngram_max_match_window_size": 3,
-            },
-            "speculative_ngram_max_match_window_size=3",
-            "give at least .*=4",
+            "ngram_min_match_window_size=4 ngram_max_match_window_size=3",
+            "ngram_max_match_window_size=3: give at least .*=4",
         ),
-        ({**NGRAM, **NO_DRAFT, **NGRAM_FIRST}, "speculative_ngram_first=True", "makes no other"),
-        (CORPUS, "speculative_ngram_corpus=", "set speculative_ngram_first"),
-        (
-            {**NGRAM_FIRST, "speculative_ngram_corpus": "nowhere.txt"},
-            "speculative_ngram_corpus=",
-            "nothing at",
+        ("algorithm=NGRAM draft_model_path=null ngram_first=true", "ngram_first=True: .* no other"),
+        (f"ngram_corpus={FILE}", "ngram_corpus='.*': .* set speculative_ngram_first"),
+        ("ngram_first=true ngram_corpus=nowhere.txt", "ngram_corpus='.*nowhere.txt': nothing at"),
+        ("num_steps=3 num_draft_tokens=5", "num_draft_tokens=5: .* has 4 tokens"),
+        *(
+            (f"num_steps=3 eagle_topk=2 num_draft_tokens={n}{more}",
+             f"num_draft_tokens={n}: .* have 4 to 11 tokens, root included")
+            for n, more in ((3, ""), (16, ""), (12, " algorithm=NGRAM draft_model_path=null"))
         ),
-        (shape(3, rows=5), "speculative_num_draft_tokens=5", "has 4 tokens"),
-        (shape(3, 2, rows=3), "speculative_num_draft_tokens=3", "have 4 to 11 tokens"),
-        (shape(3, 2, rows=16), "speculative_num_draft_tokens=16", "have 4 to 11 tokens"),
-        (
-            {**NGRAM, **NO_DRAFT, **shape(3, 2, rows=12)},
-            "speculative_num_draft_tokens=12",
-            "have 4 to 11 tokens, root included",
-        ),
-        (shape(10, 8), "speculative_eagle_topk=8", "allows at most"),
-        (shape(9, 65), "speculative_eagle_topk=65", "allows at most"),
-        ({"speculative_draft_sharpness": 0.0}, "speculative_draft_sharpness", ""),
-        ({"speculative_draft_sharpness": 2.01}, "speculative_draft_sharpness", ""),
-        (
-            {"speculative_draft_sharpness": "auto"},
-            "speculative_draft_sharpness='auto'",
-            "such as 0.85",
+        ("num_steps=10 eagle_topk=8", "eagle_topk=8: allows at most"),
+        ("num_steps=9 eagle_topk=65", "eagle_topk=65: allows at most"),
+        *(
+            (f"draft_sharpness={wrong}", f"draft_sharpness='?{wrong}'?: .* such as 0.85")
+            for wrong in ("0.0", "2.01", "auto")
         ),
         *(
-            ({"speculative_draft_rope_theta": wrong}, f"speculative_draft_rope_theta={wrong!r}",
-             "give a base ≥ 1, or 'probe'")
-            for wrong in (0, "auto", True, float("inf"))
+            (f"draft_rope_theta={wrong}", "draft_rope_theta=.*: give a base ≥ 1, or 'probe'")
+            for wrong in ("0", "auto", "true", ".inf")
         ),
+        ("draft_aux_layer_ids=[]", r"draft_aux_layer_ids=\[\]: give layer ids of the target"),
+        ("draft_aux_layer_ids=[2,-1]", r"draft_aux_layer_ids=\[2, -1\]: give layer ids"),
+        ("draft_aux_layer_ids=3", "draft_aux_layer_ids=3: give layer ids"),
+        ("draft_aux_layers_mean=both", "draft_aux_layers_mean='both': .*'output' or 'probe'"),
         (
-            {"speculative_draft_aux_layer_ids": []},
-            "speculative_draft_aux_layer_ids=[]",
-            "layer ids of the target",
+            "draft_aux_layer_ids=[2,16,29] draft_aux_layers_mean=probe",
+            "draft_aux_layers_mean='probe': .* set only one of them",
         ),
-        (
-            {"speculative_draft_aux_layer_ids": [2, -1]},
-            "speculative_draft_aux_layer_ids=[2, -1]",
-            "layer ids of the target",
-        ),
-        (
-            {"speculative_draft_aux_layers_mean": "both"},
-            "speculative_draft_aux_layers_mean='both'",
-            "'input', 'output' or 'probe'",
-        ),
-        (
-            {
-                "speculative_draft_aux_layer_ids": [2, 16, 29],
-                "speculative_draft_aux_layers_mean": "probe",
-            },
-            "speculative_draft_aux_layers_mean='probe'",
-            "set only one of them",
-        ),
-        (
-            {"speculative_draft_norm_output": 1},
-            "speculative_draft_norm_output=1",
-            "valid boolean",
-        ),
+        ("draft_norm_output=1", "draft_norm_output=1: .*valid boolean"),
         *(
-            ({"synthetic_acceptance": wrong}, f"synthetic_acceptance={wrong!r}",
-             "give an accept length")
-            for wrong in (0.99, True, "2.5", float("nan"), [], [1.1], [-0.1, 0.5], [True], [[0.5]])
+            (f"synthetic_acceptance={wrong}", "synthetic_acceptance=.*: give an accept length")
+            for wrong in ("0.99", "true", "'2.5'", ".nan", "[]", "[1.1]", "[-0.1,0.5]", "[[0.5]]")
         ),
-        ({**NONE, "synthetic_acceptance": 2.5}, "synthetic_acceptance=2.5", "algorithm"),
+        ("algorithm=NONE synthetic_acceptance=2.5", "synthetic_acceptance=2.5: .*algorithm=NONE"),
         *(
-            ({**keys, "rejection_sample_method": method}, f"rejection_sample_method='{method}'",
-             problem)
-            for method in ("standard", "block")
-            for keys, problem in (
-                ({**NGRAM, **NO_DRAFT}, "n-gram drafts come"),
-                (NGRAM_FIRST, "n-gram drafts come"),
-                (shape(3, 2), "it verifies chains only"),
-                ({"synthetic_acceptance": 2.0}, "synthetic"),
+            (f"rejection_sample_method={how} {said}", f"rejection_sample_method=.{how}.: {why}")
+            for how in ("standard", "block")
+            for said, why in (
+                ("algorithm=NGRAM draft_model_path=null", "n-gram drafts come"),
+                ("ngram_first=true", "n-gram drafts come"),
+                ("num_steps=3 eagle_topk=2", "it verifies chains only"),
+                ("synthetic_acceptance=2.0", "synthetic"),
             )
         ),
     ],
 )  # fmt: skip
 def test_what_contradicts_itself_or_lies_out_of_range_is_refused_by_field_and_value(
-    drafting, keys, field, problem
+    drafting, said, problem
 ):
     with pytest.raises(ConfigError) as caught:
-        ServeSpecConfig.load(drafting, **keys)
+        resolved(drafting, said)
     (found,) = caught.value.problems
-    assert found.startswith(f"speculative.{field}")
-    assert re.search(problem, found), found
+    assert re.match(rf"speculative\.(speculative_)?{problem}", found), found
 
 
-CORRECTIONS: dict[str, Any] = {
-    "speculative_draft_aux_layer_ids": (2, 16, 29),
-    "speculative_draft_aux_layers_mean": "input",
-    "speculative_draft_norm_before_residual": False,
-    "speculative_draft_norm_output": True,
-}
-
-
-@pytest.mark.parametrize(("key", "value"), CORRECTIONS.items())
+@pytest.mark.parametrize(
+    ("key", "said", "value"),
+    [
+        ("draft_aux_layer_ids", "[2,16,29]", (2, 16, 29)),
+        ("draft_aux_layers_mean", "input", "input"),
+        ("draft_norm_before_residual", "false", False),
+        ("draft_norm_output", "true", True),
+    ],
+)
 def test_what_an_eagle3_drafts_config_gets_wrong_can_be_said_and_of_no_other_draft(
-    drafting, key, value
+    drafting, key, said, value
 ):
-    assert getattr(resolved(drafting, {}), key) is None
-    said = {key: list(value) if isinstance(value, tuple) else value}
-    assert getattr(resolved(drafting, said), key) == value
+    assert getattr(resolved(drafting, ""), f"speculative_{key}") is None
+    assert getattr(resolved(drafting, f"{key}={said}"), f"speculative_{key}") == value
     # Who switches speculation off for once keeps the rest of his file.
-    assert not resolved(drafting, {**NONE, **said}).enabled
-    told = rf"^speculative\.{key}=.* for EAGLE3; omit it with EAGLE"
+    assert not resolved(drafting, f"algorithm=NONE {key}={said}").enabled
+    told = rf"^speculative\.speculative_{key}=.* for EAGLE3; omit it with EAGLE"
     with pytest.raises(ConfigError, match=told):
-        ServeSpecConfig.load(drafting, **EAGLE, **said)
+        resolved(drafting, f"algorithm=EAGLE {key}={said}")
 
 
 def test_a_bad_adaptive_config_is_refused_when_the_configuration_is_loaded(drafting, tmp_path):
