@@ -1,4 +1,4 @@
-"""What the engine reports: names, units and meaning. How it travels is the sink's business.
+"""Metrics of engines and routers: names, units and meaning, independent of the exporter.
 
 Names end in their unit; counters only grow; a label has few values (never a request id).
 """
@@ -15,7 +15,7 @@ from serve_spec.core.record import StepRecord
 
 @dataclass(frozen=True)
 class Metric:
-    """One time series: how to declare it wherever metrics are kept."""
+    """Declaration of one metric, for every exporter."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -25,12 +25,12 @@ class Metric:
 
 
 def batch_size_bucket(batch_size: int) -> int:
-    """The power of two at or below `batch_size` ≥ 1: sizes that are compared with each other."""
+    """Return the largest power of two ≤ `batch_size`; batch_size ≥ 1."""
     return 1 << (batch_size.bit_length() - 1)
 
 
 class MetricsSink(Protocol):
-    """Takes one round's figures. Must not block the engine and must not raise."""
+    """Receives the records of rounds; must neither block nor raise."""
 
     def observe(self, record: StepRecord) -> None:
         """Record a round."""
@@ -38,7 +38,7 @@ class MetricsSink(Protocol):
 
 
 class NullSink:
-    """Keeps nothing: the offline API, tests."""
+    """Drops all records; for offline engines and tests."""
 
     def observe(self, record: StepRecord) -> None:
         """Drop the round."""
@@ -64,84 +64,90 @@ def _ms(name: str, text: str, *labels: str, buckets: tuple[float, ...] = _MS_BUC
 
 
 # Of rounds.
-NUM_STEPS = _gauge("num_steps", "Tier of the last round: drafts per sequence.")
-BATCH_SIZE = _gauge("batch_size", "Decoding sequences of the last round.")
+NUM_STEPS = _gauge("num_steps", "Speculation depth of the last round: draft tokens per request.")
+BATCH_SIZE = _gauge("batch_size", "Decoding requests in the last round.")
 ROUNDS = _counter(
     "rounds",
-    "Decode rounds by draft shape: drafts per sequence, or levels x drafts of trees.",
+    "Decode rounds by draft shape: depth of chains, or depth x size of trees.",
     "num_steps",
 )
 BATCH_SIZE_ROUNDS = _counter(
-    "batch_size_rounds", "Decode rounds by batch size (powers of two at or below it).", "batch_size"
+    "batch_size_rounds",
+    "Decode rounds by batch size, rounded down to a power of two.",
+    "batch_size",
 )
-SWITCHES = _counter("tier_switches", "Tier changes by reason.", "reason")
-PROBE_ROUNDS = _counter("probe_rounds", "Rounds taken to learn something.")
-DRAFT_TOKENS = _counter("draft_tokens", "Drafts the target verified.")
-CORRECT_DRAFTS = _counter("correct_drafts", "Drafts the target kept.")
+SWITCHES = _counter("depth_switches", "Changes of speculation depth by reason.", "reason")
+PROBE_ROUNDS = _counter("probe_rounds", "Rounds spent on exploration.")
+DRAFT_TOKENS = _counter("draft_tokens", "Draft tokens verified by the target.")
+CORRECT_DRAFTS = _counter("correct_drafts", "Draft tokens accepted by the target.")
 POSITION_PROPOSED = _counter(
     "position_proposed_tokens",
-    "Drafts made, by position; those outside the budget are not verified.",
+    "Draft tokens proposed by position; those beyond the budget are not verified.",
     "position",
 )
-POSITION_DRAFTED = _counter("position_drafted_tokens", "Drafts verified, by position.", "position")
+POSITION_DRAFTED = _counter(
+    "position_drafted_tokens", "Draft tokens verified by position.", "position"
+)
 POSITION_REACHED = _counter(
     "position_reached_tokens",
-    "Drafts before which all were kept, by position; what kept drafts are to be divided by.",
+    "Verified draft tokens whose predecessors were accepted, by position.",
     "position",
 )
-POSITION_ACCEPTED = _counter("position_accepted_tokens", "Drafts kept, by position.", "position")
-DRAFT_BUDGET = _gauge(
-    "draft_budget_tokens", "Most drafts that the last round with a budget verified."
+POSITION_ACCEPTED = _counter(
+    "position_accepted_tokens", "Draft tokens accepted by position.", "position"
 )
-BUDGET_ROUNDS = _counter("budget_rounds", "Decode rounds whose budget left drafts unverified.")
+DRAFT_BUDGET = _gauge(
+    "draft_budget_tokens", "Verification budget of the last round with one, in draft tokens."
+)
+BUDGET_ROUNDS = _counter(
+    "budget_rounds", "Decode rounds in which the budget left draft tokens unverified."
+)
 UNVERIFIED_DRAFTS = _counter(
-    "unverified_draft_tokens", "Drafts made but not verified: outside budget."
+    "unverified_draft_tokens", "Draft tokens not verified because of the budget."
 )
 EXPECTED_DRAFTS = _counter(
     "expected_correct_drafts",
-    "Drafts expected to be accepted, in rounds for which the policy predicts it.",
+    "Draft tokens predicted to be accepted, in rounds with a prediction.",
 )
-OBSERVED_DRAFTS = _counter("observed_correct_drafts", "Drafts accepted in the same rounds.")
+OBSERVED_DRAFTS = _counter(
+    "observed_correct_drafts", "Draft tokens accepted in rounds with a prediction."
+)
 OUTPUT_TOKENS = _counter("output_tokens", "Tokens emitted by decoding requests.")
 PREFILL_TOKENS = _counter("prefill_tokens", "Prompt tokens computed.")
-PREFIX_QUERY_TOKENS = _counter(
-    "prefix_cache_query_tokens", "Tokens that admitted requests came with."
-)
+PREFIX_QUERY_TOKENS = _counter("prefix_cache_query_tokens", "Prompt tokens of admitted requests.")
 PREFIX_HIT_TOKENS = _counter(
     "prefix_cache_hit_tokens",
-    "Of those, the tokens whose pages others had left: they are not computed anew.",
+    "Prompt tokens of admitted requests found in the prefix cache.",
 )
-ACCEPT_LENGTH_ROWS = _counter(
-    "accept_length_rows",
+ACCEPT_LENGTHS = _counter(
+    "accept_length_requests",
     "Decoding requests by the tokens they emitted in a round: correct drafts and the bonus token.",
     "accept_length",
 )
-DRAFT_MS = _ms("draft_ms", "Drafting of one round, in ms.")
-VERIFY_MS = _ms("verify_ms", "Target forward of one round, in ms.")
-IDLE_MS = _ms("device_idle_ms", "What the device waited for the host before one round, in ms.")
+DRAFT_MS = _ms("draft_ms", "Draft time of a round, in ms.")
+VERIFY_MS = _ms("verify_ms", "Target forward time of a round, in ms.")
+IDLE_MS = _ms("device_idle_ms", "Time the device waited for the host before a round, in ms.")
 BROKEN_DRAFTS = _counter(
-    "broken_drafts", "Sequences that stopped drafting because their draft gave NaN or no token."
+    "broken_drafts", "Requests without further drafts, as the draft model produced NaN or no token."
 )
-STEP_MS = _ms("step_ms", "One whole round, in ms.")
+STEP_MS = _ms("step_ms", "Total time of a round, in ms.")
 PREDICTED_MS = _ms("predicted_step_ms", "Predicted time of a round without prompts, in ms.")
-MEASURED_MS = _ms(
-    "measured_step_ms", "Measured time of the rounds whose time was predicted, in ms."
-)
+MEASURED_MS = _ms("measured_step_ms", "Measured time of rounds with a prediction, in ms.")
 OVERHEAD = _gauge(
-    "overhead_ratio", "Time of drafting over time of verification, last round without prompts."
+    "overhead_ratio", "Draft time divided by verification time, last round without prompts."
 )
 SPEEDUP = _gauge(
     "effective_speedup_ratio",
-    "Measured speed of drafting rounds over measured plain ones, by batch size (powers of two).",
+    "Measured speed with drafts over speed without, by batch size (powers of two).",
     "batch_size",
 )
 EMA_ACCEPT_LENGTH = _gauge(
     "ema_accept_length_tokens",
-    "Average of correct drafts per request that a batch-size slot decides by.",
+    "Moving average of accepted drafts per request, by batch-size slot.",
     "slot",
 )
-RUNNING_SEQS = _gauge("running_seqs", "Sequences in the batch.")
-WAITING_SEQS = _gauge("waiting_seqs", "Sequences that wait for pages or request slots.")
+RUNNING_SEQS = _gauge("running_seqs", "Running requests.")
+WAITING_SEQS = _gauge("waiting_seqs", "Requests that wait for KV pages or request slots.")
 KV_USAGE = _gauge("kv_usage_ratio", "Share of KV pages in use, 0..1.")
 KV_PAGES = _gauge("kv_pages", "KV pages by state: used or free.", "state")
 
@@ -153,13 +159,13 @@ PREDICTED_GOODPUT = _gauge(
 )
 LAST_REASON = _gauge(
     "last_reason",
-    "1 for the reason of the policy's last decision, 0 for those before it.",
+    "1 for the reason of the policy's last decision, 0 for earlier ones.",
     "reason",
 )
-SLOT = _gauge("slot", "Smallest batch size of the batch-size slot that decided last.")
+SLOT = _gauge("slot", "Smallest batch size of the slot that made the last decision.")
 FORCED_ACCEPTANCE = _gauge(
     "forced_acceptance",
-    "1 while acceptance is forced for a load test: what is kept, and how fast, is of no real text.",
+    "1 while acceptance is synthetic, for load tests: texts are not the model's.",
 )
 
 # Of requests, where they arrive and where they run. Every latency has a histogram for its
@@ -167,48 +173,52 @@ FORCED_ACCEPTANCE = _gauge(
 # sum only to a bucket's width.
 TTFT_MS = _ms(
     "time_to_first_token_ms",
-    "From arrival (at the router, or at the engine) to the first tokens, in ms.",
+    "Time from arrival, at the router or at the engine, to the first token, in ms.",
     "measured_at",
     buckets=_TTFT_BUCKETS,
 )
 TPOT_MS = _ms(
     "time_per_output_token_ms",
-    "Mean time of a request's tokens after its first ones, in ms.",
+    "Mean time per output token after the first, by request, in ms.",
     "measured_at",
     buckets=_TPOT_BUCKETS,
 )
 FIRST_TOKEN_WAIT_MS = _counter(
     "first_token_wait_ms",
-    "Times to first token added up, in ms; at the router less at the engine is the framework's.",
+    "Sum of times to first token, in ms; router minus engine: serving overhead.",
     "measured_at",
 )
-FIRST_TOKENS = _counter("first_tokens", "Requests that got to a first token.", "measured_at")
+FIRST_TOKENS = _counter("first_tokens", "Requests with a first token.", "measured_at")
 LATER_TOKENS_WAIT_MS = _counter(
     "later_tokens_wait_ms",
-    "Times from the first tokens of a request to its last, added up, in ms.",
+    "Sum of times from first to last token of requests, in ms.",
     "measured_at",
 )
-LATER_TOKENS = _counter("later_tokens", "Tokens of requests after their first ones.", "measured_at")
+LATER_TOKENS = _counter("later_tokens", "Output tokens after the first.", "measured_at")
 REQUESTS = _counter(
     "requests",
-    "Requests that ended, by how: done, refused, failed or left.",
+    "Finished requests by outcome: done, refused, failed or left.",
     "measured_at",
     "outcome",
 )
 
 # Of a router's queue.
 QUEUE_LEN = _gauge("queue_len", "Requests that wait in the router.")
-IN_FLIGHT = _gauge("in_flight_requests", "Requests handed to replicas.")
+IN_FLIGHT = _gauge("in_flight_requests", "Requests sent to replicas.")
 REJECTED = _counter("rejected_requests", "Requests answered 429 by the router.")
-RESUMED = _counter(
-    "resumed_requests", "Requests that a replica took over from one that had failed them."
-)
+RESUMED = _counter("resumed_requests", "Requests resumed on another replica after a failure.")
 SUBMISSIONS = _counter(
     "submissions",
-    "Hand-overs to replicas by how many requests went together (at most, powers of two).",
+    "Messages to replicas by number of requests (upper bounds, powers of two).",
     "size",
 )
 ROUTER_METRICS = (QUEUE_LEN, IN_FLIGHT, REJECTED, RESUMED, SUBMISSIONS)
+
+OLD_NAMES = {
+    SWITCHES: "serve_spec_tier_switches",
+    ACCEPT_LENGTHS: "serve_spec_accept_length_rows",
+}
+"""Former names of metrics, which are exported as well until 0.3."""
 
 METRICS = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 """Every metric, for the exporters that declare them."""
@@ -216,7 +226,7 @@ METRICS = tuple(value for value in list(globals().values()) if isinstance(value,
 
 @dataclass(frozen=True)
 class Reading:
-    """One value for one metric: added to a counter, set on a gauge, put in a histogram."""
+    """One value of a metric: added to a counter, set on a gauge, observed in a histogram."""
 
     metric: Metric
     value: float
@@ -224,7 +234,7 @@ class Reading:
 
 
 def readings(record: StepRecord) -> Iterator[Reading]:
-    """What one round adds. Counters get no zeros: several exporters refuse them."""
+    """Yield the readings of a round, without zeros for counters, which several exporters refuse."""
     found = [*_step_readings(record)]
     if record.batch_size:
         found += _decode_readings(record)
@@ -331,7 +341,7 @@ def _decode_readings(record: StepRecord) -> Iterator[Reading]:
     yield Reading(CORRECT_DRAFTS, record.num_correct_drafts)
     yield Reading(OUTPUT_TOKENS, record.num_output_tokens)
     for length, num_rows in Counter(record.accept_lengths).items():
-        yield Reading(ACCEPT_LENGTH_ROWS, num_rows, {"accept_length": str(length)})
+        yield Reading(ACCEPT_LENGTHS, num_rows, {"accept_length": str(length)})
 
 
 def _position_readings(record: StepRecord) -> Iterator[Reading]:

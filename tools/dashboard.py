@@ -113,7 +113,7 @@ def _speculation() -> list[Panel]:
             ("position {{position}}", _rate(metrics.POSITION_DRAFTED, "position")),
         )),
         Panel("Accepted length per request and step (tokens)", "short", (
-            ("{{accept_length}} tokens", _rate(metrics.ACCEPT_LENGTH_ROWS, "accept_length")),
+            ("{{accept_length}} tokens", _rate(metrics.ACCEPT_LENGTHS, "accept_length")),
         )),
         Panel("Mean accepted drafts (EMA) by batch-size slot", "short", (
             ("slot {{slot}}, replica {{replica}}",

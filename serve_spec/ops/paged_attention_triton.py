@@ -419,7 +419,7 @@ def _attend_kernel(
     fields = ranges + program * _RANGE_FIELDS
     first_tile, end_tile = tl.load(fields), tl.load(fields + 1)
     first_entry, end_entry = tl.load(fields + 2), tl.load(fields + 3)
-    # What is the same for all tiles is computed anew: kept, it would cost registers.
+    # Values that all tiles share are computed again, because keeping them costs registers.
     for tile in tl.range(first_tile, end_tile, disable_licm=True):
         fields = tiles + tile * _TILE_FIELDS
         request, first_token = tl.load(fields), tl.load(fields + 1)

@@ -36,6 +36,7 @@ from serve_spec.metrics import (
     LATER_TOKENS,
     LATER_TOKENS_WAIT_MS,
     METRICS,
+    OLD_NAMES,
     PREDICTED_GOODPUT,
     QUEUE_LEN,
     REJECTED,
@@ -131,12 +132,16 @@ class RayMetrics:
     """
 
     def __init__(self, labels: Mapping[str, str]) -> None:
-        self._record = {metric: _declare(metric, dict(labels)) for metric in METRICS}
+        self._record = {
+            metric: [_declare(metric, name, dict(labels)) for name in names(metric)]
+            for metric in METRICS
+        }
         self._rounds: deque[StepRecord] = deque(maxlen=_MOST_WAITING)
 
     def record(self, reading: Reading) -> None:
         """Record one reading; takes a few microseconds."""
-        self._record[reading.metric](reading.value, dict(reading.labels))
+        for record in self._record[reading.metric]:
+            record(reading.value, dict(reading.labels))
 
     def observe(self, record: StepRecord) -> None:
         """Buffer a round; the oldest are dropped when the buffer is full.
@@ -152,18 +157,25 @@ class RayMetrics:
             self.record(reading)
 
 
-def _declare(metric: Metric, labels: dict[str, str]) -> Callable[[float, dict[str, str]], None]:
+def names(metric: Metric) -> list[str]:
+    """Return the name of a metric, and its former name if it has one."""
+    return [metric.name, *([OLD_NAMES[metric]] if metric in OLD_NAMES else [])]
+
+
+def _declare(
+    metric: Metric, name: str, labels: dict[str, str]
+) -> Callable[[float, dict[str, str]], None]:
     """Declare a metric in Ray; return the function that records a value with its labels."""
     tags = (*LABELS, *metric.labels)
     if metric.kind == "counter":
-        counter = ray_metrics.Counter(metric.name, metric.help, tags)
+        counter = ray_metrics.Counter(name, metric.help, tags)
         counter.set_default_tags(labels)
         return counter.inc
     if metric.kind == "gauge":
-        gauge = ray_metrics.Gauge(metric.name, metric.help, tags)
+        gauge = ray_metrics.Gauge(name, metric.help, tags)
         gauge.set_default_tags(labels)
         return gauge.set
-    histogram = ray_metrics.Histogram(metric.name, metric.help, list(metric.buckets), tags)
+    histogram = ray_metrics.Histogram(name, metric.help, list(metric.buckets), tags)
     histogram.set_default_tags(labels)
     return histogram.observe
 

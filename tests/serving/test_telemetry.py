@@ -16,6 +16,7 @@ from serve_spec.metrics import (
     BATCH_SIZE,
     FORCED_ACCEPTANCE,
     LAST_REASON,
+    METRICS,
     OUTPUT_TOKENS,
     ROUNDS,
     STEP_MS,
@@ -288,6 +289,36 @@ def test_every_request_ends_in_one_outcome(items, outcome):
     assert ended == [
         {"outcome": outcome, "measured_at": measured_at} for measured_at in ("router", "door")
     ]
+
+
+def test_a_renamed_metric_is_recorded_under_its_former_name_too(monkeypatch):
+    counted = Counter()
+
+    class Recorded:
+        def __init__(self, name, *_):
+            self._name = name
+
+        def set_default_tags(self, labels):
+            pass
+
+        def inc(self, value, labels):
+            counted[self._name] += value
+
+        set = observe = inc
+
+    for kind in ("Counter", "Gauge", "Histogram"):
+        monkeypatch.setattr(f"ray.util.metrics.{kind}", Recorded)
+    exporter = RayMetrics({})
+    for name in ("depth_switches", "accept_length_requests", "rounds"):
+        (metric,) = (each for each in METRICS if each.name == f"serve_spec_{name}")
+        exporter.record(Reading(metric, 2))
+    assert counted == {
+        f"serve_spec_{name}": 2
+        for name in (
+            "depth_switches", "tier_switches", "accept_length_requests", "accept_length_rows",
+            "rounds",
+        )
+    }  # fmt: skip
 
 
 async def test_the_router_counts_from_the_arrival_of_the_request(clock):

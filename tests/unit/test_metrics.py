@@ -59,7 +59,7 @@ def test_rows_are_counted_by_the_tokens_they_emitted():
     found = {
         reading.labels["accept_length"]: reading.value
         for reading in readings(record)
-        if reading.metric.name == "serve_spec_accept_length_rows"
+        if reading.metric.name == "serve_spec_accept_length_requests"
     }
     assert found == {"4": 2, "2": 1}
 
