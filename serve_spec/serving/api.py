@@ -50,7 +50,6 @@ from serve_spec.serving.messages import GenerateRequest
 from serve_spec.serving.middleware import (
     CHAT_PATH,
     CLIENT,
-    ApiKeyCheck,
     Arrival,
     AsciiJSON,
     BodyLimits,
@@ -161,9 +160,7 @@ def create_api(
         max_bytes=config.router.max_body_bytes,
         timeout_s=config.router.body_timeout_s,
     )
-    if config.router.api_keys:
-        api.add_middleware(ApiKeyCheck, keys=config.router.api_keys)
-    api.add_middleware(Arrival)
+    api.add_middleware(Arrival, keys=config.router.api_keys)
     add_error_answers(api)
     _add_completions(api, _Frontend(config, fleet, admission, record))
     _add_models(api, config.model.served_model_name)
