@@ -35,7 +35,6 @@ from serve_spec.serving.answers import (
     Model,
     ModelList,
     fingerprint,
-    model_entry,
 )
 from serve_spec.serving.completions import (
     CompletionRunner,
@@ -291,7 +290,12 @@ def _answers(kind: str) -> dict[int | str, dict[str, Any]]:
 
 
 def _add_models(api: FastAPI, served: str) -> None:
-    entry = model_entry(served, int(time.time()))
+    entry: Model = {
+        "id": served,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "serve_spec",
+    }
 
     @api.get("/v1/models")
     async def models() -> ModelList:
