@@ -123,6 +123,7 @@ class SpecStats:
                 self._fleet.report(replica, pickle.loads(encoded), self._reported_s)
         except Exception as error:  # other replicas' reports are still valid
             logger.warning("unreadable report of replica %s: %r", replica, error)
+            self.forget(replica)
         return self._interval_s
 
     def forget(self, replica: str) -> None:
