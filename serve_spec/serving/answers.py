@@ -334,11 +334,6 @@ def _reason(deltas: Sequence[TokenDelta]) -> str | None:
     return None if reason is None else reason.value
 
 
-def model_entry(name: str, created: int) -> Model:
-    """Return the entry of GET /v1/models for one served model."""
-    return {"id": name, "object": "model", "created": created, "owned_by": "serve_spec"}
-
-
 def fingerprint(version: str, model: Mapping[str, object]) -> str:
     """Return `system_fingerprint`: equal fingerprints and seeds give equal text.
 

@@ -35,7 +35,6 @@ from serve_spec.serving.answers import (
     Model,
     ModelList,
     fingerprint,
-    model_entry,
 )
 from serve_spec.serving.completions import (
     CompletionRunner,
@@ -50,7 +49,6 @@ from serve_spec.serving.messages import GenerateRequest
 from serve_spec.serving.middleware import (
     CHAT_PATH,
     CLIENT,
-    ApiKeyCheck,
     Arrival,
     AsciiJSON,
     BodyLimits,
@@ -161,9 +159,7 @@ def create_api(
         max_bytes=config.router.max_body_bytes,
         timeout_s=config.router.body_timeout_s,
     )
-    if config.router.api_keys:
-        api.add_middleware(ApiKeyCheck, keys=config.router.api_keys)
-    api.add_middleware(Arrival)
+    api.add_middleware(Arrival, keys=config.router.api_keys)
     add_error_answers(api)
     _add_completions(api, _Frontend(config, fleet, admission, record))
     _add_models(api, config.model.served_model_name)
@@ -294,7 +290,12 @@ def _answers(kind: str) -> dict[int | str, dict[str, Any]]:
 
 
 def _add_models(api: FastAPI, served: str) -> None:
-    entry = model_entry(served, int(time.time()))
+    entry: Model = {
+        "id": served,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "serve_spec",
+    }
 
     @api.get("/v1/models")
     async def models() -> ModelList:

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Sequence
 from contextvars import Context
+from dataclasses import dataclass
 
 from serve_spec.core.request import TokenDelta
 from serve_spec.serving.errors import ApiError, client_too_slow, engine_failed
@@ -112,21 +113,20 @@ def _num_bytes(delta: TokenDelta) -> int:
 _MAX_REPLICAS = 64
 
 
+@dataclass(eq=False)
 class _PendingRequest:
     """One request and its unread items."""
 
-    def __init__(self, request: GenerateRequest, group: Hashable, max_unread_bytes: int) -> None:
-        self.request = request
-        self.group = group
-        self.items = ItemStream(max_unread_bytes)
-        self.sent_at = 0.0
-        """Time of sending, in seconds of the event loop's clock."""
-        self.replica: str | None = None
-        """The replica it was sent to."""
-        self.is_open = True
-        """Whether its last item has not arrived yet."""
-        self.has_tokens = False
-        """Whether tokens have arrived."""
+    request: GenerateRequest
+    group: Hashable
+    items: ItemStream
+    sent_at: float = 0.0
+    """Time of sending, in seconds of the event loop's clock."""
+    replica: str | None = None
+    """The replica it was sent to."""
+    is_open: bool = True
+    """Whether its last item has not arrived yet."""
+    has_tokens: bool = False
 
     def close(self, last: ReplicaItem | ApiError | None = None) -> None:
         """Close the request, with `last` as its last item if it is open."""
@@ -198,7 +198,7 @@ class Batcher(ABC):
         """
         # Requests that avoid different replicas cannot share a message.
         group = self._group_of(request), request.avoid
-        pending = _PendingRequest(request, group, self._max_unread_bytes)
+        pending = _PendingRequest(request, group, ItemStream(self._max_unread_bytes))
         self._requests[request.request_id] = pending
         self._join(group, pending)
         try:

@@ -17,6 +17,7 @@ import hmac
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from serve_spec.log import get_logger
@@ -88,19 +89,19 @@ def configure(writer: asyncio.StreamWriter) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
+@dataclass(eq=False)
 class ReplicaConnection:
     """One connection and the latest load report of its replica."""
 
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
-        self.writer = writer
-        self.rows: Mapping[str, int] = {}
-        """Requests at the replica by router."""
-        self.load: Mapping[str, Any] = {}
-        """`EngineReplica.record_routing_stats`; empty before the first report."""
-        self.is_closing = False
-        """Whether the replica is shutting down."""
-        self.num_quiet_checks = 0
-        self.is_unresponsive = False
+    writer: asyncio.StreamWriter
+    rows: Mapping[str, int] = field(default_factory=dict)
+    """Requests at the replica by router."""
+    load: Mapping[str, Any] = field(default_factory=dict)
+    """`EngineReplica.record_routing_stats`; empty before the first report."""
+    is_closing: bool = False
+    """Whether the replica is shutting down."""
+    num_quiet_checks: int = 0
+    is_unresponsive: bool = False
 
     @property
     def is_usable(self) -> bool:

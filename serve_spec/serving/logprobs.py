@@ -106,12 +106,7 @@ def completion_logprobs(
 
     entries: the next ones of a choice, after those passed with `offsets` before.
     """
-    shown = _empty()
-    for entry in entries:
-        _add(shown, token_bytes(entry.token_id), offsets)
-        shown["token_logprobs"].append(_finite(entry.logprob))
-        shown["top_logprobs"].append(_alternatives(entry, token_bytes))
-    return shown
+    return _shown(((entry.token_id, entry) for entry in entries), token_bytes, offsets)
 
 
 def echoed_logprobs(
@@ -125,10 +120,21 @@ def echoed_logprobs(
     text: the echoed prompt.
     entries: the engine's `prompt_logprobs`, aligned with `prompt_ids`; the first is None.
     """
-    shown = _empty()
-    offsets = EchoOffsets(text)
-    for token, entry in zip(prompt_ids, entries, strict=True):
-        _add(shown, token_bytes(token), offsets)
+    return _shown(zip(prompt_ids, entries, strict=True), token_bytes, EchoOffsets(text))
+
+
+def _shown(
+    tokens: Iterable[tuple[int, TokenLogprob | None]],
+    token_bytes: TokenBytesLookup,
+    offsets: TextOffsets,
+) -> CompletionLogprobs:
+    shown: CompletionLogprobs = {
+        "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": [],
+    }  # fmt: skip
+    for token, entry in tokens:
+        raw = token_bytes(token)
+        shown["tokens"].append(_completion_text(raw.data))
+        shown["text_offset"].append(offsets.next(raw))
         shown["token_logprobs"].append(None if entry is None else _finite(entry.logprob))
         shown["top_logprobs"].append(None if entry is None else _alternatives(entry, token_bytes))
     return shown
@@ -154,15 +160,6 @@ def chat_logprobs(entries: Iterable[TokenLogprob], token_bytes: TokenBytesLookup
         for entry in entries
     ]
     return {"content": content, "refusal": None}
-
-
-def _empty() -> CompletionLogprobs:
-    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-
-
-def _add(shown: CompletionLogprobs, raw: TokenBytes, offsets: TextOffsets) -> None:
-    shown["tokens"].append(_completion_text(raw.data))
-    shown["text_offset"].append(offsets.next(raw))
 
 
 def _alternatives(entry: TokenLogprob, token_bytes: TokenBytesLookup) -> dict[str, float]:

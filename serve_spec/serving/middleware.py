@@ -144,21 +144,25 @@ CLIENT: ContextVar[str] = ContextVar("client", default="")
 """The client of the current request: its API key, else its address."""
 
 
-class ApiKeyCheck:
-    """Middleware that returns 401 unless the request has one of `keys` as bearer token."""
+class Arrival:
+    """Middleware that sets the arrival time, trace id and client of a request.
 
-    def __init__(self, app: ASGIApp, keys: Collection[str]) -> None:
+    If there are `keys`, it returns 401 unless the request has one of them as bearer token.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Collection[str] = ()) -> None:
         self._app = app
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward requests with a valid key and requests to open paths."""
+        """Set the context variables; forward requests with a valid key or to an open path."""
         app = self._app
         if scope["type"] == "http":
+            ARRIVED.set(time.perf_counter())
+            TRACE_ID.set(trace_id(Request(scope)))
             key = self._key(scope)
-            if key is not None:
-                CLIENT.set(f"key {key}")
-            elif not _is_open(scope):
+            CLIENT.set((scope.get("client") or ("",))[0] if key is None else f"key {key}")
+            if self._keys and key is None and not _is_open(scope):
                 message = "Give one of the server's API keys: Authorization: Bearer KEY"
                 app = error_answer(ApiError(401, message, code="invalid_api_key"))
         await app(scope, receive, send)
@@ -169,21 +173,6 @@ class ApiKeyCheck:
         # All keys are compared, in constant time, to prevent timing attacks.
         matches = [hmac.compare_digest(token.strip(), key) for key in self._keys]
         return matches.index(True) if scheme.lower() == b"bearer" and any(matches) else None
-
-
-class Arrival:
-    """Middleware that sets the arrival time, trace id and client of a request."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Set the context variables and forward the request."""
-        if scope["type"] == "http":
-            ARRIVED.set(time.perf_counter())
-            TRACE_ID.set(trace_id(Request(scope)))
-            CLIENT.set((scope.get("client") or ("",))[0])
-        await self._app(scope, receive, send)
 
 
 class BodyLimits:

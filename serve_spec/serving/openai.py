@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -377,17 +378,13 @@ _NESTED: Mapping[str, type[BaseModel]] = {
 }
 
 
+@cache
 def _known_fields(request: type[BaseModel]) -> list[str]:
     known = list(request.model_fields)
     for section, model in _NESTED.items():
         if section in request.model_fields:
             known += [f"{section}.{name}" for name in model.model_fields]
     return known
-
-
-_KNOWN_FIELDS: Mapping[type[BaseModel], list[str]] = {
-    request: _known_fields(request) for request in (CompletionRequest, ChatRequest)
-}
 
 
 def invalid_body(
@@ -409,7 +406,7 @@ def invalid_body(
         return ApiError(400, f"The body is not a JSON object: {fix}")
     field = ".".join(place)
     if error["type"] == "extra_forbidden":
-        return ApiError(400, unknown_key(field, _KNOWN_FIELDS[request]), param=field)
+        return ApiError(400, unknown_key(field, _known_fields(request)), param=field)
     return ApiError(400, f"{field}: {message[:1].lower()}{message[1:]}", param=field)
 
 

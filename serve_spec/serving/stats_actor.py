@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import RayError
 from ray.serve._private.common import DeploymentID, ReplicaID
 
-from serve_spec.config import ServeSpecConfig, StatsConfig
+from serve_spec.config import ServeSpecConfig
 from serve_spec.log import get_logger
 from serve_spec.serving.fleet_stats import FleetStats
 
@@ -123,6 +123,7 @@ class SpecStats:
                 self._fleet.report(replica, pickle.loads(encoded), self._reported_s)
         except Exception as error:  # other replicas' reports are still valid
             logger.warning("unreadable report of replica %s: %r", replica, error)
+            self.forget(replica)
         return self._interval_s
 
     def forget(self, replica: str) -> None:
@@ -238,7 +239,18 @@ class StatsClient:
 
     def _connect(self) -> Any:
         config = self._config
-        actor = ray.remote(SpecStats).options(**actor_options(config, self._app_name))
+        actor = ray.remote(SpecStats).options(
+            name=config.actor_name,
+            namespace=self._app_name,
+            get_if_exists=True,
+            lifetime="detached",
+            max_restarts=-1,
+            num_cpus=0,
+            # Otherwise it would join the creating replica's placement group and die with it.
+            scheduling_strategy="DEFAULT",
+            # A task event per report costs as much as the report.
+            enable_task_events=False,
+        )
         return actor.remote(
             config.stale_after_s,
             config.history_s,
@@ -258,22 +270,6 @@ class StatsClient:
         except (RayError, TimeoutError, ValueError) as error:
             self._actor = None
             raise StatsUnavailable(f"{self._config.actor_name}: {error!r}") from error
-
-
-def actor_options(config: StatsConfig, app_name: str) -> dict[str, Any]:
-    """Return the Ray options of the actor."""
-    return {
-        "name": config.actor_name,
-        "namespace": app_name,
-        "get_if_exists": True,
-        "lifetime": "detached",
-        "max_restarts": -1,
-        "num_cpus": 0,
-        # Otherwise it would join the creating replica's placement group and die with it.
-        "scheduling_strategy": "DEFAULT",
-        # A task event per report costs as much as the report.
-        "enable_task_events": False,
-    }
 
 
 def _end_this_actor() -> None:

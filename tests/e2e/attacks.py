@@ -37,7 +37,6 @@ class Watch:
     streams: list[Stream] = field(default_factory=list)
     texts: set[str] = field(default_factory=set)
     errors: list[str] = field(default_factory=list)
-    health_s: list[float] = field(default_factory=list)
 
     @property
     def longest_gap_s(self):
@@ -53,11 +52,9 @@ class Watch:
 
     async def ask_for_health(self, client):
         while True:
-            started = time.monotonic()
             answer = await client.get("/health")
             if answer.status_code != 200:
                 self.errors.append(f"health: {answer.text}")
-            self.health_s.append(time.monotonic() - started)
             await asyncio.sleep(0.2)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import SamplingParams, SpeculationStats, TokenDelta
+from serve_spec.serving.connections import ReplicaConnections
 from serve_spec.serving.errors import ApiError, ReplicaLost, no_replica
 from serve_spec.serving.fleet_stats import FleetStats
 from serve_spec.serving.messages import (
@@ -14,7 +16,10 @@ from serve_spec.serving.messages import (
     Failed,
     GenerateRequest,
     Refused,
+    ReplicaMessage,
     Withdrawn,
+    encode_router_message,
+    is_last,
 )
 from tests.serving.fake_engine import LawfulLoop
 
@@ -165,6 +170,45 @@ async def settle():
     """Lets every task that can run now run."""
     for _ in range(20):
         await asyncio.sleep(0)
+
+
+class RouterEnd:
+    """A router's end of its connection to replica r1, and what it hears."""
+
+    def __init__(self, name="router", max_quiet_checks=3):
+        self.connections = ReplicaConnections(name, "127.0.0.1", self, max_quiet_checks)
+        self.heard: list[ReplicaMessage] = []
+        self.lost: list[tuple[str, ApiError]] = []
+
+    def receive(self, replica, message):
+        self.heard.append(message)
+
+    def fail_replica(self, replica, error):
+        self.lost.append((replica, error))
+
+    def items(self):
+        return [item for message in self.heard for item in message.items]
+
+    def said(self, name):
+        return [item for request_id, item in self.items() if request_id == name]
+
+    def has_ended(self, *names):
+        return all(any(map(is_last, self.said(name))) for name in names)
+
+    def ask(self, *requests):
+        self.connections.send("r1", encode_router_message(requests))
+
+
+@asynccontextmanager
+async def listening(**options):
+    router = RouterEnd(**options)
+    serving = asyncio.create_task(router.connections.serve())
+    try:
+        yield router
+    finally:
+        serving.cancel()
+        with suppress(asyncio.CancelledError):
+            await serving
 
 
 def request(prompt="a b", **params):

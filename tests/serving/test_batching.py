@@ -156,17 +156,6 @@ async def test_requests_of_different_groups_or_with_replicas_to_avoid_travel_apa
     assert wire.names() == [["a", "c"], ["b", "e"]]
 
 
-async def test_a_listener_that_leaves_ends_its_request_and_no_other():
-    wire, router, (a, b) = await together("ab")
-    await a.leave()
-    await settle()
-    assert wire.cancelled == [("r1", ["a"])]
-    assert router.num_open("r1") == 1
-    wire.say(("a", TokenDelta("a", (), "", FinishReason.ABORT)), text("b", "x", last=True))
-    await settle()
-    assert b.text == "x"
-
-
 async def test_who_leaves_while_there_is_no_replica_is_never_sent():
     wire = Wire()
     wire.is_ready = asyncio.get_running_loop().create_future()
@@ -256,20 +245,6 @@ async def test_a_client_that_does_not_read_loses_its_request_alone_and_reads_why
     wire.say(text("a", "x", last=True))
     await a.task
     assert a.text == 101 * "x"
-
-
-async def test_what_comes_while_a_client_is_busy_is_one_delta():
-    wire, router, _ = await asking("", max_batch_size=1)
-    items = router.generate(named("a"))
-    first = asyncio.create_task(anext(items))
-    await settle()
-    wire.accept()
-    assert await first == Accepted(1, "r1")
-    for last in (False, False, True):
-        wire.say(text("a", "x", last=last))
-    assert [item async for item in items] == [
-        TokenDelta("a", (1, 1, 1), "xxx", FinishReason.LENGTH)
-    ]
 
 
 async def test_a_submission_inherits_nothing_from_the_request_that_starts_it():

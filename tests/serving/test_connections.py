@@ -2,7 +2,7 @@
 
 import asyncio
 import pickle
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -13,7 +13,6 @@ from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta, TokenLogprob
 from serve_spec.serving import connections as module
 from serve_spec.serving.connections import (
-    ReplicaConnections,
     ResponseQueue,
     RouterConnections,
     read_message,
@@ -29,28 +28,7 @@ from serve_spec.serving.messages import (
     encode_replica_message,
     encode_router_message,
 )
-from tests.serving.fakes import request, until
-
-
-class Router:
-    """A router's end, and what it hears."""
-
-    def __init__(self, name="router", max_quiet_checks=3):
-        self.connections = ReplicaConnections(name, "127.0.0.1", self, max_quiet_checks)
-        self.heard = []
-        self.lost = []
-
-    def receive(self, replica, message):
-        self.heard.append(message)
-
-    def fail_replica(self, replica, error):
-        self.lost.append((replica, error))
-
-    def items(self):
-        return [item for message in self.heard for item in message.items]
-
-    def ask(self, *names):
-        self.connections.send("r1", encode_router_message([named(name) for name in names]))
+from tests.serving.fakes import listening, request, until
 
 
 class Replica(RouterConnections):
@@ -75,18 +53,6 @@ def named(name):
 
 
 @asynccontextmanager
-async def listening(**options):
-    router = Router(**options)
-    serving = asyncio.create_task(router.connections.serve())
-    try:
-        yield router
-    finally:
-        serving.cancel()
-        with suppress(asyncio.CancelledError):
-            await serving
-
-
-@asynccontextmanager
 async def connected(**options):
     async with listening(**options) as router:
         replica = Replica()
@@ -98,7 +64,7 @@ async def connected(**options):
 async def test_a_replica_that_is_called_says_how_busy_it_is_and_has_one_connection():
     async with connected() as (router, replica):
         await replica.connect(router.connections.address)
-        router.ask("a", "b")
+        router.ask(named("a"), named("b"))
         await until(lambda: len(replica.queues) == 2)
         replica.report_load()
         await until(lambda: len(router.heard) == 2)
@@ -110,8 +76,8 @@ async def test_every_router_hears_of_its_own_requests_and_of_how_many_the_others
     async with connected() as (router, replica), listening(name="other") as other:
         await replica.connect(other.connections.address)
         await until(other.connections.usable)
-        router.ask("a", "b")
-        other.ask("c")
+        router.ask(named("a"), named("b"))
+        other.ask(named("c"))
         await until(lambda: len(replica.queues) == 3)
         for name in "abc":
             replica.say(name, 1, last=name == "a")
@@ -135,8 +101,8 @@ async def test_requests_end_with_their_router_and_those_of_others_do_not():
         async with connected() as (router, replica):
             await replica.connect(other.connections.address)
             await until(other.connections.usable)
-            router.ask("a")
-            other.ask("b")
+            router.ask(named("a"))
+            other.ask(named("b"))
             await until(lambda: len(replica.queues) == 2)
             for connection in router.connections.usable().values():
                 connection.writer.transport.abort()
@@ -225,7 +191,7 @@ class Unreadable:
 
 async def test_a_replica_that_is_to_end_finishes_its_requests_and_takes_no_others():
     async with connected() as (router, replica):
-        router.ask("a")
+        router.ask(named("a"))
         await until(lambda: replica.queues)
         draining = asyncio.create_task(replica.drain())
         await until(lambda: not router.connections.usable())
@@ -240,7 +206,7 @@ async def test_a_replica_that_is_to_end_finishes_its_requests_and_takes_no_other
 
 async def test_a_replica_that_breaks_down_says_what_is_left_to_say():
     async with connected() as (router, replica):
-        router.ask("a")
+        router.ask(named("a"))
         await until(lambda: replica.queues)
         replica.queues["a"].put("a", Failed("boom"))
         replica.close()

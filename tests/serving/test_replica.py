@@ -16,7 +16,6 @@ from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.core.request import FinishReason, TokenDelta
 from serve_spec.serving import replica as module
 from serve_spec.serving.autoscaling import NUM_REQUESTS
-from serve_spec.serving.connections import ReplicaConnections
 from serve_spec.serving.messages import (
     Accepted,
     Failed,
@@ -26,7 +25,7 @@ from serve_spec.serving.messages import (
 from serve_spec.serving.replica import EngineReplica
 from serve_spec.serving.stats_actor import StatsUnavailable
 from tests.serving.fake_engine import FakeLoop
-from tests.serving.fakes import request, until
+from tests.serving.fakes import listening, request, until
 
 Start = Callable[[], tuple[EngineReplica, FakeLoop]]
 
@@ -71,51 +70,18 @@ def start(config, monkeypatch):
     return start_one
 
 
-class Router:
-    """A router that has called a replica, and what it hears of its requests."""
-
-    def __init__(self):
-        self.connections = ReplicaConnections("router", "127.0.0.1", self, max_quiet_checks=1)
-        self.said = {}
-        self.num_load_reports = 0
-        self.is_lost = asyncio.Event()
-        self._heard = asyncio.Event()
-
-    def receive(self, replica, message):
-        self.num_load_reports += not message.items
-        for request_id, item in message.items:
-            self.said.setdefault(request_id, []).append(item)
-        self._heard.set()
-
-    def fail_replica(self, replica, error):
-        self.is_lost.set()
-
-    async def ask(self, *prompts, **params):
-        """Send requests r0, r1, ... in one message."""
-        while not self.connections.usable():
-            await self.connections.changed(1.0)
-        requests = [
-            replace(request(prompt, **params), request_id=f"r{i}")
-            for i, prompt in enumerate(prompts)
-        ]
-        self.connections.send("r1", encode_router_message(requests))
-
-    async def until(self, condition):
-        while not condition():
-            self._heard.clear()
-            await self._heard.wait()
-
-    def has_ended(self, *names):
-        return all(name in self.said and is_last(self.said[name][-1]) for name in names)
+async def ask(router, *prompts, **params):
+    """Send requests r0, r1, ... in one message."""
+    await until(router.connections.usable)
+    asked = [replace(request(p, **params), request_id=f"r{i}") for i, p in enumerate(prompts)]
+    router.ask(*asked)
 
 
 @asynccontextmanager
 async def called(replica):
-    router = Router()
-    serving = asyncio.create_task(router.connections.serve())
-    await replica.connect(router.connections.address)
-    yield router
-    serving.cancel()
+    async with listening(max_quiet_checks=1) as router:
+        await replica.connect(router.connections.address)
+        yield router
     for connection in router.connections.usable().values():
         connection.writer.close()
     await until(lambda: not replica._routers._queues)
@@ -123,10 +89,10 @@ async def called(replica):
 
 async def items(replica, prompt, **params):
     async with called(replica) as router:
-        await router.ask(prompt, **params)
-        await router.until(lambda: router.has_ended("r0"))
+        await ask(router, prompt, **params)
+        await until(lambda: router.has_ended("r0"))
     await until(lambda: not replica.record_routing_stats()["rows"])
-    return router.said["r0"]
+    return router.said("r0")
 
 
 async def test_a_replica_without_an_engine_ends_and_lets_its_requests_go(start, monkeypatch):
@@ -135,10 +101,10 @@ async def test_a_replica_without_an_engine_ends_and_lets_its_requests_go(start, 
     monkeypatch.setattr(module, "_end_process", has_ended.set)
     replica, loop = start()
     async with called(replica) as router:
-        await router.ask("hold a")
-        await router.until(lambda: router.num_load_reports > 3)
+        await ask(router, "hold a")
+        await until(lambda: sum(not message.items for message in router.heard) > 3)
         loop.knobs["sick"] = True
-        await router.is_lost.wait()
+        await until(lambda: router.lost)
         assert not router.has_ended("r0")
         await has_ended.wait()
 
@@ -159,8 +125,8 @@ async def test_refusals_and_failures_are_values_and_end_the_request(start):
 async def test_requests_count_while_they_run_and_end_with_their_router(start):
     replica, loop = start()
     async with called(replica) as router:
-        await router.ask("hold on", "hold it", max_tokens=9)
-        await router.until(lambda: len(router.said) == 2)
+        await ask(router, "hold on", "hold it", max_tokens=9)
+        await until(lambda: router.said("r0") and router.said("r1"))
         assert replica.record_routing_stats()["rows"] == {"router": 2}
         assert replica.record_autoscaling_stats() == {NUM_REQUESTS: 2}, "not calls"
     await until(lambda: not loop.streams)
@@ -170,12 +136,12 @@ async def test_requests_count_while_they_run_and_end_with_their_router(start):
 async def test_requests_of_one_message_answer_side_by_side_and_end_alone(start):
     replica, loop = start()
     async with called(replica) as router:
-        await router.ask("a b c", "hold on", "full", "x", max_tokens=5)
-        await router.until(lambda: router.has_ended("r0", "r2", "r3"))
+        await ask(router, "a b c", "hold on", "full", "x", max_tokens=5)
+        await until(lambda: router.has_ended("r0", "r2", "r3"))
         assert replica.record_routing_stats()["rows"] == {"router": 1}
         router.connections.send("r1", encode_router_message(cancelled=["r1"]))
-        await router.until(lambda: router.has_ended("r1"))
-    said = router.said
+        await until(lambda: router.has_ended("r1"))
+    said = {name: router.said(name) for name in ("r0", "r1", "r2", "r3")}
     texts = {
         name: "".join(d.text for d in items if isinstance(d, TokenDelta))
         for name, items in said.items()
@@ -191,16 +157,16 @@ async def test_requests_of_one_message_answer_side_by_side_and_end_alone(start):
 async def test_before_a_replica_ends_it_lets_its_requests_finish(start):
     replica, loop = start()
     async with called(replica) as router:
-        await router.ask("hold on", max_tokens=9)
-        await router.until(lambda: "r0" in router.said)
+        await ask(router, "hold on", max_tokens=9)
+        await until(lambda: router.said("r0"))
         end = replica.__del__()
         assert end is not None
         ending = asyncio.ensure_future(end)
-        await router.until(lambda: not router.connections.usable())
+        await until(lambda: not router.connections.usable())
         assert not ending.done()
         loop.cancel("r0")
         await ending
-        await router.is_lost.wait()
+        await until(lambda: router.lost)
     assert router.has_ended("r0")
     assert replica._stats.forgotten == ["r1"]
     assert replica.__del__() is None, "once is enough"

@@ -99,6 +99,8 @@ def test_a_report_that_can_not_be_read_is_nobody_else_s_trouble(clocks):
     actor = SpecStats(stale_after_s=15, history_s=60)
     report(actor, "a", batch_size=3)
     actor.report("b", b"nonsense")
+    report(actor, "b", batch_size=10**400)
+    assert batch_size(pickle.loads(actor.view())) == 3
     report(actor, "b", batch_size=4)
     assert batch_size(pickle.loads(actor.view())) == 7
 
