@@ -11,7 +11,6 @@ from serve_spec.ops.draw import DrawParams
 from serve_spec.ops.noise import seed_words
 
 Floats = NDArray[np.float64]
-Key = tuple[int, int]
 
 _WORD = 2**32 - 1
 

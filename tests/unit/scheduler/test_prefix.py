@@ -25,7 +25,6 @@ TREES = [
     DraftShape(4, 30, TOPK),
     DraftShape(7, 7, TOPK),
 ]
-Text = tuple[int, ...]
 
 
 def next_token(seed, text):
