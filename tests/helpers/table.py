@@ -194,21 +194,23 @@ def nothing(llm, num_steps):
     """Do nothing before a step."""
 
 
-def run(llm, requests, before_step=nothing, *, arrivals=lambda index: 0):
-    """Return the answer to every request, by its key.
+def run(llm, requests, before_step=nothing, *, arrivals=lambda index: 0, answers=None, most=2000):
+    """Return the answer to every request, by its key, as far as `most` steps bring it.
 
     arrivals: the step before which the request at an index arrives.
+    answers: what another engine answered of each; this one goes on.
     """
     engine = llm.engine
     outputs = OutputProcessor(engine.tokenizer, engine.abort)
     waiting = [(arrivals(index), request) for index, request in enumerate(requests)]
-    answers = {request.key: Answer() for request in requests}
+    answers = answers or {request.key: Answer() for request in requests}
     num_steps = 0
-    while waiting or engine.has_work:
+    while (waiting or engine.has_work) and num_steps < most:
         for arrival, request in [*waiting]:
             if arrival <= num_steps:
                 waiting.remove((arrival, request))
-                seq = engine.new_sequence(request.key, request.prompt, request.params)
+                emitted = tuple(answers[request.key].token_ids)
+                seq = engine.new_sequence(request.key, request.prompt, request.params, emitted)
                 engine.add(seq)
                 outputs.add(seq)
         before_step(llm, num_steps)
@@ -216,7 +218,7 @@ def run(llm, requests, before_step=nothing, *, arrivals=lambda index: 0):
             if delta.request_id in answers:
                 answers[delta.request_id].add(delta)
         num_steps += 1
-        assert num_steps < 2000, "the engine makes no progress"
+    assert num_steps < 2000, "the engine makes no progress"
     return answers
 
 
