@@ -24,7 +24,7 @@ from serve_spec.ops.shared_sum import (  # isort: skip
 
 ROWS = (1, 4, 2)
 WIDTH = 1500
-TURNS = 12
+TURNS = 8
 
 
 def shared_memory(folder, rank, size):
