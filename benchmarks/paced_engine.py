@@ -8,6 +8,7 @@ from there to the next call of `step`: the cost of everything else in the proces
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
@@ -88,8 +89,8 @@ class PacedEngine:
             return None
         return TokenDelta(request_id, (), "", FinishReason.ABORT, SpeculationStats())
 
-    def idle_wait_s(self) -> float | None:
-        return None
+    def idle_wait_s(self) -> float:
+        return math.inf
 
     def use_idle_time(self) -> None: ...
 

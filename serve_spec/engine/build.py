@@ -14,11 +14,13 @@ from serve_spec.config import ServeSpecConfig
 from serve_spec.config.algorithms import ALGORITHMS
 from serve_spec.config.speculative import ignored_adaptive_keys
 from serve_spec.core.context import torch_dtype
-from serve_spec.core.draft import MAX_TREE_TOKENS, TextDrafter
-from serve_spec.core.errors import CheckpointError
+from serve_spec.core.draft import MAX_TREE_TOKENS, PLAIN, TextDrafter
+from serve_spec.core.errors import BrokenLogits, CheckpointError
+from serve_spec.core.request import SamplingParams
+from serve_spec.core.round import RoundSteps
+from serve_spec.core.sequence import Sequence
 from serve_spec.engine.costs import Clock, CostSource, cost_key
 from serve_spec.engine.engine import SpecEngine, freeze_gc
-from serve_spec.engine.first_logits import check_first_logits
 from serve_spec.engine.inputs import EngineLimits
 from serve_spec.engine.profile import (
     CostGrid,
@@ -52,6 +54,7 @@ from serve_spec.worker.worker import SpecWorker, WorkerSettings
 logger = get_logger(__name__)
 
 _FIRST_PROMPT = "The quick brown fox"
+_MOST_PROMPT_TOKENS = 4
 _PROFILE_BUDGET_S = {"cpu": 10.0, "cuda": 20.0}
 """Seconds that measuring a cost table may take."""
 
@@ -105,14 +108,7 @@ def _build_engine(
     _check_sizes(config, policy, num_pages, max_model_len)
     worker = build_worker(config, loaded, worker_ranks)
     worker.init_states(policy.shapes)
-
-    check_first_logits(
-        worker,
-        _scheduler(config, loaded, KVCacheManager(num_pages, config.cache.page_size)),
-        tokenizer.encode(_FIRST_PROMPT)[:max_model_len],
-        config.model.path,
-        None if loaded.head is None else config.speculative.speculative_draft_model_path,
-    )
+    _check_first_logits(config, loaded, worker, tokenizer.encode(_FIRST_PROMPT)[:max_model_len])
     cache = KVCacheManager(
         num_pages, config.cache.page_size, prefix_caching=config.cache.prefix_caching
     )
@@ -142,6 +138,41 @@ def _build_engine(
         worker_ranks=worker_ranks,
         costs=costs,
     )
+
+
+def _check_first_logits(
+    config: ServeSpecConfig, loaded: LoadedModels, worker: SpecWorker, prompt: list[int]
+) -> None:
+    """Run a short prompt and one step with drafts. Broken draft logits only give a warning.
+
+    Raises:
+        CheckpointError: the target's logits hold NaN, or nothing finite.
+        RankLost: so they do, and another rank failed first.
+    """
+    scheduler = _scheduler(config, loaded, KVCacheManager(loaded.num_pages, config.cache.page_size))
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    token_ids = prompt[:_MOST_PROMPT_TOKENS] or [0]
+    seq = Sequence("first logits", params, token_ids, len(token_ids), seed=0)
+    shapes = sorted(shape for shape in worker.states if shape.is_chain and shape != PLAIN)
+    shape = shapes[0] if shapes and loaded.head is not None else PLAIN
+    scheduler.queue.add(seq)
+    for _ in range(2):  # the prompt, then the drafts
+        plan = scheduler.plan(
+            lambda batch: RoundSteps(shape if batch.size else PLAIN), worker.max_missing
+        )
+        assert plan is not None, "one short prompt always fits"
+        try:
+            result = worker.execute(plan)
+        except BrokenLogits as error:
+            raise CheckpointError(f"{config.model.path}: {error}") from error
+        scheduler.commit(plan, result, lambda seq, token_ids: (len(token_ids), None))
+    if seq.has_broken_draft:
+        logger.warning(
+            "%s: draft model produced NaN logits, its drafts are not used; check the checkpoint "
+            "or use speculative_draft_dtype=float32",
+            config.speculative.speculative_draft_model_path,
+        )
+    scheduler.queue.abort(seq.request_id)
 
 
 def _scheduler(

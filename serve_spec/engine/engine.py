@@ -351,7 +351,7 @@ def step_record(
     num_drafts = sum([each.num_drafts for each in decoded])
     numbers = [each.number for each in live]
     shares = result.draft_shares if plan.shape.depth else None
-    prefix = queue.take_prefix_counts()
+    num_queries, num_hits = queue.take_prefix_counts()
     return StepRecord(
         shape=plan.shape,
         request_ids=tuple([each.seq.request_id for each in live]),
@@ -390,6 +390,6 @@ def step_record(
         num_waiting_seqs=len(queue.waiting),
         num_used_pages=cache.num_pages - cache.num_free_pages,
         num_pages=cache.num_pages,
-        num_prefix_query_tokens=prefix.num_query_tokens,
-        num_prefix_hit_tokens=prefix.num_hit_tokens,
+        num_prefix_query_tokens=num_queries,
+        num_prefix_hit_tokens=num_hits,
     )

@@ -97,8 +97,8 @@ class EngineServer:
 
     def _advance(self) -> None:
         engine = self._engine
-        idle_s = min(self._idle_s, engine.idle_wait_s())
-        self._run_commands(0.0 if engine.has_work else idle_s)
+        wait_s = 0.0 if engine.has_work else min(self._idle_s, engine.idle_wait_s())
+        self._run_commands(wait_s)
         if engine.has_work:
             self._deliver(engine.step())
         else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 
 from serve_spec.core.plan import ScheduledRequest
@@ -17,14 +16,6 @@ from serve_spec.scheduler.requests import Prompt
 MIN_SHARED_TOKENS = 128
 """Fewest prompt tokens for which waiting for another request's prefill costs less than computing
 them again."""
-
-
-@dataclass
-class PrefixCounts:
-    """Tokens of newly admitted sequences, and how many of them the prefix cache held."""
-
-    num_query_tokens: int = 0
-    num_hit_tokens: int = 0
 
 
 class RequestQueue:
@@ -51,7 +42,7 @@ class RequestQueue:
         self._on_leave = on_leave
         self._first_draft_entry = first_draft_entry
         self._max_num_seqs = max_num_seqs
-        self._prefix_counts = PrefixCounts()
+        self._prefix_counts = 0, 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
     def add(self, seq: Sequence) -> None:
@@ -75,9 +66,9 @@ class RequestQueue:
         """Return whether any sequence is unfinished."""
         return bool(self.running or self.waiting)
 
-    def take_prefix_counts(self) -> PrefixCounts:
-        """Return and reset the counts since the last call."""
-        counts, self._prefix_counts = self._prefix_counts, PrefixCounts()
+    def take_prefix_counts(self) -> tuple[int, int]:
+        """Return the tokens of sequences admitted since the last call, and those in the cache."""
+        counts, self._prefix_counts = self._prefix_counts, (0, 0)
         return counts
 
     def check_integrity(self) -> None:
@@ -99,7 +90,10 @@ class RequestQueue:
             seq.num_draft_computed = self._first_draft_entry
             self.cache.start(seq, hit)
             self.cache.reserve(seq, len(seq))
-            self._count_hit(seq)
+            if seq.num_cached_tokens is None:  # it is admitted for the first time
+                seq.num_cached_tokens = seq.num_computed
+                num_queries, num_hits = self._prefix_counts
+                self._prefix_counts = num_queries + len(seq), num_hits + seq.num_computed
             self.running.append(seq)
 
     def _is_being_computed(self, seq: Sequence, hit: PrefixHit) -> bool:
@@ -118,12 +112,6 @@ class RequestQueue:
             and other.token_ids[:shared] == seq.token_ids[:shared]
             for other in self.running
         )
-
-    def _count_hit(self, seq: Sequence) -> None:
-        if seq.num_cached_tokens is None:
-            seq.num_cached_tokens = seq.num_computed
-            self._prefix_counts.num_query_tokens += len(seq)
-            self._prefix_counts.num_hit_tokens += seq.num_computed
 
     def after_step(
         self, in_flight: Mapping[str, ScheduledRequest]

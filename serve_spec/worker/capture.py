@@ -16,7 +16,7 @@ from tqdm import tqdm
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.log import get_logger
 from serve_spec.ops import admission
-from serve_spec.parallel.group import SINGLE, TensorParallel
+from serve_spec.parallel.group import TensorParallel
 from serve_spec.worker.eagle import DraftModel
 from serve_spec.worker.forward import TargetRunner, VerifiedTokens, run_target
 from serve_spec.worker.graphs import (
@@ -79,22 +79,15 @@ class CaptureReport:
         )
 
 
+@dataclass(frozen=True)
 class Stages:
     """What the stages of a step run on its buffers, captured or not."""
 
-    def __init__(
-        self,
-        target: TargetRunner,
-        drafter: DraftModel | None,
-        buffers: StepBuffers,
-        verifier: Verifier,
-        parallel: TensorParallel = SINGLE,
-    ) -> None:
-        self.target = target
-        self.drafter = drafter
-        self.buffers = buffers
-        self.parallel = parallel
-        self._verifier = verifier
+    target: TargetRunner
+    drafter: DraftModel | None
+    buffers: StepBuffers
+    verifier: Verifier
+    parallel: TensorParallel
 
     def extend(self, length: int, size: StepSize) -> None:
         """Make up to `length` draft KV entries of each request."""
@@ -140,7 +133,7 @@ class Stages:
     def verify(self, max_query_len: int, size: StepSize, *, has_trees: bool) -> VerifiedTokens:
         """Run target and verification. Return the target's output."""
         tokens = run_target(self.target, self.buffers, size, max_query_len, has_trees=has_trees)
-        accepted = self._verifier(tokens, self.buffers, has_drafts=max_query_len > 1)
+        accepted = self.verifier(tokens, self.buffers, has_drafts=max_query_len > 1)
         if has_trees:
             self.target.keep(tokens.layout, accepted)
         return tokens

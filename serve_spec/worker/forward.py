@@ -22,6 +22,7 @@ from serve_spec.worker.graphs import StepSize
 from serve_spec.worker.step_buffers import StepBuffers
 
 
+@dataclass
 class SlotAttention:
     """A `LayerAttention` whose layout is in device tensors, so that a CUDA graph can replay it.
 
@@ -29,30 +30,22 @@ class SlotAttention:
     a scratch slot. queries: the tokens that attend, as in `plan`; None: all.
     """
 
-    def __init__(
-        self,
-        pool: PagedKVPool,
-        kinds: Sequence[AttentionKind],
-        slots: Tensor,
-        plan: AttentionPlan,
-        queries: TokenIndex | None = None,
-    ) -> None:
-        self._pool = pool
-        self._kinds = kinds
-        self._slots = slots
-        self._plan = plan
-        self._queries = queries
+    pool: PagedKVPool
+    kinds: Sequence[AttentionKind]
+    slots: Tensor
+    plan: AttentionPlan
+    queries: TokenIndex | None = None
 
     def run(self, layer: int, heads: Tensor, rotation: Rotation) -> Tensor:
         """See `LayerAttention`: [T, num_heads + 2·kv_heads, d] -> [R, num_heads, d]."""
-        keys, values = self._pool.keys[layer], self._pool.values[layer]
+        keys, values = self.pool.keys[layer], self.pool.values[layer]
         num_heads = heads.shape[-2] - 2 * keys.shape[1]
-        query = elementwise.rotate_and_store(heads, rotation, self._slots, keys, values, num_heads)
-        if self._queries is not None:
-            query = query[self._queries]
+        query = elementwise.rotate_and_store(heads, rotation, self.slots, keys, values, num_heads)
+        if self.queries is not None:
+            query = query[self.queries]
         if not len(query):
             return query
-        return paged_attention.paged_attention(query, keys, values, self._plan, self._kinds[layer])
+        return paged_attention.paged_attention(query, keys, values, self.plan, self.kinds[layer])
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints in the formats the world publishes. Seeded; nothing but files is shared.
+"""Tiny random checkpoints in the formats the world publishes. Seeded.
 
 They are written directly (importing transformers costs seconds); `tests/unit/models` proves that
 transformers reads the targets and gives the same logits.
@@ -18,6 +18,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from serve_spec.engine.tokenizer import BYTE_CHARACTERS
 
 FAMILIES = ("llama2", "llama3", "mistral", "qwen2", "qwen3")
 BOS_ID, EOS_ID, PAD_ID = 256, 257, 258
@@ -233,8 +235,7 @@ def make_tokenizer(directory):
     """A byte-level tokenizer: token id = byte value, then `<bos>` 256, `<eos>` 257, `<pad>` 258."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    vocab = {character: byte for byte, character in _byte_characters().items()}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab=BYTE_CHARACTERS, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<bos>", "<eos>", "<pad>"])
@@ -249,14 +250,6 @@ def make_tokenizer(directory):
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
     return directory
-
-
-def _byte_characters():
-    """The printable character that stands for each byte in byte-level BPE files (GPT-2's map)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    characters = {byte: chr(byte) for byte in printable}
-    hidden = [byte for byte in range(256) if byte not in characters]
-    return characters | {byte: chr(256 + rank) for rank, byte in enumerate(hidden)}
 
 
 class _Draw:

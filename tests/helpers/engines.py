@@ -2,7 +2,6 @@
 
 import json
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -16,9 +15,6 @@ from serve_spec.core.draft import DraftShape
 from serve_spec.core.request import SamplingParams
 from serve_spec.core.round import NO_NOTES, RoundSteps
 from tests.helpers.checkpoints import make_eagle, make_eagle3, make_target, write_checkpoint
-
-MakeLLM = Callable[..., LLM]
-
 
 SOON_S = 30.0
 """Far below any time limit of what ranks wait for; a busy machine needs some of it."""

@@ -9,10 +9,6 @@ import math
 import pytest
 import torch
 
-Distribution = dict[int, float]
-"""Log-probability of every token that is left, likeliest first."""
-
-
 CLOSE = {"rel": 1e-5, "abs": 3e-5}
 """Rounding of float32 scores, which a temperature of 0.3 makes three times as large."""
 

@@ -5,13 +5,9 @@ Independent of the code under test; `draw_params` alone puts parameters into the
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from serve_spec.ops.draw import DrawParams
 from serve_spec.ops.noise import seed_words
-
-Floats = NDArray[np.float64]
-Key = tuple[int, int]
 
 _WORD = 2**32 - 1
 

@@ -2,13 +2,10 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import torch
 
 from serve_spec.parallel.group import TensorParallel
-
-T = TypeVar("T")
 
 
 class ThreadRank(TensorParallel):

@@ -8,15 +8,16 @@ hold for any implementation of a step. Keys in the environment reach every engin
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
-from serve_spec import LLM, SamplingParams
+from serve_spec import SamplingParams
 from serve_spec.core.request import SpeculationStats, TokenLogprob
 from serve_spec.engine.output import OutputProcessor
+from tests.helpers import engines
 from tests.helpers.checkpoints import (
     make_eagle,
     make_eagle3,
@@ -25,7 +26,7 @@ from tests.helpers.checkpoints import (
     read_checkpoint,
     write_checkpoint,
 )
-from tests.helpers.engines import checked
+from tests.helpers.engines import Pair
 
 NUM_STEPS = 3
 TREE_TOKENS = 9
@@ -42,13 +43,13 @@ def make_checkpoints(root):
     config, tensors = read_checkpoint(target)
     tensors["lm_head.weight"] *= 2  # so that sampled texts repeat themselves, too
     write_checkpoint(target, config, tensors)
-    return {
-        "target": target,
+    heads = {
         "EAGLE3": make_eagle3(root / "eagle3", target, mimic=True),
         "EAGLE": make_eagle(root / "eagle", target, mimic=True),
         "STANDALONE": make_shallow(root / "standalone", target, num_layers=2),
         "MEDUSA": make_medusa(root / "medusa", target, num_heads=NUM_STEPS),
     }
+    return Pair(target, heads)
 
 
 def make_shallow(directory, target, num_layers):
@@ -110,18 +111,10 @@ class Row:
         """Return whether sampled texts are those of decoding without drafts."""
         return self.method == "coupled"
 
-    def keys(self, checkpoints):
-        """Return the configuration keys of its section."""
-        keys = {
-            "speculative_algorithm": self.algorithm,
-            "speculative_num_steps": 0 if self.algorithm == "NONE" else NUM_STEPS,
-            "speculative_adaptive": False,
-            "speculative_draft_dtype": "float32",
-            "rejection_sample_method": self.method,
-            "speculative_draft_sharpness": 1.0,
-        }
-        if self.algorithm in checkpoints:
-            keys["speculative_draft_model_path"] = str(checkpoints[self.algorithm])
+    @property
+    def keys(self):
+        """Return its configuration keys beside algorithm and depth."""
+        keys = {"rejection_sample_method": self.method, "speculative_draft_sharpness": 1.0}
         if self.is_tree:
             keys |= {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": TREE_TOKENS}
         if self.uses_ngrams:
@@ -138,30 +131,23 @@ DRAFTING_ROWS = [
     *(Row("EAGLE3", is_tree, ngram_first=True) for is_tree in (False, True)),
 ]
 
-MakeLLM = Callable[..., LLM]
-
 
 def llm_maker(root, device="cpu"):
     """Return a function that builds an engine for a row, which checks itself after every step."""
-    checkpoints = make_checkpoints(root)
+    make_llm = engines.llm_maker(make_checkpoints(root), device)
 
     def make(row, slots=None, **overrides):
-        speculative = row.keys(checkpoints)
+        keys = {"num_pages": 256, "max_num_seqs": 16, "max_num_batched_tokens": 256, **row.keys}
         if slots is not None:
             file = root / "slots.json"
             file.write_text(json.dumps(slots))
-            speculative |= {
+            keys |= {
                 "speculative_adaptive": True,
                 "speculative_adaptive_strategy": "ema",
                 "speculative_adaptive_config": str(file),
             }
-        settings = {
-            "model": {"path": str(checkpoints["target"]), "device": device, "dtype": "float32"},
-            "speculative": speculative,
-            "cache": {"page_size": 4, "num_pages": 256},
-            "scheduler": {"max_num_seqs": 16, "max_num_batched_tokens": 256},
-        }
-        return checked(LLM(settings, **{"max_model_len": 64, **overrides}))
+        num_steps = 0 if row == PLAIN else NUM_STEPS
+        return make_llm(row.algorithm, num_steps, **{"max_model_len": 64, **keys, **overrides})
 
     return make
 
@@ -204,29 +190,27 @@ class Answer:
             self.reason, self.stats = delta.finish_reason.value, delta.speculation
 
 
-BeforeStep = Callable[[LLM, int], None]
-"""Called before every step with its number."""
-
-
 def nothing(llm, num_steps):
     """Do nothing before a step."""
 
 
-def run(llm, requests, before_step=nothing, *, arrivals=lambda index: 0):
-    """Return the answer to every request, by its key.
+def run(llm, requests, before_step=nothing, *, arrivals=lambda index: 0, answers=None, most=2000):
+    """Return the answer to every request, by its key, as far as `most` steps bring it.
 
     arrivals: the step before which the request at an index arrives.
+    answers: what another engine answered of each; this one goes on.
     """
     engine = llm.engine
     outputs = OutputProcessor(engine.tokenizer, engine.abort)
     waiting = [(arrivals(index), request) for index, request in enumerate(requests)]
-    answers = {request.key: Answer() for request in requests}
+    answers = answers or {request.key: Answer() for request in requests}
     num_steps = 0
-    while waiting or engine.has_work:
+    while (waiting or engine.has_work) and num_steps < most:
         for arrival, request in [*waiting]:
             if arrival <= num_steps:
                 waiting.remove((arrival, request))
-                seq = engine.new_sequence(request.key, request.prompt, request.params)
+                emitted = tuple(answers[request.key].token_ids)
+                seq = engine.new_sequence(request.key, request.prompt, request.params, emitted)
                 engine.add(seq)
                 outputs.add(seq)
         before_step(llm, num_steps)
@@ -234,7 +218,7 @@ def run(llm, requests, before_step=nothing, *, arrivals=lambda index: 0):
             if delta.request_id in answers:
                 answers[delta.request_id].add(delta)
         num_steps += 1
-        assert num_steps < 2000, "the engine makes no progress"
+    assert num_steps < 2000, "the engine makes no progress"
     return answers
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
@@ -13,8 +12,6 @@ from serve_spec.core.request import SamplingParams
 from serve_spec.engine import build, engine
 from serve_spec.metrics import readings
 from tests.helpers.engines import texts
-
-Law = Callable[[float, int], float]
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7]]
 PARAMS = SamplingParams(max_tokens=100, temperature=0.8, seed=3, ignore_eos=True)

@@ -17,7 +17,6 @@ import pytest
 from serve_spec import Grammar, SamplingParams
 from serve_spec.core.request import SpeculativeOptions
 from serve_spec.core.round import AS_DRAWN
-from serve_spec.engine.output import OutputProcessor
 from tests.helpers.checkpoints import EOS_ID, VOCAB
 from tests.helpers.engines import heard_plans, heard_steps
 from tests.helpers.grammars import PARENTHESES, check_text
@@ -26,7 +25,6 @@ from tests.helpers.table import (
     NUM_STEPS,
     PLAIN,
     TREE_TOKENS,
-    Answer,
     Request,
     as_texts,
     compare,
@@ -253,27 +251,10 @@ def with_late_arrivals(make, row):
 
 def with_resumption(make, row):
     """Run what is left on another engine after a few steps, as if the first had failed."""
-    first, second = (make(row, max_num_seqs=40, num_pages=512).engine for _ in range(2))
-    texts, rest = (OutputProcessor(engine.tokenizer, engine.abort) for engine in (first, second))
-    answers = {request.key: Answer() for request in requests()}
-    for request in requests():
-        sequence = first.new_sequence(request.key, request.prompt, request.params)
-        first.add(sequence)
-        texts.add(sequence)
-    for _ in range(7):
-        for delta in texts.process(first.step()):
-            answers[delta.request_id].add(delta)
-    for request in requests():
-        answer = answers[request.key]
-        if not answer.reason:
-            emitted = tuple(answer.token_ids)
-            sequence = second.new_sequence(request.key, request.prompt, request.params, emitted)
-            second.add(sequence)
-            rest.add(sequence)
-    while second.has_work:
-        for delta in rest.process(second.step()):
-            answers[delta.request_id].add(delta)
-    return answers
+    first, second = (make(row, max_num_seqs=40, num_pages=512) for _ in range(2))
+    answers = run(first, requests(), most=7)
+    left = [request for request in requests() if not answers[request.key].reason]
+    return run(second, left, answers=answers)
 
 
 EVENTS = {

@@ -6,11 +6,8 @@ token, and the head over them. A feature of the wrong token, a missing entry, on
 rejected draft or a wrong position would show.
 """
 
-from collections.abc import Callable, Sequence
-
 import pytest
 import torch
-from torch import Tensor
 
 from serve_spec.core.request import SamplingParams
 from serve_spec.models import FeatureCapture, load_target
@@ -30,8 +27,6 @@ from tests.unit.models.test_medusa import plain_logits
 
 STEPS = 4
 TOLERANCE = 2e-4
-Plain = Callable[[Sequence[int], int], Tensor]
-"""Of a text, its last tokens drafts, and their number: the logits of each and one more [n, Vd]."""
 
 WINDOW = {"sliding_window": 9, "layer_types": ["sliding_attention"]}
 # Random heads are sensitive to all they read, mimics keep drafts.

@@ -25,7 +25,6 @@ from tests.helpers.engines import SOON_S, heard_plans, llm_maker, make_pair, swi
 from tests.helpers.local_engine import LocalEngine
 from tests.helpers.plain_logprobs import close
 
-Texts = list[tuple[int, ...]]
 SWITCHING = (0, 7, 1, 0, 3, 0, 0, 7)
 
 

@@ -7,18 +7,12 @@ from serve_spec.kvcache.radix import OutOfPages, PageAllocator, PrefixHit, Prefi
 PAGE = 2
 
 
-def known_prefixes(text):
-    """Every full page of a text with the token after it, as all the tokens up to there."""
-    return [tuple(text[: end + 1]) for end in range(PAGE, len(text), PAGE)]
-
-
 def filled(texts, num_draft_pages=0):
     """A tree that knows these texts, the first of them used longest ago."""
     allocator = PageAllocator(32)
     tree = PrefixTree(allocator, PAGE)
     for text in texts:
-        count = len(known_prefixes(text))
-        tree.retire(text, allocator.allocate(count), num_draft_pages)
+        tree.retire(text, allocator.allocate((len(text) - 1) // PAGE), num_draft_pages)
     return tree
 
 

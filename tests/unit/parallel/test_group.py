@@ -2,7 +2,6 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ import torch
 from serve_spec.parallel.group import SINGLE
 from tests.helpers.follower import joined
 
-T = TypeVar("T")
 SIZE = 3
 
 

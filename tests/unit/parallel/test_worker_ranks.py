@@ -5,7 +5,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -31,9 +30,6 @@ def threads(monkeypatch):
     for thread in threads:
         thread.join(SOON_S)
     assert not any(thread.is_alive() for thread in threads)
-
-
-Start = Callable[..., WorkerRanks]
 
 
 @pytest.fixture

@@ -25,7 +25,6 @@ TREES = [
     DraftShape(4, 30, TOPK),
     DraftShape(7, 7, TOPK),
 ]
-Text = tuple[int, ...]
 
 
 def next_token(seed, text):
@@ -244,8 +243,7 @@ def test_what_is_read_is_of_ones_own_text_and_what_is_known_was_committed(
     assert (num_prompts_ahead > 20) == runs_ahead
     assert scheduler.cache.tree.num_evicted > 20
     assert (scheduler.queue.num_preemptions > 5) == (num_pages == 26)
-    hits = sum(count.num_hit_tokens for count in counts)
-    queries = sum(count.num_query_tokens for count in counts)
+    queries, hits = map(sum, zip(*counts, strict=True))
     assert 0.2 < hits / queries < 1, "the test needs texts that share, and some that do not"
     for seq in worker.sequences.values():
         check_ended(seq, lengths_at_abort)
