@@ -291,7 +291,7 @@ class _ExpandedFile(TensorFile):
         source = self._sources[name]
         seed = self._recipe.seed + zlib.crc32(name.encode())
         widen(
-            self._base.read_floats(source.name),
+            self._base.read(source.name, floats=True),
             destination,
             self._how[name],
             noise=self._recipe.noise,

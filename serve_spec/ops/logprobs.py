@@ -6,7 +6,7 @@ normalised. Greedy rows are the plain softmax. The host never waits for the devi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -62,6 +62,8 @@ def score_in_slices(
 
     logits_of: float32 [n, V] of the rows of a slice; V = vocab_size.
     """
+    size = max(1, _MAX_LOGITS // vocab_size)
+    parts = (slice(first, first + size) for first in range(0, len(token_ids), size))
     return torch.cat(
         [
             score_tokens(
@@ -71,12 +73,6 @@ def score_in_slices(
                 num_top,
                 has_filters=has_filters,
             )
-            for part in slices(len(token_ids), vocab_size)
+            for part in parts
         ]
     )
-
-
-def slices(num_rows: int, vocab_size: int) -> Iterator[slice]:
-    """Yield slices of rows that fit `_MAX_LOGITS`."""
-    size = max(1, _MAX_LOGITS // vocab_size)
-    return (slice(first, first + size) for first in range(0, num_rows, size))

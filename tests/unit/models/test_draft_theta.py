@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from serve_spec.config.base import ASSETS
 from serve_spec.engine.tokenizer import Tokenizer
-from serve_spec.models import DraftOptions, FeatureCapture, load_draft, load_target
+from serve_spec.models import DraftOptions, FeatureCapture, draft_probe, load_draft, load_target
 from serve_spec.models.draft_checkpoint import read_draft
 from serve_spec.models.draft_probe import (
     TRAINER_THETA,
-    best_theta,
     choose_layers,
     choose_theta,
     overlap_measure,
@@ -32,24 +29,6 @@ from tests.unit.models.draft_formats import assert_computes
 
 IDS = torch.randint(0, 288, (150,), generator=torch.Generator().manual_seed(1))
 SHIPPED = ASSETS / "tiny"
-
-thetas = st.lists(st.sampled_from([1e4, 5e5, 1e6, 3e2]), min_size=1, max_size=6)
-scores = st.lists(st.integers(0, 3), min_size=4, max_size=4)
-
-
-@given(candidates=thetas, values=scores)
-def test_the_best_theta_is_the_first_of_the_highest_and_each_is_measured_once(candidates, values):
-    by_theta = dict(zip([1e4, 5e5, 1e6, 3e2], values, strict=True))
-    measured: list[float] = []
-
-    def score(theta):
-        measured.append(theta)
-        return by_theta[theta]
-
-    best = best_theta(candidates, score)
-    assert measured == list(dict.fromkeys(candidates))
-    highest = max(by_theta[theta] for theta in candidates)
-    assert best == next(theta for theta in candidates if by_theta[theta] == highest)
 
 
 def plain_overlap(head, plain, target):
@@ -100,6 +79,18 @@ def test_a_settled_head_computes_with_the_theta_that_drafts_best(tmp_path, targe
     assert found == max(by_theta, key=lambda theta: by_theta[theta])
     assert head.shape.rope_theta == found
     assert_computes(head, PlainHead(tmp_path, target_dir, rope_theta=found))
+
+
+def test_of_equal_thetas_the_heads_own_wins_and_each_is_measured_once(
+    tmp_path, target_dir, target, monkeypatch
+):
+    make_eagle3(tmp_path, target_dir, rope_theta=TRAINER_THETA)
+    head: Any = load_draft(tmp_path, target, "EAGLE3")
+    measured = []
+    measure = lambda *_: lambda: measured.append(head.shape.rope_theta) or 0.5  # noqa: E731
+    monkeypatch.setattr(draft_probe, "overlap_measure", measure)
+    assert choose_theta(head, target, IDS.tolist()) == TRAINER_THETA
+    assert measured == [TRAINER_THETA, target.shape.rope_theta]
 
 
 @pytest.mark.parametrize("ids", [[1, 3, 4], [2, 4, 5], [3, 4, 6]])
