@@ -168,11 +168,7 @@ def load_target(
     Raises:
         CheckpointError: a checkpoint that cannot be used.
     """
-    shape = ModelShape.from_directory(path)
-    checkpoint = open_weights(path)
-    # A stored matrix wins over the flag: some exporters write both.
-    tied = shape.tie_word_embeddings and "lm_head.weight" not in checkpoint
-    shape = replace(shape, tie_word_embeddings=tied)
+    shape, checkpoint = open_target(path)
     _check_memory(shape, checkpoint, max_model_len)
     with tensor_defaults(dtype, device):
         model = TARGETS[shape.architecture](shape, max_model_len, parallel)
@@ -181,6 +177,18 @@ def load_target(
         finish_loading(model)
     model.path = Path(path)
     return model
+
+
+def open_target(path: Path | str) -> tuple[ModelShape, Checkpoint]:
+    """Return the shape and the weights of a target; reads no weight.
+
+    Raises:
+        CheckpointError: a checkpoint that cannot be used.
+    """
+    shape, checkpoint = ModelShape.from_directory(path), open_weights(path)
+    # A stored matrix wins over the flag: some exporters write both.
+    tied = shape.tie_word_embeddings and "lm_head.weight" not in checkpoint
+    return replace(shape, tie_word_embeddings=tied), checkpoint
 
 
 def _check_memory(shape: ModelShape, checkpoint: Checkpoint, max_model_len: int | None) -> None:

@@ -11,10 +11,8 @@ from torch import Tensor
 
 from serve_spec.core.request import SamplingParams
 from serve_spec.ops import draw as dispatched
-from serve_spec.ops import logprobs
 from serve_spec.ops.dispatch import reference_of
-from serve_spec.ops.draw import perturbed_scores
-from serve_spec.ops.logprobs import score_in_slices, score_tokens
+from serve_spec.ops.draw import perturbed_scores, score_in_slices, score_tokens
 from tests.helpers.memory import poisoned_memory
 from tests.helpers.plain_sampling import assert_largest, draft_values, draw_params, values
 from tests.helpers.triton import DEVICE
@@ -310,7 +308,7 @@ def test_rows_looked_at_in_pieces_give_what_they_give_together(monkeypatch):
         seen.append(len(logits[piece]))
         return logits[piece]
 
-    monkeypatch.setattr(logprobs, "_MAX_LOGITS", 4 * 40)
+    monkeypatch.setattr(dispatched, "_MAX_LOGITS", 4 * 40)
     rows = draw_params(params, [0] * 11, CPU)
     found = score_in_slices(logits_of, 40, tokens, rows, 3, has_filters=True)
     assert seen == [4, 4, 3]
