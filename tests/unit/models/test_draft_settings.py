@@ -1,5 +1,4 @@
-"""A draft's rotary base, and the layers it reads, can be found by drafting a text: the measure, the
-choice, the change."""
+"""A draft's rotary base and the layers it reads: as a user says them, or as a text shows."""
 
 from __future__ import annotations
 
@@ -9,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from serve_spec.config import ServeSpecConfig
 from serve_spec.config.base import ASSETS
+from serve_spec.engine.build import load_models
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.models import DraftOptions, FeatureCapture, draft_probe, load_draft, load_target
 from serve_spec.models.draft_checkpoint import read_draft
@@ -22,6 +23,7 @@ from serve_spec.models.draft_probe import (
     set_theta,
 )
 from serve_spec.models.draft_shape import both_readings
+from serve_spec.parallel.group import SINGLE
 from tests.helpers.checkpoints import make_eagle, make_eagle3
 from tests.helpers.paged import PagedSequences
 from tests.helpers.plain_heads import PlainHead
@@ -144,3 +146,52 @@ def test_the_shipped_head_reads_its_own_layers_whatever_they_were_counted_as():
         options = DraftOptions(aux_layer_ids=first)
         head = load_draft(SHIPPED / "eagle3", target, "EAGLE3", options)
         assert choose_layers(head, target, ids[:200], [wrong, (2, 4, 5)]) == (2, 4, 5)
+
+
+@pytest.fixture
+def config(tmp_path, target_dir):
+    make_eagle3(tmp_path, target_dir, rope_theta=40.0, eagle_aux_hidden_state_layer_ids=[2, 4, 5])
+    return ServeSpecConfig.load(
+        {
+            "model": {"path": str(target_dir), "device": "cpu", "dtype": "float32"},
+            "speculative": {
+                "speculative_algorithm": "EAGLE3",
+                "speculative_draft_model_path": str(tmp_path),
+                "speculative_draft_dtype": "float32",
+            },
+            "cache": {"num_pages": 64},
+        }
+    )
+
+
+def loaded_head(config, **changes):
+    return load_models(ServeSpecConfig.load(config, **changes), SINGLE).head
+
+
+def test_every_word_reaches_the_head(config):
+    head = loaded_head(
+        config,
+        speculative_draft_rope_theta=7,
+        speculative_draft_aux_layers_mean="output",
+        speculative_draft_norm_before_residual=True,
+        speculative_draft_norm_output=True,
+    )
+    assert head.shape.rope_theta == 7
+    assert head.capture.layer_ids == (3, 5, 6)
+    assert head.options.norm_before_residual
+    assert head.options.norm_output
+    head = loaded_head(config, speculative_draft_aux_layer_ids=[0, 1, 8])
+    assert head.capture.layer_ids == (0, 1, 8)
+
+
+def test_layers_that_are_to_be_measured_are_and_the_theta_after_them(config, target_dir):
+    target = load_target(target_dir, torch.float32)
+    path = config.speculative.speculative_draft_model_path
+    ids = Tokenizer(target_dir).encode(probe_text())
+    head = load_draft(path, target, "EAGLE3")
+    layers = choose_layers(head, target, ids, [(2, 4, 5), (3, 5, 6)])
+    theta = choose_theta(head, target, ids)
+    measured = {"speculative_draft_aux_layers_mean": "probe"}
+    found = loaded_head(config, speculative_draft_rope_theta="probe", **measured)
+    assert (found.capture.layer_ids, found.shape.rope_theta) == (layers, theta)
+    assert loaded_head(config, **measured).capture.layer_ids == layers
