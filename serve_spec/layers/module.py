@@ -67,9 +67,14 @@ def parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape), requires_grad=False)
 
 
-def prefixed(prefix: str, tensors: Mapping[str, Destination]) -> dict[str, Destination]:
-    """Return the same destinations, each name preceded by `prefix`."""
-    return {prefix + name: tensor for name, tensor in tensors.items()}
+def named_parts(*parts: tuple[str, nn.Module | None]) -> dict[str, Destination]:
+    """Return the destinations of layers, each name preceded by its layer's prefix."""
+    tensors: dict[str, Destination] = {}
+    for prefix, part in parts:
+        if part is not None:
+            assert isinstance(part, Layer), "models are made of layers"
+            tensors |= {prefix + name: tensor for name, tensor in part.tensors().items()}
+    return tensors
 
 
 @contextmanager

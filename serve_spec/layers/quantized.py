@@ -63,14 +63,18 @@ def quantized_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 @cache
 def int8_works() -> bool:
     """Return whether such products work on this processor; tried once."""
+    return _works(Int8Weight, torch.device("cpu"), 0.1)
+
+
+def _works(kind: type[Int8Weight | Int4Weight], device: torch.device, tolerance: float) -> bool:
     generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(n, 64, generator=generator) for n in (3, 16))
+    x, weight = (torch.randn(n, 64, generator=generator).to(device) for n in (3, 16))
     try:
-        found = Int8Weight(weight).linear(x, torch.float32)
+        found = kind(weight).linear(x, torch.float32)
     except (AttributeError, NotImplementedError, RuntimeError):
         return False
-    expected = x @ weight.T
-    return bool((found - expected).norm() < 0.1 * expected.norm())
+    expected = x @ (plain_weight(*quantized_groups(weight)) if kind is Int4Weight else weight).T
+    return bool((found - expected).norm() < tolerance * expected.norm())
 
 
 @cache
@@ -146,14 +150,7 @@ def int4_works(device: torch.device) -> bool:
     """Return whether torch's int4 product works on `device`; the result is cached."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
         return False
-    generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(n, 64, generator=generator).to(device) for n in (3, 16))
-    try:
-        found = Int4Weight(weight).linear(x, torch.float32)
-    except (AttributeError, NotImplementedError, RuntimeError):
-        return False
-    expected = x @ plain_weight(*quantized_groups(weight)).T
-    return bool((found - expected).norm() < 0.02 * expected.norm())
+    return _works(Int4Weight, device, 0.02)
 
 
 def _packed(codes: Tensor) -> Tensor:

@@ -40,11 +40,6 @@ class RotaryTable:
         self._cos = torch.cat((cos, cos), dim=-1).unsqueeze(1)
         self._sin = torch.cat((-sin, sin), dim=-1).unsqueeze(1)
 
-    @property
-    def max_len(self) -> int:
-        """Return the number of positions of the table."""
-        return self._cos.shape[0] - _MARGIN
-
     def at(self, positions: Tensor) -> Rotation:
         """Return the rotation of tokens at `positions` [T] (int64, below `max_len`)."""
         return Rotation(self._cos, self._sin, positions)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from serve_spec.core.context import ForwardContext, Rotation
 from serve_spec.layers.causal import CausalAttention
 from serve_spec.layers.linear import Linear
-from serve_spec.layers.module import Destination, Layer, parameter, prefixed
+from serve_spec.layers.module import Destination, Layer, named_parts, parameter
 from serve_spec.layers.norm import RMSNorm
 from serve_spec.models.shape import ModelShape
 from serve_spec.ops import linear
@@ -158,14 +158,12 @@ class DecoderLayer(Layer):
 
     def tensors(self) -> dict[str, Destination]:
         """Return destinations by Hugging Face's names within one layer."""
-        tensors = {
-            **prefixed("self_attn.", self.attention.tensors()),
-            **prefixed("post_attention_layernorm.", self.post_attention_norm.tensors()),
-            **prefixed("mlp.", self.mlp.tensors()),
-        }
-        if self.input_norm is not None:
-            tensors |= prefixed("input_layernorm.", self.input_norm.tensors())
-        return tensors
+        return named_parts(
+            ("self_attn.", self.attention),
+            ("post_attention_layernorm.", self.post_attention_norm),
+            ("mlp.", self.mlp),
+            ("input_layernorm.", self.input_norm),
+        )
 
 
 def row_positions(num_rows: int, row_tokens: int, device: torch.device, first: int = 0) -> Tensor:

@@ -9,7 +9,7 @@ configs are right, and a start should not depend on a measurement.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,16 +48,13 @@ def choose_theta(head: DraftHead, target: Llama, token_ids: Sequence[int]) -> fl
     Reads no more than `NUM_TOKENS`, and needs three.
     """
     assert isinstance(head, Eagle | Eagle3), "only these rotate"
-    ids = torch.tensor(token_ids[: min(NUM_TOKENS, target.max_model_len)])
-    draft_overlap = overlap_measure(head, target, ids.to(target.embed_tokens.weight.device))
+    draft_overlap = overlap_measure(head, target, _probed(target, token_ids))
     scores: dict[float, float] = {}
-
-    def score(theta: float) -> float:
-        set_theta(head, theta)
-        scores[theta] = draft_overlap()
-        return scores[theta]
-
-    best = best_theta((head.shape.rope_theta, TRAINER_THETA, target.shape.rope_theta), score)
+    for theta in (head.shape.rope_theta, TRAINER_THETA, target.shape.rope_theta):
+        if theta not in scores:
+            set_theta(head, theta)
+            scores[theta] = draft_overlap()
+    best = max(scores, key=lambda theta: scores[theta])
     set_theta(head, best)
     _log.info(
         "draft rope theta %g: acceptance of a text by theta: %s",
@@ -81,9 +78,7 @@ def choose_layers(
     assert head.capture is not None
     own = head.capture.layer_ids
     assert own is not None, "such a head names layers"
-    ids = torch.tensor(token_ids[: min(NUM_TOKENS, target.max_model_len)])
-    ids = ids.to(target.embed_tokens.weight.device)
-    scores = {}
+    ids, scores = _probed(target, token_ids), {}
     for layers in dict.fromkeys((own, *readings)):
         head.capture = FeatureCapture(layers)
         scores[layers] = overlap_measure(head, target, ids)()
@@ -96,9 +91,9 @@ def choose_layers(
     return best
 
 
-def best_theta(candidates: Iterable[float], score: Callable[[float], float]) -> float:
-    """Return the candidate of the highest score, the first of equals. Each is scored once."""
-    return max(dict.fromkeys(candidates), key=score)
+def _probed(target: Llama, token_ids: Sequence[int]) -> Tensor:
+    ids = torch.tensor(token_ids[: min(NUM_TOKENS, target.max_model_len)])
+    return ids.to(target.embed_tokens.weight.device)
 
 
 def set_theta(head: Eagle | Eagle3, theta: float) -> None:

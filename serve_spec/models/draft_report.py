@@ -25,7 +25,7 @@ from serve_spec.models.draft_shape import (
     switch,
 )
 from serve_spec.models.eagle import make_eagle
-from serve_spec.models.llama import Llama
+from serve_spec.models.llama import Llama, open_target
 from serve_spec.models.medusa import make_medusa, medusa_shape
 from serve_spec.models.shape import ModelShape
 from serve_spec.models.standalone import shared_ids
@@ -232,11 +232,9 @@ def _fit(config: ServeSpecConfig | None, family: str) -> str:
 
 def _without_weights(path: Path) -> Llama:
     """Return the model in `path` on the meta device."""
-    shape = ModelShape.from_directory(path)
-    is_tied = shape.tie_word_embeddings and "lm_head.weight" not in open_weights(path)
-    shape = replace(shape, tie_word_embeddings=is_tied, num_ids=None)
+    shape, _ = open_target(path)
     with tensor_defaults(torch.float32, "meta"):
-        return Llama(shape)
+        return Llama(replace(shape, num_ids=None))
 
 
 def _yes(is_so: bool) -> str:

@@ -214,8 +214,8 @@ def _check_target_ids(file: DraftFile, name: str, ids: Tensor, vocab: int) -> No
 class Eagle3Shape:
     """Shape of an EAGLE-3 head.
 
-    The target's features are `num_features` hidden states of `target_hidden_size` each. Before
-    `fc` they pass `input_norm` (one norm over all) or `fc_norm` (one each), or neither.
+    The target's features are hidden states of `target_hidden_size` each. Before `fc` they pass
+    `input_norm` (one norm over all) or `fc_norm` (one each), or neither.
     `norm_before_residual`: the first layer adds to the normed hidden state. `norm_output`: the
     normed output is fed back.
     """
@@ -223,7 +223,6 @@ class Eagle3Shape:
     layers: ModelShape
     capture: FeatureCapture
     target_hidden_size: int
-    num_features: int
     draft_vocab_size: int
     fc_bias: bool
     input_norm: bool
@@ -254,7 +253,6 @@ def read_eagle3_shape(file: DraftFile, target: Llama, options: DraftOptions) -> 
         layers=layers,
         capture=capture,
         target_hidden_size=target.shape.hidden_size,
-        num_features=len(capture.layer_ids or ()),
         draft_vocab_size=rows,
         fc_bias="fc.bias" in shapes,
         input_norm="input_norm.weight" in shapes or bool(file.setting("norm_before_fc")),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from serve_spec.core.context import ForwardContext
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.linear import Linear
-from serve_spec.layers.module import Destination, finish_loading, prefixed, tensor_defaults
+from serve_spec.layers.module import Destination, finish_loading, named_parts, tensor_defaults
 from serve_spec.layers.norm import RMSNorm, stream_of
 from serve_spec.layers.rope import RotaryTable
 from serve_spec.log import get_logger
@@ -89,11 +89,11 @@ class Eagle(DraftHead):
 
     def tensors(self) -> dict[str, Destination]:
         """Return destinations by published name, without those shared with the target."""
-        tensors = self.fc.tensors()
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, DecoderLayer)
-            tensors |= prefixed(f"layers.{index}.", layer.tensors())
-        return tensors | (self.lm_head.tensors() if self.own_head else {})
+        return named_parts(
+            ("", self.fc),
+            *((f"layers.{index}.", layer) for index, layer in enumerate(self.layers)),
+            ("", self.lm_head if self.own_head else None),
+        )
 
 
 class Eagle3FirstLayer(DecoderLayer):
@@ -119,7 +119,7 @@ class Eagle3FirstLayer(DecoderLayer):
 
     def tensors(self) -> dict[str, Destination]:
         """Return destinations by the published names within `midlayer.` / `layers.0.`."""
-        return {**super().tensors(), **prefixed("hidden_norm.", self.hidden_norm.tensors())}
+        return {**super().tensors(), **named_parts(("hidden_norm.", self.hidden_norm))}
 
 
 class Eagle3(DraftHead):
@@ -129,17 +129,15 @@ class Eagle3(DraftHead):
 
     def __init__(self, shape: Eagle3Shape, target: Llama, target_ids: Tensor | None) -> None:
         layers = shape.layers
-        super().__init__(layers, shape.capture, shape.num_features * shape.target_hidden_size)
+        super().__init__(layers, shape.capture, shape.capture.width(shape.target_hidden_size))
         self.options = shape
         self.target_ids = target_ids
         self.num_ids = num_draft_ids(target_ids, layers.num_ids)
         eps = layers.rms_norm_eps
         self.embed_tokens = target.embed_tokens
         self.input_norm = RMSNorm(self.feature_dim, eps) if shape.input_norm else None
-        num_fc_norms = shape.num_features if shape.fc_norm else 0
-        self.fc_norms = nn.ModuleList(
-            RMSNorm(shape.target_hidden_size, eps) for _ in range(num_fc_norms)
-        )
+        normed = shape.capture.layer_ids or () if shape.fc_norm else ()
+        self.fc_norms = nn.ModuleList(RMSNorm(shape.target_hidden_size, eps) for _ in normed)
         self.fc = Linear(self.feature_dim, {"fc": layers.hidden_size}, bias=shape.fc_bias)
         self.first_layer = Eagle3FirstLayer(shape)
         self.more_layers = nn.ModuleList(
@@ -182,16 +180,15 @@ class Eagle3(DraftHead):
 
     def tensors(self) -> dict[str, Destination]:
         """Return destinations by published name (`layers.0.` for `midlayer.`)."""
-        tensors = {**self.fc.tensors(), **prefixed("layers.0.", self.first_layer.tensors())}
-        if self.input_norm is not None:
-            tensors |= prefixed("input_norm.", self.input_norm.tensors())
-        for index, norm in enumerate(self.fc_norms):
-            assert isinstance(norm, RMSNorm)
-            tensors |= prefixed(f"fc_norm.{index}.", norm.tensors())
-        for index, layer in enumerate(self.more_layers, start=1):
-            assert isinstance(layer, DecoderLayer)
-            tensors |= prefixed(f"layers.{index}.", layer.tensors())
-        return {**tensors, **prefixed("norm.", self.norm.tensors()), **self.lm_head.tensors()}
+        return named_parts(
+            ("", self.fc),
+            ("layers.0.", self.first_layer),
+            ("input_norm.", self.input_norm),
+            *((f"fc_norm.{index}.", norm) for index, norm in enumerate(self.fc_norms)),
+            *((f"layers.{index}.", layer) for index, layer in enumerate(self.more_layers, start=1)),
+            ("norm.", self.norm),
+            ("", self.lm_head),
+        )
 
 
 def load_eagle(

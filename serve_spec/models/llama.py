@@ -12,12 +12,18 @@ from torch import Tensor, nn
 from serve_spec.config.engine import MAX_POSITIONS
 from serve_spec.core.context import ForwardContext
 from serve_spec.core.errors import CheckpointError
-from serve_spec.layers.module import Destination, Layer, finish_loading, prefixed, tensor_defaults
+from serve_spec.layers.module import (
+    Destination,
+    Layer,
+    finish_loading,
+    named_parts,
+    tensor_defaults,
+)
 from serve_spec.layers.norm import RMSNorm
 from serve_spec.layers.rope import RotaryTable
 from serve_spec.layers.vocabulary import vocab_embedding, vocab_head
 from serve_spec.models.decoder import DecoderLayer
-from serve_spec.models.shape import ModelShape, check_size, check_sizes
+from serve_spec.models.shape import FAMILIES, ModelShape, check_size, check_sizes
 from serve_spec.models.upscale import open_weights
 from serve_spec.models.weights import Checkpoint
 from serve_spec.parallel.group import SINGLE, TensorParallel
@@ -108,13 +114,12 @@ class Llama(Layer):
 
     def tensors(self) -> dict[str, Destination]:
         """Return destinations by Hugging Face's names; `lm_head.weight` only if it is not tied."""
-        tensors = prefixed("model.embed_tokens.", self.embed_tokens.tensors())
-        for index, layer in enumerate(self._layers):
-            tensors |= prefixed(f"model.layers.{index}.", layer.tensors())
-        tensors |= prefixed("model.norm.", self.norm.tensors())
-        if not self.shape.tie_word_embeddings:
-            tensors |= self.lm_head.tensors()
-        return tensors
+        return named_parts(
+            ("model.embed_tokens.", self.embed_tokens),
+            *((f"model.layers.{index}.", layer) for index, layer in enumerate(self._layers)),
+            ("model.norm.", self.norm),
+            ("", None if self.shape.tie_word_embeddings else self.lm_head),
+        )
 
 
 def without_padding(logits: Tensor, num_ids: int | None) -> Tensor:
@@ -143,12 +148,7 @@ class _Recorder:
             block.copy_(stream)
 
 
-TARGETS: dict[str, type[Llama]] = {
-    "LlamaForCausalLM": Llama,
-    "MistralForCausalLM": Llama,
-    "Qwen2ForCausalLM": Llama,
-    "Qwen3ForCausalLM": Llama,
-}
+TARGETS: dict[str, type[Llama]] = dict.fromkeys(FAMILIES, Llama)
 
 
 def load_target(
@@ -168,11 +168,7 @@ def load_target(
     Raises:
         CheckpointError: a checkpoint that cannot be used.
     """
-    shape = ModelShape.from_directory(path)
-    checkpoint = open_weights(path)
-    # A stored matrix wins over the flag: some exporters write both.
-    tied = shape.tie_word_embeddings and "lm_head.weight" not in checkpoint
-    shape = replace(shape, tie_word_embeddings=tied)
+    shape, checkpoint = open_target(path)
     _check_memory(shape, checkpoint, max_model_len)
     with tensor_defaults(dtype, device):
         model = TARGETS[shape.architecture](shape, max_model_len, parallel)
@@ -181,6 +177,18 @@ def load_target(
         finish_loading(model)
     model.path = Path(path)
     return model
+
+
+def open_target(path: Path | str) -> tuple[ModelShape, Checkpoint]:
+    """Return the shape and the weights of a target; reads no weight.
+
+    Raises:
+        CheckpointError: a checkpoint that cannot be used.
+    """
+    shape, checkpoint = ModelShape.from_directory(path), open_weights(path)
+    # A stored matrix wins over the flag: some exporters write both.
+    tied = shape.tie_word_embeddings and "lm_head.weight" not in checkpoint
+    return replace(shape, tie_word_embeddings=tied), checkpoint
 
 
 def _check_memory(shape: ModelShape, checkpoint: Checkpoint, max_model_len: int | None) -> None:

@@ -18,7 +18,13 @@ from torch import Tensor, nn
 from serve_spec.core.context import ForwardContext
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.linear import Linear
-from serve_spec.layers.module import Destination, Layer, finish_loading, prefixed, tensor_defaults
+from serve_spec.layers.module import (
+    Destination,
+    Layer,
+    finish_loading,
+    named_parts,
+    tensor_defaults,
+)
 from serve_spec.log import get_logger
 from serve_spec.models.draft import DraftHead
 from serve_spec.models.draft_checkpoint import DraftFile, DraftOptions, open_draft
@@ -65,11 +71,7 @@ class ResidualBlocks(Layer):
 
     def tensors(self) -> dict[str, Destination]:
         """Return destinations `layers.<block>.{weight,bias}`."""
-        tensors: dict[str, Destination] = {}
-        for block in self.blocks:
-            assert isinstance(block, Linear)
-            tensors |= block.tensors()
-        return tensors
+        return named_parts(*(("", block) for block in self.blocks))
 
 
 class Medusa(DraftHead):
@@ -105,14 +107,11 @@ class Medusa(DraftHead):
 
     def tensors(self) -> dict[str, Destination]:
         """Return destinations by vLLM's names, without those shared with the target."""
-        tensors: dict[str, Destination] = {}
-        for index, head in enumerate(self.heads):
-            assert isinstance(head, ResidualBlocks)
-            tensors |= prefixed(f"blocks.{index}.", head.tensors())
-        for lm_head in self.lm_heads[: len(self.heads_shape.outputs)]:
-            assert isinstance(lm_head, Linear)
-            tensors |= lm_head.tensors()
-        return tensors
+        own = self.lm_heads[: len(self.heads_shape.outputs)]
+        return named_parts(
+            *((f"blocks.{index}.", head) for index, head in enumerate(self.heads)),
+            *(("", lm_head) for lm_head in own),
+        )
 
     def _sampleable(self, logits: Tensor) -> Tensor:
         if self._rows is not None:

@@ -25,33 +25,25 @@ NUM_IDS_KEY = "serve_spec_num_ids"
 
 @dataclass(frozen=True)
 class _Family:
-    """Defaults of an architecture in transformers beyond the keys of its config."""
+    """Defaults of an architecture in transformers beyond the keys of its config.
+
+    `use_sliding_window_key`: its windows are off unless that key is true.
+    """
 
     qkv_bias: bool = False
     attention_bias_key: bool = False
     qk_norm: bool = False
-    sliding_window_key: bool = False
-    default_sliding_window: int | None = None
+    has_window: bool = True
     use_sliding_window_key: bool = False
 
 
 FAMILIES = {
-    "LlamaForCausalLM": _Family(attention_bias_key=True),
-    "MistralForCausalLM": _Family(sliding_window_key=True, default_sliding_window=4096),
-    "Qwen2ForCausalLM": _Family(
-        qkv_bias=True,
-        sliding_window_key=True,
-        default_sliding_window=4096,
-        use_sliding_window_key=True,
-    ),
-    "Qwen3ForCausalLM": _Family(
-        attention_bias_key=True,
-        qk_norm=True,
-        sliding_window_key=True,
-        default_sliding_window=4096,
-        use_sliding_window_key=True,
-    ),
+    "LlamaForCausalLM": _Family(attention_bias_key=True, has_window=False),
+    "MistralForCausalLM": _Family(),
+    "Qwen2ForCausalLM": _Family(qkv_bias=True, use_sliding_window_key=True),
+    "Qwen3ForCausalLM": _Family(attention_bias_key=True, qk_norm=True, use_sliding_window_key=True),
 }
+_DEFAULT_WINDOW = 4096
 
 
 @dataclass(frozen=True)
@@ -337,17 +329,16 @@ def _architecture(config: Config) -> str:
 
 def _sliding_window(config: Config, architecture: str, family: _Family) -> int | None:
     """Return the window that all layers share; raise if they differ."""
-    window: int | None = config.get("sliding_window", family.default_sliding_window)
-    if not family.sliding_window_key:
-        if window is None:
-            return None
-        raise CheckpointError(
-            f"config.json: sliding_window={window!r}: not supported for {architecture}; set null"
-        )
+    default = _DEFAULT_WINDOW if family.has_window else None
+    window: int | None = config.get("sliding_window", default)
     if family.use_sliding_window_key and not config.get("use_sliding_window", False):
         window = None
     if window is None:
         return None
+    if not family.has_window:
+        raise CheckpointError(
+            f"config.json: sliding_window={window!r}: not supported for {architecture}; set null"
+        )
     num_windowed = _num_windowed_layers(config, family)
     if num_windowed == 0:
         return None

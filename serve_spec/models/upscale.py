@@ -58,10 +58,8 @@ class Widening:
     def shape(self, small: tuple[int, ...]) -> tuple[int, ...]:
         """Return the wide shape of a tensor of shape `small`, [n] or [o, i]."""
         columns = small[-1] * self.column_factor
-        return (columns,) if len(small) == 1 else (self._rows(small[0]) * self.row_factor, columns)
-
-    def _rows(self, small: int) -> int:
-        return small if self.num_rows is None else self.num_rows
+        rows = small[0] if self.num_rows is None else self.num_rows
+        return (columns,) if len(small) == 1 else (rows * self.row_factor, columns)
 
 
 def widen(
@@ -264,14 +262,15 @@ class _ExpandedFile(TensorFile):
         self._config = read_json(folder / "config.json")
         self._base = open_checkpoint(folder)
         is_draft = recipe.num_layers is None
+        self._silent: set[str] = set()  # outputs of added layers
         self._sources = self._draft_sources() if is_draft else self._target_sources()
         self._maps = self._id_maps() if is_draft else {}
         self._how = {
-            name: _widening(name, self._base.shapes[source.name], recipe, self._width)
+            name: _widening(name, self._base.shapes[source], recipe, self._width)
             for name, source in self._sources.items()
         }
         self.shapes = {
-            name: how.shape(self._base.shapes[self._sources[name].name])
+            name: how.shape(self._base.shapes[self._sources[name]])
             for name, how in self._how.items()
         } | {name: tuple(ids.shape) for name, ids in self._maps.items()}
 
@@ -282,21 +281,20 @@ class _ExpandedFile(TensorFile):
     def read(self, name: str) -> Tensor:
         if name in self._maps:
             return self._maps[name]
-        dtype = self._base.read(self._sources[name].name).dtype
+        dtype = self._base.read(self._sources[name]).dtype
         tensor = torch.empty(self.shapes[name], dtype=dtype)
         self.copy_into(name, tensor)
         return tensor
 
     def copy_into(self, name: str, destination: Tensor) -> None:
-        source = self._sources[name]
         seed = self._recipe.seed + zlib.crc32(name.encode())
         widen(
-            self._base.read_floats(source.name),
+            self._base.read(self._sources[name], floats=True),
             destination,
             self._how[name],
             noise=self._recipe.noise,
             generator=torch.Generator(destination.device).manual_seed(seed),
-            silent=source.is_silent,
+            silent=name in self._silent,
         )
 
     def copy_shard(self, name: str, shard: Shard) -> None:
@@ -306,24 +304,26 @@ class _ExpandedFile(TensorFile):
         self.copy_into(name, entire)
         tensor.copy_(entire[shard.index])
 
-    def _target_sources(self) -> dict[str, _Source]:
+    def _target_sources(self) -> dict[str, str]:
+        """Return the tensor of the base that each one is made from."""
         assert self._recipe.num_layers is not None, "a target's expansion has a number of layers"
         names = self._base.shapes
         layers = added_layers(whole(self._config, "num_hidden_layers"), self._recipe.num_layers)
-        sources = {name: _Source(name) for name in names if not _LAYER.match(name)}
+        sources = {name: name for name in names if not _LAYER.match(name)}
         # The scales of embedding and head differ, so they cannot stay tied.
-        sources.setdefault("lm_head.weight", _Source("model.embed_tokens.weight"))
+        sources.setdefault("lm_head.weight", "model.embed_tokens.weight")
         for index, (base_layer, is_added) in enumerate(layers):
             prefix = f"model.layers.{base_layer}."
             for name in names:
                 if name.startswith(prefix):
-                    is_silent = is_added and _SILENCED.search(name) is not None
                     wide_name = f"model.layers.{index}.{name.removeprefix(prefix)}"
-                    sources[wide_name] = _Source(name, is_silent)
+                    sources[wide_name] = name
+                    if is_added and _SILENCED.search(name):
+                        self._silent.add(wide_name)
         return sources
 
-    def _draft_sources(self) -> dict[str, _Source]:
-        return {name: _Source(name) for name in self._base.shapes if name not in ("d2t", "t2d")}
+    def _draft_sources(self) -> dict[str, str]:
+        return {name: name for name in self._base.shapes if name not in ("d2t", "t2d")}
 
     def _id_maps(self) -> dict[str, Tensor]:
         """Return `d2t` and `t2d` of a draft head with a smaller vocabulary than the target's.
@@ -347,14 +347,6 @@ class _ExpandedFile(TensorFile):
         reached = torch.zeros(vocab, dtype=torch.bool)
         reached[torch.arange(rows) + offsets] = True
         return {"d2t": offsets, "t2d": reached}
-
-
-@dataclass(frozen=True)
-class _Source:
-    """The tensor of the base that one is made from; silent: an output of an added layer."""
-
-    name: str
-    is_silent: bool = False
 
 
 def _widening(name: str, small: tuple[int, ...], recipe: Expansion, width: int) -> Widening:

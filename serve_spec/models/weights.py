@@ -51,23 +51,14 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._homes
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, *, floats: bool = False) -> Tensor:
         """Return one tensor, on the CPU, in its stored dtype.
 
         Raises:
-            CheckpointError: the file holds no such tensor, or cannot be read.
+            CheckpointError: the file holds no such tensor (of `floats`, if set), or cannot be read.
         """
         file, stored = self._home(name)
-        return file.read(stored)
-
-    def read_floats(self, name: str) -> Tensor:
-        """Return a tensor of weights, as `read`.
-
-        Raises:
-            CheckpointError: as `read`, or not floats.
-        """
-        file, stored = self._home(name)
-        return file.read_floats(stored)
+        return file.read_floats(stored) if floats else file.read(stored)
 
     def rename(self, new_names: Mapping[str, str]) -> None:
         """Rename tensors: `new_names[old] = new`.

@@ -117,53 +117,34 @@ def accept_and_advance(
     results: Tensor,
     forced: Tensor | None = None,
 ) -> AcceptedPath:
-    """Run `accept_path`, `advance_requests` and `pack_results`: one launch on a GPU.
+    """Run `accept_path`, append the emitted tokens to request slots, write results: one launch.
 
-    results: int32 [B, D+3], written in place.
+    results: int32 [B, D+3] for the host: (num_correct, flags, tokens ...). Bit 0 of the flags is
+    set if a draft of the sequence was -1. tokens: as in `AcceptedPath`, with -1 if no token could
+    be drawn. Request slots hold 0 there, because a step in flight may look it up.
     """
     max_depth = results.shape[1] - 3
     accepted = accept_path(input_ids, parents, drawn, query_starts, max_depth, forced)
-    advance_requests(known, accepted, query_starts)
-    results.copy_(pack_results(input_ids, accepted, query_starts))
-    return accepted
-
-
-def advance_requests(known: RequestTokens, accepted: AcceptedPath, query_starts: Tensor) -> None:
-    """Append emitted tokens to request slots, in place.
-
-    A draw of -1 (no token could be drawn) is stored as 0, because a step in flight may look it up.
-    The results hold -1.
-    """
     recent, lengths, request_slots = known
-    members, counts, starts = request_slots.tolist(), lengths.tolist(), query_starts.tolist()
-    columns = zip(members, accepted.token_ids.tolist(), accepted.num_correct.tolist(), strict=True)
-    entries, grown = [], []
-    for (request_slot, tokens, kept), first, end in zip(columns, starts, starts[1:], strict=False):
+    tokens, counts, members = input_ids.tolist(), lengths.tolist(), request_slots.tolist()
+    kept_drafts, token_ids = accepted.num_correct.tolist(), accepted.token_ids.tolist()
+    packed, entries, grown = [], [], []
+    for b, (first, end) in enumerate(pairwise(query_starts.tolist())):
+        kept, emitted = kept_drafts[b], token_ids[b]
+        is_broken = any(token < 0 for token in tokens[first + 1 : end])
+        packed.append([kept, int(is_broken), *emitted])
         if end > first:
-            new = enumerate(tokens[: kept + 1], counts[request_slot])
-            entries += [(request_slot, at % recent.shape[1], max(token, 0)) for at, token in new]
-            grown.append((request_slot, kept + 1))
+            slot = members[b]
+            new = enumerate(emitted[: kept + 1], counts[slot])
+            entries += [(slot, at % recent.shape[1], max(token, 0)) for at, token in new]
+            grown.append((slot, kept + 1))
+    results.copy_(torch.tensor(packed, dtype=torch.int32))
     if entries:
-        request_slot, column, token = torch.tensor(entries).to(recent.device).unbind(1)
-        recent.index_put_((request_slot, column), token.to(recent.dtype))
-        request_slot, count = torch.tensor(grown).to(recent.device).unbind(1)
-        lengths.index_add_(0, request_slot, count.to(lengths.dtype))
-
-
-def pack_results(input_ids: Tensor, accepted: AcceptedPath, query_starts: Tensor) -> Tensor:
-    """Return the results that the host reads: int32 [B, D+3] = (num_correct, flags, tokens ...).
-
-    flags: bit 0 is set if a draft of the sequence was -1. tokens: as in `AcceptedPath`, with -1 if
-    no token could be drawn.
-    """
-    tokens = input_ids.tolist()
-    broken = [
-        int(any(token < 0 for token in tokens[first + 1 : end]))
-        for first, end in pairwise(query_starts.tolist())
-    ]
-    rows = zip(accepted.num_correct.tolist(), broken, accepted.token_ids.tolist(), strict=True)
-    packed = [[kept, flags, *token_ids] for kept, flags, token_ids in rows]
-    return torch.tensor(packed, dtype=torch.int32).to(input_ids.device)
+        slots, columns, values = torch.tensor(entries).to(recent.device).unbind(1)
+        recent.index_put_((slots, columns), values.to(recent.dtype))
+        slots, added = torch.tensor(grown).to(recent.device).unbind(1)
+        lengths.index_add_(0, slots, added.to(lengths.dtype))
+    return accepted
 
 
 @has_kernel

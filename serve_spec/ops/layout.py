@@ -31,13 +31,8 @@ class TokenLayout(NamedTuple):
         """Return the layout of the first tokens, which are those of the first sequences."""
         if len(self.owners) == num_tokens and len(self.query_starts) == num_sequences + 1:
             return self
-        return TokenLayout(
-            self.owners[:num_tokens],
-            self.offsets[:num_tokens],
-            self.positions[:num_tokens],
-            self.slots[:num_tokens],
-            self.query_starts[: num_sequences + 1],
-        )
+        query_starts = self.query_starts[: num_sequences + 1]
+        return TokenLayout._make([*(x[:num_tokens] for x in self[:4]), query_starts])
 
 
 @has_kernel

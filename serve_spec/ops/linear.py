@@ -147,7 +147,17 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Tiles:
+class _Block:
+    """Constants of a tile; see `Tiles`."""
+
+    outputs: int
+    depth: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Tiles(_Block):
     """What one program of `linear_triton` does, a pure function of the shape.
 
     The weights are read once, so the speed depends on bytes in flight: a program for every
@@ -159,22 +169,8 @@ class Tiles:
     `depth` columns are in flight. Only `columns` changes the order of a sum, and so its bits.
     """
 
-    outputs: int
     rows: int
-    depth: int
     columns: int
-    warps: int
-    stages: int
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Constants of a tile; see `Tiles`."""
-
-    outputs: int
-    depth: int
-    warps: int
-    stages: int
 
 
 # By the most rows of x. For products of more programs than multiprocessors.
@@ -269,14 +265,8 @@ def choose_tiles(
     if block is _PLAIN[16] and _unevenness(num_outputs, block) > _MAX_UNEVENNESS:
         block = _FINE
     finest = max(_MIN_COLUMNS, block.depth)
-    return Tiles(
-        outputs=block.outputs,
-        rows=rows,
-        depth=block.depth,
-        columns=_ceil(in_features, cuts * finest) * finest,
-        warps=block.warps,
-        stages=block.stages,
-    )
+    columns = _ceil(in_features, cuts * finest) * finest
+    return Tiles(block.outputs, block.depth, block.warps, block.stages, rows, columns)
 
 
 def _blocks_and_cuts(

@@ -92,7 +92,6 @@ def _multiply_only(
     out: Tensor,
     tiles: Tiles,
     is_gated: bool = False,
-    prefetch: int = _PREFETCH,
 ) -> None:
     """Write out [T, out], or [splits, T, out] if several programs share a sum."""
     num_rows, in_features = x.shape
@@ -105,7 +104,7 @@ def _multiply_only(
         OUTPUTS=tiles.outputs, ROWS=tiles.rows, DEPTH=tiles.depth, GATED=is_gated,
         EVEN=in_features % tiles.depth == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else None,
-        PREFETCH=prefetch if in_features % 8 == 0 and in_features >= prefetch else 0,
+        PREFETCH=_PREFETCH if in_features % 8 == 0 and in_features >= _PREFETCH else 0,
         BLOCKS=max(32 * tiles.warps, tiles.outputs),
         num_warps=tiles.warps, num_stages=tiles.stages, **dependent_launch(x.device),
     )  # fmt: skip

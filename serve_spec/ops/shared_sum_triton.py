@@ -33,6 +33,9 @@ from serve_spec.ops.shared_sum import (
     share_numbers,
 )
 
+_PROGRAMS, _SLOT = tl.constexpr(NUM_PROGRAMS), tl.constexpr(SLOT_WORDS)
+_SHARE_ROOM, _MASK = tl.constexpr(SHARE_WORDS), tl.constexpr(NUMBER_MASK)
+_EMPTY = tl.constexpr(EMPTY)
 _WORDS_PER_THREAD = 4
 _NORM_WORDS_PER_THREAD = 8
 _GATHER_BLOCK = 2048
@@ -40,15 +43,32 @@ _GATHER_BLOCK = 2048
 
 def sum_over_ranks(x: Tensor, memory: SharedMemory) -> None:
     """See `shared_sum.sum_over_ranks`. Launches on the current stream."""
-    if x.numel():
-        _launch_sum(x, memory, part_words(as_words(x).numel()), _WORDS_PER_THREAD)
+    num_words = as_words(x).numel()
+    if not num_words:
+        return
+    part = part_words(num_words)
+    places, setting = _way(x, part, memory)
+    _sum_kernel[(triton.cdiv(num_words, part),)](
+        x, num_words, *places, **setting, WORDS=part,
+        num_warps=_num_warps(part, _WORDS_PER_THREAD), **dependent_launch(x.device),
+    )  # fmt: skip
 
 
 def sum_add_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, memory: SharedMemory
 ) -> tuple[Tensor, Tensor]:
     """See `shared_sum.sum_add_norm`. Launches on the current stream."""
-    return _launch_norm(x, residual, weight, eps, memory, _NORM_WORDS_PER_THREAD)
+    num_rows, width = residual.shape
+    num_words = residual.nbytes // WORD_BYTES // num_rows
+    block = triton.next_power_of_2(num_words)
+    out, total = torch.empty_like(residual), torch.empty_like(residual)
+    places, setting = _way(residual, num_words, memory)
+    _sum_add_norm_kernel[(num_rows,)](
+        x, residual, weight, out, total, num_words, width, eps, num_rows * width,
+        *places, **setting, NUM_PARTIALS=len(x) if x.dim() > residual.dim() else 1, WORDS=block,
+        num_warps=_num_warps(block, _NORM_WORDS_PER_THREAD), **dependent_launch(x.device),
+    )  # fmt: skip
+    return out, total
 
 
 def broadcast_words(x: Tensor, source: int, memory: SharedMemory) -> None:
@@ -57,8 +77,7 @@ def broadcast_words(x: Tensor, source: int, memory: SharedMemory) -> None:
     part = part_words(words.numel())
     _broadcast_kernel[(triton.cdiv(words.numel(), part),)](
         words, words.numel(), memory.counts, memory.released, memory.slots,
-        RANK=memory.rank, SIZE=memory.size, SOURCE=source, PROGRAMS=NUM_PROGRAMS, SLOT=SLOT_WORDS,
-        NOTHING=EMPTY, WORDS=part,
+        RANK=memory.rank, SIZE=memory.size, SOURCE=source, WORDS=part,
         num_warps=_num_warps(part, _WORDS_PER_THREAD), **dependent_launch(x.device),
     )  # fmt: skip
 
@@ -69,41 +88,10 @@ def gather_columns(x: Tensor, start: int, width: int, memory: SharedMemory) -> T
     _gather_kernel[(NUM_GATHER_PROGRAMS,)](
         x, num_rows, max(0, min(x.shape[1], width - start)), x.stride(0), start, width,
         memory.counts, memory.released, memory.gathered, memory.flags,
-        RANK=memory.rank, SIZE=memory.size, PROGRAMS=NUM_PROGRAMS, MASK=NUMBER_MASK,
-        BLOCK=_GATHER_BLOCK, num_warps=8, **dependent_launch(x.device),
+        RANK=memory.rank, SIZE=memory.size, BLOCK=_GATHER_BLOCK,
+        num_warps=8, **dependent_launch(x.device),
     )  # fmt: skip
     return memory.gathered[memory.rank][: num_rows * width].view(num_rows, width)
-
-
-def _launch_sum(x: Tensor, memory: SharedMemory, part: int, words_per_thread: int) -> None:
-    words = as_words(x)
-    places, setting = _way(x, part, memory)
-    _sum_kernel[(triton.cdiv(words.numel(), part),)](
-        x, words.numel(), *places, **setting, WORDS=part,
-        num_warps=_num_warps(part, words_per_thread), **dependent_launch(x.device),
-    )  # fmt: skip
-
-
-def _launch_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    memory: SharedMemory,
-    words_per_thread: int,
-) -> tuple[Tensor, Tensor]:
-    num_rows, width = residual.shape
-    num_words = residual.nbytes // WORD_BYTES // num_rows
-    block = triton.next_power_of_2(num_words)
-    out, total = torch.empty_like(residual), torch.empty_like(residual)
-    places, setting = _way(residual, num_words, memory)
-    _sum_add_norm_kernel[(num_rows,)](
-        x, residual, weight, out, total, num_words, width, eps, num_rows * width,
-        *places, **setting, NUM_PARTIALS=len(x) if x.dim() > residual.dim() else 1,
-        WORDS=block,
-        num_warps=_num_warps(block, words_per_thread), **dependent_launch(x.device),
-    )  # fmt: skip
-    return out, total
 
 
 def _way(x: Tensor, part: int, memory: SharedMemory) -> tuple[list[Any], dict[str, int]]:
@@ -115,11 +103,6 @@ def _way(x: Tensor, part: int, memory: SharedMemory) -> tuple[list[Any], dict[st
     return places, {
         "RANK": memory.rank,
         "SIZE": memory.size,
-        "PROGRAMS": NUM_PROGRAMS,
-        "SLOT": SLOT_WORDS,
-        "ROOM": SHARE_WORDS * per_word,
-        "MASK": NUMBER_MASK,
-        "NOTHING": EMPTY,
         "PER_WORD": per_word,
         "SHARE": share_numbers(part * per_word, memory.size, x.itemsize) if in_shares else 0,
     }
@@ -132,16 +115,15 @@ def _num_warps(words: int, words_per_thread: int) -> int:
 @triton.jit
 def _sum_kernel(
     x, num_words, counts, released, slots, shares, flags,
-    RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr,
-    ROOM: tl.constexpr, MASK: tl.constexpr, NOTHING: tl.constexpr, PER_WORD: tl.constexpr,
-    SHARE: tl.constexpr, WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, PER_WORD: tl.constexpr, SHARE: tl.constexpr,
+    WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) * WORDS
     wait_for_previous(DEPENDENT)
     own, count = x + start * PER_WORD, num_words - start
     total = _sum_over_ranks(
         own, x.dtype.element_ty, 0, count, counts, released, slots, shares, flags,
-        RANK, SIZE, PROGRAMS, SLOT, ROOM, MASK, NOTHING, PER_WORD, SHARE, WORDS, 1,
+        RANK, SIZE, PER_WORD, SHARE, WORDS, 1,
     )  # fmt: skip
     at = tl.arange(0, WORDS * PER_WORD)
     tl.store(own + at, total, mask=at < count * PER_WORD)
@@ -151,9 +133,8 @@ def _sum_kernel(
 def _sum_add_norm_kernel(
     x, residual, weight, out, total, num_words, width, eps, addend_stride,
     counts, released, slots, shares, flags,
-    RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr,
-    ROOM: tl.constexpr, MASK: tl.constexpr, NOTHING: tl.constexpr, PER_WORD: tl.constexpr,
-    SHARE: tl.constexpr, NUM_PARTIALS: tl.constexpr, WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, PER_WORD: tl.constexpr, SHARE: tl.constexpr,
+    NUM_PARTIALS: tl.constexpr, WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     at = tl.arange(0, WORDS * PER_WORD)
@@ -163,7 +144,7 @@ def _sum_add_norm_kernel(
     values = _sum_over_ranks(
         x + row * width, out.dtype.element_ty, addend_stride, num_words,
         counts, released, slots, shares, flags,
-        RANK, SIZE, PROGRAMS, SLOT, ROOM, MASK, NOTHING, PER_WORD, SHARE, WORDS, NUM_PARTIALS,
+        RANK, SIZE, PER_WORD, SHARE, WORDS, NUM_PARTIALS,
     )  # fmt: skip
     values = (values.to(tl.float32) + addend.to(tl.float32)).to(values.dtype)
     tl.store(total + row * width + at, values, mask=at < width)
@@ -176,14 +157,13 @@ def _sum_add_norm_kernel(
 def _sum_over_ranks(
     x, dtype: tl.constexpr, addend_stride, num_words,
     counts, released, slots, shares, flags,
-    RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr,
-    ROOM: tl.constexpr, MASK: tl.constexpr, NOTHING: tl.constexpr, PER_WORD: tl.constexpr,
-    SHARE: tl.constexpr, WORDS: tl.constexpr, NUM_PARTIALS: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, PER_WORD: tl.constexpr, SHARE: tl.constexpr,
+    WORDS: tl.constexpr, NUM_PARTIALS: tl.constexpr,
 ):  # fmt: skip
     """The sum of all ranks' parts, as numbers [WORDS · PER_WORD] of `dtype`.
 
     x: where this rank's part is, or the first of its addends. SHARE: numbers in a share; 0: at
-    once. ROOM: for so many.
+    once.
     """
     program = tl.program_id(0)
     count = tl.load(counts + program) + 1
@@ -193,12 +173,12 @@ def _sum_over_ranks(
         total = _at_once(
             _words(own, WORDS, PER_WORD), tl.arange(0, WORDS) < num_words, dtype,
             count, counts, released, slots,
-            RANK, SIZE, PROGRAMS, SLOT, NOTHING, WORDS, PER_WORD,
+            RANK, SIZE, WORDS, PER_WORD,
         )  # fmt: skip
     else:
         total = _in_shares(
             x, dtype, addend_stride, num_words * PER_WORD, count, counts, released, shares, flags,
-            RANK, SIZE, PROGRAMS, ROOM, MASK, SHARE, WORDS * PER_WORD, NUM_PARTIALS,
+            RANK, SIZE, PER_WORD, SHARE, WORDS * PER_WORD, NUM_PARTIALS,
         )  # fmt: skip
     return total
 
@@ -206,16 +186,19 @@ def _sum_over_ranks(
 @triton.jit
 def _at_once(
     own, inside, dtype: tl.constexpr, count, counts, released, slots,
-    RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr,
-    NOTHING: tl.constexpr, WORDS: tl.constexpr, PER_WORD: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr, PER_WORD: tl.constexpr,
 ):  # fmt: skip
-    own, slot = _send(own, inside, count, counts, slots, RANK, SIZE, PROGRAMS, SLOT, NOTHING, WORDS)
+    own, slot = _send(own, inside, count, counts, slots, RANK, SIZE, WORDS)
     total = tl.zeros([WORDS * PER_WORD], dtype=tl.float32)
     for rank in tl.static_range(SIZE):
         if rank == RANK:
             total += _numbers(own, dtype, PER_WORD)
         else:
-            words = _receive(slots[RANK] + slot + rank * SLOT, inside, released, NOTHING)
+            place = slots[RANK] + slot + rank * _SLOT
+            words, over = _look(place, inside, released)
+            while _is_waited_for(words, over, inside):
+                words, over = _look(place, inside, released)
+            _empty(place, inside)
             total += _numbers(words, dtype, PER_WORD)
     return total.to(dtype)
 
@@ -223,8 +206,8 @@ def _at_once(
 @triton.jit
 def _broadcast_kernel(
     x, num_words, counts, released, slots,
-    RANK: tl.constexpr, SIZE: tl.constexpr, SOURCE: tl.constexpr, PROGRAMS: tl.constexpr,
-    SLOT: tl.constexpr, NOTHING: tl.constexpr, WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, SOURCE: tl.constexpr, WORDS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     wait_for_previous(DEPENDENT)
@@ -232,32 +215,30 @@ def _broadcast_kernel(
     inside = at < num_words
     own = tl.load(x + at, mask=inside, other=0)
     count = tl.load(counts + program) + 1
-    _, slot = _send(own, inside, count, counts, slots, RANK, SIZE, PROGRAMS, SLOT, NOTHING, WORDS)
+    _, slot = _send(own, inside, count, counts, slots, RANK, SIZE, WORDS)
     for rank in tl.static_range(SIZE):
         if rank != RANK:
-            place = slots[RANK] + slot + rank * SLOT
-            while _is_empty(place, inside, released, NOTHING):
+            place = slots[RANK] + slot + rank * _SLOT
+            while _is_empty(place, inside, released):
                 pass
             if rank == SOURCE:
                 tl.store(x + at, tl.load(place, mask=inside, volatile=True), mask=inside)
-            tl.debug_barrier()  # all have read what is emptied
-            tl.store(place, tl.full([WORDS], NOTHING, tl.int32), mask=inside)
+            _empty(place, inside)
 
 
 @triton.jit
 def _send(
     own, inside, count, counts, slots,
-    RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr,
-    NOTHING: tl.constexpr, WORDS: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """Send this rank's words to all others; return them, and where theirs arrive."""
     program = tl.program_id(0)
-    slot = ((count & 1) * PROGRAMS + program) * SIZE * SLOT + tl.arange(0, WORDS)
-    own = tl.where(own == NOTHING, 0, own)
+    slot = ((count & 1) * _PROGRAMS + program) * SIZE * _SLOT + tl.arange(0, WORDS)
+    own = tl.where(own == _EMPTY, 0, own)
     for rank in tl.static_range(SIZE):
         if rank != RANK:
             # Written through, so that no cache of this GPU keeps what is waited for elsewhere.
-            tl.store(slots[rank] + slot + RANK * SLOT, own, mask=inside, cache_modifier=".wt")
+            tl.store(slots[rank] + slot + RANK * _SLOT, own, mask=inside, cache_modifier=".wt")
     # All have read the count before it is changed, and nothing is waited for that is not sent.
     tl.debug_barrier()
     tl.store(counts + program, count)
@@ -265,21 +246,16 @@ def _send(
 
 
 @triton.jit
-def _receive(place, inside, released, NOTHING: tl.constexpr):
-    """Wait for another rank's words, and empty their places."""
-    words, over = _look(place, inside, released)
-    while _is_waited_for(words, over, inside, NOTHING):
-        words, over = _look(place, inside, released)
-    tl.debug_barrier()  # all have read what is emptied
-    tl.store(place, tl.full(words.shape, NOTHING, tl.int32), mask=inside)
-    return words
+def _empty(place, inside):
+    """Empty the places of words that have arrived, once all threads have read them."""
+    tl.debug_barrier()
+    tl.store(place, tl.full(place.shape, _EMPTY, tl.int32), mask=inside)
 
 
 @triton.jit
 def _gather_kernel(
     x, num_rows, num_columns, stride, start, width, counts, released, gathered, flags,
-    RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, MASK: tl.constexpr,
-    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     wait_for_previous(DEPENDENT)
@@ -293,7 +269,7 @@ def _gather_kernel(
             place = gathered[rank] + row.to(tl.int64) * width + start + column
             tl.store(place, numbers, mask=inside)
     count = tl.load(counts + program) + 1
-    _exchange_flags(0, count & MASK, released, flags, RANK, SIZE, PROGRAMS)
+    _exchange_flags(0, count & _MASK, released, flags, RANK, SIZE)
     tl.store(counts + program, count)
 
 
@@ -301,11 +277,12 @@ def _gather_kernel(
 def _in_shares(
     x, dtype: tl.constexpr, addend_stride, num_numbers,
     count, counts, released, shares, flags,
-    RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, ROOM: tl.constexpr,
-    MASK: tl.constexpr, SHARE: tl.constexpr, NUMBERS: tl.constexpr, NUM_PARTIALS: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, PER_WORD: tl.constexpr,
+    SHARE: tl.constexpr, NUMBERS: tl.constexpr, NUM_PARTIALS: tl.constexpr,
 ):  # fmt: skip
+    ROOM: tl.constexpr = _SHARE_ROOM * PER_WORD
     program = tl.program_id(0)
-    number = count & MASK
+    number = count & _MASK
     at = tl.arange(0, triton.next_power_of_2(SHARE))
     first = program * SIZE * ROOM
     mine = (at < SHARE) & (RANK * SHARE + at < num_numbers)
@@ -314,7 +291,7 @@ def _in_shares(
             theirs = (at < SHARE) & (rank * SHARE + at < num_numbers)
             share = load_sum(x + rank * SHARE + at, theirs, addend_stride, NUM_PARTIALS, dtype)
             tl.store(shares[rank] + first + RANK * ROOM + at, share, mask=theirs)
-    _exchange_flags(0, number, released, flags, RANK, SIZE, PROGRAMS)
+    _exchange_flags(0, number, released, flags, RANK, SIZE)
     tl.store(counts + program, count)
     total = tl.zeros([triton.next_power_of_2(SHARE)], dtype=tl.float32)
     for rank in tl.static_range(SIZE):
@@ -325,23 +302,20 @@ def _in_shares(
             place = shares[RANK] + first + rank * ROOM + at
             share = tl.load(place, mask=mine, other=0.0, cache_modifier=".cg")
         total += share.to(tl.float32)
-    sums = PROGRAMS * SIZE * ROOM + first
+    sums = _PROGRAMS * SIZE * ROOM + first
     for rank in tl.static_range(SIZE):
         place = shares[rank] + sums + RANK * ROOM + at
         tl.store(place, total.to(dtype), mask=mine)
-    _exchange_flags(1, number, released, flags, RANK, SIZE, PROGRAMS)
+    _exchange_flags(1, number, released, flags, RANK, SIZE)
     at = tl.arange(0, NUMBERS)
     place = shares[RANK] + sums + at // SHARE * ROOM + at % SHARE
     return tl.load(place, mask=at < num_numbers, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
-def _exchange_flags(
-    turn, number, released, flags,
-    RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
+def _exchange_flags(turn, number, released, flags, RANK: tl.constexpr, SIZE: tl.constexpr):
     """Set the flags of this program's stores on all other ranks, and wait for theirs."""
-    first = (turn * PROGRAMS + tl.program_id(0)) * SIZE
+    first = (turn * _PROGRAMS + tl.program_id(0)) * SIZE
     rank = tl.arange(0, triton.next_power_of_2(SIZE))
     place = flags[0] + first + RANK + tl.zeros_like(rank)
     for other in tl.static_range(1, SIZE):
@@ -371,9 +345,9 @@ def _num_missing(flags, number, released, RANK: tl.constexpr, SIZE: tl.constexpr
 
 
 @triton.jit
-def _is_empty(place, inside, released, NOTHING: tl.constexpr):
+def _is_empty(place, inside, released):
     words, over = _look(place, inside, released)
-    return _is_waited_for(words, over, inside, NOTHING)
+    return _is_waited_for(words, over, inside)
 
 
 @triton.jit
@@ -384,9 +358,9 @@ def _look(place, inside, released):
 
 
 @triton.jit
-def _is_waited_for(words, over, inside, NOTHING: tl.constexpr):
+def _is_waited_for(words, over, inside):
     # All threads agree, though some may have seen the release of this rank, and others not yet.
-    missing = inside & (words == NOTHING) & (over == 0)
+    missing = inside & (words == _EMPTY) & (over == 0)
     return tl.max(missing.to(tl.int32), axis=0) > 0
 
 

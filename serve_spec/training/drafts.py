@@ -88,7 +88,6 @@ def _new_eagle3(target: Llama, recipe: Recipe) -> NewDraft:
         layers=shape,
         capture=FeatureCapture(capture_layers(None, target.shape.num_layers)),
         target_hidden_size=hidden,
-        num_features=3,
         draft_vocab_size=shape.vocab_size,
         fc_bias=False,
         input_norm=False,

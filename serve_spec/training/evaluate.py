@@ -9,7 +9,7 @@ argmax(log q / tau + gumbel) with tau = 0.85 T.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,50 +30,29 @@ from serve_spec.training.unroll import (
     unroll_step,
 )
 
-DraftLogits = Callable[[Lesson, slice], Iterator[Tensor]]
-"""Yield draft logits [B, R, V] in float32 of steps 0, 1, ..: step k at row i predicts x_{i+2+k}."""
 
-
-def load_drafters(recipe: Recipe, target: Llama, export: Path) -> dict[str, DraftLogits]:
+def load_drafters(target: Llama, export: Path) -> dict[str, DraftHead]:
     """Return every drafter in the folder `export`."""
-    found: dict[str, DraftLogits] = {}
-    steps = max(recipe.evaluation.num_steps)
-    for name in DRAFTERS:
-        if (export / name / "config.json").exists():
-            head = load_draft(export / name, target, name.upper())
-            logits = {"medusa": _medusa, "standalone": _standalone}.get(name, _unrolled)
-            found[name] = logits(head, steps)
-    return found
+    return {
+        name: load_draft(export / name, target, name.upper())
+        for name in DRAFTERS
+        if (export / name / "config.json").exists()
+    }
 
 
-def _unrolled(head: DraftHead, steps: int) -> DraftLogits:
-    def logits(lesson: Lesson, rows: slice) -> Iterator[Tensor]:
-        size = (-1, lesson.row_tokens)
-        start = head.encode(features_of(head, lesson))
-        for state in unroll(unroll_step(head), start, lesson, steps):
-            yield _logits(head, state.unflatten(0, size)[:, rows])
-
-    return logits
-
-
-def _medusa(head: DraftHead, steps: int) -> DraftLogits:
-    def logits(lesson: Lesson, rows: slice) -> Iterator[Tensor]:
-        assert head.max_steps is not None, "Medusa has a number of heads"
-        for index in range(head.max_steps):
-            yield _logits(head, head.encode(lesson.last[:, rows]), index)
-
-    return logits
-
-
-def _standalone(head: DraftHead, steps: int) -> DraftLogits:
-    assert isinstance(head, Standalone)
-
-    def logits(lesson: Lesson, rows: slice) -> Iterator[Tensor]:
+def draft_logits(head: DraftHead, lesson: Lesson, rows: slice, steps: int) -> Iterator[Tensor]:
+    """Yield logits float32 [B, R, V] of steps 0, 1, ..: step k at row i predicts x_{i+2+k}."""
+    if isinstance(head, Standalone):
         last, _ = forward_rows(head.model, lesson.tokens_from(0))
         for step in range(steps):
             yield _logits(head, last[:, rows.start + 1 + step : rows.stop + 1 + step])
-
-    return logits
+    elif head.max_steps is not None:
+        for step in range(head.max_steps):
+            yield _logits(head, head.encode(lesson.last[:, rows]), step)
+    else:
+        start = head.encode(features_of(head, lesson))
+        for state in unroll(unroll_step(head), start, lesson, steps):
+            yield _logits(head, state.unflatten(0, (-1, lesson.row_tokens))[:, rows])
 
 
 def _logits(head: DraftHead, states: Tensor, step: int = 0) -> Tensor:
@@ -91,7 +70,7 @@ def evaluate(recipe: Recipe, export: Path, held_out: Tensor, dtype: torch.dtype)
     plan = recipe.evaluation
     target = load_target(export / "target", dtype, held_out.device)
     teacher = Teacher(target, padding=recipe.unroll_steps + 1, fast=False)
-    drafters = load_drafters(recipe, target, export)
+    drafters = load_drafters(target, export)
     rng = torch.Generator().manual_seed(plan.seed)
     prompts = windows(held_out, plan.prompts, plan.prompt_tokens, rng)
     record: dict[str, Any] = {"plan": asdict(plan), "temperatures": {}}
@@ -105,7 +84,7 @@ def evaluate(recipe: Recipe, export: Path, held_out: Tensor, dtype: torch.dtype)
 def _at_temperature(
     plan: EvaluationPlan,
     teacher: Teacher,
-    drafters: dict[str, DraftLogits],
+    drafters: dict[str, DraftHead],
     prompts: Tensor,
     temperature: float,
 ) -> dict[str, Any]:
@@ -123,8 +102,8 @@ def _at_temperature(
     modes = {"greedy": 0.0}
     if temperature > 0:
         modes["coupled"] = plan.draft_temperature_ratio * temperature
-    for name, draft_logits in drafters.items():
-        matches = _match_tables(plan, teacher, draft_logits, tokens, noise, modes)
+    for name, head in drafters.items():
+        matches = _match_tables(plan, teacher, head, tokens, noise, modes)
         figures["drafters"][name] = {
             mode: _figures(plan, table, ~looping[:, :places]) for mode, table in matches.items()
         }
@@ -134,7 +113,7 @@ def _at_temperature(
 def _match_tables(
     plan: EvaluationPlan,
     teacher: Teacher,
-    draft_logits: DraftLogits,
+    head: DraftHead,
     tokens: Tensor,
     noise: Tensor,
     modes: dict[str, float],
@@ -152,7 +131,8 @@ def _match_tables(
         emitted = tokens[chunk, plan.prompt_tokens :]
         steps: dict[str, list[Tensor]] = {mode: [] for mode in modes}
         lesson = teacher(tokens[chunk])
-        for k, logits in enumerate(draft_logits(lesson, slice(first, first + places))):
+        rows, most = slice(first, first + places), max(plan.num_steps)
+        for k, logits in enumerate(draft_logits(head, lesson, rows, most)):
             ahead = slice(1 + k, 1 + k + places)
             for mode, tau in modes.items():
                 drafted = (logits + tau * noise[chunk, ahead]).argmax(-1)

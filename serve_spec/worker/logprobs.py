@@ -11,8 +11,7 @@ from torch import Tensor
 from serve_spec.core.plan import ScheduledBatch, ScheduledRequest
 from serve_spec.core.request import TokenLogprob
 from serve_spec.ops.dispatch import to_device
-from serve_spec.ops.draw import DrawParams
-from serve_spec.ops.logprobs import score_in_slices
+from serve_spec.ops.draw import DrawParams, score_in_slices
 from serve_spec.worker.step_buffers import StepBuffers
 
 Logprobs: TypeAlias = Mapping[str, tuple[TokenLogprob, ...]]

@@ -7,13 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from serve_spec.core.errors import CheckpointError
 from serve_spec.models import DraftOptions, FeatureCapture, load_draft, load_target
 from serve_spec.models.draft_checkpoint import open_draft_file, read_draft
-from serve_spec.models.draft_shape import capture_layers, convention
 from tests.helpers.checkpoints import (
     make_eagle,
     make_eagle3,
@@ -216,20 +213,3 @@ def test_what_expands_heads_is_given_none_whose_config_it_would_misread(tmp_path
     for name, word in (("speculators", "speculators checkpoint"), ("model", "STANDALONE")):
         with pytest.raises(CheckpointError, match=word):
             open_draft_file(tmp_path / name)
-
-
-@given(
-    num_layers=st.integers(6, 100),
-    ids=st.lists(st.integers(0, 99), min_size=1, max_size=5),
-)
-def test_both_conventions_name_the_same_layers_one_apart(num_layers, ids):
-    outputs = [k % num_layers for k in ids]
-    inputs = [k + 1 for k in outputs]
-    expected = tuple(inputs)
-    assert capture_layers(outputs, num_layers, "output") == expected
-    assert capture_layers(inputs, num_layers, "input") == expected
-    mean, why = convention(outputs, num_layers)
-    assert why
-    assert capture_layers(outputs, num_layers) == capture_layers(outputs, num_layers, mean)
-    # Whatever they are taken for, real outputs lie within the target.
-    assert max(capture_layers(outputs, num_layers)) <= num_layers

@@ -55,13 +55,6 @@ def test_silent_blocks_sum_to_zero_and_are_not_zero(copies, noise, seed):
     assert wide.double().abs().sum() > 0
 
 
-def test_without_noise_blocks_are_equal_and_silence_is_zero():
-    small, how = matrix(4, 6), Widening(column_factor=4, is_product=True)
-    plain = blocks(widened(small, how, dtype=torch.bfloat16), 4)
-    assert torch.equal(plain, (small / 4).expand(4, 4, 6))
-    assert not widened(small, how, silent=True).any()
-
-
 def test_noise_makes_every_row_and_block_another():
     how = Widening(row_factor=4, column_factor=4, is_product=True)
     rows = widened(matrix(4, 64), how, 1.0, torch.bfloat16).view(-1, 64)
@@ -90,12 +83,3 @@ def test_added_rows_come_after_the_real_ones_and_repeat_none():
     wide = widened(small, Widening(num_rows=11, column_factor=2))
     assert torch.equal(wide[:4], small.double().repeat(1, 2))
     assert wide.unique(dim=0).shape[0] == 11
-
-
-def test_vectors_are_copied_part_by_part():
-    small = torch.arange(4.0)
-    assert widened(small, Widening(column_factor=2)).tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
-    by_part = widened(small, Widening(num_blocks=2, column_factor=2))
-    assert by_part.tolist() == [0, 1, 0, 1, 2, 3, 2, 3]
-    assert widened(small, Widening()).tolist() == small.tolist()
-    assert not widened(small, Widening(column_factor=2), silent=True).any()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from pathlib import Path
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from serve_spec.ops import acceptance, dispatch, elementwise
@@ -62,16 +59,3 @@ def test_trees_too_large_for_the_kernels_are_grown_and_chosen_by_the_reference()
         level, beam = way.grow_beam(draft_tree.root_beam(1, DEVICE), token_ids, scores, 0)
         found.append([*level, *beam, *way.choose_drafts([level], *counts, 8)])
     assert all(map(torch.equal, *found))
-
-
-KERNELS = sorted(path.stem for path in Path(dispatch.__file__).parent.glob("*_triton.py"))
-
-
-@pytest.mark.parametrize("name", KERNELS)
-def test_every_kernel_is_reached_through_its_law(name):
-    kernels = import_module(f"serve_spec.ops.{name}")
-    laws = import_module(f"serve_spec.ops.{name.removesuffix('_triton')}")
-    for function, kernel in vars(kernels).items():
-        is_here = isinstance(kernel, FunctionType) and kernel.__module__ == kernels.__name__
-        if is_here and not function.startswith("_") and hasattr(laws, function):
-            assert dispatch.reference_of(getattr(laws, function)) is not getattr(laws, function)

@@ -125,17 +125,6 @@ def test_a_place_of_the_beam_sees_its_own_path_whatever_parent_it_goes_on_from(
             assert seen == {path[: depth + 1] for depth in range(len(path))}
 
 
-@pytest.mark.parametrize("ids", [None, torch.arange(0, 60, 3)])
-def test_children_are_the_best_and_tell_their_share(ids):
-    scores = torch.randn(5, 20, generator=torch.Generator().manual_seed(0)) * 3
-    found, likely = likeliest_children(scores, 4, ids)
-    shares = scores.softmax(1)
-    for row in range(5):
-        best = shares[row].argsort(descending=True)[:4]
-        assert found[row].tolist() == (best if ids is None else ids[best]).tolist()
-        torch.testing.assert_close(likely[row].exp(), shares[row, best])
-
-
 def test_equal_children_rank_by_column():
     scores = torch.randn(8, 300, generator=torch.Generator().manual_seed(1)).round()
     scores[:, ::7] = -0.0

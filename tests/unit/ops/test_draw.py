@@ -12,7 +12,7 @@ from torch import Tensor
 from serve_spec.core.request import SamplingParams
 from serve_spec.ops import draw as dispatched
 from serve_spec.ops.dispatch import reference_of
-from serve_spec.ops.draw import perturbed_scores
+from serve_spec.ops.draw import perturbed_scores, score_in_slices, score_tokens
 from tests.helpers.memory import poisoned_memory
 from tests.helpers.plain_sampling import assert_largest, draft_values, draw_params, values
 from tests.helpers.triton import DEVICE
@@ -91,30 +91,19 @@ def test_a_temperature_too_small_to_divide_by_is_greedy():
 
 @CHILDREN
 @pytest.mark.parametrize("is_reduced", [False, True])
-@pytest.mark.parametrize("sharpness", [0.7, 1.0, 1.3])
-def test_drafts_read_the_noise_that_decides_their_position(children, is_reduced, sharpness):
-    """So a draft with the target's own logits, at its temperature, is what the target draws."""
-    num_ids, count = VOCAB, 24
+def test_a_draft_with_the_targets_own_logits_is_what_the_target_draws(children, is_reduced):
+    """For drafts read the noise that decides their position."""
+    count = 24
     params = [SamplingParams(temperature=t) for t in (0.0, 0.7, 1.0, 1.6)] * 6
-    logits, owners = randn(count, VOCAB) * 2, torch.arange(count, dtype=torch.int32)
-    ids = [3 * v + 1 if is_reduced else v for v in range(num_ids)]
-    target_ids = torch.tensor(ids) if is_reduced else None
-    rows, positions = draw_params(params, [*range(count)], DEVICE), torch.full((count,), 8)
-    given = owners.to(DEVICE), positions.to(DEVICE), rows
-    at = torch.tensor([sharpness], device=DEVICE)
-    reduced = None if target_ids is None else target_ids.to(DEVICE)
+    logits, owners = randn(count, VOCAB) * 2, torch.arange(count, dtype=torch.int32, device=DEVICE)
+    ids = torch.arange(VOCAB) * 3 + 1 if is_reduced else torch.arange(VOCAB)
+    rows = owners, torch.full_like(owners, 8).long(), draw_params(params, [*range(count)], DEVICE)
+    target_ids = ids.to(DEVICE) if is_reduced else None
     with poisoned_memory():
-        found = children(logits.to(DEVICE), *given, at, reduced, 1)[0][:, 0]
-    places = {token: v for v, token in enumerate(ids)}
-    numbers = [
-        draft_values(row, params[r], r, 8, sharpness, ids if is_reduced else None)
-        for r, row in enumerate(logits.tolist())
-    ]
-    assert_largest([places[token] for token in found.tolist()], numbers)
-    if sharpness == 1:
-        spread = torch.full((count, ids[-1] + 1), -1e9)
-        spread[:, ids] = logits
-        assert torch.equal(found, draw_tokens(spread.to(DEVICE), *given))
+        found, _ = children(logits.to(DEVICE), *rows, torch.ones(1, device=DEVICE), target_ids, 1)
+    spread = torch.full((count, int(ids[-1]) + 1), -1e9)
+    spread[:, ids] = logits
+    assert torch.equal(found[:, 0], draw_tokens(spread.to(DEVICE), *rows))
 
 
 def assert_same_draws(found, expected, values):
@@ -295,3 +284,32 @@ def test_a_row_that_holds_no_number_has_no_children(children):
         assert (ids[0] >= 0).all()
         assert (ids[1:] == -1).all()
         assert not likely[1:].isfinite().any()
+
+
+def scored(logits, tokens, params, num_top):
+    rows = draw_params(params, [0] * len(params), CPU)
+    return score_tokens(logits, tokens, rows, num_top, has_filters=any(p.filters for p in params))
+
+
+def test_equal_tokens_rank_by_id():
+    logits = torch.tensor([[1.0, 3.0, 3.0, 3.0]] * 4)
+    table = scored(logits, torch.arange(4), [SamplingParams(temperature=0.0)] * 4, 0)
+    assert table[:, 1].tolist() == [4, 1, 2, 3]
+
+
+def test_rows_looked_at_in_pieces_give_what_they_give_together(monkeypatch):
+    params = [SamplingParams(temperature=0.5 + r / 10, top_k=r) for r in range(1, 12)]
+    logits = torch.randn(11, 40, generator=torch.Generator().manual_seed(4))
+    tokens = logits.argmax(-1)
+    together = scored(logits, tokens, params, 3)
+    seen: list[int] = []
+
+    def logits_of(piece):
+        seen.append(len(logits[piece]))
+        return logits[piece]
+
+    monkeypatch.setattr(dispatched, "_MAX_LOGITS", 4 * 40)
+    rows = draw_params(params, [0] * 11, CPU)
+    found = score_in_slices(logits_of, 40, tokens, rows, 3, has_filters=True)
+    assert seen == [4, 4, 3]
+    assert torch.equal(found, together)

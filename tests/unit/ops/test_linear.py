@@ -17,6 +17,7 @@ from serve_spec.ops.linear import choose_tiles  # isort: skip
 plain = reference(linear)
 
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-5}
+ACTIVATION_TOLERANCE = {torch.bfloat16: 1e-3, torch.float16: 1e-4, torch.float32: 1e-6}
 # Blocks of float32 do not fit into a GPU's shared memory; products there are torch's.
 DTYPES = [dtype for dtype in TOLERANCE if DEVICE == "cpu" or dtype.itemsize == 2]
 # (rows, outputs, in): one block and several, each with a tail; sums of one program and of many.
@@ -103,6 +104,7 @@ def test_no_rows_give_no_rows():
     x, weight = integers(0, 32), integers(8, 32)
     assert linear_triton.small_linear(x, weight).shape == (0, 8)
     assert linear_triton.small_gate_up(x, weight).shape == (0, 4)
+    assert linear_triton.silu_and_mul(torch.empty(0, 8, device=DEVICE)).shape == (0, 4)
 
 
 @pytest.mark.parametrize("few", [True, False])
@@ -126,6 +128,31 @@ def test_a_layer_whose_results_are_float32_makes_them_so():
     logits = layer(x)
     assert logits.dtype == torch.float32
     assert torch.equal(logits.bfloat16(), rounded)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 1), (3, 48), (2, 1024), (5, 1500)])
+def test_the_gated_activation_follows_its_law(num_rows, width, dtype):
+    gate_up = 3 * torch.randn(num_rows, 2 * width, generator=torch.Generator().manual_seed(0))
+    gate_up = gate_up.to(DEVICE, dtype)
+    with poisoned_memory():
+        found = linear_triton.silu_and_mul(gate_up)
+    expected = plain.silu_and_mul(gate_up)
+    assert found.shape == (num_rows, width)
+    assert found.dtype == dtype
+    assert relative_error(found, expected) < ACTIVATION_TOLERANCE[dtype]
+
+
+def test_gates_may_be_part_of_a_wider_tensor():
+    wide = torch.randn(4, 100, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    found = linear_triton.silu_and_mul(wide[:, :64])
+    assert relative_error(found, plain.silu_and_mul(wide[:, :64])) < 1e-6
+
+
+def test_a_gate_far_from_zero_is_open_or_closed():
+    gate_up = torch.tensor([[-3e4, -100.0, 0.0, 100.0, 2.0, 2.0, 2.0, 2.0]])
+    found = linear_triton.silu_and_mul(gate_up.to(DEVICE, torch.bfloat16))
+    assert found.tolist() == [[0.0, 0.0, 0.0, 200.0]]
 
 
 @given(

@@ -152,8 +152,9 @@ def assert_normed(found, expected, dtype):
 
 
 @either_way
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (2, 4)])
+@pytest.mark.parametrize(
+    ("rank", "size", "dtype"), [(0, 2, DTYPES[0]), (1, 2, DTYPES[2]), (2, 4, DTYPES[1])]
+)
 def test_parts_of_all_ranks_are_added_and_rounded_once(rank, size, dtype):
     parts = all_drawn(size, 3000, dtype=dtype)
     expected = shared_sum(parts)
@@ -166,9 +167,9 @@ def test_parts_of_all_ranks_are_added_and_rounded_once(rank, size, dtype):
 
 
 @either_way
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("num_rows", "width", "rank", "size"), [(1, 8, 0, 2), (3, 640, 2, 4), (5, 1000, 1, 2)]
+    ("num_rows", "width", "rank", "size", "dtype"),
+    [(1, 8, 0, 2, DTYPES[2]), (3, 640, 2, 4, DTYPES[0]), (5, 1000, 1, 2, DTYPES[1])],
 )
 def test_a_norm_over_ranks_is_that_of_the_rounded_sum_and_the_residual(
     num_rows, width, rank, size, dtype
@@ -184,8 +185,7 @@ def test_a_norm_over_ranks_is_that_of_the_rounded_sum_and_the_residual(
 
 
 @either_way
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rank", "size"), [(1, 2), (2, 4)])
+@pytest.mark.parametrize(("rank", "size", "dtype"), [(1, 2, torch.bfloat16), (2, 4, torch.float16)])
 def test_what_a_rank_adds_may_come_as_addends(rank, size, dtype):
     addends = drawn(3, 5, 1000, dtype=torch.float32, seed=7)
     parts = all_drawn(size, 5, 1000, dtype=dtype)
@@ -375,7 +375,6 @@ def test_other_tensors_do_not_fit():
     assert not residual_fits(torch.zeros(4, 3, dtype=torch.bfloat16)), "every other row would not"
 
 
-@either_way
 def test_the_largest_sum_uses_every_program():
     parts = all_drawn(2, CAPACITY_BYTES // 2, dtype=torch.bfloat16)
     rank = Rank(0, 2)

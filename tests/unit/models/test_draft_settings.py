@@ -1,5 +1,4 @@
-"""A draft's rotary base, and the layers it reads, can be found by drafting a text: the measure, the
-choice, the change."""
+"""A draft's rotary base and the layers it reads: as a user says them, or as a text shows."""
 
 from __future__ import annotations
 
@@ -8,16 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
+from serve_spec.config import ServeSpecConfig
 from serve_spec.config.base import ASSETS
+from serve_spec.engine.build import load_models
 from serve_spec.engine.tokenizer import Tokenizer
-from serve_spec.models import DraftOptions, FeatureCapture, load_draft, load_target
+from serve_spec.models import DraftOptions, FeatureCapture, draft_probe, load_draft, load_target
 from serve_spec.models.draft_checkpoint import read_draft
 from serve_spec.models.draft_probe import (
     TRAINER_THETA,
-    best_theta,
     choose_layers,
     choose_theta,
     overlap_measure,
@@ -25,6 +23,7 @@ from serve_spec.models.draft_probe import (
     set_theta,
 )
 from serve_spec.models.draft_shape import both_readings
+from serve_spec.parallel.group import SINGLE
 from tests.helpers.checkpoints import make_eagle, make_eagle3
 from tests.helpers.paged import PagedSequences
 from tests.helpers.plain_heads import PlainHead
@@ -32,24 +31,6 @@ from tests.unit.models.draft_formats import assert_computes
 
 IDS = torch.randint(0, 288, (150,), generator=torch.Generator().manual_seed(1))
 SHIPPED = ASSETS / "tiny"
-
-thetas = st.lists(st.sampled_from([1e4, 5e5, 1e6, 3e2]), min_size=1, max_size=6)
-scores = st.lists(st.integers(0, 3), min_size=4, max_size=4)
-
-
-@given(candidates=thetas, values=scores)
-def test_the_best_theta_is_the_first_of_the_highest_and_each_is_measured_once(candidates, values):
-    by_theta = dict(zip([1e4, 5e5, 1e6, 3e2], values, strict=True))
-    measured: list[float] = []
-
-    def score(theta):
-        measured.append(theta)
-        return by_theta[theta]
-
-    best = best_theta(candidates, score)
-    assert measured == list(dict.fromkeys(candidates))
-    highest = max(by_theta[theta] for theta in candidates)
-    assert best == next(theta for theta in candidates if by_theta[theta] == highest)
 
 
 def plain_overlap(head, plain, target):
@@ -100,6 +81,18 @@ def test_a_settled_head_computes_with_the_theta_that_drafts_best(tmp_path, targe
     assert found == max(by_theta, key=lambda theta: by_theta[theta])
     assert head.shape.rope_theta == found
     assert_computes(head, PlainHead(tmp_path, target_dir, rope_theta=found))
+
+
+def test_of_equal_thetas_the_heads_own_wins_and_each_is_measured_once(
+    tmp_path, target_dir, target, monkeypatch
+):
+    make_eagle3(tmp_path, target_dir, rope_theta=TRAINER_THETA)
+    head: Any = load_draft(tmp_path, target, "EAGLE3")
+    measured = []
+    measure = lambda *_: lambda: measured.append(head.shape.rope_theta) or 0.5  # noqa: E731
+    monkeypatch.setattr(draft_probe, "overlap_measure", measure)
+    assert choose_theta(head, target, IDS.tolist()) == TRAINER_THETA
+    assert measured == [TRAINER_THETA, target.shape.rope_theta]
 
 
 @pytest.mark.parametrize("ids", [[1, 3, 4], [2, 4, 5], [3, 4, 6]])
@@ -153,3 +146,52 @@ def test_the_shipped_head_reads_its_own_layers_whatever_they_were_counted_as():
         options = DraftOptions(aux_layer_ids=first)
         head = load_draft(SHIPPED / "eagle3", target, "EAGLE3", options)
         assert choose_layers(head, target, ids[:200], [wrong, (2, 4, 5)]) == (2, 4, 5)
+
+
+@pytest.fixture
+def config(tmp_path, target_dir):
+    make_eagle3(tmp_path, target_dir, rope_theta=40.0, eagle_aux_hidden_state_layer_ids=[2, 4, 5])
+    return ServeSpecConfig.load(
+        {
+            "model": {"path": str(target_dir), "device": "cpu", "dtype": "float32"},
+            "speculative": {
+                "speculative_algorithm": "EAGLE3",
+                "speculative_draft_model_path": str(tmp_path),
+                "speculative_draft_dtype": "float32",
+            },
+            "cache": {"num_pages": 64},
+        }
+    )
+
+
+def loaded_head(config, **changes):
+    return load_models(ServeSpecConfig.load(config, **changes), SINGLE).head
+
+
+def test_every_word_reaches_the_head(config):
+    head = loaded_head(
+        config,
+        speculative_draft_rope_theta=7,
+        speculative_draft_aux_layers_mean="output",
+        speculative_draft_norm_before_residual=True,
+        speculative_draft_norm_output=True,
+    )
+    assert head.shape.rope_theta == 7
+    assert head.capture.layer_ids == (3, 5, 6)
+    assert head.options.norm_before_residual
+    assert head.options.norm_output
+    head = loaded_head(config, speculative_draft_aux_layer_ids=[0, 1, 8])
+    assert head.capture.layer_ids == (0, 1, 8)
+
+
+def test_layers_that_are_to_be_measured_are_and_the_theta_after_them(config, target_dir):
+    target = load_target(target_dir, torch.float32)
+    path = config.speculative.speculative_draft_model_path
+    ids = Tokenizer(target_dir).encode(probe_text())
+    head = load_draft(path, target, "EAGLE3")
+    layers = choose_layers(head, target, ids, [(2, 4, 5), (3, 5, 6)])
+    theta = choose_theta(head, target, ids)
+    measured = {"speculative_draft_aux_layers_mean": "probe"}
+    found = loaded_head(config, speculative_draft_rope_theta="probe", **measured)
+    assert (found.capture.layer_ids, found.shape.rope_theta) == (layers, theta)
+    assert loaded_head(config, **measured).capture.layer_ids == layers
