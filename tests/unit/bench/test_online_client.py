@@ -170,7 +170,7 @@ def cut(draw, whole):
     return [whole[start:end] for start, end in pairwise([0, *ends, len(whole)])]
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(st.data(), st.lists(TEXTS, max_size=6), st.sampled_from([b"\n", b"\r\n"]))
 def test_events_do_not_depend_on_how_the_bytes_were_cut(data, texts, end):
     payloads = [json.dumps(text, ensure_ascii=False) for text in texts]
