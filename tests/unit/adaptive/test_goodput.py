@@ -19,10 +19,9 @@ from benchmarks.simulator import Phase, Simulator
 from serve_spec.adaptive.costs import Costs, Work
 from serve_spec.adaptive.drafts import PositionRates
 from serve_spec.adaptive.exploration import EXPLORED_SHARE, SpeedGuard
-from serve_spec.adaptive.goodput import GoodputPolicy
+from serve_spec.adaptive.goodput import AllowedShapes, GoodputPolicy
 from serve_spec.adaptive.planner import Load, Planner
 from serve_spec.adaptive.policy import StaticPolicy
-from serve_spec.adaptive.trees import AllowedShapes
 from serve_spec.bench.trace import load_traces
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.record import StepTimes

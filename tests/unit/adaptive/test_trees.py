@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.adaptive import AdaptiveController, PolicySettings
-from serve_spec.adaptive.trees import SMALL_TREES, candidates, ladder, of_depth
+from serve_spec.adaptive.goodput import SMALL_TREES
+from serve_spec.adaptive.settings import candidates, ladder, of_depth
 from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.adaptive_file import load_slots
 from serve_spec.config.base import validate
