@@ -26,7 +26,6 @@ from serve_spec.bench.online.load import (
     CompletionRequest,
     LoadRun,
     Poisson,
-    Sample,
     Served,
 )
 from serve_spec.core.request import SamplingParams
@@ -239,7 +238,7 @@ def test_however_often_it_is_polled_every_account_counts_once(gaps, every_s, jit
     for gap in gaps:
         reports.append(reports[-1] + 0.5 + gap)
     end_s = reports[-1] + 2 * every_s
-    samples: list[Sample] = []
+    samples = []
     for poll in range(int(end_s / every_s) + 1):
         now_s = poll * every_s
         told_at = max(time for time in reports if time <= now_s)
