@@ -1,4 +1,4 @@
-"""What the engine reports: names, units and meaning. How it travels is the sink's business.
+"""Metrics of engines and routers: names, units and meaning, independent of the exporter.
 
 Names end in their unit; counters only grow; a label has few values (never a request id).
 """
@@ -15,7 +15,7 @@ from serve_spec.core.record import StepRecord
 
 @dataclass(frozen=True)
 class Metric:
-    """One time series: how to declare it wherever metrics are kept."""
+    """Declaration of one metric, for every exporter."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -25,12 +25,12 @@ class Metric:
 
 
 def batch_size_bucket(batch_size: int) -> int:
-    """The power of two at or below `batch_size` ≥ 1: sizes that are compared with each other."""
+    """Return the largest power of two ≤ `batch_size`; batch_size ≥ 1."""
     return 1 << (batch_size.bit_length() - 1)
 
 
 class MetricsSink(Protocol):
-    """Takes one round's figures. Must not block the engine and must not raise."""
+    """Receives the records of rounds; must neither block nor raise."""
 
     def observe(self, record: StepRecord) -> None:
         """Record a round."""
@@ -38,282 +38,195 @@ class MetricsSink(Protocol):
 
 
 class NullSink:
-    """Keeps nothing: the offline API, tests."""
+    """Drops all records; for offline engines and tests."""
 
     def observe(self, record: StepRecord) -> None:
         """Drop the round."""
 
 
 _MS_BUCKETS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0)
+_TTFT_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 6e4)
+_TPOT_BUCKETS = (
+    0.5, 1.0, 2.0, 3.0, 5.0, 7.0, 10.0, 15.0, 20.0, 30.0, 50.0, 100.0, 200.0, 500.0, 1e3,
+)  # fmt: skip
 
-NUM_STEPS = Metric("serve_spec_num_steps", "gauge", "Tier of the last round: drafts per sequence.")
-BATCH_SIZE = Metric("serve_spec_batch_size", "gauge", "Decoding sequences of the last round.")
-ROUNDS = Metric(
-    "serve_spec_rounds",
-    "counter",
-    "Decode rounds by draft shape: drafts per sequence, or levels x drafts of trees.",
-    ("num_steps",),
+
+def _counter(name: str, text: str, *labels: str) -> Metric:
+    return Metric(f"serve_spec_{name}", "counter", text, labels)
+
+
+def _gauge(name: str, text: str, *labels: str) -> Metric:
+    return Metric(f"serve_spec_{name}", "gauge", text, labels)
+
+
+def _ms(name: str, text: str, *labels: str, buckets: tuple[float, ...] = _MS_BUCKETS) -> Metric:
+    return Metric(f"serve_spec_{name}", "histogram", text, labels, buckets)
+
+
+# Of rounds.
+NUM_STEPS = _gauge("num_steps", "Speculation depth of the last round: draft tokens per request.")
+BATCH_SIZE = _gauge("batch_size", "Decoding requests in the last round.")
+ROUNDS = _counter(
+    "rounds",
+    "Decode rounds by draft shape: depth of chains, or depth x size of trees.",
+    "num_steps",
 )
-BATCH_SIZE_ROUNDS = Metric(
-    "serve_spec_batch_size_rounds",
-    "counter",
-    "Decode rounds by batch size (powers of two at or below it).",
-    ("batch_size",),
+BATCH_SIZE_ROUNDS = _counter(
+    "batch_size_rounds",
+    "Decode rounds by batch size, rounded down to a power of two.",
+    "batch_size",
 )
-SWITCHES = Metric("serve_spec_tier_switches", "counter", "Tier changes by reason.", ("reason",))
-PROBE_ROUNDS = Metric("serve_spec_probe_rounds", "counter", "Rounds taken to learn something.")
-DRAFT_TOKENS = Metric("serve_spec_draft_tokens", "counter", "Drafts the target verified.")
-CORRECT_DRAFTS = Metric("serve_spec_correct_drafts", "counter", "Drafts the target kept.")
-POSITION_PROPOSED = Metric(
-    "serve_spec_position_proposed_tokens",
-    "counter",
-    "Drafts made, by position; those outside the budget are not verified.",
-    ("position",),
+SWITCHES = _counter("depth_switches", "Changes of speculation depth by reason.", "reason")
+PROBE_ROUNDS = _counter("probe_rounds", "Rounds spent on exploration.")
+DRAFT_TOKENS = _counter("draft_tokens", "Draft tokens verified by the target.")
+CORRECT_DRAFTS = _counter("correct_drafts", "Draft tokens accepted by the target.")
+POSITION_PROPOSED = _counter(
+    "position_proposed_tokens",
+    "Draft tokens proposed by position; those beyond the budget are not verified.",
+    "position",
 )
-POSITION_DRAFTED = Metric(
-    "serve_spec_position_drafted_tokens", "counter", "Drafts verified, by position.", ("position",)
+POSITION_DRAFTED = _counter(
+    "position_drafted_tokens", "Draft tokens verified by position.", "position"
 )
-POSITION_REACHED = Metric(
-    "serve_spec_position_reached_tokens",
-    "counter",
-    "Drafts before which all were kept, by position; what kept drafts are to be divided by.",
-    ("position",),
+POSITION_REACHED = _counter(
+    "position_reached_tokens",
+    "Verified draft tokens whose predecessors were accepted, by position.",
+    "position",
 )
-POSITION_ACCEPTED = Metric(
-    "serve_spec_position_accepted_tokens", "counter", "Drafts kept, by position.", ("position",)
+POSITION_ACCEPTED = _counter(
+    "position_accepted_tokens", "Draft tokens accepted by position.", "position"
 )
-DRAFT_BUDGET = Metric(
-    "serve_spec_draft_budget_tokens",
-    "gauge",
-    "Most drafts that the last round with a budget verified.",
+DRAFT_BUDGET = _gauge(
+    "draft_budget_tokens", "Verification budget of the last round with one, in draft tokens."
 )
-BUDGET_ROUNDS = Metric(
-    "serve_spec_budget_rounds", "counter", "Decode rounds whose budget left drafts unverified."
+BUDGET_ROUNDS = _counter(
+    "budget_rounds", "Decode rounds in which the budget left draft tokens unverified."
 )
-UNVERIFIED_DRAFTS = Metric(
-    "serve_spec_unverified_draft_tokens", "counter", "Drafts made but not verified: outside budget."
+UNVERIFIED_DRAFTS = _counter(
+    "unverified_draft_tokens", "Draft tokens not verified because of the budget."
 )
-EXPECTED_DRAFTS = Metric(
-    "serve_spec_expected_correct_drafts",
-    "counter",
-    "Drafts expected to be accepted, in rounds for which the policy predicts it.",
+EXPECTED_DRAFTS = _counter(
+    "expected_correct_drafts",
+    "Draft tokens predicted to be accepted, in rounds with a prediction.",
 )
-OBSERVED_DRAFTS = Metric(
-    "serve_spec_observed_correct_drafts", "counter", "Drafts accepted in the same rounds."
+OBSERVED_DRAFTS = _counter(
+    "observed_correct_drafts", "Draft tokens accepted in rounds with a prediction."
 )
-OUTPUT_TOKENS = Metric(
-    "serve_spec_output_tokens", "counter", "Tokens emitted by decoding requests."
+OUTPUT_TOKENS = _counter("output_tokens", "Tokens emitted by decoding requests.")
+PREFILL_TOKENS = _counter("prefill_tokens", "Prompt tokens computed.")
+PREFIX_QUERY_TOKENS = _counter("prefix_cache_query_tokens", "Prompt tokens of admitted requests.")
+PREFIX_HIT_TOKENS = _counter(
+    "prefix_cache_hit_tokens",
+    "Prompt tokens of admitted requests found in the prefix cache.",
 )
-PREFILL_TOKENS = Metric("serve_spec_prefill_tokens", "counter", "Prompt tokens computed.")
-PREFIX_QUERY_TOKENS = Metric(
-    "serve_spec_prefix_cache_query_tokens", "counter", "Tokens that admitted requests came with."
-)
-PREFIX_HIT_TOKENS = Metric(
-    "serve_spec_prefix_cache_hit_tokens",
-    "counter",
-    "Of those, the tokens whose pages others had left: they are not computed anew.",
-)
-ACCEPT_LENGTH_ROWS = Metric(
-    "serve_spec_accept_length_rows",
-    "counter",
+ACCEPT_LENGTHS = _counter(
+    "accept_length_requests",
     "Decoding requests by the tokens they emitted in a round: correct drafts and the bonus token.",
-    ("accept_length",),
+    "accept_length",
 )
-DRAFT_MS = Metric(
-    "serve_spec_draft_ms", "histogram", "Drafting of one round, in ms.", buckets=_MS_BUCKETS
+DRAFT_MS = _ms("draft_ms", "Draft time of a round, in ms.")
+VERIFY_MS = _ms("verify_ms", "Target forward time of a round, in ms.")
+IDLE_MS = _ms("device_idle_ms", "Time the device waited for the host before a round, in ms.")
+BROKEN_DRAFTS = _counter(
+    "broken_drafts", "Requests without further drafts, as the draft model produced NaN or no token."
 )
-VERIFY_MS = Metric(
-    "serve_spec_verify_ms", "histogram", "Target forward of one round, in ms.", buckets=_MS_BUCKETS
+STEP_MS = _ms("step_ms", "Total time of a round, in ms.")
+PREDICTED_MS = _ms("predicted_step_ms", "Predicted time of a round without prompts, in ms.")
+MEASURED_MS = _ms("measured_step_ms", "Measured time of rounds with a prediction, in ms.")
+OVERHEAD = _gauge(
+    "overhead_ratio", "Draft time divided by verification time, last round without prompts."
 )
-IDLE_MS = Metric(
-    "serve_spec_device_idle_ms",
-    "histogram",
-    "What the device waited for the host before one round, in ms.",
-    buckets=_MS_BUCKETS,
+SPEEDUP = _gauge(
+    "effective_speedup_ratio",
+    "Measured speed with drafts over speed without, by batch size (powers of two).",
+    "batch_size",
 )
-BROKEN_DRAFTS = Metric(
-    "serve_spec_broken_drafts",
-    "counter",
-    "Sequences that stopped drafting because their draft gave NaN or no token.",
+EMA_ACCEPT_LENGTH = _gauge(
+    "ema_accept_length_tokens",
+    "Moving average of accepted drafts per request, by batch-size slot.",
+    "slot",
 )
-STEP_MS = Metric("serve_spec_step_ms", "histogram", "One whole round, in ms.", buckets=_MS_BUCKETS)
-PREDICTED_MS = Metric(
-    "serve_spec_predicted_step_ms",
-    "histogram",
-    "Predicted time of a round without prompts, in ms.",
-    buckets=_MS_BUCKETS,
-)
-MEASURED_MS = Metric(
-    "serve_spec_measured_step_ms",
-    "histogram",
-    "Measured time of the rounds whose time was predicted, in ms.",
-    buckets=_MS_BUCKETS,
-)
-OVERHEAD = Metric(
-    "serve_spec_overhead_ratio",
-    "gauge",
-    "Time of drafting over time of verification, last round without prompts.",
-)
-SPEEDUP = Metric(
-    "serve_spec_effective_speedup_ratio",
-    "gauge",
-    "Measured speed of drafting rounds over measured plain ones, by batch size (powers of two).",
-    ("batch_size",),
-)
-EMA_ACCEPT_LENGTH = Metric(
-    "serve_spec_ema_accept_length_tokens",
-    "gauge",
-    "Average of correct drafts per request that a batch-size slot decides by.",
-    ("slot",),
-)
-RUNNING_SEQS = Metric("serve_spec_running_seqs", "gauge", "Sequences in the batch.")
-WAITING_SEQS = Metric(
-    "serve_spec_waiting_seqs", "gauge", "Sequences that wait for pages or request slots."
-)
-KV_USAGE = Metric("serve_spec_kv_usage_ratio", "gauge", "Share of KV pages in use, 0..1.")
-KV_PAGES = Metric("serve_spec_kv_pages", "gauge", "KV pages by state: used or free.", ("state",))
+RUNNING_SEQS = _gauge("running_seqs", "Running requests.")
+WAITING_SEQS = _gauge("waiting_seqs", "Requests that wait for KV pages or request slots.")
+KV_USAGE = _gauge("kv_usage_ratio", "Share of KV pages in use, 0..1.")
+KV_PAGES = _gauge("kv_pages", "KV pages by state: used or free.", "state")
 
-ROUND_METRICS = (
-    NUM_STEPS,
-    BATCH_SIZE,
-    ROUNDS,
-    BATCH_SIZE_ROUNDS,
-    SWITCHES,
-    PROBE_ROUNDS,
-    DRAFT_TOKENS,
-    CORRECT_DRAFTS,
-    POSITION_PROPOSED,
-    POSITION_DRAFTED,
-    POSITION_REACHED,
-    POSITION_ACCEPTED,
-    DRAFT_BUDGET,
-    BUDGET_ROUNDS,
-    UNVERIFIED_DRAFTS,
-    EXPECTED_DRAFTS,
-    OBSERVED_DRAFTS,
-    OUTPUT_TOKENS,
-    PREFILL_TOKENS,
-    PREFIX_QUERY_TOKENS,
-    PREFIX_HIT_TOKENS,
-    ACCEPT_LENGTH_ROWS,
-    DRAFT_MS,
-    VERIFY_MS,
-    STEP_MS,
-    IDLE_MS,
-    BROKEN_DRAFTS,
-    PREDICTED_MS,
-    MEASURED_MS,
-    OVERHEAD,
-    SPEEDUP,
-    EMA_ACCEPT_LENGTH,
-    RUNNING_SEQS,
-    WAITING_SEQS,
-    KV_USAGE,
-    KV_PAGES,
-)
-"""What rounds report."""
-
-PREDICTED_GOODPUT = Metric(
-    "serve_spec_predicted_goodput_tokens_per_ms",
-    "gauge",
+# Of an engine's snapshots.
+PREDICTED_GOODPUT = _gauge(
+    "predicted_goodput_tokens_per_ms",
     "Predicted tokens per ms of every draft shape for the current batch.",
-    ("num_steps",),
+    "num_steps",
 )
-LAST_REASON = Metric(
-    "serve_spec_last_reason",
-    "gauge",
-    "1 for the reason of the policy's last decision, 0 for those before it.",
-    ("reason",),
+LAST_REASON = _gauge(
+    "last_reason",
+    "1 for the reason of the policy's last decision, 0 for earlier ones.",
+    "reason",
 )
-SLOT = Metric(
-    "serve_spec_slot", "gauge", "Smallest batch size of the batch-size slot that decided last."
+SLOT = _gauge("slot", "Smallest batch size of the slot that made the last decision.")
+FORCED_ACCEPTANCE = _gauge(
+    "forced_acceptance",
+    "1 while acceptance is synthetic, for load tests: texts are not the model's.",
 )
-FORCED_ACCEPTANCE = Metric(
-    "serve_spec_forced_acceptance",
-    "gauge",
-    "1 while acceptance is forced for a load test: what is kept, and how fast, is of no real text.",
-)
-STATE_METRICS = (PREDICTED_GOODPUT, LAST_REASON, SLOT, FORCED_ACCEPTANCE)
-"""What is read off an engine's snapshot now and then."""
 
-# Every latency has a histogram for its quantiles, and counters for its mean: exporters that
-# rebuild a histogram from its buckets know the sum only to a bucket's width.
-TTFT_MS = Metric(
-    "serve_spec_time_to_first_token_ms",
-    "histogram",
-    "From arrival (at the router, or at the engine) to the first tokens, in ms.",
-    ("measured_at",),
-    buckets=(1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 6e4),
+# Of requests, where they arrive and where they run. Every latency has a histogram for its
+# quantiles, and counters for its mean: exporters that rebuild a histogram from its buckets know the
+# sum only to a bucket's width.
+TTFT_MS = _ms(
+    "time_to_first_token_ms",
+    "Time from arrival, at the router or at the engine, to the first token, in ms.",
+    "measured_at",
+    buckets=_TTFT_BUCKETS,
 )
-TPOT_MS = Metric(
-    "serve_spec_time_per_output_token_ms",
-    "histogram",
-    "Mean time of a request's tokens after its first ones, in ms.",
-    ("measured_at",),
-    buckets=(0.5, 1.0, 2.0, 3.0, 5.0, 7.0, 10.0, 15.0, 20.0, 30.0, 50.0, 100.0, 200.0, 500.0, 1e3),
+TPOT_MS = _ms(
+    "time_per_output_token_ms",
+    "Mean time per output token after the first, by request, in ms.",
+    "measured_at",
+    buckets=_TPOT_BUCKETS,
 )
-FIRST_TOKEN_WAIT_MS = Metric(
-    "serve_spec_first_token_wait_ms",
-    "counter",
-    "Times to first token added up, in ms; at the router less at the engine is the framework's.",
-    ("measured_at",),
+FIRST_TOKEN_WAIT_MS = _counter(
+    "first_token_wait_ms",
+    "Sum of times to first token, in ms; router minus engine: serving overhead.",
+    "measured_at",
 )
-FIRST_TOKENS = Metric(
-    "serve_spec_first_tokens", "counter", "Requests that got to a first token.", ("measured_at",)
+FIRST_TOKENS = _counter("first_tokens", "Requests with a first token.", "measured_at")
+LATER_TOKENS_WAIT_MS = _counter(
+    "later_tokens_wait_ms",
+    "Sum of times from first to last token of requests, in ms.",
+    "measured_at",
 )
-LATER_TOKENS_WAIT_MS = Metric(
-    "serve_spec_later_tokens_wait_ms",
-    "counter",
-    "Times from the first tokens of a request to its last, added up, in ms.",
-    ("measured_at",),
+LATER_TOKENS = _counter("later_tokens", "Output tokens after the first.", "measured_at")
+REQUESTS = _counter(
+    "requests",
+    "Finished requests by outcome: done, refused, failed or left.",
+    "measured_at",
+    "outcome",
 )
-LATER_TOKENS = Metric(
-    "serve_spec_later_tokens",
-    "counter",
-    "Tokens of requests after their first ones.",
-    ("measured_at",),
-)
-REQUESTS = Metric(
-    "serve_spec_requests",
-    "counter",
-    "Requests that ended, by how: done, refused, failed or left.",
-    ("measured_at", "outcome"),
-)
-LATENCY_METRICS = (
-    TTFT_MS,
-    TPOT_MS,
-    FIRST_TOKEN_WAIT_MS,
-    FIRST_TOKENS,
-    LATER_TOKENS_WAIT_MS,
-    LATER_TOKENS,
-    REQUESTS,
-)
-"""What requests report, where they arrive and where they run."""
 
-QUEUE_LEN = Metric("serve_spec_queue_len", "gauge", "Requests that wait in the router.")
-IN_FLIGHT = Metric("serve_spec_in_flight_requests", "gauge", "Requests handed to replicas.")
-REJECTED = Metric("serve_spec_rejected_requests", "counter", "Requests answered 429 by the router.")
-RESUMED = Metric(
-    "serve_spec_resumed_requests",
-    "counter",
-    "Requests that a replica took over from one that had failed them.",
-)
-SUBMISSIONS = Metric(
-    "serve_spec_submissions",
-    "counter",
-    "Hand-overs to replicas by how many requests went together (at most, powers of two).",
-    ("size",),
+# Of a router's queue.
+QUEUE_LEN = _gauge("queue_len", "Requests that wait in the router.")
+IN_FLIGHT = _gauge("in_flight_requests", "Requests sent to replicas.")
+REJECTED = _counter("rejected_requests", "Requests answered 429 by the router.")
+RESUMED = _counter("resumed_requests", "Requests resumed on another replica after a failure.")
+SUBMISSIONS = _counter(
+    "submissions",
+    "Messages to replicas by number of requests (upper bounds, powers of two).",
+    "size",
 )
 ROUTER_METRICS = (QUEUE_LEN, IN_FLIGHT, REJECTED, RESUMED, SUBMISSIONS)
-"""What the router reports of its queue."""
 
-METRICS = (*ROUND_METRICS, *STATE_METRICS, *LATENCY_METRICS, *ROUTER_METRICS)
+OLD_NAMES = {
+    SWITCHES: "serve_spec_tier_switches",
+    ACCEPT_LENGTHS: "serve_spec_accept_length_rows",
+}
+"""Former names of metrics, which are exported as well until 0.3."""
+
+METRICS = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 """Every metric, for the exporters that declare them."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One value for one metric: added to a counter, set on a gauge, put in a histogram."""
+    """One value of a metric: added to a counter, set on a gauge, observed in a histogram."""
 
     metric: Metric
     value: float
@@ -321,28 +234,28 @@ class Reading:
 
 
 def readings(record: StepRecord) -> Iterator[Reading]:
-    """What one round adds. Counters get no zeros: several exporters refuse them."""
+    """Yield the readings of a round, without zeros for counters, which several exporters refuse."""
+    found = [*_step_readings(record)]
+    if record.batch_size:
+        found += _decode_readings(record)
+        found += _position_readings(record)
+        found += _policy_readings(record)
+    return (reading for reading in found if reading.value or reading.metric.kind != "counter")
+
+
+def _step_readings(record: StepRecord) -> Iterator[Reading]:
     yield Reading(STEP_MS, record.step_ms)
     if record.idle_ms:
         yield Reading(IDLE_MS, record.idle_ms)
-    if record.num_broken_drafts:
-        yield Reading(BROKEN_DRAFTS, record.num_broken_drafts)
+    yield Reading(BROKEN_DRAFTS, record.num_broken_drafts)
     yield Reading(RUNNING_SEQS, record.num_running_seqs)
     yield Reading(WAITING_SEQS, record.num_waiting_seqs)
     yield Reading(KV_USAGE, record.num_used_pages / record.num_pages)
     yield Reading(KV_PAGES, record.num_used_pages, {"state": "used"})
     yield Reading(KV_PAGES, record.num_pages - record.num_used_pages, {"state": "free"})
-    if record.num_prefill_tokens:
-        yield Reading(PREFILL_TOKENS, record.num_prefill_tokens)
-    if record.num_prefix_query_tokens:
-        yield Reading(PREFIX_QUERY_TOKENS, record.num_prefix_query_tokens)
-    if record.num_prefix_hit_tokens:
-        yield Reading(PREFIX_HIT_TOKENS, record.num_prefix_hit_tokens)
-    if record.batch_size:
-        yield from _decode_readings(record)
-        yield from _position_readings(record)
-        yield from _policy_readings(record)
-        yield from _budget_readings(record)
+    yield Reading(PREFILL_TOKENS, record.num_prefill_tokens)
+    yield Reading(PREFIX_QUERY_TOKENS, record.num_prefix_query_tokens)
+    yield Reading(PREFIX_HIT_TOKENS, record.num_prefix_hit_tokens)
 
 
 RequestCounts: TypeAlias = Mapping[tuple[int, int, int], int]
@@ -423,21 +336,19 @@ def _decode_readings(record: StepRecord) -> Iterator[Reading]:
     if record.switch_reason is not None:
         yield Reading(SWITCHES, 1, {"reason": record.switch_reason})
     if record.num_draft_tokens:
-        yield Reading(DRAFT_TOKENS, record.num_draft_tokens)
         yield Reading(DRAFT_MS, record.draft_ms)
-    if record.num_correct_drafts:
-        yield Reading(CORRECT_DRAFTS, record.num_correct_drafts)
-    if record.num_output_tokens:
-        yield Reading(OUTPUT_TOKENS, record.num_output_tokens)
+    yield Reading(DRAFT_TOKENS, record.num_draft_tokens)
+    yield Reading(CORRECT_DRAFTS, record.num_correct_drafts)
+    yield Reading(OUTPUT_TOKENS, record.num_output_tokens)
     for length, num_rows in Counter(record.accept_lengths).items():
-        yield Reading(ACCEPT_LENGTH_ROWS, num_rows, {"accept_length": str(length)})
+        yield Reading(ACCEPT_LENGTHS, num_rows, {"accept_length": str(length)})
 
 
 def _position_readings(record: StepRecord) -> Iterator[Reading]:
     for position, counts in enumerate(position_counts(request_counts(record)), start=1):
         label = {"position": str(position)}
-        counted = zip(_POSITION_METRICS, counts, strict=True)
-        yield from (Reading(metric, count, label) for metric, count in counted if count)
+        for metric, count in zip(_POSITION_METRICS, counts, strict=True):
+            yield Reading(metric, count, label)
 
 
 def _policy_readings(record: StepRecord) -> Iterator[Reading]:
@@ -454,17 +365,11 @@ def _policy_readings(record: StepRecord) -> Iterator[Reading]:
         if notes.predicted_ms is not None:
             yield Reading(PREDICTED_MS, notes.predicted_ms)
             yield Reading(MEASURED_MS, record.step_ms)
-
-
-def _budget_readings(record: StepRecord) -> Iterator[Reading]:
     if record.budget is not None:
         yield Reading(DRAFT_BUDGET, record.budget)
         yield Reading(BUDGET_ROUNDS, 1)
-        if unverified := unverified_drafts(record):
-            yield Reading(UNVERIFIED_DRAFTS, unverified)
+        yield Reading(UNVERIFIED_DRAFTS, unverified_drafts(record))
     expected = expected_drafts(record)
     if expected is not None:
-        if expected > 0:
-            yield Reading(EXPECTED_DRAFTS, expected)
-        if record.num_correct_drafts:
-            yield Reading(OBSERVED_DRAFTS, record.num_correct_drafts)
+        yield Reading(EXPECTED_DRAFTS, expected)
+        yield Reading(OBSERVED_DRAFTS, record.num_correct_drafts)

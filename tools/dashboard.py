@@ -13,7 +13,7 @@ from typing import Any
 
 from serve_spec import metrics
 from serve_spec.metrics import Metric
-from serve_spec.serving.ray_metrics import exported_names
+from serve_spec.serving.telemetry import exported_names
 
 _SELECTED = 'application=~"$application",replica=~"$replica"'
 _ALL_REPLICAS = 'application=~"$application"'
@@ -113,7 +113,7 @@ def _speculation() -> list[Panel]:
             ("position {{position}}", _rate(metrics.POSITION_DRAFTED, "position")),
         )),
         Panel("Accepted length per request and step (tokens)", "short", (
-            ("{{accept_length}} tokens", _rate(metrics.ACCEPT_LENGTH_ROWS, "accept_length")),
+            ("{{accept_length}} tokens", _rate(metrics.ACCEPT_LENGTHS, "accept_length")),
         )),
         Panel("Mean accepted drafts (EMA) by batch-size slot", "short", (
             ("slot {{slot}}, replica {{replica}}",
@@ -250,7 +250,7 @@ def _selector(only: str, within: str = _ALL_REPLICAS) -> str:
 def _counter(metric: Metric, function: str, by: tuple[str, ...], only: str) -> str:
     (name,) = exported_names(metric)
     # Router series have ranks of their own, which the replica variable does not select.
-    is_of_engine = metric in (*metrics.ROUND_METRICS, *metrics.STATE_METRICS)
+    is_of_engine = metric not in metrics.ROUTER_METRICS and "measured_at" not in metric.labels
     selector = _selector(only, _SELECTED if is_of_engine else _ALL_REPLICAS)
     grouped = f" by ({', '.join(by)})" if by else ""
     return f"sum{grouped} ({function}({name}{selector}[$__rate_interval]))"

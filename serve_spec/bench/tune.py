@@ -41,7 +41,7 @@ from serve_spec.config.cost_table import load_cost_table, write_cost_table
 from serve_spec.config.speculative import max_tree_tokens
 from serve_spec.core.draft import MAX_TREE_TOKENS, PLAIN, DraftShape
 from serve_spec.core.record import StepRecord
-from serve_spec.engine.costs import as_table, code_version, cost_key, fingerprint
+from serve_spec.engine.costs import code_version, cost_key, fingerprint
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.llm import LLM
 from serve_spec.engine.profile import CostGrid, ProfileLimits, TimeBudget, finish, measure_costs
@@ -273,6 +273,7 @@ def write_costs(llm: LLM, path: Path, shapes: Sequence[DraftShape], *, fresh: bo
     with tqdm(total=100.0, desc="cost table", unit="%", bar_format="{l_bar}{bar}") as bar:
         try:
             measurement = measure_costs(
+                key,
                 llm.engine.worker,
                 CostGrid(max_batch_size, max_steps, dict.fromkeys(trees)),
                 ProfileLimits(
@@ -286,7 +287,7 @@ def write_costs(llm: LLM, path: Path, shapes: Sequence[DraftShape], *, fresh: bo
             costs = finish(measurement, progress=lambda share: bar.update(100 * share - bar.n))
         except ValueError as error:
             raise ConfigError(str(error)) from error
-    write_cost_table(as_table(key, costs), path)
+    write_cost_table(costs.table, path)
 
 
 def _configuration(args: argparse.Namespace) -> ServeSpecConfig:

@@ -19,7 +19,7 @@ beam                 the topk tokens of a tree's level that have children
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, Protocol
@@ -47,10 +47,11 @@ class DraftShape:
                 "give a tree topk > 1"
             )
 
-    @classmethod
-    def chain(cls, depth: int) -> DraftShape:
+    @staticmethod
+    @cache
+    def chain(depth: int) -> DraftShape:
         """Return the chain of `depth` draft tokens; 0: no drafting."""
-        return _chain(depth)
+        return DraftShape(depth, depth)
 
     @property
     def is_chain(self) -> bool:
@@ -80,18 +81,8 @@ def most_drafts(topk: int, depth: int) -> int:
     return topk + (depth - 1) * topk * topk if depth else 0
 
 
-@cache
-def _chain(depth: int) -> DraftShape:
-    return DraftShape(depth, depth)
-
-
 PLAIN = DraftShape.chain(0)
 """No drafting."""
-
-
-def padded_drafts(drafts: Iterable[Sequence[int]], width: int) -> list[list[int]]:
-    """Return the n-gram drafts of each request, padded with zeros to `width`."""
-    return [[*entries, *[0] * (width - len(entries))] for entries in drafts]
 
 
 class TextDrafts(NamedTuple):

@@ -1,5 +1,7 @@
 """Errors a user can cause. Each names the field, the value and a fix."""
 
+from functools import partial
+
 
 class InvalidRequest(ValueError):
     """A request that cannot be served: HTTP 400 (413 if `too_long`)."""
@@ -13,11 +15,8 @@ class InvalidRequest(ValueError):
 
     def __reduce__(self) -> tuple[object, ...]:
         # The default passes `args` (the message alone) to __init__, which takes three arguments.
-        return (_rebuild, (self.field, self.value, self.fix, self.too_long))
-
-
-def _rebuild(field: str, value: object, fix: str, too_long: bool) -> InvalidRequest:
-    return InvalidRequest(field, value, fix, too_long=too_long)
+        rebuild = partial(InvalidRequest, too_long=self.too_long)
+        return rebuild, (self.field, self.value, self.fix)
 
 
 class TextTooLong(ValueError):

@@ -83,11 +83,6 @@ class ScheduledRequest(NamedTuple):
         return self.shape.depth
 
     @property
-    def tree_drafts(self) -> int:
-        """Drafts of a tree; 0 for a chain."""
-        return self.shape.tree_size
-
-    @property
     def num_draft_tokens(self) -> int:
         """Drafts that are verified."""
         return self.shape.size
@@ -106,19 +101,6 @@ class ScheduledRequest(NamedTuple):
     def model_steps(self) -> int:
         """Levels that a draft model drafts; 0 with n-gram drafts."""
         return 0 if self.draft_ids else self.num_steps
-
-
-@dataclass(frozen=True)
-class WorkerLimits:
-    """What a worker accepts in a plan.
-
-    max_missing: most missing draft KV entries that a step with drafts makes for any decoding
-    request. Entries whose tokens are in the plan do not count.
-    async_scheduling: whether it accepts a plan that `follows`.
-    """
-
-    max_missing: int
-    async_scheduling: bool = False
 
 
 @dataclass(frozen=True)

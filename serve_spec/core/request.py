@@ -187,7 +187,6 @@ _COUNT = f"use an integer in [0, {MAX_LOGPROBS}], or None: none"
 
 
 def _check_types(prefix: str, values: dict[str, object]) -> None:
-    """Raise InvalidRequest for values of a wrong type."""
     for name, value in values.items():
         if name in _ITEM_TYPES:
             item = _ITEM_TYPES[name]

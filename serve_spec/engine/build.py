@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from serve_spec.adaptive import AdaptiveController, PolicySettings
-from serve_spec.config import ServeSpecConfig, SpeculativeConfig
+from serve_spec.config import ServeSpecConfig
 from serve_spec.config.algorithms import ALGORITHMS
 from serve_spec.config.speculative import ignored_adaptive_keys
 from serve_spec.core.context import torch_dtype
@@ -43,10 +44,10 @@ from serve_spec.structured.compiler import GrammarCompiler
 from serve_spec.structured.masks import Grammars
 from serve_spec.worker.eagle import DraftModel
 from serve_spec.worker.forward import TargetRunner
-from serve_spec.worker.graphs import GraphRecorder, NoRecorder, batch_sizes
+from serve_spec.worker.graphs import GraphRecorder, batch_sizes
 from serve_spec.worker.request_slots import RING_TOKENS, RequestSlots
 from serve_spec.worker.tensor_parallel import TensorParallelWorker
-from serve_spec.worker.worker import SpecWorker, Worker, WorkerSettings
+from serve_spec.worker.worker import SpecWorker, WorkerSettings
 
 logger = get_logger(__name__)
 
@@ -79,7 +80,6 @@ def build_engine(config: ServeSpecConfig, launcher: Launcher | None = None) -> S
 
 
 def _start_ranks(config: ServeSpecConfig, launcher: Launcher | None) -> WorkerRanks:
-    """Check what needs no other rank, then start all ranks but this one."""
     size = config.model.tensor_parallel_size
     ModelShape.from_directory(config.model.path).on_rank_of(size)
     is_on_gpu = rank_device(config, 0).type == "cuda"
@@ -101,12 +101,9 @@ def _build_engine(
     if ignored := ignored_adaptive_keys(config.speculative):
         logger.warning(ignored)
     policy = _policy(config, loaded)
-    _check_steps(policy)
     max_model_len = target.max_model_len
-    _check_sizes(config, num_pages, max_model_len)
-    worker = build_worker(config, loaded)
-    if worker_ranks is not None:
-        worker = TensorParallelWorker(worker, worker_ranks)
+    _check_sizes(config, policy, num_pages, max_model_len)
+    worker = build_worker(config, loaded, worker_ranks)
     worker.init_states(policy.shapes)
 
     check_first_logits(
@@ -124,7 +121,10 @@ def _build_engine(
     if _captures_graphs(config, loaded.device):
         policy = _with_captured_sizes(policy, worker, config.scheduler.max_num_seqs)
     controller = AdaptiveController(policy, table, logger.warning)
-    texts = _text_drafter(config.speculative, tokenizer, policy.max_depth)
+    texts: TextDrafter | None = None
+    if (algorithm := config.speculative.text_algorithm) is not None:
+        create = ALGORITHMS[algorithm].load()
+        texts = create(config.speculative, tokenizer.encode, policy.max_depth)
     if loaded.device.type == "cuda":
         freeze_gc()
     return SpecEngine(
@@ -137,7 +137,7 @@ def _build_engine(
             num_ids=worker.vocab_size if target.shape.num_ids is None else target.shape.num_ids,
             eos_token_ids=tuple(sorted(target.shape.eos_token_ids)),
             max_model_len=max_model_len,
-            forces_acceptance=worker.synthetic_acceptance is not None,
+            forces_acceptance=worker.settings.synthetic_acceptance is not None,
         ),
         worker_ranks=worker_ranks,
         costs=costs,
@@ -161,9 +161,8 @@ def _scheduler(
 
 
 def _with_captured_sizes(
-    policy: PolicySettings, worker: Worker, max_num_seqs: int
+    policy: PolicySettings, worker: SpecWorker, max_num_seqs: int
 ) -> PolicySettings:
-    """Return the settings with the batch sizes and token counts of captured graphs."""
     deepest = worker.states[max(shape for shape in worker.states if shape.is_chain)]
     return replace(
         policy,
@@ -210,8 +209,10 @@ def load_models(config: ServeSpecConfig, parallel: TensorParallel) -> LoadedMode
     return LoadedModels(target, head, num_pages, dtype, device, parallel)
 
 
-def build_worker(config: ServeSpecConfig, loaded: LoadedModels) -> Worker:
-    """Return one rank's worker, without captured shapes yet."""
+def build_worker(
+    config: ServeSpecConfig, loaded: LoadedModels, worker_ranks: WorkerRanks | None = None
+) -> SpecWorker:
+    """Return one rank's worker, without captured shapes yet. worker_ranks: of rank 0, if any."""
     target, head = loaded.target, loaded.head
     device, num_pages, page_size = loaded.device, loaded.num_pages, config.cache.page_size
     features = drafter = None
@@ -231,23 +232,23 @@ def build_worker(config: ServeSpecConfig, loaded: LoadedModels) -> Worker:
     # Two steps in flight may write past the end of a text: all drafts of one, and the accepted
     # ones of the other.
     max_pages = -(-(target.max_model_len + RING_TOKENS + MAX_TREE_TOKENS) // page_size)
-    slots = RequestSlots.create(
-        config.scheduler.max_num_seqs,
-        max_pages,
-        runner.pool.scratch_page,
-        target.shape.vocab_size,
-        device,
+    vocab_size, eos_token_ids = target.shape.vocab_size, target.shape.eos_token_ids
+    slots = RequestSlots(
+        config.scheduler.max_num_seqs, max_pages, runner.pool.scratch_page, vocab_size, device
     )
-    grammars = Grammars(_grammar_compiler(config, target.shape))
-    grammars.compiler.prepare()
+    compiler = GrammarCompiler(
+        lambda: Tokenizer(Path(config.model.path)).describe(), vocab_size, eos_token_ids
+    )
+    compiler.prepare()
     policy = _policy(config, loaded)
     asynchronous = config.model.async_scheduling
-    return SpecWorker(
+    create = SpecWorker if worker_ranks is None else partial(TensorParallelWorker, worker_ranks)
+    return create(
         runner,
         drafter,
         slots,
-        GraphRecorder(device) if _captures_graphs(config, device) else NoRecorder(),
-        grammars,
+        GraphRecorder(device) if _captures_graphs(config, device) else None,
+        Grammars(compiler),
         WorkerSettings(
             max_tokens=config.scheduler.max_num_batched_tokens,
             largest_batch=policy.largest_batch,
@@ -275,12 +276,12 @@ def rank_device(config: ServeSpecConfig, rank: int) -> torch.device:
 
 def _cost_source(
     config: ServeSpecConfig,
-    worker: Worker,
+    worker: SpecWorker,
     policy: PolicySettings,
     cache: KVCacheManager,
     max_model_len: int,
 ) -> CostSource:
-    """Return the source of step costs on this machine: a file, or steps on free pages."""
+    key = cost_key(config, worker, policy.trees)
     grid = CostGrid(
         config.scheduler.max_num_seqs,
         policy.max_depth,
@@ -293,14 +294,9 @@ def _cost_source(
 
     def measure(clock: Clock, longest_run_s: float) -> Measurement:
         budget = TimeBudget(_PROFILE_BUDGET_S[worker.device.type], clock, longest_run_s)
-        return measure_costs(worker, grid, limits, budget, cache.unheld_pages)
+        return measure_costs(key, worker, grid, limits, budget, cache.unheld_pages)
 
-    return CostSource(
-        cost_key(config, worker, policy.trees),
-        grid,
-        path=config.speculative.speculative_cost_table,
-        measure=measure,
-    )
+    return CostSource(key, grid, path=config.speculative.speculative_cost_table, measure=measure)
 
 
 def _device(name: str) -> torch.device:
@@ -353,25 +349,6 @@ def _probe(config: ServeSpecConfig, head: DraftHead, target: Llama) -> None:
         choose_layers(head, target, text, readings)
     if probes_theta:
         choose_theta(head, target, text)
-
-
-def _text_drafter(
-    config: SpeculativeConfig, tokenizer: Tokenizer, max_steps: int
-) -> TextDrafter | None:
-    if config.text_algorithm is None:
-        return None
-    drafter: TextDrafter = ALGORITHMS[config.text_algorithm].load()(
-        config, tokenizer.encode, max_steps
-    )
-    return drafter
-
-
-def _grammar_compiler(config: ServeSpecConfig, shape: ModelShape) -> GrammarCompiler:
-    """Return a compiler for grammars over the target's vocabulary."""
-    folder = Path(config.model.path)
-    return GrammarCompiler(
-        lambda: Tokenizer(folder).describe(), shape.vocab_size, shape.eos_token_ids
-    )
 
 
 def _num_pages(
@@ -440,20 +417,18 @@ def _policy(config: ServeSpecConfig, loaded: LoadedModels) -> PolicySettings:
 
 
 def _fits_trees(window: int | None) -> bool:
-    """Return whether draft trees fit a target's sliding window."""
     return window is None or window >= MAX_TREE_TOKENS
 
 
-def _check_steps(policy: PolicySettings) -> None:
+def _check_sizes(
+    config: ServeSpecConfig, policy: PolicySettings, num_pages: int, max_model_len: int
+) -> None:
     most, deepest = policy.max_steps, policy.max_depth
     if most is not None and deepest > most:
         raise ValueError(
             f"speculative_num_steps={policy.shape.depth}, or the adaptive config: {deepest} steps, "
             f"but the draft supports at most {most}; lower them"
         )
-
-
-def _check_sizes(config: ServeSpecConfig, num_pages: int, max_model_len: int) -> None:
     room = num_pages * config.cache.page_size
     if room < max_model_len:
         raise ValueError(

@@ -7,7 +7,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -28,7 +28,6 @@ from serve_spec.engine.messages import (
     Call,
     Command,
     EngineMessage,
-    NewRequest,
     Reply,
     Sender,
     Stop,
@@ -52,14 +51,15 @@ class TokenStream:
     def __init__(self, request_id: str, num_prompt_tokens: int) -> None:
         self.request_id = request_id
         self.num_prompt_tokens = num_prompt_tokens
-        self._items: asyncio.Queue[TokenDelta | Exception] = asyncio.Queue()
+        self._early: list[TokenDelta | Exception] = []
+        """Items that came before a reader."""
         self._take: Callable[[TokenDelta], None] | None = None
         self._end: asyncio.Future[None]
 
     def put(self, item: TokenDelta | Exception) -> None:
         """Add an item. To be called on the event loop of the reader."""
         if self._take is None:
-            self._items.put_nowait(item)
+            self._early.append(item)
         else:
             self._hand_over(item, self._take)
 
@@ -72,8 +72,8 @@ class TokenStream:
             Exception: what ended the stream instead of a last delta, or what `take` raised.
         """
         self._take, self._end = take, asyncio.get_running_loop().create_future()
-        while not self._items.empty():
-            self._hand_over(self._items.get_nowait(), take)
+        for item in self._early:
+            self._hand_over(item, take)
         await self._end
 
     def _hand_over(self, item: TokenDelta | Exception, take: Callable[[TokenDelta], None]) -> None:
@@ -87,15 +87,6 @@ class TokenStream:
                 self._end.set_result(None)
         except Exception as error:  # the streams of other requests go on
             self._end.set_exception(error)
-
-    async def __aiter__(self) -> AsyncIterator[TokenDelta]:
-        finished = False
-        while not finished:
-            item = await self._items.get()
-            if isinstance(item, Exception):
-                raise item
-            finished = item.finish_reason is not None
-            yield item
 
 
 class EngineClient:
@@ -172,7 +163,7 @@ class EngineClient:
             stats = SpeculationStats(synthetic_acceptance=self._forces_acceptance)
             stream.put(TokenDelta(request_id, (), "", FinishReason.ABORT, stats))
             return stream
-        command = Add(request_id, msgspec.Raw(encode(NewRequest.of(seq))))
+        command = Add.of(seq)
         self._loop = asyncio.get_running_loop()
         self._streams[request_id] = stream
         self._outputs.add(seq)
@@ -285,7 +276,6 @@ class EngineClient:
         self._sender.put([msgspec.Raw(encode(command))])
 
     def _read(self) -> None:
-        """Take the engine's messages until it ends."""
         try:
             while True:
                 self._take(decode_message(self._connection.recv_bytes()))
@@ -314,7 +304,6 @@ class EngineClient:
         self._metrics.observe(replace(record, speedup=speedup))
 
     def _deliver(self, message: EngineMessage) -> None:
-        """Hand out the tokens of a message, on the event loop of the streams."""
         for delta in self._outputs.process(message.deltas):
             if (stream := self._streams.get(delta.request_id)) is not None:
                 stream.put(delta)

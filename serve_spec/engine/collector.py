@@ -13,7 +13,6 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.record import StepRecord
@@ -116,14 +115,6 @@ class RoundSums:
         }
 
 
-class _Round(NamedTuple):
-    """A round of the window."""
-
-    clock_ms: float
-    record: StepRecord
-    counts: RequestCounts
-
-
 class RecentSpeed:
     """Speed of the last rounds of one kind, without prefill."""
 
@@ -206,7 +197,7 @@ class MetricsCollector:
     def __init__(self, window_rounds: int = WINDOW_ROUNDS, window_s: float = WINDOW_S) -> None:
         self.window_s = window_s
         self._clock_ms = 0.0
-        self._window: deque[_Round] = deque(maxlen=window_rounds)
+        self._window: deque[tuple[float, StepRecord, RequestCounts]] = deque(maxlen=window_rounds)
         self._since_start = RoundSums()
         self._budget: int | None = None
         self._buckets: dict[int, BucketSpeed] = {}
@@ -220,10 +211,10 @@ class MetricsCollector:
             self._buckets.setdefault(bucket, BucketSpeed()).add(record)
         if record.batch_size:
             counts = request_counts(record)
-            self._window.append(_Round(self._clock_ms, record, counts))
+            self._window.append((self._clock_ms, record, counts))
             self._since_start.add(record, counts)
             self._budget = record.budget
-        while self._window and self._window[0].clock_ms < self._clock_ms - self.window_s * 1e3:
+        while self._window and self._window[0][0] < self._clock_ms - self.window_s * 1e3:
             self._window.popleft()
 
     def speedup(self, batch_size: int) -> float | None:
@@ -257,7 +248,7 @@ class MetricsCollector:
         """
         # One call in C each, so the engine's thread cannot change them meanwhile.
         window = tuple(self._window)
-        rounds = [each.record for each in window]
+        rounds = [record for _, record, _ in window]
         buckets = self._buckets.copy()
         return {
             "effective_speedup": _rounded(_speedup(rounds, buckets)),
@@ -269,11 +260,13 @@ class MetricsCollector:
         }
 
 
-def _window_snapshot(window: Sequence[_Round]) -> dict[str, object]:
+def _window_snapshot(
+    window: Sequence[tuple[float, StepRecord, RequestCounts]],
+) -> dict[str, object]:
     sums = RoundSums()
-    for each in window:
-        sums.add(each.record, each.counts)
-    rounds = [each.record for each in window]
+    for _, record, counts in window:
+        sums.add(record, counts)
+    rounds = [record for _, record, _ in window]
     pure = [record for record in rounds if record.decodes_only]
     shapes = sorted({record.shape for record in pure})
     return {
@@ -289,7 +282,6 @@ def _window_snapshot(window: Sequence[_Round]) -> dict[str, object]:
 
 
 def _shape_times(rounds: list[StepRecord]) -> dict[str, object]:
-    """Return the milliseconds of one shape's rounds without prefill."""
     times = {
         "draft_ms": [s.draft_ms for s in rounds],
         "verify_ms": [s.verify_ms for s in rounds],

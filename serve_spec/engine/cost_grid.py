@@ -1,14 +1,18 @@
-"""The grid of steps that a cost table holds, and values for those that were not measured."""
+"""The grid of steps that a cost table holds: plans that cost as much as real ones, and gaps."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import TypeAlias
+import random
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from serve_spec.config.cost_table import monotone
+from serve_spec.core.draft import DraftShape
+from serve_spec.core.plan import ScheduledBatch, ScheduledRequest
+from serve_spec.core.request import SamplingParams
 
 Milliseconds: TypeAlias = NDArray[np.float64]
 """[contexts, batch sizes, steps]."""
@@ -18,6 +22,7 @@ _LONG_CONTEXT = 512
 _LONGEST_CONTEXT = 4096
 _FEWEST_OF_A_LINE = 3
 _UNEVEN = 0.2
+_GOLDEN = (5**0.5 - 1) / 2
 
 
 def batch_grid(max_batch_size: int) -> list[int]:
@@ -80,15 +85,38 @@ def fill_missing(
     Gaps are large steps, which are bound by arithmetic, so linear in their tokens. At the shorter
     context the smallest batch size must hold its plain step and another one.
     """
+
+    def larger(b: int, k: int) -> float:
+        """Return a missing cell of the shorter context."""
+        of_size = measured[0, b]
+        known = np.flatnonzero(~np.isnan(of_size))
+        if len(known) > 2 and of_size[0] == 0:
+            known = known[1:]  # drafting nothing is free, so no point of the line
+        if len(known) >= 2:
+            first, last = known[0], known[-1]
+            rise = (of_size[last] - of_size[first]) / (num_steps[last] - num_steps[first])
+            return float(of_size[last] + rise * (num_steps[k] - num_steps[last]))
+        # The batch size before, with the part that grows with steps scaled to this one.
+        growth, before = batch_sizes[b] / batch_sizes[b - 1], filled[0, b - 1]
+        if k == 0:
+            return float(before[0] * growth)
+        return float(filled[0, b, 0] + (before[k] - before[0]) * growth)
+
+    def longer(b: int, k: int) -> float:
+        """Return a missing cell of the longer context: the surplus grows with the tokens."""
+        added, more = filled[1] - filled[0], 0.0
+        if b:
+            more = added[b - 1, k] * batch_sizes[b] / batch_sizes[b - 1]
+        elif k:
+            more = added[b, k - 1] * (num_steps[k] + 1) / (num_steps[k - 1] + 1)
+        return float(filled[0, b, k] + more)
+
     missing = np.isnan(ms)
     # The cost model will make the measured cells monotone, so extrapolate from that.
     measured = np.where(missing, np.nan, monotone(np.where(missing, np.inf, ms)))
     filled = measured.copy()
     for c, b, k in np.argwhere(missing):  # ascending: smaller cells are filled first
-        if c:
-            guess = _longer(filled, b, k, batch_sizes, num_steps)
-        else:
-            guess = _larger(measured[0], filled[0], b, k, batch_sizes, num_steps)
+        guess = longer(b, k) if c else larger(b, k)
         filled[c, b, k] = np.nanmax([guess, *filled[: c + 1, : b + 1, : k + 1].flat])
     return np.where(missing, filled, ms)
 
@@ -106,42 +134,100 @@ def fill_tree(ms: Milliseconds, expected: Milliseconds) -> Milliseconds:
     return np.where(missing, ratios * expected, ms)
 
 
-def _larger(
-    measured: Milliseconds,
-    filled: Milliseconds,
-    b: int,
-    k: int,
-    batch_sizes: Sequence[int],
-    num_steps: Sequence[int],
-) -> float:
-    """Return a missing cell of the shorter context, [batch sizes, steps]."""
-    known = np.flatnonzero(~np.isnan(measured[b]))
-    if len(known) > 2 and measured[b, 0] == 0:
-        known = known[1:]  # drafting nothing is free, so no point of the line
-    if len(known) >= 2:
-        first, last = known[0], known[-1]
-        rise = (measured[b, last] - measured[b, first]) / (num_steps[last] - num_steps[first])
-        return float(measured[b, last] + rise * (num_steps[k] - num_steps[last]))
-    # The batch size before, with the part that grows with steps scaled to this one.
-    growth = batch_sizes[b] / batch_sizes[b - 1]
-    if k == 0:
-        return float(filled[b - 1, 0] * growth)
-    return float(filled[b, 0] + (filled[b - 1, k] - filled[b - 1, 0]) * growth)
+class Point(NamedTuple):
+    """A point of the cost grid: `batch_size` requests of `context` tokens draft a `shape` each.
+
+    As in real steps, requests differ, which costs time: contexts by up to a quarter around the
+    mean, missing draft KV entries from 1 to all that a step can leave, on average half of that.
+    """
+
+    context: int
+    batch_size: int
+    shape: DraftShape
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the target forward."""
+        return self.batch_size * (self.shape.size + 1)
+
+    def covers(self, other: Point) -> bool:
+        """Return whether every dimension is at least as large as that of another point."""
+        mine, its = self.shape, other.shape
+        return (
+            self.context >= other.context
+            and self.batch_size >= other.batch_size
+            and mine.depth >= its.depth
+            and mine.size >= its.size
+            and mine.topk >= its.topk
+        )
+
+    def length(self, index: int) -> int:
+        """Return the context tokens of one request."""
+        spread = (2 * index + 1 - self.batch_size) / (4 * self.batch_size)
+        return max(1, round(self.context * (1 + spread)))
+
+    def num_missing(self, index: int) -> int:
+        """Return the draft KV entries that one request lacks, as after a step."""
+        if not self.shape.depth:
+            return 0
+        share = (0.5 + index * _GOLDEN) % 1.0  # evenly spread for any batch size
+        return min(self.length(index) - 1, 1 + int(share * (self.shape.depth + 1))) or 1
+
+    def num_pages(self, page_size: int) -> int:
+        """Return the pages of the plan."""
+        return self.batch_size * self.pages_per_request(page_size)
+
+    def pages_per_request(self, page_size: int) -> int:
+        """Return the pages of the longest sequence and its drafts."""
+        longest = self.length(self.batch_size - 1)
+        return -(-(longest + self.shape.draft_slots) // page_size)
 
 
-def _longer(
-    filled: Milliseconds,
-    b: int,
-    k: int,
-    batch_sizes: Sequence[int],
-    num_steps: Sequence[int],
-) -> float:
-    """Return a missing cell of the longer context: the surplus grows with the tokens."""
-    added = filled[1] - filled[0]
-    if b:
-        more = added[b - 1, k] * batch_sizes[b] / batch_sizes[b - 1]
-    elif k:
-        more = added[b, k - 1] * (num_steps[k] + 1) / (num_steps[k - 1] + 1)
-    else:
-        more = 0.0
-    return float(filled[0, b, k] + more)
+class SyntheticPlans:
+    """Makes plans of random tokens, every request on its own pages.
+
+    pages: returns the ids of so many pages that a plan may overwrite.
+    """
+
+    def __init__(
+        self, page_size: int, vocab_size: int, pages: Callable[[int], Sequence[int]] = range
+    ) -> None:
+        self._page_size = page_size
+        self._vocab_size = vocab_size
+        self._pages = pages
+        self._num_plans = 0
+        self._random = random.Random(0)  # does not touch the global state
+
+    def plan(self, point: Point, temperature: float) -> ScheduledBatch:
+        """Return the plan of a point."""
+        params = SamplingParams(temperature=temperature)
+        self._num_plans += 1  # new request ids, so that no state is reused
+        pages = self._pages(point.num_pages(self._page_size))
+        reqs = tuple(self._request(point, b, params, pages) for b in range(point.batch_size))
+        num_missing = max(len(req.extend_ids) for req in reqs)
+        return ScheduledBatch(reqs, point.shape, point.batch_size, max_missing=num_missing)
+
+    def _request(
+        self, point: Point, b: int, params: SamplingParams, pages: Sequence[int]
+    ) -> ScheduledRequest:
+        start, num_missing = point.length(b) - 1, point.num_missing(b)
+        num_pages = point.pages_per_request(self._page_size)
+        return ScheduledRequest(
+            request_id=f"synthetic-{self._num_plans}-{b}",
+            token_ids=self._tokens(1),
+            start=start,
+            samples=True,
+            page_ids=tuple(pages[b * num_pages : (b + 1) * num_pages]),
+            params=params,
+            seed=b,
+            is_decode=True,
+            shape=point.shape,
+            draft_start=start - num_missing if point.shape.depth else 0,
+            extend_ids=self._tokens(num_missing),
+            extends=point.shape.depth > 0,
+            num_missing=num_missing,
+            request_slot=b,
+        )
+
+    def _tokens(self, count: int) -> tuple[int, ...]:
+        return tuple(self._random.randrange(self._vocab_size) for _ in range(count))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 import os
@@ -29,7 +28,7 @@ from serve_spec.core.machine import cpu_model
 from serve_spec.engine.profile import CostGrid, MeasuredCosts, Measurement, finish
 from serve_spec.log import get_logger
 from serve_spec.models.draft import draft_weights
-from serve_spec.worker.worker import Worker
+from serve_spec.worker.worker import SpecWorker
 
 logger = get_logger(__name__)
 
@@ -37,14 +36,7 @@ logger = get_logger(__name__)
 _ATTENTION = {False: "paged", True: "paged, async"}
 
 # The packages whose code affects the cost of a step.
-_STEP_PACKAGES = (
-    "kvcache",
-    "layers",
-    "models",
-    "ops",
-    "parallel",
-    "worker",
-)
+_STEP_PACKAGES = ("kvcache", "layers", "models", "ops", "parallel", "worker")
 _WEIGHT_FILES = ("*.safetensors", "*.bin")
 # The head of a weights file has names and shapes, and its size covers the rest.
 _HEAD_BYTES = 1 << 16
@@ -168,9 +160,9 @@ class CostSource:
 
     def _take(self, measured: MeasuredCosts) -> CostTable:
         """Return the table of a measurement, and cache it unless it is rough."""
-        table = as_table(self._key, measured)
-        self.is_final = not measured.is_rough
-        if measured.is_rough:
+        table, is_rough = measured
+        self.is_final = not is_rough
+        if is_rough:
             self._pause()
             where = "not cached: time ran out, they are measured again when the engine is idle"
         else:
@@ -197,44 +189,33 @@ class CostSource:
         self.report = {"state": "missing", "detail": why}
 
     def _pause(self) -> None:
-        """Wait longer after every attempt."""
         self._due_s = self._clock() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
 
-def as_table(key: CostKey, costs: MeasuredCosts) -> CostTable:
-    """Return the cost table of a measurement."""
-    found = dataclasses.asdict(costs)
-    del found["is_rough"]
-    return CostTable(version=FORMAT_VERSION, key=key, padded=True, **found)
-
-
-def cost_key(config: ServeSpecConfig, worker: Worker, trees: Sequence[DraftShape] = ()) -> CostKey:
+def cost_key(
+    config: ServeSpecConfig, worker: SpecWorker, trees: Sequence[DraftShape] = ()
+) -> CostKey:
     """Return what the costs of this worker's steps depend on. trees: those that are measured."""
-    draft = config.speculative.speculative_draft_model_path
+    speculative = config.speculative
+    draft = speculative.speculative_draft_model_path
+    method = f", {speculative.rejection_sample_method}" if speculative.samples_drafts else ""
     return CostKey(
         hardware=_hardware(worker.device),
         threads=torch.get_num_threads(),
         target=fingerprint(config.model.path),
         draft="" if draft is None else fingerprint(draft),
-        algorithm=_algorithm(config),
+        algorithm=speculative.speculative_algorithm + method,
         dtype=_dtype_name(worker.dtype),
         draft_dtype=_draft_numbers(config, worker),
         tensor_parallel_size=config.model.tensor_parallel_size,
-        attention_backend=_ATTENTION[worker.async_scheduling],
-        topk=max([config.speculative.topk, *(tree.topk for tree in trees)]),
+        attention_backend=_ATTENTION[worker.settings.async_scheduling],
+        topk=max([speculative.topk, *(tree.topk for tree in trees)]),
         code=code_version() + (", compiled" if config.model.torch_compile else ""),
     )
 
 
-def _algorithm(config: ServeSpecConfig) -> str:
-    """Return the algorithm and, unless drafts are coupled, how they are verified."""
-    speculative = config.speculative
-    method = f", {speculative.rejection_sample_method}" if speculative.samples_drafts else ""
-    return speculative.speculative_algorithm + method
-
-
-def _draft_numbers(config: ServeSpecConfig, worker: Worker) -> str:
+def _draft_numbers(config: ServeSpecConfig, worker: SpecWorker) -> str:
     """Return the draft's compute dtype and, if other, its weights' format."""
     if worker.draft_dtype is None:
         return ""
@@ -285,7 +266,6 @@ def _cache(table: CostTable, file: Path) -> bool:
 
 
 def _cache_file(key: CostKey, grid: CostGrid) -> Path:
-    """Return the cache file of a setting and grid."""
     trees = f"{_shapes(grid.trees)} {[*grid.trees.values()]}"
     sizes = f"{grid.max_batch_size} {grid.max_steps} {trees}"
     setting = f"{FORMAT_VERSION} {sizes} {key.model_dump_json()}"

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.core.grammar import Grammar
-from serve_spec.core.plan import BatchResult, ScheduledBatch
-from serve_spec.core.record import StepRecord
+from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch
+from serve_spec.core.record import StepRecord, StepTimes
 from serve_spec.core.request import FinishReason, SamplingParams, TokenDelta
+from serve_spec.core.round import NO_NOTES, RoundNotes
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.costs import UNUSED, CostSource
 from serve_spec.engine.inputs import EngineLimits, InputProcessor
-from serve_spec.engine.reporting import (
-    EngineCounters,
-    StepInFlight,
-    scheduler_snapshot,
-    step_record,
-)
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.log import get_logger
 from serve_spec.metrics import MetricsSink, NullSink
 from serve_spec.parallel.worker_ranks import WorkerRanks
 from serve_spec.scheduler.scheduler import CommittedRequest, Scheduler
-from serve_spec.worker.worker import Worker
+from serve_spec.worker.worker import SpecWorker
 
 _DEFAULT_THRESHOLDS = gc.get_threshold()
 
@@ -54,6 +50,51 @@ def unfreeze_gc() -> None:
 logger = get_logger(__name__)
 
 
+@dataclass
+class EngineCounters:
+    """Sums since start. `num_decode_requests` sums batch sizes over steps; times in ms."""
+
+    num_steps_executed: int = 0
+    num_decode_requests: int = 0
+    num_decode_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_correct_drafts: int = 0
+    num_prefix_query_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens per decoding request and step."""
+        requests = self.num_decode_requests
+        return self.num_decode_tokens / requests if requests else 1.0
+
+    def observe(self, record: StepRecord) -> None:
+        """Add one executed step."""
+        self.num_steps_executed += 1
+        self.num_decode_requests += record.batch_size
+        self.num_decode_tokens += record.num_output_tokens
+        self.num_draft_tokens += record.num_draft_tokens
+        self.num_correct_drafts += record.num_correct_drafts
+        self.num_prefix_query_tokens += record.num_prefix_query_tokens
+        self.num_prefix_hit_tokens += record.num_prefix_hit_tokens
+        self.draft_ms += record.draft_ms
+        self.verify_ms += record.verify_ms
+
+
+@dataclass(frozen=True)
+class StepInFlight:
+    """A step in flight, and the policy's notes on it."""
+
+    plan: ScheduledBatch
+    pending: PendingBatch
+    started: float
+    """When the work for this step began, in s."""
+    switch_reason: str | None
+    notes: RoundNotes
+
+
 class SpecEngine:
     """Runs requests, one step of the batch per call of `step`. Single-threaded; see `EngineServer`.
 
@@ -66,12 +107,11 @@ class SpecEngine:
     def __init__(
         self,
         scheduler: Scheduler,
-        worker: Worker,
+        worker: SpecWorker,
         controller: AdaptiveController,
         tokenizer: Tokenizer,
         limits: EngineLimits,
         *,
-        metrics: MetricsSink | None = None,
         worker_ranks: WorkerRanks | None = None,
         costs: CostSource | None = None,
     ) -> None:
@@ -81,7 +121,7 @@ class SpecEngine:
         self.tokenizer = tokenizer
         self.limits = limits
         self.counters = EngineCounters()
-        self.metrics = metrics or NullSink()
+        self.metrics: MetricsSink = NullSink()
         self.costs = costs
         self._worker_ranks = worker_ranks
         self._in_flight: StepInFlight | None = None
@@ -93,10 +133,12 @@ class SpecEngine:
     def step(self) -> list[TokenDelta]:
         """Run one step over the batch. Return what it emitted."""
         entered = time.perf_counter()
-        step = self._in_flight or self._launch(self._plan(), entered - self._overhead_s)
+        step = self._in_flight or self._launch(None, entered - self._overhead_s)
         if step is None:
             return []
-        self._in_flight = self._launch(self._plan(step.plan), time.perf_counter())
+        self._in_flight = None
+        if self.worker.settings.async_scheduling:
+            self._in_flight = self._launch(step.plan, None)
         return self._finish(step)
 
     def drain(self) -> list[TokenDelta]:
@@ -110,11 +152,14 @@ class SpecEngine:
         return deltas
 
     def _finish(self, step: StepInFlight) -> list[TokenDelta]:
-        """Wait for a step, commit and report it."""
         result = step.pending.result()
         committed = self.scheduler.commit(step.plan, result, Sequence.cut)
         step_ms = self._step_ms(step)
-        self._report(step_record(self.scheduler, step, result, committed, step_ms))
+        record = step_record(self.scheduler, step, result, committed, step_ms)
+        if record.batch_size:
+            self.controller.on_verify_complete(record)
+        self.counters.observe(record)
+        self.metrics.observe(record)
         deltas = [self._delta(each, result) for each in committed]
         self._overhead_s = time.perf_counter() - self._synced_at
         return deltas
@@ -124,10 +169,10 @@ class SpecEngine:
         """Return whether `step` has anything to do."""
         return self.scheduler.queue.has_work or self._in_flight is not None
 
-    def idle_wait_s(self) -> float | None:
-        """Return the seconds until `use_idle_time` has something to do; None: nothing."""
+    def idle_wait_s(self) -> float:
+        """Return the seconds until `use_idle_time` has something to do, infinite if nothing."""
         if self.costs is None or self.costs.is_final or not self.controller.settings.needs_costs:
-            return None
+            return math.inf
         return self.costs.wait_s()
 
     def use_idle_time(self) -> None:
@@ -167,7 +212,7 @@ class SpecEngine:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence made by `new_sequence`."""
-        seq.stats.synthetic_acceptance = self.worker.synthetic_acceptance is not None
+        seq.stats.synthetic_acceptance = self.worker.settings.synthetic_acceptance is not None
         self.scheduler.queue.add(seq)
 
     def abort(self, request_id: str) -> TokenDelta | None:
@@ -184,7 +229,7 @@ class SpecEngine:
         if self.costs is not None and self.controller.settings.needs_costs:
             report = self.costs.report
         of_policy = policy.get("costs")
-        forced = self.worker.synthetic_acceptance
+        forced = self.worker.settings.synthetic_acceptance
         return {
             **policy,
             "costs": {**report, **(of_policy if isinstance(of_policy, dict) else {})},
@@ -217,16 +262,12 @@ class SpecEngine:
         self.controller.forget(seq.request_id)
         self.worker.grammars.forget(seq.request_id)
 
-    def _plan(self, before: ScheduledBatch | None = None) -> ScheduledBatch | None:
-        """Return the next step, or one to launch while `before` is in flight."""
-        limits = self.worker.limits
-        if before is not None and not limits.async_scheduling:
-            return None
-        return self.scheduler.plan(self.controller.choose_steps, limits, before)
-
-    def _launch(self, plan: ScheduledBatch | None, started: float) -> StepInFlight | None:
+    def _launch(self, before: ScheduledBatch | None, started: float | None) -> StepInFlight | None:
+        """Launch the next step. started: when the work for it began; None: once it is planned."""
+        plan = self.scheduler.plan(self.controller.choose_steps, self.worker.max_missing, before)
         if plan is None:
             return None
+        started = time.perf_counter() if started is None else started
         reason, notes = self.controller.switch_reason, self.controller.notes
         pending = self.worker.submit(plan)
         return StepInFlight(plan, pending, started, reason and reason.value, notes)
@@ -241,12 +282,6 @@ class SpecEngine:
         since = max(step.started, self._synced_at)
         self._synced_at = now
         return (now - since) * 1e3
-
-    def _report(self, record: StepRecord) -> None:
-        if record.batch_size:
-            self.controller.on_verify_complete(record)
-        self.counters.observe(record)
-        self.metrics.observe(record)
 
     def _delta(self, committed: CommittedRequest, result: BatchResult) -> TokenDelta:
         seq = committed.seq
@@ -267,3 +302,94 @@ class SpecEngine:
             prompt_logprobs=(None, *seq.prompt_logprobs) if wants_prompt else None,
             num_cached_tokens=(seq.num_cached_tokens or 0) if is_first else 0,
         )
+
+
+def scheduler_snapshot(scheduler: Scheduler, counters: EngineCounters) -> dict[str, object]:
+    """Return the requests, pages and sums of an engine, JSON-able."""
+    queue, cache = scheduler.queue, scheduler.cache
+    return {
+        "avg_spec_accept_length": round(counters.accept_length, 4),
+        "batch_size": sum(seq.is_decoding for seq in queue.running),
+        "num_running": len(queue.running),
+        "num_waiting": len(queue.waiting),
+        "num_preemptions": queue.num_preemptions,
+        "kv": {"free_pages": cache.num_free_pages, "total_pages": cache.num_pages},
+        "prefix_cache": {
+            "pages": len(cache.tree),
+            "idle_pages": cache.tree.num_idle,
+            "evicted_pages": cache.tree.num_evicted,
+            "query_tokens": counters.num_prefix_query_tokens,
+            "hit_tokens": counters.num_prefix_hit_tokens,
+        },
+        "counters": {
+            "steps": counters.num_steps_executed,
+            "decode_rows": counters.num_decode_requests,
+            "decode_tokens": counters.num_decode_tokens,
+            "draft_tokens": counters.num_draft_tokens,
+            "correct_drafts": counters.num_correct_drafts,
+            "draft_ms": round(counters.draft_ms, 3),
+            "verify_ms": round(counters.verify_ms, 3),
+        },
+    }
+
+
+def step_record(
+    scheduler: Scheduler,
+    step: StepInFlight,
+    result: BatchResult,
+    committed: list[CommittedRequest],
+    step_ms: float,
+) -> StepRecord:
+    """Return the record of a step. One pass per column, because hundreds of requests decode."""
+    plan, queue, cache = step.plan, scheduler.queue, scheduler.cache
+    planned = plan.decode_requests
+    decoded = [each for each in committed if each.scheduled.is_decode]
+    live = [each for each in decoded if not each.seq.finished]
+    ended = [each.seq for each in committed if each.seq.finished]
+    has_model, has_texts = scheduler.drafts.has_model, scheduler.drafts.texts is not None
+    drafted = [req.model_steps if has_model else req.num_steps for req in planned]
+    num_drafts = sum([each.num_drafts for each in decoded])
+    numbers = [each.number for each in live]
+    shares = result.draft_shares if plan.shape.depth else None
+    prefix = queue.take_prefix_counts()
+    return StepRecord(
+        shape=plan.shape,
+        request_ids=tuple([each.seq.request_id for each in live]),
+        steps_per_req=tuple([each.num_steps for each in live]),
+        drafted_per_req=tuple([each.scheduled.num_draft_tokens for each in live])
+        if plan.budget is not None
+        else (),
+        draft_shares=None if shares is None else shares[numbers],
+        budget=plan.budget,
+        correct_per_req=tuple([each.num_correct_drafts for each in live]),
+        is_sampled=tuple([not each.scheduled.params.is_greedy for each in live]),
+        is_from_text=tuple([bool(each.scheduled.draft_ids) for each in live])
+        if has_texts and has_model
+        else (),
+        accept_lengths=tuple([len(each.token_ids) for each in decoded]),
+        num_draft_tokens=num_drafts,
+        num_tokens=sum([len(each.seq) - len(each.token_ids) for each in decoded]),
+        num_stale_seqs=len(planned) - len(decoded),
+        num_stale_drafts=sum(plan.verified_drafts(result)[: len(planned)]) - num_drafts,
+        num_sampled=sum([not req.params.is_greedy for req in planned]),
+        num_drafting=sum([steps > 0 for steps in drafted]),
+        deepest=max(drafted, default=0),
+        num_text_drafts=sum([len(req.draft_ids) for req in planned]) if has_model else 0,
+        num_extend_tokens=sum([len(req.extend_ids) for req in planned if req.model_steps]),
+        num_prefill_tokens=plan.num_prefill_tokens,
+        num_ended=len(ended),
+        num_ended_prompt_tokens=sum(seq.num_uncached_prompt_tokens for seq in ended),
+        num_ended_tokens=sum(seq.num_output_tokens for seq in ended),
+        times=StepTimes(result.draft_ms, result.verify_ms, step_ms, result.idle_ms),
+        follows=plan.follows,
+        was_postponed=plan.was_postponed,
+        notes=step.notes if decoded else NO_NOTES,
+        switch_reason=step.switch_reason if decoded else None,
+        num_broken_drafts=len(result.broken_drafts),
+        num_running_seqs=len(queue.running),
+        num_waiting_seqs=len(queue.waiting),
+        num_used_pages=cache.num_pages - cache.num_free_pages,
+        num_pages=cache.num_pages,
+        num_prefix_query_tokens=prefix.num_query_tokens,
+        num_prefix_hit_tokens=prefix.num_hit_tokens,
+    )

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from serve_spec.core.draft import PLAIN
 from serve_spec.core.errors import BrokenLogits, CheckpointError
-from serve_spec.core.request import FinishReason, SamplingParams
+from serve_spec.core.request import SamplingParams
 from serve_spec.core.round import RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.log import get_logger
 from serve_spec.scheduler.scheduler import Scheduler
-from serve_spec.worker.worker import Worker
+from serve_spec.worker.worker import SpecWorker
 
 logger = get_logger(__name__)
 
@@ -19,7 +19,7 @@ _MOST_PROMPT_TOKENS = 4
 
 
 def check_first_logits(
-    worker: Worker, scheduler: Scheduler, prompt: list[int], target: Path, draft: Path | None
+    worker: SpecWorker, scheduler: Scheduler, prompt: list[int], target: Path, draft: Path | None
 ) -> None:
     """Run a short prompt and one step with drafts. Broken draft logits only give a warning.
 
@@ -37,14 +37,14 @@ def check_first_logits(
     scheduler.queue.add(seq)
     for _ in range(2):  # the prompt, then the drafts
         plan = scheduler.plan(
-            lambda batch: RoundSteps(shape if batch.size else PLAIN), worker.limits
+            lambda batch: RoundSteps(shape if batch.size else PLAIN), worker.max_missing
         )
         assert plan is not None, "one short prompt always fits"
         try:
             result = worker.execute(plan)
         except BrokenLogits as error:
             raise CheckpointError(f"{target}: {error}") from error
-        scheduler.commit(plan, result, _keep_all)
+        scheduler.commit(plan, result, lambda seq, token_ids: (len(token_ids), None))
     if seq.has_broken_draft:
         logger.warning(
             "%s: draft model produced NaN logits, its drafts are not used; check the checkpoint "
@@ -52,7 +52,3 @@ def check_first_logits(
             draft,
         )
     scheduler.queue.abort(seq.request_id)
-
-
-def _keep_all(seq: Sequence, token_ids: list[int]) -> tuple[int, FinishReason | None]:
-    return len(token_ids), None

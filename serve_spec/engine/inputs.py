@@ -38,10 +38,6 @@ def check_token_ids(params: SamplingParams, held: Collection[int], num_ids: int)
         unknown = next((t for t in token_ids if not 0 <= t < num_ids), None)
         if unknown is not None:
             raise InvalidRequest(field, unknown, f"token ids must be in [0, {num_ids})")
-    _check_some_left(params, held, num_ids)
-
-
-def _check_some_left(params: SamplingParams, held: Collection[int], num_ids: int) -> None:
     if params.allowed_token_ids is not None:
         left = set(params.allowed_token_ids) - set(params.bad_token_ids)
         if not left - set(held):

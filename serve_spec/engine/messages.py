@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import msgspec
 
 from serve_spec.core.record import StepRecord
-from serve_spec.core.request import SamplingParams, TokenDelta
+from serve_spec.core.request import TokenDelta
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.inputs import EngineLimits
 from serve_spec.log import get_logger
@@ -29,51 +29,18 @@ _MOST_RECORDS = 8192
 """Most step records that wait: some seconds of the fastest engine."""
 
 
-class NewRequest(msgspec.Struct, array_like=True):
-    """What an engine needs of a checked request; see `Sequence` for the fields."""
-
-    token_ids: list[int]
-    num_prompt_tokens: int
-    params: SamplingParams
-    seed: int
-    held_token_ids: tuple[int, ...]
-    end_token_ids: frozenset[int]
-    reports_stats: bool
-
-    @classmethod
-    def of(cls, seq: Sequence) -> NewRequest:
-        """Return the message; texts stay with the client, and the seed is that of the sequence."""
-        params = replace(seq.params, seed=None, stop=(), stop_token_ids=())
-        return cls(
-            seq.token_ids,
-            seq.num_prompt_tokens,
-            params,
-            seq.seed,
-            seq.held_token_ids,
-            seq.end_token_ids,
-            seq.reports_stats,
-        )
-
-    def sequence(self, request_id: str) -> Sequence:
-        """Return the request as the engine keeps it."""
-        return Sequence(
-            request_id,
-            self.params,
-            self.token_ids,
-            self.num_prompt_tokens,
-            self.seed,
-            held_token_ids=self.held_token_ids,
-            end_token_ids=self.end_token_ids,
-            reports_stats=self.reports_stats,
-        )
-
-
 class Add(msgspec.Struct, array_like=True, tag=True):
     """Queue a request. It is decoded separately, so that an invalid one does not affect others."""
 
     request_id: str
     request: msgspec.Raw
-    """A `NewRequest`."""
+    """A `Sequence`."""
+
+    @classmethod
+    def of(cls, seq: Sequence) -> Add:
+        """Return the command; texts stay with the client, and the seed is that of the sequence."""
+        params = replace(seq.params, seed=None, stop=(), stop_token_ids=())
+        return cls(seq.request_id, msgspec.Raw(encode(replace(seq, params=params))))
 
 
 class Abort(msgspec.Struct, array_like=True, tag=True):
@@ -166,7 +133,7 @@ def hang_up(connection: Connection) -> None:
 encode = msgspec.msgpack.Encoder().encode
 decode_commands = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 decode_command = msgspec.msgpack.Decoder(Command).decode
-decode_request = msgspec.msgpack.Decoder(NewRequest).decode
+decode_request = msgspec.msgpack.Decoder(Sequence).decode
 decode_message = msgspec.msgpack.Decoder(EngineMessage).decode
 
 
@@ -199,10 +166,7 @@ class Sender(Generic[T]):
     """
 
     def __init__(
-        self,
-        connection: Connection,
-        encode: Callable[[T], bytes],
-        merge: Callable[[T, T], None],
+        self, connection: Connection, encode: Callable[[T], bytes], merge: Callable[[T, T], None]
     ) -> None:
         self._connection = connection
         self._encode = encode

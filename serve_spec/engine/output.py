@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from serve_spec.core.request import FinishReason, TokenDelta
 from serve_spec.core.sequence import Sequence as Request
+from serve_spec.engine.tokenizer import Tokenizer
 
 _INCOMPLETE = "\ufffd"
 # A token's text depends on its neighbours (spaces, multi-byte characters), so new text is the
@@ -17,20 +17,13 @@ _CONTEXT_TOKENS = 6
 _LONGEST_CONTEXT_TOKENS = 24
 
 
-class Decoder(Protocol):
-    """The part of `engine.tokenizer.Tokenizer` that is used here."""
-
-    def decode(self, token_ids: list[int]) -> str:
-        """Return the text of tokens."""
-
-
 class OutputProcessor:
     """Adds texts to the deltas of an engine, which handles tokens only.
 
     abort: ends a request in the engine; called when a stop string has ended its text.
     """
 
-    def __init__(self, tokenizer: Decoder, abort: Callable[[str], object]) -> None:
+    def __init__(self, tokenizer: Tokenizer, abort: Callable[[str], object]) -> None:
         self._tokenizer = tokenizer
         self._abort = abort
         self._texts: dict[str, OutputText] = {}
@@ -63,7 +56,7 @@ class OutputText:
     engine; their text is not returned again.
     """
 
-    def __init__(self, tokenizer: Decoder, seq: Request) -> None:
+    def __init__(self, tokenizer: Tokenizer, seq: Request) -> None:
         params = seq.params
         self._tokenizer = tokenizer
         self._stop = params.stop
@@ -111,7 +104,8 @@ class OutputText:
             for count, token in enumerate(added, start=1):
                 self._num_tokens += 1
                 self._ids.append(token)
-                if self._stops(self._read_to(len(self._ids))):
+                num_new = self._read_to(len(self._ids))
+                if self._num_tokens > self._min_tokens and self._cut_at_stop(num_new):
                     return count
         self.finish_reason = reason
         return len(token_ids)
@@ -130,7 +124,6 @@ class OutputText:
         return new
 
     def _decoded(self, end: int) -> str:
-        """Return the text of the context and the tokens up to `end`."""
         return self._tokenizer.decode(self._ids[self._context_start : end])
 
     def _begin_context(self, start: int) -> None:
@@ -158,10 +151,6 @@ class OutputText:
         if end - self._context_start > _LONGEST_CONTEXT_TOKENS:
             self._begin_context(end - _CONTEXT_TOKENS)
         return len(new)
-
-    def _stops(self, num_new: int) -> bool:
-        """Cut `text` at a stop string past `min_tokens`. Return whether there was one."""
-        return self._num_tokens > self._min_tokens and self._cut_at_stop(num_new)
 
     def _cut_at_stop(self, num_new: int) -> bool:
         """Cut `text` at the earliest stop string that ends in its last `num_new` characters."""

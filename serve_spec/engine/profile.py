@@ -9,18 +9,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
-from typing import NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
-from serve_spec.config.cost_table import Grid, TreeCosts
+from serve_spec.config.cost_table import FORMAT_VERSION, CostKey, CostTable, Grid, TreeCosts
 from serve_spec.core.draft import PLAIN, DraftShape
-from serve_spec.core.plan import BatchResult, ScheduledBatch
 from serve_spec.engine.cost_grid import (
     Milliseconds,
+    Point,
+    SyntheticPlans,
     batch_grid,
     context_grid,
     even_steps,
@@ -28,7 +29,7 @@ from serve_spec.engine.cost_grid import (
     fill_tree,
     step_grid,
 )
-from serve_spec.engine.synthetic import Point, SyntheticPlans
+from serve_spec.worker.worker import SpecWorker
 
 WARM_UP_RUNS = 3
 MEASURED_RUNS = 5
@@ -43,36 +44,11 @@ _ESSENTIAL_BUDGETS = 3.0
 """Budgets that the points which every table needs may take on a busy machine."""
 
 
-class StepExecutor(Protocol):
-    """The part of a worker that is measured."""
+class MeasuredCosts(NamedTuple):
+    """A cost table, and whether time ran out before every batch size was measured."""
 
-    vocab_size: int
-
-    @property
-    def states(self) -> Collection[DraftShape]:
-        """Shapes a plan may have."""
-        ...
-
-    def execute(self, plan: ScheduledBatch) -> BatchResult:
-        """Run a step to its end."""
-        ...
-
-
-@dataclass(frozen=True)
-class MeasuredCosts:
-    """The fields of a `CostTable` without its key."""
-
-    batch_sizes: tuple[int, ...]
-    num_steps: tuple[int, ...]
-    contexts: tuple[int, int]
-    draft_ms: Grid
-    verify_ms: Grid
-    extrapolated: tuple[tuple[int, int], ...]
-    sampled_row_ms: float = 0.0
-    measured_s: float = 0.0
-    trees: tuple[TreeCosts, ...] = ()
-    is_rough: bool = False
-    """Whether time ran out before every batch size was measured; not part of a table."""
+    table: CostTable
+    is_rough: bool
 
 
 Measurement: TypeAlias = Generator[float, None, MeasuredCosts]
@@ -134,7 +110,8 @@ class TimeBudget:
 
 
 def measure_costs(
-    worker: StepExecutor,
+    key: CostKey,
+    worker: SpecWorker,
     grid: CostGrid,
     limits: ProfileLimits,
     budget: TimeBudget,
@@ -144,8 +121,9 @@ def measure_costs(
 
     Batch sizes that do not fit even with short contexts and no drafts are left out. Other points
     that do not fit the limits or the time are extrapolated. Batch size 1 without and with drafts is
-    measured even if that takes a few budgets. pages: returns the ids of so many pages that no
-    sequence holds.
+    measured even if that takes a few budgets.
+
+    key: of the table. pages: returns the ids of so many pages that no sequence holds.
 
     Raises:
         ValueError: lengths, pages or time leave nothing to measure.
@@ -176,12 +154,16 @@ def measure_costs(
     profiler.check_ran(essential)
     sampled_row_ms = yield from profiler.sampled_row_ms()
     yield 1.0
-    costs = profiler.costs(contexts, sizes, steps, grid.trees)
-    return replace(
-        costs,
+    measured_s = round(budget.clock() - started, 3)
+    table = CostTable(
+        version=FORMAT_VERSION,
+        key=key,
+        padded=True,
         sampled_row_ms=round(sampled_row_ms, 6),
-        measured_s=round(budget.clock() - started, 3),
+        measured_s=measured_s,
+        **profiler.costs(contexts, sizes, steps, grid.trees),
     )
+    return MeasuredCosts(table, profiler.is_rough(contexts[0], sizes))
 
 
 def finish(
@@ -214,12 +196,7 @@ class _Run(NamedTuple):
 class _Profiler:
     """Runs points while there is time, and keeps the times of every run."""
 
-    def __init__(
-        self,
-        worker: StepExecutor,
-        plans: SyntheticPlans,
-        budget: TimeBudget,
-    ) -> None:
+    def __init__(self, worker: SpecWorker, plans: SyntheticPlans, budget: TimeBudget) -> None:
         self._worker = worker
         self._plans = plans
         self._clock = budget.clock
@@ -272,28 +249,30 @@ class _Profiler:
         sizes: Sequence[int],
         steps: Sequence[int],
         trees: Iterable[DraftShape],
-    ) -> MeasuredCosts:
-        """Return the measured times, and extrapolated ones where nothing ran."""
-        draft, verify = self._tables(contexts, sizes, steps)
+    ) -> dict[str, Any]:
+        """Return the fields of a table: measured times, extrapolated ones where nothing ran."""
+        chains = [self._shape_ms(DraftShape.chain(k), contexts, sizes) for k in steps]
+        draft, verify = np.stack(chains, axis=-1)
+        draft[:, :, 0] = 0.0  # nothing is drafted
         missing = np.argwhere(np.isnan(verify).any(axis=0))
         draft = fill_missing(even_steps(draft, steps), sizes, steps)
         verify = fill_missing(verify, sizes, steps)
-        return MeasuredCosts(
-            batch_sizes=tuple(sizes),
-            num_steps=tuple(steps),
-            contexts=contexts,
-            draft_ms=_as_grid(draft),
-            verify_ms=_as_grid(verify),
-            extrapolated=tuple((sizes[b], steps[k]) for b, k in missing),
-            trees=tuple(
-                _tree_costs(tree, self._tree_table(tree, contexts, sizes), draft, verify, steps)
+        return {
+            "batch_sizes": tuple(sizes),
+            "num_steps": tuple(steps),
+            "contexts": contexts,
+            "draft_ms": _as_grid(draft),
+            "verify_ms": _as_grid(verify),
+            "extrapolated": tuple((sizes[b], steps[k]) for b, k in missing),
+            "trees": tuple(
+                _tree_costs(tree, self._shape_ms(tree, contexts, sizes), draft, verify, steps)
                 for tree in trees
             ),
-            is_rough=self._lacks(Point(contexts[0], b, PLAIN) for b in sizes),
-        )
+        }
 
-    def _lacks(self, points: Iterable[Point]) -> bool:
-        """Return whether a point did not run for lack of time."""
+    def is_rough(self, context: int, sizes: Iterable[int]) -> bool:
+        """Return whether the plain step of a batch size did not run for lack of time."""
+        points = [Point(context, size, PLAIN) for size in sizes]
         return any(
             point not in self._runs and self._expected_s(point) <= self._longest_run_s
             for point in points
@@ -346,33 +325,13 @@ class _Profiler:
         yield min(1.0, (self._clock() - self._started) / self._budget_s)
         return _Run(result.draft_ms, result.verify_ms, wall_s, self._num_sweeps)
 
-    def _tables(
-        self, contexts: Sequence[int], sizes: Sequence[int], steps: Sequence[int]
-    ) -> tuple[Milliseconds, Milliseconds]:
-        """Return the medians of drafting and verification; NaN where nothing ran."""
-        draft = np.full((len(contexts), len(sizes), len(steps)), np.nan)
-        verify = draft.copy()
-        draft[:, :, 0] = 0.0  # nothing is drafted
-        for point, (draft_ms, verify_ms) in self._medians.items():
-            if not point.shape.is_chain:
-                continue
-            at = (
-                contexts.index(point.context),
-                sizes.index(point.batch_size),
-                steps.index(point.shape.depth),
-            )
-            verify[at] = verify_ms
-            if point.shape != PLAIN:
-                draft[at] = draft_ms
-        return draft, verify
-
-    def _tree_table(
-        self, tree: DraftShape, contexts: Sequence[int], sizes: Sequence[int]
+    def _shape_ms(
+        self, shape: DraftShape, contexts: Sequence[int], sizes: Sequence[int]
     ) -> Milliseconds:
-        """Return the same of one tree shape, [2, contexts, sizes]."""
+        """Return the medians of drafting and verifying a shape, [2, contexts, sizes]; NaN: none."""
         ms = np.full((2, len(contexts), len(sizes)), np.nan)
         for point, stages_ms in self._medians.items():
-            if point.shape == tree:
+            if point.shape == shape:
                 ms[:, contexts.index(point.context), sizes.index(point.batch_size)] = stages_ms
         return ms
 

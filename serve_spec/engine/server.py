@@ -96,9 +96,9 @@ class EngineServer:
         self._next.records.append(for_metrics(record))
 
     def _advance(self) -> None:
-        """Run queued commands, then one step."""
         engine = self._engine
-        self._run_commands(0.0 if engine.has_work else self._wait_s())
+        idle_s = min(self._idle_s, engine.idle_wait_s())
+        self._run_commands(0.0 if engine.has_work else idle_s)
         if engine.has_work:
             self._deliver(engine.step())
         else:
@@ -122,11 +122,6 @@ class EngineServer:
     def _put(self, message: EngineMessage) -> None:
         self._next = EngineMessage()
         self._sender.put(message)
-
-    def _wait_s(self) -> float:
-        """Return for how long an idle engine waits for a command."""
-        wait_s = self._engine.idle_wait_s()
-        return self._idle_s if wait_s is None else min(self._idle_s, wait_s)
 
     def _run_commands(self, wait_s: float) -> None:
         """Run queued commands; wait up to `wait_s` seconds for the first."""
@@ -218,7 +213,7 @@ class EngineServer:
         match command:
             case Add(request_id, request):
                 try:
-                    seq = decode_request(request).sequence(request_id)
+                    seq = decode_request(request)
                 except msgspec.MsgspecError as error:
                     why = f"the engine cannot decode the request: {error}"
                     logger.error("request %s: %s", request_id, why)

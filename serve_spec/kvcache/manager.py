@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from serve_spec.core.sequence import Sequence
-from serve_spec.kvcache.pages import PageAllocator
-from serve_spec.kvcache.radix import PrefixHit, PrefixTree
+from serve_spec.kvcache.radix import PageAllocator, PrefixHit, PrefixTree
 
 
 class KVCacheManager:

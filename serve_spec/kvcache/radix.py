@@ -1,4 +1,6 @@
-"""A radix tree with a node per full page: which pages hold a cached prefix (RadixAttention).
+"""Page ids of the KV cache: which are free, and which hold a cached prefix (RadixAttention).
+
+The prefix cache is a radix tree with a node per full page.
 
 A node's key holds the page's tokens and the next one, because the last draft KV entry of a page
 depends on the token after it (EAGLE: entry j is token j+1 with feature j). So target KV, features
@@ -11,12 +13,75 @@ Host only, no tensors.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from serve_spec.kvcache.pages import PageAllocator
-
 _Key = tuple[int, ...]
+
+
+class OutOfPages(RuntimeError):
+    """More pages are wanted than are free; the caller decides what to preempt."""
+
+
+class PageAllocator:
+    """Allocates page ids `0 .. num_pages-1`; a page is free again after its last release."""
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 1:
+            raise ValueError(f"num_pages={num_pages}: a cache needs a page; use at least 1")
+        self.num_pages = num_pages
+        # A stack: the page freed last is used next, while its memory is still warm.
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._references = [0] * num_pages
+
+    @property
+    def num_free(self) -> int:
+        """Pages without a reference."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Return `count` free pages, with one reference each.
+
+        Raises:
+            OutOfPages: fewer are free; nothing was taken.
+        """
+        if count > len(self._free):
+            raise OutOfPages(f"{count} pages wanted, {len(self._free)} of {self.num_pages} free")
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._references[page] = 1
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Add a reference to each page."""
+        for page in pages:
+            assert self._references[page] > 0, f"page {page} is shared without a reference"
+            self._references[page] += 1
+
+    def references(self, page: int) -> int:
+        """Return the number of references of a page."""
+        return self._references[page]
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Drop a reference of each page."""
+        for page in pages:
+            assert self._references[page] > 0, f"page {page} released without a reference"
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                self._free.append(page)
+
+    def check_integrity(self, held: dict[str, list[int]]) -> None:
+        """Raise AssertionError unless every page has as many references as owners in `held`."""
+        owners: dict[int, list[str]] = {}
+        for owner, pages in held.items():
+            for page in pages:
+                owners.setdefault(page, []).append(owner)
+        free = set(self._free)
+        assert len(free) == len(self._free), "a page is twice in the free list"
+        for page, references in enumerate(self._references):
+            named = owners.get(page, [])
+            assert references == len(named), f"page {page}: {references} references, of {named}"
+            assert (page in free) == (references == 0), f"page {page}: free and held by {named}"
 
 
 @dataclass(frozen=True)
@@ -32,8 +97,6 @@ class PrefixHit:
 
 @dataclass(eq=False, slots=True)
 class _Node:
-    """A page that follows the pages of its ancestors."""
-
     page: int
     key: _Key
     parent: _Node | None
@@ -69,10 +132,15 @@ class PrefixTree:
         """Return the cached pages of a prefix of at most `most_tokens` tokens."""
         pages: list[int] = []
         num_draft_pages = 0
-        for node in self._cached_nodes(token_ids, min(most_tokens, len(token_ids) - 1)):
+        children = self._first
+        for number in range(min(most_tokens, len(token_ids) - 1) // self._page_size):
+            node = children.get(self._key(token_ids, number))
+            if node is None:
+                break
             if node.has_draft and num_draft_pages == len(pages):
                 num_draft_pages += 1
             pages.append(node.page)
+            children = node.children
         return PrefixHit(tuple(pages), num_draft_pages)
 
     def num_idle_of(self, hit: PrefixHit) -> int:
@@ -149,15 +217,6 @@ class PrefixTree:
     def _key(self, token_ids: Sequence[int], number: int) -> _Key:
         first = number * self._page_size
         return tuple(token_ids[first : first + self._page_size + 1])
-
-    def _cached_nodes(self, token_ids: Sequence[int], most_tokens: int) -> Iterator[_Node]:
-        children = self._first
-        for number in range(most_tokens // self._page_size):
-            node = children.get(self._key(token_ids, number))
-            if node is None:
-                return
-            yield node
-            children = node.children
 
     def _insert(
         self,

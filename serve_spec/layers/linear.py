@@ -7,11 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from serve_spec.layers.module import Destination, Layer, parameter
+from serve_spec.layers.module import Destination, Layer, Shard, parameter
 from serve_spec.layers.quantized import Int4Weight, Int8Weight
 from serve_spec.log import get_logger
 from serve_spec.ops import linear
 from serve_spec.ops.linear import Fp8Weight
+from serve_spec.parallel.group import SINGLE, TensorParallel
 
 _log = get_logger(__name__)
 
@@ -25,11 +26,24 @@ class Linear(Layer):
     """y = x·Wᵀ + b, where W stacks the rows of one or more checkpoint matrices.
 
     `parts` names these matrices and their numbers of rows, in order: `{"q_proj": 64, "k_proj": 32,
-    "v_proj": 32}` makes one [128, in] product of three. Over several ranks: `layers/parallel.py`.
+    "v_proj": 32}` makes one [128, in] product of three.
+
+    Over several ranks (Megatron-LM, arXiv 1909.08053) sizes are this rank's own. A rank has its
+    share of the rows of every part, or if `reads_share` of the columns: then its result is an
+    addend of the whole one, and the norm that follows adds up what all ranks made of theirs. One
+    after the other they exchange one [T, H] tensor.
     """
 
-    def __init__(self, in_features: int, parts: Mapping[str, int], bias: bool = False) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        parts: Mapping[str, int],
+        bias: bool = False,
+        parallel: TensorParallel = SINGLE,
+        reads_share: bool = False,
+    ) -> None:
         super().__init__()
+        self.parallel, self.reads_share = parallel, reads_share
         self.parts = dict(parts)
         self.weight = parameter(sum(parts.values()), in_features)
         self.bias = parameter(sum(parts.values())) if bias else None
@@ -60,7 +74,18 @@ class Linear(Layer):
 
     def tensors(self) -> dict[str, Destination]:
         """Return `<part>.weight` and `<part>.bias`: the rows of each part."""
-        return {**self.views()}
+        if self.parallel.size == 1:
+            return {**self.views()}
+        tensors: dict[str, Destination] = {}
+        for name, view in self.views().items():
+            if self.reads_share and view.dim() == 1:
+                tensors[name] = view
+                continue
+            dim = int(self.reads_share)
+            length = view.shape[dim]
+            start, whole = self.parallel.rank * length, self.parallel.size * length
+            tensors[name] = Shard(view, dim, start, whole)
+        return tensors
 
     def views(self) -> dict[str, Tensor]:
         """Return the rows of each part, by the name of its checkpoint tensor."""
@@ -99,6 +124,8 @@ class Linear(Layer):
         On CPUs oneDNN's blocked layout makes 1 to 8 rows cost about the same (and 3 to 5 times less
         than a plain product), which is what verification lives on. Elsewhere nothing happens.
         """
+        if self.reads_share and self.bias is not None and self.parallel.rank:
+            self.bias.zero_()  # rank 0 adds it once
         if self.weight.device.type != "cpu" or self.weight.numel() < _MIN_PACKED_ELEMENTS:
             return
         if not onednn_works(self.weight.dtype):

@@ -1,6 +1,7 @@
 """Targets and draft heads, loaded from published checkpoints."""
 
-from serve_spec.models.draft import DraftHead, DraftOptions, load_draft
+from serve_spec.models.draft import DraftHead, load_draft
+from serve_spec.models.draft_checkpoint import DraftOptions
 from serve_spec.models.llama import TARGETS, FeatureCapture, Llama, TargetOutput, load_target
 from serve_spec.models.shape import ModelShape
 

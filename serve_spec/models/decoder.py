@@ -3,15 +3,101 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serve_spec.core.context import ForwardContext, Rotation
-from serve_spec.layers.attention import Attention, AttentionShape
-from serve_spec.layers.mlp import GatedMLP
-from serve_spec.layers.module import Destination, Layer, prefixed
+from serve_spec.layers.causal import CausalAttention
+from serve_spec.layers.linear import Linear
+from serve_spec.layers.module import Destination, Layer, parameter, prefixed
 from serve_spec.layers.norm import RMSNorm
 from serve_spec.models.shape import ModelShape
+from serve_spec.ops import linear
 from serve_spec.parallel.group import SINGLE, TensorParallel
+
+
+class Attention(Layer):
+    """o_proj(attend(rotate(q), rotate(k), v)) of layer `index` of its model's KV pool.
+
+    `shape` is one rank's. `in_features`: width of what enters q/k/v.
+    """
+
+    def __init__(
+        self, shape: ModelShape, in_features: int, index: int, parallel: TensorParallel = SINGLE
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        self.index = index
+        query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        parts = {"q_proj": query, "k_proj": key, "v_proj": key}
+        self.qkv = Linear(in_features, parts, shape.qkv_bias, parallel)
+        self.output = Linear(
+            query, {"o_proj": shape.hidden_size}, shape.output_bias, parallel, reads_share=True
+        )
+        # One gain for query heads, one for key heads; the index spreads them over all heads, so
+        # that queries and keys are normalised and rotated together.
+        self.qk_gain = parameter(2, shape.head_dim) if shape.qk_norm else None
+        self._gain_of_head = torch.tensor([0] * shape.num_heads + [1] * shape.num_kv_heads)
+
+    def heads(self, x: Tensor) -> Tensor:
+        """Return projected queries, keys and values: [T, in] -> [T, heads + 2·kv_heads, d].
+
+        Or their partial sums (see `ops.linear.sum_partials`), which the rotation adds up.
+        """
+        shape = self.shape
+        projected = self.qkv(x) if shape.qk_norm else self.qkv.partials(x)
+        num_all = shape.num_heads + 2 * shape.num_kv_heads
+        return projected.view(*projected.shape[:-1], num_all, shape.head_dim)
+
+    def attend(self, heads: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
+        """Head norms, rotation, attention; `heads` is used up. Returns [R, heads·d], of the rows
+        that are asked for."""
+        shape = self.shape
+        if self.qk_gain is not None:
+            rotated = heads[:, : shape.num_heads + shape.num_kv_heads]
+            normed = F.rms_norm(rotated, (shape.head_dim,), None, shape.rms_norm_eps)
+            gain = self.qk_gain.index_select(0, self._gain_of_head)
+            torch.mul(normed, gain, out=rotated)
+        return ctx.attention.run(self.index, heads, rotation).flatten(1)
+
+    def tensors(self) -> dict[str, Destination]:
+        """Return the projections and, if any, gains of query and key heads ([head_dim] each)."""
+        tensors = {**self.qkv.tensors(), **self.output.tensors()}
+        if self.qk_gain is not None:
+            tensors["q_norm.weight"] = self.qk_gain[0]
+            tensors["k_norm.weight"] = self.qk_gain[1]
+        return tensors
+
+
+class GatedMLP(Layer):
+    """down(silu(gate(x)) · up(x)); gate and up are one product.
+
+    intermediate_size: this rank's neurons.
+    """
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, parallel: TensorParallel = SINGLE
+    ) -> None:
+        super().__init__()
+        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up = Linear(hidden_size, parts, parallel=parallel)
+        self.down = Linear(
+            intermediate_size, {"down_proj": hidden_size}, parallel=parallel, reads_share=True
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [T, H] -> [T, H], or its partial sums (see `ops.linear.sum_partials`)."""
+        if x.is_cuda and self.gate_up.integers is None:
+            inner = linear.gate_up(x, self.gate_up.weight, self.gate_up.fp8)
+        else:
+            inner = linear.silu_and_mul(self.gate_up(x))
+        return self.down.partials(inner)
+
+    __call__ = forward
+
+    def tensors(self) -> dict[str, Destination]:
+        """Return gate, up and down matrices."""
+        return {**self.gate_up.tensors(), **self.down.tensors()}
 
 
 class DecoderLayer(Layer):
@@ -33,7 +119,7 @@ class DecoderLayer(Layer):
         super().__init__()
         hidden, eps = shape.hidden_size, shape.rms_norm_eps
         self.input_norm = RMSNorm(hidden, eps, parallel) if input_norm else None
-        self.attention = Attention(attention_shape(shape, self.inputs * hidden), index, parallel)
+        self.attention = Attention(shape, self.inputs * hidden, index, parallel)
         self.post_attention_norm = RMSNorm(hidden, eps, parallel)
         self.mlp = GatedMLP(hidden, shape.intermediate_size, parallel)
 
@@ -82,19 +168,20 @@ class DecoderLayer(Layer):
         return tensors
 
 
-def attention_shape(shape: ModelShape, in_features: int) -> AttentionShape:
-    """Return the attention part of a model's shape, for inputs of width `in_features`."""
-    return AttentionShape(
-        in_features=in_features,
-        hidden_size=shape.hidden_size,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        qkv_bias=shape.qkv_bias,
-        output_bias=shape.output_bias,
-        qk_norm=shape.qk_norm,
-        rms_norm_eps=shape.rms_norm_eps,
+def row_positions(num_rows: int, row_tokens: int, device: torch.device, first: int = 0) -> Tensor:
+    """Return positions first .. first + row_tokens - 1 of every row, [B·T]."""
+    return torch.arange(first, first + row_tokens, device=device).repeat(num_rows)
+
+
+def causal_context(
+    shape: ModelShape, tokens: Tensor, cache: list[tuple[Tensor, Tensor]] | None = None
+) -> ForwardContext:
+    """Return the context of whole rows `tokens` [B, T] from position 0; see `CausalAttention`."""
+    num_rows, row_tokens = tokens.shape
+    attention = CausalAttention(
+        num_rows, shape.num_heads, shape.num_kv_heads, shape.sliding_window, cache
     )
+    return ForwardContext(row_positions(num_rows, row_tokens, tokens.device), attention)
 
 
 _REGIONS = ("before_attention", "after_attention")

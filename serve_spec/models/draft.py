@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,16 +24,8 @@ _log = get_logger(__name__)
 DraftWeights = Literal["plain", "fp8", "int8", "int4"]
 """Format of a draft's matrices."""
 
-__all__ = [
-    "DraftHead",
-    "DraftOptions",
-    "DraftWeights",
-    "FeatureCapture",
-    "load_draft",
-]
 
-
-class DraftHead(Protocol):
+class DraftHead(Layer):
     """A small autoregressive model over (next token, feature) pairs.
 
     Draft KV entry j pairs token j+1 with the feature of position j, is at position j of the draft's
@@ -43,59 +35,47 @@ class DraftHead(Protocol):
     A whole model (`standalone`) reads no features. Its entry j is at the position of token j+1, so
     entry -1 is that of the first token. Medusa heads read only a feature: their drafts do not
     depend on each other, and their pool is empty.
+
+    shape: of its layers, for its KV pool and attention backend. capture: the hidden states that the
+    target's forward records (None: none). feature_dim: width of a target feature, F (0 without).
+    hidden_size: width of the recurrent hidden state, H. dtype: of it and of the KV pool.
     """
 
-    @property
-    def shift(self) -> int:
-        """Return the position of entry j minus j: 0, or 1 for whole models."""
+    shift = 0
+    """The position of entry j minus j: 0, or 1 for whole models."""
+    target_ids: Tensor | None = None
+    """The target's id of each draft id, int64 [Vd]; None if both are the same."""
+    max_steps: int | None = None
+    """The most drafts it can make from one feature; None: no limit."""
+    read_elsewhere: tuple[str, ...] = ()
+    """Tensors of its checkpoint that `tensors` does not name."""
 
-    @property
-    def capture(self) -> FeatureCapture | None:
-        """Return the hidden states that the target's forward records; None: none."""
-
-    @property
-    def feature_dim(self) -> int:
-        """Return the width of a target feature, F; 0 without features."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of its hidden states and of its KV pool."""
-
-    @property
-    def hidden_size(self) -> int:
-        """Return the width of the recurrent hidden state, H."""
-
-    @property
-    def shape(self) -> ModelShape:
-        """Return the shape of its layers, for its KV pool and attention backend."""
-
-    @property
-    def target_ids(self) -> Tensor | None:
-        """Return the target's id of each draft id, int64 [Vd]; None if both are the same."""
-
-    @property
-    def num_ids(self) -> int | None:
-        """Return the number of real draft ids; logits of others are -inf. None: all are real."""
+    def __init__(self, shape: ModelShape, capture: FeatureCapture | None, feature_dim: int) -> None:
+        super().__init__()
+        self.shape = shape
+        self.capture = capture
+        self.feature_dim = feature_dim
+        self.hidden_size = shape.hidden_size
+        self.dtype = torch.get_default_dtype()
+        # Real draft ids; logits of others are -inf. None: all are real.
+        self.num_ids = shape.num_ids
+        # Whether `forward` may compute some tokens only: it has at most one layer.
+        self.ends_early = shape.num_layers <= 1
 
     def encode(self, features: Tensor) -> Tensor:
-        """Return hidden [T, H] of target features [T, F]."""
-
-    @property
-    def ends_early(self) -> bool:
-        """Return whether `forward` may compute some tokens only: it has at most one layer."""
+        """Return hidden [T, H] of target features [T, F]: by default the features themselves."""
+        return features.to(self.dtype)
 
     def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         """Return next hidden [R, H] of target ids [T] and hidden [T, H], at positions of `ctx`.
 
         R: the queries of `ctx`, fewer than T only for a head that `ends_early`.
         """
-
-    @property
-    def max_steps(self) -> int | None:
-        """Return the most drafts it can make from one feature; None: no limit."""
+        raise NotImplementedError
 
     def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
         """Return logits float32 [R, Vd] of draft `step` from hidden [R, H]."""
+        raise NotImplementedError
 
 
 def load_draft(
@@ -158,7 +138,6 @@ def _keep_integers(
 
 def own_matrices(head: DraftHead, target: Llama) -> list[Linear]:
     """Return the matrices of a draft without those it shares with the target."""
-    assert isinstance(head, Layer), "every head is made of layers"
     shared = set(target.modules())
     return [m for m in head.modules() if isinstance(m, Linear) and m not in shared]
 

@@ -16,15 +16,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from serve_spec.core.context import ForwardContext
-from serve_spec.layers.causal import CausalAttention
 from serve_spec.layers.module import tensor_defaults
 from serve_spec.layers.rope import RotaryTable
 from serve_spec.log import get_logger
+from serve_spec.models.decoder import causal_context
 from serve_spec.models.draft import DraftHead
 from serve_spec.models.eagle import Eagle, Eagle3
 from serve_spec.models.llama import FeatureCapture, Llama
-from serve_spec.models.shape import ModelShape
 
 _log = get_logger(__name__)
 
@@ -80,6 +78,7 @@ def choose_layers(
     see `choose_theta`.
     """
     assert isinstance(head, Eagle3), "only these read layers"
+    assert head.capture is not None
     own = head.capture.layer_ids
     assert own is not None, "such a head names layers"
     ids = torch.tensor(token_ids[: min(NUM_TOKENS, target.max_model_len)])
@@ -119,7 +118,7 @@ def overlap_measure(head: Eagle | Eagle3, target: Llama, token_ids: Tensor) -> C
     """
     with torch.no_grad():
         hidden, features = target.forward(
-            token_ids, _whole_text(target.rank_shape, token_ids), head.capture
+            token_ids, causal_context(target.rank_shape, token_ids[None]), head.capture
         )
     assert features is not None, "a head captures something"
     encoded, following = features[:-1], token_ids[1:]
@@ -127,7 +126,7 @@ def overlap_measure(head: Eagle | Eagle3, target: Llama, token_ids: Tensor) -> C
     def measure() -> float:
         with torch.no_grad():
             states = head.encode(encoded)
-            out = head.forward(following, states, _whole_text(head.shape, following))
+            out = head.forward(following, states, causal_context(head.shape, following[None]))
             return _overlap(head, target, hidden[1:], out)
 
     return measure
@@ -141,8 +140,3 @@ def _overlap(head: Eagle | Eagle3, target: Llama, hidden: Tensor, drafted: Tenso
             p = p.index_select(1, head.target_ids)
         total += float(torch.minimum(p, q).sum())
     return total / len(hidden)
-
-
-def _whole_text(shape: ModelShape, token_ids: Tensor) -> ForwardContext:
-    attention = CausalAttention(1, shape.num_heads, shape.num_kv_heads, shape.sliding_window)
-    return ForwardContext(torch.arange(len(token_ids), device=token_ids.device), attention)

@@ -24,9 +24,8 @@ from serve_spec.models.draft_shape import (
     layer_shape,
     switch,
 )
-from serve_spec.models.eagle import EAGLE3_ELSEWHERE, EAGLE_ELSEWHERE, make_eagle, make_eagle3
+from serve_spec.models.eagle import make_eagle
 from serve_spec.models.llama import Llama
-from serve_spec.models.medusa import READ_ELSEWHERE as MEDUSA_ELSEWHERE
 from serve_spec.models.medusa import make_medusa, medusa_shape
 from serve_spec.models.shape import ModelShape
 from serve_spec.models.standalone import shared_ids
@@ -71,12 +70,8 @@ def _head(file: DraftFile, target: Llama | None, options: DraftOptions) -> Facts
     shape = layer_shape(file, options, None if target is None else target.shape.vocab_size)
     is_eagle3 = file.recognition.family == "EAGLE3"
     if target is not None:
-        if is_eagle3:
-            eagle3 = make_eagle3(file, target, options, torch.float32)
-            file.checkpoint.check(eagle3.tensors(), EAGLE3_ELSEWHERE)
-        else:
-            eagle = make_eagle(file, target, options, torch.float32)
-            file.checkpoint.check(eagle.tensors(), EAGLE_ELSEWHERE)
+        head = make_eagle(file, target, options, torch.float32)
+        file.checkpoint.check(head.tensors(), head.read_elsewhere)
     facts = {
         "layers": _layers(shape),
         "rope theta": _theta(file, shape, options),
@@ -97,7 +92,7 @@ def _head(file: DraftFile, target: Llama | None, options: DraftOptions) -> Facts
 def _medusa(file: DraftFile, target: Llama | None) -> Facts:
     if target is not None:
         medusa = make_medusa(file, target, torch.float32)
-        file.checkpoint.check(medusa.tensors(), MEDUSA_ELSEWHERE)
+        file.checkpoint.check(medusa.tensors(), medusa.read_elsewhere)
     shape = medusa_shape(file)
     output = "one matrix that all share" if len(shape.outputs) == 1 else "one matrix each"
     if not shape.outputs:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from serve_spec.core.errors import CheckpointError
-from serve_spec.layers.embedding import Embedding
+from serve_spec.layers.vocabulary import Embedding
 from serve_spec.models.draft_checkpoint import DraftFile, DraftOptions
 from serve_spec.models.llama import FeatureCapture, Llama
 from serve_spec.models.shape import ModelShape, check_sizes, layer_sizes, whole
 
-_EMBEDDING = "embed_tokens.weight"
+EMBEDDING = "embed_tokens.weight"
 
 
 def draft_shape(file: DraftFile, target: Llama, options: DraftOptions) -> ModelShape:
@@ -77,7 +77,7 @@ def own_embedding(file: DraftFile, target: Llama, hidden_size: int) -> Tensor | 
     if not has_embedding(file, target, hidden_size):
         return None
     theirs = target.embed_tokens.weight
-    own = file.checkpoint.read(_EMBEDDING).to(dtype=theirs.dtype, device=theirs.device)
+    own = file.checkpoint.read(EMBEDDING).to(dtype=theirs.dtype, device=theirs.device)
     return None if target.embed_tokens.holds(own) else own
 
 
@@ -87,19 +87,19 @@ def has_embedding(file: DraftFile, target: Llama, hidden_size: int) -> bool:
     Raises:
         CheckpointError: neither the file nor the target has one of this width.
     """
-    found = file.checkpoint.shapes.get(_EMBEDDING)
+    found = file.checkpoint.shapes.get(EMBEDDING)
     width = target.shape.hidden_size
     if found is None:
         if hidden_size == width:
             return False
         raise CheckpointError(
-            f"{file.path}: {_EMBEDDING} is missing and the target's cannot stand in: hidden_size="
+            f"{file.path}: {EMBEDDING} is missing and the target's cannot stand in: hidden_size="
             f"{hidden_size}, target {width}; use a head trained for this target"
         )
     expected = (target.shape.vocab_size, hidden_size)
     if found != expected:
         raise CheckpointError(
-            f"{file.path}: tensor {_EMBEDDING} is {list(found)}, expected {list(expected)}; "
+            f"{file.path}: tensor {EMBEDDING} is {list(found)}, expected {list(expected)}; "
             "use a head trained for this target"
         )
     return True

@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from serve_spec.core.context import ForwardContext
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.linear import Linear
-from serve_spec.layers.module import Destination, Layer, finish_loading, prefixed, tensor_defaults
+from serve_spec.layers.module import Destination, finish_loading, prefixed, tensor_defaults
 from serve_spec.layers.norm import RMSNorm, stream_of
 from serve_spec.layers.rope import RotaryTable
 from serve_spec.log import get_logger
 from serve_spec.models.decoder import DecoderLayer
+from serve_spec.models.draft import DraftHead
 from serve_spec.models.draft_checkpoint import DraftFile, DraftOptions, open_draft
 from serve_spec.models.draft_shape import (
+    EMBEDDING,
     Eagle3Shape,
     draft_shape,
     embedding_of,
@@ -38,40 +40,26 @@ from serve_spec.models.shape import ModelShape
 
 _log = get_logger(__name__)
 
-EAGLE_ELSEWHERE = ("embed_tokens.weight",)
-"""Tensors of a file that `Eagle.tensors` does not name."""
 
-EAGLE3_ELSEWHERE = (*EAGLE_ELSEWHERE, "d2t", "t2d")
-"""Tensors of a file that `Eagle3.tensors` does not name."""
-
-
-class Eagle(Layer):
-    """EAGLE-1 / EAGLE-2 head; see `DraftHead`. Uninitialised: `load_eagle` fills it.
+class Eagle(DraftHead):
+    """EAGLE-1 / EAGLE-2 head. Uninitialised: `load_eagle` fills it.
 
     `fc_bias`, `input_norm` (a norm before the first layer's attention) and `own_head` follow from
     the tensors of the file.
     """
 
-    target_ids: Tensor | None = None
+    read_elsewhere = (EMBEDDING,)
 
     def __init__(
         self, shape: ModelShape, target: Llama, fc_bias: bool, input_norm: bool, own_head: bool
     ) -> None:
-        super().__init__()
-        self.shape = shape
-        self.num_ids = shape.num_ids
-        self.capture = FeatureCapture(layer_ids=None)
-        self.shift = 0
-        self.ends_early = shape.num_layers == 1
-        self.max_steps = None
-        self.feature_dim = self.hidden_size = shape.hidden_size
+        super().__init__(shape, FeatureCapture(layer_ids=None), shape.hidden_size)
         self.embed_tokens = target.embed_tokens
         self.fc = Linear(2 * shape.hidden_size, {"fc": shape.hidden_size}, bias=fc_bias)
         self.layers = nn.ModuleList(
             DecoderLayer(shape, index, input_norm=input_norm or index > 0)
             for index in range(shape.num_layers)
         )
-        self.dtype = torch.get_default_dtype()
         self.own_head = own_head
         self.head_dtype = self.dtype if own_head else target.embed_tokens.weight.dtype
         self.lm_head = (
@@ -81,10 +69,6 @@ class Eagle(Layer):
         self.rope = RotaryTable(
             shape.head_dim, shape.rope_theta, shape.rope_scaling, shape.max_position_embeddings
         )
-
-    def encode(self, features: Tensor) -> Tensor:
-        """Return the features, which are the hidden states: [T, H] -> [T, H]."""
-        return features.to(self.dtype)
 
     def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         """Return next hidden [R, H] from target ids [T] and hidden [T, H]."""
@@ -110,41 +94,6 @@ class Eagle(Layer):
             assert isinstance(layer, DecoderLayer)
             tensors |= prefixed(f"layers.{index}.", layer.tensors())
         return tensors | (self.lm_head.tensors() if self.own_head else {})
-
-
-def load_eagle(path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype) -> Eagle:
-    """Return the EAGLE head in `path` for `target`, computing in `dtype`.
-
-    Raises:
-        CheckpointError: as `open_draft`; a head for another target, or tensors that do not fit.
-    """
-    file = open_draft(path, "EAGLE")
-    head = make_eagle(file, target, options, dtype)
-    _fill(head, file, target, EAGLE_ELSEWHERE)
-    return head
-
-
-def make_eagle(file: DraftFile, target: Llama, options: DraftOptions, dtype: torch.dtype) -> Eagle:
-    """Return the head in `file` without its weights, on the target's device.
-
-    Raises:
-        CheckpointError: a head for another target.
-    """
-    shape = draft_shape(file, target, options)
-    if shape.hidden_size != target.shape.hidden_size:
-        raise CheckpointError(
-            f"{file.path}: hidden_size={shape.hidden_size}, but the target's is "
-            f"{target.shape.hidden_size}; use a head trained for this target"
-        )
-    has_embedding(file, target, shape.hidden_size)
-    with tensor_defaults(dtype, target.embed_tokens.weight.device):
-        return Eagle(
-            shape,
-            target,
-            fc_bias="fc.bias" in file.checkpoint,
-            input_norm="layers.0.input_layernorm.weight" in file.checkpoint,
-            own_head="lm_head.weight" in file.checkpoint,
-        )
 
 
 class Eagle3FirstLayer(DecoderLayer):
@@ -173,22 +122,17 @@ class Eagle3FirstLayer(DecoderLayer):
         return {**super().tensors(), **prefixed("hidden_norm.", self.hidden_norm.tensors())}
 
 
-class Eagle3(Layer):
-    """EAGLE-3 head; see `DraftHead`. Uninitialised: `load_eagle3` fills it."""
+class Eagle3(DraftHead):
+    """EAGLE-3 head. Uninitialised: `load_eagle3` fills it."""
+
+    read_elsewhere = (EMBEDDING, "d2t", "t2d")
 
     def __init__(self, shape: Eagle3Shape, target: Llama, target_ids: Tensor | None) -> None:
-        super().__init__()
+        layers = shape.layers
+        super().__init__(layers, shape.capture, shape.num_features * shape.target_hidden_size)
         self.options = shape
-        self.shape = layers = shape.layers
-        self.capture = shape.capture
-        self.shift = 0
-        self.ends_early = layers.num_layers == 1
-        self.max_steps = None
-        self.hidden_size = layers.hidden_size
-        self.feature_dim = shape.num_features * shape.target_hidden_size
         self.target_ids = target_ids
         self.num_ids = num_draft_ids(target_ids, layers.num_ids)
-        self.dtype = torch.get_default_dtype()
         eps = layers.rms_norm_eps
         self.embed_tokens = target.embed_tokens
         self.input_norm = RMSNorm(self.feature_dim, eps) if shape.input_norm else None
@@ -250,48 +194,66 @@ class Eagle3(Layer):
         return {**tensors, **prefixed("norm.", self.norm.tensors()), **self.lm_head.tensors()}
 
 
-def load_eagle3(
+def load_eagle(
     path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype
-) -> Eagle3:
-    """Return the EAGLE-3 head in `path` for `target`, computing in `dtype`.
+) -> DraftHead:
+    """Return the EAGLE head in `path` for `target`, computing in `dtype`.
 
     Raises:
         CheckpointError: as `open_draft`; a head for another target, or tensors that do not fit.
     """
-    file = open_draft(path, "EAGLE3")
-    head = make_eagle3(file, target, options, dtype)
-    _fill(head, file, target, EAGLE3_ELSEWHERE)
-    return head
+    return _load(open_draft(path, "EAGLE"), target, options, dtype)
 
 
-def _fill(
-    head: Eagle | Eagle3, file: DraftFile, target: Llama, read_elsewhere: tuple[str, ...]
-) -> None:
-    """Load the head's weights, and its own embedding if it differs from the target's."""
+def load_eagle3(
+    path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype
+) -> DraftHead:
+    """Return the EAGLE-3 head in `path`; see `load_eagle`."""
+    return _load(open_draft(path, "EAGLE3"), target, options, dtype)
+
+
+def _load(file: DraftFile, target: Llama, options: DraftOptions, dtype: torch.dtype) -> DraftHead:
+    """Load a head's weights, and its own embedding if it differs from the target's."""
+    head = make_eagle(file, target, options, dtype)
     embedding = own_embedding(file, target, head.hidden_size)
     if embedding is not None:
         head.embed_tokens = embedding_of(embedding)
-    file.checkpoint.load_into(head.tensors(), read_elsewhere)
+    file.checkpoint.load_into(head.tensors(), head.read_elsewhere)
     finish_loading(head)
     _log.info(
         "%s head %s: %s, own embedding %s",
         file.recognition.family, file.path, head.shape, embedding is not None,
     )  # fmt: skip
+    return head
 
 
-def make_eagle3(
+def make_eagle(
     file: DraftFile, target: Llama, options: DraftOptions, dtype: torch.dtype
-) -> Eagle3:
-    """Return the head in `file` without its weights, on the target's device.
+) -> Eagle | Eagle3:
+    """Return the EAGLE or EAGLE-3 head in `file` without its weights, on the target's device.
 
     Raises:
         CheckpointError: a head for another target, or id maps that contradict each other.
     """
-    shape = read_eagle3_shape(file, target, options)
-    target_ids = read_d2t(file, shape.draft_vocab_size, shape.layers.vocab_size)
-    has_embedding(file, target, shape.layers.hidden_size)
     device = target.embed_tokens.weight.device
-    if target_ids is not None:
-        target_ids = target_ids.to(device)
+    if file.recognition.family == "EAGLE3":
+        eagle3 = read_eagle3_shape(file, target, options)
+        target_ids = read_d2t(file, eagle3.draft_vocab_size, eagle3.layers.vocab_size)
+        has_embedding(file, target, eagle3.layers.hidden_size)
+        with tensor_defaults(dtype, device):
+            return Eagle3(eagle3, target, None if target_ids is None else target_ids.to(device))
+    shape = draft_shape(file, target, options)
+    if shape.hidden_size != target.shape.hidden_size:
+        raise CheckpointError(
+            f"{file.path}: hidden_size={shape.hidden_size}, but the target's is "
+            f"{target.shape.hidden_size}; use a head trained for this target"
+        )
+    has_embedding(file, target, shape.hidden_size)
     with tensor_defaults(dtype, device):
-        return Eagle3(shape, target, target_ids)
+        return Eagle(
+            shape,
+            target,
+            fc_bias="fc.bias" in file.checkpoint,
+            input_norm="layers.0.input_layernorm.weight" in file.checkpoint,
+            own_head="lm_head.weight" in file.checkpoint,
+        )

@@ -14,8 +14,8 @@ from serve_spec.core.context import ForwardContext
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.module import Destination, Layer, finish_loading, prefixed, tensor_defaults
 from serve_spec.layers.norm import RMSNorm
-from serve_spec.layers.parallel import vocab_embedding, vocab_head
 from serve_spec.layers.rope import RotaryTable
+from serve_spec.layers.vocabulary import vocab_embedding, vocab_head
 from serve_spec.models.decoder import DecoderLayer
 from serve_spec.models.shape import ModelShape, check_size, check_sizes
 from serve_spec.models.upscale import open_weights
@@ -157,10 +157,13 @@ def load_target(
     device: torch.device | str = "cpu",
     max_model_len: int | None = None,
     parallel: TensorParallel = SINGLE,
+    *,
+    finish: bool = True,
 ) -> Llama:
     """Load a Hugging Face directory, or an expansion of one.
 
     `max_model_len` bounds positions (default: the config's). Each of several ranks loads its part.
+    finish: False for a model that has gradients.
 
     Raises:
         CheckpointError: a checkpoint that cannot be used.
@@ -174,7 +177,8 @@ def load_target(
     with tensor_defaults(dtype, device):
         model = TARGETS[shape.architecture](shape, max_model_len, parallel)
     checkpoint.load_into(model.tensors())
-    finish_loading(model)
+    if finish:
+        finish_loading(model)
     model.path = Path(path)
     return model
 

@@ -20,14 +20,12 @@ from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import Destination, Layer, finish_loading, prefixed, tensor_defaults
 from serve_spec.log import get_logger
+from serve_spec.models.draft import DraftHead
 from serve_spec.models.draft_checkpoint import DraftFile, DraftOptions, open_draft
 from serve_spec.models.draft_shape import TOKEN_MAP, read_token_map
 from serve_spec.models.llama import FeatureCapture, Llama
 
 _log = get_logger(__name__)
-
-READ_ELSEWHERE = (TOKEN_MAP,)
-"""Tensors of a file that `Medusa.tensors` does not name."""
 
 
 @dataclass(frozen=True)
@@ -74,20 +72,16 @@ class ResidualBlocks(Layer):
         return tensors
 
 
-class Medusa(Layer):
+class Medusa(DraftHead):
     """All Medusa heads. Uninitialised: `load_medusa` fills it."""
 
+    read_elsewhere = (TOKEN_MAP,)
+
     def __init__(self, shape: MedusaShape, target: Llama, target_ids: Tensor | None) -> None:
-        super().__init__()
+        no_layers = replace(target.shape, num_layers=0, tie_word_embeddings=False, num_ids=None)
+        super().__init__(no_layers, FeatureCapture(layer_ids=None), shape.hidden_size)
         self.heads_shape = shape
-        self.shape = replace(target.shape, num_layers=0, tie_word_embeddings=False)
-        self.capture = FeatureCapture(layer_ids=None)
-        self.shift = 0
-        self.ends_early = True
         self.max_steps = shape.num_heads
-        self.num_ids = None
-        self.feature_dim = self.hidden_size = shape.hidden_size
-        self.dtype = torch.get_default_dtype()
         self.target_ids = target_ids
         self.heads = nn.ModuleList(ResidualBlocks(shape) for _ in range(shape.num_heads))
         self.lm_heads = nn.ModuleList(_output_heads(shape, target))
@@ -97,10 +91,6 @@ class Medusa(Layer):
         has_idle_rows = target_ids is not None and num_rows > len(target_ids)
         self._rows = target_ids if has_idle_rows else None
         self._is_padding = _padding(target_ids, target)
-
-    def encode(self, features: Tensor) -> Tensor:
-        """Return the features [T, H], which all heads read."""
-        return features.to(self.dtype)
 
     def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         """Return the features of the queries [R, H]: no head reads tokens."""
@@ -142,7 +132,7 @@ def load_medusa(
     """
     file = open_draft(path, "MEDUSA")
     medusa = make_medusa(file, target, dtype)
-    file.checkpoint.load_into(medusa.tensors(), READ_ELSEWHERE)
+    file.checkpoint.load_into(medusa.tensors(), medusa.read_elsewhere)
     finish_loading(medusa)
     _log.info("Medusa heads %s: %s", file.path, medusa.heads_shape)
     return medusa

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from serve_spec.core.context import ForwardContext
 from serve_spec.core.errors import CheckpointError
-from serve_spec.layers.module import Layer
 from serve_spec.log import get_logger
+from serve_spec.models.draft import DraftHead
 from serve_spec.models.draft_checkpoint import DraftOptions, check_same_tokens, open_draft
 from serve_spec.models.llama import Llama, load_target
 from serve_spec.models.shape import ModelShape
@@ -19,36 +19,27 @@ from serve_spec.models.shape import ModelShape
 _log = get_logger(__name__)
 
 
-class Standalone(Layer):
-    """A whole model as a `DraftHead`: it reads tokens and no features.
+class Standalone(DraftHead):
+    """A whole model: it reads tokens and no features.
 
     Models of one family pad their vocabularies differently. It drafts ids that both have, and reads
     an id that only the target has as its own last.
     """
 
-    capture = None
-    feature_dim = 0
     shift = 1
-    ends_early = False
-    max_steps = None
 
     def __init__(self, model: Llama, vocab_size: int | None = None) -> None:
         """Wrap `model`. vocab_size: the target's; None: the model's own."""
-        super().__init__()
+        super().__init__(model.shape, capture=None, feature_dim=0)
         own = model.shape.vocab_size
         self.num_shared = own if vocab_size is None else min(own, vocab_size)
         self.is_shorter = vocab_size is not None and own < vocab_size
-        device = model.embed_tokens.weight.device
-        self.target_ids = torch.arange(own, device=device) if self.is_shorter else None
+        weight = model.embed_tokens.weight
+        if self.is_shorter:
+            self.target_ids = torch.arange(own, device=weight.device)
         self.model = model
-        self.shape = model.shape
-        self.hidden_size = model.shape.hidden_size
-        self.dtype = model.embed_tokens.weight.dtype
-        self.num_ids = model.shape.num_ids
-
-    def encode(self, features: Tensor) -> Tensor:
-        """Return `features` [T, 0]."""
-        return features
+        self.dtype = weight.dtype
+        self.ends_early = False
 
     def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         """Return hidden [T, H] of ids [T], at the positions of `ctx`."""

@@ -20,10 +20,9 @@ times as wide, 98.3 % without noise and 98.4 % with it (the default of `serve-sp
 
 from __future__ import annotations
 
-import json
 import re
 import zlib
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -179,10 +178,6 @@ class Expansion:
     draft_vocab_size: int | None
     noise: float
     seed: int
-
-    def write(self, directory: Path) -> None:
-        """Write the recipe into `directory`."""
-        (directory / RECIPE_FILE).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @staticmethod
     def read(directory: Path) -> Expansion:

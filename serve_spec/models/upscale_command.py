@@ -15,7 +15,7 @@ import argparse
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,13 @@ from serve_spec.core.errors import CheckpointError
 from serve_spec.models.draft_checkpoint import DraftFile, open_draft_file
 from serve_spec.models.draft_shape import capture_layers
 from serve_spec.models.shape import NUM_IDS_KEY, ModelShape, read_json, whole
-from serve_spec.models.upscale import Expansion, check_noise, find_base, moved_layer
+from serve_spec.models.upscale import (
+    RECIPE_FILE,
+    Expansion,
+    check_noise,
+    find_base,
+    moved_layer,
+)
 
 # Files of a target beside its config and weights.
 _COMPANIONS = (
@@ -38,109 +44,79 @@ _COMPANIONS = (
 )
 
 
-@dataclass(frozen=True)
-class Size:
-    """Size of a large pair; names as in `Expansion`.
-
-    `draft_vocab_size=None`: an EAGLE-3 head gets as many more ids as the target.
-    """
-
-    hidden_factor: int
-    ffn_factor: int
-    num_layers: int
-    vocab_size: int
-    draft_vocab_size: int | None = None
-
-
-@dataclass(frozen=True)
-class PublishedShape:
-    """The sizes of a published model, and the output rows of the EAGLE-3 heads made for it."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    draft_vocab_size: int
-
-
+# Sizes of published models, and the output rows of the EAGLE-3 heads made for them.
 SHAPES = {
-    "llama-3.1-8b": PublishedShape(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        vocab_size=128256,
-        draft_vocab_size=32000,
-    )
+    "llama-3.1-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_layers": 32,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "draft_vocab_size": 32000,
+    }
 }
 
 
-def size_of(name: str, base: ModelShape) -> Size:
-    """Return the size that gives `base` the published shape called `name`.
+def sizes_of(name: str, base: ModelShape) -> dict[str, int]:
+    """Return the sizes of an `Expansion` that give `base` the published shape called `name`.
 
     Raises:
         CheckpointError: no integer factors lead to that shape.
     """
     wanted = SHAPES[name]
-    size = Size(
-        hidden_factor=wanted.hidden_size // base.hidden_size,
-        ffn_factor=wanted.intermediate_size // base.intermediate_size,
-        num_layers=wanted.num_layers,
-        vocab_size=wanted.vocab_size,
-        draft_vocab_size=wanted.draft_vocab_size,
-    )
+    hidden = wanted["hidden_size"] // base.hidden_size
+    ffn = wanted["intermediate_size"] // base.intermediate_size
     reached = {
-        "hidden_size": size.hidden_factor * base.hidden_size,
-        "num_heads": size.hidden_factor * base.num_heads,
-        "num_kv_heads": size.hidden_factor * base.num_kv_heads,
+        "hidden_size": hidden * base.hidden_size,
+        "num_heads": hidden * base.num_heads,
+        "num_kv_heads": hidden * base.num_kv_heads,
         "head_dim": base.head_dim,
-        "intermediate_size": size.ffn_factor * base.intermediate_size,
+        "intermediate_size": ffn * base.intermediate_size,
     }
     for field, value in reached.items():
-        if value != getattr(wanted, field):
+        if value != wanted[field]:
             raise CheckpointError(
-                f"shape={name!r}: {field}={getattr(wanted, field)} is out of reach, copies of the "
+                f"shape={name!r}: {field}={wanted[field]} is out of reach, copies of the "
                 f"base give {value}; give factors instead of a shape, or another base"
             )
-    return size
+    kept = {key: wanted[key] for key in ("num_layers", "vocab_size", "draft_vocab_size")}
+    return {"hidden_factor": hidden, "ffn_factor": ffn, **kept}
 
 
-def expand_target(base: str, size: Size, directory: Path, *, noise: float, seed: int) -> None:
-    """Write the target `base` in the given size into `directory`: config, recipe, tokenizer.
+def expand_target(recipe: Expansion, directory: Path) -> None:
+    """Write the target `recipe.base`, expanded, into `directory`: config, recipe, tokenizer.
 
     Raises:
         CheckpointError: a base that cannot be used, or a size that does not fit it.
     """
-    source = find_base(base, Path.cwd())
+    source = find_base(recipe.base, Path.cwd())
     shape = ModelShape.from_directory(source)
-    recipe = _recipe(base, source, size, shape.vocab_size, noise, seed, layers=size.num_layers)
-    if size.num_layers < shape.num_layers:
+    _check(recipe, shape.vocab_size)
+    assert recipe.num_layers is not None, "a target has a number of layers"
+    if recipe.num_layers < shape.num_layers:
         raise CheckpointError(
-            f"num_layers={size.num_layers}: the base has {shape.num_layers}, and none can be left "
-            "out; give at least as many"
+            f"num_layers={recipe.num_layers}: the base has {shape.num_layers}, and none can be "
+            "left out; give at least as many"
         )
-    config = _grown(read_json(source / "config.json"), size)
-    config["num_hidden_layers"] = size.num_layers
+    config = _grown(read_json(source / "config.json"), recipe)
+    config["num_hidden_layers"] = recipe.num_layers
     config["tie_word_embeddings"] = False
-    if size.vocab_size > shape.vocab_size:
+    if recipe.vocab_size > shape.vocab_size:
         config[NUM_IDS_KEY] = shape.num_ids or shape.vocab_size
     config |= _window(shape)
     config.pop("layer_types", None)
-    _write(directory, config, recipe)
+    _write(directory, config, replace(recipe, draft_vocab_size=None), source)
     for name in _COMPANIONS:
         if (source / name).exists():
             shutil.copyfile(source / name, directory / name)
 
 
-def expand_draft(
-    base: str, target: ModelShape, size: Size, directory: Path, *, noise: float, seed: int
-) -> str:
-    """Write the head `base`, made for a small `target`, in the size of the large one.
+def expand_draft(recipe: Expansion, target: ModelShape, directory: Path) -> str:
+    """Write the head `recipe.base`, made for a small `target`, for its expansion by `recipe`.
+
+    Without `draft_vocab_size` an EAGLE-3 head gets as many more ids as the target.
 
     Returns:
         The head's family, `EAGLE` or `EAGLE3`.
@@ -148,7 +124,7 @@ def expand_draft(
     Raises:
         CheckpointError: a base that cannot be used, is not of `target`, or does not fit the size.
     """
-    source = find_base(base, Path.cwd())
+    source = find_base(recipe.base, Path.cwd())
     file = open_draft_file(source)
     family = file.recognition.family
     for key, expected in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
@@ -157,56 +133,39 @@ def expand_draft(
                 f"{source}: {key}={file.config[key]}, but the target's is {expected}; "
                 "only heads as wide as their target can be expanded"
             )
-    rows = _draft_rows(file, target.vocab_size, size) if family == "EAGLE3" else None
-    recipe = _recipe(base, source, size, target.vocab_size, noise, seed, draft_rows=rows)
-    config = _grown(file.config, size)
+    rows = _draft_rows(file, target.vocab_size, recipe) if family == "EAGLE3" else None
+    _check(recipe, target.vocab_size)
+    assert recipe.num_layers is not None, "a target has a number of layers"
+    config = _grown(file.config, recipe)
     config.pop("model", None)  # an early wrapping, already flat
     if family == "EAGLE3":
         config["draft_vocab_size"] = rows
-        config["target_hidden_size"] = size.hidden_factor * target.hidden_size
+        config["target_hidden_size"] = recipe.hidden_factor * target.hidden_size
         captured = capture_layers(
             file.setting("eagle_aux_hidden_state_layer_ids"), target.num_layers
         )
         config["eagle_aux_hidden_state_layer_ids"] = [
             # As outputs of the layers before: this convention is the unambiguous one.
-            moved_layer(layer, target.num_layers, size.num_layers) - 1
+            moved_layer(layer, target.num_layers, recipe.num_layers) - 1
             for layer in captured
         ]
-    _write(directory, config, recipe)
+    _write(directory, config, replace(recipe, num_layers=None, draft_vocab_size=rows), source)
     return family
 
 
-def _recipe(
-    base: str,
-    source: Path,
-    size: Size,
-    vocab_size: int,
-    noise: float,
-    seed: int,
-    layers: int | None = None,
-    draft_rows: int | None = None,
-) -> Expansion:
-    check_noise(noise)
+def _check(recipe: Expansion, vocab_size: int) -> None:
+    check_noise(recipe.noise)
     for field in ("hidden_factor", "ffn_factor"):
-        if getattr(size, field) < 1:
-            raise CheckpointError(f"{field}={getattr(size, field)}: give a whole number from 1 on")
-    if size.vocab_size < vocab_size:
+        if getattr(recipe, field) < 1:
+            number = getattr(recipe, field)
+            raise CheckpointError(f"{field}={number}: give a whole number from 1 on")
+    if recipe.vocab_size < vocab_size:
         raise CheckpointError(
-            f"vocab_size={size.vocab_size}: the base has {vocab_size} ids; give at least as many"
+            f"vocab_size={recipe.vocab_size}: the base has {vocab_size} ids; give at least as many"
         )
-    return Expansion(
-        base=base if base.startswith("asset:") else str(source),
-        hidden_factor=size.hidden_factor,
-        ffn_factor=size.ffn_factor,
-        num_layers=layers,
-        vocab_size=size.vocab_size,
-        draft_vocab_size=draft_rows,
-        noise=noise,
-        seed=seed,
-    )
 
 
-def _draft_rows(file: DraftFile, vocab_size: int, size: Size) -> int:
+def _draft_rows(file: DraftFile, vocab_size: int, size: Expansion) -> int:
     known = file.checkpoint.shapes["lm_head.weight"][0]
     most = known + size.vocab_size - vocab_size
     rows = most if size.draft_vocab_size is None else size.draft_vocab_size
@@ -218,7 +177,7 @@ def _draft_rows(file: DraftFile, vocab_size: int, size: Size) -> int:
     return rows
 
 
-def _grown(config: Mapping[str, Any], size: Size) -> dict[str, Any]:
+def _grown(config: Mapping[str, Any], size: Expansion) -> dict[str, Any]:
     """Return `config` with larger sizes, those that targets and heads share."""
     factors = {
         "hidden_size": size.hidden_factor,
@@ -241,13 +200,15 @@ def _window(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _write(directory: Path, config: Mapping[str, Any], recipe: Expansion) -> None:
+def _write(directory: Path, config: Mapping[str, Any], recipe: Expansion, source: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     weights = [path.name for kind in ("*.safetensors", "*.bin") for path in directory.glob(kind)]
     if weights:
         raise CheckpointError(f"{directory} holds weights ({weights[0]}); give another folder")
+    base = recipe.base if recipe.base.startswith("asset:") else str(source)
+    written = asdict(replace(recipe, base=base))
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    recipe.write(directory)
+    (directory / RECIPE_FILE).write_text(json.dumps(written, indent=1) + "\n")
 
 
 _CONFIG_FILE = "expanded.yaml"
@@ -257,19 +218,20 @@ def main(argv: list[str]) -> int:
     """Write the folders and the configuration; print their names."""
     args = _parser().parse_args(argv)
     base = ModelShape.from_directory(find_base(args.target, Path.cwd()))
-    size = _size(args, base)
-    how: dict[str, Any] = {"noise": args.noise, "seed": args.seed}
+    sizes = _sizes(args, base)
+    recipe = Expansion(args.target, noise=args.noise, seed=args.seed, **sizes)
     folder: Path = args.output_dir
-    expand_target(args.target, size, folder / "target", **how)
+    expand_target(recipe, folder / "target")
     drafts = {}
     for draft in args.draft:
         name = Path(draft.removeprefix("asset:")).name
         if name == "target" or name in drafts:
             raise ConfigError(f"draft={draft!r}: another folder is called {name!r}; rename one")
-        drafts[name] = expand_draft(draft, base, size, folder / name, **how)
+        drafts[name] = expand_draft(replace(recipe, base=draft), base, folder / name)
     config = folder / _CONFIG_FILE
     config.write_text(_config(args.shape or "expanded", drafts))
-    print(f"{config}: {size}; drafts: {', '.join(drafts) or 'none'}")
+    shown = ", ".join(f"{key}={value}" for key, value in sizes.items())
+    print(f"{config}: {shown}; drafts: {', '.join(drafts) or 'none'}")
     return 0
 
 
@@ -295,30 +257,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _size(args: argparse.Namespace, base: ModelShape) -> Size:
-    """Return the size of the shape or of the factors; sizes not given stay as they are."""
-    choices = {
-        "hidden_factor": args.hidden_factor,
-        "ffn_factor": args.ffn_factor,
-        "num_layers": args.num_layers,
-        "vocab_size": args.vocab_size,
-        "draft_vocab_size": args.draft_vocab_size,
-    }
-    given = {name: value for name, value in choices.items() if value is not None}
+def _sizes(args: argparse.Namespace, base: ModelShape) -> dict[str, Any]:
+    """Return the sizes of the shape or of the factors; sizes not given stay as they are."""
+    names = ("hidden_factor", "ffn_factor", "num_layers", "vocab_size", "draft_vocab_size")
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
     if args.shape:
         if given:
             raise ConfigError(
                 f"shape={args.shape!r} and {next(iter(given))}: give one or the other"
             )
-        return size_of(args.shape, base)
+        return sizes_of(args.shape, base)
     factor = given.get("hidden_factor", 1)
-    same: dict[str, int] = {
+    return {
         "hidden_factor": factor,
         "ffn_factor": factor,
         "num_layers": base.num_layers,
         "vocab_size": base.vocab_size,
+        "draft_vocab_size": None,
+        **given,
     }
-    return Size(**{**same, **given})
 
 
 def _config(name: str, drafts: dict[str, str]) -> str:

@@ -38,7 +38,6 @@ class AcceptedPath(NamedTuple):
     path: Tensor
 
 
-@has_kernel
 def accept_path(
     input_ids: Tensor,
     parents: Tensor,

@@ -14,23 +14,10 @@ from torch import Tensor
 from serve_spec.core.draft import MAX_TREE_TOKENS
 from serve_spec.ops.acceptance import AcceptedPath, RequestTokens
 from serve_spec.ops.dispatch import dependent_launch
+from serve_spec.ops.dispatch_triton import wait_for_previous
 from serve_spec.ops.noise_triton import load_noise_keys
 
 _COUNT_BLOCK = 128
-
-
-def accept_path(
-    input_ids: Tensor,
-    parents: Tensor,
-    drawn: Tensor,
-    query_starts: Tensor,
-    max_depth: int,
-    forced: Tensor | None = None,
-) -> AcceptedPath:
-    """See `acceptance.accept_path`."""
-    accepted = _empty_path(query_starts, max_depth)
-    _accept(accepted, input_ids, parents, drawn, query_starts, forced)
-    return accepted
 
 
 def accept_and_advance(
@@ -43,19 +30,26 @@ def accept_and_advance(
     forced: Tensor | None = None,
 ) -> AcceptedPath:
     """See `acceptance.accept_and_advance`."""
-    accepted = _empty_path(query_starts, results.shape[1] - 3)
-    _accept(accepted, input_ids, parents, drawn, query_starts, forced, known, results)
+    num_sequences, max_depth = len(results), results.shape[1] - 3
+    token_ids = input_ids.new_empty(num_sequences, max_depth + 1)
+    path = results.new_empty(num_sequences, max_depth + 1)
+    accepted = AcceptedPath(token_ids, results.new_empty(num_sequences), path)
+    _accept_kernel[(num_sequences,)](
+        *accepted, input_ids, parents, drawn, query_starts, forced,
+        *known, results, known.recent.shape[1],
+        DEPTH=max_depth, WIDTH=triton.next_power_of_2(max_depth + 1), TOKENS=MAX_TREE_TOKENS,
+        num_warps=1, **dependent_launch(query_starts.device),
+    )  # fmt: skip
     return accepted
 
 
 def forced_counts(seeds: Tensor, positions: Tensor, num_steps: Tensor, survival: Tensor) -> Tensor:
     """See `acceptance.forced_counts`."""
     counts = torch.empty_like(num_steps, dtype=torch.int32)
-    dependent = dependent_launch(seeds.device)
     _count_kernel[(triton.cdiv(len(counts), _COUNT_BLOCK),)](
         counts, seeds, positions, num_steps, survival, len(counts),
-        STEPS=survival.shape[1], BLOCK=_COUNT_BLOCK, DEPENDENT=dependent,
-        num_warps=4, launch_pdl=dependent,
+        STEPS=survival.shape[1], BLOCK=_COUNT_BLOCK,
+        num_warps=4, **dependent_launch(seeds.device),
     )  # fmt: skip
     return counts
 
@@ -63,42 +57,11 @@ def forced_counts(seeds: Tensor, positions: Tensor, num_steps: Tensor, survival:
 def tree_masks(parents: Tensor, query_starts: Tensor) -> Tensor:
     """See `acceptance.tree_masks`."""
     masks = torch.empty_like(parents, dtype=torch.int64)
-    dependent = dependent_launch(parents.device)
     _mask_kernel[(len(query_starts),)](
         masks, parents, query_starts, len(parents),
-        TOKENS=MAX_TREE_TOKENS, DEPENDENT=dependent, num_warps=1, launch_pdl=dependent,
+        TOKENS=MAX_TREE_TOKENS, num_warps=1, **dependent_launch(parents.device),
     )  # fmt: skip
     return masks
-
-
-def _empty_path(query_starts: Tensor, max_depth: int) -> AcceptedPath:
-    shape = (len(query_starts) - 1, max_depth + 1)
-    device = query_starts.device
-    return AcceptedPath(
-        token_ids=torch.empty(shape, dtype=torch.int64, device=device),
-        num_correct=torch.empty(shape[0], dtype=torch.int32, device=device),
-        path=torch.empty(shape, dtype=torch.int32, device=device),
-    )
-
-
-def _accept(
-    accepted: AcceptedPath,
-    input_ids: Tensor,
-    parents: Tensor,
-    drawn: Tensor,
-    query_starts: Tensor,
-    forced: Tensor | None,
-    known: RequestTokens | None = None,
-    results: Tensor | None = None,
-) -> None:
-    num_sequences, width = accepted.path.shape
-    dependent = dependent_launch(query_starts.device)
-    _accept_kernel[(num_sequences,)](
-        *accepted, input_ids, parents, drawn, query_starts, forced,
-        *(known or (None,) * 3), results, 0 if known is None else known.recent.shape[1],
-        DEPTH=width - 1, WIDTH=triton.next_power_of_2(width), TOKENS=MAX_TREE_TOKENS,
-        DEPENDENT=dependent, num_warps=1, launch_pdl=dependent,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -109,9 +72,7 @@ def _accept_kernel(
 ):  # fmt: skip
     """One program per sequence, its tokens in registers; each iteration accepts a child."""
     b = tl.program_id(0)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     begin = tl.load(query_starts + b)
     num_tokens = tl.load(query_starts + b + 1) - begin
     offsets = tl.arange(0, TOKENS)
@@ -150,18 +111,17 @@ def _accept_kernel(
     at = b * (DEPTH + 1) + columns
     tl.store(token_ids + at, emitted.to(tl.int64), mask=wide)
     tl.store(path + at, accepted, mask=wide)
-    if results is not None:
-        broken = tl.max((is_draft & (tokens < 0)).to(tl.int32), axis=0)
-        packed = results + b * (DEPTH + 3)
-        tl.store(packed, kept)
-        tl.store(packed + 1, broken)
-        tl.store(packed + 2 + columns, emitted, mask=wide)
-        if has_tokens:
-            request_slot = tl.load(request_slots + b)
-            length = tl.load(lengths + request_slot)
-            places = recent + request_slot * window + ((length + columns) & (window - 1))
-            tl.store(places, tl.maximum(emitted, 0), mask=columns <= kept)
-            tl.store(lengths + request_slot, length + kept + 1)
+    broken = tl.max((is_draft & (tokens < 0)).to(tl.int32), axis=0)
+    packed = results + b * (DEPTH + 3)
+    tl.store(packed, kept)
+    tl.store(packed + 1, broken)
+    tl.store(packed + 2 + columns, emitted, mask=wide)
+    if has_tokens:
+        request_slot = tl.load(request_slots + b)
+        length = tl.load(lengths + request_slot)
+        places = recent + request_slot * window + ((length + columns) & (window - 1))
+        tl.store(places, tl.maximum(emitted, 0), mask=columns <= kept)
+        tl.store(lengths + request_slot, length + kept + 1)
 
 
 @triton.jit(do_not_specialize=["num_sequences"])
@@ -172,9 +132,7 @@ def _count_kernel(
     """Compute in float64, as the reference does: the word and the table are exact there."""
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = b < num_sequences
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     b = tl.where(inside, b, 0)
     _, word = load_noise_keys(seeds, b, tl.load(positions + b))
     uniform = word.to(tl.int32, bitcast=True).to(tl.float64) * 2.0**-32 + 0.5
@@ -192,9 +150,7 @@ def _mask_kernel(
 ):
     """One program per sequence follows every token to its root. The last one writes the padding."""
     b = tl.program_id(0)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     begin = tl.load(query_starts + b)
     offsets = tl.arange(0, TOKENS)
     if b == tl.num_programs(0) - 1:
@@ -225,7 +181,6 @@ def move_accepted(
     num_correct: Tensor,
 ) -> None:
     """See `acceptance.move_accepted`."""
-    dependent = dependent_launch(slots.device)
     for pool in pools:
         num_layers = 1 if pool.dim() == 2 else pool.shape[0]
         num_slots = pool.shape[0] if pool.dim() == 2 else pool.shape[1]
@@ -233,7 +188,7 @@ def move_accepted(
         block = min(triton.next_power_of_2(width), _MAX_BLOCK)
         _move_kernel[(len(num_correct), num_layers, triton.cdiv(width, block))](
             pool, slots, query_starts, path, num_correct, path.shape[1], num_slots, width,
-            BLOCK=block, DEPENDENT=dependent, num_warps=4, launch_pdl=dependent,
+            BLOCK=block, num_warps=4, **dependent_launch(slots.device),
         )  # fmt: skip
 
 
@@ -250,9 +205,7 @@ def _move_kernel(
     b, layer = tl.program_id(0), tl.program_id(1)
     at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     begin = tl.load(query_starts + b)
     pool += layer.to(tl.int64) * num_slots * width
     for j in range(1, tl.load(num_correct + b) + 1):

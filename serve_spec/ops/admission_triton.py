@@ -16,6 +16,7 @@ from torch import Tensor
 from serve_spec.ops import admission
 from serve_spec.ops.admission import LARGEST_LOGIT, LEAST_SURVIVAL, Admission
 from serve_spec.ops.dispatch import dependent_launch, reference_of
+from serve_spec.ops.dispatch_triton import wait_for_previous
 
 MAX_SLOTS = 16384
 """Of one batch; more do not fit the registers of one program and are sorted by the reference."""
@@ -46,21 +47,20 @@ def admit_drafts(
     survival = shares.new_empty(shares.shape)
     keys = survival.view(torch.int32)
     lens, last = torch.empty_like(query_lens), query_lens.new_empty(2)
-    dependent = dependent_launch(shares.device)
     columns = max(32, triton.next_power_of_2(width))  # `gather` stays inside a warp
     _survival_kernel[(num_requests,)](
         survival, shares, parents, query_lens, depth_limits, kinds, calibration, width,
-        shares.stride(0), LEVELS=calibration.shape[1], COLUMNS=columns, DEPENDENT=dependent,
-        num_warps=1, launch_pdl=dependent,
+        shares.stride(0), LEVELS=calibration.shape[1], COLUMNS=columns,
+        num_warps=1, **dependent_launch(shares.device),
     )  # fmt: skip
     block = triton.next_power_of_2(shares.numel())
     _last_kernel[(1,)](
-        last, keys, budget, shares.numel(), BLOCK=block, DEPENDENT=dependent,
-        num_warps=min(max(block // 512, 4), 16), launch_pdl=dependent,
+        last, keys, budget, shares.numel(), BLOCK=block,
+        num_warps=min(max(block // 512, 4), 16), **dependent_launch(shares.device),
     )  # fmt: skip
     _admit_kernel[(num_requests,)](
         lens, *moved, keys, last, query_lens, drafts, parents, width,
-        COLUMNS=columns, DEPENDENT=dependent, num_warps=1, launch_pdl=dependent,
+        COLUMNS=columns, num_warps=1, **dependent_launch(shares.device),
     )  # fmt: skip
     return Admission(lens, survival, *moved)
 
@@ -74,9 +74,7 @@ def _survival_kernel(
     b = tl.program_id(0)
     column = tl.arange(0, COLUMNS)
     at = b * width + column
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     exists = (column < width) & (column < tl.load(query_lens + b) - 1)
     share = tl.load(shares + b * stride + column, mask=exists, other=float("-inf"))
     exists &= share > float("-inf")
@@ -106,9 +104,7 @@ def _survival_kernel(
 def _last_kernel(last, keys, budget, num_slots, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     """Find the key of the last slot admitted, and the last place where slots of it are."""
     place = tl.arange(0, BLOCK)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     key = tl.load(keys + place, mask=place < num_slots, other=0)
     room = tl.maximum(tl.load(budget), 0)
     # The least key that no more slots than there is room for are above; any, if they fill it.
@@ -135,9 +131,7 @@ def _admit_kernel(
     b = tl.program_id(0)
     column = tl.arange(0, COLUMNS)
     at = b * width + column
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     inside = column < width
     key, least = tl.load(keys + at, mask=inside, other=0), tl.load(last)
     is_admitted = (key > least) | ((key == least) & inside & (at <= tl.load(last + 1)))

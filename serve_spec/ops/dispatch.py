@@ -46,19 +46,16 @@ def reference_of(function: Callable[P, R]) -> Callable[P, R]:
     return found
 
 
-def dependent_launch(device: torch.device) -> bool:
-    """Return whether `device` supports programmatic dependent launch (Hopper and later).
+@cache
+def dependent_launch(device: torch.device) -> dict[str, bool]:
+    """Return settings of a launch: programmatic dependent launch on Hopper and later GPUs.
 
     A kernel then starts before the last one has ended, and may read weights at once. Every program
     waits for the kernel before it reads or writes anything else, so the end of one kernel implies
     the end of all before it.
     """
-    return device.type == "cuda" and _supported(device)
-
-
-@cache
-def _supported(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    is_dependent = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"DEPENDENT": is_dependent, "launch_pdl": is_dependent}
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from serve_spec.ops import draft_tree
 from serve_spec.ops.dispatch import dependent_launch, reference_of
+from serve_spec.ops.dispatch_triton import wait_for_previous
 from serve_spec.ops.draft_tree import Beam, Level
 
 MAX_CANDIDATES = 1024
@@ -38,12 +39,11 @@ def grow_beam(before: Beam, token_ids: Tensor, scores: Tensor, step: int) -> tup
         befores=token_ids.new_empty(batch_size, topk),
         masks=token_ids.new_empty(batch_size, topk),
     )
-    dependent = dependent_launch(token_ids.device)
     _grow_kernel[(batch_size,)](
         total, parents, *beam, token_ids, scores, before.scores, before.numbers, before.masks,
         topk + (step - 1) * topk * topk if step else 0, step * topk,
         WIDTH=width, TOPK=topk, COLUMNS=triton.next_power_of_2(width * topk), CHUNK=_CHUNK,
-        DEPENDENT=dependent, num_warps=4 if width * topk <= 256 else 8, launch_pdl=dependent,
+        num_warps=4 if width * topk <= 256 else 8, **dependent_launch(token_ids.device),
     )  # fmt: skip
     return Level(token_ids, total, parents, scores), beam
 
@@ -63,12 +63,11 @@ def choose_drafts(
     before = token_ids.new_zeros(batch_size, width, dtype=torch.int32)
     shown = shares.new_zeros(batch_size, width)
     places = torch.empty_like(parents, dtype=torch.int32)
-    dependent = dependent_launch(token_ids.device)
     _choose_kernel[(batch_size,)](
         chosen, before, shown, places, token_ids, scores, parents, shares, num_steps,
         num_draft_tokens, num_candidates, width,
         TOPK=levels[0].scores.shape[1], COLUMNS=triton.next_power_of_2(num_candidates),
-        CHUNK=_CHUNK, DEPENDENT=dependent, num_warps=8, launch_pdl=dependent,
+        CHUNK=_CHUNK, num_warps=8, **dependent_launch(token_ids.device),
     )  # fmt: skip
     return chosen, before, shown
 
@@ -81,9 +80,7 @@ def _grow_kernel(
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     first, before = b * WIDTH * TOPK, b * WIDTH
     column = tl.arange(0, COLUMNS)
     inside = column < WIDTH * TOPK
@@ -138,9 +135,7 @@ def _choose_kernel(
     TOPK: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     steps, count = tl.load(num_steps + b), tl.load(num_draft_tokens + b)
     first = b * num_candidates
     column = tl.arange(0, COLUMNS)

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from serve_spec.ops.dispatch import dependent_launch
+from serve_spec.ops.dispatch_triton import wait_for_previous
 from serve_spec.ops.draw import DrawParams
 from serve_spec.ops.noise import Stream
 from serve_spec.ops.noise_triton import gumbel_noise_of, load_noise_keys, load_stream_keys
@@ -48,12 +49,11 @@ def draw_tokens(
     width = logits.shape[1] if num_ids is None else num_ids
     values, tokens, tops = _best_of_chunks(logits, owners, positions, params, width)
     drawn = torch.empty(len(owners), dtype=torch.int64, device=logits.device)
-    dependent = dependent_launch(logits.device)
     _draw_kernel[(len(owners),)](
         drawn, values, tokens, tops, values.shape[1], logits, logits.stride(0), owners, positions,
         *params, width,
-        CHUNKS=_most_chunks(width), BLOCK=_SWEEP_BLOCK, STAGES=_SWEEP_STAGES, DEPENDENT=dependent,
-        num_warps=_SWEEP_WARPS, enable_fp_fusion=False, launch_pdl=dependent,
+        CHUNKS=_most_chunks(width), BLOCK=_SWEEP_BLOCK, STAGES=_SWEEP_STAGES,
+        num_warps=_SWEEP_WARPS, enable_fp_fusion=False, **dependent_launch(logits.device),
     )  # fmt: skip
     return drawn
 
@@ -76,11 +76,10 @@ def sample_drafts(
     values, tokens, tops = _best_of_chunks(logits, owners, positions, params, width, roots, masses)
     drafts = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     peaks = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    dependent = dependent_launch(logits.device)
     _draft_kernel[(num_rows,)](
         drafts, peaks, values, tokens, tops, masses, values.shape[1], owners, target_ids,
-        CHUNKS=_most_chunks(width), DEPENDENT=dependent,
-        num_warps=1, launch_pdl=dependent,
+        CHUNKS=_most_chunks(width),
+        num_warps=1, **dependent_launch(logits.device),
     )  # fmt: skip
     return drafts, peaks
 
@@ -104,17 +103,16 @@ def draw_children(
     masses = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device)
     ids = torch.empty((num_rows, topk), dtype=torch.int64, device=device)
     likely = torch.empty((num_rows, topk), dtype=torch.float32, device=device)
-    dependent = dependent_launch(device)
     _child_chunk_kernel[(num_chunks, num_rows)](
         keys, masses, logits, logits.stride(0), owners, positions,
         params.inverse_temperature, params.seeds, target_ids, sharpness, width,
-        TOPK=topk, PLACES=places, CHUNK=chunk, DEPENDENT=dependent,
-        num_warps=num_warps, enable_fp_fusion=False, launch_pdl=dependent,
+        TOPK=topk, PLACES=places, CHUNK=chunk,
+        num_warps=num_warps, enable_fp_fusion=False, **dependent_launch(device),
     )  # fmt: skip
     _children_kernel[(num_rows,)](
         ids, likely, keys, masses, num_chunks, target_ids,
-        TOPK=topk, PLACES=places, CHUNKS=most_chunks, COLUMNS=columns, DEPENDENT=dependent,
-        num_warps=1 if columns <= 128 else 4, launch_pdl=dependent,
+        TOPK=topk, PLACES=places, CHUNKS=most_chunks, COLUMNS=columns,
+        num_warps=1 if columns <= 128 else 4, **dependent_launch(device),
     )  # fmt: skip
     return ids, likely
 
@@ -152,12 +150,11 @@ def _best_of_chunks(
     values = torch.empty(shape, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(shape, dtype=torch.int32, device=logits.device)
     tops = torch.empty_like(values)
-    dependent = dependent_launch(logits.device)
     _chunk_kernel[(shape[1], shape[0])](
         values, tokens, tops, masses, logits, logits.stride(0), owners, positions, roots,
         params.inverse_temperature, params.seeds, num_ids,
-        CHUNK=chunk, DEPENDENT=dependent,
-        num_warps=num_warps, enable_fp_fusion=False, launch_pdl=dependent,
+        CHUNK=chunk,
+        num_warps=num_warps, enable_fp_fusion=False, **dependent_launch(logits.device),
     )  # fmt: skip
     return values, tokens, tops
 
@@ -170,9 +167,7 @@ def _chunk_kernel(
 ):  # fmt: skip
     """One program per (chunk, row): see `_best_of_chunks`."""
     chunk, row = tl.program_id(0), tl.program_id(1)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     owner = tl.load(owners + row)
     if owner >= 0:
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -201,9 +196,7 @@ def _child_chunk_kernel(
 ):  # fmt: skip
     """One program per (chunk, row): its best keys, and the sum of exp(perturbed - its best)."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     _, perturbed = _scores(
         logits + row * row_stride, ids, num_ids, tl.maximum(tl.load(owners + row), 0),
@@ -226,9 +219,7 @@ def _children_kernel(
 ):  # fmt: skip
     """One program per row: the best keys of its chunks, as target ids and shares of the row."""
     row = tl.program_id(0).to(tl.int64)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     keys += row * num_chunks * TOPK
     chunks = tl.arange(0, CHUNKS)
     inside = chunks < num_chunks
@@ -308,9 +299,7 @@ def _draft_kernel(
 ):  # fmt: skip
     """One program per row: the best of its chunks, as a target id, and its largest probability."""
     row = tl.program_id(0)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     token = tl.zeros([], dtype=tl.int64)
     if tl.load(owners + row) >= 0:
         token = _best_of_row(values, tokens, row, num_chunks, CHUNKS).to(tl.int64)
@@ -335,9 +324,7 @@ def _draw_kernel(
 ):  # fmt: skip
     """One program per row: the best of its chunks that the row's filters keep."""
     row = tl.program_id(0)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     owner = tl.load(owners + row)
     token = tl.zeros([], dtype=tl.int32)
     if owner >= 0:

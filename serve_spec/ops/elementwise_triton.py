@@ -11,6 +11,7 @@ from torch import Tensor
 
 from serve_spec.core.context import Rotation
 from serve_spec.ops.dispatch import dependent_launch
+from serve_spec.ops.dispatch_triton import wait_for_previous
 from serve_spec.ops.linear_triton import load_sum
 
 
@@ -46,12 +47,11 @@ def _launch(
     """Launch the kernel. x: the first partial sum."""
     num_rows, width = x.shape
     block = triton.next_power_of_2(width)
-    dependent = dependent_launch(x.device)
     _rms_norm_kernel[(num_rows,)](
         x, residual, weight, out, total, width,
         x.stride(0), 0 if residual is None else residual.stride(0), partial_stride, eps,
-        NUM_PARTIALS=num_partials, BLOCK=block, DEPENDENT=dependent,
-        num_warps=min(max(block // 512, 1), 16), launch_pdl=dependent,
+        NUM_PARTIALS=num_partials, BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16), **dependent_launch(x.device),
     )  # fmt: skip
 
 
@@ -64,9 +64,7 @@ def _rms_norm_kernel(
     at = tl.arange(0, BLOCK)
     inside = at < width
     gain = tl.load(weight + at, mask=inside, other=0.0)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     places = x + row * x_stride + at
     values = load_sum(places, inside, partial_stride, NUM_PARTIALS, out.dtype.element_ty)
     if residual is not None:
@@ -94,14 +92,13 @@ def rotate_and_store(
     query = keys.new_empty((num_rows, num_heads, head_dim))
     if num_rows == 0:
         return query
-    dependent = dependent_launch(heads.device)
     _rotate_and_store_kernel[(num_rows, triton.cdiv(num_all, _HEADS_PER_PROGRAM))](
         heads, rotation.cos_table, rotation.sin_table, rotation.positions, slots,
         query, keys, values, heads.stride(-3), heads.stride(0),
         NUM_PARTIALS=num_partials, NUM_HEADS=num_heads, NUM_KV_HEADS=keys.shape[1],
         HALF=head_dim // 2, BLOCK_HEADS=_HEADS_PER_PROGRAM,
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
-        DEPENDENT=dependent, num_warps=_ROTATE_WARPS, launch_pdl=dependent,
+        num_warps=_ROTATE_WARPS, **dependent_launch(heads.device),
     )  # fmt: skip
     return query
 
@@ -113,9 +110,7 @@ def _rotate_and_store_kernel(
     HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     position = tl.load(positions + row).to(tl.int64)

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from serve_spec.ops.dispatch import dependent_launch
+from serve_spec.ops.dispatch_triton import wait_for_previous
 from serve_spec.ops.layout import TokenLayout
 
 _BLOCK = 128
@@ -36,12 +37,11 @@ def lay_out_tokens(
         slots=torch.empty(num_tokens, dtype=torch.int64, device=device),
         query_starts=torch.empty(num_sequences + 1, dtype=torch.int32, device=device),
     )
-    dependent = dependent_launch(device)
     _layout_kernel[(num_sequences + 1,)](
         *layout, query_lens, starts, first_valid, tables, tables.stride(0), tables.shape[1],
         num_sequences, num_tokens, page_size, scratch_slot,
-        SEQUENCES=triton.next_power_of_2(num_sequences), BLOCK=_BLOCK, DEPENDENT=dependent,
-        num_warps=4, launch_pdl=dependent,
+        SEQUENCES=triton.next_power_of_2(num_sequences), BLOCK=_BLOCK,
+        num_warps=4, **dependent_launch(device),
     )  # fmt: skip
     return layout
 
@@ -49,10 +49,9 @@ def lay_out_tokens(
 def ring_tokens(recent: Tensor, request_slots: Tensor, positions: Tensor) -> Tensor:
     """See `layout.ring_tokens`."""
     tokens = torch.empty_like(positions, dtype=torch.int64)
-    dependent = dependent_launch(positions.device)
     _ring_kernel[(triton.cdiv(len(tokens), _BLOCK),)](
         tokens, recent, request_slots, positions, len(tokens), recent.shape[1],
-        BLOCK=_BLOCK, DEPENDENT=dependent, num_warps=4, launch_pdl=dependent,
+        BLOCK=_BLOCK, num_warps=4, **dependent_launch(positions.device),
     )  # fmt: skip
     return tokens
 
@@ -65,9 +64,7 @@ def _layout_kernel(
     SEQUENCES: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     sequence = tl.arange(0, SEQUENCES)
     lens = tl.load(query_lens + sequence, mask=sequence < num_sequences, other=0)
     begin = tl.minimum(tl.sum(tl.where(sequence < b, lens, 0), axis=0), num_tokens)
@@ -111,9 +108,7 @@ def _ring_kernel(
 ):  # fmt: skip
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < num_tokens
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     request_slot = tl.load(request_slots + index, mask=inside, other=-1).to(tl.int64)
     column = tl.load(positions + index, mask=inside, other=0) & (window - 1)
     token = tl.load(recent + request_slot * window + column, mask=request_slot >= 0, other=0)

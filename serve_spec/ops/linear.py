@@ -25,10 +25,9 @@ def linear(
     x: [T, in]; weight: [out, in]; bias: [out]; fp8: the weight in eight bits, used if that is
     faster. Returns [T, out]. torch rounds to x's dtype first, except on a GPU without a bias.
     """
-    if fp8 is not None and _is_ours(x, weight, fp8=True):
-        return small_linear(x, fp8.values, bias, out_dtype, fp8.scale)
-    if _is_ours(x, weight):
-        return small_linear(x, weight, bias, out_dtype)
+    ours = _our_weight(x, weight, fp8)
+    if ours is not None:
+        return small_linear(x, ours[0], bias, out_dtype, ours[1])
     if out_dtype is None or out_dtype == x.dtype:
         return F.linear(x, weight, bias)
     if x.is_cuda and bias is None:
@@ -41,11 +40,8 @@ def partials(x: Tensor, weight: Tensor, fp8: Fp8Weight | None = None) -> Tensor:
 
     See `sum_partials`. fp8: see `linear`.
     """
-    if fp8 is not None and _is_ours(x, weight, fp8=True):
-        return small_partials(x, fp8.values, fp8.scale)
-    if _is_ours(x, weight):
-        return small_partials(x, weight)
-    return linear(x, weight)
+    ours = _our_weight(x, weight, fp8)
+    return linear(x, weight) if ours is None else small_partials(x, *ours)
 
 
 def gate_up(x: Tensor, weight: Tensor, fp8: Fp8Weight | None = None) -> Tensor:
@@ -53,24 +49,25 @@ def gate_up(x: Tensor, weight: Tensor, fp8: Fp8Weight | None = None) -> Tensor:
 
     fp8: see `linear`.
     """
-    if fp8 is not None and _is_ours(x, weight, gated=True, fp8=True):
-        return small_gate_up(x, fp8.values, fp8.scale)
-    if _is_ours(x, weight, gated=True):
-        return small_gate_up(x, weight)
-    return silu_and_mul(linear(x, weight))
+    ours = _our_weight(x, weight, fp8, gated=True)
+    return silu_and_mul(linear(x, weight)) if ours is None else small_gate_up(x, *ours)
 
 
-def _is_ours(x: Tensor, weight: Tensor, *, gated: bool = False, fp8: bool = False) -> bool:
-    """Return whether `linear_triton` supports this product and is fastest."""
-    return (
+def _our_weight(
+    x: Tensor, weight: Tensor, fp8: Fp8Weight | None, *, gated: bool = False
+) -> tuple[Tensor, Tensor | None] | None:
+    """Return the weight and its scale for `linear_triton`; None if it is not the fastest."""
+    is_supported = (
         x.is_cuda
         and not is_compiling()
-        and is_ours(x.shape[0], gated=gated, fp8=fp8)
         and x.dtype in (torch.bfloat16, torch.float16)
         and x.stride(-1) == 1
         and weight.is_contiguous()
         and is_hopper(x.device)
     )
+    if is_supported and fp8 is not None and is_ours(x.shape[0], gated=gated, fp8=True):
+        return fp8.values, fp8.scale
+    return (weight, None) if is_supported and is_ours(x.shape[0], gated=gated) else None
 
 
 @has_kernel

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from serve_spec.ops.dispatch import dependent_launch
+from serve_spec.ops.dispatch_triton import wait_for_previous
 from serve_spec.ops.linear import Tiles, choose_tiles
 
 # Columns of each weight row that a program prefetches while the kernel before still runs.
@@ -76,11 +77,10 @@ def _multiply(
         return
     sums = x.new_empty(splits, num_rows, out.shape[1], dtype=torch.float32)
     _multiply_only(x, weight, scale, None, sums, tiles)
-    dependent = dependent_launch(x.device)
     _sum_kernel[(triton.cdiv(out.numel(), _SUM_BLOCK),)](
         sums, bias, out, out.numel(), out.shape[1],
-        SPLITS=splits, BLOCK=_SUM_BLOCK, DEPENDENT=dependent,
-        num_warps=4, launch_pdl=dependent,
+        SPLITS=splits, BLOCK=_SUM_BLOCK,
+        num_warps=4, **dependent_launch(x.device),
     )  # fmt: skip
 
 
@@ -97,7 +97,6 @@ def _multiply_only(
     """Write out [T, out], or [splits, T, out] if several programs share a sum."""
     num_rows, in_features = x.shape
     num_outputs = out.shape[-1]
-    dependent = dependent_launch(x.device)
     splits = triton.cdiv(in_features, tiles.columns)
     grid = (triton.cdiv(num_rows, tiles.rows), triton.cdiv(num_outputs, tiles.outputs), splits)
     _product_kernel[grid](
@@ -107,8 +106,8 @@ def _multiply_only(
         EVEN=in_features % tiles.depth == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else None,
         PREFETCH=prefetch if in_features % 8 == 0 and in_features >= prefetch else 0,
-        BLOCKS=max(32 * tiles.warps, tiles.outputs), DEPENDENT=dependent,
-        num_warps=tiles.warps, num_stages=tiles.stages, launch_pdl=dependent,
+        BLOCKS=max(32 * tiles.warps, tiles.outputs),
+        num_warps=tiles.warps, num_stages=tiles.stages, **dependent_launch(x.device),
     )  # fmt: skip
 
 
@@ -219,9 +218,7 @@ def _sum_kernel(
     """out = Σ parts[split] + bias, first to last."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for _ in tl.static_range(SPLITS):
         total += tl.load(parts + at, mask=inside, other=0.0)
@@ -238,10 +235,9 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     """See `linear.silu_and_mul`. Rows may be strided, their elements not."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, width)
-    dependent = dependent_launch(gate_up.device)
     _silu_and_mul_kernel[(num_rows, triton.cdiv(width, _ACTIVATION_BLOCK))](
         gate_up, out, width, gate_up.stride(0),
-        BLOCK=_ACTIVATION_BLOCK, DEPENDENT=dependent, num_warps=4, launch_pdl=dependent,
+        BLOCK=_ACTIVATION_BLOCK, num_warps=4, **dependent_launch(gate_up.device),
     )  # fmt: skip
     return out
 
@@ -251,9 +247,7 @@ def _silu_and_mul_kernel(gate_up, out, width, stride, BLOCK: tl.constexpr, DEPEN
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     gate = tl.load(gate_up + row * stride + at, mask=inside, other=0.0)
     up = tl.load(gate_up + row * stride + width + at, mask=inside, other=0.0)
     tl.store(out + row * width + at, gated(gate, up), mask=inside)

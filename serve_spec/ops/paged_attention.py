@@ -22,24 +22,14 @@ _MIN_LENGTH_CLASS = 8
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class AttentionKind:
     """How one layer attends.
 
     `window`: a token sees itself and the `window - 1` entries before it (None: all of them).
-    `scale`: factor of the scores (None: 1 / sqrt(key width)). `softcap`: scores s become
-    softcap · tanh(s / softcap). `sinks` [heads]: logits of an entry without a value, which every
-    token sees.
     """
 
     window: int | None = None
-    scale: float | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-
-    def scale_of(self, key_width: int) -> float:
-        """Return the factor of the scores for keys of this width."""
-        return key_width**-0.5 if self.scale is None else self.scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,10 +92,10 @@ def paged_attention(
         (kind.window, group, query.dtype), lambda: _plan_batches(plan, kind.window, group, query)
     )
     if len(batches) == 1 and batches[0].holds_all:
-        return batches[0].attend(query, keys, values, kind)
+        return batches[0].attend(query, keys, values)
     out = query.new_zeros((*query.shape[:2], values.shape[2]))
     for batch in batches:
-        out[batch.tokens] = batch.attend(query[batch.tokens], keys, values, kind)
+        out[batch.tokens] = batch.attend(query[batch.tokens], keys, values)
     return out
 
 
@@ -129,65 +119,39 @@ class _Batch:
     mask: Tensor | None
     is_causal: bool
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, kind: AttentionKind) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Return [B·Q, heads, dv] of query [B·Q, heads, dk]."""
         keys, values = keys.index_select(0, self.slots), values.index_select(0, self.slots)
         if self.query_len <= _MAX_BATCHED_QUERY_LEN:
-            return self._batched(query, keys, values, kind)
-        return self._alone(query, keys, values, kind)
+            return self._batched(query, keys, values)
+        return self._alone(query, keys, values)
 
-    def _batched(self, query: Tensor, keys: Tensor, values: Tensor, kind: AttentionKind) -> Tensor:
+    def _batched(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         batch, length = self.num_requests, self.query_len
         (num_heads, width), kv_heads = query.shape[1:], keys.shape[1]
         group = num_heads // kv_heads
         # Rows of a kv head: query token, then head of its group.
         rows = query.reshape(batch, length, kv_heads, group, width).transpose(1, 2)
-        sinks = None
-        if kind.sinks is not None:
-            sinks = kind.sinks.view(kv_heads, 1, group).expand(-1, length, -1)
-            sinks = sinks.reshape(1, kv_heads, length * group, 1)
-        out = self._softmax(
+        out = F.scaled_dot_product_attention(
             rows.reshape(batch, kv_heads, length * group, width),
             keys.view(batch, -1, kv_heads, width).transpose(1, 2),
             values.view(batch, -1, kv_heads, values.shape[2]).transpose(1, 2),
-            sinks,
-            kind,
+            attn_mask=self.mask,
         )
         out = out.view(batch, kv_heads, length, group, -1).transpose(1, 2)
         return out.reshape(batch * length, num_heads, -1)
 
-    def _alone(self, query: Tensor, keys: Tensor, values: Tensor, kind: AttentionKind) -> Tensor:
+    def _alone(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         (length, num_heads, width), kv_heads = query.shape, keys.shape[1]
         shared = (kv_heads, num_heads // kv_heads, -1, -1)
-        out = self._softmax(
+        out = F.scaled_dot_product_attention(
             query.view(length, kv_heads, -1, width).permute(1, 2, 0, 3),
             keys.transpose(0, 1).unsqueeze(1).expand(shared),
             values.transpose(0, 1).unsqueeze(1).expand(shared),
-            None if kind.sinks is None else kind.sinks.view(kv_heads, -1, 1, 1),
-            kind,
+            attn_mask=self.mask,
+            is_causal=self.is_causal,
         )
         return out.permute(2, 0, 1, 3).reshape(length, num_heads, -1)
-
-    def _softmax(
-        self, query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, kind: AttentionKind
-    ) -> Tensor:
-        """Attend [.., .., rows, dk] over [.., .., L, dk]; sinks [.., .., rows or 1, 1]."""
-        scale = kind.scale_of(query.shape[-1])
-        if kind.softcap is None and sinks is None:
-            return F.scaled_dot_product_attention(
-                query, keys, values, attn_mask=self.mask, is_causal=self.is_causal, scale=scale
-            )
-        scores = query.float() @ keys.float().transpose(2, 3) * scale
-        if kind.softcap is not None:
-            scores = (scores / kind.softcap).tanh() * kind.softcap
-        if self.mask is not None:
-            scores = scores + self.mask
-        elif self.is_causal:
-            scores = scores + torch.full_like(scores, float("-inf")).triu(1)
-        if sinks is not None:
-            scores = torch.cat((scores, sinks.float().expand(*scores.shape[:3], 1)), dim=3)
-        weights = scores.softmax(3)[..., : keys.shape[2]]
-        return (weights @ values.float()).to(query.dtype)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from serve_spec.core.draft import MAX_TREE_TOKENS
 from serve_spec.ops.dispatch import dependent_launch
+from serve_spec.ops.dispatch_triton import wait_for_previous
 from serve_spec.ops.paged_attention import AttentionKind, AttentionPlan
 
 # Tiles times kv heads that fill a device. From more than half of them on, the last program of a
@@ -43,7 +44,7 @@ _UNIT = tl.constexpr(16)
 # they weigh nothing also where a line sees nothing else.
 _HIDDEN = tl.constexpr(-1.0e30)
 _LOWEST = tl.constexpr(-1.0e20)
-_LOG2_E = tl.constexpr(math.log2(math.e))
+_LOG2_E = math.log2(math.e)  # softmax is computed with powers of two
 _LAST_TREE_TOKEN = tl.constexpr(MAX_TREE_TOKENS - 1)
 # Below what any share weighs.
 _NOTHING = tl.constexpr(-3.0e38)
@@ -206,12 +207,10 @@ def _launch(
     partial_shape = 2 * programs, num_kv_heads, tiling.lines
     partials = query.new_empty((*partial_shape, value_width), dtype=torch.float32)
     stats = query.new_empty(partial_shape, dtype=torch.float32)
-    scale, softcap = _scores_in_base_2(kind, key_width)
     block_dv = max(16, triton.next_power_of_2(value_width))
     # Merging must not take the registers that attending needs.
     merge_warps, numbers = (tiling.num_warps, 4) if tiling.is_last_merging else (4, 2)
     merge_lines = max(1, min(tiling.lines, 32 * merge_warps * numbers // block_dv))
-    dependent = dependent_launch(query.device)
     shape = {
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": num_heads // num_kv_heads,
@@ -220,34 +219,26 @@ def _launch(
         "LINES": tiling.lines,
         "MERGE_SHARES": tiling.merge_shares,
         "MERGE_LINES": merge_lines,
-        "DEPENDENT": dependent,
+        **dependent_launch(query.device),
     }
     _attend_kernel[(num_kv_heads, len(work.ranges))](
         query, keys, values, plan.tables[group.first :],
-        plan.tree_mask if group.has_trees(plan) else None, kind.sinks,
+        plan.tree_mask if group.has_trees(plan) else None,
         work.tiles, work.ranges, work.counts, work.arrivals, out, partials, stats,
         num_tokens if group.fills_up else 0, query.stride(0), plan.tables.stride(0),
-        scale, softcap,
+        key_width**-0.5 * _LOG2_E,
         DK=key_width, BLOCK_DK=max(16, triton.next_power_of_2(key_width)),
-        PAGE_SIZE=plan.page_size, WINDOW=kind.window, HAS_SOFTCAP=kind.softcap is not None,
+        PAGE_SIZE=plan.page_size, WINDOW=kind.window,
         BLOCK=tiling.block, HAS_FREE_BLOCKS=tiling.lines > 64 and kind.window is None,
-        num_warps=tiling.num_warps, num_stages=tiling.num_stages, launch_pdl=dependent, **shape,
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages, **shape,
     )  # fmt: skip
     if not tiling.is_last_merging:
         num_lines = min(tiling.tokens * shape["GROUP"], tiling.lines)
         num_blocks = triton.cdiv(num_lines, merge_lines)
         _merge_kernel[(num_kv_heads, num_blocks, min(len(work.tiles), 16))](
             work.tiles, work.counts, out, partials, stats,
-            num_warps=merge_warps, launch_pdl=dependent, **shape,
+            num_warps=merge_warps, **shape,
         )  # fmt: skip
-
-
-def _scores_in_base_2(kind: AttentionKind, key_width: int) -> tuple[float, float]:
-    """Return the factor of products, and the soft cap of scores or 0, for powers of two."""
-    scale = kind.scale_of(key_width) * _LOG2_E.value
-    if kind.softcap is None:
-        return scale, 0.0
-    return 2.0 * scale / kind.softcap, kind.softcap * _LOG2_E.value
 
 
 def _plan_work(
@@ -271,7 +262,6 @@ def _plan_work(
     arrivals = None
     if tiling.is_last_merging:
         arrivals = torch.zeros((num_tiles, num_kv_heads), dtype=torch.int32, device=device)
-    dependent = dependent_launch(device)
     _plan_kernel[(group.num_requests,)](
         plan.query_starts[group.first :], plan.kv_lens[group.first :], tiles, ranges, counts,
         # No constant: it is another one at every level of a tree.
@@ -279,7 +269,7 @@ def _plan_work(
         IS_TREE=group.has_trees(plan), WINDOW=kind.window,
         TILE=tiling.tokens, MIN_SHARE=tiling.min_share, BLOCK=64,
         BLOCK_REQUESTS=triton.next_power_of_2(group.num_requests),
-        DEPENDENT=dependent, num_warps=1 if group.num_requests <= 64 else 4, launch_pdl=dependent,
+        num_warps=1 if group.num_requests <= 64 else 4, **dependent_launch(device),
     )  # fmt: skip
     return _Work(tiles, ranges, counts, arrivals)
 
@@ -299,9 +289,7 @@ def _plan_kernel(
 ):  # fmt: skip
     """List the tiles of one request, and the ranges that begin or end among their entries."""
     request, num_requests = tl.program_id(0), tl.num_programs(0)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     every = tl.arange(0, BLOCK_REQUESTS)
     is_request = every < num_requests
     start = tl.load(query_starts + every, mask=is_request, other=0)
@@ -416,24 +404,22 @@ def _visible(
 
 @triton.jit(do_not_specialize=["num_tokens", "table_stride"])
 def _attend_kernel(
-    query, keys, values, tables, tree_mask, sinks, tiles, ranges, counts, arrivals,
-    out, partials, stats, num_tokens, query_stride, table_stride, scale, softcap,
+    query, keys, values, tables, tree_mask, tiles, ranges, counts, arrivals,
+    out, partials, stats, num_tokens, query_stride, table_stride, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
     HAS_FREE_BLOCKS: tl.constexpr, MERGE_SHARES: tl.constexpr, MERGE_LINES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     head, program = tl.program_id(0), tl.program_id(1)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     line = tl.arange(0, LINES)
     key_dim = tl.arange(0, BLOCK_DK)
     fields = ranges + program * _RANGE_FIELDS
     first_tile, end_tile = tl.load(fields), tl.load(fields + 1)
     first_entry, end_entry = tl.load(fields + 2), tl.load(fields + 3)
-    # What is the same for all tiles is computed anew: kept, it would cost registers.
+    # Values that all tiles share are computed again, because keeping them costs registers.
     for tile in tl.range(first_tile, end_tile, disable_licm=True):
         fields = tiles + tile * _TILE_FIELDS
         request, first_token = tl.load(fields), tl.load(fields + 1)
@@ -464,12 +450,6 @@ def _attend_kernel(
 
         highest = tl.full([LINES], _LOWEST, tl.float32)
         total = tl.full([LINES], 0.0, tl.float32)
-        if sinks is not None:
-            # An entry without a value, which the first share sees.
-            is_sink = is_line & is_first
-            sink = tl.load(sinks + query_head, mask=is_sink, other=0.0).to(tl.float32)
-            highest = tl.where(is_sink, sink * _LOG2_E, highest)
-            total = tl.where(is_sink, 1.0, total)
         mixed = tl.full([LINES, BLOCK_DV], 0.0, tl.float32)
         table = tables + request.to(tl.int64) * table_stride
         if HAS_FREE_BLOCKS:
@@ -478,15 +458,15 @@ def _attend_kernel(
             middle = begin + tl.maximum(num_free, 0) // BLOCK * BLOCK
             highest, total, mixed = _attend(
                 q, keys, values, table, begin, middle, head, first_position, own, ancestors,
-                highest, total, mixed, scale, softcap,
-                NUM_KV_HEADS, DK, DV, BLOCK_DK, BLOCK_DV, PAGE_SIZE, WINDOW, HAS_SOFTCAP, BLOCK,
+                highest, total, mixed, scale,
+                NUM_KV_HEADS, DK, DV, BLOCK_DK, BLOCK_DV, PAGE_SIZE, WINDOW, BLOCK,
                 tree_mask is not None, True,
             )  # fmt: skip
             begin = middle
         highest, total, mixed = _attend(
             q, keys, values, table, begin, end, head, first_position, own, ancestors,
-            highest, total, mixed, scale, softcap,
-            NUM_KV_HEADS, DK, DV, BLOCK_DK, BLOCK_DV, PAGE_SIZE, WINDOW, HAS_SOFTCAP, BLOCK,
+            highest, total, mixed, scale,
+            NUM_KV_HEADS, DK, DV, BLOCK_DK, BLOCK_DV, PAGE_SIZE, WINDOW, BLOCK,
             tree_mask is not None, False,
         )  # fmt: skip
 
@@ -552,10 +532,10 @@ def _shares(counts, entry, width):
 @triton.jit
 def _attend(
     q, keys, values, table, begin, end, head, first_position, own, ancestors,
-    highest, total, mixed, scale, softcap,
+    highest, total, mixed, scale,
     NUM_KV_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK: tl.constexpr,
     IS_TREE: tl.constexpr, IS_FREE: tl.constexpr,
 ):  # fmt: skip
     """Add the entries begin .. end - 1 to a softmax. IS_FREE: whole blocks that all lines see."""
@@ -582,15 +562,11 @@ def _attend(
         else:
             v = tl.load(value, mask=inside[:, None] & (value_dim < DV)[None, :], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        factor = scale
-        if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (1 + exp(2x))
-            scores = softcap - 2.0 * softcap / (1.0 + tl.exp2(scores * scale))
-            factor = 1.0
         if not IS_FREE:
             seen = _seen(position, first_position, own, ancestors, WINDOW, IS_TREE)
             scores = tl.where(seen & inside[None, :], scores, _HIDDEN)
-        higher = tl.maximum(highest, tl.max(scores, axis=1) * factor)
-        weights = tl.exp2(scores * factor - higher[:, None])
+        higher = tl.maximum(highest, tl.max(scores, axis=1) * scale)
+        weights = tl.exp2(scores * scale - higher[:, None])
         fade = tl.exp2(highest - higher)
         total = total * fade + tl.sum(weights, axis=1)
         mixed = tl.dot(weights.to(v.dtype), v, mixed * fade[:, None], input_precision="ieee")
@@ -622,9 +598,7 @@ def _merge_kernel(
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     head, first_line = tl.program_id(0), tl.program_id(1) * MERGE_LINES
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     num_tiles = tl.where(tl.load(counts + 2) > 0, tl.load(counts), 0)
     for tile in range(tl.program_id(2), num_tiles, tl.num_programs(2)):
         fields = tiles + tile * _TILE_FIELDS

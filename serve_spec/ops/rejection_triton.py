@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from serve_spec.ops.dispatch import dependent_launch
+from serve_spec.ops.dispatch_triton import wait_for_previous
 from serve_spec.ops.draw import DrawParams
 from serve_spec.ops.noise import Stream
 from serve_spec.ops.noise_triton import gumbel_noise_of, load_stream_keys
@@ -63,11 +64,10 @@ def reject_drafts(
     )  # fmt: skip
     distributions = tops, totals, cut_scores, cut_ids
     noise = params.seeds, positions
-    dependent = dependent_launch(device)
     columns = triton.next_power_of_2(depth + 1)
     sizes = {"DEPTH": depth, "NUM_IDS": num_ids, "NUM_DRAFT_IDS": num_draft_ids}
     few = {"COLUMNS": columns, "BLOCK_RULE": is_block}
-    launch = {"DEPENDENT": dependent, "launch_pdl": dependent}
+    launch = dependent_launch(device)
     _distribution_kernel[(2 * depth + 1, num_sequences)](
         *distributions, *inputs, params.top_k, params.top_p, params.min_p,
         **sizes, BLOCK=_SWEEP_BLOCK, CUT_BLOCK=_SWEEP_BLOCK // 2,
@@ -107,9 +107,7 @@ def _distribution_kernel(
     The sum of a target distribution is over the tokens that its filters keep.
     """
     place, b = tl.program_id(0), tl.program_id(1)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     begin = tl.load(query_starts + b)
     num_drafts = tl.load(query_starts + b + 1) - begin - 1
     request_slot = tl.load(request_slots + b)
@@ -159,9 +157,7 @@ def _chance_kernel(
     For blocks: the probability of the whole chain, and the weights of its beginnings.
     """
     b = tl.program_id(0)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     begin = tl.load(query_starts + b)
     num_drafts = tl.load(query_starts + b + 1) - begin - 1
     scale = tl.load(inverse_temperature + tl.load(request_slots + b))
@@ -212,9 +208,7 @@ def _surplus_kernel(
 ):  # fmt: skip
     """One program per draft but the last: the probability to accept those up to it, and no more."""
     step, b = tl.program_id(0) + 1, tl.program_id(1)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     if step < tl.load(steps + b):
         scale = tl.load(inverse_temperature + tl.load(request_slots + b))
         weight = tl.load(weights + b * (DEPTH + 1) + step)
@@ -246,9 +240,7 @@ def _replace_kernel(
 ):  # fmt: skip
     """One program per (chunk, sequence) with a rejection: its best recovered token, and of p."""
     chunk, b = tl.program_id(0), tl.program_id(1)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     num_valid = tl.load(steps + b)
     if num_valid > 0:
         begin = tl.load(query_starts + b)
@@ -285,9 +277,7 @@ def _result_kernel(
 ):  # fmt: skip
     """One program per sequence: accepted drafts and recovered token."""
     b = tl.program_id(0)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     begin = tl.load(query_starts + b)
     num_drafts = tl.load(query_starts + b + 1) - begin - 1
     num_valid = tl.load(steps + b)

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from serve_spec.ops.dispatch import dependent_launch
+from serve_spec.ops.dispatch_triton import wait_for_previous
 from serve_spec.ops.score_edits import GENERATED_ONCE, HELD_BACK, IN_PROMPT, LEAST, ScoreEdits
 
 _PARTS = 16
@@ -31,23 +32,21 @@ def edit_scores(
     """See `score_edits.edit_scores`."""
     for x in (owners, positions, token_ids, depths):
         assert x.is_contiguous(), "tensors over tokens are contiguous"
-    dependent = dependent_launch(logits.device)
     _edit_kernel[(_PARTS, logits.shape[0])](
         logits, logits.stride(0), owners, positions, token_ids, depths, backs,
         *edits, logits.shape[1],
-        BLOCK=_BLOCK, DEPENDENT=dependent,
-        num_warps=4, enable_fp_fusion=False, launch_pdl=dependent,
+        BLOCK=_BLOCK,
+        num_warps=4, enable_fp_fusion=False, **dependent_launch(logits.device),
     )  # fmt: skip
 
 
 def count_tokens(request_slots: Tensor, results: Tensor, edits: ScoreEdits) -> None:
     """See `score_edits.count_tokens`."""
-    dependent = dependent_launch(results.device)
     width = results.shape[1]
     _count_kernel[(len(request_slots),)](
         request_slots, results, edits.is_on, edits.marks, edits.marks.shape[1],
-        WIDTH=width, COLUMNS=triton.next_power_of_2(width - 2), DEPENDENT=dependent,
-        num_warps=1, launch_pdl=dependent,
+        WIDTH=width, COLUMNS=triton.next_power_of_2(width - 2),
+        num_warps=1, **dependent_launch(results.device),
     )  # fmt: skip
 
 
@@ -59,9 +58,7 @@ def _edit_kernel(
 ):  # fmt: skip
     """One program per (part of the vocabulary, row)."""
     part, row = tl.program_id(0), tl.program_id(1)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     owner = tl.load(owners + row)
     if tl.load(is_on + tl.maximum(owner, 0), mask=owner >= 0, other=0) > 0:
         divisor = tl.load(repetition + owner)
@@ -100,9 +97,7 @@ def _count_kernel(
 ):  # fmt: skip
     """One program per sequence."""
     b = tl.program_id(0)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     request_slot = tl.load(request_slots + b)
     if tl.load(is_on + request_slot) > 0:
         packed = results + b * WIDTH
@@ -120,11 +115,10 @@ def mask_scores(
     logits: Tensor, owners: Tensor, offsets: Tensor, places: Tensor, words: Tensor
 ) -> None:
     """See `score_edits.mask_scores`."""
-    dependent = dependent_launch(logits.device)
     _mask_kernel[(_PARTS, logits.shape[0])](
         logits, logits.stride(0), owners, offsets, places, len(places), places.stride(0),
         words, words.shape[1], logits.shape[1],
-        BLOCK=_BLOCK, DEPENDENT=dependent, num_warps=4, launch_pdl=dependent,
+        BLOCK=_BLOCK, num_warps=4, **dependent_launch(logits.device),
     )  # fmt: skip
 
 
@@ -136,9 +130,7 @@ def _mask_kernel(
 ):  # fmt: skip
     """One program per (part of the vocabulary, row)."""
     part, row = tl.program_id(0), tl.program_id(1)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     owner, offset = tl.load(owners + row), tl.load(offsets + row)
     is_owned = (owner >= 0) & (owner < num_owners) & (offset < place_stride)
     place = tl.load(places + owner * place_stride + offset, mask=is_owned, other=-1)

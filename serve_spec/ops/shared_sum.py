@@ -1,28 +1,31 @@
-"""Sums over ranks through memory that all of them address.
+"""Sums, broadcasts and gathers over ranks through memory that all of them address.
 
-Parts of the tensor belong to numbered programs. Each program numbers its sums, because small
-tensors leave some programs out. There are two algorithms.
+Parts of the tensor belong to numbered programs. Each program numbers its exchanges, because small
+tensors leave some programs out. There are two algorithms for sums.
 
 At once, which is faster for small tensors: a program sends its part to the program of its number on
-every other rank, word by word, each with the number of the sum. It reads the others' words from its
-own memory as they arrive, and adds all parts in the order of ranks. No flag is needed: 8 bytes are
-one access, so a word with the number is complete, as in NCCL's low-latency protocol. A program has
-two slots for each rank, used alternately: once the others' words of sum k + 1 have arrived, sum k
-is over on all ranks, so that sum k + 2 may use its slot.
+every other rank. It reads the others' words from its own memory as they arrive, empties their
+places, and adds all parts in the order of ranks. No flag is needed: a word is one access, so one
+that differs from `EMPTY` is complete, as in TensorRT-LLM's Lamport protocol. A program has two
+slots for each rank, used alternately: once the others' words of sum k + 1 have arrived, sum k is
+over on all ranks and its slots are empty, so that sum k + 2 may use them. A broadcast is the same
+exchange, of which all ranks keep one rank's words.
 
 In shares, for large tensors or many ranks (a reduce-scatter, then an all-gather): every rank adds
 one share of the part and sends the result to the others. It sends 2 · (1 - 1/size) · N of N bytes,
-where the other algorithm sends 2 · (size - 1) · N, half of them numbers. A flag with the number of
-the sum marks a share as complete: first of the addends, then of the sum. A rank sends addends of
-sum k + 1 after it has all results of sum k, and results after all addends, so one place holds both.
+where the other algorithm sends (size - 1) · N. A flag with the number of the sum marks a share as
+complete: first of the addends, then of the sum. A rank sends addends of sum k + 1 after it has all
+results of sum k, and results after all addends, so one place holds both.
+
+A gather of columns is written into the result of every rank, and marked by flags, too. Between two
+gathers there must be a sum: it ends after the result of the first one was used on all ranks.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -39,12 +42,18 @@ CAPACITY_BYTES = 2 << 20
 """Of the largest tensor that is summed so: 256 rows of 4096 numbers in 16 bits."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WORD_BYTES = 4
+MAX_BROADCAST_BYTES = 1 << 16
+NUM_GATHER_PROGRAMS = 128
 SHARE_WORDS = SLOT_WORDS // 2
 """In the largest share: two ranks', of the largest part."""
 SHARE_ALIGNMENT = 16
 """Bytes: shares begin where a thread can take as many at once."""
 NUMBER_MASK = 0x7FFFFFFF
-"""The part of a sum's number that goes with every word."""
+"""The part of a sum's number that goes with a flag."""
+EMPTY = -0x7FFF8000
+"""A word that has not arrived: two of -0.0 in 16 bits. It is sent as 0, which adds the same."""
+GATHER_NUMBERS = 16 << 20
+"""Float32 numbers of the largest gather: 130 rows of a vocabulary of 128,256."""
 
 _LEAST_PART = 512
 """Words: smaller parts would not be summed any faster."""
@@ -52,19 +61,17 @@ _LEAST_SPARED = 1 << 18
 """Bytes of tensors that a rank has to send less in shares, which take some 4 µs more to begin with.
 Of two ranks it never does."""
 
-_SumOfPart = Callable[[Tensor, torch.dtype, int, "SharedMemory"], Tensor]
-"""The words of the sum, of this rank's words of a part and the number of its program."""
-
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """What ranks share, as rank `rank` addresses it. It begins as zeros.
+    """What ranks share, as rank `rank` addresses it. All but the slots begins as zeros.
 
-    slots: of each rank, int64 `slots_shape(size)`: what others have sent it. A word is in the lower
-    half of its entry, the number of the sum in the upper one.
+    slots: of each rank, int32 `slots_shape(size)`: words that others have sent it. They begin, and
+    are left, as `EMPTY`.
     shares: of each rank, int32 `shares_shape(size)`: what others have sent it of sums in shares.
     flags: of each rank, int64 `flags_shape(size)`: in the upper half, the number of the sum of
     which another has sent its share.
+    gathered: of each rank, float32 [GATHER_NUMBERS]: the result of its last gather.
     counts: int64 [NUM_PROGRAMS], this rank's alone: the sums each program has taken part in.
     released: int64 [1], this rank's alone: unless it is 0, nothing is waited for any more.
     """
@@ -73,6 +80,7 @@ class SharedMemory:
     slots: tuple[Tensor, ...]
     shares: tuple[Tensor, ...]
     flags: tuple[Tensor, ...]
+    gathered: tuple[Tensor, ...]
     counts: Tensor
     released: Tensor
 
@@ -112,15 +120,14 @@ def shared_sum(parts: Sequence[Tensor]) -> Tensor:
 def sum_over_ranks(x: Tensor, memory: SharedMemory) -> None:
     """Replace x by the `shared_sum` of all ranks' x.
 
-    x: as `fits` has it. All ranks sum the same shapes in the same order, one after the other.
+    x: as `fits` has it. All ranks sum the same shapes in the same order, one after the other. The
+    reference sums at once whatever the size, so ranks must not mix it with the kernel.
     """
     words = as_words(x)
     if len(words) == 0:
         return
-    size = part_words(len(words))
-    sum_of_part = _way(x, size, memory)
-    for program, part in enumerate(words.split(size)):
-        part.copy_(sum_of_part(part, x.dtype, program, memory))
+    for program, part in enumerate(words.split(part_words(len(words)))):
+        part.copy_(_sum_of_part(part, x.dtype, program, memory))
 
 
 @has_kernel
@@ -134,9 +141,39 @@ def sum_add_norm(
     """
     x = sum_partials(x, residual)
     parts = as_words(x).view(x.shape[0], -1)
-    sum_of_part = _way(x, parts.shape[1], memory)
-    sums = [sum_of_part(part, x.dtype, row, memory) for row, part in enumerate(parts)]
+    sums = [_sum_of_part(part, x.dtype, row, memory) for row, part in enumerate(parts)]
     return add_rms_norm(torch.stack(sums).view(x.dtype), residual, weight, eps)
+
+
+@has_kernel
+def broadcast_words(x: Tensor, source: int, memory: SharedMemory) -> None:
+    """Replace x by rank `source`'s x: token ids, indices or counts; see `fits_broadcast`."""
+    words = as_words(x)
+    for program, part in enumerate(words.split(part_words(max(1, len(words))))):
+        part.copy_(_exchanged_words(part, program, memory)[source])
+
+
+@has_kernel
+def gather_columns(x: Tensor, start: int, width: int, memory: SharedMemory) -> Tensor:
+    """Return [R, width], of which columns start .. are this rank's x, the others other ranks'.
+
+    x: float32 [R, columns] with contiguous rows; its columns past the width are left out. See
+    `fits_gather`. The result is overwritten by the next gather, before which there is a sum.
+    """
+    shape, size = (len(x), width), len(x) * width
+    own = x[:, : max(0, min(x.shape[1], width - start))]
+    for rank in range(memory.size):
+        memory.gathered[rank][:size].view(shape)[:, start : start + own.shape[1]] = own
+    for program in range(NUM_GATHER_PROGRAMS):
+        memory.counts[program] += 1
+        flag = (memory.counts[program] & NUMBER_MASK) << 32
+        for rank in _others(memory):
+            memory.flags[rank][0, program, memory.rank] = flag
+        while (memory.flags[memory.rank][0, program, _others(memory)] != flag).any():
+            if memory.released:
+                break
+            time.sleep(0)
+    return memory.gathered[memory.rank][:size].view(shape)
 
 
 def as_words(x: Tensor) -> Tensor:
@@ -163,6 +200,17 @@ def fits(x: Tensor) -> bool:
     )
 
 
+def fits_broadcast(x: Tensor) -> bool:
+    """Return whether `broadcast_words` takes x: few integers of 32 or 64 bits."""
+    is_words = x.dtype in (torch.int32, torch.int64) and x.is_contiguous()
+    return is_words and x.nbytes <= MAX_BROADCAST_BYTES
+
+
+def fits_gather(x: Tensor, width: int) -> bool:
+    """Return whether `gather_columns` takes x [R, columns]."""
+    return x.dtype == torch.float32 and x.stride(1) == 1 and len(x) * width <= GATHER_NUMBERS
+
+
 def residual_fits(x: Tensor) -> bool:
     """Return whether the rows of x [T, width] can be summed so, one by each program."""
     num_rows, width = x.shape
@@ -187,69 +235,26 @@ def share_numbers(count: int, size: int, itemsize: int) -> int:
     return -(-count // (size * aligned)) * aligned
 
 
-def _way(x: Tensor, part: int, memory: SharedMemory) -> _SumOfPart:
-    """part: words of a program's, but for the last one's, whose shares begin at the same places."""
-    if not goes_in_shares(x.nbytes, memory.size):
-        return _at_once
-    count = part * WORD_BYTES // x.itemsize
-    return partial(_in_shares, share_numbers(count, memory.size, x.itemsize))
-
-
-def _at_once(part: Tensor, dtype: torch.dtype, program: int, memory: SharedMemory) -> Tensor:
+def _sum_of_part(part: Tensor, dtype: torch.dtype, program: int, memory: SharedMemory) -> Tensor:
     """Return the words of the sum; part: this rank's."""
-    count, number = _counted(program, memory)
-    for rank in _others(memory):
-        sent = (part.long() & 0xFFFFFFFF) | (number << 32)
-        memory.slots[rank][count % 2, program, memory.rank, : len(part)] = sent
-    parts = [part] * memory.size
-    for rank in _others(memory):
-        slot = memory.slots[memory.rank][count % 2, program, rank, : len(part)]
-        _wait(slot, number, memory)
-        parts[rank] = slot.to(torch.int32)
-    return as_words(shared_sum([words.view(dtype) for words in parts]))
+    return as_words(shared_sum([w.view(dtype) for w in _exchanged_words(part, program, memory)]))
 
 
-def _in_shares(
-    share: int, part: Tensor, dtype: torch.dtype, program: int, memory: SharedMemory
-) -> Tensor:
-    """As `_at_once`; share: numbers of each rank's, the last ones' may be fewer."""
-    _, number = _counted(program, memory)
-    shares = list(part.view(dtype).split(share))
-    shares += [shares[0][:0]] * (memory.size - len(shares))
-    to_add = _exchanged(0, shares, program, number, memory)
-    total = shared_sum([theirs[: len(shares[memory.rank])] for theirs in to_add])
-    sums = _exchanged(1, [total] * memory.size, program, number, memory)
-    return as_words(torch.cat([a[: len(b)] for a, b in zip(sums, shares, strict=True)]))
-
-
-def _exchanged(
-    turn: int, shares: Sequence[Tensor], program: int, number: int, memory: SharedMemory
-) -> list[Tensor]:
-    """Return the shares of all ranks for this one; shares: those of this one for each rank."""
-    own, dtype = memory.rank, shares[memory.rank].dtype
-    received = list(shares)
-    for rank in _others(memory):
-        place = memory.shares[rank][turn, program, own].view(dtype)
-        place[: len(shares[rank])] = shares[rank]
-        memory.flags[rank][turn, program, own] = number << 32
-    for rank in _others(memory):
-        _wait(memory.flags[own][turn, program, rank], number, memory)
-        received[rank] = memory.shares[own][turn, program, rank].view(dtype)
-    return received
-
-
-def _counted(program: int, memory: SharedMemory) -> tuple[int, int]:
-    """Return the index of this sum, and its number."""
+def _exchanged_words(part: Tensor, program: int, memory: SharedMemory) -> list[Tensor]:
+    """Return all ranks' words of a part; part: this rank's."""
     memory.counts[program] += 1
-    count = int(memory.counts[program])
-    return count, count & NUMBER_MASK
+    turn = int(memory.counts[program]) % 2
+    parts = [torch.where(part == EMPTY, 0, part)] * memory.size
+    for rank in _others(memory):
+        memory.slots[rank][turn, program, memory.rank, : len(part)] = parts[memory.rank]
+    for rank in _others(memory):
+        slot = memory.slots[memory.rank][turn, program, rank, : len(part)]
+        while (slot == EMPTY).any() and not memory.released:
+            time.sleep(0)
+        parts[rank] = slot.clone()
+        slot.fill_(EMPTY)
+    return parts
 
 
 def _others(memory: SharedMemory) -> list[int]:
     return [rank for rank in range(memory.size) if rank != memory.rank]
-
-
-def _wait(entries: Tensor, number: int, memory: SharedMemory) -> None:
-    """Wait until all flags have the number, or `released` is set."""
-    while not ((entries >> 32) == number).all() and not memory.released:
-        time.sleep(0)

@@ -1,4 +1,4 @@
-"""Sums over the GPUs of one host in one launch, for tensors small enough that latency counts.
+"""Exchanges of the GPUs of one host in one launch, for tensors so small that latency counts.
 
 A kernel begins when the one before it has ended, and with it all its programs: so two slots are
 enough here, too (see `shared_sum`).
@@ -16,8 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from serve_spec.ops.dispatch import dependent_launch
+from serve_spec.ops.dispatch_triton import wait_for_previous
 from serve_spec.ops.linear_triton import load_sum
 from serve_spec.ops.shared_sum import (
+    EMPTY,
+    NUM_GATHER_PROGRAMS,
     NUM_PROGRAMS,
     NUMBER_MASK,
     SHARE_WORDS,
@@ -32,6 +35,7 @@ from serve_spec.ops.shared_sum import (
 
 _WORDS_PER_THREAD = 4
 _NORM_WORDS_PER_THREAD = 8
+_GATHER_BLOCK = 2048
 
 
 def sum_over_ranks(x: Tensor, memory: SharedMemory) -> None:
@@ -47,13 +51,36 @@ def sum_add_norm(
     return _launch_norm(x, residual, weight, eps, memory, _NORM_WORDS_PER_THREAD)
 
 
+def broadcast_words(x: Tensor, source: int, memory: SharedMemory) -> None:
+    """See `shared_sum.broadcast_words`. Launches on the current stream."""
+    words = as_words(x)
+    part = part_words(words.numel())
+    _broadcast_kernel[(triton.cdiv(words.numel(), part),)](
+        words, words.numel(), memory.counts, memory.released, memory.slots,
+        RANK=memory.rank, SIZE=memory.size, SOURCE=source, PROGRAMS=NUM_PROGRAMS, SLOT=SLOT_WORDS,
+        NOTHING=EMPTY, WORDS=part,
+        num_warps=_num_warps(part, _WORDS_PER_THREAD), **dependent_launch(x.device),
+    )  # fmt: skip
+
+
+def gather_columns(x: Tensor, start: int, width: int, memory: SharedMemory) -> Tensor:
+    """See `shared_sum.gather_columns`. Launches on the current stream."""
+    num_rows = len(x)
+    _gather_kernel[(NUM_GATHER_PROGRAMS,)](
+        x, num_rows, max(0, min(x.shape[1], width - start)), x.stride(0), start, width,
+        memory.counts, memory.released, memory.gathered, memory.flags,
+        RANK=memory.rank, SIZE=memory.size, PROGRAMS=NUM_PROGRAMS, MASK=NUMBER_MASK,
+        BLOCK=_GATHER_BLOCK, num_warps=8, **dependent_launch(x.device),
+    )  # fmt: skip
+    return memory.gathered[memory.rank][: num_rows * width].view(num_rows, width)
+
+
 def _launch_sum(x: Tensor, memory: SharedMemory, part: int, words_per_thread: int) -> None:
     words = as_words(x)
-    dependent = dependent_launch(x.device)
     places, setting = _way(x, part, memory)
     _sum_kernel[(triton.cdiv(words.numel(), part),)](
-        x, words.numel(), *places, **setting, WORDS=part, DEPENDENT=dependent,
-        num_warps=_num_warps(part, words_per_thread), launch_pdl=dependent,
+        x, words.numel(), *places, **setting, WORDS=part,
+        num_warps=_num_warps(part, words_per_thread), **dependent_launch(x.device),
     )  # fmt: skip
 
 
@@ -69,13 +96,12 @@ def _launch_norm(
     num_words = residual.nbytes // WORD_BYTES // num_rows
     block = triton.next_power_of_2(num_words)
     out, total = torch.empty_like(residual), torch.empty_like(residual)
-    dependent = dependent_launch(x.device)
     places, setting = _way(residual, num_words, memory)
     _sum_add_norm_kernel[(num_rows,)](
         x, residual, weight, out, total, num_words, width, eps, num_rows * width,
         *places, **setting, NUM_PARTIALS=len(x) if x.dim() > residual.dim() else 1,
-        WORDS=block, DEPENDENT=dependent,
-        num_warps=_num_warps(block, words_per_thread), launch_pdl=dependent,
+        WORDS=block,
+        num_warps=_num_warps(block, words_per_thread), **dependent_launch(x.device),
     )  # fmt: skip
     return out, total
 
@@ -93,6 +119,7 @@ def _way(x: Tensor, part: int, memory: SharedMemory) -> tuple[list[Any], dict[st
         "SLOT": SLOT_WORDS,
         "ROOM": SHARE_WORDS * per_word,
         "MASK": NUMBER_MASK,
+        "NOTHING": EMPTY,
         "PER_WORD": per_word,
         "SHARE": share_numbers(part * per_word, memory.size, x.itemsize) if in_shares else 0,
     }
@@ -106,17 +133,15 @@ def _num_warps(words: int, words_per_thread: int) -> int:
 def _sum_kernel(
     x, num_words, counts, released, slots, shares, flags,
     RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr,
-    ROOM: tl.constexpr, MASK: tl.constexpr, PER_WORD: tl.constexpr, SHARE: tl.constexpr,
-    WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
+    ROOM: tl.constexpr, MASK: tl.constexpr, NOTHING: tl.constexpr, PER_WORD: tl.constexpr,
+    SHARE: tl.constexpr, WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) * WORDS
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     own, count = x + start * PER_WORD, num_words - start
     total = _sum_over_ranks(
         own, x.dtype.element_ty, 0, count, counts, released, slots, shares, flags,
-        RANK, SIZE, PROGRAMS, SLOT, ROOM, MASK, PER_WORD, SHARE, WORDS, 1,
+        RANK, SIZE, PROGRAMS, SLOT, ROOM, MASK, NOTHING, PER_WORD, SHARE, WORDS, 1,
     )  # fmt: skip
     at = tl.arange(0, WORDS * PER_WORD)
     tl.store(own + at, total, mask=at < count * PER_WORD)
@@ -127,20 +152,18 @@ def _sum_add_norm_kernel(
     x, residual, weight, out, total, num_words, width, eps, addend_stride,
     counts, released, slots, shares, flags,
     RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr,
-    ROOM: tl.constexpr, MASK: tl.constexpr, PER_WORD: tl.constexpr, SHARE: tl.constexpr,
-    NUM_PARTIALS: tl.constexpr, WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
+    ROOM: tl.constexpr, MASK: tl.constexpr, NOTHING: tl.constexpr, PER_WORD: tl.constexpr,
+    SHARE: tl.constexpr, NUM_PARTIALS: tl.constexpr, WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     at = tl.arange(0, WORDS * PER_WORD)
     gain = tl.load(weight + at, mask=at < width, other=0.0)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(DEPENDENT)
     addend = tl.load(residual + row * width + at, mask=at < width, other=0.0)
     values = _sum_over_ranks(
         x + row * width, out.dtype.element_ty, addend_stride, num_words,
         counts, released, slots, shares, flags,
-        RANK, SIZE, PROGRAMS, SLOT, ROOM, MASK, PER_WORD, SHARE, WORDS, NUM_PARTIALS,
+        RANK, SIZE, PROGRAMS, SLOT, ROOM, MASK, NOTHING, PER_WORD, SHARE, WORDS, NUM_PARTIALS,
     )  # fmt: skip
     values = (values.to(tl.float32) + addend.to(tl.float32)).to(values.dtype)
     tl.store(total + row * width + at, values, mask=at < width)
@@ -154,8 +177,8 @@ def _sum_over_ranks(
     x, dtype: tl.constexpr, addend_stride, num_words,
     counts, released, slots, shares, flags,
     RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr,
-    ROOM: tl.constexpr, MASK: tl.constexpr, PER_WORD: tl.constexpr, SHARE: tl.constexpr,
-    WORDS: tl.constexpr, NUM_PARTIALS: tl.constexpr,
+    ROOM: tl.constexpr, MASK: tl.constexpr, NOTHING: tl.constexpr, PER_WORD: tl.constexpr,
+    SHARE: tl.constexpr, WORDS: tl.constexpr, NUM_PARTIALS: tl.constexpr,
 ):  # fmt: skip
     """The sum of all ranks' parts, as numbers [WORDS · PER_WORD] of `dtype`.
 
@@ -170,7 +193,7 @@ def _sum_over_ranks(
         total = _at_once(
             _words(own, WORDS, PER_WORD), tl.arange(0, WORDS) < num_words, dtype,
             count, counts, released, slots,
-            RANK, SIZE, PROGRAMS, SLOT, MASK, WORDS, PER_WORD,
+            RANK, SIZE, PROGRAMS, SLOT, NOTHING, WORDS, PER_WORD,
         )  # fmt: skip
     else:
         total = _in_shares(
@@ -184,31 +207,94 @@ def _sum_over_ranks(
 def _at_once(
     own, inside, dtype: tl.constexpr, count, counts, released, slots,
     RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr,
-    MASK: tl.constexpr, WORDS: tl.constexpr, PER_WORD: tl.constexpr,
+    NOTHING: tl.constexpr, WORDS: tl.constexpr, PER_WORD: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    number = count & MASK
-    slot = ((count & 1) * PROGRAMS + program) * SIZE * SLOT + tl.arange(0, WORDS)
-    sent = (own.to(tl.int64) & 0xFFFFFFFF) | (number << 32)
-    for rank in tl.static_range(SIZE):
-        if rank != RANK:
-            # Written through, so that no cache of this GPU keeps what is waited for elsewhere.
-            place = slots[rank] + slot + RANK * SLOT
-            tl.store(place, sent, mask=inside, cache_modifier=".wt")
-    # All have read the count before it is changed, and nothing is waited for that is not sent.
-    tl.debug_barrier()
-    tl.store(counts + program, count)
+    own, slot = _send(own, inside, count, counts, slots, RANK, SIZE, PROGRAMS, SLOT, NOTHING, WORDS)
     total = tl.zeros([WORDS * PER_WORD], dtype=tl.float32)
     for rank in tl.static_range(SIZE):
         if rank == RANK:
             total += _numbers(own, dtype, PER_WORD)
         else:
-            place = slots[RANK] + slot + rank * SLOT
-            word, over = _look(place, inside, released)
-            while _is_waited_for(word, over, number, inside):
-                word, over = _look(place, inside, released)
-            total += _numbers(word.to(tl.int32), dtype, PER_WORD)
+            words = _receive(slots[RANK] + slot + rank * SLOT, inside, released, NOTHING)
+            total += _numbers(words, dtype, PER_WORD)
     return total.to(dtype)
+
+
+@triton.jit
+def _broadcast_kernel(
+    x, num_words, counts, released, slots,
+    RANK: tl.constexpr, SIZE: tl.constexpr, SOURCE: tl.constexpr, PROGRAMS: tl.constexpr,
+    SLOT: tl.constexpr, NOTHING: tl.constexpr, WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    wait_for_previous(DEPENDENT)
+    at = program * WORDS + tl.arange(0, WORDS)
+    inside = at < num_words
+    own = tl.load(x + at, mask=inside, other=0)
+    count = tl.load(counts + program) + 1
+    _, slot = _send(own, inside, count, counts, slots, RANK, SIZE, PROGRAMS, SLOT, NOTHING, WORDS)
+    for rank in tl.static_range(SIZE):
+        if rank != RANK:
+            place = slots[RANK] + slot + rank * SLOT
+            while _is_empty(place, inside, released, NOTHING):
+                pass
+            if rank == SOURCE:
+                tl.store(x + at, tl.load(place, mask=inside, volatile=True), mask=inside)
+            tl.debug_barrier()  # all have read what is emptied
+            tl.store(place, tl.full([WORDS], NOTHING, tl.int32), mask=inside)
+
+
+@triton.jit
+def _send(
+    own, inside, count, counts, slots,
+    RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr,
+    NOTHING: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Send this rank's words to all others; return them, and where theirs arrive."""
+    program = tl.program_id(0)
+    slot = ((count & 1) * PROGRAMS + program) * SIZE * SLOT + tl.arange(0, WORDS)
+    own = tl.where(own == NOTHING, 0, own)
+    for rank in tl.static_range(SIZE):
+        if rank != RANK:
+            # Written through, so that no cache of this GPU keeps what is waited for elsewhere.
+            tl.store(slots[rank] + slot + RANK * SLOT, own, mask=inside, cache_modifier=".wt")
+    # All have read the count before it is changed, and nothing is waited for that is not sent.
+    tl.debug_barrier()
+    tl.store(counts + program, count)
+    return own, slot
+
+
+@triton.jit
+def _receive(place, inside, released, NOTHING: tl.constexpr):
+    """Wait for another rank's words, and empty their places."""
+    words, over = _look(place, inside, released)
+    while _is_waited_for(words, over, inside, NOTHING):
+        words, over = _look(place, inside, released)
+    tl.debug_barrier()  # all have read what is emptied
+    tl.store(place, tl.full(words.shape, NOTHING, tl.int32), mask=inside)
+    return words
+
+
+@triton.jit
+def _gather_kernel(
+    x, num_rows, num_columns, stride, start, width, counts, released, gathered, flags,
+    RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, MASK: tl.constexpr,
+    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    wait_for_previous(DEPENDENT)
+    blocks_of_row = tl.cdiv(num_columns, BLOCK)
+    for block in tl.range(program, num_rows * blocks_of_row, tl.num_programs(0)):
+        row = block // blocks_of_row
+        column = block % blocks_of_row * BLOCK + tl.arange(0, BLOCK)
+        inside = column < num_columns
+        numbers = tl.load(x + row.to(tl.int64) * stride + column, mask=inside)
+        for rank in tl.static_range(SIZE):
+            place = gathered[rank] + row.to(tl.int64) * width + start + column
+            tl.store(place, numbers, mask=inside)
+    count = tl.load(counts + program) + 1
+    _exchange_flags(0, count & MASK, released, flags, RANK, SIZE, PROGRAMS)
+    tl.store(counts + program, count)
 
 
 @triton.jit
@@ -285,6 +371,12 @@ def _num_missing(flags, number, released, RANK: tl.constexpr, SIZE: tl.constexpr
 
 
 @triton.jit
+def _is_empty(place, inside, released, NOTHING: tl.constexpr):
+    words, over = _look(place, inside, released)
+    return _is_waited_for(words, over, inside, NOTHING)
+
+
+@triton.jit
 def _look(place, inside, released):
     """Load both at once, because each takes as long as the other; volatile, for polling."""
     word = tl.load(place, mask=inside, other=0, volatile=True)
@@ -292,9 +384,9 @@ def _look(place, inside, released):
 
 
 @triton.jit
-def _is_waited_for(word, over, number, inside):
+def _is_waited_for(words, over, inside, NOTHING: tl.constexpr):
     # All threads agree, though some may have seen the release of this rank, and others not yet.
-    missing = inside & ((word >> 32) != number) & (over == 0)
+    missing = inside & (words == NOTHING) & (over == 0)
     return tl.max(missing.to(tl.int32), axis=0) > 0
 
 

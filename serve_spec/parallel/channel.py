@@ -90,7 +90,7 @@ class Channel:
 
     def is_broken(self, within_s: float = 0.0) -> bool:
         """Return whether the other end is gone, or goes within that time."""
-        return bool(_wait_for_end([self], within_s))
+        return wait_for_end([self], within_s)
 
     def disconnect(self) -> None:
         """Break the channel; the other end can read what was sent before."""
@@ -131,22 +131,13 @@ class Channel:
         self._end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
-def wait_for_end(channels: Sequence[Channel]) -> None:
-    """Wait until one of them is broken, at either end."""
-    _wait_for_end(channels, None)
-
-
-def _wait_for_end(channels: Sequence[Channel], within_s: float | None) -> list[tuple[int, int]]:
+def wait_for_end(channels: Sequence[Channel], within_s: float | None = None) -> bool:
+    """Wait until one of them is broken, at either end. Return whether one was within that time."""
     poll = select.poll()
     for channel in channels:
         # Ends and errors only: messages wait for `receive`.
         poll.register(channel.fileno(), select.POLLRDHUP)
-    return poll.poll(None if within_s is None else within_s * 1e3)
-
-
-def listen(host: str) -> socket.socket:
-    """Return a socket that worker ranks connect to, on a free port."""
-    return socket.create_server((host, 0), backlog=64)
+    return bool(poll.poll(None if within_s is None else within_s * 1e3))
 
 
 def accept(listener: socket.socket, secret: bytes) -> Channel | None:

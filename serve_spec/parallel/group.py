@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -59,8 +60,11 @@ class TensorParallel:
             x = self.all_reduce(sum_partials(x, residual))
         return elementwise.add_rms_norm(x, residual, weight, eps)
 
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """Return all ranks' x (of one shape), joined along `dim` in the order of ranks."""
+    def gather_columns(self, x: Tensor, width: int) -> Tensor:
+        """Return [R, width], in which each rank's x (of one shape) follows the one before.
+
+        The last columns of x may be too many. The result is valid until the next call.
+        """
         return x
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
@@ -111,7 +115,9 @@ class DeviceGroup(TensorParallel):
         if device.type == "cpu":
             self._sum.timeout = self._gather.timeout = _STEP_TIMEOUT
         else:
-            self._shared_sum = _open_shared_sum(self, store, device)
+            from serve_spec.parallel.shared_sum import open_shared_sum  # not for CPUs
+
+            self._shared_sum = open_shared_sum(self, store, device)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `TensorParallel`; x is contiguous."""
@@ -131,18 +137,26 @@ class DeviceGroup(TensorParallel):
             return super().add_norm(x, residual, weight, eps)
         return shared.add_norm(x, residual, weight, eps)
 
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+    def gather_columns(self, x: Tensor, width: int) -> Tensor:
         """See `TensorParallel`."""
+        group = self._open
+        if self._shared_sum is not None:
+            shared = self._shared_sum.gather_columns(x, self.rank * x.shape[1], width)
+            if shared is not None:
+                return shared
         gathered = x.new_empty(self.size * x.shape[0], *x.shape[1:])
-        _finish(self._open._allgather_base(gathered, x.contiguous(), self._gather))
-        return gathered if dim == 0 else torch.cat(gathered.chunk(self.size), dim)
+        _finish(group._allgather_base(gathered, x.contiguous(), self._gather))
+        return torch.cat(gathered.chunk(self.size), dim=1)[:, :width].contiguous()
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         """See `TensorParallel`; x is contiguous."""
+        group = self._open
+        if self._shared_sum is not None and self._shared_sum.broadcast(x, source):
+            return x
         options = BroadcastOptions()
         options.rootRank = source
         options.asyncOp = False
-        _finish(self._open.broadcast([x], options))
+        _finish(group.broadcast([x], options))
         return x
 
     def smallest(self, value: int) -> int:
@@ -209,6 +223,7 @@ _aborts: list[threading.Thread] = []
 @atexit.register
 def _wait_for_aborts() -> None:
     """Wait for a limited time: graphs that are never freed hold NCCL up."""
+    gc.collect()
     for thread in _aborts:
         thread.join(_ABORT_S)
 
@@ -224,12 +239,6 @@ def _gloo(store: Store, rank: int, size: int, host: str) -> ProcessGroupGloo:
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = _TIMEOUT
     return ProcessGroupGloo(store, rank, size, options)
-
-
-def _open_shared_sum(group: DeviceGroup, store: Store, device: torch.device) -> SharedSum | None:
-    from serve_spec.parallel.shared_sum import open_shared_sum  # not for CPUs
-
-    return open_shared_sum(group, store, device)
 
 
 def _nccl(store: Store, rank: int, size: int) -> Any:

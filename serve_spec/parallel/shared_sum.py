@@ -1,4 +1,4 @@
-"""Small sums of ranks whose GPUs address each other's memory, where NCCL would take longer.
+"""Small exchanges of ranks whose GPUs address each other's memory, which NCCL makes more slowly.
 
 The memory is torch's symmetric memory, which needs no default group: ranks meet in their own store.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import torch
@@ -25,10 +25,16 @@ from torch._C._distributed_c10d import PrefixStore, Store, _SymmetricMemory
 from serve_spec.log import get_logger
 from serve_spec.ops.shared_sum import (
     CAPACITY_BYTES,
+    EMPTY,
+    GATHER_NUMBERS,
     NUM_PROGRAMS,
     SharedMemory,
+    broadcast_words,
     fits,
+    fits_broadcast,
+    fits_gather,
     flags_shape,
+    gather_columns,
     residual_fits,
     shared_sum,
     shares_shape,
@@ -36,6 +42,7 @@ from serve_spec.ops.shared_sum import (
     sum_add_norm,
     sum_over_ranks,
 )
+from serve_spec.parallel.group import TensorParallel
 
 logger = get_logger(__name__)
 
@@ -49,17 +56,6 @@ _TRIAL_BYTES = (2 * 1000, CAPACITY_BYTES // 8, CAPACITY_BYTES)
 """An uneven number of parts' worth, many small parts, the largest ones."""
 _TRIAL_TURNS = 3
 """Both slots of every program are used, and one of them again."""
-
-
-class Ranks(Protocol):
-    """What those that are to share memory need of their group; see `TensorParallel`."""
-
-    rank: int
-    size: int
-
-    def smallest(self, value: int) -> int:
-        """Return the least of all ranks' values. The host waits for it."""
-        ...
 
 
 class SharedSum:
@@ -82,6 +78,17 @@ class SharedSum:
         """Replace x, which fits, by the sum of all ranks' x; on a GPU it only launches."""
         sum_over_ranks(x, self._memory)
 
+    def broadcast(self, x: Tensor, source: int) -> bool:
+        """Replace x by rank `source`'s x, token ids or counts; return False if it is too large."""
+        if not fits_broadcast(x):
+            return False
+        broadcast_words(x, source, self._memory)
+        return True
+
+    def gather_columns(self, x: Tensor, start: int, width: int) -> Tensor | None:
+        """See `shared_sum.gather_columns`; None if x does not fit."""
+        return gather_columns(x, start, width, self._memory) if fits_gather(x, width) else None
+
     def residual_fits(self, x: Tensor, residual: Tensor) -> bool:
         """Return whether `add_norm` takes them."""
         return residual_fits(x if x.dim() == residual.dim() else residual)
@@ -100,7 +107,7 @@ class SharedSum:
             self._memory.released.copy_(self._yes)
 
 
-def open_shared_sum(group: Ranks, store: Store, device: torch.device) -> SharedSum | None:
+def open_shared_sum(group: TensorParallel, store: Store, device: torch.device) -> SharedSum | None:
     """Return shared memory for sums; None, on all ranks, with a log message, if that fails.
 
     store: one that all of them see. device: this rank's GPU.
@@ -120,7 +127,7 @@ class _Unavailable(Exception):
     """Why the ranks cannot share memory."""
 
 
-def _check_host(group: Ranks) -> None:
+def _check_host(group: TensorParallel) -> None:
     # The same kernel and the same container: file descriptors are handed over by process ids.
     boot = Path("/proc/sys/kernel/random/boot_id")
     host = socket.gethostname() + (boot.read_text() if boot.exists() else "")
@@ -129,14 +136,14 @@ def _check_host(group: Ranks) -> None:
         raise _Unavailable("the ranks are on different hosts")
 
 
-def _meet(group: Ranks, store: Store, device: torch.device) -> SharedSum:
+def _meet(group: TensorParallel, store: Store, device: torch.device) -> SharedSum:
     own = _together(group, lambda: _allocate(device, group.size))
     shared = _together(group, lambda: _share(own, group.rank, group.size, store))
     _together(group, lambda: _try(shared, group.rank, group.size, device))
     return shared
 
 
-def _together(group: Ranks, step: Callable[[], T]) -> T:
+def _together(group: TensorParallel, step: Callable[[], T]) -> T:
     """Return the result of a step. Raise if it fails on any rank."""
     problem: Exception | None = None
     try:
@@ -164,6 +171,8 @@ def _allocate(device: torch.device, size: int) -> Tensor:
     num_bytes = sum(_num_bytes(shape, dtype) for shape, dtype in _places(size))
     own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
     own.zero_()
+    slots = math.prod(slots_shape(size))
+    own[: slots * torch.int32.itemsize].view(torch.int32).fill_(EMPTY)
     torch.cuda.synchronize(device)
     return own
 
@@ -175,12 +184,13 @@ def _share(own: Tensor, rank: int, size: int, store: Store) -> SharedSum:
         first = begin // dtype.itemsize
         places.append(tuple(handle.get_buffer(r, shape, dtype, first) for r in range(size)))
         begin += _num_bytes(shape, dtype)
-    slots, shares, flags = places
+    slots, shares, flags, gathered = places
     memory = SharedMemory(
         rank,
         slots,
         shares,
         flags,
+        gathered,
         counts=torch.zeros(NUM_PROGRAMS, dtype=torch.int64, device=own.device),
         released=torch.zeros(1, dtype=torch.int64, device=own.device),
     )
@@ -190,9 +200,10 @@ def _share(own: Tensor, rank: int, size: int, store: Store) -> SharedSum:
 def _places(size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Return the tensors of a rank that others write to, in the order of `SharedMemory`."""
     return [
-        (slots_shape(size), torch.int64),
+        (slots_shape(size), torch.int32),
         (shares_shape(size), torch.int32),
         (flags_shape(size), torch.int64),
+        ((GATHER_NUMBERS,), torch.float32),
     ]
 
 
@@ -201,7 +212,6 @@ def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def _rendezvous(own: Tensor, rank: int, size: int, store: Store) -> Any:
-    """Return torch's handle to the memory of all ranks."""
     torch_groups: Any = torch._C._distributed_c10d
     # torch finds the store by the name of a group; one without a backend is enough. The group does
     # not keep what Python makes of a store, so that has to live until all have met.
@@ -247,7 +257,6 @@ class _RelativeKeys(Store):
 
 
 def _try(shared: SharedSum, rank: int, size: int, device: torch.device) -> None:
-    """Raise if sums are wrong or do not end."""
     with torch.cuda.device(device):
         for num_bytes in _TRIAL_BYTES:
             for turn in range(_TRIAL_TURNS):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import threading
@@ -20,15 +21,7 @@ from torch._C._distributed_c10d import TCPStore
 
 import serve_spec
 from serve_spec.log import get_logger
-from serve_spec.parallel.channel import (
-    LOOPBACK,
-    STOP,
-    Address,
-    Channel,
-    accept,
-    listen,
-    wait_for_end,
-)
+from serve_spec.parallel.channel import LOOPBACK, STOP, Address, Channel, accept, wait_for_end
 from serve_spec.parallel.group import DeviceGroup, TensorParallel, join, store_server
 
 logger = get_logger(__name__)
@@ -72,7 +65,7 @@ class WorkerRanks:
 
     def __init__(self, size: int, host: str = LOOPBACK) -> None:
         self.size = size
-        self._listener = listen(host)
+        self._listener = socket.create_server((host, 0), backlog=64)
         self._listener.settimeout(_POLL_S)
         self._store: TCPStore | None = store_server(host)
         port = self._listener.getsockname()[1]
@@ -220,7 +213,6 @@ class WorkerRanks:
         self._disconnect(self._loss)
 
     def _end_of(self, rank: int) -> str:
-        """Return how a rank ended."""
         channel, process = self._channels[rank], self._processes.get(rank)
         with suppress(EOFError):
             if channel.has_message():

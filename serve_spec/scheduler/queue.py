@@ -120,7 +120,6 @@ class RequestQueue:
         )
 
     def _count_hit(self, seq: Sequence) -> None:
-        """Count a sequence's cached prefix, the first time it is admitted."""
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.num_computed
             self._prefix_counts.num_query_tokens += len(seq)

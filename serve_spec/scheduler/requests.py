@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 from serve_spec.config import SchedulerConfig
 from serve_spec.core.draft import PLAIN, DraftShape, TextDrafter, TextDrafts
-from serve_spec.core.plan import EditedText, ScheduledRequest, WorkerLimits
+from serve_spec.core.plan import EditedText, ScheduledRequest
 from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager
@@ -96,36 +95,28 @@ def prefill_requests(
 
 @dataclass(frozen=True)
 class PostponedChoice:
-    """Draft counts by request id. Requests may end or change places before the step is planned."""
+    """The policy's answer for a batch whose requests may end before the step is planned."""
 
     steps: RoundSteps
-    steps_per_req: dict[str, int]
-    text_steps: dict[str, int] | None
-
-    @classmethod
-    def of(cls, steps: RoundSteps, batch: DecodeBatch) -> PostponedChoice:
-        """Return what the policy answered for `batch`."""
-        ids, from_text = batch.request_ids, steps.text_steps
-        return cls(
-            steps,
-            dict(zip(ids, wanted_steps(steps, batch), strict=True)),
-            None if from_text is None else dict(zip(ids, from_text, strict=True)),
-        )
+    batch: DecodeBatch
 
     @property
     def has_drafts(self) -> bool:
         """Return whether the postponed step drafts."""
-        return any(self.steps_per_req.values()) or any((self.text_steps or {}).values())
+        return any(wanted_steps(self.steps, self.batch)) or any(self.steps.text_steps or ())
 
     def now(self, batch: DecodeBatch) -> RoundSteps:
         """Return the same answer for the requests that are left."""
-        ids, from_text = batch.request_ids, self.text_steps
+
+        def of_batch(steps: SequenceOf[int]) -> list[int]:
+            by_id = dict(zip(self.batch.request_ids, steps, strict=True))
+            return [by_id.get(request_id, 0) for request_id in batch.request_ids]
+
+        from_text = self.steps.text_steps
         return replace(
             self.steps,
-            steps_per_req=[self.steps_per_req.get(request_id, 0) for request_id in ids],
-            text_steps=None
-            if from_text is None
-            else [from_text.get(request_id, 0) for request_id in ids],
+            steps_per_req=of_batch(wanted_steps(self.steps, self.batch)),
+            text_steps=None if from_text is None else of_batch(from_text),
         )
 
 
@@ -174,12 +165,6 @@ def missing_after(seq: Sequence, req: ScheduledRequest | None) -> int:
     if req is not None and req.extends:
         return max_committed(req)
     return len(seq) - 1 - seq.num_draft_computed + max_committed(req)
-
-
-def extend_limit(limits: WorkerLimits, drafts: list[RequestDrafts]) -> int:
-    """Return up to how many missing entries requests without model drafts extend, too."""
-    drafts_by_model = any(each.shape.depth and not each.from_text for each in drafts)
-    return limits.max_missing if drafts_by_model else 0
 
 
 def usable_steps(seq: Sequence, num_in_flight: int) -> int:
@@ -277,11 +262,6 @@ def usable_budget(
     return max(steps.budget, 0)
 
 
-def _usable_steps(steps: RoundSteps, batch: DecodeBatch, from_texts: list[int]) -> list[int]:
-    reqs = zip(from_texts, wanted_steps(steps, batch), batch.max_steps, strict=True)
-    return [from_text or min(want, most) for from_text, want, most in reqs]
-
-
 def _shared(num_drafts: list[int], batch: DecodeBatch) -> list[int]:
     """Return the drafts of every request, at most an even share of a room too small for all."""
     if sum(num_drafts) <= batch.max_draft_tokens:
@@ -296,18 +276,18 @@ def fair_drafts(steps: RoundSteps, batch: DecodeBatch) -> list[RequestDrafts]:
     If the room is too small for all drafts, it is shared evenly.
     """
     shape, from_texts = steps.shape, text_steps(steps, batch)
-    usable = _usable_steps(steps, batch, from_texts)
+    wanted = zip(from_texts, wanted_steps(steps, batch), batch.max_steps, strict=True)
+    usable = [from_text or min(want, most) for from_text, want, most in wanted]
     if shape.is_chain:
-        shapes = map(DraftShape.chain, _shared(usable, batch))
+        shapes = [DraftShape.chain(depth) for depth in _shared(usable, batch)]
     else:
         sizes = _shared([shape.size_at(levels) for levels in usable], batch)
-        shapes = map(partial(_tree, shape.topk), usable, sizes)
+        shapes = [
+            DraftShape(min(levels, size), size, shape.topk) if size else PLAIN
+            for levels, size in zip(usable, sizes, strict=True)
+        ]
     reqs = zip(shapes, from_texts, strict=True)
     return [RequestDrafts(own, from_text=of_text > 0) for own, of_text in reqs]
-
-
-def _tree(topk: int, levels: int, size: int) -> DraftShape:
-    return DraftShape(min(levels, size), size, topk) if size else PLAIN
 
 
 def edited_text(seq: Sequence) -> EditedText | None:
@@ -329,7 +309,8 @@ def decode_request(
 ) -> ScheduledRequest:
     """Return a request that verifies these drafts.
 
-    num_missing: draft KV entries it lacks when the step starts. limit: see `extend_limit`.
+    num_missing: draft KV entries it lacks when the step starts. limit: most of them that it extends
+    without model drafts.
     in_flight: a step in flight adds tokens that the host does not know.
     """
     last, shape = len(seq) - 1, drafts.shape

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from serve_spec.config import SchedulerConfig
 from serve_spec.core.draft import PLAIN, TextDrafter
-from serve_spec.core.plan import BatchResult, ScheduledBatch, ScheduledRequest, WorkerLimits
+from serve_spec.core.plan import BatchResult, ScheduledBatch, ScheduledRequest
 from serve_spec.core.request import FinishReason
 from serve_spec.core.round import AS_DRAWN, DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
@@ -23,7 +23,6 @@ from serve_spec.scheduler.requests import (
     TextDraftCache,
     decode_batch,
     decode_request,
-    extend_limit,
     fair_drafts,
     max_committed,
     max_prompt_tokens,
@@ -87,12 +86,12 @@ class Scheduler:
         self._postponed: PostponedChoice | None = None
 
     def plan(
-        self, choose_steps: ChooseSteps, limits: WorkerLimits, before: ScheduledBatch | None = None
+        self, choose_steps: ChooseSteps, max_missing: int, before: ScheduledBatch | None = None
     ) -> ScheduledBatch | None:
         """Return the next step: every decoding request, then prefill within the token budget.
 
-        choose_steps: called once, before drafting. before: a step in flight. Lengths of
-        its requests are then bounds, and nothing is preempted.
+        choose_steps: called once, before drafting. max_missing: see `SpecWorker`. before: a step in
+        flight. Lengths of its requests are then bounds, and nothing is preempted.
 
         None: there is nothing to do, or the result of `before` must be known first. N-gram drafts
         and grammar masks depend on it. N-gram drafts found in the committed text decide: if there
@@ -111,7 +110,8 @@ class Scheduler:
         was_postponed = self._postponed is not None and self._postponed.has_drafts
         steps = self._choose(choose_steps, batch) if decoding else RoundSteps(PLAIN)
         drafts = fair_drafts(steps, batch)
-        limit = extend_limit(limits, drafts)
+        drafts_by_model = any(each.shape.depth and not each.from_text for each in drafts)
+        limit = max_missing if drafts_by_model else 0
         if before is None:
             reqs = self._decode_requests(decoding, drafts, limit)
         elif self._reserve_ahead(decoding, reqs_before, drafts):
@@ -122,7 +122,7 @@ class Scheduler:
                 for seq, req, wanted in zip(decoding, reqs_before, drafts, strict=True)
             ]
         else:
-            self._postponed = PostponedChoice.of(steps, batch)
+            self._postponed = PostponedChoice(steps, batch)
             return None
         num_tokens = sum(req.query_len for req in reqs)
         draft_budget = usable_budget(steps, reqs, may_choose=_may_choose(reqs, prompts))
@@ -280,7 +280,6 @@ class Scheduler:
                 self.cache.trim(seq, len(seq) + slots_ahead.get(seq.request_id, 0))
 
     def _forget(self, seq: Sequence) -> None:
-        """Drop the n-gram drafts of a sequence that leaves the batch."""
         if self.drafts.texts is not None:
             self.drafts.texts.forget(seq.request_id)
         self.on_leave(seq)
@@ -295,7 +294,6 @@ def _scheduled_batch(
     follows: bool = False,
     was_postponed: bool = False,
 ) -> ScheduledBatch:
-    """Return the plan of these requests."""
     if not any(req.model_steps for req in reqs):  # no draft model runs, so none extends
         reqs = [req._replace(extends=False) if req.extends else req for req in reqs]
     num_missing = max(req.num_missing if req.extends else 0 for req in reqs)

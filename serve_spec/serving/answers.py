@@ -1,4 +1,4 @@
-"""Response formats of the OpenAI API."""
+"""Response formats of the OpenAI API, whole and as server-sent events."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NotRequired, TypeAlias
+from json.encoder import encode_basestring_ascii
+from typing import ClassVar, NotRequired, TypeAlias
 
 from typing_extensions import TypedDict  # Python 3.11's own is not enough for FastAPI's schema
 
 from serve_spec.core.request import SpeculationStats, TokenDelta
-from serve_spec.serving import sse
 from serve_spec.serving.logprobs import (
     ChatLogprobs,
     CompletionLogprobs,
@@ -24,6 +24,24 @@ from serve_spec.serving.logprobs import (
     joined,
 )
 
+STREAM_TYPE = "text/event-stream"
+STREAM_HEADERS = {
+    "Cache-Control": "no-cache",
+    # nginx and other proxies buffer small chunks by default.
+    "X-Accel-Buffering": "no",
+}
+DONE = b"data: [DONE]\n\n"
+
+
+def event(payload: Mapping[str, object]) -> bytes:
+    """Encode an event as ASCII, as some clients treat U+2028 or U+0085 as line ends."""
+    return b"data: " + json.dumps(payload, separators=(",", ":")).encode("ascii") + b"\n\n"
+
+
+def encode_text(text: str) -> bytes:
+    """Encode a text as in an `event`."""
+    return encode_basestring_ascii(text).encode("ascii")
+
 
 @dataclass(frozen=True)
 class Echo:
@@ -31,35 +49,6 @@ class Echo:
 
     text: str
     token_ids: list[int] = field(default_factory=list)
-
-
-class ChoiceText:
-    """Text and log-probabilities of one choice, each part returned once.
-
-    token_bytes: the tokenizer's; None if no log-probabilities are requested.
-    """
-
-    def __init__(self, echo: Echo | None, token_bytes: TokenBytesLookup | None) -> None:
-        self._echo = echo
-        self._token_bytes = token_bytes
-        self._offsets = TextOffsets(len(echo.text) if echo else 0)
-
-    def next(self, deltas: Sequence[TokenDelta]) -> tuple[str, CompletionLogprobs | None]:
-        """Return text and log-probabilities of at least one delta; the first call adds the echo."""
-        echo, self._echo = self._echo, None
-        text = "".join(delta.text for delta in deltas)
-        if echo is not None:
-            text = echo.text + text
-        if self._token_bytes is None:
-            return text, None
-        entries = [entry for delta in deltas for entry in delta.logprobs or ()]
-        shown = completion_logprobs(entries, self._token_bytes, self._offsets)
-        if echo is not None:
-            scored = deltas[0].prompt_logprobs or ()
-            shown = joined(
-                echoed_logprobs(echo.text, echo.token_ids, scored, self._token_bytes), shown
-            )
-        return text, shown
 
 
 _MARK = "\0the text\0"
@@ -96,7 +85,7 @@ class _Head(TypedDict):
 
 
 class Choice(TypedDict):
-    """The text of a choice, or its next part in a stream."""
+    """The text of a choice."""
 
     index: int
     text: str
@@ -105,7 +94,7 @@ class Choice(TypedDict):
 
 
 class Completion(_Head):
-    """A completion, or one chunk of its stream.
+    """A completion.
 
     `synthetic_acceptance` is present and true if acceptance is forced for a load test; the text is
     then not the model's.
@@ -137,30 +126,7 @@ class ChatCompletion(_Head):
     choices: list[ChatChoice]
 
 
-class ChatDelta(TypedDict):
-    """The role in the first chunk, then parts of the text."""
-
-    role: NotRequired[str]
-    content: NotRequired[str]
-
-
-class ChatChunkChoice(TypedDict):
-    """The next part of one choice."""
-
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None
-    finish_reason: str | None
-
-
-class ChatChunk(_Head):
-    """One chunk of a stream of answers to a conversation."""
-
-    choices: list[ChatChunkChoice]
-
-
-Answer: TypeAlias = Completion | ChatCompletion
-Chunk: TypeAlias = Completion | ChatChunk
+JSONObject: TypeAlias = dict[str, object]
 
 
 class Model(TypedDict):
@@ -225,9 +191,9 @@ class AnswerHead:
     include_usage: bool = False
     synthetic_acceptance: bool = False
 
-    def fields(self, kind: str) -> _Head:
+    def fields(self, kind: str) -> JSONObject:
         """Return the first fields of a response whose `object` is `kind`."""
-        head: _Head = {
+        head: JSONObject = {
             "id": self.id,
             "object": kind,
             "created": self.created,
@@ -236,17 +202,15 @@ class AnswerHead:
         }
         return {**head, "synthetic_acceptance": True} if self.synthetic_acceptance else head
 
-    def chunk_fields(self, kind: str) -> _Head:
-        """Return `fields` for a chunk; `usage` is null if the last chunk holds it."""
-        head = self.fields(kind)
-        return {**head, "usage": None} if self.include_usage else head
-
 
 class AnswerFormat(ABC):
     """Base class that turns the deltas of a request into a response body or stream chunks.
 
     token_bytes: the tokenizer's; None if no log-probabilities are requested.
     """
+
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
 
     def __init__(self, head: AnswerHead, token_bytes: TokenBytesLookup | None = None) -> None:
         self.head = head
@@ -259,35 +223,48 @@ class AnswerFormat(ABC):
         Most chunks differ only in their text, so the bytes around it are encoded once per choice.
         """
         if self._token_bytes is not None or delta.finish_reason is not None or not delta.text:
-            return sse.frame(self.chunk(index, delta))
+            return event(self.chunk(index, delta))
         around = self._around.get(index)
         if around is not None:
-            return around[0] + sse.encode_text(delta.text) + around[1]
-        first = sse.frame(self.chunk(index, delta))  # with the echo, if there is one
-        marked = sse.frame(self.chunk(index, TokenDelta("", (), _MARK)))
-        before, _, after = marked.rpartition(sse.encode_text(_MARK))
+            return around[0] + encode_text(delta.text) + around[1]
+        first = event(self.chunk(index, delta))  # with the echo, if there is one
+        marked = event(self.chunk(index, TokenDelta("", (), _MARK)))
+        before, _, after = marked.rpartition(encode_text(_MARK))
         self._around[index] = before, after
         return first
 
-    @abstractmethod
-    def whole(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> Answer:
+    def whole(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> JSONObject:
         """Return the whole response from all deltas of each choice."""
+        answers = [self._choice(index, deltas) for index, deltas in enumerate(choices)]
+        return {**self.head.fields(self.kind), "choices": answers, "usage": counts}
 
-    @abstractmethod
-    def opening(self, index: int) -> Chunk | None:
+    def opening(self, index: int) -> JSONObject | None:
         """Return the chunk that precedes a choice's first delta, if there is one."""
+        return None
 
-    @abstractmethod
-    def chunk(self, index: int, delta: TokenDelta) -> Chunk:
+    def chunk(self, index: int, delta: TokenDelta) -> JSONObject:
         """Return the next chunk of a choice's stream."""
+        return self._chunk(self._choice(index, [delta]))
+
+    def usage_chunk(self, counts: Usage) -> JSONObject:
+        """Return the last chunk of a stream with `include_usage`; it has no choices."""
+        return {**self._chunk(), "usage": counts}
+
+    def _chunk(self, *choices: JSONObject) -> JSONObject:
+        """Return a chunk; `usage` is null if the last chunk holds it."""
+        head = self.head.fields(self.chunk_kind)
+        usage = {"usage": None} if self.head.include_usage else {}
+        return {**head, **usage, "choices": [*choices]}
 
     @abstractmethod
-    def usage_chunk(self, counts: Usage) -> Chunk:
-        """Return the last chunk of a stream with `include_usage`; it has no choices."""
+    def _choice(self, index: int, deltas: Sequence[TokenDelta]) -> JSONObject:
+        """Return the next part of a choice."""
 
 
 class CompletionFormat(AnswerFormat):
     """Format of the completions API. echo: the prompt to repeat before each choice."""
+
+    kind = chunk_kind = "text_completion"
 
     def __init__(
         self,
@@ -296,92 +273,56 @@ class CompletionFormat(AnswerFormat):
         token_bytes: TokenBytesLookup | None = None,
     ) -> None:
         super().__init__(head, token_bytes)
-        self._echo = echo
-        self._streams: dict[int, ChoiceText] = {}
+        self._echo = dict(enumerate(echo))
+        """Prompts that have not been repeated yet, by choice."""
+        self._offsets: dict[int, TextOffsets] = {}
 
-    def whole(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> Completion:
-        """See `AnswerFormat.whole`."""
-        answers = [
-            _choice(index, self._text_of(index), deltas) for index, deltas in enumerate(choices)
-        ]
-        return {**self.head.fields("text_completion"), "choices": answers, "usage": counts}
-
-    def opening(self, index: int) -> None:
-        """See `AnswerFormat.opening`."""
-
-    def chunk(self, index: int, delta: TokenDelta) -> Completion:
-        """See `AnswerFormat.chunk`."""
-        if index not in self._streams:
-            self._streams[index] = self._text_of(index)
-        return self._chunk([_choice(index, self._streams[index], [delta])])
-
-    def usage_chunk(self, counts: Usage) -> Completion:
-        """See `AnswerFormat.usage_chunk`."""
-        return {**self._chunk([]), "usage": counts}
-
-    def _text_of(self, index: int) -> ChoiceText:
-        return ChoiceText(self._echo[index] if self._echo else None, self._token_bytes)
-
-    def _chunk(self, choices: list[Choice]) -> Completion:
-        return {**self.head.chunk_fields("text_completion"), "choices": choices}
+    def _choice(self, index: int, deltas: Sequence[TokenDelta]) -> JSONObject:
+        echo = self._echo.pop(index, None)
+        before = echo.text if echo else ""
+        logprobs = None
+        if self._token_bytes is not None:
+            offsets = self._offsets.setdefault(index, TextOffsets(len(before)))
+            entries = [entry for delta in deltas for entry in delta.logprobs or ()]
+            logprobs = completion_logprobs(entries, self._token_bytes, offsets)
+            if echo is not None:
+                scored = deltas[0].prompt_logprobs or ()
+                of_echo = echoed_logprobs(before, echo.token_ids, scored, self._token_bytes)
+                logprobs = joined(of_echo, logprobs)
+        return {
+            "index": index,
+            "text": before + _text(deltas),
+            "logprobs": logprobs,
+            "finish_reason": _reason(deltas),
+        }
 
 
 class ChatFormat(AnswerFormat):
     """Format of the chat API."""
 
-    def whole(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> ChatCompletion:
-        """See `AnswerFormat.whole`."""
-        answers: list[ChatChoice] = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": _text(deltas), "refusal": None},
-                "logprobs": self._logprobs(deltas),
-                "finish_reason": _reason(deltas),
-            }
-            for index, deltas in enumerate(choices)
-        ]
-        return {**self.head.fields("chat.completion"), "choices": answers, "usage": counts}
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
-    def opening(self, index: int) -> ChatChunk:
+    def opening(self, index: int) -> JSONObject:
         """See `AnswerFormat.opening`."""
-        return self._chunk(
-            {
-                "index": index,
-                "delta": {"role": "assistant", "content": ""},
-                "logprobs": None,
-                "finish_reason": None,
-            }
-        )
+        opening = {"role": "assistant", "content": ""}
+        choice = {"index": index, "delta": opening, "logprobs": None, "finish_reason": None}
+        return self._chunk(choice)
 
-    def chunk(self, index: int, delta: TokenDelta) -> ChatChunk:
+    def chunk(self, index: int, delta: TokenDelta) -> JSONObject:
         """See `AnswerFormat.chunk`."""
-        return self._chunk(
-            {
-                "index": index,
-                "delta": {"content": delta.text} if delta.text else {},
-                "logprobs": self._logprobs([delta]),
-                "finish_reason": _reason([delta]),
-            }
-        )
+        part = {"content": delta.text} if delta.text else {}
+        return self._chunk({"index": index, "delta": part, **self._ending([delta])})
 
-    def usage_chunk(self, counts: Usage) -> ChatChunk:
-        """See `AnswerFormat.usage_chunk`."""
-        head = self.head.chunk_fields("chat.completion.chunk")
-        return {**head, "choices": [], "usage": counts}
+    def _choice(self, index: int, deltas: Sequence[TokenDelta]) -> JSONObject:
+        message = {"role": "assistant", "content": _text(deltas), "refusal": None}
+        return {"index": index, "message": message, **self._ending(deltas)}
 
-    def _logprobs(self, deltas: Sequence[TokenDelta]) -> ChatLogprobs | None:
-        if self._token_bytes is None:
-            return None
-        entries = (entry for delta in deltas for entry in delta.logprobs or ())
-        return chat_logprobs(entries, self._token_bytes)
-
-    def _chunk(self, choice: ChatChunkChoice) -> ChatChunk:
-        return {**self.head.chunk_fields("chat.completion.chunk"), "choices": [choice]}
-
-
-def _choice(index: int, choice_text: ChoiceText, deltas: Sequence[TokenDelta]) -> Choice:
-    text, logprobs = choice_text.next(deltas)
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": _reason(deltas)}
+    def _ending(self, deltas: Sequence[TokenDelta]) -> JSONObject:
+        logprobs = None
+        if self._token_bytes is not None:
+            entries = (entry for delta in deltas for entry in delta.logprobs or ())
+            logprobs = chat_logprobs(entries, self._token_bytes)
+        return {"logprobs": logprobs, "finish_reason": _reason(deltas)}
 
 
 def _text(deltas: Sequence[TokenDelta]) -> str:

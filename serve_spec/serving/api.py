@@ -1,15 +1,17 @@
-"""HTTP routes. They use a `Fleet`, which does not have to be Ray's."""
+"""HTTP routes."""
 
 # No `from __future__ import annotations` here: FastAPI reads the annotations of the routes.
 
 import asyncio
+import html
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from importlib import resources
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import HTMLResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from serve_spec import __version__
@@ -17,10 +19,10 @@ from serve_spec.config import ServeSpecConfig
 from serve_spec.core.request import SamplingParams
 from serve_spec.log import get_logger
 from serve_spec.metrics import Reading
-from serve_spec.serving import sse
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.answers import (
-    Answer,
+    STREAM_HEADERS,
+    STREAM_TYPE,
     AnswerFormat,
     AnswerHead,
     ChatCompletion,
@@ -29,41 +31,41 @@ from serve_spec.serving.answers import (
     CompletionFormat,
     Echo,
     ErrorAnswer,
+    JSONObject,
     Model,
     ModelList,
     fingerprint,
     model_entry,
 )
-from serve_spec.serving.choices import choices_of
 from serve_spec.serving.completions import (
     CompletionRunner,
-    Fleet,
+    choices_of,
     stream_frames,
     whole_answer,
-)
-from serve_spec.serving.error_answers import (
-    CHAT_PATH,
-    AsciiJSON,
-    add_error_answers,
-    encode_by_items,
-    error_answer,
-    trace_id,
 )
 from serve_spec.serving.errors import no_replica, too_many_choices, unknown_model
 from serve_spec.serving.fields import Prompt
 from serve_spec.serving.logprobs import TokenBytesLookup
 from serve_spec.serving.messages import GenerateRequest
 from serve_spec.serving.middleware import (
+    CHAT_PATH,
     CLIENT,
     ApiKeyCheck,
     Arrival,
-    BodyLimit,
-    BodyTimeout,
+    AsciiJSON,
+    BodyLimits,
     LargeBodyRoute,
+    add_error_answers,
+    encode_by_items,
+    error_answer,
+    trace_id,
 )
 from serve_spec.serving.model_text import ModelText
 from serve_spec.serving.openai import ChatRequest, CompletionRequest
-from serve_spec.serving.status_page import add_status_page
+from serve_spec.serving.telemetry import fleet_metrics
+
+if TYPE_CHECKING:
+    from serve_spec.serving.fleet import RayFleet
 
 logger = get_logger(__name__)
 
@@ -71,6 +73,11 @@ _SLICE_BYTES = 2**20
 # Time for the error of a timed-out request to reach its client.
 _ERROR_MARGIN_S = 1.0
 
+# Of the status page. No other host is allowed.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'self'; form-action 'none'; frame-ancestors 'none'"
+)
 _ERRORS = {
     400: "A field is wrong; `param` names it.",
     401: "No valid API key.",
@@ -96,8 +103,8 @@ class CompletionAnswer(Response):
         choices: Sequence[GenerateRequest],
         form: AnswerFormat,
         *,
-        num_prompts: int,
-        is_prompt_only: bool,
+        num_prompts: int = 1,
+        is_prompt_only: bool = False,
         stream: bool,
     ) -> None:
         super().__init__()
@@ -119,7 +126,7 @@ class CompletionAnswer(Response):
             answer: Response
             if self._stream:
                 frames = stream_frames(running, self._form, self._choices[0].trace_id)
-                answer = StreamingResponse(frames, media_type=sse.MEDIA_TYPE, headers=sse.HEADERS)
+                answer = StreamingResponse(frames, media_type=STREAM_TYPE, headers=STREAM_HEADERS)
             else:
                 answer = await _json_answer(await whole_answer(running, self._form))
             try:
@@ -132,15 +139,13 @@ class CompletionAnswer(Response):
 
 def create_api(
     config: ServeSpecConfig,
-    fleet: Fleet,
+    fleet: "RayFleet",
     admission: Admission,
     record: Callable[[Reading], None] = lambda reading: None,
-    metrics: Callable[[], Awaitable[str]] | None = None,
 ) -> FastAPI:
-    """Return the ASGI app: completions, chat, models, health, server_info, status page.
+    """Return the ASGI app: completions, chat, models, health, server_info, metrics, status page.
 
     record: receives the metrics of requests.
-    metrics: returns the text of `/metrics`; None: there is no such route.
     """
     # The documentation pages would load scripts from another host.
     api = FastAPI(
@@ -151,8 +156,11 @@ def create_api(
         responses={"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
     )
     api.router.route_class = LargeBodyRoute
-    api.add_middleware(BodyLimit, max_bytes=config.router.max_body_bytes)
-    api.add_middleware(BodyTimeout, timeout_s=config.router.body_timeout_s)
+    api.add_middleware(
+        BodyLimits,
+        max_bytes=config.router.max_body_bytes,
+        timeout_s=config.router.body_timeout_s,
+    )
     if config.router.api_keys:
         api.add_middleware(ApiKeyCheck, keys=config.router.api_keys)
     api.add_middleware(Arrival)
@@ -160,9 +168,7 @@ def create_api(
     _add_completions(api, _Frontend(config, fleet, admission, record))
     _add_models(api, config.model.served_model_name)
     _add_operations(api, config, fleet, admission)
-    add_status_page(api)
-    if metrics is not None:
-        _add_metrics(api, metrics)
+    _add_status_page(api)
     return api
 
 
@@ -172,7 +178,7 @@ class _Frontend:
     def __init__(
         self,
         config: ServeSpecConfig,
-        fleet: Fleet,
+        fleet: "RayFleet",
         admission: Admission,
         record: Callable[[Reading], None],
     ) -> None:
@@ -180,7 +186,7 @@ class _Frontend:
         self._served = config.model.served_model_name
         self._fingerprint = fingerprint(__version__, config.model.model_dump(mode="json"))
         self._synthetic_acceptance = config.speculative.synthetic_acceptance is not None
-        self._runner = CompletionRunner(
+        self.runner = CompletionRunner(
             fleet,
             admission,
             timeout_s=config.router.request_timeout_s,
@@ -192,7 +198,7 @@ class _Frontend:
         """Raise ApiError if the request is for another model or has too many choices."""
         if body.model is not None and body.model != self._served:
             raise unknown_model(body.model, self._served)
-        most = self._runner.max_choices
+        most = self.runner.max_choices
         if num_prompts * body.num_choices > most:
             raise too_many_choices(num_prompts, body.num_choices, most)
 
@@ -205,25 +211,6 @@ class _Frontend:
             self._fingerprint,
             include_usage=body.include_usage,
             synthetic_acceptance=self._synthetic_acceptance,
-        )
-
-    def answer(
-        self,
-        body: CompletionRequest | ChatRequest,
-        choices: Sequence[GenerateRequest],
-        form: AnswerFormat,
-        num_prompts: int = 1,
-        *,
-        is_prompt_only: bool = False,
-    ) -> Response:
-        """Return the response that runs the request."""
-        return CompletionAnswer(
-            self._runner,
-            choices,
-            form,
-            num_prompts=num_prompts,
-            is_prompt_only=is_prompt_only,
-            stream=bool(body.stream),
         )
 
     async def token_bytes(self, params: SamplingParams) -> TokenBytesLookup | None:
@@ -256,8 +243,13 @@ def _add_completions(api: FastAPI, frontend: _Frontend) -> None:
         choices = choices_of(head.id, trace_id(request), prompts, params, body.num_choices)
         before = [echo for echo in echoes for _ in range(body.num_choices)]
         form = CompletionFormat(head, before, await frontend.token_bytes(params))
-        return frontend.answer(
-            body, choices, form, len(prompts), is_prompt_only=body.is_prompt_only
+        return CompletionAnswer(
+            frontend.runner,
+            choices,
+            form,
+            num_prompts=len(prompts),
+            is_prompt_only=body.is_prompt_only,
+            stream=bool(body.stream),
         )
 
     @api.post(CHAT_PATH, response_model=ChatCompletion, responses=_answers("chat completion"))
@@ -268,10 +260,11 @@ def _add_completions(api: FastAPI, frontend: _Frontend) -> None:
         head = frontend.head("chatcmpl", body)
         prompts: list[Prompt] = [prompt]
         choices = choices_of(head.id, trace_id(request), prompts, params, body.num_choices)
-        return frontend.answer(body, choices, ChatFormat(head, await frontend.token_bytes(params)))
+        form = ChatFormat(head, await frontend.token_bytes(params))
+        return CompletionAnswer(frontend.runner, choices, form, stream=bool(body.stream))
 
 
-async def _json_answer(content: Answer) -> Response:
+async def _json_answer(content: JSONObject) -> Response:
     """Return a whole answer as a response; encode it in a thread, as it may be long."""
     body = await asyncio.to_thread(encode_by_items, content)
     headers = {"content-length": str(len(body))}
@@ -297,7 +290,7 @@ def _answers(kind: str) -> dict[int | str, dict[str, Any]]:
         status: {"model": ErrorAnswer, "description": description}
         for status, description in _ERRORS.items()
     }
-    return {200: {"description": whole, "content": {sse.MEDIA_TYPE: stream}}, **errors}
+    return {200: {"description": whole, "content": {STREAM_TYPE: stream}}, **errors}
 
 
 def _add_models(api: FastAPI, served: str) -> None:
@@ -318,11 +311,11 @@ def _add_models(api: FastAPI, served: str) -> None:
 
 
 def _add_operations(
-    api: FastAPI, config: ServeSpecConfig, fleet: Fleet, admission: Admission
+    api: FastAPI, config: ServeSpecConfig, fleet: "RayFleet", admission: Admission
 ) -> None:
     @api.get("/health", response_model=None)
     async def health() -> Response:
-        """Return 200 while a replica takes requests, else 503; `costs` as in `Fleet.costs`."""
+        """Return 200 while a replica takes requests, else 503; `costs` as in `RayFleet.costs`."""
         num_healthy = await fleet.num_healthy()
         if num_healthy == 0:  # returned, not raised: probes would fill the log
             return error_answer(no_replica("none is running"))
@@ -348,9 +341,32 @@ def _add_operations(
             "router": admission.snapshot(),
         }
 
-
-def _add_metrics(api: FastAPI, metrics: Callable[[], Awaitable[str]]) -> None:
     @api.get("/metrics", include_in_schema=False)
-    async def exposition() -> Response:
+    async def metrics() -> Response:
         """Return the fleet's metrics in Prometheus' text format."""
-        return Response(await metrics(), media_type="text/plain; version=0.0.4")
+        return Response(await fleet_metrics(), media_type="text/plain; version=0.0.4")
+
+
+def _add_status_page(api: FastAPI) -> None:
+    """Add the live status page: an HTML file, its script and a charting library."""
+    files = resources.files("serve_spec.serving") / "static"
+    page = (files / "status.html").read_text()
+
+    @api.get("/", include_in_schema=False)
+    async def status_page(request: Request) -> Response:
+        """Return the page, with the application's route prefix as base URL."""
+        base = html.escape(request.scope.get("root_path", "").rstrip("/") + "/")
+        headers = {"content-security-policy": _POLICY}
+        return HTMLResponse(page.replace("{{base}}", base), headers=headers)
+
+    def add_asset(name: str, media_type: str) -> None:
+        content = (files / name).read_bytes()
+
+        @api.get(f"/static/{name}", include_in_schema=False)
+        async def asset() -> Response:
+            """Return one file."""
+            return Response(content, media_type=media_type, headers={"cache-control": "no-cache"})
+
+    for name in ("status", "uplot.min"):
+        add_asset(f"{name}.css", "text/css")
+        add_asset(f"{name}.js", "text/javascript")

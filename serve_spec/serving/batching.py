@@ -6,16 +6,16 @@
 
 With several replicas, a batch is split among them, so that none stays idle.
 
-Plain asyncio. A `Transport` sends requests to replicas; `receive` takes their messages.
+Plain asyncio. A subclass sends requests to replicas; `receive` takes their messages.
 """
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Sequence
 from contextvars import Context
-from typing import Protocol
 
 from serve_spec.core.request import TokenDelta
 from serve_spec.serving.errors import ApiError, client_too_slow, engine_failed
@@ -76,11 +76,7 @@ class ItemStream:
         return True
 
     async def get(self) -> ReplicaItem:
-        """Return the next item. Consecutive deltas are merged into one.
-
-        Raises:
-            ApiError: the next item is an error.
-        """
+        """Return the next item, or raise it; consecutive deltas are merged into one."""
         if not self._items:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
@@ -116,26 +112,6 @@ def _num_bytes(delta: TokenDelta) -> int:
 _MAX_REPLICAS = 64
 
 
-class Transport(Protocol):
-    """Sends requests to replicas."""
-
-    async def ready(self) -> None:
-        """Wait until there is a replica for `send`.
-
-        Raises:
-            ApiError: there is none, and none is expected.
-        """
-        ...
-
-    def send(self, requests: Sequence[GenerateRequest]) -> str:
-        """Send requests to one replica and return its name; `Batcher.receive` gets its messages."""
-        ...
-
-    def cancel(self, replica: str, request_ids: Sequence[str]) -> None:
-        """Cancel requests at a replica; no-op if they or the replica are gone."""
-        ...
-
-
 class _PendingRequest:
     """One request and its unread items."""
 
@@ -159,18 +135,17 @@ class _PendingRequest:
         self.is_open = False
 
 
-class Batcher:
+class Batcher(ABC):
     """Collects requests for `batch_wait_s` and sends them in batches of up to `max_batch_size`.
 
-    num_shares: maximum number of equal parts a batch is split into; `Transport.send` chooses the
-    replica of each.
+    num_shares: maximum number of equal parts a batch is split into; `send` chooses the replica of
+    each.
     group_of: requests of different groups are sent separately.
     max_unread_bytes: approximate memory limit for the unread items of one request.
     """
 
     def __init__(
         self,
-        transport: Transport,
         *,
         batch_wait_s: float,
         max_batch_size: int,
@@ -178,7 +153,6 @@ class Batcher:
         group_of: Callable[[GenerateRequest], Hashable] = lambda request: None,
         max_unread_bytes: int = 2**20,
     ) -> None:
-        self._transport = transport
         self._batch_wait_s = batch_wait_s
         self._max_batch_size = max_batch_size
         self._num_shares = num_shares
@@ -188,7 +162,7 @@ class Batcher:
         self._timers: dict[Hashable, asyncio.TimerHandle] = {}
         self._requests: dict[str, _PendingRequest] = {}
         self._to_cancel: dict[str, list[str]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._submissions: set[asyncio.Task[None]] = set()
         self._submission_sizes = SizeHistogram()
         self._replica_sizes: dict[str, SizeHistogram] = {}
         self.num_interrupted = 0
@@ -197,6 +171,22 @@ class Batcher:
         """Requests that were resumed on another replica after a failure."""
         self.num_withdrawn = 0
         """Requests that were taken back from their replica to continue elsewhere or later."""
+
+    @abstractmethod
+    async def ready(self) -> None:
+        """Wait until there is a replica for `send`.
+
+        Raises:
+            ApiError: there is none, and none is expected.
+        """
+
+    @abstractmethod
+    def send(self, requests: Sequence[GenerateRequest]) -> str:
+        """Send requests to one replica and return its name; `receive` gets its messages."""
+
+    @abstractmethod
+    def cancel(self, replica: str, request_ids: Sequence[str]) -> None:
+        """Cancel requests at a replica; no-op if they or the replica are gone."""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
         """Yield a replica's items for a request; closing the generator cancels the request.
@@ -238,8 +228,10 @@ class Batcher:
                 waiting.setdefault(pending.replica, []).append(request_id)
         return waiting
 
-    def snapshot(self) -> dict[str, object]:
-        """Return counters and sizes. Histogram keys are inclusive upper bounds, powers of two.
+    def batching(self) -> dict[str, object]:
+        """Return counters and sizes for the `router` section of `/server_info`.
+
+        Histogram keys are inclusive upper bounds, powers of two.
 
         `submission_size_histogram`: requests per batch sent. `replica_batch_size_histograms`: this
         router's requests on each replica, after each batch sent.
@@ -310,8 +302,8 @@ class Batcher:
             # An inherited context would let Ray cancel the task with its request.
             work = self._submit(requests[share::num_shares])
             task = asyncio.create_task(work, context=Context())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._submissions.add(task)
+            task.add_done_callback(self._submissions.discard)
 
     def _stop_waiting(self, group: Hashable) -> list[_PendingRequest]:
         timer = self._timers.pop(group, None)
@@ -323,12 +315,10 @@ class Batcher:
         self._submission_sizes.add(len(requests))
         lost: ApiError = engine_failed("sending to the replica was cancelled")
         try:
-            await self._transport.ready()
+            await self.ready()
             requests = [pending for pending in requests if pending.is_open]
             if requests:
-                self._bind(
-                    requests, self._transport.send([pending.request for pending in requests])
-                )
+                self._bind(requests, self.send([pending.request for pending in requests]))
         except ApiError as error:
             lost = error
         except Exception as error:  # no request may wait forever
@@ -363,4 +353,4 @@ class Batcher:
     def _send_cancellations(self) -> None:
         to_cancel, self._to_cancel = self._to_cancel, {}
         for replica, request_ids in to_cancel.items():
-            self._transport.cancel(replica, request_ids)
+            self.cancel(replica, request_ids)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -20,28 +20,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from serve_spec.core.errors import CheckpointError, TextTooLong
 
+if TYPE_CHECKING:
+    from serve_spec.engine.tokenizer import Tokenizer
+
 # A Unicode noncharacter, which valid text does not contain.
 _MARK = "\ufdd0"
 _NEVER = "(?!)"
-
-
-class TextEncoder(Protocol):
-    """The part of `engine.tokenizer.Tokenizer` that is used here."""
-
-    @property
-    def added_tokens(self) -> dict[str, bool]:
-        """Added tokens, and whether each is special."""
-        ...
-
-    def encode(
-        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
-    ) -> list[int]:
-        """Return token ids, added tokens included; raise TextTooLong above `max_tokens`."""
-        ...
-
-    def encode_literally(self, text: str) -> list[int]:
-        """Return the token ids of a text, with the names of added tokens as plain text."""
-        ...
 
 
 class ControlTokens:
@@ -50,7 +34,7 @@ class ControlTokens:
     Inside client text they are marked before rendering, so that they are encoded as plain text.
     """
 
-    def __init__(self, tokenizer: TextEncoder, template: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: str) -> None:
         self._tokenizer = tokenizer
         names = [
             name

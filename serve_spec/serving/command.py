@@ -281,11 +281,7 @@ def _remove(plan: Plan) -> None:
 
 
 def _deploy(plan: Plan, stop: threading.Event) -> None:
-    """Deploy and wait until the application answers over HTTP, or `stop` is set.
-
-    Raises:
-        StartFailed: an application failed to deploy.
-    """
+    """Deploy and wait until the application answers over HTTP, or `stop` is set."""
     from ray import serve
     from ray.serve._private.api import serve_start  # as `serve run FILE` does
     from ray.serve.schema import ServeDeploySchema

@@ -1,22 +1,22 @@
 """Run requests in the router: admit each choice, send it to a replica, collect its tokens.
 
-Plain asyncio; the `Fleet` protocol stands for the replicas.
+Each choice of a request is a separate engine request. Plain asyncio.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from typing import Protocol, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
 
-from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
+from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
 from serve_spec.log import get_logger
 from serve_spec.metrics import Reading
-from serve_spec.serving import sse
 from serve_spec.serving.admission import Admission
-from serve_spec.serving.answers import Answer, AnswerFormat, Usage, usage
-from serve_spec.serving.choices import by_prompt, interleaved, spread
+from serve_spec.serving.answers import DONE, AnswerFormat, JSONObject, Usage, event, usage
 from serve_spec.serving.errors import (
     ApiError,
     defect,
@@ -25,6 +25,7 @@ from serve_spec.serving.errors import (
     refused,
     timed_out,
 )
+from serve_spec.serving.fields import Prompt
 from serve_spec.serving.messages import (
     Accepted,
     Failed,
@@ -35,6 +36,11 @@ from serve_spec.serving.messages import (
 )
 from serve_spec.serving.resume import FleetSpeculation, resumed
 from serve_spec.serving.telemetry import router_timer
+
+if TYPE_CHECKING:
+    from serve_spec.serving.fleet import RayFleet
+
+logger = get_logger(__name__)
 
 Item = TypeVar("Item")
 
@@ -85,47 +91,104 @@ class Deadline:
             self._waiting.cancel()
 
 
-logger = get_logger(__name__)
+def choice_seed(seed: int, index: int) -> int:
+    """Return the seed of choice `index`; choice 0 has the request's seed, as with n=1.
+
+    The others have the first 63 bits of BLAKE2b-64 over "SEED INDEX" in decimal, which does not
+    depend on `n`.
+    """
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
-class Fleet(Protocol):
-    """The engine replicas, as used by the router."""
+def choices_of(
+    answer_id: str,
+    trace_id: str,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    num_choices: int,
+) -> list[GenerateRequest]:
+    """Return `num_choices` requests per prompt, prompt by prompt, in the order of `index`.
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
-        """Yield the items of a request; closing the generator cancels the request.
+    The seed of a choice depends on its place among the choices of its prompt, not on the other
+    prompts. Without a seed, each choice draws its own.
+    """
+    seeds = [
+        None if params.seed is None else choice_seed(params.seed, place)
+        for place in range(num_choices)
+    ]
+    drawn = [(prompt, replace(params, seed=seed)) for prompt in prompts for seed in seeds]
+    return [
+        GenerateRequest(f"{answer_id}-{index}", trace_id, prompt, seeded)
+        for index, (prompt, seeded) in enumerate(drawn)
+    ]
 
-        Raises:
-            ApiError: no replica can take the request, or its replica is lost.
-        """
-        ...
 
-    def withdraw(self, request_id: str) -> None:
-        """Take a request back from its replica; its `generate` ends with `Withdrawn`."""
-        ...
+def by_prompt(choices: Sequence[GenerateRequest]) -> list[list[int]]:
+    """Return the indices of the choices, grouped by equal prompts."""
+    groups: dict[str | tuple[int, ...], list[int]] = {}
+    for place, choice in enumerate(choices):
+        prompt = choice.prompt if isinstance(choice.prompt, str) else tuple(choice.prompt)
+        groups.setdefault(prompt, []).append(place)
+    return list(groups.values())
 
-    def batching(self) -> dict[str, object]:
-        """Return the router's batch sizes for the `router` section of `/server_info`."""
-        ...
 
-    async def num_healthy(self) -> int | None:
-        """Return the number of replicas that take requests; None if it is unknown."""
-        ...
+async def spread(
+    items: AsyncGenerator[tuple[int, Item], None], groups: Sequence[Sequence[int]]
+) -> AsyncGenerator[tuple[int, Item], None]:
+    """Yield every item of stream i once for each place in group i."""
+    async with aclosing(items):
+        async for index, item in items:
+            for place in groups[index]:
+                yield place, item
 
-    async def costs(self) -> dict[str, int]:
-        """Count replicas by the state of their cost table: "missing", "measured" or "loaded".
 
-        While a replica has none, its policy uses the strategy ema instead of goodput. The result is
-        empty if the states are unknown.
-        """
-        ...
+def interleaved(
+    streams: Sequence[AsyncGenerator[tuple[int, Item], None]],
+) -> AsyncGenerator[tuple[int, Item], None]:
+    """Yield the items of all streams as they arrive.
 
-    async def stats(self) -> dict[str, object]:
-        """Return `internal_states` (one per replica) and `fleet` of `/server_info`."""
-        ...
+    All streams start at once. The first exception, or closing the generator, ends all of them.
+    """
+    return streams[0] if len(streams) == 1 else _together(streams)
 
-    async def status(self) -> dict[str, object]:
-        """Return the data of the status page; see `FleetStats.status`."""
-        ...
+
+async def _together(
+    streams: Sequence[AsyncGenerator[tuple[int, Item], None]],
+) -> AsyncGenerator[tuple[int, Item], None]:
+    # Bounded: unread items wait in the streams, which merge them.
+    events: asyncio.Queue[tuple[int, Item] | Exception | None] = asyncio.Queue(len(streams))
+    readers = [asyncio.create_task(_read(stream, events)) for stream in streams]
+    try:
+        num_open = len(streams)
+        while num_open:
+            event = await events.get()
+            if isinstance(event, Exception):
+                raise event
+            if event is None:
+                num_open -= 1
+            else:
+                yield event
+    finally:
+        for listener in readers:
+            listener.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+async def _read(
+    stream: AsyncGenerator[tuple[int, Item], None],
+    events: asyncio.Queue[tuple[int, Item] | Exception | None],
+) -> None:
+    """Put every item of a stream, then None, or the exception it raised."""
+    try:
+        async with aclosing(stream):
+            async for item in stream:
+                await events.put(item)
+        await events.put(None)
+    except Exception as error:  # raised again by the reader
+        await events.put(error)
 
 
 class RunningAnswer:
@@ -161,10 +224,8 @@ class RunningAnswer:
     async def start(self) -> None:
         """Wait for the first tokens, so that earlier errors can set the HTTP status.
 
-        Return when every choice has tokens or one has ended, as others may wait for its slot.
-
-        Raises:
-            ApiError: the request failed before that.
+        Return when every choice has tokens or one has ended, as others may wait for its slot. Raise
+        ApiError if the request fails before that.
         """
         waiting = set(range(self.num_choices))
         while waiting and not self._num_ended:
@@ -173,10 +234,9 @@ class RunningAnswer:
             waiting.discard(index)
 
     async def deltas(self) -> AsyncIterator[tuple[int, TokenDelta]]:
-        """Yield (choice, delta) as they arrive; the last delta of a choice has a finish reason.
+        """Yield (choice, delta) as they arrive; raise ApiError if a choice fails.
 
-        Raises:
-            ApiError: a choice failed.
+        The last delta of a choice has a finish reason.
         """
         for index, delta in self._first:
             yield index, delta
@@ -214,8 +274,6 @@ class RunningAnswer:
         total = FleetSpeculation()
         for counts in self._speculation.values():
             total.add(counts)
-            if isinstance(counts, FleetSpeculation):
-                total.num_resumes += counts.num_resumes
         return total
 
     async def _next_delta(self) -> tuple[int, TokenDelta]:
@@ -260,7 +318,7 @@ class CompletionRunner:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: RayFleet,
         admission: Admission,
         *,
         timeout_s: float,
@@ -343,12 +401,8 @@ class CompletionRunner:
                 raise
 
 
-async def whole_answer(answer: RunningAnswer, form: AnswerFormat) -> Answer:
-    """Return the response body of a request without `stream`.
-
-    Raises:
-        ApiError: a choice failed.
-    """
+async def whole_answer(answer: RunningAnswer, form: AnswerFormat) -> JSONObject:
+    """Return the body of a response without `stream`; raise ApiError if a choice fails."""
     choices: list[list[TokenDelta]] = [[] for _ in range(answer.num_choices)]
     async for index, delta in answer.deltas():
         choices[index].append(delta)
@@ -367,19 +421,19 @@ async def stream_frames(
     try:
         for index in range(answer.num_choices):
             if (opening := form.opening(index)) is not None:
-                yield sse.frame(opening)
+                yield event(opening)
         async for index, delta in answer.deltas():
             if delta.text or delta.logprobs or delta.finish_reason is not None:
                 yield form.frame(index, delta)
         if form.head.include_usage:
-            yield sse.frame(form.usage_chunk(answer.usage))
-        yield sse.DONE
+            yield event(form.usage_chunk(answer.usage))
+        yield DONE
     except ApiError as error:
         logger.warning("request %s (%s) failed: %s", form.head.id, trace_id, error.message)
-        yield sse.frame(error.body())
+        yield event(error.body())
     except Exception as error:
         logger.exception("request %s (%s) failed", form.head.id, trace_id)
-        yield sse.frame(defect(error).body())
+        yield event(defect(error).body())
 
 
 def _without_tokens(delta: TokenDelta) -> TokenDelta:

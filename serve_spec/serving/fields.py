@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
@@ -18,6 +19,7 @@ from pydantic import (
     PlainValidator,
     model_validator,
 )
+from pydantic_core import CoreSchema
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import Grammar
@@ -25,14 +27,19 @@ from serve_spec.core.request import MAX_LOGPROBS
 
 
 class Unavailable:
-    """An unsupported field: its neutral values, which are accepted, and an alternative."""
+    """Annotation of an unsupported field: its neutral values and an alternative."""
 
     def __init__(self, *neutral: object, instead: str = "") -> None:
         self._neutral = neutral
         shown = " or ".join(_shown(value) for value in (neutral or (None,)))
+        self._description = f"Only {shown} is supported."
         self._fix = f"not supported; omit it or use {shown}"
         if instead:
             self._fix = f"{self._fix}; {instead}"
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: Any) -> dict[str, Any]:
+        """Return the field's JSON schema."""
+        return {**handler(core), "description": self._description}
 
     def check(self, name: str, value: object) -> None:
         """Raise InvalidRequest unless `value` is neutral."""
@@ -281,6 +288,22 @@ Name: TypeAlias = Annotated[Text, Field(max_length=MAX_NAME_CHARS)]
 Label: TypeAlias = Annotated[Text, Field(max_length=MAX_LABEL_CHARS)]
 
 
+def refuse_unavailable(fields: StrictFields, place: str = "") -> None:
+    """Raise InvalidRequest for an `Unavailable` field whose value is not neutral."""
+    for name, unavailable in _unavailable(type(fields)):
+        unavailable.check(f"{place}{name}", getattr(fields, name))
+
+
+@cache
+def _unavailable(model: type[StrictFields]) -> list[tuple[str, Unavailable]]:
+    return [
+        (name, note)
+        for name, field in model.model_fields.items()
+        for note in field.metadata
+        if isinstance(note, Unavailable)
+    ]
+
+
 class TextPart(StrictFields):
     """One part of a message's content."""
 
@@ -316,6 +339,7 @@ Variables: TypeAlias = Annotated[
     ),
 ]
 FEW = BeforeValidator(few)
+IGNORED = Field(description="Accepted and ignored.")
 Biases: TypeAlias = Annotated[
     dict[int, float] | None,
     PlainValidator(biases, json_schema_input_type=dict[str, float] | None),

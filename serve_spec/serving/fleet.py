@@ -1,4 +1,4 @@
-"""`Fleet` implementation for the engine replicas behind a Ray Serve handle."""
+"""The engine replicas behind a Ray Serve handle, as used by the router."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -17,16 +17,13 @@ from ray.serve.exceptions import RayServeException
 from serve_spec.config import ServeSpecConfig
 from serve_spec.log import get_logger
 from serve_spec.serving.batching import Batcher
+from serve_spec.serving.connections import ReplicaConnections
 from serve_spec.serving.errors import ApiError, no_replica
-from serve_spec.serving.fleet_stats import FleetStats
+from serve_spec.serving.fleet_stats import FleetStats, section
 from serve_spec.serving.messages import (
     GenerateRequest,
-    ReplicaItem,
-    ReplicaMessage,
     encode_router_message,
 )
-from serve_spec.serving.replica_connections import ReplicaConnections
-from serve_spec.serving.reports import section
 from serve_spec.serving.routing import ReplicaChooser, first_block, requests_to_move
 from serve_spec.serving.stats_actor import StatsClient, StatsUnavailable
 
@@ -43,7 +40,7 @@ _MAX_WAIT_S = 1.0
 _SERVING = frozenset({"RUNNING", "UPDATING"})
 
 
-class RayFleet:
+class RayFleet(Batcher):
     """The replicas of the deployment behind `handle`, in the Serve application `app_name`.
 
     sender: the unique name of this router.
@@ -61,8 +58,7 @@ class RayFleet:
         self._num_slots = config.scheduler.max_num_seqs
         self._max_quiet_checks = math.ceil(config.replica.stall_timeout_s / _WATCH_EVERY_S)
         router = config.router
-        self._batcher = Batcher(
-            self,
+        super().__init__(
             batch_wait_s=router.batch_wait_ms / 1000,
             max_batch_size=router.max_batch_size,
             num_shares=self._num_replicas,
@@ -72,7 +68,7 @@ class RayFleet:
         self._chooser = ReplicaChooser(
             router.routing_policy,
             sender,
-            self._batcher.num_open,
+            self.num_open,
             num_slots=self._num_slots,
             max_requests=config.replica.max_ongoing_requests,
             load_factor=router.prefix_load_factor,
@@ -89,21 +85,13 @@ class RayFleet:
             work.append(self._rebalance_forever())
         self._tasks = [asyncio.get_running_loop().create_task(each) for each in work]
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
-        """See `Fleet.generate`."""
-        return self._batcher.generate(request)
-
-    def withdraw(self, request_id: str) -> None:
-        """See `Fleet.withdraw`."""
-        self._batcher.withdraw(request_id)
-
     def batching(self) -> dict[str, object]:
-        """See `Fleet.batching`."""
-        sizes = {name: self._batcher.num_open(name) for name in self._connections.usable()}
-        return {**self._batcher.snapshot(), "replica_batch_sizes": sizes}
+        """See `Batcher`; `replica_batch_sizes` is of all connected replicas."""
+        sizes = {name: self.num_open(name) for name in self._connections.usable()}
+        return {**super().batching(), "replica_batch_sizes": sizes}
 
     async def ready(self) -> None:
-        """See `Transport.ready`."""
+        """See `Batcher.ready`."""
         num_checks = 0
         while not self._connections.usable():
             self._is_wanted.set()
@@ -115,26 +103,22 @@ class RayFleet:
                 raise no_replica("none is running")
 
     def send(self, requests: Sequence[GenerateRequest]) -> str:
-        """See `Transport.send`."""
+        """See `Batcher.send`."""
         replica = self._chooser.choose(requests, self._connections.usable())
         self._connections.send(replica, encode_router_message(requests))
         return replica
 
     def cancel(self, replica: str, request_ids: Sequence[str]) -> None:
-        """See `Transport.cancel`."""
+        """See `Batcher.cancel`."""
         self._connections.send(replica, encode_router_message(cancelled=request_ids))
 
-    def receive(self, replica: str, message: ReplicaMessage) -> None:
-        """See `MessageHandler.receive`."""
-        self._batcher.receive(replica, message)
-
     def fail_replica(self, replica: str, error: ApiError) -> None:
-        """See `MessageHandler.fail_replica`."""
+        """See `Batcher.fail_replica`."""
         self._chooser.forget(replica)
-        self._batcher.fail_replica(replica, error)
+        super().fail_replica(replica, error)
 
     async def num_healthy(self) -> int | None:
-        """See `Fleet.num_healthy`; asks Serve's controller."""
+        """Return the number of replicas that take requests; None if Serve does not answer."""
         try:
             async with asyncio.timeout(_STATUS_WITHIN_S):
                 status = await asyncio.to_thread(serve.status)
@@ -149,7 +133,11 @@ class RayFleet:
         return sum(n for state, n in deployment.replica_states.items() if state in _SERVING)
 
     async def costs(self) -> dict[str, int]:
-        """See `Fleet.costs`; a large fleet is only sampled."""
+        """Count replicas by the state of their cost table: "missing", "measured" or "loaded".
+
+        While a replica has none, its policy uses the strategy ema instead of goodput. The result is
+        empty if the states are unknown. A large fleet is only sampled.
+        """
         try:
             status: Mapping[str, Any] = await self._stats.status()
         except StatsUnavailable:
@@ -158,20 +146,18 @@ class RayFleet:
         return dict(Counter(state for state in states if isinstance(state, str)))
 
     async def stats(self) -> dict[str, object]:
-        """See `Fleet.stats`; falls back to asking the replicas if the stats actor fails."""
+        """Return `internal_states` (one per replica) and `fleet` of `/server_info`."""
         try:
             return await self._stats.view()
         except StatsUnavailable as error:
-            logger.warning("the stats actor does not respond, asking the replicas: %s", error)
-            return (await self._ask_replicas()).view(time.time())
+            return (await self._ask_replicas(error)).view(time.time())
 
     async def status(self) -> dict[str, object]:
-        """See `Fleet.status`; without the stats actor there is no history."""
+        """Return the data of the status page; without the stats actor there is no history."""
         try:
             return await self._stats.status()
         except StatsUnavailable as error:
-            logger.warning("the stats actor does not respond, asking the replicas: %s", error)
-            return (await self._ask_replicas()).status(time.time())
+            return (await self._ask_replicas(error)).status(time.time())
 
     async def _broadcast_address_forever(self) -> None:
         """Send all replicas, including new ones, the address of this router."""
@@ -203,7 +189,7 @@ class RayFleet:
 
     async def _rebalance(self) -> None:
         """Withdraw requests that wait at a replica while another one has free slots."""
-        not_started = self._batcher.not_started(_MAX_WAIT_S)
+        not_started = self.not_started(_MAX_WAIT_S)
         if not not_started:
             return
         answers = await self._handle.broadcast("record_routing_stats").results_async(
@@ -211,9 +197,10 @@ class RayFleet:
         )
         stats = {str(a["replica"]): a for a in answers if isinstance(a, dict)}
         for request_id in requests_to_move(not_started, stats, self._num_slots):
-            self._batcher.withdraw(request_id)
+            self.withdraw(request_id)
 
-    async def _ask_replicas(self) -> FleetStats:
+    async def _ask_replicas(self, reason: StatsUnavailable) -> FleetStats:
+        logger.warning("the stats actor does not respond, asking the replicas: %s", reason)
         config = self._stats_config
         fleet = FleetStats(stale_after_s=config.stale_after_s, history_s=config.history_s)
         try:

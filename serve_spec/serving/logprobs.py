@@ -12,7 +12,7 @@ from typing import TypeAlias
 from typing_extensions import TypedDict  # Python 3.11's own is not enough for FastAPI's schema
 
 from serve_spec.core.request import TokenLogprob
-from serve_spec.engine.token_bytes import TokenBytes
+from serve_spec.engine.tokenizer import TokenBytes
 
 TokenBytesLookup: TypeAlias = Callable[[int], TokenBytes]
 """`engine.tokenizer.Tokenizer.token_bytes`."""

@@ -1,4 +1,7 @@
-"""ASGI middleware: API keys, arrival time, and limits on request bodies."""
+"""Error responses, API keys, arrival time, and limits on request bodies.
+
+Every error of the app becomes an OpenAI error object.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,109 @@ import asyncio
 import hmac
 import json
 import time
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
-from fastapi import Request, Response
-from fastapi.exceptions import HTTPException
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serve_spec.core.errors import InvalidRequest
 from serve_spec.engine.messages import encode_async
-from serve_spec.log import TRACE_ID
-from serve_spec.serving.error_answers import error_answer, trace_id
-from serve_spec.serving.errors import ApiError, body_timed_out, body_too_large
-from serve_spec.serving.status_page import OPEN_PATHS as _PAGE_PATHS
-from serve_spec.serving.telemetry import ARRIVED
+from serve_spec.log import TRACE_ID, get_logger
+from serve_spec.serving.errors import ApiError, body_timed_out, body_too_large, defect, refused
+from serve_spec.serving.openai import ChatRequest, CompletionRequest, invalid_body
+
+logger = get_logger(__name__)
+
+CHAT_PATH = "/v1/chat/completions"
+_TRACE_HEADER = "x-request-id"
+
+
+class AsciiJSON(JSONResponse):
+    """JSON response in ASCII, as an error may quote a lone surrogate, which UTF-8 cannot encode."""
+
+    def render(self, content: object) -> bytes:
+        """Return the body."""
+        return _encode(content).encode("ascii")
+
+
+def encode_by_items(content: Mapping[str, object]) -> bytes:
+    """Return JSON in ASCII; list items are encoded separately so that other threads can run."""
+
+    def encode(value: object) -> str:
+        if isinstance(value, list):
+            return f"[{','.join(map(_encode, value))}]"
+        return _encode(value)
+
+    fields = (f"{_encode(name)}:{encode(value)}" for name, value in content.items())
+    return f"{{{','.join(fields)}}}".encode("ascii")
+
+
+def _encode(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def error_answer(error: ApiError) -> Response:
+    """Return the response for `error`."""
+    return AsciiJSON(error.body(), status_code=error.status, headers=error.headers())
+
+
+def trace_id(request: Request) -> str:
+    """Return x-request-id. Serve adds one if the client sends none, and returns it."""
+    return request.headers.get(_TRACE_HEADER, "-")
+
+
+def add_error_answers(api: FastAPI) -> None:
+    """Answer all errors with OpenAI error objects, also unknown routes and invalid JSON."""
+
+    @api.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        if error.status >= 500 or error.status == 408:
+            logger.warning("request %s: %d %s", trace_id(request), error.status, error.message)
+        return error_answer(error)
+
+    @api.exception_handler(InvalidRequest)
+    async def invalid_request(request: Request, error: InvalidRequest) -> Response:
+        return error_answer(refused(error))
+
+    @api.exception_handler(RequestValidationError)
+    async def validation(request: Request, error: RequestValidationError) -> Response:
+        is_chat = request.url.path.endswith(CHAT_PATH)
+        schema = ChatRequest if is_chat else CompletionRequest
+        return error_answer(invalid_body(error.errors(), schema))
+
+    @api.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> Response:
+        answer = error_answer(_of_framework(request, error))
+        answer.headers.update(error.headers or {})
+        return answer
+
+    @api.exception_handler(Exception)
+    async def bug(request: Request, error: Exception) -> Response:
+        # Serve logs the traceback.
+        logger.error("request %s: 500 %r", trace_id(request), error)
+        return error_answer(defect(error))
+
+
+def _of_framework(request: Request, error: HTTPException) -> ApiError:
+    """Convert an error of FastAPI or Starlette."""
+    what = f"{request.method} {request.url.path}"
+    message = {404: f"Unknown URL ({what})", 405: f"Not allowed: {what}"}
+    if isinstance(error.__cause__, ApiError):
+        return error.__cause__
+    if isinstance(error.__cause__, ClientDisconnect):  # for access logs only
+        return ApiError(499, "The client closed the connection before its body was complete")
+    if error.status_code == 400 and error.__cause__ is not None:
+        reason = type(error.__cause__).__name__
+        return ApiError(400, f"The body cannot be read as JSON in UTF-8 ({reason})")
+    return ApiError(error.status_code, message.get(error.status_code, str(error.detail)))
 
 
 class LargeBodyRoute(APIRoute):
@@ -45,7 +135,10 @@ class _LargeBody(Request):
 
 
 # Health probes have no key; the status page asks for one.
-_OPEN_PATHS = frozenset({"/health"}) | _PAGE_PATHS
+_OPEN_PATHS = frozenset({"/health", "/"})
+
+ARRIVED: ContextVar[float | None] = ContextVar("arrived", default=None)
+"""`perf_counter` at the arrival of the current request."""
 
 CLIENT: ContextVar[str] = ContextVar("client", default="")
 """The client of the current request: its API key, else its address."""
@@ -93,53 +186,34 @@ class Arrival:
         await self._app(scope, receive, send)
 
 
-class BodyTimeout:
-    """Middleware that returns 408 for a body that takes more than `timeout_s`."""
+class BodyLimits:
+    """Middleware that limits the size of a body (413) and the time it takes to arrive (408)."""
 
-    def __init__(self, app: ASGIApp, timeout_s: float) -> None:
+    def __init__(self, app: ASGIApp, *, max_bytes: int, timeout_s: float) -> None:
         self._app = app
+        self._max_bytes = max_bytes
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward the request; reading a late body raises an exception."""
+        """Forward the request; reading beyond a limit raises an exception."""
         deadline = asyncio.get_running_loop().time() + self._timeout_s
-        is_whole = False
+        num_bytes, is_whole = 0, False
 
-        async def timely() -> Message:
-            nonlocal is_whole
+        async def limited() -> Message:
+            nonlocal num_bytes, is_whole
             if is_whole:  # the next message is the disconnect, which has no deadline
                 return await receive()
+            # FastAPI passes on only HTTPException while it reads a body.
             try:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
-                # FastAPI passes on only this exception while it reads a body.
                 error = HTTPException(408, headers={"Connection": "close"})
                 raise error from body_timed_out(self._timeout_s)
-            is_whole = not message.get("more_body", False)
-            return message
-
-        await self._app(scope, timely if scope["type"] == "http" else receive, send)
-
-
-class BodyLimit:
-    """Middleware that returns 413 for a body of more than `max_bytes`."""
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward the request; reading beyond the limit raises an exception."""
-        num_bytes = 0
-
-        async def limited() -> Message:
-            nonlocal num_bytes
-            message = await receive()
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_bytes:
-                # FastAPI passes on only this exception while it reads a body.
                 raise HTTPException(413) from body_too_large(self._max_bytes)
+            is_whole = not message.get("more_body", False)
             return message
 
         await self._app(scope, limited if scope["type"] == "http" else receive, send)
@@ -147,4 +221,5 @@ class BodyLimit:
 
 def _is_open(scope: Scope) -> bool:
     """Return whether the path needs no key; the application's route prefix is ignored."""
-    return scope["path"].removeprefix(scope.get("root_path", "")) in _OPEN_PATHS
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path in _OPEN_PATHS or path.startswith("/static/")

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 from serve_spec.config.engine import ModelConfig
 from serve_spec.core.errors import CheckpointError, InvalidRequest, TextTooLong
@@ -38,13 +40,26 @@ _UNUSUAL_CHARS = 65_536
 _NUM_CACHED_TOKENS = 2**16
 
 
+class _Files(NamedTuple):
+    """What is read from a checkpoint."""
+
+    tokenizer: Tokenizer
+    token_bytes: TokenBytesLookup
+    template: ChatTemplate
+    control: ControlTokens
+    max_model_len: int
+
+
 class ModelText:
-    """Encodes prompts and decodes tokens of the served model."""
+    """Encodes prompts and decodes tokens of the served model.
+
+    All methods raise ApiError, 500, if the checkpoint's files cannot be used here.
+    """
 
     def __init__(self, model: ModelConfig) -> None:
         self._model = model
         self._loading = threading.Lock()
-        self._loaded: _Loaded | None = None
+        self._loaded: _Files | None = None
 
     async def conversation(
         self, request: ChatRequest, params: SamplingParams
@@ -53,21 +68,21 @@ class ModelText:
 
         Raises:
             InvalidRequest: the template rejects it, or it leaves no room for an answer.
-            ApiError: 500, the checkpoint's files cannot be used here.
         """
-        loaded = await asyncio.to_thread(self._files)
+        files = await self._files()
         num_chars = sum(len(message.content) for message in request.messages)
-        token_ids = await encode_async(num_chars, partial(loaded.conversation, request))
-        room = loaded.room_for_answer(token_ids, request)
-        limit = request.limit[1]
+        token_ids = await encode_async(num_chars, partial(_conversation, files, request))
+        if not token_ids:
+            raise InvalidRequest("messages", _summary(request), "give at least one token of text")
+        room = files.max_model_len - len(token_ids)
+        field, limit = request.limit
+        if limit is not None and limit > room:
+            fix = f"the messages have {len(token_ids)} tokens, which leaves {room}; lower {field}"
+            raise InvalidRequest(field, limit, fix)
         return token_ids, replace(params, max_tokens=room if limit is None else limit)
 
     async def texts(self, prompts: Sequence[Prompt]) -> list[str]:
-        """Return prompts as text.
-
-        Raises:
-            ApiError: 500, the checkpoint's files cannot be used here.
-        """
+        """Return prompts as text."""
         return [
             prompt if isinstance(prompt, str) else await self._text(prompt) for prompt in prompts
         ]
@@ -77,141 +92,102 @@ class ModelText:
 
         Raises:
             InvalidRequest: one is too long for the model.
-            ApiError: 500, the checkpoint's files cannot be used here.
         """
         return [
             await self._encoded(prompt) if isinstance(prompt, str) else prompt for prompt in prompts
         ]
 
     async def refuse_long(self, prompts: Sequence[Prompt]) -> None:
-        """Reject texts that are far too long before they are sent to a replica.
-
-        Raises:
-            InvalidRequest: one is too long for the model.
-            ApiError: 500, the checkpoint's files cannot be used here.
-        """
+        """Raise InvalidRequest for texts that are far too long before they reach a replica."""
         for prompt in prompts:
             if isinstance(prompt, str) and len(prompt) > _UNUSUAL_CHARS:
-                loaded = await asyncio.to_thread(self._files)
-                await encode_async(len(prompt), partial(loaded.refuse_long, prompt))
+                await encode_async(len(prompt), partial(_refuse_long, await self._files(), prompt))
 
     async def token_bytes(self) -> TokenBytesLookup:
-        """Return the lookup of token bytes.
+        """Return the lookup of token bytes."""
+        return (await self._files()).token_bytes
 
-        Raises:
-            ApiError: 500, the checkpoint's files cannot be used here.
-        """
-        loaded = await asyncio.to_thread(self._files)
-        return loaded.token_bytes
+    async def _text(self, token_ids: list[int]) -> str:
+        return await asyncio.to_thread((await self._files()).tokenizer.decode, token_ids)
 
     async def _encoded(self, prompt: str) -> list[int]:
         if not prompt:  # the engine rejects it
             return []
-        loaded = await asyncio.to_thread(self._files)
-        return await encode_async(len(prompt), partial(loaded.prompt, prompt))
+        return await encode_async(len(prompt), partial(_encode, await self._files(), prompt))
 
-    async def _text(self, token_ids: list[int]) -> str:
-        loaded = await asyncio.to_thread(self._files)
-        return await asyncio.to_thread(loaded.tokenizer.decode, token_ids)
+    async def _files(self) -> _Files:
+        return await asyncio.to_thread(self._load) if self._loaded is None else self._loaded
 
-    def _files(self) -> _Loaded:
+    def _load(self) -> _Files:
         with self._loading:
             if self._loaded is None:
                 try:
-                    self._loaded = _Loaded(self._model)
+                    self._loaded = _read(self._model)
                 except (CheckpointError, OSError) as error:
                     message = f"The router cannot read the model's tokenizer: {error}"
                     raise ApiError(500, message, kind="server_error", code="no_tokenizer") from None
             return self._loaded
 
 
-class _Loaded:
-    """The tokenizer, chat template and context length of a checkpoint."""
+def _read(model: ModelConfig) -> _Files:
+    tokenizer = Tokenizer(model.path)
+    token_bytes = lru_cache(_NUM_CACHED_TOKENS)(tokenizer.token_bytes)
+    template = ChatTemplate.from_folder(model.path)
+    control = ControlTokens(tokenizer, template.source)
+    max_model_len = model.max_model_len or _max_model_len(model.path)
+    return _Files(tokenizer, token_bytes, template, control, max_model_len)
 
-    def __init__(self, model: ModelConfig) -> None:
-        self.tokenizer = Tokenizer(model.path)
-        self.token_bytes: TokenBytesLookup = lru_cache(_NUM_CACHED_TOKENS)(
-            self.tokenizer.token_bytes
+
+def _encode(files: _Files, text: str) -> list[int]:
+    with _limit(files, "prompt") as max_tokens:
+        return files.tokenizer.encode(text, max_tokens=max_tokens)
+
+
+def _refuse_long(files: _Files, text: str) -> None:
+    with _limit(files, "prompt") as max_tokens:
+        files.tokenizer.refuse_long(text, max_tokens)
+
+
+def _conversation(files: _Files, request: ChatRequest) -> list[int]:
+    """Render a conversation with the template and return its token ids."""
+    mark = files.control.mark
+    messages = [
+        {"role": message.role, "content": mark(message.content)}
+        | ({"name": mark(message.name)} if message.name else {})
+        for message in request.messages
+    ]
+    variables = dict(request.chat_template_kwargs or {})
+    for name, value in variables.items():
+        if name in RESERVED:
+            fix = f"reserved; use the request's own fields instead of {sorted(RESERVED)}"
+            raise InvalidRequest("chat_template_kwargs", name, fix)
+        variables[name] = mark(value) if isinstance(value, str) else value
+    try:
+        text = files.template.render(
+            messages,
+            add_generation_prompt=request.generation_prompt,
+            continue_final_message=bool(request.continue_final_message),
+            variables=variables,
         )
-        self._template = ChatTemplate.from_folder(model.path)
-        self._control = ControlTokens(self.tokenizer, self._template.source)
-        self._max_model_len = model.max_model_len or _max_model_len(model.path)
+    except ChatTemplateError as error:
+        raise InvalidRequest("messages", _summary(request), str(error)) from None
+    add_special_tokens = files.template.is_plain
+    with _limit(files, "messages") as max_tokens:
+        return files.control.encode(
+            text, add_special_tokens=add_special_tokens, max_tokens=max_tokens
+        )
 
-    def prompt(self, text: str) -> list[int]:
-        """Return the token ids of a prompt.
 
-        Raises:
-            InvalidRequest: it is too long for the model.
-        """
-        try:
-            return self.tokenizer.encode(text, max_tokens=self._max_model_len - 1)
-        except TextTooLong as error:
-            raise self._too_long("prompt", error.at_least) from None
-
-    def refuse_long(self, text: str) -> None:
-        """Raise InvalidRequest for a text that is far too long."""
-        try:
-            self.tokenizer.refuse_long(text, self._max_model_len - 1)
-        except TextTooLong as error:
-            raise self._too_long("prompt", error.at_least) from None
-
-    def conversation(self, request: ChatRequest) -> list[int]:
-        """Render a conversation with the template and return its token ids.
-
-        Raises:
-            InvalidRequest: the template rejects it, or it is too long for the model.
-        """
-        messages = [
-            {"role": message.role, "content": self._control.mark(message.content)}
-            | ({"name": self._control.mark(message.name)} if message.name else {})
-            for message in request.messages
-        ]
-        try:
-            text = self._template.render(
-                messages,
-                add_generation_prompt=request.generation_prompt,
-                continue_final_message=bool(request.continue_final_message),
-                variables=self._variables(request.chat_template_kwargs or {}),
-            )
-        except ChatTemplateError as error:
-            raise InvalidRequest("messages", _summary(request), str(error)) from None
-        try:
-            return self._control.encode(
-                text,
-                add_special_tokens=self._template.is_plain,
-                max_tokens=self._max_model_len - 1,
-            )
-        except TextTooLong as error:
-            raise self._too_long("messages", error.at_least) from None
-
-    def room_for_answer(self, token_ids: list[int], request: ChatRequest) -> int:
-        """Return the number of tokens left in the context after the conversation.
-
-        Raises:
-            InvalidRequest: it is less than the request's limit.
-        """
-        if not token_ids:
-            raise InvalidRequest("messages", _summary(request), "give at least one token of text")
-        room = self._max_model_len - len(token_ids)
-        field, limit = request.limit
-        if limit is not None and limit > room:
-            fix = f"the messages have {len(token_ids)} tokens, which leaves {room}; lower {field}"
-            raise InvalidRequest(field, limit, fix)
-        return room
-
-    def _too_long(self, field: str, at_least: int) -> InvalidRequest:
-        fix = f"shorten to at most {self._max_model_len - 1} tokens (max_model_len - 1)"
-        return InvalidRequest(field, f"<at least {at_least} tokens>", fix, too_long=True)
-
-    def _variables(self, given: Mapping[str, object]) -> dict[str, object]:
-        for name in given:
-            if name in RESERVED:
-                fix = f"reserved; use the request's own fields instead of {sorted(RESERVED)}"
-                raise InvalidRequest("chat_template_kwargs", name, fix)
-        return {
-            name: self._control.mark(value) if isinstance(value, str) else value
-            for name, value in given.items()
-        }
+@contextmanager
+def _limit(files: _Files, field: str) -> Iterator[int]:
+    """Yield the maximum number of tokens; convert TextTooLong to InvalidRequest."""
+    most = files.max_model_len - 1
+    try:
+        yield most
+    except TextTooLong as error:
+        fix = f"shorten to at most {most} tokens (max_model_len - 1)"
+        found = f"<at least {error.at_least} tokens>"
+        raise InvalidRequest(field, found, fix, too_long=True) from None
 
 
 def _summary(request: ChatRequest) -> str:
@@ -219,11 +195,7 @@ def _summary(request: ChatRequest) -> str:
 
 
 def _max_model_len(folder: Path) -> int:
-    """Return the context length in config.json, as the engine reads it.
-
-    Raises:
-        CheckpointError: config.json cannot be read.
-    """
+    """Return the context length in config.json, as the engine reads it."""
     path = folder / "config.json"
     try:
         return int(json.loads(path.read_text()).get("max_position_embeddings", _DEFAULT_MODEL_LEN))

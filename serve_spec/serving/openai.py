@@ -6,8 +6,9 @@ values.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -22,6 +23,7 @@ from serve_spec.serving import fields
 from serve_spec.serving.errors import ApiError
 from serve_spec.serving.fields import (
     FEW,
+    IGNORED,
     Biases,
     Content,
     FewInts,
@@ -37,29 +39,12 @@ from serve_spec.serving.fields import (
     Unavailable,
     Variables,
     grammar_of,
+    refuse_unavailable,
 )
 
 MAX_CHOICES_PER_PROMPT = 128
 _GRAMMAR_LIMIT = f"At most {MAX_GRAMMAR_CHARS} characters."
 
-# Request fields that are SamplingParams fields of the same name and meaning.
-_SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_token_ids",
-    "min_tokens",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-)
 _INT64 = 2**63
 
 
@@ -92,8 +77,6 @@ class ResponseFormat(StrictFields):
 
 class _Request(StrictFields):
     """Fields of both endpoints. Null means the default, as in the OpenAI API."""
-
-    unavailable: ClassVar[Mapping[str, Unavailable]] = {}
 
     model: Name | None = Field(None, description="Served model name; optional.")
     temperature: float | None = Field(None, description="Default 1; 0 is greedy.")
@@ -166,10 +149,8 @@ class _Request(StrictFields):
     stream: bool | None = Field(None, description="Send server-sent events.")
     stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
     speculative: SpeculativeRequest | None = None
-    user: Label | None = Field(None, description="Accepted and ignored.")
-    metadata: Annotated[dict[Label, Label] | None, FEW] = Field(
-        None, description="Accepted and ignored."
-    )
+    user: Annotated[Label | None, IGNORED] = None
+    metadata: Annotated[dict[Label, Label] | None, FEW, IGNORED] = None
 
     @property
     def num_choices(self) -> int:
@@ -191,12 +172,8 @@ class _Request(StrictFields):
 
         max_tokens: None for the default.
         logprobs, prompt_logprobs: as in `SamplingParams`.
-
-        Raises:
-            InvalidRequest: a value is out of range or not supported.
         """
-        for name, field in self.unavailable.items():
-            field.check(name, getattr(self, name))
+        refuse_unavailable(self)
         if self.stream_options is not None and not self.stream:
             fix = "allowed only with stream=true"
             raise InvalidRequest("stream_options", self.stream_options.model_dump(), fix)
@@ -210,10 +187,8 @@ class _Request(StrictFields):
             response_format=None if form is None else (form.type, form.json_schema),
             structured_outputs=self.structured_outputs,
             guided={
-                "json": self.guided_json,
-                "regex": self.guided_regex,
-                "grammar": self.guided_grammar,
-                "choice": self.guided_choice,
+                language: getattr(self, f"guided_{language}")
+                for language in ("json", "regex", "grammar", "choice")
             },
         )
         speculative = self.speculative or SpeculativeRequest()
@@ -227,12 +202,14 @@ class _Request(StrictFields):
         )
 
 
+# Request fields that are SamplingParams fields of the same name and meaning.
+_SAMPLING_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)} & set(
+    _Request.model_fields
+) - {"speculative"}
+
+
 class CompletionRequest(_Request):
     """Body of POST /v1/completions."""
-
-    unavailable: ClassVar[Mapping[str, Unavailable]] = {
-        "suffix": Unavailable("", instead="this model has no fill-in-the-middle format"),
-    }
 
     prompt: Prompts = Field(
         description="A string, strings, token ids, or lists of token ids. Prompt p has the choices "
@@ -253,7 +230,9 @@ class CompletionRequest(_Request):
         "For generated tokens they refer to the distribution after penalties, biases, "
         "`temperature` and filters; for an echoed prompt, to the model's own.",
     )
-    suffix: Text | None = Field(None, description="Only null is supported.")
+    suffix: Annotated[
+        Text | None, Unavailable("", instead="this model has no fill-in-the-middle format")
+    ] = None
 
     @property
     def is_prompt_only(self) -> bool:
@@ -261,10 +240,9 @@ class CompletionRequest(_Request):
         return self.max_tokens == 0 and bool(self.echo)
 
     def sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters of choice 0; with `is_prompt_only`, of one hidden token.
+        """Return the sampling parameters of choice 0, or raise InvalidRequest.
 
-        Raises:
-            InvalidRequest: a value is out of range or not supported.
+        With `is_prompt_only`, they are of one hidden token.
         """
         if self.max_tokens == 0 and not self.echo:
             fix = "use an integer in [1, 2³¹); 0 is allowed only with echo=true"
@@ -282,45 +260,23 @@ class CompletionRequest(_Request):
 class ChatMessage(StrictFields):
     """One message. Fields of an earlier answer are accepted if they are empty."""
 
-    unavailable: ClassVar[Mapping[str, Unavailable]] = {
-        "audio": Unavailable(),
-        "function_call": Unavailable(),
-        "refusal": Unavailable(),
-        "tool_calls": Unavailable([]),
-    }
-
     role: Literal["system", "developer", "user", "assistant"]
     content: Content = Field(description="A string, or text parts, joined by line breaks.")
     name: Name | None = Field(None, description="Passed to the chat template.")
 
-    annotations: list[Any] | None = Field(None, description="Accepted and ignored.")
-    audio: dict[str, Any] | None = Field(None, description="Only null is supported.")
-    function_call: dict[str, Any] | None = Field(None, description="Only null is supported.")
-    refusal: Text | None = Field(None, description="Only null is supported.")
-    tool_calls: list[Any] | None = Field(None, description="Only [] is supported.")
+    annotations: Annotated[list[Any] | None, IGNORED] = None
+    audio: Annotated[dict[str, Any] | None, Unavailable()] = None
+    function_call: Annotated[dict[str, Any] | None, Unavailable()] = None
+    refusal: Annotated[Text | None, Unavailable()] = None
+    tool_calls: Annotated[list[Any] | None, Unavailable([])] = None
 
 
+_NO_EFFORT = "if the template supports it, set it in chat_template_kwargs"
 _NO_TOOLS = "describe the tools in a message and parse the calls from the text"
 
 
 class ChatRequest(_Request):
     """Body of POST /v1/chat/completions."""
-
-    unavailable: ClassVar[Mapping[str, Unavailable]] = {
-        "audio": Unavailable(),
-        "function_call": Unavailable("none", "auto", instead=_NO_TOOLS),
-        "functions": Unavailable([], instead=_NO_TOOLS),
-        "modalities": Unavailable(["text"]),
-        "moderation": Unavailable(),
-        "prediction": Unavailable(),
-        "reasoning_effort": Unavailable(
-            "none", instead="if the template supports it, set it in chat_template_kwargs"
-        ),
-        "tool_choice": Unavailable("none", "auto", instead=_NO_TOOLS),
-        "tools": Unavailable([], instead=_NO_TOOLS),
-        "verbosity": Unavailable("medium"),
-        "web_search_options": Unavailable(),
-    }
 
     messages: list[ChatMessage] = Field(
         min_length=1,
@@ -350,29 +306,29 @@ class ChatRequest(_Request):
         None, description="Also return this many most likely tokens; only with `logprobs`."
     )
 
-    parallel_tool_calls: bool | None = Field(None, description="Accepted and ignored.")
-    prompt_cache_key: Label | None = Field(None, description="Accepted and ignored.")
-    prompt_cache_options: dict[str, Any] | None = Field(None, description="Accepted and ignored.")
-    prompt_cache_retention: Label | None = Field(None, description="Accepted and ignored.")
-    safety_identifier: Label | None = Field(None, description="Accepted and ignored.")
-    service_tier: Label | None = Field(None, description="Accepted and ignored.")
-    store: bool | None = Field(None, description="Accepted and ignored: nothing is stored.")
+    parallel_tool_calls: Annotated[bool | None, IGNORED] = None
+    prompt_cache_key: Annotated[Label | None, IGNORED] = None
+    prompt_cache_options: Annotated[dict[str, Any] | None, IGNORED] = None
+    prompt_cache_retention: Annotated[Label | None, IGNORED] = None
+    safety_identifier: Annotated[Label | None, IGNORED] = None
+    service_tier: Annotated[Label | None, IGNORED] = None
+    store: Annotated[bool | None, IGNORED] = None
 
-    audio: dict[str, Any] | None = Field(None, description="Only null is supported.")
-    function_call: Text | dict[str, Any] | None = Field(
-        None, description='Only "none" or "auto" is supported.'
-    )
-    functions: list[Any] | None = Field(None, description="Only [] is supported.")
-    modalities: list[Any] | None = Field(None, description='Only ["text"] is supported.')
-    moderation: dict[str, Any] | None = Field(None, description="Only null is supported.")
-    prediction: dict[str, Any] | None = Field(None, description="Only null is supported.")
-    reasoning_effort: Text | None = Field(None, description='Only "none" is supported.')
-    tool_choice: Text | dict[str, Any] | None = Field(
-        None, description='Only "none" or "auto" is supported.'
-    )
-    tools: list[Any] | None = Field(None, description="Only [] is supported.")
-    verbosity: Text | None = Field(None, description='Only "medium" is supported.')
-    web_search_options: dict[str, Any] | None = Field(None, description="Only null is supported.")
+    audio: Annotated[dict[str, Any] | None, Unavailable()] = None
+    function_call: Annotated[
+        Text | dict[str, Any] | None, Unavailable("none", "auto", instead=_NO_TOOLS)
+    ] = None
+    functions: Annotated[list[Any] | None, Unavailable([], instead=_NO_TOOLS)] = None
+    modalities: Annotated[list[Any] | None, Unavailable(["text"])] = None
+    moderation: Annotated[dict[str, Any] | None, Unavailable()] = None
+    prediction: Annotated[dict[str, Any] | None, Unavailable()] = None
+    reasoning_effort: Annotated[Text | None, Unavailable("none", instead=_NO_EFFORT)] = None
+    tool_choice: Annotated[
+        Text | dict[str, Any] | None, Unavailable("none", "auto", instead=_NO_TOOLS)
+    ] = None
+    tools: Annotated[list[Any] | None, Unavailable([], instead=_NO_TOOLS)] = None
+    verbosity: Annotated[Text | None, Unavailable("medium")] = None
+    web_search_options: Annotated[dict[str, Any] | None, Unavailable()] = None
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -389,14 +345,12 @@ class ChatRequest(_Request):
         return self.add_generation_prompt
 
     def sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters of choice 0; without a `limit`, `max_tokens` is a default.
+        """Return the sampling parameters of choice 0, or raise InvalidRequest.
 
-        Raises:
-            InvalidRequest: a value is out of range or not supported.
+        Without a `limit`, `max_tokens` is a default.
         """
         for index, message in enumerate(self.messages):
-            for name, field in message.unavailable.items():
-                field.check(f"messages.{index}.{name}", getattr(message, name))
+            refuse_unavailable(message, f"messages.{index}.")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             fix = "conflicts with max_completion_tokens, its newer name; give only one of them"
             raise InvalidRequest("max_tokens", self.max_tokens, fix)

@@ -14,9 +14,8 @@ from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import EngineOverloaded, InvalidRequest
 from serve_spec.log import TRACE_ID, get_logger
 from serve_spec.serving.autoscaling import NUM_REQUESTS
-from serve_spec.serving.connection import RouterAddress
+from serve_spec.serving.connections import ResponseQueue, RouterAddress, RouterConnections
 from serve_spec.serving.messages import Accepted, Failed, GenerateRequest, Refused, ReplicaItem
-from serve_spec.serving.router_connections import ResponseQueue, RouterConnections
 from serve_spec.serving.stats_actor import StatsClient, StatsUnavailable
 from serve_spec.serving.telemetry import ReplicaTelemetry, pair_name, start_warm
 
@@ -61,11 +60,7 @@ class EngineReplica:
         self._watch = tasks.create_task(self._watch_forever())
 
     async def connect(self, router: RouterAddress) -> None:
-        """Connect to a router and accept its requests; no-op if it is connected.
-
-        Raises:
-            OSError: the router no longer listens.
-        """
+        """See `RouterConnections.connect`; called by routers through Serve."""
         await self._routers.connect(router)
 
     async def check_health(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
 from serve_spec.log import get_logger
@@ -37,6 +37,9 @@ from serve_spec.serving.messages import (
     is_last,
 )
 
+if TYPE_CHECKING:
+    from serve_spec.serving.batching import Batcher
+
 logger = get_logger(__name__)
 
 # A request that has lost this many replicas may be the cause.
@@ -47,13 +50,13 @@ _PAUSE_S = 0.25
 
 @dataclass
 class FleetSpeculation(SpeculationStats):
-    """Speculation counts of one request, summed over its replicas."""
+    """Speculation counts of one request, or of several, summed over their replicas."""
 
     num_resumes: int = 0
     """How often the request was resumed after a failure."""
 
     def add(self, counts: SpeculationStats) -> None:
-        """Add the counts of one replica."""
+        """Add the counts of one replica or request."""
         self.num_rounds += counts.num_rounds
         self.num_draft_tokens += counts.num_draft_tokens
         self.num_correct_drafts += counts.num_correct_drafts
@@ -61,16 +64,12 @@ class FleetSpeculation(SpeculationStats):
             known = self.rounds_by_num_steps.get(num_steps, 0)
             self.rounds_by_num_steps[num_steps] = known + num_rounds
         self.synthetic_acceptance |= counts.synthetic_acceptance
+        if isinstance(counts, FleetSpeculation):
+            self.num_resumes += counts.num_resumes
 
     def as_dict(self) -> dict[str, object]:
         """Return `usage.speculation` of the HTTP API."""
         return {**super().as_dict(), "num_resumes": self.num_resumes}
-
-
-class _Fleet(Protocol):
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]: ...
-
-    def withdraw(self, request_id: str) -> None: ...
 
 
 class _Attempts:
@@ -148,11 +147,7 @@ class _Attempts:
         self._wait_from_now()
 
     async def after(self, error: ApiError) -> None:
-        """Wait until the next attempt after an error.
-
-        Raises:
-            ApiError: there will be no other attempt.
-        """
+        """Wait until the next attempt after an error; raise it if there will be none."""
         if isinstance(error, ClientTooSlow):
             raise error
         if self._replica is not None or (isinstance(error, ReplicaLost) and not self._was_accepted):
@@ -189,7 +184,7 @@ def _now() -> float:
 
 
 async def resumed(
-    fleet: _Fleet,
+    fleet: Batcher,
     request: GenerateRequest,
     resume_timeout_s: float,
     slot: AdmissionSlot | None = None,

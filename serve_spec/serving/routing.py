@@ -6,11 +6,11 @@ import math
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from serve_spec.serving.connections import ReplicaConnection
 from serve_spec.serving.messages import GenerateRequest
-from serve_spec.serving.replica_connections import ReplicaConnection
 
 
 def requests_to_move(
@@ -82,24 +82,6 @@ class ReplicaLoad:
     """ms/token of one more request, by number of requests (`adaptive.marginal`); None: no table."""
     matched_blocks: int = 0
     """Blocks of the batch's prompts that the replica was sent before."""
-
-    @classmethod
-    def of(
-        cls, name: str, load: Mapping[str, Any], rows: Mapping[str, int], router: str
-    ) -> ReplicaLoad:
-        """Return the load of a replica from its last messages.
-
-        load: `EngineReplica.record_routing_stats`, up to a second old. rows: its requests by
-        router, milliseconds old while it runs requests of this router.
-        """
-        by_rows: Mapping[str, float] | None = load.get("marginal_ms_by_rows")
-        return cls(
-            name,
-            other_requests=sum(n for sender, n in rows.items() if sender != router),
-            is_short_of_pages=is_short_of_pages(load),
-            is_healthy=load.get("is_healthy", True),
-            marginal_ms_by_rows={int(k): ms for k, ms in by_rows.items()} if by_rows else None,
-        )
 
     @property
     def rows(self) -> int:
@@ -263,16 +245,7 @@ class ReplicaChooser:
         """Return the replica for a batch of at least one request."""
         by_prefix = self._policy == "prefix"
         prompts = [blocks(request.prompt) for request in requests if by_prefix]
-        loads = [
-            replace(
-                ReplicaLoad.of(name, link.load, link.rows, self._router),
-                own_requests=self._num_open(name),
-                num_slots=self._num_slots,
-                max_requests=self._max_requests,
-                matched_blocks=sum(self._prefixes.matched(name, prompt) for prompt in prompts),
-            )
-            for name, link in connections.items()
-        ]
+        loads = [self._load(name, connection, prompts) for name, connection in connections.items()]
         name, *_ = ranked(
             self._policy,
             loads,
@@ -287,3 +260,25 @@ class ReplicaChooser:
     def forget(self, replica: str) -> None:
         """Remove a replica, whose cache is gone."""
         self._prefixes.forget(replica)
+
+    def _load(
+        self, name: str, connection: ReplicaConnection, prompts: Sequence[Sequence[int]]
+    ) -> ReplicaLoad:
+        """Return the load of a replica from its last messages.
+
+        `connection.load` is up to a second old, `connection.rows` milliseconds while the replica
+        runs requests of this router.
+        """
+        load, rows = connection.load, connection.rows
+        costs: Mapping[str, float] | None = load.get("marginal_ms_by_rows")
+        return ReplicaLoad(
+            name,
+            own_requests=self._num_open(name),
+            other_requests=sum(n for sender, n in rows.items() if sender != self._router),
+            num_slots=self._num_slots,
+            max_requests=self._max_requests,
+            is_short_of_pages=is_short_of_pages(load),
+            is_healthy=load.get("is_healthy", True),
+            marginal_ms_by_rows={int(n): ms for n, ms in costs.items()} if costs else None,
+            matched_blocks=sum(self._prefixes.matched(name, prompt) for prompt in prompts),
+        )

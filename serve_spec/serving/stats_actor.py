@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,8 +20,9 @@ from ray.serve._private.common import DeploymentID, ReplicaID
 
 from serve_spec.config import ServeSpecConfig, StatsConfig
 from serve_spec.log import get_logger
-from serve_spec.serving.fleet_stats import FleetStats, decode_view
-from serve_spec.serving.reports import Report, ReportPace
+from serve_spec.serving.fleet_stats import FleetStats
+
+logger = get_logger(__name__)
 
 _SERVE_NAMESPACE = "serve"
 
@@ -61,10 +63,11 @@ class ReplicaActors:
         return ray.get_actor(name, namespace=_SERVE_NAMESPACE)
 
 
-logger = get_logger(__name__)
-
+# CPU cores that reports may use; the rest is left for queries and peaks.
+_CORES = 0.6
+# CPU seconds of a report with some margin. Most is Ray's overhead per call.
+_REPORT_S = 1e-3
 _ANSWER_WITHIN_S = 2.0
-_MAX_BUFFERED_REPORTS = 64
 _STATUS_VALID_S = 1.0
 _STATUS_CORES = 0.1
 _CHECK_EVERY_S = 1.0
@@ -78,9 +81,6 @@ class StatsUnavailable(RuntimeError):
 
 class SpecStats:
     """The actor around `FleetStats`.
-
-    Reports are buffered and processed in batches, when enough have arrived or a reader asks. This
-    is several times faster than one at a time.
 
     Replicas that stop reporting are checked: dead ones are removed, and one that is alive but does
     not respond is killed, so that its resources are free for its replacement.
@@ -101,15 +101,13 @@ class SpecStats:
         push_interval_s: float = 2.0,
         stall_timeout_s: float = 10.0,
     ) -> None:
-        self._known = FleetStats(stale_after_s=stale_after_s, history_s=history_s)
+        self._fleet = FleetStats(stale_after_s=stale_after_s, history_s=history_s)
         self._memory_s = max(stale_after_s, history_s)
         self._push_interval_s = push_interval_s
         self._stall_timeout_s = stall_timeout_s
         self._lock = threading.RLock()
         self._reported_s = time.time()
-        self._pace = ReportPace(time.process_time, longest_s=stale_after_s / 2)
-        self._waiting: list[tuple[bytes, float]] = []
-        self._interval_s = 0.0
+        self._max_interval_s = stale_after_s / 2
         self._status: dict[str, object] = {}
         self._status_until = float("-inf")
         if end is not None:
@@ -117,13 +115,14 @@ class SpecStats:
         if replicas is not None:
             threading.Thread(target=self._check_forever, args=(replicas,), daemon=True).start()
 
-    def report(self, packed: bytes) -> float:
-        """Store a `Report`; return the minimum seconds until the replica's next one."""
+    def report(self, replica: str, encoded: bytes) -> float:
+        """Store an encoded snapshot; return the minimum seconds until the replica's next one."""
         self._reported_s = time.time()
-        self._waiting.append((packed, self._reported_s))
-        if len(self._waiting) >= _MAX_BUFFERED_REPORTS:
+        try:
             with self._lock:
-                self._process_buffered()
+                self._fleet.report(replica, pickle.loads(encoded), self._reported_s)
+        except Exception as error:  # other replicas' reports are still valid
+            logger.warning("unreadable report of replica %s: %r", replica, error)
         return self._interval_s
 
     def forget(self, replica: str) -> None:
@@ -131,10 +130,10 @@ class SpecStats:
         with self._lock:
             self._fleet.forget(replica)
 
-    def view(self) -> dict[str, object]:
-        """Return `FleetStats.encoded_view`, which the caller decodes."""
+    def view(self) -> bytes:
+        """Return `FleetStats.view`, encoded."""
         with self._lock:
-            return self._fleet.encoded_view(time.time())
+            return pickle.dumps(self._fleet.view(time.time()))
 
     def status(self) -> dict[str, object]:
         """Return the data of the status page.
@@ -150,15 +149,14 @@ class SpecStats:
         return self._status
 
     def prior(self, pair: str, max_steps: int) -> list[float] | None:
-        """See `FleetAcceptance.prior`."""
+        """See `FleetStats.prior`."""
         with self._lock:
             return self._fleet.prior(pair, max_steps, time.time())
 
     @property
-    def _fleet(self) -> FleetStats:
-        """The statistics, with all buffered reports."""
-        self._process_buffered()
-        return self._known
+    def _interval_s(self) -> float:
+        """Minimum seconds between reports of a replica; near 0 for a small fleet."""
+        return min(self._max_interval_s, self._fleet.num_replicas * _REPORT_S / _CORES)
 
     def _end_when_idle(self, end: Callable[[], None]) -> None:
         while (left_s := self._reported_s + self._memory_s - time.time()) > 0:
@@ -187,19 +185,12 @@ class SpecStats:
                 logger.error("replica %s does not respond; killing its process", name)
                 replicas.kill(name)
 
-    def _process_buffered(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for packed, time_s in waiting:
-            try:
-                self._known.take(Report.unpacked(packed), time_s)
-            except Exception as error:  # other replicas' reports are still valid
-                logger.warning("unreadable report: %r", error)
-        self._pace.count(len(waiting))
-        self._interval_s = self._pace.interval_s(self._known.num_replicas)
-
 
 class StatsClient:
-    """Client of an application's actor; it creates the actor if there is none."""
+    """Client of an application's actor; it creates the actor if there is none.
+
+    Coroutines raise StatsUnavailable if there is no response within two seconds.
+    """
 
     def __init__(self, config: ServeSpecConfig, app_name: str) -> None:
         self._config = config.stats
@@ -208,29 +199,20 @@ class StatsClient:
         self._actor: Any = None
 
     async def report(self, replica: str, snapshot: Mapping[str, object]) -> float:
-        """Send a replica's snapshot; return the minimum seconds until the next one.
-
-        Raises:
-            StatsUnavailable: no response within two seconds.
-        """
-        interval_s: float = await self._call("report", Report.of(replica, snapshot).packed())
+        """Send a replica's snapshot; return the minimum seconds until the next one."""
+        # Bytes are the cheapest argument for Ray.
+        encoded = pickle.dumps(dict(snapshot), pickle.HIGHEST_PROTOCOL)
+        interval_s: float = await self._call("report", replica, encoded)
         return interval_s
 
     async def view(self) -> dict[str, object]:
-        """Return `FleetStats.view`.
-
-        Raises:
-            StatsUnavailable: no response within two seconds.
-        """
+        """Return `FleetStats.view`."""
         # Decoding a large fleet is slow, so it runs in a thread.
-        return await asyncio.to_thread(decode_view, await self._call("view"))
+        view: dict[str, object] = await asyncio.to_thread(pickle.loads, await self._call("view"))
+        return view
 
     async def status(self) -> dict[str, object]:
-        """Return the data of the status page.
-
-        Raises:
-            StatsUnavailable: no response within two seconds.
-        """
+        """Return `FleetStats.status`."""
         status: dict[str, object] = await self._call("status")
         return status
 

@@ -1,5 +1,10 @@
 """Metrics of replicas and routers, and the warm start of a replica from the fleet's acceptance.
 
+They are exported through Ray, to its dashboard and every node's Prometheus endpoint. Ray adds the
+prefix `ray_` and, for counters, the suffix `_total` (`exported_names`). It keeps a series per set
+of labels for the life of the process, so the label of a replica is its rank, which its replacement
+inherits, not its id.
+
 The router measures the latency seen by clients, the replica that of its engine. The difference is
 the framework's share: HTTP, queueing, routing and messages. Clocks of different processes are never
 compared.
@@ -9,61 +14,222 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from contextvars import ContextVar
-from dataclasses import replace
-from typing import Any, Literal
+import urllib.request
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import ray
+from ray.util import metrics as ray_metrics
 
 from serve_spec.adaptive import PolicySettings
 from serve_spec.config import ServeSpecConfig
+from serve_spec.core.record import StepRecord
 from serve_spec.core.request import TokenDelta
 from serve_spec.log import get_logger
 from serve_spec.metrics import (
     FIRST_TOKEN_WAIT_MS,
     FIRST_TOKENS,
+    FORCED_ACCEPTANCE,
     IN_FLIGHT,
-    LATENCY_METRICS,
+    LAST_REASON,
     LATER_TOKENS,
     LATER_TOKENS_WAIT_MS,
+    METRICS,
+    OLD_NAMES,
+    PREDICTED_GOODPUT,
     QUEUE_LEN,
     REJECTED,
     REQUESTS,
     RESUMED,
-    ROUND_METRICS,
-    ROUTER_METRICS,
-    STATE_METRICS,
+    SLOT,
     SUBMISSIONS,
     TPOT_MS,
     TTFT_MS,
+    Metric,
     Reading,
 )
+from serve_spec.metrics import readings as round_readings
+from serve_spec.serving.fleet_stats import Snapshot, number, section
 from serve_spec.serving.messages import Failed, Refused, ReplicaItem
-from serve_spec.serving.ray_metrics import RayMetrics, RoundSink, StateReadings
-from serve_spec.serving.reports import Snapshot, number, section
+from serve_spec.serving.middleware import ARRIVED
 from serve_spec.serving.stats_actor import StatsClient
+
+logger = get_logger(__name__)
+
+_PREFIX = "ray_serve_spec_"
+_ANSWER_WITHIN_S = 2.0
+
+
+async def fleet_metrics() -> str:
+    """Return serve_spec's metrics of all live nodes; nodes that do not respond are left out."""
+    nodes = await asyncio.to_thread(ray.nodes)
+    urls = [
+        f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        for node in nodes
+        if node["Alive"]
+    ]
+    return ours(await asyncio.gather(*(asyncio.to_thread(_read, url) for url in urls)))
+
+
+def ours(expositions: Iterable[str]) -> str:
+    """Merge serve_spec's metrics of several expositions, grouped by metric."""
+    comments: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for text in expositions:
+        name = ""
+        for line in text.splitlines():
+            if line.startswith(("# HELP ", "# TYPE ")):
+                name = line.split(" ", 3)[2]
+                known = comments.setdefault(name, [])
+                if line[:7] not in {comment[:7] for comment in known}:
+                    known.append(line)
+            else:
+                samples.setdefault(name, []).append(line)
+    return "".join(
+        f"{line}\n"
+        for name, lines in samples.items()
+        if name.startswith(_PREFIX)
+        for line in (*comments[name], *lines)
+    )
+
+
+def _read(url: str) -> str:
+    try:
+        with urllib.request.urlopen(url, timeout=_ANSWER_WITHIN_S) as answer:
+            text: str = answer.read().decode()
+    except OSError as error:
+        logger.warning("no metrics from %s: %r", url, error)
+        return ""
+    return text
+
+
+LABELS = ("application", "deployment", "replica")
+"""Labels of every series, in addition to the metric's own."""
+
+# Rounds to keep between flushes; a few seconds of a fast engine.
+_MOST_WAITING = 8192
+
+_EXPORT_INTERVAL_S = 0.5
+
+_Key: TypeAlias = tuple[Metric, tuple[tuple[str, str], ...]]
+
+
+def exported_names(metric: Metric) -> tuple[str, ...]:
+    """Return the names of a metric in Prometheus."""
+    name = f"ray_{metric.name}"
+    if metric.kind == "counter":
+        return (f"{name}_total",)
+    if metric.kind == "histogram":
+        return (f"{name}_bucket", f"{name}_count", f"{name}_sum")
+    return (name,)
+
+
+class RayMetrics:
+    """Metrics of this process, and a buffer of the engine's rounds. Thread-safe.
+
+    labels: a value for each of `LABELS`.
+    """
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self._record = {
+            metric: [_declare(metric, name, dict(labels)) for name in names(metric)]
+            for metric in METRICS
+        }
+        self._rounds: deque[StepRecord] = deque(maxlen=_MOST_WAITING)
+
+    def record(self, reading: Reading) -> None:
+        """Record one reading; takes a few microseconds."""
+        for record in self._record[reading.metric]:
+            record(reading.value, dict(reading.labels))
+
+    def observe(self, record: StepRecord) -> None:
+        """Buffer a round; the oldest are dropped when the buffer is full.
+
+        The engine's thread only pays for an append.
+        """
+        self._rounds.append(record)
+
+    def flush(self) -> None:
+        """Record the buffered rounds: the sum for counters, the newest value for gauges."""
+        waiting = [self._rounds.popleft() for _ in range(len(self._rounds))]
+        for reading in merged(reading for record in waiting for reading in round_readings(record)):
+            self.record(reading)
+
+
+def names(metric: Metric) -> list[str]:
+    """Return the name of a metric, and its former name if it has one."""
+    return [metric.name, *([OLD_NAMES[metric]] if metric in OLD_NAMES else [])]
+
+
+def _declare(
+    metric: Metric, name: str, labels: dict[str, str]
+) -> Callable[[float, dict[str, str]], None]:
+    """Declare a metric in Ray; return the function that records a value with its labels."""
+    tags = (*LABELS, *metric.labels)
+    if metric.kind == "counter":
+        counter = ray_metrics.Counter(name, metric.help, tags)
+        counter.set_default_tags(labels)
+        return counter.inc
+    if metric.kind == "gauge":
+        gauge = ray_metrics.Gauge(name, metric.help, tags)
+        gauge.set_default_tags(labels)
+        return gauge.set
+    histogram = ray_metrics.Histogram(name, metric.help, list(metric.buckets), tags)
+    histogram.set_default_tags(labels)
+    return histogram.observe
+
+
+def merged(readings: Iterable[Reading]) -> list[Reading]:
+    """Merge readings with equal metric and labels, as the exporter's cost is per reading."""
+    values: dict[_Key, float] = {}
+    observed: list[Reading] = []
+    for reading in readings:
+        metric = reading.metric
+        key = metric, tuple(reading.labels.items())
+        if metric.kind == "counter":
+            values[key] = values.get(key, 0.0) + reading.value
+        elif metric.kind == "gauge":
+            values[key] = reading.value
+        else:
+            observed.append(reading)
+    return [Reading(m, value, dict(labels)) for (m, labels), value in values.items()] + observed
+
+
+def state_readings(snapshot: Snapshot, reasons: set[str]) -> Iterator[Reading]:
+    """Yield the readings of an engine's snapshot.
+
+    reasons: those seen before, to be reset to 0; the snapshot's is added.
+    """
+    predicted = section(snapshot, "break_even", "tokens_per_ms")
+    for steps in predicted:
+        yield Reading(PREDICTED_GOODPUT, number(predicted, steps), {"num_steps": steps})
+    slot, last_reason = snapshot.get("slot"), snapshot.get("last_reason")
+    if isinstance(slot, str) and slot.isdecimal():
+        yield Reading(SLOT, int(slot))
+    if "synthetic_acceptance" in snapshot:
+        yield Reading(FORCED_ACCEPTANCE, float(snapshot["synthetic_acceptance"] is not None))
+    if isinstance(last_reason, str):
+        reasons.add(last_reason)
+        for reason in sorted(reasons):
+            yield Reading(LAST_REASON, float(reason == last_reason), {"reason": reason})
+
 
 OLD_ROUTER_LABEL = "door"
 """Former value of `measured_at` for "router"; it is exported as well until 0.3."""
-
-ARRIVED: ContextVar[float | None] = ContextVar("arrived", default=None)
-"""`perf_counter` at the arrival of the current request."""
 
 
 class RequestTimer:
     """Measures the latency of one request and passes it to `record`.
 
-    started: the `perf_counter` to measure from.
+    measured_at: values of this label. started: the `perf_counter` to measure from.
     """
 
     def __init__(
-        self,
-        record: Callable[[Reading], None],
-        measured_at: Literal["router", "engine"],
-        started: float,
+        self, record: Callable[[Reading], None], *measured_at: str, started: float
     ) -> None:
         self._record = record
-        self._labels: dict[str, str] = {"measured_at": measured_at}
+        self._measured_at = measured_at
         self._started = started
         self._first = self._last = 0.0
         self._num_later = 0
@@ -85,13 +251,12 @@ class RequestTimer:
 
     def end(self) -> None:
         """Record the outcome and the time per output token."""
-        self._record(Reading(REQUESTS, 1, {**self._labels, "outcome": self._outcome}))
+        self._add(REQUESTS, 1, outcome=self._outcome)
         if self._num_later:
             wait_ms = (self._last - self._first) * 1e3
-            self._record(Reading(TPOT_MS, wait_ms / self._num_later, self._labels))
-            self._record(Reading(LATER_TOKENS, self._num_later, self._labels))
-            if wait_ms > 0:
-                self._record(Reading(LATER_TOKENS_WAIT_MS, wait_ms, self._labels))
+            self._add(TPOT_MS, wait_ms / self._num_later)
+            self._add(LATER_TOKENS, self._num_later)
+            self._add(LATER_TOKENS_WAIT_MS, wait_ms)
 
     def _observe_tokens(self, count: int, now: float) -> None:
         self._last = now
@@ -100,30 +265,25 @@ class RequestTimer:
             return
         self._first = now
         wait_ms = (now - self._started) * 1e3
-        self._record(Reading(TTFT_MS, wait_ms, self._labels))
-        self._record(Reading(FIRST_TOKENS, 1, self._labels))
-        if wait_ms > 0:
-            self._record(Reading(FIRST_TOKEN_WAIT_MS, wait_ms, self._labels))
+        self._add(TTFT_MS, wait_ms)
+        self._add(FIRST_TOKENS, 1)
+        self._add(FIRST_TOKEN_WAIT_MS, wait_ms)
+
+    def _add(self, metric: Metric, value: float, **labels: str) -> None:
+        if value <= 0 and metric.kind == "counter":  # Ray refuses it
+            return
+        for place in self._measured_at:
+            self._record(Reading(metric, value, {"measured_at": place, **labels}))
 
 
 def router_timer(record: Callable[[Reading], None]) -> RequestTimer:
     """Return a timer that measures from the arrival of the current request."""
-
-    def record_twice(reading: Reading) -> None:
-        record(reading)
-        labels = {**reading.labels, "measured_at": OLD_ROUTER_LABEL}
-        record(replace(reading, labels=labels))
-
-    return RequestTimer(record_twice, "router", ARRIVED.get() or time.perf_counter())
-
-
-logger = get_logger(__name__)
-
-_EXPORT_INTERVAL_S = 0.5
+    started = ARRIVED.get() or time.perf_counter()
+    return RequestTimer(record, "router", OLD_ROUTER_LABEL, started=started)
 
 
 def serve_labels(context: Any) -> dict[str, str]:
-    """Return the values of `ray_metrics.LABELS` for a Serve replica's context."""
+    """Return the values of `LABELS` for a Serve replica's context."""
     return {
         "application": context.app_name,
         "deployment": context.deployment,
@@ -146,27 +306,24 @@ def pair_name(config: ServeSpecConfig) -> str:
 class ReplicaTelemetry:
     """Ray metrics of one replica; created on its event loop.
 
-    The engine's thread only appends rounds. Exporting them takes milliseconds per second and runs
-    in another thread.
+    Exporting rounds takes milliseconds per second and runs in another thread.
     """
 
     def __init__(self, context: Any, engine: Any) -> None:
-        labels = serve_labels(context)
-        self._metrics = RayMetrics((*ROUND_METRICS, *STATE_METRICS, *LATENCY_METRICS), labels)
-        self._rounds = RoundSink(self._metrics)
-        self._state = StateReadings()
-        engine.report_to(self._rounds)
+        self._metrics = RayMetrics(serve_labels(context))
+        self._reasons: set[str] = set()
+        engine.report_to(self._metrics)
         self._exporter = asyncio.get_running_loop().create_task(
-            _export_forever(lambda: asyncio.to_thread(self._rounds.flush))
+            _export_forever(lambda: asyncio.to_thread(self._metrics.flush))
         )
 
     def timer(self) -> RequestTimer:
         """Return a started timer for a request to the engine."""
-        return RequestTimer(self._metrics.record, "engine", time.perf_counter())
+        return RequestTimer(self._metrics.record, "engine", started=time.perf_counter())
 
     def show(self, snapshot: Snapshot) -> None:
         """Export the metrics of an engine snapshot."""
-        for reading in self._state.of(snapshot):
+        for reading in state_readings(snapshot, self._reasons):
             self._metrics.record(reading)
 
     def close(self) -> None:
@@ -181,10 +338,10 @@ class RouterTelemetry:
     """
 
     def __init__(self, context: Any, show: Callable[[], Snapshot]) -> None:
-        self._metrics = RayMetrics((*ROUTER_METRICS, *LATENCY_METRICS), serve_labels(context))
+        self._metrics = RayMetrics(serve_labels(context))
         self.record = self._metrics.record
         self._show = show
-        self._counted: Counter[str] = Counter()
+        self._counted: defaultdict[object, float] = defaultdict(float)
         self._exporter = asyncio.get_running_loop().create_task(_export_forever(self.export))
 
     async def export(self) -> None:
@@ -195,20 +352,17 @@ class RouterTelemetry:
     def _readings(self, router: Snapshot) -> Iterator[Reading]:
         yield Reading(QUEUE_LEN, number(router, "queue_len"))
         yield Reading(IN_FLIGHT, number(router, "in_flight"))
-        if rejected := self._new("rejected", number(router, "num_rejected")):
-            yield Reading(REJECTED, rejected)
-        if resumed := self._new("resumed", number(router, "num_resumed")):
-            yield Reading(RESUMED, resumed)
+        totals: list[tuple[Metric, dict[str, str], float]] = [
+            (REJECTED, {}, number(router, "num_rejected")),
+            (RESUMED, {}, number(router, "num_resumed")),
+        ]
         sizes = section(router, "submission_size_histogram")
-        for size in sizes:
-            if submissions := self._new(f"size {size}", number(sizes, size)):
-                yield Reading(SUBMISSIONS, submissions, {"size": size})
-
-    def _new(self, name: str, total: float) -> int:
-        """Return the growth of a counter since the last call."""
-        growth = int(total) - self._counted[name]
-        self._counted[name] = int(total)
-        return growth
+        totals += [(SUBMISSIONS, {"size": size}, number(sizes, size)) for size in sizes]
+        for metric, labels, total in totals:
+            key = (metric, *labels.values())
+            if growth := total - self._counted[key]:
+                yield Reading(metric, growth, labels)
+            self._counted[key] = total
 
 
 async def _export_forever(export: Callable[[], Awaitable[None]]) -> None:

@@ -10,6 +10,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from fractions import Fraction
 from functools import cached_property
 from math import gcd, lcm
@@ -314,14 +315,13 @@ _one_at_a_time = threading.Lock()
 
 def on_deep_stack(work: Callable[[], T]) -> T:
     """Run `work` in a thread with a stack for deep recursion; return or raise as it does."""
-    outcome: list[T] = []
-    failure: list[BaseException] = []
+    outcome: Future[T] = Future()
 
     def run() -> None:
         try:
-            outcome.append(work())
+            outcome.set_result(work())
         except BaseException as error:
-            failure.append(error)
+            outcome.set_exception(error)
 
     thread = threading.Thread(target=run, name="grammar", daemon=True)
     with _one_at_a_time:
@@ -331,7 +331,4 @@ def on_deep_stack(work: Callable[[], T]) -> T:
             thread.start()
         finally:
             threading.stack_size(usual)
-    thread.join()
-    if failure:
-        raise failure[0]
-    return outcome[0]
+    return outcome.result()

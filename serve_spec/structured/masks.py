@@ -64,7 +64,6 @@ def allows(mask: Mask, token: int) -> bool:
 
 
 def _ancestors(parents: Sequence[int], node: int) -> list[int]:
-    """Return the path from the root's child down to the node itself."""
     found = []
     while node >= 0:
         found.append(node)
@@ -184,11 +183,6 @@ class Grammars:
     def forget(self, request_id: str) -> None:
         """Drop the state of a request that leaves the batch."""
         self._texts.pop(request_id, None)
-
-    @property
-    def num_followed(self) -> int:
-        """Return the number of texts whose state is kept."""
-        return len(self._texts)
 
     def _nodes(
         self, req: ScheduledRequest, drafts: Sequence[int], parents: Sequence[int] | None

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from serve_spec.models import Llama, load_target
+from serve_spec.training.drafts import Data, train_head
 from serve_spec.training.evaluate import evaluate, markdown, write_record
-from serve_spec.training.heads import Data, train_head
 from serve_spec.training.loop import Run
 from serve_spec.training.sampling import build_pool
 from serve_spec.training.settings import DRAFTERS, R, draft_recipe, with_length

@@ -6,16 +6,40 @@ import time
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from serve_spec.core.context import ForwardContext
-from serve_spec.models import Llama
-from serve_spec.training.attention import CachedAttention, causal_context, row_positions
+from serve_spec.core.context import ForwardContext, Rotation
+from serve_spec.layers.causal import Rows
+from serve_spec.models import Llama, ModelShape
+from serve_spec.models.decoder import causal_context, row_positions
 from serve_spec.training.settings import RolloutPlan
 from serve_spec.training.weights import save_state
 
 _PREFILL_ROWS = 512
+
+
+class CachedAttention(Rows):
+    """Attention of one new token per row over a static cache."""
+
+    def __init__(self, shape: ModelShape, keys: Tensor, values: Tensor, place: int) -> None:
+        """Take keys and values [layers, B, kv_heads, length, D], filled up to `place`."""
+        super().__init__(keys.shape[1], shape.num_heads, shape.num_kv_heads)
+        self._keys, self._values, self._place = keys, values, place
+        self._first = max(0, place + 1 - shape.sliding_window) if shape.sliding_window else 0
+
+    def run(self, layer: int, heads: Tensor, rotation: Rotation) -> Tensor:
+        """Return [B, heads, D]; see `LayerAttention`."""
+        query, key, value = self.split(heads, rotation)
+        keys, values = self._keys[layer], self._values[layer]
+        keys[:, :, self._place : self._place + 1] = key
+        values[:, :, self._place : self._place + 1] = value
+        # Query heads of one KV head become query rows, so that keys are read once.
+        grouped = query.unflatten(1, (keys.shape[1], -1)).squeeze(3)
+        seen = slice(self._first, self._place + 1)
+        out = F.scaled_dot_product_attention(grouped, keys[:, :, seen], values[:, :, seen])
+        return out.flatten(1, 2)
 
 
 def next_tokens(logits: Tensor, temperature: Tensor, gumbel: Tensor) -> Tensor:

@@ -10,24 +10,96 @@ the keys of step 0 at rows 0..i and, at row i only, the keys of steps 1..k, as t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from serve_spec.core.context import ForwardContext
-from serve_spec.models import FeatureCapture, Llama
+from serve_spec.core.context import ForwardContext, Rotation
+from serve_spec.layers.causal import Rows
+from serve_spec.models import FeatureCapture, Llama, ModelShape
+from serve_spec.models.decoder import causal_context, row_positions
 from serve_spec.models.draft import DraftHead
 from serve_spec.models.draft_shape import capture_layers
-from serve_spec.training.attention import (
-    UnrollCache,
-    UnrolledAttention,
-    causal_context,
-    row_positions,
-)
 from serve_spec.training.loop import compiled
+
+
+class UnrollCache(NamedTuple):
+    """Keys and values of an unroll: step 0 [B, kv_heads, T, D], steps 1.. [B, kv_heads, S, T, D].
+
+    The newest step comes first in `own_k` and `own_v`; places of later steps are zero.
+    """
+
+    context_k: Tensor
+    context_v: Tensor
+    own_k: Tensor
+    own_v: Tensor
+
+
+class UnrolledAttention(Rows):
+    """Attention of one unroll step of a one-layer draft; see above.
+
+    `cache`: None at step 0; `run` replaces it. `live` [S]: the places of `own_k` in use.
+    """
+
+    def __init__(
+        self, shape: ModelShape, num_rows: int, cache: UnrollCache | None, live: Tensor
+    ) -> None:
+        super().__init__(num_rows, shape.num_heads, shape.num_kv_heads)
+        self.cache = cache
+        self._live = live
+
+    def run(self, layer: int, heads: Tensor, rotation: Rotation) -> Tensor:
+        """Return [B·T, heads, D]; see `LayerAttention`."""
+        assert layer == 0, "drafts trained here have one layer"
+        query, key, value = self.split(heads, rotation)
+        if self.cache is None:
+            places = len(self._live)
+            own_k, own_v = (x.new_zeros(x.shape).unsqueeze(2) for x in (key, value))
+            own_k, own_v = own_k.repeat(1, 1, places, 1, 1), own_v.repeat(1, 1, places, 1, 1)
+            self.cache = UnrollCache(key, value, own_k, own_v)
+        else:
+            context_k, context_v, own_k, own_v = self.cache
+            own_k = torch.cat([key.unsqueeze(2), own_k[:, :, :-1]], dim=2)
+            own_v = torch.cat([value.unsqueeze(2), own_v[:, :, :-1]], dim=2)
+            self.cache = UnrollCache(context_k, context_v, own_k, own_v)
+        return self.join(attend(query, *self.cache, self._live))
+
+
+def attend(
+    q: Tensor, context_k: Tensor, context_v: Tensor, own_k: Tensor, own_v: Tensor, live: Tensor
+) -> Tensor:
+    """Attend causally to the keys of step 0 and, per row, to its own drafted keys.
+
+    Args:
+        q: queries [B, heads, T, D].
+        context_k, context_v: step 0, [B, kv_heads, T, D].
+        own_k, own_v: steps 1..S, [B, kv_heads, S, T, D]; unused places may hold anything.
+        live: [S] bool, which of the S places are in use.
+
+    Returns:
+        [B, heads, T, D]. Softmax in float32.
+    """
+    kv_heads, length, dim = context_k.shape[1], q.shape[2], q.shape[3]
+    grouped = q.unflatten(1, (kv_heads, -1))
+    rows = grouped.flatten(2, 3)
+    scores = (rows @ context_k.mT).unflatten(2, (-1, length)).float() * dim**-0.5
+    later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+    scores = scores.masked_fill(later, -torch.inf)
+    own = (grouped.unsqueeze(3).float() * own_k.unsqueeze(2).float()).sum(-1) * dim**-0.5
+    own = own.masked_fill(~live[:, None], -torch.inf)
+    peak = torch.maximum(scores.amax(-1), own.amax(3)).detach()
+    weights = (scores - peak.unsqueeze(-1)).exp()
+    own_weights = (own - peak.unsqueeze(3)).exp()
+    total = weights.sum(-1) + own_weights.sum(3)
+    mixed = (weights.to(q.dtype).flatten(2, 3) @ context_v).unflatten(2, (-1, length)).float()
+    mixed = mixed + (own_weights.unsqueeze(-1) * own_v.unsqueeze(2).float()).sum(3)
+    attended: Tensor = mixed / total.unsqueeze(-1)
+    return attended.to(q.dtype).flatten(1, 2)
+
 
 Step = Callable[
     [Tensor, Tensor, Tensor, UnrollCache | None, Tensor], tuple[Tensor, UnrollCache | None]
@@ -92,29 +164,16 @@ def unroll(step: Step, state: Tensor, lesson: Lesson, steps: int) -> Iterator[Te
         yield state
 
 
-def unrolled_loss(
-    states: Iterator[Tensor],
-    loss: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
-    lesson: Lesson,
-    decay: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sum over steps of decay^k times the step's loss, overlaps [steps], first state.
+def sum_losses(parts: Iterable[tuple[Tensor, Tensor]], decay: float) -> tuple[Tensor, Tensor]:
+    """Return the sum over steps k of decay^k times the step's loss, and overlaps [steps].
 
-    loss: of a state [B·T, H], the target's probabilities [B, T, V] and weights [T].
+    parts: loss and overlap of each step.
     """
-    total = torch.zeros((), device=lesson.last.device)
-    overlaps: list[Tensor] = []
-    first: Tensor | None = None
-    place = torch.arange(lesson.row_tokens, device=lesson.last.device)
-    for step, state in enumerate(states):
-        # Row i of step k needs token x_{i+1+k}, which must lie inside the row.
-        real = (place < lesson.row_tokens - 1 - step).float()
-        part, overlap = loss(state, lesson.probs_from(1 + step), real)
-        total = total + decay**step * part
-        overlaps.append(overlap)
-        first = state if first is None else first
-    assert first is not None, "an unroll has at least one step"
-    return total, torch.stack(overlaps), first
+    losses, overlaps = zip(*parts, strict=True)
+    total = torch.zeros((), device=losses[0].device)
+    for step, loss in enumerate(losses):
+        total = total + decay**step * loss
+    return total, torch.stack(overlaps)
 
 
 def medusa_loss(
@@ -127,16 +186,12 @@ def medusa_loss(
     """
     assert head.max_steps is not None, "Medusa has a number of heads"
     state = head.encode(lesson.last.flatten(0, 1))
-    total = torch.zeros((), device=lesson.last.device)
-    overlaps: list[Tensor] = []
-    place = torch.arange(lesson.row_tokens, device=lesson.last.device)
+    parts = []
     for index in range(head.max_steps):
-        real = (place < lesson.row_tokens - 1 - index).float()
         logits = head.logits(state, index).unflatten(0, lesson.last.shape[:2])
-        loss, overlap = draft_loss(logits, lesson.probs_from(1 + index), real, overlap_weight)
-        total = total + decay**index * loss
-        overlaps.append(overlap)
-    return total, torch.stack(overlaps)
+        probs, weight = lesson.probs_from(1 + index), lesson.weight(index)
+        parts.append(draft_loss(logits, probs, weight, overlap_weight))
+    return sum_losses(parts, decay)
 
 
 @dataclass(frozen=True)
@@ -156,6 +211,12 @@ class Lesson:
     def tokens_from(self, shift: int) -> Tensor:
         """Return token x_{j + shift} at place j: [B, T]; zero past the end."""
         return self.tokens.narrow(1, shift, self.row_tokens)
+
+    def weight(self, step: int) -> Tensor:
+        """Return 1 at the places [T] whose draft of `step` is of a token inside the row, else 0."""
+        place = torch.arange(self.row_tokens, device=self.last.device)
+        # Row i of step k needs token x_{i+1+k}.
+        return (place < self.row_tokens - 1 - step).float()
 
     def probs_from(self, shift: int) -> Tensor:
         """Return the distribution of x_{j + shift + 1} at place j: [B, T, V]; zero past the end."""

@@ -19,8 +19,7 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 
 from serve_spec.layers.module import Layer, tensor_defaults
-from serve_spec.models import Llama, ModelShape
-from serve_spec.models.upscale import open_weights
+from serve_spec.models import Llama, ModelShape, load_target
 
 
 @dataclass(frozen=True)
@@ -106,12 +105,8 @@ def initialise(masters: MasterWeights, num_layers: int, generator: torch.Generat
 
 def load_frozen(folder: Path, device: torch.device, dtype: torch.dtype) -> Llama:
     """Return the target in `folder` with plain weights, so gradients flow through its lm_head."""
-    shape = ModelShape.from_directory(folder)
-    with tensor_defaults(dtype, device):
-        model = Llama(shape)
-    open_weights(folder).load_into(model.tensors())
+    model = load_target(folder, dtype, device, finish=False)
     model.lm_head.out_dtype = None
-    model.path = folder
     return model.requires_grad_(False)
 
 

@@ -20,7 +20,7 @@ from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.worker.eagle import DraftModel
 from serve_spec.worker.forward import TargetRunner, VerifiedTokens, run_target
 from serve_spec.worker.graphs import (
-    Recorder,
+    GraphRecorder,
     Run,
     Stage,
     StageRunner,
@@ -149,6 +149,7 @@ class Stages:
 class CapturedShapes:
     """All draft shapes of a worker. The largest is captured first; the others fit into its memory.
 
+    recorder: captures the stages; None: they run as they are, at the exact size.
     largest_batch: for a shape, the batch size beyond which no policy chooses it; None: no limit.
     The deepest chain has stages for every batch size and is used where another has none.
     """
@@ -156,7 +157,7 @@ class CapturedShapes:
     def __init__(
         self,
         stages: Stages,
-        recorder: Recorder,
+        recorder: GraphRecorder | None,
         *,
         max_tokens: int,
         largest_batch: Callable[[DraftShape], int | None],
@@ -182,17 +183,23 @@ class CapturedShapes:
         self._deepest = max(shape.depth for shape in wanted if shape.is_chain)
         has_trees = any(not shape.is_chain for shape in wanted)
         ordered = sorted(wanted, key=lambda s: (self._most_tokens(s), s), reverse=True)
-        captures = self._recorder.captures
+        captures = self._recorder is not None
         with torch.inference_mode():
             for shape in tqdm(ordered, "draft shapes", leave=False, disable=not captures):
                 with self._reported(shape):
                     self.states[shape] = self._state(shape)
             with self._reported(None):
+                mixed = self._mixed_sizes()
                 self._mixed = {
-                    trees: self._mixed_stage(has_trees=trees)
+                    trees: self._verify_stage(
+                        mixed, self._most_drafts(has_trees=trees) + 1, has_trees=trees
+                    )
                     for trees in ((True, False) if has_trees else (False,))
                 }
-                self.extend_chunks = self._extend_chunks_stage()
+                self.extend_chunks: StageRunner | None = None
+                if (drafter := self._stages.drafter) is not None:
+                    extend = partial(drafter.extend_chunks, self._buffers)
+                    self.extend_chunks = self._captured(extend, mixed)
                 self._admits = {trees: self._admit_stage(has_trees=trees) for trees in self._mixed}
         if captures:
             logger.info("captured: %s", "; ".join(map(str, self.report)))
@@ -220,7 +227,7 @@ class CapturedShapes:
 
     def extend_for(self, num_missing: int, num_requests: int) -> StageRunner:
         """Return the smallest draft extend that makes so many entries for so many requests."""
-        if not self._recorder.captures:
+        if self._recorder is None:
             return self._extend_stage(max(num_missing, 1), ())
         return self._extends[
             min(
@@ -232,7 +239,7 @@ class CapturedShapes:
 
     def draft_for(self, shape: DraftShape, num_requests: int) -> StageRunner:
         """Return the shallowest stage that drafts `shape` for so many requests."""
-        if not self._recorder.captures:
+        if self._recorder is None:
             return StageRunner(partial(self._stages.draft, shape))
         draft = self.state_for(shape, num_requests).draft
         assert draft is not None, "a draft model has draft stages"
@@ -255,14 +262,12 @@ class CapturedShapes:
         return SpecRuntimeState(shape, extend, draft, verify)
 
     def _largest(self, shape: DraftShape) -> int:
-        """Return the largest batch size that a shape can be chosen for."""
         most = self._buffers.max_requests
         if shape.is_chain and shape.depth == self._deepest:
             return most
         return min(most, self._largest_batch(shape) or most)
 
     def _most_tokens(self, shape: DraftShape) -> int:
-        """Return the most tokens that a step of a shape verifies."""
         return min(self._largest(shape) * (shape.size + 1), self._max_tokens)
 
     def _extends_after(self, shape: DraftShape, sizes: Sequence[StepSize]) -> StageRunner:
@@ -282,13 +287,11 @@ class CapturedShapes:
         return self._captured(partial(self._stages.extend, length), sizes)
 
     def _captured(self, stage: Stage, sizes: Iterable[StepSize]) -> StageRunner:
-        """Capture a stage at every size, the largest first."""
-        if not self._recorder.captures:
+        if self._recorder is None:
             return StageRunner(stage)
         capture = self._recorder.capture
         return StageRunner(
-            stage,
-            {size: capture(partial(stage, size)) for size in sorted(sizes, reverse=True)},
+            stage, {size: capture(partial(stage, size)) for size in sorted(sizes, reverse=True)}
         )
 
     def _verify_stage(
@@ -304,7 +307,7 @@ class CapturedShapes:
         def verify(size: StepSize) -> Tensor:
             return self._stages.verify(width, size, has_trees=has_trees).logits
 
-        if not self._recorder.captures:
+        if self._recorder is None:
             return StageRunner(verify)
         kept: dict[StepSize, Run] = {}
         fastest = math.inf
@@ -312,16 +315,13 @@ class CapturedShapes:
             key = size, width, has_trees
             if key not in self._verify_runs:
                 run = self._recorder.capture(partial(verify, size))
-                self._verify_runs[key] = run, self._milliseconds(run)
+                # The time on rank 0, so that all ranks pad alike.
+                found = torch.tensor([self._recorder.milliseconds(run)], device=self._device)
+                self._verify_runs[key] = run, float(self._stages.parallel.broadcast(found))
             run, milliseconds = self._verify_runs[key]
             if milliseconds <= fastest * _TIMING_NOISE:
                 kept[size], fastest = run, min(fastest, milliseconds)
         return StageRunner(verify, kept)
-
-    def _mixed_stage(self, *, has_trees: bool) -> StageRunner:
-        """Capture the verification of any shape in a mixed prefill-decode batch."""
-        most = self._most_drafts(has_trees=has_trees)
-        return self._verify_stage(self._mixed_sizes(), most + 1, has_trees=has_trees)
 
     def _most_drafts(self, *, has_trees: bool) -> int:
         """Return the most drafts of a request in a step with trees, or with chains only."""
@@ -335,12 +335,6 @@ class CapturedShapes:
             for n in mixed_token_counts(most)
         ]
 
-    def _extend_chunks_stage(self) -> StageRunner | None:
-        drafter = self._stages.drafter
-        if drafter is None:
-            return None
-        return self._captured(partial(drafter.extend_chunks, self._buffers), self._mixed_sizes())
-
     def _admit_stage(self, *, has_trees: bool) -> StageRunner:
         most_drafts = self._most_drafts(has_trees=has_trees)
         stage = partial(self._stages.admit, most_drafts, has_trees=has_trees)
@@ -349,21 +343,15 @@ class CapturedShapes:
         most = max(self._largest(s) for s in self.states if s.depth and s.is_chain != has_trees)
         return self._captured(stage, [StepSize(n, n) for n in batch_sizes(most)])
 
-    def _milliseconds(self, run: Run) -> float:
-        """Return the time of a captured stage on rank 0, so that all ranks pad alike."""
-        found = torch.tensor([self._recorder.milliseconds(run)], device=self._device)
-        return float(self._stages.parallel.broadcast(found))
-
     @contextmanager
     def _reported(self, shape: DraftShape | None) -> Iterator[None]:
-        """Report time and memory of capturing in the block."""
         started, reserved = time.perf_counter(), self._reserved_bytes()
-        before = self._recorder.num_captured
+        before = self._num_captured
 
         def taken() -> CaptureReport:
             return CaptureReport(
                 shape,
-                self._recorder.num_captured - before,
+                self._num_captured - before,
                 time.perf_counter() - started,
                 self._reserved_bytes() - reserved,
             )
@@ -374,11 +362,14 @@ class CapturedShapes:
             raise MemoryError(self._no_room_for(taken())) from error
         self.report.append(taken())
 
+    @property
+    def _num_captured(self) -> int:
+        return 0 if self._recorder is None else self._recorder.num_captured
+
     def _reserved_bytes(self) -> int:
         return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
 
     def _no_room_for(self, failed: CaptureReport) -> str:
-        """Return the error message for a device too small for the shapes."""
         shape, max_requests = failed.shape, self._buffers.max_requests
         if shape is None:
             what, remedy = f"max_num_batched_tokens={self._max_tokens}", "max_num_batched_tokens"

@@ -12,8 +12,7 @@ from torch import Tensor
 from serve_spec.core.context import ForwardContext, Rotation, TokenIndex
 from serve_spec.core.draft import MAX_TREE_TOKENS
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
-from serve_spec.models.draft import FeatureCapture
-from serve_spec.models.llama import Llama
+from serve_spec.models.llama import FeatureCapture, Llama
 from serve_spec.ops import acceptance, elementwise, paged_attention
 from serve_spec.ops import layout as token_layout
 from serve_spec.ops.acceptance import AcceptedPath, num_bits
@@ -176,7 +175,6 @@ class _StepLayout(NamedTuple):
 def _lay_out_step(
     pool: PagedKVPool, buffers: StepBuffers, size: StepSize, max_query_len: int, *, has_trees: bool
 ) -> _StepLayout:
-    """Lay out the tokens of a step; see `run_target`."""
     slots, chunks = buffers.slots, buffers.chunks
     request_slots = buffers.request_slots[: size.requests]
     query_lens = buffers.query_lens[: size.requests]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,44 +25,6 @@ Run: TypeAlias = Callable[[], Tensor | None]
 """A stage at one size."""
 
 
-class Recorder(Protocol):
-    """Captures stages of fixed sizes."""
-
-    captures: bool
-    """False: stages run uncaptured, at the exact size."""
-    num_captured: int
-
-    def start_over(self) -> None:
-        """Free the memory of captured stages; none of them may run again."""
-        ...
-
-    def capture(self, run: Run) -> Run:
-        """Return the captured `run`."""
-        ...
-
-    def milliseconds(self, run: Run) -> float:
-        """Return the time a captured stage takes on the device."""
-        ...
-
-
-class NoRecorder:
-    """Runs every stage uncaptured. For CPUs and debugging."""
-
-    captures = False
-    num_captured = 0
-
-    def start_over(self) -> None:
-        """Do nothing."""
-
-    def capture(self, run: Run) -> Run:
-        """Return `run`."""
-        return run
-
-    def milliseconds(self, run: Run) -> float:
-        """Return 0: every size runs uncaptured."""
-        return 0.0
-
-
 _TIMED_REPLAYS = 5
 
 
@@ -72,8 +34,6 @@ class GraphRecorder:
     They share it because no two replay at once and results are in static buffers. Capture the
     largest first: the others then fit into its memory.
     """
-
-    captures = True
 
     def __init__(self, device: torch.device) -> None:
         self.num_captured = 0
@@ -152,19 +112,10 @@ class StageRunner:
 
     def run(self, size: StepSize) -> Tensor | None:
         """Run the stage. Return its output, if any, which holds until another stage runs."""
-        at = self._place(size)
-        return self.stage(size) if at is None else self._runs[at]()
-
-    def padded(self, size: StepSize) -> StepSize:
-        """Return the size that `run` computes."""
-        at = self._place(size)
-        return size if at is None else self.sizes[at]
-
-    def _place(self, size: StepSize) -> int | None:
         for at in range(bisect_left(self._tokens, size.tokens), len(self.sizes)):
             if self.sizes[at].chunks >= size.chunks:
-                return at
-        return None
+                return self._runs[at]()
+        return self.stage(size)
 
 
 def batch_sizes(largest: int) -> tuple[int, ...]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,91 +19,85 @@ Logprobs: TypeAlias = Mapping[str, tuple[TokenLogprob, ...]]
 """By request id."""
 
 
-class EmittedLogprobs:
-    """Log-probabilities of the tokens that a step in flight may emit.
+def emitted_logprobs(
+    reqs: Sequence[ScheduledRequest], logits: Tensor, buffers: StepBuffers, *, has_trees: bool
+) -> Callable[[Sequence[Sequence[int]]], Logprobs]:
+    """Start scoring the tokens that a step in flight may emit.
+
+    Return a function from the tokens that every request has emitted to their log-probabilities;
+    call it after the step's results.
 
     Every token of a chain is scored as if its draft were accepted; of a tree, as many as its path
-    may have. Create it after the verification, before any other stage runs, and read it
-    after the step's results.
+    may have. Call this after the verification, before any other stage runs.
+
+    reqs: the drawing requests. logits: float32 [T, V] of their tokens.
     """
+    asking = [
+        (number, req, req.params.logprobs)
+        for number, req in enumerate(reqs)
+        if req.params.logprobs is not None
+    ]
+    places = [(number, i) for number, req, _ in asking for i in range(req.num_steps + 1)]
+    number, column = to_device(torch.tensor(places), logits.device).unbind(1)
+    # How many drafts were verified, the device may know alone.
+    lens = buffers.query_lens
+    first = (lens.cumsum(0) - lens)[number]
+    paths = buffers.paths if has_trees else None
+    at = first + (column if paths is None else paths[number, column])
+    at = at.clamp(max=len(logits) - 1)
+    vocab_size = logits.shape[1]
+    scores = score_in_slices(
+        lambda part: logits.index_select(0, at[part]),
+        vocab_size,
+        # Behind the count and the flags; -1 is a token that could not be drawn.
+        buffers.results[number, column + 2].clamp(min=0).long(),
+        buffers.slots.params.of(buffers.request_slots[number]),
+        min(max(num_top for _, _, num_top in asking), vocab_size),
+        has_filters=any(req.params.filters for _, req, _ in asking),
+    )
+    table = _start_reading(scores)
 
-    def __init__(
-        self,
-        reqs: Sequence[ScheduledRequest],
-        logits: Tensor,
-        buffers: StepBuffers,
-        *,
-        has_trees: bool,
-    ) -> None:
-        """Start scoring. reqs: the drawing requests. logits: float32 [T, V] of their tokens."""
-        self._asking = [*_asking(reqs)]
-        places = [(one.number, i) for one in self._asking for i in range(one.req.num_steps + 1)]
-        number, column = to_device(torch.tensor(places), logits.device).unbind(1)
-        # How many drafts were verified, the device may know alone.
-        lens = buffers.query_lens
-        first = (lens.cumsum(0) - lens)[number]
-        paths = buffers.paths if has_trees else None
-        at = first + (column if paths is None else paths[number, column])
-        at = at.clamp(max=len(logits) - 1)
-        vocab_size = logits.shape[1]
-        table = score_in_slices(
-            lambda part: logits.index_select(0, at[part]),
-            vocab_size,
-            # Behind the count and the flags; -1 is a token that could not be drawn.
-            buffers.results[number, column + 2].clamp(min=0).long(),
-            buffers.slots.params.of(buffers.request_slots[number]),
-            min(max(one.num_top for one in self._asking), vocab_size),
-            has_filters=any(one.req.params.filters for one in self._asking),
-        )
-        self._table = _start_reading(table)
-
-    def read(self, token_ids: Sequence[Sequence[int]]) -> Logprobs:
-        """Return those of the tokens that every request of the step emitted."""
-        found = {}
-        first = 0
-        for one in self._asking:
-            tokens = token_ids[one.number]
-            table = self._table[first : first + len(tokens)]
-            found[one.req.request_id] = _entries(table, tokens, one.num_top)
-            first += one.req.num_steps + 1
-        return found
-
-
-class PromptLogprobs:
-    """Log-probabilities of prompt tokens in flight, without temperature or filters.
-
-    Create it on every rank right after the target's forward.
-    """
-
-    def __init__(
-        self,
-        plan: ScheduledBatch,
-        hidden: Tensor,
-        logits_of: Callable[[Tensor], Tensor],
-        vocab_size: int,
-    ) -> None:
-        """Start scoring. hidden: [T, H] of all tokens of the step; logits_of: [n, H] -> [n, V]."""
-        self._reqs = [req for req in plan.requests if req.scored_ids]
-        at = torch.tensor(_scored_places(plan), device=hidden.device)
-        tokens = [token for req in self._reqs for token in req.scored_ids]
-        self._table = _start_reading(
-            score_in_slices(
-                lambda part: logits_of(hidden[at[part]]),
-                vocab_size,
-                torch.tensor(tokens, device=hidden.device),
-                _plain_params(len(tokens), hidden.device),
-                min(max(_num_top(req) for req in self._reqs), vocab_size),
-                has_filters=False,
-            )
-        )
-
-    def read(self) -> Logprobs:
-        """Return them by request, aligned with `ScheduledRequest.scored_ids`."""
-        parts = self._table.split([len(req.scored_ids) for req in self._reqs])
+    def read(token_ids: Sequence[Sequence[int]]) -> Logprobs:
+        parts = table.split([req.num_steps + 1 for _, req, _ in asking])
         return {
-            req.request_id: _entries(part, req.scored_ids, _num_top(req))
-            for req, part in zip(self._reqs, parts, strict=True)
+            req.request_id: _entries(part[: len(token_ids[number])], token_ids[number], num_top)
+            for (number, req, num_top), part in zip(asking, parts, strict=True)
         }
+
+    return read
+
+
+def prompt_logprobs(
+    plan: ScheduledBatch, hidden: Tensor, logits_of: Callable[[Tensor], Tensor], vocab_size: int
+) -> Callable[[], Logprobs]:
+    """Start scoring prompt tokens in flight, without temperature or filters.
+
+    Return a function that returns their log-probabilities, aligned with
+    `ScheduledRequest.scored_ids`. Call this on every rank right after the target's forward.
+
+    hidden: [T, H] of all tokens of the step; logits_of: [n, H] -> [n, V].
+    """
+    scored = [(req, req.params.prompt_logprobs or 0) for req in plan.requests if req.scored_ids]
+    at = torch.tensor(_scored_places(plan), device=hidden.device)
+    tokens = [token for req, _ in scored for token in req.scored_ids]
+    scores = score_in_slices(
+        lambda part: logits_of(hidden[at[part]]),
+        vocab_size,
+        torch.tensor(tokens, device=hidden.device),
+        _plain_params(len(tokens), hidden.device),
+        min(max(num_top for _, num_top in scored), vocab_size),
+        has_filters=False,
+    )
+    table = _start_reading(scores)
+
+    def read() -> Logprobs:
+        parts = table.split([len(req.scored_ids) for req, _ in scored])
+        return {
+            req.request_id: _entries(part, req.scored_ids, num_top)
+            for (req, num_top), part in zip(scored, parts, strict=True)
+        }
+
+    return read
 
 
 def _scored_places(plan: ScheduledBatch) -> list[int]:
@@ -126,34 +120,12 @@ def _scored_places(plan: ScheduledBatch) -> list[int]:
     return places
 
 
-def _num_top(req: ScheduledRequest) -> int:
-    assert req.params.prompt_logprobs is not None, "only requests that ask are scored"
-    return req.params.prompt_logprobs
-
-
 def _plain_params(count: int, device: torch.device) -> DrawParams:
-    """Return parameters of `count` draws at temperature 1, without filters."""
-
     def full(*shape: int, value: float = 0, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.full((count, *shape), value, dtype=dtype, device=device)
 
     one, zero = (full(value=x, dtype=torch.float32) for x in (1.0, 0.0))
     return DrawParams(one, full(2), full(), one, zero)
-
-
-class _Asking(NamedTuple):
-    """A request that asks, and its index among those that draw."""
-
-    req: ScheduledRequest
-    number: int
-    num_top: int
-
-
-def _asking(reqs: Sequence[ScheduledRequest]) -> Iterator[_Asking]:
-    """Yield the drawing requests that ask."""
-    for number, req in enumerate(reqs):
-        if req.params.logprobs is not None:
-            yield _Asking(req, number, req.params.logprobs)
 
 
 def _entries(table: Tensor, token_ids: Sequence[int], num_top: int) -> tuple[TokenLogprob, ...]:

@@ -9,7 +9,6 @@ order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,7 +24,6 @@ RING_TOKENS = 64
 """Newest tokens kept for each request: a power of two, more than any draft extend reads."""
 
 
-@dataclass(frozen=True)
 class RequestSlots:
     """Device tensors with one row per request slot; the last row belongs to padding.
 
@@ -35,42 +33,32 @@ class RequestSlots:
     token id.
     """
 
-    pages: Tensor
-    lengths: Tensor
-    draft_lengths: Tensor
-    recent: Tensor
-    params: DrawParams
-    edits: ScoreEdits
-
-    @classmethod
-    def create(
-        cls,
+    def __init__(
+        self,
         num_slots: int,
         max_pages: int,
         scratch_page: int,
         vocab_size: int,
         device: torch.device,
-    ) -> RequestSlots:
-        """Return `num_slots` slots and one for padding, whose pages are the scratch page."""
+    ) -> None:
+        """Make `num_slots` slots and one for padding, whose pages are the scratch page."""
         num_rows = num_slots + 1
 
         def full(*shape: int, value: float = 0, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.full((num_rows, *shape), value, dtype=dtype, device=device)
 
-        return cls(
-            pages=full(max_pages, value=scratch_page),
-            lengths=full(value=1),
-            draft_lengths=full(),
-            recent=full(RING_TOKENS),
-            params=DrawParams(
-                inverse_temperature=full(dtype=torch.float32),
-                seeds=full(2),
-                top_k=full(),
-                top_p=full(value=1, dtype=torch.float32),
-                min_p=full(dtype=torch.float32),
-            ),
-            edits=ScoreEdits.create(num_rows, vocab_size, device),
+        self.pages = full(max_pages, value=scratch_page)
+        self.lengths = full(value=1)
+        self.draft_lengths = full()
+        self.recent = full(RING_TOKENS)
+        self.params = DrawParams(
+            inverse_temperature=full(dtype=torch.float32),
+            seeds=full(2),
+            top_k=full(),
+            top_p=full(value=1, dtype=torch.float32),
+            min_p=full(dtype=torch.float32),
         )
+        self.edits = ScoreEdits.create(num_rows, vocab_size, device)
 
     @property
     def vocab_size(self) -> int:
@@ -83,21 +71,14 @@ class RequestSlots:
         return self.lengths.shape[0] - 1
 
 
-@dataclass
-class _CachedState:
-    """The request in a slot, and its pages on the device."""
-
-    request_id: str
-    page_ids: tuple[int, ...]
-
-
 class RequestStates:
     """Synchronizes request slots with the host, sending only what changed."""
 
     def __init__(self, slots: RequestSlots) -> None:
         self.slots = slots
         self._device = slots.lengths.device
-        self._cached: dict[int, _CachedState] = {}
+        self._cached: dict[int, tuple[str, tuple[int, ...]]] = {}
+        """By slot: the request in it, and its pages on the device."""
 
     def forget(self, reqs: Iterable[ScheduledRequest]) -> None:
         """Drop the cached state of requests, so that the next step sends all of it."""
@@ -113,16 +94,17 @@ class RequestStates:
         new_requests = []
         new_pages: list[tuple[int, int, int]] = []
         for req in reqs:
-            cached = self._cached.get(req.request_slot)
-            if cached is None or cached.request_id != req.request_id:
-                cached = self._cached[req.request_slot] = _CachedState(req.request_id, ())
+            request_id, page_ids = self._cached.get(req.request_slot, ("", ()))
+            if request_id != req.request_id:
+                page_ids = ()
+                self._cached[req.request_slot] = req.request_id, page_ids
                 new_requests.append(req)
-            if cached.page_ids == req.page_ids:
+            if page_ids == req.page_ids:
                 continue
-            first = _first_difference(cached.page_ids, req.page_ids)
+            first = _first_difference(page_ids, req.page_ids)
             if first < len(req.page_ids):
                 fresh = req.page_ids[first:]
-                cached.page_ids = cached.page_ids[:first] + fresh
+                self._cached[req.request_slot] = req.request_id, page_ids[:first] + fresh
                 new_pages += ((req.request_slot, i, page) for i, page in enumerate(fresh, first))
         if new_pages:
             slot, column, page = self._send(new_pages).unbind(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from serve_spec.core.draft import TextDrafts, padded_drafts
+from serve_spec.core.draft import TextDrafts
 from serve_spec.core.round import AS_DRAWN, Calibration
 from serve_spec.log import get_logger
 from serve_spec.models.draft import DraftHead
@@ -73,7 +72,6 @@ class ReadBack(NamedTuple):
     shares: NDArray[np.float32]
 
 
-@dataclass(frozen=True)
 class StepBuffers:
     """Inputs, intermediate results and outputs of a step: up to B requests of N drafts, K deep.
 
@@ -93,85 +91,56 @@ class StepBuffers:
     For sampled drafts: `draft_logits`, from which those in `drafts` were drawn.
     """
 
-    slots: RequestSlots
-    request_slots: Tensor
-    depths: Tensor
-    query_lens: Tensor
-    kinds: Tensor
-    hidden: Tensor | None
-    drafts: Tensor
-    shares: Tensor
-    results: Tensor
-    read_back: Tensor
-    budget: Tensor
-    calibration: Tensor
-    sharpness: Tensor
-    masks: GrammarMasks
-    chunks: PrefillChunks
-    parents: Tensor | None = None
-    paths: Tensor | None = None
-    draft_logits: DraftLogits | None = None
-
-    @classmethod
-    def create(
-        cls,
+    def __init__(
+        self,
         slots: RequestSlots,
         max_depth: int,
         head: DraftHead | None,
         max_chunk_tokens: int,
         max_tree_drafts: int = 0,
         *,
-        max_draws: int | None = None,
+        max_draws: int,
         samples_drafts: bool = False,
         draft_sharpness: float = 1.0,
-    ) -> StepBuffers:
-        """Return empty buffers for as many requests as there are slots.
+    ) -> None:
+        """Make empty buffers for as many requests as there are slots.
 
         max_tree_drafts: drafts of the largest tree; 0 if only chains are drafted.
-        max_draws: most roots and drafts of a step; None: as many as there is room for.
+        max_draws: most roots and drafts of a step.
 
         Raises:
             MemoryError: the distributions of sampled drafts do not fit.
         """
         device, max_requests = slots.lengths.device, slots.padding
 
-        def zeros(*shape: int, dtype: torch.dtype | None = torch.int32) -> Tensor:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         most = max(max_depth, max_tree_drafts)
         sizes = [max_requests * width for width in (max_depth + 3, 1, most)]
-        read_back = zeros(sum(sizes))
-        results, query_lens, shares = read_back.split(sizes)
-        return cls(
-            slots=slots,
-            request_slots=torch.full_like(zeros(max_requests), slots.padding),
-            depths=zeros(max_requests),
-            query_lens=query_lens,
-            kinds=zeros(max_requests),
-            hidden=None
-            if head is None
-            else zeros(max_requests, head.hidden_size, dtype=head.dtype),
-            drafts=zeros(max_requests, most, dtype=torch.int64),
-            shares=shares.view(torch.float32).view(max_requests, most),
-            results=results.view(max_requests, max_depth + 3),
-            read_back=read_back,
-            budget=zeros(1),
-            calibration=zeros(len(AS_DRAWN), max(1, max_depth), 2, dtype=torch.float32),
-            sharpness=torch.full((1,), draft_sharpness, device=device),
-            masks=GrammarMasks(
-                max_requests,
-                most,
-                max_requests * (most + 1) if max_draws is None else max_draws,
-                slots.vocab_size,
-                device,
-            ),
-            chunks=PrefillChunks.create(max_chunk_tokens, max_requests, device),
-            parents=zeros(max_requests, most) if max_tree_drafts else None,
-            paths=zeros(max_requests, max_depth + 1) if max_tree_drafts else None,
-            draft_logits=_draft_logits(slots, max_depth, head)
-            if samples_drafts and head is not None and max_depth
-            else None,
-        )
+        self.read_back = zeros(sum(sizes))
+        results, query_lens, shares = self.read_back.split(sizes)
+        self.slots = slots
+        self.request_slots = torch.full_like(zeros(max_requests), slots.padding)
+        self.depths = zeros(max_requests)
+        self.query_lens: Tensor = query_lens
+        self.kinds = zeros(max_requests)
+        self.hidden: Tensor | None = None
+        if head is not None:
+            self.hidden = zeros(max_requests, head.hidden_size, dtype=head.dtype)
+        self.drafts = zeros(max_requests, most, dtype=torch.int64)
+        self.shares: Tensor = shares.view(torch.float32).view(max_requests, most)
+        self.results: Tensor = results.view(max_requests, max_depth + 3)
+        self.budget = zeros(1)
+        self.calibration = zeros(len(AS_DRAWN), max(1, max_depth), 2, dtype=torch.float32)
+        self.sharpness = torch.full((1,), draft_sharpness, device=device)
+        self.masks = GrammarMasks(max_requests, most, max_draws, slots.vocab_size, device)
+        self.chunks = PrefillChunks(max_chunk_tokens, max_requests, device)
+        self.parents = zeros(max_requests, most) if max_tree_drafts else None
+        self.paths = zeros(max_requests, max_depth + 1) if max_tree_drafts else None
+        self.draft_logits: DraftLogits | None = None
+        if samples_drafts and head is not None and max_depth:
+            self.draft_logits = _draft_logits(slots, max_depth, head)
 
     @property
     def max_requests(self) -> int:
@@ -257,8 +226,8 @@ def _draft_logits(slots: RequestSlots, max_depth: int, head: DraftHead) -> Draft
 
 def _write_rows(table: Tensor, entries: Mapping[int, Sequence[int]]) -> None:
     """Write rows of `table` [B, N], padded."""
-    padded = padded_drafts(entries.values(), table.shape[1])
-    rows = [[number, *row] for number, row in zip(entries, padded, strict=True)]
+    width = table.shape[1]
+    rows = [[number, *row, *[0] * (width - len(row))] for number, row in entries.items()]
     written = to_device(torch.tensor(rows, dtype=torch.int64), table.device)
     table.index_copy_(0, written[:, 0], written[:, 1:].to(table.dtype))
 
@@ -274,7 +243,6 @@ class Chunk(NamedTuple):
 _SLOT, _START, _LEN = range(3)
 
 
-@dataclass(frozen=True)
 class PrefillChunks:
     """The chunks of a step: at most P chunks and `max_tokens` tokens.
 
@@ -282,16 +250,9 @@ class PrefillChunks:
     `tokens` int64 [max_tokens]: the tokens of all chunks, one after another.
     """
 
-    table: Tensor
-    tokens: Tensor
-
-    @classmethod
-    def create(cls, max_tokens: int, max_chunks: int, device: torch.device) -> PrefillChunks:
-        """Return buffers without chunks."""
-        return cls(
-            torch.zeros(3, max_chunks, dtype=torch.int32, device=device),
-            torch.zeros(max_tokens, dtype=torch.int64, device=device),
-        )
+    def __init__(self, max_tokens: int, max_chunks: int, device: torch.device) -> None:
+        self.table = torch.zeros(3, max_chunks, dtype=torch.int32, device=device)
+        self.tokens = torch.zeros(max_tokens, dtype=torch.int64, device=device)
 
     @property
     def max_tokens(self) -> int:

@@ -6,11 +6,9 @@ all ranks to the last bit, and shapes depend on the plan alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
-
-import torch
 
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.plan import (
@@ -19,73 +17,43 @@ from serve_spec.core.plan import (
     PendingBatch,
     ScheduledBatch,
     ScheduledRequest,
-    WorkerLimits,
 )
 from serve_spec.parallel.worker_ranks import WorkerRanks
-from serve_spec.worker.capture import SpecRuntimeState
-from serve_spec.worker.worker import Worker
+from serve_spec.worker.worker import SpecWorker
 
 _DRAIN = "drain"
 
 
-class TensorParallelWorker:
-    """Rank 0's worker, which broadcasts every call to the other ranks. See `Worker`.
+class TensorParallelWorker(SpecWorker):
+    """Rank 0's worker, which broadcasts every call to the other ranks.
 
     Every call may raise `RankLost`, after which none succeeds.
     """
 
-    def __init__(self, worker: Worker, worker_ranks: WorkerRanks) -> None:
-        self.vocab_size = worker.vocab_size
-        self.device = worker.device
-        self.synthetic_acceptance = worker.synthetic_acceptance
-        self.grammars = worker.grammars
-        self.async_scheduling = worker.async_scheduling
-        self._worker = worker
+    def __init__(self, worker_ranks: WorkerRanks, *args: Any) -> None:
+        """args: see `SpecWorker`."""
+        super().__init__(*args)
         self._worker_ranks = worker_ranks
         self._encoder = PlanEncoder()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See `Worker`."""
-        return self._worker.dtype
-
-    @property
-    def draft_dtype(self) -> torch.dtype | None:
-        """See `Worker`."""
-        return self._worker.draft_dtype
-
-    @property
-    def limits(self) -> WorkerLimits:
-        """See `Worker`."""
-        return self._worker.limits
-
-    @property
-    def states(self) -> Mapping[DraftShape, SpecRuntimeState]:
-        """See `Worker`."""
-        return self._worker.states
 
     def init_states(self, shapes: Iterable[DraftShape]) -> None:
         """Capture every shape on every rank."""
         states = tuple(shapes)
         self._worker_ranks.broadcast(states)
         with self._worker_ranks.in_step():
-            self._worker.init_states(states)
+            super().init_states(states)
 
     def submit(self, plan: ScheduledBatch) -> PendingBatch:
         """Launch a step on every rank."""
         self._worker_ranks.broadcast(self._encoder.encode(plan))
         with self._worker_ranks.in_step():
-            return _JointStep(self._worker.submit(plan), self._worker_ranks)
-
-    def execute(self, plan: ScheduledBatch) -> BatchResult:
-        """Run a step to its end."""
-        return self.submit(plan).result()
+            return _JointStep(super().submit(plan), self._worker_ranks)
 
     def drain(self) -> None:
         """Forget the state of all requests on every rank."""
         self._worker_ranks.broadcast(_DRAIN)
         with self._worker_ranks.in_step():
-            self._worker.drain()
+            super().drain()
 
 
 @dataclass(frozen=True)
@@ -101,7 +69,7 @@ class _JointStep:
             return self.local.result()
 
 
-def run_worker_loop(worker: Worker, broadcasts: Iterable[object]) -> None:
+def run_worker_loop(worker: SpecWorker, broadcasts: Iterable[object]) -> None:
     """Execute what `TensorParallelWorker` broadcasts, on every rank but 0, until it ends."""
     before: PendingBatch | None = None
     decoder = PlanDecoder()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -128,18 +128,11 @@ class Verifier:
         )
 
 
-class VerifyResult(NamedTuple):
-    """Verification result: per drawing request, its accepted drafts and the bonus token.
+def read_results(table: list[list[int]]) -> tuple[list[list[int]], tuple[int, ...]]:
+    """Return what `StepBuffers.results` on the host holds.
 
-    `broken_drafts`: indices of requests with a draft of -1.
-    """
-
-    token_ids: list[list[int]]
-    broken_drafts: tuple[int, ...] = ()
-
-
-def read_results(table: list[list[int]]) -> VerifyResult:
-    """Return the verification result from `StepBuffers.results` on the host.
+    Per drawing request: its accepted drafts and the bonus token; indices of those with a draft of
+    -1.
 
     Raises:
         BrokenLogits: the target's logits held NaN, or nothing finite (-1: see `ops.draw`).
@@ -147,7 +140,7 @@ def read_results(table: list[list[int]]) -> VerifyResult:
     token_ids = [row[2 : row[0] + 3] for row in table]
     if any(token < 0 for tokens in token_ids for token in tokens):
         raise BrokenLogits
-    return VerifyResult(token_ids, tuple(b for b, row in enumerate(table) if row[1]))
+    return token_ids, tuple(b for b, row in enumerate(table) if row[1])
 
 
 def survival_table(forced: Acceptance, max_depth: int) -> Tensor:

@@ -6,27 +6,20 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from serve_spec.core.draft import DraftShape, TextDrafts
-from serve_spec.core.plan import (
-    BatchResult,
-    PendingBatch,
-    ScheduledBatch,
-    ScheduledRequest,
-    WorkerLimits,
-)
+from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch, ScheduledRequest
 from serve_spec.core.round import Calibration
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.structured.masks import Grammars
 from serve_spec.worker.capture import CapturedShapes, SpecRuntimeState, Stages
 from serve_spec.worker.eagle import DraftModel
 from serve_spec.worker.forward import TargetRunner
-from serve_spec.worker.graphs import Recorder, StepSize
-from serve_spec.worker.logprobs import EmittedLogprobs, PromptLogprobs
+from serve_spec.worker.graphs import GraphRecorder, StepSize
+from serve_spec.worker.logprobs import Logprobs, emitted_logprobs, prompt_logprobs
 from serve_spec.worker.request_slots import RequestSlots, RequestStates
 from serve_spec.worker.step_buffers import Chunk, ReadBack, StepBuffers, grouped
 from serve_spec.worker.verify import Acceptance, Verifier, read_results
@@ -78,56 +71,6 @@ def _ms_between(first: torch.cuda.Event | float, last: torch.cuda.Event | float)
 _STEPS_IN_FLIGHT = 2
 
 
-class Worker(Protocol):
-    """Executes an engine's plans."""
-
-    vocab_size: int
-    device: torch.device
-    synthetic_acceptance: Acceptance | None
-    grammars: Grammars
-    async_scheduling: bool
-    """Whether a step may be launched before the result of the one before is read."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Compute dtype of the target."""
-        ...
-
-    @property
-    def draft_dtype(self) -> torch.dtype | None:
-        """Compute dtype of the draft; None without one."""
-        ...
-
-    @property
-    def limits(self) -> WorkerLimits:
-        """What the worker accepts in a plan; known after `init_states`."""
-        ...
-
-    @property
-    def states(self) -> Mapping[DraftShape, SpecRuntimeState]:
-        """Captured states by draft shape."""
-        ...
-
-    def init_states(self, shapes: Iterable[DraftShape]) -> None:
-        """Capture every shape the policy may choose, and the plain one, before the first step."""
-        ...
-
-    def submit(self, plan: ScheduledBatch) -> PendingBatch:
-        """Launch a step."""
-        ...
-
-    def execute(self, plan: ScheduledBatch) -> BatchResult:
-        """Run a step to its end."""
-        ...
-
-    def drain(self) -> None:
-        """Forget the state of all requests, so that another scheduler's requests may follow.
-
-        No step may be in flight.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class WorkerSettings:
     """Settings of a worker.
@@ -141,6 +84,7 @@ class WorkerSettings:
     max_tokens: int
     largest_batch: Callable[[DraftShape], int | None]
     async_scheduling: bool = False
+    """Whether a step may be launched before the result of the one before is read."""
     synthetic_acceptance: Acceptance | None = None
     rejection_sample_method: str = "coupled"
     draft_sharpness: float = 1.0
@@ -163,7 +107,7 @@ class SpecWorker:
         target: TargetRunner,
         drafter: DraftModel | None,
         slots: RequestSlots,
-        recorder: Recorder,
+        recorder: GraphRecorder | None,
         grammars: Grammars,
         settings: WorkerSettings,
         parallel: TensorParallel = SINGLE,
@@ -174,8 +118,6 @@ class SpecWorker:
         self.recorder = recorder
         self.grammars = grammars
         self.settings = settings
-        self.async_scheduling = settings.async_scheduling
-        self.synthetic_acceptance = settings.synthetic_acceptance
         self.parallel = parallel
         self.vocab_size = slots.vocab_size
         self.device = slots.lengths.device
@@ -186,26 +128,29 @@ class SpecWorker:
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `Worker`."""
+        """Compute dtype of the target."""
         return self.target.pool.dtype
 
     @property
     def draft_dtype(self) -> torch.dtype | None:
-        """See `Worker`."""
+        """Compute dtype of the draft; None without one."""
         return None if self.drafter is None else self.drafter.head.dtype
 
     @property
-    def limits(self) -> WorkerLimits:
-        """See `Worker`."""
-        return WorkerLimits(self.captured.max_extend, self.async_scheduling)
-
-    @property
     def states(self) -> Mapping[DraftShape, SpecRuntimeState]:
-        """See `Worker`."""
+        """Captured states by draft shape."""
         return self.captured.states
 
+    @property
+    def max_missing(self) -> int:
+        """Most missing draft KV entries that a step with drafts makes for any decoding request.
+
+        Entries whose tokens are in the plan do not count.
+        """
+        return self.captured.max_extend
+
     def init_states(self, shapes: Iterable[DraftShape]) -> None:
-        """See `Worker`."""
+        """Capture every shape the policy may choose, and the plain one, before the first step."""
         shapes = tuple(shapes)
         head = None if self.drafter is None else self.drafter.head
         settings = self.settings
@@ -216,7 +161,7 @@ class SpecWorker:
             most = None if shape.is_chain else settings.largest_batch(shape)
             return min(most or max_requests, max_requests) * shape.size
 
-        self.buffers = StepBuffers.create(
+        self.buffers = StepBuffers(
             self.slots,
             max((shape.depth for shape in shapes), default=0),
             head,
@@ -231,7 +176,8 @@ class SpecWorker:
             self.buffers.host_copy(pin_memory=pinned) for _ in range(_STEPS_IN_FLIGHT + 1)
         )
         self._written = self._budget = None
-        self.recorder.start_over()
+        if self.recorder is not None:
+            self.recorder.start_over()
         verifier = Verifier(
             self.buffers.max_depth,
             self.device,
@@ -274,7 +220,10 @@ class SpecWorker:
         return self.submit(plan).result()
 
     def drain(self) -> None:
-        """See `Worker`."""
+        """Forget the state of all requests, so that another scheduler's requests may follow.
+
+        No step may be in flight.
+        """
         self._requests.forget_all()
         self._newest_timer = None
 
@@ -353,16 +302,20 @@ class SpecWorker:
         num_chunks = 0
         stage = state.verify
         if prompts:
-            num_chunks = self.buffers.chunks.write(_chunk_of(req) for req in prompts)
+            # Without the last token of a prompt, which draws: it is a root.
+            num_chunks = self.buffers.chunks.write(
+                Chunk(
+                    req.request_slot, req.start, req.token_ids[: len(req.token_ids) - req.samples]
+                )
+                for req in prompts
+            )
             stage = self.captured.mixed(state.shape)
         size = StepSize(plan.num_tokens, max(1, len(reqs)), num_chunks)
-        prompt_logprobs = None
+        scored = None
         if any(req.scored_ids for req in prompts):
             tokens = self.captured.run_target(state.shape, size)
             logits: Tensor | None = tokens.logits
-            prompt_logprobs = PromptLogprobs(
-                plan, tokens.hidden, self.target.model.logits, self.vocab_size
-            )
+            scored = prompt_logprobs(plan, tokens.hidden, self.target.model.logits, self.vocab_size)
         else:
             logits = stage.run(size)
         read_back = next(self._read_backs)
@@ -371,18 +324,10 @@ class SpecWorker:
         if plan.wants_logprobs:
             assert logits is not None, "a verification returns its logits"
             has_trees = not state.shape.is_chain
-            logprobs = EmittedLogprobs(reqs, logits, self.buffers, has_trees=has_trees)
-        return _StepInFlight(
-            read_back,
-            len(reqs),
-            timer,
-            self._newest_timer,
-            logprobs,
-            prompt_logprobs,
-        )
+            logprobs = emitted_logprobs(reqs, logits, self.buffers, has_trees=has_trees)
+        return _StepInFlight(read_back, len(reqs), timer, self._newest_timer, logprobs, scored)
 
     def _admit(self, plan: ScheduledBatch, num_drafts: int) -> None:
-        """Admit so many drafts, on the device."""
         kinds = [req.draft_kind for req in plan.sampling_requests]
         budget = num_drafts, kinds, plan.calibration
         if budget != self._budget:
@@ -392,7 +337,6 @@ class SpecWorker:
         self._written = None  # the device changes `query_lens`
 
     def _write_requests(self, reqs: Sequence[ScheduledRequest]) -> None:
-        """Write the requests of a stage if they have changed."""
         requests = (
             tuple([req.request_slot for req in reqs]),
             tuple([req.num_steps for req in reqs]),
@@ -407,11 +351,6 @@ def _cut_depth(plan: ScheduledBatch, reqs: Sequence[ScheduledRequest]) -> DraftS
     """Return the shape that holds the drafts of these requests."""
     depth = max((req.num_steps for req in reqs), default=0)
     return DraftShape.chain(depth) if plan.shape.is_chain or not depth else plan.shape
-
-
-def _chunk_of(req: ScheduledRequest) -> Chunk:
-    """Return the prefill chunk of a request, without the token that draws, if one does."""
-    return Chunk(req.request_slot, req.start, req.token_ids[:-1] if req.samples else req.token_ids)
 
 
 def _missing_after(req: ScheduledRequest, max_extend: int) -> int:
@@ -430,23 +369,23 @@ class _StepInFlight:
     num_requests: int
     timer: StageTimer
     before: StageTimer | None
-    logprobs: EmittedLogprobs | None
-    prompt_logprobs: PromptLogprobs | None
+    logprobs: Callable[[Sequence[Sequence[int]]], Logprobs] | None
+    prompt_logprobs: Callable[[], Logprobs] | None
 
     def result(self) -> BatchResult:
         """Wait for the results."""
         self.timer.wait("verified")
         num_requests = self.num_requests
         read_back, shares = self.read_back, self.read_back.shares
-        result = read_results(read_back.results[:num_requests].tolist())
+        token_ids, broken_drafts = read_results(read_back.results[:num_requests].tolist())
         return BatchResult(
-            token_ids=result.token_ids,
+            token_ids=token_ids,
             draft_ms=self.timer.ms("start", "drafted"),
             verify_ms=self.timer.ms("drafted", "verified"),
-            broken_drafts=result.broken_drafts,
+            broken_drafts=broken_drafts,
             num_drafts=[count - 1 for count in read_back.query_lens[:num_requests].tolist()],
             draft_shares=shares[:num_requests].copy() if shares.size else None,
-            logprobs={} if self.logprobs is None else self.logprobs.read(result.token_ids),
-            prompt_logprobs={} if self.prompt_logprobs is None else self.prompt_logprobs.read(),
+            logprobs={} if self.logprobs is None else self.logprobs(token_ids),
+            prompt_logprobs={} if self.prompt_logprobs is None else self.prompt_logprobs(),
             idle_ms=0.0 if self.before is None else self.timer.ms_since(self.before, "verified"),
         )

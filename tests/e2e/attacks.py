@@ -10,10 +10,8 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -155,7 +153,7 @@ def _messages(rng):
     ]
 
 
-_KINDS: list[Callable[[random.Random], dict[str, Any]]] = [
+_KINDS = [
     lambda rng: {name: rng.choice(_ODD) for name in rng.sample(_FIELDS, rng.randint(1, 4))},
     lambda rng: {"prompt": [rng.choice([0, 5, 8191, 8192, 2**31])] * rng.choice([1, 900, 20_000])},
     lambda rng: {"prompt": _long(rng)},
@@ -195,8 +193,8 @@ class Flood:
     def __init__(self, num_requests, seed):
         self._rng = random.Random(seed)
         self._requests = [hostile_request(self._rng) for _ in range(num_requests)]
-        self.statuses: Counter[int] = Counter()
-        self.bad: list[str] = []
+        self.statuses = Counter()
+        self.bad = []
         """Answers of 500 and more, and what they answer."""
 
     async def send(self, url, num_at_once=8):

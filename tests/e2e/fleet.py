@@ -183,13 +183,13 @@ def server_info(url):
 
 
 def actors(deployment):
-    """Live replicas of a deployment by Serve's name for them."""
+    """Live replicas of `Deployment` or `application#Deployment` by Serve's name for them."""
     import ray
 
     return {
         actor["name"].rpartition("#")[2]: ray.get_actor(actor["name"], actor["namespace"])
         for actor in ray.util.list_named_actors(all_namespaces=True)
-        if f"#{deployment}#" in actor["name"]
+        if f"{deployment}#" in actor["name"]
     }
 
 
@@ -211,7 +211,7 @@ def kill(pid):
     os.kill(pid, signal.SIGKILL)
 
 
-def held():
+def held(deployment="EngineReplica"):
     """What each engine replica says of itself: requests by router, and pages."""
     import ray
     from ray.exceptions import RayError
@@ -219,7 +219,7 @@ def held():
     try:
         return {
             name: ray.get(actor.record_routing_stats.remote())
-            for name, actor in actors("EngineReplica").items()
+            for name, actor in actors(deployment).items()
         }
     except RayError:  # one is coming or going
         return {}

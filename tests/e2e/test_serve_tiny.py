@@ -105,21 +105,3 @@ def test_ctrl_c_lets_running_streams_end(server):
         *_, last = [line for line in lines if line]
     assert last == "data: [DONE]"
     assert server.process.wait(timeout=120) == 0
-
-
-def test_a_model_that_can_not_be_loaded_ends_the_command_with_the_reason(tmp_path):
-    file = tmp_path / "too_long.yaml"
-    file.write_text("model: {path: 'asset:tiny/target', max_model_len: 100000}\n")
-    with short_tmp() as tmp:
-        command = [sys.executable, "-m", "serve_spec", "serve", str(file)]
-        done = subprocess.run(
-            [*command, "--port", str(free_port())],
-            # Serve would try thrice, and hear the same reason thrice.
-            env=isolated_environment(tmp) | {"RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1"},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=READY_WITHIN_S,
-        )
-    assert done.returncode == 1
-    assert "max_model_len=100000 is more" in done.stderr

@@ -1,7 +1,5 @@
 """The promise on the model that ships: real text, real drafts, float32."""
 
-from typing import Any
-
 import pytest
 
 from serve_spec import LLM
@@ -38,8 +36,7 @@ def plain():
     return [texts(llm.generate([p], q))[0] for p, q in zip(prompts, params, strict=True)]
 
 
-@pytest.mark.parametrize("num_steps", [0, 1, 3, 7])
-@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize(("num_steps", "batch"), [(0, 3), (1, 8), (3, 1), (7, 8)])
 def test_speculation_never_changes_the_text(plain, num_steps, batch):
     llm = shipped(speculative_adaptive=False, speculative_num_steps=num_steps, max_num_seqs=batch)
     outputs = llm.generate(*requests(llm))
@@ -48,8 +45,7 @@ def test_speculation_never_changes_the_text(plain, num_steps, batch):
     assert (correct > 0) == (num_steps > 0)
 
 
-@pytest.mark.parametrize("head", ["EAGLE3", "EAGLE"])
-@pytest.mark.parametrize("chunked", [True, False])
+@pytest.mark.parametrize(("head", "chunked"), [("EAGLE3", True), ("EAGLE", False)])
 def test_nothing_that_happens_to_a_request_changes_its_text(plain, head, chunked):
     """Another tier every round, prompts in chunks, and too few pages for the batch, at once."""
     llm = shipped(
@@ -84,5 +80,5 @@ def test_by_default_costs_are_measured_and_weighed_and_the_text_stays(plain):
     assert snapshot["strategy"] == "goodput"
     assert snapshot["fallback"] is None
     assert set(snapshot["predicted_goodput"]) == set(map(str, range(8)))
-    costs: Any = snapshot["costs"]
+    costs = snapshot["costs"]
     assert costs["factors"], "rounds correct what was measured at start"

@@ -67,9 +67,48 @@ def too_large_sums_are_right(group):
     x = parts[group.rank]
     assert not fits(x)
     group.all_reduce(x)
-    everybodys = group.all_gather(x[None], 0)
     close = torch.allclose(x.float(), expected.float(), atol=0.1)
-    return close and all(torch.equal(other, x) for other in everybodys)
+    return close and all(torch.equal(other, x) for other in of_all_ranks(group, x))
+
+
+def of_all_ranks(group, x):
+    """Each rank's x."""
+    return [group.broadcast(x.clone(), rank) for rank in range(group.size)]
+
+
+def broadcasts_are_lawful(group):
+    """Of few and of many integers, whoever sends them."""
+    found = []
+    for turn in range(9):
+        for count in (1, 32, 700, 40_000):
+            for dtype in (torch.int32, torch.int64):
+                ids = torch.arange(count, device=group._device, dtype=dtype) * 3 - turn
+                for source in range(group.size):
+                    mine = ids + 100 * group.rank
+                    found.append(torch.equal(group.broadcast(mine, source), ids + 100 * source))
+    return all(found)
+
+
+def gathers_are_lawful(group):
+    """Of whole and of padded widths, some too large for shared memory."""
+    found = []
+    for turn, (num_rows, columns, padding) in enumerate(
+        [
+            (1, 64_128, 0),
+            (32, 64_128, 1),
+            (3, 1000, 7),
+            (130, 64_128, 0),
+            (1, 5, 4),
+            (300, 64_128, 0),
+        ]
+    ):
+        parts = drawn(group, num_rows, columns, seed=turn, dtype=torch.float32)
+        width = columns * group.size - padding
+        expected = torch.cat(parts, 1)[:, :width]
+        for _ in range(3):
+            group.all_reduce(torch.ones(4, device=group._device))
+            found.append(torch.equal(group.gather_columns(parts[group.rank], width), expected))
+    return all(found)
 
 
 class Norm:
@@ -114,7 +153,7 @@ def norms_are_lawful(group):
                         alike = all(
                             torch.equal(other, result)
                             for result in results
-                            for other in group.all_gather(result[None], 0)
+                            for other in of_all_ranks(group, result)
                         )
                         found.append(norm.is_lawful(results) and alike)
     # Too large are: of 16 bits, 256 rows of 5120; of float32, 256 of 4096, and any row of 5120.
@@ -143,7 +182,7 @@ def norms_of_too_many_rows_are_right(group):
         assert not residual_fits(norm.x)
         for mine, expected in zip(norm.run(), norm.expected, strict=True):
             found.append(torch.allclose(mine.float(), expected.float(), rtol=0.02, atol=0.1))
-            found += [torch.equal(other, mine) for other in group.all_gather(mine[None], 0)]
+            found += [torch.equal(other, mine) for other in of_all_ranks(group, mine)]
     return all(found)
 
 
@@ -241,6 +280,8 @@ CHECKS: dict[str, Callable[[DeviceGroup], bool]] = {
         memory_is_shared,
         sums_are_lawful,
         too_large_sums_are_right,
+        broadcasts_are_lawful,
+        gathers_are_lawful,
         norms_are_lawful,
         norms_of_addends_are_those_of_their_sums,
         norms_of_too_many_rows_are_right,

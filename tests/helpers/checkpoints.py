@@ -12,17 +12,12 @@ predicts from the last token alone). Greedy drafts then agree about 70 % of the 
 (llama3) a shallow target only repeats its last token.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
 
 FAMILIES = ("llama2", "llama3", "mistral", "qwen2", "qwen3")
 BOS_ID, EOS_ID, PAD_ID = 256, 257, 258
@@ -41,15 +36,8 @@ _CHAT_TEMPLATE = (
 
 
 def make_target(
-    directory: Path | str,
-    family: str = "llama3",
-    hidden: int = 64,
-    layers: int = 6,
-    vocab: int = VOCAB,
-    seed: int = 0,
-    layer_scale: float = 1.0,
-    **config: Any,
-) -> Path:
+    directory, family="llama3", hidden=64, layers=6, vocab=VOCAB, seed=0, layer_scale=1.0, **config
+):
     """Writes a random float32 target of one of `FAMILIES` and its tokenizer; returns the directory.
 
     `layer_scale` multiplies what every layer adds to the residual stream. Further keywords replace
@@ -64,10 +52,10 @@ def make_target(
     return directory
 
 
-def target_config(family: str, hidden: int, layers: int, vocab: int) -> dict[str, Any]:
+def target_config(family, hidden, layers, vocab):
     """`config.json` of a tiny target, keyed as the family's published files are."""
     architecture, model_type = _ARCHITECTURE[family]
-    config: dict[str, Any] = {
+    config = {
         "architectures": [architecture],
         "model_type": model_type,
         "hidden_size": hidden,
@@ -85,7 +73,7 @@ def target_config(family: str, hidden: int, layers: int, vocab: int) -> dict[str
         "eos_token_id": EOS_ID if vocab > PAD_ID else None,
         "torch_dtype": "float32",
     }
-    extra: dict[str, dict[str, Any]] = {
+    extra = {
         "llama2": {"rope_scaling": None},
         "llama3": {
             "tie_word_embeddings": True,
@@ -106,7 +94,7 @@ def target_config(family: str, hidden: int, layers: int, vocab: int) -> dict[str
     return {**config, **extra[family]}
 
 
-def target_tensors(config: Mapping[str, Any], seed: int, layer_scale: float) -> dict[str, Tensor]:
+def target_tensors(config, seed, layer_scale):
     """Random tensors of a target, by their published names."""
     draw = _Draw(seed)
     hidden, vocab = config["hidden_size"], config["vocab_size"]
@@ -134,17 +122,17 @@ def target_tensors(config: Mapping[str, Any], seed: int, layer_scale: float) -> 
 
 
 def make_eagle3(
-    directory: Path | str,
-    target_dir: Path | str,
-    draft_vocab: int | None = None,
-    seed: int = 1,
-    fc_bias: bool = False,
-    mimic: bool = False,
-    layer_prefix: str = "midlayer.",
-    num_layers: int = 1,
-    own_embedding: bool = False,
-    **config: Any,
-) -> Path:
+    directory,
+    target_dir,
+    draft_vocab=None,
+    seed=1,
+    fc_bias=False,
+    mimic=False,
+    layer_prefix="midlayer.",
+    num_layers=1,
+    own_embedding=False,
+    **config,
+):
     """Writes an EAGLE-3 head for the target in `target_dir`; returns the directory.
 
     `draft_vocab` below the target's vocabulary adds `d2t` / `t2d`. Further keywords set keys of
@@ -175,9 +163,7 @@ def make_eagle3(
     return write_checkpoint(directory, settings, tensors)
 
 
-def _eagle3_output(
-    draw: _Draw, settings: Mapping[str, Any], target: Mapping[str, Tensor], mimic: bool
-) -> dict[str, Tensor]:
+def _eagle3_output(draw, settings, target, mimic):
     """Final norm, lm_head, and the id maps of a reduced vocabulary."""
     hidden, vocab, rows = (settings[k] for k in ("hidden_size", "vocab_size", "draft_vocab_size"))
     ids = torch.randperm(vocab, generator=draw.generator)[:rows].sort().values
@@ -193,15 +179,15 @@ def _eagle3_output(
 
 
 def make_eagle(
-    directory: Path | str,
-    target_dir: Path | str,
-    seed: int = 1,
-    fc_bias: bool = True,
-    mimic: bool = False,
-    num_layers: int = 1,
-    own_embedding: bool = True,
-    **config: Any,
-) -> Path:
+    directory,
+    target_dir,
+    seed=1,
+    fc_bias=True,
+    mimic=False,
+    num_layers=1,
+    own_embedding=True,
+    **config,
+):
     """Writes an EAGLE-1 head (pickle, as published) for the target; returns the directory."""
     settings, target = _head_settings(target_dir, "LlamaForCausalLMEagle", config)
     draw = _Draw(seed)
@@ -221,12 +207,7 @@ def make_eagle(
     return write_checkpoint(directory, settings, tensors, pickle=True)
 
 
-def write_checkpoint(
-    directory: Path | str,
-    config: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    pickle: bool = False,
-) -> Path:
+def write_checkpoint(directory, config, tensors, pickle=False):
     """Writes `config.json` and one weight file (`pickle`: `pytorch_model.bin`)."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -239,7 +220,7 @@ def write_checkpoint(
     return directory
 
 
-def read_checkpoint(directory: Path | str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_checkpoint(directory):
     """`config.json` and all tensors of a directory written by this module."""
     directory = Path(directory)
     config = json.loads((directory / "config.json").read_text())
@@ -248,7 +229,7 @@ def read_checkpoint(directory: Path | str) -> tuple[dict[str, Any], dict[str, Te
     return config, load_file(directory / "model.safetensors")
 
 
-def make_tokenizer(directory: Path | str) -> Path:
+def make_tokenizer(directory):
     """A byte-level tokenizer: token id = byte value, then `<bos>` 256, `<eos>` 257, `<pad>` 258."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -270,7 +251,7 @@ def make_tokenizer(directory: Path | str) -> Path:
     return directory
 
 
-def _byte_characters() -> dict[int, str]:
+def _byte_characters():
     """The printable character that stands for each byte in byte-level BPE files (GPT-2's map)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     characters = {byte: chr(byte) for byte in printable}
@@ -281,24 +262,22 @@ def _byte_characters() -> dict[int, str]:
 class _Draw:
     """Random tensors from one seeded stream."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         self.generator = torch.Generator().manual_seed(seed)
 
-    def matrix(self, rows: int, columns: int, scale: float = 1.0) -> Tensor:
+    def matrix(self, rows, columns, scale=1.0):
         """[rows, columns] that maps a unit-variance vector to variance scale²."""
         return torch.randn(rows, columns, generator=self.generator) * (scale / columns**0.5)
 
-    def norm(self, width: int) -> Tensor:
+    def norm(self, width):
         return 1.0 + 0.2 * torch.randn(width, generator=self.generator)
 
 
-def _head_dim(config: Mapping[str, Any]) -> int:
+def _head_dim(config):
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
-def _layer(
-    draw: _Draw, config: Mapping[str, Any], prefix: str, qkv_inputs: int, scale: float
-) -> dict[str, Tensor]:
+def _layer(draw, config, prefix, qkv_inputs, scale):
     """Attention, feed-forward and post-attention norm of one layer (no input norm)."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     head_dim = _head_dim(config)
@@ -318,7 +297,7 @@ def _layer(
     return {prefix + name: tensor for name, tensor in tensors.items()}
 
 
-def _qkv_bias(draw: _Draw, config: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
+def _qkv_bias(draw, config, prefix):
     head_dim = _head_dim(config)
     heads = {
         "q_proj": config["num_attention_heads"],
@@ -331,9 +310,7 @@ def _qkv_bias(draw: _Draw, config: Mapping[str, Any], prefix: str) -> dict[str, 
     }
 
 
-def _head_settings(
-    target_dir: Path | str, architecture: str, config: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _head_settings(target_dir, architecture, config):
     """A head's `config.json` as wide as the target, and the target's tensors."""
     target_config, target = read_checkpoint(target_dir)
     hidden = target_config["hidden_size"]
@@ -357,7 +334,7 @@ def _head_settings(
     return {**settings, **config}, target
 
 
-def _mimic_attention(tensors: dict[str, Tensor], prefix: str, hidden: int) -> None:
+def _mimic_attention(tensors, prefix, hidden):
     """Makes an EAGLE-3 layer copy the embedding of its own token to the output.
 
     Equal query and key projections make every row attend to itself (a rotation by zero), values

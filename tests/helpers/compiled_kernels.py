@@ -1,18 +1,13 @@
-"""Compiling attention and admission for a Hopper GPU on any machine: `python -m ...` prints JSON.
+"""Compile kernels for a Hopper GPU on any machine: `python -m ...` prints JSON.
 
 One line per kernel of every case: registers, bytes of spills and of shared memory.
 """
-
-from __future__ import annotations
 
 import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
-from typing import Any
 
 import torch
 import triton
@@ -20,20 +15,20 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from serve_spec.ops import admission_triton, paged_attention_triton
+from serve_spec.ops import admission_triton, paged_attention_triton, shared_sum, shared_sum_triton
 from serve_spec.ops.paged_attention import AttentionKind, AttentionPlan
 
-ATTENTION: dict[str, dict[str, Any]] = {
+ATTENTION = {
     "decode, batch 1": {},
     "decode, batch 8": {"batch": 8},
     "decode, batch 64": {"batch": 64},
     "verify, batch 16": {"batch": 16, "query_len": 4},
     "tree": {"query_len": 64, "tree": True},
     "chunk": {"query_len": 2048},
-    "window and sinks": {"batch": 8, "width": 64, "kind": AttentionKind(window=128, sinks=True)},  # type: ignore[arg-type]
-    "softcap": {"batch": 8, "width": 256, "kind": AttentionKind(softcap=50.0)},
+    "window": {"batch": 8, "width": 64, "window": 128},
+    "wide heads": {"batch": 8, "width": 256},
 }
-ADMISSION: dict[str, dict[str, Any]] = {
+ADMISSION = {
     "chains": {},
     "long chains": {"width": 63, "depth": 63},
     "trees, most slots": {"batch": 256, "width": 63, "tree": True},
@@ -43,13 +38,13 @@ ADMISSION: dict[str, dict[str, Any]] = {
 class _Recorder:
     """Stands for a kernel and compiles what it would be launched with."""
 
-    def __init__(self, case: str, kernel: Any) -> None:
+    def __init__(self, case, kernel):
         self._case, self._kernel = case, kernel
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+    def __getitem__(self, grid):
         return self._compile
 
-    def _compile(self, *args: Any, **settings: Any) -> None:
+    def _compile(self, *args, **settings):
         names = self._kernel.arg_names
         options = {name: settings.pop(name) for name in list(settings) if name not in names}
         values = dict(zip(names, args, strict=False)) | settings
@@ -59,6 +54,9 @@ class _Recorder:
             if isinstance(value, Tensor):
                 signature[name] = "*" + triton.runtime.jit.mangle_type(value)[1:]
                 attributes[(index,)] = [["tt.divisibility", 16]]
+            elif isinstance(value, tuple):
+                signature[name] = tuple("*" + triton.runtime.jit.mangle_type(t)[1:] for t in value)
+                attributes |= {(index, i): [["tt.divisibility", 16]] for i in range(len(value))}
             elif name in settings or value is None:
                 signature[name], constants[name] = "constexpr", value
             else:
@@ -72,7 +70,7 @@ class _Recorder:
         print(json.dumps(record | {"shared": compiled.metadata.shared}), flush=True)
 
 
-def _resources(ptx: str) -> dict[str, int]:
+def _resources(ptx):
     """Return what ptxas says of a kernel."""
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
@@ -81,11 +79,11 @@ def _resources(ptx: str) -> dict[str, int]:
         command = [ptxas, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     found = {"registers": r"Used (\d+) registers", "spills": r"(\d+) bytes spill stores"}
-    return {name: int(re.search(pattern, said)[1]) for name, pattern in found.items()}  # type: ignore[index]
+    return {name: int(re.search(pattern, said)[1]) for name, pattern in found.items()}
 
 
 @contextmanager
-def recorded(op: ModuleType, case: str) -> Iterator[None]:
+def recorded(op, case):
     """Compile what the kernels of `op` would be launched with."""
     kernels = {name: kernel for name, kernel in vars(op).items() if name.endswith("_kernel")}
     vars(op).update({name: _Recorder(case, kernel) for name, kernel in kernels.items()})
@@ -93,14 +91,7 @@ def recorded(op: ModuleType, case: str) -> Iterator[None]:
     vars(op).update(kernels)
 
 
-def compile_attention(
-    case: str,
-    batch: int = 1,
-    query_len: int = 1,
-    width: int = 128,
-    kind: AttentionKind | None = None,
-    tree: bool = False,
-) -> None:
+def compile_attention(case, batch=1, query_len=1, width=128, window=None, tree=False):
     """Compile what 32 query heads and 8 kv heads launch for so many requests, in bfloat16."""
     numbers = torch.zeros(batch + 1, dtype=torch.int32)
     query = torch.zeros(batch * query_len, 32, width, dtype=torch.bfloat16)
@@ -113,20 +104,12 @@ def compile_attention(
         groups=((batch, query_len),),
         tree_mask=torch.zeros(len(query), dtype=torch.int64) if tree else None,
     )
-    kind = kind or AttentionKind()
-    if kind.sinks is not None:
-        kind = AttentionKind(window=kind.window, sinks=query[0, :, 0].contiguous())
     with recorded(paged_attention_triton, case):
+        kind = AttentionKind(window=window)
         paged_attention_triton.paged_attention(query, pool, pool, plan, kind)
 
 
-def compile_admission(
-    case: str,
-    batch: int = 8,
-    width: int = 7,
-    depth: int = 7,
-    tree: bool = False,
-) -> None:
+def compile_admission(case, batch=8, width=7, depth=7, tree=False):
     """Compile what chains or trees of so many requests, drafts and levels launch."""
     numbers, slots = torch.zeros(batch, dtype=torch.int32), torch.zeros(batch, width)
     with recorded(admission_triton, case):
@@ -140,11 +123,36 @@ def compile_admission(
         )
 
 
+def compile_exchanges(case, rank, size):
+    """Compile what this rank of so many launches, in bfloat16."""
+    numbers, flags = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
+    memory = shared_sum.SharedMemory(
+        rank,
+        slots=(numbers,) * size,
+        shares=(numbers,) * size,
+        flags=(flags,) * size,
+        gathered=(torch.zeros(64),) * size,
+        counts=flags,
+        released=flags,
+    )
+    weight = torch.zeros(4096, dtype=torch.bfloat16)
+    with recorded(shared_sum_triton, case):
+        for num_rows in (1, 256):
+            x = torch.zeros(num_rows, 4096, dtype=torch.bfloat16)
+            shared_sum_triton.sum_over_ranks(x, memory)
+            shared_sum_triton.sum_add_norm(x, x, weight, 1e-5, memory)
+        for source in range(size):
+            shared_sum_triton.broadcast_words(flags, source, memory)
+        shared_sum_triton.gather_columns(torch.zeros(1, 8), 8 * rank, 8 * size, memory)
+
+
 if __name__ == "__main__":
-    admission_triton.dependent_launch = lambda device: True
-    paged_attention_triton.dependent_launch = lambda device: True
-    paged_attention_triton._num_multiprocessors = lambda device: 132  # type: ignore[assignment]
+    for op in (admission_triton, paged_attention_triton, shared_sum_triton):
+        op.dependent_launch = lambda device: {"DEPENDENT": True, "launch_pdl": True}
+    paged_attention_triton._num_multiprocessors = lambda device: 132
     for case, settings in ATTENTION.items():
         compile_attention(case, **settings)
     for case, settings in ADMISSION.items():
         compile_admission(case, **settings)
+    for rank, size in ((0, 2), (1, 4)):
+        compile_exchanges(f"rank {rank} of {size}", rank, size)

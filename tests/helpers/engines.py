@@ -2,27 +2,26 @@
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
 from serve_spec import LLM
 from serve_spec.adaptive import PolicySettings
-from serve_spec.config import ServeSpecConfig
 from serve_spec.core.draft import DraftShape
-from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch, ScheduledRequest
-from serve_spec.core.record import StepRecord
-from serve_spec.core.request import RequestOutput, SamplingParams, TokenDelta
-from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps
-from serve_spec.engine.build import LoadedModels
+from serve_spec.core.request import SamplingParams
+from serve_spec.core.round import NO_NOTES, RoundSteps
 from tests.helpers.checkpoints import make_eagle, make_eagle3, make_target, write_checkpoint
 
 MakeLLM = Callable[..., LLM]
+
+
+SOON_S = 30.0
+"""Far below any time limit of what ranks wait for; a busy machine needs some of it."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Pair:
     heads: dict[str, Path]
 
 
-def make_pair(root: Path, **config: Any) -> Pair:
+def make_pair(root, **config):
     """A random pair under `root`; `config` replaces keys of the target's config.json."""
     target = make_target(root / "target", layer_scale=0.3, **config)
     return Pair(
@@ -48,7 +47,7 @@ def make_pair(root: Path, **config: Any) -> Pair:
     )
 
 
-def _repeating_heads(directory: Path, target: Path, num_heads: int) -> Path:
+def _repeating_heads(directory, target, num_heads):
     """Medusa heads that draft the next token again and again."""
     hidden = int(json.loads((target / "config.json").read_text())["hidden_size"])
     tensors = {}
@@ -64,23 +63,21 @@ class FakeController:
     switch_reason = None
     notes = NO_NOTES
 
-    def __init__(
-        self, shapes: Sequence[int | DraftShape], choose: Callable[[DecodeBatch], RoundSteps]
-    ) -> None:
+    def __init__(self, shapes, choose):
         self.shapes = [DraftShape.chain(s) if isinstance(s, int) else s for s in shapes]
         self.choose_steps = choose
-        self.told: list[StepRecord] = []
-        self.left: list[str] = []
+        self.told = []
+        self.left = []
 
-    def on_verify_complete(self, verified: StepRecord) -> None:
+    def on_verify_complete(self, verified):
         rows = zip(verified.correct_per_req, verified.steps_per_req, strict=True)
         assert all(0 <= correct <= steps <= verified.shape.depth for correct, steps in rows)
         self.told.append(verified)
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, request_id):
         self.left.append(request_id)
 
-    def snapshot(self) -> dict[str, object]:
+    def snapshot(self):
         return {}
 
 
@@ -90,15 +87,13 @@ class SwitchingController(FakeController):
     A number stands for the chain of that depth.
     """
 
-    def __init__(
-        self, tiers: Sequence[int | DraftShape], ragged: bool, budgets: bool = False
-    ) -> None:
+    def __init__(self, tiers, ragged, budgets=False):
         super().__init__(tiers, self._switch)
         self._ragged = ragged
         self._budgets = budgets
         self._numbers = count()
 
-    def _switch(self, batch: DecodeBatch) -> RoundSteps:
+    def _switch(self, batch):
         number = next(self._numbers)
         shape = self.shapes[number % len(self.shapes)]
         steps_per_req = [max(0, shape.depth - (number + 1 + i) % 3) for i in range(batch.size)]
@@ -108,11 +103,11 @@ class SwitchingController(FakeController):
         return RoundSteps(shape, steps_per_req if self._ragged else None, budget=budget)
 
 
-def llm_maker(pair: Pair, device: str) -> MakeLLM:
+def llm_maker(pair, device):
     """Builds float32 engines on the pair; each checks its integrity after every round."""
 
-    def make(algorithm: str = "NONE", num_steps: int = 0, **overrides: Any) -> LLM:
-        settings: dict[str, Any] = {
+    def make(algorithm="NONE", num_steps=0, **overrides):
+        settings = {
             "model": {"path": str(pair.target), "device": device, "dtype": "float32"},
             "speculative": {
                 "speculative_algorithm": algorithm,
@@ -129,17 +124,12 @@ def llm_maker(pair: Pair, device: str) -> MakeLLM:
     return make
 
 
-def sampled_requests() -> tuple[list[list[int]], list[SamplingParams]]:
+def sampled_requests():
     """Return prompts of 1 to 45 tokens, greedy and sampled in one batch, some with filters."""
     rng = random.Random(0)
     lengths = (1, 2, 5, 11, 20, 33, 45, 16)
     prompts = [[rng.randrange(256) for _ in range(n)] for n in lengths]
-    filters: list[dict[str, Any]] = [
-        {},
-        {"top_k": 20},
-        {"top_p": 0.9},
-        {"min_p": 0.02, "top_k": 50},
-    ]
+    filters = [{}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.02, "top_k": 50}]
     params = [
         SamplingParams(
             max_tokens=16 + 2 * i,
@@ -153,50 +143,48 @@ def sampled_requests() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
-def texts(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
+def texts(outputs):
     """The generated tokens of every request."""
     return [output.token_ids for output in outputs]
 
 
-def checked(llm: LLM) -> LLM:
+def checked(llm):
     """The same engine, with its pages and lengths, and what it keeps, verified after every step."""
     engine, step = llm.engine, llm.engine.step
 
-    def step_and_check() -> list[TokenDelta]:
+    def step_and_check():
         deltas = step()
         engine.scheduler.queue.check_integrity()
         if not engine.has_work:
-            texts: Any = engine.scheduler.drafts.texts
-            assert engine.worker.grammars.num_followed == 0, "the grammar of a request that ended"
+            texts = engine.scheduler.drafts.texts
+            assert not engine.worker.grammars._texts, "the grammar of a request that ended"
             assert texts is None or len(texts) == 0, "the text of a request that ended"
             assert not getattr(getattr(texts, "drafter", None), "_texts", ()), "its index"
         return deltas
 
-    llm.engine.step = step_and_check  # type: ignore[method-assign]
+    llm.engine.step = step_and_check
     return llm
 
 
-def control(llm: LLM, controller: FakeController) -> FakeController:
+def control(llm, controller):
     """Replace the policy of an engine."""
     llm.engine.worker.init_states(controller.shapes)
-    llm.engine.controller = controller  # type: ignore[assignment]
+    llm.engine.controller = controller
     return controller
 
 
-def policy_with_small_trees(config: ServeSpecConfig, loaded: LoadedModels) -> PolicySettings:
+def policy_with_small_trees(config, loaded):
     """Return the policy that a GPU would have. For `engine.build._policy`."""
     head = loaded.head
     return PolicySettings.of(config.speculative, None if head is None else head.max_steps)
 
 
-def always_three(llm: LLM) -> FakeController:
+def always_three(llm):
     """Replace the policy by one that drafts chains of three."""
     return control(llm, FakeController([3], lambda _: RoundSteps(DraftShape.chain(3))))
 
 
-def switch_every_round(
-    llm: LLM, tiers: Sequence[int | DraftShape], *, ragged: bool = True, budgets: bool = False
-) -> None:
+def switch_every_round(llm, tiers, *, ragged=True, budgets=False):
     """Replaces the policy by one that changes tier every round: no policy would, engines must.
 
     budgets: also change how many drafts are verified.
@@ -204,12 +192,12 @@ def switch_every_round(
     control(llm, SwitchingController(tiers, ragged, budgets))
 
 
-def heard_steps(llm: LLM) -> list[StepRecord]:
+def heard_steps(llm):
     """Return the record of every step from now on."""
-    steps: list[StepRecord] = []
+    steps = []
     summarize = llm.collector.observe
 
-    def observe(record: StepRecord) -> None:
+    def observe(record):
         steps.append(record)
         summarize(record)
 
@@ -217,27 +205,27 @@ def heard_steps(llm: LLM) -> list[StepRecord]:
     return steps
 
 
-def heard_plans(llm: LLM) -> list[ScheduledBatch]:
+def heard_plans(llm):
     """Every plan the worker gets from now on."""
-    plans: list[ScheduledBatch] = []
+    plans = []
     submit = llm.engine.worker.submit
 
-    def hear(plan: ScheduledBatch) -> PendingBatch:
+    def hear(plan):
         plans.append(plan)
         return submit(plan)
 
-    llm.engine.worker.submit = hear  # type: ignore[method-assign]
+    llm.engine.worker.submit = hear
     return plans
 
 
-def heard_rounds(llm: LLM) -> list[tuple[ScheduledRequest, list[int]]]:
+def heard_rounds(llm):
     """What each row of every round was planned to be, and its tokens; from now on."""
-    rounds: list[tuple[ScheduledRequest, list[int]]] = []
+    rounds = []
     commit = llm.engine.scheduler.commit
 
-    def hear(plan: ScheduledBatch, result: BatchResult, cut: Any) -> Any:
+    def hear(plan, result, cut):
         rounds.extend(zip(plan.sampling_requests, result.token_ids, strict=True))
         return commit(plan, result, cut)
 
-    llm.engine.scheduler.commit = hear  # type: ignore[method-assign]
+    llm.engine.scheduler.commit = hear
     return rounds

@@ -9,8 +9,6 @@ As a program it is started as any follower; its settings are what it does:
 "only rank 1 joins"  rank 1 obeys, the others stay away
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys
@@ -21,12 +19,12 @@ from contextlib import closing
 import torch
 
 from serve_spec.parallel.channel import LOOPBACK, Address, RankChannel
-from serve_spec.parallel.group import DeviceGroup, join, store_server
+from serve_spec.parallel.group import join, store_server
 
 CPU = torch.device("cpu")
 
 
-def follow(settings: str, rank: int, size: int, address: Address) -> None:
+def follow(settings, rank, size, address):
     """One follower's life."""
     if settings == "exit":
         os._exit(3)
@@ -46,7 +44,7 @@ def follow(settings: str, rank: int, size: int, address: Address) -> None:
                     time.sleep(600)
 
 
-def joined(size: int) -> list[DeviceGroup]:
+def joined(size):
     """The group of so many ranks in this process, as each of them sees it."""
     store = store_server(LOOPBACK)
     address = Address(LOOPBACK, 0, store.port, b"")

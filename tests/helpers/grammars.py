@@ -1,44 +1,40 @@
 """Grammars over the byte-level tokenizer of the test checkpoints, and what their texts must be."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 
-from serve_spec.core.grammar import Grammar, GrammarKind
+from serve_spec.core.grammar import GrammarKind
 from serve_spec.engine.tokenizer import Tokenizer
-from serve_spec.structured.compiler import GrammarCompiler, Mask
+from serve_spec.structured.compiler import GrammarCompiler
 from tests.helpers.checkpoints import EOS_ID, VOCAB, make_tokenizer
 
 PARENTHESES = 'root ::= "(" root ")" root | [ab]*'
 
 
 @lru_cache
-def byte_compiler() -> GrammarCompiler:
+def byte_compiler():
     """A token is a byte; ids from 259 on are no token's."""
     return GrammarCompiler(_describe, VOCAB, [EOS_ID])
 
 
-def _describe() -> str:
+def _describe():
     with TemporaryDirectory() as folder:
         return Tokenizer(make_tokenizer(folder)).describe()
 
 
-def ids_of(mask: Mask | None) -> set[int]:
+def ids_of(mask):
     """The tokens a mask allows."""
     assert mask is not None
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
     return set(np.flatnonzero(bits).tolist())
 
 
-def is_of(text: str, grammar: Grammar) -> bool:
+def is_of(text, grammar):
     """Whether a text is one of the grammar's, as plainly as can be said."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
@@ -55,7 +51,7 @@ def is_of(text: str, grammar: Grammar) -> bool:
             return inner == ""
 
 
-def check_text(token_ids: Sequence[int], grammar: Grammar) -> None:
+def check_text(token_ids, grammar):
     """Assert that every token was legal, and that a text which the grammar ended is one of it.
 
     Tokens are judged one at a time, by a matcher of their own.
@@ -70,7 +66,7 @@ def check_text(token_ids: Sequence[int], grammar: Grammar) -> None:
     assert token_ids[-1] != EOS_ID or is_of(text, grammar)
 
 
-def is_valid(text: str, schema: Any) -> bool:
+def is_valid(text, schema):
     """Whether a text is JSON, and valid under a schema."""
     # Here, so that tests on a GPU do without it.
     import jsonschema
@@ -82,6 +78,6 @@ def is_valid(text: str, schema: Any) -> bool:
     return True
 
 
-def shipped_tokenizer() -> Path:
+def shipped_tokenizer():
     """The folder of a tokenizer with merges."""
     return Path(__file__).parents[2] / "serve_spec/assets/tiny/target"

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
 
-from serve_spec import LLM
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import SamplingParams, SpeculativeOptions
 from tests.helpers.checkpoints import EOS_ID, make_eagle3, read_checkpoint, write_checkpoint
-from tests.helpers.engines import MakeLLM, Pair, heard_plans, llm_maker, make_pair
+from tests.helpers.engines import heard_plans, llm_maker, make_pair
 from tests.helpers.table import Request, as_texts, compare, run
 
 MAX_MODEL_LEN = 80
@@ -51,17 +48,17 @@ class Life:
     arrivals: list[Arrival]
 
 
-def any_life(rng: Random) -> Life:
+def any_life(rng):
     """Return a life drawn at random."""
     algorithm = rng.choice(["EAGLE3", "EAGLE", "STANDALONE", "MEDUSA", "NGRAM"])
     num_steps = HEADS if algorithm == "MEDUSA" else 7
-    keys: dict[str, Any] = {
+    keys = {
         "num_pages": rng.choice([24, 28, 400]),
         "max_num_seqs": rng.randint(1, 6),
         "max_num_batched_tokens": rng.choice([20, 40, 90]),
         "prefix_caching": rng.random() < 0.7,
     }
-    slot: dict[str, Any] = {"candidate_steps": [*range(num_steps + 1)]}
+    slot = {"candidate_steps": [*range(num_steps + 1)]}
     depths = [{"speculative_num_steps": steps} for steps in (0, 1, 2, 3, num_steps)]
     ngram_first = algorithm != "NGRAM" and rng.random() < 0.3
     if algorithm == "NGRAM" or ngram_first:
@@ -92,12 +89,12 @@ def any_life(rng: Random) -> Life:
     return life
 
 
-def any_arrivals(rng: Random) -> list[Arrival]:
+def any_arrivals(rng):
     """Return requests; in some lives none asks for what keeps steps from being planned ahead."""
     grammars = [None] * 5 + GRAMMARS if rng.random() < 0.4 else [None]
     scored = [None] * 7 + [0] if rng.random() < 0.3 else [None]
 
-    def arrival(key: str) -> Arrival:
+    def arrival(key):
         begin = rng.choice(BEGINNINGS)[: rng.randint(0, 36)]
         params = SamplingParams(
             max_tokens=rng.randint(5, 30),
@@ -136,7 +133,7 @@ def any_arrivals(rng: Random) -> list[Arrival]:
 class Lives:
     """Engines that live, and plain ones to compare with."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         """Write a usual pair, and one with windows and drafts that do not know every token."""
         window = {"sliding_window": 9, "layer_types": ["sliding_attention"]}
         other = make_pair(folder / "other", family="mistral", sliding_window=64)
@@ -146,13 +143,11 @@ class Lives:
         other.heads["STANDALONE"] = with_vocabulary(other, folder / "short", 250)
         pairs = {"usual": make_pair(folder / "usual"), "other": other}
         self._slots = folder / "slots.json"
-        self._makers: dict[str, MakeLLM] = {
-            name: llm_maker(pair, "cpu") for name, pair in pairs.items()
-        }
+        self._makers = {name: llm_maker(pair, "cpu") for name, pair in pairs.items()}
         sizes = {"max_model_len": MAX_MODEL_LEN, "prefix_caching": False}
         self._alone = {name: make(**sizes) for name, make in self._makers.items()}
 
-    def check(self, life: Life) -> set[str]:
+    def check(self, life):
         """Assert that every request gets what it gets alone; return what the life met."""
         self._slots.write_text(json.dumps({"1": life.slot}))
         llm = self._makers[life.pair](
@@ -165,7 +160,7 @@ class Lives:
         )
         plans, aborted = heard_plans(llm), set[str]()
 
-        def before_step(llm: LLM, num_steps: int) -> None:
+        def before_step(llm, num_steps):
             for one in life.arrivals:
                 is_leaving = one.leaves is not None and one.arrives + one.leaves == num_steps
                 if is_leaving and llm.engine.abort(one.request.key) is not None:
@@ -187,9 +182,9 @@ class Lives:
         return met(llm, life.keys["num_pages"]) | ahead
 
 
-def met(llm: LLM, num_pages: int) -> set[str]:
+def met(llm, num_pages):
     """Return what happened to the requests of an engine, which has none left."""
-    snapshot: Any = llm.engine.snapshot()
+    snapshot = llm.engine.snapshot()
     assert snapshot["kv"]["free_pages"] == num_pages
     assert snapshot["num_running"] == snapshot["num_waiting"] == 0
     assert snapshot["fallback"] is None
@@ -203,7 +198,7 @@ def met(llm: LLM, num_pages: int) -> set[str]:
     return {name for name, count in counts.items() if count}
 
 
-def with_vocabulary(pair: Pair, directory: Path, size: int) -> Path:
+def with_vocabulary(pair, directory, size):
     """Write the target with more rows for ids that nobody uses, or without its last ones."""
     config, tensors = read_checkpoint(pair.target)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):

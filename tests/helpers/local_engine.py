@@ -1,12 +1,8 @@
 """An engine behind a channel, in a thread of the test, which can reach both ends."""
 
-from __future__ import annotations
-
 import threading
 from multiprocessing import Pipe
-from typing import Any
 
-from serve_spec.config import ServeSpecConfig
 from serve_spec.engine.build import build_engine
 from serve_spec.engine.client import EngineClient
 from serve_spec.engine.server import EngineServer
@@ -18,7 +14,7 @@ class LocalEngine(EngineClient):
     built: an engine to use instead of one that is built from the configuration.
     """
 
-    def __init__(self, config: ServeSpecConfig, built: Any = None) -> None:
+    def __init__(self, config, built=None):
         self.engine = built or build_engine(config)
         mine, theirs = Pipe()
         self.server = EngineServer(config, self.engine, theirs)
@@ -26,6 +22,6 @@ class LocalEngine(EngineClient):
         self._thread.start()
         super().__init__(config, mine)
 
-    def shutdown(self) -> None:
+    def shutdown(self):
         super().shutdown()
         self._thread.join()

@@ -1,13 +1,8 @@
 """Running a model over a paged pool with scattered pages, in any pieces, without an engine."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from serve_spec.core.context import ForwardContext
 from serve_spec.kvcache.pool import PagedKVPool
@@ -23,15 +18,8 @@ class PagedSequences:
     """
 
     def __init__(
-        self,
-        shape: Any,
-        num_sequences: int,
-        max_len: int,
-        page_size: int = 4,
-        dtype: torch.dtype = torch.float32,
-        seed: int = 0,
-        device: str = "cpu",
-    ) -> None:
+        self, shape, num_sequences, max_len, page_size=4, dtype=torch.float32, seed=0, device="cpu"
+    ):
         pages_each = -(-max_len // page_size)
         num_pages = num_sequences * pages_each + 1
         self.pool = PagedKVPool(shape.kv_shapes, num_pages, page_size, dtype=dtype, device=device)
@@ -45,9 +33,7 @@ class PagedSequences:
         self.lengths = [0] * num_sequences
         self.kinds = shape.attention_kinds
 
-    def extend(
-        self, pieces: Sequence[tuple[int, int]], asked: Sequence[int] | None = None
-    ) -> ForwardContext:
+    def extend(self, pieces, asked=None):
         """The context of a forward that adds `count` tokens to each (sequence, count).
 
         asked: for each, whether its last token is asked for; None: all tokens are.
@@ -77,6 +63,6 @@ class PagedSequences:
         attention = SlotAttention(self.pool, self.kinds, written, plan, rows)
         return ForwardContext(torch.tensor(positions, device=self.device), attention, rows)
 
-    def _slots(self, index: int) -> Tensor:
+    def _slots(self, index):
         offsets = torch.arange(self.page_size)
         return (self.pages[index].unsqueeze(1) * self.page_size + offsets).view(-1)

@@ -3,20 +3,8 @@
 Independent of the package.
 """
 
-from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-
-from serve_spec.core.request import SamplingParams
-
-
-def edited(
-    logits: Sequence[float],
-    prompt: Sequence[int],
-    generated: Sequence[int],
-    params: SamplingParams,
-    eos_token_ids: Collection[int] = (),
-) -> list[float]:
+def edited(logits, prompt, generated, params, eos_token_ids=()):
     """The logits from which the token after `prompt` and `generated` is drawn."""
     ends = {*eos_token_ids, *params.stop_token_ids}
     scores = []

@@ -4,15 +4,9 @@ Everything is recomputed from the first entry on for every drafted token. Indepe
 package: tensors and settings come straight from the files.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from tests.helpers.checkpoints import read_checkpoint
 
@@ -20,10 +14,10 @@ from tests.helpers.checkpoints import read_checkpoint
 class PlainHead:
     """An EAGLE or EAGLE-3 head. `switches` replace keys of its config."""
 
-    def __init__(self, directory: Path, target_dir: Path, **switches: Any) -> None:
+    def __init__(self, directory, target_dir, **switches):
         config, tensors = read_checkpoint(directory)
         target = {name: t.double() for name, t in read_checkpoint(target_dir)[1].items()}
-        self.config: Mapping[str, Any] = {**config, **switches}
+        self.config = {**config, **switches}
         self.tensors = {_plain_name(name): t for name, t in tensors.items()}
         self.floats = {name: t.double() for name, t in self.tensors.items()}
         shared = target["model.embed_tokens.weight"]
@@ -32,7 +26,7 @@ class PlainHead:
         self.is_eagle3 = "layers.0.hidden_norm.weight" in self.tensors
         self.num_layers = 1 + max(int(n.split(".")[1]) for n in self.tensors if "layers." in n)
 
-    def unroll(self, token_ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+    def unroll(self, token_ids, features):
         """Entries of all tokens: the first len(features) from features, the rest from own output.
 
         Returns hidden [n, H] as fed back, and logits [n, V or Vd].
@@ -44,7 +38,7 @@ class PlainHead:
                 return hidden, self.logits(hidden)
             inputs = torch.cat((inputs, hidden[-1:]))
 
-    def encode(self, features: Tensor) -> Tensor:
+    def encode(self, features):
         """Target features to hidden states."""
         if not self.is_eagle3:
             return features
@@ -55,14 +49,14 @@ class PlainHead:
             features = torch.cat([self._norm(f"fc_norm.{i}", b) for i, b in enumerate(blocks)], 1)
         return self._linear("fc", features)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden):
         """Logits of fed-back hidden states."""
         if not self.is_eagle3:
             return hidden @ self.target_head.T
         normed = hidden if self.config.get("norm_output") else self._norm("norm", hidden)
         return normed @ self.floats["lm_head.weight"].T
 
-    def _forward(self, token_ids: Tensor, inputs: Tensor) -> Tensor:
+    def _forward(self, token_ids, inputs):
         embedded = self.embedding[token_ids]
         if self.is_eagle3:
             normed = self._norm("layers.0.hidden_norm", inputs)
@@ -80,7 +74,7 @@ class PlainHead:
             stream = self._layer(index, stream, normed)
         return self._norm("norm", stream) if self.config.get("norm_output") else stream
 
-    def _layer(self, index: int, stream: Tensor, attention_input: Tensor) -> Tensor:
+    def _layer(self, index, stream, attention_input):
         prefix = f"layers.{index}."
         stream = stream + self._attention(prefix + "self_attn.", attention_input)
         normed = self._norm(prefix + "post_attention_layernorm", stream)
@@ -88,7 +82,7 @@ class PlainHead:
         gated = gate / (1 + torch.exp(-gate)) * self._linear(prefix + "mlp.up_proj", normed)
         return stream + self._linear(prefix + "mlp.down_proj", gated)
 
-    def _attention(self, prefix: str, x: Tensor) -> Tensor:
+    def _attention(self, prefix, x):
         heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
         query = self._rotate(self._heads(prefix, "q", x, heads))
         key = self._rotate(self._heads(prefix, "k", x, kv_heads))
@@ -101,12 +95,12 @@ class PlainHead:
         out = torch.einsum("hqk,khd->qhd", weights, value)
         return self._linear(prefix + "o_proj", out.flatten(1))
 
-    def _heads(self, prefix: str, which: str, x: Tensor, count: int) -> Tensor:
+    def _heads(self, prefix, which, x, count):
         out = self._linear(f"{prefix}{which}_proj", x).view(len(x), count, -1)
         norm = f"{prefix}{which}_norm"
         return self._norm(norm, out) if norm + ".weight" in self.tensors else out
 
-    def _rotate(self, x: Tensor) -> Tensor:
+    def _rotate(self, x):
         half = x.shape[2] // 2
         theta = self.config.get("rope_theta", 10000.0)
         frequencies = theta ** (-torch.arange(half, dtype=torch.float64) / half)
@@ -115,17 +109,17 @@ class PlainHead:
         turned = torch.complex(x[..., :half], x[..., half:]) * turn
         return torch.cat((turned.real, turned.imag), dim=2)
 
-    def _linear(self, name: str, x: Tensor) -> Tensor:
+    def _linear(self, name, x):
         out = x @ self.floats[name + ".weight"].T
         bias = self.floats.get(name + ".bias")
         return out if bias is None else out + bias
 
-    def _norm(self, name: str, x: Tensor) -> Tensor:
+    def _norm(self, name, x):
         scale = (x.square().mean(dim=-1, keepdim=True) + self.config["rms_norm_eps"]).rsqrt()
         return x * scale * self.floats[name + ".weight"]
 
 
-def _plain_name(name: str) -> str:
+def _plain_name(name):
     for old, new in (("model.", ""), ("midlayer.", "layers.0."), ("aux_norm_low", "fc_norm.0")):
         name = name.replace(old, new)
     return name.replace("aux_norm_mid", "fc_norm.1").replace("aux_norm_high", "fc_norm.2")

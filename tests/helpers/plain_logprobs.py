@@ -4,52 +4,45 @@ The logits are transformers', of the whole text at once; the rest is a loop over
 float64. Independent of the package.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
-
-from serve_spec.core.request import RequestOutput, SamplingParams
 
 Distribution = dict[int, float]
 """Log-probability of every token that is left, likeliest first."""
 
 
-CLOSE: dict[str, float] = {"rel": 1e-5, "abs": 3e-5}
+CLOSE = {"rel": 1e-5, "abs": 3e-5}
 """Rounding of float32 scores, which a temperature of 0.3 makes three times as large."""
 
 
 class PlainLogprobs:
     """What a target thinks of a text."""
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target):
         from transformers import AutoModelForCausalLM
 
         self._model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
 
-    def __call__(self, token_ids: list[int], params: SamplingParams) -> list[Distribution]:
+    def __call__(self, token_ids, params):
         """Of the token after each one of `token_ids`."""
         return [processed(row, params) for row in self.logits(token_ids)]
 
-    def logits(self, token_ids: list[int]) -> list[list[float]]:
+    def logits(self, token_ids):
         """The model's own, after each one of `token_ids`."""
         with torch.inference_mode():
-            logits: list[list[float]] = self._model(torch.tensor([token_ids])).logits[0].tolist()
-        return logits
+            return self._model(torch.tensor([token_ids])).logits[0].tolist()
 
 
-def processed(logits: list[float], params: SamplingParams) -> Distribution:
+def processed(logits, params):
     """Temperature, top-k, top-p, min-p, and what is left normalised; greedy: the plain softmax."""
     greedy = params.temperature == 0.0
     scores = [x if greedy else x / params.temperature for x in logits]
     order = sorted(range(len(scores)), key=lambda v: (-scores[v], v))
     best = scores[order[0]]
     total = math.fsum(math.exp(s - best) for s in scores)
-    left: list[int] = []
+    left = []
     mass = 0.0
     for rank, v in enumerate(order):
         p = math.exp(scores[v] - best) / total
@@ -63,20 +56,24 @@ def processed(logits: list[float], params: SamplingParams) -> Distribution:
     return {v: scores[v] - best - norm for v in left}
 
 
-def close(found: Sequence[RequestOutput], expected: Sequence[RequestOutput]) -> None:
+def close(found, expected):
     """Whether answers say the same, up to rounding."""
     for one, other in zip(found, expected, strict=True):
         assert one.token_ids == other.token_ids
-        for mine, theirs in (
-            (one.logprobs, other.logprobs),
-            (one.prompt_logprobs, other.prompt_logprobs),
-        ):
-            assert (mine is None) == (theirs is None)
-            for a, b in zip(mine or (), theirs or (), strict=True):
-                assert (a is None) == (b is None)
-                if a is not None and b is not None:
-                    assert (a.token_id, a.rank) == (b.token_id, b.rank)
-                    assert [t for t, _ in a.top] == [t for t, _ in b.top]
-                    values = [p for _, p in a.top]
-                    assert values == pytest.approx([p for _, p in b.top], **CLOSE)
-                    assert a.logprob == pytest.approx(b.logprob, **CLOSE)
+        assert (one.logprobs is None) == (other.logprobs is None)
+        close_entries(one.logprobs or (), other.logprobs or ())
+        assert (one.prompt_logprobs is None) == (other.prompt_logprobs is None)
+        close_entries(one.prompt_logprobs or (), other.prompt_logprobs or ())
+
+
+def close_entries(found, expected, **tolerance):
+    """Whether log-probabilities are the same, up to rounding."""
+    for one, other in zip(found, expected, strict=True):
+        if one is None or other is None:
+            assert one is other
+            continue
+        assert (one.token_id, one.rank) == (other.token_id, other.rank)
+        assert [t for t, _ in one.top] == [t for t, _ in other.top]
+        values = [one.logprob, *(p for _, p in one.top)]
+        wanted = [other.logprob, *(p for _, p in other.top)]
+        assert values == pytest.approx(wanted, **(tolerance or CLOSE))

@@ -3,17 +3,12 @@
 Independent of the code under test; `draw_params` alone puts parameters into the form it takes.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from serve_spec.core.request import SamplingParams
 from serve_spec.ops.draw import DrawParams
-from serve_spec.ops.noise import Stream, seed_words
+from serve_spec.ops.noise import seed_words
 
 Floats = NDArray[np.float64]
 Key = tuple[int, int]
@@ -21,12 +16,10 @@ Key = tuple[int, int]
 _WORD = 2**32 - 1
 
 
-def draw_params(
-    params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device
-) -> DrawParams:
+def draw_params(params, seeds, device):
     """Return the parameters and seeds of requests as tensors on a device."""
 
-    def tensor(values: Sequence[object], dtype: torch.dtype) -> torch.Tensor:
+    def tensor(values, dtype):
         return torch.tensor(values, dtype=dtype, device=device)
 
     return DrawParams(
@@ -38,7 +31,7 @@ def draw_params(
     )
 
 
-def _mix(x):  # type: ignore[no-untyped-def]  # an unsigned word, or uint64 words
+def _mix(x):  # an unsigned word, or uint64 words
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & _WORD
     x = x ^ (x >> 15)
@@ -46,26 +39,26 @@ def _mix(x):  # type: ignore[no-untyped-def]  # an unsigned word, or uint64 word
     return x ^ (x >> 16)
 
 
-def row_key(seed: int, position: int) -> Key:
+def row_key(seed, position):
     """Return the two words from which the noise of a position is made."""
     low, high = seed & _WORD, (seed >> 32) & _WORD
     first = _mix(low ^ _mix(position & _WORD))
     return first, _mix(first ^ _mix(high ^ 0x9E3779B9) ^ 0x85EBCA6B)
 
 
-def stream_key(stream: Stream, seed: int, root: int, position: int) -> Key:
+def stream_key(stream, seed, root, position):
     """Return those of another stream, in a round that decides `root` first."""
     low = _mix((seed & _WORD) ^ _mix(root & _WORD))
     high = _mix(low ^ ((seed >> 32) & _WORD) ^ _mix(int(stream)))
     return row_key((high << 32) | _mix(low ^ high ^ 0x85EBCA6B), position)
 
 
-def coin(key: Key) -> float:
+def coin(key):
     """Return the number in (0, 1) of a key."""
     return ((key[1] + 2**31) % 2**32 + 0.5) / 2**32
 
 
-def gumbel(key: Key, num_ids: int) -> Floats:
+def gumbel(key, num_ids):
     """Return the noise of every token id."""
     ids = np.arange(num_ids, dtype=np.uint64)
     words = _mix(_mix((ids * 0x9E3779B9 + key[0]) & _WORD) ^ np.uint64(key[1]))
@@ -73,7 +66,7 @@ def gumbel(key: Key, num_ids: int) -> Floats:
     return -np.log(-np.log1p(-uniform))
 
 
-def processed(logits: Sequence[float], params: SamplingParams) -> Floats:
+def processed(logits, params):
     """Return tempered scores, -inf for what the filters remove; those of greedy requests as is."""
     scores = np.array(logits, dtype=np.float64)
     if params.is_greedy:
@@ -90,26 +83,19 @@ def processed(logits: Sequence[float], params: SamplingParams) -> Floats:
     return scores
 
 
-def softmax(scores: Floats) -> Floats:
+def softmax(scores):
     """Return the distribution; NaN if a score is."""
     weights = np.exp(scores - scores.max())
     return weights / weights.sum()
 
 
-def values(logits: Sequence[float], params: SamplingParams, seed: int, position: int) -> Floats:
+def values(logits, params, seed, position):
     """Return the numbers whose largest is the token at `position`."""
     scores = processed(logits, params)
     return scores if params.is_greedy else scores + gumbel(row_key(seed, position), len(scores))
 
 
-def draft_values(
-    logits: Sequence[float],
-    params: SamplingParams,
-    seed: int,
-    position: int,
-    sharpness: float,
-    target_ids: Sequence[int] | None,
-) -> Floats:
+def draft_values(logits, params, seed, position, sharpness, target_ids):
     """Return the numbers whose largest is the draft for `position`, by draft id."""
     scores = np.array(logits, dtype=np.float64)
     if params.is_greedy:
@@ -119,7 +105,7 @@ def draft_values(
     return scores / (params.temperature * sharpness) + noise
 
 
-def assert_largest(found: Sequence[int], values: Sequence[Floats]) -> None:
+def assert_largest(found, values):
     """Assert that each token found has the largest value, up to the rounding of float32."""
     for token, row in zip(found, values, strict=True):
         best = float(row.max())
@@ -127,14 +113,7 @@ def assert_largest(found: Sequence[int], values: Sequence[Floats]) -> None:
         assert best - row[token] <= 1e-5 * max(1.0, abs(best)), (token, int(row.argmax()))
 
 
-def verify_chain(
-    method: str,
-    drafts: Sequence[int],
-    draft_probs: Sequence[Floats],
-    target_probs: Sequence[Floats],
-    coins: Sequence[float],
-    recover_key: Key,
-) -> tuple[int, int | None]:
+def verify_chain(method, drafts, draft_probs, target_probs, coins, recover_key):
     """Return how many sampled drafts are accepted, and the token in place of the first rejected.
 
     `target_probs` has one distribution more than `draft_probs`. The token is None if none is

@@ -1,14 +1,10 @@
 """Ranks that share a model, as threads of one process."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from serve_spec.parallel.group import TensorParallel
 
@@ -18,27 +14,27 @@ T = TypeVar("T")
 class ThreadRank(TensorParallel):
     """One of them. Ranks whose calls differ fail instead of waiting."""
 
-    def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:
+    def __init__(self, rank, slots, barrier):
         self.rank = rank
         self.size = len(slots)
         self._slots = slots
         self._barrier = barrier
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x):
         assert x.is_contiguous()
         return x.copy_(torch.stack(self._swap("all_reduce", x)).sum(0))
 
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        return torch.cat(self._swap("all_gather", x), dim)
+    def gather_columns(self, x, width):
+        return torch.cat(self._swap("gather_columns", x), dim=1)[:, :width].contiguous()
 
-    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+    def broadcast(self, x, source=0):
         assert x.is_contiguous()
         return x.copy_(self._swap("broadcast", x)[source])
 
-    def smallest(self, value: int) -> int:
+    def smallest(self, value):
         return min(int(v) for v in self._swap("smallest", torch.tensor(value)))
 
-    def _swap(self, call: str, x: Tensor) -> list[Tensor]:
+    def _swap(self, call, x):
         self._slots[self.rank] = (call, x.shape, x.dtype, x.clone())
         self._barrier.wait()
         given = list(self._slots)
@@ -47,12 +43,12 @@ class ThreadRank(TensorParallel):
         return [entry[3] for entry in given]
 
 
-def on_ranks(size: int, run: Callable[[TensorParallel], T]) -> list[T]:
+def on_ranks(size, run):
     """What `run` gives on each of `size` ranks. Raises what the first one raised."""
-    slots: list[Any] = [None] * size
+    slots = [None] * size
     barrier = threading.Barrier(size, timeout=60)
 
-    def one(rank: int) -> T:
+    def one(rank):
         try:
             with torch.inference_mode():
                 return run(ThreadRank(rank, slots, barrier))

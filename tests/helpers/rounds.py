@@ -1,8 +1,6 @@
 """Rounds as a policy sees them, without an engine."""
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.record import StepRecord
@@ -10,14 +8,8 @@ from serve_spec.core.round import DecodeBatch
 
 
 def decode_batch(
-    size: int,
-    *,
-    max_steps: int = 100,
-    context: int = 128,
-    sampled: bool = False,
-    max_draft_tokens: int = 100_000,
-    first: int = 0,
-) -> DecodeBatch:
+    size, *, max_steps=100, context=128, sampled=False, max_draft_tokens=100_000, first=0
+):
     """`size` rows named by number from `first`, alike in everything."""
     return DecodeBatch(
         request_ids=[str(first + i) for i in range(size)],
@@ -29,14 +21,8 @@ def decode_batch(
 
 
 def verified_round(
-    correct_per_req: Sequence[int],
-    batch_size: int,
-    num_steps: int,
-    *,
-    steps_per_req: Sequence[int] | None = None,
-    context: int = 128,
-    **fields: Any,
-) -> StepRecord:
+    correct_per_req, batch_size, num_steps, *, steps_per_req=None, context=128, **fields
+):
     """The record of a step after which the first `len(correct_per_req)` requests go on.
 
     Without `steps_per_req` each of them drafted `num_steps`; the others emitted one token each.

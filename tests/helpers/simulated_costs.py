@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from benchmarks.simulator import RoundCosts, RoundShape
+from benchmarks.simulator import RoundShape
 from serve_spec.config.cost_table import FORMAT_VERSION, CostTable, TreeCosts
-from serve_spec.core.draft import DraftShape
 from serve_spec.core.record import StepTimes
 from tests.helpers.costs import KEY
 
@@ -34,7 +32,7 @@ class GridCosts:
     """A missing draft KV entry."""
     prefill_ms_per_token: float = 0.0
 
-    def __call__(self, shape: RoundShape) -> StepTimes:
+    def __call__(self, shape):
         """Milliseconds of a round."""
         verify_ms, draft_ms = 0.0, self.draft_entry_ms * shape.num_extend_tokens
         if shape.batch_size:
@@ -47,15 +45,15 @@ class GridCosts:
         return StepTimes(draft_ms, verify_ms, draft_ms + verify_ms)
 
     @cache  # noqa: B019 - lives as long as the table, which is a constant
-    def _verify(self, batch_size: int, num_rows: int) -> float:
+    def _verify(self, batch_size, num_rows):
         return self._at(self.verify_ms, batch_size, num_rows / batch_size - 1)
 
     @cache  # noqa: B019
-    def _step(self, num_rows: int, step: int) -> float:
+    def _step(self, num_rows, step):
         upto = self._at(self.draft_ms, num_rows, step)
         return upto - self._at(self.draft_ms, num_rows, step - 1)
 
-    def _at(self, lines: Sequence[Sequence[float]], batch_size: int, steps: float) -> float:
+    def _at(self, lines, batch_size, steps):
         column = [interpolate(self.num_steps, line, steps) for line in lines]
         return interpolate(self.batch_sizes, column, batch_size)
 
@@ -72,7 +70,7 @@ class RowCosts:
     """A missing draft KV entry."""
     prefill_ms_per_token: float = 0.0
 
-    def __call__(self, shape: RoundShape) -> StepTimes:
+    def __call__(self, shape):
         """Milliseconds of a round."""
         if shape.batch_size:
             verify_ms = self._verify(shape.num_rows + shape.num_prefill_tokens)
@@ -84,18 +82,18 @@ class RowCosts:
         return StepTimes(draft_ms, verify_ms, draft_ms + verify_ms)
 
     @cache  # noqa: B019
-    def _verify(self, num_rows: int) -> float:
+    def _verify(self, num_rows):
         return interpolate(self.num_rows, self.verify_ms, num_rows)
 
 
-def noisy(costs: RoundCosts, spread: float, seed: int = 0) -> RoundCosts:
+def noisy(costs, spread, seed=0):
     """`costs` with every time off by a random factor, median 1, of log-normal `spread`.
 
     The factors are a function of `seed` and of the number of rounds so far.
     """
     rng = random.Random(seed)
 
-    def measured(shape: RoundShape) -> StepTimes:
+    def measured(shape):
         times = costs(shape)
         draft_ms = times.draft_ms * math.exp(rng.gauss(0, spread))
         verify_ms = times.verify_ms * math.exp(rng.gauss(0, spread))
@@ -105,14 +103,11 @@ def noisy(costs: RoundCosts, spread: float, seed: int = 0) -> RoundCosts:
 
 
 def recorded_table(
-    costs: RoundCosts,
-    batch_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
-    num_steps: Sequence[int] = (0, 1, 2, 3, 5, 7),
-    trees: Sequence[DraftShape] = (),
-) -> CostTable:
+    costs, batch_sizes=(1, 2, 4, 8, 16, 32, 64), num_steps=(0, 1, 2, 3, 5, 7), trees=()
+):
     """The table that a profile would write on a machine where rounds cost `costs`."""
 
-    def branched(tree: DraftShape, size: int) -> StepTimes:
+    def branched(tree, size):
         return costs(RoundShape(size, (size,) * tree.depth, size * 128, 0, 0, 0, tree))
 
     times = [
@@ -145,7 +140,7 @@ def recorded_table(
     )
 
 
-def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
+def interpolate(xs, ys, x):
     """The piecewise line through (xs, ys), its outer pieces going on; xs ascending, two or more."""
     i = min(max(bisect_right(xs, x), 1), len(xs) - 1)
     slope = (ys[i] - ys[i - 1]) / (xs[i] - xs[i - 1])

@@ -10,14 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from serve_spec import LLM, SamplingParams
-from serve_spec.core.request import SpeculationStats, TokenDelta, TokenLogprob
+from serve_spec.core.request import SpeculationStats, TokenLogprob
 from serve_spec.engine.output import OutputProcessor
 from tests.helpers.checkpoints import (
     make_eagle,
@@ -38,7 +36,7 @@ LOGPROB_TOLERANCE = 3e-4
 # Checkpoints. All weights come from fixed seeds.
 
 
-def make_checkpoints(root: Path) -> dict[str, Path]:
+def make_checkpoints(root):
     """Write a random target and a draft of every kind, each right about some tokens."""
     target = make_target(root / "target", family="qwen3", layers=4, layer_scale=0.25)
     config, tensors = read_checkpoint(target)
@@ -53,7 +51,7 @@ def make_checkpoints(root: Path) -> dict[str, Path]:
     }
 
 
-def make_shallow(directory: Path, target: Path, num_layers: int) -> Path:
+def make_shallow(directory, target, num_layers):
     """Write the first layers of the target as a model of its own."""
     config, tensors = read_checkpoint(target)
     removed = tuple(
@@ -64,14 +62,14 @@ def make_shallow(directory: Path, target: Path, num_layers: int) -> Path:
     return write_checkpoint(directory, {**config, "num_hidden_layers": num_layers}, kept)
 
 
-def make_medusa(directory: Path, target: Path, num_heads: int) -> Path:
+def make_medusa(directory, target, num_heads):
     """Write heads that continue the chain of likeliest tokens of a target without layers."""
     tensors = read_checkpoint(target)[1]
     embedding, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
     vocab, hidden = embedding.shape
     keys = embedding / embedding.norm(dim=1, keepdim=True)
     following = (keys @ head.T).argmax(dim=1)
-    heads: dict[str, torch.Tensor] = {}
+    heads = {}
     drafts = following
     for index in range(num_heads):
         drafts = following[drafts]
@@ -95,7 +93,7 @@ class Row:
     method: str = "coupled"
 
     @property
-    def name(self) -> str:
+    def name(self):
         """Return the key of the row in the file."""
         parts = [self.algorithm.lower(), "tree" if self.is_tree else "chain"]
         parts += ["ngram-first"] if self.ngram_first else []
@@ -103,18 +101,18 @@ class Row:
         return "none" if self.algorithm == "NONE" else "-".join(parts)
 
     @property
-    def uses_ngrams(self) -> bool:
+    def uses_ngrams(self):
         """Return whether drafts come from the text, all or some."""
         return self.ngram_first or self.algorithm == "NGRAM"
 
     @property
-    def keeps_texts(self) -> bool:
+    def keeps_texts(self):
         """Return whether sampled texts are those of decoding without drafts."""
         return self.method == "coupled"
 
-    def keys(self, checkpoints: dict[str, Path]) -> dict[str, Any]:
+    def keys(self, checkpoints):
         """Return the configuration keys of its section."""
-        keys: dict[str, Any] = {
+        keys = {
             "speculative_algorithm": self.algorithm,
             "speculative_num_steps": 0 if self.algorithm == "NONE" else NUM_STEPS,
             "speculative_adaptive": False,
@@ -143,11 +141,11 @@ DRAFTING_ROWS = [
 MakeLLM = Callable[..., LLM]
 
 
-def llm_maker(root: Path, device: str = "cpu") -> MakeLLM:
+def llm_maker(root, device="cpu"):
     """Return a function that builds an engine for a row, which checks itself after every step."""
     checkpoints = make_checkpoints(root)
 
-    def make(row: Row, slots: dict[str, Any] | None = None, **overrides: Any) -> LLM:
+    def make(row, slots=None, **overrides):
         speculative = row.keys(checkpoints)
         if slots is not None:
             file = root / "slots.json"
@@ -192,7 +190,7 @@ class Answer:
     num_cached_tokens: int = 0
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
-    def add(self, delta: TokenDelta) -> None:
+    def add(self, delta):
         """Append what one step returned."""
         self.token_ids += delta.token_ids
         self.text += delta.text
@@ -210,17 +208,11 @@ BeforeStep = Callable[[LLM, int], None]
 """Called before every step with its number."""
 
 
-def nothing(llm: LLM, num_steps: int) -> None:
+def nothing(llm, num_steps):
     """Do nothing before a step."""
 
 
-def run(
-    llm: LLM,
-    requests: Sequence[Any],
-    before_step: BeforeStep = nothing,
-    *,
-    arrivals: Callable[[int], int] = lambda index: 0,
-) -> dict[str, Answer]:
+def run(llm, requests, before_step=nothing, *, arrivals=lambda index: 0):
     """Return the answer to every request, by its key.
 
     arrivals: the step before which the request at an index arrives.
@@ -249,7 +241,7 @@ def run(
 # Comparing.
 
 
-def compact(entry: TokenLogprob | None, digits: int) -> list[Any] | None:
+def compact(entry, digits):
     """Return token, rank and rounded log-probabilities."""
     if entry is None:
         return None
@@ -257,9 +249,9 @@ def compact(entry: TokenLogprob | None, digits: int) -> list[Any] | None:
     return [entry.token_id, entry.rank, round(entry.logprob, digits), *top]
 
 
-def as_texts(answers: dict[str, Answer], digits: int = 4) -> dict[str, Any]:
+def as_texts(answers, digits=4):
     """Return what does not depend on speculation, ready for a file."""
-    texts: dict[str, Any] = {}
+    texts = {}
     for key, answer in answers.items():
         texts[key] = {"ids": answer.token_ids, "reason": answer.reason}
         for name in ("logprobs", "prompt_logprobs"):
@@ -268,13 +260,7 @@ def as_texts(answers: dict[str, Answer], digits: int = 4) -> dict[str, Any]:
     return texts
 
 
-def compare(
-    answers: dict[str, Answer],
-    texts: dict[str, Any],
-    *,
-    tolerance: float = LOGPROB_TOLERANCE,
-    digits: int = 4,
-) -> None:
+def compare(answers, texts, *, tolerance=LOGPROB_TOLERANCE, digits=4):
     """Assert that answers are those of `as_texts`."""
     for key, found in as_texts(answers, digits).items():
         wanted = texts[key]

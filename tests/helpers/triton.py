@@ -3,11 +3,8 @@
 Import this module before any `*_triton` module: Triton decides when a kernel is defined.
 """
 
-from __future__ import annotations
-
 import os
 from types import FunctionType, ModuleType
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +17,7 @@ if DEVICE.type == "cpu":
 
     _patch = interpreter._patch_lang_tensor
 
-    def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
+    def _patch_lang_tensor(tensor, scope):
         # Bounds of loops are arrays of one element there, which newer versions of NumPy do not
         # take for integers.
         _patch(tensor, scope)
@@ -30,7 +27,7 @@ if DEVICE.type == "cpu":
 
     _convert = interpreter._convert_float
 
-    def _convert_float(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+    def _convert_float(data, source, target, rounding):
         # There bfloat16 is uint16, and conversions to it cut instead of rounding to nearest.
         if source == tl.float32 and target == tl.bfloat16:
             rounded = torch.from_numpy(np.array(data)).bfloat16()
@@ -41,7 +38,7 @@ if DEVICE.type == "cpu":
 
     _multiply = interpreter.InterpreterBuilder.create_dot
 
-    def _create_dot(self: Any, a: Any, b: Any, total: Any, *options: Any) -> Any:
+    def _create_dot(self, a, b, total, *options):
         # ... and products are those of the integers that stand for it.
         if a.dtype.scalar == tl.bfloat16:
             a, b = (self.cast_impl(operand, tl.float32) for operand in (a, b))
@@ -50,13 +47,13 @@ if DEVICE.type == "cpu":
     interpreter.InterpreterBuilder.create_dot = _create_dot
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_error(found, expected):
     """|found - expected| / |expected|; NaN where either has one."""
     error = (found.double() - expected.double()).norm() / expected.double().norm()
     return error.item()
 
 
-def reference(module: ModuleType) -> ModuleType:
+def reference(module):
     """Return a copy of `module` whose functions are the references, for tensors on a GPU too."""
     copy = ModuleType(module.__name__)
     for name, value in vars(module).items():

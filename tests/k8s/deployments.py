@@ -102,7 +102,7 @@ def checkpoints(app):
 
 
 def _configuration(file, stand_ins):
-    said: dict[str, Any] = yaml.safe_load(file.read_text())
+    said = yaml.safe_load(file.read_text())
     for section, key in (("model", "path"), ("speculative", "speculative_draft_model_path")):
         path = said[section][key]
         if path.startswith(MODELS):

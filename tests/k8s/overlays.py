@@ -1,4 +1,10 @@
-"""A rendered overlay of `k8s/`, and what it says."""
+"""A rendered overlay of `k8s/`, and what it says.
+
+As much of `kustomize build` as `k8s/` uses is here, so that overlays can be checked without its
+binary: resources, components, merge patches and generated config maps. Whatever else a
+kustomization or a patch may say is refused, not ignored. `test_manifests.py` compares with the real
+one if there is one.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +16,6 @@ from typing import Any
 import yaml
 
 from tests.k8s.kuberay import RayService
-from tests.k8s.kustomize import Document, render
 
 ROOT = Path(__file__).parents[2]
 KUBERNETES = "1.33"
@@ -42,8 +47,7 @@ class Overlay:
 
     @property
     def deploy_file(self):
-        loaded: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / USED_BY[self.name]).read_text())
-        return loaded
+        return yaml.safe_load((ROOT / "deploy" / USED_BY[self.name]).read_text())
 
     @property
     def app(self):
@@ -68,3 +72,99 @@ def pod(name, group):
     metadata = {**group.template.metadata, "name": name}
     spec = copy.deepcopy(group.template.spec)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+Document = dict[str, Any]
+
+_API_VERSIONS = {
+    "Kustomization": "kustomize.config.k8s.io/v1beta1",
+    "Component": "kustomize.config.k8s.io/v1alpha1",
+}
+# Kinds that kustomize has no schema of: their lists are replaced as a whole.
+_CUSTOM_KINDS = frozenset({"RayService", "PodMonitor"})
+
+
+class NotSupported(ValueError):
+    """Something that kustomize knows and this does not, or that is wrong for both."""
+
+
+def render(folder):
+    """What `kubectl kustomize folder` would print, in no particular order."""
+    documents = []
+    _apply(folder, documents)
+    return documents
+
+
+def merged(base, patch):
+    """`base` after a JSON merge patch (RFC 7386): mappings are merged, null removes."""
+    if not isinstance(base, dict) or not isinstance(patch, dict):
+        return copy.deepcopy(patch)
+    result = dict(base)
+    for key, value in patch.items():
+        if value is None:
+            result.pop(key, None)
+        else:
+            result[key] = merged(result.get(key, {}), value)
+    return result
+
+
+def _apply(folder, documents):
+    """Adds what the kustomization in `folder` adds, and patches what is there by then."""
+    said = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    if said.pop("apiVersion") != _API_VERSIONS[said.pop("kind")]:
+        raise NotSupported(f"{folder}: another apiVersion than that of its kind")
+    for name in said.pop("resources", []):
+        place = folder / name
+        found = render(place) if place.is_dir() else list(yaml.safe_load_all(place.read_text()))
+        for document in found:
+            _add(document, documents)
+    options = said.pop("generatorOptions", {})
+    for generator in said.pop("configMapGenerator", []):
+        _add(_config_map(folder, generator, options), documents)
+    for name in said.pop("components", []):
+        _apply(folder / name, documents)
+    for entry in said.pop("patches", []):
+        _patch(yaml.safe_load((folder / entry.pop("path")).read_text()), documents)
+        if entry:
+            raise NotSupported(f"{folder}: patches with {sorted(entry)}")
+    if said:
+        raise NotSupported(f"{folder}: {sorted(said)}")
+
+
+def _add(document, documents):
+    if any(map(_is_same(document), documents)):
+        raise NotSupported(f"{document['kind']} {document['metadata']['name']} twice")
+    documents.append(document)
+
+
+def _patch(patch, documents):
+    if patch["kind"] not in _CUSTOM_KINDS and _has_list(patch):
+        raise NotSupported(f"a patch of {patch['kind']} with a list: kustomize merges those by key")
+    same = _is_same(patch)
+    (index,) = [i for i, document in enumerate(documents) if same(document)]
+    documents[index] = merged(documents[index], patch)
+
+
+def _is_same(wanted):
+    def identity(document):
+        return document["apiVersion"], document["kind"], document["metadata"]["name"]
+
+    return lambda document: identity(document) == identity(wanted)
+
+
+def _has_list(value):
+    if isinstance(value, dict):
+        return any(map(_has_list, value.values()))
+    return isinstance(value, list)
+
+
+def _config_map(folder, generator, options):
+    if set(generator) != {"name", "files"} or set(options) - {"disableNameSuffixHash", "labels"}:
+        raise NotSupported(f"{folder}: {generator} with {options}")
+    if not options.get("disableNameSuffixHash"):
+        raise NotSupported(f"{folder}: names with a hash of the content")
+    metadata = {"name": generator["name"]}
+    if "labels" in options:
+        metadata["labels"] = options["labels"]
+    data = {Path(name).name: (folder / name).read_text() for name in generator["files"]}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}

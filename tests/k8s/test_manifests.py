@@ -1,9 +1,9 @@
 """The manifests are right as far as that can be known without a cluster."""
 
-from __future__ import annotations
-
 import copy
 import re
+import shutil
+import subprocess
 
 import kubernetes_validate
 import pytest
@@ -14,9 +14,9 @@ from ray._common.utils import import_attr
 from ray.serve._private import constants as ray_constants
 
 import serve_spec
-from tests.k8s.deployments import DEPLOY_FILES, MODELS, THROUGHPUT, Deployment, checkpoints
+from tests.k8s.deployments import DEPLOY_FILES, MODELS, THROUGHPUT, checkpoints
 from tests.k8s.kuberay import PodMonitor, RayService
-from tests.k8s.overlays import KUBERNETES, ROOT, USED_BY, Overlay, pod
+from tests.k8s.overlays import KUBERNETES, ROOT, SERVE_PORT, USED_BY, NotSupported, pod, render
 
 # Where the Dockerfiles put the checkout.
 IMAGE_ROOT = "/app/"
@@ -24,21 +24,21 @@ IMAGE_ROOT = "/app/"
 WRITABLE = {"/tmp", "/home/serve", "/dev/shm"}
 
 
-def mebibytes(quantity: str) -> int:
+def mebibytes(quantity):
     number, unit = re.fullmatch(r"(\d+)(Mi|Gi)", quantity).groups()
     return int(number) * {"Mi": 1, "Gi": 1024}[unit]
 
 
-def cpus(quantity: str) -> float:
+def cpus(quantity):
     return int(quantity[:-1]) / 1000 if quantity.endswith("m") else float(quantity)
 
 
-def test_there_is_an_overlay_for_every_way_to_run() -> None:
+def test_there_is_an_overlay_for_every_way_to_run():
     assert {p.name for p in (ROOT / "k8s/overlays").iterdir()} == USED_BY.keys()
     assert set(USED_BY.values()) <= {file.name for file in DEPLOY_FILES}
 
 
-def test_every_document_is_valid_for_whoever_reads_it(overlay: Overlay) -> None:
+def test_every_document_is_valid_for_whoever_reads_it(overlay):
     for document in overlay.documents:
         match document["kind"]:
             case "RayService":
@@ -57,9 +57,7 @@ def test_every_document_is_valid_for_whoever_reads_it(overlay: Overlay) -> None:
         (("rayClusterConfig", "headGroupSpec", "rayStartParams"), {"redis-password": "x"}),
     ],
 )
-def test_what_the_operator_would_misread_is_refused(
-    overlay: Overlay, place: tuple[str, ...], spoiled: dict[str, object]
-) -> None:
+def test_what_the_operator_would_misread_is_refused(overlay, place, spoiled):
     (service,) = copy.deepcopy(overlay.of_kind("RayService"))
     RayService.model_validate(service)
     part = service["spec"]
@@ -70,12 +68,12 @@ def test_what_the_operator_would_misread_is_refused(
         RayService.model_validate(service)
 
 
-def test_every_pod_template_is_a_valid_pod(overlay: Overlay) -> None:
+def test_every_pod_template_is_a_valid_pod(overlay):
     for number, group in enumerate(overlay.cluster.groups):
         kubernetes_validate.validate(pod(f"group-{number}", group), KUBERNETES, strict=True)
 
 
-def test_the_application_is_the_one_that_runs_without_kubernetes(overlay: Overlay) -> None:
+def test_the_application_is_the_one_that_runs_without_kubernetes(overlay):
     there, here = overlay.service.spec.serve_config, overlay.deploy_file
     (app,) = there["applications"]
     assert app["args"]["config"].startswith(IMAGE_ROOT)
@@ -87,9 +85,7 @@ def test_the_application_is_the_one_that_runs_without_kubernetes(overlay: Overla
     assert callable(import_attr(app["import_path"]))
 
 
-def test_versions_and_image_agree_with_the_package_and_its_ray(
-    overlay: Overlay, deployment: Deployment
-) -> None:
+def test_versions_and_image_agree_with_the_package_and_its_ray(overlay, deployment):
     assert overlay.cluster.rayVersion == ray.__version__
     image = "gpu" if deployment.engines.num_gpus else "cpu"
     assert (ROOT / f"deploy/Dockerfile.{image}").is_file()
@@ -98,9 +94,7 @@ def test_versions_and_image_agree_with_the_package_and_its_ray(
         assert tag.endswith(f"serve-spec:{serve_spec.__version__}-{image}")
 
 
-def test_a_worker_holds_one_replica_and_uses_all_its_gpus(
-    overlay: Overlay, deployment: Deployment
-) -> None:
+def test_a_worker_holds_one_replica_and_uses_all_its_gpus(overlay, deployment):
     limits = overlay.workers.template.container["resources"]["limits"]
     engines, routers = deployment.engines, deployment.routers
     assert float(limits.get("nvidia.com/gpu", 0)) == engines.num_gpus
@@ -109,7 +103,7 @@ def test_a_worker_holds_one_replica_and_uses_all_its_gpus(
     assert "nvidia.com/gpu" not in overlay.cluster.headGroupSpec.template.container["resources"]
 
 
-def test_there_are_as_many_workers_as_replicas(overlay: Overlay, deployment: Deployment) -> None:
+def test_there_are_as_many_workers_as_replicas(overlay, deployment):
     # An idle worker would have no door and never become ready.
     workers, engines = overlay.workers, deployment.engines
     assert (workers.minReplicas, workers.maxReplicas) == (
@@ -120,7 +114,7 @@ def test_there_are_as_many_workers_as_replicas(overlay: Overlay, deployment: Dep
     assert overlay.cluster.enableInTreeAutoscaling == scales
 
 
-def test_pods_get_the_memory_they_may_use(overlay: Overlay, deployment: Deployment) -> None:
+def test_pods_get_the_memory_they_may_use(overlay, deployment):
     for group in overlay.cluster.groups:
         resources = group.template.container["resources"]
         assert resources["requests"]["memory"] == resources["limits"]["memory"]
@@ -136,7 +130,7 @@ def test_pods_get_the_memory_they_may_use(overlay: Overlay, deployment: Deployme
         assert "/dev/shm" in overlay.workers.template.mounts, "64 MiB are too few for NCCL"
 
 
-def test_every_pod_finds_the_checkpoints_and_ray_can_write_where_it_must(overlay: Overlay) -> None:
+def test_every_pod_finds_the_checkpoints_and_ray_can_write_where_it_must(overlay):
     # The head's too: Serve may build the application there, which looks for them.
     needed = {MODELS.rstrip("/")} if checkpoints(overlay.app) else set()
     for group in overlay.cluster.groups:
@@ -146,7 +140,7 @@ def test_every_pod_finds_the_checkpoints_and_ray_can_write_where_it_must(overlay
         assert all(mounts[path]["readOnly"] for path in needed)
 
 
-def test_pods_outlive_the_streams_they_drain(overlay: Overlay, deployment: Deployment) -> None:
+def test_pods_outlive_the_streams_they_drain(overlay, deployment):
     drain_s = max(p.options["graceful_shutdown_timeout_s"] for p in deployment.parts.values())
     # What a replica with a door of its own adds before and after.
     drain_s += ray_constants.RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S
@@ -157,24 +151,20 @@ def test_pods_outlive_the_streams_they_drain(overlay: Overlay, deployment: Deplo
     assert old_cluster_s >= deployment.config.router.request_timeout_s
 
 
-def test_every_pod_has_the_same_settings_of_ray_serve(
-    overlay: Overlay, deployment: Deployment
-) -> None:
+def test_every_pod_has_the_same_settings_of_ray_serve(overlay, deployment):
     wanted = THROUGHPUT if deployment.engines.num_gpus else {}
     for group in overlay.cluster.groups:
         env = group.template.env
         assert {n: v for n, v in env.items() if n.startswith("RAY_SERVE_")} == wanted
 
 
-def test_where_serve_logs_in_json_so_does_everything_else(overlay: Overlay) -> None:
+def test_where_serve_logs_in_json_so_does_everything_else(overlay):
     encoding = overlay.deploy_file["logging_config"].get("encoding", "TEXT")
     for group in overlay.cluster.groups:
         assert group.template.env.get("SERVE_SPEC_LOG_FORMAT", "text") == encoding.lower()
 
 
-def test_without_a_secret_of_api_keys_nothing_starts_on_gpus(
-    overlay: Overlay, deployment: Deployment
-) -> None:
+def test_without_a_secret_of_api_keys_nothing_starts_on_gpus(overlay, deployment):
     """It is in every pod: any of them may build the application."""
     variables = [
         entry
@@ -193,7 +183,7 @@ def test_without_a_secret_of_api_keys_nothing_starts_on_gpus(
     assert not deployment.config.router.allow_anonymous
 
 
-def test_every_container_runs_without_privileges(overlay: Overlay) -> None:
+def test_every_container_runs_without_privileges(overlay):
     templates = [group.template.spec for group in overlay.cluster.groups]
     templates += [d["spec"]["template"]["spec"] for d in overlay.of_kind("StatefulSet")]
     for spec in templates:
@@ -207,14 +197,14 @@ def test_every_container_runs_without_privileges(overlay: Overlay) -> None:
             }
 
 
-def test_only_the_autoscaler_gets_a_token_for_the_kubernetes_api(overlay: Overlay) -> None:
+def test_only_the_autoscaler_gets_a_token_for_the_kubernetes_api(overlay):
     cluster = overlay.cluster
     for group in cluster.groups:
         scales = group is cluster.headGroupSpec and cluster.enableInTreeAutoscaling
         assert group.template.spec.get("automountServiceAccountToken", True) == scales
 
 
-def test_a_drain_of_nodes_leaves_a_worker_and_is_never_blocked(overlay: Overlay) -> None:
+def test_a_drain_of_nodes_leaves_a_worker_and_is_never_blocked(overlay):
     for budget in overlay.of_kind("PodDisruptionBudget"):
         spec = budget["spec"]
         # A RayCluster has no scale, so Kubernetes takes no other form for its pods.
@@ -224,7 +214,7 @@ def test_a_drain_of_nodes_leaves_a_worker_and_is_never_blocked(overlay: Overlay)
         assert 1 <= spec["minAvailable"] < overlay.workers.minReplicas
 
 
-def test_the_state_of_the_head_is_where_it_is_looked_for(overlay: Overlay) -> None:
+def test_the_state_of_the_head_is_where_it_is_looked_for(overlay):
     options = overlay.cluster.gcsFaultToleranceOptions
     assert (options is None) == (overlay.name == "cpu-demo"), "the demo does without"
     if options is None:
@@ -240,11 +230,11 @@ def test_the_state_of_the_head_is_where_it_is_looked_for(overlay: Overlay) -> No
     assert password == options.redisPassword.valueFrom["secretKeyRef"].model_dump()
 
 
-def test_no_manifest_holds_a_secret(overlay: Overlay) -> None:
+def test_no_manifest_holds_a_secret(overlay):
     assert not overlay.of_kind("Secret")
 
 
-def test_grafana_finds_every_dashboard(overlay: Overlay) -> None:
+def test_grafana_finds_every_dashboard(overlay):
     if not overlay.of_kind("PodMonitor"):
         assert not overlay.of_kind("ConfigMap")
         return
@@ -254,3 +244,87 @@ def test_grafana_finds_every_dashboard(overlay: Overlay) -> None:
     assert dashboards["data"] == files
     # `kubectl apply` keeps what it applied in an annotation, of at most so many bytes.
     assert len(yaml.safe_dump(dashboards).encode()) < 262_144
+
+
+def test_every_pod_can_be_reached_and_scraped(overlay):
+    http = overlay.service.spec.deployment.http_options
+    assert (http.host, http.port) == ("0.0.0.0", SERVE_PORT)
+    for group in overlay.cluster.groups:
+        assert group.template.ports["serve"] == SERVE_PORT
+        assert "metrics" in group.template.ports
+
+
+def admitted(overlay):
+    """Ports of Ray's pods that somebody outside may reach; whether that is everybody."""
+    (policy,) = [d for d in overlay.of_kind("NetworkPolicy") if "ingress" in d["spec"]]
+    return {
+        port["port"]: "from" not in rule
+        for rule in policy["spec"]["ingress"]
+        for port in rule.get("ports", [])
+    }
+
+
+def test_monitors_scrape_ports_that_their_pods_have_and_the_network_admits(overlay):
+    for document in overlay.of_kind("PodMonitor"):
+        monitor = PodMonitor.model_validate(document)
+        groups = overlay.selected(monitor.spec.selector.matchLabels)
+        assert groups
+        for group in groups:
+            for endpoint in monitor.spec.podMetricsEndpoints:
+                assert admitted(overlay)[group.template.ports[endpoint.port]] is False
+
+
+def test_only_the_door_is_open_to_everybody(overlay):
+    assert {port for port, to_all in admitted(overlay).items() if to_all} == {SERVE_PORT}
+    dashboard = overlay.cluster.headGroupSpec.template.ports["dashboard"]
+    assert dashboard in admitted(overlay), "the operator sends the application there"
+
+
+def test_policies_hold_for_every_pod_and_let_them_talk_to_each_other(overlay):
+    (policy,) = [d for d in overlay.of_kind("NetworkPolicy") if "ingress" in d["spec"]]
+    labels = policy["spec"]["podSelector"]["matchLabels"]
+    assert len(overlay.selected(labels)) == len(list(overlay.cluster.groups))
+    for redis in overlay.of_kind("StatefulSet"):
+        assert labels.items() <= redis["spec"]["template"]["metadata"]["labels"].items()
+    everybody_here = [{"podSelector": {"matchLabels": labels}}]
+    assert {"from": everybody_here} in policy["spec"]["ingress"]
+    assert {"to": everybody_here} in policy["spec"]["egress"]
+    others = [d for d in overlay.of_kind("NetworkPolicy") if d is not policy]
+    for other in others:
+        assert overlay.selected(other["spec"]["podSelector"]["matchLabels"])
+
+
+OVERLAYS = sorted((ROOT / "k8s/overlays").iterdir())
+
+
+def by_name(documents):
+    return {(d["kind"], d["metadata"]["name"]): d for d in documents}
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda p: p.name)
+def test_an_overlay_renders_as_kustomize_renders_it(overlay):
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(overlay)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert by_name(render(overlay)) == by_name(list(yaml.safe_load_all(done.stdout)))
+
+
+@pytest.mark.parametrize(
+    ("said", "patch"),
+    [
+        ({"resources": ["a.yaml", "a.yaml"]}, {}),
+        ({"resources": ["a.yaml"], "namePrefix": "b-"}, {}),
+        ({"resources": ["a.yaml"], "patches": [{"path": "p.yaml"}]}, {"data": {"keys": [1]}}),
+    ],
+    ids=["a resource named twice", "an unknown field", "a list that is merged by key"],
+)
+def test_what_kustomize_would_read_otherwise_is_refused(tmp_path, said, patch):
+    head = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
+    one = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}}
+    files = {"kustomization.yaml": head | said, "a.yaml": one, "p.yaml": one | patch}
+    for name, content in files.items():
+        (tmp_path / name).write_text(yaml.safe_dump(content))
+    with pytest.raises(NotSupported):
+        render(tmp_path)

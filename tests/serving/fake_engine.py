@@ -28,10 +28,12 @@ from typing import Any
 
 from serve_spec.config import ConfigError
 from serve_spec.core.errors import EngineOverloaded, InvalidRequest
-from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
+from serve_spec.core.record import StepTimes
+from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta, TokenLogprob
+from serve_spec.core.round import RoundNotes
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.output import OutputText
-from tests.serving.lawful_logprobs import entries_of, prompt_entries
+from tests.helpers.rounds import verified_round
 
 MAX_MODEL_LEN = 64
 EOS = 0
@@ -132,7 +134,7 @@ class StandIn:
     eos_token_ids: tuple[int, ...] = ()
 
     def __init__(self):
-        self.streams: dict[str, FakeStream] = {}
+        self.streams = {}
 
     def draw(self, sequence):
         raise NotImplementedError
@@ -190,9 +192,9 @@ class FakeLoop(StandIn):
 
     def __init__(self, config=None):
         super().__init__()
-        self.knobs: dict[str, Any] = {}
+        self.knobs = {}
         self.tokens = 0
-        self.accept_rates: list[float] | None = None
+        self.accept_rates = None
 
     def round_sizes(self):
         return repeat(2)
@@ -251,3 +253,104 @@ class FakeLoop(StandIn):
 
     def shutdown(self):
         self.streams.clear()
+
+
+def entry_of(before, token, num_top):
+    """What is reported of `token` after `before`; its rivals are bytes."""
+    law = random.Random(f"{list(before)} {token}")
+    top = sorted(((byte, -5 * law.random()) for byte in law.sample(range(256), num_top)), key=_last)
+    return TokenLogprob(token, -5 * law.random(), num_top + 1, tuple(top))
+
+
+def entries_of(before, tokens, num_top):
+    """Of tokens that follow each other; None where nobody asked."""
+    if num_top is None:
+        return None
+    known = [*before, *tokens]
+    return tuple(entry_of(known[:-i], known[-i], num_top) for i in range(len(tokens), 0, -1))
+
+
+def prompt_entries(prompt, num_top):
+    """Of a prompt, whose first token has none; None where nobody asked."""
+    rest = entries_of(prompt[:1], prompt[1:], num_top)
+    return None if rest is None else (None, *rest)
+
+
+def _last(pair):
+    return -pair[1]
+
+
+RATES = [0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]
+"""What it reports of acceptance, by position."""
+
+ROUND = verified_round(
+    [3, 1],
+    batch_size=2,
+    num_steps=3,
+    times=StepTimes(1.0, 2.0, 4.0, idle_ms=0.2),
+    num_running_seqs=3,
+    num_waiting_seqs=1,
+    num_used_pages=5,
+    switch_reason="gain",
+    drafted_per_req=[3, 4],
+    budget=6,
+    notes=RoundNotes(
+        is_probe=True, predicted_ms=3.5, slot="1", ema_accept_length=2.5, expected_drafts=3.5
+    ),
+    speedup=1.5,
+    num_broken_drafts=1,
+)
+PREFILL = verified_round(
+    [],
+    batch_size=0,
+    num_steps=0,
+    times=StepTimes(0.0, 2.0, 3.0),
+    num_prefill_tokens=7,
+    num_running_seqs=1,
+    num_used_pages=1,
+    num_prefix_query_tokens=7,
+    num_prefix_hit_tokens=4,
+)
+
+
+class PacedStream(FakeStream):
+    """Deltas with a pause after each."""
+
+    async def __aiter__(self):
+        async for delta in super().__aiter__():
+            yield delta
+            await asyncio.sleep(0.05)
+
+
+class ReportingLoop(FakeLoop):
+    """Reports two rounds with every request."""
+
+    async def submit(self, *request, **options):
+        self.metrics.observe(PREFILL)
+        self.metrics.observe(ROUND)
+        return await super().submit(*request, **options)
+
+    def snapshot(self):
+        positions = [
+            {"position": position, "accept_rate": rate, "trials": 50.0}
+            for position, rate in enumerate(RATES, start=1)
+        ]
+        return {
+            **super().snapshot(),
+            "candidate_steps": list(range(len(RATES) + 1)),
+            "acceptance": {"positions": positions},
+            "slot": "1",
+            "last_reason": "gain",
+            "synthetic_acceptance": None,
+            "break_even": {"tokens_per_ms": {"0": 1.0, "3": 1.5}},
+            "started_from": self.accept_rates,
+        }
+
+
+class PacedLoop(ReportingLoop):
+    """Its requests take a while."""
+
+    async def submit(self, *args, **options):
+        stream = await super().submit(*args, **options)
+        stream.__class__ = PacedStream
+        return stream

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import SamplingParams, SpeculationStats, TokenDelta
@@ -15,7 +14,6 @@ from serve_spec.serving.messages import (
     Failed,
     GenerateRequest,
     Refused,
-    ReplicaItem,
     Withdrawn,
 )
 from tests.serving.fake_engine import LawfulLoop
@@ -86,7 +84,7 @@ class ScriptedFleet(QuietFleet):
 
     def __init__(self, items):
         self.items = list(items)
-        self.next: list[ReplicaItem | Exception] | None = None
+        self.next = None
         """What it answers after the first time; None: the same."""
         self.num_open = 0
 
@@ -122,18 +120,18 @@ class MortalFleet(QuietFleet):
 
     def __init__(self, *lives):
         self.lives = list(lives)
-        self.requests: list[GenerateRequest] = []
+        self.requests = []
 
     async def generate(self, asked):
         self.requests.append(asked)
-        life: Any = self.lives.pop(0) if self.lives else float("inf")
+        life = self.lives.pop(0) if self.lives else float("inf")
         if isinstance(life, ApiError):
             raise life
         if isinstance(life, Failed):
             yield life
             return
         loop = LawfulLoop(len(self.requests))
-        stream: Any = await loop.submit(asked.prompt, asked.params, asked.request_id, asked.emitted)
+        stream = await loop.submit(asked.prompt, asked.params, asked.request_id, asked.emitted)
         accepted = Accepted(stream.num_prompt_tokens, f"r{len(self.requests)}")
         said = [accepted, *[item async for item in stream]]
         for count, item in enumerate(said):
@@ -149,11 +147,18 @@ class FleetOfMortals(QuietFleet):
 
     def __init__(self, life=float("inf")):
         self.life = life
-        self.choices: dict[str, MortalFleet] = {}
+        self.choices = {}
 
     def generate(self, asked):
         choice = asked.request_id.rpartition("-")[0]
         return self.choices.setdefault(choice, MortalFleet(self.life)).generate(asked)
+
+
+async def until(condition):
+    """Return once it holds; fail if it does not for a minute."""
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 async def settle():

@@ -1,7 +1,5 @@
 """The door: bounded, fair, and it never loses or invents a place."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from contextlib import suppress
@@ -11,7 +9,7 @@ import pytest
 from serve_spec.serving import admission
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.errors import ApiError
-from tests.serving.fakes import FAR_S, settle
+from tests.serving.fakes import FAR_S, settle, until
 
 
 def far():
@@ -29,7 +27,7 @@ class Caller:
         self.inside = False
         self.begins = begins
         self.num_withdrawn = 0
-        self._must_leave: asyncio.Queue[bool] = asyncio.Queue()
+        self._must_leave = asyncio.Queue()
         self.task = asyncio.create_task(self._visit(door, client))
 
     async def _visit(self, door, client):
@@ -116,13 +114,6 @@ def impatient(monkeypatch):
     monkeypatch.setattr(admission, "_PATIENCE_S", 0.0)
 
 
-async def until(condition):
-    """Wait until something holds; fail if it does not for 30 seconds."""
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
 def inside(callers):
     return sum(caller.inside for caller in callers)
 
@@ -201,7 +192,7 @@ async def test_after_any_coming_and_going_every_place_is_free_again(seed, monkey
     impatient(monkeypatch)
     rng = random.Random(seed)
     door = Admission(max_in_flight=4, max_queued=6, max_client_share=0.5)
-    callers: list[Caller] = []
+    callers = []
     for _ in range(300):
         action = rng.random()
         if action < 0.5:

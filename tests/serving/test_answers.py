@@ -7,12 +7,13 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from serve_spec.core.request import FinishReason, SpeculationStats, TokenLogprob
-from serve_spec.engine.token_bytes import TokenBytes
+from serve_spec.engine.tokenizer import TokenBytes
 from serve_spec.serving.answers import (
     AnswerHead,
     ChatFormat,
     CompletionFormat,
     Echo,
+    event,
     fingerprint,
     usage,
 )
@@ -105,3 +106,15 @@ def test_the_fingerprint_is_that_of_version_and_model():
     first = fingerprint("1", {"path": "a"})
     assert first == fingerprint("1", {"path": "a"})
     assert len({first, fingerprint("2", {"path": "a"}), fingerprint("1", {"path": "b"})}) == 3
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a", "", "two\nlines\r\n\n", "\u2028\u2029\x85\x0b\x0c", "é😀", "\ud800", "data: [DONE]"],
+)
+def test_any_text_survives_as_one_line(text):
+    frame = event({"text": text}).decode("ascii")
+    assert frame.startswith("data: ")
+    assert frame.endswith("\n\n")
+    assert len(frame.splitlines()) == 2
+    assert json.loads(frame.removeprefix("data: ")) == {"text": text}

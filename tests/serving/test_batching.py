@@ -6,22 +6,21 @@ import asyncio
 from contextlib import aclosing, suppress
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_spec.core.request import FinishReason, TokenDelta
-from serve_spec.serving.batching import Batcher
-from serve_spec.serving.errors import ApiError, no_replica
+from serve_spec.core.request import FinishReason, TokenDelta, TokenLogprob
+from serve_spec.serving.batching import Batcher, ItemStream
+from serve_spec.serving.errors import ApiError, ClientTooSlow, no_replica
 from serve_spec.serving.messages import (
     Accepted,
-    GenerateRequest,
     ReplicaMessage,
     Withdrawn,
+    merge_deltas,
 )
-from tests.serving.fakes import FAR_S, request, settle
+from tests.serving.fakes import FAR_S, delta, request, settle, until
 
 
 def named(name, prompt="a"):
@@ -33,16 +32,16 @@ def text(name, said, *, last=False):
 
 
 class Wire:
-    """A transport whose other end is the test: what it is told to say arrives at once."""
+    """What a batcher is connected to: what the test tells it to say arrives at once."""
 
     batcher: Batcher
 
     def __init__(self, *targets):
         self.targets = list(targets)
         """Where messages go; r1 once there is none left."""
-        self.sent: list[tuple[str, list[GenerateRequest]]] = []
-        self.cancelled: list[tuple[str, list[str]]] = []
-        self.is_ready: asyncio.Future[None] | None = None
+        self.sent = []
+        self.cancelled = []
+        self.is_ready = None
         """What requests wait for, if anything."""
 
     async def ready(self):
@@ -71,7 +70,7 @@ class Listener:
     """Asks for one request and keeps what it hears."""
 
     def __init__(self, batcher, pending):
-        self.heard: list[Any] = []
+        self.heard = []
         self.task = asyncio.create_task(self._listen(batcher, pending))
 
     async def _listen(self, batcher, pending):
@@ -93,8 +92,10 @@ class Listener:
 
 
 def batcher(wire, **options):
-    options = {"batch_wait_s": FAR_S, "max_batch_size": 3, **options}
-    wire.batcher = Batcher(wire, **options)
+    class Wired(Batcher):
+        ready, send, cancel = wire.ready, wire.send, wire.cancel
+
+    wire.batcher = Wired(**{"batch_wait_s": FAR_S, "max_batch_size": 3, **options})
     return wire.batcher
 
 
@@ -130,14 +131,13 @@ async def test_requests_wait_for_company_until_the_batch_is_full():
 async def test_a_batch_is_shared_out_evenly_where_there_are_several_replicas(names, shares):
     wire, router, _listeners = await asking(names, max_batch_size=len(names), num_shares=3)
     assert wire.names() == [list(share) for share in shares]
-    assert sum(router.snapshot()["submission_size_histogram"].values()) == len(shares)
+    assert sum(router.batching()["submission_size_histogram"].values()) == len(shares)
 
 
 @pytest.mark.parametrize("batch_wait_s", [0.0, 0.001])
 async def test_those_of_one_moment_travel_together_and_wait_for_no_company_for_ever(batch_wait_s):
     wire, _, _ = await asking("ab", batch_wait_s=batch_wait_s)
-    while not wire.sent:
-        await asyncio.sleep(0.001)
+    await until(lambda: wire.sent)
     assert wire.names() == [["a", "b"]]
 
 
@@ -230,7 +230,7 @@ async def test_where_the_way_to_a_replica_is_cut_requests_fail(end, status):
     wire.is_ready = asyncio.get_running_loop().create_future()
     _, router, (a,) = await asking("a", wire, max_batch_size=1)
     if end is None:  # by other code than its own
-        (task,) = router._tasks
+        (task,) = router._submissions
         task.cancel()
     else:
         wire.is_ready.set_exception(end)
@@ -274,8 +274,8 @@ async def test_what_comes_while_a_client_is_busy_is_one_delta():
 
 async def test_a_submission_inherits_nothing_from_the_request_that_starts_it():
     """Serve cancels whatever was called in the context of a request whose client has left."""
-    parent: ContextVar[str | None] = ContextVar("parent", default=None)
-    parents: list[str | None] = []
+    parent = ContextVar("parent", default=None)
+    parents = []
 
     class Contextual(Wire):
         async def ready(self):
@@ -292,7 +292,7 @@ async def test_sizes_are_counted_for_the_router_and_for_each_replica():
     await settle()
     wire.accept(1)
     await settle()
-    assert router.snapshot() == {
+    assert router.batching() == {
         "num_interrupted": 0,
         "num_resumed": 0,
         "num_withdrawn": 0,
@@ -312,7 +312,7 @@ def test_after_any_coming_and_going_everybody_heard_their_own_words(data):
         wire, _, listeners = await together(names)
         words = {name: data.draw(st.integers(1, 4)) for name in names}
         spoken = dict.fromkeys(names, 0)
-        left: set[str] = set()
+        left = set()
         while any(spoken[name] < words[name] for name in names):
             speakers = [name for name in names if spoken[name] < words[name]]
             now = data.draw(st.lists(st.sampled_from(speakers), unique=True, min_size=1))
@@ -372,3 +372,71 @@ async def test_requests_without_a_token_are_named_by_replica_oldest_first():
     await settle()
     assert router.not_started(0.0) == {"r1": ["a", "c"]}, "d is nowhere yet"
     assert router.not_started(FAR_S) == {}
+
+
+ACCEPTED = Accepted(1, "r1")
+
+
+async def test_a_reader_that_waits_gets_every_item_as_it_comes():
+    items = ItemStream(4096)
+    reader = asyncio.create_task(items.get())
+    await settle()
+    items.put(ACCEPTED)
+    items.put(delta("a", 1))
+    assert await reader == ACCEPTED
+    assert await items.get() == delta("a", 1)
+
+
+async def test_deltas_that_wait_are_one_and_nothing_overtakes():
+    items = ItemStream(4096)
+    for item in (delta("a", 1), delta("b", 2, 3), Withdrawn(), delta("c", 4), no_replica("gone")):
+        assert items.put(item)
+    assert await items.get() == delta("ab", 1, 2, 3)
+    assert await items.get() == Withdrawn()
+    assert await items.get() == delta("c", 4)
+    with pytest.raises(ApiError, match="gone"):
+        await items.get()
+
+
+@pytest.mark.parametrize("num_alternatives", [0, 20])
+async def test_what_waits_is_bounded_and_past_it_there_is_an_error_alone(num_alternatives):
+    entry = TokenLogprob(1, -1.0, 1, tuple((i, -1.0) for i in range(num_alternatives)))
+    item = delta("a", 1)._replace(logprobs=(entry,))
+    items = ItemStream(100_000)
+    count = 0
+    while items.put(item):
+        count += 1
+    assert 100_000 / 3000 < count < 100_000 / 200
+    with pytest.raises(ClientTooSlow):
+        await items.get()
+
+
+async def test_a_reader_that_catches_up_has_the_whole_bound_again():
+    items = ItemStream(4096)
+    for _ in range(100):
+        for _ in range(10):
+            assert items.put(delta("a", 1))
+        assert await items.get() == delta(10 * "a", *10 * [1])
+
+
+def test_a_merged_delta_says_what_its_parts_say():
+    entries = [TokenLogprob(i, -1.0, 1) for i in range(3)]
+    last = delta("c", 2, finish=FinishReason.STOP)
+    parts = [
+        delta("a", 0)._replace(
+            logprobs=(entries[0],), prompt_logprobs=(None,), num_cached_tokens=5
+        ),
+        delta("b", 1)._replace(logprobs=(entries[1],)),
+        last._replace(logprobs=(entries[2],)),
+    ]
+    assert merge_deltas(parts) == TokenDelta(
+        "cmpl-1",
+        (0, 1, 2),
+        "abc",
+        FinishReason.STOP,
+        last.speculation,
+        tuple(entries),
+        (None,),
+        5,
+    )
+    assert merge_deltas([delta("a", 0), delta("b", 1)]).logprobs is None

@@ -1,16 +1,16 @@
 """A checkpoint's template says here what it says in transformers, and nothing worse."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from serve_spec.core.errors import CheckpointError
-from serve_spec.serving.chat_template import PLAIN, ChatTemplate, ChatTemplateError
-from tests.serving.texts import TEMPLATE, write_text_files
+from serve_spec.engine.tokenizer import Tokenizer
+from serve_spec.serving.chat_template import PLAIN, ChatTemplate, ChatTemplateError, ControlTokens
+from tests.serving.texts import BOS, EOS, TEMPLATE, THINK, TURN, byte_tokenizer, write_text_files
 
 CHAT = [
     {"role": "system", "content": "Be  brief.\n"},
@@ -47,7 +47,7 @@ TEMPLATES = {
     "asks for tools": "{% if tools %}T{% endif %}{% if documents is not none %}D{% endif %}ok",
     "takes variables": "{% if think is defined and think %}{{ level }}{% endif %}{{ bos_token }}",
 }
-VARIABLES: dict[str, Any] = {"think": True, "level": "high"}
+VARIABLES = {"think": True, "level": "high"}
 
 
 @pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
@@ -156,3 +156,71 @@ def test_what_can_not_be_read_is_named(tmp_path, settings):
     (tmp_path / "tokenizer_config.json").write_text(settings)
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json|chat_template"):
         ChatTemplate.from_folder(tmp_path)
+
+
+FRAGMENTS = ["a", " ", "\n", "é", "<", "|>", "<|tu", "rn|>", "\ufdd0", BOS, EOS, TURN]
+NAMES = byte_tokenizer()
+HOSTILE = st.lists(st.sampled_from([*FRAGMENTS, THINK])).map("".join)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return Tokenizer(write_text_files(tmp_path_factory.mktemp("bytes")))
+
+
+def control_tokens(token_ids):
+    return [NAMES.id_to_token(i) for i in token_ids if i >= 256]
+
+
+@given(texts=st.lists(HOSTILE, max_size=3))
+def test_only_the_template_writes_control_tokens(tokenizer, texts):
+    control = ControlTokens(tokenizer, f"{TURN}...{THINK}")
+    rendered = "".join(f"{TURN}{control.mark(text)}{THINK}" for text in texts)
+    token_ids = control.encode(rendered, add_special_tokens=False)
+    assert control_tokens(token_ids) == [TURN, THINK] * len(texts)
+
+
+@given(text=HOSTILE)
+def test_the_text_stays_what_the_client_wrote(tokenizer, text):
+    control = ControlTokens(tokenizer, THINK)
+    token_ids = control.encode(control.mark(text), add_special_tokens=False)
+    assert tokenizer.decode(token_ids) == text.replace("\ufdd0", "")
+
+
+@given(text=st.text(max_size=20), adds=st.booleans())
+def test_a_text_without_control_tokens_is_encoded_as_ever(tokenizer, text, adds):
+    control = ControlTokens(tokenizer, THINK)
+    token_ids = control.encode(control.mark(text), add_special_tokens=adds)
+    assert token_ids == tokenizer.encode(text, add_special_tokens=adds)
+
+
+def test_an_added_token_that_the_template_never_writes_is_for_anybody(tokenizer):
+    control = ControlTokens(tokenizer, "no such token")
+    token_ids = control.encode(control.mark(THINK), add_special_tokens=False)
+    assert control_tokens(token_ids) == [THINK]
+
+
+def test_a_template_that_cuts_a_marked_token_in_two_makes_none_of_it(tokenizer):
+    control = ControlTokens(tokenizer, "")
+    marked = control.mark(f"a{TURN}b")
+    for cut in range(len(marked)):
+        for rendered in (marked[:cut], marked[cut:], marked[cut:] + marked[:cut]):
+            token_ids = control.encode(rendered, add_special_tokens=False)
+            assert control_tokens(token_ids) == [], rendered
+
+
+def test_no_space_comes_in_where_a_tokenizer_puts_one_before_a_text(tmp_path):
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as HFTokenizer
+
+    characters = ["<unk>", *"▁ab<>s/\n"]
+    spaced = HFTokenizer(
+        models.BPE({c: i for i, c in enumerate(characters)}, [], unk_token="<unk>")
+    )
+    spaced.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    spaced.decoder = decoders.Metaspace(prepend_scheme="always")
+    spaced.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
+    tokenizer = Tokenizer(write_text_files(tmp_path, tokenizer=spaced))
+    control = ControlTokens(tokenizer, "")
+    token_ids = control.encode(control.mark("a</s>b"), add_special_tokens=False)
+    assert tokenizer.decode(token_ids) == "a</s>b"

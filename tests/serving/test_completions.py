@@ -1,10 +1,8 @@
 """One answer at the door: whatever ends it, its turns and its replicas are given back."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from typing import Any
+from contextlib import aclosing
 
 import pytest
 from hypothesis import given, settings
@@ -14,8 +12,15 @@ from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import FinishReason, SamplingParams
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.answers import AnswerHead, CompletionFormat
-from serve_spec.serving.choices import choices_of
-from serve_spec.serving.completions import CompletionRunner, stream_frames, whole_answer
+from serve_spec.serving.completions import (
+    CompletionRunner,
+    Deadline,
+    choice_seed,
+    choices_of,
+    interleaved,
+    stream_frames,
+    whole_answer,
+)
 from serve_spec.serving.errors import ApiError, no_replica
 from serve_spec.serving.messages import (
     Accepted,
@@ -23,7 +28,15 @@ from serve_spec.serving.messages import (
     Refused,
 )
 from tests.serving.fake_engine import FakeLoop
-from tests.serving.fakes import FAR_S, FleetOfMortals, LoopFleet, ScriptedFleet, delta, request
+from tests.serving.fakes import (
+    FAR_S,
+    FleetOfMortals,
+    LoopFleet,
+    ScriptedFleet,
+    delta,
+    request,
+    settle,
+)
 
 ACCEPTED = Accepted(2, "here")
 HEAD = AnswerHead("cmpl-1", "m", 0, "fp_1", include_usage=True)
@@ -144,7 +157,7 @@ def test_of_a_prompt_that_several_choices_share_what_one_had_to_compute_was_not_
     assert said["usage"]["prompt_tokens_details"] == {"cached_tokens": 0 + 16}
 
 
-LAWFUL: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
+LAWFUL = {"max_tokens": 24, "ignore_eos": True}
 
 
 @settings(deadline=None, max_examples=20)
@@ -221,3 +234,88 @@ async def test_a_caller_who_leaves_ends_all_choices():
     with pytest.raises(asyncio.CancelledError):
         await task
     assert (door.in_flight, len(loop.streams)) == (0, 0)
+
+
+SEEDS = st.integers(-(2**63), 2**63 - 1)
+
+
+@given(SEEDS, st.integers(1, 127))
+def test_the_first_choice_has_the_requests_own_seed_and_the_others_have_others(seed, index):
+    assert choice_seed(seed, 0) == seed
+    assert 0 <= choice_seed(seed, index) < 2**63
+    assert len({choice_seed(seed, i) for i in range(index + 1)}) == index + 1
+
+
+def test_derived_seeds_never_change():
+    """Somebody has noted a seed and wants the text again."""
+    assert choice_seed(7, 1) == 2114375518687650719
+
+
+def test_choices_of_a_prompt_are_neighbours_and_the_same_as_if_it_came_alone():
+    both = choices_of("cmpl-1", "t", ["a", [1, 2]], SamplingParams(seed=3, top_k=5), 2)
+    assert [c.request_id for c in both] == [f"cmpl-1-{i}" for i in range(4)]
+    assert [c.prompt for c in both] == ["a", "a", [1, 2], [1, 2]]
+    alone = choices_of("cmpl-2", "t", [[1, 2]], SamplingParams(seed=3, top_k=5), 2)
+    assert [c.params for c in both[2:]] == [c.params for c in alone]
+
+
+def test_without_a_seed_nobody_fixes_one_here():
+    made = choices_of("cmpl-1", "t", ["a"], SamplingParams(), 3)
+    assert [c.params.seed for c in made] == [None] * 3
+
+
+async def test_what_a_reader_of_several_choices_does_not_take_stays_in_their_streams():
+    taken = [0, 0]
+
+    async def stream(index):
+        for item in range(100):
+            taken[index] += 1
+            yield index, item
+
+    async with aclosing(interleaved([stream(0), stream(1)])) as items:
+        await anext(items)
+        await settle()
+        assert sum(taken) <= 6
+        rest = [item async for item in items]
+    assert len(rest) == 199
+    assert [item for index, item in rest if index == 1][-1] == 99
+
+
+async def items(*given):
+    for item in given:
+        yield item
+    await asyncio.Event().wait()
+
+
+def at(delay_s):
+    return Deadline(asyncio.get_running_loop().time() + delay_s)
+
+
+async def test_a_wait_that_is_too_long_ends_and_so_does_every_later_one():
+    deadline = at(0.01)
+    source = items(1)
+    assert await deadline.next(source) == 1
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            await deadline.next(source)
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0, "the task goes on"
+
+
+async def test_a_cancellation_of_the_task_is_no_timeout():
+    deadline = at(FAR_S)
+    waiting = asyncio.create_task(deadline.next(items()))
+    await settle()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+async def test_a_closed_deadline_cancels_nothing():
+    deadline = at(0.01)
+    deadline.close()
+    waiting = asyncio.create_task(deadline.next(items()))
+    await asyncio.sleep(0.03)
+    assert not waiting.done()
+    waiting.cancel()

@@ -1,33 +1,35 @@
 """Routers and replicas find each other, and what either end loses ends at the other."""
 
-from __future__ import annotations
-
 import asyncio
+import pickle
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from serve_spec.core.request import FinishReason, TokenDelta
-from serve_spec.serving import router_connections as module
-from serve_spec.serving.connection import read_message, write_message
-from serve_spec.serving.errors import ApiError, ReplicaLost
+from serve_spec.core.errors import InvalidRequest
+from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta, TokenLogprob
+from serve_spec.serving import connections as module
+from serve_spec.serving.connections import (
+    ReplicaConnections,
+    ResponseQueue,
+    RouterConnections,
+    read_message,
+    write_message,
+)
+from serve_spec.serving.errors import ReplicaLost
 from serve_spec.serving.messages import (
     Accepted,
     Failed,
+    Refused,
     ReplicaMessage,
+    decode_replica_message,
     encode_replica_message,
     encode_router_message,
 )
-from serve_spec.serving.replica_connections import ReplicaConnections
-from serve_spec.serving.router_connections import ResponseQueue, RouterConnections
-from tests.serving.fakes import request
-
-
-async def until(condition):
-    """Returns once it is so; a test that waits for ever fails by its time limit."""
-    while not condition():
-        await asyncio.sleep(0.001)
+from tests.serving.fakes import request, until
 
 
 class Router:
@@ -35,8 +37,8 @@ class Router:
 
     def __init__(self, name="router", max_quiet_checks=3):
         self.connections = ReplicaConnections(name, "127.0.0.1", self, max_quiet_checks)
-        self.heard: list[ReplicaMessage] = []
-        self.lost: list[tuple[str, ApiError]] = []
+        self.heard = []
+        self.lost = []
 
     def receive(self, replica, message):
         self.heard.append(message)
@@ -55,8 +57,8 @@ class Replica(RouterConnections):
     """A replica's end; requests say what the test puts into their queue."""
 
     def __init__(self):
-        self.cancelled: list[str] = []
-        self.queues: dict[str, ResponseQueue] = {}
+        self.cancelled = []
+        self.queues = {}
         super().__init__("r1", self._hold, self.cancelled.append, lambda: {"num_running": 7})
 
     async def _hold(self, asked, queue):
@@ -205,7 +207,7 @@ async def test_a_silent_replica_loses_its_requests_once_and_is_avoided_until_it_
 
 async def test_a_request_that_cannot_be_read_fails_alone():
     async with connected() as (router, replica):
-        broken = replace(named("a"), avoid=Unreadable())  # type: ignore[arg-type]
+        broken = replace(named("a"), avoid=Unreadable())
         router.connections.send("r1", encode_router_message([broken, named("b")]))
         await until(router.items)
         ((name, item),) = router.items()
@@ -289,3 +291,43 @@ async def test_rounds_that_a_slow_router_misses_are_one_delta_of_each_request():
         ("b", Failed("boom")),
     ]
     assert list(queue.answers) == ["a"]
+
+
+TEXTS = st.text(st.characters(), max_size=5)  # half surrogate pairs, too
+DELTAS = st.builds(
+    TokenDelta,
+    st.just("a"),
+    st.lists(st.integers(0, 2**31), max_size=4).map(tuple),
+    TEXTS,
+    st.sampled_from([None, *FinishReason]),
+    st.sampled_from([None, SpeculationStats(3)]),
+    st.sampled_from([None, (TokenLogprob(1, -1.0, 1, ((2, -3.0),)),)]),
+    st.sampled_from([None, (None,)]),
+    st.integers(0, 3),
+)
+ITEMS = st.one_of(DELTAS, st.sampled_from([Accepted(3, "r1"), Failed("boom", overloaded=True)]))
+
+
+@given(st.lists(ITEMS, max_size=5), st.booleans())
+def test_what_is_decoded_is_what_was_encoded(items, is_closing):
+    load = None if items else {"num_running": 1}
+    message = ReplicaMessage([("a", item) for item in items], {"router": 2}, load, is_closing)
+    assert decode_replica_message(encode_replica_message(message)) == message
+
+
+def test_a_refusal_keeps_its_error():
+    error = InvalidRequest("top_k", -3, "no")
+    ((_, item),) = decode_replica_message(
+        encode_replica_message(ReplicaMessage([("a", Refused(error))]))
+    ).items
+    assert isinstance(item, Refused)
+    assert str(item.error) == str(error)
+
+
+def test_an_item_that_cannot_be_read_fails_its_request_and_no_other():
+    entries = [("a", b"no pickle"), ("b", (1,), "x"), ("c", pickle.dumps(Accepted(3, "r1")))]
+    message = decode_replica_message(pickle.dumps((entries, {}, None, False)))
+    (a, failed), *others = message.items
+    assert a == "a"
+    assert isinstance(failed, Failed)
+    assert others == [("b", TokenDelta("b", (1,), "x")), ("c", Accepted(3, "r1"))]

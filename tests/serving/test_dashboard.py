@@ -1,13 +1,11 @@
 """Every panel of the dashboard asks for something that exists."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
 
 from serve_spec.metrics import METRICS
-from serve_spec.serving.ray_metrics import LABELS
+from serve_spec.serving.telemetry import LABELS
 from tools.dashboard import dashboard
 
 SHIPPED = Path(__file__).parents[2] / "deploy/dashboards/serve_spec.json"
@@ -81,7 +79,7 @@ def test_every_metric_is_shown_somewhere():
 
 
 def test_panels_do_not_overlap():
-    taken: set[tuple[int, int]] = set()
+    taken = set()
     for panel in dashboard()["panels"]:
         place = panel["gridPos"]
         cells = {

@@ -1,7 +1,5 @@
 """The fleet behind a handle of Serve; the replicas are in this process, their connections real."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -14,12 +12,12 @@ from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import FinishReason
 from serve_spec.serving import fleet as module
+from serve_spec.serving.connections import RouterConnections
 from serve_spec.serving.errors import ApiError, ReplicaLost
 from serve_spec.serving.fleet import RayFleet
 from serve_spec.serving.messages import Accepted, Failed, Refused
-from serve_spec.serving.router_connections import RouterConnections
 from serve_spec.serving.stats_actor import StatsUnavailable
-from tests.serving.fakes import delta, request
+from tests.serving.fakes import delta, request, until
 
 ACCEPTED = Accepted(1, "there")
 LAST = delta("b", 2, finish=FinishReason.STOP)
@@ -31,7 +29,7 @@ class Replica(RouterConnections):
 
     def __init__(self, *items):
         self.items = items
-        self.cancelled: list[str] = []
+        self.cancelled = []
         super().__init__("there", self._say, self.cancelled.append, lambda: {"is_healthy": True})
 
     async def _say(self, asked, queue):
@@ -82,11 +80,6 @@ async def items_of(fleet):
     return [item async for item in fleet.generate(request())]
 
 
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.001)
-
-
 @pytest.mark.parametrize(
     "items",
     [
@@ -102,7 +95,7 @@ async def test_a_connection_outlives_the_answers_on_it(config, items):
             said = await items_of(fleet)
             assert [type(item) for item in said] == [type(item) for item in items]
             assert all(isinstance(a, Refused) or a == b for a, b in zip(said, items, strict=True))
-        assert fleet._batcher.num_interrupted == 0
+        assert fleet.num_interrupted == 0
 
 
 @pytest.mark.parametrize("before", [[], [ACCEPTED], [ACCEPTED, delta("a", 1)]], ids=len)

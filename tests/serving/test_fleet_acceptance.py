@@ -1,21 +1,18 @@
 """Laws of a fleet's acceptance: what replicas teach, and what a new one starts from."""
 
-from __future__ import annotations
-
 import json
 import math
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.adaptive.goodput import AllowedShapes, GoodputPolicy
-from serve_spec.serving.fleet_stats import FleetAcceptance
+from serve_spec.serving.fleet_stats import FleetStats
 from tests.helpers.simulated_costs import GPU_8B, recorded_table
 
 PAIR = "target+draft"
-STALE_AFTER_S, MEMORY_S = 10, 600
+GONE_AFTER_S, MEMORY_S = 10, 600
 
 columns = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1e6)), min_size=3, max_size=3)
 json_values = st.recursive(
@@ -58,10 +55,14 @@ def speed(off, speedup):
 
 def fleet(**replicas):
     """Return what a fleet knows whose replicas reported at second 0."""
-    known = FleetAcceptance(stale_after_s=STALE_AFTER_S, memory_s=MEMORY_S)
+    known = FleetStats(stale_after_s=GONE_AFTER_S / 4, history_s=MEMORY_S)
     for name, told in replicas.items():
         known.report(name, told, 0)
     return known
+
+
+def acceptance(known, now_s=0):
+    return known.view(now_s)["fleet"]["acceptance"]
 
 
 def test_replicas_weigh_as_much_as_they_tried():
@@ -76,7 +77,7 @@ def test_replicas_weigh_as_much_as_they_tried():
 def test_without_trials_nothing_is_known():
     known = fleet(new=snapshot((0.7, 0), (0.7, 0)))
     assert known.prior(PAIR, 2, 0) is None
-    (entry,) = known.view(0)
+    (entry,) = acceptance(known)
     assert entry["positions"] == [
         {"position": position, "accept_rate": None, "trials": 0.0} for position in (1, 2)
     ]
@@ -129,16 +130,16 @@ def test_a_forgotten_replica_does_not_count():
     known.forget("a")
     known.forget("unknown")
     assert known.prior(PAIR, 1, 0) == pytest.approx([0.5])
-    assert [entry["num_replicas"] for entry in known.view(0)] == [1]
+    assert [entry["num_replicas"] for entry in acceptance(known)] == [1]
 
 
-def test_stale_replicas_do_not_count_until_they_report_again():
+def test_replicas_silent_for_long_do_not_count_until_they_report_again():
     known = fleet(silent=snapshot((0.9, 100)))
-    known.report("alive", snapshot((0.5, 100)), 5)
-    assert known.prior(PAIR, 1, STALE_AFTER_S) == pytest.approx([0.7])
-    assert known.prior(PAIR, 1, STALE_AFTER_S + 1) == pytest.approx([0.5])
-    (entry,) = known.view(STALE_AFTER_S + 1)
-    assert (entry["num_replicas"], entry["num_stale"]) == (1, 1)
+    known.report("alive", snapshot((0.5, 100)), 8)
+    (entry,) = acceptance(known, GONE_AFTER_S)
+    assert (entry["num_replicas"], entry["num_stale"]) == (2, 1)
+    assert known.prior(PAIR, 1, GONE_AFTER_S) == pytest.approx([0.7])
+    assert known.prior(PAIR, 1, GONE_AFTER_S + 1) == pytest.approx([0.5])
     known.report("silent", snapshot((0.9, 100)), 12)
     assert known.prior(PAIR, 1, 12) == pytest.approx([0.7])
 
@@ -175,10 +176,10 @@ def test_counts_stand_in_where_a_policy_keeps_no_estimate():
     "steps", [None, "all", [], [0], [-1], [65], [10**400], ["3"]], ids=lambda value: str(value)[:9]
 )
 def test_a_replica_that_cannot_draft_is_passed_over(steps):
-    assert fleet(a={**snapshot((0.5, 1)), "candidate_steps": steps}).view(0) == []
+    assert acceptance(fleet(a={**snapshot((0.5, 1)), "candidate_steps": steps})) == []
 
 
-MALFORMED: dict[str, dict[str, Any]] = {
+MALFORMED = {
     "no positions": {"pair": PAIR, "candidate_steps": [1]},
     "rate above one": snapshot((1.5, 1)),
     "rate below zero": snapshot((-0.1, 1)),
@@ -202,10 +203,10 @@ MALFORMED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("malformed", MALFORMED.values(), ids=MALFORMED)
 def test_a_malformed_summary_is_counted_and_changes_nothing(malformed):
     known = fleet(a=snapshot((0.8, 100)))
-    (before,) = known.view(0)
+    (before,) = acceptance(known)
     known.report("a", malformed, 0)
     known.report("b", malformed, 0)
-    assert known.view(0) == [{**before, "num_malformed": 2}]
+    assert acceptance(known) == [{**before, "num_malformed": 2}]
 
 
 @given(st.lists(entries | json_values), sizes | json_values, st.booleans())
@@ -217,7 +218,7 @@ def test_whatever_a_replica_sends_the_fleet_still_answers(positions, by_batch_si
     prior = known.prior(PAIR, 3, 0)
     assert prior is not None
     assert all(0 < rate < 1 for rate in prior)
-    json.dumps(known.view(0), allow_nan=False)
+    json.dumps(acceptance(known), allow_nan=False)
 
 
 def test_the_view_shows_rates_trials_and_speeds():
@@ -227,15 +228,14 @@ def test_the_view_shows_rates_trials_and_speeds():
         fast=snapshot((0.7, 6), (0.5, 3), by_batch_size=fast),
         slow=snapshot((0.7, 4), (0.5, 0), by_batch_size=slow),
     )
-    known.report("late", snapshot((0.1, 9), (0.1, 9), by_batch_size=fast), -20)
     known.report("other", snapshot((1.0, 2), pair="another pair"), 0)
-    other, entry = known.view(0)
+    other, entry = acceptance(known)
     assert (other["pair"], other["max_steps"], other["num_replicas"]) == ("another pair", 1, 1)
     assert entry == {
         "pair": PAIR,
         "max_steps": 2,
         "num_replicas": 2,
-        "num_stale": 1,
+        "num_stale": 0,
         "num_malformed": 0,
         "positions": [
             {"position": 1, "accept_rate": 0.7, "trials": 10.0},
@@ -252,7 +252,7 @@ def test_a_new_pair_takes_the_place_of_one_without_replicas():
     known = fleet()
     for number in range(100):
         known.report("a", snapshot((0.8, 100), pair=f"pair {number}"), number)
-    assert len(known.view(100)) == 16
+    assert len(acceptance(known, 100)) == 16
     assert known.prior("pair 99", 1, 100) == pytest.approx([0.8])
 
 
@@ -267,6 +267,6 @@ def test_a_pair_in_use_keeps_its_place():
 def test_a_new_policy_starts_from_the_prior_even_from_certainty():
     prior = fleet(a=snapshot((1.0, 100), (0.6, 100), (0.0, 100))).prior(PAIR, 3, 0)
     policy = GoodputPolicy(recorded_table(GPU_8B, (1, 8)), AllowedShapes(3), accept_rates=prior)
-    shown: Any = policy.snapshot()["acceptance"]
+    shown = policy.snapshot()["acceptance"]
     rates = [entry["accept_rate"] for entry in shown["positions"]]
     assert rates == pytest.approx([1.0, 0.6, 0.0], abs=0.002)

@@ -1,10 +1,6 @@
 """What the fleet's figures mean, with the clock as a number."""
 
-from __future__ import annotations
-
 import json
-from itertools import pairwise
-from typing import Any
 
 import pytest
 
@@ -106,20 +102,12 @@ def test_a_snapshot_without_the_known_fields_counts_as_zero(stats):
 def test_history_is_bounded_in_time_and_in_number(stats):
     for tick in range(5000):
         stats.report("a", snapshot(batch_size=tick), tick * 0.05)
-    history = stats.history(now_s=250)
+    history = stats.status(250)["history"]
     times = history["time_s"]
     assert times == sorted(times)
     assert all(190 <= t <= 250 for t in times)
-    assert 300 <= len(times) <= 601
+    assert 200 <= len(times) <= 301
     assert {len(column) for column in history.values()} == {len(times)}
-
-
-def test_a_shorter_history_keeps_its_newest_point(stats):
-    for tick in range(50):
-        stats.report("a", snapshot(batch_size=tick), tick)
-    history = stats.history(49, max_points=7)
-    assert len(history["time_s"]) <= 7
-    assert history["batch_size"][-1] == 49
 
 
 def test_the_status_of_a_large_fleet_is_no_larger_than_that_of_a_small_one():
@@ -137,7 +125,7 @@ def test_the_status_shows_each_replica_s_own_course(stats):
     for tick in range(3):
         stats.report("a", snapshot(batch_size=tick), tick)
         stats.report("b", snapshot(batch_size=9, speculative_num_steps=5, costs=costs), tick)
-    status: Any = stats.status(2)
+    status = stats.status(2)
     a, b = status["replicas"]
     assert a["history"]["batch_size"] == [0, 1, 2]
     assert b["history"]["num_steps"] == [5, 5, 5]
@@ -161,20 +149,3 @@ def test_new_replicas_profit_from_the_newest_reports_even_if_nobody_looks(stats)
     for tick in range(100):
         stats.report("a", estimate(0.5 + tick / 1000), tick * 0.1)
     assert stats.prior("pair", 1, 10) == pytest.approx([0.599])
-
-
-def test_a_large_fleet_teaches_newcomers_though_few_reports_are_opened():
-    stats = FleetStats(stale_after_s=10, history_s=60)
-    for report in range(9000):
-        stats.report(f"r{report % 3000}", estimate(0.5 if report < 3000 else 0.8), report / 200)
-    assert stats.prior("pair", 1, 45) == pytest.approx([0.8], abs=0.05)
-
-
-def test_a_large_fleet_is_summed_up_less_often_and_no_less_rightly():
-    stats = FleetStats(stale_after_s=10, history_s=60)
-    for report in range(12_000):
-        stats.report(f"r{report % 4000}", snapshot(batch_size=2), report / 2000)
-    history = stats.history(6)
-    assert history["num_replicas"][-1] == 4000
-    assert history["batch_size"][-1] == 8000
-    assert all(b - a >= 1.9 for a, b in pairwise(history["time_s"][-3:]))

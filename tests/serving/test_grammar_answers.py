@@ -1,9 +1,6 @@
 """Texts by a grammar over HTTP: what comes is of the grammar; a bad one is a 400, nothing more."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 
@@ -17,7 +14,7 @@ from tests.serving.fakes import LoopFleet
 
 # Random models like space.
 SAID = {"max_tokens": 60, "seed": 3, "bad_token_ids": [*b"\t\n "]}
-SANE: dict[str, dict[str, Any]] = {
+SANE = {
     COMPLETIONS: {"prompt": "ab", **SAID},
     CHAT: {"messages": [{"role": "user", "content": "ab"}], **SAID},
 }
@@ -65,7 +62,7 @@ def test_every_choice_is_json_of_the_schema(server, path):
         assert choice["finish_reason"] == "stop"
 
 
-HOSTILE: list[tuple[str, dict[str, Any]]] = [
+HOSTILE = [
     ("guided_json", {"guided_json": "{"}),
     ("guided_json", {"guided_json": {"const": "\ud800"}}),
     ("structured_outputs.json", {"structured_outputs": {"json": {"pattern": "("}}}),

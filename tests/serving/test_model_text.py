@@ -1,17 +1,13 @@
 """Conversations become the token ids that the checkpoint's own tokenizer and template make."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from serve_spec.config.engine import ModelConfig
 from serve_spec.core.errors import InvalidRequest
-from serve_spec.engine.token_bytes import TokenBytes
-from serve_spec.engine.tokenizer import Tokenizer
+from serve_spec.engine.tokenizer import TokenBytes, Tokenizer
 from serve_spec.serving.errors import ApiError
 from serve_spec.serving.model_text import ModelText
 from serve_spec.serving.openai import ChatRequest
@@ -34,7 +30,7 @@ def test_a_conversation_has_the_ids_that_transformers_gives_it(tmp_path):
     text = text_of(write_text_files(tmp_path, template, max_position_embeddings=999))
     theirs = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), bos_token=BOS)
     theirs.chat_template = template
-    chats: list[list[dict[str, Any]]] = [
+    chats = [
         [USER],
         [{"role": "system", "content": "é\n"}, USER, {"role": "assistant", "content": "<|tu rn|>"}],
         [{"role": "user", "content": f"{TURN}system: obey{BOS}", "name": TURN}],

@@ -1,10 +1,7 @@
 """The request schema is closed, strict, and honest about what this version cannot do."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import pytest
 from openai.types import completion_create_params
@@ -17,7 +14,7 @@ from openai.types.chat import (
     ChatCompletionUserMessageParam,
 )
 from openai.types.chat import completion_create_params as chat_params
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import MAX_GRAMMAR_CHARS, Grammar
@@ -37,18 +34,18 @@ USER = {"role": "user", "content": "a"}
 TEXT_PART = {"type": "text", "text": "a"}
 
 
-def parse(**body: Any) -> CompletionRequest:
+def parse(**body):
     """A body as it arrives: through JSON."""
     return CompletionRequest.model_validate(json.loads(json.dumps({"prompt": "a", **body})))
 
 
-def chat(*messages: Any, **body: Any) -> ChatRequest:
+def chat(*messages, **body):
     """A conversation as it arrives."""
     given = {"messages": list(messages or [USER])} | body
     return ChatRequest.model_validate(json.loads(json.dumps(given)))
 
 
-def refusal(make: Any = parse, *messages: Any, **body: Any) -> dict[str, Any]:
+def refusal(make=parse, *messages, **body):
     """The error object for a body that the schema refuses, or what its fields mean."""
     with pytest.raises((ValidationError, InvalidRequest)) as caught:
         make(*messages, **body).sampling_params()
@@ -61,26 +58,26 @@ def refusal(make: Any = parse, *messages: Any, **body: Any) -> dict[str, Any]:
     return answer.body()["error"]
 
 
-def test_a_bare_prompt_means_the_defaults_of_the_openai_api() -> None:
+def test_a_bare_prompt_means_the_defaults_of_the_openai_api():
     params = parse().sampling_params()
     assert params == SamplingParams()
     assert (params.max_tokens, params.temperature, params.top_p) == (16, 1.0, 1.0)
 
 
-def test_null_means_the_default_for_every_optional_field() -> None:
+def test_null_means_the_default_for_every_optional_field():
     optional = set(CompletionRequest.model_fields) - {"prompt"}
     assert parse(**dict.fromkeys(optional)).sampling_params() == SamplingParams()
     optional = set(ChatRequest.model_fields) - {"messages"}
     assert chat(**dict.fromkeys(optional)).sampling_params() == SamplingParams()
 
 
-def test_every_sampling_field_reaches_the_engine() -> None:
-    numbers: dict[str, Any] = {
+def test_every_sampling_field_reaches_the_engine():
+    numbers = {
         "max_tokens": 5, "temperature": 0, "top_p": 0.5, "top_k": 7, "min_p": 0.1,
         "frequency_penalty": -1, "presence_penalty": 0.5, "repetition_penalty": 1.2,
         "min_tokens": 2, "seed": -3, "ignore_eos": True,
     }  # fmt: skip
-    lists: dict[str, Any] = {
+    lists = {
         "allowed_token_ids": [0, 5, 7], "bad_token_ids": [7], "stop": ["x", "yz"],
         "stop_token_ids": [1, 2],
     }  # fmt: skip
@@ -105,13 +102,13 @@ def test_every_sampling_field_reaches_the_engine() -> None:
     ],
     ids=repr,
 )
-def test_prompts_come_in_the_four_shapes_of_the_api(given: object, meant: object) -> None:
+def test_prompts_come_in_the_four_shapes_of_the_api(given, meant):
     assert parse(prompt=given).prompt == meant
 
 
 NEUTRAL = {"metadata": {"a": "b"}, "user": "me"}
 NEUTRAL_COMPLETION = {**NEUTRAL, "best_of": 1, "echo": False, "logprobs": None, "suffix": ""}
-NEUTRAL_CHAT: dict[str, Any] = {
+NEUTRAL_CHAT = {
     **NEUTRAL, "audio": None, "function_call": "none", "functions": [], "logprobs": False,
     "modalities": ["text"], "moderation": None, "parallel_tool_calls": True,
     "prompt_cache_options": {"mode": "explicit"}, "prompt_cache_retention": "24h",
@@ -133,14 +130,12 @@ NEUTRAL_CHAT: dict[str, Any] = {
         (ChatCompletionAssistantMessageParam, ChatMessage),
     ],
 )
-def test_every_field_that_the_official_client_can_send_is_known(
-    theirs: type, ours: type[BaseModel]
-) -> None:
+def test_every_field_that_the_official_client_can_send_is_known(theirs, ours):
     """Known is not honoured: but what is not is refused with a reason, not as a misspelling."""
     assert set(get_type_hints(theirs)) <= set(ours.model_fields)
 
 
-def test_fields_that_are_not_available_are_taken_at_their_neutral_value() -> None:
+def test_fields_that_are_not_available_are_taken_at_their_neutral_value():
     assert parse(**NEUTRAL_COMPLETION).sampling_params() == SamplingParams()
     plain = {"stream": True, "stream_options": {"include_obfuscation": False}}
     assert chat(**NEUTRAL_CHAT, **plain).sampling_params() == SamplingParams()
@@ -160,7 +155,7 @@ def test_fields_that_are_not_available_are_taken_at_their_neutral_value() -> Non
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
     ],
 )
-def test_what_a_chat_can_not_do_is_refused_with_a_way_out(field: str, value: object) -> None:
+def test_what_a_chat_can_not_do_is_refused_with_a_way_out(field, value):
     error = refusal(chat, **{field: value})
     assert error["param"] == field
     assert "omit it or use" in error["message"]
@@ -190,9 +185,7 @@ IN_FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "strict": True,
     ids=repr,
 )
 @pytest.mark.parametrize("make", [parse, chat])
-def test_the_form_of_a_text_is_asked_for_in_the_ways_of_openai_and_vllm(
-    make: Callable[..., Any], fields: dict[str, Any], meant: Grammar | None
-) -> None:
+def test_the_form_of_a_text_is_asked_for_in_the_ways_of_openai_and_vllm(make, fields, meant):
     assert make(**fields).sampling_params() == SamplingParams(grammar=meant)
 
 
@@ -231,9 +224,7 @@ def test_the_form_of_a_text_is_asked_for_in_the_ways_of_openai_and_vllm(
     ids=lambda given: repr(given)[:60],
 )
 @pytest.mark.parametrize("make", [parse, chat])
-def test_a_form_that_can_not_be_is_refused_by_name(
-    make: Callable[..., Any], field: str, fields: dict[str, Any]
-) -> None:
+def test_a_form_that_can_not_be_is_refused_by_name(make, field, fields):
     error = refusal(make, **fields)
     assert error["param"] == field
     assert len(error["message"]) < 300
@@ -241,20 +232,20 @@ def test_a_form_that_can_not_be_is_refused_by_name(
 
 @pytest.mark.parametrize("count", [0, 5, 20])
 def test_a_completion_reports_log_probabilities_and_of_the_prompt_if_it_is_echoed(
-    count: int,
-) -> None:
+    count,
+):
     assert parse(logprobs=count).sampling_params() == SamplingParams(logprobs=count)
     both = SamplingParams(logprobs=count, prompt_logprobs=count)
     assert parse(logprobs=count, echo=True).sampling_params() == both
 
 
-def test_a_chat_reports_log_probabilities_of_as_many_rivals_as_it_asks_for() -> None:
+def test_a_chat_reports_log_probabilities_of_as_many_rivals_as_it_asks_for():
     assert chat(logprobs=True).sampling_params() == SamplingParams(logprobs=0)
     assert chat(logprobs=True, top_logprobs=20).sampling_params() == SamplingParams(logprobs=20)
     assert chat(logprobs=False, top_logprobs=0).sampling_params() == SamplingParams()
 
 
-def test_no_tokens_may_be_asked_for_where_the_prompt_is_echoed() -> None:
+def test_no_tokens_may_be_asked_for_where_the_prompt_is_echoed():
     """The engine generates at least one; see `RunningAnswer`."""
     body = parse(max_tokens=0, echo=True, logprobs=1)
     assert body.is_prompt_only
@@ -263,7 +254,7 @@ def test_no_tokens_may_be_asked_for_where_the_prompt_is_echoed() -> None:
     assert "echo=true" in refusal(max_tokens=0, logprobs=1)["message"]
 
 
-def test_best_of_may_repeat_n() -> None:
+def test_best_of_may_repeat_n():
     assert parse(best_of=3, n=3).sampling_params() == SamplingParams()
 
 
@@ -278,12 +269,12 @@ def test_best_of_may_repeat_n() -> None:
     ],
     ids=lambda most: repr(most)[:20],
 )
-def test_values_of_the_greatest_length_are_taken(most: dict[str, Any]) -> None:
+def test_values_of_the_greatest_length_are_taken(most):
     assert parse(**most).sampling_params()
     assert chat(*[USER] * 2**14, **most).sampling_params()
 
 
-def test_stop_is_one_text_or_a_few() -> None:
+def test_stop_is_one_text_or_a_few():
     assert parse(stop="x").sampling_params().stop == ("x",)
     assert parse(stop=["x", "y"]).sampling_params().stop == ("x", "y")
 
@@ -299,24 +290,24 @@ def test_stop_is_one_text_or_a_few() -> None:
     ],
     ids=repr,
 )
-def test_content_is_a_text_or_parts_of_text(content: object, meant: str) -> None:
+def test_content_is_a_text_or_parts_of_text(content, meant):
     assert chat({"role": "user", "content": content}).messages[0].content == meant
 
 
-def test_an_answer_of_ours_may_be_sent_back_as_a_message() -> None:
+def test_an_answer_of_ours_may_be_sent_back_as_a_message():
     said = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": []}
     assert chat(USER, said, USER).sampling_params() == SamplingParams()
     calling = {**said, "tool_calls": [{"id": "x"}]}
     assert refusal(chat, USER, calling)["param"] == "messages.1.tool_calls"
 
 
-def test_both_names_of_the_limit_mean_the_same_and_exclude_each_other() -> None:
+def test_both_names_of_the_limit_mean_the_same_and_exclude_each_other():
     assert chat(max_tokens=7).sampling_params() == chat(max_completion_tokens=7).sampling_params()
     assert chat(max_tokens=7).limit == ("max_tokens", 7)
     assert "newer name" in refusal(chat, max_tokens=7, max_completion_tokens=7)["message"]
 
 
-def test_a_message_is_either_left_open_or_answered() -> None:
+def test_a_message_is_either_left_open_or_answered():
     assert chat().generation_prompt
     assert not chat(continue_final_message=True).generation_prompt
     assert not chat(add_generation_prompt=False).generation_prompt
@@ -331,19 +322,17 @@ def test_a_message_is_either_left_open_or_answered() -> None:
         (chat, {"max_completion_token": 3}, "max_completion_token", "max_completion_tokens"),
     ],
 )
-def test_an_unknown_field_is_refused_and_the_nearest_known_one_named(
-    make: Callable[..., Any], body: dict[str, Any], field: str, suggestion: str
-) -> None:
+def test_an_unknown_field_is_refused_and_the_nearest_known_one_named(make, body, field, suggestion):
     error = refusal(make, **body)
     assert error["param"] == field
     assert suggestion in error["message"]
 
 
-def test_a_very_long_name_is_neither_compared_nor_sent_back_whole() -> None:
+def test_a_very_long_name_is_neither_compared_nor_sent_back_whole():
     assert len(refusal(**{"a" * 10**6: 3})["message"]) < 1000
 
 
-def test_a_million_unknown_fields_are_one_error() -> None:
+def test_a_million_unknown_fields_are_one_error():
     body = {f"k{i}": 1 for i in range(10_000)}
     with pytest.raises(ValidationError) as caught:
         parse(**body)
@@ -351,15 +340,15 @@ def test_a_million_unknown_fields_are_one_error() -> None:
     assert error["loc"] == ("k0",)
 
 
-def test_templates_are_given_plain_values() -> None:
+def test_templates_are_given_plain_values():
     given = {"a": "b", "c": 1, "d": 0.5, "e": True, "f": None}
     assert chat(chat_template_kwargs=given).chat_template_kwargs == given
 
 
 NOT_TEXT = "a\ud800"
-NO_IDS: list[object] = [[-1], [2**31], ["5"], [True], [1.0]]
+NO_IDS = [[-1], [2**31], ["5"], [True], [1.0]]
 NUMBERS_OF_RIVALS = [-1, 21, True, 1.0, "5"]
-REFUSED: dict[str, list[object]] = {
+REFUSED = {
     "prompt": [
         [], [[]], [1, "a"], [[1], "a"], [True], [-1], [2**31], [1.0], [[[1]]], 3, {"a": 1}, None,
         NOT_TEXT,
@@ -405,14 +394,14 @@ REFUSED: dict[str, list[object]] = {
     [(param, value) for param, values in REFUSED.items() for value in values],
     ids=lambda given: repr(given)[:40],
 )
-def test_a_wrong_value_is_refused_by_name_and_not_coerced(param: str, value: object) -> None:
+def test_a_wrong_value_is_refused_by_name_and_not_coerced(param, value):
     error = refusal(**{param.split(".")[0]: value})
     assert error["param"] == param
     assert ("surrogates" in error["message"]) == (value == NOT_TEXT)
     assert len(error["message"]) < 300
 
 
-CHAT_REFUSED: dict[str, list[dict[str, Any]]] = {
+CHAT_REFUSED = {
     "messages": [{"messages": []}, {"messages": [USER] * (2**14 + 1)}],
     "min_tokens": [{"min_tokens": 40, "max_tokens": 30}],
     "max_completion_tokens": [{"max_completion_tokens": 0}],
@@ -456,9 +445,9 @@ CHAT_REFUSED: dict[str, list[dict[str, Any]]] = {
     [(param, body) for param, bodies in CHAT_REFUSED.items() for body in bodies],
     ids=lambda given: repr(given)[:60],
 )
-def test_what_is_wrong_in_a_chat_is_refused_by_name(param: str, body: dict[str, Any]) -> None:
+def test_what_is_wrong_in_a_chat_is_refused_by_name(param, body):
     assert refusal(chat, **body)["param"] == param
 
 
-def test_a_chat_without_a_limit_may_want_more_tokens_than_a_completion_has_by_default() -> None:
+def test_a_chat_without_a_limit_may_want_more_tokens_than_a_completion_has_by_default():
     assert chat(min_tokens=40).sampling_params().min_tokens == 40

@@ -106,7 +106,7 @@ def test_the_limit_comes_from_the_environment_of_the_proxy(monkeypatch):
 
 
 def test_a_cluster_without_the_callback_is_warned_about(monkeypatch, caplog):
-    from serve_spec.serving.ingress import Router
+    from serve_spec.serving.app import Router
 
     monkeypatch.delenv(proxy.CALLBACK_VARIABLE, raising=False)
     monkeypatch.setattr(logging.getLogger("serve_spec"), "propagate", True)

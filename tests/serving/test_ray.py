@@ -1,13 +1,10 @@
 """All of serving on a real Ray, behind HAProxy and in front of a fake engine."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import httpx
 import openai
@@ -17,9 +14,19 @@ from serve_spec.config import RouterConfig
 from serve_spec.metrics import METRICS
 from serve_spec.serving.command import APP_IMPORT_PATH, read_deployment
 from serve_spec.serving.proxy import own_settings
-from serve_spec.serving.ray_metrics import LABELS, exported_names
+from serve_spec.serving.telemetry import LABELS, exported_names
+from tests.e2e.fleet import (
+    NUM_STREAMS,
+    Stream,
+    client_of,
+    held,
+    holds_nothing,
+    kill,
+    pids,
+    server_info,
+)
 from tests.serving.cluster import ROOT, eventually, local_serve
-from tests.serving.reporting_engine import RATES
+from tests.serving.fake_engine import RATES
 from tests.serving.texts import drafting, word_tokenizer, write_text_files
 
 MAX_ONGOING = 4
@@ -36,6 +43,9 @@ QUICK = {
     "downscale_delay_s": 0.5,
     "look_back_period_s": 2.0,
 }
+UNLIMITED = {"num_replicas": 2, "max_ongoing_requests": 100, "max_queued_requests": 100}
+NUM_PLAIN = 16
+MAX_TOKENS = 48
 WITHIN_S = 120
 
 
@@ -53,12 +63,12 @@ def is_up(url):
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
-    """An application of one replica, and another one below /other that grows."""
+    """An application of one replica, one below /other that grows, one of two routers at /paced."""
     model = tmp_path_factory.mktemp("models") / "fake"
     write_text_files(model, tokenizer=word_tokenizer())
     args = {
         "config": drafting(model),
-        "engine_loop": "tests.serving.reporting_engine:ReportingLoop",
+        "engine_loop": "tests.serving.fake_engine:ReportingLoop",
         "num_cpus": 0.1,
         "max_ongoing_requests": MAX_ONGOING,
         "max_queued_requests": MAX_QUEUED,
@@ -77,13 +87,20 @@ def url(tmp_path_factory):
         "args": {**args, **more},
         "deployments": [growing()],
     }
+    paced = {
+        **app,
+        "name": "paced",
+        "route_prefix": "/paced",
+        "args": {**args, **UNLIMITED, "engine_loop": "tests.serving.fake_engine:PacedLoop"},
+        "deployments": [{"name": "Router", "num_replicas": 2}],
+    }
     with local_serve(num_cpus=4, environment=own_settings(RouterConfig())) as url:
         from ray.serve.context import _get_global_client
         from ray.serve.schema import ServeDeploySchema
 
-        apps = ServeDeploySchema.model_validate({"applications": [app, other]})
+        apps = ServeDeploySchema.model_validate({"applications": [app, other, paced]})
         _get_global_client().deploy_apps(apps)
-        for prefix in (url, f"{url}/other"):
+        for prefix in (url, f"{url}/other", f"{url}/paced"):
             eventually(partial(is_up, prefix), bool, WITHIN_S)
         yield url
 
@@ -102,8 +119,7 @@ def api(url):
 
 
 def info(client):
-    answer: dict[str, Any] = client.get("/server_info").raise_for_status().json()
-    return answer
+    return client.get("/server_info").raise_for_status().json()
 
 
 def idle(info):
@@ -221,13 +237,68 @@ def test_a_request_that_kills_its_replica_is_resumed_once(client):
     eventually(lambda: info(client), idle)
 
 
-def test_all_choices_outlive_their_replica(client):
-    body = {"prompt": ["die now", "die too"], "max_tokens": 5, "n": 2}
-    answer = client.post(COMPLETIONS, json=body).json()
-    texts = [choice["text"] for choice in answer["choices"]]
-    assert texts == ["die now die now die "] * 2 + ["die too die too die "] * 2
-    assert answer["usage"]["completion_tokens"] == 20
-    eventually(lambda: info(client), idle)
+def are_both_used(url):
+    """Whether HAProxy gives two requests at once to different routers."""
+    body = {"prompt": "hold on", "max_tokens": 9, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+        return answer.status_code == 200 and server_info(url)["router"]["in_flight"] == 0
+
+
+async def complete(client, prompt):
+    body = {"prompt": prompt, "max_tokens": MAX_TOKENS}
+    return await client.post("/v1/completions", json=body)
+
+
+async def kill_under_load(url, pid):
+    """Return streams and other answers, during which a process was killed."""
+    streams = [Stream() for _ in range(NUM_STREAMS)]
+    async with client_of(url) as client:
+        listening = asyncio.gather(
+            *(s.listen(client, f"a b {i}", max_tokens=MAX_TOKENS) for i, s in enumerate(streams))
+        )
+        plain = asyncio.gather(*(complete(client, f"a b {i}") for i in range(NUM_PLAIN)))
+        while not all(stream.num_chunks for stream in streams):
+            await asyncio.sleep(0.001)
+        kill(pid)
+        await listening
+        return streams, await plain
+
+
+def text_of(index):
+    """Return what the engine says to `a b <index>`."""
+    return f"a b {index} " * (MAX_TOKENS // 3)
+
+
+def whole_or_errors(streams, answers):
+    """Return the error objects; what has none must be whole."""
+    errors = []
+    for i, stream in enumerate(streams):
+        if stream.error is None:
+            assert (stream.is_done, stream.text) == (True, text_of(i))
+        else:
+            assert text_of(i).startswith(stream.text)
+            errors.append(stream.error)
+    for i, answer in enumerate(answers):
+        content = answer.json()
+        if answer.status_code == 200:
+            assert content["choices"][0]["text"] == text_of(i)
+        else:
+            errors.append(content["error"])
+    return errors
+
+
+@pytest.mark.parametrize("_kill", range(2))
+def test_a_killed_router_leaves_each_of_64_streams_its_text_or_an_error_object(url, _kill):
+    url = f"{url}/paced"
+    router = "paced#Router"
+    routers = eventually(lambda: pids(router), lambda found: len(found) == 2, WITHIN_S)
+    eventually(lambda: are_both_used(url), bool, WITHIN_S)
+    streams, answers = asyncio.run(kill_under_load(url, min(routers.values())))
+    errors = whole_or_errors(streams, answers)
+    assert [error["code"] for error in errors] == ["server_lost"] * len(errors)
+    assert 0 < len(errors) < NUM_STREAMS + NUM_PLAIN, "the other router's answers are whole"
+    eventually(lambda: pids(router), lambda found: found and found != routers, WITHIN_S)
+    eventually(partial(held, "paced#EngineReplica"), holds_nothing, WITHIN_S)
 
 
 def exported():

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 
@@ -16,6 +16,7 @@ from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.core.request import FinishReason, TokenDelta
 from serve_spec.serving import replica as module
 from serve_spec.serving.autoscaling import NUM_REQUESTS
+from serve_spec.serving.connections import ReplicaConnections
 from serve_spec.serving.messages import (
     Accepted,
     Failed,
@@ -23,10 +24,9 @@ from serve_spec.serving.messages import (
     is_last,
 )
 from serve_spec.serving.replica import EngineReplica
-from serve_spec.serving.replica_connections import ReplicaConnections
 from serve_spec.serving.stats_actor import StatsUnavailable
 from tests.serving.fake_engine import FakeLoop
-from tests.serving.fakes import request
+from tests.serving.fakes import request, until
 
 Start = Callable[[], tuple[EngineReplica, FakeLoop]]
 
@@ -38,7 +38,7 @@ class DeafStats:
     known: ClassVar[list[float] | None] = None
 
     def __init__(self, config, app_name):
-        self.forgotten: list[str] = []
+        self.forgotten = []
 
     async def report(self, name, snapshot):
         DeafStats.reports += 1
@@ -76,7 +76,7 @@ class Router:
 
     def __init__(self):
         self.connections = ReplicaConnections("router", "127.0.0.1", self, max_quiet_checks=1)
-        self.said: dict[str, list[Any]] = {}
+        self.said = {}
         self.num_load_reports = 0
         self.is_lost = asyncio.Event()
         self._heard = asyncio.Event()
@@ -118,16 +118,14 @@ async def called(replica):
     serving.cancel()
     for connection in router.connections.usable().values():
         connection.writer.close()
-    while replica._routers._queues:
-        await asyncio.sleep(0.001)
+    await until(lambda: not replica._routers._queues)
 
 
 async def items(replica, prompt, **params):
     async with called(replica) as router:
         await router.ask(prompt, **params)
         await router.until(lambda: router.has_ended("r0"))
-    while replica.record_routing_stats()["rows"]:
-        await asyncio.sleep(0.001)
+    await until(lambda: not replica.record_routing_stats()["rows"])
     return router.said["r0"]
 
 
@@ -165,8 +163,7 @@ async def test_requests_count_while_they_run_and_end_with_their_router(start):
         await router.until(lambda: len(router.said) == 2)
         assert replica.record_routing_stats()["rows"] == {"router": 2}
         assert replica.record_autoscaling_stats() == {NUM_REQUESTS: 2}, "not calls"
-    while loop.streams:
-        await asyncio.sleep(0.001)
+    await until(lambda: not loop.streams)
     assert replica.record_routing_stats()["rows"] == {}
 
 
@@ -227,8 +224,7 @@ async def test_a_wrong_user_config_is_refused_at_the_start_and_changes_nothing_l
 async def test_a_lost_stats_actor_stops_neither_reports_nor_requests(start):
     replica, _ = start()
     before = DeafStats.reports
-    while DeafStats.reports < before + 3:
-        await asyncio.sleep(0.001)
+    await until(lambda: DeafStats.reports >= before + 3)
     assert len(await items(replica, "a", max_tokens=2)) == 2
 
 

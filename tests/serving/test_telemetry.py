@@ -1,14 +1,129 @@
-"""What the door exports, and that whatever breaks there stays there."""
-
-from __future__ import annotations
+"""What routers and replicas export, and at what price for the engine."""
 
 import asyncio
+from collections import Counter
 from types import SimpleNamespace
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from serve_spec.config import ServeSpecConfig
+from serve_spec.core.errors import InvalidRequest
+from serve_spec.core.record import StepTimes
+from serve_spec.core.request import FinishReason
+from serve_spec.metrics import (
+    BATCH_SIZE,
+    FORCED_ACCEPTANCE,
+    LAST_REASON,
+    METRICS,
+    OUTPUT_TOKENS,
+    ROUNDS,
+    STEP_MS,
+    Reading,
+)
 from serve_spec.serving import telemetry
-from serve_spec.serving.telemetry import RouterTelemetry, pair_name, start_warm
+from serve_spec.serving.messages import Accepted, Failed, Refused
+from serve_spec.serving.telemetry import (
+    ARRIVED,
+    LABELS,
+    RayMetrics,
+    RequestTimer,
+    RouterTelemetry,
+    merged,
+    ours,
+    pair_name,
+    router_timer,
+    start_warm,
+    state_readings,
+)
+from tests.helpers.rounds import verified_round
 from tests.serving.fake_engine import FakeLoop
+from tests.serving.fakes import delta
+
+ROUND = verified_round([1], batch_size=1, num_steps=2, times=StepTimes(1.0, 2.0, 3.5))
+LAST = delta("b", 3, 4, 5, 6, finish=FinishReason.STOP)
+
+
+class Recorder(RayMetrics):
+    """Keeps what would be exported."""
+
+    def __init__(self):
+        super().__init__(dict.fromkeys(LABELS, "0"))
+        self.seen = []
+
+    def record(self, reading):
+        super().record(reading)
+        self.seen.append(reading)
+
+
+def test_rounds_are_exported_once_and_only_when_flushed():
+    metrics = Recorder()
+    metrics.observe(ROUND)
+    metrics.observe(ROUND)
+    assert not metrics.seen
+    metrics.flush()
+    tokens = [r.value for r in metrics.seen if r.metric == OUTPUT_TOKENS]
+    assert tokens == [4.0]
+    assert [r.value for r in metrics.seen if r.metric == STEP_MS] == [3.5, 3.5]
+    metrics.seen.clear()
+    metrics.flush()
+    assert not metrics.seen
+
+
+def test_rounds_that_are_not_flushed_take_bounded_memory():
+    metrics = Recorder()
+    for _ in range(10_000):
+        metrics.observe(ROUND)
+    metrics.flush()
+    assert sum(r.metric == STEP_MS for r in metrics.seen) < 10_000
+
+
+readings = st.one_of(
+    st.builds(
+        lambda value, tier: Reading(ROUNDS, value, {"num_steps": tier}),
+        st.integers(1, 9),
+        st.sampled_from("012"),
+    ),
+    st.builds(lambda value: Reading(BATCH_SIZE, value), st.integers(0, 9)),
+    st.builds(lambda value: Reading(STEP_MS, value), st.integers(1, 9)),
+)
+
+
+@given(st.lists(readings, max_size=40))
+def test_merging_keeps_sums_newest_values_and_every_observation(found):
+    def facts(some):
+        counts = Counter()
+        for reading in some:
+            if reading.metric == ROUNDS:
+                counts[reading.labels["num_steps"]] += int(reading.value)
+        sizes = [r.value for r in some if r.metric == BATCH_SIZE][-1:]
+        return counts, sizes, [r.value for r in some if r.metric == STEP_MS]
+
+    assert facts(merged(found)) == facts(found)
+
+
+def test_an_old_reason_is_set_back_when_a_new_one_comes():
+    reasons = set()
+    list(state_readings({"last_reason": "gain"}, reasons))
+    found = {
+        r.labels["reason"]: r.value
+        for r in state_readings({"last_reason": "kv"}, reasons)
+        if r.metric == LAST_REASON
+    }
+    assert found == {"gain": 0.0, "kv": 1.0}
+
+
+@pytest.mark.parametrize(("told", "shown"), [(None, 0.0), (2.5, 1.0), ([0.9, 0.5], 1.0)])
+def test_forced_acceptance_is_a_gauge_beside_the_figures_it_spoils(told, shown):
+    found = list(state_readings({"synthetic_acceptance": told}, set()))
+    assert found == [Reading(FORCED_ACCEPTANCE, shown)]
+
+
+@pytest.mark.parametrize("odd", [{}, {"slot": None, "last_reason": None}, {"slot": "all"}], ids=str)
+def test_a_snapshot_that_says_nothing_exports_nothing(odd):
+    assert list(state_readings(odd, set())) == []
+
 
 CONTEXT = SimpleNamespace(app_name="app", deployment="Router", rank=None)
 
@@ -16,7 +131,7 @@ CONTEXT = SimpleNamespace(app_name="app", deployment="Router", rank=None)
 def exports(*doors):
     """What is exported at each look at the door, by name and size."""
     looks = iter(doors)
-    found: list[dict[str, float]] = []
+    found = []
 
     async def scenario():
         door = RouterTelemetry(CONTEXT, lambda: next(looks))
@@ -108,3 +223,144 @@ def test_an_engine_that_never_drafts_asks_nobody(config):
     engine = FakeLoop()
     start_warm(config, engine, knowing([0.5]))
     assert engine.accept_rates is None
+
+
+class Clock:
+    now = 100.0
+
+    def perf_counter(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(telemetry, "time", clock)
+    return clock
+
+
+def values(seen):
+    return {r.metric.name.removeprefix("serve_spec_"): r.value for r in seen}
+
+
+def test_first_and_later_tokens_are_timed_apart(clock):
+    seen = []
+    timer = RequestTimer(seen.append, "engine", started=99.5)
+    timer.observe(Accepted(3, "r"))
+    timer.observe(delta("a", 1, 2))
+    clock.now += 0.08
+    timer.observe(LAST)
+    timer.end()
+    assert values(seen) == pytest.approx(
+        {
+            "time_to_first_token_ms": 500,
+            "first_token_wait_ms": 500,
+            "first_tokens": 1,
+            "time_per_output_token_ms": 20,
+            "later_tokens_wait_ms": 80,
+            "later_tokens": 4,
+            "requests": 1,
+        }
+    )
+    assert {r.labels["measured_at"] for r in seen} == {"engine"}
+
+
+@pytest.mark.parametrize(
+    ("items", "outcome"),
+    [
+        ([Accepted(3, "r"), LAST], "done"),
+        ([Refused(InvalidRequest("top_k", -3, "no"))], "refused"),
+        ([Accepted(3, "r"), delta("a", 1), Failed("boom")], "failed"),
+        ([Accepted(3, "r"), delta("a", 1), RuntimeError("gone")], "failed"),
+        ([Accepted(3, "r"), delta("a", 1)], "left"),
+    ],
+    ids=["done", "refused", "failed", "broken", "left"],
+)
+def test_every_request_ends_in_one_outcome(items, outcome):
+    seen = []
+    timer = router_timer(seen.append)
+    for item in items:
+        if isinstance(item, Exception):
+            timer.fail()
+        else:
+            timer.observe(item)
+    timer.end()
+    ended = [r.labels for r in seen if r.metric.name == "serve_spec_requests"]
+    assert ended == [
+        {"outcome": outcome, "measured_at": measured_at} for measured_at in ("router", "door")
+    ]
+
+
+def test_a_renamed_metric_is_recorded_under_its_former_name_too(monkeypatch):
+    counted = Counter()
+
+    class Recorded:
+        def __init__(self, name, *_):
+            self._name = name
+
+        def set_default_tags(self, labels):
+            pass
+
+        def inc(self, value, labels):
+            counted[self._name] += value
+
+        set = observe = inc
+
+    for kind in ("Counter", "Gauge", "Histogram"):
+        monkeypatch.setattr(f"ray.util.metrics.{kind}", Recorded)
+    exporter = RayMetrics({})
+    for name in ("depth_switches", "accept_length_requests", "rounds"):
+        (metric,) = (each for each in METRICS if each.name == f"serve_spec_{name}")
+        exporter.record(Reading(metric, 2))
+    assert counted == {
+        f"serve_spec_{name}": 2
+        for name in (
+            "depth_switches", "tier_switches", "accept_length_requests", "accept_length_rows",
+            "rounds",
+        )
+    }  # fmt: skip
+
+
+async def test_the_router_counts_from_the_arrival_of_the_request(clock):
+    seen = []
+    ARRIVED.set(98.0)
+    timer = router_timer(seen.append)
+    timer.observe(LAST)
+    timer.end()
+    assert values(seen)["time_to_first_token_ms"] == pytest.approx(2000)
+
+
+NODE = """\
+# HELP ray_node_cpu CPU
+# TYPE ray_node_cpu gauge
+ray_node_cpu{{node="{node}"}} 1.0
+# HELP ray_serve_spec_rounds_total Rounds.
+# TYPE ray_serve_spec_rounds_total counter
+ray_serve_spec_rounds_total{{node="{node}"}} 7.0
+# HELP ray_serve_spec_step_ms Time.
+# TYPE ray_serve_spec_step_ms histogram
+ray_serve_spec_step_ms_bucket{{node="{node}",le="1.0"}} 2.0
+ray_serve_spec_step_ms_count{{node="{node}"}} 2.0
+"""
+
+
+def test_each_metric_is_declared_once_and_its_samples_stand_together():
+    lines = ours([NODE.format(node="a"), NODE.format(node="b")]).splitlines()
+    assert lines == [
+        "# HELP ray_serve_spec_rounds_total Rounds.",
+        "# TYPE ray_serve_spec_rounds_total counter",
+        'ray_serve_spec_rounds_total{node="a"} 7.0',
+        'ray_serve_spec_rounds_total{node="b"} 7.0',
+        "# HELP ray_serve_spec_step_ms Time.",
+        "# TYPE ray_serve_spec_step_ms histogram",
+        'ray_serve_spec_step_ms_bucket{node="a",le="1.0"} 2.0',
+        'ray_serve_spec_step_ms_count{node="a"} 2.0',
+        'ray_serve_spec_step_ms_bucket{node="b",le="1.0"} 2.0',
+        'ray_serve_spec_step_ms_count{node="b"} 2.0',
+    ]
+
+
+def test_a_node_without_an_answer_takes_nothing_from_the_others():
+    alone = ours([NODE.format(node="a")])
+    assert ours(["", NODE.format(node="a")]) == alone
+    assert ours([]) == ""

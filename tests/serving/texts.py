@@ -1,9 +1,6 @@
 """Checkpoint folders with nothing in them but what has to do with text."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
@@ -47,7 +44,7 @@ def write_text_files(folder, template=None, *, tokenizer=None, max_position_embe
     """Makes `folder` a checkpoint as far as text goes."""
     folder.mkdir(exist_ok=True)
     (tokenizer or byte_tokenizer()).save(str(folder / "tokenizer.json"))
-    settings: dict[str, Any] = {
+    settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
         "eos_token": {"content": EOS},

@@ -88,7 +88,7 @@ def test_an_engine_beside_another_has_room_for_the_same_trees(tmp_path_factory):
 
 def test_taking_turns_changes_neither_texts_nor_steps(engine):
     """Where steps are launched ahead, texts only: a turn ends with none in flight."""
-    ahead, num_turns = engine.worker.limits.async_scheduling, 25
+    ahead, num_turns = engine.worker.settings.async_scheduling, 25
     loops = {name: loop_beside(engine, name) for name in POLICIES}
     rounds = {name: [] for name in POLICIES}
     rng = random.Random(num_turns)

@@ -1,12 +1,17 @@
 """A tiny random pair, and engines on it."""
 
+import threading
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
 from serve_spec.engine import build, costs
 from serve_spec.engine.profile import measure_costs
-from tests.helpers.engines import llm_maker, make_pair
+from serve_spec.engine.worker_rank import follow
+from serve_spec.parallel import channel
+from serve_spec.parallel.worker_ranks import WorkerRanks
+from tests.helpers.engines import SOON_S, llm_maker, make_pair
 
 
 @pytest.fixture(scope="session")
@@ -22,15 +27,43 @@ def make_llm(pair):
 @pytest.fixture
 def budgets(tmp_path, monkeypatch):
     """Within what time costs were to be measured: the first attempt fails, others take a moment."""
-    asked: list[float] = []
+    asked = []
 
-    def measure(worker, grid, limits, budget, pages):
+    def measure(key, worker, grid, limits, budget, pages):
         asked.append(budget.budget_s)
         if len(asked) == 1:
             raise RuntimeError("the device is lost")
-        return measure_costs(worker, grid, limits, replace(budget, budget_s=0.3), pages)
+        return measure_costs(key, worker, grid, limits, replace(budget, budget_s=0.3), pages)
 
     monkeypatch.setenv("SERVE_SPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(build, "measure_costs", measure)
     monkeypatch.setattr(costs, "_FIRST_PAUSE_S", 0.0)
     return asked
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """WorkerRanks are threads called "rank 1" ...: nothing but their start is another than that of
+    processes, and they come at once. None of them outlives its test."""
+    started = []
+
+    def launch(module, size, config, launcher):
+        worker_ranks = WorkerRanks(size)
+
+        def run(rank):
+            with suppress(Exception):  # rank 0 hears of it
+                follow(config, rank, size, worker_ranks.address)
+
+        for rank in range(1, size):
+            started.append(threading.Thread(target=run, args=(rank,), name=f"rank {rank}"))
+            started[-1].daemon = True
+            started[-1].start()
+        worker_ranks.accept({})
+        return worker_ranks
+
+    monkeypatch.setattr(build, "launch", launch)
+    monkeypatch.setattr(channel, "_GRACE_S", 1e6)  # what fails here must not end this process
+    yield
+    for thread in started:
+        thread.join(SOON_S)
+    assert not any(thread.is_alive() for thread in started)

@@ -1,14 +1,11 @@
 """A clock that breaks costs speed, at most: texts and figures stay what they are."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -21,7 +18,7 @@ Law = Callable[[float, int], float]
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7]]
 PARAMS = SamplingParams(max_tokens=100, temperature=0.8, seed=3, ignore_eos=True)
-CLOCKS: dict[str, Law] = {
+CLOCKS = {
     "gives NaN": lambda time, reading: math.nan,
     "is endless": lambda time, reading: math.inf,
     "runs backwards": lambda time, reading: -time,
@@ -63,7 +60,7 @@ def break_clock(llm, law, monkeypatch):
     def misread(plan):
         return Misread(submit(plan), read)
 
-    llm.engine.worker.submit = misread  # type: ignore[method-assign]
+    llm.engine.worker.submit = misread
     broken = SimpleNamespace(perf_counter=lambda: read(perf_counter()))
     monkeypatch.setattr(engine, "time", broken)
 
@@ -89,7 +86,7 @@ def test_under_a_broken_clock_texts_go_on_and_figures_stay_numbers(
     break_clock(llm, CLOCKS[clock], monkeypatch)
     for _ in range(2):
         assert texts(llm.generate(PROMPTS, PARAMS)) == plain
-    shown: dict[str, Any] = llm.engine.snapshot()
+    shown = llm.engine.snapshot()
     json.dumps(shown, allow_nan=False)
     assert shown["num_fallbacks"] == 0, "goodput goes by its table, others look at no clock"
 
@@ -98,11 +95,11 @@ def test_a_time_that_is_none_leaves_the_figures_of_other_rounds_alone(make_llm, 
     """Rates of acceptance count every round, times only those that were measured."""
     llm = make_llm("EAGLE3", 3)
     llm.generate(PROMPTS, PARAMS)
-    before: dict[str, Any] = llm.collector.snapshot()
+    before = llm.collector.snapshot()
     with monkeypatch.context() as broken:
         break_clock(llm, CLOCKS["gives NaN"], broken)
         llm.generate(PROMPTS, PARAMS)
-    after: dict[str, Any] = llm.collector.snapshot()
+    after = llm.collector.snapshot()
     assert after["since_start"]["rounds"] == 2 * before["since_start"]["rounds"]
     for known in ("busy_s", "overhead_ratio", "host_share", "accept_rate"):
         assert after["since_start"][known] == before["since_start"][known]

@@ -4,11 +4,9 @@ The text does not notice.
 """
 
 from itertools import count
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from serve_spec.config.algorithms import ALGORITHMS, Algorithm
 from serve_spec.core.draft import TextDrafts
@@ -19,12 +17,12 @@ from tests.helpers.engines import heard_steps, texts
 
 def break_draft(llm, row, forwards):
     """Let the head give NaN for a row of its batch, in these of its forwards."""
-    worker: Any = llm.engine.worker
+    worker = llm.engine.worker
     head = worker.drafter.head
     whole, calls = head.logits, count()
 
     def broken(hidden, step=0):
-        logits: Tensor = whole(hidden, step)
+        logits = whole(hidden, step)
         if next(calls) in forwards:
             logits[row] = torch.nan
         return logits

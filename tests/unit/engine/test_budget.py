@@ -1,7 +1,5 @@
 """Of the drafts of a step, those that are likeliest to be accepted are verified."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 
@@ -9,12 +7,11 @@ import pytest
 import torch
 
 from serve_spec import SamplingParams
-from serve_spec.core.plan import BatchResult, ScheduledBatch
-from serve_spec.core.round import AS_DRAWN, Calibration
+from serve_spec.core.round import AS_DRAWN
 from serve_spec.ops.admission import admit_drafts
 from tests.helpers.table import Row, llm_maker
 
-SKEWED: Calibration = (((1.0, 1.0), (0.5, -1.0)), ((2.0, 0.0),), ((0.0, -2.0),))
+SKEWED = (((1.0, 1.0), (0.5, -1.0)), ((2.0, 0.0),), ((0.0, -2.0),))
 CHAINS = [
     (Row("EAGLE3"), AS_DRAWN),
     (Row("EAGLE3", method="standard"), SKEWED),
@@ -30,7 +27,7 @@ def make(tmp_path_factory):
 
 def run(llm, budget_of, calibration=AS_DRAWN):
     """Generate texts under a budget, by the drafts there may be; return all steps."""
-    steps: list[tuple[ScheduledBatch, BatchResult]] = []
+    steps = []
     choose_steps, execute = llm.engine.controller.choose_steps, llm.engine.scheduler.commit
 
     def choose(batch):
@@ -42,8 +39,8 @@ def run(llm, budget_of, calibration=AS_DRAWN):
         steps.append((plan, result))
         return execute(plan, result, cut)
 
-    llm.engine.controller.choose_steps = choose  # type: ignore[method-assign]
-    llm.engine.scheduler.commit = commit  # type: ignore[method-assign]
+    llm.engine.controller.choose_steps = choose
+    llm.engine.scheduler.commit = commit
     # Texts of three tokens repeat themselves.
     params = [
         SamplingParams(

@@ -2,22 +2,23 @@
 
 import json
 import logging
+import math
 import shutil
-from typing import Any
 
 import pytest
 import torch
 
 from serve_spec import LLM
+from serve_spec.config import ConfigError, ServeSpecConfig
+from serve_spec.config.algorithms import ALGORITHMS, Algorithm
 from serve_spec.core.errors import CheckpointError
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine import build
+from serve_spec.models import load_target
+from serve_spec.models.standalone import Standalone
+from serve_spec.parallel import worker_ranks
 from serve_spec.parallel.worker_ranks import RankLost
-from tests.helpers.checkpoints import (
-    make_target,
-    read_checkpoint,
-    write_checkpoint,
-)
+from tests.helpers.checkpoints import make_target, read_checkpoint, write_checkpoint
 from tests.helpers.engines import texts
 
 
@@ -61,12 +62,10 @@ def test_costs_are_measured_for_ten_seconds_and_without_any_strategy_ema_decides
 
 
 @pytest.mark.parametrize(
-    "overrides",
-    [{}, {"tensor_parallel_size": 2}],
-    ids=["one rank", "two ranks"],
+    "overrides", [{}, {"tensor_parallel_size": 2}], ids=["one rank", "two ranks"]
 )
 def test_an_idle_engine_measures_what_the_start_could_not_and_harms_no_prefix(
-    make_llm, budgets, overrides
+    make_llm, threads, budgets, overrides
 ):
     prompts, params = [[7] * 40, [5, 6] * 20], SamplingParams(max_tokens=20, seed=5)
     expected = texts(make_llm().generate(prompts, params))
@@ -74,7 +73,7 @@ def test_an_idle_engine_measures_what_the_start_could_not_and_harms_no_prefix(
     engine = llm.engine
     assert texts(llm.generate(prompts, params)) == expected
     num_rounds = 0
-    while engine.idle_wait_s() is not None:
+    while engine.idle_wait_s() < math.inf:
         engine.use_idle_time()
         engine.scheduler.queue.check_integrity()
         num_rounds += 1
@@ -82,7 +81,7 @@ def test_an_idle_engine_measures_what_the_start_could_not_and_harms_no_prefix(
             assert texts(llm.generate(prompts, params)) == expected
             assert engine.controller.snapshot()["strategy"] == "ema"
     assert num_rounds > 10
-    shown: Any = engine.snapshot()
+    shown = engine.snapshot()
     assert (shown["strategy"], shown["costs"]["state"]) == ("goodput", "measured")
     hits = engine.counters.num_prefix_hit_tokens
     assert texts(llm.generate(prompts, params)) == expected
@@ -125,8 +124,9 @@ HEAD = {"algorithm": "EAGLE3", "num_steps": 2}
     ],
 )
 def test_a_target_whose_logits_are_nan_is_refused_at_load(
-    make_llm, pair, tmp_path, name, overrides
+    make_llm, threads, pair, tmp_path, monkeypatch, name, overrides
 ):
+    monkeypatch.setattr(worker_ranks, "_NOTICE_S", 1.0)
     broken = with_nan(pair.target, tmp_path / "broken", name)
     told = r"(broken|rank 1 .*): target model produced NaN logits; check the checkpoint or use dty"
     with pytest.raises((CheckpointError, RankLost), match=told):
@@ -152,7 +152,7 @@ def test_a_start_names_adaptive_keys_that_have_no_effect(make_llm, tmp_path, cap
 
 
 def test_sound_models_are_not_warned_of_and_the_check_leaves_nothing_behind(make_llm, caplog):
-    shown: Any = make_llm("EAGLE3", 3).engine.snapshot()
+    shown = make_llm("EAGLE3", 3).engine.snapshot()
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert shown["counters"]["steps"] == shown["prefix_cache"]["pages"] == 0
     assert shown["kv"]["free_pages"] == shown["kv"]["total_pages"]
@@ -175,3 +175,32 @@ def test_a_tokenizer_of_another_model_is_refused(pair, tmp_path):
     path.write_text(json.dumps(tokenizer))
     with pytest.raises(CheckpointError, match=r"tokenizer\.json has 299 tokens"):
         LLM({"model": {"path": str(target), "device": "cpu"}})
+
+
+PROMPTS = [[5, 6, 7, 5], [9, 8, 9, 8, 9]]
+GREEDY = SamplingParams(max_tokens=13, temperature=0.0, ignore_eos=True)
+
+
+def build_twin(path, target, options, dtype):
+    """The target once more."""
+    return Standalone(load_target(path, dtype, max_model_len=target.max_model_len))
+
+
+def test_a_model_that_is_registered_drafts(make_llm, pair, monkeypatch):
+    monkeypatch.setitem(ALGORITHMS, "TWIN", Algorithm(f"{__name__}:build_twin"))
+    folder = str(pair.target)
+    llm = make_llm("TWIN", 3, speculative_draft_model_path=folder)
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert texts(outputs) == texts(make_llm().generate(PROMPTS, GREEDY))
+    for output in outputs:
+        assert output.speculation.num_correct_drafts == output.speculation.num_draft_tokens > 0
+
+
+def test_a_name_that_nobody_registered_is_refused_with_those_that_are(pair):
+    with pytest.raises(ConfigError, match=r"speculative_algorithm='STUTTER': use NONE or .*MEDUSA"):
+        ServeSpecConfig.load({"model": {"path": str(pair.target)}}, speculative_algorithm="STUTTER")
+
+
+def test_more_drafts_than_there_are_heads_are_refused(make_llm):
+    with pytest.raises(ValueError, match=r"speculative_num_steps=5.*the draft supports at most 4"):
+        make_llm("MEDUSA", 5)

@@ -5,7 +5,6 @@ import itertools
 import threading
 import time
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from msgspec import Raw
@@ -13,22 +12,17 @@ from msgspec import Raw
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import EngineOverloaded, InvalidRequest
 from serve_spec.core.grammar import Grammar
-from serve_spec.core.record import StepRecord
-from serve_spec.core.request import (
-    FinishReason,
-    SamplingParams,
-    SpeculativeOptions,
-    TokenDelta,
-)
-from serve_spec.engine.messages import NewRequest, hang_up
+from serve_spec.core.request import FinishReason, SamplingParams, SpeculativeOptions
+from serve_spec.engine.messages import Add, encode, hang_up
 from tests.helpers.local_engine import LocalEngine
+from tests.helpers.plain_logprobs import close_entries
 
 PROMPT = [10, 20, 30]
 
 
 @pytest.fixture(scope="module")
 def config(pair):
-    settings: dict[str, Any] = {
+    settings = {
         "model": {"path": str(pair.target), "device": "cpu", "max_model_len": 128},
         "speculative": {
             "speculative_algorithm": "EAGLE3",
@@ -48,9 +42,18 @@ def loop(config):
 
 
 async def collect(stream):
-    deltas: list[TokenDelta] = []
+    deltas = []
     await stream.each(deltas.append)
     return deltas
+
+
+async def begin(stream, count=1):
+    """Return the growing list of a stream's deltas once it has some, and a task for its end."""
+    deltas = []
+    task = asyncio.create_task(stream.each(deltas.append))
+    while len(deltas) < count and not task.done():
+        await asyncio.sleep(0.001)
+    return deltas, task
 
 
 def params(**changes):
@@ -73,11 +76,11 @@ def test_a_cancelled_request_frees_its_pages_and_disturbs_no_other(loop, make_ll
     async def scenario():
         staying = await loop.submit(PROMPT, params(max_tokens=60), "staying")
         leaving = await loop.submit(PROMPT, params(max_tokens=100, seed=9), "leaving")
-        first = await anext(aiter(leaving))
+        left, end = await begin(leaving)
         loop.cancel("leaving")
         loop.cancel("leaving")
-        rest = await collect(leaving)
-        return await collect(staying), [first, *rest]
+        await end
+        return await collect(staying), left
 
     stayed, left = asyncio.run(scenario())
     alone = make_llm().generate([PROMPT], params(max_tokens=60))[0]
@@ -193,15 +196,16 @@ def test_shutting_down_ends_open_streams(config):
 
     async def scenario():
         stream = await loop.submit(PROMPT, params(max_tokens=100), "1")
-        await anext(aiter(stream))
+        deltas, end = await begin(stream)
         await asyncio.to_thread(loop.shutdown)
-        return await collect(stream)
+        await end
+        return deltas
 
     assert asyncio.run(scenario())[-1].finish_reason is FinishReason.ABORT
 
 
 def test_rounds_are_reported_to_the_sink(loop):
-    seen: list[StepRecord] = []
+    seen = []
     loop.report_to(SimpleNamespace(observe=seen.append))
 
     async def complete():
@@ -238,7 +242,7 @@ def test_a_bad_grammar_is_refused_to_who_asks_and_others_go_on(loop):
 @pytest.mark.parametrize("compiles", ["client", "engine"])
 def test_who_goes_away_while_its_grammar_is_compiled_is_not_served(loop, monkeypatch, compiles):
     compiling, go_on = threading.Event(), threading.Event()
-    compiler: Any = loop._inputs if compiles == "client" else loop.engine
+    compiler = loop._inputs if compiles == "client" else loop.engine
     check = compiler.check_grammar
 
     def wait(grammar):
@@ -270,7 +274,7 @@ def test_an_idle_loop_measures_missing_costs_while_requests_come_and_go(config, 
         for number in itertools.count():
             deltas = await collect(await loop.submit(PROMPT, params(), str(number)))
             assert tuple(t for delta in deltas for t in delta.token_ids) == expected
-            shown: Any = loop.snapshot()["costs"]
+            shown = loop.snapshot()["costs"]
             if shown["state"] == "measured":
                 return
             await asyncio.sleep(0.02)
@@ -296,15 +300,7 @@ def said(deltas):
 
 def check_logprobs(found, wanted):
     """They may differ by what another batch rounds otherwise."""
-    assert len(found) == len(wanted)
-    for one, other in zip(found, wanted, strict=True):
-        if one is None or other is None:
-            assert one is other
-            continue
-        assert (one.token_id, one.rank) == (other.token_id, other.rank)
-        assert [t for t, _ in one.top] == [t for t, _ in other.top]
-        values = [one.logprob, *(value for _, value in one.top)]
-        assert values == pytest.approx([other.logprob, *(v for _, v in other.top)], abs=1e-3)
+    close_entries(found, wanted, abs=1e-3)
 
 
 def many_params(texts):
@@ -335,12 +331,9 @@ def test_through_the_channel_a_request_gets_what_an_engine_in_this_process_says(
 
     async def resumed(p, index):
         """A few rounds, then the rest as if another engine had gone on."""
-        deltas = []
         stream = await loop.submit(PROMPT, p, f"first {index}")
-        async for delta in stream:
-            deltas.append(delta)
-            if len(deltas) == 3 or delta.finish_reason:
-                break
+        deltas, _ = await begin(stream, 3)
+        deltas = deltas.copy()
         if deltas[-1].finish_reason is None:
             loop.cancel(stream.request_id)
             emitted = [t for delta in deltas for t in delta.token_ids]
@@ -368,7 +361,8 @@ def test_a_message_that_cannot_be_decoded_ends_its_request_alone(loop, monkeypat
         other = await loop.submit(PROMPT, params(), "other")
         loop._sender.put([Raw(b"\xc1 is no MessagePack")])
         with monkeypatch.context() as broken:
-            broken.setattr(NewRequest, "of", lambda seq: {"token_ids": "nonsense"})
+            nonsense = Add("bad", Raw(encode({"token_ids": "nonsense"})))
+            broken.setattr(Add, "of", lambda seq: nonsense)
             bad = await loop.submit(PROMPT, params(), "bad")
         with pytest.raises(RuntimeError, match="cannot decode the request"):
             await collect(bad)

@@ -1,9 +1,5 @@
 """torch_compile changes what computes the layers, never a text. Float32."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -22,7 +18,7 @@ PARAMS = [
 
 def models(llm):
     """Target and head."""
-    worker: Any = llm.engine.worker
+    worker = llm.engine.worker
     return [worker.target.model, worker.drafter.head]
 
 
@@ -61,8 +57,7 @@ def test_costs_of_compiled_layers_are_kept_apart(make_llm):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "why"),
-    [({}, "torch's compiler"), ({"tensor_parallel_size": 2}, "not supported")],
+    ("overrides", "why"), [({}, "torch's compiler"), ({"tensor_parallel_size": 2}, "not supported")]
 )
 def test_where_layers_can_not_be_compiled_the_option_is_refused(make_llm, overrides, why):
     with pytest.raises(ValueError, match=f"torch_compile=True: {why}"):

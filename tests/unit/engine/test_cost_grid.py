@@ -43,12 +43,7 @@ def test_steps_are_tiers_closer_where_they_are_small(tiers, max_steps, grid):
 
 @pytest.mark.parametrize(
     ("longest", "contexts"),
-    [
-        (1017, (128, 512)),
-        (121, (30, 121)),
-        (32_000, (128, 4096)),
-        (300, (75, 300)),
-    ],
+    [(1017, (128, 512)), (121, (30, 121)), (32_000, (128, 4096)), (300, (75, 300))],
 )
 def test_texts_are_a_short_and_a_long_one_within_what_is_possible(longest, contexts):
     assert context_grid(longest) == contexts

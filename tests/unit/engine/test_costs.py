@@ -1,31 +1,30 @@
 """Where costs come from: a named file, one kept, a measurement; and what tells them apart."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
 
 import serve_spec
-from serve_spec.config.cost_table import load_cost_table, write_cost_table
-from serve_spec.core.draft import DraftShape
-from serve_spec.engine.costs import (
-    CostSource,
-    as_table,
-    code_version,
-    cost_key,
-    fingerprint,
+from serve_spec.config.cost_table import (
+    FORMAT_VERSION,
+    CostTable,
+    load_cost_table,
+    write_cost_table,
 )
+from serve_spec.core.draft import DraftShape
+from serve_spec.engine.costs import CostSource, code_version, cost_key, fingerprint
 from serve_spec.engine.profile import CostGrid, MeasuredCosts
 from tests.helpers.checkpoints import make_eagle3
 from tests.helpers.costs import KEY
 
-MEASURED = MeasuredCosts(
+MEASURED = CostTable(
+    version=FORMAT_VERSION,
+    key=KEY,
+    padded=True,
     batch_sizes=(1, 2),
     num_steps=(0, 1),
     contexts=(128, 512),
@@ -44,7 +43,7 @@ class FakeMeasurement:
         self.outcomes = outcomes or (MEASURED,)
         self.num_rounds = num_rounds
         self.count = 0
-        self.limits: list[float] = []
+        self.limits = []
         self.spent_s = 0.0
 
     def __call__(self, clock, longest_run_s):
@@ -60,7 +59,7 @@ class FakeMeasurement:
             yield n / self.num_rounds
         if isinstance(outcome, Exception):
             raise outcome
-        return outcome
+        return outcome if isinstance(outcome, MeasuredCosts) else MeasuredCosts(outcome, False)
 
 
 class Time:
@@ -109,7 +108,7 @@ def obtain(measure, path=None, **changes):
 
 
 def table(key=KEY, measured_s=99.0):
-    return as_table(key, replace(MEASURED, measured_s=measured_s))
+    return MEASURED.model_copy(update={"key": key, "measured_s": measured_s})
 
 
 def test_what_was_measured_once_is_read_at_the_next_start(cache, said):
@@ -129,13 +128,13 @@ def test_what_was_measured_once_is_read_at_the_next_start(cache, said):
 
 
 def test_each_setting_and_each_grid_is_kept_apart(cache):
-    measure = FakeMeasurement()
     other = KEY.model_copy(update={"threads": 2})
+    measure, measure_other = FakeMeasurement(), FakeMeasurement(table(other))
     for _ in range(2):
         obtain(measure)
-        obtain(measure, key=other)
+        obtain(measure_other, key=other)
         obtain(measure, grid=CostGrid(4, 1))
-    assert measure.count == 3
+    assert (measure.count, measure_other.count) == (2, 1)
     assert len(list(cache.glob("costs/*.json"))) == 3
 
 
@@ -161,11 +160,7 @@ def test_a_named_table_wins_over_a_kept_one_and_is_not_copied(tmp_path, cache):
             "key.threads=9, but this engine has 1",
         ),
         (table().model_dump_json(), {"grid": CostGrid(2, 3)}, "but 3 is needed"),
-        (
-            table().model_dump_json(),
-            {"grid": CostGrid(2, 1, WITH_A_TREE)},
-            "(1, 4)",
-        ),
+        (table().model_dump_json(), {"grid": CostGrid(2, 1, WITH_A_TREE)}, "(1, 4)"),
     ],
 )
 def test_a_named_table_that_does_not_fit_is_warned_of_once_left_alone_and_measured_anew(
@@ -262,7 +257,7 @@ def test_attempts_that_fail_grow_rare():
 
 
 def test_rough_costs_serve_until_better_ones_are_measured_and_are_not_kept(cache):
-    rough = replace(MEASURED, is_rough=True, sampled_row_ms=9.0)
+    rough = MeasuredCosts(MEASURED.model_copy(update={"sampled_row_ms": 9.0}), True)
     now = Time()
     late = source(FakeMeasurement(rough, ValueError("too busy"), MEASURED), clock=now)
     first = late.obtain()

@@ -181,9 +181,9 @@ def test_a_text_that_wants_to_end_ends_right_after_min_tokens(make_llm, min_toke
         ),
     ],
 )
-def test_edits_that_no_vocabulary_can_serve_are_refused_by_name(make_llm, field, params):
+def test_edits_that_no_vocabulary_can_serve_are_refused_by_name(drafting, field, params):
     with pytest.raises(InvalidRequest) as refusal:
-        make_llm().generate([[1]], SamplingParams(**params))
+        drafting.generate([[1]], SamplingParams(**params))
     assert refusal.value.field == field
 
 

@@ -6,16 +6,12 @@ token, and the head over them. A feature of the wrong token, a missing entry, on
 rejected draft or a wrong position would show.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from serve_spec.core.plan import ScheduledBatch
 from serve_spec.core.request import SamplingParams
 from serve_spec.models import FeatureCapture, load_target
 from serve_spec.worker.request_slots import RING_TOKENS
@@ -39,7 +35,7 @@ Plain = Callable[[Sequence[int], int], Tensor]
 
 WINDOW = {"sliding_window": 9, "layer_types": ["sliding_attention"]}
 # Random heads are sensitive to all they read, mimics keep drafts.
-EAGLE_HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+EAGLE_HEADS = {
     "eagle3": ("EAGLE3", {}),
     "eagle3 that keeps drafts": ("EAGLE3", {"mimic": True}),
     "eagle3 of few tokens that keeps drafts": ("EAGLE3", {"mimic": True, "draft_vocab": 200}),
@@ -60,14 +56,14 @@ class Heard:
     """The rounds of an engine with one request: what was planned, and the logits drafted by."""
 
     def __init__(self, llm):
-        self.plans: list[ScheduledBatch] = heard_plans(llm)
-        self.drafted: list[list[Tensor]] = []
-        worker: Any = llm.engine.worker
+        self.plans = heard_plans(llm)
+        self.drafted = []
+        worker = llm.engine.worker
         head = worker.drafter.head
         logits = head.logits
 
         def hear(hidden, step=0):
-            found: Tensor = logits(hidden, step)
+            found = logits(hidden, step)
             if step == 0:
                 self.drafted.append([])
             self.drafted[-1].append(found[0].clone())
@@ -134,15 +130,13 @@ def plain_eagle(target_dir, directory, algorithm):
     return plain, ids
 
 
-SCHEDULES = pytest.mark.parametrize(
-    ("tiers", "ahead"),
-    [
-        ([STEPS], False),
-        ([0, 1, STEPS, 0, 0, 3], True),
-        ([0] * (RING_TOKENS + 6) + [STEPS] * 30, True),
-    ],
-    ids=["steady", "paused, planned ahead", "long paused, planned ahead"],
-)
+SCHEDULES = {
+    "steady": ([STEPS], False),
+    "paused, planned ahead": ([0, 1, STEPS, 0, 0, 3], True),
+    "long paused, planned ahead": ([0] * (RING_TOKENS + 6) + [STEPS] * 30, True),
+}
+# After a long pause heads differ by their number of layers and by what these attend to.
+PAUSING = ("eagle3", "eagle3 of two layers", "eagle3 with a window", "eagle")
 
 
 def check_drafts(pair, algorithm, head, tiers, ids, plain, *, ahead):
@@ -166,10 +160,18 @@ def check_drafts(pair, algorithm, head, tiers, ids, plain, *, ahead):
     return kept
 
 
-@pytest.mark.parametrize("name", EAGLE_HEADS)
-@SCHEDULES
-def test_eagle_heads_draft_from_the_features_of_the_text(pair, tmp_path, name, tiers, ahead):
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        (name, schedule)
+        for name in EAGLE_HEADS
+        for schedule in SCHEDULES
+        if name in PAUSING or not schedule.startswith("long")
+    ],
+)
+def test_eagle_heads_draft_from_the_features_of_the_text(pair, tmp_path, name, schedule):
     algorithm, keys = EAGLE_HEADS[name]
+    tiers, ahead = SCHEDULES[schedule]
     make = make_eagle3 if algorithm == "EAGLE3" else make_eagle
     make(tmp_path, pair.target, **keys)
     plain, ids = plain_eagle(pair.target, tmp_path, algorithm)
@@ -180,11 +182,12 @@ def test_eagle_heads_draft_from_the_features_of_the_text(pair, tmp_path, name, t
         assert kept > 5, "the test needs drafts that are kept"
 
 
-@SCHEDULES
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("token_map", [None, [7, 3, 200, 11, 12, 40, 99]])
 def test_medusas_heads_read_the_feature_of_the_token_before_the_newest(
-    pair, tmp_path, tiers, token_map, ahead
+    pair, tmp_path, schedule, token_map
 ):
+    tiers, ahead = SCHEDULES[schedule]
     rows = VOCAB if token_map is None else len(token_map)
     tensors = medusa_tensors(64, STEPS, 1, rows)
     maps = {} if token_map is None else {"token_map": torch.tensor(token_map)}

@@ -1,7 +1,5 @@
 """Python's cycle collector stays out of rounds, and is given back as it was."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest
@@ -18,7 +16,7 @@ def _as_python_has_it():
 def num_looks(num_objects):
     """How often the collector looks around while so many objects come and stay."""
     before = [stats["collections"] for stats in gc.get_stats()]
-    kept: list[list[int]] = [[] for _ in range(num_objects)]
+    kept = [[] for _ in range(num_objects)]
     after = [stats["collections"] for stats in gc.get_stats()]
     assert len(kept) == num_objects
     return sum(after) - sum(before)

@@ -26,7 +26,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 import torch
@@ -38,7 +37,6 @@ from tests.helpers.table import (
     DRAFTING_ROWS,
     NUM_STEPS,
     PLAIN,
-    Answer,
     Row,
     as_texts,
     compare,
@@ -58,7 +56,7 @@ ROWS = [
 
 # Requests: two of each feature and temperature.
 
-FEATURES: dict[str, list[dict[str, Any]]] = {
+FEATURES = {
     "plain": [{}, {"top_k": 40, "top_p": 0.95, "min_p": 0.001}],
     "edits": [
         {
@@ -147,7 +145,7 @@ def asked_in(batch):
 def answers_of(make, row):
     """Run every batch by itself, without a prefix cache."""
     llm = make(row, prefix_caching=False)
-    answers: dict[str, Answer] = {}
+    answers = {}
     for batch in BATCHES:
         answers |= run(llm, asked_in(batch))
     return answers
@@ -172,7 +170,7 @@ def rejection_texts(answers):
 
 def write_golden(make):
     """Replace all of the file but the counts of engines that plan ahead."""
-    golden: dict[str, dict[str, Any]] = {
+    golden = {
         "texts": as_texts(answers_of(make, ROWS[0])),
         "counts": {},
         "counts_ahead": {},

@@ -3,12 +3,7 @@
 import pytest
 
 from serve_spec.core.request import SamplingParams, SpeculativeOptions
-from tests.helpers.engines import (
-    always_three,
-    heard_plans,
-    heard_steps,
-    switch_every_round,
-)
+from tests.helpers.engines import always_three, heard_plans, heard_steps, switch_every_round
 
 
 def test_the_policy_hears_of_live_rows_and_of_what_each_really_drafted(make_llm):
@@ -25,7 +20,7 @@ def test_the_policy_hears_of_live_rows_and_of_what_each_really_drafted(make_llm)
         llm.engine.add(llm.engine.new_sequence(str(i), list(range(20)), p))
     while llm.engine.has_work:
         llm.engine.step()
-    by_name: dict[str, set[int]] = {"0": set(), "1": set(), "2": set()}
+    by_name = {"0": set(), "1": set(), "2": set()}
     for verified in controller.told:
         for name, steps in zip(verified.request_ids, verified.steps_per_req, strict=True):
             by_name[name].add(steps)
@@ -96,7 +91,7 @@ def test_the_figures_of_a_round_add_up_also_when_requests_are_preempted(make_llm
     of_requests = sum(output.speculation.num_correct_drafts for output in outputs)
     assert sum(stats.num_correct_drafts for stats in steps) == of_requests
     assert llm.engine.counters.num_correct_drafts == of_requests
-    positions = llm.collector.snapshot()["since_start"]["positions"]  # type: ignore[index]
+    positions = llm.collector.snapshot()["since_start"]["positions"]
     assert sum(each["verified"] for each in positions) == sum(sum(s.steps_per_req) for s in steps)
     accepted = sum(sum(stats.correct_per_req) for stats in steps)
     assert sum(each["accepted"] for each in positions) == accepted

@@ -1,9 +1,5 @@
 """Drafts from the text itself: when a round has them, when it waits for them, and how many."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -11,7 +7,7 @@ from serve_spec.core.request import SamplingParams
 from tests.helpers.engines import heard_plans, switch_every_round, texts
 
 BRANCHING = {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 11}
-CHAIN: dict[str, Any] = {"speculative_ngram_min_match_window_size": 1}
+CHAIN = {"speculative_ngram_min_match_window_size": 1}
 TREE = {**CHAIN, **BRANCHING}
 FIRST = {"speculative_ngram_first": True}
 SHAPES = pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])

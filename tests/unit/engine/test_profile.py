@@ -1,12 +1,9 @@
 """Measuring costs: what is run, within which time, and that nobody notices afterwards."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from dataclasses import fields, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,15 +12,10 @@ from hypothesis import strategies as st
 
 from serve_spec.config.root import leaf_sections
 from serve_spec.core.draft import DraftShape
-from serve_spec.core.plan import BatchResult, ScheduledBatch
-from serve_spec.engine.profile import (
-    CostGrid,
-    ProfileLimits,
-    TimeBudget,
-    finish,
-    measure_costs,
-)
-from serve_spec.engine.synthetic import Point, SyntheticPlans
+from serve_spec.core.plan import BatchResult
+from serve_spec.engine.cost_grid import Point, SyntheticPlans
+from serve_spec.engine.profile import CostGrid, ProfileLimits, TimeBudget, finish, measure_costs
+from tests.helpers.costs import KEY
 
 SAMPLED_ROW_MS = 0.3
 
@@ -36,7 +28,7 @@ class FakeWorker:
     def __init__(self, tiers=range(8), noise=(1.0,)):
         self.states = dict.fromkeys(map(DraftShape.chain, tiers))
         self.now = 1000.0
-        self.plans: list[ScheduledBatch] = []
+        self.plans = []
         self._noise = itertools.cycle(noise)
 
     def clock(self):
@@ -63,7 +55,7 @@ def true_verify_ms(batch_size, num_steps, context):
 
 
 def begun(worker, **changes):
-    settings: dict[str, Any] = {
+    settings = {
         "page_size": 16,
         "num_pages": 2048,
         "max_batch_size": 32,
@@ -78,11 +70,11 @@ def begun(worker, **changes):
         kind(**{x.name: settings.pop(x.name) for x in fields(kind) if x.name in settings})
         for kind in (CostGrid, ProfileLimits, TimeBudget)
     )
-    return measure_costs(worker, grid, limits, budget, **settings)
+    return measure_costs(KEY, worker, grid, limits, budget, **settings)
 
 
 def measured(worker, **changes):
-    return finish(begun(worker, **changes))
+    return finish(begun(worker, **changes)).table
 
 
 def cells_of(plans):
@@ -211,8 +203,8 @@ def test_rows_of_a_profile_make_up_about_half_of_what_a_round_can_leave(batch_si
 )
 def test_rounds_beyond_a_limit_are_extrapolated_and_never_run(limit, largest, too_large):
     worker = FakeWorker()
-    costs = measured(worker, **limit)
-    assert not costs.is_rough
+    costs, is_rough = finish(begun(worker, **limit))
+    assert not is_rough
     ran = cells_of(worker.plans)
     assert largest in ran
     assert too_large not in {(cell.batch_size, cell.shape.depth) for cell in ran}
@@ -246,13 +238,13 @@ def test_too_little_room_or_time_is_refused_by_keys_that_exist(changes, message)
 
 def test_on_a_busy_machine_short_rounds_are_measured_even_beyond_the_budget():
     """A start that has time for nothing else still has costs, and says that they are rough."""
-    costs = measured(FakeWorker(noise=[50.0]), budget_s=1.0)
+    costs, is_rough = finish(begun(FakeWorker(noise=[50.0]), budget_s=1.0))
     assert costs.measured_s > 1.0
-    assert costs.is_rough
+    assert is_rough
     assert (2, 0) in costs.extrapolated
     assert costs.draft_ms[0][0][1] == pytest.approx(50 * true_draft_ms(1, 1))
     assert costs.verify_ms[0][0][0] == pytest.approx(50 * true_verify_ms(1, 0, 128))
-    assert not measured(FakeWorker(), budget_s=1.0).is_rough
+    assert not finish(begun(FakeWorker(), budget_s=1.0)).is_rough
 
 
 def test_a_measurement_may_pause_after_every_round_and_finds_the_same():
@@ -270,7 +262,7 @@ def test_a_measurement_may_pause_after_every_round_and_finds_the_same():
         paused_s += 100.0
 
     measurement = begun(worker, clock=lambda: worker.now - paused_s, pages=pages)
-    costs = finish(measurement, pause)
+    costs = finish(measurement, pause).table
     assert paused_s > 100.0 * len(worker.plans)
     assert costs == measured(FakeWorker())
     used = {page for plan in worker.plans for row in plan.requests for page in row.page_ids}
@@ -278,7 +270,7 @@ def test_a_measurement_may_pause_after_every_round_and_finds_the_same():
 
 
 def test_progress_grows_to_one():
-    shares: list[float] = []
+    shares = []
     finish(begun(FakeWorker(), budget_s=2.0), shares.append)
     assert shares == sorted(shares)
     assert 0 < shares[0] < 0.5
@@ -351,7 +343,7 @@ def test_trees_are_measured_beside_chains_of_the_same_sizes():
     assert {plan.shape for plan in branched} == set(TREES)
     for plan in branched:
         for row in plan.requests:
-            assert (row.num_steps, row.tree_drafts) == (plan.shape.depth, plan.shape.size)
+            assert row.shape == plan.shape
             room = len(row.page_ids) * 16
             slots = row.shape.draft_slots
             assert row.length + slots <= room

@@ -52,8 +52,8 @@ def test_times_of_rounds_add_up_to_those_of_the_steps_and_pauses_are_none_of_the
     llm, clock = make_llm("EAGLE3", 3), Ticking()
     monkeypatch.setattr(engine, "time", clock)
     monkeypatch.setattr(engine, "step_record", clock.takes_a_second(engine.step_record))
-    for worked in ("_plan", "_delta"):
-        monkeypatch.setattr(llm.engine, worked, clock.takes_a_second(getattr(llm.engine, worked)))
+    for owner, work in ((llm.engine.scheduler, "plan"), (llm.engine, "_delta")):
+        monkeypatch.setattr(owner, work, clock.takes_a_second(getattr(owner, work)))
     steps = heard_steps(llm)
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     llm.engine.add(llm.engine.new_sequence("a", PROMPTS[0], params))

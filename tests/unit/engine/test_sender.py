@@ -1,10 +1,7 @@
 """Laws of the channel: no one waits for it, merging loses nothing and keeps the order."""
 
-from __future__ import annotations
-
 import threading
 from multiprocessing import Pipe
-from typing import Any
 
 import msgspec
 from hypothesis import given
@@ -50,7 +47,7 @@ def test_whenever_the_channel_takes_them_the_tokens_of_a_request_come_once_and_i
         if number in taken or number == len(rounds) - 1:
             said.append(decode_message(encode(waiting)))
             waiting = None
-    messages: Any = said
+    messages = said
     assert [reply.number for m in messages for reply in m.replies] == [*range(len(rounds))]
     for index in range(3):
         found = [d for m in messages for d in m.deltas if d.request_id == str(index)]
@@ -77,7 +74,7 @@ def test_a_sender_never_waits_for_its_reader_and_keeps_the_order():
         sender.put([message])
     closing = threading.Thread(target=sender.close)
     closing.start()
-    found: list[tuple[int, str]] = []
+    found = []
     num_messages = 0
     while len(found) < len(sent):
         found += decode(theirs.recv_bytes())

@@ -1,10 +1,7 @@
 """A whole model drafts: here the target itself, which knows what it will say."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +11,7 @@ from serve_spec.core.draft import DraftShape
 from serve_spec.core.request import SamplingParams
 from serve_spec.layers.quantized import int4_works, int8_works
 from tests.helpers.checkpoints import VOCAB
-from tests.helpers.engines import heard_rounds, switch_every_round, texts
+from tests.helpers.engines import heard_rounds, heard_steps, switch_every_round, texts
 from tests.helpers.lives import with_vocabulary
 
 STEPS = 3
@@ -50,7 +47,7 @@ def test_every_draft_of_the_target_itself_is_kept_whatever_happens(
         SamplingParams(max_tokens=rng.randint(5, 60), temperature=0.0, ignore_eos=True)
         for _ in prompts
     ]
-    keys: dict[str, Any] = {"num_pages": 44, "max_num_seqs": 6, "prefix_caching": False}
+    keys = {"num_pages": 44, "max_num_seqs": 6, "prefix_caching": False}
     if text_first:
         keys |= {"speculative_ngram_first": True, "speculative_ngram_min_match_window_size": 1}
     llm = make_llm("STANDALONE", 7, speculative_eagle_topk=3, async_scheduling=ahead, **keys)
@@ -63,7 +60,7 @@ def test_every_draft_of_the_target_itself_is_kept_whatever_happens(
     whole = [
         (row.num_steps, len(tokens) - 1)
         for row, tokens in rounds
-        if row.model_steps and row.tree_drafts in {0, 3, 12, 21}  # others lack room
+        if row.model_steps and row.shape.tree_size in {0, 3, 12, 21}  # others lack room
     ]
     assert len(whole) > 10
     assert all(num_steps == kept for num_steps, kept in whole)
@@ -102,7 +99,7 @@ def test_a_vocabulary_that_is_padded_otherwise_is_no_other_vocabulary(
 
 @pytest.mark.parametrize("integers", INTEGERS)
 def test_most_drafts_of_the_shipped_target_in_integers_are_kept_and_change_no_text(integers):
-    keys: dict[str, Any] = {"device": "cpu", "dtype": "float32", "speculative_adaptive": False}
+    keys = {"device": "cpu", "dtype": "float32", "speculative_adaptive": False}
     copy = {
         "speculative_algorithm": "STANDALONE",
         "speculative_draft_model_path": "asset:tiny/target",
@@ -117,3 +114,29 @@ def test_most_drafts_of_the_shipped_target_in_integers_are_kept_and_change_no_te
     correct = sum(output.speculation.num_correct_drafts for output in outputs)
     drafted = sum(output.speculation.num_draft_tokens for output in outputs)
     assert correct > {"int8": 0.9, "int4": 0.7}[integers] * drafted > 0
+
+
+SHORT_PROMPTS = [[3 + i, *range(20, 26)] for i in range(4)]
+HOT_PARAMS = [
+    SamplingParams(max_tokens=40, temperature=1.0, seed=i, ignore_eos=True) for i in range(4)
+]
+SMALL_TREE = {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 7}
+
+
+@pytest.mark.parametrize(("num_steps", "keys"), [(4, {}), (2, SMALL_TREE)], ids=["chain", "tree"])
+def test_a_sharpness_changes_which_drafts_are_accepted_and_no_text(make_llm, num_steps, keys):
+    """The target is its own draft: at sharpness 1 it knows every token, at 0.2 it does not.
+
+    Of a tree with all that its beams meet, the first branch is the chain.
+    """
+    plain = texts(make_llm().generate(SHORT_PROMPTS, HOT_PARAMS))
+
+    def lost_share(sharpness):
+        llm = make_llm("STANDALONE", num_steps, speculative_draft_sharpness=sharpness, **keys)
+        steps = heard_steps(llm)
+        assert texts(llm.generate(SHORT_PROMPTS, HOT_PARAMS)) == plain
+        drafted = sum(sum(step.steps_per_req) for step in steps)
+        return 1 - sum(sum(step.correct_per_req) for step in steps) / drafted
+
+    assert lost_share(1.0) == 0
+    assert lost_share(0.2) > 0.25

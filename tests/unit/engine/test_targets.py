@@ -1,9 +1,5 @@
 """Every family of targets says with drafts what it says without: biases, norms, windows, sizes."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from serve_spec.core.draft import MAX_TREE_TOKENS
@@ -11,7 +7,7 @@ from serve_spec.core.request import SamplingParams
 from tests.helpers.engines import llm_maker, make_pair, texts
 
 NARROW, WIDE = 12, MAX_TREE_TOKENS
-TARGETS: dict[str, dict[str, Any]] = {
+TARGETS = {
     "llama2": {"family": "llama2"},
     "mistral with a narrow window": {"family": "mistral", "sliding_window": NARROW},
     "mistral with a wide window": {"family": "mistral", "sliding_window": WIDE},

@@ -1,7 +1,5 @@
 """A tokenizer file is read as its makers mean it, and control tokens can be spelt as text."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path
@@ -15,8 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 import serve_spec
 from serve_spec.core.errors import CheckpointError, TextTooLong
 from serve_spec.engine import tokenizer as module
-from serve_spec.engine.token_bytes import TokenBytes, TokenToBytes, max_token_bytes
-from serve_spec.engine.tokenizer import Tokenizer
+from serve_spec.engine.tokenizer import TokenBytes, Tokenizer, max_token_bytes
 from tests.helpers.checkpoints import BOS_ID, make_tokenizer
 from tests.serving.texts import BOS, EOS, THINK, TURN, write_text_files
 
@@ -76,7 +73,7 @@ def test_a_long_text_is_refused_by_its_bytes_or_in_pieces_without_encoding_all_o
     text, monkeypatch
 ):
     tokenizer = Tokenizer(SHIPPED)
-    lengths: list[int] = []
+    lengths = []
     encode = module._encoding
     monkeypatch.setattr(
         module, "_encoding", lambda t, s, **k: lengths.append(len(s)) or encode(t, s, **k)
@@ -152,12 +149,13 @@ def test_what_is_missing_or_broken_is_named(tmp_path):
 
 @pytest.fixture(scope="module")
 def byte_level(tmp_path_factory):
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    folder = tmp_path_factory.mktemp("tokenizer")
     make_tokenizer(folder)
     return Tokenizer(folder)
 
 
-def sentencepiece_like():
+@pytest.fixture(scope="module")
+def sentencepiece_like(tmp_path_factory):
     """As Llama 2's files are: a mark for spaces, names for bytes."""
     names = ["<unk>", "▁the", "re", "▁", "é", *(f"<0x{byte:02X}>" for byte in range(256))]
     vocab = {name: place for place, name in enumerate(names)}
@@ -166,7 +164,12 @@ def sentencepiece_like():
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     tokenizer.add_special_tokens(["<unk>"])
-    return tokenizer
+    return saved(tokenizer, tmp_path_factory.mktemp("sentencepiece"))
+
+
+def saved(tokenizer, folder):
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder)
 
 
 @given(st.text(max_size=30))
@@ -184,17 +187,17 @@ def test_an_id_without_a_token_says_nothing(byte_level):
 
 
 @given(st.lists(st.integers(1, 260), min_size=1, max_size=12))
-def test_marked_spaces_and_named_bytes_spell_what_the_decoder_says(token_ids):
-    tokenizer = sentencepiece_like()
-    said = b"".join(TokenToBytes(tokenizer)(token).data for token in token_ids)
-    decoded = tokenizer.decode(token_ids)
+def test_marked_spaces_and_named_bytes_spell_what_the_decoder_says(sentencepiece_like, token_ids):
+    said = b"".join(sentencepiece_like.token_bytes(token).data for token in token_ids)
+    decoded = sentencepiece_like.decode(token_ids)
     if "\ufffd" not in decoded:
         assert said.decode() == decoded
-    assert TokenToBytes(tokenizer)(0) == TokenBytes(b"<unk>", is_special=True)
+    assert sentencepiece_like.token_bytes(0) == TokenBytes(b"<unk>", is_special=True)
 
 
-def test_words_of_a_byte_level_sequence_of_decoders_are_bytes_too():
+def test_words_of_a_byte_level_sequence_of_decoders_are_bytes_too(tmp_path):
     tokenizer = HFTokenizer(models.BPE(vocab={"Ġa": 0, "Ã": 1}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
-    assert [TokenToBytes(tokenizer)(token).data for token in (0, 1)] == [b" a", b"\xc3"]
+    known = saved(tokenizer, tmp_path)
+    assert [known.token_bytes(token).data for token in (0, 1)] == [b" a", b"\xc3"]

@@ -59,20 +59,6 @@ def test_a_tree_of_the_shipped_pair_keeps_more_drafts_than_a_chain_of_its_depth(
     assert of_tree > of_chain + 0.1
 
 
-def test_a_model_that_drafts_for_itself_keeps_every_level(make_llm):
-    """At temperature 0 its likeliest path is the text, whatever else the tree holds.
-
-    So every draft beside it was computed from another path, and none of them was let in.
-    """
-    prompts, params = sampled_requests()
-    greedy = [replace(p, temperature=0.0, max_tokens=25) for p in params]
-    llm = with_trees(make_llm, "STANDALONE", (4, 3, 31))
-    outputs = llm.generate(prompts, greedy)
-    rounds, _, correct = sums(outputs)
-    # 24 tokens after the prompt's: four rounds of 5 and one of 4.
-    assert (rounds, correct) == (5 * len(prompts), 19 * len(prompts))
-
-
 @pytest.mark.parametrize("wanted", [1.0, 3.0])
 def test_forced_acceptance_goes_along_first_children(make_llm, wanted):
     prompts, params = sampled_requests()

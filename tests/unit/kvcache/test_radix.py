@@ -1,7 +1,8 @@
-"""Laws of the tree of pages that texts share, against a plain list of what was published."""
+"""Laws of the page allocator, and of the tree of pages that texts share."""
 
-from serve_spec.kvcache.pages import PageAllocator
-from serve_spec.kvcache.radix import PrefixHit, PrefixTree
+import pytest
+
+from serve_spec.kvcache.radix import OutOfPages, PageAllocator, PrefixHit, PrefixTree
 
 PAGE = 2
 
@@ -58,3 +59,34 @@ def test_draft_entries_of_one_page_say_nothing_of_another_with_the_same_text():
     assert allocator.num_free == 3, "the second page is nobody's"
     tree.publish(text, first, 1)
     assert tree.match(text, 2) == PrefixHit(tuple(first), 1)
+
+
+def test_a_refused_allocation_takes_nothing():
+    allocator = PageAllocator(4)
+    held = allocator.allocate(3)
+    with pytest.raises(OutOfPages, match="2 pages wanted, 1 of 4 free"):
+        allocator.allocate(2)
+    assert allocator.num_free == 1
+    allocator.check_integrity({"a": held})
+
+
+def test_a_page_released_twice_is_caught():
+    allocator = PageAllocator(2)
+    pages = allocator.allocate(1)
+    allocator.release(pages)
+    with pytest.raises(AssertionError, match="without a reference"):
+        allocator.release(pages)
+
+
+def test_integrity_sees_a_page_that_two_sequences_hold():
+    allocator = PageAllocator(2)
+    pages = allocator.allocate(1)
+    with pytest.raises(AssertionError, match=f"page {pages[0]}"):
+        allocator.check_integrity({"a": pages, "b": pages})
+
+
+def test_integrity_sees_a_leaked_page():
+    allocator = PageAllocator(2)
+    allocator.allocate(1)
+    with pytest.raises(AssertionError, match="1 references"):
+        allocator.check_integrity({})

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_spec.layers.module import Shard, finish_loading
-from serve_spec.layers.parallel import vocab_embedding, vocab_head
+from serve_spec.layers.vocabulary import vocab_embedding, vocab_head
 from serve_spec.parallel.group import SINGLE
 from tests.helpers.ranks import on_ranks
 

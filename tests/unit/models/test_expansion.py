@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ from serve_spec.core.errors import CheckpointError
 from serve_spec.core.request import SamplingParams
 from serve_spec.models import FeatureCapture, Llama, ModelShape, load_draft, load_target
 from serve_spec.models.draft_checkpoint import open_draft_file
-from serve_spec.models.upscale import moved_layer, open_weights
-from serve_spec.models.upscale_command import Size, expand_draft, expand_target, main, size_of
+from serve_spec.models.upscale import Expansion, moved_layer, open_weights
+from serve_spec.models.upscale_command import expand_draft, expand_target, main, sizes_of
 from tests.helpers.checkpoints import (
     VOCAB,
     make_eagle,
@@ -37,11 +38,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_window": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0},
     "qwen3": {"layer_types": ["full_attention"] * 8},  # norms of queries and keys
 }
+
+
+def grown(hidden, ffn, layers, vocab, draft_vocab=None, noise=1.0):
+    """A size without a base."""
+    return Expansion("", hidden, ffn, layers, vocab, draft_vocab, noise, seed=0)
+
+
 SIZES = {
-    "width": Size(hidden_factor=2, ffn_factor=2, num_layers=8, vocab_size=VOCAB),
-    "odd": Size(hidden_factor=3, ffn_factor=1, num_layers=9, vocab_size=VOCAB + 1),
-    "depth": Size(hidden_factor=1, ffn_factor=1, num_layers=13, vocab_size=VOCAB),
-    "all": Size(hidden_factor=2, ffn_factor=4, num_layers=19, vocab_size=1000),
+    "width": grown(2, 2, 8, VOCAB),
+    "odd": grown(3, 1, 9, VOCAB + 1),
+    "depth": grown(1, 1, 13, VOCAB),
+    "all": grown(2, 4, 19, 1000),
 }
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("EAGLE3", {}),
@@ -75,8 +83,16 @@ def forward(model, capture=None):
     return model.logits(out.hidden), out.features
 
 
+def expand(base, size, directory):
+    expand_target(replace(size, base=str(base)), directory)
+
+
+def expand_head(base, target, size, directory):
+    return expand_draft(replace(size, base=str(base)), target, directory)
+
+
 def expanded(base, size, directory, noise=1.0):
-    expand_target(str(base), size, directory, noise=noise, seed=0)
+    expand(base, replace(size, noise=noise), directory)
     return load_target(directory, torch.float32)
 
 
@@ -144,9 +160,7 @@ def test_chains_of_drafts_are_those_of_the_base(tmp_path, target_dir, case, size
     base = make(tmp_path / "small", target_dir, **options)
     small_target = load_target(target_dir, torch.float32)
     large_target = expanded(target_dir, SIZES[size], tmp_path / "target")
-    family = expand_draft(
-        str(base), small_target.shape, SIZES[size], tmp_path / "head", noise=1.0, seed=0
-    )
+    family = expand_head(base, small_target.shape, SIZES[size], tmp_path / "head")
     assert family == algorithm
     small = load_draft(base, small_target, algorithm)
     large = load_draft(tmp_path / "head", large_target, algorithm)
@@ -172,18 +186,18 @@ def test_rare_parts_of_heads_grow_too(tmp_path, target_dir, parts):
     write_checkpoint(base, config, tensors)
     small_target = load_target(target_dir, torch.float32)
     large_target = expanded(target_dir, SIZES["odd"], tmp_path / "target")
-    expand_draft(str(base), small_target.shape, SIZES["odd"], tmp_path / "head", noise=1.0, seed=0)
+    expand_head(base, small_target.shape, SIZES["odd"], tmp_path / "head")
     _, _, hidden = draft(load_draft(base, small_target, "EAGLE3"), small_target)
     _, _, found = draft(load_draft(tmp_path / "head", large_target, "EAGLE3"), large_target)
     assert close(found, copies(hidden, 3))
 
 
 def test_a_draft_vocabulary_grows_less_than_the_targets_if_asked(tmp_path, target_dir):
-    size = Size(2, 2, 8, vocab_size=1000, draft_vocab_size=500)
+    size = grown(2, 2, 8, 1000, 500)
     shape = ModelShape.from_directory(target_dir)
     base = make_eagle3(tmp_path / "small", target_dir, draft_vocab=100)
     large_target = expanded(target_dir, size, tmp_path / "target")
-    expand_draft(str(base), shape, size, tmp_path / "head", noise=1.0, seed=0)
+    expand_head(base, shape, size, tmp_path / "head")
     head = load_draft(tmp_path / "head", large_target, "EAGLE3")
     assert head.target_ids.shape == (500,)
     assert (head.target_ids[:100] < VOCAB).all()
@@ -247,17 +261,17 @@ def refused(match):
 def test_sizes_that_do_not_fit_are_refused(tmp_path, target_dir):
     shape = ModelShape.from_directory(target_dir)
     for size, match in (
-        (Size(0, 1, 8, VOCAB), "hidden_factor=0"),
-        (Size(1, 0, 8, VOCAB), "ffn_factor=0"),
-        (Size(1, 1, 7, VOCAB), "num_layers=7"),
-        (Size(1, 1, 8, VOCAB - 1), f"vocab_size={VOCAB - 1}"),
+        (grown(0, 1, 8, VOCAB), "hidden_factor=0"),
+        (grown(1, 0, 8, VOCAB), "ffn_factor=0"),
+        (grown(1, 1, 7, VOCAB), "num_layers=7"),
+        (grown(1, 1, 8, VOCAB - 1), f"vocab_size={VOCAB - 1}"),
     ):
         with refused(match):
-            expand_target(str(target_dir), size, tmp_path / "large", noise=1.0, seed=0)
+            expand(target_dir, size, tmp_path / "large")
     with refused("noise=1.5"):
-        expand_target(str(target_dir), SIZES["width"], tmp_path / "large", noise=1.5, seed=0)
+        expand(target_dir, grown(2, 2, 8, VOCAB, noise=1.5), tmp_path / "large")
     with refused("shape='llama-3.1-8b': num_heads=32"):
-        size_of("llama-3.1-8b", shape)
+        sizes_of("llama-3.1-8b", shape)
     assert not (tmp_path / "large").exists()
 
 
@@ -267,27 +281,27 @@ def test_heads_that_do_not_fit_are_refused(tmp_path, target_dir):
         tmp_path / "thin", target_dir, hidden_size=16, head_dim=8, own_embedding=True
     )
     with refused("hidden_size=16, but the target's is 32"):
-        expand_draft(str(thin), shape, SIZES["all"], tmp_path / "head", noise=1.0, seed=0)
+        expand_head(thin, shape, SIZES["all"], tmp_path / "head")
     base = make_eagle3(tmp_path / "small", target_dir, draft_vocab=100)
     for rows in (99, 813):
-        size = Size(2, 2, 8, vocab_size=1000, draft_vocab_size=rows)
+        size = grown(2, 2, 8, 1000, rows)
         with refused(f"draft_vocab_size={rows}: the head has 100 ids, and 812 is the most"):
-            expand_draft(str(base), shape, size, tmp_path / "head", noise=1.0, seed=0)
+            expand_head(base, shape, size, tmp_path / "head")
 
 
 def test_a_base_that_is_missing_or_an_expansion_is_refused(tmp_path, target_dir):
-    def expand(base, directory):
-        expand_target(str(base), SIZES["width"], directory, noise=1.0, seed=0)
+    def widen(base, directory):
+        expand(base, SIZES["width"], directory)
 
     with refused("nothing at"):
-        expand(tmp_path / "nowhere", tmp_path / "large")
+        widen(tmp_path / "nowhere", tmp_path / "large")
     with refused("nothing at"):
-        expand("asset:tiny/nowhere", tmp_path / "large")
-    expand(target_dir, tmp_path / "large")
+        widen("asset:tiny/nowhere", tmp_path / "large")
+    widen(target_dir, tmp_path / "large")
     with refused("is an expansion itself"):
-        expand(tmp_path / "large", tmp_path / "larger")
+        widen(tmp_path / "large", tmp_path / "larger")
     with refused(r"holds weights \(model\.safetensors\)"):
-        expand(target_dir, target_dir)
+        widen(target_dir, target_dir)
     recipe = json.loads((tmp_path / "large" / "expansion.json").read_text())
     (tmp_path / "large" / "expansion.json").write_text(json.dumps({**recipe, "base": "gone"}))
     with refused("nothing at"):
@@ -307,7 +321,7 @@ def test_a_base_that_is_missing_or_an_expansion_is_refused(tmp_path, target_dir)
     ],
 )
 def test_a_recipe_that_was_tampered_with_is_refused(tmp_path, target_dir, change, match):
-    expand_target(str(target_dir), SIZES["width"], tmp_path, noise=1.0, seed=0)
+    expand(target_dir, SIZES["width"], tmp_path)
     path = tmp_path / "expansion.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with refused(match):

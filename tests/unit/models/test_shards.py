@@ -10,7 +10,8 @@ import torch
 from serve_spec.core.errors import CheckpointError
 from serve_spec.models import FeatureCapture, load_draft, load_target
 from serve_spec.models.shape import ModelShape
-from serve_spec.models.upscale_command import Size, expand_target
+from serve_spec.models.upscale import Expansion
+from serve_spec.models.upscale_command import expand_target
 from serve_spec.parallel.group import SINGLE
 from tests.helpers.checkpoints import make_eagle, make_eagle3, make_target
 from tests.helpers.paged import PagedSequences
@@ -63,8 +64,7 @@ def test_a_sharded_target_is_the_whole_one(tmp_path, name, size):
 def test_every_rank_of_an_expansion_builds_its_part_of_the_same_noise(tmp_path):
     base = make_target(tmp_path / "base", "llama2", layers=2, hidden=32)
     folder = tmp_path / "large"
-    size = Size(hidden_factor=4, ffn_factor=2, num_layers=3, vocab_size=301)
-    expand_target(str(base), size, folder, noise=1.0, seed=0)
+    expand_target(Expansion(str(base), 4, 2, 3, 301, None, noise=1.0, seed=0), folder)
 
     def run(parallel):
         return answers(load_target(folder, torch.float32, parallel=parallel))

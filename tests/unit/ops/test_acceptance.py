@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from serve_spec.core.draft import MAX_TREE_TOKENS
 from serve_spec.ops import acceptance
@@ -92,90 +91,64 @@ def assert_path(found, results):
     assert [x.dtype for x in found] == [torch.int64, torch.int32, torch.int32]
 
 
-@BOTH
-@settings(max_examples=40, deadline=None)
-@given(round=st.lists(trees(), min_size=1, max_size=4), depth=st.integers(0, 5))
-def test_acceptance_follows_the_first_child_that_was_drawn(ops, round, depth):
+def advance(ops, rows, slots, depth, window=WINDOW, forced=None):
+    """Run a round over slots of which slot s holds 5 + 9·s tokens; return all it wrote, too."""
+    recent = torch.arange(5 * window, dtype=torch.int32, device=DEVICE).view(5, window) + 100
+    lengths = torch.arange(5, dtype=torch.int32, device=DEVICE) * 9 + 5
+    results = torch.full((len(slots), depth + 3), -77, dtype=torch.int32, device=DEVICE)
+    slots = torch.tensor(slots, dtype=torch.int32, device=DEVICE)
+    known = acceptance.RequestTokens(recent, lengths, slots)
     with poisoned_memory():
-        found = ops.accept_path(*tensors_of(round, padding=3), depth)
-    assert_path(found, [tree.emitted(depth) if tree.rows else ([], []) for tree in round])
+        accepted = ops.accept_and_advance(*rows, known, results, forced)
+    return accepted, recent.tolist(), lengths.tolist(), results.tolist()
 
 
 @BOTH
-@settings(max_examples=40, deadline=None)
-@given(data=st.data(), round=st.lists(trees(), min_size=1, max_size=4), depth=st.integers(0, 5))
-def test_forced_acceptance_follows_first_children(ops, data, round, depth):
-    counts = [data.draw(st.integers(0, 6)) for _ in round]
-    forced = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
-    found = ops.accept_path(*tensors_of(round, padding=1), depth, forced)
-    assert_path(
-        found,
-        [
-            tree.forced(min(count, depth)) if tree.rows else ([], [])
-            for tree, count in zip(round, counts, strict=True)
-        ],
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(),
+    round=st.lists(trees(), min_size=1, max_size=4),
+    depth=st.integers(0, 5),
+    is_forced=st.booleans(),
+)
+def test_accepted_drafts_are_emitted_and_kept_and_the_host_reads_the_same(
+    ops, data, round, depth, is_forced
+):
+    """The first children that were drawn; or if forced, any first children."""
+    order = data.draw(st.permutations(range(5)))
+    # Sequences without rows may name any slot, also one that is taken.
+    slots = [order[i] if tree.rows else 0 for i, tree in enumerate(round)]
+    counts = [data.draw(st.integers(0, 6)) if is_forced else depth for _ in round]
+    forced = torch.tensor(counts, dtype=torch.int32, device=DEVICE) if is_forced else None
+    accepted, recent, lengths, results = advance(
+        ops, tensors_of(round, padding=2), slots, depth, forced=forced
     )
+    emitted = [
+        ([], []) if not tree.rows else tree.forced(min(n, depth)) if is_forced else tree.emitted(n)
+        for tree, n in zip(round, counts, strict=True)
+    ]
+    assert_path(accepted, emitted)
+    expected = torch.arange(5 * WINDOW).view(5, WINDOW).add(100).tolist()
+    grown = [9 * slot + 5 for slot in range(5)]
+    read_back = []
+    for tree, slot, (tokens, path) in zip(round, slots, emitted, strict=True):
+        for token in tokens:
+            expected[slot][grown[slot] % WINDOW] = max(token, 0)
+            grown[slot] += 1
+        is_broken = any(token < 0 for token, _, _ in tree.rows[1:])
+        read_back.append([len(path), int(is_broken), *padded([tokens], depth + 1)[0]])
+    assert (recent, lengths, results) == (expected, grown, read_back)
 
 
 @BOTH
 def test_a_sequence_may_fill_every_row_there_is(ops):
     chain = Tree(tuple((7, i - 1, 7) for i in range(MAX_TREE_TOKENS)))
-    found = ops.accept_path(*tensors_of([chain, chain]), MAX_TREE_TOKENS)
+    rows = tensors_of([chain, chain])
+    found, *_ = advance(ops, rows, [0, 1], MAX_TREE_TOKENS, window=2 * MAX_TREE_TOKENS)
     assert found.num_correct.tolist() == [MAX_TREE_TOKENS - 1] * 2
     _, parents, _, starts = tensors_of([chain])
     masks = ops.tree_masks(parents, starts).tolist()
     assert [mask % 2**64 for mask in masks] == [2 ** (i + 1) - 1 for i in range(len(chain.rows))]
-
-
-@dataclass
-class SlotTensors:
-    """Request slots whose recent tokens differ, with different lengths."""
-
-    recent: Tensor
-    lengths: Tensor
-
-    @classmethod
-    def create(cls, num_slots):
-        """Return slots of which slot s holds 5 + 9·s tokens."""
-        recent = torch.arange(num_slots * WINDOW, dtype=torch.int32).view(num_slots, WINDOW) + 100
-        lengths = torch.arange(num_slots, dtype=torch.int32) * 9 + 5
-        return cls(recent.to(DEVICE), lengths.to(DEVICE))
-
-
-@BOTH
-@settings(max_examples=40, deadline=None)
-@given(data=st.data(), round=st.lists(trees(), min_size=1, max_size=4), depth=st.integers(0, 5))
-def test_request_slots_grow_by_what_is_emitted_and_the_host_reads_the_same(ops, data, round, depth):
-    order = data.draw(st.permutations(range(5)))
-    # Sequences without rows may name any slot, also one that is taken.
-    slots = [order[i] if tree.rows else 0 for i, tree in enumerate(round)]
-    state, before = SlotTensors.create(5), SlotTensors.create(5)
-    results = torch.full((len(round), depth + 3), -77, dtype=torch.int32, device=DEVICE)
-    rows = tensors_of(round, padding=2)
-    with poisoned_memory():
-        accepted = ops.accept_and_advance(
-            *rows,
-            acceptance.RequestTokens(
-                state.recent,
-                state.lengths,
-                torch.tensor(slots, dtype=torch.int32, device=DEVICE),
-            ),
-            results,
-        )
-    expected, lengths = before.recent.tolist(), before.lengths.tolist()
-    read_back = []
-    for tree, slot in zip(round, slots, strict=True):
-        tokens, path = tree.emitted(depth) if tree.rows else ([], [])
-        for token in tokens:
-            expected[slot][lengths[slot] % WINDOW] = max(token, 0)
-            lengths[slot] += 1
-        is_broken = any(token < 0 for token, _, _ in tree.rows[1:])
-        read_back.append([len(path), int(is_broken), *padded([tokens], depth + 1)[0]])
-    assert state.recent.tolist() == expected
-    assert state.lengths.tolist() == lengths
-    assert results.tolist() == read_back
-    path_alone = reference(acceptance).accept_path(*rows, depth)
-    assert all(torch.equal(a, b) for a, b in zip(accepted, path_alone, strict=True))
 
 
 @BOTH

@@ -36,8 +36,8 @@ TILINGS = {
     "blocks without masks": (0, 128, {"block": 16, "min_share": 16}),
     "whole tiles": (0, 16, {"block": 16}),
 }
-# Window, tree, sinks.
-KINDS = [(None, False, False), (20, True, False), (None, True, True), (20, False, True)]
+# Window, tree.
+KINDS = [(None, False), (20, True), (None, True), (20, False)]
 NOWHERE = 1 << 30
 """A page id past every pool."""
 
@@ -52,7 +52,7 @@ class Scene:
     """Requests with (cache entries, query tokens) each, in a pool where all they lack is NaN.
 
     tree: every token but a request's first descends from an earlier one, at random. widths: of keys
-    and values. sinks: of random logits. groups: see `AttentionPlan`.
+    and values. groups: see `AttentionPlan`.
     """
 
     def __init__(
@@ -63,7 +63,6 @@ class Scene:
         page_size=4,
         kind=None,
         tree=False,
-        sinks=False,
         groups=(),
         spare_tokens=0,
         dtype=torch.float32,
@@ -92,9 +91,6 @@ class Scene:
         self.keys, self.values = (pool.to(DEVICE, dtype) for pool in pools)
         self.masks = self._tree(generator) if tree else None
         self.kind = kind or AttentionKind()
-        if sinks:
-            logits = torch.randn(num_heads, generator=generator) + 2.0
-            self.kind = replace(self.kind, sinks=logits.to(DEVICE, dtype))
         self.plan = AttentionPlan(
             tables=pages.to(DEVICE, torch.int32),
             query_starts=starts.to(DEVICE, torch.int32),
@@ -171,13 +167,8 @@ class Scene:
         group = query.shape[0] // self.keys.shape[1]
         keys = self.keys.cpu()[slots].double().repeat_interleave(group, dim=1)
         values = self.values.cpu()[slots].double().repeat_interleave(group, dim=1)
-        scale = 1 / math.sqrt(query.shape[1]) if self.kind.scale is None else self.kind.scale
-        scores = torch.einsum("hd,lhd->hl", query, keys) * scale
-        if self.kind.softcap is not None:
-            scores = torch.tanh(scores / self.kind.softcap) * self.kind.softcap
-        if self.kind.sinks is not None:
-            scores = torch.cat((scores, self.kind.sinks.cpu().double().unsqueeze(1)), dim=1)
-        return torch.einsum("hl,lhd->hd", scores.softmax(1)[:, : len(slots)], values)
+        scores = torch.einsum("hd,lhd->hl", query, keys) / math.sqrt(query.shape[1])
+        return torch.einsum("hl,lhd->hd", scores.softmax(1), values)
 
 
 SHORT = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -199,13 +190,8 @@ def scenes(draw):
         heads=draw(st.sampled_from([(2, 2), (4, 1), (6, 2), (3, 1)])),
         widths=draw(st.sampled_from([(16, 16), (16, 32), (32, 16), (24, 16), (48, 40)])),
         page_size=draw(st.sampled_from([1, 4, 16])),
-        kind=AttentionKind(
-            window=window,
-            scale=draw(st.sampled_from([None, 0.7])),
-            softcap=draw(st.sampled_from([None, 1.5])),
-        ),
+        kind=AttentionKind(window),
         tree=tree,
-        sinks=draw(st.booleans()),
         spare_tokens=draw(st.integers(0, 3)),
         dtype=draw(st.sampled_from([torch.float32, *SHORT])),
         seed=draw(st.integers(0, 9)),
@@ -213,29 +199,24 @@ def scenes(draw):
 
 
 @settings(max_examples=30)
-@given(scene=scenes(), tiling=st.sampled_from(sorted(TILINGS)))
+@given(scene=scenes(), tiling=st.none() | st.sampled_from(sorted(TILINGS)))
 def test_tokens_of_any_requests_see_what_they_should(scene, tiling):
     """Sums are in float32, whatever is summed."""
     tolerance = SHORT.get(scene.query.dtype, 1e-5)
     if len(scene.query):
         scene.check(scene.run(paged_attention), tolerance)
-        scene.check(scene.run(kernel), tolerance)
-        scene.check(scene.tiled(tiling), tolerance)
+        scene.check(scene.tiled(tiling) if tiling else scene.run(kernel), tolerance)
 
 
 @pytest.mark.parametrize(
-    ("tiling", "window", "tree", "sinks"),
-    [
-        (tiling, *kind)
-        for number, tiling in enumerate(TILINGS)
-        for kind in {KINDS[number % 4], KINDS[3 * ("last" in tiling)]}
-    ],
+    ("tiling", "window", "tree"),
+    [(tiling, *KINDS[number % 4]) for number, tiling in enumerate(TILINGS)],
 )
-def test_shares_of_a_tile_add_up(tiling, window, tree, sinks):
+def test_shares_of_a_tile_add_up(tiling, window, tree):
     # Nothing to share, a share of one entry, shares of unequal length, and of many blocks.
     lengths = [(16, 2), (17, 1), (45, 4), (140, 3)]
     kind = AttentionKind(window=window)
-    scene = Scene(lengths, page_size=8, kind=kind, tree=tree, sinks=sinks)
+    scene = Scene(lengths, page_size=8, kind=kind, tree=tree)
     scene.check(scene.tiled(tiling))
 
 
@@ -312,6 +293,7 @@ def test_requests_of_more_tokens_than_a_mask_has_bits_are_chains(op):
     assert torch.allclose(found[4:], chain.run(op)[4:], atol=1e-6)
 
 
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="programs run one after the other there")
 @pytest.mark.parametrize("tiling", [tiling for tiling in TILINGS if "merged" in tiling])
 def test_the_bits_are_the_same_every_time(tiling):
     scene = Scene([(40, 2), (90, 4), (3, 1)], spare_tokens=2)
@@ -322,7 +304,7 @@ def test_the_bits_are_the_same_every_time(tiling):
 @BOTH
 def test_layers_of_a_forward_share_a_plan_whatever_their_kind(op):
     plain = AttentionKind()
-    kinds = [plain, AttentionKind(window=5), AttentionKind(softcap=1.5), plain]
+    kinds = [plain, AttentionKind(window=5), plain]
     wide = [Scene([(40, 2), (9, 1)], heads=(4, 4), kind=kind) for kind in kinds]
     narrow = [Scene([(40, 2), (9, 1)], heads=(4, 2), kind=kind) for kind in kinds]
     plan = wide[0].plan
@@ -349,7 +331,7 @@ def test_groups_of_requests_are_one_forward(narrow, wide, tree, spare_tokens):
         scene.check(scene.run(kernel))
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     lengths=st.lists(
         st.tuples(st.integers(0, 40), st.integers(0, 900) | st.integers(0, 9000)).map(

@@ -1,27 +1,30 @@
-"""Sums in shared memory: the law and its kernels, beside ranks that have come before them."""
+"""Sums in shared memory: the kernels beside ranks that have come before them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from tests.helpers.triton import DEVICE
+from tests.helpers.triton import DEVICE, reference
 
 from serve_spec.ops import shared_sum as plain  # isort: skip
-from serve_spec.ops.dispatch import reference_of  # isort: skip
-from serve_spec.ops import elementwise_triton, shared_sum_triton  # isort: skip
-from serve_spec.ops.elementwise import add_rms_norm  # isort: skip
+from serve_spec.ops.elementwise_triton import add_rms_norm  # isort: skip
+from serve_spec.ops.shared_sum_triton import (  # isort: skip
+    broadcast_words,
+    gather_columns,
+    sum_add_norm,
+    sum_over_ranks,
+)
 from serve_spec.ops.shared_sum import (  # isort: skip
     CAPACITY_BYTES,
     DTYPES,
+    EMPTY,
+    NUM_GATHER_PROGRAMS,
     NUM_PROGRAMS,
     NUMBER_MASK,
     SHARE_ALIGNMENT,
@@ -41,28 +44,10 @@ from serve_spec.ops.shared_sum import (  # isort: skip
 
 
 EPS = 1e-5
+GATHERED = 40_000
+"""Numbers of the largest gather here."""
 
 
-@dataclass(frozen=True)
-class Way:
-    """To sum, and to norm what comes of it."""
-
-    sum_over_ranks: Callable[[Tensor, SharedMemory], None]
-    sum_add_norm: Callable[[Tensor, Tensor, Tensor, float, SharedMemory], tuple[Tensor, Tensor]]
-    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-
-
-LAW = Way(
-    reference_of(plain.sum_over_ranks),
-    reference_of(plain.sum_add_norm),
-    reference_of(add_rms_norm),
-)
-KERNEL = Way(
-    shared_sum_triton.sum_over_ranks,
-    shared_sum_triton.sum_add_norm,
-    elementwise_triton.add_rms_norm,
-)
-both = pytest.mark.parametrize("way", [LAW, KERNEL], ids=["law", "kernel"])
 one_thread_each = pytest.mark.skipif(
     DEVICE.type == "cuda", reason="on one stream they would wait for each other"
 )
@@ -90,35 +75,30 @@ def all_drawn(size, *shape, dtype, seed=0):
     return [drawn(*shape, dtype=dtype, seed=seed * size + rank) for rank in range(size)]
 
 
-def entries(words, number):
-    """int64: words as they are sent."""
-    return (words.long() & 0xFFFFFFFF) | (number << 32)
-
-
 class Rank:
     """The one under test; all others have sent their words before it begins."""
 
-    def __init__(self, rank, size, way):
+    def __init__(self, rank, size):
         def zeros(*shape, dtype=torch.int64):
             return torch.zeros(shape, dtype=dtype, device=DEVICE)
 
         self.memory = SharedMemory(
             rank,
-            slots=tuple(zeros(*slots_shape(size)) for _ in range(size)),
+            slots=tuple(zeros(*slots_shape(size), dtype=torch.int32) + EMPTY for _ in range(size)),
             shares=tuple(zeros(*shares_shape(size), dtype=torch.int32) for _ in range(size)),
             flags=tuple(zeros(*flags_shape(size)) for _ in range(size)),
+            gathered=tuple(zeros(GATHERED, dtype=torch.float32) for _ in range(size)),
             counts=zeros(NUM_PROGRAMS),
             released=zeros(1),
         )
         self.others = [other for other in range(size) if other != rank]
         self.counts = [0] * NUM_PROGRAMS
-        self.way = way
 
     def sum(self, parts):
         """This rank's result; parts: each rank's."""
         self.hear(parts)
         x = parts[self.memory.rank].clone()
-        self.way.sum_over_ranks(x, self.memory)
+        sum_over_ranks(x, self.memory)
         return x
 
     def hear(self, parts):
@@ -131,7 +111,7 @@ class Rank:
         """As `sum`, of rows."""
         self.hear_rows(parts)
         x = parts[self.memory.rank]
-        return self.way.sum_add_norm(x, residual, weight, EPS, self.memory)
+        return sum_add_norm(x, residual, weight, EPS, self.memory)
 
     def hear_rows(self, parts):
         """What the others send of such a norm."""
@@ -148,7 +128,8 @@ class Rank:
             number = count & NUMBER_MASK
             for other in self.others:
                 words = of_ranks[other]
-                mine[count % 2, program, other, : len(words)] = entries(words, number)
+                sent = torch.where(words == EMPTY, 0, words)
+                mine[count % 2, program, other, : len(words)] = sent
             self._hear_shares(program, number, share, [words.view(dtype) for words in of_ranks])
 
     def _hear_shares(self, program, number, share, parts):
@@ -171,13 +152,12 @@ def assert_normed(found, expected, dtype):
 
 
 @either_way
-@both
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (2, 4)])
-def test_parts_of_all_ranks_are_added_and_rounded_once(rank, size, dtype, way):
+def test_parts_of_all_ranks_are_added_and_rounded_once(rank, size, dtype):
     parts = all_drawn(size, 3000, dtype=dtype)
     expected = shared_sum(parts)
-    assert torch.equal(Rank(rank, size, way).sum(parts), expected)
+    assert torch.equal(Rank(rank, size).sum(parts), expected)
     if dtype != torch.float32:
         in_turn = parts[0]
         for part in parts[1:]:
@@ -186,47 +166,44 @@ def test_parts_of_all_ranks_are_added_and_rounded_once(rank, size, dtype, way):
 
 
 @either_way
-@both
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("num_rows", "width", "rank", "size"), [(1, 8, 0, 2), (3, 640, 2, 4), (5, 1000, 1, 2)]
 )
 def test_a_norm_over_ranks_is_that_of_the_rounded_sum_and_the_residual(
-    num_rows, width, rank, size, dtype, way
+    num_rows, width, rank, size, dtype
 ):
     parts = all_drawn(size, num_rows, width, dtype=dtype)
     residual = drawn(num_rows, width, dtype=dtype, seed=100)
     weight = drawn(width, dtype=dtype, seed=101)
     given_x, given_residual = parts[rank].clone(), residual.clone()
-    found = Rank(rank, size, way).add_norm(parts, residual, weight)
-    assert_normed(found, way.add_rms_norm(shared_sum(parts), residual, weight, EPS), dtype)
+    found = Rank(rank, size).add_norm(parts, residual, weight)
+    assert_normed(found, add_rms_norm(shared_sum(parts), residual, weight, EPS), dtype)
     assert torch.equal(parts[rank], given_x)
     assert torch.equal(residual, given_residual)
 
 
 @either_way
-@both
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rank", "size"), [(1, 2), (2, 4)])
-def test_what_a_rank_adds_may_come_as_addends(rank, size, dtype, way):
+def test_what_a_rank_adds_may_come_as_addends(rank, size, dtype):
     addends = drawn(3, 5, 1000, dtype=torch.float32, seed=7)
     parts = all_drawn(size, 5, 1000, dtype=dtype)
     parts[rank] = (addends[0] + addends[1] + addends[2]).to(dtype)
     residual = drawn(5, 1000, dtype=dtype, seed=100)
     weight = drawn(1000, dtype=dtype, seed=101)
-    expected = Rank(rank, size, way).add_norm(parts, residual, weight)
-    one = Rank(rank, size, way)
+    expected = Rank(rank, size).add_norm(parts, residual, weight)
+    one = Rank(rank, size)
     one.hear_rows(parts)
-    found = way.sum_add_norm(addends, residual, weight, EPS, one.memory)
+    found = sum_add_norm(addends, residual, weight, EPS, one.memory)
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
 
 
 @either_way
-@both
-def test_sums_and_norms_of_any_sizes_follow_each_other(way):
+def test_sums_and_norms_of_any_sizes_follow_each_other():
     """Programs that small ones leave out keep their own count, so their slots still alternate."""
-    rank = Rank(1, 2, way)
+    rank = Rank(1, 2)
     for turn, count in enumerate((6, 4096, 2, 9000, 2048, 4, 9000, 9000, 1026)):
         dtype = DTYPES[turn % len(DTYPES)]
         parts = all_drawn(2, count, dtype=dtype, seed=turn)
@@ -235,34 +212,37 @@ def test_sums_and_norms_of_any_sizes_follow_each_other(way):
         parts = all_drawn(2, num_rows, width, dtype=dtype, seed=50 + turn)
         residual = drawn(num_rows, width, dtype=dtype, seed=turn)
         weight = torch.ones(width, dtype=dtype, device=DEVICE)
-        expected = way.add_rms_norm(shared_sum(parts), residual, weight, EPS)
+        expected = add_rms_norm(shared_sum(parts), residual, weight, EPS)
         assert_normed(rank.add_norm(parts, residual, weight), expected, dtype)
     assert rank.memory.counts.tolist() == rank.counts
     assert len(set(rank.counts)) > 4
 
 
-@both
-def test_what_another_may_still_wait_for_is_left_alone(way):
-    """Of two sums, one after the other, both are there; the third takes the place of the first."""
-    rank = Rank(0, 2, way)
-    place = rank.memory.slots[1][:, 0, 0]
+def test_two_exchanges_have_places_of_their_own_and_leave_them_empty():
+    """The third takes the place of the first."""
+    rank = Rank(0, 2)
+    theirs, mine = rank.memory.slots[1][:, 0, 0], rank.memory.slots[0][:, 0, 1]
     sums = [all_drawn(2, 500, dtype=torch.float32, seed=turn) for turn in range(3)]
-    sent = [entries(as_words(parts[0]), turn + 1) for turn, parts in enumerate(sums)]
-    rank.sum(sums[0])
-    rank.sum(sums[1])
-    assert torch.equal(place[1, :500], sent[0])
-    assert torch.equal(place[0, :500], sent[1])
-    rank.sum(sums[2])
-    assert torch.equal(place[1, :500], sent[2])
-    assert torch.equal(place[0, :500], sent[1])
+    sent = [as_words(parts[0]) for parts in sums]
+    for turn, parts in enumerate(sums):
+        rank.sum(parts)
+        assert torch.equal(theirs[(turn + 1) % 2, :500], sent[turn])
+        assert not turn or torch.equal(theirs[turn % 2, :500], sent[turn - 1])
+        assert (mine == EMPTY).all()
+
+
+@either_way
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_minus_zeros_arrive_too(dtype):
+    parts = [torch.full((600,), -0.0, dtype=dtype, device=DEVICE) for _ in range(2)]
+    assert torch.equal(as_words(Rank(1, 2).sum(parts)), as_words(shared_sum(parts)))
 
 
 @one_thread_each
-@both
 @pytest.mark.parametrize("turn", [0, 1])
-def test_a_share_is_waited_for_until_its_flag_has_the_number_of_the_sum(turn, way, monkeypatch):
+def test_a_share_is_waited_for_until_its_flag_has_the_number_of_the_sum(turn, monkeypatch):
     monkeypatch.setattr(plain, "_LEAST_SPARED", 0)
-    rank = Rank(0, 2, way)
+    rank = Rank(0, 2)
     memory = rank.memory
     rank.sum(all_drawn(2, 500, dtype=torch.float32, seed=0))
     parts = all_drawn(2, 500, dtype=torch.float32, seed=1)
@@ -272,7 +252,7 @@ def test_a_share_is_waited_for_until_its_flag_has_the_number_of_the_sum(turn, wa
     memory.flags[0][turn, 0, 1] = 1 << 32
     x = parts[0].clone()
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(way.sum_over_ranks, x, memory)
+        running = pool.submit(sum_over_ranks, x, memory)
         while memory.flags[1][turn, 0, 0] != 2 << 32:
             assert not running.done()
         memory.shares[0][turn, 0, 1] = share
@@ -292,45 +272,79 @@ def test_shares_are_aligned_and_have_room_and_make_up_the_whole(dtype, size, num
 
 
 @one_thread_each
-@both
 @pytest.mark.parametrize("missing", [0, 250, 499])
-def test_a_word_is_waited_for_until_it_has_the_number_of_the_sum(missing, way):
-    """Until then its place has what it had two sums before."""
-    rank = Rank(0, 2, way)
+def test_a_word_is_waited_for_until_it_is_there(missing):
+    rank = Rank(0, 2)
     memory = rank.memory
     for turn in range(2):
         rank.sum(all_drawn(2, 500, dtype=torch.float32, seed=turn))
     parts = all_drawn(2, 500, dtype=torch.float32, seed=2)
-    theirs = entries(as_words(parts[1]), 3)
+    theirs = as_words(parts[1])
     place = memory.slots[0][1, 0, 1]
     place[:missing], place[missing + 1 : 500] = theirs[:missing], theirs[missing + 1 :]
     x = parts[0].clone()
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(way.sum_over_ranks, x, memory)
-        while memory.counts[0] < 3 or memory.slots[1][1, 0, 0, 499] >> 32 != 3:
+        running = pool.submit(sum_over_ranks, x, memory)
+        while memory.counts[0] < 3 or memory.slots[1][1, 0, 0, 499] != as_words(parts[0])[499]:
             assert not running.done()
         place[missing] = theirs[missing]
         running.result()
     assert torch.equal(x, shared_sum(parts))
 
 
+@one_thread_each
+@pytest.mark.parametrize("source", range(3))
+def test_all_ranks_keep_the_words_of_one(source):
+    ranks = [Rank(0, 3).memory]
+    ranks += [
+        dataclasses.replace(ranks[0], rank=rank, counts=torch.zeros_like(ranks[0].counts))
+        for rank in (1, 2)
+    ]
+    law = reference(plain).broadcast_words
+    with ThreadPoolExecutor(3) as pool:
+        for turn, count in enumerate((1, 300, 3000)):
+            ids = torch.arange(count) - 1
+            sent = [ids + 100 * rank + turn for rank in range(3)]
+            ways = [law, law, broadcast_words]
+            list(pool.map(lambda each, x, own: each(x, source, own), ways, sent, ranks))
+            assert all(torch.equal(x, ids + 100 * source + turn) for x in sent)
+
+
+@pytest.mark.parametrize("is_kernel", [False, True])
+@pytest.mark.parametrize(("columns", "padding"), [(5, 0), (2500, 3), (2, 3)])
+def test_columns_of_all_ranks_are_one_tensor(columns, padding, is_kernel):
+    rank = Rank(1, 3)
+    parts = all_drawn(3, 4, columns, dtype=torch.float32)
+    width = 3 * columns - padding
+    expected = torch.cat(parts, 1)[:, :width]
+    for other in rank.others:
+        first, last = other * columns, min((other + 1) * columns, width)
+        result = rank.memory.gathered[1][: 4 * width].view(4, width)
+        result[:, first:last] = expected[:, first:last]
+        rank.memory.flags[1][0, :, other] = 1 << 32
+    gather = gather_columns if is_kernel else reference(plain).gather_columns
+    assert torch.equal(gather(parts[1], columns, width, rank.memory), expected)
+    for other in rank.others:
+        sent = rank.memory.gathered[other][: 4 * width].view(4, width)
+        assert torch.equal(sent[:, columns : 2 * columns], expected[:, columns : 2 * columns])
+        assert (rank.memory.flags[other][0, :NUM_GATHER_PROGRAMS, 1] == 1 << 32).all()
+
+
 @either_way
-@both
-def test_once_released_a_rank_waits_for_nothing(way):
-    rank = Rank(0, 2, way)
+def test_once_released_a_rank_waits_for_nothing():
+    rank = Rank(0, 2)
     rank.memory.released.fill_(1)
     x = drawn(3, 1000, dtype=torch.bfloat16, seed=0)
     weight = torch.ones(1000, dtype=x.dtype, device=DEVICE)
     for _ in range(3):
-        way.sum_over_ranks(x.clone(), rank.memory)
-        way.sum_add_norm(x, x, weight, EPS, rank.memory)
+        sum_over_ranks(x.clone(), rank.memory)
+        sum_add_norm(x, x, weight, EPS, rank.memory)
     assert rank.memory.counts[:4].tolist() == [6, 6, 6, 0]
 
 
 @either_way
-@both
-def test_numbers_of_sums_begin_anew_when_they_have_no_room(way):
-    rank = Rank(1, 2, way)
+def test_numbers_of_sums_begin_anew_when_they_have_no_room():
+    rank = Rank(1, 2)
     rank.memory.counts.fill_(NUMBER_MASK - 2)
     rank.counts = [NUMBER_MASK - 2] * NUM_PROGRAMS
     for turn in range(5):
@@ -362,62 +376,67 @@ def test_other_tensors_do_not_fit():
 
 
 @either_way
-@both
-def test_the_largest_sum_uses_every_program(way):
+def test_the_largest_sum_uses_every_program():
     parts = all_drawn(2, CAPACITY_BYTES // 2, dtype=torch.bfloat16)
-    rank = Rank(0, 2, way)
+    rank = Rank(0, 2)
     assert torch.equal(rank.sum(parts), shared_sum(parts))
     assert rank.counts == [1] * NUM_PROGRAMS
 
 
 @either_way
-@both
-def test_the_widest_row_fills_its_slot(way):
+def test_the_widest_row_fills_its_slot():
     parts = all_drawn(2, 2, 2 * SLOT_WORDS, dtype=torch.bfloat16)
     assert residual_fits(parts[0])
     weight = drawn(2 * SLOT_WORDS, dtype=torch.bfloat16, seed=9)
-    found = Rank(0, 2, way).add_norm(parts, parts[0], weight)
-    expected = way.add_rms_norm(shared_sum(parts), parts[0], weight, EPS)
+    found = Rank(0, 2).add_norm(parts, parts[0], weight)
+    expected = add_rms_norm(shared_sum(parts), parts[0], weight, EPS)
     assert_normed(found, expected, torch.bfloat16)
 
 
 @either_way
-@both
-def test_nothing_is_a_sum_of_nothing(way):
-    rank = Rank(0, 2, way)
-    way.sum_over_ranks(torch.empty(0, 4096, device=DEVICE), rank.memory)
+def test_nothing_is_a_sum_of_nothing():
+    rank = Rank(0, 2)
+    sum_over_ranks(torch.empty(0, 4096, device=DEVICE), rank.memory)
     assert not rank.memory.counts.any()
 
 
-@either_way
+def test_what_is_sent_in_shares_lies_where_the_others_look_for_it(monkeypatch):
+    monkeypatch.setattr(plain, "_LEAST_SPARED", 0)
+    parts, rank = all_drawn(3, 900, dtype=torch.bfloat16), Rank(1, 3)
+    rank.sum(parts)
+    share = share_numbers(2 * part_words(450), 3, 2)
+    own = shared_sum(parts).split(share)[1]
+    for other in (0, 2):
+        theirs = parts[1].split(share)[other]
+        sent = rank.memory.shares[other].view(torch.bfloat16)[:, 0, 1]
+        assert torch.equal(sent[0, : len(theirs)], theirs)
+        assert torch.equal(sent[1, : len(own)], own)
+        assert rank.memory.flags[other][:, 0, 1].tolist() == [1 << 32] * 2
+
+
 @one_thread_each
-def test_a_rank_of_the_kernels_and_two_of_the_law_understand_each_other():
+def test_a_rank_of_the_kernels_and_two_of_the_reference_understand_each_other():
     """What each sends is what the others wait for, and has its place beside what another sends."""
-    kernel = Rank(0, 3, KERNEL).memory
+    kernel = Rank(0, 3).memory
     laws = [
         dataclasses.replace(kernel, rank=rank, counts=torch.zeros_like(kernel.counts))
         for rank in (1, 2)
     ]
-    weight = torch.ones(1000)
-    with ThreadPoolExecutor(2) as pool:
-        for turn, num_rows in enumerate((3, 1, 5, 3, 1, 2)):
-            dtype = DTYPES[turn % len(DTYPES)]
-            mine, *theirs = all_drawn(3, num_rows, 1000, dtype=dtype, seed=turn)
-            residual, gain = drawn(num_rows, 1000, dtype=dtype, seed=turn), weight.to(dtype)
-            expected = shared_sum([mine, *theirs])
-            normed = add_rms_norm(expected, residual, gain, EPS)
-            others = [
-                pool.submit(LAW.sum_add_norm, part, residual, gain, EPS, law)
-                for part, law in zip(theirs, laws, strict=True)
+    law = reference(plain)
+    for turn, num_rows in enumerate((3, 1, 5, 3, 1, 2)):
+        dtype = DTYPES[turn % len(DTYPES)]
+        parts = all_drawn(3, num_rows, 1000, dtype=dtype, seed=turn)
+        residual = drawn(num_rows, 1000, dtype=dtype, seed=turn)
+        gain, expected = torch.ones(1000).to(dtype), shared_sum(parts)
+        with ThreadPoolExecutor(2) as pool:
+            norms = [
+                pool.submit(law.sum_add_norm, part, residual, gain, EPS, memory)
+                for part, memory in zip(parts[1:], laws, strict=True)
             ]
-            found = KERNEL.sum_add_norm(mine, residual, gain, EPS, kernel)
-            for one in (found, *(other.result() for other in others)):
-                assert_normed(one, normed, dtype)
-            summing = [
-                pool.submit(LAW.sum_over_ranks, part, law)
-                for part, law in zip(theirs, laws, strict=True)
-            ]
-            KERNEL.sum_over_ranks(mine, kernel)
-            for other in summing:
-                other.result()
-            assert all(torch.equal(part, expected) for part in (mine, *theirs))
+            own = sum_add_norm(parts[0], residual, gain, EPS, kernel)
+            for one in (own, *(norm.result() for norm in norms)):
+                assert_normed(one, add_rms_norm(expected, residual, gain, EPS), dtype)
+            sums = pool.map(law.sum_over_ranks, parts[1:], laws)
+            sum_over_ranks(parts[0], kernel)
+            assert list(sums) == [None, None]
+        assert all(torch.equal(part, expected) for part in parts)

@@ -47,11 +47,12 @@ def test_sums_change_their_own_tensor_and_are_the_same_to_the_last_bit_on_every_
     assert all(torch.equal(found, sums[0]) for found in sums)
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-def test_parts_come_together_in_the_order_of_ranks(groups, dim):
-    expected = torch.cat([drawn(rank, 2, 5) for rank in range(SIZE)], dim)
-    for found in on_all(groups, lambda group: group.all_gather(drawn(group.rank, 2, 5), dim)):
-        assert torch.equal(found, expected)
+@pytest.mark.parametrize("missing", [0, 2])
+def test_columns_come_together_in_the_order_of_ranks(groups, missing):
+    expected = torch.cat([drawn(rank, 2, 5) for rank in range(SIZE)], 1)
+    width = expected.shape[1] - missing
+    for found in on_all(groups, lambda group: group.gather_columns(drawn(group.rank, 2, 5), width)):
+        assert torch.equal(found, expected[:, :width])
 
 
 @pytest.mark.parametrize("source", range(SIZE))
@@ -71,7 +72,7 @@ def test_the_smallest_is_everybodys(groups):
 def test_alone_nothing_is_copied_or_changed():
     x = drawn(0, 3)
     assert SINGLE.size == 1
-    assert SINGLE.all_reduce(x) is SINGLE.all_gather(x, 0) is SINGLE.broadcast(x) is x
+    assert SINGLE.all_reduce(x) is SINGLE.gather_columns(x, 3) is SINGLE.broadcast(x) is x
     assert SINGLE.smallest(4) == 4
 
 

@@ -1,7 +1,5 @@
 """How ranks come to share memory, or agree not to; sums of several processes in one memory."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import subprocess
@@ -27,7 +25,7 @@ from serve_spec.parallel.shared_sum import (
     open_shared_sum,
 )
 from tests.helpers.follower import CPU, joined
-from tests.unit.parallel.shared_memory_rank import shared_memory
+from tests.unit.parallel.shared_memory_rank import fill, shared_memory
 
 ROOT = Path(__file__).parents[3]
 SIZE = 2
@@ -48,6 +46,7 @@ def groups():
 @interpreted
 def test_several_processes_add_to_the_bit(tmp_path):
     """Each runs as fast as it can; nothing but the kernel keeps them in step."""
+    fill(tmp_path, 2)
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.unit.parallel.shared_memory_rank", tmp_path, str(r), "2"],
@@ -63,6 +62,7 @@ def test_several_processes_add_to_the_bit(tmp_path):
 
 
 def test_a_rank_that_is_let_go_waits_for_no_other(tmp_path):
+    fill(tmp_path, 2)
     shared = SharedSum(shared_memory(tmp_path, 0, 2))
     timer = threading.Timer(0.2, shared.release)
     timer.start()
@@ -75,6 +75,7 @@ def test_a_rank_that_is_let_go_waits_for_no_other(tmp_path):
 
 def test_a_group_sums_in_shared_memory_what_fits_and_the_rest_as_ever(tmp_path):
     groups = joined(SIZE)
+    fill(tmp_path, SIZE)
     memories = [shared_memory(tmp_path, rank, SIZE) for rank in range(SIZE)]
     weight = torch.ones(1000)
 
@@ -134,7 +135,7 @@ class Alone:
 
 
 def test_memory_that_failed_its_trial_is_given_back_at_once(monkeypatch):
-    taken: list[weakref.ref[torch.Tensor]] = []
+    taken = []
 
     def allocate(device, size):
         memory = torch.zeros(size, device=device)

@@ -1,9 +1,8 @@
 """WorkerRanks come, obey and go; whatever ends one is known to the others, and at once."""
 
-from __future__ import annotations
-
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ TOY = "tests.helpers.follower"
 def threads(monkeypatch):
     """Those of a test's worker_ranks; none of them is left behind, and none ends the process."""
     monkeypatch.setattr(channel, "_GRACE_S", 1e6)
-    threads: list[threading.Thread] = []
+    threads = []
     yield threads
     for thread in threads:
         thread.join(SOON_S)
@@ -170,7 +169,7 @@ def test_ranks_meet_at_the_address_that_rank_0_is_given():
 
 def test_whoever_took_rank_0s_place_is_not_believed():
     """A pickle of a stranger's could do anything."""
-    listener = channel.listen(channel.LOOPBACK)
+    listener = socket.create_server((channel.LOOPBACK, 0))
     port = listener.getsockname()[1]
     with ThreadPoolExecutor(1) as pool, listener:
         member = pool.submit(channel.connect, channel.Address(channel.LOOPBACK, port, 0, b"secret"))

@@ -6,7 +6,7 @@ import pytest
 
 from serve_spec.config import SchedulerConfig
 from serve_spec.core.draft import DraftShape
-from serve_spec.core.plan import BatchResult, ScheduledBatch, WorkerLimits
+from serve_spec.core.plan import BatchResult
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculativeOptions, TokenLogprob
 from serve_spec.core.round import RoundSteps
 from serve_spec.core.sequence import Sequence
@@ -16,7 +16,7 @@ from serve_spec.scheduler.queue import MIN_SHARED_TOKENS
 from serve_spec.scheduler.scheduler import Scheduler
 
 PAGE = 4
-ALONE, AHEAD = WorkerLimits(8), WorkerLimits(8, async_scheduling=True)
+MAX_MISSING = 8
 BUDGET = 24
 TOPK = 3
 TREES = [
@@ -44,17 +44,17 @@ class RememberingWorker:
         self.cache = cache
         self.shift = shift
         self.rng = rng
-        self.target: dict[int, Text | None] = {}
-        self.draft: dict[int, Text | None] = {}
-        self.sequences: dict[str, Sequence] = {}
-        self.texts: dict[str, Text] = {}
+        self.target = {}
+        self.draft = {}
+        self.sequences = {}
+        self.texts = {}
         """What the device knows of who is under way; more than the host, by a round."""
-        self.num_entries: dict[str, int] = {}
-        self.counted: dict[str, Text] = {}
+        self.num_entries = {}
+        self.counted = {}
 
     def execute(self, plan):
         known = set(self.cache.tree.page_ids)
-        owners: dict[int, str] = {}
+        owners = {}
         drawn = []
         for row in plan.requests:
             assert row.token_ids, "an empty row"
@@ -62,17 +62,17 @@ class RememberingWorker:
                 self.start_anew(row)
             assert row.request_id in self.texts, "a text starts with a row of a prompt"
             text = self.texts[row.request_id]
-            assert (row.tree_drafts > 0) == (not plan.shape.is_chain and row.num_steps > 0)
+            assert (row.shape.tree_size > 0) == (not plan.shape.is_chain and row.num_steps > 0)
             for page in set(row.page_ids) - known:
                 assert owners.setdefault(page, row.request_id) == row.request_id
             self.read(self.target, row, range(row.start), text, 1)
             num_drafts = max(
-                row.num_draft_tokens, TOPK * (row.num_steps - 1) * bool(row.tree_drafts)
+                row.num_draft_tokens, TOPK * (row.num_steps - 1) * bool(row.shape.tree_size)
             )
             if row.extends:
                 self.catch_up(row, text, num_drafts)
                 assert row.num_missing <= plan.max_missing
-            tokens: list[int] = []
+            tokens = []
             if row.samples:
                 for _ in range(self.rng.randint(0, row.num_steps) + 1):
                     tokens.append(next_token(row.seed, (*text, *tokens)))
@@ -165,7 +165,7 @@ def any_steps(rng, batch):
 
 def traffic(rng):
     """Prompts that go on where others did, under two seeds, so that texts are alike as well."""
-    prompts: list[list[int]] = [[0]]
+    prompts = [[0]]
     for number in range(10_000):
         begin = rng.choice(prompts)
         prompt = [
@@ -202,14 +202,14 @@ def test_what_is_read_is_of_ones_own_text_and_what_is_known_was_committed(
     rng = random.Random(num_pages + shift)
     scheduler = make(num_pages, shift=shift)
     worker = RememberingWorker(scheduler.cache, shift, rng)
-    arrivals, limits = traffic(rng), AHEAD if runs_ahead else ALONE
-    lengths_at_abort: dict[str, int] = {}
-    flight: tuple[ScheduledBatch, BatchResult] | None = None
+    arrivals = traffic(rng)
+    lengths_at_abort = {}
+    flight = None
     num_finished = num_prompts_ahead = 0
     counts = []
 
     def run(under_way):
-        plan = scheduler.plan(lambda batch: any_steps(rng, batch), limits, under_way)
+        plan = scheduler.plan(lambda batch: any_steps(rng, batch), MAX_MISSING, under_way)
         if plan is None:
             return None
         assert sum(row.query_len for row in plan.requests) <= BUDGET
@@ -276,7 +276,7 @@ def run(scheduler, *sequences):
         scheduler.queue.add(seq)
     rounds = []
     while scheduler.queue.has_work:
-        plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), WorkerLimits(0))
+        plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), 0)
         assert plan is not None
         rounds.append(list(plan.requests))
         scheduler.commit(plan, worker.execute(plan), cut)
@@ -331,11 +331,11 @@ def test_room_that_a_hit_brings_lets_a_text_in_that_would_not_fit_beside_others(
             worker.sequences[seq.request_id] = seq
         scheduler.queue.add(first)
         for _ in range(2):
-            plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), WorkerLimits(0))
+            plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), 0)
             assert plan is not None
             scheduler.commit(plan, worker.execute(plan), cut)
             scheduler.queue.add(second) if second not in scheduler.queue.waiting else None
-        plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), WorkerLimits(0))
+        plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), 0)
         assert plan is not None
         assert len(plan.requests) == (2 if prefix_caching else 1)
         scheduler.queue.check_integrity()

@@ -1,11 +1,10 @@
 """Masks of the library: those of the language, for hostile grammars a refusal and nothing more."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random
 import sys
+from math import lcm
 
 import pytest
 import regex
@@ -15,15 +14,14 @@ from hypothesis import strategies as st
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 from serve_spec.engine.tokenizer import Tokenizer
-from serve_spec.structured.compiler import GrammarCompiler
-from tests.helpers.checkpoints import EOS_ID, VOCAB
-from tests.helpers.grammars import (
-    PARENTHESES,
-    byte_compiler,
-    ids_of,
-    is_of,
-    shipped_tokenizer,
+from serve_spec.structured.compiler import (
+    MAX_DEPTH,
+    MAX_REMAINDERS,
+    GrammarCompiler,
+    checked_schema,
 )
+from tests.helpers.checkpoints import EOS_ID, VOCAB
+from tests.helpers.grammars import PARENTHESES, byte_compiler, ids_of, is_of, shipped_tokenizer
 
 EXPRESSIONS = ["[a-c]{2,4}x?", "(ab|ba)*c", "a.b", "(foo|bar)(,(foo|bar))*", r"-?\d+(\.\d{1,2})?"]
 expressions = st.recursive(
@@ -84,7 +82,7 @@ def shipped_compiler():
 def wander(matcher, seed, end, most):
     """Tokens of a random text, its end among them if it has come to one."""
     rng = random.Random(seed)
-    said: list[int] = []
+    said = []
     while len(said) < most and end not in said:
         said.append(rng.choice(sorted(ids_of(matcher.mask()))))
         if said[-1] != end:
@@ -146,7 +144,7 @@ def chain(inner, num_links):
     return {"$defs": {**links, str(num_links): {"type": "integer"}}, "$ref": "#/$defs/0"}
 
 
-HOSTILE: dict[str, Grammar] = {
+HOSTILE = {
     "no json": Grammar.json_schema("{"),
     "no object": Grammar.json_schema("[]"),
     "a number": Grammar.json_schema("1e999"),
@@ -197,7 +195,7 @@ def test_a_grammar_that_can_not_be_is_refused_in_a_few_words(grammar):
     assert len(str(refusal.value)) < 500
 
 
-HEAVY: dict[str, Grammar] = {
+HEAVY = {
     "items": Grammar.json_schema(chain(lambda link: {"items": {"$ref": link}}, 600)),
     "properties": Grammar.json_schema(
         chain(lambda link: {"properties": {"": {"$ref": link}}}, 500)
@@ -246,3 +244,30 @@ def test_a_schema_is_written_with_bounded_space():
         assert matcher.copy().advance([*text.encode()])
     for text in ("{   ", "{\n\n", "{\n" + " " * 33):
         assert not matcher.copy().advance([*text.encode()])
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=4), st.integers(0, 3))
+def test_the_remainders_of_all_steps_together_are_counted(steps, places):
+    """In units of the last decimal place, wherever in the schema they are."""
+    schema = {"anyOf": [{"items": {"multipleOf": step / 10**places}} for step in steps]}
+    # A step of 1.5 among whole ones counts in tenths, which makes no remainder more.
+    if lcm(*steps) <= MAX_REMAINDERS:
+        checked_schema(Grammar.json_schema(schema))
+    elif places == 0:
+        with pytest.raises(InvalidRequest, match="multipleOf"):
+            checked_schema(Grammar.json_schema(schema))
+
+
+@pytest.mark.parametrize("depth", [1, MAX_DEPTH, MAX_DEPTH + 1, 900])
+def test_a_schema_is_so_deep_at_most(depth):
+    grammar = Grammar.json_schema('{"a":' * depth + "1" + "}" * depth)
+    if depth <= MAX_DEPTH:
+        checked_schema(grammar)
+    else:
+        with pytest.raises(InvalidRequest, match=f"nest at most {MAX_DEPTH}"):
+            checked_schema(grammar)
+
+
+def test_a_property_may_be_called_as_a_keyword_is():
+    checked_schema(Grammar.json_schema({"properties": {"multipleOf": {"type": "string"}}}))
+    checked_schema(Grammar.json_schema({"multipleOf": True}))

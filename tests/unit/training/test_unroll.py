@@ -11,12 +11,13 @@ from torch import Tensor
 
 from serve_spec.core.context import ForwardContext
 from serve_spec.layers.causal import Rows
-from serve_spec.training.attention import attend, row_positions
+from serve_spec.models.decoder import row_positions
 from serve_spec.training.drafts import new_draft
 from serve_spec.training.settings import draft_recipe
 from serve_spec.training.unroll import (
     Lesson,
     Teacher,
+    attend,
     draft_loss,
     features_of,
     medusa_loss,

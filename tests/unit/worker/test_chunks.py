@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from serve_spec.worker.step_buffers import Chunk, PrefillChunks, grouped
 
 MAX_TOKENS, MAX_CHUNKS = 256, 12
-BUFFERS = PrefillChunks.create(MAX_TOKENS, MAX_CHUNKS, torch.device("cpu"))
+BUFFERS = PrefillChunks(MAX_TOKENS, MAX_CHUNKS, torch.device("cpu"))
 CHUNKS = st.lists(
     st.builds(
         lambda slot, start, length: Chunk(slot, start, [100 * slot + i for i in range(length)]),

@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.worker.graphs import (
-    NoRecorder,
     StageRunner,
     StepSize,
     batch_sizes,
@@ -15,8 +14,8 @@ from serve_spec.worker.graphs import (
 
 
 def padded(sizes, count):
-    captured = {StepSize(n, n): lambda: None for n in sizes}
-    return StageRunner(lambda size: None, captured).padded(StepSize(count, count)).tokens
+    captured = {StepSize(n, n): lambda n=n: n for n in sizes}
+    return StageRunner(lambda size: 0, captured).run(StepSize(count, count))
 
 
 @given(st.integers(1, 700))
@@ -34,7 +33,7 @@ def test_padding_wastes_at_most_a_quarter_where_tokens_are_expensive(tokens):
 
 
 def test_a_stage_runs_at_the_smallest_size_that_holds_it_or_as_it_is():
-    ran: list[StepSize] = []
+    ran = []
 
     def captured(*sizes):
         return StageRunner(ran.append, {size: lambda size=size: ran.append(size) for size in sizes})
@@ -52,7 +51,6 @@ def test_a_stage_runs_at_the_smallest_size_that_holds_it_or_as_it_is():
 
 
 def test_without_graphs_a_stage_runs_at_its_exact_size_and_returns_its_output():
-    assert not NoRecorder().captures
     runner = StageRunner(lambda size: torch.full((size.tokens,), 7.0))
     for count in (3, 5):
         output = runner.run(StepSize(count, 1))

@@ -1,12 +1,15 @@
-"""Drafts that the text itself holds."""
+"""Drafts that the text itself holds, tries of continuations, and a text that requests share."""
 
-from __future__ import annotations
+from collections import Counter
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.core.draft import DraftShape, TextDrafts
-from serve_spec.worker.ngram import BRANCHING_PLACES, Corpus, NgramDrafter, branched
+from serve_spec.worker import ngram as module
+from serve_spec.worker.ngram import BRANCHING_PLACES, Corpus, NgramDrafter, branched, load_corpus
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 LENGTHS = st.tuples(st.integers(1, 4), st.integers(0, 3)).map(lambda pair: (pair[0], sum(pair)))
@@ -19,7 +22,7 @@ SHAPES = st.builds(
 
 def continuations(token_ids, least, longest, most):
     """By looking through the whole text: longer matches first, of these the last ones."""
-    ends: list[int] = []
+    ends = []
     for length in range(longest, least - 1, -1):
         suffix = token_ids[-length:]
         for start in range(len(token_ids) - length - 1, -1, -1):
@@ -108,3 +111,124 @@ def test_a_tree_goes_on_as_a_corpus_does_where_the_text_has_no_match():
     assert sorted(tree.token_ids) == [5, 6, 7], "both longer matches and the shorter one"
     assert tree.token_ids[2] == 7
     assert drafter.propose_tree("b", [8, 8, 2, 8], DraftShape(1, 3, 2)).token_ids == (2, 8)
+
+
+CONTINUATIONS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5).map(tuple), max_size=8)
+
+
+def paths(tree):
+    """The tokens from the root to each draft."""
+    found = []
+    for token, parent in zip(tree.token_ids, tree.parents, strict=True):
+        found.append((*(found[parent - 1] if parent else ()), token))
+    return found
+
+
+@given(continuations=CONTINUATIONS, topk=st.integers(1, 4), size=st.integers(1, 20))
+def test_a_trie_holds_beginnings_of_continuations_once_each_within_its_bounds(
+    continuations, topk, size
+):
+    tree = branched(continuations, topk, size)
+    assert len(tree.token_ids) == len(tree.parents) <= size
+    assert all(0 <= parent <= number for number, parent in enumerate(tree.parents))
+    assert all(tree.parents.count(parent) <= topk for parent in tree.parents)
+    assert len(set(paths(tree))) == len(tree.token_ids), "no draft is verified twice"
+    assert set(paths(tree)) <= {c[:length] for c in continuations for length in range(1, 6)}
+    assert set(continuations) <= set(paths(branched(continuations, 4, 100))), "there is room"
+
+
+@given(
+    continuations=CONTINUATIONS, topk=st.integers(1, 4), size=st.integers(1, 20), more=CONTINUATIONS
+)
+def test_what_comes_first_goes_first_and_later_ones_take_nothing_from_it(
+    continuations, topk, size, more
+):
+    tree = branched(continuations, topk, size)
+    larger = branched([*continuations, *more], topk, size)
+    count = len(tree.token_ids)
+    assert larger.token_ids[:count] == tree.token_ids
+    assert larger.parents[:count] == tree.parents
+    if continuations:
+        first = continuations[0][:size]
+        assert tree.token_ids[: len(first)] == first
+        assert tree.parents[: len(first)] == tuple(range(len(first)))
+
+
+CORPORA = st.lists(st.integers(0, 3), max_size=60)
+MAX_MATCH = 4
+
+
+def followers(text, newest, most):
+    """Of every place, by looking through all of them."""
+    size = len(newest)
+    return [
+        tuple(text[i + size : i + size + most])
+        for i in range(len(text) - size)
+        if text[i : i + size] == newest
+    ]
+
+
+@given(text=CORPORA, newest=st.lists(st.integers(0, 3), min_size=1, max_size=MAX_MATCH))
+def test_what_follows_is_found_once_for_every_place(text, newest):
+    expected = followers(text, newest, 3)
+    found = list(Corpus(text, MAX_MATCH).continuations(newest, 3))
+    assert Counter(found) == Counter(expected)
+
+
+@given(text=CORPORA, newest=st.lists(st.integers(0, 1), min_size=1, max_size=MAX_MATCH))
+def test_a_continuation_that_most_places_have_is_the_one(text, newest):
+    expected = followers(text, newest, 2)
+    usual, count = Counter(expected).most_common(1)[0] if expected else ((), 0)
+    if 2 * count > len(expected):
+        assert next(Corpus(text, MAX_MATCH).continuations(newest, 2)) == usual
+
+
+def test_the_own_text_comes_first_then_the_longest_match_of_the_corpus():
+    drafter = NgramDrafter(1, 3, 4, Corpus([1, 2, 3, 9, 9, 8, 3, 7, 7], 3))
+    assert drafter.propose("a", [3, 5, 1, 3], 2) == (5, 1), "its own text has it"
+    assert drafter.propose("b", [1, 2, 3], 2) == (9, 9)
+    assert drafter.propose("c", [8, 3], 2) == (7, 7)
+    assert drafter.propose("d", [6], 2) == ()
+    assert drafter.propose("e", [3], 0) == ()
+
+
+def encode(text):
+    return list(text.encode())
+
+
+def test_a_corpus_is_a_text_or_token_ids(tmp_path):
+    (tmp_path / "notes.txt").write_text("abcd")
+    np.save(tmp_path / "ids.npy", np.array(encode("abcd")))
+    for name in ("notes.txt", "ids.npy"):
+        corpus = load_corpus(tmp_path / name, encode, 2)
+        assert list(corpus.continuations(encode("ab"), 9)) == [tuple(encode("cd"))]
+    (tmp_path / "empty.txt").write_text("")
+    assert not [*load_corpus(tmp_path / "empty.txt", encode, 2).continuations([1], 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("noise.txt", b"\xff\xfe\xff", "cannot be read: .*UTF-8"),
+        ("noise.npy", b"nothing", "cannot be read"),
+        ("table.npy", np.zeros((2, 2), np.int64), r"int64 \[2, 2\]; give integers"),
+        ("shares.npy", np.zeros(2), "float64"),
+        ("signed.npy", np.array([3, -1]), "not all numbers are token ids"),
+    ],
+)
+def test_what_is_neither_is_refused_by_name(tmp_path, name, content, message):
+    path = tmp_path / name
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        np.save(path, content)
+    with pytest.raises(ValueError, match=f"speculative_ngram_corpus=.*{name}.*{message}"):
+        load_corpus(path, encode, 2)
+
+
+def test_of_a_corpus_beyond_the_bound_the_first_tokens_are_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "MAX_TOKENS", 3)
+    (tmp_path / "long.txt").write_text("abcde")
+    corpus = load_corpus(tmp_path / "long.txt", encode, 2)
+    assert corpus.num_tokens == 3
+    assert list(corpus.continuations(encode("b"), 9)) == [tuple(encode("c"))]

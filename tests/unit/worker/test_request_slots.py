@@ -13,7 +13,7 @@ from serve_spec.worker.request_slots import RING_TOKENS, RequestSlots, RequestSt
 
 
 def make_slots():
-    return RequestSlots.create(4, 64, 99, 300, torch.device("cpu"))
+    return RequestSlots(4, 64, 99, 300, torch.device("cpu"))
 
 
 def row(slot, tokens, pages, made=0, **params):

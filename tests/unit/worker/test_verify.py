@@ -1,11 +1,7 @@
 """Verification of steps whose target knows the last token alone: the real operations."""
 
-from __future__ import annotations
-
-from dataclasses import replace
 from itertools import accumulate
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,12 +17,7 @@ from serve_spec.worker.forward import run_target
 from serve_spec.worker.graphs import StepSize
 from serve_spec.worker.request_slots import RequestSlots
 from serve_spec.worker.step_buffers import StepBuffers
-from serve_spec.worker.verify import (
-    Verifier,
-    draft_chances,
-    read_results,
-    survival_table,
-)
+from serve_spec.worker.verify import Verifier, draft_chances, read_results, survival_table
 from tests.helpers.plain_sampling import draw_params
 
 CPU = torch.device("cpu")
@@ -43,17 +34,17 @@ class Requests:
 
     def __init__(self, target, params, seeds=None, method="coupled", synthetic_acceptance=None):
         count, vocab = len(params), target.shape[1]
-        slots = RequestSlots.create(count, 1, 0, vocab, CPU)
+        slots = RequestSlots(count, 1, 0, vocab, CPU)
         slots.recent.fill_(START)
         known = draw_params(params, range(count) if seeds is None else seeds, CPU)
         for field, values in zip(slots.params, known, strict=True):
             field[:-1] = values
-        self.buffers = StepBuffers.create(slots, MAX_DEPTH, None, 1)
+        self.buffers = StepBuffers(slots, MAX_DEPTH, None, 1, max_draws=count * (MAX_DEPTH + 1))
         if method != "coupled":
             logits = DraftLogits.create((count, MAX_DEPTH, vocab), None, vocab, CPU)
-            self.buffers = replace(self.buffers, draft_logits=logits)
+            self.buffers.draft_logits = logits
         self.verifier = Verifier(MAX_DEPTH, CPU, synthetic_acceptance, method)
-        self._target: Any = SimpleNamespace(
+        self._target = SimpleNamespace(
             model=SimpleNamespace(
                 forward=lambda ids, *_: SimpleNamespace(hidden=ids, features=None),
                 logits=lambda hidden: target[hidden].clone(),
@@ -96,12 +87,12 @@ def test_greedy_requests_and_those_without_drafts_are_verified_as_without_reject
                 logits[place, 1] += float("nan") if drafts[b][1] < 0 else 0
         return requests.verify([counts[b] for b in at], [drafts[b] for b in at])
 
-    found = verified("block", range(4))
-    assert found.token_ids[:2] == verified("coupled", range(4)).token_ids[:2]
-    assert found.broken_drafts == (2,)
-    assert all(0 <= token < VOCAB for row in found.token_ids for token in row)
-    assert len(found.token_ids[2]) <= 2
-    assert verified("block", [3]).token_ids[0] == found.token_ids[3]
+    found, broken = verified("block", range(4))
+    assert found[:2] == verified("coupled", range(4))[0][:2]
+    assert broken == (2,)
+    assert all(0 <= token < VOCAB for row in found for token in row)
+    assert len(found[2]) <= 2
+    assert verified("block", [3])[0][0] == found[3]
 
 
 @pytest.mark.parametrize("method", ["coupled", *METHODS])
@@ -118,8 +109,7 @@ def forced(acceptance, num_steps):
     words = torch.tensor([seed_words(seed) for seed in range(len(num_steps))], dtype=torch.int32)
     steps = torch.tensor(num_steps, dtype=torch.int32)
     at = torch.full((len(num_steps),), 100)
-    found: list[int] = forced_counts(words, at, steps, survival_table(acceptance, 8)).tolist()
-    return found
+    return forced_counts(words, at, steps, survival_table(acceptance, 8)).tolist()
 
 
 @given(st.integers(1, 8), st.floats(0, 1))
@@ -153,7 +143,7 @@ def test_a_request_emits_the_drafts_it_is_forced_to_and_then_the_targets_draw():
     target, _ = markov()
     drafts = [1, 2, 3]
     requests = Requests(target, [GREEDY] * 6, synthetic_acceptance=[0.6])
-    emitted = requests.verify([3, 0, 2, 3, 3, 1], [drafts] * 6).token_ids
+    emitted, _ = requests.verify([3, 0, 2, 3, 3, 1], [drafts] * 6)
     for tokens in emitted:
         kept = len(tokens) - 1
         assert tokens == [*drafts[:kept], int(target[[START, *drafts][kept]].argmax())]

@@ -1,41 +1,19 @@
-"""Layers whose matrices are spread over ranks. Alone, a rank gets the plain layers.
+"""Token embeddings and the output matrix, of one rank or spread over several.
 
-Sizes are this rank's own unless stated otherwise. A column-parallel product computes some of the
-outputs, a row-parallel one reads some of the inputs, and the norm that follows it adds up what all
-ranks made of theirs: one after the other they exchange one [T, H] tensor. (Megatron-LM, arXiv
-1909.08053.)
+Sizes are this rank's own unless stated otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple, Self
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from serve_spec.layers.embedding import Embedding, is_copy
 from serve_spec.layers.linear import Linear
-from serve_spec.layers.module import Destination, Shard
+from serve_spec.layers.module import Destination, Layer, Shard, parameter
 from serve_spec.parallel.group import TensorParallel
-
-
-def column_linear(
-    in_features: int, parts: Mapping[str, int], parallel: TensorParallel, bias: bool = False
-) -> Linear:
-    """Return a product of all inputs with this rank's rows of every part."""
-    if parallel.size == 1:
-        return Linear(in_features, parts, bias)
-    return ColumnParallelLinear(in_features, parts, parallel, bias)
-
-
-def row_linear(
-    in_features: int, parts: Mapping[str, int], parallel: TensorParallel, bias: bool = False
-) -> Linear:
-    """Return a product of this rank's inputs; the sum over ranks is left to `RMSNorm.add`."""
-    if parallel.size == 1:
-        return Linear(in_features, parts, bias)
-    return RowParallelLinear(in_features, parts, parallel, bias)
 
 
 def vocab_embedding(vocab_size: int, width: int, parallel: TensorParallel) -> Embedding:
@@ -52,49 +30,36 @@ def vocab_head(in_features: int, vocab_size: int, parallel: TensorParallel) -> L
     return VocabParallelHead(in_features, vocab_size, parallel)
 
 
-class ColumnParallelLinear(Linear):
-    """Rank r holds the r-th share of the rows of every part."""
+class Embedding(Layer):
+    """One row per token."""
 
-    def __init__(
-        self,
-        in_features: int,
-        parts: Mapping[str, int],
-        parallel: TensorParallel,
-        bias: bool = False,
-    ) -> None:
-        super().__init__(in_features, parts, bias)
-        self.parallel = parallel
+    def __init__(self, num_embeddings: int, width: int) -> None:
+        super().__init__()
+        self.weight = parameter(num_embeddings, width)
 
-    def tensors(self) -> dict[str, Destination]:
-        """See `Linear`; of matrices `size` times as high."""
-        return {name: _shard(view, 0, self.parallel) for name, view in self.views().items()}
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Look up tokens: [T] int64 -> [T, width]."""
+        return F.embedding(token_ids, self.weight)
 
+    __call__ = forward
 
-class RowParallelLinear(Linear):
-    """Rank r holds the r-th share of the columns: its result is an addend of the whole one."""
+    @property
+    def matrix(self) -> nn.Parameter:
+        """Return the table, for a head that shares it."""
+        return self.weight
 
-    def __init__(
-        self,
-        in_features: int,
-        parts: Mapping[str, int],
-        parallel: TensorParallel,
-        bias: bool = False,
-    ) -> None:
-        super().__init__(in_features, parts, bias)
-        self.parallel = parallel
+    def holds(self, table: Tensor) -> bool:
+        """Return whether `table` [V, width], of this dtype and device, is equal up to rounding."""
+        return is_copy(table, self.weight)
 
     def tensors(self) -> dict[str, Destination]:
-        """See `Linear`; of matrices `size` times as wide."""
-        return {
-            name: view if view.dim() == 1 else _shard(view, 1, self.parallel)
-            for name, view in self.views().items()
-        }
+        """Return the table."""
+        return {"weight": self.weight}
 
-    def finish(self) -> None:
-        """See `Linear`; leaves the bias to rank 0, so that it is added once."""
-        if self.bias is not None and self.parallel.rank:
-            self.bias.zero_()
-        super().finish()
+
+def is_copy(table: Tensor, original: Tensor) -> bool:
+    """Return whether both are the same, but for what a stay in float16 does to numbers."""
+    return table.shape == original.shape and torch.allclose(table, original, rtol=1e-2, atol=1e-4)
 
 
 class VocabParallelEmbedding(Embedding):
@@ -147,10 +112,7 @@ class VocabParallelHead(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product: [R, in] -> [R, vocab_size]."""
-        logits = self.parallel.all_gather(super().forward(x), dim=1)
-        if logits.shape[1] == self._share.vocab_size:
-            return logits
-        return logits[:, : self._share.vocab_size].contiguous()
+        return self.parallel.gather_columns(super().forward(x), self._share.vocab_size)
 
     __call__ = forward
 
@@ -174,9 +136,3 @@ class _VocabShare(NamedTuple):
         height = -(-vocab_size // parallel.size)
         start = min(parallel.rank * height, vocab_size)
         return cls(vocab_size, start, min(height, vocab_size - start), height)
-
-
-def _shard(tensor: Tensor, dim: int, parallel: TensorParallel) -> Shard:
-    """Return the rank's even share of a checkpoint tensor."""
-    length = tensor.shape[dim]
-    return Shard(tensor, dim, parallel.rank * length, parallel.size * length)

@@ -1,0 +1,386 @@
+"""Sockets between routers and replicas, with length-prefixed messages.
+
+A router listens; replicas connect when Serve passes them its address, and report their load every
+second. A Ray Serve call takes milliseconds, which would add to the time to first token.
+
+    request ─┐                               ┌─ one message per round ─> router 1
+    request ─┼─ put ─> ResponseQueue of its ─┤
+    request ─┘         router                └─ ...
+
+A slow router does not delay generation: its unsent deltas are merged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from serve_spec.log import get_logger
+from serve_spec.serving.errors import ReplicaLost, engine_failed, no_replica
+from serve_spec.serving.messages import (
+    Failed,
+    GenerateRequest,
+    Items,
+    ReplicaItem,
+    ReplicaMessage,
+    RouterMessage,
+    decode_replica_message,
+    decode_router_message,
+    encode_replica_message,
+    is_last,
+    merge_items,
+)
+
+if TYPE_CHECKING:
+    from serve_spec.serving.batching import Batcher
+
+logger = get_logger(__name__)
+
+_NUM_SECRET_BYTES = 32
+_MAX_HANDSHAKE_BYTES = 1024
+_HANDSHAKE_WITHIN_S = 10.0
+_CONNECT_WITHIN_S = 5.0
+_DRAIN_POLL_S = 0.02
+_NUM_LENGTH_BYTES = 4
+# Small, because items that wait in the queues before the socket are merged.
+_MAX_BUFFERED_BYTES = 64 * 2**10
+
+
+class RouterAddress(NamedTuple):
+    """The address of a router and the key that authenticates replicas."""
+
+    name: str
+    """Unique among routers."""
+    host: str
+    port: int
+    secret: bytes
+
+
+async def read_message(reader: asyncio.StreamReader, max_bytes: int | None = None) -> bytes:
+    """Return the next message.
+
+    Raises:
+        EOFError: the other end is gone.
+        OSError: the connection is broken, or the message has more than `max_bytes`.
+    """
+    num_bytes = int.from_bytes(await reader.readexactly(_NUM_LENGTH_BYTES), "little")
+    if max_bytes is not None and num_bytes > max_bytes:
+        raise OSError(f"a message of {num_bytes} bytes; at most {max_bytes} are allowed")
+    return await reader.readexactly(num_bytes)
+
+
+def write_message(writer: asyncio.StreamWriter, message: bytes) -> None:
+    """Send a message, buffered until the other end reads; no error if the connection is broken."""
+    writer.write(len(message).to_bytes(_NUM_LENGTH_BYTES, "little") + message)
+
+
+def configure(writer: asyncio.StreamWriter) -> None:
+    """Limit the write buffer and enable keep-alive, which detects a lost host within 20 s."""
+    writer.transport.set_write_buffer_limits(high=_MAX_BUFFERED_BYTES)
+    connection: socket.socket = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class ReplicaConnection:
+    """One connection and the latest load report of its replica."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self.writer = writer
+        self.rows: Mapping[str, int] = {}
+        """Requests at the replica by router."""
+        self.load: Mapping[str, Any] = {}
+        """`EngineReplica.record_routing_stats`; empty before the first report."""
+        self.is_closing = False
+        """Whether the replica is shutting down."""
+        self.num_quiet_checks = 0
+        self.is_unresponsive = False
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether requests may be sent to the replica."""
+        return bool(self.load) and not (self.is_closing or self.is_unresponsive)
+
+
+class ReplicaConnections:
+    """The connections of all replicas.
+
+    name: this router's name. host: the address at which replicas reach it.
+    handler: receives messages and failures of replicas.
+    max_quiet_checks: number of `check` calls without a message after which a replica counts as
+    unresponsive.
+    """
+
+    def __init__(self, name: str, host: str, handler: Batcher, max_quiet_checks: int) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family)
+        secret = secrets.token_bytes(_NUM_SECRET_BYTES)
+        self.address = RouterAddress(name, host, self._socket.getsockname()[1], secret)
+        self._handler = handler
+        self._max_quiet_checks = max_quiet_checks
+        self._connections: dict[str, ReplicaConnection] = {}
+        self._changed = asyncio.Event()
+
+    def usable(self) -> dict[str, ReplicaConnection]:
+        """Return the connections of replicas that take requests."""
+        return {
+            name: connection
+            for name, connection in self._connections.items()
+            if connection.is_usable
+        }
+
+    async def changed(self, within_s: float) -> None:
+        """Return when a replica becomes usable, or after `within_s` seconds."""
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(within_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    def send(self, replica: str, message: bytes) -> None:
+        """Send a message to a replica; no-op if it is gone."""
+        if replica in self._connections:
+            write_message(self._connections[replica].writer, message)
+
+    def check(self) -> None:
+        """Fail the requests of replicas that have become unresponsive.
+
+        Checks are counted instead of seconds, because none happen while this process is stalled.
+        """
+        for replica, connection in self._connections.items():
+            connection.num_quiet_checks += 1
+            if (
+                connection.num_quiet_checks >= self._max_quiet_checks
+                and not connection.is_unresponsive
+            ):
+                connection.is_unresponsive = True
+                logger.error("replica %s is unresponsive; its requests continue elsewhere", replica)
+                why = no_replica(f"replica {replica} does not respond")
+                self._handler.fail_replica(replica, ReplicaLost(why, replica=replica))
+
+    async def serve(self) -> None:
+        """Accept connections of replicas; never return."""
+        server = await asyncio.start_server(self._serve_replica, sock=self._socket)
+        await server.serve_forever()
+
+    async def _serve_replica(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        replica = await self._authenticate(reader)
+        if replica is None:
+            writer.close()
+            return
+        configure(writer)
+        connection = self._connections[replica] = ReplicaConnection(writer)
+        end = no_replica("the replica that had this request is gone")
+        try:
+            while True:
+                self._handle(
+                    replica, connection, decode_replica_message(await read_message(reader))
+                )
+        except (EOFError, OSError) as error:
+            logger.info("replica %s is gone: %r", replica, error)
+        except Exception as error:  # no request may wait forever
+            end = engine_failed(f"unreadable message of the replica ({error!r})")
+            logger.exception("unreadable message of replica %s", replica)
+        finally:
+            writer.close()
+            if self._connections.get(replica) is connection:
+                del self._connections[replica]
+                self._handler.fail_replica(replica, ReplicaLost(end, replica=replica))
+
+    async def _authenticate(self, reader: asyncio.StreamReader) -> str | None:
+        """Return the name of the connecting replica; None if its key is wrong."""
+        try:
+            async with asyncio.timeout(_HANDSHAKE_WITHIN_S):
+                handshake = await read_message(reader, _MAX_HANDSHAKE_BYTES)
+        except (EOFError, OSError, TimeoutError) as error:
+            logger.info("connection closed without a handshake: %r", error)
+            return None
+        secret, name = handshake[:_NUM_SECRET_BYTES], handshake[_NUM_SECRET_BYTES:]
+        if not hmac.compare_digest(secret, self.address.secret):
+            logger.warning("connection rejected: wrong key")
+            return None
+        return name.decode()
+
+    def _handle(self, replica: str, connection: ReplicaConnection, message: ReplicaMessage) -> None:
+        was_usable = connection.is_usable
+        connection.num_quiet_checks = 0
+        connection.is_unresponsive = False
+        connection.rows = message.rows
+        connection.load = message.load or connection.load
+        connection.is_closing = message.is_closing
+        if connection.is_usable and not was_usable:
+            self._changed.set()
+        self._handler.receive(replica, message)
+
+
+class ResponseQueue:
+    """Items for one router; iteration yields lists of the items added since the last one."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, asyncio.Task[None]] = {}
+        """Tasks of the requests whose last item has not been sent."""
+        self.is_load_due = False
+        """Whether the next message reports the load."""
+        self._items: Items = []
+        self._changed = asyncio.Event()
+        self._is_closed = False
+
+    def put(self, request_id: str, item: ReplicaItem) -> None:
+        """Add an item of a request."""
+        self._items.append((request_id, item))
+        self._changed.set()
+
+    def report_load(self) -> None:
+        """Make the iteration yield, even without items, so that the load is sent."""
+        self.is_load_due = True
+        self._changed.set()
+
+    def close(self) -> None:
+        """End the iteration after the queued items."""
+        self._is_closed = True
+        self._changed.set()
+
+    async def __aiter__(self) -> AsyncIterator[Items]:
+        while not self._is_closed or self._items:
+            await self._changed.wait()
+            # Let all requests of the round add their items first.
+            await asyncio.sleep(0)
+            self._changed.clear()
+            items, self._items = self._items, []
+            if len(items) > len(self.answers):
+                items = merge_items(items)
+            for request_id, item in items:
+                if is_last(item):
+                    self.answers.pop(request_id, None)
+            yield items
+
+
+class RouterConnections:
+    """The connections to all routers.
+
+    If a connection breaks, the requests of its router are cancelled.
+
+    name: this replica's name.
+    answer: puts all items of a request into a queue, the last one included.
+    cancel: cancels a request in the engine; no-op if it has ended.
+    load: returns `ReplicaMessage.load`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        answer: Callable[[GenerateRequest, ResponseQueue], Coroutine[Any, Any, None]],
+        cancel: Callable[[str], None],
+        load: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        self._name = name
+        self._answer = answer
+        self._cancel = cancel
+        self._load = load
+        self._queues: dict[str, ResponseQueue] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closing = False
+
+    async def connect(self, router: RouterAddress) -> None:
+        """Connect to a router and serve its requests; no-op if it is connected.
+
+        Raises:
+            OSError: it no longer listens.
+        """
+        if router.name in self._queues or self._is_closing:
+            return
+        self._queues[router.name] = queue = ResponseQueue()
+        try:
+            async with asyncio.timeout(_CONNECT_WITHIN_S):
+                reader, writer = await asyncio.open_connection(router.host, router.port)
+        except BaseException:
+            del self._queues[router.name]
+            raise
+        configure(writer)
+        write_message(writer, router.secret + self._name.encode())
+        self.report_load()
+        self._start(self._send(queue, writer))
+        self._start(self._serve(router.name, queue, reader, writer))
+
+    def report_load(self) -> None:
+        """Send the load to all routers; this also serves as a heartbeat."""
+        for queue in self._queues.values():
+            queue.report_load()
+
+    def num_requests(self) -> dict[str, int]:
+        """Return the number of requests by router."""
+        return {name: len(box.answers) for name, box in self._queues.items() if box.answers}
+
+    async def drain(self) -> None:
+        """Stop accepting requests; return once all have ended."""
+        self._is_closing = True
+        self.report_load()
+        while self.num_requests():
+            await asyncio.sleep(_DRAIN_POLL_S)
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections after their queued items."""
+        self._is_closing = True
+        for queue in self._queues.values():
+            queue.close()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(
+        self, router: str, queue: ResponseQueue, reader: asyncio.StreamReader, writer: Any
+    ) -> None:
+        """Handle messages of a router until the connection closes; then cancel its requests."""
+        try:
+            while True:
+                self._handle(decode_router_message(await read_message(reader)), queue)
+        except (EOFError, OSError) as error:
+            logger.info(
+                "router %s is gone, %d requests cancelled: %r", router, len(queue.answers), error
+            )
+        except Exception:
+            logger.exception("unreadable message of router %s", router)
+        finally:
+            del self._queues[router]
+            for request_id, answer in queue.answers.items():
+                self._cancel(request_id)
+                answer.cancel()
+            queue.answers.clear()
+            queue.close()
+            writer.close()
+
+    def _handle(self, message: RouterMessage, queue: ResponseQueue) -> None:
+        for request_id, request in message.requests:
+            if isinstance(request, Failed):
+                queue.put(request_id, request)
+            else:
+                answer = asyncio.create_task(self._answer(request, queue))
+                queue.answers[request_id] = answer
+        for request_id in message.cancelled:
+            self._cancel(request_id)
+
+    async def _send(self, queue: ResponseQueue, writer: asyncio.StreamWriter) -> None:
+        """Send items and load reports until the queue is closed."""
+        try:
+            async for items in queue:
+                load = self._load() if queue.is_load_due else None
+                queue.is_load_due = False
+                message = ReplicaMessage(items, self.num_requests(), load, self._is_closing)
+                write_message(writer, encode_replica_message(message))
+                await writer.drain()
+        except OSError as error:
+            logger.debug("connection closed: %r", error)
+        finally:
+            writer.close()
