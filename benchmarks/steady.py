@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from serve_spec.adaptive import AdaptiveController
-from serve_spec.bench.harness import steady_batch
+from serve_spec.bench.harness import room, steady_batch
 from serve_spec.bench.workload import TextKind, TextRequest
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.core.record import StepRecord
@@ -25,8 +25,6 @@ from serve_spec.engine.engine import SpecEngine
 WARM_UP_STEPS = 4
 """Steps not counted after a change of variant: one was launched ahead, and drafts are extended."""
 TRIAL_STEPS = 12
-_MIN_BATCHED_TOKENS = 2048
-_MIN_PAGES = 256
 
 Controllers: TypeAlias = Mapping[str, Sequence[AdaptiveController]]
 """Controllers by variant; a variant alternates between its controllers every step."""
@@ -65,16 +63,9 @@ class SteadyLoad:
 
 def with_room(config: ServeSpecConfig, largest: SteadyLoad, max_steps: int) -> ServeSpecConfig:
     """Return the configuration with room for the largest batch, so that no draft is cut."""
-    batch_size = largest.batch_size
     num_tokens = largest.prompt_tokens + largest.max_tokens + 2 * (max_steps + 1)
-    num_pages = batch_size * -(-num_tokens // config.cache.page_size)
-    num_batched = max(_MIN_BATCHED_TOKENS, 2 * batch_size * (max_steps + 1))
-    return ServeSpecConfig.load(
-        config,
-        max_num_seqs=batch_size,
-        max_num_batched_tokens=max(config.scheduler.max_num_batched_tokens, num_batched),
-        num_pages=max(config.cache.num_pages or 0, num_pages, _MIN_PAGES),
-    )
+    sizes = room(config, largest.batch_size, num_tokens, max_steps)
+    return ServeSpecConfig.load(config, **sizes)
 
 
 def run_variants(

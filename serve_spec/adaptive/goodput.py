@@ -8,8 +8,8 @@ share of the time. `SpeedGuard` turns speculation off where it was measured to l
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from serve_spec.adaptive.drafts import DraftKnowledge
 from serve_spec.adaptive.exploration import EXPLORE_AFTER, PLAN_ROUNDS, Exploration, SpeedGuard
 from serve_spec.adaptive.planner import Candidate, Load, Planner, PromptLoad
 from serve_spec.adaptive.policy import StepPolicy
-from serve_spec.adaptive.trees import AllowedShapes
+from serve_spec.config.adaptive_file import slot_of
 from serve_spec.config.cost_table import CostTable
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.record import StepRecord
@@ -27,6 +27,39 @@ from serve_spec.core.round import DecodeBatch, Reason, RoundNotes, RoundSteps
 
 MOVE_GAIN = 1.015
 """Predicted gain that changes the depth; turning off needs none."""
+
+SMALL_TREES = {1: (DraftShape(4, 15, 4), DraftShape(6, 31, 4)), 9: ()}
+"""Trees that goodput may choose though none are configured, by the least batch size."""
+DEFAULT_MAX_STEPS = 7
+
+
+@dataclass(frozen=True)
+class AllowedShapes:
+    """Shapes that goodput may choose.
+
+    `bounds`: most steps by the lower bound of a batch-size slot; empty: `max_steps` everywhere.
+    `trees`: what a batch may draft instead of chains, by the same slots.
+    """
+
+    max_steps: int = DEFAULT_MAX_STEPS
+    bounds: Mapping[int, int] = field(default_factory=dict)
+    trees: Mapping[int, Sequence[DraftShape]] = field(default_factory=dict)
+
+    @property
+    def shapes(self) -> tuple[DraftShape, ...]:
+        """Every chain, then every tree."""
+        branched = sorted({tree for shapes in self.trees.values() for tree in shapes})
+        return (*map(DraftShape.chain, range(self.max_steps + 1)), *branched)
+
+    def bound(self, batch_size: int) -> int:
+        """Return the most steps of a batch."""
+        if not self.bounds:
+            return self.max_steps
+        return min(self.max_steps, self.bounds[slot_of(self.bounds, batch_size)])
+
+    def trees_of(self, batch_size: int) -> Sequence[DraftShape]:
+        """Return the trees that a batch may draft."""
+        return self.trees[slot_of(self.trees, batch_size)] if self.trees else ()
 
 
 class GoodputPolicy(StepPolicy):

@@ -1,4 +1,4 @@
-"""From a configuration, or a live change of it, to a policy."""
+"""From a configuration, or a live change of it, to a policy and the shapes that it may draft."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from serve_spec.adaptive import trees
 from serve_spec.adaptive.ema import AdaptiveSpeculativeParams, EmaPolicy
-from serve_spec.adaptive.goodput import GoodputPolicy
+from serve_spec.adaptive.goodput import (
+    DEFAULT_MAX_STEPS,
+    SMALL_TREES,
+    AllowedShapes,
+    GoodputPolicy,
+)
 from serve_spec.adaptive.per_request import MAX_STEPS as PER_REQUEST_STEPS
 from serve_spec.adaptive.per_request import PerRequestPolicy
 from serve_spec.adaptive.policy import StaticPolicy, StepPolicy
@@ -123,7 +127,7 @@ class PolicySettings:
             return StaticPolicy(self.shape)
         if self.strategy == "per_request" and self._deepest:
             most = min(self._deepest, PER_REQUEST_STEPS)
-            tree = self.tree and trees.of_depth(self.tree, min(self.tree.depth, most))
+            tree = self.tree and of_depth(self.tree, min(self.tree.depth, most))
             return PerRequestPolicy(tree or DraftShape.chain(most))
         if costs is None or not self.needs_costs:
             params = AdaptiveSpeculativeParams(initial_steps, self.ema_slots, self.min_dwell_rounds)
@@ -131,7 +135,7 @@ class PolicySettings:
             return EmaPolicy(params, self._trees if self.strategy == "ema" else {})
         return GoodputPolicy(
             costs,
-            trees.AllowedShapes(
+            AllowedShapes(
                 self._deepest,
                 {key: slot.candidate_steps[-1] for key, slot in (self.slots or {}).items()},
                 self._trees,
@@ -161,17 +165,52 @@ class PolicySettings:
             listed = any(s.candidate_trees is not None for s in (self.slots or {}).values())
             if not self.has_small_trees or listed or self.strategy != "goodput":
                 return {}
-            of_depth = trees.SMALL_TREES.items()
-            return {k: tuple(t for t in each if t.depth <= self._deepest) for k, each in of_depth}
+            small = SMALL_TREES.items()
+            return {k: tuple(t for t in each if t.depth <= self._deepest) for k, each in small}
         if self.strategy == "ema":
-            return {k: trees.by_depth(self.tree, slot) for k, slot in self.ema_slots.items()}
+            return {k: by_depth(self.tree, slot) for k, slot in self.ema_slots.items()}
         slots = self.slots or {1: SlotConfig(candidate_steps=(self._deepest,))}
-        return {k: trees.candidates(self.tree, slot) for k, slot in slots.items()}
+        return {k: candidates(self.tree, slot) for k, slot in slots.items()}
 
     @property
     def _deepest(self) -> int:
         """The depth that the user's slots allow; without any, the strategy's and the draft's."""
         if self.slots is not None:
             return max(slot.candidate_steps[-1] for slot in self.slots.values())
-        default = PER_REQUEST_STEPS if self.strategy == "per_request" else trees.DEFAULT_MAX_STEPS
+        default = PER_REQUEST_STEPS if self.strategy == "per_request" else DEFAULT_MAX_STEPS
         return min(default, self.max_steps or default)
+
+
+def ladder(tree: DraftShape) -> tuple[DraftShape, ...]:
+    """Return `tree`, half its drafts and a level less, and so on while it branches; ascending."""
+    shapes = [tree]
+    while len(shapes) < 3:  # each has to be built and measured
+        depth = shapes[-1].depth - 1
+        size = min(shapes[-1].size // 2, shapes[-1].size_at(depth))
+        if not 1 <= depth < size:
+            break
+        shapes.append(DraftShape(depth, size, tree.topk))
+    return tuple(sorted(shapes))
+
+
+def of_depth(tree: DraftShape, depth: int) -> DraftShape:
+    """Return the tree of another depth: as many drafts as `tree`, or all its beam makes."""
+    return DraftShape(depth, max(tree.size_at(depth), depth), tree.topk)
+
+
+def candidates(tree: DraftShape, slot: SlotConfig) -> tuple[DraftShape, ...]:
+    """Return the trees a slot lists, or else the ladder from `tree` within the slot's depth."""
+    if slot.candidate_trees is not None:
+        return tuple(
+            DraftShape(depth, tokens - 1, tree.topk) for depth, tokens in slot.candidate_trees
+        )
+    depth = min(tree.depth, slot.candidate_steps[-1])
+    return ladder(of_depth(tree, depth)) if depth else ()
+
+
+def by_depth(tree: DraftShape, slot: SlotConfig) -> tuple[DraftShape, ...]:
+    """Return a tree for each number of steps: the largest a slot lists, or else one like `tree`."""
+    if slot.candidate_trees is None:
+        return tuple(of_depth(tree, steps) for steps in slot.candidate_steps if steps)
+    largest = {listed.depth: listed for listed in candidates(tree, slot)}
+    return tuple(largest[steps] for steps in slot.candidate_steps if steps in largest)

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.bench.adaptive_report import plot, summary, tables, trial_figures
 from serve_spec.bench.command import configured
-from serve_spec.bench.harness import ClosedLoop, engine_beside, equal_prefixes
+from serve_spec.bench.harness import ClosedLoop, engine_beside, equal_prefixes, room
 from serve_spec.bench.report import (
     Record,
     append_record,
@@ -39,7 +39,6 @@ from serve_spec.bench.workload import (
     prompts_by_source,
     steady_batches,
 )
-from serve_spec.config import ServeSpecConfig
 from serve_spec.engine.build import rank_device
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.llm import LLM
@@ -53,7 +52,6 @@ WARM_UP_SHARE = 0.25
 """Part of a steady-state batch that passes before it is measured: fresh policies have to learn."""
 WARM_UP_TOKENS = 12
 NUM_PROMPTS = 256
-MIN_BATCHED_TOKENS = 2048
 
 _MOST_PHASES = 1000
 
@@ -84,7 +82,15 @@ def _measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     tokens = args.output_tokens or (STEADY_TOKENS if args.cells else OUTPUT_TOKENS)
     make_loads = steady_batches if args.cells else phases
     loads = make_loads(batch_sizes, args.classes, args.temperatures or [None], tokens)
-    llm = LLM(config, **_sizes(config, args, max(batch_sizes), tokens))
+    deepest = max([*args.num_steps, 0])
+    longest = args.prompt_tokens + round(tokens * (1 + SPREAD)) + deepest
+    num_variants = 1 + len({*args.num_steps} - {0}) + len(args.variants)
+    llm = LLM(
+        config,
+        **room(config, max(batch_sizes), longest, deepest, num_variants),
+        speculative_adaptive=True,
+        speculative_adaptive_strategy="goodput",  # measures costs and captures every depth
+    )
     engine = llm.engine
     variants = make_variants(engine.controller, args.num_steps, args.variants)
     prompts = prompts_by_source(
@@ -115,29 +121,6 @@ def _measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     yield {**place, **record}
     finally:
         gc.unfreeze()
-
-
-def _sizes(
-    config: ServeSpecConfig, args: argparse.Namespace, max_batch_size: int, num_tokens: int
-) -> dict[str, Any]:
-    """Return sizes with room for the largest batch of every variant, so that drafts are never cut.
-
-    The engine is built for strategy goodput: it measures costs and captures every depth.
-    """
-    deepest = max([*args.num_steps, 0])
-    num_batched = max(MIN_BATCHED_TOKENS, 2 * max_batch_size * (deepest + 1))
-    sizes = {
-        "speculative_adaptive": True,
-        "speculative_adaptive_strategy": "goodput",
-        "max_num_seqs": max_batch_size,
-        "max_num_batched_tokens": max(config.scheduler.max_num_batched_tokens, num_batched),
-    }
-    if config.cache.num_pages is not None:
-        longest = args.prompt_tokens + round(num_tokens * (1 + SPREAD)) + deepest
-        num_variants = 1 + len({*args.num_steps} - {0}) + len(args.variants)
-        num_pages = num_variants * max_batch_size * -(-longest // config.cache.page_size)
-        sizes["num_pages"] = max(config.cache.num_pages, num_pages)
-    return sizes
 
 
 class _Bench:

@@ -60,14 +60,14 @@ def break_even_rate(num_steps: int, round_ms: Sequence[float]) -> float | None:
     needed = round_ms[num_steps] / round_ms[0]
     if needed > num_steps + 1:
         return None
+    if needed <= 1:
+        return 0.0
     low, high = 0.0, 1.0
     for _ in range(60):  # to float precision
         middle = (low + high) / 2
-        if tokens_per_round(middle, num_steps) < needed:
-            low = middle
-        else:
-            high = middle
-    return high if needed > 1 else 0.0
+        pays = tokens_per_round(middle, num_steps) >= needed
+        low, high = (low, middle) if pays else (middle, high)
+    return high
 
 
 def break_even(round_ms: Sequence[float]) -> BreakEven | None:

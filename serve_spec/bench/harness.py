@@ -15,12 +15,14 @@ from statistics import fmean, harmonic_mean
 
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.bench.workload import TextRequest
+from serve_spec.config import ServeSpecConfig
 from serve_spec.core.record import StepRecord
 from serve_spec.core.request import SamplingParams, TokenDelta
 from serve_spec.core.sequence import Sequence as EngineSequence
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.scheduler.scheduler import Scheduler
 
+MIN_BATCHED_TOKENS = 2048
 WARM_UP_STEPS = 2
 """Full steps of a batch that are not counted: drafts are extended over the prompts there."""
 
@@ -50,6 +52,24 @@ def recorded_steps(engine: SpecEngine) -> Iterator[list[StepRecord]]:
         yield records
     finally:
         engine.metrics, engine.controller = sink, controller
+
+
+def room(
+    config: ServeSpecConfig, batch_size: int, num_tokens: int, depth: int, num_batches: int = 1
+) -> dict[str, int]:
+    """Return sizes with room for batches of full depth, so that no draft is cut.
+
+    num_tokens: of a request, drafts included.
+    """
+    num_batched = max(MIN_BATCHED_TOKENS, 2 * batch_size * (depth + 1))
+    sizes = {
+        "max_num_seqs": batch_size,
+        "max_num_batched_tokens": max(config.scheduler.max_num_batched_tokens, num_batched),
+    }
+    if config.cache.num_pages is not None:
+        num_pages = num_batches * batch_size * -(-num_tokens // config.cache.page_size)
+        sizes["num_pages"] = max(config.cache.num_pages, num_pages)
+    return sizes
 
 
 def engine_beside(engine: SpecEngine, controller: AdaptiveController) -> SpecEngine:

@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from serve_spec.adaptive import AdaptiveController, PolicySettings
-from serve_spec.adaptive.trees import ladder
+from serve_spec.adaptive.settings import ladder
 from serve_spec.bench.command import configured
 from serve_spec.bench.harness import equal_prefixes, steady_batch
 from serve_spec.bench.report import environment, run_record, table

@@ -49,6 +49,19 @@ class QuietFleet:
         return {}
 
 
+async def _deltas(stream):
+    """Yield what a stream hands over."""
+    items = asyncio.Queue()
+    reader = asyncio.create_task(stream.each(items.put_nowait))
+    reader.add_done_callback(items.put_nowait)
+    try:
+        while (item := await items.get()) is not reader:
+            yield item
+        await reader
+    finally:
+        reader.cancel()
+
+
 class LoopFleet(QuietFleet):
     """What `RayFleet` and `EngineReplica` do together, without Ray between them."""
 
@@ -60,7 +73,7 @@ class LoopFleet(QuietFleet):
         try:
             stream = await self.loop.submit(request.prompt, request.params, request.request_id)
             yield Accepted(stream.num_prompt_tokens, "here")
-            async for delta in stream:
+            async for delta in _deltas(stream):
                 yield delta
         except InvalidRequest as error:
             yield Refused(error)

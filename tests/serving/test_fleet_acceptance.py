@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.adaptive.goodput import GoodputPolicy
-from serve_spec.adaptive.trees import AllowedShapes
+from serve_spec.adaptive.goodput import AllowedShapes, GoodputPolicy
 from serve_spec.serving.fleet_stats import FleetStats
 from tests.helpers.simulated_costs import GPU_8B, recorded_table
 

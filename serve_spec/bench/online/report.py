@@ -47,11 +47,8 @@ class Objective:
         if served.error is not None:
             return False
         tpot_s = served.tpot_s or 0.0  # a single token has no time per further token
-        return _within(served.ttft_s, self.ttft_ms) and _within(tpot_s, self.tpot_ms)
-
-
-def _within(seconds: float, limit_ms: float | None) -> bool:
-    return limit_ms is None or seconds * 1e3 <= limit_ms
+        limits = (served.ttft_s, self.ttft_ms), (tpot_s, self.tpot_ms)
+        return all(limit is None or seconds * 1e3 <= limit for seconds, limit in limits)
 
 
 def measure(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -84,9 +83,7 @@ def nothing(num_steps):
 
 
 def slot(target, key):
-    slots: Any = target.snapshot()["slots"]
-    found: dict[str, Any] = slots[key]
-    return found
+    return target.snapshot()["slots"][key]
 
 
 def test_the_adaptive_config_of_the_configuration_is_used(tmp_path):
@@ -232,7 +229,7 @@ def test_every_choice_is_a_candidate_of_the_slot_and_was_announced_to_the_worker
         steps = play(made, batch_size, lambda k, share=share: round(share * k))
         assert steps in ladders[str(made.snapshot()["slot"])]
         assert steps in depths(made)
-    counted: Any = made.snapshot()["rounds_by_num_steps"]
+    counted = made.snapshot()["rounds_by_num_steps"]
     assert sum(counted.values()) == len(rounds)
 
 
@@ -266,7 +263,7 @@ def test_a_live_change_replaces_the_policy_and_keeps_tier_and_counts():
 
 def test_a_live_change_is_to_the_configuration_whatever_was_said_before():
     """A replica that starts later must do what those do that went through every change."""
-    changes: list[dict[str, Any]] = [
+    changes = [
         {"speculative_adaptive": False, "speculative_num_steps": 7},
         {"speculative_adaptive_config": {"candidate_steps": [3, 7]}},
         {"min_dwell_rounds": 40},
@@ -317,8 +314,8 @@ class TestAStartFromWhatOthersLearned:
 
     @staticmethod
     def rates(target):
-        acceptance: Any = target.snapshot()["acceptance"]
-        return [position["accept_rate"] for position in acceptance["positions"]]
+        positions = target.snapshot()["acceptance"]["positions"]
+        return [position["accept_rate"] for position in positions]
 
     def test_it_is_what_the_policy_expects_of_unseen_drafts(self):
         target = self.make()
@@ -369,7 +366,7 @@ class TestAPolicyThatFails:
 
     @pytest.mark.parametrize("method", ["choose", "observe"])
     def test_for_a_defect(self, monkeypatch, method):
-        said: list[str] = []
+        said = []
         target = self.make(said)
         with monkeypatch.context() as patch:
             patch.setattr(GoodputPolicy, method, fail)

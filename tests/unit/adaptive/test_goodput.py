@@ -19,10 +19,9 @@ from benchmarks.simulator import Phase, Simulator
 from serve_spec.adaptive.costs import Costs, Work
 from serve_spec.adaptive.drafts import PositionRates
 from serve_spec.adaptive.exploration import EXPLORED_SHARE, SpeedGuard
-from serve_spec.adaptive.goodput import GoodputPolicy
+from serve_spec.adaptive.goodput import AllowedShapes, GoodputPolicy
 from serve_spec.adaptive.planner import Load, Planner
 from serve_spec.adaptive.policy import StaticPolicy
-from serve_spec.adaptive.trees import AllowedShapes
 from serve_spec.bench.trace import load_traces
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.record import StepTimes
@@ -38,7 +37,7 @@ CHAIN = DraftShape.chain
 
 def goodput(**fields):
     fields = {"min_dwell_rounds": 0, "token_counts": COUNTS, **fields}
-    return GoodputPolicy(recorded_table(GPU_8B, SIZES), **fields)  # type: ignore[arg-type]
+    return GoodputPolicy(recorded_table(GPU_8B, SIZES), **fields)
 
 
 def play(policy, size, num, rate, prompt_ms=0.0):
@@ -46,7 +45,7 @@ def play(policy, size, num, rate, prompt_ms=0.0):
 
     prompt_ms: what prompts add to rounds that explore.
     """
-    ran: Counter[DraftShape] = Counter()
+    ran = Counter()
     for _ in range(num):
         steps = policy.choose(decode_batch(size))
         rows = steps.steps_per_req or [steps.shape.depth] * size
@@ -391,7 +390,7 @@ def ran_of(chain_rate, tree_rate, num_rounds):
 def test_what_trees_gain_over_chains_is_learned_whatever_was_believed():
     assert ran_of(0.6, 0.8, 1000)[TREE] > 450
     assert ran_of(0.7, 0.7, 8000)[TREE] < 400
-    assert ran_of(0.7, 0.2, 8000)[TREE] < 400
+    assert ran_of(0.7, 0.2, 2000)[TREE] < 100
 
 
 def test_a_tree_on_a_hard_text_tells_that_chains_fail_too():

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.adaptive import AdaptiveController, PolicySettings
-from serve_spec.adaptive.trees import SMALL_TREES, candidates, ladder, of_depth
+from serve_spec.adaptive.goodput import SMALL_TREES
+from serve_spec.adaptive.settings import candidates, ladder, of_depth
 from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.adaptive_file import load_slots
 from serve_spec.config.base import validate
@@ -136,7 +137,7 @@ def test_a_fixed_tier_can_be_made_a_chain_and_a_tree_again():
     assert asked(num_steps=0) == PLAIN
     assert asked(num_steps=4, num_draft_tokens=16) == CONFIGURED
     # A change of shape alone counts as a change of tier.
-    assert sum(controller.snapshot()["switches"].values()) == 4  # type: ignore[attr-defined]
+    assert sum(controller.snapshot()["switches"].values()) == 4
 
 
 def test_trees_that_were_not_built_are_refused_and_nothing_changes():

@@ -154,7 +154,7 @@ def test_a_wrong_offline_configuration_is_refused_before_anything_is_sent():
 @pytest.fixture
 def started(monkeypatch):
     """Configurations of the servers of all variants, which run in threads of this process."""
-    configs: list[ServeSpecConfig] = []
+    configs = []
 
     @contextmanager
     def in_a_thread(command, client_cores):

@@ -39,7 +39,7 @@ def failed(error, due=0.0):
 
 
 def figures(*runs, objective=None, side=HTTP):
-    texts: dict[int, str] = {}
+    texts = {}
     add_texts(texts, runs)
     return measure("load", side, runs, objective or Objective(), texts)
 
@@ -135,7 +135,7 @@ def test_a_text_is_compared_with_the_first_whole_one_of_its_request():
         LoadRun([answer(text="a"), answer(text="c")]),
         LoadRun([answer(text="a"), answer(text="b")]),
     ]
-    texts: dict[int, str] = {}
+    texts = {}
     add_texts(texts, runs)
     assert texts == {0: "a", 1: "b"}
     found = figures(*runs)

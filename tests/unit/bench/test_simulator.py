@@ -12,10 +12,9 @@ from benchmarks.simulator import Phase, Simulator, _row_steps
 from serve_spec.adaptive.policy import StaticPolicy
 from serve_spec.bench.trace import AcceptanceTrace, TraceSet, load_traces
 from serve_spec.core.draft import DraftShape
-from serve_spec.core.record import StepRecord
 from serve_spec.core.round import DecodeBatch, Reason, RoundSteps
 from serve_spec.scheduler.requests import fair_drafts
-from tests.helpers.simulated_costs import TWO_CPU_CORES, RoundShape
+from tests.helpers.simulated_costs import TWO_CPU_CORES
 
 TRACES = load_traces(Path(__file__).parents[2] / "data" / "acceptance_traces.json")
 PHASES = [
@@ -35,7 +34,7 @@ class RandomPolicy:
     def __init__(self, numbers):
         self.numbers = numbers
         self.num_rounds = 0
-        self.forgotten: list[str] = []
+        self.forgotten = []
 
     def choose(self, batch):
         self.num_rounds += 1
@@ -56,7 +55,7 @@ class RandomPolicy:
 
 def rounds_of(policy, phase, costs=TWO_CPU_CORES, **limits):
     """A phase and all its rounds."""
-    rounds: list[tuple[DecodeBatch, RoundSteps, StepRecord]] = []
+    rounds = []
     simulator = Simulator(
         policy, TRACES, costs, on_round=lambda *told: rounds.append(told), **limits
     )
@@ -93,7 +92,7 @@ def test_drafts_are_granted_as_the_scheduler_grants_them(rows, max_draft_tokens,
 
 @pytest.mark.parametrize("mixes", [False, True])
 def test_prompts_run_alone_or_in_mixed_batches_and_all_are_computed(mixes):
-    told: list[RoundShape] = []
+    told = []
 
     def costs(shape):
         told.append(shape)

@@ -92,7 +92,7 @@ def test_a_fixed_depth_replays_to_the_rounds_the_engine_takes(make, traces, num_
         for r in steps
         if r.record.batch_size
     ]
-    replayed: list[tuple[int, int, int]] = []
+    replayed = []
     simulator = Simulator(
         StaticPolicy(DraftShape.chain(num_steps)),
         traces,
@@ -150,7 +150,7 @@ def test_trees_replay_to_the_rounds_the_engine_takes_until_texts_near_their_end(
         for r in steps
         if not r.record.shape.is_chain
     ]
-    replayed: list[tuple[int, int]] = []
+    replayed = []
     simulator = Simulator(
         StaticPolicy(TREE),
         with_tree,
