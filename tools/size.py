@@ -23,10 +23,10 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "package lines": Budget(31_000, current=41_360),
-    "package files": Budget(200, current=210),
+    "package lines": Budget(31_000, current=38_841),
+    "package files": Budget(200),
     "package folders": Budget(18),
-    "tests lines": Budget(27_000, current=34_422),
+    "tests lines": Budget(27_000, current=33_020),
     "longest file": Budget(500),
     "longest class": Budget(250),
     "longest function": Budget(60),
