@@ -42,7 +42,6 @@ def time_exchanges(
     """Time collectives by number of rows. Every rank runs this; rank 0 writes.
 
     add_norm_us: a sum with the addition and norm that follow it; norm_us: those two alone.
-    sum_logits_us: the sum of the embeddings, and the gather of the logits.
     nccl_us, one_shot_us, two_shot_us: the same sum by NCCL and by torch's symmetric memory.
     """
     # NVLink multicast is not needed.
@@ -64,24 +63,18 @@ def time_exchanges(
             "sum_us": partial(group.all_reduce, x),
             "add_norm_us": partial(group.add_norm, x, *norm),
             "norm_us": partial(SINGLE.add_norm, x, *norm),
-            "sum_logits_us": partial(sum_and_gather, group, x, logits),
+            "logits_us": partial(group.gather_columns, logits, size * logits.shape[1]),
             "draws_us": partial(group.broadcast, ids),
             **(_sums_of_torch(x) if on_gpus else {}),
         }
         us = {name: time_us(group, run, device) for name, run in exchanges.items()}
-        # Two sums of each layer are followed by a norm.
+        # Two sums of each layer are followed by a norm; one more is that of the embeddings.
         of_layers = 2 * shape.num_layers * (us["add_norm_us"] - us["norm_us"])
-        forward_ms = (of_layers + us["sum_logits_us"] + us["draws_us"]) / 1e3
+        forward_ms = (of_layers + us["sum_us"] + us["logits_us"] + us["draws_us"]) / 1e3
         if rank == 0:
             row = {"tensor_parallel_size": size, "rows": count, **us, "forward_ms": forward_ms}
             print_record(args.json, section="exchanges", **row)
     group.close()
-
-
-def sum_and_gather(group: TensorParallel, x: torch.Tensor, logits: torch.Tensor) -> None:
-    """Sum x, and gather the columns of the logits; gathers need a sum between them."""
-    group.all_reduce(x)
-    group.gather_columns(logits, group.size * logits.shape[1])
 
 
 def _sums_of_torch(x: torch.Tensor) -> Exchanges:

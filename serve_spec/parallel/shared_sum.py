@@ -66,6 +66,7 @@ class SharedSum:
         self._memory = memory
         self._owner = owner
         self._yes = torch.ones_like(memory.released)
+        self._zeros = torch.zeros(4, device=memory.released.device)
         device = memory.released.device
         # A sum that waits holds up its stream, and streams of its priority may share its queue.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
@@ -87,7 +88,10 @@ class SharedSum:
 
     def gather_columns(self, x: Tensor, start: int, width: int) -> Tensor | None:
         """See `shared_sum.gather_columns`; None if x does not fit."""
-        return gather_columns(x, start, width, self._memory) if fits_gather(x, width) else None
+        if not fits_gather(x, width):
+            return None
+        self.add_up(self._zeros)
+        return gather_columns(x, start, width, self._memory)
 
     def residual_fits(self, x: Tensor, residual: Tensor) -> bool:
         """Return whether `add_norm` takes them."""

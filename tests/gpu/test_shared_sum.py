@@ -106,7 +106,6 @@ def gathers_are_lawful(group):
         width = columns * group.size - padding
         expected = torch.cat(parts, 1)[:, :width]
         for _ in range(3):
-            group.all_reduce(torch.ones(4, device=group._device))
             found.append(torch.equal(group.gather_columns(parts[group.rank], width), expected))
     return all(found)
 

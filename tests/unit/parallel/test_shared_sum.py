@@ -101,8 +101,12 @@ def test_a_group_sums_in_shared_memory_what_fits_and_the_rest_as_ever(tmp_path):
         assert (group.all_reduce(whole) == 3).all()
         add_norm(CAPACITY_BYTES // 4000 + 1, 1000)
         assert memory.counts[:7].tolist() == [2, 2, 1, 1, 1, 1, 0]
+        for turn in range(3):
+            columns = torch.full((2, 3), group.rank + turn)
+            expected = torch.cat([columns - group.rank, columns - group.rank + 1], 1)[:, :5]
+            assert torch.equal(group.gather_columns(columns.float(), 5), expected)
         add_norm(NUM_PROGRAMS + 1, 1)
-        assert memory.counts[:7].tolist() == [3, 2, 1, 1, 1, 1, 0], "a sum that fits, then a norm"
+        assert memory.counts[:7].tolist() == [9, 5, 4, 4, 4, 4, 3], "a sum that fits, then a norm"
 
     with ThreadPoolExecutor(SIZE) as pool:
         list(pool.map(run, groups))
