@@ -287,7 +287,7 @@ class GoodputPolicy(StepPolicy):
             "explored_share": round(self._exploration.share, 6),
             **self.drafts.snapshot(),
             "costs": self.costs.snapshot(),
-            "marginal_ms_by_rows": self._planner.marginal_ms(
+            "marginal_ms_by_batch_size": self._planner.marginal_ms(
                 self._load.work, self.drafts.chains.rates, self.allowed.bound
             ),
             "break_even": {

@@ -94,7 +94,7 @@ class ReplicaConnection:
     """One connection and the latest load report of its replica."""
 
     writer: asyncio.StreamWriter
-    rows: Mapping[str, int] = field(default_factory=dict)
+    num_requests: Mapping[str, int] = field(default_factory=dict)
     """Requests at the replica by router."""
     load: Mapping[str, Any] = field(default_factory=dict)
     """`EngineReplica.record_routing_stats`; empty before the first report."""
@@ -215,7 +215,7 @@ class ReplicaConnections:
         was_usable = connection.is_usable
         connection.num_quiet_checks = 0
         connection.is_unresponsive = False
-        connection.rows = message.rows
+        connection.num_requests = message.num_requests
         connection.load = message.load or connection.load
         connection.is_closing = message.is_closing
         if connection.is_usable and not was_usable:

@@ -122,7 +122,7 @@ class ReplicaMessage(NamedTuple):
     """Message of a replica to a router: the items of a round, if any, and the load."""
 
     items: Items
-    rows: Mapping[str, int] = {}
+    num_requests: Mapping[str, int] = {}
     """Number of the replica's requests by router."""
     load: Mapping[str, Any] | None = None
     """`EngineReplica.record_routing_stats`, sent periodically."""

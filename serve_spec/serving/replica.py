@@ -90,13 +90,13 @@ class EngineReplica:
             "kv",
             "speculative_num_steps",
             "avg_spec_accept_length",
-            "marginal_ms_by_rows",
+            "marginal_ms_by_batch_size",
         )
         return {
             **{name: state.get(name) for name in wanted},
             "replica": self._name,
             "is_healthy": self._is_healthy(),
-            "rows": self._routers.num_requests(),
+            "num_requests": self._routers.num_requests(),
         }
 
     def record_autoscaling_stats(self) -> dict[str, float]:

@@ -78,22 +78,22 @@ class ReplicaLoad:
     is_short_of_pages: bool = False
     """Whether requests wait for KV pages; a new one would queue behind them."""
     is_healthy: bool = True
-    marginal_ms_by_rows: Mapping[int, float] | None = None
+    marginal_ms_by_batch_size: Mapping[int, float] | None = None
     """ms/token of one more request, by number of requests (`adaptive.marginal`); None: no table."""
     matched_blocks: int = 0
     """Blocks of the batch's prompts that the replica was sent before."""
 
     @property
-    def rows(self) -> int:
+    def num_requests(self) -> int:
         """Requests of all routers."""
         return self.own_requests + self.other_requests
 
     def marginal_ms(self, num_requests: int) -> float:
         """Return the mean ms/token of `num_requests` additional requests."""
-        assert self.marginal_ms_by_rows, "balanced is the policy without costs"
-        known = sorted(self.marginal_ms_by_rows.items())
-        rows = range(self.rows, self.rows + num_requests)
-        return sum(_between(known, row) for row in rows) / num_requests
+        assert self.marginal_ms_by_batch_size, "balanced is the policy without costs"
+        known = sorted(self.marginal_ms_by_batch_size.items())
+        counts = range(self.num_requests, self.num_requests + num_requests)
+        return sum(_between(known, count) for count in counts) / num_requests
 
 
 def ranked(
@@ -114,8 +114,8 @@ def ranked(
     order = _order(policy, loads, num_requests, load_factor)
 
     def key(load: ReplicaLoad) -> tuple[Any, ...]:
-        is_full = load.is_short_of_pages or load.rows + num_requests > load.max_requests
-        has_to_wait = load.rows + num_requests > load.num_slots
+        is_full = load.is_short_of_pages or load.num_requests + num_requests > load.max_requests
+        has_to_wait = load.num_requests + num_requests > load.num_slots
         return (not load.is_healthy, load.name in avoid, is_full, has_to_wait, *order(load))
 
     return [load.name for load in sorted(loads, key=key)]
@@ -124,19 +124,19 @@ def ranked(
 def _order(
     policy: Policy, loads: Sequence[ReplicaLoad], num_requests: int, load_factor: float
 ) -> Callable[[ReplicaLoad], tuple[float, ...]]:
-    if policy == "goodput" and all(load.marginal_ms_by_rows for load in loads):
+    if policy == "goodput" and all(load.marginal_ms_by_batch_size for load in loads):
         ms = {load.name: load.marginal_ms(num_requests) for load in loads}
         equal = _NOISE * min(ms.values())
-        return lambda load: (max(equal, ms[load.name]), load.rows)
+        return lambda load: (max(equal, ms[load.name]), load.num_requests)
     if policy == "prefix":
-        total = sum(load.rows for load in loads) + num_requests
+        total = sum(load.num_requests for load in loads) + num_requests
         bound = math.ceil(load_factor * total / max(1, len(loads)))
         return lambda load: (
-            load.rows + num_requests > max(bound, num_requests),
+            load.num_requests + num_requests > max(bound, num_requests),
             -load.matched_blocks,
-            load.rows,
+            load.num_requests,
         )
-    return lambda load: (load.rows,)
+    return lambda load: (load.num_requests,)
 
 
 def is_short_of_pages(stats: Mapping[str, Any]) -> bool:
@@ -147,20 +147,20 @@ def is_short_of_pages(stats: Mapping[str, Any]) -> bool:
     return bool(pages["free_pages"] < _SHORT_SHARE * pages["total_pages"])
 
 
-def _between(known: Sequence[tuple[int, float]], rows: int) -> float:
-    """Return the ms at `rows` by linear interpolation; beyond the table, proportional to rows.
+def _between(known: Sequence[tuple[int, float]], count: int) -> float:
+    """Return the ms at `count` by linear interpolation; beyond the table, proportional to it.
 
     With a step function, the replica with a slightly lower step would get all requests up to its
     end.
     """
-    above = bisect_right(known, rows, key=lambda entry: entry[0])
+    above = bisect_right(known, count, key=lambda entry: entry[0])
     if above == 0:
         return known[0][1]
     size, ms = known[above - 1]
     if above == len(known):
-        return ms * max(1.0, rows / (2 * size)) if size else ms
+        return ms * max(1.0, count / (2 * size)) if size else ms
     next_size, next_ms = known[above]
-    return ms + (next_ms - ms) * (rows - size) / (next_size - size)
+    return ms + (next_ms - ms) * (count - size) / (next_size - size)
 
 
 class SentPrefixes:
@@ -266,19 +266,19 @@ class ReplicaChooser:
     ) -> ReplicaLoad:
         """Return the load of a replica from its last messages.
 
-        `connection.load` is up to a second old, `connection.rows` milliseconds while the replica
-        runs requests of this router.
+        `connection.load` is up to a second old, `connection.num_requests` milliseconds while the
+        replica runs requests of this router.
         """
-        load, rows = connection.load, connection.rows
-        costs: Mapping[str, float] | None = load.get("marginal_ms_by_rows")
+        load, by_router = connection.load, connection.num_requests
+        costs: Mapping[str, float] | None = load.get("marginal_ms_by_batch_size")
         return ReplicaLoad(
             name,
             own_requests=self._num_open(name),
-            other_requests=sum(n for sender, n in rows.items() if sender != self._router),
+            other_requests=sum(n for sender, n in by_router.items() if sender != self._router),
             num_slots=self._num_slots,
             max_requests=self._max_requests,
             is_short_of_pages=is_short_of_pages(load),
             is_healthy=load.get("is_healthy", True),
-            marginal_ms_by_rows={int(n): ms for n, ms in costs.items()} if costs else None,
+            marginal_ms_by_batch_size={int(n): ms for n, ms in costs.items()} if costs else None,
             matched_blocks=sum(self._prefixes.matched(name, prompt) for prompt in prompts),
         )

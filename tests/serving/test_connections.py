@@ -69,7 +69,7 @@ async def test_a_replica_that_is_called_says_how_busy_it_is_and_has_one_connecti
         replica.report_load()
         await until(lambda: len(router.heard) == 2)
         (connection,) = router.connections.usable().values()
-        assert (connection.load, connection.rows) == ({"num_running": 7}, {"router": 2})
+        assert (connection.load, connection.num_requests) == ({"num_running": 7}, {"router": 2})
 
 
 async def test_every_router_hears_of_its_own_requests_and_of_how_many_the_others_have():
@@ -85,7 +85,7 @@ async def test_every_router_hears_of_its_own_requests_and_of_how_many_the_others
         assert [name for name, _ in router.items()] == ["a", "b"]
         assert [name for name, _ in other.items()] == ["c"]
         assert replica.num_requests() == {"router": 1, "other": 1}
-        assert other.heard[-1].rows["router"] in (1, 2)
+        assert other.heard[-1].num_requests["router"] in (1, 2)
 
 
 async def test_what_a_router_cancels_ends_in_the_engine():

@@ -91,7 +91,7 @@ async def items(replica, prompt, **params):
     async with called(replica) as router:
         await ask(router, prompt, **params)
         await until(lambda: router.has_ended("r0"))
-    await until(lambda: not replica.record_routing_stats()["rows"])
+    await until(lambda: not replica.record_routing_stats()["num_requests"])
     return router.said("r0")
 
 
@@ -127,10 +127,10 @@ async def test_requests_count_while_they_run_and_end_with_their_router(start):
     async with called(replica) as router:
         await ask(router, "hold on", "hold it", max_tokens=9)
         await until(lambda: router.said("r0") and router.said("r1"))
-        assert replica.record_routing_stats()["rows"] == {"router": 2}
+        assert replica.record_routing_stats()["num_requests"] == {"router": 2}
         assert replica.record_autoscaling_stats() == {NUM_REQUESTS: 2}, "not calls"
     await until(lambda: not loop.streams)
-    assert replica.record_routing_stats()["rows"] == {}
+    assert replica.record_routing_stats()["num_requests"] == {}
 
 
 async def test_requests_of_one_message_answer_side_by_side_and_end_alone(start):
@@ -138,7 +138,7 @@ async def test_requests_of_one_message_answer_side_by_side_and_end_alone(start):
     async with called(replica) as router:
         await ask(router, "a b c", "hold on", "full", "x", max_tokens=5)
         await until(lambda: router.has_ended("r0", "r2", "r3"))
-        assert replica.record_routing_stats()["rows"] == {"router": 1}
+        assert replica.record_routing_stats()["num_requests"] == {"router": 1}
         router.connections.send("r1", encode_router_message(cancelled=["r1"]))
         await until(lambda: router.has_ended("r1"))
     said = {name: router.said(name) for name in ("r0", "r1", "r2", "r3")}

@@ -26,7 +26,7 @@ PROMPT = "x" * 640
 
 
 def link(rows=None, **load):
-    return SimpleNamespace(rows=rows or {}, load=load)
+    return SimpleNamespace(num_requests=rows or {}, load=load)
 
 
 class Router:
@@ -65,7 +65,10 @@ def test_what_other_routers_sent_counts_as_reported_and_own_requests_count_once(
 
 def test_goodput_uses_each_replica_s_own_costs():
     dear, cheap = {"0": 9.0, "1": 9.5}, {"0": 3.0, "1": 4.0}
-    connections = {"a": link(marginal_ms_by_rows=dear), "b": link(marginal_ms_by_rows=cheap)}
+    connections = {
+        "a": link(marginal_ms_by_batch_size=dear),
+        "b": link(marginal_ms_by_batch_size=cheap),
+    }
     router = Router("goodput", **connections)
     assert [router.send(), router.send()] == ["b", "b"]
 
@@ -137,7 +140,7 @@ DEAR = {rows: 2 * ms for rows, ms in CHEAP.items()}
 
 
 def load(name, rows, costs=None, **fields):
-    return ReplicaLoad(name, rows, max_requests=100, marginal_ms_by_rows=costs, **fields)
+    return ReplicaLoad(name, rows, max_requests=100, marginal_ms_by_batch_size=costs, **fields)
 
 
 def order(policy, *loads, num=1, **options):
@@ -156,7 +159,7 @@ def fleets(draw):
             max_requests=10,
             is_short_of_pages=draw(st.booleans()),
             is_healthy=draw(st.booleans()),
-            marginal_ms_by_rows=draw(costs),
+            marginal_ms_by_batch_size=draw(costs),
             matched_blocks=draw(st.integers(0, 3)),
         )
         for i in range(draw(st.integers(1, 5)))
@@ -173,14 +176,14 @@ def test_every_replica_is_ranked_and_sick_avoided_full_and_busy_ones_come_last(
     by_name = {f.name: f for f in fleet}
 
     def is_full(load):
-        return load.is_short_of_pages or load.rows + num > load.max_requests
+        return load.is_short_of_pages or load.num_requests + num > load.max_requests
 
     classes = [
         (
             not by_name[n].is_healthy,
             n in avoid,
             is_full(by_name[n]),
-            by_name[n].rows + num > by_name[n].num_slots,
+            by_name[n].num_requests + num > by_name[n].num_slots,
         )
         for n in names
     ]
