@@ -41,9 +41,9 @@ $(STAMP): pyproject.toml constraints.txt
 serve: install
 	$(BIN)/serve-spec serve deploy/tiny.yaml
 
-test: install
-	$(MAKE) --jobs=2 lint types test-engine test-rest
-	$(MAKE) test-ray
+test: install lint
+	$(MAKE) --jobs=2 test-engine test-rest
+	$(MAKE) --jobs=2 test-ray types
 
 test-engine: install
 	$(BIN)/python -m pytest $(NO_RAY) $(ENGINE_TESTS)
@@ -59,16 +59,16 @@ fuzz: install
 		SERVE_SPEC_FUZZ_SLICE=$$slice SERVE_SPEC_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -q tests/fuzz || exit 1; \
 	done
 
-# Some of Ray's limits are times: nothing else runs beside its processes.
+# Some of Ray's limits are times: no other tests run beside its processes.
 test-ray: install
-	$(BIN)/python -m pytest -m ray
+	$(BIN)/python -m pytest -m ray tests/e2e tests/serving
 
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 types: install
-	$(BIN)/mypy
+	nice $(BIN)/mypy
 
 format: install
 	$(BIN)/ruff check --fix .

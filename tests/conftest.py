@@ -28,6 +28,8 @@ _exit_status = pytest.StashKey[int]()
 
 # A module that imports one of these starts a Ray; tests/serving/cluster.py holds them.
 _STARTS_RAY = ("local_ray", "local_serve", "short_tmp")
+_RAY_FOLDERS = ("e2e", "serving")
+"""Where `make test` looks for them."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -36,6 +38,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if isinstance(item, pytest.Function) and set(_STARTS_RAY) & set(vars(item.module)):
             item.add_marker("ray")
+            assert item.path.parent.name in _RAY_FOLDERS, f"{item.path} starts a Ray"
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -228,6 +228,7 @@ def held(deployment="EngineReplica"):
 def holds_nothing(replicas):
     """No request and no page on any of two replicas."""
     return len(replicas) == 2 and all(
-        sum(state["rows"].values()) == 0 and state["kv"]["free_pages"] == state["kv"]["total_pages"]
+        sum(state["num_requests"].values()) == 0
+        and state["kv"]["free_pages"] == state["kv"]["total_pages"]
         for state in replicas.values()
     )
