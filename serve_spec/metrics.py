@@ -63,7 +63,7 @@ def _ms(name: str, text: str, *labels: str, buckets: tuple[float, ...] = _MS_BUC
     return Metric(f"serve_spec_{name}", "histogram", text, labels, buckets)
 
 
-# Of rounds.
+# Metrics of rounds.
 NUM_STEPS = _gauge("num_steps", "Speculation depth of the last round: draft tokens per request.")
 BATCH_SIZE = _gauge("batch_size", "Decoding requests in the last round.")
 ROUNDS = _counter(
@@ -151,7 +151,7 @@ WAITING_SEQS = _gauge("waiting_seqs", "Requests that wait for KV pages or reques
 KV_USAGE = _gauge("kv_usage_ratio", "Share of KV pages in use, 0..1.")
 KV_PAGES = _gauge("kv_pages", "KV pages by state: used or free.", "state")
 
-# Of an engine's snapshots.
+# Metrics of an engine's snapshots.
 PREDICTED_GOODPUT = _gauge(
     "predicted_goodput_tokens_per_ms",
     "Predicted tokens per ms of every draft shape for the current batch.",
@@ -168,7 +168,7 @@ FORCED_ACCEPTANCE = _gauge(
     "1 while acceptance is synthetic, for load tests: texts are not the model's.",
 )
 
-# Of requests, where they arrive and where they run. Every latency has a histogram for its
+# Metrics of requests, at the router and at the engine. Every latency has a histogram for its
 # quantiles, and counters for its mean: exporters that rebuild a histogram from its buckets know the
 # sum only to a bucket's width.
 TTFT_MS = _ms(
@@ -202,7 +202,7 @@ REQUESTS = _counter(
     "outcome",
 )
 
-# Of a router's queue.
+# Metrics of a router's queue.
 QUEUE_LEN = _gauge("queue_len", "Requests that wait in the router.")
 IN_FLIGHT = _gauge("in_flight_requests", "Requests sent to replicas.")
 REJECTED = _counter("rejected_requests", "Requests answered 429 by the router.")

@@ -64,7 +64,7 @@ Of two ranks it never does."""
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """What ranks share, as rank `rank` addresses it. All but the slots begins as zeros.
+    """Memory that ranks share, as rank `rank` addresses it. All but the slots begins as zeros.
 
     slots: of each rank, int32 `slots_shape(size)`: words that others have sent it. They begin, and
     are left, as `EMPTY`.
@@ -149,7 +149,7 @@ def sum_add_norm(
 def broadcast_words(x: Tensor, source: int, memory: SharedMemory) -> None:
     """Replace x by rank `source`'s x: token ids, indices or counts; see `fits_broadcast`."""
     words = as_words(x)
-    for program, part in enumerate(words.split(part_words(max(1, len(words))))):
+    for program, part in enumerate(words.split(part_words(len(words)))):
         part.copy_(_exchanged_words(part, program, memory)[source])
 
 
@@ -203,7 +203,7 @@ def fits(x: Tensor) -> bool:
 def fits_broadcast(x: Tensor) -> bool:
     """Return whether `broadcast_words` takes x: few integers of 32 or 64 bits."""
     is_words = x.dtype in (torch.int32, torch.int64) and x.is_contiguous()
-    return is_words and x.nbytes <= MAX_BROADCAST_BYTES
+    return is_words and 0 < x.nbytes <= MAX_BROADCAST_BYTES
 
 
 def fits_gather(x: Tensor, width: int) -> bool:

@@ -1,4 +1,4 @@
-"""Two replicas of the shipped pair, attacked: nobody else may notice."""
+"""Attacks on two replicas of the shipped pair, which other clients must not notice."""
 
 import asyncio
 import os

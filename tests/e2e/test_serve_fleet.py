@@ -84,6 +84,21 @@ def test_a_killed_replica_takes_no_stream_with_it_and_returns(url, offline):
     assert said(all_streams(url, SHORT)) == offline[SHORT]
 
 
+def test_a_killed_engine_ends_its_replica_alone_and_takes_no_stream_with_it(url, offline):
+    before = pids()
+    engines = eventually(lambda: actor_pids("Engine"), lambda found: len(found) == 2)
+
+    async def murder(streams, _):
+        await under_way(streams)
+        kill(min(engines))
+
+    streams = all_streams(url, LONG, murder)
+    assert said(streams) == offline[LONG]
+    assert any(stream.num_resumes for stream in streams)
+    after = eventually(pids, lambda found: len(found) == 2 and found != before)
+    assert len(set(before) & set(after)) == 1, "the other one lives on"
+
+
 def test_a_killed_stats_actor_takes_its_memory_and_no_stream_with_it(url, offline):
     import ray
 

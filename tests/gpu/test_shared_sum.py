@@ -77,7 +77,7 @@ def of_all_ranks(group, x):
 
 
 def broadcasts_are_lawful(group):
-    """Of few and of many integers, whoever sends them."""
+    """Broadcast few and many integers from every rank."""
     found = []
     for turn in range(9):
         for count in (1, 32, 700, 40_000):
@@ -90,7 +90,7 @@ def broadcasts_are_lawful(group):
 
 
 def gathers_are_lawful(group):
-    """Of whole and of padded widths, some too large for shared memory."""
+    """Gather whole and padded widths, some too large for shared memory."""
     found = []
     for turn, (num_rows, columns, padding) in enumerate(
         [

@@ -255,7 +255,7 @@ def test_every_pod_can_be_reached_and_scraped(overlay):
 
 
 def admitted(overlay):
-    """Ports of Ray's pods that somebody outside may reach; whether that is everybody."""
+    """Ports of Ray's pods that are open to other pods, and whether all pods may reach them."""
     (policy,) = [d for d in overlay.of_kind("NetworkPolicy") if "ingress" in d["spec"]]
     return {
         port["port"]: "from" not in rule

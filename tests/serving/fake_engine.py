@@ -263,7 +263,7 @@ def entry_of(before, token, num_top):
 
 
 def entries_of(before, tokens, num_top):
-    """Of tokens that follow each other; None where nobody asked."""
+    """Return entries of tokens that follow each other; None if none are requested."""
     if num_top is None:
         return None
     known = [*before, *tokens]
@@ -271,7 +271,7 @@ def entries_of(before, tokens, num_top):
 
 
 def prompt_entries(prompt, num_top):
-    """Of a prompt, whose first token has none; None where nobody asked."""
+    """Return entries of a prompt, whose first token has none; None if none are requested."""
     rest = entries_of(prompt[:1], prompt[1:], num_top)
     return None if rest is None else (None, *rest)
 

@@ -209,7 +209,7 @@ def test_policy_settings_are_judged_before_anything_starts(tiny):
     engines["user_config"] = {"min_dwell_round": 4}
     with pytest.raises(ConfigError, match=r"deployments\.1\.user_config: .*mean min_dwell_rounds"):
         check_deployment(tiny)
-    tiny["applications"][0]["import_path"] = "of.somebody:else"
+    tiny["applications"][0]["import_path"] = "other.app:build"
     check_deployment(tiny)
 
 

@@ -247,7 +247,7 @@ def test_the_first_choice_has_the_requests_own_seed_and_the_others_have_others(s
 
 
 def test_derived_seeds_never_change():
-    """Somebody has noted a seed and wants the text again."""
+    """A client repeats a request with the seed that it noted."""
     assert choice_seed(7, 1) == 2114375518687650719
 
 

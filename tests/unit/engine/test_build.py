@@ -181,15 +181,15 @@ PROMPTS = [[5, 6, 7, 5], [9, 8, 9, 8, 9]]
 GREEDY = SamplingParams(max_tokens=13, temperature=0.0, ignore_eos=True)
 
 
-def build_twin(path, target, options, dtype):
+def build_second(path, target, options, dtype):
     """The target once more."""
     return Standalone(load_target(path, dtype, max_model_len=target.max_model_len))
 
 
 def test_a_model_that_is_registered_drafts(make_llm, pair, monkeypatch):
-    monkeypatch.setitem(ALGORITHMS, "TWIN", Algorithm(f"{__name__}:build_twin"))
+    monkeypatch.setitem(ALGORITHMS, "SECOND", Algorithm(f"{__name__}:build_second"))
     folder = str(pair.target)
-    llm = make_llm("TWIN", 3, speculative_draft_model_path=folder)
+    llm = make_llm("SECOND", 3, speculative_draft_model_path=folder)
     outputs = llm.generate(PROMPTS, GREEDY)
     assert texts(outputs) == texts(make_llm().generate(PROMPTS, GREEDY))
     for output in outputs:

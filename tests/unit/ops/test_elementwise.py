@@ -135,7 +135,7 @@ def test_the_kernels_follow_their_laws(shape, dtype):
     expected, sums = plain.add_rms_norm(x, residual, weight, EPS)
     assert (alone.shape, alone.dtype) == (normed.shape, normed.dtype) == (shape, dtype)
     assert relative_error(alone, plain.rms_norm(x, weight, EPS)) < NORM_TOLERANCE[dtype]
-    assert torch.equal(total, sums), "the stream is rounded alike, whoever adds"
+    assert torch.equal(total, sums), "the sum is rounded alike on both ways"
     assert relative_error(normed, expected) < NORM_TOLERANCE[dtype]
     assert torch.equal(x, before[0])
     assert torch.equal(residual, before[1])
