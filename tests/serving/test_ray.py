@@ -35,6 +35,12 @@ COMPLETIONS = "/v1/completions"
 HOLD = {"prompt": "hold on", "max_tokens": 9, "stream": True}
 # Of requests that are rejected or lose their replica, which may be none.
 NOT_CAUSED = {"serve_spec_rejected_requests", "serve_spec_resumed_requests"}
+# Replicas are named by rank: a replacement goes on with the series of the one before it.
+EXPORTED = (
+    'deployment="EngineReplica"',
+    r'ray_serve_spec_batch_size{[^}]*replica="0"',
+    r'first_tokens_total{[^}]*measured_at="router"[^}]*} [1-9]',
+)
 QUICK = {
     "min_replicas": 1,
     "max_replicas": 2,
@@ -319,12 +325,11 @@ def test_every_metric_reaches_prometheus_under_the_names_we_say(url):
         for name in exported_names(metric)
     }
 
-    def missing():
-        text = exported()
-        return {name for name in wanted if not re.search(rf"^{name}{{", text, re.MULTILINE)}
+    def missing(text):
+        names = {name for name in wanted if not re.search(rf"^{name}{{", text, re.MULTILINE)}
+        return names | {line for line in EXPORTED if not re.search(line, text)}
 
-    eventually(missing, lambda names: not names)
-    text = exported()
+    text = eventually(exported, lambda text: not missing(text))
     for line in text.splitlines():
         if line.startswith("ray_serve_spec_"):
             assert all(f'{label}="' in line for label in LABELS), line
@@ -332,10 +337,6 @@ def test_every_metric_reaches_prometheus_under_the_names_we_say(url):
     assert wanted <= {re.split(r"[{ ]", line)[0] for line in ours.splitlines()}
     assert "ray_serve_spec" in ours
     assert "ray_serve_deployment" not in ours
-    # Named by rank: a replacement goes on with the series of the replica before it.
-    assert 'deployment="EngineReplica"' in text
-    assert re.search(r'ray_serve_spec_batch_size{[^}]*replica="0"', text)
-    assert re.search(r'first_tokens_total{[^}]*measured_at="router"[^}]*} [1-9]', text)
 
 
 def test_the_page_and_its_figures_come_through_serve(url):
