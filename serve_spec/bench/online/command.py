@@ -52,6 +52,7 @@ from serve_spec.bench.report import (
     Record,
     append_record,
     forced_acceptance,
+    option,
     read_records,
     run_record,
     show,
@@ -93,13 +94,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     if args.set and args.compare_offline is None:
-        raise ConfigError(f"set={args.set!r}: needs --compare-offline, whose keys it overrides")
-    for option in ("port", "variants", "client_cores"):
-        if getattr(args, option) and args.deploy is None:
-            value = getattr(args, option)
-            raise ConfigError(f"{option}={value!r}: needs --deploy; --url names a running server")
+        raise ConfigError(f"--set={args.set!r}: needs --compare-offline, whose keys it overrides")
+    for name in ("port", "variants", "client_cores"):
+        if getattr(args, name) and args.deploy is None:
+            raise ConfigError(f"{option(name)}: needs --deploy; --url names a running server")
     if args.per_replica and not args.variants:
-        raise ConfigError("per_replica=True: needs --variants, which give num_replicas")
+        raise ConfigError("--per-replica: needs --variants, which give num_replicas")
 
 
 def _measured(args: argparse.Namespace) -> list[Record]:
