@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 from tqdm import tqdm
 
-from serve_spec.bench.online.client import Clients, Target
+from serve_spec.bench.online.client import Clients, OnEnd, Target
 from serve_spec.bench.online.load import (
     Bursty,
     ClosedLoop,
@@ -183,9 +183,13 @@ def _repeat(
 ) -> Runs:
     """Run every load once per repetition, each with a seed of the repetition."""
     runs: Runs = {load: [] for load in plan}
-    turns = list(interleaved(args.repetitions, plan))
-    for repetition, load in tqdm(turns, desc=name, leave=False):
-        runs[load].append(run_once(load, plan[load], seed=args.seed + repetition))
+    turns = interleaved(args.repetitions, plan)
+    total = args.repetitions * sum(map(len, plan.values()))
+    with tqdm(total=total, desc=name, unit="request", leave=False) as bar:
+        for repetition, load in turns:
+            bar.set_postfix_str(load.name)
+            seed = args.seed + repetition
+            runs[load].append(run_once(load, plan[load], seed=seed, on_end=bar.update))
     return runs
 
 
@@ -251,7 +255,12 @@ class _Running:
 
 
 def run_offline(
-    engine: SpecEngine, load: Load, requests: Sequence[CompletionRequest], *, seed: int = 0
+    engine: SpecEngine,
+    load: Load,
+    requests: Sequence[CompletionRequest],
+    *,
+    seed: int = 0,
+    on_end: OnEnd = int,
 ) -> LoadRun:
     """Run a load on an idle engine in this process, without HTTP.
 
@@ -286,4 +295,5 @@ def run_offline(
                 mine.chunk_s.append(time.perf_counter() - started_s)
             if delta.finish_reason is not None:
                 served[delta.request_id] = running.pop(delta.request_id).served()
+                on_end(1)
     return LoadRun([served[str(number)] for number in range(len(requests))])
