@@ -119,6 +119,8 @@ class ServeSpecConfig(StrictModel):
             for key, (field, name) in named.items()
             if name is not None
         }
+        if exact == {key: name for key, (_, name) in named.items() if name is not None}:
+            return self
         return self.load(self, **exact, **({} if model.revision is None else {"revision": None}))
 
     def download(self) -> None:

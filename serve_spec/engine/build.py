@@ -97,7 +97,7 @@ def _build_engine(
     config: ServeSpecConfig, parallel: TensorParallel, worker_ranks: WorkerRanks | None
 ) -> SpecEngine:
     tokenizer = Tokenizer(config.model.tokenizer_folder)
-    _check_fit(config, tokenizer)
+    check_fit(config, tokenizer)
     loaded = load_models(config, parallel)
     target, num_pages = loaded.target, loaded.num_pages
     if ignored := ignored_adaptive_keys(config.speculative):
@@ -418,7 +418,7 @@ def _num_pages(
     return num_pages
 
 
-def _check_fit(config: ServeSpecConfig, tokenizer: Tokenizer) -> None:
+def check_fit(config: ServeSpecConfig, tokenizer: Tokenizer) -> None:
     """Raise for settings that do not fit the checkpoint, before weights are loaded."""
     shape, max_model_len = (
         ModelShape.from_directory(config.model.metadata_folder),

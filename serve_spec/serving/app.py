@@ -16,7 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import serve_spec
 from serve_spec.config import ConfigError, ServeSpecConfig
-from serve_spec.config.root import parse_override
+from serve_spec.config.flags import read_value
+from serve_spec.config.root import is_file, leaf_sections
 from serve_spec.log import get_logger
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.api import create_api
@@ -40,16 +41,17 @@ _DRAIN_POLL_S = 0.5
 def build_app(args: dict[str, Any]) -> Application:
     """Return the application: `Router` in front of `EngineReplica`s.
 
-    args: `config`, a configuration file (absolute, or relative to the current directory or the
-    checkout) or a mapping with its content. Any leaf key of the configuration overrides it.
-    `engine_loop` is an import path that replaces the engine.
+    args: `model`, a hub id, a checkpoint's folder or asset:NAME, or `config`, a configuration file
+    (absolute, or relative to the current directory or the checkout) or a mapping with its content.
+    Any leaf key of the configuration overrides it. `engine_loop` is an import path that replaces
+    the engine.
 
     Raises:
         ConfigError: the configuration is missing or invalid.
     """
     options = dict(args)
     engine_loop = options.pop("engine_loop", ENGINE_LOOP)
-    config = load_config(options)
+    config = load_config(options).pinned()
     replica = config.replica
     engines = serve.deployment(
         name="EngineReplica",
@@ -83,15 +85,22 @@ def load_config(args: Mapping[str, Any]) -> ServeSpecConfig:
         ConfigError: it is missing or invalid.
     """
     overrides = dict(args)
-    source = overrides.pop("config", None)
-    if source is None:
-        raise ConfigError("config: missing; give a file, for example config=configs/tiny.yaml")
+    source, model = overrides.pop("config", None), overrides.pop("model", None)
+    if source is None and model is None:
+        raise ConfigError(
+            "config: missing; give a checkpoint, for example model=asset:tiny, or a file, for "
+            "example config=configs/tiny.yaml"
+        )
     for key, value in overrides.items():
         # `serve run ... speculative_num_steps=1` passes strings.
-        overrides[key] = parse_override(f"{key}={value}")[1] if isinstance(value, str) else value
-    config = ServeSpecConfig.load(
-        source if isinstance(source, Mapping) else _find(str(source)), **overrides
-    )
+        if isinstance(value, str) and key in leaf_sections():
+            overrides[key] = read_value(key, value, key)
+    if source is None:
+        source = model if not is_file(model) else _find(str(model))
+    else:
+        source = source if isinstance(source, Mapping) else _find(str(source))
+        overrides |= {} if model is None else {"path": model}
+    config = ServeSpecConfig.load(source, **overrides)
     if not (config.router.api_keys or config.router.allow_anonymous):
         raise ConfigError(
             "router.allow_anonymous=false: router.api_keys is empty, so anyone could use the "
