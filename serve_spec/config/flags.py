@@ -12,7 +12,13 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from serve_spec.config.base import ConfigError, parse_json_object, parse_yaml, section_model
+from serve_spec.config.base import (
+    ConfigError,
+    parse_json_object,
+    parse_yaml,
+    section_model,
+    unknown_key,
+)
 from serve_spec.config.root import (
     ServeSpecConfig,
     is_file,
@@ -245,6 +251,33 @@ def speculative_keys(given: str | Mapping[str, Any]) -> dict[str, tuple[str, Any
         found[key] = name, read_value(key, value, option) if isinstance(value, str) else value
     if "prompt_lookup_max" in given and "method" not in given:
         found["speculative_algorithm"] = "method", "NGRAM"
+    return found
+
+
+def engine_keys(place: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our leaf keys for vLLM's engine arguments, such as `max_model_len`.
+
+    They are the flags without dashes, or keys of ours. place: prefix of names in messages.
+
+    Raises:
+        ConfigError: an argument has no counterpart here.
+    """
+    options = {option[2:].replace("-", "_"): flag for flag in FLAGS for option in flag.options}
+    found: dict[str, Any] = {}
+    unknown = []
+    for name, value in given.items():
+        if name == "speculative_config":
+            found |= {key: said for key, (_, said) in speculative_keys(value).items()}
+        elif name in leaf_sections():
+            found[name] = value
+        elif name in options:
+            key, fixed = options[name].key, options[name].fixed
+            read = read_value(key, value, place + name) if isinstance(value, str) else value
+            found[key] = read if fixed is None else fixed is bool(value)
+        elif f"--{name.replace('_', '-')}" not in NO_EFFECT:
+            unknown.append(unknown_key(place + name, [place + option for option in options]))
+    if unknown:
+        raise ConfigError(*unknown)
     return found
 
 

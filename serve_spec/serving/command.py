@@ -37,8 +37,11 @@ from serve_spec.config.speculative import parse_update
 from serve_spec.core.errors import CheckpointError
 
 APP_IMPORT_PATH = "serve_spec.serving:build_app"
-# The second one takes the environment instead of arguments.
-OUR_IMPORT_PATHS = (APP_IMPORT_PATH, "serve_spec.serving:app")
+_OUR_IMPORT_PATHS = (
+    APP_IMPORT_PATH,
+    "serve_spec.serving:build_openai_app",
+    "serve_spec.serving:application",
+)
 APP_NAME = "serve_spec"
 ENGINES = "EngineReplica"
 """The deployment whose `user_config` holds policy settings."""
@@ -69,8 +72,7 @@ def read_deployment(
             )
         if "applications" in given:
             check_deployment(given)
-            for app in _our_apps(given) if overrides else ():
-                app["args"] = {**app.get("args", {}), **(overrides or {})}
+            _override(given, overrides or {})
             return given
         args = {"config": str(file.absolute())}
     app = {
@@ -82,8 +84,17 @@ def read_deployment(
     return {"applications": [app]}
 
 
+def _override(deployment: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    for app in _our_apps(deployment) if overrides else ():
+        if app["import_path"] == APP_IMPORT_PATH:
+            app["args"] = {**app.get("args", {}), **overrides}
+        elif others := overrides.keys() - {"host", "port"}:
+            fix = f"{app['import_path']} takes no keys; set it in the Serve file"
+            raise ConfigError(f"{min(others)}={overrides[min(others)]!r}: {fix}")
+
+
 def _our_apps(deployment: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [app for app in deployment["applications"] if app["import_path"] in OUR_IMPORT_PATHS]
+    return [app for app in deployment["applications"] if app["import_path"] in _OUR_IMPORT_PATHS]
 
 
 def check_deployment(given: Mapping[str, Any]) -> None:
@@ -109,7 +120,8 @@ def check_deployment(given: Mapping[str, Any]) -> None:
 def _policy_settings(given: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Yield the path and content of every `user_config` of our engines."""
     for i, app in enumerate(given["applications"]):
-        deployments = app.get("deployments", []) if app["import_path"] == APP_IMPORT_PATH else []
+        is_ours = app["import_path"] in _OUR_IMPORT_PATHS
+        deployments = app.get("deployments", []) if is_ours else []
         for j, deployment in enumerate(deployments):
             settings = deployment.get("user_config")
             if deployment["name"] == ENGINES and settings is not None:
@@ -219,14 +231,15 @@ def read_plan(source: str | Path, overrides: Mapping[str, Any] | None = None) ->
         ConfigError: the file, or a configuration it names, is missing or invalid.
     """
     # Ray takes a second to import, so the arguments are checked first.
-    from serve_spec.serving.app import load_config
+    from serve_spec.serving.app import config_of
 
     overrides = overrides or {}
     deployment = read_deployment(source, overrides)
     ours = _our_apps(deployment)
-    configs = tuple(load_config(_without_engine(app.get("args", {}))) for app in ours)
+    configs = tuple(map(config_of, ours))
     for app, config in zip(ours, configs, strict=True):
-        if overrides:  # with absolute paths, because Serve may build the app in another directory
+        # With absolute paths, because Serve may build the app in another directory.
+        if overrides and app["import_path"] == APP_IMPORT_PATH:
             app["args"] = {**app["args"], **_resolved(config, overrides)}
     router = configs[0].router if configs else RouterConfig()
     http = {"host": router.host, "port": router.port, **deployment.get("http_options", {})}
@@ -403,10 +416,6 @@ def _check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise ConfigError(f"port={port}: {error.strerror}; choose another --port") from None
-
-
-def _without_engine(args: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in args.items() if key != "engine_loop"}
 
 
 @contextmanager
