@@ -257,13 +257,23 @@ def _resolved(config: ServeSpecConfig, keys: Collection[str]) -> dict[str, Any]:
 
 def _check(plan: Plan) -> None:
     """Download and check every checkpoint; raises as `check_checkpoints`."""
-    for config in plan.configs:
-        config.download()
-    if plan.configs:
-        from serve_spec.engine.check import check_checkpoints  # takes seconds to import
+    if not plan.configs:
+        return
+    from serve_spec.engine.check import check_checkpoints  # takes seconds to import
 
-        for config in plan.configs:
+    for config in plan.configs:
+        with _told(f"finding and checking {config.model.path}"):
+            config.download()
             check_checkpoints(config)
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Print what the body does, and how long it took."""
+    began = time.monotonic()
+    print(f"{what} ...", flush=True)
+    yield
+    print(f"{what}: done in {time.monotonic() - began:.1f} s", flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -308,15 +318,17 @@ def _serve(plan: Plan, stop: threading.Event, address: str | None, *, dashboard:
     own_cluster = address is None
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     size: dict[str, Any] = {"num_cpus": plan.num_cpus, "include_dashboard": dashboard}
-    print("starting Ray ...", flush=True)
     try:
-        ray.init(address or "local", logging_level=logging.ERROR, **(size if own_cluster else {}))
+        with _told("starting Ray"):
+            size = size if own_cluster else {}
+            ray.init(address or "local", logging_level=logging.ERROR, **size)
     except ConnectionError as error:
         print(f"address={address!r}: {error}", file=sys.stderr)
         return 1
     _take_signals(stop)  # `ray.init` replaces the handler for SIGTERM
     try:
-        _deploy(plan, stop)
+        with _told("starting the replicas"):
+            _deploy(plan, stop)
         if not stop.is_set():
             print(announcement(plan), flush=True)
             stop.wait()
@@ -356,7 +368,6 @@ def _deploy(plan: Plan, stop: threading.Event) -> None:
     from ray.serve.schema import ServeDeploySchema
 
     schema = ServeDeploySchema.model_validate(plan.deployment)
-    print("loading the model ...", flush=True)
     client = serve_start(
         http_options=schema.http_options.model_dump(), proxy_location=schema.proxy_location
     )

@@ -200,6 +200,7 @@ class Engine:
 
         with self._listener:
             connection = self._listener.accept()
+        logging.getLogger("serve_spec.progress").setLevel(logging.INFO)
         launcher = ActorLauncher(config) if config.model.tensor_parallel_size > 1 else None
         try:
             with connection:
