@@ -5,6 +5,7 @@ from __future__ import annotations
 from serve_spec.config import ServeSpecConfig
 from serve_spec.engine.build import check_fit
 from serve_spec.engine.tokenizer import Tokenizer
+from serve_spec.models.draft_checkpoint import open_draft
 from serve_spec.models.draft_report import check_target, describe_draft
 from serve_spec.models.shape import ModelShape
 
@@ -25,4 +26,5 @@ def check_checkpoints(config: ServeSpecConfig) -> None:
     check_target(folder)
     draft = config.draft_folder
     if config.speculative.enabled and draft is not None:
+        open_draft(draft, config.speculative.speculative_algorithm)
         describe_draft(draft, config)

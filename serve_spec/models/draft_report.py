@@ -29,7 +29,6 @@ from serve_spec.models.llama import Llama, open_target
 from serve_spec.models.medusa import make_medusa, medusa_shape
 from serve_spec.models.shape import ModelShape
 from serve_spec.models.standalone import shared_ids
-from serve_spec.models.upscale import open_weights
 
 Facts = dict[str, str]
 
@@ -110,7 +109,6 @@ def _medusa(file: DraftFile, target: Llama | None) -> Facts:
 
 def _standalone(file: DraftFile, target_path: Path | None) -> Facts:
     draft = check_target(file.path)
-    open_weights(file.path).check(draft.tensors())
     shape = draft.shape
     vocabulary = f"{shape.vocab_size} tokens"
     if target_path is not None:

@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import shlex
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from serve_spec import cli
 from serve_spec.config import ConfigError, RouterConfig
 from serve_spec.config.base import ASSETS
 from serve_spec.serving import proxy
+from serve_spec.serving.app import load_config
 from serve_spec.serving.command import (
     announcement,
     check_deployment,
@@ -26,6 +28,7 @@ from serve_spec.serving.command import (
     read_plan,
 )
 from serve_spec.serving.proxy import own_settings
+from tests.serving.cluster import free_port
 
 
 @pytest.fixture
@@ -136,6 +139,58 @@ def test_bad_input_is_refused_by_name_before_ray_starts(config_file, capsys, tex
     config_file.write_text(text)
     assert main([str(config_file)]) == 2
     assert named in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_cannot_be_used_ends_the_command_with_one_line(
+    config_file, tmp_path, capsys
+):
+    broken = tmp_path / "broken"
+    shutil.copytree(ASSETS / "tiny/target", broken)
+    (broken / "model-00003-of-00005.safetensors").unlink()
+    for arguments, named in (
+        ([str(broken)], "model-00003-of-00005.safetensors"),
+        ([str(config_file), "--max-model-len", "100k"], "max_model_len=100000 is more"),
+        ([str(config_file), "--tp", "3"], "tensor_parallel_size"),
+        (
+            ["asset:tiny", "--speculative-algorithm", "EAGLE"],
+            "set it to 'EAGLE3'",
+        ),
+    ):
+        assert main([*arguments, "--port", str(free_port())]) == 1
+        error = capsys.readouterr().err
+        assert named in error
+        assert len(error.splitlines()) == 1
+
+
+def test_a_model_and_flags_become_an_application_that_any_node_can_build(tmp_path, monkeypatch):
+    (tmp_path / "draft").symlink_to(ASSETS / "tiny/eagle3")
+    (tmp_path / "target").symlink_to(ASSETS / "tiny/target")
+    monkeypatch.chdir(tmp_path)
+    overrides = {
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": "draft",
+        "port": 8200,
+    }
+    plan = read_plan("target", overrides)
+    (app,) = plan.deployment["applications"]
+    assert app["args"] == overrides | {
+        "model": str(tmp_path / "target"),
+        "speculative_draft_model_path": str(tmp_path / "draft"),
+    }
+    monkeypatch.chdir("/")
+    assert load_config(app["args"]) == plan.configs[0]
+    assert plan.url == "http://127.0.0.1:8200"
+
+
+def test_flags_win_over_the_arguments_of_a_serve_file(deploy_file):
+    plan = read_plan(deploy_file, {"num_replicas": 1, "port": 8200})
+    assert (plan.configs[0].replica.num_replicas, plan.port) == (1, 8200)
+    content = yaml.safe_load(deploy_file.read_text())
+    content["applications"][0]["import_path"] = "serve_spec.serving:application"
+    deploy_file.write_text(yaml.safe_dump(content))
+    assert read_plan(deploy_file, {"port": 8200}).port == 8200
+    with pytest.raises(ConfigError, match=r"num_replicas=1: .* set it in the Serve file"):
+        read_plan(deploy_file, {"num_replicas": 1})
 
 
 def test_a_missing_file_is_refused_by_name(capsys):
