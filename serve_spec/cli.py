@@ -74,9 +74,9 @@ def _check_config(argv: list[str]) -> int:
         return read_plan(file).configs
 
     def check_checkpoints(config: ServeSpecConfig) -> None:
-        from serve_spec.engine.check import check_checkpoints as check
+        from serve_spec.serving.command import check_model
 
-        check(config)
+        check_model(config)
 
     return main(argv, describe_draft, read_deployment, check_checkpoints)
 

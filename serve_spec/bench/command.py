@@ -182,13 +182,15 @@ def _offline(parser: argparse.ArgumentParser) -> None:
 def _online(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--url", help="base URL of a running server")
-    source.add_argument("--deploy", metavar="FILE", help="Serve file or configuration to start")
+    source.add_argument("--deploy", metavar="MODEL",
+        help="hub id, folder, asset:NAME, configuration or Serve file to start")
     source.add_argument("--from-json", type=Path, metavar="FILE",
         help="file whose last run is shown instead of a new one")
     _online_server(parser.add_argument_group("server and clients"))
     _online_loads(parser.add_argument_group("loads (default: --closed 1 8)"))
     _online_requests(parser.add_argument_group("requests"))
     _online_report(parser.add_argument_group("report"))
+    add_flags(parser, without=("--port", "--set"))
 
 
 def _online_server(group: argparse._ArgumentGroup) -> None:

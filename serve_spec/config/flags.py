@@ -299,16 +299,20 @@ def read_value(key: str, text: str, name: str) -> Any:
     return text if is_text else parse_yaml(text, name)
 
 
+def flag_values(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the leaf keys that the flags set, without --set and MODEL."""
+    values = {key: value for key, (_, value) in args.flags.items()}
+    names = values.get("served_model_name", ())
+    return {**values, "served_model_name": names[0]} if len(names) == 1 else values
+
+
 def read_flags(args: argparse.Namespace) -> dict[str, Any]:
     """Return the leaf keys that the flags set; a MODEL of both forms is joined in `args.config`.
 
     Raises:
         ConfigError: there are two models, or --set is not KEY=VALUE.
     """
-    values = {key: value for key, (_, value) in args.flags.items()}
-    names = values.get("served_model_name", ())
-    if len(names) == 1:
-        values["served_model_name"] = names[0]
+    values = flag_values(args)
     model = getattr(args, "model", None)
     if model is not None and args.config is None:
         args.config, args.model = model, None

@@ -256,15 +256,20 @@ def _resolved(config: ServeSpecConfig, keys: Collection[str]) -> dict[str, Any]:
 
 
 def _check(plan: Plan) -> None:
-    """Download and check every checkpoint; raises as `check_checkpoints`."""
-    if not plan.configs:
-        return
-    from serve_spec.engine.check import check_checkpoints  # takes seconds to import
-
+    """Download and check every checkpoint; raises as `check_model`."""
     for config in plan.configs:
         with _told(f"finding and checking {config.model.path}"):
             config.download()
-            check_checkpoints(config)
+            check_model(config)
+
+
+def check_model(config: ServeSpecConfig) -> None:
+    """Raise what loading checkpoints and chat template would raise; reads no weights."""
+    from serve_spec.engine.check import check_checkpoints  # takes seconds to import
+    from serve_spec.serving.chat_template import ChatTemplate
+
+    check_checkpoints(config)
+    ChatTemplate.from_folder(config.model.tokenizer_folder, config.model.chat_template)
 
 
 @contextmanager

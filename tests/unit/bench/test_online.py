@@ -137,6 +137,7 @@ def test_a_load_without_any_answer_is_a_failure():
         ["--url", "http://x", "--client-cores", "1"],
         ["--url", "http://x", "--per-replica"],
         ["--url", "http://x", "--set", "max_num_seqs=2"],
+        ["--url", "http://x", "--max-num-seqs", "2"],
     ],
     ids=" ".join,
 )

@@ -130,6 +130,22 @@ def test_a_variant_is_the_file_with_its_keys_set(deploy):
     assert load_config(app["args"]).replica.num_replicas == of_config.num_replicas == 4
 
 
+def test_a_server_is_started_with_the_flags_of_the_benchmark():
+    keys = {"max_num_seqs": 5, "served_model_name": "a b"}
+    given = serve_command("asset:tiny", 8001, keys)[6:]
+    assert given == [
+        "--port",
+        "8001",
+        "--set",
+        "max_num_seqs=5",
+        "--set",
+        'served_model_name="a b"',
+    ]
+    variant = server_variant("asset:tiny", "num_replicas=2", keys)
+    (app,) = variant.deployment["applications"]
+    assert app["args"] == {"model": "asset:tiny", "num_replicas": "2", **keys}
+
+
 @pytest.mark.parametrize("name", ["", "num_replicas", "num_replicas=2,", "=2", "num_replica=2"])
 def test_invalid_variants_are_refused(deploy, name):
     with pytest.raises(ConfigError):
