@@ -27,8 +27,10 @@ class LLM:
     """
 
     def __init__(self, config: str | os.PathLike[str] | ServeSpecConfig, **overrides: Any) -> None:
-        self.config = ServeSpecConfig.load(config, **overrides)
-        self.config.download()
+        named = ServeSpecConfig.load(config, **overrides)
+        named.download()
+        # Ranks load one by one, and the branch may move.
+        self.config = named.pinned()
         self.engine = build_engine(self.config)
         self.collector = MetricsCollector()
         self.engine.metrics = self.collector
