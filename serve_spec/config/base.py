@@ -162,16 +162,14 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
 
     The value is left out, because a misspelt `api_keys` would print a secret.
     """
-    names = list(known)
-    leaf = key.rpartition(".")[2]
-    by_leaf = {name.rpartition(".")[2]: name for name in names}
+    section, _, leaf = key.rpartition(".")
+    by_leaf = {name.rpartition(".")[2]: name for name in known}
+    beside = {name: full for name, full in by_leaf.items() if full.rpartition(".")[0] == section}
     # Prefer a correct key in the wrong section over the nearest spelling.
-    close = [by_leaf[leaf]] if leaf in by_leaf else difflib.get_close_matches(key, names, 1)
-    if close:
-        return f"{key}: unknown key; did you mean {close[0]}?"
-    beside = [name for name in names if name.rpartition(".")[0] == key.rpartition(".")[0]]
-    listed = ", ".join(name.rpartition(".")[2] for name in beside)
-    known_here = f"the keys here are {listed}" if len(beside) <= _MOST_LISTED else ""
+    close = [leaf] if leaf in by_leaf else difflib.get_close_matches(leaf, beside, 1)
+    if close := close or difflib.get_close_matches(leaf, by_leaf, 1):
+        return f"{key}: unknown key; did you mean {by_leaf[close[0]]}?"
+    known_here = f"the keys here are {', '.join(beside)}" if 0 < len(beside) <= _MOST_LISTED else ""
     return f"{key}: unknown key; {known_here or 'all keys are in docs/configuration.md'}"
 
 

@@ -102,6 +102,30 @@ def test_an_application_loads_the_commit_that_the_hub_had_when_it_was_built(tmp_
     assert config.replica.num_gpus == 0
 
 
+@pytest.mark.parametrize(
+    ("found", "options", "num_gpus", "num_routers"),
+    [
+        (0, {}, 0, 1),
+        (4, {}, 1, 2),
+        (4, {"tensor_parallel_size": 2}, 2, 2),
+        (4, {"device": "cpu"}, 0, 1),
+        (4, {"num_gpus": 0}, 0, 1),
+        (0, {"device": "cuda"}, 1, 2),  # the cluster may still grow
+    ],
+)
+def test_a_replica_gets_the_gpus_that_there_are(
+    config_file, monkeypatch, found, options, num_gpus, num_routers
+):
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 4.0, "GPU": float(found)})
+    router = build_app({"config": str(config_file), **options})._bound_deployment
+    assert router.num_replicas == num_routers
+    (bundle, *others) = router.init_args[
+        0
+    ]._bound_deployment._replica_config.placement_group_bundles
+    assert sum(each.get("GPU", 0) for each in (bundle, *others)) == num_gpus
+
+
 LLM_CONFIG = {
     "model_loading_config": {"model_id": "mine", "model_source": "asset:tiny/target"},
     "engine_kwargs": {

@@ -51,6 +51,23 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(minimal, given, ne
     assert message == "speculative_num_step: unknown key; did you mean speculative_num_steps?"
 
 
+@pytest.mark.parametrize(
+    ("given", "known"),
+    [
+        (
+            {"cache": {"zebra": 1}},
+            "cache.zebra: unknown key; the keys here are page_size,",
+        ),
+        ({"zebra": {}}, "zebra: unknown key; the keys here are model, speculative,"),
+        ({"speculative": {"zebra": 1}}, "all keys are in docs/configuration.md"),
+    ],
+)
+def test_a_key_that_resembles_none_is_refused_with_those_that_there_are(minimal, given, known):
+    message = problems(minimal | given)
+    assert known in message
+    assert "did you mean" not in message
+
+
 def test_a_refusal_names_field_value_and_way_out(minimal):
     message = problems(minimal, port=0)
     assert message.startswith("router.port=0: input should be greater than or equal to 1")
