@@ -42,7 +42,7 @@ from serve_spec.serving.completions import (
     stream_frames,
     whole_answer,
 )
-from serve_spec.serving.errors import no_replica, too_many_choices, unknown_model
+from serve_spec.serving.errors import too_many_choices, unknown_model
 from serve_spec.serving.fields import Prompt
 from serve_spec.serving.logprobs import TokenBytesLookup
 from serve_spec.serving.messages import GenerateRequest
@@ -84,7 +84,7 @@ _ERRORS = {
     413: "The prompt is longer than the context, or the body than the server reads.",
     429: "The queue is full; see Retry-After.",
     500: "The engine failed.",
-    503: "No replica is healthy; see Retry-After.",
+    503: "The model is being loaded, or no replica is healthy; see Retry-After.",
 }
 
 
@@ -162,7 +162,7 @@ def create_api(
     api.add_middleware(Arrival, keys=config.router.api_keys)
     add_error_answers(api)
     _add_completions(api, _Frontend(config, fleet, admission, record))
-    _add_models(api, config.model.served_model_name)
+    _add_models(api, config.model.names)
     _add_operations(api, config, fleet, admission)
     _add_status_page(api)
     return api
@@ -179,7 +179,8 @@ class _Frontend:
         record: Callable[[Reading], None],
     ) -> None:
         self.text = ModelText(config.model)
-        self._served = config.model.served_model_name
+        self._names = config.model.names
+        self._served = self._names[0]
         self._fingerprint = fingerprint(__version__, config.model.model_dump(mode="json"))
         self._synthetic_acceptance = config.speculative.synthetic_acceptance is not None
         self.runner = CompletionRunner(
@@ -192,7 +193,7 @@ class _Frontend:
 
     def admit(self, body: CompletionRequest | ChatRequest, num_prompts: int) -> None:
         """Raise ApiError if the request is for another model or has too many choices."""
-        if body.model is not None and body.model != self._served:
+        if body.model is not None and body.model not in self._names:
             raise unknown_model(body.model, self._served)
         most = self.runner.max_choices
         if num_prompts * body.num_choices > most:
@@ -289,26 +290,25 @@ def _answers(kind: str) -> dict[int | str, dict[str, Any]]:
     return {200: {"description": whole, "content": {STREAM_TYPE: stream}}, **errors}
 
 
-def _add_models(api: FastAPI, served: str) -> None:
-    entry: Model = {
-        "id": served,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "serve_spec",
+def _add_models(api: FastAPI, names: Sequence[str]) -> None:
+    created = int(time.time())
+    entries: dict[str, Model] = {
+        name: {"id": name, "object": "model", "created": created, "owned_by": "serve_spec"}
+        for name in names
     }
 
     @api.get("/v1/models")
     async def models() -> ModelList:
-        """List the served model."""
-        return {"object": "list", "data": [entry]}
+        """List the names of the served model."""
+        return {"object": "list", "data": list(entries.values())}
 
     # `:path` because model names may hold slashes.
     @api.get("/v1/models/{name:path}")
     async def model(name: str) -> Model:
         """Return one model by name."""
-        if name != served:
-            raise unknown_model(name, served)
-        return entry
+        if name not in entries:
+            raise unknown_model(name, names[0])
+        return entries[name]
 
 
 def _add_operations(
@@ -319,7 +319,7 @@ def _add_operations(
         """Return 200 while a replica takes requests, else 503; `costs` as in `RayFleet.costs`."""
         num_healthy = await fleet.num_healthy()
         if num_healthy == 0:  # returned, not raised: probes would fill the log
-            return error_answer(no_replica("none is running"))
+            return error_answer(fleet.unavailable("none is running"))
         answer = {"status": "ok", "healthy_replicas": num_healthy, "costs": await fleet.costs()}
         return AsciiJSON(answer)
 
@@ -328,7 +328,7 @@ def _add_operations(
         """Return the current state of replicas, router and fleet."""
         return {
             "version": __version__,
-            "model": config.model.served_model_name,
+            "model": config.model.names[0],
             **await fleet.stats(),
             "router": {**admission.snapshot(), **fleet.batching()},
         }
@@ -337,7 +337,7 @@ def _add_operations(
     async def status() -> dict[str, object]:
         """Return the data of the status page."""
         return {
-            "model": config.model.served_model_name,
+            "model": config.model.names[0],
             **await fleet.status(),
             "router": admission.snapshot(),
         }

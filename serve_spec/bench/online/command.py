@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TypeAlias
 
 from tqdm import tqdm
@@ -59,6 +58,7 @@ from serve_spec.bench.report import (
 )
 from serve_spec.bench.variants import interleaved
 from serve_spec.config import ConfigError, ServeSpecConfig
+from serve_spec.config.flags import flag_values
 from serve_spec.config.root import parse_override
 from serve_spec.core.request import TokenDelta
 from serve_spec.core.sequence import Sequence as EngineSequence
@@ -98,6 +98,9 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("port", "variants", "client_cores"):
         if getattr(args, name) and args.deploy is None:
             raise ConfigError(f"{option(name)}: needs --deploy; --url names a running server")
+    if args.flags and args.deploy is None and args.compare_offline is None:
+        flag, value = next(iter(args.flags.values()))
+        raise ConfigError(f"{flag}={value!r}: needs --deploy; --url names a running server")
     if args.per_replica and not args.variants:
         raise ConfigError("--per-replica: needs --variants, which give num_replicas")
 
@@ -106,8 +109,9 @@ def _measured(args: argparse.Namespace) -> list[Record]:
     """Return the record of the run and of every load and side; write each side when it is done."""
     config = None  # read first, so that a mistake in it does not cost the run
     if args.compare_offline is not None:
-        config = ServeSpecConfig.load(args.compare_offline, **dict(map(parse_override, args.set)))
-    variants = [server_variant(Path(args.deploy), name) for name in args.variants]
+        keys = {**flag_values(args), **dict(map(parse_override, args.set))}
+        config = ServeSpecConfig.load(args.compare_offline, **keys)
+    variants = [server_variant(args.deploy, name, flag_values(args)) for name in args.variants]
     servers: Sequence[ServerVariant | None] = variants or [None]
     plans, warm_up = _plans(args, {1, *(each.num_replicas for each in variants)})
     objective = Objective(args.slo_ttft_ms, args.slo_tpot_ms)
@@ -203,7 +207,9 @@ def _online(
         url = args.url
         if url is None:
             file = args.deploy if variant is None else stack.enter_context(serve_file(variant))
-            url = stack.enter_context(own_server(serve_command(file, args.port), args.client_cores))
+            keys = flag_values(args) if variant is None else {}
+            command = serve_command(file, args.port, keys)
+            url = stack.enter_context(own_server(command, args.client_cores))
         api_key = os.environ.get("SERVE_SPEC_API_KEY")
         target = Target(url, args.model, api_key, args.timeout_s)
         clients = stack.enter_context(Clients(target, args.clients))

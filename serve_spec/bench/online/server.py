@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -22,10 +23,12 @@ _READY = re.compile(r"^ready: (?:.* at )?(https?://\S+)")
 _STOP_WITHIN_S = 120.0
 
 
-def serve_command(file: str, port: int | None) -> list[str]:
-    """Return the command that starts a server."""
+def serve_command(model: str, port: int | None, keys: Mapping[str, Any] | None = None) -> list[str]:
+    """Return the command that starts a server; `keys` override the configuration."""
     chosen = [] if port is None else ["--port", str(port)]
-    return [sys.executable, "-u", "-m", "serve_spec", "serve", file, *chosen]
+    for key, value in (keys or {}).items():
+        chosen += ["--set", f"{key}={json.dumps(value)}"]
+    return [sys.executable, "-u", "-m", "serve_spec", "serve", model, *chosen]
 
 
 @contextmanager
@@ -116,8 +119,12 @@ class ServerVariant:
     deployment: Mapping[str, Any]
 
 
-def server_variant(deploy: Path, name: str) -> ServerVariant:
-    """Return a Serve file or configuration with the settings of `name`.
+def server_variant(
+    deploy: str | Path, name: str, keys: Mapping[str, Any] | None = None
+) -> ServerVariant:
+    """Return a Serve file, configuration or checkpoint with the settings of `name`.
+
+    keys: other keys, which lose to the settings.
 
     Raises:
         ConfigError: the file or a key is invalid, or the file has no application of this package.
@@ -127,7 +134,7 @@ def server_variant(deploy: Path, name: str) -> ServerVariant:
     from serve_spec.serving.command import APP_IMPORT_PATH, read_deployment
     from serve_spec.serving.engine_actor import placement_of
 
-    deployment = read_deployment(deploy)
+    deployment = read_deployment(deploy, keys)
     ours = [app for app in deployment["applications"] if app["import_path"] == APP_IMPORT_PATH]
     if not ours:
         raise ConfigError(f"--deploy={deploy}: no application imports {APP_IMPORT_PATH}; add one")
