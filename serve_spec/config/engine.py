@@ -21,7 +21,8 @@ class ModelConfig(StrictModel):
     served_model_name: str = ""
     """Model name in requests; null or empty: the last part of `path`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Data type of weights and activations; auto: bfloat16 on a GPU, float32 on a CPU."""
+    """Data type of weights and activations; auto: float32 on a CPU, on a GPU float16 if config.json
+    names it and bfloat16 if not."""
     max_model_len: int | None = Field(None, ge=1, le=MAX_POSITIONS)
     """Maximum length of prompt and output, in tokens; null: the model's own limit."""
     tensor_parallel_size: int = Field(1, ge=1, le=1024)

@@ -13,7 +13,6 @@ from serve_spec.adaptive import AdaptiveController, PolicySettings
 from serve_spec.config import ServeSpecConfig
 from serve_spec.config.algorithms import ALGORITHMS
 from serve_spec.config.speculative import ignored_adaptive_keys
-from serve_spec.core.context import torch_dtype
 from serve_spec.core.draft import MAX_TREE_TOKENS, PLAIN, TextDrafter
 from serve_spec.core.errors import BrokenLogits, CheckpointError
 from serve_spec.core.request import SamplingParams
@@ -39,6 +38,7 @@ from serve_spec.models.draft import draft_dtype, draft_weights
 from serve_spec.models.draft_checkpoint import read_draft
 from serve_spec.models.draft_probe import choose_layers, choose_theta, probe_text
 from serve_spec.models.draft_shape import both_readings
+from serve_spec.models.llama import target_dtype
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.parallel.worker_ranks import Launcher, WorkerRanks, launch
 from serve_spec.scheduler.scheduler import Scheduler
@@ -227,7 +227,7 @@ def load_models(config: ServeSpecConfig, parallel: TensorParallel) -> LoadedMode
             "torch_compile=True: torch's compiler does not support the oneDNN products used on "
             "CPUs; set it to false, or device to 'cuda'"
         )
-    dtype = torch_dtype(_dtype_name(config.model.dtype, device))
+    dtype = target_dtype(config.model.dtype, config.model.path, device)
     if config.replica.torch_num_threads is not None:
         torch.set_num_threads(config.replica.torch_num_threads)
     target = load_target(config.model.path, dtype, device, config.model.max_model_len, parallel)
@@ -336,12 +336,6 @@ def _device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda': torch sees no GPU here; use device='cpu' or 'auto'")
     return torch.device(name)
-
-
-def _dtype_name(name: str, device: torch.device) -> str:
-    if name != "auto":
-        return name
-    return "bfloat16" if device.type == "cuda" else "float32"
 
 
 def _load_head(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from serve_spec.config import SpeculativeConfig
+from serve_spec.config.checkpoint import CLASS_DEFAULTS
 from serve_spec.core.errors import CheckpointError
 from serve_spec.models.shape import check_supported, read_json
 from serve_spec.models.upscale import open_weights
@@ -23,19 +24,6 @@ from serve_spec.models.weights import Checkpoint, PickleFile, SafetensorsFile, T
 FAMILIES = {"eagle": "EAGLE", "eagle3": "EAGLE3"}
 """The families among the values of `speculators_model_type`."""
 
-# Of transformers' LlamaConfig and Qwen3Config.
-_SHARED_DEFAULTS = {"hidden_size": 4096, "num_attention_heads": 32, "rms_norm_eps": 1e-6}
-_CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {**_SHARED_DEFAULTS, "intermediate_size": 11008, "vocab_size": 32000},
-    "qwen3": {
-        **_SHARED_DEFAULTS,
-        "intermediate_size": 22016,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "use_sliding_window": False,
-    },
-}
 _NESTED = ("transformer_layer_config", "speculators_config")
 
 
@@ -58,13 +46,13 @@ def flat_config(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         )
     layers = config.get("transformer_layer_config") or {}
     model_type = layers.get("model_type", "llama")
-    if model_type not in _CLASS_DEFAULTS:
+    if model_type not in CLASS_DEFAULTS:
         raise CheckpointError(
             f"{directory}: transformer_layer_config.model_type={model_type!r}: not supported; "
-            f"use a head with layers of {sorted(_CLASS_DEFAULTS)}"
+            f"use a head with layers of {sorted(CLASS_DEFAULTS)}"
         )
     own = {key: value for key, value in config.items() if key not in _NESTED and value is not None}
-    return {**_CLASS_DEFAULTS[model_type], **layers, **own}
+    return {**CLASS_DEFAULTS[model_type], **layers, **own}
 
 
 def read_vocabulary(folder: Path) -> dict[str, int] | None:

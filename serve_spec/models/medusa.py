@@ -80,7 +80,9 @@ class Medusa(DraftHead):
     read_elsewhere = (TOKEN_MAP,)
 
     def __init__(self, shape: MedusaShape, target: Llama, target_ids: Tensor | None) -> None:
-        no_layers = replace(target.shape, num_layers=0, tie_word_embeddings=False, num_ids=None)
+        no_layers = replace(
+            target.shape, num_layers=0, windows=(), tie_word_embeddings=False, num_ids=None
+        )
         super().__init__(no_layers, FeatureCapture(layer_ids=None), shape.hidden_size)
         self.heads_shape = shape
         self.max_steps = shape.num_heads

@@ -60,8 +60,8 @@ class Checkpoint:
         file, stored = self._home(name)
         return file.read_floats(stored) if floats else file.read(stored)
 
-    def rename(self, new_names: Mapping[str, str]) -> None:
-        """Rename tensors: `new_names[old] = new`.
+    def rename(self, new_names: Mapping[str, str | None]) -> None:
+        """Rename tensors: `new_names[old] = new`; None leaves a tensor out.
 
         Raises:
             CheckpointError: two tensors would share a name.
@@ -69,6 +69,8 @@ class Checkpoint:
         homes: dict[str, tuple[TensorFile, str]] = {}
         for name, home in self._homes.items():
             known_as = new_names.get(name, name)
+            if known_as is None:
+                continue
             if known_as in homes:
                 raise CheckpointError(
                     f"{self.directory}: tensors {homes[known_as][1]} and {home[1]} both mean "

@@ -16,6 +16,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
+from serve_spec.config.checkpoint import max_positions, text_config
 from serve_spec.config.engine import ModelConfig
 from serve_spec.core.errors import CheckpointError, InvalidRequest, TextTooLong
 from serve_spec.core.request import SamplingParams
@@ -32,8 +33,6 @@ from serve_spec.serving.fields import Prompt
 from serve_spec.serving.logprobs import TokenBytesLookup
 from serve_spec.serving.openai import ChatRequest
 
-# Default of config.json, as in `models.shape`.
-_DEFAULT_MODEL_LEN = 2048
 # Shorter texts are rejected by the replica, which encodes them anyway.
 _UNUSUAL_CHARS = 65_536
 # Likely tokens repeat, and an answer with top_logprobs=20 needs 21 of them per token.
@@ -198,6 +197,6 @@ def _max_model_len(folder: Path) -> int:
     """Return the context length in config.json, as the engine reads it."""
     path = folder / "config.json"
     try:
-        return int(json.loads(path.read_text()).get("max_position_embeddings", _DEFAULT_MODEL_LEN))
+        return max_positions(text_config(json.loads(path.read_text())))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
