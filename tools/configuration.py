@@ -25,7 +25,7 @@ is a YAML file of sections, such as [configs/tiny.yaml](../configs/tiny.yaml).
 - Values that are set later win: defaults, the file, the environment, arguments.
 - Relative paths start at the folder of the file, or at the current directory if the environment or
   an argument sets them. `asset:NAME` is a file of the package.
-- An unknown key or a value out of range is an error that names the key and the nearest known one.
+- An unknown key or a value out of range is an error that names the key and what is known.
 - `serve-spec check-config FILE [KEY=VALUE ...]` prints the configuration with all values resolved.
 
 | where | how a key is set |

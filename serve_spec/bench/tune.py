@@ -304,14 +304,14 @@ def _configuration(args: argparse.Namespace) -> ServeSpecConfig:
 
 def _settings(config: ServeSpecConfig, args: argparse.Namespace) -> dict[str, Any]:
     """Return all settings that affect a measurement, except its place in the sweep."""
-    here, draft = environment(), config.speculative.speculative_draft_model_path
+    here, draft = environment(), config.draft_folder
     return {
         **{key: getattr(args, key) for key in _WORKLOAD},
         "model": config.model.model_dump(mode="json"),
         "speculative": config.speculative.model_dump(mode="json", exclude=_POLICY_KEYS),
         "cache": config.cache.model_dump(mode="json"),
         "scheduler": config.scheduler.model_dump(mode="json"),
-        "target_fingerprint": fingerprint(config.model.path),
+        "target_fingerprint": fingerprint(config.model.folder),
         "draft_fingerprint": None if draft is None else fingerprint(draft),
         "code": code_version(),
         "hardware": here["gpu"] or here["cpu"],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -84,7 +83,7 @@ def build_engine(config: ServeSpecConfig, launcher: Launcher | None = None) -> S
 
 def _start_ranks(config: ServeSpecConfig, launcher: Launcher | None) -> WorkerRanks:
     size = config.model.tensor_parallel_size
-    ModelShape.from_directory(config.model.path).on_rank_of(size)
+    ModelShape.from_directory(config.model.metadata_folder).on_rank_of(size)
     is_on_gpu = rank_device(config, 0).type == "cuda"
     if launcher is None and is_on_gpu and torch.cuda.device_count() < size:
         raise ValueError(
@@ -97,7 +96,7 @@ def _start_ranks(config: ServeSpecConfig, launcher: Launcher | None) -> WorkerRa
 def _build_engine(
     config: ServeSpecConfig, parallel: TensorParallel, worker_ranks: WorkerRanks | None
 ) -> SpecEngine:
-    tokenizer = Tokenizer(Path(config.model.path))
+    tokenizer = Tokenizer(config.model.tokenizer_folder)
     _check_fit(config, tokenizer)
     loaded = load_models(config, parallel)
     target, num_pages = loaded.target, loaded.num_pages
@@ -227,10 +226,10 @@ def load_models(config: ServeSpecConfig, parallel: TensorParallel) -> LoadedMode
             "torch_compile=True: torch's compiler does not support the oneDNN products used on "
             "CPUs; set it to false, or device to 'cuda'"
         )
-    dtype = target_dtype(config.model.dtype, config.model.path, device)
+    dtype = target_dtype(config.model.dtype, config.model.folder, device)
     if config.replica.torch_num_threads is not None:
         torch.set_num_threads(config.replica.torch_num_threads)
-    target = load_target(config.model.path, dtype, device, config.model.max_model_len, parallel)
+    target = load_target(config.model.folder, dtype, device, config.model.max_model_len, parallel)
     head = _load_head(config, target, dtype, device)
     if config.model.torch_compile:
         compile_layers(target)
@@ -268,7 +267,7 @@ def build_worker(
         config.scheduler.max_num_seqs, max_pages, runner.pool.scratch_page, vocab_size, device
     )
     compiler = GrammarCompiler(
-        lambda: Tokenizer(Path(config.model.path)).describe(), vocab_size, eos_token_ids
+        lambda: Tokenizer(config.model.tokenizer_folder).describe(), vocab_size, eos_token_ids
     )
     compiler.prepare()
     policy = _policy(config, loaded)
@@ -342,11 +341,11 @@ def _load_head(
     config: ServeSpecConfig, target: Llama, dtype: torch.dtype, device: torch.device
 ) -> DraftHead | None:
     speculative = config.speculative
-    if not speculative.enabled or speculative.speculative_draft_model_path is None:
+    path = config.draft_folder if speculative.enabled else None
+    if path is None:
         return None
     weights = draft_weights(speculative.speculative_draft_model_quantization, device)
     draft_in = draft_dtype(speculative.speculative_draft_dtype, dtype, device, weights)
-    path = Path(speculative.speculative_draft_model_path)
     head = load_draft(
         path,
         target,
@@ -366,8 +365,8 @@ def _probe(config: ServeSpecConfig, head: DraftHead, target: Llama) -> None:
     probes_theta = speculative.speculative_draft_rope_theta == "probe"
     if not (probes_layers or probes_theta):
         return
-    text = Tokenizer(Path(config.model.path)).encode(probe_text())
-    path = speculative.speculative_draft_model_path
+    text = Tokenizer(config.model.tokenizer_folder).encode(probe_text())
+    path = config.draft_folder
     assert path is not None, "a loaded draft has a path"
     if probes_layers:
         readings = both_readings(read_draft(path), target.shape.num_layers)
@@ -415,7 +414,10 @@ def _num_pages(
 
 def _check_fit(config: ServeSpecConfig, tokenizer: Tokenizer) -> None:
     """Raise for settings that do not fit the checkpoint, before weights are loaded."""
-    shape, max_model_len = ModelShape.from_directory(config.model.path), config.model.max_model_len
+    shape, max_model_len = (
+        ModelShape.from_directory(config.model.metadata_folder),
+        config.model.max_model_len,
+    )
     if max_model_len is not None and max_model_len > shape.max_position_embeddings:
         raise ValueError(
             f"max_model_len={max_model_len} is more than the model was made for: "

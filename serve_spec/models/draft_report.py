@@ -42,7 +42,7 @@ def describe_draft(path: Path, config: ServeSpecConfig | None) -> str:
     """
     file = read_draft(path)
     options = DraftOptions() if config is None else DraftOptions.of(config.speculative)
-    target_path = None if config is None else Path(config.model.path)
+    target_path = None if config is None else config.model.folder
     target = None if target_path is None else _without_weights(target_path)
     family = file.recognition.family
     facts = {

@@ -162,7 +162,7 @@ def create_api(
     api.add_middleware(Arrival, keys=config.router.api_keys)
     add_error_answers(api)
     _add_completions(api, _Frontend(config, fleet, admission, record))
-    _add_models(api, config.model.served_model_name)
+    _add_models(api, config.model.names)
     _add_operations(api, config, fleet, admission)
     _add_status_page(api)
     return api
@@ -179,7 +179,8 @@ class _Frontend:
         record: Callable[[Reading], None],
     ) -> None:
         self.text = ModelText(config.model)
-        self._served = config.model.served_model_name
+        self._names = config.model.names
+        self._served = self._names[0]
         self._fingerprint = fingerprint(__version__, config.model.model_dump(mode="json"))
         self._synthetic_acceptance = config.speculative.synthetic_acceptance is not None
         self.runner = CompletionRunner(
@@ -192,7 +193,7 @@ class _Frontend:
 
     def admit(self, body: CompletionRequest | ChatRequest, num_prompts: int) -> None:
         """Raise ApiError if the request is for another model or has too many choices."""
-        if body.model is not None and body.model != self._served:
+        if body.model is not None and body.model not in self._names:
             raise unknown_model(body.model, self._served)
         most = self.runner.max_choices
         if num_prompts * body.num_choices > most:
@@ -289,26 +290,25 @@ def _answers(kind: str) -> dict[int | str, dict[str, Any]]:
     return {200: {"description": whole, "content": {STREAM_TYPE: stream}}, **errors}
 
 
-def _add_models(api: FastAPI, served: str) -> None:
-    entry: Model = {
-        "id": served,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "serve_spec",
+def _add_models(api: FastAPI, names: Sequence[str]) -> None:
+    created = int(time.time())
+    entries: dict[str, Model] = {
+        name: {"id": name, "object": "model", "created": created, "owned_by": "serve_spec"}
+        for name in names
     }
 
     @api.get("/v1/models")
     async def models() -> ModelList:
-        """List the served model."""
-        return {"object": "list", "data": [entry]}
+        """List the names of the served model."""
+        return {"object": "list", "data": list(entries.values())}
 
     # `:path` because model names may hold slashes.
     @api.get("/v1/models/{name:path}")
     async def model(name: str) -> Model:
         """Return one model by name."""
-        if name != served:
-            raise unknown_model(name, served)
-        return entry
+        if name not in entries:
+            raise unknown_model(name, names[0])
+        return entries[name]
 
 
 def _add_operations(
@@ -328,7 +328,7 @@ def _add_operations(
         """Return the current state of replicas, router and fleet."""
         return {
             "version": __version__,
-            "model": config.model.served_model_name,
+            "model": config.model.names[0],
             **await fleet.stats(),
             "router": {**admission.snapshot(), **fleet.batching()},
         }
@@ -337,7 +337,7 @@ def _add_operations(
     async def status() -> dict[str, object]:
         """Return the data of the status page."""
         return {
-            "model": config.model.served_model_name,
+            "model": config.model.names[0],
             **await fleet.status(),
             "router": admission.snapshot(),
         }

@@ -324,7 +324,7 @@ def announcement(plan: Plan) -> str:
         return f"ready: {plan.url}"
     config = plan.configs[0]
     body = {
-        "model": config.model.served_model_name,
+        "model": config.model.names[0],
         "prompt": "class Stack:\n    def __init__(self):",
         "max_tokens": 64,
         "temperature": 0,
@@ -332,7 +332,7 @@ def announcement(plan: Plan) -> str:
     }
     key = " -H 'Authorization: Bearer YOUR_API_KEY'" if config.router.api_keys else ""
     return (
-        f"\nready: {config.model.served_model_name} at {plan.url}   (Ctrl-C stops it)\n\n"
+        f"\nready: {config.model.names[0]} at {plan.url}   (Ctrl-C stops it)\n\n"
         f"curl -N {plan.url}/v1/completions -H 'Content-Type: application/json'{key} "
         f"-d {shlex.quote(json.dumps(body))}\n"
     )

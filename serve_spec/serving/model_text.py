@@ -129,11 +129,11 @@ class ModelText:
 
 
 def _read(model: ModelConfig) -> _Files:
-    tokenizer = Tokenizer(model.path)
+    tokenizer = Tokenizer(model.tokenizer_folder)
     token_bytes = lru_cache(_NUM_CACHED_TOKENS)(tokenizer.token_bytes)
-    template = ChatTemplate.from_folder(model.path)
+    template = ChatTemplate.from_folder(model.tokenizer_folder)
     control = ControlTokens(tokenizer, template.source)
-    max_model_len = model.max_model_len or _max_model_len(model.path)
+    max_model_len = model.max_model_len or _max_model_len(model.metadata_folder)
     return _Files(tokenizer, token_bytes, template, control, max_model_len)
 
 

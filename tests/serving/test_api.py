@@ -18,7 +18,7 @@ from tests.serving.texts import WORDS, drafting, word_tokenizer, write_text_file
 
 @pytest.fixture
 def server(config):
-    write_text_files(config.model.path, tokenizer=word_tokenizer())
+    write_text_files(config.model.folder, tokenizer=word_tokenizer())
     return Server(config)
 
 
@@ -268,7 +268,7 @@ async def test_a_full_queue_is_a_429_with_retry_after(config):
 
 
 def test_answers_say_where_acceptance_is_forced(config):
-    forced = drafting(config.model.path, synthetic_acceptance=2.5)
+    forced = drafting(config.model.folder, synthetic_acceptance=2.5)
     server = Server(ServeSpecConfig.load(forced))
     assert server.complete().json()["synthetic_acceptance"] is True
     chunks = chunks_of(server.complete(stream=True))

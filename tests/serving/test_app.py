@@ -41,10 +41,10 @@ def test_a_relative_file_is_found_here_first_and_then_in_the_checkout(
     config_file, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    assert load_config({"config": "mine.yaml"}).model.path == tmp_path / "model"
+    assert load_config({"config": "mine.yaml"}).model.folder == tmp_path / "model"
     monkeypatch.chdir("/")
     monkeypatch.setattr("serve_spec.serving.app._CHECKOUT", tmp_path)
-    assert load_config({"config": "mine.yaml"}).model.path == tmp_path / "model"
+    assert load_config({"config": "mine.yaml"}).model.folder == tmp_path / "model"
 
 
 @pytest.mark.parametrize(

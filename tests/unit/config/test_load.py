@@ -208,7 +208,7 @@ def test_paths_start_at_the_folder_of_the_file_that_names_them(checkpoints, monk
     (checkpoints / "sub").mkdir()
     file = write(checkpoints / "sub" / "c.yaml", {"model": {"path": "../target"}})
     monkeypatch.chdir("/")
-    assert ServeSpecConfig.load(file).model.path == checkpoints / "target"
+    assert ServeSpecConfig.load(file).model.folder == checkpoints / "target"
 
 
 def test_paths_in_keywords_environment_and_mappings_start_at_the_current_directory(
@@ -219,10 +219,10 @@ def test_paths_in_keywords_environment_and_mappings_start_at_the_current_directo
     file = write(elsewhere / "c.yaml", {"model": {"path": "target"}})
     monkeypatch.chdir(checkpoints)
     expected = checkpoints / "target"
-    assert ServeSpecConfig.load({"model": {"path": "target"}}).model.path == expected
-    assert ServeSpecConfig.load(file, path="target").model.path == expected
+    assert ServeSpecConfig.load({"model": {"path": "target"}}).model.folder == expected
+    assert ServeSpecConfig.load(file, path="target").model.folder == expected
     monkeypatch.setenv("SERVE_SPEC_MODEL__PATH", "target")
-    assert ServeSpecConfig.load(file).model.path == expected
+    assert ServeSpecConfig.load(file).model.folder == expected
 
 
 def test_an_asset_is_found_in_the_package_whoever_names_it(checkpoints, monkeypatch):
@@ -232,7 +232,7 @@ def test_an_asset_is_found_in_the_package_whoever_names_it(checkpoints, monkeypa
         ServeSpecConfig.load({"model": {"path": "asset:target"}}),
         ServeSpecConfig.load({"model": {}}, path="asset:target"),
     ):
-        assert config.model.path == checkpoints / "target"
+        assert config.model.folder == checkpoints / "target"
 
 
 def test_a_path_that_does_not_exist_is_refused_with_what_was_tried(checkpoints):
