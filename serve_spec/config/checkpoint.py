@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from serve_spec.config.base import Refusal, checkpoint_name
+from serve_spec.config.hub import cached_file, checkpoint_folder
 
 Config = Mapping[str, Any]
 """A parsed `config.json`."""
@@ -93,3 +98,101 @@ def max_positions(config: Config) -> int:
         original = rope.get("original_max_position_embeddings") or longest
         return max(longest, int(original * factor))
     return longest
+
+
+SPECULATORS = {"eagle": "EAGLE", "eagle3": "EAGLE3"}
+"""Values of `speculators_model_type` that are supported, with the `speculative_algorithm`."""
+
+_MODEL, _DRAFT = "model.path", "speculative.speculative_draft_model_path"
+
+
+def detect_algorithm(config: Config) -> str | None:
+    """Return the `speculative_algorithm` of a draft by its config; None if it is not supported.
+
+    Official heads call themselves LlamaForCausalLM: EAGLE-3 ones have a `draft_vocab_size`, and no
+    whole model has one layer.
+    """
+    if "speculators_model_type" in config:
+        return SPECULATORS.get(config["speculators_model_type"])
+    names = f"{config.get('model_type')} {config.get('architectures')}".lower()
+    flat = {**config, **config["model"]} if isinstance(config.get("model"), Mapping) else config
+    if "medusa" in names or "medusa_num_heads" in config:
+        return "MEDUSA"
+    if "eagle3" in names or "draft_vocab_size" in flat:
+        return "EAGLE3"
+    if "eagle" in names or flat.get("num_hidden_layers") == 1:
+        return "EAGLE"
+    return "STANDALONE" if "ForCausalLM" in str(config.get("architectures")) else None
+
+
+def with_detected(sections: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the sections of a configuration with what its checkpoints tell.
+
+    A draft tells its `speculative_algorithm`, if that is left out. A draft that is given as the
+    model, and names the target it was made for, becomes the draft of that target.
+
+    Args:
+        folder: the base of relative paths.
+
+    Raises:
+        ConfigError: a draft of the hub cannot be downloaded.
+        Refusal: a draft that does not tell its algorithm or target.
+    """
+    model, draft = sections["model"], sections.get("speculative") or {}
+    if not isinstance(model, dict) or not isinstance(draft, dict):
+        return dict(sections)
+    path, place = model.get("path"), model.get("download_dir")
+    place = None if place is None else folder / str(place)
+    own = _read(_MODEL, path, model.get("revision"), folder, place)
+    if "speculators_config" in own or "medusa_num_heads" in own:
+        source = path if model.get("revision") is None else f"{path}@{model['revision']}"
+        draft = {"speculative_draft_model_path": source, **draft}
+        model = {**model, "path": _target_of(own, str(path)), "revision": None}
+    name = draft.get("speculative_draft_model_path")
+    if isinstance(name, str | Path) and "speculative_algorithm" not in draft:
+        config = _read(_DRAFT, name, None, folder, place, fetches=True)
+        algorithm = detect_algorithm(config)
+        if config and algorithm is None:
+            kind = config.get("speculators_model_type") or config.get("architectures")
+            fix = f"config.json names {kind}, which is not supported; use another draft"
+            raise Refusal(_DRAFT, str(name), fix)
+        draft = {**draft, **({"speculative_algorithm": algorithm} if algorithm else {})}
+    return {**sections, "model": model, **({"speculative": draft} if draft else {})}
+
+
+def _target_of(config: Config, name: str) -> str:
+    speculators = config.get("speculators_config") or {}
+    target = (speculators.get("verifier") or {}).get("name_or_path")
+    target = target or config.get("base_model_name_or_path")
+    if not isinstance(target, str):
+        fix = "a draft whose config.json names no target; give the target, and this as the draft"
+        raise Refusal(_MODEL, name, fix)
+    return target
+
+
+def _read(
+    field: str,
+    name: object,
+    revision: str | None,
+    folder: Path,
+    download_dir: Path | None,
+    *,
+    fetches: bool = False,
+) -> Config:
+    """Return the config of a checkpoint; empty if it is invalid, which is reported later.
+
+    fetches: whether it is downloaded; else one that is not in the cache counts as empty.
+    """
+    try:
+        found = checkpoint_name(field, str(name), folder)
+        source = found if revision is None else f"{found}@{revision}"
+        file: Path | None
+        if fetches or found.startswith(("asset:", "/")):
+            file = checkpoint_folder(field, source, download_dir=download_dir, weights=False)
+            file /= "config.json"
+        else:
+            file = cached_file(source, "config.json", download_dir)
+        content = {} if file is None else json.loads(file.read_text())
+    except (Refusal, OSError, UnicodeDecodeError, json.JSONDecodeError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -30,6 +30,9 @@ class ModelConfig(StrictModel):
     """Checkpoint of the tokenizer, same forms as `path`; null: the model's own."""
     chat_template: Path | None = None
     """Jinja file of the chat template; null: the tokenizer's own."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """Sampling parameters of requests that give none; auto: those of the checkpoint's
+    generation_config.json, as in vLLM; none: those of the API."""
     served_model_name: str | tuple[str, ...] = ""
     """Model name in requests, or a list of names; answers have the first. Null or empty: the hub
     id, or the last part of `path`."""

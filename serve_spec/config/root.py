@@ -19,6 +19,7 @@ from serve_spec.config.base import (
     ASSET,
     ASSETS,
     ConfigError,
+    Refusal,
     StrictModel,
     anchored,
     is_path,
@@ -28,6 +29,7 @@ from serve_spec.config.base import (
     unknown_key,
     validate,
 )
+from serve_spec.config.checkpoint import with_detected
 from serve_spec.config.engine import CacheConfig, ModelConfig, SchedulerConfig
 from serve_spec.config.hub import checkpoint_folder, pinned
 from serve_spec.config.serving import ReplicaConfig, RouterConfig, StatsConfig
@@ -87,7 +89,11 @@ class ServeSpecConfig(StrictModel):
             sections = _sections(given)
             _override(sections, _environment())
         _override(sections, overrides)
-        return validate(cls, _with_shipped(sections), folder=folder)
+        try:
+            sections = with_detected(_with_shipped(sections), folder)
+        except Refusal as error:
+            raise ConfigError(str(error)) from None
+        return validate(cls, sections, folder=folder)
 
     @property
     def draft_folder(self) -> Path | None:

@@ -19,7 +19,7 @@ from serve_spec.core.round import RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.costs import Clock, CostSource, cost_key
 from serve_spec.engine.engine import SpecEngine, freeze_gc
-from serve_spec.engine.inputs import EngineLimits
+from serve_spec.engine.inputs import EngineLimits, sampling_defaults
 from serve_spec.engine.profile import (
     CostGrid,
     Measurement,
@@ -98,6 +98,7 @@ def _build_engine(
 ) -> SpecEngine:
     tokenizer = Tokenizer(config.model.tokenizer_folder)
     _check_fit(config, tokenizer)
+    sampling_defaults(config.model)  # raises if they are invalid
     loaded = load_models(config, parallel)
     target, num_pages = loaded.target, loaded.num_pages
     if ignored := ignored_adaptive_keys(config.speculative):

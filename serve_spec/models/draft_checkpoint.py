@@ -15,14 +15,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from serve_spec.config import SpeculativeConfig
-from serve_spec.config.checkpoint import CLASS_DEFAULTS
+from serve_spec.config.checkpoint import CLASS_DEFAULTS, SPECULATORS
 from serve_spec.core.errors import CheckpointError
 from serve_spec.models.shape import check_supported, read_json
 from serve_spec.models.upscale import open_weights
 from serve_spec.models.weights import Checkpoint, PickleFile, SafetensorsFile, TensorFile
-
-FAMILIES = {"eagle": "EAGLE", "eagle3": "EAGLE3"}
-"""The families among the values of `speculators_model_type`."""
 
 _NESTED = ("transformer_layer_config", "speculators_config")
 
@@ -34,10 +31,10 @@ def flat_config(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         CheckpointError: a kind of head or of layers that is not supported.
     """
     kind = config["speculators_model_type"]
-    if kind not in FAMILIES:
+    if kind not in SPECULATORS:
         raise CheckpointError(
             f"{directory}: speculators_model_type={kind!r}: not supported; use a head of "
-            f"{sorted(FAMILIES)}"
+            f"{sorted(SPECULATORS)}"
         )
     if config.get("layernorms"):
         raise CheckpointError(
@@ -143,7 +140,7 @@ def recognise(stored: Shapes, config: Mapping[str, Any]) -> Recognition:
     shapes = {new: stored[old] for new, old in origin.items()}
     _refuse_foreign_layouts(shapes)
     family, names, why = _family(shapes)
-    claimed = FAMILIES.get(config.get("speculators_model_type", ""))
+    claimed = SPECULATORS.get(config.get("speculators_model_type", ""))
     if claimed not in (None, family):
         raise CheckpointError(
             f"speculators_model_type={config['speculators_model_type']!r} in config.json, but the "

@@ -186,6 +186,21 @@ def build_second(path, target, options, dtype):
     return Standalone(load_target(path, dtype, max_model_len=target.max_model_len))
 
 
+def test_prompts_without_parameters_take_those_of_generation_config(pair, tmp_path):
+    target = shutil.copytree(pair.target, tmp_path / "target")
+    file = target / "generation_config.json"
+    file.write_text('{"temperature": 0, "top_k": 9, "max_new_tokens": 5}')
+    keys = {"device": "cpu", "max_model_len": 64, "num_pages": 16}
+    llm = LLM(str(target), **keys)
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0, top_k=9, max_tokens=5)
+    assert len(llm.generate("a", None)[0].token_ids) == 5
+    llm.shutdown()
+    file.write_text('{"temperature": -1}')
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: temperature=-1"):
+        LLM(str(target), **keys)
+    LLM(str(target), **keys, generation_config="none").shutdown()
+
+
 def test_a_model_that_is_registered_drafts(make_llm, pair, monkeypatch):
     monkeypatch.setitem(ALGORITHMS, "SECOND", Algorithm(f"{__name__}:build_second"))
     folder = str(pair.target)
