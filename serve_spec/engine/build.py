@@ -230,7 +230,10 @@ def load_models(config: ServeSpecConfig, parallel: TensorParallel) -> LoadedMode
     dtype = target_dtype(config.model.dtype, config.model.folder, device)
     if config.replica.torch_num_threads is not None:
         torch.set_num_threads(config.replica.torch_num_threads)
-    target = load_target(config.model.folder, dtype, device, config.model.max_model_len, parallel)
+    is_dummy = config.model.load_format == "dummy"
+    target = load_target(
+        config.model.folder, dtype, device, config.model.max_model_len, parallel, dummy=is_dummy
+    )
     head = _load_head(config, target, dtype, device)
     if config.model.torch_compile:
         compile_layers(target)
@@ -351,7 +354,7 @@ def _load_head(
         path,
         target,
         algorithm=speculative.speculative_algorithm,
-        options=DraftOptions.of(speculative),
+        options=DraftOptions.of(speculative, dummy=config.model.load_format == "dummy"),
         dtype=draft_in,
         weights=weights,
     )
@@ -364,7 +367,7 @@ def _probe(config: ServeSpecConfig, head: DraftHead, target: Llama) -> None:
     speculative = config.speculative
     probes_layers = speculative.speculative_draft_aux_layers_mean == "probe"
     probes_theta = speculative.speculative_draft_rope_theta == "probe"
-    if not (probes_layers or probes_theta):
+    if not (probes_layers or probes_theta) or config.model.load_format == "dummy":
         return
     text = Tokenizer(config.model.tokenizer_folder).encode(probe_text())
     path = config.draft_folder
@@ -415,10 +418,15 @@ def _num_pages(
 
 def _check_fit(config: ServeSpecConfig, tokenizer: Tokenizer) -> None:
     """Raise for settings that do not fit the checkpoint, before weights are loaded."""
-    shape, max_model_len = (
-        ModelShape.from_directory(config.model.metadata_folder),
-        config.model.max_model_len,
-    )
+    shape = ModelShape.from_directory(config.model.metadata_folder)
+    max_model_len = config.model.max_model_len
+    if config.model.load_format == "safetensors":
+        for folder in filter(None, (config.model.folder, config.draft_folder)):
+            if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
+                raise CheckpointError(
+                    f"load_format='safetensors': {folder} has none of them; use 'auto' to read "
+                    "its pickles"
+                )
     if max_model_len is not None and max_model_len > shape.max_position_embeddings:
         raise ValueError(
             f"max_model_len={max_model_len} is more than the model was made for: "

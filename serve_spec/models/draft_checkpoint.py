@@ -17,7 +17,8 @@ from typing import Any, Literal
 from serve_spec.config import SpeculativeConfig
 from serve_spec.config.checkpoint import CLASS_DEFAULTS, SPECULATORS
 from serve_spec.core.errors import CheckpointError
-from serve_spec.models.shape import check_supported, read_json
+from serve_spec.models.dummy import draft_tensors, dummy_checkpoint
+from serve_spec.models.shape import ModelShape, check_supported, read_json
 from serve_spec.models.upscale import open_weights
 from serve_spec.models.weights import Checkpoint, PickleFile, SafetensorsFile, TensorFile
 
@@ -218,7 +219,8 @@ class DraftOptions:
     `rope_theta`: some published heads were trained with 10000 although their config names another.
     `aux_layer_ids`: layers of the target whose inputs the head reads (EAGLE-3). `aux_layers_mean`:
     whether the config's own ids mean a layer's input or its output. `norm_before_residual`,
-    `norm_output`: two switches of EAGLE-3 that configs leave out.
+    `norm_output`: two switches of EAGLE-3 that configs leave out. `dummy`: random weights, no file
+    is read.
     """
 
     rope_theta: float | None = None
@@ -226,9 +228,10 @@ class DraftOptions:
     aux_layers_mean: Literal["input", "output"] | None = None
     norm_before_residual: bool | None = None
     norm_output: bool | None = None
+    dummy: bool = False
 
     @staticmethod
-    def of(config: SpeculativeConfig) -> DraftOptions:
+    def of(config: SpeculativeConfig, *, dummy: bool = False) -> DraftOptions:
         """Return the options of a configuration; those to be measured ("probe") are None."""
         theta = config.speculative_draft_rope_theta
         mean = config.speculative_draft_aux_layers_mean
@@ -238,6 +241,7 @@ class DraftOptions:
             aux_layers_mean=None if mean == "probe" else mean,
             norm_before_residual=config.speculative_draft_norm_before_residual,
             norm_output=config.speculative_draft_norm_output,
+            dummy=dummy,
         )
 
 
@@ -261,13 +265,15 @@ class DraftFile:
         return self.config.get("eagle_config") or {}
 
 
-def open_draft(path: Path | str, algorithm: str) -> DraftFile:
+def open_draft(path: Path | str, algorithm: str, dummy_for: ModelShape | None = None) -> DraftFile:
     """Open the draft in `path`, which must be one for `algorithm`; reads no weight.
+
+    dummy_for: the target of random weights, which then stand in for the file's.
 
     Raises:
         CheckpointError: damaged files, another family, or a format not supported.
     """
-    file = read_draft(path)
+    file = read_draft(path, None if dummy_for is None else (algorithm, dummy_for))
     family = file.recognition.family
     if family != algorithm:
         raise CheckpointError(
@@ -277,8 +283,10 @@ def open_draft(path: Path | str, algorithm: str) -> DraftFile:
     return file
 
 
-def read_draft(path: Path | str) -> DraftFile:
+def read_draft(path: Path | str, dummy: tuple[str, ModelShape] | None = None) -> DraftFile:
     """Open the draft in `path`, of any family and layout; reads no weight.
+
+    dummy: algorithm and target of random weights, which then stand in for the file's.
 
     Raises:
         CheckpointError: damaged files, or a format not supported.
@@ -291,7 +299,10 @@ def read_draft(path: Path | str) -> DraftFile:
     if config.get("speculators_model_type"):
         config = flat_config(directory, config)
     check_supported(config)
-    checkpoint = _open(directory)
+    if dummy is None:
+        checkpoint = _open(directory)
+    else:
+        checkpoint = dummy_checkpoint(directory, draft_tensors(config, *dummy))
     stored = checkpoint.shapes
     checkpoint.rename(current_names(stored))
     try:

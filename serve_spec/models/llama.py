@@ -24,6 +24,7 @@ from serve_spec.layers.norm import RMSNorm
 from serve_spec.layers.rope import RotaryTable
 from serve_spec.layers.vocabulary import vocab_embedding, vocab_head
 from serve_spec.models.decoder import DecoderLayer
+from serve_spec.models.dummy import dummy_checkpoint
 from serve_spec.models.shape import FAMILIES, ModelShape, check_size, check_sizes, read_json
 from serve_spec.models.upscale import open_weights
 from serve_spec.models.weights import Checkpoint
@@ -160,16 +161,17 @@ def load_target(
     parallel: TensorParallel = SINGLE,
     *,
     finish: bool = True,
+    dummy: bool = False,
 ) -> Llama:
     """Load a Hugging Face directory, or an expansion of one.
 
     `max_model_len` bounds positions (default: the config's). Each of several ranks loads its part.
-    finish: False for a model that has gradients.
+    finish: False for a model that has gradients. dummy: random weights, no file is read.
 
     Raises:
         CheckpointError: a checkpoint that cannot be used.
     """
-    shape, checkpoint = open_target(path)
+    shape, checkpoint = open_target(path, dummy=dummy)
     _check_memory(shape, checkpoint, max_model_len)
     with tensor_defaults(dtype, device):
         model = TARGETS[shape.architecture](shape, max_model_len, parallel)
@@ -195,13 +197,19 @@ def target_dtype(name: str, path: Path | str, device: torch.device) -> torch.dty
     return torch.float16 if is_half else torch.bfloat16
 
 
-def open_target(path: Path | str) -> tuple[ModelShape, Checkpoint]:
-    """Return the shape and the weights of a target; reads no weight.
+def open_target(path: Path | str, *, dummy: bool = False) -> tuple[ModelShape, Checkpoint]:
+    """Return the shape and the weights of a target; reads no weight. dummy: they are random.
 
     Raises:
         CheckpointError: a checkpoint that cannot be used.
     """
-    shape, checkpoint = ModelShape.from_directory(path), open_weights(path)
+    shape = ModelShape.from_directory(path)
+    if dummy:
+        with tensor_defaults(torch.float32, "meta"):
+            empty = TARGETS[shape.architecture](shape, max_model_len=1)
+        shapes = {name: tuple(tensor.shape) for name, tensor in empty.tensors().items()}
+        return shape, dummy_checkpoint(Path(path), shapes)
+    checkpoint = open_weights(path)
     if any(name.startswith(_MULTIMODAL) for name in checkpoint.shapes):
         checkpoint.rename({name: _text_name(name) for name in checkpoint.shapes})
     # A stored matrix wins over the flag: some exporters write both.

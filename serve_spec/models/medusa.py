@@ -126,12 +126,12 @@ class Medusa(DraftHead):
 def load_medusa(
     path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype
 ) -> Medusa:
-    """Load the heads in `path` for `target`, computing in `dtype`; options: not used.
+    """Load the heads in `path` for `target`, computing in `dtype`.
 
     Raises:
         CheckpointError: as `open_draft`; heads for another target, or tensors that do not fit.
     """
-    file = open_draft(path, "MEDUSA")
+    file = open_draft(path, "MEDUSA", target.shape if options.dummy else None)
     medusa = make_medusa(file, target, dtype)
     file.checkpoint.load_into(medusa.tensors(), medusa.read_elsewhere)
     finish_loading(medusa)

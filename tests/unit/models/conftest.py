@@ -6,6 +6,7 @@ import torch
 from serve_spec.models import load_target
 from tests.helpers.checkpoints import make_target
 
+
 @pytest.fixture(autouse=True)
 def _small_and_frozen():
     # One thread: at these sizes a second only adds waiting, most of all on a shared machine.
