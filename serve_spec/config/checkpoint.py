@@ -56,7 +56,7 @@ def text_config(config: Config) -> Config:
     nested = config.get("text_config", config if "vision_config" in config else None)
     if not isinstance(nested, Mapping):
         return config
-    model_type = nested.get("model_type", "llama")
+    model_type = str(nested.get("model_type", "llama"))
     architecture = _TEXT_ARCHITECTURES.get(model_type, f"{model_type} in a multimodal model")
     shared = {key: config[key] for key in _SHARED if nested.get(key) is None and key in config}
     ties = config.get("tie_word_embeddings") or nested.get("tie_word_embeddings")

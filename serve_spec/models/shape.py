@@ -46,6 +46,7 @@ FAMILIES = {
     ),
 }
 _DEFAULT_WINDOW = 4096
+_MOST_LAYERS = 4096
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,11 @@ class ModelShape:
         config = read_json(path / "config.json")
         generation_path = path / "generation_config.json"
         generation = read_json(generation_path) if generation_path.exists() else {}
-        return ModelShape.from_config(config, generation)
+        try:
+            return ModelShape.from_config(config, generation)
+        except CheckpointError as error:
+            what = str(error).removeprefix("config.json: ")
+            raise CheckpointError(f"{path}/config.json: {what}") from None
 
     @staticmethod
     def from_config(config: Config, generation: Config | None = None) -> ModelShape:
@@ -160,6 +165,10 @@ class ModelShape:
         check_supported(config)
         biases = {key for key in family.bias_keys if config.get(key)}
         num_layers = whole(config, "num_hidden_layers")
+        if num_layers > _MOST_LAYERS:
+            raise CheckpointError(
+                f"config.json: num_hidden_layers={num_layers}: more than {_MOST_LAYERS}; correct it"
+            )
         return ModelShape(
             **layer_sizes(config),
             architecture=architecture,
@@ -297,29 +306,18 @@ def read_rope(config: Config) -> tuple[float, RopeScaling | None]:
     Raises:
         CheckpointError: a rope type that is not supported or incomplete.
     """
-    rope = rope_parameters(config)
-    kind = rope["rope_type"]
-    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
-    if partial != 1.0:
-        raise CheckpointError(
-            f"config.json: partial_rotary_factor={partial}: not supported; only 1.0 is"
-        )
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        kind = "per layer"
-    if kind not in (*_PLAIN_ROPES, *_SCALED_ROPES):
-        raise CheckpointError(
-            f"config.json: rope type {kind!r}: not supported; use one of "
-            f"{sorted({*_PLAIN_ROPES, *_SCALED_ROPES})}"
-        )
-    if kind in _PLAIN_ROPES:
-        return float(rope["rope_theta"]), None
+    kind = "?"
     try:
-        return float(rope["rope_theta"]), _scaling(kind, rope, config)
+        rope = rope_parameters(config)
+        theta, kind = _positive(rope["rope_theta"]), _rope_type(rope, config)
+        return theta, None if kind in _PLAIN_ROPES else _scaling(kind, rope, config)
     except KeyError as error:
         raise CheckpointError(f"config.json: rope type {kind!r} lacks {error}; add it") from error
-    except (TypeError, ValueError) as error:
+    except CheckpointError:
+        raise
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(
-            f"config.json: rope type {kind!r} has a wrong value ({error}); correct it"
+            f"config.json: rope_parameters or rope_scaling: {error}; correct it"
         ) from error
 
 
@@ -329,9 +327,25 @@ _PLAIN_ROPES = ("default", "dynamic", "mrope")
 _SCALED_ROPES = ("linear", "llama3", "yarn", "longrope")
 
 
+def _rope_type(rope: Config, config: Config) -> str:
+    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
+    if partial != 1.0:
+        raise CheckpointError(
+            f"config.json: partial_rotary_factor={partial}: not supported; only 1.0 is"
+        )
+    is_nested = any(isinstance(value, Mapping) for value in rope.values())
+    kind = "per layer" if is_nested else rope["rope_type"]
+    if kind not in (*_PLAIN_ROPES, *_SCALED_ROPES):
+        raise CheckpointError(
+            f"config.json: rope type {kind!r}: not supported; use one of "
+            f"{sorted({*_PLAIN_ROPES, *_SCALED_ROPES})}"
+        )
+    return str(kind)
+
+
 def _scaling(kind: str, rope: Config, config: Config) -> RopeScaling:
     longest = whole(config, "max_position_embeddings", 2048)
-    context = int(rope.get("original_max_position_embeddings") or longest)
+    context = int(_positive(rope.get("original_max_position_embeddings") or longest))
     given = rope.get("attention_factor")
     if kind == "linear":
         return RopeScaling(kind, _positive(rope["factor"]))
@@ -370,10 +384,10 @@ def _scaling(kind: str, rope: Config, config: Config) -> RopeScaling:
     )
 
 
-def _positive(factor: Any) -> float:
-    if not 0 < float(factor) < math.inf:
-        raise ValueError(f"factor={factor}")
-    return float(factor)
+def _positive(number: Any) -> float:
+    if not 0 < float(number) < math.inf:
+        raise ValueError(f"{number} is no positive number")
+    return float(number)
 
 
 def _yarn_attention_factor(factor: float, rope: Config) -> float:

@@ -99,12 +99,19 @@ def test_stop_tokens_of_both_files_are_joined(tmp_path):
         ("llama3", {"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
         ("llama3", {"rope_scaling": {"type": "su", "factor": 4}}, ["su", "llama3"]),
         ("llama3", {"rope_scaling": {"type": "linear"}}, ["linear", "factor"]),
-        ("llama3", {"rope_scaling": {"type": "linear", "factor": 0}}, ["linear", "factor=0"]),
-        ("llama3", {"rope_scaling": {"type": "yarn", "factor": "four"}}, ["yarn", "four"]),
+        (
+            "llama3",
+            {"rope_scaling": {"type": "linear", "factor": 0}},
+            ["0 is no positive number"],
+        ),
+        ("llama3", {"rope_scaling": ["linear"]}, ["rope_scaling"]),
+        ("llama3", {"rope_scaling": {}, "rope_theta": "big"}, ["rope_scaling", "big"]),
+        ("llama3", {"num_hidden_layers": 10**9}, ["num_hidden_layers=1000000000", "more than"]),
+        ("llama3", {"rope_scaling": {"type": "yarn", "factor": "four"}}, ["rope_scaling", "four"]),
         (
             "llama3",
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
-            ["longrope", "1 long factors for 8 pairs"],
+            ["rope_scaling", "1 long factors for 8 pairs"],
         ),
         ("llama3", {"rope_scaling": {"rope_type": "llama3"}}, ["llama3", "factor"]),
         (
