@@ -118,7 +118,7 @@ def detect_algorithm(config: Config) -> str | None:
     flat = {**config, **config["model"]} if isinstance(config.get("model"), Mapping) else config
     if "medusa" in names or "medusa_num_heads" in config:
         return "MEDUSA"
-    if "eagle3" in names or "draft_vocab_size" in flat:
+    if "eagle3" in names or flat.get("draft_vocab_size"):
         return "EAGLE3"
     if "eagle" in names or flat.get("num_hidden_layers") == 1:
         return "EAGLE"
