@@ -56,6 +56,10 @@ def run_record(
 ) -> dict[str, Any]:
     """Return the first record of a run."""
     arguments = {key: value for key, value in vars(args).items() if key not in OUTPUTS}
+    # A record is published, keys are secret.
+    arguments["flags"] = {
+        key: value for key, (_, value) in arguments.get("flags", {}).items() if key != "api_keys"
+    }
     where = {"environment": environment(config), "arguments": arguments}
     return {"section": "run", "bench": bench, **where, **fields}
 

@@ -164,7 +164,7 @@ def _target_of(config: Config, name: str) -> str:
     speculators = config.get("speculators_config") or {}
     target = (speculators.get("verifier") or {}).get("name_or_path")
     target = target or config.get("base_model_name_or_path")
-    if not isinstance(target, str):
+    if not isinstance(target, str) or target == name.partition("@")[0]:
         fix = "a draft whose config.json names no target; give the target, and this as the draft"
         raise Refusal(_MODEL, name, fix)
     return target

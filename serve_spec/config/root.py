@@ -125,7 +125,11 @@ class ServeSpecConfig(StrictModel):
             for key, (field, name) in named.items()
             if name is not None
         }
-        return self.load(self, **exact, **({} if model.revision is None else {"revision": None}))
+        if exact == {key: name for key, (_, name) in named.items() if name is not None}:
+            return self
+        found = self.load(self, **exact, **({} if model.revision is None else {"revision": None}))
+        # A draft that was given as the model has become the draft of its target.
+        return found if found.model.path == exact["path"] else found.pinned()
 
     def download(self) -> None:
         """Download what the cache of the hub lacks, with progress bars on stderr.

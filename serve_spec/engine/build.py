@@ -30,7 +30,7 @@ from serve_spec.engine.profile import (
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
-from serve_spec.log import get_logger
+from serve_spec.log import get_logger, stage
 from serve_spec.models import DraftHead, DraftOptions, Llama, ModelShape, load_draft, load_target
 from serve_spec.models.decoder import compile_layers
 from serve_spec.models.draft import draft_dtype, draft_weights
@@ -97,9 +97,9 @@ def _build_engine(
     config: ServeSpecConfig, parallel: TensorParallel, worker_ranks: WorkerRanks | None
 ) -> SpecEngine:
     tokenizer = Tokenizer(config.model.tokenizer_folder)
-    _check_fit(config, tokenizer)
-    sampling_defaults(config.model)  # raises if they are invalid
-    loaded = load_models(config, parallel)
+    check_fit(config, tokenizer)
+    with stage("loading the weights"):
+        loaded = load_models(config, parallel)
     target, num_pages = loaded.target, loaded.num_pages
     if ignored := ignored_adaptive_keys(config.speculative):
         logger.warning(ignored)
@@ -107,13 +107,15 @@ def _build_engine(
     max_model_len = target.max_model_len
     _check_sizes(config, policy, num_pages, max_model_len)
     worker = build_worker(config, loaded, worker_ranks)
-    worker.init_states(policy.shapes)
+    with stage("preparing the draft shapes (CUDA graphs on a GPU)"):
+        worker.init_states(policy.shapes)
     _check_first_logits(config, loaded, worker, tokenizer.encode(_FIRST_PROMPT)[:max_model_len])
     cache = KVCacheManager(
         num_pages, config.cache.page_size, prefix_caching=config.cache.prefix_caching
     )
     costs = _cost_source(config, worker, policy, cache, max_model_len)
-    table = costs.obtain() if policy.needs_costs else None
+    with stage("measuring or reading the costs of steps"):
+        table = costs.obtain() if policy.needs_costs else None
     if _captures_graphs(config, loaded.device):
         policy = _with_captured_sizes(policy, worker, config.scheduler.max_num_seqs)
     controller = AdaptiveController(policy, table, logger.warning)
@@ -416,10 +418,11 @@ def _num_pages(
     return num_pages
 
 
-def _check_fit(config: ServeSpecConfig, tokenizer: Tokenizer) -> None:
+def check_fit(config: ServeSpecConfig, tokenizer: Tokenizer) -> None:
     """Raise for settings that do not fit the checkpoint, before weights are loaded."""
     shape = ModelShape.from_directory(config.model.metadata_folder)
     max_model_len = config.model.max_model_len
+    sampling_defaults(config.model)  # raises if they are invalid
     if config.model.load_format == "safetensors":
         for folder in filter(None, (config.model.folder, config.draft_folder)):
             if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):

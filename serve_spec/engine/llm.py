@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from serve_spec.config import ServeSpecConfig
+from serve_spec.config.flags import add_flags, add_model, load_flags
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import RequestOutput, SamplingParams, TokenDelta
 from serve_spec.core.sequence import Sequence
@@ -21,12 +22,14 @@ from serve_spec.engine.output import OutputProcessor
 class LLM:
     """An engine in this process.
 
-    config: a YAML file, a mapping or a `ServeSpecConfig`; keyword arguments override leaf keys,
-    for example ``LLM("configs/tiny.yaml", speculative_num_steps=3, device="cpu")``.
+    config: a hub id, a checkpoint's folder, `asset:NAME`, a YAML file, a mapping or a
+    `ServeSpecConfig`; keyword arguments override leaf keys, for example
+    ``LLM("configs/tiny.yaml", speculative_num_steps=3, device="cpu")``.
     """
 
     def __init__(self, config: str | os.PathLike[str] | ServeSpecConfig, **overrides: Any) -> None:
         self.config = ServeSpecConfig.load(config, **overrides).pinned()
+        self.config.download()
         self.engine = build_engine(self.config)
         self.collector = MetricsCollector()
         self.engine.metrics = self.collector
@@ -108,12 +111,17 @@ def main(argv: list[str]) -> int:
     """Complete each prompt; print its text and speculation counts."""
     parser = argparse.ArgumentParser(prog="serve-spec generate", description="Complete prompts.")
     parser.add_argument("prompts", nargs="+", help="one or more prompts")
-    parser.add_argument("--config", default="configs/tiny.yaml", help="configuration file")
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0)
+    add_model(parser, positional=False, default="asset:tiny")
+    parser.add_argument(
+        "--max-tokens", type=int, default=64, help="output tokens per prompt (default: 64)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="sampling temperature (default: 0)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of each prompt (default: 0)")
+    add_flags(parser)
     args = parser.parse_args(argv)
-    llm = LLM(args.config)
+    llm = LLM(load_flags(args))
     forced = llm.config.speculative.synthetic_acceptance
     if forced is not None:
         print(f"synthetic_acceptance={forced}: forced, the texts are not real", file=sys.stderr)

@@ -42,7 +42,7 @@ from serve_spec.serving.completions import (
     stream_frames,
     whole_answer,
 )
-from serve_spec.serving.errors import no_replica, too_many_choices, unknown_model
+from serve_spec.serving.errors import too_many_choices, unknown_model
 from serve_spec.serving.fields import Prompt
 from serve_spec.serving.logprobs import TokenBytesLookup
 from serve_spec.serving.messages import GenerateRequest
@@ -84,7 +84,7 @@ _ERRORS = {
     413: "The prompt is longer than the context, or the body than the server reads.",
     429: "The queue is full; see Retry-After.",
     500: "The engine failed.",
-    503: "No replica is healthy; see Retry-After.",
+    503: "The model is being loaded, or no replica is healthy; see Retry-After.",
 }
 
 
@@ -319,7 +319,7 @@ def _add_operations(
         """Return 200 while a replica takes requests, else 503; `costs` as in `RayFleet.costs`."""
         num_healthy = await fleet.num_healthy()
         if num_healthy == 0:  # returned, not raised: probes would fill the log
-            return error_answer(no_replica("none is running"))
+            return error_answer(fleet.unavailable("none is running"))
         answer = {"status": "ok", "healthy_replicas": num_healthy, "costs": await fleet.costs()}
         return AsciiJSON(answer)
 

@@ -158,7 +158,7 @@ def started(monkeypatch):
 
     @contextmanager
     def in_a_thread(command, client_cores):
-        (config,) = read_plan(Path(command[-1]), None, None).configs
+        (config,) = read_plan(command[-1]).configs
         configs.append(config)
         with serving(app(config, FakeLoop(config))) as url:
             yield url

@@ -119,7 +119,7 @@ def test_a_variant_is_the_file_with_its_keys_set(deploy):
     variant = server_variant(deploy, TWO)
     assert (variant.name, variant.num_replicas) == (TWO, 2)
     with serve_file(variant) as file:
-        plan = read_plan(Path(file), None, None)
+        plan = read_plan(file)
     (config,) = plan.configs
     assert (config.replica.num_replicas, config.router.routing_policy) == (2, "balanced")
     assert plan.url == "http://127.0.0.1:8123/llm"

@@ -90,10 +90,26 @@ def test_a_draft_on_the_hub_starts_with_its_target_too(checkpoint, tmp_path, mon
     speculator = checkpoint({"speculators_model_type": "eagle3", **VERIFIER})
     add_repository(tmp_path / "hub", "ada/head", speculator)
     add_repository(tmp_path / "hub", "ada/target", ASSETS / "tiny/target")
-    config = ServeSpecConfig.load("ada/head", revision="main").pinned()
+    config = ServeSpecConfig.load("ada/head", revision="main")
+    assert config.model.path == "ada/target"
+    config = config.pinned()
     assert config.model.path == f"ada/target@{COMMIT}"
     assert config.speculative.speculative_draft_model_path == f"ada/head@{COMMIT}"
     assert config.speculative.speculative_algorithm == "EAGLE3"
+
+
+def test_a_draft_that_is_downloaded_later_starts_with_its_target_too(
+    checkpoint, tmp_path, monkeypatch
+):
+    use_cache(monkeypatch, tmp_path / "hub")
+    config = ServeSpecConfig.load("ada/head")
+    assert config.model.path == "ada/head"
+    speculator = checkpoint({"speculators_model_type": "eagle3", **VERIFIER})
+    add_repository(tmp_path / "hub", "ada/head", speculator)
+    add_repository(tmp_path / "hub", "ada/target", ASSETS / "tiny/target")
+    config = config.pinned()
+    assert config.model.path == f"ada/target@{COMMIT}"
+    assert config.speculative.speculative_draft_model_path == f"ada/head@{COMMIT}"
 
 
 def test_a_draft_as_the_model_must_name_a_target(checkpoint):

@@ -111,6 +111,7 @@ def test_a_failed_download_tells_why_and_what_to_do(monkeypatch, tmp_path, error
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with pytest.raises(ConfigError) as caught:
         _ = model("ada/other@v2").folder
     assert str(caught.value).startswith("model.path='ada/other@v2': ")
