@@ -173,6 +173,10 @@ def load_target(
     """
     shape, checkpoint = open_target(path, dummy=dummy)
     _check_memory(shape, checkpoint, max_model_len)
+    longest = max_model_len or shape.max_position_embeddings
+    # A window that holds the longest text hides nothing; attention is faster without.
+    windows = tuple(w if w is not None and w < longest else None for w in shape.windows)
+    shape = replace(shape, windows=windows)
     with tensor_defaults(dtype, device):
         model = TARGETS[shape.architecture](shape, max_model_len, parallel)
     checkpoint.load_into(model.tensors())

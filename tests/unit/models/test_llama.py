@@ -190,6 +190,13 @@ def test_captured_features_are_transformers_hidden_states(pair):
     assert (final - states[num_layers][0]).abs().max() <= TOLERANCE
 
 
+def test_a_window_that_holds_the_longest_text_is_left_out(tmp_path):
+    folder = make_target(tmp_path, "mistral", layers=2, hidden=32, sliding_window=40)
+    for longest, window in ((40, None), (41, 40), (None, 40)):
+        model = load_target(folder, torch.float32, max_model_len=longest)
+        assert model.shape.windows == (window,) * 2
+
+
 @pytest.mark.parametrize(
     ("config", "dtype"),
     [
