@@ -56,7 +56,7 @@ def text_config(config: Config) -> Config:
     nested = config.get("text_config", config if "vision_config" in config else None)
     if not isinstance(nested, Mapping):
         return config
-    model_type = str(nested.get("model_type", "llama"))
+    model_type = str(nested.get("model_type") or f"{config.get('model_type')}_text")
     architecture = _TEXT_ARCHITECTURES.get(model_type, f"{model_type} in a multimodal model")
     shared = {key: config[key] for key in _SHARED if nested.get(key) is None and key in config}
     ties = config.get("tie_word_embeddings") or nested.get("tie_word_embeddings")
@@ -103,14 +103,16 @@ def max_positions(config: Config) -> int:
 SPECULATORS = {"eagle": "EAGLE", "eagle3": "EAGLE3"}
 """Values of `speculators_model_type` that are supported, with the `speculative_algorithm`."""
 
+_EAGLE3_KEYS = ("draft_vocab_size", "truncated_vocab_size", "eagle_config")
+
 _MODEL, _DRAFT = "model.path", "speculative.speculative_draft_model_path"
 
 
 def detect_algorithm(config: Config) -> str | None:
     """Return the `speculative_algorithm` of a draft by its config; None if it is not supported.
 
-    Official heads call themselves LlamaForCausalLM: EAGLE-3 ones have a `draft_vocab_size`, and no
-    whole model has one layer.
+    Official heads call themselves LlamaForCausalLM: EAGLE-3 ones have a vocabulary of their own or
+    an `eagle_config`, and no whole model has one layer.
     """
     if "speculators_model_type" in config:
         return SPECULATORS.get(config["speculators_model_type"])
@@ -118,7 +120,7 @@ def detect_algorithm(config: Config) -> str | None:
     flat = {**config, **config["model"]} if isinstance(config.get("model"), Mapping) else config
     if "medusa" in names or "medusa_num_heads" in config:
         return "MEDUSA"
-    if "eagle3" in names or flat.get("draft_vocab_size"):
+    if "eagle3" in names or any(flat.get(key) for key in _EAGLE3_KEYS):
         return "EAGLE3"
     if "eagle" in names or flat.get("num_hidden_layers") == 1:
         return "EAGLE"

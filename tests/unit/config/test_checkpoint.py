@@ -33,6 +33,8 @@ def checkpoint(tmp_path):
         ({"speculators_model_type": "eagle"}, "EAGLE"),
         ({**LLAMA, "architectures": ["LlamaForCausalLMEagle3"]}, "EAGLE3"),
         ({**LLAMA, "draft_vocab_size": 32000}, "EAGLE3"),
+        ({**LLAMA, "num_hidden_layers": 1, "truncated_vocab_size": 32000}, "EAGLE3"),
+        ({**LLAMA, "eagle_config": {"use_aux_hidden_state": True}}, "EAGLE3"),
         ({**LLAMA, "architectures": ["Qwen2ForCausalLMEagle"]}, "EAGLE"),
         ({**LLAMA, "num_hidden_layers": 1}, "EAGLE"),
         ({"model_type": "eagle", "model": LLAMA}, "EAGLE"),

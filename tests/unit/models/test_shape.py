@@ -158,6 +158,34 @@ def test_what_is_not_computed_is_refused_by_name(family, changes, words):
         assert word in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("kind", "own", "architecture"),
+    [
+        ("qwen3_vl", {"model_type": "qwen3_vl_text"}, "Qwen3ForCausalLM"),
+        ("qwen3_vl", {}, "Qwen3ForCausalLM"),
+        ("mistral3", {"model_type": "mistral"}, "MistralForCausalLM"),
+    ],
+)
+def test_a_nested_config_is_read_with_what_its_exporter_left_outside(kind, own, architecture):
+    text = without("qwen3", "architectures", "model_type", "eos_token_id")
+    shape = ModelShape.from_config(
+        {
+            "model_type": kind,
+            "text_config": {**text, **own, "tie_word_embeddings": False},
+            "tie_word_embeddings": True,
+            "eos_token_id": 7,
+        }
+    )
+    assert (shape.architecture, shape.tie_word_embeddings) == (architecture, True)
+    assert (shape.eos_token_ids, shape.qk_norm) == ((7,), kind == "qwen3_vl")
+
+
+def test_a_nested_config_takes_missing_sizes_of_its_class():
+    text = {"model_type": "llama", "vocab_size": 32064, "max_position_embeddings": 4096}
+    shape = ModelShape.from_config({"model_type": "llava", "text_config": text})
+    assert (shape.hidden_size, shape.intermediate_size, shape.num_layers) == (4096, 11008, 32)
+
+
 @pytest.mark.parametrize("content", [None, "{", "[1]"])
 def test_a_config_that_is_no_json_object_is_refused(tmp_path, content):
     if content is not None:
