@@ -16,6 +16,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from serve_spec.config import ConfigError
 from serve_spec.config.checkpoint import max_positions, text_config
 from serve_spec.config.engine import ModelConfig
 from serve_spec.core.errors import CheckpointError, InvalidRequest, TextTooLong
@@ -148,8 +149,8 @@ class ModelText:
 def _readable(read: Callable[[ModelConfig], T], model: ModelConfig) -> T:
     try:
         return read(model)
-    except (CheckpointError, OSError) as error:
-        message = f"The router cannot read the model's tokenizer: {error}"
+    except (CheckpointError, ConfigError, OSError) as error:
+        message = f"The router cannot read the model's files: {error}"
         raise ApiError(500, message, kind="server_error", code="no_tokenizer") from None
 
 
