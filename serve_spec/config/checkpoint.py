@@ -115,9 +115,9 @@ def detect_algorithm(config: Config) -> str | None:
     an `eagle_config`, and no whole model has one layer.
     """
     if "speculators_model_type" in config:
-        return SPECULATORS.get(config["speculators_model_type"])
+        return SPECULATORS.get(str(config["speculators_model_type"]))
     names = f"{config.get('model_type')} {config.get('architectures')}".lower()
-    flat = {**config, **config["model"]} if isinstance(config.get("model"), Mapping) else config
+    flat = {**config, **_mapping(config.get("model"))}
     if "medusa" in names or "medusa_num_heads" in config:
         return "MEDUSA"
     if "eagle3" in names or any(flat.get(key) for key in _EAGLE3_KEYS):
@@ -163,13 +163,16 @@ def with_detected(sections: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _target_of(config: Config, name: str) -> str:
-    speculators = config.get("speculators_config") or {}
-    target = (speculators.get("verifier") or {}).get("name_or_path")
-    target = target or config.get("base_model_name_or_path")
+    verifier = _mapping(_mapping(config.get("speculators_config")).get("verifier"))
+    target = verifier.get("name_or_path") or config.get("base_model_name_or_path")
     if not isinstance(target, str) or target == name.partition("@")[0]:
         fix = "a draft whose config.json names no target; give the target, and this as the draft"
         raise Refusal(_MODEL, name, fix)
     return target
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _read(

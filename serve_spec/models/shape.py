@@ -190,7 +190,7 @@ def layer_sizes(config: Config) -> dict[str, Any]:
     heads = whole(config, "num_attention_heads")
     hidden = whole(config, "hidden_size")
     theta, scaling = read_rope(config)
-    whole(config, "max_position_embeddings", 2048)
+    whole(config, "max_position_embeddings", 2048)  # raises, which max_positions does not
     return {
         "hidden_size": hidden,
         "num_heads": heads,

@@ -114,7 +114,8 @@ def test_a_draft_that_is_downloaded_later_starts_with_its_target_too(
     assert config.speculative.speculative_draft_model_path == f"ada/head@{COMMIT}"
 
 
-def test_a_draft_as_the_model_must_name_a_target(checkpoint):
-    nameless = {"speculators_model_type": "eagle3", "speculators_config": {"verifier": None}}
+@pytest.mark.parametrize("given", [{"verifier": None}, {"verifier": ["ada"]}, "ada", None])
+def test_a_draft_as_the_model_must_name_a_target(checkpoint, given):
+    nameless = {"speculators_model_type": "eagle3", "speculators_config": given}
     with pytest.raises(ConfigError, match=r"model\.path=.*names no target; give the target"):
         ServeSpecConfig.load(str(checkpoint(nameless)))
