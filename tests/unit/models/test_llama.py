@@ -190,6 +190,19 @@ def test_captured_features_are_transformers_hidden_states(pair):
     assert (final - states[num_layers][0]).abs().max() <= TOLERANCE
 
 
+def test_longrope_takes_its_long_factors_where_longer_texts_are_allowed(tmp_path):
+    """And not where a text is longer: it would then depend on the others of its batch."""
+    rope = {**LONGROPE, LIMIT: 40}
+    folder = make_target(tmp_path, "mistral", layers=2, hidden=32, rope_scaling=rope)
+    reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    for count, max_model_len in ((21, 40), (41, 41), (41, None)):
+        ids = torch.arange(count)
+        found = run(load_target(folder, torch.float32, "cpu", max_model_len), [ids], [[(0, count)]])
+        assert_same_logits(found, reference(ids[None]).logits)
+    long, short = (load_target(folder, torch.float32, "cpu", limit) for limit in (41, 40))
+    assert not torch.equal(*(run(model, [ids[:21]], [[(0, 21)]])[0] for model in (long, short)))
+
+
 def test_a_window_that_holds_the_longest_text_is_left_out(tmp_path):
     folder = make_target(tmp_path, "mistral", layers=2, hidden=32, sliding_window=40)
     for longest, window in ((40, None), (41, 40), (None, 40)):
