@@ -230,7 +230,7 @@ def _add_completions(api: FastAPI, frontend: _Frontend) -> None:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Complete prompts; with `stream`, as server-sent events."""
         frontend.admit(body, len(body.prompt))
-        params = body.sampling_params()
+        params = await frontend.text.params(body)
         head = frontend.head("cmpl", body)
         await frontend.text.refuse_long(body.prompt)
         echoes = await frontend.echoes(body, params)
@@ -253,7 +253,7 @@ def _add_completions(api: FastAPI, frontend: _Frontend) -> None:
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation; with `stream`, as server-sent events."""
         frontend.admit(body, 1)
-        prompt, params = await frontend.text.conversation(body, body.sampling_params())
+        prompt, params = await frontend.text.conversation(body, await frontend.text.params(body))
         head = frontend.head("chatcmpl", body)
         prompts: list[Prompt] = [prompt]
         choices = choices_of(head.id, trace_id(request), prompts, params, body.num_choices)

@@ -110,6 +110,33 @@ def test_a_chat_goes_on_to_the_end_of_the_context(server):
     assert (usage["prompt_tokens"], usage["total_tokens"]) == (3, 64)
 
 
+@pytest.mark.parametrize("switch", ["auto", "none"])
+def test_requests_take_what_they_lack_from_generation_config(config, switch):
+    config = ServeSpecConfig.load(config, generation_config=switch)
+    write_text_files(config.model.folder, tokenizer=word_tokenizer(), max_position_embeddings=40)
+    recommended = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 9, "do_sample": False}
+    (config.model.folder / "generation_config.json").write_text(json.dumps(recommended))
+    server, seen = Server(config), []
+    submit = server.loop.submit
+
+    async def watched(prompt, params, *rest, **options):
+        seen.append((params.temperature, params.top_k, params.top_p, params.max_tokens))
+        return await submit(prompt, params, *rest, **options)
+
+    server.loop.submit = watched
+    answers = [
+        server.chat(),
+        server.complete(),
+        server.chat(temperature=0.0, top_p=0.5, top_k=-1, max_tokens=12),
+    ]
+    assert [answer.status_code for answer in answers] == [200] * 3
+    given = (0.0, -1, 0.5, 12)
+    if switch == "auto":
+        assert seen == [(0.6, 20, 1.0, 9), (0.6, 20, 1.0, 16), given]
+    else:
+        assert seen == [(1.0, -1, 1.0, 37), (1.0, -1, 1.0, 16), given]
+
+
 def test_what_is_too_long_is_a_413_that_names_it(server):
     for answer, param in ((server.chat, "messages"), (server.complete, "prompt")):
         error = error_of(answer("a " * 64), 413)
