@@ -42,6 +42,8 @@ class RouterConfig(StrictModel):
     max_unread_bytes: int = Field(2**20, ge=4096)
     """Approximate limit of text buffered in the router for one choice of a slow client, in bytes;
     above it the choice ends with code client_too_slow."""
+    strict_fields: bool = False
+    """Refuse unknown request fields with status 400; by default they are ignored and counted."""
     api_keys: tuple[str, ...] = Field((), repr=False)
     """Accepted bearer tokens, a list of strings; empty: no authentication."""
     allow_anonymous: bool = True

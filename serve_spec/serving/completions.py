@@ -423,7 +423,12 @@ async def stream_frames(
             if (opening := form.opening(index)) is not None:
                 yield event(opening)
         async for index, delta in answer.deltas():
-            if delta.text or delta.logprobs or delta.finish_reason is not None:
+            is_shown = delta.text or (form.sends_tokens and delta.token_ids)
+            if not is_shown and delta.finish_reason is None:
+                continue
+            if form.head.has_continuous_usage:
+                yield event({**form.detailed_chunk(index, delta), "usage": answer.usage})
+            else:
                 yield form.frame(index, delta)
         if form.head.include_usage:
             yield event(form.usage_chunk(answer.usage))
