@@ -28,6 +28,7 @@ from serve_spec.engine.messages import (
     Call,
     Command,
     EngineMessage,
+    FlushCache,
     Reply,
     Sender,
     Stop,
@@ -223,6 +224,10 @@ class EngineClient:
             RuntimeError: the engine has died.
         """
         self._call("start_from", list(accept_rates))
+
+    def flush_cache(self) -> None:
+        """Drop the cached prefixes that no request uses, before the next step."""
+        self._command(FlushCache())
 
     def report_to(self, metrics: MetricsSink) -> None:
         """Send the record of every step from now on to `metrics`, from a thread of the client."""
