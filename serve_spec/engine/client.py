@@ -272,8 +272,7 @@ class EngineClient:
                     reply = self._replies.get(timeout=self._stuck_after_s)
             except queue.Empty:
                 self.check_health()
-                limit = f"{self._stuck_after_s:g} s"
-                raise RuntimeError(f"the engine did not answer within {limit}") from None
+                raise RuntimeError(f"no answer within {self._stuck_after_s:g} s") from None
         if reply.error is not None:
             raise ValueError(reply.error)
 
