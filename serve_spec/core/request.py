@@ -94,6 +94,7 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     speculative: SpeculativeOptions = field(default_factory=SpeculativeOptions)
@@ -166,6 +167,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "grammar": ((Grammar, type(None)), "a Grammar or None"),
     "seed": ((int, type(None)), "an integer or None"),
     "ignore_eos": ((bool,), "True or False"),
+    "skip_special_tokens": ((bool,), "True or False"),
     "logprobs": ((int, type(None)), "an integer or None"),
     "prompt_logprobs": ((int, type(None)), "an integer or None"),
     "speculative": ((SpeculativeOptions,), "a SpeculativeOptions"),

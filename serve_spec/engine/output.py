@@ -60,6 +60,7 @@ class OutputText:
         params = seq.params
         self._tokenizer = tokenizer
         self._stop = params.stop
+        self._skips_special = params.skip_special_tokens
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._ids = seq.token_ids[: seq.num_prompt_tokens][-_CONTEXT_TOKENS:]
@@ -124,7 +125,8 @@ class OutputText:
         return new
 
     def _decoded(self, end: int) -> str:
-        return self._tokenizer.decode(self._ids[self._context_start : end])
+        ids = self._ids[self._context_start : end]
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skips_special)
 
     def _begin_context(self, start: int) -> None:
         """Decode with context from `start` on from now on."""

@@ -81,9 +81,9 @@ class Tokenizer:
         """Return the token ids of a text in which added tokens are ordinary characters."""
         return list(_encoding(self._literal, text, add_special_tokens=False).ids)
 
-    def decode(self, token_ids: list[int]) -> str:
-        """Return the text without special tokens; incomplete characters become U+FFFD."""
-        return str(self._tokenizer.decode(token_ids))
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text; incomplete characters become U+FFFD."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def describe(self) -> str:
         """Return its tokenizer.json without truncation and padding."""

@@ -103,12 +103,30 @@ class Completion(_Head):
     choices: list[Choice]
 
 
+class ChatCalledFunction(TypedDict):
+    """A called function. arguments: a JSON object as a string."""
+
+    name: str
+    arguments: str
+
+
+class ChatToolCall(TypedDict):
+    """A call of a function."""
+
+    id: str
+    type: str
+    function: ChatCalledFunction
+
+
 class ChatAnswerMessage(TypedDict):
-    """The assistant's message."""
+    """The assistant's message. `reasoning` repeats `reasoning_content`, for newer clients."""
 
     role: str
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
+    tool_calls: NotRequired[list[ChatToolCall]]
 
 
 class ChatChoice(TypedDict):

@@ -60,6 +60,7 @@ from serve_spec.serving.middleware import (
 )
 from serve_spec.serving.model_text import ModelText
 from serve_spec.serving.openai import ChatRequest, CompletionRequest
+from serve_spec.serving.parsed_answers import ParsedChatFormat
 from serve_spec.serving.telemetry import fleet_metrics
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ class _Frontend:
         admission: Admission,
         record: Callable[[Reading], None],
     ) -> None:
-        self.text = ModelText(config.model)
+        self.text = ModelText(config.model, config.router)
         self._served = config.model.served_model_name
         self._fingerprint = fingerprint(__version__, config.model.model_dump(mode="json"))
         self._synthetic_acceptance = config.speculative.synthetic_acceptance is not None
@@ -252,11 +253,17 @@ def _add_completions(api: FastAPI, frontend: _Frontend) -> None:
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation; with `stream`, as server-sent events."""
         frontend.admit(body, 1)
-        prompt, params = await frontend.text.conversation(body, body.sampling_params())
+        given = body.sampling_params()
+        prompt, params, syntax = await frontend.text.conversation(body, given)
         head = frontend.head("chatcmpl", body)
         prompts: list[Prompt] = [prompt]
         choices = choices_of(head.id, trace_id(request), prompts, params, body.num_choices)
-        form = ChatFormat(head, await frontend.token_bytes(params))
+        token_bytes = await frontend.token_bytes(params)
+        form = (
+            ChatFormat(head, token_bytes)
+            if syntax is None
+            else ParsedChatFormat(head, syntax, token_bytes)
+        )
         return CompletionAnswer(frontend.runner, choices, form, stream=bool(body.stream))
 
 

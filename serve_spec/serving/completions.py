@@ -423,8 +423,9 @@ async def stream_frames(
             if (opening := form.opening(index)) is not None:
                 yield event(opening)
         async for index, delta in answer.deltas():
-            if delta.text or delta.logprobs or delta.finish_reason is not None:
-                yield form.frame(index, delta)
+            is_shown = delta.text or delta.logprobs or delta.finish_reason is not None
+            if is_shown and (frame := form.frame(index, delta)):
+                yield frame
         if form.head.include_usage:
             yield event(form.usage_chunk(answer.usage))
         yield DONE

@@ -126,6 +126,31 @@ def _of_schema(given: Mapping[str, Any]) -> Grammar:
     return Grammar.json_schema(given["schema"], f"{field}.schema")
 
 
+_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTED_SCHEMAS = ("anyOf", "oneOf", "prefixItems")
+
+
+def closed(schema: Any) -> Any:
+    """Return a JSON Schema whose objects have only the properties that it names.
+
+    An object that names its `additionalProperties`, or joins schemas with `allOf`, stays as it is.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    found = dict(schema)
+    for key in _NAMED_SCHEMAS:
+        if isinstance(found.get(key), dict):
+            found[key] = {name: closed(each) for name, each in found[key].items()}
+    for key in _LISTED_SCHEMAS:
+        if isinstance(found.get(key), list):
+            found[key] = [closed(each) for each in found[key]]
+    if "items" in found:
+        found["items"] = closed(found["items"])
+    if isinstance(found.get("properties"), dict) and "allOf" not in found:
+        found.setdefault("additionalProperties", False)
+    return found
+
+
 def _check_known(field: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
     unknown = next((name for name in given if name not in known), None)
     if unknown is not None:
@@ -242,7 +267,7 @@ def content(value: object) -> str:
     """Validate `content` of a message; text parts are joined by line breaks."""
     if isinstance(value, str):
         return unicode(value)
-    if not isinstance(value, list) or not value:
+    if not isinstance(value, list):
         raise ValueError("give a string or a list of text parts")
     return "\n".join(_part(index, part) for index, part in enumerate(value))
 
@@ -321,7 +346,7 @@ _Prompts: TypeAlias = Annotated[list[_TokenIds], Field(min_length=1)]
 _Stop: TypeAlias = Annotated[Text, Field(max_length=MAX_STOP_CHARS)]
 _Stops: TypeAlias = Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
 _Variable: TypeAlias = Annotated[Text, Field(max_length=MAX_VARIABLE_CHARS)]
-_Parts: TypeAlias = Annotated[list[TextPart], Field(min_length=1)]
+_Parts: TypeAlias = list[TextPart]
 
 Prompts: TypeAlias = Annotated[
     list[Prompt],

@@ -67,6 +67,7 @@ class AnswerSyntax:
     tools: the JSON Schemas of the arguments of the functions that may be called, by name.
     is_reasoning: whether the answer begins within its reasoning, because the prompt has opened it.
     is_parallel: whether more than one call is returned.
+    shows_reasoning: whether reasoning is returned.
     """
 
     calls: CallFormat | None = None
@@ -74,6 +75,14 @@ class AnswerSyntax:
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     is_reasoning: bool = False
     is_parallel: bool = True
+    shows_reasoning: bool = True
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that the parser needs, some of which are special tokens."""
+        channels = ("<|channel|>",) if "openai" in (self.calls, self.reasoning) else ()
+        thoughts = THOUGHTS.get(self.reasoning or "openai", ())
+        return tuple(filter(None, (*channels, *thoughts, *_MARKERS.get(self.calls or "json", ()))))
 
 
 class AnswerParser:
@@ -89,10 +98,11 @@ class AnswerParser:
         self._text = ""
         self._has_ended = False
         self._parts: list[Part] = []
-        self._num_calls = 0
+        self.num_calls = 0
+        """Calls so far."""
         self._space = ""
         """Whitespace before the last marker, which is content if no call follows."""
-        has_channels = "openai" in (syntax.calls, syntax.reasoning)
+        has_channels = "<|channel|>" in syntax.markers
         self._steps = self._channels() if has_channels else self._answer()
 
     def feed(self, text: str, *, is_last: bool = False) -> list[Part]:
@@ -105,9 +115,11 @@ class AnswerParser:
 
     def _emit(self, kind: PartKind, text: str) -> None:
         is_call = kind in ("name", "arguments")
-        is_dropped = is_call and self._num_calls > 1 and not self._syntax.is_parallel
-        if text and not is_dropped:
-            self._parts.append(Part(kind, text, self._num_calls - 1 if is_call else 0))
+        is_shown = is_call or kind == "content" or self._syntax.shows_reasoning
+        if is_call and self.num_calls > 1:
+            is_shown = self._syntax.is_parallel
+        if text and is_shown:
+            self._parts.append(Part(kind, text, self.num_calls - 1 if is_call else 0))
 
     def _answer(self) -> _Steps:
         """Parse reasoning and calls between markers; the rest is content."""
@@ -135,13 +147,13 @@ class AnswerParser:
         text = self._text
         self._skip_now(in_list)
         opening += text[: len(text) - len(self._text)]
-        num_calls = self._num_calls
+        num_calls = self.num_calls
         while (yield from self._call(close)):
             if not (yield from self._skip(",", ";")):
                 yield from self._skip("]" if in_list else "")
                 yield from self._skip(close)
                 return True
-        if self._num_calls > num_calls:
+        if self.num_calls > num_calls:
             return True
         self._emit("content", self._space + opening)
         return False
@@ -207,7 +219,7 @@ class AnswerParser:
         return _decode(self._text, start)[1]
 
     def _begin(self, name: str) -> None:
-        self._num_calls += 1
+        self.num_calls += 1
         self._emit("name", name)
 
     def _value(self) -> _Steps:
@@ -242,7 +254,7 @@ class AnswerParser:
                     return
                 yield
             header, _, self._text = self._text.partition("<|message|>")
-            recipient = _RECIPIENT.search(header) if self._syntax.calls else None
+            recipient = _RECIPIENT.search(header) if self._syntax.tools else None
             channel = _CHANNEL.search(header)
             kind: PartKind = "content"
             if recipient and not (self._is_whole and not _is_object(self._text)):

@@ -49,7 +49,7 @@ CONFINED = {
     "ray": ["serving/"],
     "fastapi": ["serving/"],
     "starlette": ["serving/"],
-    "pydantic": ["config/", "serving/fields.py", "serving/openai.py"],
+    "pydantic": ["config/", "serving/fields.py", "serving/openai.py", "serving/tools.py"],
     "transformers": ["engine/tokenizer.py"],
     "llguidance": ["structured/compiler.py"],
     "msgspec": ["engine/"],

@@ -46,7 +46,7 @@ class FakeTokenizer:
     def encode(self, text):
         return [int.from_bytes(b"\x01" + word.encode(), "big") for word in text.split()]
 
-    def decode(self, token_ids):
+    def decode(self, token_ids, *, skip_special_tokens=True):
         return "".join(f"{self._word(token)} " for token in token_ids)
 
     def _word(self, token):
@@ -64,7 +64,7 @@ class BytesTokenizer:
     def encode(self, text):
         return list(text.encode())
 
-    def decode(self, token_ids):
+    def decode(self, token_ids, *, skip_special_tokens=True):
         return bytes(token_ids).decode(errors="replace")
 
 

@@ -1,0 +1,96 @@
+"""Chat answers with reasoning and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from serve_spec.core.request import FinishReason, TokenDelta
+from serve_spec.serving.answers import AnswerHead, ChatFormat, JSONObject, event
+from serve_spec.serving.logprobs import TokenBytesLookup
+from serve_spec.serving.parsers import AnswerParser, AnswerSyntax, Part
+from serve_spec.serving.tools import call_id
+
+
+class ParsedChatFormat(ChatFormat):
+    """Format of the chat API for answers that are parsed.
+
+    Log-probabilities come with the first chunk of the tokens that they belong to.
+    """
+
+    def __init__(
+        self, head: AnswerHead, syntax: AnswerSyntax, token_bytes: TokenBytesLookup | None = None
+    ) -> None:
+        super().__init__(head, token_bytes)
+        self._syntax = syntax
+        self._parsers: dict[int, AnswerParser] = {}
+
+    def frame(self, index: int, delta: TokenDelta) -> bytes:
+        """Return the events of the parts that `delta` completes; there may be none."""
+        parser = self._parsers.get(index)
+        if parser is None:
+            parser = self._parsers[index] = AnswerParser(self._syntax)
+        is_last = delta.finish_reason is not None
+        parts = parser.feed(delta.text, is_last=is_last)
+        if self._token_bytes is None and not is_last and [p.kind for p in parts] == ["content"]:
+            return super().frame(index, delta._replace(text=parts[0].text))
+        texts = [self._delta(index, part) for part in parts]
+        if is_last or (not texts and self._token_bytes is not None):
+            texts.append({})
+        ending = self._ending([delta])
+        chunks = [
+            {
+                "index": index,
+                "delta": text,
+                "logprobs": ending["logprobs"] if place == 0 else None,
+                "finish_reason": None,
+            }
+            for place, text in enumerate(texts)
+        ]
+        if is_last:
+            chunks[-1]["finish_reason"] = _reason(ending, parser.num_calls)
+        return b"".join(event(self._chunk(chunk)) for chunk in chunks)
+
+    def _choice(self, index: int, deltas: Sequence[TokenDelta]) -> JSONObject:
+        parser = AnswerParser(self._syntax, is_whole=True)
+        parts = parser.feed("".join(delta.text for delta in deltas), is_last=True)
+        content = "".join(part.text for part in parts if part.kind == "content")
+        reasoning = "".join(part.text for part in parts if part.kind == "reasoning")
+        calls = [self._call(index, part) for part in parts if part.kind == "name"]
+        for part in parts:
+            if part.kind == "arguments":
+                calls[part.call]["function"]["arguments"] += part.text
+        message: JSONObject = {
+            "role": "assistant",
+            "content": content or (None if calls or reasoning else ""),
+            "refusal": None,
+        }
+        if reasoning:
+            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        if calls:
+            message["tool_calls"] = calls
+        ending = self._ending(deltas)
+        reason = _reason(ending, len(calls))
+        return {"index": index, "message": message, **ending, "finish_reason": reason}
+
+    def _delta(self, index: int, part: Part) -> JSONObject:
+        """Return the `delta` of a chunk."""
+        if part.kind == "content":
+            return {"content": part.text}
+        if part.kind == "reasoning":
+            return {"reasoning_content": part.text, "reasoning": part.text}
+        if part.kind == "name":
+            return {"tool_calls": [{"index": part.call, **self._call(index, part)}]}
+        return {"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}
+
+    def _call(self, index: int, part: Part) -> dict[str, Any]:
+        return {
+            "id": call_id(self.head.id, index, part.call, self._syntax),
+            "type": "function",
+            "function": {"name": part.text, "arguments": ""},
+        }
+
+
+def _reason(ending: JSONObject, num_calls: int) -> object:
+    is_stop = ending["finish_reason"] == FinishReason.STOP.value
+    return "tool_calls" if num_calls and is_stop else ending["finish_reason"]
