@@ -53,6 +53,8 @@ class RouterConfig(StrictModel):
     ] = "auto"  # fmt: skip
     """Format of reasoning, named as in vLLM and SGLang; auto: by the chat template;
     deepseek_r1: answers always begin with reasoning."""
+    strict_fields: bool = False
+    """Refuse unknown request fields with status 400; by default they are ignored and counted."""
     api_keys: tuple[str, ...] = Field((), repr=False)
     """Accepted bearer tokens, a list of strings; empty: no authentication."""
     allow_anonymous: bool = True

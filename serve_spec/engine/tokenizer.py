@@ -26,10 +26,14 @@ _WORD_START = "▁"
 
 
 class TokenBytes(NamedTuple):
-    """Bytes of a token. Special tokens have those of their name, and add no text."""
+    """Bytes of a token. Special tokens have those of their name, and add no text.
+
+    `label` is shown instead of the token's text, if it is set.
+    """
 
     data: bytes
     is_special: bool = False
+    label: str | None = None
 
 
 class Tokenizer:
@@ -82,7 +86,7 @@ class Tokenizer:
         return list(_encoding(self._literal, text, add_special_tokens=False).ids)
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text; incomplete characters become U+FFFD."""
+        """Return the text, by default without special tokens; incomplete characters are U+FFFD."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def describe(self) -> str:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii
-from typing import ClassVar, NotRequired, TypeAlias
+from typing import ClassVar, NotRequired, TypeAlias, cast
 
 from typing_extensions import TypedDict  # Python 3.11's own is not enough for FastAPI's schema
 
@@ -16,12 +16,14 @@ from serve_spec.core.request import SpeculationStats, TokenDelta
 from serve_spec.serving.logprobs import (
     ChatLogprobs,
     CompletionLogprobs,
+    PromptLogprob,
     TextOffsets,
     TokenBytesLookup,
     chat_logprobs,
     completion_logprobs,
     echoed_logprobs,
     joined,
+    prompt_logprobs,
 )
 
 STREAM_TYPE = "text/event-stream"
@@ -91,6 +93,9 @@ class Choice(TypedDict):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
 
 
 class Completion(_Head):
@@ -199,7 +204,8 @@ class AnswerHead:
     """Fields shared by all chunks of a response.
 
     created: seconds since 1970. system_fingerprint: see `fingerprint`. include_usage: whether a
-    stream ends with a usage chunk. synthetic_acceptance: see `Completion`.
+    stream ends with a usage chunk. has_continuous_usage: whether all chunks have `usage`.
+    synthetic_acceptance: see `Completion`.
     """
 
     id: str
@@ -207,6 +213,7 @@ class AnswerHead:
     created: int
     system_fingerprint: str
     include_usage: bool = False
+    has_continuous_usage: bool = False
     synthetic_acceptance: bool = False
 
     def fields(self, kind: str) -> JSONObject:
@@ -221,6 +228,39 @@ class AnswerHead:
         return {**head, "synthetic_acceptance": True} if self.synthetic_acceptance else head
 
 
+@dataclass(frozen=True)
+class Details:
+    """Additions to an answer, as in vLLM. Prompts have `num_choices` choices each.
+
+    prompt_token_ids: of each prompt, to return with the token ids of every choice; None: neither.
+    num_prompt_logprobs: most likely tokens of `prompt_logprobs`; None: no log-probabilities.
+    token_bytes: the tokenizer's, for `prompt_logprobs`.
+    """
+
+    num_choices: int = 1
+    prompt_token_ids: Sequence[list[int]] | None = None
+    num_prompt_logprobs: int | None = None
+    token_bytes: TokenBytesLookup | None = None
+
+    def of_prompt(self, index: int, first: TokenDelta) -> JSONObject:
+        """Return the fields about the prompt of choice `index`, whose first delta is `first`."""
+        fields: JSONObject = {}
+        if self.prompt_token_ids is not None:
+            fields["prompt_token_ids"] = self.prompt_token_ids[index // self.num_choices]
+        if self.num_prompt_logprobs is not None and self.token_bytes is not None:
+            entries = first.prompt_logprobs or ()
+            fields["prompt_logprobs"] = prompt_logprobs(
+                entries, self.num_prompt_logprobs, self.token_bytes
+            )
+        return fields
+
+    def of_choice(self, deltas: Sequence[TokenDelta]) -> JSONObject:
+        """Return the fields about the new tokens of a choice."""
+        if self.prompt_token_ids is None:
+            return {}
+        return {"token_ids": [token for delta in deltas for token in delta.token_ids]}
+
+
 class AnswerFormat(ABC):
     """Base class that turns the deltas of a request into a response body or stream chunks.
 
@@ -229,9 +269,14 @@ class AnswerFormat(ABC):
 
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
+    has_one_prompt: ClassVar[bool] = False
+    """Details of the prompt belong to the answer, not to its choices."""
 
     def __init__(self, head: AnswerHead, token_bytes: TokenBytesLookup | None = None) -> None:
         self.head = head
+        self.details = Details()
+        self._begun: set[int] = set()
+        """Choices whose prompt has been described."""
         self._token_bytes = token_bytes
         self._around: dict[int, tuple[bytes, bytes]] = {}
 
@@ -240,8 +285,8 @@ class AnswerFormat(ABC):
 
         Most chunks differ only in their text, so the bytes around it are encoded once per choice.
         """
-        if self._token_bytes is not None or delta.finish_reason is not None or not delta.text:
-            return event(self.chunk(index, delta))
+        if self.sends_tokens or delta.finish_reason is not None or not delta.text:
+            return event(self.detailed_chunk(index, delta))
         around = self._around.get(index)
         if around is not None:
             return around[0] + encode_text(delta.text) + around[1]
@@ -254,7 +299,36 @@ class AnswerFormat(ABC):
     def whole(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> JSONObject:
         """Return the whole response from all deltas of each choice."""
         answers = [self._choice(index, deltas) for index, deltas in enumerate(choices)]
-        return {**self.head.fields(self.kind), "choices": answers, "usage": counts}
+        body = {**self.head.fields(self.kind), "choices": answers, "usage": counts}
+        for index, answer in enumerate(answers):
+            self._detail(body, answer, index, choices[index])
+        return body
+
+    @property
+    def sends_tokens(self) -> bool:
+        """Whether chunks hold more about their tokens than the text."""
+        return self._token_bytes is not None or self.details.prompt_token_ids is not None
+
+    def detailed_chunk(self, index: int, delta: TokenDelta) -> JSONObject:
+        """Return `chunk` with the request's details."""
+        chunk = self.chunk(index, delta)
+        choices = cast(list[JSONObject], chunk["choices"])
+        self._detail(chunk, choices[0], index, [delta])
+        return chunk
+
+    def chunks(self, index: int, delta: TokenDelta) -> list[JSONObject]:
+        """Return the chunks of a delta, with the request's details."""
+        return [self.detailed_chunk(index, delta)]
+
+    def _detail(
+        self, body: JSONObject, choice: JSONObject, index: int, deltas: Sequence[TokenDelta]
+    ) -> None:
+        choice.update(self.details.of_choice(deltas))
+        first = 0 if self.has_one_prompt else index
+        if first not in self._begun:
+            self._begun.add(first)
+            place = body if self.has_one_prompt else choice
+            place.update(self.details.of_prompt(index, deltas[0]))
 
     def opening(self, index: int) -> JSONObject | None:
         """Return the chunk that precedes a choice's first delta, if there is one."""
@@ -280,7 +354,11 @@ class AnswerFormat(ABC):
 
 
 class CompletionFormat(AnswerFormat):
-    """Format of the completions API. echo: the prompt to repeat before each choice."""
+    """Format of the completions API.
+
+    echo: the prompt to repeat before each choice. num_candidates: choices per prompt of which the
+    most likely are shown.
+    """
 
     kind = chunk_kind = "text_completion"
 
@@ -289,11 +367,22 @@ class CompletionFormat(AnswerFormat):
         head: AnswerHead,
         echo: Sequence[Echo] = (),
         token_bytes: TokenBytesLookup | None = None,
+        num_candidates: int = 1,
     ) -> None:
         super().__init__(head, token_bytes)
+        self._num_candidates = num_candidates
         self._echo = dict(enumerate(echo))
         """Prompts that have not been repeated yet, by choice."""
         self._offsets: dict[int, TextOffsets] = {}
+
+    def whole(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> JSONObject:
+        """See `AnswerFormat.whole`."""
+        most = self._num_candidates
+        if most > self.details.num_choices:
+            groups = (choices[at : at + most] for at in range(0, len(choices), most))
+            ranked = (sorted(group, key=_logprob, reverse=True) for group in groups)
+            choices = [each for group in ranked for each in group[: self.details.num_choices]]
+        return super().whole(choices, counts)
 
     def _choice(self, index: int, deltas: Sequence[TokenDelta]) -> JSONObject:
         echo = self._echo.pop(index, None)
@@ -319,6 +408,7 @@ class ChatFormat(AnswerFormat):
     """Format of the chat API."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    has_one_prompt = True
 
     def opening(self, index: int) -> JSONObject:
         """See `AnswerFormat.opening`."""
@@ -341,6 +431,10 @@ class ChatFormat(AnswerFormat):
             entries = (entry for delta in deltas for entry in delta.logprobs or ())
             logprobs = chat_logprobs(entries, self._token_bytes)
         return {"logprobs": logprobs, "finish_reason": _reason(deltas)}
+
+
+def _logprob(deltas: Sequence[TokenDelta]) -> float:
+    return sum(entry.logprob for delta in deltas for entry in delta.logprobs or ())
 
 
 def _text(deltas: Sequence[TokenDelta]) -> str:

@@ -18,7 +18,7 @@ from serve_spec import __version__
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.request import SamplingParams
 from serve_spec.log import get_logger
-from serve_spec.metrics import Reading
+from serve_spec.metrics import IGNORED_FIELDS, Reading
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.answers import (
     STREAM_HEADERS,
@@ -29,6 +29,7 @@ from serve_spec.serving.answers import (
     ChatFormat,
     Completion,
     CompletionFormat,
+    Details,
     Echo,
     ErrorAnswer,
     JSONObject,
@@ -36,6 +37,7 @@ from serve_spec.serving.answers import (
     ModelList,
     fingerprint,
 )
+from serve_spec.serving.base_request import BaseRequest
 from serve_spec.serving.completions import (
     CompletionRunner,
     choices_of,
@@ -43,8 +45,8 @@ from serve_spec.serving.completions import (
     whole_answer,
 )
 from serve_spec.serving.errors import no_replica, too_many_choices, unknown_model
-from serve_spec.serving.fields import Prompt
-from serve_spec.serving.logprobs import TokenBytesLookup
+from serve_spec.serving.fields import Prompt, ignored_fields
+from serve_spec.serving.logprobs import TokenBytesLookup, labelled
 from serve_spec.serving.messages import GenerateRequest
 from serve_spec.serving.middleware import (
     CHAT_PATH,
@@ -59,7 +61,7 @@ from serve_spec.serving.middleware import (
     trace_id,
 )
 from serve_spec.serving.model_text import ModelText
-from serve_spec.serving.openai import ChatRequest, CompletionRequest
+from serve_spec.serving.openai import ChatRequest, CompletionRequest, unknown_field
 from serve_spec.serving.parsed_answers import ParsedChatFormat
 from serve_spec.serving.telemetry import fleet_metrics
 
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _SLICE_BYTES = 2**20
+_MOST_ID_CHARS = 64
 # Time for the error of a timed-out request to reach its client.
 _ERROR_MARGIN_S = 1.0
 
@@ -181,6 +184,8 @@ class _Frontend:
     ) -> None:
         self.text = ModelText(config.model, config.router)
         self._served = config.model.served_model_name
+        self._is_strict = config.router.strict_fields
+        self._record = record
         self._fingerprint = fingerprint(__version__, config.model.model_dump(mode="json"))
         self._synthetic_acceptance = config.speculative.synthetic_acceptance is not None
         self.runner = CompletionRunner(
@@ -191,38 +196,78 @@ class _Frontend:
             record=record,
         )
 
-    def admit(self, body: CompletionRequest | ChatRequest, num_prompts: int) -> None:
-        """Raise ApiError if the request is for another model or has too many choices."""
+    def admit(self, body: BaseRequest, num_prompts: int) -> None:
+        """Raise ApiError if a request is for another model, or has too many choices.
+
+        Unknown fields are counted; with `router.strict_fields` they are an ApiError, too.
+        """
+        if ignored := [*ignored_fields(body)]:
+            if self._is_strict:
+                raise unknown_field(ignored[0], type(body))
+            self._record(Reading(IGNORED_FIELDS, len(ignored)))
         if body.model is not None and body.model != self._served:
             raise unknown_model(body.model, self._served)
         most = self.runner.max_choices
-        if num_prompts * body.num_choices > most:
-            raise too_many_choices(num_prompts, body.num_choices, most)
+        if num_prompts * body.num_candidates > most:
+            raise too_many_choices(num_prompts, body.num_candidates, most)
 
-    def head(self, kind: str, body: CompletionRequest | ChatRequest) -> AnswerHead:
+    def head(self, kind: str, body: BaseRequest) -> AnswerHead:
         """Return the shared fields. The id is not x-request-id, which need not be unique."""
         return AnswerHead(
-            f"{kind}-{uuid.uuid4().hex}",
+            f"{kind}-{body.request_id or uuid.uuid4().hex}",
             self._served,
             int(time.time()),
             self._fingerprint,
             include_usage=body.include_usage,
+            has_continuous_usage=body.has_continuous_usage,
             synthetic_acceptance=self._synthetic_acceptance,
         )
 
-    async def token_bytes(self, params: SamplingParams) -> TokenBytesLookup | None:
-        """Return the lookup of token bytes; None if no log-probabilities are requested."""
-        return None if params.logprobs is None else await self.text.token_bytes()
+    async def token_bytes(self, body: BaseRequest, *, is_wanted: bool) -> TokenBytesLookup | None:
+        """Return the lookup of token bytes; None unless log-probabilities are requested."""
+        if not is_wanted:
+            return None
+        token_bytes = await self.text.token_bytes()
+        return labelled(token_bytes) if body.return_tokens_as_token_ids else token_bytes
 
-    async def echoes(self, body: CompletionRequest, params: SamplingParams) -> list[Echo]:
+    async def details(self, body: BaseRequest, prompts: Sequence[Prompt]) -> Details:
+        """Return what the request wants to know beside the text."""
+        is_scored = body.prompt_logprobs is not None
+        ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
+        return Details(
+            body.num_choices,
+            ids if body.return_token_ids else None,
+            body.prompt_logprobs,
+            await self.text.token_bytes() if is_scored else None,
+        )
+
+    async def prompts(self, body: CompletionRequest, max_tokens: int) -> list[Prompt]:
+        """Return the prompts for the replica; as token ids if the answer or a limit needs them."""
+        if body.needs_token_ids:
+            return [*await self.text.token_ids(body, max_tokens)]
+        await self.text.refuse_long(body.prompt)
+        return body.prompt
+
+    async def echoes(self, body: CompletionRequest, prompts: Sequence[Prompt]) -> list[Echo]:
         """Return the prompts to repeat before their choices; empty unless `echo` is set."""
         if not body.echo:
             return []
-        texts = await self.text.texts(body.prompt)
-        if params.prompt_logprobs is None:
-            return [Echo(text) for text in texts]
-        token_ids = await self.text.token_ids(body.prompt)
-        return [Echo(text, ids) for text, ids in zip(texts, token_ids, strict=True)]
+        is_cut = body.truncate_prompt_tokens is not None
+        texts = await self.text.texts(prompts if is_cut else body.prompt)
+        ids = [[] if isinstance(prompt, str) else prompt for prompt in prompts]
+        return [Echo(*echo) for echo in zip(texts, ids, strict=True)]
+
+    def choices(
+        self,
+        head: AnswerHead,
+        request: Request,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        count: int,
+    ) -> list[GenerateRequest]:
+        """Return `count` requests per prompt; their ids are unique, unlike those of clients."""
+        key = f"{head.id[:_MOST_ID_CHARS]}-{uuid.uuid4().hex}"
+        return choices_of(key, trace_id(request), prompts, params, count)
 
 
 def _add_completions(api: FastAPI, frontend: _Frontend) -> None:
@@ -232,14 +277,13 @@ def _add_completions(api: FastAPI, frontend: _Frontend) -> None:
         frontend.admit(body, len(body.prompt))
         params = body.sampling_params()
         head = frontend.head("cmpl", body)
-        await frontend.text.refuse_long(body.prompt)
-        echoes = await frontend.echoes(body, params)
-        # Echoed tokens must be those that the engine reads.
-        scored: list[Prompt] = [echo.token_ids for echo in echoes]
-        prompts = body.prompt if params.prompt_logprobs is None else scored
-        choices = choices_of(head.id, trace_id(request), prompts, params, body.num_choices)
+        prompts = await frontend.prompts(body, params.max_tokens)
+        echoes = await frontend.echoes(body, prompts)
+        choices = frontend.choices(head, request, prompts, params, body.num_candidates)
         before = [echo for echo in echoes for _ in range(body.num_choices)]
-        form = CompletionFormat(head, before, await frontend.token_bytes(params))
+        token_bytes = await frontend.token_bytes(body, is_wanted=body.logprobs is not None)
+        form = CompletionFormat(head, before, token_bytes, body.num_candidates)
+        form.details = await frontend.details(body, prompts)
         return CompletionAnswer(
             frontend.runner,
             choices,
@@ -257,13 +301,14 @@ def _add_completions(api: FastAPI, frontend: _Frontend) -> None:
         prompt, params, syntax = await frontend.text.conversation(body, given)
         head = frontend.head("chatcmpl", body)
         prompts: list[Prompt] = [prompt]
-        choices = choices_of(head.id, trace_id(request), prompts, params, body.num_choices)
-        token_bytes = await frontend.token_bytes(params)
+        choices = frontend.choices(head, request, prompts, params, body.num_choices)
+        token_bytes = await frontend.token_bytes(body, is_wanted=bool(body.logprobs))
         form = (
             ChatFormat(head, token_bytes)
             if syntax is None
             else ParsedChatFormat(head, syntax, token_bytes)
         )
+        form.details = await frontend.details(body, prompts)
         return CompletionAnswer(frontend.runner, choices, form, stream=bool(body.stream))
 
 

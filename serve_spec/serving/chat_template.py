@@ -174,7 +174,7 @@ class ChatTemplate:
         """
         conversation = [self._known_role(message) for message in messages]
         if continue_final_message:
-            conversation[-1]["content"] = (conversation[-1]["content"] or "") + _OPEN_END
+            conversation[-1]["content"] += _OPEN_END
         try:
             text = self._template.render(
                 {

@@ -423,9 +423,8 @@ async def stream_frames(
             if (opening := form.opening(index)) is not None:
                 yield event(opening)
         async for index, delta in answer.deltas():
-            is_shown = delta.text or delta.logprobs or delta.finish_reason is not None
-            if is_shown and (frame := form.frame(index, delta)):
-                yield frame
+            if events := _events(answer, form, index, delta):
+                yield events
         if form.head.include_usage:
             yield event(form.usage_chunk(answer.usage))
         yield DONE
@@ -435,6 +434,17 @@ async def stream_frames(
     except Exception as error:
         logger.exception("request %s (%s) failed", form.head.id, trace_id)
         yield event(defect(error).body())
+
+
+def _events(answer: RunningAnswer, form: AnswerFormat, index: int, delta: TokenDelta) -> bytes:
+    """Return the events of a delta; there may be none."""
+    is_shown = delta.text or (form.sends_tokens and delta.token_ids)
+    if not is_shown and delta.finish_reason is None:
+        return b""
+    if not form.head.has_continuous_usage:
+        return form.frame(index, delta)
+    chunks = form.chunks(index, delta)
+    return b"".join(event({**chunk, "usage": answer.usage}) for chunk in chunks)
 
 
 def _without_tokens(delta: TokenDelta) -> TokenDelta:

@@ -26,7 +26,7 @@ from serve_spec.core.errors import InvalidRequest
 from serve_spec.engine.messages import encode_async
 from serve_spec.log import TRACE_ID, get_logger
 from serve_spec.serving.errors import ApiError, body_timed_out, body_too_large, defect, refused
-from serve_spec.serving.openai import ChatRequest, CompletionRequest, invalid_body
+from serve_spec.serving.openai import invalid_body
 
 logger = get_logger(__name__)
 
@@ -83,9 +83,7 @@ def add_error_answers(api: FastAPI) -> None:
 
     @api.exception_handler(RequestValidationError)
     async def validation(request: Request, error: RequestValidationError) -> Response:
-        is_chat = request.url.path.endswith(CHAT_PATH)
-        schema = ChatRequest if is_chat else CompletionRequest
-        return error_answer(invalid_body(error.errors(), schema))
+        return error_answer(invalid_body(error.errors()))
 
     @api.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:

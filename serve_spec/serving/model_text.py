@@ -31,7 +31,7 @@ from serve_spec.serving.chat_template import (
 from serve_spec.serving.errors import ApiError
 from serve_spec.serving.fields import Prompt
 from serve_spec.serving.logprobs import TokenBytesLookup
-from serve_spec.serving.openai import ChatMessage, ChatRequest
+from serve_spec.serving.openai import ChatMessage, ChatRequest, CompletionRequest
 from serve_spec.serving.parsers import AnswerSyntax
 from serve_spec.serving.tools import Formats
 
@@ -39,6 +39,8 @@ from serve_spec.serving.tools import Formats
 _DEFAULT_MODEL_LEN = 2048
 # Shorter texts are rejected by the replica, which encodes them anyway.
 _UNUSUAL_CHARS = 65_536
+# Texts that are cut, or only counted, may be longer than the context, but have a limit.
+_MOST_CONTEXTS = 8
 # Likely tokens repeat, and an answer with top_logprobs=20 needs 21 of them per token.
 _NUM_CACHED_TOKENS = 2**16
 
@@ -87,6 +89,7 @@ class ModelText:
         num_chars = sum(len(message.content or "") for message in request.messages)
         num_chars += len(str(request.tools)) if request.tools else 0
         text, token_ids = await encode_async(num_chars, partial(_conversation, files, request))
+        token_ids = request.kept(token_ids, files.max_model_len - (request.limit[1] or 1))
         if not token_ids:
             raise InvalidRequest("messages", _summary(request), "give at least one token of text")
         room = files.max_model_len - len(token_ids)
@@ -101,17 +104,24 @@ class ModelText:
     async def texts(self, prompts: Sequence[Prompt]) -> list[str]:
         """Return prompts as text."""
         return [
-            prompt if isinstance(prompt, str) else await self._text(prompt) for prompt in prompts
+            prompt if isinstance(prompt, str) else await self.text(prompt) for prompt in prompts
         ]
 
-    async def token_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Return prompts as token ids, as the engine would encode them; an empty text has none.
+    async def token_ids(self, request: CompletionRequest, max_tokens: int) -> list[list[int]]:
+        """Return the prompts as token ids, as the request has them; an empty text has none.
+
+        max_tokens: of the completion.
 
         Raises:
             InvalidRequest: one is too long for the model.
         """
+        files = await self._files()
+        room = max(1, files.max_model_len - max_tokens)
         return [
-            await self._encoded(prompt) if isinstance(prompt, str) else prompt for prompt in prompts
+            request.kept(
+                await self._encoded(prompt, request) if isinstance(prompt, str) else prompt, room
+            )
+            for prompt in request.prompt
         ]
 
     async def refuse_long(self, prompts: Sequence[Prompt]) -> None:
@@ -120,17 +130,36 @@ class ModelText:
             if isinstance(prompt, str) and len(prompt) > _UNUSUAL_CHARS:
                 await encode_async(len(prompt), partial(_refuse_long, await self._files(), prompt))
 
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of a text.
+
+        Raises:
+            InvalidRequest: it is far too long.
+        """
+        files = await self._files()
+        encode = partial(_encode, files, text, add_special_tokens, _MOST_CONTEXTS)
+        return await encode_async(len(text), encode)
+
+    async def max_model_len(self) -> int:
+        """Return the context length."""
+        return (await self._files()).max_model_len
+
     async def token_bytes(self) -> TokenBytesLookup:
         """Return the lookup of token bytes."""
         return (await self._files()).token_bytes
 
-    async def _text(self, token_ids: list[int]) -> str:
-        return await asyncio.to_thread((await self._files()).tokenizer.decode, token_ids)
+    async def text(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Return token ids as text."""
+        decode = (await self._files()).tokenizer.decode
+        return await asyncio.to_thread(decode, token_ids, skip_special_tokens=skip_special_tokens)
 
-    async def _encoded(self, prompt: str) -> list[int]:
+    async def _encoded(self, prompt: str, request: CompletionRequest) -> list[int]:
         if not prompt:  # the engine rejects it
             return []
-        return await encode_async(len(prompt), partial(_encode, await self._files(), prompt))
+        contexts = 1 if request.truncate_prompt_tokens is None else _MOST_CONTEXTS
+        adds = request.add_special_tokens is not False
+        encode = partial(_encode, await self._files(), prompt, adds, contexts)
+        return await encode_async(len(prompt), encode)
 
     async def _files(self) -> _Files:
         return await asyncio.to_thread(self._load) if self._loaded is None else self._loaded
@@ -156,9 +185,12 @@ def _read(model: ModelConfig, router: RouterConfig) -> _Files:
     return _Files(tokenizer, token_bytes, template, control, formats, max_model_len)
 
 
-def _encode(files: _Files, text: str) -> list[int]:
-    with _limit(files, "prompt") as max_tokens:
-        return files.tokenizer.encode(text, max_tokens=max_tokens)
+def _encode(files: _Files, text: str, add_special_tokens: bool, contexts: int) -> list[int]:
+    """Return the token ids of a text that fits into so many contexts."""
+    with _limit(files, "prompt", contexts) as max_tokens:
+        return files.tokenizer.encode(
+            text, add_special_tokens=add_special_tokens, max_tokens=max_tokens
+        )
 
 
 def _refuse_long(files: _Files, text: str) -> None:
@@ -180,8 +212,11 @@ def _conversation(files: _Files, request: ChatRequest) -> tuple[str, list[int]]:
         raise InvalidRequest("messages", _summary(request), str(error)) from None
     except RecursionError:
         raise InvalidRequest("tools", "<object>", "nested too deeply") from None
-    add_special_tokens = files.template.is_plain
-    with _limit(files, "messages") as max_tokens:
+    add_special_tokens = request.add_special_tokens
+    if add_special_tokens is None:
+        add_special_tokens = files.template.is_plain
+    contexts = 1 if request.truncate_prompt_tokens is None else _MOST_CONTEXTS
+    with _limit(files, "messages", contexts) as max_tokens:
         token_ids = files.control.encode(
             text, add_special_tokens=add_special_tokens, max_tokens=max_tokens
         )
@@ -192,7 +227,7 @@ def _message(message: ChatMessage, files: _Files) -> dict[str, Any]:
     """Return a message as templates read it."""
     mark = files.control.mark
     calls = [call.model_dump(exclude_none=True) for call in message.tool_calls or ()]
-    content = None if message.content is None and calls else mark(message.content or "")
+    content = mark(message.content or "")
     found: dict[str, Any] = {"role": message.role, "content": content}
     if reasoning := message.reasoning_content or message.reasoning:
         # gpt-oss reads `thinking`, and not beside content.
@@ -267,13 +302,13 @@ def _parsed(
 
 
 @contextmanager
-def _limit(files: _Files, field: str) -> Iterator[int]:
+def _limit(files: _Files, field: str, contexts: int = 1) -> Iterator[int]:
     """Yield the maximum number of tokens; convert TextTooLong to InvalidRequest."""
-    most = files.max_model_len - 1
+    most = contexts * files.max_model_len - 1
     try:
         yield most
     except TextTooLong as error:
-        fix = f"shorten to at most {most} tokens (max_model_len - 1)"
+        fix = f"shorten to at most {most} tokens ({contexts} x max_model_len - 1)"
         found = f"<at least {error.at_least} tokens>"
         raise InvalidRequest(field, found, fix, too_long=True) from None
 

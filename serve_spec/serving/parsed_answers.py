@@ -27,29 +27,29 @@ class ParsedChatFormat(ChatFormat):
 
     def frame(self, index: int, delta: TokenDelta) -> bytes:
         """Return the events of the parts that `delta` completes; there may be none."""
+        return b"".join(event(chunk) for chunk in self.chunks(index, delta))
+
+    def chunks(self, index: int, delta: TokenDelta) -> list[JSONObject]:
+        """See `AnswerFormat.chunks`."""
         parser = self._parsers.get(index)
         if parser is None:
             parser = self._parsers[index] = AnswerParser(self._syntax)
         is_last = delta.finish_reason is not None
         parts = parser.feed(delta.text, is_last=is_last)
-        if self._token_bytes is None and not is_last and [p.kind for p in parts] == ["content"]:
-            return super().frame(index, delta._replace(text=parts[0].text))
         texts = [self._delta(index, part) for part in parts]
-        if is_last or (not texts and self._token_bytes is not None):
+        if is_last or (not texts and self.sends_tokens):
             texts.append({})
-        ending = self._ending([delta])
-        chunks = [
-            {
-                "index": index,
-                "delta": text,
-                "logprobs": ending["logprobs"] if place == 0 else None,
-                "finish_reason": None,
-            }
-            for place, text in enumerate(texts)
+        choices: list[JSONObject] = [
+            {"index": index, "delta": text, "logprobs": None, "finish_reason": None}
+            for text in texts
         ]
-        if is_last:
-            chunks[-1]["finish_reason"] = _reason(ending, parser.num_calls)
-        return b"".join(event(self._chunk(chunk)) for chunk in chunks)
+        chunks = [self._chunk(choice) for choice in choices]
+        if chunks:
+            ending = self._ending([delta])
+            choices[0]["logprobs"] = ending["logprobs"]
+            choices[-1]["finish_reason"] = _reason(ending, parser.num_calls)
+            self._detail(chunks[0], choices[0], index, [delta])
+        return chunks
 
     def _choice(self, index: int, deltas: Sequence[TokenDelta]) -> JSONObject:
         parser = AnswerParser(self._syntax, is_whole=True)

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, cast
 
 from pydantic import Field, PlainValidator
 
@@ -53,8 +53,10 @@ class Function(StrictFields):
     @property
     def arguments_schema(self) -> dict[str, Any]:
         """The JSON Schema of the arguments, without properties that it does not name."""
-        schema = {"type": "object", **(self.parameters or {})}
-        return closed(schema) if self.parameters else schema
+        try:
+            return cast(dict[str, Any], closed({"type": "object", **(self.parameters or {})}))
+        except RecursionError:
+            raise InvalidRequest("tools", f"<{self.name[:80]}>", "nested too deeply") from None
 
 
 class Tool(StrictFields):

@@ -219,6 +219,11 @@ class GrammarCompiler:
         """Return the end-of-text tokens."""
         return self.mask_of(self.eos_token_ids)
 
+    @cached_property
+    def everything(self) -> Mask:
+        """Return the whole vocabulary."""
+        return self.mask_of(range(self.vocab_size))
+
     def mask_of(self, token_ids: Sequence[int]) -> Mask:
         """Return the mask of some tokens; ids beyond the vocabulary are ignored."""
         bits = np.zeros(self.num_words * 32, dtype=bool)

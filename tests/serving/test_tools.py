@@ -65,7 +65,7 @@ NAMED = {"type": "function", "function": {"name": "clock"}}
         ('{"name": function name, "parameters": dictionary', "llama3_json", None),
         ("<|python_tag|>", "llama3_json", None),
         ("<|start|>assistant<|channel|>analysis", "openai", "openai"),
-        ("{{ content.split('</think>')[-1] }}<｜tool▁calls▁begin｜>", None, "think"),
+        ("{{ content.split('</think>')[-1] }}", None, "think"),
         ("{{ messages }}", None, None),
     ],
 )
@@ -216,7 +216,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("field", "body"), REFUSED, ids=lambda given: repr(given)[:80])
 def test_wrong_tools_are_refused_by_name(config, field, body):
-    write_text_files(config.model.path, HERMES)
+    write_text_files(config.model.path, HERMES, max_position_embeddings=4096)
     content = json.dumps({"messages": [USER], **body})
     headers = {"content-type": "application/json"}
     answer = Server(config).ask("POST", CHAT, content=content, headers=headers)
@@ -315,7 +315,7 @@ def test_deltas_name_a_call_first_and_then_bring_its_arguments(checkpoint):
     said = chunks(saying(checkpoint, SAID), tools=TOOLS)
     deltas = [each["delta"] for each in said]
     assert deltas[0] == {"role": "assistant", "content": ""}
-    assert {"reasoning_content": "hm", "reasoning": "hm"} in deltas
+    assert {"reasoning_content": "h", "reasoning": "h"} in deltas
     (named, *fragments), (other, *_) = (
         [call for each in deltas for call in each.get("tool_calls", []) if call["index"] == index]
         for index in range(2)
@@ -391,22 +391,19 @@ def servers(folder):
         loop.shutdown()
 
 
-@pytest.mark.parametrize("choice", ["required", NAMED, {**NAMED, "function": {"name": "weather"}}])
-def test_a_required_call_is_valid_and_the_same_with_and_without_speculation(servers, choice):
+@pytest.mark.parametrize("wanted", ["required", NAMED, {**NAMED, "function": {"name": "weather"}}])
+def test_a_required_call_is_valid_and_the_same_with_and_without_speculation(servers, wanted):
     closed = {**PARAMETERS, "additionalProperties": False}
     clock = {**CLOCK["function"], "parameters": {"type": "object", "properties": {}}}
     tools = [WEATHER, {"type": "function", "function": clock}]
-    body = {"tools": tools, "tool_choice": choice, "max_tokens": 400, "seed": 5}
+    body = {"tools": tools, "tool_choice": wanted, "max_tokens": 400, "seed": 5}
     body |= {"parallel_tool_calls": False, "bad_token_ids": [*b"\t\n "]}
-    first, second = (server.chat("ab", **body).json()["choices"][0] for server in servers)
-    calls = [
-        [call["function"] for call in each["message"]["tool_calls"]] for each in (first, second)
-    ]
-    assert calls[0] == calls[1]
-    assert first["finish_reason"] == "tool_calls"
-    assert first["message"]["content"] is None
-    for call in calls[0]:
+    choice, plain = (server.chat("ab", **body).json()["choices"][0] for server in servers)
+    calls = [call["function"] for call in choice["message"]["tool_calls"]]
+    assert calls == [call["function"] for call in plain["message"]["tool_calls"]]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    for call in calls:
         schema = closed if call["name"] == "weather" else {"type": "object", "maxProperties": 0}
         assert is_valid(call["arguments"], schema)
-    if choice != "required":
-        assert {call["name"] for call in calls[0]} == {choice["function"]["name"]}
+    if wanted != "required":
+        assert {call["name"] for call in calls} == {wanted["function"]["name"]}
