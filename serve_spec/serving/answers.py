@@ -53,7 +53,7 @@ class Echo:
     token_ids: list[int] = field(default_factory=list)
 
 
-_MARK = "\0the text\0"
+TEXT_MARK = "\0the text\0"
 """Placeholder for a chunk's text. It follows every other client-chosen text in the JSON."""
 
 
@@ -291,8 +291,8 @@ class AnswerFormat(ABC):
         if around is not None:
             return around[0] + encode_text(delta.text) + around[1]
         first = event(self.chunk(index, delta))  # with the echo, if there is one
-        marked = event(self.chunk(index, TokenDelta("", (), _MARK)))
-        before, _, after = marked.rpartition(encode_text(_MARK))
+        marked = event(self.chunk(index, TokenDelta("", (), TEXT_MARK)))
+        before, _, after = marked.rpartition(encode_text(TEXT_MARK))
         self._around[index] = before, after
         return first
 

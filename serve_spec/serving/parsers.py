@@ -272,22 +272,21 @@ class AnswerParser:
         """
         markers = tuple(filter(None, markers))
         while True:
-            if trims:
-                self._text = self._text.lstrip()
-            places = [(place, m) for m in markers if (place := self._text.find(m)) >= 0]
-            place, marker = min(places, default=(len(self._text), ""))
-            text = self._text[:place]
+            text = self._text = self._text.lstrip() if trims else self._text
+            places = [(place, m) for m in markers if (place := text.find(m)) >= 0]
+            place, marker = min(places, default=(len(text), ""))
+            text = text[:place]
             if not marker and not self._has_ended:
                 text = text[: len(text) - _num_held_back(text, markers)]
             if marker or not self._has_ended:
-                self._space = text[len(text.rstrip()) :]
-                text = text.rstrip()
+                stripped = text.rstrip()
+                self._space, text = text[len(stripped) :], stripped
             if kind is not None:
                 self._emit(kind, text)
-            trims = trims and not text
             if marker or self._has_ended:
                 self._text = self._text[place + len(marker) :]
                 return marker
+            trims = trims and not text
             self._text = self._text[len(text) :]
             yield
 
@@ -313,11 +312,13 @@ class AnswerParser:
 
 def _num_held_back(text: str, markers: Iterable[str]) -> int:
     """Return the length of the longest end of `text` that may become a marker."""
-    longest = max((len(marker) for marker in markers), default=1) - 1
-    for count in range(min(longest, len(text)), 0, -1):
-        if any(marker.startswith(text[-count:]) for marker in markers):
-            return count
-    return 0
+    longest = 0
+    for marker in markers:
+        place = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+        while place >= 0 and not marker.startswith(text[place:]):
+            place = text.find(marker[0], place + 1)
+        longest = max(longest, len(text) - place if place >= 0 else 0)
+    return longest
 
 
 def _is_object(message: str) -> bool:
