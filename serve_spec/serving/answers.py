@@ -54,7 +54,7 @@ class Echo:
     token_ids: list[int] = field(default_factory=list)
 
 
-_MARK = "\0the text\0"
+TEXT_MARK = "\0the text\0"
 """Placeholder for a chunk's text. It follows every other client-chosen text in the JSON."""
 
 
@@ -109,12 +109,30 @@ class Completion(_Head):
     choices: list[Choice]
 
 
+class ChatCalledFunction(TypedDict):
+    """A called function. arguments: a JSON object as a string."""
+
+    name: str
+    arguments: str
+
+
+class ChatToolCall(TypedDict):
+    """A call of a function."""
+
+    id: str
+    type: str
+    function: ChatCalledFunction
+
+
 class ChatAnswerMessage(TypedDict):
-    """The assistant's message."""
+    """The assistant's message. `reasoning` repeats `reasoning_content`, for newer clients."""
 
     role: str
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
+    tool_calls: NotRequired[list[ChatToolCall]]
 
 
 class ChatChoice(TypedDict):
@@ -275,8 +293,8 @@ class AnswerFormat(ABC):
         if around is not None:
             return around[0] + encode_text(delta.text) + around[1]
         first = event(self.chunk(index, delta))  # with the echo, if there is one
-        marked = event(self.chunk(index, TokenDelta("", (), _MARK)))
-        before, _, after = marked.rpartition(encode_text(_MARK))
+        marked = event(self.chunk(index, TokenDelta("", (), TEXT_MARK)))
+        before, _, after = marked.rpartition(encode_text(TEXT_MARK))
         self._around[index] = before, after
         return first
 
@@ -299,6 +317,10 @@ class AnswerFormat(ABC):
         choices = cast(list[JSONObject], chunk["choices"])
         self._detail(chunk, choices[0], index, [delta])
         return chunk
+
+    def chunks(self, index: int, delta: TokenDelta) -> list[JSONObject]:
+        """Return the chunks of a delta, with the request's details."""
+        return [self.detailed_chunk(index, delta)]
 
     def _detail(
         self, body: JSONObject, choice: JSONObject, index: int, deltas: Sequence[TokenDelta]

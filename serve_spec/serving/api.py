@@ -64,6 +64,7 @@ from serve_spec.serving.middleware import (
 from serve_spec.serving.model_text import ModelText
 from serve_spec.serving.native_api import add_generate, add_state, add_tokens
 from serve_spec.serving.openai import ChatRequest, CompletionRequest, unknown_field
+from serve_spec.serving.parsed_answers import ParsedChatFormat
 from serve_spec.serving.telemetry import fleet_metrics
 
 if TYPE_CHECKING:
@@ -194,7 +195,7 @@ class Frontend:
         admission: Admission,
         record: Callable[[Reading], None],
     ) -> None:
-        self.text = ModelText(config.model)
+        self.text = ModelText(config.model, config.router)
         self._served = config.model.served_model_name
         self._is_strict = config.router.strict_fields
         self._record = record
@@ -331,11 +332,17 @@ def _add_completions(api: FastAPI, frontend: Frontend) -> None:
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation; with `stream`, as server-sent events."""
         frontend.admit(body, 1)
-        prompt, params = await frontend.text.conversation(body, body.sampling_params())
+        given = body.sampling_params()
+        prompt, params, syntax = await frontend.text.conversation(body, given)
         head = frontend.head("chatcmpl", body)
         prompts: list[Prompt] = [prompt]
         choices = frontend.choices(head, request, prompts, params, body.num_choices)
-        form = ChatFormat(head, await frontend.token_bytes(body, is_wanted=bool(body.logprobs)))
+        token_bytes = await frontend.token_bytes(body, is_wanted=bool(body.logprobs))
+        form = (
+            ChatFormat(head, token_bytes)
+            if syntax is None
+            else ParsedChatFormat(head, syntax, token_bytes)
+        )
         form.details = await frontend.details(body, prompts)
         return frontend.answer(choices, form, stream=bool(body.stream))
 

@@ -423,13 +423,8 @@ async def stream_frames(
         if beginning := form.beginning(answer.num_choices):
             yield beginning
         async for index, delta in answer.deltas():
-            is_shown = delta.text or (form.sends_tokens and delta.token_ids)
-            if not is_shown and delta.finish_reason is None:
-                continue
-            if form.head.has_continuous_usage:
-                yield event({**form.detailed_chunk(index, delta), "usage": answer.usage})
-            else:
-                yield form.frame(index, delta)
+            if events := _events(answer, form, index, delta):
+                yield events
         yield form.ending(answer.usage)
     except ApiError as error:
         logger.warning("request %s (%s) failed: %s", form.head.id, trace_id, error.message)
@@ -437,6 +432,17 @@ async def stream_frames(
     except Exception as error:
         logger.exception("request %s (%s) failed", form.head.id, trace_id)
         yield form.failure(defect(error))
+
+
+def _events(answer: RunningAnswer, form: AnswerFormat, index: int, delta: TokenDelta) -> bytes:
+    """Return the events of a delta; there may be none."""
+    is_shown = delta.text or (form.sends_tokens and delta.token_ids)
+    if not is_shown and delta.finish_reason is None:
+        return b""
+    if not form.head.has_continuous_usage:
+        return form.frame(index, delta)
+    chunks = form.chunks(index, delta)
+    return b"".join(event({**chunk, "usage": answer.usage}) for chunk in chunks)
 
 
 def _without_tokens(delta: TokenDelta) -> TokenDelta:

@@ -96,13 +96,13 @@ UNSUPPORTED: Mapping[str, Unavailable] = {
 
 PRESENTATION = frozenset({
     "custom_labels", "custom_params", "data_parallel_rank", "ec_transfer_params",
-    "images_config", "include_reasoning", "kv_transfer_params", "length_penalty", "log_metrics",
+    "images_config", "kv_transfer_params", "length_penalty", "log_metrics",
     "max_dynamic_patch", "media_io_kwargs", "min_dynamic_patch", "mm_processor_kwargs",
     "return_cached_tokens_details", "return_flat_raw_output_top_logprobs",
     "return_flat_raw_top_logprobs", "return_flat_raw_top_logprobs_b64", "return_meta_info",
     "return_mm_kwargs", "return_spec_tokens_details", "return_text_in_logprobs",
     "return_token_offsets", "rid", "routed_dp_rank", "routed_experts_prompt_start",
-    "routed_experts_start_len", "separate_reasoning", "session_id",
+    "routed_experts_start_len", "session_id",
     "spaces_between_special_tokens", "stream_interval", "stream_reasoning", "use_audio_in_video",
     "video_config",
 })  # fmt: skip
@@ -355,7 +355,7 @@ def content(value: object) -> str:
     """Validate `content` of a message; text parts are joined by line breaks."""
     if isinstance(value, str):
         return unicode(value)
-    if not isinstance(value, list) or not value:
+    if not isinstance(value, list):
         raise ValueError("give a string or a list of text parts")
     return "\n".join(_part(index, part) for index, part in enumerate(value))
 
@@ -431,7 +431,7 @@ _Prompts: TypeAlias = Annotated[list[TokenIds], Field(min_length=1)]
 _Stop: TypeAlias = Annotated[Text, Field(max_length=MAX_STOP_CHARS)]
 _Stops: TypeAlias = Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
 _Variable: TypeAlias = Annotated[Text, Field(max_length=MAX_VARIABLE_CHARS)]
-_Parts: TypeAlias = Annotated[list[TextPart], Field(min_length=1)]
+_Parts: TypeAlias = list[TextPart]
 
 Prompts: TypeAlias = Annotated[
     list[Prompt],

@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from serve_spec.config.engine import ModelConfig
+from serve_spec.config.serving import RouterConfig
 from serve_spec.core.errors import CheckpointError, InvalidRequest, TextTooLong
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine.messages import encode_async
@@ -30,7 +31,9 @@ from serve_spec.serving.chat_template import (
 from serve_spec.serving.errors import ApiError
 from serve_spec.serving.fields import Prompt
 from serve_spec.serving.logprobs import TokenBytesLookup
-from serve_spec.serving.openai import ChatRequest, CompletionRequest
+from serve_spec.serving.openai import ChatMessage, ChatRequest, CompletionRequest
+from serve_spec.serving.parsers import AnswerSyntax
+from serve_spec.serving.tools import Formats
 
 # Default of config.json, as in `models.shape`.
 _DEFAULT_MODEL_LEN = 2048
@@ -49,31 +52,43 @@ class _Files(NamedTuple):
     token_bytes: TokenBytesLookup
     template: ChatTemplate
     control: ControlTokens
+    formats: Formats
     max_model_len: int
+
+
+class Conversation(NamedTuple):
+    """A rendered conversation, and how to parse the answer; None: it is content only."""
+
+    token_ids: list[int]
+    params: SamplingParams
+    syntax: AnswerSyntax | None
 
 
 class ModelText:
     """Encodes prompts and decodes tokens of the served model.
 
+    router: configures the formats of calls and reasoning.
+
     All methods raise ApiError, 500, if the checkpoint's files cannot be used here.
     """
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, router: RouterConfig | None = None) -> None:
         self._model = model
+        self._router = router or RouterConfig()
         self._loading = threading.Lock()
         self._loaded: _Files | None = None
 
-    async def conversation(
-        self, request: ChatRequest, params: SamplingParams
-    ) -> tuple[list[int], SamplingParams]:
-        """Return the conversation as token ids, and `params` with `max_tokens` set.
+    async def conversation(self, request: ChatRequest, params: SamplingParams) -> Conversation:
+        """Return the conversation as token ids, and `params` with `max_tokens` and grammar set.
 
         Raises:
-            InvalidRequest: the template rejects it, or it leaves no room for an answer.
+            InvalidRequest: the template rejects it, it leaves no room for an answer, or the format
+                of the checkpoint's calls is not known.
         """
         files = await self._files()
-        num_chars = sum(len(message.content) for message in request.messages)
-        token_ids = await encode_async(num_chars, partial(_conversation, files, request))
+        num_chars = sum(len(message.content or "") for message in request.messages)
+        num_chars += len(str(request.tools)) if request.tools else 0
+        text, token_ids = await encode_async(num_chars, partial(_conversation, files, request))
         token_ids = request.kept(token_ids, files.max_model_len - (request.limit[1] or 1))
         if not token_ids:
             raise InvalidRequest("messages", _summary(request), "give at least one token of text")
@@ -82,7 +97,9 @@ class ModelText:
         if limit is not None and limit > room:
             fix = f"the messages have {len(token_ids)} tokens, which leaves {room}; lower {field}"
             raise InvalidRequest(field, limit, fix)
-        return token_ids, replace(params, max_tokens=room if limit is None else limit)
+        params, syntax = _parsed(files, request, params, text)
+        params = replace(params, max_tokens=room if limit is None else limit)
+        return Conversation(token_ids, params, syntax)
 
     async def texts(self, prompts: Sequence[Prompt]) -> list[str]:
         """Return prompts as text."""
@@ -151,20 +168,21 @@ class ModelText:
         with self._loading:
             if self._loaded is None:
                 try:
-                    self._loaded = _read(self._model)
+                    self._loaded = _read(self._model, self._router)
                 except (CheckpointError, OSError) as error:
                     message = f"The router cannot read the model's tokenizer: {error}"
                     raise ApiError(500, message, kind="server_error", code="no_tokenizer") from None
             return self._loaded
 
 
-def _read(model: ModelConfig) -> _Files:
+def _read(model: ModelConfig, router: RouterConfig) -> _Files:
     tokenizer = Tokenizer(model.path)
     token_bytes = lru_cache(_NUM_CACHED_TOKENS)(tokenizer.token_bytes)
     template = ChatTemplate.from_folder(model.path)
     control = ControlTokens(tokenizer, template.source)
     max_model_len = model.max_model_len or _max_model_len(model.path)
-    return _Files(tokenizer, token_bytes, template, control, max_model_len)
+    formats = Formats.of(template.source, router.tool_call_parser, router.reasoning_parser)
+    return _Files(tokenizer, token_bytes, template, control, formats, max_model_len)
 
 
 def _encode(files: _Files, text: str, add_special_tokens: bool, contexts: int) -> list[int]:
@@ -180,37 +198,107 @@ def _refuse_long(files: _Files, text: str) -> None:
         files.tokenizer.refuse_long(text, max_tokens)
 
 
-def _conversation(files: _Files, request: ChatRequest) -> list[int]:
-    """Render a conversation with the template and return its token ids."""
-    mark = files.control.mark
-    messages = [
-        {"role": message.role, "content": mark(message.content)}
-        | ({"name": mark(message.name)} if message.name else {})
-        for message in request.messages
-    ]
-    variables = dict(request.chat_template_kwargs or {})
-    for name, value in variables.items():
-        if name in RESERVED:
-            fix = f"reserved; use the request's own fields instead of {sorted(RESERVED)}"
-            raise InvalidRequest("chat_template_kwargs", name, fix)
-        variables[name] = mark(value) if isinstance(value, str) else value
+def _conversation(files: _Files, request: ChatRequest) -> tuple[str, list[int]]:
+    """Render a conversation with the template; return its text and token ids."""
     try:
         text = files.template.render(
-            messages,
+            [_message(message, files) for message in request.messages],
+            tools=_tools(request, files),
             add_generation_prompt=request.generation_prompt,
             continue_final_message=bool(request.continue_final_message),
-            variables=variables,
+            variables=_variables(request, files),
         )
     except ChatTemplateError as error:
         raise InvalidRequest("messages", _summary(request), str(error)) from None
+    except RecursionError:
+        raise InvalidRequest("tools", "<object>", "nested too deeply") from None
     add_special_tokens = request.add_special_tokens
     if add_special_tokens is None:
         add_special_tokens = files.template.is_plain
     contexts = 1 if request.truncate_prompt_tokens is None else _MOST_CONTEXTS
     with _limit(files, "messages", contexts) as max_tokens:
-        return files.control.encode(
+        token_ids = files.control.encode(
             text, add_special_tokens=add_special_tokens, max_tokens=max_tokens
         )
+    return text, token_ids
+
+
+def _message(message: ChatMessage, files: _Files) -> dict[str, Any]:
+    """Return a message as templates read it."""
+    mark = files.control.mark
+    calls = [call.model_dump(exclude_none=True) for call in message.tool_calls or ()]
+    content = mark(message.content or "")
+    found: dict[str, Any] = {"role": message.role, "content": content}
+    if reasoning := message.reasoning_content or message.reasoning:
+        # gpt-oss reads `thinking`, and not beside content.
+        names = ("reasoning_content", "reasoning", *(() if content else ("thinking",)))
+        found |= dict.fromkeys(names, mark(reasoning))
+    if calls:
+        found["tool_calls"] = files.control.mark_all(calls)
+    for name in ("name", "tool_call_id"):
+        if value := getattr(message, name):
+            found[name] = mark(value)
+    return found
+
+
+def _tools(request: ChatRequest, files: _Files) -> list[Any] | None:
+    """Return the definitions of tools as templates read them."""
+    if not request.callable_functions:
+        return None
+    tools = [tool.model_dump(exclude_unset=True) for tool in request.tools or ()]
+    return cast(list[Any], files.control.mark_all(tools))
+
+
+def _variables(request: ChatRequest, files: _Files) -> dict[str, object]:
+    """Return the template's additional variables."""
+    variables: dict[str, object] = {}
+    if request.reasoning_effort == "none":
+        variables["enable_thinking"] = False
+    elif request.reasoning_effort is not None:
+        variables["reasoning_effort"] = request.reasoning_effort
+    variables |= request.chat_template_kwargs or {}
+    for name in variables:
+        if name in RESERVED:
+            fix = f"reserved; use the request's own fields instead of {sorted(RESERVED)}"
+            raise InvalidRequest("chat_template_kwargs", name, fix)
+    return cast(dict[str, object], files.control.mark_all(variables))
+
+
+def _parsed(
+    files: _Files, request: ChatRequest, params: SamplingParams, prompt: str
+) -> tuple[SamplingParams, AnswerSyntax | None]:
+    """Return how to parse the answer to a rendered conversation, and parameters for that."""
+    functions, formats = request.callable_functions, files.formats
+    if params.grammar is not None and not request.must_call:
+        return params, None  # the whole text is of the grammar
+    calls = formats.calls if functions or formats.reasoning == "openai" else None
+    if functions and calls is None:
+        if not request.must_call:
+            fix = (
+                "the format of the model's calls is not known, so it cannot choose to call; use "
+                'tool_choice "required" or a name, or set router.tool_call_parser'
+            )
+            raise InvalidRequest("tools", f"<{len(functions)} functions>", fix)
+        calls = "json"
+    separates = request.separate_reasoning is not False
+    syntax = AnswerSyntax(
+        calls,
+        formats.reasoning if separates else None,
+        {function.name: function.arguments_schema for function in functions},
+        is_reasoning=separates and formats.is_reasoning(prompt),
+        is_parallel=request.parallel_tool_calls is not False,
+        shows_reasoning=request.include_reasoning is not False,
+    )
+    if request.must_call:
+        if params.grammar is not None and not params.grammar.source.startswith("response_format"):
+            raise params.grammar.refusal("conflicts with tool_choice; give only one of them")
+        params = replace(params, grammar=formats.grammar(functions, syntax, prompt))
+    if not syntax.markers and calls is None:
+        return params, None
+    is_special = files.tokenizer.added_tokens
+    if any(is_special.get(marker) for marker in syntax.markers):
+        params = replace(params, skip_special_tokens=False)
+    return params, syntax
 
 
 @contextmanager

@@ -293,7 +293,7 @@ def add_tokens(api: FastAPI, frontend: "Frontend") -> None:
             adds = body.add_special_tokens is not False
             ids = await frontend.text.encode(body.prompt, add_special_tokens=adds)
         else:
-            ids, _ = await frontend.text.conversation(body.chat(), SamplingParams())
+            ids = (await frontend.text.conversation(body.chat(), SamplingParams())).token_ids
         token_bytes = await frontend.text.token_bytes()
         names = [token_bytes(token).data.decode(errors="replace") for token in ids]
         return {

@@ -42,6 +42,7 @@ from serve_spec.serving.fields import (
     Variables,
     refuse_unavailable,
 )
+from serve_spec.serving.tools import Choice, Function, ToolCalls, Tools, offered
 
 
 class CompletionRequest(BaseRequest):
@@ -115,21 +116,25 @@ class CompletionRequest(BaseRequest):
 
 
 class ChatMessage(StrictFields):
-    """One message. Fields of an earlier answer are accepted if they are empty."""
+    """One message. Unsupported fields of an earlier answer are accepted if they are empty."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content = Field(description="A string, or text parts, joined by line breaks.")
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = Field(
+        None, description="A string, or text parts, joined by line breaks; optional for assistants."
+    )
     name: Name | None = Field(None, description="Passed to the chat template.")
+    tool_calls: ToolCalls | None = Field(None, description="Calls of an earlier answer.")
+    tool_call_id: Name | None = Field(None, description="The call that a tool's message answers.")
+    reasoning_content: Text | None = Field(None, description="Reasoning of an earlier answer.")
+    reasoning: Text | None = Field(None, description="Other name of reasoning_content.")
 
     annotations: Annotated[list[Any] | None, IGNORED] = None
     audio: Annotated[dict[str, Any] | None, Unavailable()] = None
     function_call: Annotated[dict[str, Any] | None, Unavailable()] = None
     refusal: Annotated[Text | None, Unavailable()] = None
-    tool_calls: Annotated[list[Any] | None, Unavailable([])] = None
 
 
-_NO_EFFORT = "if the template supports it, set it in chat_template_kwargs"
-_NO_TOOLS = "describe the tools in a message and parse the calls from the text"
+_NO_TOOLS = "use tools and tool_choice"
 
 
 class ChatRequest(BaseRequest):
@@ -163,7 +168,21 @@ class ChatRequest(BaseRequest):
         None, description="Also return this many most likely tokens; only with `logprobs`."
     )
 
-    parallel_tool_calls: Annotated[bool | None, IGNORED] = None
+    tools: Tools | None = Field(None, description="Functions that the model may call.")
+    tool_choice: Choice = Field(
+        None, description="Whether functions are called, and which; default auto."
+    )
+    parallel_tool_calls: bool | None = Field(
+        None, description="Return more than one call; default true."
+    )
+    reasoning_effort: Name | None = Field(
+        None,
+        description="Passed to the chat template; none: also `enable_thinking` false.",
+    )
+    include_reasoning: bool | None = Field(None, description="false: drop reasoning, as in vLLM.")
+    separate_reasoning: bool | None = Field(
+        None, description="false: reasoning stays in `content`, as in SGLang."
+    )
     prompt_cache_key: Annotated[Label | None, IGNORED] = None
     prompt_cache_options: Annotated[dict[str, Any] | None, IGNORED] = None
     prompt_cache_retention: Annotated[Label | None, IGNORED] = None
@@ -179,11 +198,6 @@ class ChatRequest(BaseRequest):
     modalities: Annotated[list[Any] | None, Unavailable(["text"])] = None
     moderation: Annotated[dict[str, Any] | None, Unavailable()] = None
     prediction: Annotated[dict[str, Any] | None, Unavailable()] = None
-    reasoning_effort: Annotated[Text | None, Unavailable("none", instead=_NO_EFFORT)] = None
-    tool_choice: Annotated[
-        Text | dict[str, Any] | None, Unavailable("none", "auto", instead=_NO_TOOLS)
-    ] = None
-    tools: Annotated[list[Any] | None, Unavailable([], instead=_NO_TOOLS)] = None
     verbosity: Annotated[Text | None, Unavailable("medium")] = None
     web_search_options: Annotated[dict[str, Any] | None, Unavailable()] = None
 
@@ -193,6 +207,16 @@ class ChatRequest(BaseRequest):
         if self.max_tokens is None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
+
+    @property
+    def callable_functions(self) -> list[Function]:
+        """The functions that the answer may call."""
+        return offered(self.tools, self.tool_choice)
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer is a call."""
+        return self.tool_choice is not None and self.tool_choice.mode == "required"
 
     @property
     def generation_prompt(self) -> bool:
@@ -208,6 +232,10 @@ class ChatRequest(BaseRequest):
         """
         for index, message in enumerate(self.messages):
             refuse_unavailable(message, f"messages.{index}.")
+            if message.content is None and message.role != "assistant":
+                fix = "give a string or a list of text parts"
+                raise InvalidRequest(f"messages.{index}.content", None, fix)
+        _ = self.callable_functions
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             fix = "conflicts with max_completion_tokens, its newer name; give only one of them"
             raise InvalidRequest("max_tokens", self.max_tokens, fix)

@@ -56,6 +56,7 @@ CONFINED = {
         "serving/native_api.py",
         "serving/openai.py",
         "serving/responses.py",
+        "serving/tools.py",
     ],
     "transformers": ["engine/tokenizer.py"],
     "llguidance": ["structured/compiler.py"],

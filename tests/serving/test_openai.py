@@ -11,6 +11,7 @@ from openai.types.chat import (
     ChatCompletionDeveloperMessageParam,
     ChatCompletionStreamOptionsParam,
     ChatCompletionSystemMessageParam,
+    ChatCompletionToolMessageParam,
     ChatCompletionUserMessageParam,
 )
 from openai.types.chat import completion_create_params as chat_params
@@ -130,6 +131,7 @@ NEUTRAL_CHAT = {
         (ChatCompletionDeveloperMessageParam, ChatMessage),
         (ChatCompletionUserMessageParam, ChatMessage),
         (ChatCompletionAssistantMessageParam, ChatMessage),
+        (ChatCompletionToolMessageParam, ChatMessage),
     ],
 )
 def test_every_field_that_the_official_client_can_send_is_known(theirs, ours):
@@ -152,9 +154,6 @@ def test_fields_that_are_not_available_are_taken_at_their_neutral_value():
         ("modalities", ["text", "audio"]),
         ("moderation", {"model": "omni-moderation-latest"}),
         ("prediction", {"type": "content", "content": "a"}),
-        ("reasoning_effort", "high"),
-        ("tool_choice", "required"),
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
     ],
 )
 def test_what_a_chat_can_not_do_is_refused_with_a_way_out(field, value):
@@ -295,6 +294,7 @@ def test_stop_is_one_text_or_a_few():
     [
         ("a", "a"),
         ("", ""),
+        ([], ""),
         ([TEXT_PART], "a"),
         ([{**TEXT_PART, "prompt_cache_breakpoint": {"mode": "explicit"}}], "a"),
         ([TEXT_PART, {**TEXT_PART, "text": "b"}], "a\nb"),
@@ -308,8 +308,13 @@ def test_content_is_a_text_or_parts_of_text(content, meant):
 def test_an_answer_of_ours_may_be_sent_back_as_a_message():
     said = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": []}
     assert chat(USER, said, USER).sampling_params() == SamplingParams()
-    calling = {**said, "tool_calls": [{"id": "x"}]}
-    assert refusal(chat, USER, calling)["param"] == "messages.1.tool_calls"
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    calling = {
+        "content": None,
+        "tool_calls": [{"id": "x", "type": "function", "function": function}],
+    }
+    answer = {"role": "tool", "tool_call_id": "x", "content": "2"}
+    assert chat(USER, {**said, **calling}, answer).sampling_params() == SamplingParams()
 
 
 def test_both_names_of_the_limit_mean_the_same_and_exclude_each_other():
@@ -493,7 +498,7 @@ CHAT_REFUSED = {
     ],
     "messages.1": [{"messages": [USER, "a"]}],
     "messages.1.role": [
-        {"messages": [USER, {"role": "tool", "content": "a"}]},
+        {"messages": [USER, {"role": "function", "content": "a"}]},
         {"messages": [USER, {"content": "a"}]},
     ],
     "messages.1.content": [
@@ -501,7 +506,7 @@ CHAT_REFUSED = {
         *(
             {"messages": [USER, {"role": "user", "content": content}]}
             for content in (
-                None, [], ["a"], NOT_TEXT, [{"type": "text"}], [{"text": "a"}],
+                None, ["a"], NOT_TEXT, [{"type": "text"}], [{"text": "a"}],
                 [{"type": "image_url"}], [{**TEXT_PART, "b": 1}], [{**TEXT_PART, "text": 1}],
             )
         ),
