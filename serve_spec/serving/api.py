@@ -65,6 +65,7 @@ from serve_spec.serving.model_text import ModelText
 from serve_spec.serving.native_api import add_generate, add_state, add_tokens
 from serve_spec.serving.openai import ChatRequest, CompletionRequest, unknown_field
 from serve_spec.serving.parsed_answers import ParsedChatFormat
+from serve_spec.serving.responses import add_responses
 from serve_spec.serving.telemetry import fleet_metrics
 
 if TYPE_CHECKING:
@@ -175,6 +176,7 @@ def create_api(
     add_error_answers(api)
     frontend = Frontend(config, fleet, admission, record)
     _add_completions(api, frontend)
+    add_responses(api, frontend)
     add_generate(api, frontend)
     add_tokens(api, frontend)
     add_state(api, config, fleet, admission)
@@ -247,10 +249,10 @@ class Frontend:
             stream=stream,
         )
 
-    def head(self, kind: str, body: BaseRequest) -> AnswerHead:
+    def head(self, kind: str, body: BaseRequest, separator: str = "-") -> AnswerHead:
         """Return the shared fields. The id is not x-request-id, which need not be unique."""
         return AnswerHead(
-            f"{kind}-{body.request_id or uuid.uuid4().hex}",
+            f"{kind}{separator}{body.request_id or uuid.uuid4().hex}",
             self._served,
             int(time.time()),
             self._fingerprint,
@@ -293,6 +295,22 @@ class Frontend:
         ids = [[] if isinstance(prompt, str) else prompt for prompt in prompts]
         return [Echo(*echo) for echo in zip(texts, ids, strict=True)]
 
+    async def chat(
+        self, body: ChatRequest, head: AnswerHead, request: Request
+    ) -> tuple[list[GenerateRequest], ChatFormat]:
+        """Return the choices of a chat and the format of its answer."""
+        prompt, params, syntax = await self.text.conversation(body, body.sampling_params())
+        prompts: list[Prompt] = [prompt]
+        choices = self.choices(head, request, prompts, params, body.num_choices)
+        token_bytes = await self.token_bytes(body, is_wanted=bool(body.logprobs))
+        form = (
+            ChatFormat(head, token_bytes)
+            if syntax is None
+            else ParsedChatFormat(head, syntax, token_bytes)
+        )
+        form.details = await self.details(body, prompts)
+        return choices, form
+
     def choices(
         self,
         head: AnswerHead,
@@ -332,18 +350,8 @@ def _add_completions(api: FastAPI, frontend: Frontend) -> None:
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation; with `stream`, as server-sent events."""
         frontend.admit(body, 1)
-        given = body.sampling_params()
-        prompt, params, syntax = await frontend.text.conversation(body, given)
         head = frontend.head("chatcmpl", body)
-        prompts: list[Prompt] = [prompt]
-        choices = frontend.choices(head, request, prompts, params, body.num_choices)
-        token_bytes = await frontend.token_bytes(body, is_wanted=bool(body.logprobs))
-        form = (
-            ChatFormat(head, token_bytes)
-            if syntax is None
-            else ParsedChatFormat(head, syntax, token_bytes)
-        )
-        form.details = await frontend.details(body, prompts)
+        choices, form = await frontend.chat(body, head, request)
         return frontend.answer(choices, form, stream=bool(body.stream))
 
 
