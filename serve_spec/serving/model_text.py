@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, cast
 from serve_spec.config.engine import ModelConfig
 from serve_spec.config.serving import RouterConfig
 from serve_spec.core.errors import CheckpointError, InvalidRequest, TextTooLong
+from serve_spec.core.grammar import GrammarKind
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine.messages import encode_async
 from serve_spec.engine.tokenizer import Tokenizer
@@ -268,9 +269,12 @@ def _parsed(
     files: _Files, request: ChatRequest, params: SamplingParams, prompt: str
 ) -> tuple[SamplingParams, AnswerSyntax | None]:
     """Return how to parse the answer to a rendered conversation, and parameters for that."""
-    functions, formats = request.callable_functions, files.formats
-    if params.grammar is not None and not request.must_call:
-        return params, None  # the whole text is of the grammar
+    functions, formats, grammar = request.callable_functions, files.formats, params.grammar
+    separates = request.separate_reasoning is not False
+    if grammar is not None and not request.must_call:
+        if grammar.kind is not GrammarKind.JSON_SCHEMA or not formats.reasoning or not separates:
+            return params, None  # the whole text is of the grammar
+        functions, grammar = [], formats.of_json(grammar, prompt)
     calls = formats.calls if functions or formats.reasoning == "openai" else None
     if functions and calls is None:
         if not request.must_call:
@@ -280,7 +284,6 @@ def _parsed(
             )
             raise InvalidRequest("tools", f"<{len(functions)} functions>", fix)
         calls = "json"
-    separates = request.separate_reasoning is not False
     syntax = AnswerSyntax(
         calls,
         formats.reasoning if separates else None,
@@ -288,17 +291,25 @@ def _parsed(
         is_reasoning=separates and formats.is_reasoning(prompt),
         is_parallel=request.parallel_tool_calls is not False,
         shows_reasoning=request.include_reasoning is not False,
+        reasoning_end=_reasoning_end(files),
     )
     if request.must_call:
-        if params.grammar is not None and not params.grammar.source.startswith("response_format"):
-            raise params.grammar.refusal("conflicts with tool_choice; give only one of them")
-        params = replace(params, grammar=formats.grammar(functions, syntax, prompt))
+        if grammar is not None and not grammar.source.startswith("response_format"):
+            raise grammar.refusal("conflicts with tool_choice; give only one of them")
+        grammar = formats.of_calls(functions, syntax, prompt)
     if not syntax.markers and calls is None:
         return params, None
-    is_special = files.tokenizer.added_tokens
-    if any(is_special.get(marker) for marker in syntax.markers):
-        params = replace(params, skip_special_tokens=False)
-    return params, syntax
+    special = files.tokenizer.added_tokens
+    is_special = any(special.get(marker) for marker in syntax.markers)
+    skips = params.skip_special_tokens and not is_special
+    return replace(params, grammar=grammar, skip_special_tokens=skips), syntax
+
+
+def _reasoning_end(files: _Files) -> int | None:
+    """Return the token that ends the reasoning, if it is one."""
+    end = files.formats.reasoning_end
+    token_ids = files.tokenizer.encode(end, add_special_tokens=False) if end else []
+    return token_ids[0] if len(token_ids) == 1 else None
 
 
 @contextmanager

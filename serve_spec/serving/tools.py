@@ -195,12 +195,33 @@ class Formats:
 
     def is_reasoning(self, prompt: str) -> bool:
         """Return whether an answer to the rendered conversation begins within its reasoning."""
-        begin, end = THOUGHTS.get(self.reasoning or "openai", ("", ""))
+        begin, end = self._markers
         is_closed = not begin or prompt.rstrip().endswith(end)
         return not is_closed and (self.always_reasons or prompt.rstrip().endswith(begin))
 
-    def grammar(self, functions: Sequence[Function], syntax: AnswerSyntax, prompt: str) -> Grammar:
-        """Return the grammar of answers to `prompt` that call functions, after any reasoning."""
+    @property
+    def reasoning_end(self) -> str:
+        """The text that ends reasoning; empty if there is none."""
+        return "<|end|>" if self.reasoning == "openai" else self._markers[1]
+
+    @property
+    def _markers(self) -> tuple[str, str]:
+        return THOUGHTS.get(self.reasoning or "openai", ("", ""))
+
+    def of_json(self, grammar: Grammar, prompt: str) -> Grammar:
+        """Return the grammar of answers to `prompt` that are JSON of a schema after reasoning."""
+        try:
+            schema = json.loads(grammar.text)
+        except (ValueError, RecursionError):
+            return grammar
+        if not isinstance(schema, dict):
+            return grammar
+        before = ["<|channel|>", "final", "<|message|>"] if self.reasoning == "openai" else []
+        form = CallsForm([(before, schema, [])], is_single=True, thought=self._thought(prompt))
+        return Grammar.calls(form, grammar.source)
+
+    def of_calls(self, functions: Sequence[Function], syntax: AnswerSyntax, prompt: str) -> Grammar:
+        """Return the grammar of answers to `prompt` that are calls after any reasoning."""
         pieces = [self._call(function.name, syntax.calls) for function in functions]
         calls = [
             (before, function.arguments_schema, after)
@@ -237,7 +258,7 @@ class Formats:
         if self.reasoning == "openai":
             analysis = ["<|channel|>", "analysis", "<|message|>"]
             return analysis, ["<|end|>", "<|start|>", "assistant"], False
-        begin, end = THOUGHTS.get(self.reasoning or "openai", ("", ""))
+        begin, end = self._markers
         if not begin or prompt.rstrip().endswith(end):
             return None
         return [begin], [end], self.is_reasoning(prompt)

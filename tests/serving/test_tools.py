@@ -21,7 +21,7 @@ from serve_spec.serving.tools import CALL_PARSERS, REASONING_PARSERS, Formats
 from tests.helpers.checkpoints import make_target
 from tests.helpers.grammars import is_valid
 from tests.helpers.local_engine import LocalEngine
-from tests.serving.asgi import CHAT, Server
+from tests.serving.asgi import CHAT, Server, chunks_of
 from tests.serving.fakes import LoopFleet, ScriptedFleet, delta
 from tests.serving.texts import BOS, THINK, TURN, byte_tokenizer, write_text_files
 
@@ -180,6 +180,7 @@ def test_answers_without_calls_and_reasoning_are_not_parsed(tmp_path):
     assert converse(tmp_path, tools=TOOLS, tool_choice="none").syntax is None
     assert converse(tmp_path, tools=TOOLS).syntax is not None
     assert converse(tmp_path, tools=TOOLS, guided_regex="a").syntax is None
+    assert converse(tmp_path, tools=TOOLS, guided_json={}).syntax is None
 
 
 def function(**fields):
@@ -305,10 +306,7 @@ def test_the_end_of_the_tokens_is_told_from_a_finished_call(checkpoint, stream):
 
 
 def chunks(server, **body):
-    answer = server.chat("hi", stream=True, **body)
-    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line)["choices"][0] for line in lines]
+    return [chunk["choices"][0] for chunk in chunks_of(server.chat(stream=True, **body))]
 
 
 def test_deltas_name_a_call_first_and_then_bring_its_arguments(checkpoint):
@@ -338,6 +336,27 @@ def test_reasoning_may_stay_in_the_content_or_be_left_out(checkpoint):
     assert message == {"role": "assistant", "content": "Yes.", "refusal": None}
     message = server.chat(separate_reasoning=False).json()["choices"][0]["message"]
     assert message["content"] == "<think>\nhm\n</think>\n\nYes."
+
+
+@pytest.mark.parametrize(
+    ("body", "num_tokens"), [({}, 13), ({"chat_template_kwargs": {"enable_thinking": False}}, 0)]
+)
+def test_usage_counts_the_tokens_of_the_reasoning(checkpoint, body, num_tokens):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["</think>"])
+    write_text_files(
+        checkpoint.model.path, HERMES, tokenizer=tokenizer, max_position_embeddings=4096
+    )
+    end = tokenizer.token_to_id("</think>")
+    said = [delta("<think>", 1), delta("hm", *range(10)), delta("</think>Ye", 2, end, 3)]
+    said = said if num_tokens else [delta("Ye", 3)]
+    last = delta("s", 4, finish=FinishReason.STOP)
+    server = Server(checkpoint, ScriptedFleet([Accepted(1, "r"), *said, last]))
+    details = {"reasoning_tokens": num_tokens}
+    assert server.chat(**body).json()["usage"]["completion_tokens_details"] == details
+    usage = {"include_usage": True}
+    answer = server.chat(stream=True, stream_options=usage, **body)
+    assert chunks_of(answer)[-1]["usage"]["completion_tokens_details"] == details
 
 
 def test_log_probabilities_of_all_tokens_are_returned(checkpoint):
