@@ -13,11 +13,14 @@ from serve_spec.config import ServeSpecConfig
 from serve_spec.config.engine import ModelConfig
 from serve_spec.config.serving import RouterConfig
 from serve_spec.core.errors import InvalidRequest
+from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import FinishReason, TokenLogprob
 from serve_spec.serving.messages import Accepted
 from serve_spec.serving.model_text import ModelText
 from serve_spec.serving.openai import ChatRequest
-from serve_spec.serving.tools import CALL_PARSERS, REASONING_PARSERS, Formats
+from serve_spec.serving.parsers import AnswerParser, AnswerSyntax
+from serve_spec.serving.tools import CALL_PARSERS, REASONING_PARSERS, Formats, Function
+from serve_spec.structured.compiler import GrammarCompiler
 from tests.helpers.checkpoints import make_target
 from tests.helpers.grammars import is_valid
 from tests.helpers.local_engine import LocalEngine
@@ -379,6 +382,67 @@ def test_an_answer_with_calls_can_be_sent_back(checkpoint):
     assert all(f"({call.id})" in text for call in message.tool_calls)
     choice = ask(saying(checkpoint, "It will."), messages=given)
     assert choice.message.content == "It will."
+
+
+CHANNEL = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}"
+ANALYSIS = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+FORMS = {
+    "hermes": (
+        "<tool_call>", "<think>hm</think>\n",
+        '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>', "{}\n{}",
+    ),
+    "llama": ("<|python_tag|></think>", "<think>hm</think>",
+              '{{"name": "{}", "parameters": {}}}', "{}; {}"),
+    "mistral": ("[THINK][TOOL_CALLS]", "[THINK]hm[/THINK]",
+                '{{"name": "{}", "arguments": {}}}', "[TOOL_CALLS][{}, {}]"),
+    "newer mistral": ("[THINK][TOOL_CALLS][ARGS]", "[THINK]hm[/THINK]",
+                      "[TOOL_CALLS]{}[ARGS]{}", "{}{}"),
+    "channels": ("<|channel|>", ANALYSIS, CHANNEL, "{}"),
+    "unknown": ("", "", '{{"name": "{}", "parameters": {}}}', "[{}, {}]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("are_tokens", [True, False])
+def test_what_a_grammar_of_calls_allows_its_parser_reads(name, are_tokens):
+    """Whether markers are special tokens or ordinary text."""
+    template, thought, call, several = FORMS[name]
+    tokenizer = byte_tokenizer(adds_bos=False)
+    if are_tokens:
+        tokenizer.add_special_tokens(["[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|end|>"])
+    compiler = GrammarCompiler(tokenizer.to_str, tokenizer.get_vocab_size(), [256])
+    parser = "none" if name == "unknown" else "qwen3" if name in ("hermes", "llama") else "auto"
+    formats = Formats.of(template, "auto", parser)
+    functions = [Function.model_validate(tool["function"]) for tool in TOOLS]
+    schemas = {each.name: each.arguments_schema for each in functions}
+    syntax = AnswerSyntax(formats.calls or "json", formats.reasoning, schemas)
+    called = [("weather", ARGUMENTS), ("clock", "{}")][: several.count("{}")]
+    text = thought + several.format(*(call.format(*each) for each in called))
+    for said, is_valid_text in ((text, True), (text[:-1], False), (f"Hi {text}", False)):
+        matcher = compiler.matcher(formats.of_calls(functions, syntax, "Hi"))
+        is_taken = matcher.advance(tokenizer.encode(said).ids)
+        assert (is_taken and bool((matcher.mask() & compiler.ends).any())) == is_valid_text
+    parts = AnswerParser(syntax, is_whole=True).feed(text, is_last=True)
+    names = [part.text for part in parts if part.kind == "name"]
+    arguments = [part.text for part in parts if part.kind == "arguments"]
+    assert [*zip(names, arguments, strict=True)] == called
+    assert {p.text for p in parts if p.kind == "reasoning"} == ({"hm"} if thought else set())
+    assert not [part for part in parts if part.kind == "content"]
+
+
+@pytest.mark.parametrize("form", ["response_format", "guided_json"])
+def test_json_of_a_schema_may_follow_reasoning(tmp_path, form):
+    write_text_files(tmp_path, HERMES)
+    asked = {"type": "json_schema", "json_schema": {"name": "n", "schema": PARAMETERS}}
+    body = {form: asked if form == "response_format" else PARAMETERS}
+    params, syntax = converse(tmp_path, **body)[1:]
+    assert syntax.reasoning == "think"
+    tokenizer = byte_tokenizer(adds_bos=False)
+    compiler = GrammarCompiler(tokenizer.to_str, tokenizer.get_vocab_size(), [256])
+    for text in ('{"city": "Rome"}', '<think>hm</think>\n\n{"city": "Rome"}'):
+        assert compiler.matcher(params.grammar).advance(tokenizer.encode(text).ids)
+    kept = converse(tmp_path, separate_reasoning=False, **body)
+    assert (kept.syntax, kept.params.grammar) == (None, Grammar.json_schema(PARAMETERS))
 
 
 @pytest.fixture(scope="module", params=["<tool_call>", "[TOOL_CALLS]", "[TOOL_CALLS][ARGS]", ""])
