@@ -190,6 +190,8 @@ def function(**fields):
     return {"type": "function", "function": {"name": "f", **fields}}
 
 
+NESTED = json.loads('{"items": ' * 800 + "{}" + "}" * 800)
+
 REFUSED = [
     ("tools.0.type", {"tools": [{"type": "web_search", "function": {"name": "f"}}]}),
     ("tools.0.function", {"tools": [{"type": "function"}]}),
@@ -197,7 +199,8 @@ REFUSED = [
     ("tools.0.function.name", {"tools": [function(name="x" * 257)]}),
     ("tools.0.function.description", {"tools": [function(description=3)]}),
     ("tools.0.function.parameters", {"tools": [function(parameters=[1])]}),
-    ("tools.0.function.parameters", {"tools": [function(parameters={"a": "\ud800"})]}),
+    ("messages", {"tools": [function(parameters={"a": "\ud800"})]}),
+    ("messages", {"tools": [function(parameters=NESTED)]}),
     ("tools.0.function.parameters.type", {"tools": [function(parameters={"type": "string"})]}),
     ("tools", {"tools": [CLOCK] * 1025}),
     ("tool_choice", {"tools": TOOLS, "tool_choice": "any"}),
@@ -214,13 +217,17 @@ REFUSED = [
         "messages.0.tool_calls.0.function.arguments",
         {"messages": [{**CALLED, "tool_calls": [function(arguments="{")]}]},
     ),
+    (
+        "messages",
+        {"messages": [{**CALLED, "tool_calls": [function(arguments='{"a": "\\ud800"}')]}]},
+    ),
     ("messages.0.content", {"messages": [{"role": "tool", "tool_call_id": "c1"}]}),
 ]
 
 
 @pytest.mark.parametrize(("field", "body"), REFUSED, ids=lambda given: repr(given)[:80])
 def test_wrong_tools_are_refused_by_name(config, field, body):
-    write_text_files(config.model.path, HERMES, max_position_embeddings=4096)
+    write_text_files(config.model.path, HERMES, max_position_embeddings=2**16)
     content = json.dumps({"messages": [USER], **body})
     headers = {"content-type": "application/json"}
     answer = Server(config).ask("POST", CHAT, content=content, headers=headers)
