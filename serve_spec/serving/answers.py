@@ -13,6 +13,7 @@ from typing import ClassVar, NotRequired, TypeAlias, cast
 from typing_extensions import TypedDict  # Python 3.11's own is not enough for FastAPI's schema
 
 from serve_spec.core.request import SpeculationStats, TokenDelta
+from serve_spec.serving.errors import ApiError
 from serve_spec.serving.logprobs import (
     ChatLogprobs,
     CompletionLogprobs,
@@ -157,6 +158,7 @@ class ChatCompletion(_Head):
 
 
 JSONObject: TypeAlias = dict[str, object]
+JSONAnswer: TypeAlias = JSONObject | list[JSONObject]
 
 
 class Model(TypedDict):
@@ -303,7 +305,7 @@ class AnswerFormat(ABC):
         self._around[index] = before, after
         return first
 
-    def whole(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> JSONObject:
+    def whole(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> JSONAnswer:
         """Return the whole response from all deltas of each choice."""
         answers = [self._choice(index, deltas) for index, deltas in enumerate(choices)]
         body = {**self.head.fields(self.kind), "choices": answers, "usage": counts}
@@ -337,9 +339,22 @@ class AnswerFormat(ABC):
             place = body if self.has_one_prompt else choice
             place.update(self.details.of_prompt(index, deltas[0]))
 
+    def beginning(self, num_choices: int) -> bytes:
+        """Return the events before the first delta: the `opening` of every choice."""
+        openings = (self.opening(index) for index in range(num_choices))
+        return b"".join(event(opening) for opening in openings if opening is not None)
+
     def opening(self, index: int) -> JSONObject | None:
         """Return the chunk that precedes a choice's first delta, if there is one."""
         return None
+
+    def ending(self, counts: Usage) -> bytes:
+        """Return the events after the last delta."""
+        return (event(self.usage_chunk(counts)) if self.head.include_usage else b"") + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the last event of a stream that fails."""
+        return event(error.body())
 
     def chunk(self, index: int, delta: TokenDelta) -> JSONObject:
         """Return the next chunk of a choice's stream."""
@@ -382,7 +397,7 @@ class CompletionFormat(AnswerFormat):
         """Prompts that have not been repeated yet, by choice."""
         self._offsets: dict[int, TextOffsets] = {}
 
-    def whole(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> JSONObject:
+    def whole(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> JSONAnswer:
         """See `AnswerFormat.whole`."""
         most = self._num_candidates
         if most > self.details.num_choices:

@@ -11,6 +11,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
+from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -32,7 +33,7 @@ from serve_spec.serving.answers import (
     Details,
     Echo,
     ErrorAnswer,
-    JSONObject,
+    JSONAnswer,
     Model,
     ModelList,
     fingerprint,
@@ -61,6 +62,7 @@ from serve_spec.serving.middleware import (
     trace_id,
 )
 from serve_spec.serving.model_text import ModelText
+from serve_spec.serving.native_api import add_generate, add_state, add_tokens
 from serve_spec.serving.openai import ChatRequest, CompletionRequest, unknown_field
 from serve_spec.serving.parsed_answers import ParsedChatFormat
 from serve_spec.serving.telemetry import fleet_metrics
@@ -79,6 +81,13 @@ _ERROR_MARGIN_S = 1.0
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'self'; form-action 'none'; frame-ancestors 'none'"
+)
+# Of the page of the API: FastAPI's scripts and icon come from these hosts.
+_DOCS_POLICY = (
+    "default-src 'none'; script-src https://cdn.jsdelivr.net 'unsafe-inline'; "
+    "style-src https://cdn.jsdelivr.net 'unsafe-inline'; connect-src 'self'; "
+    "img-src https://fastapi.tiangolo.com data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
 )
 _ERRORS = {
     400: "A field is wrong; `param` names it.",
@@ -149,7 +158,6 @@ def create_api(
 
     record: receives the metrics of requests.
     """
-    # The documentation pages would load scripts from another host.
     api = FastAPI(
         title="serve_spec",
         version=__version__,
@@ -165,15 +173,20 @@ def create_api(
     )
     api.add_middleware(Arrival, keys=config.router.api_keys)
     add_error_answers(api)
-    _add_completions(api, _Frontend(config, fleet, admission, record))
+    frontend = Frontend(config, fleet, admission, record)
+    _add_completions(api, frontend)
+    add_generate(api, frontend)
+    add_tokens(api, frontend)
+    add_state(api, config, fleet, admission)
     _add_models(api, config.model.served_model_name)
     _add_operations(api, config, fleet, admission)
     _add_status_page(api)
+    _add_docs(api)
     return api
 
 
-class _Frontend:
-    """Code shared by the completions and chat endpoints."""
+class Frontend:
+    """Code shared by the endpoints that generate text."""
 
     def __init__(
         self,
@@ -188,7 +201,7 @@ class _Frontend:
         self._record = record
         self._fingerprint = fingerprint(__version__, config.model.model_dump(mode="json"))
         self._synthetic_acceptance = config.speculative.synthetic_acceptance is not None
-        self.runner = CompletionRunner(
+        self._runner = CompletionRunner(
             fleet,
             admission,
             timeout_s=config.router.request_timeout_s,
@@ -205,11 +218,34 @@ class _Frontend:
             if self._is_strict:
                 raise unknown_field(ignored[0], type(body))
             self._record(Reading(IGNORED_FIELDS, len(ignored)))
-        if body.model is not None and body.model != self._served:
-            raise unknown_model(body.model, self._served)
-        most = self.runner.max_choices
+        self.check_model(body.model)
+        most = self._runner.max_choices
         if num_prompts * body.num_candidates > most:
             raise too_many_choices(num_prompts, body.num_candidates, most)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError if a request names another model."""
+        if name is not None and name != self._served:
+            raise unknown_model(name, self._served)
+
+    def answer(
+        self,
+        choices: Sequence[GenerateRequest],
+        form: AnswerFormat,
+        *,
+        num_prompts: int = 1,
+        is_prompt_only: bool = False,
+        stream: bool,
+    ) -> Response:
+        """Return the response that runs `choices` and sends them in a format."""
+        return CompletionAnswer(
+            self._runner,
+            choices,
+            form,
+            num_prompts=num_prompts,
+            is_prompt_only=is_prompt_only,
+            stream=stream,
+        )
 
     def head(self, kind: str, body: BaseRequest) -> AnswerHead:
         """Return the shared fields. The id is not x-request-id, which need not be unique."""
@@ -270,7 +306,7 @@ class _Frontend:
         return choices_of(key, trace_id(request), prompts, params, count)
 
 
-def _add_completions(api: FastAPI, frontend: _Frontend) -> None:
+def _add_completions(api: FastAPI, frontend: Frontend) -> None:
     @api.post("/v1/completions", response_model=Completion, responses=_answers("completion"))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Complete prompts; with `stream`, as server-sent events."""
@@ -284,8 +320,7 @@ def _add_completions(api: FastAPI, frontend: _Frontend) -> None:
         token_bytes = await frontend.token_bytes(body, is_wanted=body.logprobs is not None)
         form = CompletionFormat(head, before, token_bytes, body.num_candidates)
         form.details = await frontend.details(body, prompts)
-        return CompletionAnswer(
-            frontend.runner,
+        return frontend.answer(
             choices,
             form,
             num_prompts=len(prompts),
@@ -309,10 +344,10 @@ def _add_completions(api: FastAPI, frontend: _Frontend) -> None:
             else ParsedChatFormat(head, syntax, token_bytes)
         )
         form.details = await frontend.details(body, prompts)
-        return CompletionAnswer(frontend.runner, choices, form, stream=bool(body.stream))
+        return frontend.answer(choices, form, stream=bool(body.stream))
 
 
-async def _json_answer(content: JSONObject) -> Response:
+async def _json_answer(content: JSONAnswer) -> Response:
     """Return a whole answer as a response; encode it in a thread, as it may be long."""
     body = await asyncio.to_thread(encode_by_items, content)
     headers = {"content-length": str(len(body))}
@@ -366,6 +401,8 @@ def _add_models(api: FastAPI, served: str) -> None:
 def _add_operations(
     api: FastAPI, config: ServeSpecConfig, fleet: "RayFleet", admission: Admission
 ) -> None:
+    @api.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
+    @api.get("/health_generate", include_in_schema=False)
     @api.get("/health", response_model=None)
     async def health() -> Response:
         """Return 200 while a replica takes requests, else 503; `costs` as in `RayFleet.costs`."""
@@ -375,6 +412,7 @@ def _add_operations(
         answer = {"status": "ok", "healthy_replicas": num_healthy, "costs": await fleet.costs()}
         return AsciiJSON(answer)
 
+    @api.get("/get_server_info", include_in_schema=False)
     @api.get("/server_info")
     async def server_info() -> dict[str, object]:
         """Return the current state of replicas, router and fleet."""
@@ -398,6 +436,18 @@ def _add_operations(
     async def metrics() -> Response:
         """Return the fleet's metrics in Prometheus' text format."""
         return Response(await fleet_metrics(), media_type="text/plain; version=0.0.4")
+
+
+def _add_docs(api: FastAPI) -> None:
+    """Add FastAPI's page of the API, whose scripts the browser loads from another host."""
+
+    @api.get("/docs", include_in_schema=False)
+    async def docs(request: Request) -> Response:
+        """Return the page."""
+        schema = request.scope.get("root_path", "").rstrip("/") + "/openapi.json"
+        page = get_swagger_ui_html(openapi_url=schema, title="serve_spec")
+        page.headers["content-security-policy"] = _DOCS_POLICY
+        return page
 
 
 def _add_status_page(api: FastAPI) -> None:

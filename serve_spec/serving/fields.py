@@ -81,6 +81,8 @@ UNSUPPORTED: Mapping[str, Unavailable] = {
     "watermark": Unavailable(),
     "watermarking": Unavailable(),
     # Answers that lack what the client waits for.
+    "audio_data": Unavailable(instead="this model accepts only text"),
+    "video_data": Unavailable(instead="this model accepts only text"),
     "image_data": Unavailable(instead="this model accepts only text"),
     "logprob_token_ids": Unavailable(instead=_NO_SCORES),
     "return_hidden_states": Unavailable(),
@@ -278,6 +280,13 @@ def prompts(value: object) -> list[Prompt]:
     raise ValueError(_PROMPT)
 
 
+def given_prompts(value: object) -> object:
+    """Return prompts, or None, in the form in which they came; see `prompts`."""
+    if value is not None:
+        prompts(value)
+    return value
+
+
 def stops(value: object) -> list[str] | None:
     """Validate `stop`: a string, or a list of up to `MAX_STOPS` strings."""
     if value is None:
@@ -416,9 +425,9 @@ class TextPart(StrictFields):
 
 
 _TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
-_TokenIds: TypeAlias = Annotated[list[_TokenId], Field(min_length=1)]
+TokenIds: TypeAlias = Annotated[list[_TokenId], Field(min_length=1, fail_fast=True)]
 _Texts: TypeAlias = Annotated[list[Text], Field(min_length=1)]
-_Prompts: TypeAlias = Annotated[list[_TokenIds], Field(min_length=1)]
+_Prompts: TypeAlias = Annotated[list[TokenIds], Field(min_length=1)]
 _Stop: TypeAlias = Annotated[Text, Field(max_length=MAX_STOP_CHARS)]
 _Stops: TypeAlias = Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
 _Variable: TypeAlias = Annotated[Text, Field(max_length=MAX_VARIABLE_CHARS)]
@@ -426,7 +435,13 @@ _Parts: TypeAlias = list[TextPart]
 
 Prompts: TypeAlias = Annotated[
     list[Prompt],
-    PlainValidator(prompts, json_schema_input_type=Text | _Texts | _TokenIds | _Prompts),
+    PlainValidator(prompts, json_schema_input_type=Text | _Texts | TokenIds | _Prompts),
+]
+GivenPrompts: TypeAlias = Annotated[
+    str | list[Any] | None,
+    PlainValidator(
+        given_prompts, json_schema_input_type=Text | _Texts | TokenIds | _Prompts | None
+    ),
 ]
 Stops: TypeAlias = Annotated[
     list[str] | None,

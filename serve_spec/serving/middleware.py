@@ -9,7 +9,7 @@ import asyncio
 import hmac
 import json
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -42,7 +42,7 @@ class AsciiJSON(JSONResponse):
         return _encode(content).encode("ascii")
 
 
-def encode_by_items(content: Mapping[str, object]) -> bytes:
+def encode_by_items(content: Mapping[str, object] | Sequence[object]) -> bytes:
     """Return JSON in ASCII; list items are encoded separately so that other threads can run."""
 
     def encode(value: object) -> str:
@@ -50,6 +50,8 @@ def encode_by_items(content: Mapping[str, object]) -> bytes:
             return f"[{','.join(map(_encode, value))}]"
         return _encode(value)
 
+    if not isinstance(content, Mapping):
+        return encode(content).encode("ascii")
     fields = (f"{_encode(name)}:{encode(value)}" for name, value in content.items())
     return f"{{{','.join(fields)}}}".encode("ascii")
 
@@ -133,7 +135,7 @@ class _LargeBody(Request):
 
 
 # Health probes have no key; the status page asks for one.
-_OPEN_PATHS = frozenset({"/health", "/"})
+_OPEN_PATHS = frozenset({"/health", "/health_generate", "/ping", "/"})
 
 ARRIVED: ContextVar[float | None] = ContextVar("arrived", default=None)
 """`perf_counter` at the arrival of the current request."""

@@ -9,11 +9,12 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
     Field,
+    ValidationError,
 )
 
 from serve_spec.core.errors import InvalidRequest
@@ -277,6 +278,28 @@ def unknown_field(name: str, request: type[BaseModel]) -> ApiError:
     near = difflib.get_close_matches(leaf, [part for place, _, part in known if place == section])
     hint = f"; did you mean {section}{'.' if section else ''}{near[0]}?" if near else ""
     return ApiError(400, f"{name}: unknown field{hint}", param=name)
+
+
+_Body = TypeVar("_Body", bound=BaseModel)
+
+
+def validated(
+    model: type[_Body], data: Mapping[str, object], names: Mapping[str, str] | None = None
+) -> _Body:
+    """Return `data` as a body of another endpoint.
+
+    names: of fields in the original body, if they differ.
+
+    Raises:
+        ApiError: a field is wrong.
+    """
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field, *rest = first["loc"]
+        named = (names or {}).get(str(field), str(field))
+        raise invalid_body([{**first, "loc": ("body", named, *rest)}]) from None
 
 
 def invalid_body(errors: Sequence[Mapping[str, object]]) -> ApiError:

@@ -53,7 +53,7 @@ CONFINED = {
         "config/",
         "serving/base_request.py",
         "serving/fields.py",
-        "serving/generate.py",
+        "serving/native_api.py",
         "serving/openai.py",
         "serving/responses.py",
         "serving/tools.py",

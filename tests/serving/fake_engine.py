@@ -194,6 +194,7 @@ class FakeLoop(StandIn):
         super().__init__()
         self.knobs = {}
         self.tokens = 0
+        self.num_flushes = 0
         self.accept_rates = None
 
     def round_sizes(self):
@@ -230,6 +231,9 @@ class FakeLoop(StandIn):
         if "typo" in settings:
             raise ConfigError("typo: unknown key")
         self.knobs = dict(settings)
+
+    def flush_cache(self):
+        self.num_flushes += 1
 
     def report_to(self, metrics):
         self.metrics = metrics
