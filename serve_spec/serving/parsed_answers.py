@@ -59,7 +59,9 @@ class ParsedChatFormat(ChatFormat):
 
     def whole(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> JSONObject:
         """See `AnswerFormat.whole`."""
-        return {**super().whole(choices, counts), "usage": self._detailed(counts)}
+        body = super().whole(choices, counts)
+        assert isinstance(body, dict), "one answer"
+        return {**body, "usage": self._detailed(counts)}
 
     def usage_chunk(self, counts: Usage) -> JSONObject:
         """See `AnswerFormat.usage_chunk`."""
