@@ -7,6 +7,7 @@ from typing import get_args
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel
 from transformers import PreTrainedTokenizerFast
 
 from serve_spec.config import ServeSpecConfig
@@ -19,13 +20,13 @@ from serve_spec.serving.messages import Accepted
 from serve_spec.serving.model_text import ModelText
 from serve_spec.serving.openai import ChatRequest
 from serve_spec.serving.parsers import AnswerParser, AnswerSyntax
-from serve_spec.serving.tools import CALL_PARSERS, REASONING_PARSERS, Formats, Function
+from serve_spec.serving.tools import CALL_PARSERS, REASONING_PARSERS, Formats, Function, call_id
 from serve_spec.structured.compiler import GrammarCompiler
 from tests.helpers.checkpoints import make_target
 from tests.helpers.grammars import is_valid
 from tests.helpers.local_engine import LocalEngine
 from tests.serving.asgi import CHAT, Server, chunks_of
-from tests.serving.fakes import LoopFleet, ScriptedFleet, delta
+from tests.serving.fakes import LoopFleet, ScriptedFleet, delta, lost
 from tests.serving.texts import BOS, THINK, TURN, byte_tokenizer, write_text_files
 
 HERMES = """
@@ -367,6 +368,41 @@ def test_usage_counts_the_tokens_of_the_reasoning(checkpoint, body, num_tokens):
     usage = {"include_usage": True}
     answer = server.chat(stream=True, stream_options=usage, **body)
     assert chunks_of(answer)[-1]["usage"]["completion_tokens_details"] == details
+
+
+def test_a_call_goes_on_with_the_same_id_when_its_replica_is_lost(checkpoint):
+    rounds = [delta(SAID[at : at + 3], 65) for at in range(0, len(SAID), 3)]
+    end = delta("", finish=FinishReason.STOP)
+    middle = SAID.index("Rome") // 3
+    fleet = ScriptedFleet([Accepted(1, "r"), *rounds[:middle], lost()])
+    fleet.next = [Accepted(1, "s"), *rounds[middle:], end]
+    asked = {"stream": True, "extra_body": {"request_id": "x"}}
+    message = ask(Server(checkpoint, fleet), **asked).message
+    assert message == ask(saying(checkpoint, SAID), **asked).message
+    assert message.tool_calls[0].function.arguments == ARGUMENTS
+    syntax = AnswerSyntax("hermes")
+    assert len({call_id("a", i, j, syntax) for i in range(3) for j in range(3)}) == 9
+    assert len(call_id("a", 0, 0, AnswerSyntax("mistral"))) == 9
+
+
+def test_the_official_client_parses_arguments_into_its_own_types(checkpoint):
+    class Weather(BaseModel):
+        city: str
+        days: int
+
+    tools = [openai.pydantic_function_tool(Weather, name="weather")]
+
+    async def run():
+        transport = httpx.ASGITransport(saying(checkpoint, SAID).app)
+        async with openai.AsyncOpenAI(
+            base_url="http://test/v1",
+            api_key="none",
+            http_client=httpx.AsyncClient(transport=transport),
+        ) as client:
+            return await client.chat.completions.parse(model="fake", messages=[USER], tools=tools)
+
+    call, _ = asyncio.run(run()).choices[0].message.tool_calls
+    assert call.function.parsed_arguments == Weather(city="Rome", days=2)
 
 
 def test_log_probabilities_of_all_tokens_are_returned(checkpoint):
