@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -107,7 +107,7 @@ class Grammar:
     @classmethod
     def calls(cls, form: CallsForm, source: str = "tools") -> Grammar:
         """Return the grammar of calls of functions."""
-        return cls(GrammarKind.CALLS, json.dumps(asdict(form)), source)
+        return cls(GrammarKind.CALLS, json.dumps(vars(form)), source)
 
     def refusal(self, fix: str) -> InvalidRequest:
         """Return an error that names the source field, and the length of the grammar only."""

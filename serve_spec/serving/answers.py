@@ -64,6 +64,12 @@ class PromptTokensDetails(TypedDict):
     cached_tokens: int
 
 
+class CompletionTokensDetails(TypedDict):
+    """`reasoning_tokens`: tokens up to the end of the reasoning, of all choices."""
+
+    reasoning_tokens: int
+
+
 class Usage(TypedDict):
     """Token counts over all choices; a prompt counts once, however many choices it has.
 
@@ -74,6 +80,7 @@ class Usage(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
     speculation: dict[str, object]
 
 

@@ -239,14 +239,23 @@ def _strftime_now(form: str) -> str:
 
 
 def _source(folder: Path, setting: Any) -> str | None:
-    """Return the template's text, from its own file or from the tokenizer's settings."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    if isinstance(setting, list):  # several, by name
+    """Return the template's text, from its own files or from the tokenizer's settings."""
+    named = {"default": setting}
+    if isinstance(setting, list):
         named = {entry["name"]: entry["template"] for entry in setting}
-        setting = named.get("default")
-    return setting if isinstance(setting, str) else None
+    for name, path in (
+        ("default", folder / "chat_template.jinja"),
+        ("tool_use", folder / "additional_chat_templates" / "tool_use.jinja"),
+    ):
+        if path.is_file():
+            named[name] = path.read_text(encoding="utf-8")
+    default, tool_use = (
+        text if isinstance(text := named.get(name), str) else None
+        for name in ("default", "tool_use")
+    )
+    if default is None or tool_use is None:
+        return default
+    return f"{{% if tools %}}{tool_use}{{% else %}}{default}{{% endif %}}"
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

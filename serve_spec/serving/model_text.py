@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, cast
 from serve_spec.config.engine import ModelConfig
 from serve_spec.config.serving import RouterConfig
 from serve_spec.core.errors import CheckpointError, InvalidRequest, TextTooLong
+from serve_spec.core.grammar import GrammarKind
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine.messages import encode_async
 from serve_spec.engine.tokenizer import Tokenizer
@@ -41,6 +42,8 @@ _DEFAULT_MODEL_LEN = 2048
 _UNUSUAL_CHARS = 65_536
 # Texts that are cut, or only counted, may be longer than the context, but have a limit.
 _MOST_CONTEXTS = 8
+# For texts in objects, which may have any length.
+_LONG_CHARS = 2**20
 # Likely tokens repeat, and an answer with top_logprobs=20 needs 21 of them per token.
 _NUM_CACHED_TOKENS = 2**16
 
@@ -86,9 +89,10 @@ class ModelText:
                 of the checkpoint's calls is not known.
         """
         files = await self._files()
-        num_chars = sum(len(message.content or "") for message in request.messages)
-        num_chars += len(str(request.tools)) if request.tools else 0
-        text, token_ids = await encode_async(num_chars, partial(_conversation, files, request))
+        num_chars = _LONG_CHARS if request.tools else sum(map(_num_chars, request.messages))
+        token_ids, params, syntax = await encode_async(
+            num_chars, partial(_conversation, files, request, params)
+        )
         token_ids = request.kept(token_ids, files.max_model_len - (request.limit[1] or 1))
         if not token_ids:
             raise InvalidRequest("messages", _summary(request), "give at least one token of text")
@@ -97,7 +101,6 @@ class ModelText:
         if limit is not None and limit > room:
             fix = f"the messages have {len(token_ids)} tokens, which leaves {room}; lower {field}"
             raise InvalidRequest(field, limit, fix)
-        params, syntax = _parsed(files, request, params, text)
         params = replace(params, max_tokens=room if limit is None else limit)
         return Conversation(token_ids, params, syntax)
 
@@ -198,20 +201,23 @@ def _refuse_long(files: _Files, text: str) -> None:
         files.tokenizer.refuse_long(text, max_tokens)
 
 
-def _conversation(files: _Files, request: ChatRequest) -> tuple[str, list[int]]:
-    """Render a conversation with the template; return its text and token ids."""
+def _conversation(files: _Files, request: ChatRequest, params: SamplingParams) -> Conversation:
+    """Render a conversation with the template; its token ids may be too many."""
     try:
         text = files.template.render(
-            [_message(message, files) for message in request.messages],
+            [_message(index, message, files) for index, message in enumerate(request.messages)],
             tools=_tools(request, files),
             add_generation_prompt=request.generation_prompt,
             continue_final_message=bool(request.continue_final_message),
             variables=_variables(request, files),
         )
+        text.encode()
+        params, syntax = _parsed(files, request, params, text)
     except ChatTemplateError as error:
         raise InvalidRequest("messages", _summary(request), str(error)) from None
-    except RecursionError:
-        raise InvalidRequest("tools", "<object>", "nested too deeply") from None
+    except (RecursionError, UnicodeEncodeError):
+        fix = "the tools, or arguments of calls, are nested too deeply or not valid Unicode"
+        raise InvalidRequest("messages", _summary(request), fix) from None
     add_special_tokens = request.add_special_tokens
     if add_special_tokens is None:
         add_special_tokens = files.template.is_plain
@@ -220,13 +226,22 @@ def _conversation(files: _Files, request: ChatRequest) -> tuple[str, list[int]]:
         token_ids = files.control.encode(
             text, add_special_tokens=add_special_tokens, max_tokens=max_tokens
         )
-    return text, token_ids
+    return Conversation(token_ids, params, syntax)
 
 
-def _message(message: ChatMessage, files: _Files) -> dict[str, Any]:
+def _num_chars(message: ChatMessage) -> int:
+    """Return the length of a message, or that of a long one if it has calls."""
+    texts = message.content, message.reasoning_content, message.reasoning
+    return _LONG_CHARS if message.tool_calls else sum(len(text or "") for text in texts)
+
+
+def _message(index: int, message: ChatMessage, files: _Files) -> dict[str, Any]:
     """Return a message as templates read it."""
     mark = files.control.mark
-    calls = [call.model_dump(exclude_none=True) for call in message.tool_calls or ()]
+    calls = [
+        call.for_template(f"messages.{index}.tool_calls.{place}")
+        for place, call in enumerate(message.tool_calls or ())
+    ]
     content = mark(message.content or "")
     found: dict[str, Any] = {"role": message.role, "content": content}
     if reasoning := message.reasoning_content or message.reasoning:
@@ -245,7 +260,7 @@ def _tools(request: ChatRequest, files: _Files) -> list[Any] | None:
     """Return the definitions of tools as templates read them."""
     if not request.callable_functions:
         return None
-    tools = [tool.model_dump(exclude_unset=True) for tool in request.tools or ()]
+    tools = [tool.for_template() for tool in request.tools or ()]
     return cast(list[Any], files.control.mark_all(tools))
 
 
@@ -268,9 +283,12 @@ def _parsed(
     files: _Files, request: ChatRequest, params: SamplingParams, prompt: str
 ) -> tuple[SamplingParams, AnswerSyntax | None]:
     """Return how to parse the answer to a rendered conversation, and parameters for that."""
-    functions, formats = request.callable_functions, files.formats
-    if params.grammar is not None and not request.must_call:
-        return params, None  # the whole text is of the grammar
+    functions, formats, grammar = request.callable_functions, files.formats, params.grammar
+    separates = request.separate_reasoning is not False
+    if grammar is not None and not request.must_call:
+        if grammar.kind is not GrammarKind.JSON_SCHEMA or not formats.reasoning or not separates:
+            return params, None  # the whole text is of the grammar
+        functions, grammar = [], formats.of_json(grammar, prompt)
     calls = formats.calls if functions or formats.reasoning == "openai" else None
     if functions and calls is None:
         if not request.must_call:
@@ -280,7 +298,6 @@ def _parsed(
             )
             raise InvalidRequest("tools", f"<{len(functions)} functions>", fix)
         calls = "json"
-    separates = request.separate_reasoning is not False
     syntax = AnswerSyntax(
         calls,
         formats.reasoning if separates else None,
@@ -288,17 +305,25 @@ def _parsed(
         is_reasoning=separates and formats.is_reasoning(prompt),
         is_parallel=request.parallel_tool_calls is not False,
         shows_reasoning=request.include_reasoning is not False,
+        reasoning_end=_reasoning_end(files),
     )
     if request.must_call:
-        if params.grammar is not None and not params.grammar.source.startswith("response_format"):
-            raise params.grammar.refusal("conflicts with tool_choice; give only one of them")
-        params = replace(params, grammar=formats.grammar(functions, syntax, prompt))
+        if grammar is not None and not grammar.source.startswith("response_format"):
+            raise grammar.refusal("conflicts with tool_choice; give only one of them")
+        grammar = formats.of_calls(functions, syntax, prompt)
     if not syntax.markers and calls is None:
         return params, None
-    is_special = files.tokenizer.added_tokens
-    if any(is_special.get(marker) for marker in syntax.markers):
-        params = replace(params, skip_special_tokens=False)
-    return params, syntax
+    special = files.tokenizer.added_tokens
+    is_special = any(special.get(marker) for marker in syntax.markers)
+    skips = params.skip_special_tokens and not is_special
+    return replace(params, grammar=grammar, skip_special_tokens=skips), syntax
+
+
+def _reasoning_end(files: _Files) -> int | None:
+    """Return the token that ends the reasoning, if it is one."""
+    end = files.formats.reasoning_end
+    token_ids = files.tokenizer.encode(end, add_special_tokens=False) if end else []
+    return token_ids[0] if len(token_ids) == 1 else None
 
 
 @contextmanager

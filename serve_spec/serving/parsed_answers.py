@@ -11,6 +11,7 @@ from serve_spec.serving.answers import (
     AnswerHead,
     ChatFormat,
     JSONObject,
+    Usage,
     encode_text,
     event,
 )
@@ -31,6 +32,8 @@ class ParsedChatFormat(ChatFormat):
         super().__init__(head, token_bytes)
         self._syntax = syntax
         self._parsers: dict[int, AnswerParser] = {}
+        self._num_reasoning_tokens: dict[int, tuple[int, bool]] = {}
+        """Tokens of each choice up to the end of its reasoning, and whether it has ended."""
         self._around_parts: dict[tuple[int, str, int], list[bytes]] = {}
 
     def frame(self, index: int, delta: TokenDelta) -> bytes:
@@ -54,10 +57,41 @@ class ParsedChatFormat(ChatFormat):
             self._detail(chunks[0], choices[0], index, [delta])
         return chunks
 
+    def whole(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> JSONObject:
+        """See `AnswerFormat.whole`."""
+        body = super().whole(choices, counts)
+        assert isinstance(body, dict), "one answer"
+        return {**body, "usage": self._detailed(counts)}
+
+    def usage_chunk(self, counts: Usage) -> JSONObject:
+        """See `AnswerFormat.usage_chunk`."""
+        return super().usage_chunk(self._detailed(counts))
+
+    def _detailed(self, counts: Usage) -> Usage:
+        """Return the counts with those of reasoning tokens, if they are known."""
+        if self._syntax.reasoning_end is None:
+            return counts
+        num_tokens = sum(
+            num_tokens
+            for index, (num_tokens, _) in self._num_reasoning_tokens.items()
+            if self._parsers[index].has_reasoned
+        )
+        return {**counts, "completion_tokens_details": {"reasoning_tokens": num_tokens}}
+
+    def _count(self, index: int, token_ids: Sequence[int]) -> None:
+        """Count tokens up to the end of the reasoning."""
+        num_tokens, has_ended = self._num_reasoning_tokens.get(index, (0, False))
+        if not has_ended:
+            end = self._syntax.reasoning_end
+            has_ended = end in token_ids
+            num_tokens += token_ids.index(end) + 1 if end in token_ids else len(token_ids)
+            self._num_reasoning_tokens[index] = num_tokens, has_ended
+
     def _parts(self, index: int, delta: TokenDelta) -> list[Part]:
         parser = self._parsers.get(index)
         if parser is None:
             parser = self._parsers[index] = AnswerParser(self._syntax)
+        self._count(index, delta.token_ids)
         return parser.feed(delta.text, is_last=delta.finish_reason is not None)
 
     def _event(self, index: int, part: Part) -> bytes:
@@ -74,7 +108,8 @@ class ParsedChatFormat(ChatFormat):
         return encode_text(part.text).join(around)
 
     def _choice(self, index: int, deltas: Sequence[TokenDelta]) -> JSONObject:
-        parser = AnswerParser(self._syntax, is_whole=True)
+        parser = self._parsers[index] = AnswerParser(self._syntax, is_whole=True)
+        self._count(index, [token for delta in deltas for token in delta.token_ids])
         parts = parser.feed("".join(delta.text for delta in deltas), is_last=True)
         content = "".join(part.text for part in parts if part.kind == "content")
         reasoning = "".join(part.text for part in parts if part.kind == "reasoning")

@@ -68,6 +68,7 @@ class AnswerSyntax:
     is_reasoning: whether the answer begins within its reasoning, because the prompt has opened it.
     is_parallel: whether more than one call is returned.
     shows_reasoning: whether reasoning is returned.
+    reasoning_end: the token that ends the reasoning, if it is one.
     """
 
     calls: CallFormat | None = None
@@ -76,6 +77,7 @@ class AnswerSyntax:
     is_reasoning: bool = False
     is_parallel: bool = True
     shows_reasoning: bool = True
+    reasoning_end: int | None = None
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -100,6 +102,7 @@ class AnswerParser:
         self._parts: list[Part] = []
         self.num_calls = 0
         """Calls so far."""
+        self.has_reasoned = False
         self._space = ""
         """Whitespace before the last marker, which is content if no call follows."""
         has_channels = "<|channel|>" in syntax.markers
@@ -115,6 +118,7 @@ class AnswerParser:
 
     def _emit(self, kind: PartKind, text: str) -> None:
         is_call = kind in ("name", "arguments")
+        self.has_reasoned |= kind == "reasoning"
         is_shown = is_call or kind == "content" or self._syntax.shows_reasoning
         if is_call and self.num_calls > 1:
             is_shown = self._syntax.is_parallel

@@ -19,31 +19,12 @@ MAX_TOOLS = 1024
 _CHOICE = 'use "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
 
 
-def json_object(value: object) -> dict[str, Any]:
-    """Validate a JSON object, or its text."""
-    try:
-        found = json.loads(value or "{}") if isinstance(value, str) else value
-        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    except ValueError as error:  # a lone surrogate's is one, too
-        raise ValueError(f"not JSON: {str(error)[:80]}") from None
-    if not isinstance(found, dict):
-        raise ValueError("give a JSON object")
-    return found
-
-
-Object: TypeAlias = Annotated[
-    dict[str, Any], PlainValidator(json_object, json_schema_input_type=dict[str, Any] | Text)
-]
-
-
 class Function(StrictFields):
     """A function that the model may call."""
 
     name: Annotated[Name, Field(min_length=1)]
     description: Text | None = None
-    parameters: Object | None = Field(
+    parameters: dict[str, Any] | None = Field(
         None, description="JSON Schema of the arguments, an object; default: any."
     )
     strict: bool | None = Field(
@@ -53,10 +34,7 @@ class Function(StrictFields):
     @property
     def arguments_schema(self) -> dict[str, Any]:
         """The JSON Schema of the arguments, without properties that it does not name."""
-        try:
-            return cast(dict[str, Any], closed({"type": "object", **(self.parameters or {})}))
-        except RecursionError:
-            raise InvalidRequest("tools", f"<{self.name[:80]}>", "nested too deeply") from None
+        return cast(dict[str, Any], closed({"type": "object", **(self.parameters or {})}))
 
 
 class Tool(StrictFields):
@@ -65,12 +43,19 @@ class Tool(StrictFields):
     type: Literal["function"]
     function: Function
 
+    def for_template(self) -> dict[str, Any]:
+        """Return the tool as chat templates read it, with the fields that are given."""
+        given = self.function.model_fields_set & Function.model_fields.keys()
+        names = [name for name in Function.model_fields if name in given]
+        function = {name: getattr(self.function, name) for name in names}
+        return {"type": self.type, "function": function}
+
 
 class CalledFunction(StrictFields):
     """The function of an earlier call."""
 
     name: Name
-    arguments: Object = Field(description="A JSON object, usually as a string.")
+    arguments: Any = Field(description="A JSON object, as a string or not.")
 
 
 class ToolCall(StrictFields):
@@ -79,6 +64,24 @@ class ToolCall(StrictFields):
     id: Name | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
+
+    def for_template(self, field: str) -> dict[str, Any]:
+        """Return the call as chat templates read it, with its arguments as an object.
+
+        Raises:
+            InvalidRequest: they are none; `field` is the call's place in the request.
+        """
+        arguments = self.function.arguments
+        try:
+            found = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            shown = f"<{type(arguments).__name__}>"
+            raise InvalidRequest(f"{field}.function.arguments", shown, "give a JSON object")
+        identity = {} if self.id is None else {"id": self.id}
+        function = {"name": self.function.name, "arguments": found}
+        return {**identity, "type": self.type, "function": function}
 
 
 class ToolChoice(NamedTuple):
@@ -195,12 +198,33 @@ class Formats:
 
     def is_reasoning(self, prompt: str) -> bool:
         """Return whether an answer to the rendered conversation begins within its reasoning."""
-        begin, end = THOUGHTS.get(self.reasoning or "openai", ("", ""))
+        begin, end = self._markers
         is_closed = not begin or prompt.rstrip().endswith(end)
         return not is_closed and (self.always_reasons or prompt.rstrip().endswith(begin))
 
-    def grammar(self, functions: Sequence[Function], syntax: AnswerSyntax, prompt: str) -> Grammar:
-        """Return the grammar of answers to `prompt` that call functions, after any reasoning."""
+    @property
+    def reasoning_end(self) -> str:
+        """The text that ends reasoning; empty if there is none."""
+        return "<|end|>" if self.reasoning == "openai" else self._markers[1]
+
+    @property
+    def _markers(self) -> tuple[str, str]:
+        return THOUGHTS.get(self.reasoning or "openai", ("", ""))
+
+    def of_json(self, grammar: Grammar, prompt: str) -> Grammar:
+        """Return the grammar of answers to `prompt` that are JSON of a schema after reasoning."""
+        try:
+            schema = json.loads(grammar.text)
+        except (ValueError, RecursionError):
+            return grammar
+        if not isinstance(schema, dict):
+            return grammar
+        before = ["<|channel|>", "final", "<|message|>"] if self.reasoning == "openai" else []
+        form = CallsForm([(before, schema, [])], is_single=True, thought=self._thought(prompt))
+        return Grammar.calls(form, grammar.source)
+
+    def of_calls(self, functions: Sequence[Function], syntax: AnswerSyntax, prompt: str) -> Grammar:
+        """Return the grammar of answers to `prompt` that are calls after any reasoning."""
         pieces = [self._call(function.name, syntax.calls) for function in functions]
         calls = [
             (before, function.arguments_schema, after)
@@ -237,7 +261,7 @@ class Formats:
         if self.reasoning == "openai":
             analysis = ["<|channel|>", "analysis", "<|message|>"]
             return analysis, ["<|end|>", "<|start|>", "assistant"], False
-        begin, end = THOUGHTS.get(self.reasoning or "openai", ("", ""))
+        begin, end = self._markers
         if not begin or prompt.rstrip().endswith(end):
             return None
         return [begin], [end], self.is_reasoning(prompt)

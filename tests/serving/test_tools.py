@@ -7,22 +7,26 @@ from typing import get_args
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel
 from transformers import PreTrainedTokenizerFast
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.config.engine import ModelConfig
 from serve_spec.config.serving import RouterConfig
 from serve_spec.core.errors import InvalidRequest
+from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import FinishReason, TokenLogprob
 from serve_spec.serving.messages import Accepted
 from serve_spec.serving.model_text import ModelText
 from serve_spec.serving.openai import ChatRequest
-from serve_spec.serving.tools import CALL_PARSERS, REASONING_PARSERS, Formats
+from serve_spec.serving.parsers import AnswerParser, AnswerSyntax
+from serve_spec.serving.tools import CALL_PARSERS, REASONING_PARSERS, Formats, Function, call_id
+from serve_spec.structured.compiler import GrammarCompiler
 from tests.helpers.checkpoints import make_target
 from tests.helpers.grammars import is_valid
 from tests.helpers.local_engine import LocalEngine
-from tests.serving.asgi import CHAT, Server
-from tests.serving.fakes import LoopFleet, ScriptedFleet, delta
+from tests.serving.asgi import CHAT, Server, chunks_of
+from tests.serving.fakes import LoopFleet, ScriptedFleet, delta, lost
 from tests.serving.texts import BOS, THINK, TURN, byte_tokenizer, write_text_files
 
 HERMES = """
@@ -180,11 +184,14 @@ def test_answers_without_calls_and_reasoning_are_not_parsed(tmp_path):
     assert converse(tmp_path, tools=TOOLS, tool_choice="none").syntax is None
     assert converse(tmp_path, tools=TOOLS).syntax is not None
     assert converse(tmp_path, tools=TOOLS, guided_regex="a").syntax is None
+    assert converse(tmp_path, tools=TOOLS, guided_json={}).syntax is None
 
 
 def function(**fields):
     return {"type": "function", "function": {"name": "f", **fields}}
 
+
+NESTED = json.loads('{"items": ' * 800 + "{}" + "}" * 800)
 
 REFUSED = [
     ("tools.0.type", {"tools": [{"type": "web_search", "function": {"name": "f"}}]}),
@@ -193,7 +200,8 @@ REFUSED = [
     ("tools.0.function.name", {"tools": [function(name="x" * 257)]}),
     ("tools.0.function.description", {"tools": [function(description=3)]}),
     ("tools.0.function.parameters", {"tools": [function(parameters=[1])]}),
-    ("tools.0.function.parameters", {"tools": [function(parameters={"a": "\ud800"})]}),
+    ("messages", {"tools": [function(parameters={"a": "\ud800"})]}),
+    ("messages", {"tools": [function(parameters=NESTED)]}),
     ("tools.0.function.parameters.type", {"tools": [function(parameters={"type": "string"})]}),
     ("tools", {"tools": [CLOCK] * 1025}),
     ("tool_choice", {"tools": TOOLS, "tool_choice": "any"}),
@@ -210,13 +218,17 @@ REFUSED = [
         "messages.0.tool_calls.0.function.arguments",
         {"messages": [{**CALLED, "tool_calls": [function(arguments="{")]}]},
     ),
+    (
+        "messages",
+        {"messages": [{**CALLED, "tool_calls": [function(arguments='{"a": "\\ud800"}')]}]},
+    ),
     ("messages.0.content", {"messages": [{"role": "tool", "tool_call_id": "c1"}]}),
 ]
 
 
 @pytest.mark.parametrize(("field", "body"), REFUSED, ids=lambda given: repr(given)[:80])
 def test_wrong_tools_are_refused_by_name(config, field, body):
-    write_text_files(config.model.path, HERMES, max_position_embeddings=4096)
+    write_text_files(config.model.path, HERMES, max_position_embeddings=2**16)
     content = json.dumps({"messages": [USER], **body})
     headers = {"content-type": "application/json"}
     answer = Server(config).ask("POST", CHAT, content=content, headers=headers)
@@ -305,10 +317,7 @@ def test_the_end_of_the_tokens_is_told_from_a_finished_call(checkpoint, stream):
 
 
 def chunks(server, **body):
-    answer = server.chat("hi", stream=True, **body)
-    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line)["choices"][0] for line in lines]
+    return [chunk["choices"][0] for chunk in chunks_of(server.chat(stream=True, **body))]
 
 
 def test_deltas_name_a_call_first_and_then_bring_its_arguments(checkpoint):
@@ -340,6 +349,62 @@ def test_reasoning_may_stay_in_the_content_or_be_left_out(checkpoint):
     assert message["content"] == "<think>\nhm\n</think>\n\nYes."
 
 
+@pytest.mark.parametrize(
+    ("body", "num_tokens"), [({}, 13), ({"chat_template_kwargs": {"enable_thinking": False}}, 0)]
+)
+def test_usage_counts_the_tokens_of_the_reasoning(checkpoint, body, num_tokens):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["</think>"])
+    write_text_files(
+        checkpoint.model.path, HERMES, tokenizer=tokenizer, max_position_embeddings=4096
+    )
+    end = tokenizer.token_to_id("</think>")
+    said = [delta("<think>", 1), delta("hm", *range(10)), delta("</think>Ye", 2, end, 3)]
+    said = said if num_tokens else [delta("Ye", 3)]
+    last = delta("s", 4, finish=FinishReason.STOP)
+    server = Server(checkpoint, ScriptedFleet([Accepted(1, "r"), *said, last]))
+    details = {"reasoning_tokens": num_tokens}
+    assert server.chat(**body).json()["usage"]["completion_tokens_details"] == details
+    usage = {"include_usage": True}
+    answer = server.chat(stream=True, stream_options=usage, **body)
+    assert chunks_of(answer)[-1]["usage"]["completion_tokens_details"] == details
+
+
+def test_a_call_goes_on_with_the_same_id_when_its_replica_is_lost(checkpoint):
+    rounds = [delta(SAID[at : at + 3], 65) for at in range(0, len(SAID), 3)]
+    end = delta("", finish=FinishReason.STOP)
+    middle = SAID.index("Rome") // 3
+    fleet = ScriptedFleet([Accepted(1, "r"), *rounds[:middle], lost()])
+    fleet.next = [Accepted(1, "s"), *rounds[middle:], end]
+    asked = {"stream": True, "extra_body": {"request_id": "x"}}
+    message = ask(Server(checkpoint, fleet), **asked).message
+    assert message == ask(saying(checkpoint, SAID), **asked).message
+    assert message.tool_calls[0].function.arguments == ARGUMENTS
+    syntax = AnswerSyntax("hermes")
+    assert len({call_id("a", i, j, syntax) for i in range(3) for j in range(3)}) == 9
+    assert len(call_id("a", 0, 0, AnswerSyntax("mistral"))) == 9
+
+
+def test_the_official_client_parses_arguments_into_its_own_types(checkpoint):
+    class Weather(BaseModel):
+        city: str
+        days: int
+
+    tools = [openai.pydantic_function_tool(Weather, name="weather")]
+
+    async def run():
+        transport = httpx.ASGITransport(saying(checkpoint, SAID).app)
+        async with openai.AsyncOpenAI(
+            base_url="http://test/v1",
+            api_key="none",
+            http_client=httpx.AsyncClient(transport=transport),
+        ) as client:
+            return await client.chat.completions.parse(model="fake", messages=[USER], tools=tools)
+
+    call, _ = asyncio.run(run()).choices[0].message.tool_calls
+    assert call.function.parsed_arguments == Weather(city="Rome", days=2)
+
+
 def test_log_probabilities_of_all_tokens_are_returned(checkpoint):
     server = saying(checkpoint, SAID, logprobs=True)
     num_tokens = -(-len(SAID) // 3)
@@ -360,6 +425,67 @@ def test_an_answer_with_calls_can_be_sent_back(checkpoint):
     assert all(f"({call.id})" in text for call in message.tool_calls)
     choice = ask(saying(checkpoint, "It will."), messages=given)
     assert choice.message.content == "It will."
+
+
+CHANNEL = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}"
+ANALYSIS = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+FORMS = {
+    "hermes": (
+        "<tool_call>", "<think>hm</think>\n",
+        '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>', "{}\n{}",
+    ),
+    "llama": ("<|python_tag|></think>", "<think>hm</think>",
+              '{{"name": "{}", "parameters": {}}}', "{}; {}"),
+    "mistral": ("[THINK][TOOL_CALLS]", "[THINK]hm[/THINK]",
+                '{{"name": "{}", "arguments": {}}}', "[TOOL_CALLS][{}, {}]"),
+    "newer mistral": ("[THINK][TOOL_CALLS][ARGS]", "[THINK]hm[/THINK]",
+                      "[TOOL_CALLS]{}[ARGS]{}", "{}{}"),
+    "channels": ("<|channel|>", ANALYSIS, CHANNEL, "{}"),
+    "unknown": ("", "", '{{"name": "{}", "parameters": {}}}', "[{}, {}]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("are_tokens", [True, False])
+def test_what_a_grammar_of_calls_allows_its_parser_reads(name, are_tokens):
+    """Whether markers are special tokens or ordinary text."""
+    template, thought, call, several = FORMS[name]
+    tokenizer = byte_tokenizer(adds_bos=False)
+    if are_tokens:
+        tokenizer.add_special_tokens(["[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|end|>"])
+    compiler = GrammarCompiler(tokenizer.to_str, tokenizer.get_vocab_size(), [256])
+    parser = "none" if name == "unknown" else "qwen3" if name in ("hermes", "llama") else "auto"
+    formats = Formats.of(template, "auto", parser)
+    functions = [Function.model_validate(tool["function"]) for tool in TOOLS]
+    schemas = {each.name: each.arguments_schema for each in functions}
+    syntax = AnswerSyntax(formats.calls or "json", formats.reasoning, schemas)
+    called = [("weather", ARGUMENTS), ("clock", "{}")][: several.count("{}")]
+    text = thought + several.format(*(call.format(*each) for each in called))
+    for said, is_valid_text in ((text, True), (text[:-1], False), (f"Hi {text}", False)):
+        matcher = compiler.matcher(formats.of_calls(functions, syntax, "Hi"))
+        is_taken = matcher.advance(tokenizer.encode(said).ids)
+        assert (is_taken and bool((matcher.mask() & compiler.ends).any())) == is_valid_text
+    parts = AnswerParser(syntax, is_whole=True).feed(text, is_last=True)
+    names = [part.text for part in parts if part.kind == "name"]
+    arguments = [part.text for part in parts if part.kind == "arguments"]
+    assert [*zip(names, arguments, strict=True)] == called
+    assert {p.text for p in parts if p.kind == "reasoning"} == ({"hm"} if thought else set())
+    assert not [part for part in parts if part.kind == "content"]
+
+
+@pytest.mark.parametrize("form", ["response_format", "guided_json"])
+def test_json_of_a_schema_may_follow_reasoning(tmp_path, form):
+    write_text_files(tmp_path, HERMES)
+    asked = {"type": "json_schema", "json_schema": {"name": "n", "schema": PARAMETERS}}
+    body = {form: asked if form == "response_format" else PARAMETERS}
+    params, syntax = converse(tmp_path, **body)[1:]
+    assert syntax.reasoning == "think"
+    tokenizer = byte_tokenizer(adds_bos=False)
+    compiler = GrammarCompiler(tokenizer.to_str, tokenizer.get_vocab_size(), [256])
+    for text in ('{"city": "Rome"}', '<think>hm</think>\n\n{"city": "Rome"}'):
+        assert compiler.matcher(params.grammar).advance(tokenizer.encode(text).ids)
+    kept = converse(tmp_path, separate_reasoning=False, **body)
+    assert (kept.syntax, kept.params.grammar) == (None, Grammar.json_schema(PARAMETERS))
 
 
 @pytest.fixture(scope="module", params=["<tool_call>", "[TOOL_CALLS]", "[TOOL_CALLS][ARGS]", ""])
