@@ -137,6 +137,7 @@ class InputProcessor:
             room = limits.max_model_len - len(token_ids)
             fix = f"a prompt of {len(token_ids)} tokens leaves room for {room}; ask for less"
             raise InvalidRequest("max_tokens", params.max_tokens, fix)
+        params = self._with_word_ids(params)
         held = held_token_ids(params, limits.eos_token_ids, limits.num_ids)
         check_token_ids(params, held, limits.num_ids)
         ends = {t for t in params.stop_token_ids if 0 <= t < limits.vocab_size}
@@ -154,6 +155,23 @@ class InputProcessor:
             end_token_ids=frozenset(ends),
             reports_stats=bool(params.stop),
         )
+
+    def _with_word_ids(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters with `bad_words` as token ids; single tokens are bad tokens."""
+        if not params.bad_words:
+            return params
+        found: set[tuple[int, ...]] = set()
+        for word in params.bad_words:
+            if isinstance(word, str):
+                texts = (word.lstrip(), f" {word.lstrip()}")
+                ids = (self._tokenizer.encode(text, add_special_tokens=False) for text in texts)
+                found.update(map(tuple, ids))
+            else:
+                found.add(tuple(word))
+        singles = sorted(word[0] for word in found if len(word) == 1)
+        longer = sorted(word for word in found if len(word) > 1)
+        bad_token_ids = (*params.bad_token_ids, *singles)
+        return replace(params, bad_token_ids=bad_token_ids, bad_words=longer)
 
     def encode(self, prompt: str) -> list[int]:
         """Return the token ids of a text; none for an empty one.

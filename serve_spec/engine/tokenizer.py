@@ -29,10 +29,14 @@ _OLD_FILES = ("tokenizer.model", "vocab.json")
 
 
 class TokenBytes(NamedTuple):
-    """Bytes of a token. Special tokens have those of their name, and add no text."""
+    """Bytes of a token. Special tokens have those of their name, and add no text.
+
+    `label` is shown instead of the token's text, if it is set.
+    """
 
     data: bytes
     is_special: bool = False
+    label: str | None = None
 
 
 class Tokenizer:
@@ -83,9 +87,9 @@ class Tokenizer:
         """Return the token ids of a text in which added tokens are ordinary characters."""
         return list(_encoding(self._literal, text, add_special_tokens=False).ids)
 
-    def decode(self, token_ids: list[int]) -> str:
-        """Return the text without special tokens; incomplete characters become U+FFFD."""
-        return str(self._tokenizer.decode(token_ids))
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text, by default without special tokens; incomplete characters are U+FFFD."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def describe(self) -> str:
         """Return its tokenizer.json without truncation and padding."""
