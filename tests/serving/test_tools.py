@@ -535,10 +535,18 @@ def servers(folder):
 @pytest.mark.parametrize("wanted", ["required", NAMED, {**NAMED, "function": {"name": "weather"}}])
 def test_a_required_call_is_valid_and_the_same_with_and_without_speculation(servers, wanted):
     closed = {**PARAMETERS, "additionalProperties": False}
-    body = {"tools": TOOLS, "tool_choice": wanted, "max_tokens": 400, "seed": 5}
+    body = {"tools": TOOLS, "tool_choice": wanted, "max_tokens": 120, "seed": 5}
     # Random models like space, and would never end an analysis.
     body |= {"parallel_tool_calls": False, "bad_token_ids": [*b"\t\n a"]}
-    choice, plain = (server.chat("ab", **body).json()["choices"][0] for server in servers)
+    calls = [
+        f'"name": "{name}", "{key}": {{"city": "Bern", "days": 1}} commentary to=functions.{name} '
+        for name in ("weather", "clock")
+        for key in ("arguments", "parameters")
+    ]
+    answer, other = (server.chat("".join(calls), **body).json() for server in servers)
+    drafts = [each["usage"]["speculation"]["num_draft_tokens"] for each in (answer, other)]
+    assert drafts[0] > drafts[1] == 0
+    (choice,), (plain,) = answer["choices"], other["choices"]
     calls = [call["function"] for call in choice["message"]["tool_calls"]]
     assert calls == [call["function"] for call in plain["message"]["tool_calls"]]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
