@@ -45,7 +45,7 @@ from serve_spec.serving.completions import (
     stream_frames,
     whole_answer,
 )
-from serve_spec.serving.errors import no_replica, too_many_choices, unknown_model
+from serve_spec.serving.errors import too_many_choices, unknown_model
 from serve_spec.serving.fields import Prompt, ignored_fields
 from serve_spec.serving.logprobs import TokenBytesLookup, labelled
 from serve_spec.serving.messages import GenerateRequest
@@ -65,6 +65,7 @@ from serve_spec.serving.model_text import ModelText
 from serve_spec.serving.native_api import add_generate, add_state, add_tokens
 from serve_spec.serving.openai import ChatRequest, CompletionRequest, unknown_field
 from serve_spec.serving.parsed_answers import ParsedChatFormat
+from serve_spec.serving.responses import add_responses
 from serve_spec.serving.telemetry import fleet_metrics
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ _ERRORS = {
     413: "The prompt is longer than the context, or the body than the server reads.",
     429: "The queue is full; see Retry-After.",
     500: "The engine failed.",
-    503: "No replica is healthy; see Retry-After.",
+    503: "The model is being loaded, or no replica is healthy; see Retry-After.",
 }
 
 
@@ -175,10 +176,11 @@ def create_api(
     add_error_answers(api)
     frontend = Frontend(config, fleet, admission, record)
     _add_completions(api, frontend)
+    add_responses(api, frontend)
     add_generate(api, frontend)
     add_tokens(api, frontend)
     add_state(api, config, fleet, admission)
-    _add_models(api, config.model.served_model_name)
+    _add_models(api, config.model.names)
     _add_operations(api, config, fleet, admission)
     _add_status_page(api)
     _add_docs(api)
@@ -196,7 +198,8 @@ class Frontend:
         record: Callable[[Reading], None],
     ) -> None:
         self.text = ModelText(config.model, config.router)
-        self._served = config.model.served_model_name
+        self._names = config.model.names
+        self._served = self._names[0]
         self._is_strict = config.router.strict_fields
         self._record = record
         self._fingerprint = fingerprint(__version__, config.model.model_dump(mode="json"))
@@ -225,7 +228,7 @@ class Frontend:
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError if a request names another model."""
-        if name is not None and name != self._served:
+        if name is not None and name not in self._names:
             raise unknown_model(name, self._served)
 
     def answer(
@@ -247,10 +250,10 @@ class Frontend:
             stream=stream,
         )
 
-    def head(self, kind: str, body: BaseRequest) -> AnswerHead:
+    def head(self, kind: str, body: BaseRequest, separator: str = "-") -> AnswerHead:
         """Return the shared fields. The id is not x-request-id, which need not be unique."""
         return AnswerHead(
-            f"{kind}-{body.request_id or uuid.uuid4().hex}",
+            f"{kind}{separator}{body.request_id or uuid.uuid4().hex}",
             self._served,
             int(time.time()),
             self._fingerprint,
@@ -293,6 +296,23 @@ class Frontend:
         ids = [[] if isinstance(prompt, str) else prompt for prompt in prompts]
         return [Echo(*echo) for echo in zip(texts, ids, strict=True)]
 
+    async def chat(
+        self, body: ChatRequest, head: AnswerHead, request: Request
+    ) -> tuple[list[GenerateRequest], ChatFormat]:
+        """Return the choices of a chat and the format of its answer."""
+        given = await self.text.params(body)
+        prompt, params, syntax = await self.text.conversation(body, given)
+        prompts: list[Prompt] = [prompt]
+        choices = self.choices(head, request, prompts, params, body.num_choices)
+        token_bytes = await self.token_bytes(body, is_wanted=bool(body.logprobs))
+        form = (
+            ChatFormat(head, token_bytes)
+            if syntax is None
+            else ParsedChatFormat(head, syntax, token_bytes)
+        )
+        form.details = await self.details(body, prompts)
+        return choices, form
+
     def choices(
         self,
         head: AnswerHead,
@@ -311,7 +331,7 @@ def _add_completions(api: FastAPI, frontend: Frontend) -> None:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Complete prompts; with `stream`, as server-sent events."""
         frontend.admit(body, len(body.prompt))
-        params = body.sampling_params()
+        params = await frontend.text.params(body)
         head = frontend.head("cmpl", body)
         prompts = await frontend.prompts(body, params.max_tokens)
         echoes = await frontend.echoes(body, prompts)
@@ -332,18 +352,8 @@ def _add_completions(api: FastAPI, frontend: Frontend) -> None:
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation; with `stream`, as server-sent events."""
         frontend.admit(body, 1)
-        given = body.sampling_params()
-        prompt, params, syntax = await frontend.text.conversation(body, given)
         head = frontend.head("chatcmpl", body)
-        prompts: list[Prompt] = [prompt]
-        choices = frontend.choices(head, request, prompts, params, body.num_choices)
-        token_bytes = await frontend.token_bytes(body, is_wanted=bool(body.logprobs))
-        form = (
-            ChatFormat(head, token_bytes)
-            if syntax is None
-            else ParsedChatFormat(head, syntax, token_bytes)
-        )
-        form.details = await frontend.details(body, prompts)
+        choices, form = await frontend.chat(body, head, request)
         return frontend.answer(choices, form, stream=bool(body.stream))
 
 
@@ -376,26 +386,25 @@ def _answers(kind: str) -> dict[int | str, dict[str, Any]]:
     return {200: {"description": whole, "content": {STREAM_TYPE: stream}}, **errors}
 
 
-def _add_models(api: FastAPI, served: str) -> None:
-    entry: Model = {
-        "id": served,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "serve_spec",
+def _add_models(api: FastAPI, names: Sequence[str]) -> None:
+    created = int(time.time())
+    entries: dict[str, Model] = {
+        name: {"id": name, "object": "model", "created": created, "owned_by": "serve_spec"}
+        for name in names
     }
 
     @api.get("/v1/models")
     async def models() -> ModelList:
-        """List the served model."""
-        return {"object": "list", "data": [entry]}
+        """List the names of the served model."""
+        return {"object": "list", "data": list(entries.values())}
 
     # `:path` because model names may hold slashes.
     @api.get("/v1/models/{name:path}")
     async def model(name: str) -> Model:
         """Return one model by name."""
-        if name != served:
-            raise unknown_model(name, served)
-        return entry
+        if name not in entries:
+            raise unknown_model(name, names[0])
+        return entries[name]
 
 
 def _add_operations(
@@ -408,7 +417,7 @@ def _add_operations(
         """Return 200 while a replica takes requests, else 503; `costs` as in `RayFleet.costs`."""
         num_healthy = await fleet.num_healthy()
         if num_healthy == 0:  # returned, not raised: probes would fill the log
-            return error_answer(no_replica("none is running"))
+            return error_answer(fleet.unavailable("none is running"))
         answer = {"status": "ok", "healthy_replicas": num_healthy, "costs": await fleet.costs()}
         return AsciiJSON(answer)
 
@@ -418,7 +427,7 @@ def _add_operations(
         """Return the current state of replicas, router and fleet."""
         return {
             "version": __version__,
-            "model": config.model.served_model_name,
+            "model": config.model.names[0],
             **await fleet.stats(),
             "router": {**admission.snapshot(), **fleet.batching()},
         }
@@ -427,7 +436,7 @@ def _add_operations(
     async def status() -> dict[str, object]:
         """Return the data of the status page."""
         return {
-            "model": config.model.served_model_name,
+            "model": config.model.names[0],
             **await fleet.status(),
             "router": admission.snapshot(),
         }

@@ -34,7 +34,13 @@ from serve_spec.serving.fields import (
     TokenIds,
     Variables,
 )
-from serve_spec.serving.openai import ChatMessage, ChatRequest, CompletionRequest, validated
+from serve_spec.serving.openai import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    renamed,
+    validated,
+)
 
 if TYPE_CHECKING:
     from serve_spec.serving.api import Frontend
@@ -65,7 +71,7 @@ class GenerateBody(StrictFields):
         """Return the request to the completions API that asks for the same.
 
         Raises:
-            InvalidRequest, ApiError: a field is wrong; names it as in this body.
+            InvalidRequest, ApiError: a field is wrong; names it as the completions API does.
         """
         if (self.text is None) == (self.input_ids is None):
             raise InvalidRequest("text", None, "give either text or input_ids")
@@ -83,7 +89,7 @@ class GenerateBody(StrictFields):
             data["logprobs"] = self.top_logprobs_num or 0
             if self.first_scored is not None:
                 data["prompt_logprobs"] = data["logprobs"]
-        return validated(CompletionRequest, data, _FIELDS)
+        return validated(CompletionRequest, data)
 
     @property
     def has_list(self) -> bool:
@@ -265,13 +271,10 @@ def add_generate(api: FastAPI, frontend: "Frontend") -> None:
     @api.post("/generate", response_model=None)
     async def generate(body: GenerateBody, request: Request) -> Response:
         """Complete prompts, as SGLang does; with `stream`, as server-sent events."""
-        asked = body.completion()
-        frontend.admit(asked, len(asked.prompt))
-        try:
-            params = asked.sampling_params()
-        except InvalidRequest as error:
-            name = _FIELDS.get(error.field, error.field)
-            raise InvalidRequest(name, error.value, error.fix) from None
+        with renamed(lambda field: _FIELDS.get(field, field)):
+            asked = body.completion()
+            frontend.admit(asked, len(asked.prompt))
+            params = await frontend.text.params(asked)
         head = frontend.head("gen", asked)
         head = AnswerHead(**{**vars(head), "id": body.rid or head.id})
         prompts = await frontend.text.token_ids(asked, params.max_tokens)
@@ -332,7 +335,7 @@ def add_state(
         return {
             "model_path": str(config.model.path),
             "tokenizer_path": str(config.model.path),
-            "served_model_name": config.model.served_model_name,
+            "served_model_name": config.model.names[0],
             "is_generation": True,
             "preferred_sampling_params": None,
         }

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -283,12 +284,8 @@ def unknown_field(name: str, request: type[BaseModel]) -> ApiError:
 _Body = TypeVar("_Body", bound=BaseModel)
 
 
-def validated(
-    model: type[_Body], data: Mapping[str, object], names: Mapping[str, str] | None = None
-) -> _Body:
+def validated(model: type[_Body], data: Mapping[str, object]) -> _Body:
     """Return `data` as a body of another endpoint.
-
-    names: of fields in the original body, if they differ.
 
     Raises:
         ApiError: a field is wrong.
@@ -297,9 +294,22 @@ def validated(
         return model.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
-        field, *rest = first["loc"]
-        named = (names or {}).get(str(field), str(field))
-        raise invalid_body([{**first, "loc": ("body", named, *rest)}]) from None
+        raise invalid_body([{**first, "loc": ("body", *first["loc"])}]) from None
+
+
+@contextmanager
+def renamed(own_name: Callable[[str], str]) -> Iterator[None]:
+    """Name fields in errors as in the body of another endpoint."""
+    try:
+        yield
+    except InvalidRequest as error:
+        name = own_name(error.field)
+        raise InvalidRequest(name, error.value, error.fix, too_long=error.too_long) from None
+    except ApiError as error:
+        if error.status != 400 or error.param is None:
+            raise
+        name = own_name(error.param)
+        raise ApiError(400, error.message.replace(error.param, name, 1), param=name) from None
 
 
 def invalid_body(errors: Sequence[Mapping[str, object]]) -> ApiError:
