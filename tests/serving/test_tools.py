@@ -474,6 +474,19 @@ def test_what_a_grammar_of_calls_allows_its_parser_reads(name, are_tokens):
     assert not [part for part in parts if part.kind == "content"]
 
 
+def test_descriptions_do_not_count_as_parts_of_a_grammar(tmp_path):
+    """They are for the model; agents come with long ones."""
+    write_text_files(tmp_path, HERMES, max_position_embeddings=2**20)
+    long = {"description": "x" * 2**15, "title": "y"}
+    told = {"properties": {"description": {"type": "string", **long}}, **long}
+    body = {"tools": [function(parameters=told)], "tool_choice": "required"}
+    text = ModelText(ModelConfig(path=tmp_path, max_model_len=2**20))
+    request = ChatRequest.model_validate({"messages": [USER], **body})
+    params = asyncio.run(text.conversation(request, request.sampling_params())).params
+    assert "xxx" not in params.grammar.text
+    assert '"description": {"type": "string"}' in params.grammar.text
+
+
 @pytest.mark.parametrize("form", ["response_format", "guided_json"])
 def test_json_of_a_schema_may_follow_reasoning(tmp_path, form):
     write_text_files(tmp_path, HERMES)
