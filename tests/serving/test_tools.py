@@ -439,6 +439,8 @@ FORMS = {
               '{{"name": "{}", "parameters": {}}}', "{}; {}"),
     "mistral": ("[THINK][TOOL_CALLS]", "[THINK]hm[/THINK]",
                 '{{"name": "{}", "arguments": {}}}', "[TOOL_CALLS][{}, {}]"),
+    "mistral with a space": ("[THINK][TOOL_CALLS] [", "[THINK]hm[/THINK]",
+                             '{{"name": "{}", "arguments": {}}}', "[TOOL_CALLS] [{}, {}]"),
     "newer mistral": ("[THINK][TOOL_CALLS][ARGS]", "[THINK]hm[/THINK]",
                       "[TOOL_CALLS]{}[ARGS]{}", "{}{}"),
     "channels": ("<|channel|>", ANALYSIS, CHANNEL, "{}"),
