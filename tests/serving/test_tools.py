@@ -179,6 +179,18 @@ def test_special_tokens_are_kept_in_answers_that_are_parsed_by_them(tmp_path):
     assert converse(tmp_path, tools=TOOLS).params.skip_special_tokens
 
 
+def test_answers_in_channels_are_parsed_without_tools_too(config):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens(list(CHANNELS))
+    template = "{{ messages[0].content }}<|channel|>"
+    write_text_files(config.model.folder, template, tokenizer=tokenizer)
+    assert not converse(config.model.folder).params.skip_special_tokens
+    server = saying(config, f"{ANALYSIS}<|channel|>final<|message|>Yes.")
+    for kept, content in ((True, "Yes."), (False, "hmYes.")):
+        message = server.chat("a", separate_reasoning=kept).json()["choices"][0]["message"]
+        assert (message["content"], message.get("reasoning")) == (content, "hm" if kept else None)
+
+
 def test_answers_without_calls_and_reasoning_are_not_parsed(tmp_path):
     write_text_files(tmp_path, "<tool_call>{{ messages[0].content }}")
     assert converse(tmp_path).syntax is None
