@@ -17,6 +17,7 @@ from serve_spec.config.serving import RouterConfig
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import FinishReason, TokenLogprob
+from serve_spec.serving.fields import closed
 from serve_spec.serving.messages import Accepted
 from serve_spec.serving.model_text import ModelText
 from serve_spec.serving.openai import ChatRequest
@@ -513,7 +514,8 @@ def test_json_of_a_schema_may_follow_reasoning(tmp_path, form):
     for text in ('{"city": "Rome"}', '<think>hm</think>\n\n{"city": "Rome"}'):
         assert compiler.matcher(params.grammar).advance(tokenizer.encode(text).ids)
     kept = converse(tmp_path, separate_reasoning=False, **body)
-    assert (kept.syntax, kept.params.grammar) == (None, Grammar.json_schema(PARAMETERS))
+    schema = closed(PARAMETERS) if form == "response_format" else PARAMETERS
+    assert (kept.syntax, kept.params.grammar) == (None, Grammar.json_schema(schema))
 
 
 CHANNELS = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>")
@@ -561,7 +563,6 @@ def servers(folder):
 
 @pytest.mark.parametrize("wanted", ["required", NAMED, {**NAMED, "function": {"name": "weather"}}])
 def test_a_required_call_is_valid_and_the_same_with_and_without_speculation(servers, wanted):
-    closed = {**PARAMETERS, "additionalProperties": False}
     body = {"tools": TOOLS, "tool_choice": wanted, "max_tokens": 120, "seed": 5}
     # Random models like space, and would never end an analysis.
     body |= {"parallel_tool_calls": False, "bad_token_ids": [*b"\t\n a"]}
@@ -578,6 +579,8 @@ def test_a_required_call_is_valid_and_the_same_with_and_without_speculation(serv
     assert calls == [call["function"] for call in plain["message"]["tool_calls"]]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
     for call in calls:
-        assert is_valid(call["arguments"], closed if call["name"] == "weather" else {"const": {}})
+        assert is_valid(
+            call["arguments"], closed(PARAMETERS) if call["name"] == "weather" else {"const": {}}
+        )
     if wanted != "required":
         assert {call["name"] for call in calls} == {wanted["function"]["name"]}
