@@ -177,6 +177,7 @@ class Formats:
 
     has_names_first: Mistral's newer form of calls, `[TOOL_CALLS]name[ARGS]{...}`.
     space: what Mistral's older form has before the list of calls.
+    is_single: the template renders only one call of an answer, as Llama 3's.
     always_reasons: answers begin within their reasoning although no prompt opens it.
     """
 
@@ -184,6 +185,7 @@ class Formats:
     reasoning: ReasoningFormat | None = None
     has_names_first: bool = False
     space: str = ""
+    is_single: bool = False
     always_reasons: bool = False
 
     @classmethod
@@ -198,6 +200,7 @@ class Formats:
             else REASONING_PARSERS[reasoning_parser],
             has_names_first="[ARGS]" in template,
             space=" " if "[TOOL_CALLS] [" in template else "",
+            is_single="single tool-calls" in template,
             always_reasons=reasoning_parser in ("deepseek_r1", "deepseek-r1"),
         )
 

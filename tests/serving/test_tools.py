@@ -170,6 +170,13 @@ def test_reasoning_effort_reaches_the_template_and_none_turns_thinking_off(tmp_p
     assert shown.endswith("assistant: ")
 
 
+def test_a_model_that_can_not_read_several_calls_makes_one(tmp_path):
+    write_text_files(tmp_path, "<|python_tag|>")
+    assert converse(tmp_path, tools=TOOLS).syntax.is_parallel
+    write_text_files(tmp_path, "<|python_tag|>{# only supports single tool-calls at once! #}")
+    assert not converse(tmp_path, tools=TOOLS).syntax.is_parallel
+
+
 def test_special_tokens_are_kept_in_answers_that_are_parsed_by_them(tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens(["[TOOL_CALLS]"])
