@@ -257,6 +257,8 @@ class AnswerParser:
             if recipient and not (self._is_whole and not _is_object(self._text)):
                 kind = "arguments"
                 self._begin(recipient[1])
+                if (yield from self._next(*_MESSAGE_ENDS)) or not self._text.strip():
+                    self._emit(kind, "{}")
             elif channel and channel[1] == "analysis" and self._syntax.reasoning:
                 kind = "reasoning"
             if not (yield from self._until(kind, *_MESSAGE_ENDS)):
@@ -322,7 +324,8 @@ def _is_object(message: str) -> bool:
     """Return whether the message that a text begins with is a JSON object."""
     ends = (place for end in _MESSAGE_ENDS if (place := message.find(end)) >= 0)
     try:
-        return isinstance(json.loads(message[: min(ends, default=len(message))]), dict)
+        body = message[: min(ends, default=len(message))].strip()
+        return isinstance(json.loads(body or "{}"), dict)
     except (ValueError, RecursionError):
         return False
 
