@@ -13,7 +13,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Mapping
-from pathlib import Path
 from statistics import median, quantiles
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +41,7 @@ class PacedEngine:
     """An engine that extends every request by a fixed text once per round."""
 
     def __init__(self, config: ServeSpecConfig) -> None:
-        tokenizer = Tokenizer(Path(config.model.path))
+        tokenizer = Tokenizer(config.model.tokenizer_folder)
         size = tokenizer.vocab_size
         self.limits = EngineLimits(size, size, (), max_model_len=2**16)
         self.controller = SimpleNamespace(start_from=lambda rates: None)

@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
     else:
         args.num_steps = 0
     print_record(args.json, section="environment", **environment(config))
-    shape = ModelShape.from_directory(config.model.path)
+    shape = ModelShape.from_directory(config.model.folder)
     for size in args.sizes:
         if size > 1:
             store = store_server(LOOPBACK)

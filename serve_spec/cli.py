@@ -17,7 +17,7 @@ _COMMANDS = {
     "tune": "measure a pair: cost table, depths and trees per batch size, report",
     "breakeven": "compute the break-even accept rate of speculation",
     "bench": "run adaptive, offline, online, trace, tune, breakeven",
-    "check-config": "print a resolved configuration, or its errors",
+    "check-config": "check a model and print its configuration, or its errors",
 }
 
 
@@ -71,9 +71,14 @@ def _check_config(argv: list[str]) -> int:
     def read_deployment(file: Path) -> tuple[ServeSpecConfig, ...]:
         from serve_spec.serving.command import read_plan  # imports Ray
 
-        return read_plan(file, None, None).configs
+        return read_plan(file).configs
 
-    return main(argv, describe_draft, read_deployment)
+    def check_checkpoints(config: ServeSpecConfig) -> None:
+        from serve_spec.serving.command import check_model
+
+        check_model(config)
+
+    return main(argv, describe_draft, read_deployment, check_checkpoints)
 
 
 def _usage() -> str:

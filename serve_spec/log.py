@@ -7,6 +7,9 @@
 import json
 import logging
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 
 TRACE_ID: ContextVar[str] = ContextVar("trace_id", default="-")
@@ -40,6 +43,19 @@ def get_logger(name: str) -> logging.Logger:
         root.setLevel(os.environ.get("SERVE_SPEC_LOG_LEVEL", "WARNING").upper())
         root.propagate = False
     return logging.getLogger(name if name.startswith("serve_spec") else f"serve_spec.{name}")
+
+
+@contextmanager
+def stage(name: str) -> Iterator[None]:
+    """Report that a part of the start begins, and how long it took.
+
+    The logger serve_spec.progress is silent (level INFO) unless a server turns it on.
+    """
+    progress = get_logger("serve_spec.progress")
+    progress.info("%s ...", name)
+    began = time.monotonic()
+    yield
+    progress.info("%s: done in %.1f s", name, time.monotonic() - began)
 
 
 def _handler() -> logging.Handler:

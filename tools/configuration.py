@@ -13,7 +13,8 @@ from pydantic.fields import FieldInfo
 
 from serve_spec.config.adaptive_file import PRESETS, SlotConfig
 from serve_spec.config.base import section_model
-from serve_spec.config.root import ServeSpecConfig
+from serve_spec.config.flags import FLAGS, NO_EFFECT, SPECULATIVE_CONFIG
+from serve_spec.config.root import ServeSpecConfig, leaf_sections
 
 _NAMES = {Path: "path", str: "string", int: "integer", float: "number", bool: "boolean"}
 _INTRODUCTION = """\
@@ -25,14 +26,13 @@ is a YAML file of sections, such as [configs/tiny.yaml](../configs/tiny.yaml).
 - Values that are set later win: defaults, the file, the environment, arguments.
 - Relative paths start at the folder of the file, or at the current directory if the environment or
   an argument sets them. `asset:NAME` is a file of the package.
-- An unknown key or a value out of range is an error that names the key and the nearest known one.
-- `serve-spec check-config FILE [KEY=VALUE ...]` prints the configuration with all values resolved.
+- An unknown key or a value out of range is an error that names the key and what is known.
+- `serve-spec check-config MODEL [KEY=VALUE ...]` prints the configuration with all values resolved.
 
 | where | how a key is set |
 | --- | --- |
 | environment | `SERVE_SPEC_<SECTION>__<KEY>`, value in YAML: `SERVE_SPEC_ROUTER__PORT=9000` |
-| `bench`, `tune` | `--set KEY=VALUE`, value in YAML: `--set speculative_num_steps=2` |
-| `check-config` | `KEY=VALUE` after the file; keys are unique, so no section is named |
+| command line | a [flag](#flags), or `--set KEY=VALUE` without the section, value in YAML |
 | Python | a keyword: `LLM("configs/tiny.yaml", speculative_num_steps=2)` |
 | Serve file | `args` of the application: `config`, a file or its content, and keys by name |
 """
@@ -61,6 +61,20 @@ _ENVIRONMENT = """\
 """
 
 
+_FLAGS = """\
+## Flags
+
+`serve`, `generate`, `check-config`, `bench` and `tune` have the flags of vLLM and SGLang. MODEL, or
+`--model` (`--model-path`, `--config`), is a hub id, a folder, `asset:NAME` or a configuration file.
+vLLM's `--speculative-config JSON` sets the keys of the second table. Every key of `speculative` is
+a flag of its own name, such as `--speculative-num-steps`.
+
+| flag | key |
+| --- | --- |
+| `--model`, `--model-path` | `model.path` |
+"""
+
+
 def page() -> str:
     """Return the text of docs/configuration.md."""
     return "\n".join(_blocks())
@@ -73,6 +87,7 @@ def _blocks() -> Iterator[str]:
         assert model is not None
         yield f"## `{name}`\n\n{field.description}\n"
         yield _table(model)
+    yield _FLAGS + _flags()
     yield _ADAPTIVE
     yield _table(SlotConfig)
     yield "### Presets\n\n`configs/adaptive/` contains the presets as files.\n"
@@ -80,6 +95,20 @@ def _blocks() -> Iterator[str]:
         slots = ",\n".join(f"  {json.dumps(key)}: {json.dumps(preset[key])}" for key in preset)
         yield f"`{name}`:\n\n```json\n{{\n{slots}\n}}\n```\n"
     yield _ENVIRONMENT
+
+
+def _flags() -> str:
+    rows = []
+    for flag in FLAGS:
+        section = leaf_sections()[flag.key]
+        fixed = "" if flag.fixed is None else f": {str(flag.fixed).lower()}"
+        options = ", ".join(f"`{option}`" for option in flag.options)
+        if section != "speculative":
+            rows.append(f"| {options} | `{section}.{flag.key}`{fixed} |")
+    rows += [f"| `{option}` | {text} |" for option, text in NO_EFFECT.items()]
+    rows += ["", "| key | key of `--speculative-config` |", "| --- | --- |"]
+    rows += [f"| `speculative.{key}` | `{name}` |" for name, key in SPECULATIVE_CONFIG.items()]
+    return "\n".join(rows) + "\n"
 
 
 def _table(model: type[BaseModel]) -> str:

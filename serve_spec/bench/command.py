@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from serve_spec.bench.variants import ADAPTIVE_VARIANTS
 from serve_spec.bench.workload import CLASSES, HELD_OUT_PACKAGES, OUTPUT_TOKENS, STEADY_TOKENS
 from serve_spec.config import ServeSpecConfig
-from serve_spec.config.root import parse_override
+from serve_spec.config.flags import add_flags, add_model, flags_named, load_flags, read_flags
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -83,9 +83,7 @@ def overrides(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ConfigError: --set is not KEY=VALUE.
     """
-    named = {key: getattr(args, key) for key in ("device", "dtype")}
-    given = {key: value for key, value in named.items() if value is not None}
-    return {"prefix_caching": False, **given, **dict(map(parse_override, args.set))}
+    return {"prefix_caching": False, **read_flags(args)}
 
 
 def configured(args: argparse.Namespace) -> ServeSpecConfig:
@@ -94,7 +92,7 @@ def configured(args: argparse.Namespace) -> ServeSpecConfig:
     Raises:
         ConfigError: it is missing or invalid.
     """
-    return ServeSpecConfig.load(args.config, **overrides(args))
+    return load_flags(args, prefix_caching=False)
 
 
 def main(argv: list[str], prog: str = "serve-spec bench") -> int:
@@ -112,18 +110,15 @@ def main(argv: list[str], prog: str = "serve-spec bench") -> int:
         )
         benchmark.add_flags(command)
     args = parser.parse_args(argv)
-    return int(import_module(BENCHMARKS[args.bench].module).run(args))
+    with flags_named(args):
+        return int(import_module(BENCHMARKS[args.bench].module).run(args))
 
 
 # fmt: off
-def add_configuration(parser: argparse.ArgumentParser, *, config: bool = True) -> None:
-    """Add --device, --dtype, --set and, unless it is positional, --config."""
-    add = parser.add_argument
-    if config:
-        add("--config", default="configs/tiny.yaml", metavar="FILE", help="configuration (YAML)")
-    add("--device", metavar="DEVICE", help="override of the configured device")
-    add("--dtype", metavar="DTYPE", help="override of the configured dtype")
-    add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="override of any other key")
+def add_configuration(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
+    """Add MODEL, also as an argument if `positional`, and the flags of the configuration."""
+    add_model(parser, positional=positional, default=None if positional else "asset:tiny")
+    add_flags(parser)
 
 
 def _add_outputs(parser: argparse._ActionsContainer, *, compares: bool = True) -> None:
@@ -187,13 +182,15 @@ def _offline(parser: argparse.ArgumentParser) -> None:
 def _online(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--url", help="base URL of a running server")
-    source.add_argument("--deploy", metavar="FILE", help="Serve file or configuration to start")
+    source.add_argument("--deploy", metavar="MODEL",
+        help="hub id, folder, asset:NAME, configuration or Serve file to start")
     source.add_argument("--from-json", type=Path, metavar="FILE",
         help="file whose last run is shown instead of a new one")
     _online_server(parser.add_argument_group("server and clients"))
     _online_loads(parser.add_argument_group("loads (default: --closed 1 8)"))
     _online_requests(parser.add_argument_group("requests"))
     _online_report(parser.add_argument_group("report"))
+    add_flags(parser, without=("--port", "--set"))
 
 
 def _online_server(group: argparse._ArgumentGroup) -> None:
@@ -270,9 +267,8 @@ def _trace(parser: argparse.ArgumentParser) -> None:
 
 def _tune(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("config", metavar="CONFIG", help="configuration (YAML) of the pair")
+    add_configuration(parser, positional=True)
     add("--output-dir", type=Path, required=True, metavar="DIR", help="folder of the results")
-    add_configuration(parser, config=False)
     add("--batch-sizes", type=_COUNT, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N",
         help="requests that decode together")
     add("--num-steps", type=at_least(0), nargs="+", default=[0, 1, 2, 3, 5, 7], metavar="K",

@@ -29,7 +29,16 @@ from pydantic_core import ErrorDetails
 ASSETS = Path(__file__).parents[1] / "assets"
 """Folder of package data, to which `asset:NAME` is relative."""
 
-_ASSET = "asset:"
+ASSET = "asset:"
+
+CHECKPOINT = "checkpoint"
+"""Metadata of a field that names a checkpoint: see `checkpoint_name`."""
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII)
+
+
+# Longer lists are not shown in an error.
+_MOST_LISTED = 24
 
 
 class ConfigError(ValueError):
@@ -57,7 +66,8 @@ class Refusal(ValueError):
 class StrictModel(BaseModel):
     """Base model: immutable, without unknown keys or coercion (`"3"` and `true` are not integers).
 
-    Lists become tuples. A field of type `Path` must exist: see `locate`.
+    Lists become tuples. A field of type `Path` must exist: see `locate`. One that is marked as
+    `CHECKPOINT` may also be a hub id.
     """
 
     model_config = ConfigDict(
@@ -80,7 +90,8 @@ class StrictModel(BaseModel):
     ) -> object:
         name = str(info.field_name)
         if isinstance(value, str | Path) and is_path(cls.model_fields[name], value):
-            value = locate(name, value, (info.context or {}).get("folder", Path.cwd()))
+            find = checkpoint_name if CHECKPOINT in cls.model_fields[name].metadata else locate
+            value = find(name, value, (info.context or {}).get("folder", Path.cwd()))
         return validate_type(_as_tuples(value))
 
     def explicit_fields(self) -> dict[str, Any]:
@@ -151,12 +162,15 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
 
     The value is left out, because a misspelt `api_keys` would print a secret.
     """
-    names = list(known)
-    leaf = key.rpartition(".")[2]
-    by_leaf = {name.rpartition(".")[2]: name for name in names}
+    section, _, leaf = key.rpartition(".")
+    by_leaf = {name.rpartition(".")[2]: name for name in known}
+    beside = {name: full for name, full in by_leaf.items() if full.rpartition(".")[0] == section}
     # Prefer a correct key in the wrong section over the nearest spelling.
-    close = [by_leaf[leaf]] if leaf in by_leaf else difflib.get_close_matches(key, names, 1, 0.0)
-    return f"{key}: unknown key; did you mean {close[0]}?"
+    close = [leaf] if leaf in by_leaf else difflib.get_close_matches(leaf, beside, 1)
+    if close := close or difflib.get_close_matches(leaf, by_leaf, 1):
+        return f"{key}: unknown key; did you mean {by_leaf[close[0]]}?"
+    known_here = f"the keys here are {', '.join(beside)}" if 0 < len(beside) <= _MOST_LISTED else ""
+    return f"{key}: unknown key; {known_here or 'all keys are in docs/configuration.md'}"
 
 
 def dotted_keys(model: type[BaseModel]) -> list[str]:
@@ -185,7 +199,8 @@ def _field_at(model: type[BaseModel], place: list[str]) -> FieldInfo | None:
 def is_path(field: FieldInfo, value: object) -> bool:
     """Return whether a value of this field is a path, and not one of its `Literal` strings."""
     kinds = (field.annotation, *get_args(field.annotation))
-    return Path in kinds and all(value not in get_args(kind) for kind in kinds)
+    is_named = Path in kinds or CHECKPOINT in field.metadata
+    return is_named and all(value not in get_args(kind) for kind in kinds)
 
 
 def locate(field: str, value: str | Path, folder: Path) -> Path:
@@ -195,21 +210,44 @@ def locate(field: str, value: str | Path, folder: Path) -> Path:
         Refusal: the path does not exist.
     """
     text = str(value)
-    is_asset = text.startswith(_ASSET)
+    is_asset = text.startswith(ASSET)
     base = ASSETS if is_asset else folder
     # `abspath` keeps symbolic links, as in the Hugging Face cache.
-    found = Path(os.path.abspath(base / Path(text.removeprefix(_ASSET)).expanduser()))
+    found = Path(os.path.abspath(base / Path(text.removeprefix(ASSET)).expanduser()))
     if not found.exists():
         fix = f"nothing at {found}; give an absolute path, one relative to {folder}, or 'asset:...'"
         raise Refusal(field, text, fix)
     return found
 
 
-def anchored(value: object, folder: Path) -> object:
-    """Return a relative path as absolute, based on `folder`; keep `asset:` names."""
-    if not isinstance(value, str | Path) or str(value).startswith(_ASSET):
+def checkpoint_name(field: str, value: str | Path, folder: Path) -> str:
+    """Return the name of a checkpoint: `asset:NAME`, an absolute folder, or a hub id.
+
+    A folder that exists, relative to `folder`, wins over a hub id.
+
+    Raises:
+        Refusal: it is none of them.
+    """
+    text = str(value)
+    if text.startswith(ASSET):
+        locate(field, text, folder)
+        return text
+    found = os.path.abspath(folder / Path(text).expanduser())
+    if text and os.path.exists(found):
+        return found
+    if _HUB_ID.fullmatch(text):
+        return text
+    fix = f"nothing at {found}; give a folder, a hub id ORG/NAME[@REVISION], or 'asset:NAME'"
+    raise Refusal(field, text, fix)
+
+
+def anchored(field: FieldInfo, value: object, folder: Path) -> object:
+    """Return a relative path as absolute, based on `folder`; keep `asset:` names and hub ids."""
+    if not isinstance(value, str | Path) or str(value).startswith(ASSET):
         return value
-    return folder / Path(value).expanduser()
+    found = folder / Path(value).expanduser()
+    is_absent = not str(value) or not found.exists()
+    return value if CHECKPOINT in field.metadata and is_absent else found
 
 
 class _StrictLoader(yaml.SafeLoader):

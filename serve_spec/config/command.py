@@ -1,21 +1,24 @@
-"""`serve-spec check-config`: print a resolved configuration or describe a draft, or report errors.
+"""`serve-spec check-config`: check a model as `serve` does and print its configuration.
 
-serve-spec check-config FILE [KEY=VALUE ...]
+serve-spec check-config MODEL [KEY=VALUE ...] [flags of serve]
 serve-spec check-config SERVE_FILE
-serve-spec check-config --draft FOLDER [FILE [KEY=VALUE ...]]
+serve-spec check-config --draft DRAFT [MODEL [KEY=VALUE ...]]
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from serve_spec.config.base import ConfigError, Refusal, locate, parse_yaml, read_text
-from serve_spec.config.root import ServeSpecConfig, parse_override
+from serve_spec.config.base import ConfigError, checkpoint_name, parse_yaml, read_text
+from serve_spec.config.flags import add_flags, add_model, flags_named, read_flags
+from serve_spec.config.hub import checkpoint_folder
+from serve_spec.config.root import ServeSpecConfig, is_file, parse_override
 from serve_spec.config.speculative import ignored_adaptive_keys
 
 DescribeDraft = Callable[[Path, ServeSpecConfig | None], str]
@@ -24,28 +27,45 @@ DescribeDraft = Callable[[Path, ServeSpecConfig | None], str]
 ReadDeployment = Callable[[Path], Sequence[ServeSpecConfig]]
 """Validates a Ray Serve file, such as those in `deploy/`; returns its configurations."""
 
+CheckCheckpoints = Callable[[ServeSpecConfig], None]
+"""Raises an error if the checkpoints of a configuration cannot be used."""
 
-def main(argv: list[str], describe_draft: DescribeDraft, read_deployment: ReadDeployment) -> int:
+
+def main(
+    argv: list[str],
+    describe_draft: DescribeDraft,
+    read_deployment: ReadDeployment,
+    check_checkpoints: CheckCheckpoints,
+) -> int:
     """Print the resolved configuration or the draft's description; return 0, or 1 on errors."""
     parser = argparse.ArgumentParser(
         prog="serve-spec check-config",
+        usage="serve-spec check-config MODEL [KEY=VALUE ...] [options]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("file", nargs="?", help="configuration file or Serve file (YAML)")
+    add_model(parser, positional=True, default=None)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="override of a key")
     parser.add_argument(
         "--draft",
-        metavar="FOLDER",
-        help="draft checkpoint to describe instead, for the target of the file if given",
+        metavar="DRAFT",
+        help="draft checkpoint to describe instead, for the target MODEL if given",
     )
+    add_flags(parser)
     args = parser.parse_intermixed_args(argv)
-    if args.file is None and args.draft is None:
-        parser.error("give a configuration file, or a draft with --draft")
     try:
-        configs = _load(args.file, args.overrides, read_deployment)
-        draft = None if args.draft is None else locate("--draft", args.draft, Path.cwd())
-    except (ConfigError, Refusal) as error:
+        given = {**read_flags(args), **dict(map(parse_override, args.overrides))}
+        if args.config is None and args.draft is None:
+            parser.error("give a MODEL, or a draft with --draft")
+        with flags_named(args):
+            configs = _load(args.config, given, read_deployment)
+            if args.draft is None:
+                configs = [config.pinned() for config in configs]
+                for config in configs:
+                    config.download()
+                    check_checkpoints(config)
+        draft = None if args.draft is None else _draft_folder(args.draft)
+    except ValueError as error:
         print(error, file=sys.stderr)
         return 1
     if draft is not None:
@@ -59,16 +79,24 @@ def main(argv: list[str], describe_draft: DescribeDraft, read_deployment: ReadDe
 
 
 def _load(
-    file: str | None, overrides: list[str], read_deployment: ReadDeployment
+    model: str | None, given: Mapping[str, Any], read_deployment: ReadDeployment
 ) -> Sequence[ServeSpecConfig]:
-    if file is None:
+    if model is None:
         return []
-    given = parse_yaml(read_text(Path(file)), file)
-    if isinstance(given, dict) and "applications" in given:
-        if overrides:
-            raise ConfigError(f"{overrides[0]}: a Serve file has its keys in `args`; set it there")
-        return read_deployment(Path(file))
-    return [ServeSpecConfig.load(file, **dict(parse_override(text) for text in overrides))]
+    if is_file(model):
+        content = parse_yaml(read_text(Path(model)), model)
+        if isinstance(content, dict) and "applications" in content:
+            if given:
+                raise ConfigError(
+                    f"{next(iter(given))}: a Serve file has its keys in `args`; set it there"
+                )
+            return read_deployment(Path(model))
+    return [ServeSpecConfig.load(model, **given)]
+
+
+def _draft_folder(name: str) -> Path:
+    field = "--draft"
+    return checkpoint_folder(field, checkpoint_name(field, name, Path.cwd()), progress=True)
 
 
 def _as_yaml(config: ServeSpecConfig) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Literal, Self
+from pathlib import Path, PurePath
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from serve_spec.config.base import Refusal, StrictModel
+from serve_spec.config.base import ASSET, CHECKPOINT, Refusal, StrictModel
+from serve_spec.config.hub import checkpoint_folder
 
 MAX_POSITIONS = 1 << 21
 """Maximum length: rotary tables with a row per position are computed at startup."""
@@ -16,14 +17,34 @@ MAX_POSITIONS = 1 << 21
 class ModelConfig(StrictModel):
     """The target model and the device it runs on."""
 
-    path: Path
-    """Checkpoint folder: absolute, relative to the config file, or 'asset:NAME'."""
-    served_model_name: str = ""
-    """Model name in requests; null or empty: the last part of `path`."""
+    path: Annotated[str, CHECKPOINT]
+    """Checkpoint: a hub id ORG/NAME[@REVISION], a folder (absolute, or relative to the config
+    file), or 'asset:NAME'."""
+    revision: str | None = Field(None, pattern=r"^[\w./-]+$")
+    """Branch, tag or commit of a hub id; null: main."""
+    download_dir: Path | None = None
+    """Existing folder for downloads from the hub; null: HF_HUB_CACHE."""
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    """Format of the weights; dummy: random weights of the shape in config.json, for load tests."""
+    tokenizer_path: Annotated[str | None, CHECKPOINT] = None
+    """Checkpoint of the tokenizer, same forms as `path`; null: the model's own."""
+    chat_template: Path | None = None
+    """Jinja file of the chat template; null: the tokenizer's own."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """Sampling parameters of requests that give none; auto: those of the checkpoint's
+    generation_config.json, as in vLLM; none: those of the API."""
+    served_model_name: str | tuple[str, ...] = ""
+    """Model name in requests, or a list of names; answers have the first. Null or empty: the hub
+    id, or the last part of `path`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Data type of weights and activations; auto: bfloat16 on a GPU, float32 on a CPU."""
+    """Data type of weights and activations; auto: float32 on a CPU, on a GPU float16 if config.json
+    names it and bfloat16 if not."""
     max_model_len: int | None = Field(None, ge=1, le=MAX_POSITIONS)
     """Maximum length of prompt and output, in tokens; null: the model's own limit."""
+    quantization: Literal["auto"] | None = None
+    """Quantization of target weights: null or auto, as in the checkpoint; no other is supported."""
+    kv_cache_dtype: Literal["auto"] = "auto"
+    """Data type of the KV cache: auto, that of activations; no other is supported."""
     tensor_parallel_size: int = Field(1, ge=1, le=1024)
     """Number of GPUs that share one model."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -44,7 +65,18 @@ class ModelConfig(StrictModel):
     @field_validator("served_model_name", mode="before")
     @classmethod
     def _null_is_unnamed(cls, name: object) -> object:
-        return "" if name is None else name
+        if isinstance(name, list | tuple) and "" in name:
+            raise Refusal("served_model_name", name, "a name is empty; remove it")
+        return "" if name is None or name in ([], ()) else name
+
+    @field_validator("quantization", "kv_cache_dtype", mode="before")
+    @classmethod
+    def _is_supported(cls, value: object, info: ValidationInfo) -> object:
+        if value not in (None, "auto"):
+            what = "a bfloat16 checkpoint" if info.field_name == "quantization" else "auto"
+            fix = f"not supported; leave it out and use {what}"
+            raise Refusal(str(info.field_name), value, fix)
+        return value
 
     @model_validator(mode="after")
     def _compiles_on_one_rank(self) -> Self:
@@ -59,9 +91,60 @@ class ModelConfig(StrictModel):
         asynchronous = self.async_scheduling
         if asynchronous is None and self.execution != "auto":
             asynchronous = self.execution == "lanes"
+        name = self.path.partition("@")[0] if self.is_on_hub else PurePath(self.path).name
         return self._derive(
-            served_model_name=self.served_model_name or self.path.name,
+            served_model_name=self.served_model_name or name,
             async_scheduling=asynchronous,
+        )
+
+    @model_validator(mode="after")
+    def _has_one_revision(self) -> Self:
+        if self.revision is not None and not (self.is_on_hub and "@" not in self.path):
+            fix = f"path={self.path!r} is no hub id without a revision; leave one of them out"
+            raise Refusal("revision", self.revision, fix)
+        return self
+
+    @property
+    def is_on_hub(self) -> bool:
+        """Whether `path` is a hub id."""
+        return not self.path.startswith((ASSET, "/"))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Model names of requests; the first one is in answers."""
+        named = self.served_model_name
+        return (named,) if isinstance(named, str) else named
+
+    @property
+    def source(self) -> str:
+        """`path` with the revision."""
+        return self.path if self.revision is None else f"{self.path}@{self.revision}"
+
+    @property
+    def folder(self) -> Path:
+        """Local folder of the checkpoint, downloaded if necessary; raises ConfigError."""
+        weights = self.load_format != "dummy"
+        return checkpoint_folder(
+            "model.path", self.source, download_dir=self.download_dir, weights=weights
+        )
+
+    @property
+    def metadata_folder(self) -> Path:
+        """Local folder of the checkpoint that may lack the weights; raises ConfigError."""
+        return checkpoint_folder(
+            "model.path", self.source, download_dir=self.download_dir, weights=False
+        )
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Local folder of the tokenizer and its chat template; raises ConfigError."""
+        if self.tokenizer_path is None:
+            return self.metadata_folder
+        return checkpoint_folder(
+            "model.tokenizer_path",
+            self.tokenizer_path,
+            download_dir=self.download_dir,
+            weights=False,
         )
 
 

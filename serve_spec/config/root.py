@@ -16,7 +16,10 @@ from typing import Any, Self, TypeAlias
 from pydantic import BaseModel, Field
 
 from serve_spec.config.base import (
+    ASSET,
+    ASSETS,
     ConfigError,
+    Refusal,
     StrictModel,
     anchored,
     is_path,
@@ -26,7 +29,9 @@ from serve_spec.config.base import (
     unknown_key,
     validate,
 )
+from serve_spec.config.checkpoint import with_detected
 from serve_spec.config.engine import CacheConfig, ModelConfig, SchedulerConfig
+from serve_spec.config.hub import checkpoint_folder, pinned
 from serve_spec.config.serving import ReplicaConfig, RouterConfig, StatsConfig
 from serve_spec.config.speculative import SpeculativeConfig
 
@@ -34,6 +39,7 @@ Sections: TypeAlias = dict[str, Any]
 """Values by section, not yet validated: `{"model": {"path": ...}, ...}`."""
 
 _ENV_PREFIX = "SERVE_SPEC_"
+_DRAFT = "speculative.speculative_draft_model_path"
 
 
 class ServeSpecConfig(StrictModel):
@@ -61,8 +67,8 @@ class ServeSpecConfig(StrictModel):
         """Read, merge, validate and resolve a configuration into a new object.
 
         Args:
-            source: a YAML file, the mapping it would hold, or a configuration. The environment
-                applies to the first two only.
+            source: a YAML file, the mapping it would hold, the name of a checkpoint, or a
+                configuration, to which the environment does not apply.
             overrides: leaf keys, such as `speculative_num_steps=3`; they win.
 
         Raises:
@@ -73,13 +79,93 @@ class ServeSpecConfig(StrictModel):
             sections = source.explicit_fields()
         else:
             given: object = source
-            if not isinstance(source, Mapping):
+            if isinstance(source, Mapping):
+                pass
+            elif is_file(source):
                 file = Path(source)
                 given, folder = parse_yaml(read_text(file), str(file)), file.absolute().parent
+            else:
+                given, overrides = {}, {"path": str(source), **overrides}
             sections = _sections(given)
             _override(sections, _environment())
         _override(sections, overrides)
+        try:
+            sections = with_detected(_with_shipped(sections), folder)
+        except Refusal as error:
+            raise ConfigError(str(error)) from None
         return validate(cls, sections, folder=folder)
+
+    @property
+    def draft_folder(self) -> Path | None:
+        """Local folder of the draft, downloaded if necessary; raises ConfigError."""
+        name = self.speculative.speculative_draft_model_path
+        if name is None:
+            return None
+        weights = self.model.load_format != "dummy"
+        return checkpoint_folder(
+            _DRAFT, name, download_dir=self.model.download_dir, weights=weights
+        )
+
+    def pinned(self) -> Self:
+        """Return the configuration with every hub id at its present commit.
+
+        A replica that starts later runs the same weights, so requests continue there exactly.
+
+        Raises:
+            ConfigError: the hub does not have one of them, or cannot be reached.
+        """
+        model, draft = self.model, self.speculative.speculative_draft_model_path
+        named = {
+            "path": ("model.path", model.source),
+            "tokenizer_path": ("model.tokenizer_path", model.tokenizer_path),
+            "speculative_draft_model_path": (_DRAFT, draft),
+        }
+        exact = {
+            key: pinned(field, name, model.download_dir)
+            for key, (field, name) in named.items()
+            if name is not None
+        }
+        if exact == {key: name for key, (_, name) in named.items() if name is not None}:
+            return self
+        found = self.load(self, **exact, **({} if model.revision is None else {"revision": None}))
+        # A draft that was given as the model has become the draft of its target.
+        return found if found.model.path == exact["path"] else found.pinned()
+
+    def download(self) -> None:
+        """Download what the cache of the hub lacks, with progress bars on stderr.
+
+        Raises:
+            ConfigError: the hub does not have it, refuses it, or cannot be reached.
+        """
+        model, draft = self.model, self.speculative.speculative_draft_model_path
+        place: dict[str, Any] = {"download_dir": model.download_dir, "progress": True}
+        weights = model.load_format != "dummy"
+        checkpoint_folder("model.path", model.source, weights=weights, **place)
+        if model.tokenizer_path is not None:
+            checkpoint_folder("model.tokenizer_path", model.tokenizer_path, weights=False, **place)
+        if draft is not None:
+            checkpoint_folder(_DRAFT, draft, weights=weights, **place)
+
+
+def is_file(source: str | os.PathLike[str]) -> bool:
+    """Return whether `source` is a configuration file, and not the name of a checkpoint."""
+    return Path(source).suffix in (".yaml", ".yml") or Path(source).is_file()
+
+
+def _with_shipped(sections: Sections) -> Sections:
+    """Return `sections` over the configuration that a shipped pair, such as asset:tiny, has."""
+    model = sections["model"]
+    name = model.get("path") if isinstance(model, dict) else None
+    if not (isinstance(name, str) and name.startswith(ASSET)):
+        return sections
+    file = ASSETS / name.removeprefix(ASSET) / "config.yaml"
+    if not file.is_file():
+        return sections
+    shipped = _sections(parse_yaml(read_text(file), str(file)))
+    for section, values in sections.items():
+        of_target = {"path": shipped["model"]["path"]} if section == "model" else {}
+        shipped[section] = {**shipped.get(section, {}), **values, **of_target}
+    return shipped
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -128,7 +214,7 @@ def _override(sections: Sections, values: Mapping[str, Any]) -> None:
         field = _models()[homes[key]].model_fields[key]
         known = sections.setdefault(homes[key], {})
         if isinstance(known, dict):  # anything else is refused by validation
-            known[key] = anchored(value, Path.cwd()) if is_path(field, value) else value
+            known[key] = anchored(field, value, Path.cwd()) if is_path(field, value) else value
 
 
 def _environment() -> dict[str, Any]:

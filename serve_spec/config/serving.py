@@ -81,8 +81,11 @@ class ReplicaConfig(StrictModel):
     """Number of engine replicas."""
     num_cpus: float = Field(1.0, ge=0)
     """Logical CPUs that Ray reserves per replica, for all its ranks."""
-    num_gpus: float = Field(0.0, ge=0)
-    """GPUs that Ray reserves per replica, for all its ranks."""
+    num_gpus: float | None = Field(None, ge=0)
+    """GPUs that Ray reserves per replica, for all its ranks; null: tensor_parallel_size if the Ray
+    cluster has GPUs and model.device allows it, else 0."""
+    accelerator_type: str | None = Field(None, min_length=1)
+    """Ray's name of the GPU that replicas need, such as H100; null: any."""
     placement_group_strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = (
         "STRICT_PACK"
     )

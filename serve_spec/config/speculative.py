@@ -18,7 +18,7 @@ from serve_spec.config.adaptive_file import (
     load_slots,
 )
 from serve_spec.config.algorithms import ALGORITHMS
-from serve_spec.config.base import ConfigError, Refusal, StrictModel, validate
+from serve_spec.config.base import CHECKPOINT, ConfigError, Refusal, StrictModel, validate
 
 RejectionMethod = Literal["coupled", "standard", "block"]
 Strategy = Literal["ema", "goodput", "per_request", "static"]
@@ -100,10 +100,12 @@ class SpeculativeConfig(StrictModel):
     """Draft method, and how the number of drafts adapts."""
 
     speculative_algorithm: str = Field(
-        "NONE", description=f"Draft method: {', '.join(ALGORITHMS)}; NONE: no speculation."
+        "NONE",
+        description=f"Draft method: {', '.join(ALGORITHMS)}; NONE: no speculation. If left out, a "
+        "draft's config.json tells it.",
     )
-    speculative_draft_model_path: Path | None = None
-    """Folder of the draft checkpoint; same forms as model.path."""
+    speculative_draft_model_path: Annotated[str | None, CHECKPOINT] = None
+    """Checkpoint of the draft; same forms as model.path."""
     speculative_num_steps: int = Field(3, ge=0, le=MAX_STEPS)
     """Draft steps per round, where an adaptive strategy starts; 0: none."""
     speculative_eagle_topk: int | None = Field(None, ge=1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -13,7 +12,6 @@ from serve_spec.adaptive import AdaptiveController, PolicySettings
 from serve_spec.config import ServeSpecConfig
 from serve_spec.config.algorithms import ALGORITHMS
 from serve_spec.config.speculative import ignored_adaptive_keys
-from serve_spec.core.context import torch_dtype
 from serve_spec.core.draft import MAX_TREE_TOKENS, PLAIN, TextDrafter
 from serve_spec.core.errors import BrokenLogits, CheckpointError
 from serve_spec.core.request import SamplingParams
@@ -21,7 +19,7 @@ from serve_spec.core.round import RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.costs import Clock, CostSource, cost_key
 from serve_spec.engine.engine import SpecEngine, freeze_gc
-from serve_spec.engine.inputs import EngineLimits
+from serve_spec.engine.inputs import EngineLimits, sampling_defaults
 from serve_spec.engine.profile import (
     CostGrid,
     Measurement,
@@ -32,13 +30,14 @@ from serve_spec.engine.profile import (
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
-from serve_spec.log import get_logger
+from serve_spec.log import get_logger, stage
 from serve_spec.models import DraftHead, DraftOptions, Llama, ModelShape, load_draft, load_target
 from serve_spec.models.decoder import compile_layers
 from serve_spec.models.draft import draft_dtype, draft_weights
 from serve_spec.models.draft_checkpoint import read_draft
 from serve_spec.models.draft_probe import choose_layers, choose_theta, probe_text
 from serve_spec.models.draft_shape import both_readings
+from serve_spec.models.llama import target_dtype
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.parallel.worker_ranks import Launcher, WorkerRanks, launch
 from serve_spec.scheduler.scheduler import Scheduler
@@ -84,7 +83,7 @@ def build_engine(config: ServeSpecConfig, launcher: Launcher | None = None) -> S
 
 def _start_ranks(config: ServeSpecConfig, launcher: Launcher | None) -> WorkerRanks:
     size = config.model.tensor_parallel_size
-    ModelShape.from_directory(config.model.path).on_rank_of(size)
+    ModelShape.from_directory(config.model.metadata_folder).on_rank_of(size)
     is_on_gpu = rank_device(config, 0).type == "cuda"
     if launcher is None and is_on_gpu and torch.cuda.device_count() < size:
         raise ValueError(
@@ -97,9 +96,10 @@ def _start_ranks(config: ServeSpecConfig, launcher: Launcher | None) -> WorkerRa
 def _build_engine(
     config: ServeSpecConfig, parallel: TensorParallel, worker_ranks: WorkerRanks | None
 ) -> SpecEngine:
-    tokenizer = Tokenizer(Path(config.model.path))
-    _check_fit(config, tokenizer)
-    loaded = load_models(config, parallel)
+    tokenizer = Tokenizer(config.model.tokenizer_folder)
+    check_fit(config, tokenizer)
+    with stage("loading the weights"):
+        loaded = load_models(config, parallel)
     target, num_pages = loaded.target, loaded.num_pages
     if ignored := ignored_adaptive_keys(config.speculative):
         logger.warning(ignored)
@@ -107,13 +107,15 @@ def _build_engine(
     max_model_len = target.max_model_len
     _check_sizes(config, policy, num_pages, max_model_len)
     worker = build_worker(config, loaded, worker_ranks)
-    worker.init_states(policy.shapes)
+    with stage("preparing the draft shapes (CUDA graphs on a GPU)"):
+        worker.init_states(policy.shapes)
     _check_first_logits(config, loaded, worker, tokenizer.encode(_FIRST_PROMPT)[:max_model_len])
     cache = KVCacheManager(
         num_pages, config.cache.page_size, prefix_caching=config.cache.prefix_caching
     )
     costs = _cost_source(config, worker, policy, cache, max_model_len)
-    table = costs.obtain() if policy.needs_costs else None
+    with stage("measuring or reading the costs of steps"):
+        table = costs.obtain() if policy.needs_costs else None
     if _captures_graphs(config, loaded.device):
         policy = _with_captured_sizes(policy, worker, config.scheduler.max_num_seqs)
     controller = AdaptiveController(policy, table, logger.warning)
@@ -227,10 +229,13 @@ def load_models(config: ServeSpecConfig, parallel: TensorParallel) -> LoadedMode
             "torch_compile=True: torch's compiler does not support the oneDNN products used on "
             "CPUs; set it to false, or device to 'cuda'"
         )
-    dtype = torch_dtype(_dtype_name(config.model.dtype, device))
+    dtype = target_dtype(config.model.dtype, config.model.folder, device)
     if config.replica.torch_num_threads is not None:
         torch.set_num_threads(config.replica.torch_num_threads)
-    target = load_target(config.model.path, dtype, device, config.model.max_model_len, parallel)
+    is_dummy = config.model.load_format == "dummy"
+    target = load_target(
+        config.model.folder, dtype, device, config.model.max_model_len, parallel, dummy=is_dummy
+    )
     head = _load_head(config, target, dtype, device)
     if config.model.torch_compile:
         compile_layers(target)
@@ -268,7 +273,7 @@ def build_worker(
         config.scheduler.max_num_seqs, max_pages, runner.pool.scratch_page, vocab_size, device
     )
     compiler = GrammarCompiler(
-        lambda: Tokenizer(Path(config.model.path)).describe(), vocab_size, eos_token_ids
+        lambda: Tokenizer(config.model.tokenizer_folder).describe(), vocab_size, eos_token_ids
     )
     compiler.prepare()
     policy = _policy(config, loaded)
@@ -338,26 +343,20 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _dtype_name(name: str, device: torch.device) -> str:
-    if name != "auto":
-        return name
-    return "bfloat16" if device.type == "cuda" else "float32"
-
-
 def _load_head(
     config: ServeSpecConfig, target: Llama, dtype: torch.dtype, device: torch.device
 ) -> DraftHead | None:
     speculative = config.speculative
-    if not speculative.enabled or speculative.speculative_draft_model_path is None:
+    path = config.draft_folder if speculative.enabled else None
+    if path is None:
         return None
     weights = draft_weights(speculative.speculative_draft_model_quantization, device)
     draft_in = draft_dtype(speculative.speculative_draft_dtype, dtype, device, weights)
-    path = Path(speculative.speculative_draft_model_path)
     head = load_draft(
         path,
         target,
         algorithm=speculative.speculative_algorithm,
-        options=DraftOptions.of(speculative),
+        options=DraftOptions.of(speculative, dummy=config.model.load_format == "dummy"),
         dtype=draft_in,
         weights=weights,
     )
@@ -370,10 +369,10 @@ def _probe(config: ServeSpecConfig, head: DraftHead, target: Llama) -> None:
     speculative = config.speculative
     probes_layers = speculative.speculative_draft_aux_layers_mean == "probe"
     probes_theta = speculative.speculative_draft_rope_theta == "probe"
-    if not (probes_layers or probes_theta):
+    if not (probes_layers or probes_theta) or config.model.load_format == "dummy":
         return
-    text = Tokenizer(Path(config.model.path)).encode(probe_text())
-    path = speculative.speculative_draft_model_path
+    text = Tokenizer(config.model.tokenizer_folder).encode(probe_text())
+    path = config.draft_folder
     assert path is not None, "a loaded draft has a path"
     if probes_layers:
         readings = both_readings(read_draft(path), target.shape.num_layers)
@@ -419,9 +418,18 @@ def _num_pages(
     return num_pages
 
 
-def _check_fit(config: ServeSpecConfig, tokenizer: Tokenizer) -> None:
+def check_fit(config: ServeSpecConfig, tokenizer: Tokenizer) -> None:
     """Raise for settings that do not fit the checkpoint, before weights are loaded."""
-    shape, max_model_len = ModelShape.from_directory(config.model.path), config.model.max_model_len
+    shape = ModelShape.from_directory(config.model.metadata_folder)
+    max_model_len = config.model.max_model_len
+    sampling_defaults(config.model)  # raises if they are invalid
+    if config.model.load_format == "safetensors":
+        for folder in filter(None, (config.model.folder, config.draft_folder)):
+            if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
+                raise CheckpointError(
+                    f"load_format='safetensors': {folder} has none of them; use 'auto' to read "
+                    "its pickles"
+                )
     if max_model_len is not None and max_model_len > shape.max_position_embeddings:
         raise ValueError(
             f"max_model_len={max_model_len} is more than the model was made for: "

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import msgspec
 
@@ -104,7 +103,7 @@ class EngineClient:
         """
         self.config = config
         self._connection = connection
-        self.tokenizer = Tokenizer(Path(config.model.path))
+        self.tokenizer = Tokenizer(config.model.tokenizer_folder)
         first = decode_message(connection.recv_bytes())
         limits = first.limits
         assert limits is not None, "the first message says that the engine is ready"

@@ -198,12 +198,12 @@ def cost_key(
 ) -> CostKey:
     """Return what the costs of this worker's steps depend on. trees: those that are measured."""
     speculative = config.speculative
-    draft = speculative.speculative_draft_model_path
+    draft = config.draft_folder
     method = f", {speculative.rejection_sample_method}" if speculative.samples_drafts else ""
     return CostKey(
         hardware=_hardware(worker.device),
         threads=torch.get_num_threads(),
-        target=fingerprint(config.model.path),
+        target=fingerprint(config.model.folder),
         draft="" if draft is None else fingerprint(draft),
         algorithm=speculative.speculative_algorithm + method,
         dtype=_dtype_name(worker.dtype),

@@ -2,17 +2,53 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
-from serve_spec.core.errors import InvalidRequest, TextTooLong
+from serve_spec.config.engine import ModelConfig
+from serve_spec.core.errors import CheckpointError, InvalidRequest, TextTooLong
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import SamplingParams
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.tokenizer import Tokenizer
+
+# Keys of generation_config.json that vLLM reads, and our names.
+_RECOMMENDED = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+def sampling_defaults(model: ModelConfig) -> dict[str, Any]:
+    """Return the sampling parameters of requests that give none: what the checkpoint recommends.
+
+    Empty with `generation_config=none`. As in vLLM, `do_sample` is not read.
+
+    Raises:
+        CheckpointError: generation_config.json cannot be read, or has a value that is not valid.
+    """
+    path = model.metadata_folder / "generation_config.json"
+    if model.generation_config == "none" or not path.is_file():
+        return {}
+    try:
+        stored = json.loads(path.read_text())
+        given = {ours: stored.get(key) for key, ours in _RECOMMENDED.items()}
+        given = {name: value for name, value in given.items() if value is not None}
+        SamplingParams(**given)
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path}: {error}; correct it, or set generation_config=none"
+        ) from error
+    return given
 
 
 def held_token_ids(

@@ -9,27 +9,35 @@ from collections.abc import Iterable
 from typing import Any
 
 from serve_spec.config import ServeSpecConfig
+from serve_spec.config.flags import add_flags, add_model, load_flags
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import RequestOutput, SamplingParams, TokenDelta
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.build import build_engine
 from serve_spec.engine.collector import MetricsCollector
+from serve_spec.engine.inputs import sampling_defaults
 from serve_spec.engine.output import OutputProcessor
 
 
 class LLM:
     """An engine in this process.
 
-    config: a YAML file, a mapping or a `ServeSpecConfig`; keyword arguments override leaf keys,
-    for example ``LLM("configs/tiny.yaml", speculative_num_steps=3, device="cpu")``.
+    config: a hub id, a checkpoint's folder, `asset:NAME`, a YAML file, a mapping or a
+    `ServeSpecConfig`; keyword arguments override leaf keys, for example
+    ``LLM("configs/tiny.yaml", speculative_num_steps=3, device="cpu")``.
     """
 
     def __init__(self, config: str | os.PathLike[str] | ServeSpecConfig, **overrides: Any) -> None:
-        self.config = ServeSpecConfig.load(config, **overrides)
+        self.config = ServeSpecConfig.load(config, **overrides).pinned()
+        self.config.download()
         self.engine = build_engine(self.config)
         self.collector = MetricsCollector()
         self.engine.metrics = self.collector
         self._num_requests = 0
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of prompts without any: the checkpoint's (generation_config)."""
+        return SamplingParams(**sampling_defaults(self.config.model))
 
     def generate(
         self,
@@ -38,7 +46,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete every prompt (text or token ids). Return outputs in the order of the prompts.
 
-        sampling_params: one for all, or one per prompt.
+        sampling_params: one for all, or one per prompt; None: `get_default_sampling_params()`.
 
         Raises:
             InvalidRequest: a prompt or a parameter cannot be served; nothing was run.
@@ -69,12 +77,11 @@ class LLM:
         self.engine.shutdown()
         del self.engine
 
-    @staticmethod
     def _params_for(
-        num_prompts: int, params: SamplingParams | Iterable[SamplingParams] | None
+        self, num_prompts: int, params: SamplingParams | Iterable[SamplingParams] | None
     ) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
-            return [params or SamplingParams()] * num_prompts
+            return [params or self.get_default_sampling_params()] * num_prompts
         each = list(params)
         if len(each) != num_prompts:
             fix = f"give one SamplingParams, or {num_prompts}, one per prompt"
@@ -104,12 +111,17 @@ def main(argv: list[str]) -> int:
     """Complete each prompt; print its text and speculation counts."""
     parser = argparse.ArgumentParser(prog="serve-spec generate", description="Complete prompts.")
     parser.add_argument("prompts", nargs="+", help="one or more prompts")
-    parser.add_argument("--config", default="configs/tiny.yaml", help="configuration file")
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0)
+    add_model(parser, positional=False, default="asset:tiny")
+    parser.add_argument(
+        "--max-tokens", type=int, default=64, help="output tokens per prompt (default: 64)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="sampling temperature (default: 0)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of each prompt (default: 0)")
+    add_flags(parser)
     args = parser.parse_args(argv)
-    llm = LLM(args.config)
+    llm = LLM(load_flags(args))
     forced = llm.config.speculative.synthetic_acceptance
     if forced is not None:
         print(f"synthetic_acceptance={forced}: forced, the texts are not real", file=sys.stderr)

@@ -29,7 +29,6 @@ from serve_spec.models.llama import Llama, open_target
 from serve_spec.models.medusa import make_medusa, medusa_shape
 from serve_spec.models.shape import ModelShape
 from serve_spec.models.standalone import shared_ids
-from serve_spec.models.upscale import open_weights
 
 Facts = dict[str, str]
 
@@ -42,8 +41,8 @@ def describe_draft(path: Path, config: ServeSpecConfig | None) -> str:
     """
     file = read_draft(path)
     options = DraftOptions() if config is None else DraftOptions.of(config.speculative)
-    target_path = None if config is None else Path(config.model.path)
-    target = None if target_path is None else _without_weights(target_path)
+    target_path = None if config is None else config.model.folder
+    target = None if target_path is None else check_target(target_path)
     family = file.recognition.family
     facts = {
         "draft": str(file.path),
@@ -109,8 +108,7 @@ def _medusa(file: DraftFile, target: Llama | None) -> Facts:
 
 
 def _standalone(file: DraftFile, target_path: Path | None) -> Facts:
-    draft = _without_weights(file.path)
-    open_weights(file.path).check(draft.tensors())
+    draft = check_target(file.path)
     shape = draft.shape
     vocabulary = f"{shape.vocab_size} tokens"
     if target_path is not None:
@@ -230,11 +228,13 @@ def _fit(config: ServeSpecConfig | None, family: str) -> str:
     return f"{config.model.path}: fits{fix}"
 
 
-def _without_weights(path: Path) -> Llama:
-    """Return the model in `path` on the meta device."""
-    shape, _ = open_target(path)
+def check_target(path: Path) -> Llama:
+    """Return the model in `path` on the meta device; raise CheckpointError as loading it would."""
+    shape, checkpoint = open_target(path)
     with tensor_defaults(torch.float32, "meta"):
-        return Llama(replace(shape, num_ids=None))
+        model = Llama(replace(shape, num_ids=None))
+    checkpoint.check(model.tensors())
+    return model
 
 
 def _yes(is_so: bool) -> str:

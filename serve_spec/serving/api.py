@@ -45,7 +45,7 @@ from serve_spec.serving.completions import (
     stream_frames,
     whole_answer,
 )
-from serve_spec.serving.errors import no_replica, too_many_choices, unknown_model
+from serve_spec.serving.errors import too_many_choices, unknown_model
 from serve_spec.serving.fields import Prompt, ignored_fields
 from serve_spec.serving.logprobs import TokenBytesLookup, labelled
 from serve_spec.serving.messages import GenerateRequest
@@ -98,7 +98,7 @@ _ERRORS = {
     413: "The prompt is longer than the context, or the body than the server reads.",
     429: "The queue is full; see Retry-After.",
     500: "The engine failed.",
-    503: "No replica is healthy; see Retry-After.",
+    503: "The model is being loaded, or no replica is healthy; see Retry-After.",
 }
 
 
@@ -180,7 +180,7 @@ def create_api(
     add_generate(api, frontend)
     add_tokens(api, frontend)
     add_state(api, config, fleet, admission)
-    _add_models(api, config.model.served_model_name)
+    _add_models(api, config.model.names)
     _add_operations(api, config, fleet, admission)
     _add_status_page(api)
     _add_docs(api)
@@ -198,7 +198,7 @@ class Frontend:
         record: Callable[[Reading], None],
     ) -> None:
         self.text = ModelText(config.model, config.router)
-        self._served = config.model.served_model_name
+        self._names = config.model.names
         self._is_strict = config.router.strict_fields
         self._record = record
         self._fingerprint = fingerprint(__version__, config.model.model_dump(mode="json"))
@@ -227,8 +227,8 @@ class Frontend:
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError if a request names another model."""
-        if name is not None and name != self._served:
-            raise unknown_model(name, self._served)
+        if name is not None and name not in self._names:
+            raise unknown_model(name, self._names[0])
 
     def answer(
         self,
@@ -253,7 +253,7 @@ class Frontend:
         """Return the shared fields. The id is not x-request-id, which need not be unique."""
         return AnswerHead(
             f"{kind}{separator}{body.request_id or uuid.uuid4().hex}",
-            self._served,
+            body.model or self._names[0],
             int(time.time()),
             self._fingerprint,
             include_usage=body.include_usage,
@@ -299,7 +299,7 @@ class Frontend:
         self, body: ChatRequest, head: AnswerHead, request: Request
     ) -> tuple[list[GenerateRequest], ChatFormat]:
         """Return the choices of a chat and the format of its answer."""
-        prompt, params, syntax = await self.text.conversation(body, body.sampling_params())
+        prompt, params, syntax = await self.text.conversation(body, await self.text.params(body))
         prompts: list[Prompt] = [prompt]
         choices = self.choices(head, request, prompts, params, body.num_choices)
         token_bytes = await self.token_bytes(body, is_wanted=bool(body.logprobs))
@@ -329,7 +329,7 @@ def _add_completions(api: FastAPI, frontend: Frontend) -> None:
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Complete prompts; with `stream`, as server-sent events."""
         frontend.admit(body, len(body.prompt))
-        params = body.sampling_params()
+        params = await frontend.text.params(body)
         head = frontend.head("cmpl", body)
         prompts = await frontend.prompts(body, params.max_tokens)
         echoes = await frontend.echoes(body, prompts)
@@ -384,26 +384,25 @@ def _answers(kind: str) -> dict[int | str, dict[str, Any]]:
     return {200: {"description": whole, "content": {STREAM_TYPE: stream}}, **errors}
 
 
-def _add_models(api: FastAPI, served: str) -> None:
-    entry: Model = {
-        "id": served,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "serve_spec",
+def _add_models(api: FastAPI, names: Sequence[str]) -> None:
+    created = int(time.time())
+    entries: dict[str, Model] = {
+        name: {"id": name, "object": "model", "created": created, "owned_by": "serve_spec"}
+        for name in names
     }
 
     @api.get("/v1/models")
     async def models() -> ModelList:
-        """List the served model."""
-        return {"object": "list", "data": [entry]}
+        """List the names of the served model."""
+        return {"object": "list", "data": list(entries.values())}
 
     # `:path` because model names may hold slashes.
     @api.get("/v1/models/{name:path}")
     async def model(name: str) -> Model:
         """Return one model by name."""
-        if name != served:
-            raise unknown_model(name, served)
-        return entry
+        if name not in entries:
+            raise unknown_model(name, names[0])
+        return entries[name]
 
 
 def _add_operations(
@@ -416,7 +415,7 @@ def _add_operations(
         """Return 200 while a replica takes requests, else 503; `costs` as in `RayFleet.costs`."""
         num_healthy = await fleet.num_healthy()
         if num_healthy == 0:  # returned, not raised: probes would fill the log
-            return error_answer(no_replica("none is running"))
+            return error_answer(fleet.unavailable("none is running"))
         answer = {"status": "ok", "healthy_replicas": num_healthy, "costs": await fleet.costs()}
         return AsciiJSON(answer)
 
@@ -426,7 +425,7 @@ def _add_operations(
         """Return the current state of replicas, router and fleet."""
         return {
             "version": __version__,
-            "model": config.model.served_model_name,
+            "model": config.model.names[0],
             **await fleet.stats(),
             "router": {**admission.snapshot(), **fleet.batching()},
         }
@@ -435,7 +434,7 @@ def _add_operations(
     async def status() -> dict[str, object]:
         """Return the data of the status page."""
         return {
-            "model": config.model.served_model_name,
+            "model": config.model.names[0],
             **await fleet.status(),
             "router": admission.snapshot(),
         }

@@ -137,14 +137,14 @@ class ChatTemplate:
             raise CheckpointError(f"chat_template cannot be compiled: {error}") from error
 
     @classmethod
-    def from_folder(cls, folder: Path) -> ChatTemplate:
-        """Return the template of a checkpoint, or `PLAIN` if it has none.
+    def from_folder(cls, folder: Path, file: Path | None = None) -> ChatTemplate:
+        """Return the template of a checkpoint, or `PLAIN` if it has none; `file` replaces it.
 
         Raises:
             CheckpointError: a file cannot be read, or the template is invalid.
         """
         settings = _read_json(folder / "tokenizer_config.json")
-        source = _source(folder, settings.get("chat_template"))
+        source = _source(folder, settings.get("chat_template")) if file is None else _read(file)
         special_tokens = _special_tokens(_read_json(folder / "special_tokens_map.json") | settings)
         return cls(PLAIN if source is None else source, special_tokens)
 
@@ -256,6 +256,13 @@ def _source(folder: Path, setting: Any) -> str | None:
     if default is None or tool_use is None:
         return default
     return f"{{% if tools %}}{tool_use}{{% else %}}{default}{{% endif %}}"
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file}: not a readable chat template: {error}") from None
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -1,7 +1,8 @@
-"""`serve-spec serve FILE`: serve a model with Ray Serve until Ctrl-C.
+"""`serve-spec serve MODEL`: serve a model with Ray Serve until Ctrl-C.
 
-FILE is a Serve config (such as deploy/tiny.yaml) or a configuration (such as configs/tiny.yaml).
-Unknown keys of a Serve config are errors, although Ray would ignore them.
+MODEL is a hub id, a checkpoint's folder, asset:NAME, a configuration (such as configs/tiny.yaml)
+or a Serve config (such as deploy/tiny.yaml), whose unknown keys are errors, although Ray would
+ignore them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,37 +31,70 @@ from ray.serve.schema import ServeDeploySchema
 
 from serve_spec.config import ConfigError, RouterConfig, ServeSpecConfig
 from serve_spec.config.base import parse_yaml, read_text, unknown_key
+from serve_spec.config.flags import add_flags, add_model, flags_named, read_flags
+from serve_spec.config.root import is_file, leaf_sections
 from serve_spec.config.speculative import parse_update
+from serve_spec.core.errors import CheckpointError
 
 APP_IMPORT_PATH = "serve_spec.serving:build_app"
+_OUR_IMPORT_PATHS = (
+    APP_IMPORT_PATH,
+    "serve_spec.serving:build_openai_app",
+    "serve_spec.serving:application",
+)
 APP_NAME = "serve_spec"
 ENGINES = "EngineReplica"
 """The deployment whose `user_config` holds policy settings."""
 
 
-def read_deployment(file: Path) -> dict[str, Any]:
-    """Return the Serve config for `file`.
+def read_deployment(
+    source: str | Path, overrides: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the Serve config for `source`.
 
-    file: a Serve config, or a serve_spec configuration, which becomes a single application.
+    source: a Serve config, or what becomes a single application: a serve_spec configuration or the
+        name of a checkpoint.
+    overrides: leaf keys for every application of ours.
 
     Raises:
         ConfigError: the file is missing, invalid YAML, or has an unknown key or an invalid value.
     """
-    given = parse_yaml(read_text(file), str(file))
-    if not isinstance(given, dict):
-        raise ConfigError(
-            f"{file}: not a mapping; give a Serve config or a serve_spec configuration"
-        )
-    if "applications" in given:
-        check_deployment(given)
-        return given
+    args: dict[str, Any]
+    if not is_file(source):
+        is_folder = Path(source).expanduser().exists()
+        args = {"model": os.path.abspath(Path(source).expanduser()) if is_folder else str(source)}
+    else:
+        file = Path(source)
+        given = parse_yaml(read_text(file), str(file))
+        if not isinstance(given, dict):
+            raise ConfigError(
+                f"{file}: not a mapping; give a Serve config or a serve_spec configuration"
+            )
+        if "applications" in given:
+            check_deployment(given)
+            _override(given, overrides or {})
+            return given
+        args = {"config": str(file.absolute())}
     app = {
         "name": APP_NAME,
         "route_prefix": "/",
         "import_path": APP_IMPORT_PATH,
-        "args": {"config": str(file.absolute())},
+        "args": {**args, **(overrides or {})},
     }
     return {"applications": [app]}
+
+
+def _override(deployment: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    for app in _our_apps(deployment) if overrides else ():
+        if app["import_path"] == APP_IMPORT_PATH:
+            app["args"] = {**app.get("args", {}), **overrides}
+        elif others := overrides.keys() - {"host", "port"}:
+            fix = f"{app['import_path']} takes no keys; set it in the Serve file"
+            raise ConfigError(f"{min(others)}={overrides[min(others)]!r}: {fix}")
+
+
+def _our_apps(deployment: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [app for app in deployment["applications"] if app["import_path"] in _OUR_IMPORT_PATHS]
 
 
 def check_deployment(given: Mapping[str, Any]) -> None:
@@ -86,7 +120,8 @@ def check_deployment(given: Mapping[str, Any]) -> None:
 def _policy_settings(given: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Yield the path and content of every `user_config` of our engines."""
     for i, app in enumerate(given["applications"]):
-        deployments = app.get("deployments", []) if app["import_path"] == APP_IMPORT_PATH else []
+        is_ours = app["import_path"] in _OUR_IMPORT_PATHS
+        deployments = app.get("deployments", []) if is_ours else []
         for j, deployment in enumerate(deployments):
             settings = deployment.get("user_config")
             if deployment["name"] == ENGINES and settings is not None:
@@ -155,18 +190,29 @@ class Plan:
 
 def main(argv: list[str]) -> int:
     """Run the command; return 0, 1 if the application does not start, 2 for invalid input."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
     # Ray reports usage statistics by default.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Serve's log stays in Ray's log folder; warnings of serve_spec are shown.
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
     try:
-        plan = read_plan(Path(args.file), args.host, args.port)
+        overrides = read_flags(args)
+        if args.config is None:
+            parser.error("give a MODEL: a hub id, a folder, asset:tiny, or a file")
+        with flags_named(args):
+            plan = read_plan(args.config, overrides)
         if args.address is None:
             _check_port(plan.host, plan.port)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+    try:
+        with flags_named(args):
+            _check(plan)
+    except (ConfigError, CheckpointError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
     if plan.is_open_to_all:
         print(
             f"warning: host={plan.host!r}: every machine that reaches it can use the server; set "
@@ -178,40 +224,79 @@ def main(argv: list[str]) -> int:
         return _serve(plan, stop, args.address, dashboard=args.dashboard)
 
 
-def read_plan(file: Path, host: str | None, port: int | None) -> Plan:
-    """Return the plan for `file`; `host` and `port` override it.
+def read_plan(source: str | Path, overrides: Mapping[str, Any] | None = None) -> Plan:
+    """Return the plan for a file or the name of a checkpoint; `overrides` are leaf keys.
 
     Raises:
         ConfigError: the file, or a configuration it names, is missing or invalid.
     """
     # Ray takes a second to import, so the arguments are checked first.
-    from serve_spec.serving.app import load_config
+    from serve_spec.serving.app import config_of
 
-    deployment = read_deployment(file)
-    ours = [a for a in deployment["applications"] if a["import_path"] == APP_IMPORT_PATH]
-    configs = tuple(load_config(_without_engine(app.get("args", {}))) for app in ours)
+    overrides = overrides or {}
+    deployment = read_deployment(source, overrides)
+    ours = _our_apps(deployment)
+    configs = tuple(map(config_of, ours))
+    for app, config in zip(ours, configs, strict=True):
+        # With absolute paths, because Serve may build the app in another directory.
+        if overrides and app["import_path"] == APP_IMPORT_PATH:
+            app["args"] = {**app["args"], **_resolved(config, overrides)}
     router = configs[0].router if configs else RouterConfig()
     http = {"host": router.host, "port": router.port, **deployment.get("http_options", {})}
-    http["host"] = host or http["host"]
-    http["port"] = port or http["port"]
+    http |= {key: overrides[key] for key in ("host", "port") if key in overrides}
     deployment = {**deployment, "http_options": http}
     prefix = ours[0].get("route_prefix", "/") if ours else "/"
     return Plan(deployment, configs, http["host"], http["port"], prefix)
 
 
+def _resolved(config: ServeSpecConfig, keys: Collection[str]) -> dict[str, Any]:
+    """Return the validated values of leaf keys, as in JSON."""
+    sections = config.model_dump(mode="json")
+    return {key: sections[section][key] for key, section in leaf_sections().items() if key in keys}
+
+
+def _check(plan: Plan) -> None:
+    """Download and check every checkpoint; raises as `check_model`."""
+    for config in plan.configs:
+        with _told(f"finding and checking {config.model.path}"):
+            exact = config.pinned()
+            exact.download()
+            check_model(exact)
+
+
+def check_model(config: ServeSpecConfig) -> None:
+    """Raise what loading checkpoints and chat template would raise; reads no weights."""
+    from serve_spec.engine.check import check_checkpoints  # takes seconds to import
+    from serve_spec.serving.chat_template import ChatTemplate
+
+    check_checkpoints(config)
+    ChatTemplate.from_folder(config.model.tokenizer_folder, config.model.chat_template)
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Print what the body does, and how long it took."""
+    began = time.monotonic()
+    print(f"{what} ...", flush=True)
+    yield
+    print(f"{what}: done in {time.monotonic() - began:.1f} s", flush=True)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="serve-spec serve", description=__doc__)
-    parser.add_argument(
-        "file", metavar="FILE", help="Serve config or serve_spec configuration (YAML)"
+    parser = argparse.ArgumentParser(
+        prog="serve-spec serve",
+        usage="serve-spec serve MODEL [options]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--host", help="address to listen on (default: from the file)")
-    parser.add_argument("--port", type=int, help="TCP port to listen on (default: from the file)")
+    add_model(parser, positional=True, default=None)
     parser.add_argument(
         "--address",
         default=os.environ.get("RAY_ADDRESS"),
         help="address of a running Ray cluster (default: $RAY_ADDRESS, else a new local cluster)",
     )
     parser.add_argument("--dashboard", action="store_true", help="start the Ray dashboard")
+    add_flags(parser)
     return parser
 
 
@@ -239,15 +324,17 @@ def _serve(plan: Plan, stop: threading.Event, address: str | None, *, dashboard:
     own_cluster = address is None
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     size: dict[str, Any] = {"num_cpus": plan.num_cpus, "include_dashboard": dashboard}
-    print("starting Ray ...", flush=True)
     try:
-        ray.init(address or "local", logging_level=logging.ERROR, **(size if own_cluster else {}))
+        with _told("starting Ray"):
+            size = size if own_cluster else {}
+            ray.init(address or "local", logging_level=logging.ERROR, **size)
     except ConnectionError as error:
         print(f"address={address!r}: {error}", file=sys.stderr)
         return 1
     _take_signals(stop)  # `ray.init` replaces the handler for SIGTERM
     try:
-        _deploy(plan, stop)
+        with _told("starting the replicas"):
+            _deploy(plan, stop)
         if not stop.is_set():
             print(announcement(plan), flush=True)
             stop.wait()
@@ -287,7 +374,6 @@ def _deploy(plan: Plan, stop: threading.Event) -> None:
     from ray.serve.schema import ServeDeploySchema
 
     schema = ServeDeploySchema.model_validate(plan.deployment)
-    print("loading the model ...", flush=True)
     client = serve_start(
         http_options=schema.http_options.model_dump(), proxy_location=schema.proxy_location
     )
@@ -324,7 +410,7 @@ def announcement(plan: Plan) -> str:
         return f"ready: {plan.url}"
     config = plan.configs[0]
     body = {
-        "model": config.model.served_model_name,
+        "model": config.model.names[0],
         "prompt": "class Stack:\n    def __init__(self):",
         "max_tokens": 64,
         "temperature": 0,
@@ -332,7 +418,7 @@ def announcement(plan: Plan) -> str:
     }
     key = " -H 'Authorization: Bearer YOUR_API_KEY'" if config.router.api_keys else ""
     return (
-        f"\nready: {config.model.served_model_name} at {plan.url}   (Ctrl-C stops it)\n\n"
+        f"\nready: {config.model.names[0]} at {plan.url}   (Ctrl-C stops it)\n\n"
         f"curl -N {plan.url}/v1/completions -H 'Content-Type: application/json'{key} "
         f"-d {shlex.quote(json.dumps(body))}\n"
     )
@@ -347,10 +433,6 @@ def _check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise ConfigError(f"port={port}: {error.strerror}; choose another --port") from None
-
-
-def _without_engine(args: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in args.items() if key != "engine_loop"}
 
 
 @contextmanager

@@ -31,6 +31,8 @@ from serve_spec.log import get_logger
 
 _KILL_S = 10.0
 """Maximum seconds for Ray to kill an actor."""
+# Ray marks nodes with one unit of their GPU's type.
+_ANY_SHARE = 0.001
 
 
 def placement_of(config: ServeSpecConfig) -> dict[str, Any]:
@@ -40,17 +42,20 @@ def placement_of(config: ServeSpecConfig) -> dict[str, Any]:
         ConfigError: ranks would have to share a GPU, or would reserve nothing.
     """
     replica, size = config.replica, config.model.tensor_parallel_size
-    if size > 1 and replica.num_gpus not in (0, size):
+    num_gpus = replica.num_gpus or 0
+    if size > 1 and num_gpus not in (0, size):
         raise ConfigError(
-            f"num_gpus={replica.num_gpus:g}: tensor_parallel_size={size} ranks need a GPU each; "
+            f"num_gpus={num_gpus:g}: tensor_parallel_size={size} ranks need a GPU each; "
             f"set num_gpus to {size} (or 0, for ranks on CPUs)"
         )
-    if replica.num_cpus == replica.num_gpus == 0:
+    if replica.num_cpus == num_gpus == 0:
         raise ConfigError(
             f"num_cpus=0: each of tensor_parallel_size={size} ranks has to reserve something; "
             "raise num_cpus"
         )
-    bundle = {"CPU": replica.num_cpus / size, "GPU": replica.num_gpus / size}
+    bundle = {"CPU": replica.num_cpus / size, "GPU": num_gpus / size}
+    if replica.accelerator_type is not None:
+        bundle[f"accelerator_type:{replica.accelerator_type}"] = _ANY_SHARE
     return {
         "ray_actor_options": {"num_cpus": 0, "num_gpus": 0},  # reserved by the ranks
         "placement_group_bundles": [{k: v for k, v in bundle.items() if v} for _ in range(size)],
@@ -65,7 +70,7 @@ def rank_options(config: ServeSpecConfig, rank: int) -> dict[str, Any]:
     assert group is not None, "a replica has a placement group"
     return {
         "num_cpus": config.replica.num_cpus / size,
-        "num_gpus": config.replica.num_gpus / size,
+        "num_gpus": (config.replica.num_gpus or 0) / size,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, rank),
     }
 
@@ -195,6 +200,7 @@ class Engine:
 
         with self._listener:
             connection = self._listener.accept()
+        logging.getLogger("serve_spec.progress").setLevel(logging.INFO)
         launcher = ActorLauncher(config) if config.model.tensor_parallel_size > 1 else None
         try:
             with connection:

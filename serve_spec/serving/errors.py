@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from serve_spec.core.errors import InvalidRequest
 
+# The start of a replica takes from half a minute to several.
+_START_S = 5
+
 
 class ApiError(Exception):
     """An HTTP error response. Field names are those of OpenAI's error object.
@@ -135,6 +138,17 @@ def no_replica(why: str) -> ApiError:
     """Return 503: no engine replica can take the request."""
     message = f"No healthy engine replica: {why}; try again shortly"
     return _unavailable(message, "no_healthy_replica")
+
+
+def starting() -> ApiError:
+    """Return 503: the first replica is not ready yet."""
+    return ApiError(
+        503,
+        "The model is being loaded; try again when /health answers 200",
+        kind="service_unavailable_error",
+        code="starting",
+        retry_after_s=_START_S,
+    )
 
 
 def server_lost() -> ApiError:

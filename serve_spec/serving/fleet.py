@@ -18,7 +18,7 @@ from serve_spec.config import ServeSpecConfig
 from serve_spec.log import get_logger
 from serve_spec.serving.batching import Batcher
 from serve_spec.serving.connections import ReplicaConnections
-from serve_spec.serving.errors import ApiError, no_replica
+from serve_spec.serving.errors import ApiError, no_replica, starting
 from serve_spec.serving.fleet_stats import FleetStats, section
 from serve_spec.serving.messages import (
     GenerateRequest,
@@ -77,6 +77,8 @@ class RayFleet(Batcher):
         self._is_wanted = asyncio.Event()
         """Set when a request waits for a replica."""
         self._tasks: list[asyncio.Task[None]] = []
+        self._has_served = False
+        self._is_starting = False
 
     def start(self) -> None:
         """Start the background tasks: accept replicas, check them and move waiting requests."""
@@ -98,9 +100,14 @@ class RayFleet(Batcher):
             await self._connections.changed(within_s=_WATCH_EVERY_S)
             num_checks += 1
             if num_checks >= self._max_quiet_checks:
-                raise no_replica("none responds")
+                raise self.unavailable("none responds")
             if num_checks % 2 == 0 and await self.num_healthy() == 0:
-                raise no_replica("none is running")
+                raise self.unavailable("none is running")
+        self._has_served = True
+
+    def unavailable(self, why: str) -> ApiError:
+        """Return the error for "no replica": `starting` until the first one is ready."""
+        return starting() if self._is_starting and not self._has_served else no_replica(why)
 
     def send(self, requests: Sequence[GenerateRequest]) -> str:
         """See `Batcher.send`."""
@@ -135,7 +142,11 @@ class RayFleet(Batcher):
         deployment = app.deployments.get(self._handle.deployment_name) if app else None
         if deployment is None:
             return 0
-        return sum(n for state, n in deployment.replica_states.items() if state in _SERVING)
+        states = deployment.replica_states
+        num_healthy = sum(n for state, n in states.items() if state in _SERVING)
+        self._has_served |= num_healthy > 0
+        self._is_starting = any(n for state, n in states.items() if state == "STARTING")
+        return num_healthy
 
     async def costs(self) -> dict[str, int]:
         """Count replicas by the state of their cost table: "missing", "measured" or "loaded".

@@ -9,18 +9,21 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
+from serve_spec.config import ConfigError
+from serve_spec.config.checkpoint import max_positions, text_config
 from serve_spec.config.engine import ModelConfig
 from serve_spec.config.serving import RouterConfig
 from serve_spec.core.errors import CheckpointError, InvalidRequest, TextTooLong
 from serve_spec.core.grammar import GrammarKind
 from serve_spec.core.request import SamplingParams
+from serve_spec.engine.inputs import sampling_defaults
 from serve_spec.engine.messages import encode_async
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.serving.chat_template import (
@@ -36,8 +39,6 @@ from serve_spec.serving.openai import ChatMessage, ChatRequest, CompletionReques
 from serve_spec.serving.parsers import AnswerSyntax
 from serve_spec.serving.tools import Formats
 
-# Default of config.json, as in `models.shape`.
-_DEFAULT_MODEL_LEN = 2048
 # Shorter texts are rejected by the replica, which encodes them anyway.
 _UNUSUAL_CHARS = 65_536
 # Texts that are cut, or only counted, may be longer than the context, but have a limit.
@@ -46,6 +47,8 @@ _MOST_CONTEXTS = 8
 _LONG_CHARS = 2**20
 # Likely tokens repeat, and an answer with top_logprobs=20 needs 21 of them per token.
 _NUM_CACHED_TOKENS = 2**16
+
+T = TypeVar("T")
 
 
 class _Files(NamedTuple):
@@ -80,6 +83,23 @@ class ModelText:
         self._router = router or RouterConfig()
         self._loading = threading.Lock()
         self._loaded: _Files | None = None
+        self._defaults: dict[str, Any] | None = None
+
+    async def params(self, request: CompletionRequest | ChatRequest) -> SamplingParams:
+        """Return the sampling parameters of a request; it takes those it lacks of the checkpoint.
+
+        Raises:
+            InvalidRequest: a field is invalid.
+        """
+        params = request.sampling_params()
+        if self._defaults is None:
+            self._defaults = await asyncio.to_thread(_readable, sampling_defaults, self._model)
+        defaults = {
+            name: value
+            for name, value in self._defaults.items()
+            if name != "max_tokens" and getattr(request, name) is None
+        }
+        return replace(params, **defaults) if defaults else params
 
     async def conversation(self, request: ChatRequest, params: SamplingParams) -> Conversation:
         """Return the conversation as token ids, and `params` with `max_tokens` and grammar set.
@@ -101,7 +121,8 @@ class ModelText:
         if limit is not None and limit > room:
             fix = f"the messages have {len(token_ids)} tokens, which leaves {room}; lower {field}"
             raise InvalidRequest(field, limit, fix)
-        params = replace(params, max_tokens=room if limit is None else limit)
+        most = min(room, (self._defaults or {}).get("max_tokens", room))
+        params = replace(params, max_tokens=most if limit is None else limit)
         return Conversation(token_ids, params, syntax)
 
     async def texts(self, prompts: Sequence[Prompt]) -> list[str]:
@@ -170,20 +191,24 @@ class ModelText:
     def _load(self) -> _Files:
         with self._loading:
             if self._loaded is None:
-                try:
-                    self._loaded = _read(self._model, self._router)
-                except (CheckpointError, OSError) as error:
-                    message = f"The router cannot read the model's tokenizer: {error}"
-                    raise ApiError(500, message, kind="server_error", code="no_tokenizer") from None
+                self._loaded = _readable(partial(_read, self._router), self._model)
             return self._loaded
 
 
-def _read(model: ModelConfig, router: RouterConfig) -> _Files:
-    tokenizer = Tokenizer(model.path)
+def _readable(read: Callable[[ModelConfig], T], model: ModelConfig) -> T:
+    try:
+        return read(model)
+    except (CheckpointError, ConfigError, OSError) as error:
+        message = f"The router cannot read the model's files: {error}"
+        raise ApiError(500, message, kind="server_error", code="no_tokenizer") from None
+
+
+def _read(router: RouterConfig, model: ModelConfig) -> _Files:
+    tokenizer = Tokenizer(model.tokenizer_folder)
     token_bytes = lru_cache(_NUM_CACHED_TOKENS)(tokenizer.token_bytes)
-    template = ChatTemplate.from_folder(model.path)
+    template = ChatTemplate.from_folder(model.tokenizer_folder, model.chat_template)
     control = ControlTokens(tokenizer, template.source)
-    max_model_len = model.max_model_len or _max_model_len(model.path)
+    max_model_len = model.max_model_len or _max_model_len(model.metadata_folder)
     formats = Formats.of(template.source, router.tool_call_parser, router.reasoning_parser)
     return _Files(tokenizer, token_bytes, template, control, formats, max_model_len)
 
@@ -346,6 +371,6 @@ def _max_model_len(folder: Path) -> int:
     """Return the context length in config.json, as the engine reads it."""
     path = folder / "config.json"
     try:
-        return int(json.loads(path.read_text()).get("max_position_embeddings", _DEFAULT_MODEL_LEN))
+        return max_positions(text_config(json.loads(path.read_text())))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error

@@ -274,7 +274,7 @@ def add_generate(api: FastAPI, frontend: "Frontend") -> None:
         with renamed(lambda field: _FIELDS.get(field, field)):
             asked = body.completion()
             frontend.admit(asked, len(asked.prompt))
-            params = asked.sampling_params()
+            params = await frontend.text.params(asked)
         head = frontend.head("gen", asked)
         head = AnswerHead(**{**vars(head), "id": body.rid or head.id})
         prompts = await frontend.text.token_ids(asked, params.max_tokens)
@@ -334,8 +334,8 @@ def add_state(
         """Return the model, as SGLang does."""
         return {
             "model_path": str(config.model.path),
-            "tokenizer_path": str(config.model.path),
-            "served_model_name": config.model.served_model_name,
+            "tokenizer_path": str(config.model.tokenizer_path or config.model.path),
+            "served_model_name": config.model.names[0],
             "is_generation": True,
             "preferred_sampling_params": None,
         }

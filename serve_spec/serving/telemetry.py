@@ -300,7 +300,7 @@ def pair_name(config: ServeSpecConfig) -> str:
     draft = speculative.speculative_draft_model_path or speculative.speculative_algorithm
     forced = speculative.synthetic_acceptance
     label = "" if forced is None else f", acceptance forced to {forced}"
-    return f"{config.model.path}+{draft}{label}"
+    return f"{config.model.source}+{draft}{label}"
 
 
 class ReplicaTelemetry:

@@ -104,12 +104,13 @@ def test_serve_deploy_status_and_shutdown_do_what_ray_s_documentation_says(tiny)
 
 
 def test_a_model_that_can_not_be_loaded_ends_the_command_with_the_reason(cluster, tmp_path):
-    file = tmp_path / "too_long.yaml"
-    file.write_text("model: {path: 'asset:tiny/target', max_model_len: 100000}\n")
+    file = tmp_path / "too_small.yaml"
+    # Only the engine knows how many pages it needs.
+    file.write_text("model: {path: 'asset:tiny/target'}\ncache: {num_pages: 1}\n")
     command = [sys.executable, "-m", "serve_spec", "serve", str(file), "--port", str(free_port())]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WITHIN_S)
     assert done.returncode == 1
-    assert "max_model_len=100000 is more" in done.stderr
+    assert "num_pages=1 of page_size=16 hold 16 tokens" in done.stderr
     serve("shutdown", "-y")
 
 

@@ -39,6 +39,9 @@ class QuietFleet:
     async def num_healthy(self):
         return 1
 
+    def unavailable(self, why):
+        return no_replica(why)
+
     async def costs(self):
         return {}
 

@@ -21,7 +21,7 @@ from tests.serving.texts import WORDS, drafting, word_tokenizer, write_text_file
 
 @pytest.fixture
 def server(config):
-    write_text_files(config.model.path, tokenizer=word_tokenizer())
+    write_text_files(config.model.folder, tokenizer=word_tokenizer())
     return Server(config)
 
 
@@ -111,6 +111,33 @@ def test_a_chat_stream_is_chunks_of_a_chat(server):
 def test_a_chat_goes_on_to_the_end_of_the_context(server):
     usage = server.chat("a b c").json()["usage"]
     assert (usage["prompt_tokens"], usage["total_tokens"]) == (3, 64)
+
+
+@pytest.mark.parametrize("switch", ["auto", "none"])
+def test_requests_take_what_they_lack_from_generation_config(config, switch):
+    config = ServeSpecConfig.load(config, generation_config=switch)
+    write_text_files(config.model.folder, tokenizer=word_tokenizer(), max_position_embeddings=40)
+    recommended = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 9, "do_sample": False}
+    (config.model.folder / "generation_config.json").write_text(json.dumps(recommended))
+    server, seen = Server(config), []
+    submit = server.loop.submit
+
+    async def watched(prompt, params, *rest, **options):
+        seen.append((params.temperature, params.top_k, params.top_p, params.max_tokens))
+        return await submit(prompt, params, *rest, **options)
+
+    server.loop.submit = watched
+    answers = [
+        server.chat(),
+        server.complete(),
+        server.chat(temperature=0.0, top_p=0.5, top_k=-1, max_tokens=12),
+    ]
+    assert [answer.status_code for answer in answers] == [200] * 3
+    given = (0.0, -1, 0.5, 12)
+    if switch == "auto":
+        assert seen == [(0.6, 20, 1.0, 9), (0.6, 20, 1.0, 16), given]
+    else:
+        assert seen == [(1.0, -1, 1.0, 37), (1.0, -1, 1.0, 16), given]
 
 
 def test_what_is_too_long_is_a_413_that_names_it(server):
@@ -363,7 +390,7 @@ async def test_a_full_queue_is_a_429_with_retry_after(config):
 
 
 def test_answers_say_where_acceptance_is_forced(config):
-    forced = drafting(config.model.path, synthetic_acceptance=2.5)
+    forced = drafting(config.model.folder, synthetic_acceptance=2.5)
     server = Server(ServeSpecConfig.load(forced))
     assert server.complete().json()["synthetic_acceptance"] is True
     chunks = chunks_of(server.complete(stream=True))

@@ -3,8 +3,10 @@
 import asyncio
 import json
 import logging
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +16,17 @@ from hypothesis import strategies as st
 from ray.exceptions import ActorDiedError, TaskCancelledError
 
 from serve_spec.config import ConfigError
-from serve_spec.serving.app import FailedReads, build_app, load_config
+from serve_spec.config.base import ASSETS
+from serve_spec.serving.app import (
+    FailedReads,
+    build_app,
+    build_openai_app,
+    load_config,
+    openai_config,
+)
 from serve_spec.serving.autoscaling import NUM_REQUESTS, replicas_for_requests
+from serve_spec.serving.command import read_deployment, read_plan
+from tests.helpers.hub import COMMIT, add_repository, use_cache
 from tests.serving.asgi import COMPLETIONS, Server
 
 
@@ -41,10 +52,10 @@ def test_a_relative_file_is_found_here_first_and_then_in_the_checkout(
     config_file, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    assert load_config({"config": "mine.yaml"}).model.path == tmp_path / "model"
+    assert load_config({"config": "mine.yaml"}).model.folder == tmp_path / "model"
     monkeypatch.chdir("/")
     monkeypatch.setattr("serve_spec.serving.app._CHECKOUT", tmp_path)
-    assert load_config({"config": "mine.yaml"}).model.path == tmp_path / "model"
+    assert load_config({"config": "mine.yaml"}).model.folder == tmp_path / "model"
 
 
 @pytest.mark.parametrize(
@@ -69,6 +80,130 @@ def test_where_nobody_may_be_anonymous_the_app_needs_keys(config_file, monkeypat
         build_app(args)
     monkeypatch.setenv("SERVE_SPEC_ROUTER__API_KEYS", '["k1"]\n')
     assert load_config(args).router.api_keys == ("k1",)
+
+
+def test_a_model_may_be_given_without_a_file(config_file, tmp_path, monkeypatch):
+    shipped = load_config({"model": "asset:tiny", "num_pages": "77"})
+    assert shipped.model.names == ("tiny",)
+    assert shipped.speculative.enabled
+    assert shipped.cache.num_pages == 77
+    both = load_config({"config": str(config_file), "model": "asset:tiny/target"})
+    assert both.model.path == "asset:tiny/target"
+    monkeypatch.chdir(tmp_path)
+    assert load_config({"model": "model"}).model.folder == tmp_path / "model"
+
+
+def test_an_application_loads_the_commit_that_the_hub_had_when_it_was_built(tmp_path, monkeypatch):
+    use_cache(monkeypatch, tmp_path)
+    add_repository(tmp_path, "ada/tiny", ASSETS / "tiny/target")
+    app = build_app({"model": "ada/tiny"})
+    config = app._bound_deployment.init_args[1]
+    assert config.model.path == f"ada/tiny@{COMMIT}"
+    assert config.replica.num_gpus == 0
+
+
+@pytest.mark.parametrize(
+    ("found", "options", "num_gpus", "num_routers"),
+    [
+        (0, {}, 0, 1),
+        (4, {}, 1, 2),
+        (4, {"tensor_parallel_size": 2}, 2, 2),
+        (4, {"device": "cpu"}, 0, 1),
+        (4, {"num_gpus": 0}, 0, 1),
+        (0, {"device": "cuda"}, 1, 2),  # the cluster may still grow
+    ],
+)
+def test_a_replica_gets_the_gpus_that_there_are(
+    config_file, monkeypatch, found, options, num_gpus, num_routers
+):
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 4.0, "GPU": float(found)})
+    router = build_app({"config": str(config_file), **options})._bound_deployment
+    assert router.num_replicas == num_routers
+    (bundle, *others) = router.init_args[
+        0
+    ]._bound_deployment._replica_config.placement_group_bundles
+    assert sum(each.get("GPU", 0) for each in (bundle, *others)) == num_gpus
+
+
+LLM_CONFIG = {
+    "model_loading_config": {"model_id": "mine", "model_source": "asset:tiny/target"},
+    "engine_kwargs": {
+        "max_model_len": "1k",
+        "gpu_memory_utilization": 0.5,
+        "enable_prefix_caching": False,
+        "enforce_eager": True,
+        "trust_remote_code": True,
+        "speculative_config": {"method": "eagle3", "model": "asset:tiny/eagle3"},
+        "min_dwell_rounds": 3,
+    },
+    "deployment_config": {
+        "autoscaling_config": {"min_replicas": 1, "max_replicas": 3},
+        "max_ongoing_requests": 32,
+    },
+    "accelerator_type": "H100",
+    "log_engine_metrics": True,
+}
+
+
+def test_the_arguments_of_ray_s_own_builder_are_understood():
+    routers = {"ingress_deployment_config": {"num_replicas": 3}}
+    config, engines, router = openai_config({"llm_configs": [LLM_CONFIG], **routers})
+    assert (config.model.names, config.model.path) == (("mine",), "asset:tiny/target")
+    assert (config.model.max_model_len, config.model.cuda_graphs) == (1000, False)
+    assert (config.cache.memory_fraction, config.cache.prefix_caching) == (0.5, False)
+    assert config.speculative.speculative_algorithm == "EAGLE3"
+    assert config.speculative.min_dwell_rounds == 3
+    assert (config.replica.num_replicas, config.replica.max_ongoing_requests) == (3, 32)
+    assert engines["num_replicas"] == "auto"
+    assert engines["autoscaling_config"]["target_ongoing_requests"] == 48
+    assert router == {"num_replicas": 3}
+    app = build_openai_app({"llm_configs": [LLM_CONFIG]})
+    engines = app._bound_deployment.init_args[0]._bound_deployment
+    (bundle,) = engines._replica_config.placement_group_bundles
+    assert bundle == {"CPU": 1.0, "GPU": 1.0, "accelerator_type:H100": 0.001}
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"engine_kwarg": {}}, r"llm_configs\.0\.engine_kwarg: unknown key; did you mean"),
+        ({"lora_config": {}}, r"llm_configs\.0\.lora_config: unknown key"),
+        ({"engine_kwargs": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size: unknown key"),
+        ({"engine_kwargs": {"dtype": "float8"}}, r"model\.dtype='float8'"),
+        ({"engine_kwargs": {"speculative_config": {"x": 1}}}, "speculative-config x: not"),
+        ({"deployment_config": {"ray_actor_options": {}}}, "ray_actor_options: unknown key"),
+        ({"model_loading_config": {}}, "model_id=None: give"),
+        ({"model_loading_config": {"model_id": "m", "model_source": {}}}, "mirrors"),
+        ({"log_engine_metrics": False}, "log_engine_metrics=False"),
+    ],
+)
+def test_an_argument_of_ray_s_builder_without_a_counterpart_is_refused_by_name(changed, named):
+    with pytest.raises(ConfigError, match=named):
+        build_openai_app({"llm_configs": [LLM_CONFIG | changed]})
+
+
+def test_an_application_of_ray_s_builder_has_one_model():
+    for models in ([], [LLM_CONFIG] * 2, "x"):
+        with pytest.raises(ConfigError, match="give a list of one LLMConfig"):
+            build_openai_app({"llm_configs": models})
+
+
+def test_serve_build_accepts_the_application_of_the_environment(tmp_path):
+    file = tmp_path / "built.yaml"
+    program = Path(sys.executable).with_name("serve")
+    command = [program, "build", "serve_spec.serving:application", "-o", file]
+    environment = os.environ | {"SERVE_SPEC_REPLICA__NUM_REPLICAS": "2"}
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    (app,) = read_deployment(file)["applications"]
+    assert {d["name"]: d["num_replicas"] for d in app["deployments"]} == {
+        "Router": 1,
+        "EngineReplica": 2,
+    }
+    assert read_plan(file).configs[0].model.names == ("tiny",)
 
 
 def test_neither_the_app_nor_the_proxy_needs_torch_to_start(config_file):

@@ -158,6 +158,17 @@ def test_a_template_for_tools_is_used_for_them(tmp_path):
     assert ChatTemplate.from_folder(tmp_path).render(CHAT, tools=[1]) == "tools"
 
 
+def test_another_template_replaces_that_of_the_checkpoint(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "its own"}))
+    file = tmp_path / "mine.jinja"
+    file.write_text("mine")
+    assert ChatTemplate.from_folder(tmp_path, file).render(CHAT) == "mine"
+    for content, named in ((b"\xff", "mine"), (b"{% if %}", "template")):
+        file.write_bytes(content)
+        with pytest.raises(CheckpointError, match=named):
+            ChatTemplate.from_folder(tmp_path, file)
+
+
 def test_a_checkpoint_without_one_has_the_plain_one(tmp_path):
     assert ChatTemplate.from_folder(write_text_files(tmp_path)).is_plain
     assert ChatTemplate.from_folder(tmp_path / "nothing").is_plain

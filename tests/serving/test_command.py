@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import shlex
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,9 @@ from ray._common.utils import import_attr
 
 from serve_spec import cli
 from serve_spec.config import ConfigError, RouterConfig
+from serve_spec.config.base import ASSETS
 from serve_spec.serving import proxy
+from serve_spec.serving.app import load_config
 from serve_spec.serving.command import (
     announcement,
     check_deployment,
@@ -25,11 +28,12 @@ from serve_spec.serving.command import (
     read_plan,
 )
 from serve_spec.serving.proxy import own_settings
+from tests.serving.cluster import free_port
 
 
 @pytest.fixture
 def config_file(tmp_path):
-    (tmp_path / "model").mkdir()
+    (tmp_path / "model").symlink_to(ASSETS / "tiny/target")
     file = tmp_path / "mine.yaml"
     model = {"path": "model", "served_model_name": "Ada's"}
     file.write_text(yaml.safe_dump({"model": model, "router": {"port": 8123}}))
@@ -51,9 +55,9 @@ def deploy_file(config_file):
 def test_the_address_comes_from_the_option_then_the_deployment_then_the_configuration(
     config_file, deploy_file
 ):
-    assert read_plan(config_file, None, None).url == "http://127.0.0.1:8123"
-    assert read_plan(deploy_file, None, None).url == "http://127.0.0.1:8124"
-    plan = read_plan(deploy_file, "0.0.0.0", 8125)
+    assert read_plan(config_file).url == "http://127.0.0.1:8123"
+    assert read_plan(deploy_file).url == "http://127.0.0.1:8124"
+    plan = read_plan(deploy_file, {"host": "0.0.0.0", "port": 8125})
     assert plan.deployment["http_options"] == {"host": "0.0.0.0", "port": 8125}
     assert plan.url == "http://127.0.0.1:8125", "nobody can call 0.0.0.0"
 
@@ -61,7 +65,7 @@ def test_the_address_comes_from_the_option_then_the_deployment_then_the_configur
 def test_the_announced_address_holds_the_route_prefix(deploy_file):
     text = deploy_file.read_text().replace("name: a", "name: a\n  route_prefix: /llm")
     deploy_file.write_text(text)
-    assert read_plan(deploy_file, None, None).url == "http://127.0.0.1:8124/llm"
+    assert read_plan(deploy_file).url == "http://127.0.0.1:8124/llm"
 
 
 def test_a_serve_file_is_judged_and_resolved_without_starting_anything(deploy_file, capsys):
@@ -79,7 +83,7 @@ def test_a_serve_file_is_judged_and_resolved_without_starting_anything(deploy_fi
 
 
 def test_there_are_logical_cpus_for_every_replica(deploy_file):
-    assert read_plan(deploy_file, None, None).num_cpus >= 120
+    assert read_plan(deploy_file).num_cpus >= 120
 
 
 @pytest.mark.parametrize(
@@ -88,13 +92,13 @@ def test_there_are_logical_cpus_for_every_replica(deploy_file):
 )
 def test_a_server_that_anyone_can_use_is_known(config_file, host, keys, is_open):
     config_file.write_text(config_file.read_text() + f"  api_keys: {keys}\n")
-    assert read_plan(config_file, host, None).is_open_to_all == is_open
+    assert read_plan(config_file, {"host": host}).is_open_to_all == is_open
 
 
 def test_the_proxy_is_told_the_limit_of_the_configuration(config_file, monkeypatch):
     config_file.write_text(config_file.read_text() + "  header_timeout_s: 7.5\n")
     monkeypatch.setattr("os.environ", {"RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "9"})
-    prepare_environment(read_plan(config_file, None, None))
+    prepare_environment(read_plan(config_file))
     assert os.environ[proxy.CALLBACK_VARIABLE] == proxy.CALLBACK
     assert proxy.header_timeout_s() == 7.5
     assert os.environ["RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"] == "8"
@@ -111,7 +115,7 @@ def test_a_second_server_on_a_machine_has_ports_of_its_own():
 def test_the_announced_curl_line_is_a_valid_request(config_file):
     line = next(
         text
-        for text in announcement(read_plan(config_file, None, None)).splitlines()
+        for text in announcement(read_plan(config_file)).splitlines()
         if text.startswith("curl")
     )
     words = shlex.split(line)
@@ -135,6 +139,58 @@ def test_bad_input_is_refused_by_name_before_ray_starts(config_file, capsys, tex
     config_file.write_text(text)
     assert main([str(config_file)]) == 2
     assert named in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_cannot_be_used_ends_the_command_with_one_line(
+    config_file, tmp_path, capsys
+):
+    broken = tmp_path / "broken"
+    shutil.copytree(ASSETS / "tiny/target", broken)
+    (broken / "model-00003-of-00005.safetensors").unlink()
+    for arguments, named in (
+        ([str(broken)], "model-00003-of-00005.safetensors"),
+        ([str(config_file), "--max-model-len", "100k"], "max_model_len=100000 is more"),
+        ([str(config_file), "--tp", "3"], "tensor_parallel_size"),
+        (
+            ["asset:tiny", "--speculative-algorithm", "EAGLE"],
+            "set it to 'EAGLE3'",
+        ),
+    ):
+        assert main([*arguments, "--port", str(free_port())]) == 1
+        error = capsys.readouterr().err
+        assert named in error
+        assert len(error.splitlines()) == 1
+
+
+def test_a_model_and_flags_become_an_application_that_any_node_can_build(tmp_path, monkeypatch):
+    (tmp_path / "draft").symlink_to(ASSETS / "tiny/eagle3")
+    (tmp_path / "target").symlink_to(ASSETS / "tiny/target")
+    monkeypatch.chdir(tmp_path)
+    overrides = {
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": "draft",
+        "port": 8200,
+    }
+    plan = read_plan("target", overrides)
+    (app,) = plan.deployment["applications"]
+    assert app["args"] == overrides | {
+        "model": str(tmp_path / "target"),
+        "speculative_draft_model_path": str(tmp_path / "draft"),
+    }
+    monkeypatch.chdir("/")
+    assert load_config(app["args"]) == plan.configs[0]
+    assert plan.url == "http://127.0.0.1:8200"
+
+
+def test_flags_win_over_the_arguments_of_a_serve_file(deploy_file):
+    plan = read_plan(deploy_file, {"num_replicas": 1, "port": 8200})
+    assert (plan.configs[0].replica.num_replicas, plan.port) == (1, 8200)
+    content = yaml.safe_load(deploy_file.read_text())
+    content["applications"][0]["import_path"] = "serve_spec.serving:application"
+    deploy_file.write_text(yaml.safe_dump(content))
+    assert read_plan(deploy_file, {"port": 8200}).port == 8200
+    with pytest.raises(ConfigError, match=r"num_replicas=1: .* set it in the Serve file"):
+        read_plan(deploy_file, {"num_replicas": 1})
 
 
 def test_a_missing_file_is_refused_by_name(capsys):

@@ -156,6 +156,31 @@ async def test_waiting_ends_when_no_replica_is_left_or_none_answers(
         assert caught.value.status == 503
 
 
+async def test_until_the_first_replica_is_ready_the_answer_is_that_it_starts(config, monkeypatch):
+    states = {}
+
+    def status():
+        engines = SimpleNamespace(replica_states=states)
+        return SimpleNamespace(
+            applications={"app": SimpleNamespace(deployments={"EngineReplica": engines})}
+        )
+
+    monkeypatch.setattr(module.serve, "status", status)
+    async with running(config) as fleet:
+        for now, num_healthy, code in (
+            ({}, 0, "no_healthy_replica"),
+            ({"STARTING": 1}, 0, "starting"),
+            ({"RUNNING": 1, "STARTING": 1}, 1, "no_healthy_replica"),
+            ({"STARTING": 2}, 0, "no_healthy_replica"),
+        ):
+            states.clear()
+            states.update(now)
+            assert await fleet.num_healthy() == num_healthy
+            error = fleet.unavailable("none is running")
+            assert (error.status, error.code) == (503, code)
+            assert "Retry-After" in error.headers()
+
+
 async def test_a_silent_replica_loses_its_requests_and_serves_on_once_it_speaks(
     config, monkeypatch
 ):

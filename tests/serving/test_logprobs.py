@@ -286,7 +286,7 @@ def test_equal_prompts_alone_are_computed_once(lawful, stream):
 
 
 def test_an_empty_prompt_is_refused_echoed_or_not(config):
-    write_text_files(config.model.path)  # its tokenizer would add a special token
+    write_text_files(config.model.folder)  # its tokenizer would add a special token
     for body in ({"prompt": ""}, {"prompt": "", "echo": True, "logprobs": 1}):
         answer = ask(config, LoopFleet(FakeLoop()), COMPLETIONS, body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")

@@ -1,6 +1,7 @@
 """Conversations become the token ids that the checkpoint's own tokenizer and template make."""
 
 import asyncio
+import json
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -46,6 +47,15 @@ def test_without_a_template_the_tokenizer_adds_its_special_tokens(tmp_path):
     text = text_of(write_text_files(tmp_path))
     token_ids, _ = ask(text, {"role": "system", "content": "a"}, {"role": "user", "content": "b"})
     assert token_ids == byte_tokenizer().encode("a\nb").ids
+
+
+def test_the_context_is_that_of_the_text_model_as_its_rope_stretches_it(tmp_path):
+    rope = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 50}
+    text = {"model_type": "qwen2", "max_position_embeddings": 64, "rope_scaling": rope}
+    folder = write_text_files(tmp_path)
+    (folder / "config.json").write_text(json.dumps({"text_config": text}))
+    token_ids, params = ask(text_of(folder))
+    assert params.max_tokens == 200 - len(token_ids)
 
 
 def test_an_open_message_is_gone_on_with(tmp_path):

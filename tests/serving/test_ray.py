@@ -3,6 +3,9 @@
 import asyncio
 import json
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -348,6 +351,33 @@ def test_the_page_and_its_figures_come_through_serve(url):
     assert Path(httpx.get(url + "/static/status.js").url.path).name == "status.js"
 
 
+@contextmanager
+def asking(client):
+    """Streams that follow each other while the body runs; each must be complete."""
+    done, texts = threading.Event(), []
+
+    def ask():
+        body = {"prompt": "a b", "stream": True, "max_tokens": 4}
+        while not done.is_set():
+            texts.append(client.post("/other/v1/completions", json=body).text)
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask)
+        try:
+            yield
+        finally:
+            done.set()
+        asked.result()
+    assert texts
+    assert [text for text in texts if not text.endswith("data: [DONE]\n\n")] == []
+    assert len({_said(text) for text in texts}) == 1
+
+
+def _said(stream):
+    events = [line.removeprefix("data: ") for line in stream.splitlines() if line]
+    return "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
+
+
 def test_replicas_come_and_go_with_the_requests_and_start_from_what_the_fleet_knows(client):
     def started_from():
         states = client.get("/other/server_info").json()["internal_states"]
@@ -357,12 +387,13 @@ def test_replicas_come_and_go_with_the_requests_and_start_from_what_the_fleet_kn
     eventually(started_from, lambda found: found == [None])
     # Two calls with four requests: Serve's own policy would count two, and two are the target.
     held = {"prompt": ["hold on"] * 4, "max_tokens": 9, "stream": True}
-    with client.stream("POST", "/other/v1/completions", json=held) as answer:
-        lines = answer.iter_lines()  # kept: the stream closes with its generator
-        assert "hold on" in next(lines)
-        found = eventually(started_from, lambda found: len(found) == 2, WITHIN_S)
-        assert sorted(map(repr, found)) == sorted([repr(None), repr(RATES)])
-    eventually(lambda: len(started_from()), lambda number: number == 1, WITHIN_S)
+    with asking(client):
+        with client.stream("POST", "/other/v1/completions", json=held) as answer:
+            lines = answer.iter_lines()  # kept: the stream closes with its generator
+            assert "hold on" in next(lines)
+            found = eventually(started_from, lambda found: len(found) == 2, WITHIN_S)
+            assert sorted(map(repr, found)) == sorted([repr(None), repr(RATES)])
+        eventually(lambda: len(started_from()), lambda number: number == 1, WITHIN_S)
 
 
 def test_of_an_application_that_is_taken_down_nothing_is_left(url):

@@ -14,12 +14,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TypeAlias
 
 from tqdm import tqdm
 
-from serve_spec.bench.online.client import Clients, Target
+from serve_spec.bench.online.client import Clients, OnEnd, Target
 from serve_spec.bench.online.load import (
     Bursty,
     ClosedLoop,
@@ -52,12 +51,14 @@ from serve_spec.bench.report import (
     Record,
     append_record,
     forced_acceptance,
+    option,
     read_records,
     run_record,
     show,
 )
 from serve_spec.bench.variants import interleaved
 from serve_spec.config import ConfigError, ServeSpecConfig
+from serve_spec.config.flags import flag_values
 from serve_spec.config.root import parse_override
 from serve_spec.core.request import TokenDelta
 from serve_spec.core.sequence import Sequence as EngineSequence
@@ -93,21 +94,24 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     if args.set and args.compare_offline is None:
-        raise ConfigError(f"set={args.set!r}: needs --compare-offline, whose keys it overrides")
-    for option in ("port", "variants", "client_cores"):
-        if getattr(args, option) and args.deploy is None:
-            value = getattr(args, option)
-            raise ConfigError(f"{option}={value!r}: needs --deploy; --url names a running server")
+        raise ConfigError(f"--set={args.set!r}: needs --compare-offline, whose keys it overrides")
+    for name in ("port", "variants", "client_cores"):
+        if getattr(args, name) and args.deploy is None:
+            raise ConfigError(f"{option(name)}: needs --deploy; --url names a running server")
+    if args.flags and args.deploy is None and args.compare_offline is None:
+        flag, value = next(iter(args.flags.values()))
+        raise ConfigError(f"{flag}={value!r}: needs --deploy; --url names a running server")
     if args.per_replica and not args.variants:
-        raise ConfigError("per_replica=True: needs --variants, which give num_replicas")
+        raise ConfigError("--per-replica: needs --variants, which give num_replicas")
 
 
 def _measured(args: argparse.Namespace) -> list[Record]:
     """Return the record of the run and of every load and side; write each side when it is done."""
     config = None  # read first, so that a mistake in it does not cost the run
     if args.compare_offline is not None:
-        config = ServeSpecConfig.load(args.compare_offline, **dict(map(parse_override, args.set)))
-    variants = [server_variant(Path(args.deploy), name) for name in args.variants]
+        keys = {**flag_values(args), **dict(map(parse_override, args.set))}
+        config = ServeSpecConfig.load(args.compare_offline, **keys)
+    variants = [server_variant(args.deploy, name, flag_values(args)) for name in args.variants]
     servers: Sequence[ServerVariant | None] = variants or [None]
     plans, warm_up = _plans(args, {1, *(each.num_replicas for each in variants)})
     objective = Objective(args.slo_ttft_ms, args.slo_tpot_ms)
@@ -183,9 +187,13 @@ def _repeat(
 ) -> Runs:
     """Run every load once per repetition, each with a seed of the repetition."""
     runs: Runs = {load: [] for load in plan}
-    turns = list(interleaved(args.repetitions, plan))
-    for repetition, load in tqdm(turns, desc=name, leave=False):
-        runs[load].append(run_once(load, plan[load], seed=args.seed + repetition))
+    turns = interleaved(args.repetitions, plan)
+    total = args.repetitions * sum(map(len, plan.values()))
+    with tqdm(total=total, desc=name, unit="request", leave=False) as bar:
+        for repetition, load in turns:
+            bar.set_postfix_str(load.name)
+            seed = args.seed + repetition
+            runs[load].append(run_once(load, plan[load], seed=seed, on_end=bar.update))
     return runs
 
 
@@ -199,7 +207,9 @@ def _online(
         url = args.url
         if url is None:
             file = args.deploy if variant is None else stack.enter_context(serve_file(variant))
-            url = stack.enter_context(own_server(serve_command(file, args.port), args.client_cores))
+            keys = flag_values(args) if variant is None else {}
+            command = serve_command(file, args.port, keys)
+            url = stack.enter_context(own_server(command, args.client_cores))
         api_key = os.environ.get("SERVE_SPEC_API_KEY")
         target = Target(url, args.model, api_key, args.timeout_s)
         clients = stack.enter_context(Clients(target, args.clients))
@@ -251,7 +261,12 @@ class _Running:
 
 
 def run_offline(
-    engine: SpecEngine, load: Load, requests: Sequence[CompletionRequest], *, seed: int = 0
+    engine: SpecEngine,
+    load: Load,
+    requests: Sequence[CompletionRequest],
+    *,
+    seed: int = 0,
+    on_end: OnEnd = int,
 ) -> LoadRun:
     """Run a load on an idle engine in this process, without HTTP.
 
@@ -286,4 +301,5 @@ def run_offline(
                 mine.chunk_s.append(time.perf_counter() - started_s)
             if delta.finish_reason is not None:
                 served[delta.request_id] = running.pop(delta.request_id).served()
+                on_end(1)
     return LoadRun([served[str(number)] for number in range(len(requests))])

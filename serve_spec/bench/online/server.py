@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -22,10 +23,12 @@ _READY = re.compile(r"^ready: (?:.* at )?(https?://\S+)")
 _STOP_WITHIN_S = 120.0
 
 
-def serve_command(file: str, port: int | None) -> list[str]:
-    """Return the command that starts a server."""
+def serve_command(model: str, port: int | None, keys: Mapping[str, Any] | None = None) -> list[str]:
+    """Return the command that starts a server; `keys` override the configuration."""
     chosen = [] if port is None else ["--port", str(port)]
-    return [sys.executable, "-u", "-m", "serve_spec", "serve", file, *chosen]
+    for key, value in (keys or {}).items():
+        chosen += ["--set", f"{key}={json.dumps(value)}"]
+    return [sys.executable, "-u", "-m", "serve_spec", "serve", model, *chosen]
 
 
 @contextmanager
@@ -41,7 +44,7 @@ def own_server(command: Sequence[str], client_cores: int = 0) -> Iterator[str]:
     kept = len(cores) - client_cores
     if kept < 1:
         raise ConfigError(
-            f"client_cores={client_cores!r}: the machine has {len(cores)} cores; leave some"
+            f"--client-cores={client_cores!r}: the machine has {len(cores)} cores; leave some"
         )
     with _on_cores(cores[:kept]):  # a child inherits them
         process = subprocess.Popen(
@@ -116,8 +119,12 @@ class ServerVariant:
     deployment: Mapping[str, Any]
 
 
-def server_variant(deploy: Path, name: str) -> ServerVariant:
-    """Return a Serve file or configuration with the settings of `name`.
+def server_variant(
+    deploy: str | Path, name: str, keys: Mapping[str, Any] | None = None
+) -> ServerVariant:
+    """Return a Serve file, configuration or checkpoint with the settings of `name`.
+
+    keys: other keys, which lose to the settings.
 
     Raises:
         ConfigError: the file or a key is invalid, or the file has no application of this package.
@@ -127,12 +134,10 @@ def server_variant(deploy: Path, name: str) -> ServerVariant:
     from serve_spec.serving.command import APP_IMPORT_PATH, read_deployment
     from serve_spec.serving.engine_actor import placement_of
 
-    deployment = read_deployment(deploy)
+    deployment = read_deployment(deploy, keys)
     ours = [app for app in deployment["applications"] if app["import_path"] == APP_IMPORT_PATH]
     if not ours:
-        raise ConfigError(
-            f"deploy={str(deploy)!r}: no application imports {APP_IMPORT_PATH}; add one"
-        )
+        raise ConfigError(f"--deploy={deploy}: no application imports {APP_IMPORT_PATH}; add one")
     args = ours[0].setdefault("args", {})
     args.update(_settings(name))
     config = load_config(args)
@@ -153,5 +158,5 @@ def _settings(name: str) -> dict[str, str]:
     """Return the settings as texts, which `load_config` parses."""
     pairs = [pair.partition("=") for pair in name.split(",")]
     if not all(key and equals for key, equals, _ in pairs):
-        raise ConfigError(f"variants={name!r}: give KEY=VALUE, separated by commas")
+        raise ConfigError(f"--variants={name!r}: give KEY=VALUE, separated by commas")
     return {key: value for key, _, value in pairs}

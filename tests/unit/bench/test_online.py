@@ -137,6 +137,7 @@ def test_a_load_without_any_answer_is_a_failure():
         ["--url", "http://x", "--client-cores", "1"],
         ["--url", "http://x", "--per-replica"],
         ["--url", "http://x", "--set", "max_num_seqs=2"],
+        ["--url", "http://x", "--max-num-seqs", "2"],
     ],
     ids=" ".join,
 )
@@ -158,7 +159,7 @@ def started(monkeypatch):
 
     @contextmanager
     def in_a_thread(command, client_cores):
-        (config,) = read_plan(Path(command[-1]), None, None).configs
+        (config,) = read_plan(command[-1]).configs
         configs.append(config)
         with serving(app(config, FakeLoop(config))) as url:
             yield url

@@ -80,7 +80,7 @@ def test_clients_and_server_have_cores_of_their_own_and_all_come_back():
     with own_server([sys.executable, "-c", CORES]) as url:
         assert url.rsplit("/", 1)[1] == "-".join(map(str, sorted(everything)))
         assert os.sched_getaffinity(0) == everything
-    with pytest.raises(ConfigError, match="client_cores"):
+    with pytest.raises(ConfigError, match="--client-cores"):
         own_server([sys.executable, "-c", CORES], client_cores=len(everything)).__enter__()
 
 
@@ -119,7 +119,7 @@ def test_a_variant_is_the_file_with_its_keys_set(deploy):
     variant = server_variant(deploy, TWO)
     assert (variant.name, variant.num_replicas) == (TWO, 2)
     with serve_file(variant) as file:
-        plan = read_plan(Path(file), None, None)
+        plan = read_plan(file)
     (config,) = plan.configs
     assert (config.replica.num_replicas, config.router.routing_policy) == (2, "balanced")
     assert plan.url == "http://127.0.0.1:8123/llm"
@@ -128,6 +128,22 @@ def test_a_variant_is_the_file_with_its_keys_set(deploy):
     of_config = server_variant(deploy.parent / "config.yaml", "num_replicas=4")
     (app,) = of_config.deployment["applications"]
     assert load_config(app["args"]).replica.num_replicas == of_config.num_replicas == 4
+
+
+def test_a_server_is_started_with_the_flags_of_the_benchmark():
+    keys = {"max_num_seqs": 5, "served_model_name": "a b"}
+    given = serve_command("asset:tiny", 8001, keys)[6:]
+    assert given == [
+        "--port",
+        "8001",
+        "--set",
+        "max_num_seqs=5",
+        "--set",
+        'served_model_name="a b"',
+    ]
+    variant = server_variant("asset:tiny", "num_replicas=2", keys)
+    (app,) = variant.deployment["applications"]
+    assert app["args"] == {"model": "asset:tiny", "num_replicas": "2", **keys}
 
 
 @pytest.mark.parametrize("name", ["", "num_replicas", "num_replicas=2,", "=2", "num_replica=2"])

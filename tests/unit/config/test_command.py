@@ -11,7 +11,10 @@ from serve_spec.config import ServeSpecConfig, command
 def main(argv):
     """The command, with somebody who only repeats what he is asked to explain."""
     return command.main(
-        argv, lambda draft, config: f"{draft} {config and config.model.path}", lambda file: ()
+        argv,
+        lambda draft, config: f"{draft} {config and config.model.path}",
+        lambda file: (),
+        lambda config: None,
     )
 
 

@@ -51,6 +51,23 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(minimal, given, ne
     assert message == "speculative_num_step: unknown key; did you mean speculative_num_steps?"
 
 
+@pytest.mark.parametrize(
+    ("given", "known"),
+    [
+        (
+            {"cache": {"zebra": 1}},
+            "cache.zebra: unknown key; the keys here are page_size,",
+        ),
+        ({"zebra": {}}, "zebra: unknown key; the keys here are model, speculative,"),
+        ({"speculative": {"zebra": 1}}, "all keys are in docs/configuration.md"),
+    ],
+)
+def test_a_key_that_resembles_none_is_refused_with_those_that_there_are(minimal, given, known):
+    message = problems(minimal | given)
+    assert known in message
+    assert "did you mean" not in message
+
+
 def test_a_refusal_names_field_value_and_way_out(minimal):
     message = problems(minimal, port=0)
     assert message.startswith("router.port=0: input should be greater than or equal to 1")
@@ -208,7 +225,7 @@ def test_paths_start_at_the_folder_of_the_file_that_names_them(checkpoints, monk
     (checkpoints / "sub").mkdir()
     file = write(checkpoints / "sub" / "c.yaml", {"model": {"path": "../target"}})
     monkeypatch.chdir("/")
-    assert ServeSpecConfig.load(file).model.path == checkpoints / "target"
+    assert ServeSpecConfig.load(file).model.folder == checkpoints / "target"
 
 
 def test_paths_in_keywords_environment_and_mappings_start_at_the_current_directory(
@@ -219,10 +236,10 @@ def test_paths_in_keywords_environment_and_mappings_start_at_the_current_directo
     file = write(elsewhere / "c.yaml", {"model": {"path": "target"}})
     monkeypatch.chdir(checkpoints)
     expected = checkpoints / "target"
-    assert ServeSpecConfig.load({"model": {"path": "target"}}).model.path == expected
-    assert ServeSpecConfig.load(file, path="target").model.path == expected
+    assert ServeSpecConfig.load({"model": {"path": "target"}}).model.folder == expected
+    assert ServeSpecConfig.load(file, path="target").model.folder == expected
     monkeypatch.setenv("SERVE_SPEC_MODEL__PATH", "target")
-    assert ServeSpecConfig.load(file).model.path == expected
+    assert ServeSpecConfig.load(file).model.folder == expected
 
 
 def test_an_asset_is_found_in_the_package_whoever_names_it(checkpoints, monkeypatch):
@@ -232,7 +249,7 @@ def test_an_asset_is_found_in_the_package_whoever_names_it(checkpoints, monkeypa
         ServeSpecConfig.load({"model": {"path": "asset:target"}}),
         ServeSpecConfig.load({"model": {}}, path="asset:target"),
     ):
-        assert config.model.path == checkpoints / "target"
+        assert config.model.folder == checkpoints / "target"
 
 
 def test_a_path_that_does_not_exist_is_refused_with_what_was_tried(checkpoints):

@@ -186,7 +186,7 @@ def test_every_word_reaches_the_head(config):
 
 def test_layers_that_are_to_be_measured_are_and_the_theta_after_them(config, target_dir):
     target = load_target(target_dir, torch.float32)
-    path = config.speculative.speculative_draft_model_path
+    path = config.draft_folder
     ids = Tokenizer(target_dir).encode(probe_text())
     head = load_draft(path, target, "EAGLE3")
     layers = choose_layers(head, target, ids, [(2, 4, 5), (3, 5, 6)])

@@ -32,10 +32,10 @@ from tests.helpers.paged import PagedSequences
 TOLERANCE = 5e-5
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama3": {},  # tied embeddings, scaled rotation
-    "llama2": {"attention_bias": True},
+    "llama2": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 7},
     "qwen2": {},  # biases
-    "qwen2_window": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0},
+    "qwen2_window": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 5},
     "qwen3": {"layer_types": ["full_attention"] * 8},  # norms of queries and keys
 }
 
@@ -233,8 +233,8 @@ def test_the_shipped_pair_reaches_the_shape_of_llama_3_1_8b(tmp_path):
     pair = ["--target", "asset:tiny/target", "--draft", "asset:tiny/eagle3", "asset:tiny/eagle"]
     main([*pair, "--shape", "llama-3.1-8b", "--output-dir", str(tmp_path)])
     config = ServeSpecConfig.load(tmp_path / "expanded.yaml")
-    assert config.model.path == tmp_path / "target"
-    assert config.speculative.speculative_draft_model_path == tmp_path / "eagle3"
+    assert config.model.folder == tmp_path / "target"
+    assert config.draft_folder == tmp_path / "eagle3"
     recipe = json.loads((tmp_path / "target" / "expansion.json").read_text())
     assert recipe["base"] == "asset:tiny/target", "wherever the package lies"
     shape = ModelShape.from_directory(tmp_path / "target")

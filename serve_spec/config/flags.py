@@ -1,0 +1,353 @@
+"""Flags of the command line: names of vLLM and SGLang, and the configuration keys that they set."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from serve_spec.config.base import (
+    ConfigError,
+    parse_json_object,
+    parse_yaml,
+    section_model,
+    unknown_key,
+)
+from serve_spec.config.root import (
+    ServeSpecConfig,
+    is_file,
+    leaf_sections,
+    parse_override,
+)
+from serve_spec.config.speculative import SpeculativeConfig
+
+
+class Flag(NamedTuple):
+    """A flag. `fixed`: the value of a flag that takes none."""
+
+    options: tuple[str, ...]
+    key: str
+    fixed: object = None
+
+
+FLAGS = (
+    Flag(("--revision",), "revision"),
+    Flag(("--tokenizer-path", "--tokenizer"), "tokenizer_path"),
+    Flag(("--download-dir",), "download_dir"),
+    Flag(("--load-format",), "load_format"),
+    Flag(("--served-model-name",), "served_model_name"),
+    Flag(("--chat-template",), "chat_template"),
+    Flag(("--device",), "device"),
+    Flag(("--dtype",), "dtype"),
+    Flag(("--quantization", "-q"), "quantization"),
+    Flag(("--kv-cache-dtype",), "kv_cache_dtype"),
+    Flag(("--max-model-len", "--context-length"), "max_model_len"),
+    Flag(("--tensor-parallel-size", "--tp-size", "--tp", "-tp"), "tensor_parallel_size"),
+    Flag(("--num-replicas", "--data-parallel-size", "--dp-size", "--dp", "-dp"), "num_replicas"),
+    Flag(
+        ("--gpu-memory-utilization", "--mem-fraction-static", "--mem-fraction"), "memory_fraction"
+    ),
+    Flag(("--page-size", "--block-size"), "page_size"),
+    Flag(("--enable-prefix-caching",), "prefix_caching", fixed=True),
+    Flag(("--no-enable-prefix-caching", "--disable-radix-cache"), "prefix_caching", fixed=False),
+    Flag(("--enforce-eager", "--disable-cuda-graph"), "cuda_graphs", fixed=False),
+    Flag(("--max-num-seqs", "--max-running-requests"), "max_num_seqs"),
+    Flag(("--max-num-batched-tokens",), "max_num_batched_tokens"),
+    Flag(("--chunked-prefill-size",), "chunked_prefill_size"),
+    Flag(("--max-queued-requests",), "max_queued_requests"),
+    Flag(("--host",), "host"),
+    Flag(("--port",), "port"),
+    Flag(("--api-key",), "api_keys"),
+    *(Flag((f"--{key.replace('_', '-')}",), key) for key in SpeculativeConfig.model_fields),
+)
+"""Every flag that sets one key, in the order of the help text."""
+
+NO_EFFECT = {
+    "--trust-remote-code": "no effect: models are part of serve_spec, and remote code never runs",
+    "--cuda-graph-max-bs": "no effect: graphs are captured for all batch sizes up to "
+    "--max-num-seqs",
+}
+"""Flags that are accepted because common commands have them."""
+
+SPECULATIVE_CONFIG = {
+    "method": "speculative_algorithm",
+    "model": "speculative_draft_model_path",
+    "num_speculative_tokens": "speculative_num_steps",
+    "quantization": "speculative_draft_model_quantization",
+    "rejection_sample_method": "rejection_sample_method",
+    "prompt_lookup_min": "speculative_ngram_min_match_window_size",
+    "prompt_lookup_max": "speculative_ngram_max_match_window_size",
+}
+"""Keys of vLLM's --speculative-config."""
+
+_LIST_KEYS = ("served_model_name", "api_keys")
+_WORDS = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "speculative_algorithm": {"DRAFT_MODEL": "STANDALONE"},
+}
+"""Other names of values, by key."""
+_LENGTH = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG])")
+_UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
+
+_MODEL_HELP = "hub id ORG/NAME[@REVISION], folder, asset:NAME, or configuration file (YAML)"
+
+
+def field_of(key: str) -> FieldInfo:
+    """Return the field of a leaf key."""
+    section = section_model(ServeSpecConfig.model_fields[leaf_sections()[key]])
+    assert section is not None, "keys are in sections"
+    return section.model_fields[key]
+
+
+def add_model(parser: argparse.ArgumentParser, *, positional: bool, default: str | None) -> None:
+    """Add MODEL as --model and, if `positional`, as an argument; `read_flags` joins them."""
+    if positional:
+        parser.add_argument("config", nargs="?", metavar="MODEL", help=_MODEL_HELP)
+    parser.add_argument(
+        *("--model", "--model-path", "--config"),
+        dest="model" if positional else "config",
+        default=None if positional else default,
+        metavar="MODEL",
+        help=_MODEL_HELP + (f" (default: {default})" if default else ""),
+    )
+
+
+def add_flags(parser: argparse.ArgumentParser, *, without: tuple[str, ...] = ()) -> None:
+    """Add a flag for every row of `FLAGS`, --speculative-config and --set."""
+    parser.set_defaults(flags={})
+    parser.usage = parser.usage or "%(prog)s [options]"  # else pages of it before each error
+    group = parser.add_argument_group("configuration", "Names of vLLM and SGLang; more with --set.")
+    for flag in FLAGS:
+        options = [option for option in flag.options if option not in without]
+        if options:
+            group.add_argument(*options, **_settings(flag))
+    group.add_argument(
+        "--speculative-config",
+        action=_SpeculativeConfig,
+        metavar="JSON",
+        help=f"vLLM's object of speculative settings; keys: {', '.join(SPECULATIVE_CONFIG)}",
+    )
+    for option, text in NO_EFFECT.items():
+        takes_none = option == "--trust-remote-code"
+        kind: dict[str, Any] = {"action": "store_true"} if takes_none else {"metavar": "N"}
+        group.add_argument(option, dest=argparse.SUPPRESS, help=text, **kind)
+    if "--set" not in without:
+        group.add_argument(
+            "--set",
+            action="extend",
+            nargs="+",
+            default=[],
+            metavar="KEY=VALUE",
+            help="any key of docs/configuration.md, value in YAML",
+        )
+
+
+def _settings(flag: Flag) -> dict[str, Any]:
+    """Return argparse's settings of a flag."""
+    field = field_of(flag.key)
+    text = (field.description or "").replace("%", "%%").rstrip(".")
+    default = json.dumps(field.default)
+    settings: dict[str, Any] = {"action": _Set, "key": flag.key, "dest": argparse.SUPPRESS}
+    if flag.fixed is not None:
+        return {**settings, "nargs": 0, "const": flag.fixed, "help": f"{flag.key}={flag.fixed}"}
+    settings["help"] = f"{text} (default: {default})"
+    if field.annotation is bool:
+        return {**settings, "nargs": 0, "const": True, "is_switch": True}
+    if flag.key in _LIST_KEYS:
+        settings["nargs"] = "+"
+    return {**settings, "metavar": _metavar(field)}
+
+
+def _metavar(field: FieldInfo) -> str:
+    kinds = {field.annotation, *get_args(field.annotation)}
+    if Path in kinds:
+        return "FILE"
+    if int in kinds or float in kinds:
+        return "N"
+    if bool in kinds:
+        return "{true,false}"
+    words = [str(word) for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    words += get_args(field.annotation) if get_origin(field.annotation) is Literal else []
+    return "{" + ",".join(dict.fromkeys(words)) + "}" if words else "NAME"
+
+
+class _Set(argparse.Action):
+    """Keep the value of a key and the option that gave it."""
+
+    def __init__(
+        self,
+        option_strings: list[str],
+        dest: str,
+        *,
+        key: str,
+        is_switch: bool = False,
+        **rest: Any,
+    ) -> None:
+        self._key = key
+        self._negations = [f"--no-{name[2:]}" for name in option_strings if is_switch]
+        super().__init__([*option_strings, *self._negations], dest, **rest)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        option = str(option_string)
+        if self.nargs == 0:
+            value = False if option in self._negations else self.const
+        elif self._key in _LIST_KEYS:
+            value = [*namespace.flags.get(self._key, ("", []))[1], *values]
+        else:
+            value = read_value(self._key, values, option)
+        namespace.flags = {**namespace.flags, self._key: (option, value)}
+
+
+class _SpeculativeConfig(argparse.Action):
+    """Read vLLM's --speculative-config into our keys."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        try:
+            given = speculative_keys(values)
+        except ConfigError as error:
+            parser.error(str(error))
+        added = {key: (f"{option_string} {name}", value) for key, (name, value) in given.items()}
+        namespace.flags = {**namespace.flags, **added}
+
+
+def speculative_keys(given: str | Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """Return our keys for vLLM's speculative config: vLLM's name and the value of each.
+
+    Raises:
+        ConfigError: it is not JSON, or has a key without a counterpart here.
+    """
+    option = "--speculative-config"
+    if isinstance(given, str):
+        try:
+            given = parse_json_object(given, "the speculative config")
+        except ConfigError as error:
+            raise ConfigError(*(f"{option}: {problem}" for problem in error.problems)) from None
+    found = {}
+    for name, value in given.items():
+        if name == "draft_tensor_parallel_size":
+            continue  # the draft runs on the ranks of the target
+        if name not in SPECULATIVE_CONFIG:
+            known = ", ".join(SPECULATIVE_CONFIG)
+            raise ConfigError(f"{option} {name}: not supported; use {known}, or a flag of ours")
+        key = SPECULATIVE_CONFIG[name]
+        found[key] = name, read_value(key, value, option) if isinstance(value, str) else value
+    if "prompt_lookup_max" in given and "method" not in given:
+        found["speculative_algorithm"] = "method", "NGRAM"
+    return found
+
+
+def engine_keys(place: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our leaf keys for vLLM's engine arguments, such as `max_model_len`.
+
+    They are the flags without dashes, or keys of ours. place: prefix of names in messages.
+
+    Raises:
+        ConfigError: an argument has no counterpart here.
+    """
+    options = {option[2:].replace("-", "_"): flag for flag in FLAGS for option in flag.options}
+    found: dict[str, Any] = {}
+    unknown = []
+    for name, value in given.items():
+        if name == "speculative_config":
+            found |= {key: said for key, (_, said) in speculative_keys(value).items()}
+        elif name in leaf_sections():
+            found[name] = value
+        elif name in options:
+            key, fixed = options[name].key, options[name].fixed
+            read = read_value(key, value, place + name) if isinstance(value, str) else value
+            found[key] = read if fixed is None else fixed is bool(value)
+        elif f"--{name.replace('_', '-')}" not in NO_EFFECT:
+            unknown.append(unknown_key(place + name, [place + option for option in options]))
+    if unknown:
+        raise ConfigError(*unknown)
+    return found
+
+
+def read_value(key: str, text: str, name: str) -> Any:
+    """Return the value that the text of an argument means for a key.
+
+    Raises:
+        ConfigError: it is not YAML, for a key that is no text; `name` is in the message.
+    """
+    field = field_of(key)
+    kinds = {field.annotation, *get_args(field.annotation)}
+    if key == "speculative_algorithm":
+        text = text.upper()
+    text = _WORDS.get(key, {}).get(text, text)
+    if int in kinds and (found := _LENGTH.fullmatch(text)):
+        return int(float(found[1]) * _UNITS[found[2]])
+    is_word = any(get_origin(kind) is Literal for kind in kinds) and not kinds & {int, float}
+    is_text = (is_word or kinds & {str, Path}) and text != "null" and not text.startswith("[")
+    return text if is_text else parse_yaml(text, name)
+
+
+def flag_values(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the leaf keys that the flags set, without --set and MODEL."""
+    values = {key: value for key, (_, value) in args.flags.items()}
+    names = values.get("served_model_name", ())
+    return {**values, "served_model_name": names[0]} if len(names) == 1 else values
+
+
+def read_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the leaf keys that the flags set; a MODEL of both forms is joined in `args.config`.
+
+    Raises:
+        ConfigError: there are two models, or --set is not KEY=VALUE.
+    """
+    values = flag_values(args)
+    model = getattr(args, "model", None)
+    if model is not None and args.config is None:
+        args.config, args.model = model, None
+    elif model is not None:
+        if not is_file(args.config):
+            raise ConfigError(f"--model={model!r}: {args.config!r} is given too; leave one out")
+        values["path"] = model
+    return {**values, **dict(map(parse_override, args.set))}
+
+
+def load_flags(args: argparse.Namespace, **defaults: Any) -> ServeSpecConfig:
+    """Return the configuration of the command line; `defaults` of leaf keys lose to flags.
+
+    Raises:
+        ConfigError: MODEL is missing, or a value is invalid.
+    """
+    given = {**defaults, **read_flags(args)}
+    if args.config is None:
+        raise ConfigError(f"MODEL: missing; give a {_MODEL_HELP}")
+    with flags_named(args):
+        return ServeSpecConfig.load(args.config, **given)
+
+
+@contextmanager
+def flags_named(args: argparse.Namespace) -> Iterator[None]:
+    """Name the flag as typed, instead of its key, in a ConfigError of the body."""
+    try:
+        yield
+    except ConfigError as error:
+        typed = {key: option for key, (option, _) in getattr(args, "flags", {}).items()}
+        raise ConfigError(*(_with_option(problem, typed) for problem in error.problems)) from None
+
+
+def _with_option(problem: str, typed: Mapping[str, str]) -> str:
+    found = re.match(r"(?:\w+\.)?(\w+)(?:\.\d+)?=", problem)
+    if found is None or found[1] not in typed:
+        return problem
+    return f"{typed[found[1]]}={problem[found.end() :]}"

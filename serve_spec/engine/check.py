@@ -1,0 +1,34 @@
+"""Check the checkpoints of a configuration from their headers, before anything is started."""
+
+from __future__ import annotations
+
+from serve_spec.config import ServeSpecConfig
+from serve_spec.engine.build import check_fit
+from serve_spec.engine.tokenizer import Tokenizer
+from serve_spec.models.draft_checkpoint import open_draft
+from serve_spec.models.draft_report import check_target, describe_draft
+from serve_spec.models.shape import ModelShape
+
+
+def check_checkpoints(config: ServeSpecConfig) -> None:
+    """Raise what loading target, draft and tokenizer would raise; reads no weights.
+
+    Raises:
+        CheckpointError: a file cannot be used.
+        ConfigError: a checkpoint cannot be downloaded.
+        ValueError: a setting does not fit the checkpoint; names the field.
+    """
+    folder = config.model.folder
+    check_fit(config, Tokenizer(config.model.tokenizer_folder))
+    shape = ModelShape.from_directory(folder)
+    shape.on_rank_of(config.model.tensor_parallel_size)
+    algorithm = config.speculative.speculative_algorithm
+    draft = config.draft_folder if config.speculative.enabled else None
+    if config.model.load_format == "dummy":
+        if draft is not None and algorithm != "STANDALONE":
+            open_draft(draft, algorithm, dummy_for=shape)
+        return
+    check_target(folder)
+    if draft is not None:
+        open_draft(draft, algorithm)
+        describe_draft(draft, config)

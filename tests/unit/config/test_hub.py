@@ -1,0 +1,118 @@
+"""A checkpoint may be named by its id on the Hugging Face hub."""
+
+import errno
+from pathlib import Path
+
+import httpx
+import pytest
+from huggingface_hub import errors
+
+from serve_spec.config import ConfigError, ServeSpecConfig
+from serve_spec.config.base import ASSETS
+from tests.helpers.hub import COMMIT, add_repository, use_cache
+
+ID = "ada/tiny"
+TINY = Path(__file__).parents[3] / "configs/tiny.yaml"
+
+
+@pytest.fixture
+def snapshot(tmp_path, monkeypatch):
+    """The folder of a repository that is in the cache."""
+    use_cache(monkeypatch, tmp_path / "hub")
+    monkeypatch.chdir(tmp_path)
+    return add_repository(tmp_path / "hub", ID, ASSETS / "tiny/target")
+
+
+def model(source, **overrides):
+    return ServeSpecConfig.load(source, **overrides).model
+
+
+def test_a_hub_id_is_found_in_the_cache_without_a_network(snapshot):
+    found = model(ID)
+    assert (found.path, found.served_model_name) == (ID, ID)
+    assert (found.folder, found.metadata_folder, found.tokenizer_folder) == (snapshot,) * 3
+
+
+def test_a_folder_that_exists_wins_over_a_hub_id(snapshot, tmp_path):
+    (tmp_path / ID).mkdir(parents=True)
+    assert model(ID).folder == tmp_path / ID
+
+
+def test_drafts_and_tokenizers_may_be_on_the_hub_too(snapshot):
+    config = ServeSpecConfig.load(
+        "asset:tiny/target",
+        tokenizer_path=ID,
+        speculative_algorithm="EAGLE3",
+        speculative_draft_model_path=f"{ID}@main",
+    )
+    assert (config.model.tokenizer_folder, config.draft_folder) == (snapshot, snapshot)
+    assert config.model.folder == ASSETS / "tiny/target"
+
+
+@pytest.mark.parametrize("revision", ["main", COMMIT])
+def test_a_revision_stands_behind_the_id_or_in_its_own_key(snapshot, revision):
+    for named in (model(ID, revision=revision), model(f"{ID}@{revision}")):
+        assert (named.folder, named.served_model_name) == (snapshot, ID)
+    for path in (f"{ID}@main", "asset:tiny/target"):
+        with pytest.raises(ConfigError, match=r"model\.revision='main': "):
+            model(path, revision="main")
+
+
+def test_a_pinned_configuration_names_the_commits_that_all_replicas_load(snapshot):
+    config = ServeSpecConfig.load(ID, revision="main").pinned()
+    assert (config.model.path, config.model.revision) == (f"{ID}@{COMMIT}", None)
+    assert config.model.names == (ID,)
+    assert config.pinned() == config
+
+
+def test_weights_that_are_only_pickled_are_used(snapshot):
+    for file in snapshot.glob("*.safetensors"):
+        file.rename(file.with_suffix(".bin"))
+    assert model(ID).folder == snapshot
+
+
+def test_the_shipped_pair_is_one_name():
+    assert (ASSETS / "tiny/config.yaml").read_text() == TINY.read_text()
+    config = ServeSpecConfig.load("asset:tiny", num_pages=2048)
+    assert config.model.folder == ASSETS / "tiny/target"
+    assert config.draft_folder == ASSETS / "tiny/eagle3"
+    assert (config.model.served_model_name, config.cache.num_pages) == ("tiny", 2048)
+
+
+@pytest.mark.parametrize("name", ["", "nope", "org/a/b", "https://huggingface.co/a/b", "a/b@"])
+def test_what_is_neither_a_folder_nor_an_id_is_refused(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="give a folder, a hub id ORG/NAME") as caught:
+        model(name)
+    assert str(caught.value).startswith(f"model.path={name!r}: nothing at ")
+
+
+RESPONSE = httpx.Response(403, request=httpx.Request("GET", "https://huggingface.co"))
+
+
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        (errors.GatedRepoError("no", response=RESPONSE), "accept the licence on https://"),
+        (errors.RepositoryNotFoundError("no", response=RESPONSE), "no such repository"),
+        (errors.RevisionNotFoundError("no", response=RESPONSE), "no revision 'v2'"),
+        (errors.DisabledRepoError("no", response=RESPONSE), "disabled by the hub"),
+        (errors.HFValidationError("no"), "not a hub id"),
+        (errors.LocalEntryNotFoundError("no"), "cannot be reached; check the network"),
+        (errors.IncompleteSnapshotError("no", "folder"), "incomplete in the cache"),
+        (OSError(errno.ENOSPC, "no"), "the disk is full"),
+        (OSError("what else"), "the download failed: what else"),
+    ],
+    ids=lambda case: type(case).__name__,
+)
+def test_a_failed_download_tells_why_and_what_to_do(monkeypatch, tmp_path, error, fix):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with pytest.raises(ConfigError) as caught:
+        _ = model("ada/other@v2").folder
+    assert str(caught.value).startswith("model.path='ada/other@v2': ")
+    assert fix in str(caught.value)
