@@ -191,7 +191,7 @@ class ModelText:
     def _load(self) -> _Files:
         with self._loading:
             if self._loaded is None:
-                self._loaded = _readable(partial(_read, self._router), self._model)
+                self._loaded = _readable(partial(_read, router=self._router), self._model)
             return self._loaded
 
 
@@ -203,7 +203,7 @@ def _readable(read: Callable[[ModelConfig], T], model: ModelConfig) -> T:
         raise ApiError(500, message, kind="server_error", code="no_tokenizer") from None
 
 
-def _read(router: RouterConfig, model: ModelConfig) -> _Files:
+def _read(model: ModelConfig, router: RouterConfig) -> _Files:
     tokenizer = Tokenizer(model.tokenizer_folder)
     token_bytes = lru_cache(_NUM_CACHED_TOKENS)(tokenizer.token_bytes)
     template = ChatTemplate.from_folder(model.tokenizer_folder, model.chat_template)

@@ -126,24 +126,22 @@ class AnswerParser:
             self._parts.append(Part(kind, text, self.num_calls - 1 if is_call else 0))
 
     def _answer(self) -> _Steps:
-        """Parse reasoning and calls between markers; the rest is content."""
+        """Parse reasoning at the start, and calls between markers; the rest is content."""
         begin, end = THOUGHTS.get(self._syntax.reasoning or "openai", ("", ""))
         marker, close = _MARKERS.get(self._syntax.calls or "json", ("", ""))
         may_be_bare = self._syntax.calls in ("llama3_json", "json")
         trims = False
-        found = begin if self._syntax.is_reasoning else ""
+        if self._syntax.is_reasoning or (yield from self._skip(begin)):
+            yield from self._until("reasoning", end)
+            trims = True
         while True:
-            if found and found == begin:
-                yield from self._until("reasoning", end)
-                trims = True
-            elif found:
-                trims = yield from self._calls(found, close)
             if may_be_bare and (yield from self._next("{", "[")):
                 may_be_bare = yield from self._calls("", "")
                 trims |= may_be_bare
-            found = yield from self._until("content", begin, marker, trims=trims)
+            found = yield from self._until("content", marker, trims=trims)
             if not found:
                 return
+            trims = yield from self._calls(found, close)
 
     def _calls(self, opening: str, close: str) -> Generator[None, None, bool]:
         """Parse calls, or a list of them. If the first is none, return False with it left over."""

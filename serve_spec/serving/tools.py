@@ -25,7 +25,7 @@ class Function(StrictFields):
     name: Annotated[Name, Field(min_length=1)]
     description: Text | None = None
     parameters: dict[str, Any] | None = Field(
-        None, description="JSON Schema of the arguments, an object; default: any."
+        None, description="JSON Schema of the arguments, an object; default: no arguments."
     )
     strict: bool | None = Field(
         None, description="Required and named calls conform to the schema with or without it."
@@ -34,7 +34,8 @@ class Function(StrictFields):
     @property
     def arguments_schema(self) -> dict[str, Any]:
         """The JSON Schema of the arguments, without properties that it does not name."""
-        return cast(dict[str, Any], closed({"type": "object", **(self.parameters or {})}))
+        given = self.parameters or {"properties": {}}
+        return cast(dict[str, Any], closed({"type": "object", **given}))
 
 
 class Tool(StrictFields):
@@ -128,12 +129,13 @@ def offered(tools: Sequence[Tool] | None, choice: ToolChoice | None) -> list[Fun
     """Return the functions that may be called; raise InvalidRequest for a wrong choice."""
     mode, name = choice or ToolChoice("auto")
     if not tools and mode == "required":
-        raise InvalidRequest("tool_choice", name or mode, "allowed only with tools")
+        raise InvalidRequest("tool_choice", mode, "allowed only with tools")
     if not tools or mode == "none":
         return []
     functions = [tool.function for tool in tools if name in (None, tool.function.name)]
     if not functions:
-        raise InvalidRequest("tool_choice.function.name", name, "give the name of one of the tools")
+        fix = "give the name of one of the tools"
+        raise InvalidRequest("tool_choice.function.name", str(name)[:80], fix)
     for index, tool in enumerate(tools):
         kind = (tool.function.parameters or {}).get("type", "object")
         if kind != "object":

@@ -146,6 +146,17 @@ def test_a_folder_holds_template_and_special_tokens(tmp_path, settings, files, s
     assert not template.is_plain
 
 
+def test_another_template_replaces_that_of_the_checkpoint(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "its own"}))
+    file = tmp_path / "mine.jinja"
+    file.write_text("mine")
+    assert ChatTemplate.from_folder(tmp_path, file).render(CHAT) == "mine"
+    for content, named in ((b"\xff", "mine"), (b"{% if %}", "template")):
+        file.write_bytes(content)
+        with pytest.raises(CheckpointError, match=named):
+            ChatTemplate.from_folder(tmp_path, file)
+
+
 def test_a_template_for_tools_is_used_for_them(tmp_path):
     named = [{"name": "tool_use", "template": "t{{ tools[0] }}"}, *NAMED]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
@@ -156,17 +167,6 @@ def test_a_template_for_tools_is_used_for_them(tmp_path):
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
     assert ChatTemplate.from_folder(tmp_path).render(CHAT) == "file"
     assert ChatTemplate.from_folder(tmp_path).render(CHAT, tools=[1]) == "tools"
-
-
-def test_another_template_replaces_that_of_the_checkpoint(tmp_path):
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "its own"}))
-    file = tmp_path / "mine.jinja"
-    file.write_text("mine")
-    assert ChatTemplate.from_folder(tmp_path, file).render(CHAT) == "mine"
-    for content, named in ((b"\xff", "mine"), (b"{% if %}", "template")):
-        file.write_bytes(content)
-        with pytest.raises(CheckpointError, match=named):
-            ChatTemplate.from_folder(tmp_path, file)
 
 
 def test_a_checkpoint_without_one_has_the_plain_one(tmp_path):

@@ -36,6 +36,7 @@ ANSWERS = {
     "thoughts that the prompt opens": (
         AnswerSyntax(None, "think", is_reasoning=True), "hm\n</think>\n\nYes.", "hm", "Yes.", [],
     ),
+    "a tag in the content": (THINKING, "A <think> </think>.", "", "A <think> </think>.", []),
     "thoughts that never end": (THINKING, "<think>hm", "hm", "", []),
     "qwen3-coder": (
         HERMES,
