@@ -340,6 +340,7 @@ def add_state(
             "preferred_sampling_params": None,
         }
 
+    @api.post("/reset_prefix_cache", include_in_schema=False)
     @api.api_route("/flush_cache", methods=["GET", "POST"], include_in_schema=False)
     async def flush_cache() -> Response:
         """Drop the cached prefixes that no request uses."""

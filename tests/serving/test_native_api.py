@@ -174,9 +174,12 @@ def test_the_servers_state_is_told_under_the_names_of_vllm_and_sglang(server):
     assert infos[0] == infos[1]
 
 
-@pytest.mark.parametrize("method", ["GET", "POST"])
-def test_the_cache_of_every_replica_is_flushed(server, method):
-    assert server.ask(method, "/flush_cache").status_code == 200
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/flush_cache"), ("POST", "/flush_cache"), ("POST", "/reset_prefix_cache")],
+)
+def test_the_cache_of_every_replica_is_flushed(server, method, path):
+    assert server.ask(method, path).status_code == 200
     assert server.loop.num_flushes == 1
 
 
