@@ -420,7 +420,7 @@ def test_an_answer_with_calls_can_be_sent_back(checkpoint):
         {"role": "tool", "tool_call_id": call.id, "content": "x"} for call in message.tool_calls
     ]
     given = [USER, message.model_dump(), *answers]
-    text = rendered(checkpoint.model.path, *given, tools=TOOLS)
+    text = rendered(checkpoint.model.folder, *given, tools=TOOLS)
     assert f'"arguments": {ARGUMENTS}' in text
     assert all(f"({call.id})" in text for call in message.tool_calls)
     choice = ask(saying(checkpoint, "It will."), messages=given)
