@@ -114,13 +114,13 @@ def ignored_fields(body: StrictFields, place: str = "") -> Iterator[str]:
     for name in body.model_extra or ():
         if name not in UNSUPPORTED and name not in PRESENTATION:
             yield f"{place}{name[:MAX_NAME_CHARS]}"
-    for name in type(body).model_fields:
-        value = getattr(body, name)
+    for name, value in vars(body).items():
         if isinstance(value, StrictFields):
             yield from ignored_fields(value, f"{place}{name}.")
         elif isinstance(value, list) and value and isinstance(value[0], StrictFields):
             for index, item in enumerate(value):
-                yield from ignored_fields(item, f"{place}{name}.{index}.")
+                if item.model_extra:  # an item with nothing but known fields is not looked into
+                    yield from ignored_fields(item, f"{place}{name}.{index}.")
 
 
 _FORMAT = "response_format"

@@ -23,16 +23,16 @@ class Caller:
     It gives its place back where it is to, and waits for another one.
     """
 
-    def __init__(self, admission, client="", *, begins=True):
+    def __init__(self, admission, client="", *, begins=True, priority=0):
         self.inside = False
         self.begins = begins
         self.num_withdrawn = 0
         self._must_leave = asyncio.Queue()
-        self.task = asyncio.create_task(self._visit(admission, client))
+        self.task = asyncio.create_task(self._visit(admission, client, priority))
 
-    async def _visit(self, admission, client):
+    async def _visit(self, admission, client, priority):
         with suppress(ApiError):  # sent away
-            async with admission.slot(far(), client) as turn:
+            async with admission.slot(far(), client, priority) as turn:
                 leaves = False
                 while not leaves:
                     await turn.ensure_slot()
@@ -74,6 +74,23 @@ async def test_turns_come_in_order_of_arrival_and_never_too_many_at_once():
         await callers[gone].leave()
         await settle()
     assert (admission.in_flight, admission.queue_len) == (0, 0)
+
+
+async def test_turns_of_a_client_come_by_priority_and_clients_share_them_as_before():
+    admission = Admission(max_in_flight=1, max_queued=8)
+    first = Caller(admission, "a")
+    await settle()
+    priorities = [("a", 5), ("a", 0), ("a", -1), ("b", 9)]
+    waiting = [Caller(admission, client, priority=priority) for client, priority in priorities]
+    await settle()
+    order = []
+    leaving = first
+    while len(order) < len(waiting):
+        await leaving.leave()
+        (leaving,) = (caller for caller in waiting if caller.inside)
+        order.append(priorities[waiting.index(leaving)])
+    assert order == [("a", -1), ("a", 0), ("a", 5), ("b", 9)]
+    await leaving.leave()
 
 
 async def test_a_full_queue_sends_away_with_429_and_a_time_to_come_back():

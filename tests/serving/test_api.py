@@ -284,6 +284,15 @@ def test_a_stream_may_have_usage_in_every_chunk(server):
     assert last["usage"]["completion_tokens"] == 4
 
 
+def test_an_answer_has_the_name_under_which_its_model_was_asked_for(config):
+    write_text_files(config.model.folder, tokenizer=word_tokenizer())
+    server = Server(ServeSpecConfig.load(config, served_model_name=["first", "second"]))
+    names = [server.complete(model=name).json()["model"] for name in ("second", "first", None)]
+    assert names == ["second", "first", "first"]
+    listed = server.ask("GET", "/v1/models").json()["data"]
+    assert [model["id"] for model in listed] == ["first", "second"]
+
+
 def test_an_unknown_model_is_a_404(server):
     error = error_of(server.complete(model="gpt-4"), 404)
     assert (error["param"], error["code"]) == ("model", "model_not_found")
