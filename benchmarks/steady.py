@@ -97,7 +97,7 @@ def run_variants(
     missing = [name for name, mine in steps.items() if not mine]
     if missing:
         raise ConfigError(
-            f"output_tokens={load.output_tokens}: at batch size {load.batch_size} the texts end "
+            f"--output-tokens={load.output_tokens}: at batch size {load.batch_size} the texts end "
             f"before a step of {', '.join(missing)} could be measured; raise it"
         )
     return steps

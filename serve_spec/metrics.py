@@ -201,6 +201,7 @@ REQUESTS = _counter(
     "measured_at",
     "outcome",
 )
+IGNORED_FIELDS = _counter("ignored_fields", "Unknown fields of requests, which were ignored.")
 
 # Metrics of a router's queue.
 QUEUE_LEN = _gauge("queue_len", "Requests that wait in the router.")

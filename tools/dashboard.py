@@ -82,6 +82,7 @@ def _fleet() -> list[Panel]:
             ("{{outcome}}", _rate(metrics.REQUESTS, "outcome", only='measured_at="router"')),
             ("rejected (429)", _rate(metrics.REJECTED)),
             ("resumed on another replica", _rate(metrics.RESUMED)),
+            ("unknown fields", _rate(metrics.IGNORED_FIELDS)),
         )),
         Panel("Acceptance rate of draft tokens", "percentunit",
               _ratios(metrics.CORRECT_DRAFTS, metrics.DRAFT_TOKENS)),

@@ -99,6 +99,10 @@ class Costs:
         noise = self.table.sampled_row_ms * work.sampled * (size + work.drafts)
         return float(sum(stage.curve(size, context)[0] for stage in stages) + noise)
 
+    def draft_ms(self, work: Work) -> float:
+        """Return the ms of one draft step by the table."""
+        return float(self._draft.curve(work.size, work.context)[1])
+
     def _verify_ms(self, work: Work, drafts: Floats) -> Floats:
         curve = self._verify.curve(work.size, work.context)
         verify: Floats = np.interp(drafts / work.size, np.arange(len(curve)), curve)

@@ -292,6 +292,7 @@ class GoodputPolicy(StepPolicy):
             ),
             "break_even": {
                 "batch_size": size,
+                "draft_ms": round(self.costs.draft_ms(self._load.work), 5),
                 "round_ms": {k: round(x.ms, 5) for k, x in chains.items()},
                 "tokens_per_ms": {
                     k: round((size + x.expected) / x.ms, 5) for k, x in chains.items()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from serve_spec.adaptive.costs import Costs, Work
-from serve_spec.bench.report import OUTPUTS, Panel, append_record, draw, table
+from serve_spec.bench.report import OUTPUTS, Panel, append_record, draw, option, table
 from serve_spec.config import ConfigError
 from serve_spec.config.cost_table import CostTable, load_cost_table
 from serve_spec.core.draft import DraftShape
@@ -105,19 +105,20 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(name: str, value: float, ok: bool, fix: str) -> None:
     if not ok or not math.isfinite(value):
-        raise ConfigError(f"{name}={value!r}: {fix}")
+        raise ConfigError(f"{option(name)}={value!r}: {fix}")
 
 
 def _given_times(args: argparse.Namespace) -> dict[int, list[float]]:
     """Compute t(K) from the times in the arguments."""
     for name in ("draft_ms", "target_ms"):
         if getattr(args, name) is None:
-            raise ConfigError(f"{name}=None: give draft_ms and target_ms, or a cost_table")
+            raise ConfigError(f"{option(name)}: missing; add it, or give --cost-table")
     _check("draft_ms", args.draft_ms, args.draft_ms >= 0, "give milliseconds ≥ 0")
     _check("target_ms", args.target_ms, args.target_ms > 0, "give milliseconds > 0")
     for name in ("context", "sampled"):
         if getattr(args, name):
-            raise ConfigError(f"{name}={getattr(args, name)!r}: needs a cost_table; omit it")
+            value = getattr(args, name)
+            raise ConfigError(f"{option(name)}={value!r}: needs --cost-table; omit it")
     row_ms = 0.0 if args.verify_ms_per_row is None else args.verify_ms_per_row
     _check("verify_ms_per_row", row_ms, row_ms >= 0, "give milliseconds ≥ 0")
     batch_size = 1 if args.batch_size is None else args.batch_size
@@ -133,7 +134,7 @@ def _measured_times(args: argparse.Namespace, costs: CostTable) -> dict[int, lis
     for name in _TIMES:
         if getattr(args, name) is not None:
             value = getattr(args, name)
-            raise ConfigError(f"{name}={value!r}: the cost_table has it; omit it")
+            raise ConfigError(f"{option(name)}={value!r}: --cost-table has it; omit it")
     deepest = costs.num_steps[-1]
     max_steps = deepest if args.max_steps is None else args.max_steps
     _check("max_steps", max_steps, 1 <= max_steps <= deepest, f"the table has 1 to {deepest}")

@@ -29,6 +29,11 @@ _OLD_KEYS = {"arm": "variant", "arms": "variants", "turn": "trial"}
 _OLD_SECTIONS = {"turn": "trial"}
 
 
+def option(name: str) -> str:
+    """Return the command-line option of an argument."""
+    return f"--{name.replace('_', '-')}"
+
+
 def environment(config: ServeSpecConfig | None = None) -> dict[str, Any]:
     """Return hardware, versions, commit, command, and `config`'s synthetic acceptance."""
     # `--help` and `breakeven` do not need torch.
@@ -89,10 +94,10 @@ def read_records(path: Path, bench: str) -> list[dict[str, Any]]:
         first = max(at for at, record in enumerate(found) if record["section"] == "run")
     except (OSError, ValueError, TypeError, KeyError) as error:
         fix = "give a file that --json wrote"
-        raise ConfigError(f"from_json={str(path)!r}: {error!r}; {fix}") from error
+        raise ConfigError(f"--from-json={path}: {error!r}; {fix}") from error
     if found[first].get("bench", bench) != bench:
         fix = f"is of bench {found[first]['bench']}; give one of bench {bench}"
-        raise ConfigError(f"from_json={str(path)!r}: {fix}")
+        raise ConfigError(f"--from-json={path}: {fix}")
     return [_in_new_words(record) for record in found[first:]]
 
 

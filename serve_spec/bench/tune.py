@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     trees = swept_trees(args.trees, config.speculative)
     shapes = [*map(DraftShape.chain, num_steps), *trees]
     if shapes == [PLAIN]:
-        raise ConfigError(f"num_steps={args.num_steps}: add a depth above 0 to compare with 0")
+        raise ConfigError(f"--num-steps={args.num_steps}: add a depth above 0 to compare with 0")
     folder: Path = args.output_dir
     found = MeasurementFile(folder / "cells.jsonl", _settings(config, args), fresh=args.fresh)
     llm = _load(config, max(batch_sizes), shapes, args)
@@ -108,13 +108,13 @@ def swept_trees(
         return [] if configured is None else list(ladder(configured))
     if configured is None:
         raise ConfigError(
-            f"trees={[f'{depth}x{size}' for depth, size in wanted]}: speculative_eagle_topk={topk} "
-            f"with speculative_num_steps={speculative.speculative_num_steps} drafts chains only; "
+            f"--trees: speculative_eagle_topk={topk} with speculative_num_steps="
+            f"{speculative.speculative_num_steps} drafts chains only; "
             "raise them to at least 2 and 1, or omit --trees"
         )
     trees = sorted({DraftShape(depth, size, topk) for depth, size in wanted})
     for tree in trees:
-        makes = f"trees={tree}: speculative_eagle_topk={topk} makes trees of"
+        makes = f"--trees={tree}: speculative_eagle_topk={topk} makes trees of"
         levels, deepest = tree.depth, MAX_TREE_TOKENS // topk + 1
         if not 1 <= levels <= deepest:
             raise ConfigError(f"{makes} 1 to {deepest} levels; give one of those")
@@ -191,8 +191,8 @@ def _measure(
             run.texts.extend(batch.texts)
         if not run.steps:
             raise ConfigError(
-                f"output_tokens={args.output_tokens}: at batch size {batch_size} a text ends "
-                f"before one step of num_steps={shape.depth} could be measured; raise it"
+                f"--output-tokens={args.output_tokens}: at batch size {batch_size} a text ends "
+                f"before one step of depth {shape.depth} could be measured; raise it"
             )
         runs[shape].append(run)
         tick()
@@ -220,7 +220,7 @@ def _run_batch(
                 continue
             if step.num_draft_tokens != len(requests) * shape.size:
                 raise ConfigError(
-                    f"batch_size={len(requests)}: there was no room for {shape.size} drafts of "
+                    f"--batch-sizes={len(requests)}: there was no room for {shape.size} drafts of "
                     "every request in every step; raise num_pages, or measure smaller batches"
                 )
             steps.append(step)

@@ -60,6 +60,7 @@ def main(
         with flags_named(args):
             configs = _load(args.config, given, read_deployment)
             if args.draft is None:
+                configs = [config.pinned() for config in configs]
                 for config in configs:
                     config.download()
                     check_checkpoints(config)

@@ -30,11 +30,15 @@ class ModelConfig(StrictModel):
     """Checkpoint of the tokenizer, same forms as `path`; null: the model's own."""
     chat_template: Path | None = None
     """Jinja file of the chat template; null: the tokenizer's own."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """Sampling parameters of requests that give none; auto: those of the checkpoint's
+    generation_config.json, as in vLLM; none: those of the API."""
     served_model_name: str | tuple[str, ...] = ""
     """Model name in requests, or a list of names; answers have the first. Null or empty: the hub
     id, or the last part of `path`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Data type of weights and activations; auto: bfloat16 on a GPU, float32 on a CPU."""
+    """Data type of weights and activations; auto: float32 on a CPU, on a GPU float16 if config.json
+    names it and bfloat16 if not."""
     max_model_len: int | None = Field(None, ge=1, le=MAX_POSITIONS)
     """Maximum length of prompt and output, in tokens; null: the model's own limit."""
     quantization: Literal["auto"] | None = None

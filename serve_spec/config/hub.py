@@ -60,6 +60,21 @@ def pinned(field: str, name: str, download_dir: Path | None = None) -> str:
     return f"{name.partition('@')[0]}@{folder.name}"
 
 
+def cached_file(name: str, file: str, download_dir: Path | None = None) -> Path | None:
+    """Return a file of `ORG/NAME[@REVISION]` in the cache of the hub, without any request."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    repository, _, revision = name.partition("@")
+    try:
+        found = try_to_load_from_cache(
+            repository, file, cache_dir=download_dir, revision=revision or None
+        )
+    except HFValidationError:
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
 def _download(
     field: str, name: str, download_dir: Path | None, patterns: list[str], progress: bool
 ) -> Path:

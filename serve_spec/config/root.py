@@ -19,6 +19,7 @@ from serve_spec.config.base import (
     ASSET,
     ASSETS,
     ConfigError,
+    Refusal,
     StrictModel,
     anchored,
     is_path,
@@ -28,6 +29,7 @@ from serve_spec.config.base import (
     unknown_key,
     validate,
 )
+from serve_spec.config.checkpoint import with_detected
 from serve_spec.config.engine import CacheConfig, ModelConfig, SchedulerConfig
 from serve_spec.config.hub import checkpoint_folder, pinned
 from serve_spec.config.serving import ReplicaConfig, RouterConfig, StatsConfig
@@ -87,7 +89,11 @@ class ServeSpecConfig(StrictModel):
             sections = _sections(given)
             _override(sections, _environment())
         _override(sections, overrides)
-        return validate(cls, _with_shipped(sections), folder=folder)
+        try:
+            sections = with_detected(_with_shipped(sections), folder)
+        except Refusal as error:
+            raise ConfigError(str(error)) from None
+        return validate(cls, sections, folder=folder)
 
     @property
     def draft_folder(self) -> Path | None:
@@ -121,7 +127,9 @@ class ServeSpecConfig(StrictModel):
         }
         if exact == {key: name for key, (_, name) in named.items() if name is not None}:
             return self
-        return self.load(self, **exact, **({} if model.revision is None else {"revision": None}))
+        found = self.load(self, **exact, **({} if model.revision is None else {"revision": None}))
+        # A draft that was given as the model has become the draft of its target.
+        return found if found.model.path == exact["path"] else found.pinned()
 
     def download(self) -> None:
         """Download what the cache of the hub lacks, with progress bars on stderr.

@@ -42,6 +42,19 @@ class RouterConfig(StrictModel):
     max_unread_bytes: int = Field(2**20, ge=4096)
     """Approximate limit of text buffered in the router for one choice of a slow client, in bytes;
     above it the choice ends with code client_too_slow."""
+    tool_call_parser: Literal[
+        "auto", "none", "hermes", "qwen", "qwen25", "qwen3_coder", "glm45", "llama3_json", "llama3",
+        "mistral", "openai", "gpt-oss",
+    ] = "auto"  # fmt: skip
+    """Format of tool calls, named as in vLLM and SGLang; auto: by the chat template."""
+    reasoning_parser: Literal[
+        "auto", "none", "qwen3", "glm45", "deepseek_r1", "deepseek-r1", "mistral", "openai_gptoss",
+        "gpt-oss",
+    ] = "auto"  # fmt: skip
+    """Format of reasoning, named as in vLLM and SGLang; auto: by the chat template;
+    deepseek_r1: answers always begin with reasoning."""
+    strict_fields: bool = False
+    """Refuse unknown request fields with status 400; by default they are ignored and counted."""
     api_keys: tuple[str, ...] = Field((), repr=False)
     """Accepted bearer tokens, a list of strings; empty: no authentication."""
     allow_anonymous: bool = True

@@ -100,7 +100,9 @@ class SpeculativeConfig(StrictModel):
     """Draft method, and how the number of drafts adapts."""
 
     speculative_algorithm: str = Field(
-        "NONE", description=f"Draft method: {', '.join(ALGORITHMS)}; NONE: no speculation."
+        "NONE",
+        description=f"Draft method: {', '.join(ALGORITHMS)}; NONE: no speculation. If left out, a "
+        "draft's config.json tells it.",
     )
     speculative_draft_model_path: Annotated[str | None, CHECKPOINT] = None
     """Checkpoint of the draft; same forms as model.path."""

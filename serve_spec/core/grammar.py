@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from serve_spec.core.errors import InvalidRequest
 
@@ -20,7 +21,26 @@ class GrammarKind(StrEnum):
     REGEX = "regex"
     EBNF = "grammar"
     CHOICE = "choice"
+    CALLS = "tool calls"
     LLGUIDANCE = "llguidance"
+
+
+@dataclass(frozen=True)
+class CallsForm:
+    """The form of an answer that calls functions: `thought`, then calls.
+
+    Texts are lists of pieces; a piece that is the name of a special token stands for that token.
+    `calls` has the text before the arguments, their JSON Schema, and the text after them, for each
+    function. `thought` has the texts before and after any text that the answer may begin with, and
+    whether the answer is already within it; the second text begins with the marker of its end.
+    """
+
+    calls: Sequence[tuple[Sequence[str], Mapping[str, Any], Sequence[str]]]
+    opening: Sequence[str] = ()
+    between: Sequence[str] = ()
+    ending: Sequence[str] = ()
+    is_single: bool = False
+    thought: tuple[Sequence[str], Sequence[str], bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -28,8 +48,8 @@ class Grammar:
     """A grammar that the whole generated text has to match.
 
     JSON_SCHEMA: a JSON Schema; REGEX: a regular expression without look-around; EBNF: Lark's
-    notation, or GBNF's (`root ::= ...`); CHOICE: a JSON list of alternative texts; LLGUIDANCE: what
-    `GrammarCompiler.translate` made of one of these.
+    notation, or GBNF's (`root ::= ...`); CHOICE: a JSON list of alternative texts; CALLS: a
+    `CallsForm` as JSON; LLGUIDANCE: what `GrammarCompiler.translate` made of one of these.
     `source`: the request field it came from, for error messages.
     """
 
@@ -83,6 +103,11 @@ class Grammar:
             fix = "give a list of at least one text, none of them empty"
             raise InvalidRequest(source, f"<{type(texts).__name__}>", fix)
         return cls(GrammarKind.CHOICE, json.dumps(list(texts)), source)
+
+    @classmethod
+    def calls(cls, form: CallsForm, source: str = "tools") -> Grammar:
+        """Return the grammar of calls of functions."""
+        return cls(GrammarKind.CALLS, json.dumps(vars(form)), source)
 
     def refusal(self, fix: str) -> InvalidRequest:
         """Return an error that names the source field, and the length of the grammar only."""

@@ -46,8 +46,8 @@ class ScheduledRequest(NamedTuple):
     root.
     `edited` is set if the request draws with score edits, unless a step in flight adds tokens that
     only the device knows.
-    `generated_ids` are the committed tokens after the prompt, if a grammar masks the draws; such a
-    request never follows a step in flight.
+    `generated_ids` are the committed tokens after the prompt, if they decide which tokens may be
+    drawn (`SamplingParams.masks_text`); such a request never follows a step in flight.
     """
 
     request_id: str
@@ -157,9 +157,9 @@ class ScheduledBatch:
         return num_tokens if self.budget is None else num_tokens - self.num_drafts + self.budget
 
     @property
-    def has_grammars(self) -> bool:
-        """Return whether a grammar masks any draw."""
-        return any(req.params.grammar is not None for req in self.sampling_requests)
+    def has_masks(self) -> bool:
+        """Return whether a grammar or bad words may mask any draw."""
+        return any(req.params.masks_text for req in self.sampling_requests)
 
     def verified_drafts(self, result: BatchResult) -> Sequence[int]:
         """Return how many drafts of each sampling request were verified."""

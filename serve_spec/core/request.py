@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -75,6 +75,14 @@ class SamplingParams:
     was drawn from: edited, tempered, filtered and normalised; for greedy requests, the softmax of
     the edited logits. This is vLLM's `processed_logprobs`. `prompt_logprobs` asks for those of the
     prompt's tokens: the model's own, whatever the parameters; the first token has none.
+
+    `bad_words` are texts, or sequences of token ids, of which the last token is never drawn after
+    the others; a text is banned at the start of a word and within one. The text includes the stop
+    string or token that ends it with `include_stop_str_in_output`, and the names of special tokens
+    without `skip_special_tokens`.
+
+    `priority` orders waiting requests, lower first; equal ones are served in order of arrival.
+    Requests share cached prefixes only with those of the same `cache_salt`.
     """
 
     max_tokens: int = 16
@@ -88,14 +96,19 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     allowed_token_ids: Sequence[int] | None = None
     bad_token_ids: Sequence[int] = ()
+    bad_words: Sequence[str | Sequence[int]] = ()
     min_tokens: int = 0
     grammar: Grammar | None = None
     seed: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    priority: int = 0
+    cache_salt: str | None = None
     speculative: SpeculativeOptions = field(default_factory=SpeculativeOptions)
 
     def __post_init__(self) -> None:
@@ -105,6 +118,8 @@ class SamplingParams:
         for name in ("stop_token_ids", "bad_token_ids", "allowed_token_ids"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
+        words = tuple(word if isinstance(word, str) else tuple(word) for word in self.bad_words)
+        object.__setattr__(self, "bad_words", words)
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         largest = 2**31 - 1
         for name, ok, fix in (
@@ -121,6 +136,9 @@ class SamplingParams:
             ("allowed_token_ids", self.allowed_token_ids != (), "name at least one, or None: all"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, _MIN_TOKENS),
             ("stop", all(self.stop), "a stop string must not be empty"),
+            ("bad_words", all(self.bad_words), "a word must not be empty"),
+            ("priority", -(2**63) <= self.priority < 2**63, "use an integer in [-2⁶³, 2⁶³)"),
+            ("cache_salt", self.cache_salt != "", "give a text that is not empty, or None"),
             ("logprobs", _is_count(self.logprobs), _COUNT),
             ("prompt_logprobs", _is_count(self.prompt_logprobs), _COUNT),
         ):
@@ -141,6 +159,11 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
             or self.presence_penalty != 0.0
         )
+
+    @property
+    def masks_text(self) -> bool:
+        """Return whether the tokens that may be drawn depend on the text before."""
+        return self.grammar is not None or bool(self.bad_words)
 
     @property
     def is_greedy(self) -> bool:
@@ -166,6 +189,10 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "grammar": ((Grammar, type(None)), "a Grammar or None"),
     "seed": ((int, type(None)), "an integer or None"),
     "ignore_eos": ((bool,), "True or False"),
+    "skip_special_tokens": ((bool,), "True or False"),
+    "include_stop_str_in_output": ((bool,), "True or False"),
+    "priority": ((int,), "an integer"),
+    "cache_salt": ((str, type(None)), "a text or None"),
     "logprobs": ((int, type(None)), "an integer or None"),
     "prompt_logprobs": ((int, type(None)), "an integer or None"),
     "speculative": ((SpeculativeOptions,), "a SpeculativeOptions"),
@@ -195,9 +222,10 @@ def _check_types(prefix: str, values: dict[str, object]) -> None:
             if not is_list and not is_absent and not (name == "stop" and isinstance(value, str)):
                 raise InvalidRequest(prefix + name, value, f"use a list of {item.__name__}")
             continue
-        if name == "logit_bias":
-            if not _is_bias(value):
-                raise InvalidRequest(prefix + name, value, "use a mapping of token id to number")
+        if name in _CHECKS:
+            is_right, fix = _CHECKS[name]
+            if not is_right(value):
+                raise InvalidRequest(prefix + name, value, fix)
             continue
         types, wanted = _TYPES[name]
         # bool is a subclass of int.
@@ -209,6 +237,20 @@ def _is_bias(value: object) -> bool:
     return isinstance(value, Mapping) and all(
         type(token) is int and type(bias) in (int, float) for token, bias in value.items()
     )
+
+
+def _are_words(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(
+        isinstance(word, str)
+        or (isinstance(word, list | tuple) and all(type(token) is int for token in word))
+        for word in value
+    )
+
+
+_CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "logit_bias": (_is_bias, "use a mapping of token id to number"),
+    "bad_words": (_are_words, "use a list of texts or of lists of token ids"),
+}
 
 
 def _shown(value: object) -> object:

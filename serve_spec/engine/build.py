@@ -12,7 +12,6 @@ from serve_spec.adaptive import AdaptiveController, PolicySettings
 from serve_spec.config import ServeSpecConfig
 from serve_spec.config.algorithms import ALGORITHMS
 from serve_spec.config.speculative import ignored_adaptive_keys
-from serve_spec.core.context import torch_dtype
 from serve_spec.core.draft import MAX_TREE_TOKENS, PLAIN, TextDrafter
 from serve_spec.core.errors import BrokenLogits, CheckpointError
 from serve_spec.core.request import SamplingParams
@@ -20,7 +19,7 @@ from serve_spec.core.round import RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.costs import Clock, CostSource, cost_key
 from serve_spec.engine.engine import SpecEngine, freeze_gc
-from serve_spec.engine.inputs import EngineLimits
+from serve_spec.engine.inputs import EngineLimits, sampling_defaults
 from serve_spec.engine.profile import (
     CostGrid,
     Measurement,
@@ -38,6 +37,7 @@ from serve_spec.models.draft import draft_dtype, draft_weights
 from serve_spec.models.draft_checkpoint import read_draft
 from serve_spec.models.draft_probe import choose_layers, choose_theta, probe_text
 from serve_spec.models.draft_shape import both_readings
+from serve_spec.models.llama import target_dtype
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.parallel.worker_ranks import Launcher, WorkerRanks, launch
 from serve_spec.scheduler.scheduler import Scheduler
@@ -229,10 +229,13 @@ def load_models(config: ServeSpecConfig, parallel: TensorParallel) -> LoadedMode
             "torch_compile=True: torch's compiler does not support the oneDNN products used on "
             "CPUs; set it to false, or device to 'cuda'"
         )
-    dtype = torch_dtype(_dtype_name(config.model.dtype, device))
+    dtype = target_dtype(config.model.dtype, config.model.folder, device)
     if config.replica.torch_num_threads is not None:
         torch.set_num_threads(config.replica.torch_num_threads)
-    target = load_target(config.model.folder, dtype, device, config.model.max_model_len, parallel)
+    is_dummy = config.model.load_format == "dummy"
+    target = load_target(
+        config.model.folder, dtype, device, config.model.max_model_len, parallel, dummy=is_dummy
+    )
     head = _load_head(config, target, dtype, device)
     if config.model.torch_compile:
         compile_layers(target)
@@ -340,12 +343,6 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _dtype_name(name: str, device: torch.device) -> str:
-    if name != "auto":
-        return name
-    return "bfloat16" if device.type == "cuda" else "float32"
-
-
 def _load_head(
     config: ServeSpecConfig, target: Llama, dtype: torch.dtype, device: torch.device
 ) -> DraftHead | None:
@@ -359,7 +356,7 @@ def _load_head(
         path,
         target,
         algorithm=speculative.speculative_algorithm,
-        options=DraftOptions.of(speculative),
+        options=DraftOptions.of(speculative, dummy=config.model.load_format == "dummy"),
         dtype=draft_in,
         weights=weights,
     )
@@ -372,7 +369,7 @@ def _probe(config: ServeSpecConfig, head: DraftHead, target: Llama) -> None:
     speculative = config.speculative
     probes_layers = speculative.speculative_draft_aux_layers_mean == "probe"
     probes_theta = speculative.speculative_draft_rope_theta == "probe"
-    if not (probes_layers or probes_theta):
+    if not (probes_layers or probes_theta) or config.model.load_format == "dummy":
         return
     text = Tokenizer(config.model.tokenizer_folder).encode(probe_text())
     path = config.draft_folder
@@ -423,10 +420,16 @@ def _num_pages(
 
 def check_fit(config: ServeSpecConfig, tokenizer: Tokenizer) -> None:
     """Raise for settings that do not fit the checkpoint, before weights are loaded."""
-    shape, max_model_len = (
-        ModelShape.from_directory(config.model.metadata_folder),
-        config.model.max_model_len,
-    )
+    shape = ModelShape.from_directory(config.model.metadata_folder)
+    max_model_len = config.model.max_model_len
+    sampling_defaults(config.model)  # raises if they are invalid
+    if config.model.load_format == "safetensors":
+        for folder in filter(None, (config.model.folder, config.draft_folder)):
+            if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
+                raise CheckpointError(
+                    f"load_format='safetensors': {folder} has none of them; use 'auto' to read "
+                    "its pickles"
+                )
     if max_model_len is not None and max_model_len > shape.max_position_embeddings:
         raise ValueError(
             f"max_model_len={max_model_len} is more than the model was made for: "

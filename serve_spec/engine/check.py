@@ -20,11 +20,15 @@ def check_checkpoints(config: ServeSpecConfig) -> None:
     """
     folder = config.model.folder
     check_fit(config, Tokenizer(config.model.tokenizer_folder))
-    ModelShape.from_directory(folder).on_rank_of(config.model.tensor_parallel_size)
+    shape = ModelShape.from_directory(folder)
+    shape.on_rank_of(config.model.tensor_parallel_size)
+    algorithm = config.speculative.speculative_algorithm
+    draft = config.draft_folder if config.speculative.enabled else None
     if config.model.load_format == "dummy":
+        if draft is not None and algorithm != "STANDALONE":
+            open_draft(draft, algorithm, dummy_for=shape)
         return
     check_target(folder)
-    draft = config.draft_folder
-    if config.speculative.enabled and draft is not None:
-        open_draft(draft, config.speculative.speculative_algorithm)
+    if draft is not None:
+        open_draft(draft, algorithm)
         describe_draft(draft, config)

@@ -27,6 +27,7 @@ from serve_spec.engine.messages import (
     Call,
     Command,
     EngineMessage,
+    FlushCache,
     Reply,
     Sender,
     Stop,
@@ -223,6 +224,10 @@ class EngineClient:
         """
         self._call("start_from", list(accept_rates))
 
+    def flush_cache(self) -> None:
+        """Drop the cached prefixes that no request uses, before the next step."""
+        self._command(FlushCache())
+
     def report_to(self, metrics: MetricsSink) -> None:
         """Send the record of every step from now on to `metrics`, from a thread of the client."""
         self._metrics = metrics
@@ -266,8 +271,7 @@ class EngineClient:
                     reply = self._replies.get(timeout=self._stuck_after_s)
             except queue.Empty:
                 self.check_health()
-                limit = f"{self._stuck_after_s:g} s"
-                raise RuntimeError(f"the engine did not answer within {limit}") from None
+                raise RuntimeError(f"no answer within {self._stuck_after_s:g} s") from None
         if reply.error is not None:
             raise ValueError(reply.error)
 

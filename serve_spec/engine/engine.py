@@ -241,6 +241,11 @@ class SpecEngine:
         """Change policy settings between steps; invalid ones change nothing."""
         self.controller.reconfigure(settings)
 
+    def flush_cache(self) -> None:
+        """Drop the cached prefixes that no request uses."""
+        tree = self.scheduler.cache.tree
+        tree.evict(tree.num_idle)
+
     def check_health(self) -> None:
         """Raise RankLost if this engine has lost a rank. From any thread."""
         if self._worker_ranks is not None:

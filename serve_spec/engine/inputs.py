@@ -2,17 +2,53 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
-from serve_spec.core.errors import InvalidRequest, TextTooLong
+from serve_spec.config.engine import ModelConfig
+from serve_spec.core.errors import CheckpointError, InvalidRequest, TextTooLong
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import SamplingParams
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.tokenizer import Tokenizer
+
+# Keys of generation_config.json that vLLM reads, and our names.
+_RECOMMENDED = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+def sampling_defaults(model: ModelConfig) -> dict[str, Any]:
+    """Return the sampling parameters of requests that give none: what the checkpoint recommends.
+
+    Empty with `generation_config=none`. As in vLLM, `do_sample` is not read.
+
+    Raises:
+        CheckpointError: generation_config.json cannot be read, or has a value that is not valid.
+    """
+    path = model.metadata_folder / "generation_config.json"
+    if model.generation_config == "none" or not path.is_file():
+        return {}
+    try:
+        stored = json.loads(path.read_text())
+        given = {ours: stored.get(key) for key, ours in _RECOMMENDED.items()}
+        given = {name: value for name, value in given.items() if value is not None}
+        SamplingParams(**given)
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path}: {error}; correct it, or set generation_config=none"
+        ) from error
+    return given
 
 
 def held_token_ids(
@@ -101,6 +137,7 @@ class InputProcessor:
             room = limits.max_model_len - len(token_ids)
             fix = f"a prompt of {len(token_ids)} tokens leaves room for {room}; ask for less"
             raise InvalidRequest("max_tokens", params.max_tokens, fix)
+        params = self._with_word_ids(params)
         held = held_token_ids(params, limits.eos_token_ids, limits.num_ids)
         check_token_ids(params, held, limits.num_ids)
         ends = {t for t in params.stop_token_ids if 0 <= t < limits.vocab_size}
@@ -118,6 +155,23 @@ class InputProcessor:
             end_token_ids=frozenset(ends),
             reports_stats=bool(params.stop),
         )
+
+    def _with_word_ids(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters with `bad_words` as token ids; single tokens are bad tokens."""
+        if not params.bad_words:
+            return params
+        found: set[tuple[int, ...]] = set()
+        for word in params.bad_words:
+            if isinstance(word, str):
+                texts = (word.lstrip(), f" {word.lstrip()}")
+                ids = (self._tokenizer.encode(text, add_special_tokens=False) for text in texts)
+                found.update(map(tuple, ids))
+            else:
+                found.add(tuple(word))
+        singles = sorted(word[0] for word in found if len(word) == 1)
+        longer = sorted(word for word in found if len(word) > 1)
+        bad_token_ids = (*params.bad_token_ids, *singles)
+        return replace(params, bad_token_ids=bad_token_ids, bad_words=longer)
 
     def encode(self, prompt: str) -> list[int]:
         """Return the token ids of a text; none for an empty one.

@@ -15,6 +15,7 @@ from serve_spec.core.request import RequestOutput, SamplingParams, TokenDelta
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.build import build_engine
 from serve_spec.engine.collector import MetricsCollector
+from serve_spec.engine.inputs import sampling_defaults
 from serve_spec.engine.output import OutputProcessor
 
 
@@ -27,14 +28,16 @@ class LLM:
     """
 
     def __init__(self, config: str | os.PathLike[str] | ServeSpecConfig, **overrides: Any) -> None:
-        named = ServeSpecConfig.load(config, **overrides)
-        named.download()
-        # Ranks load one by one, and the branch may move.
-        self.config = named.pinned()
+        self.config = ServeSpecConfig.load(config, **overrides).pinned()
+        self.config.download()
         self.engine = build_engine(self.config)
         self.collector = MetricsCollector()
         self.engine.metrics = self.collector
         self._num_requests = 0
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of prompts without any: the checkpoint's (generation_config)."""
+        return SamplingParams(**sampling_defaults(self.config.model))
 
     def generate(
         self,
@@ -43,7 +46,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete every prompt (text or token ids). Return outputs in the order of the prompts.
 
-        sampling_params: one for all, or one per prompt.
+        sampling_params: one for all, or one per prompt; None: `get_default_sampling_params()`.
 
         Raises:
             InvalidRequest: a prompt or a parameter cannot be served; nothing was run.
@@ -74,12 +77,11 @@ class LLM:
         self.engine.shutdown()
         del self.engine
 
-    @staticmethod
     def _params_for(
-        num_prompts: int, params: SamplingParams | Iterable[SamplingParams] | None
+        self, num_prompts: int, params: SamplingParams | Iterable[SamplingParams] | None
     ) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
-            return [params or SamplingParams()] * num_prompts
+            return [params or self.get_default_sampling_params()] * num_prompts
         each = list(params)
         if len(each) != num_prompts:
             fix = f"give one SamplingParams, or {num_prompts}, one per prompt"

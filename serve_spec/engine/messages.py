@@ -58,11 +58,15 @@ class Call(msgspec.Struct, array_like=True, tag=True):
     argument: Any
 
 
+class FlushCache(msgspec.Struct, array_like=True, tag=True):
+    """Drop the cached prefixes that no request uses."""
+
+
 class Stop(msgspec.Struct, array_like=True, tag=True):
     """End the engine after the current step."""
 
 
-Command: TypeAlias = Add | Abort | Call | Stop
+Command: TypeAlias = Add | Abort | Call | FlushCache | Stop
 
 
 class Reply(msgspec.Struct, array_like=True):

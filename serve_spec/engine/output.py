@@ -60,12 +60,15 @@ class OutputText:
         params = seq.params
         self._tokenizer = tokenizer
         self._stop = params.stop
+        self._keeps_end = params.include_stop_str_in_output
+        self._skips_special = params.skip_special_tokens
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._ids = seq.token_ids[: seq.num_prompt_tokens][-_CONTEXT_TOKENS:]
         self._read = len(self._ids)
         self._begin_context(0)
         self._taken = 0
+        self._has_kept_end = False
         self.text = ""
         self.finish_reason: FinishReason | None = None
         if emitted := seq.output_token_ids:
@@ -93,11 +96,12 @@ class OutputText:
     def push(self, token_ids: Sequence[int], reason: FinishReason | None = None) -> int:
         """Add tokens until a stop string ends the text. Return how many belong to it.
 
-        A stop string is cut off.
+        A stop string, or the text of a token that ends it, is cut off unless the request keeps it.
 
-        reason: why the text ends after them, if it does. A token that ends it adds no text.
+        reason: why the text ends after them, if it does.
         """
-        added = token_ids[:-1] if reason is FinishReason.STOP else token_ids
+        is_cut = reason is FinishReason.STOP and not self._keeps_end
+        added = token_ids[:-1] if is_cut else token_ids
         if not self._stop:
             self._ids += added  # `take` decodes them at once
         else:
@@ -108,23 +112,25 @@ class OutputText:
                 if self._num_tokens > self._min_tokens and self._cut_at_stop(num_new):
                     return count
         self.finish_reason = reason
+        self._has_kept_end = reason is FinishReason.STOP and self._keeps_end
         return len(token_ids)
 
     def take(self) -> str:
         """Return the text since the last call that can no longer change."""
         self._read_all()
-        if self.finish_reason is FinishReason.LENGTH:
+        if self.finish_reason is FinishReason.LENGTH or self._has_kept_end:
             self.text += self._decoded(len(self._ids))[len(self._context) :]
             self._read = len(self._ids)
         end = len(self.text)
-        if self._stop and self.finish_reason is None:
+        if self._stop and self.finish_reason is None and not self._keeps_end:
             end -= self._held_back()
         new = self.text[self._taken : end]
         self._taken = max(self._taken, end)
         return new
 
     def _decoded(self, end: int) -> str:
-        return self._tokenizer.decode(self._ids[self._context_start : end])
+        ids = self._ids[self._context_start : end]
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skips_special)
 
     def _begin_context(self, start: int) -> None:
         """Decode with context from `start` on from now on."""
@@ -158,9 +164,9 @@ class OutputText:
         for stop in self._stop:
             first = self.text.find(stop, max(0, len(self.text) - num_new - len(stop) + 1))
             if first >= 0:
-                hits.append(first)
+                hits.append((first, first + len(stop)))
         if hits:
-            self.text = self.text[: min(hits)]
+            self.text = self.text[: min(hits)[self._keeps_end]]
             self.finish_reason = FinishReason.STOP
         return bool(hits)
 

@@ -22,6 +22,7 @@ from serve_spec.engine.messages import (
     Add,
     Call,
     EngineMessage,
+    FlushCache,
     Reply,
     Sender,
     Stop,
@@ -224,5 +225,7 @@ class EngineServer:
                 self._commands.put(lambda: self._abort(request_id))
             case Call():
                 self._commands.put(lambda: self._call(command))
+            case FlushCache():
+                self._commands.put(self._engine.flush_cache)
             case Stop():
                 self._stopping = True

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,13 +24,19 @@ _CUT_FACTOR = 1.25
 _HARMLESS = frozenset({"ByteLevel", "Digits", "Metaspace", "Prepend"})
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _WORD_START = "▁"
+# Vocabularies of tokenizers saved without tokenizer.json: SentencePiece's, and byte-level BPE's.
+_OLD_FILES = ("tokenizer.model", "vocab.json")
 
 
 class TokenBytes(NamedTuple):
-    """Bytes of a token. Special tokens have those of their name, and add no text."""
+    """Bytes of a token. Special tokens have those of their name, and add no text.
+
+    `label` is shown instead of the token's text, if it is set.
+    """
 
     data: bytes
     is_special: bool = False
+    label: str | None = None
 
 
 class Tokenizer:
@@ -38,9 +45,8 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise CheckpointError(
-                f"{path} is missing; save the model with a fast tokenizer (tokenizer.json)"
-            )
+            self._tokenizer = _converted(folder)
+            return
         try:
             self._tokenizer = HFTokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for a malformed file
@@ -81,9 +87,9 @@ class Tokenizer:
         """Return the token ids of a text in which added tokens are ordinary characters."""
         return list(_encoding(self._literal, text, add_special_tokens=False).ids)
 
-    def decode(self, token_ids: list[int]) -> str:
-        """Return the text without special tokens; incomplete characters become U+FFFD."""
-        return str(self._tokenizer.decode(token_ids))
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text, by default without special tokens; incomplete characters are U+FFFD."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def describe(self) -> str:
         """Return its tokenizer.json without truncation and padding."""
@@ -147,6 +153,49 @@ class Tokenizer:
         literal = HFTokenizer.from_str(json.dumps(description))
         literal.encode_special_tokens = True
         return literal
+
+
+def _converted(folder: Path) -> HFTokenizer:
+    """Return the tokenizer of a folder without tokenizer.json, as transformers converts it."""
+    old = next((name for name in _OLD_FILES if (folder / name).is_file()), None)
+    if old is None:
+        raise CheckpointError(
+            f"{folder / 'tokenizer.json'} is missing, and so are {' and '.join(_OLD_FILES)}; save "
+            "the model with its tokenizer, or give tokenizer_path"
+        )
+    is_sentencepiece = old == "tokenizer.model"
+    if is_sentencepiece and find_spec("sentencepiece") is None:
+        raise CheckpointError(
+            f"{folder / old}: reading it needs a package; run `pip install sentencepiece`, or save "
+            "the model with a fast tokenizer (tokenizer.json)"
+        )
+    from transformers import AutoTokenizer, LlamaTokenizer  # takes seconds to import
+
+    # AutoTokenizer needs tokenizer_config.json to add the space before a text.
+    kind = LlamaTokenizer if is_sentencepiece else AutoTokenizer
+    try:
+        converted: HFTokenizer = kind.from_pretrained(
+            folder, local_files_only=True
+        ).backend_tokenizer
+        if is_sentencepiece:
+            _check_converted(converted, folder / old)
+    except Exception as error:  # of the libraries beneath, and of their own classes
+        raise CheckpointError(
+            f"{folder / old} cannot be converted ({error}); save the model with a fast tokenizer "
+            "(tokenizer.json)"
+        ) from error
+    return converted
+
+
+def _check_converted(converted: HFTokenizer, model: Path) -> None:
+    """Raise ValueError if a converted SentencePiece model makes other tokens than the library."""
+    from sentencepiece import SentencePieceProcessor
+
+    text = "The  quick brown fox\n\tdef f(x): return 123 é 語"
+    if converted.encode(text, add_special_tokens=False).ids != SentencePieceProcessor(
+        model_file=str(model)
+    ).encode(text):
+        raise ValueError("its tokens would differ")
 
 
 def _encoding(tokenizer: HFTokenizer, text: str, *, add_special_tokens: bool) -> Encoding:

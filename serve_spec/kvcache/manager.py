@@ -52,7 +52,7 @@ class KVCacheManager:
 
     def find(self, seq: Sequence) -> PrefixHit:
         """Return the cached prefix of a sequence of which nothing is computed."""
-        return self.tree.match(seq.token_ids, self.most_cached(seq))
+        return self.tree.match(seq.token_ids, self.most_cached(seq), seq.params.cache_salt)
 
     def most_cached(self, seq: Sequence) -> int:
         """Return the most tokens `seq` may take from the cache.
@@ -84,7 +84,8 @@ class KVCacheManager:
     def publish(self, seq: Sequence) -> None:
         """Let other sequences use the full computed pages of a running one."""
         if self.prefix_caching:
-            self.tree.publish(seq.token_ids, self._full_pages(seq), self._num_draft_pages(seq))
+            full, num_drafts = self._full_pages(seq), self._num_draft_pages(seq)
+            self.tree.publish(seq.token_ids, full, num_drafts, seq.params.cache_salt)
 
     def reserve(self, seq: Sequence, num_tokens: int) -> None:
         """Grow `seq` to cover `num_tokens` positions.
@@ -124,7 +125,8 @@ class KVCacheManager:
         if self.prefix_caching:
             full = self._full_pages(seq)
             del seq.page_ids[: len(full)]
-            self.tree.retire(seq.token_ids, full, self._num_draft_pages(seq))
+            num_drafts = self._num_draft_pages(seq)
+            self.tree.retire(seq.token_ids, full, num_drafts, seq.params.cache_salt)
         self.trim(seq, 0)
 
     def _full_pages(self, seq: Sequence) -> list[int]:

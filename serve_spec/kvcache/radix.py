@@ -5,7 +5,8 @@ The prefix cache is a radix tree with a node per full page.
 A node's key holds the page's tokens and the next one, because the last draft KV entry of a page
 depends on the token after it (EAGLE: entry j is token j+1 with feature j). So target KV, features
 and draft KV of a cached page are the same for all sequences that share it. Sequences that diverge
-exactly at the end of a page do not share that page.
+exactly at the end of a page do not share that page. The key of a first page begins with the salt,
+if there is one, so that sequences with different salts share nothing.
 
 Host only, no tensors.
 """
@@ -16,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-_Key = tuple[int, ...]
+_Key = tuple[int | str, ...]
 
 
 class OutOfPages(RuntimeError):
@@ -128,13 +129,15 @@ class PrefixTree:
         """Pages that no sequence holds."""
         return len(self._idle)
 
-    def match(self, token_ids: Sequence[int], most_tokens: int) -> PrefixHit:
+    def match(
+        self, token_ids: Sequence[int], most_tokens: int, salt: str | None = None
+    ) -> PrefixHit:
         """Return the cached pages of a prefix of at most `most_tokens` tokens."""
         pages: list[int] = []
         num_draft_pages = 0
         children = self._first
         for number in range(min(most_tokens, len(token_ids) - 1) // self._page_size):
-            node = children.get(self._key(token_ids, number))
+            node = children.get(self._key(token_ids, number, salt))
             if node is None:
                 break
             if node.has_draft and num_draft_pages == len(pages):
@@ -154,20 +157,28 @@ class PrefixTree:
             self._idle.pop(page, None)
 
     def publish(
-        self, token_ids: Sequence[int], page_ids: Sequence[int], num_draft_pages: int
+        self,
+        token_ids: Sequence[int],
+        page_ids: Sequence[int],
+        num_draft_pages: int,
+        salt: str | None = None,
     ) -> None:
         """Insert the pages of a running sequence, up to the first that the tree has already.
 
         Beyond that one the sequence would hold cached pages, but not their ancestors.
         token_ids: the tokens of the pages and the one after them. num_draft_pages: see `PrefixHit`.
         """
-        self._insert(token_ids, page_ids, num_draft_pages, stop_at_others=True)
+        self._insert(token_ids, page_ids, num_draft_pages, salt, stop_at_others=True)
 
     def retire(
-        self, token_ids: Sequence[int], page_ids: Sequence[int], num_draft_pages: int
+        self,
+        token_ids: Sequence[int],
+        page_ids: Sequence[int],
+        num_draft_pages: int,
+        salt: str | None = None,
     ) -> None:
         """Insert the pages of a sequence that ends and drop its references; see `publish`."""
-        path = self._insert(token_ids, page_ids, num_draft_pages, stop_at_others=False)
+        path = self._insert(token_ids, page_ids, num_draft_pages, salt, stop_at_others=False)
         self._allocator.release(page_ids)
         for node in reversed(path):
             if self._allocator.references(node.page) == 1:
@@ -191,8 +202,9 @@ class PrefixTree:
             while up is not None:
                 keys.append(up.key)
                 up = up.parent
-            text = [token for key in reversed(keys) for token in key[:-1]]
-            yield node.page, [*text, node.key[-1]], node.has_draft
+            *_, last = node.key
+            text = [*(token for key in reversed(keys) for token in key[:-1]), last]
+            yield node.page, [token for token in text if isinstance(token, int)], node.has_draft
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless links go both ways and idle pages are queued leaf first."""
@@ -214,15 +226,17 @@ class PrefixTree:
         """Every cached page."""
         return list(self._nodes)
 
-    def _key(self, token_ids: Sequence[int], number: int) -> _Key:
+    def _key(self, token_ids: Sequence[int], number: int, salt: str | None) -> _Key:
         first = number * self._page_size
-        return tuple(token_ids[first : first + self._page_size + 1])
+        key = tuple(token_ids[first : first + self._page_size + 1])
+        return key if salt is None or number else (salt, *key)
 
     def _insert(
         self,
         token_ids: Sequence[int],
         page_ids: Sequence[int],
         num_draft_pages: int,
+        salt: str | None,
         *,
         stop_at_others: bool,
     ) -> list[_Node]:
@@ -230,7 +244,7 @@ class PrefixTree:
         path: list[_Node] = []
         parent: _Node | None = None
         for number, page in enumerate(page_ids):
-            key = self._key(token_ids, number)
+            key = self._key(token_ids, number, salt)
             node = self._children_of(parent).get(key) or self._add(parent, key, page)
             if node.page == page:
                 node.has_draft |= number < num_draft_pages

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,7 +34,8 @@ class Rows:
 class CausalAttention(Rows):
     """Causal attention of whole rows (`LayerAttention`); its operations have gradients.
 
-    window: tokens that each token sees, itself included. cache: receives (keys, values) per layer.
+    windows: tokens that each token sees in each layer, itself included; None: all. cache: receives
+    (keys, values) per layer.
     """
 
     def __init__(
@@ -40,18 +43,19 @@ class CausalAttention(Rows):
         num_rows: int,
         num_heads: int,
         num_kv_heads: int,
-        window: int | None = None,
+        windows: Sequence[int | None],
         cache: list[tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         super().__init__(num_rows, num_heads, num_kv_heads)
-        self._window, self._cache = window, cache
+        self._windows, self._cache = windows, cache
 
     def run(self, layer: int, heads: Tensor, rotation: Rotation) -> Tensor:
         """Return [B·T, heads, D]."""
         query, key, value = self.split(heads, rotation)
         if self._cache is not None:
             self._cache.append((key, value))
-        mask = None if self._window is None else _window_mask(query, self._window)
+        window = self._windows[layer]
+        mask = None if window is None else _window_mask(query, window)
         attended = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
         )

@@ -1,4 +1,7 @@
-"""Rotary position embeddings, in the half-split layout and arithmetic of Hugging Face's Llama."""
+"""Rotary position embeddings, in the half-split layout and arithmetic of Hugging Face's Llama.
+
+Source of the scalings: transformers `modeling_rope_utils.py`, same order of operations.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,24 @@ from serve_spec.core.context import Rotation
 
 
 @dataclass(frozen=True)
-class Llama3Scaling:
-    """Llama 3.1's frequency scaling (`rope_type: llama3`), names as in the config."""
+class RopeScaling:
+    """A scaling of rotary frequencies, by the names of config.json.
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+    `rope_type`: linear, llama3, yarn or longrope. `attention_factor` multiplies cosines and sines,
+    and so the scores of attention by its square.
+    """
+
+    rope_type: str
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    attention_factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
 
 
 # Rounds launched before the last is read may run past the end of a text; their tokens are dropped.
@@ -29,14 +43,15 @@ class RotaryTable:
     """Angles of positions 0 .. max_len - 1, made once in float32, on the default device."""
 
     def __init__(
-        self, head_dim: int, theta: float, scaling: Llama3Scaling | None, max_len: int
+        self, head_dim: int, theta: float, scaling: RopeScaling | None, max_len: int
     ) -> None:
         # Computed on the CPU wherever it is used: devices differ in the last bits of pow and cos.
         with torch.device("cpu"):
-            frequencies = inverse_frequencies(head_dim, theta, scaling)
+            frequencies = inverse_frequencies(head_dim, theta, scaling, max_len)
             angles = torch.outer(torch.arange(max_len + _MARGIN, dtype=torch.float32), frequencies)
         device = torch.empty(0).device
-        cos, sin = angles.cos().to(device), angles.sin().to(device)
+        factor = 1.0 if scaling is None else scaling.attention_factor
+        cos, sin = ((part * factor).to(device) for part in (angles.cos(), angles.sin()))
         self._cos = torch.cat((cos, cos), dim=-1).unsqueeze(1)
         self._sin = torch.cat((-sin, sin), dim=-1).unsqueeze(1)
 
@@ -45,17 +60,32 @@ class RotaryTable:
         return Rotation(self._cos, self._sin, positions)
 
 
-def inverse_frequencies(head_dim: int, theta: float, scaling: Llama3Scaling | None) -> Tensor:
+def inverse_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None, max_len: int
+) -> Tensor:
     """Return the angle per position of each pair, float32 [head_dim / 2].
 
-    Llama 3 scaling: wavelengths longer than L / low_freq_factor are stretched by `factor`, those
-    shorter than L / high_freq_factor stay, and between them a linear blend (L is the original
-    context). Source: transformers `_compute_llama3_parameters`, same order of operations.
+    longrope has two sets of factors; `max_len` chooses one for all texts, so that a text does not
+    depend on the lengths of others.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    frequencies = 1.0 / (theta**exponents)
+    periods = theta**exponents
     if scaling is None:
-        return frequencies
+        return 1.0 / periods
+    if scaling.rope_type == "linear":
+        return 1.0 / periods / scaling.factor
+    if scaling.rope_type == "llama3":
+        return _llama3(1.0 / periods, scaling)
+    if scaling.rope_type == "yarn":
+        return _yarn(periods, theta, scaling)
+    is_long = max_len > scaling.original_max_position_embeddings
+    factors = torch.tensor(scaling.long_factor if is_long else scaling.short_factor)
+    return 1.0 / (factors * periods)
+
+
+def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Stretch wavelengths longer than L / low_freq_factor by `factor`, where L is the original
+    context; keep those shorter than L / high_freq_factor; between them, blend linearly."""
     context = scaling.original_max_position_embeddings
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     wavelengths = 2 * math.pi / frequencies
@@ -64,3 +94,21 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: Llama3Scaling | No
     blended = (1 - blend) * scaled / scaling.factor + blend * scaled
     is_between = (wavelengths >= context / high) & (wavelengths <= context / low)
     return torch.where(is_between, blended, scaled)
+
+
+def _yarn(periods: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """Keep pairs that turn more than beta_fast times in the original context, stretch those that
+    turn less than beta_slow times by `factor`; between them, blend linearly (arXiv 2309.00071)."""
+    num_pairs, context = len(periods), scaling.original_max_position_embeddings
+
+    def pair_with(turns: float) -> float:
+        wanted = 2 * num_pairs * math.log(context / (turns * 2 * math.pi))
+        return wanted / (2 * math.log(theta))
+
+    low, high = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * num_pairs - 1)
+    width = high - low or 0.001
+    kept = 1 - ((torch.arange(num_pairs, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return 1.0 / (scaling.factor * periods) * (1 - kept) + 1.0 / periods * kept

@@ -72,22 +72,19 @@ class Attention(Layer):
 class GatedMLP(Layer):
     """down(silu(gate(x)) · up(x)); gate and up are one product.
 
-    intermediate_size: this rank's neurons.
+    `shape` is one rank's.
     """
 
-    def __init__(
-        self, hidden_size: int, intermediate_size: int, parallel: TensorParallel = SINGLE
-    ) -> None:
+    def __init__(self, shape: ModelShape, parallel: TensorParallel = SINGLE) -> None:
         super().__init__()
-        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up = Linear(hidden_size, parts, parallel=parallel)
-        self.down = Linear(
-            intermediate_size, {"down_proj": hidden_size}, parallel=parallel, reads_share=True
-        )
+        hidden, inner = shape.hidden_size, shape.intermediate_size
+        parts = {"gate_proj": inner, "up_proj": inner}
+        self.gate_up = Linear(hidden, parts, shape.mlp_bias, parallel)
+        self.down = Linear(inner, {"down_proj": hidden}, shape.mlp_bias, parallel, reads_share=True)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [T, H] -> [T, H], or its partial sums (see `ops.linear.sum_partials`)."""
-        if x.is_cuda and self.gate_up.integers is None:
+        if x.is_cuda and self.gate_up.integers is None and self.gate_up.bias is None:
             inner = linear.gate_up(x, self.gate_up.weight, self.gate_up.fp8)
         else:
             inner = linear.silu_and_mul(self.gate_up(x))
@@ -96,7 +93,7 @@ class GatedMLP(Layer):
     __call__ = forward
 
     def tensors(self) -> dict[str, Destination]:
-        """Return gate, up and down matrices."""
+        """Return gate, up and down matrices, and their biases if any."""
         return {**self.gate_up.tensors(), **self.down.tensors()}
 
 
@@ -121,7 +118,7 @@ class DecoderLayer(Layer):
         self.input_norm = RMSNorm(hidden, eps, parallel) if input_norm else None
         self.attention = Attention(shape, self.inputs * hidden, index, parallel)
         self.post_attention_norm = RMSNorm(hidden, eps, parallel)
-        self.mlp = GatedMLP(hidden, shape.intermediate_size, parallel)
+        self.mlp = GatedMLP(shape, parallel)
 
     def forward(
         self, hidden: Tensor, residual: Tensor | None, rotation: Rotation, ctx: ForwardContext
@@ -176,9 +173,7 @@ def causal_context(
 ) -> ForwardContext:
     """Return the context of whole rows `tokens` [B, T] from position 0; see `CausalAttention`."""
     num_rows, row_tokens = tokens.shape
-    attention = CausalAttention(
-        num_rows, shape.num_heads, shape.num_kv_heads, shape.sliding_window, cache
-    )
+    attention = CausalAttention(num_rows, shape.num_heads, shape.num_kv_heads, shape.windows, cache)
     return ForwardContext(row_positions(num_rows, row_tokens, tokens.device), attention)
 
 

@@ -15,27 +15,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from serve_spec.config import SpeculativeConfig
+from serve_spec.config.checkpoint import CLASS_DEFAULTS, SPECULATORS
 from serve_spec.core.errors import CheckpointError
-from serve_spec.models.shape import check_supported, read_json
+from serve_spec.models.dummy import draft_tensors, dummy_checkpoint
+from serve_spec.models.shape import ModelShape, check_supported, read_json
 from serve_spec.models.upscale import open_weights
 from serve_spec.models.weights import Checkpoint, PickleFile, SafetensorsFile, TensorFile
 
-FAMILIES = {"eagle": "EAGLE", "eagle3": "EAGLE3"}
-"""The families among the values of `speculators_model_type`."""
-
-# Of transformers' LlamaConfig and Qwen3Config.
-_SHARED_DEFAULTS = {"hidden_size": 4096, "num_attention_heads": 32, "rms_norm_eps": 1e-6}
-_CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {**_SHARED_DEFAULTS, "intermediate_size": 11008, "vocab_size": 32000},
-    "qwen3": {
-        **_SHARED_DEFAULTS,
-        "intermediate_size": 22016,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "use_sliding_window": False,
-    },
-}
 _NESTED = ("transformer_layer_config", "speculators_config")
 
 
@@ -46,10 +32,10 @@ def flat_config(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         CheckpointError: a kind of head or of layers that is not supported.
     """
     kind = config["speculators_model_type"]
-    if kind not in FAMILIES:
+    if kind not in SPECULATORS:
         raise CheckpointError(
             f"{directory}: speculators_model_type={kind!r}: not supported; use a head of "
-            f"{sorted(FAMILIES)}"
+            f"{sorted(SPECULATORS)}"
         )
     if config.get("layernorms"):
         raise CheckpointError(
@@ -58,13 +44,13 @@ def flat_config(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         )
     layers = config.get("transformer_layer_config") or {}
     model_type = layers.get("model_type", "llama")
-    if model_type not in _CLASS_DEFAULTS:
+    if model_type not in CLASS_DEFAULTS:
         raise CheckpointError(
             f"{directory}: transformer_layer_config.model_type={model_type!r}: not supported; "
-            f"use a head with layers of {sorted(_CLASS_DEFAULTS)}"
+            f"use a head with layers of {sorted(CLASS_DEFAULTS)}"
         )
     own = {key: value for key, value in config.items() if key not in _NESTED and value is not None}
-    return {**_CLASS_DEFAULTS[model_type], **layers, **own}
+    return {**CLASS_DEFAULTS[model_type], **layers, **own}
 
 
 def read_vocabulary(folder: Path) -> dict[str, int] | None:
@@ -155,7 +141,7 @@ def recognise(stored: Shapes, config: Mapping[str, Any]) -> Recognition:
     shapes = {new: stored[old] for new, old in origin.items()}
     _refuse_foreign_layouts(shapes)
     family, names, why = _family(shapes)
-    claimed = FAMILIES.get(config.get("speculators_model_type", ""))
+    claimed = SPECULATORS.get(config.get("speculators_model_type", ""))
     if claimed not in (None, family):
         raise CheckpointError(
             f"speculators_model_type={config['speculators_model_type']!r} in config.json, but the "
@@ -233,7 +219,8 @@ class DraftOptions:
     `rope_theta`: some published heads were trained with 10000 although their config names another.
     `aux_layer_ids`: layers of the target whose inputs the head reads (EAGLE-3). `aux_layers_mean`:
     whether the config's own ids mean a layer's input or its output. `norm_before_residual`,
-    `norm_output`: two switches of EAGLE-3 that configs leave out.
+    `norm_output`: two switches of EAGLE-3 that configs leave out. `dummy`: random weights, no file
+    is read.
     """
 
     rope_theta: float | None = None
@@ -241,9 +228,10 @@ class DraftOptions:
     aux_layers_mean: Literal["input", "output"] | None = None
     norm_before_residual: bool | None = None
     norm_output: bool | None = None
+    dummy: bool = False
 
     @staticmethod
-    def of(config: SpeculativeConfig) -> DraftOptions:
+    def of(config: SpeculativeConfig, *, dummy: bool = False) -> DraftOptions:
         """Return the options of a configuration; those to be measured ("probe") are None."""
         theta = config.speculative_draft_rope_theta
         mean = config.speculative_draft_aux_layers_mean
@@ -253,6 +241,7 @@ class DraftOptions:
             aux_layers_mean=None if mean == "probe" else mean,
             norm_before_residual=config.speculative_draft_norm_before_residual,
             norm_output=config.speculative_draft_norm_output,
+            dummy=dummy,
         )
 
 
@@ -276,13 +265,15 @@ class DraftFile:
         return self.config.get("eagle_config") or {}
 
 
-def open_draft(path: Path | str, algorithm: str) -> DraftFile:
+def open_draft(path: Path | str, algorithm: str, dummy_for: ModelShape | None = None) -> DraftFile:
     """Open the draft in `path`, which must be one for `algorithm`; reads no weight.
+
+    dummy_for: the target of random weights, which then stand in for the file's.
 
     Raises:
         CheckpointError: damaged files, another family, or a format not supported.
     """
-    file = read_draft(path)
+    file = read_draft(path, None if dummy_for is None else (algorithm, dummy_for))
     family = file.recognition.family
     if family != algorithm:
         raise CheckpointError(
@@ -292,8 +283,10 @@ def open_draft(path: Path | str, algorithm: str) -> DraftFile:
     return file
 
 
-def read_draft(path: Path | str) -> DraftFile:
+def read_draft(path: Path | str, dummy: tuple[str, ModelShape] | None = None) -> DraftFile:
     """Open the draft in `path`, of any family and layout; reads no weight.
+
+    dummy: algorithm and target of random weights, which then stand in for the file's.
 
     Raises:
         CheckpointError: damaged files, or a format not supported.
@@ -306,7 +299,10 @@ def read_draft(path: Path | str) -> DraftFile:
     if config.get("speculators_model_type"):
         config = flat_config(directory, config)
     check_supported(config)
-    checkpoint = _open(directory)
+    if dummy is None:
+        checkpoint = _open(directory)
+    else:
+        checkpoint = dummy_checkpoint(directory, draft_tensors(config, *dummy))
     stored = checkpoint.shapes
     checkpoint.rename(current_names(stored))
     try:

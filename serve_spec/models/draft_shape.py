@@ -48,16 +48,18 @@ def layer_shape(
     """
     config, shapes = file.config, file.checkpoint.shapes
     attention = "layers.0.self_attn."
+    num_layers = _count_layers(shapes)
     shape = ModelShape(
         **layer_sizes(config),
         architecture=file.recognition.family,
-        num_layers=_count_layers(shapes),
+        num_layers=num_layers,
         vocab_size=whole(config, "vocab_size", vocab_size),
         tie_word_embeddings=False,
         qkv_bias=attention + "q_proj.bias" in shapes,
         output_bias=attention + "o_proj.bias" in shapes,
         qk_norm=attention + "q_norm.weight" in shapes,
-        sliding_window=_sliding_window(file),
+        mlp_bias="layers.0.mlp.down_proj.bias" in shapes,
+        windows=(_sliding_window(file),) * num_layers,
         eos_token_ids=(),
     )
     if options.rope_theta is not None:

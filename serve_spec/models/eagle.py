@@ -199,18 +199,21 @@ def load_eagle(
     Raises:
         CheckpointError: as `open_draft`; a head for another target, or tensors that do not fit.
     """
-    return _load(open_draft(path, "EAGLE"), target, options, dtype)
+    return _load("EAGLE", path, target, options, dtype)
 
 
 def load_eagle3(
     path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype
 ) -> DraftHead:
     """Return the EAGLE-3 head in `path`; see `load_eagle`."""
-    return _load(open_draft(path, "EAGLE3"), target, options, dtype)
+    return _load("EAGLE3", path, target, options, dtype)
 
 
-def _load(file: DraftFile, target: Llama, options: DraftOptions, dtype: torch.dtype) -> DraftHead:
+def _load(
+    algorithm: str, path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype
+) -> DraftHead:
     """Load a head's weights, and its own embedding if it differs from the target's."""
+    file = open_draft(path, algorithm, target.shape if options.dummy else None)
     head = make_eagle(file, target, options, dtype)
     embedding = own_embedding(file, target, head.hidden_size)
     if embedding is not None:

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from serve_spec.config.checkpoint import text_config
 from serve_spec.config.engine import MAX_POSITIONS
-from serve_spec.core.context import ForwardContext
+from serve_spec.core.context import ForwardContext, torch_dtype
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.module import (
     Destination,
@@ -23,7 +24,8 @@ from serve_spec.layers.norm import RMSNorm
 from serve_spec.layers.rope import RotaryTable
 from serve_spec.layers.vocabulary import vocab_embedding, vocab_head
 from serve_spec.models.decoder import DecoderLayer
-from serve_spec.models.shape import FAMILIES, ModelShape, check_size, check_sizes
+from serve_spec.models.dummy import dummy_checkpoint
+from serve_spec.models.shape import FAMILIES, ModelShape, check_size, check_sizes, read_json
 from serve_spec.models.upscale import open_weights
 from serve_spec.models.weights import Checkpoint
 from serve_spec.parallel.group import SINGLE, TensorParallel
@@ -159,17 +161,22 @@ def load_target(
     parallel: TensorParallel = SINGLE,
     *,
     finish: bool = True,
+    dummy: bool = False,
 ) -> Llama:
     """Load a Hugging Face directory, or an expansion of one.
 
     `max_model_len` bounds positions (default: the config's). Each of several ranks loads its part.
-    finish: False for a model that has gradients.
+    finish: False for a model that has gradients. dummy: random weights, no file is read.
 
     Raises:
         CheckpointError: a checkpoint that cannot be used.
     """
-    shape, checkpoint = open_target(path)
+    shape, checkpoint = open_target(path, dummy=dummy)
     _check_memory(shape, checkpoint, max_model_len)
+    longest = max_model_len or shape.max_position_embeddings
+    # A window that holds the longest text hides nothing; attention is faster without.
+    windows = tuple(w if w is not None and w < longest else None for w in shape.windows)
+    shape = replace(shape, windows=windows)
     with tensor_defaults(dtype, device):
         model = TARGETS[shape.architecture](shape, max_model_len, parallel)
     checkpoint.load_into(model.tensors())
@@ -179,16 +186,50 @@ def load_target(
     return model
 
 
-def open_target(path: Path | str) -> tuple[ModelShape, Checkpoint]:
-    """Return the shape and the weights of a target; reads no weight.
+def target_dtype(name: str, path: Path | str, device: torch.device) -> torch.dtype:
+    """Return the dtype for `model.dtype`.
+
+    auto: as in vLLM on a GPU, that is float16 for a float16 checkpoint, else bfloat16. float32 on a
+    CPU, where it is exact and no slower.
+    """
+    if name != "auto":
+        return torch_dtype(name)
+    if device.type != "cuda":
+        return torch.float32
+    config = text_config(read_json(Path(path) / "config.json"))
+    is_half = "float16" in (config.get("dtype"), config.get("torch_dtype"))
+    return torch.float16 if is_half else torch.bfloat16
+
+
+def open_target(path: Path | str, *, dummy: bool = False) -> tuple[ModelShape, Checkpoint]:
+    """Return the shape and the weights of a target; reads no weight. dummy: they are random.
 
     Raises:
         CheckpointError: a checkpoint that cannot be used.
     """
-    shape, checkpoint = ModelShape.from_directory(path), open_weights(path)
+    shape = ModelShape.from_directory(path)
+    if dummy:
+        with tensor_defaults(torch.float32, "meta"):
+            empty = TARGETS[shape.architecture](shape, max_model_len=1)
+        shapes = {name: tuple(tensor.shape) for name, tensor in empty.tensors().items()}
+        return shape, dummy_checkpoint(Path(path), shapes)
+    checkpoint = open_weights(path)
+    if any(name.startswith(_MULTIMODAL) for name in checkpoint.shapes):
+        checkpoint.rename({name: _text_name(name) for name in checkpoint.shapes})
     # A stored matrix wins over the flag: some exporters write both.
     tied = shape.tie_word_embeddings and "lm_head.weight" not in checkpoint
     return replace(shape, tie_word_embeddings=tied), checkpoint
+
+
+# Prefixes that only multimodal checkpoints have.
+_MULTIMODAL = ("model.language_model.", "language_model.", "visual.")
+_TEXT_MODEL = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.")
+
+
+def _text_name(stored: str) -> str | None:
+    """Return the plain name of a text model's tensor; None for other parts of a multimodal one."""
+    name = stored.replace("model.language_model.", "model.").removeprefix("language_model.")
+    return name if name.startswith(_TEXT_MODEL) else None
 
 
 def _check_memory(shape: ModelShape, checkpoint: Checkpoint, max_model_len: int | None) -> None:

@@ -80,7 +80,9 @@ class Medusa(DraftHead):
     read_elsewhere = (TOKEN_MAP,)
 
     def __init__(self, shape: MedusaShape, target: Llama, target_ids: Tensor | None) -> None:
-        no_layers = replace(target.shape, num_layers=0, tie_word_embeddings=False, num_ids=None)
+        no_layers = replace(
+            target.shape, num_layers=0, windows=(), tie_word_embeddings=False, num_ids=None
+        )
         super().__init__(no_layers, FeatureCapture(layer_ids=None), shape.hidden_size)
         self.heads_shape = shape
         self.max_steps = shape.num_heads
@@ -124,12 +126,12 @@ class Medusa(DraftHead):
 def load_medusa(
     path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype
 ) -> Medusa:
-    """Load the heads in `path` for `target`, computing in `dtype`; options: not used.
+    """Load the heads in `path` for `target`, computing in `dtype`.
 
     Raises:
         CheckpointError: as `open_draft`; heads for another target, or tensors that do not fit.
     """
-    file = open_draft(path, "MEDUSA")
+    file = open_draft(path, "MEDUSA", target.shape if options.dummy else None)
     medusa = make_medusa(file, target, dtype)
     file.checkpoint.load_into(medusa.tensors(), medusa.read_elsewhere)
     finish_loading(medusa)

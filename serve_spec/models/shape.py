@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from serve_spec.config.checkpoint import Config, max_positions, rope_parameters, text_config
 from serve_spec.core.context import KVShape
 from serve_spec.core.errors import CheckpointError
-from serve_spec.layers.rope import Llama3Scaling
+from serve_spec.layers.rope import RopeScaling
 from serve_spec.ops.paged_attention import AttentionKind
-
-Config = Mapping[str, Any]
 
 NUM_IDS_KEY = "serve_spec_num_ids"
 """The key of `config.json` with the number of real ids: see `ModelShape.num_ids`."""
@@ -27,31 +26,36 @@ NUM_IDS_KEY = "serve_spec_num_ids"
 class _Family:
     """Defaults of an architecture in transformers beyond the keys of its config.
 
-    `use_sliding_window_key`: its windows are off unless that key is true.
+    `bias_keys`: it reads these. `use_sliding_window_key`: its windows are off unless that key is
+    true.
     """
 
     qkv_bias: bool = False
-    attention_bias_key: bool = False
+    bias_keys: tuple[str, ...] = ()
     qk_norm: bool = False
     has_window: bool = True
     use_sliding_window_key: bool = False
 
 
 FAMILIES = {
-    "LlamaForCausalLM": _Family(attention_bias_key=True, has_window=False),
+    "LlamaForCausalLM": _Family(bias_keys=("attention_bias", "mlp_bias"), has_window=False),
     "MistralForCausalLM": _Family(),
     "Qwen2ForCausalLM": _Family(qkv_bias=True, use_sliding_window_key=True),
-    "Qwen3ForCausalLM": _Family(attention_bias_key=True, qk_norm=True, use_sliding_window_key=True),
+    "Qwen3ForCausalLM": _Family(
+        bias_keys=("attention_bias",), qk_norm=True, use_sliding_window_key=True
+    ),
 }
 _DEFAULT_WINDOW = 4096
+_MOST_LAYERS = 4096
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """Everything but the weights that fixes the computation of a Llama-like model.
 
-    `qkv_bias` / `output_bias`: the attention projections carry biases. `sliding_window`: each token
-    sees that many tokens, itself included; None for all. `eos_token_ids` joins `config.json` and
+    `qkv_bias` / `output_bias` / `mlp_bias`: these projections carry biases. `windows`: how many
+    tokens each token sees in each layer, itself included; None: all. `max_position_embeddings`: the
+    longest text, as scaled by the rope. `eos_token_ids` joins `config.json` and
     `generation_config.json`. `num_ids`: ids from here on pad the vocabulary and are never sampled;
     None: all are real.
     """
@@ -66,15 +70,16 @@ class ModelShape:
     vocab_size: int
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: Llama3Scaling | None
+    rope_scaling: RopeScaling | None
     tie_word_embeddings: bool
     qkv_bias: bool
     output_bias: bool
     qk_norm: bool
-    sliding_window: int | None
+    windows: tuple[int | None, ...]
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     num_ids: int | None = None
+    mlp_bias: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -93,7 +98,12 @@ class ModelShape:
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
         """Return how each layer attends."""
-        return (AttentionKind(window=self.sliding_window),) * self.num_layers
+        return tuple(AttentionKind(window=window) for window in self.windows)
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Return the smallest window of any layer; None if all tokens are seen."""
+        return min((window for window in self.windows if window is not None), default=None)
 
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
@@ -136,7 +146,11 @@ class ModelShape:
         config = read_json(path / "config.json")
         generation_path = path / "generation_config.json"
         generation = read_json(generation_path) if generation_path.exists() else {}
-        return ModelShape.from_config(config, generation)
+        try:
+            return ModelShape.from_config(config, generation)
+        except CheckpointError as error:
+            what = str(error).removeprefix("config.json: ")
+            raise CheckpointError(f"{path}/config.json: {what}") from None
 
     @staticmethod
     def from_config(config: Config, generation: Config | None = None) -> ModelShape:
@@ -145,20 +159,27 @@ class ModelShape:
         Raises:
             CheckpointError: a key that is missing or not supported.
         """
+        config = text_config(config)
         architecture = _architecture(config)
         family = FAMILIES[architecture]
         check_supported(config)
-        attention_bias = bool(config.get("attention_bias")) and family.attention_bias_key
+        biases = {key for key in family.bias_keys if config.get(key)}
+        num_layers = whole(config, "num_hidden_layers")
+        if num_layers > _MOST_LAYERS:
+            raise CheckpointError(
+                f"config.json: num_hidden_layers={num_layers}: more than {_MOST_LAYERS}; correct it"
+            )
         return ModelShape(
             **layer_sizes(config),
             architecture=architecture,
-            num_layers=whole(config, "num_hidden_layers"),
+            num_layers=num_layers,
             vocab_size=whole(config, "vocab_size"),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=family.qkv_bias or attention_bias,
-            output_bias=attention_bias,
+            qkv_bias=family.qkv_bias or "attention_bias" in biases,
+            output_bias="attention_bias" in biases,
+            mlp_bias="mlp_bias" in biases,
             qk_norm=family.qk_norm,
-            sliding_window=_sliding_window(config, architecture, family),
+            windows=_windows(config, architecture, family, num_layers),
             eos_token_ids=_eos_token_ids(config, generation or {}),
             num_ids=None if config.get(NUM_IDS_KEY) is None else whole(config, NUM_IDS_KEY),
         )
@@ -169,6 +190,7 @@ def layer_sizes(config: Config) -> dict[str, Any]:
     heads = whole(config, "num_attention_heads")
     hidden = whole(config, "hidden_size")
     theta, scaling = read_rope(config)
+    whole(config, "max_position_embeddings", 2048)  # raises, which max_positions does not
     return {
         "hidden_size": hidden,
         "num_heads": heads,
@@ -178,7 +200,7 @@ def layer_sizes(config: Config) -> dict[str, Any]:
         "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
         "rope_theta": theta,
         "rope_scaling": scaling,
-        "max_position_embeddings": whole(config, "max_position_embeddings", 2048),
+        "max_position_embeddings": max_positions(config),
     }
 
 
@@ -270,8 +292,6 @@ def check_supported(config: Config) -> None:
             f"config.json: layer_types {sorted(strange)} are not supported; "
             "only 'full_attention' and 'sliding_attention' are"
         )
-    if config.get("mlp_bias"):
-        raise CheckpointError("config.json: mlp_bias=true: not supported; only false is")
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
         raise CheckpointError(
@@ -280,42 +300,102 @@ def check_supported(config: Config) -> None:
         )
 
 
-def read_rope(config: Config) -> tuple[float, Llama3Scaling | None]:
+def read_rope(config: Config) -> tuple[float, RopeScaling | None]:
     """Return base frequency and scaling.
-
-    transformers 5 writes both into `rope_parameters`, earlier versions into two keys.
 
     Raises:
         CheckpointError: a rope type that is not supported or incomplete.
     """
-    rope: Config = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = rope.get("rope_theta", config.get("rope_theta"))
+    kind = "?"
+    try:
+        rope = rope_parameters(config)
+        theta, kind = _positive(rope["rope_theta"]), _rope_type(rope, config)
+        return theta, None if kind in _PLAIN_ROPES else _scaling(kind, rope, config)
+    except KeyError as error:
+        raise CheckpointError(f"config.json: rope type {kind!r} lacks {error}; add it") from error
+    except CheckpointError:
+        raise
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise CheckpointError(
+            f"config.json: rope_parameters or rope_scaling: {error}; correct it"
+        ) from error
+
+
+# dynamic scales only beyond max_position_embeddings, which is the longest text. mrope has three
+# positions a token, equal ones for text.
+_PLAIN_ROPES = ("default", "dynamic", "mrope")
+_SCALED_ROPES = ("linear", "llama3", "yarn", "longrope")
+
+
+def _rope_type(rope: Config, config: Config) -> str:
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
     if partial != 1.0:
         raise CheckpointError(
             f"config.json: partial_rotary_factor={partial}: not supported; only 1.0 is"
         )
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        kind = "per layer"
-    if kind not in ("default", "llama3"):
+    is_nested = any(isinstance(value, Mapping) for value in rope.values())
+    kind = "per layer" if is_nested else rope["rope_type"]
+    if kind not in (*_PLAIN_ROPES, *_SCALED_ROPES):
         raise CheckpointError(
-            f"config.json: rope type {kind!r}: not supported; use 'default' or 'llama3'"
+            f"config.json: rope type {kind!r}: not supported; use one of "
+            f"{sorted({*_PLAIN_ROPES, *_SCALED_ROPES})}"
         )
-    scaling = _llama3_scaling(rope) if kind == "llama3" else None
-    return 10000.0 if theta is None else float(theta), scaling
+    return str(kind)
 
 
-def _llama3_scaling(rope: Config) -> Llama3Scaling:
-    try:
-        return Llama3Scaling(
-            factor=float(rope["factor"]),
+def _scaling(kind: str, rope: Config, config: Config) -> RopeScaling:
+    longest = whole(config, "max_position_embeddings", 2048)
+    context = int(_positive(rope.get("original_max_position_embeddings") or longest))
+    given = rope.get("attention_factor")
+    if kind == "linear":
+        return RopeScaling(kind, _positive(rope["factor"]))
+    if kind == "llama3":
+        return RopeScaling(
+            kind,
+            _positive(rope["factor"]),
+            context,
             low_freq_factor=float(rope["low_freq_factor"]),
             high_freq_factor=float(rope["high_freq_factor"]),
-            original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
         )
-    except KeyError as error:
-        raise CheckpointError(f"config.json: rope type 'llama3' lacks {error}; add it") from error
+    if kind == "yarn":
+        factor = _positive(rope.get("factor") or longest / context)
+        return RopeScaling(
+            kind,
+            factor,
+            context,
+            _yarn_attention_factor(factor, rope) if given is None else float(given),
+            beta_fast=float(rope.get("beta_fast") or 32),
+            beta_slow=float(rope.get("beta_slow") or 1),
+            truncate=bool(rope.get("truncate", True)),
+        )
+    factor = _positive(rope.get("factor") or longest / context)
+    grown = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(context))
+    pairs = whole(config, "head_dim", config["hidden_size"] // config["num_attention_heads"]) // 2
+    short, long = (tuple(map(float, rope[f"{name}_factor"])) for name in ("short", "long"))
+    if not len(short) == len(long) == pairs:
+        raise ValueError(f"{len(short)} short and {len(long)} long factors for {pairs} pairs")
+    return RopeScaling(
+        kind,
+        factor,
+        context,
+        grown if given is None else float(given),
+        short_factor=short,
+        long_factor=long,
+    )
+
+
+def _positive(number: Any) -> float:
+    if not 0 < float(number) < math.inf:
+        raise ValueError(f"{number} is no positive number")
+    return float(number)
+
+
+def _yarn_attention_factor(factor: float, rope: Config) -> float:
+    def grown(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    scale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    return grown(scale) / grown(all_dim) if scale and all_dim else grown(1.0)
 
 
 def _architecture(config: Config) -> str:
@@ -327,38 +407,30 @@ def _architecture(config: Config) -> str:
     )
 
 
-def _sliding_window(config: Config, architecture: str, family: _Family) -> int | None:
-    """Return the window that all layers share; raise if they differ."""
-    default = _DEFAULT_WINDOW if family.has_window else None
-    window: int | None = config.get("sliding_window", default)
+def _windows(
+    config: Config, architecture: str, family: _Family, num_layers: int
+) -> tuple[int | None, ...]:
+    """Return the window of each layer."""
+    window = config.get("sliding_window", _DEFAULT_WINDOW if family.has_window else None)
     if family.use_sliding_window_key and not config.get("use_sliding_window", False):
         window = None
     if window is None:
-        return None
+        return (None,) * num_layers
     if not family.has_window:
         raise CheckpointError(
             f"config.json: sliding_window={window!r}: not supported for {architecture}; set null"
         )
-    num_windowed = _num_windowed_layers(config, family)
-    if num_windowed == 0:
-        return None
-    if num_windowed != whole(config, "num_hidden_layers"):
-        raise CheckpointError(
-            f"config.json: sliding_window={window} holds for {num_windowed} of "
-            f"{config['num_hidden_layers']} layers (max_window_layers / layer_types), which is "
-            "not supported; use a model whose layers are all alike"
-        )
-    return whole(config, "sliding_window", window)
-
-
-def _num_windowed_layers(config: Config, family: _Family) -> int:
-    num_layers = whole(config, "num_hidden_layers")
-    if config.get("layer_types"):
-        return sum(kind == "sliding_attention" for kind in config["layer_types"])
-    if not family.use_sliding_window_key:
-        return num_layers
+    window = whole(config, "sliding_window", window)
+    if kinds := config.get("layer_types"):
+        if len(kinds) != num_layers:
+            raise CheckpointError(
+                f"config.json: layer_types has {len(kinds)} entries for num_hidden_layers="
+                f"{num_layers}; correct config.json"
+            )
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
     # transformers: layers max_window_layers .. n-1 use the window, those before it see everything.
-    return max(0, num_layers - int(config.get("max_window_layers", 28)))
+    first = int(config.get("max_window_layers", 28)) if family.use_sliding_window_key else 0
+    return tuple(window if index >= first else None for index in range(num_layers))
 
 
 def _eos_token_ids(config: Config, generation: Config) -> tuple[int, ...]:

@@ -59,16 +59,18 @@ def load_standalone(
 ) -> Standalone:
     """Load the model in `path` to draft for `target`, on its device and over its positions.
 
-    options: not used. Ids that only one of both has are padding, and are never drafted.
+    Ids that only one of both has are padding, and are never drafted.
 
     Raises:
         CheckpointError: as `load_target`; a draft head; other tokens than the target's.
     """
     assert target.path is not None, "a target that was loaded has a path"
-    open_draft(path, "STANDALONE")
+    if not options.dummy:
+        open_draft(path, "STANDALONE")
     shape = ModelShape.from_directory(path)
     num_ids = shared_ids(shape, Path(path), target.shape, target.path)
-    model = load_target(path, dtype, target.embed_tokens.weight.device, target.max_model_len)
+    device = target.embed_tokens.weight.device
+    model = load_target(path, dtype, device, target.max_model_len, dummy=options.dummy)
     model.shape = replace(model.shape, num_ids=num_ids)
     if shape.max_position_embeddings < target.max_model_len:
         _log.warning(

@@ -154,7 +154,7 @@ RECIPE_FILE = "expansion.json"
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 # The outputs of an added layer, which cancel.
-_SILENCED = re.compile(r"(o_proj\.(weight|bias)|down_proj\.weight)$")
+_SILENCED = re.compile(r"(o_proj|down_proj)\.(weight|bias)$")
 
 
 @dataclass(frozen=True)
@@ -361,8 +361,8 @@ def _widening(name: str, small: tuple[int, ...], recipe: Expansion, width: int) 
         return Widening()
     if re.search(r"norm[\w.]*\.weight$", name):
         return Widening(num_blocks=small[0] // width, column_factor=hidden)
-    if re.search(r"([qkvo]_proj|fc)\.bias$", name):
-        return Widening(column_factor=hidden)
+    if bias := re.search(r"([qkvo]|gate|up|down|)(_proj|fc)\.bias$", name):
+        return Widening(column_factor=ffn if bias[1] in ("gate", "up") else hidden)
     if name.endswith("o_proj.weight"):
         return Widening(row_factor=hidden, column_factor=hidden, is_product=True)
     if name.endswith("down_proj.weight"):

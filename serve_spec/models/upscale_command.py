@@ -29,6 +29,7 @@ from serve_spec.models.shape import NUM_IDS_KEY, ModelShape, read_json, whole
 from serve_spec.models.upscale import (
     RECIPE_FILE,
     Expansion,
+    added_layers,
     check_noise,
     find_base,
     moved_layer,
@@ -93,6 +94,11 @@ def expand_target(recipe: Expansion, directory: Path) -> None:
     """
     source = find_base(recipe.base, Path.cwd())
     shape = ModelShape.from_directory(source)
+    base = read_json(source / "config.json")
+    if "text_config" in base:
+        raise CheckpointError(
+            f"{source}: multimodal checkpoints are not expanded; use a text model"
+        )
     _check(recipe, shape.vocab_size)
     assert recipe.num_layers is not None, "a target has a number of layers"
     if recipe.num_layers < shape.num_layers:
@@ -100,13 +106,12 @@ def expand_target(recipe: Expansion, directory: Path) -> None:
             f"num_layers={recipe.num_layers}: the base has {shape.num_layers}, and none can be "
             "left out; give at least as many"
         )
-    config = _grown(read_json(source / "config.json"), recipe)
+    config = _grown(base, recipe)
     config["num_hidden_layers"] = recipe.num_layers
     config["tie_word_embeddings"] = False
     if recipe.vocab_size > shape.vocab_size:
         config[NUM_IDS_KEY] = shape.num_ids or shape.vocab_size
-    config |= _window(shape)
-    config.pop("layer_types", None)
+    config |= _windows(shape, recipe.num_layers)
     _write(directory, config, replace(recipe, draft_vocab_size=None), source)
     for name in _COMPANIONS:
         if (source / name).exists():
@@ -189,14 +194,15 @@ def _grown(config: Mapping[str, Any], size: Expansion) -> dict[str, Any]:
     return grown | {key: config[key] * factor for key, factor in factors.items() if key in config}
 
 
-def _window(shape: ModelShape) -> dict[str, Any]:
-    """Return the keys that give every layer the window of `shape`."""
+def _windows(shape: ModelShape, num_layers: int) -> dict[str, Any]:
+    """Return the keys that give each of `num_layers` layers the window of the base's it copies."""
     if shape.sliding_window is None:
-        return {"sliding_window": None, "use_sliding_window": False}
+        return {"sliding_window": None, "use_sliding_window": False, "layer_types": None}
+    windows = [shape.windows[place] for place, _ in added_layers(shape.num_layers, num_layers)]
     return {
         "sliding_window": shape.sliding_window,
         "use_sliding_window": True,
-        "max_window_layers": 0,
+        "layer_types": [f"{'sliding' if window else 'full'}_attention" for window in windows],
     }
 
 

@@ -60,8 +60,8 @@ class Checkpoint:
         file, stored = self._home(name)
         return file.read_floats(stored) if floats else file.read(stored)
 
-    def rename(self, new_names: Mapping[str, str]) -> None:
-        """Rename tensors: `new_names[old] = new`.
+    def rename(self, new_names: Mapping[str, str | None]) -> None:
+        """Rename tensors: `new_names[old] = new`; None leaves a tensor out.
 
         Raises:
             CheckpointError: two tensors would share a name.
@@ -69,6 +69,8 @@ class Checkpoint:
         homes: dict[str, tuple[TensorFile, str]] = {}
         for name, home in self._homes.items():
             known_as = new_names.get(name, name)
+            if known_as is None:
+                continue
             if known_as in homes:
                 raise CheckpointError(
                     f"{self.directory}: tensors {homes[known_as][1]} and {home[1]} both mean "
@@ -132,22 +134,27 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
-    """Open `model.safetensors`, the shards of its index, or `pytorch_model.bin`; reads no weight.
+    """Open `model.safetensors` or `pytorch_model.bin`, or the shards of their index.
+
+    Reads no weight, but a pickle older than torch 1.6.
 
     Raises:
         CheckpointError: none of these is there, or one is damaged or incomplete.
     """
     directory = Path(path)
-    if (directory / "model.safetensors").exists():
-        return Checkpoint([SafetensorsFile(directory / "model.safetensors")], directory)
-    if (directory / "model.safetensors.index.json").exists():
-        return Checkpoint(_shards(directory), directory)
-    if (directory / "pytorch_model.bin").exists():
-        return Checkpoint([PickleFile(directory / "pytorch_model.bin")], directory)
+    kinds: tuple[tuple[str, type[TensorFile]], ...] = (
+        ("model.safetensors", SafetensorsFile),
+        ("pytorch_model.bin", PickleFile),
+    )
+    for name, kind in kinds:
+        if (directory / name).exists():
+            return Checkpoint([kind(directory / name)], directory)
+        if (index := directory / f"{name}.index.json").exists():
+            return Checkpoint(_shards(index, kind), directory)
     found = sorted(p.name for p in directory.iterdir()) if directory.is_dir() else "no directory"
     raise CheckpointError(
-        f"{directory}: no weights (found {found}); model.safetensors, "
-        "model.safetensors.index.json with its shards, or pytorch_model.bin is needed"
+        f"{directory}: no weights (found {found}); model.safetensors or pytorch_model.bin, or "
+        "their .index.json with all shards, is needed"
     )
 
 
@@ -156,6 +163,8 @@ class TensorFile(Protocol):
 
     path: Path
     shapes: dict[str, tuple[int, ...]]
+
+    def __init__(self, path: Path) -> None: ...
 
     def read(self, name: str) -> Tensor:
         """Return the tensor on the CPU, in its stored dtype."""
@@ -233,8 +242,8 @@ class PickleFile(TensorFile):
 _AGAIN = "fetch it again"
 
 
-def _shards(directory: Path) -> list[SafetensorsFile]:
-    index_path = directory / "model.safetensors.index.json"
+def _shards(index_path: Path, kind: type[TensorFile]) -> list[TensorFile]:
+    directory = index_path.parent
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index_path} has no weight_map; {_AGAIN}")
@@ -242,7 +251,7 @@ def _shards(directory: Path) -> list[SafetensorsFile]:
     absent = [name for name in names if not (directory / name).exists()]
     if absent:
         raise CheckpointError(f"{index_path} points to absent {_listed(absent)}; fetch them")
-    shards = {name: SafetensorsFile(directory / name) for name in names}
+    shards = {name: kind(directory / name) for name in names}
     for tensor, shard in weight_map.items():
         if tensor not in shards[shard].shapes:
             raise CheckpointError(

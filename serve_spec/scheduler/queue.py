@@ -19,7 +19,7 @@ them again."""
 
 
 class RequestQueue:
-    """Admits in order of arrival; when pages run out, the youngest sequence is preempted.
+    """Admits by priority, then in order of arrival; preempts the youngest if pages run out.
 
     A preempted sequence keeps its tokens and recomputes its KV cache later, except for cached
     prefix pages. Its text does not change: a draw depends on (prefix, seed, position) only.
@@ -46,8 +46,11 @@ class RequestQueue:
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
     def add(self, seq: Sequence) -> None:
-        """Queue a new sequence."""
-        self.waiting.append(seq)
+        """Queue a new sequence behind those of its priority."""
+        place = len(self.waiting)
+        while place and self.waiting[place - 1].params.priority > seq.params.priority:
+            place -= 1
+        self.waiting.insert(place, seq)
 
     def abort(self, request_id: str) -> Sequence | None:
         """End a sequence between steps. Return None if it is unknown or has ended."""
@@ -107,6 +110,7 @@ class RequestQueue:
             return False
         return any(
             not other.is_decoding
+            and other.params.cache_salt == seq.params.cache_salt
             and other.num_computed < shared < len(other)
             and other.token_ids[shared] == seq.token_ids[shared]
             and other.token_ids[:shared] == seq.token_ids[:shared]
@@ -144,10 +148,12 @@ class RequestQueue:
         return True
 
     def preempt(self, seq: Sequence) -> None:
-        """Move a running sequence back to the front of the waiting ones."""
+        """Move a running sequence back, to the front of the waiting ones of its priority."""
         self._leave(seq)
         seq.forget_computed()
-        self.waiting.appendleft(seq)
+        priority = seq.params.priority
+        first = (place for place, s in enumerate(self.waiting) if s.params.priority >= priority)
+        self.waiting.insert(next(first, len(self.waiting)), seq)
         self.num_preemptions += 1
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:

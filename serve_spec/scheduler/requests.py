@@ -301,7 +301,7 @@ def edited_text(seq: Sequence) -> EditedText | None:
 
 def generated_ids(seq: Sequence) -> tuple[int, ...]:
     """See `ScheduledRequest.generated_ids`."""
-    return () if seq.params.grammar is None else tuple(seq.output_token_ids)
+    return tuple(seq.output_token_ids) if seq.params.masks_text else ()
 
 
 def decode_request(

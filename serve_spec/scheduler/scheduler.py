@@ -102,7 +102,7 @@ class Scheduler:
         decoding, prompts = self.queue.after_step(in_flight)
         if before is not None and (
             not (decoding or prompts)
-            or any(seq.params.grammar for seq in (*decoding, *(each.seq for each in prompts)))
+            or any(seq.params.masks_text for seq in (*decoding, *(each.seq for each in prompts)))
         ):
             return None
         reqs_before = [in_flight.get(seq.request_id) for seq in decoding]
@@ -318,4 +318,4 @@ def _may_choose(reqs: list[ScheduledRequest], prompts: list[Prompt]) -> bool:
     Log-probabilities of prompts and the masks of trees are laid out by the host.
     """
     scores = any(each.seq.params.prompt_logprobs is not None for each in prompts)
-    return not scores and all(req.shape.is_chain or req.params.grammar is None for req in reqs)
+    return not scores and all(req.shape.is_chain or not req.params.masks_text for req in reqs)

@@ -29,11 +29,12 @@ _PATIENCE_S = 0.5
 class AdmissionSlot:
     """One request's slot at the replicas, or its wait for one.
 
+    order: priority and number of arrival; the lowest is served first.
     withdraw: takes the request back from its replica; None while no replica has it.
     has_tokens: whether tokens have arrived, so the request is running.
     """
 
-    def __init__(self, admission: Admission, client: str, order: int) -> None:
+    def __init__(self, admission: Admission, client: str, order: tuple[int, int]) -> None:
         self.client = client
         self.order = order
         self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -103,8 +104,12 @@ class Admission:
         raise queue_full(why, self._retry_after_s())
 
     @asynccontextmanager
-    async def slot(self, deadline: float, client: str = "") -> AsyncIterator[AdmissionSlot]:
+    async def slot(
+        self, deadline: float, client: str = "", priority: int = 0
+    ) -> AsyncIterator[AdmissionSlot]:
         """Wait for a slot and hold it; `deadline` is in seconds of the event loop's clock.
+
+        priority: orders the requests of a client, lower first.
 
         Raises:
             ApiError: 429, the queue is full.
@@ -113,7 +118,7 @@ class Admission:
         loop = asyncio.get_running_loop()
         self.refuse_if_full(client)
         self._num_slots += 1
-        slot = AdmissionSlot(self, client, self._num_slots)
+        slot = AdmissionSlot(self, client, (priority, self._num_slots))
         async with asyncio.timeout_at(deadline):
             await self._wait(slot)
         started = loop.time()
@@ -169,7 +174,7 @@ class Admission:
 
     def _grant(self) -> None:
         while self._waiting and self.in_flight < self.max_in_flight:
-            # The client with the fewest slots comes first; its requests in order of arrival.
+            # The client with the fewest slots comes first; its requests by priority and arrival.
             slot = min(
                 (slots[0] for slots in self._waiting.values()),
                 key=lambda slot: (len(self._holding.get(slot.client, ())), slot.order),

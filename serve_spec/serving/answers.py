@@ -8,20 +8,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii
-from typing import ClassVar, NotRequired, TypeAlias
+from typing import ClassVar, NotRequired, TypeAlias, cast
 
 from typing_extensions import TypedDict  # Python 3.11's own is not enough for FastAPI's schema
 
 from serve_spec.core.request import SpeculationStats, TokenDelta
+from serve_spec.serving.errors import ApiError
 from serve_spec.serving.logprobs import (
     ChatLogprobs,
     CompletionLogprobs,
+    PromptLogprob,
     TextOffsets,
     TokenBytesLookup,
     chat_logprobs,
     completion_logprobs,
     echoed_logprobs,
     joined,
+    prompt_logprobs,
 )
 
 STREAM_TYPE = "text/event-stream"
@@ -51,7 +54,7 @@ class Echo:
     token_ids: list[int] = field(default_factory=list)
 
 
-_MARK = "\0the text\0"
+TEXT_MARK = "\0the text\0"
 """Placeholder for a chunk's text. It follows every other client-chosen text in the JSON."""
 
 
@@ -59,6 +62,12 @@ class PromptTokensDetails(TypedDict):
     """`cached_tokens`: prompt tokens found in the prefix cache by every choice."""
 
     cached_tokens: int
+
+
+class CompletionTokensDetails(TypedDict):
+    """`reasoning_tokens`: tokens up to the end of the reasoning, of all choices."""
+
+    reasoning_tokens: int
 
 
 class Usage(TypedDict):
@@ -71,6 +80,7 @@ class Usage(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
     speculation: dict[str, object]
 
 
@@ -91,6 +101,9 @@ class Choice(TypedDict):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
 
 
 class Completion(_Head):
@@ -103,12 +116,30 @@ class Completion(_Head):
     choices: list[Choice]
 
 
+class ChatCalledFunction(TypedDict):
+    """A called function. arguments: a JSON object as a string."""
+
+    name: str
+    arguments: str
+
+
+class ChatToolCall(TypedDict):
+    """A call of a function."""
+
+    id: str
+    type: str
+    function: ChatCalledFunction
+
+
 class ChatAnswerMessage(TypedDict):
-    """The assistant's message."""
+    """The assistant's message. `reasoning` repeats `reasoning_content`, for newer clients."""
 
     role: str
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
+    tool_calls: NotRequired[list[ChatToolCall]]
 
 
 class ChatChoice(TypedDict):
@@ -127,6 +158,7 @@ class ChatCompletion(_Head):
 
 
 JSONObject: TypeAlias = dict[str, object]
+JSONAnswer: TypeAlias = JSONObject | list[JSONObject]
 
 
 class Model(TypedDict):
@@ -181,7 +213,8 @@ class AnswerHead:
     """Fields shared by all chunks of a response.
 
     created: seconds since 1970. system_fingerprint: see `fingerprint`. include_usage: whether a
-    stream ends with a usage chunk. synthetic_acceptance: see `Completion`.
+    stream ends with a usage chunk. has_continuous_usage: whether all chunks have `usage`.
+    synthetic_acceptance: see `Completion`.
     """
 
     id: str
@@ -189,6 +222,7 @@ class AnswerHead:
     created: int
     system_fingerprint: str
     include_usage: bool = False
+    has_continuous_usage: bool = False
     synthetic_acceptance: bool = False
 
     def fields(self, kind: str) -> JSONObject:
@@ -203,6 +237,39 @@ class AnswerHead:
         return {**head, "synthetic_acceptance": True} if self.synthetic_acceptance else head
 
 
+@dataclass(frozen=True)
+class Details:
+    """Additions to an answer, as in vLLM. Prompts have `num_choices` choices each.
+
+    prompt_token_ids: of each prompt, to return with the token ids of every choice; None: neither.
+    num_prompt_logprobs: most likely tokens of `prompt_logprobs`; None: no log-probabilities.
+    token_bytes: the tokenizer's, for `prompt_logprobs`.
+    """
+
+    num_choices: int = 1
+    prompt_token_ids: Sequence[list[int]] | None = None
+    num_prompt_logprobs: int | None = None
+    token_bytes: TokenBytesLookup | None = None
+
+    def of_prompt(self, index: int, first: TokenDelta) -> JSONObject:
+        """Return the fields about the prompt of choice `index`, whose first delta is `first`."""
+        fields: JSONObject = {}
+        if self.prompt_token_ids is not None:
+            fields["prompt_token_ids"] = self.prompt_token_ids[index // self.num_choices]
+        if self.num_prompt_logprobs is not None and self.token_bytes is not None:
+            entries = first.prompt_logprobs or ()
+            fields["prompt_logprobs"] = prompt_logprobs(
+                entries, self.num_prompt_logprobs, self.token_bytes
+            )
+        return fields
+
+    def of_choice(self, deltas: Sequence[TokenDelta]) -> JSONObject:
+        """Return the fields about the new tokens of a choice."""
+        if self.prompt_token_ids is None:
+            return {}
+        return {"token_ids": [token for delta in deltas for token in delta.token_ids]}
+
+
 class AnswerFormat(ABC):
     """Base class that turns the deltas of a request into a response body or stream chunks.
 
@@ -211,9 +278,14 @@ class AnswerFormat(ABC):
 
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
+    has_one_prompt: ClassVar[bool] = False
+    """Details of the prompt belong to the answer, not to its choices."""
 
     def __init__(self, head: AnswerHead, token_bytes: TokenBytesLookup | None = None) -> None:
         self.head = head
+        self.details = Details()
+        self._begun: set[int] = set()
+        """Choices whose prompt has been described."""
         self._token_bytes = token_bytes
         self._around: dict[int, tuple[bytes, bytes]] = {}
 
@@ -222,25 +294,67 @@ class AnswerFormat(ABC):
 
         Most chunks differ only in their text, so the bytes around it are encoded once per choice.
         """
-        if self._token_bytes is not None or delta.finish_reason is not None or not delta.text:
-            return event(self.chunk(index, delta))
+        if self.sends_tokens or delta.finish_reason is not None or not delta.text:
+            return event(self.detailed_chunk(index, delta))
         around = self._around.get(index)
         if around is not None:
             return around[0] + encode_text(delta.text) + around[1]
         first = event(self.chunk(index, delta))  # with the echo, if there is one
-        marked = event(self.chunk(index, TokenDelta("", (), _MARK)))
-        before, _, after = marked.rpartition(encode_text(_MARK))
+        marked = event(self.chunk(index, TokenDelta("", (), TEXT_MARK)))
+        before, _, after = marked.rpartition(encode_text(TEXT_MARK))
         self._around[index] = before, after
         return first
 
-    def whole(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> JSONObject:
+    def whole(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> JSONAnswer:
         """Return the whole response from all deltas of each choice."""
         answers = [self._choice(index, deltas) for index, deltas in enumerate(choices)]
-        return {**self.head.fields(self.kind), "choices": answers, "usage": counts}
+        body = {**self.head.fields(self.kind), "choices": answers, "usage": counts}
+        for index, answer in enumerate(answers):
+            self._detail(body, answer, index, choices[index])
+        return body
+
+    @property
+    def sends_tokens(self) -> bool:
+        """Whether chunks hold more about their tokens than the text."""
+        return self._token_bytes is not None or self.details.prompt_token_ids is not None
+
+    def detailed_chunk(self, index: int, delta: TokenDelta) -> JSONObject:
+        """Return `chunk` with the request's details."""
+        chunk = self.chunk(index, delta)
+        choices = cast(list[JSONObject], chunk["choices"])
+        self._detail(chunk, choices[0], index, [delta])
+        return chunk
+
+    def chunks(self, index: int, delta: TokenDelta) -> list[JSONObject]:
+        """Return the chunks of a delta, with the request's details."""
+        return [self.detailed_chunk(index, delta)]
+
+    def _detail(
+        self, body: JSONObject, choice: JSONObject, index: int, deltas: Sequence[TokenDelta]
+    ) -> None:
+        choice.update(self.details.of_choice(deltas))
+        first = 0 if self.has_one_prompt else index
+        if first not in self._begun:
+            self._begun.add(first)
+            place = body if self.has_one_prompt else choice
+            place.update(self.details.of_prompt(index, deltas[0]))
+
+    def beginning(self, num_choices: int) -> bytes:
+        """Return the events before the first delta: the `opening` of every choice."""
+        openings = (self.opening(index) for index in range(num_choices))
+        return b"".join(event(opening) for opening in openings if opening is not None)
 
     def opening(self, index: int) -> JSONObject | None:
         """Return the chunk that precedes a choice's first delta, if there is one."""
         return None
+
+    def ending(self, counts: Usage) -> bytes:
+        """Return the events after the last delta."""
+        return (event(self.usage_chunk(counts)) if self.head.include_usage else b"") + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        """Return the last event of a stream that fails."""
+        return event(error.body())
 
     def chunk(self, index: int, delta: TokenDelta) -> JSONObject:
         """Return the next chunk of a choice's stream."""
@@ -262,7 +376,11 @@ class AnswerFormat(ABC):
 
 
 class CompletionFormat(AnswerFormat):
-    """Format of the completions API. echo: the prompt to repeat before each choice."""
+    """Format of the completions API.
+
+    echo: the prompt to repeat before each choice. num_candidates: choices per prompt of which the
+    most likely are shown.
+    """
 
     kind = chunk_kind = "text_completion"
 
@@ -271,11 +389,22 @@ class CompletionFormat(AnswerFormat):
         head: AnswerHead,
         echo: Sequence[Echo] = (),
         token_bytes: TokenBytesLookup | None = None,
+        num_candidates: int = 1,
     ) -> None:
         super().__init__(head, token_bytes)
+        self._num_candidates = num_candidates
         self._echo = dict(enumerate(echo))
         """Prompts that have not been repeated yet, by choice."""
         self._offsets: dict[int, TextOffsets] = {}
+
+    def whole(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> JSONAnswer:
+        """See `AnswerFormat.whole`."""
+        most = self._num_candidates
+        if most > self.details.num_choices:
+            groups = (choices[at : at + most] for at in range(0, len(choices), most))
+            ranked = (sorted(group, key=_logprob, reverse=True) for group in groups)
+            choices = [each for group in ranked for each in group[: self.details.num_choices]]
+        return super().whole(choices, counts)
 
     def _choice(self, index: int, deltas: Sequence[TokenDelta]) -> JSONObject:
         echo = self._echo.pop(index, None)
@@ -301,6 +430,7 @@ class ChatFormat(AnswerFormat):
     """Format of the chat API."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    has_one_prompt = True
 
     def opening(self, index: int) -> JSONObject:
         """See `AnswerFormat.opening`."""
@@ -323,6 +453,10 @@ class ChatFormat(AnswerFormat):
             entries = (entry for delta in deltas for entry in delta.logprobs or ())
             logprobs = chat_logprobs(entries, self._token_bytes)
         return {"logprobs": logprobs, "finish_reason": _reason(deltas)}
+
+
+def _logprob(deltas: Sequence[TokenDelta]) -> float:
+    return sum(entry.logprob for delta in deltas for entry in delta.logprobs or ())
 
 
 def _text(deltas: Sequence[TokenDelta]) -> str:

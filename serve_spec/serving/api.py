@@ -11,6 +11,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
+from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -18,7 +19,7 @@ from serve_spec import __version__
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.request import SamplingParams
 from serve_spec.log import get_logger
-from serve_spec.metrics import Reading
+from serve_spec.metrics import IGNORED_FIELDS, Reading
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.answers import (
     STREAM_HEADERS,
@@ -29,13 +30,15 @@ from serve_spec.serving.answers import (
     ChatFormat,
     Completion,
     CompletionFormat,
+    Details,
     Echo,
     ErrorAnswer,
-    JSONObject,
+    JSONAnswer,
     Model,
     ModelList,
     fingerprint,
 )
+from serve_spec.serving.base_request import BaseRequest
 from serve_spec.serving.completions import (
     CompletionRunner,
     choices_of,
@@ -43,8 +46,8 @@ from serve_spec.serving.completions import (
     whole_answer,
 )
 from serve_spec.serving.errors import too_many_choices, unknown_model
-from serve_spec.serving.fields import Prompt
-from serve_spec.serving.logprobs import TokenBytesLookup
+from serve_spec.serving.fields import Prompt, ignored_fields
+from serve_spec.serving.logprobs import TokenBytesLookup, labelled
 from serve_spec.serving.messages import GenerateRequest
 from serve_spec.serving.middleware import (
     CHAT_PATH,
@@ -59,7 +62,10 @@ from serve_spec.serving.middleware import (
     trace_id,
 )
 from serve_spec.serving.model_text import ModelText
-from serve_spec.serving.openai import ChatRequest, CompletionRequest
+from serve_spec.serving.native_api import add_generate, add_state, add_tokens
+from serve_spec.serving.openai import ChatRequest, CompletionRequest, unknown_field
+from serve_spec.serving.parsed_answers import ParsedChatFormat
+from serve_spec.serving.responses import add_responses
 from serve_spec.serving.telemetry import fleet_metrics
 
 if TYPE_CHECKING:
@@ -68,6 +74,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _SLICE_BYTES = 2**20
+_MOST_ID_CHARS = 64
 # Time for the error of a timed-out request to reach its client.
 _ERROR_MARGIN_S = 1.0
 
@@ -75,6 +82,13 @@ _ERROR_MARGIN_S = 1.0
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'self'; form-action 'none'; frame-ancestors 'none'"
+)
+# Of the page of the API: FastAPI's scripts and icon come from these hosts.
+_DOCS_POLICY = (
+    "default-src 'none'; script-src https://cdn.jsdelivr.net 'unsafe-inline'; "
+    "style-src https://cdn.jsdelivr.net 'unsafe-inline'; connect-src 'self'; "
+    "img-src https://fastapi.tiangolo.com data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
 )
 _ERRORS = {
     400: "A field is wrong; `param` names it.",
@@ -145,7 +159,6 @@ def create_api(
 
     record: receives the metrics of requests.
     """
-    # The documentation pages would load scripts from another host.
     api = FastAPI(
         title="serve_spec",
         version=__version__,
@@ -161,15 +174,21 @@ def create_api(
     )
     api.add_middleware(Arrival, keys=config.router.api_keys)
     add_error_answers(api)
-    _add_completions(api, _Frontend(config, fleet, admission, record))
+    frontend = Frontend(config, fleet, admission, record)
+    _add_completions(api, frontend)
+    add_responses(api, frontend)
+    add_generate(api, frontend)
+    add_tokens(api, frontend)
+    add_state(api, config, fleet, admission)
     _add_models(api, config.model.names)
     _add_operations(api, config, fleet, admission)
     _add_status_page(api)
+    _add_docs(api)
     return api
 
 
-class _Frontend:
-    """Code shared by the completions and chat endpoints."""
+class Frontend:
+    """Code shared by the endpoints that generate text."""
 
     def __init__(
         self,
@@ -178,12 +197,14 @@ class _Frontend:
         admission: Admission,
         record: Callable[[Reading], None],
     ) -> None:
-        self.text = ModelText(config.model)
+        self.text = ModelText(config.model, config.router)
         self._names = config.model.names
         self._served = self._names[0]
+        self._is_strict = config.router.strict_fields
+        self._record = record
         self._fingerprint = fingerprint(__version__, config.model.model_dump(mode="json"))
         self._synthetic_acceptance = config.speculative.synthetic_acceptance is not None
-        self.runner = CompletionRunner(
+        self._runner = CompletionRunner(
             fleet,
             admission,
             timeout_s=config.router.request_timeout_s,
@@ -191,57 +212,135 @@ class _Frontend:
             record=record,
         )
 
-    def admit(self, body: CompletionRequest | ChatRequest, num_prompts: int) -> None:
-        """Raise ApiError if the request is for another model or has too many choices."""
-        if body.model is not None and body.model not in self._names:
-            raise unknown_model(body.model, self._served)
-        most = self.runner.max_choices
-        if num_prompts * body.num_choices > most:
-            raise too_many_choices(num_prompts, body.num_choices, most)
+    def admit(self, body: BaseRequest, num_prompts: int) -> None:
+        """Raise ApiError if a request is for another model, or has too many choices.
 
-    def head(self, kind: str, body: CompletionRequest | ChatRequest) -> AnswerHead:
+        Unknown fields are counted; with `router.strict_fields` they are an ApiError, too.
+        """
+        if ignored := [*ignored_fields(body)]:
+            if self._is_strict:
+                raise unknown_field(ignored[0], type(body))
+            self._record(Reading(IGNORED_FIELDS, len(ignored)))
+        self.check_model(body.model)
+        most = self._runner.max_choices
+        if num_prompts * body.num_candidates > most:
+            raise too_many_choices(num_prompts, body.num_candidates, most)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError if a request names another model."""
+        if name is not None and name not in self._names:
+            raise unknown_model(name, self._served)
+
+    def answer(
+        self,
+        choices: Sequence[GenerateRequest],
+        form: AnswerFormat,
+        *,
+        num_prompts: int = 1,
+        is_prompt_only: bool = False,
+        stream: bool,
+    ) -> Response:
+        """Return the response that runs `choices` and sends them in a format."""
+        return CompletionAnswer(
+            self._runner,
+            choices,
+            form,
+            num_prompts=num_prompts,
+            is_prompt_only=is_prompt_only,
+            stream=stream,
+        )
+
+    def head(self, kind: str, body: BaseRequest, separator: str = "-") -> AnswerHead:
         """Return the shared fields. The id is not x-request-id, which need not be unique."""
         return AnswerHead(
-            f"{kind}-{uuid.uuid4().hex}",
+            f"{kind}{separator}{body.request_id or uuid.uuid4().hex}",
             self._served,
             int(time.time()),
             self._fingerprint,
             include_usage=body.include_usage,
+            has_continuous_usage=body.has_continuous_usage,
             synthetic_acceptance=self._synthetic_acceptance,
         )
 
-    async def token_bytes(self, params: SamplingParams) -> TokenBytesLookup | None:
-        """Return the lookup of token bytes; None if no log-probabilities are requested."""
-        return None if params.logprobs is None else await self.text.token_bytes()
+    async def token_bytes(self, body: BaseRequest, *, is_wanted: bool) -> TokenBytesLookup | None:
+        """Return the lookup of token bytes; None unless log-probabilities are requested."""
+        if not is_wanted:
+            return None
+        token_bytes = await self.text.token_bytes()
+        return labelled(token_bytes) if body.return_tokens_as_token_ids else token_bytes
 
-    async def echoes(self, body: CompletionRequest, params: SamplingParams) -> list[Echo]:
+    async def details(self, body: BaseRequest, prompts: Sequence[Prompt]) -> Details:
+        """Return what the request wants to know beside the text."""
+        is_scored = body.prompt_logprobs is not None
+        ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
+        return Details(
+            body.num_choices,
+            ids if body.return_token_ids else None,
+            body.prompt_logprobs,
+            await self.text.token_bytes() if is_scored else None,
+        )
+
+    async def prompts(self, body: CompletionRequest, max_tokens: int) -> list[Prompt]:
+        """Return the prompts for the replica; as token ids if the answer or a limit needs them."""
+        if body.needs_token_ids:
+            return [*await self.text.token_ids(body, max_tokens)]
+        await self.text.refuse_long(body.prompt)
+        return body.prompt
+
+    async def echoes(self, body: CompletionRequest, prompts: Sequence[Prompt]) -> list[Echo]:
         """Return the prompts to repeat before their choices; empty unless `echo` is set."""
         if not body.echo:
             return []
-        texts = await self.text.texts(body.prompt)
-        if params.prompt_logprobs is None:
-            return [Echo(text) for text in texts]
-        token_ids = await self.text.token_ids(body.prompt)
-        return [Echo(text, ids) for text, ids in zip(texts, token_ids, strict=True)]
+        is_cut = body.truncate_prompt_tokens is not None
+        texts = await self.text.texts(prompts if is_cut else body.prompt)
+        ids = [[] if isinstance(prompt, str) else prompt for prompt in prompts]
+        return [Echo(*echo) for echo in zip(texts, ids, strict=True)]
+
+    async def chat(
+        self, body: ChatRequest, head: AnswerHead, request: Request
+    ) -> tuple[list[GenerateRequest], ChatFormat]:
+        """Return the choices of a chat and the format of its answer."""
+        given = await self.text.params(body)
+        prompt, params, syntax = await self.text.conversation(body, given)
+        prompts: list[Prompt] = [prompt]
+        choices = self.choices(head, request, prompts, params, body.num_choices)
+        token_bytes = await self.token_bytes(body, is_wanted=bool(body.logprobs))
+        form = (
+            ChatFormat(head, token_bytes)
+            if syntax is None
+            else ParsedChatFormat(head, syntax, token_bytes)
+        )
+        form.details = await self.details(body, prompts)
+        return choices, form
+
+    def choices(
+        self,
+        head: AnswerHead,
+        request: Request,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        count: int,
+    ) -> list[GenerateRequest]:
+        """Return `count` requests per prompt; their ids are unique, unlike those of clients."""
+        key = f"{head.id[:_MOST_ID_CHARS]}-{uuid.uuid4().hex}"
+        return choices_of(key, trace_id(request), prompts, params, count)
 
 
-def _add_completions(api: FastAPI, frontend: _Frontend) -> None:
+def _add_completions(api: FastAPI, frontend: Frontend) -> None:
     @api.post("/v1/completions", response_model=Completion, responses=_answers("completion"))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Complete prompts; with `stream`, as server-sent events."""
         frontend.admit(body, len(body.prompt))
-        params = body.sampling_params()
+        params = await frontend.text.params(body)
         head = frontend.head("cmpl", body)
-        await frontend.text.refuse_long(body.prompt)
-        echoes = await frontend.echoes(body, params)
-        # Echoed tokens must be those that the engine reads.
-        scored: list[Prompt] = [echo.token_ids for echo in echoes]
-        prompts = body.prompt if params.prompt_logprobs is None else scored
-        choices = choices_of(head.id, trace_id(request), prompts, params, body.num_choices)
+        prompts = await frontend.prompts(body, params.max_tokens)
+        echoes = await frontend.echoes(body, prompts)
+        choices = frontend.choices(head, request, prompts, params, body.num_candidates)
         before = [echo for echo in echoes for _ in range(body.num_choices)]
-        form = CompletionFormat(head, before, await frontend.token_bytes(params))
-        return CompletionAnswer(
-            frontend.runner,
+        token_bytes = await frontend.token_bytes(body, is_wanted=body.logprobs is not None)
+        form = CompletionFormat(head, before, token_bytes, body.num_candidates)
+        form.details = await frontend.details(body, prompts)
+        return frontend.answer(
             choices,
             form,
             num_prompts=len(prompts),
@@ -253,15 +352,12 @@ def _add_completions(api: FastAPI, frontend: _Frontend) -> None:
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation; with `stream`, as server-sent events."""
         frontend.admit(body, 1)
-        prompt, params = await frontend.text.conversation(body, body.sampling_params())
         head = frontend.head("chatcmpl", body)
-        prompts: list[Prompt] = [prompt]
-        choices = choices_of(head.id, trace_id(request), prompts, params, body.num_choices)
-        form = ChatFormat(head, await frontend.token_bytes(params))
-        return CompletionAnswer(frontend.runner, choices, form, stream=bool(body.stream))
+        choices, form = await frontend.chat(body, head, request)
+        return frontend.answer(choices, form, stream=bool(body.stream))
 
 
-async def _json_answer(content: JSONObject) -> Response:
+async def _json_answer(content: JSONAnswer) -> Response:
     """Return a whole answer as a response; encode it in a thread, as it may be long."""
     body = await asyncio.to_thread(encode_by_items, content)
     headers = {"content-length": str(len(body))}
@@ -314,6 +410,8 @@ def _add_models(api: FastAPI, names: Sequence[str]) -> None:
 def _add_operations(
     api: FastAPI, config: ServeSpecConfig, fleet: "RayFleet", admission: Admission
 ) -> None:
+    @api.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
+    @api.get("/health_generate", include_in_schema=False)
     @api.get("/health", response_model=None)
     async def health() -> Response:
         """Return 200 while a replica takes requests, else 503; `costs` as in `RayFleet.costs`."""
@@ -323,6 +421,7 @@ def _add_operations(
         answer = {"status": "ok", "healthy_replicas": num_healthy, "costs": await fleet.costs()}
         return AsciiJSON(answer)
 
+    @api.get("/get_server_info", include_in_schema=False)
     @api.get("/server_info")
     async def server_info() -> dict[str, object]:
         """Return the current state of replicas, router and fleet."""
@@ -346,6 +445,18 @@ def _add_operations(
     async def metrics() -> Response:
         """Return the fleet's metrics in Prometheus' text format."""
         return Response(await fleet_metrics(), media_type="text/plain; version=0.0.4")
+
+
+def _add_docs(api: FastAPI) -> None:
+    """Add FastAPI's page of the API, whose scripts the browser loads from another host."""
+
+    @api.get("/docs", include_in_schema=False)
+    async def docs(request: Request) -> Response:
+        """Return the page."""
+        schema = request.scope.get("root_path", "").rstrip("/") + "/openapi.json"
+        page = get_swagger_ui_html(openapi_url=schema, title="serve_spec")
+        page.headers["content-security-policy"] = _DOCS_POLICY
+        return page
 
 
 def _add_status_page(api: FastAPI) -> None:

@@ -52,6 +52,14 @@ class ControlTokens:
         """Return a client's text with control tokens marked."""
         return self._names.sub(lambda found: _marked(found[0]), text.replace(_MARK, ""))
 
+    def mark_all(self, value: object) -> object:
+        """Return a client's JSON value with control tokens marked in its texts and keys."""
+        if isinstance(value, str):
+            return self.mark(value)
+        if isinstance(value, dict):
+            return {self.mark(key): self.mark_all(item) for key, item in value.items()}
+        return [self.mark_all(item) for item in value] if isinstance(value, list) else value
+
     def encode(
         self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None
     ) -> list[int]:
@@ -147,16 +155,18 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, object] | None = None,
     ) -> str:
         """Return the conversation as one text.
 
-        messages: at least one, each with `role`, `content` and optionally `name`. The role
-            `developer` becomes `system` if the template does not know it.
+        messages: at least one, each with `role`, `content` and what else the template may read. The
+            role `developer` becomes `system` if the template does not know it.
+        tools: definitions of functions as in the OpenAI API; ignored by templates without tools.
         continue_final_message: end the text with the last message.
 
         Raises:
@@ -171,7 +181,7 @@ class ChatTemplate:
                     **(variables or {}),
                     **self._special_tokens,
                     "messages": conversation,
-                    "tools": None,
+                    "tools": tools,
                     "documents": None,
                     "add_generation_prompt": add_generation_prompt,
                 }
@@ -180,7 +190,7 @@ class ChatTemplate:
             raise ChatTemplateError(f"the model's chat template failed: {error}") from error
         return _up_to_open_end(text) if continue_final_message else text
 
-    def _known_role(self, message: Mapping[str, str]) -> dict[str, str]:
+    def _known_role(self, message: Mapping[str, Any]) -> dict[str, Any]:
         unknown = message["role"] == "developer" and "developer" not in self.source
         return {**message, "role": "system"} if unknown else dict(message)
 
@@ -229,14 +239,23 @@ def _strftime_now(form: str) -> str:
 
 
 def _source(folder: Path, setting: Any) -> str | None:
-    """Return the template's text, from its own file or from the tokenizer's settings."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    if isinstance(setting, list):  # several, by name
+    """Return the template's text, from its own files or from the tokenizer's settings."""
+    named = {"default": setting}
+    if isinstance(setting, list):
         named = {entry["name"]: entry["template"] for entry in setting}
-        setting = named.get("default")
-    return setting if isinstance(setting, str) else None
+    for name, path in (
+        ("default", folder / "chat_template.jinja"),
+        ("tool_use", folder / "additional_chat_templates" / "tool_use.jinja"),
+    ):
+        if path.is_file():
+            named[name] = path.read_text(encoding="utf-8")
+    default, tool_use = (
+        text if isinstance(text := named.get(name), str) else None
+        for name in ("default", "tool_use")
+    )
+    if default is None or tool_use is None:
+        return default
+    return f"{{% if tools %}}{tool_use}{{% else %}}{default}{{% endif %}}"
 
 
 def _read(file: Path) -> str:

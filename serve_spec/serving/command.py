@@ -259,8 +259,9 @@ def _check(plan: Plan) -> None:
     """Download and check every checkpoint; raises as `check_model`."""
     for config in plan.configs:
         with _told(f"finding and checking {config.model.path}"):
-            config.download()
-            check_model(config)
+            exact = config.pinned()
+            exact.download()
+            check_model(exact)
 
 
 def check_model(config: ServeSpecConfig) -> None:

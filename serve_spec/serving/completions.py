@@ -16,7 +16,7 @@ from serve_spec.core.request import FinishReason, SamplingParams, SpeculationSta
 from serve_spec.log import get_logger
 from serve_spec.metrics import Reading
 from serve_spec.serving.admission import Admission
-from serve_spec.serving.answers import DONE, AnswerFormat, JSONObject, Usage, event, usage
+from serve_spec.serving.answers import AnswerFormat, JSONAnswer, Usage, event, usage
 from serve_spec.serving.errors import (
     ApiError,
     defect,
@@ -385,7 +385,8 @@ class CompletionRunner:
         """Yield (index, item) of one choice, which holds a slot meanwhile."""
         async with AsyncExitStack() as held:
             try:
-                slot = await held.enter_async_context(self._admission.slot(deadline, client))
+                waiting = self._admission.slot(deadline, client, request.params.priority)
+                slot = await held.enter_async_context(waiting)
             except TimeoutError:
                 raise timed_out(self._timeout_s) from None
             timer = router_timer(self._record)
@@ -401,7 +402,7 @@ class CompletionRunner:
                 raise
 
 
-async def whole_answer(answer: RunningAnswer, form: AnswerFormat) -> JSONObject:
+async def whole_answer(answer: RunningAnswer, form: AnswerFormat) -> JSONAnswer:
     """Return the body of a response without `stream`; raise ApiError if a choice fails."""
     choices: list[list[TokenDelta]] = [[] for _ in range(answer.num_choices)]
     async for index, delta in answer.deltas():
@@ -419,21 +420,29 @@ async def stream_frames(
     a failure becomes an error event, without [DONE] after it.
     """
     try:
-        for index in range(answer.num_choices):
-            if (opening := form.opening(index)) is not None:
-                yield event(opening)
+        if beginning := form.beginning(answer.num_choices):
+            yield beginning
         async for index, delta in answer.deltas():
-            if delta.text or delta.logprobs or delta.finish_reason is not None:
-                yield form.frame(index, delta)
-        if form.head.include_usage:
-            yield event(form.usage_chunk(answer.usage))
-        yield DONE
+            if events := _events(answer, form, index, delta):
+                yield events
+        yield form.ending(answer.usage)
     except ApiError as error:
         logger.warning("request %s (%s) failed: %s", form.head.id, trace_id, error.message)
-        yield event(error.body())
+        yield form.failure(error)
     except Exception as error:
         logger.exception("request %s (%s) failed", form.head.id, trace_id)
-        yield event(defect(error).body())
+        yield form.failure(defect(error))
+
+
+def _events(answer: RunningAnswer, form: AnswerFormat, index: int, delta: TokenDelta) -> bytes:
+    """Return the events of a delta; there may be none."""
+    is_shown = delta.text or (form.sends_tokens and delta.token_ids)
+    if not is_shown and delta.finish_reason is None:
+        return b""
+    if not form.head.has_continuous_usage:
+        return form.frame(index, delta)
+    chunks = form.chunks(index, delta)
+    return b"".join(event({**chunk, "usage": answer.usage}) for chunk in chunks)
 
 
 def _without_tokens(delta: TokenDelta) -> TokenDelta:

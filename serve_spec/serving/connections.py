@@ -274,6 +274,7 @@ class RouterConnections:
     answer: puts all items of a request into a queue, the last one included.
     cancel: cancels a request in the engine; no-op if it has ended.
     load: returns `ReplicaMessage.load`.
+    flush_cache: drops cached prefixes.
     """
 
     def __init__(
@@ -282,11 +283,13 @@ class RouterConnections:
         answer: Callable[[GenerateRequest, ResponseQueue], Coroutine[Any, Any, None]],
         cancel: Callable[[str], None],
         load: Callable[[], Mapping[str, Any]],
+        flush_cache: Callable[[], None],
     ) -> None:
         self._name = name
         self._answer = answer
         self._cancel = cancel
         self._load = load
+        self._flush_cache = flush_cache
         self._queues: dict[str, ResponseQueue] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closing = False
@@ -371,6 +374,8 @@ class RouterConnections:
                 queue.answers[request_id] = answer
         for request_id in message.cancelled:
             self._cancel(request_id)
+        if message.flushes_cache:
+            self._flush_cache()
 
     async def _send(self, queue: ResponseQueue, writer: asyncio.StreamWriter) -> None:
         """Send items and load reports until the queue is closed."""

@@ -6,7 +6,7 @@ An invalid value raises a ValueError with the remedy; the caller adds the name o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -17,7 +17,6 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
-    model_validator,
 )
 from pydantic_core import CoreSchema
 
@@ -42,8 +41,8 @@ class Unavailable:
         return {**handler(core), "description": self._description}
 
     def check(self, name: str, value: object) -> None:
-        """Raise InvalidRequest unless `value` is neutral."""
-        if value is not None and value not in self._neutral:
+        """Raise InvalidRequest unless `value` is neutral, or asks for nothing, as false or []."""
+        if value and value not in self._neutral:
             raise InvalidRequest(name, _summary(value), self._fix)
 
 
@@ -58,6 +57,72 @@ def _summary(value: object) -> object:
     return value[:80] if isinstance(value, str) else value
 
 
+_NO_SCORES = "use logprobs and top_logprobs, or logit_bias"
+UNSUPPORTED: Mapping[str, Unavailable] = {
+    # Other texts.
+    "beam_width": Unavailable(1),
+    "chat_template": Unavailable(instead="chats use the checkpoint's own template"),
+    "custom_logit_processor": Unavailable(instead="use logit_bias"),
+    "documents": Unavailable(instead="put them into a message"),
+    "extra_key": Unavailable(instead="use cache_salt"),
+    "input_embeds": Unavailable(),
+    "input_ids": Unavailable(instead="send token ids as prompt to /v1/completions"),
+    "logits_processors": Unavailable(instead="use logit_bias"),
+    "lora_path": Unavailable(instead="merge the adapter into the checkpoint"),
+    "prompt_embeds": Unavailable(),
+    "repetition_detection": Unavailable(instead="use repetition_penalty"),
+    "session_params": Unavailable(instead="send the whole conversation"),
+    "stop_regex": Unavailable(instead="use stop"),
+    "structural_tag": Unavailable(instead="use structured_outputs"),
+    "task": Unavailable(),
+    "thinking_token_budget": Unavailable(-1),
+    "use_beam_search": Unavailable(instead="use best_of"),
+    "vllm_xargs": Unavailable(),
+    "watermark": Unavailable(),
+    "watermarking": Unavailable(),
+    # Answers that lack what the client waits for.
+    "audio_data": Unavailable(instead="this model accepts only text"),
+    "video_data": Unavailable(instead="this model accepts only text"),
+    "image_data": Unavailable(instead="this model accepts only text"),
+    "logprob_token_ids": Unavailable(instead=_NO_SCORES),
+    "return_hidden_states": Unavailable(),
+    "return_indexer_topk": Unavailable(),
+    "return_prompt_text": Unavailable(instead="use return_token_ids"),
+    "return_routed_experts": Unavailable(),
+    "return_sampling_mask": Unavailable(),
+    "token_ids_logprob": Unavailable(instead=_NO_SCORES),
+}
+"""Fields of vLLM and SGLang that change the text or the answer, with their neutral values."""
+
+PRESENTATION = frozenset({
+    "custom_labels", "custom_params", "data_parallel_rank", "ec_transfer_params",
+    "images_config", "kv_transfer_params", "length_penalty", "log_metrics",
+    "max_dynamic_patch", "media_io_kwargs", "min_dynamic_patch", "mm_processor_kwargs",
+    "return_cached_tokens_details", "return_flat_raw_output_top_logprobs",
+    "return_flat_raw_top_logprobs", "return_flat_raw_top_logprobs_b64", "return_meta_info",
+    "return_mm_kwargs", "return_spec_tokens_details", "return_text_in_logprobs",
+    "return_token_offsets", "rid", "routed_dp_rank", "routed_experts_prompt_start",
+    "routed_experts_start_len", "session_id",
+    "spaces_between_special_tokens", "stream_interval", "stream_reasoning", "use_audio_in_video",
+    "video_config",
+})  # fmt: skip
+"""Fields of vLLM and SGLang that leave the text as it is; accepted and not counted as unknown."""
+
+
+def ignored_fields(body: StrictFields, place: str = "") -> Iterator[str]:
+    """Yield the dotted names of the unknown fields of a body."""
+    for name in body.model_extra or ():
+        if name not in UNSUPPORTED and name not in PRESENTATION:
+            yield f"{place}{name[:MAX_NAME_CHARS]}"
+    for name in type(body).model_fields:
+        value = getattr(body, name)
+        if isinstance(value, StrictFields):
+            yield from ignored_fields(value, f"{place}{name}.")
+        elif isinstance(value, list) and value and isinstance(value[0], StrictFields):
+            for index, item in enumerate(value):
+                yield from ignored_fields(item, f"{place}{name}.{index}.")
+
+
 _FORMAT = "response_format"
 _NESTED = "structured_outputs"
 _SCHEMA_FIELDS = ("name", "description", "schema", "strict")
@@ -67,22 +132,23 @@ def grammar_of(
     *,
     response_format: tuple[str, Mapping[str, Any] | None] | None,
     structured_outputs: Mapping[str, Any] | None,
-    guided: Mapping[str, Any],
+    named: Mapping[str, Any],
 ) -> Grammar | None:
     """Return the grammar that a request asks for, or None.
 
     response_format: its `type` and its `json_schema`.
-    structured_outputs, guided: the grammar under json, regex, grammar or choice;
-        structured_outputs also accepts json_object.
+    structured_outputs: the grammar under json, json_object, regex, grammar or choice.
+    named: the values of `GRAMMAR_FIELDS`.
 
     Raises:
         InvalidRequest: there are several grammars, or one is invalid.
     """
     found = [] if response_format is None else _of_format(*response_format)
-    found += _by_language("guided_", guided)
+    found += [_GRAMMARS[GRAMMAR_FIELDS[name]](value, name) for name, value in _given(named)]
     if structured_outputs is not None:
         _check_known(_NESTED, structured_outputs, tuple(_GRAMMARS))
-        found += _by_language(f"{_NESTED}.", structured_outputs)
+        given = _given(structured_outputs)
+        found += [_GRAMMARS[language](value, f"{_NESTED}.{language}") for language, value in given]
     if len(found) > 1:
         raise found[1].refusal(f"conflicts with {found[0].source}; give only one of them")
     return found[0] if found else None
@@ -97,12 +163,20 @@ _GRAMMARS: Mapping[str, Callable[[Any, str], Grammar]] = {
 }
 
 
-def _by_language(prefix: str, given: Mapping[str, Any]) -> list[Grammar]:
-    return [
-        _GRAMMARS[language](value, prefix + language)
-        for language, value in given.items()
-        if value is not None and value is not False
-    ]
+GRAMMAR_FIELDS = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_grammar": "grammar",
+    "guided_choice": "choice",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
+"""Languages of the fields that hold a grammar: those of vLLM, then those of SGLang."""
+
+
+def _given(grammars: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(key, value) for key, value in grammars.items() if value not in (None, False)]
 
 
 def _of_format(kind: str, schema: Mapping[str, Any] | None) -> list[Grammar]:
@@ -118,12 +192,42 @@ def _of_format(kind: str, schema: Mapping[str, Any] | None) -> list[Grammar]:
 
 
 def _of_schema(given: Mapping[str, Any]) -> Grammar:
-    """Return the grammar of `{"name": ..., "schema": {...}}`; `strict` makes no difference."""
+    """Return the grammar of `{"name": ..., "schema": {...}}`; with `strict` see `closed`."""
     field = f"{_FORMAT}.json_schema"
     _check_known(field, given, _SCHEMA_FIELDS)
     if not isinstance(given.get("schema"), dict):
         raise InvalidRequest(f"{field}.schema", None, "give a JSON Schema object")
-    return Grammar.json_schema(given["schema"], f"{field}.schema")
+    try:
+        schema = closed(given["schema"]) if given.get("strict") else given["schema"]
+    except RecursionError:
+        fix = "not a JSON Schema: nested too deeply"
+        raise InvalidRequest(f"{field}.schema", "<object>", fix) from None
+    return Grammar.json_schema(schema, f"{field}.schema")
+
+
+_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTED_SCHEMAS = ("anyOf", "oneOf", "prefixItems")
+
+
+def closed(schema: Any) -> Any:
+    """Return a JSON Schema whose objects have only the properties that it names.
+
+    An object that names its `additionalProperties`, or joins schemas with `allOf`, stays as it is.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    found = dict(schema)
+    for key in _NAMED_SCHEMAS:
+        if isinstance(found.get(key), dict):
+            found[key] = {name: closed(each) for name, each in found[key].items()}
+    for key in _LISTED_SCHEMAS:
+        if isinstance(found.get(key), list):
+            found[key] = [closed(each) for each in found[key]]
+    if "items" in found:
+        found["items"] = closed(found["items"])
+    if isinstance(found.get("properties"), dict) and "allOf" not in found:
+        found.setdefault("additionalProperties", False)
+    return found
 
 
 def _check_known(field: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
@@ -138,6 +242,8 @@ Prompt: TypeAlias = str | list[int]
 Variable: TypeAlias = str | int | float | bool | None
 """A value of `chat_template_kwargs`."""
 
+MAX_WORDS = 128
+MAX_WORD_CHARS = 256
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_ENTRIES = 1024
@@ -172,6 +278,13 @@ def prompts(value: object) -> list[Prompt]:
     if all(isinstance(item, list) and item and _are_token_ids(item) for item in value):
         return value
     raise ValueError(_PROMPT)
+
+
+def given_prompts(value: object) -> object:
+    """Return prompts, or None, in the form in which they came; see `prompts`."""
+    if value is not None:
+        prompts(value)
+    return value
 
 
 def stops(value: object) -> list[str] | None:
@@ -242,7 +355,7 @@ def content(value: object) -> str:
     """Validate `content` of a message; text parts are joined by line breaks."""
     if isinstance(value, str):
         return unicode(value)
-    if not isinstance(value, list) or not value:
+    if not isinstance(value, list):
         raise ValueError("give a string or a list of text parts")
     return "\n".join(_part(index, part) for index, part in enumerate(value))
 
@@ -265,33 +378,30 @@ def _are_token_ids(items: list[object]) -> bool:
 
 
 class StrictFields(BaseModel):
-    """Base model that rejects unknown fields and type coercion (`"3"`, `true` for a number)."""
+    """Base model that rejects type coercion (`"3"`, `true` for a number).
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    Unknown fields are accepted and kept in `model_extra`; see `ignored_fields`.
+    """
 
-    @model_validator(mode="before")
-    @classmethod
-    def _keep_one_unknown_field(cls, data: object) -> object:
-        """Drop all unknown fields but one, as a body may hold a million, each an error."""
-        if not isinstance(data, dict) or len(data) <= len(cls.model_fields):
-            return data
-        unknown = next(name for name in data if name not in cls.model_fields)
-        known = {name: data[name] for name in cls.model_fields if name in data}
-        return {unknown: data[unknown], **known}
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
 
 
 # The engine's tensors are int32.
 Int32: TypeAlias = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 NumLogprobs: TypeAlias = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+Int64: TypeAlias = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Text: TypeAlias = Annotated[str, AfterValidator(unicode)]
 Name: TypeAlias = Annotated[Text, Field(max_length=MAX_NAME_CHARS)]
 Label: TypeAlias = Annotated[Text, Field(max_length=MAX_LABEL_CHARS)]
 
 
 def refuse_unavailable(fields: StrictFields, place: str = "") -> None:
-    """Raise InvalidRequest for an `Unavailable` field whose value is not neutral."""
+    """Raise InvalidRequest for an unsupported field whose value is not neutral."""
     for name, unavailable in _unavailable(type(fields)):
         unavailable.check(f"{place}{name}", getattr(fields, name))
+    for name, value in (fields.model_extra or {}).items():
+        if name in UNSUPPORTED:
+            UNSUPPORTED[name].check(f"{place}{name}", value)
 
 
 @cache
@@ -315,17 +425,23 @@ class TextPart(StrictFields):
 
 
 _TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
-_TokenIds: TypeAlias = Annotated[list[_TokenId], Field(min_length=1)]
+TokenIds: TypeAlias = Annotated[list[_TokenId], Field(min_length=1, fail_fast=True)]
 _Texts: TypeAlias = Annotated[list[Text], Field(min_length=1)]
-_Prompts: TypeAlias = Annotated[list[_TokenIds], Field(min_length=1)]
+_Prompts: TypeAlias = Annotated[list[TokenIds], Field(min_length=1)]
 _Stop: TypeAlias = Annotated[Text, Field(max_length=MAX_STOP_CHARS)]
 _Stops: TypeAlias = Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
 _Variable: TypeAlias = Annotated[Text, Field(max_length=MAX_VARIABLE_CHARS)]
-_Parts: TypeAlias = Annotated[list[TextPart], Field(min_length=1)]
+_Parts: TypeAlias = list[TextPart]
 
 Prompts: TypeAlias = Annotated[
     list[Prompt],
-    PlainValidator(prompts, json_schema_input_type=Text | _Texts | _TokenIds | _Prompts),
+    PlainValidator(prompts, json_schema_input_type=Text | _Texts | TokenIds | _Prompts),
+]
+GivenPrompts: TypeAlias = Annotated[
+    str | list[Any] | None,
+    PlainValidator(
+        given_prompts, json_schema_input_type=Text | _Texts | TokenIds | _Prompts | None
+    ),
 ]
 Stops: TypeAlias = Annotated[
     list[str] | None,
@@ -345,5 +461,8 @@ Biases: TypeAlias = Annotated[
     PlainValidator(biases, json_schema_input_type=dict[str, float] | None),
 ]
 FewTokenIds: TypeAlias = Annotated[list[_TokenId], Field(max_length=MAX_ENTRIES, fail_fast=True)]
+_Word: TypeAlias = Annotated[Text, Field(min_length=1, max_length=MAX_WORD_CHARS)]
+FewWords: TypeAlias = Annotated[list[_Word], Field(max_length=MAX_WORDS, fail_fast=True)]
+Salt: TypeAlias = Annotated[Label, Field(min_length=1)]
 FewInts: TypeAlias = Annotated[list[Int32], Field(max_length=MAX_ENTRIES, fail_fast=True)]
 Content: TypeAlias = Annotated[str, PlainValidator(content, json_schema_input_type=Text | _Parts)]

@@ -119,6 +119,11 @@ class RayFleet(Batcher):
         """See `Batcher.cancel`."""
         self._connections.send(replica, encode_router_message(cancelled=request_ids))
 
+    def flush_cache(self) -> None:
+        """Let every connected replica drop the cached prefixes that no request uses."""
+        for replica in self._connections.usable():
+            self._connections.send(replica, encode_router_message(flushes_cache=True))
+
     def fail_replica(self, replica: str, error: ApiError) -> None:
         """See `Batcher.fail_replica`."""
         self._chooser.forget(replica)

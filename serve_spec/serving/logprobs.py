@@ -59,6 +59,37 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
+class PromptLogprob(TypedDict):
+    """One likely token at a position of the prompt, as in vLLM."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+def prompt_logprobs(
+    entries: Sequence[TokenLogprob | None], num_top: int, token_bytes: TokenBytesLookup
+) -> list[dict[str, PromptLogprob] | None]:
+    """Return vLLM's `prompt_logprobs`: the token and the `num_top` most likely ones, by id."""
+
+    def shown(token: int, logprob: float, rank: int) -> PromptLogprob:
+        text = token_bytes(token).data.decode(errors="replace")
+        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": text}
+
+    return [
+        None
+        if entry is None
+        else {
+            str(entry.token_id): shown(entry.token_id, entry.logprob, entry.rank),
+            **{
+                str(token): shown(token, logprob, rank)
+                for rank, (token, logprob) in enumerate(entry.top[:num_top], start=1)
+            },
+        }
+        for entry in entries
+    ]
+
+
 class TextOffsets:
     """Offsets of consecutive tokens in the text of one choice.
 
@@ -133,7 +164,7 @@ def _shown(
     }  # fmt: skip
     for token, entry in tokens:
         raw = token_bytes(token)
-        shown["tokens"].append(_completion_text(raw.data))
+        shown["tokens"].append(_completion_text(raw))
         shown["text_offset"].append(offsets.next(raw))
         shown["token_logprobs"].append(None if entry is None else _finite(entry.logprob))
         shown["top_logprobs"].append(None if entry is None else _alternatives(entry, token_bytes))
@@ -167,13 +198,13 @@ def _alternatives(entry: TokenLogprob, token_bytes: TokenBytesLookup) -> dict[st
     pairs = [*entry.top, (entry.token_id, entry.logprob)]
     found: dict[str, float] = {}
     for token, logprob in pairs:  # the most likely of tokens with equal text
-        found.setdefault(_completion_text(token_bytes(token).data), _finite(logprob))
+        found.setdefault(_completion_text(token_bytes(token)), _finite(logprob))
     return found
 
 
 def _chat_token(token_id: int, logprob: float, token_bytes: TokenBytesLookup) -> ChatTopLogprob:
     raw = token_bytes(token_id)
-    text = _text(raw.data)
+    text = _text(raw)
     return {
         "token": _escaped(raw.data) if text is None else text,
         "logprob": _finite(logprob),
@@ -181,17 +212,22 @@ def _chat_token(token_id: int, logprob: float, token_bytes: TokenBytesLookup) ->
     }
 
 
-def _completion_text(data: bytes) -> str:
-    text = _text(data)
-    return f"bytes:{_escaped(data)}" if text is None else text
+def _completion_text(raw: TokenBytes) -> str:
+    text = _text(raw)
+    return f"bytes:{_escaped(raw.data)}" if text is None else text
 
 
-def _text(data: bytes) -> str | None:
-    """Return the text, or None if the bytes are not whole characters."""
+def _text(raw: TokenBytes) -> str | None:
+    """Return the text of a token, or None if its bytes are not whole characters."""
     try:
-        return data.decode()
+        return raw.data.decode() if raw.label is None else raw.label
     except UnicodeDecodeError:
         return None
+
+
+def labelled(token_bytes: TokenBytesLookup) -> TokenBytesLookup:
+    """Return a lookup whose tokens are shown as `token_id:5`."""
+    return lambda token: token_bytes(token)._replace(label=f"token_id:{token}")
 
 
 def _escaped(data: bytes) -> str:

@@ -43,17 +43,20 @@ def decode_replica_message(message: bytes) -> ReplicaMessage:
 
 
 def encode_router_message(
-    requests: Iterable[GenerateRequest] = (), cancelled: Sequence[str] = ()
+    requests: Iterable[GenerateRequest] = (),
+    cancelled: Sequence[str] = (),
+    *,
+    flushes_cache: bool = False,
 ) -> bytes:
-    """Encode requests to start and ids to cancel for `decode_router_message`."""
+    """Encode a message for `decode_router_message`."""
     entries = [(r.request_id, pickle.dumps(r, pickle.HIGHEST_PROTOCOL)) for r in requests]
-    return pickle.dumps((entries, cancelled), pickle.HIGHEST_PROTOCOL)
+    return pickle.dumps((entries, cancelled, flushes_cache), pickle.HIGHEST_PROTOCOL)
 
 
 def decode_router_message(message: bytes) -> RouterMessage:
     """Decode a message; an unreadable request becomes `Failed`."""
-    entries, cancelled = pickle.loads(message)
-    return RouterMessage([(name, _decoded(name, data)) for name, data in entries], cancelled)
+    entries, *rest = pickle.loads(message)
+    return RouterMessage([(name, _decoded(name, data)) for name, data in entries], *rest)
 
 
 def _decoded(request_id: str, data: bytes) -> Any:
@@ -137,6 +140,8 @@ class RouterMessage(NamedTuple):
     """Ids and requests to start."""
     cancelled: Sequence[str]
     """Ids of requests to cancel; no-op if they have ended."""
+    flushes_cache: bool = False
+    """Whether the replica drops the cached prefixes that no request uses."""
 
 
 def is_last(item: ReplicaItem) -> bool:

@@ -9,7 +9,7 @@ import asyncio
 import hmac
 import json
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from serve_spec.core.errors import InvalidRequest
 from serve_spec.engine.messages import encode_async
 from serve_spec.log import TRACE_ID, get_logger
 from serve_spec.serving.errors import ApiError, body_timed_out, body_too_large, defect, refused
-from serve_spec.serving.openai import ChatRequest, CompletionRequest, invalid_body
+from serve_spec.serving.openai import invalid_body
 
 logger = get_logger(__name__)
 
@@ -42,7 +42,7 @@ class AsciiJSON(JSONResponse):
         return _encode(content).encode("ascii")
 
 
-def encode_by_items(content: Mapping[str, object]) -> bytes:
+def encode_by_items(content: Mapping[str, object] | Sequence[object]) -> bytes:
     """Return JSON in ASCII; list items are encoded separately so that other threads can run."""
 
     def encode(value: object) -> str:
@@ -50,6 +50,8 @@ def encode_by_items(content: Mapping[str, object]) -> bytes:
             return f"[{','.join(map(_encode, value))}]"
         return _encode(value)
 
+    if not isinstance(content, Mapping):
+        return encode(content).encode("ascii")
     fields = (f"{_encode(name)}:{encode(value)}" for name, value in content.items())
     return f"{{{','.join(fields)}}}".encode("ascii")
 
@@ -83,9 +85,7 @@ def add_error_answers(api: FastAPI) -> None:
 
     @api.exception_handler(RequestValidationError)
     async def validation(request: Request, error: RequestValidationError) -> Response:
-        is_chat = request.url.path.endswith(CHAT_PATH)
-        schema = ChatRequest if is_chat else CompletionRequest
-        return error_answer(invalid_body(error.errors(), schema))
+        return error_answer(invalid_body(error.errors()))
 
     @api.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
@@ -135,7 +135,7 @@ class _LargeBody(Request):
 
 
 # Health probes have no key; the status page asks for one.
-_OPEN_PATHS = frozenset({"/health", "/"})
+_OPEN_PATHS = frozenset({"/health", "/health_generate", "/ping", "/"})
 
 ARRIVED: ContextVar[float | None] = ContextVar("arrived", default=None)
 """`perf_counter` at the arrival of the current request."""

@@ -1,215 +1,52 @@
 """Request schemas of the OpenAI API, and the errors of invalid requests.
 
-Unknown fields are rejected by name. Unsupported fields of the API are accepted with their neutral
-values.
+Unsupported fields of the API are accepted with their neutral values.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
     Field,
+    ValidationError,
 )
 
-from serve_spec.config.base import unknown_key
 from serve_spec.core.errors import InvalidRequest
-from serve_spec.core.grammar import MAX_GRAMMAR_CHARS
-from serve_spec.core.request import SamplingParams, SpeculativeOptions
+from serve_spec.core.request import SamplingParams
 from serve_spec.serving import fields
+from serve_spec.serving.base_request import (
+    MAX_CHOICES_PER_PROMPT,
+    BaseRequest,
+    ResponseFormat,
+    SpeculativeRequest,
+    StreamOptions,
+)
 from serve_spec.serving.errors import ApiError
 from serve_spec.serving.fields import (
-    FEW,
     IGNORED,
-    Biases,
     Content,
-    FewInts,
-    FewTokenIds,
     Int32,
     Label,
     Name,
     NumLogprobs,
     Prompts,
-    Stops,
     StrictFields,
     Text,
     Unavailable,
     Variables,
-    grammar_of,
     refuse_unavailable,
 )
-
-MAX_CHOICES_PER_PROMPT = 128
-_GRAMMAR_LIMIT = f"At most {MAX_GRAMMAR_CHARS} characters."
-
-_INT64 = 2**63
+from serve_spec.serving.tools import Choice, Function, ToolCalls, Tools, offered
 
 
-class StreamOptions(StrictFields):
-    """`stream_options` of the OpenAI API."""
-
-    include_usage: bool = Field(False, description="Send a last chunk that holds `usage`.")
-    include_obfuscation: Literal[False] | None = Field(
-        None, description="Only false is supported: chunks are not padded."
-    )
-
-
-class SpeculativeRequest(StrictFields):
-    """Speculative decoding options of this request."""
-
-    enabled: bool = Field(True, description="false: plain decoding.")
-    max_steps: Int32 | None = Field(
-        None, description="Maximum draft tokens per round; null: no limit."
-    )
-
-
-class ResponseFormat(StrictFields):
-    """`response_format` of the OpenAI API."""
-
-    type: Name = Field(description='"text", "json_object" or "json_schema".')
-    json_schema: dict[str, Any] | None = Field(
-        None, description='With type "json_schema": `name`, `schema`, `description`, `strict`.'
-    )
-
-
-class _Request(StrictFields):
-    """Fields of both endpoints. Null means the default, as in the OpenAI API."""
-
-    model: Name | None = Field(None, description="Served model name; optional.")
-    temperature: float | None = Field(None, description="Default 1; 0 is greedy.")
-    top_p: float | None = Field(None, description="Nucleus probability mass in (0, 1]; default 1.")
-    top_k: Int32 | None = Field(None, description="Keep the k most likely; -1 (default), 0: all.")
-    min_p: float | None = Field(
-        None, description="Minimum probability relative to the top; default 0."
-    )
-    frequency_penalty: float | None = Field(
-        None,
-        description="Subtracted from a token's logit for each time it was generated; in [-2, 2], "
-        "default 0.",
-    )
-    presence_penalty: float | None = Field(
-        None, description="Subtracted once if a token was generated at all; in [-2, 2], default 0."
-    )
-    repetition_penalty: float | None = Field(
-        None,
-        description="Divides the positive and multiplies the negative logits of tokens in prompt "
-        "and completion; in [0.01, 100], default 1.",
-    )
-    logit_bias: Biases = Field(
-        None,
-        description=f"Added to logits, in [-{fields.MAX_BIAS}, {fields.MAX_BIAS}], by token id.",
-    )
-    allowed_token_ids: FewTokenIds | None = Field(
-        None, description="Only these tokens are generated; default: all."
-    )
-    bad_token_ids: FewTokenIds | None = Field(None, description="These tokens are never generated.")
-    min_tokens: Int32 | None = Field(
-        None, description="Minimum number of tokens before the completion may end; default 0."
-    )
-    n: int | None = Field(
-        None,
-        ge=1,
-        le=MAX_CHOICES_PER_PROMPT,
-        description="Choices per prompt, default 1. Choice 0 uses `seed`, as with n=1; the seed of "
-        "choice i depends only on `seed` and i.",
-    )
-    seed: int | None = Field(
-        None, ge=-_INT64, lt=_INT64, description="Makes the text reproducible; default: random."
-    )
-    stop: Stops = Field(
-        None,
-        description=f"One or up to {fields.MAX_STOPS} strings that end the completion and are not "
-        "part of it.",
-    )
-    stop_token_ids: FewInts | None = Field(None, description="Token ids that end the completion.")
-    ignore_eos: bool | None = Field(None, description="Generate past the end-of-text token.")
-    response_format: ResponseFormat | None = Field(None, description="Required format of the text.")
-    guided_json: dict[str, Any] | Text | None = Field(
-        None, description=f"The text is JSON that conforms to this schema. {_GRAMMAR_LIMIT}"
-    )
-    guided_regex: Text | None = Field(
-        None, description=f"The whole text matches this regular expression. {_GRAMMAR_LIMIT}"
-    )
-    guided_grammar: Text | None = Field(
-        None,
-        description="The text conforms to this grammar in Lark's notation or GBNF. "
-        f"{_GRAMMAR_LIMIT}",
-    )
-    guided_choice: Annotated[list[Text], Field(fail_fast=True)] | None = Field(
-        None, description=f"The text is one of these strings. {_GRAMMAR_LIMIT}"
-    )
-    structured_outputs: dict[str, Any] | None = Field(
-        None,
-        description="An object with one of `json`, `json_object`, `regex`, `grammar`, `choice`. "
-        f"{_GRAMMAR_LIMIT}",
-    )
-    stream: bool | None = Field(None, description="Send server-sent events.")
-    stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
-    speculative: SpeculativeRequest | None = None
-    user: Annotated[Label | None, IGNORED] = None
-    metadata: Annotated[dict[Label, Label] | None, FEW, IGNORED] = None
-
-    @property
-    def num_choices(self) -> int:
-        """Choices per prompt."""
-        return self.n or 1
-
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with a usage chunk."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    def _params(
-        self,
-        max_tokens: int | None,
-        logprobs: int | None,
-        prompt_logprobs: int | None = None,
-    ) -> SamplingParams:
-        """Return the sampling parameters of choice 0.
-
-        max_tokens: None for the default.
-        logprobs, prompt_logprobs: as in `SamplingParams`.
-        """
-        refuse_unavailable(self)
-        if self.stream_options is not None and not self.stream:
-            fix = "allowed only with stream=true"
-            raise InvalidRequest("stream_options", self.stream_options.model_dump(), fix)
-        given = {
-            name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
-        }
-        if max_tokens is not None:
-            given["max_tokens"] = max_tokens
-        form = self.response_format
-        grammar = grammar_of(
-            response_format=None if form is None else (form.type, form.json_schema),
-            structured_outputs=self.structured_outputs,
-            guided={
-                language: getattr(self, f"guided_{language}")
-                for language in ("json", "regex", "grammar", "choice")
-            },
-        )
-        speculative = self.speculative or SpeculativeRequest()
-        options = SpeculativeOptions(speculative.enabled, speculative.max_steps)
-        return SamplingParams(
-            **given,
-            grammar=grammar,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            speculative=options,
-        )
-
-
-# Request fields that are SamplingParams fields of the same name and meaning.
-_SAMPLING_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)} & set(
-    _Request.model_fields
-) - {"speculative"}
-
-
-class CompletionRequest(_Request):
+class CompletionRequest(BaseRequest):
     """Body of POST /v1/completions."""
 
     prompt: Prompts = Field(
@@ -223,7 +60,13 @@ class CompletionRequest(_Request):
     echo: bool | None = Field(
         None, description="Return the prompt, and its `logprobs`, before the completion."
     )
-    best_of: int | None = Field(None, description="Only null or the value of `n` is supported.")
+    best_of: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_CHOICES_PER_PROMPT,
+        description="Generate so many choices and return the `n` of the highest log-probability; "
+        "not with `stream`.",
+    )
     logprobs: NumLogprobs | None = Field(
         None,
         description="Return the log-probability of every token and of this many of the most "
@@ -240,6 +83,17 @@ class CompletionRequest(_Request):
         """Whether only the prompt is scored and nothing is generated."""
         return self.max_tokens == 0 and bool(self.echo)
 
+    @property
+    def needs_token_ids(self) -> bool:
+        """Whether the router encodes the prompts; else the replica does."""
+        is_scored = bool(self.echo) and self.logprobs is not None
+        return self.changes_tokens or bool(self.return_token_ids) or is_scored
+
+    @property
+    def num_candidates(self) -> int:
+        """See `BaseRequest`."""
+        return self.best_of or self.num_choices
+
     def sampling_params(self) -> SamplingParams:
         """Return the sampling parameters of choice 0, or raise InvalidRequest.
 
@@ -248,35 +102,43 @@ class CompletionRequest(_Request):
         if self.max_tokens == 0 and not self.echo:
             fix = "use an integer in [1, 2³¹); 0 is allowed only with echo=true"
             raise InvalidRequest("max_tokens", 0, fix)
-        if self.best_of is not None and self.best_of != self.num_choices:
-            fix = f"ranking candidates is not supported; use n={max(self.best_of, 1)} and rank them"
+        if self.num_candidates < self.num_choices:
+            fix = f"use at least n={self.num_choices}"
             raise InvalidRequest("best_of", self.best_of, fix)
+        is_ranked = self.num_candidates > self.num_choices
+        if is_ranked and self.stream:
+            raise InvalidRequest("best_of", self.best_of, "not with stream=true")
+        scored = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return self._params(
             1 if self.is_prompt_only else self.max_tokens,
-            self.logprobs,
-            self.logprobs if self.echo else None,
+            0 if is_ranked and self.logprobs is None else self.logprobs,
+            max((count for count in scored if count is not None), default=None),
         )
 
 
 class ChatMessage(StrictFields):
-    """One message. Fields of an earlier answer are accepted if they are empty."""
+    """One message. Unsupported fields of an earlier answer are accepted if they are empty."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content = Field(description="A string, or text parts, joined by line breaks.")
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = Field(
+        None, description="A string, or text parts, joined by line breaks; optional for assistants."
+    )
     name: Name | None = Field(None, description="Passed to the chat template.")
+    tool_calls: ToolCalls | None = Field(None, description="Calls of an earlier answer.")
+    tool_call_id: Name | None = Field(None, description="The call that a tool's message answers.")
+    reasoning_content: Text | None = Field(None, description="Reasoning of an earlier answer.")
+    reasoning: Text | None = Field(None, description="Other name of reasoning_content.")
 
     annotations: Annotated[list[Any] | None, IGNORED] = None
     audio: Annotated[dict[str, Any] | None, Unavailable()] = None
     function_call: Annotated[dict[str, Any] | None, Unavailable()] = None
     refusal: Annotated[Text | None, Unavailable()] = None
-    tool_calls: Annotated[list[Any] | None, Unavailable([])] = None
 
 
-_NO_EFFORT = "if the template supports it, set it in chat_template_kwargs"
-_NO_TOOLS = "describe the tools in a message and parse the calls from the text"
+_NO_TOOLS = "use tools and tool_choice"
 
 
-class ChatRequest(_Request):
+class ChatRequest(BaseRequest):
     """Body of POST /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(
@@ -307,7 +169,21 @@ class ChatRequest(_Request):
         None, description="Also return this many most likely tokens; only with `logprobs`."
     )
 
-    parallel_tool_calls: Annotated[bool | None, IGNORED] = None
+    tools: Tools | None = Field(None, description="Functions that the model may call.")
+    tool_choice: Choice = Field(
+        None, description="Whether functions are called, and which; default auto."
+    )
+    parallel_tool_calls: bool | None = Field(
+        None, description="Return more than one call; default true."
+    )
+    reasoning_effort: Name | None = Field(
+        None,
+        description="Passed to the chat template; none: also `enable_thinking` false.",
+    )
+    include_reasoning: bool | None = Field(None, description="false: drop reasoning, as in vLLM.")
+    separate_reasoning: bool | None = Field(
+        None, description="false: reasoning stays in `content`, as in SGLang."
+    )
     prompt_cache_key: Annotated[Label | None, IGNORED] = None
     prompt_cache_options: Annotated[dict[str, Any] | None, IGNORED] = None
     prompt_cache_retention: Annotated[Label | None, IGNORED] = None
@@ -323,11 +199,6 @@ class ChatRequest(_Request):
     modalities: Annotated[list[Any] | None, Unavailable(["text"])] = None
     moderation: Annotated[dict[str, Any] | None, Unavailable()] = None
     prediction: Annotated[dict[str, Any] | None, Unavailable()] = None
-    reasoning_effort: Annotated[Text | None, Unavailable("none", instead=_NO_EFFORT)] = None
-    tool_choice: Annotated[
-        Text | dict[str, Any] | None, Unavailable("none", "auto", instead=_NO_TOOLS)
-    ] = None
-    tools: Annotated[list[Any] | None, Unavailable([], instead=_NO_TOOLS)] = None
     verbosity: Annotated[Text | None, Unavailable("medium")] = None
     web_search_options: Annotated[dict[str, Any] | None, Unavailable()] = None
 
@@ -337,6 +208,16 @@ class ChatRequest(_Request):
         if self.max_tokens is None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
+
+    @property
+    def callable_functions(self) -> list[Function]:
+        """The functions that the answer may call."""
+        return offered(self.tools, self.tool_choice)
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer is a call."""
+        return self.tool_choice is not None and self.tool_choice.mode == "required"
 
     @property
     def generation_prompt(self) -> bool:
@@ -352,6 +233,10 @@ class ChatRequest(_Request):
         """
         for index, message in enumerate(self.messages):
             refuse_unavailable(message, f"messages.{index}.")
+            if message.content is None and message.role != "assistant":
+                fix = "give a string or a list of text parts"
+                raise InvalidRequest(f"messages.{index}.content", None, fix)
+        _ = self.callable_functions
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             fix = "conflicts with max_completion_tokens, its newer name; give only one of them"
             raise InvalidRequest("max_tokens", self.max_tokens, fix)
@@ -387,10 +272,48 @@ def _known_fields(request: type[BaseModel]) -> list[str]:
     return known
 
 
-def invalid_body(
-    errors: Sequence[Mapping[str, object]], request: type[BaseModel] = CompletionRequest
-) -> ApiError:
-    """Return 400 for the first of FastAPI's validation errors of a `request`.
+def unknown_field(name: str, request: type[BaseModel]) -> ApiError:
+    """Return 400: `router.strict_fields` refuses the unknown field of a `request`."""
+    section, _, leaf = re.sub(r"\.\d+", "", name).rpartition(".")
+    known = [field.rpartition(".") for field in _known_fields(request)]
+    near = difflib.get_close_matches(leaf, [part for place, _, part in known if place == section])
+    hint = f"; did you mean {section}{'.' if section else ''}{near[0]}?" if near else ""
+    return ApiError(400, f"{name}: unknown field{hint}", param=name)
+
+
+_Body = TypeVar("_Body", bound=BaseModel)
+
+
+def validated(model: type[_Body], data: Mapping[str, object]) -> _Body:
+    """Return `data` as a body of another endpoint.
+
+    Raises:
+        ApiError: a field is wrong.
+    """
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise invalid_body([{**first, "loc": ("body", *first["loc"])}]) from None
+
+
+@contextmanager
+def renamed(own_name: Callable[[str], str]) -> Iterator[None]:
+    """Name fields in errors as in the body of another endpoint."""
+    try:
+        yield
+    except InvalidRequest as error:
+        name = own_name(error.field)
+        raise InvalidRequest(name, error.value, error.fix, too_long=error.too_long) from None
+    except ApiError as error:
+        if error.status != 400 or error.param is None:
+            raise
+        name = own_name(error.param)
+        raise ApiError(400, error.message.replace(error.param, name, 1), param=name) from None
+
+
+def invalid_body(errors: Sequence[Mapping[str, object]]) -> ApiError:
+    """Return 400 for the first of FastAPI's validation errors.
 
     errors: pydantic's dictionaries with `type`, `loc` (starting with "body") and `msg`.
     """
@@ -405,8 +328,6 @@ def invalid_body(
         fix = "send one JSON object, with the header Content-Type: application/json"
         return ApiError(400, f"The body is not a JSON object: {fix}")
     field = ".".join(place)
-    if error["type"] == "extra_forbidden":
-        return ApiError(400, unknown_key(field, _known_fields(request)), param=field)
     return ApiError(400, f"{field}: {message[:1].lower()}{message[1:]}", param=field)
 
 

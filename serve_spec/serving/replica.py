@@ -46,7 +46,11 @@ class EngineReplica:
         self._stats = StatsClient(config, context.app_name)
         self._loop = pkgutil.resolve_name(engine_loop)(config)
         self._routers = RouterConnections(
-            self._name, self._answer, self._loop.cancel, self.record_routing_stats
+            self._name,
+            self._answer,
+            self._loop.cancel,
+            self.record_routing_stats,
+            self._loop.flush_cache,
         )
         self._has_started = False
         self._refused_user_config: str | None = None

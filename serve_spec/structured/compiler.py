@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_spec.core.errors import InvalidRequest
-from serve_spec.core.grammar import Grammar, GrammarKind
+from serve_spec.core.grammar import CallsForm, Grammar, GrammarKind
 from serve_spec.log import get_logger
 
 MAX_DEPTH = 100
@@ -115,6 +115,8 @@ _WHITESPACE = r" {0,2}(\n[ \t]{0,32})?"
 """White space between JSON's tokens: up to two spaces, or a new line with indentation. With any
 amount allowed, models sometimes write white space only."""
 
+_WITH_WHITESPACE = {"x-guidance": {"whitespace_pattern": _WHITESPACE}}
+
 _OPTIONS = '%llguidance {"no_forcing": true}'
 """A mask holds every token that a valid text may have next, in any tokenization. Otherwise the
 library searches one tokenization of forced text to its end, which some grammars do not have."""
@@ -207,7 +209,8 @@ class GrammarCompiler:
         """
         translated = self._translated.get(grammar)
         if translated is None:
-            translated = Grammar(GrammarKind.LLGUIDANCE, _stated(grammar), grammar.source)
+            stated = self._stated(grammar)
+            translated = Grammar(GrammarKind.LLGUIDANCE, stated, grammar.source)
             self._keep(self._translated, grammar, translated)
         return translated
 
@@ -215,6 +218,11 @@ class GrammarCompiler:
     def ends(self) -> Mask:
         """Return the end-of-text tokens."""
         return self.mask_of(self.eos_token_ids)
+
+    @cached_property
+    def everything(self) -> Mask:
+        """Return the whole vocabulary."""
+        return self.mask_of(range(self.vocab_size))
 
     def mask_of(self, token_ids: Sequence[int]) -> Mask:
         """Return the mask of some tokens; ids beyond the vocabulary are ignored."""
@@ -255,7 +263,7 @@ class GrammarCompiler:
     def _matcher(self, grammar: Grammar) -> Matcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        stated = _stated(grammar)
+        stated = self._stated(grammar)
         limits = LLParserLimits(
             max_items_in_row=_MAX_ITEMS_IN_ROW,
             max_lexer_states=_MAX_LEXER_STATES,
@@ -264,26 +272,64 @@ class GrammarCompiler:
         matcher = LLMatcher(self._vocabulary, stated, limits=limits, log_level=0)
         return Matcher(matcher, self.num_words)
 
+    def _stated(self, grammar: Grammar) -> str:
+        """Return the grammar in the library's notation, Lark's."""
+        from llguidance import grammar_from
 
-def _stated(grammar: Grammar) -> str:
-    """Return the grammar in the library's notation, Lark's."""
-    from llguidance import grammar_from
+        match grammar.kind:
+            case GrammarKind.JSON_SCHEMA:
+                rules = f"start: %json {_with_whitespace(checked_schema(grammar), grammar.text)}"
+            case GrammarKind.REGEX:
+                rules = _expression(grammar.text)
+            case GrammarKind.CHOICE:
+                # One regular expression is one parser item; alternatives would be one each.
+                rules = _expression("|".join(map(re.escape, json.loads(grammar.text))))
+            case GrammarKind.CALLS:
+                rules = self._calls(CallsForm(**checked_schema(grammar)))
+            case GrammarKind.EBNF:
+                if found := _NESTED.search(grammar.text):
+                    raise grammar.refusal(f"{found[0]} is not available; write out its rules")
+                rules = grammar_from("grammar", grammar.text)
+            case GrammarKind.LLGUIDANCE:
+                return grammar.text
+        return f"{_OPTIONS}\n{rules}"
 
-    match grammar.kind:
-        case GrammarKind.JSON_SCHEMA:
-            rules = f"start: %json {_with_whitespace(checked_schema(grammar), grammar.text)}"
-        case GrammarKind.REGEX:
-            rules = _expression(grammar.text)
-        case GrammarKind.CHOICE:
-            # One regular expression is one parser item; alternatives would be one each.
-            rules = _expression("|".join(map(re.escape, json.loads(grammar.text))))
-        case GrammarKind.EBNF:
-            if found := _NESTED.search(grammar.text):
-                raise grammar.refusal(f"{found[0]} is not available; write out its rules")
-            rules = grammar_from("grammar", grammar.text)
-        case GrammarKind.LLGUIDANCE:
-            return grammar.text
-    return f"{_OPTIONS}\n{rules}"
+    def _calls(self, form: CallsForm) -> str:
+        """Return the rules of calls of functions."""
+        names = [f"call_{index}" for index in range(len(form.calls))]
+        rules = [f"call: {' | '.join(names)}"]
+        for name, (before, schema, after) in zip(names, form.calls, strict=True):
+            rules.append(f"{name}: {self._text(before)} of_{name} {self._text(after)}")
+            rules.append(f"of_{name}: %json {json.dumps({**schema, **_WITH_WHITESPACE})}")
+        thought = ""
+        if form.thought is not None:
+            before, (end, *after), is_open = form.thought
+            thought = "thought" if is_open else "thought?"
+            # A special token is no part of any text.
+            is_token = self._special_id(end) is not None
+            inside = f"/(.|\\n)*/ {self._text([end])}" if is_token else "inside"
+            then = self._text(after) or r"/\n{0,2}/"
+            rules.append(f"thought: {'' if is_open else self._text(before)} {inside} {then}")
+            if not is_token:
+                escaped = re.escape(end).replace("/", r"\/")
+                rules.append(rf"inside[lazy]: /(.|\n)*{escaped}/")
+        more = "" if form.is_single else f"({self._text(form.between)} call)*"
+        opening, ending = self._text(form.opening), self._text(form.ending)
+        return "\n".join([f"start: {thought} {opening} call {more} {ending}", *rules])
+
+    def _text(self, pieces: Sequence[str]) -> str:
+        """Return texts and special tokens in Lark's notation."""
+        ids = [self._special_id(piece) for piece in pieces]
+        return " ".join(
+            json.dumps(piece, ensure_ascii=False) if token is None else f"<[{token}]>"
+            for piece, token in zip(pieces, ids, strict=True)
+        )
+
+    def _special_id(self, name: str) -> int | None:
+        """Return the id of the special token of this name."""
+        tokens = self._vocabulary.tokenize_str(name)
+        is_special = len(tokens) == 1 and self._vocabulary.is_special_token(tokens[0])
+        return int(tokens[0]) if is_special else None
 
 
 def _with_whitespace(schema: dict[str, Any], text: str) -> str:
@@ -291,10 +337,9 @@ def _with_whitespace(schema: dict[str, Any], text: str) -> str:
 
     Writing a long one anew would hold Python's lock for 0.3 ms.
     """
-    options = {"x-guidance": {"whitespace_pattern": _WHITESPACE}}
-    if not schema or options.keys() & schema or not text.isascii():
-        return json.dumps({**schema, **options})
-    return f"{text.rstrip().removesuffix('}')}, {json.dumps(options)[1:]}"
+    if not schema or _WITH_WHITESPACE.keys() & schema or not text.isascii():
+        return json.dumps({**schema, **_WITH_WHITESPACE})
+    return f"{text.rstrip().removesuffix('}')}, {json.dumps(_WITH_WHITESPACE)[1:]}"
 
 
 def _expression(regex: str) -> str:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.plan import ScheduledRequest
+from serve_spec.core.request import SamplingParams
 from serve_spec.log import get_logger
 from serve_spec.structured.compiler import GrammarCompiler, Mask, Matcher
 
@@ -24,7 +25,7 @@ class Node(NamedTuple):
 
 
 _ILLEGAL = Node(is_legal=False)
-_LAST = Node(is_legal=True)
+_LAST = Node(is_legal=True)  # or one that needs no mask
 
 
 def follow(
@@ -33,26 +34,26 @@ def follow(
     token_ids: Sequence[int],
     parents: Sequence[int],
     ends: Mask,
-    mask_at: Callable[[int], Mask],
+    mask_at: Callable[[list[int]], Mask],
 ) -> list[Node]:
     """Return one node per draft; the matcher is restored, unless it has a `problem` now.
 
     root: mask of the draw after the root. ends: the tokens that end a text; a draft of one, or of
     -1 (no token), is the last of its path.
     token_ids, parents: of each draft, parents before children, -1 for the root.
-    mask_at: returns the mask at the matcher's state, so many drafts after the root.
+    mask_at: returns the mask at the matcher's state, after these drafts.
     """
     nodes: list[Node] = []
     path: list[int] = []
     for number, (token, parent) in enumerate(zip(token_ids, parents, strict=True)):
         before = root if parent < 0 else nodes[parent].mask
-        if before is None or matcher.problem or not (token < 0 or allows(before, token)):
+        if before is None or matcher.problem or not _may_be(before, token):
             nodes.append(_ILLEGAL)
         elif token < 0 or allows(ends, token):
             nodes.append(_LAST)
         else:
             path = _move(matcher, path, [*_ancestors(parents, parent), number], token_ids)
-            nodes.append(Node(is_legal=True, mask=mask_at(len(path))))
+            nodes.append(Node(is_legal=True, mask=mask_at([token_ids[node] for node in path])))
     if not matcher.problem:
         matcher.go_back(len(path))
     return nodes
@@ -61,6 +62,10 @@ def follow(
 def allows(mask: Mask, token: int) -> bool:
     """Return whether the mask has the token."""
     return bool(mask[token >> 5] >> (token & 31) & 1)
+
+
+def _may_be(mask: Mask, token: int) -> bool:
+    return token < 0 or allows(mask, token)
 
 
 def _ancestors(parents: Sequence[int], node: int) -> list[int]:
@@ -82,7 +87,7 @@ def _move(matcher: Matcher, old: list[int], new: list[int], token_ids: Sequence[
 
 
 class Bans:
-    """`bad_token_ids`, `allowed_token_ids` and `min_tokens` of one request, as masks.
+    """`bad_token_ids`, `bad_words`, `allowed_token_ids` and `min_tokens` of a request, as masks.
 
     They do not apply if they forbid every token that a grammar allows. So a complete text may end
     before `min_tokens`.
@@ -94,13 +99,25 @@ class Bans:
         if params.allowed_token_ids is not None:
             self._always |= ~compiler.mask_of(params.allowed_token_ids)
         self._held = compiler.mask_of(() if req.edited is None else req.edited.held_ids)
-        self._min_tokens = params.min_tokens
+        self._params = params
 
-    def off(self, mask: Mask, num_generated: int) -> Mask:
-        """Return what is left of a mask after so many tokens: at least one token."""
-        is_early = num_generated < self._min_tokens
+    def off(self, mask: Mask, generated: Sequence[int], path: Sequence[int]) -> Mask:
+        """Return what is left of a mask after the tokens generated: at least one token."""
+        is_early = len(generated) + len(path) < self._params.min_tokens
         left = mask & ~(self._always | self._held if is_early else self._always)
+        for token in completions(self._params, generated, path):
+            left[token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
         return left if np.any(left) else mask
+
+
+def completions(params: SamplingParams, generated: Sequence[int], path: Sequence[int]) -> list[int]:
+    """Return the tokens that would complete one of `bad_words`, by token ids, after the tokens."""
+    before = [
+        (tuple(word[:-1]), word[-1]) for word in params.bad_words if not isinstance(word, str)
+    ]
+    longest = max((len(start) for start, _ in before), default=0)
+    text = (*generated[max(0, len(generated) - longest) :], *path)
+    return [last for start, last in before if text[len(text) - len(start) :] == start]
 
 
 logger = get_logger(__name__)
@@ -192,29 +209,54 @@ class Grammars:
         parents: see `round_masks`; of at least as many drafts, or None for a chain.
         """
         grammar = req.params.grammar
+        places = [number - 1 for number in (parents or range(len(drafts)))[: len(drafts)]]
         if grammar is None:
-            return [Node(is_legal=True)] * (len(drafts) + 1)
+            return self._nodes_without_words(req, drafts, places)
         text = self._text(req, grammar)
         matcher = text.matcher
 
-        def left(mask: Mask | None, depth: int) -> Mask:
+        def left(mask: Mask | None, path: Sequence[int]) -> Mask:
             # A text that cannot continue may end, also if its grammar exceeds the limits.
             mask = self.compiler.ends if mask is None else mask
-            return text.bans.off(mask, len(req.generated_ids) + depth)
+            return text.bans.off(mask, req.generated_ids, path)
 
-        root = left(text.mask, 0)
+        root = left(text.mask, ())
         nodes = follow(
             matcher,
             root,
             drafts,
-            [number - 1 for number in (parents or range(len(drafts)))[: len(drafts)]],
+            places,
             self.compiler.ends,
-            lambda depth: left(matcher.mask(), depth),
+            lambda path: left(matcher.mask(), path),
         )
         if matcher.problem:
             logger.warning("request %s: its grammar: %s", req.request_id, matcher.problem)
             self.forget(req.request_id)
         return [Node(is_legal=True, mask=root), *nodes]
+
+    def _nodes_without_words(
+        self, req: ScheduledRequest, drafts: Sequence[int], parents: Sequence[int]
+    ) -> list[Node]:
+        """Return the nodes of a request without a grammar; parents: -1 for the root."""
+        if not req.params.bad_words:
+            return [Node(is_legal=True)] * (len(drafts) + 1)
+
+        def after(path: Sequence[int]) -> Node:
+            if not completions(req.params, req.generated_ids, path):
+                return _LAST
+            bans = Bans(self.compiler, req)
+            return Node(is_legal=True, mask=bans.off(everything, req.generated_ids, path))
+
+        everything = self.compiler.everything
+        nodes = [after(())]
+        for number, (token, parent) in enumerate(zip(drafts, parents, strict=True)):
+            above = nodes[parent + 1]
+            if not above.is_legal or (above.mask is not None and not _may_be(above.mask, token)):
+                nodes.append(_ILLEGAL)
+            else:
+                path = [*_ancestors(parents, parent), number]
+                nodes.append(after([drafts[node] for node in path]))
+        return nodes
 
     def _text(self, req: ScheduledRequest, grammar: Grammar) -> _Text:
         text = self._texts.get(req.request_id)

@@ -27,7 +27,7 @@ class CachedAttention(Rows):
         """Take keys and values [layers, B, kv_heads, length, D], filled up to `place`."""
         super().__init__(keys.shape[1], shape.num_heads, shape.num_kv_heads)
         self._keys, self._values, self._place = keys, values, place
-        self._first = max(0, place + 1 - shape.sliding_window) if shape.sliding_window else 0
+        self._firsts = [max(0, place + 1 - window) if window else 0 for window in shape.windows]
 
     def run(self, layer: int, heads: Tensor, rotation: Rotation) -> Tensor:
         """Return [B, heads, D]; see `LayerAttention`."""
@@ -37,7 +37,7 @@ class CachedAttention(Rows):
         values[:, :, self._place : self._place + 1] = value
         # Query heads of one KV head become query rows, so that keys are read once.
         grouped = query.unflatten(1, (keys.shape[1], -1)).squeeze(3)
-        seen = slice(self._first, self._place + 1)
+        seen = slice(self._firsts[layer], self._place + 1)
         out = F.scaled_dot_product_attention(grouped, keys[:, :, seen], values[:, :, seen])
         return out.flatten(1, 2)
 

@@ -268,7 +268,7 @@ class SpecWorker:
 
     def _mask(self, plan: ScheduledBatch) -> ScheduledBatch:
         """Write the step's grammar masks. Return the plan without drafts that cannot be drawn."""
-        if not plan.has_grammars:
+        if not plan.has_masks:
             self.buffers.masks.clear()
             return plan
         reqs = plan.sampling_requests

@@ -112,6 +112,9 @@ def target_tensors(config, seed, layer_scale):
             tensors |= _qkv_bias(draw, config, prefix)
         if config.get("attention_bias"):
             tensors[prefix + "self_attn.o_proj.bias"] = draw.matrix(1, hidden)[0]
+        if config.get("mlp_bias"):
+            for name, width in (("gate", 2 * hidden), ("up", 2 * hidden), ("down", hidden)):
+                tensors[f"{prefix}mlp.{name}_proj.bias"] = draw.matrix(1, width)[0]
         if family == "qwen3":
             head_dim = _head_dim(config)
             tensors[prefix + "self_attn.q_norm.weight"] = draw.norm(head_dim)

@@ -46,7 +46,7 @@ class FakeTokenizer:
     def encode(self, text):
         return [int.from_bytes(b"\x01" + word.encode(), "big") for word in text.split()]
 
-    def decode(self, token_ids):
+    def decode(self, token_ids, *, skip_special_tokens=True):
         return "".join(f"{self._word(token)} " for token in token_ids)
 
     def _word(self, token):
@@ -64,7 +64,7 @@ class BytesTokenizer:
     def encode(self, text):
         return list(text.encode())
 
-    def decode(self, token_ids):
+    def decode(self, token_ids, *, skip_special_tokens=True):
         return bytes(token_ids).decode(errors="replace")
 
 
@@ -194,6 +194,7 @@ class FakeLoop(StandIn):
         super().__init__()
         self.knobs = {}
         self.tokens = 0
+        self.num_flushes = 0
         self.accept_rates = None
 
     def round_sizes(self):
@@ -230,6 +231,9 @@ class FakeLoop(StandIn):
         if "typo" in settings:
             raise ConfigError("typo: unknown key")
         self.knobs = dict(settings)
+
+    def flush_cache(self):
+        self.num_flushes += 1
 
     def report_to(self, metrics):
         self.metrics = metrics

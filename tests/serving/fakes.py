@@ -85,6 +85,9 @@ class LoopFleet(QuietFleet):
         finally:
             self.loop.cancel(request.request_id)
 
+    def flush_cache(self):
+        self.loop.flush_cache()
+
     async def num_healthy(self):
         return self.num_replicas
 

@@ -12,6 +12,7 @@ from serve_spec.serving.answers import (
     AnswerHead,
     ChatFormat,
     CompletionFormat,
+    Details,
     Echo,
     event,
     fingerprint,
@@ -100,6 +101,20 @@ def test_the_official_client_reads_log_probabilities():
     for logprobs in (chat.choices[0].logprobs, chunk.choices[0].logprobs):
         assert [(t.token, t.bytes, t.logprob) for t in logprobs.content] == [("a", [97], -1.0)]
         assert [t.token for t in logprobs.content[0].top_logprobs] == ["z"]
+
+
+def test_the_choices_with_the_highest_log_probabilities_are_shown_in_their_order():
+    def candidate(text, logprob):
+        entry = TokenLogprob(97, logprob, 1)
+        return [delta(text, 97, finish=FinishReason.STOP)._replace(logprobs=(entry, entry))]
+
+    form = CompletionFormat(head(), num_candidates=3)
+    form.details = Details(num_choices=2)
+    of_first = [candidate("a", -3.0), candidate("b", -1.0), candidate("c", -2.0)]
+    of_second = [candidate("x", -1.0), candidate("y", -1.0), candidate("z", -1.0)]
+    shown = form.whole([*of_first, *of_second], COUNTS)["choices"]
+    assert [choice["text"] for choice in shown] == ["b", "c", "x", "y"]
+    assert [choice["index"] for choice in shown] == [0, 1, 2, 3]
 
 
 def test_the_fingerprint_is_that_of_version_and_model():

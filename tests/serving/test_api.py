@@ -7,7 +7,10 @@ import logging
 import pytest
 
 from serve_spec.config import ServeSpecConfig
+from serve_spec.core.request import FinishReason
+from serve_spec.metrics import IGNORED_FIELDS
 from serve_spec.serving import api
+from serve_spec.serving.api import create_api
 from serve_spec.serving.errors import ApiError
 from serve_spec.serving.messages import Accepted
 from tests.serving.asgi import CHAT, COMPLETIONS, Server, chunks_of, send
@@ -110,6 +113,33 @@ def test_a_chat_goes_on_to_the_end_of_the_context(server):
     assert (usage["prompt_tokens"], usage["total_tokens"]) == (3, 64)
 
 
+@pytest.mark.parametrize("switch", ["auto", "none"])
+def test_requests_take_what_they_lack_from_generation_config(config, switch):
+    config = ServeSpecConfig.load(config, generation_config=switch)
+    write_text_files(config.model.folder, tokenizer=word_tokenizer(), max_position_embeddings=40)
+    recommended = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 9, "do_sample": False}
+    (config.model.folder / "generation_config.json").write_text(json.dumps(recommended))
+    server, seen = Server(config), []
+    submit = server.loop.submit
+
+    async def watched(prompt, params, *rest, **options):
+        seen.append((params.temperature, params.top_k, params.top_p, params.max_tokens))
+        return await submit(prompt, params, *rest, **options)
+
+    server.loop.submit = watched
+    answers = [
+        server.chat(),
+        server.complete(),
+        server.chat(temperature=0.0, top_p=0.5, top_k=-1, max_tokens=12),
+    ]
+    assert [answer.status_code for answer in answers] == [200] * 3
+    given = (0.0, -1, 0.5, 12)
+    if switch == "auto":
+        assert seen == [(0.6, 20, 1.0, 9), (0.6, 20, 1.0, 16), given]
+    else:
+        assert seen == [(1.0, -1, 1.0, 37), (1.0, -1, 1.0, 16), given]
+
+
 def test_what_is_too_long_is_a_413_that_names_it(server):
     for answer, param in ((server.chat, "messages"), (server.complete, "prompt")):
         error = error_of(answer("a " * 64), 413)
@@ -145,7 +175,6 @@ HI = {"messages": [{"role": "user", "content": "hi"}]}
     [
         (COMPLETIONS, {}, "prompt"),
         (COMPLETIONS, {"prompt": "a", "speculative": {"max_steps": -1}}, "speculative.max_steps"),
-        (CHAT, {**HI, "max_token": 3}, "max_token"),
         (CHAT, {**HI, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ],
     ids=str,
@@ -153,6 +182,99 @@ HI = {"messages": [{"role": "user", "content": "hi"}]}
 def test_a_bad_field_is_a_400_that_names_it(server, path, body, param):
     error = error_of(server.ask("POST", path, json=body), 400)
     assert (error["param"], error["type"]) == (param, "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (COMPLETIONS, {"prompt": "a", "frob": 1}, "frob"),
+        (CHAT, {**HI, "max_token": 3}, "max_token"),
+        (CHAT, {"messages": [{"role": "user", "content": "hi", "nam": 1}]}, "messages.0.nam"),
+    ],
+    ids=str,
+)
+def test_unknown_fields_are_counted_and_refused_only_if_that_is_configured(
+    server, config, path, body, field
+):
+    server.fleet = ScriptedFleet([Accepted(1, "r"), delta("a", 1, finish=FinishReason.STOP)])
+    counted = []
+    app = create_api(config, server.fleet, server.door, counted.append)
+    assert send(app, "POST", path, json=body).status_code == 200
+    assert [r.value for r in counted if r.metric is IGNORED_FIELDS] == [1]
+    strict = Server(ServeSpecConfig.load(config, strict_fields=True), server.fleet)
+    assert error_of(strict.ask("POST", path, json=body), 400)["param"] == field
+
+
+def test_answers_have_the_tokens_that_are_asked_for(server):
+    asked = {"max_tokens": 3, "return_token_ids": True}
+    ids = [WORDS[word] for word in "abcabc"]
+    choice = server.complete("a b c", **asked).json()["choices"][0]
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == (ids[:3], ids[:3])
+    first, last = chunks_of(server.complete("a b c", **asked, stream=True))
+    assert first["choices"][0]["prompt_token_ids"] == ids[:3]
+    assert "prompt_token_ids" not in last["choices"][0]
+    assert first["choices"][0]["token_ids"] + last["choices"][0]["token_ids"] == ids[:3]
+    chat = server.chat("a b c", **asked).json()
+    assert (chat["prompt_token_ids"], chat["choices"][0]["token_ids"]) == (ids[:3], ids[:3])
+    several = server.complete(["a b", "c"], **asked, n=2).json()["choices"]
+    prompts = [each["prompt_token_ids"] for each in several]
+    assert prompts == [ids[:2], ids[:2], ids[2:3], ids[2:3]]
+
+
+def test_answers_have_the_log_probabilities_of_the_prompt(server):
+    asked = {"max_tokens": 1, "prompt_logprobs": 2}
+    for scored in (
+        server.complete("a b", **asked).json()["choices"][0]["prompt_logprobs"],
+        server.complete("a b", **asked, echo=True, logprobs=5).json()["choices"][0][
+            "prompt_logprobs"
+        ],
+        server.chat("a b", **asked).json()["prompt_logprobs"],
+    ):
+        first, second = scored
+        assert first is None
+        assert len(second) == 3
+        assert second[str(WORDS["b"])]["decoded_token"] == "b"
+        assert {entry["rank"] for entry in second.values()} >= {1, 2}
+    assert error_of(server.complete("a", **asked, stream=True), 400)["param"] == "prompt_logprobs"
+
+
+def test_tokens_may_be_named_by_their_ids(server):
+    asked = {"max_tokens": 1, "return_tokens_as_token_ids": True}
+    (choice,) = server.complete("a", **asked, logprobs=0, echo=True).json()["choices"]
+    name = f"token_id:{WORDS['a']}"
+    assert choice["logprobs"]["tokens"] == [name, name]
+    assert choice["logprobs"]["text_offset"] == [0, 1]
+    (entry,) = server.chat("a", **asked, logprobs=True).json()["choices"][0]["logprobs"]["content"]
+    assert (entry["token"], entry["bytes"]) == (name, [97])
+
+
+def test_the_best_of_several_candidates_are_returned(server):
+    """The fake engine's log-probabilities depend on the text alone, so prompts tell them apart."""
+    body = {"prompt": ["a b", "c"], "best_of": 3, "n": 2, "max_tokens": 2, "seed": 1}
+    answer = server.ask("POST", COMPLETIONS, json=body).json()
+    assert [choice["text"] for choice in answer["choices"]] == ["a b "] * 2 + ["c c "] * 2
+    assert answer["usage"]["completion_tokens"] == 12
+    assert all(choice["logprobs"] is None for choice in answer["choices"])
+
+
+def test_a_request_id_names_the_answer_and_may_be_used_twice_at_once(server):
+    answer = server.complete(["a", "b"], request_id="mine").json()
+    assert answer["id"] == "cmpl-mine"
+    fleet = server.fleet
+    names = []
+    fleet.generate = lambda asked, generate=fleet.generate: names.append(asked) or generate(asked)
+    for _ in range(2):
+        assert server.chat("a", request_id="mine").json()["id"] == "chatcmpl-mine"
+    assert len({asked.request_id for asked in names}) == 2
+
+
+def test_a_stream_may_have_usage_in_every_chunk(server):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = chunks_of(
+        server.complete("a", max_tokens=4, stream=True, stream_options=options)
+    )
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [2, 4]
+    assert last["usage"]["completion_tokens"] == 4
 
 
 def test_an_unknown_model_is_a_404(server):

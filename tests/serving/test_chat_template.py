@@ -157,6 +157,18 @@ def test_another_template_replaces_that_of_the_checkpoint(tmp_path):
             ChatTemplate.from_folder(tmp_path, file)
 
 
+def test_a_template_for_tools_is_used_for_them(tmp_path):
+    named = [{"name": "tool_use", "template": "t{{ tools[0] }}"}, *NAMED]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert ChatTemplate.from_folder(tmp_path).render(CHAT) == "b"
+    assert ChatTemplate.from_folder(tmp_path).render(CHAT, tools=[1]) == "t1"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    assert ChatTemplate.from_folder(tmp_path).render(CHAT) == "file"
+    assert ChatTemplate.from_folder(tmp_path).render(CHAT, tools=[1]) == "tools"
+
+
 def test_a_checkpoint_without_one_has_the_plain_one(tmp_path):
     assert ChatTemplate.from_folder(write_text_files(tmp_path)).is_plain
     assert ChatTemplate.from_folder(tmp_path / "nothing").is_plain

@@ -55,9 +55,9 @@ async def frames(fleet, asked, num_prompts=1, timeout_s=3600):
     """Every frame of a stream, decoded; and that nothing is left behind."""
     door = open_door()
     async with runner(fleet, door, timeout_s).run(asked, num_prompts) as answer:
-        lines = [f async for f in stream_frames(answer, FORM, "trace")]
+        sent = b"".join([frame async for frame in stream_frames(answer, FORM, "trace")])
     assert door.in_flight == 0
-    return [decoded(line) for line in lines]
+    return [decoded(line) for line in sent.split(b"\n\n") if line]
 
 
 def decoded(line):

@@ -37,7 +37,10 @@ class Replica(RouterConnections):
     def __init__(self):
         self.cancelled = []
         self.queues = {}
-        super().__init__("r1", self._hold, self.cancelled.append, lambda: {"num_running": 7})
+        self.flushed = asyncio.Event()
+        load = {"num_running": 7}
+        cancel = self.cancelled.append
+        super().__init__("r1", self._hold, cancel, lambda: load, self.flushed.set)
 
     async def _hold(self, asked, queue):
         self.queues[asked.request_id] = queue
@@ -92,6 +95,9 @@ async def test_what_a_router_cancels_ends_in_the_engine():
     async with connected() as (router, replica):
         router.connections.send("r1", encode_router_message(cancelled=["a", "b"]))
         await until(lambda: replica.cancelled == ["a", "b"])
+        assert not replica.flushed.is_set()
+        router.connections.send("r1", encode_router_message(flushes_cache=True))
+        await replica.flushed.wait()
         router.connections.send("gone", encode_router_message(cancelled=["c"]))
 
 

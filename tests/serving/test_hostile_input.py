@@ -19,6 +19,7 @@ from schemathesis.specs.openapi.checks import (
 from serve_spec.config import ServeSpecConfig
 from serve_spec.config.serving import RouterConfig
 from serve_spec.core.errors import InvalidRequest
+from serve_spec.serving.openai import ChatRequest, CompletionRequest
 from tests.e2e.attacks import hostile_request
 from tests.serving.asgi import CHAT, COMPLETIONS, Server
 from tests.serving.fake_engine import MAX_MODEL_LEN, FakeLoop
@@ -79,7 +80,18 @@ OPERATIONS = [
     ("POST", COMPLETIONS, NEGATIVE),
     ("POST", CHAT, POSITIVE),
     ("POST", CHAT, NEGATIVE),
+    ("POST", "/v1/responses", POSITIVE),
+    ("POST", "/v1/responses", NEGATIVE),
+    ("POST", "/generate", POSITIVE),
+    ("POST", "/generate", NEGATIVE),
+    ("POST", "/tokenize", POSITIVE),
+    ("POST", "/tokenize", NEGATIVE),
+    ("POST", "/detokenize", POSITIVE),
+    ("POST", "/detokenize", NEGATIVE),
     # What has no body has no wrong one.
+    ("GET", "/version", POSITIVE),
+    ("GET", "/load", POSITIVE),
+    ("GET", "/get_model_info", POSITIVE),
     ("GET", "/v1/models", POSITIVE),
     ("GET", "/v1/models/{name}", POSITIVE),
     ("GET", "/health", POSITIVE),
@@ -148,6 +160,7 @@ DEEP = "[" * 900 + "]" * 900
         b'{"prompt": "\xff"}',
         b'{"prompt": "\xed\xa0\x80"}',
         b'{"prompt": "a\0b"}',
+        b'{"input": "\\ud800"}',
         b'{"prompt": NaN}',
         b'{"\\ud800": 1}',
         b'{"prompt": "a", "metadata": {"\\ud800": "\\ud800"}}',
@@ -178,8 +191,20 @@ def test_broken_or_monstrous_json_is_a_400(server, path, content):
 )
 def test_values_nested_as_deep_as_json_allows_are_a_400(server, path, field):
     head = json.dumps(SANE[path])[:-1]
+    schema = CompletionRequest if path == COMPLETIONS else ChatRequest
+    status = 400 if field in schema.model_fields else 200
     for deep in (DEEP, '{"a":' * 900 + "1" + "}" * 900, f"[{DEEP}]"):
-        assert checked(post(server, path, f'{head}, "{field}": {deep}}}'.encode())) == 400
+        assert checked(post(server, path, f'{head}, "{field}": {deep}}}'.encode())) == status
+
+
+@pytest.mark.parametrize("level", ['{"items":', '{"properties":{"a":', '{"anyOf":[{"items":'])
+def test_strict_schemas_nested_as_deep_as_json_allows_are_closed_or_a_400(server, level):
+    ends = "".join({"{": "}", "[": "]"}.get(char, "") for char in reversed(level))
+    num_levels = 900 // len(ends)
+    deep = level * num_levels + "{}" + ends * num_levels
+    form = f'{{"type": "json_schema", "json_schema": {{"strict": true, "schema": {deep}}}}}'
+    body = f'{{"prompt": "a", "response_format": {form}}}'
+    assert checked(post(server, COMPLETIONS, body.encode())) in (200, 400)
 
 
 @pytest.mark.parametrize("path", SANE)

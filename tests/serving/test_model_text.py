@@ -1,6 +1,7 @@
 """Conversations become the token ids that the checkpoint's own tokenizer and template make."""
 
 import asyncio
+import json
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -10,7 +11,7 @@ from serve_spec.core.errors import InvalidRequest
 from serve_spec.engine.tokenizer import TokenBytes, Tokenizer
 from serve_spec.serving.errors import ApiError
 from serve_spec.serving.model_text import ModelText
-from serve_spec.serving.openai import ChatRequest
+from serve_spec.serving.openai import ChatRequest, CompletionRequest
 from tests.serving.texts import BOS, TEMPLATE, TURN, byte_tokenizer, write_text_files
 
 USER = {"role": "user", "content": "hi"}
@@ -22,7 +23,7 @@ def text_of(folder, max_model_len=None):
 
 def ask(text, *messages, **body):
     request = ChatRequest.model_validate({"messages": list(messages or [USER]), **body})
-    return asyncio.run(text.conversation(request, request.sampling_params()))
+    return asyncio.run(text.conversation(request, request.sampling_params()))[:2]
 
 
 def test_a_conversation_has_the_ids_that_transformers_gives_it(tmp_path):
@@ -46,6 +47,15 @@ def test_without_a_template_the_tokenizer_adds_its_special_tokens(tmp_path):
     text = text_of(write_text_files(tmp_path))
     token_ids, _ = ask(text, {"role": "system", "content": "a"}, {"role": "user", "content": "b"})
     assert token_ids == byte_tokenizer().encode("a\nb").ids
+
+
+def test_the_context_is_that_of_the_text_model_as_its_rope_stretches_it(tmp_path):
+    rope = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 50}
+    text = {"model_type": "qwen2", "max_position_embeddings": 64, "rope_scaling": rope}
+    folder = write_text_files(tmp_path)
+    (folder / "config.json").write_text(json.dumps({"text_config": text}))
+    token_ids, params = ask(text_of(folder))
+    assert params.max_tokens == 200 - len(token_ids)
 
 
 def test_an_open_message_is_gone_on_with(tmp_path):
@@ -109,14 +119,54 @@ def test_prompts_become_texts_or_the_engines_tokens_and_are_left_alone_where_the
     text = text_of(write_text_files(tmp_path))
     ids = byte_tokenizer().encode("é b").ids
     assert asyncio.run(text.texts(["a", ids])) == ["a", "é b"]
-    assert asyncio.run(text.token_ids(["é b", [7, 8]])) == [ids, [7, 8]]
+    assert asyncio.run(text.token_ids(CompletionRequest(prompt="é b"), 1)) == [ids]
+    assert asyncio.run(text.token_ids(CompletionRequest(prompt=[7, 8]), 1)) == [[7, 8]]
     assert Tokenizer(tmp_path).encode("é b") == ids
 
 
 def test_an_empty_prompt_has_no_tokens_for_which_the_engine_would_take_it(tmp_path):
     text = text_of(write_text_files(tmp_path))
     assert byte_tokenizer().encode("").ids
-    assert asyncio.run(text.token_ids([""])) == [[]]
+    assert asyncio.run(text.token_ids(CompletionRequest(prompt=""), 1)) == [[]]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "expected"),
+    [
+        ("ab", {}, f"{BOS}ab"),
+        ("ab", {"add_special_tokens": False}, "ab"),
+        ("abc", {"truncate_prompt_tokens": 2}, "bc"),
+        ("abc", {"truncate_prompt_tokens": 2, "truncation_side": "right"}, f"{BOS}a"),
+        ("abc", {"truncate_prompt_tokens": 9}, f"{BOS}abc"),
+        ("abc", {"truncate_prompt_tokens": 0}, ""),
+        ("a" * 99 + "b", {"truncate_prompt_tokens": -1}, "a" * 55 + "b"),
+        ([[65] * 99], {"truncate_prompt_tokens": -1}, "\x81" * 56),
+    ],
+)
+def test_a_prompt_keeps_the_tokens_that_are_asked_for(tmp_path, prompt, fields, expected):
+    text = text_of(write_text_files(tmp_path))
+    body = CompletionRequest(prompt=prompt, **fields)
+    (ids,) = asyncio.run(text.token_ids(body, max_tokens=8))
+    if isinstance(prompt, str):
+        assert asyncio.run(text.text(ids, skip_special_tokens=False)) == expected
+    assert len(ids) == len(expected.replace(BOS, "x"))
+
+
+def test_a_chat_keeps_the_tokens_that_are_asked_for_and_adds_special_ones(tmp_path):
+    text = text_of(write_text_files(tmp_path))
+    whole, _ = ask(text)
+    kept, params = ask(text, truncate_prompt_tokens=3)
+    assert (kept, params.max_tokens) == (whole[-3:], 64 - 3)
+    assert ask(text, add_special_tokens=False)[0] == whole[1:]
+
+
+def test_a_text_that_is_cut_has_a_limit_too(tmp_path):
+    text = text_of(write_text_files(tmp_path))
+    with pytest.raises(InvalidRequest, match="511 tokens") as caught:
+        asyncio.run(
+            text.token_ids(CompletionRequest(prompt="ab" * 999, truncate_prompt_tokens=1), 1)
+        )
+    assert caught.value.too_long
 
 
 def test_tokens_are_spelled_as_the_tokenizer_does(tmp_path):

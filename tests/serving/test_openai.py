@@ -11,6 +11,7 @@ from openai.types.chat import (
     ChatCompletionDeveloperMessageParam,
     ChatCompletionStreamOptionsParam,
     ChatCompletionSystemMessageParam,
+    ChatCompletionToolMessageParam,
     ChatCompletionUserMessageParam,
 )
 from openai.types.chat import completion_create_params as chat_params
@@ -20,7 +21,7 @@ from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import MAX_GRAMMAR_CHARS, Grammar
 from serve_spec.core.request import SamplingParams, SpeculativeOptions
 from serve_spec.serving.errors import refused
-from serve_spec.serving.fields import TextPart
+from serve_spec.serving.fields import PRESENTATION, UNSUPPORTED, TextPart, ignored_fields
 from serve_spec.serving.openai import (
     MAX_CHOICES_PER_PROMPT,
     ChatMessage,
@@ -28,6 +29,7 @@ from serve_spec.serving.openai import (
     CompletionRequest,
     StreamOptions,
     invalid_body,
+    unknown_field,
 )
 
 USER = {"role": "user", "content": "a"}
@@ -53,7 +55,7 @@ def refusal(make=parse, *messages, **body):
         answer = refused(caught.value)
     else:
         errors = [{**error, "loc": ("body", *error["loc"])} for error in caught.value.errors()]
-        answer = invalid_body(errors, ChatRequest if make is chat else CompletionRequest)
+        answer = invalid_body(errors)
     assert answer.status == 400
     return answer.body()["error"]
 
@@ -75,11 +77,12 @@ def test_every_sampling_field_reaches_the_engine():
     numbers = {
         "max_tokens": 5, "temperature": 0, "top_p": 0.5, "top_k": 7, "min_p": 0.1,
         "frequency_penalty": -1, "presence_penalty": 0.5, "repetition_penalty": 1.2,
-        "min_tokens": 2, "seed": -3, "ignore_eos": True,
+        "min_tokens": 2, "seed": -3, "ignore_eos": True, "skip_special_tokens": False,
+        "include_stop_str_in_output": True, "prompt_logprobs": 3, "priority": -5, "cache_salt": "s",
     }  # fmt: skip
     lists = {
         "allowed_token_ids": [0, 5, 7], "bad_token_ids": [7], "stop": ["x", "yz"],
-        "stop_token_ids": [1, 2],
+        "stop_token_ids": [1, 2], "bad_words": ["x", "y z"],
     }  # fmt: skip
     asked = {"enabled": False, "max_steps": 2}
     body = parse(**numbers, **lists, logit_bias={"5": -100, "0": 1.5}, speculative=asked)
@@ -128,11 +131,12 @@ NEUTRAL_CHAT = {
         (ChatCompletionDeveloperMessageParam, ChatMessage),
         (ChatCompletionUserMessageParam, ChatMessage),
         (ChatCompletionAssistantMessageParam, ChatMessage),
+        (ChatCompletionToolMessageParam, ChatMessage),
     ],
 )
 def test_every_field_that_the_official_client_can_send_is_known(theirs, ours):
     """Known is not honoured: but what is not is refused with a reason, not as a misspelling."""
-    assert set(get_type_hints(theirs)) <= set(ours.model_fields)
+    assert set(get_type_hints(theirs)) <= {*ours.model_fields, *UNSUPPORTED}
 
 
 def test_fields_that_are_not_available_are_taken_at_their_neutral_value():
@@ -150,9 +154,6 @@ def test_fields_that_are_not_available_are_taken_at_their_neutral_value():
         ("modalities", ["text", "audio"]),
         ("moderation", {"model": "omni-moderation-latest"}),
         ("prediction", {"type": "content", "content": "a"}),
-        ("reasoning_effort", "high"),
-        ("tool_choice", "required"),
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
     ],
 )
 def test_what_a_chat_can_not_do_is_refused_with_a_way_out(field, value):
@@ -162,6 +163,7 @@ def test_what_a_chat_can_not_do_is_refused_with_a_way_out(field, value):
 
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"const": "é"}}}
+CLOSED = {**SCHEMA, "additionalProperties": False}
 IN_FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": SCHEMA}}
 
 
@@ -170,7 +172,10 @@ IN_FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "strict": True,
     [
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "json_object"}}, Grammar.json_object()),
-        ({"response_format": IN_FORMAT}, Grammar.json_schema(SCHEMA)),
+        ({"response_format": IN_FORMAT}, Grammar.json_schema(CLOSED)),
+        ({"json_schema": json.dumps(SCHEMA)}, Grammar.json_schema(SCHEMA)),
+        ({"regex": "a+"}, Grammar.regex("a+")),
+        ({"ebnf": 'root ::= "a"'}, Grammar.ebnf('root ::= "a"')),
         ({"guided_json": SCHEMA}, Grammar.json_schema(SCHEMA)),
         ({"guided_json": json.dumps(SCHEMA)}, Grammar.json_schema(SCHEMA)),
         ({"guided_regex": "a+"}, Grammar.regex("a+")),
@@ -254,8 +259,13 @@ def test_no_tokens_may_be_asked_for_where_the_prompt_is_echoed():
     assert "echo=true" in refusal(max_tokens=0, logprobs=1)["message"]
 
 
-def test_best_of_may_repeat_n():
+def test_candidates_are_ranked_by_their_log_probabilities():
     assert parse(best_of=3, n=3).sampling_params() == SamplingParams()
+    assert parse(best_of=3, n=2).sampling_params() == SamplingParams(logprobs=0)
+    assert parse(best_of=3, logprobs=2).sampling_params() == SamplingParams(logprobs=2)
+    assert (parse(best_of=3, n=2).num_candidates, parse(n=2).num_candidates) == (3, 2)
+    assert refusal(best_of=2, n=3)["param"] == "best_of"
+    assert "stream" in refusal(best_of=2, stream=True)["message"]
 
 
 @pytest.mark.parametrize(
@@ -284,6 +294,7 @@ def test_stop_is_one_text_or_a_few():
     [
         ("a", "a"),
         ("", ""),
+        ([], ""),
         ([TEXT_PART], "a"),
         ([{**TEXT_PART, "prompt_cache_breakpoint": {"mode": "explicit"}}], "a"),
         ([TEXT_PART, {**TEXT_PART, "text": "b"}], "a\nb"),
@@ -297,8 +308,13 @@ def test_content_is_a_text_or_parts_of_text(content, meant):
 def test_an_answer_of_ours_may_be_sent_back_as_a_message():
     said = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": []}
     assert chat(USER, said, USER).sampling_params() == SamplingParams()
-    calling = {**said, "tool_calls": [{"id": "x"}]}
-    assert refusal(chat, USER, calling)["param"] == "messages.1.tool_calls"
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    calling = {
+        "content": None,
+        "tool_calls": [{"id": "x", "type": "function", "function": function}],
+    }
+    answer = {"role": "tool", "tool_call_id": "x", "content": "2"}
+    assert chat(USER, {**said, **calling}, answer).sampling_params() == SamplingParams()
 
 
 def test_both_names_of_the_limit_mean_the_same_and_exclude_each_other():
@@ -318,26 +334,75 @@ def test_a_message_is_either_left_open_or_answered():
     [
         (parse, {"max_token": 3}, "max_token", "max_tokens"),
         (parse, {"speculative": {"max_step": 3}}, "speculative.max_step", "speculative.max_steps"),
-        (parse, {"stream_options": {"usage": True}}, "stream_options.usage", "include_usage"),
+        (parse, {"response_format": {"type": "text", "b": 1}}, "response_format.b", None),
+        (chat, {"messages": [{**USER, "nam": "b"}]}, "messages.0.nam", "messages.name"),
+        (parse, {"frobnicate": 1}, "frobnicate", None),
         (chat, {"max_completion_token": 3}, "max_completion_token", "max_completion_tokens"),
     ],
 )
-def test_an_unknown_field_is_refused_and_the_nearest_known_one_named(make, body, field, suggestion):
-    error = refusal(make, **body)
+def test_an_unknown_field_changes_nothing_and_is_named(make, body, field, suggestion):
+    asked = make(**body)
+    assert asked.sampling_params() == make().sampling_params()
+    (name,) = ignored_fields(asked)
+    error = unknown_field(name, type(asked)).body()["error"]
     assert error["param"] == field
-    assert suggestion in error["message"]
+    assert (f"did you mean {suggestion}?" in error["message"]) == (suggestion is not None)
+    assert suggestion or "did you mean" not in error["message"]
 
 
 def test_a_very_long_name_is_neither_compared_nor_sent_back_whole():
-    assert len(refusal(**{"a" * 10**6: 3})["message"]) < 1000
+    (name,) = ignored_fields(parse(**{"a" * 10**6: 3}))
+    assert len(unknown_field(name, CompletionRequest).message) < 1000
 
 
-def test_a_million_unknown_fields_are_one_error():
-    body = {f"k{i}": 1 for i in range(10_000)}
-    with pytest.raises(ValidationError) as caught:
-        parse(**body)
-    (error,) = caught.value.errors()
-    assert error["loc"] == ("k0",)
+def test_a_million_unknown_fields_are_ignored():
+    asked = parse(**{f"k{i}": 1 for i in range(10_000)})
+    assert len([*ignored_fields(asked)]) == 10_000
+
+
+@pytest.mark.parametrize("make", [parse, chat])
+def test_foreign_fields_that_leave_the_text_as_it_is_are_taken_and_not_counted(make):
+    asked = make(**dict.fromkeys(PRESENTATION, 5), **dict.fromkeys(UNSUPPORTED))
+    assert asked.sampling_params() == make().sampling_params()
+    assert not [*ignored_fields(asked)]
+
+
+@pytest.mark.parametrize("field", UNSUPPORTED)
+def test_foreign_fields_that_would_change_the_text_are_refused_by_name(field):
+    for nothing in (None, False, [], ""):
+        assert parse(**{field: nothing}).sampling_params() == SamplingParams()
+    error = refusal(**{field: "x" * 1000})
+    assert error["param"] == field
+    assert len(error["message"]) < 300
+
+
+ONE = {"type": "object", "properties": {"a": {}}}
+ONLY_ONE = {**ONE, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "meant"),
+    [
+        (ONE, ONLY_ONE),
+        ({**ONE, "additionalProperties": True}, {**ONE, "additionalProperties": True}),
+        ({"type": "object"}, {"type": "object"}),
+        (
+            {"properties": {"b": ONE}},
+            {"properties": {"b": ONLY_ONE}, "additionalProperties": False},
+        ),
+        ({"items": ONE, "$defs": {"x": ONE}}, {"items": ONLY_ONE, "$defs": {"x": ONLY_ONE}}),
+        ({"anyOf": [ONE, {"type": "null"}]}, {"anyOf": [ONLY_ONE, {"type": "null"}]}),
+        ({"allOf": [ONE], **ONE}, {"allOf": [ONE], **ONE}),
+        ({"enum": [ONE], "const": ONE}, {"enum": [ONE], "const": ONE}),
+    ],
+    ids=repr,
+)
+def test_a_strict_schema_closes_its_objects(schema, meant):
+    form = {"type": "json_schema", "json_schema": {"schema": schema, "strict": True}}
+    grammar = chat(response_format=form).sampling_params().grammar
+    assert json.loads(grammar.text) == meant
+    form["json_schema"]["strict"] = False
+    assert json.loads(chat(response_format=form).sampling_params().grammar.text) == schema
 
 
 def test_templates_are_given_plain_values():
@@ -363,7 +428,17 @@ REFUSED = {
     "presence_penalty": [-2.1],
     "repetition_penalty": [0, -1.0, 101],
     "n": [0, -1, MAX_CHOICES_PER_PROMPT + 1, 10**30, 1.5, True],
-    "best_of": [2],
+    "best_of": [0, -1, MAX_CHOICES_PER_PROMPT + 1, 1.5, True],
+    "bad_words": ["a", ["a"] * 129],
+    "bad_words.0": [[""], [1], ["a" * 257]],
+    "truncate_prompt_tokens": [-2, 2**31, True],
+    "truncation_side": ["middle"],
+    "prompt_logprobs": list(NUMBERS_OF_RIVALS),
+    "priority": [2**63, -(2**63) - 1, 1.5, "1"],
+    "request_id": ["x" * 257, NOT_TEXT],
+    "cache_salt": ["", "x" * 1025, NOT_TEXT],
+    "regex": [NOT_TEXT],
+    "skip_special_tokens": [0],
     "stop": ["", [1], {}, NOT_TEXT, ["x"] * 17, "s" * 1025, ["s", "s" * 400_000]],
     "stop_token_ids": [[1] * 1025],
     "stop_token_ids.0": [["a"], [2**63]],
@@ -423,16 +498,15 @@ CHAT_REFUSED = {
     ],
     "messages.1": [{"messages": [USER, "a"]}],
     "messages.1.role": [
-        {"messages": [USER, {"role": "tool", "content": "a"}]},
+        {"messages": [USER, {"role": "function", "content": "a"}]},
         {"messages": [USER, {"content": "a"}]},
     ],
-    "messages.1.nam": [{"messages": [USER, {**USER, "nam": "b"}]}],
     "messages.1.content": [
         {"messages": [USER, {"role": "user"}]},
         *(
             {"messages": [USER, {"role": "user", "content": content}]}
             for content in (
-                None, [], ["a"], NOT_TEXT, [{"type": "text"}], [{"text": "a"}],
+                None, ["a"], NOT_TEXT, [{"type": "text"}], [{"text": "a"}],
                 [{"type": "image_url"}], [{**TEXT_PART, "b": 1}], [{**TEXT_PART, "text": 1}],
             )
         ),

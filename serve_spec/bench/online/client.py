@@ -10,11 +10,12 @@ import asyncio
 import json
 import multiprocessing
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
+from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Barrier
-from typing import Any
+from typing import Any, TypeAlias
 
 import aiohttp
 
@@ -33,6 +34,8 @@ _INFO_TIMEOUT_S = 5.0
 _SAME_WITHIN_S = 0.05
 """The same report, read twice, differs by the time the answers took."""
 _MEET_WITHIN_S = 60.0
+_SHOW_S = 0.2
+"""Time between looks at how many requests have ended."""
 
 
 def events(arrivals: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, str]]:
@@ -268,15 +271,21 @@ def owner(number: int, num_streams: int, num_clients: int) -> int:
     return number % num_streams % num_clients
 
 
-async def run_share(client: Client, share: Share, poll_s: float | None) -> LoadRun:
+OnEnd: TypeAlias = Callable[[int], object]
+"""Called with the number of requests that have ended since the last call."""
+
+
+async def run_share(
+    client: Client, share: Share, poll_s: float | None, on_end: OnEnd = int
+) -> LoadRun:
     """Send every request of a share; read `/server_info` every `poll_s` seconds, if given."""
     started_s, cpu_s = time.perf_counter(), time.process_time()
     samples: list[Sample] = []
     watching = asyncio.create_task(_watch(client, started_s, poll_s, samples))
     if share.due_s is None:
-        exchanges = await _run_closed(client, share)
+        exchanges = await _run_closed(client, share, on_end)
     else:
-        exchanges = await _open(client, share.requests, share.due_s, started_s)
+        exchanges = await _open(client, share.requests, share.due_s, started_s, on_end)
     watching.cancel()
     cpu_share = (time.process_time() - cpu_s) / (time.perf_counter() - started_s)
     due_s: Sequence[float | None] = share.due_s or [None] * len(exchanges)
@@ -286,25 +295,35 @@ async def run_share(client: Client, share: Share, poll_s: float | None) -> LoadR
     return LoadRun(served, samples, cpu_share)
 
 
-async def _run_closed(client: Client, share: Share) -> list[Exchange]:
+async def _complete(client: Client, request: CompletionRequest, on_end: OnEnd) -> Exchange:
+    exchange = await client.complete(request)
+    on_end(1)
+    return exchange
+
+
+async def _run_closed(client: Client, share: Share, on_end: OnEnd) -> list[Exchange]:
     exchanges: dict[int, Exchange] = {}
     waiting = iter(enumerate(share.requests))
 
     async def one_stream() -> None:
         for number, request in waiting:  # shared by all streams
-            exchanges[number] = await client.complete(request)
+            exchanges[number] = await _complete(client, request, on_end)
 
     await asyncio.gather(*(one_stream() for _ in range(share.num_streams)))
     return [exchanges[number] for number in range(len(share.requests))]
 
 
 async def _open(
-    client: Client, requests: Sequence[CompletionRequest], due_s: Sequence[float], started_s: float
+    client: Client,
+    requests: Sequence[CompletionRequest],
+    due_s: Sequence[float],
+    started_s: float,
+    on_end: OnEnd,
 ) -> list[Exchange]:
     sent = []
     for due, request in zip(due_s, requests, strict=True):
         await asyncio.sleep(started_s + due - time.perf_counter())
-        sent.append(asyncio.create_task(client.complete(request)))
+        sent.append(asyncio.create_task(_complete(client, request, on_end)))
     return await asyncio.gather(*sent)
 
 
@@ -317,8 +336,9 @@ class Clients:
         self._pool: ProcessPoolExecutor | None = None
         if count > 1:
             context = multiprocessing.get_context("spawn")
-            barrier = context.Barrier(count)
-            self._pool = ProcessPoolExecutor(count, context, _meet_at, (barrier,))
+            self._num_ended = context.Value("q")
+            shared = context.Barrier(count), self._num_ended
+            self._pool = ProcessPoolExecutor(count, context, _initialize, shared)
 
     def __enter__(self) -> Clients:
         return self
@@ -334,6 +354,7 @@ class Clients:
         *,
         seed: int = 0,
         poll_s: float | None = 0.5,
+        on_end: OnEnd = int,
     ) -> LoadRun:
         """Run the requests once. `seed` is that of the schedule of an open loop.
 
@@ -341,10 +362,19 @@ class Clients:
         """
         shares = deal(load, requests, seed, self._count)
         if self._pool is None:
-            return _run(self._target, shares[0], poll_s)
+            return _run(self._target, shares[0], poll_s, on_end)
         polls = [poll_s, *[None] * (self._count - 1)]
-        targets = [self._target] * self._count
-        return merged(load, list(self._pool.map(_run_together, targets, shares, polls)))
+        runs = [
+            self._pool.submit(_run_together, self._target, share, poll)
+            for share, poll in zip(shares, polls, strict=True)
+        ]
+        num_known, is_running = self._num_ended.value, True
+        while is_running:
+            is_running = bool(wait(runs, _SHOW_S).not_done)
+            num_ended = self._num_ended.value
+            on_end(num_ended - num_known)
+            num_known = num_ended
+        return merged(load, [run.result() for run in runs])
 
 
 def merged(load: Load, runs: Sequence[LoadRun]) -> LoadRun:
@@ -360,22 +390,28 @@ def merged(load: Load, runs: Sequence[LoadRun]) -> LoadRun:
 
 
 _barrier: Barrier
+_num_ended: Synchronized[int]
 
 
-def _meet_at(barrier: Barrier) -> None:
-    """Initialize a worker process with the barrier from which all start."""
-    global _barrier
-    _barrier = barrier
+def _initialize(barrier: Barrier, num_ended: Synchronized[int]) -> None:
+    """Initialize a worker process with the barrier from which all start and the common count."""
+    global _barrier, _num_ended
+    _barrier, _num_ended = barrier, num_ended
+
+
+def _count(ended: int) -> None:
+    with _num_ended.get_lock():
+        _num_ended.value += ended
 
 
 def _run_together(target: Target, share: Share, poll_s: float | None) -> LoadRun:
     _barrier.wait(_MEET_WITHIN_S)
-    return _run(target, share, poll_s)
+    return _run(target, share, poll_s, _count)
 
 
-def _run(target: Target, share: Share, poll_s: float | None) -> LoadRun:
+def _run(target: Target, share: Share, poll_s: float | None, on_end: OnEnd) -> LoadRun:
     async def run() -> LoadRun:
         async with Client(target) as client:
-            return await run_share(client, share, poll_s)
+            return await run_share(client, share, poll_s, on_end)
 
     return asyncio.run(run())

@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 from tqdm import tqdm
 
-from serve_spec.bench.online.client import Clients, Target
+from serve_spec.bench.online.client import Clients, OnEnd, Target
 from serve_spec.bench.online.load import (
     Bursty,
     ClosedLoop,
@@ -51,6 +51,7 @@ from serve_spec.bench.report import (
     Record,
     append_record,
     forced_acceptance,
+    option,
     read_records,
     run_record,
     show,
@@ -93,16 +94,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     if args.set and args.compare_offline is None:
-        raise ConfigError(f"set={args.set!r}: needs --compare-offline, whose keys it overrides")
-    for option in ("port", "variants", "client_cores"):
-        if getattr(args, option) and args.deploy is None:
-            value = getattr(args, option)
-            raise ConfigError(f"{option}={value!r}: needs --deploy; --url names a running server")
+        raise ConfigError(f"--set={args.set!r}: needs --compare-offline, whose keys it overrides")
+    for name in ("port", "variants", "client_cores"):
+        if getattr(args, name) and args.deploy is None:
+            raise ConfigError(f"{option(name)}: needs --deploy; --url names a running server")
     if args.flags and args.deploy is None and args.compare_offline is None:
-        option, value = next(iter(args.flags.values()))
-        raise ConfigError(f"{option}={value!r}: needs --deploy; --url names a running server")
+        flag, value = next(iter(args.flags.values()))
+        raise ConfigError(f"{flag}={value!r}: needs --deploy; --url names a running server")
     if args.per_replica and not args.variants:
-        raise ConfigError("per_replica=True: needs --variants, which give num_replicas")
+        raise ConfigError("--per-replica: needs --variants, which give num_replicas")
 
 
 def _measured(args: argparse.Namespace) -> list[Record]:
@@ -187,9 +187,13 @@ def _repeat(
 ) -> Runs:
     """Run every load once per repetition, each with a seed of the repetition."""
     runs: Runs = {load: [] for load in plan}
-    turns = list(interleaved(args.repetitions, plan))
-    for repetition, load in tqdm(turns, desc=name, leave=False):
-        runs[load].append(run_once(load, plan[load], seed=args.seed + repetition))
+    turns = interleaved(args.repetitions, plan)
+    total = args.repetitions * sum(map(len, plan.values()))
+    with tqdm(total=total, desc=name, unit="request", leave=False) as bar:
+        for repetition, load in turns:
+            bar.set_postfix_str(load.name)
+            seed = args.seed + repetition
+            runs[load].append(run_once(load, plan[load], seed=seed, on_end=bar.update))
     return runs
 
 
@@ -257,7 +261,12 @@ class _Running:
 
 
 def run_offline(
-    engine: SpecEngine, load: Load, requests: Sequence[CompletionRequest], *, seed: int = 0
+    engine: SpecEngine,
+    load: Load,
+    requests: Sequence[CompletionRequest],
+    *,
+    seed: int = 0,
+    on_end: OnEnd = int,
 ) -> LoadRun:
     """Run a load on an idle engine in this process, without HTTP.
 
@@ -292,4 +301,5 @@ def run_offline(
                 mine.chunk_s.append(time.perf_counter() - started_s)
             if delta.finish_reason is not None:
                 served[delta.request_id] = running.pop(delta.request_id).served()
+                on_end(1)
     return LoadRun([served[str(number)] for number in range(len(requests))])

@@ -44,7 +44,7 @@ def own_server(command: Sequence[str], client_cores: int = 0) -> Iterator[str]:
     kept = len(cores) - client_cores
     if kept < 1:
         raise ConfigError(
-            f"client_cores={client_cores!r}: the machine has {len(cores)} cores; leave some"
+            f"--client-cores={client_cores!r}: the machine has {len(cores)} cores; leave some"
         )
     with _on_cores(cores[:kept]):  # a child inherits them
         process = subprocess.Popen(
@@ -137,9 +137,7 @@ def server_variant(
     deployment = read_deployment(deploy, keys)
     ours = [app for app in deployment["applications"] if app["import_path"] == APP_IMPORT_PATH]
     if not ours:
-        raise ConfigError(
-            f"deploy={str(deploy)!r}: no application imports {APP_IMPORT_PATH}; add one"
-        )
+        raise ConfigError(f"--deploy={deploy}: no application imports {APP_IMPORT_PATH}; add one")
     args = ours[0].setdefault("args", {})
     args.update(_settings(name))
     config = load_config(args)
@@ -160,5 +158,5 @@ def _settings(name: str) -> dict[str, str]:
     """Return the settings as texts, which `load_config` parses."""
     pairs = [pair.partition("=") for pair in name.split(",")]
     if not all(key and equals for key, equals, _ in pairs):
-        raise ConfigError(f"variants={name!r}: give KEY=VALUE, separated by commas")
+        raise ConfigError(f"--variants={name!r}: give KEY=VALUE, separated by commas")
     return {key: value for key, _, value in pairs}

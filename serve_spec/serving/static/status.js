@@ -158,17 +158,38 @@ function neededRates(replica) {
   ];
 }
 
+// Numbers for the what-if chart: those of a replica, else round ones.
+function measuredScenario(replica) {
+  const { round_ms: ms, draft_ms: draft, batch_size: batch } = replica?.break_even ?? {};
+  const deepest = Math.max(0, ...Object.keys(ms ?? {}).map(Number));
+  if (!deepest) return { acceptance: 0.7, target: 10, draft: 1, token: 0.02, batch: 1, depth: 7 };
+  const perDepth = (ms[deepest] - ms["0"]) / deepest;
+  const known = neededRates(replica)?.[2].at(-1);
+  return {
+    acceptance: known?.toFixed(2) ?? 0.7, target: ms["0"].toFixed(3), draft: draft.toFixed(3),
+    token: Math.max(0, (perDepth - draft) / batch).toFixed(4), batch, depth: deepest,
+  };
+}
+
+// Speedup of depths 0 to `depth` by the throughput equation, as `serve-spec breakeven` has it.
+function scenarioSpeedups({ acceptance, target, draft, token, batch, depth }) {
+  const steps = Array.from({ length: depth + 1 }, (_, k) => k);
+  const stepMs = (k) => target + k * (draft + token * batch);
+  return [steps, steps.map((k) => (tokensPerRound(acceptance, k) * target) / stepMs(k)),
+    steps.map((k) => rateFor(stepMs(k) / target, k))];
+}
+
 /* The page -------------------------------------------------------------------------------- */
 
 function showTiles(status) {
   const { fleet, history, router } = status;
   const speed = rates(history.time_s, history.decode_tokens).at(-1);
-  const tiers = Object.entries(fleet.replicas_by_num_steps).map(([k, n]) => `${n} at ${k}`);
+  const depths = Object.entries(fleet.replicas_by_num_steps).map(([k, n]) => `${n} at ${k}`);
   const tiles = {
     replicas: fleet.num_replicas + (fleet.num_stale ? ` (+${fleet.num_stale} stale)` : ""),
     "output tokens/s": shown(speed),
     "batch size": shown(fleet.batch_size),
-    "replicas by depth": tiers.join(", ") || "–",
+    "replicas by depth": depths.join(", ") || "–",
     "accepted length (tokens/step)": shown(fleet.avg_spec_accept_length, 2),
     "speedup over plain decoding": shown(fleet.effective_speedup, 2),
     "queued at replicas": shown(fleet.num_waiting),
@@ -222,6 +243,31 @@ function chosen(replicas) {
   return replicas.find((replica) => replica.replica === select.value);
 }
 
+// Inputs that the user has not edited follow the replica.
+function showScenario(replica) {
+  const inputs = [...byId("scenario").querySelectorAll("input")];
+  const measured = measuredScenario(replica);
+  for (const input of inputs) if (!input.dataset.edited) input.value = measured[input.name];
+  const answer = byId("answer");
+  const wrong = inputs.find((input) => !input.checkValidity() || input.value === "");
+  if (wrong) {
+    answer.textContent = `${wrong.parentElement.textContent.trim()}: ${wrong.validationMessage || "missing"}`;
+    return;
+  }
+  const scenario = Object.fromEntries(inputs.map((input) => [input.name, Number(input.value)]));
+  const [steps, speedups, needed] = scenarioSpeedups(scenario);
+  draw("whatif", ["speedup", "break-even"], [steps, speedups, steps.map(() => 1)],
+    { overTime: false, range: aroundOne, points: true });
+  const best = speedups.indexOf(Math.max(...speedups));
+  const least = Math.min(...needed.slice(1).map((rate) => rate ?? Infinity));
+  const pays = least <= 1 ? `drafts pay above an acceptance rate of ${shown(least, 2)}` : "drafts never pay";
+  answer.textContent = best
+    ? `fastest: depth ${best}, ${shown(speedups[best], 2)} times plain decoding; ${pays}`
+    : `fastest: no speculation; ${pays}`;
+}
+
+let latest;
+
 function show(status) {
   const { fleet, history, replicas } = status;
   byId("model").textContent = status.model;
@@ -230,7 +276,7 @@ function show(status) {
   draw("throughput", ["tokens/s"],
     [history.time_s, rates(history.time_s, history.decode_tokens)], { range: fromZero });
   draw("batch", ...perReplica(replicas, "batch_size"), { range: fromZero });
-  draw("tier", ...perReplica(replicas, "num_steps"), { range: fromZero });
+  draw("depth", ...perReplica(replicas, "num_steps"), { range: fromZero });
   draw("length", ...perReplica(replicas, "tokens_per_step"), { range: fromZero });
   draw("budget", ...perReplica(replicas, "draft_budget"), { range: fromZero });
   draw("drafts", ["proposed", "verified", "accepted"], draftsByPosition(replicas),
@@ -244,6 +290,8 @@ function show(status) {
     { overTime: false, range: aroundOne, points: true, empty: "no comparison of depths yet" });
   draw("needed", ["break-even", "measured"], replica && neededRates(replica),
     { overTime: false, range: share, points: true, empty: "available only with strategy goodput" });
+  latest = replica;
+  showScenario(replica);
   showReplicas(replicas);
   const switches = Object.entries(fleet.switches).sort((a, b) => b[1] - a[1]);
   showTable("switches", ["reason", "switches"], switches.map(([reason, n]) => ({ cells: [reason, n] })));
@@ -271,6 +319,16 @@ byId("key").addEventListener("submit", (event) => {
   event.preventDefault();
   sessionStorage.setItem("key", event.target.querySelector("input").value);
 });
+byId("scenario").addEventListener("input", (event) => {
+  event.target.dataset.edited = true;
+  showScenario(latest);
+});
+byId("scenario").addEventListener("reset", (event) => {
+  event.preventDefault();
+  for (const input of event.target.querySelectorAll("input")) delete input.dataset.edited;
+  showScenario(latest);
+});
+byId("scenario").addEventListener("submit", (event) => event.preventDefault());
 addEventListener("resize", () => {
   for (const [id, { plot }] of Object.entries(charts)) {
     plot.setSize({ width: byId(id).clientWidth, height: plot.height });

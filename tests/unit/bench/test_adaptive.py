@@ -155,7 +155,7 @@ def test_a_trial_of_steady_batches_counts_full_steps_without_prompts_only():
 def test_a_file_without_records_of_this_benchmark_is_refused(tmp_path, text):
     (tmp_path / "r.jsonl").write_text(text)
     for name in ("r.jsonl", "missing.jsonl"):
-        with pytest.raises(ConfigError, match="from_json="):
+        with pytest.raises(ConfigError, match="--from-json="):
             main(["adaptive", "--from-json", str(tmp_path / name)])
 
 

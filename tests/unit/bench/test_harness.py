@@ -203,7 +203,7 @@ def test_the_controllers_of_a_variant_alternate_every_step(llm):
 
 def test_texts_too_short_for_every_variant_are_refused(llm):
     off, on = fixed(llm, 0), fixed(llm, 3)
-    with pytest.raises(ConfigError, match=r"output_tokens=12: at batch size 3 .* raise it"):
+    with pytest.raises(ConfigError, match=r"--output-tokens=12: at batch size 3 .* raise it"):
         run_variants(llm.engine, SteadyLoad(3, 10, 12), off, {"off": [off], "on": [on]})
     assert not llm.engine.has_work
 

@@ -53,7 +53,10 @@ def run(app, load, prompts, url="", timeout_s=60):
         nullcontext(url) if url else serving(app) as here,
         Clients(Target(here, "m", "k", timeout_s)) as clients,
     ):
-        return clients.run(load, requests(*prompts), seed=3)
+        ended = []
+        found = clients.run(load, requests(*prompts), seed=3, on_end=ended.append)
+        assert ended == [1] * len(prompts)
+        return found
 
 
 def test_a_request_says_all_that_decides_a_text_and_asks_for_the_count():
@@ -129,8 +132,10 @@ def test_an_open_loop_sends_on_schedule_whether_or_not_it_is_answered():
 def test_two_clients_together_are_one_load():
     app = ScriptedApp(hold_until=3)
     asked = requests(*(f"{number} chunks of 2" for number in range(1, 8)))
+    ended = []
     with serving(app) as url, Clients(Target(url), 2) as clients:
-        closed = clients.run(ClosedLoop(3), asked)
+        closed = clients.run(ClosedLoop(3), asked, on_end=ended.append)
+        assert sum(ended) == len(asked)
         assert app.most_open == 3
         scheduled = clients.run(Poisson(100.0), asked, seed=3)
     assert [s.due_s for s in scheduled.served] == Poisson(100.0).arrivals(7, seed=3)

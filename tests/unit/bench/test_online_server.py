@@ -80,7 +80,7 @@ def test_clients_and_server_have_cores_of_their_own_and_all_come_back():
     with own_server([sys.executable, "-c", CORES]) as url:
         assert url.rsplit("/", 1)[1] == "-".join(map(str, sorted(everything)))
         assert os.sched_getaffinity(0) == everything
-    with pytest.raises(ConfigError, match="client_cores"):
+    with pytest.raises(ConfigError, match="--client-cores"):
         own_server([sys.executable, "-c", CORES], client_cores=len(everything)).__enter__()
 
 

@@ -10,6 +10,9 @@ from serve_spec.engine.output import OutputText
 from serve_spec.engine.tokenizer import Tokenizer
 from tests.helpers.checkpoints import EOS_ID, make_tokenizer
 
+KEEP = {"include_stop_str_in_output": True}
+SHOW = {"skip_special_tokens": False}
+
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
@@ -70,6 +73,15 @@ def test_a_stop_string_across_runs_is_cut_off_and_never_shown(tokenizer):
         assert stream.finish_reason is FinishReason.STOP
 
 
+def test_a_stop_string_across_runs_is_kept_and_shown_at_once_if_asked_for(tokenizer):
+    for size in range(1, 9):
+        stream = output(tokenizer, stop=("END", "zz"), **KEEP)
+        pieces, used = feed(stream, list(b"abcEN ENDENDxyz"), [size] * 20)
+        assert ("".join(pieces), used) == ("abcEN END", len("abcEN END"))
+        first = min(size, used)
+        assert pieces[0] == "abcEN END"[:first], "nothing is held back"
+
+
 def test_a_stop_string_that_is_complete_by_min_tokens_does_not_end_the_text(tokenizer):
     for size in range(1, 9):
         stream = output(tokenizer, stop=("END",), min_tokens=5)
@@ -90,6 +102,13 @@ def test_a_stop_string_that_is_complete_by_min_tokens_does_not_end_the_text(toke
         ({"max_tokens": 3}, [99], [*b"abc"], 3, "ab", FinishReason.STOP),
         ({"max_tokens": 3, "stop": ("bc",)}, [], [*b"abcd"], 3, "a", FinishReason.STOP),
         ({"stop": ("b",)}, [EOS_ID], [97, 98, EOS_ID], 2, "a", FinishReason.STOP),
+        ({"stop": ("cde", "bcde"), **KEEP}, [], [*b"abcdef"], 5, "abcde", FinishReason.STOP),
+        (KEEP, [99], [97, 99, 98], 2, "ac", FinishReason.STOP),
+        (KEEP, [EOS_ID], [97, EOS_ID, 98], 2, "a", FinishReason.STOP),
+        ({**KEEP, **SHOW}, [EOS_ID], [97, EOS_ID, 98], 2, "a<eos>", FinishReason.STOP),
+        (KEEP, [0xC3], [97, 0xC3], 2, "a\ufffd", FinishReason.STOP),
+        (SHOW, [EOS_ID], [97, EOS_ID], 2, "a", FinishReason.STOP),
+        ({**SHOW, "max_tokens": 3}, [], [97, EOS_ID, 98], 3, "a<eos>b", FinishReason.LENGTH),
     ],
     ids=[
         "earliest stop string",
@@ -99,6 +118,13 @@ def test_a_stop_string_that_is_complete_by_min_tokens_does_not_end_the_text(toke
         "stop at max_tokens",
         "stop string at max_tokens",
         "stop string before eos",
+        "kept stop string",
+        "kept stop token",
+        "kept eos is no text",
+        "kept eos is shown",
+        "kept stop token is part of a character",
+        "eos is cut",
+        "special tokens are shown",
     ],
 )
 def test_a_text_ends_inside_an_accepted_run(tokenizer, asked, ends, tokens, num_used, text, reason):

@@ -12,13 +12,22 @@ TARGETS = {
     "mistral with a narrow window": {"family": "mistral", "sliding_window": NARROW},
     "mistral with a wide window": {"family": "mistral", "sliding_window": WIDE},
     "qwen2": {"family": "qwen2"},
-    "qwen2 with a window": {
+    "qwen2 with a window in some layers": {
         "family": "qwen2",
         "use_sliding_window": True,
         "sliding_window": WIDE,
-        "max_window_layers": 0,
+        "max_window_layers": 3,
     },
     "qwen3": {"family": "qwen3"},
+    "llama2 with yarn": {
+        "family": "llama2",
+        "mlp_bias": True,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
 }
 TREE = {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 12}
 

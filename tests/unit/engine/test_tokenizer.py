@@ -1,5 +1,6 @@
 """A tokenizer file is read as its makers mean it, and control tokens can be spelt as text."""
 
+import json
 import threading
 import time
 from pathlib import Path
@@ -126,6 +127,65 @@ def test_a_tokenizer_that_may_drop_text_has_no_bound(change, bound):
         "model": {"type": "BPE", "vocab": {"<0x0A>": 0, "▁a": 1}, "byte_fallback": True},
     }
     assert max_token_bytes({**plain, **change}) == bound
+
+
+SAMPLES = ["Hello  world\n", "def f(x):\n\treturn é", "<s>", " a", ""]
+
+
+def train_sentencepiece(folder, model_type):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    corpus = Path(serve_spec.__file__).parent / "config/base.py"
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(corpus),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=500,
+        model_type=model_type,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    return sentencepiece.SentencePieceProcessor(str(folder / "tokenizer.model"))
+
+
+def test_a_sentencepiece_model_alone_is_converted(tmp_path):
+    theirs = train_sentencepiece(tmp_path, "bpe")
+    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true}')
+    tokenizer = Tokenizer(tmp_path)
+    for text in SAMPLES[:2]:
+        assert tokenizer.encode(text) == [theirs.bos_id(), *theirs.encode(text)]
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        spelled = [tokenizer.token_bytes(token).data for token in theirs.encode(text)]
+        assert b"".join(spelled).decode() == f" {text}"
+
+
+def test_a_sentencepiece_model_that_would_make_other_tokens_is_refused(tmp_path):
+    train_sentencepiece(tmp_path, "unigram")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model cannot be converted.*fast"):
+        Tokenizer(tmp_path)
+
+
+def test_a_vocabulary_with_merges_is_converted(tmp_path):
+    vocab = dict.fromkeys(module.BYTE_CHARACTERS) | {"he": None, "<|endoftext|>": None}
+    numbered = {token: number for number, token in enumerate(vocab)}
+    (tmp_path / "vocab.json").write_text(json.dumps(numbered))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nh e\n")
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.encode("he") == [numbered["he"]]
+    for text in SAMPLES:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_file_that_needs_a_package_or_cannot_be_converted_is_named(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.model").write_bytes(b"no model")
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model: .*pip install sentencepiece"):
+        Tokenizer(tmp_path)
+    monkeypatch.setattr(module, "find_spec", lambda name: name)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model cannot be converted"):
+        Tokenizer(tmp_path)
 
 
 def test_other_threads_run_while_a_text_is_encoded():

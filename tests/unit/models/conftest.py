@@ -1,14 +1,10 @@
 """Targets on disk, once per session."""
 
-import os
-
 import pytest
 import torch
 
 from serve_spec.models import load_target
 from tests.helpers.checkpoints import make_target
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -14,10 +14,10 @@ from tests.helpers.paged import PagedSequences
 pytestmark = pytest.mark.gpu
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama3": {},
+    "llama3": {"mlp_bias": True},
     "mistral": {"sliding_window": 7},
-    "qwen2": {},
-    "qwen3": {},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3},
+    "qwen3": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
 }
 ROUNDS = [[(0, 30)], [(1, 20), (0, 8)], [(0, 1), (1, 1)], [(0, 4), (1, 4)], [(1, 5), (0, 2)]]
 

@@ -220,7 +220,7 @@ def test_draft_ids_whose_padding_is_not_last_are_refused(tmp_path):
     ("config", "words"),
     [
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, ["linear", "llama3"]),
+        ({"rope_scaling": {"rope_type": "su", "factor": 2.0}}, ["'su'", "llama3"]),
         ({"sliding_window": 2048}, ["sliding_window=2048", "layer_types"]),
         ({"target_hidden_size": 48}, ["target_hidden_size=48", "32"]),
         ({"eagle_config": {"use_aux_hidden_state": False}}, ["use_aux_hidden_state"]),

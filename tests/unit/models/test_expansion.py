@@ -32,10 +32,10 @@ from tests.helpers.paged import PagedSequences
 TOLERANCE = 5e-5
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama3": {},  # tied embeddings, scaled rotation
-    "llama2": {"attention_bias": True},
+    "llama2": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 7},
     "qwen2": {},  # biases
-    "qwen2_window": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0},
+    "qwen2_window": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 5},
     "qwen3": {"layer_types": ["full_attention"] * 8},  # norms of queries and keys
 }
 

@@ -2,31 +2,76 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from serve_spec.models import FeatureCapture, load_target
+from serve_spec.models.llama import target_dtype
 from tests.helpers.checkpoints import make_target
 from tests.helpers.paged import PagedSequences
 
 TOLERANCE = 1e-4
 # Past 64 positions, llama3's rope scaling is at work in all three of its bands.
 LENGTHS = (90, 5, 21)
+LIMIT = "original_max_position_embeddings"
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.5, 2.0, 3.0, 8.0],
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("llama2", {}),
     "llama3": ("llama3", {}),
     "llama_attention_bias": ("llama3", {"attention_bias": True}),
+    "llama_mlp_bias": ("llama2", {"mlp_bias": True}),
+    "linear": ("llama2", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    "dynamic": ("llama2", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}),
+    "yarn": ("qwen3", {"rope_scaling": {"type": "yarn", "factor": 4.0, LIMIT: 32}}),
+    "yarn_scaled": (
+        "qwen2",
+        {
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.3,
+                "beta_fast": 4,
+                "truncate": False,
+                LIMIT: 32,
+            }
+        },
+    ),
+    "yarn_given": (
+        "mistral",
+        {"rope_scaling": {"type": "yarn", "factor": 16.0, "attention_factor": 0.5, LIMIT: 32}},
+    ),
+    # transformers chooses by the length of the text, and all are longer than 4.
+    "longrope_long": ("mistral", {"rope_scaling": {**LONGROPE, LIMIT: 4}}),
+    "longrope_short": ("mistral", {"rope_scaling": {**LONGROPE, LIMIT: 1000}}),
     "mistral": ("mistral", {}),
     "mistral_window": ("mistral", {"sliding_window": 7}),
     "qwen2": ("qwen2", {}),
     "qwen2_window": (
         "qwen2",
         {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0},
+    ),
+    "qwen2_mixed_windows": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
+    ),
+    "qwen3_mixed_windows": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
     ),
     "qwen3": ("qwen3", {}),
     "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}),
@@ -145,6 +190,44 @@ def test_captured_features_are_transformers_hidden_states(pair):
     assert (final - states[num_layers][0]).abs().max() <= TOLERANCE
 
 
+def test_longrope_takes_its_long_factors_where_longer_texts_are_allowed(tmp_path):
+    """And not where a text is longer: it would then depend on the others of its batch."""
+    rope = {**LONGROPE, LIMIT: 40}
+    folder = make_target(tmp_path, "mistral", layers=2, hidden=32, rope_scaling=rope)
+    reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    for count, max_model_len in ((21, 40), (41, 41), (41, None)):
+        ids = torch.arange(count)
+        found = run(load_target(folder, torch.float32, "cpu", max_model_len), [ids], [[(0, count)]])
+        assert_same_logits(found, reference(ids[None]).logits)
+    long, short = (load_target(folder, torch.float32, "cpu", limit) for limit in (41, 40))
+    assert not torch.equal(*(run(model, [ids[:21]], [[(0, 21)]])[0] for model in (long, short)))
+
+
+def test_a_window_that_holds_the_longest_text_is_left_out(tmp_path):
+    folder = make_target(tmp_path, "mistral", layers=2, hidden=32, sliding_window=40)
+    for longest, window in ((40, None), (41, 40), (None, 40)):
+        model = load_target(folder, torch.float32, max_model_len=longest)
+        assert model.shape.windows == (window,) * 2
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({"torch_dtype": "float16"}, torch.float16),
+        ({"dtype": "float16", "torch_dtype": None}, torch.float16),
+        ({"text_config": {"dtype": "float16"}}, torch.float16),
+        ({"torch_dtype": "float32"}, torch.bfloat16),
+        ({}, torch.bfloat16),
+    ],
+)
+def test_dtype_auto_is_the_checkpoints_on_a_gpu_if_it_has_16_bits(tmp_path, config, dtype):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert target_dtype("auto", tmp_path, gpu) == dtype
+    assert target_dtype("auto", tmp_path, cpu) == torch.float32
+    assert target_dtype("bfloat16", tmp_path, gpu) == torch.bfloat16
+
+
 def test_bfloat16_stays_close_to_float32(target, target_dir):
     ids = torch.arange(40)
     half = load_target(target_dir, torch.bfloat16)
@@ -155,6 +238,56 @@ def test_bfloat16_stays_close_to_float32(target, target_dir):
     assert found.dtype == torch.float32
     cosine = torch.cosine_similarity(found, expected, dim=1)
     assert cosine.min() > 0.995
+
+
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 288,
+    "max_position_embeddings": 512,
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+QWEN_VISION = {**VISION, "depth": 1, "num_heads": 2, "out_hidden_size": 32}
+# Three positions a token, which are equal for text.
+MROPE = {"rope_type": "default", "rope_theta": 5e4, "mrope_section": [2, 1, 1]}
+MULTIMODAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen3_vl": (
+        {"model_type": "qwen3_vl_text", "head_dim": 8, "rope_parameters": MROPE},
+        {**QWEN_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    ),
+    "qwen2_5_vl": ({"model_type": "qwen2_5_vl_text", "rope_parameters": MROPE}, QWEN_VISION),
+    "mistral3": (
+        {"model_type": "mistral", "head_dim": 8, "sliding_window": None},
+        {**VISION, "model_type": "pixtral", "head_dim": 8},
+    ),
+    "llava": (
+        {"model_type": "llama"},
+        {**VISION, "model_type": "clip_vision_model", "image_size": 28, "patch_size": 14},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MULTIMODAL)
+def test_the_text_model_of_a_multimodal_checkpoint_is_served(kind, tmp_path):
+    text, vision = MULTIMODAL[kind]
+    config = AutoConfig.for_model(kind, text_config={**TEXT, **text}, vision_config=vision)
+    reference = AutoModelForImageTextToText.from_config(config)
+    generator = torch.Generator().manual_seed(0)
+    for tensor in reference.parameters():
+        tensor.normal_(0.0, 0.3, generator=generator)
+    reference.save_pretrained(tmp_path)
+    ours = load_target(tmp_path, torch.float32)
+    ids = torch.randint(0, 288, (LENGTHS[0],), generator=generator)
+    found = run(ours, [ids], [[(0, len(ids))]])
+    assert_same_logits(found, reference(ids[None]).logits)
 
 
 def _features(model, ids, capture):

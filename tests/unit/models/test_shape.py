@@ -5,11 +5,14 @@ import json
 import pytest
 
 from serve_spec.core.errors import CheckpointError
-from serve_spec.layers.rope import Llama3Scaling
+from serve_spec.layers.rope import RopeScaling
 from serve_spec.models import ModelShape
 from tests.helpers.checkpoints import target_config
 
-SCALING = Llama3Scaling(8.0, 1.0, 4.0, 64)
+SCALING = RopeScaling("llama3", 8.0, 64, low_freq_factor=1.0, high_freq_factor=4.0)
+
+WINDOW = {"use_sliding_window": True, "sliding_window": 12}
+MIXED = ["full_attention", "sliding_attention"] * 2
 
 
 def shape_of(family="llama3", **changes):
@@ -49,18 +52,35 @@ def test_all_spellings_of_llama3_rope_agree(changes):
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "window"),
+    ("family", "changes", "windows"),
     [
-        ("mistral", {"sliding_window": None}, None),
-        ("mistral", {"sliding_window": 12}, 12),
-        ("qwen2", {"use_sliding_window": False, "sliding_window": 12}, None),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 0}, 12),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 4}, None),
-        ("mistral", {"sliding_window": 12, "layer_types": ["full_attention"] * 4}, None),
+        ("mistral", {"sliding_window": None}, [None] * 4),
+        ("mistral", {"sliding_window": 12}, [12] * 4),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 12}, [None] * 4),
+        ("qwen2", {**WINDOW, "max_window_layers": 0}, [12] * 4),
+        ("qwen2", {**WINDOW, "max_window_layers": 3}, [None, None, None, 12]),
+        ("qwen3", {**WINDOW, "max_window_layers": 4}, [None] * 4),
+        ("qwen3", {**WINDOW, "layer_types": MIXED}, [None, 12, None, 12]),
+        ("mistral", {"sliding_window": 12, "layer_types": ["full_attention"] * 4}, [None] * 4),
     ],
 )
-def test_a_sliding_window_counts_only_where_it_is_in_use(family, changes, window):
-    assert shape_of(family, **changes).sliding_window == window
+def test_a_sliding_window_counts_only_in_the_layers_that_use_it(family, changes, windows):
+    shape = shape_of(family, **changes)
+    assert [kind.window for kind in shape.attention_kinds] == windows
+    assert shape.sliding_window == (12 if 12 in windows else None)
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        ({"type": "linear", "factor": 2.5}, 1280),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
+        ({"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 100}, 512),
+        ({"type": "dynamic", "factor": 4.0}, 512),
+    ],
+)
+def test_a_scaled_rope_lengthens_the_context_as_in_vllm(rope, longest):
+    assert shape_of("llama2", rope_scaling=rope).max_position_embeddings == longest
 
 
 def test_stop_tokens_of_both_files_are_joined(tmp_path):
@@ -77,8 +97,22 @@ def test_stop_tokens_of_both_files_are_joined(tmp_path):
         ("llama3", {"architectures": ["GemmaForCausalLM"]}, ["architectures", "Gemma", "Qwen3"]),
         ("llama3", {"architectures": None}, ["architectures", "LlamaForCausalLM"]),
         ("llama3", {"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
-        ("llama3", {"mlp_bias": True}, ["mlp_bias", "false"]),
-        ("llama3", {"rope_scaling": {"type": "yarn", "factor": 4}}, ["yarn", "llama3"]),
+        ("llama3", {"rope_scaling": {"type": "su", "factor": 4}}, ["su", "llama3"]),
+        ("llama3", {"rope_scaling": {"type": "linear"}}, ["linear", "factor"]),
+        (
+            "llama3",
+            {"rope_scaling": {"type": "linear", "factor": 0}},
+            ["0 is no positive number"],
+        ),
+        ("llama3", {"rope_scaling": ["linear"]}, ["rope_scaling"]),
+        ("llama3", {"rope_scaling": {}, "rope_theta": "big"}, ["rope_scaling", "big"]),
+        ("llama3", {"num_hidden_layers": 10**9}, ["num_hidden_layers=1000000000", "more than"]),
+        ("llama3", {"rope_scaling": {"type": "yarn", "factor": "four"}}, ["rope_scaling", "four"]),
+        (
+            "llama3",
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
+            ["rope_scaling", "1 long factors for 8 pairs"],
+        ),
         ("llama3", {"rope_scaling": {"rope_type": "llama3"}}, ["llama3", "factor"]),
         (
             "llama3",
@@ -93,18 +127,26 @@ def test_stop_tokens_of_both_files_are_joined(tmp_path):
         ("llama3", {"head_dim": 15}, ["head_dim=15"]),
         ("llama3", {"quantization_config": {"quant_method": "gptq"}}, ["gptq", "bfloat16"]),
         (
-            "qwen2",
-            {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
-            ["sliding_window=9", "2 of 4", "max_window_layers"],
-        ),
-        (
             "qwen3",
             {
                 "use_sliding_window": True,
                 "sliding_window": 9,
-                "layer_types": ["full_attention", "sliding_attention"] * 2,
+                "layer_types": ["full_attention", "sliding_attention"],
             },
-            ["layer_types", "2 of 4"],
+            ["layer_types", "2 entries", "num_hidden_layers=4"],
+        ),
+        (
+            "llama3",
+            {"text_config": {"model_type": "gemma3_text", "vocab_size": 9}},
+            ["architectures", "gemma3_text", "LlamaForCausalLM"],
+        ),
+        (
+            "llama3",
+            {
+                "text_config": target_config("qwen3", 64, 4, 288),
+                "quantization_config": {"quant_method": "fp8"},
+            },
+            ["quant_method='fp8'"],
         ),
         ("qwen3", {"layer_types": ["linear_attention"] * 4}, ["layer_types", "linear_attention"]),
     ],
@@ -114,6 +156,34 @@ def test_what_is_not_computed_is_refused_by_name(family, changes, words):
         shape_of(family, **changes)
     for word in words:
         assert word in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "architecture"),
+    [
+        ("qwen3_vl", {"model_type": "qwen3_vl_text"}, "Qwen3ForCausalLM"),
+        ("qwen3_vl", {}, "Qwen3ForCausalLM"),
+        ("mistral3", {"model_type": "mistral"}, "MistralForCausalLM"),
+    ],
+)
+def test_a_nested_config_is_read_with_what_its_exporter_left_outside(kind, own, architecture):
+    text = without("qwen3", "architectures", "model_type", "eos_token_id")
+    shape = ModelShape.from_config(
+        {
+            "model_type": kind,
+            "text_config": {**text, **own, "tie_word_embeddings": False},
+            "tie_word_embeddings": True,
+            "eos_token_id": 7,
+        }
+    )
+    assert (shape.architecture, shape.tie_word_embeddings) == (architecture, True)
+    assert (shape.eos_token_ids, shape.qk_norm) == ((7,), kind == "qwen3_vl")
+
+
+def test_a_nested_config_takes_missing_sizes_of_its_class():
+    text = {"model_type": "llama", "vocab_size": 32064, "max_position_embeddings": 4096}
+    shape = ModelShape.from_config({"model_type": "llava", "text_config": text})
+    assert (shape.hidden_size, shape.intermediate_size, shape.num_layers) == (4096, 11008, 32)
 
 
 @pytest.mark.parametrize("content", [None, "{", "[1]"])

@@ -38,23 +38,24 @@ def refusal(directory):
     return str(error.value)
 
 
-def shard(directory):
+def shard(directory, whole="model.safetensors", save=save_file):
     """Splits the file in two with an index; returns the index's map."""
     _, tensors = read_checkpoint(directory)
-    (directory / "model.safetensors").unlink()
+    (directory / whole).unlink()
+    stem, suffix = whole.split(".")
     weight_map = {}
     for number in (0, 1):
-        name = f"model-{number + 1}-of-2.safetensors"
+        name = f"{stem}-{number + 1}-of-2.{suffix}"
         part = {key: value for key, value in tensors.items() if len(key) % 2 == number}
-        save_file(part, directory / name)
+        save(part, directory / name)
         weight_map |= dict.fromkeys(part, name)
-    _write_index(directory, weight_map)
+    _write_index(directory, weight_map, whole)
     return weight_map
 
 
-def _write_index(directory, weight_map):
+def _write_index(directory, weight_map, whole="model.safetensors"):
     index = {"metadata": {}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    (directory / f"{whole}.index.json").write_text(json.dumps(index))
 
 
 def test_shards_and_pickles_give_the_same_model_as_one_file(made, tmp_path):
@@ -67,6 +68,8 @@ def test_shards_and_pickles_give_the_same_model_as_one_file(made, tmp_path):
     assert torch.equal(logits(load_target(tmp_path / "pickled", torch.float32)), expected)
     shard(made)
     assert torch.equal(logits(load_target(made, torch.float32)), expected)
+    shard(tmp_path / "pickled", "pytorch_model.bin", torch.save)
+    assert torch.equal(logits(load_target(tmp_path / "pickled", torch.float32)), expected)
 
 
 def test_stored_half_precision_is_cast(made):
@@ -95,7 +98,7 @@ def test_a_stored_lm_head_wins_over_tied_embeddings(made):
         ("hidden_size", "[32, 32], expected [1000000000, 32]"),
         ("intermediate_size", "[64, 32], expected [1000000000, 32]"),
         ("head_dim", "[32, 32], expected [4000000000, 32]"),
-        ("num_hidden_layers", "missing model.layers.999999999"),
+        ("num_hidden_layers", "more than 4096; correct it"),
         ("max_position_embeddings", "more than 2097152; set max_model_len"),
     ],
 )

@@ -262,6 +262,21 @@ def test_known_mistake_5_pages_are_held_for_the_drafts_of_the_round_and_returned
         assert held <= -(-len(seq) // 4), "what was rejected is free again"
 
 
+def test_requests_wait_by_priority_and_then_by_arrival():
+    queue = make(max_num_seqs=2).queue
+    priorities = {"1": 0, "2": 5, "3": 0, "4": -1, "5": 5}
+    for name, priority in priorities.items():
+        queue.add(sequence(name, 4, priority=priority))
+    queue.admit()
+    assert [seq.request_id for seq in queue.running] == ["4", "1"]
+    queue.preempt(queue.running[1])
+    assert [seq.request_id for seq in queue.waiting] == ["1", "3", "2", "5"]
+    queue.add(sequence("6", 4, priority=1))
+    assert [seq.request_id for seq in queue.waiting] == ["1", "3", "6", "2", "5"]
+    queue.preempt(queue.running[0])
+    assert [seq.request_id for seq in queue.waiting] == ["4", "1", "3", "6", "2", "5"]
+
+
 def test_only_what_penalties_count_is_named():
     scheduler = make()
     scheduler.queue.add(sequence("1", 3, logit_bias={5: 1.0}))
@@ -282,7 +297,7 @@ def test_rows_by_a_grammar_name_what_is_generated_and_follow_no_round_under_way(
         said = ruled.output_token_ids
         plan = step(scheduler, worker, 0, AHEAD)
         assert [row.generated_ids for row in plan.requests] == [(), tuple(said)]
-        assert plan.has_grammars
+        assert plan.has_masks
         assert scheduler.plan(lambda _: zero, AHEAD, plan) is None
     scheduler.queue.abort("2")
     planned(scheduler, 0, AHEAD, planned(scheduler, 0, AHEAD))

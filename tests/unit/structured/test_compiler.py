@@ -10,9 +10,10 @@ import pytest
 import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from serve_spec.core.errors import InvalidRequest
-from serve_spec.core.grammar import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
+from serve_spec.core.grammar import MAX_GRAMMAR_CHARS, CallsForm, Grammar, GrammarKind
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.structured.compiler import (
     MAX_DEPTH,
@@ -22,6 +23,7 @@ from serve_spec.structured.compiler import (
 )
 from tests.helpers.checkpoints import EOS_ID, VOCAB
 from tests.helpers.grammars import PARENTHESES, byte_compiler, ids_of, is_of, shipped_tokenizer
+from tests.serving.texts import byte_tokenizer
 
 EXPRESSIONS = ["[a-c]{2,4}x?", "(ab|ba)*c", "a.b", "(foo|bar)(,(foo|bar))*", r"-?\d+(\.\d{1,2})?"]
 expressions = st.recursive(
@@ -271,3 +273,59 @@ def test_a_schema_is_so_deep_at_most(depth):
 def test_a_property_may_be_called_as_a_keyword_is():
     checked_schema(Grammar.json_schema({"properties": {"multipleOf": {"type": "string"}}}))
     checked_schema(Grammar.json_schema({"multipleOf": True}))
+
+
+ARGUMENTS = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+CALL = (["<tool_call>", '\n{"name": "f", "arguments": '], ARGUMENTS, ["}\n", "</tool_call>"])
+CALLED = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+SINGLE = CallsForm([CALL], is_single=True)
+SEVERAL = CallsForm([CALL], between=["\n"], thought=(["<think>"], ["</think>"], False))
+OPEN = CallsForm([CALL], thought=(["<think>"], ["</think>"], True))
+CHANNELS = CallsForm(
+    [(["<|channel|>", "to=f", "<|message|>"], ARGUMENTS, [])],
+    is_single=True,
+    thought=(["<|channel|>", "analysis", "<|message|>"], ["<|end|>", "again"], False),
+)
+
+
+def calls_tokenizer():
+    """Some markers are tokens, special or not; others are ordinary text."""
+    tokenizer = byte_tokenizer(adds_bos=False)
+    names = ["<tool_call>", "<|channel|>", "<|message|>", "<|end|>"]
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in names])
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "is_whole"),
+    [
+        (SINGLE, CALLED, True),
+        (SINGLE, f"{CALLED}\n{CALLED}", False),
+        (SINGLE, CALLED.replace("1", '"1"'), False),
+        (SINGLE, CALLED.replace("f", "g"), False),
+        (SINGLE, "<think></think>", False),
+        (SEVERAL, f"{CALLED}\n{CALLED}", True),
+        (SEVERAL, f"<think>a < b\n{CALLED}</think>\n\n{CALLED}", False),
+        (SEVERAL, f"<think>a < b </think\n</think>\n\n{CALLED}", True),
+        (OPEN, CALLED, False),
+        (OPEN, f"hm\n</think>{CALLED}", True),
+        (CHANNELS, '<|channel|>to=f<|message|>{"a": 1}', True),
+        (
+            CHANNELS,
+            '<|channel|>analysis<|message|>hm<|end|>again<|channel|>to=f<|message|>{"a":1}',
+            True,
+        ),
+        (CHANNELS, "<|channel|>final<|message|>hm", False),
+    ],
+)
+def test_an_answer_that_calls_functions_is_a_thought_and_calls(form, text, is_whole):
+    tokenizer = calls_tokenizer()
+    compiler = GrammarCompiler(tokenizer.to_str, tokenizer.get_vocab_size(), [256])
+    matcher = compiler.matcher(Grammar.calls(form))
+    is_valid = matcher.advance(tokenizer.encode(text).ids)
+    assert (is_valid and bool((matcher.mask() & compiler.ends).any())) == is_whole

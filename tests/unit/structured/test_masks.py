@@ -30,7 +30,7 @@ def row(name, said, num_steps=0, held=(), **params):
         seed=0,
         shape=DraftShape.chain(num_steps),
         edited=EditedText(3, held_ids=held) if given.edits_scores else None,
-        generated_ids=generated if given.grammar else (),
+        generated_ids=generated if given.masks_text else (),
     )
 
 
@@ -71,6 +71,28 @@ def test_where_all_drafts_are_kept_none_behind_an_illegal_one_has_a_mask():
 
 def test_padding_behind_the_drafts_of_a_row_is_not_looked_at():
     assert masks_of(row("a", "1", 1), drafts=(b"2xx",)).num_drafts == (1,)
+
+
+def test_a_bad_word_is_not_completed_along_any_path_of_drafts():
+    """Nodes without a ban need no mask; a draft that completes a word ends its chain."""
+    words = {"grammar": None, "bad_words": [[*b"12"], [*b"345"]]}
+    everything = set(range(byte_compiler().vocab_size))
+    masks = masks_of(row("a", "1", 3, **words), drafts=(b"341",))
+    assert allowed(masks) == [
+        everything - {*b"2"},
+        None,
+        everything - {*b"5"},
+        everything - {*b"2"},
+    ]
+    assert masks_of(row("a", "x", 3, **words), drafts=(b"12x",)).num_drafts == (1,)
+    assert masks_of(row("a", "34", 2, **words), drafts=(b"5x",)).num_drafts == (0,)
+
+
+def test_words_that_would_leave_nothing_yield_to_the_grammar():
+    (ids,) = allowed(masks_of(row("a", "1", bad_words=[[*b"12"], [*b"34"]])))
+    assert ids == ZERO_TO_NINE - {*b"2"}
+    only_one = {"grammar": Grammar.regex("12"), "bad_words": [[*b"12"]]}
+    assert allowed(masks_of(row("a", "1", **only_one))) == [{*b"2"}]
 
 
 def test_what_a_round_knew_before_changes_nothing():
@@ -166,10 +188,10 @@ def test_a_draft_is_legal_where_the_text_before_it_may_go_on_with_it(grammar, tr
     parents = [i - 1 if is_chain else parent % (i + 1) - 1 for i, (_, parent) in enumerate(tree)]
     root, ends = matcher.mask(), byte_compiler().ends
     assert root is not None
-    depths = []
+    paths = []
 
-    def mask_at(depth):
-        depths.append(depth)
+    def mask_at(path):
+        paths.append(path)
         mask = matcher.mask()
         return ends if mask is None else mask
 
@@ -190,8 +212,8 @@ def test_a_draft_is_legal_where_the_text_before_it_may_go_on_with_it(grammar, tr
             assert plain.advance([last])
             after = plain.mask()
             assert ids_of(nodes[node].mask) == ({EOS_ID} if after is None else ids_of(after))
-            seen.append(len(path))
+            seen.append([*before, last])
         else:
             assert nodes[node].mask is None
         assert parent < node
-    assert depths == seen
+    assert paths == seen

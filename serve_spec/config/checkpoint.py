@@ -1,0 +1,203 @@
+"""What the files of a checkpoint say to the parts of serve_spec that load no weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from serve_spec.config.base import Refusal, checkpoint_name
+from serve_spec.config.hub import cached_file, checkpoint_folder
+
+Config = Mapping[str, Any]
+"""A parsed `config.json`."""
+
+_LLAMA = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 32000,
+}
+CLASS_DEFAULTS: Mapping[str, Config] = {
+    "llama": _LLAMA,
+    "mistral": {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8},
+    "qwen3": {
+        **_LLAMA,
+        "intermediate_size": 22016,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "use_sliding_window": False,
+    },
+}
+"""Values of transformers' config classes, by `model_type`: nested configs omit such keys."""
+
+# Architectures of text models inside multimodal ones, by `model_type`.
+_TEXT_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2_vl": "Qwen2ForCausalLM",
+    "qwen2_vl_text": "Qwen2ForCausalLM",
+    "qwen2_5_vl": "Qwen2ForCausalLM",
+    "qwen2_5_vl_text": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_vl_text": "Qwen3ForCausalLM",
+}
+# Keys that some exporters write beside `text_config` instead of into it.
+_SHARED = ("eos_token_id", "quantization_config", "torch_dtype", "dtype")
+
+
+def text_config(config: Config) -> Config:
+    """Return the config of the text model in a multimodal checkpoint; others as they are."""
+    nested = config.get("text_config", config if "vision_config" in config else None)
+    if not isinstance(nested, Mapping):
+        return config
+    model_type = str(nested.get("model_type") or f"{config.get('model_type')}_text")
+    architecture = _TEXT_ARCHITECTURES.get(model_type, f"{model_type} in a multimodal model")
+    shared = {key: config[key] for key in _SHARED if nested.get(key) is None and key in config}
+    ties = config.get("tie_word_embeddings") or nested.get("tie_word_embeddings")
+    return {
+        **CLASS_DEFAULTS.get(model_type, {}),
+        **nested,
+        **shared,
+        "architectures": [architecture],
+        "tie_word_embeddings": bool(ties),
+    }
+
+
+def rope_parameters(config: Config) -> dict[str, Any]:
+    """Return rope type, base and scaling; `rope_type` and `rope_theta` are always present.
+
+    transformers 5 writes them into `rope_parameters`, earlier versions into `rope_scaling` (with
+    `type`, at first) and `rope_theta`.
+    """
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
+    rope["rope_theta"] = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
+    original = config.get("original_max_position_embeddings")
+    if original is not None:
+        rope["original_max_position_embeddings"] = original
+    return rope
+
+
+def max_positions(config: Config) -> int:
+    """Return the longest text that a model was made for, in tokens.
+
+    As in vLLM, a linear rope multiplies `max_position_embeddings`, yarn its original value.
+    """
+    longest = int(config.get("max_position_embeddings") or 2048)
+    rope = rope_parameters(config)
+    factor = rope.get("factor") or 1.0
+    if rope["rope_type"] == "linear":
+        return int(longest * factor)
+    if rope["rope_type"] == "yarn":
+        original = rope.get("original_max_position_embeddings") or longest
+        return max(longest, int(original * factor))
+    return longest
+
+
+SPECULATORS = {"eagle": "EAGLE", "eagle3": "EAGLE3"}
+"""Values of `speculators_model_type` that are supported, with the `speculative_algorithm`."""
+
+_EAGLE3_KEYS = ("draft_vocab_size", "truncated_vocab_size", "eagle_config")
+
+_MODEL, _DRAFT = "model.path", "speculative.speculative_draft_model_path"
+
+
+def detect_algorithm(config: Config) -> str | None:
+    """Return the `speculative_algorithm` of a draft by its config; None if it is not supported.
+
+    Official heads call themselves LlamaForCausalLM: EAGLE-3 ones have a vocabulary of their own or
+    an `eagle_config`, and no whole model has one layer.
+    """
+    if "speculators_model_type" in config:
+        return SPECULATORS.get(str(config["speculators_model_type"]))
+    names = f"{config.get('model_type')} {config.get('architectures')}".lower()
+    flat = {**config, **_mapping(config.get("model"))}
+    if "medusa" in names or "medusa_num_heads" in config:
+        return "MEDUSA"
+    if "eagle3" in names or any(flat.get(key) for key in _EAGLE3_KEYS):
+        return "EAGLE3"
+    if "eagle" in names or flat.get("num_hidden_layers") == 1:
+        return "EAGLE"
+    return "STANDALONE" if "ForCausalLM" in str(config.get("architectures")) else None
+
+
+def with_detected(sections: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the sections of a configuration with what its checkpoints tell.
+
+    A draft tells its `speculative_algorithm`, if that is left out. A draft that is given as the
+    model, and names the target it was made for, becomes the draft of that target.
+
+    Args:
+        folder: the base of relative paths.
+
+    Raises:
+        ConfigError: a draft of the hub cannot be downloaded.
+        Refusal: a draft that does not tell its algorithm or target.
+    """
+    model, draft = sections["model"], sections.get("speculative") or {}
+    if not isinstance(model, dict) or not isinstance(draft, dict):
+        return dict(sections)
+    path, place = model.get("path"), model.get("download_dir")
+    place = None if place is None else folder / str(place)
+    own = _read(_MODEL, path, model.get("revision"), folder, place)
+    if "speculators_config" in own or "medusa_num_heads" in own:
+        source = path if model.get("revision") is None else f"{path}@{model['revision']}"
+        draft = {"speculative_draft_model_path": source, **draft}
+        model = {**model, "path": _target_of(own, str(path)), "revision": None}
+    name = draft.get("speculative_draft_model_path")
+    if isinstance(name, str | Path) and "speculative_algorithm" not in draft:
+        config = _read(_DRAFT, name, None, folder, place, fetches=True)
+        algorithm = detect_algorithm(config)
+        if config and algorithm is None:
+            kind = config.get("speculators_model_type") or config.get("architectures")
+            fix = f"config.json names {kind}, which is not supported; use another draft"
+            raise Refusal(_DRAFT, str(name), fix)
+        draft = {**draft, **({"speculative_algorithm": algorithm} if algorithm else {})}
+    return {**sections, "model": model, **({"speculative": draft} if draft else {})}
+
+
+def _target_of(config: Config, name: str) -> str:
+    verifier = _mapping(_mapping(config.get("speculators_config")).get("verifier"))
+    target = verifier.get("name_or_path") or config.get("base_model_name_or_path")
+    if not isinstance(target, str) or target == name.partition("@")[0]:
+        fix = "a draft whose config.json names no target; give the target, and this as the draft"
+        raise Refusal(_MODEL, name, fix)
+    return target
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _read(
+    field: str,
+    name: object,
+    revision: str | None,
+    folder: Path,
+    download_dir: Path | None,
+    *,
+    fetches: bool = False,
+) -> Config:
+    """Return the config of a checkpoint; empty if it is invalid, which is reported later.
+
+    fetches: whether it is downloaded; else one that is not in the cache counts as empty.
+    """
+    try:
+        found = checkpoint_name(field, str(name), folder)
+        source = found if revision is None else f"{found}@{revision}"
+        file: Path | None
+        if fetches or found.startswith(("asset:", "/")):
+            file = checkpoint_folder(field, source, download_dir=download_dir, weights=False)
+            file /= "config.json"
+        else:
+            file = cached_file(source, "config.json", download_dir)
+        content = {} if file is None else json.loads(file.read_text())
+    except (Refusal, OSError, UnicodeDecodeError, json.JSONDecodeError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,288 @@
+"""Tools of a chat request, and the formats in which checkpoints write calls and reasoning."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, cast
+
+from pydantic import Field, PlainValidator
+
+from serve_spec.core.errors import InvalidRequest
+from serve_spec.core.grammar import CallsForm, Grammar
+from serve_spec.serving.fields import Name, StrictFields, Text, closed
+from serve_spec.serving.parsers import THOUGHTS, AnswerSyntax, CallFormat, ReasoningFormat
+
+MAX_TOOLS = 1024
+_CHOICE = 'use "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
+
+
+class Function(StrictFields):
+    """A function that the model may call."""
+
+    name: Annotated[Name, Field(min_length=1)]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = Field(
+        None, description="JSON Schema of the arguments, an object; default: no arguments."
+    )
+    strict: bool | None = Field(
+        None, description="Required and named calls conform to the schema with or without it."
+    )
+
+    @property
+    def arguments_schema(self) -> dict[str, Any]:
+        """The JSON Schema of the arguments, without properties that it does not name."""
+        given = self.parameters or {"properties": {}}
+        return cast(dict[str, Any], closed({"type": "object", **given}))
+
+
+class Tool(StrictFields):
+    """A tool; only functions are supported."""
+
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the tool as chat templates read it, with the fields that are given."""
+        given = self.function.model_fields_set & Function.model_fields.keys()
+        names = [name for name in Function.model_fields if name in given]
+        function = {name: getattr(self.function, name) for name in names}
+        return {"type": self.type, "function": function}
+
+
+class CalledFunction(StrictFields):
+    """The function of an earlier call."""
+
+    name: Name
+    arguments: Any = Field(description="A JSON object, as a string or not.")
+
+
+class ToolCall(StrictFields):
+    """A call in an earlier answer."""
+
+    id: Name | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self, field: str) -> dict[str, Any]:
+        """Return the call as chat templates read it, with its arguments as an object.
+
+        Raises:
+            InvalidRequest: they are none; `field` is the call's place in the request.
+        """
+        arguments = self.function.arguments
+        try:
+            found = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            shown = f"<{type(arguments).__name__}>"
+            raise InvalidRequest(f"{field}.function.arguments", shown, "give a JSON object")
+        identity = {} if self.id is None else {"id": self.id}
+        function = {"name": self.function.name, "arguments": found}
+        return {**identity, "type": self.type, "function": function}
+
+
+class ToolChoice(NamedTuple):
+    """`tool_choice`: whether functions may or must be called, and which (None: any)."""
+
+    mode: str
+    name: str | None = None
+
+
+def tool_choice(value: object) -> ToolChoice | None:
+    """Validate `tool_choice`."""
+    if value is None:
+        return None
+    if value in ("none", "auto", "required"):
+        return ToolChoice(str(value))
+    function = value.get("function") if isinstance(value, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(value, dict) or value.get("type") != "function" or not isinstance(name, str):
+        raise ValueError(_CHOICE)
+    return ToolChoice("required", name)
+
+
+class _NamedFunction(StrictFields):
+    name: Name
+
+
+class _NamedChoice(StrictFields):
+    type: Literal["function"]
+    function: _NamedFunction
+
+
+Choice: TypeAlias = Annotated[
+    ToolChoice | None,
+    PlainValidator(
+        tool_choice,
+        json_schema_input_type=Literal["none", "auto", "required"] | _NamedChoice | None,
+    ),
+]
+Tools: TypeAlias = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+ToolCalls: TypeAlias = Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+def offered(tools: Sequence[Tool] | None, choice: ToolChoice | None) -> list[Function]:
+    """Return the functions that may be called; raise InvalidRequest for a wrong choice."""
+    mode, name = choice or ToolChoice("auto")
+    if not tools and mode == "required":
+        raise InvalidRequest("tool_choice", mode, "allowed only with tools")
+    if not tools or mode == "none":
+        return []
+    functions = [tool.function for tool in tools if name in (None, tool.function.name)]
+    if not functions:
+        fix = "give the name of one of the tools"
+        raise InvalidRequest("tool_choice.function.name", str(name)[:80], fix)
+    for index, tool in enumerate(tools):
+        kind = (tool.function.parameters or {}).get("type", "object")
+        if kind != "object":
+            field = f"tools.{index}.function.parameters.type"
+            raise InvalidRequest(field, str(kind)[:80], 'use "object": arguments have names')
+    return functions
+
+
+def call_id(request_id: str, index: int, call: int, syntax: AnswerSyntax) -> str:
+    """Return the id of a call of choice `index`; it is the same when a request is resumed.
+
+    Mistral's templates accept only 9 letters and digits.
+    """
+    digest = hashlib.blake2b(f"{request_id} {index} {call}".encode(), digest_size=12).hexdigest()
+    return digest[:9] if syntax.calls == "mistral" else f"call_{digest}"
+
+
+CALL_PARSERS: Mapping[str, CallFormat | None] = {
+    "none": None,
+    **dict.fromkeys(("hermes", "qwen", "qwen25", "qwen3_coder", "glm45"), "hermes"),
+    **dict.fromkeys(("llama3_json", "llama3"), "llama3_json"),
+    "mistral": "mistral",
+    **dict.fromkeys(("openai", "gpt-oss"), "openai"),
+}
+"""Formats of calls by `router.tool_call_parser`, with the names that vLLM and SGLang use."""
+
+REASONING_PARSERS: Mapping[str, ReasoningFormat | None] = {
+    "none": None,
+    **dict.fromkeys(("qwen3", "glm45", "deepseek_r1", "deepseek-r1"), "think"),
+    "mistral": "mistral",
+    **dict.fromkeys(("openai_gptoss", "gpt-oss"), "openai"),
+}
+"""Formats of reasoning by `router.reasoning_parser`."""
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Formats in which a checkpoint writes calls and reasoning; None: none, or unknown.
+
+    has_names_first: Mistral's newer form of calls, `[TOOL_CALLS]name[ARGS]{...}`.
+    always_reasons: answers begin within their reasoning although no prompt opens it.
+    """
+
+    calls: CallFormat | None = None
+    reasoning: ReasoningFormat | None = None
+    has_names_first: bool = False
+    always_reasons: bool = False
+
+    @classmethod
+    def of(
+        cls, template: str, call_parser: str = "auto", reasoning_parser: str = "auto"
+    ) -> Formats:
+        """Return the formats that a chat template writes, or those of the named parsers."""
+        return cls(
+            _calls_in(template) if call_parser == "auto" else CALL_PARSERS[call_parser],
+            _reasoning_in(template)
+            if reasoning_parser == "auto"
+            else REASONING_PARSERS[reasoning_parser],
+            has_names_first="[ARGS]" in template,
+            always_reasons=reasoning_parser in ("deepseek_r1", "deepseek-r1"),
+        )
+
+    def is_reasoning(self, prompt: str) -> bool:
+        """Return whether an answer to the rendered conversation begins within its reasoning."""
+        begin, end = self._markers
+        is_closed = not begin or prompt.rstrip().endswith(end)
+        return not is_closed and (self.always_reasons or prompt.rstrip().endswith(begin))
+
+    @property
+    def reasoning_end(self) -> str:
+        """The text that ends reasoning; empty if there is none."""
+        return "<|end|>" if self.reasoning == "openai" else self._markers[1]
+
+    @property
+    def _markers(self) -> tuple[str, str]:
+        return THOUGHTS.get(self.reasoning or "openai", ("", ""))
+
+    def of_json(self, grammar: Grammar, prompt: str) -> Grammar:
+        """Return the grammar of answers to `prompt` that are JSON of a schema after reasoning."""
+        try:
+            schema = json.loads(grammar.text)
+        except (ValueError, RecursionError):
+            return grammar
+        if not isinstance(schema, dict):
+            return grammar
+        before = ["<|channel|>", "final", "<|message|>"] if self.reasoning == "openai" else []
+        form = CallsForm([(before, schema, [])], is_single=True, thought=self._thought(prompt))
+        return Grammar.calls(form, grammar.source)
+
+    def of_calls(self, functions: Sequence[Function], syntax: AnswerSyntax, prompt: str) -> Grammar:
+        """Return the grammar of answers to `prompt` that are calls after any reasoning."""
+        pieces = [self._call(function.name, syntax.calls) for function in functions]
+        calls = [
+            (before, function.arguments_schema, after)
+            for function, (before, after) in zip(functions, pieces, strict=True)
+        ]
+        is_list = syntax.calls == "json" or (syntax.calls == "mistral" and not self.has_names_first)
+        opening = ["[TOOL_CALLS]"] if is_list and syntax.calls == "mistral" else []
+        between = {"hermes": ["\n"], "llama3_json": ["; "]}.get(syntax.calls or "", [])
+        form = CallsForm(
+            calls,
+            opening=[*opening, "["] if is_list else [],
+            between=[", "] if is_list else between,
+            ending=["]"] if is_list else [],
+            is_single=syntax.calls == "openai" or not syntax.is_parallel,
+            thought=self._thought(prompt),
+        )
+        return Grammar.calls(form)
+
+    def _call(self, name: str, calls: CallFormat | None) -> tuple[list[str], list[str]]:
+        """Return the text before and after the arguments of a call."""
+        quoted = json.dumps(name, ensure_ascii=False)
+        if calls == "hermes":
+            return ["<tool_call>", f'\n{{"name": {quoted}, "arguments": '], ["}\n", "</tool_call>"]
+        if calls == "openai":
+            recipient = f"commentary to=functions.{name} "
+            return ["<|channel|>", recipient, "<|constrain|>", "json", "<|message|>"], []
+        if calls == "mistral" and self.has_names_first:
+            return ["[TOOL_CALLS]", name, "[ARGS]"], []
+        key = "arguments" if calls == "mistral" else "parameters"
+        return [f'{{"name": {quoted}, "{key}": '], ["}"]
+
+    def _thought(self, prompt: str) -> tuple[list[str], list[str], bool] | None:
+        """Return the `thought` of `CallsForm`."""
+        if self.reasoning == "openai":
+            analysis = ["<|channel|>", "analysis", "<|message|>"]
+            return analysis, ["<|end|>", "<|start|>", "assistant"], False
+        begin, end = self._markers
+        if not begin or prompt.rstrip().endswith(end):
+            return None
+        return [begin], [end], self.is_reasoning(prompt)
+
+
+def _calls_in(template: str) -> CallFormat | None:
+    if "<|channel|>" in template:
+        return "openai"
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "<tool_call>" in template:
+        return "hermes"
+    is_llama = "<|python_tag|>" in template or '{"name": function name, "parameters"' in template
+    return "llama3_json" if is_llama else None
+
+
+def _reasoning_in(template: str) -> ReasoningFormat | None:
+    if "<|channel|>" in template:
+        return "openai"
+    if "[THINK]" in template:
+        return "mistral"
+    return "think" if "</think>" in template else None

@@ -1,0 +1,215 @@
+"""The Responses API, asked by the official client."""
+
+import asyncio
+from typing import get_type_hints
+
+import httpx
+import openai
+import pytest
+from openai.types.responses import Response
+from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
+from pydantic import BaseModel
+
+from serve_spec.core.request import FinishReason
+from serve_spec.serving.fields import UNSUPPORTED
+from serve_spec.serving.messages import Accepted
+from serve_spec.serving.responses import ResponsesRequest, messages_of
+from tests.serving.asgi import Server
+from tests.serving.conftest import MODEL
+from tests.serving.fakes import ScriptedFleet, delta, lost
+from tests.serving.texts import word_tokenizer, write_text_files
+
+
+@pytest.fixture
+def server(config):
+    write_text_files(config.model.path, tokenizer=word_tokenizer())
+    return Server(config)
+
+
+def client_of(server):
+    transport = httpx.ASGITransport(server.app, raise_app_exceptions=False)
+    http = httpx.AsyncClient(transport=transport, base_url="http://test")
+    return openai.AsyncOpenAI(
+        api_key="none", base_url="http://test/v1", http_client=http, max_retries=0
+    )
+
+
+def create(server, given="a b c", **fields):
+    return asyncio.run(client_of(server).responses.create(model=MODEL, input=given, **fields))
+
+
+def events_of(server, given="a b c", **fields):
+    async def listen():
+        stream = await client_of(server).responses.create(
+            model=MODEL, input=given, stream=True, **fields
+        )
+        return [event async for event in stream]
+
+    return asyncio.run(listen())
+
+
+def post(server, **body):
+    return server.ask("POST", "/v1/responses", json=body)
+
+
+def test_every_field_that_the_official_client_can_send_is_known():
+    theirs = set(get_type_hints(ResponseCreateParamsStreaming))
+    not_texts = {"access_programs", "image"}
+    assert theirs - not_texts <= {*ResponsesRequest.model_fields, *UNSUPPORTED}
+
+
+def test_an_answer_is_a_message_with_its_usage(server):
+    response = create(server, max_output_tokens=5, metadata={"k": "v"}, store=False)
+    assert response.output_text == "a b c a b "
+    assert response.id.startswith("resp_")
+    assert (response.object, response.model, response.status) == ("response", MODEL, "incomplete")
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.metadata == {"k": "v"}
+    (item,) = response.output
+    assert (item.type, item.role, item.status) == ("message", "assistant", "incomplete")
+    usage = response.usage
+    assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (3, 5, 8)
+    assert usage.speculation["num_rounds"] == 3
+
+
+def test_a_text_that_ends_by_itself_is_complete(server):
+    server.fleet = ScriptedFleet([Accepted(1, "r"), delta("a", 1, finish=FinishReason.STOP)])
+    response = create(server)
+    assert (response.status, response.incomplete_details) == ("completed", None)
+    assert events_of(server)[-1].type == "response.completed"
+
+
+def test_a_stream_is_the_events_of_one_item_between_those_of_the_response(server):
+    events = events_of(server, max_output_tokens=5)
+    assert [event.type.removeprefix("response.") for event in events] == [
+        "created", "in_progress", "output_item.added", "content_part.added",
+        *["output_text.delta"] * 3,
+        "output_text.done", "content_part.done", "output_item.done", "incomplete",
+    ]  # fmt: skip
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    assert "".join(e.delta for e in events if e.type.endswith("text.delta")) == "a b c a b "
+    first, last = events[0].response, events[-1].response
+    assert (first.status, first.output, first.usage) == ("in_progress", [], None)
+    whole = create(server, max_output_tokens=5)
+    assert last.output_text == whole.output_text
+    assert last.usage.output_tokens == 5
+    assert {event.item_id for event in events[3:9] if hasattr(event, "item_id")} == {
+        last.output[0].id
+    }
+
+
+def test_items_of_a_conversation_are_messages_of_a_chat(server):
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "b"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": []},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "c"}]},
+        {"role": "user", "content": "on"},
+    ]
+    answered = create(server, items, instructions="a", max_output_tokens=4)
+    assert answered.output_text == "a b c on "
+    assert answered.instructions == "a"
+    said = create(server, "a", max_output_tokens=1).output
+    sent_back = [{"role": "user", "content": "a"}, *[item.model_dump() for item in said]]
+    assert create(server, sent_back, max_output_tokens=1).usage.input_tokens == 2
+
+
+def test_calls_and_their_results_are_messages_of_a_chat():
+    body = ResponsesRequest(
+        input=[
+            {"role": "user", "content": "a"},
+            {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+            {"type": "function_call", "call_id": "c2", "name": "g", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": "1"},
+        ]
+    )
+    messages, places = messages_of(body)
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
+    assert [call["id"] for call in messages[1]["tool_calls"]] == ["c1", "c2"]
+    assert messages[2] == {"role": "tool", "tool_call_id": "c1", "content": "1"}
+    assert places == ["input.0", "input.1", "input.3"]
+
+
+def test_log_probabilities_come_with_the_text(server):
+    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    entries = create(server, max_output_tokens=3, **asked).output[0].content[0].logprobs
+    assert [entry.token for entry in entries] == ["a", "b", "c"]
+    assert [len(entry.top_logprobs) for entry in entries] == [2] * 3
+    events = events_of(server, max_output_tokens=3, **asked)
+    sent = [entry for e in events if e.type.endswith("delta") for entry in e.logprobs]
+    assert [entry.token for entry in sent] == ["a", "b", "c"]
+
+
+def test_a_parsed_answer_asks_for_a_strict_schema(server):
+    class Person(BaseModel):
+        name: str
+
+    texts = [delta('{"name": "x"}', 1, finish=FinishReason.STOP)]
+    server.fleet = ScriptedFleet([Accepted(1, "r"), *texts])
+    asked = []
+    generate = server.fleet.generate
+    server.fleet.generate = lambda request: asked.append(request) or generate(request)
+    client = client_of(server)
+    parsed = asyncio.run(client.responses.parse(model=MODEL, input="a", text_format=Person))
+    assert parsed.output_parsed == Person(name="x")
+    chat = asyncio.run(
+        client_of(server).chat.completions.parse(
+            model=MODEL, messages=[{"role": "user", "content": "a"}], response_format=Person
+        )
+    )
+    assert chat.choices[0].message.parsed == Person(name="x")
+    for request in asked:
+        assert '"additionalProperties": false' in request.params.grammar.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "input"),
+        ({"input": 3}, "input"),
+        ({"input": "a", "store": True}, "store"),
+        ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"input": "a", "conversation": "conv_1"}, "conversation"),
+        ({"input": "a", "background": True}, "background"),
+        ({"input": "a", "truncation": "auto"}, "truncation"),
+        ({"input": "a", "n": 2}, "n"),
+        ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "a", "max_output_tokens": 99}, "max_output_tokens"),
+        ({"input": "a", "temperature": -1}, "temperature"),
+        ({"input": "a", "text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content"),
+        ({"input": [{"role": "x", "content": "a"}], "instructions": "b"}, "input.0.role"),
+        ({"input": "a", "model": "other"}, "model"),
+        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools.0.type"),
+    ],
+    ids=repr,
+)
+def test_what_can_not_be_is_refused_by_its_own_name(server, fields, param):
+    answer = post(server, **fields)
+    assert answer.status_code in (400, 404), answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def test_a_prompt_that_is_too_long_is_a_413(server):
+    answer = post(server, input="a " * 64)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (413, "input")
+
+
+def test_a_stream_that_fails_ends_with_an_error(server):
+    server.fleet = ScriptedFleet([Accepted(1, "r"), delta("a", 1), lost()])
+    *_, said, error = events_of(server)
+    assert (said.delta, error.type, error.code) == ("a", "error", "replicas_lost")
+
+
+async def test_a_client_that_leaves_gives_its_place_back(server):
+    stream = await client_of(server).responses.create(model=MODEL, input="hold a", stream=True)
+    await stream.close()
+    assert server.door.in_flight == 0
+
+
+def test_the_official_client_finds_nothing_missing(server):
+    body = post(server, input="a", max_output_tokens=1).json()
+    response = Response.model_validate(body)
+    assert response.model_extra == {}
+    assert [*response.usage.model_extra] == ["speculation"]

@@ -1,0 +1,121 @@
+"""What the config.json of a checkpoint tells a configuration that leaves it out."""
+
+import json
+
+import pytest
+
+from serve_spec.config import ConfigError, ServeSpecConfig
+from serve_spec.config.base import ASSETS
+from tests.helpers.hub import COMMIT, add_repository, use_cache
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 32}
+TARGET = "asset:tiny/target"
+VERIFIER = {"speculators_config": {"verifier": {"name_or_path": "ada/target"}}}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """Write a config.json; return its folder."""
+
+    def write(config, name="draft"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("config", "algorithm"),
+    [
+        ({"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}, "EAGLE3"),
+        ({"speculators_model_type": "eagle"}, "EAGLE"),
+        ({**LLAMA, "architectures": ["LlamaForCausalLMEagle3"]}, "EAGLE3"),
+        ({**LLAMA, "draft_vocab_size": 32000}, "EAGLE3"),
+        ({**LLAMA, "num_hidden_layers": 1, "truncated_vocab_size": 32000}, "EAGLE3"),
+        ({**LLAMA, "eagle_config": {"use_aux_hidden_state": True}}, "EAGLE3"),
+        ({**LLAMA, "architectures": ["Qwen2ForCausalLMEagle"]}, "EAGLE"),
+        ({**LLAMA, "num_hidden_layers": 1}, "EAGLE"),
+        ({"model_type": "eagle", "model": LLAMA}, "EAGLE"),
+        ({"medusa_num_heads": 2}, "MEDUSA"),
+        ({"model_type": "medusa", "num_heads": 4}, "MEDUSA"),
+        (LLAMA, "STANDALONE"),
+    ],
+)
+def test_a_draft_tells_its_algorithm(checkpoint, config, algorithm):
+    folder = str(checkpoint(config))
+    found = ServeSpecConfig.load(TARGET, speculative_draft_model_path=folder).speculative
+    assert (found.speculative_algorithm, found.enabled) == (algorithm, True)
+    for given in ("NONE", "EAGLE3"):
+        config = ServeSpecConfig.load(
+            TARGET, speculative_draft_model_path=folder, speculative_algorithm=given
+        )
+        assert config.speculative.speculative_algorithm == given
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "medusa", "standalone"])
+def test_the_shipped_drafts_tell_their_algorithms(name):
+    config = ServeSpecConfig.load(TARGET, speculative_draft_model_path=f"asset:tiny/{name}")
+    assert config.speculative.speculative_algorithm == name.upper()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [({"speculators_model_type": "dflash"}, "dflash"), ({"architectures": ["T5Model"]}, "T5Model")],
+)
+def test_a_draft_that_is_not_supported_is_refused_by_its_kind(checkpoint, config, words):
+    folder = str(checkpoint(config))
+    with pytest.raises(ConfigError, match=rf"speculative_draft_model_path=.*{words}.*another"):
+        ServeSpecConfig.load(TARGET, speculative_draft_model_path=folder)
+
+
+@pytest.mark.parametrize(
+    ("own", "algorithm"),
+    [
+        ({"speculators_model_type": "eagle3", **VERIFIER}, "EAGLE3"),
+        ({"medusa_num_heads": 4, "base_model_name_or_path": "ada/target"}, "MEDUSA"),
+    ],
+)
+def test_a_draft_as_the_model_serves_the_target_that_it_names(checkpoint, own, algorithm):
+    folder = str(checkpoint(own))
+    config = ServeSpecConfig.load(folder)
+    assert (config.model.path, config.model.served_model_name) == ("ada/target", "ada/target")
+    assert config.speculative.speculative_draft_model_path == folder
+    assert config.speculative.speculative_algorithm == algorithm
+    plain = ServeSpecConfig.load(folder, speculative_algorithm="NONE")
+    assert (plain.model.path, plain.speculative.enabled) == ("ada/target", False)
+
+
+def test_a_draft_on_the_hub_starts_with_its_target_too(checkpoint, tmp_path, monkeypatch):
+    use_cache(monkeypatch, tmp_path / "hub")
+    speculator = checkpoint({"speculators_model_type": "eagle3", **VERIFIER})
+    add_repository(tmp_path / "hub", "ada/head", speculator)
+    add_repository(tmp_path / "hub", "ada/target", ASSETS / "tiny/target")
+    config = ServeSpecConfig.load("ada/head", revision="main")
+    assert config.model.path == "ada/target"
+    config = config.pinned()
+    assert config.model.path == f"ada/target@{COMMIT}"
+    assert config.speculative.speculative_draft_model_path == f"ada/head@{COMMIT}"
+    assert config.speculative.speculative_algorithm == "EAGLE3"
+
+
+def test_a_draft_that_is_downloaded_later_starts_with_its_target_too(
+    checkpoint, tmp_path, monkeypatch
+):
+    use_cache(monkeypatch, tmp_path / "hub")
+    config = ServeSpecConfig.load("ada/head")
+    assert config.model.path == "ada/head"
+    speculator = checkpoint({"speculators_model_type": "eagle3", **VERIFIER})
+    add_repository(tmp_path / "hub", "ada/head", speculator)
+    add_repository(tmp_path / "hub", "ada/target", ASSETS / "tiny/target")
+    config = config.pinned()
+    assert config.model.path == f"ada/target@{COMMIT}"
+    assert config.speculative.speculative_draft_model_path == f"ada/head@{COMMIT}"
+
+
+@pytest.mark.parametrize("given", [{"verifier": None}, {"verifier": ["ada"]}, "ada", None])
+def test_a_draft_as_the_model_must_name_a_target(checkpoint, given):
+    nameless = {"speculators_model_type": "eagle3", "speculators_config": given}
+    with pytest.raises(ConfigError, match=r"model\.path=.*names no target; give the target"):
+        ServeSpecConfig.load(str(checkpoint(nameless)))
