@@ -43,6 +43,9 @@ FLAGS = (
     Flag(("--load-format",), "load_format"),
     Flag(("--served-model-name",), "served_model_name"),
     Flag(("--chat-template",), "chat_template"),
+    Flag(("--generation-config",), "generation_config"),
+    Flag(("--tool-call-parser",), "tool_call_parser"),
+    Flag(("--reasoning-parser",), "reasoning_parser"),
     Flag(("--device",), "device"),
     Flag(("--dtype",), "dtype"),
     Flag(("--quantization", "-q"), "quantization"),
@@ -71,13 +74,14 @@ FLAGS = (
 
 NO_EFFECT = {
     "--trust-remote-code": "no effect: models are part of serve_spec, and remote code never runs",
+    "--enable-auto-tool-choice": "no effect: tools are always accepted; see --tool-call-parser",
     "--cuda-graph-max-bs": "no effect: graphs are captured for all sizes up to --max-num-seqs",
     "--torch-compile-max-bs": "no effect: layers are compiled for all batch sizes",
     "--attention-backend": "no effect: there is one attention implementation",
     "--log-level": "no effect: SERVE_SPEC_LOG_LEVEL sets the level",
 }
 """Flags that are accepted because common commands have them."""
-_WITHOUT_VALUE = ("--trust-remote-code",)
+_WITHOUT_VALUE = ("--trust-remote-code", "--enable-auto-tool-choice")
 
 SPECULATIVE_CONFIG = {
     "method": "speculative_algorithm",

@@ -28,8 +28,7 @@ class LLM:
     """
 
     def __init__(self, config: str | os.PathLike[str] | ServeSpecConfig, **overrides: Any) -> None:
-        self.config = ServeSpecConfig.load(config, **overrides).pinned()
-        self.config.download()
+        self.config = ServeSpecConfig.load(config, **overrides).download()
         self.engine = build_engine(self.config)
         self.collector = MetricsCollector()
         self.engine.metrics = self.collector

@@ -23,7 +23,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -209,7 +209,7 @@ def main(argv: list[str]) -> int:
         return 2
     try:
         with flags_named(args):
-            _check(plan)
+            plan = _checked(plan)
     except (ConfigError, CheckpointError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -255,13 +255,14 @@ def _resolved(config: ServeSpecConfig, keys: Collection[str]) -> dict[str, Any]:
     return {key: sections[section][key] for key, section in leaf_sections().items() if key in keys}
 
 
-def _check(plan: Plan) -> None:
-    """Download and check every checkpoint; raises as `check_model`."""
+def _checked(plan: Plan) -> Plan:
+    """Download and check every checkpoint; raise as `check_model`."""
+    configs = []
     for config in plan.configs:
         with _told(f"finding and checking {config.model.path}"):
-            exact = config.pinned()
-            exact.download()
-            check_model(exact)
+            configs.append(config.download())
+            check_model(configs[-1])
+    return replace(plan, configs=tuple(configs))
 
 
 def check_model(config: ServeSpecConfig) -> None:

@@ -23,7 +23,7 @@ A, B, C = (WORDS[word] for word in "abc")
 
 @pytest.fixture
 def server(config):
-    write_text_files(config.model.path, tokenizer=word_tokenizer())
+    write_text_files(config.model.folder, tokenizer=word_tokenizer())
     return Server(config)
 
 
@@ -110,7 +110,7 @@ def test_what_generate_can_not_do_is_a_400_that_names_it(server, body, param):
 class TestTokens:
     @pytest.fixture
     def server(self, config):
-        write_text_files(config.model.path, TEMPLATE)
+        write_text_files(config.model.folder, TEMPLATE)
         return Server(config)
 
     def ask(self, server, path, **body):

@@ -22,7 +22,7 @@ from tests.serving.texts import word_tokenizer, write_text_files
 
 @pytest.fixture
 def server(config):
-    write_text_files(config.model.path, tokenizer=word_tokenizer())
+    write_text_files(config.model.folder, tokenizer=word_tokenizer())
     return Server(config)
 
 

@@ -228,7 +228,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("field", "body"), REFUSED, ids=lambda given: repr(given)[:80])
 def test_wrong_tools_are_refused_by_name(config, field, body):
-    write_text_files(config.model.path, HERMES, max_position_embeddings=2**16)
+    write_text_files(config.model.folder, HERMES, max_position_embeddings=2**16)
     content = json.dumps({"messages": [USER], **body})
     headers = {"content-type": "application/json"}
     answer = Server(config).ask("POST", CHAT, content=content, headers=headers)
@@ -259,7 +259,7 @@ def saying(config, text, *, size=3, finish=FinishReason.STOP, logprobs=False):
 
 @pytest.fixture
 def checkpoint(config):
-    write_text_files(config.model.path, HERMES, max_position_embeddings=4096)
+    write_text_files(config.model.folder, HERMES, max_position_embeddings=4096)
     return config
 
 
