@@ -30,7 +30,9 @@ class Replica(RouterConnections):
     def __init__(self, *items):
         self.items = items
         self.cancelled = []
-        super().__init__("there", self._say, self.cancelled.append, lambda: {"is_healthy": True})
+        super().__init__(
+            "there", self._say, self.cancelled.append, lambda: {"is_healthy": True}, lambda: None
+        )
 
     async def _say(self, asked, queue):
         for item in self.items:

@@ -356,7 +356,7 @@ def test_usage_counts_the_tokens_of_the_reasoning(checkpoint, body, num_tokens):
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["</think>"])
     write_text_files(
-        checkpoint.model.path, HERMES, tokenizer=tokenizer, max_position_embeddings=4096
+        checkpoint.model.folder, HERMES, tokenizer=tokenizer, max_position_embeddings=4096
     )
     end = tokenizer.token_to_id("</think>")
     said = [delta("<think>", 1), delta("hm", *range(10)), delta("</think>Ye", 2, end, 3)]
@@ -420,7 +420,7 @@ def test_an_answer_with_calls_can_be_sent_back(checkpoint):
         {"role": "tool", "tool_call_id": call.id, "content": "x"} for call in message.tool_calls
     ]
     given = [USER, message.model_dump(), *answers]
-    text = rendered(checkpoint.model.path, *given, tools=TOOLS)
+    text = rendered(checkpoint.model.folder, *given, tools=TOOLS)
     assert f'"arguments": {ARGUMENTS}' in text
     assert all(f"({call.id})" in text for call in message.tool_calls)
     choice = ask(saying(checkpoint, "It will."), messages=given)
