@@ -27,8 +27,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from ray.serve.schema import ServeDeploySchema
-
 from serve_spec.config import ConfigError, RouterConfig, ServeSpecConfig
 from serve_spec.config.base import parse_yaml, read_text, unknown_key
 from serve_spec.config.flags import add_flags, add_model, flags_named, read_flags
@@ -103,6 +101,8 @@ def check_deployment(given: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: there are unknown keys, invalid values or invalid policy settings.
     """
+    from ray.serve.schema import ServeDeploySchema  # Ray takes seconds to import, --help none
+
     unknown = list(_unknown_keys(ServeDeploySchema, given, ""))
     if unknown:
         raise ConfigError(*unknown)
