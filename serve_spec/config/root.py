@@ -151,7 +151,7 @@ class ServeSpecConfig(StrictModel):
 
 def is_file(source: str | os.PathLike[str]) -> bool:
     """Return whether `source` is a configuration file, and not the name of a checkpoint."""
-    return Path(source).suffix in (".yaml", ".yml") or Path(source).is_file()
+    return Path(source).suffix in (".yaml", ".yml", ".json")
 
 
 def _with_shipped(sections: Sections) -> Sections:
