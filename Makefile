@@ -2,6 +2,7 @@
 #
 #   make serve    install, then serve the shipped model and print a curl line
 #   make test     install, then lint, types and the CPU tests (what .ci/run calls)
+#   make clients  run other projects' clients (litellm, langchain, ...) against the shipped pair
 #   make size     print the size of the repository beside its budgets
 #   make fuzz     random lives of engines, as many as wanted: SLICES=40 EXAMPLES=150
 #
@@ -26,7 +27,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 ENGINE_TESTS := tests/unit/engine tests/unit/models tests/unit/parallel tests/fuzz tests/e2e
 NO_RAY := -m "not gpu and not ray"
 
-.PHONY: install serve test test-engine test-rest test-ray fuzz lint types format bench size clean
+.PHONY: install serve test test-engine test-rest test-ray clients fuzz lint types format bench size clean
 
 install: $(STAMP)
 
@@ -62,6 +63,12 @@ fuzz: install
 # Some of Ray's limits are times: no other tests run beside its processes.
 test-ray: install
 	$(BIN)/python -m pytest -m ray tests/e2e tests/serving
+
+CLIENTS := $(VENV)-clients
+clients: install
+	test -x $(CLIENTS)/bin/python || $(BIN)/python -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install -q -r recipes/clients/requirements.txt
+	SERVE_SPEC=$(abspath $(BIN)/serve-spec) $(CLIENTS)/bin/python -m pytest -c /dev/null recipes/clients
 
 lint: install
 	$(BIN)/ruff check .

@@ -127,7 +127,7 @@ class AdaptiveController:
         self._build_policy(wanted)
 
     def _build_policy(self, settings: PolicySettings) -> None:
-        """Start anew with these settings, at the shape of now."""
+        """Build the policy of these settings at the current shape."""
         start = self._active or settings.shape
         self._policy = settings.build(start.depth, self._costs, self._accept_rates)
         self.settings, self._reconfigured, self._fallback = settings, True, None

@@ -232,7 +232,7 @@ class CostSurface:
         return curve
 
     def of_tokens(self, num_tokens: Any, context: float) -> Floats:
-        """Return ms of so many tokens of any requests, an array: those of full depth decide."""
+        """Return ms for arrays of numbers of tokens, interpolated at full depth."""
         position, tokens = self._position(context), np.array(self._sizes) * self._ms.shape[2]
         ms = self._ms[0, :, -1] + position * (self._ms[1, :, -1] - self._ms[0, :, -1])
         slope = (ms[-1] - ms[-2]) / (tokens[-1] - tokens[-2])

@@ -121,7 +121,7 @@ class StepRecord:
 
     @property
     def batch_size(self) -> int:
-        """Decoding requests."""
+        """Return the number of decoding requests."""
         return len(self.accept_lengths)
 
     @property

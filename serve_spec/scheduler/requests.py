@@ -242,7 +242,7 @@ def wanted_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
 
 
 def text_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
-    """Return the n-gram drafts per request; 0: a model drafts, if anything does."""
+    """Return the number of n-gram drafts per request; 0 if it has none or a model drafts."""
     if not any(batch.text_steps):
         return [0] * batch.size
     wanted = wanted_steps(steps, batch) if steps.text_steps is None else steps.text_steps
@@ -263,7 +263,7 @@ def usable_budget(
 
 
 def _shared(num_drafts: list[int], batch: DecodeBatch) -> list[int]:
-    """Return the drafts of every request, at most an even share of a room too small for all."""
+    """Return the number of drafts per request, cut to an even share if they do not all fit."""
     if sum(num_drafts) <= batch.max_draft_tokens:
         return num_drafts
     share = batch.max_draft_tokens // batch.size

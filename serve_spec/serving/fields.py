@@ -192,13 +192,16 @@ def _of_format(kind: str, schema: Mapping[str, Any] | None) -> list[Grammar]:
 
 
 def _of_schema(given: Mapping[str, Any]) -> Grammar:
-    """Return the grammar of `{"name": ..., "schema": {...}}`; with `strict` see `closed`."""
+    """Return the grammar of `{"name": ..., "schema": {...}}`.
+
+    Unless `strict` is false, the schema is `closed`: small models go on adding keys.
+    """
     field = f"{_FORMAT}.json_schema"
     _check_known(field, given, _SCHEMA_FIELDS)
     if not isinstance(given.get("schema"), dict):
         raise InvalidRequest(f"{field}.schema", None, "give a JSON Schema object")
     try:
-        schema = closed(given["schema"]) if given.get("strict") else given["schema"]
+        schema = given["schema"] if given.get("strict") is False else closed(given["schema"])
     except RecursionError:
         fix = "not a JSON Schema: nested too deeply"
         raise InvalidRequest(f"{field}.schema", "<object>", fix) from None

@@ -397,10 +397,12 @@ ONLY_ONE = {**ONE, "additionalProperties": False}
     ],
     ids=repr,
 )
-def test_a_strict_schema_closes_its_objects(schema, meant):
-    form = {"type": "json_schema", "json_schema": {"schema": schema, "strict": True}}
-    grammar = chat(response_format=form).sampling_params().grammar
-    assert json.loads(grammar.text) == meant
+def test_objects_of_a_schema_are_closed_unless_it_is_not_strict(schema, meant):
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    for strict in ({}, {"strict": None}, {"strict": True}):
+        form["json_schema"] |= strict
+        grammar = chat(response_format=form).sampling_params().grammar
+        assert json.loads(grammar.text) == meant
     form["json_schema"]["strict"] = False
     assert json.loads(chat(response_format=form).sampling_params().grammar.text) == schema
 

@@ -78,7 +78,7 @@ def survival_of(batch, b, path):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(batch=batches(ties=False) | batches(ties=True))
 def test_survival_is_the_product_of_chances_of_drafts_that_exist(way, batch):
     found, paths = admit(way, batch), paths_of(batch["drafts"], batch["parents"])
@@ -87,7 +87,7 @@ def test_survival_is_the_product_of_chances_of_drafts_that_exist(way, batch):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(batch=batches(ties=False) | batches(ties=True))
 def test_the_first_of_a_sort_are_admitted_each_behind_its_own_path(way, batch):
     found = admit(way, batch)
@@ -112,7 +112,7 @@ def plain_batch(shares, weight, budget):
     return batch | {"shares": shares, "calibration": [[(weight, 0)] * width], "budget": [budget]}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(batches(ties=True))
 @example(plain_batch([[-1.0] * 63] * 40, 0.0, 99))
 @example(plain_batch([[-1.0] * 63] * 261, 0.0, 999))  # more than the kernel admits itself
