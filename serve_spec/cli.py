@@ -20,6 +20,9 @@ _COMMANDS = {
     "check-config": "check a model and print its configuration, or its errors",
 }
 
+_INTERRUPTED = 130
+"""Exit status after Ctrl-C, as in shells."""
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; return the process exit status."""
@@ -36,6 +39,8 @@ def main(argv: list[str] | None = None) -> int:
     except (ConfigError, InvalidRequest, CheckpointError) as error:
         print(f"serve-spec {command}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return _INTERRUPTED
 
 
 def _load(command: str) -> Callable[[list[str]], int]:

@@ -233,6 +233,8 @@ def checkpoint_name(field: str, value: str | Path, folder: Path) -> str:
         locate(field, text, folder)
         return text
     found = os.path.abspath(folder / Path(text).expanduser())
+    if os.path.isfile(found):
+        raise Refusal(field, text, f"{found} is a file; give the folder of the checkpoint")
     if text and os.path.exists(found):
         return found
     if _HUB_ID.fullmatch(text):

@@ -60,9 +60,8 @@ def main(
         with flags_named(args):
             configs = _load(args.config, given, read_deployment)
             if args.draft is None:
-                configs = [config.pinned() for config in configs]
+                configs = [config.download() for config in configs]
                 for config in configs:
-                    config.download()
                     check_checkpoints(config)
         draft = None if args.draft is None else _draft_folder(args.draft)
     except ValueError as error:

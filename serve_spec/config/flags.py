@@ -43,6 +43,9 @@ FLAGS = (
     Flag(("--load-format",), "load_format"),
     Flag(("--served-model-name",), "served_model_name"),
     Flag(("--chat-template",), "chat_template"),
+    Flag(("--generation-config",), "generation_config"),
+    Flag(("--tool-call-parser",), "tool_call_parser"),
+    Flag(("--reasoning-parser",), "reasoning_parser"),
     Flag(("--device",), "device"),
     Flag(("--dtype",), "dtype"),
     Flag(("--quantization", "-q"), "quantization"),
@@ -57,6 +60,7 @@ FLAGS = (
     Flag(("--enable-prefix-caching",), "prefix_caching", fixed=True),
     Flag(("--no-enable-prefix-caching", "--disable-radix-cache"), "prefix_caching", fixed=False),
     Flag(("--enforce-eager", "--disable-cuda-graph"), "cuda_graphs", fixed=False),
+    Flag(("--enable-torch-compile",), "torch_compile", fixed=True),
     Flag(("--max-num-seqs", "--max-running-requests"), "max_num_seqs"),
     Flag(("--max-num-batched-tokens",), "max_num_batched_tokens"),
     Flag(("--chunked-prefill-size",), "chunked_prefill_size"),
@@ -70,10 +74,14 @@ FLAGS = (
 
 NO_EFFECT = {
     "--trust-remote-code": "no effect: models are part of serve_spec, and remote code never runs",
-    "--cuda-graph-max-bs": "no effect: graphs are captured for all batch sizes up to "
-    "--max-num-seqs",
+    "--enable-auto-tool-choice": "no effect: tools are always accepted; see --tool-call-parser",
+    "--cuda-graph-max-bs": "no effect: graphs are captured for all sizes up to --max-num-seqs",
+    "--torch-compile-max-bs": "no effect: layers are compiled for all batch sizes",
+    "--attention-backend": "no effect: there is one attention implementation",
+    "--log-level": "no effect: SERVE_SPEC_LOG_LEVEL sets the level",
 }
 """Flags that are accepted because common commands have them."""
+_WITHOUT_VALUE = ("--trust-remote-code", "--enable-auto-tool-choice")
 
 SPECULATIVE_CONFIG = {
     "method": "speculative_algorithm",
@@ -98,7 +106,7 @@ _UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30
 _MODEL_HELP = "hub id ORG/NAME[@REVISION], folder, asset:NAME, or configuration file (YAML)"
 
 
-def field_of(key: str) -> FieldInfo:
+def _field(key: str) -> FieldInfo:
     """Return the field of a leaf key."""
     section = section_model(ServeSpecConfig.model_fields[leaf_sections()[key]])
     assert section is not None, "keys are in sections"
@@ -134,9 +142,10 @@ def add_flags(parser: argparse.ArgumentParser, *, without: tuple[str, ...] = ())
         help=f"vLLM's object of speculative settings; keys: {', '.join(SPECULATIVE_CONFIG)}",
     )
     for option, text in NO_EFFECT.items():
-        takes_none = option == "--trust-remote-code"
-        kind: dict[str, Any] = {"action": "store_true"} if takes_none else {"metavar": "N"}
-        group.add_argument(option, dest=argparse.SUPPRESS, help=text, **kind)
+        nargs = 0 if option in _WITHOUT_VALUE else None
+        group.add_argument(
+            option, action=_Ignore, nargs=nargs, dest=argparse.SUPPRESS, metavar="VALUE", help=text
+        )
     if "--set" not in without:
         group.add_argument(
             "--set",
@@ -150,7 +159,7 @@ def add_flags(parser: argparse.ArgumentParser, *, without: tuple[str, ...] = ())
 
 def _settings(flag: Flag) -> dict[str, Any]:
     """Return argparse's settings of a flag."""
-    field = field_of(flag.key)
+    field = _field(flag.key)
     text = (field.description or "").replace("%", "%%").rstrip(".")
     default = json.dumps(field.default)
     settings: dict[str, Any] = {"action": _Set, "key": flag.key, "dest": argparse.SUPPRESS}
@@ -208,6 +217,11 @@ class _Set(argparse.Action):
         else:
             value = read_value(self._key, values, option)
         namespace.flags = {**namespace.flags, self._key: (option, value)}
+
+
+class _Ignore(argparse.Action):
+    def __call__(self, *_: Any) -> None:
+        """Do nothing."""
 
 
 class _SpeculativeConfig(argparse.Action):
@@ -287,7 +301,7 @@ def read_value(key: str, text: str, name: str) -> Any:
     Raises:
         ConfigError: it is not YAML, for a key that is no text; `name` is in the message.
     """
-    field = field_of(key)
+    field = _field(key)
     kinds = {field.annotation, *get_args(field.annotation)}
     if key == "speculative_algorithm":
         text = text.upper()

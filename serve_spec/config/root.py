@@ -131,13 +131,14 @@ class ServeSpecConfig(StrictModel):
         # A draft that was given as the model has become the draft of its target.
         return found if found.model.path == exact["path"] else found.pinned()
 
-    def download(self) -> None:
-        """Download what the cache of the hub lacks, with progress bars on stderr.
+    def download(self) -> Self:
+        """Return `pinned` after downloading what the cache lacks, with progress bars on stderr.
 
         Raises:
             ConfigError: the hub does not have it, refuses it, or cannot be reached.
         """
-        model, draft = self.model, self.speculative.speculative_draft_model_path
+        exact = self.pinned()
+        model, draft = exact.model, exact.speculative.speculative_draft_model_path
         place: dict[str, Any] = {"download_dir": model.download_dir, "progress": True}
         weights = model.load_format != "dummy"
         checkpoint_folder("model.path", model.source, weights=weights, **place)
@@ -145,11 +146,12 @@ class ServeSpecConfig(StrictModel):
             checkpoint_folder("model.tokenizer_path", model.tokenizer_path, weights=False, **place)
         if draft is not None:
             checkpoint_folder(_DRAFT, draft, weights=weights, **place)
+        return exact
 
 
 def is_file(source: str | os.PathLike[str]) -> bool:
     """Return whether `source` is a configuration file, and not the name of a checkpoint."""
-    return Path(source).suffix in (".yaml", ".yml") or Path(source).is_file()
+    return Path(source).suffix in (".yaml", ".yml", ".json")
 
 
 def _with_shipped(sections: Sections) -> Sections:

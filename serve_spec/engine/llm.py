@@ -13,7 +13,6 @@ from serve_spec.config.flags import add_flags, add_model, load_flags
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import RequestOutput, SamplingParams, TokenDelta
 from serve_spec.core.sequence import Sequence
-from serve_spec.engine.build import build_engine
 from serve_spec.engine.collector import MetricsCollector
 from serve_spec.engine.inputs import sampling_defaults
 from serve_spec.engine.output import OutputProcessor
@@ -28,8 +27,9 @@ class LLM:
     """
 
     def __init__(self, config: str | os.PathLike[str] | ServeSpecConfig, **overrides: Any) -> None:
-        self.config = ServeSpecConfig.load(config, **overrides).pinned()
-        self.config.download()
+        from serve_spec.engine.build import build_engine  # torch takes seconds to import
+
+        self.config = ServeSpecConfig.load(config, **overrides).download()
         self.engine = build_engine(self.config)
         self.collector = MetricsCollector()
         self.engine.metrics = self.collector

@@ -23,11 +23,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
-
-from ray.serve.schema import ServeDeploySchema
 
 from serve_spec.config import ConfigError, RouterConfig, ServeSpecConfig
 from serve_spec.config.base import parse_yaml, read_text, unknown_key
@@ -103,6 +101,8 @@ def check_deployment(given: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: there are unknown keys, invalid values or invalid policy settings.
     """
+    from ray.serve.schema import ServeDeploySchema  # Ray takes seconds to import, --help none
+
     unknown = list(_unknown_keys(ServeDeploySchema, given, ""))
     if unknown:
         raise ConfigError(*unknown)
@@ -209,7 +209,7 @@ def main(argv: list[str]) -> int:
         return 2
     try:
         with flags_named(args):
-            _check(plan)
+            plan = _checked(plan)
     except (ConfigError, CheckpointError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -255,13 +255,14 @@ def _resolved(config: ServeSpecConfig, keys: Collection[str]) -> dict[str, Any]:
     return {key: sections[section][key] for key, section in leaf_sections().items() if key in keys}
 
 
-def _check(plan: Plan) -> None:
-    """Download and check every checkpoint; raises as `check_model`."""
+def _checked(plan: Plan) -> Plan:
+    """Download and check every checkpoint; raise as `check_model`."""
+    configs = []
     for config in plan.configs:
         with _told(f"finding and checking {config.model.path}"):
-            exact = config.pinned()
-            exact.download()
-            check_model(exact)
+            configs.append(config.download())
+            check_model(configs[-1])
+    return replace(plan, configs=tuple(configs))
 
 
 def check_model(config: ServeSpecConfig) -> None:

@@ -212,14 +212,18 @@ _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "de
 _LISTED_SCHEMAS = ("anyOf", "oneOf", "prefixItems")
 
 
+_ANNOTATIONS = frozenset({"$comment", "description", "examples", "title"})
+
+
 def closed(schema: Any) -> Any:
     """Return a JSON Schema whose objects have only the properties that it names.
 
-    An object that names its `additionalProperties`, or joins schemas with `allOf`, stays as it is.
+    Annotations are left out, because the length of a grammar is limited. An object that names its
+    `additionalProperties`, or joins schemas with `allOf`, stays as it is.
     """
     if not isinstance(schema, dict):
         return schema
-    found = dict(schema)
+    found = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
     for key in _NAMED_SCHEMAS:
         if isinstance(found.get(key), dict):
             found[key] = {name: closed(each) for name, each in found[key].items()}

@@ -338,8 +338,8 @@ def add_state(
     async def model_info() -> dict[str, object]:
         """Return the model, as SGLang does."""
         return {
-            "model_path": str(config.model.path),
-            "tokenizer_path": str(config.model.tokenizer_path or config.model.path),
+            "model_path": config.model.path,
+            "tokenizer_path": config.model.tokenizer_path or config.model.path,
             "served_model_name": config.model.names[0],
             "is_generation": True,
             "preferred_sampling_params": None,

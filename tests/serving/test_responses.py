@@ -294,7 +294,7 @@ def test_a_stream_that_fails_ends_with_an_error(server):
 async def test_a_client_that_leaves_gives_its_place_back(server):
     stream = await client_of(server).responses.create(model=MODEL, input="hold a", stream=True)
     await stream.close()
-    assert server.door.in_flight == 0
+    assert server.admission.in_flight == 0
 
 
 def test_the_official_client_finds_nothing_missing(server):

@@ -2,10 +2,11 @@
 
 import json
 import logging
+import re
 import subprocess
 import sys
 
-from serve_spec.log import TRACE_ID, JSONFormatter, get_logger
+from serve_spec.log import TRACE_ID, JSONFormatter, get_logger, stage
 
 PROGRAM = """
 from serve_spec.log import TRACE_ID, get_logger
@@ -50,3 +51,21 @@ def test_a_record_from_elsewhere_is_formatted_as_well():
 def test_outside_a_request_there_is_no_id():
     assert TRACE_ID.get() == "-"
     assert get_logger("serve_spec.engine").name == "serve_spec.engine"
+
+
+def test_a_part_of_the_start_is_told_with_its_time_where_a_server_wants_it(monkeypatch):
+    told = []
+    progress = get_logger("serve_spec.progress")
+    monkeypatch.setattr(progress, "handle", lambda record: told.append(record.getMessage()))
+    with stage("loading"):
+        pass
+    assert told == []
+    progress.setLevel(logging.INFO)
+    try:
+        with stage("loading"):
+            pass
+    finally:
+        progress.setLevel(logging.NOTSET)
+    began, done = told
+    assert began == "loading ..."
+    assert re.fullmatch(r"loading: done in \d+\.\d s", done)

@@ -1,5 +1,8 @@
 """What a program imports."""
 
+import subprocess
+import sys
+
 import pytest
 
 import serve_spec
@@ -29,3 +32,28 @@ def test_the_help_names_every_benchmark(capsys):
     assert cli.main(["--help"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "  bench " in line]
     assert line.split("run ")[1].split(", ") == list(BENCHMARKS)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "serve",
+        "generate",
+        "check-config",
+        "tune",
+        "bench adaptive",
+        "bench offline",
+        "bench online",
+    ],
+)
+def test_a_help_text_waits_for_no_heavy_library(command):
+    program = (
+        "import sys; from serve_spec import cli\n"
+        f"try: cli.main([*{command.split()!r}, '--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'ray', 'transformers', 'huggingface_hub'} & set(sys.modules)\n"
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--max-model-len" in done.stdout

@@ -48,7 +48,7 @@ def hub(tmp_path, monkeypatch):
 LESSON = """--model meta-llama/Llama-2-7b-chat-hf --speculative-algorithm EAGLE
     --speculative-draft-model-path lmsys/sglang-EAGLE-llama2-chat-7B --speculative-num-steps 5
     --speculative-eagle-topk 8 --speculative-num-draft-tokens 64 --mem-fraction 0.7
-    --cuda-graph-max-bs 2 --trust-remote-code --port 30000"""
+    --cuda-graph-max-bs 2 --trust-remote-code --log-level warning --port 30000"""
 
 
 def test_the_command_of_sglang_s_lesson_means_what_it_says(hub):

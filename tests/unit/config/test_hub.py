@@ -87,6 +87,13 @@ def test_what_is_neither_a_folder_nor_an_id_is_refused(tmp_path, monkeypatch, na
     assert str(caught.value).startswith(f"model.path={name!r}: nothing at ")
 
 
+def test_a_file_of_weights_is_no_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m.gguf").touch()
+    with pytest.raises(ConfigError, match=r"m\.gguf is a file; give the folder"):
+        model("m.gguf")
+
+
 RESPONSE = httpx.Response(403, request=httpx.Request("GET", "https://huggingface.co"))
 
 
