@@ -55,9 +55,7 @@ def test_downloads_may_have_a_folder_of_their_own(snapshot, tmp_path):
     config = ServeSpecConfig.load("ada/other", download_dir=mine)
     assert config.model.folder == folder
     assert config.download().model.path == f"ada/other@{COMMIT}"
-    with pytest.raises(
-        ConfigError, match=r"^model\.path='ada/other': no such folder, it is not in"
-    ):
+    with pytest.raises(ConfigError, match="it is not in the cache"):
         ServeSpecConfig.load("ada/other").download()
 
 
