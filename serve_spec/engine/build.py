@@ -273,7 +273,10 @@ def build_worker(
         config.scheduler.max_num_seqs, max_pages, runner.pool.scratch_page, vocab_size, device
     )
     compiler = GrammarCompiler(
-        lambda: Tokenizer(config.model.tokenizer_folder).describe(), vocab_size, eos_token_ids
+        lambda: Tokenizer(config.model.tokenizer_folder).describe(),
+        vocab_size,
+        eos_token_ids,
+        target.shape.num_ids,
     )
     compiler.prepare()
     policy = _policy(config, loaded)

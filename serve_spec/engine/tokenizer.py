@@ -174,9 +174,12 @@ def _converted(folder: Path) -> HFTokenizer:
     # AutoTokenizer needs tokenizer_config.json to add the space before a text.
     kind = LlamaTokenizer if is_sentencepiece else AutoTokenizer
     try:
-        converted: HFTokenizer = kind.from_pretrained(
-            folder, local_files_only=True
-        ).backend_tokenizer
+        file = folder / "tokenizer_config.json"
+        is_silent = not file.is_file() or "add_bos_token" not in json.loads(file.read_text())
+        # Such checkpoints rely on the default before transformers 5.
+        defaults: dict[str, Any] = {"add_bos_token": True} if is_silent and is_sentencepiece else {}
+        loaded = kind.from_pretrained(folder, local_files_only=True, **defaults)
+        converted: HFTokenizer = loaded.backend_tokenizer
         if is_sentencepiece:
             _check_converted(converted, folder / old)
     except Exception as error:  # of the libraries beneath, and of their own classes

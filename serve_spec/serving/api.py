@@ -199,7 +199,6 @@ class Frontend:
     ) -> None:
         self.text = ModelText(config.model, config.router)
         self._names = config.model.names
-        self._served = self._names[0]
         self._is_strict = config.router.strict_fields
         self._record = record
         self._fingerprint = fingerprint(__version__, config.model.model_dump(mode="json"))
@@ -229,7 +228,7 @@ class Frontend:
     def check_model(self, name: str | None) -> None:
         """Raise ApiError if a request names another model."""
         if name is not None and name not in self._names:
-            raise unknown_model(name, self._served)
+            raise unknown_model(name, self._names[0])
 
     def answer(
         self,
@@ -254,7 +253,7 @@ class Frontend:
         """Return the shared fields. The id is not x-request-id, which need not be unique."""
         return AnswerHead(
             f"{kind}{separator}{body.request_id or uuid.uuid4().hex}",
-            self._served,
+            body.model or self._names[0],
             int(time.time()),
             self._fingerprint,
             include_usage=body.include_usage,
@@ -300,8 +299,7 @@ class Frontend:
         self, body: ChatRequest, head: AnswerHead, request: Request
     ) -> tuple[list[GenerateRequest], ChatFormat]:
         """Return the choices of a chat and the format of its answer."""
-        given = await self.text.params(body)
-        prompt, params, syntax = await self.text.conversation(body, given)
+        prompt, params, syntax = await self.text.conversation(body, await self.text.params(body))
         prompts: list[Prompt] = [prompt]
         choices = self.choices(head, request, prompts, params, body.num_choices)
         token_bytes = await self.token_bytes(body, is_wanted=bool(body.logprobs))

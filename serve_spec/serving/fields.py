@@ -114,13 +114,13 @@ def ignored_fields(body: StrictFields, place: str = "") -> Iterator[str]:
     for name in body.model_extra or ():
         if name not in UNSUPPORTED and name not in PRESENTATION:
             yield f"{place}{name[:MAX_NAME_CHARS]}"
-    for name in type(body).model_fields:
-        value = getattr(body, name)
+    for name, value in vars(body).items():
         if isinstance(value, StrictFields):
             yield from ignored_fields(value, f"{place}{name}.")
         elif isinstance(value, list) and value and isinstance(value[0], StrictFields):
             for index, item in enumerate(value):
-                yield from ignored_fields(item, f"{place}{name}.{index}.")
+                if item.model_extra:  # an item with nothing but known fields is not looked into
+                    yield from ignored_fields(item, f"{place}{name}.{index}.")
 
 
 _FORMAT = "response_format"
@@ -212,14 +212,18 @@ _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "de
 _LISTED_SCHEMAS = ("anyOf", "oneOf", "prefixItems")
 
 
+_ANNOTATIONS = frozenset({"$comment", "description", "examples", "title"})
+
+
 def closed(schema: Any) -> Any:
     """Return a JSON Schema whose objects have only the properties that it names.
 
-    An object that names its `additionalProperties`, or joins schemas with `allOf`, stays as it is.
+    Annotations are left out, because the length of a grammar is limited. An object that names its
+    `additionalProperties`, or joins schemas with `allOf`, stays as it is.
     """
     if not isinstance(schema, dict):
         return schema
-    found = dict(schema)
+    found = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
     for key in _NAMED_SCHEMAS:
         if isinstance(found.get(key), dict):
             found[key] = {name: closed(each) for name, each in found[key].items()}

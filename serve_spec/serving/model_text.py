@@ -121,7 +121,8 @@ class ModelText:
         if limit is not None and limit > room:
             fix = f"the messages have {len(token_ids)} tokens, which leaves {room}; lower {field}"
             raise InvalidRequest(field, limit, fix)
-        most = min(room, (self._defaults or {}).get("max_tokens", room))
+        default = (self._defaults or {}).get("max_tokens", room)
+        most = min(room, max(default, params.min_tokens))
         params = replace(params, max_tokens=most if limit is None else limit)
         return Conversation(token_ids, params, syntax)
 
@@ -328,7 +329,7 @@ def _parsed(
         formats.reasoning if separates else None,
         {function.name: function.arguments_schema for function in functions},
         is_reasoning=separates and formats.is_reasoning(prompt),
-        is_parallel=request.parallel_tool_calls is not False,
+        is_parallel=request.parallel_tool_calls is not False and not formats.is_single,
         shows_reasoning=request.include_reasoning is not False,
         reasoning_end=_reasoning_end(files),
     )

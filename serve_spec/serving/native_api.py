@@ -4,6 +4,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import FastAPI, Request
@@ -54,8 +55,8 @@ class GenerateBody(StrictFields):
     input_ids: GivenPrompts = Field(None, description="Token ids, instead of `text`.")
     sampling_params: dict[str, Any] | None = Field(
         None,
-        description="`max_new_tokens` (default 128), `min_new_tokens`, `sampling_seed`, and the "
-        "fields of the completions API.",
+        description="`max_new_tokens` (default 128; at most what fits), `min_new_tokens`, "
+        "`sampling_seed`, and the fields of the completions API.",
     )
     stream: bool | None = Field(None, description="Send server-sent events with the text so far.")
     return_logprob: bool | None = Field(
@@ -271,13 +272,17 @@ def add_generate(api: FastAPI, frontend: "Frontend") -> None:
     @api.post("/generate", response_model=None)
     async def generate(body: GenerateBody, request: Request) -> Response:
         """Complete prompts, as SGLang does; with `stream`, as server-sent events."""
-        with renamed(lambda field: _FIELDS.get(field, field)):
+        own_names = {**_FIELDS, "prompt": "input_ids" if body.text is None else "text"}
+        with renamed(lambda field: own_names.get(field, field)):
             asked = body.completion()
             frontend.admit(asked, len(asked.prompt))
             params = await frontend.text.params(asked)
+            prompts = await frontend.text.token_ids(asked, params.max_tokens)
         head = frontend.head("gen", asked)
-        head = AnswerHead(**{**vars(head), "id": body.rid or head.id})
-        prompts = await frontend.text.token_ids(asked, params.max_tokens)
+        head = replace(head, id=body.rid or head.id)
+        # As in SGLang, the context limits the answer; a prompt without room is refused.
+        room = await frontend.text.max_model_len() - max(map(len, prompts))
+        params = replace(params, max_tokens=max(1, min(params.max_tokens, room)))
         choices = frontend.choices(head, request, prompts, params, asked.num_choices)
         form = GenerateFormat(head, body, prompts, asked.num_choices)
         return frontend.answer(choices, form, num_prompts=len(prompts), stream=bool(body.stream))
@@ -340,6 +345,7 @@ def add_state(
             "preferred_sampling_params": None,
         }
 
+    @api.post("/reset_prefix_cache", include_in_schema=False)
     @api.api_route("/flush_cache", methods=["GET", "POST"], include_in_schema=False)
     async def flush_cache() -> Response:
         """Drop the cached prefixes that no request uses."""

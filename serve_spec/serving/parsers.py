@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -32,17 +32,12 @@ _MARKERS: Mapping[CallFormat, tuple[str, str]] = {
 
 # The start of a call up to its arguments, which can be passed on while they are written.
 _JSON_HEAD = re.compile(
-    r'\s*\{\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+    r'\s*\{\s*"name"\s*:\s*"((?:[^"\\]|\\.){1,256})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
-_NAME_HEAD = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
+_NAME_HEAD = re.compile(r"\s*([\w.-]{1,256})(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
 _STRUCTURE = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
 # Qwen3-Coder's format, and GLM's.
 _XML_NAME = re.compile(r"\s*(?:<function=([^>\n]+)>|([\w.-]+)\s*(?=<|$))")
-_XML_ARGUMENT = re.compile(
-    r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>"
-    r"|<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>",
-    re.DOTALL,
-)
 _CHANNEL = re.compile(r"<\|channel\|>(\w+)")
 _RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
 _MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -213,7 +208,7 @@ class AnswerParser:
             return None
         name = found[1] or found[2]
         properties = self._syntax.tools.get(name, {}).get("properties")
-        values = _typed(_XML_ARGUMENT.findall(self._text[:end]), properties)
+        values = _typed(_xml_arguments(self._text[:end]), properties)
         return name, json.dumps(values, ensure_ascii=False), end
 
     def _end_of_object(self) -> int:
@@ -262,6 +257,8 @@ class AnswerParser:
             if recipient and not (self._is_whole and not _is_object(self._text)):
                 kind = "arguments"
                 self._begin(recipient[1])
+                if (yield from self._next(*_MESSAGE_ENDS)) or not self._text.strip():
+                    self._emit(kind, "{}")
             elif channel and channel[1] == "analysis" and self._syntax.reasoning:
                 kind = "reasoning"
             if not (yield from self._until(kind, *_MESSAGE_ENDS)):
@@ -327,7 +324,8 @@ def _is_object(message: str) -> bool:
     """Return whether the message that a text begins with is a JSON object."""
     ends = (place for end in _MESSAGE_ENDS if (place := message.find(end)) >= 0)
     try:
-        return isinstance(json.loads(message[: min(ends, default=len(message))]), dict)
+        body = message[: min(ends, default=len(message))].strip()
+        return isinstance(json.loads(body or "{}"), dict)
     except (ValueError, RecursionError):
         return False
 
@@ -345,18 +343,25 @@ def _called(call: dict[str, Any]) -> tuple[str, str]:
     return call["name"], json.dumps(arguments, ensure_ascii=False)
 
 
-def _typed(arguments: Iterable[tuple[str, ...]], properties: object) -> dict[str, Any]:
-    """Return arguments of Qwen3-Coder's or GLM's format; those that are no strings are JSON.
+def _xml_arguments(text: str) -> Iterator[tuple[str, str]]:
+    """Yield names and texts of the arguments of a call in Qwen3-Coder's format, or in GLM's."""
+    for part in text.split("</parameter>")[:-1]:
+        name, _, value = part.partition("<parameter=")[2].partition(">")
+        yield name, value
+    for part in text.split("</arg_value>")[:-1]:
+        key, _, value = part.partition("<arg_value>")
+        yield key.partition("<arg_key>")[2].partition("</arg_key>")[0], value
 
-    properties: those of the JSON Schema of the arguments.
-    """
+
+def _typed(arguments: Iterable[tuple[str, str]], properties: object) -> dict[str, Any]:
+    """Return arguments by name; those that are no strings by their JSON Schemas are JSON."""
     values: dict[str, Any] = {}
-    for name, value, other_name, other_value in arguments:
-        key, text = (name or other_name).strip(), value or other_value
-        schema = properties.get(key) if isinstance(properties, dict) else None
+    for name, value in arguments:
+        text = value.removeprefix("\n").removesuffix("\n")
+        schema = properties.get(name) if isinstance(properties, dict) else None
         kind = schema.get("type", "string") if isinstance(schema, dict) else "string"
         try:
-            values[key] = text if "string" in kind else json.loads(text)
+            values[name] = text if "string" in kind else json.loads(text)
         except (ValueError, TypeError, RecursionError):
-            values[key] = text
+            values[name] = text
     return values

@@ -48,8 +48,7 @@ _NAMES = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-# Fields of `BaseRequest` that ask for what this answer has no place for.
-_ABSENT = ("stream_options", "return_token_ids", "prompt_logprobs", "response_format")
+_NO_PLACE = "not supported here; use /v1/chat/completions"
 
 
 def _items(value: object) -> str | list[dict[str, Any]]:
@@ -102,16 +101,25 @@ class ResponsesRequest(BaseRequest):
     store: Annotated[bool | None, Unavailable(False, instead=_NOT_STORED)] = None
     truncation: Annotated[Text | None, Unavailable("disabled")] = None
 
+    def refuse_absent(self) -> None:
+        """Raise InvalidRequest for a field that this API does not have."""
+        refuse_unavailable(self)
+        for name, is_given, fix in (
+            ("n", self.num_choices > 1, "send several requests"),
+            ("response_format", self.response_format is not None, "use text.format"),
+            ("return_token_ids", self.return_token_ids, _NO_PLACE),
+            ("prompt_logprobs", self.prompt_logprobs is not None, _NO_PLACE),
+        ):
+            if is_given:
+                raise InvalidRequest(name, "<given>", fix)
+
     def chat(self, messages: Sequence[JSONObject]) -> ChatRequest:
         """Return the chat of `messages` with the fields of this request.
 
         Raises:
             InvalidRequest, ApiError: a field is wrong; names it as in a chat.
         """
-        refuse_unavailable(self)
-        if self.num_choices > 1:
-            raise InvalidRequest("n", self.n, "send several requests")
-        shared = set(BaseRequest.model_fields) - {*_ABSENT}
+        shared = set(BaseRequest.model_fields) - {"stream_options"}
         data = self.model_dump(include=shared, exclude_none=True)
         if self.logit_bias is not None:
             data["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
@@ -433,10 +441,11 @@ def add_responses(api: FastAPI, frontend: "Frontend") -> None:
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Answer a conversation; with `stream`, as server-sent events."""
         frontend.admit(body, 1)
+        body.refuse_absent()
         messages, places = messages_of(body)
 
         def own_name(field: str) -> str:
-            name, *rest = field.split(".")
+            name, *rest = field.replace(".json_schema", "").replace(".function", "").split(".")
             own = (
                 places[int(rest.pop(0))] if name == "messages" and rest else _NAMES.get(name, name)
             )

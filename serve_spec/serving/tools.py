@@ -176,12 +176,16 @@ class Formats:
     """Formats in which a checkpoint writes calls and reasoning; None: none, or unknown.
 
     has_names_first: Mistral's newer form of calls, `[TOOL_CALLS]name[ARGS]{...}`.
+    space: what Mistral's older form has before the list of calls.
+    is_single: the template renders only one call of an answer, as Llama 3's.
     always_reasons: answers begin within their reasoning although no prompt opens it.
     """
 
     calls: CallFormat | None = None
     reasoning: ReasoningFormat | None = None
     has_names_first: bool = False
+    space: str = ""
+    is_single: bool = False
     always_reasons: bool = False
 
     @classmethod
@@ -195,6 +199,8 @@ class Formats:
             if reasoning_parser == "auto"
             else REASONING_PARSERS[reasoning_parser],
             has_names_first="[ARGS]" in template,
+            space=" " if "[TOOL_CALLS] [" in template else "",
+            is_single="single tool-calls" in template,
             always_reasons=reasoning_parser in ("deepseek_r1", "deepseek-r1"),
         )
 
@@ -233,11 +239,11 @@ class Formats:
             for function, (before, after) in zip(functions, pieces, strict=True)
         ]
         is_list = syntax.calls == "json" or (syntax.calls == "mistral" and not self.has_names_first)
-        opening = ["[TOOL_CALLS]"] if is_list and syntax.calls == "mistral" else []
+        opening = ["[TOOL_CALLS]", f"{self.space}["] if syntax.calls == "mistral" else ["["]
         between = {"hermes": ["\n"], "llama3_json": ["; "]}.get(syntax.calls or "", [])
         form = CallsForm(
             calls,
-            opening=[*opening, "["] if is_list else [],
+            opening=opening if is_list else [],
             between=[", "] if is_list else between,
             ending=["]"] if is_list else [],
             is_single=syntax.calls == "openai" or not syntax.is_parallel,

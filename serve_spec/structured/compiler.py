@@ -167,12 +167,18 @@ class GrammarCompiler:
 
     tokenizer: returns the tokenizer.json of the model.
     vocab_size: width of a row of logits; ids without a token are never allowed.
+    num_ids: ids from here on are padding; None: there is none.
     """
 
     def __init__(
-        self, tokenizer: Callable[[], str], vocab_size: int, eos_token_ids: Sequence[int]
+        self,
+        tokenizer: Callable[[], str],
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        num_ids: int | None = None,
     ) -> None:
         self.vocab_size = vocab_size
+        self.num_ids = vocab_size if num_ids is None else num_ids
         self.num_words = -(-vocab_size // 32)
         self.eos_token_ids = tuple(sorted(eos_token_ids))
         self._tokenizer = tokenizer
@@ -221,8 +227,8 @@ class GrammarCompiler:
 
     @cached_property
     def everything(self) -> Mask:
-        """Return the whole vocabulary."""
-        return self.mask_of(range(self.vocab_size))
+        """Return the whole vocabulary, without padding."""
+        return self.mask_of(range(self.num_ids))
 
     def mask_of(self, token_ids: Sequence[int]) -> Mask:
         """Return the mask of some tokens; ids beyond the vocabulary are ignored."""

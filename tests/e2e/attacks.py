@@ -152,8 +152,18 @@ def _messages(rng):
     ]
 
 
+def _odd_fields(rng):
+    return {name: rng.choice(_ODD) for name in rng.sample(_FIELDS, rng.randint(1, 4))}
+
+
+_ELSEWHERE = {
+    "text": "/generate",
+    "input_ids": "/generate",
+    "input": "/v1/responses",
+    "tokens": "/detokenize",
+}
 _KINDS = [
-    lambda rng: {name: rng.choice(_ODD) for name in rng.sample(_FIELDS, rng.randint(1, 4))},
+    _odd_fields,
     lambda rng: {"prompt": [rng.choice([0, 5, 8191, 8192, 2**31])] * rng.choice([1, 900, 20_000])},
     lambda rng: {"prompt": _long(rng)},
     lambda rng: {"prompt": ["a"] * rng.choice([1, 8, 2000]), "n": rng.choice([1, 4, 10**9])},
@@ -161,6 +171,13 @@ _KINDS = [
     lambda rng: {"stop": ["x" * rng.choice([10, 2000, 100_000])] * rng.choice([1, 16, 17])},
     lambda rng: {"stop_token_ids": [1] * rng.choice([1, 2000, 100_000])},
     lambda rng: {"guided_regex": rng.choice(["(a+)+b" * 20, "a{1,100000}", "(", "[", ".*" * 500])},
+    lambda rng: {"bad_words": [rng.choice(_WORDS)] * rng.choice([1, 128, 129])},
+    lambda rng: {"truncate_prompt_tokens": rng.choice(_NUMBERS), "prompt": _long(rng)},
+    lambda rng: {"best_of": rng.choice([2, 128]), "n": 2, "cache_salt": rng.choice(_WORDS)},
+    lambda rng: {"text": rng.choice(_ODD), "sampling_params": _odd_fields(rng)},
+    lambda rng: {"input_ids": [rng.choice([0, 5, 8191, 2**31])] * 9, "return_logprob": True},
+    lambda rng: {"input": rng.choice([*_ODD, _messages(rng)]), **_odd_fields(rng)},
+    lambda rng: {"tokens": [rng.choice([0, 5, 8192, 2**31 - 1])] * rng.choice([1, 20_000])},
     lambda rng: {"messages": _messages(rng)},
     lambda rng: {"messages": [{"role": "user", "content": _long(rng)}]},
 ]
@@ -170,7 +187,7 @@ def hostile_request(rng):
     """A path, a body and headers; of a kind that `rng` draws."""
     body = {"prompt": rng.choice(_WORDS[1:]), "max_tokens": rng.choice([0, 1, 4])}
     body |= rng.choice(_KINDS)(rng)
-    path = COMPLETIONS
+    path = next((_ELSEWHERE[name] for name in body if name in _ELSEWHERE), COMPLETIONS)
     if "messages" in body and rng.random() < 0.9:
         path = CHAT
         del body["prompt"]

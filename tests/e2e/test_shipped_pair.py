@@ -47,7 +47,7 @@ def test_speculation_never_changes_the_text(plain, num_steps, batch):
 
 @pytest.mark.parametrize(("head", "chunked"), [("EAGLE3", True), ("EAGLE", False)])
 def test_nothing_that_happens_to_a_request_changes_its_text(plain, head, chunked):
-    """Another tier every round, prompts in chunks, and too few pages for the batch, at once."""
+    """Another depth every round, prompts in chunks, and too few pages for the batch, at once."""
     llm = shipped(
         speculative_algorithm=head,
         speculative_adaptive=False,
@@ -63,13 +63,13 @@ def test_nothing_that_happens_to_a_request_changes_its_text(plain, head, chunked
     assert llm.engine.scheduler.queue.num_preemptions > 0
 
 
-def test_adaptive_control_moves_between_tiers_and_keeps_the_text(plain):
+def test_adaptive_control_moves_between_depths_and_keeps_the_text(plain):
     llm = shipped(speculative_num_steps=7, speculative_adaptive_strategy="ema", max_num_seqs=2)
     outputs = llm.generate(*requests(llm))
     assert texts(outputs) == plain
-    tiers = {steps for output in outputs for steps in output.speculation.rounds_by_num_steps}
+    depths = {steps for output in outputs for steps in output.speculation.rounds_by_num_steps}
     # Too deep a start for sampled text: the average must bring it down.
-    assert {7, 3} <= tiers
+    assert {7, 3} <= depths
     assert llm.engine.snapshot()["switches"]
 
 

@@ -37,13 +37,13 @@ def varied_requests():
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("tiers", [[STEPS], [0, 4, 2, 4, 1]])
-def test_a_gpu_keeps_and_replaces_what_a_cpu_does(pair, make_llm, algorithm, method, tiers):
+@pytest.mark.parametrize("depths", [[STEPS], [0, 4, 2, 4, 1]])
+def test_a_gpu_keeps_and_replaces_what_a_cpu_does(pair, make_llm, algorithm, method, depths):
     found = []
     for make in (make_llm, llm_maker(pair, "cpu")):
         # Planned ahead, steps would begin and end elsewhere, on which the texts depend.
         llm = make(algorithm, STEPS, rejection_sample_method=method, async_scheduling=False)
-        switch_every_round(llm, tiers)
+        switch_every_round(llm, depths)
         outputs = llm.generate(*varied_requests())
         found.append([(o.token_ids, o.speculation.num_correct_drafts) for o in outputs])
         if make is make_llm:

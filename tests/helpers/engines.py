@@ -83,8 +83,8 @@ class SwitchingController(FakeController):
     A number stands for the chain of that depth.
     """
 
-    def __init__(self, tiers, ragged, budgets=False):
-        super().__init__(tiers, self._switch)
+    def __init__(self, depths, ragged, budgets=False):
+        super().__init__(depths, self._switch)
         self._ragged = ragged
         self._budgets = budgets
         self._numbers = count()
@@ -180,12 +180,12 @@ def always_three(llm):
     return control(llm, FakeController([3], lambda _: RoundSteps(DraftShape.chain(3))))
 
 
-def switch_every_round(llm, tiers, *, ragged=True, budgets=False):
-    """Replaces the policy by one that changes tier every round: no policy would, engines must.
+def switch_every_round(llm, depths, *, ragged=True, budgets=False):
+    """Replaces the policy by one that changes depth every round: no policy would, engines must.
 
     budgets: also change how many drafts are verified.
     """
-    control(llm, SwitchingController(tiers, ragged, budgets))
+    control(llm, SwitchingController(depths, ragged, budgets))
 
 
 def heard_steps(llm):

@@ -78,7 +78,7 @@ def test_the_application_is_the_one_that_runs_without_kubernetes(overlay):
     (app,) = there["applications"]
     assert app["args"]["config"].startswith(IMAGE_ROOT)
     app["args"]["config"] = app["args"]["config"].removeprefix(IMAGE_ROOT)
-    # Every pod has a door, and it is not for the pod alone.
+    # Every pod has an HTTP proxy, and not for itself alone.
     here["proxy_location"] = "EveryNode"
     here["http_options"]["host"] = "0.0.0.0"
     assert there == here
@@ -104,7 +104,7 @@ def test_a_worker_holds_one_replica_and_uses_all_its_gpus(overlay, deployment):
 
 
 def test_there_are_as_many_workers_as_replicas(overlay, deployment):
-    # An idle worker would have no door and never become ready.
+    # An idle worker would have no HTTP proxy and never become ready.
     workers, engines = overlay.workers, deployment.engines
     assert (workers.minReplicas, workers.maxReplicas) == (
         engines.min_replicas,
@@ -142,7 +142,7 @@ def test_every_pod_finds_the_checkpoints_and_ray_can_write_where_it_must(overlay
 
 def test_pods_outlive_the_streams_they_drain(overlay, deployment):
     drain_s = max(p.options["graceful_shutdown_timeout_s"] for p in deployment.parts.values())
-    # What a replica with a door of its own adds before and after.
+    # What a replica with an HTTP proxy of its own adds before and after.
     drain_s += ray_constants.RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S
     drain_s += ray_constants.RAY_SERVE_DIRECT_INGRESS_SHUTDOWN_BUFFER_S
     assert overlay.workers.template.spec["terminationGracePeriodSeconds"] >= drain_s

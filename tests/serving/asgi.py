@@ -41,15 +41,15 @@ def chunks_of(answer):
 class Server:
     """The app in this process, a fake engine behind it where there is no other fleet."""
 
-    def __init__(self, config, fleet=None, *, max_in_flight=8, **door):
+    def __init__(self, config, fleet=None, *, max_in_flight=8, **admission):
         self.loop = FakeLoop(config)
         self.fleet = fleet or LoopFleet(self.loop)
-        self.door = Admission(max_in_flight=max_in_flight, **{"max_queued": 1, **door})
+        self.admission = Admission(max_in_flight=max_in_flight, **{"max_queued": 1, **admission})
         self._config = config
 
     @cached_property
     def app(self):
-        return create_api(self._config, self.fleet, self.door)
+        return create_api(self._config, self.fleet, self.admission)
 
     def ask(self, method, path, **options):
         return send(self.app, method, path, **options)

@@ -79,7 +79,7 @@ def test_an_echo_says_the_prompt_first(server, prompt):
 
 
 def test_more_choices_than_the_queue_could_hold_are_refused(server):
-    most = server.door.max_in_flight + server.door.max_queued
+    most = server.admission.max_in_flight + server.admission.max_queued
     assert error_of(server.complete(n=most + 1), 400)["param"] == "n"
     assert error_of(server.complete(["a"] * (most + 1)), 400)["param"] == "prompt"
     assert server.complete(n=most, max_tokens=1).status_code == 200
@@ -130,14 +130,21 @@ def test_requests_take_what_they_lack_from_generation_config(config, switch):
     answers = [
         server.chat(),
         server.complete(),
+        server.ask("POST", "/v1/responses", json={"input": "a b c"}),
+        server.ask("POST", "/generate", json={"text": "a b c"}),
         server.chat(temperature=0.0, top_p=0.5, top_k=-1, max_tokens=12),
+        server.chat(min_tokens=10),
     ]
-    assert [answer.status_code for answer in answers] == [200] * 3
-    given = (0.0, -1, 0.5, 12)
-    if switch == "auto":
-        assert seen == [(0.6, 20, 1.0, 9), (0.6, 20, 1.0, 16), given]
-    else:
-        assert seen == [(1.0, -1, 1.0, 37), (1.0, -1, 1.0, 16), given]
+    assert [answer.status_code for answer in answers] == [200] * 6
+    lacking, (limit, least) = ((0.6, 20), (9, 10)) if switch == "auto" else ((1.0, -1), (37, 37))
+    assert seen == [
+        (*lacking, 1.0, limit),
+        (*lacking, 1.0, 16),
+        (*lacking, 1.0, limit),
+        (*lacking, 1.0, seen[3][3]),
+        (0.0, -1, 0.5, 12),
+        (*lacking, 1.0, least),
+    ]
 
 
 def test_what_is_too_long_is_a_413_that_names_it(server):
@@ -198,7 +205,7 @@ def test_unknown_fields_are_counted_and_refused_only_if_that_is_configured(
 ):
     server.fleet = ScriptedFleet([Accepted(1, "r"), delta("a", 1, finish=FinishReason.STOP)])
     counted = []
-    app = create_api(config, server.fleet, server.door, counted.append)
+    app = create_api(config, server.fleet, server.admission, counted.append)
     assert send(app, "POST", path, json=body).status_code == 200
     assert [r.value for r in counted if r.metric is IGNORED_FIELDS] == [1]
     strict = Server(ServeSpecConfig.load(config, strict_fields=True), server.fleet)
@@ -275,6 +282,15 @@ def test_a_stream_may_have_usage_in_every_chunk(server):
     )
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [2, 4]
     assert last["usage"]["completion_tokens"] == 4
+
+
+def test_an_answer_has_the_name_under_which_its_model_was_asked_for(config):
+    write_text_files(config.model.folder, tokenizer=word_tokenizer())
+    server = Server(ServeSpecConfig.load(config, served_model_name=["first", "second"]))
+    names = [server.complete(model=name).json()["model"] for name in ("second", "first", None)]
+    assert names == ["second", "first", "first"]
+    listed = server.ask("GET", "/v1/models").json()["data"]
+    assert [model["id"] for model in listed] == ["first", "second"]
 
 
 def test_an_unknown_model_is_a_404(server):
@@ -383,7 +399,7 @@ class TestApiKeys:
 
 async def test_a_full_queue_is_a_429_with_retry_after(config):
     server = Server(config, max_in_flight=1)
-    async with server.door.slot(asyncio.get_running_loop().time() + 3600):
+    async with server.admission.slot(asyncio.get_running_loop().time() + 3600):
         answer = await asyncio.to_thread(server.complete, n=2)
     assert error_of(answer, 429)["type"] == "rate_limit_error"
     assert int(answer.headers["retry-after"]) >= 1
@@ -415,5 +431,5 @@ async def test_a_client_that_never_reads_gives_its_place_back_at_the_deadline(co
     headers = [(b"content-type", b"application/json")]
     scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": headers}
     await server.app({**scope, "query_string": b"", "asgi": {}}, receive, send)
-    assert server.door.in_flight == 0
+    assert server.admission.in_flight == 0
     assert not server.loop.streams

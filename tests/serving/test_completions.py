@@ -1,4 +1,4 @@
-"""One answer at the door: whatever ends it, its turns and its replicas are given back."""
+"""One answer in the router: whatever ends it, its turns and its replicas are given back."""
 
 import asyncio
 import json
@@ -43,8 +43,8 @@ HEAD = AnswerHead("cmpl-1", "m", 0, "fp_1", include_usage=True)
 FORM = CompletionFormat(HEAD)
 
 
-def runner(fleet, door, timeout_s=3600):
-    return CompletionRunner(fleet, door, timeout_s=timeout_s, resume_timeout_s=0)
+def runner(fleet, admission, timeout_s=3600):
+    return CompletionRunner(fleet, admission, timeout_s=timeout_s, resume_timeout_s=0)
 
 
 def open_door():
@@ -53,10 +53,10 @@ def open_door():
 
 async def frames(fleet, asked, num_prompts=1, timeout_s=3600):
     """Every frame of a stream, decoded; and that nothing is left behind."""
-    door = open_door()
-    async with runner(fleet, door, timeout_s).run(asked, num_prompts) as answer:
+    admission = open_door()
+    async with runner(fleet, admission, timeout_s).run(asked, num_prompts) as answer:
         sent = b"".join([frame async for frame in stream_frames(answer, FORM, "trace")])
-    assert door.in_flight == 0
+    assert admission.in_flight == 0
     return [decoded(line) for line in sent.split(b"\n\n") if line]
 
 
@@ -101,12 +101,12 @@ async def test_a_round_that_completes_no_text_sends_nothing_but_counts():
     ids=str,
 )
 async def test_what_fails_before_the_first_token_sets_the_status(items, status, param):
-    fleet, door = ScriptedFleet(items), open_door()
+    fleet, admission = ScriptedFleet(items), open_door()
     with pytest.raises(ApiError) as caught:
-        async with runner(fleet, door).run([request()]):
+        async with runner(fleet, admission).run([request()]):
             pytest.fail("there is no first token")
     assert (caught.value.status, caught.value.param) == (status, param)
-    assert (fleet.num_open, door.in_flight) == (0, 0)
+    assert (fleet.num_open, admission.in_flight) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -123,13 +123,13 @@ async def test_what_fails_on_every_replica_is_an_error_frame_and_no_done(end, nu
 
 
 async def test_a_deadline_that_passes_at_the_door_is_a_408():
-    door = Admission(max_in_flight=1, max_queued=4)
-    async with door.slot(asyncio.get_running_loop().time() + 3600):
-        late = runner(LoopFleet(FakeLoop()), door, 0).run([request()])
+    admission = Admission(max_in_flight=1, max_queued=4)
+    async with admission.slot(asyncio.get_running_loop().time() + 3600):
+        late = runner(LoopFleet(FakeLoop()), admission, 0).run([request()])
         with pytest.raises(ApiError, match="request_timeout_s=0") as caught:
             await late.__aenter__()
         assert caught.value.status == 408
-        assert (door.in_flight, door.queue_len) == (1, 0)
+        assert (admission.in_flight, admission.queue_len) == (1, 0)
 
 
 def several(n, prompts=("a b c",), **params):
@@ -138,10 +138,10 @@ def several(n, prompts=("a b c",), **params):
 
 async def choose(fleet, asked, num_prompts=1):
     """The whole answer; and that nothing is left behind."""
-    door = open_door()
-    async with runner(fleet, door).run(asked, num_prompts) as answer:
+    admission = open_door()
+    async with runner(fleet, admission).run(asked, num_prompts) as answer:
         whole = await whole_answer(answer, FORM)
-    assert door.in_flight == 0
+    assert admission.in_flight == 0
     return whole
 
 
@@ -176,13 +176,13 @@ def test_a_seeded_choice_says_the_same_whatever_n_is_and_whoever_dies(seed, n, l
 
 async def test_more_choices_than_turns_take_turns():
     """And the first of them is heard before the last has begun."""
-    loop, door = FakeLoop(), Admission(max_in_flight=1, max_queued=4)
+    loop, admission = FakeLoop(), Admission(max_in_flight=1, max_queued=4)
     asked = several(3, max_tokens=4)
-    async with runner(LoopFleet(loop), door).run(asked) as answer:
-        assert door.queue_len > 0
+    async with runner(LoopFleet(loop), admission).run(asked) as answer:
+        assert admission.queue_len > 0
         whole = await whole_answer(answer, FORM)
     assert [choice["text"] for choice in whole["choices"]] == ["a b c a "] * 3
-    assert (door.in_flight, door.queue_len) == (0, 0)
+    assert (admission.in_flight, admission.queue_len) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -193,12 +193,12 @@ async def test_more_choices_than_turns_take_turns():
     ],
 )
 async def test_one_choice_that_fails_at_once_is_the_answer_to_all(prompts, status, param):
-    loop, door = FakeLoop(), open_door()
+    loop, admission = FakeLoop(), open_door()
     with pytest.raises(ApiError) as caught:
-        async with runner(LoopFleet(loop), door).run(several(1, prompts, max_tokens=9), 2):
+        async with runner(LoopFleet(loop), admission).run(several(1, prompts, max_tokens=9), 2):
             pytest.fail("one of them has no first token")
     assert (caught.value.status, caught.value.param) == (status, param)
-    assert (len(loop.streams), door.in_flight) == (0, 0)
+    assert (len(loop.streams), admission.in_flight) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -217,23 +217,23 @@ async def test_one_choice_that_breaks_off_or_comes_too_late_ends_the_stream_with
 
 
 async def test_a_caller_who_leaves_ends_all_choices():
-    loop, door = FakeLoop(), open_door()
+    loop, admission = FakeLoop(), open_door()
     started = asyncio.Event()
 
     async def listen():
         asked = several(3, ("hold on",), max_tokens=9)
-        async with runner(LoopFleet(loop), door).run(asked) as answer:
+        async with runner(LoopFleet(loop), admission).run(asked) as answer:
             started.set()
             async for _ in answer.deltas():
                 pass
 
     task = asyncio.create_task(listen())
     await started.wait()
-    assert (door.in_flight, len(loop.streams)) == (3, 3)
+    assert (admission.in_flight, len(loop.streams)) == (3, 3)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert (door.in_flight, len(loop.streams)) == (0, 0)
+    assert (admission.in_flight, len(loop.streams)) == (0, 0)
 
 
 SEEDS = st.integers(-(2**63), 2**63 - 1)

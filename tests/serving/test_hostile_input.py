@@ -57,7 +57,7 @@ def post(server, path, content, **headers):
 def _leaves_nothing_behind(server):
     yield
     assert not server.fleet.loop.streams
-    assert server.door.in_flight == 0
+    assert server.admission.in_flight == 0
 
 
 @pytest.fixture(scope="module")

@@ -53,6 +53,14 @@ def test_generate_has_a_list_for_a_list_and_for_several_choices(server):
     assert len(generate(server, text="a", sampling_params={"n": 2}).json()) == 2
 
 
+def test_generate_ends_at_the_context_if_it_may_go_on(server):
+    for sampling in ({}, {"max_new_tokens": 1000}):
+        info = generate(server, text="a b c", sampling_params=sampling).json()["meta_info"]
+        assert (info["completion_tokens"], info["finish_reason"]["type"]) == (64 - 3, "length")
+    answer = generate(server, text="a " * 64)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (413, "text")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_generate_returns_log_probabilities_of_prompt_and_answer(server, stream):
     asked = {"return_logprob": True, "logprob_start_len": 1, "top_logprobs_num": 2}
@@ -174,9 +182,12 @@ def test_the_servers_state_is_told_under_the_names_of_vllm_and_sglang(server):
     assert infos[0] == infos[1]
 
 
-@pytest.mark.parametrize("method", ["GET", "POST"])
-def test_the_cache_of_every_replica_is_flushed(server, method):
-    assert server.ask(method, "/flush_cache").status_code == 200
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/flush_cache"), ("POST", "/flush_cache"), ("POST", "/reset_prefix_cache")],
+)
+def test_the_cache_of_every_replica_is_flushed(server, method, path):
+    assert server.ask(method, path).status_code == 200
     assert server.loop.num_flushes == 1
 
 

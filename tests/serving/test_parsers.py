@@ -89,6 +89,12 @@ ANSWERS = {
         CHANNELS,
         f'{START} to=functions.g<|channel|>commentary<|message|>{{}}', "", "", [G],
     ),
+    "no arguments": (
+        CHANNELS,
+        "<|channel|>commentary to=functions.g<|message|><|end|>"
+        f"{START}<|channel|>commentary to=functions.g<|message|>",
+        "", "", [G, G],
+    ),
     "final channel": (
         CHANNELS, f"<|channel|>analysis<|message|>hm<|end|>{START}<|channel|>final<|message|>Yes.",
         "hm", "Yes.", [],

@@ -1,6 +1,8 @@
 """The Responses API, asked by the official client."""
 
 import asyncio
+import json
+from dataclasses import replace
 from typing import get_type_hints
 
 import httpx
@@ -10,9 +12,10 @@ from openai.types.responses import Response
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
 from pydantic import BaseModel
 
-from serve_spec.core.request import FinishReason
+from serve_spec.core.request import FinishReason, SpeculativeOptions
 from serve_spec.serving.fields import UNSUPPORTED
 from serve_spec.serving.messages import Accepted
+from serve_spec.serving.openai import ChatRequest
 from serve_spec.serving.responses import ResponsesRequest, messages_of
 from tests.serving.asgi import Server
 from tests.serving.conftest import MODEL
@@ -129,6 +132,64 @@ def test_calls_and_their_results_are_messages_of_a_chat():
     assert places == ["input.0", "input.1", "input.3"]
 
 
+SAID = (
+    '<think>\nhm\n</think>\n\nSee.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+)
+FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": None}
+
+
+def saying(config, text):
+    """A server whose engine says `text`, three characters a round, as its template has it."""
+    template = "<tool_call>{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}</think>"
+    write_text_files(config.model.folder, template, max_position_embeddings=4096)
+    deltas = [delta(text[at : at + 3], 65) for at in range(0, len(text), 3)]
+    end = delta("", finish=FinishReason.STOP)
+    return Server(config, ScriptedFleet([Accepted(1, "r"), *deltas, end]))
+
+
+def test_reasoning_and_calls_are_items_of_their_own_and_streamed_alike(config):
+    asked = {"tools": [FUNCTION], "tool_choice": "auto", "reasoning": {"effort": "high"}}
+    whole = create(saying(config, SAID), **asked)
+    reasoning, message, call = whole.output
+    assert reasoning.content[0].text == "hm"
+    assert message.content[0].text == "See."
+    assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "f", {"a": 1})
+    assert (whole.status, whole.tools[0].name) == ("completed", "f")
+    events = events_of(saying(config, SAID), **asked)
+    kinds = [event.type for event in events]
+    assert (
+        kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 3
+    )
+    streamed = events[-1].response.output
+    assert [item.type for item in streamed] == ["reasoning", "message", "function_call"]
+    assert (streamed[0].content, streamed[1].content) == (reasoning.content, message.content)
+    sent = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
+    assert "".join(sent) == streamed[2].arguments == call.arguments
+    (done,) = (e for e in events if e.type == "response.function_call_arguments.done")
+    assert (done.name, done.arguments) == ("f", call.arguments)
+
+
+def test_the_items_of_an_answer_may_be_sent_back_with_the_result_of_a_call(config):
+    server = saying(config, SAID)
+    first = create(server, tools=[FUNCTION])
+    call = first.output[-1]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "7"}
+    conversation = [
+        {"role": "user", "content": "a"},
+        *[i.model_dump() for i in first.output],
+        result,
+    ]
+    assert create(server, conversation, tools=[FUNCTION]).output_text == "See."
+
+
+def test_fields_of_sampling_mean_what_they_mean_in_chats():
+    given = {"temperature": 0.5, "top_k": 3, "logit_bias": {"5": 2.0}, "stop": ["x"], "seed": 7}
+    body = ResponsesRequest(input="a", speculative={"enabled": False}, **given)
+    chat = ChatRequest(messages=[{"role": "user", "content": "a"}], **given)
+    params = body.chat(messages_of(body)[0]).sampling_params()
+    assert params == replace(chat.sampling_params(), speculative=SpeculativeOptions(enabled=False))
+
+
 def test_log_probabilities_come_with_the_text(server):
     asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     entries = create(server, max_output_tokens=3, **asked).output[0].content[0].logprobs
@@ -172,6 +233,10 @@ def test_a_parsed_answer_asks_for_a_strict_schema(server):
         ({"input": "a", "background": True}, "background"),
         ({"input": "a", "truncation": "auto"}, "truncation"),
         ({"input": "a", "n": 2}, "n"),
+        ({"input": "a", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"input": "a", "prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"input": "a", "tools": [{"type": "function", "name": 3}]}, "tools.0.name"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "a", "max_output_tokens": 99}, "max_output_tokens"),
         ({"input": "a", "temperature": -1}, "temperature"),
@@ -205,7 +270,7 @@ def test_a_stream_that_fails_ends_with_an_error(server):
 async def test_a_client_that_leaves_gives_its_place_back(server):
     stream = await client_of(server).responses.create(model=MODEL, input="hold a", stream=True)
     await stream.close()
-    assert server.door.in_flight == 0
+    assert server.admission.in_flight == 0
 
 
 def test_the_official_client_finds_nothing_missing(server):

@@ -83,6 +83,7 @@ LIVES = st.tuples(
     max_tokens=st.integers(1, 24),
     lives=LIVES,
     stop=st.lists(st.text("ab é", min_size=1, max_size=4), max_size=2),
+    include_stop_str_in_output=st.booleans(),
     ignore_eos=st.booleans(),
     stop_token_ids=st.lists(st.sampled_from(list(b"ab ")), max_size=1),
 )

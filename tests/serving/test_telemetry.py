@@ -128,13 +128,13 @@ def test_a_snapshot_that_says_nothing_exports_nothing(odd):
 CONTEXT = SimpleNamespace(app_name="app", deployment="Router", rank=None)
 
 
-def exports(*doors):
-    """What is exported at each look at the door, by name and size."""
-    looks = iter(doors)
+def exports(*states):
+    """What each export of a router sets, by name and size."""
+    looks = iter(states)
     found = []
 
     async def scenario():
-        door = RouterTelemetry(CONTEXT, lambda: next(looks))
+        router = RouterTelemetry(CONTEXT, lambda: next(looks))
 
         def keep(reading):
             key = " ".join(
@@ -142,16 +142,16 @@ def exports(*doors):
             )
             found[-1][key] = reading.value
 
-        door._metrics.record = keep
-        for _ in doors:
+        router._metrics.record = keep
+        for _ in states:
             found.append({})
-            await door.export()
+            await router.export()
 
     asyncio.run(scenario())
     return found
 
 
-def door(queue_len=0, rejected=0, resumed=0, **sizes):
+def state(queue_len=0, rejected=0, resumed=0, **sizes):
     histogram = {size.removeprefix("s"): count for size, count in sizes.items()}
     return {
         "queue_len": queue_len,
@@ -164,9 +164,9 @@ def door(queue_len=0, rejected=0, resumed=0, **sizes):
 
 def test_gauges_are_set_and_counters_grow_by_what_is_new():
     first, second, third = exports(
-        door(queue_len=2, rejected=5, s1=3),
-        door(rejected=5, s1=3),
-        door(rejected=6, resumed=2, s1=4, s8=1),
+        state(queue_len=2, rejected=5, s1=3),
+        state(rejected=5, s1=3),
+        state(rejected=6, resumed=2, s1=4, s8=1),
     )
     assert first == {
         "queue_len": 2, "in_flight_requests": 3, "rejected_requests": 5, "submissions 1": 3,

@@ -8,6 +8,7 @@ import httpx
 import openai
 import pytest
 from pydantic import BaseModel
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from serve_spec.config import ServeSpecConfig
@@ -16,6 +17,7 @@ from serve_spec.config.serving import RouterConfig
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import FinishReason, TokenLogprob
+from serve_spec.serving.fields import closed
 from serve_spec.serving.messages import Accepted
 from serve_spec.serving.model_text import ModelText
 from serve_spec.serving.openai import ChatRequest
@@ -168,6 +170,13 @@ def test_reasoning_effort_reaches_the_template_and_none_turns_thinking_off(tmp_p
     assert shown.endswith("assistant: ")
 
 
+def test_a_model_that_can_not_read_several_calls_makes_one(tmp_path):
+    write_text_files(tmp_path, "<|python_tag|>")
+    assert converse(tmp_path, tools=TOOLS).syntax.is_parallel
+    write_text_files(tmp_path, "<|python_tag|>{# only supports single tool-calls at once! #}")
+    assert not converse(tmp_path, tools=TOOLS).syntax.is_parallel
+
+
 def test_special_tokens_are_kept_in_answers_that_are_parsed_by_them(tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens(["[TOOL_CALLS]"])
@@ -176,6 +185,18 @@ def test_special_tokens_are_kept_in_answers_that_are_parsed_by_them(tmp_path):
     assert converse(tmp_path, tools=TOOLS, tool_choice="none").params.skip_special_tokens
     write_text_files(tmp_path, HERMES)
     assert converse(tmp_path, tools=TOOLS).params.skip_special_tokens
+
+
+def test_answers_in_channels_are_parsed_without_tools_too(config):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens(list(CHANNELS))
+    template = "{{ messages[0].content }}<|channel|>"
+    write_text_files(config.model.folder, template, tokenizer=tokenizer)
+    assert not converse(config.model.folder).params.skip_special_tokens
+    server = saying(config, f"{ANALYSIS}<|channel|>final<|message|>Yes.")
+    for kept, content in ((True, "Yes."), (False, "hmYes.")):
+        message = server.chat("a", separate_reasoning=kept).json()["choices"][0]["message"]
+        assert (message["content"], message.get("reasoning")) == (content, "hm" if kept else None)
 
 
 def test_answers_without_calls_and_reasoning_are_not_parsed(tmp_path):
@@ -438,6 +459,8 @@ FORMS = {
               '{{"name": "{}", "parameters": {}}}', "{}; {}"),
     "mistral": ("[THINK][TOOL_CALLS]", "[THINK]hm[/THINK]",
                 '{{"name": "{}", "arguments": {}}}', "[TOOL_CALLS][{}, {}]"),
+    "mistral with a space": ("[THINK][TOOL_CALLS] [", "[THINK]hm[/THINK]",
+                             '{{"name": "{}", "arguments": {}}}', "[TOOL_CALLS] [{}, {}]"),
     "newer mistral": ("[THINK][TOOL_CALLS][ARGS]", "[THINK]hm[/THINK]",
                       "[TOOL_CALLS]{}[ARGS]{}", "{}{}"),
     "channels": ("<|channel|>", ANALYSIS, CHANNEL, "{}"),
@@ -473,6 +496,19 @@ def test_what_a_grammar_of_calls_allows_its_parser_reads(name, are_tokens):
     assert not [part for part in parts if part.kind == "content"]
 
 
+def test_descriptions_do_not_count_as_parts_of_a_grammar(tmp_path):
+    """They are for the model; agents come with long ones."""
+    write_text_files(tmp_path, HERMES, max_position_embeddings=2**20)
+    long = {"description": "x" * 2**15, "title": "y"}
+    told = {"properties": {"description": {"type": "string", **long}}, **long}
+    body = {"tools": [function(parameters=told)], "tool_choice": "required"}
+    text = ModelText(ModelConfig(path=tmp_path, max_model_len=2**20))
+    request = ChatRequest.model_validate({"messages": [USER], **body})
+    params = asyncio.run(text.conversation(request, request.sampling_params())).params
+    assert "xxx" not in params.grammar.text
+    assert '"description": {"type": "string"}' in params.grammar.text
+
+
 @pytest.mark.parametrize("form", ["response_format", "guided_json"])
 def test_json_of_a_schema_may_follow_reasoning(tmp_path, form):
     write_text_files(tmp_path, HERMES)
@@ -485,17 +521,32 @@ def test_json_of_a_schema_may_follow_reasoning(tmp_path, form):
     for text in ('{"city": "Rome"}', '<think>hm</think>\n\n{"city": "Rome"}'):
         assert compiler.matcher(params.grammar).advance(tokenizer.encode(text).ids)
     kept = converse(tmp_path, separate_reasoning=False, **body)
-    assert (kept.syntax, kept.params.grammar) == (None, Grammar.json_schema(PARAMETERS))
+    schema = closed(PARAMETERS) if form == "response_format" else PARAMETERS
+    assert (kept.syntax, kept.params.grammar) == (None, Grammar.json_schema(schema))
 
 
-@pytest.fixture(scope="module", params=["<tool_call>", "[TOOL_CALLS]", "[TOOL_CALLS][ARGS]", ""])
+CHANNELS = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>")
+MODELS = {
+    "hermes": ("<tool_call>", ()),
+    "mistral": ("[TOOL_CALLS]", ()),
+    "mistral with special tokens": ("[TOOL_CALLS][ARGS]", ("[TOOL_CALLS]", "[ARGS]")),
+    "channels": ("<|channel|>", CHANNELS),
+    "unknown": ("", ()),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def folder(request, tmp_path_factory):
     """A random model for each format."""
+    template, special = MODELS[request.param]
     folder = make_target(tmp_path_factory.mktemp("model"), "llama2", layer_scale=0.3)
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text())
-    settings["chat_template"] += f"{{# {request.param} #}}"
+    settings["chat_template"] += f"{{# {template} #}}"
     path.write_text(json.dumps(settings))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 
 
@@ -519,14 +570,24 @@ def servers(folder):
 
 @pytest.mark.parametrize("wanted", ["required", NAMED, {**NAMED, "function": {"name": "weather"}}])
 def test_a_required_call_is_valid_and_the_same_with_and_without_speculation(servers, wanted):
-    closed = {**PARAMETERS, "additionalProperties": False}
-    body = {"tools": TOOLS, "tool_choice": wanted, "max_tokens": 400, "seed": 5}
-    body |= {"parallel_tool_calls": False, "bad_token_ids": [*b"\t\n "]}
-    choice, plain = (server.chat("ab", **body).json()["choices"][0] for server in servers)
+    body = {"tools": TOOLS, "tool_choice": wanted, "max_tokens": 120, "seed": 5}
+    # Random models like space, and would never end an analysis.
+    body |= {"parallel_tool_calls": False, "bad_token_ids": [*b"\t\n a"]}
+    calls = [
+        f'"name": "{name}", "{key}": {{"city": "Bern", "days": 1}} commentary to=functions.{name} '
+        for name in ("weather", "clock")
+        for key in ("arguments", "parameters")
+    ]
+    answer, other = (server.chat("".join(calls), **body).json() for server in servers)
+    drafts = [each["usage"]["speculation"]["num_draft_tokens"] for each in (answer, other)]
+    assert drafts[0] > drafts[1] == 0
+    (choice,), (plain,) = answer["choices"], other["choices"]
     calls = [call["function"] for call in choice["message"]["tool_calls"]]
     assert calls == [call["function"] for call in plain["message"]["tool_calls"]]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
     for call in calls:
-        assert is_valid(call["arguments"], closed if call["name"] == "weather" else {"const": {}})
+        assert is_valid(
+            call["arguments"], closed(PARAMETERS) if call["name"] == "weather" else {"const": {}}
+        )
     if wanted != "required":
         assert {call["name"] for call in calls} == {wanted["function"]["name"]}

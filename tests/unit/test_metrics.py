@@ -71,7 +71,7 @@ def test_a_counter_is_never_given_zero():
             assert reading.metric.kind != "counter" or reading.value > 0
 
 
-def test_a_round_that_decodes_nothing_leaves_tier_and_batch_size_alone():
+def test_a_round_that_decodes_nothing_leaves_depth_and_batch_size_alone():
     names = {reading.metric.name for reading in readings(IDLE)}
     assert names == {
         "serve_spec_step_ms",

@@ -58,14 +58,14 @@ def depths(chooses):
 
 
 def play(target, batch_size, kept):
-    """One round in which every row keeps `kept(num_steps)` drafts; its tier."""
+    """One round in which every row keeps `kept(num_steps)` drafts; its depth."""
     steps = choose(target, batch_size)
     told(target, [kept(steps)] * batch_size, batch_size, steps)
     return steps
 
 
 def choose(target, batch_size):
-    """The tier of a round."""
+    """The depth of a round."""
     return target.choose_steps(decode_batch(batch_size)).shape.depth
 
 
@@ -98,7 +98,7 @@ def test_the_adaptive_config_of_the_configuration_is_used(tmp_path):
     "keys", [{"speculative_adaptive": False}, {"speculative_adaptive_strategy": "static"}]
 )
 @pytest.mark.parametrize("num_steps", [0, 2, 5])
-def test_a_static_tier_never_moves(keys, num_steps):
+def test_a_static_depth_never_moves(keys, num_steps):
     made = created(speculative(speculative_num_steps=num_steps, **keys))
     assert depths(made) == (num_steps,)
     assert {play(made, bs, nothing) for bs in range(1, 60)} == {num_steps}
@@ -135,7 +135,7 @@ def test_a_stale_result_or_one_without_live_rows_changes_neither_average_nor_cou
     assert slot(made, "1") == before
 
 
-def test_a_row_that_could_not_draft_the_whole_tier_is_no_failure_of_it():
+def test_a_request_that_could_not_draft_the_whole_depth_is_no_failure_of_it():
     """Near its end, or capped by its request: all it drafted was kept, and reads as almost none."""
     made = controller(TWO_SLOTS, num_steps=7)
     whole, cut = [7] * 2, [1] * 5
@@ -204,7 +204,7 @@ def test_an_empty_batch_is_no_decision():
     assert choose(target, 4) == 3
 
 
-def test_a_batch_that_changes_slot_takes_its_tier_at_once():
+def test_a_batch_that_changes_slot_takes_its_depth_at_once():
     made = controller(TWO_SLOTS, num_steps=7, min_dwell_rounds=8)
     rounds = [(choose(made, bs), made.switch_reason) for bs in (7, 8, 9, 7)]
     assert rounds == [(7, None), (3, Reason.RANGE), (3, None), (7, Reason.RANGE)]
@@ -247,7 +247,7 @@ def test_the_snapshot_is_json_and_holds_what_an_operator_asks_for():
     assert snapshot["rounds_by_num_steps"] == {"3": 8, "7": 4}
 
 
-def test_a_live_change_replaces_the_policy_and_keeps_tier_and_counts():
+def test_a_live_change_replaces_the_policy_and_keeps_depth_and_counts():
     made = controller(TWO_SLOTS)
     play(made, 2, everything)
     play(made, 2, everything)

@@ -20,13 +20,13 @@ def slot(initial_steps, candidate_steps, **config):
 
 
 def feed(target, mean, rounds=1):
-    """Rounds of ten rows that keep `mean` drafts on average, clipped to the tier; tiers after."""
-    tiers = []
+    """Rounds of ten rows that keep `mean` drafts on average, clipped to the depth; depths after."""
+    depths = []
     for _ in range(rounds):
         tenths = round(10 * min(mean, target.current_steps))
         target.update([tenths // 10 + (row < tenths % 10) for row in range(10)])
-        tiers.append(target.current_steps)
-    return tiers
+        depths.append(target.current_steps)
+    return depths
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_thresholds_hysteresis_and_ceiling(config, ladder, start, mean, end):
 
 
 def test_a_rise_takes_several_levels_at_once():
-    # Only a stale result can show more than the tier drafted; the rule itself does not ask.
+    # Only a stale result can show more than the depth drafted; the rule itself does not ask.
     s = slot(1, [1, 3, 7], **AT_ONCE)
     s.update([3, 3])
     assert s.current_steps == 7
@@ -135,9 +135,9 @@ def test_the_first_probe_of_a_slot_that_never_drafted_starts_from_a_neutral_aver
     rows=st.lists(st.integers(0, 12), min_size=1, max_size=4),
 )
 def test_constant_input_never_makes_a_slot_oscillate(ladder, initial, alpha, down, gap, rows):
-    """Where drops are not easier than rises (down ≤ up), the ceiling is off and 0 is no tier.
+    """Where drops are not easier than rises (down ≤ up), the ceiling is off and 0 is no depth.
 
-    Rows keep the same number of drafts round after round, as far as the tier drafts that many.
+    Rows keep the same number of drafts round after round, as far as the depth drafts that many.
     """
     s = slot(
         initial,
@@ -160,7 +160,7 @@ def test_constant_input_never_makes_a_slot_oscillate(ladder, initial, alpha, dow
 
 
 def fixed(**slots):
-    """Slots with one tier each, so that the tier tells the slot: fixed(_4=2) is {"4": [2]}."""
+    """Slots with one depth each, so that the depth tells the slot: fixed(_4=2) is {"4": [2]}."""
     config = {key.strip("_"): {"candidate_steps": [step]} for key, step in slots.items()}
     return AdaptiveSpeculativeParams(1, config)
 
@@ -214,7 +214,7 @@ def guarded(candidate_steps, initial_steps, min_dwell_rounds=DWELL, **config):
 
 
 def waits_at_zero(target, kept, num_probes):
-    """Rounds at tier 0 before each of the next probes; every draft is kept with share `kept`."""
+    """Rounds at depth 0 before each of the next probes; every draft is kept with share `kept`."""
     waits = []
     rounds = 0
     while len(waits) < num_probes:

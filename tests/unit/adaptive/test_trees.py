@@ -124,7 +124,7 @@ def test_a_tree_is_shown_by_its_steps_and_its_drafts():
     assert (shown["speculative_num_steps"], shown["speculative_num_draft_tokens"]) == (4, 16)
 
 
-def test_a_fixed_tier_can_be_made_a_chain_and_a_tree_again():
+def test_a_fixed_depth_can_be_made_a_chain_and_a_tree_again():
     controller = AdaptiveController(settings(adaptive=False, strategy="static"))
 
     def asked(**changes):
@@ -136,7 +136,7 @@ def test_a_fixed_tier_can_be_made_a_chain_and_a_tree_again():
     assert asked(num_draft_tokens=16) == CONFIGURED
     assert asked(num_steps=0) == PLAIN
     assert asked(num_steps=4, num_draft_tokens=16) == CONFIGURED
-    # A change of shape alone counts as a change of tier.
+    # A change of shape alone counts as a change of depth.
     assert sum(controller.snapshot()["switches"].values()) == 4
 
 

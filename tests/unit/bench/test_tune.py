@@ -74,7 +74,7 @@ def trees():
 
 
 def winners(cells, batch_size):
-    """The best tier of every class at a batch size, by looking at all of them."""
+    """The best depth of every class at a batch size, by looking at all of them."""
     found = set()
     for name in CLASSES:
         mine = [c for c in cells if (c.batch_size, c.prompt_class) == (batch_size, name)]
@@ -243,8 +243,8 @@ def test_trees_are_measured_and_a_server_accepts_both_files(config, tmp_path, mo
     more = ["--set", "speculative_eagle_topk=2"]
     assert main(arguments(config, tmp_path, *sizes, *more)) == 0
     measured = json.loads((tmp_path / "tune.json").read_text())
-    tiers = [(c["num_steps"], c["tree_drafts"]) for c in measured["cells"]]
-    assert tiers == [(0, 0), (1, 0), (2, 3), (2, 5)] * len(CLASSES)
+    depths = [(c["num_steps"], c["tree_drafts"]) for c in measured["cells"]]
+    assert depths == [(0, 0), (1, 0), (2, 3), (2, 5)] * len(CLASSES)
     for c in measured["cells"]:
         assert c["same_texts"] == c["num_texts"] == 4
         assert 1 <= c["accept_length"] <= 1 + c["num_steps"]

@@ -1,4 +1,4 @@
-"""What the speculative section promises, and what it refuses at the door."""
+"""What the speculative section promises, and what it refuses."""
 
 from __future__ import annotations
 

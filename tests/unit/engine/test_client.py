@@ -89,6 +89,22 @@ def test_a_cancelled_request_frees_its_pages_and_disturbs_no_other(loop, make_ll
     assert pages_in_use(loop) == 0
 
 
+def test_prefixes_are_found_until_they_are_flushed_and_only_under_their_salt(loop):
+    async def num_cached(name, **changes):
+        deltas = await collect(await loop.submit([7] * 60, params(**changes), name))
+        return deltas[0].num_cached_tokens
+
+    async def scenario():
+        found = [await num_cached("first"), await num_cached("again")]
+        found += [await num_cached("salted", cache_salt="a"), await num_cached("b", cache_salt="a")]
+        loop.flush_cache()
+        return [*found, await num_cached("after"), await num_cached("last", cache_salt="a")]
+
+    first, again, salted, once_more, after, last = asyncio.run(scenario())
+    assert (first, salted, after, last) == (0, 0, 0, 0)
+    assert again == once_more > 0
+
+
 @pytest.mark.parametrize(
     ("prompt", "changes", "field", "too_long"),
     [

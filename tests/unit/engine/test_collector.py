@@ -72,7 +72,7 @@ def test_means_weigh_drafts_and_rows_alike_and_medians_are_over_rounds():
     assert shown["since_start"]["accept_rate"] == window["accept_rate"]
 
 
-def test_times_are_by_tier_and_of_rounds_without_prompts_alone():
+def test_times_are_by_depth_and_of_rounds_without_prompts_alone():
     slow_prompt = decode_round(3, 1, num_prefill_tokens=50, verify_ms=500.0, step_ms=900.0)
     late = decode_round(3, 2, verify_ms=8.0, idle_ms=2.0)
     shown = view(fed(decode_round(3, 1), late, PREFILL, slow_prompt))
@@ -110,7 +110,7 @@ def test_speedup_is_unknown_until_drafting_and_plain_rounds_of_a_size_were_measu
     assert view(collector)["effective_speedup"] == pytest.approx(3 / 2)
 
 
-def test_a_higher_tier_in_which_no_row_drafted_is_neither_plain_nor_drafting():
+def test_a_higher_depth_in_which_no_row_drafted_is_neither_plain_nor_drafting():
     undrafted = decode_round(num_steps=3, num_draft_tokens=0)
     assert view(fed(undrafted))["by_batch_size"]["1"]["tokens_per_ms"] == {}
     assert fed(undrafted, decode_round(3, 2)).speedup(1) is None

@@ -28,7 +28,7 @@ def test_batch_sizes_double_up_to_the_largest_which_is_one_of_them(largest, grid
 
 
 @pytest.mark.parametrize(
-    ("tiers", "max_steps", "grid"),
+    ("depths", "max_steps", "grid"),
     [
         (range(8), 7, [0, 1, 2, 3, 5, 7]),
         (range(15), 14, [0, 1, 2, 3, 5, 7, 10, 14]),
@@ -37,8 +37,8 @@ def test_batch_sizes_double_up_to_the_largest_which_is_one_of_them(largest, grid
         ({0}, 7, [0]),
     ],
 )
-def test_steps_are_tiers_closer_where_they_are_small(tiers, max_steps, grid):
-    assert step_grid(tiers, max_steps) == grid
+def test_steps_are_depths_closer_where_they_are_small(depths, max_steps, grid):
+    assert step_grid(depths, max_steps) == grid
 
 
 @pytest.mark.parametrize(

@@ -134,18 +134,18 @@ SCHEDULES = {
 PAUSING = ("eagle3", "eagle3 of two layers", "eagle3 with a window", "eagle")
 
 
-def check_drafts(pair, algorithm, head, tiers, ids, plain, *, ahead):
+def check_drafts(pair, algorithm, head, depths, ids, plain, *, ahead):
     """Hold what an engine drafts after a prompt in pieces, then after the same one found in the
     cache, against the plain head's; return how many drafts the texts kept."""
     llm = llm_maker(Pair(pair.target, {algorithm: head}), "cpu")(
         algorithm, STEPS, max_num_batched_tokens=16, max_num_seqs=1, async_scheduling=ahead
     )
-    switch_every_round(llm, tiers, ragged=False)
+    switch_every_round(llm, depths, ragged=False)
     prompt = [(7 * i) % 250 for i in range(21)]
     heard = Heard(llm)
     kept = 0
     for _ in range(2):
-        text = run(llm, prompt, max(26, len(tiers)))
+        text = run(llm, prompt, max(26, len(depths)))
         kept += heard.check(text, len(prompt), ids, plain)
         assert heard.drafted
         assert ahead == any(plan.follows for plan in heard.plans)
@@ -166,14 +166,14 @@ def check_drafts(pair, algorithm, head, tiers, ids, plain, *, ahead):
 )
 def test_eagle_heads_draft_from_the_features_of_the_text(pair, tmp_path, name, schedule):
     algorithm, keys = EAGLE_HEADS[name]
-    tiers, ahead = SCHEDULES[schedule]
+    depths, ahead = SCHEDULES[schedule]
     make = make_eagle3 if algorithm == "EAGLE3" else make_eagle
     make(tmp_path, pair.target, **keys)
     plain, ids = plain_eagle(pair.target, tmp_path, algorithm)
-    kept = check_drafts(pair, algorithm, tmp_path, tiers, ids, plain, ahead=ahead)
+    kept = check_drafts(pair, algorithm, tmp_path, depths, ids, plain, ahead=ahead)
     if "keeps" not in name:
         assert kept < 20, "the test needs drafts that are rejected"
-    elif len(tiers) < 10:
+    elif len(depths) < 10:
         assert kept > 5, "the test needs drafts that are kept"
 
 
@@ -182,7 +182,7 @@ def test_eagle_heads_draft_from_the_features_of_the_text(pair, tmp_path, name, s
 def test_medusas_heads_read_the_feature_of_the_token_before_the_newest(
     pair, tmp_path, schedule, token_map
 ):
-    tiers, ahead = SCHEDULES[schedule]
+    depths, ahead = SCHEDULES[schedule]
     rows = VOCAB if token_map is None else len(token_map)
     tensors = medusa_tensors(64, STEPS, 1, rows)
     maps = {} if token_map is None else {"token_map": torch.tensor(token_map)}
@@ -193,4 +193,4 @@ def test_medusas_heads_read_the_feature_of_the_token_before_the_newest(
         last = features(text[: len(text) - count])[-1:]
         return plain_logits(tensors, torch.empty(0), last)[:count, 0]
 
-    check_drafts(pair, "MEDUSA", tmp_path, tiers, maps.get("token_map"), plain, ahead=ahead)
+    check_drafts(pair, "MEDUSA", tmp_path, depths, maps.get("token_map"), plain, ahead=ahead)

@@ -25,8 +25,8 @@ class FakeWorker:
 
     vocab_size = 50
 
-    def __init__(self, tiers=range(8), noise=(1.0,)):
-        self.states = dict.fromkeys(map(DraftShape.chain, tiers))
+    def __init__(self, depths=range(8), noise=(1.0,)):
+        self.states = dict.fromkeys(map(DraftShape.chain, depths))
         self.now = 1000.0
         self.plans = []
         self._noise = itertools.cycle(noise)

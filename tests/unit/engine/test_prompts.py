@@ -52,6 +52,22 @@ def test_a_text_whose_last_token_alone_is_left_to_compute_goes_on_from_it(
     assert engine.scheduler.queue.num_preemptions == 1
 
 
+def test_bad_words_are_banned_as_they_are_and_after_a_space(make_llm):
+    """A byte is a token here; one that is a whole word is a bad token."""
+    llm = make_llm("EAGLE3", 4)
+    params = SamplingParams(bad_words=[" ab", "c", [5, 6]], bad_token_ids=[7])
+    asked = llm.engine.new_sequence("1", [1], params).params
+    assert asked.bad_token_ids == (7, ord("c"))
+    assert asked.bad_words == ((5, 6), tuple(b" ab"), tuple(b" c"), tuple(b"ab"))
+    only = {"allowed_token_ids": [*b"abc"], "max_tokens": 60, "ignore_eos": True}
+    free, bound = (
+        llm.generate([[1]], SamplingParams(**only, temperature=4.0, seed=1, bad_words=words))[0]
+        for words in ((), ["ab", "ca"])
+    )
+    assert "ab" in free.text
+    assert not {"ab", "ca"} & {bound.text[i : i + 2] for i in range(60)}
+
+
 PAGE = 4
 
 

@@ -25,7 +25,7 @@ def requests(temperature, count=6):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_sampled_texts_are_tokens_and_as_long_as_asked(make_llm, method):
-    """With tiers and rows that change every round, and sequences that are preempted."""
+    """With depths and rows that change every round, and sequences that are preempted."""
     prompts, params = requests(1.0)
     keys = {"rejection_sample_method": method, "num_pages": 36, "max_num_seqs": 6}
     llm = make_llm("EAGLE3", STEPS, **keys)

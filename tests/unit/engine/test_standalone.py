@@ -25,7 +25,7 @@ INTEGERS = [
 
 
 @pytest.mark.parametrize(
-    ("tiers", "text_first", "ahead"),
+    ("depths", "text_first", "ahead"),
     [
         ([7, 3, 7, 1], False, False),
         ([0, 3, 0, 2], True, True),
@@ -35,7 +35,7 @@ INTEGERS = [
     ids=str,
 )
 def test_every_draft_of_the_target_itself_is_kept_whatever_happens(
-    make_llm, tiers, text_first, ahead
+    make_llm, depths, text_first, ahead
 ):
     """Rows draft less than others, or nothing, or from the text; pages go from hand to hand.
 
@@ -51,7 +51,7 @@ def test_every_draft_of_the_target_itself_is_kept_whatever_happens(
     if text_first:
         keys |= {"speculative_ngram_first": True, "speculative_ngram_min_match_window_size": 1}
     llm = make_llm("STANDALONE", 7, speculative_eagle_topk=3, async_scheduling=ahead, **keys)
-    switch_every_round(llm, tiers)
+    switch_every_round(llm, depths)
     rounds = heard_rounds(llm)
     outputs = llm.generate(prompts, params)
     assert texts(outputs) == texts(make_llm().generate(prompts, params))

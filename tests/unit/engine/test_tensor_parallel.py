@@ -77,7 +77,7 @@ def is_follower():
 
 
 def stressed(make, algorithm, **overrides):
-    """Another tier and budget every round, too few pages, prompts in pieces."""
+    """Another depth and budget every round, too few pages, prompts in pieces."""
     llm = make(algorithm, 3, num_pages=32, max_num_batched_tokens=24, **overrides)
     switch_every_round(llm, SWITCHING, budgets=True)
     return llm

@@ -149,12 +149,15 @@ def train_sentencepiece(folder, model_type):
     return sentencepiece.SentencePieceProcessor(str(folder / "tokenizer.model"))
 
 
-def test_a_sentencepiece_model_alone_is_converted(tmp_path):
+@pytest.mark.parametrize("adds_bos", [None, True, False])
+def test_a_sentencepiece_model_alone_is_converted(tmp_path, adds_bos):
     theirs = train_sentencepiece(tmp_path, "bpe")
-    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true}')
+    if adds_bos is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": adds_bos}))
     tokenizer = Tokenizer(tmp_path)
+    first = [] if adds_bos is False else [theirs.bos_id()]
     for text in SAMPLES[:2]:
-        assert tokenizer.encode(text) == [theirs.bos_id(), *theirs.encode(text)]
+        assert tokenizer.encode(text) == [*first, *theirs.encode(text)]
         assert tokenizer.decode(tokenizer.encode(text)) == text
         spelled = [tokenizer.token_bytes(token).data for token in theirs.encode(text)]
         assert b"".join(spelled).decode() == f" {text}"

@@ -156,7 +156,7 @@ def make(num_pages, *, shift=0, prefix_caching=True, **limits):
 
 
 def any_steps(rng, batch):
-    """Any tier, and any share of it for each row."""
+    """Any depth, and any share of it for each row."""
     shape = rng.choice([None, *TREES]) or DraftShape.chain(rng.choice([0, 1, 3, 7]))
     rows = [rng.randint(0, shape.depth) for _ in range(batch.size)]
     return RoundSteps(shape, rng.choice([None, rows]))
@@ -193,7 +193,7 @@ def traffic(rng):
 def test_what_is_read_is_of_ones_own_text_and_what_is_known_was_committed(
     shift, runs_ahead, num_pages, monkeypatch
 ):
-    """Arrivals, cancellations, preemptions, evictions, stops, tier changes, in any order.
+    """Arrivals, cancellations, preemptions, evictions, stops, depth changes, in any order.
 
     No token and no page is lost. One round is in flight while another is planned, or none.
     """

@@ -250,7 +250,7 @@ def test_drafts_give_way_to_other_texts_before_anyone_is_preempted():
 
 
 def test_known_mistake_5_pages_are_held_for_the_drafts_of_the_round_and_returned_after_it():
-    """Not for the deepest tier there is, and not for drafts that were rejected."""
+    """Not for the deepest depth there is, and not for drafts that were rejected."""
     scheduler = make()
     worker = PretendedWorker(random.Random(7))
     seq = sequence("1", 5, max_tokens=200)

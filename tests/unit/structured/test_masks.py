@@ -8,6 +8,7 @@ from serve_spec.core.draft import DraftShape
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.plan import EditedText, ScheduledRequest
 from serve_spec.core.request import SamplingParams
+from serve_spec.structured.compiler import GrammarCompiler
 from serve_spec.structured.masks import Grammars, allows, follow
 from tests.helpers.checkpoints import EOS_ID
 from tests.helpers.grammars import PARENTHESES, byte_compiler, ids_of
@@ -91,6 +92,10 @@ def test_a_bad_word_is_not_completed_along_any_path_of_drafts():
 def test_words_that_would_leave_nothing_yield_to_the_grammar():
     (ids,) = allowed(masks_of(row("a", "1", bad_words=[[*b"12"], [*b"34"]])))
     assert ids == ZERO_TO_NINE - {*b"2"}
+    padded = GrammarCompiler(tuple, 64, (), num_ids=52)
+    last = {"grammar": None, "bad_words": [[*b"12"]], "bad_token_ids": (*range(50), 51)}
+    masks = Grammars(padded).round_masks([row("a", "1", **last)], [()])
+    assert allowed(masks) == [{*range(52)}], "padding is not drawn where nothing else is left"
     only_one = {"grammar": Grammar.regex("12"), "bad_words": [[*b"12"]]}
     assert allowed(masks_of(row("a", "1", **only_one))) == [{*b"2"}]
 

@@ -63,7 +63,7 @@ def test_the_last_of_the_longest_matches_goes_on_however_the_text_has_grown(
         assert found == expected(text[:length], *lengths, most)
 
 
-def test_no_more_is_drafted_than_there_are_tiers_for():
+def test_no_more_is_drafted_than_there_are_depths_for():
     assert len(NgramDrafter(1, 3, 4).propose("a", [1, 2, 1, 2], 9)) == 4
 
 
