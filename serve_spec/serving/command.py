@@ -21,7 +21,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -380,8 +380,10 @@ def _deploy(plan: Plan, stop: threading.Event) -> None:
     )
     client.deploy_apps(schema)
     names = {app.name for app in schema.applications}
+    told: set[str] = set()
     while not stop.wait(_POLL_S):
         apps = serve.status().applications
+        _tell_news([apps[name] for name in names & apps.keys()], told)
         for name in names & apps.keys():
             if apps[name].status == "DEPLOY_FAILED":
                 raise StartFailed(f"application {name!r} failed to start:\n{_reasons(apps[name])}")
@@ -389,6 +391,15 @@ def _deploy(plan: Plan, stop: threading.Event) -> None:
         # Applications of others may not have /health.
         if len(running) == len(names) and (not plan.configs or _answers(f"{plan.url}/health")):
             return
+
+
+def _tell_news(apps: Iterable[Any], told: set[str]) -> None:
+    """Print what Serve says of the deployments, such as missing GPUs, once."""
+    for deployment in (d for app in apps for d in app.deployments.values()):
+        news = deployment.message.partition("\n")[0]
+        if news and news not in told:
+            told.add(news)
+            print(news, flush=True)
 
 
 def _reasons(app: Any) -> str:
