@@ -21,7 +21,7 @@ from serve_spec.config.base import ASSETS
 from serve_spec.serving import proxy
 from serve_spec.serving.app import load_config
 from serve_spec.serving.command import (
-    _tell_news,
+    _print_news,
     announcement,
     check_deployment,
     main,
@@ -216,7 +216,7 @@ def test_what_serve_says_while_replicas_wait_is_told_once(capsys):
 
     told = set()
     for apps in ([app("", "1 replica waits\nfor a GPU")], [app("1 replica waits\nfor 2")], []):
-        _tell_news(apps, told)
+        _print_news(apps, told)
     assert capsys.readouterr().out == "1 replica waits\n"
 
 
