@@ -41,6 +41,17 @@ def pytest_collection_modifyitems(items):
             assert item.path.parent.name in _RAY_FOLDERS, f"{item.path} starts a Ray"
 
 
+@pytest.fixture(autouse=True)
+def _no_ray_by_accident(request, monkeypatch):
+    """Many functions of Ray start one if there is none; only marked tests may."""
+    if "ray" in sys.modules and request.node.get_closest_marker("ray") is None:
+        monkeypatch.setattr("ray.init", _refuse_ray)
+
+
+def _refuse_ray(*args, **options):
+    raise AssertionError("a test without marker ray would start a Ray, or join any on the machine")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
     """Run a test that is a coroutine function, in an event loop of its own."""

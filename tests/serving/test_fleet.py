@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import InvalidRequest
@@ -63,6 +64,16 @@ class Handle:
             return [None]
 
         return SimpleNamespace(results_async=results)
+
+
+@pytest.fixture(autouse=True)
+def _serve_is_away(monkeypatch):
+    """Serve's controller does not answer; without a Ray, asking it would start one."""
+
+    def status():
+        raise RayServeException("away")
+
+    monkeypatch.setattr(module.serve, "status", status)
 
 
 @asynccontextmanager
