@@ -54,7 +54,7 @@ def _repeating_heads(directory, target, num_heads):
 
 
 class FakeController:
-    """Drafts what a function of the batch says, and remembers what it was told."""
+    """Drafts what a function of the batch returns, and records what it observes."""
 
     switch_reason = None
     notes = NO_NOTES
@@ -62,26 +62,23 @@ class FakeController:
     def __init__(self, shapes, choose):
         self.shapes = [DraftShape.chain(s) if isinstance(s, int) else s for s in shapes]
         self.choose_steps = choose
-        self.told = []
-        self.left = []
+        self.observed = []
+        self.forgotten = []
 
     def on_verify_complete(self, verified):
         rows = zip(verified.correct_per_req, verified.steps_per_req, strict=True)
         assert all(0 <= correct <= steps <= verified.shape.depth for correct, steps in rows)
-        self.told.append(verified)
+        self.observed.append(verified)
 
     def forget(self, request_id):
-        self.left.append(request_id)
+        self.forgotten.append(request_id)
 
     def snapshot(self):
         return {}
 
 
 class SwitchingController(FakeController):
-    """Another shape every round, and another share of it for each row if `ragged`.
-
-    A number stands for the chain of that depth.
-    """
+    """Chooses another shape every round; if `ragged`, each request drafts another share of it."""
 
     def __init__(self, depths, ragged, budgets=False):
         super().__init__(depths, self._switch)
@@ -188,7 +185,7 @@ def switch_every_round(llm, depths, *, ragged=True, budgets=False):
     control(llm, SwitchingController(depths, ragged, budgets))
 
 
-def heard_steps(llm):
+def recorded_steps(llm):
     """Return the record of every step from now on."""
     steps = []
     summarize = llm.collector.observe
@@ -201,27 +198,27 @@ def heard_steps(llm):
     return steps
 
 
-def heard_plans(llm):
-    """Every plan the worker gets from now on."""
+def recorded_plans(llm):
+    """Return every plan that the worker receives from now on."""
     plans = []
     submit = llm.engine.worker.submit
 
-    def hear(plan):
+    def record(plan):
         plans.append(plan)
         return submit(plan)
 
-    llm.engine.worker.submit = hear
+    llm.engine.worker.submit = record
     return plans
 
 
-def heard_rounds(llm):
-    """What each row of every round was planned to be, and its tokens; from now on."""
+def recorded_rounds(llm):
+    """Return each request of every plan from now on, with the tokens that it emitted."""
     rounds = []
     commit = llm.engine.scheduler.commit
 
-    def hear(plan, result, cut):
+    def record(plan, result, cut):
         rounds.extend(zip(plan.sampling_requests, result.token_ids, strict=True))
         return commit(plan, result, cut)
 
-    llm.engine.scheduler.commit = hear
+    llm.engine.scheduler.commit = record
     return rounds

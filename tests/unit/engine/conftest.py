@@ -26,7 +26,7 @@ def make_llm(pair):
 
 @pytest.fixture
 def budgets(tmp_path, monkeypatch):
-    """Within what time costs were to be measured: the first attempt fails, others take a moment."""
+    """Return the time limits of cost measurements; the first fails, the others are short."""
     asked = []
 
     def measure(key, worker, grid, limits, budget, pages):
@@ -43,15 +43,14 @@ def budgets(tmp_path, monkeypatch):
 
 @pytest.fixture
 def threads(monkeypatch):
-    """WorkerRanks are threads called "rank 1" ...: nothing but their start is another than that of
-    processes, and they come at once. None of them outlives its test."""
+    """Start worker ranks as threads called "rank 1" and so on, which end with the test."""
     started = []
 
     def launch(module, size, config, launcher):
         worker_ranks = WorkerRanks(size)
 
         def run(rank):
-            with suppress(Exception):  # rank 0 hears of it
+            with suppress(Exception):  # rank 0 receives it
                 follow(config, rank, size, worker_ranks.address)
 
         for rank in range(1, size):

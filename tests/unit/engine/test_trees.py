@@ -5,24 +5,25 @@ from dataclasses import replace
 import pytest
 
 from serve_spec import LLM
+from serve_spec.core.draft import MAX_TREE_TOKENS
 from serve_spec.core.request import SamplingParams
-from tests.helpers.engines import sampled_requests, texts
+from tests.helpers.engines import llm_maker, make_pair, sampled_requests, texts
 
 
 def with_trees(make_llm, algorithm, shape, **overrides):
-    """shape: steps, topk, rows with the root."""
-    steps, topk, rows = shape
+    """Build an engine. shape: steps, topk, tokens with the root."""
+    steps, topk, num_tokens = shape
     return make_llm(
         algorithm,
         steps,
         speculative_eagle_topk=topk,
-        speculative_num_draft_tokens=rows,
+        speculative_num_draft_tokens=num_tokens,
         **overrides,
     )
 
 
 def sums(outputs):
-    """Rounds, drafts and kept drafts of all."""
+    """Return the rounds, drafts and kept drafts of all requests."""
     stats = [output.speculation for output in outputs]
     return (
         sum(one.num_rounds for one in stats),
@@ -67,3 +68,11 @@ def test_forced_acceptance_goes_along_first_children(make_llm, wanted):
     outputs = llm.generate(prompts, params)
     rounds, _, correct = sums(outputs)
     assert correct == (wanted - 1) * rounds
+
+
+def test_trees_that_may_not_lie_within_a_window_are_refused(tmp_path):
+    window = {"family": "mistral", "sliding_window": MAX_TREE_TOKENS - 1}
+    make_llm = llm_maker(make_pair(tmp_path, **window), "cpu")
+    message = r"topk=3.*sliding_window=63; use speculative_eagle_topk=1"
+    with pytest.raises(ValueError, match=message):
+        with_trees(make_llm, "EAGLE3", (4, 3, 12))

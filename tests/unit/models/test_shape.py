@@ -99,11 +99,7 @@ def test_stop_tokens_of_both_files_are_joined(tmp_path):
         ("llama3", {"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
         ("llama3", {"rope_scaling": {"type": "su", "factor": 4}}, ["su", "llama3"]),
         ("llama3", {"rope_scaling": {"type": "linear"}}, ["linear", "factor"]),
-        (
-            "llama3",
-            {"rope_scaling": {"type": "linear", "factor": 0}},
-            ["0 is no positive number"],
-        ),
+        ("llama3", {"rope_scaling": {"type": "linear", "factor": 0}}, ["0 is no positive number"]),
         ("llama3", {"rope_scaling": ["linear"]}, ["rope_scaling"]),
         ("llama3", {"rope_scaling": {}, "rope_theta": "big"}, ["rope_scaling", "big"]),
         ("llama3", {"num_hidden_layers": 10**9}, ["num_hidden_layers=1000000000", "more than"]),
@@ -154,8 +150,7 @@ def test_stop_tokens_of_both_files_are_joined(tmp_path):
 def test_what_is_not_computed_is_refused_by_name(family, changes, words):
     with pytest.raises(CheckpointError) as refusal:
         shape_of(family, **changes)
-    for word in words:
-        assert word in str(refusal.value)
+    assert [word for word in words if word not in str(refusal.value)] == []
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,5 @@
 """A model over several ranks gives the logits, features and drafts of the whole one."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -19,11 +15,9 @@ from tests.helpers.ranks import on_ranks
 
 NUM_TOKENS = 24
 CAPTURE = FeatureCapture((0, 2, 3))
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama2": ("llama2", {}),
+CASES = {
     "tied": ("llama3", {"num_key_value_heads": 4}),
     "biases": ("llama3", {"num_key_value_heads": 4, "attention_bias": True}),
-    "qwen2": ("qwen2", {"num_key_value_heads": 4}),
     "qwen3": ("qwen3", {"num_key_value_heads": 4}),
     "odd vocabulary": ("mistral", {"num_key_value_heads": 4, "vocab": 261}),
 }
@@ -34,7 +28,7 @@ def tokens():
 
 
 def answers(model):
-    """Logits [T, V] and features [T, F] of one text, in two pieces."""
+    """Logits [T, V] and features [T, F] of one text, in two chunks."""
     sequence = PagedSequences(model.rank_shape, 1, NUM_TOKENS)
     outputs = [
         model.forward(part, sequence.extend([(0, len(part))]), CAPTURE)
@@ -74,8 +68,9 @@ def test_every_rank_of_an_expansion_builds_its_part_of_the_same_noise(tmp_path):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("make", [make_eagle, make_eagle3])
-@pytest.mark.parametrize("own_embedding", [False, True])
+@pytest.mark.parametrize(
+    ("make", "own_embedding"), [(make_eagle, False), (make_eagle3, False), (make_eagle3, True)]
+)
 def test_a_head_beside_a_sharded_target_drafts_as_beside_the_whole_one(
     tmp_path, make, own_embedding
 ):
@@ -106,7 +101,7 @@ def test_a_head_beside_a_sharded_target_drafts_as_beside_the_whole_one(
         (2, {"intermediate_size": 65}, "intermediate_size=65"),
     ],
 )
-def test_what_can_not_be_shared_out_is_refused_by_name(tmp_path, size, config, uneven):
+def test_sizes_that_ranks_do_not_divide_are_refused_by_name(tmp_path, size, config, uneven):
     shape = ModelShape.from_directory(make_target(tmp_path, hidden=32, **config))
     with pytest.raises(CheckpointError, match=rf"tensor_parallel_size={size}.*{uneven}"):
         shape.on_rank_of(size)

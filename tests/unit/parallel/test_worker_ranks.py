@@ -1,4 +1,4 @@
-"""WorkerRanks come, obey and go; whatever ends one is known to the others, and at once."""
+"""Worker ranks start, run broadcast plans and end; the others notice an end at once."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ TOY = "tests.helpers.follower"
 
 @pytest.fixture(autouse=True)
 def threads(monkeypatch):
-    """Those of a test's worker_ranks; none of them is left behind, and none ends the process."""
+    """Return the threads of worker ranks, all of which end with the test."""
     monkeypatch.setattr(channel, "_GRACE_S", 1e6)
     threads = []
     yield threads
@@ -34,7 +34,7 @@ def threads(monkeypatch):
 
 @pytest.fixture
 def start(threads):
-    """Starts worker_ranks as threads: a line does not know better."""
+    """Return a function that starts worker ranks as threads."""
 
     def start(settings, size=2):
         worker_ranks = WorkerRanks(size)
@@ -72,10 +72,10 @@ def wait_for_loss(worker_ranks):
         except RankLost as error:
             return str(error)
         time.sleep(0.02)
-    raise AssertionError("nobody noticed")
+    raise AssertionError("the loss was not noticed")
 
 
-def test_orders_reach_all_in_their_order(two):
+def test_broadcasts_reach_all_ranks_in_order(two):
     assert two._group is not None
     for _ in range(3):
         two.broadcast("sum")
@@ -84,7 +84,7 @@ def test_orders_reach_all_in_their_order(two):
     two.check()
 
 
-def test_what_a_follower_fails_of_is_told_where_rank_0_waits_for_it(two):
+def test_the_error_of_a_rank_is_raised_where_rank_0_waits_for_it(two):
     assert two._group is not None
     two.broadcast("fail")
     with (
@@ -96,7 +96,7 @@ def test_what_a_follower_fails_of_is_told_where_rank_0_waits_for_it(two):
         two.broadcast("sum")
 
 
-def test_a_follower_that_fails_between_rounds_is_known_before_the_next(two):
+def test_a_rank_that_fails_between_rounds_is_known_before_the_next(two):
     two.broadcast("fail")
     assert "rank 2 of 3 failed: ValueError: broken weights" in wait_for_loss(two)
 
@@ -110,14 +110,14 @@ def test_an_error_of_rank_0_is_its_own_and_ends_all(two):
         two.broadcast("sum")
 
 
-def test_after_the_end_nothing_can_be_ordered_and_ending_again_is_nothing(two):
+def test_after_the_end_nothing_can_be_broadcast_and_stopping_again_is_harmless(two):
     two.stop()
     two.stop()
     with pytest.raises(RankLost, match="shut down"):
         two.broadcast("sum")
 
 
-def test_one_that_can_not_start_says_why(start):
+def test_a_rank_that_cannot_start_is_reported_with_its_error(start):
     with pytest.raises(RankLost, match="rank 1 of 2 cannot start: ValueError: no such model"):
         start("say no")
 
@@ -125,7 +125,7 @@ def test_one_that_can_not_start_says_why(start):
 @pytest.mark.parametrize(
     ("settings", "size", "lost"), [("stay away", 2, 1), ("only rank 1 joins", 3, 2)]
 )
-def test_one_that_does_not_join_is_not_waited_for_and_the_others_hear_of_it(
+def test_a_rank_that_does_not_join_is_not_waited_for_and_ends_the_others(
     start, settings, size, lost
 ):
     worker_ranks = start(settings, size)
@@ -136,11 +136,11 @@ def test_one_that_does_not_join_is_not_waited_for_and_the_others_hear_of_it(
 
 
 @pytest.mark.parametrize("secret", [b"guessed", b""])
-def test_a_stranger_is_turned_away_and_keeps_nobody_waiting(start, secret):
+def test_an_unknown_connection_is_refused_and_delays_no_rank(start, secret):
     worker_ranks = WorkerRanks(2)
-    stranger = replace(worker_ranks.address, secret=secret)
+    unknown = replace(worker_ranks.address, secret=secret)
     with ThreadPoolExecutor(2) as pool:
-        intrusion = pool.submit(channel.connect, stranger)
+        intrusion = pool.submit(channel.connect, unknown)
         member = pool.submit(follow, "obey", 1, 2, worker_ranks.address)
         worker_ranks.accept({})
         with pytest.raises(ConnectionRefusedError):
@@ -163,8 +163,8 @@ def test_ranks_meet_at_the_address_that_rank_0_is_given():
         member.result()
 
 
-def test_whoever_took_rank_0s_place_is_not_believed():
-    """A pickle of a stranger's could do anything."""
+def test_a_rank_refuses_a_listener_without_the_secret():
+    """Its pickles could run any code."""
     listener = socket.create_server((channel.LOOPBACK, 0))
     port = listener.getsockname()[1]
     with ThreadPoolExecutor(1) as pool, listener:
