@@ -77,25 +77,6 @@ class FakeController:
         return {}
 
 
-class SwitchingController(FakeController):
-    """Chooses another shape every round; if `ragged`, each request drafts another share of it."""
-
-    def __init__(self, depths, ragged, budgets=False):
-        super().__init__(depths, self._switch)
-        self._ragged = ragged
-        self._budgets = budgets
-        self._numbers = count()
-
-    def _switch(self, batch):
-        number = next(self._numbers)
-        shape = self.shapes[number % len(self.shapes)]
-        steps_per_req = [max(0, shape.depth - (number + 1 + i) % 3) for i in range(batch.size)]
-        budget = None
-        if self._budgets and number % 3:
-            budget = batch.size * shape.size * (number % 4) // 4
-        return RoundSteps(shape, steps_per_req if self._ragged else None, budget=budget)
-
-
 def llm_maker(pair, device):
     """Builds float32 engines on the pair; each checks its integrity after every round."""
 
@@ -177,12 +158,29 @@ def always_three(llm):
     return control(llm, FakeController([3], lambda _: RoundSteps(DraftShape.chain(3))))
 
 
-def switch_every_round(llm, depths, *, ragged=True, budgets=False):
-    """Replaces the policy by one that changes depth every round: no policy would, engines must.
+def switching_controller(depths, *, ragged=True, budgets=False):
+    """Return a policy that chooses another depth or shape every round.
 
-    budgets: also change how many drafts are verified.
+    ragged: each request drafts another share of it. budgets: also change how many are verified.
     """
-    control(llm, SwitchingController(depths, ragged, budgets))
+    numbers = count()
+
+    def choose(batch):
+        number = next(numbers)
+        shape = controller.shapes[number % len(depths)]
+        steps_per_req = [max(0, shape.depth - (number + 1 + i) % 3) for i in range(batch.size)]
+        budget = None
+        if budgets and number % 3:
+            budget = batch.size * shape.size * (number % 4) // 4
+        return RoundSteps(shape, steps_per_req if ragged else None, budget=budget)
+
+    controller = FakeController(depths, choose)
+    return controller
+
+
+def switch_every_round(llm, depths, **keys):
+    """Replace the policy of an engine by a `switching_controller`."""
+    control(llm, switching_controller(depths, **keys))
 
 
 def recorded_steps(llm):

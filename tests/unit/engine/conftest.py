@@ -1,7 +1,5 @@
 """A tiny random pair, and engines on it."""
 
-import threading
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -10,8 +8,8 @@ from serve_spec.engine import build, costs
 from serve_spec.engine.profile import measure_costs
 from serve_spec.engine.worker_rank import follow
 from serve_spec.parallel import channel
-from serve_spec.parallel.worker_ranks import WorkerRanks
 from tests.helpers.engines import SOON_S, llm_maker, make_pair
+from tests.helpers.ranks import start_threads
 
 
 @pytest.fixture(scope="session")
@@ -47,18 +45,7 @@ def threads(monkeypatch):
     started = []
 
     def launch(module, size, config, launcher):
-        worker_ranks = WorkerRanks(size)
-
-        def run(rank):
-            with suppress(Exception):  # rank 0 receives it
-                follow(config, rank, size, worker_ranks.address)
-
-        for rank in range(1, size):
-            started.append(threading.Thread(target=run, args=(rank,), name=f"rank {rank}"))
-            started[-1].daemon = True
-            started[-1].start()
-        worker_ranks.accept({})
-        return worker_ranks
+        return start_threads(follow, config, size, started)
 
     monkeypatch.setattr(build, "launch", launch)
     monkeypatch.setattr(channel, "_GRACE_S", 1e6)  # what fails here must not end this process

@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 from serve_spec.parallel import channel
 from serve_spec.parallel.worker_ranks import RankLost, WorkerRanks, launch
 from tests.helpers.follower import CPU, follow
+from tests.helpers.ranks import start_threads
 
 SOON_S = 30.0
 """Far below what a wait for a lost rank would take, far above what a busy machine needs."""
@@ -35,25 +35,7 @@ def threads(monkeypatch):
 @pytest.fixture
 def start(threads):
     """Return a function that starts worker ranks as threads."""
-
-    def start(settings, size=2):
-        worker_ranks = WorkerRanks(size)
-
-        def run(rank):
-            with suppress(ValueError, RuntimeError):
-                follow(settings, rank, size, worker_ranks.address)
-
-        for rank in range(1, size):
-            threads.append(threading.Thread(target=run, args=(rank,), daemon=True))
-            threads[-1].start()
-        try:
-            worker_ranks.accept({})
-        except BaseException:
-            worker_ranks.stop()
-            raise
-        return worker_ranks
-
-    return start
+    return lambda settings, size=2: start_threads(follow, settings, size, threads)
 
 
 @pytest.fixture
