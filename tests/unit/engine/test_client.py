@@ -314,15 +314,21 @@ def check_logprobs(deltas, wanted):
 
 
 def test_through_the_channel_a_request_gets_what_an_engine_in_this_process_returns(make_llm):
-    """All of it, or its rest after its first tokens, as another engine would go on."""
+    """All of it, from a client that does not read meanwhile; or the rest after its first tokens."""
     asked = requests()
     llm = make_llm("EAGLE3", 3, prefix_caching=False)
     outputs = llm.generate([a.prompt for a in asked], [a.params for a in asked])
     assert {output.finish_reason for output in outputs} == {FinishReason.STOP, FinishReason.LENGTH}
     loop = LocalEngine(llm.config, llm.engine)
 
+    before, reads = llm.engine.counters.num_steps_executed, threading.Event()
+
     async def whole(a, output):
-        return await collect(await loop.submit(a.prompt, a.params, a.key))
+        stream = await loop.submit(a.prompt, a.params, a.key)
+        while llm.engine.counters.num_steps_executed == before or llm.engine.has_work:
+            await asyncio.sleep(0.01)
+        reads.set()
+        return await collect(stream)
 
     async def rest(a, output):
         emitted = list(output.token_ids[: len(output.token_ids) // 2])
@@ -332,10 +338,22 @@ def test_through_the_channel_a_request_gets_what_an_engine_in_this_process_retur
         pairs = zip(asked, outputs, strict=True)
         return await asyncio.gather(*(answer(*pair) for pair in pairs))
 
-    for output, deltas in zip(outputs, asyncio.run(all_of(whole)), strict=True):
+    sender = loop.server._sender
+    connection, poll = sender._connection, sender._poll
+
+    def send_bytes(message):
+        reads.wait()
+        connection.send_bytes(message)
+
+    sender._connection = SimpleNamespace(send_bytes=send_bytes)
+    sender._poll = SimpleNamespace(poll=lambda timeout: [])
+    answers = asyncio.run(all_of(whole))
+    sender._connection, sender._poll = connection, poll
+    for a, output, deltas in zip(asked, outputs, answers, strict=True):
         wanted = (output.token_ids, output.text, output.finish_reason, output.speculation)
         assert joined(deltas) == wanted
         assert all(delta.finish_reason is None for delta in deltas[:-1])
+        assert len(deltas) <= 3 or a.params.stop, "what is not read is merged"
         check_logprobs(deltas, output.logprobs)
         close_entries(deltas[0].prompt_logprobs or (), output.prompt_logprobs or (), abs=1e-3)
     for output, deltas in zip(outputs, asyncio.run(all_of(rest)), strict=True):
