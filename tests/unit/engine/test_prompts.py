@@ -1,7 +1,6 @@
 """Prompts begin beside texts that decode, cost their rounds little, and share pages."""
 
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -63,36 +62,25 @@ def test_bad_words_are_banned_as_they_are_and_after_a_space(make_llm):
 PAGE = 4
 
 
-def prompts_and_params():
-    """Two beginnings, each gone on with in several ways: within a page, at its end, not at all."""
+def test_a_draft_that_knows_the_text_knows_it_after_a_hit_too(make_llm):
+    """Some pages have no draft entries yet, for they were computed without drafts.
+
+    Two beginnings go on in several ways: within a page, at its end, not at all.
+    """
+    llm = make_llm("STANDALONE", 3)
     rng = random.Random(5)
     beginnings = [[rng.randrange(256) for _ in range(40)] for _ in range(2)]
-    prompts = []
-    for i in range(10):
-        shared = beginnings[i % 2][: 40 - 3 * (i // 4)]
-        prompts.append([*shared, *(rng.randrange(256) for _ in range(i % 5))])
-    params = [
-        SamplingParams(
-            max_tokens=14 + i,
-            temperature=(0.0, 0.7, 1.0)[i % 3],
-            seed=i // 2,
-            ignore_eos=True,
-            frequency_penalty=0.5 * (i % 4 == 3),
-        )
+    prompts = [
+        [*beginnings[i % 2][: 40 - 3 * (i // 4)], *(rng.randrange(256) for _ in range(i % 5))]
         for i in range(10)
     ]
-    return prompts, params
-
-
-def test_a_draft_that_knows_the_text_knows_it_after_a_hit_too(make_llm):
-    """Some pages have no draft entries yet, for they were computed without drafts."""
-    llm = make_llm("STANDALONE", 3)
-    prompts, params = prompts_and_params()
-    greedy = [replace(p, temperature=0.0, frequency_penalty=0.0) for p in params]
+    params = [
+        SamplingParams(max_tokens=14 + i, temperature=0.0, ignore_eos=True) for i in range(10)
+    ]
     switch_every_round(llm, [0, 0, 0, 3, 0, 2], ragged=False)
     llm.generate(prompts[:2], SamplingParams(max_tokens=2))
     for _ in range(2):
-        for output in llm.generate(prompts, greedy):
+        for output in llm.generate(prompts, params):
             stats = output.speculation
             assert stats.num_correct_drafts == stats.num_draft_tokens > 0
             assert output.num_cached_tokens > 0

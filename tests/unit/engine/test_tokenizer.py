@@ -174,13 +174,18 @@ def test_a_vocabulary_with_merges_is_converted(tmp_path):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_a_file_that_needs_a_package_or_cannot_be_converted_is_named(tmp_path, monkeypatch):
+def test_a_file_that_is_missing_broken_or_needs_a_package_is_named(tmp_path, monkeypatch):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing"):
+        Tokenizer(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"no model")
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match=r"tokenizer\.model: .*pip install sentencepiece"):
         Tokenizer(tmp_path)
     monkeypatch.setattr(module, "find_spec", lambda name: name)
     with pytest.raises(CheckpointError, match=r"tokenizer\.model cannot be converted"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="cannot be read"):
         Tokenizer(tmp_path)
 
 
@@ -193,14 +198,6 @@ def test_other_threads_run_while_a_text_is_encoded():
         count += 1
         time.sleep(0.001)
     assert count > 10, "had it held the interpreter, there would have been one look"
-
-
-def test_what_is_missing_or_broken_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing"):
-        Tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        Tokenizer(tmp_path)
 
 
 @pytest.fixture(scope="module")
