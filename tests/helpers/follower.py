@@ -1,10 +1,10 @@
 """A worker rank without a model. As a program it is started as any; its settings are what it does:
 
-"obey"          joins and runs what is broadcast
+"run"           joins and runs what is broadcast
 "say no"        raises before it is ready
 "exit"          ends with exit code 3 before it calls
 "stay away"     ends after it called, without joining
-"only rank 1 joins"  rank 1 obeys, the others stay away
+"only rank 1 joins"  rank 1 runs, the others stay away
 """
 
 import os

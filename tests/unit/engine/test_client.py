@@ -267,6 +267,7 @@ def test_a_request_cancelled_while_its_grammar_compiles_is_not_served(loop, monk
         submitted = asyncio.create_task(loop.submit(PROMPT, params(grammar=grammar), "gone"))
         await asyncio.to_thread(compiling.wait)
         loop.cancel("gone")
+        await asyncio.sleep(0.2)  # until the engine has read it
         go_on.set()
         return await collect(await submitted)
 

@@ -286,7 +286,7 @@ def test_without_a_cache_folder_tables_are_kept_in_the_home(tmp_path, monkeypatc
     assert len(list((tmp_path / "home/.cache/serve_spec/costs").glob("*.json"))) == 1
 
 
-def test_the_key_says_what_really_runs(make_llm):
+def test_the_key_names_what_really_runs(make_llm):
     llm = make_llm("EAGLE3", 3, speculative_draft_dtype="bfloat16")
     key = cost_key(llm.config, llm.engine.worker)
     assert key.algorithm == "EAGLE3"

@@ -105,7 +105,7 @@ def test_ema_marks_its_probes_and_nothing_else(num_correct):
     assert marked == [(0, False)] * 5 + [(1, True)] * 5 + [after] * 5
 
 
-def test_goodput_says_what_it_expects_of_a_round_and_why_it_takes_it():
+def test_goodput_reports_the_predicted_time_and_marks_trials():
     policy = GoodputPolicy(recorded_table(TWO_CPU_CORES), min_dwell_rounds=8, initial_steps=3)
     learning = {Reason.PROBE, Reason.BASELINE}
     seen = set()

@@ -40,7 +40,7 @@ def test_draft_entries_are_there_for_the_first_pages_of_a_hit():
     assert tree.match(text, 2).num_draft_pages == 1
 
 
-def test_draft_entries_of_one_page_say_nothing_of_another_with_the_same_text():
+def test_draft_entries_of_a_page_are_not_those_of_another_with_the_same_text():
     text = [1, 2, 3]
     allocator = PageAllocator(4)
     tree = PrefixTree(allocator, PAGE)

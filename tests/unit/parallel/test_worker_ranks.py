@@ -40,7 +40,7 @@ def start(threads):
 
 @pytest.fixture
 def two(start):
-    worker_ranks = start("obey", size=3)
+    worker_ranks = start("run", size=3)
     worker_ranks.join(CPU)
     yield worker_ranks
     worker_ranks.stop()
@@ -123,7 +123,7 @@ def test_an_unknown_connection_is_refused_and_delays_no_rank(start, secret):
     unknown = replace(worker_ranks.address, secret=secret)
     with ThreadPoolExecutor(2) as pool:
         intrusion = pool.submit(channel.connect, unknown)
-        member = pool.submit(follow, "obey", 1, 2, worker_ranks.address)
+        member = pool.submit(follow, "run", 1, 2, worker_ranks.address)
         worker_ranks.accept({})
         with pytest.raises(ConnectionRefusedError):
             intrusion.result()
@@ -136,7 +136,7 @@ def test_ranks_meet_at_the_address_that_rank_0_is_given():
     """As ranks of several hosts do: the loopback's own address is not among those in use."""
     worker_ranks = WorkerRanks(2, "127.0.0.2")
     with ThreadPoolExecutor(1) as pool:
-        member = pool.submit(follow, "obey", 1, 2, worker_ranks.address)
+        member = pool.submit(follow, "run", 1, 2, worker_ranks.address)
         worker_ranks.accept({})
         group = worker_ranks.join(CPU)
         worker_ranks.broadcast("sum")
@@ -162,7 +162,7 @@ def test_a_process_that_ends_before_it_calls_is_noticed():
 
 
 def test_a_process_that_is_killed_releases_rank_0():
-    worker_ranks = launch(TOY, 2, "obey")
+    worker_ranks = launch(TOY, 2, "run")
     group = worker_ranks.join(CPU)
     worker_ranks.broadcast("sleep")
     process = worker_ranks._processes[1]
