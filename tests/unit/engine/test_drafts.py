@@ -174,7 +174,7 @@ def test_eagle_heads_draft_from_the_features_of_the_text(pair, tmp_path, name, s
 
 @pytest.mark.parametrize(
     ("schedule", "token_map"),
-    zip(SCHEDULES, (None, [7, 3, 200, 11, 12, 40, 99], None), strict=True),
+    list(zip(SCHEDULES, (None, [7, 3, 200, 11, 12, 40, 99], None), strict=True)),
 )
 def test_medusas_heads_read_the_feature_of_the_token_before_the_newest(
     pair, tmp_path, schedule, token_map
