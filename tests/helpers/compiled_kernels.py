@@ -71,15 +71,15 @@ class _Recorder:
 
 
 def _resources(ptx):
-    """Return what ptxas says of a kernel."""
+    """Return the resources of a kernel by ptxas."""
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
         ptxas = triton.knobs.nvidia.ptxas.path
         command = [ptxas, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     found = {"registers": r"Used (\d+) registers", "spills": r"(\d+) bytes spill stores"}
-    return {name: int(re.search(pattern, said)[1]) for name, pattern in found.items()}
+    return {name: int(re.search(pattern, output)[1]) for name, pattern in found.items()}
 
 
 @contextmanager

@@ -54,7 +54,7 @@ def _repeating_heads(directory, target, num_heads):
 
 
 class FakeController:
-    """Drafts what a function of the batch says, and remembers what it was told."""
+    """Drafts what a function of the batch returns, and records what it observes."""
 
     switch_reason = None
     notes = NO_NOTES
@@ -62,41 +62,19 @@ class FakeController:
     def __init__(self, shapes, choose):
         self.shapes = [DraftShape.chain(s) if isinstance(s, int) else s for s in shapes]
         self.choose_steps = choose
-        self.told = []
-        self.left = []
+        self.observed = []
+        self.forgotten = []
 
     def on_verify_complete(self, verified):
         rows = zip(verified.correct_per_req, verified.steps_per_req, strict=True)
         assert all(0 <= correct <= steps <= verified.shape.depth for correct, steps in rows)
-        self.told.append(verified)
+        self.observed.append(verified)
 
     def forget(self, request_id):
-        self.left.append(request_id)
+        self.forgotten.append(request_id)
 
     def snapshot(self):
         return {}
-
-
-class SwitchingController(FakeController):
-    """Another shape every round, and another share of it for each row if `ragged`.
-
-    A number stands for the chain of that depth.
-    """
-
-    def __init__(self, depths, ragged, budgets=False):
-        super().__init__(depths, self._switch)
-        self._ragged = ragged
-        self._budgets = budgets
-        self._numbers = count()
-
-    def _switch(self, batch):
-        number = next(self._numbers)
-        shape = self.shapes[number % len(self.shapes)]
-        steps_per_req = [max(0, shape.depth - (number + 1 + i) % 3) for i in range(batch.size)]
-        budget = None
-        if self._budgets and number % 3:
-            budget = batch.size * shape.size * (number % 4) // 4
-        return RoundSteps(shape, steps_per_req if self._ragged else None, budget=budget)
 
 
 def llm_maker(pair, device):
@@ -180,15 +158,32 @@ def always_three(llm):
     return control(llm, FakeController([3], lambda _: RoundSteps(DraftShape.chain(3))))
 
 
-def switch_every_round(llm, depths, *, ragged=True, budgets=False):
-    """Replaces the policy by one that changes depth every round: no policy would, engines must.
+def switching_controller(depths, *, ragged=True, budgets=False):
+    """Return a policy that chooses another depth or shape every round.
 
-    budgets: also change how many drafts are verified.
+    ragged: each request drafts another share of it. budgets: also change how many are verified.
     """
-    control(llm, SwitchingController(depths, ragged, budgets))
+    numbers = count()
+
+    def choose(batch):
+        number = next(numbers)
+        shape = controller.shapes[number % len(depths)]
+        steps_per_req = [max(0, shape.depth - (number + 1 + i) % 3) for i in range(batch.size)]
+        budget = None
+        if budgets and number % 3:
+            budget = batch.size * shape.size * (number % 4) // 4
+        return RoundSteps(shape, steps_per_req if ragged else None, budget=budget)
+
+    controller = FakeController(depths, choose)
+    return controller
 
 
-def heard_steps(llm):
+def switch_every_round(llm, depths, **keys):
+    """Replace the policy of an engine by a `switching_controller`."""
+    control(llm, switching_controller(depths, **keys))
+
+
+def recorded_steps(llm):
     """Return the record of every step from now on."""
     steps = []
     summarize = llm.collector.observe
@@ -201,27 +196,27 @@ def heard_steps(llm):
     return steps
 
 
-def heard_plans(llm):
-    """Every plan the worker gets from now on."""
+def recorded_plans(llm):
+    """Return every plan that the worker receives from now on."""
     plans = []
     submit = llm.engine.worker.submit
 
-    def hear(plan):
+    def record(plan):
         plans.append(plan)
         return submit(plan)
 
-    llm.engine.worker.submit = hear
+    llm.engine.worker.submit = record
     return plans
 
 
-def heard_rounds(llm):
-    """What each row of every round was planned to be, and its tokens; from now on."""
+def recorded_rounds(llm):
+    """Return each request of every plan from now on, with the tokens that it emitted."""
     rounds = []
     commit = llm.engine.scheduler.commit
 
-    def hear(plan, result, cut):
+    def record(plan, result, cut):
         rounds.extend(zip(plan.sampling_requests, result.token_ids, strict=True))
         return commit(plan, result, cut)
 
-    llm.engine.scheduler.commit = hear
+    llm.engine.scheduler.commit = record
     return rounds

@@ -1,12 +1,10 @@
-"""A follower without a model, for tests of how followers come and go.
+"""A worker rank without a model. As a program it is started as any; its settings are what it does:
 
-As a program it is started as any follower; its settings are what it does:
-
-"obey"          joins and does what it is ordered
+"run"           joins and runs what is broadcast
 "say no"        raises before it is ready
 "exit"          ends with exit code 3 before it calls
 "stay away"     ends after it called, without joining
-"only rank 1 joins"  rank 1 obeys, the others stay away
+"only rank 1 joins"  rank 1 runs, the others stay away
 """
 
 import os
@@ -25,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def follow(settings, rank, size, address):
-    """One follower's life."""
+    """Run a worker rank."""
     if settings == "exit":
         os._exit(3)
     with RankChannel(address, rank) as channel:
@@ -45,7 +43,7 @@ def follow(settings, rank, size, address):
 
 
 def joined(size):
-    """The group of so many ranks in this process, as each of them sees it."""
+    """Return the groups of so many ranks in this process."""
     store = store_server(LOOPBACK)
     address = Address(LOOPBACK, 0, store.port, b"")
     with ThreadPoolExecutor(size) as pool:

@@ -1,4 +1,4 @@
-"""Grammars over the byte-level tokenizer of the test checkpoints, and what their texts must be."""
+"""Grammars over the byte-level tokenizer of the test checkpoints, and checks of their texts."""
 
 import json
 import re
@@ -35,7 +35,7 @@ def ids_of(mask):
 
 
 def is_of(text, grammar):
-    """Whether a text is one of the grammar's, as plainly as can be said."""
+    """Return whether a text is one of the grammar's."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             return is_valid(text, json.loads(grammar.text))

@@ -1,7 +1,5 @@
 """Random lives: an engine of any configuration, and requests that come, go and are aborted."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ import torch
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import SamplingParams, SpeculativeOptions
 from tests.helpers.checkpoints import EOS_ID, make_eagle3, read_checkpoint, write_checkpoint
-from tests.helpers.engines import heard_plans, llm_maker, make_pair
+from tests.helpers.engines import llm_maker, make_pair, recorded_plans
 from tests.helpers.table import Request, as_texts, compare, run
 
 MAX_MODEL_LEN = 80
@@ -139,9 +137,14 @@ class Lives:
     """Engines that live, and plain ones to compare with."""
 
     def __init__(self, folder):
-        """Write a usual pair, and one with windows and drafts that do not know every token."""
+        """Write a usual pair, and one whose target has windows in some layers, biases and yarn.
+
+        Its drafts do not know every token.
+        """
         window = {"sliding_window": 9, "layer_types": ["sliding_attention"]}
-        other = make_pair(folder / "other", family="mistral", sliding_window=64)
+        yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+        windows = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3}
+        other = make_pair(folder / "other", family="qwen2", rope_scaling=yarn, **windows)
         other.heads["EAGLE3"] = make_eagle3(
             folder / "few", other.target, mimic=True, draft_vocab=200, **window
         )
@@ -163,7 +166,7 @@ class Lives:
             speculative_adaptive_config=self._slots,
             **life.keys,
         )
-        plans, aborted = heard_plans(llm), set[str]()
+        plans, aborted = recorded_plans(llm), set[str]()
 
         def before_step(llm, num_steps):
             for one in life.arrivals:
@@ -204,7 +207,7 @@ def met(llm, num_pages):
 
 
 def with_vocabulary(pair, directory, size):
-    """Write the target with more rows for ids that nobody uses, or without its last ones."""
+    """Write the target with more rows for unused ids, or without its last ones."""
     config, tensors = read_checkpoint(pair.target)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         if name in tensors:

@@ -1,4 +1,4 @@
-"""Running a model over a paged pool with scattered pages, in any pieces, without an engine."""
+"""Run a model over a paged pool with scattered pages, in any chunks, without an engine."""
 
 from itertools import accumulate
 
@@ -13,7 +13,7 @@ from serve_spec.worker.forward import SlotAttention
 class PagedSequences:
     """A pool and several sequences in it; `lengths[b]` entries of sequence b are computed.
 
-    Pages are drawn at random, so neighbours in a sequence are strangers in the pool. The pool is
+    Pages are drawn at random, so neighbours in a sequence are apart in the pool. The pool is
     filled with large values first: what a mask must hide is far from harmless.
     """
 
@@ -33,17 +33,17 @@ class PagedSequences:
         self.lengths = [0] * num_sequences
         self.kinds = shape.attention_kinds
 
-    def extend(self, pieces, asked=None):
-        """The context of a forward that adds `count` tokens to each (sequence, count).
+    def extend(self, chunks, asked=None):
+        """Return the context of a forward that adds `count` tokens to each (sequence, count).
 
         asked: for each, whether its last token is asked for; None: all tokens are.
         """
-        positions = [self.lengths[b] + i for b, count in pieces for i in range(count)]
-        slots = [int(self._slots(b)[self.lengths[b] + i]) for b, n in pieces for i in range(n)]
-        counts = [count for _, count in pieces]
+        positions = [self.lengths[b] + i for b, count in chunks for i in range(count)]
+        slots = [int(self._slots(b)[self.lengths[b] + i]) for b, n in chunks for i in range(n)]
+        counts = [count for _, count in chunks]
         rows = None
-        attending = [index for index, _ in pieces]
-        for index, count in pieces:
+        attending = [index for index, _ in chunks]
+        for index, count in chunks:
             self.lengths[index] += count
         if asked is not None:
             ends = torch.tensor(counts).cumsum(0) - 1

@@ -1,20 +1,20 @@
 """Log-probabilities computed once more, as plainly as possible.
 
-The logits are transformers', of the whole text at once; the rest is a loop over sorted tokens in
-float64. Independent of the package.
+The logits are transformers', of the whole text at once; the rest is float64.
 """
 
-import math
-
+import numpy as np
 import pytest
 import torch
+
+from tests.helpers import plain_sampling
 
 CLOSE = {"rel": 1e-5, "abs": 3e-5}
 """Rounding of float32 scores, which a temperature of 0.3 makes three times as large."""
 
 
 class PlainLogprobs:
-    """What a target thinks of a text."""
+    """The logits and log-probabilities of a target after every token of a text."""
 
     def __init__(self, target):
         from transformers import AutoModelForCausalLM
@@ -22,38 +22,25 @@ class PlainLogprobs:
         self._model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
 
     def __call__(self, token_ids, params):
-        """Of the token after each one of `token_ids`."""
+        """Return those of the token after each one of `token_ids`."""
         return [processed(row, params) for row in self.logits(token_ids)]
 
     def logits(self, token_ids):
-        """The model's own, after each one of `token_ids`."""
+        """Return the logits after each one of `token_ids`."""
         with torch.inference_mode():
             return self._model(torch.tensor([token_ids])).logits[0].tolist()
 
 
 def processed(logits, params):
-    """Temperature, top-k, top-p, min-p, and what is left normalised; greedy: the plain softmax."""
-    greedy = params.temperature == 0.0
-    scores = [x if greedy else x / params.temperature for x in logits]
-    order = sorted(range(len(scores)), key=lambda v: (-scores[v], v))
-    best = scores[order[0]]
-    total = math.fsum(math.exp(s - best) for s in scores)
-    left = []
-    mass = 0.0
-    for rank, v in enumerate(order):
-        p = math.exp(scores[v] - best) / total
-        inside = (params.top_k < 1 or rank < params.top_k) and (
-            mass < params.top_p or params.top_p == 1.0
-        )
-        if greedy or rank == 0 or (inside and p >= params.min_p / total):
-            left.append(v)
-        mass += p
-    norm = math.log(math.fsum(math.exp(scores[v] - best) for v in left))
-    return {v: scores[v] - best - norm for v in left}
+    """Return the log-probabilities of tokens that can be drawn, the likeliest first."""
+    scores = plain_sampling.processed(logits, params)
+    logprobs = scores - np.logaddexp.reduce(scores)
+    order = np.argsort(-scores, kind="stable").tolist()
+    return {token: float(logprobs[token]) for token in order if scores[token] > -np.inf}
 
 
 def close(found, expected):
-    """Whether answers say the same, up to rounding."""
+    """Assert that outputs are the same, up to rounding."""
     for one, other in zip(found, expected, strict=True):
         assert one.token_ids == other.token_ids
         assert (one.logprobs is None) == (other.logprobs is None)
@@ -63,7 +50,7 @@ def close(found, expected):
 
 
 def close_entries(found, expected, **tolerance):
-    """Whether log-probabilities are the same, up to rounding."""
+    """Assert that log-probabilities are the same, up to rounding."""
     for one, other in zip(found, expected, strict=True):
         if one is None or other is None:
             assert one is other

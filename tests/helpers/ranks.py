@@ -2,10 +2,12 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import torch
 
 from serve_spec.parallel.group import TensorParallel
+from serve_spec.parallel.worker_ranks import WorkerRanks
 
 
 class ThreadRank(TensorParallel):
@@ -61,3 +63,22 @@ def on_ranks(size, run):
     for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
         raise error
     return [run.result() for run in runs]
+
+
+def start_threads(follow, config, size, threads):
+    """Return worker ranks that are threads called "rank 1" and so on, appended to `threads`."""
+    worker_ranks = WorkerRanks(size)
+
+    def run(rank):
+        with suppress(Exception):  # rank 0 receives it
+            follow(config, rank, size, worker_ranks.address)
+
+    for rank in range(1, size):
+        threads.append(threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True))
+        threads[-1].start()
+    try:
+        worker_ranks.accept({})
+    except BaseException:
+        worker_ranks.stop()
+        raise
+    return worker_ranks

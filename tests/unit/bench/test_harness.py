@@ -23,7 +23,7 @@ from serve_spec.bench.workload import TextKind, TextRequest
 from serve_spec.config import ConfigError
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.record import StepTimes
-from tests.helpers.engines import SwitchingController, llm_maker, make_pair
+from tests.helpers.engines import llm_maker, make_pair, switching_controller
 from tests.helpers.rounds import verified_round
 
 POLICIES = {"off": [0], "K=4": [4], "ragged": [3, 0, 4, 1]}
@@ -48,7 +48,7 @@ def engine(request, tmp_path_factory):
 
 def controller(name):
     """A policy whose rounds depend on no clock."""
-    return SwitchingController(POLICIES[name], ragged=name == "ragged")
+    return switching_controller(POLICIES[name], ragged=name == "ragged")
 
 
 def loop_beside(engine, name):

@@ -8,57 +8,34 @@ import pytest
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import SamplingParams, SpeculationStats, SpeculativeOptions
 
+INVALID = {
+    "max_tokens": [0, 2**31, 3.5, True],
+    "temperature": [-0.1, math.nan, math.inf, 10**400, None],
+    "top_k": [-2, 2**63, 2.5],
+    "top_p": [0.0, 1.1],
+    "min_p": [-0.1, 2.0],
+    "frequency_penalty": [2.01],
+    "presence_penalty": [-2.01, "1"],
+    "repetition_penalty": [0.0, math.inf],
+    "logit_bias": [
+        {5: 100.5}, {5: math.nan}, {"5": 1.0}, {5: True}, [5], dict.fromkeys(range(10**5), 200),
+    ],
+    "allowed_token_ids": [(), (1.0,)],
+    "bad_token_ids": [None, (True,)],
+    "min_tokens": [-1, 17, 1.0],
+    "stop": [("a", ""), (5,)],
+    "seed": [1.5],
+    "grammar": ["a+"],
+    "stop_token_ids": [("x",)],
+    "ignore_eos": [1],
+    "logprobs": [-1, 21, True],
+    "prompt_logprobs": [21, 2.5],
+    "speculative": [{"enabled": True}],
+}  # fmt: skip
+
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("max_tokens", 0),
-        ("temperature", -0.1),
-        ("temperature", math.nan),
-        ("temperature", math.inf),
-        ("top_k", -2),
-        ("top_k", 2**63),
-        ("max_tokens", 2**31),
-        ("top_p", 0.0),
-        ("top_p", 1.1),
-        ("min_p", -0.1),
-        ("min_p", 2.0),
-        ("frequency_penalty", 2.01),
-        ("presence_penalty", -2.01),
-        ("presence_penalty", "1"),
-        ("repetition_penalty", 0.0),
-        ("repetition_penalty", math.inf),
-        ("logit_bias", {5: 100.5}),
-        ("logit_bias", {5: math.nan}),
-        ("logit_bias", {"5": 1.0}),
-        ("logit_bias", {5: True}),
-        ("logit_bias", [5]),
-        ("logit_bias", dict.fromkeys(range(10**5), 200)),
-        ("allowed_token_ids", ()),
-        ("allowed_token_ids", (1.0,)),
-        ("bad_token_ids", None),
-        ("bad_token_ids", (True,)),
-        ("min_tokens", -1),
-        ("min_tokens", 17),
-        ("min_tokens", 1.0),
-        ("temperature", 10**400),
-        ("stop", ("a", "")),
-        ("max_tokens", 3.5),
-        ("max_tokens", True),
-        ("top_k", 2.5),
-        ("temperature", None),
-        ("seed", 1.5),
-        ("grammar", "a+"),
-        ("stop", (5,)),
-        ("stop_token_ids", ("x",)),
-        ("ignore_eos", 1),
-        ("logprobs", -1),
-        ("logprobs", 21),
-        ("logprobs", True),
-        ("prompt_logprobs", 21),
-        ("prompt_logprobs", 2.5),
-        ("speculative", {"enabled": True}),
-    ],
+    ("field", "value"), [(field, value) for field, values in INVALID.items() for value in values]
 )
 def test_a_parameter_out_of_range_is_refused_by_name(field, value):
     with pytest.raises(InvalidRequest, match=field) as refusal:
@@ -79,15 +56,12 @@ def test_parameters_keep_what_they_were_given_and_can_be_keys():
     biases[6], allowed[0] = 2.0, 7
     assert params == SamplingParams(logit_bias={5: 1.0}, allowed_token_ids=(5, 6))
     assert {params: 1}[pickle.loads(pickle.dumps(params))] == 1
+    assert SamplingParams(stop="END").stop == ("END",)
 
 
 def test_a_negative_depth_is_refused():
     with pytest.raises(InvalidRequest, match=r"speculative\.max_steps=-1"):
         SpeculativeOptions(max_steps=-1)
-
-
-def test_a_single_stop_string_means_a_list_of_one():
-    assert SamplingParams(stop="END").stop == ("END",)
 
 
 def test_a_refusal_survives_the_way_to_another_process():
@@ -104,8 +78,5 @@ def test_accept_length_is_the_tokens_a_round_emits():
     assert stats.accept_length == (4 + 1 + 1 + 6) / 4
     assert stats.as_dict()["rounds_by_num_steps"] == {"0": 1, "3": 2, "7": 1}
     assert (stats.num_draft_tokens, stats.num_correct_drafts) == (13, 8)
-
-
-def test_forced_acceptance_is_a_label_that_is_absent_where_it_is_not_true():
-    assert "synthetic_acceptance" not in SpeculationStats().as_dict()
+    assert "synthetic_acceptance" not in stats.as_dict()
     assert SpeculationStats(synthetic_acceptance=True).as_dict()["synthetic_acceptance"] is True

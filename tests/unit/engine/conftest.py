@@ -1,7 +1,5 @@
 """A tiny random pair, and engines on it."""
 
-import threading
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -10,8 +8,8 @@ from serve_spec.engine import build, costs
 from serve_spec.engine.profile import measure_costs
 from serve_spec.engine.worker_rank import follow
 from serve_spec.parallel import channel
-from serve_spec.parallel.worker_ranks import WorkerRanks
 from tests.helpers.engines import SOON_S, llm_maker, make_pair
+from tests.helpers.ranks import start_threads
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +24,7 @@ def make_llm(pair):
 
 @pytest.fixture
 def budgets(tmp_path, monkeypatch):
-    """Within what time costs were to be measured: the first attempt fails, others take a moment."""
+    """Return the time limits of cost measurements; the first fails, the others are short."""
     asked = []
 
     def measure(key, worker, grid, limits, budget, pages):
@@ -43,23 +41,11 @@ def budgets(tmp_path, monkeypatch):
 
 @pytest.fixture
 def threads(monkeypatch):
-    """WorkerRanks are threads called "rank 1" ...: nothing but their start is another than that of
-    processes, and they come at once. None of them outlives its test."""
+    """Start worker ranks as threads called "rank 1" and so on, which end with the test."""
     started = []
 
     def launch(module, size, config, launcher):
-        worker_ranks = WorkerRanks(size)
-
-        def run(rank):
-            with suppress(Exception):  # rank 0 hears of it
-                follow(config, rank, size, worker_ranks.address)
-
-        for rank in range(1, size):
-            started.append(threading.Thread(target=run, args=(rank,), name=f"rank {rank}"))
-            started[-1].daemon = True
-            started[-1].start()
-        worker_ranks.accept({})
-        return worker_ranks
+        return start_threads(follow, config, size, started)
 
     monkeypatch.setattr(build, "launch", launch)
     monkeypatch.setattr(channel, "_GRACE_S", 1e6)  # what fails here must not end this process

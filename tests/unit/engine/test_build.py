@@ -1,4 +1,4 @@
-"""What an engine refuses to be built from: named, with the way out."""
+"""What an engine is built from, and refuses to be built from."""
 
 import json
 import logging
@@ -14,12 +14,21 @@ from serve_spec.config.algorithms import ALGORITHMS, Algorithm
 from serve_spec.core.errors import CheckpointError
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine import build
-from serve_spec.models import load_target
+from serve_spec.models import DraftOptions, load_draft, load_target
 from serve_spec.models.standalone import Standalone
 from serve_spec.parallel import worker_ranks
 from serve_spec.parallel.worker_ranks import RankLost
-from tests.helpers.checkpoints import make_target, read_checkpoint, write_checkpoint
+from tests.helpers.checkpoints import (
+    VOCAB,
+    make_eagle,
+    make_eagle3,
+    make_target,
+    read_checkpoint,
+    write_checkpoint,
+)
 from tests.helpers.engines import texts
+from tests.helpers.paged import PagedSequences
+from tests.helpers.ranks import on_ranks
 
 
 @pytest.mark.parametrize(
@@ -45,32 +54,26 @@ def test_gpus_that_are_not_there_are_refused_before_anything_starts(make_llm, mo
         make_llm(device="cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    told = r"tensor_parallel_size=2: torch sees 1 GPUs here; lower it, .*CUDA_VISIBLE_DEVICES"
-    with pytest.raises(ValueError, match=told):
+    message = r"tensor_parallel_size=2: torch sees 1 GPUs here; lower it, .*CUDA_VISIBLE_DEVICES"
+    with pytest.raises(ValueError, match=message):
         make_llm(device="cuda", tensor_parallel_size=2)
 
 
-def test_costs_are_measured_for_ten_seconds_and_without_any_strategy_ema_decides(make_llm, budgets):
-    llm = make_llm("EAGLE3", 3, speculative_adaptive=True)
-    assert budgets == [10.0]
-    prompts, params = [[1, 2, 3]], SamplingParams(seed=5)
-    assert texts(llm.generate(prompts, params)) == texts(make_llm().generate(prompts, params))
-    shown = llm.engine.snapshot()
-    assert (shown["strategy"], shown["fallback"]) == ("ema", None)
-    assert shown["costs"] == {"state": "missing", "detail": "RuntimeError: the device is lost"}
-    assert shown["speculative_num_steps"] == 3
-
-
-@pytest.mark.parametrize(
-    "overrides", [{}, {"tensor_parallel_size": 2}], ids=["one rank", "two ranks"]
-)
-def test_an_idle_engine_measures_what_the_start_could_not_and_harms_no_prefix(
-    make_llm, threads, budgets, overrides
+def test_an_idle_engine_measures_what_the_start_could_not_in_ten_seconds_and_harms_no_prefix(
+    make_llm, threads, budgets
 ):
     prompts, params = [[7] * 40, [5, 6] * 20], SamplingParams(max_tokens=20, seed=5)
     expected = texts(make_llm().generate(prompts, params))
-    llm = make_llm("EAGLE3", 3, speculative_adaptive=True, max_num_seqs=2, **overrides)
+    llm = make_llm("EAGLE3", 3, speculative_adaptive=True, max_num_seqs=2, tensor_parallel_size=2)
     engine = llm.engine
+    assert budgets == [10.0]
+    shown = engine.snapshot()
+    assert (shown["strategy"], shown["fallback"], shown["speculative_num_steps"]) == (
+        "ema",
+        None,
+        3,
+    )
+    assert shown["costs"] == {"state": "missing", "detail": "RuntimeError: the device is lost"}
     assert texts(llm.generate(prompts, params)) == expected
     num_rounds = 0
     while engine.idle_wait_s() < math.inf:
@@ -89,7 +92,7 @@ def test_an_idle_engine_measures_what_the_start_could_not_and_harms_no_prefix(
     llm.shutdown()
 
 
-def test_pages_to_measure_on_are_those_that_nobody_holds_and_the_oldest_prefixes_last(make_llm):
+def test_pages_to_measure_on_are_free_ones_and_then_the_oldest_prefixes(make_llm):
     llm = make_llm(num_pages=40)
     llm.generate([[7] * 41], SamplingParams(max_tokens=1))
     cache = llm.engine.scheduler.cache
@@ -128,17 +131,16 @@ def test_a_target_whose_logits_are_nan_is_refused_at_load(
 ):
     monkeypatch.setattr(worker_ranks, "_NOTICE_S", 1.0)
     broken = with_nan(pair.target, tmp_path / "broken", name)
-    told = r"(broken|rank 1 .*): target model produced NaN logits; check the checkpoint or use dty"
-    with pytest.raises((CheckpointError, RankLost), match=told):
+    message = "(broken|rank 1 .*): target model produced NaN logits; check the checkpoint or use"
+    with pytest.raises((CheckpointError, RankLost), match=message):
         make_llm(path=str(broken), **overrides)
 
 
 def test_a_draft_whose_logits_are_nan_is_named_and_serves_nothing(make_llm, pair, tmp_path, caplog):
     broken = with_nan(pair.heads["EAGLE3"], tmp_path / "broken", "lm_head.weight")
     llm = make_llm("EAGLE3", 3, speculative_draft_model_path=str(broken), max_num_seqs=4)
-    warned = [r.getMessage() for r in caplog.records if "NaN" in r.getMessage()]
-    (told,) = warned
-    assert told.startswith(f"{broken}: draft model produced NaN logits")
+    (warned,) = [r.getMessage() for r in caplog.records if "NaN" in r.getMessage()]
+    assert warned.startswith(f"{broken}: draft model produced NaN logits")
     prompts, params = [[1, 2, 3]], SamplingParams(seed=5)
     assert texts(llm.generate(prompts, params)) == texts(make_llm().generate(prompts, params))
 
@@ -233,7 +235,7 @@ def test_a_model_that_is_registered_drafts(make_llm, pair, monkeypatch):
         assert output.speculation.num_correct_drafts == output.speculation.num_draft_tokens > 0
 
 
-def test_a_name_that_nobody_registered_is_refused_with_those_that_are(pair):
+def test_a_name_that_is_not_registered_is_refused_with_those_that_are(pair):
     with pytest.raises(ConfigError, match=r"speculative_algorithm='STUTTER': use NONE or .*MEDUSA"):
         ServeSpecConfig.load({"model": {"path": str(pair.target)}}, speculative_algorithm="STUTTER")
 
@@ -241,3 +243,97 @@ def test_a_name_that_nobody_registered_is_refused_with_those_that_are(pair):
 def test_more_drafts_than_there_are_heads_are_refused(make_llm):
     with pytest.raises(ValueError, match=r"speculative_num_steps=5.*the draft supports at most 4"):
         make_llm("MEDUSA", 5)
+
+
+PARAMS = SamplingParams(max_tokens=20, temperature=0.8, seed=3, ignore_eos=True)
+SIZES = {"num_hidden_layers": 1, "hidden_act": "silu", "num_attention_heads": 4}
+HEADS = {
+    "eagle without a bias": ("EAGLE", make_eagle, {"fc_bias": False, "bias": False}),
+    "eagle of two layers": ("EAGLE", make_eagle, {"num_layers": 2, "num_hidden_layers": 2}),
+    "eagle3 with its own ids": ("EAGLE3", make_eagle3, {"draft_vocab": 100}),
+}
+
+
+@pytest.fixture
+def target(tmp_path):
+    folder = make_target(tmp_path / "target", "qwen2", layers=6, hidden=32)
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+def without_weights(folder):
+    for pattern in ("*.bin", "*.safetensors"):
+        for file in folder.glob(pattern):
+            file.unlink()
+    return folder
+
+
+def shapes_of(model):
+    return {name: tuple(tensor.shape) for name, tensor in model.tensors().items()}
+
+
+def engine(target, **keys):
+    sizes = {"max_model_len": 64, "num_pages": 32, "device": "cpu", "speculative_num_steps": 3}
+    return LLM(str(target), load_format="dummy", speculative_adaptive=False, **sizes, **keys)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_dummy_head_has_the_tensors_of_a_real_one(tmp_path, name):
+    algorithm, make, config = HEADS[name]
+    folder = make_target(tmp_path / "target", hidden=32)
+    head = make(tmp_path / "head", folder, **config)
+    target = load_target(folder, torch.float32)
+    stored = load_draft(head, target, algorithm)
+    dummy = load_draft(without_weights(head), target, algorithm, DraftOptions(dummy=True))
+    assert shapes_of(dummy) == shapes_of(stored)
+    assert (dummy.target_ids is None) == (stored.target_ids is None)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "config"),
+    [
+        ("EAGLE", SIZES),
+        ("EAGLE3", {**SIZES, "norm_before_fc": True, "model_type": "qwen3", "head_dim": 8}),
+        ("MEDUSA", {"medusa_num_heads": 3, "medusa_num_layers": 2}),
+        ("STANDALONE", None),
+    ],
+)
+def test_dummy_weights_serve_the_same_text_with_drafts_and_without(
+    target, tmp_path, algorithm, config
+):
+    draft = target
+    if config is not None:
+        draft = tmp_path / "draft"
+        draft.mkdir()
+        own = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": VOCAB, **config}
+        (draft / "config.json").write_text(json.dumps(own))
+    plain = engine(target)
+    drafting = engine(
+        target, speculative_algorithm=algorithm, speculative_draft_model_path=str(draft)
+    )
+    assert texts(drafting.generate(PROMPTS, PARAMS)) == texts(plain.generate(PROMPTS, PARAMS))
+    assert drafting.generate(PROMPTS, PARAMS)[0].speculation.num_draft_tokens > 0
+    for llm in (plain, drafting):
+        llm.shutdown()
+
+
+def test_every_rank_has_its_part_of_the_same_dummy_weights(target):
+    ids = torch.arange(20)
+
+    def logits(model):
+        ctx = PagedSequences(model.rank_shape, 1, len(ids)).extend([(0, len(ids))])
+        return model.logits(model.forward(ids, ctx).hidden)
+
+    def run(parallel):
+        return logits(load_target(target, torch.float32, parallel=parallel, dummy=True))
+
+    whole = logits(load_target(target, torch.float32, dummy=True))
+    for part in on_ranks(2, run):
+        torch.testing.assert_close(part, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_only_safetensors_are_read_where_they_are_asked_for(tmp_path):
+    folder = make_target(tmp_path / "target", hidden=32)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"load_format='safetensors': .*'auto'"):
+        LLM(str(folder), load_format="safetensors", device="cpu")

@@ -12,10 +12,11 @@ from msgspec import Raw
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import EngineOverloaded, InvalidRequest
 from serve_spec.core.grammar import Grammar
-from serve_spec.core.request import FinishReason, SamplingParams, SpeculativeOptions
+from serve_spec.core.request import FinishReason, SamplingParams
 from serve_spec.engine.messages import Add, encode, hang_up
 from tests.helpers.local_engine import LocalEngine
 from tests.helpers.plain_logprobs import close_entries
+from tests.unit.engine.test_conformance import requests
 
 PROMPT = [10, 20, 30]
 
@@ -34,7 +35,7 @@ def config(pair):
     return ServeSpecConfig.load(settings)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def loop(config):
     engine_loop = LocalEngine(config)
     yield engine_loop
@@ -61,7 +62,7 @@ def params(**changes):
 
 
 def pages_in_use(loop):
-    """Return the pages in use once a snapshot says none, or after ten seconds."""
+    """Return the pages in use, as soon as there are none or after ten seconds."""
     for _ in range(100):
         cache = loop.snapshot()["kv"]
         assert isinstance(cache, dict)
@@ -117,7 +118,7 @@ def test_prefixes_are_found_until_they_are_flushed_and_only_under_their_salt(loo
         ([1] * 100, {"max_tokens": 29}, "max_tokens", False),
     ],
 )
-def test_a_request_that_can_not_run_is_refused_by_field_and_reaches_no_round(
+def test_a_request_that_cannot_run_is_refused_by_field_and_reaches_no_round(
     loop, prompt, changes, field, too_long
 ):
     with pytest.raises(InvalidRequest) as refusal:
@@ -152,7 +153,7 @@ def test_an_id_in_use_is_refused_and_its_owner_unharmed(loop):
     assert asyncio.run(scenario())[-1].finish_reason is FinishReason.LENGTH
 
 
-def test_a_dead_engine_tells_every_stream_and_the_health_check(config, monkeypatch):
+def test_a_dead_engine_ends_every_stream_and_fails_the_health_check(config, monkeypatch):
     loop = LocalEngine(config)
 
     def explode(plan):
@@ -186,28 +187,19 @@ def test_a_reader_that_fails_ends_its_own_stream_alone(loop):
     assert deltas[-1].finish_reason == FinishReason.LENGTH
 
 
-def test_policy_knobs_change_between_rounds_or_not_at_all(loop):
+def test_policy_keys_change_between_rounds_or_not_at_all(loop):
     before = loop.snapshot()
     with pytest.raises(ValueError, match="speculative_num_step"):
         loop.reconfigure({"speculative_num_step": 3})
+    with pytest.raises(ValueError, match="prior_rates"):
+        loop.start_from([2.0])
+    loop.check_health()
     assert loop.snapshot()["strategy"] == before["strategy"]
     loop.reconfigure({"speculative_adaptive_strategy": "static", "speculative_num_steps": 1})
     assert loop.snapshot()["strategy"] == "static"
 
 
-def test_after_the_end_nothing_is_accepted_and_nothing_hangs(config):
-    loop = LocalEngine(config)
-    loop.shutdown()
-    for call in (
-        lambda: asyncio.run(loop.submit(PROMPT, params(), "1")),
-        lambda: loop.reconfigure({"min_dwell_rounds": 4}),
-        loop.check_health,
-    ):
-        with pytest.raises(RuntimeError, match="has been shut down"):
-            call()
-
-
-def test_shutting_down_ends_open_streams(config):
+def test_shutting_down_ends_open_streams_and_accepts_nothing_more(config):
     loop = LocalEngine(config)
 
     async def scenario():
@@ -218,6 +210,13 @@ def test_shutting_down_ends_open_streams(config):
         return deltas
 
     assert asyncio.run(scenario())[-1].finish_reason is FinishReason.ABORT
+    for call in (
+        lambda: asyncio.run(loop.submit(PROMPT, params(), "1")),
+        lambda: loop.reconfigure({"min_dwell_rounds": 4}),
+        loop.check_health,
+    ):
+        with pytest.raises(RuntimeError, match="has been shut down"):
+            call()
 
 
 def test_rounds_are_reported_to_the_sink(loop):
@@ -233,13 +232,7 @@ def test_rounds_are_reported_to_the_sink(loop):
     assert sum(stats.num_prefill_tokens for stats in seen) == len(PROMPT)
 
 
-def test_a_start_that_does_not_fit_is_the_caller_s_error_and_not_the_engine_s(loop):
-    with pytest.raises(ValueError, match="prior_rates"):
-        loop.start_from([2.0])
-    loop.check_health()
-
-
-def test_a_bad_grammar_is_refused_to_who_asks_and_others_go_on(loop):
+def test_a_bad_grammar_is_refused_and_other_requests_go_on(loop):
     async def scenario():
         other = await loop.submit(PROMPT, params(), "other")
         with pytest.raises(InvalidRequest) as refusal:
@@ -256,7 +249,7 @@ def test_a_bad_grammar_is_refused_to_who_asks_and_others_go_on(loop):
 
 
 @pytest.mark.parametrize("compiles", ["client", "engine"])
-def test_who_goes_away_while_its_grammar_is_compiled_is_not_served(loop, monkeypatch, compiles):
+def test_a_request_cancelled_while_its_grammar_compiles_is_not_served(loop, monkeypatch, compiles):
     compiling, go_on = threading.Event(), threading.Event()
     compiler = loop._inputs if compiles == "client" else loop.engine
     check = compiler.check_grammar
@@ -267,13 +260,14 @@ def test_who_goes_away_while_its_grammar_is_compiled_is_not_served(loop, monkeyp
         check(grammar)
 
     monkeypatch.setattr(compiler, "check_grammar", wait)
-    monkeypatch.setattr(loop.engine, "add", lambda seq: pytest.fail("it has gone away"))
+    monkeypatch.setattr(loop.engine, "add", lambda seq: pytest.fail("it is cancelled"))
 
     async def scenario():
         grammar = Grammar.choice(["yes"])
         submitted = asyncio.create_task(loop.submit(PROMPT, params(grammar=grammar), "gone"))
         await asyncio.to_thread(compiling.wait)
         loop.cancel("gone")
+        await asyncio.sleep(0.2)  # until the engine has read it
         go_on.set()
         return await collect(await submitted)
 
@@ -304,8 +298,8 @@ def test_an_idle_loop_measures_missing_costs_while_requests_come_and_go(config, 
     assert len(budgets) >= 2, "the first attempt fails; a rough one may be repeated"
 
 
-def said(deltas):
-    """All that a request's caller sees of it, log-probabilities excepted."""
+def joined(deltas):
+    """Return what a request's caller receives, log-probabilities excepted."""
     return (
         tuple(t for delta in deltas for t in delta.token_ids),
         "".join(delta.text for delta in deltas),
@@ -314,60 +308,60 @@ def said(deltas):
     )
 
 
-def check_logprobs(found, wanted):
-    """They may differ by what another batch rounds otherwise."""
-    close_entries(found, wanted, abs=1e-3)
+def check_logprobs(deltas, wanted):
+    """Compare with a tolerance: another batch rounds otherwise."""
+    found = [entry for delta in deltas for entry in delta.logprobs or ()]
+    close_entries(found, wanted or (), abs=1e-3)
 
 
-def many_params(texts):
-    """Requests that end in every way; `texts` is what they say without stop strings."""
-    return [
-        params(max_tokens=30, logprobs=2, prompt_logprobs=1),
-        *(params(max_tokens=30, seed=i, stop=(text[k : k + 2],)) for i, text in enumerate(texts)
-          for k in (5, 8, 11)),
-        params(max_tokens=30, seed=1, stop=(texts[1][3:5],), min_tokens=15, logprobs=1),
-        params(max_tokens=30, temperature=0.0, ignore_eos=False, stop_token_ids=(5, 9, 77)),
-        params(max_tokens=30, grammar=Grammar.regex("[a-f]+"), stop=("zz",)),
-        params(max_tokens=30, bad_token_ids=(7,), logit_bias={9: 2.0}, frequency_penalty=0.5),
-        params(max_tokens=30, speculative=SpeculativeOptions(max_steps=1)),
-    ]  # fmt: skip
-
-
-def test_through_the_channel_a_request_gets_what_an_engine_in_this_process_says(make_llm):
+def test_through_the_channel_a_request_gets_what_an_engine_in_this_process_returns(make_llm):
+    """All of it, from a client that does not read meanwhile; or the rest after its first tokens."""
+    asked = requests()
     llm = make_llm("EAGLE3", 3, prefix_caching=False)
-    plain = llm.generate([PROMPT] * 4, [params(max_tokens=30, seed=i) for i in range(4)])
-    asked = many_params([output.text for output in plain])
-    outputs = llm.generate([PROMPT] * len(asked), asked)
+    outputs = llm.generate([a.prompt for a in asked], [a.params for a in asked])
     assert {output.finish_reason for output in outputs} == {FinishReason.STOP, FinishReason.LENGTH}
     loop = LocalEngine(llm.config, llm.engine)
 
-    async def through():
-        streams = [await loop.submit(PROMPT, p, str(i)) for i, p in enumerate(asked)]
-        return await asyncio.gather(*(collect(stream) for stream in streams))
+    before, reads = llm.engine.counters.num_steps_executed, threading.Event()
 
-    async def resumed(p, index):
-        """A few rounds, then the rest as if another engine had gone on."""
-        stream = await loop.submit(PROMPT, p, f"first {index}")
-        deltas, _ = await begin(stream, 3)
-        deltas = deltas.copy()
-        if deltas[-1].finish_reason is None:
-            loop.cancel(stream.request_id)
-            emitted = [t for delta in deltas for t in delta.token_ids]
-            deltas += await collect(await loop.submit(PROMPT, p, f"then {index}", emitted))
-        return deltas
+    async def whole(a, output):
+        stream = await loop.submit(a.prompt, a.params, a.key)
+        while llm.engine.counters.num_steps_executed == before or llm.engine.has_work:
+            await asyncio.sleep(0.01)
+        reads.set()
+        return await collect(stream)
 
-    async def resumed_all():
-        return await asyncio.gather(*(resumed(p, i) for i, p in enumerate(asked)))
+    async def rest(a, output):
+        emitted = list(output.token_ids[: len(output.token_ids) // 2])
+        return await collect(await loop.submit(a.prompt, a.params, a.key, emitted))
 
-    for output, deltas in zip(outputs, asyncio.run(through()), strict=True):
+    async def all_of(answer):
+        pairs = zip(asked, outputs, strict=True)
+        return await asyncio.gather(*(answer(*pair) for pair in pairs))
+
+    sender = loop.server._sender
+    connection, poll = sender._connection, sender._poll
+
+    def send_bytes(message):
+        reads.wait()
+        connection.send_bytes(message)
+
+    sender._connection = SimpleNamespace(send_bytes=send_bytes)
+    sender._poll = SimpleNamespace(poll=lambda timeout: [])
+    answers = asyncio.run(all_of(whole))
+    sender._connection, sender._poll = connection, poll
+    for a, output, deltas in zip(asked, outputs, answers, strict=True):
         wanted = (output.token_ids, output.text, output.finish_reason, output.speculation)
-        assert said(deltas) == wanted
+        assert joined(deltas) == wanted
         assert all(delta.finish_reason is None for delta in deltas[:-1])
-        found = [entry for delta in deltas for entry in delta.logprobs or ()]
-        check_logprobs(found, output.logprobs or ())
-        check_logprobs(deltas[0].prompt_logprobs or (), output.prompt_logprobs or ())
-    for output, deltas in zip(outputs, asyncio.run(resumed_all()), strict=True):
-        assert said(deltas)[:3] == (output.token_ids, output.text, output.finish_reason)
+        assert len(deltas) <= 3 or a.params.stop, "what is not read is merged"
+        check_logprobs(deltas, output.logprobs)
+        close_entries(deltas[0].prompt_logprobs or (), output.prompt_logprobs or (), abs=1e-3)
+    for output, deltas in zip(outputs, asyncio.run(all_of(rest)), strict=True):
+        token_ids, text, reason, _ = joined(deltas)
+        assert token_ids == output.token_ids[len(output.token_ids) // 2 :]
+        assert output.text.endswith(text)
+        assert reason is output.finish_reason
     assert pages_in_use(loop) == 0
     loop.shutdown()
 
@@ -388,37 +382,6 @@ def test_a_message_that_cannot_be_decoded_ends_its_request_alone(loop, monkeypat
 
     assert sum(len(delta.token_ids) for delta in asyncio.run(scenario())) == 20
     loop.check_health()
-
-
-def test_a_client_that_does_not_read_stalls_no_round_and_finds_its_tokens_merged(
-    loop, make_llm, monkeypatch
-):
-    reads = threading.Event()
-    sender = loop.server._sender
-    connection = sender._connection
-
-    def send_bytes(message):
-        reads.wait()
-        connection.send_bytes(message)
-
-    asked = [params(seed=i, max_tokens=60, logprobs=0) for i in range(3)]
-    monkeypatch.setattr(sender, "_connection", SimpleNamespace(send_bytes=send_bytes))
-    monkeypatch.setattr(sender, "_poll", SimpleNamespace(poll=lambda timeout: []))
-
-    async def scenario():
-        streams = [await loop.submit(PROMPT, p, str(i)) for i, p in enumerate(asked)]
-        while not (loop.engine.counters.num_steps_executed and not loop.engine.has_work):
-            await asyncio.sleep(0.01)
-        reads.set()
-        return await asyncio.gather(*(collect(stream) for stream in streams))
-
-    alone = make_llm().generate([PROMPT] * 3, asked)
-    streams = asyncio.run(scenario())
-    for deltas, output in zip(streams, alone, strict=True):
-        assert said(deltas)[:2] == (output.token_ids, output.text)
-        check_logprobs([e for d in deltas for e in d.logprobs or ()], output.logprobs or ())
-        assert len(deltas) <= 3
-    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("is_idle", [True, False])
@@ -442,7 +405,7 @@ def test_a_broken_channel_is_noticed_at_both_ends(config, is_idle):
     loop.shutdown()
 
 
-def test_an_engine_that_says_nothing_for_too_long_has_hung(config):
+def test_an_engine_that_sends_nothing_for_too_long_has_hung(config):
     loop = LocalEngine(ServeSpecConfig.load(config, round_timeout_s=0.5))
     go_on = threading.Event()
 

@@ -1,6 +1,7 @@
-"""What the collector says follows from the rounds it was fed; time is what they took."""
+"""The figures of the collector follow from the steps that it observed."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -56,12 +57,6 @@ def test_before_the_first_round_everything_is_unknown_and_nothing_fails():
     assert MetricsCollector().speedup(4) is None
 
 
-def test_a_prefill_round_passes_time_and_is_no_round_of_decoding():
-    shown = view(fed(PREFILL, PREFILL))
-    assert (shown["window"]["rounds"], shown["since_start"]["rounds"]) == (0, 0)
-    assert view(fed(decode_round(), PREFILL, PREFILL, window_s=0.015))["window"]["rounds"] == 0
-
-
 def test_means_weigh_drafts_and_rows_alike_and_medians_are_over_rounds():
     shown = view(fed(decode_round(2, 2, rows=10), decode_round(2, 0), decode_round(2, 1)))
     window = shown["window"]
@@ -89,6 +84,17 @@ def test_times_are_by_depth_and_of_rounds_without_prompts_alone():
         assert shown[span]["overhead_ratio"] == pytest.approx(6 / 13, abs=1e-4)
         assert shown[span]["host_share"] == pytest.approx(1 / 20)
         assert shown[span]["idle_share"] == pytest.approx(2 / 20)
+
+
+def test_a_step_without_times_leaves_the_times_of_the_others_alone():
+    """Rates of acceptance count it."""
+    timed = decode_round(3, 1)
+    before, after = view(fed(timed)), view(fed(timed, replace(timed, times=None)))
+    assert after["since_start"]["rounds"] == 2
+    for known in ("busy_s", "overhead_ratio", "host_share", "accept_rate"):
+        assert after["since_start"][known] == before["since_start"][known]
+    assert after["by_batch_size"] == before["by_batch_size"]
+    assert after["window"]["by_num_steps"] == before["window"]["by_num_steps"]
 
 
 def test_stages_that_overlap_leave_no_negative_share_to_the_host():

@@ -59,6 +59,6 @@ def test_costs_of_compiled_layers_are_kept_apart(make_llm):
 @pytest.mark.parametrize(
     ("overrides", "why"), [({}, "torch's compiler"), ({"tensor_parallel_size": 2}, "not supported")]
 )
-def test_where_layers_can_not_be_compiled_the_option_is_refused(make_llm, overrides, why):
+def test_if_layers_cannot_be_compiled_the_option_is_refused(make_llm, overrides, why):
     with pytest.raises(ValueError, match=f"torch_compile=True: {why}"):
         make_llm(torch_compile=True, **overrides)

@@ -18,7 +18,7 @@ from serve_spec import Grammar, SamplingParams
 from serve_spec.core.request import SpeculativeOptions
 from serve_spec.core.round import AS_DRAWN
 from tests.helpers.checkpoints import EOS_ID, VOCAB
-from tests.helpers.engines import heard_plans, heard_steps
+from tests.helpers.engines import recorded_plans, recorded_steps
 from tests.helpers.grammars import PARENTHESES, check_text
 from tests.helpers.table import (
     DRAFTING_ROWS,
@@ -213,8 +213,8 @@ def with_budgets(make, row):
         return replace(steps, budget=budget, calibration=tuple(kinds))
 
     llm.engine.controller.choose_steps = choose
-    plans = heard_plans(llm)
-    records = heard_steps(llm)
+    plans = recorded_plans(llm)
+    records = recorded_steps(llm)
     # The masks of trees are laid out by the host: a step with a grammar verifies all drafts.
     run(llm, requests(TOGETHER))
     assert {plan.budget for plan in plans} >= {0, 1, None}
@@ -250,7 +250,7 @@ def with_late_arrivals(make, row):
     Rounds are planned while another runs, and pages are scarce.
     """
     llm = make(row, max_num_batched_tokens=48, num_pages=48, async_scheduling=True)
-    plans = heard_plans(llm)
+    plans = recorded_plans(llm)
     answers = run(llm, requests(TOGETHER), arrivals=lambda index: 2 * index)
     ahead = [plan for plan in plans if plan.follows]
     mixed = [plan for plan in ahead if not all(req.is_decode for req in plan.requests)]

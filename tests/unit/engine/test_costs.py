@@ -1,4 +1,4 @@
-"""Where costs come from: a named file, one kept, a measurement; and what tells them apart."""
+"""Costs come from a named file, a cached one or a measurement, and are kept apart by their key."""
 
 import json
 import logging
@@ -63,8 +63,7 @@ class FakeMeasurement:
 
 
 class Time:
-    def __init__(self):
-        self.now = 1000.0
+    now = 1000.0
 
     def __call__(self):
         return self.now
@@ -78,8 +77,8 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def said(caplog):
-    """What the package logs, which it does not pass on to the root logger."""
+def logged(caplog):
+    """Return what the package logs, which does not propagate to the root logger."""
     logger = logging.getLogger("serve_spec")
     logger.addHandler(caplog.handler)
     caplog.set_level(logging.INFO, logger="serve_spec")
@@ -87,12 +86,12 @@ def said(caplog):
     logger.removeHandler(caplog.handler)
 
 
-def warnings_in(said):
-    return [r.getMessage() for r in said.records if r.levelno == logging.WARNING]
+def warnings_in(logged):
+    return [r.getMessage() for r in logged.records if r.levelno == logging.WARNING]
 
 
-def infos_in(said):
-    return [r.getMessage() for r in said.records if r.levelno == logging.INFO]
+def infos_in(logged):
+    return [r.getMessage() for r in logged.records if r.levelno == logging.INFO]
 
 
 WITH_A_TREE = {DraftShape(1, 4, 4): None}
@@ -103,28 +102,27 @@ def source(measure, **changes):
     return CostSource(**{**settings, **changes})
 
 
-def obtain(measure, path=None, **changes):
-    return source(measure, path=path, **changes).obtain()
+def obtain(measure, **changes):
+    return source(measure, **changes).obtain()
 
 
 def table(key=KEY, measured_s=99.0):
     return MEASURED.model_copy(update={"key": key, "measured_s": measured_s})
 
 
-def test_what_was_measured_once_is_read_at_the_next_start(cache, said):
+def test_what_was_measured_once_is_read_at_the_next_start(cache, logged):
     measure = FakeMeasurement()
     first, second = obtain(measure), obtain(measure)
     assert measure.count == 1
     assert first == second
-    assert first is not None
     assert first.key == KEY
     assert first.verify_ms == MEASURED.verify_ms
     (file,) = cache.glob("costs/*.json")
-    _, measured, read = infos_in(said)
+    _, measured, read = infos_in(logged)
     assert "measured in 1.5 s, 1 of 4 cells extrapolated" in measured
     assert f"cached in {file}" in measured
     assert f"read from {file}" in read
-    assert not warnings_in(said)
+    assert not warnings_in(logged)
 
 
 def test_each_setting_and_each_grid_is_kept_apart(cache):
@@ -142,8 +140,7 @@ def test_a_named_table_wins_over_a_kept_one_and_is_not_copied(tmp_path, cache):
     measure = FakeMeasurement()
     named = tmp_path / "named.json"
     write_cost_table(table(), named)
-    found = obtain(measure, named)
-    assert found is not None
+    found = obtain(measure, path=named)
     assert found.measured_s == 99.0
     assert measure.count == 0
     assert not cache.exists()
@@ -164,23 +161,22 @@ def test_a_named_table_wins_over_a_kept_one_and_is_not_copied(tmp_path, cache):
     ],
 )
 def test_a_named_table_that_does_not_fit_is_warned_of_once_left_alone_and_measured_anew(
-    tmp_path, said, content, changes, why
+    tmp_path, logged, content, changes, why
 ):
     measure = FakeMeasurement()
     named = tmp_path / "named.json"
     named.write_text(content)
-    found = obtain(measure, named, **changes)
-    assert found is not None
+    found = obtain(measure, path=named, **changes)
     assert found.measured_s == 1.5
     assert measure.count == 1
     assert named.read_text() == content
-    (warning,) = warnings_in(said)
+    (warning,) = warnings_in(logged)
     assert warning.count(str(named)) == 1
     assert why in warning
     assert "serve-spec tune" in warning
 
 
-def test_a_kept_table_that_was_damaged_is_measured_again_and_replaced(cache, said):
+def test_a_kept_table_that_was_damaged_is_measured_again_and_replaced(cache, logged):
     measure = FakeMeasurement()
     obtain(measure)
     (file,) = cache.glob("costs/*.json")
@@ -188,27 +184,26 @@ def test_a_kept_table_that_was_damaged_is_measured_again_and_replaced(cache, sai
     assert obtain(measure) is not None
     assert measure.count == 2
     assert load_cost_table(file).key == KEY
-    assert len(warnings_in(said)) == 1
+    assert len(warnings_in(logged)) == 1
 
 
-def test_a_place_that_can_not_be_written_costs_a_warning_and_nothing_else(cache, said):
+def test_a_cache_folder_that_cannot_be_written_costs_one_warning(cache, logged):
     cache.write_text("a file where the folder should be")
     found = obtain(FakeMeasurement())
-    assert found is not None
     assert found.measured_s == 1.5
-    (warning,) = warnings_in(said)
+    (warning,) = warnings_in(logged)
     assert "not cached for the next start" in warning
     assert "make $SERVE_SPEC_CACHE writable" in warning
-    assert "not cached" in infos_in(said)[-1]
+    assert "not cached" in infos_in(logged)[-1]
 
 
 @pytest.mark.parametrize(
     "error", [ValueError("too busy"), RuntimeError("out of memory"), AssertionError()]
 )
-def test_a_measurement_that_fails_gives_no_costs_and_one_warning(cache, said, error):
+def test_a_measurement_that_fails_gives_no_costs_and_one_warning(cache, logged, error):
     found = source(FakeMeasurement(error))
     assert found.obtain() is None
-    (warning,) = warnings_in(said)
+    (warning,) = warnings_in(logged)
     assert type(error).__name__ in warning
     assert str(error) in warning
     assert "tries again when it is idle" in warning
@@ -218,7 +213,7 @@ def test_a_measurement_that_fails_gives_no_costs_and_one_warning(cache, said, er
 
 
 def test_what_the_start_could_not_measure_is_measured_a_round_at_a_time_when_there_is_time(
-    cache, said
+    cache, logged
 ):
     now, measure = Time(), FakeMeasurement(ValueError("too busy"), MEASURED)
     late = source(measure, clock=now)
@@ -233,7 +228,6 @@ def test_what_the_start_could_not_measure_is_measured_a_round_at_a_time_when_the
         now.now += 100.0  # requests run meanwhile
     assert measure.spent_s == 0.0, "their time does not count"
     found = late.advance()
-    assert found is not None
     assert measure.limits == [math.inf, 0.5], "no request waits long for a round of these"
     assert late.is_final
     assert late.report["state"] == "measured"
@@ -261,7 +255,6 @@ def test_rough_costs_serve_until_better_ones_are_measured_and_are_not_kept(cache
     now = Time()
     late = source(FakeMeasurement(rough, ValueError("too busy"), MEASURED), clock=now)
     first = late.obtain()
-    assert first is not None
     assert first.sampled_row_ms == 9.0
     assert not late.is_final
     assert not cache.exists()
@@ -286,14 +279,14 @@ def test_a_table_that_another_engine_kept_meanwhile_is_read_instead(cache):
     assert late.report["state"] == "loaded"
 
 
-def test_without_a_named_place_tables_are_kept_in_the_home(tmp_path, monkeypatch):
+def test_without_a_cache_folder_tables_are_kept_in_the_home(tmp_path, monkeypatch):
     monkeypatch.delenv("SERVE_SPEC_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     obtain(FakeMeasurement())
     assert len(list((tmp_path / "home/.cache/serve_spec/costs").glob("*.json"))) == 1
 
 
-def test_the_key_says_what_really_runs(make_llm):
+def test_the_key_names_what_really_runs(make_llm):
     llm = make_llm("EAGLE3", 3, speculative_draft_dtype="bfloat16")
     key = cost_key(llm.config, llm.engine.worker)
     assert key.algorithm == "EAGLE3"

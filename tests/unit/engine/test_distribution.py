@@ -8,8 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from serve_spec.core.errors import InvalidRequest
+from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import FinishReason, SamplingParams
 from tests.helpers.checkpoints import EOS_ID, VOCAB
+from tests.helpers.grammars import is_of
 from tests.helpers.plain_edits import edited
 from tests.helpers.plain_logprobs import CLOSE, PlainLogprobs, processed
 
@@ -26,7 +28,7 @@ def plain(pair):
 
 
 def agrees(entry, token, expected, num_top):
-    """Whether an entry says what the distribution says of this token."""
+    """Compare the entry of a token with its distribution."""
     assert entry.token_id == token
     assert entry.logprob == pytest.approx(expected[token], **CLOSE)
     # Tokens with nearly the same logprob may be in any order.
@@ -40,10 +42,7 @@ def agrees(entry, token, expected, num_top):
 
 
 def check(output, params, plain):
-    """Whether every token is one that the plain distribution could give, and what is told its.
-
-    At temperature 0 that is one token.
-    """
+    """Assert that the plain distribution could give every token, and has its log-probabilities."""
     prompt, tokens = list(output.prompt_token_ids), list(output.token_ids)
     rows = plain.logits(prompt + tokens)[len(prompt) - 1 : -1]
     assert (output.logprobs is None) == (params.logprobs is None)
@@ -127,42 +126,12 @@ def test_any_requests_together_get_tokens_of_the_plain_distribution(drafting, pl
     assert all(o.logprobs is None and o.prompt_logprobs is None for o in unasked)
 
 
-def test_deltas_carry_theirs_and_the_first_one_the_prompts(make_llm):
-    llm = make_llm("EAGLE3", 3)
-    params = SamplingParams(max_tokens=20, seed=3, logprobs=2, prompt_logprobs=0, ignore_eos=True)
-    llm.engine.add(llm.engine.new_sequence("a", [7, 8, 9], params))
-    deltas = []
-    while llm.engine.has_work:
-        deltas += llm.engine.step()
-    assert len(deltas) > 1
-    for delta in deltas:
-        assert delta.logprobs is not None
-        assert [entry.token_id for entry in delta.logprobs] == list(delta.token_ids)
-    first, *rest = deltas
-    assert first.prompt_logprobs is not None
-    assert [e and e.token_id for e in first.prompt_logprobs] == [None, 8, 9]
-    assert all(delta.prompt_logprobs is None for delta in rest)
-
-
-def test_forced_acceptance_tells_of_the_tokens_it_emits(make_llm, plain):
-    """Such a text is nobody's, but each of its tokens has its place in the plain distribution."""
+def test_forced_tokens_have_their_log_probabilities(make_llm, plain):
     llm = make_llm("EAGLE3", 3, synthetic_acceptance=[0.9])
     params = SamplingParams(max_tokens=24, seed=5, logprobs=3, ignore_eos=True)
     output = llm.generate([[1, 2, 3]], params)[0]
     assert output.speculation.accept_length > 2
     check(output, params, plain)
-
-
-@pytest.mark.parametrize("min_tokens", [0, 6])
-@pytest.mark.parametrize("end", [{}, {"stop_token_ids": (80,), "ignore_eos": True}])
-def test_a_text_that_wants_to_end_ends_right_after_min_tokens(make_llm, min_tokens, end):
-    wanted = 80 if end else EOS_ID
-    params = SamplingParams(
-        max_tokens=30, temperature=0.0, logit_bias={wanted: 100.0}, min_tokens=min_tokens, **end
-    )
-    for output in make_llm("EAGLE3", 7).generate([[1, 2, 3], [9] * 30], params):
-        assert output.token_ids.index(wanted) == len(output.token_ids) - 1 == min_tokens
-        assert output.finish_reason is FinishReason.STOP
 
 
 @pytest.mark.parametrize(
@@ -206,3 +175,29 @@ def test_extreme_edits_leave_scores_from_which_a_token_can_be_drawn(make_llm):
     outputs = make_llm("EAGLE3", 3).generate([[1, 2]] * len(params), params)
     assert all(len(output.token_ids) == 16 for output in outputs)
     assert torch.tensor([o.token_ids for o in outputs]).max() < VOCAB
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"ignore_eos": True},
+        {"min_tokens": 30},
+        {"bad_token_ids": [*range(256)]},
+        {"allowed_token_ids": [0]},
+        {"bad_token_ids": [EOS_ID], "min_tokens": 12},
+    ],
+    ids=repr,
+)
+def test_a_complete_text_ends_whatever_else_is_asked(make_llm, extra):
+    """Other rules yield if they would leave no token."""
+    grammar = Grammar.regex("(ab|cd){3}")
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=1, grammar=grammar, **extra)
+    for output in make_llm("EAGLE3", 7).generate([[1, 2], [9]], params):
+        assert is_of(output.text, grammar)
+        assert (len(output.token_ids), output.finish_reason) == (7, FinishReason.STOP)
+
+
+def test_where_acceptance_is_forced_no_grammar_can_hold(make_llm):
+    llm = make_llm("EAGLE3", 3, synthetic_acceptance=2.0)
+    with pytest.raises(InvalidRequest, match="forces acceptance"):
+        llm.generate([[1]], SamplingParams(grammar=Grammar.json_object()))

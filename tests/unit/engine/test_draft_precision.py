@@ -1,4 +1,4 @@
-"""What a draft computes in, and that nothing of the target's is rounded for it."""
+"""Data types and quantization of a draft, which leave the target as it is."""
 
 import logging
 
@@ -34,7 +34,7 @@ def test_integers_are_refused_where_torch_does_not_support_them(pair, monkeypatc
         load_draft(pair.target, target, "STANDALONE", weights=weights)
 
 
-def test_a_draft_computes_in_what_suits_its_weights_unless_told_otherwise():
+def test_a_draft_computes_in_what_suits_its_weights_unless_configured():
     assert draft_dtype("auto", torch.bfloat16, GPU, "fp8") == torch.float16
     assert draft_dtype("auto", torch.bfloat16, GPU, "plain") == torch.bfloat16
     assert draft_dtype("bfloat16", torch.bfloat16, GPU, "fp8") == torch.bfloat16
@@ -42,35 +42,25 @@ def test_a_draft_computes_in_what_suits_its_weights_unless_told_otherwise():
     assert draft_dtype("auto", torch.float32, GPU, "int4") == torch.bfloat16
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
-def test_every_matrix_of_a_draft_is_kept_in_eight_bits_and_none_of_the_target(algorithm, pair):
-    target = load_target(pair.target, torch.float32, CPU)
-    head = load_draft(pair.heads[algorithm], target, algorithm, weights="fp8")
-    shared = set(target.modules())
-    own = [m for m in head.modules() if isinstance(m, Linear) and m not in shared]
-    assert own
-    assert all(layer.fp8 is not None for layer in own)
-    assert all(m.fp8 is None for m in shared if isinstance(m, Linear))
-
-
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-@pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])
-def test_a_draft_in_integers_leaves_the_target_as_it_is(algorithm, weights, pair):
-    """Also where it is a copy of the target, or shares its head."""
+@pytest.mark.parametrize(
+    ("algorithm", "weights"),
+    [("EAGLE", "fp8"), ("EAGLE3", "int8"), ("STANDALONE", "int8"), ("EAGLE3", "int4")],
+)
+def test_every_matrix_of_a_draft_is_quantized_and_none_of_the_target(algorithm, weights, pair):
+    """Also if the draft is a copy of the target, or shares its head."""
     target = load_target(pair.target, torch.float32, CPU)
     before = {name: value.clone() for name, value in target.state_dict().items()}
     head = load_draft(pair.heads[algorithm], target, algorithm, weights=weights)
     shared = set(target.modules())
     own = [m for m in head.modules() if isinstance(m, Linear) and m not in shared]
     assert own
-    assert all(layer.weight.numel() == 0 for layer in own)
+    assert all(m.weight.numel() == 0 if weights != "fp8" else m.fp8 is not None for m in own)
+    assert all(m.fp8 is None for m in shared if isinstance(m, Linear))
     after = target.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
-def test_a_matrix_whose_shape_int4_does_not_take_stays_as_it_is_and_the_log_says_so(
-    tmp_path, caplog
-):
+def test_a_matrix_whose_shape_int4_does_not_take_stays_as_it_is_with_a_warning(tmp_path, caplog):
     pair = make_pair(tmp_path, vocab_size=290)
     target = load_target(pair.target, torch.float32, CPU)
     head = load_draft(pair.target, target, "STANDALONE", weights="int4")

@@ -19,11 +19,8 @@ n-gram drafts one round later, so the file holds two counts for drafters that us
 is right.
 """
 
-from __future__ import annotations
-
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -37,6 +34,7 @@ from tests.helpers.table import (
     DRAFTING_ROWS,
     NUM_STEPS,
     PLAIN,
+    Request,
     Row,
     as_texts,
     compare,
@@ -103,43 +101,33 @@ MAX_TOKENS = 28
 NUM_REJECTION_TOKENS = MAX_TOKENS - 2 * NUM_STEPS - 2
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A request of the table."""
-
-    feature: str
-    temperature: float
-    index: int
-
-    @property
-    def prompt(self):
-        """Return token ids that repeat themselves in two ways, or that do not."""
-        base = 5 + 3 * [*FEATURES].index(self.feature)
-        if self.index == 0:
-            return [base, 7, 9, base, 7, 11] * 2 + [base, 7]
-        return [(base + 37 * i * i + 11 * i) % 256 for i in range(17)]
-
-    @property
-    def params(self):
-        """Return what the request asks for."""
-        keys = {
-            "max_tokens": MAX_TOKENS,
-            "temperature": self.temperature,
-            "seed": 70 + self.index,
-            "ignore_eos": True,
-            **FEATURES[self.feature][self.index],
-        }
-        return SamplingParams(**keys)
-
-    @property
-    def key(self):
-        """Return the key of the request in the file."""
-        return f"{self.feature} T={self.temperature} #{self.index}"
+def requests(batch):
+    """Return the requests of some features, with prompts that repeat themselves or do not."""
+    return [
+        Request(
+            f"{feature} T={temperature} #{index}",
+            prompt(5 + 3 * [*FEATURES].index(feature), index),
+            SamplingParams(
+                **{
+                    "max_tokens": MAX_TOKENS,
+                    "temperature": temperature,
+                    "seed": 70 + index,
+                    "ignore_eos": True,
+                    **FEATURES[feature][index],
+                }
+            ),
+        )
+        for feature in batch
+        for temperature in TEMPERATURES
+        for index in range(2)
+    ]
 
 
-def asked_in(batch):
-    """Return the requests of some features."""
-    return [Asked(f, t, i) for f in batch for t in TEMPERATURES for i in range(2)]
+def prompt(base, index):
+    """Return token ids that repeat themselves in two ways, or that do not."""
+    if index == 0:
+        return [base, 7, 9, base, 7, 11] * 2 + [base, 7]
+    return [(base + 37 * i * i + 11 * i) % 256 for i in range(17)]
 
 
 def answers_of(make, row):
@@ -147,7 +135,7 @@ def answers_of(make, row):
     llm = make(row, prefix_caching=False)
     answers = {}
     for batch in BATCHES:
-        answers |= run(llm, asked_in(batch))
+        answers |= run(llm, requests(batch))
     return answers
 
 
@@ -239,8 +227,8 @@ def test_the_frozen_drafts_are_accepted_and_rejected(golden):
     assert set(golden["rejection"]) == {r.name for r in ROWS if not r.keeps_texts}
     for name, counts in golden["counts"].items():
         for temperature in TEMPERATURES:
-            requests = [c for key, c in counts.items() if f"T={temperature}" in key]
-            rounds, accepted = (sum(column) for column in zip(*requests, strict=True))
+            of_temperature = [c for key, c in counts.items() if f"T={temperature}" in key]
+            rounds, accepted = (sum(column) for column in zip(*of_temperature, strict=True))
             assert 0 < accepted < NUM_STEPS * rounds, f"{name} at T={temperature}"
 
 

@@ -1,10 +1,10 @@
-"""Drafts from the text itself: when a round has them, when it waits for them, and how many."""
+"""N-gram drafts: when a round has them, and when it waits for them."""
 
 import numpy as np
 import pytest
 
 from serve_spec.core.request import SamplingParams
-from tests.helpers.engines import heard_plans, switch_every_round, texts
+from tests.helpers.engines import recorded_plans, switch_every_round, texts
 
 BRANCHING = {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 11}
 CHAIN = {"speculative_ngram_min_match_window_size": 1}
@@ -25,46 +25,41 @@ def prompts_and_params():
 
 
 def sources(plan):
-    """Who drafted for the rows of a round."""
-    return {"text" if row.draft_ids else "model" for row in plan.requests if row.num_steps}
+    """Return what drafted for the requests of a step."""
+    return {"text" if req.draft_ids else "model" for req in plan.requests if req.num_steps}
 
 
 def num_kept(outputs):
     return sum(output.speculation.num_correct_drafts for output in outputs)
 
 
-@SHAPES
-def test_where_nothing_matches_a_round_is_a_plain_one(make_llm, shape):
-    llm = make_llm("NGRAM", 4, **shape)
-    plans = heard_plans(llm)
-    [output] = llm.generate([list(range(10, 30))], SamplingParams(max_tokens=2, temperature=0.0))
-    assert output.speculation.num_draft_tokens == 0
-    assert all(row.query_len == len(row.token_ids) for plan in plans for row in plan.requests)
-
-
 @pytest.mark.parametrize(
     ("algorithm", "keys"),
     [
         ("NGRAM", {"speculative_ngram_min_match_window_size": 5}),
+        ("NGRAM", {"speculative_ngram_min_match_window_size": 5, **BRANCHING}),
         ("EAGLE3", FIRST),
         ("EAGLE3", {**BRANCHING, **FIRST}),
     ],
 )
-def test_where_nothing_matches_the_next_round_is_planned_while_one_runs(make_llm, algorithm, keys):
+def test_if_nothing_matches_no_round_drafts_from_the_text_or_waits(make_llm, algorithm, keys):
     params = SamplingParams(max_tokens=16, temperature=1.0, seed=1, ignore_eos=True)
     llm = make_llm(algorithm, 3, **AHEAD, **keys)
-    plans = heard_plans(llm)
+    plans = recorded_plans(llm)
     llm.generate([list(range(20, 40))], params)
     decoding = [plan for plan in plans if plan.batch_size]
     assert "text" not in set().union(*map(sources, decoding))
     assert all(plan.follows for plan in decoding[1:])
+    if algorithm == "NGRAM":
+        requests = [req for plan in plans for req in plan.requests]
+        assert all(req.query_len == len(req.token_ids) for req in requests)
 
 
 @SHAPES
 @pytest.mark.parametrize(("algorithm", "first"), [("NGRAM", {}), ("EAGLE3", FIRST)])
 def test_only_rounds_that_draft_from_the_text_wait_for_it(make_llm, algorithm, first, shape):
     llm = make_llm(algorithm, 3, **AHEAD, **first, **shape)
-    plans = heard_plans(llm)
+    plans = recorded_plans(llm)
     assert num_kept(llm.generate(*prompts_and_params())) > 0
     decoding = [plan for plan in plans if plan.batch_size]
     drafted = ["text" in sources(plan) for plan in decoding]
@@ -76,7 +71,7 @@ def test_only_rounds_that_draft_from_the_text_wait_for_it(make_llm, algorithm, f
 def test_nor_does_anything_wait_for_a_text_while_the_policy_wants_no_drafts(make_llm):
     llm = make_llm("NGRAM", 3, **AHEAD, **CHAIN)
     switch_every_round(llm, [0])
-    plans = heard_plans(llm)
+    plans = recorded_plans(llm)
     llm.generate(*prompts_and_params())
     alone = [plan for plan in plans if plan.batch_size == len(plan.requests)]
     assert len(alone) > 8

@@ -1,4 +1,4 @@
-"""Engines whose drafts are sampled and judged by rejection: other texts, the same distribution."""
+"""Rejection sampling of sampled drafts: other texts, the same distribution."""
 
 from collections import Counter
 
@@ -23,11 +23,10 @@ def requests(temperature, count=6):
     return prompts, params
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_sampled_texts_are_tokens_and_as_long_as_asked(make_llm, method):
-    """With depths and rows that change every round, and sequences that are preempted."""
+def test_sampled_texts_are_tokens_and_as_long_as_asked(make_llm):
+    """With depths that change every round, and requests that are preempted."""
     prompts, params = requests(1.0)
-    keys = {"rejection_sample_method": method, "num_pages": 36, "max_num_seqs": 6}
+    keys = {"rejection_sample_method": "block", "num_pages": 36, "max_num_seqs": 6}
     llm = make_llm("EAGLE3", STEPS, **keys)
     switch_every_round(llm, [0, 4, 2, 4, 1])
     outputs = llm.generate(prompts, params)
@@ -66,8 +65,8 @@ def test_neighbours_that_leave_and_prefixes_that_are_known_change_no_text_of_a_s
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_draft_that_is_the_target_is_always_kept(make_llm, method):
-    """Its law is the target's, but for the last bits: what drafts are judged by is what they were
-    drawn from. One draft in some hundreds of thousands is lost to rounding."""
+    """Both distributions are equal but for the last bits: one draft in some hundreds of thousands
+    is lost to rounding."""
     llm = make_llm("STANDALONE", STEPS, rejection_sample_method=method, async_scheduling=False)
     outputs = llm.generate(*requests(1.0))
     for output in outputs:
@@ -117,7 +116,7 @@ def test_texts_of_engines_follow_one_distribution(make_llm, without_drafts, meth
     assert stats.chi2_contingency(table).pvalue > 1e-6
 
 
-def test_a_device_without_room_for_what_drafts_are_drawn_from_is_told_what_to_lower(
+def test_a_device_without_room_for_draft_logits_is_refused_with_what_to_lower(
     make_llm, monkeypatch
 ):
     def create(*args):

@@ -1,4 +1,4 @@
-"""What a round reports beside its counts: live rows, and what the policy thought of it."""
+"""The record of a step, and what the policy observes of it."""
 
 import json
 
@@ -7,10 +7,10 @@ import pytest
 from serve_spec.adaptive import AdaptiveSpeculativeParams
 from serve_spec.adaptive.ema import EmaPolicy
 from serve_spec.adaptive.goodput import GoodputPolicy
-from serve_spec.core.request import SamplingParams
+from serve_spec.core.request import SamplingParams, SpeculativeOptions
 from serve_spec.core.round import NO_NOTES, Reason
 from serve_spec.engine import engine
-from tests.helpers.engines import heard_steps
+from tests.helpers.engines import always_three, recorded_plans, recorded_steps, switch_every_round
 from tests.helpers.rounds import decode_batch, verified_round
 from tests.helpers.simulated_costs import TWO_CPU_CORES, RoundShape, recorded_table
 
@@ -39,7 +39,7 @@ class Ticking:
 
 def generate(llm, *max_tokens):
     """The rounds of one request per given length."""
-    steps = heard_steps(llm)
+    steps = recorded_steps(llm)
     params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in max_tokens]
     llm.generate(PROMPTS[: len(params)], params)
     return steps
@@ -54,7 +54,7 @@ def test_times_of_rounds_add_up_to_those_of_the_steps_and_pauses_are_none_of_the
     monkeypatch.setattr(engine, "step_record", clock.takes_a_second(engine.step_record))
     for owner, work in ((llm.engine.scheduler, "plan"), (llm.engine, "_delta")):
         monkeypatch.setattr(owner, work, clock.takes_a_second(getattr(owner, work)))
-    steps = heard_steps(llm)
+    steps = recorded_steps(llm)
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     llm.engine.add(llm.engine.new_sequence("a", PROMPTS[0], params))
     steps_s = 0.0
@@ -105,7 +105,7 @@ def test_ema_marks_its_probes_and_nothing_else(num_correct):
     assert marked == [(0, False)] * 5 + [(1, True)] * 5 + [after] * 5
 
 
-def test_goodput_says_what_it_expects_of_a_round_and_why_it_takes_it():
+def test_goodput_reports_the_predicted_time_and_marks_trials():
     policy = GoodputPolicy(recorded_table(TWO_CPU_CORES), min_dwell_rounds=8, initial_steps=3)
     learning = {Reason.PROBE, Reason.BASELINE}
     seen = set()
@@ -125,3 +125,113 @@ def test_goodput_says_what_it_expects_of_a_round_and_why_it_takes_it():
             verified_round(kept, 1, steps.shape.depth, steps_per_req=steps_per_req, times=times)
         )
     assert learning <= seen, "both kinds of learning must come up"
+
+
+def test_the_policy_observes_live_requests_and_what_each_really_drafted(make_llm):
+    """Of three requests one is capped at 1 draft and one ends: neither may read as rejection."""
+    llm = make_llm("EAGLE3", 3)
+    controller = always_three(llm)
+    capped = SpeculativeOptions(max_steps=1)
+    params = [
+        SamplingParams(max_tokens=60, temperature=0, ignore_eos=True),
+        SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, speculative=capped),
+        SamplingParams(max_tokens=5, temperature=0, ignore_eos=True),
+    ]
+    for i, p in enumerate(params):
+        llm.engine.add(llm.engine.new_sequence(str(i), list(range(20)), p))
+    while llm.engine.has_work:
+        llm.engine.step()
+    by_name = {"0": set(), "1": set(), "2": set()}
+    for verified in controller.observed:
+        for name, steps in zip(verified.request_ids, verified.steps_per_req, strict=True):
+            by_name[name].add(steps)
+    assert 3 in by_name["0"]
+    assert by_name["1"] <= {0, 1}
+    last_with_three = [v for v in controller.observed if v.batch_size == 3][-1]
+    assert "2" not in last_with_three.request_ids, "the round in which a request ends leaves it out"
+    assert last_with_three.num_output_tokens > len(last_with_three.request_ids)
+    assert controller.observed[-1].steps_per_req == ()
+    assert sorted(controller.forgotten) == ["0", "1", "2"]
+
+
+def test_the_policy_observes_the_sizes_of_every_request_that_ends_once(make_llm):
+    llm = make_llm("EAGLE3", 3)
+    controller = always_three(llm)
+    params = [SamplingParams(max_tokens=4 + 3 * i, ignore_eos=True) for i in range(5)]
+    llm.generate([list(range(i, 2 * i + 20)) for i in range(5)], params)
+    observed = controller.observed
+    assert sum(v.num_ended for v in observed) == 5
+    assert sum(v.num_ended_prompt_tokens for v in observed) == sum(20 + i for i in range(5))
+    assert sum(v.num_ended_tokens for v in observed) == sum(4 + 3 * i for i in range(5))
+
+
+def test_a_request_that_is_aborted_or_preempted_leaves_the_policy(make_llm):
+    llm = make_llm("EAGLE3", 3, num_pages=32, max_num_seqs=8)
+    controller = always_three(llm)
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    for i in range(8):
+        llm.engine.add(llm.engine.new_sequence(str(i), [i] * 20, params))
+    while not llm.engine.scheduler.queue.num_preemptions:
+        llm.engine.step()
+    running = {seq.request_id for seq in llm.engine.scheduler.queue.running}
+    assert controller.forgotten
+    assert not running & set(controller.forgotten)
+    survivor = running.pop()
+    llm.engine.abort(survivor)
+    assert controller.forgotten[-1] == survivor
+
+
+def test_the_figures_of_a_round_add_up_also_when_requests_are_preempted(make_llm):
+    llm = make_llm("EAGLE3", 3, num_pages=32, max_num_seqs=8)
+    steps = recorded_steps(llm)
+    prompts = [[i] * 20 for i in range(8)]
+    outputs = llm.generate(
+        prompts, SamplingParams(max_tokens=40, temperature=0.8, seed=1, ignore_eos=True)
+    )
+    assert llm.engine.scheduler.queue.num_preemptions > 0
+    for stats in steps:
+        assert stats.num_prefill_tokens >= 0
+        assert stats.batch_size == len(stats.accept_lengths)
+        assert not stats.batch_size or 0 < stats.draft_ms + stats.verify_ms <= stats.step_ms
+        assert stats.num_output_tokens == stats.num_correct_drafts + stats.batch_size
+    of_requests = sum(output.speculation.num_correct_drafts for output in outputs)
+    assert sum(stats.num_correct_drafts for stats in steps) == of_requests
+    assert llm.engine.counters.num_correct_drafts == of_requests
+    positions = llm.collector.snapshot()["since_start"]["positions"]
+    assert sum(each["verified"] for each in positions) == sum(sum(s.steps_per_req) for s in steps)
+    accepted = sum(sum(stats.correct_per_req) for stats in steps)
+    assert sum(each["accepted"] for each in positions) == accepted
+
+
+def test_an_interrupted_call_leaves_an_engine_that_works(make_llm, monkeypatch):
+    llm = make_llm("EAGLE3", 3)
+    step, calls = llm.engine.step, []
+
+    def interrupted():
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return step()
+
+    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    expected = llm.generate([[1, 2, 3]], params)[0].token_ids
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[1, 2, 3], [4, 5]], params)
+    assert llm.engine.scheduler.cache.num_free_pages == 512
+    assert llm.generate([[1, 2, 3]], params)[0].token_ids == expected
+
+
+def test_without_steps_nothing_drafts_or_reserves_ahead(make_llm, monkeypatch):
+    llm = make_llm("EAGLE3", 3)
+    switch_every_round(llm, [0])
+    plans = recorded_plans(llm)
+    monkeypatch.setattr(
+        llm.engine.worker, "_draft", lambda *args: pytest.fail("a step without drafts")
+    )
+    params = SamplingParams(max_tokens=20, temperature=0.9, seed=3, ignore_eos=True)
+    llm.generate([[1, 2, 3], [4, 5]], params)
+    page_size = llm.engine.scheduler.cache.page_size
+    for req in (req for plan in plans for req in plan.requests):
+        assert len(req.page_ids) == -(-req.length // page_size), "no pages are reserved for drafts"

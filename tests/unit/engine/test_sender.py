@@ -1,4 +1,4 @@
-"""Laws of the channel: no one waits for it, merging loses nothing and keeps the order."""
+"""A sender never waits; merging loses nothing and keeps the order."""
 
 import threading
 from multiprocessing import Pipe
@@ -29,7 +29,7 @@ def test_whenever_the_channel_takes_them_the_tokens_of_a_request_come_once_and_i
     rounds, taken
 ):
     """Request 0 has log-probabilities, request 1 statistics with every delta."""
-    waiting, said = None, []
+    waiting, messages = None, []
     for number, sizes in enumerate(rounds):
         deltas = []
         for index, size in enumerate(sizes):
@@ -45,9 +45,8 @@ def test_whenever_the_channel_takes_them_the_tokens_of_a_request_come_once_and_i
         else:
             merge(waiting, message)
         if number in taken or number == len(rounds) - 1:
-            said.append(decode_message(encode(waiting)))
+            messages.append(decode_message(encode(waiting)))
             waiting = None
-    messages = said
     assert [reply.number for m in messages for reply in m.replies] == [*range(len(rounds))]
     for index in range(3):
         found = [d for m in messages for d in m.deltas if d.request_id == str(index)]

@@ -1,7 +1,6 @@
-"""A whole model drafts: here the target itself, which knows what it will say."""
+"""A whole model drafts: here the target itself, whose every draft is right."""
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +10,12 @@ from serve_spec.core.draft import DraftShape
 from serve_spec.core.request import SamplingParams
 from serve_spec.layers.quantized import int4_works, int8_works
 from tests.helpers.checkpoints import VOCAB
-from tests.helpers.engines import heard_rounds, heard_steps, switch_every_round, texts
+from tests.helpers.engines import (
+    recorded_rounds,
+    recorded_steps,
+    switch_every_round,
+    texts,
+)
 from tests.helpers.lives import with_vocabulary
 
 STEPS = 3
@@ -37,9 +41,9 @@ INTEGERS = [
 def test_every_draft_of_the_target_itself_is_kept_whatever_happens(
     make_llm, depths, text_first, ahead
 ):
-    """Rows draft less than others, or nothing, or from the text; pages go from hand to hand.
+    """Requests draft less than others, or nothing, or from the text; pages change owners.
 
-    One entry missing, stale or of another row, and some draft would be wrong.
+    A draft would be wrong if one entry were missing, stale or of another request.
     """
     rng = random.Random(1)
     prompts = [[rng.randrange(256) for _ in range(rng.randint(1, 20))] for _ in range(24)]
@@ -52,7 +56,7 @@ def test_every_draft_of_the_target_itself_is_kept_whatever_happens(
         keys |= {"speculative_ngram_first": True, "speculative_ngram_min_match_window_size": 1}
     llm = make_llm("STANDALONE", 7, speculative_eagle_topk=3, async_scheduling=ahead, **keys)
     switch_every_round(llm, depths)
-    rounds = heard_rounds(llm)
+    rounds = recorded_rounds(llm)
     outputs = llm.generate(prompts, params)
     assert texts(outputs) == texts(make_llm().generate(prompts, params))
     assert llm.engine.scheduler.queue.num_preemptions > 0
@@ -66,35 +70,20 @@ def test_every_draft_of_the_target_itself_is_kept_whatever_happens(
     assert all(num_steps == kept for num_steps, kept in whole)
 
 
-@pytest.mark.parametrize(("topk", "size"), [(1, 260), (1, VOCAB + 3), (2, VOCAB + 64)])
+@pytest.mark.parametrize(("topk", "padding"), [(1, 3), (2, 64)])
 def test_a_vocabulary_that_is_padded_otherwise_is_no_other_vocabulary(
-    make_llm, pair, tmp_path, topk, size
+    make_llm, pair, tmp_path, topk, padding
 ):
-    """Texts in which tokens come that a shorter one lacks; of any other every draft is kept."""
-    prompts = [[3 + i, *range(20, 21 + 5 * i)] for i in range(6)]
-    params = [
-        SamplingParams(max_tokens=21, temperature=0.9 * (i % 2), seed=i, ignore_eos=True)
-        for i in range(6)
-    ]
-    likely = dict.fromkeys(range(255, VOCAB), 3.0)
-    hard = [replace(p, temperature=1.5, logit_bias=likely) for p in params]
-    folder = str(with_vocabulary(pair, tmp_path, size))
-    llm = make_llm(
-        "STANDALONE",
-        STEPS,
-        speculative_draft_model_path=folder,
-        speculative_eagle_topk=topk,
-        speculative_draft_sharpness=1.0,
-    )
-    for asked in (params, hard):
-        outputs = llm.generate(prompts, asked)
-        assert texts(outputs) == texts(make_llm().generate(prompts, asked))
-        assert asked is params or max(max(text) for text in texts(outputs)) >= 270
-        kept = sum(output.speculation.num_correct_drafts for output in outputs)
-        drafted = sum(output.speculation.num_draft_tokens for output in outputs)
-        assert kept > 0
-        if asked is params and topk == 1 and size > VOCAB:
-            assert kept == drafted
+    """Every draft of a chain is kept. `tests/fuzz` drafts with a shorter vocabulary."""
+    folder = str(with_vocabulary(pair, tmp_path, VOCAB + padding))
+    keys = {"speculative_draft_model_path": folder, "speculative_eagle_topk": topk}
+    llm = make_llm("STANDALONE", STEPS, speculative_draft_sharpness=1.0, **keys)
+    outputs = llm.generate(SHORT_PROMPTS, HOT_PARAMS)
+    assert texts(outputs) == texts(make_llm().generate(SHORT_PROMPTS, HOT_PARAMS))
+    kept = sum(output.speculation.num_correct_drafts for output in outputs)
+    drafted = sum(output.speculation.num_draft_tokens for output in outputs)
+    assert 0 < kept <= drafted
+    assert topk > 1 or kept == drafted
 
 
 @pytest.mark.parametrize("integers", INTEGERS)
@@ -133,7 +122,7 @@ def test_a_sharpness_changes_which_drafts_are_accepted_and_no_text(make_llm, num
 
     def lost_share(sharpness):
         llm = make_llm("STANDALONE", num_steps, speculative_draft_sharpness=sharpness, **keys)
-        steps = heard_steps(llm)
+        steps = recorded_steps(llm)
         assert texts(llm.generate(SHORT_PROMPTS, HOT_PARAMS)) == plain
         drafted = sum(sum(step.steps_per_req) for step in steps)
         return 1 - sum(sum(step.correct_per_req) for step in steps) / drafted

@@ -32,7 +32,7 @@ def test_the_same_seeds_give_the_same_rounds_in_any_batch(make_llm):
     assert counts(together) != counts(llm.generate(PROMPTS, params(seed=50)))
 
 
-def test_rows_that_do_not_draft_say_what_the_target_says(make_llm):
+def test_requests_that_do_not_draft_have_the_text_of_the_target(make_llm):
     plain = [o.token_ids for o in make_llm().generate(PROMPTS, params())]
     forced = make_llm("EAGLE3", 3, synthetic_acceptance=4)
     off = SpeculativeOptions(enabled=False)
@@ -44,8 +44,8 @@ def test_rows_that_do_not_draft_say_what_the_target_says(make_llm):
     assert [o.token_ids for o in forced.generate(PROMPTS, mixed)][:2] == plain[:2]
 
 
-def test_nothing_generated_under_forced_acceptance_can_be_taken_for_real(make_llm):
-    """Not even a request that does not draft: it ran on an engine that is no measure of a text."""
+def test_everything_generated_under_forced_acceptance_is_labelled(make_llm, caplog):
+    """Even a request that does not draft."""
     llm = make_llm("EAGLE3", 3, synthetic_acceptance=[0.5, 0.25])
     off = SpeculativeOptions(enabled=False)
     outputs = llm.generate(PROMPTS[:2], [params()[0], params(speculative=off)[0]])
@@ -60,20 +60,14 @@ def test_nothing_generated_under_forced_acceptance_can_be_taken_for_real(make_ll
     shown = llm.engine.snapshot()
     assert shown["synthetic_acceptance"] == [0.5, 0.25]
     assert json.loads(json.dumps(shown)) == shown
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len([text for text in warnings if "synthetic_acceptance=" in text]) == 1
+    caplog.clear()
     real = make_llm("EAGLE3", 3)
+    assert "synthetic_acceptance" not in caplog.text
     assert real.engine.snapshot()["synthetic_acceptance"] is None
     (output,) = real.generate(PROMPTS[:1], params()[:1])
     assert "synthetic_acceptance" not in output.speculation.as_dict()
-
-
-def test_an_engine_that_forces_acceptance_says_so_once_at_start(make_llm, caplog):
-    llm = make_llm("EAGLE3", 3, synthetic_acceptance=2.5)
-    llm.generate(PROMPTS, params())
-    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len([text for text in warnings if "synthetic_acceptance=2.5" in text]) == 1
-    caplog.clear()
-    make_llm("EAGLE3", 3)
-    assert "synthetic_acceptance" not in caplog.text
 
 
 def test_generate_warns_on_stderr_and_marks_every_accept_length(pair, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Several ranks give the text of one, and share their fate."""
+"""Several ranks give the text of one, and end together."""
 
 import asyncio
 import os
@@ -18,10 +18,11 @@ from serve_spec.core.errors import CheckpointError
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine import build
+from serve_spec.models import Llama
 from serve_spec.ops import draw, rejection
 from serve_spec.parallel.worker_ranks import RankLost
 from serve_spec.worker.eagle import DraftModel
-from tests.helpers.engines import SOON_S, heard_plans, llm_maker, make_pair, switch_every_round
+from tests.helpers.engines import SOON_S, llm_maker, make_pair, recorded_plans, switch_every_round
 from tests.helpers.local_engine import LocalEngine
 from tests.helpers.plain_logprobs import close
 
@@ -63,7 +64,7 @@ def texts(llm):
 
 @pytest.fixture(scope="module")
 def one(make):
-    """What one rank answers without speculation."""
+    """Return the outputs of one rank without speculation."""
     return make().generate(*requests())
 
 
@@ -72,22 +73,22 @@ def plain(one):
     return [output.token_ids for output in one]
 
 
-def is_follower():
+def is_worker_rank():
     return threading.current_thread().name.startswith("rank")
 
 
 def stressed(make, algorithm, **overrides):
-    """Another depth and budget every round, too few pages, prompts in pieces."""
+    """Another depth and budget every round, too few pages, prompts in chunks."""
     llm = make(algorithm, 3, num_pages=32, max_num_batched_tokens=24, **overrides)
     switch_every_round(llm, SWITCHING, budgets=True)
     return llm
 
 
 @pytest.mark.parametrize(("algorithm", "size", "ahead"), [("EAGLE3", 2, True), ("EAGLE", 4, False)])
-def test_any_number_of_ranks_says_what_one_says(threads, make, one, algorithm, size, ahead):
+def test_any_number_of_ranks_gives_the_texts_of_one(threads, make, one, algorithm, size, ahead):
     """Also from the pages that rank 0 finds. Four ranks do not divide the vocabulary."""
     llm = stressed(make, algorithm, tensor_parallel_size=size, async_scheduling=ahead)
-    plans = heard_plans(llm)
+    plans = recorded_plans(llm)
     for _ in range(4 // size):
         close(llm.generate(*requests()), one)
     assert ahead == any(plan.follows for plan in plans)
@@ -98,25 +99,25 @@ def test_any_number_of_ranks_says_what_one_says(threads, make, one, algorithm, s
     llm.shutdown()
 
 
-def test_ranks_that_draft_and_draw_otherwise_than_rank_0_do_as_it_says(
+def test_ranks_that_draft_and_draw_otherwise_than_rank_0_emit_its_tokens(
     threads, make, plain, monkeypatch
 ):
     """Worse than any rounding: the worker ranks draft and draw other tokens than rank 0."""
 
     def spoiled(tokens):
-        return (tokens + 1) % 256 if is_follower() else tokens
+        return (tokens + 1) % 256 if is_worker_rank() else tokens
 
     draft, drawn, own = DraftModel.draft, draw.draw_tokens, draw.likeliest_children
 
     def draft_otherwise(self, buffers, *sizes):
         draft(self, buffers, *sizes)
         buffers.drafts.copy_(spoiled(buffers.drafts))
-        if is_follower():
+        if is_worker_rank():
             buffers.shares.copy_(buffers.shares.flip(0) - 1)
 
     def others(scores, topk, ids):
         children, likely = own(scores, topk, ids)
-        return (children, likely.flip(1)) if is_follower() else (children, likely)
+        return (children, likely.flip(1)) if is_worker_rank() else (children, likely)
 
     monkeypatch.setattr(DraftModel, "draft", draft_otherwise)
     monkeypatch.setattr(draw, "draw_tokens", lambda *args, **more: spoiled(drawn(*args, **more)))
@@ -124,7 +125,7 @@ def test_ranks_that_draft_and_draw_otherwise_than_rank_0_do_as_it_says(
     llm = make("EAGLE3", 3, speculative_eagle_topk=3, tensor_parallel_size=2)
     shapes = [DraftShape(4, 12, 3), 0, 3, DraftShape(2, 5, 3), 7]
     switch_every_round(llm, shapes, budgets=True)
-    plans = heard_plans(llm)
+    plans = recorded_plans(llm)
     assert texts(llm) == plain
     # Beside a grammar all drafts of trees are verified.
     prompts, params = requests()
@@ -145,7 +146,7 @@ def test_ranks_keep_the_sampled_drafts_that_rank_0_keeps(threads, make, method, 
 
     def reject_otherwise(*args):
         kept = reject(*args)
-        if is_follower():
+        if is_worker_rank():
             kept.zero_()
             args[2].add_(1).remainder_(256)
         return kept
@@ -167,21 +168,17 @@ def test_ranks_keep_the_sampled_drafts_that_rank_0_keeps(threads, make, method, 
 
 
 def test_caches_are_as_large_as_the_rank_with_the_least_room_has_them(threads, make, monkeypatch):
-    monkeypatch.setattr(build, "_num_pages", lambda *args: 70 if is_follower() else 90)
+    monkeypatch.setattr(build, "_num_pages", lambda *args: 70 if is_worker_rank() else 90)
     llm = make(tensor_parallel_size=2)
     assert llm.engine.scheduler.cache.num_pages == 70
     llm.shutdown()
 
 
-def test_one_rank_alone_starts_nobody(make, monkeypatch):
+def test_one_rank_starts_no_process_and_neither_does_what_cannot_be_sharded(make, monkeypatch):
     monkeypatch.setattr(build, "launch", None)
     llm = make("EAGLE3", 3, tensor_parallel_size=1)
     llm.engine.check_health()
     llm.shutdown()
-
-
-def test_what_can_not_be_shared_out_is_refused_before_anybody_starts(make, monkeypatch):
-    monkeypatch.setattr(build, "launch", None)
     with pytest.raises(CheckpointError, match="tensor_parallel_size=3 does not divide"):
         make(tensor_parallel_size=3)
 
@@ -196,7 +193,7 @@ def test_a_refusal_of_rank_0_ends_the_others(threads, make, monkeypatch):
         started[0].check()
 
 
-def follower_pid(engine):
+def rank_1_pid(engine):
     assert engine._worker_ranks is not None
     (process,) = engine._worker_ranks._processes.values()
     return process.pid
@@ -216,40 +213,39 @@ def wait_until_ended(pid):
         time.sleep(0.05)
 
 
-@pytest.fixture(scope="module")
-def processes(make):
-    """Two ranks as users have them; the last test here ends one."""
+def test_ranks_in_processes_give_the_text_of_one_and_end_at_shutdown(make, plain):
     llm = stressed(make, "EAGLE3", tensor_parallel_size=2)
-    yield llm
+    assert texts(llm) == plain
+    assert llm.engine.scheduler.queue.num_preemptions > 0
+    pid = rank_1_pid(llm.engine)
+    assert is_running(pid)
+    llm.shutdown()
+    assert not is_running(pid)
+
+
+def test_a_rank_that_fails_in_a_step_is_an_error_and_not_a_wait(threads, make, monkeypatch):
+    llm, forward = make(tensor_parallel_size=2), Llama.forward
+
+    def fail(*args, **keys):
+        if is_worker_rank():
+            raise ValueError("broken")
+        return forward(*args, **keys)
+
+    monkeypatch.setattr(Llama, "forward", fail)
+    for _ in range(2):
+        with pytest.raises(RankLost, match="rank 1 of 2 failed: ValueError: broken"):
+            llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8))
     llm.shutdown()
 
 
-def test_ranks_in_processes_of_their_own_say_what_one_says(processes, plain):
-    assert texts(processes) == plain
-    assert processes.engine.scheduler.queue.num_preemptions > 0
-    assert is_running(follower_pid(processes.engine))
-
-
-def test_a_rank_killed_in_the_middle_of_a_text_is_an_error_and_not_a_wait(processes):
-    pid = follower_pid(processes.engine)
-    threading.Timer(0.2, lambda: os.kill(pid, signal.SIGKILL)).start()
-    endless = SamplingParams(max_tokens=100, ignore_eos=True)
-    started = time.monotonic()
-    with pytest.raises(RankLost, match="rank 1 of 2 ended with exit code -9"):
-        processes.generate([[1, 2, 3]] * 1000, endless)
-    assert time.monotonic() - started < SOON_S
-    with pytest.raises(RankLost, match="rank 1 of 2"):
-        processes.generate([[1, 2, 3]], endless)
-
-
 def test_an_idle_loop_without_one_of_its_ranks_is_not_healthy(threads, make):
-    """Nobody asks for a text, so nobody but the health check can notice."""
+    """Without a request only the health check can notice."""
     config = make().config
     loop = LocalEngine(type(config).load(config, tensor_parallel_size=2))
     loop.check_health()
     worker_ranks = loop.engine._worker_ranks
     assert worker_ranks is not None
-    worker_ranks.broadcast("nonsense")  # an order no follower survives
+    worker_ranks.broadcast("nonsense")  # no worker rank survives it
     assert worker_ranks._has_lost.wait(SOON_S)
     loop._reader.join(SOON_S)
     with pytest.raises(RuntimeError, match="rank 1 of 2 failed: AssertionError"):
@@ -262,7 +258,7 @@ def test_an_idle_loop_without_one_of_its_ranks_is_not_healthy(threads, make):
 def test_a_rank_that_hangs_ends_its_streams_instead_of_holding_them(make):
     config = make().config
     loop = LocalEngine(type(config).load(config, tensor_parallel_size=2, round_timeout_s=1.0))
-    pid = follower_pid(loop.engine)
+    pid = rank_1_pid(loop.engine)
 
     async def scenario():
         os.kill(pid, signal.SIGSTOP)
@@ -281,27 +277,23 @@ def test_a_rank_that_hangs_ends_its_streams_instead_of_holding_them(make):
     loop.shutdown()
 
 
-def test_without_rank_0_no_other_lives_on(shared_pair, tmp_path):
-    """Killed in the middle of a text, with no chance to say anything."""
-    program = (
-        "import sys\n"
-        "from serve_spec import LLM\n"
-        "from serve_spec.core.request import SamplingParams\n"
-        f"llm = LLM({{'model': {{'path': {str(shared_pair.target)!r}, 'device': 'cpu',"
+def program(target):
+    """Return a program of two ranks that prints the process of rank 1."""
+    return (
+        "from serve_spec import LLM, SamplingParams\n"
+        f"llm = LLM({{'model': {{'path': {str(target)!r}, 'device': 'cpu',"
         " 'tensor_parallel_size': 2}}, max_model_len=128)\n"
         "(process,) = llm.engine._worker_ranks._processes.values()\n"
         "print(process.pid, flush=True)\n"
-        "while True:\n"
-        "    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=100, ignore_eos=True))\n"
+        "llm.generate([[1, 2, 3]])\n"
     )
-    rank_0 = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-    )
-    assert rank_0.stdout is not None
-    with rank_0, rank_0.stdout:
+
+
+def test_without_rank_0_no_other_lives_on(shared_pair):
+    """Rank 0 is killed in the middle of a text."""
+    endless = "params = SamplingParams(max_tokens=100)\nwhile True: llm.generate([[1]], params)\n"
+    command = [sys.executable, "-c", program(shared_pair.target) + endless]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank_0:
         pid = int(rank_0.stdout.readline())
         rank_0.kill()
     wait_until_ended(pid)
@@ -309,17 +301,5 @@ def test_without_rank_0_no_other_lives_on(shared_pair, tmp_path):
 
 def test_a_program_that_does_not_shut_down_ends_in_order(shared_pair):
     """No thread of a group may outlive the interpreter: it would take the process down."""
-    program = (
-        "from serve_spec import LLM\n"
-        f"llm = LLM({{'model': {{'path': {str(shared_pair.target)!r}, 'device': 'cpu',"
-        " 'tensor_parallel_size': 2}}, max_model_len=128)\n"
-        "llm.generate([[1, 2, 3]])\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=4 * SOON_S)
-
-
-def test_shutdown_ends_every_process(make):
-    llm = make(tensor_parallel_size=2)
-    pid = follower_pid(llm.engine)
-    llm.shutdown()
-    assert not is_running(pid)
+    command = [sys.executable, "-c", program(shared_pair.target)]
+    subprocess.run(command, check=True, timeout=4 * SOON_S)

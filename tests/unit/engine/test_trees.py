@@ -5,30 +5,25 @@ from dataclasses import replace
 import pytest
 
 from serve_spec import LLM
+from serve_spec.core.draft import MAX_TREE_TOKENS
 from serve_spec.core.request import SamplingParams
-from tests.helpers.engines import sampled_requests, texts
+from tests.helpers.engines import llm_maker, make_pair, sampled_requests, texts
 
 
 def with_trees(make_llm, algorithm, shape, **overrides):
-    """shape: steps, topk, rows with the root."""
-    steps, topk, rows = shape
+    """Build an engine. shape: steps, topk, tokens with the root."""
+    steps, topk, num_tokens = shape
     return make_llm(
         algorithm,
         steps,
         speculative_eagle_topk=topk,
-        speculative_num_draft_tokens=rows,
+        speculative_num_draft_tokens=num_tokens,
         **overrides,
     )
 
 
-def sums(outputs):
-    """Rounds, drafts and kept drafts of all."""
-    stats = [output.speculation for output in outputs]
-    return (
-        sum(one.num_rounds for one in stats),
-        sum(one.num_draft_tokens for one in stats),
-        sum(one.num_correct_drafts for one in stats),
-    )
+def num_accepted(outputs):
+    return sum(output.speculation.num_correct_drafts for output in outputs)
 
 
 def test_text_to_the_last_position_of_the_model_is_the_plain_one(make_llm):
@@ -38,7 +33,7 @@ def test_text_to_the_last_position_of_the_model_is_the_plain_one(make_llm):
     expected = texts(make_llm(**sizes).generate(prompt, params))
     outputs = with_trees(make_llm, "STANDALONE", (4, 4, 20), **sizes).generate(prompt, params)
     assert texts(outputs) == expected
-    assert sums(outputs)[2] > 0
+    assert num_accepted(outputs) > 0
 
 
 def test_a_tree_of_the_shipped_pair_keeps_more_drafts_than_a_chain_of_its_depth():
@@ -65,5 +60,13 @@ def test_forced_acceptance_goes_along_first_children(make_llm, wanted):
     params = [replace(p, max_tokens=40) for p in params]  # 13 rounds of 3 after the first
     llm = with_trees(make_llm, "EAGLE3", (2, 2, 7), synthetic_acceptance=wanted)
     outputs = llm.generate(prompts, params)
-    rounds, _, correct = sums(outputs)
-    assert correct == (wanted - 1) * rounds
+    rounds = sum(output.speculation.num_rounds for output in outputs)
+    assert num_accepted(outputs) == (wanted - 1) * rounds
+
+
+def test_trees_that_may_not_lie_within_a_window_are_refused(tmp_path):
+    window = {"family": "mistral", "sliding_window": MAX_TREE_TOKENS - 1}
+    make_llm = llm_maker(make_pair(tmp_path, **window), "cpu")
+    message = r"topk=3.*sliding_window=63; use speculative_eagle_topk=1"
+    with pytest.raises(ValueError, match=message):
+        with_trees(make_llm, "EAGLE3", (4, 3, 12))

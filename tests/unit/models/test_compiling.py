@@ -1,4 +1,4 @@
-"""Layers left to torch's compiler: how often they are compiled. What they compute: with engines."""
+"""How often layers are compiled. `engine/test_compiled_layers` has what they compute."""
 
 import pytest
 import torch
@@ -48,22 +48,14 @@ def run_regions(layer, num_rows):
     return [*before, *layer.after_attention(rows(shape.num_heads * shape.head_dim), residual)]
 
 
-def test_a_layer_is_compiled_for_one_row_and_for_more_and_never_again(own_target):
+def test_layers_that_are_alike_are_compiled_for_one_row_and_for_more_and_never_again(own_target):
     compile_layers(own_target, BACKEND)
-    layer = own_target.layers[1]
     found = []
     for num_rows in reversed(token_counts(512)):
-        run_regions(layer, num_rows)
+        for layer in own_target.layers:
+            run_regions(layer, num_rows)
         found.append(num_compiled())
     assert found == [2] * (len(found) - 1) + [REGIONS_BY_ROWS]
-
-
-def test_layers_that_are_alike_share_what_is_compiled(own_target):
-    compile_layers(own_target, BACKEND)
-    for layer in own_target.layers:
-        for num_rows in (7, 1, 30):
-            run_regions(layer, num_rows)
-    assert num_compiled() == REGIONS_BY_ROWS
 
 
 def test_a_batch_as_high_as_the_layer_is_wide_is_compiled_once_more_at_most(own_target):
@@ -75,7 +67,7 @@ def test_a_batch_as_high_as_the_layer_is_wide_is_compiled_once_more_at_most(own_
     assert num_compiled() <= REGIONS_BY_ROWS
 
 
-def test_on_a_gpu_the_compiler_is_shown_the_plain_laws_and_not_our_kernels(target_dir):
+def test_on_a_gpu_the_references_are_compiled_and_not_our_kernels(target_dir):
     shape = ModelShape.from_directory(target_dir)
     # Tensors without numbers: nothing here can run on a GPU, but everything can be traced for one.
     with FakeTensorMode(allow_non_fake_inputs=True):

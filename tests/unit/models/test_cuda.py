@@ -1,9 +1,5 @@
 """On a GPU the models compute what they compute on the CPU (there: what transformers does)."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -13,7 +9,7 @@ from tests.helpers.paged import PagedSequences
 
 pytestmark = pytest.mark.gpu
 
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES = {
     "llama3": {"mlp_bias": True},
     "mistral": {"sliding_window": 7},
     "qwen2": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3},
@@ -28,10 +24,10 @@ def run(model, capture=None):
     sequences = PagedSequences(model.shape, 2, 60, dtype=weight.dtype, device=weight.device.type)
     generator = torch.Generator().manual_seed(0)
     logits, features = [], []
-    for pieces in ROUNDS:
-        count = sum(n for _, n in pieces)
+    for chunks in ROUNDS:
+        count = sum(n for _, n in chunks)
         ids = torch.randint(0, 288, (count,), generator=generator).to(weight.device)
-        hidden, captured = model.forward(ids, sequences.extend(pieces), capture)
+        hidden, captured = model.forward(ids, sequences.extend(chunks), capture)
         logits.append(model.logits(hidden).cpu())
         features.append(hidden.cpu() if captured is None else captured.cpu())
     return torch.cat(logits), torch.cat(features)
@@ -54,15 +50,13 @@ def test_bfloat16_agrees_across_devices(tmp_path):
     assert torch.cosine_similarity(found, expected, dim=1).min() > 0.995
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
-def test_heads_agree_across_devices(tmp_path, algorithm):
+@pytest.mark.parametrize(
+    ("algorithm", "make", "keys"),
+    [("EAGLE", make_eagle, {}), ("EAGLE3", make_eagle3, {"draft_vocab": 99})],
+)
+def test_heads_agree_across_devices(tmp_path, algorithm, make, keys):
     make_target(tmp_path / "target", "llama3")
-    make: Any = make_eagle3 if algorithm == "EAGLE3" else make_eagle
-    make(
-        tmp_path / "head",
-        tmp_path / "target",
-        **({"draft_vocab": 99} if make_eagle3 is make else {}),
-    )
+    make(tmp_path / "head", tmp_path / "target", **keys)
     answers = []
     for device in ("cpu", "cuda"):
         target = load_target(tmp_path / "target", torch.float32, device)

@@ -1,9 +1,6 @@
-"""Every public layout of an EAGLE or EAGLE-3 head is told by its tensors and computes the same."""
-
-from __future__ import annotations
+"""Every public layout of an EAGLE or EAGLE-3 head is recognised by its tensors."""
 
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -66,17 +63,17 @@ def test_eagle3_heads_of_all_trainers_compute_the_same(
     assert_computes(head, PlainHead(tmp_path, target_dir))
 
 
-@pytest.mark.parametrize("said", [None, True, False])
-def test_a_speculators_head_adds_to_the_normed_state_unless_it_says_otherwise(
-    tmp_path, target_dir, target, eagle3, said
+@pytest.mark.parametrize("adds", [None, True, False])
+def test_a_speculators_head_adds_to_the_normed_state_unless_configured(
+    tmp_path, target_dir, target, eagle3, adds
 ):
-    switch = {} if said is None else {"norm_before_residual": said}
+    switch = {} if adds is None else {"norm_before_residual": adds}
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}}
     as_speculators(eagle3, tmp_path / "speculators", layers=rope, **switch)
     assert read_draft(tmp_path / "speculators").recognition.layout == "speculators"
     head = load_draft(tmp_path / "speculators", target, "EAGLE3")
     assert head.target_ids is not None
-    meant = {"norm_before_residual": said is not False, "rope_theta": 300.0}
+    meant = {"norm_before_residual": adds is not False, "rope_theta": 300.0}
     assert_computes(head, PlainHead(eagle3, target_dir, **meant))
 
 
@@ -136,7 +133,7 @@ def test_eagle_heads_of_all_layouts_have_an_fc_bias_if_it_is_stored(
     if rewrite is not None:
         kind = {"kind": "eagle"} if rewrite is as_speculators else {}
         directory = rewrite(official, tmp_path / "rewritten", **kind)
-    head: Any = load_draft(directory, target, "EAGLE")
+    head = load_draft(directory, target, "EAGLE")
     assert (head.fc.bias is not None) == fc_bias
     assert_computes(head, PlainHead(official, target_dir))
 
@@ -169,7 +166,7 @@ def test_a_qwen2_head_takes_its_query_biases(tmp_path, target_dir):
         ),
     ],
 )
-def test_the_family_is_told_by_tensors_alone(tmp_path, target_dir, family, make):
+def test_the_family_follows_from_the_tensors_alone(tmp_path, target_dir, family, make):
     make(tmp_path, target_dir)
     config, _ = read_checkpoint(tmp_path)
     # Whatever the config calls itself.
@@ -206,7 +203,7 @@ def test_speculators_heads_that_are_not_computed_are_refused_by_name(
     assert all(word in message for word in words), message
 
 
-def test_what_expands_heads_is_given_none_whose_config_it_would_misread(tmp_path, eagle3):
+def test_only_official_heads_can_be_expanded(tmp_path, eagle3):
     assert open_draft_file(eagle3).recognition.family == "EAGLE3"
     as_speculators(eagle3, tmp_path / "speculators")
     make_target(tmp_path / "model", "llama2")

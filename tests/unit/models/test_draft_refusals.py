@@ -1,14 +1,9 @@
 """Every way a draft checkpoint can be wrong is refused with names, values and a way out."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from serve_spec.core.errors import CheckpointError
 from serve_spec.models import DraftOptions, FeatureCapture, load_draft, load_target
@@ -21,15 +16,13 @@ from tests.helpers.checkpoints import (
 )
 from tests.unit.models.draft_formats import medusa_tensors
 
-Change = Callable[[dict[str, Tensor]], object]
-
 
 def add(name, *shape):
     """Add a tensor of ones."""
     return lambda tensors: tensors.update({name: torch.ones(shape)})
 
 
-MAKERS: dict[str, Callable[..., Path]] = {"EAGLE3": make_eagle3, "EAGLE": make_eagle}
+MAKERS = {"EAGLE3": make_eagle3, "EAGLE": make_eagle}
 
 
 class Head:
@@ -51,7 +44,7 @@ class Head:
         return load_draft(self.folder, self.target, family, options)
 
     def is_refused(self, *words, family="EAGLE3", options=None):
-        """Check that loading it fails and says why, in these words."""
+        """Check that loading it fails with a message that has these words."""
         with pytest.raises(CheckpointError) as error:
             self.load(family, options)
         assert [word for word in words if word not in str(error.value)] == [], error.value
@@ -63,11 +56,11 @@ def head(tmp_path, target_dir, target):
 
 
 @pytest.mark.parametrize(("held", "asked"), [("EAGLE3", "EAGLE"), ("EAGLE", "EAGLE3")])
-def test_the_other_eagle_is_told_apart(head, held, asked):
+def test_the_other_eagle_is_refused(head, held, asked):
     # The names in its config mean nothing: official EAGLE-3 heads call themselves LlamaForCausalLM.
     head.make(held, architectures=["LlamaForCausalLM"])
-    told = f"is of family {held} by its tensors", f"{asked!r}", f"set it to {held!r}"
-    head.is_refused(*told, family=asked)
+    words = f"is of family {held} by its tensors", f"{asked!r}", f"set it to {held!r}"
+    head.is_refused(*words, family=asked)
 
 
 @pytest.mark.parametrize("key", ["intermediate_size", "num_attention_heads", "head_dim"])
@@ -95,7 +88,7 @@ def test_medusa_heads_are_no_eagle_whatever_their_file_is_called(head, name):
     head.is_refused("MEDUSA", "blocks.0.layers.0.weight", "'EAGLE'", family="EAGLE")
 
 
-def test_a_config_that_says_medusa_does_not_make_it_so(head):
+def test_the_family_does_not_follow_from_the_config(head):
     head.make("EAGLE", model_type="medusa", medusa_num_heads=2)
     assert head.load("EAGLE").hidden_size == 32
 
@@ -179,12 +172,12 @@ KEY = "eagle_aux_hidden_state_layer_ids"
 def test_layer_ids_that_are_none_are_refused(head, ids):
     head.make(**{KEY: ids})
     head.is_refused(f"{KEY}={ids!r}", "list of integers")
-    # Who knows better says so, and then no one asks the config.
+    # A configured key replaces that of the checkpoint.
     options = DraftOptions(aux_layer_ids=(2, 4, 5))
     assert head.load(options=options).capture == FeatureCapture((2, 4, 5))
 
 
-def test_layers_that_a_user_names_outside_the_target_are_refused_as_his(head):
+def test_configured_layers_outside_the_target_are_refused_by_key(head):
     head.make()
     options = DraftOptions(aux_layer_ids=(2, 4, 9))
     head.is_refused("speculative_draft_aux_layer_ids=[2, 4, 9]", "0 .. 8", options=options)

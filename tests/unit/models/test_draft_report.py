@@ -1,4 +1,4 @@
-"""`serve-spec check-config --draft` says what was recognised, what follows, or what is wrong."""
+"""`serve-spec check-config --draft` shows what was recognised, what follows, or what is wrong."""
 
 import json
 
@@ -19,14 +19,14 @@ from tests.helpers.checkpoints import (
 from tests.unit.models.draft_formats import as_speculators, medusa_tensors
 
 
-def facts(draft, target_dir=None, algorithm="EAGLE3", **said):
-    """The report, by the names of its lines."""
+def facts(draft, target_dir=None, algorithm="EAGLE3", **keys):
+    """Return the lines of the report by their names."""
     config = None
     if target_dir is not None:
         speculative = {
             "speculative_algorithm": algorithm,
             "speculative_draft_model_path": str(draft),
-            **said,
+            **keys,
         }
         config = ServeSpecConfig.load(
             {"model": {"path": str(target_dir)}, "speculative": speculative}
@@ -56,7 +56,7 @@ THETA = "speculative_draft_rope_theta"
 
 
 @pytest.mark.parametrize(
-    ("config", "said", "line", "words"),
+    ("config", "keys", "line", "words"),
     [
         ([1, 3, 4], {}, "target layers", ["inputs of [2, 4, 5]", "read as outputs"]),
         ([2, 4, 5], {}, "target layers", ["inputs of [2, 4, 5]", "read as inputs"]),
@@ -88,14 +88,14 @@ THETA = "speculative_draft_rope_theta"
         ),
     ],
 )
-def test_what_holds_is_named_with_its_source(tmp_path, target_dir, config, said, line, words):
+def test_what_holds_is_named_with_its_source(tmp_path, target_dir, config, keys, line, words):
     ids = {} if config is None else {"eagle_aux_hidden_state_layer_ids": config}
     make_eagle3(tmp_path, target_dir, norm_output=False, **ids)
-    found = facts(tmp_path, target_dir, **said)[line]
+    found = facts(tmp_path, target_dir, **keys)[line]
     assert all(word in found for word in words), found
 
 
-def test_the_two_meanings_of_norm_output_are_named_where_nobody_has_decided(tmp_path, target_dir):
+def test_the_two_meanings_of_norm_output_are_named_unless_one_is_configured(tmp_path, target_dir):
     make_eagle3(tmp_path / "official", target_dir, norm_output=True)
     as_speculators(tmp_path / "official", tmp_path / "speculators", norm_output=True)
     hint = "try speculative_draft_norm_output: false"

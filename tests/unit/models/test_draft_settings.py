@@ -1,15 +1,11 @@
-"""A draft's rotary base and the layers it reads: as a user says them, or as a text shows."""
-
-from __future__ import annotations
+"""A draft's rotary base and the layers it reads: as configured, or as measured on a text."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 
 from serve_spec.config import ServeSpecConfig
-from serve_spec.config.base import ASSETS
 from serve_spec.engine.build import load_models
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.models import DraftOptions, FeatureCapture, draft_probe, load_draft, load_target
@@ -30,7 +26,6 @@ from tests.helpers.plain_heads import PlainHead
 from tests.unit.models.draft_formats import assert_computes
 
 IDS = torch.randint(0, 288, (150,), generator=torch.Generator().manual_seed(1))
-SHIPPED = ASSETS / "tiny"
 
 
 def plain_overlap(head, plain, target):
@@ -44,35 +39,34 @@ def plain_overlap(head, plain, target):
     return float(torch.minimum(p, logits.softmax(dim=1)).sum(dim=1).mean())
 
 
-@pytest.mark.parametrize("family", ["EAGLE", "EAGLE3"])
-@pytest.mark.parametrize("theta", [10000.0, 30.0])
+WINDOW = {"sliding_window": 7, "layer_types": ["sliding_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("make", "theta", "keys"),
+    [
+        (make_eagle, 10000.0, {"num_key_value_heads": 2}),
+        (make_eagle3, 30.0, {"draft_vocab": 100}),
+        (make_eagle3, 10000.0, WINDOW),
+    ],
+)
 def test_the_measure_is_what_an_exact_rule_could_keep_of_the_first_drafts(
-    tmp_path, target_dir, target, family, theta
+    tmp_path, target_dir, target, make, theta, keys
 ):
-    if family == "EAGLE":
-        make_eagle(tmp_path, target_dir, num_key_value_heads=2)
-    else:
-        make_eagle3(tmp_path, target_dir, draft_vocab=100)
-    head: Any = load_draft(tmp_path, target, family)
+    make(tmp_path, target_dir, **keys)
+    head = load_draft(tmp_path, target, "EAGLE" if make is make_eagle else "EAGLE3")
     measure = overlap_measure(head, target, IDS)
     set_theta(head, theta)
-    plain = PlainHead(tmp_path, target_dir, rope_theta=theta)
+    window = {"window": 7} if keys is WINDOW else {}
+    plain = PlainHead(tmp_path, target_dir, rope_theta=theta, **window)
     expected = plain_overlap(head, plain, target)
     assert 0.01 < expected < 0.99
     assert math.isclose(measure(), expected, rel_tol=1e-4)
 
 
-def test_the_measure_knows_windows(tmp_path, target_dir, target):
-    window = {"sliding_window": 7, "layer_types": ["sliding_attention"]}
-    make_eagle3(tmp_path, target_dir, **window)
-    head: Any = load_draft(tmp_path, target, "EAGLE3")
-    expected = plain_overlap(head, PlainHead(tmp_path, target_dir, window=7), target)
-    assert math.isclose(overlap_measure(head, target, IDS)(), expected, rel_tol=1e-4)
-
-
-def test_a_settled_head_computes_with_the_theta_that_drafts_best(tmp_path, target_dir, target):
+def test_a_measured_head_computes_with_the_theta_that_drafts_best(tmp_path, target_dir, target):
     make_eagle3(tmp_path, target_dir, rope_theta=40.0)
-    head: Any = load_draft(tmp_path, target, "EAGLE3")
+    head = load_draft(tmp_path, target, "EAGLE3")
     found = choose_theta(head, target, IDS.tolist())
     by_theta = {
         theta: plain_overlap(head, PlainHead(tmp_path, target_dir, rope_theta=theta), target)
@@ -87,7 +81,7 @@ def test_of_equal_thetas_the_heads_own_wins_and_each_is_measured_once(
     tmp_path, target_dir, target, monkeypatch
 ):
     make_eagle3(tmp_path, target_dir, rope_theta=TRAINER_THETA)
-    head: Any = load_draft(tmp_path, target, "EAGLE3")
+    head = load_draft(tmp_path, target, "EAGLE3")
     measured = []
     measure = lambda *_: lambda: measured.append(head.shape.rope_theta) or 0.5  # noqa: E731
     monkeypatch.setattr(draft_probe, "overlap_measure", measure)
@@ -96,7 +90,7 @@ def test_of_equal_thetas_the_heads_own_wins_and_each_is_measured_once(
 
 
 @pytest.mark.parametrize("ids", [[1, 3, 4], [2, 4, 5], [3, 4, 6]])
-def test_a_settled_head_reads_the_layers_that_draft_best(tmp_path, target_dir, target, ids):
+def test_a_measured_head_reads_the_layers_that_draft_best(tmp_path, target_dir, target, ids):
     make_eagle3(tmp_path, target_dir, eagle_aux_hidden_state_layer_ids=ids)
     readings = both_readings(read_draft(tmp_path), 8)
     assert readings == (tuple(ids), tuple(k + 1 for k in ids))
@@ -129,25 +123,6 @@ def test_no_more_of_a_text_is_read_than_positions_there_are(tmp_path, target_dir
     assert twice[0] == twice[1]
 
 
-def test_the_shipped_head_is_found_out_though_its_config_lied():
-    target = load_target(SHIPPED / "target", torch.float32)
-    lie = DraftOptions(rope_theta=1000000.0)
-    head = load_draft(SHIPPED / "eagle3", target, "EAGLE3", lie)
-    ids = Tokenizer(SHIPPED / "target").encode(probe_text())
-    assert choose_theta(head, target, ids[:200]) == TRAINER_THETA
-
-
-def test_the_shipped_head_reads_its_own_layers_whatever_they_were_counted_as():
-    """Of ids that are inputs or outputs one reading is right, and either may be taken first."""
-    target = load_target(SHIPPED / "target", torch.float32)
-    ids = Tokenizer(SHIPPED / "target").encode(probe_text())
-    wrong = (3, 5, 6)
-    for first in (wrong, (2, 4, 5)):
-        options = DraftOptions(aux_layer_ids=first)
-        head = load_draft(SHIPPED / "eagle3", target, "EAGLE3", options)
-        assert choose_layers(head, target, ids[:200], [wrong, (2, 4, 5)]) == (2, 4, 5)
-
-
 @pytest.fixture
 def config(tmp_path, target_dir):
     make_eagle3(tmp_path, target_dir, rope_theta=40.0, eagle_aux_hidden_state_layer_ids=[2, 4, 5])
@@ -168,7 +143,7 @@ def loaded_head(config, **changes):
     return load_models(ServeSpecConfig.load(config, **changes), SINGLE).head
 
 
-def test_every_word_reaches_the_head(config):
+def test_every_key_reaches_the_head(config):
     head = loaded_head(
         config,
         speculative_draft_rope_theta=7,

@@ -1,21 +1,18 @@
 """An expanded pair computes what its base computes: logits, features, drafts and texts."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from serve_spec import LLM
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.core.errors import CheckpointError
-from serve_spec.core.request import SamplingParams
-from serve_spec.models import FeatureCapture, Llama, ModelShape, load_draft, load_target
+from serve_spec.models import Llama, ModelShape, load_draft, load_target
 from serve_spec.models.draft_checkpoint import open_draft_file
-from serve_spec.models.upscale import Expansion, moved_layer, open_weights
+from serve_spec.models.upscale import Expansion, Widening, open_weights, widen
 from serve_spec.models.upscale_command import expand_draft, expand_target, main, sizes_of
 from tests.helpers.checkpoints import (
     VOCAB,
@@ -25,12 +22,11 @@ from tests.helpers.checkpoints import (
     read_checkpoint,
     write_checkpoint,
 )
-from tests.helpers.engines import make_pair
 from tests.helpers.paged import PagedSequences
 
 # The layers compute in float32 at most; that widening is exact is shown where it is done.
 TOLERANCE = 5e-5
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES = {
     "llama3": {},  # tied embeddings, scaled rotation
     "llama2": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 7},
@@ -51,7 +47,7 @@ SIZES = {
     "depth": grown(1, 1, 13, VOCAB),
     "all": grown(2, 4, 19, 1000),
 }
-HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+HEADS = {
     "eagle3": ("EAGLE3", {}),
     "eagle3_reduced": ("EAGLE3", {"draft_vocab": 100, "norm_before_residual": True}),
     "eagle3_two_layers": ("EAGLE3", {"num_layers": 2, "fc_bias": True, "own_embedding": True}),
@@ -125,16 +121,6 @@ def test_logits_are_those_of_the_base(tmp_path, family, size, noise):
     assert large.shape.hidden_size == SIZES[size].hidden_factor * 32
 
 
-@pytest.mark.parametrize("layers", [(0, 2, 4), (5, 8), None])
-def test_captured_features_are_copies_of_the_bases(tmp_path, target_dir, layers):
-    size = SIZES["all"]
-    large = expanded(target_dir, size, tmp_path)
-    moved = None if layers is None else tuple(moved_layer(k, 8, size.num_layers) for k in layers)
-    _, expected = forward(load_target(target_dir, torch.float32), FeatureCapture(layers))
-    _, found = forward(large, FeatureCapture(moved))
-    assert close(found, copies(expected, size.hidden_factor, len(layers or (0,))))
-
-
 def draft(head, target, steps=5):
     """Drafts after `IDS`, greedy, as the drafter makes them: target ids, logits, hidden states."""
     _, features = forward(target, head.capture)
@@ -156,7 +142,7 @@ def draft(head, target, steps=5):
 @pytest.mark.parametrize(("case", "size"), two_sizes_of_each(HEADS))
 def test_chains_of_drafts_are_those_of_the_base(tmp_path, target_dir, case, size):
     algorithm, options = HEADS[case]
-    make: Any = make_eagle3 if algorithm == "EAGLE3" else make_eagle
+    make = make_eagle3 if algorithm == "EAGLE3" else make_eagle
     base = make(tmp_path / "small", target_dir, **options)
     small_target = load_target(target_dir, torch.float32)
     large_target = expanded(target_dir, SIZES[size], tmp_path / "target")
@@ -193,40 +179,20 @@ def test_rare_parts_of_heads_grow_too(tmp_path, target_dir, parts):
 
 
 def test_a_draft_vocabulary_grows_less_than_the_targets_if_asked(tmp_path, target_dir):
-    size = grown(2, 2, 8, 1000, 500)
-    shape = ModelShape.from_directory(target_dir)
     base = make_eagle3(tmp_path / "small", target_dir, draft_vocab=100)
-    large_target = expanded(target_dir, size, tmp_path / "target")
-    expand_head(base, shape, size, tmp_path / "head")
-    head = load_draft(tmp_path / "head", large_target, "EAGLE3")
+    factors = ["--hidden-factor", "2", "--layers", "9", "--vocab-size", "1000"]
+    pair = ["--target", str(target_dir), "--draft", str(base)]
+    large = tmp_path / "large"
+    main([*pair, "--output-dir", str(large), *factors, "--draft-vocab-size", "500"])
+    config = ServeSpecConfig.load(large / "expanded.yaml")
+    target = load_target(config.model.folder, torch.float32)
+    sizes = target.shape.hidden_size, target.shape.num_layers, target.shape.vocab_size
+    assert sizes == (64, 9, 1000)
+    head = load_draft(config.draft_folder, target, "EAGLE3")
     assert head.target_ids.shape == (500,)
     assert (head.target_ids[:100] < VOCAB).all()
     assert (head.target_ids[100:] >= VOCAB).all()
     assert head.num_ids == 100
-
-
-def test_engines_write_the_bases_texts_and_never_a_padding_id(tmp_path):
-    pair = make_pair(tmp_path / "small", tie_word_embeddings=False)
-    folder = tmp_path / "large"
-    small_pair = ["--target", str(pair.target), "--draft", str(pair.heads["EAGLE3"])]
-    factors = ["--hidden-factor", "2", "--layers", "7", "--vocab-size", "400"]
-    main([*small_pair, *factors, "--output-dir", str(folder)])
-    sizes: dict[str, Any] = {
-        "device": "cpu", "dtype": "float32", "max_model_len": 128, "num_pages": 64,
-        "speculative_draft_dtype": "float32", "speculative_adaptive": False,
-    }  # fmt: skip
-    small = LLM({"model": {"path": str(pair.target)}}, **sizes)
-    large = LLM(folder / "expanded.yaml", **sizes)
-    params = [
-        SamplingParams(max_tokens=40, temperature=t, seed=3, ignore_eos=True) for t in (0.0, 0.8)
-    ]
-    prompts = [list(range(60, 80)), list(range(100, 105))]
-    for ours, theirs in zip(
-        large.generate(prompts, params), small.generate(prompts, params), strict=True
-    ):
-        assert ours.token_ids == theirs.token_ids
-        assert max(ours.token_ids) < VOCAB
-    assert any(out.speculation.accept_length > 1 for out in large.generate(prompts, params))
 
 
 def test_the_shipped_pair_reaches_the_shape_of_llama_3_1_8b(tmp_path):
@@ -337,3 +303,82 @@ def test_the_command_refuses_contradictions(tmp_path, target_dir):
     head = make_eagle3(tmp_path / "target", target_dir)
     with refused("another folder is called 'target'"):
         main([*target, "--draft", str(head)])
+
+
+EXACT = torch.float64
+COPIES = (2, 3, 4, 5, 8, 16)
+
+
+def matrix(rows, columns, seed=0, scale=1.0):
+    """Random entries of very different sizes, each a bfloat16."""
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.randn(rows, columns, generator=generator).mul(2.0).exp()
+    return (torch.randn(rows, columns, generator=generator) * size * scale).bfloat16()
+
+
+def widened(small, how, noise=0.0, dtype=EXACT, seed=0, silent=False):
+    # What was there before must not shine through.
+    wide = torch.full(how.shape(tuple(small.shape)), float("nan"), dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    widen(small, wide, how, noise=noise, generator=generator, silent=silent)
+    return wide
+
+
+def blocks(wide, count):
+    """[count, rows, columns / count]."""
+    return torch.stack(wide.chunk(count, dim=1))
+
+
+@given(
+    copies=st.sampled_from(COPIES),
+    noise=st.floats(0.01, 1.0),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, EXACT]),
+    scale=st.sampled_from([1e-6, 0.1, 1.0, 1e4]),
+    seed=st.integers(0, 99),
+)
+def test_noisy_blocks_sum_to_the_small_matrix_without_any_rounding(
+    copies, noise, dtype, scale, seed
+):
+    small = matrix(4, 6, seed, scale)
+    small[0, 0] = 0.0
+    how = Widening(column_factor=copies, is_product=True)
+    wide = widened(small, how, noise, dtype, seed)
+    assert torch.equal(blocks(wide.double(), copies).sum(0), small.double())
+
+
+@given(copies=st.sampled_from(COPIES), noise=st.floats(0.1, 1.0), seed=st.integers(0, 99))
+def test_silent_blocks_sum_to_zero_and_are_not_zero(copies, noise, seed):
+    how = Widening(row_factor=2, column_factor=copies, is_product=True)
+    wide = widened(matrix(4, 6, seed), how, noise, torch.bfloat16, seed, silent=True)
+    assert not blocks(wide.double(), copies).sum(0).any()
+    assert wide.double().abs().sum() > 0
+
+
+def test_noise_makes_every_row_and_block_another():
+    how = Widening(row_factor=4, column_factor=4, is_product=True)
+    for noise, num_rows in ((1.0, 64), (0.0, 4)):
+        rows = widened(matrix(4, 64), how, noise, torch.bfloat16).view(-1, 64)
+        assert rows.unique(dim=0).shape[0] == num_rows
+    assert rows.shape[0] == 64
+
+
+def test_noise_uses_all_bits_of_a_bfloat16_and_keeps_weights_small():
+    small = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    how = Widening(column_factor=8, is_product=True)
+    wide = widened(small, how, 1.0, torch.bfloat16)
+    last_bit = wide.view(torch.int16).bitwise_and(1).float().mean()
+    assert 0.15 < last_bit < 0.5
+    assert 0.1 < wide.float().std() / small.float().std() < 0.25
+
+
+def test_the_seed_decides_the_noise():
+    small, how = matrix(4, 6), Widening(column_factor=2, is_product=True)
+    assert torch.equal(widened(small, how, 1.0, seed=5), widened(small, how, 1.0, seed=5))
+    assert not torch.equal(widened(small, how, 1.0, seed=5), widened(small, how, 1.0, seed=6))
+
+
+def test_added_rows_come_after_the_real_ones_and_repeat_none():
+    small = matrix(4, 6)
+    wide = widened(small, Widening(num_rows=11, column_factor=2))
+    assert torch.equal(wide[:4], small.double().repeat(1, 2))
+    assert wide.unique(dim=0).shape[0] == 11

@@ -1,13 +1,7 @@
 """Draft heads equal a plain recomputation, in every published variant, however entries arrive."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from serve_spec.models import (
     DraftOptions,
@@ -24,9 +18,8 @@ from tests.helpers.checkpoints import (
 )
 from tests.helpers.paged import PagedSequences
 from tests.helpers.plain_heads import PlainHead
+from tests.unit.models.draft_formats import assert_close
 
-TOLERANCE = 2e-5
-Tensors = dict[str, Tensor]
 LEGACY = ("low", "mid", "high")
 
 
@@ -47,7 +40,7 @@ def with_prefix(file):
 
 
 # name -> (arguments of make_eagle3, change to the tensors)
-EAGLE3: dict[str, tuple[dict[str, Any], Callable[[Tensors], object] | None]] = {
+EAGLE3 = {
     "plain": ({}, None),
     "reduced_vocabulary": ({"draft_vocab": 100}, None),
     "reduced_vocabulary_without_t2d": ({"draft_vocab": 100}, lambda file: file.pop("t2d")),
@@ -66,11 +59,10 @@ EAGLE3: dict[str, tuple[dict[str, Any], Callable[[Tensors], object] | None]] = {
     "legacy_fc_norm": ({}, add_ones(32, *(f"aux_norm_{at}.weight" for at in LEGACY))),
     "qkv_bias": ({}, add_ones(32, *(f"midlayer.self_attn.{p}_proj.bias" for p in "qkv"))),
     "qk_norm": ({}, add_ones(8, *(f"midlayer.self_attn.{p}_norm.weight" for p in "qk"))),
-    # A published config says 40 layers over a file of one; files carry maps that map nothing.
-    "lying_config": ({"num_hidden_layers": 40, "tie_word_embeddings": True}, None),
+    # Maps that map nothing.
     "idle_maps": ({}, add_idle_maps),
 }
-EAGLE: dict[str, tuple[dict[str, Any], Callable[[Tensors], object] | None]] = {
+EAGLE = {
     "plain": ({}, None),
     "no_embedding": ({"own_embedding": False}, None),
     "two_layers": ({"num_layers": 2}, None),
@@ -114,11 +106,7 @@ def scene(head, seed=3):
     return tokens, features
 
 
-def assert_close(found, expected):
-    assert (found - expected).abs().max() <= TOLERANCE * max(1.0, float(expected.abs().max()))
-
-
-def test_catching_up_in_pieces_then_drafting_equals_a_plain_unroll(duo):
+def test_extending_in_chunks_and_then_drafting_equals_a_plain_unroll(duo):
     head = duo.ours
     tokens, features = scene(head)
     plain = [
@@ -127,8 +115,8 @@ def test_catching_up_in_pieces_then_drafting_equals_a_plain_unroll(duo):
     ]
     sequences = PagedSequences(head.shape, 2, max(LENGTHS) + DRAFTED)
     hidden = [torch.empty(0, head.hidden_size) for _ in LENGTHS]
-    for pieces in ([(0, 17)], [(1, 3), (0, 5)], [(0, 1), (1, 3)]):
-        _catch_up(head, sequences, pieces, tokens, features, hidden)
+    for chunks in ([(0, 17)], [(1, 3), (0, 5)], [(0, 1), (1, 3)]):
+        _extend(head, sequences, chunks, tokens, features, hidden)
     for _ in range(DRAFTED):
         ids = torch.stack([tokens[b][sequences.lengths[b]] for b in (0, 1)])
         feedback = torch.stack([hidden[b][-1] for b in (0, 1)])
@@ -139,25 +127,8 @@ def test_catching_up_in_pieces_then_drafting_equals_a_plain_unroll(duo):
         assert_close(head.logits(found), expected_logits)
 
 
-def test_catching_up_overwrites_what_drafting_left_behind(duo):
-    head = duo.ours
-    tokens, features = scene(head)
-    n = LENGTHS[0]
-    sequences = PagedSequences(head.shape, 2, max(LENGTHS) + DRAFTED)
-    hidden = [torch.empty(0, head.hidden_size) for _ in LENGTHS]
-    _catch_up(head, sequences, [(0, n)], tokens, features, hidden)
-    for _ in range(3):
-        ctx = sequences.extend([(0, 1)])
-        head.forward(torch.tensor([7]), hidden[0][-1:], ctx)
-    sequences.lengths[0] = n
-    _catch_up(head, sequences, [(0, DRAFTED)], tokens, features, hidden)
-    expected, logits = duo.plain.unroll(tokens[0], features[0])
-    assert_close(hidden[0], expected)
-    assert_close(head.logits(hidden[0]), logits)
-
-
 @pytest.mark.parametrize("asked", [(1, 0), (0, 0)])
-def test_rows_that_are_not_asked_for_leave_the_same_entries(duo, asked):
+def test_tokens_whose_output_is_not_asked_for_leave_the_same_entries(duo, asked):
     head = duo.ours
     assert head.ends_early == (head.shape.num_layers == 1)
     if not head.ends_early:
@@ -166,9 +137,9 @@ def test_rows_that_are_not_asked_for_leave_the_same_entries(duo, asked):
     whole, some = (PagedSequences(head.shape, 2, max(LENGTHS)) for _ in range(2))
     ids = torch.cat([tokens[b][:n] for b, n in enumerate(LENGTHS)])
     encoded = head.encode(torch.cat([features[b][:n] for b, n in enumerate(LENGTHS)]))
-    pieces = list(enumerate(LENGTHS))
-    expected = head.forward(ids, encoded, whole.extend(pieces))
-    found = head.forward(ids, encoded, some.extend(pieces, asked))
+    chunks = list(enumerate(LENGTHS))
+    expected = head.forward(ids, encoded, whole.extend(chunks))
+    found = head.forward(ids, encoded, some.extend(chunks, asked))
     ends = torch.tensor(LENGTHS).cumsum(0) - 1
     expected = expected[ends[torch.tensor(asked).bool()]]
     assert found.shape == expected.shape
@@ -177,14 +148,14 @@ def test_rows_that_are_not_asked_for_leave_the_same_entries(duo, asked):
     assert all(map(torch.equal, some.pool.tensors, whole.pool.tensors))
 
 
-def _catch_up(head, sequences, pieces, tokens, features, hidden):
-    spans = [(b, slice(sequences.lengths[b], sequences.lengths[b] + n)) for b, n in pieces]
+def _extend(head, sequences, chunks, tokens, features, hidden):
+    spans = [(b, slice(sequences.lengths[b], sequences.lengths[b] + n)) for b, n in chunks]
     ids = torch.cat([tokens[b][span] for b, span in spans])
     encoded = head.encode(torch.cat([features[b][span] for b, span in spans]))
     kept = encoded.clone()
-    out = head.forward(ids, encoded, sequences.extend(pieces))
+    out = head.forward(ids, encoded, sequences.extend(chunks))
     assert torch.equal(encoded, kept), "forward must not change its inputs"
-    for (b, _), rows in zip(pieces, out.split([n for _, n in pieces]), strict=True):
+    for (b, _), rows in zip(chunks, out.split([n for _, n in chunks]), strict=True):
         hidden[b] = torch.cat((hidden[b], rows))
 
 
@@ -233,14 +204,14 @@ def test_the_targets_embedding_is_shared_with_a_frozen_copy_of_it(tmp_path, targ
     config, tensors = read_checkpoint(tmp_path)
     tensors["embed_tokens.weight"] = tensors["embed_tokens.weight"].half()
     write_checkpoint(tmp_path, config, tensors, pickle=True)
-    head: Any = load_draft(tmp_path, target, "EAGLE")
+    head = load_draft(tmp_path, target, "EAGLE")
     assert head.embed_tokens is target.embed_tokens
 
 
 def test_heads_take_the_dtype_of_their_target(tmp_path, target_dir):
     make_eagle3(tmp_path, target_dir, draft_vocab=100)
     half = load_target(target_dir, torch.bfloat16)
-    head: Any = load_draft(tmp_path, half, "EAGLE3")
+    head = load_draft(tmp_path, half, "EAGLE3")
     assert {p.dtype for p in head.parameters()} == {torch.bfloat16}
     sequences = PagedSequences(head.shape, 1, 5, dtype=torch.bfloat16)
     encoded = head.encode(torch.ones(5, head.feature_dim, dtype=torch.bfloat16))

@@ -15,8 +15,9 @@ def filled(linear, dtype=torch.float32):
     return linear
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("num_rows", [1, 2, 8, 9, 100])
+@pytest.mark.parametrize(
+    ("num_rows", "bias"), [(1, False), (2, True), (8, False), (9, True), (100, False)]
+)
 def test_a_packed_linear_is_the_same_linear(num_rows, bias):
     plain, packed = (filled(Linear(256, {"a": 300, "b": 20}, bias=bias)) for _ in range(2))
     packed.finish()
@@ -27,6 +28,9 @@ def test_a_packed_linear_is_the_same_linear(num_rows, bias):
     assert torch.allclose(once, plain(x), rtol=1e-5, atol=1e-4)
     packed.finish()
     assert torch.equal(packed(x), once), "finishing twice changes nothing"
+    small = filled(Linear(16, {"a": 16}))
+    small.finish()
+    assert small.weight.shape == (16, 16), "a small linear is not packed"
 
 
 @pytest.mark.parametrize("in_features", [256, 1408, 2048])
@@ -48,12 +52,6 @@ def test_padding_adds_at_most_an_eighth_and_leaves_few_sizes():
     assert len(set(sizes)) < 100
 
 
-def test_small_linears_stay_plain():
-    linear = filled(Linear(16, {"a": 16}))
-    linear.finish()
-    assert linear.weight.shape == (16, 16)
-
-
 def test_bfloat16_products_accumulate_in_float32():
     with tensor_defaults(torch.bfloat16, "cpu"):
         linear = filled(Linear(1024, {"a": 256}), torch.bfloat16)
@@ -64,8 +62,9 @@ def test_bfloat16_products_accumulate_in_float32():
     assert ((linear(x).float() - expected).abs() / expected.abs().clamp_min(1.0)).max() < 1e-2
 
 
-@pytest.mark.parametrize("scale", [0.0, 1e-5, 1.0, 1e4])
-@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize(
+    ("scale", "finished"), [(0.0, True), (1e-5, False), (1.0, True), (1e4, False)]
+)
 def test_norms_follow_their_definition(scale, finished):
     norm = RMSNorm(48, 1e-5)
     generator = torch.Generator().manual_seed(0)

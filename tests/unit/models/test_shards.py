@@ -1,13 +1,13 @@
 """A model over several ranks gives the logits, features and drafts of the whole one."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from serve_spec.core.errors import CheckpointError
+from serve_spec.layers.module import Shard, finish_loading
+from serve_spec.layers.vocabulary import vocab_embedding, vocab_head
 from serve_spec.models import FeatureCapture, load_draft, load_target
 from serve_spec.models.shape import ModelShape
 from serve_spec.models.upscale import Expansion
@@ -19,11 +19,9 @@ from tests.helpers.ranks import on_ranks
 
 NUM_TOKENS = 24
 CAPTURE = FeatureCapture((0, 2, 3))
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama2": ("llama2", {}),
+CASES = {
     "tied": ("llama3", {"num_key_value_heads": 4}),
     "biases": ("llama3", {"num_key_value_heads": 4, "attention_bias": True}),
-    "qwen2": ("qwen2", {"num_key_value_heads": 4}),
     "qwen3": ("qwen3", {"num_key_value_heads": 4}),
     "odd vocabulary": ("mistral", {"num_key_value_heads": 4, "vocab": 261}),
 }
@@ -34,7 +32,7 @@ def tokens():
 
 
 def answers(model):
-    """Logits [T, V] and features [T, F] of one text, in two pieces."""
+    """Logits [T, V] and features [T, F] of one text, in two chunks."""
     sequence = PagedSequences(model.rank_shape, 1, NUM_TOKENS)
     outputs = [
         model.forward(part, sequence.extend([(0, len(part))]), CAPTURE)
@@ -74,8 +72,9 @@ def test_every_rank_of_an_expansion_builds_its_part_of_the_same_noise(tmp_path):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("make", [make_eagle, make_eagle3])
-@pytest.mark.parametrize("own_embedding", [False, True])
+@pytest.mark.parametrize(
+    ("make", "own_embedding"), [(make_eagle, False), (make_eagle3, False), (make_eagle3, True)]
+)
 def test_a_head_beside_a_sharded_target_drafts_as_beside_the_whole_one(
     tmp_path, make, own_embedding
 ):
@@ -106,7 +105,7 @@ def test_a_head_beside_a_sharded_target_drafts_as_beside_the_whole_one(
         (2, {"intermediate_size": 65}, "intermediate_size=65"),
     ],
 )
-def test_what_can_not_be_shared_out_is_refused_by_name(tmp_path, size, config, uneven):
+def test_sizes_that_ranks_do_not_divide_are_refused_by_name(tmp_path, size, config, uneven):
     shape = ModelShape.from_directory(make_target(tmp_path, hidden=32, **config))
     with pytest.raises(CheckpointError, match=rf"tensor_parallel_size={size}.*{uneven}"):
         shape.on_rank_of(size)
@@ -119,3 +118,77 @@ def test_a_shard_of_another_shape_is_refused_as_the_whole_would_be(tmp_path):
     )
     with pytest.raises(CheckpointError, match=r"is \[288, 32\], expected \[286, 32\]"):
         on_ranks(2, lambda parallel: load_target(folder, torch.float32, parallel=parallel))
+
+
+SIZES = st.integers(2, 4)
+
+
+def filled(layer, stored):
+    """The layer, with its part of `stored` in it, ready to run."""
+    for name, destination in layer.tensors().items():
+        if isinstance(destination, Shard):
+            assert destination.shape == stored[name].shape
+            destination.tensor.copy_(stored[name][destination.index])
+        else:
+            destination.copy_(stored[name])
+    finish_loading(layer)
+    return layer
+
+
+def drawn(seed, **shapes):
+    """Random tensors; `_` in a name stands for `.`."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name.replace("__", "."): torch.randn(shape, generator=generator)
+        for name, shape in shapes.items()
+    }
+
+
+@settings(max_examples=25)
+@given(SIZES, st.integers(1, 13), st.integers(1, 5))
+def test_a_vocabulary_of_any_size_is_looked_up_and_scored_over_ranks(size, vocab, width):
+    stored = drawn(0, weight=(vocab, width), lm_head__weight=(vocab, width))
+    ids = torch.arange(vocab).repeat(2)
+
+    def run(parallel):
+        embedding = filled(vocab_embedding(vocab, width, parallel), stored)
+        head = filled(vocab_head(width, vocab, parallel), stored)
+        tied = vocab_head(width, vocab, parallel)
+        tied.weight = embedding.matrix
+        rows = embedding(ids)
+        return rows, head(rows), tied(rows)
+
+    with torch.inference_mode():
+        expected = run(SINGLE)
+    for found in on_ranks(size, run):
+        assert found[1].is_contiguous()
+        torch.testing.assert_close(found, expected)
+        assert torch.equal(found[0], expected[0]), "a sum with zeros changes nothing"
+
+
+def test_what_ranks_hold_together_is_the_checkpoint_once():
+    stored = drawn(0, weight=(11, 4))
+
+    def held(parallel):
+        (shard,) = vocab_embedding(11, 4, parallel).tensors().values()
+        assert isinstance(shard, Shard)
+        return stored["weight"][shard.index]
+
+    assert torch.equal(torch.cat(on_ranks(3, held)), stored["weight"])
+
+
+@pytest.mark.parametrize("differs_at", [None, 0, 10])
+def test_ranks_agree_whether_a_table_is_a_copy_of_theirs(differs_at):
+    """A rank whose own rows are alike must not share what another has to load."""
+    stored = drawn(0, weight=(11, 4))
+    other = stored["weight"].half().float()
+    if differs_at is not None:
+        other[differs_at] += 1
+
+    def holds(parallel):
+        embedding = vocab_embedding(11, 4, parallel)
+        filled(embedding, stored)
+        return embedding.holds(other)
+
+    assert on_ranks(4, holds) == [differs_at is None] * 4
+    assert holds(SINGLE) == (differs_at is None)

@@ -1,4 +1,4 @@
-"""What ranks exchange, over gloo; ranks are threads here, for a group does not know better."""
+"""What ranks exchange over gloo. Ranks are threads here."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -63,7 +63,7 @@ def test_one_ranks_tensor_takes_the_place_of_all(groups, source):
     assert on_all(groups, run) == [[source, -source]] * SIZE
 
 
-def test_the_smallest_is_everybodys(groups):
+def test_every_rank_gets_the_smallest_number(groups):
     assert on_all(groups, lambda group: group.smallest(7 - group.rank)) == [5] * SIZE
 
 

@@ -1,4 +1,4 @@
-"""How ranks come to share memory, or agree not to; sums of several processes in one memory."""
+"""Ranks share memory or agree not to; processes add in one memory."""
 
 import logging
 import socket
@@ -61,7 +61,7 @@ def test_several_processes_add_to_the_bit(tmp_path):
             rank.kill()
 
 
-def test_a_rank_that_is_let_go_waits_for_no_other(tmp_path):
+def test_a_released_rank_waits_for_no_other(tmp_path):
     fill(tmp_path, 2)
     shared = SharedSum(shared_memory(tmp_path, 0, 2))
     timer = threading.Timer(0.2, shared.release)
@@ -116,10 +116,10 @@ def test_a_group_sums_in_shared_memory_what_fits_and_the_rest_as_ever(tmp_path):
             group.all_reduce(torch.ones(3))
         with pytest.raises(RuntimeError, match="closed"):
             group.add_norm(torch.ones(3, 1000), torch.ones(3, 1000), weight, 1e-5)
-    assert all(memory.released for memory in memories), "nobody waits"
+    assert all(memory.released for memory in memories), "no rank waits"
 
 
-def test_ranks_that_can_not_share_memory_agree_to_do_without(groups, monkeypatch, caplog):
+def test_ranks_that_cannot_share_memory_agree_to_do_without(groups, monkeypatch, caplog):
     """As on GPUs that do not reach each other: no CPU has what torch shares."""
     monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "")  # puts back what is set
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "")
@@ -127,8 +127,8 @@ def test_ranks_that_can_not_share_memory_agree_to_do_without(groups, monkeypatch
     with ThreadPoolExecutor(SIZE) as pool:
         found = list(pool.map(lambda group: open_shared_sum(group, HashStore(), CPU), groups))
     assert found == [None] * SIZE
-    said = {line.split(":")[0] for line in caplog.messages}
-    assert said == {f"sums of rank {rank} go through NCCL" for rank in range(SIZE)}
+    logged = {line.split(":")[0] for line in caplog.messages}
+    assert logged == {f"sums of rank {rank} go through NCCL" for rank in range(SIZE)}
 
 
 class Alone:
@@ -201,14 +201,14 @@ def test_ranks_meet_however_often_their_processes_have_met_before():
         keys = PrefixStore("torch", own)
         found = []
         for number in range(first, first + 3):
-            keys.set(f"{number}/{rank}", f"{rank} says {number - first}")
+            keys.set(f"{number}/{rank}", f"{number - first} of {rank}")
             keys.wait([f"{number}/{1 - rank}"])
             found.append(keys.get(f"{number}/{1 - rank}"))
         found += own.multi_get([f"torch/{first}/{r}" for r in range(2)])
         return found
 
     with ThreadPoolExecutor(2) as pool:
-        heard = list(pool.map(meet, (0, 1), (7, 0)))
+        received = list(pool.map(meet, (0, 1), (7, 0)))
     for rank in range(2):
-        said = [f"{1 - rank} says {number}".encode() for number in range(3)]
-        assert heard[rank] == [*said, b"0 says 0", b"1 says 0"]
+        expected = [f"{number} of {1 - rank}".encode() for number in range(3)]
+        assert received[rank] == [*expected, b"0 of 0", b"0 of 1"]

@@ -1,4 +1,4 @@
-"""WorkerRanks come, obey and go; whatever ends one is known to the others, and at once."""
+"""Worker ranks start, run broadcast plans and end; the others notice an end at once."""
 
 import os
 import signal
@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 from serve_spec.parallel import channel
 from serve_spec.parallel.worker_ranks import RankLost, WorkerRanks, launch
 from tests.helpers.follower import CPU, follow
+from tests.helpers.ranks import start_threads
 
 SOON_S = 30.0
 """Far below what a wait for a lost rank would take, far above what a busy machine needs."""
@@ -23,7 +23,7 @@ TOY = "tests.helpers.follower"
 
 @pytest.fixture(autouse=True)
 def threads(monkeypatch):
-    """Those of a test's worker_ranks; none of them is left behind, and none ends the process."""
+    """Return the threads of worker ranks, all of which end with the test."""
     monkeypatch.setattr(channel, "_GRACE_S", 1e6)
     threads = []
     yield threads
@@ -34,31 +34,13 @@ def threads(monkeypatch):
 
 @pytest.fixture
 def start(threads):
-    """Starts worker_ranks as threads: a line does not know better."""
-
-    def start(settings, size=2):
-        worker_ranks = WorkerRanks(size)
-
-        def run(rank):
-            with suppress(ValueError, RuntimeError):
-                follow(settings, rank, size, worker_ranks.address)
-
-        for rank in range(1, size):
-            threads.append(threading.Thread(target=run, args=(rank,), daemon=True))
-            threads[-1].start()
-        try:
-            worker_ranks.accept({})
-        except BaseException:
-            worker_ranks.stop()
-            raise
-        return worker_ranks
-
-    return start
+    """Return a function that starts worker ranks as threads."""
+    return lambda settings, size=2: start_threads(follow, settings, size, threads)
 
 
 @pytest.fixture
 def two(start):
-    worker_ranks = start("obey", size=3)
+    worker_ranks = start("run", size=3)
     worker_ranks.join(CPU)
     yield worker_ranks
     worker_ranks.stop()
@@ -72,10 +54,10 @@ def wait_for_loss(worker_ranks):
         except RankLost as error:
             return str(error)
         time.sleep(0.02)
-    raise AssertionError("nobody noticed")
+    raise AssertionError("the loss was not noticed")
 
 
-def test_orders_reach_all_in_their_order(two):
+def test_broadcasts_reach_all_ranks_in_order(two):
     assert two._group is not None
     for _ in range(3):
         two.broadcast("sum")
@@ -84,7 +66,7 @@ def test_orders_reach_all_in_their_order(two):
     two.check()
 
 
-def test_what_a_follower_fails_of_is_told_where_rank_0_waits_for_it(two):
+def test_the_error_of_a_rank_is_raised_where_rank_0_waits_for_it(two):
     assert two._group is not None
     two.broadcast("fail")
     with (
@@ -96,7 +78,7 @@ def test_what_a_follower_fails_of_is_told_where_rank_0_waits_for_it(two):
         two.broadcast("sum")
 
 
-def test_a_follower_that_fails_between_rounds_is_known_before_the_next(two):
+def test_a_rank_that_fails_between_rounds_is_known_before_the_next(two):
     two.broadcast("fail")
     assert "rank 2 of 3 failed: ValueError: broken weights" in wait_for_loss(two)
 
@@ -110,14 +92,14 @@ def test_an_error_of_rank_0_is_its_own_and_ends_all(two):
         two.broadcast("sum")
 
 
-def test_after_the_end_nothing_can_be_ordered_and_ending_again_is_nothing(two):
+def test_after_the_end_nothing_can_be_broadcast_and_stopping_again_is_harmless(two):
     two.stop()
     two.stop()
     with pytest.raises(RankLost, match="shut down"):
         two.broadcast("sum")
 
 
-def test_one_that_can_not_start_says_why(start):
+def test_a_rank_that_cannot_start_is_reported_with_its_error(start):
     with pytest.raises(RankLost, match="rank 1 of 2 cannot start: ValueError: no such model"):
         start("say no")
 
@@ -125,7 +107,7 @@ def test_one_that_can_not_start_says_why(start):
 @pytest.mark.parametrize(
     ("settings", "size", "lost"), [("stay away", 2, 1), ("only rank 1 joins", 3, 2)]
 )
-def test_one_that_does_not_join_is_not_waited_for_and_the_others_hear_of_it(
+def test_a_rank_that_does_not_join_is_not_waited_for_and_ends_the_others(
     start, settings, size, lost
 ):
     worker_ranks = start(settings, size)
@@ -136,12 +118,12 @@ def test_one_that_does_not_join_is_not_waited_for_and_the_others_hear_of_it(
 
 
 @pytest.mark.parametrize("secret", [b"guessed", b""])
-def test_a_stranger_is_turned_away_and_keeps_nobody_waiting(start, secret):
+def test_an_unknown_connection_is_refused_and_delays_no_rank(start, secret):
     worker_ranks = WorkerRanks(2)
-    stranger = replace(worker_ranks.address, secret=secret)
+    unknown = replace(worker_ranks.address, secret=secret)
     with ThreadPoolExecutor(2) as pool:
-        intrusion = pool.submit(channel.connect, stranger)
-        member = pool.submit(follow, "obey", 1, 2, worker_ranks.address)
+        intrusion = pool.submit(channel.connect, unknown)
+        member = pool.submit(follow, "run", 1, 2, worker_ranks.address)
         worker_ranks.accept({})
         with pytest.raises(ConnectionRefusedError):
             intrusion.result()
@@ -154,7 +136,7 @@ def test_ranks_meet_at_the_address_that_rank_0_is_given():
     """As ranks of several hosts do: the loopback's own address is not among those in use."""
     worker_ranks = WorkerRanks(2, "127.0.0.2")
     with ThreadPoolExecutor(1) as pool:
-        member = pool.submit(follow, "obey", 1, 2, worker_ranks.address)
+        member = pool.submit(follow, "run", 1, 2, worker_ranks.address)
         worker_ranks.accept({})
         group = worker_ranks.join(CPU)
         worker_ranks.broadcast("sum")
@@ -163,8 +145,8 @@ def test_ranks_meet_at_the_address_that_rank_0_is_given():
         member.result()
 
 
-def test_whoever_took_rank_0s_place_is_not_believed():
-    """A pickle of a stranger's could do anything."""
+def test_a_rank_refuses_a_listener_without_the_secret():
+    """Its pickles could run any code."""
     listener = socket.create_server((channel.LOOPBACK, 0))
     port = listener.getsockname()[1]
     with ThreadPoolExecutor(1) as pool, listener:
@@ -180,7 +162,7 @@ def test_a_process_that_ends_before_it_calls_is_noticed():
 
 
 def test_a_process_that_is_killed_releases_rank_0():
-    worker_ranks = launch(TOY, 2, "obey")
+    worker_ranks = launch(TOY, 2, "run")
     group = worker_ranks.join(CPU)
     worker_ranks.broadcast("sleep")
     process = worker_ranks._processes[1]
