@@ -24,7 +24,8 @@ export TOKENIZERS_PARALLELISM ?= false
 export RAY_USAGE_STATS_ENABLED ?= 0
 
 # Half of the time of all tests that start no Ray.
-ENGINE_TESTS := tests/unit/engine tests/unit/models tests/unit/parallel tests/fuzz tests/e2e
+ENGINE_TESTS := $(addprefix tests/unit/,engine models parallel layers adaptive scheduler worker training recipes) \
+	tests/fuzz tests/e2e
 NO_RAY := -m "not gpu and not ray"
 
 .PHONY: install serve test test-engine test-rest test-ray clients fuzz lint types format bench size clean
