@@ -1,7 +1,5 @@
 """GPUs sum in memory they share. As a program this is a rank beside the one of the tests."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What the engine relies on when it asks a policy, tells it of rounds and changes it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Laws of strategy goodput: what it chooses, what it never does, how it comes back."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter

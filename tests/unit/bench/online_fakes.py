@@ -11,8 +11,6 @@
 "silent"         one chunk, then nothing
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -1,7 +1,5 @@
 """Closed loops and steady-state batches: variants share a worker without affecting each other."""
 
-from __future__ import annotations
-
 import copy
 import random
 from itertools import count, pairwise

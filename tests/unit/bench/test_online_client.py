@@ -1,7 +1,5 @@
 """Clients of `bench online`: streams, loads and samples, against a scripted server."""
 
-from __future__ import annotations
-
 import json
 import socket
 from contextlib import nullcontext

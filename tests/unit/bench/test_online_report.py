@@ -1,7 +1,5 @@
 """Figures of `bench online`: percentiles, speed, goodput and shares, by their definitions."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 

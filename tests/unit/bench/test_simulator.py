@@ -1,7 +1,5 @@
 """Replays of recorded traces."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Recorded acceptance: a trace replays to what the engine does."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import takewhile

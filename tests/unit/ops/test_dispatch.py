@@ -1,7 +1,5 @@
 """Tensors on a GPU go to a function's kernel, all others and torch's compiler to its reference."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

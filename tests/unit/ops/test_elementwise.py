@@ -1,7 +1,5 @@
 """Norms, and the rotation that stores keys and values: the kernels against their laws."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Score edits against a plain loop: reference and kernels."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

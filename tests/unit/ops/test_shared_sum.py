@@ -1,7 +1,5 @@
 """Sums in shared memory: the kernels beside ranks that have come before them."""
 
-from __future__ import annotations
-
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Training-time test: the unroll is what the drafter does when it drafts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
