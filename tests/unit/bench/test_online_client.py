@@ -31,11 +31,8 @@ from tests.unit.bench.online_fakes import ScriptedApp, chunk, event, serving
 
 CUTS = {
     "429": "429",
-    "500": "500",
     "error": "error frame",
-    "garbage": "bad frame",
     "cut": "disconnected",
-    "unfinished": "broken off",
     "uncounted": "no token count",
     "empty": "no tokens",
 }
@@ -57,7 +54,7 @@ def run(app, load, prompts, url="", timeout_s=60):
         return found
 
 
-def test_a_request_says_all_that_decides_a_text_and_asks_for_the_count():
+def test_a_request_has_all_that_decides_a_text_and_asks_for_the_count():
     app = ScriptedApp()
     run(app, ClosedLoop(1), ["2 chunks of 3"])
     assert app.bodies == [
@@ -109,7 +106,7 @@ def test_a_closed_port_is_no_connection():
     assert [s.error for s in served] == ["no connection"] * 2
 
 
-@pytest.mark.parametrize("num_streams", [1, 3, 9])
+@pytest.mark.parametrize("num_streams", [3, 9])
 def test_a_closed_loop_keeps_exactly_its_streams_open(num_streams):
     app = ScriptedApp(hold_until=min(num_streams, 6))
     served = run(app, ClosedLoop(num_streams), ["2 chunks of 1"] * 6).served
@@ -156,7 +153,7 @@ def test_a_load_is_dealt_out_whole_and_evenly(num_streams, num_requests, num_cli
     assert [served.text for served in back] == [request.prompt for request in asked]
 
 
-def test_a_client_without_requests_does_not_speak_for_the_busiest():
+def test_a_client_without_requests_does_not_count_as_the_busiest():
     """It ends at once, all of its time on a CPU."""
     busy, idle = LoadRun([Served(0, 0, 1)], client_cpu_share=0.2), LoadRun([], client_cpu_share=1.0)
     assert merged(ClosedLoop(1), [busy, idle]).client_cpu_share == 0.2
@@ -167,7 +164,7 @@ TEXTS = st.text(max_size=12)
 
 @st.composite
 def cut(draw, whole):
-    """`whole` in pieces, some of them empty."""
+    """Cut `whole` into parts, some of them empty."""
     ends = sorted(draw(st.lists(st.integers(0, len(whole)), max_size=12)))
     return [whole[start:end] for start, end in pairwise([0, *ends, len(whole)])]
 
@@ -180,7 +177,7 @@ def test_events_do_not_depend_on_how_the_bytes_were_cut(data, texts, end):
         b": a comment" + end + b"data: " + payload.encode() + end + b"id: 3" + end * 2
         for payload in payloads
     )
-    arrivals = [(1.0, piece) for piece in data.draw(cut(lines))]
+    arrivals = [(1.0, part) for part in data.draw(cut(lines))]
     assert [event for _, event in events(arrivals)] == payloads
 
 
@@ -210,20 +207,21 @@ def test_tokens_are_counted_by_usage_else_by_ids_and_never_by_chunks():
     [
         (b"data: [DONE]\n", "broken off"),
         (event({"error": {"message": "boom"}}) + b"data: [DONE]\n\n", "error frame"),
+        (b"data: {\n\n", "bad frame"),
         (event([1]), "bad frame"),
         (event({"text": "no choices"}), "bad frame"),
     ],
 )
-def test_only_an_answer_that_says_it_is_done_is_whole(last, error):
+def test_only_an_answer_with_its_end_is_complete(last, error):
     answer = read_stream([(1.0, event(chunk("a"))), (2.0, last)])
     assert (answer.error, answer.text) == (error, "a")
 
 
-def state(replica, age_s, **said):
-    return {"replica": replica, "age_s": age_s, **said}
+def state(replica, age_s, **fields):
+    return {"replica": replica, "age_s": age_s, **fields}
 
 
-def test_an_account_is_as_old_as_the_server_says():
+def test_an_account_has_the_age_that_the_server_reports():
     info = {"internal_states": [state("a", 0.4, batch_size=3, speculative_num_steps=5)]}
     (account,) = accounts(info, 2.0)
     assert account == {
@@ -244,9 +242,9 @@ def test_however_often_it_is_polled_every_account_counts_once(gaps, every_s, jit
     samples = []
     for poll in range(int(end_s / every_s) + 1):
         now_s = poll * every_s
-        told_at = max(time for time in reports if time <= now_s)
+        reported_at = max(time for time in reports if time <= now_s)
         # The answer arrives a little later than the server computed the age.
         late_s = jitter_s * (poll % 2)
-        info = {"internal_states": [state("a", now_s - told_at, batch_size=1)]}
+        info = {"internal_states": [state("a", now_s - reported_at, batch_size=1)]}
         samples += new_samples(accounts(info, now_s + late_s), samples)
     assert len(samples) == len(gaps), "none twice, none missed, none from before the run"

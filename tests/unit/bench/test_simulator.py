@@ -55,7 +55,7 @@ def rounds_of(policy, phase, costs=TWO_CPU_CORES, **limits):
     """A phase and all its rounds."""
     rounds = []
     simulator = Simulator(
-        policy, TRACES, costs, on_round=lambda *told: rounds.append(told), **limits
+        policy, TRACES, costs, on_round=lambda *each: rounds.append(each), **limits
     )
     return simulator.run(phase), rounds
 
@@ -90,24 +90,24 @@ def test_drafts_are_granted_as_the_scheduler_grants_them(rows, max_draft_tokens,
 
 @pytest.mark.parametrize("mixes", [False, True])
 def test_prompts_run_alone_or_in_mixed_batches_and_all_are_computed(mixes):
-    told = []
+    steps = []
 
     def costs(shape):
-        told.append(shape)
+        steps.append(shape)
         return TWO_CPU_CORES(shape)
 
     report, rounds = rounds_of(
         StaticPolicy(DraftShape.chain(3)), PHASES[1], costs, mixes_prompts=mixes
     )
-    decoding = [shape for shape in told if shape.batch_size]
+    decoding = [shape for shape in steps if shape.batch_size]
     assert report.num_rounds == len(rounds) == len(decoding)
     assert report.decode_ms == pytest.approx(sum(TWO_CPU_CORES(s).step_ms for s in decoding))
-    alone = [shape for shape in told if not shape.batch_size]
+    alone = [shape for shape in steps if not shape.batch_size]
     assert report.prompt_ms == pytest.approx(sum(TWO_CPU_CORES(s).step_ms for s in alone))
     assert any(shape.num_prefill_tokens for shape in decoding) == mixes
     traces = {kind: TRACES.of(kind)[0].num_prompt_tokens for kind in PHASES[1].kinds}
     asked = sum(traces[PHASES[1].kind(i)] for i in range(PHASES[1].num_requests))
-    assert sum(shape.num_prefill_tokens for shape in told) == asked
+    assert sum(shape.num_prefill_tokens for shape in steps) == asked
     assert sum(verified.num_ended for _, _, verified in rounds) == PHASES[1].num_requests
     assert sum(verified.num_ended_prompt_tokens for _, _, verified in rounds) == asked
 
