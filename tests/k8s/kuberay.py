@@ -62,7 +62,6 @@ class PodTemplate(Strict):
 
     @property
     def container(self):
-        """The first container: the one that runs Ray."""
         return self.spec["containers"][0]
 
     @property
@@ -79,7 +78,6 @@ class PodTemplate(Strict):
 
     @property
     def mounts(self):
-        """The volumes of the first container by the path they are mounted at."""
         volumes = {volume["name"]: volume for volume in self.spec.get("volumes", [])}
         mounts = self.container.get("volumeMounts", [])
         return {mount["mountPath"]: {**volumes[mount["name"]], **mount} for mount in mounts}
@@ -123,8 +121,6 @@ class RayCluster(Strict):
 
     @property
     def pod_labels(self):
-        """The labels of the head's pod, then those of each worker group's, the operator's among
-        them."""
         for group in self.groups:
             node_type = "head" if group is self.headGroupSpec else "worker"
             own = {"ray.io/is-ray-node": "yes", "ray.io/node-type": node_type}

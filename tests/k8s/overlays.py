@@ -57,7 +57,6 @@ class Overlay:
         return [document for document in self.documents if document["kind"] == kind]
 
     def selected(self, selector):
-        """The groups whose pods a selector finds."""
         labelled = zip(self.cluster.groups, self.cluster.pod_labels, strict=True)
         return [group for group, labels in labelled if selector.items() <= labels.items()]
 

@@ -29,7 +29,6 @@ def speculative(**keys):
 
 
 def controller(config, num_steps=3, min_dwell_rounds=0):
-    """An ema controller over the slots of `config`."""
     return AdaptiveController(
         PolicySettings(
             DraftShape.chain(num_steps),

@@ -70,7 +70,6 @@ def test_a_large_batch_is_faster_than_at_every_fixed_depth(prompts):
 
 
 def answers(policy, *phases, costs=GPU_8B):
-    """Return the batch size and the answer of every round."""
     rounds = []
     simulator = Simulator(
         policy, TRACES, costs, on_round=lambda batch, steps, _: rounds.append((batch.size, steps))
@@ -132,7 +131,6 @@ def test_exploration_keeps_to_its_share_of_the_time():
 
 @pytest.mark.parametrize("prompt_ms", [0.0, 15.0])
 def test_trials_of_drafts_keep_to_their_share_of_the_time(prompt_ms):
-    """The same holds if every round has prompts."""
     table = recorded_table(TWO_CPU_CORES, (1, 4, 8, 16))
     policy, costs = GoodputPolicy(table), Costs(table)
     lost_ms = total_ms = 0.0
@@ -200,8 +198,6 @@ def test_texts_are_verified_while_a_model_does_not_draft():
 
 
 class TestCosts:
-    """Times of rounds."""
-
     @pytest.fixture(autouse=True)
     def table(self):
         self.costs = Costs(recorded_table(TWO_CPU_CORES))

@@ -9,7 +9,6 @@ from tests.unit.bench.configs import write_config
 
 
 def run(path, extra):
-    """Run the benchmark; return its records."""
     assert main(f"offline --json {path} {extra}".split()) == 0
     return [json.loads(line) for line in path.read_text().splitlines()]
 

@@ -37,7 +37,6 @@ time.sleep(60)
 
 
 def wait_for(file):
-    """Return what the server writes into `file`."""
     while not (file.exists() and (text := file.read_text())):
         time.sleep(0.01)
     return text

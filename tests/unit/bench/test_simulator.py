@@ -52,7 +52,6 @@ class RandomPolicy:
 
 
 def rounds_of(policy, phase, costs=TWO_CPU_CORES, **limits):
-    """A phase and all its rounds."""
     rounds = []
     simulator = Simulator(
         policy, TRACES, costs, on_round=lambda *each: rounds.append(each), **limits

@@ -33,7 +33,6 @@ class Tree:
         return [i for i, (token, parent, _) in enumerate(self.rows) if i and parent == row]
 
     def emitted(self, depth, row=0):
-        """Return the tokens emitted from `row` on, and the rows accepted after it."""
         drawn = self.rows[row][2]
         if depth:
             for child in self.children(row):

@@ -88,7 +88,6 @@ def test_a_temperature_too_small_to_divide_by_is_greedy():
 @CHILDREN
 @pytest.mark.parametrize("is_reduced", [False, True])
 def test_a_draft_with_the_targets_own_logits_is_what_the_target_draws(children, is_reduced):
-    """For drafts read the noise that decides their position."""
     count = 8
     params = [SamplingParams(temperature=t) for t in (0.0, 0.7, 1.0, 1.6)] * 2
     logits, owners = randn(count, VOCAB) * 2, torch.arange(count, dtype=torch.int32, device=DEVICE)
@@ -235,7 +234,6 @@ def test_the_kernel_ranks_children_as_the_reference_does(dtype, num_rows, width,
 
 
 def test_children_are_the_same_in_chunks_of_any_size(monkeypatch):
-    """Many rows are cut into larger ones than few."""
     vocab = 4500
     sizes = [draw_triton._choose_chunk(num_rows, vocab) for num_rows in (1, 200, 1000)]
     assert len(set(sizes)) == 3

@@ -45,7 +45,6 @@ class Scene:
         return query
 
     def rotated(self):
-        """Queries, keys and values as they should be, in float32."""
         sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         query, key, value = self.heads.float().split(sizes, dim=1)
         return (

@@ -107,7 +107,6 @@ class Scene:
         return op.paged_attention(self.query, self.keys, self.values, plan, self.kind)
 
     def tiled(self, name):
-        """The kernel's results with a tiling of that name."""
         tokens, lines, rest = TILINGS[name]
         ((num_requests, max_query_len),) = self.plan.groups
         tokens = min(max_query_len, tokens) if tokens else max_query_len
@@ -192,7 +191,6 @@ def scenes(draw):
 @settings(max_examples=20)
 @given(scene=scenes(), tiling=st.none() | st.sampled_from(sorted(TILINGS)))
 def test_tokens_of_any_requests_see_what_they_should(scene, tiling):
-    """Sums are in float32, whatever is summed."""
     tolerance = SHORT.get(scene.query.dtype, 1e-5)
     if len(scene.query):
         scene.check(scene.run(paged_attention), tolerance)

@@ -128,7 +128,6 @@ class Batch:
 
     @property
     def _drawn(self):
-        """The target's draw at every position."""
         owners = torch.tensor([b for b, _ in self._rows], dtype=torch.int32)
         positions = torch.tensor([self.lengths[b] + i for b, i in self._rows])
         rows = draw_params(self.params, self.seeds, CPU)
@@ -226,7 +225,6 @@ def broken(made):
     ids=["few draft ids", "long chains", "alone", "broken drafts"],
 )
 def test_drafts_are_accepted_by_their_probabilities(ops, method, make):
-    """Ragged chains, greedy ones and those of filtered distributions among them."""
     made = make()
     expected = made.expected(method)
     assert made.emitted(method, ops) == expected

@@ -53,7 +53,6 @@ one_thread_each = pytest.mark.skipif(
 
 @pytest.fixture(params=[False, True], ids=["at_once", "in_shares"])
 def in_shares(request, monkeypatch):
-    """Everything is summed so, however large it is."""
     monkeypatch.setattr(plain, "_LEAST_SPARED", 0 if request.param else 1 << 62)
     return bool(request.param)
 
@@ -69,7 +68,6 @@ def drawn(*shape, dtype, seed):
 
 
 def all_drawn(size, *shape, dtype, seed=0):
-    """What each of `size` ranks adds."""
     return [drawn(*shape, dtype=dtype, seed=seed * size + rank) for rank in range(size)]
 
 
@@ -93,7 +91,6 @@ class Rank:
         self.counts = [0] * NUM_PROGRAMS
 
     def sum(self, parts):
-        """This rank's result; parts: each rank's."""
         self.hear(parts)
         x = parts[self.memory.rank].clone()
         sum_over_ranks(x, self.memory)
@@ -106,7 +103,6 @@ class Rank:
         self._hear([each.split(size) for each in words], size, parts[0].dtype)
 
     def add_norm(self, parts, residual, weight):
-        """As `sum`, of rows."""
         self.hear_rows(parts)
         x = parts[self.memory.rank]
         return sum_add_norm(x, residual, weight, EPS, self.memory)
@@ -217,7 +213,6 @@ def test_sums_and_norms_of_any_sizes_follow_each_other():
 
 
 def test_two_exchanges_have_places_of_their_own_and_leave_them_empty():
-    """The third takes the place of the first."""
     rank = Rank(0, 2)
     theirs, mine = rank.memory.slots[1][:, 0, 0], rank.memory.slots[0][:, 0, 1]
     sums = [all_drawn(2, 500, dtype=torch.float32, seed=turn) for turn in range(3)]
@@ -413,7 +408,6 @@ def test_what_is_sent_in_shares_lies_where_the_others_look_for_it(monkeypatch):
 
 @one_thread_each
 def test_a_rank_of_the_kernels_and_two_of_the_reference_understand_each_other():
-    """What each sends is what the others wait for, and has its place beside what another sends."""
     kernel = Rank(0, 3).memory
     laws = [
         dataclasses.replace(kernel, rank=rank, counts=torch.zeros_like(kernel.counts))

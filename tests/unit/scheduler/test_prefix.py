@@ -153,7 +153,6 @@ def make(num_pages, *, shift=0, prefix_caching=True, **limits):
 
 
 def any_steps(rng, batch):
-    """Any depth, and any share of it for each row."""
     shape = rng.choice([None, *TREES]) or DraftShape.chain(rng.choice([0, 1, 3, 7]))
     rows = [rng.randint(0, shape.depth) for _ in range(batch.size)]
     return RoundSteps(shape, rng.choice([None, rows]))
@@ -184,9 +183,10 @@ def traffic(rng):
         yield Sequence(str(number), params, list(prompt), len(prompt), seed)
 
 
-@pytest.mark.parametrize("shift", [0, 1])
-@pytest.mark.parametrize("runs_ahead", [False, True])
-@pytest.mark.parametrize("num_pages", [26, 60])
+@pytest.mark.parametrize(
+    ("shift", "runs_ahead", "num_pages"),
+    [(0, False, 26), (0, True, 60), (1, False, 60), (1, True, 26)],
+)
 def test_what_is_read_is_of_ones_own_text_and_what_is_known_was_committed(
     shift, runs_ahead, num_pages, monkeypatch
 ):

@@ -19,7 +19,6 @@ ALONE, AHEAD = 0, 8
 
 
 def token_at(seed, position):
-    """The only token the pretended target ever draws there."""
     return hash((seed, position)) % 1000
 
 
@@ -60,14 +59,12 @@ def sequence(name, num_prompt, **params):
 
 
 def planned(scheduler, num_steps, limits=ALONE, under_way=None):
-    """Return a round of a policy that wants so many drafts."""
     plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(num_steps)), limits, under_way)
     assert plan is not None, "work is left, but no round can run"
     return plan
 
 
 def step(scheduler, worker, num_steps, limits=ALONE):
-    """Plan a round, run it and commit it."""
     plan = planned(scheduler, num_steps, limits)
     scheduler.commit(plan, worker.execute(plan), cut)
     scheduler.queue.check_integrity()
@@ -238,7 +235,6 @@ def test_drafts_give_way_to_other_texts_before_a_request_is_preempted():
 
 
 def test_known_mistake_5_pages_are_held_for_the_drafts_of_the_round_and_returned_after_it():
-    """Not for the deepest depth there is, and not for drafts that were rejected."""
     scheduler = make()
     worker = PretendedWorker(random.Random(7))
     seq = sequence("1", 5, max_tokens=200)

@@ -141,7 +141,6 @@ def test_an_engine_that_can_not_have_grammars_says_so_and_refuses_them(
 
 
 def chain(inner, num_links):
-    """A schema that refers to a schema that refers to a schema ..."""
     links = {str(i): inner(f"#/$defs/{i + 1}") for i in range(num_links)}
     return {"$defs": {**links, str(num_links): {"type": "integer"}}, "$ref": "#/$defs/0"}
 
@@ -250,7 +249,6 @@ def test_a_schema_is_written_with_bounded_space():
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=4), st.integers(0, 3))
 def test_the_remainders_of_all_steps_together_are_counted(steps, places):
-    """In units of the last decimal place, wherever in the schema they are."""
     schema = {"anyOf": [{"items": {"multipleOf": step / 10**places}} for step in steps]}
     # A step of 1.5 among whole ones counts in tenths, which makes no remainder more.
     if lcm(*steps) <= MAX_REMAINDERS:

@@ -101,7 +101,6 @@ def test_words_that_would_leave_nothing_yield_to_the_grammar():
 
 
 def test_what_a_round_knew_before_changes_nothing():
-    """Texts go on, go back, become others of the same name, and leave."""
     grammars = Grammars(byte_compiler())
     other = Grammar.ebnf(PARENTHESES)
     for name, said, grammar in [
