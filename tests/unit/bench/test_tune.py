@@ -202,9 +202,7 @@ def test_an_interrupted_sweep_continues_and_writes_all_files(config, tmp_path, c
     assert [file.read_bytes() for file in files] == once, "nothing is measured again"
     with pytest.raises(ConfigError, match=r"^repetitions=2: .* was measured with 1; use that"):
         main([*call, "--repetitions", "2"])
-    with pytest.raises(ConfigError, match=r"^model.dtype=.bfloat16.: .* with .auto.; .* or --fresh"):
-        ConfigError, match=r"^model.dtype='bfloat16': .* measured with 'auto'; .* or --fresh"
-    ):
+    with pytest.raises(ConfigError, match=r"^model.dtype=.bfloat16.: .* with .auto.; .* --fresh"):
         main([*call, "--set", "dtype=bfloat16"])
     assert [file.read_bytes() for file in files] == once, "a refusal changes nothing"
     assert main([*call, "--fresh"]) == 0
