@@ -1,4 +1,4 @@
-"""Sampled drafts on a GPU, in float32: what a CPU's engine says, from captured stages."""
+"""Sampled drafts on a GPU, in float32: captured stages emit what a CPU's engine emits."""
 
 import random
 

@@ -35,10 +35,8 @@ def integers(*shape, seed=0):
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])
-@pytest.mark.parametrize(
-    ("num_rows", "num_outputs", "in_features", "dtype"),
-    [(*shape, DTYPES[n % len(DTYPES)]) for n, shape in enumerate([*SHAPES, (2, 48, 1024)] * 2)],
-)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "num_outputs", "in_features"), [*SHAPES, (2, 48, 1024)])
 def test_the_kernels_follow_the_reference(num_rows, num_outputs, in_features, dtype, is_fp8):
     x = random(num_rows, in_features, dtype=dtype)
     weight, scale = random(2 * num_outputs, in_features, dtype=dtype, seed=1), None

@@ -1,7 +1,5 @@
 """Draft shapes are captured once, share what they can, and name what does not fit."""
 
-from typing import cast
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,7 +16,6 @@ from serve_spec.worker.graphs import (
     mixed_token_counts,
     token_counts,
 )
-from serve_spec.worker.worker import SpecWorker
 from tests.helpers.engines import llm_maker, make_pair, policy_with_small_trees, switch_every_round
 
 TREES = [DraftShape(4, 12, 3), DraftShape(2, 4, 3)]
@@ -60,13 +57,13 @@ def chains(*depths):
 
 def captured(llm, shapes, room=10_000):
     """Capture the shapes of an engine again, with a fake recorder."""
-    worker = cast(SpecWorker, llm.engine.worker)
+    worker = llm.engine.worker
     worker.recorder = FakeRecorder(room)
     worker.init_states(shapes)
     return worker.captured
 
 
-def test_a_device_too_small_is_told_what_each_shape_takes_and_what_to_leave_out(llm):
+def test_an_out_of_memory_error_names_what_each_shape_takes_and_what_to_leave_out(llm):
     room = captured(llm, chains(1, 3)).report[0].num_stages + 2
     message = r"num_steps=1, max_num_seqs=8: .*shape 1: 2 stages, .* MiB.*before: shape 3: \d+ "
     with pytest.raises(MemoryError, match=message + ".*leave 1 out of the candidate steps"):
@@ -82,7 +79,7 @@ def test_nothing_is_captured_after_the_start_whatever_shape_is_chosen(llm):
     shapes = [*chains(0, 1, 2, 3), *TREES]
     switch_every_round(llm, [3, 0, TREES[0], 2, TREES[1], 1])
     found = captured(llm, shapes)
-    recorder = cast(SpecWorker, llm.engine.worker).recorder
+    recorder = llm.engine.worker.recorder
     before = recorder.num_captured
     assert sum(taken.num_stages for taken in found.report) == before
     for shape in shapes:
