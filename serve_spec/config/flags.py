@@ -281,7 +281,7 @@ def engine_keys(place: str, given: Mapping[str, Any]) -> dict[str, Any]:
     unknown = []
     for name, value in given.items():
         if name == "speculative_config":
-            found |= {key: said for key, (_, said) in speculative_keys(value).items()}
+            found |= {key: value for key, (_, value) in speculative_keys(value).items()}
         elif name in leaf_sections():
             found[name] = value
         elif name in options:

@@ -19,8 +19,8 @@ def check_checkpoints(config: ServeSpecConfig) -> None:
         ValueError: a setting does not fit the checkpoint; names the field.
     """
     folder = config.model.folder
-    check_fit(config, Tokenizer(config.model.tokenizer_folder))
     shape = ModelShape.from_directory(folder)
+    check_fit(config, Tokenizer(config.model.tokenizer_folder))
     shape.on_rank_of(config.model.tensor_parallel_size)
     algorithm = config.speculative.speculative_algorithm
     draft = config.draft_folder if config.speculative.enabled else None

@@ -253,7 +253,7 @@ class Frontend:
         """Return the shared fields. The id is not x-request-id, which need not be unique."""
         return AnswerHead(
             f"{kind}{separator}{body.request_id or uuid.uuid4().hex}",
-            body.model or self._names[0],
+            self._names[0],
             int(time.time()),
             self._fingerprint,
             include_usage=body.include_usage,

@@ -21,7 +21,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -259,7 +259,7 @@ def _checked(plan: Plan) -> Plan:
     """Download and check every checkpoint; raise as `check_model`."""
     configs = []
     for config in plan.configs:
-        with _told(f"finding and checking {config.model.path}"):
+        with _timed(f"finding and checking {config.model.path}"):
             configs.append(config.download())
             check_model(configs[-1])
     return replace(plan, configs=tuple(configs))
@@ -275,7 +275,7 @@ def check_model(config: ServeSpecConfig) -> None:
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
+def _timed(what: str) -> Iterator[None]:
     """Print what the body does, and how long it took."""
     began = time.monotonic()
     print(f"{what} ...", flush=True)
@@ -326,7 +326,7 @@ def _serve(plan: Plan, stop: threading.Event, address: str | None, *, dashboard:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     size: dict[str, Any] = {"num_cpus": plan.num_cpus, "include_dashboard": dashboard}
     try:
-        with _told("starting Ray"):
+        with _timed("starting Ray"):
             size = size if own_cluster else {}
             ray.init(address or "local", logging_level=logging.ERROR, **size)
     except ConnectionError as error:
@@ -334,7 +334,7 @@ def _serve(plan: Plan, stop: threading.Event, address: str | None, *, dashboard:
         return 1
     _take_signals(stop)  # `ray.init` replaces the handler for SIGTERM
     try:
-        with _told("starting the replicas"):
+        with _timed("starting the replicas"):
             _deploy(plan, stop)
         if not stop.is_set():
             print(announcement(plan), flush=True)
@@ -380,8 +380,10 @@ def _deploy(plan: Plan, stop: threading.Event) -> None:
     )
     client.deploy_apps(schema)
     names = {app.name for app in schema.applications}
+    printed: set[str] = set()
     while not stop.wait(_POLL_S):
         apps = serve.status().applications
+        _print_news([apps[name] for name in names & apps.keys()], printed)
         for name in names & apps.keys():
             if apps[name].status == "DEPLOY_FAILED":
                 raise StartFailed(f"application {name!r} failed to start:\n{_reasons(apps[name])}")
@@ -389,6 +391,15 @@ def _deploy(plan: Plan, stop: threading.Event) -> None:
         # Applications of others may not have /health.
         if len(running) == len(names) and (not plan.configs or _answers(f"{plan.url}/health")):
             return
+
+
+def _print_news(apps: Iterable[Any], printed: set[str]) -> None:
+    """Print what Serve says of the deployments, such as missing GPUs, once."""
+    for deployment in (d for app in apps for d in app.deployments.values()):
+        news = deployment.message.partition("\n")[0]
+        if news and news not in printed:
+            printed.add(news)
+            print(news, flush=True)
 
 
 def _reasons(app: Any) -> str:

@@ -129,7 +129,7 @@ class GenerateFormat(AnswerFormat):
         self._body = body
         self._prompts = prompts
         self._num_choices = num_choices
-        self._said: dict[int, list[TokenDelta]] = {}
+        self._deltas: dict[int, list[TokenDelta]] = {}
         self._texts: dict[int, str] = {}
         self._num_tokens: dict[int, int] = {}
         self._started = time.perf_counter()
@@ -145,13 +145,13 @@ class GenerateFormat(AnswerFormat):
 
     def chunk(self, index: int, delta: TokenDelta) -> JSONObject:
         """See `AnswerFormat.chunk`."""
-        said = self._said.setdefault(index, [])
-        said.append(delta)
+        deltas = self._deltas.setdefault(index, [])
+        deltas.append(delta)
         self._texts[index] = self._texts.get(index, "") + delta.text
         self._num_tokens[index] = self._num_tokens.get(index, 0) + len(delta.token_ids)
         if delta.finish_reason is not None:
-            return {**self._choice(index, said), "index": index}
-        info = self._info(index, said, self._num_tokens[index])
+            return {**self._choice(index, deltas), "index": index}
+        info = self._info(index, deltas, self._num_tokens[index])
         return {"text": self._texts[index], "meta_info": info, "index": index}
 
     def _choice(self, index: int, deltas: Sequence[TokenDelta]) -> JSONObject:

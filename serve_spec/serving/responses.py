@@ -261,6 +261,7 @@ class ResponsesFormat(AnswerFormat):
         self._items: list[_Item] = []
         self._num_events = 0
         self._finish_reason: object = None
+        self._held: list[object] = []
 
     @property
     def sends_tokens(self) -> bool:
@@ -273,7 +274,7 @@ class ResponsesFormat(AnswerFormat):
         (choice,) = cast(list[dict[str, Any]], body["choices"])
         message = choice["message"]
         logprobs = (choice["logprobs"] or {}).get("content", [])
-        for _ in self._grow(message, logprobs):
+        for _ in (*self._grow(message, logprobs), *self._end()):
             pass
         self._finish_reason = choice["finish_reason"]
         return self._response(cast(Usage, body["usage"]))
@@ -296,7 +297,7 @@ class ResponsesFormat(AnswerFormat):
     def ending(self, counts: Usage) -> bytes:
         """See `AnswerFormat.ending`."""
         usage = cast(Usage, self._chat.usage_chunk(counts)["usage"])
-        events = [*self._close()]
+        events = [*self._end()]
         response = self._response(usage)
         return b"".join([*events, self._event(f"response.{response['status']}", response=response)])
 
@@ -309,17 +310,21 @@ class ResponsesFormat(AnswerFormat):
 
     def _grow(self, delta: Mapping[str, Any], logprobs: Sequence[object]) -> Iterator[bytes]:
         """Add the delta of a chat, or its message; yield the events."""
-        if delta.get("reasoning_content"):
-            yield from self._add("reasoning", delta["reasoning_content"])
-        if delta.get("content") or logprobs:
-            yield from self._add("message", delta.get("content") or "", logprobs)
-        for call in delta.get("tool_calls") or ():
+        reasoning, calls = delta.get("reasoning_content"), delta.get("tool_calls") or ()
+        if reasoning:
+            yield from self._add("reasoning", reasoning)
+        # Tokens without text, as parts of a character or a mark, belong to what follows them.
+        self._held = [] if reasoning or calls else [*self._held, *logprobs]
+        if delta.get("content"):
+            yield from self._add("message", delta["content"], self._held or logprobs)
+            self._held = []
+        for call in calls:
             if "id" in call:
                 yield from self._open("function_call", call)
             yield from self._add("function_call", call["function"].get("arguments", ""))
 
     def _add(self, kind: str, text: str, logprobs: Sequence[object] = ()) -> Iterator[bytes]:
-        if not self._items or self._items[-1].kind != kind:
+        if self._last_kind != kind:
             yield from self._open(kind, {})
         item = self._items[-1]
         item.text += text
@@ -329,6 +334,10 @@ class ResponsesFormat(AnswerFormat):
         if text or logprobs:
             yield self._event(f"response.{name}.delta", **place, delta=text, **more)
 
+    @property
+    def _last_kind(self) -> str | None:
+        return self._items[-1].kind if self._items else None
+
     def _open(self, kind: str, call: Mapping[str, Any]) -> Iterator[bytes]:
         yield from self._close()
         item = _Item(len(self._items), kind, self.head.id, call)
@@ -337,6 +346,12 @@ class ResponsesFormat(AnswerFormat):
         yield self._event("response.output_item.added", output_index=item.number, item=shown)
         if item.part is not None:
             yield self._event("response.content_part.added", **_delta_of(item)[1], part=item.part)
+
+    def _end(self) -> Iterator[bytes]:
+        """Yield the last events of the last item; an empty answer is an empty message."""
+        if not self._items or (self._held and self._last_kind == "message"):
+            yield from self._add("message", "", self._held)
+        yield from self._close()
 
     def _close(self) -> Iterator[bytes]:
         """Yield the last events of the open item."""

@@ -95,6 +95,27 @@ def test_the_shipped_pair_serves_from_the_shipped_deployment(server):
     assert answer["usage"]["speculation"]["accept_length"] > 1
 
 
+def test_one_text_is_told_by_every_endpoint_until_its_prefix_is_flushed(server):
+    prompt = "def fibonacci(n):\n    " + "x = 1\n    " * 40
+    sampling = {"temperature": 0, "seed": 1, "bad_words": ["return"]}
+    with httpx.Client(base_url=server.url, timeout=120) as client:
+
+        def generate():
+            body = {"text": prompt, "sampling_params": {**sampling, "max_new_tokens": 24}}
+            return client.post("/generate", json=body).json()
+
+        first, second = generate(), generate()
+        body = {"prompt": prompt, **sampling, "max_tokens": 24, "speculative": {"enabled": False}}
+        plain = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        assert first["text"] == second["text"] == plain
+        assert "return" not in plain
+        tokens = client.post("/tokenize", json={"prompt": prompt}).json()
+        assert first["meta_info"]["prompt_tokens"] == tokens["count"]
+        assert second["meta_info"]["cached_tokens"] > 0
+        assert client.post("/flush_cache").status_code == 200
+        assert generate()["meta_info"]["cached_tokens"] == 0
+
+
 def test_ctrl_c_lets_running_streams_end(server):
     body = {"prompt": "abc", "max_tokens": 250, "ignore_eos": True, "stream": True}
     url = f"{server.url}/v1/completions"

@@ -8,6 +8,7 @@ import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from serve_spec.config.base import ASSETS
 from serve_spec.serving import proxy
 from serve_spec.serving.app import load_config
 from serve_spec.serving.command import (
+    _print_news,
     announcement,
     check_deployment,
     main,
@@ -205,6 +207,17 @@ def test_a_port_that_is_taken_is_refused_before_ray_starts(config_file, capsys):
     error = capsys.readouterr().err
     assert str(port) in error
     assert "--port" in error
+
+
+def test_what_serve_says_while_replicas_wait_is_told_once(capsys):
+    def app(*messages):
+        said = {str(i): SimpleNamespace(message=text) for i, text in enumerate(messages)}
+        return SimpleNamespace(deployments=said)
+
+    told = set()
+    for apps in ([app("", "1 replica waits\nfor a GPU")], [app("1 replica waits\nfor 2")], []):
+        _print_news(apps, told)
+    assert capsys.readouterr().out == "1 replica waits\n"
 
 
 ROOT = Path(__file__).parents[2]

@@ -109,7 +109,7 @@ def test_a_stream_of_generate_repeats_the_text_so_far(server):
     ],
     ids=repr,
 )
-def test_what_generate_can_not_do_is_a_400_that_names_it(server, body, param):
+def test_what_generate_cannot_do_is_a_400_that_names_it(server, body, param):
     answer = generate(server, **body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param

@@ -319,8 +319,8 @@ def exported():
 
 
 def test_every_metric_reaches_prometheus_under_the_names_we_say(url):
-    answer = httpx.post(url + COMPLETIONS, json={"prompt": "a b", "max_tokens": 6})
-    assert answer.status_code == 200
+    body = {"prompt": "a b", "max_tokens": 6, "of_another_server": 1}
+    assert httpx.post(url + COMPLETIONS, json=body).status_code == 200
     wanted = {
         name
         for metric in METRICS
@@ -328,11 +328,12 @@ def test_every_metric_reaches_prometheus_under_the_names_we_say(url):
         for name in exported_names(metric)
     }
 
-    def missing(text):
+    def look():
+        text = exported()
         names = {name for name in wanted if not re.search(rf"^{name}{{", text, re.MULTILINE)}
-        return names | {line for line in EXPORTED if not re.search(line, text)}
+        return names | {line for line in EXPORTED if not re.search(line, text)}, text
 
-    text = eventually(exported, lambda text: not missing(text))
+    _, text = eventually(look, lambda seen: not seen[0])
     for line in text.splitlines():
         if line.startswith("ray_serve_spec_"):
             assert all(f'{label}="' in line for label in LABELS), line

@@ -12,7 +12,7 @@ from openai.types.responses import Response
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming
 from pydantic import BaseModel
 
-from serve_spec.core.request import FinishReason, SpeculativeOptions
+from serve_spec.core.request import FinishReason, SpeculativeOptions, TokenDelta, TokenLogprob
 from serve_spec.serving.fields import UNSUPPORTED
 from serve_spec.serving.messages import Accepted
 from serve_spec.serving.openai import ChatRequest
@@ -182,6 +182,30 @@ def test_the_items_of_an_answer_may_be_sent_back_with_the_result_of_a_call(confi
     assert create(server, conversation, tools=[FUNCTION]).output_text == "See."
 
 
+@pytest.mark.parametrize("text", [SAID, SAID[SAID.index("<tool_call>") :]])
+def test_log_probabilities_of_other_items_leave_the_calls_whole(config, text):
+    server = saying(config, text)
+    entry = TokenLogprob(65, -1.0, 1)
+    server.fleet.items = [
+        item._replace(logprobs=(entry,)) if isinstance(item, TokenDelta) else item
+        for item in server.fleet.items
+    ]
+    server.fleet.next = server.fleet.items
+    asked = {"tools": [FUNCTION], "include": ["message.output_text.logprobs"]}
+    streamed = events_of(server, **asked)[-1].response.output
+    for items in (create(server, **asked).output, streamed):
+        *_, call = items
+        kinds = ["reasoning", "message", "function_call"]
+        assert [item.type for item in items] == kinds[-len(items) :]
+        assert (call.name, json.loads(call.arguments)) == ("f", {"a": 1})
+
+
+def test_an_empty_answer_is_an_empty_message(server):
+    server.fleet = ScriptedFleet([Accepted(1, "r"), delta("", 1, finish=FinishReason.STOP)])
+    for response in (create(server), events_of(server)[-1].response):
+        assert [item.content[0].text for item in response.output] == [""]
+
+
 def test_fields_of_sampling_mean_what_they_mean_in_chats():
     given = {"temperature": 0.5, "top_k": 3, "logit_bias": {"5": 2.0}, "stop": ["x"], "seed": 7}
     body = ResponsesRequest(input="a", speculative={"enabled": False}, **given)
@@ -250,7 +274,7 @@ def test_a_parsed_answer_asks_for_a_strict_schema(server):
     ],
     ids=repr,
 )
-def test_what_can_not_be_is_refused_by_its_own_name(server, fields, param):
+def test_what_cannot_be_is_refused_by_its_own_name(server, fields, param):
     answer = post(server, **fields)
     assert answer.status_code in (400, 404), answer.text
     assert answer.json()["error"]["param"] == param

@@ -49,6 +49,16 @@ def test_drafts_and_tokenizers_may_be_on_the_hub_too(snapshot):
     assert config.model.folder == ASSETS / "tiny/target"
 
 
+def test_downloads_may_have_a_folder_of_their_own(snapshot, tmp_path):
+    mine = tmp_path / "mine"
+    folder = add_repository(mine, "ada/other", ASSETS / "tiny/target")
+    config = ServeSpecConfig.load("ada/other", download_dir=mine)
+    assert config.model.folder == folder
+    assert config.download().model.path == f"ada/other@{COMMIT}"
+    with pytest.raises(ConfigError, match="it is not in the cache"):
+        ServeSpecConfig.load("ada/other").download()
+
+
 @pytest.mark.parametrize("revision", ["main", COMMIT])
 def test_a_revision_stands_behind_the_id_or_in_its_own_key(snapshot, revision):
     for named in (model(ID, revision=revision), model(f"{ID}@{revision}")):

@@ -301,7 +301,7 @@ def test_an_idle_loop_measures_missing_costs_while_requests_come_and_go(config, 
         assert loop.snapshot()["strategy"] == "goodput"
     finally:
         loop.shutdown()
-    assert len(budgets) == 2
+    assert len(budgets) >= 2, "the first attempt fails; a rough one may be repeated"
 
 
 def said(deltas):
