@@ -1,4 +1,4 @@
-"""The documented rule of one slot, to the letter, routing by batch size, dwell and back-off."""
+"""The rules of a slot (ema) and of a request (per_request), with routing, dwell and back-off."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Clients of `bench online`: streams, loads and samples, against a scripted server."""
+"""Clients and loads of `bench online`: streams, schedules and samples."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""Tensors on a GPU go to a function's kernel, all others and torch's compiler to its reference."""
+"""Tensors on a GPU go to a kernel that fits it; others, and compiled code, go to the reference."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""The training loop: resuming changes nothing, schedules end where they say."""
+"""The training loop and its evaluation: resuming changes nothing, schedules end on time."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Draft shapes are captured once, share what they can, and name what does not fit."""
+"""Draft shapes are captured once, share what they can, and run at the smallest size that fits."""
 
 import pytest
 import torch
