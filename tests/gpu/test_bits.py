@@ -59,7 +59,6 @@ def test_norms_and_rotations_of_addends_are_those_of_the_product(count):
 
 
 def rotated(projected):
-    """Queries, and the pools of keys and values, of 32 and 8 heads."""
     heads = projected.view(*projected.shape[:-1], 48, 128)
     slots = torch.arange(heads.shape[-3], device="cuda")
     with torch.device("cuda"):

@@ -8,7 +8,7 @@ from tests.helpers.engines import llm_maker, sampled_requests, switch_every_roun
 pytestmark = pytest.mark.gpu
 
 
-def test_compiled_layers_say_what_a_cpu_says_while_the_depth_changes_every_round(pair):
+def test_compiled_layers_emit_what_a_cpu_emits_while_the_depth_changes_every_round(pair):
     prompts, params = sampled_requests()
     plain = llm_maker(pair, "cpu")().generate(prompts, params)
     torch._dynamo.reset()

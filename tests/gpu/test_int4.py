@@ -36,7 +36,7 @@ def test_the_product_is_that_of_the_plain_weight_with_its_bias(num_outputs, in_f
     assert (found - expected).norm() < 0.01 * expected.norm()
 
 
-def test_a_recorded_product_says_what_a_launched_one_says():
+def test_a_recorded_product_equals_a_launched_one():
     weight, x = Int4Weight(random(48, 96, seed=1)), random(5, 96, seed=0).bfloat16()
     weight.linear(x, torch.float32)
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""Sampled drafts on a GPU, in float32: what a CPU's engine says, from captured stages."""
+"""Sampled drafts on a GPU, in float32: captured stages emit what a CPU's engine emits."""
 
 import random
 
@@ -55,7 +55,6 @@ def test_a_gpu_keeps_and_replaces_what_a_cpu_does(pair, make_llm, algorithm, met
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("num_draft_ids", [128_256, 32_000])
 def test_a_large_vocabulary_is_verified_as_by_plain_numbers(monkeypatch, method, num_draft_ids):
-    """Filters that cut among a hundred thousand tokens, in ragged chains."""
     monkeypatch.setattr(test_reject_drafts, "VOCAB", 128_256)
     made = test_reject_drafts.Batch.of(test_reject_drafts.ragged(7), 7, num_draft_ids=num_draft_ids)
     expected = made.expected(method)

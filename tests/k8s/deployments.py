@@ -102,16 +102,16 @@ def checkpoints(app):
 
 
 def _configuration(file, stand_ins):
-    said = yaml.safe_load(file.read_text())
+    keys = yaml.safe_load(file.read_text())
     for section, key in (("model", "path"), ("speculative", "speculative_draft_model_path")):
-        path = said[section][key]
+        path = keys[section][key]
         if path.startswith(MODELS):
             stand_in = stand_ins / path.removeprefix(MODELS)
             stand_in.mkdir(exist_ok=True)
-            said[section][key] = str(stand_in)
+            keys[section][key] = str(stand_in)
         else:
             assert (base.ASSETS / path.removeprefix("asset:")).is_dir()
-    return said
+    return keys
 
 
 def _built(app):

@@ -1,14 +1,12 @@
-"""Custom kinds as strict models: the fields we use, and the rules of who reads them.
+"""Custom kinds as strict models: the fields in use, and the rules of their operators.
 
-KubeRay's RayService with its operator's rules, and the Prometheus operator's PodMonitor. Not the
-operators' schemas, which are over a megabyte of somebody else's YAML: a field that is not here is a
-field nobody has checked, and is refused until it is added.
+KubeRay's RayService with its operator's rules, and the Prometheus operator's PodMonitor. The
+operators' own schemas take over a megabyte of YAML. A field that is not here is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -63,27 +61,23 @@ class PodTemplate(Strict):
     spec: dict[str, Any]
 
     @property
-    def container(self) -> dict[str, Any]:
-        """The first container: the one that runs Ray."""
-        first: dict[str, Any] = self.spec["containers"][0]
-        return first
+    def container(self):
+        return self.spec["containers"][0]
 
     @property
-    def ports(self) -> dict[str, int]:
+    def ports(self):
         return {port["name"]: port["containerPort"] for port in self.container.get("ports", [])}
 
     @property
-    def env(self) -> dict[str, Any]:
+    def env(self):
         return {entry["name"]: entry.get("value") for entry in self.container.get("env", [])}
 
     @property
-    def labels(self) -> dict[str, str]:
-        labels: dict[str, str] = self.metadata.get("labels", {})
-        return labels
+    def labels(self):
+        return self.metadata.get("labels", {})
 
     @property
-    def mounts(self) -> dict[str, dict[str, Any]]:
-        """The volumes of the first container by the path they are mounted at."""
+    def mounts(self):
         volumes = {volume["name"]: volume for volume in self.spec.get("volumes", [])}
         mounts = self.container.get("volumeMounts", [])
         return {mount["mountPath"]: {**volumes[mount["name"]], **mount} for mount in mounts}
@@ -94,7 +88,7 @@ class Group(Strict):
     rayStartParams: dict[str, str]
 
     @model_validator(mode="after")
-    def _a_password_is_no_start_parameter(self) -> Self:
+    def _a_password_is_no_start_parameter(self):
         assert "redis-password" not in self.rayStartParams, "use gcsFaultToleranceOptions"
         return self
 
@@ -106,7 +100,7 @@ class WorkerGroup(Group):
     maxReplicas: int
 
     @model_validator(mode="after")
-    def _replicas_are_within_bounds(self) -> Self:
+    def _replicas_are_within_bounds(self):
         assert self.minReplicas <= self.replicas <= self.maxReplicas
         return self
 
@@ -121,21 +115,19 @@ class RayCluster(Strict):
     gcsFaultToleranceOptions: GcsFaultTolerance | None = None
 
     @property
-    def groups(self) -> Iterator[Group]:
+    def groups(self):
         yield self.headGroupSpec
         yield from self.workerGroupSpecs
 
     @property
-    def pod_labels(self) -> Iterator[dict[str, str]]:
-        """The labels of the head's pod, then those of each worker group's, the operator's among
-        them."""
+    def pod_labels(self):
         for group in self.groups:
             node_type = "head" if group is self.headGroupSpec else "worker"
             own = {"ray.io/is-ray-node": "yes", "ray.io/node-type": node_type}
             yield {**group.template.labels, **own}
 
     @model_validator(mode="after")
-    def _the_operator_would_accept_it(self) -> Self:
+    def _the_operator_would_accept_it(self):
         if self.autoscalerOptions is not None and self.autoscalerOptions.version == "v2":
             for group in self.groups:
                 policy = group.template.spec.get("restartPolicy", "Never")
@@ -156,16 +148,15 @@ class RayServiceSpec(Strict):
     rayClusterDeletionDelaySeconds: int | None = Field(None, ge=0)
 
     @property
-    def serve_config(self) -> dict[str, Any]:
-        loaded: dict[str, Any] = yaml.safe_load(self.serveConfigV2)
-        return loaded
+    def serve_config(self):
+        return yaml.safe_load(self.serveConfigV2)
 
     @property
-    def deployment(self) -> ServeDeploySchema:
+    def deployment(self):
         return ServeDeploySchema.model_validate(self.serve_config)
 
     @model_validator(mode="after")
-    def _ray_serve_would_take_the_application(self) -> Self:
+    def _ray_serve_would_take_the_application(self):
         check_deployment(self.serve_config)
         return self
 
@@ -177,7 +168,7 @@ class RayService(Strict):
     spec: RayServiceSpec
 
     @model_validator(mode="after")
-    def _fault_tolerance_is_said_once(self) -> Self:
+    def _fault_tolerance_has_no_annotation(self):
         assert "ray.io/ft-enabled" not in self.metadata.annotations, "use gcsFaultToleranceOptions"
         return self
 

@@ -1,9 +1,8 @@
-"""A rendered overlay of `k8s/`, and what it says.
+"""Rendered overlays of `k8s/`.
 
 As much of `kustomize build` as `k8s/` uses is here, so that overlays can be checked without its
-binary: resources, components, merge patches and generated config maps. Whatever else a
-kustomization or a patch may say is refused, not ignored. `test_manifests.py` compares with the real
-one if there is one.
+binary: resources, components, merge patches and generated config maps. Other keys of a
+kustomization or a patch are refused. `test_manifests.py` compares with the real binary.
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ class Overlay:
         return [document for document in self.documents if document["kind"] == kind]
 
     def selected(self, selector):
-        """The groups whose pods a selector finds."""
         labelled = zip(self.cluster.groups, self.cluster.pod_labels, strict=True)
         return [group for group, labels in labelled if selector.items() <= labels.items()]
 
@@ -68,7 +66,7 @@ def rendered(name):
 
 
 def pod(name, group):
-    """The pod that the operator makes from a template, as far as the template says."""
+    """Return the pod that the operator makes from a template."""
     metadata = {**group.template.metadata, "name": name}
     spec = copy.deepcopy(group.template.spec)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
@@ -109,26 +107,26 @@ def merged(base, patch):
 
 
 def _apply(folder, documents):
-    """Adds what the kustomization in `folder` adds, and patches what is there by then."""
-    said = yaml.safe_load((folder / "kustomization.yaml").read_text())
-    if said.pop("apiVersion") != _API_VERSIONS[said.pop("kind")]:
+    """Add the documents of the kustomization in `folder`, and patch those added so far."""
+    keys = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    if keys.pop("apiVersion") != _API_VERSIONS[keys.pop("kind")]:
         raise NotSupported(f"{folder}: another apiVersion than that of its kind")
-    for name in said.pop("resources", []):
+    for name in keys.pop("resources", []):
         place = folder / name
         found = render(place) if place.is_dir() else list(yaml.safe_load_all(place.read_text()))
         for document in found:
             _add(document, documents)
-    options = said.pop("generatorOptions", {})
-    for generator in said.pop("configMapGenerator", []):
+    options = keys.pop("generatorOptions", {})
+    for generator in keys.pop("configMapGenerator", []):
         _add(_config_map(folder, generator, options), documents)
-    for name in said.pop("components", []):
+    for name in keys.pop("components", []):
         _apply(folder / name, documents)
-    for entry in said.pop("patches", []):
+    for entry in keys.pop("patches", []):
         _patch(yaml.safe_load((folder / entry.pop("path")).read_text()), documents)
         if entry:
             raise NotSupported(f"{folder}: patches with {sorted(entry)}")
-    if said:
-        raise NotSupported(f"{folder}: {sorted(said)}")
+    if keys:
+        raise NotSupported(f"{folder}: {sorted(keys)}")
 
 
 def _add(document, documents):

@@ -26,15 +26,12 @@ def last_stage(dockerfile):
     return re.split(r"^FROM ", dockerfile, flags=re.MULTILINE)[-1]
 
 
-def test_an_image_copies_only_what_exists_and_is_sent(dockerfile):
+def test_an_image_copies_files_that_are_sent_and_stages_that_exist(dockerfile):
     sent = [line[1:] for line in (ROOT / ".dockerignore").read_text().split() if line[0] == "!"]
     for sources in re.findall(r"^COPY (?!--from)(.+) \S+$", dockerfile, re.MULTILINE):
         for source in sources.split():
             assert (ROOT / source).exists(), f"COPY {source}"
             assert any(fnmatch(source, pattern) for pattern in sent), f"{source} is ignored"
-
-
-def test_stages_copy_from_stages_that_exist(dockerfile):
     stages = set(re.findall(r"^FROM \S+ AS (\S+)$", dockerfile, re.MULTILINE))
     used = set(re.findall(r"^COPY --from=(\S+)", dockerfile, re.MULTILINE))
     assert used == stages
@@ -58,16 +55,10 @@ def test_an_image_installs_the_versions_that_were_tested(dockerfile):
     assert all("==" in extra for extra in package[1].split())
 
 
-def test_the_proxy_of_an_image_limits_slow_connections(dockerfile):
+def test_an_image_limits_slow_connections_and_runs_as_the_user_of_the_pods(dockerfile):
     assert f"{proxy.CALLBACK_VARIABLE}={proxy.CALLBACK} " in last_stage(dockerfile)
     assert callable(import_attr(proxy.CALLBACK))
-
-
-def test_the_home_of_an_image_is_the_one_that_pods_mount(dockerfile):
-    assert "HOME=/home/serve " in last_stage(dockerfile)
-
-
-def test_an_image_runs_as_the_user_of_the_pods(dockerfile):
+    assert "HOME=/home/serve " in last_stage(dockerfile), "pods mount it"
     (user,) = re.findall(r"^USER (\d+)$", last_stage(dockerfile), re.MULTILINE)
     assert f"--uid {user}" in dockerfile
     for overlay in map(rendered, USED_BY):

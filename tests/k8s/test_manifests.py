@@ -38,7 +38,10 @@ def test_there_is_an_overlay_for_every_way_to_run():
     assert set(USED_BY.values()) <= {file.name for file in DEPLOY_FILES}
 
 
-def test_every_document_is_valid_for_whoever_reads_it(overlay):
+def test_every_document_and_pod_template_is_valid(overlay):
+    for number, group in enumerate(overlay.cluster.groups):
+        kubernetes_validate.validate(pod(f"group-{number}", group), KUBERNETES, strict=True)
+    assert not overlay.of_kind("Secret")
     for document in overlay.documents:
         match document["kind"]:
             case "RayService":
@@ -59,18 +62,12 @@ def test_every_document_is_valid_for_whoever_reads_it(overlay):
 )
 def test_what_the_operator_would_misread_is_refused(overlay, place, spoiled):
     (service,) = copy.deepcopy(overlay.of_kind("RayService"))
-    RayService.model_validate(service)
     part = service["spec"]
     for key in place:
         part = part.setdefault(key, {})
     part |= spoiled
     with pytest.raises(ValidationError):
         RayService.model_validate(service)
-
-
-def test_every_pod_template_is_a_valid_pod(overlay):
-    for number, group in enumerate(overlay.cluster.groups):
-        kubernetes_validate.validate(pod(f"group-{number}", group), KUBERNETES, strict=True)
 
 
 def test_the_application_is_the_one_that_runs_without_kubernetes(overlay):
@@ -101,17 +98,11 @@ def test_a_worker_holds_one_replica_and_uses_all_its_gpus(overlay, deployment):
     # In the worst case every router lives on the same worker.
     assert cpus(limits["cpu"]) >= engines.num_cpus + routers.num_cpus * routers.max_replicas
     assert "nvidia.com/gpu" not in overlay.cluster.headGroupSpec.template.container["resources"]
-
-
-def test_there_are_as_many_workers_as_replicas(overlay, deployment):
     # An idle worker would have no HTTP proxy and never become ready.
-    workers, engines = overlay.workers, deployment.engines
-    assert (workers.minReplicas, workers.maxReplicas) == (
-        engines.min_replicas,
-        engines.max_replicas,
-    )
-    scales = engines.autoscaling is not None
-    assert overlay.cluster.enableInTreeAutoscaling == scales
+    workers = overlay.workers
+    assert workers.minReplicas == engines.min_replicas
+    assert workers.maxReplicas == engines.max_replicas
+    assert overlay.cluster.enableInTreeAutoscaling == (engines.autoscaling is not None)
 
 
 def test_pods_get_the_memory_they_may_use(overlay, deployment):
@@ -151,17 +142,13 @@ def test_pods_outlive_the_streams_they_drain(overlay, deployment):
     assert old_cluster_s >= deployment.config.router.request_timeout_s
 
 
-def test_every_pod_has_the_same_settings_of_ray_serve(overlay, deployment):
+def test_every_pod_has_the_same_settings_of_ray_serve_and_logs_as_serve_does(overlay, deployment):
     wanted = THROUGHPUT if deployment.engines.num_gpus else {}
+    encoding = overlay.deploy_file["logging_config"].get("encoding", "TEXT")
     for group in overlay.cluster.groups:
         env = group.template.env
         assert {n: v for n, v in env.items() if n.startswith("RAY_SERVE_")} == wanted
-
-
-def test_where_serve_logs_in_json_so_does_everything_else(overlay):
-    encoding = overlay.deploy_file["logging_config"].get("encoding", "TEXT")
-    for group in overlay.cluster.groups:
-        assert group.template.env.get("SERVE_SPEC_LOG_FORMAT", "text") == encoding.lower()
+        assert env.get("SERVE_SPEC_LOG_FORMAT", "text") == encoding.lower()
 
 
 def test_without_a_secret_of_api_keys_nothing_starts_on_gpus(overlay, deployment):
@@ -183,8 +170,12 @@ def test_without_a_secret_of_api_keys_nothing_starts_on_gpus(overlay, deployment
     assert not deployment.config.router.allow_anonymous
 
 
-def test_every_container_runs_without_privileges(overlay):
-    templates = [group.template.spec for group in overlay.cluster.groups]
+def test_containers_run_without_privileges_and_the_autoscaler_alone_gets_a_token(overlay):
+    cluster = overlay.cluster
+    for group in cluster.groups:
+        scales = group is cluster.headGroupSpec and cluster.enableInTreeAutoscaling
+        assert group.template.spec.get("automountServiceAccountToken", True) == scales
+    templates = [group.template.spec for group in cluster.groups]
     templates += [d["spec"]["template"]["spec"] for d in overlay.of_kind("StatefulSet")]
     for spec in templates:
         assert spec["securityContext"]["runAsNonRoot"]
@@ -195,13 +186,6 @@ def test_every_container_runs_without_privileges(overlay):
                 "readOnlyRootFilesystem": True,
                 "capabilities": {"drop": ["ALL"]},
             }
-
-
-def test_only_the_autoscaler_gets_a_token_for_the_kubernetes_api(overlay):
-    cluster = overlay.cluster
-    for group in cluster.groups:
-        scales = group is cluster.headGroupSpec and cluster.enableInTreeAutoscaling
-        assert group.template.spec.get("automountServiceAccountToken", True) == scales
 
 
 def test_a_drain_of_nodes_leaves_a_worker_and_is_never_blocked(overlay):
@@ -230,10 +214,6 @@ def test_the_state_of_the_head_is_where_it_is_looked_for(overlay):
     assert password == options.redisPassword.valueFrom["secretKeyRef"].model_dump()
 
 
-def test_no_manifest_holds_a_secret(overlay):
-    assert not overlay.of_kind("Secret")
-
-
 def test_grafana_finds_every_dashboard(overlay):
     if not overlay.of_kind("PodMonitor"):
         assert not overlay.of_kind("ConfigMap")
@@ -244,14 +224,6 @@ def test_grafana_finds_every_dashboard(overlay):
     assert dashboards["data"] == files
     # `kubectl apply` keeps what it applied in an annotation, of at most so many bytes.
     assert len(yaml.safe_dump(dashboards).encode()) < 262_144
-
-
-def test_every_pod_can_be_reached_and_scraped(overlay):
-    http = overlay.service.spec.deployment.http_options
-    assert (http.host, http.port) == ("0.0.0.0", SERVE_PORT)
-    for group in overlay.cluster.groups:
-        assert group.template.ports["serve"] == SERVE_PORT
-        assert "metrics" in group.template.ports
 
 
 def admitted(overlay):
@@ -274,7 +246,12 @@ def test_monitors_scrape_ports_that_their_pods_have_and_the_network_admits(overl
                 assert admitted(overlay)[group.template.ports[endpoint.port]] is False
 
 
-def test_only_the_door_is_open_to_everybody(overlay):
+def test_every_pod_can_be_reached_and_scraped_and_only_serve_is_open_to_all(overlay):
+    http = overlay.service.spec.deployment.http_options
+    assert (http.host, http.port) == ("0.0.0.0", SERVE_PORT)
+    for group in overlay.cluster.groups:
+        assert group.template.ports["serve"] == SERVE_PORT
+        assert "metrics" in group.template.ports
     assert {port for port, to_all in admitted(overlay).items() if to_all} == {SERVE_PORT}
     dashboard = overlay.cluster.headGroupSpec.template.ports["dashboard"]
     assert dashboard in admitted(overlay), "the operator sends the application there"
@@ -286,9 +263,9 @@ def test_policies_hold_for_every_pod_and_let_them_talk_to_each_other(overlay):
     assert len(overlay.selected(labels)) == len(list(overlay.cluster.groups))
     for redis in overlay.of_kind("StatefulSet"):
         assert labels.items() <= redis["spec"]["template"]["metadata"]["labels"].items()
-    everybody_here = [{"podSelector": {"matchLabels": labels}}]
-    assert {"from": everybody_here} in policy["spec"]["ingress"]
-    assert {"to": everybody_here} in policy["spec"]["egress"]
+    own_pods = [{"podSelector": {"matchLabels": labels}}]
+    assert {"from": own_pods} in policy["spec"]["ingress"]
+    assert {"to": own_pods} in policy["spec"]["egress"]
     others = [d for d in overlay.of_kind("NetworkPolicy") if d is not policy]
     for other in others:
         assert overlay.selected(other["spec"]["podSelector"]["matchLabels"])
@@ -312,7 +289,7 @@ def test_an_overlay_renders_as_kustomize_renders_it(overlay):
 
 
 @pytest.mark.parametrize(
-    ("said", "patch"),
+    ("kustomization", "patch"),
     [
         ({"resources": ["a.yaml", "a.yaml"]}, {}),
         ({"resources": ["a.yaml"], "namePrefix": "b-"}, {}),
@@ -320,10 +297,10 @@ def test_an_overlay_renders_as_kustomize_renders_it(overlay):
     ],
     ids=["a resource named twice", "an unknown field", "a list that is merged by key"],
 )
-def test_what_kustomize_would_read_otherwise_is_refused(tmp_path, said, patch):
+def test_what_kustomize_would_read_otherwise_is_refused(tmp_path, kustomization, patch):
     head = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
     one = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}}
-    files = {"kustomization.yaml": head | said, "a.yaml": one, "p.yaml": one | patch}
+    files = {"kustomization.yaml": head | kustomization, "a.yaml": one, "p.yaml": one | patch}
     for name, content in files.items():
         (tmp_path / name).write_text(yaml.safe_dump(content))
     with pytest.raises(NotSupported):

@@ -1,7 +1,5 @@
 """What the engine relies on when it asks a policy, tells it of rounds and changes it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -30,13 +28,7 @@ def speculative(**keys):
     return SpeculativeConfig(**(drafts | keys))
 
 
-def ema_from(file):
-    """Strategy ema with the adaptive config of a file."""
-    return speculative(speculative_adaptive_strategy="ema", speculative_adaptive_config=file)
-
-
 def controller(config, num_steps=3, min_dwell_rounds=0):
-    """An ema controller over the slots of `config`."""
     return AdaptiveController(
         PolicySettings(
             DraftShape.chain(num_steps),
@@ -47,30 +39,22 @@ def controller(config, num_steps=3, min_dwell_rounds=0):
     )
 
 
-def created(config):
-    """The controller of a configuration."""
-    return AdaptiveController(PolicySettings.of(config))
-
-
 def depths(chooses):
-    """Of the chains it may choose."""
     return tuple(shape.depth for shape in chooses.shapes if shape.is_chain)
 
 
 def play(target, batch_size, kept):
-    """One round in which every row keeps `kept(num_steps)` drafts; its depth."""
+    """Run a round in which each request keeps `kept(num_steps)` drafts; return its depth."""
     steps = choose(target, batch_size)
-    told(target, [kept(steps)] * batch_size, batch_size, steps)
+    observe(target, [kept(steps)] * batch_size, batch_size, steps)
     return steps
 
 
 def choose(target, batch_size):
-    """The depth of a round."""
     return target.choose_steps(decode_batch(batch_size)).shape.depth
 
 
-def told(target, correct, batch_size, num_steps):
-    """Reports a round."""
+def observe(target, correct, batch_size, num_steps):
     target.on_verify_complete(verified_round(correct, batch_size, num_steps))
 
 
@@ -89,7 +73,8 @@ def slot(target, key):
 def test_the_adaptive_config_of_the_configuration_is_used(tmp_path):
     file = tmp_path / "a.json"
     file.write_text(json.dumps({"candidate_steps": [0, 5]}))
-    made = created(ema_from(file))
+    config = speculative(speculative_adaptive_strategy="ema", speculative_adaptive_config=file)
+    made = AdaptiveController(PolicySettings.of(config))
     assert depths(made) == (0, 5)
     assert choose(made, 1) == 5
 
@@ -97,9 +82,10 @@ def test_the_adaptive_config_of_the_configuration_is_used(tmp_path):
 @pytest.mark.parametrize(
     "keys", [{"speculative_adaptive": False}, {"speculative_adaptive_strategy": "static"}]
 )
-@pytest.mark.parametrize("num_steps", [0, 2, 5])
+@pytest.mark.parametrize("num_steps", [0, 5])
 def test_a_static_depth_never_moves(keys, num_steps):
-    made = created(speculative(speculative_num_steps=num_steps, **keys))
+    config = speculative(speculative_num_steps=num_steps, **keys)
+    made = AdaptiveController(PolicySettings.of(config))
     assert depths(made) == (num_steps,)
     assert {play(made, bs, nothing) for bs in range(1, 60)} == {num_steps}
     assert made.snapshot()["strategy"] == "static"
@@ -123,15 +109,15 @@ def test_no_strategy_goes_deeper_by_itself_than_drafts_can_be(strategy, most):
 @pytest.mark.parametrize(
     ("correct", "num_steps"), [([0, 0], 0), ([3, 3], 3), ([7, 7], 7), ([], 1)], ids=str
 )
-def test_a_stale_result_or_one_without_live_rows_changes_neither_average_nor_count(
+def test_a_stale_result_or_one_without_requests_changes_neither_average_nor_count(
     correct, num_steps
 ):
     """The slot moved from 3 to 1; a round at 3 was under way."""
     made = controller(TWO_SLOTS)
-    told(made, [0, 0], 2, 3)
+    observe(made, [0, 0], 2, 3)
     before = slot(made, "1")
     assert before["current_steps"] == 1
-    told(made, correct, 2, num_steps)
+    observe(made, correct, 2, num_steps)
     assert slot(made, "1") == before
 
 
@@ -149,7 +135,7 @@ def test_a_request_that_could_not_draft_the_whole_depth_is_no_failure_of_it():
 
 
 @pytest.mark.parametrize("strategy", ["ema", "per_request"])
-def test_drafts_found_in_texts_say_nothing_of_the_model_that_drafts_beside_them(strategy):
+def test_drafts_found_in_texts_do_not_count_for_the_model_that_drafts_beside_them(strategy):
     """All kept: alone they would raise what the model's, all lost, lower."""
     settings = PolicySettings(
         DraftShape.chain(3), strategy=strategy, slots=load_slots(TWO_SLOTS), min_dwell_rounds=0
@@ -160,8 +146,8 @@ def test_drafts_found_in_texts_say_nothing_of_the_model_that_drafts_beside_them(
         without.choose_steps(decode_batch(4))
         steps_per_req = list(steps.steps_per_req or [steps.shape.depth] * 4)
         kept = [0, 0, *steps_per_req[2:]]
-        told_both = verified_round(kept, 4, steps.shape.depth, steps_per_req=steps_per_req)
-        made.on_verify_complete(replace(told_both, is_from_text=[False, False, True, True]))
+        both = verified_round(kept, 4, steps.shape.depth, steps_per_req=steps_per_req)
+        made.on_verify_complete(replace(both, is_from_text=[False, False, True, True]))
         plain = [*steps_per_req[:2], 0, 0]
         without.on_verify_complete(
             verified_round([0] * 4, 4, steps.shape.depth, steps_per_req=plain)
@@ -185,30 +171,25 @@ def test_switches_are_counted_by_reason():
     assert made.snapshot()["switches"] == {"gain": 1, "loss": 2, "range": 1, "probe": 1}
 
 
-def test_each_round_teaches_the_slot_of_the_decode_rows_it_was_asked_with():
+def test_each_round_is_learned_by_the_slot_of_its_batch_size():
     made = controller(TWO_SLOTS)
     assert choose(made, 7) == 3
     # Only four of the seven rows drafted in full; the round still belongs to batch size 7.
-    told(made, [3, 3, 3, 3], 7, 3)
+    observe(made, [3, 3, 3, 3], 7, 3)
     assert slot(made, "1")["current_steps"] == 7
     assert slot(made, "8")["num_rounds"] == 0
 
 
-def test_an_empty_batch_is_no_decision():
-    target = controller(TWO_SLOTS)
-    assert choose(target, 4) == 3
-    counts = target.snapshot()
-    assert target.choose_steps(decode_batch(0)).shape.depth == 0
-    assert target.switch_reason is None
-    assert target.snapshot() == counts
-    assert choose(target, 4) == 3
-
-
-def test_a_batch_that_changes_slot_takes_its_depth_at_once():
+def test_a_batch_that_changes_slot_takes_its_depth_at_once_and_an_empty_one_decides_nothing():
     made = controller(TWO_SLOTS, num_steps=7, min_dwell_rounds=8)
     rounds = [(choose(made, bs), made.switch_reason) for bs in (7, 8, 9, 7)]
     assert rounds == [(7, None), (3, Reason.RANGE), (3, None), (7, Reason.RANGE)]
-    assert made.snapshot()["switches"] == {"range": 2}
+    counts = made.snapshot()
+    assert counts["switches"] == {"range": 2}
+    assert made.choose_steps(decode_batch(0)).shape.depth == 0
+    assert made.switch_reason is None
+    assert made.snapshot() == counts
+    assert choose(made, 7) == 7
 
 
 @given(
@@ -233,7 +214,7 @@ def test_every_choice_is_a_candidate_of_the_slot_and_was_announced_to_the_worker
     assert sum(counted.values()) == len(rounds)
 
 
-def test_the_snapshot_is_json_and_holds_what_an_operator_asks_for():
+def test_the_snapshot_is_json_and_holds_the_state_of_the_policy():
     made = controller(TWO_SLOTS, min_dwell_rounds=8)
     for _ in range(12):
         play(made, 2, everything)
@@ -261,7 +242,7 @@ def test_a_live_change_replaces_the_policy_and_keeps_depth_and_counts():
     assert slot(made, "32")["candidate_steps"] == [1]
 
 
-def test_a_live_change_is_to_the_configuration_whatever_was_said_before():
+def test_a_live_change_applies_to_the_configuration_whatever_was_changed_before():
     """A replica that starts later must do what those do that went through every change."""
     changes = [
         {"speculative_adaptive": False, "speculative_num_steps": 7},
@@ -300,81 +281,49 @@ def test_an_invalid_live_change_is_refused_as_a_whole(settings, complaint):
 
 
 def test_a_live_change_cannot_start_to_draft_without_a_draft_model():
-    made = created(SpeculativeConfig())
+    made = AdaptiveController(PolicySettings.of(SpeculativeConfig()))
     with pytest.raises(ConfigError, match="use some of 0 "):
         made.reconfigure({"speculative_adaptive": True})
 
 
-class TestAStartFromWhatOthersLearned:
-    @staticmethod
-    def make():
-        return AdaptiveController(
-            PolicySettings(DraftShape.chain(3)), recorded_table(GPU_8B, (1, 2, 4, 8))
-        )
+def test_rates_of_the_fleet_are_what_the_policy_expects_of_unseen_drafts():
+    """Also after a live change. Useless ones are refused; a policy without rates ignores them."""
 
-    @staticmethod
-    def rates(target):
+    def rates():
         positions = target.snapshot()["acceptance"]["positions"]
         return [position["accept_rate"] for position in positions]
 
-    def test_it_is_what_the_policy_expects_of_unseen_drafts(self):
-        target = self.make()
-        known = [0.9, 0.5, 0.4, 0.3, 0.3, 0.3, 0.3]
-        target.start_from(known)
-        assert self.rates(target) == pytest.approx(known)
-
-    @pytest.mark.parametrize("useless", [[0.5], [0.5] * 6 + [1.5], [0.0] * 7], ids=str)
-    def test_what_is_of_no_use_is_refused_and_changes_nothing(self, useless):
-        target = self.make()
-        before = self.rates(target)
+    settings = PolicySettings(DraftShape.chain(3))
+    target = AdaptiveController(settings, recorded_table(GPU_8B, (1, 2, 4, 8)))
+    known = [0.9, 0.5, 0.4, 0.3, 0.3, 0.3, 0.3]
+    target.start_from(known)
+    assert rates() == pytest.approx(known)
+    target.reconfigure({"min_dwell_rounds": 2})
+    assert rates() == pytest.approx(known)
+    for useless in ([0.5], [0.5] * 6 + [1.5], [0.0] * 7):
         with pytest.raises(ValueError, match="prior_rates"):
             target.start_from(useless)
-        assert self.rates(target) == before
-
-    def test_it_outlives_a_change_of_the_policy(self):
-        target = self.make()
-        target.start_from([0.9] * 7)
-        target.reconfigure({"min_dwell_rounds": 2})
-        assert self.rates(target) == pytest.approx([0.9] * 7)
-
-    def test_a_policy_that_estimates_nothing_passes_it_over(self):
-        target = controller(TWO_SLOTS)
-        target.start_from([0.9] * 3)
-        assert choose(target, 4) == 3
+        assert rates() == pytest.approx(known)
+    without_rates = controller(TWO_SLOTS)
+    without_rates.start_from([0.9] * 3)
+    assert choose(without_rates, 4) == 3
 
 
-def fail(*args):
-    raise RuntimeError("defect")
+@pytest.mark.parametrize("method", ["choose", "observe"])
+def test_a_policy_that_fails_is_off_for_a_while_and_then_built_anew(monkeypatch, method):
+    def fail(*args):
+        raise RuntimeError("defect")
 
-
-class TestAPolicyThatFails:
-    """Speculation is off for a while, that is said once, and then the policy is built anew."""
-
-    @staticmethod
-    def make(said):
-        settings = PolicySettings(DraftShape.chain(3), min_dwell_rounds=0)
-        return AdaptiveController(settings, recorded_table(GPU_8B), said.append)
-
-    @staticmethod
-    def play(target, num_rounds, **fields):
-        depths = []
-        for _ in range(num_rounds):
-            depths.append(choose(target, 2))
-            kept = [depths[-1]] * 2
-            target.on_verify_complete(verified_round(kept, 2, depths[-1], **fields))
-        return depths
-
-    @pytest.mark.parametrize("method", ["choose", "observe"])
-    def test_for_a_defect(self, monkeypatch, method):
-        said = []
-        target = self.make(said)
-        with monkeypatch.context() as patch:
-            patch.setattr(GoodputPolicy, method, fail)
-            self.play(target, 1)
-            assert set(self.play(target, FALLBACK_ROUNDS - 2)) == {0}
-        assert "RuntimeError('defect')" in said[0]
-        assert any(self.play(target, 9))
-        assert target.snapshot()["fallback"] is None
+    warnings = []
+    settings = PolicySettings(DraftShape.chain(3), min_dwell_rounds=0)
+    target = AdaptiveController(settings, recorded_table(GPU_8B), warnings.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(GoodputPolicy, method, fail)
+        play(target, 2, everything)
+        assert {play(target, 2, everything) for _ in range(FALLBACK_ROUNDS - 2)} == {0}
+    assert "RuntimeError('defect')" in warnings[0]
+    assert {play(target, 2, everything) for _ in range(9)} != {0}
+    assert target.snapshot()["fallback"] is None
 
 
 @pytest.mark.parametrize(("num_steps", "most"), [(0, None), (1, 31), (3, 31), (7, 7), (8, None)])
@@ -390,7 +339,7 @@ def test_the_start_is_shown_before_any_round():
         speculative_algorithm="NGRAM", speculative_num_steps=3, min_dwell_rounds=0
     )
     assert PolicySettings.of(config).min_dwell_rounds == 0
-    shown = created(config).snapshot()
+    shown = AdaptiveController(PolicySettings.of(config)).snapshot()
     assert (shown["speculative_num_steps"], shown["speculative_num_draft_tokens"]) == (3, 4)
 
 
@@ -402,7 +351,7 @@ def test_accepted_drafts_are_averaged_by_slot_under_every_strategy(strategy):
     )
     for batch_size, kept in ((2, [1, 3]), (2, [0, 0]), (9, [2] * 9)):
         choose(made, batch_size)
-        told(made, kept, batch_size, 3)
+        observe(made, kept, batch_size, 3)
     # A row that drafted nothing does not count.
     made.on_verify_complete(verified_round([2, 0], 9, 3, steps_per_req=[2, 0]))
     assert {key: slot(made, key)["ema_accept_len"] for key in ("1", "4")} == {"1": 1.0, "4": 2.0}

@@ -1,4 +1,4 @@
-"""The documented rule of one slot, to the letter, routing by batch size, dwell and back-off."""
+"""The rules of a slot (ema) and of a request (per_request), with routing, dwell and back-off."""
 
 from itertools import pairwise
 
@@ -6,10 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.adaptive import AdaptiveSpeculativeParams, AdaptiveStepSlot
+from serve_spec.adaptive import AdaptiveSpeculativeParams, AdaptiveSpeculator, AdaptiveStepSlot
 from serve_spec.adaptive.ema import LAST_PROBE_WAIT_ROUNDS
+from serve_spec.adaptive.per_request import PerRequestPolicy
 from serve_spec.config import ConfigError
+from serve_spec.core.draft import DraftShape
 from serve_spec.core.round import Reason
+from tests.helpers.rounds import decode_batch
 
 DWELL = 8
 AT_ONCE = {"ema_alpha": 1.0, "warmup_batches": 0, "update_interval": 1}
@@ -29,13 +32,10 @@ def feed(target, mean, rounds=1):
     return depths
 
 
-@pytest.mark.parametrize(
-    ("initial", "start"), [(0, 1), (1, 1), (2, 1), (3, 3), (5, 3), (6, 7), (99, 7)]
-)
-def test_a_slot_starts_at_the_nearest_candidate_and_at_the_smaller_of_two(initial, start):
-    fresh = slot(initial, [1, 3, 7])
-    assert fresh.current_steps == start
-    assert fresh.ema_accept_len == start - 1
+def test_a_slot_starts_at_the_nearest_candidate_and_at_the_smaller_of_two():
+    fresh = [slot(initial, [1, 3, 7]) for initial in (0, 1, 2, 3, 5, 6, 99)]
+    assert [each.current_steps for each in fresh] == [1, 1, 1, 3, 3, 7, 7]
+    assert all(each.ema_accept_len == each.current_steps - 1 for each in fresh)
 
 
 def test_a_slot_without_a_ladder_is_refused():
@@ -43,10 +43,12 @@ def test_a_slot_without_a_ladder_is_refused():
         AdaptiveStepSlot(3, {"ema_alpha": 0.5})
 
 
-def test_the_average_moves_by_alpha_towards_the_mean_of_the_rows():
+def test_the_average_moves_by_alpha_towards_the_mean_of_the_requests():
     s = slot(3, [1, 3, 7])
     s.update([3, 0, 3, 0])
+    assert not s.update([]), "an empty round does not count"
     assert s.ema_accept_len == pytest.approx(0.8 * 2.0 + 0.2 * 1.5)
+    assert s.batch_count == 1
 
 
 def test_by_default_a_slot_moves_on_round_15_or_every_fifth_after_it():
@@ -59,16 +61,9 @@ def test_by_default_a_slot_moves_on_round_15_or_every_fifth_after_it():
 
 @pytest.mark.parametrize(("warmup", "interval"), [(0, 1), (0, 4), (3, 1), (7, 5)])
 def test_decisions_are_due_every_interval_after_the_warm_up(warmup, interval):
-    """At each it goes down or tries again."""
     s = slot(1, [0, 1], ema_alpha=1.0, warmup_batches=warmup, update_interval=interval)
     due = [n for n in range(1, 30) if s.update([0])]
     assert due == list(range(warmup + interval, 30, interval))
-
-
-def test_an_empty_round_counts_for_nothing():
-    s = slot(3, [1, 3, 7], **AT_ONCE)
-    assert not s.update([])
-    assert (s.batch_count, s.ema_accept_len) == (0, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -108,22 +103,18 @@ def test_a_rise_takes_several_levels_at_once():
     assert s.current_steps == 7
 
 
-def test_at_zero_the_average_is_frozen_and_the_next_decision_moves_up():
+def test_at_zero_the_average_is_frozen_or_neutral_and_the_next_decision_moves_up():
+    """It is neutral for a slot that has never drafted."""
     s = slot(3, [0, 3], **AT_ONCE)
     feed(s, 0.1)
     assert (s.current_steps, s.ema_accept_len) == (0, pytest.approx(0.1))
     assert s.update([0, 0])
     assert (s.current_steps, s.ema_accept_len) == (3, pytest.approx(0.1))
-
-
-@pytest.mark.parametrize(("ladder", "steps", "average"), [([0, 3], 3, 2.0), ([0], 0, -1.0)])
-def test_the_first_probe_of_a_slot_that_never_drafted_starts_from_a_neutral_average(
-    ladder, steps, average
-):
-    s = slot(0, ladder, **AT_ONCE)
-    assert s.ema_accept_len == -1
-    s.update([0, 0])
-    assert (s.current_steps, s.ema_accept_len) == (steps, average)
+    for ladder, steps, average in (([0, 3], 3, 2.0), ([0], 0, -1.0)):
+        s = slot(0, ladder, **AT_ONCE)
+        assert s.ema_accept_len == -1
+        s.update([0, 0])
+        assert (s.current_steps, s.ema_accept_len) == (steps, average)
 
 
 @given(
@@ -172,7 +163,6 @@ def fixed(**slots):
 def test_a_batch_goes_to_the_largest_slot_not_above_its_captured_size_or_to_the_first(
     batch_size, alone, padded
 ):
-    """Beyond the last captured size it counts itself."""
     params = fixed(_16=4, _4=2, _8=3)
     assert params.get_steps_for_batch(batch_size) == alone
     params.set_cuda_graph_bs([16, 4, 8])
@@ -213,14 +203,14 @@ def guarded(candidate_steps, initial_steps, min_dwell_rounds=DWELL, **config):
     return AdaptiveStepSlot(initial_steps, given, min_dwell_rounds)
 
 
-def waits_at_zero(target, kept, num_probes):
-    """Rounds at depth 0 before each of the next probes; every draft is kept with share `kept`."""
+def waits_at_zero(target, num_probes):
+    """Return the rounds at depth 0 before each of the next probes, all of whose drafts fail."""
     waits = []
     rounds = 0
     while len(waits) < num_probes:
         at_zero = target.current_steps == 0
         rounds = rounds + 1 if at_zero else 0
-        target.update([round(kept * target.current_steps)] * 2)
+        target.update([0, 0])
         if at_zero and target.current_steps > 0:
             waits.append(rounds)
     return waits
@@ -235,18 +225,13 @@ def waits_at_zero(target, kept, num_probes):
         (DWELL, [10, 10, 20, 40, 80, 160, 320, 640, 640]),
     ],
 )
-def test_each_bad_probe_doubles_the_wait_for_the_next_one(dwell, waits):
-    assert waits_at_zero(guarded([0, 1], 1, dwell), kept=0.0, num_probes=9) == waits
-
-
-def test_a_good_probe_resets_the_wait():
-    slot = guarded([0, 1], 1, min_dwell_rounds=1)
-    waits_at_zero(slot, kept=0.0, num_probes=5)
-    assert slot.is_probing
+def test_each_bad_probe_doubles_the_wait_and_a_good_one_resets_it(dwell, waits):
+    slot = guarded([0, 1], 1, dwell)
+    assert waits_at_zero(slot, num_probes=9) == waits
     while slot.is_probing:
         slot.update([1, 1])
     assert slot.current_steps == 1
-    assert waits_at_zero(slot, kept=0.0, num_probes=2) == [5, 10]
+    assert waits_at_zero(slot, num_probes=2) == waits[:2], "a good probe resets the wait"
 
 
 @given(
@@ -272,7 +257,7 @@ def test_the_guard_withholds_decisions_and_never_adds_one(ladder, dwell, shares)
         assert wait <= LAST_PROBE_WAIT_ROUNDS
 
 
-def test_every_decision_says_why():
+def test_every_decision_has_a_reason():
     slot = guarded([0, 1, 3], 1, min_dwell_rounds=8)
     reasons = [slot.reason]
     for n in range(200):
@@ -288,3 +273,79 @@ def test_every_decision_says_why():
         Reason.BACK_OFF,
         Reason.PROBE,
     ]
+
+
+verifications = st.integers(0, 8).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k)))
+
+
+@pytest.mark.parametrize(
+    ("rounds", "steps"),
+    [
+        ([(5, 5), (6, 6), (7, 7), (8, 8), (8, 8)], [6, 7, 8, 8, 8]),
+        ([(5, 0), (4, 0), (3, 0), (2, 0), (1, 0), (1, 0)], [4, 3, 2, 1, 1, 1]),
+        # 4/9: the second round was perfect, the sequence is not.
+        ([(5, 0), (4, 4)], [4, 3]),
+        # Near the end of a text two of two are a rate of 1, not of 2/5.
+        ([(2, 2)], [6]),
+        ([(0, 0), (5, 5), (0, 0)], [5, 6, 6]),
+    ],
+    ids=["all accepted", "all rejected", "all since the beginning", "clamped", "without drafts"],
+)
+def test_the_share_accepted_so_far_moves_the_depth_by_one(rounds, steps):
+    speculator, found = AdaptiveSpeculator(), []
+    for drafted, kept in rounds:
+        before = speculator.num_steps
+        assert speculator.update(drafted, kept) == (speculator.num_steps != before)
+        found.append(speculator.num_steps)
+    assert found == steps
+    counts = speculator.num_draft_tokens, speculator.num_correct_drafts
+    assert counts == tuple(map(sum, zip(*rounds, strict=True)))
+
+
+# 0.85 itself is not above 0.85, and 0.55 itself is not below 0.55.
+@pytest.mark.parametrize(("kept", "steps"), [(18, 11), (17, 10), (11, 10), (10, 9)])
+def test_thresholds_are_strict(kept, steps):
+    speculator = AdaptiveSpeculator(initial_steps=10, max_steps=20)
+    assert speculator.update(20, kept) is (steps != 10)
+    assert speculator.num_steps == steps
+
+
+@given(st.lists(verifications), st.integers(1, 8), st.integers(0, 7), st.integers(0, 7))
+def test_it_moves_by_at_most_one_within_its_bounds_and_returns_whether_it_did(
+    rounds, low, room, start
+):
+    high = min(8, low + room)
+    speculator = AdaptiveSpeculator(min(high, low + start), low, high)
+    for drafted, kept in rounds:
+        if drafted > high:
+            continue
+        before = speculator.num_steps
+        changed = speculator.update(drafted, kept)
+        assert low <= speculator.num_steps <= high
+        assert abs(speculator.num_steps - before) == changed
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [{"min_steps": 0}, {"min_steps": 6, "max_steps": 4}, {"initial_steps": 9}],
+)
+def test_bounds_that_leave_no_choice_are_refused(bounds):
+    with pytest.raises(ValueError, match="must ascend from 1"):
+        AdaptiveSpeculator(**bounds)
+
+
+@pytest.mark.parametrize(("drafted", "kept"), [(9, 3), (-1, 0), (3, 4), (3, -1), (0, 1)])
+def test_an_impossible_verification_is_refused_and_not_counted(drafted, kept):
+    speculator = AdaptiveSpeculator()
+    with pytest.raises(ValueError, match="give 0 ≤ accepted ≤ drafts ≤ 8"):
+        speculator.update(drafted, kept)
+    assert speculator.num_draft_tokens == 0
+    assert speculator.num_steps == 5
+
+
+@pytest.mark.parametrize("max_steps", range(1, 9))
+def test_a_draft_that_makes_few_starts_with_as_many(max_steps):
+    """Medusa heads are as many as there are, fewer than sequences usually start with."""
+    policy = PerRequestPolicy(DraftShape.chain(max_steps))
+    assert policy.choose(decode_batch(2)).shape.depth == min(5, max_steps)
+    assert [shape.depth for shape in policy.shapes] == [*range(1, max_steps + 1)]

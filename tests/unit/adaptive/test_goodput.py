@@ -1,6 +1,4 @@
-"""Laws of strategy goodput: what it chooses, what it never does, how it comes back."""
-
-from __future__ import annotations
+"""Laws of strategy goodput, and of how the shares of drafts become chances."""
 
 import math
 import random
@@ -12,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.simulator import Phase, Simulator
+from benchmarks.simulator import Phase, Simulator, admitted
 from serve_spec.adaptive.costs import Costs, Work
-from serve_spec.adaptive.drafts import PositionRates
+from serve_spec.adaptive.drafts import DraftCalibration, PositionRates, logits
 from serve_spec.adaptive.exploration import EXPLORED_SHARE, SpeedGuard
 from serve_spec.adaptive.goodput import AllowedShapes, GoodputPolicy
 from serve_spec.adaptive.planner import Load, Planner
@@ -25,7 +24,8 @@ from serve_spec.adaptive.policy import StaticPolicy
 from serve_spec.bench.trace import load_traces
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.record import StepTimes
-from serve_spec.core.round import Reason
+from serve_spec.core.round import AS_DRAWN, FROM_TEXT, GREEDY, SAMPLED, Reason
+from serve_spec.ops.admission import admit_drafts
 from tests.helpers.rounds import decode_batch, verified_round
 from tests.helpers.simulated_costs import GPU_8B, TWO_CPU_CORES, noisy, recorded_table
 
@@ -72,14 +72,13 @@ def test_a_large_batch_is_faster_than_at_every_fixed_depth(prompts):
 
 
 def answers(policy, *phases, costs=GPU_8B):
-    """Return the batch size and the answer of every round."""
-    told = []
+    rounds = []
     simulator = Simulator(
-        policy, TRACES, costs, on_round=lambda batch, steps, _: told.append((batch.size, steps))
+        policy, TRACES, costs, on_round=lambda batch, steps, _: rounds.append((batch.size, steps))
     )
     for phase in phases:
         simulator.run(phase)
-    return told
+    return rounds
 
 
 @pytest.mark.parametrize(
@@ -95,16 +94,13 @@ def test_all_drafts_are_verified_in(policy, phase):
 
 
 def test_budgets_fill_captured_graphs():
-    told = answers(goodput(), Phase("heated", 128, 256, 64, 0.4))
-    budgets = {steps.budget for size, steps in told if size == 128} - {None}
+    rounds = answers(goodput(), Phase("heated", 128, 256, 64, 0.4))
+    budgets = {steps.budget for size, steps in rounds if size == 128} - {None}
     assert budgets
     assert all(128 + budget in COUNTS for budget in budgets)
-
-
-def test_drafts_without_shares_are_verified_whole():
     policy = goodput()
     play(policy, 128, 100, 3)
-    assert policy.choose(decode_batch(128)).budget is None
+    assert policy.choose(decode_batch(128)).budget is None, "drafts have no shares"
 
 
 @pytest.mark.parametrize("prompt_ms", [0.0, 40.0])
@@ -115,15 +111,15 @@ def test_drafts_that_fail_are_given_up_and_tried_again_for_good(prompt_ms):
     ran = play(policy, 64, 2000, 0, prompt_ms)
     assert 4 <= sum(n for shape, n in ran.items() if shape != PLAIN) <= 150
     ran = play(policy, 64, 2000, 7, prompt_ms)
-    assert ran[PLAIN] < 1000, "what drafts are worth now is found out"
+    assert ran[PLAIN] < 1000, "drafts are worth it again"
 
 
 def test_one_trial_of_a_few_requests_brings_drafts_back_to_a_large_batch():
     hard, easy = Phase("unpredictable", 256, 512, 48, 0.4), Phase("predictable", 128, 1024, 48, 0.4)
-    told = answers(goodput(), hard, easy, costs=noisy(GPU_8B, 0.02))
-    shapes = [steps.shape for _, steps in told]
+    rounds = answers(goodput(), hard, easy, costs=noisy(GPU_8B, 0.02))
+    shapes = [steps.shape for _, steps in rounds]
     assert shapes[40:80].count(PLAIN) > 30
-    first = next(n for n, (size, _) in enumerate(told) if size == 128)
+    first = next(n for n, (size, _) in enumerate(rounds) if size == 128)
     shapes = shapes[first:]
     trial = next(n for n, shape in enumerate(shapes) if shape != PLAIN)
     assert shapes[trial : trial + 100].count(PLAIN) < 20
@@ -132,14 +128,11 @@ def test_one_trial_of_a_few_requests_brings_drafts_back_to_a_large_batch():
 def test_exploration_keeps_to_its_share_of_the_time():
     policy = goodput()
     play(policy, 8, 3000, 3)
-    share = policy.snapshot()["explored_share"]
-    assert isinstance(share, float)
-    assert 0 < share <= EXPLORED_SHARE
+    assert 0 < policy.snapshot()["explored_share"] <= EXPLORED_SHARE
 
 
 @pytest.mark.parametrize("prompt_ms", [0.0, 15.0])
 def test_trials_of_drafts_keep_to_their_share_of_the_time(prompt_ms):
-    """The same holds if every round has prompts."""
     table = recorded_table(TWO_CPU_CORES, (1, 4, 8, 16))
     policy, costs = GoodputPolicy(table), Costs(table)
     lost_ms = total_ms = 0.0
@@ -158,16 +151,16 @@ def test_trials_of_drafts_keep_to_their_share_of_the_time(prompt_ms):
     assert lost_ms < 2 * EXPLORED_SHARE * total_ms
 
 
-@pytest.mark.parametrize("bound", [0, 1, 3])
-def test_slots_bound_the_depth(bound):
+@pytest.mark.parametrize("bound", [0, 3])
+def test_slots_and_room_bound_the_drafts(bound):
     policy = goodput(allowed=AllowedShapes(bounds={1: 7, 32: bound}))
     assert max(shape.depth for shape in play(policy, 32, 200, 7)) <= bound
-
-
-def test_nothing_is_drafted_without_room():
     policy = goodput()
     play(policy, 8, 50, 7)
     assert policy.choose(decode_batch(8, max_draft_tokens=0)).shape == PLAIN
+    policy = goodput()
+    assert policy.choose(decode_batch(2, max_steps=0)).shape == PLAIN, "at their last token"
+    assert policy.choose(decode_batch(2)).shape != PLAIN, "which decided nothing"
 
 
 @pytest.mark.parametrize("ms", [math.nan, math.inf, 0.0, -1.0])
@@ -207,10 +200,6 @@ def test_texts_are_verified_while_a_model_does_not_draft():
 
 
 class TestCosts:
-    """Times of rounds."""
-
-    costs: Costs
-
     @pytest.fixture(autouse=True)
     def table(self):
         self.costs = Costs(recorded_table(TWO_CPU_CORES))
@@ -356,12 +345,6 @@ def test_prompts_that_follow_from_tokens_make_drafts_less_worth():
     assert gains[1] < gains[0]
 
 
-def test_requests_at_their_last_token_do_not_draft_and_decide_nothing():
-    policy = goodput()
-    assert policy.choose(decode_batch(2, max_steps=0)).shape == PLAIN
-    assert policy.choose(decode_batch(2)).shape != PLAIN
-
-
 TREE = DraftShape(4, 15, 4)
 
 
@@ -372,7 +355,7 @@ def ran_of(chain_rate, tree_rate, num_rounds):
         AllowedShapes(trees={1: (TREE,)}),
         token_counts=COUNTS,
     )
-    rng, ran = random.Random(0), Counter[DraftShape]()
+    rng, ran = random.Random(0), Counter()
     for number in range(num_rounds):
         steps = policy.choose(decode_batch(8))
         ran[steps.shape] += number >= num_rounds // 2
@@ -393,7 +376,7 @@ def test_what_trees_gain_over_chains_is_learned_whatever_was_believed():
     assert ran_of(0.7, 0.2, 2000)[TREE] < 100
 
 
-def test_a_tree_on_a_hard_text_tells_that_chains_fail_too():
+def test_a_failing_tree_lowers_the_estimate_of_chains_too():
     ran = ran_of(0.05, 0.1, 400)
     assert sum(num for shape, num in ran.items() if shape.depth > 1) <= 8
 
@@ -414,3 +397,85 @@ def test_depths_are_kept_for_as_many_rounds_as_asked():
     first = policy.choose(decode_batch(8)).shape
     ran = play(policy, 8, 8, 0)
     assert set(ran) <= {first, PLAIN}
+
+
+DEPTH = 4
+
+
+def outcomes(rng, weight, bias, num=512):
+    """Return shares [num, DEPTH], drafts verified and drafts accepted."""
+    shares = np.log(rng.uniform(0.02, 0.98, (num, DEPTH)))
+    chances = 1 / (1 + np.exp(-(weight * logits(shares) + bias)))
+    correct = np.cumprod(rng.random((num, DEPTH)) < chances, axis=1).sum(axis=1)
+    return shares, np.full(num, DEPTH), correct
+
+
+def test_a_share_is_the_chance_before_anything_is_known():
+    shares = np.log(np.array([[0.9, 0.5, 0.1, 0.01]]))
+    chances = DraftCalibration(DEPTH).chances(shares, np.array([SAMPLED]))
+    assert chances == pytest.approx(np.exp(shares), rel=1e-3)
+
+
+@pytest.mark.parametrize(("weight", "bias"), [(1.0, 0.0), (0.6, 0.8), (1.5, -1.0)])
+def test_the_pairs_that_made_the_outcomes_are_found(weight, bias):
+    rng, fitted = np.random.default_rng(0), DraftCalibration(DEPTH)
+    for _ in range(40):
+        shares, verified, correct = outcomes(rng, weight, bias)
+        fitted.learn(shares, np.full(len(shares), GREEDY), verified, correct)
+    first = fitted.pairs([0.5])[GREEDY][0]
+    assert first == pytest.approx((weight, bias), abs=0.2)
+
+
+def test_one_kind_teaches_the_other_nothing():
+    fitted = DraftCalibration(DEPTH)
+    shares, verified, correct = outcomes(np.random.default_rng(1), 0.5, 1.0)
+    fitted.learn(shares, np.full(len(shares), GREEDY), verified, correct)
+    assert fitted.pairs([0.5])[SAMPLED] == AS_DRAWN[SAMPLED] * DEPTH
+
+
+def test_drafts_that_were_not_verified_or_not_reached_do_not_count():
+    fitted = DraftCalibration(DEPTH)
+    shares = np.log(np.full((64, DEPTH), 0.5))
+    fitted.learn(shares, np.zeros(64, int), np.full(64, 2), np.zeros(64, int))
+    first, *others = fitted.snapshot()
+    assert first["trials"] == pytest.approx(64, rel=0.01)
+    assert not others
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.sampled_from([0.0, -0.5, -100.0, float("nan"), float("-inf")]), min_size=4))
+def test_no_share_breaks_the_fit(row):
+    fitted = DraftCalibration(DEPTH)
+    shares = np.array([row[:DEPTH]] * 8)
+    for correct in (0, DEPTH):
+        fitted.learn(shares, np.zeros(8, int), np.full(8, DEPTH), np.full(8, correct))
+    chances = fitted.chances(shares, np.zeros(8, int))
+    assert np.isfinite(fitted.pairs([0.5])[GREEDY]).all()
+    assert ((chances >= 0) & (chances <= 1)).all()
+    assert not chances[~(shares > -np.inf)].any()
+
+
+def test_texts_are_taken_at_their_rates():
+    weight, bias = DraftCalibration(DEPTH).pairs([0.8])[FROM_TEXT][0]
+    assert weight == 0
+    assert 1 / (1 + np.exp(-bias)) == pytest.approx(0.8, abs=1e-4)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 40), st.integers(0, 1000))
+def test_the_simulator_admits_what_the_device_admits(budget, seed):
+    rng = np.random.default_rng(seed)
+    shares = np.log(rng.uniform(0.01, 0.99, (8, DEPTH)))
+    drafted, kinds = rng.integers(0, DEPTH + 1, 8), rng.integers(0, 2, 8)
+    calibration = (((0.8, 0.3), (1.1, -0.2)), ((1.0, 0.0),), ((1.0, 0.0),))
+    mine = admitted(shares, drafted, kinds, calibration, budget)
+    padded = [[*kind, *kind[-1:] * DEPTH][:DEPTH] for kind in calibration]
+    device = admit_drafts(
+        torch.tensor(shares, dtype=torch.float32),
+        torch.tensor(drafted + 1, dtype=torch.int32),
+        torch.full((8,), DEPTH, dtype=torch.int32),
+        torch.tensor(kinds, dtype=torch.int32),
+        torch.tensor(padded, dtype=torch.float32),
+        torch.tensor([budget], dtype=torch.int32),
+    )
+    assert (device.query_lens - 1).tolist() == mine.tolist()

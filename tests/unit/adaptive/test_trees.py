@@ -109,22 +109,14 @@ def test_what_is_asked_for_is_among_what_was_named(strategy):
         assert steps.shape in chosen.trees
         levels = list(steps.steps_per_req or [steps.shape.depth] * batch.size)
         assert max(levels) <= steps.shape.depth
-        told = verified_round(
-            levels, batch.size, steps.shape.depth, steps_per_req=levels, shape=steps.shape
-        )
-        controller.on_verify_complete(told)
+        depth = steps.shape.depth
+        record = verified_round(levels, batch.size, depth, steps_per_req=levels, shape=steps.shape)
+        controller.on_verify_complete(record)
     assert controller.snapshot()["fallback"] is None
 
 
-def test_a_tree_is_shown_by_its_steps_and_its_drafts():
-    controller = AdaptiveController(settings(strategy="static"))
-    controller.choose_steps(decode_batch(2))
-    shown = controller.snapshot()
-    assert shown["rounds_by_num_steps"] == {"4x15": 1}
-    assert (shown["speculative_num_steps"], shown["speculative_num_draft_tokens"]) == (4, 16)
-
-
 def test_a_fixed_depth_can_be_made_a_chain_and_a_tree_again():
+    """Shapes that were not built are refused."""
     controller = AdaptiveController(settings(adaptive=False, strategy="static"))
 
     def asked(**changes):
@@ -136,15 +128,13 @@ def test_a_fixed_depth_can_be_made_a_chain_and_a_tree_again():
     assert asked(num_draft_tokens=16) == CONFIGURED
     assert asked(num_steps=0) == PLAIN
     assert asked(num_steps=4, num_draft_tokens=16) == CONFIGURED
+    shown = controller.snapshot()
     # A change of shape alone counts as a change of depth.
-    assert sum(controller.snapshot()["switches"].values()) == 4
-
-
-def test_trees_that_were_not_built_are_refused_and_nothing_changes():
-    controller = AdaptiveController(settings(adaptive=False, strategy="static"))
-    with pytest.raises(ConfigError) as caught:
-        controller.reconfigure({"speculative_num_draft_tokens": 9})
-    assert "drafts of 4x8: not built at start; use some of 0, 4, 4x15" in str(caught.value)
+    assert sum(shown["switches"].values()) == 4
+    assert shown["rounds_by_num_steps"]["4x15"] == 3
+    assert (shown["speculative_num_steps"], shown["speculative_num_draft_tokens"]) == (4, 16)
+    with pytest.raises(ConfigError, match=r"drafts of 4x8: not built .*; use some of 0, 4, 4x15"):
+        asked(num_draft_tokens=9)
     assert controller.choose_steps(decode_batch(1)).shape == CONFIGURED
 
 
@@ -152,8 +142,12 @@ def drafting(tmp_path, trees, **keys):
     """A section whose adaptive config lists these trees; any folder stands for the checkpoint."""
     file = tmp_path / "adaptive.json"
     file.write_text(f'{{"1": {{"candidate_steps": [0, 5], "candidate_trees": {trees}}}}}')
+    return section(tmp_path, speculative_adaptive_config=str(file), **keys)
+
+
+def section(tmp_path, **keys):
     drafts = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(tmp_path)}
-    return validate(SpeculativeConfig, {**drafts, "speculative_adaptive_config": str(file), **keys})
+    return validate(SpeculativeConfig, {**drafts, **keys})
 
 
 def test_listed_trees_come_from_the_adaptive_config(tmp_path):
@@ -194,23 +188,18 @@ def test_listed_trees_that_cannot_be_drafted_are_refused(tmp_path, topk, trees, 
 def test_goodput_adds_small_trees_to_chains_unless_the_configuration_rules_them_out(
     tmp_path, keys, expected
 ):
-    drafter = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(tmp_path)}
-    found = PolicySettings.of(validate(SpeculativeConfig, {**drafter, **keys}))
+    found = PolicySettings.of(section(tmp_path, **keys))
     assert found.trees == expected
     assert found.shape == DraftShape.chain(3)
     assert [found.largest_batch(tree) for tree in expected] == [8, 8][: len(expected)]
 
 
 def test_small_trees_are_as_deep_as_the_draft_and_the_slots_allow(tmp_path):
-    drafter = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(tmp_path)}
-    config = validate(SpeculativeConfig, drafter)
+    config = section(tmp_path)
     assert PolicySettings.of(config, max_steps=5).trees == ALL_SMALL[:1]
     assert PolicySettings.of(config, max_steps=3).trees == ()
     assert PolicySettings.of(config, may_branch=False).trees == ()
-    slots = {"1": {"candidate_steps": [4]}, "4": {"candidate_steps": [1]}}
-    assert (
-        PolicySettings.of(config).changed({"speculative_adaptive_config": slots}).trees
-        == (ALL_SMALL[:1])
-    )
-    slots["4"] = {"candidate_steps": [1], "candidate_trees": []}
-    assert PolicySettings.of(config).changed({"speculative_adaptive_config": slots}).trees == ()
+    for deep, found in (({}, ALL_SMALL[:1]), ({"candidate_trees": []}, ())):
+        slots = {"1": {"candidate_steps": [4]}, "4": {"candidate_steps": [1], **deep}}
+        changes = {"speculative_adaptive_config": slots}
+        assert PolicySettings.of(config).changed(changes).trees == found

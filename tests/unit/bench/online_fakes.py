@@ -1,17 +1,13 @@
 """Servers in a thread of the test: any ASGI app, and one whose prompts name the answer.
 
 "4 chunks of 3"  that many chunks, each of so many tokens, and usage
-"429", "500"     refuses with that status
+"429"            refuses with that status
 "uncounted"      neither usage nor token ids
-"empty"          says it is done, and nothing else
+"empty"          [DONE], and nothing else
 "error"          one chunk, then an error frame
-"garbage"        one chunk, then an event that is no JSON
 "cut"            one chunk, then the connection breaks
-"unfinished"     one chunk, then an orderly end without [DONE]
 "silent"         one chunk, then nothing
 """
-
-from __future__ import annotations
 
 import asyncio
 import json
@@ -69,19 +65,19 @@ class ScriptedApp:
 
     async def _complete(self, prompt, send):
         if prompt.isdigit():
-            await _answer(send, int(prompt), {"error": {"message": "told to"}})
+            await _answer(send, int(prompt), {"error": {"message": "refused"}})
             return
         headers = [(b"content-type", b"text/event-stream")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         for payload in _chunks(prompt):
             await self._event(send, payload)
         if prompt == "cut":
-            raise ConnectionAbortedError("told to")
+            raise ConnectionAbortedError("cut")
         if prompt == "silent":
             await asyncio.Event().wait()
-        done = b"data: [DONE]\n\n"
-        last = {"error": event({"error": {}}), "garbage": b"data: {\n\n" + done, "unfinished": b""}
-        await send({"type": "http.response.body", "body": last.get(prompt, _usage(prompt) + done)})
+        is_error = prompt == "error"
+        last = event({"error": {}}) if is_error else _usage(prompt) + b"data: [DONE]\n\n"
+        await send({"type": "http.response.body", "body": last})
 
     async def _event(self, send, payload):
         while self.most_open < self.hold_until:
@@ -91,12 +87,10 @@ class ScriptedApp:
 
 
 def event(payload):
-    """Return a server-sent event."""
     return b"data: " + json.dumps(payload).encode() + b"\n\n"
 
 
 def chunk(text, **choice):
-    """Return a chunk of a stream."""
     return {"choices": [{"index": 0, "text": text, "finish_reason": None, **choice}]}
 
 

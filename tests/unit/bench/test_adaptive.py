@@ -1,7 +1,6 @@
 """`bench adaptive`: its figures from records, and whole runs on a tiny random pair."""
 
 import json
-from collections.abc import Mapping, Sequence
 from statistics import harmonic_mean
 
 import pytest
@@ -28,8 +27,6 @@ RUN = {
     "phases": PHASES,
     "variants": VARIANTS,
 }
-Speeds = Sequence[Mapping[str, Sequence[float]]]
-"""Tokens per ms, by phase, variant and trial."""
 
 
 def trial(phase, number, variant, speed, **fields):
@@ -40,6 +37,7 @@ def trial(phase, number, variant, speed, **fields):
 
 
 def trials(speeds):
+    """speeds: tokens per ms, by phase, variant and trial."""
     return [
         trial(phase, number, variant, speed)
         for phase, by_variant in enumerate(speeds)

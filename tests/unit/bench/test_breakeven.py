@@ -25,7 +25,6 @@ NUMBERS = ["--accept-rate", "0.7", "--draft-ms", "1.2", "--target-ms", "10"]
 
 
 def answer(capsys, *arguments):
-    """Return what is printed, and the record."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "r.jsonl"
         assert main(["breakeven", *arguments, "--json", str(file)]) == 0

@@ -1,7 +1,5 @@
 """Closed loops and steady-state batches: variants share a worker without affecting each other."""
 
-from __future__ import annotations
-
 import copy
 import random
 from itertools import count, pairwise
@@ -52,7 +50,6 @@ def controller(name):
 
 
 def loop_beside(engine, name):
-    """A loop of seven requests under this policy, on the worker and pages of `engine`."""
     requests = [(request(number), length) for number, length in enumerate(LENGTHS)]
     return ClosedLoop(engine_beside(engine, controller(name)), requests, BATCH_SIZE)
 
@@ -122,14 +119,12 @@ def test_an_endless_loop_stays_full_and_leaves_nothing_behind(engine):
 
 
 def a_round(tokens, ms=10.0, prompt=0):
-    """A round in which the requests emit `tokens`."""
     kept = [count - 1 for count in tokens]
     times = StepTimes(1.0, 2.0, ms)
     return verified_round(kept, len(tokens), 3, times=times, num_prefill_tokens=prompt)
 
 
 def settled(size):
-    """The rounds that are not counted."""
     return [a_round([9] * size, ms=1000.0)] * WARM_UP_STEPS
 
 

@@ -1,7 +1,5 @@
 """`bench online` against the real HTTP frontend, with a fake and with a real engine."""
 
-from __future__ import annotations
-
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path

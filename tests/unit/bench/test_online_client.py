@@ -1,11 +1,12 @@
-"""Clients of `bench online`: streams, loads and samples, against a scripted server."""
-
-from __future__ import annotations
+"""Clients and loads of `bench online`: streams, schedules and samples."""
 
 import json
 import socket
+from collections import Counter
 from contextlib import nullcontext
 from itertools import pairwise
+from math import sqrt
+from statistics import fmean, pvariance
 
 import pytest
 from hypothesis import given, settings
@@ -22,22 +23,22 @@ from serve_spec.bench.online.client import (
     read_stream,
 )
 from serve_spec.bench.online.load import (
+    Bursty,
     ClosedLoop,
     CompletionRequest,
     LoadRun,
     Poisson,
+    Ramp,
     Served,
+    text_requests,
 )
 from serve_spec.core.request import SamplingParams
 from tests.unit.bench.online_fakes import ScriptedApp, chunk, event, serving
 
 CUTS = {
     "429": "429",
-    "500": "500",
     "error": "error frame",
-    "garbage": "bad frame",
     "cut": "disconnected",
-    "unfinished": "broken off",
     "uncounted": "no token count",
     "empty": "no tokens",
 }
@@ -59,7 +60,7 @@ def run(app, load, prompts, url="", timeout_s=60):
         return found
 
 
-def test_a_request_says_all_that_decides_a_text_and_asks_for_the_count():
+def test_a_request_has_all_that_decides_a_text_and_asks_for_the_count():
     app = ScriptedApp()
     run(app, ClosedLoop(1), ["2 chunks of 3"])
     assert app.bodies == [
@@ -111,7 +112,7 @@ def test_a_closed_port_is_no_connection():
     assert [s.error for s in served] == ["no connection"] * 2
 
 
-@pytest.mark.parametrize("num_streams", [1, 3, 9])
+@pytest.mark.parametrize("num_streams", [3, 9])
 def test_a_closed_loop_keeps_exactly_its_streams_open(num_streams):
     app = ScriptedApp(hold_until=min(num_streams, 6))
     served = run(app, ClosedLoop(num_streams), ["2 chunks of 1"] * 6).served
@@ -158,8 +159,7 @@ def test_a_load_is_dealt_out_whole_and_evenly(num_streams, num_requests, num_cli
     assert [served.text for served in back] == [request.prompt for request in asked]
 
 
-def test_a_client_without_requests_does_not_speak_for_the_busiest():
-    """It ends at once, all of its time on a CPU."""
+def test_a_client_without_requests_does_not_count_as_the_busiest():
     busy, idle = LoadRun([Served(0, 0, 1)], client_cpu_share=0.2), LoadRun([], client_cpu_share=1.0)
     assert merged(ClosedLoop(1), [busy, idle]).client_cpu_share == 0.2
 
@@ -169,7 +169,6 @@ TEXTS = st.text(max_size=12)
 
 @st.composite
 def cut(draw, whole):
-    """`whole` in pieces, some of them empty."""
     ends = sorted(draw(st.lists(st.integers(0, len(whole)), max_size=12)))
     return [whole[start:end] for start, end in pairwise([0, *ends, len(whole)])]
 
@@ -182,7 +181,7 @@ def test_events_do_not_depend_on_how_the_bytes_were_cut(data, texts, end):
         b": a comment" + end + b"data: " + payload.encode() + end + b"id: 3" + end * 2
         for payload in payloads
     )
-    arrivals = [(1.0, piece) for piece in data.draw(cut(lines))]
+    arrivals = [(1.0, part) for part in data.draw(cut(lines))]
     assert [event for _, event in events(arrivals)] == payloads
 
 
@@ -212,20 +211,21 @@ def test_tokens_are_counted_by_usage_else_by_ids_and_never_by_chunks():
     [
         (b"data: [DONE]\n", "broken off"),
         (event({"error": {"message": "boom"}}) + b"data: [DONE]\n\n", "error frame"),
+        (b"data: {\n\n", "bad frame"),
         (event([1]), "bad frame"),
         (event({"text": "no choices"}), "bad frame"),
     ],
 )
-def test_only_an_answer_that_says_it_is_done_is_whole(last, error):
+def test_only_an_answer_with_its_end_is_complete(last, error):
     answer = read_stream([(1.0, event(chunk("a"))), (2.0, last)])
     assert (answer.error, answer.text) == (error, "a")
 
 
-def state(replica, age_s, **said):
-    return {"replica": replica, "age_s": age_s, **said}
+def state(replica, age_s, **fields):
+    return {"replica": replica, "age_s": age_s, **fields}
 
 
-def test_an_account_is_as_old_as_the_server_says():
+def test_an_account_has_the_age_that_the_server_reports():
     info = {"internal_states": [state("a", 0.4, batch_size=3, speculative_num_steps=5)]}
     (account,) = accounts(info, 2.0)
     assert account == {
@@ -246,9 +246,86 @@ def test_however_often_it_is_polled_every_account_counts_once(gaps, every_s, jit
     samples = []
     for poll in range(int(end_s / every_s) + 1):
         now_s = poll * every_s
-        told_at = max(time for time in reports if time <= now_s)
+        reported_at = max(time for time in reports if time <= now_s)
         # The answer arrives a little later than the server computed the age.
         late_s = jitter_s * (poll % 2)
-        info = {"internal_states": [state("a", now_s - told_at, batch_size=1)]}
+        info = {"internal_states": [state("a", now_s - reported_at, batch_size=1)]}
         samples += new_samples(accounts(info, now_s + late_s), samples)
     assert len(samples) == len(gaps), "none twice, none missed, none from before the run"
+
+
+RATES = st.floats(0.01, 1000)
+COUNTS = st.integers(1, 200)
+SEEDS = st.integers(0, 2**32)
+OPEN = (
+    st.builds(Poisson, RATES)
+    | st.builds(Bursty, RATES, st.integers(1, 20))
+    | st.builds(Ramp, RATES, RATES)
+)
+MANY = 20_000
+
+
+@given(OPEN, COUNTS, SEEDS)
+def test_a_schedule_is_a_function_of_its_seed_and_never_goes_back(load, count, seed):
+    times = load.arrivals(count, seed)
+    assert times == load.arrivals(count, seed)
+    assert len(times) == count
+    assert times[0] >= 0
+    assert all(before <= after for before, after in pairwise(times))
+
+
+@given(RATES, st.floats(0.1, 10), COUNTS, SEEDS)
+def test_a_rate_is_a_unit_of_time_and_nothing_else(rate, factor, count, seed):
+    slow = Poisson(rate).arrivals(count, seed)
+    fast = Poisson(rate * factor).arrivals(count, seed)
+    assert [time * factor for time in fast] == pytest.approx(slow)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_poisson_gaps_have_the_mean_and_the_spread_of_an_exponential(seed):
+    rate = 3.0
+    times = Poisson(rate).arrivals(MANY, seed)
+    gaps = [after - before for before, after in pairwise([0.0, *times])]
+    # The mean of n exponentials has a relative deviation of 1/√n, their variance one of √(8/n).
+    assert fmean(gaps) * rate == pytest.approx(1, abs=5 / sqrt(MANY))
+    assert pvariance(gaps) * rate**2 == pytest.approx(1, abs=5 * sqrt(8 / MANY))
+
+
+@given(RATES, st.integers(1, 20), st.integers(1, 300), SEEDS)
+def test_bursts_come_whole_at_one_instant_and_are_poisson_themselves(rate, size, count, seed):
+    times = Bursty(rate, size).arrivals(count, seed)
+    sizes = list(Counter(times).values())
+    assert sizes[:-1] == [size] * (len(sizes) - 1)
+    assert sizes[-1] == count - size * (len(sizes) - 1) <= size
+    bursts = Poisson(rate / size).arrivals(len(sizes), seed)
+    assert list(Counter(times)) == bursts
+
+
+@given(RATES, RATES, COUNTS, SEEDS)
+def test_a_ramp_ends_on_time_at_the_mean_of_its_rates(first, last, count, seed):
+    load = Ramp(first, last)
+    assert load.seconds(count) == pytest.approx(count / ((first + last) / 2))
+    assert load.arrivals(count, seed)[-1] <= load.seconds(count) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("first", "last"), [(1, 9), (9, 1), (5, 5), (0.01, 10)])
+@pytest.mark.parametrize("part", [0.1, 0.25, 0.5, 0.9])
+def test_by_any_part_of_a_ramp_as_many_have_come_as_its_rate_adds_up_to(first, last, part):
+    load = Ramp(first, last)
+    end = part * load.seconds(MANY)
+    share = sum(time <= end for time in load.arrivals(MANY, 3)) / MANY
+    expected = (first * part + (last - first) * part**2 / 2) / ((first + last) / 2)
+    deviation = sqrt(expected * (1 - expected) / MANY)
+    assert share == pytest.approx(expected, abs=5 * deviation)
+
+
+def test_every_other_mixed_request_is_shuffled_and_sampled():
+    plain, mixed = (
+        text_requests(6, prompt_chars=80, output_tokens=7, temperature=0.5, mixed=mixed)
+        for mixed in (False, True)
+    )
+    assert mixed[::2] == plain[::2]
+    for hard, easy in zip(mixed[1::2], plain[1::2], strict=True):
+        assert hard.prompt != easy.prompt
+        assert sorted(hard.prompt.split(" ")) == sorted(easy.prompt.split(" "))
+        assert (hard.params.temperature, hard.params.seed) == (1.0, easy.params.seed)

@@ -1,7 +1,5 @@
 """Figures of `bench online`: percentiles, speed, goodput and shares, by their definitions."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 
@@ -178,7 +176,7 @@ def test_both_sides_of_a_load_are_compared():
     assert row["added_tpot_ms_p50"] == pytest.approx(0)
 
 
-def test_a_load_that_was_refused_altogether_still_has_its_row():
+def test_a_load_that_was_refused_completely_still_has_its_row():
     refused = figures(LoadRun([failed("429"), failed("429"), failed("500")]))
     assert refused["errors"] == {"429": 2, "500": 1}
     assert (refused["ttft_ms"], refused["tokens_per_second"]) == (None, 0)

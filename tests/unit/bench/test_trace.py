@@ -1,7 +1,5 @@
 """Recorded acceptance: a trace replays to what the engine does."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import takewhile
@@ -44,7 +42,6 @@ def requests():
 
 
 def served(engine, requests, batch_size):
-    """Return the steps and texts of requests of `NUM_TOKENS` tokens."""
     loop = ClosedLoop(engine, [(request, NUM_TOKENS) for request in requests], batch_size)
     return loop.advance(NUM_TOKENS * len(requests)), loop.texts
 
@@ -127,7 +124,6 @@ TREE = DraftShape(3, 7, TOPK)
 
 
 def branching(make):
-    """An engine that drafts `TREE` and nothing else."""
     rows = TREE.size + 1
     keys = {"speculative_eagle_topk": TOPK, "speculative_num_draft_tokens": rows}
     return make("EAGLE3", TREE.depth, **keys).engine

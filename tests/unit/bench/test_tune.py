@@ -121,60 +121,31 @@ def test_the_report_names_the_two_keys_and_shows_every_cell():
         assert f"| {row[1]} | {row[2]} | {row[3]} | {row[4]} |" in report
 
 
-def test_a_file_returns_the_measurements_that_were_appended(tmp_path):
-    path = tmp_path / "new" / "cells.jsonl"
-    cells = [
-        cell(1, "mixed", 0),
-        cell(1, "mixed", 3),
-        cell(1, "mixed", 3, shape=DraftShape(3, 3, 2)),
-    ]
-    MeasurementFile(path, SETTINGS).append(cells)
-    assert MeasurementFile(path, SETTINGS).by_place == {c.place: c for c in cells}
-    assert len(MeasurementFile(path, SETTINGS).by_place) == 3
-    again = cell(1, "mixed", 3, speed=200)
-    MeasurementFile(path, SETTINGS).append([again])
-    assert MeasurementFile(path, SETTINGS).by_place[again.place] == again, "the last one counts"
-
-
 @pytest.mark.parametrize("num_bytes", [1, 200])
-def test_a_line_cut_short_is_dropped_and_the_file_goes_on(tmp_path, num_bytes):
-    path = tmp_path / "cells.jsonl"
-    kept, lost, after = cell(1, "mixed", 0), cell(1, "mixed", 1), cell(1, "mixed", 3)
-    MeasurementFile(path, SETTINGS).append([kept, lost])
+def test_a_file_returns_its_measurements_without_a_last_line_cut_short(tmp_path, num_bytes):
+    path = tmp_path / "new" / "cells.jsonl"
+    tree = cell(1, "mixed", 3, shape=DraftShape(3, 3, 2))
+    first, again = cell(1, "mixed", 3), cell(1, "mixed", 3, speed=200)
+    kept, lost = [cell(1, "mixed", 0), tree, first, again], cell(1, "mixed", 1)
+    MeasurementFile(path, SETTINGS).append([*kept, lost])
     path.write_bytes(path.read_bytes()[:-num_bytes])
     record = MeasurementFile(path, SETTINGS)
-    assert set(record.by_place) == {kept.place}
-    record.append([after])
-    assert set(MeasurementFile(path, SETTINGS).by_place) == {kept.place, after.place}
+    assert record.by_place == {c.place: c for c in kept}, "of one place the last one counts"
+    assert len(record.by_place) == 3
+    record.append([lost])
+    assert MeasurementFile(path, SETTINGS).by_place == {c.place: c for c in (*kept, lost)}
     path.write_text('{"settings": {"num_p')
-    MeasurementFile(path, SETTINGS).append([after])
-    assert set(MeasurementFile(path, SETTINGS).by_place) == {after.place}
-
-
-def test_measurements_with_other_settings_are_refused_by_name_and_replaced_if_asked(tmp_path):
-    path = tmp_path / "cells.jsonl"
-    MeasurementFile(path, SETTINGS).append([cell(1, "mixed", 0)])
-    others = {**SETTINGS, "model": {"path": "/target", "dtype": "bfloat16"}}
-    with pytest.raises(ConfigError) as refused:
-        MeasurementFile(path, others)
-    (problem,) = refused.value.problems
-    assert problem.startswith("model.dtype='bfloat16': ")
-    assert "measured with 'float32'" in problem
-    assert "--fresh" in problem
-    assert MeasurementFile(path, SETTINGS).by_place, "a refusal must leave the file as it is"
-    assert not MeasurementFile(path, others, fresh=True).by_place
-    assert not MeasurementFile(path, others).by_place
+    MeasurementFile(path, SETTINGS).append([lost])
+    assert set(MeasurementFile(path, SETTINGS).by_place) == {lost.place}
 
 
 @pytest.mark.parametrize("line", ["[]", '{"cells": 3}', "something else", '{"settings": 3}'])
 def test_a_file_that_holds_something_else_is_refused(tmp_path, line):
     path = tmp_path / "cells.jsonl"
-    path.write_text(line + "\n")
-    with pytest.raises(ConfigError, match="has no measurements of this version"):
-        MeasurementFile(path, SETTINGS)
-    path.write_text(json.dumps({"settings": SETTINGS}) + f"\n{line}\n")
-    with pytest.raises(ConfigError, match="has no measurements of this version"):
-        MeasurementFile(path, SETTINGS)
+    for before in ("", json.dumps({"settings": SETTINGS}) + "\n"):
+        path.write_text(f"{before}{line}\n")
+        with pytest.raises(ConfigError, match="has no measurements of this version"):
+            MeasurementFile(path, SETTINGS)
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +202,9 @@ def test_an_interrupted_sweep_continues_and_writes_all_files(config, tmp_path, c
     assert [file.read_bytes() for file in files] == once, "nothing is measured again"
     with pytest.raises(ConfigError, match=r"^repetitions=2: .* was measured with 1; use that"):
         main([*call, "--repetitions", "2"])
+    with pytest.raises(ConfigError, match=r"^model.dtype=.bfloat16.: .* with .auto.; .* --fresh"):
+        main([*call, "--set", "dtype=bfloat16"])
+    assert [file.read_bytes() for file in files] == once, "a refusal changes nothing"
     assert main([*call, "--fresh"]) == 0
     assert len(files[0].read_text().splitlines()) == 1 + 2 * 3
     assert load_cost_table(files[1]).batch_sizes == (1,)
@@ -306,7 +280,6 @@ def is_swept(tree, topk):
 
 
 def may_be_listed(tree, topk):
-    """Whether a server takes an adaptive config that lists it."""
     depth, size = tree
     slot = {"candidate_steps": [depth], "candidate_trees": [[depth, size + 1]]}
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,5 @@
 """Acceptance of drafts against plain recursion: reference and kernels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -32,11 +30,9 @@ class Tree:
     rows: tuple[tuple[int, int, int], ...]
 
     def children(self, row):
-        """Return the drafts that follow `row`."""
         return [i for i, (token, parent, _) in enumerate(self.rows) if i and parent == row]
 
     def emitted(self, depth, row=0):
-        """Return the tokens emitted from `row` on, and the rows accepted after it."""
         drawn = self.rows[row][2]
         if depth:
             for child in self.children(row):
@@ -104,7 +100,7 @@ def advance(ops, rows, slots, depth, window=WINDOW, forced=None):
 
 
 @BOTH
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     data=st.data(),
     round=st.lists(trees(), min_size=1, max_size=4),
@@ -204,7 +200,7 @@ paths = st.integers(0, 8).flatmap(
 
 
 @BOTH
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     round=st.lists(paths, min_size=1, max_size=4).filter(lambda round: any(n for n, _ in round)),
     padding=st.integers(0, 2),

@@ -1,6 +1,4 @@
-"""Tensors on a GPU go to a function's kernel, all others and torch's compiler to its reference."""
-
-from __future__ import annotations
+"""Tensors on a GPU go to a kernel that fits it; others, and compiled code, go to the reference."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +9,12 @@ from serve_spec.ops import acceptance, dispatch, elementwise
 from tests.helpers.triton import DEVICE, reference
 
 from serve_spec.ops import draft_tree, draft_tree_triton, elementwise_triton  # isort: skip
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 ON_GPU: Any = SimpleNamespace(is_cuda=True)
 
@@ -59,3 +63,20 @@ def test_trees_too_large_for_the_kernels_are_grown_and_chosen_by_the_reference()
         level, beam = way.grow_beam(draft_tree.root_beam(1, DEVICE), token_ids, scores, 0)
         found.append([*level, *beam, *way.choose_drafts([level], *counts, 8)])
     assert all(map(torch.equal, *found))
+
+
+def test_attention_spills_four_registers_at_most_and_other_kernels_none():
+    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.helpers.compiled_kernels"]
+    root = Path(__file__).parents[3]
+    said = subprocess.run(
+        command, env=environment, cwd=root, stdout=subprocess.PIPE, text=True, check=True
+    )
+    kernels = [json.loads(line) for line in said.stdout.splitlines()]
+    attention = {"_plan_kernel", "_attend_kernel", "_merge_kernel"}
+    admission = {"_survival_kernel", "_last_kernel", "_admit_kernel"}
+    exchanges = {"_sum_kernel", "_sum_add_norm_kernel", "_broadcast_kernel", "_gather_kernel"}
+    assert {record["kernel"] for record in kernels} == attention | admission | exchanges
+    for record in kernels:
+        assert record["spills"] <= (16 if record["kernel"] in attention else 0), record
+        assert record["shared"] <= 227 * 1024, record

@@ -1,9 +1,5 @@
 """Trees of drafts against an oracle that knows nodes by their paths."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,13 +13,9 @@ from tests.helpers.triton import DEVICE, reference
 
 from serve_spec.ops import draft_tree_triton  # isort: skip
 
-Path = tuple[int, ...]
-Likely = Callable[[Path], list[float]]
-"""The logarithms of a path's children, the likeliest first; child i is token i."""
-
 
 def likelihoods(topk, seed, *, ties):
-    """A random law over children; with ties, few values, certainty among them."""
+    """Return the log-probabilities of a path's children, descending; child i is token i."""
 
     def of(path):
         generator = torch.Generator().manual_seed(hash((seed, path)) % 2**31)
@@ -40,7 +32,7 @@ def tree_of(likely, topk, steps, counts):
     """The paths of what the beam makes of several sequences at once, and each one's parent."""
     device = torch.device("cpu")
     beam = root_beam(len(steps), device)
-    paths: list[list[Path]] = [[()] for _ in steps]
+    paths = [[()] for _ in steps]
     levels = []
     for step in range(max(steps)):
         scores = [[likely(path) for path in of_one] for of_one in paths]
@@ -59,7 +51,7 @@ def tree_of(likely, topk, steps, counts):
     for row, above, own, count in zip(
         ids.tolist(), parents.tolist(), shares.tolist(), counts, strict=True
     ):
-        nodes: list[Path] = [()]
+        nodes = [()]
         for token, parent, share in zip(row[:count], above[:count], own, strict=False):
             assert parent < len(nodes), "a parent comes before its children"
             assert share == pytest.approx(likely(nodes[parent])[token])
@@ -77,8 +69,7 @@ def oracle(likely, topk, num_steps, count):
             total = float(torch.tensor(total) + torch.tensor(likely(path[:depth])[token]))
         return total
 
-    beam: list[Path] = [()]
-    candidates: list[Path] = []
+    beam, candidates = [()], []
     for _ in range(num_steps):
         level = [(*path, child) for path in beam for child in range(topk)]
         candidates += level
@@ -112,8 +103,7 @@ def test_a_place_of_the_beam_sees_its_own_path_whatever_parent_it_goes_on_from(
 ):
     likely = likelihoods(topk, seed, ties=False)
     beam = root_beam(1, torch.device("cpu"))
-    paths: list[Path] = [()]
-    entries: list[Path] = []
+    paths, entries = [()], []
     for step in range(num_steps):
         tokens = torch.arange(topk).expand(1, len(paths), topk)
         _, beam = grow_beam(beam, tokens, torch.tensor([[likely(path) for path in paths]]), step)
@@ -133,7 +123,7 @@ def test_equal_children_rank_by_column():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_rows_without_a_usable_number_have_no_children_and_no_say(bad):
+def test_rows_without_a_finite_score_have_no_children_and_influence_nothing(bad):
     scores = torch.zeros(2, 6)
     scores[0, 3] = bad
     found, likely = likeliest_children(scores, 2, None)
@@ -151,7 +141,7 @@ def test_rows_without_a_usable_number_have_no_children_and_no_say(bad):
 
 @settings(max_examples=12, deadline=None)
 @given(sizes(), st.integers(0, 2**31), st.booleans(), st.integers(0, 6))
-def test_the_kernels_grow_and_choose_as_the_law_does(shape, seed, ties, num_broken):
+def test_the_kernels_grow_and_choose_as_the_reference_does(shape, seed, ties, num_broken):
     """Beside sequences that draft nothing; some candidates are no tokens."""
     topk, steps, counts = shape
     steps, counts = [*steps, 0], [*counts, -1]
@@ -159,7 +149,7 @@ def test_the_kernels_grow_and_choose_as_the_law_does(shape, seed, ties, num_brok
     beams = {
         impl: root_beam(len(steps), DEVICE) for impl in (reference(draft_tree), draft_tree_triton)
     }
-    levels: dict[object, list[draft_tree.Level]] = {impl: [] for impl in beams}
+    levels = {impl: [] for impl in beams}
     for step in range(max(steps)):
         by_place = (len(steps), 1 if step == 0 else topk, topk)
         ids = torch.randint(0, 50, by_place, generator=generator)
@@ -176,14 +166,14 @@ def test_the_kernels_grow_and_choose_as_the_law_does(shape, seed, ties, num_brok
             levels[impl].append(level)
         for mine, law in zip(*beams.values(), strict=True):
             assert torch.equal(mine, law)
-        for mine, law in zip(*(of_twin[-1] for of_twin in levels.values()), strict=True):
+        for mine, law in zip(*(of_impl[-1] for of_impl in levels.values()), strict=True):
             assert torch.equal(mine.nan_to_num(), law.nan_to_num())
     num_steps = torch.tensor(steps, dtype=torch.int32, device=DEVICE)
     wanted = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
     found = []
-    for impl, of_twin in levels.items():
+    for impl, of_impl in levels.items():
         with poisoned_memory():
-            found.append(impl.choose_drafts(of_twin, num_steps, wanted, max(counts)))  # type: ignore[attr-defined]
+            found.append(impl.choose_drafts(of_impl, num_steps, wanted, max(counts)))
     for b, count in enumerate(counts):
         for law, kernel in zip(*found, strict=True):
             mine, its = law[b, : max(count, 0)], kernel[b, : max(count, 0)]

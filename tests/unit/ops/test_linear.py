@@ -1,4 +1,4 @@
-"""Products of few rows: the kernels against their laws, and the way products are cut."""
+"""Products of few rows: the kernels against the reference, and the way products are cut."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def integers(*shape, seed=0):
 @pytest.mark.parametrize("is_fp8", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "num_outputs", "in_features"), [*SHAPES, (2, 48, 1024)])
-def test_the_kernels_follow_their_laws(num_rows, num_outputs, in_features, dtype, is_fp8):
+def test_the_kernels_follow_the_reference(num_rows, num_outputs, in_features, dtype, is_fp8):
     x = random(num_rows, in_features, dtype=dtype)
     weight, scale = random(2 * num_outputs, in_features, dtype=dtype, seed=1), None
     if is_fp8:
@@ -62,15 +62,11 @@ def test_eight_bits_keep_every_row_to_a_sixteenth_of_each_number_or_of_nothing(
 ):
     """Four significant bits, and below 2^-6 / 448 of the largest number a fixed step."""
     weight = random(num_outputs, in_features, seed=seed) * 2.0**exponent
+    weight[-1] = 0
     kept = linear.Fp8Weight.of(weight)
     error = (kept.values.float() * kept.scale[:, None] - weight).abs()
     smallest = weight.abs().amax(dim=1, keepdim=True) * 2.0**-9 / 448
     assert bool((error <= weight.abs() / 16 + smallest).all())
-
-
-def test_a_row_of_zeros_stays_one_in_eight_bits():
-    kept = linear.Fp8Weight.of(torch.zeros(2, 3))
-    assert torch.equal(kept.values.float() * kept.scale[:, None], torch.zeros(2, 3))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -98,6 +94,8 @@ def test_rows_may_be_part_of_a_wider_tensor():
     x, weight = integers(4, 200)[:, 30:158], integers(16, 128, seed=1)
     found = linear_triton.small_linear(x, weight, out_dtype=torch.float32)
     assert torch.equal(found, x.float() @ weight.float().T)
+    gates = random(4, 100, seed=1)[:, :64]
+    assert relative_error(linear_triton.silu_and_mul(gates), plain.silu_and_mul(gates)) < 1e-6
 
 
 def test_no_rows_give_no_rows():
@@ -111,7 +109,8 @@ def test_no_rows_give_no_rows():
 def test_callers_get_the_same_numbers_whichever_library_multiplies(few):
     x, weight = integers(3 if few else 300, 64), integers(32, 64, seed=1)
     exact = x.float() @ weight.float().T
-    assert torch.equal(linear.linear(x, weight, out_dtype=torch.float32), _rounded_on_cpu(exact))
+    rounded = exact if exact.is_cuda else exact.bfloat16().float()
+    assert torch.equal(linear.linear(x, weight, out_dtype=torch.float32), rounded)
     assert torch.equal(linear.linear(x, weight), exact.bfloat16())
     expected = F.silu(exact[:, :16].bfloat16()) * exact[:, 16:].bfloat16()
     assert relative_error(linear.gate_up(x, weight), expected) < 1e-3
@@ -132,9 +131,8 @@ def test_a_layer_whose_results_are_float32_makes_them_so():
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("num_rows", "width"), [(1, 1), (3, 48), (2, 1024), (5, 1500)])
-def test_the_gated_activation_follows_its_law(num_rows, width, dtype):
-    gate_up = 3 * torch.randn(num_rows, 2 * width, generator=torch.Generator().manual_seed(0))
-    gate_up = gate_up.to(DEVICE, dtype)
+def test_the_gated_activation_follows_the_reference(num_rows, width, dtype):
+    gate_up = 3 * random(num_rows, 2 * width, dtype=dtype)
     with poisoned_memory():
         found = linear_triton.silu_and_mul(gate_up)
     expected = plain.silu_and_mul(gate_up)
@@ -143,25 +141,16 @@ def test_the_gated_activation_follows_its_law(num_rows, width, dtype):
     assert relative_error(found, expected) < ACTIVATION_TOLERANCE[dtype]
 
 
-def test_gates_may_be_part_of_a_wider_tensor():
-    wide = torch.randn(4, 100, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    found = linear_triton.silu_and_mul(wide[:, :64])
-    assert relative_error(found, plain.silu_and_mul(wide[:, :64])) < 1e-6
-
-
 def test_a_gate_far_from_zero_is_open_or_closed():
     gate_up = torch.tensor([[-3e4, -100.0, 0.0, 100.0, 2.0, 2.0, 2.0, 2.0]])
     found = linear_triton.silu_and_mul(gate_up.to(DEVICE, torch.bfloat16))
     assert found.tolist() == [[0.0, 0.0, 0.0, 200.0]]
 
 
-@given(
-    st.integers(1, 200_000),
-    st.integers(1, 30_000),
-    st.integers(0, 600),
-    st.booleans(),
-    st.booleans(),
-)
+OUTPUTS, INPUTS = st.integers(1, 200_000), st.integers(1, 30_000)
+
+
+@given(OUTPUTS, INPUTS, st.integers(0, 600), st.booleans(), st.booleans())
 def test_any_product_is_cut_into_programs_that_fit(num_outputs, in_features, num_rows, gated, fp8):
     tiles = choose_tiles(num_outputs, in_features, num_rows, gated, fp8)
     assert tiles.columns % tiles.depth == 0
@@ -173,19 +162,9 @@ def test_any_product_is_cut_into_programs_that_fit(num_outputs, in_features, num
     assert tiles.stages * tiles.depth * bytes_per_column <= 227 * 1024
 
 
-@given(
-    st.integers(1, 200_000),
-    st.integers(1, 30_000),
-    st.integers(1, 200),
-    st.integers(1, 200),
-    st.booleans(),
-)
+@given(OUTPUTS, INPUTS, st.integers(1, 200), st.integers(1, 200), st.booleans())
 def test_a_row_is_summed_in_the_same_order_in_a_batch_of_any_size(
     num_outputs, in_features, one, other, gated
 ):
     first, second = (choose_tiles(num_outputs, in_features, rows, gated) for rows in (one, other))
     assert first.columns == second.columns
-
-
-def _rounded_on_cpu(exact):
-    return exact if exact.is_cuda else exact.bfloat16().float()

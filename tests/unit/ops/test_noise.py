@@ -1,7 +1,5 @@
 """Counter-based noise: its distribution, and the same words in plain Python and in kernels."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Paged attention equals a softmax token by token: the reference and the kernel."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -10,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from serve_spec.ops import paged_attention as dispatched
 from serve_spec.ops.paged_attention import AttentionKind, AttentionPlan
@@ -28,11 +25,6 @@ TILINGS = {
     "merged by the last": (0, 16, {"block": 32, "min_share": 16, "is_last_merging": True}),
     "a program for each share": (0, 16, {"block": 16, "min_share": 16, "programs": 8}),
     "small tiles": (3, 16, {"block": 16, "min_share": 16}),
-    "small tiles, merged by the last": (
-        2,
-        16,
-        {"block": 16, "min_share": 16, "is_last_merging": True},
-    ),
     "blocks without masks": (0, 128, {"block": 16, "min_share": 16}),
     "whole tiles": (0, 16, {"block": 16}),
 }
@@ -112,11 +104,9 @@ class Scene:
 
     def run(self, op):
         plan = replace(self.plan)  # nothing prepared
-        out: Tensor = op.paged_attention(self.query, self.keys, self.values, plan, self.kind)
-        return out
+        return op.paged_attention(self.query, self.keys, self.values, plan, self.kind)
 
     def tiled(self, name):
-        """The kernel's results with a tiling of that name."""
         tokens, lines, rest = TILINGS[name]
         ((num_requests, max_query_len),) = self.plan.groups
         tokens = min(max_query_len, tokens) if tokens else max_query_len
@@ -198,10 +188,9 @@ def scenes(draw):
     )
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(scene=scenes(), tiling=st.none() | st.sampled_from(sorted(TILINGS)))
 def test_tokens_of_any_requests_see_what_they_should(scene, tiling):
-    """Sums are in float32, whatever is summed."""
     tolerance = SHORT.get(scene.query.dtype, 1e-5)
     if len(scene.query):
         scene.check(scene.run(paged_attention), tolerance)
@@ -214,9 +203,8 @@ def test_tokens_of_any_requests_see_what_they_should(scene, tiling):
 )
 def test_shares_of_a_tile_add_up(tiling, window, tree):
     # Nothing to share, a share of one entry, shares of unequal length, and of many blocks.
-    lengths = [(16, 2), (17, 1), (45, 4), (140, 3)]
-    kind = AttentionKind(window=window)
-    scene = Scene(lengths, page_size=8, kind=kind, tree=tree)
+    lengths = [(16, 2), (17, 1), (37, 4), (84, 3)]
+    scene = Scene(lengths, page_size=8, kind=AttentionKind(window=window), tree=tree)
     scene.check(scene.tiled(tiling))
 
 
@@ -256,13 +244,11 @@ def test_queries_may_be_part_of_wider_rows(op):
 
 
 @BOTH
-@pytest.mark.parametrize("window", [None, 9])
-def test_the_newest_tokens_of_a_tree_see_what_they_do_beside_the_others(op, window):
+def test_the_newest_tokens_of_a_tree_see_what_they_do_beside_the_others(op):
     """A beam's tokens come last; the tree's other entries are in the cache."""
-    scene = Scene([(23, 6), (14, 6)], kind=AttentionKind(window=window), tree=True)
+    scene = Scene([(23, 6), (14, 6)], kind=AttentionKind(window=9), tree=True)
     expected = scene.run(op).view(2, 6, *scene.query.shape[1:])[:, 3:].flatten(0, 1)
     scene.query = scene.query.view(2, 6, *scene.query.shape[1:])[:, 3:].flatten(0, 1)
-    assert scene.masks is not None
     scene.plan = replace(
         scene.plan,
         query_starts=torch.tensor([0, 3, 6], dtype=torch.int32, device=DEVICE),
@@ -274,9 +260,8 @@ def test_the_newest_tokens_of_a_tree_see_what_they_do_beside_the_others(op, wind
 
 
 @BOTH
-@pytest.mark.parametrize("heads", [(1, 1), (4, 1)])
-def test_the_last_token_of_a_tree_has_a_bit(op, heads):
-    scene = Scene([(66, 64)], heads, tree=True)
+def test_the_last_token_of_a_tree_has_a_bit(op):
+    scene = Scene([(66, 64)], (2, 1), tree=True)
     scene.check(scene.run(op))
 
 
@@ -284,7 +269,6 @@ def test_the_last_token_of_a_tree_has_a_bit(op, heads):
 def test_requests_of_more_tokens_than_a_mask_has_bits_are_chains(op):
     scene = Scene([(23, 4), (90, 70)], tree=True, groups=((1, 4), (1, 70)))
     found = scene.run(op)
-    assert scene.masks is not None
     for index in range(66):
         scene.masks[8 + index] = 0  # bits of entries that chains do not have
     scene.plan = replace(scene.plan, tree_mask=scene.masks.to(DEVICE))
@@ -303,19 +287,16 @@ def test_the_bits_are_the_same_every_time(tiling):
 
 @BOTH
 def test_layers_of_a_forward_share_a_plan_whatever_their_kind(op):
-    plain = AttentionKind()
-    kinds = [plain, AttentionKind(window=5), plain]
-    wide = [Scene([(40, 2), (9, 1)], heads=(4, 4), kind=kind) for kind in kinds]
-    narrow = [Scene([(40, 2), (9, 1)], heads=(4, 2), kind=kind) for kind in kinds]
-    plan = wide[0].plan
-    for scene in (*wide, *narrow):
+    kinds = [AttentionKind(), AttentionKind(window=5)]
+    places = [(heads, kind) for heads in ((4, 4), (4, 2)) for kind in kinds]
+    scenes = [Scene([(40, 2), (9, 1)], heads=heads, kind=kind) for heads, kind in places]
+    for scene in scenes:
+        assert torch.equal(scene.slots, scenes[0].slots)
         pools = scene.keys, scene.values
-        rows = [scene.slots[index][: 4 * 10].tolist() for index in range(2)]
-        assert rows == [wide[0].slots[index][: 4 * 10].tolist() for index in range(2)]
-        scene.check(op.paged_attention(scene.query, *pools, plan, scene.kind))
+        scene.check(op.paged_attention(scene.query, *pools, scenes[0].plan, scene.kind))
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(
     narrow=st.lists(st.integers(0, 3), min_size=1, max_size=4),
     wide=st.lists(st.integers(0, 30), min_size=1, max_size=3),
@@ -331,14 +312,14 @@ def test_groups_of_requests_are_one_forward(narrow, wide, tree, spare_tokens):
         scene.check(scene.run(kernel))
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     lengths=st.lists(
         st.tuples(st.integers(0, 40), st.integers(0, 900) | st.integers(0, 9000)).map(
             lambda n: (n[0] + n[1], n[0])
         ),
         min_size=1,
-        max_size=9,
+        max_size=6,
     ),
     window=st.sampled_from([None, 100, 1000]),
     programs=st.integers(1, 40),
@@ -352,7 +333,7 @@ def test_every_program_reads_a_fair_part_of_long_caches(lengths, window, program
     group = kernel._Group(0, len(lengths), max_query_len, tiling, fills_up=True)
     work = kernel._plan_work(scene.plan, kind, group, len(scene.query), programs, 1)
     tiles, ranges = work.tiles.tolist(), work.ranges.tolist()
-    shares: dict[int, list[tuple[int, int]]] = {tile: [] for tile in range(num_tiles)}
+    shares = {tile: [] for tile in range(num_tiles)}
     read = []
     for first_tile, end_tile, first_entry, end_entry in ranges:
         read.append(0)

@@ -1,7 +1,5 @@
 """Rejection sampling against plain numbers one chain at a time: reference and kernels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,7 +88,6 @@ class Batch:
         return cls(counts, depth, params, seeds, lengths, logits, near, target_ids, drafted)
 
     def expected(self, method):
-        """Return what the requests that have not left emit."""
         emitted, first = [], 0
         drawn = self._drawn.tolist()
         for b, count in enumerate(self.counts):
@@ -131,14 +128,12 @@ class Batch:
 
     @property
     def _drawn(self):
-        """The target's draw at every position."""
         owners = torch.tensor([b for b, _ in self._rows], dtype=torch.int32)
         positions = torch.tensor([self.lengths[b] + i for b, i in self._rows])
         rows = draw_params(self.params, self.seeds, CPU)
         return reference(draw).draw_tokens(self.logits, owners, positions, rows)
 
     def emitted(self, method, ops, num_padding=3):
-        """Return what the code under test makes of the batch."""
         size = len(self.counts)
         params = draw_params(self.params[::-1], self.seeds[::-1], DEVICE)
         slots = torch.arange(size - 1, -1, -1, dtype=torch.int32, device=DEVICE)
@@ -174,7 +169,6 @@ class Batch:
 
 
 def ragged(depth, size=14):
-    """Return counts of requests with all drafts, fewer, none, and of some that have left."""
     return [[depth, 0, max(0, depth - 1), 1, depth, -1, depth][b % 7] for b in range(size)]
 
 
@@ -182,7 +176,7 @@ def ragged(depth, size=14):
 @pytest.mark.parametrize("is_reduced", [False, True])
 def test_sampled_drafts_have_noise_of_their_own(ops, is_reduced):
     """And a row from which no token can be drawn gives -1."""
-    depth, size = 3, 20
+    depth, size = 2, len(MIX)
     made = Batch.of([depth] * size, depth, num_draft_ids=1300 if is_reduced else VOCAB)
     params = draw_params(made.params, made.seeds, DEVICE)
     ids = None if made.target_ids is None else made.target_ids.to(DEVICE)
@@ -212,7 +206,6 @@ def test_sampled_drafts_have_noise_of_their_own(ops, is_reduced):
 
 
 def broken(made):
-    """Return the batch with some drafts that are no tokens."""
     for b in range(0, len(made.counts), 2):
         made.drafts[b, b % 4] = -1
         made.draft_logits[b, b % 4] = float("nan")
@@ -224,16 +217,14 @@ def broken(made):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Batch.of(ragged(1), 1),
         lambda: Batch.of(ragged(2), 2, num_draft_ids=1300),
-        lambda: Batch.of(ragged(5), 5),
+        lambda: Batch.of(ragged(4), 4),
         lambda: Batch.of([4], 4, noise=1.5),
-        lambda: broken(Batch.of([4] * 9, 4, noise=0.0)),
+        lambda: broken(Batch.of([4] * 5, 4, noise=0.0)),
     ],
-    ids=["one draft", "few draft ids", "long chains", "alone", "broken drafts"],
+    ids=["few draft ids", "long chains", "alone", "broken drafts"],
 )
 def test_drafts_are_accepted_by_their_probabilities(ops, method, make):
-    """Ragged chains, greedy ones and those of filtered distributions among them."""
     made = make()
     expected = made.expected(method)
     assert made.emitted(method, ops) == expected
@@ -244,20 +235,20 @@ def test_drafts_are_accepted_by_their_probabilities(ops, method, make):
 @BOTH
 @METHODS
 def test_a_target_that_gives_nan_draws_no_token(ops, method):
-    made = Batch.of([2] * 9, 2)
+    made = Batch.of([2] * 3, 2)
     made.logits[:, 40] = float("nan")
-    assert [tokens[-1] for tokens in made.emitted(method, ops)] == [-1] * 9
+    assert [tokens[-1] for tokens in made.emitted(method, ops)] == [-1] * 3
 
 
 @BOTH
 @pytest.mark.parametrize(
     ("filters", "has_ties"),
-    [({"top_k": 7}, True), ({"top_p": 0.8}, False), ({"min_p": 0.05}, True)],
+    [({"top_k": 3}, True), ({"top_p": 0.8}, False), ({"min_p": 0.2}, True)],
     ids=str,
 )
-def test_a_token_that_nobody_expected_is_kept_unless_a_filter_removes_it(ops, filters, has_ties):
-    """The likeliest tokens of one law, each drafted once by a draft that hardly ever would."""
-    count, params = 9, SamplingParams(temperature=0.5, **filters)
+def test_an_unlikely_draft_is_accepted_unless_a_filter_removes_it(ops, filters, has_ties):
+    """The likeliest tokens of one distribution, each drafted once by an unlikely draft."""
+    count, params = 6, SamplingParams(temperature=0.5, **filters)
     made = Batch.of([1] * count, 1)
     made.params = [params] * count
     made.logits = made.logits[:1].expand(2 * count, -1)

@@ -1,7 +1,5 @@
 """Score edits against a plain loop: reference and kernels."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -68,7 +66,6 @@ def table(rows):
 def test_scores_are_edited_by_the_text_and_the_drafts_on_their_path_alone(
     ops, rows, data, seed, is_tree
 ):
-    """Beside padding, and a request that edits nothing."""
     num_rows = sum(len(drafts) + 1 for *_, drafts in rows) + 2
     logits = torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 5
     columns: list[tuple[int, int, int, int, int]] = []
@@ -130,7 +127,6 @@ def test_the_kernel_edits_to_the_last_bit_as_the_reference_does():
     st.data(),
 )
 def test_emitted_tokens_are_counted_for_requests_that_edit(count, emitted, data):
-    """Results hold old tokens after those of the step."""
     members = data.draw(st.permutations(range(5)))[: len(emitted)]
     is_on = data.draw(st.lists(st.booleans(), min_size=5, max_size=5))
     edits = ScoreEdits.create(5, VOCAB, DEVICE)

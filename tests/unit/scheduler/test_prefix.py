@@ -1,4 +1,4 @@
-"""Laws of shared prefixes, with a worker whose caches say what they were computed from."""
+"""Laws of shared prefixes, with a worker whose caches hold what they were computed from."""
 
 import random
 
@@ -47,7 +47,7 @@ class RememberingWorker:
         self.draft = {}
         self.sequences = {}
         self.texts = {}
-        """What the device knows of who is under way; more than the host, by a round."""
+        """What the device knows of requests in flight: a round more than the host."""
         self.num_entries = {}
         self.counted = {}
 
@@ -58,7 +58,8 @@ class RememberingWorker:
         for row in plan.requests:
             assert row.token_ids, "an empty row"
             if not row.is_decode:
-                self.start_anew(row)
+                self.texts[row.request_id] = tuple(self.sequences[row.request_id].token_ids)
+                self.num_entries[row.request_id] = row.draft_start
             assert row.request_id in self.texts, "a text starts with a row of a prompt"
             text = self.texts[row.request_id]
             assert (row.shape.tree_size > 0) == (not plan.shape.is_chain and row.num_steps > 0)
@@ -69,7 +70,7 @@ class RememberingWorker:
                 row.num_draft_tokens, TOPK * (row.num_steps - 1) * bool(row.shape.tree_size)
             )
             if row.extends:
-                self.catch_up(row, text, num_drafts)
+                self.extend_draft(row, text, num_drafts)
                 assert row.num_missing <= plan.max_missing
             tokens = []
             if row.samples:
@@ -95,18 +96,14 @@ class RememberingWorker:
         }
         return BatchResult(drawn, 0.0, 0.0, prompt_logprobs=scored)
 
-    def start_anew(self, row):
-        self.texts[row.request_id] = tuple(self.sequences[row.request_id].token_ids)
-        self.num_entries[row.request_id] = row.draft_start
-
     def count(self, row, text):
-        """What a penalty counts: what the host last told, and what the device drew since."""
+        """Check what a penalty counts: the text of the host, and the draws since."""
         if row.edited is not None:
             self.counted[row.request_id] = tuple(row.edited.token_ids)
         assert self.counted[row.request_id] == text
         self.counted[row.request_id] = self.texts[row.request_id]
 
-    def catch_up(self, row, text, num_drafts):
+    def extend_draft(self, row, text, num_drafts):
         made = self.num_entries[row.request_id]
         assert made <= len(text) - 2, "drafting starts from the output of the last entry"
         assert len(text) - 1 - made <= row.num_missing
@@ -127,7 +124,7 @@ class RememberingWorker:
         return row.page_ids[position // PAGE] * PAGE + position % PAGE
 
     def check_published(self):
-        """What is known to all was computed from committed tokens, and drafted from none."""
+        """Assert that shared pages were computed from committed tokens."""
         for page, text, has_draft in self.cache.tree.page_texts():
             end = len(text) - 1
             for position in range(end - PAGE, end):
@@ -156,7 +153,6 @@ def make(num_pages, *, shift=0, prefix_caching=True, **limits):
 
 
 def any_steps(rng, batch):
-    """Any depth, and any share of it for each row."""
     shape = rng.choice([None, *TREES]) or DraftShape.chain(rng.choice([0, 1, 3, 7]))
     rows = [rng.randint(0, shape.depth) for _ in range(batch.size)]
     return RoundSteps(shape, rng.choice([None, rows]))
@@ -187,9 +183,10 @@ def traffic(rng):
         yield Sequence(str(number), params, list(prompt), len(prompt), seed)
 
 
-@pytest.mark.parametrize("shift", [0, 1])
-@pytest.mark.parametrize("runs_ahead", [False, True])
-@pytest.mark.parametrize("num_pages", [26, 60])
+@pytest.mark.parametrize(
+    ("shift", "runs_ahead", "num_pages"),
+    [(0, False, 26), (0, True, 60), (1, False, 60), (1, True, 26)],
+)
 def test_what_is_read_is_of_ones_own_text_and_what_is_known_was_committed(
     shift, runs_ahead, num_pages, monkeypatch
 ):
@@ -267,7 +264,7 @@ def sequence(name, token_ids, **params):
 
 
 def run(scheduler, *sequences):
-    """Runs these to their end; the rows of every round."""
+    """Run sequences to their end; return the requests of each round."""
     worker = RememberingWorker(scheduler.cache, 0, random.Random(0))
     for seq in sequences:
         worker.sequences[seq.request_id] = seq
@@ -275,7 +272,6 @@ def run(scheduler, *sequences):
     rounds = []
     while scheduler.queue.has_work:
         plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), 0)
-        assert plan is not None
         rounds.append(list(plan.requests))
         scheduler.commit(plan, worker.execute(plan), cut)
     return rounds
@@ -330,11 +326,9 @@ def test_room_that_a_hit_brings_lets_a_text_in_that_would_not_fit_beside_others(
         scheduler.queue.add(first)
         for _ in range(2):
             plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), 0)
-            assert plan is not None
             scheduler.commit(plan, worker.execute(plan), cut)
             scheduler.queue.add(second) if second not in scheduler.queue.waiting else None
         plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), 0)
-        assert plan is not None
         assert len(plan.requests) == (2 if prefix_caching else 1)
         scheduler.queue.check_integrity()
 

@@ -19,7 +19,6 @@ ALONE, AHEAD = 0, 8
 
 
 def token_at(seed, position):
-    """The only token the pretended target ever draws there."""
     return hash((seed, position)) % 1000
 
 
@@ -60,23 +59,21 @@ def sequence(name, num_prompt, **params):
 
 
 def planned(scheduler, num_steps, limits=ALONE, under_way=None):
-    """Return a round of a policy that wants so many drafts."""
     plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(num_steps)), limits, under_way)
     assert plan is not None, "work is left, but no round can run"
     return plan
 
 
 def step(scheduler, worker, num_steps, limits=ALONE):
-    """Plan a round, run it and commit it."""
     plan = planned(scheduler, num_steps, limits)
     scheduler.commit(plan, worker.execute(plan), cut)
     scheduler.queue.check_integrity()
     return plan
 
 
-@pytest.mark.parametrize("num_steps", [0, 3, 7])
+@pytest.mark.parametrize("num_steps", [0, 7])
 def test_drafts_never_keep_a_prompt_from_its_share_of_the_budget(num_steps):
-    """Four decoding rows could eat a budget of 32 whole; the prompt still answers in two rounds."""
+    """Four decoding requests could use a budget of 32; the prompt still answers in two rounds."""
     scheduler = make(max_num_batched_tokens=32)
     worker = PretendedWorker(random.Random(7))
     for name in ("1", "2", "3", "4"):
@@ -138,24 +135,17 @@ def put_off(num_steps=3):
     return scheduler
 
 
-def test_a_choice_that_has_to_wait_is_not_asked_for_again():
-    """A policy counts its answers: dwell, budgets and probes go by rounds."""
-    scheduler = put_off()
-    plan = scheduler.plan(lambda _: pytest.fail("asked twice"), AHEAD)
-    assert plan is not None
-    assert plan.shape.depth == 3
-    assert any(row.num_steps for row in plan.requests)
-
-
 @pytest.mark.parametrize("num_steps", [0, 3])
-def test_a_round_that_waited_for_its_drafts_says_so_and_the_next_does_not(num_steps):
+def test_a_round_that_waited_for_its_drafts_is_marked_and_the_policy_asked_once(num_steps):
+    """A policy counts its decisions: dwell, budgets and probes go by rounds."""
     scheduler = put_off(num_steps)
-    for was_postponed in (num_steps > 0, False):
-        plan = planned(scheduler, 3, AHEAD)
-        assert plan.was_postponed == was_postponed
+    plan = scheduler.plan(lambda _: pytest.fail("asked twice"), AHEAD)
+    assert plan.shape.depth == num_steps
+    assert any(row.num_steps for row in plan.requests) == plan.was_postponed == (num_steps > 0)
+    assert not planned(scheduler, 3, AHEAD).was_postponed
 
 
-def test_a_prompt_moves_on_even_where_decode_rows_fill_the_budget():
+def test_a_prompt_moves_on_even_where_decoding_requests_fill_the_budget():
     scheduler = make(max_num_batched_tokens=3)
     worker = PretendedWorker(random.Random(10))
     for name in ("1", "2", "3"):
@@ -168,8 +158,12 @@ def test_a_prompt_moves_on_even_where_decode_rows_fill_the_budget():
     assert arriving.num_output_tokens >= 1
 
 
-def test_a_whole_prompt_is_served_under_a_stream_of_short_ones():
-    """Without chunks, a prompt longer than what is left must not wait for ever."""
+def test_without_chunks_a_prompt_is_computed_in_one_round_and_waits_for_no_stream_of_others():
+    scheduler = make(max_num_batched_tokens=48, chunked_prefill_size=None)
+    for name in ("1", "2"):
+        scheduler.queue.add(sequence(name, 40, max_tokens=2))
+    (row,) = planned(scheduler, 3).requests
+    assert (len(row.token_ids), row.samples) == (40, True)
     scheduler = make(max_num_batched_tokens=48, chunked_prefill_size=None)
     worker = PretendedWorker(random.Random(8))
     scheduler.queue.add(sequence("1", 3, max_tokens=100))
@@ -195,17 +189,8 @@ def test_a_last_chunk_of_one_token_is_prefill_not_a_round():
     assert counts[0] == counts[1] == (3, 1.0)
 
 
-def test_without_chunked_prefill_a_prompt_is_computed_in_one_round():
-    scheduler = make(max_num_batched_tokens=48, chunked_prefill_size=None)
-    for name in ("1", "2"):
-        scheduler.queue.add(sequence(name, 40, max_tokens=2))
-    plan = planned(scheduler, 3)
-    assert [len(row.token_ids) for row in plan.requests] == [40]
-    assert plan.requests[0].samples
-
-
 def test_prompts_are_cut_small_while_others_decode_and_whole_otherwise():
-    """A round with a long chunk would hold up everyone who decodes."""
+    """A round with a long chunk would delay all decoding requests."""
     scheduler = make(chunked_prefill_size=2)
     worker = PretendedWorker(random.Random(4))
     scheduler.queue.add(sequence("1", 30, max_tokens=50))
@@ -219,7 +204,7 @@ def test_prompts_are_cut_small_while_others_decode_and_whole_otherwise():
     assert sizes == [30, 10, 5]
 
 
-def test_the_policy_knows_the_prompts_that_share_the_round_and_their_rows():
+def test_the_policy_knows_the_prompts_of_the_round_and_their_tokens():
     scheduler = make(max_num_batched_tokens=32)
     scheduler.queue.add(sequence("1", 20, max_tokens=9))
     asked = []
@@ -238,7 +223,7 @@ def test_the_policy_knows_the_prompts_that_share_the_round_and_their_rows():
     assert asked == [(1, 5), (1, 31)]
 
 
-def test_drafts_give_way_to_other_texts_before_anyone_is_preempted():
+def test_drafts_give_way_to_other_texts_before_a_request_is_preempted():
     """Two texts that just fit: rounds shrink their drafts instead of evicting."""
     scheduler = make(num_pages=6)
     for name in ("1", "2"):
@@ -250,7 +235,6 @@ def test_drafts_give_way_to_other_texts_before_anyone_is_preempted():
 
 
 def test_known_mistake_5_pages_are_held_for_the_drafts_of_the_round_and_returned_after_it():
-    """Not for the deepest depth there is, and not for drafts that were rejected."""
     scheduler = make()
     worker = PretendedWorker(random.Random(7))
     seq = sequence("1", 5, max_tokens=200)
@@ -277,7 +261,7 @@ def test_requests_wait_by_priority_and_then_by_arrival():
     assert [seq.request_id for seq in queue.waiting] == ["4", "1", "3", "6", "2", "5"]
 
 
-def test_only_what_penalties_count_is_named():
+def test_a_plan_holds_the_text_of_requests_with_score_edits_only():
     scheduler = make()
     scheduler.queue.add(sequence("1", 3, logit_bias={5: 1.0}))
     scheduler.queue.add(sequence("2", 3))
@@ -285,7 +269,7 @@ def test_only_what_penalties_count_is_named():
     assert [row.edited for row in plan.requests] == [EditedText(3), None]
 
 
-def test_rows_by_a_grammar_name_what_is_generated_and_follow_no_round_under_way():
+def test_requests_with_a_grammar_send_their_text_and_follow_no_round_in_flight():
     scheduler = make(num_pages=60, max_num_batched_tokens=24)
     worker, zero = PretendedWorker(random.Random(0)), RoundSteps(DraftShape.chain(0))
     scheduler.queue.add(sequence("1", 3, max_tokens=9))
@@ -294,9 +278,9 @@ def test_rows_by_a_grammar_name_what_is_generated_and_follow_no_round_under_way(
     assert scheduler.plan(lambda _: zero, AHEAD, free) is None
     scheduler.commit(free, worker.execute(free), cut)
     for _ in range(3):
-        said = ruled.output_token_ids
+        generated = ruled.output_token_ids
         plan = step(scheduler, worker, 0, AHEAD)
-        assert [row.generated_ids for row in plan.requests] == [(), tuple(said)]
+        assert [row.generated_ids for row in plan.requests] == [(), tuple(generated)]
         assert plan.has_masks
         assert scheduler.plan(lambda _: zero, AHEAD, plan) is None
     scheduler.queue.abort("2")

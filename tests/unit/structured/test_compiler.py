@@ -1,4 +1,4 @@
-"""Masks of the library: those of the language, for hostile grammars a refusal and nothing more."""
+"""Masks of the library are those of the language; hostile grammars are refused."""
 
 import json
 import logging
@@ -82,14 +82,14 @@ def shipped_compiler():
 
 
 def wander(matcher, seed, end, most):
-    """Tokens of a random text, its end among them if it has come to one."""
+    """Return the tokens of a random text, with its end if it came to one."""
     rng = random.Random(seed)
-    said = []
-    while len(said) < most and end not in said:
-        said.append(rng.choice(sorted(ids_of(matcher.mask()))))
-        if said[-1] != end:
-            assert matcher.advance(said[-1:])
-    return said
+    text = []
+    while len(text) < most and end not in text:
+        text.append(rng.choice(sorted(ids_of(matcher.mask()))))
+        if text[-1] != end:
+            assert matcher.advance(text[-1:])
+    return text
 
 
 @pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.kind)
@@ -97,11 +97,11 @@ def test_every_random_text_that_ends_is_one_of_the_grammar(grammar):
     compiler, num_ended = shipped_compiler(), 0
     tokenizer = Tokenizer(shipped_tokenizer())
     for seed in range(24):
-        said = wander(compiler.matcher(grammar), seed, 0, 60)
-        assert max(said) < tokenizer.vocab_size
-        if said[-1] == 0:
+        token_ids = wander(compiler.matcher(grammar), seed, 0, 60)
+        assert max(token_ids) < tokenizer.vocab_size
+        if token_ids[-1] == 0:
             num_ended += 1
-            text = tokenizer.decode(said[:-1])
+            text = tokenizer.decode(token_ids[:-1])
             assert "\ufffd" in text or is_of(text, grammar)
     assert num_ended > 3, "some texts must end"
 
@@ -125,9 +125,7 @@ def test_a_model_without_an_end_has_no_grammars():
 
 
 @pytest.mark.parametrize("is_missing", [False, True])
-def test_an_engine_that_can_not_have_grammars_says_so_and_refuses_them(
-    monkeypatch, caplog, is_missing
-):
+def test_an_engine_without_grammars_warns_and_refuses_them(monkeypatch, caplog, is_missing):
     """Its tokenizer is of a kind that the library does not know, or the library is not there."""
     if is_missing:
         monkeypatch.setitem(sys.modules, "llguidance", None)
@@ -141,7 +139,6 @@ def test_an_engine_that_can_not_have_grammars_says_so_and_refuses_them(
 
 
 def chain(inner, num_links):
-    """A schema that refers to a schema that refers to a schema ..."""
     links = {str(i): inner(f"#/$defs/{i + 1}") for i in range(num_links)}
     return {"$defs": {**links, str(num_links): {"type": "integer"}}, "$ref": "#/$defs/0"}
 
@@ -190,7 +187,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("grammar", HOSTILE.values(), ids=HOSTILE)
-def test_a_grammar_that_can_not_be_is_refused_in_a_few_words(grammar):
+def test_an_invalid_grammar_is_refused_with_a_short_message(grammar):
     with pytest.raises(InvalidRequest) as refusal:
         byte_compiler().matcher(grammar)
     assert refusal.value.field == "grammar"
@@ -222,7 +219,7 @@ HEAVY = {
 
 @pytest.mark.parametrize("grammar", HEAVY.values(), ids=HEAVY)
 def test_heavy_grammars_are_refused_or_followed_and_break_nothing(grammar):
-    """A text may become too much for the limits later: then nothing may follow, and it says why."""
+    """A text may exceed the limits later: then nothing may follow, and `problem` is set."""
     try:
         matcher = byte_compiler().matcher(grammar)
     except InvalidRequest:
@@ -250,7 +247,6 @@ def test_a_schema_is_written_with_bounded_space():
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=4), st.integers(0, 3))
 def test_the_remainders_of_all_steps_together_are_counted(steps, places):
-    """In units of the last decimal place, wherever in the schema they are."""
     schema = {"anyOf": [{"items": {"multipleOf": step / 10**places}} for step in steps]}
     # A step of 1.5 among whole ones counts in tenths, which makes no remainder more.
     if lcm(*steps) <= MAX_REMAINDERS:
@@ -260,17 +256,14 @@ def test_the_remainders_of_all_steps_together_are_counted(steps, places):
             checked_schema(Grammar.json_schema(schema))
 
 
-@pytest.mark.parametrize("depth", [1, MAX_DEPTH, MAX_DEPTH + 1, 900])
-def test_a_schema_is_so_deep_at_most(depth):
-    grammar = Grammar.json_schema('{"a":' * depth + "1" + "}" * depth)
-    if depth <= MAX_DEPTH:
-        checked_schema(grammar)
-    else:
+def test_the_depth_of_a_schema_is_bounded_and_properties_may_have_the_names_of_keywords():
+    def nested(depth):
+        return Grammar.json_schema('{"a":' * depth + "1" + "}" * depth)
+
+    checked_schema(nested(MAX_DEPTH))
+    for depth in (MAX_DEPTH + 1, 900):
         with pytest.raises(InvalidRequest, match=f"nest at most {MAX_DEPTH}"):
-            checked_schema(grammar)
-
-
-def test_a_property_may_be_called_as_a_keyword_is():
+            checked_schema(nested(depth))
     checked_schema(Grammar.json_schema({"properties": {"multipleOf": {"type": "string"}}}))
     checked_schema(Grammar.json_schema({"multipleOf": True}))
 

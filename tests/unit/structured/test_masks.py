@@ -1,4 +1,4 @@
-"""Masks of a round: by each row's own text, whatever was known of it before."""
+"""Masks of a round: by each request's own text, whatever was known of it before."""
 
 import pytest
 from hypothesis import given, settings
@@ -17,10 +17,10 @@ DIGITS = Grammar.regex("[0-9]{2,4}")
 ZERO_TO_NINE = set(b"0123456789")
 
 
-def row(name, said, num_steps=0, held=(), **params):
-    """A decode row of a request with a prompt of three tokens."""
+def row(name, text, num_steps=0, held=(), **params):
+    """Return a decoding request with a prompt of three tokens."""
     given = SamplingParams(**{"grammar": DIGITS, **params})
-    generated = tuple(said.encode())
+    generated = tuple(text.encode())
     return ScheduledRequest(
         name,
         token_ids=(generated or (1,))[-1:],
@@ -44,7 +44,7 @@ def masks_of(*rows, drafts=()):
     return Grammars(byte_compiler()).round_masks(rows, drafts or [()] * len(rows))
 
 
-def test_every_draw_of_every_row_has_the_mask_of_its_own_text():
+def test_every_draw_has_the_mask_of_its_own_text():
     rows = [row("a", "1", 2), row("b", "", grammar=None), row("c", "123", 1), row("d", "1234")]
     masks = masks_of(*rows, drafts=(b"23", b"", b"4", b"x"))
     assert masks.num_drafts == (2, 0, 1, 0)
@@ -52,10 +52,12 @@ def test_every_draw_of_every_row_has_the_mask_of_its_own_text():
     assert allowed(masks) == [ZERO_TO_NINE, more, more, None, more, {EOS_ID}, {EOS_ID}]
 
 
-def test_drafts_end_before_the_first_that_can_not_be_drawn():
+def test_drafts_end_before_the_first_that_cannot_be_drawn():
     rows = [row("a", "1", 3), row("b", "", 2, grammar=None), row("c", "12", 3), row("d", "1", 2)]
     masks = masks_of(*rows, drafts=(b"2x3", b"xx", (EOS_ID, 50, 51), (-1, 50)))
     assert masks.num_drafts == (1, 2, 1, 1)
+    padded = masks_of(row("a", "1", 1), drafts=(b"2xx",))
+    assert padded.num_drafts == (1,), "padding behind the drafts is not read"
     more = ZERO_TO_NINE | {EOS_ID}
     found = allowed(masks)
     assert found == [ZERO_TO_NINE, more, None, None, None, more, None, ZERO_TO_NINE, None]
@@ -68,10 +70,6 @@ def test_where_all_drafts_are_kept_none_behind_an_illegal_one_has_a_mask():
     assert masks.num_drafts == (3, 2)
     more = ZERO_TO_NINE | {EOS_ID}
     assert allowed(masks) == [ZERO_TO_NINE, more, None, None, more, None, None]
-
-
-def test_padding_behind_the_drafts_of_a_row_is_not_looked_at():
-    assert masks_of(row("a", "1", 1), drafts=(b"2xx",)).num_drafts == (1,)
 
 
 def test_a_bad_word_is_not_completed_along_any_path_of_drafts():
@@ -101,10 +99,9 @@ def test_words_that_would_leave_nothing_yield_to_the_grammar():
 
 
 def test_what_a_round_knew_before_changes_nothing():
-    """Texts go on, go back, become others of the same name, and leave."""
     grammars = Grammars(byte_compiler())
     other = Grammar.ebnf(PARENTHESES)
-    for name, said, grammar in [
+    for name, text, grammar in [
         ("a", "", DIGITS),
         ("a", "12", DIGITS),
         ("a", "12", DIGITS),
@@ -114,7 +111,7 @@ def test_what_a_round_knew_before_changes_nothing():
         ("b", "((", other),
         ("a", "(", other),
     ]:
-        one = row(name, said, 1, grammar=grammar)
+        one = row(name, text, 1, grammar=grammar)
         found = grammars.round_masks([one], [b"("])
         fresh = Grammars(byte_compiler()).round_masks([one], [b"("])
         assert (found.num_drafts, allowed(found)) == (fresh.num_drafts, allowed(fresh))
@@ -124,7 +121,7 @@ def test_what_a_round_knew_before_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    ("said", "params", "expected"),
+    ("text", "params", "expected"),
     [
         ("1", {"bad_token_ids": (*b"345",)}, ZERO_TO_NINE - set(b"345")),
         ("1", {"allowed_token_ids": (*b"12ab",)}, set(b"12")),
@@ -138,8 +135,8 @@ def test_what_a_round_knew_before_changes_nothing():
         ("1234", {"min_tokens": 9}, {EOS_ID}),
     ],
 )
-def test_other_rules_hold_as_far_as_they_leave_anything(said, params, expected):
-    masks = masks_of(row("a", said, held=(EOS_ID,), **params))
+def test_other_rules_hold_as_far_as_they_leave_anything(text, params, expected):
+    masks = masks_of(row("a", text, held=(EOS_ID,), **params))
     assert allowed(masks) == [expected]
 
 
@@ -151,16 +148,16 @@ def test_drafts_that_other_rules_forbid_are_not_verified_either():
     assert masks_of(one, drafts=((50, 50, EOS_ID),)).num_drafts == (3,)
 
 
-def test_a_text_that_is_too_much_for_the_limits_ends():
+def test_a_text_that_exceeds_the_limits_ends():
     heavy = Grammar.regex("x((a{1,100}){1,100}){1,100}")
-    said = next(n for n in range(99) if is_too_much(heavy, n))
-    one = row("a", "x" + "a" * said, 2, grammar=heavy)
+    length = next(n for n in range(99) if is_too_much(heavy, n))
+    one = row("a", "x" + "a" * length, 2, grammar=heavy)
     found = masks_of(one, row("b", "1"), drafts=(b"aa", b""))
     assert found.num_drafts == (0, 0)
-    assert allowed(found) == [{EOS_ID}, ZERO_TO_NINE], "others do not notice"
+    assert allowed(found) == [{EOS_ID}, ZERO_TO_NINE], "others go on"
 
 
-def test_what_other_texts_went_through_is_not_counted_against_one():
+def test_limits_count_each_text_apart():
     heavy = Grammar.regex("x((a{1,100}){1,100}){1,100}")
     byte_compiler().matcher(heavy, anew=True)
     masks_of(row("a", "x" + "a" * 40, grammar=heavy))
@@ -184,10 +181,10 @@ trees = st.lists(st.tuples(tokens, st.integers(0, 7)), max_size=8)
 
 @settings(max_examples=120, deadline=None)
 @given(st.sampled_from(GRAMMARS), trees, st.booleans(), st.text("ab(", max_size=2))
-def test_a_draft_is_legal_where_the_text_before_it_may_go_on_with_it(grammar, tree, is_chain, said):
-    """Trees in any order in which parents come first; chains are trees."""
+def test_a_draft_is_legal_where_the_text_before_it_may_go_on_with_it(grammar, tree, is_chain, text):
+    """For trees in any order in which parents come first."""
     matcher = byte_compiler().matcher(grammar)
-    if not matcher.advance(list(said.encode())):
+    if not matcher.advance(list(text.encode())):
         return
     token_ids = [token for token, _ in tree]
     parents = [i - 1 if is_chain else parent % (i + 1) - 1 for i, (_, parent) in enumerate(tree)]
@@ -209,7 +206,7 @@ def test_a_draft_is_legal_where_the_text_before_it_may_go_on_with_it(grammar, tr
             path.insert(0, parents[path[0]])
         before, last = [token_ids[i] for i in path[:-1]], token_ids[node]
         plain = byte_compiler().matcher(grammar)
-        is_reached = not {EOS_ID, -1} & set(before) and plain.advance(list(said.encode()) + before)
+        is_reached = not {EOS_ID, -1} & set(before) and plain.advance(list(text.encode()) + before)
         mask = plain.mask() if is_reached else None
         is_legal = mask is not None and (last == -1 or allows(mask, last))
         assert nodes[node].is_legal == is_legal

@@ -1,16 +1,21 @@
-"""Draft shapes are captured once, share what they can, and name what does not fit."""
-
-from typing import cast
+"""Draft shapes are captured once, share what they can, and run at the smallest size that fits."""
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine import build
 from serve_spec.worker.capture import MAX_CAPTURED_PROMPT_TOKENS, WIDE_EXTEND
-from serve_spec.worker.graphs import StepSize
-from serve_spec.worker.worker import SpecWorker
+from serve_spec.worker.graphs import (
+    StageRunner,
+    StepSize,
+    batch_sizes,
+    mixed_token_counts,
+    token_counts,
+)
 from tests.helpers.engines import llm_maker, make_pair, policy_with_small_trees, switch_every_round
 
 TREES = [DraftShape(4, 12, 3), DraftShape(2, 4, 3)]
@@ -52,13 +57,13 @@ def chains(*depths):
 
 def captured(llm, shapes, room=10_000):
     """Capture the shapes of an engine again, with a fake recorder."""
-    worker = cast(SpecWorker, llm.engine.worker)
+    worker = llm.engine.worker
     worker.recorder = FakeRecorder(room)
     worker.init_states(shapes)
     return worker.captured
 
 
-def test_a_device_too_small_is_told_what_each_shape_takes_and_what_to_leave_out(llm):
+def test_an_out_of_memory_error_names_what_each_shape_takes_and_what_to_leave_out(llm):
     room = captured(llm, chains(1, 3)).report[0].num_stages + 2
     message = r"num_steps=1, max_num_seqs=8: .*shape 1: 2 stages, .* MiB.*before: shape 3: \d+ "
     with pytest.raises(MemoryError, match=message + ".*leave 1 out of the candidate steps"):
@@ -74,7 +79,7 @@ def test_nothing_is_captured_after_the_start_whatever_shape_is_chosen(llm):
     shapes = [*chains(0, 1, 2, 3), *TREES]
     switch_every_round(llm, [3, 0, TREES[0], 2, TREES[1], 1])
     found = captured(llm, shapes)
-    recorder = cast(SpecWorker, llm.engine.worker).recorder
+    recorder = llm.engine.worker.recorder
     before = recorder.num_captured
     assert sum(taken.num_stages for taken in found.report) == before
     for shape in shapes:
@@ -181,3 +186,49 @@ def test_small_trees_are_captured_for_the_batch_sizes_that_may_draft_them(pair, 
     assert {str(shape): size for shape, size in largest.items()} == {"4x15": 8, "6x31": 8}
     assert found.admit_for(max(largest)).sizes[-1].requests == 8
     assert found.admit_for(PLAIN).sizes[-1].requests == 32
+
+
+def padded(sizes, count):
+    captured = {StepSize(n, n): lambda n=n: n for n in sizes}
+    return StageRunner(lambda size: 0, captured).run(StepSize(count, count))
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 700))
+def test_every_size_up_to_the_largest_has_a_place(largest):
+    for sizes in (batch_sizes(largest), token_counts(largest), mixed_token_counts(largest)):
+        assert sizes[-1] == largest
+        assert list(sizes) == sorted(set(sizes))
+        assert all(size <= padded(sizes, size) <= largest for size in range(1, largest + 1))
+
+
+@given(st.integers(112, 2000))
+def test_padding_wastes_at_most_a_quarter_where_tokens_are_expensive(tokens):
+    """Below a hundred tokens a step mostly reads weights, above it each token costs."""
+    assert padded(token_counts(2048), tokens) <= tokens * 5 / 4
+
+
+def test_a_stage_runs_at_the_smallest_size_that_holds_it_or_as_it_is():
+    ran = []
+
+    def captured(*sizes):
+        return StageRunner(ran.append, {size: lambda size=size: ran.append(size) for size in sizes})
+
+    runner = captured(StepSize(8, 8, 2), StepSize(1, 1), StepSize(4, 4, 1))
+    asked = [StepSize(n, 1) for n in (1, 2, 4, 5, 8, 9)] + [StepSize(2, 1, 2), StepSize(2, 1, 3)]
+    for size in asked:
+        runner.run(size)
+    assert [(size.tokens, size.chunks) for size in ran] == [
+        *[(1, 0), (4, 1), (4, 1), (8, 2), (8, 2)],
+        (9, 0),  # larger than any captured one
+        (8, 2),  # the smaller ones have no room for the chunks
+        (2, 3),
+    ]
+
+
+def test_without_graphs_a_stage_runs_at_its_exact_size_and_returns_its_output():
+    runner = StageRunner(lambda size: torch.full((size.tokens,), 7.0))
+    for count in (3, 5):
+        output = runner.run(StepSize(count, 1))
+        assert output is not None
+        assert output.tolist() == [7.0] * count

@@ -33,7 +33,6 @@ def continuations(token_ids, least, longest, most):
 
 
 def expected(token_ids, least, longest, most):
-    """The longest match, of these the last one."""
     return next(iter(continuations(token_ids, least, longest, most)), ())
 
 
@@ -117,7 +116,6 @@ CONTINUATIONS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5).map
 
 
 def paths(tree):
-    """The tokens from the root to each draft."""
     found = []
     for token, parent in zip(tree.token_ids, tree.parents, strict=True):
         found.append((*(found[parent - 1] if parent else ()), token))
@@ -159,7 +157,6 @@ MAX_MATCH = 4
 
 
 def followers(text, newest, most):
-    """Of every place, by looking through all of them."""
     size = len(newest)
     return [
         tuple(text[i + size : i + size + most])

@@ -1,15 +1,19 @@
-"""Request slots hold what a step needs, and are sent only what they cannot know."""
+"""Request slots, prefill chunks and plans: only what a device cannot know is sent to it."""
 
+import pickle
 import random
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_spec.core.plan import EditedText, ScheduledRequest
+from serve_spec.core.draft import DraftShape
+from serve_spec.core.plan import EditedText, ScheduledBatch, ScheduledRequest
 from serve_spec.core.request import SamplingParams
 from serve_spec.ops.score_edits import GENERATED_ONCE, HELD_BACK, IN_PROMPT
 from serve_spec.worker.request_slots import RING_TOKENS, RequestSlots, RequestStates
+from serve_spec.worker.step_buffers import Chunk, PrefillChunks, grouped
+from serve_spec.worker.tensor_parallel import PlanDecoder, PlanEncoder
 
 
 def make_slots():
@@ -107,3 +111,94 @@ def test_what_a_slot_counts_of_a_known_request_is_not_written_over():
     slots.edits.marks[1, 7] += GENERATED_ONCE
     states.sync([known])
     assert slots.edits.marks[1, 7] == IN_PROMPT + GENERATED_ONCE
+
+
+MAX_TOKENS, MAX_CHUNKS = 256, 12
+BUFFERS = PrefillChunks(MAX_TOKENS, MAX_CHUNKS, torch.device("cpu"))
+CHUNKS = st.lists(
+    st.builds(
+        lambda slot, start, length: Chunk(slot, start, [100 * slot + i for i in range(length)]),
+        st.integers(0, 9),
+        st.integers(0, 1000),
+        st.integers(0, 21),
+    ),
+    max_size=MAX_CHUNKS,
+)
+
+
+@given(CHUNKS)
+def test_every_chunk_is_written_with_its_tokens_in_order(chunks):
+    BUFFERS.write([Chunk(1, 2, [3] * MAX_TOKENS)])  # what the step before left
+    there = [chunk for chunk in chunks if chunk.token_ids]
+    assert BUFFERS.write(chunks) == len(there)
+    lens = [len(chunk.token_ids) for chunk in there]
+    empty = [0] * (MAX_CHUNKS - len(there))
+    assert BUFFERS.request_slots.tolist() == [chunk.request_slot for chunk in there] + empty
+    assert BUFFERS.starts.tolist() == [chunk.start for chunk in there] + empty
+    assert BUFFERS.lens.tolist() == lens + empty
+    rows = torch.arange(sum(lens), dtype=torch.int32)
+    expected = [token for chunk in there for token in chunk.token_ids]
+    assert BUFFERS.tokens_of(rows).tolist() == expected
+    assert len(BUFFERS.tokens_of(torch.tensor([-5, MAX_TOKENS + 5]))) == 2
+
+
+@given(CHUNKS, st.integers(1, 40), st.integers(1, 4))
+def test_groups_hold_the_same_tokens_in_order_within_the_bounds(chunks, max_tokens, max_chunks):
+    def tokens(chunks):
+        return [
+            (slot, start + i, token) for slot, start, ids in chunks for i, token in enumerate(ids)
+        ]
+
+    groups = list(grouped(chunks, max_tokens, max_chunks))
+    assert [row for group in groups for row in tokens(group)] == tokens(chunks)
+    for group in groups:
+        assert 0 < len(group) <= max_chunks
+        assert 0 < len(tokens(group)) <= max_tokens
+        assert all(chunk.token_ids for chunk in group)
+
+
+PARAMS = [SamplingParams(), SamplingParams(temperature=0.0, frequency_penalty=0.5)]
+
+
+def random_row(rng, request):
+    """Return a row whose long fields mostly continue those of an earlier one."""
+    text = tuple(range(rng.randint(1, 30)))
+    edited = EditedText(3, text, held_ids=(2,)) if rng.random() < 0.5 else None
+    return ScheduledRequest(
+        request_id=str(request),
+        token_ids=text[-1:],
+        start=len(text) - 1,
+        samples=rng.random() < 0.8,
+        page_ids=tuple(range(rng.randint(0, 9))) + tuple(rng.sample(range(20, 40), 2)),
+        params=PARAMS[request % 2],
+        seed=request,
+        is_decode=True,
+        shape=DraftShape.chain(rng.randint(0, 3)),
+        request_slot=request,
+        edited=edited,
+        generated_ids=text if rng.random() < 0.5 else (),
+    )
+
+
+@given(st.integers(0, 2**32))
+def test_a_rank_restores_every_plan_in_order(seed):
+    rng = random.Random(seed)
+    encoder, decoder = PlanEncoder(), PlanDecoder()
+    for _ in range(8):
+        requests = rng.sample(range(5), rng.randint(0, 5))
+        rows = tuple(random_row(rng, request) for request in requests)
+        plan = ScheduledBatch(rows, DraftShape.chain(3), len(rows), follows=rng.random() < 0.5)
+        assert decoder.decode(pickle.loads(pickle.dumps(encoder.encode(plan)))) == plan
+
+
+def test_a_long_text_costs_a_step_no_more_than_a_short_one():
+    encoder = PlanEncoder()
+    sizes = []
+    for length in (10, 5_000):
+        for grown in (0, 1):
+            pages = tuple(range(length + grown))
+            row = random_row(random.Random(1), 1)._replace(page_ids=pages, generated_ids=pages)
+            row = row._replace(request_id=str(length), edited=EditedText(3, pages))
+            encoded = encoder.encode(ScheduledBatch((row,), DraftShape.chain(0), 1))
+        sizes.append(len(pickle.dumps(encoded)))
+    assert sizes[1] < sizes[0] + 100

@@ -56,7 +56,6 @@ class Requests:
         )
 
     def verify(self, counts, drafts):
-        """Verify so many drafts of each request."""
         self.buffers.write_requests([*range(len(counts))], counts, counts)
         self.buffers.write_drafts({b: TextDrafts((*ids,)) for b, ids in enumerate(drafts)})
         size = StepSize(sum(counts) + len(counts), len(counts))
