@@ -180,8 +180,12 @@ def browser(url, tmp_path):
         file = tmp_path / "DevToolsActivePort"
         eventually(file.exists, bool)
         port = eventually(file.read_text, bool).split()[0]
-        pages = f"http://127.0.0.1:{port}/json/list"
-        (page,) = [p for p in httpx.get(pages).json() if p["type"] == "page"]
+
+        def pages():
+            listed = httpx.get(f"http://127.0.0.1:{port}/json/list").json()
+            return [page for page in listed if page["type"] == "page"]
+
+        (page,) = eventually(pages, lambda found: len(found) == 1)
 
         async def evaluate(expression):
             async with (
