@@ -25,6 +25,11 @@ TILINGS = {
     "merged by the last": (0, 16, {"block": 32, "min_share": 16, "is_last_merging": True}),
     "a program for each share": (0, 16, {"block": 16, "min_share": 16, "programs": 8}),
     "small tiles": (3, 16, {"block": 16, "min_share": 16}),
+    "small tiles, merged by the last": (
+        2,
+        16,
+        {"block": 16, "min_share": 16, "is_last_merging": True},
+    ),
     "blocks without masks": (0, 128, {"block": 16, "min_share": 16}),
     "whole tiles": (0, 16, {"block": 16}),
 }

@@ -210,6 +210,22 @@ def test_an_exported_draft_is_the_same_draft_in_the_engine(target, target_folder
         )
 
 
+def test_draft_heads_have_the_public_tensor_names(target):
+    recipe = draft_recipe()
+    attention = [f"self_attn.{p}_proj.weight" for p in "qkvo"]
+    feed_forward = [f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")]
+    layer = [*attention, *feed_forward, "post_attention_layernorm.weight"]
+    names3 = {f"midlayer.{n}" for n in [*layer, "input_layernorm.weight", "hidden_norm.weight"]}
+    head3 = new_draft("eagle3", target, recipe).weights.parameters
+    assert set(head3) == names3 | {"fc.weight", "norm.weight", "lm_head.weight"}
+    assert head3["fc.weight"].shape == (32, 96)
+    assert head3["midlayer.self_attn.q_proj.weight"].shape == (32, 64)
+    head1 = new_draft("eagle", target, recipe).weights.parameters
+    assert set(head1) == {f"layers.0.{n}" for n in layer} | {"fc.weight"}
+    heads = new_draft("medusa", target, recipe).weights.parameters
+    assert set(heads) == {f"blocks.{h}.layers.0.{w}" for h in range(4) for w in ("weight", "bias")}
+
+
 def test_head_configs_hold_the_keys_that_engines_read(target):
     config = new_draft("eagle3", target, draft_recipe()).config
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
