@@ -23,7 +23,7 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "package lines": Budget(31_000, current=43_352),
+    "package lines": Budget(31_000, current=43_354),
     "package files": Budget(200),
     "package folders": Budget(18),
     "tests lines": Budget(27_000, current=35_147),

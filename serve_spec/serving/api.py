@@ -269,7 +269,7 @@ class Frontend:
         return labelled(token_bytes) if body.return_tokens_as_token_ids else token_bytes
 
     async def details(self, body: BaseRequest, prompts: Sequence[Prompt]) -> Details:
-        """Return what the request wants to know beside the text."""
+        """Return what the answer holds in addition to the text."""
         is_scored = body.prompt_logprobs is not None
         ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
         return Details(

@@ -65,7 +65,9 @@ class GenerateBody(StrictFields):
     logprob_start_len: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
         None, description="First prompt token with a log-probability; -1 (default): none."
     )
-    top_logprobs_num: NumLogprobs | None = Field(None, description="Also of the most likely ones.")
+    top_logprobs_num: NumLogprobs | None = Field(
+        None, description="Number of most likely tokens to return as well."
+    )
     rid: Name | None = Field(None, description="Id of the answer; default: random.")
 
     def completion(self) -> CompletionRequest:
