@@ -200,7 +200,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="file to append every row to (JSON lines)")
     args = parser.parse_args(argv)
     longest = SteadyLoad(max(args.batch_sizes), args.prompt_tokens, args.output_tokens)
-    config = with_room(configured(args), longest, args.num_steps)
+    # Pages for the batches alone: engines of all sizes share the first GPU.
+    num_tokens = args.prompt_tokens + longest.max_tokens + 2 * (args.num_steps + 1)
+    config = ServeSpecConfig.load(configured(args), num_pages=1, max_model_len=num_tokens)
+    config = with_room(config, longest, args.num_steps)
     args.device = config.model.device if torch.cuda.is_available() else "cpu"
     args.dtype = None if config.model.dtype == "auto" else config.model.dtype
     if config.speculative.enabled and args.num_steps:
