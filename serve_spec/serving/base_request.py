@@ -129,6 +129,11 @@ class BaseRequest(StrictFields):
     skip_special_tokens: bool | None = Field(
         None, description="Leave special tokens out of the text; default true."
     )
+    spaces_between_special_tokens: bool | None = Field(
+        None,
+        description="Without skip_special_tokens: keep the spaces that some tokenizers write "
+        "between special tokens; default true.",
+    )
     add_special_tokens: bool | None = Field(
         None,
         description="Add the special tokens that the tokenizer puts around a text; default true for"
