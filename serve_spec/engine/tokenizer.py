@@ -96,12 +96,13 @@ class Tokenizer:
 
         first: index of the first token of the answer; tokens before it keep their spaces.
         """
-        parts, start = [], 0
+        parts: list[str] = []
+        start = 0
         for index in range(first + 1, len(token_ids)):
             added = self._added.get(token_ids[index])
             if added is not None and token_ids[index - 1] in self._added:
                 before = self.decode(token_ids[:index], skip_special_tokens=False)
-                parts += before[start:], added.content
+                parts += before[start:], str(added.content)
                 start = len(self.decode(token_ids[: index + 1], skip_special_tokens=False))
         return "".join([*parts, self.decode(token_ids, skip_special_tokens=False)[start:]])
 
