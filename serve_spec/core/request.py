@@ -82,7 +82,8 @@ class SamplingParams:
     without `skip_special_tokens`; then `spaces_between_special_tokens` keeps the spaces that some
     tokenizers write between added tokens.
 
-    `priority` orders waiting requests, lower first; equal ones are served in order of arrival.
+    `priority` orders waiting requests, lower first; equal ones are served in order of arrival. If
+    pages run out, the least urgent and youngest running request is preempted.
     Requests share cached prefixes only with those of the same `cache_salt`.
     """
 

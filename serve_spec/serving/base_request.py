@@ -159,7 +159,8 @@ class BaseRequest(StrictFields):
         None, description='Name the tokens of `logprobs` by their id, as "token_id:5".'
     )
     priority: Int64 | None = Field(
-        None, description="Place among waiting requests: lower is served first; default 0."
+        None,
+        description="Lower is served first, and preempted last if memory is short; default 0.",
     )
     request_id: Name | None = Field(
         None, description="The last part of the answer's `id`; default: random."
