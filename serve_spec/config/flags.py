@@ -97,7 +97,7 @@ SPECULATIVE_CONFIG = {
 _LIST_KEYS = ("served_model_name", "api_keys")
 _WORDS = {
     "dtype": {"half": "float16", "float": "float32"},
-    "speculative_algorithm": {"DRAFT_MODEL": "STANDALONE"},
+    "speculative_algorithm": {"DRAFT_MODEL": "STANDALONE", "NEXTN": "MTP"},
 }
 """Other names of values, by key."""
 _LENGTH = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG])")
