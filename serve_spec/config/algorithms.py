@@ -30,6 +30,7 @@ class Algorithm:
 ALGORITHMS = {
     "EAGLE": Algorithm("serve_spec.models.eagle:load_eagle"),
     "EAGLE3": Algorithm("serve_spec.models.eagle:load_eagle3"),
+    "MTP": Algorithm("serve_spec.models.eagle:load_mtp"),
     "MEDUSA": Algorithm("serve_spec.models.medusa:load_medusa"),
     "STANDALONE": Algorithm("serve_spec.models.standalone:load_standalone"),
     "NGRAM": Algorithm("serve_spec.worker.ngram:build_ngram", from_text=True),

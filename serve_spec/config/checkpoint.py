@@ -103,6 +103,9 @@ def max_positions(config: Config) -> int:
 SPECULATORS = {"eagle": "EAGLE", "eagle3": "EAGLE3"}
 """Values of `speculators_model_type` that are supported, with the `speculative_algorithm`."""
 
+MTP_KEY = "num_nextn_predict_layers"
+"""Number of draft layers that a target's checkpoint holds."""
+
 _EAGLE3_KEYS = ("draft_vocab_size", "truncated_vocab_size", "eagle_config")
 
 _MODEL, _DRAFT = "model.path", "speculative.speculative_draft_model_path"
@@ -114,6 +117,8 @@ def detect_algorithm(config: Config) -> str | None:
     Official heads call themselves LlamaForCausalLM: EAGLE-3 ones have a vocabulary of their own or
     an `eagle_config`, and no whole model has one layer.
     """
+    if _has_mtp(config):
+        return "MTP"
     if "speculators_model_type" in config:
         return SPECULATORS.get(str(config["speculators_model_type"]))
     names = f"{config.get('model_type')} {config.get('architectures')}".lower()
@@ -131,7 +136,8 @@ def with_detected(sections: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return the sections of a configuration with what its checkpoints tell.
 
     A draft tells its `speculative_algorithm`, if that is left out. A draft that is given as the
-    model, and names the target it was made for, becomes the draft of that target.
+    model, and names the target it was made for, becomes the draft of that target. A model that
+    holds its own draft (MTP) is its own draft unless another algorithm is given.
 
     Args:
         folder: the base of relative paths.
@@ -146,8 +152,10 @@ def with_detected(sections: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     path, place = model.get("path"), model.get("download_dir")
     place = None if place is None else folder / str(place)
     own = _read(_MODEL, path, model.get("revision"), folder, place)
+    source = path if model.get("revision") is None else f"{path}@{model['revision']}"
+    if _has_mtp(own) and draft.get("speculative_algorithm", "MTP") == "MTP":
+        draft = {"speculative_draft_model_path": source, **draft}
     if "speculators_config" in own or "medusa_num_heads" in own:
-        source = path if model.get("revision") is None else f"{path}@{model['revision']}"
         draft = {"speculative_draft_model_path": source, **draft}
         model = {**model, "path": _target_of(own, str(path)), "revision": None}
     name = draft.get("speculative_draft_model_path")
@@ -160,6 +168,10 @@ def with_detected(sections: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             raise Refusal(_DRAFT, str(name), fix)
         draft = {**draft, **({"speculative_algorithm": algorithm} if algorithm else {})}
     return {**sections, "model": model, **({"speculative": draft} if draft else {})}
+
+
+def _has_mtp(config: Config) -> bool:
+    return config.get("model_type") == "mimo" and bool(config.get(MTP_KEY))
 
 
 def _target_of(config: Config, name: str) -> str:

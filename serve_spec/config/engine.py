@@ -54,6 +54,9 @@ class ModelConfig(StrictModel):
     for the host; null: true on a GPU."""
     cuda_graphs: bool = True
     """Capture the stages of a step as CUDA graphs on a GPU."""
+    cuda_graph_max_bs: int | None = Field(None, ge=1)
+    """Largest number of decoding requests for which steps are captured, as in SGLang: fewer need
+    less memory and start-up time, and larger batches run without graphs; null: max_num_seqs."""
     attention_backend: Literal["auto", "torch", "flashinfer"] = "auto"
     """No effect, since there is one attention implementation; accepted for old files."""
     execution: Literal["auto", "eager", "lanes"] = "auto"

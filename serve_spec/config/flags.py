@@ -60,6 +60,7 @@ FLAGS = (
     Flag(("--enable-prefix-caching",), "prefix_caching", fixed=True),
     Flag(("--no-enable-prefix-caching", "--disable-radix-cache"), "prefix_caching", fixed=False),
     Flag(("--enforce-eager", "--disable-cuda-graph"), "cuda_graphs", fixed=False),
+    Flag(("--cuda-graph-max-bs",), "cuda_graph_max_bs"),
     Flag(("--enable-torch-compile",), "torch_compile", fixed=True),
     Flag(("--max-num-seqs", "--max-running-requests"), "max_num_seqs"),
     Flag(("--max-num-batched-tokens",), "max_num_batched_tokens"),
@@ -75,7 +76,6 @@ FLAGS = (
 NO_EFFECT = {
     "--trust-remote-code": "no effect: models are part of serve_spec, and remote code never runs",
     "--enable-auto-tool-choice": "no effect: tools are always accepted; see --tool-call-parser",
-    "--cuda-graph-max-bs": "no effect: graphs are captured for all sizes up to --max-num-seqs",
     "--torch-compile-max-bs": "no effect: layers are compiled for all batch sizes",
     "--attention-backend": "no effect: there is one attention implementation",
     "--log-level": "no effect: SERVE_SPEC_LOG_LEVEL sets the level",
@@ -97,7 +97,7 @@ SPECULATIVE_CONFIG = {
 _LIST_KEYS = ("served_model_name", "api_keys")
 _WORDS = {
     "dtype": {"half": "float16", "float": "float32"},
-    "speculative_algorithm": {"DRAFT_MODEL": "STANDALONE"},
+    "speculative_algorithm": {"DRAFT_MODEL": "STANDALONE", "NEXTN": "MTP"},
 }
 """Other names of values, by key."""
 _LENGTH = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG])")

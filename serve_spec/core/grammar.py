@@ -33,6 +33,8 @@ class CallsForm:
     `calls` has the text before the arguments, their JSON Schema, and the text after them, for each
     function. `thought` has the texts before and after any text that the answer may begin with, and
     whether the answer is already within it; the second text begins with the marker of its end.
+    `is_free`: the answer may have any text before and between its calls, or instead of them. The
+    first piece of `opening`, or else of each call, then is the marker that begins a call.
     """
 
     calls: Sequence[tuple[Sequence[str], Mapping[str, Any], Sequence[str]]]
@@ -41,6 +43,7 @@ class CallsForm:
     ending: Sequence[str] = ()
     is_single: bool = False
     thought: tuple[Sequence[str], Sequence[str], bool] | None = None
+    is_free: bool = False
 
 
 @dataclass(frozen=True)

@@ -79,9 +79,11 @@ class SamplingParams:
     `bad_words` are texts, or sequences of token ids, of which the last token is never drawn after
     the others; a text is banned at the start of a word and within one. The text includes the stop
     string or token that ends it with `include_stop_str_in_output`, and the names of special tokens
-    without `skip_special_tokens`.
+    without `skip_special_tokens`; then `spaces_between_special_tokens` keeps the spaces that some
+    tokenizers write between added tokens.
 
-    `priority` orders waiting requests, lower first; equal ones are served in order of arrival.
+    `priority` orders waiting requests, lower first; equal ones are served in order of arrival. If
+    pages run out, the least urgent and youngest running request is preempted.
     Requests share cached prefixes only with those of the same `cache_salt`.
     """
 
@@ -104,6 +106,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -190,6 +193,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "seed": ((int, type(None)), "an integer or None"),
     "ignore_eos": ((bool,), "True or False"),
     "skip_special_tokens": ((bool,), "True or False"),
+    "spaces_between_special_tokens": ((bool,), "True or False"),
     "include_stop_str_in_output": ((bool,), "True or False"),
     "priority": ((int,), "an integer"),
     "cache_salt": ((str, type(None)), "a text or None"),

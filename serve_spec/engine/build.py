@@ -45,7 +45,7 @@ from serve_spec.structured.compiler import GrammarCompiler
 from serve_spec.structured.masks import Grammars
 from serve_spec.worker.eagle import DraftModel
 from serve_spec.worker.forward import TargetRunner
-from serve_spec.worker.graphs import GraphRecorder, batch_sizes
+from serve_spec.worker.graphs import GraphRecorder, batch_sizes, token_counts
 from serve_spec.worker.request_slots import RING_TOKENS, RequestSlots
 from serve_spec.worker.tensor_parallel import TensorParallelWorker
 from serve_spec.worker.worker import SpecWorker, WorkerSettings
@@ -197,11 +197,11 @@ def _with_captured_sizes(
     policy: PolicySettings, worker: SpecWorker, max_num_seqs: int
 ) -> PolicySettings:
     deepest = worker.states[max(shape for shape in worker.states if shape.is_chain)]
-    return replace(
-        policy,
-        cuda_graph_bs=batch_sizes(max_num_seqs),
-        token_counts=[size.tokens for size in deepest.verify.sizes],
-    )
+    counts = [size.tokens for size in deepest.verify.sizes]
+    # Of batches without graphs, budgets are weighed at the same distances.
+    most = min(max_num_seqs * (deepest.shape.size + 1), worker.settings.max_tokens)
+    counts += [count for count in token_counts(most) if counts and count > counts[-1]]
+    return replace(policy, cuda_graph_bs=batch_sizes(max_num_seqs), token_counts=counts)
 
 
 @dataclass(frozen=True)
@@ -295,6 +295,7 @@ def build_worker(
             synthetic_acceptance=config.speculative.synthetic_acceptance,
             rejection_sample_method=config.speculative.rejection_sample_method,
             draft_sharpness=config.speculative.speculative_draft_sharpness,
+            max_captured=config.model.cuda_graph_max_bs,
         ),
         loaded.parallel,
     )

@@ -200,6 +200,8 @@ def cost_key(
     speculative = config.speculative
     draft = config.draft_folder
     method = f", {speculative.rejection_sample_method}" if speculative.samples_drafts else ""
+    most_captured = config.model.cuda_graph_max_bs if config.model.cuda_graphs else 0
+    code = code_version() + (", compiled" if config.model.torch_compile else "")
     return CostKey(
         hardware=_hardware(worker.device),
         threads=torch.get_num_threads(),
@@ -211,7 +213,7 @@ def cost_key(
         tensor_parallel_size=config.model.tensor_parallel_size,
         attention_backend=_ATTENTION[worker.settings.async_scheduling],
         topk=max([speculative.topk, *(tree.topk for tree in trees)]),
-        code=code_version() + (", compiled" if config.model.torch_compile else ""),
+        code=code + ("" if most_captured is None else f", graphs up to {most_captured}"),
     )
 
 

@@ -62,10 +62,11 @@ class OutputText:
         self._stop = params.stop
         self._keeps_end = params.include_stop_str_in_output
         self._skips_special = params.skip_special_tokens
+        self._joins_special = not (self._skips_special or params.spaces_between_special_tokens)
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._ids = seq.token_ids[: seq.num_prompt_tokens][-_CONTEXT_TOKENS:]
-        self._read = len(self._ids)
+        self._num_prompt = self._read = len(self._ids)
         self._begin_context(0)
         self._taken = 0
         self._has_kept_end = False
@@ -130,6 +131,9 @@ class OutputText:
 
     def _decoded(self, end: int) -> str:
         ids = self._ids[self._context_start : end]
+        if self._joins_special:
+            first = max(0, self._num_prompt - self._context_start)
+            return self._tokenizer.decode_joined(ids, first)
         return self._tokenizer.decode(ids, skip_special_tokens=self._skips_special)
 
     def _begin_context(self, start: int) -> None:

@@ -91,6 +91,21 @@ class Tokenizer:
         """Return the text, by default without special tokens; incomplete characters are U+FFFD."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
+    def decode_joined(self, token_ids: list[int], first: int) -> str:
+        """Return the text with special tokens; added tokens directly after one get no space.
+
+        first: index of the first token of the answer; tokens before it keep their spaces.
+        """
+        parts: list[str] = []
+        start = 0
+        for index in range(first + 1, len(token_ids)):
+            added = self._added.get(token_ids[index])
+            if added is not None and token_ids[index - 1] in self._added:
+                before = self.decode(token_ids[:index], skip_special_tokens=False)
+                parts += before[start:], str(added.content)
+                start = len(self.decode(token_ids[: index + 1], skip_special_tokens=False))
+        return "".join([*parts, self.decode(token_ids, skip_special_tokens=False)[start:]])
+
     def describe(self) -> str:
         """Return its tokenizer.json without truncation and padding."""
         description = json.loads(self._tokenizer.to_str())

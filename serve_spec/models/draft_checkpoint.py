@@ -94,6 +94,9 @@ def check_same_tokens(draft: Path, target: Path) -> bool:
 Shapes = Mapping[str, tuple[int, ...]]
 
 _ALIASES = (
+    # MiMo's head for one more token, beside its target.
+    (re.compile(r"^model\.mtp_layers\.0\.input_proj\."), "fc."),
+    (re.compile(r"^model\.mtp_layers\.0\."), "layers.0."),
     (re.compile(r"^model\."), ""),
     (re.compile(r"^midlayer\."), "layers.0."),
     (re.compile(r"^aux_norm_low\."), "fc_norm.0."),
@@ -110,6 +113,7 @@ _ALIASES = (
 _MEDUSA_BLOCK = re.compile(r"^blocks\.\d+\.layers\.\d+\.weight$")
 _QUERY, _OUTPUT = "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.o_proj.weight"
 _HIDDEN_NORM, _FC = "layers.0.hidden_norm.weight", "fc.weight"
+_MTP, _TOKEN_NORM = "model.mtp_layers.", "layers.0.token_layernorm.weight"
 _WHOLE_MODEL = ("embed_tokens.weight", "norm.weight", "layers.0.input_layernorm.weight")
 
 
@@ -156,6 +160,8 @@ def _family(shapes: Shapes) -> tuple[str, list[str], str]:
     blocks = [name for name in shapes if _MEDUSA_BLOCK.match(name)]
     if blocks:
         return "MEDUSA", blocks[:1], " and its like"
+    if _TOKEN_NORM in shapes:
+        return "MTP", [_TOKEN_NORM], ""
     if _HIDDEN_NORM in shapes:
         return "EAGLE3", [_HIDDEN_NORM], ""
     if _reads_two(shapes.get(_QUERY, ()), shapes.get(_OUTPUT, ())[:1]):
@@ -187,7 +193,7 @@ def _layout(family: str, stored: Shapes, config: Mapping[str, Any]) -> str:
     if family == "EAGLE3":
         is_official = any("midlayer." in name for name in stored)
         return "official, SpecForge, AngelSlim" if is_official else "vLLM, ModelOpt"
-    return "official" if family == "EAGLE" else "Hugging Face"
+    return "official" if family == "EAGLE" else "MiMo" if family == "MTP" else "Hugging Face"
 
 
 def _refuse_foreign_layouts(shapes: Shapes) -> None:
@@ -304,6 +310,9 @@ def read_draft(path: Path | str, dummy: tuple[str, ModelShape] | None = None) ->
     else:
         checkpoint = dummy_checkpoint(directory, draft_tensors(config, *dummy))
     stored = checkpoint.shapes
+    if any(name.startswith(_MTP) for name in stored):
+        checkpoint.rename({name: None for name in stored if not name.startswith(_MTP)})
+        stored = checkpoint.shapes
     checkpoint.rename(current_names(stored))
     try:
         recognition = recognise(stored, config)

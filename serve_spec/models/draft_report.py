@@ -65,7 +65,7 @@ def describe_draft(path: Path, config: ServeSpecConfig | None) -> str:
 
 
 def _head(file: DraftFile, target: Llama | None, options: DraftOptions) -> Facts:
-    """Return facts about an EAGLE or EAGLE-3 head; raise as loading it would."""
+    """Return facts about an EAGLE, EAGLE-3 or MTP head; raise as loading it would."""
     shape = layer_shape(file, options, None if target is None else target.shape.vocab_size)
     is_eagle3 = file.recognition.family == "EAGLE3"
     if target is not None:
@@ -81,6 +81,9 @@ def _head(file: DraftFile, target: Llama | None, options: DraftOptions) -> Facts
     if is_eagle3:
         facts["target layers"] = _captured(file, target, options)
         facts["norms"] = _norms(file, options)
+    elif file.recognition.family == "MTP":
+        facts["target layers"] = "the state before the final norm"
+        facts["norms"] = "of the token, of the state, of the output"
     else:
         facts["target layers"] = "the state after the final norm"
         has_norm = "layers.0.input_layernorm.weight" in file.checkpoint

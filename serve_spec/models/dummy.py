@@ -67,6 +67,11 @@ def draft_tensors(config: Mapping[str, Any], algorithm: str, target: ModelShape)
         return _medusa(config, target)
     hidden, vocab = whole(config, "hidden_size"), target.vocab_size
     shapes: Shapes = {}
+    if algorithm == "MTP":
+        norms = [f"{name}_layernorm.weight" for name in ("token", "hidden", "input", "final")]
+        layer = {**_layer(config, hidden), **dict.fromkeys(norms, (hidden,))}
+        shapes = {f"layers.0.{name}": shape for name, shape in layer.items()}
+        return {**shapes, "fc.weight": (hidden, 2 * hidden)}
     is_eagle3 = algorithm == "EAGLE3"
     for index in range(whole(config, "num_hidden_layers", 1)):
         reads_two = is_eagle3 and index == 0

@@ -4,6 +4,8 @@ EAGLE-1 / EAGLE-2: fc([embedding ; feature]) and the target's lm_head. The featu
 hidden state after its final norm, and the head's output is its estimate of the next one.
 EAGLE-3: [norm(embedding) ; norm(hidden)] and its own lm_head. The hidden state is fc of the
 target's residual stream at three depths, or the head's own output before its final norm.
+MTP of MiMo: fc([norm(hidden) ; norm(embedding)]) and the target's lm_head. The hidden state is the
+target's residual stream before its final norm, or the head's own output after its final norm.
 Source: github.com/SafeAILab/EAGLE, `eagle/model/cnets1.py`, `cnets.py`; options: SpecForge, vLLM.
 """
 
@@ -79,7 +81,7 @@ class Eagle(DraftHead):
     def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         """Return next hidden [R, H] from target ids [T] and hidden [T, H]."""
         embedded = self.embed_tokens(token_ids).to(hidden.dtype)
-        stream = self.fc(torch.cat((embedded, hidden), dim=-1))
+        stream = self.fc(self._inputs(embedded, hidden, ctx))
         residual: Tensor | None = None
         rotation = self.rope.at(ctx.positions)
         for layer in self.layers:
@@ -88,6 +90,10 @@ class Eagle(DraftHead):
         return stream_of(stream, residual, self.parallel)
 
     __call__ = forward
+
+    def _inputs(self, embedded: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        """Return what `fc` reads, [T, 2H]."""
+        return torch.cat((embedded, hidden), dim=-1)
 
     def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
         """Return logits float32 [R, V] of hidden [R, H], without a norm."""
@@ -100,6 +106,36 @@ class Eagle(DraftHead):
             *((f"layers.{index}.", layer) for index, layer in enumerate(self.layers)),
             ("", self.lm_head if self.own_head else None),
         )
+
+
+class Mtp(Eagle):
+    """The head of MiMo for one more token. Uninitialised: `load_mtp` fills it."""
+
+    def __init__(self, shape: ModelShape, target: Llama) -> None:
+        super().__init__(shape, target, fc_bias=False, input_norm=True, own_head=False)
+        self.capture = FeatureCapture((target.shape.num_layers,))
+        norms = (RMSNorm(shape.hidden_size, shape.rms_norm_eps) for _ in range(3))
+        self.token_norm, self.hidden_norm, self.final_norm = norms
+
+    def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        """Return next hidden [R, H] from target ids [T] and hidden [T, H]."""
+        return self.final_norm(super().forward(token_ids, hidden, ctx))
+
+    __call__ = forward
+
+    def _inputs(self, embedded: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        # It was trained without the first entry's token.
+        embedded = embedded.masked_fill((ctx.positions == 0).unsqueeze(-1), 0.0)
+        return torch.cat((self.hidden_norm(hidden), self.token_norm(embedded)), dim=-1)
+
+    def tensors(self) -> dict[str, Destination]:
+        """Return destinations by published name, without those shared with the target."""
+        norms = named_parts(
+            ("layers.0.token_layernorm.", self.token_norm),
+            ("layers.0.hidden_layernorm.", self.hidden_norm),
+            ("layers.0.final_layernorm.", self.final_norm),
+        )
+        return {**super().tensors(), **norms}
 
 
 class Eagle3FirstLayer(DecoderLayer):
@@ -216,6 +252,13 @@ def load_eagle3(
     return _load("EAGLE3", path, target, options, dtype)
 
 
+def load_mtp(
+    path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype
+) -> DraftHead:
+    """Return the MTP head in the checkpoint of its target; see `load_eagle`."""
+    return _load("MTP", path, target, options, dtype)
+
+
 def _load(
     algorithm: str, path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype
 ) -> DraftHead:
@@ -237,7 +280,7 @@ def _load(
 def make_eagle(
     file: DraftFile, target: Llama, options: DraftOptions, dtype: torch.dtype
 ) -> Eagle | Eagle3:
-    """Return the EAGLE or EAGLE-3 head in `file` without its weights, on the target's device.
+    """Return the EAGLE, EAGLE-3 or MTP head in `file` without its weights, on the target's device.
 
     Raises:
         CheckpointError: a head for another target, or id maps that contradict each other.
@@ -257,6 +300,8 @@ def make_eagle(
         )
     has_embedding(file, target, shape.hidden_size)
     with tensor_defaults(dtype, device):
+        if file.recognition.family == "MTP":
+            return Mtp(shape, target)
         return Eagle(
             shape,
             target,

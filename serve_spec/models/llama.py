@@ -215,20 +215,20 @@ def open_target(path: Path | str, *, dummy: bool = False) -> tuple[ModelShape, C
         shapes = {name: tuple(tensor.shape) for name, tensor in empty.tensors().items()}
         return shape, dummy_checkpoint(Path(path), shapes)
     checkpoint = open_weights(path)
-    if any(name.startswith(_MULTIMODAL) for name in checkpoint.shapes):
+    if any(name.startswith(_BESIDE_TEXT) for name in checkpoint.shapes):
         checkpoint.rename({name: _text_name(name) for name in checkpoint.shapes})
     # A stored matrix wins over the flag: some exporters write both.
     tied = shape.tie_word_embeddings and "lm_head.weight" not in checkpoint
     return replace(shape, tie_word_embeddings=tied), checkpoint
 
 
-# Prefixes that only multimodal checkpoints have.
-_MULTIMODAL = ("model.language_model.", "language_model.", "visual.")
+# Prefixes of checkpoints that are multimodal, or hold their own draft.
+_BESIDE_TEXT = ("model.language_model.", "language_model.", "visual.", "model.mtp_layers.")
 _TEXT_MODEL = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.")
 
 
 def _text_name(stored: str) -> str | None:
-    """Return the plain name of a text model's tensor; None for other parts of a multimodal one."""
+    """Return the plain name of a text model's tensor; None for other parts of a checkpoint."""
     name = stored.replace("model.language_model.", "model.").removeprefix("language_model.")
     return name if name.startswith(_TEXT_MODEL) else None
 

@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 
 from serve_spec.config import ConfigError
+from serve_spec.config.checkpoint import MTP_KEY
 from serve_spec.core.errors import CheckpointError
 from serve_spec.models.draft_checkpoint import DraftFile, open_draft_file
 from serve_spec.models.draft_shape import capture_layers
@@ -95,10 +96,9 @@ def expand_target(recipe: Expansion, directory: Path) -> None:
     source = find_base(recipe.base, Path.cwd())
     shape = ModelShape.from_directory(source)
     base = read_json(source / "config.json")
-    if "text_config" in base:
-        raise CheckpointError(
-            f"{source}: multimodal checkpoints are not expanded; use a text model"
-        )
+    for key, what in (("text_config", "multimodal models"), (MTP_KEY, "models with drafts")):
+        if base.get(key):
+            raise CheckpointError(f"{source}: {what} are not expanded; use another model")
     _check(recipe, shape.vocab_size)
     assert recipe.num_layers is not None, "a target has a number of layers"
     if recipe.num_layers < shape.num_layers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableSequence
 from itertools import islice
 
 from serve_spec.core.plan import ScheduledRequest
@@ -19,7 +19,9 @@ them again."""
 
 
 class RequestQueue:
-    """Admits by priority, then in order of arrival; preempts the youngest if pages run out.
+    """Admits by priority, then in order of arrival; preempts in reverse order if pages run out.
+
+    `running` is in order of priority, then of admission.
 
     A preempted sequence keeps its tokens and recomputes its KV cache later, except for cached
     prefix pages. Its text does not change: a draw depends on (prefix, seed, position) only.
@@ -47,10 +49,7 @@ class RequestQueue:
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence behind those of its priority."""
-        place = len(self.waiting)
-        while place and self.waiting[place - 1].params.priority > seq.params.priority:
-            place -= 1
-        self.waiting.insert(place, seq)
+        _insert(self.waiting, seq)
 
     def abort(self, request_id: str) -> Sequence | None:
         """End a sequence between steps. Return None if it is unknown or has ended."""
@@ -97,7 +96,7 @@ class RequestQueue:
                 seq.num_cached_tokens = seq.num_computed
                 num_queries, num_hits = self._prefix_counts
                 self._prefix_counts = num_queries + len(seq), num_hits + seq.num_computed
-            self.running.append(seq)
+            _insert(self.running, seq)
 
     def _is_being_computed(self, seq: Sequence, hit: PrefixHit) -> bool:
         """Return whether a running prefill will compute half or more of what `seq` lacks.
@@ -139,12 +138,12 @@ class RequestQueue:
                 decoding.append(seq)
         return decoding, prompts
 
-    def preempt_younger_than(self, seq: Sequence) -> bool:
-        """Preempt the youngest running sequence. Return False if that is `seq`."""
-        youngest = self.running[-1]
-        if youngest is seq:
+    def preempt_less_urgent_than(self, seq: Sequence) -> bool:
+        """Preempt the least urgent running sequence. Return False if that is `seq`."""
+        last = self.running[-1]
+        if last is seq:
             return False
-        self.preempt(youngest)
+        self.preempt(last)
         return True
 
     def preempt(self, seq: Sequence) -> None:
@@ -170,3 +169,11 @@ class RequestQueue:
         seq.request_slot = -1
         self.cache.release(seq)
         self._on_leave(seq)
+
+
+def _insert(sequences: MutableSequence[Sequence], seq: Sequence) -> None:
+    """Insert a sequence behind those of its priority."""
+    place = len(sequences)
+    while place and sequences[place - 1].params.priority > seq.params.priority:
+        place -= 1
+    sequences.insert(place, seq)

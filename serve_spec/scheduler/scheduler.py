@@ -207,8 +207,8 @@ class Scheduler:
     ) -> list[ScheduledRequest]:
         """Reserve pages for the drafts of each request, shortened or preempting if they do not fit.
 
-        Only decoding requests preempt, and only younger ones, so no request that is planned already
-        loses its pages.
+        Only decoding requests preempt, and only those behind them in `running`, so no request that
+        is planned already loses its pages.
         """
         planned = [
             self._plan_decode(seq, wanted, limit) if seq.page_ids else None
@@ -228,7 +228,7 @@ class Scheduler:
             if drafts.shape.depth:
                 drafts = drafts.shortened()  # before any other request is preempted
                 continue
-            if not self.queue.preempt_younger_than(seq):
+            if not self.queue.preempt_less_urgent_than(seq):
                 self.queue.preempt(seq)
                 return None
         self.cache.reserve(seq, len(seq) + self.drafts.slots_past(drafts.shape))

@@ -129,6 +129,11 @@ class BaseRequest(StrictFields):
     skip_special_tokens: bool | None = Field(
         None, description="Leave special tokens out of the text; default true."
     )
+    spaces_between_special_tokens: bool | None = Field(
+        None,
+        description="Without skip_special_tokens: keep the spaces that some tokenizers write "
+        "between special tokens; default true.",
+    )
     add_special_tokens: bool | None = Field(
         None,
         description="Add the special tokens that the tokenizer puts around a text; default true for"
@@ -154,7 +159,8 @@ class BaseRequest(StrictFields):
         None, description='Name the tokens of `logprobs` by their id, as "token_id:5".'
     )
     priority: Int64 | None = Field(
-        None, description="Place among waiting requests: lower is served first; default 0."
+        None,
+        description="Lower is served first, and preempted last if memory is short; default 0.",
     )
     request_id: Name | None = Field(
         None, description="The last part of the answer's `id`; default: random."

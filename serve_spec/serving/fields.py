@@ -103,8 +103,7 @@ PRESENTATION = frozenset({
     "return_mm_kwargs", "return_spec_tokens_details", "return_text_in_logprobs",
     "return_token_offsets", "rid", "routed_dp_rank", "routed_experts_prompt_start",
     "routed_experts_start_len", "session_id",
-    "spaces_between_special_tokens", "stream_interval", "stream_reasoning", "use_audio_in_video",
-    "video_config",
+    "stream_interval", "stream_reasoning", "use_audio_in_video", "video_config",
 })  # fmt: skip
 """Fields of vLLM and SGLang that leave the text as it is; accepted and not counted as unknown."""
 

@@ -337,6 +337,8 @@ def _parsed(
         if grammar is not None and not grammar.source.startswith("response_format"):
             raise grammar.refusal("conflicts with tool_choice; give only one of them")
         grammar = formats.of_calls(functions, syntax, prompt)
+    elif formats.marks_json and any(function.strict for function in functions):
+        grammar = formats.of_calls(functions, syntax, prompt, is_free=True)
     if not syntax.markers and calls is None:
         return params, None
     special = files.tokenizer.added_tokens

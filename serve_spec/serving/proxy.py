@@ -47,7 +47,7 @@ from serve_spec.config import ConfigError, RouterConfig
 from serve_spec.config.base import parse_yaml
 from serve_spec.log import get_logger
 from serve_spec.serving.answers import STREAM_TYPE, event
-from serve_spec.serving.errors import ApiError, no_router, server_lost
+from serve_spec.serving.errors import ApiError, no_router, server_lost, starting
 from serve_spec.serving.middleware import error_answer
 
 logger = get_logger(__name__)
@@ -127,16 +127,17 @@ HEADER_TIMEOUT_VARIABLE = "SERVE_SPEC_ROUTER__HEADER_TIMEOUT_S"
 
 
 _PROTOCOL = auto.AutoHTTPProtocol
+_ROUTES_PATH = "/-/routes"
 
 
 def install() -> list[Middleware]:
     """Install the protocol of new connections and return the proxy's middleware.
 
     The protocol limits the time for headers. A child process ends the answers if this process is
-    killed.
+    killed. Until an application has a route, requests are answered 503 `starting`.
     """
     auto.AutoHTTPProtocol = with_child(limited(_PROTOCOL, header_timeout_s()))
-    return [Middleware(Utf8Headers), Middleware(LastAnswers)]
+    return [Middleware(StartingAnswers), Middleware(Utf8Headers), Middleware(LastAnswers)]
 
 
 def header_timeout_s() -> float:
@@ -193,6 +194,47 @@ def limited(protocol: Any, timeout_s: float) -> type[asyncio.Protocol]:
                 self._header_timer = None
 
     return LimitedProtocol
+
+
+class StartingAnswers:
+    """Middleware that answers 503 `starting` in place of 404 until Serve's proxy has a route."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._has_route = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Forward the request, and its answer unless that is a 404 of a proxy without routes."""
+        if self._has_route or scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        is_replaced = False
+
+        async def answer(message: Message) -> None:
+            nonlocal is_replaced
+            status = message.get("status")
+            if status == HTTPStatus.NOT_FOUND:
+                self._has_route |= await self._finds_route(scope, receive)
+                is_replaced = not self._has_route
+            elif status is not None:
+                self._has_route |= status < HTTPStatus.BAD_REQUEST
+            if not is_replaced:
+                await send(message)
+
+        await self._app(scope, receive, answer)
+        if is_replaced:
+            await error_answer(starting())(scope, receive, send)
+
+    async def _finds_route(self, scope: Scope, receive: Receive) -> bool:
+        statuses = []
+
+        async def note(message: Message) -> None:
+            statuses.append(message.get("status"))
+
+        # The proxy answers 503 until it has got its first routes.
+        path = scope.get("root_path", "") + _ROUTES_PATH
+        await self._app({**scope, "method": "GET", "path": path}, receive, note)
+        return HTTPStatus.SERVICE_UNAVAILABLE not in statuses
 
 
 class Utf8Headers:

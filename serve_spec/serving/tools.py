@@ -28,7 +28,9 @@ class Function(StrictFields):
         None, description="JSON Schema of the arguments, an object; default: no arguments."
     )
     strict: bool | None = Field(
-        None, description="Required and named calls conform to the schema with or without it."
+        None,
+        description="Calls that the model chooses conform to the schema if they are JSON after a "
+        "marker; required and named ones always do.",
     )
 
     @property
@@ -171,6 +173,11 @@ REASONING_PARSERS: Mapping[str, ReasoningFormat | None] = {
 """Formats of reasoning by `router.reasoning_parser`."""
 
 
+# In templates that write arguments as XML.
+_XML = ("<function=", "<arg_key>")
+_ANY = {"type": "object"}
+
+
 @dataclass(frozen=True)
 class Formats:
     """Formats in which a checkpoint writes calls and reasoning; None: none, or unknown.
@@ -179,6 +186,7 @@ class Formats:
     space: what Mistral's older form has before the list of calls.
     is_single: the template renders only one call of an answer, as Llama 3's.
     always_reasons: answers begin within their reasoning although no prompt opens it.
+    marks_json: a call is a marker and then JSON, so a grammar may leave the text before it free.
     """
 
     calls: CallFormat | None = None
@@ -187,14 +195,16 @@ class Formats:
     space: str = ""
     is_single: bool = False
     always_reasons: bool = False
+    marks_json: bool = False
 
     @classmethod
     def of(
         cls, template: str, call_parser: str = "auto", reasoning_parser: str = "auto"
     ) -> Formats:
         """Return the formats that a chat template writes, or those of the named parsers."""
+        calls = _calls_in(template) if call_parser == "auto" else CALL_PARSERS[call_parser]
         return cls(
-            _calls_in(template) if call_parser == "auto" else CALL_PARSERS[call_parser],
+            calls,
             _reasoning_in(template)
             if reasoning_parser == "auto"
             else REASONING_PARSERS[reasoning_parser],
@@ -202,6 +212,7 @@ class Formats:
             space=" " if "[TOOL_CALLS] [" in template else "",
             is_single="single tool-calls" in template,
             always_reasons=reasoning_parser in ("deepseek_r1", "deepseek-r1"),
+            marks_json=calls in ("hermes", "mistral") and not any(xml in template for xml in _XML),
         )
 
     def is_reasoning(self, prompt: str) -> bool:
@@ -231,11 +242,21 @@ class Formats:
         form = CallsForm([(before, schema, [])], is_single=True, thought=self._thought(prompt))
         return Grammar.calls(form, grammar.source)
 
-    def of_calls(self, functions: Sequence[Function], syntax: AnswerSyntax, prompt: str) -> Grammar:
-        """Return the grammar of answers to `prompt` that are calls after any reasoning."""
+    def of_calls(
+        self,
+        functions: Sequence[Function],
+        syntax: AnswerSyntax,
+        prompt: str,
+        *,
+        is_free: bool = False,
+    ) -> Grammar:
+        """Return the grammar of answers to `prompt` that are calls after any reasoning.
+
+        is_free: they may be text, too; only arguments of strict functions conform to their schema.
+        """
         pieces = [self._call(function.name, syntax.calls) for function in functions]
         calls = [
-            (before, function.arguments_schema, after)
+            (before, function.arguments_schema if function.strict or not is_free else _ANY, after)
             for function, (before, after) in zip(functions, pieces, strict=True)
         ]
         is_list = syntax.calls == "json" or (syntax.calls == "mistral" and not self.has_names_first)
@@ -248,6 +269,7 @@ class Formats:
             ending=["]"] if is_list else [],
             is_single=syntax.calls == "openai" or not syntax.is_parallel,
             thought=self._thought(prompt),
+            is_free=is_free,
         )
         return Grammar.calls(form)
 

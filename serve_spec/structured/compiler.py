@@ -302,26 +302,45 @@ class GrammarCompiler:
 
     def _calls(self, form: CallsForm) -> str:
         """Return the rules of calls of functions."""
+        marker = (form.opening or form.calls[0][0])[0] if form.is_free else None
+        # A marker that is text ends the text before; a special token is no part of any text.
+        ends_text = marker is not None and self._special_id(marker) is None
+        opening = form.opening[ends_text:]
+        first_piece = int(ends_text and not form.opening)
         names = [f"call_{index}" for index in range(len(form.calls))]
         rules = [f"call: {' | '.join(names)}"]
         for name, (before, schema, after) in zip(names, form.calls, strict=True):
-            rules.append(f"{name}: {self._text(before)} of_{name} {self._text(after)}")
+            text = self._text(before[first_piece:])
+            rules.append(f"{name}: {text} of_{name} {self._text(after)}")
             rules.append(f"of_{name}: %json {json.dumps({**schema, **_WITH_WHITESPACE})}")
-        thought = ""
-        if form.thought is not None:
-            before, (end, *after), is_open = form.thought
-            thought = "thought" if is_open else "thought?"
-            # A special token is no part of any text.
-            is_token = self._special_id(end) is not None
-            inside = f"/(.|\\n)*/ {self._text([end])}" if is_token else "inside"
-            then = self._text(after) or r"/\n{0,2}/"
-            rules.append(f"thought: {'' if is_open else self._text(before)} {inside} {then}")
-            if not is_token:
-                escaped = re.escape(end).replace("/", r"\/")
-                rules.append(rf"inside[lazy]: /(.|\n)*{escaped}/")
+        thought, more_rules = self._thought(form)
+        rules += more_rules
         more = "" if form.is_single else f"({self._text(form.between)} call)*"
-        opening, ending = self._text(form.opening), self._text(form.ending)
-        return "\n".join([f"start: {thought} {opening} call {more} {ending}", *rules])
+        calls = f"{self._text(opening)} call {more} {self._text(form.ending)}"
+        if marker is not None:
+            head, text = "TEXT", r"TEXT: /(.|\n)*/"
+            if ends_text:
+                head, text = "head", rf"{text} & ~({_up_to(marker)} /(.|\n)*/)"
+                rules.append(f"head[lazy]: {_up_to(marker)}")
+            rules.append(text)
+            is_once = form.is_single or form.opening
+            calls = f"({head} {calls if form.opening else 'call'}){'?' if is_once else '*'} TEXT"
+        return "\n".join([f"start: {thought} {calls}", *rules])
+
+    def _thought(self, form: CallsForm) -> tuple[str, list[str]]:
+        """Return what stands for the thought before calls, and its rules."""
+        if form.thought is None:
+            return "", []
+        before, (end, *after), is_open = form.thought
+        if form.is_free and not is_open and self._special_id(before[0]) is None:
+            return "", []  # it begins as any text does
+        is_token = self._special_id(end) is not None
+        inside = f"/(.|\\n)*/ {self._text([end])}" if is_token else "inside"
+        then = self._text(after) or r"/\n{0,2}/"
+        rules = [f"thought: {'' if is_open else self._text(before)} {inside} {then}"]
+        if not is_token:
+            rules.append(f"inside[lazy]: {_up_to(end)}")
+        return "thought" if is_open else "thought?", rules
 
     def _text(self, pieces: Sequence[str]) -> str:
         """Return texts and special tokens in Lark's notation."""
@@ -336,6 +355,12 @@ class GrammarCompiler:
         tokens = self._vocabulary.tokenize_str(name)
         is_special = len(tokens) == 1 and self._vocabulary.is_special_token(tokens[0])
         return int(tokens[0]) if is_special else None
+
+
+def _up_to(end: str) -> str:
+    """Return the regular expression of a text that ends with `end`."""
+    escaped = re.escape(end).replace("/", r"\/")
+    return rf"/(.|\n)*{escaped}/"
 
 
 def _with_whitespace(schema: dict[str, Any], text: str) -> str:

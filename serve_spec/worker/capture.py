@@ -145,6 +145,7 @@ class CapturedShapes:
     recorder: captures the stages; None: they run as they are, at the exact size.
     largest_batch: for a shape, the batch size beyond which no policy chooses it; None: no limit.
     The deepest chain has stages for every batch size and is used where another has none.
+    max_captured: largest batch whose stages are captured; they run as they are in larger ones.
     """
 
     def __init__(
@@ -154,6 +155,7 @@ class CapturedShapes:
         *,
         max_tokens: int,
         largest_batch: Callable[[DraftShape], int | None],
+        max_captured: int | None = None,
     ) -> None:
         self.states: dict[DraftShape, SpecRuntimeState] = {}
         self.report: list[CaptureReport] = []
@@ -162,6 +164,8 @@ class CapturedShapes:
         self._recorder = recorder
         self._max_tokens = max_tokens
         self._largest_batch = largest_batch
+        most = stages.buffers.max_requests
+        self._max_captured = most if max_captured is None else min(most, max_captured)
         self._device = stages.target.pool.device
         self._extends: dict[int, StageRunner] = {}
         self._verify_runs: dict[tuple[StepSize, int, bool], tuple[Run, float]] = {}
@@ -222,13 +226,13 @@ class CapturedShapes:
         """Return the smallest draft extend that makes so many entries for so many requests."""
         if self._recorder is None:
             return self._extend_stage(max(num_missing, 1), ())
-        return self._extends[
-            min(
-                length
-                for length, stage in self._extends.items()
-                if length >= num_missing and stage.sizes[-1].requests >= num_requests
-            )
+        most = min(num_requests, self._max_captured)
+        fits = [
+            length
+            for length, stage in self._extends.items()
+            if length >= num_missing and stage.sizes[-1].requests >= most
         ]
+        return self._extends[min(fits)]
 
     def draft_for(self, shape: DraftShape, num_requests: int) -> StageRunner:
         """Return the shallowest stage that drafts `shape` for so many requests."""
@@ -243,7 +247,7 @@ class CapturedShapes:
         return self._stages.verify(shape.size + 1, size, has_trees=not shape.is_chain)
 
     def _state(self, shape: DraftShape) -> SpecRuntimeState:
-        most = self._largest(shape)
+        most = self._most_requests(shape)
         requests = [StepSize(n, n) for n in batch_sizes(most)]
         extend = draft = None
         if shape.depth and self._stages.drafter is not None:
@@ -260,15 +264,19 @@ class CapturedShapes:
             return most
         return min(most, self._largest_batch(shape) or most)
 
+    def _most_requests(self, shape: DraftShape) -> int:
+        """Return the largest batch for which a shape is captured."""
+        return min(self._largest(shape), self._max_captured)
+
     def _most_tokens(self, shape: DraftShape) -> int:
-        return min(self._largest(shape) * (shape.size + 1), self._max_tokens)
+        return min(self._most_requests(shape) * (shape.size + 1), self._max_tokens)
 
     def _extends_after(self, shape: DraftShape, sizes: Sequence[StepSize]) -> StageRunner:
         """Capture draft extend after steps of a shape, and first of all the widest one."""
         if not self._extends:
             # A step leaves max_depth + 1 entries missing, and `_extend_known` leaves one.
             widest = max(WIDE_EXTEND, self._buffers.max_depth + 2)
-            all_sizes = [StepSize(n, n) for n in batch_sizes(self._buffers.max_requests)]
+            all_sizes = [StepSize(n, n) for n in batch_sizes(self._max_captured)]
             self._extends[widest] = self._extend_stage(widest, all_sizes)
         length = shape.depth + 1
         known = self._extends.get(length)
@@ -333,7 +341,8 @@ class CapturedShapes:
         stage = partial(self._stages.admit, most_drafts, has_trees=has_trees)
         if not self._deepest:  # without drafts there is nothing to admit
             return StageRunner(stage)
-        most = max(self._largest(s) for s in self.states if s.depth and s.is_chain != has_trees)
+        shapes = [s for s in self.states if s.depth and s.is_chain != has_trees]
+        most = max(map(self._most_requests, shapes))
         return self._captured(stage, [StepSize(n, n) for n in batch_sizes(most)])
 
     @contextmanager
@@ -378,5 +387,5 @@ class CapturedShapes:
         return (
             f"{what}: the device has no memory left for these stages, of which it holds {failed} "
             f"(captured before: {'; '.join(map(str, self.report)) or 'nothing'}). "
-            f"Lower memory_fraction or max_num_seqs, or {remedy}"
+            f"Lower memory_fraction, max_num_seqs or cuda_graph_max_bs, or {remedy}"
         )

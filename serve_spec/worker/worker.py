@@ -75,7 +75,8 @@ _STEPS_IN_FLIGHT = 2
 class WorkerSettings:
     """Settings of a worker.
 
-    `max_tokens`: most tokens of one target forward. `largest_batch`: see `CapturedShapes`.
+    `max_tokens`: most tokens of one target forward. `largest_batch`, `max_captured`: see
+    `CapturedShapes`.
     `synthetic_acceptance`: for load tests; see `worker.verify`. `rejection_sample_method`: how
     sampled drafts are verified. `draft_sharpness`: temperature of coupled drafts over their
     requests'.
@@ -88,6 +89,7 @@ class WorkerSettings:
     synthetic_acceptance: Acceptance | None = None
     rejection_sample_method: str = "coupled"
     draft_sharpness: float = 1.0
+    max_captured: int | None = None
 
     @property
     def samples_drafts(self) -> bool:
@@ -152,7 +154,6 @@ class SpecWorker:
     def init_states(self, shapes: Iterable[DraftShape]) -> None:
         """Capture every shape the policy may choose, and the plain one, before the first step."""
         shapes = tuple(shapes)
-        head = None if self.drafter is None else self.drafter.head
         settings = self.settings
         max_requests = self.slots.padding
 
@@ -164,7 +165,7 @@ class SpecWorker:
         self.buffers = StepBuffers(
             self.slots,
             max((shape.depth for shape in shapes), default=0),
-            head,
+            None if self.drafter is None else self.drafter.head,
             settings.max_tokens + 1,  # a prompt may exceed the budget by a token
             max((shape.size for shape in shapes if not shape.is_chain), default=0),
             max_draws=max_requests + max(map(drafts, shapes), default=0),
@@ -190,6 +191,7 @@ class SpecWorker:
             self.recorder,
             max_tokens=settings.max_tokens,
             largest_batch=settings.largest_batch,
+            max_captured=settings.max_captured,
         )
         self.captured.build(shapes)
 

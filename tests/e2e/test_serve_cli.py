@@ -26,6 +26,7 @@ from tests.e2e.fleet import (
 from tests.serving.cluster import ROOT, eventually, free_port, local_ray
 
 SERVE = Path(sys.executable).with_name("serve")
+BUILDER = "serve_spec.serving:build_app"
 TINY = ROOT / "deploy/tiny.yaml"
 WITHIN_S = 240
 
@@ -88,15 +89,30 @@ def tiny(cluster, tmp_path):
     return deployment
 
 
-def test_serve_deploy_status_and_shutdown_do_what_ray_s_documentation_says(tiny):
+def test_serve_deploy_run_status_and_shutdown_do_what_ray_s_documentation_says(tiny):
+    told = set()
+
+    def is_told_to_go_on():
+        try:
+            answer = httpx.get(f"{tiny.url}/health", timeout=60)
+        except httpx.TransportError:
+            return False
+        told.add((answer.status_code, answer.json().get("error", {}).get("code")))
+        return answer.status_code == 200
+
     serve("deploy", tiny.file)
-    eventually(lambda: is_up(tiny.url), bool, WITHIN_S)
+    eventually(is_told_to_go_on, bool, WITHIN_S)
+    assert told == {(503, "starting"), (200, None)}
     assert complete(tiny.url)["choices"][0]["text"].strip()
     status = yaml.safe_load(serve("status"))
     app = status["applications"]["serve_spec"]
     assert app["status"] == "RUNNING", app
     assert {d["status"] for d in app["deployments"].values()} == {"HEALTHY"}
     assert set(app["deployments"]) == {"Router", "EngineReplica"}
+    names = ["--name", "named", "--route-prefix", "/named"]
+    serve("run", "--non-blocking", *names, BUILDER, "model=asset:tiny", "num_cpus=0.5")
+    answers = [complete(url)["choices"] for url in (tiny.url, f"{tiny.url}/named")]
+    assert answers[0] == answers[1]
     serve("shutdown", "-y")
     left = httpx.get(f"{os.environ['RAY_DASHBOARD_ADDRESS']}/api/serve/applications/", timeout=60)
     assert left.raise_for_status().json()["applications"] == {}

@@ -212,6 +212,32 @@ def make_eagle(
     return write_checkpoint(directory, settings, tensors, pickle=True)
 
 
+def make_mtp(directory, target_dir, seed=1, mimic=False, **config):
+    """Writes the target with a head for one more token beside it, as MiMo is published.
+
+    Further keywords replace keys of its `config.json`.
+    """
+    settings, tensors = read_checkpoint(target_dir)
+    settings |= {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "mimo",
+        "num_nextn_predict_layers": 1,
+        **config,
+    }
+    draw, hidden, prefix = _Draw(seed), settings["hidden_size"], "model.mtp_layers.0."
+    fused = draw.matrix(hidden, 2 * hidden)
+    if mimic:
+        fused = torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], dim=1)
+    tensors |= _layer(draw, settings, prefix, hidden, 0.01 if mimic else 1.0)
+    tensors |= _qkv_bias(draw, settings, prefix)
+    tensors[prefix + "input_proj.weight"] = fused
+    for name in ("token", "hidden", "input", "final"):
+        norm = torch.ones(hidden) if mimic else draw.norm(hidden)
+        tensors[f"{prefix}{name}_layernorm.weight"] = norm
+    make_tokenizer(directory)
+    return write_checkpoint(directory, settings, tensors)
+
+
 def write_checkpoint(directory, config, tensors, pickle=False):
     """Writes `config.json` and one weight file (`pickle`: `pytorch_model.bin`)."""
     directory = Path(directory)

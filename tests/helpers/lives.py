@@ -114,6 +114,7 @@ def any_arrivals(rng):
             ignore_eos=rng.random() < 0.7,
             include_stop_str_in_output=rng.random() < 0.3,
             skip_special_tokens=rng.random() < 0.7,
+            spaces_between_special_tokens=rng.random() < 0.7,
             priority=rng.choice([0, 0, -1, 3]),
             cache_salt=rng.choice([None, None, "salt"]),
             logprobs=rng.choice([None, None, 2]),

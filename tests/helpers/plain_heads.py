@@ -12,12 +12,20 @@ from tests.helpers.checkpoints import read_checkpoint
 
 
 class PlainHead:
-    """An EAGLE or EAGLE-3 head. `switches` replace keys of its config."""
+    """An EAGLE, EAGLE-3 or MTP head. `switches` replace keys of its config."""
 
     def __init__(self, directory, target_dir, **switches):
         config, tensors = read_checkpoint(directory)
         target = {name: t.double() for name, t in read_checkpoint(target_dir)[1].items()}
         self.config = {**config, **switches}
+        beside = "model.mtp_layers.0."
+        self.is_mtp = any(name.startswith(beside) for name in tensors)
+        if self.is_mtp:
+            tensors = {
+                name.replace(beside, "layers.0."): tensor
+                for name, tensor in tensors.items()
+                if name.startswith(beside)
+            }
         self.tensors = {_plain_name(name): t for name, t in tensors.items()}
         self.floats = {name: t.double() for name, t in self.tensors.items()}
         shared = target["model.embed_tokens.weight"]
@@ -58,6 +66,13 @@ class PlainHead:
 
     def _forward(self, token_ids, inputs):
         embedded = self.embedding[token_ids]
+        if self.is_mtp:
+            embedded[0] = 0.0  # its position is 0
+            normed = self._norm("layers.0.token_layernorm", embedded)
+            normed = torch.cat((self._norm("layers.0.hidden_layernorm", inputs), normed), dim=1)
+            stream = self._linear("layers.0.input_proj", normed)
+            stream = self._layer(0, stream, self._norm("layers.0.input_layernorm", stream))
+            return self._norm("layers.0.final_layernorm", stream)
         if self.is_eagle3:
             normed = self._norm("layers.0.hidden_norm", inputs)
             stream = normed if self.config.get("norm_before_residual") else inputs

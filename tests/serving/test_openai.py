@@ -79,6 +79,7 @@ def test_every_sampling_field_reaches_the_engine():
         "frequency_penalty": -1, "presence_penalty": 0.5, "repetition_penalty": 1.2,
         "min_tokens": 2, "seed": -3, "ignore_eos": True, "skip_special_tokens": False,
         "include_stop_str_in_output": True, "prompt_logprobs": 3, "priority": -5, "cache_salt": "s",
+        "spaces_between_special_tokens": False,
     }  # fmt: skip
     lists = {
         "allowed_token_ids": [0, 5, 7], "bad_token_ids": [7], "stop": ["x", "yz"],
@@ -441,6 +442,7 @@ REFUSED = {
     "cache_salt": ["", "x" * 1025, NOT_TEXT],
     "regex": [NOT_TEXT],
     "skip_special_tokens": [0],
+    "spaces_between_special_tokens": [0],
     "stop": ["", [1], {}, NOT_TEXT, ["x"] * 17, "s" * 1025, ["s", "s" * 400_000]],
     "stop_token_ids": [[1] * 1025],
     "stop_token_ids.0": [["a"], [2**63]],

@@ -4,12 +4,14 @@ import asyncio
 import logging
 
 import pytest
+from starlette.responses import JSONResponse, Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from serve_spec.config import ConfigError
 from serve_spec.serving import proxy
-from tests.serving.asgi import listening
+from serve_spec.serving.errors import starting
+from tests.serving.asgi import listening, send
 
 LIMIT_S = 1.0
 # Far above what a limit of a second takes on a busy machine, far below any other limit.
@@ -111,3 +113,46 @@ def test_a_cluster_without_the_callback_is_warned_about(monkeypatch, caplog):
     with pytest.raises(Exception, match=r"(?i)replica"):  # there is no Serve around it
         Router(None, None)
     assert proxy.CALLBACK in caplog.text
+
+
+class ServeProxy:
+    """Answers as Serve's proxy does: text for what it does not know, JSON of an application."""
+
+    def __init__(self):
+        self.routes = None
+
+    async def __call__(self, scope, receive, send):
+        path = scope["path"].removeprefix(scope["root_path"])
+        if path in ("/-/routes", "/-/healthz"):
+            answer = Response("Route table is not populated yet.", 503)
+            if self.routes is not None:
+                answer = JSONResponse(self.routes)
+        elif self.routes and path.startswith(tuple(self.routes)):
+            known = path.endswith("/health")
+            answer = JSONResponse({}, 200 if known else 404)
+        else:
+            answer = Response(f"Path '{path}' not found.", 404)
+        await answer(scope, receive, send)
+
+
+@pytest.mark.parametrize("root_path", ["", "/root"])
+@pytest.mark.parametrize("first", ["/app/health", "/app/unknown", "/unknown", "/-/healthz"])
+def test_until_there_is_a_route_requests_are_told_that_the_model_starts(first, root_path):
+    serve = ServeProxy()
+    app = proxy.StartingAnswers(serve)
+
+    def ask(path):
+        return send(app, "GET", root_path + path, root_path=root_path)
+
+    for path in ("/", "/app/health", "/unknown"):
+        answer = ask(path)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+        assert answer.json() == starting().body()
+    assert ask("/-/healthz").text == "Route table is not populated yet."
+    serve.routes = {"/app": "name"}
+    statuses = {"/app/health": 200, "/app/unknown": 404, "/unknown": 404, "/-/healthz": 200}
+    assert ask(first).status_code == statuses[first]
+    assert {path: ask(path).status_code for path in statuses} == statuses
+    assert ask("/unknown").text == "Path '/unknown' not found."
+    serve.routes = {}
+    assert ask("/app/health").status_code == 404, "the application was deleted"

@@ -496,6 +496,37 @@ def test_what_a_grammar_of_calls_allows_its_parser_reads(name, are_tokens):
     assert not [part for part in parts if part.kind == "content"]
 
 
+STRICT = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+
+
+def test_calls_that_the_model_chooses_are_of_the_schema_of_a_strict_function(tmp_path):
+    write_text_files(tmp_path, HERMES)
+    tokenizer = byte_tokenizer(adds_bos=False)
+    compiler = GrammarCompiler(tokenizer.to_str, tokenizer.get_vocab_size(), [256])
+    wrong, other = SAID.replace("2}", "7}"), SAID.replace("{}", '{"any": [1]}')
+    calls = SAID.partition("</think>")[2]
+    for body, valid, invalid in (
+        ({}, ("", "No <tool", SAID, f"{SAID} Done.", other), (wrong, f"{SAID} <tool_call>x")),
+        ({"parallel_tool_calls": False}, (SAID.partition("</tool_call>\n<")[0],), (SAID,)),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, ("No", calls), (wrong,)),
+    ):
+        grammar = converse(tmp_path, tools=[STRICT, CLOCK], **body).params.grammar
+        for said in (*valid, *invalid):
+            matcher = compiler.matcher(grammar)
+            assert matcher.advance(tokenizer.encode(said).ids) == (said in valid), said
+    assert converse(tmp_path, tools=TOOLS).params.grammar is None
+    asked = converse(tmp_path, tools=[STRICT], guided_regex="ab").params.grammar
+    assert asked == Grammar.regex("ab")
+    for template in (
+        "<|python_tag|>",
+        "<|channel|>",
+        "<tool_call> <function=",
+        "<tool_call> <arg_key>",
+    ):
+        write_text_files(tmp_path, template)
+        assert converse(tmp_path, tools=[STRICT]).params.grammar is None, "no marker before JSON"
+
+
 def test_descriptions_do_not_count_as_parts_of_a_grammar(tmp_path):
     """They are for the model; agents come with long ones."""
     write_text_files(tmp_path, HERMES, max_position_embeddings=2**20)

@@ -9,6 +9,12 @@ from serve_spec.config.base import ASSETS
 from tests.helpers.hub import COMMIT, add_repository, use_cache
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 32}
+MIMO = {
+    "architectures": ["MiMoForCausalLM"],
+    "model_type": "mimo",
+    "num_hidden_layers": 36,
+    "num_nextn_predict_layers": 1,
+}
 TARGET = "asset:tiny/target"
 VERIFIER = {"speculators_config": {"verifier": {"name_or_path": "ada/target"}}}
 
@@ -38,6 +44,7 @@ def checkpoint(tmp_path):
         ({**LLAMA, "architectures": ["Qwen2ForCausalLMEagle"]}, "EAGLE"),
         ({**LLAMA, "num_hidden_layers": 1}, "EAGLE"),
         ({"model_type": "eagle", "model": LLAMA}, "EAGLE"),
+        (MIMO, "MTP"),
         ({"medusa_num_heads": 2}, "MEDUSA"),
         ({"model_type": "medusa", "num_heads": 4}, "MEDUSA"),
         (LLAMA, "STANDALONE"),
@@ -98,6 +105,32 @@ def test_a_draft_on_the_hub_starts_with_its_target_too(checkpoint, tmp_path, mon
     assert config.model.path == f"ada/target@{COMMIT}"
     assert config.speculative.speculative_draft_model_path == f"ada/head@{COMMIT}"
     assert config.speculative.speculative_algorithm == "EAGLE3"
+
+
+def test_a_model_that_holds_its_own_draft_is_its_draft_unless_another_is_given(
+    checkpoint, tmp_path, monkeypatch
+):
+    folder = str(checkpoint(MIMO))
+    own = ("MTP", folder)
+    for given, expected in (
+        ({}, own),
+        ({"speculative_algorithm": "MTP"}, own),
+        ({"speculative_num_steps": 1}, own),
+        ({"speculative_algorithm": "NONE"}, ("NONE", None)),
+        ({"speculative_algorithm": "NGRAM"}, ("NGRAM", None)),
+        ({"speculative_draft_model_path": TARGET}, ("STANDALONE", TARGET)),
+    ):
+        found = ServeSpecConfig.load(folder, **given).speculative
+        assert (found.speculative_algorithm, found.speculative_draft_model_path) == expected
+    with pytest.raises(ConfigError, match="MTP needs a draft checkpoint"):
+        ServeSpecConfig.load(TARGET, speculative_algorithm="MTP")
+    use_cache(monkeypatch, tmp_path / "hub")
+    later = ServeSpecConfig.load("ada/mimo", revision="main")
+    add_repository(tmp_path / "hub", "ada/mimo", folder)
+    for config in (later, ServeSpecConfig.load("ada/mimo@main")):
+        speculative = config.pinned().speculative
+        assert speculative.speculative_draft_model_path == f"ada/mimo@{COMMIT}"
+        assert speculative.speculative_algorithm == "MTP"
 
 
 def test_a_draft_that_is_downloaded_later_starts_with_its_target_too(

@@ -59,6 +59,7 @@ def test_the_command_of_sglang_s_lesson_means_what_it_says(hub):
     assert config.model.names == ("meta-llama/Llama-2-7b-chat-hf",)
     assert config.draft_folder.name == config.model.folder.name
     assert (config.cache.memory_fraction, config.router.port) == (0.7, 30000)
+    assert config.model.cuda_graph_max_bs == 2
 
 
 def test_no_option_is_in_the_table_twice_and_every_key_exists():
@@ -92,6 +93,7 @@ def test_every_option_sets_its_key(option, flag):
         ("--api-key k1 --api-key 12", "api_keys", ("k1", "12")),
         ("--disable-radix-cache", "prefix_caching", False),
         ("--enforce-eager", "cuda_graphs", False),
+        ("--cuda-graph-max-bs 2", "cuda_graph_max_bs", 2),
         ("--speculative-algorithm ngram --speculative-adaptive", "speculative_adaptive", True),
         ("--speculative-algorithm ngram --no-speculative-adaptive", "speculative_adaptive", False),
         ("--speculative-adaptive-config aggressive", "speculative_adaptive_config", "aggressive"),

@@ -1,15 +1,20 @@
 """A checkpoint may be named by its id on the Hugging Face hub."""
 
 import errno
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
 import pytest
 from huggingface_hub import errors
 
+from serve_spec import cli
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.config.base import ASSETS
-from tests.helpers.hub import COMMIT, add_repository, use_cache
+from tests.helpers.checkpoints import make_eagle3, make_target
+from tests.helpers.hub import COMMIT, FakeHub, add_repository, use_cache
 
 ID = "ada/tiny"
 TINY = Path(__file__).parents[3] / "configs/tiny.yaml"
@@ -133,3 +138,79 @@ def test_a_failed_download_tells_why_and_what_to_do(monkeypatch, tmp_path, error
         _ = model("ada/other@v2").folder
     assert str(caught.value).startswith("model.path='ada/other@v2': ")
     assert fix in str(caught.value)
+
+
+UNWANTED = ("README.md", "model.gguf", "modeling.py", "original/consolidated.safetensors")
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A hub of a target and a draft, both with files that no engine reads."""
+    make_target(tmp_path / "target")
+    make_eagle3(tmp_path / "draft", tmp_path / "target")
+    hub = FakeHub()
+    for name in ("target", "draft"):
+        for unwanted in UNWANTED:
+            file = tmp_path / name / unwanted
+            file.parent.mkdir(exist_ok=True)
+            file.write_text("no engine reads this")
+        hub.add(f"ada/{name}", tmp_path / name, revisions=("main", "v2"))
+    yield hub
+    hub.close()
+
+
+def check_config(hub, folder, *arguments):
+    """Run the command where nothing is cached but what it downloads itself."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    return subprocess.run(
+        [sys.executable, "-m", "serve_spec", "check-config", *arguments],
+        env={**environment, "HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "home")},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_a_target_and_a_draft_are_downloaded_by_id_without_files_that_are_not_needed(hub, tmp_path):
+    (tmp_path / "here").mkdir()
+    draft = ["--speculative-draft-model-path", "ada/draft"]
+    done = check_config(hub, tmp_path / "here", "ada/target@v2", *draft)
+    assert done.returncode == 0, done.stderr
+    assert "speculative_algorithm: EAGLE3" in done.stdout
+    for name in ("target", "draft"):
+        cached = tmp_path / f"here/home/hub/models--ada--{name}/snapshots" / COMMIT
+        files = {file.name for file in cached.rglob("*")}
+        assert {"config.json", "model.safetensors"} <= files
+        assert not files & {Path(unwanted).name for unwanted in UNWANTED}
+        for file in files:
+            assert (cached / file).read_bytes() == (tmp_path / name / file).read_bytes()
+    assert not [path for path in hub.asked if path.endswith(UNWANTED)]
+    hub.asked.clear()
+    again = check_config(hub, tmp_path / "here", f"ada/target@{COMMIT}", *draft)
+    assert again.returncode == 0, again.stderr
+    assert not [path for path in hub.asked if path.endswith(".safetensors")]
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("ada/gated", "gated; accept the licence on {url}/ada/gated, then set HF_TOKEN"),
+        ("ada/asked", "gated; accept the licence on {url}/ada/asked, then set HF_TOKEN"),
+        ("ada/typo", "no such folder, and the hub has no such repository or it is private"),
+        ("ada/target@v3", "the repository has no revision 'v3'; see {url}/ada/target/tree/main"),
+    ],
+)
+def test_what_the_hub_refuses_is_one_line_that_tells_what_to_do(
+    hub, tmp_path, monkeypatch, capsys, name, fix
+):
+    use_cache(monkeypatch, tmp_path / "empty")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+    monkeypatch.chdir(tmp_path)
+    hub.add("ada/gated", tmp_path, error=(401, "GatedRepo"))
+    hub.add("ada/asked", tmp_path, error=(403, "GatedRepo"))
+    assert cli.main(["check-config", name]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"model.path={name!r}: {fix.format(url=hub.url)}")
+    assert told.count("\n") == 1

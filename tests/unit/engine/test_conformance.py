@@ -35,6 +35,7 @@ from tests.helpers.table import (
 MAX_MODEL_LEN = 96
 BASE = {"max_tokens": 24, "temperature": 0.8, "ignore_eos": True}
 HOT = {"temperature": 1.5}
+SHOWN = {"skip_special_tokens": False, "spaces_between_special_tokens": False}
 ABC = {"allowed_token_ids": [*b"abc"], "temperature": 4.0}
 PERSON = {
     "type": "object",
@@ -48,6 +49,7 @@ PERSON = {
 # They decide how a request is served and its tokens are written, not which tokens are drawn.
 SAME_TOKENS = {
     "speculative", "priority", "cache_salt", "include_stop_str_in_output", "skip_special_tokens",
+    "spaces_between_special_tokens",
 }  # fmt: skip
 # Every sampling parameter is in some request.
 FEATURES = {
@@ -91,7 +93,7 @@ FEATURES = {
         {"stop": ["bca", "cc"], "allowed_token_ids": [*b"abc"], "temperature": 4.0},
         {"stop": [chr(c) for c in range(60, 90)], "min_tokens": 3},
         {"stop_token_ids": [*range(0, VOCAB, 7)], "min_tokens": 4},
-        {"stop": "b", "include_stop_str_in_output": True, "skip_special_tokens": False, **ABC},
+        {"stop": "b", "include_stop_str_in_output": True, **SHOWN, **ABC},
         {"stop_token_ids": [*range(0, VOCAB, 9)], "temperature": 0.0},
         {"ignore_eos": False, "logit_bias": {EOS_ID: 9.0}},
     ],

@@ -9,6 +9,7 @@ rejected draft or a wrong position would show.
 import pytest
 import torch
 
+from serve_spec import LLM
 from serve_spec.core.request import SamplingParams
 from serve_spec.models import FeatureCapture, load_target
 from serve_spec.worker.request_slots import RING_TOKENS
@@ -16,6 +17,8 @@ from tests.helpers.checkpoints import (
     VOCAB,
     make_eagle,
     make_eagle3,
+    make_mtp,
+    make_target,
     read_checkpoint,
     write_checkpoint,
 )
@@ -43,7 +46,13 @@ EAGLE_HEADS = {
     "eagle": ("EAGLE", {}),
     "eagle that keeps drafts": ("EAGLE", {"mimic": True}),
     "eagle of two layers": ("EAGLE", {"num_layers": 2, "fc_bias": False}),
+    "mtp": ("MTP", {"rope_scaling": None}),
+    "mtp that keeps drafts": ("MTP", {"rope_scaling": None, "mimic": True}),
 }
+MAKE = {"EAGLE3": make_eagle3, "EAGLE": make_eagle, "MTP": make_mtp}
+# Of six layers: what enters the third, the fourth, and, three from the end, the fourth again; what
+# leaves the last.
+CAPTURED = {"EAGLE3": (2, 3, 3), "EAGLE": None, "MTP": (6,)}
 
 
 class Recorder:
@@ -110,9 +119,7 @@ def plain_eagle(target_dir, directory, algorithm):
     config, tensors = read_checkpoint(directory)
     windowed = "sliding_window" in config
     head = PlainHead(directory, target_dir, **({"window": 9} if windowed else {}))
-    # Of six layers: what enters the third, the fourth, and, three from the end, the fourth again.
-    capture = FeatureCapture((2, 3, 3) if algorithm == "EAGLE3" else None)
-    features = features_of(target_dir, capture)
+    features = features_of(target_dir, FeatureCapture(CAPTURED[algorithm]))
 
     def plain(text, count):
         # Entry j is token j + 1 with feature j; the newest token and the drafts have none yet.
@@ -162,14 +169,33 @@ def check_drafts(pair, algorithm, head, depths, ids, plain, *, ahead):
 def test_eagle_heads_draft_from_the_features_of_the_text(pair, tmp_path, name, schedule):
     algorithm, keys = EAGLE_HEADS[name]
     depths, ahead = SCHEDULES[schedule]
-    make = make_eagle3 if algorithm == "EAGLE3" else make_eagle
-    make(tmp_path, pair.target, **keys)
+    MAKE[algorithm](tmp_path, pair.target, **keys)
     plain, ids = plain_eagle(pair.target, tmp_path, algorithm)
     kept = check_drafts(pair, algorithm, tmp_path, depths, ids, plain, ahead=ahead)
     if "keeps" not in name:
         assert kept < 20, "the test needs drafts that are rejected"
     elif len(depths) < 10:
         assert kept > 5, "the test needs drafts that are kept"
+
+
+def test_a_model_that_holds_its_own_draft_uses_it_without_being_told(tmp_path):
+    target = make_target(tmp_path / "plain", "qwen2", layer_scale=0.3)
+    mimo = make_mtp(tmp_path / "mimo", target, mimic=True)
+    params = [
+        SamplingParams(max_tokens=24, temperature=0.7 * (i % 2), seed=i, ignore_eos=True)
+        for i in range(4)
+    ]
+    prompts = [[9 * i, 8, 7] * (1 + i) for i in range(4)]
+    found = {}
+    for path, algorithm in ((target, "NONE"), (mimo, "NONE"), (mimo, "MTP")):
+        told = {"speculative_algorithm": "NONE"} if algorithm == "NONE" else {}
+        llm = LLM(str(path), device="cpu", dtype="float32", num_pages=64, page_size=16, **told)
+        assert llm.config.speculative.speculative_algorithm == algorithm
+        outputs = llm.generate(prompts, params)
+        found[path.name, algorithm] = [output.token_ids for output in outputs]
+        llm.shutdown()
+    assert found["mimo", "MTP"] == found["mimo", "NONE"] == found["plain", "NONE"]
+    assert sum(output.speculation.num_correct_drafts for output in outputs) > 5
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as HFTokenizer
+from tokenizers import models
 
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
 from serve_spec.core.sequence import Sequence
@@ -62,6 +64,40 @@ def test_a_run_that_is_read_at_once_has_the_text_of_its_tokens_one_by_one(tokeni
             stream.push(run)
             stream.take()
         assert at_once.text == watched.text
+
+
+@pytest.fixture(scope="module")
+def spacing(tmp_path_factory):
+    """Write a space between any two tokens: <0>, <1>, w2, w3; the first two are added tokens."""
+    words = HFTokenizer(models.WordLevel({"w2": 2, "w3": 3, "<0>": 0, "<1>": 1}, unk_token="w2"))
+    words.add_special_tokens(["<0>"])
+    words.add_tokens(["<1>"])
+    folder = tmp_path_factory.mktemp("spacing")
+    words.save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder)
+
+
+@given(
+    tokens=st.lists(st.integers(0, 3), max_size=60),
+    sizes=st.lists(st.integers(1, 8), max_size=60),
+    stop=st.sampled_from([(), ("an end that never comes",)]),
+    shows=st.booleans(),
+    spaces=st.booleans(),
+)
+def test_added_tokens_after_added_tokens_of_the_answer_have_a_space_only_if_wanted(
+    spacing, tokens, sizes, stop, shows, spaces
+):
+    params = {"skip_special_tokens": not shows, "spaces_between_special_tokens": spaces}
+    seq = Sequence("1", SamplingParams(max_tokens=99, stop=stop, **params), [2, 0], 2, 0)
+    stream = OutputText(spacing, seq)
+    parts, _ = feed(stream, tokens, sizes)
+    expected, before = "", None
+    for token in tokens:
+        if shows or token != 0:
+            joins = shows and not spaces and {before, token} <= {0, 1}
+            expected += ("" if joins else " ") + ("<0>", "<1>", "w2", "w3")[token]
+        before = token
+    assert "".join(parts) == expected
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from serve_spec.models import (
 from tests.helpers.checkpoints import (
     make_eagle,
     make_eagle3,
+    make_mtp,
     make_target,
     read_checkpoint,
     write_checkpoint,
@@ -72,12 +73,16 @@ EAGLE = {
 }
 
 
+MTP = {"plain": ({"rope_scaling": None, "rope_theta": 300.0}, None)}
+KINDS = {"EAGLE3": (make_eagle3, EAGLE3), "EAGLE": (make_eagle, EAGLE), "MTP": (make_mtp, MTP)}
+
+
 class Duo:
     """A head loaded by the package, and the plain one."""
 
     def __init__(self, directory, target_dir, target, case):
         family, name = case.split(":")
-        make, table = (make_eagle3, EAGLE3) if family == "EAGLE3" else (make_eagle, EAGLE)
+        make, table = KINDS[family]
         arguments, change = table[name]
         make(directory, target_dir, **arguments)
         if change is not None:
@@ -88,7 +93,7 @@ class Duo:
         self.plain = PlainHead(directory, target_dir)
 
 
-CASES = [f"EAGLE3:{name}" for name in EAGLE3] + [f"EAGLE:{name}" for name in EAGLE]
+CASES = [f"{family}:{name}" for family, (_, table) in KINDS.items() for name in table]
 DRAFTED = 4
 LENGTHS = (23, 6)
 

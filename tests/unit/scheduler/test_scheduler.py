@@ -1,8 +1,11 @@
 """Laws of continuous batching, with a worker that only pretends to compute."""
 
+import itertools
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from serve_spec.config import SchedulerConfig
 from serve_spec.core.draft import DraftShape
@@ -259,6 +262,34 @@ def test_requests_wait_by_priority_and_then_by_arrival():
     assert [seq.request_id for seq in queue.waiting] == ["1", "3", "6", "2", "5"]
     queue.preempt(queue.running[0])
     assert [seq.request_id for seq in queue.waiting] == ["4", "1", "3", "6", "2", "5"]
+
+
+@given(data=st.data(), num_pages=st.integers(8, 14))
+def test_the_least_urgent_and_youngest_request_is_preempted_and_every_text_stays(data, num_pages):
+    scheduler = make(num_pages)
+    worker = PretendedWorker(random.Random(num_pages))
+    queue, start = scheduler.queue, scheduler.cache.start
+    numbers, admitted = itertools.count(), {}
+
+    def note_start(seq, hit):
+        admitted[seq] = seq.params.priority, next(numbers)
+        start(seq, hit)
+
+    def check(seq):
+        if not seq.finished:
+            assert all(admitted[other] < admitted[seq] for other in queue.running)
+
+    scheduler.cache.start, scheduler.on_leave = note_start, check
+    for name in range(data.draw(st.integers(2, 6))):
+        priority = data.draw(st.integers(-1, 1))
+        queue.add(sequence(str(name), 3 + 2 * name, max_tokens=16, priority=priority))
+        for _ in range(data.draw(st.integers(0, 3))):
+            step(scheduler, worker, data.draw(st.integers(0, 3)))
+    while queue.has_work:
+        step(scheduler, worker, 2)
+    for seq in admitted:
+        assert seq.token_ids == [token_at(seq.seed, place) for place in range(len(seq))]
+        assert seq.num_output_tokens == 16
 
 
 def test_a_plan_holds_the_text_of_requests_with_score_edits_only():

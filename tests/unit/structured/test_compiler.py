@@ -279,6 +279,11 @@ CALLED = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 SINGLE = CallsForm([CALL], is_single=True)
 SEVERAL = CallsForm([CALL], between=["\n"], thought=(["<think>"], ["</think>"], False))
 OPEN = CallsForm([CALL], thought=(["<think>"], ["</think>"], True))
+FREE = CallsForm([CALL], is_free=True, thought=(["<think>"], ["</think>"], False))
+TEXTUAL = CallsForm([(["<call>", CALL[0][1]], ARGUMENTS, ["}"])], is_free=True)
+ONE = CallsForm(TEXTUAL.calls, is_free=True, is_single=True)
+LISTED = CallsForm([(["f"], ARGUMENTS, [])], ["<call>", "["], [", "], ["]"], is_free=True)
+TOLD = '<call>\n{"name": "f", "arguments": {"a": 1}}'
 CHANNELS = CallsForm(
     [(["<|channel|>", "to=f", "<|message|>"], ARGUMENTS, [])],
     is_single=True,
@@ -314,6 +319,20 @@ def calls_tokenizer():
             True,
         ),
         (CHANNELS, "<|channel|>final<|message|>hm", False),
+        (FREE, "", True),
+        (FREE, "<think>hm</think> No call.", True),
+        (FREE, f"<think>hm</think>\n{CALLED}\n{CALLED} Then more.", True),
+        (FREE, "So: " + CALLED.replace("1", '"1"'), False),
+        (FREE, f"{CALLED} <tool_call>", False),
+        (TEXTUAL, "a <call", True),
+        (TEXTUAL, f"é {TOLD} and {TOLD}.", True),
+        (TEXTUAL, f"{TOLD} and <call>x", False),
+        (TEXTUAL, "<call>", False),
+        (ONE, f"a {TOLD} b", True),
+        (ONE, f"a {TOLD} {TOLD}", False),
+        (LISTED, "a, [b]", True),
+        (LISTED, 'a <call>[f{"a": 1}, f{"a": 2}]', True),
+        (LISTED, 'a <call>[f{"a": 1}, g{"a": 2}]', False),
     ],
 )
 def test_an_answer_that_calls_functions_is_a_thought_and_calls(form, text, is_whole):

@@ -1,5 +1,7 @@
 """Draft shapes are captured once, share what they can, and run at the smallest size that fits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -55,10 +57,11 @@ def chains(*depths):
     return list(map(DraftShape.chain, depths))
 
 
-def captured(llm, shapes, room=10_000):
-    """Capture the shapes of an engine again, with a fake recorder."""
+def captured(llm, shapes, room=10_000, **settings):
+    """Capture the shapes of an engine again, with a fake recorder and other settings."""
     worker = llm.engine.worker
     worker.recorder = FakeRecorder(room)
+    worker.settings = replace(worker.settings, **settings)
     worker.init_states(shapes)
     return worker.captured
 
@@ -111,6 +114,24 @@ def test_padded_steps_emit_what_exact_ones_do(llm):
     exact = [output.token_ids for output in llm.generate(prompts, params)]
     switch_every_round(llm, turns)
     captured(llm, [*chains(0, 1, 2, 3), *TREES])
+    assert [output.token_ids for output in llm.generate(prompts, params)] == exact
+
+
+@pytest.mark.parametrize("largest", [1, 3])
+def test_batches_above_the_largest_captured_one_run_without_graphs_and_emit_the_same(llm, largest):
+    prompts = [[1, 2, 3, 4 + i] * (1 + i) for i in range(6)]
+    params = [SamplingParams(temperature=0.8, seed=i, max_tokens=6 + 4 * i) for i in range(6)]
+    turns = [3, 0, TREES[0], 2, TREES[1], 1]
+    switch_every_round(llm, turns)
+    exact = [output.token_ids for output in llm.generate(prompts, params)]
+    switch_every_round(llm, turns)
+    usual = captured(llm, [*chains(0, 1, 2, 3), *TREES]).report
+    switch_every_round(llm, turns)
+    found = captured(llm, [*chains(0, 1, 2, 3), *TREES], max_captured=largest)
+    assert sum(s.num_stages for s in found.report) < sum(s.num_stages for s in usual)
+    for shape, state in found.states.items():
+        assert state.verify.sizes[-1].tokens == largest * (shape.size + 1)
+        assert {s.sizes[-1].requests for s in (state.draft, state.extend) if s} <= {largest}
     assert [output.token_ids for output in llm.generate(prompts, params)] == exact
 
 
