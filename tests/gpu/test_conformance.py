@@ -36,3 +36,10 @@ def test_so_are_those_of_large_trees(make, alone, algorithm):
     llm = make(row, speculative_eagle_topk=8, speculative_num_draft_tokens=32)
     answers = run(llm, requests())
     check(answers, alone, row, "none", tolerance=LOGPROB_TOLERANCE, tree_tokens=32)
+
+
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_so_are_those_of_batches_larger_than_any_graph(make, alone, is_tree):
+    row = Row("EAGLE3", is_tree=is_tree)
+    llm = make(row, cuda_graph_max_bs=2)
+    check(run(llm, requests()), alone, row, "none", tolerance=LOGPROB_TOLERANCE)
