@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
@@ -43,6 +44,7 @@ def time_exchanges(
 
     add_norm_us: a sum with the addition and norm that follow it; norm_us: those two alone.
     nccl_us, one_shot_us, two_shot_us: the same sum by NCCL and by torch's symmetric memory.
+    flashinfer_us: as add_norm_us, by FlashInfer's kernel, if it is installed.
     """
     # NVLink multicast is not needed.
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
@@ -66,6 +68,7 @@ def time_exchanges(
             "logits_us": partial(group.gather_columns, logits, size * logits.shape[1]),
             "draws_us": partial(group.broadcast, ids),
             **(_sums_of_torch(x) if on_gpus else {}),
+            **(_sum_of_flashinfer(x, *norm) if on_gpus and find_spec("flashinfer") else {}),
         }
         us = {name: time_us(group, run, device) for name, run in exchanges.items()}
         # Two sums of each layer are followed by a norm; one more is that of the embeddings.
@@ -90,6 +93,34 @@ def _sums_of_torch(x: torch.Tensor) -> Exchanges:
         "one_shot_us": partial(torch.ops.symm_mem.one_shot_all_reduce, shared, "sum", name),
         "two_shot_us": partial(torch.ops.symm_mem.two_shot_all_reduce_, shared, "sum", name),
     }
+
+
+def _sum_of_flashinfer(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> Exchanges:
+    import flashinfer.comm as comm
+
+    workspace = comm.create_allreduce_fusion_workspace(
+        backend="trtllm",
+        world_size=dist.get_world_size(),
+        rank=dist.get_rank(),
+        max_token_num=len(x),
+        hidden_dim=x.shape[1],
+        dtype=x.dtype,
+    )
+    run = partial(
+        comm.allreduce_fusion,
+        x,
+        workspace,
+        comm.AllReduceFusionPattern.kARResidualRMSNorm,
+        launch_with_pdl=True,
+        residual_in=residual,
+        residual_out=torch.empty_like(x),
+        norm_out=torch.empty_like(x),
+        rms_gamma=weight,
+        rms_eps=eps,
+    )
+    return {"flashinfer_us": run}
 
 
 def time_us(group: TensorParallel, run: Callable[[], object], device: torch.device) -> float:
@@ -169,7 +200,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="file to append every row to (JSON lines)")
     args = parser.parse_args(argv)
     longest = SteadyLoad(max(args.batch_sizes), args.prompt_tokens, args.output_tokens)
-    config = with_room(configured(args), longest, args.num_steps)
+    # Pages for the batches alone: engines of all sizes share the first GPU.
+    num_tokens = args.prompt_tokens + longest.max_tokens + 2 * (args.num_steps + 1)
+    config = ServeSpecConfig.load(configured(args), num_pages=1, max_model_len=num_tokens)
+    config = with_room(config, longest, args.num_steps)
     args.device = config.model.device if torch.cuda.is_available() else "cpu"
     args.dtype = None if config.model.dtype == "auto" else config.model.dtype
     if config.speculative.enabled and args.num_steps:

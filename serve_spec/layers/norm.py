@@ -11,9 +11,11 @@ from serve_spec.ops.linear import sum_partials
 from serve_spec.parallel.group import SINGLE, TensorParallel
 
 
-def stream_of(x: Tensor, residual: Tensor) -> Tensor:
-    """Return x + residual [T, width]; x may be partial sums (see `ops.linear.sum_partials`)."""
-    return residual + sum_partials(x, residual)
+def stream_of(x: Tensor, residual: Tensor, parallel: TensorParallel = SINGLE) -> Tensor:
+    """Return x + residual [T, width], where x is the sum of all ranks' x; see `RMSNorm.add`."""
+    if not len(residual):
+        return residual
+    return residual + parallel.all_reduce(sum_partials(x, residual))
 
 
 class RMSNorm(Layer):

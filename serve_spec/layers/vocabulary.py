@@ -23,11 +23,13 @@ def vocab_embedding(vocab_size: int, width: int, parallel: TensorParallel) -> Em
     return VocabParallelEmbedding(vocab_size, width, parallel)
 
 
-def vocab_head(in_features: int, vocab_size: int, parallel: TensorParallel) -> Linear:
-    """Return the product `lm_head` over a whole vocabulary of `vocab_size`."""
+def vocab_head(
+    in_features: int, vocab_size: int, parallel: TensorParallel, name: str = "lm_head"
+) -> Linear:
+    """Return the product `name` over a whole vocabulary of `vocab_size`."""
     if parallel.size == 1:
-        return Linear(in_features, {"lm_head": vocab_size})
-    return VocabParallelHead(in_features, vocab_size, parallel)
+        return Linear(in_features, {name: vocab_size})
+    return VocabParallelHead(in_features, vocab_size, parallel, name)
 
 
 class Embedding(Layer):
@@ -103,9 +105,11 @@ class VocabParallelEmbedding(Embedding):
 class VocabParallelHead(Linear):
     """Rank r computes the r-th share of the logits; all ranks get all of them."""
 
-    def __init__(self, in_features: int, vocab_size: int, parallel: TensorParallel) -> None:
+    def __init__(
+        self, in_features: int, vocab_size: int, parallel: TensorParallel, name: str
+    ) -> None:
         share = _VocabShare.of(vocab_size, parallel)
-        super().__init__(in_features, {"lm_head": share.height})
+        super().__init__(in_features, {name: share.height})
         self.weight[share.num_ids :].zero_()
         self.parallel = parallel
         self._share = share
@@ -117,10 +121,10 @@ class VocabParallelHead(Linear):
     __call__ = forward
 
     def tensors(self) -> dict[str, Destination]:
-        """Return `lm_head.weight`."""
-        share = self._share
+        """Return the whole matrix's shard, by its name."""
+        share, (name,) = self._share, self.parts
         rows = self.weight.narrow(0, 0, share.num_ids)
-        return {"lm_head.weight": Shard(rows, 0, share.start, share.vocab_size)}
+        return {f"{name}.weight": Shard(rows, 0, share.start, share.vocab_size)}
 
 
 class _VocabShare(NamedTuple):

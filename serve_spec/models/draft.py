@@ -18,6 +18,7 @@ from serve_spec.log import get_logger
 from serve_spec.models.draft_checkpoint import DraftOptions
 from serve_spec.models.llama import FeatureCapture, Llama
 from serve_spec.models.shape import ModelShape
+from serve_spec.parallel.group import SINGLE, TensorParallel
 
 _log = get_logger(__name__)
 
@@ -36,9 +37,9 @@ class DraftHead(Layer):
     entry -1 is that of the first token. Medusa heads read only a feature: their drafts do not
     depend on each other, and their pool is empty.
 
-    shape: of its layers, for its KV pool and attention backend. capture: the hidden states that the
-    target's forward records (None: none). feature_dim: width of a target feature, F (0 without).
-    hidden_size: width of the recurrent hidden state, H. dtype: of it and of the KV pool.
+    shape: of this rank's part of its layers, for its KV pool and attention. capture: the hidden
+    states that the target's forward records (None: none). feature_dim: width of a target feature, F
+    (0 without). hidden_size: width of the recurrent hidden state, H. dtype: of it and of the pool.
     """
 
     shift = 0
@@ -134,6 +135,11 @@ def _keep_integers(
         )  # fmt: skip
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the freed memory holds KV pages
+
+
+def sharing_ranks(shape: ModelShape, target: Llama) -> TensorParallel:
+    """Return the ranks that share a draft: the target's, or this one alone if uneven for them."""
+    return target.parallel if shape.divides(target.parallel.size) else SINGLE
 
 
 def own_matrices(head: DraftHead, target: Llama) -> list[Linear]:

@@ -22,9 +22,10 @@ from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import Destination, finish_loading, named_parts, tensor_defaults
 from serve_spec.layers.norm import RMSNorm, stream_of
 from serve_spec.layers.rope import RotaryTable
+from serve_spec.layers.vocabulary import vocab_head
 from serve_spec.log import get_logger
 from serve_spec.models.decoder import DecoderLayer
-from serve_spec.models.draft import DraftHead
+from serve_spec.models.draft import DraftHead, sharing_ranks
 from serve_spec.models.draft_checkpoint import DraftFile, DraftOptions, open_draft
 from serve_spec.models.draft_shape import (
     EMBEDDING,
@@ -39,6 +40,7 @@ from serve_spec.models.draft_shape import (
 )
 from serve_spec.models.llama import FeatureCapture, Llama, without_padding
 from serve_spec.models.shape import ModelShape
+from serve_spec.parallel.group import TensorParallel
 
 _log = get_logger(__name__)
 
@@ -55,17 +57,21 @@ class Eagle(DraftHead):
     def __init__(
         self, shape: ModelShape, target: Llama, fc_bias: bool, input_norm: bool, own_head: bool
     ) -> None:
+        self.parallel = parallel = sharing_ranks(shape, target)
+        shape = shape.on_rank_of(parallel.size)
         super().__init__(shape, FeatureCapture(layer_ids=None), shape.hidden_size)
         self.embed_tokens = target.embed_tokens
         self.fc = Linear(2 * shape.hidden_size, {"fc": shape.hidden_size}, bias=fc_bias)
         self.layers = nn.ModuleList(
-            DecoderLayer(shape, index, input_norm=input_norm or index > 0)
+            DecoderLayer(shape, index, input_norm=input_norm or index > 0, parallel=parallel)
             for index in range(shape.num_layers)
         )
         self.own_head = own_head
         self.head_dtype = self.dtype if own_head else target.embed_tokens.weight.dtype
         self.lm_head = (
-            Linear(shape.hidden_size, {"lm_head": shape.vocab_size}) if own_head else target.lm_head
+            vocab_head(shape.hidden_size, shape.vocab_size, parallel)
+            if own_head
+            else target.lm_head
         )
         self.lm_head.out_dtype = torch.float32
         self.rope = RotaryTable(
@@ -81,7 +87,7 @@ class Eagle(DraftHead):
         for layer in self.layers:
             stream, residual = layer(stream, residual, rotation, ctx)
         assert residual is not None, "a head has at least one layer"
-        return stream_of(stream, residual)
+        return stream_of(stream, residual, self.parallel)
 
     __call__ = forward
 
@@ -137,8 +143,8 @@ class Eagle3FirstLayer(DecoderLayer):
 
     inputs = 2
 
-    def __init__(self, shape: Eagle3Shape) -> None:
-        super().__init__(shape.layers, index=0)
+    def __init__(self, shape: Eagle3Shape, parallel: TensorParallel) -> None:
+        super().__init__(shape.layers.on_rank_of(parallel.size), index=0, parallel=parallel)
         self.norm_before_residual = shape.norm_before_residual
         self.hidden_norm = RMSNorm(shape.layers.hidden_size, shape.layers.rms_norm_eps)
 
@@ -164,7 +170,8 @@ class Eagle3(DraftHead):
     read_elsewhere = (EMBEDDING, "d2t", "t2d")
 
     def __init__(self, shape: Eagle3Shape, target: Llama, target_ids: Tensor | None) -> None:
-        layers = shape.layers
+        self.parallel = parallel = sharing_ranks(shape.layers, target)
+        layers = shape.layers.on_rank_of(parallel.size)
         super().__init__(layers, shape.capture, shape.capture.width(shape.target_hidden_size))
         self.options = shape
         self.target_ids = target_ids
@@ -175,12 +182,12 @@ class Eagle3(DraftHead):
         normed = shape.capture.layer_ids or () if shape.fc_norm else ()
         self.fc_norms = nn.ModuleList(RMSNorm(shape.target_hidden_size, eps) for _ in normed)
         self.fc = Linear(self.feature_dim, {"fc": layers.hidden_size}, bias=shape.fc_bias)
-        self.first_layer = Eagle3FirstLayer(shape)
+        self.first_layer = Eagle3FirstLayer(shape, parallel)
         self.more_layers = nn.ModuleList(
-            DecoderLayer(layers, index) for index in range(1, layers.num_layers)
+            DecoderLayer(layers, index, parallel=parallel) for index in range(1, layers.num_layers)
         )
         self.norm = RMSNorm(layers.hidden_size, eps)
-        self.lm_head = Linear(layers.hidden_size, {"lm_head": shape.draft_vocab_size})
+        self.lm_head = vocab_head(layers.hidden_size, shape.draft_vocab_size, parallel)
         self.lm_head.out_dtype = torch.float32
         self.rope = RotaryTable(
             layers.head_dim, layers.rope_theta, layers.rope_scaling, layers.max_position_embeddings
@@ -204,7 +211,7 @@ class Eagle3(DraftHead):
         addend, residual = self.first_layer(embedded, hidden, rotation, ctx)
         for layer in self.more_layers:
             addend, residual = layer(addend, residual, rotation, ctx)
-        stream = stream_of(addend, residual)
+        stream = stream_of(addend, residual, self.parallel)
         return self.norm(stream) if self.options.norm_output else stream
 
     __call__ = forward

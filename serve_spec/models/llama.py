@@ -69,6 +69,7 @@ class Llama(Layer):
     ) -> None:
         super().__init__()
         self.shape = shape
+        self.parallel = parallel
         self.rank_shape = shape.on_rank_of(parallel.size)
         self.embed_tokens = vocab_embedding(shape.vocab_size, shape.hidden_size, parallel)
         self.layers = nn.ModuleList(

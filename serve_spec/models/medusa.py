@@ -25,6 +25,7 @@ from serve_spec.layers.module import (
     named_parts,
     tensor_defaults,
 )
+from serve_spec.layers.vocabulary import vocab_head
 from serve_spec.log import get_logger
 from serve_spec.models.draft import DraftHead
 from serve_spec.models.draft_checkpoint import DraftFile, DraftOptions, open_draft
@@ -189,7 +190,10 @@ def _output_heads(shape: MedusaShape, target: Llama) -> list[Linear]:
     if shape.num_rows is None:
         stored = [target.lm_head]
     else:
-        stored = [Linear(shape.hidden_size, {name: shape.num_rows}) for name in shape.outputs]
+        stored = [
+            vocab_head(shape.hidden_size, shape.num_rows, target.parallel, name)
+            for name in shape.outputs
+        ]
     for lm_head in stored:
         lm_head.out_dtype = torch.float32
     return stored if len(stored) == shape.num_heads else stored * shape.num_heads

@@ -118,11 +118,7 @@ class ModelShape:
         Raises:
             CheckpointError: heads or neurons are not divisible by `size`.
         """
-        shared = {
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "intermediate_size": self.intermediate_size,
-        }
+        shared = self._shared_sizes
         uneven = [f"{key}={number}" for key, number in shared.items() if number % size]
         if uneven:
             most = math.gcd(*shared.values())
@@ -136,6 +132,18 @@ class ModelShape:
             num_kv_heads=self.num_kv_heads // size,
             intermediate_size=self.intermediate_size // size,
         )
+
+    def divides(self, size: int) -> bool:
+        """Return whether `size` ranks can share the model."""
+        return math.gcd(*self._shared_sizes.values()) % size == 0
+
+    @property
+    def _shared_sizes(self) -> dict[str, int]:
+        return {
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "intermediate_size": self.intermediate_size,
+        }
 
     @staticmethod
     def from_directory(path: Path | str) -> ModelShape:

@@ -11,7 +11,7 @@ from torch import Tensor
 from serve_spec.core.context import ForwardContext
 from serve_spec.core.errors import CheckpointError
 from serve_spec.log import get_logger
-from serve_spec.models.draft import DraftHead
+from serve_spec.models.draft import DraftHead, sharing_ranks
 from serve_spec.models.draft_checkpoint import DraftOptions, check_same_tokens, open_draft
 from serve_spec.models.llama import Llama, load_target
 from serve_spec.models.shape import ModelShape
@@ -30,7 +30,8 @@ class Standalone(DraftHead):
 
     def __init__(self, model: Llama, vocab_size: int | None = None) -> None:
         """Wrap `model`. vocab_size: the target's; None: the model's own."""
-        super().__init__(model.shape, capture=None, feature_dim=0)
+        shape = replace(model.rank_shape, num_ids=model.shape.num_ids)
+        super().__init__(shape, capture=None, feature_dim=0)
         own = model.shape.vocab_size
         self.num_shared = own if vocab_size is None else min(own, vocab_size)
         self.is_shorter = vocab_size is not None and own < vocab_size
@@ -70,7 +71,8 @@ def load_standalone(
     shape = ModelShape.from_directory(path)
     num_ids = shared_ids(shape, Path(path), target.shape, target.path)
     device = target.embed_tokens.weight.device
-    model = load_target(path, dtype, device, target.max_model_len, dummy=options.dummy)
+    parallel = sharing_ranks(shape, target)
+    model = load_target(path, dtype, device, target.max_model_len, parallel, dummy=options.dummy)
     model.shape = replace(model.shape, num_ids=num_ids)
     if shape.max_position_embeddings < target.max_model_len:
         _log.warning(

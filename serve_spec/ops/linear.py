@@ -209,7 +209,6 @@ _GATED_SPARSE = {
     16: _Block(outputs=64, depth=128, warps=4, stages=5),
     32: _Block(outputs=64, depth=128, warps=4, stages=5),
     64: _Block(outputs=64, depth=64, warps=4, stages=7),
-    128: _Block(outputs=64, depth=64, warps=8, stages=7),
 }
 # For eight-bit weights. At most 32 outputs use the older tensor core instructions, whose operands
 # need less shuffling.

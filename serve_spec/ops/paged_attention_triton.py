@@ -118,6 +118,7 @@ def _choose_tiling(
         warps,
         stages,
         programs,
+        min_share=256 if is_last_merging else 128,
         is_last_merging=is_last_merging,
         merge_shares=merge_shares,
     )

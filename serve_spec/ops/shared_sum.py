@@ -43,7 +43,8 @@ CAPACITY_BYTES = 2 << 20
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WORD_BYTES = 4
 MAX_BROADCAST_BYTES = 1 << 16
-NUM_GATHER_PROGRAMS = 128
+GATHER_BLOCK = 4096
+"""Numbers of a row that a program of a gather sends at once."""
 SHARE_WORDS = SLOT_WORDS // 2
 """In the largest share: two ranks', of the largest part."""
 SHARE_ALIGNMENT = 16
@@ -164,7 +165,7 @@ def gather_columns(x: Tensor, start: int, width: int, memory: SharedMemory) -> T
     own = x[:, : max(0, min(x.shape[1], width - start))]
     for rank in range(memory.size):
         memory.gathered[rank][:size].view(shape)[:, start : start + own.shape[1]] = own
-    for program in range(NUM_GATHER_PROGRAMS):
+    for program in range(num_gather_programs(x)):
         memory.counts[program] += 1
         flag = (memory.counts[program] & NUMBER_MASK) << 32
         for rank in _others(memory):
@@ -187,6 +188,11 @@ def part_words(num_words: int) -> int:
     while part * NUM_PROGRAMS < num_words:
         part *= 2
     return part
+
+
+def num_gather_programs(x: Tensor) -> int:
+    """Return how many programs send x [R, columns]: one for each block, while there are so many."""
+    return min(NUM_PROGRAMS, len(x) * -(-x.shape[1] // GATHER_BLOCK))
 
 
 def fits(x: Tensor) -> bool:

@@ -20,7 +20,7 @@ from serve_spec.ops.dispatch_triton import wait_for_previous
 from serve_spec.ops.linear_triton import load_sum
 from serve_spec.ops.shared_sum import (
     EMPTY,
-    NUM_GATHER_PROGRAMS,
+    GATHER_BLOCK,
     NUM_PROGRAMS,
     NUMBER_MASK,
     SHARE_WORDS,
@@ -29,6 +29,7 @@ from serve_spec.ops.shared_sum import (
     SharedMemory,
     as_words,
     goes_in_shares,
+    num_gather_programs,
     part_words,
     share_numbers,
 )
@@ -38,7 +39,6 @@ _SHARE_ROOM, _MASK = tl.constexpr(SHARE_WORDS), tl.constexpr(NUMBER_MASK)
 _EMPTY = tl.constexpr(EMPTY)
 _WORDS_PER_THREAD = 4
 _NORM_WORDS_PER_THREAD = 8
-_GATHER_BLOCK = 2048
 
 
 def sum_over_ranks(x: Tensor, memory: SharedMemory) -> None:
@@ -85,10 +85,10 @@ def broadcast_words(x: Tensor, source: int, memory: SharedMemory) -> None:
 def gather_columns(x: Tensor, start: int, width: int, memory: SharedMemory) -> Tensor:
     """See `shared_sum.gather_columns`. Launches on the current stream."""
     num_rows = len(x)
-    _gather_kernel[(NUM_GATHER_PROGRAMS,)](
+    _gather_kernel[(num_gather_programs(x),)](
         x, num_rows, max(0, min(x.shape[1], width - start)), x.stride(0), start, width,
         memory.counts, memory.released, memory.gathered, memory.flags,
-        RANK=memory.rank, SIZE=memory.size, BLOCK=_GATHER_BLOCK,
+        RANK=memory.rank, SIZE=memory.size, BLOCK=GATHER_BLOCK,
         num_warps=8, **dependent_launch(x.device),
     )  # fmt: skip
     return memory.gathered[memory.rank][: num_rows * width].view(num_rows, width)

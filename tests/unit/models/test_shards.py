@@ -16,6 +16,7 @@ from serve_spec.parallel.group import SINGLE
 from tests.helpers.checkpoints import make_eagle, make_eagle3, make_target
 from tests.helpers.paged import PagedSequences
 from tests.helpers.ranks import on_ranks
+from tests.helpers.table import make_medusa
 
 NUM_TOKENS = 24
 CAPTURE = FeatureCapture((0, 2, 3))
@@ -72,16 +73,34 @@ def test_every_rank_of_an_expansion_builds_its_part_of_the_same_noise(tmp_path):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
+def make_standalone(directory, target):
+    return make_target(directory, "llama2", hidden=16, vocab=261, eos_token_id=None, seed=7)
+
+
+ALGORITHM_OF = {
+    make_standalone: "STANDALONE",
+    make_medusa: "MEDUSA",
+    make_eagle: "EAGLE",
+    make_eagle3: "EAGLE3",
+}
+
+
 @pytest.mark.parametrize(
-    ("make", "own_embedding"), [(make_eagle, False), (make_eagle3, False), (make_eagle3, True)]
+    ("make", "options", "share"),
+    [
+        (make_standalone, {}, 2),
+        (make_medusa, {"num_heads": 2}, 1),
+        (make_eagle, {}, 2),
+        (make_eagle3, {}, 2),
+        (make_eagle3, {"own_embedding": True, "draft_vocab": 131}, 2),
+        (make_eagle3, {"num_attention_heads": 1, "num_key_value_heads": 1}, 1),
+    ],
 )
-def test_a_head_beside_a_sharded_target_drafts_as_beside_the_whole_one(
-    tmp_path, make, own_embedding
-):
-    """It reads the target's embedding (EAGLE-1 its lm_head too) from all ranks."""
+def test_ranks_that_share_a_target_share_a_head_that_they_divide(tmp_path, make, options, share):
+    """All of them draft as one rank does."""
     target = make_target(tmp_path / "target", "llama2", hidden=32, vocab=261, eos_token_id=None)
-    folder = make(tmp_path / "head", target, own_embedding=own_embedding)
-    algorithm = "EAGLE3" if make is make_eagle3 else "EAGLE"
+    folder = make(tmp_path / "head", target, **options)
+    algorithm = ALGORITHM_OF[make]
 
     def run(parallel):
         model = load_target(target, torch.float32, parallel=parallel)
@@ -90,11 +109,14 @@ def test_a_head_beside_a_sharded_target_drafts_as_beside_the_whole_one(
         features = torch.randn(NUM_TOKENS, head.feature_dim, generator=torch.Generator())
         hidden = head.encode(features)
         context = sequence.extend([(0, NUM_TOKENS)])
-        return head.logits(head.forward(tokens(), hidden, context))
+        hidden = head.forward(tokens(), hidden, context)
+        logits = [head.logits(hidden, step).clone() for step in range(head.max_steps or 1)]
+        return logits, head.shape.num_kv_heads
 
-    expected = run(SINGLE)
-    for found in on_ranks(2, run):
+    expected, num_kv_heads = run(SINGLE)
+    for found, num_shared in on_ranks(2, run):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        assert num_shared * share == num_kv_heads
 
 
 @pytest.mark.parametrize(

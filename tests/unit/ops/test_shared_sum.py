@@ -22,7 +22,6 @@ from serve_spec.ops.shared_sum import (  # isort: skip
     CAPACITY_BYTES,
     DTYPES,
     EMPTY,
-    NUM_GATHER_PROGRAMS,
     NUM_PROGRAMS,
     NUMBER_MASK,
     SHARE_ALIGNMENT,
@@ -32,6 +31,7 @@ from serve_spec.ops.shared_sum import (  # isort: skip
     as_words,
     fits,
     flags_shape,
+    num_gather_programs,
     part_words,
     residual_fits,
     share_numbers,
@@ -316,10 +316,11 @@ def test_columns_of_all_ranks_are_one_tensor(columns, padding, is_kernel):
         rank.memory.flags[1][0, :, other] = 1 << 32
     gather = gather_columns if is_kernel else reference(plain).gather_columns
     assert torch.equal(gather(parts[1], columns, width, rank.memory), expected)
+    programs = num_gather_programs(parts[1])
     for other in rank.others:
         sent = rank.memory.gathered[other][: 4 * width].view(4, width)
         assert torch.equal(sent[:, columns : 2 * columns], expected[:, columns : 2 * columns])
-        assert (rank.memory.flags[other][0, :NUM_GATHER_PROGRAMS, 1] == 1 << 32).all()
+        assert (rank.memory.flags[other][0, :programs, 1] == 1 << 32).all()
 
 
 @either_way
