@@ -189,7 +189,8 @@ def test_a_model_that_holds_its_own_draft_uses_it_without_being_told(tmp_path):
     found = {}
     for path, algorithm in ((target, "NONE"), (mimo, "NONE"), (mimo, "MTP")):
         told = {"speculative_algorithm": "NONE"} if algorithm == "NONE" else {}
-        llm = LLM(str(path), device="cpu", dtype="float32", num_pages=64, page_size=16, **told)
+        keys = {"device": "cpu", "dtype": "float32", "num_pages": 64, **told}
+        llm = LLM(str(path), speculative_adaptive=False, **keys)
         assert llm.config.speculative.speculative_algorithm == algorithm
         outputs = llm.generate(prompts, params)
         found[path.name, algorithm] = [output.token_ids for output in outputs]

@@ -13,7 +13,7 @@ from serve_spec.models.shape import ModelShape
 from serve_spec.models.upscale import Expansion
 from serve_spec.models.upscale_command import expand_target
 from serve_spec.parallel.group import SINGLE
-from tests.helpers.checkpoints import make_eagle, make_eagle3, make_target
+from tests.helpers.checkpoints import make_eagle, make_eagle3, make_mtp, make_target
 from tests.helpers.paged import PagedSequences
 from tests.helpers.ranks import on_ranks
 from tests.helpers.table import make_medusa
@@ -82,6 +82,7 @@ ALGORITHM_OF = {
     make_medusa: "MEDUSA",
     make_eagle: "EAGLE",
     make_eagle3: "EAGLE3",
+    make_mtp: "MTP",
 }
 
 
@@ -91,6 +92,7 @@ ALGORITHM_OF = {
         (make_standalone, {}, 2),
         (make_medusa, {"num_heads": 2}, 1),
         (make_eagle, {}, 2),
+        (make_mtp, {}, 2),
         (make_eagle3, {}, 2),
         (make_eagle3, {"own_embedding": True, "draft_vocab": 131}, 2),
         (make_eagle3, {"num_attention_heads": 1, "num_key_value_heads": 1}, 1),
