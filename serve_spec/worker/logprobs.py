@@ -72,7 +72,7 @@ def prompt_logprobs(
     """Start scoring prompt tokens in flight, without temperature or filters.
 
     Return a function that returns their log-probabilities, aligned with
-    `ScheduledRequest.scored_ids`. Call this on every rank right after the target's forward.
+    `ScheduledRequest.scored_ids`. Call this on every rank once the step's own logits are used up.
 
     hidden: [T, H] of all tokens of the step; logits_of: [n, H] -> [n, V].
     """

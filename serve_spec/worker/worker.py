@@ -17,7 +17,7 @@ from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.structured.masks import Grammars
 from serve_spec.worker.capture import CapturedShapes, SpecRuntimeState, Stages
 from serve_spec.worker.eagle import DraftModel
-from serve_spec.worker.forward import TargetRunner
+from serve_spec.worker.forward import TargetRunner, VerifiedTokens
 from serve_spec.worker.graphs import GraphRecorder, StepSize
 from serve_spec.worker.logprobs import Logprobs, emitted_logprobs, prompt_logprobs
 from serve_spec.worker.request_slots import RequestSlots, RequestStates
@@ -313,13 +313,10 @@ class SpecWorker:
             )
             stage = self.captured.mixed(state.shape)
         size = StepSize(plan.num_tokens, max(1, len(reqs)), num_chunks)
-        scored = None
+        tokens: VerifiedTokens | None = None
         if any(req.scored_ids for req in prompts):
             tokens = self.captured.run_target(state.shape, size)
-            logits: Tensor | None = tokens.logits
-            scored = prompt_logprobs(plan, tokens.hidden, self.target.model.logits, self.vocab_size)
-        else:
-            logits = stage.run(size)
+        logits = stage.run(size) if tokens is None else tokens.logits
         read_back = next(self._read_backs)
         read_back.memory.copy_(self.buffers.read_back, non_blocking=True)
         logprobs = None
@@ -327,6 +324,9 @@ class SpecWorker:
             assert logits is not None, "a verification returns its logits"
             has_trees = not state.shape.is_chain
             logprobs = emitted_logprobs(reqs, logits, self.buffers, has_trees=has_trees)
+        scored = None
+        if tokens is not None:  # last, because ranks gather these logits where the others were
+            scored = prompt_logprobs(plan, tokens.hidden, self.target.model.logits, self.vocab_size)
         return _StepInFlight(read_back, len(reqs), timer, self._newest_timer, logprobs, scored)
 
     def _admit(self, plan: ScheduledBatch, num_drafts: int) -> None:

@@ -8,6 +8,7 @@ from serve_spec.engine import build, costs
 from serve_spec.engine.profile import measure_costs
 from serve_spec.engine.worker_rank import follow
 from serve_spec.parallel import channel
+from serve_spec.parallel.group import DeviceGroup
 from tests.helpers.engines import SOON_S, llm_maker, make_pair
 from tests.helpers.ranks import start_threads
 
@@ -41,13 +42,24 @@ def budgets(tmp_path, monkeypatch):
 
 @pytest.fixture
 def threads(monkeypatch):
-    """Start worker ranks as threads called "rank 1" and so on, which end with the test."""
-    started = []
+    """Start worker ranks as threads called "rank 1" and so on, which end with the test.
+
+    As on GPUs, the next gather of a rank overwrites the result of the one before.
+    """
+    started, gathered, gather = [], {}, DeviceGroup.gather_columns
+
+    def reuse_memory(self, x, width):
+        result = gather(self, x, width)
+        if self in gathered:
+            gathered[self].fill_(float("nan"))
+        gathered[self] = result
+        return result
 
     def launch(module, size, config, launcher):
         return start_threads(follow, config, size, started)
 
     monkeypatch.setattr(build, "launch", launch)
+    monkeypatch.setattr(DeviceGroup, "gather_columns", reuse_memory)
     monkeypatch.setattr(channel, "_GRACE_S", 1e6)  # what fails here must not end this process
     yield
     for thread in started:
