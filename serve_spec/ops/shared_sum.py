@@ -58,9 +58,9 @@ GATHER_NUMBERS = 16 << 20
 
 _LEAST_PART = 512
 """Words: smaller parts would not be summed any faster."""
-_LEAST_SPARED = 1 << 18
-"""Bytes of tensors that a rank has to send less in shares, which take some 4 µs more to begin with.
-Of two ranks it never does."""
+_LEAST_SPARED = 1 << 20
+"""Bytes that a rank has to send less in shares, which wait twice: with four GPUs 128 rows of 4,096
+take 14 µs instead of 15, but 32 rows 8.4 instead of 6.4. Of two ranks none sends less."""
 
 
 @dataclass(frozen=True)

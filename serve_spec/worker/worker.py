@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import cycle
 
 import torch
-from torch import Tensor
 
 from serve_spec.core.draft import DraftShape, TextDrafts
 from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch, ScheduledRequest
