@@ -94,7 +94,7 @@ def check_same_tokens(draft: Path, target: Path) -> bool:
 Shapes = Mapping[str, tuple[int, ...]]
 
 _ALIASES = (
-    # MiMo's head for one more token, beside its target.
+    # MiMo's layer for multi-token prediction, stored with its target.
     (re.compile(r"^model\.mtp_layers\.0\.input_proj\."), "fc."),
     (re.compile(r"^model\.mtp_layers\.0\."), "layers.0."),
     (re.compile(r"^model\."), ""),

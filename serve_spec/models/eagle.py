@@ -109,7 +109,7 @@ class Eagle(DraftHead):
 
 
 class Mtp(Eagle):
-    """The head of MiMo for one more token. Uninitialised: `load_mtp` fills it."""
+    """MiMo's layer for multi-token prediction. Uninitialised: `load_mtp` fills it."""
 
     def __init__(self, shape: ModelShape, target: Llama) -> None:
         super().__init__(shape, target, fc_bias=False, input_norm=True, own_head=False)
@@ -124,7 +124,7 @@ class Mtp(Eagle):
     __call__ = forward
 
     def _inputs(self, embedded: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        # It was trained without the first entry's token.
+        # The layer was trained without an embedding at position 0.
         embedded = embedded.masked_fill((ctx.positions == 0).unsqueeze(-1), 0.0)
         return torch.cat((self.hidden_norm(hidden), self.token_norm(embedded)), dim=-1)
 

@@ -41,7 +41,7 @@ FAMILIES = {
     "LlamaForCausalLM": _Family(bias_keys=("attention_bias", "mlp_bias"), has_window=False),
     "MistralForCausalLM": _Family(),
     "Qwen2ForCausalLM": _Family(qkv_bias=True, use_sliding_window_key=True),
-    # Qwen2 with a head for one more token, which is a draft here.
+    # Qwen2 with a layer for multi-token prediction, which serves as the draft.
     "MiMoForCausalLM": _Family(qkv_bias=True, use_sliding_window_key=True),
     "Qwen3ForCausalLM": _Family(
         bias_keys=("attention_bias",), qk_norm=True, use_sliding_window_key=True

@@ -303,7 +303,7 @@ class GrammarCompiler:
     def _calls(self, form: CallsForm) -> str:
         """Return the rules of calls of functions."""
         marker = (form.opening or form.calls[0][0])[0] if form.is_free else None
-        # A marker that is text ends the text before; a special token is no part of any text.
+        # A text marker ends the text before it; a special token is never part of a text.
         ends_text = marker is not None and self._special_id(marker) is None
         opening = form.opening[ends_text:]
         first_piece = int(ends_text and not form.opening)
