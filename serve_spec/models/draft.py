@@ -138,7 +138,7 @@ def _keep_integers(
 
 
 def sharing_ranks(shape: ModelShape, target: Llama) -> TensorParallel:
-    """Return the ranks that share a draft: the target's, or this one alone if it cannot be split."""
+    """Return the ranks that share a draft: the target's, or one if it cannot be split."""
     return target.parallel if shape.divides(target.parallel.size) else SINGLE
 
 
