@@ -50,7 +50,8 @@ QUICK = {
     "target_ongoing_requests": 2,
     "upscale_delay_s": 0.5,
     "downscale_delay_s": 0.5,
-    "look_back_period_s": 2.0,
+    "look_back_period_s": 1.0,
+    "metrics_interval_s": 0.5,
 }
 UNLIMITED = {"num_replicas": 2, "max_ongoing_requests": 100, "max_queued_requests": 100}
 NUM_PLAIN = 16
