@@ -8,7 +8,6 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +19,6 @@ from tests.helpers.checkpoints import make_eagle3, make_target
 NUM_STREAMS = 64
 PROMPTS = [f"def f{i}(x):" for i in range(NUM_STREAMS)]
 SHORT, LONG = 16, 128
-ENDLESS = 3000
-"""More tokens than anybody waits for."""
 STOP = ["e", "zq"]
 
 
@@ -138,9 +135,6 @@ async def keep_asking(url, offline, until):
 
     async with client_of(url) as client:
         await asyncio.gather(*(ask_again(index, client) for index in range(0, NUM_STREAMS, 4)))
-
-
-Meanwhile = Callable[[list[Stream], httpx.AsyncClient], Coroutine[Any, Any, None]]
 
 
 async def _all_streams(url, max_tokens, meanwhile):

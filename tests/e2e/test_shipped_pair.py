@@ -12,7 +12,7 @@ from serve_spec.core.request import SamplingParams
 from tests.helpers.engines import checked, switch_every_round
 from tests.helpers.grammars import is_valid
 
-NUM_PROMPTS = 6
+NUM_PROMPTS = 8
 ARRAY = Grammar.json_schema(
     {"type": "array", "items": {"enum": [1, "two", None]}, "minItems": 2, "maxItems": 3}
 )
