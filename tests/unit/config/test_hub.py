@@ -104,6 +104,13 @@ def test_a_file_of_weights_is_no_checkpoint(tmp_path, monkeypatch):
         model("m.gguf")
 
 
+def test_a_download_that_is_switched_off_names_the_switch(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="not in the cache and HF_HUB_OFFLINE is set; unset it"):
+        _ = model("ada/other").folder
+
+
 RESPONSE = httpx.Response(403, request=httpx.Request("GET", "https://huggingface.co"))
 
 
@@ -133,10 +140,3 @@ def test_a_failed_download_tells_why_and_what_to_do(monkeypatch, tmp_path, error
         _ = model("ada/other@v2").folder
     assert str(caught.value).startswith("model.path='ada/other@v2': ")
     assert fix in str(caught.value)
-
-
-def test_a_download_that_is_switched_off_names_the_switch(monkeypatch, tmp_path):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match="not in the cache and HF_HUB_OFFLINE is set; unset it"):
-        _ = model("ada/other").folder

@@ -215,7 +215,7 @@ def broken(made):
 
 BATCHES = {
     "few draft ids": lambda: Batch.of(ragged(2), 2, num_draft_ids=1300),
-    "long chains": lambda: Batch.of(ragged(4), 4),
+    "long chains": lambda: Batch.of(ragged(4, 7), 4),
     "alone": lambda: Batch.of([4], 4, noise=1.5),
     "broken drafts": lambda: broken(Batch.of([4] * 5, 4, noise=0.0)),
 }
