@@ -27,7 +27,7 @@ from tests.e2e.fleet import held, holds_nothing, kill, pids, server_info
 from tests.serving.cluster import ROOT, eventually, local_serve
 
 HEADER_TIMEOUT_S = 2.0
-BODY_TIMEOUT_S = 6.0
+BODY_TIMEOUT_S = 8.0
 MAX_SEQS = 16
 
 
