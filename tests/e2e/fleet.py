@@ -1,7 +1,5 @@
 """A fleet of two replicas of a random pair, its clients, and its processes to be killed."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math
