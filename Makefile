@@ -27,10 +27,8 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 ENGINE_TESTS := $(addprefix tests/unit/,engine models parallel layers adaptive scheduler worker training recipes) \
 	tests/fuzz tests/e2e
 NO_RAY := -m "not gpu and not ray"
-# Real engines on Ray that no test attacks: they may run beside another Ray.
-FLEETS := tests/e2e/test_serve_fleet.py tests/serving/test_ranks.py
 
-.PHONY: install serve test test-engine test-rest test-ray test-fleets clients fuzz lint types format bench size clean
+.PHONY: install serve test test-engine test-rest test-ray clients fuzz lint types format bench size clean
 
 install: $(STAMP)
 
@@ -47,7 +45,7 @@ serve: install
 
 test: install lint
 	$(MAKE) --jobs=2 test-engine test-rest
-	$(MAKE) --jobs=2 test-ray test-fleets
+	$(MAKE) --jobs=2 test-ray types
 
 test-engine: install
 	$(BIN)/python -m pytest $(NO_RAY) $(ENGINE_TESTS)
@@ -63,13 +61,9 @@ fuzz: install
 		SERVE_SPEC_FUZZ_SLICE=$$slice SERVE_SPEC_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -q tests/fuzz || exit 1; \
 	done
 
-# Some of Ray's limits are times: no tests but those of `FLEETS` run beside its processes.
+# Some of Ray's limits are times: no other tests run beside its processes.
 test-ray: install
-	$(BIN)/python -m pytest -m ray tests/e2e tests/serving $(FLEETS:%=--ignore=%)
-
-# Types first: the attacks at the beginning of `test-ray` need most of the time.
-test-fleets: types
-	$(BIN)/python -m pytest -m ray $(FLEETS)
+	$(BIN)/python -m pytest -m ray tests/e2e tests/serving
 
 CLIENTS := $(VENV)-clients
 clients: install
