@@ -4,8 +4,6 @@ Policy must not know the time, the disk or chance (`PURE`). Torch-free rooms are
 as well: a library that comes in through a neighbour counts like one that is named.
 """
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The repository may only shrink: no size exceeds its budget, or the last size above it."""
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 

@@ -3,8 +3,6 @@
 Everything goes to loopback addresses, a client each, and ends by itself.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,40 +1,144 @@
-"""Two replicas with the real engine behind HAProxy: many streams, and whatever may die, dies."""
+"""A fleet that Ray Serve's own commands deploy: streams outlive what is killed or updated."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 
-from serve_spec.config import RouterConfig
-from serve_spec.serving.proxy import own_settings
 from tests.e2e.fleet import (
     LONG,
     NUM_STREAMS,
     SHORT,
     all_streams,
+    fleet_settings,
+    keep_asking,
     kill,
+    offline_answers,
     pids,
     router_state,
     said,
     server_info,
     under_way,
 )
-from tests.serving.cluster import actor_pids, eventually, local_serve
+from tests.serving.cluster import ROOT, actor_pids, eventually, free_port, local_ray
+
+SERVE = Path(sys.executable).with_name("serve")
+BUILDER = "serve_spec.serving:build_app"
+WITHIN_S = 240
+
+
+def run(*command):
+    """Run a command to its end; return its status and what it printed."""
+    command = [str(word) for word in command]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WITHIN_S)
+    return done.returncode, done.stdout, done.stderr
+
+
+def serve(*arguments):
+    """Return what one of Ray Serve's commands prints."""
+    status, printed, errors = run(SERVE, *arguments)
+    assert status == 0, printed + errors
+    return printed
 
 
 @pytest.fixture(scope="module")
-def url(settings, offline):
-    # As `serve-spec serve` sets it.
-    with local_serve(num_cpus=4, environment=own_settings(RouterConfig())) as url:
-        from ray import serve
-
-        from serve_spec.serving import build_app
-
-        serve.run(build_app({"config": settings}), name="fleet", route_prefix="/")
-        eventually(lambda: router_of(url), lambda router: len(router["replica_batch_sizes"]) == 2)
-        yield url
+def settings(tmp_path_factory):
+    """A configuration of two replicas. Replicas that are told to go end their streams first."""
+    settings = fleet_settings(tmp_path_factory.mktemp("pair"))
+    settings["replica"]["graceful_shutdown_timeout_s"] = 60.0
+    return settings
 
 
-def router_of(url):
-    return server_info(url)["router"]
+@pytest.fixture(scope="module")
+def offline(settings):
+    """Texts and token counts of the offline engine, by max_tokens."""
+    return offline_answers(settings)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    # Serve would try thrice to start a replica, and hear the same reason thrice.
+    environment = {"RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1"}
+    with local_ray(num_cpus=6, include_dashboard=True, environment=environment):
+        yield
+
+
+class Fleet:
+    """The shipped Serve file with two replicas of a random pair."""
+
+    def __init__(self, settings, file):
+        self._file = file
+        self._content = yaml.safe_load((ROOT / "deploy/tiny.yaml").read_text())
+        self._content["http_options"]["port"] = port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        (app,) = self._content["applications"]
+        self.router, self.engines = {"name": "Router"}, {"name": "EngineReplica"}
+        app |= {"args": {"config": settings}, "deployments": [self.router, self.engines]}
+
+    def deploy(self):
+        self._file.write_text(yaml.safe_dump(self._content))
+        serve("deploy", self._file)
+
+
+@pytest.fixture(scope="module")
+def fleet(cluster, settings, offline, tmp_path_factory):
+    fleet = Fleet(settings, tmp_path_factory.mktemp("fleet") / "fleet.yaml")
+    fleet.deploy()
+    told = set()
+    eventually(lambda: is_told_to_go_on(fleet.url, told), bool, WITHIN_S)
+    assert told == {(503, "starting"), (200, None)}
+    eventually(lambda: is_settled(num_routers=1), bool, WITHIN_S)
+    eventually(
+        lambda: server_info(fleet.url)["router"], lambda r: len(r["replica_batch_sizes"]) == 2
+    )
+    return fleet
+
+
+@pytest.fixture
+def url(fleet):
+    return fleet.url
+
+
+@pytest.fixture(scope="module")
+def with_two_routers(fleet):
+    """Serve replaces the only replica of a deployment with a gap."""
+    fleet.router["num_replicas"] = 2
+    fleet.deploy()
+    eventually(is_settled, bool, WITHIN_S)
+
+
+def is_told_to_go_on(url, told):
+    """Return whether the model serves; add the status and the error code of the answer."""
+    try:
+        answer = httpx.get(f"{url}/health", timeout=60)
+    except httpx.TransportError:
+        return False
+    told.add((answer.status_code, answer.json().get("error", {}).get("code")))
+    return answer.status_code == 200
+
+
+def is_settled(num_routers=2):
+    """Return whether Serve has made everything what the file says."""
+    from ray import serve
+
+    app = serve.status().applications.get("serve_spec")
+    if app is None or app.status != "RUNNING":
+        return False
+    running = {name: d.replica_states for name, d in app.deployments.items()}
+    wanted = {"Router": {"RUNNING": num_routers}, "EngineReplica": {"RUNNING": 2}}
+    return running == wanted and {d.status for d in app.deployments.values()} == {"HEALTHY"}
+
+
+def test_serve_status_names_the_application_and_its_deployments(fleet):
+    app = yaml.safe_load(serve("status"))["applications"]["serve_spec"]
+    assert app["status"] == "RUNNING", app
+    statuses = {name: deployment["status"] for name, deployment in app["deployments"].items()}
+    assert statuses == {"Router": "HEALTHY", "EngineReplica": "HEALTHY"}
 
 
 def test_many_streams_say_what_the_offline_engine_says(url, offline):
@@ -104,7 +208,7 @@ def test_a_killed_stats_actor_takes_its_memory_and_no_stream_with_it(url, offlin
 
     def actor():
         try:
-            return ray.get_actor("SpecStats", namespace="fleet")
+            return ray.get_actor("SpecStats", namespace="serve_spec")
         except ValueError:
             return None
 
@@ -119,3 +223,65 @@ def test_a_killed_stats_actor_takes_its_memory_and_no_stream_with_it(url, offlin
     assert said(all_streams(url, LONG, murder)) == offline[LONG]
     new = eventually(actor, lambda found: found is not None and found != old)
     eventually(lambda: ray.get(new.status.remote()), lambda status: status["replicas"])
+
+
+def test_a_new_user_config_changes_the_policy_of_running_replicas(fleet, offline, with_two_routers):
+    before = pids()
+    fleet.engines["user_config"] = {"speculative_adaptive": False, "speculative_num_steps": 0}
+
+    async def update(streams, _):
+        await under_way(streams)
+        await asyncio.to_thread(fleet.deploy)
+
+    assert said(all_streams(fleet.url, LONG, update)) == offline[LONG]
+    eventually(is_settled, bool)
+    assert pids() == before, "no replica was started anew"
+    streams = all_streams(fleet.url, SHORT)
+    assert said(streams) == offline[SHORT]
+    assert {stream.usage["speculation"]["num_draft_tokens"] for stream in streams} == {0}
+
+
+async def test_a_rolling_update_of_the_engine_loses_nothing_and_leaves_no_gap(
+    fleet, settings, offline, with_two_routers
+):
+    before = set(pids().values())
+    settings["scheduler"]["max_num_seqs"] += 1
+
+    def is_updated():
+        return is_settled() and not before & set(pids().values())
+
+    async def update(done):
+        try:
+            await asyncio.to_thread(fleet.deploy)
+            await asyncio.to_thread(eventually, is_updated, bool, WITHIN_S)
+        finally:
+            done.set()
+
+    done = asyncio.Event()
+    # Busy all the while: each replica that is told to go has streams.
+    await asyncio.gather(keep_asking(fleet.url, offline[LONG], done), update(done))
+    assert len(pids()) == 2
+    assert said(await asyncio.to_thread(all_streams, fleet.url, SHORT)) == offline[SHORT]
+
+
+def test_serve_run_adds_an_application_and_serve_shutdown_leaves_nothing(fleet):
+    names = ["--name", "named", "--route-prefix", "/named"]
+    serve("run", "--non-blocking", *names, BUILDER, "model=asset:tiny", "num_cpus=0.5")
+    body = {"prompt": "def fibonacci(n):", "max_tokens": 16, "temperature": 0}
+    answer = httpx.post(f"{fleet.url}/named/v1/completions", json=body, timeout=60).json()
+    assert answer["choices"][0]["text"].strip()
+    serve("shutdown", "-y")
+    left = httpx.get(f"{os.environ['RAY_DASHBOARD_ADDRESS']}/api/serve/applications/", timeout=60)
+    assert left.raise_for_status().json()["applications"] == {}
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{fleet.url}/health", timeout=60)
+
+
+def test_a_model_that_can_not_be_loaded_ends_the_command_with_the_reason(cluster, tmp_path):
+    file = tmp_path / "too_small.yaml"
+    # Only the engine knows how many pages it needs.
+    file.write_text("model: {path: 'asset:tiny/target'}\ncache: {num_pages: 1}\n")
+    command = ("-m", "serve_spec", "serve", file, "--port", free_port())
+    status, _, errors = run(sys.executable, *command)
+    assert status == 1
+    assert "num_pages=1 of page_size=16 hold 16 tokens" in errors

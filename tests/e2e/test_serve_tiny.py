@@ -1,7 +1,5 @@
 """`serve-spec serve` as a user starts it: a process of its own, the real engine, HTTP."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -9,18 +7,12 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import httpx
 import pytest
 
-from tests.serving.cluster import (
-    ROOT,
-    free_port,
-    isolated_environment,
-    short_tmp,
-)
+from tests.serving.cluster import ROOT, free_port, isolated_environment, short_tmp
 
 READY_WITHIN_S = 240
 
@@ -34,13 +26,14 @@ class Server:
     process: subprocess.Popen[str]
 
 
-@contextmanager
-def serving(file):
-    """Runs the command until the body ends, then stops it as Ctrl-C does."""
+@pytest.fixture(scope="module")
+def server():
+    """The command with the shipped deployment, which ends as Ctrl-C ends it."""
     with short_tmp() as tmp:
         port = free_port()
+        command = [sys.executable, "-m", "serve_spec", "serve", str(ROOT / "deploy/tiny.yaml")]
         process = subprocess.Popen(
-            [sys.executable, "-m", "serve_spec", "serve", str(file), "--port", str(port)],
+            [*command, "--port", str(port)],
             env=isolated_environment(tmp) | {"OMP_NUM_THREADS": "1"},
             cwd=ROOT,
             stdout=subprocess.PIPE,
@@ -69,12 +62,6 @@ def _until_ready(process):
         if line.startswith("curl"):
             return "".join(lines)
     raise AssertionError("the server ended before it was ready:\n" + "".join(lines))
-
-
-@pytest.fixture(scope="module")
-def server():
-    with serving(ROOT / "deploy/tiny.yaml") as server:
-        yield server
 
 
 def test_the_printed_curl_line_works(server):

@@ -4,12 +4,7 @@ import pytest
 import torch
 
 from serve_spec.layers.quantized import Int4Weight, int4_works, plain_weight, quantized_groups
-from tests.helpers.engines import (
-    llm_maker,
-    sampled_requests,
-    switch_every_round,
-    texts,
-)
+from tests.helpers.engines import llm_maker, sampled_requests, switch_every_round, texts
 
 pytestmark = pytest.mark.gpu
 

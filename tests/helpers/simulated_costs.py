@@ -1,7 +1,5 @@
 """Costs of rounds for the simulator: recorded figures, interpolated, with seeded noise."""
 
-from __future__ import annotations
-
 import math
 import random
 from bisect import bisect_right

@@ -5,8 +5,6 @@ hold for any implementation of a step. Keys in the environment reach every engin
 `SERVE_SPEC_MODEL__ASYNC_SCHEDULING=true`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What Serve runs from a Serve file: the options of the code, with the file's over them."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ KubeRay's RayService with its operator's rules, and the Prometheus operator's Po
 operators' own schemas take over a megabyte of YAML. A field that is not here is refused.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import yaml

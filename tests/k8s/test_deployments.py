@@ -13,13 +13,7 @@ from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 from serve_spec.serving.autoscaling import replicas_for_requests
 from serve_spec.serving.command import read_deployment
 from serve_spec.serving.proxy import throughput_settings
-from tests.k8s.deployments import (
-    DEPLOY_FILES,
-    ROOT,
-    THROUGHPUT,
-    checkpoints,
-    read,
-)
+from tests.k8s.deployments import DEPLOY_FILES, ROOT, THROUGHPUT, checkpoints, read
 
 
 @pytest.fixture(scope="module", params=DEPLOY_FILES, ids=lambda p: p.stem)

@@ -29,6 +29,8 @@ def isolated_environment(tmp):
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
         "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
         "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
+        # Metrics and load reach their readers every ten seconds by default.
+        "RAY_metrics_report_interval_ms": "1000",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve_spec.serving.proxy:install",
     }

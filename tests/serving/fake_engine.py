@@ -18,8 +18,6 @@ different ones on different replicas, as speculation does.
 Log-probabilities are a function of the text. Text is made by the engine's own `OutputText`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

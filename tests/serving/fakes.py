@@ -1,7 +1,5 @@
 """Fleets in this process: fake engines, engines that die, and items from a script."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Requests travel together and are answered apart."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import aclosing, suppress
 from contextvars import ContextVar
@@ -14,12 +12,7 @@ from hypothesis import strategies as st
 from serve_spec.core.request import FinishReason, TokenDelta, TokenLogprob
 from serve_spec.serving.batching import Batcher, ItemStream
 from serve_spec.serving.errors import ApiError, ClientTooSlow, no_replica
-from serve_spec.serving.messages import (
-    Accepted,
-    ReplicaMessage,
-    Withdrawn,
-    merge_deltas,
-)
+from serve_spec.serving.messages import Accepted, ReplicaMessage, Withdrawn, merge_deltas
 from tests.serving.fakes import FAR_S, delta, request, settle, until
 
 

@@ -22,11 +22,7 @@ from serve_spec.serving.completions import (
     whole_answer,
 )
 from serve_spec.serving.errors import ApiError, no_replica
-from serve_spec.serving.messages import (
-    Accepted,
-    Failed,
-    Refused,
-)
+from serve_spec.serving.messages import Accepted, Failed, Refused
 from tests.serving.fake_engine import FakeLoop
 from tests.serving.fakes import (
     FAR_S,

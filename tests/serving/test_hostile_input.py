@@ -110,7 +110,7 @@ def test_answers_are_those_that_the_schema_promises(api, method, path, mode):
     strategy = api[path][method].as_strategy(generation_mode=mode)
 
     @settings(
-        max_examples=25,
+        max_examples=15,
         deadline=None,
         derandomize=True,
         suppress_health_check=list(HealthCheck),

@@ -1,7 +1,5 @@
 """A server that is killed breaks no answer off without an error object."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import mmap
@@ -19,13 +17,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from serve_spec.serving.proxy import (
-    OTHER,
-    UNANSWERED,
-    Connection,
-    LastAnswers,
-    with_child,
-)
+from serve_spec.serving.proxy import OTHER, UNANSWERED, Connection, LastAnswers, with_child
 from tests.serving.cluster import ROOT, eventually
 
 PROTOCOLS = {"uvloop": HttpToolsProtocol, "asyncio": H11Protocol}

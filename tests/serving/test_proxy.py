@@ -13,8 +13,8 @@ from serve_spec.serving import proxy
 from serve_spec.serving.errors import starting
 from tests.serving.asgi import listening, send
 
-LIMIT_S = 1.0
-# Far above what a limit of a second takes on a busy machine, far below any other limit.
+LIMIT_S = 0.6
+# Far above what such a limit takes on a busy machine, far below any other limit.
 SOON_S = 20.0
 HEAD = (
     b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -64,7 +64,7 @@ async def app(scope, receive, send):
 @pytest.fixture(scope="module", params=[HttpToolsProtocol, H11Protocol])
 def port(request):
     limited = proxy.limited(request.param, LIMIT_S)
-    with listening(app, http=limited, timeout_keep_alive=3) as port:
+    with listening(app, http=limited, timeout_keep_alive=2) as port:
         yield port
 
 

@@ -50,7 +50,8 @@ QUICK = {
     "target_ongoing_requests": 2,
     "upscale_delay_s": 0.5,
     "downscale_delay_s": 0.5,
-    "look_back_period_s": 2.0,
+    "look_back_period_s": 1.0,
+    "metrics_interval_s": 0.5,
 }
 UNLIMITED = {"num_replicas": 2, "max_ongoing_requests": 100, "max_queued_requests": 100}
 NUM_PLAIN = 16
@@ -337,8 +338,10 @@ def test_every_metric_reaches_prometheus_under_the_names_we_say(url):
     for line in text.splitlines():
         if line.startswith("ray_serve_spec_"):
             assert all(f'{label}="' in line for label in LABELS), line
-    ours = httpx.get(url + "/metrics", timeout=30).text
-    assert wanted <= {re.split(r"[{ ]", line)[0] for line in ours.splitlines()}
+    ours = eventually(
+        lambda: httpx.get(url + "/metrics", timeout=30).text,
+        lambda text: wanted <= {re.split(r"[{ ]", line)[0] for line in text.splitlines()},
+    )
     assert "ray_serve_spec" in ours
     assert "ray_serve_deployment" not in ours
 

@@ -1,7 +1,5 @@
 """The replica's contract, without Serve around it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from contextlib import asynccontextmanager
@@ -16,12 +14,7 @@ from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.core.request import FinishReason, TokenDelta
 from serve_spec.serving import replica as module
 from serve_spec.serving.autoscaling import NUM_REQUESTS
-from serve_spec.serving.messages import (
-    Accepted,
-    Failed,
-    encode_router_message,
-    is_last,
-)
+from serve_spec.serving.messages import Accepted, Failed, encode_router_message, is_last
 from serve_spec.serving.replica import EngineReplica
 from serve_spec.serving.stats_actor import StatsUnavailable
 from tests.serving.fake_engine import FakeLoop

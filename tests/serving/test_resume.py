@@ -1,7 +1,5 @@
 """A replica that dies costs its streams nothing: no token lost, none repeated."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from contextlib import aclosing
@@ -12,17 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
-from serve_spec.serving.errors import (
-    ApiError,
-    ReplicaLost,
-    client_too_slow,
-    no_replica,
-    queue_full,
-)
-from serve_spec.serving.messages import (
-    Accepted,
-    Failed,
-)
+from serve_spec.serving.errors import ApiError, ReplicaLost, client_too_slow, no_replica, queue_full
+from serve_spec.serving.messages import Accepted, Failed
 from serve_spec.serving.resume import resumed
 from tests.serving.fakes import MortalFleet, ScriptedFleet, Takes, delta, request
 

@@ -1,7 +1,5 @@
 """The actor without Ray: its clocks, and what it answers."""
 
-from __future__ import annotations
-
 import pickle
 import threading
 from collections.abc import Callable

@@ -171,15 +171,6 @@ def test_switches_are_counted_by_reason():
     assert made.snapshot()["switches"] == {"gain": 1, "loss": 2, "range": 1, "probe": 1}
 
 
-def test_each_round_is_learned_by_the_slot_of_its_batch_size():
-    made = controller(TWO_SLOTS)
-    assert choose(made, 7) == 3
-    # Only four of the seven rows drafted in full; the round still belongs to batch size 7.
-    observe(made, [3, 3, 3, 3], 7, 3)
-    assert slot(made, "1")["current_steps"] == 7
-    assert slot(made, "8")["num_rounds"] == 0
-
-
 def test_a_batch_that_changes_slot_takes_its_depth_at_once_and_an_empty_one_decides_nothing():
     made = controller(TWO_SLOTS, num_steps=7, min_dwell_rounds=8)
     rounds = [(choose(made, bs), made.switch_reason) for bs in (7, 8, 9, 7)]

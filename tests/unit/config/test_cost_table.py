@@ -1,7 +1,5 @@
 """What a cost table holds, what is refused, and how it travels to the disk and back."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -191,7 +191,6 @@ def test_a_checkpoint_that_cannot_be_used_is_one_line_and_status_1(hub):
     for name, status, said in (
         ("meta-llama/Llama-2-7b-chat-hf", 0, ""),
         ("ada/wrong", 1, "config.json"),
-        ("ada/other", 1, "not in the cache and HF_HUB_OFFLINE is set; unset it"),
     ):
         done = subprocess.run(
             [sys.executable, "-m", "serve_spec", "check-config", name],

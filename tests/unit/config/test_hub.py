@@ -109,6 +109,13 @@ def test_a_file_of_weights_is_no_checkpoint(tmp_path, monkeypatch):
         model("m.gguf")
 
 
+def test_a_download_that_is_switched_off_names_the_switch(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="not in the cache and HF_HUB_OFFLINE is set; unset it"):
+        _ = model("ada/other").folder
+
+
 RESPONSE = httpx.Response(403, request=httpx.Request("GET", "https://huggingface.co"))
 
 

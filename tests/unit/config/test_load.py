@@ -1,7 +1,5 @@
 """Who may say what, who wins, and what a refusal looks like."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

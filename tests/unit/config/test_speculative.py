@@ -1,7 +1,5 @@
 """What the speculative section promises, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -313,7 +313,7 @@ def decode_alone(make):
 
 
 def cells(events, *, is_full=True):
-    """Return rows with events; unless full, most drafters take turns in chains and trees."""
+    """Return rows with events; unless full, drafters take turns in chains and trees."""
     drafters = list(dict.fromkeys((row.algorithm, row.ngram_first) for row in DRAFTING_ROWS))
 
     def is_in(row, at):
@@ -321,7 +321,7 @@ def cells(events, *, is_full=True):
             return events[at] not in ("depth", "budget")  # it has one depth
         drafter = row.algorithm, row.ngram_first
         is_turn = (drafters.index(drafter) + at) % 2 == row.is_tree and events[at] != "none"
-        return is_full or is_turn or drafter == ("EAGLE3", False)
+        return is_full or is_turn
 
     events = list(events)
     return [

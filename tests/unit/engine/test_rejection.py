@@ -73,7 +73,7 @@ def test_a_draft_that_is_the_target_is_always_kept(make_llm, method):
         assert output.speculation.num_correct_drafts == output.speculation.num_draft_tokens > 0
 
 
-NUM_TEXTS = 1500
+NUM_TEXTS = 1000
 
 
 def count_texts(llm, first_seed):
@@ -100,7 +100,7 @@ def without_drafts(make_llm):
 def test_texts_of_engines_follow_one_distribution(make_llm, without_drafts, method, ahead):
     """Texts with speculation against texts without.
 
-    Two-sample chi-square over 1,500 requests each, of other seeds; fails one choice of seeds in a
+    Two-sample chi-square over 1,000 requests each, of other seeds; fails one choice of seeds in a
     million.
     """
     keys = {"rejection_sample_method": method, "async_scheduling": ahead, **LARGE}

@@ -10,12 +10,7 @@ from serve_spec.core.draft import DraftShape
 from serve_spec.core.request import SamplingParams
 from serve_spec.layers.quantized import int4_works, int8_works
 from tests.helpers.checkpoints import VOCAB
-from tests.helpers.engines import (
-    recorded_rounds,
-    recorded_steps,
-    switch_every_round,
-    texts,
-)
+from tests.helpers.engines import recorded_rounds, recorded_steps, switch_every_round, texts
 from tests.helpers.lives import with_vocabulary
 
 STEPS = 3

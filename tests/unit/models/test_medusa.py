@@ -9,11 +9,7 @@ from serve_spec.models import FeatureCapture, load_target
 from serve_spec.models.draft_checkpoint import DraftOptions
 from serve_spec.models.medusa import load_medusa
 from tests.helpers.checkpoints import make_target, read_checkpoint, write_checkpoint
-from tests.unit.models.draft_formats import (
-    assert_close,
-    medusa_tensors,
-    official_medusa_names,
-)
+from tests.unit.models.draft_formats import assert_close, medusa_tensors, official_medusa_names
 
 HIDDEN, VOCAB = 32, 288
 

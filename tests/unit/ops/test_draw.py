@@ -62,7 +62,7 @@ def mixed_round(num_rows, device=CPU):
 
 
 @DRAW
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(st.lists(st.tuples(sampling_params, seeds), min_size=1, max_size=6), st.booleans())
 def test_a_token_is_the_likeliest_after_filters_and_noise(draw, rows, has_ties):
     params, row_seeds = (list(column) for column in zip(*rows, strict=True))

@@ -193,7 +193,7 @@ def scenes(draw):
     )
 
 
-@settings(max_examples=20)
+@settings(max_examples=14)
 @given(scene=scenes(), tiling=st.none() | st.sampled_from(sorted(TILINGS)))
 def test_tokens_of_any_requests_see_what_they_should(scene, tiling):
     tolerance = SHORT.get(scene.query.dtype, 1e-5)
@@ -301,7 +301,7 @@ def test_layers_of_a_forward_share_a_plan_whatever_their_kind(op):
         scene.check(op.paged_attention(scene.query, *pools, scenes[0].plan, scene.kind))
 
 
-@settings(max_examples=6)
+@settings(max_examples=5)
 @given(
     narrow=st.lists(st.integers(0, 3), min_size=1, max_size=4),
     wide=st.lists(st.integers(0, 30), min_size=1, max_size=3),
@@ -317,7 +317,7 @@ def test_groups_of_requests_are_one_forward(narrow, wide, tree, spare_tokens):
         scene.check(scene.run(kernel))
 
 
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(
     lengths=st.lists(
         st.tuples(st.integers(0, 40), st.integers(0, 900) | st.integers(0, 9000)).map(

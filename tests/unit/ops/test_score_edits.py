@@ -61,7 +61,7 @@ def table(rows):
 
 @pytest.mark.parametrize("is_tree", [False, True])
 @pytest.mark.parametrize("ops", BOTH)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(rows=sequences, data=st.data(), seed=st.integers(0, 2**32))
 def test_scores_are_edited_by_the_text_and_the_drafts_on_their_path_alone(
     ops, rows, data, seed, is_tree
@@ -121,7 +121,7 @@ def test_the_kernel_edits_to_the_last_bit_as_the_reference_does():
 
 
 @pytest.mark.parametrize("count", [ops.count_tokens for ops in BOTH])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.lists(st.integers(-1, VOCAB - 1), min_size=1, max_size=5), min_size=1, max_size=4),
     st.data(),

@@ -25,7 +25,7 @@ from serve_spec.ops.shared_sum import (  # isort: skip
 
 ROWS = (1, 4, 2)
 WIDTH = 1500
-TURNS = 4
+TURNS = 3
 GATHERED = 40_000
 """Of `GATHER_NUMBERS`, which would take longer to make."""
 
