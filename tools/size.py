@@ -26,7 +26,7 @@ BUDGETS = {
     "package lines": Budget(31_000, current=43_616),
     "package files": Budget(200),
     "package folders": Budget(18),
-    "tests lines": Budget(27_000, current=35_519),
+    "tests lines": Budget(27_000, current=35_520),
     "longest file": Budget(500),
     "longest class": Budget(250),
     "longest function": Budget(60),

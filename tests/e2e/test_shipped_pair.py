@@ -72,6 +72,7 @@ def test_by_default_costs_are_measured_and_weighed_and_the_text_stays(plain):
     snapshot = llm.engine.snapshot()
     assert snapshot["strategy"] == "goodput"
     assert snapshot["fallback"] is None
-    assert set(snapshot["predicted_goodput"]) == set(map(str, range(8)))
+    # Of depths that still fit into the last request.
+    assert {"0", "1"} <= set(snapshot["predicted_goodput"]) <= set(map(str, range(8)))
     costs = snapshot["costs"]
     assert costs["factors"], "rounds correct what was measured at start"
