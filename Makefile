@@ -44,8 +44,8 @@ serve: install
 	$(BIN)/serve-spec serve deploy/tiny.yaml
 
 test: install lint
-	$(MAKE) --jobs=2 test-engine test-rest
-	$(MAKE) --jobs=2 test-ray types
+	$(MAKE) --jobs=3 test-engine test-rest types
+	$(MAKE) test-ray
 
 test-engine: install
 	$(BIN)/python -m pytest $(NO_RAY) $(ENGINE_TESTS)

@@ -211,7 +211,7 @@ async def test_expensive_nothings_are_cheap_or_refused(url):
 
 
 async def test_a_flood_of_hostile_requests_leaves_nothing_behind(url):
-    half, flood = Flood(60, seed=2), Flood(60, seed=3)
+    half, flood = Flood(40, seed=2), Flood(40, seed=3)
     async with watching(url) as watch:
         await half.send(url)
         before = rss_mb()
