@@ -2,8 +2,8 @@
 
 PYTHONPATH=. python benchmarks/failover.py MODEL --set tensor_parallel_size=2 num_replicas=2
 
-Two loads run undisturbed. In each of the next, a process of a kind is killed after a delay. Texts
-are compared with those of the first load; in 16 bits they also differ with the batch.
+Two loads run undisturbed. During each of the next, one rank is killed. Texts are compared with
+those of the first load; in 16 bits they may also differ because batches do.
 """
 
 from __future__ import annotations
@@ -14,27 +14,26 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import httpx
-import yaml
 
-from benchmarks.serving_path import cpu_seconds
+from benchmarks.serving_path import add_load_options, cpu_seconds, requests_of
 from serve_spec.bench.online.client import Clients, Target
-from serve_spec.bench.online.load import ClosedLoop, LoadRun, text_requests
+from serve_spec.bench.online.load import ClosedLoop, LoadRun
 from serve_spec.bench.online.server import own_server, serve_command
 from serve_spec.bench.report import append_record, environment, print_record
 from serve_spec.config import ServeSpecConfig
+from serve_spec.config.base import parse_yaml
 
 RANKS = ("_Follower", "Engine")
-"""Processes of ranks other than 0, and of rank 0."""
+"""Process of a rank other than 0, and of rank 0, by name."""
 LONGEST_S = 300.0
 POLL_S = 0.1
 
 
 def pids_of(kind: str) -> set[int]:
-    """Return the processes of a kind below this one."""
+    """Return the descendants of this process that are of a kind."""
     return {pid for pid, (found, _) in cpu_seconds().items() if found == kind}
 
 
@@ -84,31 +83,20 @@ def main() -> None:
     """Print a row for the start and for every load."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="model, configuration or Serve file")
-    parser.add_argument(
-        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="override of its engine"
-    )
     parser.add_argument("--streams", type=int, default=64, help="open requests")
-    parser.add_argument("--requests-per-stream", type=int, default=4, help="requests per stream")
-    parser.add_argument("--output-tokens", type=int, default=192, help="tokens per request")
-    parser.add_argument("--prompt-chars", type=int, default=700, help="characters per prompt")
     parser.add_argument("--kill-after-s", type=float, default=1.0, help="delay of a kill, seconds")
-    parser.add_argument("--port", type=int, default=8123, help="HTTP port of the server")
-    parser.add_argument("--json", type=Path, help="file to append every row to (JSON lines)")
+    add_load_options(parser)
     args = parser.parse_args()
-    keys = {key: yaml.safe_load(value) for key, value in (s.split("=", 1) for s in args.set)}
+    pairs = (setting.split("=", 1) for setting in args.set)
+    keys = {key: parse_yaml(value, f"--set {key}") for key, value in pairs}
     config = ServeSpecConfig.load(args.model, **keys)
     append_record(args.json, {"section": "run", "environment": environment(config)})
-    requests = text_requests(
-        args.streams * args.requests_per_stream,
-        prompt_chars=args.prompt_chars,
-        output_tokens=args.output_tokens,
-        temperature=0.0,
-    )
+    requests = requests_of(args.streams, args)
     load, num_replicas = ClosedLoop(args.streams), config.replica.num_replicas
     started = time.perf_counter()
     with own_server(serve_command(args.model, args.port, keys)) as url:
         print_record(args.json, section="start", seconds=round(time.perf_counter() - started, 1))
-        with Clients(Target(url), 1) as clients:
+        with Clients(Target(url), args.clients) as clients:
             clients.run(load, requests[: args.streams])
             first = clients.run(load, requests, poll_s=None)
             again = clients.run(load, requests, poll_s=None)

@@ -179,22 +179,13 @@ def main() -> None:
     """Print a line for every load."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--deploy", type=Path, help="Serve file whose engine is measured")
-    parser.add_argument(
-        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="override of its engine"
-    )
     parser.add_argument("--routers", type=int, nargs="+", default=[1, 2, 4], help="routers")
     parser.add_argument("--streams", type=int, nargs="+", default=[64], help="open requests")
     parser.add_argument(
         "--rounds", type=float, default=20.0, help="rounds per second of the paced engine"
     )
-    parser.add_argument("--prompt-chars", type=int, default=400, help="characters per prompt")
-    parser.add_argument("--output-tokens", type=int, default=192, help="tokens per request")
-    parser.add_argument("--requests-per-stream", type=int, default=2, help="requests per stream")
-    parser.add_argument("--fewest-requests", type=int, default=8, help="minimum requests per load")
     parser.add_argument("--repetitions", type=int, default=2, help="runs of every load")
-    parser.add_argument("--clients", type=int, default=1, help="processes that share a load")
-    parser.add_argument("--port", type=int, default=8123, help="HTTP port of the server")
-    parser.add_argument("--json", type=Path, help="file to append every row to (JSON lines)")
+    add_load_options(parser)
     args = parser.parse_args()
     os.environ["SERVE_SPEC_PACED_ROUNDS"] = str(args.rounds)
     os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
@@ -236,6 +227,20 @@ def rows(file: dict[str, Any], args: argparse.Namespace) -> Iterator[dict[str, A
                     run = clients.run(load, requests, poll_s=None)
                     row |= figures(run, streams) | spent_figures(run, before)
                     yield row | round_times(url)
+
+
+def add_load_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the server, of `requests_of` and of the records."""
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="override of its engine"
+    )
+    parser.add_argument("--prompt-chars", type=int, default=400, help="characters per prompt")
+    parser.add_argument("--output-tokens", type=int, default=192, help="tokens per request")
+    parser.add_argument("--requests-per-stream", type=int, default=2, help="requests per stream")
+    parser.add_argument("--fewest-requests", type=int, default=8, help="minimum requests per load")
+    parser.add_argument("--clients", type=int, default=1, help="processes that share a load")
+    parser.add_argument("--port", type=int, default=8123, help="HTTP port of the server")
+    parser.add_argument("--json", type=Path, help="file to append every row to (JSON lines)")
 
 
 def requests_of(streams: int, args: argparse.Namespace) -> list[CompletionRequest]:

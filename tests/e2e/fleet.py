@@ -123,7 +123,7 @@ def client_of(url):
 
 
 async def keep_asking(url, offline, until):
-    """Every eighth stream again and again, whoever ends begins anew; each must say its text."""
+    """Repeat every eighth stream until stopped; each must have its text."""
 
     async def ask_again(index, client):
         while not until.is_set():
