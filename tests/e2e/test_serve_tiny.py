@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
+from serve_spec.serving.errors import starting
 from tests.serving.cluster import ROOT, free_port, isolated_environment, short_tmp
 
 READY_WITHIN_S = 240
@@ -19,11 +20,12 @@ READY_WITHIN_S = 240
 
 @dataclass
 class Server:
-    """A running `serve-spec serve` and what it has printed."""
+    """A running `serve-spec serve`, what it has printed and what the port answered until then."""
 
     url: str
     output: str
     process: subprocess.Popen[str]
+    answers: set[tuple[int, str, str | None]]
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +45,18 @@ def server():
         # A hung start must fail this test with what was printed, not hang the run.
         alarm = threading.Timer(READY_WITHIN_S, process.kill)
         alarm.start()
+        url, answers, is_ready = f"http://127.0.0.1:{port}", set(), threading.Event()
+        asking = threading.Thread(target=_keep_asking, args=(url, answers, is_ready))
+        asking.start()
         try:
             output = _until_ready(process)
+            is_ready.set()
+            asking.join()
             alarm.cancel()
-            yield Server(f"http://127.0.0.1:{port}", output, process)
+            yield Server(url, output, process, answers)
         finally:
             alarm.cancel()
+            is_ready.set()
             process.send_signal(signal.SIGINT)
             rest, _ = process.communicate(timeout=120)
         assert process.returncode == 0, rest
@@ -62,6 +70,22 @@ def _until_ready(process):
         if line.startswith("curl"):
             return "".join(lines)
     raise AssertionError("the server ended before it was ready:\n" + "".join(lines))
+
+
+def _keep_asking(url, answers, is_ready):
+    """Note the status, the text and the Retry-After of each answer."""
+    while not is_ready.wait(0.05):
+        try:
+            answer = httpx.get(f"{url}/v1/models", timeout=60)
+        except httpx.TransportError:
+            continue
+        what = "models" if answer.status_code == 200 else answer.text
+        answers.add((answer.status_code, what, answer.headers.get("retry-after")))
+
+
+def test_until_it_is_ready_the_port_tells_that_the_model_starts(server):
+    (status, text, retry_after), *others = server.answers - {(200, "models", None)}
+    assert (status, json.loads(text), retry_after, others) == (503, starting().body(), "5", [])
 
 
 def test_the_printed_curl_line_works(server):
