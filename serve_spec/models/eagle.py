@@ -80,7 +80,7 @@ class Eagle(DraftHead):
 
     def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         """Return next hidden [R, H] from target ids [T] and hidden [T, H]."""
-        embedded = self.embed_tokens(token_ids).to(hidden.dtype)
+        embedded = self.embed_tokens(token_ids, hidden.dtype)
         stream = self.fc(self._inputs(embedded, hidden, ctx))
         residual: Tensor | None = None
         rotation = self.rope.at(ctx.positions)
@@ -207,7 +207,7 @@ class Eagle3(DraftHead):
     def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         """Return next hidden [R, H] from target ids [T] and hidden [T, H]."""
         rotation = self.rope.at(ctx.positions)
-        embedded = self.embed_tokens(token_ids).to(hidden.dtype)
+        embedded = self.embed_tokens(token_ids, hidden.dtype)
         addend, residual = self.first_layer(embedded, hidden, rotation, ctx)
         for layer in self.more_layers:
             addend, residual = layer(addend, residual, rotation, ctx)
