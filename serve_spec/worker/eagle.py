@@ -97,15 +97,19 @@ class DraftModel:
     ) -> None:
         assert buffers.hidden is not None
         num_requests = len(request_slots)
-        hidden, positions = buffers.hidden[:num_requests], lengths.long()
+        hidden = buffers.hidden[:num_requests]
+        steps = torch.arange(depth, device=lengths.device).unsqueeze(1)
+        positions = lengths + steps
+        drawn = []
         for step in range(depth):
             logits = self.head.logits(hidden, step)
-            tokens, shares = self._draw(buffers, logits, request_slots, positions, step)
-            buffers.drafts[:num_requests, step] = tokens
-            buffers.shares[:num_requests, step] = shares
+            drawn.append(self._draw(buffers, logits, request_slots, positions, step))
             if step + 1 < depth:
                 _, context = self._after_level(buffers, request_slots, step)
-                hidden = self.head.forward(tokens, hidden, context)
+                hidden = self.head.forward(drawn[step][0], hidden, context)
+        tokens, shares = zip(*drawn, strict=True)
+        buffers.drafts[:num_requests, :depth] = torch.stack(tokens, dim=1)
+        buffers.shares[:num_requests, :depth] = torch.stack(shares, dim=1)
 
     def _draw(
         self,
@@ -117,17 +121,18 @@ class DraftModel:
     ) -> tuple[Tensor, Tensor]:
         """Draw draft number `step` of each request from logits float32 [B, Vd].
 
-        Return int64 [B], and what `StepBuffers.shares` keeps, float32 [B].
+        positions: int64 [steps, B], decided by each draft. Return int64 [B], and what
+        `StepBuffers.shares` keeps, float32 [B].
         """
         params, target_ids = buffers.slots.params, self.head.target_ids
         if buffers.draft_logits is None:
             children, shares = draw.draw_children(
-                logits, request_slots, positions + step, params, buffers.sharpness, target_ids, 1
+                logits, request_slots, positions[step], params, buffers.sharpness, target_ids, 1
             )
             return children[:, 0], shares[:, 0]
         buffers.draft_logits.logits[: len(request_slots), step].copy_(logits)
         return draw.sample_drafts(
-            logits, request_slots, positions + step, positions, params, target_ids
+            logits, request_slots, positions[step], positions[0], params, target_ids
         )
 
     def _draft_trees(
