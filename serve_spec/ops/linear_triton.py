@@ -20,7 +20,7 @@ from serve_spec.ops.dispatch_triton import wait_for_previous
 from serve_spec.ops.linear import Tiles, choose_tiles
 
 # Columns of each weight row that a program prefetches while the kernel before still runs.
-_PREFETCH = 512
+_PREFETCH = 256
 _SUM_BLOCK = 512
 
 
