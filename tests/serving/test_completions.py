@@ -61,17 +61,6 @@ def decoded(line):
     return payload if payload == "[DONE]" else json.loads(payload)
 
 
-async def test_a_stream_is_a_chunk_per_round_then_usage_then_done():
-    chunks = await frames(LoopFleet(FakeLoop()), [request("a b c", max_tokens=5)])
-    *rounds, last, done = chunks
-    assert [r["choices"][0]["text"] for r in rounds] == ["a b ", "c a ", "b "]
-    assert [r["choices"][0]["finish_reason"] for r in rounds] == [None, None, "length"]
-    assert last["usage"]["completion_tokens"] == 5
-    assert last["usage"]["prompt_tokens"] == 3
-    assert last["usage"]["speculation"]["num_rounds"] == 3
-    assert done == "[DONE]"
-
-
 async def test_a_round_that_completes_no_text_sends_nothing_but_counts():
     items = [ACCEPTED, delta("", 1, 2), delta("é", 3), delta("", 4, finish=FinishReason.STOP)]
     first, last, usage, done = await frames(ScriptedFleet(items), [request()])

@@ -13,18 +13,11 @@ from tests.serving.texts import (
     TEMPLATE,
     WORDS,
     byte_tokenizer,
-    word_tokenizer,
     write_text_files,
 )
 
 USER = {"role": "user", "content": "a"}
 A, B, C = (WORDS[word] for word in "abc")
-
-
-@pytest.fixture
-def server(config):
-    write_text_files(config.model.folder, tokenizer=word_tokenizer())
-    return Server(config)
 
 
 def generate(server, **body):
