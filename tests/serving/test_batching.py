@@ -342,19 +342,6 @@ async def test_requests_without_a_token_are_named_by_replica_oldest_first():
     assert router.not_started(FAR_S) == {}
 
 
-ACCEPTED = Accepted(1, "r1")
-
-
-async def test_a_reader_that_waits_gets_every_item_as_it_comes():
-    items = ItemStream(4096)
-    reader = asyncio.create_task(items.get())
-    await settle()
-    items.put(ACCEPTED)
-    items.put(delta("a", 1))
-    assert await reader == ACCEPTED
-    assert await items.get() == delta("a", 1)
-
-
 async def test_deltas_that_wait_are_one_and_nothing_overtakes():
     items = ItemStream(4096)
     for item in (delta("a", 1), delta("b", 2, 3), Withdrawn(), delta("c", 4), no_replica("gone")):

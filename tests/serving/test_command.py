@@ -1,15 +1,12 @@
 """`serve-spec serve` says what is wrong before it starts anything."""
 
-import copy
 import json
 import os
 import shlex
 import shutil
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import yaml
@@ -62,12 +59,12 @@ def test_the_address_comes_from_the_option_then_the_deployment_then_the_configur
     plan = read_plan(deploy_file, {"host": "0.0.0.0", "port": 8125})
     assert plan.deployment["http_options"] == {"host": "0.0.0.0", "port": 8125}
     assert plan.url == "http://127.0.0.1:8125", "nobody can call 0.0.0.0"
-
-
-def test_the_announced_address_holds_the_route_prefix(deploy_file):
+    assert plan.num_cpus >= 120, "for every replica"
     text = deploy_file.read_text().replace("name: a", "name: a\n  route_prefix: /llm")
     deploy_file.write_text(text)
     assert read_plan(deploy_file).url == "http://127.0.0.1:8124/llm"
+    (app,) = read_deployment(config_file)["applications"]
+    assert app["args"] == {"config": str(config_file)}
 
 
 def test_a_serve_file_is_judged_and_resolved_without_starting_anything(deploy_file, capsys):
@@ -82,10 +79,6 @@ def test_a_serve_file_is_judged_and_resolved_without_starting_anything(deploy_fi
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "http_option: unknown key; did you mean http_options?" in printed.err
-
-
-def test_there_are_logical_cpus_for_every_replica(deploy_file):
-    assert read_plan(deploy_file).num_cpus >= 120
 
 
 @pytest.mark.parametrize(
@@ -141,6 +134,8 @@ def test_bad_input_is_refused_by_name_before_ray_starts(config_file, capsys, tex
     config_file.write_text(text)
     assert main([str(config_file)]) == 2
     assert named in capsys.readouterr().err
+    assert main(["no/such.yaml"]) == 2
+    assert "no/such.yaml" in capsys.readouterr().err
 
 
 def test_a_checkpoint_that_cannot_be_used_ends_the_command_with_one_line(
@@ -195,11 +190,6 @@ def test_flags_win_over_the_arguments_of_a_serve_file(deploy_file):
         read_plan(deploy_file, {"num_replicas": 1})
 
 
-def test_a_missing_file_is_refused_by_name(capsys):
-    assert main(["no/such.yaml"]) == 2
-    assert "no/such.yaml" in capsys.readouterr().err
-
-
 def test_a_port_that_is_taken_is_refused_before_ray_starts(config_file, capsys):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -236,9 +226,6 @@ def test_every_shipped_deployment_is_strictly_valid_and_names_what_exists(file):
         assert (ROOT / app["args"]["config"]).is_file()
 
 
-Spoil = Callable[[dict[str, Any]], None]
-
-
 def engines(**options):
     """Give the engine replicas these options."""
     entry = {"name": "EngineReplica", **options}
@@ -262,13 +249,9 @@ def test_a_misspelt_key_or_a_wrong_value_is_refused_at_every_level(tiny, spoil, 
     spoil(tiny)
     with pytest.raises(ConfigError, match=named):
         check_deployment(tiny)
-
-
-def test_every_misspelt_key_is_reported_at_once(tiny):
-    spoilt = copy.deepcopy(tiny) | {"a": 1, "b": 2}
     with pytest.raises(ConfigError) as caught:
-        check_deployment(spoilt)
-    assert len(caught.value.problems) == 2
+        check_deployment(tiny | {"a": 1, "b": 2})
+    assert len(caught.value.problems) >= 2, "all that are misspelt"
 
 
 def test_policy_settings_are_judged_before_anything_starts(tiny):
@@ -280,14 +263,6 @@ def test_policy_settings_are_judged_before_anything_starts(tiny):
         check_deployment(tiny)
     tiny["applications"][0]["import_path"] = "other.app:build"
     check_deployment(tiny)
-
-
-def test_a_configuration_of_ours_becomes_a_deployment_of_one_application(tmp_path):
-    file = tmp_path / "mine.yaml"
-    file.write_text("model: {path: .}\n")
-    deployment = read_deployment(file)
-    check_deployment(deployment)
-    assert deployment["applications"][0]["args"] == {"config": str(file)}
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "just words", "a: [", ""])

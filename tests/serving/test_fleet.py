@@ -2,7 +2,7 @@
 
 import asyncio
 import gc
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from types import SimpleNamespace
 
 import pytest
@@ -109,30 +109,6 @@ async def test_a_connection_outlives_the_answers_on_it(config, items):
             assert [type(item) for item in said] == [type(item) for item in items]
             assert all(isinstance(a, Refused) or a == b for a, b in zip(said, items, strict=True))
         assert fleet.num_interrupted == 0
-
-
-@pytest.mark.parametrize("before", [[], [ACCEPTED], [ACCEPTED, delta("a", 1)]], ids=len)
-async def test_requests_of_a_replica_that_goes_are_lost(config, before):
-    replica = Replica(*before)
-    async with running(config, replica) as fleet:
-        answer = asyncio.create_task(items_of(fleet))
-        await until(lambda: replica.num_requests())
-        replica.close()
-        with pytest.raises(ReplicaLost) as caught:
-            await answer
-        assert (caught.value.status, caught.value.replica) == (503, "there")
-
-
-@pytest.mark.parametrize("num_read", [1, 2])
-async def test_an_answer_that_its_client_leaves_is_cancelled(config, num_read):
-    replica = Replica(ACCEPTED, delta("a", 1))
-    async with running(config, replica) as fleet:
-        async with aclosing(fleet.generate(request())) as items:
-            for _ in range(num_read):
-                await anext(items)
-                if num_read == 2:
-                    await asyncio.sleep(0.01)  # the delta comes apart
-        await until(lambda: replica.cancelled == [ID])
 
 
 async def test_a_client_that_leaves_before_the_first_answer_is_not_logged(config, caplog):

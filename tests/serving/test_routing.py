@@ -98,40 +98,25 @@ WAITING = [f"r{i}" for i in range(6)]
 SHORT = {"kv": {"free_pages": 1, "total_pages": 100}}
 
 
-@pytest.mark.parametrize(
-    ("busy", "idle", "moved"),
-    [
-        (state(8, 6), state(0), WAITING),
-        (state(8, 6), state(5), WAITING[:3]),
-        (state(8, 4), state(0), WAITING[2:]),
-        (state(8, 6, decoding=6), state(0), WAITING[2:]),
-        (state(8, 0), state(0), []),
-        (state(8, 6), state(8), []),
-        (state(8, 6), state(4, 4), []),
-        (state(8, 6), state(0, is_healthy=False), []),
-        (state(8, 6), state(2, 1, **SHORT), []),
-        (state(8, 9), state(0), WAITING),
-    ],
-    ids=[
-        "all of them",
-        "as many as there are places",
-        "the oldest have begun",
-        "the oldest compute their prompts",
-        "none waits",
-        "no place",
-        "a queue there too",
-        "a sick replica",
-        "no pages",
-        "another router's wait, too",
-    ],
-)
+MOVES = {
+    "all of them": (state(8, 6), state(0), WAITING),
+    "as many as there are places": (state(8, 6), state(5), WAITING[:3]),
+    "the oldest have begun": (state(8, 4), state(0), WAITING[2:]),
+    "the oldest compute their prompts": (state(8, 6, decoding=6), state(0), WAITING[2:]),
+    "none waits": (state(8, 0), state(0), []),
+    "no place": (state(8, 6), state(8), []),
+    "a queue there too": (state(8, 6), state(4, 4), []),
+    "a sick replica": (state(8, 6), state(0, is_healthy=False), []),
+    "no pages": (state(8, 6), state(2, 1, **SHORT), []),
+    "another router's wait, too": (state(8, 9), state(0), WAITING),
+    "one that does not answer": ({}, state(0), []),
+}
+
+
+@pytest.mark.parametrize(("busy", "idle", "moved"), MOVES.values(), ids=MOVES)
 def test_waiting_requests_move_to_free_places(busy, idle, moved):
-    stats = {"busy": busy, "idle": idle}
+    stats = {"idle": idle, **({"busy": busy} if busy else {})}
     assert requests_to_move({"busy": WAITING}, stats, num_slots=8) == moved
-
-
-def test_nothing_moves_from_a_replica_that_does_not_answer():
-    assert requests_to_move({"busy": WAITING}, {"idle": state(0)}, num_slots=8) == []
 
 
 POLICIES = get_args(Policy)
@@ -190,10 +175,6 @@ def test_every_replica_is_ranked_and_sick_avoided_full_and_busy_ones_come_last(
     assert classes == sorted(classes)
 
 
-def test_balanced_goes_where_the_fewest_are():
-    assert order("balanced", load("a", 3), load("b", 1), load("c", 2)) == ["b", "c", "a"]
-
-
 def test_goodput_goes_where_one_more_costs_least_however_many_are_there():
     assert order("goodput", load("slow", 1, DEAR), load("fast", 2, CHEAP)) == ["fast", "slow"]
     assert order("goodput", load("slow", 0, DEAR), load("fast", 4, CHEAP)) == ["slow", "fast"]
@@ -220,6 +201,8 @@ def test_the_more_rows_the_dearer_the_next_one(rows):
     ms = [load("a", n, costs).marginal_ms(1) for n in (rows, rows + 1)]
     assert ms[0] <= ms[1]
     assert ms[0] == costs.get(rows, ms[0]), "an entry is exact at its own rows"
+    assert rows < 64 or ms[0] >= 11.0 * rows / 128
+    assert rows < 128 or ms[0] < ms[1]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -245,13 +228,10 @@ def test_goodput_between_costs_that_differ_as_measurements_do_is_balanced():
     assert order("goodput", load("a", 2, CHEAP), load("b", 1, DEAR)) == ["a", "b"]
 
 
-def test_goodput_beyond_what_was_measured_keeps_rising():
-    assert load("a", 64, CHEAP).marginal_ms(1) > load("a", 32, CHEAP).marginal_ms(1) > CHEAP[8]
-
-
-def test_goodput_without_every_replica_s_costs_is_balanced():
-    fleet = load("known", 1, CHEAP), load("new", 0)
-    assert order("goodput", *fleet) == order("balanced", *fleet) == ["new", "known"]
+def test_goodput_without_every_replica_s_costs_and_prefix_without_a_match_are_balanced():
+    fleet = load("a", 3), load("b", 1, CHEAP), load("c", 2)
+    for policy in POLICIES:
+        assert order(policy, *fleet) == ["b", "c", "a"]
 
 
 def test_prefix_goes_to_the_longest_match_until_it_has_too_many():
@@ -260,11 +240,6 @@ def test_prefix_goes_to_the_longest_match_until_it_has_too_many():
     busy = load("long", 5, matched_blocks=3)
     assert order("prefix", busy, short) == ["short", "long"], "6 of 8 is over 1.25 · 4"
     assert order("prefix", busy, short, load_factor=2.0) == ["long", "short"]
-
-
-def test_prefix_without_any_match_is_balanced():
-    fleet = load("a", 3), load("b", 2)
-    assert order("prefix", *fleet) == order("balanced", *fleet)
 
 
 @given(num=st.integers(1, 40), factor=st.floats(1, 3))
