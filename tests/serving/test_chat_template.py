@@ -71,6 +71,7 @@ def test_an_open_last_message_ends_as_in_transformers(source, content):
     )
     assert ours == theirs
     assert ours.rstrip().endswith(content.strip())
+    assert chat[-1]["content"] == content, "as it was"
 
 
 def test_without_a_template_the_contents_are_lines():
@@ -96,27 +97,17 @@ def test_a_developer_is_the_system_where_a_template_knows_only_that():
         ("{{ messages.append(1) }}", "unsafe"),
         ("{% for i in range(10 ** 9) %}{% endfor %}", "range"),
         ("{{ 1 // 0 }}", "zero"),
+        ("nothing", "omits the last message"),
     ],
 )
 def test_a_template_that_refuses_or_fails_says_why(source, says):
     with pytest.raises(ChatTemplateError, match=says):
-        ChatTemplate(source).render(CHAT)
-
-
-def test_a_template_that_drops_the_last_message_can_not_leave_it_open():
-    with pytest.raises(ChatTemplateError, match="omits the last message"):
-        ChatTemplate("nothing").render(CHAT, continue_final_message=True)
+        ChatTemplate(source).render(CHAT, continue_final_message=source == "nothing")
 
 
 def test_a_request_can_not_take_the_templates_own_variables():
     template = ChatTemplate("{{ bos_token }}{{ messages | length }}", {"bos_token": "B"})
     assert template.render(CHAT, variables={"bos_token": "X", "messages": []}) == "B3"
-
-
-def test_rendering_leaves_the_conversation_as_it_was():
-    before = json.dumps(CHAT)
-    ChatTemplate(TEMPLATE).render(CHAT, continue_final_message=True)
-    assert json.dumps(CHAT) == before
 
 
 SPECIAL = {"bos_token": "<bos>", "eos_token": {"content": "<eos>"}}

@@ -122,12 +122,15 @@ def test_prompts_become_texts_or_the_engines_tokens_and_are_left_alone_where_the
     assert asyncio.run(text.token_ids(CompletionRequest(prompt="é b"), 1)) == [ids]
     assert asyncio.run(text.token_ids(CompletionRequest(prompt=[7, 8]), 1)) == [[7, 8]]
     assert Tokenizer(tmp_path).encode("é b") == ids
-
-
-def test_an_empty_prompt_has_no_tokens_for_which_the_engine_would_take_it(tmp_path):
-    text = text_of(write_text_files(tmp_path))
     assert byte_tokenizer().encode("").ids
-    assert asyncio.run(text.token_ids(CompletionRequest(prompt=""), 1)) == [[]]
+    assert asyncio.run(text.token_ids(CompletionRequest(prompt=""), 1)) == [[]], "is refused"
+    token_bytes = asyncio.run(text.token_bytes())
+    assert token_bytes(ids[0]) == TokenBytes(BOS.encode(), is_special=True)
+    assert b"".join(token_bytes(token).data for token in ids[1:]) == "é b".encode()
+    far_too_long = CompletionRequest(prompt="ab" * 999, truncate_prompt_tokens=1)
+    with pytest.raises(InvalidRequest, match="511 tokens") as caught:
+        asyncio.run(text.token_ids(far_too_long, 1))
+    assert caught.value.too_long
 
 
 @pytest.mark.parametrize(
@@ -158,22 +161,6 @@ def test_a_chat_keeps_the_tokens_that_are_asked_for_and_adds_special_ones(tmp_pa
     kept, params = ask(text, truncate_prompt_tokens=3)
     assert (kept, params.max_tokens) == (whole[-3:], 64 - 3)
     assert ask(text, add_special_tokens=False)[0] == whole[1:]
-
-
-def test_a_text_that_is_cut_has_a_limit_too(tmp_path):
-    text = text_of(write_text_files(tmp_path))
-    with pytest.raises(InvalidRequest, match="511 tokens") as caught:
-        asyncio.run(
-            text.token_ids(CompletionRequest(prompt="ab" * 999, truncate_prompt_tokens=1), 1)
-        )
-    assert caught.value.too_long
-
-
-def test_tokens_are_spelled_as_the_tokenizer_does(tmp_path):
-    token_bytes = asyncio.run(text_of(write_text_files(tmp_path)).token_bytes())
-    bos, *rest = byte_tokenizer().encode("é").ids
-    assert token_bytes(bos) == TokenBytes(BOS.encode(), is_special=True)
-    assert b"".join(token_bytes(token).data for token in rest) == "é".encode()
 
 
 def test_files_are_asked_for_when_they_are_needed_and_missing_ones_named(tmp_path):

@@ -237,17 +237,12 @@ def test_a_form_that_can_not_be_is_refused_by_name(make, field, fields):
 
 
 @pytest.mark.parametrize("count", [0, 5, 20])
-def test_a_completion_reports_log_probabilities_and_of_the_prompt_if_it_is_echoed(
-    count,
-):
+def test_log_probabilities_are_reported_as_asked_and_of_an_echoed_prompt_too(count):
     assert parse(logprobs=count).sampling_params() == SamplingParams(logprobs=count)
     both = SamplingParams(logprobs=count, prompt_logprobs=count)
     assert parse(logprobs=count, echo=True).sampling_params() == both
-
-
-def test_a_chat_reports_log_probabilities_of_as_many_rivals_as_it_asks_for():
-    assert chat(logprobs=True).sampling_params() == SamplingParams(logprobs=0)
-    assert chat(logprobs=True, top_logprobs=20).sampling_params() == SamplingParams(logprobs=20)
+    asked = chat(logprobs=True, top_logprobs=count or None)
+    assert asked.sampling_params() == SamplingParams(logprobs=count)
     assert chat(logprobs=False, top_logprobs=0).sampling_params() == SamplingParams()
 
 
@@ -285,11 +280,6 @@ def test_values_of_the_greatest_length_are_taken(most):
     assert chat(*[USER] * 2**14, **most).sampling_params()
 
 
-def test_stop_is_one_text_or_a_few():
-    assert parse(stop="x").sampling_params().stop == ("x",)
-    assert parse(stop=["x", "y"]).sampling_params().stop == ("x", "y")
-
-
 @pytest.mark.parametrize(
     ("content", "meant"),
     [
@@ -318,18 +308,6 @@ def test_an_answer_of_ours_may_be_sent_back_as_a_message():
     assert chat(USER, {**said, **calling}, answer).sampling_params() == SamplingParams()
 
 
-def test_both_names_of_the_limit_mean_the_same_and_exclude_each_other():
-    assert chat(max_tokens=7).sampling_params() == chat(max_completion_tokens=7).sampling_params()
-    assert chat(max_tokens=7).limit == ("max_tokens", 7)
-    assert "newer name" in refusal(chat, max_tokens=7, max_completion_tokens=7)["message"]
-
-
-def test_a_message_is_either_left_open_or_answered():
-    assert chat().generation_prompt
-    assert not chat(continue_final_message=True).generation_prompt
-    assert not chat(add_generation_prompt=False).generation_prompt
-
-
 @pytest.mark.parametrize(
     ("make", "body", "field", "suggestion"),
     [
@@ -351,14 +329,24 @@ def test_an_unknown_field_changes_nothing_and_is_named(make, body, field, sugges
     assert suggestion or "did you mean" not in error["message"]
 
 
-def test_a_very_long_name_is_neither_compared_nor_sent_back_whole():
+def test_many_and_very_long_unknown_names_are_neither_compared_nor_sent_back_whole():
     (name,) = ignored_fields(parse(**{"a" * 10**6: 3}))
     assert len(unknown_field(name, CompletionRequest).message) < 1000
+    assert len([*ignored_fields(parse(**{f"k{i}": 1 for i in range(10_000)}))]) == 10_000
 
 
-def test_a_million_unknown_fields_are_ignored():
-    asked = parse(**{f"k{i}": 1 for i in range(10_000)})
-    assert len([*ignored_fields(asked)]) == 10_000
+def test_what_a_chat_may_say_in_several_ways():
+    limits = chat(max_tokens=7), chat(max_completion_tokens=7)
+    assert limits[0].sampling_params() == limits[1].sampling_params()
+    assert limits[0].limit == ("max_tokens", 7)
+    assert "newer name" in refusal(chat, max_tokens=7, max_completion_tokens=7)["message"]
+    assert chat(min_tokens=40).sampling_params().min_tokens == 40
+    assert chat().generation_prompt
+    assert not chat(continue_final_message=True).generation_prompt
+    assert not chat(add_generation_prompt=False).generation_prompt
+    plain = {"a": "b", "c": 1, "d": 0.5, "e": True, "f": None}
+    assert chat(chat_template_kwargs=plain).chat_template_kwargs == plain
+    assert parse(stop="x").sampling_params().stop == ("x",)
 
 
 @pytest.mark.parametrize("make", [parse, chat])
@@ -406,11 +394,6 @@ def test_objects_of_a_schema_are_closed_unless_it_is_not_strict(schema, meant):
         assert json.loads(grammar.text) == meant
     form["json_schema"]["strict"] = False
     assert json.loads(chat(response_format=form).sampling_params().grammar.text) == schema
-
-
-def test_templates_are_given_plain_values():
-    given = {"a": "b", "c": 1, "d": 0.5, "e": True, "f": None}
-    assert chat(chat_template_kwargs=given).chat_template_kwargs == given
 
 
 NOT_TEXT = "a\ud800"
@@ -525,7 +508,3 @@ CHAT_REFUSED = {
 )
 def test_what_is_wrong_in_a_chat_is_refused_by_name(param, body):
     assert refusal(chat, **body)["param"] == param
-
-
-def test_a_chat_without_a_limit_may_want_more_tokens_than_a_completion_has_by_default():
-    assert chat(min_tokens=40).sampling_params().min_tokens == 40

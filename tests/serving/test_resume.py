@@ -3,7 +3,7 @@
 import asyncio
 import copy
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -13,9 +13,7 @@ from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
 from serve_spec.serving.errors import ApiError, ReplicaLost, client_too_slow, no_replica, queue_full
 from serve_spec.serving.messages import Accepted, Failed
 from serve_spec.serving.resume import resumed
-from tests.serving.fakes import MortalFleet, ScriptedFleet, Takes, delta, request
-
-FOREVER_S = 3600.0
+from tests.serving.fakes import FAR_S, MortalFleet, ScriptedFleet, Takes, delta, request
 
 
 class CountingFleet(MortalFleet):
@@ -35,27 +33,20 @@ class CountingFleet(MortalFleet):
                 yield item
 
 
-@dataclass
-class Answer:
-    """What a caller heard."""
+def listen(fleet, asked, resume_timeout_s=FAR_S):
+    """Return what a caller hears: whatever was accepted, and the deltas."""
 
-    accepted: list[Accepted] = field(default_factory=list)
-    deltas: list[TokenDelta] = field(default_factory=list)
-
-    @property
-    def said(self):
-        tokens = [token for d in self.deltas for token in d.token_ids]
-        return "".join(d.text for d in self.deltas), tokens, self.deltas[-1].finish_reason
-
-
-def listen(fleet, asked, resume_timeout_s=FOREVER_S):
     async def scenario():
-        answer = Answer()
-        async for item in resumed(fleet, asked, resume_timeout_s):
-            (answer.accepted if isinstance(item, Accepted) else answer.deltas).append(item)
-        return answer
+        return [item async for item in resumed(fleet, asked, resume_timeout_s)]
 
-    return asyncio.run(scenario())
+    heard = asyncio.run(scenario())
+    accepted = [item for item in heard if isinstance(item, Accepted)]
+    return SimpleNamespace(accepted=accepted, deltas=heard[len(accepted) :])
+
+
+def said(answer):
+    tokens = [token for d in answer.deltas for token in d.token_ids]
+    return "".join(d.text for d in answer.deltas), tokens, answer.deltas[-1].finish_reason
 
 
 LIVES = st.tuples(
@@ -82,7 +73,7 @@ def test_wherever_it_is_lost_or_taken_back_the_answer_is_that_of_one_replica_tha
     whole = listen(MortalFleet(), request("the prompt", **params))
     fleet = MortalFleet(*lives)
     broken = listen(fleet, request("the prompt", **params))
-    assert broken.said == whole.said
+    assert said(broken) == said(whole)
     assert [a.num_prompt_tokens for a in broken.accepted] == [10]
     assert broken.deltas[-1].speculation is not None
 
@@ -126,11 +117,15 @@ def test_replicas_that_lost_it_are_to_be_avoided_and_no_attempt_has_another_s_id
     assert len({asked.request_id for asked in fleet.requests}) == 3
 
 
-@pytest.mark.parametrize("ending", [3, Takes(3)], ids=str)
-def test_what_has_begun_waits_for_a_replica_that_has_room(ending):
-    fleet = MortalFleet(ending, no_replica("none"), queue_full("full", 1), Failed("full", True))
+SHUT_DOWN = ReplicaLost(no_replica("shutting down"), is_orderly=True)
+
+
+@pytest.mark.parametrize("endings", [[3], [Takes(3)], [SHUT_DOWN] * 5], ids=str)
+def test_what_has_begun_waits_for_a_replica_that_has_room(endings):
+    """However often the ones before were shut down."""
+    full = no_replica("none"), queue_full("full", 1), Failed("full", True)
     asked = request("x", seed=1, max_tokens=30, ignore_eos=True)
-    assert listen(fleet, asked).said == listen(MortalFleet(), asked).said
+    assert said(listen(MortalFleet(*endings, *full), asked)) == said(listen(MortalFleet(), asked))
 
 
 def test_when_nobody_takes_it_in_time_the_error_says_why():
@@ -165,12 +160,6 @@ def test_an_engine_that_shuts_down_has_not_finished_the_answer():
     fleet.next = [no_replica("none is running")]
     with pytest.raises(ApiError, match="none is running"):
         listen(fleet, request(), resume_timeout_s=0)
-
-
-def test_replicas_that_shut_down_do_not_count_as_lost():
-    endings = [ReplicaLost(no_replica("shutting down"), is_orderly=True)] * 5
-    asked = request("x", seed=1, max_tokens=30, ignore_eos=True)
-    assert listen(MortalFleet(*endings), asked).said == listen(MortalFleet(), asked).said
 
 
 def test_a_client_that_does_not_read_is_no_failure_of_its_replica():
