@@ -287,19 +287,13 @@ def test_what_is_decoded_is_what_was_encoded(items, is_closing):
     assert decode_replica_message(encode_replica_message(message)) == message
 
 
-def test_a_refusal_keeps_its_error():
-    error = InvalidRequest("top_k", -3, "no")
-    ((_, item),) = decode_replica_message(
-        encode_replica_message(ReplicaMessage([("a", Refused(error))]))
-    ).items
-    assert isinstance(item, Refused)
-    assert str(item.error) == str(error)
-
-
-def test_an_item_that_cannot_be_read_fails_its_request_and_no_other():
+def test_a_refusal_keeps_its_error_and_an_item_that_cannot_be_read_fails_its_request_alone():
+    refusal = Refused(InvalidRequest("top_k", -3, "no"))
+    encoded = encode_replica_message(ReplicaMessage([("d", refusal)]))
+    ((_, refused),) = decode_replica_message(encoded).items
+    assert str(refused.error) == str(refusal.error)
     entries = [("a", b"no pickle"), ("b", (1,), "x"), ("c", pickle.dumps(Accepted(3, "r1")))]
-    message = decode_replica_message(pickle.dumps((entries, {}, None, False)))
-    (a, failed), *others = message.items
+    (a, failed), *others = decode_replica_message(pickle.dumps((entries, {}, None, False))).items
     assert a == "a"
     assert isinstance(failed, Failed)
     assert others == [("b", TokenDelta("b", (1,), "x")), ("c", Accepted(3, "r1"))]

@@ -2,7 +2,6 @@
 
 import pickle
 import threading
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,6 @@ class Clocks:
 
     def __init__(self):
         self.now_s, self.used_s, self.work_s = 1000.0, 0.0, 0.0
-        self.sleep: Callable[[float], None]
 
     def time(self):
         return self.now_s

@@ -4,9 +4,7 @@ import asyncio
 import json
 from typing import get_args
 
-import openai
 import pytest
-from pydantic import BaseModel
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -153,14 +151,10 @@ def test_a_conversation_with_tools_has_the_ids_that_transformers_gives_it(tmp_pa
     assert [token_ids.count(token) for token in special] == [5, 1, 1]
 
 
-def test_tools_that_may_not_be_called_are_not_shown_to_the_model(tmp_path):
+def test_tools_and_reasoning_effort_reach_the_template_unless_they_are_none(tmp_path):
     write_text_files(tmp_path, HERMES)
     assert "weather" in rendered(tmp_path, tools=TOOLS)
     assert rendered(tmp_path, tools=TOOLS, tool_choice="none") == rendered(tmp_path)
-
-
-def test_reasoning_effort_reaches_the_template_and_none_turns_thinking_off(tmp_path):
-    write_text_files(tmp_path, HERMES)
     assert rendered(tmp_path, reasoning_effort="high").endswith("assistant: high")
     assert rendered(tmp_path, reasoning_effort="none").endswith("<think></think>")
     shown = rendered(
@@ -390,19 +384,6 @@ def test_a_call_goes_on_with_the_same_id_when_its_replica_is_lost(checkpoint):
     assert len(call_id("a", 0, 0, AnswerSyntax("mistral"))) == 9
 
 
-def test_the_official_client_parses_arguments_into_its_own_types(checkpoint):
-    class Weather(BaseModel):
-        city: str
-        days: int
-
-    tools = [openai.pydantic_function_tool(Weather, name="weather")]
-
-    chats = client_of(saying(checkpoint, SAID)).chat.completions
-    parsed = asyncio.run(chats.parse(model="fake", messages=[USER], tools=tools))
-    call, _ = parsed.choices[0].message.tool_calls
-    assert call.function.parsed_arguments == Weather(city="Rome", days=2)
-
-
 def test_log_probabilities_of_all_tokens_are_returned(checkpoint):
     server = saying(checkpoint, SAID, logprobs=True)
     num_tokens = -(-len(SAID) // 3)
@@ -445,15 +426,20 @@ FORMS = {
 }  # fmt: skip
 
 
+def compiling(special=()):
+    """A tokenizer of bytes, and a compiler of grammars for it."""
+    tokenizer = byte_tokenizer(adds_bos=False)
+    tokenizer.add_special_tokens(list(special))
+    return tokenizer, GrammarCompiler(tokenizer.to_str, tokenizer.get_vocab_size(), [256])
+
+
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("are_tokens", [True, False])
 def test_what_a_grammar_of_calls_allows_its_parser_reads(name, are_tokens):
     """Whether markers are special tokens or ordinary text."""
     template, thought, call, several = FORMS[name]
-    tokenizer = byte_tokenizer(adds_bos=False)
-    if are_tokens:
-        tokenizer.add_special_tokens(["[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|end|>"])
-    compiler = GrammarCompiler(tokenizer.to_str, tokenizer.get_vocab_size(), [256])
+    special = ["[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|end|>"] if are_tokens else []
+    tokenizer, compiler = compiling(special)
     parser = "none" if name == "unknown" else "qwen3" if name in ("hermes", "llama") else "auto"
     formats = Formats.of(template, "auto", parser)
     functions = [Function.model_validate(tool["function"]) for tool in TOOLS]
@@ -478,8 +464,7 @@ STRICT = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
 
 def test_calls_that_the_model_chooses_are_of_the_schema_of_a_strict_function(tmp_path):
     write_text_files(tmp_path, HERMES)
-    tokenizer = byte_tokenizer(adds_bos=False)
-    compiler = GrammarCompiler(tokenizer.to_str, tokenizer.get_vocab_size(), [256])
+    tokenizer, compiler = compiling()
     wrong, other = SAID.replace("2}", "7}"), SAID.replace("{}", '{"any": [1]}')
     calls = SAID.partition("</think>")[2]
     for body, valid, invalid in (
@@ -524,8 +509,7 @@ def test_json_of_a_schema_may_follow_reasoning(tmp_path, form):
     body = {form: asked if form == "response_format" else PARAMETERS}
     params, syntax = converse(tmp_path, **body)[1:]
     assert syntax.reasoning == "think"
-    tokenizer = byte_tokenizer(adds_bos=False)
-    compiler = GrammarCompiler(tokenizer.to_str, tokenizer.get_vocab_size(), [256])
+    tokenizer, compiler = compiling()
     for text in ('{"city": "Rome"}', '<think>hm</think>\n\n{"city": "Rome"}'):
         assert compiler.matcher(params.grammar).advance(tokenizer.encode(text).ids)
     kept = converse(tmp_path, separate_reasoning=False, **body)
