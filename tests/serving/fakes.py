@@ -2,7 +2,7 @@
 
 import asyncio
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import SamplingParams, SpeculationStats, TokenDelta
@@ -14,7 +14,6 @@ from serve_spec.serving.messages import (
     Failed,
     GenerateRequest,
     Refused,
-    ReplicaMessage,
     Withdrawn,
     encode_router_message,
     is_last,
@@ -126,8 +125,7 @@ def lost():
     return ReplicaLost(no_replica("gone"))
 
 
-@dataclass(frozen=True)
-class Takes:
+class Takes(NamedTuple):
     """The router takes the request back after so many items."""
 
     after: int
@@ -194,8 +192,7 @@ class RouterEnd:
 
     def __init__(self, name="router", max_quiet_checks=3):
         self.connections = ReplicaConnections(name, "127.0.0.1", self, max_quiet_checks)
-        self.heard: list[ReplicaMessage] = []
-        self.lost: list[tuple[str, ApiError]] = []
+        self.heard, self.lost = [], []
 
     def receive(self, replica, message):
         self.heard.append(message)

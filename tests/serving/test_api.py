@@ -83,6 +83,8 @@ def test_an_echo_says_the_prompt_first(server, prompt):
     assert answer.json()["choices"][0]["text"] == "a ba b "
     chunks = chunks_of(server.complete(prompt, echo=True, max_tokens=2, stream=True))
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["a ba b "]
+    for body in ({}, {"echo": True, "logprobs": 1}):
+        assert error_of(server.complete("", **body), 400)["param"] == "prompt"
 
 
 def test_more_choices_than_the_queue_could_hold_are_refused(server):

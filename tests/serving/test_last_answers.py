@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -181,23 +181,21 @@ def test_a_request_whose_body_has_not_arrived_gets_one_too(server):
 
 @with_both_protocols
 def test_each_of_64_streams_and_16_other_requests_gets_its_own_error(server):
-    with server.connection() as first:
-        begun = [socket.create_connection(first.getpeername(), WITHIN_S) for _ in range(64)]
-        waiting = [socket.create_connection(first.getpeername(), WITHIN_S) for _ in range(16)]
-        for connection in begun:
-            connection.sendall(get("/stream"))
+    with ExitStack() as opened:
+
+        def asking(count, *parts):
+            return [opened.enter_context(server.connection(get(*parts))) for _ in range(count)]
+
+        begun, waiting = asking(64, "/stream"), asking(16, "/wait", *EXPECT)
         for connection in begun:
             read_until(connection, b"data: 1\n\r\n")
         for connection in waiting:
-            connection.sendall(get("/wait", *EXPECT))
             read_until(connection, CONTINUE)
         server.kill()
         for connection in begun:
             assert_is_error_event(rest(connection))
         for connection in waiting:
             assert_is_error_answer(rest(connection))
-        for connection in begun + waiting:
-            connection.close()
 
 
 def test_nothing_is_added_to_a_begun_answer_that_is_no_stream(server):

@@ -19,9 +19,8 @@ from serve_spec.serving.logprobs import (
 )
 from tests.helpers.checkpoints import make_tokenizer
 from tests.serving.asgi import CHAT, COMPLETIONS, Server, chunks_of
-from tests.serving.fake_engine import FakeLoop, entries_of, prompt_entries
-from tests.serving.fakes import FleetOfMortals, LoopFleet
-from tests.serving.texts import write_text_files
+from tests.serving.fake_engine import entries_of, prompt_entries
+from tests.serving.fakes import FleetOfMortals
 
 EOS = 256
 # The euro sign in two tokens, then an "a".
@@ -283,10 +282,3 @@ def test_equal_prompts_alone_are_computed_once(lawful, stream):
         assert choices[index]["logprobs"]["token_logprobs"] == [None, *likely]
         assert choices[index]["finish_reason"] == "length"
     assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (7, 0)
-
-
-def test_an_empty_prompt_is_refused_echoed_or_not(config):
-    write_text_files(config.model.folder)  # its tokenizer would add a special token
-    for body in ({"prompt": ""}, {"prompt": "", "echo": True, "logprobs": 1}):
-        answer = ask(config, LoopFleet(FakeLoop()), COMPLETIONS, body)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
