@@ -38,7 +38,6 @@ from serve_spec.serving.answers import (
     ModelList,
     fingerprint,
 )
-from serve_spec.serving.base_request import BaseRequest
 from serve_spec.serving.completions import (
     CompletionRunner,
     choices_of,
@@ -63,7 +62,7 @@ from serve_spec.serving.middleware import (
 )
 from serve_spec.serving.model_text import ModelText
 from serve_spec.serving.native_api import add_generate, add_state, add_tokens
-from serve_spec.serving.openai import ChatRequest, CompletionRequest, unknown_field
+from serve_spec.serving.openai import BaseRequest, ChatRequest, CompletionRequest, unknown_field
 from serve_spec.serving.parsed_answers import ParsedChatFormat
 from serve_spec.serving.responses import add_responses
 from serve_spec.serving.telemetry import fleet_metrics

@@ -23,6 +23,12 @@ from pydantic_core import CoreSchema
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import MAX_LOGPROBS
+from serve_spec.serving.errors import MAX_NAME_CHARS
+
+
+def about(description: str, **limits: Any) -> Any:
+    """Return the `Field` of an optional value, whose default is null."""
+    return Field(None, description=description, **limits)
 
 
 class Unavailable:
@@ -254,7 +260,6 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_ENTRIES = 1024
 MAX_MESSAGES = 2**14
-MAX_NAME_CHARS = 256
 MAX_LABEL_CHARS = 1024
 MAX_VARIABLE_CHARS = 2**15
 MAX_BIAS = 100
@@ -425,8 +430,8 @@ class TextPart(StrictFields):
 
     type: Literal["text"]
     text: Text
-    prompt_cache_breakpoint: dict[str, Any] | None = Field(
-        None, description="Accepted and ignored: every prefix is cached."
+    prompt_cache_breakpoint: dict[str, Any] | None = about(
+        "Accepted and ignored: every prefix is cached."
     )
 
 

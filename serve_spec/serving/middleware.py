@@ -25,8 +25,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.engine.messages import encode_async
 from serve_spec.log import TRACE_ID, get_logger
-from serve_spec.serving.errors import ApiError, body_timed_out, body_too_large, defect, refused
-from serve_spec.serving.openai import invalid_body
+from serve_spec.serving.errors import (
+    ApiError,
+    body_timed_out,
+    body_too_large,
+    defect,
+    invalid_body,
+    refused,
+)
 
 logger = get_logger(__name__)
 

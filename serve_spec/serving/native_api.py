@@ -25,6 +25,7 @@ from serve_spec.serving.answers import (
     Usage,
     event,
 )
+from serve_spec.serving.errors import renamed, validated
 from serve_spec.serving.fields import (
     MAX_MESSAGES,
     GivenPrompts,
@@ -34,14 +35,9 @@ from serve_spec.serving.fields import (
     Text,
     TokenIds,
     Variables,
+    about,
 )
-from serve_spec.serving.openai import (
-    ChatMessage,
-    ChatRequest,
-    CompletionRequest,
-    renamed,
-    validated,
-)
+from serve_spec.serving.openai import ChatMessage, ChatRequest, CompletionRequest
 
 if TYPE_CHECKING:
     from serve_spec.serving.api import Frontend
@@ -51,24 +47,19 @@ if TYPE_CHECKING:
 class GenerateBody(StrictFields):
     """Body of POST /generate, as in SGLang. Unknown fields are those of the completions API."""
 
-    text: GivenPrompts = Field(None, description="One prompt or several.")
-    input_ids: GivenPrompts = Field(None, description="Token ids, instead of `text`.")
-    sampling_params: dict[str, Any] | None = Field(
-        None,
-        description="`max_new_tokens` (default 128; at most what fits), `min_new_tokens`, "
-        "`sampling_seed`, and the fields of the completions API.",
+    text: GivenPrompts = about("One prompt or several.")
+    input_ids: GivenPrompts = about("Token ids, instead of `text`.")
+    sampling_params: dict[str, Any] | None = about(
+        "`max_new_tokens` (default 128; at most what fits), `min_new_tokens`, "
+        "`sampling_seed`, and the fields of the completions API."
     )
-    stream: bool | None = Field(None, description="Send server-sent events with the text so far.")
-    return_logprob: bool | None = Field(
-        None, description="Return the log-probabilities of tokens; of a stream, in its last event."
+    stream: bool | None = about("Send server-sent events with the text so far.")
+    return_logprob: bool | None = about("Return log-probabilities; of a stream, in its last event.")
+    logprob_start_len: Annotated[int, Field(ge=-1, lt=2**31)] | None = about(
+        "First scored prompt token; -1: none."
     )
-    logprob_start_len: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
-        None, description="First prompt token with a log-probability; -1 (default): none."
-    )
-    top_logprobs_num: NumLogprobs | None = Field(
-        None, description="Number of most likely tokens to return as well."
-    )
-    rid: Name | None = Field(None, description="Id of the answer; default: random.")
+    top_logprobs_num: NumLogprobs | None = about("Number of most likely tokens to return as well.")
+    rid: Name | None = about("Id of the answer; default: random.")
 
     def completion(self) -> CompletionRequest:
         """Return the request to the completions API that asks for the same.
@@ -217,15 +208,13 @@ class TokenizeBody(StrictFields):
     model: Name | None = None
     prompt: Text | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = (
-        Field(None, description="Instead of `prompt`; rendered with the chat template.")
+        about("Instead of `prompt`; rendered with the chat template.")
     )
-    add_special_tokens: bool | None = Field(
-        None, description="Default true for a prompt, false for messages."
-    )
+    add_special_tokens: bool | None = about("Default true for a prompt, false for messages.")
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Variables = None
-    return_token_strs: bool | None = Field(None, description="Also return the tokens as text.")
+    return_token_strs: bool | None = about("Also return the tokens as text.")
 
     def chat(self) -> ChatRequest:
         """Return the chat of these messages."""

@@ -20,8 +20,7 @@ from serve_spec.serving.answers import (
     JSONObject,
     Usage,
 )
-from serve_spec.serving.base_request import BaseRequest
-from serve_spec.serving.errors import ApiError
+from serve_spec.serving.errors import ApiError, renamed, validated
 from serve_spec.serving.fields import (
     FEW,
     IGNORED,
@@ -31,10 +30,11 @@ from serve_spec.serving.fields import (
     NumLogprobs,
     Text,
     Unavailable,
+    about,
     refuse_unavailable,
     unicode,
 )
-from serve_spec.serving.openai import ChatRequest, renamed, validated
+from serve_spec.serving.openai import BaseRequest, ChatRequest
 
 if TYPE_CHECKING:
     from serve_spec.serving.api import Frontend
@@ -69,21 +69,19 @@ class ResponsesRequest(BaseRequest):
         str | list[dict[str, Any]],
         PlainValidator(_items, json_schema_input_type=Text | list[dict[str, Any]]),
     ] = Field(description="A message of the user, or the items of the conversation, oldest first.")
-    instructions: Text | None = Field(None, description="A message of the system, before `input`.")
-    max_output_tokens: Int32 | None = Field(
-        None, description="Maximum number of generated tokens; default: up to the context length."
-    )
-    text: dict[str, Any] | None = Field(None, description="`format`: the required format.")
-    reasoning: dict[str, Any] | None = Field(None, description="`effort`: see reasoning_effort.")
-    tools: Annotated[list[dict[str, Any]], Field(max_length=1024)] | None = Field(
-        None, description="Functions that the model may call."
+    instructions: Text | None = about("A message of the system, before `input`.")
+    max_output_tokens: Int32 | None = about("Maximum output tokens; default: what fits.")
+    text: dict[str, Any] | None = about("`format`: the required format.")
+    reasoning: dict[str, Any] | None = about("`effort`: see reasoning_effort.")
+    tools: Annotated[list[dict[str, Any]], Field(max_length=1024)] | None = about(
+        "Functions that the model may call."
     )
     tool_choice: Text | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    include: Annotated[list[Label], Field(max_length=64)] | None = Field(
-        None, description=f'Additions to the answer; "{_LOGPROBS}" is supported.'
+    include: Annotated[list[Label], Field(max_length=64)] | None = about(
+        f'Additions to the answer; "{_LOGPROBS}" is supported.'
     )
-    top_logprobs: NumLogprobs | None = Field(None, description="Only with log-probabilities.")
+    top_logprobs: NumLogprobs | None = about("Only with log-probabilities.")
 
     max_tool_calls: Annotated[Int32 | None, IGNORED] = None
     prompt_cache_key: Annotated[Label | None, IGNORED] = None

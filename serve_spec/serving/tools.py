@@ -12,7 +12,7 @@ from pydantic import Field, PlainValidator
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import CallsForm, Grammar
-from serve_spec.serving.fields import Name, StrictFields, Text, closed
+from serve_spec.serving.fields import Name, StrictFields, Text, about, closed
 from serve_spec.serving.parsers import THOUGHTS, AnswerSyntax, CallFormat, ReasoningFormat
 
 MAX_TOOLS = 1024
@@ -24,13 +24,10 @@ class Function(StrictFields):
 
     name: Annotated[Name, Field(min_length=1)]
     description: Text | None = None
-    parameters: dict[str, Any] | None = Field(
-        None, description="JSON Schema of the arguments, an object; default: no arguments."
-    )
-    strict: bool | None = Field(
-        None,
-        description="Calls that the model chooses conform to the schema if they are JSON after a "
-        "marker; required and named ones always do.",
+    parameters: dict[str, Any] | None = about("JSON Schema of the arguments; default: none.")
+    strict: bool | None = about(
+        "Calls that the model chooses conform to the schema if they are JSON after a "
+        "marker; required and named ones always do."
     )
 
     @property

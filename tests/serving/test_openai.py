@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import MAX_GRAMMAR_CHARS, Grammar
 from serve_spec.core.request import SamplingParams, SpeculativeOptions
-from serve_spec.serving.errors import refused
+from serve_spec.serving.errors import invalid_body, refused
 from serve_spec.serving.fields import PRESENTATION, UNSUPPORTED, TextPart, ignored_fields
 from serve_spec.serving.openai import (
     MAX_CHOICES_PER_PROMPT,
@@ -28,7 +28,6 @@ from serve_spec.serving.openai import (
     ChatRequest,
     CompletionRequest,
     StreamOptions,
-    invalid_body,
     unknown_field,
 )
 
