@@ -7,6 +7,7 @@ import html
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -119,24 +120,17 @@ class CompletionAnswer(Response):
         stream: bool,
     ) -> None:
         super().__init__()
-        self._runner = runner
-        self._choices = choices
+        self._run = partial(runner.run, choices, num_prompts, is_prompt_only=is_prompt_only)
+        self._trace_id = choices[0].trace_id
         self._form = form
-        self._num_prompts = num_prompts
-        self._is_prompt_only = is_prompt_only
         self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response; raise errors before the first tokens, so that they set the status."""
-        async with self._runner.run(
-            self._choices,
-            self._num_prompts,
-            client=CLIENT.get(),
-            is_prompt_only=self._is_prompt_only,
-        ) as running:
+        async with self._run(client=CLIENT.get()) as running:
             answer: Response
             if self._stream:
-                frames = stream_frames(running, self._form, self._choices[0].trace_id)
+                frames = stream_frames(running, self._form, self._trace_id)
                 answer = StreamingResponse(frames, media_type=STREAM_TYPE, headers=STREAM_HEADERS)
             else:
                 answer = await _json_answer(await whole_answer(running, self._form))
@@ -145,7 +139,7 @@ class CompletionAnswer(Response):
                 async with asyncio.timeout_at(running.deadline.at + _ERROR_MARGIN_S):
                     await answer(scope, receive, send)
             except TimeoutError:
-                logger.warning("request %s: the client does not read", self._choices[0].trace_id)
+                logger.warning("request %s: the client does not read", self._trace_id)
 
 
 def create_api(
@@ -187,7 +181,7 @@ def create_api(
 
 
 class Frontend:
-    """Code shared by the endpoints that generate text."""
+    """Code shared by the endpoints that generate text; `answer` returns a `CompletionAnswer`."""
 
     def __init__(
         self,
@@ -209,6 +203,7 @@ class Frontend:
             resume_timeout_s=config.router.resume_timeout_s,
             record=record,
         )
+        self.answer = partial(CompletionAnswer, self._runner)
 
     def admit(self, body: BaseRequest, num_prompts: int) -> None:
         """Raise ApiError if a request is for another model, or has too many choices.
@@ -228,25 +223,6 @@ class Frontend:
         """Raise ApiError if a request names another model."""
         if name is not None and name not in self._names:
             raise unknown_model(name, self._names[0])
-
-    def answer(
-        self,
-        choices: Sequence[GenerateRequest],
-        form: AnswerFormat,
-        *,
-        num_prompts: int = 1,
-        is_prompt_only: bool = False,
-        stream: bool,
-    ) -> Response:
-        """Return the response that runs `choices` and sends them in a format."""
-        return CompletionAnswer(
-            self._runner,
-            choices,
-            form,
-            num_prompts=num_prompts,
-            is_prompt_only=is_prompt_only,
-            stream=stream,
-        )
 
     def head(self, kind: str, body: BaseRequest, separator: str = "-") -> AnswerHead:
         """Return the shared fields. The id is not x-request-id, which need not be unique."""
@@ -299,15 +275,12 @@ class Frontend:
     ) -> tuple[list[GenerateRequest], ChatFormat]:
         """Return the choices of a chat and the format of its answer."""
         prompt, params, syntax = await self.text.conversation(body, await self.text.params(body))
-        prompts: list[Prompt] = [prompt]
-        choices = self.choices(head, request, prompts, params, body.num_choices)
+        choices = self.choices(head, request, [prompt], params, body.num_choices)
         token_bytes = await self.token_bytes(body, is_wanted=bool(body.logprobs))
-        form = (
-            ChatFormat(head, token_bytes)
-            if syntax is None
-            else ParsedChatFormat(head, syntax, token_bytes)
-        )
-        form.details = await self.details(body, prompts)
+        form = ChatFormat(head, token_bytes)
+        if syntax is not None:
+            form = ParsedChatFormat(head, syntax, token_bytes)
+        form.details = await self.details(body, [prompt])
         return choices, form
 
     def choices(

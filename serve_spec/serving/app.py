@@ -82,35 +82,27 @@ def _application(
 ) -> Application:
     config = _with_gpus(config.pinned())
     replica = config.replica
-    scale: dict[str, Any] = {"num_replicas": replica.num_replicas, **(engine_options or {})}
-    engines = serve.deployment(
-        name="EngineReplica",
-        **scale,
+    shared: dict[str, Any] = {
         # Requests arrive over sockets, which Serve does not count; the router limits them.
-        max_ongoing_requests=_NO_LIMIT,
-        **placement_of(config),
-        health_check_period_s=replica.health_check_period_s,
-        health_check_timeout_s=replica.health_check_timeout_s,
-        graceful_shutdown_timeout_s=replica.graceful_shutdown_timeout_s,
-        graceful_shutdown_wait_loop_s=_DRAIN_POLL_S,
+        "max_ongoing_requests": _NO_LIMIT,
+        "health_check_period_s": replica.health_check_period_s,
+        "health_check_timeout_s": replica.health_check_timeout_s,
+        # Streams pass through the router, so it has to outlive them, too.
+        "graceful_shutdown_timeout_s": replica.graceful_shutdown_timeout_s,
+        "graceful_shutdown_wait_loop_s": _DRAIN_POLL_S,
+    }
+    engine_options = {"num_replicas": replica.num_replicas, **(engine_options or {})}
+    engines = serve.deployment(
+        name="EngineReplica", **engine_options, **placement_of(config), **shared
     )(EngineReplica).bind(config, engine_loop)
-    # On GPUs a second one costs the engine nothing, and one may die.
-    options: dict[str, Any] = {
+    router_options = {
+        # On GPUs a second one costs the engine nothing, and one may die.
         "num_replicas": 2 if replica.num_gpus else 1,
         # It mostly waits, so it must not reserve a core that an engine needs.
         "ray_actor_options": {"num_cpus": 0},
         **(router_options or {}),
     }
-    router = serve.deployment(
-        name="Router",
-        **options,
-        max_ongoing_requests=_NO_LIMIT,
-        health_check_period_s=replica.health_check_period_s,
-        health_check_timeout_s=replica.health_check_timeout_s,
-        # Streams pass through the router, so it has to outlive them.
-        graceful_shutdown_timeout_s=replica.graceful_shutdown_timeout_s,
-        graceful_shutdown_wait_loop_s=_DRAIN_POLL_S,
-    )(serve.ingress()(Router))
+    router = serve.deployment(name="Router", **router_options, **shared)(serve.ingress()(Router))
     return router.bind(engines, config)
 
 

@@ -244,37 +244,20 @@ class RunningAnswer:
             yield await self._next_delta()
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of all prompts; each prompt counts once."""
-        return sum(
-            num_tokens
-            for index, num_tokens in self._num_prompt_tokens.items()
-            if index % self._choices_per_prompt == 0
-        )
-
-    @property
     def usage(self) -> Usage:
-        """Token counts over all choices; final once they have ended."""
-        return usage(
-            self.num_prompt_tokens,
-            self.num_tokens,
-            self._total_speculation(),
-            self._total_cached_tokens(),
-        )
+        """Token counts over all choices; final once they have ended.
 
-    def _total_cached_tokens(self) -> int:
-        """Sum over prompts the fewest cached tokens that any of their choices found."""
-        least: dict[int, int] = {}
-        for index, num_tokens in self._num_cached_tokens.items():
-            prompt = index // self._choices_per_prompt
-            least[prompt] = min(num_tokens, least.get(prompt, num_tokens))
-        return sum(least.values())
-
-    def _total_speculation(self) -> SpeculationStats:
+        Of a prompt, those tokens count as cached that every choice found in its cache.
+        """
+        per_prompt = self._choices_per_prompt
+        prompts = {index // per_prompt: num for index, num in self._num_prompt_tokens.items()}
+        cached: dict[int, int] = {}
+        for index, num in self._num_cached_tokens.items():
+            cached[index // per_prompt] = min(num, cached.get(index // per_prompt, num))
         total = FleetSpeculation()
         for counts in self._speculation.values():
             total.add(counts)
-        return total
+        return usage(sum(prompts.values()), self.num_tokens, total, sum(cached.values()))
 
     async def _next_delta(self) -> tuple[int, TokenDelta]:
         while True:

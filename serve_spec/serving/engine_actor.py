@@ -82,11 +82,9 @@ class ActorLauncher:
         self._config = config
         # Ranks may be on other nodes unless STRICT_PACK is set.
         is_one_host = config.replica.placement_group_strategy == "STRICT_PACK"
-        self.host = "127.0.0.1" if is_one_host else self._node_ip()
-
-    @staticmethod
-    def _node_ip() -> str:
-        return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        self.host = "127.0.0.1"
+        if not is_one_host:
+            self.host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
     def start(
         self, module: str, settings: object, rank: int, size: int, address: object

@@ -42,14 +42,8 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, object]:
         """Return the JSON body; also sent as the error event of a stream."""
-        return {
-            "error": {
-                "message": self.message,
-                "type": self.kind,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error}
 
     def headers(self) -> dict[str, str]:
         """Return the headers of this error."""
@@ -93,22 +87,17 @@ def refused(error: InvalidRequest) -> ApiError:
 
 def body_too_large(max_bytes: int) -> ApiError:
     """Return 413: the body is larger than `max_body_bytes`."""
-    return ApiError(
-        413,
-        f"The body is larger than {max_bytes} bytes; send fewer or shorter prompts",
-        code="request_too_large",
-    )
+    message = f"The body is larger than {max_bytes} bytes; send fewer or shorter prompts"
+    return ApiError(413, message, code="request_too_large")
 
 
 def body_timed_out(timeout_s: float) -> ApiError:
     """Return 408: the body did not arrive in time."""
-    return ApiError(
-        408,
+    message = (
         f"The body did not arrive within body_timeout_s={timeout_s:g} seconds; send it faster or "
-        "raise router.body_timeout_s",
-        kind="timeout_error",
-        code="body_timeout",
+        "raise router.body_timeout_s"
     )
+    return ApiError(408, message, kind="timeout_error", code="body_timeout")
 
 
 def unknown_model(asked: str, served: str) -> ApiError:
@@ -119,9 +108,8 @@ def unknown_model(asked: str, served: str) -> ApiError:
 
 def too_many_choices(num_prompts: int, num_choices: int, most: int) -> ApiError:
     """Return 400: one request has more choices than the queue holds."""
-    field, value = (
-        ("n", num_choices) if num_prompts == 1 else ("prompt", f"<{num_prompts} prompts>")
-    )
+    several = ("prompt", f"<{num_prompts} prompts>")
+    field, value = ("n", num_choices) if num_prompts == 1 else several
     asked = num_prompts * num_choices
     fix = f"{asked} choices are more than the {most} that fit at once; send several requests"
     return ApiError(400, f"{field}={value!r}: {fix}", param=field)
@@ -129,17 +117,14 @@ def too_many_choices(num_prompts: int, num_choices: int, most: int) -> ApiError:
 
 def queue_full(why: str, retry_after_s: int) -> ApiError:
     """Return 429: a queue is full."""
-    return ApiError(
-        429,
-        f"Too many requests: {why}; try again in {retry_after_s} s",
-        kind="rate_limit_error",
-        code="queue_full",
-        retry_after_s=retry_after_s,
-    )
+    message = f"Too many requests: {why}; try again in {retry_after_s} s"
+    kind, code = "rate_limit_error", "queue_full"
+    return ApiError(429, message, kind=kind, code=code, retry_after_s=retry_after_s)
 
 
-def _unavailable(message: str, code: str) -> ApiError:
-    return ApiError(503, message, kind="service_unavailable_error", code=code, retry_after_s=1)
+def _unavailable(message: str, code: str, after_s: int = 1) -> ApiError:
+    kind = "service_unavailable_error"
+    return ApiError(503, message, kind=kind, code=code, retry_after_s=after_s)
 
 
 def no_replica(why: str) -> ApiError:
@@ -150,13 +135,8 @@ def no_replica(why: str) -> ApiError:
 
 def starting() -> ApiError:
     """Return 503: the first replica is not ready yet."""
-    return ApiError(
-        503,
-        "The model is being loaded; try again when /health answers 200",
-        kind="service_unavailable_error",
-        code="starting",
-        retry_after_s=_START_S,
-    )
+    message = "The model is being loaded; try again when /health answers 200"
+    return _unavailable(message, "starting", _START_S)
 
 
 def server_lost() -> ApiError:

@@ -239,24 +239,6 @@ class Tokens(TypedDict):
     token_strs: list[str] | None
 
 
-class Detokenized(TypedDict):
-    """Answer of POST /detokenize."""
-
-    prompt: str
-
-
-class Load(TypedDict):
-    """Answer of GET /load: requests that run or wait in this router."""
-
-    server_load: int
-
-
-class Version(TypedDict):
-    """Answer of GET /version."""
-
-    version: str
-
-
 def add_generate(api: FastAPI, frontend: "Frontend") -> None:
     """Add SGLang's /generate."""
 
@@ -303,8 +285,8 @@ def add_tokens(api: FastAPI, frontend: "Frontend") -> None:
         }
 
     @api.post("/detokenize")
-    async def detokenize(body: DetokenizeBody) -> Detokenized:
-        """Return tokens as text, with the names of special tokens."""
+    async def detokenize(body: DetokenizeBody) -> dict[str, str]:
+        """Return tokens as text (`prompt`), with the names of special tokens."""
         frontend.check_model(body.model)
         return {"prompt": await frontend.text.text(body.tokens, skip_special_tokens=False)}
 
@@ -315,13 +297,13 @@ def add_state(
     """Add the endpoints of vLLM and SGLang that report on the server, and /flush_cache."""
 
     @api.get("/version")
-    async def version() -> Version:
+    async def version() -> dict[str, str]:
         """Return the version of serve_spec."""
         return {"version": __version__}
 
     @api.get("/load")
-    async def load() -> Load:
-        """Return the number of requests that run or wait in this router."""
+    async def load() -> dict[str, int]:
+        """Return the number of requests that run or wait in this router, `server_load`."""
         return {"server_load": admission.in_flight + admission.queue_len}
 
     @api.get("/get_model_info")

@@ -81,9 +81,9 @@ class BaseRequest(StrictFields):
     top_k: Int32 | None = about("Keep the k most likely; -1 (default), 0: all.")
     min_p: float | None = about("Minimum probability relative to the top; default 0.")
     frequency_penalty: float | None = about("Subtracted from logits per occurrence; in [-2, 2].")
-    presence_penalty: float | None = about("Subtracted from logits of tokens so far; in [-2, 2].")
+    presence_penalty: float | None = about("Subtracted from generated tokens' logits; in [-2, 2].")
     repetition_penalty: float | None = about(
-        "Divides positive and multiplies negative logits of all tokens so far; in [0.01, 100]."
+        "Divides positive, multiplies negative logits of tokens so far; in [0.01, 100], default 1."
     )
     logit_bias: Biases = about(f"Added to logits by token id, up to ±{fields.MAX_BIAS}.")
     allowed_token_ids: FewTokenIds | None = about("Only these tokens are generated; default: all.")
@@ -108,14 +108,14 @@ class BaseRequest(StrictFields):
         "Keep spaces that some tokenizers write between shown special tokens; default true."
     )
     add_special_tokens: bool | None = about(
-        "Add those that the tokenizer puts around a text; default true for prompts, false for chats."
+        "Add those that the tokenizer puts around a text; default true, but false for chats."
     )
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = about(
         "Keep so many tokens of the prompt; -1: all that fit beside `max_tokens`."
     )
     truncation_side: Literal["left", "right"] | None = about("Side to remove; default left.")
     prompt_logprobs: NumLogprobs | None = about(
-        "Return the model's own log-probability of every prompt token and so many most likely ones."
+        "Model's own log-probabilities of prompt tokens and so many likely ones; not with `stream`."
     )
     return_token_ids: bool | None = about("Return `prompt_token_ids` and `token_ids`.")
     return_tokens_as_token_ids: bool | None = about('Name tokens of `logprobs` as "token_id:5".')
@@ -127,7 +127,7 @@ class BaseRequest(StrictFields):
     guided_regex: Text | None = about(f"The whole text matches this expression. {_MOST}")
     guided_grammar: Text | None = about(f"Grammar of the text, Lark or GBNF. {_MOST}")
     guided_choice: Annotated[list[Text], Field(fail_fast=True)] | None = about(
-        f"The text is one of these strings. {_MOST}"
+        f"The text is one of these. {_MOST}"
     )
     json_schema: Text | None = about("SGLang's name of guided_json.")
     regex: Text | None = about("SGLang's name of guided_regex.")
@@ -318,17 +318,11 @@ class ChatRequest(BaseRequest):
     )
     max_completion_tokens: Int32 | None = about("Maximum output tokens; default: what fits.")
     max_tokens: Int32 | None = about("Old name of max_completion_tokens.")
-    add_generation_prompt: bool | None = about(
-        "Append the start of the assistant's turn; default true."
-    )
-    continue_final_message: bool | None = about(
-        "Leave the last message open: the answer continues it."
-    )
+    add_generation_prompt: bool | None = about("Begin the assistant's turn; default true.")
+    continue_final_message: bool | None = about("Let the answer continue the last message.")
     chat_template_kwargs: Variables = about("Additional variables for the model's chat template.")
     logprobs: bool | None = about("Return log-probabilities as drawn, of every output token.")
-    top_logprobs: NumLogprobs | None = about(
-        "Also of so many most likely tokens; needs `logprobs`."
-    )
+    top_logprobs: NumLogprobs | None = about("Also of so many likely tokens; needs `logprobs`.")
 
     tools: Tools | None = about("Functions that the model may call.")
     tool_choice: Choice = about("Whether functions are called, and which; default auto.")

@@ -142,10 +142,6 @@ class _Attempts:
             total.add(counts)
         return delta._replace(speculation=total)
 
-    def withdrawn(self) -> None:
-        """Record that the router withdrew the request."""
-        self._wait_from_now()
-
     async def after(self, error: ApiError) -> None:
         """Wait until the next attempt after an error; raise it if there will be none."""
         if isinstance(error, ClientTooSlow):
@@ -165,7 +161,7 @@ class _Attempts:
         if self._num_losses >= _MAX_LOSSES:
             raise replicas_lost(self._num_losses, error) from error
         self._is_resumption |= bool(names)
-        self._wait_from_now()
+        self.wait_from_now()
         logger.warning(
             "request %s (%s) continues on another replica after %d tokens: %s",
             self._request.request_id,
@@ -174,7 +170,8 @@ class _Attempts:
             error.message,
         )
 
-    def _wait_from_now(self) -> None:
+    def wait_from_now(self) -> None:
+        """Let the next attempt wait for a replica, after a loss or a withdrawal."""
         self._may_wait = True
         self._give_up_at = _now() + self._resume_timeout_s
 
@@ -221,6 +218,6 @@ async def resumed(
                         return
                 else:
                     raise engine_failed("the replica ended the stream without a finish reason")
-            attempts.withdrawn()
+            attempts.wait_from_now()
         except ApiError as error:
             await attempts.after(error)

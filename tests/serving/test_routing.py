@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.serving.routing import (
+from serve_spec.serving.fleet import (
     Policy,
     ReplicaChooser,
     ReplicaLoad,
