@@ -71,10 +71,7 @@ class CompletionTokensDetails(TypedDict):
 
 
 class Usage(TypedDict):
-    """Token counts over all choices; a prompt counts once, however many choices it has.
-
-    `speculation` holds the counts of `RequestOutput.speculation`, summed over the choices.
-    """
+    """Token counts over all choices; a prompt counts once. `speculation` is summed over choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -107,11 +104,7 @@ class Choice(TypedDict):
 
 
 class Completion(_Head):
-    """A completion.
-
-    `synthetic_acceptance` is present and true if acceptance is forced for a load test; the text is
-    then not the model's.
-    """
+    """A completion. With `synthetic_acceptance`, of a load test, the text is not the model's."""
 
     choices: list[Choice]
 
@@ -212,9 +205,8 @@ def usage(
 class AnswerHead:
     """Fields shared by all chunks of a response.
 
-    created: seconds since 1970. system_fingerprint: see `fingerprint`. include_usage: whether a
-    stream ends with a usage chunk. has_continuous_usage: whether all chunks have `usage`.
-    synthetic_acceptance: see `Completion`.
+    created: seconds since 1970. include_usage: whether a stream ends with a usage chunk.
+    has_continuous_usage: whether all chunks have `usage`.
     """
 
     id: str
@@ -290,10 +282,7 @@ class AnswerFormat(ABC):
         self._around: dict[int, tuple[bytes, bytes]] = {}
 
     def frame(self, index: int, delta: TokenDelta) -> bytes:
-        """Return `chunk` as the bytes of a server-sent event.
-
-        Most chunks differ only in their text, so the bytes around it are encoded once per choice.
-        """
+        """Return `chunk` as an event. The bytes around the text are encoded once per choice."""
         if self.sends_tokens or delta.finish_reason is not None or not delta.text:
             return event(self.detailed_chunk(index, delta))
         around = self._around.get(index)
@@ -378,8 +367,7 @@ class AnswerFormat(ABC):
 class CompletionFormat(AnswerFormat):
     """Format of the completions API.
 
-    echo: the prompt to repeat before each choice. num_candidates: choices per prompt of which the
-    most likely are shown.
+    echo: what to repeat before each choice. num_candidates: choices per prompt; the best are shown.
     """
 
     kind = chunk_kind = "text_completion"
@@ -469,9 +457,6 @@ def _reason(deltas: Sequence[TokenDelta]) -> str | None:
 
 
 def fingerprint(version: str, model: Mapping[str, object]) -> str:
-    """Return `system_fingerprint`: equal fingerprints and seeds give equal text.
-
-    model: the settings that the text depends on. Speculation is not one of them.
-    """
+    """Return `system_fingerprint`: equal ones, and seeds, give equal text. model: its settings."""
     settings = json.dumps([version, model], sort_keys=True, default=str)
     return f"fp_{hashlib.blake2b(settings.encode(), digest_size=5).hexdigest()}"

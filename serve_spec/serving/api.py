@@ -103,11 +103,7 @@ _ERRORS = {
 
 
 class CompletionAnswer(Response):
-    """A response that runs its request, so that both end together.
-
-    When the client disconnects, the response is cancelled; its slots in the router are released and
-    its choices are cancelled at their replicas.
-    """
+    """A response that runs its request: when the client disconnects, both are cancelled."""
 
     def __init__(
         self,
@@ -148,10 +144,7 @@ def create_api(
     admission: Admission,
     record: Callable[[Reading], None] = lambda reading: None,
 ) -> FastAPI:
-    """Return the ASGI app: completions, chat, models, health, server_info, metrics, status page.
-
-    record: receives the metrics of requests.
-    """
+    """Return the ASGI app with all endpoints. record: receives the metrics of requests."""
     api = FastAPI(
         title="serve_spec",
         version=__version__,
@@ -206,10 +199,7 @@ class Frontend:
         self.answer = partial(CompletionAnswer, self._runner)
 
     def admit(self, body: BaseRequest, num_prompts: int) -> None:
-        """Raise ApiError if a request is for another model, or has too many choices.
-
-        Unknown fields are counted; with `router.strict_fields` they are an ApiError, too.
-        """
+        """Raise ApiError for another model, too many choices, or an unknown field if strict."""
         if ignored := [*ignored_fields(body)]:
             if self._is_strict:
                 raise unknown_field(ignored[0], type(body))

@@ -138,8 +138,7 @@ class _PendingRequest:
 class Batcher(ABC):
     """Collects requests for `batch_wait_s` and sends them in batches of up to `max_batch_size`.
 
-    num_shares: maximum number of equal parts a batch is split into; `send` chooses the replica of
-    each.
+    num_shares: maximum number of equal parts of a batch, each of which goes to one replica.
     group_of: requests of different groups are sent separately.
     max_unread_bytes: approximate memory limit for the unread items of one request.
     """
@@ -174,11 +173,7 @@ class Batcher(ABC):
 
     @abstractmethod
     async def ready(self) -> None:
-        """Wait until there is a replica for `send`.
-
-        Raises:
-            ApiError: there is none, and none is expected.
-        """
+        """Wait until there is a replica for `send`; raise ApiError if none is expected."""
 
     @abstractmethod
     def send(self, requests: Sequence[GenerateRequest]) -> str:
@@ -191,10 +186,8 @@ class Batcher(ABC):
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
         """Yield a replica's items for a request; closing the generator cancels the request.
 
-        Deltas that arrive while the caller is busy are merged.
-
-        Raises:
-            ApiError: no replica is available, the replica is lost, or the caller reads too slowly.
+        Deltas that arrive while the caller is busy are merged. An ApiError says that no replica is
+        available, that it is lost, or that the caller reads too slowly.
         """
         # Requests that avoid different replicas cannot share a message.
         group = self._group_of(request), request.avoid
@@ -231,10 +224,8 @@ class Batcher(ABC):
     def batching(self) -> dict[str, object]:
         """Return counters and sizes for the `router` section of `/server_info`.
 
-        Histogram keys are inclusive upper bounds, powers of two.
-
-        `submission_size_histogram`: requests per batch sent. `replica_batch_size_histograms`: this
-        router's requests on each replica, after each batch sent.
+        Histograms, by inclusive upper bounds: requests per batch sent, and requests of this router
+        on each replica after each batch.
         """
         return {
             "num_interrupted": self.num_interrupted,

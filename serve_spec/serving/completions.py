@@ -46,10 +46,7 @@ Item = TypeVar("Item")
 
 
 class Deadline:
-    """A time limit, in the event loop's clock, for reading the items of a generator.
-
-    One timer serves all reads. One task may wait at a time.
-    """
+    """A time limit, in the event loop's clock, for one task's reads from a generator."""
 
     def __init__(self, at: float) -> None:
         self.at = at
@@ -58,12 +55,7 @@ class Deadline:
         self._timer = asyncio.get_running_loop().call_at(at, self._pass)
 
     async def next(self, items: AsyncGenerator[Item, None]) -> Item:
-        """Return the next item.
-
-        Raises:
-            StopAsyncIteration: the generator has ended.
-            TimeoutError: the deadline has passed.
-        """
+        """Return the next item; raise StopAsyncIteration, or TimeoutError after the deadline."""
         if self._is_late():
             raise TimeoutError
         task = self._waiting = asyncio.current_task()
@@ -92,10 +84,9 @@ class Deadline:
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Return the seed of choice `index`; choice 0 has the request's seed, as with n=1.
+    """Return the seed of choice `index`, which does not depend on `n`; choice 0 has the request's.
 
-    The others have the first 63 bits of BLAKE2b-64 over "SEED INDEX" in decimal, which does not
-    depend on `n`.
+    The others have the first 63 bits of BLAKE2b-64 over "SEED INDEX" in decimal.
     """
     if index == 0:
         return seed
@@ -110,10 +101,9 @@ def choices_of(
     params: SamplingParams,
     num_choices: int,
 ) -> list[GenerateRequest]:
-    """Return `num_choices` requests per prompt, prompt by prompt, in the order of `index`.
+    """Return `num_choices` requests per prompt, in the order of `index`.
 
-    The seed of a choice depends on its place among the choices of its prompt, not on the other
-    prompts. Without a seed, each choice draws its own.
+    A choice's seed depends on its place among those of its prompt. Without one, each draws its own.
     """
     seeds = [
         None if params.seed is None else choice_seed(params.seed, place)
@@ -148,10 +138,7 @@ async def spread(
 def interleaved(
     streams: Sequence[AsyncGenerator[tuple[int, Item], None]],
 ) -> AsyncGenerator[tuple[int, Item], None]:
-    """Yield the items of all streams as they arrive.
-
-    All streams start at once. The first exception, or closing the generator, ends all of them.
-    """
+    """Yield the items of all streams as they arrive; the first exception ends all of them."""
     return streams[0] if len(streams) == 1 else _together(streams)
 
 
@@ -222,10 +209,9 @@ class RunningAnswer:
         self._first: list[tuple[int, TokenDelta]] = []
 
     async def start(self) -> None:
-        """Wait for the first tokens, so that earlier errors can set the HTTP status.
+        """Wait for the first tokens; an ApiError before them sets the HTTP status.
 
-        Return when every choice has tokens or one has ended, as others may wait for its slot. Raise
-        ApiError if the request fails before that.
+        Return when every choice has tokens or one has ended, as others may wait for its slot.
         """
         waiting = set(range(self.num_choices))
         while waiting and not self._num_ended:
@@ -234,10 +220,7 @@ class RunningAnswer:
             waiting.discard(index)
 
     async def deltas(self) -> AsyncIterator[tuple[int, TokenDelta]]:
-        """Yield (choice, delta) as they arrive; raise ApiError if a choice fails.
-
-        The last delta of a choice has a finish reason.
-        """
+        """Yield (choice, delta) as they arrive, up to finish reasons; ApiError: one fails."""
         for index, delta in self._first:
             yield index, delta
         while self._num_ended < self.num_choices:
@@ -331,11 +314,7 @@ class CompletionRunner:
         """Run choices during the `async with` block; release their slots and replicas at its end.
 
         num_prompts: number of prompts; each has the same number of choices.
-        client: the client's identity for `Admission`.
-        is_prompt_only: see `RunningAnswer`.
-
-        Raises:
-            ApiError: the request failed before its first tokens.
+        client: the client's identity for `Admission`. is_prompt_only: see `RunningAnswer`.
         """
         end = asyncio.get_running_loop().time() + self._timeout_s
         # Without generated tokens, equal prompts are computed once.
@@ -399,8 +378,7 @@ async def stream_frames(
 ) -> AsyncIterator[bytes]:
     """Yield the server-sent events of a request with `stream`.
 
-    Each delta with text or log-probabilities becomes an event. Status 200 has been sent by now, so
-    a failure becomes an error event, without [DONE] after it.
+    A failure becomes an error event, without [DONE] after it: status 200 has been sent.
     """
     try:
         if beginning := form.beginning(answer.num_choices):

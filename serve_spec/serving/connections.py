@@ -62,12 +62,7 @@ class RouterAddress(NamedTuple):
 
 
 async def read_message(reader: asyncio.StreamReader, max_bytes: int | None = None) -> bytes:
-    """Return the next message.
-
-    Raises:
-        EOFError: the other end is gone.
-        OSError: the connection is broken, or the message has more than `max_bytes`.
-    """
+    """Return the next message; raise EOFError, or OSError for one of more than `max_bytes`."""
     num_bytes = int.from_bytes(await reader.readexactly(_NUM_LENGTH_BYTES), "little")
     if max_bytes is not None and num_bytes > max_bytes:
         raise OSError(f"a message of {num_bytes} bytes; at most {max_bytes} are allowed")
@@ -114,8 +109,7 @@ class ReplicaConnections:
 
     name: this router's name. host: the address at which replicas reach it.
     handler: receives messages and failures of replicas.
-    max_quiet_checks: number of `check` calls without a message after which a replica counts as
-    unresponsive.
+    max_quiet_checks: `check` calls without a message that make a replica unresponsive.
     """
 
     def __init__(self, name: str, host: str, handler: Batcher, max_quiet_checks: int) -> None:
@@ -266,14 +260,11 @@ class ResponseQueue:
 
 
 class RouterConnections:
-    """The connections to all routers.
+    """The connections to all routers. If one breaks, the requests of its router are cancelled.
 
-    If a connection breaks, the requests of its router are cancelled.
-
-    name: this replica's name.
+    name: this replica's name. load: returns `ReplicaMessage.load`.
     answer: puts all items of a request into a queue, the last one included.
     cancel: cancels a request in the engine; no-op if it has ended.
-    load: returns `ReplicaMessage.load`.
     flush_cache: drops cached prefixes.
     """
 
@@ -295,11 +286,7 @@ class RouterConnections:
         self._is_closing = False
 
     async def connect(self, router: RouterAddress) -> None:
-        """Connect to a router and serve its requests; no-op if it is connected.
-
-        Raises:
-            OSError: it no longer listens.
-        """
+        """Connect to a router and serve its requests, unless it is connected; raise OSError."""
         if router.name in self._queues or self._is_closing:
             return
         self._queues[router.name] = queue = ResponseQueue()

@@ -36,11 +36,7 @@ _ANY_SHARE = 0.001
 
 
 def placement_of(config: ServeSpecConfig) -> dict[str, Any]:
-    """Return the deployment options for a replica's resources: a bundle for each rank.
-
-    Raises:
-        ConfigError: ranks would have to share a GPU, or would reserve nothing.
-    """
+    """Return a replica's options: a bundle for each rank. Raise ConfigError for shared GPUs."""
     replica, size = config.replica, config.model.tensor_parallel_size
     num_gpus = replica.num_gpus or 0
     if size > 1 and num_gpus not in (0, size):
@@ -148,11 +144,8 @@ BUILD_ENGINE = "serve_spec.engine.build:build_engine"
 def start_engine(config: ServeSpecConfig, build: str = BUILD_ENGINE) -> EngineProcess:
     """Start the engine of this replica; return when it is ready.
 
-    build: import path of a function like `build_engine`.
-
-    Raises:
-        Exception: any exception of `build`, for example CheckpointError.
-        RayError: the process cannot start, or has died.
+    build: import path of a function like `build_engine`; its exceptions are raised here. RayError:
+    the process cannot start, or has died.
     """
     actor = Engine.options(**rank_options(config, 0)).remote()  # type: ignore[attr-defined]
     # Futures, because `ray.get` warns in a thread with an event loop.

@@ -17,10 +17,7 @@ MAX_NAME_CHARS = 256
 
 
 class ApiError(Exception):
-    """An HTTP error response. Field names are those of OpenAI's error object.
-
-    `retry_after_s` (whole seconds) becomes the Retry-After header.
-    """
+    """An HTTP error response: the fields of OpenAI's error object, and Retry-After in seconds."""
 
     def __init__(
         self,
@@ -55,9 +52,8 @@ class ApiError(Exception):
 class ReplicaLost(ApiError):
     """The request's replica or its engine died. Another replica may succeed.
 
-    Args:
-        replica: its name, if the request had not been accepted yet.
-        is_orderly: whether the replica was shutting down, so the request is not the cause.
+    replica: its name, if the request had not been accepted yet. is_orderly: whether the replica was
+    shutting down, so the request is not the cause.
     """
 
     def __init__(
@@ -196,11 +192,7 @@ _Body = TypeVar("_Body", bound=BaseModel)
 
 
 def validated(model: type[_Body], data: Mapping[str, object]) -> _Body:
-    """Return `data` as a body of another endpoint.
-
-    Raises:
-        ApiError: a field is wrong.
-    """
+    """Return `data` as a body of another endpoint; raise ApiError if a field is wrong."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -224,10 +216,7 @@ def renamed(own_name: Callable[[str], str]) -> Iterator[None]:
 
 
 def invalid_body(errors: Sequence[Mapping[str, object]]) -> ApiError:
-    """Return 400 for the first of FastAPI's validation errors.
-
-    errors: pydantic's dictionaries with `type`, `loc` (starting with "body") and `msg`.
-    """
+    """Return 400 for the first of pydantic's `errors`, whose `loc` starts with "body"."""
     error = errors[0]
     location = error["loc"]
     assert isinstance(location, tuple), "pydantic gives locations as tuples"

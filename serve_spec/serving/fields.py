@@ -139,14 +139,10 @@ def grammar_of(
     structured_outputs: Mapping[str, Any] | None,
     named: Mapping[str, Any],
 ) -> Grammar | None:
-    """Return the grammar that a request asks for, or None.
+    """Return the grammar that a request asks for, if any; raise InvalidRequest for several.
 
-    response_format: its `type` and its `json_schema`.
+    response_format: its `type` and its `json_schema`. named: the values of `GRAMMAR_FIELDS`.
     structured_outputs: the grammar under json, json_object, regex, grammar or choice.
-    named: the values of `GRAMMAR_FIELDS`.
-
-    Raises:
-        InvalidRequest: there are several grammars, or one is invalid.
     """
     found = [] if response_format is None else _of_format(*response_format)
     found += [_GRAMMARS[GRAMMAR_FIELDS[name]](value, name) for name, value in _given(named)]
@@ -221,10 +217,9 @@ _ANNOTATIONS = frozenset({"$comment", "description", "examples", "title"})
 
 
 def closed(schema: Any) -> Any:
-    """Return a JSON Schema whose objects have only the properties that it names.
+    """Return a JSON Schema, without annotations, whose objects have only the properties it names.
 
-    Annotations are left out, because the length of a grammar is limited. An object that names its
-    `additionalProperties`, or joins schemas with `allOf`, stays as it is.
+    An object with `additionalProperties` or `allOf` stays as it is.
     """
     if not isinstance(schema, dict):
         return schema

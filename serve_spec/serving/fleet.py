@@ -41,8 +41,7 @@ _SERVING = frozenset({"RUNNING", "UPDATING"})
 class RayFleet(Batcher):
     """The replicas of the deployment behind `handle`, in the Serve application `app_name`.
 
-    sender: the unique name of this router.
-    host: the address at which replicas reach this process.
+    sender: this router's unique name. host: the address at which replicas reach this process.
     """
 
     def __init__(
@@ -149,8 +148,7 @@ class RayFleet(Batcher):
     async def costs(self) -> dict[str, int]:
         """Count replicas by the state of their cost table: "missing", "measured" or "loaded".
 
-        While a replica has none, its policy uses the strategy ema instead of goodput. The result is
-        empty if the states are unknown. A large fleet is only sampled.
+        Without one, a policy uses the strategy ema instead of goodput. Large fleets are sampled.
         """
         try:
             status: Mapping[str, Any] = await self._stats.status()
@@ -237,10 +235,8 @@ def requests_to_move(
 ) -> list[str]:
     """Return waiting requests to withdraw, so that they are sent to replicas with free slots.
 
-    Args:
-        not_started: by replica, requests without a token yet, oldest first.
-        stats: by replica, `EngineReplica.record_routing_stats`.
-        num_slots: maximum number of running requests of a replica.
+    not_started: by replica, requests without a token, oldest first. num_slots: of a replica.
+    stats: by replica, `EngineReplica.record_routing_stats`.
     """
     num_free = sum(_free_slots(state, num_slots) for state in stats.values())
     moving: list[str] = []
@@ -321,9 +317,7 @@ def ranked(
     """Return the names of all replicas, the best for `num_requests` more first.
 
     Under every policy the worst are unhealthy replicas, then those to avoid, full ones, and those
-    without free slots for all of the requests.
-
-    load_factor: under `prefix`, the maximum requests of a replica relative to the mean.
+    without free slots for all of them. load_factor, for `prefix`: most requests over the mean.
     """
     order = _order(policy, loads, num_requests, load_factor)
 
@@ -362,11 +356,7 @@ def is_short_of_pages(stats: Mapping[str, Any]) -> bool:
 
 
 def _between(known: Sequence[tuple[int, float]], count: int) -> float:
-    """Return the ms at `count` by linear interpolation; beyond the table, proportional to it.
-
-    With a step function, the replica with a slightly lower step would get all requests up to its
-    end.
-    """
+    """Return the ms at `count` by linear interpolation; beyond the table, proportional to it."""
     above = bisect_right(known, count, key=lambda entry: entry[0])
     if above == 0:
         return known[0][1]
@@ -378,10 +368,7 @@ def _between(known: Sequence[tuple[int, float]], count: int) -> float:
 
 
 class SentPrefixes:
-    """The prompt prefixes sent to each replica, the newest `max_blocks` blocks.
-
-    This estimates the content of a replica's prefix cache; evictions there are not known.
-    """
+    """The newest `max_blocks` blocks of prefixes sent to replicas: an estimate of their caches."""
 
     def __init__(self, max_blocks: int = _MAX_KNOWN_BLOCKS) -> None:
         self._max_blocks = max_blocks
@@ -429,11 +416,7 @@ def first_block(request: GenerateRequest) -> int | None:
 
 
 class ReplicaChooser:
-    """Chooses replicas for the requests of one router.
-
-    num_open: returns the number of this router's open requests at a replica.
-    num_slots, max_requests: see `ReplicaLoad`.
-    """
+    """Chooses replicas for the requests of one router, `num_open` of which a replica has."""
 
     def __init__(
         self,
@@ -478,11 +461,7 @@ class ReplicaChooser:
     def _load(
         self, name: str, connection: ReplicaConnection, prompts: Sequence[Sequence[int]]
     ) -> ReplicaLoad:
-        """Return the load of a replica from its last messages.
-
-        `connection.load` is up to a second old, `connection.num_requests` milliseconds while the
-        replica runs requests of this router.
-        """
+        """Return the load of a replica from its last messages, which are up to a second old."""
         load, by_router = connection.load, connection.num_requests
         costs: Mapping[str, float] | None = load.get("marginal_ms_by_batch_size")
         return ReplicaLoad(

@@ -151,10 +151,7 @@ CLIENT: ContextVar[str] = ContextVar("client", default="")
 
 
 class Arrival:
-    """Middleware that sets the arrival time, trace id and client of a request.
-
-    If there are `keys`, it returns 401 unless the request has one of them as bearer token.
-    """
+    """Sets time, trace id and client of a request; 401 if there are `keys` and it has none."""
 
     def __init__(self, app: ASGIApp, keys: Collection[str] = ()) -> None:
         self._app = app

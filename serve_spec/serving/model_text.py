@@ -71,9 +71,7 @@ class Conversation(NamedTuple):
 
 
 class ModelText:
-    """Encodes prompts and decodes tokens of the served model.
-
-    router: configures the formats of calls and reasoning.
+    """Encodes prompts and decodes tokens of the served model; `router` names formats.
 
     All methods raise ApiError, 500, if the checkpoint's files cannot be used here.
     """
@@ -86,11 +84,7 @@ class ModelText:
         self._defaults: dict[str, Any] | None = None
 
     async def params(self, request: CompletionRequest | ChatRequest) -> SamplingParams:
-        """Return the sampling parameters of a request; it takes those it lacks of the checkpoint.
-
-        Raises:
-            InvalidRequest: a field is invalid.
-        """
+        """Return a request's parameters with the checkpoint's defaults, or raise InvalidRequest."""
         params = request.sampling_params()
         if self._defaults is None:
             self._defaults = await asyncio.to_thread(_readable, sampling_defaults, self._model)
@@ -104,9 +98,8 @@ class ModelText:
     async def conversation(self, request: ChatRequest, params: SamplingParams) -> Conversation:
         """Return the conversation as token ids, and `params` with `max_tokens` and grammar set.
 
-        Raises:
-            InvalidRequest: the template rejects it, it leaves no room for an answer, or the format
-                of the checkpoint's calls is not known.
+        InvalidRequest: the template rejects it, it leaves no room for an answer, or the format of
+        the checkpoint's calls is not known.
         """
         files = await self._files()
         num_chars = _LONG_CHARS if request.tools else sum(map(_num_chars, request.messages))
@@ -133,13 +126,7 @@ class ModelText:
         ]
 
     async def token_ids(self, request: CompletionRequest, max_tokens: int) -> list[list[int]]:
-        """Return the prompts as token ids, as the request has them; an empty text has none.
-
-        max_tokens: of the completion.
-
-        Raises:
-            InvalidRequest: one is too long for the model.
-        """
+        """Return the prompts as token ids, with room for `max_tokens`; InvalidRequest: too long."""
         files = await self._files()
         room = max(1, files.max_model_len - max_tokens)
         return [
@@ -156,11 +143,7 @@ class ModelText:
                 await encode_async(len(prompt), partial(_refuse_long, await self._files(), prompt))
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a text.
-
-        Raises:
-            InvalidRequest: it is far too long.
-        """
+        """Return the token ids of a text; raise InvalidRequest if it is far too long."""
         files = await self._files()
         encode = partial(_encode, files, text, add_special_tokens, _MOST_CONTEXTS)
         return await encode_async(len(text), encode)

@@ -62,11 +62,7 @@ class GenerateBody(StrictFields):
     rid: Name | None = about("Id of the answer; default: random.")
 
     def completion(self) -> CompletionRequest:
-        """Return the request to the completions API that asks for the same.
-
-        Raises:
-            InvalidRequest, ApiError: a field is wrong; names it as the completions API does.
-        """
+        """Return the same request to the completions API; errors have the names of that."""
         if (self.text is None) == (self.input_ids is None):
             raise InvalidRequest("text", None, "give either text or input_ids")
         params = self.sampling_params or {}
@@ -108,10 +104,7 @@ _FIELDS = {new: old for old, new in _NAMES.items()}
 
 
 class GenerateFormat(AnswerFormat):
-    """Format of SGLang's /generate: each event of a stream repeats the text so far.
-
-    The last event of a choice also has its `output_ids`. prompts: token ids of each prompt.
-    """
+    """Format of SGLang's /generate, for `prompts` as token ids: events repeat the text so far."""
 
     kind = chunk_kind = "generate"
 

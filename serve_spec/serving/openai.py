@@ -181,11 +181,7 @@ class BaseRequest(StrictFields):
         logprobs: int | None,
         prompt_logprobs: int | None = None,
     ) -> SamplingParams:
-        """Return the sampling parameters of choice 0.
-
-        max_tokens: None for the default.
-        logprobs, prompt_logprobs: as in `SamplingParams`.
-        """
+        """Return the parameters of choice 0; None: the default, or no log-probabilities."""
         refuse_unavailable(self)
         if self.stream_options is not None and not self.stream:
             fix = "allowed only with stream=true"

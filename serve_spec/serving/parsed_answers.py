@@ -21,10 +21,7 @@ from serve_spec.serving.tools import call_id
 
 
 class ParsedChatFormat(ChatFormat):
-    """Format of the chat API for answers that are parsed.
-
-    Log-probabilities come with the first chunk of the tokens that they belong to.
-    """
+    """Format of parsed chat answers; a chunk has the log-probabilities of the tokens it begins."""
 
     def __init__(
         self, head: AnswerHead, syntax: AnswerSyntax, token_bytes: TokenBytesLookup | None = None

@@ -112,11 +112,7 @@ class ResponsesRequest(BaseRequest):
                 raise InvalidRequest(name, "<given>", fix)
 
     def chat(self, messages: Sequence[JSONObject]) -> ChatRequest:
-        """Return the chat of `messages` with the fields of this request.
-
-        Raises:
-            InvalidRequest, ApiError: a field is wrong; names it as in a chat.
-        """
+        """Return the chat of `messages` with this request's fields; errors have a chat's names."""
         shared = set(BaseRequest.model_fields) - {"stream_options"}
         data = self.model_dump(include=shared, exclude_none=True)
         if self.logit_bias is not None:

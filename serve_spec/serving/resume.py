@@ -189,8 +189,7 @@ async def resumed(
     """Yield the items of `fleet.generate(request)`, resuming it when its replica is lost.
 
     `Accepted` is yielded once, and no token is lost or repeated. The last delta's counts
-    (`FleetSpeculation`) are the sum of the latest counts of each replica; a lost replica may have
-    done more.
+    (`FleetSpeculation`) are summed over replicas; a lost one may have done more.
 
     slot: the request's slot at the replicas, which it may have to release for a while.
 

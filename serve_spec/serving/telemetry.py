@@ -126,10 +126,7 @@ def exported_names(metric: Metric) -> tuple[str, ...]:
 
 
 class RayMetrics:
-    """Metrics of this process, and a buffer of the engine's rounds. Thread-safe.
-
-    labels: a value for each of `LABELS`.
-    """
+    """Metrics of this process, with the values `labels` of `LABELS`, and a buffer of rounds."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._record = {
@@ -144,10 +141,7 @@ class RayMetrics:
             record(reading.value, dict(reading.labels))
 
     def observe(self, record: StepRecord) -> None:
-        """Buffer a round; the oldest are dropped when the buffer is full.
-
-        The engine's thread only pays for an append.
-        """
+        """Buffer a round, for an append's time; a full buffer drops the oldest."""
         self._rounds.append(record)
 
     def flush(self) -> None:
@@ -197,10 +191,7 @@ def merged(readings: Iterable[Reading]) -> list[Reading]:
 
 
 def state_readings(snapshot: Snapshot, reasons: set[str]) -> Iterator[Reading]:
-    """Yield the readings of an engine's snapshot.
-
-    reasons: those seen before, to be reset to 0; the snapshot's is added.
-    """
+    """Yield the readings of an engine's snapshot; add its reason to `reasons`, reset the others."""
     predicted = section(snapshot, "break_even", "tokens_per_ms")
     for steps in predicted:
         yield Reading(PREDICTED_GOODPUT, number(predicted, steps), {"num_steps": steps})
@@ -220,10 +211,7 @@ OLD_ROUTER_LABEL = "door"
 
 
 class RequestTimer:
-    """Measures the latency of one request and passes it to `record`.
-
-    measured_at: values of this label. started: the `perf_counter` to measure from.
-    """
+    """Measures the latency of a request from `started`, by `perf_counter`, for `record`."""
 
     def __init__(
         self, record: Callable[[Reading], None], *measured_at: str, started: float
@@ -292,10 +280,7 @@ def serve_labels(context: Any) -> dict[str, str]:
 
 
 def pair_name(config: ServeSpecConfig) -> str:
-    """Return the key under which replicas share acceptance rates: target and draft model.
-
-    Synthetic acceptance is part of the key, so that load tests do not affect other replicas.
-    """
+    """Return the key of shared acceptance rates: target, draft model and forced acceptance."""
     speculative = config.speculative
     draft = speculative.speculative_draft_model_path or speculative.speculative_algorithm
     forced = speculative.synthetic_acceptance
@@ -304,10 +289,7 @@ def pair_name(config: ServeSpecConfig) -> str:
 
 
 class ReplicaTelemetry:
-    """Ray metrics of one replica; created on its event loop.
-
-    Exporting rounds takes milliseconds per second and runs in another thread.
-    """
+    """Ray metrics of one replica; created on its event loop, exported in another thread."""
 
     def __init__(self, context: Any, engine: Any) -> None:
         self._metrics = RayMetrics(serve_labels(context))
@@ -332,10 +314,7 @@ class ReplicaTelemetry:
 
 
 class RouterTelemetry:
-    """Ray metrics of one router; created on its event loop.
-
-    show: returns the `router` section of `/server_info`.
-    """
+    """Ray metrics of one router; created on its event loop. show: its part of `/server_info`."""
 
     def __init__(self, context: Any, show: Callable[[], Snapshot]) -> None:
         self._metrics = RayMetrics(serve_labels(context))
@@ -375,10 +354,7 @@ async def _export_forever(export: Callable[[], Awaitable[None]]) -> None:
 
 
 def start_warm(config: ServeSpecConfig, engine: Any, stats: StatsClient) -> None:
-    """Initialize an engine's acceptance rates from the fleet's, if there are any.
-
-    Blocks for up to two seconds, before the first request.
-    """
+    """Give an engine the fleet's acceptance rates, if there are any; blocks for up to 2 s."""
     max_steps = PolicySettings.of(config.speculative).max_depth
     prior = stats.prior(pair_name(config), max_steps) if max_steps else None
     if prior is None:

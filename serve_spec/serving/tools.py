@@ -66,11 +66,7 @@ class ToolCall(StrictFields):
     function: CalledFunction
 
     def for_template(self, field: str) -> dict[str, Any]:
-        """Return the call as chat templates read it, with its arguments as an object.
-
-        Raises:
-            InvalidRequest: they are none; `field` is the call's place in the request.
-        """
+        """Return the call with its arguments as an object; an error names its place, `field`."""
         arguments = self.function.arguments
         try:
             found = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
