@@ -45,12 +45,7 @@ from serve_spec.serving.completions import (
     stream_frames,
     whole_answer,
 )
-from serve_spec.serving.errors import too_many_choices, unknown_model
-from serve_spec.serving.fields import Prompt, ignored_fields
-from serve_spec.serving.logprobs import TokenBytesLookup, labelled
-from serve_spec.serving.messages import GenerateRequest
-from serve_spec.serving.middleware import (
-    CHAT_PATH,
+from serve_spec.serving.errors import (
     CLIENT,
     Arrival,
     AsciiJSON,
@@ -59,14 +54,19 @@ from serve_spec.serving.middleware import (
     add_error_answers,
     encode_by_items,
     error_answer,
+    too_many_choices,
     trace_id,
+    unknown_model,
 )
+from serve_spec.serving.fields import Prompt, ignored_fields
+from serve_spec.serving.logprobs import TokenBytesLookup, labelled
+from serve_spec.serving.messages import GenerateRequest
 from serve_spec.serving.model_text import ModelText
 from serve_spec.serving.native_api import add_generate, add_state, add_tokens
 from serve_spec.serving.openai import BaseRequest, ChatRequest, CompletionRequest, unknown_field
-from serve_spec.serving.parsed_answers import ParsedChatFormat
 from serve_spec.serving.responses import add_responses
 from serve_spec.serving.telemetry import fleet_metrics
+from serve_spec.serving.tools import ParsedChatFormat
 
 if TYPE_CHECKING:
     from serve_spec.serving.fleet import RayFleet
@@ -308,7 +308,9 @@ def _add_completions(api: FastAPI, frontend: Frontend) -> None:
             stream=bool(body.stream),
         )
 
-    @api.post(CHAT_PATH, response_model=ChatCompletion, responses=_answers("chat completion"))
+    @api.post(
+        "/v1/chat/completions", response_model=ChatCompletion, responses=_answers("chat completion")
+    )
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation; with `stream`, as server-sent events."""
         frontend.admit(body, 1)

@@ -47,8 +47,7 @@ from serve_spec.config import ConfigError, RouterConfig
 from serve_spec.config.base import parse_yaml
 from serve_spec.log import get_logger
 from serve_spec.serving.answers import STREAM_TYPE, event
-from serve_spec.serving.errors import ApiError, no_router, server_lost, starting
-from serve_spec.serving.middleware import error_answer
+from serve_spec.serving.errors import ApiError, error_answer, no_router, server_lost, starting
 
 logger = get_logger(__name__)
 

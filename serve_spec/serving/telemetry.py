@@ -50,9 +50,9 @@ from serve_spec.metrics import (
     Reading,
 )
 from serve_spec.metrics import readings as round_readings
+from serve_spec.serving.errors import ARRIVED
 from serve_spec.serving.fleet_stats import Snapshot, number, section
 from serve_spec.serving.messages import Failed, Refused, ReplicaItem
-from serve_spec.serving.middleware import ARRIVED
 from serve_spec.serving.stats_actor import StatsClient
 
 logger = get_logger(__name__)
