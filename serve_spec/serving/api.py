@@ -21,24 +21,8 @@ from serve_spec.config import ServeSpecConfig
 from serve_spec.core.request import SamplingParams
 from serve_spec.log import get_logger
 from serve_spec.metrics import IGNORED_FIELDS, Reading
+from serve_spec.serving import answers
 from serve_spec.serving.admission import Admission
-from serve_spec.serving.answers import (
-    STREAM_HEADERS,
-    STREAM_TYPE,
-    AnswerFormat,
-    AnswerHead,
-    ChatCompletion,
-    ChatFormat,
-    Completion,
-    CompletionFormat,
-    Details,
-    Echo,
-    ErrorAnswer,
-    JSONAnswer,
-    Model,
-    ModelList,
-    fingerprint,
-)
 from serve_spec.serving.completions import (
     CompletionRunner,
     choices_of,
@@ -109,7 +93,7 @@ class CompletionAnswer(Response):
         self,
         runner: CompletionRunner,
         choices: Sequence[GenerateRequest],
-        form: AnswerFormat,
+        form: answers.AnswerFormat,
         *,
         num_prompts: int = 1,
         is_prompt_only: bool = False,
@@ -127,7 +111,9 @@ class CompletionAnswer(Response):
             answer: Response
             if self._stream:
                 frames = stream_frames(running, self._form, self._trace_id)
-                answer = StreamingResponse(frames, media_type=STREAM_TYPE, headers=STREAM_HEADERS)
+                answer = StreamingResponse(
+                    frames, media_type=answers.STREAM_TYPE, headers=answers.STREAM_HEADERS
+                )
             else:
                 answer = await _json_answer(await whole_answer(running, self._form))
             try:
@@ -150,7 +136,7 @@ def create_api(
         version=__version__,
         docs_url=None,
         redoc_url=None,
-        responses={"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
+        responses={"4XX": {"model": answers.ErrorAnswer}, "5XX": {"model": answers.ErrorAnswer}},
     )
     api.router.route_class = LargeBodyRoute
     api.add_middleware(
@@ -187,7 +173,7 @@ class Frontend:
         self._names = config.model.names
         self._is_strict = config.router.strict_fields
         self._record = record
-        self._fingerprint = fingerprint(__version__, config.model.model_dump(mode="json"))
+        self._fingerprint = answers.fingerprint(__version__, config.model.model_dump(mode="json"))
         self._synthetic_acceptance = config.speculative.synthetic_acceptance is not None
         self._runner = CompletionRunner(
             fleet,
@@ -214,9 +200,9 @@ class Frontend:
         if name is not None and name not in self._names:
             raise unknown_model(name, self._names[0])
 
-    def head(self, kind: str, body: BaseRequest, separator: str = "-") -> AnswerHead:
+    def head(self, kind: str, body: BaseRequest, separator: str = "-") -> answers.AnswerHead:
         """Return the shared fields. The id is not x-request-id, which need not be unique."""
-        return AnswerHead(
+        return answers.AnswerHead(
             f"{kind}{separator}{body.request_id or uuid.uuid4().hex}",
             self._names[0],
             int(time.time()),
@@ -233,11 +219,11 @@ class Frontend:
         token_bytes = await self.text.token_bytes()
         return labelled(token_bytes) if body.return_tokens_as_token_ids else token_bytes
 
-    async def details(self, body: BaseRequest, prompts: Sequence[Prompt]) -> Details:
+    async def details(self, body: BaseRequest, prompts: Sequence[Prompt]) -> answers.Details:
         """Return what the answer holds in addition to the text."""
         is_scored = body.prompt_logprobs is not None
         ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
-        return Details(
+        return answers.Details(
             body.num_choices,
             ids if body.return_token_ids else None,
             body.prompt_logprobs,
@@ -251,23 +237,25 @@ class Frontend:
         await self.text.refuse_long(body.prompt)
         return body.prompt
 
-    async def echoes(self, body: CompletionRequest, prompts: Sequence[Prompt]) -> list[Echo]:
+    async def echoes(
+        self, body: CompletionRequest, prompts: Sequence[Prompt]
+    ) -> list[answers.Echo]:
         """Return the prompts to repeat before their choices; empty unless `echo` is set."""
         if not body.echo:
             return []
         is_cut = body.truncate_prompt_tokens is not None
         texts = await self.text.texts(prompts if is_cut else body.prompt)
         ids = [[] if isinstance(prompt, str) else prompt for prompt in prompts]
-        return [Echo(*echo) for echo in zip(texts, ids, strict=True)]
+        return [answers.Echo(*echo) for echo in zip(texts, ids, strict=True)]
 
     async def chat(
-        self, body: ChatRequest, head: AnswerHead, request: Request
-    ) -> tuple[list[GenerateRequest], ChatFormat]:
+        self, body: ChatRequest, head: answers.AnswerHead, request: Request
+    ) -> tuple[list[GenerateRequest], answers.ChatFormat]:
         """Return the choices of a chat and the format of its answer."""
         prompt, params, syntax = await self.text.conversation(body, await self.text.params(body))
         choices = self.choices(head, request, [prompt], params, body.num_choices)
         token_bytes = await self.token_bytes(body, is_wanted=bool(body.logprobs))
-        form = ChatFormat(head, token_bytes)
+        form = answers.ChatFormat(head, token_bytes)
         if syntax is not None:
             form = ParsedChatFormat(head, syntax, token_bytes)
         form.details = await self.details(body, [prompt])
@@ -275,7 +263,7 @@ class Frontend:
 
     def choices(
         self,
-        head: AnswerHead,
+        head: answers.AnswerHead,
         request: Request,
         prompts: Sequence[Prompt],
         params: SamplingParams,
@@ -287,7 +275,9 @@ class Frontend:
 
 
 def _add_completions(api: FastAPI, frontend: Frontend) -> None:
-    @api.post("/v1/completions", response_model=Completion, responses=_answers("completion"))
+    @api.post(
+        "/v1/completions", response_model=answers.Completion, responses=_answers("completion")
+    )
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Complete prompts; with `stream`, as server-sent events."""
         frontend.admit(body, len(body.prompt))
@@ -298,7 +288,7 @@ def _add_completions(api: FastAPI, frontend: Frontend) -> None:
         choices = frontend.choices(head, request, prompts, params, body.num_candidates)
         before = [echo for echo in echoes for _ in range(body.num_choices)]
         token_bytes = await frontend.token_bytes(body, is_wanted=body.logprobs is not None)
-        form = CompletionFormat(head, before, token_bytes, body.num_candidates)
+        form = answers.CompletionFormat(head, before, token_bytes, body.num_candidates)
         form.details = await frontend.details(body, prompts)
         return frontend.answer(
             choices,
@@ -309,7 +299,9 @@ def _add_completions(api: FastAPI, frontend: Frontend) -> None:
         )
 
     @api.post(
-        "/v1/chat/completions", response_model=ChatCompletion, responses=_answers("chat completion")
+        "/v1/chat/completions",
+        response_model=answers.ChatCompletion,
+        responses=_answers("chat completion"),
     )
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation; with `stream`, as server-sent events."""
@@ -319,7 +311,7 @@ def _add_completions(api: FastAPI, frontend: Frontend) -> None:
         return frontend.answer(choices, form, stream=bool(body.stream))
 
 
-async def _json_answer(content: JSONAnswer) -> Response:
+async def _json_answer(content: answers.JSONAnswer) -> Response:
     """Return a whole answer as a response; encode it in a thread, as it may be long."""
     body = await asyncio.to_thread(encode_by_items, content)
     headers = {"content-length": str(len(body))}
@@ -342,27 +334,27 @@ def _answers(kind: str) -> dict[int | str, dict[str, Any]]:
     stream = {"schema": event, "example": "data: {...}\n\ndata: [DONE]\n\n"}
     whole = f"The {kind}; with `stream`, server-sent events of chunks, then [DONE]."
     errors: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorAnswer, "description": description}
+        status: {"model": answers.ErrorAnswer, "description": description}
         for status, description in _ERRORS.items()
     }
-    return {200: {"description": whole, "content": {STREAM_TYPE: stream}}, **errors}
+    return {200: {"description": whole, "content": {answers.STREAM_TYPE: stream}}, **errors}
 
 
 def _add_models(api: FastAPI, names: Sequence[str]) -> None:
     created = int(time.time())
-    entries: dict[str, Model] = {
+    entries: dict[str, answers.Model] = {
         name: {"id": name, "object": "model", "created": created, "owned_by": "serve_spec"}
         for name in names
     }
 
     @api.get("/v1/models")
-    async def models() -> ModelList:
+    async def models() -> answers.ModelList:
         """List the names of the served model."""
         return {"object": "list", "data": list(entries.values())}
 
     # `:path` because model names may hold slashes.
     @api.get("/v1/models/{name:path}")
-    async def model(name: str) -> Model:
+    async def model(name: str) -> answers.Model:
         """Return one model by name."""
         if name not in entries:
             raise unknown_model(name, names[0])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
 from serve_spec.log import get_logger
 from serve_spec.metrics import Reading
+from serve_spec.serving import messages
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.answers import AnswerFormat, JSONAnswer, Usage, event, usage
 from serve_spec.serving.errors import (
@@ -26,14 +27,6 @@ from serve_spec.serving.errors import (
     timed_out,
 )
 from serve_spec.serving.fields import Prompt
-from serve_spec.serving.messages import (
-    Accepted,
-    Failed,
-    GenerateRequest,
-    Refused,
-    ReplicaItem,
-    Withdrawn,
-)
 from serve_spec.serving.resume import FleetSpeculation, resumed
 from serve_spec.serving.telemetry import router_timer
 
@@ -100,7 +93,7 @@ def choices_of(
     prompts: Sequence[Prompt],
     params: SamplingParams,
     num_choices: int,
-) -> list[GenerateRequest]:
+) -> list[messages.GenerateRequest]:
     """Return `num_choices` requests per prompt, in the order of `index`.
 
     A choice's seed depends on its place among those of its prompt. Without one, each draws its own.
@@ -111,12 +104,12 @@ def choices_of(
     ]
     drawn = [(prompt, replace(params, seed=seed)) for prompt in prompts for seed in seeds]
     return [
-        GenerateRequest(f"{answer_id}-{index}", trace_id, prompt, seeded)
+        messages.GenerateRequest(f"{answer_id}-{index}", trace_id, prompt, seeded)
         for index, (prompt, seeded) in enumerate(drawn)
     ]
 
 
-def by_prompt(choices: Sequence[GenerateRequest]) -> list[list[int]]:
+def by_prompt(choices: Sequence[messages.GenerateRequest]) -> list[list[int]]:
     """Return the indices of the choices, grouped by equal prompts."""
     groups: dict[str | tuple[int, ...], list[int]] = {}
     for place, choice in enumerate(choices):
@@ -187,7 +180,7 @@ class RunningAnswer:
 
     def __init__(
         self,
-        items: AsyncGenerator[tuple[int, ReplicaItem], None],
+        items: AsyncGenerator[tuple[int, messages.ReplicaItem], None],
         *,
         num_choices: int,
         num_prompts: int,
@@ -258,7 +251,7 @@ class RunningAnswer:
             self._speculation[index] = delta.speculation
         self._num_ended += delta.finish_reason is not None
 
-    async def _next_item(self) -> tuple[int, Accepted | TokenDelta]:
+    async def _next_item(self) -> tuple[int, messages.Accepted | TokenDelta]:
         try:
             index, item = await self.deadline.next(self._items)
         except TimeoutError:
@@ -267,11 +260,11 @@ class RunningAnswer:
             raise engine_failed("the replica ended the stream without a finish reason") from None
         if isinstance(item, TokenDelta):
             return index, item
-        if isinstance(item, Refused):
+        if isinstance(item, messages.Refused):
             raise refused(item.error)
-        if isinstance(item, Failed):
+        if isinstance(item, messages.Failed):
             raise queue_full(item.message, 1) if item.overloaded else engine_failed(item.message)
-        assert not isinstance(item, Withdrawn), "`resumed` does not yield it"
+        assert not isinstance(item, messages.Withdrawn), "`resumed` does not yield it"
         return index, item
 
 
@@ -305,7 +298,7 @@ class CompletionRunner:
     @asynccontextmanager
     async def run(
         self,
-        choices: Sequence[GenerateRequest],
+        choices: Sequence[messages.GenerateRequest],
         num_prompts: int = 1,
         *,
         client: str = "",
@@ -342,8 +335,8 @@ class CompletionRunner:
             deadline.close()
 
     async def _one(
-        self, index: int, request: GenerateRequest, client: str, deadline: float
-    ) -> AsyncGenerator[tuple[int, ReplicaItem], None]:
+        self, index: int, request: messages.GenerateRequest, client: str, deadline: float
+    ) -> AsyncGenerator[tuple[int, messages.ReplicaItem], None]:
         """Yield (index, item) of one choice, which holds a slot meanwhile."""
         async with AsyncExitStack() as held:
             try:

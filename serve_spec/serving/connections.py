@@ -21,20 +21,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from serve_spec.log import get_logger
+from serve_spec.serving import messages
 from serve_spec.serving.errors import ReplicaLost, engine_failed, no_replica
-from serve_spec.serving.messages import (
-    Failed,
-    GenerateRequest,
-    Items,
-    ReplicaItem,
-    ReplicaMessage,
-    RouterMessage,
-    decode_replica_message,
-    decode_router_message,
-    encode_replica_message,
-    is_last,
-    merge_items,
-)
 
 if TYPE_CHECKING:
     from serve_spec.serving.batching import Batcher
@@ -178,7 +166,7 @@ class ReplicaConnections:
         try:
             while True:
                 self._handle(
-                    replica, connection, decode_replica_message(await read_message(reader))
+                    replica, connection, messages.decode_replica_message(await read_message(reader))
                 )
         except (EOFError, OSError) as error:
             logger.info("replica %s is gone: %r", replica, error)
@@ -205,7 +193,9 @@ class ReplicaConnections:
             return None
         return name.decode()
 
-    def _handle(self, replica: str, connection: ReplicaConnection, message: ReplicaMessage) -> None:
+    def _handle(
+        self, replica: str, connection: ReplicaConnection, message: messages.ReplicaMessage
+    ) -> None:
         was_usable = connection.is_usable
         connection.num_quiet_checks = 0
         connection.is_unresponsive = False
@@ -225,11 +215,11 @@ class ResponseQueue:
         """Tasks of the requests whose last item has not been sent."""
         self.is_load_due = False
         """Whether the next message reports the load."""
-        self._items: Items = []
+        self._items: messages.Items = []
         self._changed = asyncio.Event()
         self._is_closed = False
 
-    def put(self, request_id: str, item: ReplicaItem) -> None:
+    def put(self, request_id: str, item: messages.ReplicaItem) -> None:
         """Add an item of a request."""
         self._items.append((request_id, item))
         self._changed.set()
@@ -244,7 +234,7 @@ class ResponseQueue:
         self._is_closed = True
         self._changed.set()
 
-    async def __aiter__(self) -> AsyncIterator[Items]:
+    async def __aiter__(self) -> AsyncIterator[messages.Items]:
         while not self._is_closed or self._items:
             await self._changed.wait()
             # Let all requests of the round add their items first.
@@ -252,9 +242,9 @@ class ResponseQueue:
             self._changed.clear()
             items, self._items = self._items, []
             if len(items) > len(self.answers):
-                items = merge_items(items)
+                items = messages.merge_items(items)
             for request_id, item in items:
-                if is_last(item):
+                if messages.is_last(item):
                     self.answers.pop(request_id, None)
             yield items
 
@@ -271,7 +261,7 @@ class RouterConnections:
     def __init__(
         self,
         name: str,
-        answer: Callable[[GenerateRequest, ResponseQueue], Coroutine[Any, Any, None]],
+        answer: Callable[[messages.GenerateRequest, ResponseQueue], Coroutine[Any, Any, None]],
         cancel: Callable[[str], None],
         load: Callable[[], Mapping[str, Any]],
         flush_cache: Callable[[], None],
@@ -336,7 +326,7 @@ class RouterConnections:
         """Handle messages of a router until the connection closes; then cancel its requests."""
         try:
             while True:
-                self._handle(decode_router_message(await read_message(reader)), queue)
+                self._handle(messages.decode_router_message(await read_message(reader)), queue)
         except (EOFError, OSError) as error:
             logger.info(
                 "router %s is gone, %d requests cancelled: %r", router, len(queue.answers), error
@@ -352,9 +342,9 @@ class RouterConnections:
             queue.close()
             writer.close()
 
-    def _handle(self, message: RouterMessage, queue: ResponseQueue) -> None:
+    def _handle(self, message: messages.RouterMessage, queue: ResponseQueue) -> None:
         for request_id, request in message.requests:
-            if isinstance(request, Failed):
+            if isinstance(request, messages.Failed):
                 queue.put(request_id, request)
             else:
                 answer = asyncio.create_task(self._answer(request, queue))
@@ -370,8 +360,10 @@ class RouterConnections:
             async for items in queue:
                 load = self._load() if queue.is_load_due else None
                 queue.is_load_due = False
-                message = ReplicaMessage(items, self.num_requests(), load, self._is_closing)
-                write_message(writer, encode_replica_message(message))
+                message = messages.ReplicaMessage(
+                    items, self.num_requests(), load, self._is_closing
+                )
+                write_message(writer, messages.encode_replica_message(message))
                 await writer.drain()
         except OSError as error:
             logger.debug("connection closed: %r", error)

@@ -168,24 +168,20 @@ def no_router() -> ApiError:
 
 def timed_out(timeout_s: float) -> ApiError:
     """Return 408: the request did not finish within its deadline."""
-    return ApiError(
-        408,
+    message = (
         f"The request did not finish within request_timeout_s={timeout_s:g} seconds; "
-        "ask for fewer tokens or raise router.request_timeout_s",
-        kind="timeout_error",
-        code="request_timeout",
+        "ask for fewer tokens or raise router.request_timeout_s"
     )
+    return ApiError(408, message, kind="timeout_error", code="request_timeout")
 
 
 def client_too_slow(max_unread_bytes: int) -> ClientTooSlow:
     """Return 408: the client reads its stream too slowly."""
-    return ClientTooSlow(
-        408,
+    message = (
         f"The client reads too slowly: more than router.max_unread_bytes={max_unread_bytes} bytes "
-        "are unread; read faster or raise router.max_unread_bytes",
-        kind="timeout_error",
-        code="client_too_slow",
+        "are unread; read faster or raise router.max_unread_bytes"
     )
+    return ClientTooSlow(408, message, kind="timeout_error", code="client_too_slow")
 
 
 def defect(error: Exception) -> ApiError:

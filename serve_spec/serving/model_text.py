@@ -26,12 +26,7 @@ from serve_spec.core.request import SamplingParams
 from serve_spec.engine.inputs import sampling_defaults
 from serve_spec.engine.messages import encode_async
 from serve_spec.engine.tokenizer import Tokenizer
-from serve_spec.serving.chat_template import (
-    RESERVED,
-    ChatTemplate,
-    ChatTemplateError,
-    ControlTokens,
-)
+from serve_spec.serving import chat_template
 from serve_spec.serving.errors import ApiError
 from serve_spec.serving.fields import Prompt
 from serve_spec.serving.logprobs import TokenBytesLookup
@@ -56,8 +51,8 @@ class _Files(NamedTuple):
 
     tokenizer: Tokenizer
     token_bytes: TokenBytesLookup
-    template: ChatTemplate
-    control: ControlTokens
+    template: chat_template.ChatTemplate
+    control: chat_template.ControlTokens
     formats: Formats
     max_model_len: int
 
@@ -142,10 +137,12 @@ class ModelText:
             if isinstance(prompt, str) and len(prompt) > _UNUSUAL_CHARS:
                 await encode_async(len(prompt), partial(_refuse_long, await self._files(), prompt))
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a text; raise InvalidRequest if it is far too long."""
+    async def encode(
+        self, text: str, *, add_special_tokens: bool, contexts: int = _MOST_CONTEXTS
+    ) -> list[int]:
+        """Return the token ids of a text; raise InvalidRequest if it is longer than `contexts`."""
         files = await self._files()
-        encode = partial(_encode, files, text, add_special_tokens, _MOST_CONTEXTS)
+        encode = partial(_encode, files, text, add_special_tokens, contexts)
         return await encode_async(len(text), encode)
 
     async def max_model_len(self) -> int:
@@ -166,8 +163,7 @@ class ModelText:
             return []
         contexts = 1 if request.truncate_prompt_tokens is None else _MOST_CONTEXTS
         adds = request.add_special_tokens is not False
-        encode = partial(_encode, await self._files(), prompt, adds, contexts)
-        return await encode_async(len(prompt), encode)
+        return await self.encode(prompt, add_special_tokens=adds, contexts=contexts)
 
     async def _files(self) -> _Files:
         return await asyncio.to_thread(self._load) if self._loaded is None else self._loaded
@@ -190,8 +186,8 @@ def _readable(read: Callable[[ModelConfig], T], model: ModelConfig) -> T:
 def _read(model: ModelConfig, router: RouterConfig) -> _Files:
     tokenizer = Tokenizer(model.tokenizer_folder)
     token_bytes = lru_cache(_NUM_CACHED_TOKENS)(tokenizer.token_bytes)
-    template = ChatTemplate.from_folder(model.tokenizer_folder, model.chat_template)
-    control = ControlTokens(tokenizer, template.source)
+    template = chat_template.ChatTemplate.from_folder(model.tokenizer_folder, model.chat_template)
+    control = chat_template.ControlTokens(tokenizer, template.source)
     max_model_len = model.max_model_len or _max_model_len(model.metadata_folder)
     formats = Formats.of(template.source, router.tool_call_parser, router.reasoning_parser)
     return _Files(tokenizer, token_bytes, template, control, formats, max_model_len)
@@ -222,7 +218,7 @@ def _conversation(files: _Files, request: ChatRequest, params: SamplingParams) -
         )
         text.encode()
         params, syntax = _parsed(files, request, params, text)
-    except ChatTemplateError as error:
+    except chat_template.ChatTemplateError as error:
         raise InvalidRequest("messages", _summary(request), str(error)) from None
     except (RecursionError, UnicodeEncodeError):
         fix = "the tools, or arguments of calls, are nested too deeply or not valid Unicode"
@@ -282,8 +278,9 @@ def _variables(request: ChatRequest, files: _Files) -> dict[str, object]:
         variables["reasoning_effort"] = request.reasoning_effort
     variables |= request.chat_template_kwargs or {}
     for name in variables:
-        if name in RESERVED:
-            fix = f"reserved; use the request's own fields instead of {sorted(RESERVED)}"
+        if name in chat_template.RESERVED:
+            reserved = sorted(chat_template.RESERVED)
+            fix = f"reserved; use the request's own fields instead of {reserved}"
             raise InvalidRequest("chat_template_kwargs", name, fix)
     return cast(dict[str, object], files.control.mark_all(variables))
 

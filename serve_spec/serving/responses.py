@@ -435,7 +435,7 @@ def _usage(counts: Usage) -> JSONObject:
     details = counts.get("completion_tokens_details", {"reasoning_tokens": 0})
     return {
         "input_tokens": counts["prompt_tokens"],
-        "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
+        "input_tokens_details": counts["prompt_tokens_details"] | {"cache_write_tokens": 0},
         "output_tokens": counts["completion_tokens"],
         "output_tokens_details": details,
         "total_tokens": counts["total_tokens"],

@@ -13,25 +13,9 @@ from pydantic import Field, PlainValidator
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import CallsForm, Grammar
 from serve_spec.core.request import FinishReason, TokenDelta
-from serve_spec.serving.answers import (
-    TEXT_MARK,
-    AnswerHead,
-    ChatFormat,
-    JSONObject,
-    Usage,
-    encode_text,
-    event,
-)
+from serve_spec.serving import answers, parsers
 from serve_spec.serving.fields import Name, StrictFields, Text, about, closed
 from serve_spec.serving.logprobs import TokenBytesLookup
-from serve_spec.serving.parsers import (
-    THOUGHTS,
-    AnswerParser,
-    AnswerSyntax,
-    CallFormat,
-    Part,
-    ReasoningFormat,
-)
 
 MAX_TOOLS = 1024
 _CHOICE = 'use "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
@@ -157,7 +141,7 @@ def offered(tools: Sequence[Tool] | None, choice: ToolChoice | None) -> list[Fun
     return functions
 
 
-def call_id(request_id: str, index: int, call: int, syntax: AnswerSyntax) -> str:
+def call_id(request_id: str, index: int, call: int, syntax: parsers.AnswerSyntax) -> str:
     """Return the id of a call of choice `index`; it is the same when a request is resumed.
 
     Mistral's templates accept only 9 letters and digits.
@@ -166,7 +150,7 @@ def call_id(request_id: str, index: int, call: int, syntax: AnswerSyntax) -> str
     return digest[:9] if syntax.calls == "mistral" else f"call_{digest}"
 
 
-CALL_PARSERS: Mapping[str, CallFormat | None] = {
+CALL_PARSERS: Mapping[str, parsers.CallFormat | None] = {
     "none": None,
     **dict.fromkeys(("hermes", "qwen", "qwen25", "qwen3_coder", "glm45"), "hermes"),
     **dict.fromkeys(("llama3_json", "llama3"), "llama3_json"),
@@ -175,7 +159,7 @@ CALL_PARSERS: Mapping[str, CallFormat | None] = {
 }
 """Formats of calls by `router.tool_call_parser`, with the names that vLLM and SGLang use."""
 
-REASONING_PARSERS: Mapping[str, ReasoningFormat | None] = {
+REASONING_PARSERS: Mapping[str, parsers.ReasoningFormat | None] = {
     "none": None,
     **dict.fromkeys(("qwen3", "glm45", "deepseek_r1", "deepseek-r1"), "think"),
     "mistral": "mistral",
@@ -200,8 +184,8 @@ class Formats:
     marks_json: a call is a marker and then JSON, so a grammar may leave the text before it free.
     """
 
-    calls: CallFormat | None = None
-    reasoning: ReasoningFormat | None = None
+    calls: parsers.CallFormat | None = None
+    reasoning: parsers.ReasoningFormat | None = None
     has_names_first: bool = False
     space: str = ""
     is_single: bool = False
@@ -239,7 +223,7 @@ class Formats:
 
     @property
     def _markers(self) -> tuple[str, str]:
-        return THOUGHTS.get(self.reasoning or "openai", ("", ""))
+        return parsers.THOUGHTS.get(self.reasoning or "openai", ("", ""))
 
     def of_json(self, grammar: Grammar, prompt: str) -> Grammar:
         """Return the grammar of answers to `prompt` that are JSON of a schema after reasoning."""
@@ -256,7 +240,7 @@ class Formats:
     def of_calls(
         self,
         functions: Sequence[Function],
-        syntax: AnswerSyntax,
+        syntax: parsers.AnswerSyntax,
         prompt: str,
         *,
         is_free: bool = False,
@@ -284,7 +268,7 @@ class Formats:
         )
         return Grammar.calls(form)
 
-    def _call(self, name: str, calls: CallFormat | None) -> tuple[list[str], list[str]]:
+    def _call(self, name: str, calls: parsers.CallFormat | None) -> tuple[list[str], list[str]]:
         """Return the text before and after the arguments of a call."""
         quoted = json.dumps(name, ensure_ascii=False)
         if calls == "hermes":
@@ -308,7 +292,7 @@ class Formats:
         return [begin], [end], self.is_reasoning(prompt)
 
 
-def _calls_in(template: str) -> CallFormat | None:
+def _calls_in(template: str) -> parsers.CallFormat | None:
     if "<|channel|>" in template:
         return "openai"
     if "[TOOL_CALLS]" in template:
@@ -319,7 +303,7 @@ def _calls_in(template: str) -> CallFormat | None:
     return "llama3_json" if is_llama else None
 
 
-def _reasoning_in(template: str) -> ReasoningFormat | None:
+def _reasoning_in(template: str) -> parsers.ReasoningFormat | None:
     if "<|channel|>" in template:
         return "openai"
     if "[THINK]" in template:
@@ -327,15 +311,18 @@ def _reasoning_in(template: str) -> ReasoningFormat | None:
     return "think" if "</think>" in template else None
 
 
-class ParsedChatFormat(ChatFormat):
+class ParsedChatFormat(answers.ChatFormat):
     """Format of parsed chat answers; a chunk has the log-probabilities of the tokens it begins."""
 
     def __init__(
-        self, head: AnswerHead, syntax: AnswerSyntax, token_bytes: TokenBytesLookup | None = None
+        self,
+        head: answers.AnswerHead,
+        syntax: parsers.AnswerSyntax,
+        token_bytes: TokenBytesLookup | None = None,
     ) -> None:
         super().__init__(head, token_bytes)
         self._syntax = syntax
-        self._parsers: dict[int, AnswerParser] = {}
+        self._parsers: dict[int, parsers.AnswerParser] = {}
         self._num_reasoning_tokens: dict[int, tuple[int, bool]] = {}
         """Tokens of each choice up to the end of its reasoning, and whether it has ended."""
         self._around_parts: dict[tuple[int, str, int], list[bytes]] = {}
@@ -343,10 +330,10 @@ class ParsedChatFormat(ChatFormat):
     def frame(self, index: int, delta: TokenDelta) -> bytes:
         """Return the events of the parts that `delta` completes; there may be none."""
         if self.sends_tokens or delta.finish_reason is not None:
-            return b"".join(event(chunk) for chunk in self.chunks(index, delta))
+            return b"".join(answers.event(chunk) for chunk in self.chunks(index, delta))
         return b"".join(self._event(index, part) for part in self._parts(index, delta))
 
-    def chunks(self, index: int, delta: TokenDelta) -> list[JSONObject]:
+    def chunks(self, index: int, delta: TokenDelta) -> list[answers.JSONObject]:
         """See `AnswerFormat.chunks`."""
         texts = [self._delta(index, part) for part in self._parts(index, delta)]
         is_last = delta.finish_reason is not None
@@ -361,17 +348,19 @@ class ParsedChatFormat(ChatFormat):
             self._detail(chunks[0], choices[0], index, [delta])
         return chunks
 
-    def whole(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> JSONObject:
+    def whole(
+        self, choices: Sequence[Sequence[TokenDelta]], counts: answers.Usage
+    ) -> answers.JSONObject:
         """See `AnswerFormat.whole`."""
         body = super().whole(choices, counts)
         assert isinstance(body, dict), "one answer"
         return {**body, "usage": self._detailed(counts)}
 
-    def usage_chunk(self, counts: Usage) -> JSONObject:
+    def usage_chunk(self, counts: answers.Usage) -> answers.JSONObject:
         """See `AnswerFormat.usage_chunk`."""
         return super().usage_chunk(self._detailed(counts))
 
-    def _detailed(self, counts: Usage) -> Usage:
+    def _detailed(self, counts: answers.Usage) -> answers.Usage:
         """Return the counts with those of reasoning tokens, if they are known."""
         if self._syntax.reasoning_end is None:
             return counts
@@ -391,28 +380,30 @@ class ParsedChatFormat(ChatFormat):
             num_tokens += token_ids.index(end) + 1 if end in token_ids else len(token_ids)
             self._num_reasoning_tokens[index] = num_tokens, has_ended
 
-    def _parts(self, index: int, delta: TokenDelta) -> list[Part]:
+    def _parts(self, index: int, delta: TokenDelta) -> list[parsers.Part]:
         parser = self._parsers.get(index)
         if parser is None:
-            parser = self._parsers[index] = AnswerParser(self._syntax)
+            parser = self._parsers[index] = parsers.AnswerParser(self._syntax)
         self._count(index, delta.token_ids)
         return parser.feed(delta.text, is_last=delta.finish_reason is not None)
 
-    def _event(self, index: int, part: Part) -> bytes:
+    def _event(self, index: int, part: parsers.Part) -> bytes:
         """Return a part as an event. The bytes around its text are encoded once."""
         if part.kind == "name":
-            return event(self._chunk(_choice_of(index, self._delta(index, part))))
+            return answers.event(self._chunk(_choice_of(index, self._delta(index, part))))
         key = index, part.kind, part.call
         around = self._around_parts.get(key)
         if around is None:
-            marked = _choice_of(index, self._delta(index, part._replace(text=TEXT_MARK)))
+            marked = _choice_of(index, self._delta(index, part._replace(text=answers.TEXT_MARK)))
             num_places = 2 if part.kind == "reasoning" else 1
-            around = event(self._chunk(marked)).rsplit(encode_text(TEXT_MARK), num_places)
+            around = answers.event(self._chunk(marked)).rsplit(
+                answers.encode_text(answers.TEXT_MARK), num_places
+            )
             self._around_parts[key] = around
-        return encode_text(part.text).join(around)
+        return answers.encode_text(part.text).join(around)
 
-    def _choice(self, index: int, deltas: Sequence[TokenDelta]) -> JSONObject:
-        parser = self._parsers[index] = AnswerParser(self._syntax, is_whole=True)
+    def _choice(self, index: int, deltas: Sequence[TokenDelta]) -> answers.JSONObject:
+        parser = self._parsers[index] = parsers.AnswerParser(self._syntax, is_whole=True)
         self._count(index, [token for delta in deltas for token in delta.token_ids])
         parts = parser.feed("".join(delta.text for delta in deltas), is_last=True)
         content = "".join(part.text for part in parts if part.kind == "content")
@@ -421,7 +412,7 @@ class ParsedChatFormat(ChatFormat):
         for part in parts:
             if part.kind == "arguments":
                 calls[part.call]["function"]["arguments"] += part.text
-        message: JSONObject = {
+        message: answers.JSONObject = {
             "role": "assistant",
             "content": content or (None if calls or reasoning else ""),
             "refusal": None,
@@ -434,7 +425,7 @@ class ParsedChatFormat(ChatFormat):
         reason = _reason(ending, len(calls))
         return {"index": index, "message": message, **ending, "finish_reason": reason}
 
-    def _delta(self, index: int, part: Part) -> JSONObject:
+    def _delta(self, index: int, part: parsers.Part) -> answers.JSONObject:
         """Return the `delta` of a chunk."""
         if part.kind == "content":
             return {"content": part.text}
@@ -444,7 +435,7 @@ class ParsedChatFormat(ChatFormat):
             return {"tool_calls": [{"index": part.call, **self._call(index, part)}]}
         return {"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}
 
-    def _call(self, index: int, part: Part) -> dict[str, Any]:
+    def _call(self, index: int, part: parsers.Part) -> dict[str, Any]:
         return {
             "id": call_id(self.head.id, index, part.call, self._syntax),
             "type": "function",
@@ -452,10 +443,10 @@ class ParsedChatFormat(ChatFormat):
         }
 
 
-def _choice_of(index: int, delta: JSONObject) -> JSONObject:
+def _choice_of(index: int, delta: answers.JSONObject) -> answers.JSONObject:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _reason(ending: JSONObject, num_calls: int) -> object:
+def _reason(ending: answers.JSONObject, num_calls: int) -> object:
     is_stop = ending["finish_reason"] == FinishReason.STOP.value
     return "tool_calls" if num_calls and is_stop else ending["finish_reason"]

@@ -6,18 +6,10 @@ from typing import NamedTuple
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import SamplingParams, SpeculationStats, TokenDelta
+from serve_spec.serving import messages
 from serve_spec.serving.connections import ReplicaConnections
 from serve_spec.serving.errors import ApiError, ReplicaLost, no_replica
 from serve_spec.serving.fleet_stats import FleetStats
-from serve_spec.serving.messages import (
-    Accepted,
-    Failed,
-    GenerateRequest,
-    Refused,
-    Withdrawn,
-    encode_router_message,
-    is_last,
-)
 from tests.serving.fake_engine import LawfulLoop
 
 FAR_S = 3600.0
@@ -72,13 +64,13 @@ class LoopFleet(QuietFleet):
     async def generate(self, request):
         try:
             stream = await self.loop.submit(request.prompt, request.params, request.request_id)
-            yield Accepted(stream.num_prompt_tokens, "here")
+            yield messages.Accepted(stream.num_prompt_tokens, "here")
             async for delta in _deltas(stream):
                 yield delta
         except InvalidRequest as error:
-            yield Refused(error)
+            yield messages.Refused(error)
         except RuntimeError as error:
-            yield Failed(str(error))
+            yield messages.Failed(str(error))
         finally:
             self.loop.cancel(request.request_id)
 
@@ -147,16 +139,16 @@ class MortalFleet(QuietFleet):
         life = self.lives.pop(0) if self.lives else float("inf")
         if isinstance(life, ApiError):
             raise life
-        if isinstance(life, Failed):
+        if isinstance(life, messages.Failed):
             yield life
             return
         loop = LawfulLoop(len(self.requests))
         stream = await loop.submit(asked.prompt, asked.params, asked.request_id, asked.emitted)
-        accepted = Accepted(stream.num_prompt_tokens, f"r{len(self.requests)}")
+        accepted = messages.Accepted(stream.num_prompt_tokens, f"r{len(self.requests)}")
         said = [accepted, *[item async for item in stream]]
         for count, item in enumerate(said):
             if isinstance(life, Takes) and count >= life.after:
-                yield Withdrawn()
+                yield messages.Withdrawn()
             elif not isinstance(life, Takes) and count >= life:
                 raise lost()
             yield item
@@ -207,10 +199,10 @@ class RouterEnd:
         return [item for request_id, item in self.items() if request_id == name]
 
     def has_ended(self, *names):
-        return all(any(map(is_last, self.said(name))) for name in names)
+        return all(any(map(messages.is_last, self.said(name))) for name in names)
 
     def ask(self, *requests):
-        self.connections.send("r1", encode_router_message(requests))
+        self.connections.send("r1", messages.encode_router_message(requests))
 
 
 @asynccontextmanager
@@ -227,7 +219,7 @@ async def listening(**options):
 
 def request(prompt="a b", **params):
     """A request for a fleet."""
-    return GenerateRequest("cmpl-1", "trace", prompt, SamplingParams(**params))
+    return messages.GenerateRequest("cmpl-1", "trace", prompt, SamplingParams(**params))
 
 
 def delta(text, *ids, finish=None):

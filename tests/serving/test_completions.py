@@ -10,17 +10,9 @@ from hypothesis import strategies as st
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import FinishReason, SamplingParams
+from serve_spec.serving import completions
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.answers import AnswerHead, CompletionFormat
-from serve_spec.serving.completions import (
-    CompletionRunner,
-    Deadline,
-    choice_seed,
-    choices_of,
-    interleaved,
-    stream_frames,
-    whole_answer,
-)
 from serve_spec.serving.errors import ApiError, no_replica
 from serve_spec.serving.messages import Accepted, Failed, Refused
 from tests.serving.fake_engine import FakeLoop
@@ -40,7 +32,7 @@ FORM = CompletionFormat(HEAD)
 
 
 def runner(fleet, admission, timeout_s=3600):
-    return CompletionRunner(fleet, admission, timeout_s=timeout_s, resume_timeout_s=0)
+    return completions.CompletionRunner(fleet, admission, timeout_s=timeout_s, resume_timeout_s=0)
 
 
 def open_door():
@@ -51,7 +43,7 @@ async def frames(fleet, asked, num_prompts=1, timeout_s=3600):
     """Every frame of a stream, decoded; and that nothing is left behind."""
     admission = open_door()
     async with runner(fleet, admission, timeout_s).run(asked, num_prompts) as answer:
-        sent = b"".join([frame async for frame in stream_frames(answer, FORM, "trace")])
+        sent = b"".join([frame async for frame in completions.stream_frames(answer, FORM, "trace")])
     assert admission.in_flight == 0
     return [decoded(line) for line in sent.split(b"\n\n") if line]
 
@@ -118,14 +110,14 @@ async def test_a_deadline_that_passes_at_the_door_is_a_408():
 
 
 def several(n, prompts=("a b c",), **params):
-    return choices_of("cmpl-1", "trace", prompts, SamplingParams(**params), n)
+    return completions.choices_of("cmpl-1", "trace", prompts, SamplingParams(**params), n)
 
 
 async def choose(fleet, asked, num_prompts=1):
     """The whole answer; and that nothing is left behind."""
     admission = open_door()
     async with runner(fleet, admission).run(asked, num_prompts) as answer:
-        whole = await whole_answer(answer, FORM)
+        whole = await completions.whole_answer(answer, FORM)
     assert admission.in_flight == 0
     return whole
 
@@ -165,7 +157,7 @@ async def test_more_choices_than_turns_take_turns():
     asked = several(3, max_tokens=4)
     async with runner(LoopFleet(loop), admission).run(asked) as answer:
         assert admission.queue_len > 0
-        whole = await whole_answer(answer, FORM)
+        whole = await completions.whole_answer(answer, FORM)
     assert [choice["text"] for choice in whole["choices"]] == ["a b c a "] * 3
     assert (admission.in_flight, admission.queue_len) == (0, 0)
 
@@ -226,23 +218,23 @@ SEEDS = st.integers(-(2**63), 2**63 - 1)
 
 @given(SEEDS, st.integers(1, 127))
 def test_the_first_choice_has_the_requests_own_seed_and_the_others_have_others(seed, index):
-    assert choice_seed(seed, 0) == seed
-    assert 0 <= choice_seed(seed, index) < 2**63
-    assert len({choice_seed(seed, i) for i in range(index + 1)}) == index + 1
+    assert completions.choice_seed(seed, 0) == seed
+    assert 0 <= completions.choice_seed(seed, index) < 2**63
+    assert len({completions.choice_seed(seed, i) for i in range(index + 1)}) == index + 1
 
 
 def test_derived_seeds_never_change():
     """A client repeats a request with the seed that it noted."""
-    assert choice_seed(7, 1) == 2114375518687650719
+    assert completions.choice_seed(7, 1) == 2114375518687650719
 
 
 def test_choices_of_a_prompt_are_neighbours_and_the_same_as_if_it_came_alone():
-    both = choices_of("cmpl-1", "t", ["a", [1, 2]], SamplingParams(seed=3, top_k=5), 2)
+    both = completions.choices_of("cmpl-1", "t", ["a", [1, 2]], SamplingParams(seed=3, top_k=5), 2)
     assert [c.request_id for c in both] == [f"cmpl-1-{i}" for i in range(4)]
     assert [c.prompt for c in both] == ["a", "a", [1, 2], [1, 2]]
-    alone = choices_of("cmpl-2", "t", [[1, 2]], SamplingParams(seed=3, top_k=5), 2)
+    alone = completions.choices_of("cmpl-2", "t", [[1, 2]], SamplingParams(seed=3, top_k=5), 2)
     assert [c.params for c in both[2:]] == [c.params for c in alone]
-    unseeded = choices_of("cmpl-1", "t", ["a"], SamplingParams(), 3)
+    unseeded = completions.choices_of("cmpl-1", "t", ["a"], SamplingParams(), 3)
     assert [c.params.seed for c in unseeded] == [None] * 3, "each replica draws one"
 
 
@@ -254,7 +246,7 @@ async def test_what_a_reader_of_several_choices_does_not_take_stays_in_their_str
             taken[index] += 1
             yield index, item
 
-    async with aclosing(interleaved([stream(0), stream(1)])) as items:
+    async with aclosing(completions.interleaved([stream(0), stream(1)])) as items:
         await anext(items)
         await settle()
         assert sum(taken) <= 6
@@ -270,7 +262,7 @@ async def items(*given):
 
 
 def at(delay_s):
-    return Deadline(asyncio.get_running_loop().time() + delay_s)
+    return completions.Deadline(asyncio.get_running_loop().time() + delay_s)
 
 
 async def test_a_wait_that_is_too_long_ends_and_so_does_every_later_one():

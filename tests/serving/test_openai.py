@@ -20,16 +20,9 @@ from pydantic import ValidationError
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import MAX_GRAMMAR_CHARS, Grammar
 from serve_spec.core.request import SamplingParams, SpeculativeOptions
+from serve_spec.serving import openai
 from serve_spec.serving.errors import invalid_body, refused
 from serve_spec.serving.fields import PRESENTATION, UNSUPPORTED, TextPart, ignored_fields
-from serve_spec.serving.openai import (
-    MAX_CHOICES_PER_PROMPT,
-    ChatMessage,
-    ChatRequest,
-    CompletionRequest,
-    StreamOptions,
-    unknown_field,
-)
 
 USER = {"role": "user", "content": "a"}
 TEXT_PART = {"type": "text", "text": "a"}
@@ -37,13 +30,13 @@ TEXT_PART = {"type": "text", "text": "a"}
 
 def parse(**body):
     """A body as it arrives: through JSON."""
-    return CompletionRequest.model_validate(json.loads(json.dumps({"prompt": "a", **body})))
+    return openai.CompletionRequest.model_validate(json.loads(json.dumps({"prompt": "a", **body})))
 
 
 def chat(*messages, **body):
     """A conversation as it arrives."""
     given = {"messages": list(messages or [USER])} | body
-    return ChatRequest.model_validate(json.loads(json.dumps(given)))
+    return openai.ChatRequest.model_validate(json.loads(json.dumps(given)))
 
 
 def refusal(make=parse, *messages, **body):
@@ -66,9 +59,9 @@ def test_a_bare_prompt_means_the_defaults_of_the_openai_api():
 
 
 def test_null_means_the_default_for_every_optional_field():
-    optional = set(CompletionRequest.model_fields) - {"prompt"}
+    optional = set(openai.CompletionRequest.model_fields) - {"prompt"}
     assert parse(**dict.fromkeys(optional)).sampling_params() == SamplingParams()
-    optional = set(ChatRequest.model_fields) - {"messages"}
+    optional = set(openai.ChatRequest.model_fields) - {"messages"}
     assert chat(**dict.fromkeys(optional)).sampling_params() == SamplingParams()
 
 
@@ -123,15 +116,15 @@ NEUTRAL_CHAT = {
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
-        (completion_create_params.CompletionCreateParamsStreaming, CompletionRequest),
-        (chat_params.CompletionCreateParamsStreaming, ChatRequest),
-        (ChatCompletionStreamOptionsParam, StreamOptions),
+        (completion_create_params.CompletionCreateParamsStreaming, openai.CompletionRequest),
+        (chat_params.CompletionCreateParamsStreaming, openai.ChatRequest),
+        (ChatCompletionStreamOptionsParam, openai.StreamOptions),
         (ChatCompletionContentPartTextParam, TextPart),
-        (ChatCompletionSystemMessageParam, ChatMessage),
-        (ChatCompletionDeveloperMessageParam, ChatMessage),
-        (ChatCompletionUserMessageParam, ChatMessage),
-        (ChatCompletionAssistantMessageParam, ChatMessage),
-        (ChatCompletionToolMessageParam, ChatMessage),
+        (ChatCompletionSystemMessageParam, openai.ChatMessage),
+        (ChatCompletionDeveloperMessageParam, openai.ChatMessage),
+        (ChatCompletionUserMessageParam, openai.ChatMessage),
+        (ChatCompletionAssistantMessageParam, openai.ChatMessage),
+        (ChatCompletionToolMessageParam, openai.ChatMessage),
     ],
 )
 def test_every_field_that_the_official_client_can_send_is_known(theirs, ours):
@@ -322,7 +315,7 @@ def test_an_unknown_field_changes_nothing_and_is_named(make, body, field, sugges
     asked = make(**body)
     assert asked.sampling_params() == make().sampling_params()
     (name,) = ignored_fields(asked)
-    error = unknown_field(name, type(asked)).body()["error"]
+    error = openai.unknown_field(name, type(asked)).body()["error"]
     assert error["param"] == field
     assert (f"did you mean {suggestion}?" in error["message"]) == (suggestion is not None)
     assert suggestion or "did you mean" not in error["message"]
@@ -330,7 +323,7 @@ def test_an_unknown_field_changes_nothing_and_is_named(make, body, field, sugges
 
 def test_many_and_very_long_unknown_names_are_neither_compared_nor_sent_back_whole():
     (name,) = ignored_fields(parse(**{"a" * 10**6: 3}))
-    assert len(unknown_field(name, CompletionRequest).message) < 1000
+    assert len(openai.unknown_field(name, openai.CompletionRequest).message) < 1000
     assert len([*ignored_fields(parse(**{f"k{i}": 1 for i in range(10_000)}))]) == 10_000
 
 
@@ -412,8 +405,8 @@ REFUSED = {
     "frequency_penalty": [2.1],
     "presence_penalty": [-2.1],
     "repetition_penalty": [0, -1.0, 101],
-    "n": [0, -1, MAX_CHOICES_PER_PROMPT + 1, 10**30, 1.5, True],
-    "best_of": [0, -1, MAX_CHOICES_PER_PROMPT + 1, 1.5, True],
+    "n": [0, -1, openai.MAX_CHOICES_PER_PROMPT + 1, 10**30, 1.5, True],
+    "best_of": [0, -1, openai.MAX_CHOICES_PER_PROMPT + 1, 1.5, True],
     "bad_words": ["a", ["a"] * 129],
     "bad_words.0": [[""], [1], ["a" * 257]],
     "truncate_prompt_tokens": [-2, 2**31, True],
