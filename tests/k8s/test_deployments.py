@@ -22,6 +22,7 @@ from tests.k8s.overlays import USED_BY, rendered
 @pytest.fixture(scope="module", params=DEPLOY_FILES, ids=lambda p: p.stem)
 def deployment(request, tmp_path_factory):
     (app,) = read_deployment(request.param)["applications"]
+    assert callable(import_attr(app["import_path"]))
     return read(app, tmp_path_factory.mktemp("models"))
 
 

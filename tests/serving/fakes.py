@@ -7,7 +7,7 @@ from typing import NamedTuple
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import SamplingParams, SpeculationStats, TokenDelta
 from serve_spec.serving import messages
-from serve_spec.serving.connections import ReplicaConnections
+from serve_spec.serving.connections import ReplicaConnections, RouterConnections
 from serve_spec.serving.errors import ApiError, ReplicaLost, no_replica
 from serve_spec.serving.fleet_stats import FleetStats
 from tests.serving.fake_engine import LawfulLoop
@@ -177,6 +177,25 @@ async def settle():
     """Lets every task that can run now run."""
     for _ in range(20):
         await asyncio.sleep(0)
+
+
+class ReplicaEnd(RouterConnections):
+    """Replica r1's end of its connections; it says `items` and whatever tests put into `queues`."""
+
+    def __init__(self, *items):
+        self.items = items
+        self.cancelled = []
+        self.queues = {}
+        self.flushed = asyncio.Event()
+        load = {"num_running": 7, "is_healthy": True}
+        cancel = self.cancelled.append
+        super().__init__("r1", self._say, cancel, lambda: load, self.flushed.set)
+
+    async def _say(self, asked, queue):
+        self.queues[asked.request_id] = queue
+        for item in self.items:
+            queue.put(asked.request_id, item)
+        await asyncio.Event().wait()
 
 
 class RouterEnd:

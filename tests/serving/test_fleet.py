@@ -13,32 +13,15 @@ from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import FinishReason
 from serve_spec.serving import fleet as module
-from serve_spec.serving.connections import RouterConnections
 from serve_spec.serving.errors import ApiError, ReplicaLost
 from serve_spec.serving.fleet import RayFleet
 from serve_spec.serving.messages import Accepted, Failed, Refused
 from serve_spec.serving.stats_actor import StatsUnavailable
-from tests.serving.fakes import delta, request, until
+from tests.serving.fakes import ReplicaEnd, delta, request, until
 
-ACCEPTED = Accepted(1, "there")
+ACCEPTED = Accepted(1, "r1")
 LAST = delta("b", 2, finish=FinishReason.STOP)
 ID = request().request_id
-
-
-class Replica(RouterConnections):
-    """Answers every request with the same items."""
-
-    def __init__(self, *items):
-        self.items = items
-        self.cancelled = []
-        super().__init__(
-            "there", self._say, self.cancelled.append, lambda: {"is_healthy": True}, lambda: None
-        )
-
-    async def _say(self, asked, queue):
-        for item in self.items:
-            queue.put(asked.request_id, item)
-        await asyncio.Event().wait()
 
 
 class Handle:
@@ -103,7 +86,7 @@ async def items_of(fleet):
     ids=lambda items: type(items[-1]).__name__,
 )
 async def test_a_connection_outlives_the_answers_on_it(config, items):
-    async with running(config, Replica(*items)) as fleet:
+    async with running(config, ReplicaEnd(*items)) as fleet:
         for _ in range(2):
             said = await items_of(fleet)
             assert [type(item) for item in said] == [type(item) for item in items]
@@ -112,7 +95,7 @@ async def test_a_connection_outlives_the_answers_on_it(config, items):
 
 
 async def test_a_client_that_leaves_before_the_first_answer_is_not_logged(config, caplog):
-    async with running(config, Replica()) as fleet:
+    async with running(config, ReplicaEnd()) as fleet:
         waiting = asyncio.ensure_future(anext(fleet.generate(request())))
         await asyncio.sleep(0.01)
         waiting.cancel()
@@ -124,7 +107,7 @@ async def test_a_client_that_leaves_before_the_first_answer_is_not_logged(config
 
 async def test_a_replica_is_found_although_serve_is_away_for_a_moment(config, monkeypatch):
     monkeypatch.setattr(module, "_BROADCAST_EVERY_S", 0.001)
-    async with running(config, Replica(LAST), RayError("odd"), TimeoutError()) as fleet:
+    async with running(config, ReplicaEnd(LAST), RayError("odd"), TimeoutError()) as fleet:
         assert await items_of(fleet) == [LAST]
 
 
@@ -174,10 +157,10 @@ async def test_a_silent_replica_loses_its_requests_and_serves_on_once_it_speaks(
     config, monkeypatch
 ):
     monkeypatch.setattr(module, "_WATCH_EVERY_S", 0.001)
-    replica = Replica(ACCEPTED)
+    replica = ReplicaEnd(ACCEPTED)
     async with running(ServeSpecConfig.load(config, stall_timeout_s=0.02)) as fleet:
         fleet._handle.replica = replica
-        with pytest.raises(ReplicaLost, match="there does not respond"):
+        with pytest.raises(ReplicaLost, match="r1 does not respond"):
             await items_of(fleet)
         await until(lambda: replica.cancelled == [ID])
         replica.items = (LAST,)

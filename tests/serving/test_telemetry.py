@@ -290,31 +290,16 @@ def test_every_request_ends_in_one_outcome(items, outcome):
 def test_a_renamed_metric_is_recorded_under_its_former_name_too(monkeypatch):
     counted = Counter()
 
-    class Recorded:
-        def __init__(self, name, *_):
-            self._name = name
+    def declare(metric, name, labels):
+        return lambda value, labels: counted.update({name.removeprefix("serve_spec_"): value})
 
-        def set_default_tags(self, labels):
-            pass
-
-        def inc(self, value, labels):
-            counted[self._name] += value
-
-        set = observe = inc
-
-    for kind in ("Counter", "Gauge", "Histogram"):
-        monkeypatch.setattr(f"ray.util.metrics.{kind}", Recorded)
+    monkeypatch.setattr(telemetry, "_declare", declare)
     exporter = RayMetrics({})
+    known = {metric.name.removeprefix("serve_spec_"): metric for metric in METRICS}
     for name in ("depth_switches", "accept_length_requests", "rounds"):
-        (metric,) = (each for each in METRICS if each.name == f"serve_spec_{name}")
-        exporter.record(Reading(metric, 2))
-    assert counted == {
-        f"serve_spec_{name}": 2
-        for name in (
-            "depth_switches", "tier_switches", "accept_length_requests", "accept_length_rows",
-            "rounds",
-        )
-    }  # fmt: skip
+        exporter.record(Reading(known[name], 2))
+    renamed = {"depth_switches": "tier_switches", "accept_length_requests": "accept_length_rows"}
+    assert counted == dict.fromkeys([*renamed, *renamed.values(), "rounds"], 2)
 
 
 async def test_the_router_counts_from_the_arrival_of_the_request(clock):

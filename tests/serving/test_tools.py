@@ -520,17 +520,16 @@ def test_json_of_a_schema_may_follow_reasoning(tmp_path, form):
 CHANNELS = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>")
 MODELS = {
     "hermes": ("<tool_call>", ()),
-    "mistral": ("[TOOL_CALLS]", ()),
-    "mistral with special tokens": ("[TOOL_CALLS][ARGS]", ("[TOOL_CALLS]", "[ARGS]")),
+    "mistral": ("[TOOL_CALLS][ARGS]", ("[TOOL_CALLS]", "[ARGS]")),
     "channels": ("<|channel|>", CHANNELS),
     "unknown": ("", ()),
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def folder(request, tmp_path_factory):
-    """A random model for each format."""
-    template, special = MODELS[request.param]
+@pytest.fixture(scope="module", params=MODELS.values(), ids=MODELS)
+def servers(request, tmp_path_factory):
+    """A random model that writes calls in one format, with speculation and without."""
+    template, special = request.param
     folder = make_target(tmp_path_factory.mktemp("model"), "llama2", layer_scale=0.3)
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text())
@@ -539,12 +538,6 @@ def folder(request, tmp_path_factory):
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens(list(special))
     tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def servers(folder):
-    """The same model with speculation and without."""
     loops = []
     for num_steps in (3, 0):
         model = {"path": str(folder), "device": "cpu", "dtype": "float32", "max_model_len": 512}
