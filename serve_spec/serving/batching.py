@@ -108,8 +108,6 @@ _MAX_REPLICAS = 64
 
 @dataclass(eq=False)
 class _PendingRequest:
-    """One request and its unread items."""
-
     request: messages.GenerateRequest
     group: Hashable
     items: ItemStream

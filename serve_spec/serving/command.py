@@ -392,7 +392,6 @@ def _print_news(apps: Iterable[Any], printed: set[str]) -> None:
 
 
 def _reasons(app: Any) -> str:
-    """Return the messages in Serve's status of an application and of its deployments."""
     messages = [app.message, *(d.message for d in app.deployments.values())]
     return "\n".join(message for message in messages if message)
 

@@ -389,7 +389,6 @@ async def stream_frames(
 
 
 def _events(answer: RunningAnswer, form: AnswerFormat, index: int, delta: TokenDelta) -> bytes:
-    """Return the events of a delta; there may be none."""
     is_shown = delta.text or (form.sends_tokens and delta.token_ids)
     if not is_shown and delta.finish_reason is None:
         return b""

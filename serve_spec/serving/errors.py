@@ -319,7 +319,6 @@ def add_error_answers(api: FastAPI) -> None:
 
 
 def _of_framework(request: Request, error: HTTPException) -> ApiError:
-    """Convert an error of FastAPI or Starlette."""
     what = f"{request.method} {request.url.path}"
     message = {404: f"Unknown URL ({what})", 405: f"Not allowed: {what}"}
     if isinstance(error.__cause__, ApiError):
@@ -383,7 +382,6 @@ class Arrival:
         await app(scope, receive, send)
 
     def _key(self, scope: Scope) -> int | None:
-        """Return the index of the request's key, or None."""
         scheme, _, token = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
         # All keys are compared, in constant time, to prevent timing attacks.
         matches = [hmac.compare_digest(token.strip(), key) for key in self._keys]

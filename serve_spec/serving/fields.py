@@ -63,41 +63,35 @@ def _summary(value: object) -> object:
     return value[:80] if isinstance(value, str) else value
 
 
-_NO_SCORES = "use logprobs and top_logprobs, or logit_bias"
+def _unavailable_all(instead: str, *names: str) -> dict[str, Unavailable]:
+    return dict.fromkeys(names, Unavailable(instead=instead))
+
+
 UNSUPPORTED: Mapping[str, Unavailable] = {
-    # Other texts.
     "beam_width": Unavailable(1),
     "chat_template": Unavailable(instead="chats use the checkpoint's own template"),
-    "custom_logit_processor": Unavailable(instead="use logit_bias"),
     "documents": Unavailable(instead="put them into a message"),
     "extra_key": Unavailable(instead="use cache_salt"),
-    "input_embeds": Unavailable(),
     "input_ids": Unavailable(instead="send token ids as prompt to /v1/completions"),
-    "logits_processors": Unavailable(instead="use logit_bias"),
     "lora_path": Unavailable(instead="merge the adapter into the checkpoint"),
-    "prompt_embeds": Unavailable(),
     "repetition_detection": Unavailable(instead="use repetition_penalty"),
+    "return_prompt_text": Unavailable(instead="use return_token_ids"),
     "session_params": Unavailable(instead="send the whole conversation"),
     "stop_regex": Unavailable(instead="use stop"),
     "structural_tag": Unavailable(instead="use structured_outputs"),
-    "task": Unavailable(),
     "thinking_token_budget": Unavailable(-1),
     "use_beam_search": Unavailable(instead="use best_of"),
-    "vllm_xargs": Unavailable(),
-    "watermark": Unavailable(),
-    "watermarking": Unavailable(),
-    # Answers that lack what the client waits for.
-    "audio_data": Unavailable(instead="this model accepts only text"),
-    "video_data": Unavailable(instead="this model accepts only text"),
-    "image_data": Unavailable(instead="this model accepts only text"),
-    "logprob_token_ids": Unavailable(instead=_NO_SCORES),
-    "return_hidden_states": Unavailable(),
-    "return_indexer_topk": Unavailable(),
-    "return_prompt_text": Unavailable(instead="use return_token_ids"),
-    "return_routed_experts": Unavailable(),
-    "return_sampling_mask": Unavailable(),
-    "token_ids_logprob": Unavailable(instead=_NO_SCORES),
-}
+    **_unavailable_all("use logit_bias", "custom_logit_processor", "logits_processors"),
+    **_unavailable_all(
+        "use logprobs and top_logprobs, or logit_bias", "logprob_token_ids", "token_ids_logprob"
+    ),
+    **_unavailable_all("this model accepts only text", "audio_data", "image_data", "video_data"),
+    **_unavailable_all(
+        "", "input_embeds", "prompt_embeds", "return_hidden_states", "return_indexer_topk",
+        "return_routed_experts", "return_sampling_mask", "task", "vllm_xargs", "watermark",
+        "watermarking",
+    ),
+}  # fmt: skip
 """Fields of vLLM and SGLang that change the text or the answer, with their neutral values."""
 
 PRESENTATION = frozenset({

@@ -186,7 +186,6 @@ class RayFleet(Batcher):
             self._is_wanted.clear()
 
     async def _check_forever(self) -> None:
-        """Check for unresponsive replicas periodically."""
         while True:
             await asyncio.sleep(_WATCH_EVERY_S)
             self._connections.check()

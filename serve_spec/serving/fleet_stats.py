@@ -56,8 +56,6 @@ class _Speed(NamedTuple):
 
 
 class _Acceptance(NamedTuple):
-    """Acceptance rates and speeds measured by a replica."""
-
     positions: list[tuple[float, float]]
     """(accept rate, trials) by position."""
     speeds: dict[int, _Speed]
@@ -181,8 +179,6 @@ _SHOWN_FIELDS = (
 
 
 class _Series:
-    """A time series of several columns, oldest first, of about `max_points` per `history_s`."""
-
     def __init__(self, columns: Iterable[str], history_s: float, max_points: int) -> None:
         self._names = ("time_s", *columns)
         self._history_s = history_s
@@ -360,7 +356,6 @@ class FleetStats:
         }
 
     def _state(self, name: str, now_s: float) -> dict[str, object]:
-        """Return the snapshot of a replica and its age."""
         replica = self._replicas[name]
         return {
             **replica.snapshot,
@@ -414,7 +409,6 @@ def _sums(snapshots: Iterable[Snapshot], names: Sequence[str]) -> dict[str, floa
 
 
 def _fleet_point(replicas: Sequence[_Replica]) -> tuple[float, ...]:
-    """Return the values of `_FLEET_COLUMNS`."""
     fresh = [replica.snapshot for replica in replicas]
     batch_size = sum(number(s, "batch_size") for s in fresh)
     # Weighted by requests, so that idle replicas do not count.
@@ -467,5 +461,4 @@ def _sum_of_counts(mappings: Iterable[Snapshot]) -> dict[str, int]:
 
 
 def _counted(values: Iterable[object]) -> dict[str, int]:
-    """Count values by their text, None left out."""
     return dict(sorted(Counter(str(value) for value in values if value is not None).items()))

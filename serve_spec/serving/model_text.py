@@ -47,8 +47,6 @@ T = TypeVar("T")
 
 
 class _Files(NamedTuple):
-    """What is read from a checkpoint."""
-
     tokenizer: Tokenizer
     token_bytes: TokenBytesLookup
     template: chat_template.ChatTemplate
@@ -241,7 +239,6 @@ def _num_chars(message: ChatMessage) -> int:
 
 
 def _message(index: int, message: ChatMessage, files: _Files) -> dict[str, Any]:
-    """Return a message as templates read it."""
     mark = files.control.mark
     calls = [
         call.for_template(f"messages.{index}.tool_calls.{place}")
@@ -262,7 +259,6 @@ def _message(index: int, message: ChatMessage, files: _Files) -> dict[str, Any]:
 
 
 def _tools(request: ChatRequest, files: _Files) -> list[Any] | None:
-    """Return the definitions of tools as templates read them."""
     if not request.callable_functions:
         return None
     tools = [tool.for_template() for tool in request.tools or ()]
@@ -270,7 +266,6 @@ def _tools(request: ChatRequest, files: _Files) -> list[Any] | None:
 
 
 def _variables(request: ChatRequest, files: _Files) -> dict[str, object]:
-    """Return the template's additional variables."""
     variables: dict[str, object] = {}
     if request.reasoning_effort == "none":
         variables["enable_thinking"] = False

@@ -155,7 +155,6 @@ class AnswerParser:
         return False
 
     def _call(self, close: str) -> Generator[None, None, bool]:
-        """Parse one call; return whether there is one."""
         # JSON without a marker is a call only if it names a function.
         is_known = self._syntax.calls in ("llama3_json", "json")
         while True:

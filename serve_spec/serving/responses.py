@@ -170,7 +170,6 @@ def messages_of(body: ResponsesRequest) -> tuple[list[JSONObject], list[str]]:
 
 
 def _content(place: str, content: object) -> object:
-    """Return `content` in the form of a chat."""
     if not isinstance(content, list):
         return content
     parts = []

@@ -57,8 +57,6 @@ class FleetSpeculation(SpeculationStats):
 
 
 class _Attempts:
-    """State of one request over its attempts on replicas."""
-
     def __init__(self, request: messages.GenerateRequest, resume_timeout_s: float) -> None:
         params = request.params
         if params.seed is None:  # every attempt must sample the same tokens

@@ -282,7 +282,6 @@ class Formats:
         return [f'{{"name": {quoted}, "{key}": '], ["}"]
 
     def _thought(self, prompt: str) -> tuple[list[str], list[str], bool] | None:
-        """Return the `thought` of `CallsForm`."""
         if self.reasoning == "openai":
             analysis = ["<|channel|>", "analysis", "<|message|>"]
             return analysis, ["<|end|>", "<|start|>", "assistant"], False
@@ -372,7 +371,6 @@ class ParsedChatFormat(answers.ChatFormat):
         return {**counts, "completion_tokens_details": {"reasoning_tokens": num_tokens}}
 
     def _count(self, index: int, token_ids: Sequence[int]) -> None:
-        """Count tokens up to the end of the reasoning."""
         num_tokens, has_ended = self._num_reasoning_tokens.get(index, (0, False))
         if not has_ended:
             end = self._syntax.reasoning_end
@@ -426,7 +424,6 @@ class ParsedChatFormat(answers.ChatFormat):
         return {"index": index, "message": message, **ending, "finish_reason": reason}
 
     def _delta(self, index: int, part: parsers.Part) -> answers.JSONObject:
-        """Return the `delta` of a chunk."""
         if part.kind == "content":
             return {"content": part.text}
         if part.kind == "reasoning":
