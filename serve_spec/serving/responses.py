@@ -351,19 +351,13 @@ class ResponsesFormat(AnswerFormat):
         if not self._items:
             return
         item = self._items[-1]
-        _, place = _delta_of(item)
+        name, place = _delta_of(item)
+        ended: JSONObject = {"text": item.text}
         if item.kind == "message":
-            logprobs = [*item.logprobs]
-            yield self._event(
-                "response.output_text.done", **place, text=item.text, logprobs=logprobs
-            )
-        elif item.kind == "reasoning":
-            yield self._event("response.reasoning_text.done", **place, text=item.text)
-        else:
-            called = item.call["function"]["name"]
-            yield self._event(
-                "response.function_call_arguments.done", **place, name=called, arguments=item.text
-            )
+            ended["logprobs"] = [*item.logprobs]
+        elif item.kind == "function_call":
+            ended = {"name": item.call["function"]["name"], "arguments": item.text}
+        yield self._event(f"response.{name}.done", **place, **ended)
         if item.part is not None:
             yield self._event("response.content_part.done", **place, part=item.part)
         shown = item.shown(self._status(item))
