@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
@@ -171,6 +171,7 @@ async def _read(
         await events.put(error)
 
 
+@dataclass(eq=False)
 class RunningAnswer:
     """The running choices of one request.
 
@@ -178,28 +179,18 @@ class RunningAnswer:
     is_prompt_only: drop generated tokens and keep only the prompt's log-probabilities.
     """
 
-    def __init__(
-        self,
-        items: AsyncGenerator[tuple[int, messages.ReplicaItem], None],
-        *,
-        num_choices: int,
-        num_prompts: int,
-        is_prompt_only: bool,
-        deadline: Deadline,
-        timeout_s: float,
-    ) -> None:
-        self.num_choices = num_choices
-        self.num_tokens = 0
-        self._items = items
-        self._choices_per_prompt = num_choices // num_prompts
-        self._is_prompt_only = is_prompt_only
-        self.deadline = deadline
-        self._timeout_s = timeout_s
-        self._num_prompt_tokens: dict[int, int] = {}
-        self._num_cached_tokens: dict[int, int] = {}
-        self._speculation: dict[int, SpeculationStats] = {}
-        self._num_ended = 0
-        self._first: list[tuple[int, TokenDelta]] = []
+    items: AsyncGenerator[tuple[int, messages.ReplicaItem], None]
+    num_choices: int
+    num_prompts: int
+    is_prompt_only: bool
+    deadline: Deadline
+    timeout_s: float
+    num_tokens: int = 0
+    _num_prompt_tokens: dict[int, int] = field(default_factory=dict)
+    _num_cached_tokens: dict[int, int] = field(default_factory=dict)
+    _speculation: dict[int, SpeculationStats] = field(default_factory=dict)
+    _num_ended: int = 0
+    _first: list[tuple[int, TokenDelta]] = field(default_factory=list)
 
     async def start(self) -> None:
         """Wait for the first tokens; an ApiError before them sets the HTTP status.
@@ -225,7 +216,7 @@ class RunningAnswer:
 
         Of a prompt, those tokens count as cached that every choice found in its cache.
         """
-        per_prompt = self._choices_per_prompt
+        per_prompt = self.num_choices // self.num_prompts
         prompts = {index // per_prompt: num for index, num in self._num_prompt_tokens.items()}
         cached: dict[int, int] = {}
         for index, num in self._num_cached_tokens.items():
@@ -239,7 +230,7 @@ class RunningAnswer:
         while True:
             index, item = await self._next_item()
             if isinstance(item, TokenDelta):
-                delta = _without_tokens(item) if self._is_prompt_only else item
+                delta = _without_tokens(item) if self.is_prompt_only else item
                 self._count(index, delta)
                 return index, delta
             self._num_prompt_tokens[index] = item.num_prompt_tokens
@@ -253,9 +244,9 @@ class RunningAnswer:
 
     async def _next_item(self) -> tuple[int, messages.Accepted | TokenDelta]:
         try:
-            index, item = await self.deadline.next(self._items)
+            index, item = await self.deadline.next(self.items)
         except TimeoutError:
-            raise timed_out(self._timeout_s) from None
+            raise timed_out(self.timeout_s) from None
         except StopAsyncIteration:
             raise engine_failed("the replica ended the stream without a finish reason") from None
         if isinstance(item, TokenDelta):
@@ -268,6 +259,7 @@ class RunningAnswer:
         return index, item
 
 
+@dataclass(frozen=True)
 class CompletionRunner:
     """Runs the choices of requests within a deadline.
 
@@ -275,25 +267,16 @@ class CompletionRunner:
     record: receives the latency and outcome of choices.
     """
 
-    def __init__(
-        self,
-        fleet: RayFleet,
-        admission: Admission,
-        *,
-        timeout_s: float,
-        resume_timeout_s: float,
-        record: Callable[[Reading], None] = lambda reading: None,
-    ) -> None:
-        self._fleet = fleet
-        self._admission = admission
-        self._timeout_s = timeout_s
-        self._resume_timeout_s = resume_timeout_s
-        self._record = record
+    fleet: RayFleet
+    admission: Admission
+    timeout_s: float
+    resume_timeout_s: float
+    record: Callable[[Reading], None] = lambda reading: None
 
     @property
     def max_choices(self) -> int:
         """Maximum number of choices of one client that can run or wait at once."""
-        return self._admission.max_in_flight + self._admission.max_client_queued
+        return self.admission.max_in_flight + self.admission.max_client_queued
 
     @asynccontextmanager
     async def run(
@@ -309,10 +292,10 @@ class CompletionRunner:
         num_prompts: number of prompts; each has the same number of choices.
         client: the client's identity for `Admission`. is_prompt_only: see `RunningAnswer`.
         """
-        end = asyncio.get_running_loop().time() + self._timeout_s
+        end = asyncio.get_running_loop().time() + self.timeout_s
         # Without generated tokens, equal prompts are computed once.
         groups = by_prompt(choices) if is_prompt_only else [[i] for i in range(len(choices))]
-        self._admission.refuse_if_full(client, len(groups))
+        self.admission.refuse_if_full(client, len(groups))
         events = interleaved(
             [self._one(i, choices[group[0]], client, end) for i, group in enumerate(groups)]
         )
@@ -322,12 +305,7 @@ class CompletionRunner:
         try:
             async with aclosing(events) as items:
                 answer = RunningAnswer(
-                    items,
-                    num_choices=len(choices),
-                    num_prompts=num_prompts,
-                    is_prompt_only=is_prompt_only,
-                    deadline=deadline,
-                    timeout_s=self._timeout_s,
+                    items, len(choices), num_prompts, is_prompt_only, deadline, self.timeout_s
                 )
                 await answer.start()
                 yield answer
@@ -340,13 +318,13 @@ class CompletionRunner:
         """Yield (index, item) of one choice, which holds a slot meanwhile."""
         async with AsyncExitStack() as held:
             try:
-                waiting = self._admission.slot(deadline, client, request.params.priority)
+                waiting = self.admission.slot(deadline, client, request.params.priority)
                 slot = await held.enter_async_context(waiting)
             except TimeoutError:
-                raise timed_out(self._timeout_s) from None
-            timer = router_timer(self._record)
+                raise timed_out(self.timeout_s) from None
+            timer = router_timer(self.record)
             held.callback(timer.end)
-            items = resumed(self._fleet, request, self._resume_timeout_s, slot)
+            items = resumed(self.fleet, request, self.resume_timeout_s, slot)
             await held.enter_async_context(aclosing(items))
             try:
                 async for item in items:

@@ -249,6 +249,7 @@ class ResponseQueue:
             yield items
 
 
+@dataclass(eq=False)
 class RouterConnections:
     """The connections to all routers. If one breaks, the requests of its router are cancelled.
 
@@ -258,22 +259,14 @@ class RouterConnections:
     flush_cache: drops cached prefixes.
     """
 
-    def __init__(
-        self,
-        name: str,
-        answer: Callable[[messages.GenerateRequest, ResponseQueue], Coroutine[Any, Any, None]],
-        cancel: Callable[[str], None],
-        load: Callable[[], Mapping[str, Any]],
-        flush_cache: Callable[[], None],
-    ) -> None:
-        self._name = name
-        self._answer = answer
-        self._cancel = cancel
-        self._load = load
-        self._flush_cache = flush_cache
-        self._queues: dict[str, ResponseQueue] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._is_closing = False
+    name: str
+    answer: Callable[[messages.GenerateRequest, ResponseQueue], Coroutine[Any, Any, None]]
+    cancel: Callable[[str], None]
+    load: Callable[[], Mapping[str, Any]]
+    flush_cache: Callable[[], None]
+    _queues: dict[str, ResponseQueue] = field(default_factory=dict)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _is_closing: bool = False
 
     async def connect(self, router: RouterAddress) -> None:
         """Connect to a router and serve its requests, unless it is connected; raise OSError."""
@@ -287,7 +280,7 @@ class RouterConnections:
             del self._queues[router.name]
             raise
         configure(writer)
-        write_message(writer, router.secret + self._name.encode())
+        write_message(writer, router.secret + self.name.encode())
         self.report_load()
         self._start(self._send(queue, writer))
         self._start(self._serve(router.name, queue, reader, writer))
@@ -336,7 +329,7 @@ class RouterConnections:
         finally:
             del self._queues[router]
             for request_id, answer in queue.answers.items():
-                self._cancel(request_id)
+                self.cancel(request_id)
                 answer.cancel()
             queue.answers.clear()
             queue.close()
@@ -347,18 +340,18 @@ class RouterConnections:
             if isinstance(request, messages.Failed):
                 queue.put(request_id, request)
             else:
-                answer = asyncio.create_task(self._answer(request, queue))
+                answer = asyncio.create_task(self.answer(request, queue))
                 queue.answers[request_id] = answer
         for request_id in message.cancelled:
-            self._cancel(request_id)
+            self.cancel(request_id)
         if message.flushes_cache:
-            self._flush_cache()
+            self.flush_cache()
 
     async def _send(self, queue: ResponseQueue, writer: asyncio.StreamWriter) -> None:
         """Send items and load reports until the queue is closed."""
         try:
             async for items in queue:
-                load = self._load() if queue.is_load_due else None
+                load = self.load() if queue.is_load_due else None
                 queue.is_load_due = False
                 message = messages.ReplicaMessage(
                     items, self.num_requests(), load, self._is_closing

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from ray import serve
@@ -414,39 +414,30 @@ def first_block(request: GenerateRequest) -> int | None:
     return next(iter(blocks(request.prompt)), None)
 
 
+@dataclass(frozen=True)
 class ReplicaChooser:
     """Chooses replicas for the requests of one router, `num_open` of which a replica has."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        router: str,
-        num_open: Callable[[str], int],
-        *,
-        num_slots: int,
-        max_requests: int,
-        load_factor: float,
-    ) -> None:
-        self._policy = policy
-        self._router = router
-        self._num_open = num_open
-        self._num_slots = num_slots
-        self._max_requests = max_requests
-        self._load_factor = load_factor
-        self._prefixes = SentPrefixes()
+    policy: Policy
+    router: str
+    num_open: Callable[[str], int]
+    num_slots: int
+    max_requests: int
+    load_factor: float
+    _prefixes: SentPrefixes = field(default_factory=SentPrefixes)
 
     def choose(
         self, requests: Sequence[GenerateRequest], connections: Mapping[str, ReplicaConnection]
     ) -> str:
         """Return the replica for a batch of at least one request."""
-        by_prefix = self._policy == "prefix"
+        by_prefix = self.policy == "prefix"
         prompts = [blocks(request.prompt) for request in requests if by_prefix]
         loads = [self._load(name, connection, prompts) for name, connection in connections.items()]
         name, *_ = ranked(
-            self._policy,
+            self.policy,
             loads,
             len(requests),
-            load_factor=self._load_factor,
+            load_factor=self.load_factor,
             avoid=requests[0].avoid,
         )
         for prompt in prompts:
@@ -465,10 +456,10 @@ class ReplicaChooser:
         costs: Mapping[str, float] | None = load.get("marginal_ms_by_batch_size")
         return ReplicaLoad(
             name,
-            own_requests=self._num_open(name),
-            other_requests=sum(n for sender, n in by_router.items() if sender != self._router),
-            num_slots=self._num_slots,
-            max_requests=self._max_requests,
+            own_requests=self.num_open(name),
+            other_requests=sum(n for sender, n in by_router.items() if sender != self.router),
+            num_slots=self.num_slots,
+            max_requests=self.max_requests,
             is_short_of_pages=is_short_of_pages(load),
             is_healthy=load.get("is_healthy", True),
             marginal_ms_by_batch_size={int(n): ms for n, ms in costs.items()} if costs else None,
