@@ -23,12 +23,7 @@ from serve_spec.log import get_logger
 from serve_spec.metrics import IGNORED_FIELDS, Reading
 from serve_spec.serving import answers
 from serve_spec.serving.admission import Admission
-from serve_spec.serving.completions import (
-    CompletionRunner,
-    choices_of,
-    stream_frames,
-    whole_answer,
-)
+from serve_spec.serving.completions import CompletionRunner, choices_of, stream_frames, whole_answer
 from serve_spec.serving.errors import (
     CLIENT,
     Arrival,
@@ -140,9 +135,7 @@ def create_api(
     )
     api.router.route_class = LargeBodyRoute
     api.add_middleware(
-        BodyLimits,
-        max_bytes=config.router.max_body_bytes,
-        timeout_s=config.router.body_timeout_s,
+        BodyLimits, max_bytes=config.router.max_body_bytes, timeout_s=config.router.body_timeout_s
     )
     api.add_middleware(Arrival, keys=config.router.api_keys)
     add_error_answers(api)

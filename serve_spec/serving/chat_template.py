@@ -211,11 +211,7 @@ def _tojson(
 ) -> str:
     """Return plain JSON; Jinja's own filter would escape it for HTML."""
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 

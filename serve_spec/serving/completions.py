@@ -380,8 +380,5 @@ def _without_tokens(delta: TokenDelta) -> TokenDelta:
     """Return a delta without its tokens; the finish reason becomes "length"."""
     ended = delta.finish_reason is not None
     return delta._replace(
-        token_ids=(),
-        text="",
-        logprobs=None,
-        finish_reason=FinishReason.LENGTH if ended else None,
+        token_ids=(), text="", logprobs=None, finish_reason=FinishReason.LENGTH if ended else None
     )

@@ -10,14 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainValidator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 from pydantic_core import CoreSchema
 
 from serve_spec.core.errors import InvalidRequest
@@ -444,21 +437,18 @@ GivenPrompts: TypeAlias = Annotated[
     ),
 ]
 Stops: TypeAlias = Annotated[
-    list[str] | None,
-    PlainValidator(stops, json_schema_input_type=_Stop | _Stops | None),
+    list[str] | None, PlainValidator(stops, json_schema_input_type=_Stop | _Stops | None)
 ]
 Variables: TypeAlias = Annotated[
     dict[str, Variable] | None,
     PlainValidator(
-        variables,
-        json_schema_input_type=dict[Name, _Variable | int | float | bool | None] | None,
+        variables, json_schema_input_type=dict[Name, _Variable | int | float | bool | None] | None
     ),
 ]
 FEW = BeforeValidator(few)
 IGNORED = Field(description="Accepted and ignored.")
 Biases: TypeAlias = Annotated[
-    dict[int, float] | None,
-    PlainValidator(biases, json_schema_input_type=dict[str, float] | None),
+    dict[int, float] | None, PlainValidator(biases, json_schema_input_type=dict[str, float] | None)
 ]
 FewTokenIds: TypeAlias = Annotated[list[_TokenId], Field(max_length=MAX_ENTRIES, fail_fast=True)]
 _Word: TypeAlias = Annotated[Text, Field(min_length=1, max_length=MAX_WORD_CHARS)]

@@ -228,9 +228,7 @@ class RayFleet(Batcher):
 
 
 def requests_to_move(
-    not_started: Mapping[str, Sequence[str]],
-    stats: Mapping[str, Mapping[str, Any]],
-    num_slots: int,
+    not_started: Mapping[str, Sequence[str]], stats: Mapping[str, Mapping[str, Any]], num_slots: int
 ) -> list[str]:
     """Return waiting requests to withdraw, so that they are sent to replicas with free slots.
 
@@ -434,11 +432,7 @@ class ReplicaChooser:
         prompts = [blocks(request.prompt) for request in requests if by_prefix]
         loads = [self._load(name, connection, prompts) for name, connection in connections.items()]
         name, *_ = ranked(
-            self.policy,
-            loads,
-            len(requests),
-            load_factor=self.load_factor,
-            avoid=requests[0].avoid,
+            self.policy, loads, len(requests), load_factor=self.load_factor, avoid=requests[0].avoid
         )
         for prompt in prompts:
             self._prefixes.note(name, prompt)

@@ -89,11 +89,7 @@ class GenerateBody(fields.StrictFields):
 
 
 _DEFAULT_TOKENS = 128
-_NAMES = {
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "sampling_seed": "seed",
-}
+_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 _FIELDS = {new: old for old, new in _NAMES.items()}
 
 

@@ -176,10 +176,7 @@ class BaseRequest(StrictFields):
         return self.include_usage and options is not None and bool(options.continuous_usage_stats)
 
     def _params(
-        self,
-        max_tokens: int | None,
-        logprobs: int | None,
-        prompt_logprobs: int | None = None,
+        self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
     ) -> SamplingParams:
         """Return the parameters of choice 0; None: the default, or no log-probabilities."""
         refuse_unavailable(self)
@@ -205,12 +202,7 @@ class BaseRequest(StrictFields):
         )
         speculative = self.speculative or SpeculativeRequest()
         options = SpeculativeOptions(speculative.enabled, speculative.max_steps)
-        return SamplingParams(
-            **given,
-            grammar=grammar,
-            logprobs=logprobs,
-            speculative=options,
-        )
+        return SamplingParams(**given, grammar=grammar, logprobs=logprobs, speculative=options)
 
 
 # Request fields that are SamplingParams fields of the same name and meaning.

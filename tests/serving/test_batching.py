@@ -118,8 +118,7 @@ async def test_requests_wait_for_company_until_the_batch_is_full():
 
 
 @pytest.mark.parametrize(
-    ("names", "shares"),
-    [("a", ["a"]), ("ab", ["a", "b"]), ("abcdefgh", ["adg", "beh", "cf"])],
+    ("names", "shares"), [("a", ["a"]), ("ab", ["a", "b"]), ("abcdefgh", ["adg", "beh", "cf"])]
 )
 async def test_a_batch_is_shared_out_evenly_where_there_are_several_replicas(names, shares):
     wire, router, _listeners = await asking(names, max_batch_size=len(names), num_shares=3)
@@ -385,13 +384,6 @@ def test_a_merged_delta_says_what_its_parts_say():
         last._replace(logprobs=(entries[2],)),
     ]
     assert merge_deltas(parts) == TokenDelta(
-        "cmpl-1",
-        (0, 1, 2),
-        "abc",
-        FinishReason.STOP,
-        last.speculation,
-        tuple(entries),
-        (None,),
-        5,
+        "cmpl-1", (0, 1, 2), "abc", FinishReason.STOP, last.speculation, tuple(entries), (None,), 5
     )
     assert merge_deltas([delta("a", 0), delta("b", 1)]).logprobs is None

@@ -138,10 +138,7 @@ def test_a_checkpoint_that_cannot_be_used_ends_the_command_with_one_line(
         ([str(broken)], "model-00003-of-00005.safetensors"),
         ([str(config_file), "--max-model-len", "100k"], "max_model_len=100000 is more"),
         ([str(config_file), "--tp", "3"], "tensor_parallel_size"),
-        (
-            ["asset:tiny", "--speculative-algorithm", "EAGLE"],
-            "set it to 'EAGLE3'",
-        ),
+        (["asset:tiny", "--speculative-algorithm", "EAGLE"], "set it to 'EAGLE3'"),
     ):
         assert command.main([*arguments, "--port", str(free_port())]) == 1
         error = capsys.readouterr().err

@@ -164,10 +164,7 @@ async def test_more_choices_than_turns_take_turns():
 
 @pytest.mark.parametrize(
     ("prompts", "status", "param"),
-    [
-        (("hold on", "fail"), 500, None),
-        (("hold on", "a " * 100), 413, "prompt"),
-    ],
+    [(("hold on", "fail"), 500, None), (("hold on", "a " * 100), 413, "prompt")],
 )
 async def test_one_choice_that_fails_at_once_is_the_answer_to_all(prompts, status, param):
     loop, admission = FakeLoop(), open_door()

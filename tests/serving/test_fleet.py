@@ -78,11 +78,7 @@ async def items_of(fleet):
 
 @pytest.mark.parametrize(
     "items",
-    [
-        [ACCEPTED, LAST],
-        [Refused(InvalidRequest("top_k", -3, "no"))],
-        [ACCEPTED, Failed("boom")],
-    ],
+    [[ACCEPTED, LAST], [Refused(InvalidRequest("top_k", -3, "no"))], [ACCEPTED, Failed("boom")]],
     ids=lambda items: type(items[-1]).__name__,
 )
 async def test_a_connection_outlives_the_answers_on_it(config, items):

@@ -197,8 +197,7 @@ def acceptance(known, now_s=0):
 
 def test_replicas_weigh_as_much_as_they_tried():
     known = fleet_of(
-        much=rated((0.9, 300), (0.8, 100), (0.5, 0)),
-        little=rated((0.5, 100), (0.4, 100), (0.1, 0)),
+        much=rated((0.9, 300), (0.8, 100), (0.5, 0)), little=rated((0.5, 100), (0.4, 100), (0.1, 0))
     )
     untried = 0.6  # the third position continues the second
     assert known.prior(PAIR, 3, 0) == pytest.approx([0.8, 0.6, untried])

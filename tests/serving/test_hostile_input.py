@@ -98,10 +98,7 @@ def test_answers_are_those_that_the_schema_promises(api, method, path, mode):
     strategy = api[path][method].as_strategy(generation_mode=mode)
 
     @settings(
-        max_examples=15,
-        deadline=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
+        max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
     )
     @given(case=strategy)
     def answers(case):

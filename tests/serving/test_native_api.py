@@ -8,13 +8,7 @@ from serve_spec import __version__
 from serve_spec.config import ServeSpecConfig
 from tests.serving.asgi import Server, chunks_of
 from tests.serving.conftest import MODEL
-from tests.serving.texts import (
-    BOS,
-    TEMPLATE,
-    WORDS,
-    byte_tokenizer,
-    write_text_files,
-)
+from tests.serving.texts import BOS, TEMPLATE, WORDS, byte_tokenizer, write_text_files
 
 USER = {"role": "user", "content": "a"}
 A, B, C = (WORDS[word] for word in "abc")

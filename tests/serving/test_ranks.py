@@ -62,12 +62,7 @@ def url(settings):
 
 def params_of(index):
     """Every other one is drawn, the others are greedy."""
-    return {
-        "max_tokens": LONG,
-        "temperature": 0.8 * (index % 2),
-        "seed": index,
-        "ignore_eos": True,
-    }
+    return {"max_tokens": LONG, "temperature": 0.8 * (index % 2), "seed": index, "ignore_eos": True}
 
 
 def groups():
