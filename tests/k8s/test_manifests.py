@@ -211,7 +211,7 @@ def test_the_state_of_the_head_is_where_it_is_looked_for(overlay):
     assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
     (container,) = template["spec"]["containers"]
     (password,) = [e["valueFrom"]["secretKeyRef"] for e in container["env"]]
-    assert password == options.redisPassword.valueFrom["secretKeyRef"].model_dump()
+    assert password == options.redisPassword["valueFrom"]["secretKeyRef"].model_dump()
 
 
 def test_grafana_finds_every_dashboard(overlay):
@@ -241,7 +241,7 @@ def admitted(overlay):
 def test_monitors_scrape_ports_that_their_pods_have_and_the_network_admits(overlay):
     for document in overlay.of_kind("PodMonitor"):
         monitor = PodMonitor.model_validate(document)
-        groups = overlay.selected(monitor.spec.selector.matchLabels)
+        groups = overlay.selected(monitor.spec.selector["matchLabels"])
         assert groups
         for group in groups:
             for endpoint in monitor.spec.podMetricsEndpoints:

@@ -272,12 +272,3 @@ async def test_a_wait_that_is_too_long_ends_and_so_does_every_later_one():
     task = asyncio.current_task()
     assert task is not None
     assert task.cancelling() == 0, "the task goes on"
-
-
-async def test_a_closed_deadline_cancels_nothing():
-    deadline = at(0.01)
-    deadline.close()
-    waiting = asyncio.create_task(deadline.next(items()))
-    await asyncio.sleep(0.03)
-    assert not waiting.done()
-    waiting.cancel()

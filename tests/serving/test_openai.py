@@ -359,6 +359,7 @@ def test_foreign_fields_that_would_change_the_text_are_refused_by_name(field):
 
 ONE = {"type": "object", "properties": {"a": {}}}
 ONLY_ONE = {**ONE, "additionalProperties": False}
+LONG = {"description": "x" * 2**10, "title": "y"}
 
 
 @pytest.mark.parametrize(
@@ -375,6 +376,11 @@ ONLY_ONE = {**ONE, "additionalProperties": False}
         ({"anyOf": [ONE, {"type": "null"}]}, {"anyOf": [ONLY_ONE, {"type": "null"}]}),
         ({"allOf": [ONE], **ONE}, {"allOf": [ONE], **ONE}),
         ({"enum": [ONE], "const": ONE}, {"enum": [ONE], "const": ONE}),
+        # Descriptions are for the model, and too long for a grammar.
+        (
+            {"properties": {"title": {"items": {}, **LONG}}, **LONG},
+            {"properties": {"title": {"items": {}}}, "additionalProperties": False},
+        ),
     ],
     ids=repr,
 )

@@ -393,19 +393,6 @@ def test_log_probabilities_of_all_tokens_are_returned(checkpoint):
     assert sum(len((each["logprobs"] or {}).get("content", [])) for each in said) == num_tokens
 
 
-def test_an_answer_with_calls_can_be_sent_back(checkpoint):
-    message = ask(saying(checkpoint, SAID)).message
-    answers = [
-        {"role": "tool", "tool_call_id": call.id, "content": "x"} for call in message.tool_calls
-    ]
-    given = [USER, message.model_dump(), *answers]
-    text = rendered(checkpoint.model.folder, *given, tools=TOOLS)
-    assert f'"arguments": {ARGUMENTS}' in text
-    assert all(f"({call.id})" in text for call in message.tool_calls)
-    choice = ask(saying(checkpoint, "It will."), messages=given)
-    assert choice.message.content == "It will."
-
-
 CHANNEL = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}"
 ANALYSIS = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
 FORMS = {
@@ -487,19 +474,6 @@ def test_calls_that_the_model_chooses_are_of_the_schema_of_a_strict_function(tmp
     ):
         write_text_files(tmp_path, template)
         assert converse(tmp_path, tools=[STRICT]).params.grammar is None, "no marker before JSON"
-
-
-def test_descriptions_do_not_count_as_parts_of_a_grammar(tmp_path):
-    """They are for the model; agents come with long ones."""
-    write_text_files(tmp_path, HERMES, max_position_embeddings=2**20)
-    long = {"description": "x" * 2**15, "title": "y"}
-    told = {"properties": {"description": {"type": "string", **long}}, **long}
-    body = {"tools": [function(parameters=told)], "tool_choice": "required"}
-    text = ModelText(ModelConfig(path=tmp_path, max_model_len=2**20))
-    request = ChatRequest.model_validate({"messages": [USER], **body})
-    params = asyncio.run(text.conversation(request, request.sampling_params())).params
-    assert "xxx" not in params.grammar.text
-    assert '"description": {"type": "string"}' in params.grammar.text
 
 
 @pytest.mark.parametrize("form", ["response_format", "guided_json"])
