@@ -14,9 +14,18 @@ from ray._common.utils import import_attr
 from ray.serve._private import constants as ray_constants
 
 import serve_spec
-from tests.k8s.deployments import DEPLOY_FILES, MODELS, THROUGHPUT, checkpoints
+from tests.k8s.deployments import DEPLOY_FILES, MODELS, THROUGHPUT, checkpoints, read
 from tests.k8s.kuberay import PodMonitor, RayService
-from tests.k8s.overlays import KUBERNETES, ROOT, SERVE_PORT, USED_BY, NotSupported, pod, render
+from tests.k8s.overlays import (
+    KUBERNETES,
+    ROOT,
+    SERVE_PORT,
+    USED_BY,
+    NotSupported,
+    pod,
+    render,
+    rendered,
+)
 
 # Where the Dockerfiles put the checkout.
 IMAGE_ROOT = "/app/"
@@ -300,3 +309,13 @@ def test_what_kustomize_would_read_otherwise_is_refused(tmp_path, kustomization,
         (tmp_path / name).write_text(yaml.safe_dump(content))
     with pytest.raises(NotSupported):
         render(tmp_path)
+
+
+@pytest.fixture(scope="module", params=sorted(USED_BY))
+def overlay(request):
+    return rendered(request.param)
+
+
+@pytest.fixture(scope="module")
+def deployment(overlay, tmp_path_factory):
+    return read(overlay.app, tmp_path_factory.mktemp("models"))
