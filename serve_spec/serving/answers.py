@@ -17,12 +17,13 @@ from serve_spec.serving.errors import ApiError
 from serve_spec.serving.logprobs import (
     ChatLogprobs,
     CompletionLogprobs,
+    EchoOffsets,
     PromptLogprob,
     TextOffsets,
     TokenBytesLookup,
+    aligned_logprobs,
     chat_logprobs,
     completion_logprobs,
-    echoed_logprobs,
     joined,
     prompt_logprobs,
 )
@@ -389,7 +390,8 @@ class CompletionFormat(AnswerFormat):
             logprobs = completion_logprobs(entries, self._token_bytes, offsets)
             if echo is not None:
                 scored = deltas[0].prompt_logprobs or ()
-                of_echo = echoed_logprobs(before, echo.token_ids, scored, self._token_bytes)
+                tokens = zip(echo.token_ids, scored, strict=True)
+                of_echo = aligned_logprobs(tokens, self._token_bytes, EchoOffsets(before))
                 logprobs = joined(of_echo, logprobs)
         return {
             "index": index,

@@ -196,12 +196,12 @@ class Engine:
         try:
             with connection:
                 engine = pkgutil.resolve_name(build)(config, launcher)
-                EngineServer(config, engine, connection, on_lost=_end_process).run()
+                EngineServer(config, engine, connection, on_lost=end_process).run()
         except Exception:
             logger.exception("the engine cannot start")
             raise
 
 
-def _end_process() -> None:
+def end_process() -> None:
     """Exit immediately, even while a step hangs."""
     os._exit(1)

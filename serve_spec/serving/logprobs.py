@@ -126,24 +126,15 @@ def completion_logprobs(
     entries: Iterable[TokenLogprob], token_bytes: TokenBytesLookup, offsets: TextOffsets
 ) -> CompletionLogprobs:
     """Return `logprobs` of the completions API for the next generated tokens of a choice."""
-    return _shown(((entry.token_id, entry) for entry in entries), token_bytes, offsets)
+    return aligned_logprobs(((entry.token_id, entry) for entry in entries), token_bytes, offsets)
 
 
-def echoed_logprobs(
-    text: str,
-    prompt_ids: Sequence[int],
-    entries: Sequence[TokenLogprob | None],
-    token_bytes: TokenBytesLookup,
-) -> CompletionLogprobs:
-    """Return `logprobs` of the completions API for the echoed `text`; `entries[0]` is None."""
-    return _shown(zip(prompt_ids, entries, strict=True), token_bytes, EchoOffsets(text))
-
-
-def _shown(
+def aligned_logprobs(
     tokens: Iterable[tuple[int, TokenLogprob | None]],
     token_bytes: TokenBytesLookup,
     offsets: TextOffsets,
 ) -> CompletionLogprobs:
+    """Return `logprobs` of the completions API for tokens, such as a prompt's, and entries."""
     shown: CompletionLogprobs = {
         "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": [],
     }  # fmt: skip

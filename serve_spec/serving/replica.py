@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import pkgutil
 from collections.abc import Awaitable, Mapping
 from typing import Any
@@ -15,6 +14,7 @@ from serve_spec.core.errors import EngineOverloaded, InvalidRequest
 from serve_spec.log import TRACE_ID, get_logger
 from serve_spec.serving.autoscaling import NUM_REQUESTS
 from serve_spec.serving.connections import ResponseQueue, RouterAddress, RouterConnections
+from serve_spec.serving.engine_actor import end_process
 from serve_spec.serving.messages import Accepted, Failed, GenerateRequest, Refused, ReplicaItem
 from serve_spec.serving.stats_actor import StatsClient, StatsUnavailable
 from serve_spec.serving.telemetry import ReplicaTelemetry, pair_name, start_warm
@@ -171,7 +171,7 @@ class EngineReplica:
             self._routers.report_load()
         self._routers.close()
         await asyncio.sleep(_LAST_ITEMS_S)
-        _end_process()
+        end_process()
 
     def _is_healthy(self) -> bool:
         """Return whether the engine is healthy, without waiting for Serve's health check."""
@@ -194,8 +194,3 @@ class EngineReplica:
             except Exception as error:
                 logger.warning("snapshot not reported: %r", error)
             await asyncio.sleep(max(self._interval_s, pace_s))
-
-
-def _end_process() -> None:
-    """Exit immediately; an orderly exit could hang like the engine."""
-    os._exit(1)

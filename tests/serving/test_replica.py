@@ -86,7 +86,7 @@ async def items(replica, prompt, **params):
 async def test_a_replica_without_an_engine_ends_and_lets_its_requests_go(start, monkeypatch):
     monkeypatch.setattr(module, "_LAST_ITEMS_S", 0.0)
     has_ended = asyncio.Event()
-    monkeypatch.setattr(module, "_end_process", has_ended.set)
+    monkeypatch.setattr(module, "end_process", has_ended.set)
     replica, loop = start()
     async with called(replica) as router:
         await ask(router, "hold a")
