@@ -218,6 +218,17 @@ async def test_a_router_that_does_not_listen_any_more_is_an_error_and_may_be_cal
         await until(router.connections.usable)
 
 
+async def test_waiting_for_a_replica_ends_when_there_is_one_or_in_time():
+    async with listening() as router:
+        await router.connections.changed(within_s=0.001)
+        waiting = asyncio.create_task(router.connections.changed(within_s=3600))
+        await asyncio.sleep(0)
+        writer = await calling(router.connections.address)
+        await waiting
+        assert router.connections.usable()
+        writer.close()
+
+
 async def test_rounds_that_a_slow_router_misses_are_one_delta_of_each_request():
     queue = ResponseQueue()
     for name in "ab":

@@ -422,13 +422,19 @@ def at(delay_s):
     return completions.Deadline(asyncio.get_running_loop().time() + delay_s)
 
 
-async def test_a_wait_that_is_too_long_ends_and_so_does_every_later_one():
+async def test_a_wait_that_is_too_long_ends_and_so_does_every_later_one_until_it_is_closed():
     deadline = at(0.01)
     source = items(1)
     assert await deadline.next(source) == 1
     for _ in range(2):
         with pytest.raises(TimeoutError):
             await deadline.next(source)
-    task = asyncio.current_task()
-    assert task is not None
-    assert task.cancelling() == 0, "the task goes on"
+    assert asyncio.current_task().cancelling() == 0, "the task goes on"
+    closed = at(0.01)
+    closed.close()
+    waiting = asyncio.create_task(closed.next(items()))
+    await asyncio.sleep(0.03)
+    assert not waiting.done()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
