@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Mapping
-from functools import cache
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
@@ -397,19 +396,10 @@ _NESTED: Mapping[str, type[BaseModel]] = {
 }
 
 
-@cache
-def _known_fields(request: type[BaseModel]) -> list[str]:
-    known = list(request.model_fields)
-    for section, model in _NESTED.items():
-        if section in request.model_fields:
-            known += [f"{section}.{name}" for name in model.model_fields]
-    return known
-
-
 def unknown_field(name: str, request: type[BaseModel]) -> ApiError:
     """Return 400: `router.strict_fields` refuses the unknown field of a `request`."""
     section, _, leaf = re.sub(r"\.\d+", "", name).rpartition(".")
-    known = [field.rpartition(".") for field in _known_fields(request)]
-    near = difflib.get_close_matches(leaf, [part for place, _, part in known if place == section])
+    model = _NESTED.get(section) if section else request
+    near = difflib.get_close_matches(leaf, model.model_fields if model else ())
     hint = f"; did you mean {section}{'.' if section else ''}{near[0]}?" if near else ""
     return ApiError(400, f"{name}: unknown field{hint}", param=name)
