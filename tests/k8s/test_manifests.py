@@ -21,9 +21,7 @@ from tests.k8s.overlays import (
     ROOT,
     SERVE_PORT,
     USED_BY,
-    NotSupported,
     pod,
-    render,
     rendered,
 )
 
@@ -290,25 +288,6 @@ def test_an_overlay_renders_as_kustomize_renders_it(overlay):
     command = ["kubectl", "kustomize", str(ROOT / "k8s/overlays" / overlay.name)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert by_name(overlay.documents) == by_name(list(yaml.safe_load_all(done.stdout)))
-
-
-@pytest.mark.parametrize(
-    ("kustomization", "patch"),
-    [
-        ({"resources": ["a.yaml", "a.yaml"]}, {}),
-        ({"resources": ["a.yaml"], "namePrefix": "b-"}, {}),
-        ({"resources": ["a.yaml"], "patches": [{"path": "p.yaml"}]}, {"data": {"keys": [1]}}),
-    ],
-    ids=["a resource named twice", "an unknown field", "a list that is merged by key"],
-)
-def test_what_kustomize_would_read_otherwise_is_refused(tmp_path, kustomization, patch):
-    head = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
-    one = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}}
-    files = {"kustomization.yaml": head | kustomization, "a.yaml": one, "p.yaml": one | patch}
-    for name, content in files.items():
-        (tmp_path / name).write_text(yaml.safe_dump(content))
-    with pytest.raises(NotSupported):
-        render(tmp_path)
 
 
 @pytest.fixture(scope="module", params=sorted(USED_BY))
