@@ -270,7 +270,7 @@ class AnswerFormat(ABC):
     def frame(self, index: int, delta: TokenDelta) -> bytes:
         """Return `chunk` as an event. The bytes around the text are encoded once per choice."""
         if self.sends_tokens or delta.finish_reason is not None or not delta.text:
-            return event(self.detailed_chunk(index, delta))
+            return b"".join(map(event, self.chunks(index, delta)))
         around = self._around.get(index)
         if around is not None:
             return around[0] + encode_text(delta.text) + around[1]
@@ -293,16 +293,12 @@ class AnswerFormat(ABC):
         """Whether chunks hold more about their tokens than the text."""
         return self._token_bytes is not None or self.details.prompt_token_ids is not None
 
-    def detailed_chunk(self, index: int, delta: TokenDelta) -> JSONObject:
-        """Return `chunk` with the request's details."""
+    def chunks(self, index: int, delta: TokenDelta) -> list[JSONObject]:
+        """Return the chunks of a delta, with the request's details."""
         chunk = self.chunk(index, delta)
         choices = cast(list[JSONObject], chunk["choices"])
         self._detail(chunk, choices[0], index, [delta])
-        return chunk
-
-    def chunks(self, index: int, delta: TokenDelta) -> list[JSONObject]:
-        """Return the chunks of a delta, with the request's details."""
-        return [self.detailed_chunk(index, delta)]
+        return [chunk]
 
     def _detail(
         self, body: JSONObject, choice: JSONObject, index: int, deltas: Sequence[TokenDelta]
@@ -409,9 +405,7 @@ class ChatFormat(AnswerFormat):
 
     def opening(self, index: int) -> JSONObject:
         """See `AnswerFormat.opening`."""
-        opening = {"role": "assistant", "content": ""}
-        choice = {"index": index, "delta": opening, "logprobs": None, "finish_reason": None}
-        return self._chunk(choice)
+        return self._chunk(choice_of(index, {"role": "assistant", "content": ""}))
 
     def chunk(self, index: int, delta: TokenDelta) -> JSONObject:
         """See `AnswerFormat.chunk`."""
@@ -428,6 +422,11 @@ class ChatFormat(AnswerFormat):
             entries = (entry for delta in deltas for entry in delta.logprobs or ())
             logprobs = chat_logprobs(entries, self._token_bytes)
         return {"logprobs": logprobs, "finish_reason": _reason(deltas)}
+
+
+def choice_of(index: int, delta: JSONObject) -> JSONObject:
+    """Return a choice of a chat's chunk that neither has log-probabilities nor ends."""
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
 def _logprob(deltas: Sequence[TokenDelta]) -> float:

@@ -338,7 +338,7 @@ class ParsedChatFormat(answers.ChatFormat):
         is_last = delta.finish_reason is not None
         if is_last or (not texts and self.sends_tokens):
             texts.append({})
-        choices = [_choice_of(index, text) for text in texts]
+        choices = [answers.choice_of(index, text) for text in texts]
         chunks = [self._chunk(choice) for choice in choices]
         if chunks:
             ending = self._ending([delta])
@@ -388,11 +388,13 @@ class ParsedChatFormat(answers.ChatFormat):
     def _event(self, index: int, part: parsers.Part) -> bytes:
         """Return a part as an event. The bytes around its text are encoded once."""
         if part.kind == "name":
-            return answers.event(self._chunk(_choice_of(index, self._delta(index, part))))
+            return answers.event(self._chunk(answers.choice_of(index, self._delta(index, part))))
         key = index, part.kind, part.call
         around = self._around_parts.get(key)
         if around is None:
-            marked = _choice_of(index, self._delta(index, part._replace(text=answers.TEXT_MARK)))
+            marked = answers.choice_of(
+                index, self._delta(index, part._replace(text=answers.TEXT_MARK))
+            )
             num_places = 2 if part.kind == "reasoning" else 1
             around = answers.event(self._chunk(marked)).rsplit(
                 answers.encode_text(answers.TEXT_MARK), num_places
@@ -438,10 +440,6 @@ class ParsedChatFormat(answers.ChatFormat):
             "type": "function",
             "function": {"name": part.text, "arguments": ""},
         }
-
-
-def _choice_of(index: int, delta: answers.JSONObject) -> answers.JSONObject:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
 def _reason(ending: answers.JSONObject, num_calls: int) -> object:
