@@ -392,14 +392,11 @@ class ParsedChatFormat(answers.ChatFormat):
         key = index, part.kind, part.call
         around = self._around_parts.get(key)
         if around is None:
-            marked = answers.choice_of(
-                index, self._delta(index, part._replace(text=answers.TEXT_MARK))
-            )
+            marked = self._delta(index, part._replace(text=answers.TEXT_MARK))
+            mark = answers.encode_text(answers.TEXT_MARK)
             num_places = 2 if part.kind == "reasoning" else 1
-            around = answers.event(self._chunk(marked)).rsplit(
-                answers.encode_text(answers.TEXT_MARK), num_places
-            )
-            self._around_parts[key] = around
+            chunk = answers.event(self._chunk(answers.choice_of(index, marked)))
+            around = self._around_parts[key] = chunk.rsplit(mark, num_places)
         return answers.encode_text(part.text).join(around)
 
     def _choice(self, index: int, deltas: Sequence[TokenDelta]) -> answers.JSONObject:
