@@ -52,13 +52,10 @@ class AdmissionSlot:
 
 
 class Admission:
-    """Limits requests at the replicas to `max_in_flight`; others wait or are rejected.
+    """Limits requests at the replicas to `max_in_flight`; `max_queued` others wait.
 
-    Args:
-        max_in_flight: maximum number of requests at the replicas.
-        max_queued: maximum number of waiting requests.
-        max_client_share: share of both limits that one client may hold while others wait. The
-            share of the queue applies at all times.
+    max_client_share: share of both limits that one client may hold while others wait; its share of
+    the queue applies at all times.
     """
 
     def __init__(
@@ -86,10 +83,7 @@ class Admission:
         return sum(map(len, self._waiting.values()))
 
     def refuse_if_full(self, client: str, num_requests: int = 1) -> None:
-        """Raise ApiError (429) unless `num_requests` more of a client can run or wait.
-
-        A request with n choices counts n times.
-        """
+        """Raise ApiError (429) unless `num_requests` (choices) more of a client can run or wait."""
         to_wait = num_requests - (self.max_in_flight - self.in_flight)
         if to_wait <= 0:
             return
@@ -107,13 +101,9 @@ class Admission:
     async def slot(
         self, deadline: float, client: str = "", priority: int = 0
     ) -> AsyncIterator[AdmissionSlot]:
-        """Wait for a slot and hold it; `deadline` is in seconds of the event loop's clock.
+        """Wait for a slot and hold it; raise ApiError (429) for a full queue, or TimeoutError.
 
-        priority: orders the requests of a client, lower first.
-
-        Raises:
-            ApiError: 429, the queue is full.
-            TimeoutError: the deadline passed while waiting.
+        deadline: in seconds of the event loop's clock. priority: a client's requests, lower first.
         """
         loop = asyncio.get_running_loop()
         self.refuse_if_full(client)
@@ -140,8 +130,8 @@ class Admission:
     def snapshot(self) -> dict[str, object]:
         """Return the state of the queue for the `router` section of `/server_info`.
 
-        `batch_size_histogram` counts requests by how many were in flight when they were admitted
-        (themselves included). Keys are inclusive upper bounds, powers of two.
+        `batch_size_histogram` counts requests by the number in flight at their admission, up to its
+        keys.
         """
         return {
             "queue_len": self.queue_len,
@@ -197,10 +187,7 @@ class Admission:
         )
 
     def _withdraw(self) -> None:
-        """Withdraw one request of clients above their share for each waiting request of others.
-
-        Requests that wait inside a replica are withdrawn as well and queue behind those of others.
-        """
+        """Withdraw one request of clients above their share for each waiting request of others."""
         self._withdrawal = None
         promised = [slot for slots in self._holding.values() for slot in slots if slot.is_withdrawn]
         num_promised = sum(slot.has_tokens for slot in promised)

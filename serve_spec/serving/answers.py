@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii
-from typing import ClassVar, NotRequired, TypeAlias, cast
+from typing import ClassVar, Literal, NotRequired, TypeAlias, cast
 
 from typing_extensions import TypedDict  # Python 3.11's own is not enough for FastAPI's schema
 
@@ -17,12 +17,13 @@ from serve_spec.serving.errors import ApiError
 from serve_spec.serving.logprobs import (
     ChatLogprobs,
     CompletionLogprobs,
+    EchoOffsets,
     PromptLogprob,
     TextOffsets,
     TokenBytesLookup,
+    aligned_logprobs,
     chat_logprobs,
     completion_logprobs,
-    echoed_logprobs,
     joined,
     prompt_logprobs,
 )
@@ -58,29 +59,18 @@ TEXT_MARK = "\0the text\0"
 """Placeholder for a chunk's text. It follows every other client-chosen text in the JSON."""
 
 
-class PromptTokensDetails(TypedDict):
-    """`cached_tokens`: prompt tokens found in the prefix cache by every choice."""
-
-    cached_tokens: int
-
-
-class CompletionTokensDetails(TypedDict):
-    """`reasoning_tokens`: tokens up to the end of the reasoning, of all choices."""
-
-    reasoning_tokens: int
-
-
 class Usage(TypedDict):
-    """Token counts over all choices; a prompt counts once, however many choices it has.
+    """Token counts over all choices; a prompt counts once. `speculation` is summed over choices.
 
-    `speculation` holds the counts of `RequestOutput.speculation`, summed over the choices.
+    `cached_tokens` of prompts were found in the prefix cache by every choice. `reasoning_tokens` of
+    completions are those up to the end of the reasoning.
     """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: NotRequired[CompletionTokensDetails]
+    prompt_tokens_details: dict[Literal["cached_tokens"], int]
+    completion_tokens_details: NotRequired[dict[Literal["reasoning_tokens"], int]]
     speculation: dict[str, object]
 
 
@@ -107,28 +97,17 @@ class Choice(TypedDict):
 
 
 class Completion(_Head):
-    """A completion.
-
-    `synthetic_acceptance` is present and true if acceptance is forced for a load test; the text is
-    then not the model's.
-    """
+    """A completion. With `synthetic_acceptance`, of a load test, the text is not the model's."""
 
     choices: list[Choice]
 
 
-class ChatCalledFunction(TypedDict):
-    """A called function. arguments: a JSON object as a string."""
-
-    name: str
-    arguments: str
-
-
 class ChatToolCall(TypedDict):
-    """A call of a function."""
+    """A call of a function. `arguments` is a JSON object as a string."""
 
     id: str
     type: str
-    function: ChatCalledFunction
+    function: dict[Literal["name", "arguments"], str]
 
 
 class ChatAnswerMessage(TypedDict):
@@ -212,9 +191,8 @@ def usage(
 class AnswerHead:
     """Fields shared by all chunks of a response.
 
-    created: seconds since 1970. system_fingerprint: see `fingerprint`. include_usage: whether a
-    stream ends with a usage chunk. has_continuous_usage: whether all chunks have `usage`.
-    synthetic_acceptance: see `Completion`.
+    created: seconds since 1970. include_usage: whether a stream ends with a usage chunk.
+    has_continuous_usage: whether all chunks have `usage`.
     """
 
     id: str
@@ -290,12 +268,9 @@ class AnswerFormat(ABC):
         self._around: dict[int, tuple[bytes, bytes]] = {}
 
     def frame(self, index: int, delta: TokenDelta) -> bytes:
-        """Return `chunk` as the bytes of a server-sent event.
-
-        Most chunks differ only in their text, so the bytes around it are encoded once per choice.
-        """
+        """Return `chunk` as an event. The bytes around the text are encoded once per choice."""
         if self.sends_tokens or delta.finish_reason is not None or not delta.text:
-            return event(self.detailed_chunk(index, delta))
+            return b"".join(map(event, self.chunks(index, delta)))
         around = self._around.get(index)
         if around is not None:
             return around[0] + encode_text(delta.text) + around[1]
@@ -318,16 +293,12 @@ class AnswerFormat(ABC):
         """Whether chunks hold more about their tokens than the text."""
         return self._token_bytes is not None or self.details.prompt_token_ids is not None
 
-    def detailed_chunk(self, index: int, delta: TokenDelta) -> JSONObject:
-        """Return `chunk` with the request's details."""
+    def chunks(self, index: int, delta: TokenDelta) -> list[JSONObject]:
+        """Return the chunks of a delta, with the request's details."""
         chunk = self.chunk(index, delta)
         choices = cast(list[JSONObject], chunk["choices"])
         self._detail(chunk, choices[0], index, [delta])
-        return chunk
-
-    def chunks(self, index: int, delta: TokenDelta) -> list[JSONObject]:
-        """Return the chunks of a delta, with the request's details."""
-        return [self.detailed_chunk(index, delta)]
+        return [chunk]
 
     def _detail(
         self, body: JSONObject, choice: JSONObject, index: int, deltas: Sequence[TokenDelta]
@@ -378,8 +349,7 @@ class AnswerFormat(ABC):
 class CompletionFormat(AnswerFormat):
     """Format of the completions API.
 
-    echo: the prompt to repeat before each choice. num_candidates: choices per prompt of which the
-    most likely are shown.
+    echo: what to repeat before each choice. num_candidates: choices per prompt; the best are shown.
     """
 
     kind = chunk_kind = "text_completion"
@@ -416,7 +386,8 @@ class CompletionFormat(AnswerFormat):
             logprobs = completion_logprobs(entries, self._token_bytes, offsets)
             if echo is not None:
                 scored = deltas[0].prompt_logprobs or ()
-                of_echo = echoed_logprobs(before, echo.token_ids, scored, self._token_bytes)
+                tokens = zip(echo.token_ids, scored, strict=True)
+                of_echo = aligned_logprobs(tokens, self._token_bytes, EchoOffsets(before))
                 logprobs = joined(of_echo, logprobs)
         return {
             "index": index,
@@ -434,9 +405,7 @@ class ChatFormat(AnswerFormat):
 
     def opening(self, index: int) -> JSONObject:
         """See `AnswerFormat.opening`."""
-        opening = {"role": "assistant", "content": ""}
-        choice = {"index": index, "delta": opening, "logprobs": None, "finish_reason": None}
-        return self._chunk(choice)
+        return self._chunk(choice_of(index, {"role": "assistant", "content": ""}))
 
     def chunk(self, index: int, delta: TokenDelta) -> JSONObject:
         """See `AnswerFormat.chunk`."""
@@ -455,6 +424,11 @@ class ChatFormat(AnswerFormat):
         return {"logprobs": logprobs, "finish_reason": _reason(deltas)}
 
 
+def choice_of(index: int, delta: JSONObject) -> JSONObject:
+    """Return a choice of a chat's chunk that neither has log-probabilities nor ends."""
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
 def _logprob(deltas: Sequence[TokenDelta]) -> float:
     return sum(entry.logprob for delta in deltas for entry in delta.logprobs or ())
 
@@ -469,9 +443,6 @@ def _reason(deltas: Sequence[TokenDelta]) -> str | None:
 
 
 def fingerprint(version: str, model: Mapping[str, object]) -> str:
-    """Return `system_fingerprint`: equal fingerprints and seeds give equal text.
-
-    model: the settings that the text depends on. Speculation is not one of them.
-    """
+    """Return `system_fingerprint`: equal ones, and seeds, give equal text. model: its settings."""
     settings = json.dumps([version, model], sort_keys=True, default=str)
     return f"fp_{hashlib.blake2b(settings.encode(), digest_size=5).hexdigest()}"

@@ -7,6 +7,7 @@ import html
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -20,37 +21,10 @@ from serve_spec.config import ServeSpecConfig
 from serve_spec.core.request import SamplingParams
 from serve_spec.log import get_logger
 from serve_spec.metrics import IGNORED_FIELDS, Reading
+from serve_spec.serving import answers
 from serve_spec.serving.admission import Admission
-from serve_spec.serving.answers import (
-    STREAM_HEADERS,
-    STREAM_TYPE,
-    AnswerFormat,
-    AnswerHead,
-    ChatCompletion,
-    ChatFormat,
-    Completion,
-    CompletionFormat,
-    Details,
-    Echo,
-    ErrorAnswer,
-    JSONAnswer,
-    Model,
-    ModelList,
-    fingerprint,
-)
-from serve_spec.serving.base_request import BaseRequest
-from serve_spec.serving.completions import (
-    CompletionRunner,
-    choices_of,
-    stream_frames,
-    whole_answer,
-)
-from serve_spec.serving.errors import too_many_choices, unknown_model
-from serve_spec.serving.fields import Prompt, ignored_fields
-from serve_spec.serving.logprobs import TokenBytesLookup, labelled
-from serve_spec.serving.messages import GenerateRequest
-from serve_spec.serving.middleware import (
-    CHAT_PATH,
+from serve_spec.serving.completions import CompletionRunner, choices_of, stream_frames, whole_answer
+from serve_spec.serving.errors import (
     CLIENT,
     Arrival,
     AsciiJSON,
@@ -59,14 +33,19 @@ from serve_spec.serving.middleware import (
     add_error_answers,
     encode_by_items,
     error_answer,
+    too_many_choices,
     trace_id,
+    unknown_model,
 )
+from serve_spec.serving.fields import Prompt, ignored_fields
+from serve_spec.serving.logprobs import TokenBytesLookup, labelled
+from serve_spec.serving.messages import GenerateRequest
 from serve_spec.serving.model_text import ModelText
 from serve_spec.serving.native_api import add_generate, add_state, add_tokens
-from serve_spec.serving.openai import ChatRequest, CompletionRequest, unknown_field
-from serve_spec.serving.parsed_answers import ParsedChatFormat
+from serve_spec.serving.openai import BaseRequest, ChatRequest, CompletionRequest, unknown_field
 from serve_spec.serving.responses import add_responses
 from serve_spec.serving.telemetry import fleet_metrics
+from serve_spec.serving.tools import ParsedChatFormat
 
 if TYPE_CHECKING:
     from serve_spec.serving.fleet import RayFleet
@@ -103,42 +82,33 @@ _ERRORS = {
 
 
 class CompletionAnswer(Response):
-    """A response that runs its request, so that both end together.
-
-    When the client disconnects, the response is cancelled; its slots in the router are released and
-    its choices are cancelled at their replicas.
-    """
+    """A response that runs its request: when the client disconnects, both are cancelled."""
 
     def __init__(
         self,
         runner: CompletionRunner,
         choices: Sequence[GenerateRequest],
-        form: AnswerFormat,
+        form: answers.AnswerFormat,
         *,
         num_prompts: int = 1,
         is_prompt_only: bool = False,
         stream: bool,
     ) -> None:
         super().__init__()
-        self._runner = runner
-        self._choices = choices
+        self._run = partial(runner.run, choices, num_prompts, is_prompt_only=is_prompt_only)
+        self._trace_id = choices[0].trace_id
         self._form = form
-        self._num_prompts = num_prompts
-        self._is_prompt_only = is_prompt_only
         self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response; raise errors before the first tokens, so that they set the status."""
-        async with self._runner.run(
-            self._choices,
-            self._num_prompts,
-            client=CLIENT.get(),
-            is_prompt_only=self._is_prompt_only,
-        ) as running:
+        async with self._run(client=CLIENT.get()) as running:
             answer: Response
             if self._stream:
-                frames = stream_frames(running, self._form, self._choices[0].trace_id)
-                answer = StreamingResponse(frames, media_type=STREAM_TYPE, headers=STREAM_HEADERS)
+                frames = stream_frames(running, self._form, self._trace_id)
+                answer = StreamingResponse(
+                    frames, media_type=answers.STREAM_TYPE, headers=answers.STREAM_HEADERS
+                )
             else:
                 answer = await _json_answer(await whole_answer(running, self._form))
             try:
@@ -146,7 +116,7 @@ class CompletionAnswer(Response):
                 async with asyncio.timeout_at(running.deadline.at + _ERROR_MARGIN_S):
                     await answer(scope, receive, send)
             except TimeoutError:
-                logger.warning("request %s: the client does not read", self._choices[0].trace_id)
+                logger.warning("request %s: the client does not read", self._trace_id)
 
 
 def create_api(
@@ -155,22 +125,17 @@ def create_api(
     admission: Admission,
     record: Callable[[Reading], None] = lambda reading: None,
 ) -> FastAPI:
-    """Return the ASGI app: completions, chat, models, health, server_info, metrics, status page.
-
-    record: receives the metrics of requests.
-    """
+    """Return the ASGI app with all endpoints. record: receives the metrics of requests."""
     api = FastAPI(
         title="serve_spec",
         version=__version__,
         docs_url=None,
         redoc_url=None,
-        responses={"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
+        responses={"4XX": {"model": answers.ErrorAnswer}, "5XX": {"model": answers.ErrorAnswer}},
     )
     api.router.route_class = LargeBodyRoute
     api.add_middleware(
-        BodyLimits,
-        max_bytes=config.router.max_body_bytes,
-        timeout_s=config.router.body_timeout_s,
+        BodyLimits, max_bytes=config.router.max_body_bytes, timeout_s=config.router.body_timeout_s
     )
     api.add_middleware(Arrival, keys=config.router.api_keys)
     add_error_answers(api)
@@ -188,7 +153,7 @@ def create_api(
 
 
 class Frontend:
-    """Code shared by the endpoints that generate text."""
+    """Code shared by the endpoints that generate text; `answer` returns a `CompletionAnswer`."""
 
     def __init__(
         self,
@@ -201,7 +166,7 @@ class Frontend:
         self._names = config.model.names
         self._is_strict = config.router.strict_fields
         self._record = record
-        self._fingerprint = fingerprint(__version__, config.model.model_dump(mode="json"))
+        self._fingerprint = answers.fingerprint(__version__, config.model.model_dump(mode="json"))
         self._synthetic_acceptance = config.speculative.synthetic_acceptance is not None
         self._runner = CompletionRunner(
             fleet,
@@ -210,12 +175,10 @@ class Frontend:
             resume_timeout_s=config.router.resume_timeout_s,
             record=record,
         )
+        self.answer = partial(CompletionAnswer, self._runner)
 
     def admit(self, body: BaseRequest, num_prompts: int) -> None:
-        """Raise ApiError if a request is for another model, or has too many choices.
-
-        Unknown fields are counted; with `router.strict_fields` they are an ApiError, too.
-        """
+        """Raise ApiError for another model, too many choices, or an unknown field if strict."""
         if ignored := [*ignored_fields(body)]:
             if self._is_strict:
                 raise unknown_field(ignored[0], type(body))
@@ -230,28 +193,9 @@ class Frontend:
         if name is not None and name not in self._names:
             raise unknown_model(name, self._names[0])
 
-    def answer(
-        self,
-        choices: Sequence[GenerateRequest],
-        form: AnswerFormat,
-        *,
-        num_prompts: int = 1,
-        is_prompt_only: bool = False,
-        stream: bool,
-    ) -> Response:
-        """Return the response that runs `choices` and sends them in a format."""
-        return CompletionAnswer(
-            self._runner,
-            choices,
-            form,
-            num_prompts=num_prompts,
-            is_prompt_only=is_prompt_only,
-            stream=stream,
-        )
-
-    def head(self, kind: str, body: BaseRequest, separator: str = "-") -> AnswerHead:
+    def head(self, kind: str, body: BaseRequest, separator: str = "-") -> answers.AnswerHead:
         """Return the shared fields. The id is not x-request-id, which need not be unique."""
-        return AnswerHead(
+        return answers.AnswerHead(
             f"{kind}{separator}{body.request_id or uuid.uuid4().hex}",
             self._names[0],
             int(time.time()),
@@ -268,11 +212,11 @@ class Frontend:
         token_bytes = await self.text.token_bytes()
         return labelled(token_bytes) if body.return_tokens_as_token_ids else token_bytes
 
-    async def details(self, body: BaseRequest, prompts: Sequence[Prompt]) -> Details:
+    async def details(self, body: BaseRequest, prompts: Sequence[Prompt]) -> answers.Details:
         """Return what the answer holds in addition to the text."""
         is_scored = body.prompt_logprobs is not None
         ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
-        return Details(
+        return answers.Details(
             body.num_choices,
             ids if body.return_token_ids else None,
             body.prompt_logprobs,
@@ -286,34 +230,33 @@ class Frontend:
         await self.text.refuse_long(body.prompt)
         return body.prompt
 
-    async def echoes(self, body: CompletionRequest, prompts: Sequence[Prompt]) -> list[Echo]:
+    async def echoes(
+        self, body: CompletionRequest, prompts: Sequence[Prompt]
+    ) -> list[answers.Echo]:
         """Return the prompts to repeat before their choices; empty unless `echo` is set."""
         if not body.echo:
             return []
         is_cut = body.truncate_prompt_tokens is not None
         texts = await self.text.texts(prompts if is_cut else body.prompt)
         ids = [[] if isinstance(prompt, str) else prompt for prompt in prompts]
-        return [Echo(*echo) for echo in zip(texts, ids, strict=True)]
+        return [answers.Echo(*echo) for echo in zip(texts, ids, strict=True)]
 
     async def chat(
-        self, body: ChatRequest, head: AnswerHead, request: Request
-    ) -> tuple[list[GenerateRequest], ChatFormat]:
+        self, body: ChatRequest, head: answers.AnswerHead, request: Request
+    ) -> tuple[list[GenerateRequest], answers.ChatFormat]:
         """Return the choices of a chat and the format of its answer."""
         prompt, params, syntax = await self.text.conversation(body, await self.text.params(body))
-        prompts: list[Prompt] = [prompt]
-        choices = self.choices(head, request, prompts, params, body.num_choices)
+        choices = self.choices(head, request, [prompt], params, body.num_choices)
         token_bytes = await self.token_bytes(body, is_wanted=bool(body.logprobs))
-        form = (
-            ChatFormat(head, token_bytes)
-            if syntax is None
-            else ParsedChatFormat(head, syntax, token_bytes)
-        )
-        form.details = await self.details(body, prompts)
+        form = answers.ChatFormat(head, token_bytes)
+        if syntax is not None:
+            form = ParsedChatFormat(head, syntax, token_bytes)
+        form.details = await self.details(body, [prompt])
         return choices, form
 
     def choices(
         self,
-        head: AnswerHead,
+        head: answers.AnswerHead,
         request: Request,
         prompts: Sequence[Prompt],
         params: SamplingParams,
@@ -325,7 +268,9 @@ class Frontend:
 
 
 def _add_completions(api: FastAPI, frontend: Frontend) -> None:
-    @api.post("/v1/completions", response_model=Completion, responses=_answers("completion"))
+    @api.post(
+        "/v1/completions", response_model=answers.Completion, responses=_answers("completion")
+    )
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Complete prompts; with `stream`, as server-sent events."""
         frontend.admit(body, len(body.prompt))
@@ -336,7 +281,7 @@ def _add_completions(api: FastAPI, frontend: Frontend) -> None:
         choices = frontend.choices(head, request, prompts, params, body.num_candidates)
         before = [echo for echo in echoes for _ in range(body.num_choices)]
         token_bytes = await frontend.token_bytes(body, is_wanted=body.logprobs is not None)
-        form = CompletionFormat(head, before, token_bytes, body.num_candidates)
+        form = answers.CompletionFormat(head, before, token_bytes, body.num_candidates)
         form.details = await frontend.details(body, prompts)
         return frontend.answer(
             choices,
@@ -346,7 +291,11 @@ def _add_completions(api: FastAPI, frontend: Frontend) -> None:
             stream=bool(body.stream),
         )
 
-    @api.post(CHAT_PATH, response_model=ChatCompletion, responses=_answers("chat completion"))
+    @api.post(
+        "/v1/chat/completions",
+        response_model=answers.ChatCompletion,
+        responses=_answers("chat completion"),
+    )
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation; with `stream`, as server-sent events."""
         frontend.admit(body, 1)
@@ -355,7 +304,7 @@ def _add_completions(api: FastAPI, frontend: Frontend) -> None:
         return frontend.answer(choices, form, stream=bool(body.stream))
 
 
-async def _json_answer(content: JSONAnswer) -> Response:
+async def _json_answer(content: answers.JSONAnswer) -> Response:
     """Return a whole answer as a response; encode it in a thread, as it may be long."""
     body = await asyncio.to_thread(encode_by_items, content)
     headers = {"content-length": str(len(body))}
@@ -378,27 +327,27 @@ def _answers(kind: str) -> dict[int | str, dict[str, Any]]:
     stream = {"schema": event, "example": "data: {...}\n\ndata: [DONE]\n\n"}
     whole = f"The {kind}; with `stream`, server-sent events of chunks, then [DONE]."
     errors: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorAnswer, "description": description}
+        status: {"model": answers.ErrorAnswer, "description": description}
         for status, description in _ERRORS.items()
     }
-    return {200: {"description": whole, "content": {STREAM_TYPE: stream}}, **errors}
+    return {200: {"description": whole, "content": {answers.STREAM_TYPE: stream}}, **errors}
 
 
 def _add_models(api: FastAPI, names: Sequence[str]) -> None:
     created = int(time.time())
-    entries: dict[str, Model] = {
+    entries: dict[str, answers.Model] = {
         name: {"id": name, "object": "model", "created": created, "owned_by": "serve_spec"}
         for name in names
     }
 
     @api.get("/v1/models")
-    async def models() -> ModelList:
+    async def models() -> answers.ModelList:
         """List the names of the served model."""
         return {"object": "list", "data": list(entries.values())}
 
     # `:path` because model names may hold slashes.
     @api.get("/v1/models/{name:path}")
-    async def model(name: str) -> Model:
+    async def model(name: str) -> answers.Model:
         """Return one model by name."""
         if name not in entries:
             raise unknown_model(name, names[0])

@@ -51,10 +51,7 @@ def build_app(args: dict[str, Any]) -> Application:
     args: `model`, a hub id, a checkpoint's folder or asset:NAME, or `config`, a configuration file
     (absolute, or relative to the current directory or the checkout) or a mapping with its content.
     Any leaf key of the configuration overrides it. `engine_loop` is an import path that replaces
-    the engine.
-
-    Raises:
-        ConfigError: the configuration is missing or invalid.
+    the engine. A ConfigError says what is wrong.
     """
     options = dict(args)
     engine_loop = options.pop("engine_loop", ENGINE_LOOP)
@@ -66,9 +63,6 @@ def build_openai_app(args: dict[str, Any]) -> Application:
 
     args: `llm_configs`, a list of one LLMConfig, mapping or YAML file, and optionally
     `ingress_deployment_config`, options of the deployment `Router`. docs/deploy.md has the keys.
-
-    Raises:
-        ConfigError: a key is unknown, unsupported or invalid.
     """
     config, engines, router = openai_config(args)
     return _application(config, ENGINE_LOOP, engines, router)
@@ -82,35 +76,27 @@ def _application(
 ) -> Application:
     config = _with_gpus(config.pinned())
     replica = config.replica
-    scale: dict[str, Any] = {"num_replicas": replica.num_replicas, **(engine_options or {})}
-    engines = serve.deployment(
-        name="EngineReplica",
-        **scale,
+    shared: dict[str, Any] = {
         # Requests arrive over sockets, which Serve does not count; the router limits them.
-        max_ongoing_requests=_NO_LIMIT,
-        **placement_of(config),
-        health_check_period_s=replica.health_check_period_s,
-        health_check_timeout_s=replica.health_check_timeout_s,
-        graceful_shutdown_timeout_s=replica.graceful_shutdown_timeout_s,
-        graceful_shutdown_wait_loop_s=_DRAIN_POLL_S,
+        "max_ongoing_requests": _NO_LIMIT,
+        "health_check_period_s": replica.health_check_period_s,
+        "health_check_timeout_s": replica.health_check_timeout_s,
+        # Streams pass through the router, so it has to outlive them, too.
+        "graceful_shutdown_timeout_s": replica.graceful_shutdown_timeout_s,
+        "graceful_shutdown_wait_loop_s": _DRAIN_POLL_S,
+    }
+    engine_options = {"num_replicas": replica.num_replicas, **(engine_options or {})}
+    engines = serve.deployment(
+        name="EngineReplica", **engine_options, **placement_of(config), **shared
     )(EngineReplica).bind(config, engine_loop)
-    # On GPUs a second one costs the engine nothing, and one may die.
-    options: dict[str, Any] = {
+    router_options = {
+        # On GPUs a second one costs the engine nothing, and one may die.
         "num_replicas": 2 if replica.num_gpus else 1,
         # It mostly waits, so it must not reserve a core that an engine needs.
         "ray_actor_options": {"num_cpus": 0},
         **(router_options or {}),
     }
-    router = serve.deployment(
-        name="Router",
-        **options,
-        max_ongoing_requests=_NO_LIMIT,
-        health_check_period_s=replica.health_check_period_s,
-        health_check_timeout_s=replica.health_check_timeout_s,
-        # Streams pass through the router, so it has to outlive them.
-        graceful_shutdown_timeout_s=replica.graceful_shutdown_timeout_s,
-        graceful_shutdown_wait_loop_s=_DRAIN_POLL_S,
-    )(serve.ingress()(Router))
+    router = serve.deployment(name="Router", **router_options, **shared)(serve.ingress()(Router))
     return router.bind(engines, config)
 
 
@@ -128,11 +114,7 @@ def _with_gpus(config: ServeSpecConfig) -> ServeSpecConfig:
 
 
 def config_of(app: Mapping[str, Any]) -> ServeSpecConfig:
-    """Return the configuration of an application of ours in a Serve config.
-
-    Raises:
-        ConfigError: it is missing or invalid.
-    """
+    """Return the configuration of our application in a Serve config, or raise ConfigError."""
     args = {key: value for key, value in app.get("args", {}).items() if key != "engine_loop"}
     if app["import_path"] == "serve_spec.serving:build_openai_app":
         return openai_config(args)[0]
@@ -140,11 +122,7 @@ def config_of(app: Mapping[str, Any]) -> ServeSpecConfig:
 
 
 def load_config(args: Mapping[str, Any]) -> ServeSpecConfig:
-    """Return the configuration for the application's arguments; see `build_app`.
-
-    Raises:
-        ConfigError: it is missing or invalid.
-    """
+    """Return the configuration for the arguments of `build_app`, or raise ConfigError."""
     overrides = dict(args)
     source, model = overrides.pop("config", None), overrides.pop("model", None)
     if source is None and model is None:
@@ -173,13 +151,7 @@ def load_config(args: Mapping[str, Any]) -> ServeSpecConfig:
 def openai_config(
     args: Mapping[str, Any],
 ) -> tuple[ServeSpecConfig, dict[str, Any], dict[str, Any]]:
-    """Return the configuration, and the options of `EngineReplica` and `Router`.
-
-    args: see `build_openai_app`.
-
-    Raises:
-        ConfigError: a key is unknown, unsupported or invalid.
-    """
+    """Return configuration, and options of both deployments, for `build_openai_app`'s `args`."""
     _refuse_unknown("", args, ("llm_configs", "ingress_deployment_config"))
     models = args.get("llm_configs")
     if not isinstance(models, list | tuple) or len(models) != 1:
@@ -307,19 +279,13 @@ class Router:
 
 
 def requests_per_replica(config: ServeSpecConfig) -> int:
-    """Return the most requests the router gives a replica: what it runs, and a few to follow.
-
-    In a replica requests wait in order of arrival; here they are shared out between clients.
-    """
+    """Return the most requests the router gives a replica: what it runs, and a few to follow."""
     num_places = config.scheduler.max_num_seqs
     return min(config.replica.max_ongoing_requests, num_places + max(1, num_places // 8))
 
 
 class FailedReads:
-    """Report a read from the proxy that Ray fails as what it means: the client has left.
-
-    Serve cancels such a read when a client leaves, and Ray raises an error of its own for it.
-    """
+    """Report a read from the proxy that Ray fails as what it means: the client has left."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

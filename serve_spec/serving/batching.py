@@ -19,15 +19,8 @@ from contextvars import Context
 from dataclasses import dataclass
 
 from serve_spec.core.request import TokenDelta
+from serve_spec.serving import messages
 from serve_spec.serving.errors import ApiError, client_too_slow, engine_failed
-from serve_spec.serving.messages import (
-    GenerateRequest,
-    ReplicaItem,
-    ReplicaMessage,
-    Withdrawn,
-    is_last,
-    merge_deltas,
-)
 
 
 class SizeHistogram:
@@ -60,10 +53,10 @@ class ItemStream:
     def __init__(self, max_unread_bytes: int) -> None:
         self._max_unread_bytes = max_unread_bytes
         self._num_unread_bytes = 0
-        self._items: deque[ReplicaItem | ApiError] = deque()
+        self._items: deque[messages.ReplicaItem | ApiError] = deque()
         self._reader: asyncio.Future[None] | None = None
 
-    def put(self, item: ReplicaItem | ApiError) -> bool:
+    def put(self, item: messages.ReplicaItem | ApiError) -> bool:
         """Add an item and return True; if the queue is full, replace all items by an error."""
         if self._items and isinstance(item, TokenDelta):
             self._num_unread_bytes += _num_bytes(item)
@@ -76,7 +69,7 @@ class ItemStream:
             self._reader.set_result(None)
         return True
 
-    async def get(self) -> ReplicaItem:
+    async def get(self) -> messages.ReplicaItem:
         """Return the next item, or raise it; consecutive deltas are merged into one."""
         if not self._items:
             self._reader = asyncio.get_running_loop().create_future()
@@ -87,7 +80,7 @@ class ItemStream:
         if not self._items:
             self._num_unread_bytes = 0
         elif isinstance(item, TokenDelta):
-            return merge_deltas([item, *self._next_deltas()])
+            return messages.merge_deltas([item, *self._next_deltas()])
         return item
 
     def _next_deltas(self) -> list[TokenDelta]:
@@ -115,9 +108,7 @@ _MAX_REPLICAS = 64
 
 @dataclass(eq=False)
 class _PendingRequest:
-    """One request and its unread items."""
-
-    request: GenerateRequest
+    request: messages.GenerateRequest
     group: Hashable
     items: ItemStream
     sent_at: float = 0.0
@@ -128,7 +119,7 @@ class _PendingRequest:
     """Whether its last item has not arrived yet."""
     has_tokens: bool = False
 
-    def close(self, last: ReplicaItem | ApiError | None = None) -> None:
+    def close(self, last: messages.ReplicaItem | ApiError | None = None) -> None:
         """Close the request, with `last` as its last item if it is open."""
         if self.is_open and last is not None:
             self.items.put(last)
@@ -138,8 +129,7 @@ class _PendingRequest:
 class Batcher(ABC):
     """Collects requests for `batch_wait_s` and sends them in batches of up to `max_batch_size`.
 
-    num_shares: maximum number of equal parts a batch is split into; `send` chooses the replica of
-    each.
+    num_shares: maximum number of equal parts of a batch, each of which goes to one replica.
     group_of: requests of different groups are sent separately.
     max_unread_bytes: approximate memory limit for the unread items of one request.
     """
@@ -150,7 +140,7 @@ class Batcher(ABC):
         batch_wait_s: float,
         max_batch_size: int,
         num_shares: int = 1,
-        group_of: Callable[[GenerateRequest], Hashable] = lambda request: None,
+        group_of: Callable[[messages.GenerateRequest], Hashable] = lambda request: None,
         max_unread_bytes: int = 2**20,
     ) -> None:
         self._batch_wait_s = batch_wait_s
@@ -174,27 +164,23 @@ class Batcher(ABC):
 
     @abstractmethod
     async def ready(self) -> None:
-        """Wait until there is a replica for `send`.
-
-        Raises:
-            ApiError: there is none, and none is expected.
-        """
+        """Wait until there is a replica for `send`; raise ApiError if none is expected."""
 
     @abstractmethod
-    def send(self, requests: Sequence[GenerateRequest]) -> str:
+    def send(self, requests: Sequence[messages.GenerateRequest]) -> str:
         """Send requests to one replica and return its name; `receive` gets its messages."""
 
     @abstractmethod
     def cancel(self, replica: str, request_ids: Sequence[str]) -> None:
         """Cancel requests at a replica; no-op if they or the replica are gone."""
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
+    async def generate(
+        self, request: messages.GenerateRequest
+    ) -> AsyncGenerator[messages.ReplicaItem, None]:
         """Yield a replica's items for a request; closing the generator cancels the request.
 
-        Deltas that arrive while the caller is busy are merged.
-
-        Raises:
-            ApiError: no replica is available, the replica is lost, or the caller reads too slowly.
+        Deltas that arrive while the caller is busy are merged. An ApiError says that no replica is
+        available, that it is lost, or that the caller reads too slowly.
         """
         # Requests that avoid different replicas cannot share a message.
         group = self._group_of(request), request.avoid
@@ -205,7 +191,7 @@ class Batcher(ABC):
             while True:
                 item = await pending.items.get()
                 yield item
-                if is_last(item):
+                if messages.is_last(item):
                     return
         finally:
             self._leave(pending)
@@ -216,7 +202,7 @@ class Batcher(ABC):
         if pending is not None and pending.is_open:
             self._leave(pending)
             self.num_withdrawn += 1
-            pending.items.put(Withdrawn())
+            pending.items.put(messages.Withdrawn())
 
     def not_started(self, for_s: float) -> dict[str, list[str]]:
         """Return, by replica, requests without a token for `for_s` seconds, oldest first."""
@@ -231,10 +217,8 @@ class Batcher(ABC):
     def batching(self) -> dict[str, object]:
         """Return counters and sizes for the `router` section of `/server_info`.
 
-        Histogram keys are inclusive upper bounds, powers of two.
-
-        `submission_size_histogram`: requests per batch sent. `replica_batch_size_histograms`: this
-        router's requests on each replica, after each batch sent.
+        Histograms, by inclusive upper bounds: requests per batch sent, and requests of this router
+        on each replica after each batch.
         """
         return {
             "num_interrupted": self.num_interrupted,
@@ -247,13 +231,13 @@ class Batcher(ABC):
             },
         }
 
-    def receive(self, replica: str, message: ReplicaMessage) -> None:
+    def receive(self, replica: str, message: messages.ReplicaMessage) -> None:
         """Pass each item of a message to its request."""
         for request_id, item in message.items:
             pending = self._requests.get(request_id)
             if pending is None or not pending.is_open:
                 continue
-            if is_last(item):
+            if messages.is_last(item):
                 pending.close(item)
                 continue
             pending.has_tokens = isinstance(item, TokenDelta)

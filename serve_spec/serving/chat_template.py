@@ -63,11 +63,7 @@ class ControlTokens:
     def encode(
         self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None
     ) -> list[int]:
-        """Return the token ids of a rendered template with marked client texts.
-
-        Raises:
-            TextTooLong: there are more than `max_tokens`.
-        """
+        """Return the token ids of a rendered template; raise TextTooLong for over `max_tokens`."""
         # Text and marked tokens alternate; None is a mark on its own.
         first, *rest = self._marks.split(text)
         token_ids = self._tokenizer.encode(
@@ -138,11 +134,7 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path, file: Path | None = None) -> ChatTemplate:
-        """Return the template of a checkpoint, or `PLAIN` if it has none; `file` replaces it.
-
-        Raises:
-            CheckpointError: a file cannot be read, or the template is invalid.
-        """
+        """Return a checkpoint's template, else `PLAIN`, or `file`; raise CheckpointError."""
         settings = _read_json(folder / "tokenizer_config.json")
         source = _source(folder, settings.get("chat_template")) if file is None else _read(file)
         special_tokens = _special_tokens(_read_json(folder / "special_tokens_map.json") | settings)
@@ -162,15 +154,12 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, object] | None = None,
     ) -> str:
-        """Return the conversation as one text.
+        """Return the conversation as one text, or raise ChatTemplateError.
 
         messages: at least one, each with `role`, `content` and what else the template may read. The
             role `developer` becomes `system` if the template does not know it.
         tools: definitions of functions as in the OpenAI API; ignored by templates without tools.
         continue_final_message: end the text with the last message.
-
-        Raises:
-            ChatTemplateError: the template fails or rejects the conversation.
         """
         conversation = [self._known_role(message) for message in messages]
         if continue_final_message:
@@ -222,11 +211,7 @@ def _tojson(
 ) -> str:
     """Return plain JSON; Jinja's own filter would escape it for HTML."""
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 

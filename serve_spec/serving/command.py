@@ -48,14 +48,11 @@ ENGINES = "EngineReplica"
 def read_deployment(
     source: str | Path, overrides: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the Serve config for `source`.
+    """Return the Serve config for `source`, or raise ConfigError.
 
     source: a Serve config, or what becomes a single application: a serve_spec configuration or the
         name of a checkpoint.
     overrides: leaf keys for every application of ours.
-
-    Raises:
-        ConfigError: the file is missing, invalid YAML, or has an unknown key or an invalid value.
     """
     args: dict[str, Any]
     if not is_file(source):
@@ -96,11 +93,7 @@ def _our_apps(deployment: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def check_deployment(given: Mapping[str, Any]) -> None:
-    """Validate a Serve config: its keys, Ray's schema, and the `user_config` of our engines.
-
-    Raises:
-        ConfigError: there are unknown keys, invalid values or invalid policy settings.
-    """
+    """Raise ConfigError unless a Serve config has valid keys, values and policy settings."""
     from ray.serve.schema import ServeDeploySchema  # Ray takes seconds to import, --help none
 
     unknown = list(_unknown_keys(ServeDeploySchema, given, ""))
@@ -225,11 +218,7 @@ def main(argv: list[str]) -> int:
 
 
 def read_plan(source: str | Path, overrides: Mapping[str, Any] | None = None) -> Plan:
-    """Return the plan for a file or the name of a checkpoint; `overrides` are leaf keys.
-
-    Raises:
-        ConfigError: the file, or a configuration it names, is missing or invalid.
-    """
+    """Return the plan for a file or checkpoint, with leaf keys; ConfigError: it is invalid."""
     # Ray takes a second to import, so the arguments are checked first.
     from serve_spec.serving.app import config_of
 
@@ -403,7 +392,6 @@ def _print_news(apps: Iterable[Any], printed: set[str]) -> None:
 
 
 def _reasons(app: Any) -> str:
-    """Return the messages in Serve's status of an application and of its deployments."""
     messages = [app.message, *(d.message for d in app.deployments.values())]
     return "\n".join(message for message in messages if message)
 

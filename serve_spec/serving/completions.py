@@ -9,12 +9,13 @@ import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
 from serve_spec.log import get_logger
 from serve_spec.metrics import Reading
+from serve_spec.serving import messages
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.answers import AnswerFormat, JSONAnswer, Usage, event, usage
 from serve_spec.serving.errors import (
@@ -26,14 +27,6 @@ from serve_spec.serving.errors import (
     timed_out,
 )
 from serve_spec.serving.fields import Prompt
-from serve_spec.serving.messages import (
-    Accepted,
-    Failed,
-    GenerateRequest,
-    Refused,
-    ReplicaItem,
-    Withdrawn,
-)
 from serve_spec.serving.resume import FleetSpeculation, resumed
 from serve_spec.serving.telemetry import router_timer
 
@@ -46,10 +39,7 @@ Item = TypeVar("Item")
 
 
 class Deadline:
-    """A time limit, in the event loop's clock, for reading the items of a generator.
-
-    One timer serves all reads. One task may wait at a time.
-    """
+    """A time limit, in the event loop's clock, for one task's reads from a generator."""
 
     def __init__(self, at: float) -> None:
         self.at = at
@@ -58,12 +48,7 @@ class Deadline:
         self._timer = asyncio.get_running_loop().call_at(at, self._pass)
 
     async def next(self, items: AsyncGenerator[Item, None]) -> Item:
-        """Return the next item.
-
-        Raises:
-            StopAsyncIteration: the generator has ended.
-            TimeoutError: the deadline has passed.
-        """
+        """Return the next item; raise StopAsyncIteration, or TimeoutError after the deadline."""
         if self._is_late():
             raise TimeoutError
         task = self._waiting = asyncio.current_task()
@@ -92,10 +77,9 @@ class Deadline:
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Return the seed of choice `index`; choice 0 has the request's seed, as with n=1.
+    """Return the seed of choice `index`, which does not depend on `n`; choice 0 has the request's.
 
-    The others have the first 63 bits of BLAKE2b-64 over "SEED INDEX" in decimal, which does not
-    depend on `n`.
+    The others have the first 63 bits of BLAKE2b-64 over "SEED INDEX" in decimal.
     """
     if index == 0:
         return seed
@@ -109,11 +93,10 @@ def choices_of(
     prompts: Sequence[Prompt],
     params: SamplingParams,
     num_choices: int,
-) -> list[GenerateRequest]:
-    """Return `num_choices` requests per prompt, prompt by prompt, in the order of `index`.
+) -> list[messages.GenerateRequest]:
+    """Return `num_choices` requests per prompt, in the order of `index`.
 
-    The seed of a choice depends on its place among the choices of its prompt, not on the other
-    prompts. Without a seed, each choice draws its own.
+    A choice's seed depends on its place among those of its prompt. Without one, each draws its own.
     """
     seeds = [
         None if params.seed is None else choice_seed(params.seed, place)
@@ -121,12 +104,12 @@ def choices_of(
     ]
     drawn = [(prompt, replace(params, seed=seed)) for prompt in prompts for seed in seeds]
     return [
-        GenerateRequest(f"{answer_id}-{index}", trace_id, prompt, seeded)
+        messages.GenerateRequest(f"{answer_id}-{index}", trace_id, prompt, seeded)
         for index, (prompt, seeded) in enumerate(drawn)
     ]
 
 
-def by_prompt(choices: Sequence[GenerateRequest]) -> list[list[int]]:
+def by_prompt(choices: Sequence[messages.GenerateRequest]) -> list[list[int]]:
     """Return the indices of the choices, grouped by equal prompts."""
     groups: dict[str | tuple[int, ...], list[int]] = {}
     for place, choice in enumerate(choices):
@@ -148,10 +131,7 @@ async def spread(
 def interleaved(
     streams: Sequence[AsyncGenerator[tuple[int, Item], None]],
 ) -> AsyncGenerator[tuple[int, Item], None]:
-    """Yield the items of all streams as they arrive.
-
-    All streams start at once. The first exception, or closing the generator, ends all of them.
-    """
+    """Yield the items of all streams as they arrive; the first exception ends all of them."""
     return streams[0] if len(streams) == 1 else _together(streams)
 
 
@@ -191,6 +171,7 @@ async def _read(
         await events.put(error)
 
 
+@dataclass(eq=False)
 class RunningAnswer:
     """The running choices of one request.
 
@@ -198,34 +179,23 @@ class RunningAnswer:
     is_prompt_only: drop generated tokens and keep only the prompt's log-probabilities.
     """
 
-    def __init__(
-        self,
-        items: AsyncGenerator[tuple[int, ReplicaItem], None],
-        *,
-        num_choices: int,
-        num_prompts: int,
-        is_prompt_only: bool,
-        deadline: Deadline,
-        timeout_s: float,
-    ) -> None:
-        self.num_choices = num_choices
-        self.num_tokens = 0
-        self._items = items
-        self._choices_per_prompt = num_choices // num_prompts
-        self._is_prompt_only = is_prompt_only
-        self.deadline = deadline
-        self._timeout_s = timeout_s
-        self._num_prompt_tokens: dict[int, int] = {}
-        self._num_cached_tokens: dict[int, int] = {}
-        self._speculation: dict[int, SpeculationStats] = {}
-        self._num_ended = 0
-        self._first: list[tuple[int, TokenDelta]] = []
+    items: AsyncGenerator[tuple[int, messages.ReplicaItem], None]
+    num_choices: int
+    num_prompts: int
+    is_prompt_only: bool
+    deadline: Deadline
+    timeout_s: float
+    num_tokens: int = 0
+    _num_prompt_tokens: dict[int, int] = field(default_factory=dict)
+    _num_cached_tokens: dict[int, int] = field(default_factory=dict)
+    _speculation: dict[int, SpeculationStats] = field(default_factory=dict)
+    _num_ended: int = 0
+    _first: list[tuple[int, TokenDelta]] = field(default_factory=list)
 
     async def start(self) -> None:
-        """Wait for the first tokens, so that earlier errors can set the HTTP status.
+        """Wait for the first tokens; an ApiError before them sets the HTTP status.
 
-        Return when every choice has tokens or one has ended, as others may wait for its slot. Raise
-        ApiError if the request fails before that.
+        Return when every choice has tokens or one has ended, as others may wait for its slot.
         """
         waiting = set(range(self.num_choices))
         while waiting and not self._num_ended:
@@ -234,53 +204,33 @@ class RunningAnswer:
             waiting.discard(index)
 
     async def deltas(self) -> AsyncIterator[tuple[int, TokenDelta]]:
-        """Yield (choice, delta) as they arrive; raise ApiError if a choice fails.
-
-        The last delta of a choice has a finish reason.
-        """
+        """Yield (choice, delta) as they arrive, up to finish reasons; ApiError: one fails."""
         for index, delta in self._first:
             yield index, delta
         while self._num_ended < self.num_choices:
             yield await self._next_delta()
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of all prompts; each prompt counts once."""
-        return sum(
-            num_tokens
-            for index, num_tokens in self._num_prompt_tokens.items()
-            if index % self._choices_per_prompt == 0
-        )
-
-    @property
     def usage(self) -> Usage:
-        """Token counts over all choices; final once they have ended."""
-        return usage(
-            self.num_prompt_tokens,
-            self.num_tokens,
-            self._total_speculation(),
-            self._total_cached_tokens(),
-        )
+        """Token counts over all choices; final once they have ended.
 
-    def _total_cached_tokens(self) -> int:
-        """Sum over prompts the fewest cached tokens that any of their choices found."""
-        least: dict[int, int] = {}
-        for index, num_tokens in self._num_cached_tokens.items():
-            prompt = index // self._choices_per_prompt
-            least[prompt] = min(num_tokens, least.get(prompt, num_tokens))
-        return sum(least.values())
-
-    def _total_speculation(self) -> SpeculationStats:
+        Of a prompt, those tokens count as cached that every choice found in its cache.
+        """
+        per_prompt = self.num_choices // self.num_prompts
+        prompts = {index // per_prompt: num for index, num in self._num_prompt_tokens.items()}
+        cached: dict[int, int] = {}
+        for index, num in self._num_cached_tokens.items():
+            cached[index // per_prompt] = min(num, cached.get(index // per_prompt, num))
         total = FleetSpeculation()
         for counts in self._speculation.values():
             total.add(counts)
-        return total
+        return usage(sum(prompts.values()), self.num_tokens, total, sum(cached.values()))
 
     async def _next_delta(self) -> tuple[int, TokenDelta]:
         while True:
             index, item = await self._next_item()
             if isinstance(item, TokenDelta):
-                delta = _without_tokens(item) if self._is_prompt_only else item
+                delta = _without_tokens(item) if self.is_prompt_only else item
                 self._count(index, delta)
                 return index, delta
             self._num_prompt_tokens[index] = item.num_prompt_tokens
@@ -292,23 +242,24 @@ class RunningAnswer:
             self._speculation[index] = delta.speculation
         self._num_ended += delta.finish_reason is not None
 
-    async def _next_item(self) -> tuple[int, Accepted | TokenDelta]:
+    async def _next_item(self) -> tuple[int, messages.Accepted | TokenDelta]:
         try:
-            index, item = await self.deadline.next(self._items)
+            index, item = await self.deadline.next(self.items)
         except TimeoutError:
-            raise timed_out(self._timeout_s) from None
+            raise timed_out(self.timeout_s) from None
         except StopAsyncIteration:
             raise engine_failed("the replica ended the stream without a finish reason") from None
         if isinstance(item, TokenDelta):
             return index, item
-        if isinstance(item, Refused):
+        if isinstance(item, messages.Refused):
             raise refused(item.error)
-        if isinstance(item, Failed):
+        if isinstance(item, messages.Failed):
             raise queue_full(item.message, 1) if item.overloaded else engine_failed(item.message)
-        assert not isinstance(item, Withdrawn), "`resumed` does not yield it"
+        assert not isinstance(item, messages.Withdrawn), "`resumed` does not yield it"
         return index, item
 
 
+@dataclass(frozen=True)
 class CompletionRunner:
     """Runs the choices of requests within a deadline.
 
@@ -316,30 +267,21 @@ class CompletionRunner:
     record: receives the latency and outcome of choices.
     """
 
-    def __init__(
-        self,
-        fleet: RayFleet,
-        admission: Admission,
-        *,
-        timeout_s: float,
-        resume_timeout_s: float,
-        record: Callable[[Reading], None] = lambda reading: None,
-    ) -> None:
-        self._fleet = fleet
-        self._admission = admission
-        self._timeout_s = timeout_s
-        self._resume_timeout_s = resume_timeout_s
-        self._record = record
+    fleet: RayFleet
+    admission: Admission
+    timeout_s: float
+    resume_timeout_s: float
+    record: Callable[[Reading], None] = lambda reading: None
 
     @property
     def max_choices(self) -> int:
         """Maximum number of choices of one client that can run or wait at once."""
-        return self._admission.max_in_flight + self._admission.max_client_queued
+        return self.admission.max_in_flight + self.admission.max_client_queued
 
     @asynccontextmanager
     async def run(
         self,
-        choices: Sequence[GenerateRequest],
+        choices: Sequence[messages.GenerateRequest],
         num_prompts: int = 1,
         *,
         client: str = "",
@@ -348,16 +290,12 @@ class CompletionRunner:
         """Run choices during the `async with` block; release their slots and replicas at its end.
 
         num_prompts: number of prompts; each has the same number of choices.
-        client: the client's identity for `Admission`.
-        is_prompt_only: see `RunningAnswer`.
-
-        Raises:
-            ApiError: the request failed before its first tokens.
+        client: the client's identity for `Admission`. is_prompt_only: see `RunningAnswer`.
         """
-        end = asyncio.get_running_loop().time() + self._timeout_s
+        end = asyncio.get_running_loop().time() + self.timeout_s
         # Without generated tokens, equal prompts are computed once.
         groups = by_prompt(choices) if is_prompt_only else [[i] for i in range(len(choices))]
-        self._admission.refuse_if_full(client, len(groups))
+        self.admission.refuse_if_full(client, len(groups))
         events = interleaved(
             [self._one(i, choices[group[0]], client, end) for i, group in enumerate(groups)]
         )
@@ -367,12 +305,7 @@ class CompletionRunner:
         try:
             async with aclosing(events) as items:
                 answer = RunningAnswer(
-                    items,
-                    num_choices=len(choices),
-                    num_prompts=num_prompts,
-                    is_prompt_only=is_prompt_only,
-                    deadline=deadline,
-                    timeout_s=self._timeout_s,
+                    items, len(choices), num_prompts, is_prompt_only, deadline, self.timeout_s
                 )
                 await answer.start()
                 yield answer
@@ -380,18 +313,18 @@ class CompletionRunner:
             deadline.close()
 
     async def _one(
-        self, index: int, request: GenerateRequest, client: str, deadline: float
-    ) -> AsyncGenerator[tuple[int, ReplicaItem], None]:
+        self, index: int, request: messages.GenerateRequest, client: str, deadline: float
+    ) -> AsyncGenerator[tuple[int, messages.ReplicaItem], None]:
         """Yield (index, item) of one choice, which holds a slot meanwhile."""
         async with AsyncExitStack() as held:
             try:
-                waiting = self._admission.slot(deadline, client, request.params.priority)
+                waiting = self.admission.slot(deadline, client, request.params.priority)
                 slot = await held.enter_async_context(waiting)
             except TimeoutError:
-                raise timed_out(self._timeout_s) from None
-            timer = router_timer(self._record)
+                raise timed_out(self.timeout_s) from None
+            timer = router_timer(self.record)
             held.callback(timer.end)
-            items = resumed(self._fleet, request, self._resume_timeout_s, slot)
+            items = resumed(self.fleet, request, self.resume_timeout_s, slot)
             await held.enter_async_context(aclosing(items))
             try:
                 async for item in items:
@@ -416,8 +349,7 @@ async def stream_frames(
 ) -> AsyncIterator[bytes]:
     """Yield the server-sent events of a request with `stream`.
 
-    Each delta with text or log-probabilities becomes an event. Status 200 has been sent by now, so
-    a failure becomes an error event, without [DONE] after it.
+    A failure becomes an error event, without [DONE] after it: status 200 has been sent.
     """
     try:
         if beginning := form.beginning(answer.num_choices):
@@ -435,7 +367,6 @@ async def stream_frames(
 
 
 def _events(answer: RunningAnswer, form: AnswerFormat, index: int, delta: TokenDelta) -> bytes:
-    """Return the events of a delta; there may be none."""
     is_shown = delta.text or (form.sends_tokens and delta.token_ids)
     if not is_shown and delta.finish_reason is None:
         return b""
@@ -449,8 +380,5 @@ def _without_tokens(delta: TokenDelta) -> TokenDelta:
     """Return a delta without its tokens; the finish reason becomes "length"."""
     ended = delta.finish_reason is not None
     return delta._replace(
-        token_ids=(),
-        text="",
-        logprobs=None,
-        finish_reason=FinishReason.LENGTH if ended else None,
+        token_ids=(), text="", logprobs=None, finish_reason=FinishReason.LENGTH if ended else None
     )

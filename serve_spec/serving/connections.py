@@ -21,20 +21,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from serve_spec.log import get_logger
+from serve_spec.serving import messages
 from serve_spec.serving.errors import ReplicaLost, engine_failed, no_replica
-from serve_spec.serving.messages import (
-    Failed,
-    GenerateRequest,
-    Items,
-    ReplicaItem,
-    ReplicaMessage,
-    RouterMessage,
-    decode_replica_message,
-    decode_router_message,
-    encode_replica_message,
-    is_last,
-    merge_items,
-)
 
 if TYPE_CHECKING:
     from serve_spec.serving.batching import Batcher
@@ -62,12 +50,7 @@ class RouterAddress(NamedTuple):
 
 
 async def read_message(reader: asyncio.StreamReader, max_bytes: int | None = None) -> bytes:
-    """Return the next message.
-
-    Raises:
-        EOFError: the other end is gone.
-        OSError: the connection is broken, or the message has more than `max_bytes`.
-    """
+    """Return the next message; raise EOFError, or OSError for one of more than `max_bytes`."""
     num_bytes = int.from_bytes(await reader.readexactly(_NUM_LENGTH_BYTES), "little")
     if max_bytes is not None and num_bytes > max_bytes:
         raise OSError(f"a message of {num_bytes} bytes; at most {max_bytes} are allowed")
@@ -114,8 +97,7 @@ class ReplicaConnections:
 
     name: this router's name. host: the address at which replicas reach it.
     handler: receives messages and failures of replicas.
-    max_quiet_checks: number of `check` calls without a message after which a replica counts as
-    unresponsive.
+    max_quiet_checks: `check` calls without a message that make a replica unresponsive.
     """
 
     def __init__(self, name: str, host: str, handler: Batcher, max_quiet_checks: int) -> None:
@@ -184,7 +166,7 @@ class ReplicaConnections:
         try:
             while True:
                 self._handle(
-                    replica, connection, decode_replica_message(await read_message(reader))
+                    replica, connection, messages.decode_replica_message(await read_message(reader))
                 )
         except (EOFError, OSError) as error:
             logger.info("replica %s is gone: %r", replica, error)
@@ -211,7 +193,9 @@ class ReplicaConnections:
             return None
         return name.decode()
 
-    def _handle(self, replica: str, connection: ReplicaConnection, message: ReplicaMessage) -> None:
+    def _handle(
+        self, replica: str, connection: ReplicaConnection, message: messages.ReplicaMessage
+    ) -> None:
         was_usable = connection.is_usable
         connection.num_quiet_checks = 0
         connection.is_unresponsive = False
@@ -231,11 +215,11 @@ class ResponseQueue:
         """Tasks of the requests whose last item has not been sent."""
         self.is_load_due = False
         """Whether the next message reports the load."""
-        self._items: Items = []
+        self._items: messages.Items = []
         self._changed = asyncio.Event()
         self._is_closed = False
 
-    def put(self, request_id: str, item: ReplicaItem) -> None:
+    def put(self, request_id: str, item: messages.ReplicaItem) -> None:
         """Add an item of a request."""
         self._items.append((request_id, item))
         self._changed.set()
@@ -250,7 +234,7 @@ class ResponseQueue:
         self._is_closed = True
         self._changed.set()
 
-    async def __aiter__(self) -> AsyncIterator[Items]:
+    async def __aiter__(self) -> AsyncIterator[messages.Items]:
         while not self._is_closed or self._items:
             await self._changed.wait()
             # Let all requests of the round add their items first.
@@ -258,48 +242,34 @@ class ResponseQueue:
             self._changed.clear()
             items, self._items = self._items, []
             if len(items) > len(self.answers):
-                items = merge_items(items)
+                items = messages.merge_items(items)
             for request_id, item in items:
-                if is_last(item):
+                if messages.is_last(item):
                     self.answers.pop(request_id, None)
             yield items
 
 
+@dataclass(eq=False)
 class RouterConnections:
-    """The connections to all routers.
+    """The connections to all routers. If one breaks, the requests of its router are cancelled.
 
-    If a connection breaks, the requests of its router are cancelled.
-
-    name: this replica's name.
+    name: this replica's name. load: returns `ReplicaMessage.load`.
     answer: puts all items of a request into a queue, the last one included.
     cancel: cancels a request in the engine; no-op if it has ended.
-    load: returns `ReplicaMessage.load`.
     flush_cache: drops cached prefixes.
     """
 
-    def __init__(
-        self,
-        name: str,
-        answer: Callable[[GenerateRequest, ResponseQueue], Coroutine[Any, Any, None]],
-        cancel: Callable[[str], None],
-        load: Callable[[], Mapping[str, Any]],
-        flush_cache: Callable[[], None],
-    ) -> None:
-        self._name = name
-        self._answer = answer
-        self._cancel = cancel
-        self._load = load
-        self._flush_cache = flush_cache
-        self._queues: dict[str, ResponseQueue] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._is_closing = False
+    name: str
+    answer: Callable[[messages.GenerateRequest, ResponseQueue], Coroutine[Any, Any, None]]
+    cancel: Callable[[str], None]
+    load: Callable[[], Mapping[str, Any]]
+    flush_cache: Callable[[], None]
+    _queues: dict[str, ResponseQueue] = field(default_factory=dict)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _is_closing: bool = False
 
     async def connect(self, router: RouterAddress) -> None:
-        """Connect to a router and serve its requests; no-op if it is connected.
-
-        Raises:
-            OSError: it no longer listens.
-        """
+        """Connect to a router and serve its requests, unless it is connected; raise OSError."""
         if router.name in self._queues or self._is_closing:
             return
         self._queues[router.name] = queue = ResponseQueue()
@@ -310,7 +280,7 @@ class RouterConnections:
             del self._queues[router.name]
             raise
         configure(writer)
-        write_message(writer, router.secret + self._name.encode())
+        write_message(writer, router.secret + self.name.encode())
         self.report_load()
         self._start(self._send(queue, writer))
         self._start(self._serve(router.name, queue, reader, writer))
@@ -349,7 +319,7 @@ class RouterConnections:
         """Handle messages of a router until the connection closes; then cancel its requests."""
         try:
             while True:
-                self._handle(decode_router_message(await read_message(reader)), queue)
+                self._handle(messages.decode_router_message(await read_message(reader)), queue)
         except (EOFError, OSError) as error:
             logger.info(
                 "router %s is gone, %d requests cancelled: %r", router, len(queue.answers), error
@@ -359,32 +329,34 @@ class RouterConnections:
         finally:
             del self._queues[router]
             for request_id, answer in queue.answers.items():
-                self._cancel(request_id)
+                self.cancel(request_id)
                 answer.cancel()
             queue.answers.clear()
             queue.close()
             writer.close()
 
-    def _handle(self, message: RouterMessage, queue: ResponseQueue) -> None:
+    def _handle(self, message: messages.RouterMessage, queue: ResponseQueue) -> None:
         for request_id, request in message.requests:
-            if isinstance(request, Failed):
+            if isinstance(request, messages.Failed):
                 queue.put(request_id, request)
             else:
-                answer = asyncio.create_task(self._answer(request, queue))
+                answer = asyncio.create_task(self.answer(request, queue))
                 queue.answers[request_id] = answer
         for request_id in message.cancelled:
-            self._cancel(request_id)
+            self.cancel(request_id)
         if message.flushes_cache:
-            self._flush_cache()
+            self.flush_cache()
 
     async def _send(self, queue: ResponseQueue, writer: asyncio.StreamWriter) -> None:
         """Send items and load reports until the queue is closed."""
         try:
             async for items in queue:
-                load = self._load() if queue.is_load_due else None
+                load = self.load() if queue.is_load_due else None
                 queue.is_load_due = False
-                message = ReplicaMessage(items, self.num_requests(), load, self._is_closing)
-                write_message(writer, encode_replica_message(message))
+                message = messages.ReplicaMessage(
+                    items, self.num_requests(), load, self._is_closing
+                )
+                write_message(writer, messages.encode_replica_message(message))
                 await writer.drain()
         except OSError as error:
             logger.debug("connection closed: %r", error)

@@ -36,11 +36,7 @@ _ANY_SHARE = 0.001
 
 
 def placement_of(config: ServeSpecConfig) -> dict[str, Any]:
-    """Return the deployment options for a replica's resources: a bundle for each rank.
-
-    Raises:
-        ConfigError: ranks would have to share a GPU, or would reserve nothing.
-    """
+    """Return a replica's options: a bundle for each rank. Raise ConfigError for shared GPUs."""
     replica, size = config.replica, config.model.tensor_parallel_size
     num_gpus = replica.num_gpus or 0
     if size > 1 and num_gpus not in (0, size):
@@ -82,11 +78,9 @@ class ActorLauncher:
         self._config = config
         # Ranks may be on other nodes unless STRICT_PACK is set.
         is_one_host = config.replica.placement_group_strategy == "STRICT_PACK"
-        self.host = "127.0.0.1" if is_one_host else self._node_ip()
-
-    @staticmethod
-    def _node_ip() -> str:
-        return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        self.host = "127.0.0.1"
+        if not is_one_host:
+            self.host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
     def start(
         self, module: str, settings: object, rank: int, size: int, address: object
@@ -150,11 +144,8 @@ BUILD_ENGINE = "serve_spec.engine.build:build_engine"
 def start_engine(config: ServeSpecConfig, build: str = BUILD_ENGINE) -> EngineProcess:
     """Start the engine of this replica; return when it is ready.
 
-    build: import path of a function like `build_engine`.
-
-    Raises:
-        Exception: any exception of `build`, for example CheckpointError.
-        RayError: the process cannot start, or has died.
+    build: import path of a function like `build_engine`; its exceptions are raised here. RayError:
+    the process cannot start, or has died.
     """
     actor = Engine.options(**rank_options(config, 0)).remote()  # type: ignore[attr-defined]
     # Futures, because `ray.get` warns in a thread with an event loop.
@@ -205,12 +196,12 @@ class Engine:
         try:
             with connection:
                 engine = pkgutil.resolve_name(build)(config, launcher)
-                EngineServer(config, engine, connection, on_lost=_end_process).run()
+                EngineServer(config, engine, connection, on_lost=end_process).run()
         except Exception:
             logger.exception("the engine cannot start")
             raise
 
 
-def _end_process() -> None:
+def end_process() -> None:
     """Exit immediately, even while a step hangs."""
     os._exit(1)

@@ -10,19 +10,18 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainValidator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 from pydantic_core import CoreSchema
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import MAX_LOGPROBS
+from serve_spec.serving.errors import MAX_NAME_CHARS
+
+
+def about(description: str, **limits: Any) -> Any:
+    """Return the `Field` of an optional value, whose default is null."""
+    return Field(None, description=description, **limits)
 
 
 class Unavailable:
@@ -57,41 +56,35 @@ def _summary(value: object) -> object:
     return value[:80] if isinstance(value, str) else value
 
 
-_NO_SCORES = "use logprobs and top_logprobs, or logit_bias"
+def _unavailable_all(instead: str, *names: str) -> dict[str, Unavailable]:
+    return dict.fromkeys(names, Unavailable(instead=instead))
+
+
 UNSUPPORTED: Mapping[str, Unavailable] = {
-    # Other texts.
     "beam_width": Unavailable(1),
     "chat_template": Unavailable(instead="chats use the checkpoint's own template"),
-    "custom_logit_processor": Unavailable(instead="use logit_bias"),
     "documents": Unavailable(instead="put them into a message"),
     "extra_key": Unavailable(instead="use cache_salt"),
-    "input_embeds": Unavailable(),
     "input_ids": Unavailable(instead="send token ids as prompt to /v1/completions"),
-    "logits_processors": Unavailable(instead="use logit_bias"),
     "lora_path": Unavailable(instead="merge the adapter into the checkpoint"),
-    "prompt_embeds": Unavailable(),
     "repetition_detection": Unavailable(instead="use repetition_penalty"),
+    "return_prompt_text": Unavailable(instead="use return_token_ids"),
     "session_params": Unavailable(instead="send the whole conversation"),
     "stop_regex": Unavailable(instead="use stop"),
     "structural_tag": Unavailable(instead="use structured_outputs"),
-    "task": Unavailable(),
     "thinking_token_budget": Unavailable(-1),
     "use_beam_search": Unavailable(instead="use best_of"),
-    "vllm_xargs": Unavailable(),
-    "watermark": Unavailable(),
-    "watermarking": Unavailable(),
-    # Answers that lack what the client waits for.
-    "audio_data": Unavailable(instead="this model accepts only text"),
-    "video_data": Unavailable(instead="this model accepts only text"),
-    "image_data": Unavailable(instead="this model accepts only text"),
-    "logprob_token_ids": Unavailable(instead=_NO_SCORES),
-    "return_hidden_states": Unavailable(),
-    "return_indexer_topk": Unavailable(),
-    "return_prompt_text": Unavailable(instead="use return_token_ids"),
-    "return_routed_experts": Unavailable(),
-    "return_sampling_mask": Unavailable(),
-    "token_ids_logprob": Unavailable(instead=_NO_SCORES),
-}
+    **_unavailable_all("use logit_bias", "custom_logit_processor", "logits_processors"),
+    **_unavailable_all(
+        "use logprobs and top_logprobs, or logit_bias", "logprob_token_ids", "token_ids_logprob"
+    ),
+    **_unavailable_all("this model accepts only text", "audio_data", "image_data", "video_data"),
+    **_unavailable_all(
+        "", "input_embeds", "prompt_embeds", "return_hidden_states", "return_indexer_topk",
+        "return_routed_experts", "return_sampling_mask", "task", "vllm_xargs", "watermark",
+        "watermarking",
+    ),
+}  # fmt: skip
 """Fields of vLLM and SGLang that change the text or the answer, with their neutral values."""
 
 PRESENTATION = frozenset({
@@ -133,14 +126,10 @@ def grammar_of(
     structured_outputs: Mapping[str, Any] | None,
     named: Mapping[str, Any],
 ) -> Grammar | None:
-    """Return the grammar that a request asks for, or None.
+    """Return the grammar that a request asks for, if any; raise InvalidRequest for several.
 
-    response_format: its `type` and its `json_schema`.
+    response_format: its `type` and its `json_schema`. named: the values of `GRAMMAR_FIELDS`.
     structured_outputs: the grammar under json, json_object, regex, grammar or choice.
-    named: the values of `GRAMMAR_FIELDS`.
-
-    Raises:
-        InvalidRequest: there are several grammars, or one is invalid.
     """
     found = [] if response_format is None else _of_format(*response_format)
     found += [_GRAMMARS[GRAMMAR_FIELDS[name]](value, name) for name, value in _given(named)]
@@ -215,10 +204,9 @@ _ANNOTATIONS = frozenset({"$comment", "description", "examples", "title"})
 
 
 def closed(schema: Any) -> Any:
-    """Return a JSON Schema whose objects have only the properties that it names.
+    """Return a JSON Schema, without annotations, whose objects have only the properties it names.
 
-    Annotations are left out, because the length of a grammar is limited. An object that names its
-    `additionalProperties`, or joins schemas with `allOf`, stays as it is.
+    An object with `additionalProperties` or `allOf` stays as it is.
     """
     if not isinstance(schema, dict):
         return schema
@@ -254,7 +242,6 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_ENTRIES = 1024
 MAX_MESSAGES = 2**14
-MAX_NAME_CHARS = 256
 MAX_LABEL_CHARS = 1024
 MAX_VARIABLE_CHARS = 2**15
 MAX_BIAS = 100
@@ -425,8 +412,8 @@ class TextPart(StrictFields):
 
     type: Literal["text"]
     text: Text
-    prompt_cache_breakpoint: dict[str, Any] | None = Field(
-        None, description="Accepted and ignored: every prefix is cached."
+    prompt_cache_breakpoint: dict[str, Any] | None = about(
+        "Accepted and ignored: every prefix is cached."
     )
 
 
@@ -450,21 +437,18 @@ GivenPrompts: TypeAlias = Annotated[
     ),
 ]
 Stops: TypeAlias = Annotated[
-    list[str] | None,
-    PlainValidator(stops, json_schema_input_type=_Stop | _Stops | None),
+    list[str] | None, PlainValidator(stops, json_schema_input_type=_Stop | _Stops | None)
 ]
 Variables: TypeAlias = Annotated[
     dict[str, Variable] | None,
     PlainValidator(
-        variables,
-        json_schema_input_type=dict[Name, _Variable | int | float | bool | None] | None,
+        variables, json_schema_input_type=dict[Name, _Variable | int | float | bool | None] | None
     ),
 ]
 FEW = BeforeValidator(few)
 IGNORED = Field(description="Accepted and ignored.")
 Biases: TypeAlias = Annotated[
-    dict[int, float] | None,
-    PlainValidator(biases, json_schema_input_type=dict[str, float] | None),
+    dict[int, float] | None, PlainValidator(biases, json_schema_input_type=dict[str, float] | None)
 ]
 FewTokenIds: TypeAlias = Annotated[list[_TokenId], Field(max_length=MAX_ENTRIES, fail_fast=True)]
 _Word: TypeAlias = Annotated[Text, Field(min_length=1, max_length=MAX_WORD_CHARS)]

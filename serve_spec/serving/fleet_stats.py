@@ -56,8 +56,6 @@ class _Speed(NamedTuple):
 
 
 class _Acceptance(NamedTuple):
-    """Acceptance rates and speeds measured by a replica."""
-
     positions: list[tuple[float, float]]
     """(accept rate, trials) by position."""
     speeds: dict[int, _Speed]
@@ -73,13 +71,7 @@ def _drafted_steps(snapshot: Snapshot) -> int:
 
 
 def _acceptance(snapshot: Snapshot, max_steps: int) -> _Acceptance:
-    """Return the acceptance and speed measured by a replica.
-
-    The rates come from the policy's estimate if there is one, else from the counts since start.
-
-    Raises:
-        ValueError: a value is missing or impossible.
-    """
+    """Return acceptance, estimated or counted, and speeds of a replica; ValueError if malformed."""
     entries = section(snapshot, "acceptance").get("positions")
     trials = "trials"
     if not isinstance(entries, list):
@@ -187,8 +179,6 @@ _SHOWN_FIELDS = (
 
 
 class _Series:
-    """A time series of several columns, oldest first, of about `max_points` per `history_s`."""
-
     def __init__(self, columns: Iterable[str], history_s: float, max_points: int) -> None:
         self._names = ("time_s", *columns)
         self._history_s = history_s
@@ -232,8 +222,7 @@ class _Replica:
 class FleetStats:
     """The latest snapshot of every replica, fleet totals, acceptance rates and history.
 
-    Totals leave out replicas that are silent for `stale_after_s`, so counters fall when a replica
-    leaves. Acceptance rates stay valid for longer: until the replica is removed. They are kept for
+    Totals leave out replicas that are silent for `stale_after_s`. Acceptance rates are kept for
     `history_s` after the last replica of a pair of models, so that a single one restarts warm.
     """
 
@@ -274,10 +263,7 @@ class FleetStats:
         self._replicas.pop(replica, None)
 
     def prior(self, pair: str, max_steps: int, now_s: float) -> list[float] | None:
-        """Return accept rates by position, weighted by trials, or None if there are none.
-
-        A new policy starts from them. An untried position has the rate of the one before it.
-        """
+        """Return accept rates by position, weighted by trials, for a new policy; None: unknown."""
         self._remove_gone(now_s)
         known = self._pairs.get((pair, max_steps))
         rates = _rates(_totals(self._measured((pair, max_steps)), max_steps))
@@ -293,10 +279,7 @@ class FleetStats:
         return {"internal_states": states, "fleet": self._fleet(now_s)}
 
     def status(self, now_s: float) -> dict[str, object]:
-        """Return the data of the status page: the fleet and the first replicas, with history.
-
-        Its size is bounded for any fleet.
-        """
+        """Return the data of the status page, of bounded size: fleet, first replicas, histories."""
         self._remove_gone(now_s)
         return {
             "time_s": now_s,
@@ -373,7 +356,6 @@ class FleetStats:
         }
 
     def _state(self, name: str, now_s: float) -> dict[str, object]:
-        """Return the snapshot of a replica and its age."""
         replica = self._replicas[name]
         return {
             **replica.snapshot,
@@ -427,7 +409,6 @@ def _sums(snapshots: Iterable[Snapshot], names: Sequence[str]) -> dict[str, floa
 
 
 def _fleet_point(replicas: Sequence[_Replica]) -> tuple[float, ...]:
-    """Return the values of `_FLEET_COLUMNS`."""
     fresh = [replica.snapshot for replica in replicas]
     batch_size = sum(number(s, "batch_size") for s in fresh)
     # Weighted by requests, so that idle replicas do not count.
@@ -480,5 +461,4 @@ def _sum_of_counts(mappings: Iterable[Snapshot]) -> dict[str, int]:
 
 
 def _counted(values: Iterable[object]) -> dict[str, int]:
-    """Count values by their text, None left out."""
     return dict(sorted(Counter(str(value) for value in values if value is not None).items()))

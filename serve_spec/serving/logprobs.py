@@ -24,9 +24,8 @@ UNLIKELY = -9999.0
 class CompletionLogprobs(TypedDict):
     """`logprobs` of a completion's choice or chunk: one item per token in every list.
 
-    `top_logprobs` holds the most likely tokens and the token itself. The first token of an echoed
-    prompt has no log-probability. `text_offset` counts characters from the start of the choice's
-    text. Tokens that are not whole characters are shown as `bytes:\\xe2\\x82`.
+    `top_logprobs` includes the token itself. The first token of an echo has none. `text_offset`
+    counts characters. Tokens that are not whole characters are shown as `bytes:\\xe2\\x82`.
     """
 
     tokens: list[str]
@@ -44,10 +43,7 @@ class ChatTopLogprob(TypedDict):
 
 
 class ChatTokenLogprob(ChatTopLogprob):
-    """A token of the answer. The joined `bytes` are its text; special tokens have none.
-
-    Tokens that are not whole characters are shown as `\\xe2\\x82`.
-    """
+    """A token of the answer. The joined `bytes` are its text; special tokens have none."""
 
     top_logprobs: list[ChatTopLogprob]
 
@@ -91,10 +87,7 @@ def prompt_logprobs(
 
 
 class TextOffsets:
-    """Offsets of consecutive tokens in the text of one choice.
-
-    start: number of characters before the first token.
-    """
+    """Offsets of consecutive tokens in the text of one choice, from the character `start`."""
 
     def __init__(self, start: int = 0) -> None:
         self._num_characters = start
@@ -113,8 +106,7 @@ class TextOffsets:
 class EchoOffsets(TextOffsets):
     """Offsets of the tokens of a prompt in its text.
 
-    Tokens are matched against the text, because tokenizers add tokens and spaces to it and clients
-    may write the names of special tokens into it.
+    Tokens are matched against it: tokenizers add some, and clients may write special ones.
     """
 
     def __init__(self, text: str) -> None:
@@ -133,32 +125,16 @@ class EchoOffsets(TextOffsets):
 def completion_logprobs(
     entries: Iterable[TokenLogprob], token_bytes: TokenBytesLookup, offsets: TextOffsets
 ) -> CompletionLogprobs:
-    """Return `logprobs` of the completions API for generated tokens.
-
-    entries: the next ones of a choice, after those passed with `offsets` before.
-    """
-    return _shown(((entry.token_id, entry) for entry in entries), token_bytes, offsets)
+    """Return `logprobs` of the completions API for the next generated tokens of a choice."""
+    return aligned_logprobs(((entry.token_id, entry) for entry in entries), token_bytes, offsets)
 
 
-def echoed_logprobs(
-    text: str,
-    prompt_ids: Sequence[int],
-    entries: Sequence[TokenLogprob | None],
-    token_bytes: TokenBytesLookup,
-) -> CompletionLogprobs:
-    """Return `logprobs` of the completions API for an echoed prompt.
-
-    text: the echoed prompt.
-    entries: the engine's `prompt_logprobs`, aligned with `prompt_ids`; the first is None.
-    """
-    return _shown(zip(prompt_ids, entries, strict=True), token_bytes, EchoOffsets(text))
-
-
-def _shown(
+def aligned_logprobs(
     tokens: Iterable[tuple[int, TokenLogprob | None]],
     token_bytes: TokenBytesLookup,
     offsets: TextOffsets,
 ) -> CompletionLogprobs:
+    """Return `logprobs` of the completions API for tokens, such as a prompt's, and entries."""
     shown: CompletionLogprobs = {
         "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": [],
     }  # fmt: skip

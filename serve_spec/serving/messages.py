@@ -71,8 +71,7 @@ def _decoded(request_id: str, data: bytes) -> Any:
 class GenerateRequest:
     """One prompt to complete.
 
-    `request_id` is the engine's key and unique in the fleet. `trace_id` is the client's
-    x-request-id, which need not be unique; it appears only in logs.
+    `request_id` is unique in the fleet. `trace_id`, the client's x-request-id, is for logs only.
     """
 
     request_id: str

@@ -26,12 +26,7 @@ from serve_spec.core.request import SamplingParams
 from serve_spec.engine.inputs import sampling_defaults
 from serve_spec.engine.messages import encode_async
 from serve_spec.engine.tokenizer import Tokenizer
-from serve_spec.serving.chat_template import (
-    RESERVED,
-    ChatTemplate,
-    ChatTemplateError,
-    ControlTokens,
-)
+from serve_spec.serving import chat_template
 from serve_spec.serving.errors import ApiError
 from serve_spec.serving.fields import Prompt
 from serve_spec.serving.logprobs import TokenBytesLookup
@@ -52,12 +47,10 @@ T = TypeVar("T")
 
 
 class _Files(NamedTuple):
-    """What is read from a checkpoint."""
-
     tokenizer: Tokenizer
     token_bytes: TokenBytesLookup
-    template: ChatTemplate
-    control: ControlTokens
+    template: chat_template.ChatTemplate
+    control: chat_template.ControlTokens
     formats: Formats
     max_model_len: int
 
@@ -71,9 +64,7 @@ class Conversation(NamedTuple):
 
 
 class ModelText:
-    """Encodes prompts and decodes tokens of the served model.
-
-    router: configures the formats of calls and reasoning.
+    """Encodes prompts and decodes tokens of the served model; `router` names formats.
 
     All methods raise ApiError, 500, if the checkpoint's files cannot be used here.
     """
@@ -86,11 +77,7 @@ class ModelText:
         self._defaults: dict[str, Any] | None = None
 
     async def params(self, request: CompletionRequest | ChatRequest) -> SamplingParams:
-        """Return the sampling parameters of a request; it takes those it lacks of the checkpoint.
-
-        Raises:
-            InvalidRequest: a field is invalid.
-        """
+        """Return a request's parameters with the checkpoint's defaults, or raise InvalidRequest."""
         params = request.sampling_params()
         if self._defaults is None:
             self._defaults = await asyncio.to_thread(_readable, sampling_defaults, self._model)
@@ -104,9 +91,8 @@ class ModelText:
     async def conversation(self, request: ChatRequest, params: SamplingParams) -> Conversation:
         """Return the conversation as token ids, and `params` with `max_tokens` and grammar set.
 
-        Raises:
-            InvalidRequest: the template rejects it, it leaves no room for an answer, or the format
-                of the checkpoint's calls is not known.
+        InvalidRequest: the template rejects it, it leaves no room for an answer, or the format of
+        the checkpoint's calls is not known.
         """
         files = await self._files()
         num_chars = _LONG_CHARS if request.tools else sum(map(_num_chars, request.messages))
@@ -133,13 +119,7 @@ class ModelText:
         ]
 
     async def token_ids(self, request: CompletionRequest, max_tokens: int) -> list[list[int]]:
-        """Return the prompts as token ids, as the request has them; an empty text has none.
-
-        max_tokens: of the completion.
-
-        Raises:
-            InvalidRequest: one is too long for the model.
-        """
+        """Return the prompts as token ids, with room for `max_tokens`; InvalidRequest: too long."""
         files = await self._files()
         room = max(1, files.max_model_len - max_tokens)
         return [
@@ -155,14 +135,12 @@ class ModelText:
             if isinstance(prompt, str) and len(prompt) > _UNUSUAL_CHARS:
                 await encode_async(len(prompt), partial(_refuse_long, await self._files(), prompt))
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a text.
-
-        Raises:
-            InvalidRequest: it is far too long.
-        """
+    async def encode(
+        self, text: str, *, add_special_tokens: bool, contexts: int = _MOST_CONTEXTS
+    ) -> list[int]:
+        """Return the token ids of a text; raise InvalidRequest if it is longer than `contexts`."""
         files = await self._files()
-        encode = partial(_encode, files, text, add_special_tokens, _MOST_CONTEXTS)
+        encode = partial(_encode, files, text, add_special_tokens, contexts)
         return await encode_async(len(text), encode)
 
     async def max_model_len(self) -> int:
@@ -183,8 +161,7 @@ class ModelText:
             return []
         contexts = 1 if request.truncate_prompt_tokens is None else _MOST_CONTEXTS
         adds = request.add_special_tokens is not False
-        encode = partial(_encode, await self._files(), prompt, adds, contexts)
-        return await encode_async(len(prompt), encode)
+        return await self.encode(prompt, add_special_tokens=adds, contexts=contexts)
 
     async def _files(self) -> _Files:
         return await asyncio.to_thread(self._load) if self._loaded is None else self._loaded
@@ -207,8 +184,8 @@ def _readable(read: Callable[[ModelConfig], T], model: ModelConfig) -> T:
 def _read(model: ModelConfig, router: RouterConfig) -> _Files:
     tokenizer = Tokenizer(model.tokenizer_folder)
     token_bytes = lru_cache(_NUM_CACHED_TOKENS)(tokenizer.token_bytes)
-    template = ChatTemplate.from_folder(model.tokenizer_folder, model.chat_template)
-    control = ControlTokens(tokenizer, template.source)
+    template = chat_template.ChatTemplate.from_folder(model.tokenizer_folder, model.chat_template)
+    control = chat_template.ControlTokens(tokenizer, template.source)
     max_model_len = model.max_model_len or _max_model_len(model.metadata_folder)
     formats = Formats.of(template.source, router.tool_call_parser, router.reasoning_parser)
     return _Files(tokenizer, token_bytes, template, control, formats, max_model_len)
@@ -239,7 +216,7 @@ def _conversation(files: _Files, request: ChatRequest, params: SamplingParams) -
         )
         text.encode()
         params, syntax = _parsed(files, request, params, text)
-    except ChatTemplateError as error:
+    except chat_template.ChatTemplateError as error:
         raise InvalidRequest("messages", _summary(request), str(error)) from None
     except (RecursionError, UnicodeEncodeError):
         fix = "the tools, or arguments of calls, are nested too deeply or not valid Unicode"
@@ -262,7 +239,6 @@ def _num_chars(message: ChatMessage) -> int:
 
 
 def _message(index: int, message: ChatMessage, files: _Files) -> dict[str, Any]:
-    """Return a message as templates read it."""
     mark = files.control.mark
     calls = [
         call.for_template(f"messages.{index}.tool_calls.{place}")
@@ -283,7 +259,6 @@ def _message(index: int, message: ChatMessage, files: _Files) -> dict[str, Any]:
 
 
 def _tools(request: ChatRequest, files: _Files) -> list[Any] | None:
-    """Return the definitions of tools as templates read them."""
     if not request.callable_functions:
         return None
     tools = [tool.for_template() for tool in request.tools or ()]
@@ -291,7 +266,6 @@ def _tools(request: ChatRequest, files: _Files) -> list[Any] | None:
 
 
 def _variables(request: ChatRequest, files: _Files) -> dict[str, object]:
-    """Return the template's additional variables."""
     variables: dict[str, object] = {}
     if request.reasoning_effort == "none":
         variables["enable_thinking"] = False
@@ -299,8 +273,9 @@ def _variables(request: ChatRequest, files: _Files) -> dict[str, object]:
         variables["reasoning_effort"] = request.reasoning_effort
     variables |= request.chat_template_kwargs or {}
     for name in variables:
-        if name in RESERVED:
-            fix = f"reserved; use the request's own fields instead of {sorted(RESERVED)}"
+        if name in chat_template.RESERVED:
+            reserved = sorted(chat_template.RESERVED)
+            fix = f"reserved; use the request's own fields instead of {reserved}"
             raise InvalidRequest("chat_template_kwargs", name, fix)
     return cast(dict[str, object], files.control.mark_all(variables))
 

@@ -16,6 +16,7 @@ from serve_spec import __version__
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import FinishReason, SamplingParams, TokenDelta, TokenLogprob
+from serve_spec.serving import fields
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.answers import (
     AnswerFormat,
@@ -25,57 +26,37 @@ from serve_spec.serving.answers import (
     Usage,
     event,
 )
-from serve_spec.serving.fields import (
-    MAX_MESSAGES,
-    GivenPrompts,
-    Name,
-    NumLogprobs,
-    StrictFields,
-    Text,
-    TokenIds,
-    Variables,
-)
-from serve_spec.serving.openai import (
-    ChatMessage,
-    ChatRequest,
-    CompletionRequest,
-    renamed,
-    validated,
-)
+from serve_spec.serving.errors import renamed, validated
+from serve_spec.serving.openai import ChatMessage, ChatRequest, CompletionRequest
 
 if TYPE_CHECKING:
     from serve_spec.serving.api import Frontend
     from serve_spec.serving.fleet import RayFleet
 
 
-class GenerateBody(StrictFields):
+class GenerateBody(fields.StrictFields):
     """Body of POST /generate, as in SGLang. Unknown fields are those of the completions API."""
 
-    text: GivenPrompts = Field(None, description="One prompt or several.")
-    input_ids: GivenPrompts = Field(None, description="Token ids, instead of `text`.")
-    sampling_params: dict[str, Any] | None = Field(
-        None,
-        description="`max_new_tokens` (default 128; at most what fits), `min_new_tokens`, "
-        "`sampling_seed`, and the fields of the completions API.",
+    text: fields.GivenPrompts = fields.about("One prompt or several.")
+    input_ids: fields.GivenPrompts = fields.about("Token ids, instead of `text`.")
+    sampling_params: dict[str, Any] | None = fields.about(
+        "`max_new_tokens` (default 128; at most what fits), `min_new_tokens`, "
+        "`sampling_seed`, and the fields of the completions API."
     )
-    stream: bool | None = Field(None, description="Send server-sent events with the text so far.")
-    return_logprob: bool | None = Field(
-        None, description="Return the log-probabilities of tokens; of a stream, in its last event."
+    stream: bool | None = fields.about("Send server-sent events with the text so far.")
+    return_logprob: bool | None = fields.about(
+        "Return log-probabilities; of a stream, in its last event."
     )
-    logprob_start_len: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
-        None, description="First prompt token with a log-probability; -1 (default): none."
+    logprob_start_len: Annotated[int, Field(ge=-1, lt=2**31)] | None = fields.about(
+        "First scored prompt token; -1: none."
     )
-    top_logprobs_num: NumLogprobs | None = Field(
-        None, description="Number of most likely tokens to return as well."
+    top_logprobs_num: fields.NumLogprobs | None = fields.about(
+        "Number of most likely tokens to return as well."
     )
-    rid: Name | None = Field(None, description="Id of the answer; default: random.")
+    rid: fields.Name | None = fields.about("Id of the answer; default: random.")
 
     def completion(self) -> CompletionRequest:
-        """Return the request to the completions API that asks for the same.
-
-        Raises:
-            InvalidRequest, ApiError: a field is wrong; names it as the completions API does.
-        """
+        """Return the same request to the completions API; errors have the names of that."""
         if (self.text is None) == (self.input_ids is None):
             raise InvalidRequest("text", None, "give either text or input_ids")
         params = self.sampling_params or {}
@@ -108,19 +89,12 @@ class GenerateBody(StrictFields):
 
 
 _DEFAULT_TOKENS = 128
-_NAMES = {
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "sampling_seed": "seed",
-}
+_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 _FIELDS = {new: old for old, new in _NAMES.items()}
 
 
 class GenerateFormat(AnswerFormat):
-    """Format of SGLang's /generate: each event of a stream repeats the text so far.
-
-    The last event of a choice also has its `output_ids`. prompts: token ids of each prompt.
-    """
+    """Format of SGLang's /generate, for `prompts` as token ids: events repeat the text so far."""
 
     kind = chunk_kind = "generate"
 
@@ -132,8 +106,6 @@ class GenerateFormat(AnswerFormat):
         self._prompts = prompts
         self._num_choices = num_choices
         self._deltas: dict[int, list[TokenDelta]] = {}
-        self._texts: dict[int, str] = {}
-        self._num_tokens: dict[int, int] = {}
         self._started = time.perf_counter()
 
     def whole(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> JSONAnswer:
@@ -149,12 +121,10 @@ class GenerateFormat(AnswerFormat):
         """See `AnswerFormat.chunk`."""
         deltas = self._deltas.setdefault(index, [])
         deltas.append(delta)
-        self._texts[index] = self._texts.get(index, "") + delta.text
-        self._num_tokens[index] = self._num_tokens.get(index, 0) + len(delta.token_ids)
-        if delta.finish_reason is not None:
-            return {**self._choice(index, deltas), "index": index}
-        info = self._info(index, deltas, self._num_tokens[index])
-        return {"text": self._texts[index], "meta_info": info, "index": index}
+        answer = {**self._choice(index, deltas), "index": index}
+        if delta.finish_reason is None:
+            del answer["output_ids"]
+        return answer
 
     def _choice(self, index: int, deltas: Sequence[TokenDelta]) -> JSONObject:
         last = deltas[-1]
@@ -162,7 +132,7 @@ class GenerateFormat(AnswerFormat):
         info = self._info(index, deltas, len(token_ids))
         if last.speculation is not None:
             info["spec_accept_length"] = last.speculation.accept_length
-        if self._body.return_logprob:
+        if self._body.return_logprob and last.finish_reason is not None:
             info |= self._logprobs(index, deltas)
         text = "".join(delta.text for delta in deltas)
         return {"text": text, "output_ids": token_ids, "meta_info": info}
@@ -211,21 +181,19 @@ def _finish(delta: TokenDelta, num_tokens: int) -> JSONObject | None:
     return {"type": delta.finish_reason.value}
 
 
-class TokenizeBody(StrictFields):
+class TokenizeBody(fields.StrictFields):
     """Body of POST /tokenize, as in vLLM: a prompt, or the messages of a chat."""
 
-    model: Name | None = None
-    prompt: Text | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = (
-        Field(None, description="Instead of `prompt`; rendered with the chat template.")
-    )
-    add_special_tokens: bool | None = Field(
-        None, description="Default true for a prompt, false for messages."
-    )
+    model: fields.Name | None = None
+    prompt: fields.Text | None = None
+    messages: (
+        Annotated[list[ChatMessage], Field(min_length=1, max_length=fields.MAX_MESSAGES)] | None
+    ) = fields.about("Instead of `prompt`; rendered with the chat template.")
+    add_special_tokens: bool | None = fields.about("Default true for a prompt, false for messages.")
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: Variables = None
-    return_token_strs: bool | None = Field(None, description="Also return the tokens as text.")
+    chat_template_kwargs: fields.Variables = None
+    return_token_strs: bool | None = fields.about("Also return the tokens as text.")
 
     def chat(self) -> ChatRequest:
         """Return the chat of these messages."""
@@ -234,11 +202,11 @@ class TokenizeBody(StrictFields):
         return ChatRequest.model_validate({**(self.model_extra or {}), **given})
 
 
-class DetokenizeBody(StrictFields):
+class DetokenizeBody(fields.StrictFields):
     """Body of POST /detokenize, as in vLLM."""
 
-    model: Name | None = None
-    tokens: TokenIds
+    model: fields.Name | None = None
+    tokens: fields.TokenIds
 
 
 class Tokens(TypedDict):
@@ -248,24 +216,6 @@ class Tokens(TypedDict):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None
-
-
-class Detokenized(TypedDict):
-    """Answer of POST /detokenize."""
-
-    prompt: str
-
-
-class Load(TypedDict):
-    """Answer of GET /load: requests that run or wait in this router."""
-
-    server_load: int
-
-
-class Version(TypedDict):
-    """Answer of GET /version."""
-
-    version: str
 
 
 def add_generate(api: FastAPI, frontend: "Frontend") -> None:
@@ -314,8 +264,8 @@ def add_tokens(api: FastAPI, frontend: "Frontend") -> None:
         }
 
     @api.post("/detokenize")
-    async def detokenize(body: DetokenizeBody) -> Detokenized:
-        """Return tokens as text, with the names of special tokens."""
+    async def detokenize(body: DetokenizeBody) -> dict[str, str]:
+        """Return tokens as text (`prompt`), with the names of special tokens."""
         frontend.check_model(body.model)
         return {"prompt": await frontend.text.text(body.tokens, skip_special_tokens=False)}
 
@@ -326,13 +276,13 @@ def add_state(
     """Add the endpoints of vLLM and SGLang that report on the server, and /flush_cache."""
 
     @api.get("/version")
-    async def version() -> Version:
+    async def version() -> dict[str, str]:
         """Return the version of serve_spec."""
         return {"version": __version__}
 
     @api.get("/load")
-    async def load() -> Load:
-        """Return the number of requests that run or wait in this router."""
+    async def load() -> dict[str, int]:
+        """Return the number of requests that run or wait in this router, `server_load`."""
         return {"server_load": admission.in_flight + admission.queue_len}
 
     @api.get("/get_model_info")

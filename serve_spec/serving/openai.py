@@ -1,49 +1,213 @@
-"""Request schemas of the OpenAI API, and the errors of invalid requests.
+"""Request schemas of the OpenAI API.
 
-Unsupported fields of the API are accepted with their neutral values.
+Unsupported fields are accepted with their neutral values. Unknown ones are accepted and named by
+`ignored_fields`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cache
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    Field,
-    ValidationError,
-)
+from pydantic import BaseModel, Field
 
 from serve_spec.core.errors import InvalidRequest
-from serve_spec.core.request import SamplingParams
+from serve_spec.core.grammar import MAX_GRAMMAR_CHARS
+from serve_spec.core.request import SamplingParams, SpeculativeOptions
 from serve_spec.serving import fields
-from serve_spec.serving.base_request import (
-    MAX_CHOICES_PER_PROMPT,
-    BaseRequest,
-    ResponseFormat,
-    SpeculativeRequest,
-    StreamOptions,
-)
 from serve_spec.serving.errors import ApiError
 from serve_spec.serving.fields import (
+    FEW,
     IGNORED,
+    Biases,
     Content,
+    FewInts,
+    FewTokenIds,
+    FewWords,
     Int32,
+    Int64,
     Label,
     Name,
     NumLogprobs,
     Prompts,
+    Salt,
+    Stops,
     StrictFields,
     Text,
     Unavailable,
     Variables,
+    about,
+    grammar_of,
     refuse_unavailable,
 )
 from serve_spec.serving.tools import Choice, Function, ToolCalls, Tools, offered
+
+MAX_CHOICES_PER_PROMPT = 128
+_MOST = f"At most {MAX_GRAMMAR_CHARS} characters."
+
+
+class StreamOptions(StrictFields):
+    """`stream_options` of the OpenAI API."""
+
+    include_usage: bool = Field(False, description="Send a last chunk that holds `usage`.")
+    continuous_usage_stats: bool | None = about("With include_usage: in every chunk.")
+    include_obfuscation: Literal[False] | None = about("Only false: chunks are not padded.")
+
+
+class SpeculativeRequest(StrictFields):
+    """Speculative decoding options of this request."""
+
+    enabled: bool = Field(True, description="false: plain decoding.")
+    max_steps: Int32 | None = about("Maximum draft tokens per round; null: no limit.")
+
+
+class ResponseFormat(StrictFields):
+    """`response_format` of the OpenAI API."""
+
+    type: Name = Field(description='"text", "json_object" or "json_schema".')
+    json_schema: dict[str, Any] | None = about("`name`, `schema`, `description`, `strict`.")
+
+
+class BaseRequest(StrictFields):
+    """Fields of all generating endpoints. Null means the default, as in the OpenAI API."""
+
+    model: Name | None = about("Served model name; optional.")
+    temperature: float | None = about("Default 1; 0 is greedy.")
+    top_p: float | None = about("Nucleus probability mass in (0, 1]; default 1.")
+    top_k: Int32 | None = about("Keep the k most likely; -1 (default), 0: all.")
+    min_p: float | None = about("Minimum probability relative to the top; default 0.")
+    frequency_penalty: float | None = about("Subtracted from logits per occurrence; in [-2, 2].")
+    presence_penalty: float | None = about("Subtracted from generated tokens' logits; in [-2, 2].")
+    repetition_penalty: float | None = about(
+        "Divides positive, multiplies negative logits of tokens so far; in [0.01, 100], default 1."
+    )
+    logit_bias: Biases = about(f"Added to logits by token id, up to ±{fields.MAX_BIAS}.")
+    allowed_token_ids: FewTokenIds | None = about("Only these tokens are generated; default: all.")
+    bad_token_ids: FewTokenIds | None = about("These tokens are never generated.")
+    bad_words: FewWords | None = about(
+        "Texts that are never generated, at a word's start or in it."
+    )
+    min_tokens: Int32 | None = about("Minimum number of generated tokens; default 0.")
+    n: int | None = about(
+        "Choices per prompt, default 1. Seeds depend on `seed` and the index; choice 0 has `seed`.",
+        ge=1,
+        le=MAX_CHOICES_PER_PROMPT,
+    )
+    seed: Int64 | None = about("Makes the text reproducible; default: random.")
+    stop: Stops = about(f"Up to {fields.MAX_STOPS} strings that end the completion before them.")
+    stop_token_ids: FewInts | None = about("Token ids that end the completion.")
+    ignore_eos: bool | None = about("Generate past the end-of-text token.")
+    include_stop_str_in_output: bool | None = about("Keep the stop string or token; default false.")
+    no_stop_trim: bool | None = about("SGLang's name of include_stop_str_in_output.")
+    skip_special_tokens: bool | None = about("Leave special tokens out of the text; default true.")
+    spaces_between_special_tokens: bool | None = about(
+        "Keep spaces that some tokenizers write between shown special tokens; default true."
+    )
+    add_special_tokens: bool | None = about(
+        "Add those that the tokenizer puts around a text; default true, but false for chats."
+    )
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = about(
+        "Keep so many tokens of the prompt; -1: all that fit beside `max_tokens`."
+    )
+    truncation_side: Literal["left", "right"] | None = about("Side to remove; default left.")
+    prompt_logprobs: NumLogprobs | None = about(
+        "Model's own log-probabilities of prompt tokens and so many likely ones; not with `stream`."
+    )
+    return_token_ids: bool | None = about("Return `prompt_token_ids` and `token_ids`.")
+    return_tokens_as_token_ids: bool | None = about('Name tokens of `logprobs` as "token_id:5".')
+    priority: Int64 | None = about("Lower is served first and preempted last; default 0.")
+    request_id: Name | None = about("The last part of the answer's `id`; default: random.")
+    cache_salt: Salt | None = about("Prefixes are cached separately for every salt; default: none.")
+    response_format: ResponseFormat | None = about("Required format of the text.")
+    guided_json: dict[str, Any] | Text | None = about(f"The text is JSON of this schema. {_MOST}")
+    guided_regex: Text | None = about(f"The whole text matches this expression. {_MOST}")
+    guided_grammar: Text | None = about(f"Grammar of the text, Lark or GBNF. {_MOST}")
+    guided_choice: Annotated[list[Text], Field(fail_fast=True)] | None = about(
+        f"The text is one of these. {_MOST}"
+    )
+    json_schema: Text | None = about("SGLang's name of guided_json.")
+    regex: Text | None = about("SGLang's name of guided_regex.")
+    ebnf: Text | None = about("SGLang's name of guided_grammar.")
+    structured_outputs: dict[str, Any] | None = about(
+        f"One of `json`, `json_object`, `regex`, `grammar`, `choice`. {_MOST}"
+    )
+    stream: bool | None = about("Send server-sent events.")
+    stream_options: StreamOptions | None = about("Only with `stream`.")
+    speculative: SpeculativeRequest | None = None
+    user: Annotated[Label | None, IGNORED] = None
+    metadata: Annotated[dict[Label, Label] | None, FEW, IGNORED] = None
+
+    @property
+    def num_choices(self) -> int:
+        """Choices per prompt."""
+        return self.n or 1
+
+    @property
+    def num_candidates(self) -> int:
+        """Choices per prompt that are generated; the best of them are returned."""
+        return self.num_choices
+
+    @property
+    def changes_tokens(self) -> bool:
+        """Whether the prompt's tokens are others than those of its text."""
+        return self.add_special_tokens is not None or self.truncate_prompt_tokens is not None
+
+    def kept(self, token_ids: list[int], room: int) -> list[int]:
+        """Return the prompt's tokens after `truncate_prompt_tokens`; room: most that fit."""
+        if self.truncate_prompt_tokens is None:
+            return token_ids
+        count = room if self.truncate_prompt_tokens < 0 else self.truncate_prompt_tokens
+        first = 0 if self.truncation_side == "right" else max(0, len(token_ids) - count)
+        return token_ids[first : first + count]
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def has_continuous_usage(self) -> bool:
+        """Whether every chunk of a stream holds `usage`."""
+        options = self.stream_options
+        return self.include_usage and options is not None and bool(options.continuous_usage_stats)
+
+    def _params(
+        self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+    ) -> SamplingParams:
+        """Return the parameters of choice 0; None: the default, or no log-probabilities."""
+        refuse_unavailable(self)
+        if self.stream_options is not None and not self.stream:
+            fix = "allowed only with stream=true"
+            raise InvalidRequest("stream_options", self.stream_options.model_dump(), fix)
+        given = {
+            name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
+        }
+        if max_tokens is not None:
+            given["max_tokens"] = max_tokens
+        if self.no_stop_trim:
+            given["include_stop_str_in_output"] = True
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("prompt_logprobs", self.prompt_logprobs, "not with stream=true")
+        if prompt_logprobs is not None:
+            given["prompt_logprobs"] = prompt_logprobs
+        form = self.response_format
+        grammar = grammar_of(
+            response_format=None if form is None else (form.type, form.json_schema),
+            structured_outputs=self.structured_outputs,
+            named={name: getattr(self, name) for name in fields.GRAMMAR_FIELDS},
+        )
+        speculative = self.speculative or SpeculativeRequest()
+        options = SpeculativeOptions(speculative.enabled, speculative.max_steps)
+        return SamplingParams(**given, grammar=grammar, logprobs=logprobs, speculative=options)
+
+
+# Request fields that are SamplingParams fields of the same name and meaning.
+_SAMPLING_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)} & set(
+    BaseRequest.model_fields
+) - {"speculative"}
 
 
 class CompletionRequest(BaseRequest):
@@ -53,26 +217,18 @@ class CompletionRequest(BaseRequest):
         description="A string, strings, token ids, or lists of token ids. Prompt p has the choices "
         "with the indices p · n to p · n + n - 1."
     )
-    max_tokens: Int32 | None = Field(
-        None,
-        description="Maximum number of output tokens; default 16. 0 with `echo`: only the prompt.",
+    max_tokens: Int32 | None = about(
+        "Maximum output tokens; default 16. 0 with `echo`: only the prompt."
     )
-    echo: bool | None = Field(
-        None, description="Return the prompt, and its `logprobs`, before the completion."
-    )
-    best_of: int | None = Field(
-        None,
+    echo: bool | None = about("Return the prompt, and its `logprobs`, before the completion.")
+    best_of: int | None = about(
+        "Generate so many choices and return the `n` most likely; not with `stream`.",
         ge=1,
         le=MAX_CHOICES_PER_PROMPT,
-        description="Generate so many choices and return the `n` of the highest log-probability; "
-        "not with `stream`.",
     )
-    logprobs: NumLogprobs | None = Field(
-        None,
-        description="Return the log-probability of every token and of this many of the most "
-        "likely tokens. "
-        "For generated tokens they refer to the distribution after penalties, biases, "
-        "`temperature` and filters; for an echoed prompt, to the model's own.",
+    logprobs: NumLogprobs | None = about(
+        "Return log-probabilities of every token and of so many most likely ones: as drawn, after "
+        "penalties, biases, `temperature` and filters; of an echoed prompt, the model's own."
     )
     suffix: Annotated[
         Text | None, Unavailable("", instead="this model has no fill-in-the-middle format")
@@ -120,14 +276,14 @@ class ChatMessage(StrictFields):
     """One message. Unsupported fields of an earlier answer are accepted if they are empty."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = Field(
-        None, description="A string, or text parts, joined by line breaks; optional for assistants."
+    content: Content | None = about(
+        "A string, or text parts, joined by line breaks; assistants may omit it."
     )
-    name: Name | None = Field(None, description="Passed to the chat template.")
-    tool_calls: ToolCalls | None = Field(None, description="Calls of an earlier answer.")
-    tool_call_id: Name | None = Field(None, description="The call that a tool's message answers.")
-    reasoning_content: Text | None = Field(None, description="Reasoning of an earlier answer.")
-    reasoning: Text | None = Field(None, description="Other name of reasoning_content.")
+    name: Name | None = about("Passed to the chat template.")
+    tool_calls: ToolCalls | None = about("Calls of an earlier answer.")
+    tool_call_id: Name | None = about("The call that a tool's message answers.")
+    reasoning_content: Text | None = about("Reasoning of an earlier answer.")
+    reasoning: Text | None = about("Other name of reasoning_content.")
 
     annotations: Annotated[list[Any] | None, IGNORED] = None
     audio: Annotated[dict[str, Any] | None, Unavailable()] = None
@@ -147,43 +303,20 @@ class ChatRequest(BaseRequest):
         fail_fast=True,
         description="The conversation so far, oldest first.",
     )
-    max_completion_tokens: Int32 | None = Field(
-        None, description="Maximum number of generated tokens; default: up to the context length."
-    )
-    max_tokens: Int32 | None = Field(None, description="Old name of max_completion_tokens.")
-    add_generation_prompt: bool | None = Field(
-        None, description="Append the template's start of the assistant's turn; default true."
-    )
-    continue_final_message: bool | None = Field(
-        None, description="Leave the last message open, so that the answer continues it."
-    )
-    chat_template_kwargs: Variables = Field(
-        None, description="Additional variables for the model's chat template."
-    )
-    logprobs: bool | None = Field(
-        None,
-        description="Return the log-probability of every token, in the distribution after "
-        "penalties, biases, `temperature` and filters.",
-    )
-    top_logprobs: NumLogprobs | None = Field(
-        None, description="Also return this many most likely tokens; only with `logprobs`."
-    )
+    max_completion_tokens: Int32 | None = about("Maximum output tokens; default: what fits.")
+    max_tokens: Int32 | None = about("Old name of max_completion_tokens.")
+    add_generation_prompt: bool | None = about("Begin the assistant's turn; default true.")
+    continue_final_message: bool | None = about("Let the answer continue the last message.")
+    chat_template_kwargs: Variables = about("Additional variables for the model's chat template.")
+    logprobs: bool | None = about("Return log-probabilities as drawn, of every output token.")
+    top_logprobs: NumLogprobs | None = about("Also of so many likely tokens; needs `logprobs`.")
 
-    tools: Tools | None = Field(None, description="Functions that the model may call.")
-    tool_choice: Choice = Field(
-        None, description="Whether functions are called, and which; default auto."
-    )
-    parallel_tool_calls: bool | None = Field(
-        None, description="Return more than one call; default true."
-    )
-    reasoning_effort: Name | None = Field(
-        None,
-        description="Passed to the chat template; none: also `enable_thinking` false.",
-    )
-    include_reasoning: bool | None = Field(None, description="false: drop reasoning, as in vLLM.")
-    separate_reasoning: bool | None = Field(
-        None, description="false: reasoning stays in `content`, as in SGLang."
-    )
+    tools: Tools | None = about("Functions that the model may call.")
+    tool_choice: Choice = about("Whether functions are called, and which; default auto.")
+    parallel_tool_calls: bool | None = about("Return more than one call; default true.")
+    reasoning_effort: Name | None = about("For the template; none: `enable_thinking` is false too.")
+    include_reasoning: bool | None = about("false: drop reasoning, as in vLLM.")
+    separate_reasoning: bool | None = about("false: reasoning stays in `content`, as in SGLang.")
     prompt_cache_key: Annotated[Label | None, IGNORED] = None
     prompt_cache_options: Annotated[dict[str, Any] | None, IGNORED] = None
     prompt_cache_retention: Annotated[Label | None, IGNORED] = None
@@ -263,74 +396,10 @@ _NESTED: Mapping[str, type[BaseModel]] = {
 }
 
 
-@cache
-def _known_fields(request: type[BaseModel]) -> list[str]:
-    known = list(request.model_fields)
-    for section, model in _NESTED.items():
-        if section in request.model_fields:
-            known += [f"{section}.{name}" for name in model.model_fields]
-    return known
-
-
 def unknown_field(name: str, request: type[BaseModel]) -> ApiError:
     """Return 400: `router.strict_fields` refuses the unknown field of a `request`."""
     section, _, leaf = re.sub(r"\.\d+", "", name).rpartition(".")
-    known = [field.rpartition(".") for field in _known_fields(request)]
-    near = difflib.get_close_matches(leaf, [part for place, _, part in known if place == section])
+    model = _NESTED.get(section) if section else request
+    near = difflib.get_close_matches(leaf, model.model_fields if model else ())
     hint = f"; did you mean {section}{'.' if section else ''}{near[0]}?" if near else ""
     return ApiError(400, f"{name}: unknown field{hint}", param=name)
-
-
-_Body = TypeVar("_Body", bound=BaseModel)
-
-
-def validated(model: type[_Body], data: Mapping[str, object]) -> _Body:
-    """Return `data` as a body of another endpoint.
-
-    Raises:
-        ApiError: a field is wrong.
-    """
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise invalid_body([{**first, "loc": ("body", *first["loc"])}]) from None
-
-
-@contextmanager
-def renamed(own_name: Callable[[str], str]) -> Iterator[None]:
-    """Name fields in errors as in the body of another endpoint."""
-    try:
-        yield
-    except InvalidRequest as error:
-        name = own_name(error.field)
-        raise InvalidRequest(name, error.value, error.fix, too_long=error.too_long) from None
-    except ApiError as error:
-        if error.status != 400 or error.param is None:
-            raise
-        name = own_name(error.param)
-        raise ApiError(400, error.message.replace(error.param, name, 1), param=name) from None
-
-
-def invalid_body(errors: Sequence[Mapping[str, object]]) -> ApiError:
-    """Return 400 for the first of FastAPI's validation errors.
-
-    errors: pydantic's dictionaries with `type`, `loc` (starting with "body") and `msg`.
-    """
-    error = errors[0]
-    location = error["loc"]
-    assert isinstance(location, tuple), "pydantic gives locations as tuples"
-    place = [str(part)[: fields.MAX_NAME_CHARS] for part in location[1:]]
-    message = str(error["msg"]).removeprefix("Value error, ")
-    if error["type"] == "json_invalid":
-        return ApiError(400, f"The body is not valid JSON: {_json_problem(error)}")
-    if not place:
-        fix = "send one JSON object, with the header Content-Type: application/json"
-        return ApiError(400, f"The body is not a JSON object: {fix}")
-    field = ".".join(place)
-    return ApiError(400, f"{field}: {message[:1].lower()}{message[1:]}", param=field)
-
-
-def _json_problem(error: Mapping[str, object]) -> str:
-    context = error.get("ctx")
-    return str(context.get("error")) if isinstance(context, dict) else str(error["msg"])

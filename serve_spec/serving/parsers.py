@@ -85,8 +85,7 @@ class AnswerSyntax:
 class AnswerParser:
     """Parser of one answer. Text that is not yet part of the answer is held back.
 
-    is_whole: the answer is passed at once. A call with broken arguments then becomes content; in a
-        stream, its name has been sent by then.
+    is_whole: the answer is passed at once, so a call with broken arguments becomes content.
     """
 
     def __init__(self, syntax: AnswerSyntax, *, is_whole: bool = False) -> None:
@@ -156,7 +155,6 @@ class AnswerParser:
         return False
 
     def _call(self, close: str) -> Generator[None, None, bool]:
-        """Parse one call; return whether there is one."""
         # JSON without a marker is a call only if it names a function.
         is_known = self._syntax.calls in ("llama3_json", "json")
         while True:
@@ -265,7 +263,7 @@ class AnswerParser:
                 return
 
     def _until(self, kind: PartKind | None, *markers: str, trims: bool = True) -> _Found:
-        """Pass on text as `kind` (None: drop it) up to a marker. Return it; "": the text ended.
+        """Pass on text as `kind` (None: drop it) up to a marker; return it, or "" at the end.
 
         Whitespace before the marker is dropped, and with `trims`, at the start.
         """

@@ -47,8 +47,7 @@ from serve_spec.config import ConfigError, RouterConfig
 from serve_spec.config.base import parse_yaml
 from serve_spec.log import get_logger
 from serve_spec.serving.answers import STREAM_TYPE, event
-from serve_spec.serving.errors import ApiError, no_router, server_lost, starting
-from serve_spec.serving.middleware import error_answer
+from serve_spec.serving.errors import ApiError, error_answer, no_router, server_lost, starting
 
 logger = get_logger(__name__)
 
@@ -148,19 +147,15 @@ _ROUTES_PATH = "/-/routes"
 def install() -> list[Middleware]:
     """Install the protocol of new connections and return the proxy's middleware.
 
-    The protocol limits the time for headers. A child process ends the answers if this process is
-    killed. Until an application has a route, requests are answered 503 `starting`.
+    Both together limit the time for headers, end the answers if this process is killed, and answer
+    503 `starting` until an application has a route.
     """
     auto.AutoHTTPProtocol = with_child(limited(_PROTOCOL, header_timeout_s()))
     return [Middleware(StartingAnswers), Middleware(Utf8Headers), Middleware(LastAnswers)]
 
 
 def header_timeout_s() -> float:
-    """Return `router.header_timeout_s` from the environment, else the default.
-
-    Raises:
-        ConfigError: it is not a positive number.
-    """
+    """Return `router.header_timeout_s` from the environment or the default; raise ConfigError."""
     name = HEADER_TIMEOUT_VARIABLE
     if name not in os.environ:
         return RouterConfig().header_timeout_s
@@ -174,9 +169,7 @@ def header_timeout_s() -> float:
 def limited(protocol: Any, timeout_s: float) -> type[asyncio.Protocol]:
     """Return uvicorn's HTTP `protocol` with a time limit on headers.
 
-    The headers of the first request must arrive within `timeout_s` of the connection, those of
-    later requests within `timeout_s` of their first byte. In between, uvicorn's keep-alive limit
-    applies.
+    It counts from the connection for the first request, from their first byte for later ones.
     """
 
     class LimitedProtocol(protocol):  # type: ignore[misc]
@@ -287,10 +280,9 @@ _SCOPE_KEY = "serve_spec.connection"
 
 
 class Connection:
-    """A connection that the child holds as well.
+    """A connection that the child holds too.
 
-    sock: a duplicate of its socket; its file descriptor is the connection's slot.
-    states: the state of each slot, shared with the child.
+    sock: a duplicate; its descriptor is the slot in `states`, which the child shares.
     """
 
     def __init__(self, sock: socket.socket, states: mmap.mmap) -> None:

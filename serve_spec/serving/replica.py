@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import pkgutil
 from collections.abc import Awaitable, Mapping
 from typing import Any
@@ -15,6 +14,7 @@ from serve_spec.core.errors import EngineOverloaded, InvalidRequest
 from serve_spec.log import TRACE_ID, get_logger
 from serve_spec.serving.autoscaling import NUM_REQUESTS
 from serve_spec.serving.connections import ResponseQueue, RouterAddress, RouterConnections
+from serve_spec.serving.engine_actor import end_process
 from serve_spec.serving.messages import Accepted, Failed, GenerateRequest, Refused, ReplicaItem
 from serve_spec.serving.stats_actor import StatsClient, StatsUnavailable
 from serve_spec.serving.telemetry import ReplicaTelemetry, pair_name, start_warm
@@ -26,13 +26,10 @@ _LAST_ITEMS_S = 1.0
 
 
 class EngineReplica:
-    """Runs the requests of routers on one engine.
+    """Runs the requests of routers on one engine, until they end.
 
     Ray Serve calls `check_health`, `record_routing_stats`, `record_autoscaling_stats`,
-    `reconfigure` and `__del__`. The replica is ready when `__init__` returns, with the engine
-    loaded. On shutdown it waits for running requests.
-
-    engine_loop: import path `module:name` of `start_engine` or a replacement.
+    `reconfigure` and `__del__`. engine_loop: import path of `start_engine` or a replacement.
     """
 
     def __init__(self, config: ServeSpecConfig, engine_loop: str) -> None:
@@ -73,10 +70,7 @@ class EngineReplica:
         self._has_started = True  # Serve's first check comes at the end of the start
 
     async def snapshot(self) -> dict[str, object]:
-        """Return the engine's state and the replica's identity.
-
-        `refused_user_config`: why the latest `user_config` was rejected, or None.
-        """
+        """Return the engine's state, the replica's identity and why a `user_config` was refused."""
         return {
             **self._loop.snapshot(),
             **self._identity,
@@ -110,11 +104,8 @@ class EngineReplica:
     async def reconfigure(self, user_config: Mapping[str, object]) -> None:
         """Change policy settings of the running engine (`user_config` of the deployment).
 
-        Invalid settings are reported and ignored. An exception would make Serve replace this
-        replica and end its streams, although the next one would reject the settings too.
-
-        Raises:
-            ValueError: the settings are invalid and this replica has not started yet.
+        Invalid ones are reported and ignored once the replica has started: an exception would make
+        Serve end its streams. At the start they are a ValueError.
         """
         try:
             await asyncio.to_thread(self._loop.reconfigure, user_config)
@@ -167,10 +158,7 @@ class EngineReplica:
             timer.end()
 
     async def _watch_forever(self) -> None:
-        """Report the load to routers; end this process when the engine fails.
-
-        Otherwise its streams and its replacement would wait for Serve's timeouts.
-        """
+        """Report the load to routers; end this process, and its streams, if the engine fails."""
         while True:
             await asyncio.sleep(self._report_load_every_s)
             try:
@@ -183,7 +171,7 @@ class EngineReplica:
             self._routers.report_load()
         self._routers.close()
         await asyncio.sleep(_LAST_ITEMS_S)
-        _end_process()
+        end_process()
 
     def _is_healthy(self) -> bool:
         """Return whether the engine is healthy, without waiting for Serve's health check."""
@@ -206,8 +194,3 @@ class EngineReplica:
             except Exception as error:
                 logger.warning("snapshot not reported: %r", error)
             await asyncio.sleep(max(self._interval_s, pace_s))
-
-
-def _end_process() -> None:
-    """Exit immediately; an orderly exit could hang like the engine."""
-    os._exit(1)

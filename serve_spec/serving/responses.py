@@ -20,8 +20,7 @@ from serve_spec.serving.answers import (
     JSONObject,
     Usage,
 )
-from serve_spec.serving.base_request import BaseRequest
-from serve_spec.serving.errors import ApiError
+from serve_spec.serving.errors import ApiError, renamed, validated
 from serve_spec.serving.fields import (
     FEW,
     IGNORED,
@@ -31,10 +30,11 @@ from serve_spec.serving.fields import (
     NumLogprobs,
     Text,
     Unavailable,
+    about,
     refuse_unavailable,
     unicode,
 )
-from serve_spec.serving.openai import ChatRequest, renamed, validated
+from serve_spec.serving.openai import BaseRequest, ChatRequest
 
 if TYPE_CHECKING:
     from serve_spec.serving.api import Frontend
@@ -69,21 +69,19 @@ class ResponsesRequest(BaseRequest):
         str | list[dict[str, Any]],
         PlainValidator(_items, json_schema_input_type=Text | list[dict[str, Any]]),
     ] = Field(description="A message of the user, or the items of the conversation, oldest first.")
-    instructions: Text | None = Field(None, description="A message of the system, before `input`.")
-    max_output_tokens: Int32 | None = Field(
-        None, description="Maximum number of generated tokens; default: up to the context length."
-    )
-    text: dict[str, Any] | None = Field(None, description="`format`: the required format.")
-    reasoning: dict[str, Any] | None = Field(None, description="`effort`: see reasoning_effort.")
-    tools: Annotated[list[dict[str, Any]], Field(max_length=1024)] | None = Field(
-        None, description="Functions that the model may call."
+    instructions: Text | None = about("A message of the system, before `input`.")
+    max_output_tokens: Int32 | None = about("Maximum output tokens; default: what fits.")
+    text: dict[str, Any] | None = about("`format`: the required format.")
+    reasoning: dict[str, Any] | None = about("`effort`: see reasoning_effort.")
+    tools: Annotated[list[dict[str, Any]], Field(max_length=1024)] | None = about(
+        "Functions that the model may call."
     )
     tool_choice: Text | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    include: Annotated[list[Label], Field(max_length=64)] | None = Field(
-        None, description=f'Additions to the answer; "{_LOGPROBS}" is supported.'
+    include: Annotated[list[Label], Field(max_length=64)] | None = about(
+        f'Additions to the answer; "{_LOGPROBS}" is supported.'
     )
-    top_logprobs: NumLogprobs | None = Field(None, description="Only with log-probabilities.")
+    top_logprobs: NumLogprobs | None = about("Only with log-probabilities.")
 
     max_tool_calls: Annotated[Int32 | None, IGNORED] = None
     prompt_cache_key: Annotated[Label | None, IGNORED] = None
@@ -114,11 +112,7 @@ class ResponsesRequest(BaseRequest):
                 raise InvalidRequest(name, "<given>", fix)
 
     def chat(self, messages: Sequence[JSONObject]) -> ChatRequest:
-        """Return the chat of `messages` with the fields of this request.
-
-        Raises:
-            InvalidRequest, ApiError: a field is wrong; names it as in a chat.
-        """
+        """Return the chat of `messages` with this request's fields; errors have a chat's names."""
         shared = set(BaseRequest.model_fields) - {"stream_options"}
         data = self.model_dump(include=shared, exclude_none=True)
         if self.logit_bias is not None:
@@ -176,7 +170,6 @@ def messages_of(body: ResponsesRequest) -> tuple[list[JSONObject], list[str]]:
 
 
 def _content(place: str, content: object) -> object:
-    """Return `content` in the form of a chat."""
     if not isinstance(content, list):
         return content
     parts = []
@@ -358,19 +351,13 @@ class ResponsesFormat(AnswerFormat):
         if not self._items:
             return
         item = self._items[-1]
-        _, place = _delta_of(item)
+        name, place = _delta_of(item)
+        ended: JSONObject = {"text": item.text}
         if item.kind == "message":
-            logprobs = [*item.logprobs]
-            yield self._event(
-                "response.output_text.done", **place, text=item.text, logprobs=logprobs
-            )
-        elif item.kind == "reasoning":
-            yield self._event("response.reasoning_text.done", **place, text=item.text)
-        else:
-            called = item.call["function"]["name"]
-            yield self._event(
-                "response.function_call_arguments.done", **place, name=called, arguments=item.text
-            )
+            ended["logprobs"] = [*item.logprobs]
+        elif item.kind == "function_call":
+            ended = {"name": item.call["function"]["name"], "arguments": item.text}
+        yield self._event(f"response.{name}.done", **place, **ended)
         if item.part is not None:
             yield self._event("response.content_part.done", **place, part=item.part)
         shown = item.shown(self._status(item))
@@ -441,7 +428,7 @@ def _usage(counts: Usage) -> JSONObject:
     details = counts.get("completion_tokens_details", {"reasoning_tokens": 0})
     return {
         "input_tokens": counts["prompt_tokens"],
-        "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
+        "input_tokens_details": counts["prompt_tokens_details"] | {"cache_write_tokens": 0},
         "output_tokens": counts["completion_tokens"],
         "output_tokens_details": details,
         "total_tokens": counts["total_tokens"],

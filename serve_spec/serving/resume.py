@@ -18,24 +18,8 @@ from typing import TYPE_CHECKING
 
 from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
 from serve_spec.log import get_logger
+from serve_spec.serving import errors, messages
 from serve_spec.serving.admission import AdmissionSlot
-from serve_spec.serving.errors import (
-    ApiError,
-    ClientTooSlow,
-    ReplicaLost,
-    engine_failed,
-    no_replica,
-    queue_full,
-    replicas_lost,
-)
-from serve_spec.serving.messages import (
-    Accepted,
-    Failed,
-    GenerateRequest,
-    ReplicaItem,
-    Withdrawn,
-    is_last,
-)
 
 if TYPE_CHECKING:
     from serve_spec.serving.batching import Batcher
@@ -73,9 +57,7 @@ class FleetSpeculation(SpeculationStats):
 
 
 class _Attempts:
-    """State of one request over its attempts on replicas."""
-
-    def __init__(self, request: GenerateRequest, resume_timeout_s: float) -> None:
+    def __init__(self, request: messages.GenerateRequest, resume_timeout_s: float) -> None:
         params = request.params
         if params.seed is None:  # every attempt must sample the same tokens
             params = replace(params, seed=secrets.randbits(63))
@@ -95,7 +77,7 @@ class _Attempts:
         self._was_accepted = False
         self._give_up_at = float("inf")
 
-    def next_request(self) -> GenerateRequest:
+    def next_request(self) -> messages.GenerateRequest:
         """Return the request of the next attempt, with an id of its own."""
         self._num_attempts += 1
         self._replica = None
@@ -107,18 +89,18 @@ class _Attempts:
             is_resumption=self._is_resumption,
         )
 
-    def take(self, item: ReplicaItem) -> ReplicaItem | None:
+    def take(self, item: messages.ReplicaItem) -> messages.ReplicaItem | None:
         """Record an item; return it if the caller should receive it.
 
         Raises:
             ReplicaLost: the item is a failure, and another replica may succeed.
             ApiError: the replica is full; a request that has started before may wait.
         """
-        if isinstance(item, Failed) and not item.overloaded:
-            raise ReplicaLost(engine_failed(item.message), replica=item.replica)
-        if isinstance(item, Failed) and self._may_wait:
-            raise queue_full(item.message, 1)
-        if isinstance(item, Accepted):
+        if isinstance(item, messages.Failed) and not item.overloaded:
+            raise errors.ReplicaLost(errors.engine_failed(item.message), replica=item.replica)
+        if isinstance(item, messages.Failed) and self._may_wait:
+            raise errors.queue_full(item.message, 1)
+        if isinstance(item, messages.Accepted):
             is_first, self._was_accepted = not self._was_accepted, True
             self._replica, self._give_up_at = item.replica, float("inf")
             self._num_resumes += self._is_resumption
@@ -133,7 +115,7 @@ class _Attempts:
             self._counts[self._num_attempts] = delta.speculation
         if delta.finish_reason is FinishReason.ABORT:  # by the engine, at its shutdown
             why = "the replica that had this request is shutting down"
-            raise ReplicaLost(no_replica(why), is_orderly=True)
+            raise errors.ReplicaLost(errors.no_replica(why), is_orderly=True)
         self._emitted += delta.token_ids
         if delta.finish_reason is None:
             return delta
@@ -142,30 +124,28 @@ class _Attempts:
             total.add(counts)
         return delta._replace(speculation=total)
 
-    def withdrawn(self) -> None:
-        """Record that the router withdrew the request."""
-        self._wait_from_now()
-
-    async def after(self, error: ApiError) -> None:
+    async def after(self, error: errors.ApiError) -> None:
         """Wait until the next attempt after an error; raise it if there will be none."""
-        if isinstance(error, ClientTooSlow):
+        if isinstance(error, errors.ClientTooSlow):
             raise error
-        if self._replica is not None or (isinstance(error, ReplicaLost) and not self._was_accepted):
+        if self._replica is not None or (
+            isinstance(error, errors.ReplicaLost) and not self._was_accepted
+        ):
             self._lose(error)
         elif not self._may_wait or _now() >= self._give_up_at:
             raise error
         else:
             await asyncio.sleep(_PAUSE_S)
 
-    def _lose(self, error: ApiError) -> None:
-        lost = error if isinstance(error, ReplicaLost) else ReplicaLost(error)
+    def _lose(self, error: errors.ApiError) -> None:
+        lost = error if isinstance(error, errors.ReplicaLost) else errors.ReplicaLost(error)
         self._num_losses += not lost.is_orderly
         names = {name for name in (self._replica, lost.replica) if name}
         self._avoid |= names
         if self._num_losses >= _MAX_LOSSES:
-            raise replicas_lost(self._num_losses, error) from error
+            raise errors.replicas_lost(self._num_losses, error) from error
         self._is_resumption |= bool(names)
-        self._wait_from_now()
+        self.wait_from_now()
         logger.warning(
             "request %s (%s) continues on another replica after %d tokens: %s",
             self._request.request_id,
@@ -174,7 +154,8 @@ class _Attempts:
             error.message,
         )
 
-    def _wait_from_now(self) -> None:
+    def wait_from_now(self) -> None:
+        """Let the next attempt wait for a replica, after a loss or a withdrawal."""
         self._may_wait = True
         self._give_up_at = _now() + self._resume_timeout_s
 
@@ -185,15 +166,14 @@ def _now() -> float:
 
 async def resumed(
     fleet: Batcher,
-    request: GenerateRequest,
+    request: messages.GenerateRequest,
     resume_timeout_s: float,
     slot: AdmissionSlot | None = None,
-) -> AsyncGenerator[ReplicaItem, None]:
+) -> AsyncGenerator[messages.ReplicaItem, None]:
     """Yield the items of `fleet.generate(request)`, resuming it when its replica is lost.
 
     `Accepted` is yielded once, and no token is lost or repeated. The last delta's counts
-    (`FleetSpeculation`) are the sum of the latest counts of each replica; a lost replica may have
-    done more.
+    (`FleetSpeculation`) are summed over replicas; a lost one may have done more.
 
     slot: the request's slot at the replicas, which it may have to release for a while.
 
@@ -211,16 +191,18 @@ async def resumed(
         try:
             async with aclosing(fleet.generate(attempt)) as items:
                 async for item in items:
-                    if isinstance(item, Withdrawn):
+                    if isinstance(item, messages.Withdrawn):
                         break
                     if slot is not None and isinstance(item, TokenDelta):
                         slot.has_tokens = True
                     if (visible := attempts.take(item)) is not None:
                         yield visible
-                    if is_last(item):
+                    if messages.is_last(item):
                         return
                 else:
-                    raise engine_failed("the replica ended the stream without a finish reason")
-            attempts.withdrawn()
-        except ApiError as error:
+                    raise errors.engine_failed(
+                        "the replica ended the stream without a finish reason"
+                    )
+            attempts.wait_from_now()
+        except errors.ApiError as error:
             await attempts.after(error)

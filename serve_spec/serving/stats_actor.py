@@ -80,15 +80,13 @@ class StatsUnavailable(RuntimeError):
 
 
 class SpecStats:
-    """The actor around `FleetStats`.
+    """The actor around `FleetStats`; it checks replicas that stop reporting.
 
-    Replicas that stop reporting are checked: dead ones are removed, and one that is alive but does
-    not respond is killed, so that its resources are free for its replacement.
+    Dead ones are removed. One that lives but does not respond after `stall_timeout_s` is killed, so
+    that its replacement gets its resources.
 
-    Args:
-        end: called in another thread when nothing has been reported for as long as data is kept.
-        replicas: access to the replicas' actors; None: silent replicas are not checked.
-        stall_timeout_s: seconds of silence after which a replica must respond.
+    end: called in another thread when nothing has been reported for as long as data is kept.
+    replicas: access to the replicas' actors; None: no checks.
     """
 
     def __init__(
@@ -137,10 +135,7 @@ class SpecStats:
             return pickle.dumps(self._fleet.view(time.time()))
 
     def status(self) -> dict[str, object]:
-        """Return the data of the status page.
-
-        It is cached so that computing it takes at most a tenth of a core for any number of readers.
-        """
+        """Return the data of the status page, cached so that it takes at most a tenth of a core."""
         if time.time() >= self._status_until:
             used_s = -time.process_time()
             with self._lock:
@@ -218,10 +213,7 @@ class StatsClient:
         return status
 
     def prior(self, pair: str, max_steps: int) -> list[float] | None:
-        """Return the fleet's accept rates of a pair of models; None if unknown or unavailable.
-
-        Blocks for up to two seconds.
-        """
+        """Return the fleet's accept rates of a pair of models or None; blocks for up to 2 s."""
         try:
             actor: Any = ray.get_actor(self._config.actor_name, self._app_name)
             answer = actor.prior.remote(pair, max_steps)

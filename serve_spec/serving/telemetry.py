@@ -17,42 +17,22 @@ import time
 import urllib.request
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, TypeAlias
 
 import ray
 from ray.util import metrics as ray_metrics
 
+from serve_spec import metrics
 from serve_spec.adaptive import PolicySettings
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.record import StepRecord
 from serve_spec.core.request import TokenDelta
 from serve_spec.log import get_logger
-from serve_spec.metrics import (
-    FIRST_TOKEN_WAIT_MS,
-    FIRST_TOKENS,
-    FORCED_ACCEPTANCE,
-    IN_FLIGHT,
-    LAST_REASON,
-    LATER_TOKENS,
-    LATER_TOKENS_WAIT_MS,
-    METRICS,
-    OLD_NAMES,
-    PREDICTED_GOODPUT,
-    QUEUE_LEN,
-    REJECTED,
-    REQUESTS,
-    RESUMED,
-    SLOT,
-    SUBMISSIONS,
-    TPOT_MS,
-    TTFT_MS,
-    Metric,
-    Reading,
-)
-from serve_spec.metrics import readings as round_readings
+from serve_spec.metrics import Metric, Reading
+from serve_spec.serving.errors import ARRIVED
 from serve_spec.serving.fleet_stats import Snapshot, number, section
 from serve_spec.serving.messages import Failed, Refused, ReplicaItem
-from serve_spec.serving.middleware import ARRIVED
 from serve_spec.serving.stats_actor import StatsClient
 
 logger = get_logger(__name__)
@@ -112,6 +92,7 @@ _MOST_WAITING = 8192
 
 _EXPORT_INTERVAL_S = 0.5
 
+_Record: TypeAlias = Callable[[float, dict[str, str]], None]
 _Key: TypeAlias = tuple[Metric, tuple[tuple[str, str], ...]]
 
 
@@ -126,15 +107,12 @@ def exported_names(metric: Metric) -> tuple[str, ...]:
 
 
 class RayMetrics:
-    """Metrics of this process, and a buffer of the engine's rounds. Thread-safe.
-
-    labels: a value for each of `LABELS`.
-    """
+    """Metrics of this process, with the values `labels` of `LABELS`, and a buffer of rounds."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._record = {
             metric: [_declare(metric, name, dict(labels)) for name in names(metric)]
-            for metric in METRICS
+            for metric in metrics.METRICS
         }
         self._rounds: deque[StepRecord] = deque(maxlen=_MOST_WAITING)
 
@@ -144,40 +122,37 @@ class RayMetrics:
             record(reading.value, dict(reading.labels))
 
     def observe(self, record: StepRecord) -> None:
-        """Buffer a round; the oldest are dropped when the buffer is full.
-
-        The engine's thread only pays for an append.
-        """
+        """Buffer a round, for an append's time; a full buffer drops the oldest."""
         self._rounds.append(record)
 
     def flush(self) -> None:
         """Record the buffered rounds: the sum for counters, the newest value for gauges."""
         waiting = [self._rounds.popleft() for _ in range(len(self._rounds))]
-        for reading in merged(reading for record in waiting for reading in round_readings(record)):
+        for reading in merged(chain.from_iterable(map(metrics.readings, waiting))):
             self.record(reading)
 
 
 def names(metric: Metric) -> list[str]:
     """Return the name of a metric, and its former name if it has one."""
-    return [metric.name, *([OLD_NAMES[metric]] if metric in OLD_NAMES else [])]
+    return list(filter(None, (metric.name, metrics.OLD_NAMES.get(metric))))
 
 
-def _declare(
-    metric: Metric, name: str, labels: dict[str, str]
-) -> Callable[[float, dict[str, str]], None]:
+def _declare(metric: Metric, name: str, labels: dict[str, str]) -> _Record:
     """Declare a metric in Ray; return the function that records a value with its labels."""
     tags = (*LABELS, *metric.labels)
-    if metric.kind == "counter":
-        counter = ray_metrics.Counter(name, metric.help, tags)
-        counter.set_default_tags(labels)
-        return counter.inc
-    if metric.kind == "gauge":
-        gauge = ray_metrics.Gauge(name, metric.help, tags)
-        gauge.set_default_tags(labels)
-        return gauge.set
-    histogram = ray_metrics.Histogram(name, metric.help, list(metric.buckets), tags)
-    histogram.set_default_tags(labels)
-    return histogram.observe
+    declared: Any
+    record: _Record
+    if metric.kind == "histogram":
+        declared = ray_metrics.Histogram(name, metric.help, list(metric.buckets), tags)
+        record = declared.observe
+    elif metric.kind == "gauge":
+        declared = ray_metrics.Gauge(name, metric.help, tags)
+        record = declared.set
+    else:
+        declared = ray_metrics.Counter(name, metric.help, tags)
+        record = declared.inc
+    declared.set_default_tags(labels)
+    return record
 
 
 def merged(readings: Iterable[Reading]) -> list[Reading]:
@@ -197,22 +172,21 @@ def merged(readings: Iterable[Reading]) -> list[Reading]:
 
 
 def state_readings(snapshot: Snapshot, reasons: set[str]) -> Iterator[Reading]:
-    """Yield the readings of an engine's snapshot.
-
-    reasons: those seen before, to be reset to 0; the snapshot's is added.
-    """
+    """Yield the readings of an engine's snapshot; add its reason to `reasons`, reset the others."""
     predicted = section(snapshot, "break_even", "tokens_per_ms")
     for steps in predicted:
-        yield Reading(PREDICTED_GOODPUT, number(predicted, steps), {"num_steps": steps})
+        yield Reading(metrics.PREDICTED_GOODPUT, number(predicted, steps), {"num_steps": steps})
     slot, last_reason = snapshot.get("slot"), snapshot.get("last_reason")
     if isinstance(slot, str) and slot.isdecimal():
-        yield Reading(SLOT, int(slot))
+        yield Reading(metrics.SLOT, int(slot))
     if "synthetic_acceptance" in snapshot:
-        yield Reading(FORCED_ACCEPTANCE, float(snapshot["synthetic_acceptance"] is not None))
+        yield Reading(
+            metrics.FORCED_ACCEPTANCE, float(snapshot["synthetic_acceptance"] is not None)
+        )
     if isinstance(last_reason, str):
         reasons.add(last_reason)
         for reason in sorted(reasons):
-            yield Reading(LAST_REASON, float(reason == last_reason), {"reason": reason})
+            yield Reading(metrics.LAST_REASON, float(reason == last_reason), {"reason": reason})
 
 
 OLD_ROUTER_LABEL = "door"
@@ -220,10 +194,7 @@ OLD_ROUTER_LABEL = "door"
 
 
 class RequestTimer:
-    """Measures the latency of one request and passes it to `record`.
-
-    measured_at: values of this label. started: the `perf_counter` to measure from.
-    """
+    """Measures the latency of a request from `started`, by `perf_counter`, for `record`."""
 
     def __init__(
         self, record: Callable[[Reading], None], *measured_at: str, started: float
@@ -251,12 +222,12 @@ class RequestTimer:
 
     def end(self) -> None:
         """Record the outcome and the time per output token."""
-        self._add(REQUESTS, 1, outcome=self._outcome)
+        self._add(metrics.REQUESTS, 1, outcome=self._outcome)
         if self._num_later:
             wait_ms = (self._last - self._first) * 1e3
-            self._add(TPOT_MS, wait_ms / self._num_later)
-            self._add(LATER_TOKENS, self._num_later)
-            self._add(LATER_TOKENS_WAIT_MS, wait_ms)
+            self._add(metrics.TPOT_MS, wait_ms / self._num_later)
+            self._add(metrics.LATER_TOKENS, self._num_later)
+            self._add(metrics.LATER_TOKENS_WAIT_MS, wait_ms)
 
     def _observe_tokens(self, count: int, now: float) -> None:
         self._last = now
@@ -265,9 +236,9 @@ class RequestTimer:
             return
         self._first = now
         wait_ms = (now - self._started) * 1e3
-        self._add(TTFT_MS, wait_ms)
-        self._add(FIRST_TOKENS, 1)
-        self._add(FIRST_TOKEN_WAIT_MS, wait_ms)
+        self._add(metrics.TTFT_MS, wait_ms)
+        self._add(metrics.FIRST_TOKENS, 1)
+        self._add(metrics.FIRST_TOKEN_WAIT_MS, wait_ms)
 
     def _add(self, metric: Metric, value: float, **labels: str) -> None:
         if value <= 0 and metric.kind == "counter":  # Ray refuses it
@@ -292,10 +263,7 @@ def serve_labels(context: Any) -> dict[str, str]:
 
 
 def pair_name(config: ServeSpecConfig) -> str:
-    """Return the key under which replicas share acceptance rates: target and draft model.
-
-    Synthetic acceptance is part of the key, so that load tests do not affect other replicas.
-    """
+    """Return the key of shared acceptance rates: target, draft model and forced acceptance."""
     speculative = config.speculative
     draft = speculative.speculative_draft_model_path or speculative.speculative_algorithm
     forced = speculative.synthetic_acceptance
@@ -304,10 +272,7 @@ def pair_name(config: ServeSpecConfig) -> str:
 
 
 class ReplicaTelemetry:
-    """Ray metrics of one replica; created on its event loop.
-
-    Exporting rounds takes milliseconds per second and runs in another thread.
-    """
+    """Ray metrics of one replica; created on its event loop, exported in another thread."""
 
     def __init__(self, context: Any, engine: Any) -> None:
         self._metrics = RayMetrics(serve_labels(context))
@@ -332,10 +297,7 @@ class ReplicaTelemetry:
 
 
 class RouterTelemetry:
-    """Ray metrics of one router; created on its event loop.
-
-    show: returns the `router` section of `/server_info`.
-    """
+    """Ray metrics of one router; created on its event loop. show: its part of `/server_info`."""
 
     def __init__(self, context: Any, show: Callable[[], Snapshot]) -> None:
         self._metrics = RayMetrics(serve_labels(context))
@@ -350,14 +312,14 @@ class RouterTelemetry:
             self._metrics.record(reading)
 
     def _readings(self, router: Snapshot) -> Iterator[Reading]:
-        yield Reading(QUEUE_LEN, number(router, "queue_len"))
-        yield Reading(IN_FLIGHT, number(router, "in_flight"))
+        yield Reading(metrics.QUEUE_LEN, number(router, "queue_len"))
+        yield Reading(metrics.IN_FLIGHT, number(router, "in_flight"))
         totals: list[tuple[Metric, dict[str, str], float]] = [
-            (REJECTED, {}, number(router, "num_rejected")),
-            (RESUMED, {}, number(router, "num_resumed")),
+            (metrics.REJECTED, {}, number(router, "num_rejected")),
+            (metrics.RESUMED, {}, number(router, "num_resumed")),
         ]
         sizes = section(router, "submission_size_histogram")
-        totals += [(SUBMISSIONS, {"size": size}, number(sizes, size)) for size in sizes]
+        totals += [(metrics.SUBMISSIONS, {"size": size}, number(sizes, size)) for size in sizes]
         for metric, labels, total in totals:
             key = (metric, *labels.values())
             if growth := total - self._counted[key]:
@@ -375,10 +337,7 @@ async def _export_forever(export: Callable[[], Awaitable[None]]) -> None:
 
 
 def start_warm(config: ServeSpecConfig, engine: Any, stats: StatsClient) -> None:
-    """Initialize an engine's acceptance rates from the fleet's, if there are any.
-
-    Blocks for up to two seconds, before the first request.
-    """
+    """Give an engine the fleet's acceptance rates, if there are any; blocks for up to 2 s."""
     max_steps = PolicySettings.of(config.speculative).max_depth
     prior = stats.prior(pair_name(config), max_steps) if max_steps else None
     if prior is None:

@@ -1,4 +1,4 @@
-"""Tools of a chat request, and the formats in which checkpoints write calls and reasoning."""
+"""Tools of a chat request, formats of calls and reasoning, and chat answers in these formats."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from pydantic import Field, PlainValidator
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import CallsForm, Grammar
-from serve_spec.serving.fields import Name, StrictFields, Text, closed
-from serve_spec.serving.parsers import THOUGHTS, AnswerSyntax, CallFormat, ReasoningFormat
+from serve_spec.core.request import FinishReason, TokenDelta
+from serve_spec.serving import answers, parsers
+from serve_spec.serving.fields import Name, StrictFields, Text, about, closed
+from serve_spec.serving.logprobs import TokenBytesLookup
 
 MAX_TOOLS = 1024
 _CHOICE = 'use "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
@@ -24,13 +26,10 @@ class Function(StrictFields):
 
     name: Annotated[Name, Field(min_length=1)]
     description: Text | None = None
-    parameters: dict[str, Any] | None = Field(
-        None, description="JSON Schema of the arguments, an object; default: no arguments."
-    )
-    strict: bool | None = Field(
-        None,
-        description="Calls that the model chooses conform to the schema if they are JSON after a "
-        "marker; required and named ones always do.",
+    parameters: dict[str, Any] | None = about("JSON Schema of the arguments; default: none.")
+    strict: bool | None = about(
+        "Calls that the model chooses conform to the schema if they are JSON after a "
+        "marker; required and named ones always do."
     )
 
     @property
@@ -69,11 +68,7 @@ class ToolCall(StrictFields):
     function: CalledFunction
 
     def for_template(self, field: str) -> dict[str, Any]:
-        """Return the call as chat templates read it, with its arguments as an object.
-
-        Raises:
-            InvalidRequest: they are none; `field` is the call's place in the request.
-        """
+        """Return the call with its arguments as an object; an error names its place, `field`."""
         arguments = self.function.arguments
         try:
             found = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
@@ -146,7 +141,7 @@ def offered(tools: Sequence[Tool] | None, choice: ToolChoice | None) -> list[Fun
     return functions
 
 
-def call_id(request_id: str, index: int, call: int, syntax: AnswerSyntax) -> str:
+def call_id(request_id: str, index: int, call: int, syntax: parsers.AnswerSyntax) -> str:
     """Return the id of a call of choice `index`; it is the same when a request is resumed.
 
     Mistral's templates accept only 9 letters and digits.
@@ -155,7 +150,7 @@ def call_id(request_id: str, index: int, call: int, syntax: AnswerSyntax) -> str
     return digest[:9] if syntax.calls == "mistral" else f"call_{digest}"
 
 
-CALL_PARSERS: Mapping[str, CallFormat | None] = {
+CALL_PARSERS: Mapping[str, parsers.CallFormat | None] = {
     "none": None,
     **dict.fromkeys(("hermes", "qwen", "qwen25", "qwen3_coder", "glm45"), "hermes"),
     **dict.fromkeys(("llama3_json", "llama3"), "llama3_json"),
@@ -164,7 +159,7 @@ CALL_PARSERS: Mapping[str, CallFormat | None] = {
 }
 """Formats of calls by `router.tool_call_parser`, with the names that vLLM and SGLang use."""
 
-REASONING_PARSERS: Mapping[str, ReasoningFormat | None] = {
+REASONING_PARSERS: Mapping[str, parsers.ReasoningFormat | None] = {
     "none": None,
     **dict.fromkeys(("qwen3", "glm45", "deepseek_r1", "deepseek-r1"), "think"),
     "mistral": "mistral",
@@ -189,8 +184,8 @@ class Formats:
     marks_json: a call is a marker and then JSON, so a grammar may leave the text before it free.
     """
 
-    calls: CallFormat | None = None
-    reasoning: ReasoningFormat | None = None
+    calls: parsers.CallFormat | None = None
+    reasoning: parsers.ReasoningFormat | None = None
     has_names_first: bool = False
     space: str = ""
     is_single: bool = False
@@ -228,7 +223,7 @@ class Formats:
 
     @property
     def _markers(self) -> tuple[str, str]:
-        return THOUGHTS.get(self.reasoning or "openai", ("", ""))
+        return parsers.THOUGHTS.get(self.reasoning or "openai", ("", ""))
 
     def of_json(self, grammar: Grammar, prompt: str) -> Grammar:
         """Return the grammar of answers to `prompt` that are JSON of a schema after reasoning."""
@@ -245,7 +240,7 @@ class Formats:
     def of_calls(
         self,
         functions: Sequence[Function],
-        syntax: AnswerSyntax,
+        syntax: parsers.AnswerSyntax,
         prompt: str,
         *,
         is_free: bool = False,
@@ -273,7 +268,7 @@ class Formats:
         )
         return Grammar.calls(form)
 
-    def _call(self, name: str, calls: CallFormat | None) -> tuple[list[str], list[str]]:
+    def _call(self, name: str, calls: parsers.CallFormat | None) -> tuple[list[str], list[str]]:
         """Return the text before and after the arguments of a call."""
         quoted = json.dumps(name, ensure_ascii=False)
         if calls == "hermes":
@@ -287,7 +282,6 @@ class Formats:
         return [f'{{"name": {quoted}, "{key}": '], ["}"]
 
     def _thought(self, prompt: str) -> tuple[list[str], list[str], bool] | None:
-        """Return the `thought` of `CallsForm`."""
         if self.reasoning == "openai":
             analysis = ["<|channel|>", "analysis", "<|message|>"]
             return analysis, ["<|end|>", "<|start|>", "assistant"], False
@@ -297,7 +291,7 @@ class Formats:
         return [begin], [end], self.is_reasoning(prompt)
 
 
-def _calls_in(template: str) -> CallFormat | None:
+def _calls_in(template: str) -> parsers.CallFormat | None:
     if "<|channel|>" in template:
         return "openai"
     if "[TOOL_CALLS]" in template:
@@ -308,9 +302,143 @@ def _calls_in(template: str) -> CallFormat | None:
     return "llama3_json" if is_llama else None
 
 
-def _reasoning_in(template: str) -> ReasoningFormat | None:
+def _reasoning_in(template: str) -> parsers.ReasoningFormat | None:
     if "<|channel|>" in template:
         return "openai"
     if "[THINK]" in template:
         return "mistral"
     return "think" if "</think>" in template else None
+
+
+class ParsedChatFormat(answers.ChatFormat):
+    """Format of parsed chat answers; a chunk has the log-probabilities of the tokens it begins."""
+
+    def __init__(
+        self,
+        head: answers.AnswerHead,
+        syntax: parsers.AnswerSyntax,
+        token_bytes: TokenBytesLookup | None = None,
+    ) -> None:
+        super().__init__(head, token_bytes)
+        self._syntax = syntax
+        self._parsers: dict[int, parsers.AnswerParser] = {}
+        self._num_reasoning_tokens: dict[int, tuple[int, bool]] = {}
+        """Tokens of each choice up to the end of its reasoning, and whether it has ended."""
+        self._around_parts: dict[tuple[int, str, int], list[bytes]] = {}
+
+    def frame(self, index: int, delta: TokenDelta) -> bytes:
+        """Return the events of the parts that `delta` completes; there may be none."""
+        if self.sends_tokens or delta.finish_reason is not None:
+            return b"".join(answers.event(chunk) for chunk in self.chunks(index, delta))
+        return b"".join(self._event(index, part) for part in self._parts(index, delta))
+
+    def chunks(self, index: int, delta: TokenDelta) -> list[answers.JSONObject]:
+        """See `AnswerFormat.chunks`."""
+        texts = [self._delta(index, part) for part in self._parts(index, delta)]
+        is_last = delta.finish_reason is not None
+        if is_last or (not texts and self.sends_tokens):
+            texts.append({})
+        choices = [answers.choice_of(index, text) for text in texts]
+        chunks = [self._chunk(choice) for choice in choices]
+        if chunks:
+            ending = self._ending([delta])
+            choices[0]["logprobs"] = ending["logprobs"]
+            choices[-1]["finish_reason"] = _reason(ending, self._parsers[index].num_calls)
+            self._detail(chunks[0], choices[0], index, [delta])
+        return chunks
+
+    def whole(
+        self, choices: Sequence[Sequence[TokenDelta]], counts: answers.Usage
+    ) -> answers.JSONObject:
+        """See `AnswerFormat.whole`."""
+        body = super().whole(choices, counts)
+        assert isinstance(body, dict), "one answer"
+        return {**body, "usage": self._detailed(counts)}
+
+    def usage_chunk(self, counts: answers.Usage) -> answers.JSONObject:
+        """See `AnswerFormat.usage_chunk`."""
+        return super().usage_chunk(self._detailed(counts))
+
+    def _detailed(self, counts: answers.Usage) -> answers.Usage:
+        """Return the counts with those of reasoning tokens, if they are known."""
+        if self._syntax.reasoning_end is None:
+            return counts
+        num_tokens = sum(
+            num_tokens
+            for index, (num_tokens, _) in self._num_reasoning_tokens.items()
+            if self._parsers[index].has_reasoned
+        )
+        return {**counts, "completion_tokens_details": {"reasoning_tokens": num_tokens}}
+
+    def _count(self, index: int, token_ids: Sequence[int]) -> None:
+        num_tokens, has_ended = self._num_reasoning_tokens.get(index, (0, False))
+        if not has_ended:
+            end = self._syntax.reasoning_end
+            has_ended = end in token_ids
+            num_tokens += token_ids.index(end) + 1 if end in token_ids else len(token_ids)
+            self._num_reasoning_tokens[index] = num_tokens, has_ended
+
+    def _parts(self, index: int, delta: TokenDelta) -> list[parsers.Part]:
+        parser = self._parsers.get(index)
+        if parser is None:
+            parser = self._parsers[index] = parsers.AnswerParser(self._syntax)
+        self._count(index, delta.token_ids)
+        return parser.feed(delta.text, is_last=delta.finish_reason is not None)
+
+    def _event(self, index: int, part: parsers.Part) -> bytes:
+        """Return a part as an event. The bytes around its text are encoded once."""
+        if part.kind == "name":
+            return answers.event(self._chunk(answers.choice_of(index, self._delta(index, part))))
+        key = index, part.kind, part.call
+        around = self._around_parts.get(key)
+        if around is None:
+            marked = self._delta(index, part._replace(text=answers.TEXT_MARK))
+            mark = answers.encode_text(answers.TEXT_MARK)
+            num_places = 2 if part.kind == "reasoning" else 1
+            chunk = answers.event(self._chunk(answers.choice_of(index, marked)))
+            around = self._around_parts[key] = chunk.rsplit(mark, num_places)
+        return answers.encode_text(part.text).join(around)
+
+    def _choice(self, index: int, deltas: Sequence[TokenDelta]) -> answers.JSONObject:
+        parser = self._parsers[index] = parsers.AnswerParser(self._syntax, is_whole=True)
+        self._count(index, [token for delta in deltas for token in delta.token_ids])
+        parts = parser.feed("".join(delta.text for delta in deltas), is_last=True)
+        content = "".join(part.text for part in parts if part.kind == "content")
+        reasoning = "".join(part.text for part in parts if part.kind == "reasoning")
+        calls = [self._call(index, part) for part in parts if part.kind == "name"]
+        for part in parts:
+            if part.kind == "arguments":
+                calls[part.call]["function"]["arguments"] += part.text
+        message: answers.JSONObject = {
+            "role": "assistant",
+            "content": content or (None if calls or reasoning else ""),
+            "refusal": None,
+        }
+        if reasoning:
+            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        if calls:
+            message["tool_calls"] = calls
+        ending = self._ending(deltas)
+        reason = _reason(ending, len(calls))
+        return {"index": index, "message": message, **ending, "finish_reason": reason}
+
+    def _delta(self, index: int, part: parsers.Part) -> answers.JSONObject:
+        if part.kind == "content":
+            return {"content": part.text}
+        if part.kind == "reasoning":
+            return {"reasoning_content": part.text, "reasoning": part.text}
+        if part.kind == "name":
+            return {"tool_calls": [{"index": part.call, **self._call(index, part)}]}
+        return {"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}
+
+    def _call(self, index: int, part: parsers.Part) -> dict[str, Any]:
+        return {
+            "id": call_id(self.head.id, index, part.call, self._syntax),
+            "type": "function",
+            "function": {"name": part.text, "arguments": ""},
+        }
+
+
+def _reason(ending: answers.JSONObject, num_calls: int) -> object:
+    is_stop = ending["finish_reason"] == FinishReason.STOP.value
+    return "tool_calls" if num_calls and is_stop else ending["finish_reason"]

@@ -49,7 +49,7 @@ CONFINED = {
     "starlette": ["serving/"],
     "pydantic": [
         "config/",
-        "serving/base_request.py",
+        "serving/errors.py",
         "serving/fields.py",
         "serving/native_api.py",
         "serving/openai.py",

@@ -24,18 +24,10 @@ class ObjectMeta(Strict):
     annotations: dict[str, str] = {}
 
 
-class UpgradeStrategy(Strict):
-    type: Literal["NewCluster", "None"]
-
-
 class AutoscalerOptions(Strict):
     version: Literal["v1", "v2"] = "v2"
     upscalingMode: Literal["Default", "Aggressive", "Conservative"] | None = None
     idleTimeoutSeconds: int | None = None
-
-
-class AuthOptions(Strict):
-    mode: Literal["token", "disabled"]
 
 
 class SecretKey(Strict):
@@ -43,15 +35,10 @@ class SecretKey(Strict):
     key: str
 
 
-class Credential(Strict):
-    """A password; KubeRay would take it in the open, too."""
-
-    valueFrom: dict[Literal["secretKeyRef"], SecretKey]
-
-
 class GcsFaultTolerance(Strict):
     redisAddress: str = Field(pattern=r"^(rediss?://)?[-a-z0-9.]+:\d+$")
-    redisPassword: Credential
+    # KubeRay would take it in the open, too.
+    redisPassword: dict[Literal["valueFrom"], dict[Literal["secretKeyRef"], SecretKey]]
 
 
 class PodTemplate(Strict):
@@ -109,7 +96,7 @@ class RayCluster(Strict):
     workerGroupSpecs: list[WorkerGroup]
     enableInTreeAutoscaling: bool = False
     autoscalerOptions: AutoscalerOptions | None = None
-    authOptions: AuthOptions | None = None
+    authOptions: dict[Literal["mode"], Literal["token", "disabled"]] | None = None
     gcsFaultToleranceOptions: GcsFaultTolerance | None = None
 
     @property
@@ -141,7 +128,7 @@ class RayCluster(Strict):
 class RayServiceSpec(Strict):
     serveConfigV2: str
     rayClusterConfig: RayCluster
-    upgradeStrategy: UpgradeStrategy | None = None
+    upgradeStrategy: dict[Literal["type"], Literal["NewCluster", "None"]] | None = None
     excludeHeadPodFromServeSvc: bool | None = None
     rayClusterDeletionDelaySeconds: int | None = Field(None, ge=0)
 
@@ -176,12 +163,8 @@ class PodMetricsEndpoint(Strict):
     interval: str = Field(pattern=r"^\d+s$")
 
 
-class LabelSelector(Strict):
-    matchLabels: dict[str, str] = Field(min_length=1)
-
-
 class PodMonitorSpec(Strict):
-    selector: LabelSelector
+    selector: dict[Literal["matchLabels"], dict[str, str]] = Field(min_length=1)
     podMetricsEndpoints: list[PodMetricsEndpoint] = Field(min_length=1)
 
 

@@ -2,7 +2,7 @@
 
 As much of `kustomize build` as `k8s/` uses is here, so that overlays can be checked without its
 binary: resources, components, merge patches and generated config maps. Other keys of a
-kustomization or a patch are refused. `test_manifests.py` compares with the real binary.
+kustomization are refused. `test_manifests.py` compares with the real binary.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -28,7 +27,7 @@ class Overlay:
     """A rendered overlay, and the Serve file it runs."""
 
     name: str
-    documents: list[Document]
+    documents: list
 
     @property
     def service(self):
@@ -72,20 +71,6 @@ def pod(name, group):
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
-Document = dict[str, Any]
-
-_API_VERSIONS = {
-    "Kustomization": "kustomize.config.k8s.io/v1beta1",
-    "Component": "kustomize.config.k8s.io/v1alpha1",
-}
-# Kinds that kustomize has no schema of: their lists are replaced as a whole.
-_CUSTOM_KINDS = frozenset({"RayService", "PodMonitor"})
-
-
-class NotSupported(ValueError):
-    """Something that kustomize knows and this does not, or that is wrong for both."""
-
-
 def render(folder):
     """What `kubectl kustomize folder` would print, in no particular order."""
     documents = []
@@ -109,60 +94,27 @@ def merged(base, patch):
 def _apply(folder, documents):
     """Add the documents of the kustomization in `folder`, and patch those added so far."""
     keys = yaml.safe_load((folder / "kustomization.yaml").read_text())
-    if keys.pop("apiVersion") != _API_VERSIONS[keys.pop("kind")]:
-        raise NotSupported(f"{folder}: another apiVersion than that of its kind")
     for name in keys.pop("resources", []):
         place = folder / name
-        found = render(place) if place.is_dir() else list(yaml.safe_load_all(place.read_text()))
-        for document in found:
-            _add(document, documents)
+        documents += render(place) if place.is_dir() else yaml.safe_load_all(place.read_text())
     options = keys.pop("generatorOptions", {})
     for generator in keys.pop("configMapGenerator", []):
-        _add(_config_map(folder, generator, options), documents)
+        documents.append(_config_map(folder, generator, options))
     for name in keys.pop("components", []):
         _apply(folder / name, documents)
     for entry in keys.pop("patches", []):
-        _patch(yaml.safe_load((folder / entry.pop("path")).read_text()), documents)
-        if entry:
-            raise NotSupported(f"{folder}: patches with {sorted(entry)}")
-    if keys:
-        raise NotSupported(f"{folder}: {sorted(keys)}")
+        patch = yaml.safe_load((folder / entry["path"]).read_text())
+        (index,) = [i for i, known in enumerate(documents) if _name(known) == _name(patch)]
+        documents[index] = merged(documents[index], patch)
+    assert keys.keys() <= {"apiVersion", "kind"}, f"{folder}: {keys}"
 
 
-def _add(document, documents):
-    if any(map(_is_same(document), documents)):
-        raise NotSupported(f"{document['kind']} {document['metadata']['name']} twice")
-    documents.append(document)
-
-
-def _patch(patch, documents):
-    if patch["kind"] not in _CUSTOM_KINDS and _has_list(patch):
-        raise NotSupported(f"a patch of {patch['kind']} with a list: kustomize merges those by key")
-    same = _is_same(patch)
-    (index,) = [i for i, document in enumerate(documents) if same(document)]
-    documents[index] = merged(documents[index], patch)
-
-
-def _is_same(wanted):
-    def identity(document):
-        return document["apiVersion"], document["kind"], document["metadata"]["name"]
-
-    return lambda document: identity(document) == identity(wanted)
-
-
-def _has_list(value):
-    if isinstance(value, dict):
-        return any(map(_has_list, value.values()))
-    return isinstance(value, list)
+def _name(document):
+    return document["apiVersion"], document["kind"], document["metadata"]["name"]
 
 
 def _config_map(folder, generator, options):
-    if set(generator) != {"name", "files"} or set(options) - {"disableNameSuffixHash", "labels"}:
-        raise NotSupported(f"{folder}: {generator} with {options}")
-    if not options.get("disableNameSuffixHash"):
-        raise NotSupported(f"{folder}: names with a hash of the content")
-    metadata = {"name": generator["name"]}
-    if "labels" in options:
-        metadata["labels"] = options["labels"]
+    assert options["disableNameSuffixHash"], "names with a hash of the content"
+    metadata = {"name": generator["name"], "labels": options["labels"]}
     data = {Path(name).name: (folder / name).read_text() for name in generator["files"]}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}

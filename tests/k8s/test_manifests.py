@@ -14,9 +14,16 @@ from ray._common.utils import import_attr
 from ray.serve._private import constants as ray_constants
 
 import serve_spec
-from tests.k8s.deployments import DEPLOY_FILES, MODELS, THROUGHPUT, checkpoints
+from tests.k8s.deployments import DEPLOY_FILES, MODELS, THROUGHPUT, checkpoints, read
 from tests.k8s.kuberay import PodMonitor, RayService
-from tests.k8s.overlays import KUBERNETES, ROOT, SERVE_PORT, USED_BY, NotSupported, pod, render
+from tests.k8s.overlays import (
+    KUBERNETES,
+    ROOT,
+    SERVE_PORT,
+    USED_BY,
+    pod,
+    rendered,
+)
 
 # Where the Dockerfiles put the checkout.
 IMAGE_ROOT = "/app/"
@@ -211,7 +218,7 @@ def test_the_state_of_the_head_is_where_it_is_looked_for(overlay):
     assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
     (container,) = template["spec"]["containers"]
     (password,) = [e["valueFrom"]["secretKeyRef"] for e in container["env"]]
-    assert password == options.redisPassword.valueFrom["secretKeyRef"].model_dump()
+    assert password == options.redisPassword["valueFrom"]["secretKeyRef"].model_dump()
 
 
 def test_grafana_finds_every_dashboard(overlay):
@@ -226,20 +233,22 @@ def test_grafana_finds_every_dashboard(overlay):
     assert len(yaml.safe_dump(dashboards).encode()) < 262_144
 
 
+def policy_of(overlay):
+    """The rules of Ray's pods."""
+    (policy,) = [d for d in overlay.of_kind("NetworkPolicy") if "ingress" in d["spec"]]
+    return policy["spec"]
+
+
 def admitted(overlay):
     """Ports of Ray's pods that are open to other pods, and whether all pods may reach them."""
-    (policy,) = [d for d in overlay.of_kind("NetworkPolicy") if "ingress" in d["spec"]]
-    return {
-        port["port"]: "from" not in rule
-        for rule in policy["spec"]["ingress"]
-        for port in rule.get("ports", [])
-    }
+    rules = policy_of(overlay)["ingress"]
+    return {port["port"]: "from" not in rule for rule in rules for port in rule.get("ports", [])}
 
 
 def test_monitors_scrape_ports_that_their_pods_have_and_the_network_admits(overlay):
     for document in overlay.of_kind("PodMonitor"):
         monitor = PodMonitor.model_validate(document)
-        groups = overlay.selected(monitor.spec.selector.matchLabels)
+        groups = overlay.selected(monitor.spec.selector["matchLabels"])
         assert groups
         for group in groups:
             for endpoint in monitor.spec.podMetricsEndpoints:
@@ -258,20 +267,16 @@ def test_every_pod_can_be_reached_and_scraped_and_only_serve_is_open_to_all(over
 
 
 def test_policies_hold_for_every_pod_and_let_them_talk_to_each_other(overlay):
-    (policy,) = [d for d in overlay.of_kind("NetworkPolicy") if "ingress" in d["spec"]]
-    labels = policy["spec"]["podSelector"]["matchLabels"]
+    policy = policy_of(overlay)
+    labels = policy["podSelector"]["matchLabels"]
     assert len(overlay.selected(labels)) == len(list(overlay.cluster.groups))
     for redis in overlay.of_kind("StatefulSet"):
         assert labels.items() <= redis["spec"]["template"]["metadata"]["labels"].items()
     own_pods = [{"podSelector": {"matchLabels": labels}}]
-    assert {"from": own_pods} in policy["spec"]["ingress"]
-    assert {"to": own_pods} in policy["spec"]["egress"]
-    others = [d for d in overlay.of_kind("NetworkPolicy") if d is not policy]
-    for other in others:
-        assert overlay.selected(other["spec"]["podSelector"]["matchLabels"])
-
-
-OVERLAYS = sorted((ROOT / "k8s/overlays").iterdir())
+    assert {"from": own_pods} in policy["ingress"]
+    assert {"to": own_pods} in policy["egress"]
+    for every in overlay.of_kind("NetworkPolicy"):
+        assert overlay.selected(every["spec"]["podSelector"]["matchLabels"])
 
 
 def by_name(documents):
@@ -279,29 +284,17 @@ def by_name(documents):
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
-@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda p: p.name)
 def test_an_overlay_renders_as_kustomize_renders_it(overlay):
-    done = subprocess.run(
-        ["kubectl", "kustomize", str(overlay)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert by_name(render(overlay)) == by_name(list(yaml.safe_load_all(done.stdout)))
+    command = ["kubectl", "kustomize", str(ROOT / "k8s/overlays" / overlay.name)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert by_name(overlay.documents) == by_name(list(yaml.safe_load_all(done.stdout)))
 
 
-@pytest.mark.parametrize(
-    ("kustomization", "patch"),
-    [
-        ({"resources": ["a.yaml", "a.yaml"]}, {}),
-        ({"resources": ["a.yaml"], "namePrefix": "b-"}, {}),
-        ({"resources": ["a.yaml"], "patches": [{"path": "p.yaml"}]}, {"data": {"keys": [1]}}),
-    ],
-    ids=["a resource named twice", "an unknown field", "a list that is merged by key"],
-)
-def test_what_kustomize_would_read_otherwise_is_refused(tmp_path, kustomization, patch):
-    head = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
-    one = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}}
-    files = {"kustomization.yaml": head | kustomization, "a.yaml": one, "p.yaml": one | patch}
-    for name, content in files.items():
-        (tmp_path / name).write_text(yaml.safe_dump(content))
-    with pytest.raises(NotSupported):
-        render(tmp_path)
+@pytest.fixture(scope="module", params=sorted(USED_BY))
+def overlay(request):
+    return rendered(request.param)
+
+
+@pytest.fixture(scope="module")
+def deployment(overlay, tmp_path_factory):
+    return read(overlay.app, tmp_path_factory.mktemp("models"))

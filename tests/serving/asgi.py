@@ -8,13 +8,16 @@ from contextlib import contextmanager
 from functools import cached_property
 
 import httpx
+import openai
 import uvicorn
 
+from serve_spec.core.request import FinishReason, TokenLogprob
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.api import create_api
+from serve_spec.serving.messages import Accepted
 from tests.serving.cluster import eventually
 from tests.serving.fake_engine import FakeLoop
-from tests.serving.fakes import LoopFleet
+from tests.serving.fakes import LoopFleet, ScriptedFleet, delta
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -60,6 +63,26 @@ class Server:
     def chat(self, content="a b c", **body):
         messages = [{"role": "user", "content": content}]
         return self.ask("POST", CHAT, json={"messages": messages, **body})
+
+
+def saying(config, text, *, finish=FinishReason.STOP, logprobs=False):
+    """A server whose engine says `text`, three characters and one token a round."""
+    scores = (TokenLogprob(65, -1.0, 1),) if logprobs else None
+    rounds = [
+        delta(text[at : at + 3], 65)._replace(logprobs=scores) for at in range(0, len(text), 3)
+    ]
+    return Server(config, ScriptedFleet([Accepted(1, "r"), *rounds, delta("", finish=finish)]))
+
+
+def client_of(server):
+    """The official client of a server in this process."""
+    transport = httpx.ASGITransport(server.app, raise_app_exceptions=False)
+    return openai.AsyncOpenAI(
+        base_url="http://test/v1",
+        api_key="none",
+        max_retries=0,
+        http_client=httpx.AsyncClient(transport=transport),
+    )
 
 
 @contextmanager

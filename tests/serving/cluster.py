@@ -7,11 +7,8 @@ import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 ROOT = Path(__file__).parents[2]
-
-Answer = TypeVar("Answer")
 
 
 def isolated_environment(tmp):

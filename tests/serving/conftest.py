@@ -5,6 +5,8 @@ import os
 import pytest
 
 from serve_spec.config import ServeSpecConfig
+from tests.serving.asgi import Server
+from tests.serving.texts import word_tokenizer, write_text_files
 
 MODEL = "fake"
 
@@ -21,3 +23,10 @@ def config(tmp_path):
     """The defaults, with an empty folder for a model."""
     (tmp_path / MODEL).mkdir()
     return ServeSpecConfig.load({"model": {"path": str(tmp_path / MODEL)}})
+
+
+@pytest.fixture
+def server(config):
+    """The app, a fake engine behind it, and the engine's words as its tokenizer."""
+    write_text_files(config.model.folder, tokenizer=word_tokenizer())
+    return Server(config)

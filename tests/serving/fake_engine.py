@@ -22,7 +22,6 @@ import asyncio
 import os
 import random
 from itertools import repeat
-from typing import Any
 
 from serve_spec.config import ConfigError
 from serve_spec.core.errors import EngineOverloaded, InvalidRequest
@@ -48,12 +47,10 @@ class FakeTokenizer:
         return "".join(f"{self._word(token)} " for token in token_ids)
 
     def _word(self, token):
-        spelled = token.to_bytes((token.bit_length() + 7) // 8, "big")
-        return (
-            spelled[1:].decode(errors="replace")
-            if spelled[:1] == b"\x01" and spelled[1:]
-            else f"<{token}>"
-        )
+        data = token.to_bytes((token.bit_length() + 7) // 8, "big")
+        mark, spelled = data[:1], data[1:]
+        is_word = mark == b"\x01" and spelled
+        return spelled.decode(errors="replace") if is_word else f"<{token}>"
 
 
 class BytesTokenizer:
@@ -128,17 +125,10 @@ class FakeStream:
 class StandIn:
     """What the stand-ins share; a subclass says what a round brings."""
 
-    tokenizer: Any
-    eos_token_ids: tuple[int, ...] = ()
+    eos_token_ids = ()
 
     def __init__(self):
         self.streams = {}
-
-    def draw(self, sequence):
-        raise NotImplementedError
-
-    def round_sizes(self):
-        raise NotImplementedError
 
     async def encode(self, prompt):
         return self.tokenizer.encode(prompt)
@@ -260,7 +250,8 @@ class FakeLoop(StandIn):
 def entry_of(before, token, num_top):
     """What is reported of `token` after `before`; its rivals are bytes."""
     law = random.Random(f"{list(before)} {token}")
-    top = sorted(((byte, -5 * law.random()) for byte in law.sample(range(256), num_top)), key=_last)
+    rivals = ((byte, -5 * law.random()) for byte in law.sample(range(256), num_top))
+    top = sorted(rivals, key=lambda rival: -rival[1])
     return TokenLogprob(token, -5 * law.random(), num_top + 1, tuple(top))
 
 
@@ -276,10 +267,6 @@ def prompt_entries(prompt, num_top):
     """Return entries of a prompt, whose first token has none; None if none are requested."""
     rest = entries_of(prompt[:1], prompt[1:], num_top)
     return None if rest is None else (None, *rest)
-
-
-def _last(pair):
-    return -pair[1]
 
 
 RATES = [0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]

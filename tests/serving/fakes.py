@@ -2,23 +2,14 @@
 
 import asyncio
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import SamplingParams, SpeculationStats, TokenDelta
-from serve_spec.serving.connections import ReplicaConnections
+from serve_spec.serving import messages
+from serve_spec.serving.connections import ReplicaConnections, RouterConnections
 from serve_spec.serving.errors import ApiError, ReplicaLost, no_replica
 from serve_spec.serving.fleet_stats import FleetStats
-from serve_spec.serving.messages import (
-    Accepted,
-    Failed,
-    GenerateRequest,
-    Refused,
-    ReplicaMessage,
-    Withdrawn,
-    encode_router_message,
-    is_last,
-)
 from tests.serving.fake_engine import LawfulLoop
 
 FAR_S = 3600.0
@@ -73,13 +64,13 @@ class LoopFleet(QuietFleet):
     async def generate(self, request):
         try:
             stream = await self.loop.submit(request.prompt, request.params, request.request_id)
-            yield Accepted(stream.num_prompt_tokens, "here")
+            yield messages.Accepted(stream.num_prompt_tokens, "here")
             async for delta in _deltas(stream):
                 yield delta
         except InvalidRequest as error:
-            yield Refused(error)
+            yield messages.Refused(error)
         except RuntimeError as error:
-            yield Failed(str(error))
+            yield messages.Failed(str(error))
         finally:
             self.loop.cancel(request.request_id)
 
@@ -126,8 +117,7 @@ def lost():
     return ReplicaLost(no_replica("gone"))
 
 
-@dataclass(frozen=True)
-class Takes:
+class Takes(NamedTuple):
     """The router takes the request back after so many items."""
 
     after: int
@@ -149,16 +139,16 @@ class MortalFleet(QuietFleet):
         life = self.lives.pop(0) if self.lives else float("inf")
         if isinstance(life, ApiError):
             raise life
-        if isinstance(life, Failed):
+        if isinstance(life, messages.Failed):
             yield life
             return
         loop = LawfulLoop(len(self.requests))
         stream = await loop.submit(asked.prompt, asked.params, asked.request_id, asked.emitted)
-        accepted = Accepted(stream.num_prompt_tokens, f"r{len(self.requests)}")
+        accepted = messages.Accepted(stream.num_prompt_tokens, f"r{len(self.requests)}")
         said = [accepted, *[item async for item in stream]]
         for count, item in enumerate(said):
             if isinstance(life, Takes) and count >= life.after:
-                yield Withdrawn()
+                yield messages.Withdrawn()
             elif not isinstance(life, Takes) and count >= life:
                 raise lost()
             yield item
@@ -189,13 +179,31 @@ async def settle():
         await asyncio.sleep(0)
 
 
+class ReplicaEnd(RouterConnections):
+    """Replica r1's end of its connections; it says `items` and whatever tests put into `queues`."""
+
+    def __init__(self, *items):
+        self.items = items
+        self.cancelled = []
+        self.queues = {}
+        self.flushed = asyncio.Event()
+        load = {"num_running": 7, "is_healthy": True}
+        cancel = self.cancelled.append
+        super().__init__("r1", self._say, cancel, lambda: load, self.flushed.set)
+
+    async def _say(self, asked, queue):
+        self.queues[asked.request_id] = queue
+        for item in self.items:
+            queue.put(asked.request_id, item)
+        await asyncio.Event().wait()
+
+
 class RouterEnd:
     """A router's end of its connection to replica r1, and what it hears."""
 
     def __init__(self, name="router", max_quiet_checks=3):
         self.connections = ReplicaConnections(name, "127.0.0.1", self, max_quiet_checks)
-        self.heard: list[ReplicaMessage] = []
-        self.lost: list[tuple[str, ApiError]] = []
+        self.heard, self.lost = [], []
 
     def receive(self, replica, message):
         self.heard.append(message)
@@ -210,10 +218,10 @@ class RouterEnd:
         return [item for request_id, item in self.items() if request_id == name]
 
     def has_ended(self, *names):
-        return all(any(map(is_last, self.said(name))) for name in names)
+        return all(any(map(messages.is_last, self.said(name))) for name in names)
 
     def ask(self, *requests):
-        self.connections.send("r1", encode_router_message(requests))
+        self.connections.send("r1", messages.encode_router_message(requests))
 
 
 @asynccontextmanager
@@ -230,7 +238,7 @@ async def listening(**options):
 
 def request(prompt="a b", **params):
     """A request for a fleet."""
-    return GenerateRequest("cmpl-1", "trace", prompt, SamplingParams(**params))
+    return messages.GenerateRequest("cmpl-1", "trace", prompt, SamplingParams(**params))
 
 
 def delta(text, *ids, finish=None):

@@ -1,13 +1,18 @@
-"""Answers have the fields of the OpenAI API, and no more than were asked for."""
+"""Answers have the fields of the OpenAI API, log-probabilities too, and no more than asked for."""
 
 import json
+import math
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from serve_spec.config import ServeSpecConfig
 from serve_spec.core.request import FinishReason, SpeculationStats, TokenLogprob
 from serve_spec.engine.tokenizer import TokenBytes
+from serve_spec.serving import logprobs
 from serve_spec.serving.answers import (
     AnswerHead,
     ChatFormat,
@@ -18,7 +23,10 @@ from serve_spec.serving.answers import (
     fingerprint,
     usage,
 )
-from tests.serving.fakes import delta
+from tests.helpers.checkpoints import make_tokenizer
+from tests.serving.asgi import CHAT, COMPLETIONS, Server, chunks_of
+from tests.serving.fake_engine import entries_of, prompt_entries
+from tests.serving.fakes import FleetOfMortals, delta
 
 COUNTS = usage(2, 3, SpeculationStats())
 FORMATS = [CompletionFormat, ChatFormat]
@@ -54,20 +62,14 @@ def test_finish_reasons_are_the_words_of_the_openai_api(form):
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("forced", [True, False])
-def test_every_answer_of_forced_acceptance_is_labelled_and_no_other_is(form, forced):
+def test_every_answer_has_the_head_of_its_request_and_a_label_if_acceptance_is_forced(form, forced):
     """Every chunk too: a stream may break off, or not be asked for its usage."""
     counts = usage(2, 3, SpeculationStats(synthetic_acceptance=forced))
     assert ("synthetic_acceptance" in counts["speculation"]) == forced
+    shared = {"id": "cmpl-1", "created": 0, "model": "m", "system_fingerprint": "fp_1"}
     for answer in every_answer(form(head(synthetic_acceptance=forced))):
         assert answer.get("synthetic_acceptance") == (True if forced else None)
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_all_answers_to_a_request_share_id_time_model_and_fingerprint(form):
-    for answer in every_answer(form(head())):
-        shared = {k: answer[k] for k in ("id", "created", "model", "system_fingerprint")}
-        expected = {"id": "cmpl-1", "created": 0, "model": "m", "system_fingerprint": "fp_1"}
-        assert shared == expected
+        assert shared.items() <= answer.items()
 
 
 def test_the_official_client_finds_nothing_missing_in_them():
@@ -98,9 +100,9 @@ def test_the_official_client_reads_log_probabilities():
     form = ChatFormat(head(), token_bytes)
     chat = ChatCompletion.model_validate(form.whole(choices, COUNTS))
     chunk = ChatCompletionChunk.model_validate(form.chunk(0, *choices[0]))
-    for logprobs in (chat.choices[0].logprobs, chunk.choices[0].logprobs):
-        assert [(t.token, t.bytes, t.logprob) for t in logprobs.content] == [("a", [97], -1.0)]
-        assert [t.token for t in logprobs.content[0].top_logprobs] == ["z"]
+    for shown in (chat.choices[0].logprobs, chunk.choices[0].logprobs):
+        assert [(t.token, t.bytes, t.logprob) for t in shown.content] == [("a", [97], -1.0)]
+        assert [t.token for t in shown.content[0].top_logprobs] == ["z"]
 
 
 def test_the_choices_with_the_highest_log_probabilities_are_shown_in_their_order():
@@ -133,3 +135,265 @@ def test_any_text_survives_as_one_line(text):
     assert frame.endswith("\n\n")
     assert len(frame.splitlines()) == 2
     assert json.loads(frame.removeprefix("data: ")) == {"text": text}
+
+
+EOS = 256
+# The euro sign in two tokens, then an "a".
+EURO = [TokenLogprob(300, -0.5, 1), TokenLogprob(0xAC, -1.0, 2), TokenLogprob(0x61, -2.0, 3)]
+
+
+def bytes_of(token_id):
+    """One byte per id; one special token; one token of two bytes that are no character."""
+    if token_id == EOS:
+        return TokenBytes(b"<eos>", is_special=True)
+    return TokenBytes(b"\xe2\x82" if token_id == 300 else bytes([token_id]))
+
+
+def test_a_completion_shows_a_token_its_likelihood_its_rivals_and_its_place():
+    entries = [
+        TokenLogprob(0x61, -1.5, 2, ((0x62, -0.5), (0x61, -1.5))),
+        TokenLogprob(0x63, -4.0, 9, ((0x62, -0.25),)),
+    ]
+    assert logprobs.completion_logprobs(entries, bytes_of, logprobs.TextOffsets()) == {
+        "tokens": ["a", "c"],
+        "token_logprobs": [-1.5, -4.0],
+        "top_logprobs": [{"b": -0.5, "a": -1.5}, {"b": -0.25, "c": -4.0}],
+        "text_offset": [0, 1],
+    }
+
+
+def test_a_chat_shows_bytes_and_exactly_the_rivals_asked_for():
+    shown = logprobs.chat_logprobs([TokenLogprob(0x61, -1.5, 2, ((0x62, -0.5),))], bytes_of)
+    assert shown == {
+        "content": [
+            {
+                "token": "a",
+                "logprob": -1.5,
+                "bytes": [0x61],
+                "top_logprobs": [{"token": "b", "logprob": -0.5, "bytes": [0x62]}],
+            }
+        ],
+        "refusal": None,
+    }
+
+
+def test_parts_of_a_character_are_shown_as_bytes_and_begin_where_it_does():
+    shown = logprobs.completion_logprobs(EURO, bytes_of, logprobs.TextOffsets())
+    assert shown["tokens"] == ["bytes:\\xe2\\x82", "bytes:\\xac", "a"]
+    assert shown["text_offset"] == [0, 0, 1]
+    chat = logprobs.chat_logprobs(EURO, bytes_of)["content"]
+    assert [token["token"] for token in chat] == ["\\xe2\\x82", "\\xac", "a"]
+    assert bytes(b for token in chat for b in token["bytes"] or []).decode() == "€a"
+
+
+def test_a_special_token_is_shown_by_name_and_takes_no_room_in_the_text():
+    entries = [TokenLogprob(EOS, -0.1, 1), TokenLogprob(0x61, -0.2, 1)]
+    shown = logprobs.completion_logprobs(entries, bytes_of, logprobs.TextOffsets())
+    assert (shown["tokens"], shown["text_offset"]) == (["<eos>", "a"], [0, 0])
+    assert logprobs.chat_logprobs(entries, bytes_of)["content"][0]["bytes"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "offsets"),
+    [
+        ("ab", ["<eos>", "a", "b"], [0, 0, 1]),
+        ("<eos>b", ["<eos>", "b"], [0, 5]),
+        ("<eos>b", ["<eos>", "<eos>", "b"], [0, 5, 5]),
+        ("a b", [" a", " b"], [0, 1]),
+        ("a b", [" ", "a", " b"], [0, 0, 1]),
+        (" a", [" a", "<eos>"], [0, 2]),
+        ("a\u0301b", ["á", "b", "c"], [0, 1, 2]),
+        ("a", ["a", "b", "c"], [0, 1, 1]),
+    ],
+    ids=str,
+)
+def test_tokens_of_a_prompt_are_found_in_its_text(text, tokens, offsets):
+    """Added tokens and spaces, special tokens that a client wrote, and texts that were changed."""
+    places = logprobs.EchoOffsets(text)
+    spelled = [TokenBytes(token.encode(), token == "<eos>") for token in tokens]
+    assert [places.next(raw) for raw in spelled] == offsets
+
+
+@given(st.binary(max_size=12))
+def test_broken_characters_of_a_prompt_do_not_move_what_follows(said):
+    """Bytes that are none are shown as U+FFFD, one for several of them."""
+    text = said.decode(errors="replace") + "end"
+    places = logprobs.EchoOffsets(text)
+    offsets = [places.next(TokenBytes(bytes([byte]))) for byte in said + b"end"]
+    assert [text[offset:] for offset in offsets[-2:]] == ["nd", "d"]
+    assert offsets == sorted(offsets)
+
+
+def test_what_can_not_come_up_has_a_number_that_json_knows():
+    entries = [TokenLogprob(0x61, -math.inf, 9, ())]
+    for shown in (
+        logprobs.completion_logprobs(entries, bytes_of, logprobs.TextOffsets()),
+        logprobs.chat_logprobs(entries, bytes_of),
+    ):
+        assert "-9999.0" in json.dumps(shown, allow_nan=False)
+
+
+@given(st.text(max_size=20), st.lists(st.integers(0, 60), max_size=6))
+def test_a_stream_in_any_pieces_shows_what_the_whole_answer_shows(text, cuts):
+    entries = [TokenLogprob(byte, -1.0, 1) for byte in text.encode()]
+    whole = logprobs.completion_logprobs(entries, bytes_of, logprobs.TextOffsets())
+    offsets, start = logprobs.TextOffsets(), 0
+    pieces = None
+    for end in [*sorted(cuts), len(entries)]:
+        piece = logprobs.completion_logprobs(entries[start:end], bytes_of, offsets)
+        pieces = piece if pieces is None else logprobs.joined(pieces, piece)
+        start = max(start, end)
+    assert pieces == whole
+    begins = [text.encode()[:i].decode(errors="ignore") for i in range(len(entries))]
+    assert whole["text_offset"] == [len(before) for before in begins]
+
+
+def ask(config, fleet, path, body):
+    return Server(config, fleet, max_in_flight=64).ask("POST", path, json=body)
+
+
+def put_together(answer, num_choices):
+    """What a stream said, in the form of a whole answer's choices."""
+    choices = [{"index": i, "text": ""} for i in range(num_choices)]
+    for chunk in chunks_of(answer):
+        (piece,) = chunk["choices"]
+        choice = choices[piece["index"]]
+        choice["text"] += piece["text"] if "text" in piece else piece["delta"].get("content", "")
+        choice["finish_reason"] = piece["finish_reason"]
+        before, shown = choice.get("logprobs"), piece["logprobs"]
+        if before is None or shown is None:
+            choice["logprobs"] = shown
+        elif "content" in shown:
+            choice["logprobs"] = {**shown, "content": before["content"] + shown["content"]}
+        else:
+            choice["logprobs"] = logprobs.joined(before, shown)
+    return choices
+
+
+@pytest.fixture(scope="module")
+def lawful(tmp_path_factory):
+    """A model whose tokens are bytes, as those of the lawful engine."""
+    folder = make_tokenizer(tmp_path_factory.mktemp("lawful"))
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 99}))
+    (folder / "tokenizer_config.json").unlink()  # its chat template writes special tokens
+    return ServeSpecConfig.load({"model": {"path": str(folder)}})
+
+
+MESSAGES = [{"role": "user", "content": "the é prompt"}]
+ANYTHING = {
+    "seed": st.integers(0, 2**63 - 1),
+    "max_tokens": st.integers(1, 20),
+    "n": st.integers(1, 3),
+    "stop": st.lists(st.text("ab é", min_size=1, max_size=3), max_size=2),
+    "ignore_eos": st.booleans(),
+}
+COMPLETION_BODIES = st.fixed_dictionaries(
+    {
+        **ANYTHING,
+        "prompt": st.sampled_from(["the é prompt", ["x", "é"], [[120, 121], [195, 169, 98]]]),
+        "logprobs": st.integers(0, 20),
+        "echo": st.booleans(),
+    }
+)
+CHAT_BODIES = st.fixed_dictionaries({**ANYTHING, "top_logprobs": st.integers(0, 20)})
+LAW = settings(deadline=None, max_examples=20)
+
+
+def prompts_of(body):
+    """The tokens of every prompt."""
+    prompts = [body["prompt"]] if isinstance(body["prompt"], str) else body["prompt"]
+    return [p.encode() if isinstance(p, str) else bytes(p) for p in prompts]
+
+
+@LAW
+@given(body=CHAT_BODIES, life=st.integers(0, 9))
+def test_a_chat_that_loses_its_replicas_shows_what_the_whole_answer_shows(lawful, body, life):
+    body = {**body, "messages": MESSAGES, "logprobs": True}
+    answer = ask(lawful, FleetOfMortals(), CHAT, body).json()
+    streamed = put_together(
+        ask(lawful, FleetOfMortals(life), CHAT, {**body, "stream": True}), body["n"]
+    )
+    num_tokens = 0
+    for choice, pieces in zip(answer["choices"], streamed, strict=True):
+        assert pieces["text"] == choice["message"]["content"]
+        assert pieces["finish_reason"] == choice["finish_reason"]
+        assert pieces["logprobs"] == choice["logprobs"]
+        content = choice["logprobs"]["content"]
+        said = bytes(byte for token in content for byte in token["bytes"])
+        assert said.startswith(choice["message"]["content"].encode().rstrip("\ufffd".encode()))
+        entries = entries_of("the é prompt".encode(), said, body["top_logprobs"]) or ()
+        assert [token["logprob"] for token in content] == [entry.logprob for entry in entries]
+        assert {len(token["top_logprobs"]) for token in content} <= {body["top_logprobs"]}
+        num_tokens += len(content)
+    assert num_tokens == answer["usage"]["completion_tokens"]
+
+
+@LAW
+@given(body=COMPLETION_BODIES, life=st.integers(0, 9), later=st.integers(0, 9))
+def test_wherever_replicas_are_lost_every_token_has_its_likelihood_and_place_in_answer_and_stream(
+    lawful, body, life, later
+):
+    answer = ask(lawful, FleetOfMortals(life), COMPLETIONS, body).json()
+    num_tokens = 0
+    for index, choice in enumerate(answer["choices"]):
+        prompt, shown = prompts_of(body)[index // body["n"]], choice["logprobs"]
+        before = list(prompt_entries(prompt, body["logprobs"]) or ()) if body["echo"] else []
+        said = b"".join(_bytes(token) for token in shown["tokens"])[len(before) :]
+        entries = [*before, *(entries_of(prompt, said, body["logprobs"]) or ())]
+        expected = [None if entry is None else entry.logprob for entry in entries]
+        assert shown["token_logprobs"] == expected
+        num_tokens += len(said)
+        for token, offset in zip(shown["tokens"], shown["text_offset"], strict=True):
+            if offset < len(choice["text"]):  # others belong to the stop string, which is cut off
+                here = choice["text"][offset]
+                assert here == "\ufffd" or _bytes(token) in here.encode()
+    assert num_tokens == answer["usage"]["completion_tokens"]
+    streamed = ask(lawful, FleetOfMortals(later), COMPLETIONS, {**body, "stream": True})
+    assert put_together(streamed, len(answer["choices"])) == answer["choices"]
+
+
+def _bytes(token):
+    """What a token of a completion says; `bytes:\\xc3` is a part of a character."""
+    if token.startswith("bytes:"):
+        return bytes.fromhex(token.removeprefix("bytes:").replace("\\x", ""))
+    return token.encode()
+
+
+class Listener(FleetOfMortals):
+    """Notes what engines are given to read."""
+
+    def __init__(self):
+        super().__init__()
+        self.prompts = []
+
+    def generate(self, asked):
+        self.prompts.append(asked.prompt)
+        return super().generate(asked)
+
+
+def test_the_engine_reads_the_very_tokens_that_are_echoed(lawful):
+    fleet = Listener()
+    body = {"prompt": ["é", "x"], "echo": True, "n": 2}
+    ask(lawful, fleet, COMPLETIONS, {**body, "logprobs": 0})
+    assert fleet.prompts == [list("é".encode())] * 2 + [[120]] * 2
+    ask(lawful, fleet, COMPLETIONS, body)
+    assert fleet.prompts[4:] == ["é"] * 2 + ["x"] * 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_equal_prompts_alone_are_computed_once(lawful, stream):
+    fleet = Listener()
+    body = {"prompt": ["the", "x", "the"], "n": 2, "max_tokens": 0, "echo": True, "logprobs": 1}
+    if stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    answer = ask(lawful, fleet, COMPLETIONS, body)
+    assert fleet.prompts == [list(b"the"), list(b"x")]
+    *chunks, last = chunks_of(answer) if stream else [answer.json()] * 2
+    choices = {c["index"]: c for chunk in chunks for c in chunk["choices"]}
+    assert [choices[index]["text"] for index in range(6)] == ["the"] * 2 + ["x"] * 2 + ["the"] * 2
+    for index in (0, 5):
+        _, *rest = prompt_entries(b"the", 1) or ()
+        likely = [entry.logprob for entry in rest if entry is not None]
+        assert choices[index]["logprobs"]["token_logprobs"] == [None, *likely]
+        assert choices[index]["finish_reason"] == "length"
+    assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (7, 0)

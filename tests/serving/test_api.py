@@ -19,12 +19,6 @@ from tests.serving.fakes import LoopFleet, ScriptedFleet, delta
 from tests.serving.texts import WORDS, drafting, word_tokenizer, write_text_files
 
 
-@pytest.fixture
-def server(config):
-    write_text_files(config.model.folder, tokenizer=word_tokenizer())
-    return Server(config)
-
-
 def error_of(answer, status):
     """The error object, after checking its envelope."""
     assert answer.status_code == status
@@ -36,38 +30,51 @@ def error_of(answer, status):
     return body["error"]
 
 
-def test_a_completion_has_the_fields_of_the_openai_api(server):
-    answer = server.complete(model=MODEL, max_tokens=5)
-    assert answer.status_code == 200
-    body = answer.json()
-    assert body["id"].startswith("cmpl-")
-    assert (body["object"], body["model"]) == ("text_completion", MODEL)
-    choice = {"index": 0, "text": "a b c a b ", "logprobs": None, "finish_reason": "length"}
-    assert body["choices"] == [choice]
-    assert (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]) == (3, 5)
-    assert body["usage"]["speculation"]["accept_length"] > 1
+def test_answers_have_the_fields_of_the_openai_api(server):
+    text = "a b c a b "
+    end = {"index": 0, "logprobs": None, "finish_reason": "length"}
+    message = {"role": "assistant", "content": text, "refusal": None}
+    for answer, limit, prefix, kind, content in (
+        (server.complete, "max_tokens", "cmpl-", "text_completion", {"text": text}),
+        (
+            server.chat,
+            "max_completion_tokens",
+            "chatcmpl-",
+            "chat.completion",
+            {"message": message},
+        ),
+    ):
+        answer = answer(model=MODEL, **{limit: 5})
+        assert answer.status_code == 200
+        body = answer.json()
+        assert body["id"].startswith(prefix)
+        assert (body["object"], body["model"]) == (kind, MODEL)
+        assert body["choices"] == [{**content, **end}]
+        usage = body["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (3, 5)
+        assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
+        assert usage["speculation"]["accept_length"] > 1
 
 
-def test_prompts_and_choices_are_counted_by_one_index(server):
-    answer = server.complete(["a b", "c"], n=2, max_tokens=2).json()
-    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
-    assert [choice["text"] for choice in answer["choices"]] == ["a b "] * 2 + ["c c "] * 2
-    usage = answer["usage"]
-    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (3, 8, 11)
-    assert usage["speculation"]["num_rounds"] == 4
-
-
-def test_choices_of_a_stream_are_told_apart_by_their_index(server):
+def test_prompts_and_choices_are_counted_by_one_index_in_answers_and_streams(server):
+    asked = {"prompt": ["a b", "c"], "n": 2, "max_tokens": 3}
+    whole = server.complete(**asked).json()
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
+    texts = ["a b a "] * 2 + ["c c c "] * 2
+    assert [choice["text"] for choice in whole["choices"]] == texts
+    usage = whole["usage"]
+    counts = usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]
+    assert counts == (3, 12, 15)
+    assert usage["speculation"]["num_rounds"] == 8
     include = {"include_usage": True}
-    answer = server.complete(["a b", "c"], n=2, max_tokens=3, stream=True, stream_options=include)
-    *chunks, last = chunks_of(answer)
-    texts = [""] * 4
+    *chunks, last = chunks_of(server.complete(**asked, stream=True, stream_options=include))
+    streamed = [""] * 4
     for chunk in chunks:
         (choice,) = chunk["choices"]
-        texts[choice["index"]] += choice["text"]
-    assert texts == ["a b a "] * 2 + ["c c c "] * 2
+        streamed[choice["index"]] += choice["text"]
+    assert streamed == texts
     assert len({(c["id"], c["created"], c["system_fingerprint"]) for c in [*chunks, last]}) == 1
-    assert last["usage"]["completion_tokens"] == 12
+    assert last["usage"] == usage
 
 
 @pytest.mark.parametrize("prompt", ["a b", ["a b"], [WORDS["a"], WORDS["b"]]], ids=str)
@@ -76,6 +83,8 @@ def test_an_echo_says_the_prompt_first(server, prompt):
     assert answer.json()["choices"][0]["text"] == "a ba b "
     chunks = chunks_of(server.complete(prompt, echo=True, max_tokens=2, stream=True))
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["a ba b "]
+    for body in ({}, {"echo": True, "logprobs": 1}):
+        assert error_of(server.complete("", **body), 400)["param"] == "prompt"
 
 
 def test_more_choices_than_the_queue_could_hold_are_refused(server):
@@ -83,18 +92,6 @@ def test_more_choices_than_the_queue_could_hold_are_refused(server):
     assert error_of(server.complete(n=most + 1), 400)["param"] == "n"
     assert error_of(server.complete(["a"] * (most + 1)), 400)["param"] == "prompt"
     assert server.complete(n=most, max_tokens=1).status_code == 200
-
-
-def test_a_chat_has_the_fields_of_the_openai_api(server):
-    answer = server.chat(model=MODEL, max_completion_tokens=5)
-    assert answer.status_code == 200
-    body = answer.json()
-    assert body["id"].startswith("chatcmpl-")
-    assert (body["object"], body["model"]) == ("chat.completion", MODEL)
-    message = {"role": "assistant", "content": "a b c a b ", "refusal": None}
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}
-    assert body["choices"] == [choice]
-    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
 def test_a_chat_stream_is_chunks_of_a_chat(server):
@@ -148,12 +145,9 @@ def test_what_is_too_long_is_a_413_that_names_it(server):
         assert (error["param"], error["code"]) == (param, "context_length_exceeded")
 
 
-@pytest.mark.parametrize("path", ["/v1/nothing", "/v1/chat", "/nothing"])
-def test_an_unknown_url_is_a_404_in_openai_form(server, path):
+@pytest.mark.parametrize("path", ["/v1/chat", "/nothing"])
+def test_an_unknown_url_is_a_404_and_a_wrong_method_a_405_that_says_what_is_allowed(server, path):
     assert path in error_of(server.ask("GET", path), 404)["message"]
-
-
-def test_a_wrong_method_is_a_405_that_says_what_is_allowed(server):
     answer = server.ask("GET", CHAT)
     error_of(answer, 405)
     assert answer.headers["allow"] == "POST"
@@ -225,14 +219,10 @@ def test_answers_have_the_tokens_that_are_asked_for(server):
 
 def test_answers_have_the_log_probabilities_of_the_prompt(server):
     asked = {"max_tokens": 1, "prompt_logprobs": 2}
-    for scored in (
-        server.complete("a b", **asked).json()["choices"][0]["prompt_logprobs"],
-        server.complete("a b", **asked, echo=True, logprobs=5).json()["choices"][0][
-            "prompt_logprobs"
-        ],
-        server.chat("a b", **asked).json()["prompt_logprobs"],
-    ):
-        first, second = scored
+    echoed = {**asked, "echo": True, "logprobs": 5}
+    (plain,), (echo,) = (server.complete("a b", **a).json()["choices"] for a in (asked, echoed))
+    for answer in (plain, echo, server.chat("a b", **asked).json()):
+        first, second = answer["prompt_logprobs"]
         assert first is None
         assert len(second) == 3
         assert second[str(WORDS["b"])]["decoded_token"] == "b"
@@ -279,30 +269,29 @@ def test_a_stream_may_have_usage_in_every_chunk(server):
     assert last["usage"]["completion_tokens"] == 4
 
 
-def test_an_answer_has_the_first_name_of_its_model(config):
+def test_a_model_is_listed_and_found_by_its_names_and_answers_have_the_first(config):
     write_text_files(config.model.folder, tokenizer=word_tokenizer())
     server = Server(ServeSpecConfig.load(config, served_model_name=["first", "second"]))
     names = [server.complete(model=name).json()["model"] for name in ("second", "first", None)]
     assert names == ["first", "first", "first"]
     listed = server.ask("GET", "/v1/models").json()["data"]
-    assert [model["id"] for model in listed] == ["first", "second"]
+    assert [(model["id"], model["object"]) for model in listed] == [
+        ("first", "model"),
+        ("second", "model"),
+    ]
+    assert server.ask("GET", "/v1/models/second").json() == listed[1]
+    assert error_of(server.ask("GET", "/v1/models/meta/other"), 404)["code"] == "model_not_found"
 
 
-def test_an_unknown_model_is_a_404(server):
+def test_an_unknown_model_is_a_404_and_an_engine_that_gives_up_or_a_bug_a_500(server, config):
     error = error_of(server.complete(model="gpt-4"), 404)
     assert (error["param"], error["code"]) == ("model", "model_not_found")
     assert MODEL in error["message"]
-
-
-def test_the_engine_giving_up_is_a_500(server):
     error = error_of(server.complete("fail"), 500)
     assert (error["type"], error["code"]) == ("server_error", "replicas_lost")
     assert "boom" in error["message"]
-
-
-def test_a_bug_is_a_500_in_openai_form_too(server):
-    server.fleet = ScriptedFleet([ZeroDivisionError("boom")])
-    assert "ZeroDivisionError" in error_of(server.complete(), 500)["message"]
+    buggy = Server(config, ScriptedFleet([ZeroDivisionError("boom")]))
+    assert "ZeroDivisionError" in error_of(buggy.complete(), 500)["message"]
 
 
 @pytest.fixture
@@ -323,13 +312,6 @@ def test_a_failure_is_one_line_in_the_log_and_names_the_request(server, our_log,
     # Every retry on another replica is logged as well.
     (failure,) = (line for line in our_log.messages if "continues on another replica" not in line)
     assert "id-7" in failure
-
-
-def test_models_lists_the_served_model_and_finds_it_by_name(server):
-    (model,) = server.ask("GET", "/v1/models").json()["data"]
-    assert (model["id"], model["object"]) == (MODEL, "model")
-    assert server.ask("GET", f"/v1/models/{MODEL}").json() == model
-    assert error_of(server.ask("GET", "/v1/models/meta/other"), 404)["code"] == "model_not_found"
 
 
 @pytest.mark.parametrize(("num_replicas", "status"), [(1, 200), (None, 200), (0, 503)])
@@ -363,32 +345,22 @@ def test_the_schema_is_published_and_promises_no_422(server):
         assert all(schema == {"$ref": "#/components/schemas/ErrorAnswer"} for schema in errors)
 
 
-class TestApiKeys:
-    @pytest.fixture
-    def server(self, config):
-        return Server(ServeSpecConfig.load(config, api_keys=["k1", "k2\n"]))
-
-    @pytest.mark.parametrize(
-        "value", ["", "Bearer", "Bearer  ", "Bearer k3", "Bearer k1k2", "Basic k1", "k1"]
-    )
-    @pytest.mark.parametrize("path", ["/v1/models", "/server_info", "/nothing"])
-    def test_without_a_key_everything_but_health_is_a_401(self, server, path, value):
-        headers = {"authorization": value} if value else {}
+@pytest.mark.parametrize(
+    "value", ["", "Bearer", "Bearer  ", "Bearer k3", "Bearer k1k2", "Basic k1", "k1"]
+)
+def test_without_a_key_everything_but_health_is_a_401_before_the_body_is_read(config, value):
+    server = Server(ServeSpecConfig.load(config, api_keys=["k1", "k2\n"]))
+    headers = {"authorization": value} if value else {}
+    for path in ("/v1/models", "/server_info", "/nothing"):
         answer = server.ask("GET", path, headers=headers)
         assert error_of(answer, 401)["code"] == "invalid_api_key"
         assert answer.headers["www-authenticate"] == "Bearer"
-        assert server.ask("GET", "/health", headers=headers).status_code == 200
-
-    def test_health_stays_open_below_a_route_prefix(self, server):
-        for path, status in (("/llm/health", 200), ("/llm/v1/models", 401)):
-            assert send(server.app, "GET", path, root_path="/llm").status_code == status
-
-    def test_the_key_is_asked_for_before_the_body_is_read(self, server):
-        error_of(server.ask("POST", COMPLETIONS, content=b"{"), 401)
-
-    @pytest.mark.parametrize("value", ["Bearer k1", "bearer k2", "Bearer  k2"])
-    def test_any_configured_key_opens(self, server, value):
-        answer = server.ask("GET", "/v1/models", headers={"authorization": value})
+    error_of(server.ask("POST", COMPLETIONS, content=b"{", headers=headers), 401)
+    assert server.ask("GET", "/health", headers=headers).status_code == 200
+    for path, status in (("/llm/health", 200), ("/llm/v1/models", 401)):
+        assert send(server.app, "GET", path, root_path="/llm").status_code == status
+    for right in ("Bearer k1", "bearer k2", "Bearer  k2"):
+        answer = server.ask("GET", "/v1/models", headers={"authorization": right})
         assert answer.status_code == 200
 
 

@@ -181,9 +181,6 @@ def test_the_arguments_of_ray_s_own_builder_are_understood():
 def test_an_argument_of_ray_s_builder_without_a_counterpart_is_refused_by_name(changed, named):
     with pytest.raises(ConfigError, match=named):
         build_openai_app({"llm_configs": [LLM_CONFIG | changed]})
-
-
-def test_an_application_of_ray_s_builder_has_one_model():
     for models in ([], [LLM_CONFIG] * 2, "x"):
         with pytest.raises(ConfigError, match="give a list of one LLMConfig"):
             build_openai_app({"llm_configs": models})

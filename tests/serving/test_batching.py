@@ -118,8 +118,7 @@ async def test_requests_wait_for_company_until_the_batch_is_full():
 
 
 @pytest.mark.parametrize(
-    ("names", "shares"),
-    [("a", ["a"]), ("ab", ["a", "b"]), ("abcdefgh", ["adg", "beh", "cf"])],
+    ("names", "shares"), [("a", ["a"]), ("ab", ["a", "b"]), ("abcdefgh", ["adg", "beh", "cf"])]
 )
 async def test_a_batch_is_shared_out_evenly_where_there_are_several_replicas(names, shares):
     wire, router, _listeners = await asking(names, max_batch_size=len(names), num_shares=3)
@@ -342,19 +341,6 @@ async def test_requests_without_a_token_are_named_by_replica_oldest_first():
     assert router.not_started(FAR_S) == {}
 
 
-ACCEPTED = Accepted(1, "r1")
-
-
-async def test_a_reader_that_waits_gets_every_item_as_it_comes():
-    items = ItemStream(4096)
-    reader = asyncio.create_task(items.get())
-    await settle()
-    items.put(ACCEPTED)
-    items.put(delta("a", 1))
-    assert await reader == ACCEPTED
-    assert await items.get() == delta("a", 1)
-
-
 async def test_deltas_that_wait_are_one_and_nothing_overtakes():
     items = ItemStream(4096)
     for item in (delta("a", 1), delta("b", 2, 3), Withdrawn(), delta("c", 4), no_replica("gone")):
@@ -398,13 +384,6 @@ def test_a_merged_delta_says_what_its_parts_say():
         last._replace(logprobs=(entries[2],)),
     ]
     assert merge_deltas(parts) == TokenDelta(
-        "cmpl-1",
-        (0, 1, 2),
-        "abc",
-        FinishReason.STOP,
-        last.speculation,
-        tuple(entries),
-        (None,),
-        5,
+        "cmpl-1", (0, 1, 2), "abc", FinishReason.STOP, last.speculation, tuple(entries), (None,), 5
     )
     assert merge_deltas([delta("a", 0), delta("b", 1)]).logprobs is None

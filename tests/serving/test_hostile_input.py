@@ -75,27 +75,15 @@ CHECKS = [
     unsupported_method,
 ]
 POSITIVE, NEGATIVE = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
+POSTED = (COMPLETIONS, CHAT, "/v1/responses", "/generate", "/tokenize", "/detokenize")
+READ = (
+    "/version", "/load", "/get_model_info", "/v1/models", "/v1/models/{name}", "/health",
+    "/server_info",
+)  # fmt: skip
 OPERATIONS = [
-    ("POST", COMPLETIONS, POSITIVE),
-    ("POST", COMPLETIONS, NEGATIVE),
-    ("POST", CHAT, POSITIVE),
-    ("POST", CHAT, NEGATIVE),
-    ("POST", "/v1/responses", POSITIVE),
-    ("POST", "/v1/responses", NEGATIVE),
-    ("POST", "/generate", POSITIVE),
-    ("POST", "/generate", NEGATIVE),
-    ("POST", "/tokenize", POSITIVE),
-    ("POST", "/tokenize", NEGATIVE),
-    ("POST", "/detokenize", POSITIVE),
-    ("POST", "/detokenize", NEGATIVE),
+    *(("POST", path, mode) for path in POSTED for mode in (POSITIVE, NEGATIVE)),
     # What has no body has no wrong one.
-    ("GET", "/version", POSITIVE),
-    ("GET", "/load", POSITIVE),
-    ("GET", "/get_model_info", POSITIVE),
-    ("GET", "/v1/models", POSITIVE),
-    ("GET", "/v1/models/{name}", POSITIVE),
-    ("GET", "/health", POSITIVE),
-    ("GET", "/server_info", POSITIVE),
+    *(("GET", path, POSITIVE) for path in READ),
 ]
 
 
@@ -110,10 +98,7 @@ def test_answers_are_those_that_the_schema_promises(api, method, path, mode):
     strategy = api[path][method].as_strategy(generation_mode=mode)
 
     @settings(
-        max_examples=15,
-        deadline=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
+        max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
     )
     @given(case=strategy)
     def answers(case):
@@ -122,9 +107,10 @@ def test_answers_are_those_that_the_schema_promises(api, method, path, mode):
     answers()
 
 
+# A null character is text.
 SANE = {
-    COMPLETIONS: {"prompt": "a", "max_tokens": 3},
-    CHAT: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3},
+    COMPLETIONS: {"prompt": "a \0", "max_tokens": 3},
+    CHAT: {"messages": [{"role": "user", "content": "a \0"}], "max_tokens": 3},
 }
 
 
@@ -155,22 +141,16 @@ DEEP = "[" * 900 + "]" * 900
     "content",
     [
         *(b"", b"{", b"[1]", b'"text"', b"null", b"\xff", b'{"prompt": "a"} x'),
-        b"\xff\xfe",
         b"\xef\xbb\xbf{}",
         b'{"prompt": "\xff"}',
         b'{"prompt": "\xed\xa0\x80"}',
         b'{"prompt": "a\0b"}',
         b'{"input": "\\ud800"}',
-        b'{"prompt": NaN}',
         b'{"\\ud800": 1}',
         b'{"prompt": "a", "metadata": {"\\ud800": "\\ud800"}}',
         b'{"prompt": "a", "temperature": NaN}',
-        b'{"prompt": "a", "temperature": Infinity}',
-        b'{"prompt": "a", "temperature": -Infinity}',
         b'{"prompt": "a", "temperature": 1e999}',
-        b'{"prompt": "a", "seed": 1e999}',
         b'{"prompt": "a", "max_tokens": ' + b"9" * 4000 + b"}",
-        b'{"prompt": "a", "max_tokens": ' + b"9" * 100_000 + b"}",
         b'{"prompt": [' + b"9" * 4000 + b"]}",
         b'{"messages": ' + DEEP.encode() + b"}",
         b'{"prompt": ' + NESTED.encode() + b"}",
@@ -216,12 +196,6 @@ def test_another_content_type_is_told_which_one_to_send(server, path, content_ty
     answer = post(server, path, content, **{"content-type": content_type})
     assert checked(answer) == 400
     assert "Content-Type: application/json" in answer.json()["error"]["message"]
-
-
-def test_a_null_character_is_text(server):
-    assert checked(post(server, COMPLETIONS, b'{"prompt": "a \\u0000", "max_tokens": 1}')) == 200
-    body = {"messages": [{"role": "user", "content": "a \0"}], "max_tokens": 1}
-    assert checked(post(server, CHAT, json.dumps(body).encode())) == 200
 
 
 @pytest.mark.parametrize("path", SANE)

@@ -8,23 +8,10 @@ from serve_spec import __version__
 from serve_spec.config import ServeSpecConfig
 from tests.serving.asgi import Server, chunks_of
 from tests.serving.conftest import MODEL
-from tests.serving.texts import (
-    BOS,
-    TEMPLATE,
-    WORDS,
-    byte_tokenizer,
-    word_tokenizer,
-    write_text_files,
-)
+from tests.serving.texts import BOS, TEMPLATE, WORDS, byte_tokenizer, write_text_files
 
 USER = {"role": "user", "content": "a"}
 A, B, C = (WORDS[word] for word in "abc")
-
-
-@pytest.fixture
-def server(config):
-    write_text_files(config.model.folder, tokenizer=word_tokenizer())
-    return Server(config)
 
 
 def generate(server, **body):
@@ -50,7 +37,8 @@ def test_generate_has_a_list_for_a_list_and_for_several_choices(server):
         assert len(answers) == len(next(iter(prompts.values())))
     several = generate(server, text=["a", "b"], sampling_params={**sampling, "n": 2}).json()
     assert [answer["text"] for answer in several] == ["a ", "a ", "b ", "b "]
-    assert len(generate(server, text="a", sampling_params={"n": 2}).json()) == 2
+    one = generate(server, text="a", sampling_params={**sampling, "n": 2}).json()
+    assert len(one) == 2
 
 
 def test_generate_ends_at_the_context_if_it_may_go_on(server):
@@ -92,18 +80,14 @@ def test_a_stream_of_generate_repeats_the_text_so_far(server):
         ({}, "text"),
         ({"text": "a", "input_ids": [5]}, "text"),
         ({"text": 3}, "text"),
-        ({"text": []}, "text"),
         ({"input_ids": [-1]}, "input_ids"),
         ({"text": "a", "sampling_params": [{}]}, "sampling_params"),
         ({"text": "a", "sampling_params": {"max_new_tokens": "3"}}, "max_new_tokens"),
-        ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
         ({"text": "a", "sampling_params": {"sampling_seed": 2**64}}, "sampling_seed"),
         ({"text": "a", "sampling_params": {"temperature": -1}}, "temperature"),
         ({"text": "a", "sampling_params": {"stop_regex": "a+"}}, "stop_regex"),
         ({"text": "a", "sampling_params": {"regex": "a", "json_schema": "{}"}}, "regex"),
-        ({"text": "a", "sampling_params": {"regex": "a", "ebnf": "b"}}, "ebnf"),
         ({"text": "a", "lora_path": "x"}, "lora_path"),
-        ({"text": "a", "image_data": "x"}, "image_data"),
         ({"text": "a", "return_hidden_states": True}, "return_hidden_states"),
         ({"text": "a", "top_logprobs_num": 21}, "top_logprobs_num"),
     ],
@@ -149,18 +133,11 @@ class TestTokens:
         ("path", "body", "status", "param"),
         [
             ("/tokenize", {}, 400, "prompt"),
-            (
-                "/tokenize",
-                {"prompt": "a", "messages": [{"role": "user", "content": "a"}]},
-                400,
-                "prompt",
-            ),
-            ("/tokenize", {"prompt": 3}, 400, "prompt"),
+            ("/tokenize", {"prompt": "a", "messages": [USER]}, 400, "prompt"),
             ("/tokenize", {"messages": []}, 400, "messages"),
             ("/tokenize", {"messages": [{"role": "x", "content": "a"}]}, 400, "messages.0.role"),
             ("/tokenize", {"prompt": "a" * 600}, 413, "prompt"),
             ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model"),
-            ("/detokenize", {}, 400, "tokens"),
             ("/detokenize", {"tokens": [-1]}, 400, "tokens.0"),
             ("/detokenize", {"tokens": [1], "model": "other"}, 404, "model"),
         ],

@@ -10,10 +10,7 @@ from hypothesis import strategies as st
 
 from serve_spec.serving.parsers import AnswerParser, AnswerSyntax
 
-TOOLS = {
-    "f": {"properties": {"a": {"type": "integer"}, "s": {"type": "string"}}},
-    "g": {},
-}
+TOOLS = {"f": {"properties": {"a": {"type": "integer"}, "s": {"type": "string"}}}, "g": {}}
 F, G = ("f", '{"a": 1}'), ("g", "{}")
 HERMES, THINKING = AnswerSyntax("hermes", None, TOOLS), AnswerSyntax("hermes", "think", TOOLS)
 LLAMA, JSON = AnswerSyntax("llama3_json", None, TOOLS), AnswerSyntax("json", None, TOOLS)

@@ -1,11 +1,9 @@
 """The replica's contract, without Serve around it."""
 
 import asyncio
-from collections.abc import Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 
@@ -17,17 +15,14 @@ from serve_spec.serving.autoscaling import NUM_REQUESTS
 from serve_spec.serving.messages import Accepted, Failed, encode_router_message, is_last
 from serve_spec.serving.replica import EngineReplica
 from serve_spec.serving.stats_actor import StatsUnavailable
-from tests.serving.fake_engine import FakeLoop
 from tests.serving.fakes import listening, request, until
-
-Start = Callable[[], tuple[EngineReplica, FakeLoop]]
 
 
 class DeafStats:
     """A stats actor that never answers."""
 
     reports = 0
-    known: ClassVar[list[float] | None] = None
+    known = None
 
     def __init__(self, config, app_name):
         self.forgotten = []
@@ -91,7 +86,7 @@ async def items(replica, prompt, **params):
 async def test_a_replica_without_an_engine_ends_and_lets_its_requests_go(start, monkeypatch):
     monkeypatch.setattr(module, "_LAST_ITEMS_S", 0.0)
     has_ended = asyncio.Event()
-    monkeypatch.setattr(module, "_end_process", has_ended.set)
+    monkeypatch.setattr(module, "end_process", has_ended.set)
     replica, loop = start()
     async with called(replica) as router:
         await ask(router, "hold a")
@@ -180,13 +175,6 @@ async def test_a_wrong_user_config_is_refused_at_the_start_and_changes_nothing_l
     assert (await replica.snapshot())["refused_user_config"] is None
 
 
-async def test_a_lost_stats_actor_stops_neither_reports_nor_requests(start):
-    replica, _ = start()
-    before = DeafStats.reports
-    await until(lambda: DeafStats.reports >= before + 3)
-    assert len(await items(replica, "a", max_tokens=2)) == 2
-
-
 async def test_routing_stats_and_snapshot_are_plain_data(start):
     replica, _ = start()
     assert (await replica.snapshot())["replica"] == "r1"
@@ -201,11 +189,13 @@ async def test_routing_stats_and_snapshot_are_plain_data(start):
 
 
 @pytest.mark.parametrize("known", [[0.8, 0.7], None])
-async def test_a_new_replica_starts_from_what_the_fleet_knows_if_anything(
+async def test_a_replica_starts_from_what_the_fleet_knows_and_serves_on_without_the_stats_actor(
     start, monkeypatch, known
 ):
     monkeypatch.setattr(PolicySettings, "max_depth", 2)
     monkeypatch.setattr(DeafStats, "known", known)
+    before = DeafStats.reports
     replica, loop = start()
     assert loop.accept_rates == known
+    await until(lambda: DeafStats.reports >= before + 3)
     assert len(await items(replica, "a", max_tokens=2)) == 2

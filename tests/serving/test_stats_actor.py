@@ -2,7 +2,6 @@
 
 import pickle
 import threading
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,6 @@ class Clocks:
 
     def __init__(self):
         self.now_s, self.used_s, self.work_s = 1000.0, 0.0, 0.0
-        self.sleep: Callable[[float], None]
 
     def time(self):
         return self.now_s
@@ -141,9 +139,7 @@ def test_a_replica_is_gone_only_when_ray_says_so(error, is_alive, monkeypatch):
     assert ReplicaActors("app", "EngineReplica").is_alive("r1") is is_alive
 
 
-def test_a_large_fleet_reports_less_often_but_never_so_rarely_that_it_seems_silent(
-    clocks,
-):
+def test_a_large_fleet_reports_less_often_but_never_so_rarely_that_it_seems_silent(clocks):
     actor = SpecStats(stale_after_s=15, history_s=60)
     asked = [report(actor, str(number)) for number in range(6000)]
     assert asked[0] < 0.01, "less than any replica waits by itself"

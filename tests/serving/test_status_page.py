@@ -116,6 +116,9 @@ def test_everything_the_page_loads_is_served_here_and_needs_no_key(config):
     config = ServeSpecConfig.load(config, api_keys=["k1"])
     page = ask(config, "/")
     assert page.headers["content-type"].startswith("text/html")
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "http" not in policy
     links = [link for link in Links(page.text).found if not link.startswith("data:")]
     assert len(links) == 4
     for link in links:
@@ -124,20 +127,12 @@ def test_everything_the_page_loads_is_served_here_and_needs_no_key(config):
         assert answer.content == (STATIC / link.removeprefix("static/")).read_bytes()
 
 
-def test_the_figures_need_the_key(config):
+def test_the_figures_need_the_key_and_say_where_acceptance_is_forced(config):
     assert ask(ServeSpecConfig.load(config, api_keys=["k1"]), "/status.json").status_code == 401
-    assert ask(config, "/status.json").json()["model"] == config.model.served_model_name
-
-
-def test_the_page_is_told_of_forced_acceptance(config):
-    replicas = ask(config, "/status.json").json()["replicas"]
-    assert [replica["synthetic_acceptance"] for replica in replicas] == [None, 2.5]
-
-
-def test_the_browser_is_told_to_load_nothing_from_elsewhere(config):
-    policy = ask(config, "/").headers["content-security-policy"]
-    assert "default-src 'none'" in policy
-    assert "http" not in policy
+    figures = ask(config, "/status.json").json()
+    assert figures["model"] == config.model.served_model_name
+    forced = [replica["synthetic_acceptance"] for replica in figures["replicas"]]
+    assert forced == [None, 2.5]
 
 
 def test_below_a_route_prefix_links_stay_below_it(config):

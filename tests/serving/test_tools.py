@@ -4,10 +4,7 @@ import asyncio
 import json
 from typing import get_args
 
-import httpx
-import openai
 import pytest
-from pydantic import BaseModel
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -16,7 +13,7 @@ from serve_spec.config.engine import ModelConfig
 from serve_spec.config.serving import RouterConfig
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import Grammar
-from serve_spec.core.request import FinishReason, TokenLogprob
+from serve_spec.core.request import FinishReason
 from serve_spec.serving.fields import closed
 from serve_spec.serving.messages import Accepted
 from serve_spec.serving.model_text import ModelText
@@ -27,7 +24,7 @@ from serve_spec.structured.compiler import GrammarCompiler
 from tests.helpers.checkpoints import make_target
 from tests.helpers.grammars import is_valid
 from tests.helpers.local_engine import LocalEngine
-from tests.serving.asgi import CHAT, Server, chunks_of
+from tests.serving.asgi import CHAT, Server, chunks_of, client_of, saying
 from tests.serving.fakes import LoopFleet, ScriptedFleet, delta, lost
 from tests.serving.texts import BOS, THINK, TURN, byte_tokenizer, write_text_files
 
@@ -154,14 +151,10 @@ def test_a_conversation_with_tools_has_the_ids_that_transformers_gives_it(tmp_pa
     assert [token_ids.count(token) for token in special] == [5, 1, 1]
 
 
-def test_tools_that_may_not_be_called_are_not_shown_to_the_model(tmp_path):
+def test_tools_and_reasoning_effort_reach_the_template_unless_they_are_none(tmp_path):
     write_text_files(tmp_path, HERMES)
     assert "weather" in rendered(tmp_path, tools=TOOLS)
     assert rendered(tmp_path, tools=TOOLS, tool_choice="none") == rendered(tmp_path)
-
-
-def test_reasoning_effort_reaches_the_template_and_none_turns_thinking_off(tmp_path):
-    write_text_files(tmp_path, HERMES)
     assert rendered(tmp_path, reasoning_effort="high").endswith("assistant: high")
     assert rendered(tmp_path, reasoning_effort="none").endswith("<think></think>")
     shown = rendered(
@@ -268,16 +261,6 @@ def test_a_model_whose_format_is_not_known_can_only_be_made_to_call(tmp_path):
     assert converse(tmp_path, tools=TOOLS, router=router).syntax.calls == "hermes"
 
 
-def saying(config, text, *, size=3, finish=FinishReason.STOP, logprobs=False):
-    """A server whose engine says `text`, `size` characters a round."""
-    deltas = [delta(text[at : at + size], 65) for at in range(0, len(text), size)]
-    if logprobs:
-        entry = TokenLogprob(65, -1.0, 1)
-        deltas = [each._replace(logprobs=(entry,)) for each in deltas]
-    end = delta("", finish=finish)
-    return Server(config, ScriptedFleet([Accepted(1, "r"), *deltas, end]))
-
-
 @pytest.fixture
 def checkpoint(config):
     write_text_files(config.model.folder, HERMES, max_position_embeddings=4096)
@@ -288,18 +271,14 @@ def ask(server, *, stream=False, **body):
     """Ask with the official client; return the first choice, put together if it is streamed."""
 
     async def run():
-        transport = httpx.ASGITransport(server.app)
-        http = httpx.AsyncClient(transport=transport)
-        async with openai.AsyncOpenAI(
-            base_url="http://test/v1", api_key="none", max_retries=0, http_client=http
-        ) as client:
-            asked = {"model": "fake", "messages": [USER], "tools": TOOLS, **body}
-            if not stream:
-                return (await client.chat.completions.create(**asked)).choices[0]
-            async with client.chat.completions.stream(**asked) as events:
-                return (await events.get_final_completion()).choices[0]
+        chats = client_of(server).chat.completions
+        asked = {"model": "fake", "messages": [USER], "tools": TOOLS, **body}
+        if not stream:
+            return await chats.create(**asked)
+        async with chats.stream(**asked) as events:
+            return await events.get_final_completion()
 
-    return asyncio.run(run())
+    return asyncio.run(run()).choices[0]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -331,10 +310,9 @@ def test_an_answer_may_do_without_calls_or_consist_of_them(checkpoint, stream):
     assert choice.message.content.startswith("Let me see.\n<tool_call>")
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_end_of_the_tokens_is_told_from_a_finished_call(checkpoint, stream):
+def test_the_end_of_the_tokens_is_told_from_a_finished_call(checkpoint):
     cut = saying(checkpoint, SAID, finish=FinishReason.LENGTH)
-    assert ask(cut, stream=False).finish_reason == "length"
+    assert ask(cut).finish_reason == chunks(cut)[-1]["finish_reason"] == "length"
 
 
 def chunks(server, **body):
@@ -406,26 +384,6 @@ def test_a_call_goes_on_with_the_same_id_when_its_replica_is_lost(checkpoint):
     assert len(call_id("a", 0, 0, AnswerSyntax("mistral"))) == 9
 
 
-def test_the_official_client_parses_arguments_into_its_own_types(checkpoint):
-    class Weather(BaseModel):
-        city: str
-        days: int
-
-    tools = [openai.pydantic_function_tool(Weather, name="weather")]
-
-    async def run():
-        transport = httpx.ASGITransport(saying(checkpoint, SAID).app)
-        async with openai.AsyncOpenAI(
-            base_url="http://test/v1",
-            api_key="none",
-            http_client=httpx.AsyncClient(transport=transport),
-        ) as client:
-            return await client.chat.completions.parse(model="fake", messages=[USER], tools=tools)
-
-    call, _ = asyncio.run(run()).choices[0].message.tool_calls
-    assert call.function.parsed_arguments == Weather(city="Rome", days=2)
-
-
 def test_log_probabilities_of_all_tokens_are_returned(checkpoint):
     server = saying(checkpoint, SAID, logprobs=True)
     num_tokens = -(-len(SAID) // 3)
@@ -433,19 +391,6 @@ def test_log_probabilities_of_all_tokens_are_returned(checkpoint):
     assert len(choice["logprobs"]["content"]) == num_tokens
     said = chunks(server, tools=TOOLS, logprobs=True)
     assert sum(len((each["logprobs"] or {}).get("content", [])) for each in said) == num_tokens
-
-
-def test_an_answer_with_calls_can_be_sent_back(checkpoint):
-    message = ask(saying(checkpoint, SAID)).message
-    answers = [
-        {"role": "tool", "tool_call_id": call.id, "content": "x"} for call in message.tool_calls
-    ]
-    given = [USER, message.model_dump(), *answers]
-    text = rendered(checkpoint.model.folder, *given, tools=TOOLS)
-    assert f'"arguments": {ARGUMENTS}' in text
-    assert all(f"({call.id})" in text for call in message.tool_calls)
-    choice = ask(saying(checkpoint, "It will."), messages=given)
-    assert choice.message.content == "It will."
 
 
 CHANNEL = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}"
@@ -468,15 +413,20 @@ FORMS = {
 }  # fmt: skip
 
 
+def compiling(special=()):
+    """A tokenizer of bytes, and a compiler of grammars for it."""
+    tokenizer = byte_tokenizer(adds_bos=False)
+    tokenizer.add_special_tokens(list(special))
+    return tokenizer, GrammarCompiler(tokenizer.to_str, tokenizer.get_vocab_size(), [256])
+
+
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("are_tokens", [True, False])
 def test_what_a_grammar_of_calls_allows_its_parser_reads(name, are_tokens):
     """Whether markers are special tokens or ordinary text."""
     template, thought, call, several = FORMS[name]
-    tokenizer = byte_tokenizer(adds_bos=False)
-    if are_tokens:
-        tokenizer.add_special_tokens(["[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|end|>"])
-    compiler = GrammarCompiler(tokenizer.to_str, tokenizer.get_vocab_size(), [256])
+    special = ["[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|end|>"] if are_tokens else []
+    tokenizer, compiler = compiling(special)
     parser = "none" if name == "unknown" else "qwen3" if name in ("hermes", "llama") else "auto"
     formats = Formats.of(template, "auto", parser)
     functions = [Function.model_validate(tool["function"]) for tool in TOOLS]
@@ -501,8 +451,7 @@ STRICT = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
 
 def test_calls_that_the_model_chooses_are_of_the_schema_of_a_strict_function(tmp_path):
     write_text_files(tmp_path, HERMES)
-    tokenizer = byte_tokenizer(adds_bos=False)
-    compiler = GrammarCompiler(tokenizer.to_str, tokenizer.get_vocab_size(), [256])
+    tokenizer, compiler = compiling()
     wrong, other = SAID.replace("2}", "7}"), SAID.replace("{}", '{"any": [1]}')
     calls = SAID.partition("</think>")[2]
     for body, valid, invalid in (
@@ -527,19 +476,6 @@ def test_calls_that_the_model_chooses_are_of_the_schema_of_a_strict_function(tmp
         assert converse(tmp_path, tools=[STRICT]).params.grammar is None, "no marker before JSON"
 
 
-def test_descriptions_do_not_count_as_parts_of_a_grammar(tmp_path):
-    """They are for the model; agents come with long ones."""
-    write_text_files(tmp_path, HERMES, max_position_embeddings=2**20)
-    long = {"description": "x" * 2**15, "title": "y"}
-    told = {"properties": {"description": {"type": "string", **long}}, **long}
-    body = {"tools": [function(parameters=told)], "tool_choice": "required"}
-    text = ModelText(ModelConfig(path=tmp_path, max_model_len=2**20))
-    request = ChatRequest.model_validate({"messages": [USER], **body})
-    params = asyncio.run(text.conversation(request, request.sampling_params())).params
-    assert "xxx" not in params.grammar.text
-    assert '"description": {"type": "string"}' in params.grammar.text
-
-
 @pytest.mark.parametrize("form", ["response_format", "guided_json"])
 def test_json_of_a_schema_may_follow_reasoning(tmp_path, form):
     write_text_files(tmp_path, HERMES)
@@ -547,8 +483,7 @@ def test_json_of_a_schema_may_follow_reasoning(tmp_path, form):
     body = {form: asked if form == "response_format" else PARAMETERS}
     params, syntax = converse(tmp_path, **body)[1:]
     assert syntax.reasoning == "think"
-    tokenizer = byte_tokenizer(adds_bos=False)
-    compiler = GrammarCompiler(tokenizer.to_str, tokenizer.get_vocab_size(), [256])
+    tokenizer, compiler = compiling()
     for text in ('{"city": "Rome"}', '<think>hm</think>\n\n{"city": "Rome"}'):
         assert compiler.matcher(params.grammar).advance(tokenizer.encode(text).ids)
     kept = converse(tmp_path, separate_reasoning=False, **body)
@@ -559,17 +494,16 @@ def test_json_of_a_schema_may_follow_reasoning(tmp_path, form):
 CHANNELS = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>")
 MODELS = {
     "hermes": ("<tool_call>", ()),
-    "mistral": ("[TOOL_CALLS]", ()),
-    "mistral with special tokens": ("[TOOL_CALLS][ARGS]", ("[TOOL_CALLS]", "[ARGS]")),
+    "mistral": ("[TOOL_CALLS][ARGS]", ("[TOOL_CALLS]", "[ARGS]")),
     "channels": ("<|channel|>", CHANNELS),
     "unknown": ("", ()),
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def folder(request, tmp_path_factory):
-    """A random model for each format."""
-    template, special = MODELS[request.param]
+@pytest.fixture(scope="module", params=MODELS.values(), ids=MODELS)
+def servers(request, tmp_path_factory):
+    """A random model that writes calls in one format, with speculation and without."""
+    template, special = request.param
     folder = make_target(tmp_path_factory.mktemp("model"), "llama2", layer_scale=0.3)
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text())
@@ -578,12 +512,6 @@ def folder(request, tmp_path_factory):
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_special_tokens(list(special))
     tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def servers(folder):
-    """The same model with speculation and without."""
     loops = []
     for num_steps in (3, 0):
         model = {"path": str(folder), "device": "cpu", "dtype": "float32", "max_model_len": 512}
