@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii
-from typing import ClassVar, Literal, NotRequired, TypeAlias, cast
+from typing import ClassVar, NotRequired, TypeAlias, cast
 
 from typing_extensions import TypedDict  # Python 3.11's own is not enough for FastAPI's schema
 
@@ -59,18 +59,26 @@ TEXT_MARK = "\0the text\0"
 """Placeholder for a chunk's text. It follows every other client-chosen text in the JSON."""
 
 
-class Usage(TypedDict):
-    """Token counts over all choices; a prompt counts once. `speculation` is summed over choices.
+class PromptTokensDetails(TypedDict):
+    """`cached_tokens`: found in the prefix cache by every choice."""
 
-    `cached_tokens` of prompts were found in the prefix cache by every choice. `reasoning_tokens` of
-    completions are those up to the end of the reasoning.
-    """
+    cached_tokens: int
+
+
+class CompletionTokensDetails(TypedDict):
+    """`reasoning_tokens`: up to the end of the reasoning, of all choices."""
+
+    reasoning_tokens: int
+
+
+class Usage(TypedDict):
+    """Token counts over all choices; a prompt counts once. `speculation` is summed over choices."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: dict[Literal["cached_tokens"], int]
-    completion_tokens_details: NotRequired[dict[Literal["reasoning_tokens"], int]]
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
     speculation: dict[str, object]
 
 
@@ -102,12 +110,19 @@ class Completion(_Head):
     choices: list[Choice]
 
 
+class ChatCalledFunction(TypedDict):
+    """A called function. arguments: a JSON object as a string."""
+
+    name: str
+    arguments: str
+
+
 class ChatToolCall(TypedDict):
-    """A call of a function. `arguments` is a JSON object as a string."""
+    """A call of a function."""
 
     id: str
     type: str
-    function: dict[Literal["name", "arguments"], str]
+    function: ChatCalledFunction
 
 
 class ChatAnswerMessage(TypedDict):
