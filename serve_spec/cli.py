@@ -1,7 +1,5 @@
 """`serve-spec COMMAND ...`. The module of a command is imported when it runs."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -6,8 +6,6 @@ off does in a fixed time. The best fixed depth of a phase, off included, is know
 so with more depths it gains more from chance.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ on the text before it. So a recorded trace replays any policy without a model
 (`benchmarks/simulator.py`).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections import defaultdict
@@ -72,7 +70,7 @@ class TraceSet:
     trees: tuple[DraftShape, ...] = ()
     """All of one topk."""
 
-    def with_tree(self, tree: DraftShape, recorded: TraceSet) -> TraceSet:
+    def with_tree(self, tree: DraftShape, recorded: "TraceSet") -> "TraceSet":
         """Return these traces with those of a tree, recorded with the same requests.
 
         Raises:

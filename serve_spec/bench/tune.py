@@ -3,8 +3,6 @@
 Every batch size, class of prompts and draft shape runs in steady-state batches on one engine.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

@@ -7,8 +7,6 @@ Both generations of SGLang's JSON file work unchanged:
             "ema_alpha": 0.2}          integer keys are lower bounds, the rest are shared defaults
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -24,9 +22,6 @@ from serve_spec.config.base import (
     read_text,
     validate,
 )
-
-AdaptiveSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | Mapping[int, SlotConfig]"
-"""An adaptive config: a JSON file, a mapping, parsed slots or the name of a preset."""
 
 Preset: TypeAlias = Literal["conservative", "aggressive"]
 
@@ -110,6 +105,10 @@ class SlotConfig(StrictModel):
             fix = f"candidate_steps end at {most}; add {depth} there or remove the tree"
             raise Refusal("candidate_trees", [depth, tokens], fix)
         return self
+
+
+AdaptiveSource: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Mapping[int, SlotConfig]
+"""An adaptive config: a JSON file, a mapping, parsed slots or the name of a preset."""
 
 
 def slot_of(keys: Collection[int], batch_size: int) -> int:

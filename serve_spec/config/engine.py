@@ -1,7 +1,5 @@
 """Configuration of the engine: model, caches, scheduler."""
 
-from __future__ import annotations
-
 from pathlib import Path, PurePath
 from typing import Annotated, Literal, Self
 

@@ -1,7 +1,5 @@
 """Folders of checkpoints: local ones, package data, and downloads from the Hugging Face hub."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from typing import Any

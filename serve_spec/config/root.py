@@ -5,8 +5,6 @@ keyword arguments. Relative paths start at the folder of the file that names the
 environment, a mapping or a keyword start at the current directory.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from functools import cache
@@ -60,7 +58,7 @@ class ServeSpecConfig(StrictModel):
     @classmethod
     def load(
         cls,
-        source: str | os.PathLike[str] | Mapping[str, Any] | ServeSpecConfig,
+        source: "str | os.PathLike[str] | Mapping[str, Any] | ServeSpecConfig",
         /,
         **overrides: Any,
     ) -> Self:

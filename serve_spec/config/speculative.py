@@ -1,7 +1,5 @@
 """Configuration of speculative decoding. Keys have SGLang's names."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The grid of steps that a cost table holds: plans that cost as much as real ones, and gaps."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, TypeAlias
@@ -150,7 +148,7 @@ class Point(NamedTuple):
         """Tokens of the target forward."""
         return self.batch_size * (self.shape.size + 1)
 
-    def covers(self, other: Point) -> bool:
+    def covers(self, other: "Point") -> bool:
         """Return whether every dimension is at least as large as that of another point."""
         mine, its = self.shape, other.shape
         return (

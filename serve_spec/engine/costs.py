@@ -1,7 +1,5 @@
 """Source of the goodput policy's cost table: a given file, a cached one, or a measurement."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os
@@ -229,31 +227,30 @@ def _draft_numbers(config: ServeSpecConfig, worker: SpecWorker) -> str:
 
 def fingerprint(checkpoint: Path) -> str:
     """Return a hash of a checkpoint's config and its weights files' names, sizes and heads."""
-    hashed = hashlib.sha256()
+    parts: list[bytes] = []
     for pattern in ("config.json", "expansion.json", *_WEIGHT_FILES):
         for file in sorted(checkpoint.glob(pattern)):
-            _add(hashed, [file.name.encode(), str(file.stat().st_size).encode()])
             with file.open("rb") as content:
-                _add(hashed, [content.read(_HEAD_BYTES)])
-    return hashed.hexdigest()[:_HASH_LENGTH]
+                head = content.read(_HEAD_BYTES)
+            parts += [file.name.encode(), str(file.stat().st_size).encode(), head]
+    return _digest(parts)
 
 
 @cache
 def code_version() -> str:
     """Return the versions of this package and torch, and a short hash of `_STEP_PACKAGES`."""
     package = Path(serve_spec.__file__).parent
-    hashed = hashlib.sha256()
+    parts: list[bytes] = []
     for room in _STEP_PACKAGES:
         for file in sorted((package / room).rglob("*.py")):
-            _add(hashed, [file.relative_to(package).as_posix().encode(), file.read_bytes()])
-    digest = hashed.hexdigest()[:_HASH_LENGTH]
-    return f"{serve_spec.__version__}-{digest}, torch {torch.__version__}"
+            parts += [file.relative_to(package).as_posix().encode(), file.read_bytes()]
+    return f"{serve_spec.__version__}-{_digest(parts)}, torch {torch.__version__}"
 
 
-def _add(hashed: hashlib._Hash, parts: Iterable[bytes]) -> None:
-    """Hash parts with their lengths, so that no two lists give the same bytes."""
-    for part in parts:
-        hashed.update(len(part).to_bytes(8, "big") + part)
+def _digest(parts: Iterable[bytes]) -> str:
+    """Return a short hash of parts with their lengths, so that no two lists have the same bytes."""
+    joined = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+    return hashlib.sha256(joined).hexdigest()[:_HASH_LENGTH]
 
 
 def _cache(table: CostTable, file: Path) -> bool:

@@ -1,7 +1,5 @@
 """The engine: plan, launch, commit, report."""
 
-from __future__ import annotations
-
 import gc
 import math
 import time

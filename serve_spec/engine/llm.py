@@ -1,7 +1,5 @@
 """The offline API."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -3,8 +3,6 @@
 `ProcessLauncher` runs this module as a program and sends the arguments of `follow` on stdin.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys

@@ -7,8 +7,6 @@ request (`speculative_draft_rope_theta: probe`, `speculative_draft_aux_layers_me
 configs are right, and a start should not depend on a measurement.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

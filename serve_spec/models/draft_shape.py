@@ -1,7 +1,5 @@
 """What fixes the computation of an EAGLE or EAGLE-3 head, read from its config and tensors."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

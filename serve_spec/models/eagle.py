@@ -9,8 +9,6 @@ target's residual stream before its final norm, or the head's own output after i
 Source: github.com/SafeAILab/EAGLE, `eagle/model/cnets1.py`, `cnets.py`; options: SpecForge, vLLM.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -3,8 +3,6 @@
 Settings that no layer implements are refused by name before any weight is read.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping
@@ -112,7 +110,7 @@ class ModelShape:
         """Return what each layer keeps of a token."""
         return (KVShape(self.num_kv_heads, self.head_dim, self.head_dim),) * self.num_layers
 
-    def on_rank_of(self, size: int) -> ModelShape:
+    def on_rank_of(self, size: int) -> "ModelShape":
         """Return the shape of each of `size` ranks: its share of heads and neurons.
 
         Raises:
@@ -146,7 +144,7 @@ class ModelShape:
         }
 
     @staticmethod
-    def from_directory(path: Path | str) -> ModelShape:
+    def from_directory(path: Path | str) -> "ModelShape":
         """Read `config.json` and, if present, `generation_config.json` of a target.
 
         Raises:
@@ -163,7 +161,7 @@ class ModelShape:
             raise CheckpointError(f"{path}/config.json: {what}") from None
 
     @staticmethod
-    def from_config(config: Config, generation: Config | None = None) -> ModelShape:
+    def from_config(config: Config, generation: Config | None = None) -> "ModelShape":
         """Return the shape of a target from its parsed `config.json`.
 
         Raises:

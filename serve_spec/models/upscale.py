@@ -18,8 +18,6 @@ Share of 768 tokens of the shipped target with the argmax of float32: bfloat16 a
 times as wide, 98.3 % without noise and 98.4 % with it (the default of `serve-spec expand`).
 """
 
-from __future__ import annotations
-
 import re
 import zlib
 from dataclasses import dataclass, fields
@@ -178,7 +176,7 @@ class Expansion:
     seed: int
 
     @staticmethod
-    def read(directory: Path) -> Expansion:
+    def read(directory: Path) -> "Expansion":
         """Return the recipe in `directory`.
 
         Raises:

@@ -1,7 +1,5 @@
 """What the ranks that share one model exchange while they compute."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import threading

@@ -8,8 +8,6 @@ the keys of step 0 at rows 0..i and, at row i only, the keys of steps 1..k, as t
     row i = 2, step 2:   step-0 keys 0 1 2 | own keys of steps 1, 2   (positions 0 1 2 | 3 4)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -143,14 +141,14 @@ def unroll_step(head: DraftHead) -> Step:
     return step
 
 
-def features_of(head: DraftHead, lesson: Lesson) -> Tensor:
+def features_of(head: DraftHead, lesson: "Lesson") -> Tensor:
     """Return the target features [B·T, F] that `head` reads."""
     assert head.capture is not None, "a stand-alone draft reads no features"
     features = lesson.last if head.capture.layer_ids is None else lesson.captured
     return features.flatten(0, 1)
 
 
-def unroll(step: Step, state: Tensor, lesson: Lesson, steps: int) -> Iterator[Tensor]:
+def unroll(step: Step, state: Tensor, lesson: "Lesson", steps: int) -> Iterator[Tensor]:
     """Yield states [B·T, H] of steps 0..steps-1; `head.logits` turns a state into logits.
 
     state: `head.encode` of the features.
@@ -177,7 +175,7 @@ def sum_losses(parts: Iterable[tuple[Tensor, Tensor]], decay: float) -> tuple[Te
 
 
 def medusa_loss(
-    head: DraftHead, lesson: Lesson, decay: float, overlap_weight: float
+    head: DraftHead, lesson: "Lesson", decay: float, overlap_weight: float
 ) -> tuple[Tensor, Tensor]:
     """Return the sum over Medusa heads of decay^h times their loss, and overlaps [heads].
 

@@ -1,7 +1,5 @@
 """The stages of every draft shape, captured once at startup at every size they can meet."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -4,8 +4,6 @@ Chains have one token per level. Trees grow by beams (EAGLE-2, arXiv 2406.16858)
 has a KV slot of its own after the committed text, and attends to the text, its path and itself.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -41,7 +39,7 @@ class _NewEntries(NamedTuple):
     max_query_len: int
 
     @classmethod
-    def even(cls, request_slots: Tensor, starts: Tensor, length: int) -> _NewEntries:
+    def even(cls, request_slots: Tensor, starts: Tensor, length: int) -> "_NewEntries":
         """Return `length` entries of every request."""
         lens = torch.full_like(starts, length)
         return cls(request_slots, starts, lens, len(request_slots) * length, length)

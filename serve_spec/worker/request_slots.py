@@ -6,8 +6,6 @@ only the host has (pages, sampling parameters, new requests) in `RequestStates.s
 order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

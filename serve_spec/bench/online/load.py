@@ -5,8 +5,6 @@ An open loop sends on schedule even if the server stalls, and its latencies coun
 count from sending.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ repetitions, each from the first due time to the last end. A request without a c
 no latency and misses every objective.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

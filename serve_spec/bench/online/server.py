@@ -1,7 +1,5 @@
 """Servers that the benchmark starts, and their variants."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
