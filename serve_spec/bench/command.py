@@ -77,9 +77,7 @@ def overrides(args: argparse.Namespace) -> dict[str, Any]:
     """Return the configuration keys of the command line; the prefix cache is off by default.
 
     Variants run the same prompts, so one would fill the cache of the next.
-
-    Raises:
-        ConfigError: --set is not KEY=VALUE.
+    Raises ConfigError: --set is not KEY=VALUE.
     """
     return {"prefix_caching": False, **read_flags(args)}
 
@@ -87,8 +85,7 @@ def overrides(args: argparse.Namespace) -> dict[str, Any]:
 def configured(args: argparse.Namespace) -> ServeSpecConfig:
     """Return the configuration with the overrides of the command line.
 
-    Raises:
-        ConfigError: it is missing or invalid.
+    Raises ConfigError: it is missing or invalid.
     """
     return load_flags(args, prefix_caching=False)
 
@@ -96,8 +93,7 @@ def configured(args: argparse.Namespace) -> ServeSpecConfig:
 def main(argv: list[str], prog: str = "serve-spec bench") -> int:
     """Run one benchmark; return the process exit status.
 
-    Raises:
-        ConfigError: the configuration or an argument is invalid.
+    Raises ConfigError: the configuration or an argument is invalid.
     """
     parser = argparse.ArgumentParser(prog=prog, description="Measure a pair on this machine.")
     commands = parser.add_subparsers(dest="bench", metavar="BENCHMARK", required=True)

@@ -84,8 +84,7 @@ def print_record(path: Path | None, **record: object) -> None:
 def read_records(path: Path, bench: str) -> list[dict[str, Any]]:
     """Return the records of the last run in a file, including files of older versions.
 
-    Raises:
-        ConfigError: the file cannot be read, or has no records of this benchmark.
+    Raises ConfigError: the file cannot be read, or has no records of this benchmark.
     """
     try:
         found = _records(path.read_text())

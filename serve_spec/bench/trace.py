@@ -73,8 +73,7 @@ class TraceSet:
     def with_tree(self, tree: DraftShape, recorded: "TraceSet") -> "TraceSet":
         """Return these traces with those of a tree, recorded with the same requests.
 
-        Raises:
-            ValueError: the requests differ.
+        Raises ValueError: the requests differ.
         """
         pairs = list(zip(self.traces, recorded.traces, strict=True))
         if any((a.kind, a.seed, a.max_tokens) != (b.kind, b.seed, b.max_tokens) for a, b in pairs):
@@ -88,8 +87,7 @@ class TraceSet:
     def of(self, kind: TextKind) -> list[AcceptanceTrace]:
         """Return the traces of one kind, in the order they were recorded.
 
-        Raises:
-            ValueError: there is none.
+        Raises ValueError: there is none.
         """
         found = [trace for trace in self.traces if trace.kind == kind]
         if not found:
@@ -112,8 +110,7 @@ def save_traces(traces: TraceSet, path: Path) -> None:
 def load_traces(path: Path) -> TraceSet:
     """Read a file that `save_traces` wrote.
 
-    Raises:
-        ValueError: another format, a missing key, or an impossible count.
+    Raises ValueError: another format, a missing key, or an impossible count.
     """
     try:
         return _parsed(json.loads(path.read_text()))
@@ -153,9 +150,7 @@ def record(engine: SpecEngine, requests: Sequence[TextRequest], num_tokens: int)
     """Run every request and record each position of texts of `num_tokens` tokens.
 
     engine: with one depth or tree, the one to record. Rounds draft it in full and commit one token.
-
-    Raises:
-        ValueError: the engine has several depths, or drafts were cut (pages, token budget).
+    Raises ValueError: the engine has several depths, or drafts were cut (pages, token budget).
     """
     depths = sorted({shape.depth for shape in engine.controller.shapes})
     if len(depths) != 1:

@@ -97,9 +97,7 @@ def swept_trees(
     """Return the trees to measure in ascending order: the wanted ones, or those of the policy.
 
     wanted: depth and size of each.
-
-    Raises:
-        ConfigError: a server of this configuration could not draft one of them.
+    Raises ConfigError: a server of this configuration could not draft one of them.
     """
     configured, topk = PolicySettings.of(speculative).tree, speculative.topk
     if wanted is None:
@@ -132,9 +130,7 @@ def sweep(
     """Measure every class of prompts and batch size with missing shapes.
 
     shapes: plain decoding first; the engine has captured all.
-
-    Raises:
-        ConfigError: the engine has no room for a batch, or the texts are too short.
+    Raises ConfigError: the engine has no room for a batch, or the texts are too short.
     """
     missing = [
         (batch_size, name)
@@ -252,8 +248,7 @@ def _measurement(
 def write_costs(llm: LLM, path: Path, shapes: Sequence[DraftShape], *, fresh: bool) -> None:
     """Measure the costs of steps on the idle engine, unless a matching table exists.
 
-    Raises:
-        ConfigError: texts, pages or the token budget are too small to measure anything.
+    Raises ConfigError: texts, pages or the token budget are too small to measure anything.
     """
     key = cost_key(llm.config, llm.engine.worker)
     max_batch_size = llm.config.scheduler.max_num_seqs

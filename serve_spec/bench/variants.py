@@ -32,9 +32,7 @@ def make_variants(
     """Return off, the fixed depths in ascending order, and the adaptive variants `names`.
 
     controller: that of an unused engine; it has the costs and the captured shapes.
-
-    Raises:
-        ConfigError: a depth was not captured, or goodput lacks costs.
+    Raises ConfigError: a depth was not captured, or goodput lacks costs.
     """
     depths = sorted({0, *num_steps})
     fixed = [
@@ -51,8 +49,7 @@ def make_variants(
 def fixed_controller(controller: AdaptiveController, shape: DraftShape) -> AdaptiveController:
     """Return a copy of the controller that drafts one shape.
 
-    Raises:
-        ConfigError: the shape was not captured.
+    Raises ConfigError: the shape was not captured.
     """
     num_tokens = None if shape.is_chain else shape.size + 1
     steps = {"speculative_num_steps": shape.depth, "speculative_num_draft_tokens": num_tokens}

@@ -148,8 +148,7 @@ def prompts_by_source(
 ) -> dict[str, list[list[int]]]:
     """Return held-out prompts, and the same with shuffled tokens.
 
-    Raises:
-        ValueError: see `held_out_prompts`.
+    Raises ValueError: see `held_out_prompts`.
     """
     code = held_out_prompts(encode, count=count, num_tokens=num_tokens)
     rng = random.Random(0)  # text that no model can predict
@@ -166,8 +165,7 @@ def held_out_prompts(
 ) -> list[list[int]]:
     """Return `count` prompts of `num_tokens` token ids, from random lines of source files.
 
-    Raises:
-        ValueError: no package is installed, or none holds a file long enough.
+    Raises ValueError: no package is installed, or none holds a file long enough.
     """
     files = [path for package in packages for path in _source_files(package)]
     if not files:

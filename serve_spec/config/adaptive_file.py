@@ -119,8 +119,7 @@ def slot_of(keys: Collection[int], batch_size: int) -> int:
 def load_slots(source: AdaptiveSource = "conservative") -> dict[int, SlotConfig]:
     """Return the slots of an adaptive config by their smallest batch size, ascending.
 
-    Raises:
-        ConfigError: it is unreadable, or has an unknown key or an invalid value.
+    Raises ConfigError: it is unreadable, or has an unknown key or an invalid value.
     """
     if isinstance(source, str) and source in PRESETS:
         source = PRESETS[source]
@@ -163,8 +162,7 @@ def parse_slot(
 ) -> SlotConfig:
     """Return a slot's config: its own keys over the shared defaults.
 
-    Raises:
-        ConfigError: it is not a mapping, lacks candidate_steps, or has an invalid key or value.
+    Raises ConfigError: it is not a mapping, lacks candidate_steps, or has an invalid key or value.
     """
     if isinstance(own, SlotConfig):
         return own

@@ -115,12 +115,9 @@ def validate(
 ) -> Model:
     """Return `data` validated as a `model`.
 
-    Args:
-        where: dotted path of `data`, the prefix of every field in messages.
-        folder: the base of relative paths; None is the current directory.
-
-    Raises:
-        ConfigError: all problems at once.
+    where: dotted path of `data`, the prefix of every field in messages.
+    folder: the base of relative paths; None is the current directory.
+    Raises ConfigError: all problems at once.
     """
     context = {"folder": folder or Path.cwd()}
     try:
@@ -204,8 +201,7 @@ def is_path(field: FieldInfo, value: object) -> bool:
 def locate(field: str, value: str | Path, folder: Path) -> Path:
     """Return the absolute path of `value`, relative to `folder` or, with `asset:`, to package data.
 
-    Raises:
-        Refusal: the path does not exist.
+    Raises Refusal: the path does not exist.
     """
     text = str(value)
     is_asset = text.startswith(ASSET)
@@ -222,9 +218,7 @@ def checkpoint_name(field: str, value: str | Path, folder: Path) -> str:
     """Return the name of a checkpoint: `asset:NAME`, an absolute folder, or a hub id.
 
     A folder that exists, relative to `folder`, wins over a hub id.
-
-    Raises:
-        Refusal: it is none of them.
+    Raises Refusal: it is none of them.
     """
     text = str(value)
     if text.startswith(ASSET):
@@ -273,11 +267,7 @@ _StrictLoader.add_implicit_resolver(
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """Return the value of a YAML text.
-
-    Raises:
-        ConfigError: not YAML; names the place in `name`.
-    """
+    """Return the value of a YAML text. Raises ConfigError: not YAML; names the place in `name`."""
     try:
         # The loader is a SafeLoader, which builds only plain values.
         return yaml.load(text, Loader=_StrictLoader)
@@ -288,8 +278,7 @@ def parse_yaml(text: str, name: str) -> Any:
 def read_text(path: Path) -> str:
     """Return the text of a configuration file.
 
-    Raises:
-        ConfigError: it cannot be read; names the place.
+    Raises ConfigError: it cannot be read; names the place.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -302,8 +291,7 @@ def read_text(path: Path) -> str:
 def parse_json_object(text: str, what: str) -> dict[str, Any]:
     """Return the JSON object in `text`; `what` it is, in messages.
 
-    Raises:
-        ConfigError: not JSON of finite numbers, not an object, or a key is given twice.
+    Raises ConfigError: not JSON of finite numbers, not an object, or a key is given twice.
     """
     try:
         content = json.loads(

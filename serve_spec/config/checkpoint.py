@@ -136,13 +136,9 @@ def with_detected(sections: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     A draft tells its `speculative_algorithm`, if that is left out. A draft that is given as the
     model, and names the target it was made for, becomes the draft of that target. A model that
     holds its own draft (MTP) is its own draft unless another algorithm is given.
-
-    Args:
-        folder: the base of relative paths.
-
-    Raises:
-        ConfigError: a draft of the hub cannot be downloaded.
-        Refusal: a draft that does not tell its algorithm or target.
+    folder: the base of relative paths.
+    Raises ConfigError: a draft of the hub cannot be downloaded.
+    Raises Refusal: a draft that does not tell its algorithm or target.
     """
     model, draft = sections["model"], sections.get("speculative") or {}
     if not isinstance(model, dict) or not isinstance(draft, dict):

@@ -111,9 +111,7 @@ class CostTable(StrictModel):
         """Check that the table was measured with `key` and covers all draft shapes.
 
         max_steps: maximum drafts of a chain. trees: shapes, (num_steps, num_draft_tokens).
-
-        Raises:
-            ConfigError: a field differs, or a shape is missing.
+        Raises ConfigError: a field differs, or a shape is missing.
         """
         problems = [
             f"key.{name}={mine!r}, but this engine has {getattr(key, name)!r}"
@@ -132,8 +130,7 @@ class CostTable(StrictModel):
 def load_cost_table(path: Path) -> CostTable:
     """Return the table in a JSON file.
 
-    Raises:
-        ConfigError: it is unreadable, not JSON, of another version, or has an invalid value.
+    Raises ConfigError: it is unreadable, not JSON, of another version, or has an invalid value.
     """
     try:
         content = parse_json_object(read_text(path), "a cost table")
@@ -146,11 +143,7 @@ def load_cost_table(path: Path) -> CostTable:
 
 
 def write_cost_table(table: CostTable, path: Path) -> None:
-    """Write the table atomically; create its folder.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write the table atomically; create its folder. Raises OSError: the file cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Several replicas may write the same table at once.
     draft = path.with_name(f".{path.name}.{os.getpid()}")

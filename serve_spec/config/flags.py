@@ -243,8 +243,7 @@ class _SpeculativeConfig(argparse.Action):
 def speculative_keys(given: str | Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     """Return our keys for vLLM's speculative config: vLLM's name and the value of each.
 
-    Raises:
-        ConfigError: it is not JSON, or has a key without a counterpart here.
+    Raises ConfigError: it is not JSON, or has a key without a counterpart here.
     """
     option = "--speculative-config"
     if isinstance(given, str):
@@ -270,9 +269,7 @@ def engine_keys(place: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return our leaf keys for vLLM's engine arguments, such as `max_model_len`.
 
     They are the flags without dashes, or keys of ours. place: prefix of names in messages.
-
-    Raises:
-        ConfigError: an argument has no counterpart here.
+    Raises ConfigError: an argument has no counterpart here.
     """
     options = {option[2:].replace("-", "_"): flag for flag in FLAGS for option in flag.options}
     found: dict[str, Any] = {}
@@ -296,8 +293,7 @@ def engine_keys(place: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def read_value(key: str, text: str, name: str) -> Any:
     """Return the value that the text of an argument means for a key.
 
-    Raises:
-        ConfigError: it is not YAML, for a key that is no text; `name` is in the message.
+    Raises ConfigError: it is not YAML, for a key that is no text; `name` is in the message.
     """
     field = _field(key)
     kinds = {field.annotation, *get_args(field.annotation)}
@@ -321,8 +317,7 @@ def flag_values(args: argparse.Namespace) -> dict[str, Any]:
 def read_flags(args: argparse.Namespace) -> dict[str, Any]:
     """Return the leaf keys that the flags set; a MODEL of both forms is joined in `args.config`.
 
-    Raises:
-        ConfigError: there are two models, or --set is not KEY=VALUE.
+    Raises ConfigError: there are two models, or --set is not KEY=VALUE.
     """
     values = flag_values(args)
     model = getattr(args, "model", None)
@@ -338,8 +333,7 @@ def read_flags(args: argparse.Namespace) -> dict[str, Any]:
 def load_flags(args: argparse.Namespace, **defaults: Any) -> ServeSpecConfig:
     """Return the configuration of the command line; `defaults` of leaf keys lose to flags.
 
-    Raises:
-        ConfigError: MODEL is missing, or a value is invalid.
+    Raises ConfigError: MODEL is missing, or a value is invalid.
     """
     given = {**defaults, **read_flags(args)}
     if args.config is None:

@@ -24,15 +24,12 @@ def checkpoint_folder(
 ) -> Path:
     """Return the local folder of a checkpoint; download what the cache of the hub lacks.
 
-    Args:
-        field: the dotted key that names it, for messages.
-        name: a folder, `asset:NAME`, or `ORG/NAME[@REVISION]` of the hub.
-        download_dir: cache to use instead of HF_HUB_CACHE.
-        weights: whether the weights are needed, or only config and tokenizer.
-        progress: whether to show progress bars on stderr.
-
-    Raises:
-        ConfigError: the hub does not have it, refuses it, or cannot be reached.
+    field: the dotted key that names it, for messages.
+    name: a folder, `asset:NAME`, or `ORG/NAME[@REVISION]` of the hub.
+    download_dir: cache to use instead of HF_HUB_CACHE.
+    weights: whether the weights are needed, or only config and tokenizer.
+    progress: whether to show progress bars on stderr.
+    Raises ConfigError: the hub does not have it, refuses it, or cannot be reached.
     """
     if name.startswith(ASSET):
         return locate(field, name, Path.cwd())
@@ -49,8 +46,7 @@ def checkpoint_folder(
 def pinned(field: str, name: str, download_dir: Path | None = None) -> str:
     """Return `ORG/NAME@COMMIT` for a hub id, so that all replicas run the same weights.
 
-    Raises:
-        ConfigError: as `checkpoint_folder`.
+    Raises ConfigError: as `checkpoint_folder`.
     """
     if name.startswith(ASSET) or Path(name).is_absolute():
         return name

@@ -64,13 +64,10 @@ class ServeSpecConfig(StrictModel):
     ) -> Self:
         """Read, merge, validate and resolve a configuration into a new object.
 
-        Args:
-            source: a YAML file, the mapping it would hold, the name of a checkpoint, or a
-                configuration, to which the environment does not apply.
-            overrides: leaf keys, such as `speculative_num_steps=3`; they win.
-
-        Raises:
-            ConfigError: all problems, each with field, value and remedy.
+        source: a YAML file, the mapping it would hold, the name of a checkpoint, or a
+        configuration, to which the environment does not apply.
+        overrides: leaf keys, such as `speculative_num_steps=3`; they win.
+        Raises ConfigError: all problems, each with field, value and remedy.
         """
         folder = Path.cwd()
         if isinstance(source, ServeSpecConfig):
@@ -108,9 +105,7 @@ class ServeSpecConfig(StrictModel):
         """Return the configuration with every hub id at its present commit.
 
         A replica that starts later runs the same weights, so requests continue there exactly.
-
-        Raises:
-            ConfigError: the hub does not have one of them, or cannot be reached.
+        Raises ConfigError: the hub does not have one of them, or cannot be reached.
         """
         model, draft = self.model, self.speculative.speculative_draft_model_path
         named = {
@@ -132,8 +127,7 @@ class ServeSpecConfig(StrictModel):
     def download(self) -> Self:
         """Return `pinned` after downloading what the cache lacks, with progress bars on stderr.
 
-        Raises:
-            ConfigError: the hub does not have it, refuses it, or cannot be reached.
+        Raises ConfigError: the hub does not have it, refuses it, or cannot be reached.
         """
         exact = self.pinned()
         model, draft = exact.model, exact.speculative.speculative_draft_model_path
@@ -171,8 +165,7 @@ def _with_shipped(sections: Sections) -> Sections:
 def parse_override(text: str) -> tuple[str, Any]:
     """Parse a `key=value` argument; the value is YAML.
 
-    Raises:
-        ConfigError: no `=`, or the value is not YAML.
+    Raises ConfigError: no `=`, or the value is not YAML.
     """
     key, equals, value = text.partition("=")
     if not equals or not key:

@@ -80,8 +80,7 @@ class ForwardContext:
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype called `float32`, `bfloat16` or `float16`.
 
-    Raises:
-        ValueError: any other name.
+    Raises ValueError: any other name.
     """
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name not in dtypes:

@@ -61,11 +61,9 @@ def build_engine(config: ServeSpecConfig, launcher: Launcher | None = None) -> S
 
     With tensor parallelism this process is rank 0. It starts the other ranks, which
     `SpecEngine.shutdown` ends. launcher: where they run; None: as processes of this host.
-
-    Raises:
-        CheckpointError: a file cannot be used.
-        ValueError: sizes do not fit together; names the fields.
-        RankLost: another rank cannot start.
+    Raises CheckpointError: a file cannot be used.
+    Raises ValueError: sizes do not fit together; names the fields.
+    Raises RankLost: another rank cannot start.
     """
     if config.model.tensor_parallel_size == 1:
         return _build_engine(config, SINGLE, None)
@@ -145,9 +143,8 @@ def _check_first_logits(
 ) -> None:
     """Run a short prompt and one step with drafts. Broken draft logits only give a warning.
 
-    Raises:
-        CheckpointError: the target's logits hold NaN, or nothing finite.
-        RankLost: so they do, and another rank failed first.
+    Raises CheckpointError: the target's logits hold NaN, or nothing finite.
+    Raises RankLost: so they do, and another rank failed first.
     """
     scheduler = _scheduler(config, loaded, KVCacheManager(loaded.num_pages, config.cache.page_size))
     params = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -217,9 +214,8 @@ class LoadedModels:
 def load_models(config: ServeSpecConfig, parallel: TensorParallel) -> LoadedModels:
     """Load a rank's shard of the target, and the draft.
 
-    Raises:
-        CheckpointError: a file cannot be used.
-        ValueError: the device does not support a setting; names the field.
+    Raises CheckpointError: a file cannot be used.
+    Raises ValueError: the device does not support a setting; names the field.
     """
     device = rank_device(config, parallel.rank)
     if config.model.torch_compile and device.type == "cpu":
@@ -392,8 +388,7 @@ def _num_pages(
 ) -> int:
     """Return the configured number of KV pages, or as many as fit the memory budget.
 
-    Raises:
-        ValueError: they need more memory than there is; names the field.
+    Raises ValueError: they need more memory than there is; names the field.
     """
     page_size = config.cache.page_size
     page_bytes = PagedKVPool.bytes_per_page(target.rank_shape.kv_shapes, page_size, dtype)

@@ -11,10 +11,9 @@ from serve_spec.models.shape import ModelShape
 def check_checkpoints(config: ServeSpecConfig) -> None:
     """Raise what loading target, draft and tokenizer would raise; reads no weights.
 
-    Raises:
-        CheckpointError: a file cannot be used.
-        ConfigError: a checkpoint cannot be downloaded.
-        ValueError: a setting does not fit the checkpoint; names the field.
+    Raises CheckpointError: a file cannot be used.
+    Raises ConfigError: a checkpoint cannot be downloaded.
+    Raises ValueError: a setting does not fit the checkpoint; names the field.
     """
     folder = config.model.folder
     shape = ModelShape.from_directory(folder)

@@ -65,9 +65,7 @@ class TokenStream:
         """Call `take` with every delta as it comes, and return after the last one.
 
         No task wakes up for a delta.
-
-        Raises:
-            Exception: what ended the stream instead of a last delta, or what `take` raised.
+        Raises Exception: what ended the stream instead of a last delta, or what `take` raised.
         """
         self._take, self._end = take, asyncio.get_running_loop().create_future()
         for item in self._early:
@@ -94,11 +92,7 @@ class EngineClient:
     """
 
     def __init__(self, config: ServeSpecConfig, connection: Connection) -> None:
-        """Wait until the engine is ready.
-
-        Raises:
-            EOFError: it has ended before.
-        """
+        """Wait until the engine is ready. Raises EOFError: it has ended before."""
         self.config = config
         self._connection = connection
         self.tokenizer = Tokenizer(config.model.tokenizer_folder)
@@ -139,11 +133,9 @@ class EngineClient:
         """Queue a request and return its stream.
 
         emitted: see `InputProcessor.new_sequence`; the stream continues after them.
-
-        Raises:
-            InvalidRequest: the prompt or a parameter cannot be served.
-            EngineOverloaded: too many requests are unfinished.
-            RuntimeError: the engine has died.
+        Raises InvalidRequest: the prompt or a parameter cannot be served.
+        Raises EngineOverloaded: too many requests are unfinished.
+        Raises RuntimeError: the engine has died.
         """
         self.check_health()
         token_ids, grammar, is_cancelled = await self._prepare(prompt, params.grammar, request_id)
@@ -173,8 +165,7 @@ class EngineClient:
     async def encode(self, prompt: str) -> list[int]:
         """Return the token ids of a prompt without blocking the event loop.
 
-        Raises:
-            InvalidRequest: as `InputProcessor.encode`.
+        Raises InvalidRequest: as `InputProcessor.encode`.
         """
         return await encode_async(len(prompt), partial(self._inputs.encode, prompt))
 
@@ -207,18 +198,16 @@ class EngineClient:
     def reconfigure(self, settings: Mapping[str, object]) -> None:
         """Change policy settings between steps.
 
-        Raises:
-            ValueError: the settings are invalid; nothing changed.
-            RuntimeError: the engine has died.
+        Raises ValueError: the settings are invalid; nothing changed.
+        Raises RuntimeError: the engine has died.
         """
         self._call("reconfigure", dict(settings))
 
     def start_from(self, accept_rates: Iterable[float]) -> None:
         """Set acceptance rates learned by other engines; before the first request.
 
-        Raises:
-            ValueError: not one rate in (0, 1) per position; nothing changed.
-            RuntimeError: the engine has died.
+        Raises ValueError: not one rate in (0, 1) per position; nothing changed.
+        Raises RuntimeError: the engine has died.
         """
         self._call("start_from", list(accept_rates))
 

@@ -69,11 +69,9 @@ class CostSource:
         measure: Callable[[Clock, float], Measurement],
         clock: Clock = time.perf_counter,
     ) -> None:
-        """
-        Args:
-            grid: what `measure` measures.
-            path: `speculative_cost_table`; None: the cached file.
-            measure: starts a measurement with a clock and the longest step in seconds.
+        """grid: what `measure` measures.
+        path: `speculative_cost_table`; None: the cached file.
+        measure: starts a measurement with a clock and the longest step in seconds.
         """
         self.report: Report = {"state": "missing", "detail": "not measured yet"}
         """State (missing, measured or loaded) and its reason."""

@@ -192,8 +192,7 @@ class SpecEngine:
     ) -> Sequence:
         """Return a checked request for `add`, see `InputProcessor.new_sequence`.
 
-        Raises:
-            InvalidRequest: it cannot be served, or its grammar cannot be compiled.
+        Raises InvalidRequest: it cannot be served, or its grammar cannot be compiled.
         """
         inputs = InputProcessor(self.tokenizer, self.limits, self.check_grammar)
         if params.grammar is not None:
@@ -203,8 +202,7 @@ class SpecEngine:
     def check_grammar(self, grammar: Grammar) -> None:
         """Compile a grammar, which may take a second, and cache it. From any thread.
 
-        Raises:
-            InvalidRequest: the grammar cannot be compiled.
+        Raises InvalidRequest: the grammar cannot be compiled.
         """
         self.worker.grammars.check(grammar)
 

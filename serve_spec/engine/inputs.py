@@ -30,9 +30,7 @@ def sampling_defaults(model: ModelConfig) -> dict[str, Any]:
     """Return the sampling parameters of requests that give none: what the checkpoint recommends.
 
     Empty with `generation_config=none`. As in vLLM, `do_sample` is not read.
-
-    Raises:
-        CheckpointError: generation_config.json cannot be read, or has a value that is not valid.
+    Raises CheckpointError: generation_config.json cannot be read, or has a value that is not valid.
     """
     path = model.metadata_folder / "generation_config.json"
     if model.generation_config == "none" or not path.is_file():
@@ -117,10 +115,8 @@ class InputProcessor:
         """Return a checked request, its grammar excepted.
 
         emitted: tokens that another engine generated; they count for `max_tokens` and the rest.
-
-        Raises:
-            InvalidRequest: the prompt is empty, too long or outside the vocabulary, or score edits
-                name unknown tokens or leave none.
+        Raises InvalidRequest: the prompt is empty, too long or outside the vocabulary, or score
+        edits name unknown tokens or leave none.
         """
         limits = self._limits
         token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -174,8 +170,7 @@ class InputProcessor:
     def encode(self, prompt: str) -> list[int]:
         """Return the token ids of a text; none for an empty one.
 
-        Raises:
-            InvalidRequest: the text is not Unicode, or too long for the model.
+        Raises InvalidRequest: the text is not Unicode, or too long for the model.
         """
         try:
             prompt.encode()
@@ -192,8 +187,7 @@ class InputProcessor:
     def check_grammar(self, grammar: Grammar) -> None:
         """Compile a grammar, which may take a second.
 
-        Raises:
-            InvalidRequest: the grammar cannot be served.
+        Raises InvalidRequest: the grammar cannot be served.
         """
         if self._limits.forces_acceptance:
             raise grammar.refusal("this engine forces acceptance, for load tests; leave it out")

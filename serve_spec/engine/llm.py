@@ -45,9 +45,7 @@ class LLM:
         """Complete every prompt (text or token ids). Return outputs in the order of the prompts.
 
         sampling_params: one for all, or one per prompt; None: `get_default_sampling_params()`.
-
-        Raises:
-            InvalidRequest: a prompt or a parameter cannot be served; nothing was run.
+        Raises InvalidRequest: a prompt or a parameter cannot be served; nothing was run.
         """
         batch = [prompts] if isinstance(prompts, str) else list(prompts)
         params = self._params_for(len(batch), sampling_params)

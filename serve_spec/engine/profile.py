@@ -122,9 +122,7 @@ def measure_costs(
     measured even if that takes a few budgets.
 
     key: of the table. pages: returns the ids of so many pages that no sequence holds.
-
-    Raises:
-        ValueError: lengths, pages or time leave nothing to measure.
+    Raises ValueError: lengths, pages or time leave nothing to measure.
     """
     started = budget.clock()
     chains = [shape.depth for shape in worker.states if shape.is_chain]

@@ -66,13 +66,9 @@ class Tokenizer:
         """Return the token ids of a text.
 
         It releases the GIL, and fails early for a text that is far too long.
-
-        Args:
-            add_special_tokens: add the special tokens the checkpoint puts around a text.
-            max_tokens: most tokens the caller has room for; None: no limit.
-
-        Raises:
-            TextTooLong: the text has more than `max_tokens` tokens.
+        add_special_tokens: add the special tokens the checkpoint puts around a text.
+        max_tokens: most tokens the caller has room for; None: no limit.
+        Raises TextTooLong: the text has more than `max_tokens` tokens.
         """
         if max_tokens is not None:
             self.refuse_long(text, max_tokens)

@@ -90,10 +90,8 @@ def load_draft(
 
     weights: format of its matrices. fp8: an extra copy for products of few tokens; int8, int4:
     instead of the stored matrices. algorithm: one of `ALGORITHMS`; must agree with the files.
-
-    Raises:
-        ValueError: an unknown algorithm, or integer products that this machine lacks.
-        CheckpointError: a checkpoint that cannot be used.
+    Raises ValueError: an unknown algorithm, or integer products that this machine lacks.
+    Raises CheckpointError: a checkpoint that cannot be used.
     """
     models = {name: known for name, known in ALGORITHMS.items() if not known.from_text}
     if algorithm not in models:
@@ -153,8 +151,7 @@ _QUANTIZED_DTYPES = {"fp8": torch.float16, "int8": torch.float32, "int4": torch.
 def draft_weights(name: str, device: torch.device) -> DraftWeights:
     """Return the weight format for `speculative_draft_model_quantization`.
 
-    Raises:
-        ValueError: the device has no fast products of the format; names the field.
+    Raises ValueError: the device has no fast products of the format; names the field.
     """
     if name == "none":
         return "plain"

@@ -26,8 +26,7 @@ _NESTED = ("transformer_layer_config", "speculators_config")
 def flat_config(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of the head in `directory`, every key at the top.
 
-    Raises:
-        CheckpointError: a kind of head or of layers that is not supported.
+    Raises CheckpointError: a kind of head or of layers that is not supported.
     """
     kind = config["speculators_model_type"]
     if kind not in SPECULATORS:
@@ -54,8 +53,7 @@ def flat_config(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 def read_vocabulary(folder: Path) -> dict[str, int] | None:
     """Return the id of every token, from `tokenizer.json`; None without that file.
 
-    Raises:
-        CheckpointError: the file holds no vocabulary.
+    Raises CheckpointError: the file holds no vocabulary.
     """
     path = folder / "tokenizer.json"
     if not path.exists():
@@ -74,8 +72,7 @@ def read_vocabulary(folder: Path) -> dict[str, int] | None:
 def check_same_tokens(draft: Path, target: Path) -> bool:
     """Return whether both folders have a tokenizer, which then is the same.
 
-    Raises:
-        CheckpointError: a token has different ids, or one of them lacks it.
+    Raises CheckpointError: a token has different ids, or one of them lacks it.
     """
     ours, theirs = read_vocabulary(draft), read_vocabulary(target)
     if ours is None or theirs is None:
@@ -136,8 +133,7 @@ def current_names(stored: Iterable[str]) -> dict[str, str]:
 def recognise(stored: Shapes, config: Mapping[str, Any]) -> Recognition:
     """Return family and layout of the tensors `stored`, shapes by stored name.
 
-    Raises:
-        CheckpointError: no known family.
+    Raises CheckpointError: no known family.
     """
     origin = {new: old for old, new in current_names(stored).items()}
     shapes = {new: stored[old] for new, old in origin.items()}
@@ -273,9 +269,7 @@ def open_draft(path: Path | str, algorithm: str, dummy_for: ModelShape | None = 
     """Open the draft in `path`, which must be one for `algorithm`; reads no weight.
 
     dummy_for: the target of random weights, which then stand in for the file's.
-
-    Raises:
-        CheckpointError: damaged files, another family, or a format not supported.
+    Raises CheckpointError: damaged files, another family, or a format not supported.
     """
     file = read_draft(path, None if dummy_for is None else (algorithm, dummy_for))
     family = file.recognition.family
@@ -291,9 +285,7 @@ def read_draft(path: Path | str, dummy: tuple[str, ModelShape] | None = None) ->
     """Open the draft in `path`, of any family and layout; reads no weight.
 
     dummy: algorithm and target of random weights, which then stand in for the file's.
-
-    Raises:
-        CheckpointError: damaged files, or a format not supported.
+    Raises CheckpointError: damaged files, or a format not supported.
     """
     directory = Path(path)
     config = read_json(directory / "config.json")
@@ -322,8 +314,7 @@ def read_draft(path: Path | str, dummy: tuple[str, ModelShape] | None = None) ->
 def open_draft_file(path: Path | str) -> DraftFile:
     """Open the EAGLE or EAGLE-3 head in `path`, which must be in the official layout.
 
-    Raises:
-        CheckpointError: another family or layout, or as `read_draft`.
+    Raises CheckpointError: another family or layout, or as `read_draft`.
     """
     file = read_draft(path)
     if file.recognition.family not in ("EAGLE", "EAGLE3"):

@@ -20,8 +20,7 @@ EMBEDDING = "embed_tokens.weight"
 def draft_shape(file: DraftFile, target: Llama, options: DraftOptions) -> ModelShape:
     """Return the shape of the head's layers for `target`, over the target's positions.
 
-    Raises:
-        CheckpointError: another vocabulary than the target's, or options not supported.
+    Raises CheckpointError: another vocabulary than the target's, or options not supported.
     """
     shape = layer_shape(file, options, target.shape.vocab_size)
     if shape.vocab_size != target.shape.vocab_size:
@@ -41,8 +40,7 @@ def layer_shape(
 ) -> ModelShape:
     """Return the shape of the head's layers. vocab_size: default of the config's.
 
-    Raises:
-        CheckpointError: options not supported, or tensors of other sizes than the config's.
+    Raises CheckpointError: options not supported, or tensors of other sizes than the config's.
     """
     config, shapes = file.config, file.checkpoint.shapes
     attention = "layers.0.self_attn."
@@ -70,9 +68,7 @@ def own_embedding(file: DraftFile, target: Llama, hidden_size: int) -> Tensor | 
     """Return the file's embedding [V, H] in the target's dtype; None if it equals the target's.
 
     Many files hold a copy of the target's; sharing it saves memory.
-
-    Raises:
-        CheckpointError: neither the file nor the target has one of this width.
+    Raises CheckpointError: neither the file nor the target has one of this width.
     """
     if not has_embedding(file, target, hidden_size):
         return None
@@ -84,8 +80,7 @@ def own_embedding(file: DraftFile, target: Llama, hidden_size: int) -> Tensor | 
 def has_embedding(file: DraftFile, target: Llama, hidden_size: int) -> bool:
     """Return whether the file stores an embedding; checks its shape.
 
-    Raises:
-        CheckpointError: neither the file nor the target has one of this width.
+    Raises CheckpointError: neither the file nor the target has one of this width.
     """
     found = file.checkpoint.shapes.get(EMBEDDING)
     width = target.shape.hidden_size
@@ -141,9 +136,7 @@ def read_d2t(file: DraftFile, rows: int, vocab: int) -> Tensor | None:
     """Return the target's id of each of `rows` draft ids, int64 [Vd]; None if they are the same.
 
     `d2t` holds offsets (target id - draft id); `t2d` marks the target ids that are reached.
-
-    Raises:
-        CheckpointError: no map for a reduced vocabulary, or maps that contradict each other.
+    Raises CheckpointError: no map for a reduced vocabulary, or maps that contradict each other.
     """
     if "d2t" not in file.checkpoint:
         if rows == vocab:
@@ -169,9 +162,7 @@ def read_token_map(file: DraftFile, rows: int, vocab: int) -> Tensor | None:
     """Return the target's id of each draft id, int64 [Vd]; None if they are the same.
 
     rows: output rows, one for each draft id or for each of the target's `vocab` ids.
-
-    Raises:
-        CheckpointError: not a map, ids that occur twice, or ids beyond the target's.
+    Raises CheckpointError: not a map, ids that occur twice, or ids beyond the target's.
     """
     if TOKEN_MAP not in file.checkpoint:
         return None
@@ -234,8 +225,7 @@ class Eagle3Shape:
 def read_eagle3_shape(file: DraftFile, target: Llama, options: DraftOptions) -> Eagle3Shape:
     """Read and check everything except tensor contents.
 
-    Raises:
-        CheckpointError: a head for another target, or a variant not supported.
+    Raises CheckpointError: a head for another target, or a variant not supported.
     """
     layers = draft_shape(file, target, options)
     shapes = file.checkpoint.shapes
@@ -322,8 +312,7 @@ def aux_layers_mean(file: DraftFile, options: DraftOptions) -> Literal["input", 
 def num_draft_ids(target_ids: Tensor | None, num_ids: int | None) -> int | None:
     """Return how many draft ids map to ids of the target below `num_ids`; None: all.
 
-    Raises:
-        CheckpointError: they are not the first ones.
+    Raises CheckpointError: they are not the first ones.
     """
     if target_ids is None or num_ids is None:
         return num_ids
@@ -339,8 +328,7 @@ def num_draft_ids(target_ids: Tensor | None, num_ids: int | None) -> int | None:
 def read_capture(file: DraftFile, num_layers: int, options: DraftOptions) -> FeatureCapture:
     """Return which of the target's `num_layers` layers the head reads.
 
-    Raises:
-        CheckpointError: ids that are not valid, or outside the target.
+    Raises CheckpointError: ids that are not valid, or outside the target.
     """
     layers = options.aux_layer_ids
     source = f"speculative_draft_aux_layer_ids={list(layers or ())}"
@@ -371,9 +359,7 @@ def configured_ids(file: DraftFile) -> list[int] | None:
     """Return `eagle_aux_hidden_state_layer_ids` of the config, uninterpreted.
 
     SGLang reads the nested key, vLLM the one at the top. ModelOpt's default is an empty list.
-
-    Raises:
-        CheckpointError: not a list of numbers, or two that differ.
+    Raises CheckpointError: not a list of numbers, or two that differ.
     """
     key = "eagle_aux_hidden_state_layer_ids"
     given = [ids for ids in (file.config.get(key), file.nested.get(key)) if ids not in (None, [])]

@@ -58,8 +58,7 @@ class _RandomFile(TensorFile):
 def draft_tensors(config: Mapping[str, Any], algorithm: str, target: ModelShape) -> Shapes:
     """Return the shapes of a head's tensors, by their current names, as its config has them.
 
-    Raises:
-        CheckpointError: a size is missing.
+    Raises CheckpointError: a size is missing.
     """
     if algorithm == "MEDUSA":
         return _medusa(config, target)

@@ -237,8 +237,7 @@ def load_eagle(
 ) -> DraftHead:
     """Return the EAGLE head in `path` for `target`, computing in `dtype`.
 
-    Raises:
-        CheckpointError: as `open_draft`; a head for another target, or tensors that do not fit.
+    Raises CheckpointError: as `open_draft`; a head for another target, or tensors that do not fit.
     """
     return _load("EAGLE", path, target, options, dtype)
 
@@ -280,8 +279,7 @@ def make_eagle(
 ) -> Eagle | Eagle3:
     """Return the EAGLE, EAGLE-3 or MTP head in `file` without its weights, on the target's device.
 
-    Raises:
-        CheckpointError: a head for another target, or id maps that contradict each other.
+    Raises CheckpointError: a head for another target, or id maps that contradict each other.
     """
     device = target.embed_tokens.weight.device
     if file.recognition.family == "EAGLE3":

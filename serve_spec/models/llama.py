@@ -166,9 +166,7 @@ def load_target(
 
     `max_model_len` bounds positions (default: the config's). Each of several ranks loads its part.
     finish: False for a model that has gradients. dummy: random weights, no file is read.
-
-    Raises:
-        CheckpointError: a checkpoint that cannot be used.
+    Raises CheckpointError: a checkpoint that cannot be used.
     """
     shape, checkpoint = open_target(path, dummy=dummy)
     _check_memory(shape, checkpoint, max_model_len)
@@ -203,8 +201,7 @@ def target_dtype(name: str, path: Path | str, device: torch.device) -> torch.dty
 def open_target(path: Path | str, *, dummy: bool = False) -> tuple[ModelShape, Checkpoint]:
     """Return the shape and the weights of a target; reads no weight. dummy: they are random.
 
-    Raises:
-        CheckpointError: a checkpoint that cannot be used.
+    Raises CheckpointError: a checkpoint that cannot be used.
     """
     shape = ModelShape.from_directory(path)
     if dummy:

@@ -127,8 +127,7 @@ def load_medusa(
 ) -> Medusa:
     """Load the heads in `path` for `target`, computing in `dtype`.
 
-    Raises:
-        CheckpointError: as `open_draft`; heads for another target, or tensors that do not fit.
+    Raises CheckpointError: as `open_draft`; heads for another target, or tensors that do not fit.
     """
     file = open_draft(path, "MEDUSA", target.shape if options.dummy else None)
     medusa = make_medusa(file, target, dtype)
@@ -141,8 +140,7 @@ def load_medusa(
 def make_medusa(file: DraftFile, target: Llama, dtype: torch.dtype) -> Medusa:
     """Return the heads in `file` without their weights, on the target's device.
 
-    Raises:
-        CheckpointError: heads for another target, or an id map that cannot be used.
+    Raises CheckpointError: heads for another target, or an id map that cannot be used.
     """
     shape = medusa_shape(file)
     _check_fit(file, shape, target)

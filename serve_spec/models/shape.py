@@ -113,8 +113,7 @@ class ModelShape:
     def on_rank_of(self, size: int) -> "ModelShape":
         """Return the shape of each of `size` ranks: its share of heads and neurons.
 
-        Raises:
-            CheckpointError: heads or neurons are not divisible by `size`.
+        Raises CheckpointError: heads or neurons are not divisible by `size`.
         """
         shared = self._shared_sizes
         uneven = [f"{key}={number}" for key, number in shared.items() if number % size]
@@ -147,8 +146,7 @@ class ModelShape:
     def from_directory(path: Path | str) -> "ModelShape":
         """Read `config.json` and, if present, `generation_config.json` of a target.
 
-        Raises:
-            CheckpointError: no readable config, or a model that is not supported.
+        Raises CheckpointError: no readable config, or a model that is not supported.
         """
         path = Path(path)
         config = read_json(path / "config.json")
@@ -164,8 +162,7 @@ class ModelShape:
     def from_config(config: Config, generation: Config | None = None) -> "ModelShape":
         """Return the shape of a target from its parsed `config.json`.
 
-        Raises:
-            CheckpointError: a key that is missing or not supported.
+        Raises CheckpointError: a key that is missing or not supported.
         """
         config = text_config(config)
         architecture = _architecture(config)
@@ -218,9 +215,7 @@ def check_sizes(
     """Compare the sizes of a layer in config.json with the tensors, before memory is allocated.
 
     tensors: shapes by name. prefix: before `layers.0.` in names.
-
-    Raises:
-        CheckpointError: a tensor is missing or of another size; names the key of config.json.
+    Raises CheckpointError: a tensor is missing or of another size; names the key of config.json.
     """
     layer = f"{prefix}layers.0."
     heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -260,8 +255,7 @@ def check_size(
 def read_json(path: Path) -> dict[str, Any]:
     """Parse a JSON object.
 
-    Raises:
-        CheckpointError: the file is absent, unreadable or not an object.
+    Raises CheckpointError: the file is absent, unreadable or not an object.
     """
     try:
         content = json.loads(path.read_text())
@@ -277,8 +271,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def whole(config: Config, key: str, default: int | None = None) -> int:
     """Return a positive integer of the config; `default` if absent or null.
 
-    Raises:
-        CheckpointError: absent without a default, or not a positive integer.
+    Raises CheckpointError: absent without a default, or not a positive integer.
     """
     value = config.get(key)
     if value is None:
@@ -311,8 +304,7 @@ def check_supported(config: Config) -> None:
 def read_rope(config: Config) -> tuple[float, RopeScaling | None]:
     """Return base frequency and scaling.
 
-    Raises:
-        CheckpointError: a rope type that is not supported or incomplete.
+    Raises CheckpointError: a rope type that is not supported or incomplete.
     """
     kind = "?"
     try:

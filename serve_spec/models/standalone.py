@@ -59,9 +59,7 @@ def load_standalone(
     """Load the model in `path` to draft for `target`, on its device and over its positions.
 
     Ids that only one of both has are padding, and are never drafted.
-
-    Raises:
-        CheckpointError: as `load_target`; a draft head; other tokens than the target's.
+    Raises CheckpointError: as `load_target`; a draft head; other tokens than the target's.
     """
     assert target.path is not None, "a target that was loaded has a path"
     if not options.dummy:
@@ -86,9 +84,7 @@ def shared_ids(
     """Return how many ids of the draft are the target's (`ModelShape.num_ids`); None: all.
 
     Vocabularies of one family are padded differently, so sizes may differ if tokenizers agree.
-
-    Raises:
-        CheckpointError: other tokens, or sizes that differ and no tokenizers to compare.
+    Raises CheckpointError: other tokens, or sizes that differ and no tokenizers to compare.
     """
     is_proven = check_same_tokens(draft_path, target_path)
     if draft.vocab_size != target.vocab_size and not is_proven:

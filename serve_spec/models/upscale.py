@@ -179,8 +179,7 @@ class Expansion:
     def read(directory: Path) -> "Expansion":
         """Return the recipe in `directory`.
 
-        Raises:
-            CheckpointError: a key is missing, unknown or of the wrong kind.
+        Raises CheckpointError: a key is missing, unknown or of the wrong kind.
         """
         path = directory / RECIPE_FILE
         content = read_json(path)
@@ -209,8 +208,7 @@ def check_noise(noise: Any) -> None:
 def open_weights(path: Path | str) -> Checkpoint:
     """Open the checkpoint in `path`: stored weights or an expansion; reads no weight.
 
-    Raises:
-        CheckpointError: as `open_checkpoint`; a recipe without a usable base.
+    Raises CheckpointError: as `open_checkpoint`; a recipe without a usable base.
     """
     directory = Path(path)
     if not (directory / RECIPE_FILE).exists():
@@ -221,8 +219,7 @@ def open_weights(path: Path | str) -> Checkpoint:
 def find_base(base: str, folder: Path) -> Path:
     """Return the folder of `base`; relative paths start at `folder`.
 
-    Raises:
-        CheckpointError: it does not exist, or is an expansion.
+    Raises CheckpointError: it does not exist, or is an expansion.
     """
     try:
         found = locate("base", base, folder)

@@ -62,8 +62,7 @@ SHAPES = {
 def sizes_of(name: str, base: ModelShape) -> dict[str, int]:
     """Return the sizes of an `Expansion` that give `base` the published shape called `name`.
 
-    Raises:
-        CheckpointError: no integer factors lead to that shape.
+    Raises CheckpointError: no integer factors lead to that shape.
     """
     wanted = SHAPES[name]
     hidden = wanted["hidden_size"] // base.hidden_size
@@ -88,8 +87,7 @@ def sizes_of(name: str, base: ModelShape) -> dict[str, int]:
 def expand_target(recipe: Expansion, directory: Path) -> None:
     """Write the target `recipe.base`, expanded, into `directory`: config, recipe, tokenizer.
 
-    Raises:
-        CheckpointError: a base that cannot be used, or a size that does not fit it.
+    Raises CheckpointError: a base that cannot be used, or a size that does not fit it.
     """
     source = find_base(recipe.base, Path.cwd())
     shape = ModelShape.from_directory(source)
@@ -120,12 +118,9 @@ def expand_draft(recipe: Expansion, target: ModelShape, directory: Path) -> str:
     """Write the head `recipe.base`, made for a small `target`, for its expansion by `recipe`.
 
     Without `draft_vocab_size` an EAGLE-3 head gets as many more ids as the target.
-
-    Returns:
-        The head's family, `EAGLE` or `EAGLE3`.
-
-    Raises:
-        CheckpointError: a base that cannot be used, is not of `target`, or does not fit the size.
+    Returns The head's family, `EAGLE` or `EAGLE3`.
+    Raises CheckpointError: a base that cannot be used, is not of `target`, or does not fit the
+    size.
     """
     source = find_base(recipe.base, Path.cwd())
     file = open_draft_file(source)

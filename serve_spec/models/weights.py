@@ -61,8 +61,7 @@ class Checkpoint:
     def rename(self, new_names: Mapping[str, str | None]) -> None:
         """Rename tensors: `new_names[old] = new`; None leaves a tensor out.
 
-        Raises:
-            CheckpointError: two tensors would share a name.
+        Raises CheckpointError: two tensors would share a name.
         """
         homes: dict[str, tuple[TensorFile, str]] = {}
         for name, home in self._homes.items():
@@ -83,9 +82,7 @@ class Checkpoint:
         """Copy every tensor, or a shard of it, to its destination, cast to its dtype and device.
 
         `read_elsewhere` names tensors the caller reads itself.
-
-        Raises:
-            CheckpointError: a tensor is missing, surplus, of another shape, or not of floats.
+        Raises CheckpointError: a tensor is missing, surplus, of another shape, or not of floats.
         """
         self.check(destinations, read_elsewhere)
         for name, destination in destinations.items():
@@ -135,9 +132,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     """Open `model.safetensors` or `pytorch_model.bin`, or the shards of their index.
 
     Reads no weight, but a pickle older than torch 1.6.
-
-    Raises:
-        CheckpointError: none of these is there, or one is damaged or incomplete.
+    Raises CheckpointError: none of these is there, or one is damaged or incomplete.
     """
     directory = Path(path)
     kinds: tuple[tuple[str, type[TensorFile]], ...] = (
@@ -170,8 +165,7 @@ class TensorFile(Protocol):
     def read_floats(self, name: str) -> Tensor:
         """Return a tensor of weights, as `read`.
 
-        Raises:
-            CheckpointError: the tensor does not hold floats.
+        Raises CheckpointError: the tensor does not hold floats.
         """
         tensor = self.read(name)
         if tensor.dtype not in _FLOATS:

@@ -108,9 +108,7 @@ class Channel:
         """Prove that both ends know the secret, before anything is unpickled.
 
         mine, theirs: names of the two ends, so that a proof cannot be sent back as one's own.
-
-        Raises:
-            EOFError: the other end does not know it, or does not answer.
+        Raises EOFError: the other end does not know it, or does not answer.
         """
         self._limit_silence(_PROOF_TIMEOUT)
         challenge = os.urandom(32)
@@ -141,8 +139,7 @@ def wait_for_end(channels: Sequence[Channel], within_s: float | None = None) -> 
 def accept(listener: socket.socket, secret: bytes) -> Channel | None:
     """Return a channel to the next process that connects; None if it is not a rank.
 
-    Raises:
-        TimeoutError: no process connected within the listener's time limit.
+    Raises TimeoutError: no process connected within the listener's time limit.
     """
     end, _ = listener.accept()
     end.setblocking(True)
@@ -150,11 +147,7 @@ def accept(listener: socket.socket, secret: bytes) -> Channel | None:
 
 
 def connect(address: Address) -> Channel:
-    """Return a channel to rank 0.
-
-    Raises:
-        OSError: nothing listens there, or it is not rank 0.
-    """
+    """Return a channel to rank 0. Raises OSError: nothing listens there, or it is not rank 0."""
     channel = Channel(socket.create_connection((address.host, address.port)))
     authenticated = _authenticated(channel, address.secret, b"worker rank", b"rank 0")
     if authenticated is None:

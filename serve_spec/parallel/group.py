@@ -201,9 +201,7 @@ def join(
     """Return the group of all ranks once each of them has called this.
 
     address: rank 0's. host: this rank's.
-
-    Raises:
-        RuntimeError: rank 0 is gone, or has given up.
+    Raises RuntimeError: rank 0 is gone, or has given up.
     """
     store = TCPStore(address.host, address.store_port, wait_for_workers=False, timeout=_TIMEOUT)
     return DeviceGroup(rank, size, device, store, host)

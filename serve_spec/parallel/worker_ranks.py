@@ -82,8 +82,7 @@ class WorkerRanks:
     def accept(self, processes: Processes) -> None:
         """Wait until all have connected.
 
-        Raises:
-            RankLost: one cannot start, or ended, or does not connect.
+        Raises RankLost: one cannot start, or ended, or does not connect.
         """
         self._processes = processes
         deadline = time.monotonic() + _START_S
@@ -98,8 +97,7 @@ class WorkerRanks:
     def join(self, device: torch.device) -> TensorParallel:
         """Return the group of all ranks; it is closed if one is lost.
 
-        Raises:
-            RankLost: one was lost before it joined.
+        Raises RankLost: one was lost before it joined.
         """
         joined: Future[DeviceGroup] = Future()
 
@@ -118,11 +116,7 @@ class WorkerRanks:
         return self._group
 
     def broadcast(self, message: object) -> None:
-        """Send a message to all.
-
-        Raises:
-            RankLost: one is gone.
-        """
+        """Send a message to all. Raises RankLost: one is gone."""
         self.check()
         pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self.in_step():
@@ -139,8 +133,7 @@ class WorkerRanks:
     def in_step(self) -> Iterator[None]:
         """Wrap what all ranks do at the same time; an error in it ends them all.
 
-        Raises:
-            RankLost: another rank was lost, which explains the error here.
+        Raises RankLost: another rank was lost, which explains the error here.
         """
         try:
             yield
@@ -313,9 +306,7 @@ def launch(
 
     module: import path of a module with `follow(settings, rank, size, address)`. launcher: None for
     processes of this host.
-
-    Raises:
-        RankLost: one did not start.
+    Raises RankLost: one did not start.
     """
     launcher = launcher or ProcessLauncher()
     ranks = WorkerRanks(size, launcher.host)

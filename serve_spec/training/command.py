@@ -138,11 +138,7 @@ class Program(Generic[R]):
     extra: Mapping[str, PhaseFunction]
 
     def recipe(self, preset: str) -> R:
-        """Return the recipe called `preset`.
-
-        Raises:
-            ValueError: the name is unknown.
-        """
+        """Return the recipe called `preset`. Raises ValueError: the name is unknown."""
         if preset not in self.presets:
             raise ValueError(f"preset={preset!r}: unknown; use one of {sorted(self.presets)}")
         return self.presets[preset]()

@@ -57,8 +57,7 @@ class NewDraft:
 def new_draft(name: str, target: Llama, recipe: Recipe) -> NewDraft:
     """Return the draft `name`: "eagle3", "eagle", "medusa" or "standalone".
 
-    Raises:
-        ValueError: an unknown name.
+    Raises ValueError: an unknown name.
     """
     builders = {
         "eagle3": _new_eagle3,

@@ -199,10 +199,9 @@ class Acceptance:
 def walk(matches: Tensor, counted: Tensor | None = None) -> Acceptance:
     """Return the acceptance of chains, from the rounds of every sequence.
 
-    Args:
-        matches: bool [K, B, R]; matches[k, b, r] is true if the k-th draft of a round whose root is
-            at place r equals the emitted token at place r + 1 + k.
-        counted: bool [B, R]; only rounds whose root is counted are included. Default: all.
+    matches: bool [K, B, R]; matches[k, b, r] is true if the k-th draft of a round whose root is at
+    place r equals the emitted token at place r + 1 + k.
+    counted: bool [B, R]; only rounds whose root is counted are included. Default: all.
 
     A round at root r accepts m drafts (the matches before the first miss), emits m + 1 tokens, and
     the next root is r + m + 1.

@@ -43,8 +43,7 @@ class CachedAttention(Rows):
 def next_tokens(logits: Tensor, temperature: Tensor, gumbel: Tensor) -> Tensor:
     """Return argmax(logits + T · gumbel): a sample at temperature T, the argmax at T = 0.
 
-    Args:
-        logits, gumbel: float32 [B, V]. temperature: [B, 1].
+    logits, gumbel: float32 [B, V]. temperature: [B, 1].
     """
     return (logits + temperature * gumbel).argmax(-1)
 
@@ -129,9 +128,7 @@ def windows(stream: Tensor, rows: int, row_tokens: int, rng: torch.Generator) ->
     """Return `rows` random windows of `stream` [N] as int64 [rows, row_tokens].
 
     Offsets come from the CPU generator `rng`, so they are the same on every device.
-
-    Raises:
-        ValueError: the stream is shorter than one row.
+    Raises ValueError: the stream is shorter than one row.
     """
     room = len(stream) - row_tokens
     if room <= 0:

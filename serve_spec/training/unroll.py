@@ -72,14 +72,11 @@ def attend(
 ) -> Tensor:
     """Attend causally to the keys of step 0 and, per row, to its own drafted keys.
 
-    Args:
-        q: queries [B, heads, T, D].
-        context_k, context_v: step 0, [B, kv_heads, T, D].
-        own_k, own_v: steps 1..S, [B, kv_heads, S, T, D]; unused places may hold anything.
-        live: [S] bool, which of the S places are in use.
-
-    Returns:
-        [B, heads, T, D]. Softmax in float32.
+    q: queries [B, heads, T, D].
+    context_k, context_v: step 0, [B, kv_heads, T, D].
+    own_k, own_v: steps 1..S, [B, kv_heads, S, T, D]; unused places may hold anything.
+    live: [S] bool, which of the S places are in use.
+    Returns [B, heads, T, D]. Softmax in float32.
     """
     kv_heads, length, dim = context_k.shape[1], q.shape[2], q.shape[3]
     grouped = q.unflatten(1, (kv_heads, -1))
@@ -112,12 +109,8 @@ def draft_loss(
 
     The loss is the cross-entropy towards the target's distribution plus `overlap_weight` times the
     total variation, which is one minus the best acceptance of any lossless verification.
-
-    Args:
-        logits, probs: [B, T, V]. weight: [T], 1 at valid positions, else 0.
-
-    Returns:
-        loss and mean overlap sum(min(p, q)), both 0-d.
+    logits, probs: [B, T, V]. weight: [T], 1 at valid positions, else 0.
+    Returns loss and mean overlap sum(min(p, q)), both 0-d.
     """
     log_q = logits.float().log_softmax(-1)
     p = probs.float()

@@ -32,9 +32,8 @@ class _Slot:
 class MasterWeights:
     """The float32 parameters of `model` by checkpoint name.
 
-    Args:
-        model: before `finish_loading`, because packed weights have no gradient.
-        stored_name: maps a name of `model.tensors()` to the name in the exported file.
+    model: before `finish_loading`, because packed weights have no gradient.
+    stored_name: maps a name of `model.tensors()` to the name in the exported file.
     """
 
     def __init__(self, model: Layer, stored_name: Callable[[str], str] = str) -> None:

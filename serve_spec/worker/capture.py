@@ -171,8 +171,7 @@ class CapturedShapes:
     def build(self, shapes: Iterable[DraftShape]) -> None:
         """Capture every shape, and the plain one, then the stages with prefill chunks.
 
-        Raises:
-            MemoryError: one does not fit; names what each takes.
+        Raises MemoryError: one does not fit; names what each takes.
         """
         wanted = {PLAIN, *shapes}
         self._deepest = max(shape.depth for shape in wanted if shape.is_chain)

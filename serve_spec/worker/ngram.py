@@ -128,8 +128,7 @@ def build_ngram(
 ) -> NgramDrafter:
     """Return the configured n-gram drafter. encode: tokenizes a corpus.
 
-    Raises:
-        ValueError: the corpus cannot be used.
+    Raises ValueError: the corpus cannot be used.
     """
     longest, path = config.speculative_ngram_max_match_window_size, config.speculative_ngram_corpus
     corpus = None if path is None else load_corpus(path, encode, longest)
@@ -240,8 +239,7 @@ def _middles(first: int, last: int) -> Iterator[int]:
 def load_corpus(path: Path, encode: Callable[[str], list[int]], max_match: int) -> Corpus:
     """Read a text file (UTF-8), or token ids (`.npy`, integers [N]).
 
-    Raises:
-        ValueError: the file has neither format.
+    Raises ValueError: the file has neither format.
     """
     key = f"speculative_ngram_corpus={str(path)!r}"
     try:

@@ -105,9 +105,7 @@ class StepBuffers:
 
         max_tree_drafts: drafts of the largest tree; 0 if only chains are drafted.
         max_draws: most roots and drafts of a step.
-
-        Raises:
-            MemoryError: the distributions of sampled drafts do not fit.
+        Raises MemoryError: the distributions of sampled drafts do not fit.
         """
         device, max_requests = slots.lengths.device, slots.padding
 

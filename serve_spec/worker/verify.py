@@ -131,9 +131,7 @@ def read_results(table: list[list[int]]) -> tuple[list[list[int]], tuple[int, ..
 
     Per drawing request: its accepted drafts and the bonus token; indices of those with a draft of
     -1.
-
-    Raises:
-        BrokenLogits: the target's logits held NaN, or nothing finite (-1: see `ops.draw`).
+    Raises BrokenLogits: the target's logits held NaN, or nothing finite (-1: see `ops.draw`).
     """
     token_ids = [row[2 : row[0] + 3] for row in table]
     if any(token < 0 for tokens in token_ids for token in tokens):

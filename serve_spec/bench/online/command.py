@@ -147,8 +147,7 @@ def _plans(
 ) -> tuple[dict[int, Plan], list[CompletionRequest]]:
     """Return the requests of each load by number of replicas, and those of the warm-up.
 
-    Raises:
-        ValueError: see `text_requests`.
+    Raises ValueError: see `text_requests`.
     """
 
     def size(load: Load) -> int:
@@ -268,8 +267,7 @@ def run_offline(
 ) -> LoadRun:
     """Run a load on an idle engine in this process, without HTTP.
 
-    Raises:
-        InvalidRequest: the engine cannot serve a request.
+    Raises InvalidRequest: the engine cannot serve a request.
     """
     schedule, most_at_once = load.arrivals(len(requests), seed), load.num_streams or len(requests)
     waiting = deque(enumerate(requests))

@@ -195,9 +195,7 @@ def text_requests(
     """Return `count` requests with held-out prompts of `prompt_chars` characters.
 
     mixed: every other request is hard to draft: shuffled words and T = 1.
-
-    Raises:
-        ValueError: see `held_out_prompts`.
+    Raises ValueError: see `held_out_prompts`.
     """
     prompts = held_out_prompts(
         lambda text: [ord(character) for character in text],
