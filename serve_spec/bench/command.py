@@ -83,18 +83,12 @@ def overrides(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def configured(args: argparse.Namespace) -> ServeSpecConfig:
-    """Return the configuration with the overrides of the command line.
-
-    Raises ConfigError: it is missing or invalid.
-    """
+    """Return the configuration of the command line, or raise ConfigError."""
     return load_flags(args, prefix_caching=False)
 
 
 def main(argv: list[str], prog: str = "serve-spec bench") -> int:
-    """Run one benchmark; return the process exit status.
-
-    Raises ConfigError: the configuration or an argument is invalid.
-    """
+    """Run one benchmark and return the exit status; raise ConfigError for a wrong argument."""
     parser = argparse.ArgumentParser(prog=prog, description="Measure a pair on this machine.")
     commands = parser.add_subparsers(dest="bench", metavar="BENCHMARK", required=True)
     for name, benchmark in BENCHMARKS.items():

@@ -55,10 +55,7 @@ def recorded_steps(engine: SpecEngine) -> Iterator[list[StepRecord]]:
 def room(
     config: ServeSpecConfig, batch_size: int, num_tokens: int, depth: int, num_batches: int = 1
 ) -> dict[str, int]:
-    """Return sizes with room for batches of full depth, so that no draft is cut.
-
-    num_tokens: of a request, drafts included.
-    """
+    """Return sizes for batches of full depth, of `num_tokens` per request, drafts included."""
     num_batched = max(MIN_BATCHED_TOKENS, 2 * batch_size * (depth + 1))
     sizes = {
         "max_num_seqs": batch_size,

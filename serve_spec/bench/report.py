@@ -82,10 +82,7 @@ def print_record(path: Path | None, **record: object) -> None:
 
 
 def read_records(path: Path, bench: str) -> list[dict[str, Any]]:
-    """Return the records of the last run in a file, including files of older versions.
-
-    Raises ConfigError: the file cannot be read, or has no records of this benchmark.
-    """
+    """Return the records of the last run in a file of any version, or raise ConfigError."""
     try:
         found = _records(path.read_text())
         first = max(at for at, record in enumerate(found) if record["section"] == "run")
@@ -170,10 +167,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Return the commit of the source tree, with `+` if it has changes.
-
-    Without a repository (a container, a copy), it is SERVE_SPEC_COMMIT.
-    """
+    """Return the commit of the source tree, `+` if changed; without git $SERVE_SPEC_COMMIT."""
     try:
         run = subprocess.run(
             ["git", "describe", "--always", "--dirty=+", "--exclude=*"],

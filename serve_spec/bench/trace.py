@@ -71,10 +71,7 @@ class TraceSet:
     """All of one topk."""
 
     def with_tree(self, tree: DraftShape, recorded: "TraceSet") -> "TraceSet":
-        """Return these traces with those of a tree, recorded with the same requests.
-
-        Raises ValueError: the requests differ.
-        """
+        """Return these traces with those of a tree; raise ValueError if the requests differ."""
         pairs = list(zip(self.traces, recorded.traces, strict=True))
         if any((a.kind, a.seed, a.max_tokens) != (b.kind, b.seed, b.max_tokens) for a, b in pairs):
             raise ValueError(f"recorded={tree}: has other requests; record all with the same ones")
@@ -85,10 +82,7 @@ class TraceSet:
         return replace(self, traces=tuple(traces), trees=(*self.trees, tree))
 
     def of(self, kind: TextKind) -> list[AcceptanceTrace]:
-        """Return the traces of one kind, in the order they were recorded.
-
-        Raises ValueError: there is none.
-        """
+        """Return the traces of one kind, as recorded; raise ValueError if there is none."""
         found = [trace for trace in self.traces if trace.kind == kind]
         if not found:
             known = sorted({(t.prompts, t.temperature) for t in self.traces})
@@ -108,10 +102,7 @@ def save_traces(traces: TraceSet, path: Path) -> None:
 
 
 def load_traces(path: Path) -> TraceSet:
-    """Read a file that `save_traces` wrote.
-
-    Raises ValueError: another format, a missing key, or an impossible count.
-    """
+    """Return what `save_traces` wrote; raise ValueError if the file is another."""
     try:
         return _parsed(json.loads(path.read_text()))
     except (KeyError, TypeError) as error:
@@ -202,10 +193,7 @@ _Round: TypeAlias = tuple[int, tuple[float, ...]]
 
 @contextmanager
 def _one_token_per_round(engine: SpecEngine, num_steps: int) -> Iterator[dict[str, list[_Round]]]:
-    """Let steps commit their first token only; yield rounds by request, in order.
-
-    The engine must not schedule ahead.
-    """
+    """Let steps commit one token, without scheduling ahead; yield rounds by request, in order."""
     rounds: dict[str, list[_Round]] = defaultdict(list)
     worker = engine.worker
     submit = worker.submit

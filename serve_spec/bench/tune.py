@@ -246,10 +246,7 @@ def _measurement(
 
 
 def write_costs(llm: LLM, path: Path, shapes: Sequence[DraftShape], *, fresh: bool) -> None:
-    """Measure the costs of steps on the idle engine, unless a matching table exists.
-
-    Raises ConfigError: texts, pages or the token budget are too small to measure anything.
-    """
+    """Measure the costs of steps on the idle engine, unless a table matches."""
     key = cost_key(llm.config, llm.engine.worker)
     max_batch_size = llm.config.scheduler.max_num_seqs
     max_steps = max(shape.depth for shape in shapes)

@@ -76,10 +76,7 @@ class MeasurementFile:
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], *, fresh: bool = False) -> None:
-        """Open or create the file; with `fresh`, overwrite it.
-
-        Raises ConfigError: it has measurements with other settings, or none.
-        """
+        """Open or create the file; raise ConfigError if it has other settings, unless `fresh`."""
         self._path = path
         self.by_place: dict[Place, Measurement] = {}
         header = json.dumps({"settings": settings})

@@ -47,20 +47,14 @@ def make_variants(
 
 
 def fixed_controller(controller: AdaptiveController, shape: DraftShape) -> AdaptiveController:
-    """Return a copy of the controller that drafts one shape.
-
-    Raises ConfigError: the shape was not captured.
-    """
+    """Return a copy that drafts one shape; raise ConfigError if it was not captured."""
     num_tokens = None if shape.is_chain else shape.size + 1
     steps = {"speculative_num_steps": shape.depth, "speculative_num_draft_tokens": num_tokens}
     return _configured(controller, {"speculative_adaptive": False, **steps})
 
 
 def interleaved(trials: int, variants: Collection[T], seed: object = "") -> Iterator[tuple[int, T]]:
-    """Yield every variant once per trial, in a new random order each time.
-
-    Changes of the machine's speed then affect all variants alike.
-    """
+    """Yield every variant once per trial in a new random order: all see the same machine."""
     rng = random.Random(str(seed))
     for trial in range(trials):
         for variant in rng.sample(list(variants), len(variants)):

@@ -117,10 +117,7 @@ def slot_of(keys: Collection[int], batch_size: int) -> int:
 
 
 def load_slots(source: AdaptiveSource = "conservative") -> dict[int, SlotConfig]:
-    """Return the slots of an adaptive config by their smallest batch size, ascending.
-
-    Raises ConfigError: it is unreadable, or has an unknown key or an invalid value.
-    """
+    """Return an adaptive config's slots by least batch size, ascending, or raise ConfigError."""
     if isinstance(source, str) and source in PRESETS:
         source = PRESETS[source]
     if isinstance(source, Mapping):
@@ -160,10 +157,7 @@ def _parse_slots(config: Mapping[str, Any] | Mapping[int, SlotConfig]) -> dict[i
 def parse_slot(
     own: object, shared: Mapping[str, Any] | None = None, *, where: str = ""
 ) -> SlotConfig:
-    """Return a slot's config: its own keys over the shared defaults.
-
-    Raises ConfigError: it is not a mapping, lacks candidate_steps, or has an invalid key or value.
-    """
+    """Return a slot: its own keys over the shared defaults; raise ConfigError if invalid."""
     if isinstance(own, SlotConfig):
         return own
     if not isinstance(own, Mapping):

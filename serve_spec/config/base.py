@@ -276,10 +276,7 @@ def parse_yaml(text: str, name: str) -> Any:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a configuration file.
-
-    Raises ConfigError: it cannot be read; names the place.
-    """
+    """Return the text of a configuration file, or raise ConfigError with its place."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -289,10 +286,7 @@ def read_text(path: Path) -> str:
 
 
 def parse_json_object(text: str, what: str) -> dict[str, Any]:
-    """Return the JSON object in `text`; `what` it is, in messages.
-
-    Raises ConfigError: not JSON of finite numbers, not an object, or a key is given twice.
-    """
+    """Return the JSON object in `text`, of finite numbers and single keys, or raise ConfigError."""
     try:
         content = json.loads(
             text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant

@@ -128,10 +128,7 @@ class CostTable(StrictModel):
 
 
 def load_cost_table(path: Path) -> CostTable:
-    """Return the table in a JSON file.
-
-    Raises ConfigError: it is unreadable, not JSON, of another version, or has an invalid value.
-    """
+    """Return the table in a JSON file of this version, or raise ConfigError."""
     try:
         content = parse_json_object(read_text(path), "a cost table")
         version = content.get("version", FORMAT_VERSION)

@@ -241,10 +241,7 @@ class _SpeculativeConfig(argparse.Action):
 
 
 def speculative_keys(given: str | Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """Return our keys for vLLM's speculative config: vLLM's name and the value of each.
-
-    Raises ConfigError: it is not JSON, or has a key without a counterpart here.
-    """
+    """Return vLLM's name and value by our key, or raise ConfigError for what has no counterpart."""
     option = "--speculative-config"
     if isinstance(given, str):
         try:
@@ -291,10 +288,7 @@ def engine_keys(place: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_value(key: str, text: str, name: str) -> Any:
-    """Return the value that the text of an argument means for a key.
-
-    Raises ConfigError: it is not YAML, for a key that is no text; `name` is in the message.
-    """
+    """Return the value that a text means for a key; raise ConfigError with `name` if not YAML."""
     field = _field(key)
     kinds = {field.annotation, *get_args(field.annotation)}
     if key == "speculative_algorithm":
@@ -315,10 +309,7 @@ def flag_values(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the leaf keys that the flags set; a MODEL of both forms is joined in `args.config`.
-
-    Raises ConfigError: there are two models, or --set is not KEY=VALUE.
-    """
+    """Return the leaf keys that flags set; join two forms of MODEL, or raise ConfigError."""
     values = flag_values(args)
     model = getattr(args, "model", None)
     if model is not None and args.config is None:
@@ -331,10 +322,7 @@ def read_flags(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_flags(args: argparse.Namespace, **defaults: Any) -> ServeSpecConfig:
-    """Return the configuration of the command line; `defaults` of leaf keys lose to flags.
-
-    Raises ConfigError: MODEL is missing, or a value is invalid.
-    """
+    """Return the configuration of the command line, over `defaults`, or raise ConfigError."""
     given = {**defaults, **read_flags(args)}
     if args.config is None:
         raise ConfigError(f"MODEL: missing; give a {_MODEL_HELP}")

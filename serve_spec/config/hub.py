@@ -44,10 +44,7 @@ def checkpoint_folder(
 
 
 def pinned(field: str, name: str, download_dir: Path | None = None) -> str:
-    """Return `ORG/NAME@COMMIT` for a hub id, so that all replicas run the same weights.
-
-    Raises ConfigError: as `checkpoint_folder`.
-    """
+    """Return `ORG/NAME@COMMIT` of a hub id, so that all replicas run the same weights."""
     if name.startswith(ASSET) or Path(name).is_absolute():
         return name
     folder = _download(field, name, download_dir, ["config.json"], progress=False)

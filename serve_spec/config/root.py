@@ -125,10 +125,7 @@ class ServeSpecConfig(StrictModel):
         return found if found.model.path == exact["path"] else found.pinned()
 
     def download(self) -> Self:
-        """Return `pinned` after downloading what the cache lacks, with progress bars on stderr.
-
-        Raises ConfigError: the hub does not have it, refuses it, or cannot be reached.
-        """
+        """Return `pinned` and download what the cache lacks, with progress bars on stderr."""
         exact = self.pinned()
         model, draft = exact.model, exact.speculative.speculative_draft_model_path
         place: dict[str, Any] = {"download_dir": model.download_dir, "progress": True}
@@ -163,10 +160,7 @@ def _with_shipped(sections: Sections) -> Sections:
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Parse a `key=value` argument; the value is YAML.
-
-    Raises ConfigError: no `=`, or the value is not YAML.
-    """
+    """Parse a `key=value` argument, its value as YAML, or raise ConfigError."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError(f"{text!r}: write key=value, for example speculative_num_steps=3")

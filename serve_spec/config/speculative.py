@@ -373,10 +373,7 @@ class _PolicyUpdate(StrictModel):
 
 
 def parse_update(settings: Mapping[str, object]) -> dict[str, Any]:
-    """Validate a change of policy settings; return the keys that were given.
-
-    Raises ConfigError: a key is unknown or a value invalid.
-    """
+    """Return the given keys of a change of policy settings, or raise ConfigError."""
     if not isinstance(settings, Mapping):
         raise ConfigError(f"policy settings={settings!r}: not a mapping; give keys and values")
     return validate(_PolicyUpdate, dict(settings)).explicit_fields()

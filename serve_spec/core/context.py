@@ -78,10 +78,7 @@ class ForwardContext:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype called `float32`, `bfloat16` or `float16`.
-
-    Raises ValueError: any other name.
-    """
+    """Return the dtype `float32`, `bfloat16` or `float16`; raise ValueError for other names."""
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name not in dtypes:
         raise ValueError(f"dtype={name!r} is not supported; use one of {sorted(dtypes)}")

@@ -386,10 +386,7 @@ def _num_pages(
     dtype: torch.dtype,
     device: torch.device,
 ) -> int:
-    """Return the configured number of KV pages, or as many as fit the memory budget.
-
-    Raises ValueError: they need more memory than there is; names the field.
-    """
+    """Return the configured KV pages, or as many as fit; raise ValueError if they do not."""
     page_size = config.cache.page_size
     page_bytes = PagedKVPool.bytes_per_page(target.rank_shape.kv_shapes, page_size, dtype)
     if head is not None:

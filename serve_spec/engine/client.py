@@ -163,10 +163,7 @@ class EngineClient:
         return stream
 
     async def encode(self, prompt: str) -> list[int]:
-        """Return the token ids of a prompt without blocking the event loop.
-
-        Raises InvalidRequest: as `InputProcessor.encode`.
-        """
+        """Return the token ids of a prompt without blocking; see `InputProcessor.encode`."""
         return await encode_async(len(prompt), partial(self._inputs.encode, prompt))
 
     def cancel(self, request_id: str) -> None:

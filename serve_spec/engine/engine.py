@@ -30,10 +30,7 @@ with Python's default of 700 every step would be scanned several times."""
 
 
 def freeze_gc() -> None:
-    """Exclude existing objects from collection, and collect rarely.
-
-    A scan of a whole engine takes a tenth of a second.
-    """
+    """Exclude existing objects from collection and collect rarely: a scan takes 0.1 s."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, *_DEFAULT_THRESHOLDS[1:])
@@ -140,10 +137,7 @@ class SpecEngine:
         return self._finish(step)
 
     def drain(self) -> list[TokenDelta]:
-        """Finish the step in flight and launch no other, so that another engine may use the worker.
-
-        Return what the step emitted.
-        """
+        """Finish the step in flight, launch no other, and return what it emitted."""
         step, self._in_flight = self._in_flight, None
         deltas = [] if step is None else self._finish(step)
         self.worker.drain()
@@ -190,20 +184,14 @@ class SpecEngine:
         params: SamplingParams,
         emitted: Collection[int] = (),
     ) -> Sequence:
-        """Return a checked request for `add`, see `InputProcessor.new_sequence`.
-
-        Raises InvalidRequest: it cannot be served, or its grammar cannot be compiled.
-        """
+        """Return a request for `add`; raise InvalidRequest if it cannot be served."""
         inputs = InputProcessor(self.tokenizer, self.limits, self.check_grammar)
         if params.grammar is not None:
             inputs.check_grammar(params.grammar)
         return inputs.new_sequence(request_id, prompt, params, emitted)
 
     def check_grammar(self, grammar: Grammar) -> None:
-        """Compile a grammar, which may take a second, and cache it. From any thread.
-
-        Raises InvalidRequest: the grammar cannot be compiled.
-        """
+        """Compile a grammar and cache it, from any thread; raise InvalidRequest if that fails."""
         self.worker.grammars.check(grammar)
 
     def add(self, seq: Sequence) -> None:

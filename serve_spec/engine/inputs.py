@@ -57,10 +57,7 @@ def held_token_ids(
 
 
 def check_token_ids(params: SamplingParams, held: Collection[int], num_ids: int) -> None:
-    """Raise InvalidRequest if score edits name an unknown token, or leave no token.
-
-    held: see `held_token_ids`.
-    """
+    """Raise InvalidRequest if score edits name unknown tokens, or leave none but `held`."""
     named: dict[str, Iterable[int]] = {
         "logit_bias": params.logit_bias,
         "allowed_token_ids": params.allowed_token_ids or (),
@@ -168,10 +165,7 @@ class InputProcessor:
         return replace(params, bad_token_ids=bad_token_ids, bad_words=longer)
 
     def encode(self, prompt: str) -> list[int]:
-        """Return the token ids of a text; none for an empty one.
-
-        Raises InvalidRequest: the text is not Unicode, or too long for the model.
-        """
+        """Return a text's token ids; raise InvalidRequest if it is no Unicode, or too long."""
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
@@ -185,10 +179,7 @@ class InputProcessor:
             raise self._too_long(f"<at least {error.at_least} tokens>") from None
 
     def check_grammar(self, grammar: Grammar) -> None:
-        """Compile a grammar, which may take a second.
-
-        Raises InvalidRequest: the grammar cannot be served.
-        """
+        """Compile a grammar, in up to a second; raise InvalidRequest if it cannot be served."""
         if self._limits.forces_acceptance:
             raise grammar.refusal("this engine forces acceptance, for load tests; leave it out")
         self._check_grammar(grammar)

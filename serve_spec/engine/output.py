@@ -146,10 +146,7 @@ class OutputText:
                 self._read_to(end)
 
     def _read_to(self, end: int) -> int:
-        """Move the text up to token `end` into `text` if its last character is complete.
-
-        Return the number of new characters.
-        """
+        """Move complete characters up to token `end` into `text`; return their number."""
         decoded = self._decoded(end)
         new = decoded[len(self._context) :]
         if not new or new.endswith(_INCOMPLETE):

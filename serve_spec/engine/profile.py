@@ -344,10 +344,7 @@ class _Profiler:
         return medians
 
     def sampled_row_ms(self) -> _Part[float]:
-        """Return the cost of sampling per verified token: a median over some points.
-
-        0 if there is no time for a pair of runs; the policy corrects it later.
-        """
+        """Return the median cost of sampling a verified token; 0 without time for it."""
         # Noise grows with a run's time, the effect with its tokens, and long runs leave time for
         # fewer pairs: these points are the most informative.
         points = sorted(self._runs, key=lambda p: self._expected_s(p) ** 1.5 / p.num_tokens)

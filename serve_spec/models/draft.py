@@ -149,10 +149,7 @@ _QUANTIZED_DTYPES = {"fp8": torch.float16, "int8": torch.float32, "int4": torch.
 
 
 def draft_weights(name: str, device: torch.device) -> DraftWeights:
-    """Return the weight format for `speculative_draft_model_quantization`.
-
-    Raises ValueError: the device has no fast products of the format; names the field.
-    """
+    """Return the weight format of a key's value, or raise ValueError for a slow one."""
     if name == "none":
         return "plain"
     if name == "int4":

@@ -24,10 +24,7 @@ _NESTED = ("transformer_layer_config", "speculators_config")
 
 
 def flat_config(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of the head in `directory`, every key at the top.
-
-    Raises CheckpointError: a kind of head or of layers that is not supported.
-    """
+    """Return a config with all keys at the top; raise CheckpointError if it is not supported."""
     kind = config["speculators_model_type"]
     if kind not in SPECULATORS:
         raise CheckpointError(
@@ -51,10 +48,7 @@ def flat_config(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_vocabulary(folder: Path) -> dict[str, int] | None:
-    """Return the id of every token, from `tokenizer.json`; None without that file.
-
-    Raises CheckpointError: the file holds no vocabulary.
-    """
+    """Return ids by token in `tokenizer.json`, None without one; may raise CheckpointError."""
     path = folder / "tokenizer.json"
     if not path.exists():
         return None
@@ -70,10 +64,7 @@ def read_vocabulary(folder: Path) -> dict[str, int] | None:
 
 
 def check_same_tokens(draft: Path, target: Path) -> bool:
-    """Return whether both folders have a tokenizer, which then is the same.
-
-    Raises CheckpointError: a token has different ids, or one of them lacks it.
-    """
+    """Return whether both have a tokenizer; raise CheckpointError if those differ."""
     ours, theirs = read_vocabulary(draft), read_vocabulary(target)
     if ours is None or theirs is None:
         return False
@@ -131,10 +122,7 @@ def current_names(stored: Iterable[str]) -> dict[str, str]:
 
 
 def recognise(stored: Shapes, config: Mapping[str, Any]) -> Recognition:
-    """Return family and layout of the tensors `stored`, shapes by stored name.
-
-    Raises CheckpointError: no known family.
-    """
+    """Return family and layout of tensors, shapes by stored name; may raise CheckpointError."""
     origin = {new: old for old, new in current_names(stored).items()}
     shapes = {new: stored[old] for new, old in origin.items()}
     _refuse_foreign_layouts(shapes)
@@ -312,10 +300,7 @@ def read_draft(path: Path | str, dummy: tuple[str, ModelShape] | None = None) ->
 
 
 def open_draft_file(path: Path | str) -> DraftFile:
-    """Open the EAGLE or EAGLE-3 head in `path`, which must be in the official layout.
-
-    Raises CheckpointError: another family or layout, or as `read_draft`.
-    """
+    """Open an EAGLE or EAGLE-3 head in the official layout, or raise CheckpointError."""
     file = read_draft(path)
     if file.recognition.family not in ("EAGLE", "EAGLE3"):
         raise CheckpointError(

@@ -32,10 +32,7 @@ Facts = dict[str, str]
 
 
 def describe_draft(path: Path, config: ServeSpecConfig | None) -> str:
-    """Return one line per fact about the draft in `path`, as the target of `config` would use it.
-
-    Raises CheckpointError: a draft that cannot be used.
-    """
+    """Return one line per fact about a draft, for `config`'s target; may raise CheckpointError."""
     file = read_draft(path)
     options = DraftOptions() if config is None else DraftOptions.of(config.speculative)
     target_path = None if config is None else config.model.folder

@@ -18,10 +18,7 @@ EMBEDDING = "embed_tokens.weight"
 
 
 def draft_shape(file: DraftFile, target: Llama, options: DraftOptions) -> ModelShape:
-    """Return the shape of the head's layers for `target`, over the target's positions.
-
-    Raises CheckpointError: another vocabulary than the target's, or options not supported.
-    """
+    """Return the shape of the head's layers over `target`'s positions, or raise CheckpointError."""
     shape = layer_shape(file, options, target.shape.vocab_size)
     if shape.vocab_size != target.shape.vocab_size:
         raise CheckpointError(
@@ -38,10 +35,7 @@ def draft_shape(file: DraftFile, target: Llama, options: DraftOptions) -> ModelS
 def layer_shape(
     file: DraftFile, options: DraftOptions, vocab_size: int | None = None
 ) -> ModelShape:
-    """Return the shape of the head's layers. vocab_size: default of the config's.
-
-    Raises CheckpointError: options not supported, or tensors of other sizes than the config's.
-    """
+    """Return the shape of the layers, with a default of vocab_size; may raise CheckpointError."""
     config, shapes = file.config, file.checkpoint.shapes
     attention = "layers.0.self_attn."
     num_layers = _count_layers(shapes)
@@ -78,10 +72,7 @@ def own_embedding(file: DraftFile, target: Llama, hidden_size: int) -> Tensor | 
 
 
 def has_embedding(file: DraftFile, target: Llama, hidden_size: int) -> bool:
-    """Return whether the file stores an embedding; checks its shape.
-
-    Raises CheckpointError: neither the file nor the target has one of this width.
-    """
+    """Return whether the file has an embedding; raise CheckpointError if none fits."""
     found = file.checkpoint.shapes.get(EMBEDDING)
     width = target.shape.hidden_size
     if found is None:
@@ -223,10 +214,7 @@ class Eagle3Shape:
 
 
 def read_eagle3_shape(file: DraftFile, target: Llama, options: DraftOptions) -> Eagle3Shape:
-    """Read and check everything except tensor contents.
-
-    Raises CheckpointError: a head for another target, or a variant not supported.
-    """
+    """Read and check all but tensor contents; raise CheckpointError if they do not fit."""
     layers = draft_shape(file, target, options)
     shapes = file.checkpoint.shapes
     capture = read_capture(file, target.shape.num_layers, options)
@@ -310,10 +298,7 @@ def aux_layers_mean(file: DraftFile, options: DraftOptions) -> Literal["input", 
 
 
 def num_draft_ids(target_ids: Tensor | None, num_ids: int | None) -> int | None:
-    """Return how many draft ids map to ids of the target below `num_ids`; None: all.
-
-    Raises CheckpointError: they are not the first ones.
-    """
+    """Return how many draft ids are real, None: all; raise CheckpointError if not the first."""
     if target_ids is None or num_ids is None:
         return num_ids
     is_real = target_ids < num_ids
@@ -326,10 +311,7 @@ def num_draft_ids(target_ids: Tensor | None, num_ids: int | None) -> int | None:
 
 
 def read_capture(file: DraftFile, num_layers: int, options: DraftOptions) -> FeatureCapture:
-    """Return which of the target's `num_layers` layers the head reads.
-
-    Raises CheckpointError: ids that are not valid, or outside the target.
-    """
+    """Return which of the target's layers the head reads; raise CheckpointError for wrong ids."""
     layers = options.aux_layer_ids
     source = f"speculative_draft_aux_layer_ids={list(layers or ())}"
     if layers is None:

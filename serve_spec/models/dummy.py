@@ -56,10 +56,7 @@ class _RandomFile(TensorFile):
 
 
 def draft_tensors(config: Mapping[str, Any], algorithm: str, target: ModelShape) -> Shapes:
-    """Return the shapes of a head's tensors, by their current names, as its config has them.
-
-    Raises CheckpointError: a size is missing.
-    """
+    """Return the tensor shapes of a head by current name; raise CheckpointError without a size."""
     if algorithm == "MEDUSA":
         return _medusa(config, target)
     hidden, vocab = whole(config, "hidden_size"), target.vocab_size

@@ -235,10 +235,7 @@ class Eagle3(DraftHead):
 def load_eagle(
     path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype
 ) -> DraftHead:
-    """Return the EAGLE head in `path` for `target`, computing in `dtype`.
-
-    Raises CheckpointError: as `open_draft`; a head for another target, or tensors that do not fit.
-    """
+    """Return the EAGLE head in `path` for `target` in `dtype`, or raise CheckpointError."""
     return _load("EAGLE", path, target, options, dtype)
 
 
@@ -277,10 +274,7 @@ def _load(
 def make_eagle(
     file: DraftFile, target: Llama, options: DraftOptions, dtype: torch.dtype
 ) -> Eagle | Eagle3:
-    """Return the EAGLE, EAGLE-3 or MTP head in `file` without its weights, on the target's device.
-
-    Raises CheckpointError: a head for another target, or id maps that contradict each other.
-    """
+    """Return the head without weights, on the target's device, or raise CheckpointError."""
     device = target.embed_tokens.weight.device
     if file.recognition.family == "EAGLE3":
         eagle3 = read_eagle3_shape(file, target, options)

@@ -199,10 +199,7 @@ def target_dtype(name: str, path: Path | str, device: torch.device) -> torch.dty
 
 
 def open_target(path: Path | str, *, dummy: bool = False) -> tuple[ModelShape, Checkpoint]:
-    """Return the shape and the weights of a target; reads no weight. dummy: they are random.
-
-    Raises CheckpointError: a checkpoint that cannot be used.
-    """
+    """Return shape and weights, random if `dummy`; reads no weight. May raise CheckpointError."""
     shape = ModelShape.from_directory(path)
     if dummy:
         with tensor_defaults(torch.float32, "meta"):

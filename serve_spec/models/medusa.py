@@ -125,10 +125,7 @@ class Medusa(DraftHead):
 def load_medusa(
     path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype
 ) -> Medusa:
-    """Load the heads in `path` for `target`, computing in `dtype`.
-
-    Raises CheckpointError: as `open_draft`; heads for another target, or tensors that do not fit.
-    """
+    """Load the heads in `path` for `target` in `dtype`, or raise CheckpointError."""
     file = open_draft(path, "MEDUSA", target.shape if options.dummy else None)
     medusa = make_medusa(file, target, dtype)
     file.checkpoint.load_into(medusa.tensors(), medusa.read_elsewhere)
@@ -138,10 +135,7 @@ def load_medusa(
 
 
 def make_medusa(file: DraftFile, target: Llama, dtype: torch.dtype) -> Medusa:
-    """Return the heads in `file` without their weights, on the target's device.
-
-    Raises CheckpointError: heads for another target, or an id map that cannot be used.
-    """
+    """Return the heads without weights, on the target's device, or raise CheckpointError."""
     shape = medusa_shape(file)
     _check_fit(file, shape, target)
     vocab = target.shape.vocab_size

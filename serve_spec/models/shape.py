@@ -111,10 +111,7 @@ class ModelShape:
         return (KVShape(self.num_kv_heads, self.head_dim, self.head_dim),) * self.num_layers
 
     def on_rank_of(self, size: int) -> "ModelShape":
-        """Return the shape of each of `size` ranks: its share of heads and neurons.
-
-        Raises CheckpointError: heads or neurons are not divisible by `size`.
-        """
+        """Return each of `size` ranks' share of heads and neurons; may raise CheckpointError."""
         shared = self._shared_sizes
         uneven = [f"{key}={number}" for key, number in shared.items() if number % size]
         if uneven:
@@ -144,10 +141,7 @@ class ModelShape:
 
     @staticmethod
     def from_directory(path: Path | str) -> "ModelShape":
-        """Read `config.json` and, if present, `generation_config.json` of a target.
-
-        Raises CheckpointError: no readable config, or a model that is not supported.
-        """
+        """Return the shape of a target's folder, or raise CheckpointError."""
         path = Path(path)
         config = read_json(path / "config.json")
         generation_path = path / "generation_config.json"
@@ -160,10 +154,7 @@ class ModelShape:
 
     @staticmethod
     def from_config(config: Config, generation: Config | None = None) -> "ModelShape":
-        """Return the shape of a target from its parsed `config.json`.
-
-        Raises CheckpointError: a key that is missing or not supported.
-        """
+        """Return the shape in a target's parsed `config.json`, or raise CheckpointError."""
         config = text_config(config)
         architecture = _architecture(config)
         family = FAMILIES[architecture]
@@ -253,10 +244,7 @@ def check_size(
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Parse a JSON object.
-
-    Raises CheckpointError: the file is absent, unreadable or not an object.
-    """
+    """Return a JSON object; raise CheckpointError if it is absent, unreadable or none."""
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError as error:
@@ -269,10 +257,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def whole(config: Config, key: str, default: int | None = None) -> int:
-    """Return a positive integer of the config; `default` if absent or null.
-
-    Raises CheckpointError: absent without a default, or not a positive integer.
-    """
+    """Return a key, `default` if null; raise CheckpointError unless it is a positive integer."""
     value = config.get(key)
     if value is None:
         value = default
@@ -302,10 +287,7 @@ def check_supported(config: Config) -> None:
 
 
 def read_rope(config: Config) -> tuple[float, RopeScaling | None]:
-    """Return base frequency and scaling.
-
-    Raises CheckpointError: a rope type that is not supported or incomplete.
-    """
+    """Return base frequency and scaling; raise CheckpointError if the type is not supported."""
     kind = "?"
     try:
         rope = rope_parameters(config)

@@ -177,10 +177,7 @@ class Expansion:
 
     @staticmethod
     def read(directory: Path) -> "Expansion":
-        """Return the recipe in `directory`.
-
-        Raises CheckpointError: a key is missing, unknown or of the wrong kind.
-        """
+        """Return the recipe in `directory`; raise CheckpointError for a wrong key or value."""
         path = directory / RECIPE_FILE
         content = read_json(path)
         names = {field.name for field in fields(Expansion)}
@@ -206,10 +203,7 @@ def check_noise(noise: Any) -> None:
 
 
 def open_weights(path: Path | str) -> Checkpoint:
-    """Open the checkpoint in `path`: stored weights or an expansion; reads no weight.
-
-    Raises CheckpointError: as `open_checkpoint`; a recipe without a usable base.
-    """
+    """Open stored weights or an expansion; read no weight. Raise CheckpointError if that fails."""
     directory = Path(path)
     if not (directory / RECIPE_FILE).exists():
         return open_checkpoint(directory)
@@ -217,10 +211,7 @@ def open_weights(path: Path | str) -> Checkpoint:
 
 
 def find_base(base: str, folder: Path) -> Path:
-    """Return the folder of `base`; relative paths start at `folder`.
-
-    Raises CheckpointError: it does not exist, or is an expansion.
-    """
+    """Return the folder of `base`, relative to `folder`; raise CheckpointError if it is unfit."""
     try:
         found = locate("base", base, folder)
     except Refusal as error:

@@ -60,10 +60,7 @@ SHAPES = {
 
 
 def sizes_of(name: str, base: ModelShape) -> dict[str, int]:
-    """Return the sizes of an `Expansion` that give `base` the published shape called `name`.
-
-    Raises CheckpointError: no integer factors lead to that shape.
-    """
+    """Return sizes that give `base` the shape `name`, or raise CheckpointError."""
     wanted = SHAPES[name]
     hidden = wanted["hidden_size"] // base.hidden_size
     ffn = wanted["intermediate_size"] // base.intermediate_size
@@ -85,10 +82,7 @@ def sizes_of(name: str, base: ModelShape) -> dict[str, int]:
 
 
 def expand_target(recipe: Expansion, directory: Path) -> None:
-    """Write the target `recipe.base`, expanded, into `directory`: config, recipe, tokenizer.
-
-    Raises CheckpointError: a base that cannot be used, or a size that does not fit it.
-    """
+    """Write the expanded target: config, recipe, tokenizer. May raise CheckpointError."""
     source = find_base(recipe.base, Path.cwd())
     shape = ModelShape.from_directory(source)
     base = read_json(source / "config.json")

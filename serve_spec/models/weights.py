@@ -59,10 +59,7 @@ class Checkpoint:
         return file.read_floats(stored) if floats else file.read(stored)
 
     def rename(self, new_names: Mapping[str, str | None]) -> None:
-        """Rename tensors: `new_names[old] = new`; None leaves a tensor out.
-
-        Raises CheckpointError: two tensors would share a name.
-        """
+        """Rename tensors, None: drop; raise CheckpointError if two would share a name."""
         homes: dict[str, tuple[TensorFile, str]] = {}
         for name, home in self._homes.items():
             known_as = new_names.get(name, name)
@@ -163,10 +160,7 @@ class TensorFile(Protocol):
         """Return the tensor on the CPU, in its stored dtype."""
 
     def read_floats(self, name: str) -> Tensor:
-        """Return a tensor of weights, as `read`.
-
-        Raises CheckpointError: the tensor does not hold floats.
-        """
+        """Return a tensor as `read`; raise CheckpointError if it does not hold floats."""
         tensor = self.read(name)
         if tensor.dtype not in _FLOATS:
             raise CheckpointError(

@@ -137,10 +137,7 @@ def wait_for_end(channels: Sequence[Channel], within_s: float | None = None) -> 
 
 
 def accept(listener: socket.socket, secret: bytes) -> Channel | None:
-    """Return a channel to the next process that connects; None if it is not a rank.
-
-    Raises TimeoutError: no process connected within the listener's time limit.
-    """
+    """Return a channel to the next process, None if it is no rank; may raise TimeoutError."""
     end, _ = listener.accept()
     end.setblocking(True)
     return _authenticated(Channel(end), secret, b"rank 0", b"worker rank")

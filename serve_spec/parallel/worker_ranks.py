@@ -80,10 +80,7 @@ class WorkerRanks:
         atexit.register(self.stop)
 
     def accept(self, processes: Processes) -> None:
-        """Wait until all have connected.
-
-        Raises RankLost: one cannot start, or ended, or does not connect.
-        """
+        """Wait until all have connected; raise RankLost if one cannot start, ends or is late."""
         self._processes = processes
         deadline = time.monotonic() + _START_S
         while missing := [rank for rank in range(1, self.size) if rank not in self._channels]:
@@ -95,10 +92,7 @@ class WorkerRanks:
         self._watcher.start()
 
     def join(self, device: torch.device) -> TensorParallel:
-        """Return the group of all ranks; it is closed if one is lost.
-
-        Raises RankLost: one was lost before it joined.
-        """
+        """Return the group of all ranks, closed if one is lost; RankLost if that is before."""
         joined: Future[DeviceGroup] = Future()
 
         def enter() -> None:

@@ -55,10 +55,7 @@ class NewDraft:
 
 
 def new_draft(name: str, target: Llama, recipe: Recipe) -> NewDraft:
-    """Return the draft `name`: "eagle3", "eagle", "medusa" or "standalone".
-
-    Raises ValueError: an unknown name.
-    """
+    """Return the draft "eagle3", "eagle", "medusa" or "standalone"; raise ValueError for others."""
     builders = {
         "eagle3": _new_eagle3,
         "eagle": _new_eagle,

@@ -41,10 +41,7 @@ class CachedAttention(Rows):
 
 
 def next_tokens(logits: Tensor, temperature: Tensor, gumbel: Tensor) -> Tensor:
-    """Return argmax(logits + T · gumbel): a sample at temperature T, the argmax at T = 0.
-
-    logits, gumbel: float32 [B, V]. temperature: [B, 1].
-    """
+    """Return argmax(logits + T · gumbel), float32 [B, V] both, for temperatures [B, 1]."""
     return (logits + temperature * gumbel).argmax(-1)
 
 

@@ -169,10 +169,7 @@ class CapturedShapes:
         self._verify_runs: dict[tuple[StepSize, int, bool], tuple[Run, float]] = {}
 
     def build(self, shapes: Iterable[DraftShape]) -> None:
-        """Capture every shape, and the plain one, then the stages with prefill chunks.
-
-        Raises MemoryError: one does not fit; names what each takes.
-        """
+        """Capture all shapes and the plain one, then prefill chunks; MemoryError names sizes."""
         wanted = {PLAIN, *shapes}
         self._deepest = max(shape.depth for shape in wanted if shape.is_chain)
         has_trees = any(not shape.is_chain for shape in wanted)

@@ -126,10 +126,7 @@ class NgramDrafter:
 def build_ngram(
     config: SpeculativeConfig, encode: Callable[[str], list[int]], max_steps: int
 ) -> NgramDrafter:
-    """Return the configured n-gram drafter. encode: tokenizes a corpus.
-
-    Raises ValueError: the corpus cannot be used.
-    """
+    """Return the configured n-gram drafter; raise ValueError if the corpus cannot be used."""
     longest, path = config.speculative_ngram_max_match_window_size, config.speculative_ngram_corpus
     corpus = None if path is None else load_corpus(path, encode, longest)
     topk = config.topk
@@ -237,10 +234,7 @@ def _middles(first: int, last: int) -> Iterator[int]:
 
 
 def load_corpus(path: Path, encode: Callable[[str], list[int]], max_match: int) -> Corpus:
-    """Read a text file (UTF-8), or token ids (`.npy`, integers [N]).
-
-    Raises ValueError: the file has neither format.
-    """
+    """Read a text file (UTF-8), or token ids (`.npy`, integers [N]), or raise ValueError."""
     key = f"speculative_ngram_corpus={str(path)!r}"
     try:
         if path.suffix == ".npy":

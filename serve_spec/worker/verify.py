@@ -59,10 +59,7 @@ class Verifier:
     def __call__(
         self, tokens: VerifiedTokens, buffers: StepBuffers, *, has_drafts: bool = True
     ) -> AcceptedPath:
-        """Edit scores, draw, accept; write `buffers.results`, `buffers.paths` and request slots.
-
-        has_drafts: False if no token can be a draft.
-        """
+        """Edit scores, draw, accept; write results, paths and request slots of `buffers`."""
         slots, layout = buffers.slots, tokens.layout
         num_requests = layout.query_starts.shape[0] - 1
         request_slots = buffers.request_slots[:num_requests]
@@ -140,10 +137,7 @@ def read_results(table: list[list[int]]) -> tuple[list[list[int]], tuple[int, ..
 
 
 def survival_table(forced: Acceptance, max_depth: int) -> Tensor:
-    """Return P(the first 1 .. k of n drafts are accepted), float64 [K + 1, K], row n.
-
-    forced: see `Acceptance`. K: max_depth.
-    """
+    """Return P(the first 1 .. k of n drafts are accepted), float64 [K + 1, K], in row n."""
     rows = []
     for depth in range(max_depth + 1):
         survival = [*accumulate(draft_chances(forced, depth), lambda a, b: a * b)]

@@ -219,10 +219,7 @@ class SpecWorker:
         return self.submit(plan).result()
 
     def drain(self) -> None:
-        """Forget the state of all requests, so that another scheduler's requests may follow.
-
-        No step may be in flight.
-        """
+        """Forget all requests, for those of another scheduler. No step may be in flight."""
         self._requests.forget_all()
         self._newest_timer = None
 

@@ -145,10 +145,7 @@ def _measured(args: argparse.Namespace) -> list[Record]:
 def _plans(
     args: argparse.Namespace, num_replicas: Collection[int]
 ) -> tuple[dict[int, Plan], list[CompletionRequest]]:
-    """Return the requests of each load by number of replicas, and those of the warm-up.
-
-    Raises ValueError: see `text_requests`.
-    """
+    """Return the requests of each load by number of replicas, and those of the warm-up."""
 
     def size(load: Load) -> int:
         return int(max(args.num_requests, args.requests_per_stream * (load.num_streams or 0)))
@@ -265,10 +262,7 @@ def run_offline(
     seed: int = 0,
     on_end: OnEnd = int,
 ) -> LoadRun:
-    """Run a load on an idle engine in this process, without HTTP.
-
-    Raises InvalidRequest: the engine cannot serve a request.
-    """
+    """Run a load on an idle engine without HTTP; raise InvalidRequest if it cannot be served."""
     schedule, most_at_once = load.arrivals(len(requests), seed), load.num_streams or len(requests)
     waiting = deque(enumerate(requests))
     outputs = OutputProcessor(engine.tokenizer, engine.abort)

@@ -293,10 +293,7 @@ def _latency_row(each: Record) -> list[object]:
 
 
 def plot(run: Record, measurements: Sequence[Record], path: Path) -> None:
-    """Draw latencies, speed and goodput by load, and batch sizes and K by time.
-
-    Times are those of the last repetition.
-    """
+    """Draw latencies, speed and goodput by load, and the last repetition over time."""
     ticks = [f"{each['load']}\n{each['side']}" for each in measurements]
 
     def bars(title: str, values: Mapping[str, Sequence[float | None]], limit: Any = None) -> Panel:
