@@ -94,8 +94,7 @@ class ModelConfig(StrictModel):
             asynchronous = self.execution == "lanes"
         name = self.path.partition("@")[0] if self.is_on_hub else PurePath(self.path).name
         return self._derive(
-            served_model_name=self.served_model_name or name,
-            async_scheduling=asynchronous,
+            served_model_name=self.served_model_name or name, async_scheduling=asynchronous
         )
 
     @model_validator(mode="after")

@@ -17,12 +17,7 @@ from serve_spec.config.base import (
     section_model,
     unknown_key,
 )
-from serve_spec.config.root import (
-    ServeSpecConfig,
-    is_file,
-    leaf_sections,
-    parse_override,
-)
+from serve_spec.config.root import ServeSpecConfig, is_file, leaf_sections, parse_override
 from serve_spec.config.speculative import SpeculativeConfig
 
 

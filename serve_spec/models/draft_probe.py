@@ -62,10 +62,7 @@ def choose_theta(head: DraftHead, target: Llama, token_ids: Sequence[int]) -> fl
 
 
 def choose_layers(
-    head: DraftHead,
-    target: Llama,
-    token_ids: Sequence[int],
-    readings: Sequence[tuple[int, ...]],
+    head: DraftHead, target: Llama, token_ids: Sequence[int], readings: Sequence[tuple[int, ...]]
 ) -> tuple[int, ...]:
     """Set the layers that `head` reads to those that draft `token_ids` best; return them.
 

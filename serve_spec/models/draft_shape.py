@@ -26,9 +26,7 @@ def draft_shape(file: DraftFile, target: Llama, options: DraftOptions) -> ModelS
             f"{target.shape.vocab_size}; use a head trained for this target"
         )
     return replace(
-        shape,
-        max_position_embeddings=target.max_model_len,
-        num_ids=target.shape.num_ids,
+        shape, max_position_embeddings=target.max_model_len, num_ids=target.shape.num_ids
     )
 
 
@@ -241,9 +239,7 @@ def read_eagle3_shape(file: DraftFile, target: Llama, options: DraftOptions) -> 
 
 
 def switch(
-    file: DraftFile,
-    options: DraftOptions,
-    name: Literal["norm_before_residual", "norm_output"],
+    file: DraftFile, options: DraftOptions, name: Literal["norm_before_residual", "norm_output"]
 ) -> bool:
     """Return a switch of the options, else of the config, else the layout's default.
 

@@ -60,10 +60,7 @@ class Llama(Layer):
     """
 
     def __init__(
-        self,
-        shape: ModelShape,
-        max_model_len: int | None = None,
-        parallel: TensorParallel = SINGLE,
+        self, shape: ModelShape, max_model_len: int | None = None, parallel: TensorParallel = SINGLE
     ) -> None:
         super().__init__()
         self.shape = shape

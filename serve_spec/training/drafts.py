@@ -31,12 +31,7 @@ from serve_spec.training.unroll import (
     unroll,
     unroll_step,
 )
-from serve_spec.training.weights import (
-    MasterWeights,
-    export_checkpoint,
-    initialise,
-    new_llama,
-)
+from serve_spec.training.weights import MasterWeights, export_checkpoint, initialise, new_llama
 
 
 @dataclass(frozen=True)
@@ -308,8 +303,7 @@ def _medusa_loss(recipe: Recipe, draft: NewDraft, device: torch.device) -> Lesso
     """Return the loss of Medusa heads."""
     head = draft.head
     return _compiled_lesson_loss(
-        lambda lesson: medusa_loss(head, lesson, recipe.unroll_decay, recipe.overlap_weight),
-        device,
+        lambda lesson: medusa_loss(head, lesson, recipe.unroll_decay, recipe.overlap_weight), device
     )
 
 

@@ -17,13 +17,7 @@ from typing import Any, TypeAlias
 
 import aiohttp
 
-from serve_spec.bench.online.load import (
-    CompletionRequest,
-    Load,
-    LoadRun,
-    Sample,
-    Served,
-)
+from serve_spec.bench.online.load import CompletionRequest, Load, LoadRun, Sample, Served
 
 _DONE = "[DONE]"
 _KEEPALIVE_S = 2.0
