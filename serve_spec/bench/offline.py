@@ -13,19 +13,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from serve_spec.bench import report
 from serve_spec.bench.command import overrides
 from serve_spec.bench.harness import full_batch_speed, recorded_steps, sampling_params
-from serve_spec.bench.report import (
-    Panel,
-    Record,
-    append_record,
-    draw,
-    forced_acceptance,
-    plot_title,
-    run_record,
-    show,
-    table,
-)
 from serve_spec.bench.variants import Variant, interleaved, make_variants
 from serve_spec.bench.workload import TextKind, TextRequest, held_out_prompts
 from serve_spec.core.record import StepRecord
@@ -74,9 +64,9 @@ def run(args: argparse.Namespace) -> int:
         num_tokens=args.prompt_tokens,
         packages=args.packages,
     )
-    head = run_record("offline", args, llm.config)
-    append_record(args.json, head)
-    measurements: list[Record] = []
+    head = report.run_record("offline", args, llm.config)
+    report.append_record(args.json, head)
+    measurements: list[report.Record] = []
     for batch_size in args.batch_sizes:
         mine = prompts[: max(args.num_prompts, batch_size)]
         for variant in variants:  # first steps are slow
@@ -91,11 +81,11 @@ def run(args: argparse.Namespace) -> int:
                 runs[variant.name].append(found)
             for figures in measure(runs, temperature):
                 measurements.append(figures)
-                append_record(args.json, {"section": "measurement", **figures})
-    show(_table(measurements), head)
+                report.append_record(args.json, {"section": "measurement", **figures})
+    report.show(_table(measurements), head)
     if args.plot is not None:
         plot(head, measurements, args.plot)
-    if forced_acceptance(head) is not None:
+    if report.forced_acceptance(head) is not None:
         return 0  # texts differ by construction
     same = all(each["same_texts"] == each["num_texts"] for each in measurements)
     return 0 if same or args.allow_differences else 1
@@ -123,7 +113,7 @@ def _generate(
     return Run(time.perf_counter() - started, outputs, batches, batch_size)
 
 
-def measure(by_variant: dict[str, list[Run]], temperature: float) -> list[Record]:
+def measure(by_variant: dict[str, list[Run]], temperature: float) -> list[report.Record]:
     """Return the figures of every variant; the first is the reference for speeds and texts.
 
     Speeds are of the median repetition, the range from the slowest to the fastest. Decode speeds
@@ -131,7 +121,7 @@ def measure(by_variant: dict[str, list[Run]], temperature: float) -> list[Record
     """
     off, *_ = by_variant.values()
     off_seconds, off_speed = median(run.seconds for run in off), _decode_speed(off)
-    found: list[Record] = []
+    found: list[report.Record] = []
     for name, runs in by_variant.items():
         times, speed, last = [run.seconds for run in runs], _decode_speed(runs), runs[-1]
         tokens = sum(len(output.token_ids) for output in last.outputs)
@@ -168,7 +158,7 @@ def _decode_speed(runs: Sequence[Run]) -> float | None:
     return median(known) if known else None
 
 
-def _table(measurements: Sequence[Record]) -> str:
+def _table(measurements: Sequence[report.Record]) -> str:
     rows = [
         [
             *(m[key] for key in ("temperature", "batch_size", "variant", "tokens_per_second")),
@@ -180,7 +170,7 @@ def _table(measurements: Sequence[Record]) -> str:
         ]
         for m in measurements
     ]
-    return table(_COLUMNS, rows)
+    return report.table(_COLUMNS, rows)
 
 
 def _depths(rounds: dict[int, int]) -> str:
@@ -192,7 +182,7 @@ def _depths(rounds: dict[int, int]) -> str:
     return f"{mean:.1f} ({shares})"
 
 
-def plot(head: Record, measurements: Sequence[Record], path: Any) -> None:
+def plot(head: report.Record, measurements: Sequence[report.Record], path: Any) -> None:
     """Draw speed over off: a panel per batch size, bars per temperature, accept length above."""
     decodes = all(m["decode_speedup"] is not None for m in measurements)
     key = "decode_speedup" if decodes else "speedup"
@@ -206,7 +196,7 @@ def plot(head: Record, measurements: Sequence[Record], path: Any) -> None:
             for name in dict.fromkeys(m["variant"] for m in mine)
         }
         panels.append(
-            Panel(
+            report.Panel(
                 f"batch {batch_size}",
                 {name: [(i, m[key]) for i, m in enumerate(ms)] for name, ms in by_variant.items()},
                 kind="bars",
@@ -219,4 +209,4 @@ def plot(head: Record, measurements: Sequence[Record], path: Any) -> None:
                 },
             )
         )
-    draw(panels, path, f"{plot_title(head)}; accept length above each bar")
+    report.draw(panels, path, f"{report.plot_title(head)}; accept length above each bar")

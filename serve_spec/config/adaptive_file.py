@@ -14,14 +14,8 @@ from typing import Any, Literal, Self, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
-from serve_spec.config.base import (
-    ConfigError,
-    Refusal,
-    StrictModel,
-    parse_json_object,
-    read_text,
-    validate,
-)
+from serve_spec.config import base
+from serve_spec.config.base import ConfigError, Refusal, StrictModel
 
 Preset: TypeAlias = Literal["conservative", "aggressive"]
 
@@ -123,9 +117,9 @@ def load_slots(source: AdaptiveSource = "conservative") -> dict[int, SlotConfig]
     if isinstance(source, Mapping):
         return _parse_slots(source)
     file = Path(source)
-    text = read_text(file)
+    text = base.read_text(file)
     try:
-        return _parse_slots(parse_json_object(text, "an adaptive config"))
+        return _parse_slots(base.parse_json_object(text, "an adaptive config"))
     except ConfigError as error:
         raise ConfigError(*(f"{file}: {problem}" for problem in error.problems)) from None
 
@@ -137,7 +131,7 @@ def _parse_slots(config: Mapping[str, Any] | Mapping[int, SlotConfig]) -> dict[i
     if not keyed:
         example = '{"1": {"candidate_steps": [1, 3, 7]}}'
         raise ConfigError(f"adaptive config={dict(config)!r}: holds no slot; give one: {example}")
-    defaults = validate(SlotConfig, shared)
+    defaults = base.validate(SlotConfig, shared)
     if not slots:
         return {1: defaults}
     parsed: dict[int, SlotConfig] = {}
@@ -166,7 +160,7 @@ def parse_slot(
     if "candidate_steps" not in own:
         name = ".".join(filter(None, [where, "candidate_steps"]))
         raise ConfigError(f"{name}: missing; {_STEPS_FIX}")
-    return validate(SlotConfig, {**(shared or {}), **own}, where=where)
+    return base.validate(SlotConfig, {**(shared or {}), **own}, where=where)
 
 
 def _is_depth(value: object) -> bool:

@@ -15,14 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from serve_spec.config.base import (
-    ConfigError,
-    Refusal,
-    StrictModel,
-    parse_json_object,
-    read_text,
-    validate,
-)
+from serve_spec.config import base
+from serve_spec.config.base import ConfigError, Refusal, StrictModel
 
 Grid: TypeAlias = tuple[tuple[tuple[float, ...], ...], ...]
 """Milliseconds by context, batch size and steps, in the order of the table's grids."""
@@ -130,11 +124,11 @@ class CostTable(StrictModel):
 def load_cost_table(path: Path) -> CostTable:
     """Return the table in a JSON file of this version, or raise ConfigError."""
     try:
-        content = parse_json_object(read_text(path), "a cost table")
+        content = base.parse_json_object(base.read_text(path), "a cost table")
         version = content.get("version", FORMAT_VERSION)
         if version != FORMAT_VERSION:  # other versions have other fields
             raise ConfigError(f"version={version!r}, but format {FORMAT_VERSION} is supported")
-        return validate(CostTable, content)
+        return base.validate(CostTable, content)
     except ConfigError as error:
         raise ConfigError(f"{path}: {'; '.join(error.problems)}: {_WAY_OUT}") from None
 

@@ -10,13 +10,8 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from serve_spec.config.base import (
-    ConfigError,
-    parse_json_object,
-    parse_yaml,
-    section_model,
-    unknown_key,
-)
+from serve_spec.config import base
+from serve_spec.config.base import ConfigError
 from serve_spec.config.root import ServeSpecConfig, is_file, leaf_sections, parse_override
 from serve_spec.config.speculative import SpeculativeConfig
 
@@ -101,7 +96,7 @@ _MODEL_HELP = "hub id ORG/NAME[@REVISION], folder, asset:NAME, or configuration 
 
 def _field(key: str) -> FieldInfo:
     """Return the field of a leaf key."""
-    section = section_model(ServeSpecConfig.model_fields[leaf_sections()[key]])
+    section = base.section_model(ServeSpecConfig.model_fields[leaf_sections()[key]])
     assert section is not None, "keys are in sections"
     return section.model_fields[key]
 
@@ -240,7 +235,7 @@ def speculative_keys(given: str | Mapping[str, Any]) -> dict[str, tuple[str, Any
     option = "--speculative-config"
     if isinstance(given, str):
         try:
-            given = parse_json_object(given, "the speculative config")
+            given = base.parse_json_object(given, "the speculative config")
         except ConfigError as error:
             raise ConfigError(*(f"{option}: {problem}" for problem in error.problems)) from None
     found = {}
@@ -276,7 +271,7 @@ def engine_keys(place: str, given: Mapping[str, Any]) -> dict[str, Any]:
             read = read_value(key, value, place + name) if isinstance(value, str) else value
             found[key] = read if fixed is None else fixed is bool(value)
         elif f"--{name.replace('_', '-')}" not in NO_EFFECT:
-            unknown.append(unknown_key(place + name, [place + option for option in options]))
+            unknown.append(base.unknown_key(place + name, [place + option for option in options]))
     if unknown:
         raise ConfigError(*unknown)
     return found
@@ -293,7 +288,7 @@ def read_value(key: str, text: str, name: str) -> Any:
         return int(float(found[1]) * _UNITS[found[2]])
     is_word = any(get_origin(kind) is Literal for kind in kinds) and not kinds & {int, float}
     is_text = (is_word or kinds & {str, Path}) and text != "null" and not text.startswith("[")
-    return text if is_text else parse_yaml(text, name)
+    return text if is_text else base.parse_yaml(text, name)
 
 
 def flag_values(args: argparse.Namespace) -> dict[str, Any]:

@@ -13,20 +13,8 @@ from typing import Any, Self, TypeAlias
 
 from pydantic import BaseModel, Field
 
-from serve_spec.config.base import (
-    ASSET,
-    ASSETS,
-    ConfigError,
-    Refusal,
-    StrictModel,
-    anchored,
-    is_path,
-    parse_yaml,
-    read_text,
-    section_model,
-    unknown_key,
-    validate,
-)
+from serve_spec.config import base
+from serve_spec.config.base import ConfigError, Refusal, StrictModel
 from serve_spec.config.checkpoint import with_detected
 from serve_spec.config.engine import CacheConfig, ModelConfig, SchedulerConfig
 from serve_spec.config.hub import checkpoint_folder, pinned
@@ -78,7 +66,10 @@ class ServeSpecConfig(StrictModel):
                 pass
             elif is_file(source):
                 file = Path(source)
-                given, folder = parse_yaml(read_text(file), str(file)), file.absolute().parent
+                given, folder = (
+                    base.parse_yaml(base.read_text(file), str(file)),
+                    file.absolute().parent,
+                )
             else:
                 given, overrides = {}, {"path": str(source), **overrides}
             sections = _sections(given)
@@ -88,7 +79,7 @@ class ServeSpecConfig(StrictModel):
             sections = with_detected(_with_shipped(sections), folder)
         except Refusal as error:
             raise ConfigError(str(error)) from None
-        return validate(cls, sections, folder=folder)
+        return base.validate(cls, sections, folder=folder)
 
     @property
     def draft_folder(self) -> Path | None:
@@ -147,12 +138,12 @@ def _with_shipped(sections: Sections) -> Sections:
     """Return `sections` over the configuration that a shipped pair, such as asset:tiny, has."""
     model = sections["model"]
     name = model.get("path") if isinstance(model, dict) else None
-    if not (isinstance(name, str) and name.startswith(ASSET)):
+    if not (isinstance(name, str) and name.startswith(base.ASSET)):
         return sections
-    file = ASSETS / name.removeprefix(ASSET) / "config.yaml"
+    file = base.ASSETS / name.removeprefix(base.ASSET) / "config.yaml"
     if not file.is_file():
         return sections
-    shipped = _sections(parse_yaml(read_text(file), str(file)))
+    shipped = _sections(base.parse_yaml(base.read_text(file), str(file)))
     for section, values in sections.items():
         of_target = {"path": shipped["model"]["path"]} if section == "model" else {}
         shipped[section] = {**shipped.get(section, {}), **values, **of_target}
@@ -164,7 +155,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError(f"{text!r}: write key=value, for example speculative_num_steps=3")
-    return key, parse_yaml(value, key)
+    return key, base.parse_yaml(value, key)
 
 
 @cache
@@ -174,7 +165,9 @@ def leaf_sections() -> dict[str, str]:
 
 
 def _models() -> dict[str, type[BaseModel]]:
-    models = {name: section_model(field) for name, field in ServeSpecConfig.model_fields.items()}
+    models = {
+        name: base.section_model(field) for name, field in ServeSpecConfig.model_fields.items()
+    }
     return {name: model for name, model in models.items() if model is not None}
 
 
@@ -195,13 +188,15 @@ def _sections(given: object) -> Sections:
 def _override(sections: Sections, values: Mapping[str, Any]) -> None:
     """Set leaf keys; relative paths start at the current directory."""
     homes = leaf_sections()
-    if unknown := [unknown_key(key, homes) for key in values if key not in homes]:
+    if unknown := [base.unknown_key(key, homes) for key in values if key not in homes]:
         raise ConfigError(*unknown)
     for key, value in values.items():
         field = _models()[homes[key]].model_fields[key]
         known = sections.setdefault(homes[key], {})
         if isinstance(known, dict):  # anything else is refused by validation
-            known[key] = anchored(field, value, Path.cwd()) if is_path(field, value) else value
+            known[key] = (
+                base.anchored(field, value, Path.cwd()) if base.is_path(field, value) else value
+            )
 
 
 def _environment() -> dict[str, Any]:
@@ -209,6 +204,6 @@ def _environment() -> dict[str, Any]:
     keys = {f"{_ENV_PREFIX}{home}__{key}".upper(): key for key, home in leaf_sections().items()}
     # Other SERVE_SPEC_ variables (the log level) have no section, hence no double underscore.
     given = [name for name in os.environ if name.startswith(_ENV_PREFIX) and "__" in name]
-    if unknown := [unknown_key(name, keys) for name in given if name not in keys]:
+    if unknown := [base.unknown_key(name, keys) for name in given if name not in keys]:
         raise ConfigError(*unknown)
-    return {keys[name]: parse_yaml(os.environ[name], name) for name in given}
+    return {keys[name]: base.parse_yaml(os.environ[name], name) for name in given}

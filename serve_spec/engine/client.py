@@ -17,23 +17,9 @@ from serve_spec.core.errors import EngineOverloaded, InvalidRequest
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.record import StepRecord
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
+from serve_spec.engine import messages
 from serve_spec.engine.collector import MetricsCollector
 from serve_spec.engine.inputs import InputProcessor
-from serve_spec.engine.messages import (
-    Abort,
-    Add,
-    Call,
-    Command,
-    EngineMessage,
-    FlushCache,
-    Reply,
-    Sender,
-    Stop,
-    decode_message,
-    encode,
-    encode_async,
-    hang_up,
-)
 from serve_spec.engine.output import OutputProcessor
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.log import get_logger
@@ -96,7 +82,7 @@ class EngineClient:
         self.config = config
         self._connection = connection
         self.tokenizer = Tokenizer(config.model.tokenizer_folder)
-        first = decode_message(connection.recv_bytes())
+        first = messages.decode_message(connection.recv_bytes())
         limits = first.limits
         assert limits is not None, "the first message says that the engine is ready"
         grammars = GrammarCompiler(self.tokenizer.describe, limits.vocab_size, limits.eos_token_ids)
@@ -111,9 +97,9 @@ class EngineClient:
         self._preparing: set[str] = set()
         self._max_unfinished = config.scheduler.max_num_seqs + config.scheduler.max_waiting_seqs
         self._calls = itertools.count()
-        self._replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[messages.Reply] = queue.SimpleQueue()
         self._call_lock = threading.Lock()
-        self._sender = Sender[list[msgspec.Raw]](connection, encode, list.extend)
+        self._sender = messages.Sender[list[msgspec.Raw]](connection, messages.encode, list.extend)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failure: str | None = None
         self._snapshot: dict[str, object] = {}
@@ -153,7 +139,7 @@ class EngineClient:
             stats = SpeculationStats(synthetic_acceptance=self._forces_acceptance)
             stream.put(TokenDelta(request_id, (), "", FinishReason.ABORT, stats))
             return stream
-        command = Add.of(seq)
+        command = messages.Add.of(seq)
         self._loop = asyncio.get_running_loop()
         self._streams[request_id] = stream
         self._outputs.add(seq)
@@ -164,7 +150,7 @@ class EngineClient:
 
     async def encode(self, prompt: str) -> list[int]:
         """Return the token ids of a prompt without blocking; see `InputProcessor.encode`."""
-        return await encode_async(len(prompt), partial(self._inputs.encode, prompt))
+        return await messages.encode_async(len(prompt), partial(self._inputs.encode, prompt))
 
     def cancel(self, request_id: str) -> None:
         """End a request and free its pages before the next step; harmless if it has ended."""
@@ -210,7 +196,7 @@ class EngineClient:
 
     def flush_cache(self) -> None:
         """Drop the cached prefixes that no request uses, before the next step."""
-        self._command(FlushCache())
+        self._command(messages.FlushCache())
 
     def report_to(self, metrics: MetricsSink) -> None:
         """Send the record of every step from now on to `metrics`, from a thread of the client."""
@@ -233,22 +219,22 @@ class EngineClient:
     def shutdown(self) -> None:
         """Stop the engine after the current step; unfinished streams are aborted."""
         self._stopping = True
-        self._command(Stop())
+        self._command(messages.Stop())
         self._reader.join(self._stuck_after_s)
-        hang_up(self._connection)
+        messages.hang_up(self._connection)
         self._reader.join()
         self._sender.close()
         self._connection.close()
 
     def _abort(self, request_id: str) -> None:
-        self._command(Abort(request_id))
+        self._command(messages.Abort(request_id))
 
     def _call(self, method: str, argument: object) -> None:
         """Call a method of the engine between steps and wait; its refusal is raised here."""
         self.check_health()
         with self._call_lock:
             number = next(self._calls)
-            self._command(Call(number, method, argument))
+            self._command(messages.Call(number, method, argument))
             try:
                 reply = self._replies.get(timeout=self._stuck_after_s)
                 while reply.number != number:  # of a call that was given up
@@ -259,20 +245,20 @@ class EngineClient:
         if reply.error is not None:
             raise ValueError(reply.error)
 
-    def _command(self, command: Command) -> None:
-        self._sender.put([msgspec.Raw(encode(command))])
+    def _command(self, command: messages.Command) -> None:
+        self._sender.put([msgspec.Raw(messages.encode(command))])
 
     def _read(self) -> None:
         try:
             while True:
-                self._take(decode_message(self._connection.recv_bytes()))
+                self._take(messages.decode_message(self._connection.recv_bytes()))
         except (EOFError, OSError):
             reason = "the engine's process has ended"
         except msgspec.MsgspecError as error:
             reason = f"a message of the engine cannot be decoded: {error}"
         self._lose(reason)
 
-    def _take(self, message: EngineMessage) -> None:
+    def _take(self, message: messages.EngineMessage) -> None:
         self._received_at = time.monotonic()
         if message.deltas or message.failed:  # first: tokens do not wait for metrics
             self._in_loop(partial(self._deliver, message))
@@ -290,7 +276,7 @@ class EngineClient:
         self._collector.observe(record)
         self._metrics.observe(replace(record, speedup=speedup))
 
-    def _deliver(self, message: EngineMessage) -> None:
+    def _deliver(self, message: messages.EngineMessage) -> None:
         for delta in self._outputs.process(message.deltas):
             if (stream := self._streams.get(delta.request_id)) is not None:
                 stream.put(delta)
@@ -307,7 +293,7 @@ class EngineClient:
         if self._failure is None and not self._stopping:
             logger.error("%s", reason)
         self._failure = self._failure or reason
-        hang_up(self._connection)
+        messages.hang_up(self._connection)
         self._in_loop(self._fail_streams)
 
     def _fail_streams(self) -> None:

@@ -16,17 +16,8 @@ import numpy as np
 
 from serve_spec.config.cost_table import FORMAT_VERSION, CostKey, CostTable, Grid, TreeCosts
 from serve_spec.core.draft import PLAIN, DraftShape
-from serve_spec.engine.cost_grid import (
-    Milliseconds,
-    Point,
-    SyntheticPlans,
-    batch_grid,
-    context_grid,
-    even_steps,
-    fill_missing,
-    fill_tree,
-    step_grid,
-)
+from serve_spec.engine import cost_grid
+from serve_spec.engine.cost_grid import Milliseconds, Point, SyntheticPlans
 from serve_spec.worker.worker import SpecWorker
 
 WARM_UP_RUNS = 3
@@ -79,7 +70,9 @@ class ProfileLimits:
     def contexts(self, max_steps: int) -> tuple[int, int]:
         """Return a short and a long context with room for drafts. Raise ValueError if none fits."""
         longest = min(self.max_model_len, self.num_pages * self.page_size) - max_steps
-        short, long = context_grid(longest * 4 // 5)  # requests are up to a quarter longer
+        short, long = cost_grid.context_grid(
+            longest * 4 // 5
+        )  # requests are up to a quarter longer
         if short * 3 // 4 <= max_steps + 1:
             raise ValueError(
                 f"max_model_len={self.max_model_len}, num_pages={self.num_pages} of "
@@ -126,11 +119,13 @@ def measure_costs(
     """
     started = budget.clock()
     chains = [shape.depth for shape in worker.states if shape.is_chain]
-    steps = step_grid(chains, grid.max_steps, every=grid.every_step)
+    steps = cost_grid.step_grid(chains, grid.max_steps, every=grid.every_step)
     shapes = [*map(DraftShape.chain, steps), *grid.trees]
     contexts = limits.contexts(steps[-1])
     sizes = [
-        b for b in batch_grid(grid.max_batch_size) if limits.fits(Point(contexts[0], b, PLAIN))
+        b
+        for b in cost_grid.batch_grid(grid.max_batch_size)
+        if limits.fits(Point(contexts[0], b, PLAIN))
     ]
     essential = [Point(contexts[0], 1, shape) for shape in shapes[: len(steps[:2])]]
     if not all(map(limits.fits, essential)):
@@ -251,8 +246,8 @@ class _Profiler:
         draft, verify = np.stack(chains, axis=-1)
         draft[:, :, 0] = 0.0  # nothing is drafted
         missing = np.argwhere(np.isnan(verify).any(axis=0))
-        draft = fill_missing(even_steps(draft, steps), sizes, steps)
-        verify = fill_missing(verify, sizes, steps)
+        draft = cost_grid.fill_missing(cost_grid.even_steps(draft, steps), sizes, steps)
+        verify = cost_grid.fill_missing(verify, sizes, steps)
         return {
             "batch_sizes": tuple(sizes),
             "num_steps": tuple(steps),
@@ -396,9 +391,9 @@ def _tree_costs(
 ) -> TreeCosts:
     """Return the costs of a tree shape. Gaps are filled from chains, [contexts, sizes, steps]."""
     step_ms = np.maximum(_LEAST_MS, draft[:, :, -1] / steps[-1])
-    draft_ms = fill_tree(measured[0], step_ms * tree.depth)
+    draft_ms = cost_grid.fill_tree(measured[0], step_ms * tree.depth)
     rise = (verify[:, :, -1] - verify[:, :, 0]) / steps[-1]
-    verify_ms = fill_tree(measured[1], verify[:, :, 0] + rise * tree.size)
+    verify_ms = cost_grid.fill_tree(measured[1], verify[:, :, 0] + rise * tree.size)
     return TreeCosts(
         num_steps=tree.depth,
         num_draft_tokens=tree.size,

@@ -22,20 +22,10 @@ from serve_spec.layers.norm import RMSNorm, stream_of
 from serve_spec.layers.rope import RotaryTable
 from serve_spec.layers.vocabulary import vocab_head
 from serve_spec.log import get_logger
+from serve_spec.models import draft_shape
 from serve_spec.models.decoder import DecoderLayer
 from serve_spec.models.draft import DraftHead, sharing_ranks
 from serve_spec.models.draft_checkpoint import DraftFile, DraftOptions, open_draft
-from serve_spec.models.draft_shape import (
-    EMBEDDING,
-    Eagle3Shape,
-    draft_shape,
-    embedding_of,
-    has_embedding,
-    num_draft_ids,
-    own_embedding,
-    read_d2t,
-    read_eagle3_shape,
-)
 from serve_spec.models.llama import FeatureCapture, Llama, without_padding
 from serve_spec.models.shape import ModelShape
 from serve_spec.parallel.group import TensorParallel
@@ -50,7 +40,7 @@ class Eagle(DraftHead):
     the tensors of the file.
     """
 
-    read_elsewhere = (EMBEDDING,)
+    read_elsewhere = (draft_shape.EMBEDDING,)
 
     def __init__(
         self, shape: ModelShape, target: Llama, fc_bias: bool, input_norm: bool, own_head: bool
@@ -141,7 +131,7 @@ class Eagle3FirstLayer(DecoderLayer):
 
     inputs = 2
 
-    def __init__(self, shape: Eagle3Shape, parallel: TensorParallel) -> None:
+    def __init__(self, shape: draft_shape.Eagle3Shape, parallel: TensorParallel) -> None:
         super().__init__(shape.layers.on_rank_of(parallel.size), index=0, parallel=parallel)
         self.norm_before_residual = shape.norm_before_residual
         self.hidden_norm = RMSNorm(shape.layers.hidden_size, shape.layers.rms_norm_eps)
@@ -165,15 +155,17 @@ class Eagle3FirstLayer(DecoderLayer):
 class Eagle3(DraftHead):
     """EAGLE-3 head. Uninitialised: `load_eagle3` fills it."""
 
-    read_elsewhere = (EMBEDDING, "d2t", "t2d")
+    read_elsewhere = (draft_shape.EMBEDDING, "d2t", "t2d")
 
-    def __init__(self, shape: Eagle3Shape, target: Llama, target_ids: Tensor | None) -> None:
+    def __init__(
+        self, shape: draft_shape.Eagle3Shape, target: Llama, target_ids: Tensor | None
+    ) -> None:
         self.parallel = parallel = sharing_ranks(shape.layers, target)
         layers = shape.layers.on_rank_of(parallel.size)
         super().__init__(layers, shape.capture, shape.capture.width(shape.target_hidden_size))
         self.options = shape
         self.target_ids = target_ids
-        self.num_ids = num_draft_ids(target_ids, layers.num_ids)
+        self.num_ids = draft_shape.num_draft_ids(target_ids, layers.num_ids)
         eps = layers.rms_norm_eps
         self.embed_tokens = target.embed_tokens
         self.input_norm = RMSNorm(self.feature_dim, eps) if shape.input_norm else None
@@ -259,9 +251,9 @@ def _load(
     """Load a head's weights, and its own embedding if it differs from the target's."""
     file = open_draft(path, algorithm, target.shape if options.dummy else None)
     head = make_eagle(file, target, options, dtype)
-    embedding = own_embedding(file, target, head.hidden_size)
+    embedding = draft_shape.own_embedding(file, target, head.hidden_size)
     if embedding is not None:
-        head.embed_tokens = embedding_of(embedding)
+        head.embed_tokens = draft_shape.embedding_of(embedding)
     file.checkpoint.load_into(head.tensors(), head.read_elsewhere)
     finish_loading(head)
     _log.info(
@@ -277,18 +269,18 @@ def make_eagle(
     """Return the head without weights, on the target's device, or raise CheckpointError."""
     device = target.embed_tokens.weight.device
     if file.recognition.family == "EAGLE3":
-        eagle3 = read_eagle3_shape(file, target, options)
-        target_ids = read_d2t(file, eagle3.draft_vocab_size, eagle3.layers.vocab_size)
-        has_embedding(file, target, eagle3.layers.hidden_size)
+        eagle3 = draft_shape.read_eagle3_shape(file, target, options)
+        target_ids = draft_shape.read_d2t(file, eagle3.draft_vocab_size, eagle3.layers.vocab_size)
+        draft_shape.has_embedding(file, target, eagle3.layers.hidden_size)
         with tensor_defaults(dtype, device):
             return Eagle3(eagle3, target, None if target_ids is None else target_ids.to(device))
-    shape = draft_shape(file, target, options)
+    shape = draft_shape.draft_shape(file, target, options)
     if shape.hidden_size != target.shape.hidden_size:
         raise CheckpointError(
             f"{file.path}: hidden_size={shape.hidden_size}, but the target's is "
             f"{target.shape.hidden_size}; use a head trained for this target"
         )
-    has_embedding(file, target, shape.hidden_size)
+    draft_shape.has_embedding(file, target, shape.hidden_size)
     with tensor_defaults(dtype, device):
         if file.recognition.family == "MTP":
             return Mtp(shape, target)

@@ -22,17 +22,11 @@ import yaml
 from serve_spec.config import ConfigError
 from serve_spec.config.checkpoint import MTP_KEY
 from serve_spec.core.errors import CheckpointError
+from serve_spec.models import upscale
 from serve_spec.models.draft_checkpoint import DraftFile, open_draft_file
 from serve_spec.models.draft_shape import capture_layers
 from serve_spec.models.shape import NUM_IDS_KEY, ModelShape, read_json, whole
-from serve_spec.models.upscale import (
-    RECIPE_FILE,
-    Expansion,
-    added_layers,
-    check_noise,
-    find_base,
-    moved_layer,
-)
+from serve_spec.models.upscale import Expansion
 
 # Files of a target beside its config and weights.
 _COMPANIONS = (
@@ -83,7 +77,7 @@ def sizes_of(name: str, base: ModelShape) -> dict[str, int]:
 
 def expand_target(recipe: Expansion, directory: Path) -> None:
     """Write the expanded target: config, recipe, tokenizer. May raise CheckpointError."""
-    source = find_base(recipe.base, Path.cwd())
+    source = upscale.find_base(recipe.base, Path.cwd())
     shape = ModelShape.from_directory(source)
     base = read_json(source / "config.json")
     for key, what in (("text_config", "multimodal models"), (MTP_KEY, "models with drafts")):
@@ -116,7 +110,7 @@ def expand_draft(recipe: Expansion, target: ModelShape, directory: Path) -> str:
     Raises CheckpointError: a base that cannot be used, is not of `target`, or does not fit the
     size.
     """
-    source = find_base(recipe.base, Path.cwd())
+    source = upscale.find_base(recipe.base, Path.cwd())
     file = open_draft_file(source)
     family = file.recognition.family
     for key, expected in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
@@ -138,7 +132,7 @@ def expand_draft(recipe: Expansion, target: ModelShape, directory: Path) -> str:
         )
         config["eagle_aux_hidden_state_layer_ids"] = [
             # As outputs of the layers before: this convention is the unambiguous one.
-            moved_layer(layer, target.num_layers, recipe.num_layers) - 1
+            upscale.moved_layer(layer, target.num_layers, recipe.num_layers) - 1
             for layer in captured
         ]
     _write(directory, config, replace(recipe, num_layers=None, draft_vocab_size=rows), source)
@@ -146,7 +140,7 @@ def expand_draft(recipe: Expansion, target: ModelShape, directory: Path) -> str:
 
 
 def _check(recipe: Expansion, vocab_size: int) -> None:
-    check_noise(recipe.noise)
+    upscale.check_noise(recipe.noise)
     for field in ("hidden_factor", "ffn_factor"):
         if getattr(recipe, field) < 1:
             number = getattr(recipe, field)
@@ -185,7 +179,9 @@ def _windows(shape: ModelShape, num_layers: int) -> dict[str, Any]:
     """Return the keys that give each of `num_layers` layers the window of the base's it copies."""
     if shape.sliding_window is None:
         return {"sliding_window": None, "use_sliding_window": False, "layer_types": None}
-    windows = [shape.windows[place] for place, _ in added_layers(shape.num_layers, num_layers)]
+    windows = [
+        shape.windows[place] for place, _ in upscale.added_layers(shape.num_layers, num_layers)
+    ]
     return {
         "sliding_window": shape.sliding_window,
         "use_sliding_window": True,
@@ -201,7 +197,7 @@ def _write(directory: Path, config: Mapping[str, Any], recipe: Expansion, source
     base = recipe.base if recipe.base.startswith("asset:") else str(source)
     written = asdict(replace(recipe, base=base))
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    (directory / RECIPE_FILE).write_text(json.dumps(written, indent=1) + "\n")
+    (directory / upscale.RECIPE_FILE).write_text(json.dumps(written, indent=1) + "\n")
 
 
 _CONFIG_FILE = "expanded.yaml"
@@ -210,7 +206,7 @@ _CONFIG_FILE = "expanded.yaml"
 def main(argv: list[str]) -> int:
     """Write the folders and the configuration; print their names."""
     args = _parser().parse_args(argv)
-    base = ModelShape.from_directory(find_base(args.target, Path.cwd()))
+    base = ModelShape.from_directory(upscale.find_base(args.target, Path.cwd()))
     sizes = _sizes(args, base)
     recipe = Expansion(args.target, noise=args.noise, seed=args.seed, **sizes)
     folder: Path = args.output_dir

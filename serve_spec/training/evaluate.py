@@ -17,16 +17,10 @@ from torch import Tensor
 
 from serve_spec.models import DraftHead, Llama, load_draft, load_target
 from serve_spec.models.standalone import Standalone
+from serve_spec.training import unroll
 from serve_spec.training.sampling import continue_rows, gumbel_like, windows
 from serve_spec.training.settings import DRAFTERS, EvaluationPlan, Recipe
-from serve_spec.training.unroll import (
-    Lesson,
-    Teacher,
-    features_of,
-    forward_rows,
-    unroll,
-    unroll_step,
-)
+from serve_spec.training.unroll import Lesson, Teacher
 
 
 def load_drafters(target: Llama, export: Path) -> dict[str, DraftHead]:
@@ -41,15 +35,15 @@ def load_drafters(target: Llama, export: Path) -> dict[str, DraftHead]:
 def draft_logits(head: DraftHead, lesson: Lesson, rows: slice, steps: int) -> Iterator[Tensor]:
     """Yield logits float32 [B, R, V] of steps 0, 1, ..: step k at row i predicts x_{i+2+k}."""
     if isinstance(head, Standalone):
-        last, _ = forward_rows(head.model, lesson.tokens_from(0))
+        last, _ = unroll.forward_rows(head.model, lesson.tokens_from(0))
         for step in range(steps):
             yield _logits(head, last[:, rows.start + 1 + step : rows.stop + 1 + step])
     elif head.max_steps is not None:
         for step in range(head.max_steps):
             yield _logits(head, head.encode(lesson.last[:, rows]), step)
     else:
-        start = head.encode(features_of(head, lesson))
-        for state in unroll(unroll_step(head), start, lesson, steps):
+        start = head.encode(unroll.features_of(head, lesson))
+        for state in unroll.unroll(unroll.unroll_step(head), start, lesson, steps):
             yield _logits(head, state.unflatten(0, (-1, lesson.row_tokens))[:, rows])
 
 

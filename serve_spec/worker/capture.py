@@ -15,18 +15,10 @@ from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.log import get_logger
 from serve_spec.ops import admission
 from serve_spec.parallel.group import TensorParallel
+from serve_spec.worker import graphs
 from serve_spec.worker.eagle import DraftModel
 from serve_spec.worker.forward import TargetRunner, VerifiedTokens, run_target
-from serve_spec.worker.graphs import (
-    GraphRecorder,
-    Run,
-    Stage,
-    StageRunner,
-    StepSize,
-    batch_sizes,
-    mixed_token_counts,
-    token_counts,
-)
+from serve_spec.worker.graphs import GraphRecorder, Run, Stage, StageRunner, StepSize
 from serve_spec.worker.step_buffers import StepBuffers
 from serve_spec.worker.verify import Verifier
 
@@ -242,12 +234,16 @@ class CapturedShapes:
 
     def _state(self, shape: DraftShape) -> SpecRuntimeState:
         most = self._most_requests(shape)
-        requests = [StepSize(n, n) for n in batch_sizes(most)]
+        requests = [StepSize(n, n) for n in graphs.batch_sizes(most)]
         extend = draft = None
         if shape.depth and self._stages.drafter is not None:
             extend = self._extends_after(shape, requests)
             draft = self._captured(partial(self._stages.draft, shape), requests)
-        counts = token_counts(self._most_tokens(shape)) if shape.depth else batch_sizes(most)
+        counts = (
+            graphs.token_counts(self._most_tokens(shape))
+            if shape.depth
+            else graphs.batch_sizes(most)
+        )
         sizes = [StepSize(n, min(n, self._buffers.max_requests)) for n in counts]
         verify = self._verify_stage(sizes, shape.size + 1, has_trees=not shape.is_chain)
         return SpecRuntimeState(shape, extend, draft, verify)
@@ -270,7 +266,7 @@ class CapturedShapes:
         if not self._extends:
             # A step leaves max_depth + 1 entries missing, and `_extend_known` leaves one.
             widest = max(WIDE_EXTEND, self._buffers.max_depth + 2)
-            all_sizes = [StepSize(n, n) for n in batch_sizes(self._max_captured)]
+            all_sizes = [StepSize(n, n) for n in graphs.batch_sizes(self._max_captured)]
             self._extends[widest] = self._extend_stage(widest, all_sizes)
         length = shape.depth + 1
         known = self._extends.get(length)
@@ -327,7 +323,7 @@ class CapturedShapes:
         most = min(MAX_CAPTURED_PROMPT_TOKENS, self._max_tokens)
         return [
             StepSize(n, min(n, self._buffers.max_requests), min(n, chunks.max_chunks))
-            for n in mixed_token_counts(most)
+            for n in graphs.mixed_token_counts(most)
         ]
 
     def _admit_stage(self, *, has_trees: bool) -> StageRunner:
@@ -337,7 +333,7 @@ class CapturedShapes:
             return StageRunner(stage)
         shapes = [s for s in self.states if s.depth and s.is_chain != has_trees]
         most = max(map(self._most_requests, shapes))
-        return self._captured(stage, [StepSize(n, n) for n in batch_sizes(most)])
+        return self._captured(stage, [StepSize(n, n) for n in graphs.batch_sizes(most)])
 
     @contextmanager
     def _reported(self, shape: DraftShape | None) -> Iterator[None]:

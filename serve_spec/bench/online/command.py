@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 from tqdm import tqdm
 
+from serve_spec.bench import report
 from serve_spec.bench.online.client import Clients, OnEnd, Target
 from serve_spec.bench.online.load import (
     Bursty,
@@ -45,15 +46,6 @@ from serve_spec.bench.online.server import (
     serve_file,
     server_variant,
 )
-from serve_spec.bench.report import (
-    Record,
-    append_record,
-    forced_acceptance,
-    option,
-    read_records,
-    run_record,
-    show,
-)
 from serve_spec.bench.variants import interleaved
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.config.flags import flag_values
@@ -76,14 +68,14 @@ def run(args: argparse.Namespace) -> int:
         _check(args)
         records = _measured(args)
     else:
-        records = list(read_records(args.from_json, "online"))
+        records = list(report.read_records(args.from_json, "online"))
     head, *measurements = records
     loads = list(dict.fromkeys(each["load"] for each in measurements))
     measurements.sort(key=lambda each: loads.index(each["load"]))
-    show(tables(head, measurements), head)
+    report.show(tables(head, measurements), head)
     if args.plot is not None:
         plot(head, measurements, args.plot)
-    if args.from_json is not None or forced_acceptance(head) is not None:
+    if args.from_json is not None or report.forced_acceptance(head) is not None:
         return 0  # of forced acceptance, texts differ by construction
     same = all(each["same_texts"] == each["num_texts"] for each in measurements)
     answered = all(each["num_texts"] for each in measurements)
@@ -95,7 +87,9 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--set={args.set!r}: needs --compare-offline, whose keys it overrides")
     for name in ("port", "variants", "client_cores"):
         if getattr(args, name) and args.deploy is None:
-            raise ConfigError(f"{option(name)}: needs --deploy; --url names a running server")
+            raise ConfigError(
+                f"{report.option(name)}: needs --deploy; --url names a running server"
+            )
     if args.flags and args.deploy is None and args.compare_offline is None:
         flag, value = next(iter(args.flags.values()))
         raise ConfigError(f"{flag}={value!r}: needs --deploy; --url names a running server")
@@ -103,7 +97,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--per-replica: needs --variants, which give num_replicas")
 
 
-def _measured(args: argparse.Namespace) -> list[Record]:
+def _measured(args: argparse.Namespace) -> list[report.Record]:
     """Return the record of the run and of every load and side; write each side when it is done."""
     config = None  # read first, so that a mistake in it does not cost the run
     if args.compare_offline is not None:
@@ -114,17 +108,17 @@ def _measured(args: argparse.Namespace) -> list[Record]:
     plans, warm_up = _plans(args, {1, *(each.num_replicas for each in variants)})
     objective = Objective(args.slo_ttft_ms, args.slo_tpot_ms)
     texts: dict[int, str] = {}
-    records: list[Record] = []
+    records: list[report.Record] = []
 
     def add(side: str, runs: Runs, num_replicas: int | None) -> None:
         every = [run for repetitions in runs.values() for run in repetitions]
         add_texts(texts, every)
         if not records:
-            head = run_record("online", args, config, objective=asdict(objective))
+            head = report.run_record("online", args, config, objective=asdict(objective))
             if any(map(is_forced, every)):
                 head["environment"]["synthetic_acceptance"] = True
             records.append(head)
-            append_record(args.json, head)
+            report.append_record(args.json, head)
         for load, mine in runs.items():
             found = measure(
                 *(load.name, side, mine, objective, texts),
@@ -132,7 +126,7 @@ def _measured(args: argparse.Namespace) -> list[Record]:
                 num_streams=load.num_streams,
             )
             records.append({"section": "measurement", **found})
-            append_record(args.json, records[-1])
+            report.append_record(args.json, records[-1])
 
     for variant in servers:
         name, count = (HTTP, None) if variant is None else (variant.name, variant.num_replicas)
