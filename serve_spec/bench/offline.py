@@ -14,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from serve_spec.bench import report
-from serve_spec.bench.command import overrides
+from serve_spec.bench.command import configured
 from serve_spec.bench.harness import full_batch_speed, recorded_steps, sampling_params
 from serve_spec.bench.variants import Variant, interleaved, make_variants
 from serve_spec.bench.workload import TextKind, TextRequest, held_out_prompts
@@ -39,11 +39,6 @@ class Run:
     """The steps of every batch."""
     batch_size: int
 
-    @property
-    def decode_speed(self) -> float | None:
-        """Return the tokens/s of full batches; None if all texts were too short."""
-        return full_batch_speed(self.batch_size, self.batches)
-
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark and print its table; return 1 if texts differ unexpectedly."""
@@ -52,12 +47,10 @@ def run(args: argparse.Namespace) -> int:
         "num_pages": max(256, max_batch_size * (num_tokens + 64) // 16),
         "max_num_seqs": max_batch_size,
     }
-    llm = LLM(args.config, **{**sizes, "speculative_adaptive": True, **overrides(args)})
+    llm = LLM(configured(args, speculative_adaptive=True, **sizes))
     controller = llm.engine.controller
-    variants = [
-        *make_variants(controller, args.num_steps, []),
-        Variant("adaptive", False, controller),
-    ]
+    variants = make_variants(controller, args.num_steps, [])
+    variants.append(Variant("adaptive", False, controller))
     prompts = held_out_prompts(
         llm.engine.tokenizer.encode,
         count=max(args.num_prompts, *args.batch_sizes),
@@ -154,8 +147,8 @@ def measure(by_variant: dict[str, list[Run]], temperature: float) -> list[report
 
 
 def _decode_speed(runs: Sequence[Run]) -> float | None:
-    known = [speed for run in runs if (speed := run.decode_speed) is not None]
-    return median(known) if known else None
+    speeds = [full_batch_speed(run.batch_size, run.batches) for run in runs]
+    return median(known) if (known := [speed for speed in speeds if speed]) else None
 
 
 def _table(measurements: Sequence[report.Record]) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from serve_spec.adaptive.drafts import DraftCalibration
-from serve_spec.bench.command import configured, overrides
+from serve_spec.bench.command import configured
 from serve_spec.bench.harness import sampling_params
 from serve_spec.bench.report import table
 from serve_spec.bench.workload import CLASSES, TextKind, TextRequest, prompts_by_source
@@ -220,7 +220,6 @@ def _one_token_per_round(engine: SpecEngine, num_steps: int) -> Iterator[dict[st
 
 def run(args: argparse.Namespace) -> int:
     """Record every kind of text that `CLASSES` has; print a table."""
-    given = overrides(args)
     forced = configured(args).speculative.synthetic_acceptance
     if forced is not None:
         fix = "a trace needs real texts; omit the key"
@@ -230,7 +229,7 @@ def run(args: argparse.Namespace) -> int:
         "max_num_batched_tokens": 4096,
         "async_scheduling": False,
     }
-    llm = LLM(args.config, **{**fixed, "speculative_num_steps": args.num_steps, **given})
+    llm = LLM(configured(args, speculative_num_steps=args.num_steps, **fixed))
     prompts = prompts_by_source(
         llm.engine.tokenizer.encode, count=args.num_requests, num_tokens=args.prompt_tokens
     )
@@ -249,7 +248,7 @@ def run(args: argparse.Namespace) -> int:
             "speculative_eagle_topk": args.topk,
         }
         llm.shutdown()
-        llm = LLM(args.config, **{**fixed, **shape, **given})
+        llm = LLM(configured(args, **fixed, **shape))
         traces = traces.with_tree(tree, record(llm.engine, requests, args.num_tokens))
     save_traces(traces, args.json)
     print(_table(traces))
