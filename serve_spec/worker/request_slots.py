@@ -28,7 +28,8 @@ class RequestSlots:
     `pages` int32 [S, P]: page ids of positions `0 ..`. `lengths` int32 [S]: committed tokens.
     `draft_lengths` int32 [S]: draft KV entries. `recent` int32 [S, RING_TOKENS]: the token at
     position p is in column p mod RING_TOKENS. `params`: [S] each. `edits`: 8 bytes per slot and
-    token id.
+    token id. `padding`: index of the padding slot, which is the number of the others.
+    `vocab_size`: width of the logits.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class RequestSlots:
     ) -> None:
         """Make `num_slots` slots and one for padding, whose pages are the scratch page."""
         num_rows = num_slots + 1
+        self.padding, self.vocab_size = num_slots, vocab_size
 
         def full(*shape: int, value: float = 0, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.full((num_rows, *shape), value, dtype=dtype, device=device)
@@ -57,16 +59,6 @@ class RequestSlots:
             min_p=full(dtype=torch.float32),
         )
         self.edits = ScoreEdits.create(num_rows, vocab_size, device)
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the logits."""
-        return self.edits.bias.shape[1]
-
-    @property
-    def padding(self) -> int:
-        """Index of the padding slot; also the number of slots for requests."""
-        return self.lengths.shape[0] - 1
 
 
 class RequestStates:

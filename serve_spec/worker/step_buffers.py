@@ -117,6 +117,7 @@ class StepBuffers:
         self.read_back = zeros(sum(sizes))
         results, query_lens, shares = self.read_back.split(sizes)
         self.slots = slots
+        self.max_requests, self.max_depth, self.max_drafts = max_requests, max_depth, most
         self.request_slots = torch.full_like(zeros(max_requests), slots.padding)
         self.depths = zeros(max_requests)
         self.query_lens: Tensor = query_lens
@@ -137,21 +138,6 @@ class StepBuffers:
         self.draft_logits: DraftLogits | None = None
         if samples_drafts and head is not None and max_depth:
             self.draft_logits = _draft_logits(slots, max_depth, head)
-
-    @property
-    def max_requests(self) -> int:
-        """Most requests of a step."""
-        return self.request_slots.shape[0]
-
-    @property
-    def max_depth(self) -> int:
-        """Most levels of drafts."""
-        return self.results.shape[1] - 3
-
-    @property
-    def max_drafts(self) -> int:
-        """Most drafts of a request."""
-        return self.drafts.shape[1]
 
     def write_requests(
         self, slots: Sequence[int], depths: Sequence[int], num_drafts: Sequence[int]
@@ -233,44 +219,19 @@ class Chunk(NamedTuple):
     token_ids: Sequence[int]
 
 
-_SLOT, _START, _LEN = range(3)
-
-
 class PrefillChunks:
     """The chunks of a step: at most P chunks and `max_tokens` tokens.
 
-    `table` int32 [3, P]: request slot, first position, length (0 past the last chunk).
+    `table` int32 [3, P]: its rows are `request_slots`, `starts` (the position of each chunk's first
+    token) and `lens` (0 past the last chunk).
     `tokens` int64 [max_tokens]: the tokens of all chunks, one after another.
     """
 
     def __init__(self, max_tokens: int, max_chunks: int, device: torch.device) -> None:
+        self.max_tokens, self.max_chunks = max_tokens, max_chunks
         self.table = torch.zeros(3, max_chunks, dtype=torch.int32, device=device)
+        self.request_slots, self.starts, self.lens = self.table.unbind()
         self.tokens = torch.zeros(max_tokens, dtype=torch.int64, device=device)
-
-    @property
-    def max_tokens(self) -> int:
-        """Most tokens of all chunks together."""
-        return self.tokens.shape[0]
-
-    @property
-    def max_chunks(self) -> int:
-        """Most chunks."""
-        return self.table.shape[1]
-
-    @property
-    def request_slots(self) -> Tensor:
-        """int32 [P]."""
-        return self.table[_SLOT]
-
-    @property
-    def starts(self) -> Tensor:
-        """Position of each chunk's first token: int32 [P]."""
-        return self.table[_START]
-
-    @property
-    def lens(self) -> Tensor:
-        """Tokens of each chunk: int32 [P]."""
-        return self.table[_LEN]
 
     def write(self, chunks: Iterable[Chunk]) -> int:
         """Write chunks without waiting for the device. Return their number."""
