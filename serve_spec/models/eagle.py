@@ -9,6 +9,7 @@ target's residual stream before its final norm, or the head's own output after i
 Source: github.com/SafeAILab/EAGLE, `eagle/model/cnets1.py`, `cnets.py`; options: SpecForge, vLLM.
 """
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -224,31 +225,13 @@ class Eagle3(DraftHead):
         )
 
 
-def load_eagle(
-    path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype
-) -> DraftHead:
-    """Return the EAGLE head in `path` for `target` in `dtype`, or raise CheckpointError."""
-    return _load("EAGLE", path, target, options, dtype)
-
-
-def load_eagle3(
-    path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype
-) -> DraftHead:
-    """Return the EAGLE-3 head in `path`; see `load_eagle`."""
-    return _load("EAGLE3", path, target, options, dtype)
-
-
-def load_mtp(
-    path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype
-) -> DraftHead:
-    """Return the MTP head in the checkpoint of its target; see `load_eagle`."""
-    return _load("MTP", path, target, options, dtype)
-
-
 def _load(
     algorithm: str, path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype
 ) -> DraftHead:
-    """Load a head's weights, and its own embedding if it differs from the target's."""
+    """Return the head in `path` for `target`, computing in `dtype`, or raise CheckpointError.
+
+    It gets its own embedding if that differs from the target's.
+    """
     file = open_draft(path, algorithm, target.shape if options.dummy else None)
     head = make_eagle(file, target, options, dtype)
     embedding = draft_shape.own_embedding(file, target, head.hidden_size)
@@ -261,6 +244,11 @@ def _load(
         file.recognition.family, file.path, head.shape, embedding is not None,
     )  # fmt: skip
     return head
+
+
+load_eagle = partial(_load, "EAGLE")
+load_eagle3 = partial(_load, "EAGLE3")
+load_mtp = partial(_load, "MTP")
 
 
 def make_eagle(

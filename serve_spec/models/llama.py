@@ -225,7 +225,7 @@ def _text_name(stored: str) -> str | None:
 def _check_memory(shape: ModelShape, checkpoint: Checkpoint, max_model_len: int | None) -> None:
     """Raise if config.json claims more than the files hold, before memory is allocated."""
     tensors, directory = checkpoint.shapes, checkpoint.directory
-    check_size(tensors, directory, "model.embed_tokens.weight", 0, "vocab_size", shape.vocab_size)
+    check_size(tensors, directory, "model.embed_tokens.weight", "vocab_size", shape.vocab_size)
     check_sizes(shape, tensors, directory, "model.")
     if not any(name.startswith(f"model.layers.{shape.num_layers - 1}.") for name in tensors):
         raise CheckpointError(

@@ -210,32 +210,26 @@ def check_sizes(
     """
     layer = f"{prefix}layers.0."
     heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    sizes = (
-        (layer + "self_attn.o_proj.weight", 0, "hidden_size", shape.hidden_size),
-        (layer + "self_attn.q_proj.weight", 0, "num_attention_heads * head_dim", heads),
-        (layer + "self_attn.k_proj.weight", 0, "num_key_value_heads * head_dim", kv_heads),
-        (layer + "mlp.gate_proj.weight", 0, "intermediate_size", shape.intermediate_size),
-    )
-    for name, dim, key, size in sizes:
-        check_size(tensors, directory, name, dim, key, size)
+    for name, key, size in (
+        ("self_attn.o_proj.weight", "hidden_size", shape.hidden_size),
+        ("self_attn.q_proj.weight", "num_attention_heads * head_dim", heads),
+        ("self_attn.k_proj.weight", "num_key_value_heads * head_dim", kv_heads),
+        ("mlp.gate_proj.weight", "intermediate_size", shape.intermediate_size),
+    ):
+        check_size(tensors, directory, layer + name, key, size)
 
 
 def check_size(
-    tensors: Mapping[str, tuple[int, ...]],
-    directory: Path | str,
-    name: str,
-    dim: int,
-    key: str,
-    size: int,
+    tensors: Mapping[str, tuple[int, ...]], directory: Path | str, name: str, key: str, size: int
 ) -> None:
-    """Raise CheckpointError unless the tensor exists and has the size of config.json."""
+    """Raise CheckpointError unless the tensor exists, with as many rows as config.json says."""
     if name not in tensors:
         raise CheckpointError(
             f"{directory}: missing {name}; the files are incomplete or config.json describes "
             "another model"
         )
     found = list(tensors[name])
-    expected = [*found[:dim], size, *found[dim + 1 :]]
+    expected = [size, *found[1:]]
     if found != expected:
         raise CheckpointError(
             f"{directory}/config.json: {key}={size}: tensor {name} is {found}, expected "
