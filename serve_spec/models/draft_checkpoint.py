@@ -247,6 +247,12 @@ class DraftFile:
         value = self.config.get(key)
         return self.nested.get(key) if value is None else value
 
+    def refusal(
+        self, problem: str, fix: str = "use a head trained for this target"
+    ) -> CheckpointError:
+        """Return an error that names the draft, what is wrong and what to do."""
+        return CheckpointError(f"{self.path}: {problem}; {fix}")
+
     @property
     def nested(self) -> Mapping[str, Any]:
         """Return the config's `eagle_config`; empty if absent."""

@@ -21,9 +21,8 @@ def draft_shape(file: DraftFile, target: Llama, options: DraftOptions) -> ModelS
     """Return the shape of the head's layers over `target`'s positions, or raise CheckpointError."""
     shape = layer_shape(file, options, target.shape.vocab_size)
     if shape.vocab_size != target.shape.vocab_size:
-        raise CheckpointError(
-            f"{file.path}: vocab_size={shape.vocab_size}, but the target's is "
-            f"{target.shape.vocab_size}; use a head trained for this target"
+        raise file.refusal(
+            f"vocab_size={shape.vocab_size}, but the target's is {target.shape.vocab_size}"
         )
     return replace(
         shape, max_position_embeddings=target.max_model_len, num_ids=target.shape.num_ids
@@ -56,44 +55,33 @@ def layer_shape(
     return shape
 
 
-def own_embedding(file: DraftFile, target: Llama, hidden_size: int) -> Tensor | None:
+def own_embedding(file: DraftFile, target: Llama) -> Embedding | None:
     """Return the file's embedding [V, H] in the target's dtype; None if it equals the target's.
 
     Many files hold a copy of the target's; sharing it saves memory.
-    Raises CheckpointError: neither the file nor the target has one of this width.
     """
-    if not has_embedding(file, target, hidden_size):
+    if EMBEDDING not in file.checkpoint:
         return None
     theirs = target.embed_tokens.weight
     own = file.checkpoint.read(EMBEDDING).to(dtype=theirs.dtype, device=theirs.device)
-    return None if target.embed_tokens.holds(own) else own
+    if target.embed_tokens.holds(own):
+        return None
+    embedding = Embedding(0, 0)
+    embedding.weight = torch.nn.Parameter(own, requires_grad=False)
+    return embedding
 
 
-def has_embedding(file: DraftFile, target: Llama, hidden_size: int) -> bool:
-    """Return whether the file has an embedding; raise CheckpointError if none fits."""
-    found = file.checkpoint.shapes.get(EMBEDDING)
-    width = target.shape.hidden_size
-    if found is None:
-        if hidden_size == width:
-            return False
-        raise CheckpointError(
-            f"{file.path}: {EMBEDDING} is missing and the target's cannot stand in: hidden_size="
-            f"{hidden_size}, target {width}; use a head trained for this target"
+def check_embedding(file: DraftFile, target: Llama, hidden_size: int) -> None:
+    """Raise CheckpointError unless the file or the target has an embedding of this width."""
+    found, width = file.checkpoint.shapes.get(EMBEDDING), target.shape.hidden_size
+    if found is None and hidden_size != width:
+        raise file.refusal(
+            f"{EMBEDDING} is missing and the target's cannot stand in: hidden_size={hidden_size}, "
+            f"target {width}"
         )
     expected = (target.shape.vocab_size, hidden_size)
-    if found != expected:
-        raise CheckpointError(
-            f"{file.path}: tensor {EMBEDDING} is {list(found)}, expected {list(expected)}; "
-            "use a head trained for this target"
-        )
-    return True
-
-
-def embedding_of(weight: Tensor) -> Embedding:
-    """Return an embedding layer over `weight` [V, H]."""
-    embedding = Embedding(0, 0)
-    embedding.weight = torch.nn.Parameter(weight, requires_grad=False)
-    return embedding
+    if found is not None and found != expected:
+        raise file.refusal(f"tensor {EMBEDDING} is {list(found)}, expected {list(expected)}")
 
 
 def _sliding_window(file: DraftFile) -> int | None:
@@ -105,10 +93,11 @@ def _sliding_window(file: DraftFile) -> int | None:
         return None
     window = whole(config, "sliding_window")
     if kinds != {"sliding_attention"}:
-        raise CheckpointError(
-            f"{file.path}: sliding_window={window} with layer_types={sorted(kinds)} does not say "
-            "that all draft layers have it, and mixed ones are not supported; correct config.json "
-            "(layer_types, or sliding_window=null), or use a head whose layers are alike"
+        raise file.refusal(
+            f"sliding_window={window} with layer_types={sorted(kinds)} does not say that all draft "
+            "layers have it, and mixed ones are not supported",
+            "correct config.json (layer_types, or sliding_window=null), or use a head whose layers "
+            "are alike",
         )
     return window
 
@@ -130,10 +119,8 @@ def read_d2t(file: DraftFile, rows: int, vocab: int) -> Tensor | None:
     if "d2t" not in file.checkpoint:
         if rows == vocab:
             return None
-        raise CheckpointError(
-            f"{file.path}: tensor d2t is missing although the head draws from {rows} of {vocab} "
-            "tokens; fetch the complete file"
-        )
+        why = f"tensor d2t is missing although the head draws from {rows} of {vocab} tokens"
+        raise file.refusal(why, "fetch the complete file")
     offsets = file.checkpoint.read("d2t")
     if tuple(offsets.shape) != (rows,) or offsets.is_floating_point():
         raise CheckpointError(
@@ -179,15 +166,10 @@ def _check_target_ids(file: DraftFile, name: str, ids: Tensor, vocab: int) -> No
         return
     reached = file.checkpoint.read("t2d")
     if tuple(reached.shape) != (vocab,):
-        raise CheckpointError(
-            f"{file.path}: tensor t2d is {list(reached.shape)}, expected [{vocab}]; "
-            "use a head trained for this target"
-        )
+        raise file.refusal(f"tensor t2d is {list(reached.shape)}, expected [{vocab}]")
     if not torch.equal(reached.nonzero().view(-1), ids.sort().values):
-        raise CheckpointError(
-            f"{file.path}: t2d marks other tokens than d2t reaches; d2t must hold offsets "
-            "(target id - draft id)"
-        )
+        fix = "d2t must hold offsets (target id - draft id)"
+        raise file.refusal("t2d marks other tokens than d2t reaches", fix)
 
 
 @dataclass(frozen=True)
@@ -221,10 +203,8 @@ def read_eagle3_shape(file: DraftFile, target: Llama, options: DraftOptions) -> 
     rows = shapes.get("lm_head.weight", (layers.vocab_size,))[0]
     claimed = file.config.get("draft_vocab_size")
     if claimed is not None and claimed != rows:
-        raise CheckpointError(
-            f"{file.path}: draft_vocab_size={claimed}, but lm_head.weight has {rows} rows; "
-            "correct config.json or fetch the matching file"
-        )
+        why = f"draft_vocab_size={claimed}, but lm_head.weight has {rows} rows"
+        raise file.refusal(why, "correct config.json or fetch the matching file")
     return Eagle3Shape(
         layers=layers,
         capture=capture,
@@ -347,10 +327,8 @@ def configured_ids(file: DraftFile) -> list[int] | None:
     if not (isinstance(ids, list) and all(type(k) is int for k in ids)):
         raise CheckpointError(f"{file.path}: {key}={ids!r}; a list of integers from 0 on is needed")
     if nested != ids:
-        raise CheckpointError(
-            f"{file.path}: {key}={ids} at the top, but {nested} in eagle_config; "
-            "remove one of them from config.json"
-        )
+        why = f"{key}={ids} at the top, but {nested} in eagle_config"
+        raise file.refusal(why, "remove one of them from config.json")
     return ids
 
 
@@ -364,37 +342,27 @@ def _refuse_variants(file: DraftFile) -> None:
             raise CheckpointError(f"{file.path}: {key}={str(value).lower()}: not supported; {fix}")
     steps = file.setting("parallel_draft_step")
     if steps not in (None, 1):
-        raise CheckpointError(
-            f"{file.path}: parallel_draft_step={steps!r}: not supported; use a head that drafts "
-            "one token a step"
-        )
+        why = f"parallel_draft_step={steps!r}: not supported"
+        raise file.refusal(why, "use a head that drafts one token a step")
     shapes = file.checkpoint.shapes
     if "input_norm.weight" in shapes and "fc_norm.0.weight" in shapes:
-        raise CheckpointError(
-            f"{file.path}: input_norm and fc_norm are both stored, in unknown order; use a head "
-            "with one of them"
-        )
+        why = "input_norm and fc_norm are both stored, in unknown order"
+        raise file.refusal(why, "use a head with one of them")
 
 
 def _check_features(file: DraftFile, target: Llama, capture: FeatureCapture) -> None:
     wide = target.shape.hidden_size
     claimed = file.config.get("target_hidden_size")
     if claimed is not None and claimed != wide:
-        raise CheckpointError(
-            f"{file.path}: target_hidden_size={claimed}, but the target's hidden size is {wide}; "
-            "use a head trained for this target"
-        )
-    number = file.setting("num_aux_hidden_states")
-    if number is not None and number != len(capture.layer_ids or ()):
-        raise CheckpointError(
-            f"{file.path}: num_aux_hidden_states={number}, but {list(capture.layer_ids or ())} are "
-            "read; give that many speculative_draft_aux_layer_ids"
-        )
-    found = file.checkpoint.shapes.get("fc.weight")
-    expected = capture.width(wide)
+        why = f"target_hidden_size={claimed}, but the target's hidden size is {wide}"
+        raise file.refusal(why)
+    number, layers = file.setting("num_aux_hidden_states"), list(capture.layer_ids or ())
+    if number is not None and number != len(layers):
+        why = f"num_aux_hidden_states={number}, but {layers} are read"
+        raise file.refusal(why, "give that many speculative_draft_aux_layer_ids")
+    found, expected = file.checkpoint.shapes.get("fc.weight"), capture.width(wide)
     if found is not None and found[1:] != (expected,):
-        raise CheckpointError(
-            f"{file.path}: tensor fc.weight is {list(found)}: it reads features of width "
-            f"{found[-1]}, but the target gives {len(capture.layer_ids or ())} x {wide} = "
-            f"{expected}; use a head trained for this target"
+        raise file.refusal(
+            f"tensor fc.weight is {list(found)}: it reads features of width {found[-1]}, but the "
+            f"target gives {len(layers)} x {wide} = {expected}"
         )

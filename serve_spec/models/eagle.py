@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from serve_spec.core.context import ForwardContext
-from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import Destination, finish_loading, named_parts, tensor_defaults
 from serve_spec.layers.norm import RMSNorm, stream_of
@@ -234,9 +233,9 @@ def _load(
     """
     file = open_draft(path, algorithm, target.shape if options.dummy else None)
     head = make_eagle(file, target, options, dtype)
-    embedding = draft_shape.own_embedding(file, target, head.hidden_size)
+    embedding = draft_shape.own_embedding(file, target)
     if embedding is not None:
-        head.embed_tokens = draft_shape.embedding_of(embedding)
+        head.embed_tokens = embedding
     file.checkpoint.load_into(head.tensors(), head.read_elsewhere)
     finish_loading(head)
     _log.info(
@@ -259,16 +258,15 @@ def make_eagle(
     if file.recognition.family == "EAGLE3":
         eagle3 = draft_shape.read_eagle3_shape(file, target, options)
         target_ids = draft_shape.read_d2t(file, eagle3.draft_vocab_size, eagle3.layers.vocab_size)
-        draft_shape.has_embedding(file, target, eagle3.layers.hidden_size)
+        draft_shape.check_embedding(file, target, eagle3.layers.hidden_size)
         with tensor_defaults(dtype, device):
             return Eagle3(eagle3, target, None if target_ids is None else target_ids.to(device))
     shape = draft_shape.draft_shape(file, target, options)
     if shape.hidden_size != target.shape.hidden_size:
-        raise CheckpointError(
-            f"{file.path}: hidden_size={shape.hidden_size}, but the target's is "
-            f"{target.shape.hidden_size}; use a head trained for this target"
+        raise file.refusal(
+            f"hidden_size={shape.hidden_size}, but the target's is {target.shape.hidden_size}"
         )
-    draft_shape.has_embedding(file, target, shape.hidden_size)
+    draft_shape.check_embedding(file, target, shape.hidden_size)
     with tensor_defaults(dtype, device):
         if file.recognition.family == "MTP":
             return Mtp(shape, target)

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serve_spec.core.context import ForwardContext
-from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import (
     Destination,
@@ -199,14 +198,10 @@ def _padding(target_ids: Tensor | None, target: Llama) -> Tensor | None:
 
 
 def _check_fit(file: DraftFile, shape: MedusaShape, target: Llama) -> None:
-    if shape.hidden_size != target.shape.hidden_size:
-        raise CheckpointError(
-            f"{file.path}: the heads read hidden states of width {shape.hidden_size}, but the "
-            f"target's hidden_size is {target.shape.hidden_size}; use heads trained for this target"
-        )
-    vocab_size = target.shape.vocab_size
-    if TOKEN_MAP not in file.checkpoint and shape.num_rows not in (None, vocab_size):
-        raise CheckpointError(
-            f"{file.path}: the heads draft {shape.num_rows} tokens, the target has "
-            f"{vocab_size}, and there is no {TOKEN_MAP}; use heads trained for this target"
-        )
+    fix, theirs = "use heads trained for this target", target.shape
+    if shape.hidden_size != theirs.hidden_size:
+        why = f"the heads read hidden states of width {shape.hidden_size}, but the target's"
+        raise file.refusal(f"{why} hidden_size is {theirs.hidden_size}", fix)
+    if TOKEN_MAP not in file.checkpoint and shape.num_rows not in (None, theirs.vocab_size):
+        why = f"the heads draft {shape.num_rows} tokens, the target has {theirs.vocab_size}"
+        raise file.refusal(f"{why}, and there is no {TOKEN_MAP}", fix)
