@@ -301,9 +301,11 @@ def _captures_graphs(config: ServeSpecConfig, device: torch.device) -> bool:
 
 def rank_device(config: ServeSpecConfig, rank: int) -> torch.device:
     """Return the device of a rank: a GPU of its own, or the host's CPU."""
-    device = _device(config.model.device)
-    if device.type == "cpu" or config.model.tensor_parallel_size == 1:
-        return device
+    has_gpu, name = torch.cuda.is_available(), config.model.device
+    if name == "cuda" and not has_gpu:
+        raise ValueError("device='cuda': torch sees no GPU here; use device='cpu' or 'auto'")
+    if name == "cpu" or not has_gpu or config.model.tensor_parallel_size == 1:
+        return torch.device("cuda" if has_gpu and name != "cpu" else "cpu")
     # A process that sees one GPU calls it 0, whatever its rank.
     return torch.device("cuda", rank % torch.cuda.device_count())
 
@@ -331,14 +333,6 @@ def _cost_source(
         return measure_costs(key, worker, grid, limits, budget, cache.unheld_pages)
 
     return CostSource(key, grid, path=config.speculative.speculative_cost_table, measure=measure)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device='cuda': torch sees no GPU here; use device='cpu' or 'auto'")
-    return torch.device(name)
 
 
 def _load_head(

@@ -326,15 +326,11 @@ def _scaling(kind: str, rope: Config, config: Config) -> RopeScaling:
     if kind == "linear":
         return RopeScaling(kind, _positive(rope["factor"]))
     if kind == "llama3":
-        return RopeScaling(
-            kind,
-            _positive(rope["factor"]),
-            context,
-            low_freq_factor=float(rope["low_freq_factor"]),
-            high_freq_factor=float(rope["high_freq_factor"]),
-        )
+        factor = _positive(rope["factor"])
+        low, high = (float(rope[f"{name}_freq_factor"]) for name in ("low", "high"))
+        return RopeScaling(kind, factor, context, low_freq_factor=low, high_freq_factor=high)
+    factor = _positive(rope.get("factor") or longest / context)
     if kind == "yarn":
-        factor = _positive(rope.get("factor") or longest / context)
         return RopeScaling(
             kind,
             factor,
@@ -344,20 +340,13 @@ def _scaling(kind: str, rope: Config, config: Config) -> RopeScaling:
             beta_slow=float(rope.get("beta_slow") or 1),
             truncate=bool(rope.get("truncate", True)),
         )
-    factor = _positive(rope.get("factor") or longest / context)
     grown = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(context))
     pairs = whole(config, "head_dim", config["hidden_size"] // config["num_attention_heads"]) // 2
     short, long = (tuple(map(float, rope[f"{name}_factor"])) for name in ("short", "long"))
     if not len(short) == len(long) == pairs:
         raise ValueError(f"{len(short)} short and {len(long)} long factors for {pairs} pairs")
-    return RopeScaling(
-        kind,
-        factor,
-        context,
-        grown if given is None else float(given),
-        short_factor=short,
-        long_factor=long,
-    )
+    attention = grown if given is None else float(given)
+    return RopeScaling(kind, factor, context, attention, short_factor=short, long_factor=long)
 
 
 def _positive(number: Any) -> float:

@@ -29,9 +29,8 @@ from torch import Tensor
 
 from serve_spec.config.base import Refusal, locate
 from serve_spec.core.errors import CheckpointError
-from serve_spec.layers.module import Shard
 from serve_spec.models.shape import read_json, whole
-from serve_spec.models.weights import Checkpoint, TensorFile, open_checkpoint
+from serve_spec.models.weights import BuiltFile, Checkpoint, open_checkpoint
 
 # All integers up to this magnitude are exact in bfloat16.
 _LARGEST = 256
@@ -238,7 +237,7 @@ def moved_layer(layer: int, num_layers: int, wanted: int) -> int:
     return -(-layer * wanted // num_layers)
 
 
-class _ExpandedFile(TensorFile):
+class _ExpandedFile(BuiltFile):
     """The tensors of an expansion, each built on demand."""
 
     def __init__(self, directory: Path, recipe: Expansion) -> None:
@@ -249,20 +248,18 @@ class _ExpandedFile(TensorFile):
         self._base = open_checkpoint(folder)
         is_draft = recipe.num_layers is None
         self._silent: set[str] = set()  # outputs of added layers
-        self._sources = self._draft_sources() if is_draft else self._target_sources()
+        kept = {name: name for name in self._base.shapes if name not in ("d2t", "t2d")}
+        self._sources = kept if is_draft else self._target_sources()
         self._maps = self._id_maps() if is_draft else {}
+        width = whole(self._config, "hidden_size")
         self._how = {
-            name: _widening(name, self._base.shapes[source], recipe, self._width)
+            name: _widening(name, self._base.shapes[source], recipe, width)
             for name, source in self._sources.items()
         }
         self.shapes = {
             name: how.shape(self._base.shapes[self._sources[name]])
             for name, how in self._how.items()
         } | {name: tuple(ids.shape) for name, ids in self._maps.items()}
-
-    @property
-    def _width(self) -> int:
-        return whole(self._config, "hidden_size")
 
     def read(self, name: str) -> Tensor:
         if name in self._maps:
@@ -283,13 +280,6 @@ class _ExpandedFile(TensorFile):
             silent=name in self._silent,
         )
 
-    def copy_shard(self, name: str, shard: Shard) -> None:
-        # Built whole on its device, so that all ranks draw the same noise.
-        tensor = shard.tensor
-        entire = torch.empty(self.shapes[name], dtype=tensor.dtype, device=tensor.device)
-        self.copy_into(name, entire)
-        tensor.copy_(entire[shard.index])
-
     def _target_sources(self) -> dict[str, str]:
         """Return the tensor of the base that each one is made from."""
         assert self._recipe.num_layers is not None, "a target's expansion has a number of layers"
@@ -307,9 +297,6 @@ class _ExpandedFile(TensorFile):
                     if is_added and _SILENCED.search(name):
                         self._silent.add(wide_name)
         return sources
-
-    def _draft_sources(self) -> dict[str, str]:
-        return {name: name for name in self._base.shapes if name not in ("d2t", "t2d")}
 
     def _id_maps(self) -> dict[str, Tensor]:
         """Return `d2t` and `t2d` of a draft head with a smaller vocabulary than the target's.

@@ -178,6 +178,16 @@ class TensorFile(Protocol):
         shard.tensor.copy_(self.read_floats(name)[shard.index])
 
 
+class BuiltFile(TensorFile):
+    """Tensors that are built whole on their device, so that all ranks draw the same noise."""
+
+    def copy_shard(self, name: str, shard: Shard) -> None:
+        tensor = shard.tensor
+        entire = torch.empty(self.shapes[name], dtype=tensor.dtype, device=tensor.device)
+        self.copy_into(name, entire)
+        tensor.copy_(entire[shard.index])
+
+
 class SafetensorsFile(TensorFile):
     """One safetensors file, mapped into memory."""
 
