@@ -66,10 +66,8 @@ class ServeSpecConfig(StrictModel):
                 pass
             elif is_file(source):
                 file = Path(source)
-                given, folder = (
-                    base.parse_yaml(base.read_text(file), str(file)),
-                    file.absolute().parent,
-                )
+                given = base.parse_yaml(base.read_text(file), str(file))
+                folder = file.absolute().parent
             else:
                 given, overrides = {}, {"path": str(source), **overrides}
             sections = _sections(given)
@@ -98,18 +96,11 @@ class ServeSpecConfig(StrictModel):
         A replica that starts later runs the same weights, so requests continue there exactly.
         Raises ConfigError: the hub does not have one of them, or cannot be reached.
         """
-        model, draft = self.model, self.speculative.speculative_draft_model_path
-        named = {
-            "path": ("model.path", model.source),
-            "tokenizer_path": ("model.tokenizer_path", model.tokenizer_path),
-            "speculative_draft_model_path": (_DRAFT, draft),
-        }
+        model, names = self.model, self._names
         exact = {
-            key: pinned(field, name, model.download_dir)
-            for key, (field, name) in named.items()
-            if name is not None
+            key: pinned(field, name, model.download_dir) for key, (field, name) in names.items()
         }
-        if exact == {key: name for key, (_, name) in named.items() if name is not None}:
+        if exact == {key: name for key, (_, name) in names.items()}:
             return self
         found = self.load(self, **exact, **({} if model.revision is None else {"revision": None}))
         # A draft that was given as the model has become the draft of its target.
@@ -118,15 +109,23 @@ class ServeSpecConfig(StrictModel):
     def download(self) -> Self:
         """Return `pinned` and download what the cache lacks, with progress bars on stderr."""
         exact = self.pinned()
-        model, draft = exact.model, exact.speculative.speculative_draft_model_path
-        place: dict[str, Any] = {"download_dir": model.download_dir, "progress": True}
-        weights = model.load_format != "dummy"
-        checkpoint_folder("model.path", model.source, weights=weights, **place)
-        if model.tokenizer_path is not None:
-            checkpoint_folder("model.tokenizer_path", model.tokenizer_path, weights=False, **place)
-        if draft is not None:
-            checkpoint_folder(_DRAFT, draft, weights=weights, **place)
+        model = exact.model
+        for key, (field, name) in exact._names.items():
+            weights = key != "tokenizer_path" and model.load_format != "dummy"
+            checkpoint_folder(
+                field, name, download_dir=model.download_dir, weights=weights, progress=True
+            )
         return exact
+
+    @property
+    def _names(self) -> dict[str, tuple[str, str]]:
+        """Return the dotted key and the name of each checkpoint, by leaf key."""
+        named = {
+            "path": ("model.path", self.model.source),
+            "tokenizer_path": ("model.tokenizer_path", self.model.tokenizer_path),
+            "speculative_draft_model_path": (_DRAFT, self.speculative.speculative_draft_model_path),
+        }
+        return {key: (field, name) for key, (field, name) in named.items() if name is not None}
 
 
 def is_file(source: str | os.PathLike[str]) -> bool:

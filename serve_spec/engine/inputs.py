@@ -16,14 +16,8 @@ from serve_spec.core.sequence import Sequence
 from serve_spec.engine.tokenizer import Tokenizer
 
 # Keys of generation_config.json that vLLM reads, and our names.
-_RECOMMENDED = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+_SAME_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_RECOMMENDED = {**{name: name for name in _SAME_NAMES}, "max_new_tokens": "max_tokens"}
 
 
 def sampling_defaults(model: ModelConfig) -> dict[str, Any]:

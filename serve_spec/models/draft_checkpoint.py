@@ -118,7 +118,10 @@ class Recognition:
 
 def current_names(stored: Iterable[str]) -> dict[str, str]:
     """Return the current name of each stored tensor: `layers.0.`, `fc`, `blocks.0.layers.0`, ..."""
-    return {name: _current_name(name) for name in stored}
+    names = {name: name for name in stored}
+    for pattern, replacement in _ALIASES:
+        names = {old: pattern.sub(replacement, new) for old, new in names.items()}
+    return names
 
 
 def recognise(stored: Shapes, config: Mapping[str, Any]) -> Recognition:
@@ -189,12 +192,6 @@ def _refuse_foreign_layouts(shapes: Shapes) -> None:
             "it holds a whole model beside its Medusa heads, so these belong to that model and no "
             "other; serve it as the target and keep the heads alone in the draft's folder"
         )
-
-
-def _current_name(name: str) -> str:
-    for pattern, replacement in _ALIASES:
-        name = pattern.sub(replacement, name)
-    return name
 
 
 _MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")

@@ -106,7 +106,7 @@ def expand_draft(recipe: Expansion, target: ModelShape, directory: Path) -> str:
     """Write the head `recipe.base`, made for a small `target`, for its expansion by `recipe`.
 
     Without `draft_vocab_size` an EAGLE-3 head gets as many more ids as the target.
-    Returns The head's family, `EAGLE` or `EAGLE3`.
+    Returns the head's family, `EAGLE` or `EAGLE3`.
     Raises CheckpointError: a base that cannot be used, is not of `target`, or does not fit the
     size.
     """

@@ -274,10 +274,7 @@ async def run_share(
     started_s, cpu_s = time.perf_counter(), time.process_time()
     samples: list[Sample] = []
     watching = asyncio.create_task(_watch(client, started_s, poll_s, samples))
-    if share.due_s is None:
-        exchanges = await _run_closed(client, share, on_end)
-    else:
-        exchanges = await _open(client, share.requests, share.due_s, started_s, on_end)
+    exchanges = await _send(client, share, started_s, on_end)
     watching.cancel()
     cpu_share = (time.process_time() - cpu_s) / (time.perf_counter() - started_s)
     due_s: Sequence[float | None] = share.due_s or [None] * len(exchanges)
@@ -287,36 +284,27 @@ async def run_share(
     return LoadRun(served, samples, cpu_share)
 
 
-async def _complete(client: Client, request: CompletionRequest, on_end: OnEnd) -> Exchange:
-    exchange = await client.complete(request)
-    on_end(1)
-    return exchange
-
-
-async def _run_closed(client: Client, share: Share, on_end: OnEnd) -> list[Exchange]:
+async def _send(client: Client, share: Share, started_s: float, on_end: OnEnd) -> list[Exchange]:
+    """Send requests when they are due; in a closed loop, when a stream has ended the one before."""
     exchanges: dict[int, Exchange] = {}
     waiting = iter(enumerate(share.requests))
 
-    async def one_stream() -> None:
+    async def complete(number: int, request: CompletionRequest) -> None:
+        exchanges[number] = await client.complete(request)
+        on_end(1)
+
+    async def stream() -> None:
         for number, request in waiting:  # shared by all streams
-            exchanges[number] = await _complete(client, request, on_end)
+            await complete(number, request)
 
-    await asyncio.gather(*(one_stream() for _ in range(share.num_streams)))
+    if share.due_s is None:
+        await asyncio.gather(*(stream() for _ in range(share.num_streams)))
+    else:
+        async with asyncio.TaskGroup() as sent:
+            for (number, request), due in zip(waiting, share.due_s, strict=True):
+                await asyncio.sleep(started_s + due - time.perf_counter())
+                sent.create_task(complete(number, request))
     return [exchanges[number] for number in range(len(share.requests))]
-
-
-async def _open(
-    client: Client,
-    requests: Sequence[CompletionRequest],
-    due_s: Sequence[float],
-    started_s: float,
-    on_end: OnEnd,
-) -> list[Exchange]:
-    sent = []
-    for due, request in zip(due_s, requests, strict=True):
-        await asyncio.sleep(started_s + due - time.perf_counter())
-        sent.append(asyncio.create_task(_complete(client, request, on_end)))
-    return await asyncio.gather(*sent)
 
 
 class Clients:
