@@ -19,18 +19,11 @@ from tqdm import tqdm
 
 from serve_spec.adaptive import AdaptiveController, PolicySettings
 from serve_spec.adaptive.settings import ladder
+from serve_spec.bench import tune_report
 from serve_spec.bench.command import configured
 from serve_spec.bench.harness import equal_prefixes, steady_batch
 from serve_spec.bench.report import environment, run_record, table
-from serve_spec.bench.tune_report import (
-    COLUMNS,
-    Measurement,
-    MeasurementFile,
-    adaptive_config,
-    markdown,
-    plot,
-    rows,
-)
+from serve_spec.bench.tune_report import Measurement, MeasurementFile, plot
 from serve_spec.bench.variants import fixed_controller, interleaved
 from serve_spec.bench.workload import TextKind, TextRequest, prompts_by_source
 from serve_spec.config import ConfigError, ServeSpecConfig, SpeculativeConfig
@@ -85,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         for shape in shapes
     ]
     num_different = sum(each.num_texts - each.same_texts for each in measurements)
-    print(table(COLUMNS, rows(measurements)))
+    print(table(tune_report.COLUMNS, tune_report.rows(measurements)))
     print(f"{num_different} texts differ from those of K = 0")
     _write(args, config, trees, measurements)
     return int(llm.engine.worker.dtype == torch.float32 and num_different > 0)
@@ -360,7 +353,7 @@ def _write(
 ) -> None:
     """Write every file but the cost table."""
     folder: Path = args.output_dir
-    slots = adaptive_config(measurements)
+    slots = tune_report.adaptive_config(measurements)
     load_slots(slots)  # raises if they are invalid
     (folder / "adaptive.json").write_text(json.dumps(slots, indent=1) + "\n")
     result = run_record("tune", args, config, classes=_ABOUT, adaptive_config=slots)
@@ -376,7 +369,7 @@ def _write(
         "speculative_adaptive_config": str((folder / "adaptive.json").absolute()),
         "speculative_cost_table": str((folder / "cost_table.json").absolute()),
     }
-    report = markdown(measurements, classes=_ABOUT, keys=keys, facts=facts)
+    report = tune_report.markdown(measurements, classes=_ABOUT, keys=keys, facts=facts)
     (folder / "report.md").write_text(report, encoding="utf-8")
     result["cells"] = [asdict(each) for each in measurements]
     (folder / "tune.json").write_text(json.dumps(result, indent=1, default=str) + "\n")

@@ -11,16 +11,10 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 
+from serve_spec import metrics
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.record import StepRecord
-from serve_spec.metrics import (
-    RequestCounts,
-    batch_size_bucket,
-    expected_drafts,
-    position_counts,
-    request_counts,
-    unverified_drafts,
-)
+from serve_spec.metrics import RequestCounts
 
 WINDOW_ROUNDS = 1024
 WINDOW_S = 60.0
@@ -71,7 +65,9 @@ class RoundSums:
                     **counts._asdict(),
                     "accept_rate": _ratio(counts.accepted, counts.reached),
                 }
-                for position, counts in enumerate(position_counts(self._counts.copy()), start=1)
+                for position, counts in enumerate(
+                    metrics.position_counts(self._counts.copy()), start=1
+                )
             ],
             "overhead_ratio": ratio("draft_ms", "verify_ms"),
             # Host and device may overlap.
@@ -92,8 +88,8 @@ def _addends(record: StepRecord) -> Iterator[tuple[str, float]]:
     if record.budget is not None:
         yield "budget_rounds", 1
         yield "budgets", record.budget
-        yield "unverified_drafts", unverified_drafts(record)
-    if (expected := expected_drafts(record)) is not None:
+        yield "unverified_drafts", metrics.unverified_drafts(record)
+    if (expected := metrics.expected_drafts(record)) is not None:
         yield "expected_drafts", expected
         yield "observed_drafts", record.num_correct_drafts
     if record.decodes_only:
@@ -198,10 +194,10 @@ class MetricsCollector:
         self._clock_ms += record.step_ms
         # Before the window, so that a reader that sees the round there finds its bucket.
         if record.decodes_only:
-            bucket = batch_size_bucket(record.batch_size)
+            bucket = metrics.batch_size_bucket(record.batch_size)
             self._buckets.setdefault(bucket, BucketSpeed()).add(record)
         if record.batch_size:
-            counts = request_counts(record)
+            counts = metrics.request_counts(record)
             self._window.append((self._clock_ms, record, counts))
             self._since_start.add(record, counts)
             self._budget = record.budget
@@ -210,7 +206,7 @@ class MetricsCollector:
 
     def speedup(self, batch_size: int) -> float | None:
         """Return the measured speed of drafting over plain rounds near a batch size, if known."""
-        bucket = self._buckets.get(batch_size_bucket(batch_size)) if batch_size else None
+        bucket = self._buckets.get(metrics.batch_size_bucket(batch_size)) if batch_size else None
         return None if bucket is None else bucket.speedup
 
     def snapshot(self) -> dict[str, object]:
@@ -290,7 +286,7 @@ def _speedup(rounds: list[StepRecord], buckets: dict[int, BucketSpeed]) -> float
     for record in rounds:
         if not (record.decodes_only and record.num_draft_tokens):
             continue
-        plain = buckets[batch_size_bucket(record.batch_size)].plain_tokens_per_request_ms
+        plain = buckets[metrics.batch_size_bucket(record.batch_size)].plain_tokens_per_request_ms
         if plain:
             drafting_ms += record.step_ms
             plain_ms += record.num_output_tokens / (plain * record.batch_size)

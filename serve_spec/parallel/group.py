@@ -9,13 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, TCPStore
-from torch.distributed.distributed_c10d import (
-    AllreduceOptions,
-    BroadcastOptions,
-    ProcessGroupGloo,
-    ReduceOp,
-    Store,
-)
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import Store
 
 from serve_spec.ops import elementwise
 from serve_spec.ops.linear import sum_partials
@@ -102,9 +97,9 @@ class DeviceGroup(TensorParallel):
         self._group: Any = (
             _nccl(store, rank, size) if device.type == "cuda" else _gloo(store, rank, size, host)
         )
-        self._sum = AllreduceOptions()
-        self._min = AllreduceOptions()
-        self._min.reduceOp = ReduceOp(ReduceOp.MIN)
+        self._sum = c10d.AllreduceOptions()
+        self._min = c10d.AllreduceOptions()
+        self._min.reduceOp = c10d.ReduceOp(c10d.ReduceOp.MIN)
         self._gather = AllgatherOptions()
         for options in (self._sum, self._min, self._gather):
             options.asyncOp = False
@@ -151,7 +146,7 @@ class DeviceGroup(TensorParallel):
         group = self._open
         if self._shared_sum is not None and self._shared_sum.broadcast(x, source):
             return x
-        options = BroadcastOptions()
+        options = c10d.BroadcastOptions()
         options.rootRank = source
         options.asyncOp = False
         _finish(group.broadcast([x], options))
@@ -230,16 +225,14 @@ def _finish(work: Any) -> None:
         work.wait()
 
 
-def _gloo(store: Store, rank: int, size: int, host: str) -> ProcessGroupGloo:
-    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+def _gloo(store: Store, rank: int, size: int, host: str) -> c10d.ProcessGroupGloo:
+    options: Any = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = _TIMEOUT
-    return ProcessGroupGloo(store, rank, size, options)
+    return c10d.ProcessGroupGloo(store, rank, size, options)
 
 
 def _nccl(store: Store, rank: int, size: int) -> Any:
-    from torch.distributed.distributed_c10d import ProcessGroupNCCL  # not in torch for CPUs
-
-    options = ProcessGroupNCCL.Options()
+    options = c10d.ProcessGroupNCCL.Options()  # not in torch for CPUs
     options._timeout = _TIMEOUT
-    return ProcessGroupNCCL(store, rank, size, options)
+    return c10d.ProcessGroupNCCL(store, rank, size, options)

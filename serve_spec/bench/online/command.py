@@ -17,6 +17,7 @@ from typing import TypeAlias
 from tqdm import tqdm
 
 from serve_spec.bench import report
+from serve_spec.bench.online import report as figures
 from serve_spec.bench.online.client import Clients, OnEnd, Target
 from serve_spec.bench.online.load import (
     Bursty,
@@ -28,16 +29,6 @@ from serve_spec.bench.online.load import (
     Ramp,
     Served,
     text_requests,
-)
-from serve_spec.bench.online.report import (
-    HTTP,
-    OFFLINE,
-    Objective,
-    add_texts,
-    is_forced,
-    measure,
-    plot,
-    tables,
 )
 from serve_spec.bench.online.server import (
     ServerVariant,
@@ -72,9 +63,9 @@ def run(args: argparse.Namespace) -> int:
     head, *measurements = records
     loads = list(dict.fromkeys(each["load"] for each in measurements))
     measurements.sort(key=lambda each: loads.index(each["load"]))
-    report.show(tables(head, measurements), head)
+    report.show(figures.tables(head, measurements), head)
     if args.plot is not None:
-        plot(head, measurements, args.plot)
+        figures.plot(head, measurements, args.plot)
     if args.from_json is not None or report.forced_acceptance(head) is not None:
         return 0  # of forced acceptance, texts differ by construction
     same = all(each["same_texts"] == each["num_texts"] for each in measurements)
@@ -106,21 +97,21 @@ def _measured(args: argparse.Namespace) -> list[report.Record]:
     variants = [server_variant(args.deploy, name, flag_values(args)) for name in args.variants]
     servers: Sequence[ServerVariant | None] = variants or [None]
     plans, warm_up = _plans(args, {1, *(each.num_replicas for each in variants)})
-    objective = Objective(args.slo_ttft_ms, args.slo_tpot_ms)
+    objective = figures.Objective(args.slo_ttft_ms, args.slo_tpot_ms)
     texts: dict[int, str] = {}
     records: list[report.Record] = []
 
     def add(side: str, runs: Runs, num_replicas: int | None) -> None:
         every = [run for repetitions in runs.values() for run in repetitions]
-        add_texts(texts, every)
+        figures.add_texts(texts, every)
         if not records:
             head = report.run_record("online", args, config, objective=asdict(objective))
-            if any(map(is_forced, every)):
+            if any(map(figures.is_forced, every)):
                 head["environment"]["synthetic_acceptance"] = True
             records.append(head)
             report.append_record(args.json, head)
         for load, mine in runs.items():
-            found = measure(
+            found = figures.measure(
                 *(load.name, side, mine, objective, texts),
                 num_replicas=num_replicas,
                 num_streams=load.num_streams,
@@ -129,10 +120,12 @@ def _measured(args: argparse.Namespace) -> list[report.Record]:
             report.append_record(args.json, records[-1])
 
     for variant in servers:
-        name, count = (HTTP, None) if variant is None else (variant.name, variant.num_replicas)
+        name, count = (
+            (figures.HTTP, None) if variant is None else (variant.name, variant.num_replicas)
+        )
         add(name, _online(args, variant, plans[count or 1], warm_up), count)
     if config is not None:
-        add(OFFLINE, _offline(args, config, plans[1], warm_up), None)
+        add(figures.OFFLINE, _offline(args, config, plans[1], warm_up), None)
     return records
 
 
@@ -203,7 +196,7 @@ def _online(
         clients = stack.enter_context(Clients(target, args.clients))
         clients.run(_widest(plan), warm_up)
         run_once = partial(clients.run, poll_s=args.poll_s)
-        return _repeat(args, HTTP, plan, run_once)
+        return _repeat(args, figures.HTTP, plan, run_once)
 
 
 def _offline(
@@ -215,7 +208,7 @@ def _offline(
     llm = LLM(config)
     try:
         run_offline(llm.engine, _widest(plan), warm_up)
-        return _repeat(args, OFFLINE, plan, partial(run_offline, llm.engine))
+        return _repeat(args, figures.OFFLINE, plan, partial(run_offline, llm.engine))
     finally:
         llm.shutdown()
 
