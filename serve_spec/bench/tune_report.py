@@ -89,10 +89,8 @@ class MeasurementFile:
             before = dict(_leaves(json.loads(lines[0])["settings"]))
             found = [Measurement(**json.loads(line)) for line in lines[1:]]
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise ConfigError(
-                f"{path}: has no measurements of this version; use another --output-dir, or "
-                "--fresh to overwrite"
-            ) from None
+            fix = "use another --output-dir, or --fresh to overwrite"
+            raise ConfigError(f"{path}: has no measurements of this version; {fix}") from None
         now = dict(_leaves(json.loads(header)["settings"]))
         changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
         if changed:

@@ -40,10 +40,8 @@ class DraftShape:
 
     def __post_init__(self) -> None:
         if self.topk == 1 and self.size != self.depth:
-            raise ValueError(
-                f"size={self.size}: a chain of depth={self.depth} has {self.depth} draft tokens; "
-                "give a tree topk > 1"
-            )
+            why = f"size={self.size}: a chain of depth={self.depth} has {self.depth} draft tokens"
+            raise ValueError(f"{why}; give a tree topk > 1")
 
     @staticmethod
     @cache

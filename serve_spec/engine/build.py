@@ -82,10 +82,8 @@ def _start_ranks(config: ServeSpecConfig, launcher: Launcher | None) -> WorkerRa
     ModelShape.from_directory(config.model.metadata_folder).on_rank_of(size)
     is_on_gpu = rank_device(config, 0).type == "cuda"
     if launcher is None and is_on_gpu and torch.cuda.device_count() < size:
-        raise ValueError(
-            f"tensor_parallel_size={size}: torch sees {torch.cuda.device_count()} GPUs here; "
-            "lower it, or show more of them (CUDA_VISIBLE_DEVICES)"
-        )
+        why = f"tensor_parallel_size={size}: torch sees {torch.cuda.device_count()} GPUs here"
+        raise ValueError(f"{why}; lower it, or show more of them (CUDA_VISIBLE_DEVICES)")
     return launch("serve_spec.engine.worker_rank", size, config, launcher)
 
 
@@ -414,10 +412,8 @@ def check_fit(config: ServeSpecConfig, tokenizer: Tokenizer) -> None:
     if config.model.load_format == "safetensors":
         for folder in filter(None, (config.model.folder, config.draft_folder)):
             if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
-                raise CheckpointError(
-                    f"load_format='safetensors': {folder} has none of them; use 'auto' to read "
-                    "its pickles"
-                )
+                why = f"load_format='safetensors': {folder} has none of them"
+                raise CheckpointError(f"{why}; use 'auto' to read its pickles")
     if max_model_len is not None and max_model_len > shape.max_position_embeddings:
         raise ValueError(
             f"max_model_len={max_model_len} is more than the model was made for: "

@@ -168,10 +168,8 @@ def _converted(folder: Path) -> HFTokenizer:
     """Return the tokenizer of a folder without tokenizer.json, as transformers converts it."""
     old = next((name for name in _OLD_FILES if (folder / name).is_file()), None)
     if old is None:
-        raise CheckpointError(
-            f"{folder / 'tokenizer.json'} is missing, and so are {' and '.join(_OLD_FILES)}; save "
-            "the model with its tokenizer, or give tokenizer_path"
-        )
+        why = f"{folder / 'tokenizer.json'} is missing, and so are {' and '.join(_OLD_FILES)}"
+        raise CheckpointError(f"{why}; save the model with its tokenizer, or give tokenizer_path")
     is_sentencepiece = old == "tokenizer.model"
     if is_sentencepiece and find_spec("sentencepiece") is None:
         raise CheckpointError(
@@ -192,10 +190,8 @@ def _converted(folder: Path) -> HFTokenizer:
         if is_sentencepiece:
             _check_converted(converted, folder / old)
     except Exception as error:  # of the libraries beneath, and of their own classes
-        raise CheckpointError(
-            f"{folder / old} cannot be converted ({error}); save the model with a fast tokenizer "
-            "(tokenizer.json)"
-        ) from error
+        fix = "save the model with a fast tokenizer (tokenizer.json)"
+        raise CheckpointError(f"{folder / old} cannot be converted ({error}); {fix}") from error
     return converted
 
 

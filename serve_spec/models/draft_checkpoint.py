@@ -27,22 +27,16 @@ def flat_config(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config with all keys at the top; raise CheckpointError if it is not supported."""
     kind = config["speculators_model_type"]
     if kind not in SPECULATORS:
-        raise CheckpointError(
-            f"{directory}: speculators_model_type={kind!r}: not supported; use a head of "
-            f"{sorted(SPECULATORS)}"
-        )
+        fix = f"use a head of {sorted(SPECULATORS)}"
+        raise CheckpointError(f"{directory}: speculators_model_type={kind!r}: not supported; {fix}")
     if config.get("layernorms"):
-        raise CheckpointError(
-            f"{directory}: layernorms=true: not supported, because implementations differ; "
-            "use an EAGLE head without extra norms, or an EAGLE-3 head"
-        )
+        why = f"{directory}: layernorms=true: not supported, because implementations differ"
+        raise CheckpointError(f"{why}; use an EAGLE head without extra norms, or an EAGLE-3 head")
     layers = config.get("transformer_layer_config") or {}
     model_type = layers.get("model_type", "llama")
     if model_type not in CLASS_DEFAULTS:
-        raise CheckpointError(
-            f"{directory}: transformer_layer_config.model_type={model_type!r}: not supported; "
-            f"use a head with layers of {sorted(CLASS_DEFAULTS)}"
-        )
+        why = f"{directory}: transformer_layer_config.model_type={model_type!r}: not supported"
+        raise CheckpointError(f"{why}; use a head with layers of {sorted(CLASS_DEFAULTS)}")
     own = {key: value for key, value in config.items() if key not in _NESTED and value is not None}
     return {**CLASS_DEFAULTS[model_type], **layers, **own}
 
@@ -70,10 +64,8 @@ def check_same_tokens(draft: Path, target: Path) -> bool:
         return False
     for token in (*ours, *theirs):
         if ours.get(token) != theirs.get(token):
-            raise CheckpointError(
-                f"{draft}: token {token!r} has id {ours.get(token)}, but {theirs.get(token)} in "
-                f"{target}; use a draft with the target's own tokenizer"
-            )
+            why = f"token {token!r} has id {ours.get(token)}, but {theirs.get(token)} in {target}"
+            raise CheckpointError(f"{draft}: {why}; use a draft with the target's own tokenizer")
     return True
 
 
@@ -306,10 +298,8 @@ def open_draft_file(path: Path | str) -> DraftFile:
     """Open an EAGLE or EAGLE-3 head in the official layout, or raise CheckpointError."""
     file = read_draft(path)
     if file.recognition.family not in ("EAGLE", "EAGLE3"):
-        raise CheckpointError(
-            f"{file.path} is of family {file.recognition.family} ({file.recognition.evidence}); "
-            "an EAGLE or EAGLE-3 head is needed here"
-        )
+        why = f"{file.path} is of family {file.recognition.family} ({file.recognition.evidence})"
+        raise CheckpointError(f"{why}; an EAGLE or EAGLE-3 head is needed here")
     if file.recognition.layout == "speculators":
         raise CheckpointError(
             f"{file.path} is a speculators checkpoint; a head in the official layout is needed here"

@@ -233,7 +233,5 @@ def _check_memory(shape: ModelShape, checkpoint: Checkpoint, max_model_len: int 
             f"model.layers.{shape.num_layers - 1}; correct config.json or fetch the right file"
         )
     if max_model_len is None and shape.max_position_embeddings > MAX_POSITIONS:
-        raise CheckpointError(
-            f"{directory}/config.json: max_position_embeddings={shape.max_position_embeddings}: "
-            f"more than {MAX_POSITIONS}; set max_model_len"
-        )
+        why = f"max_position_embeddings={shape.max_position_embeddings}: more than {MAX_POSITIONS}"
+        raise CheckpointError(f"{directory}/config.json: {why}; set max_model_len")

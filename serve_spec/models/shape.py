@@ -90,10 +90,8 @@ class ModelShape:
         if self.head_dim % 2:
             raise CheckpointError(f"head_dim={self.head_dim} is odd; rotary embeddings need pairs")
         if self.num_ids is not None and self.num_ids > self.vocab_size:
-            raise CheckpointError(
-                f"{NUM_IDS_KEY}={self.num_ids} is more than vocab_size={self.vocab_size}; "
-                "fix config.json"
-            )
+            why = f"{NUM_IDS_KEY}={self.num_ids} is more than vocab_size={self.vocab_size}"
+            raise CheckpointError(f"{why}; fix config.json")
 
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
@@ -116,10 +114,8 @@ class ModelShape:
         uneven = [f"{key}={number}" for key, number in shared.items() if number % size]
         if uneven:
             most = math.gcd(*shared.values())
-            raise CheckpointError(
-                f"tensor_parallel_size={size} does not divide {', '.join(uneven)} of this model; "
-                f"use a divisor of {most}"
-            )
+            why = f"tensor_parallel_size={size} does not divide {', '.join(uneven)} of this model"
+            raise CheckpointError(f"{why}; use a divisor of {most}")
         return replace(
             self,
             num_heads=self.num_heads // size,
@@ -224,10 +220,8 @@ def check_size(
 ) -> None:
     """Raise CheckpointError unless the tensor exists, with as many rows as config.json says."""
     if name not in tensors:
-        raise CheckpointError(
-            f"{directory}: missing {name}; the files are incomplete or config.json describes "
-            "another model"
-        )
+        fix = "the files are incomplete or config.json describes another model"
+        raise CheckpointError(f"{directory}: missing {name}; {fix}")
     found = list(tensors[name])
     expected = [size, *found[1:]]
     if found != expected:
@@ -268,16 +262,12 @@ def check_supported(config: Config) -> None:
         raise CheckpointError(f"config.json: hidden_act={act!r}: not supported; only 'silu' is")
     strange = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if strange:
-        raise CheckpointError(
-            f"config.json: layer_types {sorted(strange)} are not supported; "
-            "only 'full_attention' and 'sliding_attention' are"
-        )
+        why = f"config.json: layer_types {sorted(strange)} are not supported"
+        raise CheckpointError(f"{why}; only 'full_attention' and 'sliding_attention' are")
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
-        raise CheckpointError(
-            f"config.json: quantization_config.quant_method={method!r}: not supported; "
-            "use the float32, bfloat16 or float16 checkpoint"
-        )
+        why = f"config.json: quantization_config.quant_method={method!r}: not supported"
+        raise CheckpointError(f"{why}; use the float32, bfloat16 or float16 checkpoint")
 
 
 def read_rope(config: Config) -> tuple[float, RopeScaling | None]:
@@ -312,10 +302,8 @@ def _rope_type(rope: Config, config: Config) -> str:
     is_nested = any(isinstance(value, Mapping) for value in rope.values())
     kind = "per layer" if is_nested else rope["rope_type"]
     if kind not in (*_PLAIN_ROPES, *_SCALED_ROPES):
-        raise CheckpointError(
-            f"config.json: rope type {kind!r}: not supported; use one of "
-            f"{sorted({*_PLAIN_ROPES, *_SCALED_ROPES})}"
-        )
+        fix = f"use one of {sorted({*_PLAIN_ROPES, *_SCALED_ROPES})}"
+        raise CheckpointError(f"config.json: rope type {kind!r}: not supported; {fix}")
     return str(kind)
 
 

@@ -115,10 +115,8 @@ def expand_draft(recipe: Expansion, target: ModelShape, directory: Path) -> str:
     family = file.recognition.family
     for key, expected in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
         if whole(file.config, key, target.vocab_size) != expected:
-            raise CheckpointError(
-                f"{source}: {key}={file.config[key]}, but the target's is {expected}; "
-                "only heads as wide as their target can be expanded"
-            )
+            why = f"{source}: {key}={file.config[key]}, but the target's is {expected}"
+            raise CheckpointError(f"{why}; only heads as wide as their target can be expanded")
     rows = _draft_rows(file, target.vocab_size, recipe) if family == "EAGLE3" else None
     _check(recipe, target.vocab_size)
     assert recipe.num_layers is not None, "a target has a number of layers"

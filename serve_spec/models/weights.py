@@ -35,10 +35,8 @@ class Checkpoint:
             for name in file.shapes:
                 if name in self._homes:
                     first = self._homes[name][0].path.name
-                    raise CheckpointError(
-                        f"{directory}: tensor {name} is in both {first} and {file.path.name}; "
-                        "remove the stale file"
-                    )
+                    why = f"{directory}: tensor {name} is in both {first} and {file.path.name}"
+                    raise CheckpointError(f"{why}; remove the stale file")
                 self._homes[name] = (file, name)
 
     @property
@@ -66,10 +64,8 @@ class Checkpoint:
             if known_as is None:
                 continue
             if known_as in homes:
-                raise CheckpointError(
-                    f"{self.directory}: tensors {homes[known_as][1]} and {home[1]} both mean "
-                    f"{known_as}; keep one"
-                )
+                why = f"tensors {homes[known_as][1]} and {home[1]} both mean {known_as}"
+                raise CheckpointError(f"{self.directory}: {why}; keep one")
             homes[known_as] = home
         self._homes = homes
 
@@ -96,10 +92,8 @@ class Checkpoint:
         shapes = self.shapes
         missing = [name for name in destinations if name not in shapes]
         if missing:
-            raise CheckpointError(
-                f"{self.directory}: missing {_listed(missing)}; "
-                "the files are incomplete or config.json describes another model"
-            )
+            fix = "the files are incomplete or config.json describes another model"
+            raise CheckpointError(f"{self.directory}: missing {_listed(missing)}; {fix}")
         surplus = [
             name
             for name in shapes
@@ -142,10 +136,8 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         if (index := directory / f"{name}.index.json").exists():
             return Checkpoint(_shards(index, kind), directory)
     found = sorted(p.name for p in directory.iterdir()) if directory.is_dir() else "no directory"
-    raise CheckpointError(
-        f"{directory}: no weights (found {found}); model.safetensors or pytorch_model.bin, or "
-        "their .index.json with all shards, is needed"
-    )
+    fix = "model.safetensors or pytorch_model.bin, or their .index.json with all shards, is needed"
+    raise CheckpointError(f"{directory}: no weights (found {found}); {fix}")
 
 
 class TensorFile(Protocol):
