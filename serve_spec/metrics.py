@@ -32,7 +32,6 @@ class MetricsSink(Protocol):
 
     def observe(self, record: StepRecord) -> None:
         """Record a round."""
-        ...
 
 
 class NullSink:

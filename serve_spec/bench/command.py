@@ -295,8 +295,7 @@ BENCHMARKS = {
         "take turns. A policy keeps what it learned through all phases, as in a server.",
     ),
     "offline": Benchmark(
-        "off, fixed depths and the configured policy on held-out prompts",
-        _offline,
+        "off, fixed depths and the configured policy on held-out prompts", _offline
     ),
     "online": Benchmark(
         "load over HTTP, on a running server or on one that is started",
@@ -306,10 +305,7 @@ BENCHMARKS = {
         "Every load has the same requests. The API key is $SERVE_SPEC_API_KEY.",
         "online.command",
     ),
-    "trace": Benchmark(
-        "accepted drafts at every position of a text, for the simulator",
-        _trace,
-    ),
+    "trace": Benchmark("accepted drafts at every position of a text, for the simulator", _trace),
     "tune": Benchmark(
         "measurement of a pair: cost table, depths and trees per batch size, report",
         _tune,

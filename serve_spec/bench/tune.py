@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     num_different = sum(each.num_texts - each.same_texts for each in measurements)
     print(table(tune_report.COLUMNS, tune_report.rows(measurements)))
     print(f"{num_different} texts differ from those of K = 0")
-    _write(args, config, trees, measurements)
+    _write(args, config, measurements)
     return int(llm.engine.worker.dtype == torch.float32 and num_different > 0)
 
 
@@ -346,10 +346,7 @@ def _slots_file(shapes: Sequence[DraftShape]) -> Iterator[Path]:
 
 
 def _write(
-    args: argparse.Namespace,
-    config: ServeSpecConfig,
-    trees: Sequence[DraftShape],
-    measurements: Sequence[Measurement],
+    args: argparse.Namespace, config: ServeSpecConfig, measurements: Sequence[Measurement]
 ) -> None:
     """Write every file but the cost table."""
     folder: Path = args.output_dir
@@ -364,8 +361,9 @@ def _write(
         "commit": here["commit"] or "unknown",
         "command": f"`{here['command']}`",
     }
+    has_trees = any(each.tree_drafts for each in measurements)
     keys = {
-        **({"speculative_eagle_topk": str(config.speculative.topk)} if trees else {}),
+        **({"speculative_eagle_topk": str(config.speculative.topk)} if has_trees else {}),
         "speculative_adaptive_config": str((folder / "adaptive.json").absolute()),
         "speculative_cost_table": str((folder / "cost_table.json").absolute()),
     }

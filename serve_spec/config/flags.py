@@ -190,13 +190,7 @@ class _Set(argparse.Action):
         self._negations = [f"--no-{name[2:]}" for name in option_strings if is_switch]
         super().__init__([*option_strings, *self._negations], dest, **rest)
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         option = str(option_string)
         if self.nargs == 0:
             value = False if option in self._negations else self.const
@@ -215,13 +209,7 @@ class _Ignore(argparse.Action):
 class _SpeculativeConfig(argparse.Action):
     """Read vLLM's --speculative-config into our keys."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         try:
             given = speculative_keys(values)
         except ConfigError as error:

@@ -44,7 +44,6 @@ class LayerAttention(Protocol):
         partial sums (see `ops.linear.sum_partials`). Returns [R, num_heads, d] in the pool's dtype,
         for the tokens in `ForwardContext.queries`.
         """
-        ...
 
 
 class KVShape(NamedTuple):

@@ -102,18 +102,14 @@ class TextDrafter(Protocol):
 
     def propose(self, request_id: str, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
         """Return up to `most` tokens that may follow the committed `token_ids`; often none."""
-        ...
 
     def propose_tree(
         self, request_id: str, token_ids: Sequence[int], shape: DraftShape
     ) -> TextDrafts:
         """Return a tree of at most this shape, which begins with the chain of `propose`."""
-        ...
 
     def match_length(self, request_id: str) -> int:
         """Return the tokens of the match that gave the last drafts; 0 if unknown."""
-        ...
 
     def forget(self, request_id: str) -> None:
         """Drop the state of a request that has left the batch."""
-        ...

@@ -209,4 +209,3 @@ class PendingBatch(Protocol):
 
     def result(self) -> BatchResult:
         """Wait for the step to end. Call it once."""
-        ...

@@ -4,10 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import Grammar
+
+Prompt: TypeAlias = str | list[int]
+"""A text, or token ids."""
 
 MAX_LOGPROBS = 20
 """Most alternatives a request may ask for, as in the OpenAI API and vLLM."""

@@ -107,7 +107,7 @@ def _build_engine(
     cache = KVCacheManager(
         num_pages, config.cache.page_size, prefix_caching=config.cache.prefix_caching
     )
-    costs = _cost_source(config, worker, policy, cache, max_model_len)
+    costs = _cost_source(config, worker, policy, cache)
     with stage("measuring or reading the costs of steps"):
         table = costs.obtain() if policy.needs_costs else None
     if _captures_graphs(config, loaded.device):
@@ -228,12 +228,12 @@ def load_models(config: ServeSpecConfig, parallel: TensorParallel) -> LoadedMode
     target = load_target(
         config.model.folder, dtype, device, config.model.max_model_len, parallel, dummy=is_dummy
     )
-    head = _load_head(config, target, dtype, device)
+    head = _load_head(config, target)
     if config.model.torch_compile:
         compile_layers(target)
         if head is not None:
             compile_layers(head)
-    num_pages = parallel.smallest(_num_pages(config, target, head, dtype, device))
+    num_pages = parallel.smallest(_num_pages(config, target, head))
     return LoadedModels(target, head, num_pages, dtype, device, parallel)
 
 
@@ -309,11 +309,7 @@ def rank_device(config: ServeSpecConfig, rank: int) -> torch.device:
 
 
 def _cost_source(
-    config: ServeSpecConfig,
-    worker: SpecWorker,
-    policy: PolicySettings,
-    cache: KVCacheManager,
-    max_model_len: int,
+    config: ServeSpecConfig, worker: SpecWorker, policy: PolicySettings, cache: KVCacheManager
 ) -> CostSource:
     key = cost_key(config, worker, policy.trees)
     grid = CostGrid(
@@ -323,7 +319,10 @@ def _cost_source(
         every_step=worker.device.type == "cuda",
     )
     limits = ProfileLimits(
-        cache.page_size, cache.num_pages, config.scheduler.max_num_batched_tokens, max_model_len
+        cache.page_size,
+        cache.num_pages,
+        config.scheduler.max_num_batched_tokens,
+        worker.target.model.max_model_len,
     )
 
     def measure(clock: Clock, longest_run_s: float) -> Measurement:
@@ -333,15 +332,15 @@ def _cost_source(
     return CostSource(key, grid, path=config.speculative.speculative_cost_table, measure=measure)
 
 
-def _load_head(
-    config: ServeSpecConfig, target: Llama, dtype: torch.dtype, device: torch.device
-) -> DraftHead | None:
-    speculative = config.speculative
+def _load_head(config: ServeSpecConfig, target: Llama) -> DraftHead | None:
+    speculative, weight = config.speculative, target.embed_tokens.weight
     path = config.draft_folder if speculative.enabled else None
     if path is None:
         return None
-    weights = draft_weights(speculative.speculative_draft_model_quantization, device)
-    draft_in = draft_dtype(speculative.speculative_draft_dtype, dtype, device, weights)
+    weights = draft_weights(speculative.speculative_draft_model_quantization, weight.device)
+    draft_in = draft_dtype(
+        speculative.speculative_draft_dtype, weight.dtype, weight.device, weights
+    )
     head = load_draft(
         path,
         target,
@@ -371,15 +370,10 @@ def _probe(config: ServeSpecConfig, head: DraftHead, target: Llama) -> None:
         choose_theta(head, target, text)
 
 
-def _num_pages(
-    config: ServeSpecConfig,
-    target: Llama,
-    head: DraftHead | None,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> int:
+def _num_pages(config: ServeSpecConfig, target: Llama, head: DraftHead | None) -> int:
     """Return the configured KV pages, or as many as fit; raise ValueError if they do not."""
-    page_size = config.cache.page_size
+    page_size, weight = config.cache.page_size, target.embed_tokens.weight
+    dtype, device = weight.dtype, weight.device
     page_bytes = PagedKVPool.bytes_per_page(target.rank_shape.kv_shapes, page_size, dtype)
     if head is not None:
         page_bytes += PagedKVPool.bytes_per_page(head.shape.kv_shapes, page_size, head.dtype)

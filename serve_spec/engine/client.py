@@ -16,7 +16,13 @@ from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import EngineOverloaded, InvalidRequest
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.record import StepRecord
-from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
+from serve_spec.core.request import (
+    FinishReason,
+    Prompt,
+    SamplingParams,
+    SpeculationStats,
+    TokenDelta,
+)
 from serve_spec.engine import messages
 from serve_spec.engine.collector import MetricsCollector
 from serve_spec.engine.inputs import InputProcessor
@@ -110,11 +116,7 @@ class EngineClient:
         self._reader.start()
 
     async def submit(
-        self,
-        prompt: str | list[int],
-        params: SamplingParams,
-        request_id: str,
-        emitted: Sequence[int] = (),
+        self, prompt: Prompt, params: SamplingParams, request_id: str, emitted: Sequence[int] = ()
     ) -> TokenStream:
         """Queue a request and return its stream.
 
@@ -159,7 +161,7 @@ class EngineClient:
             self._abort(request_id)
 
     async def _prepare(
-        self, prompt: str | list[int], grammar: Grammar | None, request_id: str
+        self, prompt: Prompt, grammar: Grammar | None, request_id: str
     ) -> tuple[list[int], Grammar | None, bool]:
         """Encode a prompt and compile its grammar without blocking the event loop.
 

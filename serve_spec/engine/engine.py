@@ -10,7 +10,7 @@ from serve_spec.adaptive import AdaptiveController
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch
 from serve_spec.core.record import StepRecord, StepTimes
-from serve_spec.core.request import FinishReason, SamplingParams, TokenDelta
+from serve_spec.core.request import FinishReason, Prompt, SamplingParams, TokenDelta
 from serve_spec.core.round import NO_NOTES, RoundNotes
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.costs import UNUSED, CostSource
@@ -178,11 +178,7 @@ class SpecEngine:
             logger.info("costs: strategy goodput decides from now on")
 
     def new_sequence(
-        self,
-        request_id: str,
-        prompt: str | list[int],
-        params: SamplingParams,
-        emitted: Collection[int] = (),
+        self, request_id: str, prompt: Prompt, params: SamplingParams, emitted: Collection[int] = ()
     ) -> Sequence:
         """Return a request for `add`; raise InvalidRequest if it cannot be served."""
         inputs = InputProcessor(self.tokenizer, self.limits, self.check_grammar)

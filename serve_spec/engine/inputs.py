@@ -11,7 +11,7 @@ import msgspec
 from serve_spec.config.engine import ModelConfig
 from serve_spec.core.errors import CheckpointError, InvalidRequest, TextTooLong
 from serve_spec.core.grammar import Grammar
-from serve_spec.core.request import SamplingParams
+from serve_spec.core.request import Prompt, SamplingParams
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.tokenizer import Tokenizer
 
@@ -97,11 +97,7 @@ class InputProcessor:
         self._check_grammar = check_grammar
 
     def new_sequence(
-        self,
-        request_id: str,
-        prompt: str | list[int],
-        params: SamplingParams,
-        emitted: Collection[int] = (),
+        self, request_id: str, prompt: Prompt, params: SamplingParams, emitted: Collection[int] = ()
     ) -> Sequence:
         """Return a checked request, its grammar excepted.
 

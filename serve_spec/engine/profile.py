@@ -256,7 +256,7 @@ class _Profiler:
             "verify_ms": _as_grid(verify),
             "extrapolated": tuple((sizes[b], steps[k]) for b, k in missing),
             "trees": tuple(
-                _tree_costs(tree, self._shape_ms(tree, contexts, sizes), draft, verify, steps)
+                _tree_costs(tree, self._shape_ms(tree, contexts, sizes), draft, verify, steps[-1])
                 for tree in trees
             ),
         }
@@ -383,16 +383,12 @@ def _median_low(values: Milliseconds) -> Milliseconds:
 
 
 def _tree_costs(
-    tree: DraftShape,
-    measured: Milliseconds,
-    draft: Milliseconds,
-    verify: Milliseconds,
-    steps: Sequence[int],
+    tree: DraftShape, measured: Milliseconds, draft: Milliseconds, verify: Milliseconds, most: int
 ) -> TreeCosts:
-    """Return the costs of a tree shape. Gaps are filled from chains, [contexts, sizes, steps]."""
-    step_ms = np.maximum(_LEAST_MS, draft[:, :, -1] / steps[-1])
+    """Return the costs of a tree shape. Gaps are filled from chains of up to `most` steps."""
+    step_ms = np.maximum(_LEAST_MS, draft[:, :, -1] / most)
     draft_ms = cost_grid.fill_tree(measured[0], step_ms * tree.depth)
-    rise = (verify[:, :, -1] - verify[:, :, 0]) / steps[-1]
+    rise = (verify[:, :, -1] - verify[:, :, 0]) / most
     verify_ms = cost_grid.fill_tree(measured[1], verify[:, :, 0] + rise * tree.size)
     return TreeCosts(
         num_steps=tree.depth,

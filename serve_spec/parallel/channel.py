@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Self
 
 from serve_spec.log import get_logger
@@ -198,12 +197,7 @@ class RankChannel:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         """Report an error, and swallow it if the loss of rank 0 explains it."""
         is_alone = isinstance(error, RuntimeError) and self._channel.is_broken(_BREAK_S)
         if error is not None and not is_alone:

@@ -140,12 +140,7 @@ class DraftModel:
                 hidden = self.head.forward(tokens.clamp_min(0), hidden, context)
 
     def _draw(
-        self,
-        buffers: StepBuffers,
-        logits: Tensor,
-        request_slots: Tensor,
-        positions: Tensor,
-        step: int,
+        self, buffers: StepBuffers, logits: Tensor, slots: Tensor, positions: Tensor, step: int
     ) -> tuple[Tensor, Tensor]:
         """Draw draft number `step` of each request from logits float32 [B, Vd].
 
@@ -154,13 +149,11 @@ class DraftModel:
         params, target_ids = buffers.slots.params, self.head.target_ids
         if buffers.draft_logits is None:
             children, shares = draw.draw_children(
-                logits, request_slots, positions + step, params, buffers.sharpness, target_ids, 1
+                logits, slots, positions + step, params, buffers.sharpness, target_ids, 1
             )
             return children[:, 0], shares[:, 0]
-        buffers.draft_logits.logits[: len(request_slots), step].copy_(logits)
-        return draw.sample_drafts(
-            logits, request_slots, positions + step, positions, params, target_ids
-        )
+        buffers.draft_logits.logits[: len(slots), step].copy_(logits)
+        return draw.sample_drafts(logits, slots, positions + step, positions, params, target_ids)
 
     def _draft_trees(
         self, buffers: StepBuffers, request_slots: Tensor, lengths: Tensor, shape: DraftShape

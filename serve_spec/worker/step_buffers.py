@@ -28,17 +28,10 @@ class GrammarMasks:
     -1 without a mask. `words` int32 [max_draws, ceil(V / 32)].
     """
 
-    def __init__(
-        self,
-        max_requests: int,
-        max_drafts: int,
-        max_draws: int,
-        vocab_size: int,
-        device: torch.device,
-    ) -> None:
-        shape = max_requests, max_drafts + 1
+    def __init__(self, slots: RequestSlots, max_drafts: int, max_draws: int) -> None:
+        device, shape = slots.lengths.device, (slots.padding, max_drafts + 1)
         self.places = torch.full(shape, -1, dtype=torch.int32, device=device)
-        num_words = -(-vocab_size // 32)
+        num_words = -(-slots.vocab_size // 32)
         self.words = torch.zeros(max_draws, num_words, dtype=torch.int32, device=device)
         self._is_clear = True
 
@@ -131,7 +124,7 @@ class StepBuffers:
         self.budget = zeros(1)
         self.calibration = zeros(len(AS_DRAWN), max(1, max_depth), 2, dtype=torch.float32)
         self.sharpness = torch.full((1,), draft_sharpness, device=device)
-        self.masks = GrammarMasks(max_requests, most, max_draws, slots.vocab_size, device)
+        self.masks = GrammarMasks(slots, most, max_draws)
         self.chunks = PrefillChunks(max_chunk_tokens, max_requests, device)
         self.parents = zeros(max_requests, most) if max_tree_drafts else None
         self.paths = zeros(max_requests, max_depth + 1) if max_tree_drafts else None

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import aiohttp
 
-from serve_spec.bench.online.load import CompletionRequest, Load, LoadRun, Sample, Served
+from serve_spec.bench.online.load import CompletionRequest, Load, LoadRun, Requests, Sample, Served
 
 _DONE = "[DONE]"
 _KEEPALIVE_S = 2.0
@@ -231,15 +231,13 @@ def new_samples(found: Iterable[Sample], known: Iterable[Sample]) -> list[Sample
 class Share:
     """Requests of one client, on a schedule or over streams."""
 
-    requests: Sequence[CompletionRequest]
+    requests: Requests
     num_streams: int
     due_s: Sequence[float] | None
     """Due time of each request of an open loop; None: a closed loop."""
 
 
-def deal(
-    load: Load, requests: Sequence[CompletionRequest], seed: int, num_clients: int
-) -> list[Share]:
+def deal(load: Load, requests: Requests, seed: int, num_clients: int) -> list[Share]:
     """Divide a load among clients: streams to clients in turn, requests to streams in turn.
 
     seed: of the schedule of an open loop, in which every request is its own stream.
@@ -330,7 +328,7 @@ class Clients:
     def run(
         self,
         load: Load,
-        requests: Sequence[CompletionRequest],
+        requests: Requests,
         *,
         seed: int = 0,
         poll_s: float | None = 0.5,

@@ -27,6 +27,7 @@ from serve_spec.bench.online.load import (
     LoadRun,
     Poisson,
     Ramp,
+    Requests,
     Served,
     text_requests,
 )
@@ -179,10 +180,7 @@ def _repeat(
 
 
 def _online(
-    args: argparse.Namespace,
-    variant: ServerVariant | None,
-    plan: Plan,
-    warm_up: Sequence[CompletionRequest],
+    args: argparse.Namespace, variant: ServerVariant | None, plan: Plan, warm_up: Requests
 ) -> Runs:
     with ExitStack() as stack:
         url = args.url
@@ -200,10 +198,7 @@ def _online(
 
 
 def _offline(
-    args: argparse.Namespace,
-    config: ServeSpecConfig,
-    plan: Plan,
-    warm_up: Sequence[CompletionRequest],
+    args: argparse.Namespace, config: ServeSpecConfig, plan: Plan, warm_up: Requests
 ) -> Runs:
     llm = LLM(config)
     try:
@@ -242,12 +237,7 @@ class _Running:
 
 
 def run_offline(
-    engine: SpecEngine,
-    load: Load,
-    requests: Sequence[CompletionRequest],
-    *,
-    seed: int = 0,
-    on_end: OnEnd = int,
+    engine: SpecEngine, load: Load, requests: Requests, *, seed: int = 0, on_end: OnEnd = int
 ) -> LoadRun:
     """Run a load on an idle engine without HTTP; raise InvalidRequest if it cannot be served."""
     schedule, most_at_once = load.arrivals(len(requests), seed), load.num_streams or len(requests)

@@ -126,6 +126,9 @@ class CompletionRequest:
     params: SamplingParams
 
 
+Requests: TypeAlias = Sequence[CompletionRequest]
+
+
 @dataclass(frozen=True)
 class Served:
     """The outcome of a request. Times are in seconds since the run began."""
