@@ -239,12 +239,7 @@ def equal_prefixes(texts: Sequence[Sequence[int]], expected: Sequence[Sequence[i
 
 def sampling_params(request: TextRequest, num_tokens: int) -> SamplingParams:
     """Return the parameters of a request with exactly `num_tokens` output tokens."""
-    return SamplingParams(
-        max_tokens=num_tokens,
-        temperature=request.kind.temperature,
-        seed=request.seed,
-        ignore_eos=True,
-    )
+    return SamplingParams(num_tokens, request.kind.temperature, seed=request.seed, ignore_eos=True)
 
 
 def _new_sequence(

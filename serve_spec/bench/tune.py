@@ -87,11 +87,7 @@ def run(args: argparse.Namespace) -> int:
 def swept_trees(
     wanted: Sequence[tuple[int, int]] | None, speculative: SpeculativeConfig
 ) -> list[DraftShape]:
-    """Return the trees to measure in ascending order: the wanted ones, or those of the policy.
-
-    wanted: depth and size of each.
-    Raises ConfigError: a server of this configuration could not draft one of them.
-    """
+    """Return the wanted trees (depth, size), ascending, or the policy's; may raise ConfigError."""
     configured, topk = PolicySettings.of(speculative).tree, speculative.topk
     if wanted is None:
         return [] if configured is None else list(ladder(configured))
@@ -120,9 +116,8 @@ def sweep(
     shapes: Sequence[DraftShape],
     args: argparse.Namespace,
 ) -> None:
-    """Measure every class of prompts and batch size with missing shapes.
+    """Measure every class of prompts and batch size with missing shapes, of which plain is first.
 
-    shapes: plain decoding first; the engine has captured all.
     Raises ConfigError: the engine has no room for a batch, or the texts are too short.
     """
     missing = [

@@ -193,11 +193,7 @@ def markdown(
     keys: Mapping[str, str],
     facts: Mapping[str, object],
 ) -> str:
-    """Return the report of a sweep.
-
-    classes: description of each class of prompts. keys: keys for the configuration. facts:
-    hardware and versions.
-    """
+    """Return a sweep's report: classes by description, keys to configure, facts of the machine."""
     parts = [
         "# Speculation on this machine",
         "\n".join(f"- {name}: {value}" for name, value in facts.items()),

@@ -31,8 +31,7 @@ def make_variants(
 ) -> list[Variant]:
     """Return off, the fixed depths in ascending order, and the adaptive variants `names`.
 
-    controller: that of an unused engine; it has the costs and the captured shapes.
-    Raises ConfigError: a depth was not captured, or goodput lacks costs.
+    controller: of an unused engine, with costs and captured shapes. May raise ConfigError.
     """
     depths = sorted({0, *num_steps})
     fixed = [

@@ -113,11 +113,10 @@ Model = TypeVar("Model", bound=BaseModel)
 def validate(
     model: type[Model], data: object, *, where: str = "", folder: Path | None = None
 ) -> Model:
-    """Return `data` validated as a `model`.
+    """Return `data` validated as a `model`, or raise ConfigError with all problems.
 
     where: dotted path of `data`, the prefix of every field in messages.
     folder: the base of relative paths; None is the current directory.
-    Raises ConfigError: all problems at once.
     """
     context = {"folder": folder or Path.cwd()}
     try:
@@ -215,10 +214,9 @@ def locate(field: str, value: str | Path, folder: Path) -> Path:
 
 
 def checkpoint_name(field: str, value: str | Path, folder: Path) -> str:
-    """Return the name of a checkpoint: `asset:NAME`, an absolute folder, or a hub id.
+    """Return `asset:NAME`, an absolute folder, or a hub id; raise Refusal if it is none.
 
     A folder that exists, relative to `folder`, wins over a hub id.
-    Raises Refusal: it is none of them.
     """
     text = str(value)
     if text.startswith(ASSET):

@@ -102,11 +102,7 @@ class CostTable(StrictModel):
     def refuse_foreign(
         self, key: CostKey, *, max_steps: int, trees: Collection[tuple[int, int]] = ()
     ) -> None:
-        """Check that the table was measured with `key` and covers all draft shapes.
-
-        max_steps: maximum drafts of a chain. trees: shapes, (num_steps, num_draft_tokens).
-        Raises ConfigError: a field differs, or a shape is missing.
-        """
+        """Raise ConfigError unless it has `key`, `max_steps` and `trees` (depth, size)."""
         problems = [
             f"key.{name}={mine!r}, but this engine has {getattr(key, name)!r}"
             for name, mine in self.key

@@ -241,10 +241,9 @@ def speculative_keys(given: str | Mapping[str, Any]) -> dict[str, tuple[str, Any
 
 
 def engine_keys(place: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our leaf keys for vLLM's engine arguments, such as `max_model_len`.
+    """Return our leaf keys for vLLM's engine arguments, or raise ConfigError.
 
     They are the flags without dashes, or keys of ours. place: prefix of names in messages.
-    Raises ConfigError: an argument has no counterpart here.
     """
     options = {option[2:].replace("-", "_"): flag for flag in FLAGS for option in flag.options}
     found: dict[str, Any] = {}

@@ -22,14 +22,13 @@ def checkpoint_folder(
     weights: bool = True,
     progress: bool = False,
 ) -> Path:
-    """Return the local folder of a checkpoint; download what the cache of the hub lacks.
+    """Return the local folder of a checkpoint; download what the cache lacks, or raise ConfigError.
 
     field: the dotted key that names it, for messages.
     name: a folder, `asset:NAME`, or `ORG/NAME[@REVISION]` of the hub.
     download_dir: cache to use instead of HF_HUB_CACHE.
     weights: whether the weights are needed, or only config and tokenizer.
     progress: whether to show progress bars on stderr.
-    Raises ConfigError: the hub does not have it, refuses it, or cannot be reached.
     """
     if name.startswith(ASSET):
         return locate(field, name, Path.cwd())

@@ -17,7 +17,7 @@ from serve_spec.config import base
 from serve_spec.config.base import ConfigError, Refusal, StrictModel
 from serve_spec.config.checkpoint import with_detected
 from serve_spec.config.engine import CacheConfig, ModelConfig, SchedulerConfig
-from serve_spec.config.hub import checkpoint_folder, pinned
+from serve_spec.config.hub import pinned
 from serve_spec.config.serving import ReplicaConfig, RouterConfig, StatsConfig
 from serve_spec.config.speculative import SpeculativeConfig
 
@@ -83,18 +83,12 @@ class ServeSpecConfig(StrictModel):
     def draft_folder(self) -> Path | None:
         """Local folder of the draft, downloaded if necessary; raises ConfigError."""
         name = self.speculative.speculative_draft_model_path
-        if name is None:
-            return None
-        weights = self.model.load_format != "dummy"
-        return checkpoint_folder(
-            _DRAFT, name, download_dir=self.model.download_dir, weights=weights
-        )
+        return None if name is None else self.model.local(_DRAFT, name)
 
     def pinned(self) -> Self:
-        """Return the configuration with every hub id at its present commit.
+        """Return the configuration with every hub id at its present commit, or raise ConfigError.
 
         A replica that starts later runs the same weights, so requests continue there exactly.
-        Raises ConfigError: the hub does not have one of them, or cannot be reached.
         """
         model, names = self.model, self._names
         exact = {
@@ -109,12 +103,8 @@ class ServeSpecConfig(StrictModel):
     def download(self) -> Self:
         """Return `pinned` and download what the cache lacks, with progress bars on stderr."""
         exact = self.pinned()
-        model = exact.model
         for key, (field, name) in exact._names.items():
-            weights = key != "tokenizer_path" and model.load_format != "dummy"
-            checkpoint_folder(
-                field, name, download_dir=model.download_dir, weights=weights, progress=True
-            )
+            exact.model.local(field, name, weights=key != "tokenizer_path", progress=True)
         return exact
 
     @property

@@ -61,9 +61,7 @@ def build_engine(config: ServeSpecConfig, launcher: Launcher | None = None) -> S
 
     With tensor parallelism this process is rank 0. It starts the other ranks, which
     `SpecEngine.shutdown` ends. launcher: where they run; None: as processes of this host.
-    Raises CheckpointError: a file cannot be used.
-    Raises ValueError: sizes do not fit together; names the fields.
-    Raises RankLost: another rank cannot start.
+    Raises CheckpointError, ValueError for sizes that do not fit together, RankLost.
     """
     if config.model.tensor_parallel_size == 1:
         return _build_engine(config, SINGLE, None)
@@ -141,8 +139,7 @@ def _check_first_logits(
 ) -> None:
     """Run a short prompt and one step with drafts. Broken draft logits only give a warning.
 
-    Raises CheckpointError: the target's logits hold NaN, or nothing finite.
-    Raises RankLost: so they do, and another rank failed first.
+    Raises CheckpointError: the target's logits are broken. RankLost: another rank failed first.
     """
     scheduler = _scheduler(config, loaded, KVCacheManager(loaded.num_pages, config.cache.page_size))
     params = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -210,11 +207,7 @@ class LoadedModels:
 
 
 def load_models(config: ServeSpecConfig, parallel: TensorParallel) -> LoadedModels:
-    """Load a rank's shard of the target, and the draft.
-
-    Raises CheckpointError: a file cannot be used.
-    Raises ValueError: the device does not support a setting; names the field.
-    """
+    """Load a rank's shard of the target, and the draft; raise CheckpointError or ValueError."""
     device = rank_device(config, parallel.rank)
     if config.model.torch_compile and device.type == "cpu":
         raise ValueError(

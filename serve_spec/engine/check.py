@@ -9,12 +9,7 @@ from serve_spec.models.shape import ModelShape
 
 
 def check_checkpoints(config: ServeSpecConfig) -> None:
-    """Raise what loading target, draft and tokenizer would raise; reads no weights.
-
-    Raises CheckpointError: a file cannot be used.
-    Raises ConfigError: a checkpoint cannot be downloaded.
-    Raises ValueError: a setting does not fit the checkpoint; names the field.
-    """
+    """Raise CheckpointError, ConfigError or ValueError as loading would; reads no weights."""
     folder = config.model.folder
     shape = ModelShape.from_directory(folder)
     check_fit(config, Tokenizer(config.model.tokenizer_folder))

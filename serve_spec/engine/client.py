@@ -54,10 +54,9 @@ class TokenStream:
             self._hand_over(item, self._take)
 
     async def each(self, take: Callable[[TokenDelta], None]) -> None:
-        """Call `take` with every delta as it comes, and return after the last one.
+        """Call `take` with every delta as it comes, without a task; return after the last one.
 
-        No task wakes up for a delta.
-        Raises Exception: what ended the stream instead of a last delta, or what `take` raised.
+        Raises what ended the stream instead of a last delta, or what `take` raised.
         """
         self._take, self._end = take, asyncio.get_running_loop().create_future()
         for item in self._early:
@@ -118,12 +117,9 @@ class EngineClient:
     async def submit(
         self, prompt: Prompt, params: SamplingParams, request_id: str, emitted: Sequence[int] = ()
     ) -> TokenStream:
-        """Queue a request and return its stream.
+        """Queue a request and return its stream, which continues after `emitted` tokens.
 
-        emitted: see `InputProcessor.new_sequence`; the stream continues after them.
-        Raises InvalidRequest: the prompt or a parameter cannot be served.
-        Raises EngineOverloaded: too many requests are unfinished.
-        Raises RuntimeError: the engine has died.
+        Raises InvalidRequest, EngineOverloaded, or RuntimeError if the engine has died.
         """
         self.check_health()
         token_ids, grammar, is_cancelled = await self._prepare(prompt, params.grammar, request_id)
@@ -181,19 +177,11 @@ class EngineClient:
         return self._grammars.translate(grammar)
 
     def reconfigure(self, settings: Mapping[str, object]) -> None:
-        """Change policy settings between steps.
-
-        Raises ValueError: the settings are invalid; nothing changed.
-        Raises RuntimeError: the engine has died.
-        """
+        """Change policy settings between steps; raise ValueError, or RuntimeError if it died."""
         self._call("reconfigure", dict(settings))
 
     def start_from(self, accept_rates: Iterable[float]) -> None:
-        """Set acceptance rates learned by other engines; before the first request.
-
-        Raises ValueError: not one rate in (0, 1) per position; nothing changed.
-        Raises RuntimeError: the engine has died.
-        """
+        """Set rates in (0, 1) of other engines, per position; raises as `reconfigure`."""
         self._call("start_from", list(accept_rates))
 
     def flush_cache(self) -> None:

@@ -21,10 +21,9 @@ _RECOMMENDED = {**{name: name for name in _SAME_NAMES}, "max_new_tokens": "max_t
 
 
 def sampling_defaults(model: ModelConfig) -> dict[str, Any]:
-    """Return the sampling parameters of requests that give none: what the checkpoint recommends.
+    """Return the checkpoint's sampling parameters for requests, or raise CheckpointError.
 
     Empty with `generation_config=none`. As in vLLM, `do_sample` is not read.
-    Raises CheckpointError: generation_config.json cannot be read, or has a value that is not valid.
     """
     path = model.metadata_folder / "generation_config.json"
     if model.generation_config == "none" or not path.is_file():
@@ -99,11 +98,9 @@ class InputProcessor:
     def new_sequence(
         self, request_id: str, prompt: Prompt, params: SamplingParams, emitted: Collection[int] = ()
     ) -> Sequence:
-        """Return a checked request, its grammar excepted.
+        """Return a checked request, its grammar excepted, or raise InvalidRequest.
 
         emitted: tokens that another engine generated; they count for `max_tokens` and the rest.
-        Raises InvalidRequest: the prompt is empty, too long or outside the vocabulary, or score
-        edits name unknown tokens or leave none.
         """
         limits = self._limits
         token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)

@@ -96,7 +96,6 @@ class OutputText:
         """Add tokens until a stop string ends the text. Return how many belong to it.
 
         A stop string, or the text of a token that ends it, is cut off unless the request keeps it.
-
         reason: why the text ends after them, if it does.
         """
         is_cut = reason is FinishReason.STOP and not self._keeps_end

@@ -63,12 +63,10 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """Return the token ids of a text.
+        """Return the token ids of a text, without the GIL; fail early if it is far too long.
 
-        It releases the GIL, and fails early for a text that is far too long.
         add_special_tokens: add the special tokens the checkpoint puts around a text.
-        max_tokens: most tokens the caller has room for; None: no limit.
-        Raises TextTooLong: the text has more than `max_tokens` tokens.
+        max_tokens: most tokens the caller has room for, or TextTooLong is raised; None: no limit.
         """
         if max_tokens is not None:
             self.refuse_long(text, max_tokens)

@@ -90,8 +90,7 @@ def load_draft(
 
     weights: format of its matrices. fp8: an extra copy for products of few tokens; int8, int4:
     instead of the stored matrices. algorithm: one of `ALGORITHMS`; must agree with the files.
-    Raises ValueError: an unknown algorithm, or integer products that this machine lacks.
-    Raises CheckpointError: a checkpoint that cannot be used.
+    Raises ValueError for what this machine lacks, CheckpointError.
     """
     models = {name: known for name, known in ALGORITHMS.items() if not known.from_text}
     if algorithm not in models:

@@ -249,10 +249,9 @@ class DraftFile:
 
 
 def open_draft(path: Path | str, algorithm: str, dummy_for: ModelShape | None = None) -> DraftFile:
-    """Open the draft in `path`, which must be one for `algorithm`; reads no weight.
+    """Open the draft in `path`, which must be one for `algorithm`, or raise CheckpointError.
 
-    dummy_for: the target of random weights, which then stand in for the file's.
-    Raises CheckpointError: damaged files, another family, or a format not supported.
+    It reads no weight. dummy_for: the target of random weights, in place of the file's.
     """
     file = read_draft(path, None if dummy_for is None else (algorithm, dummy_for))
     family = file.recognition.family
@@ -265,10 +264,9 @@ def open_draft(path: Path | str, algorithm: str, dummy_for: ModelShape | None = 
 
 
 def read_draft(path: Path | str, dummy: tuple[str, ModelShape] | None = None) -> DraftFile:
-    """Open the draft in `path`, of any family and layout; reads no weight.
+    """Open the draft in `path`, of any family and layout, or raise CheckpointError.
 
-    dummy: algorithm and target of random weights, which then stand in for the file's.
-    Raises CheckpointError: damaged files, or a format not supported.
+    It reads no weight. dummy: algorithm and target of random weights, in place of the file's.
     """
     directory = Path(path)
     config = read_json(directory / "config.json")

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from serve_spec.layers.module import tensor_defaults
-from serve_spec.layers.rope import RotaryTable
 from serve_spec.log import get_logger
 from serve_spec.models.decoder import causal_context
 from serve_spec.models.draft import DraftHead
@@ -95,9 +94,7 @@ def set_theta(head: Eagle | Eagle3, theta: float) -> None:
     """Set the rotary base of `head`."""
     shape = head.shape = replace(head.shape, rope_theta=theta)
     with tensor_defaults(head.dtype, head.fc.weight.device):
-        head.rope = RotaryTable(
-            shape.head_dim, theta, shape.rope_scaling, shape.max_position_embeddings
-        )
+        head.rope = shape.rotary()
 
 
 def overlap_measure(head: Eagle | Eagle3, target: Llama, token_ids: Tensor) -> Callable[[], float]:

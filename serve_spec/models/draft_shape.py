@@ -114,7 +114,6 @@ def read_d2t(file: DraftFile, rows: int, vocab: int) -> Tensor | None:
     """Return the target's id of each of `rows` draft ids, int64 [Vd]; None if they are the same.
 
     `d2t` holds offsets (target id - draft id); `t2d` marks the target ids that are reached.
-    Raises CheckpointError: no map for a reduced vocabulary, or maps that contradict each other.
     """
     if "d2t" not in file.checkpoint:
         if rows == vocab:
@@ -138,7 +137,6 @@ def read_token_map(file: DraftFile, rows: int, vocab: int) -> Tensor | None:
     """Return the target's id of each draft id, int64 [Vd]; None if they are the same.
 
     rows: output rows, one for each draft id or for each of the target's `vocab` ids.
-    Raises CheckpointError: not a map, ids that occur twice, or ids beyond the target's.
     """
     if TOKEN_MAP not in file.checkpoint:
         return None
@@ -314,10 +312,9 @@ def both_readings(file: DraftFile, num_layers: int) -> tuple[tuple[int, ...], ..
 
 
 def configured_ids(file: DraftFile) -> list[int] | None:
-    """Return `eagle_aux_hidden_state_layer_ids` of the config, uninterpreted.
+    """Return `eagle_aux_hidden_state_layer_ids` of the config, or raise CheckpointError.
 
     SGLang reads the nested key, vLLM the one at the top. ModelOpt's default is an empty list.
-    Raises CheckpointError: not a list of numbers, or two that differ.
     """
     key = "eagle_aux_hidden_state_layer_ids"
     given = [ids for ids in (file.config.get(key), file.nested.get(key)) if ids not in (None, [])]

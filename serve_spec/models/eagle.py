@@ -19,7 +19,6 @@ from serve_spec.core.context import ForwardContext
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import Destination, finish_loading, named_parts, tensor_defaults
 from serve_spec.layers.norm import RMSNorm, stream_of
-from serve_spec.layers.rope import RotaryTable
 from serve_spec.layers.vocabulary import vocab_head
 from serve_spec.log import get_logger
 from serve_spec.models import draft_shape
@@ -56,15 +55,11 @@ class Eagle(DraftHead):
         )
         self.own_head = own_head
         self.head_dtype = self.dtype if own_head else target.embed_tokens.weight.dtype
-        self.lm_head = (
-            vocab_head(shape.hidden_size, shape.vocab_size, parallel)
-            if own_head
-            else target.lm_head
-        )
+        self.lm_head = target.lm_head
+        if own_head:
+            self.lm_head = vocab_head(shape.hidden_size, shape.vocab_size, parallel)
         self.lm_head.out_dtype = torch.float32
-        self.rope = RotaryTable(
-            shape.head_dim, shape.rope_theta, shape.rope_scaling, shape.max_position_embeddings
-        )
+        self.rope = shape.rotary()
 
     def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         """Return next hidden [R, H] from target ids [T] and hidden [T, H]."""
@@ -179,9 +174,7 @@ class Eagle3(DraftHead):
         self.norm = RMSNorm(layers.hidden_size, eps)
         self.lm_head = vocab_head(layers.hidden_size, shape.draft_vocab_size, parallel)
         self.lm_head.out_dtype = torch.float32
-        self.rope = RotaryTable(
-            layers.head_dim, layers.rope_theta, layers.rope_scaling, layers.max_position_embeddings
-        )
+        self.rope = layers.rotary()
 
     def encode(self, features: Tensor) -> Tensor:
         """Return fc of features [T, F] after optional norms: [T, H]."""

@@ -19,7 +19,6 @@ from serve_spec.layers.module import (
     tensor_defaults,
 )
 from serve_spec.layers.norm import RMSNorm
-from serve_spec.layers.rope import RotaryTable
 from serve_spec.layers.vocabulary import vocab_embedding, vocab_head
 from serve_spec.models.decoder import DecoderLayer
 from serve_spec.models.dummy import dummy_checkpoint
@@ -78,9 +77,7 @@ class Llama(Layer):
             self.lm_head.weight = self.embed_tokens.matrix
         self.max_model_len = max_model_len or shape.max_position_embeddings
         self.path: Path | None = None  # of its checkpoint
-        self.rope = RotaryTable(
-            shape.head_dim, shape.rope_theta, shape.rope_scaling, self.max_model_len
-        )
+        self.rope = shape.rotary(self.max_model_len)
         # A plain tuple: iterating a ModuleList is slow.
         self._layers: tuple[DecoderLayer, ...] = tuple(self.layers)  # type: ignore[arg-type]
 
@@ -159,11 +156,10 @@ def load_target(
     finish: bool = True,
     dummy: bool = False,
 ) -> Llama:
-    """Load a Hugging Face directory, or an expansion of one.
+    """Load a Hugging Face directory, or an expansion of one, or raise CheckpointError.
 
     `max_model_len` bounds positions (default: the config's). Each of several ranks loads its part.
     finish: False for a model that has gradients. dummy: random weights, no file is read.
-    Raises CheckpointError: a checkpoint that cannot be used.
     """
     shape, checkpoint = open_target(path, dummy=dummy)
     _check_memory(shape, checkpoint, max_model_len)

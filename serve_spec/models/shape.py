@@ -13,7 +13,7 @@ from typing import Any
 from serve_spec.config.checkpoint import Config, max_positions, rope_parameters, text_config
 from serve_spec.core.context import KVShape
 from serve_spec.core.errors import CheckpointError
-from serve_spec.layers.rope import RopeScaling
+from serve_spec.layers.rope import RopeScaling, RotaryTable
 from serve_spec.ops.paged_attention import AttentionKind
 
 NUM_IDS_KEY = "serve_spec_num_ids"
@@ -108,6 +108,11 @@ class ModelShape:
         """Return what each layer keeps of a token."""
         return (KVShape(self.num_kv_heads, self.head_dim, self.head_dim),) * self.num_layers
 
+    def rotary(self, longest: int | None = None) -> RotaryTable:
+        """Return the rotary table of `longest` positions; None: of the longest text."""
+        longest = longest or self.max_position_embeddings
+        return RotaryTable(self.head_dim, self.rope_theta, self.rope_scaling, longest)
+
     def on_rank_of(self, size: int) -> "ModelShape":
         """Return each of `size` ranks' share of heads and neurons; may raise CheckpointError."""
         shared = self._shared_sizes
@@ -199,10 +204,9 @@ def layer_sizes(config: Config) -> dict[str, Any]:
 def check_sizes(
     shape: ModelShape, tensors: Mapping[str, tuple[int, ...]], directory: Path | str, prefix: str
 ) -> None:
-    """Compare the sizes of a layer in config.json with the tensors, before memory is allocated.
+    """Raise CheckpointError unless a layer's tensors have the sizes of config.json.
 
-    tensors: shapes by name. prefix: before `layers.0.` in names.
-    Raises CheckpointError: a tensor is missing or of another size; names the key of config.json.
+    Before memory is allocated. tensors: shapes by name. prefix: before `layers.0.` in names.
     """
     layer = f"{prefix}layers.0."
     heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim

@@ -103,12 +103,9 @@ def expand_target(recipe: Expansion, directory: Path) -> None:
 
 
 def expand_draft(recipe: Expansion, target: ModelShape, directory: Path) -> str:
-    """Write the head `recipe.base`, made for a small `target`, for its expansion by `recipe`.
+    """Write the head `recipe.base`, made for a small `target`, expanded; return its family.
 
     Without `draft_vocab_size` an EAGLE-3 head gets as many more ids as the target.
-    Returns the head's family, `EAGLE` or `EAGLE3`.
-    Raises CheckpointError: a base that cannot be used, is not of `target`, or does not fit the
-    size.
     """
     source = upscale.find_base(recipe.base, Path.cwd())
     file = open_draft_file(source)

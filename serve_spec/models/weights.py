@@ -74,8 +74,7 @@ class Checkpoint:
     ) -> None:
         """Copy every tensor, or a shard of it, to its destination, cast to its dtype and device.
 
-        `read_elsewhere` names tensors the caller reads itself.
-        Raises CheckpointError: a tensor is missing, surplus, of another shape, or not of floats.
+        Raises as `check`, or if it holds no floats. `read_elsewhere`: what the caller reads itself.
         """
         self.check(destinations, read_elsewhere)
         for name, destination in destinations.items():
@@ -88,7 +87,7 @@ class Checkpoint:
     def check(
         self, destinations: Mapping[str, Destination], read_elsewhere: Collection[str] = ()
     ) -> None:
-        """Raise the errors of `load_into`, from names and shapes alone."""
+        """Raise CheckpointError for a tensor that is missing, surplus or of another shape."""
         shapes = self.shapes
         missing = [name for name in destinations if name not in shapes]
         if missing:
@@ -120,10 +119,9 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
-    """Open `model.safetensors` or `pytorch_model.bin`, or the shards of their index.
+    """Open `model.safetensors` or `pytorch_model.bin`, or their shards; else CheckpointError.
 
     Reads no weight, but a pickle older than torch 1.6.
-    Raises CheckpointError: none of these is there, or one is damaged or incomplete.
     """
     directory = Path(path)
     kinds: tuple[tuple[str, type[TensorFile]], ...] = (

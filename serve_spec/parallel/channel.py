@@ -104,10 +104,9 @@ class Channel:
         return self._end.fileno()
 
     def authenticate(self, secret: bytes, mine: bytes, theirs: bytes) -> None:
-        """Prove that both ends know the secret, before anything is unpickled.
+        """Prove that both ends know the secret, before anything is unpickled, or raise EOFError.
 
         mine, theirs: names of the two ends, so that a proof cannot be sent back as one's own.
-        Raises EOFError: the other end does not know it, or does not answer.
         """
         self._limit_silence(_PROOF_TIMEOUT)
         challenge = os.urandom(32)

@@ -193,11 +193,7 @@ def store_server(host: str) -> TCPStore:
 def join(
     rank: int, size: int, device: torch.device, address: Address, host: str = LOOPBACK
 ) -> DeviceGroup:
-    """Return the group of all ranks once each of them has called this.
-
-    address: rank 0's. host: this rank's.
-    Raises RuntimeError: rank 0 is gone, or has given up.
-    """
+    """Return the group of all ranks once each has called this, or raise RuntimeError."""
     store = TCPStore(address.host, address.store_port, wait_for_workers=False, timeout=_TIMEOUT)
     return DeviceGroup(rank, size, device, store, host)
 

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -169,16 +170,10 @@ def _share(own: Tensor, rank: int, size: int, store: Store) -> SharedSum:
         first = begin // dtype.itemsize
         places.append(tuple(handle.get_buffer(r, shape, dtype, first) for r in range(size)))
         begin += _num_bytes(shape, dtype)
+    zeros = partial(torch.zeros, dtype=torch.int64, device=own.device)
     slots, shares, flags, gathered = places
-    memory = SharedMemory(
-        rank,
-        slots,
-        shares,
-        flags,
-        gathered,
-        counts=torch.zeros(shared_sum.NUM_PROGRAMS, dtype=torch.int64, device=own.device),
-        released=torch.zeros(1, dtype=torch.int64, device=own.device),
-    )
+    counts, released = zeros(shared_sum.NUM_PROGRAMS), zeros(1)
+    memory = SharedMemory(rank, slots, shares, flags, gathered, counts, released)
     return SharedSum(memory, (own, handle))
 
 

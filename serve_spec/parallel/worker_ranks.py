@@ -296,21 +296,15 @@ class ChildProcess:
 def launch(
     module: str, size: int, settings: object, launcher: Launcher | None = None
 ) -> WorkerRanks:
-    """Start ranks 1 .. size - 1; return when all have connected.
+    """Start ranks 1 .. size - 1; return when all have connected, or raise RankLost.
 
-    module: import path of a module with `follow(settings, rank, size, address)`. launcher: None for
-    processes of this host.
-    Raises RankLost: one did not start.
+    module: has `follow(settings, rank, size, address)`. launcher: None: processes of this host.
     """
     launcher = launcher or ProcessLauncher()
     ranks = WorkerRanks(size, launcher.host)
     try:
-        ranks.accept(
-            {
-                rank: launcher.start(module, settings, rank, size, ranks.address)
-                for rank in range(1, size)
-            }
-        )
+        start, address = launcher.start, ranks.address
+        ranks.accept({r: start(module, settings, r, size, address) for r in range(1, size)})
     except BaseException:
         ranks.stop()
         raise

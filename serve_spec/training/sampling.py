@@ -122,11 +122,7 @@ def build_pool(model: Llama, train: Tensor, plan: RolloutPlan, seed: int, path: 
 
 
 def windows(stream: Tensor, rows: int, row_tokens: int, rng: torch.Generator) -> Tensor:
-    """Return `rows` random windows of `stream` [N] as int64 [rows, row_tokens].
-
-    Offsets come from the CPU generator `rng`, so they are the same on every device.
-    Raises ValueError: the stream is shorter than one row.
-    """
+    """Return random rows of `stream` [N], int64 [rows, row_tokens]; rng: on the CPU."""
     room = len(stream) - row_tokens
     if room <= 0:
         raise ValueError(

@@ -341,12 +341,8 @@ class CapturedShapes:
         before = self._num_captured
 
         def taken() -> CaptureReport:
-            return CaptureReport(
-                shape,
-                self._num_captured - before,
-                time.perf_counter() - started,
-                self._reserved_bytes() - reserved,
-            )
+            seconds, num_bytes = time.perf_counter() - started, self._reserved_bytes() - reserved
+            return CaptureReport(shape, self._num_captured - before, seconds, num_bytes)
 
         try:
             yield

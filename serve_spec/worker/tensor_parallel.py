@@ -146,10 +146,7 @@ class PlanDecoder:
     def decode(self, delta: PlanDelta) -> ScheduledBatch:
         """Return the plan that was encoded."""
         reqs = tuple(
-            [
-                req if isinstance(req, ScheduledRequest) else self._decode(req)
-                for req in delta.requests
-            ]
+            [r if isinstance(r, ScheduledRequest) else self._decode(r) for r in delta.requests]
         )
         self._known = {req.request_id: req for req in reqs}
         return replace(delta.plan, requests=reqs)

@@ -68,14 +68,9 @@ class Verifier:
         parents, depths, backs = layout.offsets - 1, layout.offsets, None
         if tokens.parents is not None and tokens.depths is not None:
             parents, depths, backs = tokens.parents, tokens.depths, layout.offsets - tokens.parents
+        edits = slots.edits
         score_edits.edit_scores(
-            tokens.logits,
-            tokens.request_slots,
-            decided,
-            tokens.token_ids,
-            depths,
-            slots.edits,
-            backs,
+            tokens.logits, tokens.request_slots, decided, tokens.token_ids, depths, edits, backs
         )
         masks = buffers.masks
         score_edits.mask_scores(
@@ -105,7 +100,7 @@ class Verifier:
             results,
             forced=forced,
         )
-        score_edits.count_tokens(request_slots, results, slots.edits)
+        score_edits.count_tokens(request_slots, results, edits)
         if buffers.paths is not None:
             buffers.paths[:num_requests].copy_(accepted.path)
         return accepted
@@ -124,10 +119,8 @@ class Verifier:
 
 
 def read_results(table: list[list[int]]) -> tuple[list[list[int]], tuple[int, ...]]:
-    """Return what `StepBuffers.results` on the host holds.
+    """Return the emitted tokens of `StepBuffers.results` on the host, and who has a draft of -1.
 
-    Per drawing request: its accepted drafts and the bonus token; indices of those with a draft of
-    -1.
     Raises BrokenLogits: the target's logits held NaN, or nothing finite (-1: see `ops.draw`).
     """
     token_ids = [row[2 : row[0] + 3] for row in table]

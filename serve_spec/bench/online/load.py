@@ -195,11 +195,7 @@ def text_requests(
     seed: int = 0,
     mixed: bool = False,
 ) -> list[CompletionRequest]:
-    """Return `count` requests with held-out prompts of `prompt_chars` characters.
-
-    mixed: every other request is hard to draft: shuffled words and T = 1.
-    Raises ValueError: see `held_out_prompts`.
-    """
+    """Return requests with held-out prompts; `mixed`: every other one is hard to draft."""
     prompts = held_out_prompts(
         lambda text: [ord(character) for character in text],
         count=count,
