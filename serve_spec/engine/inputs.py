@@ -3,7 +3,7 @@
 import json
 import secrets
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -82,18 +82,16 @@ class EngineLimits(msgspec.Struct, frozen=True):
     """Acceptance is forced for a load test."""
 
 
+@dataclass(frozen=True)
 class InputProcessor:
     """Checks requests and encodes prompts. Safe to call from any thread.
 
-    check_grammar: compiles a grammar. Raises InvalidRequest if it cannot be compiled.
+    compile_grammar: raises InvalidRequest if it cannot be compiled.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, limits: EngineLimits, check_grammar: Callable[[Grammar], object]
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._limits = limits
-        self._check_grammar = check_grammar
+    tokenizer: Tokenizer
+    limits: EngineLimits
+    compile_grammar: Callable[[Grammar], object]
 
     def new_sequence(
         self, request_id: str, prompt: Prompt, params: SamplingParams, emitted: Collection[int] = ()
@@ -102,7 +100,7 @@ class InputProcessor:
 
         emitted: tokens that another engine generated; they count for `max_tokens` and the rest.
         """
-        limits = self._limits
+        limits = self.limits
         token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         shown = f"<{len(token_ids)} tokens>"
         if not token_ids:
@@ -142,7 +140,7 @@ class InputProcessor:
         for word in params.bad_words:
             if isinstance(word, str):
                 texts = (word.lstrip(), f" {word.lstrip()}")
-                ids = (self._tokenizer.encode(text, add_special_tokens=False) for text in texts)
+                ids = (self.tokenizer.encode(text, add_special_tokens=False) for text in texts)
                 found.update(map(tuple, ids))
             else:
                 found.add(tuple(word))
@@ -161,16 +159,16 @@ class InputProcessor:
         if not prompt:  # without the special tokens that the checkpoint would add
             return []
         try:
-            return self._tokenizer.encode(prompt, max_tokens=self._limits.max_model_len - 1)
+            return self.tokenizer.encode(prompt, max_tokens=self.limits.max_model_len - 1)
         except TextTooLong as error:
             raise self._too_long(f"<at least {error.at_least} tokens>") from None
 
     def check_grammar(self, grammar: Grammar) -> None:
         """Compile a grammar, in up to a second; raise InvalidRequest if it cannot be served."""
-        if self._limits.forces_acceptance:
+        if self.limits.forces_acceptance:
             raise grammar.refusal("this engine forces acceptance, for load tests; leave it out")
-        self._check_grammar(grammar)
+        self.compile_grammar(grammar)
 
     def _too_long(self, shown: str) -> InvalidRequest:
-        fix = f"shorten it to at most {self._limits.max_model_len - 1} tokens (max_model_len - 1)"
+        fix = f"shorten it to at most {self.limits.max_model_len - 1} tokens (max_model_len - 1)"
         return InvalidRequest("prompt", shown, fix, too_long=True)

@@ -129,6 +129,7 @@ class Stages:
         return tokens
 
 
+@dataclass(eq=False, repr=False)
 class CapturedShapes:
     """All draft shapes of a worker. The largest is captured first; the others fit into its memory.
 
@@ -138,25 +139,18 @@ class CapturedShapes:
     max_captured: largest batch whose stages are captured; they run as they are in larger ones.
     """
 
-    def __init__(
-        self,
-        stages: Stages,
-        recorder: GraphRecorder | None,
-        *,
-        max_tokens: int,
-        largest_batch: Callable[[DraftShape], int | None],
-        max_captured: int | None = None,
-    ) -> None:
+    stages: Stages
+    recorder: GraphRecorder | None
+    max_tokens: int
+    largest_batch: Callable[[DraftShape], int | None]
+    max_captured: int | None = None
+
+    def __post_init__(self) -> None:
         self.states: dict[DraftShape, SpecRuntimeState] = {}
         self.report: list[CaptureReport] = []
-        self._stages = stages
-        self._buffers = stages.buffers
-        self._recorder = recorder
-        self._max_tokens = max_tokens
-        self._largest_batch = largest_batch
-        most = stages.buffers.max_requests
-        self._max_captured = most if max_captured is None else min(most, max_captured)
-        self._device = stages.target.pool.device
+        self._buffers, self._device = self.stages.buffers, self.stages.target.pool.device
+        most = self._buffers.max_requests
+        self._max_captured = min(most, self.max_captured or most)
         self._extends: dict[int, StageRunner] = {}
         self._verify_runs: dict[tuple[StepSize, int, bool], tuple[Run, float]] = {}
 
@@ -166,7 +160,7 @@ class CapturedShapes:
         self._deepest = max(shape.depth for shape in wanted if shape.is_chain)
         has_trees = any(not shape.is_chain for shape in wanted)
         ordered = sorted(wanted, key=lambda s: (self._most_tokens(s), s), reverse=True)
-        captures = self._recorder is not None
+        captures = self.recorder is not None
         with torch.inference_mode():
             for shape in tqdm(ordered, "draft shapes", leave=False, disable=not captures):
                 with self._reported(shape):
@@ -180,7 +174,7 @@ class CapturedShapes:
                     for trees in ((True, False) if has_trees else (False,))
                 }
                 self.extend_chunks: StageRunner | None = None
-                if (drafter := self._stages.drafter) is not None:
+                if (drafter := self.stages.drafter) is not None:
                     extend = partial(drafter.extend_chunks, self._buffers)
                     self.extend_chunks = self._captured(extend, mixed)
                 self._admits = {trees: self._admit_stage(has_trees=trees) for trees in self._mixed}
@@ -210,7 +204,7 @@ class CapturedShapes:
 
     def extend_for(self, num_missing: int, num_requests: int) -> StageRunner:
         """Return the smallest draft extend that makes so many entries for so many requests."""
-        if self._recorder is None:
+        if self.recorder is None:
             return self._extend_stage(max(num_missing, 1), ())
         most = min(num_requests, self._max_captured)
         fits = [
@@ -222,23 +216,23 @@ class CapturedShapes:
 
     def draft_for(self, shape: DraftShape, num_requests: int) -> StageRunner:
         """Return the shallowest stage that drafts `shape` for so many requests."""
-        if self._recorder is None:
-            return StageRunner(partial(self._stages.draft, shape))
+        if self.recorder is None:
+            return StageRunner(partial(self.stages.draft, shape))
         draft = self.state_for(shape, num_requests).draft
         assert draft is not None, "a draft model has draft stages"
         return draft
 
     def run_target(self, shape: DraftShape, size: StepSize) -> VerifiedTokens:
         """Run the target and the verification without a captured graph, to read hidden states."""
-        return self._stages.verify(shape.size + 1, size, has_trees=not shape.is_chain)
+        return self.stages.verify(shape.size + 1, size, has_trees=not shape.is_chain)
 
     def _state(self, shape: DraftShape) -> SpecRuntimeState:
         most = self._most_requests(shape)
         requests = [StepSize(n, n) for n in graphs.batch_sizes(most)]
         extend = draft = None
-        if shape.depth and self._stages.drafter is not None:
+        if shape.depth and self.stages.drafter is not None:
             extend = self._extends_after(shape, requests)
-            draft = self._captured(partial(self._stages.draft, shape), requests)
+            draft = self._captured(partial(self.stages.draft, shape), requests)
         counts = (
             graphs.token_counts(self._most_tokens(shape))
             if shape.depth
@@ -252,14 +246,14 @@ class CapturedShapes:
         most = self._buffers.max_requests
         if shape.is_chain and shape.depth == self._deepest:
             return most
-        return min(most, self._largest_batch(shape) or most)
+        return min(most, self.largest_batch(shape) or most)
 
     def _most_requests(self, shape: DraftShape) -> int:
         """Return the largest batch for which a shape is captured."""
         return min(self._largest(shape), self._max_captured)
 
     def _most_tokens(self, shape: DraftShape) -> int:
-        return min(self._most_requests(shape) * (shape.size + 1), self._max_tokens)
+        return min(self._most_requests(shape) * (shape.size + 1), self.max_tokens)
 
     def _extends_after(self, shape: DraftShape, sizes: Sequence[StepSize]) -> StageRunner:
         """Capture draft extend after steps of a shape, and first of all the widest one."""
@@ -275,12 +269,12 @@ class CapturedShapes:
         return self._extends[length]
 
     def _extend_stage(self, length: int, sizes: Iterable[StepSize]) -> StageRunner:
-        return self._captured(partial(self._stages.extend, length), sizes)
+        return self._captured(partial(self.stages.extend, length), sizes)
 
     def _captured(self, stage: Stage, sizes: Iterable[StepSize]) -> StageRunner:
-        if self._recorder is None:
+        if self.recorder is None:
             return StageRunner(stage)
-        capture = self._recorder.capture
+        capture = self.recorder.capture
         return StageRunner(
             stage, {size: capture(partial(stage, size)) for size in sorted(sizes, reverse=True)}
         )
@@ -296,19 +290,19 @@ class CapturedShapes:
         width = 1 << (max_query_len - 1).bit_length()
 
         def verify(size: StepSize) -> Tensor:
-            return self._stages.verify(width, size, has_trees=has_trees).logits
+            return self.stages.verify(width, size, has_trees=has_trees).logits
 
-        if self._recorder is None:
+        if self.recorder is None:
             return StageRunner(verify)
         kept: dict[StepSize, Run] = {}
         fastest = math.inf
         for size in sorted(sizes, reverse=True):
             key = size, width, has_trees
             if key not in self._verify_runs:
-                run = self._recorder.capture(partial(verify, size))
+                run = self.recorder.capture(partial(verify, size))
                 # The time on rank 0, so that all ranks pad alike.
-                found = torch.tensor([self._recorder.milliseconds(run)], device=self._device)
-                self._verify_runs[key] = run, float(self._stages.parallel.broadcast(found))
+                found = torch.tensor([self.recorder.milliseconds(run)], device=self._device)
+                self._verify_runs[key] = run, float(self.stages.parallel.broadcast(found))
             run, milliseconds = self._verify_runs[key]
             if milliseconds <= fastest * _TIMING_NOISE:
                 kept[size], fastest = run, min(fastest, milliseconds)
@@ -320,7 +314,7 @@ class CapturedShapes:
 
     def _mixed_sizes(self) -> list[StepSize]:
         chunks = self._buffers.chunks
-        most = min(MAX_CAPTURED_PROMPT_TOKENS, self._max_tokens)
+        most = min(MAX_CAPTURED_PROMPT_TOKENS, self.max_tokens)
         return [
             StepSize(n, min(n, self._buffers.max_requests), min(n, chunks.max_chunks))
             for n in graphs.mixed_token_counts(most)
@@ -328,7 +322,7 @@ class CapturedShapes:
 
     def _admit_stage(self, *, has_trees: bool) -> StageRunner:
         most_drafts = self._most_drafts(has_trees=has_trees)
-        stage = partial(self._stages.admit, most_drafts, has_trees=has_trees)
+        stage = partial(self.stages.admit, most_drafts, has_trees=has_trees)
         if not self._deepest:  # without drafts there is nothing to admit
             return StageRunner(stage)
         shapes = [s for s in self.states if s.depth and s.is_chain != has_trees]
@@ -352,7 +346,7 @@ class CapturedShapes:
 
     @property
     def _num_captured(self) -> int:
-        return 0 if self._recorder is None else self._recorder.num_captured
+        return 0 if self.recorder is None else self.recorder.num_captured
 
     def _reserved_bytes(self) -> int:
         return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
@@ -360,7 +354,7 @@ class CapturedShapes:
     def _no_room_for(self, failed: CaptureReport) -> str:
         shape, max_requests = failed.shape, self._buffers.max_requests
         if shape is None:
-            what, remedy = f"max_num_batched_tokens={self._max_tokens}", "max_num_batched_tokens"
+            what, remedy = f"max_num_batched_tokens={self.max_tokens}", "max_num_batched_tokens"
         elif shape.is_chain:
             what = f"num_steps={shape.depth}, max_num_seqs={max_requests}"
             remedy = f"leave {shape.depth} out of the candidate steps (speculative_adaptive_config)"

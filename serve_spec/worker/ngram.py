@@ -9,6 +9,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -47,6 +48,7 @@ BRANCHING_PLACES = 16
 """Most occurrences that a tree takes continuations from; each costs the host about 2 µs."""
 
 
+@dataclass
 class NgramDrafter:
     """Keeps an index of each request's n-grams.
 
@@ -55,18 +57,14 @@ class NgramDrafter:
     topk: children of a draft in a tree.
     """
 
-    def __init__(
-        self,
-        min_match: int,
-        max_match: int,
-        max_steps: int,
-        corpus: "Corpus | None" = None,
-        topk: int = 1,
-    ) -> None:
-        self.max_steps = max_steps
-        self.corpus = corpus
-        self.topk = topk
-        self._lengths = range(max_match, min_match - 1, -1)
+    min_match: int
+    max_match: int
+    max_steps: int
+    corpus: "Corpus | None" = None
+    topk: int = 1
+
+    def __post_init__(self) -> None:
+        self._lengths = range(self.max_match, self.min_match - 1, -1)
         self._texts: dict[str, _Text] = {}
         self._matches: dict[str, int] = {}
 

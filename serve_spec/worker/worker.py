@@ -94,6 +94,7 @@ class WorkerSettings:
         return self.rejection_sample_method != "coupled"
 
 
+@dataclass(eq=False, repr=False)
 class SpecWorker:
     """A target, a draft model (or none), and one captured state per draft shape.
 
@@ -101,26 +102,18 @@ class SpecWorker:
     one before it is read. The host reads one small tensor per step.
     """
 
-    def __init__(
-        self,
-        target: TargetRunner,
-        drafter: DraftModel | None,
-        slots: RequestSlots,
-        recorder: GraphRecorder | None,
-        grammars: Grammars,
-        settings: WorkerSettings,
-        parallel: TensorParallel = SINGLE,
-    ) -> None:
-        self.target = target
-        self.drafter = drafter
-        self.slots = slots
-        self.recorder = recorder
-        self.grammars = grammars
-        self.settings = settings
-        self.parallel = parallel
-        self.vocab_size = slots.vocab_size
-        self.device = slots.lengths.device
-        self._requests = RequestStates(slots)
+    target: TargetRunner
+    drafter: DraftModel | None
+    slots: RequestSlots
+    recorder: GraphRecorder | None
+    grammars: Grammars
+    settings: WorkerSettings
+    parallel: TensorParallel = SINGLE
+
+    def __post_init__(self) -> None:
+        self.vocab_size = self.slots.vocab_size
+        self.device = self.slots.lengths.device
+        self._requests = RequestStates(self.slots)
         self._written: tuple[tuple[int, ...], ...] | None = None
         self._budget: tuple[int, list[int], Calibration] | None = None
         self._newest_timer: StageTimer | None = None
