@@ -231,10 +231,8 @@ def full_batch_speed(batch_size: int, batches: Iterable[Sequence[StepRecord]]) -
 
 def equal_prefixes(texts: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> int:
     """Return how many texts equal the expected ones as far as both were generated."""
-    return sum(
-        all(a == b for a, b in zip(*pair, strict=False))
-        for pair in zip(texts, expected, strict=False)
-    )
+    pairs = zip(texts, expected, strict=False)
+    return sum(all(a == b for a, b in zip(*pair, strict=False)) for pair in pairs)
 
 
 def sampling_params(request: TextRequest, num_tokens: int) -> SamplingParams:

@@ -43,10 +43,8 @@ class Run:
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark and print its table; return 1 if texts differ unexpectedly."""
     max_batch_size, num_tokens = max(args.batch_sizes), args.prompt_tokens + args.output_tokens
-    sizes = {
-        "num_pages": max(256, max_batch_size * (num_tokens + 64) // 16),
-        "max_num_seqs": max_batch_size,
-    }
+    num_pages = max(256, max_batch_size * (num_tokens + 64) // 16)
+    sizes = {"num_pages": num_pages, "max_num_seqs": max_batch_size}
     llm = LLM(configured(args, speculative_adaptive=True, **sizes))
     controller = llm.engine.controller
     variants = make_variants(controller, args.num_steps, [])

@@ -223,13 +223,9 @@ class SpeculativeConfig(StrictModel):
     @property
     def ngram_min_match(self) -> int:
         """Minimum tokens of an n-gram match; higher before a draft model, which is often better."""
-        given, most = (
-            self.speculative_ngram_min_match_window_size,
-            self.speculative_ngram_max_match_window_size,
-        )
-        if given is not None:
-            return given
-        return most if self.speculative_ngram_first else min(2, most)
+        most = self.speculative_ngram_max_match_window_size
+        default = most if self.speculative_ngram_first else min(2, most)
+        return self.speculative_ngram_min_match_window_size or default
 
     @property
     def num_draft_tokens(self) -> int:

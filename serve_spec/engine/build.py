@@ -129,8 +129,8 @@ def _build_engine(
             max_model_len=max_model_len,
             forces_acceptance=worker.settings.synthetic_acceptance is not None,
         ),
-        worker_ranks=worker_ranks,
-        costs=costs,
+        worker_ranks,
+        costs,
     )
 
 

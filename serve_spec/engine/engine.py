@@ -90,6 +90,7 @@ class StepInFlight:
     notes: RoundNotes
 
 
+@dataclass(eq=False, repr=False)
 class SpecEngine:
     """Runs requests, one step of the batch per call of `step`. Single-threaded; see `EngineServer`.
 
@@ -99,31 +100,22 @@ class SpecEngine:
     meanwhile are computed once more; those results are dropped.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        worker: SpecWorker,
-        controller: AdaptiveController,
-        tokenizer: Tokenizer,
-        limits: EngineLimits,
-        *,
-        worker_ranks: WorkerRanks | None = None,
-        costs: CostSource | None = None,
-    ) -> None:
-        self.scheduler = scheduler
-        self.worker = worker
-        self.controller = controller
-        self.tokenizer = tokenizer
-        self.limits = limits
+    scheduler: Scheduler
+    worker: SpecWorker
+    controller: AdaptiveController
+    tokenizer: Tokenizer
+    limits: EngineLimits
+    _worker_ranks: WorkerRanks | None = None
+    costs: CostSource | None = None
+
+    def __post_init__(self) -> None:
         self.counters = EngineCounters()
         self.metrics: MetricsSink = NullSink()
-        self.costs = costs
-        self._worker_ranks = worker_ranks
         self._in_flight: StepInFlight | None = None
         self._synced_at = 0.0
         self._overhead_s = 0.0
         """Host time after the results of the step before, which the next step waited for."""
-        scheduler.on_leave = self._forget
+        self.scheduler.on_leave = self._forget
 
     def step(self) -> list[TokenDelta]:
         """Run one step over the batch. Return what it emitted."""

@@ -264,10 +264,8 @@ class _Profiler:
     def is_rough(self, context: int, sizes: Iterable[int]) -> bool:
         """Return whether the plain step of a batch size did not run for lack of time."""
         points = [Point(context, size, PLAIN) for size in sizes]
-        return any(
-            point not in self._runs and self._expected_s(point) <= self._longest_run_s
-            for point in points
-        )
+        missing = [point for point in points if point not in self._runs]
+        return any(self._expected_s(point) <= self._longest_run_s for point in missing)
 
     def _sweep(
         self, points: list[Point], share: float, longest_run_s: float | None = None

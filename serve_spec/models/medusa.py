@@ -54,10 +54,8 @@ class ResidualBlocks(Layer):
     def __init__(self, shape: MedusaShape) -> None:
         super().__init__()
         hidden = shape.hidden_size
-        self.blocks = nn.ModuleList(
-            Linear(hidden, {f"layers.{index}": hidden}, bias=shape.bias)
-            for index in range(shape.num_blocks)
-        )
+        names = [f"layers.{index}" for index in range(shape.num_blocks)]
+        self.blocks = nn.ModuleList(Linear(hidden, {n: hidden}, bias=shape.bias) for n in names)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return all blocks applied to x [T, H]."""

@@ -252,14 +252,12 @@ class _ExpandedFile(BuiltFile):
         self._sources = kept if is_draft else self._target_sources()
         self._maps = self._id_maps() if is_draft else {}
         width = whole(self._config, "hidden_size")
-        self._how = {
-            name: _widening(name, self._base.shapes[source], recipe, width)
-            for name, source in self._sources.items()
-        }
-        self.shapes = {
-            name: how.shape(self._base.shapes[self._sources[name]])
-            for name, how in self._how.items()
-        } | {name: tuple(ids.shape) for name, ids in self._maps.items()}
+        self._how: dict[str, Widening] = {}
+        self.shapes = {name: tuple(ids.shape) for name, ids in self._maps.items()}
+        for name, source in self._sources.items():
+            small = self._base.shapes[source]
+            self._how[name] = how = _widening(name, small, recipe, width)
+            self.shapes[name] = how.shape(small)
 
     def read(self, name: str) -> Tensor:
         if name in self._maps:

@@ -153,12 +153,12 @@ def write_record(record: dict[str, Any], folder: Path) -> None:
 
 def markdown(record: dict[str, Any]) -> str:
     """Return tables of accept length and survival, by drafter and temperature."""
+    head = "| T | drafter | drafts |"
     lengths = [
-        "| T | drafter | drafts | K: accept length ± standard error | outside loops |",
+        f"{head} K: accept length ± standard error | outside loops |",
         "|---|---|---|---|---|",
     ]
-    survival = ["| T | drafter | drafts | share of rounds that keep at least 1, 2, .. drafts |"]
-    survival.append("|---|---|---|---|")
+    survival = [f"{head} share of rounds that keep at least 1, 2, .. drafts |", "|---|---|---|---|"]
     for temperature, figures in record["temperatures"].items():
         for drafter, modes in figures["drafters"].items():
             for mode, outcome in modes.items():
