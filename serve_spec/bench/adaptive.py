@@ -51,9 +51,7 @@ def run(args: argparse.Namespace) -> int:
     report.show(tables(result), result)
     if args.plot is not None:
         plot(result, args.plot)
-    is_forced = report.forced_acceptance(result) is not None  # texts differ by construction
-    same = all(phase["same_texts"] for phase in result["phases"])
-    return 0 if same or is_forced or args.allow_differences else 1
+    return report.status(result, all(phase["same_texts"] for phase in result["phases"]), args)
 
 
 def _measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -131,7 +131,6 @@ def _per_request(sums: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def _error(trials: Sequence[Mapping[str, Record]], variant: str, best: str) -> float | None:
-    """Return the standard error of the speed over that of the best fixed depth."""
     pairs = [(trial[variant], trial[best]) for trial in trials]
     ratios = [
         mine["tokens"] / mine["ms"] / fixed["tokens"] * fixed["ms"]

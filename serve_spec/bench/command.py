@@ -106,7 +106,6 @@ def add_configuration(parser: argparse.ArgumentParser, *, positional: bool = Fal
 
 
 def _add_outputs(parser: argparse._ActionsContainer, *, compares: bool = True) -> None:
-    """Add --json, --plot and, for benchmarks that compare texts, --allow-differences."""
     add = parser.add_argument
     if compares:
         add("--allow-differences", action="store_true",

@@ -35,8 +35,6 @@ class MeasuredStep:
 
 
 class _Recorder(list[StepRecord]):
-    """A metrics sink that keeps every record."""
-
     observe = list.append
 
 

@@ -125,6 +125,11 @@ def show(tables: str, run: Record) -> None:
     print(tables)
 
 
+def status(run: Record, same: bool, args: argparse.Namespace) -> int:
+    """Return the exit status: 1 if texts differ, unless that is allowed or by construction."""
+    return int(not (same or args.allow_differences or forced_acceptance(run) is not None))
+
+
 def forced_acceptance(run: Record) -> object:
     """Return the run's synthetic acceptance, or None."""
     return run["environment"].get("synthetic_acceptance")

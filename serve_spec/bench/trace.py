@@ -326,6 +326,5 @@ def confidence_of(traces: Sequence[AcceptanceTrace]) -> dict[str, float]:
 
 
 def _kept(traces: TraceSet, kind: TextKind) -> list[float]:
-    """Return the mean accepted drafts of every tree."""
     columns = zip(*(trace.of_trees for trace in traces.of(kind)), strict=True)
     return [fmean(chain.from_iterable(counts)) for counts in columns]

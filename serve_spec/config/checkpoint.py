@@ -37,13 +37,9 @@ CLASS_DEFAULTS: Mapping[str, Config] = {
 _TEXT_ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen2_vl": "Qwen2ForCausalLM",
-    "qwen2_vl_text": "Qwen2ForCausalLM",
-    "qwen2_5_vl": "Qwen2ForCausalLM",
-    "qwen2_5_vl_text": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_vl_text": "Qwen3ForCausalLM",
+    **dict.fromkeys(("qwen2", "qwen2_vl", "qwen2_vl_text"), "Qwen2ForCausalLM"),
+    **dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_text"), "Qwen2ForCausalLM"),
+    **dict.fromkeys(("qwen3", "qwen3_vl_text"), "Qwen3ForCausalLM"),
 }
 # Keys that some exporters write beside `text_config` instead of into it.
 _SHARED = ("eos_token_id", "quantization_config", "torch_dtype", "dtype")

@@ -95,7 +95,6 @@ _MODEL_HELP = "hub id ORG/NAME[@REVISION], folder, asset:NAME, or configuration 
 
 
 def _field(key: str) -> FieldInfo:
-    """Return the field of a leaf key."""
     section = base.section_model(ServeSpecConfig.model_fields[leaf_sections()[key]])
     assert section is not None, "keys are in sections"
     return section.model_fields[key]
@@ -146,7 +145,6 @@ def add_flags(parser: argparse.ArgumentParser, *, without: tuple[str, ...] = ())
 
 
 def _settings(flag: Flag) -> dict[str, Any]:
-    """Return argparse's settings of a flag."""
     field = _field(flag.key)
     text = (field.description or "").replace("%", "%%").rstrip(".")
     default = json.dumps(field.default)

@@ -189,7 +189,6 @@ def _override(sections: Sections, values: Mapping[str, Any]) -> None:
 
 
 def _environment() -> dict[str, Any]:
-    """Return the leaf keys that are set in the environment."""
     keys = {f"{_ENV_PREFIX}{home}__{key}".upper(): key for key, home in leaf_sections().items()}
     # Other SERVE_SPEC_ variables (the log level) have no section, hence no double underscore.
     given = [name for name in os.environ if name.startswith(_ENV_PREFIX) and "__" in name]

@@ -256,7 +256,6 @@ def _refuse(config: SpeculativeConfig, key: str, fix: str) -> NoReturn:
 
 
 def _check(config: SpeculativeConfig) -> None:
-    """Refuse keys that do not fit together."""
     algorithm, least = config.speculative_algorithm, config.ngram_min_match
     if config.enabled:  # speculation may be turned off without removing the other keys
         _check_drafter(config)
@@ -282,7 +281,6 @@ def _check(config: SpeculativeConfig) -> None:
 
 
 def _check_drafter(config: SpeculativeConfig) -> None:
-    """Refuse keys that the drafter lacks or cannot use."""
     name, path = config.speculative_algorithm, "speculative_draft_model_path"
     instead = "omit the key, or set speculative_algorithm to the draft's"
     if not ALGORITHMS[name].from_text:
@@ -298,7 +296,6 @@ def _check_drafter(config: SpeculativeConfig) -> None:
 
 
 def _check_drafts(config: SpeculativeConfig) -> None:
-    """Refuse chains or trees that cannot be drafted and verified."""
     steps, topk = config.speculative_num_steps, config.topk
     tokens, key = config.speculative_num_draft_tokens, "speculative_num_draft_tokens"
     if topk == 1:
@@ -318,7 +315,6 @@ def _check_drafts(config: SpeculativeConfig) -> None:
 
 
 def _check_listed_trees(config: SpeculativeConfig) -> None:
-    """Refuse trees of the adaptive config that cannot be drafted."""
     file, topk = config.speculative_adaptive_config, config.topk
     slots = load_slots(file) if file is not None and config.enabled else {}
     for key, slot in slots.items():
@@ -334,7 +330,6 @@ def _check_listed_trees(config: SpeculativeConfig) -> None:
 
 
 def _check_rejection(config: SpeculativeConfig) -> None:
-    """Refuse what does not work with rejection sampling."""
     key = "rejection_sample_method"
     if config.text_algorithm is not None:
         fix = "n-gram drafts come from no distribution; leave it out, or use coupled"

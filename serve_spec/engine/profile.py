@@ -175,8 +175,6 @@ _Part: TypeAlias = Generator[float, None, Outcome]
 
 
 class _Run(NamedTuple):
-    """Times of one execution."""
-
     draft_ms: float
     verify_ms: float
     wall_s: float

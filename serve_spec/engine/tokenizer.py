@@ -236,7 +236,6 @@ def _num_bytes(name: str) -> int:
 
 
 def _steps(step: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """Return a normalizer or pre-tokenizer as the list of its parts."""
     if step is None:
         return []
     if step["type"] != "Sequence":

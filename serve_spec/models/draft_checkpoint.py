@@ -306,7 +306,6 @@ def open_draft_file(path: Path | str) -> DraftFile:
 
 
 def _open(directory: Path) -> Checkpoint:
-    """Return the weights, from the usual file names or Medusa's own."""
     for name in _MEDUSA_FILES:
         path = directory / name
         if path.exists():

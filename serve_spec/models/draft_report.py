@@ -59,12 +59,13 @@ def _head(file: DraftFile, target: Llama | None, options: DraftOptions) -> Facts
     if target is not None:
         head = make_eagle(file, target, options, torch.float32)
         file.checkpoint.check(head.tensors(), head.read_elsewhere)
+    own = "in the file; the target's is used where both are the same"
     facts = {
         "layers": _layers(shape),
         "rope theta": _theta(file, shape, options),
         "biases": _biases(file, shape),
         "vocabulary": _vocabulary(file, shape),
-        "embedding": _embedding(file),
+        "embedding": own if "embed_tokens.weight" in file.checkpoint else "the target's",
     }
     if is_eagle3:
         facts["target layers"] = _captured(file, target, options)
@@ -154,12 +155,6 @@ def _vocabulary(file: DraftFile, shape: ModelShape) -> str:
     if rows[0] == shape.vocab_size:
         return f"{shape.vocab_size} tokens, own lm_head"
     return f"{rows[0]} of {shape.vocab_size} tokens, own lm_head, ids mapped by d2t (offsets)"
-
-
-def _embedding(file: DraftFile) -> str:
-    if "embed_tokens.weight" not in file.checkpoint:
-        return "the target's"
-    return "in the file; the target's is used where both are the same"
 
 
 def _captured(file: DraftFile, target: Llama | None, options: DraftOptions) -> str:

@@ -173,7 +173,6 @@ def _stored_outputs(file: DraftFile, num_heads: int) -> tuple[str, ...]:
 
 
 def _output_heads(shape: MedusaShape, target: Llama) -> list[Linear]:
-    """Return one output matrix for each head."""
     if shape.num_rows is None:
         stored = [target.lm_head]
     else:

@@ -367,7 +367,6 @@ def _architecture(config: Config) -> str:
 def _windows(
     config: Config, architecture: str, family: _Family, num_layers: int
 ) -> tuple[int | None, ...]:
-    """Return the window of each layer."""
     window = config.get("sliding_window", _DEFAULT_WINDOW if family.has_window else None)
     if family.use_sliding_window_key and not config.get("use_sliding_window", False):
         window = None

@@ -279,7 +279,6 @@ class _ExpandedFile(BuiltFile):
         )
 
     def _target_sources(self) -> dict[str, str]:
-        """Return the tensor of the base that each one is made from."""
         assert self._recipe.num_layers is not None, "a target's expansion has a number of layers"
         names = self._base.shapes
         layers = added_layers(whole(self._config, "num_hidden_layers"), self._recipe.num_layers)

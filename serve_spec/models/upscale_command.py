@@ -30,11 +30,8 @@ from serve_spec.models.upscale import Expansion
 
 # Files of a target beside its config and weights.
 _COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "chat_template.jinja",
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("generation_config.json", "chat_template.jinja"),
 )
 
 

@@ -260,7 +260,6 @@ def lesson_loss(name: str, recipe: Recipe, draft: NewDraft, device: torch.device
 
 
 def _unrolled_loss(recipe: Recipe, draft: NewDraft, device: torch.device) -> LessonLoss:
-    """Return the loss of an EAGLE or EAGLE-3 head."""
     head = draft.head
     encode, step = compiled(head.encode, device), compiled(unroll.unroll_step(head), device)
 
@@ -291,7 +290,6 @@ def _unrolled_loss(recipe: Recipe, draft: NewDraft, device: torch.device) -> Les
 
 
 def _medusa_loss(recipe: Recipe, draft: NewDraft, device: torch.device) -> LessonLoss:
-    """Return the loss of Medusa heads."""
     head = draft.head
     return _compiled_lesson_loss(
         lambda lesson: unroll.medusa_loss(head, lesson, recipe.unroll_decay, recipe.overlap_weight),

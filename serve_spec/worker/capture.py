@@ -249,7 +249,6 @@ class CapturedShapes:
         return min(most, self.largest_batch(shape) or most)
 
     def _most_requests(self, shape: DraftShape) -> int:
-        """Return the largest batch for which a shape is captured."""
         return min(self._largest(shape), self._max_captured)
 
     def _most_tokens(self, shape: DraftShape) -> int:

@@ -197,7 +197,6 @@ def _draft_logits(slots: RequestSlots, max_depth: int, head: DraftHead) -> Draft
 
 
 def _write_rows(table: Tensor, entries: Mapping[int, Sequence[int]]) -> None:
-    """Write rows of `table` [B, N], padded."""
     width = table.shape[1]
     rows = [[number, *row, *[0] * (width - len(row))] for number, row in entries.items()]
     written = to_device(torch.tensor(rows, dtype=torch.int64), table.device)

@@ -56,8 +56,6 @@ class TensorParallelWorker(SpecWorker):
 
 @dataclass(frozen=True)
 class _JointStep:
-    """See `PendingBatch`."""
-
     local: PendingBatch
     worker_ranks: WorkerRanks
 
@@ -164,7 +162,6 @@ class PlanDecoder:
 
 
 def _longer(old: tuple[Any, ...], new: tuple[Any, ...]) -> _Longer:
-    """Return `new` as a change of `old`."""
     same = min(len(old), len(new))
     if old[:same] != new[:same]:
         same = next(i for i in range(same) if old[i] != new[i])
