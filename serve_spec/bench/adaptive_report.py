@@ -1,9 +1,8 @@
 """Figures of `serve-spec bench adaptive` from its records: by phase, and over all phases.
 
-The speed of a phase is over all trials that every variant has; the error of a ratio is the standard
-error of the mean over trials. Totals are harmonic means over phases: the work of a phase is what
-off does in a fixed time. The best fixed depth of a phase, off included, is known only afterwards,
-so with more depths it gains more from chance.
+The speed of a phase is over the trials that every variant has; the error of a ratio is that of the
+mean over trials. Totals are harmonic means over phases, which last equally long for off. The best
+fixed depth, off included, is known only afterwards: with more depths it gains more from chance.
 """
 
 from collections import defaultdict

@@ -1,8 +1,7 @@
 """`serve-spec bench trace`: record the accepted drafts at every position of texts.
 
-The text of a request is a function of its prompt and seed, and the drafts at a position depend only
-on the text before it. So a recorded trace replays any policy without a model
-(`benchmarks/simulator.py`).
+A text is a function of its prompt and seed, and the drafts at a position depend only on the text
+before it. So a trace replays any policy without a model (`benchmarks/simulator.py`).
 """
 
 import argparse

@@ -189,10 +189,13 @@ def cost_key(
     speculative = config.speculative
     draft = config.draft_folder
     method = f", {speculative.rejection_sample_method}" if speculative.samples_drafts else ""
+    hardware = f"{cpu_model()}, {os.cpu_count()} cores"
+    if worker.device.type == "cuda":
+        hardware = torch.cuda.get_device_name(worker.device)
     most_captured = config.model.cuda_graph_max_bs if config.model.cuda_graphs else 0
     code = code_version() + (", compiled" if config.model.torch_compile else "")
     return CostKey(
-        hardware=_hardware(worker.device),
+        hardware=hardware,
         threads=torch.get_num_threads(),
         target=fingerprint(config.model.folder),
         draft="" if draft is None else fingerprint(draft),
@@ -273,12 +276,6 @@ def _cache_folder() -> Path:
         return Path(os.environ.get("SERVE_SPEC_CACHE") or "~/.cache/serve_spec").expanduser()
     except RuntimeError:  # a user without a home
         return Path(tempfile.gettempdir()) / "serve_spec"
-
-
-def _hardware(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{cpu_model()}, {os.cpu_count()} cores"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

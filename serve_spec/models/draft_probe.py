@@ -2,9 +2,8 @@
 
 The official EAGLE-3 trainer used the rotary base 10000 even if the config names another; a wrong
 base costs a few percent of the drafts and no error. Reading layer ids as outputs where the trainer
-meant inputs costs between a tenth of a token a round and nearly all drafts. The probes run only on
-request (`speculative_draft_rope_theta: probe`, `speculative_draft_aux_layers_mean: probe`): most
-configs are right, and a start should not depend on a measurement.
+meant inputs costs between a tenth of a token a round and nearly all drafts. Probes run only on
+request (`probe` in the configuration), because most configs are right.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """What fixes the computation of an EAGLE or EAGLE-3 head, read from its config and tensors."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -35,7 +35,8 @@ def layer_shape(
     """Return the shape of the layers, with a default of vocab_size; may raise CheckpointError."""
     config, shapes = file.config, file.checkpoint.shapes
     attention = "layers.0.self_attn."
-    num_layers = _count_layers(shapes)
+    found = [int(m[1]) for name in shapes if (m := re.match(r"layers\.(\d+)\.", name))]
+    num_layers = max(found, default=0) + 1
     shape = ModelShape(
         **layer_sizes(config),
         architecture=file.recognition.family,
@@ -100,11 +101,6 @@ def _sliding_window(file: DraftFile) -> int | None:
             "are alike",
         )
     return window
-
-
-def _count_layers(names: Iterable[str]) -> int:
-    indices = {int(m[1]) for name in names if (m := re.match(r"layers\.(\d+)\.", name))}
-    return max(indices, default=0) + 1
 
 
 TOKEN_MAP = "token_map"

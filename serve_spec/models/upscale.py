@@ -75,7 +75,9 @@ def widen(
     """
     matrix = small.to(device=wide.device, dtype=wide.dtype).reshape(-1, small.shape[-1])
     if how.num_rows is not None:
-        matrix = with_more_rows(matrix, how.num_rows)
+        # Rows after the first ones are as large as real rows, and independent of them.
+        num_pages = -(-how.num_rows // matrix.shape[0])
+        matrix = torch.cat([matrix.roll(page, dims=1) for page in range(num_pages)])[: how.num_rows]
     width = matrix.shape[1] // how.num_blocks
     parts = matrix.view(matrix.shape[0], how.num_blocks, width)
     copies = wide.view(how.row_factor, *parts.shape[:2], how.column_factor, width)
@@ -85,15 +87,6 @@ def widen(
         copies.copy_(parts.unsqueeze(2).mul(0.0 if silent else 1.0 / how.column_factor))
     else:
         _fill_blocks(copies, parts, noise, generator, silent)
-
-
-def with_more_rows(matrix: Tensor, num_rows: int) -> Tensor:
-    """Return [num_rows, i]: the rows of `matrix` [o, i] repeated, each time shifted by one column.
-
-    Rows after the first o are as large as real rows, and independent of them.
-    """
-    num_pages = -(-num_rows // matrix.shape[0])
-    return torch.cat([matrix.roll(page, dims=1) for page in range(num_pages)])[:num_rows]
 
 
 def block_noise(num_blocks: int, noise: float) -> tuple[int, int]:
@@ -230,11 +223,6 @@ def added_layers(num_layers: int, wanted: int) -> list[tuple[int, bool]]:
     """
     places = [index * num_layers // wanted for index in range(wanted)]
     return [(place, index > 0 and places[index - 1] == place) for index, place in enumerate(places)]
-
-
-def moved_layer(layer: int, num_layers: int, wanted: int) -> int:
-    """Return the layer among `wanted` ones whose input is that of `layer` of the base."""
-    return -(-layer * wanted // num_layers)
 
 
 class _ExpandedFile(BuiltFile):

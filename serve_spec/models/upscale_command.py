@@ -119,13 +119,12 @@ def expand_draft(recipe: Expansion, target: ModelShape, directory: Path) -> str:
     if family == "EAGLE3":
         config["draft_vocab_size"] = rows
         config["target_hidden_size"] = recipe.hidden_factor * target.hidden_size
-        captured = capture_layers(
-            file.setting("eagle_aux_hidden_state_layer_ids"), target.num_layers
-        )
+        ids = file.setting("eagle_aux_hidden_state_layer_ids")
+        # The first layer whose input is that of the small one's, as the output of the layer before:
+        # this convention is the unambiguous one.
         config["eagle_aux_hidden_state_layer_ids"] = [
-            # As outputs of the layers before: this convention is the unambiguous one.
-            upscale.moved_layer(layer, target.num_layers, recipe.num_layers) - 1
-            for layer in captured
+            -(-layer * recipe.num_layers // target.num_layers) - 1
+            for layer in capture_layers(ids, target.num_layers)
         ]
     _write(directory, config, replace(recipe, num_layers=None, draft_vocab_size=rows), source)
     return family

@@ -173,7 +173,8 @@ class DeviceGroup(TensorParallel):
         if self._shared_sum is not None:
             self._shared_sum.release()
         if self._device.type == "cuda":
-            _abort_in_background(group)
+            _aborts.append(threading.Thread(target=group.abort, name="abort", daemon=True))
+            _aborts[-1].start()
         else:
             group.abort()
 
@@ -196,12 +197,6 @@ def join(
     """Return the group of all ranks once each has called this, or raise RuntimeError."""
     store = TCPStore(address.host, address.store_port, wait_for_workers=False, timeout=_TIMEOUT)
     return DeviceGroup(rank, size, device, store, host)
-
-
-def _abort_in_background(group: Any) -> None:
-    thread = threading.Thread(target=group.abort, name="abort", daemon=True)
-    thread.start()
-    _aborts.append(thread)
 
 
 _aborts: list[threading.Thread] = []

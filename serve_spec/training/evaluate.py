@@ -15,21 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serve_spec.models import DraftHead, Llama, load_draft, load_target
+from serve_spec.models import DraftHead, load_draft, load_target
 from serve_spec.models.standalone import Standalone
 from serve_spec.training import unroll
 from serve_spec.training.sampling import continue_rows, gumbel_like, windows
 from serve_spec.training.settings import DRAFTERS, EvaluationPlan, Recipe
 from serve_spec.training.unroll import Lesson, Teacher
-
-
-def load_drafters(target: Llama, export: Path) -> dict[str, DraftHead]:
-    """Return every drafter in the folder `export`."""
-    return {
-        name: load_draft(export / name, target, name.upper())
-        for name in DRAFTERS
-        if (export / name / "config.json").exists()
-    }
 
 
 def draft_logits(head: DraftHead, lesson: Lesson, rows: slice, steps: int) -> Iterator[Tensor]:
@@ -62,7 +53,8 @@ def evaluate(recipe: Recipe, export: Path, held_out: Tensor, dtype: torch.dtype)
     plan = recipe.evaluation
     target = load_target(export / "target", dtype, held_out.device)
     teacher = Teacher(target, padding=recipe.unroll_steps + 1, fast=False)
-    drafters = load_drafters(target, export)
+    names = [name for name in DRAFTERS if (export / name / "config.json").exists()]
+    drafters = {name: load_draft(export / name, target, name.upper()) for name in names}
     rng = torch.Generator().manual_seed(plan.seed)
     prompts = windows(held_out, plan.prompts, plan.prompt_tokens, rng)
     record: dict[str, Any] = {"plan": asdict(plan), "temperatures": {}}

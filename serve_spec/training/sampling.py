@@ -40,11 +40,6 @@ class CachedAttention(Rows):
         return out.flatten(1, 2)
 
 
-def next_tokens(logits: Tensor, temperature: Tensor, gumbel: Tensor) -> Tensor:
-    """Return argmax(logits + T · gumbel), float32 [B, V] both, for temperatures [B, 1]."""
-    return (logits + temperature * gumbel).argmax(-1)
-
-
 def gumbel_like(logits: Tensor) -> Tensor:
     """Return fresh standard Gumbel noise with the shape of `logits`."""
     return torch.empty_like(logits).exponential_().log_().neg_()
@@ -71,7 +66,7 @@ def continue_rows(
         # float32, because bfloat16 logits change about one token in a hundred.
         logits = model.logits(hidden)
         gumbel = gumbel_like(logits) if noise is None else noise[:, place]
-        tokens[:, start + place] = next_tokens(logits, temperature, gumbel)
+        tokens[:, start + place] = (logits + temperature * gumbel).argmax(-1)
         if place + 1 < new_tokens:
             attention = CachedAttention(shape, keys, values, start + place)
             positions = row_positions(rows, 1, weight.device, first=start + place)
@@ -132,12 +127,6 @@ def windows(stream: Tensor, rows: int, row_tokens: int, rng: torch.Generator) ->
     return stream[starts[:, None] + torch.arange(row_tokens, device=stream.device)].long()
 
 
-def pool_rows(pool: Tensor, rows: int, rng: torch.Generator) -> Tensor:
-    """Return `rows` random rows of the on-policy pool [R, T] as int64 [rows, T]."""
-    chosen = torch.randint(0, len(pool), (rows,), generator=rng).to(pool.device)
-    return pool[chosen].long()
-
-
 def mixed_rows(
     step: int,
     stream: Tensor,
@@ -149,4 +138,5 @@ def mixed_rows(
     """Return corpus rows on odd steps, on-policy rows on even ones, with equal token counts."""
     if step % 2:
         return windows(stream, max(1, tokens_per_batch // row_tokens), row_tokens, rng)
-    return pool_rows(pool, max(1, tokens_per_batch // pool.shape[1]), rng)
+    rows = max(1, tokens_per_batch // pool.shape[1])
+    return pool[torch.randint(0, len(pool), (rows,), generator=rng).to(pool.device)].long()

@@ -1,9 +1,8 @@
 """Request slots: the state of every running request on the device.
 
-A request slot is a row of device tensors. A step reads lengths and last tokens there and writes new
-ones, so the next step can be launched before the host has read the results. The host sends what
-only the host has (pages, sampling parameters, new requests) in `RequestStates.sync`, in stream
-order.
+A slot is a row of device tensors. A step reads lengths and last tokens there and writes new ones,
+so the next can be launched before the host has read the results. What only the host has (pages,
+sampling parameters, new requests) it sends in `RequestStates.sync`, in stream order.
 """
 
 from collections.abc import Iterable, Sequence

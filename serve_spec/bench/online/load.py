@@ -1,8 +1,7 @@
 """Loads and their requests: closed loops of streams, and open loops on a seeded schedule.
 
 An open loop sends on schedule even if the server stalls, and its latencies count from the schedule
-(no coordinated omission). A closed loop sends when the previous answer is complete; its latencies
-count from sending.
+(no coordinated omission). A closed loop sends, and counts, when the previous answer is complete.
 """
 
 import math

@@ -1,8 +1,7 @@
 """Figures, tables and the plot of `serve-spec bench online`.
 
 Percentiles are over the requests of all repetitions, interpolated linearly. Speeds are medians over
-repetitions, each from the first due time to the last end. A request without a complete answer has
-no latency and misses every objective.
+repetitions. A request without a complete answer has no latency and misses every objective.
 """
 
 from collections import Counter
