@@ -173,10 +173,8 @@ _CONTEXT_PARTS = 16
 class CostSurface:
     """ms of one stage for every batch size, every number of steps, every context.
 
-    A measured table has noise, gaps between its points and an edge. Here it becomes monotone in
-    every direction, is interpolated between its points and continued in lines beyond the last ones.
-
-    Contexts below the shorter measured one cost what it costs.
+    A measured table becomes monotone in every direction, is interpolated between its points and
+    continued in lines beyond the last ones. Contexts below the shorter one cost what it costs.
     """
 
     def __init__(

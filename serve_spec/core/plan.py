@@ -103,13 +103,12 @@ class ScheduledRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduledBatch:
-    """The plan of a step. `shape` is the largest that a request drafts.
+    """The plan of a step: decoding requests first, `batch_size` of them.
 
-    Decoding requests come first; `batch_size` counts them.
-
-    A plan that `follows` was made while the step before it ran. `token_ids`, `start`, `draft_start`
-    and `extend_ids` of its decoding requests are those before that step; the worker's request slots
-    hold the current ones. `max_missing` bounds the draft KV entries that any request extends by.
+    `shape` is the largest that a request drafts. A plan that `follows` was made while the step
+    before it ran: `token_ids`, `start`, `draft_start` and `extend_ids` of its decoding requests are
+    those before that step; the worker's request slots hold the current ones. `max_missing` bounds
+    the draft KV entries that any request extends by.
     """
 
     requests: tuple[ScheduledRequest, ...]

@@ -174,10 +174,7 @@ class BucketSpeed:
 class MetricsCollector:
     """A `MetricsSink` that summarizes the recent rounds and all rounds.
 
-    A round costs a few additions; `snapshot` sorts. Memory: the records of `window_rounds` rounds
-    and, per range of batch sizes and draft shape, three numbers for each of `SPEED_ROUNDS`. One
-    thread observes; any may read.
-
+    A round costs a few additions; `snapshot` sorts. One thread observes; any may read.
     window_rounds, window_s: the window ends at the first limit reached; seconds of engine time.
     """
 

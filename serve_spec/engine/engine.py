@@ -94,10 +94,9 @@ class StepInFlight:
 class SpecEngine:
     """Runs requests, one step of the batch per call of `step`. Single-threaded; see `EngineServer`.
 
-    It handles tokens only; an `OutputProcessor` handles texts and stop strings.
-
-    With asynchronous scheduling the next step is in flight when `step` returns. Sequences that end
-    meanwhile are computed once more; those results are dropped.
+    It handles tokens only; an `OutputProcessor` handles texts and stop strings. With asynchronous
+    scheduling the next step is in flight when `step` returns: sequences that end meanwhile are
+    computed once more, and those results are dropped.
     """
 
     scheduler: Scheduler

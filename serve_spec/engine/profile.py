@@ -112,10 +112,8 @@ def measure_costs(
 
     Batch sizes that do not fit even with short contexts and no drafts are left out. Other points
     that do not fit the limits or the time are extrapolated. Batch size 1 without and with drafts is
-    measured even if that takes a few budgets.
-
-    key: of the table. pages: returns the ids of so many pages that no sequence holds.
-    Raises ValueError: lengths, pages or time leave nothing to measure.
+    measured even if that takes a few budgets. pages: returns ids of so many pages that no sequence
+    holds. Raises ValueError: lengths, pages or time leave nothing to measure.
     """
     started = budget.clock()
     chains = [shape.depth for shape in worker.states if shape.is_chain]

@@ -64,8 +64,7 @@ def choose_layers(
 ) -> tuple[int, ...]:
     """Set the layers that `head` reads to those that draft `token_ids` best; return them.
 
-    readings: candidates, each with as many layers as the head reads. Its own win a tie. token_ids:
-    see `choose_theta`.
+    readings: candidates, each with as many layers as the head reads. Its own win a tie.
     """
     assert isinstance(head, Eagle3), "only these read layers"
     assert head.capture is not None

@@ -22,10 +22,9 @@ NUM_IDS_KEY = "serve_spec_num_ids"
 
 @dataclass(frozen=True)
 class _Family:
-    """Defaults of an architecture in transformers beyond the keys of its config.
+    """Defaults of an architecture in transformers beyond its config, which may have `bias_keys`.
 
-    `bias_keys`: it reads these. `use_sliding_window_key`: its windows are off unless that key is
-    true.
+    `use_sliding_window_key`: its windows are off unless that key is true.
     """
 
     qkv_bias: bool = False

@@ -164,12 +164,10 @@ def _proof(secret: bytes, name: bytes, challenge: bytes) -> bytes:
 
 
 class RankChannel:
-    """A worker rank's end: iterates over rank 0's messages until there are no more.
+    """A worker rank's end: iterates over the messages of rank 0, which listens at `address`.
 
     As a context, it reports to rank 0 the error that ended it. Once rank 0 is gone, the process
     ends, even in the middle of a computation that waits for rank 0.
-
-    address: where rank 0 listens.
     """
 
     def __init__(self, address: Address, rank: int) -> None:

@@ -104,8 +104,7 @@ def _match_tables(
 ) -> dict[str, Tensor]:
     """Return per mode bool [K, B, R]: whether the k-th draft at root r equals the emitted token.
 
-    The root at place r is x_{P+r}; its drafts come from row i = P + r - 1 and stand for the places
-    r + 1 + k.
+    The root at r is x_{P+r}; its drafts come from row P + r - 1 and stand for places r + 1 + k.
     """
     places = plan.new_tokens - max(plan.num_steps)
     first = plan.prompt_tokens - 1

@@ -105,12 +105,11 @@ Step = Callable[
 def draft_loss(
     logits: Tensor, probs: Tensor, weight: Tensor, overlap_weight: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of one draft step and its expected acceptance.
+    """Return the loss of a step and its expected acceptance, mean sum(min(p, q)); both 0-d.
 
     The loss is the cross-entropy towards the target's distribution plus `overlap_weight` times the
     total variation, which is one minus the best acceptance of any lossless verification.
     logits, probs: [B, T, V]. weight: [T], 1 at valid positions, else 0.
-    Returns loss and mean overlap sum(min(p, q)), both 0-d.
     """
     log_q = logits.float().log_softmax(-1)
     p = probs.float()

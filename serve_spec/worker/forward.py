@@ -151,8 +151,7 @@ def run_target(
 class _StepLayout(NamedTuple):
     """The tokens of a step's requests, then of its prefill chunks; tensors int32 [requests, ...].
 
-    `starts`: position of each one's first token. `tables`: its pages. `groups`: see
-    `AttentionPlan`.
+    `starts`: position of each one's first token. `tables`: pages. `groups`: of an `AttentionPlan`.
     """
 
     tokens: TokenLayout

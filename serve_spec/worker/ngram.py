@@ -52,9 +52,8 @@ BRANCHING_PLACES = 16
 class NgramDrafter:
     """Keeps an index of each request's n-grams.
 
-    min_match, max_match: fewest and most tokens of a match; the longest wins, then the newest.
-    max_steps: most drafts of a chain. corpus: looked up if the request's own text has no match.
-    topk: children of a draft in a tree.
+    min_match, max_match: tokens of a match; the longest wins, then the newest. max_steps: most
+    drafts of a chain. corpus: looked up without a match. topk: children of a draft in a tree.
     """
 
     min_match: int

@@ -73,10 +73,9 @@ class WorkerSettings:
     """Settings of a worker.
 
     `max_tokens`: most tokens of one target forward. `largest_batch`, `max_captured`: see
-    `CapturedShapes`.
-    `synthetic_acceptance`: for load tests; see `worker.verify`. `rejection_sample_method`: how
-    sampled drafts are verified. `draft_sharpness`: temperature of coupled drafts over their
-    requests'.
+    `CapturedShapes`. `synthetic_acceptance`: for load tests; see `worker.verify`.
+    `rejection_sample_method`: how sampled drafts are verified. `draft_sharpness`: temperature of
+    coupled drafts over their requests'.
     """
 
     max_tokens: int
