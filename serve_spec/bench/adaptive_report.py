@@ -216,38 +216,25 @@ def plot(result: Record, path: Path) -> None:
     Fixed depths are grey, deeper ones darker.
     """
     phases, variants = result["phases"], result["variants"]
-    names = [variant["variant"] for variant in variants]
-    num_fixed = sum(variant["is_static"] for variant in variants)
-    styles = {
-        name: {"color": str(0.8 - 0.6 * number / num_fixed), "linewidth": 1}
-        if number < num_fixed
-        else {"color": f"C{number}"}
-        for number, name in enumerate(names)
-    }
-    labels = {
-        each["variant"]: f"{each['variant']}: {each['over_off']:.2f} x off, "
-        f"worst {each['worst_over_off']:.2f}"
-        for each in variants
-    }
-
-    def series(key: str, shown: Sequence[str], mark: str) -> dict[str, list[tuple[float, float]]]:
-        return {
-            mark + labels[name]: [
-                (i, phase["variants"][name][key]) for i, phase in enumerate(phases)
-            ]
-            for name in shown
-        }
-
-    ticks = [phase["phase"] for phase in phases]
-    by_label = {mark + labels[name]: style for name, style in styles.items() for mark in ("", "_")}
-    speed = "tokens/s relative to off"
-    panels = [
-        Panel(
-            "drafts per request and step",
-            series("verified", names[num_fixed:], "_"),
-            ticks=ticks,
-            styles=by_label,
-        ),
-        Panel(speed, series("over_off", names, ""), ticks=ticks, styles=by_label),
-    ]
+    num_fixed = sum(each["is_static"] for each in variants)
+    greys = [str(0.8 - 0.6 * number / num_fixed) for number in range(num_fixed)]
+    styles: list[dict[str, Any]] = [{"color": grey, "linewidth": 1} for grey in greys]
+    styles += [{"color": f"C{number}"} for number in range(num_fixed, len(variants))]
+    panels = []
+    for title, key, first, mark in (
+        ("drafts per request and step", "verified", num_fixed, "_"),
+        ("tokens/s relative to off", "over_off", 0, ""),
+    ):
+        labels = [
+            f"{mark}{each['variant']}: {each['over_off']:.2f} x off, "
+            f"worst {each['worst_over_off']:.2f}"
+            for each in variants
+        ]
+        curves = [
+            [phase["variants"][each["variant"]][key] for phase in phases] for each in variants
+        ]
+        series = {labels[at]: [*enumerate(curves[at])] for at in range(first, len(variants))}
+        by_label = dict(zip(labels, styles, strict=True))
+        ticks = [phase["phase"] for phase in phases]
+        panels.append(Panel(title, series, ticks=ticks, styles=by_label))
     draw(panels, path, plot_title(result), columns=1)

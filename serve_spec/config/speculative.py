@@ -58,9 +58,8 @@ def _is_acceptance(wanted: object) -> bool:
 
 
 def _are_layers(ids: object) -> bool:
-    return (
-        isinstance(ids, list | tuple) and bool(ids) and all(_in_range(i, 0, math.inf) for i in ids)
-    )
+    given = list(ids) if isinstance(ids, list | tuple) else []
+    return bool(given) and all(_in_range(i, 0, math.inf) for i in given)
 
 
 # What a type does not say: a predicate of values that are given, and a remedy.
@@ -271,10 +270,8 @@ def _check(config: SpeculativeConfig) -> None:
     for key, algorithms in _CORRECTIONS.items():
         if getattr(config, key) is not None and algorithm not in ("NONE", *algorithms):
             _refuse(config, key, f"only for {' and '.join(algorithms)}; omit it with {algorithm}")
-    if None not in (
-        config.speculative_draft_aux_layers_mean,
-        config.speculative_draft_aux_layer_ids,
-    ):
+    ids, mean = config.speculative_draft_aux_layer_ids, config.speculative_draft_aux_layers_mean
+    if ids is not None and mean is not None:
         fix = "conflicts with speculative_draft_aux_layer_ids; set only one of them"
         _refuse(config, "speculative_draft_aux_layers_mean", fix)
     _check_listed_trees(config)

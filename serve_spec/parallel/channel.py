@@ -108,7 +108,7 @@ class Channel:
 
         mine, theirs: names of the two ends, so that a proof cannot be sent back as one's own.
         """
-        self._limit_silence(_PROOF_TIMEOUT)
+        self._end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _PROOF_TIMEOUT)
         challenge = os.urandom(32)
         try:
             self._connection.send_bytes(challenge)
@@ -119,10 +119,7 @@ class Channel:
             raise EOFError from error
         if not hmac.compare_digest(proof, _proof(secret, theirs, challenge)):
             raise EOFError("the other end does not know the secret")
-        self._limit_silence(_NO_TIMEOUT)
-
-    def _limit_silence(self, limit: bytes) -> None:
-        self._end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self._end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _NO_TIMEOUT)
 
 
 def wait_for_end(channels: Sequence[Channel], within_s: float | None = None) -> bool:
