@@ -90,7 +90,10 @@ class Medusa(DraftHead):
         # A matrix for the whole vocabulary has rows without a draft id.
         has_idle_rows = target_ids is not None and num_rows > len(target_ids)
         self._rows = target_ids if has_idle_rows else None
-        self._is_padding = _padding(target_ids, target)
+        self._is_padding: Tensor | None = None
+        if (num_ids := target.shape.num_ids) is not None:
+            ids = torch.arange(target.shape.vocab_size) if target_ids is None else target_ids
+            self._is_padding = ids >= num_ids
 
     def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         """Return the features of the queries [R, H]: no head reads tokens."""
@@ -101,7 +104,12 @@ class Medusa(DraftHead):
     def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
         """Return logits float32 [R, V or Vd] of head `step` from target features [R, H]."""
         head, lm_head = self.heads[step], self.lm_heads[step]
-        return self._sampleable(lm_head(head(hidden.to(self.dtype)).to(self.head_dtype)))
+        logits: Tensor = lm_head(head(hidden.to(self.dtype)).to(self.head_dtype))
+        if self._rows is not None:
+            logits = logits.index_select(1, self._rows)
+        if self._is_padding is not None:
+            logits.masked_fill_(self._is_padding, float("-inf"))
+        return logits
 
     def tensors(self) -> dict[str, Destination]:
         """Return destinations by vLLM's names, without those shared with the target."""
@@ -110,13 +118,6 @@ class Medusa(DraftHead):
             *((f"blocks.{index}.", head) for index, head in enumerate(self.heads)),
             *(("", lm_head) for lm_head in own),
         )
-
-    def _sampleable(self, logits: Tensor) -> Tensor:
-        if self._rows is not None:
-            logits = logits.index_select(1, self._rows)
-        if self._is_padding is not None:
-            logits.masked_fill_(self._is_padding, float("-inf"))
-        return logits
 
 
 def load_medusa(
@@ -173,25 +174,12 @@ def _stored_outputs(file: DraftFile, num_heads: int) -> tuple[str, ...]:
 
 
 def _output_heads(shape: MedusaShape, target: Llama) -> list[Linear]:
-    if shape.num_rows is None:
-        stored = [target.lm_head]
-    else:
-        stored = [
-            vocab_head(shape.hidden_size, shape.num_rows, target.parallel, name)
-            for name in shape.outputs
-        ]
+    width, rows = shape.hidden_size, shape.num_rows or 0
+    stored = [vocab_head(width, rows, target.parallel, name) for name in shape.outputs]
+    stored = stored or [target.lm_head]
     for lm_head in stored:
         lm_head.out_dtype = torch.float32
-    return stored if len(stored) == shape.num_heads else stored * shape.num_heads
-
-
-def _padding(target_ids: Tensor | None, target: Llama) -> Tensor | None:
-    """Return which draft ids map to padding of the target, bool [Vd]; None: none."""
-    if target.shape.num_ids is None:
-        return None
-    if target_ids is None:
-        target_ids = torch.arange(target.shape.vocab_size)
-    return target_ids >= target.shape.num_ids
+    return stored if len(stored) > 1 else stored * shape.num_heads
 
 
 def _check_fit(file: DraftFile, shape: MedusaShape, target: Llama) -> None:
