@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from statistics import median
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -120,36 +121,27 @@ def measure_costs(
     steps = cost_grid.step_grid(chains, grid.max_steps, every=grid.every_step)
     shapes = [*map(DraftShape.chain, steps), *grid.trees]
     contexts = limits.contexts(steps[-1])
-    sizes = [
-        b
-        for b in cost_grid.batch_grid(grid.max_batch_size)
-        if limits.fits(Point(contexts[0], b, PLAIN))
-    ]
+    sizes = cost_grid.batch_grid(grid.max_batch_size)
+    sizes = [b for b in sizes if limits.fits(Point(contexts[0], b, PLAIN))]
     essential = [Point(contexts[0], 1, shape) for shape in shapes[: len(steps[:2])]]
     if not all(map(limits.fits, essential)):
         raise ValueError(
             f"max_num_batched_tokens={limits.max_num_tokens}: no step with drafts fits; raise it"
         )
-    points = [
-        Point(c, b, shape)
-        for c in contexts
-        for b in sizes
-        for shape in shapes
-        if b <= (grid.trees.get(shape) or b)
-    ]
+    every = [Point(*place) for place in product(contexts, sizes, shapes)]
+    points = [p for p in every if p.batch_size <= (grid.trees.get(p.shape) or p.batch_size)]
     plans = SyntheticPlans(limits.page_size, worker.vocab_size, pages)
     profiler = _Profiler(worker, plans, budget)
     yield from profiler.sweeps(essential, list(filter(limits.fits, points)))
     profiler.check_ran(essential)
     sampled_row_ms = yield from profiler.sampled_row_ms()
     yield 1.0
-    measured_s = round(budget.clock() - started, 3)
     table = CostTable(
         version=FORMAT_VERSION,
         key=key,
         padded=True,
         sampled_row_ms=round(sampled_row_ms, 6),
-        measured_s=measured_s,
+        measured_s=round(budget.clock() - started, 3),
         **profiler.costs(contexts, sizes, steps, grid.trees),
     )
     return MeasuredCosts(table, profiler.is_rough(contexts[0], sizes))

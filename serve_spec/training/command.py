@@ -44,13 +44,8 @@ class Workshop(Generic[R]):
     device: torch.device
     quiet: bool = False
 
-    @property
-    def export(self) -> Path:
-        return self.work / "export"
-
-    @property
-    def report(self) -> Path:
-        return self.work / "report"
+    def __post_init__(self) -> None:
+        self.export, self.report = self.work / "export", self.work / "report"
 
     @property
     def dtype(self) -> torch.dtype:

@@ -229,10 +229,8 @@ def train_head(name: str, recipe: Recipe, target: Llama, data: Data, run: Run, o
     loss_of = lesson_loss(name, recipe, draft, teacher.device)
     rng = torch.Generator().manual_seed(recipe.seed + 1)
     fixed = torch.Generator().manual_seed(recipe.seed + 2)
-    watch = [
-        windows(data.held_out, phase.rows, phase.row_tokens, fixed)
-        for _ in range(phase.heldout_batches)
-    ]
+    size = phase.rows, phase.row_tokens
+    watch = [windows(data.held_out, *size, fixed) for _ in range(phase.heldout_batches)]
 
     def loss_fn(step: int) -> tuple[Tensor, Mapping[str, Tensor]]:
         batch_tokens = phase.rows * phase.row_tokens
@@ -274,14 +272,13 @@ def _unrolled_loss(recipe: Recipe, draft: NewDraft, device: torch.device) -> Les
     def loss(lesson: Lesson) -> tuple[Tensor, Tensor]:
         start = encode(unroll.features_of(head, lesson))
         states = unroll.unroll(step, start, lesson, recipe.unroll_steps)
-        parts, first = [], None
+        parts, kept = [], []
         for index, state in enumerate(states):
             parts.append(fast_loss(state, lesson.probs_from(1 + index), lesson.weight(index)))
-            first = state if first is None else first
+            kept.append(state)
         total, overlaps = unroll.sum_losses(parts, recipe.unroll_decay)
         if feature_weight:
-            assert first is not None, "an unroll has at least one step"
-            predicted = first.unflatten(0, lesson.last.shape[:2])[:, :-1]
+            predicted = kept[0].unflatten(0, lesson.last.shape[:2])[:, :-1]
             gap = F.smooth_l1_loss(predicted.float(), lesson.last[:, 1:].float())
             total = total + feature_weight * gap
         return total, overlaps
