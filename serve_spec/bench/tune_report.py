@@ -95,12 +95,9 @@ class MeasurementFile:
         changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
         if changed:
             way_out = "use that, another --output-dir, or --fresh to measure all again"
+            why = {key: f"{path} was measured with {before.get(key)!r}" for key in changed}
             raise ConfigError(
-                *(
-                    f"{key}={now.get(key)!r}: {path} was measured with {before.get(key)!r}; "
-                    f"{way_out}"
-                    for key in changed
-                )
+                *(f"{key}={now.get(key)!r}: {why[key]}; {way_out}" for key in changed)
             )
         self.by_place = {each.place: each for each in found}
 

@@ -24,20 +24,17 @@ class Flag(NamedTuple):
     fixed: object = None
 
 
+def _named_as(*keys: str) -> list[Flag]:
+    return [Flag((f"--{key.replace('_', '-')}",), key) for key in keys]
+
+
 FLAGS = (
-    Flag(("--revision",), "revision"),
+    *_named_as("revision"),
     Flag(("--tokenizer-path", "--tokenizer"), "tokenizer_path"),
-    Flag(("--download-dir",), "download_dir"),
-    Flag(("--load-format",), "load_format"),
-    Flag(("--served-model-name",), "served_model_name"),
-    Flag(("--chat-template",), "chat_template"),
-    Flag(("--generation-config",), "generation_config"),
-    Flag(("--tool-call-parser",), "tool_call_parser"),
-    Flag(("--reasoning-parser",), "reasoning_parser"),
-    Flag(("--device",), "device"),
-    Flag(("--dtype",), "dtype"),
+    *_named_as("download_dir", "load_format", "served_model_name", "chat_template"),
+    *_named_as("generation_config", "tool_call_parser", "reasoning_parser", "device", "dtype"),
     Flag(("--quantization", "-q"), "quantization"),
-    Flag(("--kv-cache-dtype",), "kv_cache_dtype"),
+    *_named_as("kv_cache_dtype"),
     Flag(("--max-model-len", "--context-length"), "max_model_len"),
     Flag(("--tensor-parallel-size", "--tp-size", "--tp", "-tp"), "tensor_parallel_size"),
     Flag(("--num-replicas", "--data-parallel-size", "--dp-size", "--dp", "-dp"), "num_replicas"),
@@ -48,16 +45,13 @@ FLAGS = (
     Flag(("--enable-prefix-caching",), "prefix_caching", fixed=True),
     Flag(("--no-enable-prefix-caching", "--disable-radix-cache"), "prefix_caching", fixed=False),
     Flag(("--enforce-eager", "--disable-cuda-graph"), "cuda_graphs", fixed=False),
-    Flag(("--cuda-graph-max-bs",), "cuda_graph_max_bs"),
+    *_named_as("cuda_graph_max_bs"),
     Flag(("--enable-torch-compile",), "torch_compile", fixed=True),
     Flag(("--max-num-seqs", "--max-running-requests"), "max_num_seqs"),
-    Flag(("--max-num-batched-tokens",), "max_num_batched_tokens"),
-    Flag(("--chunked-prefill-size",), "chunked_prefill_size"),
-    Flag(("--max-queued-requests",), "max_queued_requests"),
-    Flag(("--host",), "host"),
-    Flag(("--port",), "port"),
+    *_named_as("max_num_batched_tokens", "chunked_prefill_size", "max_queued_requests"),
+    *_named_as("host", "port"),
     Flag(("--api-key",), "api_keys"),
-    *(Flag((f"--{key.replace('_', '-')}",), key) for key in SpeculativeConfig.model_fields),
+    *_named_as(*SpeculativeConfig.model_fields),
 )
 """Every flag that sets one key, in the order of the help text."""
 
