@@ -44,12 +44,7 @@ class ServeSpecConfig(StrictModel):
     stats: StatsConfig = Field(default_factory=StatsConfig, description="Fleet statistics.")
 
     @classmethod
-    def load(
-        cls,
-        source: "str | os.PathLike[str] | Mapping[str, Any] | ServeSpecConfig",
-        /,
-        **overrides: Any,
-    ) -> Self:
+    def load(cls, source: "Source", /, **overrides: Any) -> Self:
         """Read, merge, validate and resolve a configuration into a new object.
 
         source: a YAML file, the mapping it would hold, the name of a checkpoint, or a
@@ -116,6 +111,9 @@ class ServeSpecConfig(StrictModel):
             "speculative_draft_model_path": (_DRAFT, self.speculative.speculative_draft_model_path),
         }
         return {key: (field, name) for key, (field, name) in named.items() if name is not None}
+
+
+Source: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | ServeSpecConfig
 
 
 def is_file(source: str | os.PathLike[str]) -> bool:

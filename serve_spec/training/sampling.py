@@ -128,15 +128,10 @@ def windows(stream: Tensor, rows: int, row_tokens: int, rng: torch.Generator) ->
 
 
 def mixed_rows(
-    step: int,
-    stream: Tensor,
-    pool: Tensor,
-    tokens_per_batch: int,
-    row_tokens: int,
-    rng: torch.Generator,
+    step: int, stream: Tensor, pool: Tensor, num_tokens: int, row_tokens: int, rng: torch.Generator
 ) -> Tensor:
     """Return corpus rows on odd steps, on-policy rows on even ones, with equal token counts."""
     if step % 2:
-        return windows(stream, max(1, tokens_per_batch // row_tokens), row_tokens, rng)
-    rows = max(1, tokens_per_batch // pool.shape[1])
+        return windows(stream, max(1, num_tokens // row_tokens), row_tokens, rng)
+    rows = max(1, num_tokens // pool.shape[1])
     return pool[torch.randint(0, len(pool), (rows,), generator=rng).to(pool.device)].long()

@@ -32,21 +32,16 @@ class RequestSlots:
     """
 
     def __init__(
-        self,
-        num_slots: int,
-        max_pages: int,
-        scratch_page: int,
-        vocab_size: int,
-        device: torch.device,
+        self, num_slots: int, max_pages: int, scratch: int, vocab_size: int, device: torch.device
     ) -> None:
-        """Make `num_slots` slots and one for padding, whose pages are the scratch page."""
+        """Make `num_slots` slots and one for padding, whose pages are page `scratch`."""
         num_rows = num_slots + 1
         self.padding, self.vocab_size = num_slots, vocab_size
 
         def full(*shape: int, value: float = 0, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.full((num_rows, *shape), value, dtype=dtype, device=device)
 
-        self.pages = full(max_pages, value=scratch_page)
+        self.pages = full(max_pages, value=scratch)
         self.lengths = full(value=1)
         self.draft_lengths = full()
         self.recent = full(RING_TOKENS)

@@ -165,22 +165,15 @@ def against_first(measurements: Sequence[Record]) -> list[dict[str, Any]]:
         return float(streams / each["num_replicas"]) if streams else None
 
     by_streams = {streams(each): each["tokens_per_second"] for each in first if streams(each)}
-    return [
-        {
-            "load": each["load"],
-            "variant": each["side"],
-            "num_replicas": each["num_replicas"],
-            "tokens_per_second": each["tokens_per_second"],
-            **{
-                key: each["tokens_per_second"] / speed if speed else None
-                for key, speed in (
-                    ("over_first", by_load.get(each["load"])),
-                    ("over_first_per_stream", by_streams.get(streams(each))),
-                )
-            },
-        }
-        for each in variants
-    ]
+    found = []
+    for each in variants:
+        row = {"load": each["load"], "variant": each["side"]}
+        row |= {key: each[key] for key in ("num_replicas", "tokens_per_second")}
+        same, alike = by_load.get(each["load"]), by_streams.get(streams(each))
+        for key, speed in (("over_first", same), ("over_first_per_stream", alike)):
+            row[key] = each["tokens_per_second"] / speed if speed else None
+        found.append(row)
+    return found
 
 
 def is_forced(run: LoadRun) -> bool:
