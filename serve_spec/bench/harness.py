@@ -146,7 +146,7 @@ class ClosedLoop:
         """Replace the requests that ended; return whether any is open."""
         for request, num_tokens in islice(self._waiting, self.batch_size - len(self._open)):
             request_id = str(len(self.texts))
-            self.engine.add(_new_sequence(self.engine, request_id, request, num_tokens))
+            self.engine.add(new_sequence(self.engine, request_id, request, num_tokens))
             self._open.add(request_id)
             self.texts.append([])
         return bool(self._open)
@@ -185,7 +185,7 @@ def steady_batch(
 
     requests: (request, output tokens).
     """
-    sequences = [_new_sequence(engine, f"steady-{i}", *each) for i, each in enumerate(requests)]
+    sequences = [new_sequence(engine, f"steady-{i}", *each) for i, each in enumerate(requests)]
     with recorded_steps(engine) as records:
         try:
             for sequence in sequences:
@@ -236,8 +236,9 @@ def sampling_params(request: TextRequest, num_tokens: int) -> SamplingParams:
     return SamplingParams(num_tokens, request.kind.temperature, seed=request.seed, ignore_eos=True)
 
 
-def _new_sequence(
+def new_sequence(
     engine: SpecEngine, request_id: str, request: TextRequest, num_tokens: int
 ) -> EngineSequence:
+    """Return a request with exactly `num_tokens` output tokens."""
     params = sampling_params(request, num_tokens)
     return engine.new_sequence(request_id, list(request.prompt), params)

@@ -20,12 +20,12 @@ from tqdm import tqdm
 
 from serve_spec.adaptive.drafts import DraftCalibration
 from serve_spec.bench.command import configured
-from serve_spec.bench.harness import sampling_params
+from serve_spec.bench.harness import new_sequence
 from serve_spec.bench.report import table
 from serve_spec.bench.workload import CLASSES, TextKind, TextRequest, prompts_by_source
 from serve_spec.config import ConfigError
 from serve_spec.core.draft import DraftShape
-from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch
+from serve_spec.core.plan import PendingBatch, ScheduledBatch
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.llm import LLM
 
@@ -148,8 +148,7 @@ def record(engine: SpecEngine, requests: Sequence[TextRequest], num_tokens: int)
     num_steps = depths[0]
     # Requests near their end draft less, so texts run longer than they are recorded.
     for index, request in enumerate(requests):
-        params = sampling_params(request, num_tokens + num_steps)
-        engine.add(engine.new_sequence(str(index), list(request.prompt), params))
+        engine.add(new_sequence(engine, str(index), request, num_tokens + num_steps))
     with _one_token_per_round(engine, num_steps) as rounds, tqdm(total=len(requests)) as bar:
         while engine.has_work:
             if num_done := sum(delta.finish_reason is not None for delta in engine.step()):
@@ -175,17 +174,6 @@ def record(engine: SpecEngine, requests: Sequence[TextRequest], num_tokens: int)
     return TraceSet(num_steps, tuple(traces))
 
 
-@dataclass(frozen=True)
-class _Finished:
-    """A `PendingBatch` that has ended."""
-
-    outcome: BatchResult
-
-    def result(self) -> BatchResult:
-        """Return the result."""
-        return self.outcome
-
-
 _Round: TypeAlias = tuple[int, tuple[float, ...]]
 """Accepted drafts, and the share of each draft."""
 
@@ -208,7 +196,7 @@ def _one_token_per_round(engine: SpecEngine, num_steps: int) -> Iterator[dict[st
                         result.draft_shares[number, :num_steps].astype(float).round(3).tolist()
                     )
                 rounds[row.request_id].append((len(result.token_ids[number]) - 1, shares))
-        return _Finished(replace(result, token_ids=[tokens[:1] for tokens in result.token_ids]))
+        return replace(result, token_ids=[tokens[:1] for tokens in result.token_ids])
 
     worker.submit = first_token_only  # type: ignore[method-assign]
     try:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -201,6 +201,10 @@ class BatchResult:
     draft_shares: NDArray[np.float32] | None = None
     logprobs: Mapping[str, tuple[TokenLogprob, ...]] = field(default_factory=dict)
     prompt_logprobs: Mapping[str, tuple[TokenLogprob, ...]] = field(default_factory=dict)
+
+    def result(self) -> Self:
+        """Return itself: see `PendingBatch`."""
+        return self
 
 
 class PendingBatch(Protocol):
