@@ -82,7 +82,7 @@ class EngineLimits(msgspec.Struct, frozen=True):
     """Acceptance is forced for a load test."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class InputProcessor:
     """Checks requests and encodes prompts. Safe to call from any thread.
 

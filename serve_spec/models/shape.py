@@ -162,9 +162,7 @@ class ModelShape:
         biases = {key for key in family.bias_keys if config.get(key)}
         num_layers = whole(config, "num_hidden_layers")
         if num_layers > _MOST_LAYERS:
-            raise CheckpointError(
-                f"config.json: num_hidden_layers={num_layers}: more than {_MOST_LAYERS}; correct it"
-            )
+            raise _wrong(f"num_hidden_layers={num_layers}: more than {_MOST_LAYERS}; correct it")
         return ModelShape(
             **layer_sizes(config),
             architecture=architecture,
@@ -179,6 +177,10 @@ class ModelShape:
             eos_token_ids=_eos_token_ids(config, generation or {}),
             num_ids=None if config.get(NUM_IDS_KEY) is None else whole(config, NUM_IDS_KEY),
         )
+
+
+def _wrong(problem: str) -> CheckpointError:
+    return CheckpointError(f"config.json: {problem}")
 
 
 def layer_sizes(config: Config) -> dict[str, Any]:
@@ -254,7 +256,7 @@ def whole(config: Config, key: str, default: int | None = None) -> int:
         value = default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         found = "missing" if value is None else repr(value)
-        raise CheckpointError(f"config.json: {key} is {found}; a positive integer is needed")
+        raise _wrong(f"{key} is {found}; a positive integer is needed")
     return value
 
 
@@ -262,11 +264,11 @@ def check_supported(config: Config) -> None:
     """Raise CheckpointError for settings that no layer implements."""
     act = config.get("hidden_act", "silu")
     if act != "silu":
-        raise CheckpointError(f"config.json: hidden_act={act!r}: not supported; only 'silu' is")
+        raise _wrong(f"hidden_act={act!r}: not supported; only 'silu' is")
     strange = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if strange:
-        why = f"config.json: layer_types {sorted(strange)} are not supported"
-        raise CheckpointError(f"{why}; only 'full_attention' and 'sliding_attention' are")
+        why = f"layer_types {sorted(strange)} are not supported"
+        raise _wrong(f"{why}; only 'full_attention' and 'sliding_attention' are")
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
         why = f"config.json: quantization_config.quant_method={method!r}: not supported"
@@ -281,13 +283,11 @@ def read_rope(config: Config) -> tuple[float, RopeScaling | None]:
         theta, kind = _positive(rope["rope_theta"]), _rope_type(rope, config)
         return theta, None if kind in _PLAIN_ROPES else _scaling(kind, rope, config)
     except KeyError as error:
-        raise CheckpointError(f"config.json: rope type {kind!r} lacks {error}; add it") from error
+        raise _wrong(f"rope type {kind!r} lacks {error}; add it") from error
     except CheckpointError:
         raise
     except (TypeError, ValueError, ArithmeticError) as error:
-        raise CheckpointError(
-            f"config.json: rope_parameters or rope_scaling: {error}; correct it"
-        ) from error
+        raise _wrong(f"rope_parameters or rope_scaling: {error}; correct it") from error
 
 
 # dynamic scales only beyond max_position_embeddings, which is the longest text. mrope has three
@@ -299,14 +299,12 @@ _SCALED_ROPES = ("linear", "llama3", "yarn", "longrope")
 def _rope_type(rope: Config, config: Config) -> str:
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
     if partial != 1.0:
-        raise CheckpointError(
-            f"config.json: partial_rotary_factor={partial}: not supported; only 1.0 is"
-        )
+        raise _wrong(f"partial_rotary_factor={partial}: not supported; only 1.0 is")
     is_nested = any(isinstance(value, Mapping) for value in rope.values())
     kind = "per layer" if is_nested else rope["rope_type"]
     if kind not in (*_PLAIN_ROPES, *_SCALED_ROPES):
         fix = f"use one of {sorted({*_PLAIN_ROPES, *_SCALED_ROPES})}"
-        raise CheckpointError(f"config.json: rope type {kind!r}: not supported; {fix}")
+        raise _wrong(f"rope type {kind!r}: not supported; {fix}")
     return str(kind)
 
 
@@ -358,9 +356,7 @@ def _architecture(config: Config) -> str:
     names = config.get("architectures") or []
     if len(names) == 1 and names[0] in FAMILIES:
         return str(names[0])
-    raise CheckpointError(
-        f"config.json: architectures={names!r}: not supported; use one of {sorted(FAMILIES)}"
-    )
+    raise _wrong(f"architectures={names!r}: not supported; use one of {sorted(FAMILIES)}")
 
 
 def _windows(
@@ -372,14 +368,12 @@ def _windows(
     if window is None:
         return (None,) * num_layers
     if not family.has_window:
-        raise CheckpointError(
-            f"config.json: sliding_window={window!r}: not supported for {architecture}; set null"
-        )
+        raise _wrong(f"sliding_window={window!r}: not supported for {architecture}; set null")
     window = whole(config, "sliding_window", window)
     if kinds := config.get("layer_types"):
         if len(kinds) != num_layers:
-            raise CheckpointError(
-                f"config.json: layer_types has {len(kinds)} entries for num_hidden_layers="
+            raise _wrong(
+                f"layer_types has {len(kinds)} entries for num_hidden_layers="
                 f"{num_layers}; correct config.json"
             )
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
