@@ -167,12 +167,10 @@ class CapturedShapes:
                     self.states[shape] = self._state(shape)
             with self._reported(None):
                 mixed = self._mixed_sizes()
-                self._mixed = {
-                    trees: self._verify_stage(
-                        mixed, self._most_drafts(has_trees=trees) + 1, has_trees=trees
-                    )
-                    for trees in ((True, False) if has_trees else (False,))
-                }
+                self._mixed: dict[bool, StageRunner] = {}
+                for trees in (True, False) if has_trees else (False,):
+                    width = self._most_drafts(has_trees=trees) + 1
+                    self._mixed[trees] = self._verify_stage(mixed, width, has_trees=trees)
                 self.extend_chunks: StageRunner | None = None
                 if (drafter := self.stages.drafter) is not None:
                     extend = partial(drafter.extend_chunks, self._buffers)
