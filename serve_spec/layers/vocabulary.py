@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import NamedTuple, Self
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import Destination, Layer, Shard, parameter
+from serve_spec.ops.elementwise import embed
 from serve_spec.parallel.group import TensorParallel
 
 
@@ -39,16 +39,14 @@ class Embedding(Layer):
         super().__init__()
         self.weight = parameter(num_embeddings, width)
 
-    def forward(self, token_ids: Tensor) -> Tensor:
-        """Look up tokens: [T] int64 -> [T, width]."""
-        return F.embedding(token_ids, self.weight)
+    def forward(self, token_ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Look up tokens: [T] int64 -> [T, width] in `dtype` (default: that of the table).
+
+        Negative ids, which stand for no token, count as 0.
+        """
+        return embed(self.weight, token_ids, dtype=dtype)
 
     __call__ = forward
-
-    @property
-    def matrix(self) -> nn.Parameter:
-        """Return the table, for a head that shares it."""
-        return self.weight
 
     def holds(self, table: Tensor) -> bool:
         """Return whether `table` [V, width], of this dtype and device, is equal up to rounding."""
@@ -69,24 +67,16 @@ class VocabParallelEmbedding(Embedding):
 
     def __init__(self, vocab_size: int, width: int, parallel: TensorParallel) -> None:
         share = _VocabShare.of(vocab_size, parallel)
-        # A row of zeros before and after the share stands for the ids of other ranks.
-        super().__init__(share.height + 2, width)
-        self.weight[0].zero_()
-        self.weight[1 + share.num_ids :].zero_()
+        super().__init__(share.height, width)
+        self.weight[share.num_ids :].zero_()
         self.parallel = parallel
         self._share = share
 
-    def forward(self, token_ids: Tensor) -> Tensor:
-        """Look up tokens: [T] int64 -> [T, width], the same on every rank."""
-        rows = (token_ids - (self._share.start - 1)).clamp_(0, self._share.height + 1)
-        return self.parallel.all_reduce(F.embedding(rows, self.weight))
+    def forward(self, token_ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """See `Embedding`; the same on every rank."""
+        return self.parallel.all_reduce(embed(self.weight, token_ids, self._share.start, dtype))
 
     __call__ = forward
-
-    @property
-    def matrix(self) -> nn.Parameter:
-        """Return this rank's rows, as `VocabParallelHead` has them."""
-        return nn.Parameter(self.weight[1:-1], requires_grad=False)
 
     def holds(self, table: Tensor) -> bool:
         """See `Embedding`; all ranks get the same answer."""
@@ -99,7 +89,7 @@ class VocabParallelEmbedding(Embedding):
 
     @property
     def _rows(self) -> Tensor:
-        return self.weight.narrow(0, 1, self._share.num_ids)
+        return self.weight.narrow(0, 0, self._share.num_ids)
 
 
 class VocabParallelHead(Linear):

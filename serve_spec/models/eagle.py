@@ -63,7 +63,7 @@ class Eagle(DraftHead):
 
     def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         """Return next hidden [R, H] from target ids [T] and hidden [T, H]."""
-        embedded = self.embed_tokens(token_ids).to(hidden.dtype)
+        embedded = self.embed_tokens(token_ids, hidden.dtype)
         stream = self.fc(self._inputs(embedded, hidden, ctx))
         residual: Tensor | None = None
         rotation = self.rope.at(ctx.positions)
@@ -171,7 +171,7 @@ class Eagle3(DraftHead):
         self.more_layers = nn.ModuleList(
             DecoderLayer(layers, index, parallel=parallel) for index in range(1, layers.num_layers)
         )
-        self.norm = RMSNorm(layers.hidden_size, eps)
+        self.norm = RMSNorm(layers.hidden_size, eps, parallel)
         self.lm_head = vocab_head(layers.hidden_size, shape.draft_vocab_size, parallel)
         self.lm_head.out_dtype = torch.float32
         self.rope = layers.rotary()
@@ -190,12 +190,15 @@ class Eagle3(DraftHead):
     def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         """Return next hidden [R, H] from target ids [T] and hidden [T, H]."""
         rotation = self.rope.at(ctx.positions)
-        embedded = self.embed_tokens(token_ids).to(hidden.dtype)
+        embedded = self.embed_tokens(token_ids, hidden.dtype)
         addend, residual = self.first_layer(embedded, hidden, rotation, ctx)
         for layer in self.more_layers:
             addend, residual = layer(addend, residual, rotation, ctx)
-        stream = stream_of(addend, residual, self.parallel)
-        return self.norm(stream) if self.options.norm_output else stream
+        if not len(residual):
+            return residual
+        # Partial sums are added in one kernel only together with a norm.
+        normed, stream = self.norm.add(addend, residual)
+        return normed if self.options.norm_output else stream
 
     __call__ = forward
 

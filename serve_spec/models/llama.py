@@ -74,7 +74,7 @@ class Llama(Layer):
         self.lm_head = vocab_head(shape.hidden_size, shape.vocab_size, parallel)
         self.lm_head.out_dtype = torch.float32
         if shape.tie_word_embeddings:
-            self.lm_head.weight = self.embed_tokens.matrix
+            self.lm_head.weight = self.embed_tokens.weight
         self.max_model_len = max_model_len or shape.max_position_embeddings
         self.path: Path | None = None  # of its checkpoint
         self.rope = shape.rotary(self.max_model_len)

@@ -1,4 +1,4 @@
-"""RMS norm, alone or after a residual addition; rotary embedding, with writes to the KV pool."""
+"""Token embeddings; RMS norm, alone or after an addition; rotary embedding with KV writes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,27 @@ from torch import Tensor
 from serve_spec.core.context import Rotation
 from serve_spec.ops.dispatch import has_kernel
 from serve_spec.ops.linear import sum_partials
+
+
+@has_kernel
+def embed(
+    weight: Tensor,
+    token_ids: Tensor,
+    first_id: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return the rows of tokens, [T, width] in `dtype` (default: that of the weight).
+
+    weight: [n, width], of ids `first_id` .. `first_id + n - 1`; other ids get zeros. None: of all
+    ids. token_ids: int64 [T]; negative ones count as 0.
+    """
+    rows = token_ids.clamp_min(0)
+    if first_id is None:
+        return F.embedding(rows, weight).to(dtype or weight.dtype)
+    rows = rows - first_id
+    is_other = (rows < 0) | (rows >= len(weight))
+    found = F.embedding(rows.masked_fill(is_other, 0), weight)
+    return found.masked_fill(is_other.unsqueeze(1), 0.0).to(dtype or weight.dtype)
 
 
 @has_kernel

@@ -1,4 +1,4 @@
-"""Norms and rotary embedding: a launch each, one pass over memory."""
+"""Embeddings, norms and rotary embedding: a launch each, one pass over memory."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -13,6 +13,40 @@ from serve_spec.core.context import Rotation
 from serve_spec.ops.dispatch import dependent_launch
 from serve_spec.ops.dispatch_triton import wait_for_previous
 from serve_spec.ops.linear_triton import load_sum
+
+_EMBED_BLOCK = 1024
+
+
+def embed(
+    weight: Tensor,
+    token_ids: Tensor,
+    first_id: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """See `elementwise.embed`."""
+    num_rows, width = weight.shape
+    out = weight.new_empty((len(token_ids), width), dtype=dtype or weight.dtype)
+    if len(token_ids):
+        _embed_kernel[(len(token_ids), triton.cdiv(width, _EMBED_BLOCK))](
+            out, weight, token_ids, first_id or 0, num_rows, width, weight.stride(0),
+            BLOCK=_EMBED_BLOCK, num_warps=4, **dependent_launch(weight.device),
+        )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["first_id", "num_rows"])
+def _embed_kernel(
+    out, weight, token_ids, first_id, num_rows, width, stride,
+    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    wait_for_previous(DEPENDENT)
+    row = tl.maximum(tl.load(token_ids + token), 0) - first_id
+    is_here = inside & (row >= 0) & (row < num_rows)
+    values = tl.load(weight + row * stride + at, mask=is_here, other=0.0)
+    tl.store(out + token * width + at, values.to(out.dtype.element_ty), mask=inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -5,7 +5,6 @@ has a KV slot of its own after the committed text, and attends to the text, its 
 """
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,32 +16,11 @@ from serve_spec.models.draft import DraftHead
 from serve_spec.ops import draft_tree, draw
 from serve_spec.ops import layout as token_layout
 from serve_spec.ops.draft_tree import Beam, root_beam
-from serve_spec.ops.layout import TokenLayout
+from serve_spec.ops.layout import Extended, Followed, Sequences, TokenLayout
 from serve_spec.ops.paged_attention import AttentionPlan
 from serve_spec.worker.forward import SlotAttention
 from serve_spec.worker.graphs import StepSize
 from serve_spec.worker.step_buffers import StepBuffers
-
-_NEVER = torch.iinfo(torch.int32).max - 1
-
-
-class _NewEntries(NamedTuple):
-    """Draft KV entries of B requests: `query_lens` of each, `starts` on.
-
-    `num_tokens`: of all requests. `max_query_len`: most of one.
-    """
-
-    request_slots: Tensor
-    starts: Tensor
-    query_lens: Tensor
-    num_tokens: int
-    max_query_len: int
-
-    @classmethod
-    def even(cls, request_slots: Tensor, starts: Tensor, length: int) -> "_NewEntries":
-        """Return `length` entries of every request."""
-        lens = torch.full_like(starts, length)
-        return cls(request_slots, starts, lens, len(request_slots) * length, length)
 
 
 class DraftModel:
@@ -63,12 +41,13 @@ class DraftModel:
         The tokens of a chunk are those after its positions.
         """
         chunks = buffers.chunks
-        slots, lens, starts = (
-            x[: size.chunks] for x in (chunks.request_slots, chunks.lens, chunks.starts)
+        slots, starts, lens = (
+            x[: size.chunks] for x in (chunks.request_slots, chunks.starts, chunks.lens)
         )
         layout, context = self._context(
             buffers,
-            _NewEntries(slots, starts, lens, size.tokens, size.tokens),
+            Sequences(slots, starts, lens, offset=self.head.shift),
+            size.tokens,
             queries=slice(0, 0) if self.head.ends_early else None,
         )
         hidden = self.head.encode(self.features.read(layout.slots))
@@ -82,29 +61,20 @@ class DraftModel:
         not written, and a request that lacks more writes none: it does not draft in this step.
         """
         assert buffers.hidden is not None, "draft extend needs a draft model"
-        slots = buffers.slots
+        slots, shift = buffers.slots, self.head.shift
         request_slots = buffers.request_slots[:num_requests]
-        ends = slots.lengths.index_select(0, request_slots) - 1
-        made = slots.draft_lengths.index_select(0, request_slots)
-        lacks_more = ends - made > length
-        starts = ends - length
         last = slice(length - 1, None, length)
         layout, context = self._context(
             buffers,
-            _NewEntries.even(request_slots, starts, length),
-            first_valid=made.masked_fill(lacks_more, _NEVER),
+            Sequences(request_slots, slots.lengths, length, shift - 1 - length, by_slot=True),
+            num_requests * length,
+            drafted=Extended(slots.draft_lengths, shift),
             queries=last if self.head.ends_early else None,
         )
-        token_slots = request_slots.repeat_interleave(length)
-        tokens = token_layout.ring_tokens(
-            slots.recent, token_slots, layout.positions + 1 - self.head.shift
-        )
+        tokens = token_layout.read_tokens(slots.recent, layout, ahead=1 - shift)
         hidden = self.head.encode(self.features.read(layout.slots))
         hidden = self.head.forward(tokens, hidden, context)
         buffers.hidden[:num_requests].copy_(hidden if self.head.ends_early else hidden[last])
-        slots.draft_lengths.index_copy_(
-            0, request_slots.long(), torch.where(lacks_more, made, ends)
-        )
 
     def draft(self, buffers: StepBuffers, num_requests: int, shape: DraftShape) -> None:
         """Draft from `buffers.hidden`; write `buffers.drafts`, `.shares`, and `.parents` of trees.
@@ -125,35 +95,36 @@ class DraftModel:
     ) -> None:
         assert buffers.hidden is not None
         num_requests = len(request_slots)
-        hidden, positions = buffers.hidden[:num_requests], lengths.long()
+        hidden = buffers.hidden[:num_requests]
+        steps = torch.arange(depth, device=lengths.device).unsqueeze(1)
+        positions = lengths + steps
+        drawn = []
         for step in range(depth):
             logits = self.head.logits(hidden, step)
-            tokens, shares = self._draw(buffers, logits, request_slots, positions, step)
-            buffers.drafts[:num_requests, step] = tokens
-            buffers.shares[:num_requests, step] = shares
+            drawn.append(self._draw(buffers, logits, request_slots, positions, step))
             if step + 1 < depth:
-                _, context = self._context(
-                    buffers,
-                    _NewEntries.even(request_slots, lengths - 1 + step, 1),
-                    first_valid=self._first_valid(buffers, num_requests, step),
-                )
-                hidden = self.head.forward(tokens.clamp_min(0), hidden, context)
+                _, context = self._after_level(buffers, request_slots, step)
+                hidden = self.head.forward(drawn[step][0], hidden, context)
+        tokens, shares = zip(*drawn, strict=True)
+        buffers.drafts[:num_requests, :depth] = torch.stack(tokens, dim=1)
+        buffers.shares[:num_requests, :depth] = torch.stack(shares, dim=1)
 
     def _draw(
         self, buffers: StepBuffers, logits: Tensor, slots: Tensor, positions: Tensor, step: int
     ) -> tuple[Tensor, Tensor]:
         """Draw draft number `step` of each request from logits float32 [B, Vd].
 
-        Return int64 [B], and what `StepBuffers.shares` keeps, float32 [B].
+        positions: int64 [steps, B], decided by each draft. Return int64 [B], and what
+        `StepBuffers.shares` keeps, float32 [B].
         """
         params, target_ids = buffers.slots.params, self.head.target_ids
         if buffers.draft_logits is None:
             children, shares = draw.draw_children(
-                logits, slots, positions + step, params, buffers.sharpness, target_ids, 1
+                logits, slots, positions[step], params, buffers.sharpness, target_ids, 1
             )
             return children[:, 0], shares[:, 0]
         buffers.draft_logits.logits[: len(slots), step].copy_(logits)
-        return draw.sample_drafts(logits, slots, positions + step, positions, params, target_ids)
+        return draw.sample_drafts(logits, slots, positions[step], positions[0], params, target_ids)
 
     def _draft_trees(
         self, buffers: StepBuffers, request_slots: Tensor, lengths: Tensor, shape: DraftShape
@@ -201,67 +172,71 @@ class DraftModel:
     ) -> Tensor:
         """Return hidden states [B, topk, H] after the beam of level `step`, from [B, W, H]."""
         topk = beam.token_ids.shape[1]
-        starts = lengths - 1 + step * topk
         depth = lengths.long() - 1 + self.head.shift + step
-        _, context = self._context(
-            buffers,
-            _NewEntries.even(request_slots, starts, topk),
-            first_valid=self._first_valid(buffers, len(request_slots), step),
-            tree_mask=beam.masks.flatten(),
-            tree_len=(step + 1) * topk,
-        )
+        _, context = self._after_level(buffers, request_slots, step, topk, beam.masks.flatten())
         context = replace(context, positions=depth.repeat_interleave(topk))
         before = beam.befores.unsqueeze(2).expand(-1, -1, hidden.shape[2])
-        tokens = beam.token_ids.clamp_min(0).flatten()
-        hidden = self.head.forward(tokens, hidden.gather(1, before).flatten(0, 1), context)
+        hidden = hidden.gather(1, before).flatten(0, 1)
+        hidden = self.head.forward(beam.token_ids.flatten(), hidden, context)
         return hidden.view(len(request_slots), topk, -1)
 
-    @staticmethod
-    def _first_valid(buffers: StepBuffers, num_requests: int, step: int) -> Tensor:
-        """Return the first position that each request writes after level `step`, [B].
+    def _after_level(
+        self,
+        buffers: StepBuffers,
+        request_slots: Tensor,
+        level: int,
+        width: int = 1,
+        tree_mask: Tensor | None = None,
+    ) -> tuple[TokenLayout, ForwardContext]:
+        """Lay out the `width` drafts of level `level` of each request, after those before.
 
-        Requests whose drafts end there write nothing: they have no pages for it, and stale entries
-        of their page tables may belong to other requests.
+        Requests whose drafts end there write nothing.
         """
-        return (buffers.depths[:num_requests] <= step + 1) * _NEVER
+        offset = self.head.shift - 1 + level * width
+        return self._context(
+            buffers,
+            Sequences(request_slots, buffers.slots.lengths, width, offset, by_slot=True),
+            len(request_slots) * width,
+            drafted=Followed(buffers.depths[: len(request_slots)], level + 1),
+            tree_mask=tree_mask,
+            tree_len=None if tree_mask is None else (level + 1) * width,
+        )
 
     def _context(
         self,
         buffers: StepBuffers,
-        new: _NewEntries,
+        sequences: Sequences,
+        num_tokens: int,
         *,
-        first_valid: Tensor | None = None,
+        drafted: Extended | Followed | None = None,
         queries: slice | None = None,
         tree_mask: Tensor | None = None,
         tree_len: int | None = None,
     ) -> tuple[TokenLayout, ForwardContext]:
-        """Lay out the tokens that make these draft KV entries.
+        """Lay out the tokens that make draft KV entries.
 
-        first_valid: int32 [B], the first entry of each request that is written; None: all.
         queries: the tokens that attend, the last of each request, or none; None: all of them.
         """
-        shift = self.head.shift
-        starts, max_query_len = new.starts + shift, new.max_query_len
-        tables = buffers.slots.pages.index_select(0, new.request_slots)
         layout = token_layout.lay_out_tokens(
-            new.query_lens,
-            starts,
-            torch.zeros_like(starts) if first_valid is None else first_valid + shift,
-            tables,
+            buffers.slots.pages,
             self.pool.page_size,
-            num_tokens=new.num_tokens,
-            scratch_slot=self.pool.scratch_slot,
+            self.pool.scratch_slot,
+            sequences,
+            num_tokens,
+            drafted,
         )
+        lens = sequences.query_lens
         query_starts = layout.query_starts
+        max_query_len = lens if isinstance(lens, int) else num_tokens
         if queries is not None:
             query_starts = torch.arange(len(query_starts), out=torch.empty_like(query_starts))
             max_query_len = 1
         plan = AttentionPlan(
-            tables,
+            layout.tables,
             query_starts,
-            starts + new.query_lens,
+            layout.kv_lens,
             self.pool.page_size,
-            ((len(starts), max_query_len),),
+            ((len(layout.kv_lens), max_query_len),),
             tree_mask,
             tree_len,
         )

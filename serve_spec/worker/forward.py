@@ -14,7 +14,7 @@ from serve_spec.models.llama import FeatureCapture, Llama
 from serve_spec.ops import acceptance, elementwise, paged_attention
 from serve_spec.ops import layout as token_layout
 from serve_spec.ops.acceptance import AcceptedPath, num_bits
-from serve_spec.ops.layout import TokenLayout
+from serve_spec.ops.layout import Sequences, TokenLayout
 from serve_spec.ops.paged_attention import AttentionKind, AttentionPlan
 from serve_spec.worker.graphs import StepSize
 from serve_spec.worker.step_buffers import StepBuffers
@@ -75,13 +75,12 @@ class VerifiedTokens:
     """Output of a target forward: T tokens of the requests that draw.
 
     `token_ids` int64 [T]: each request's root, then its drafts (-1: no token), then padding.
-    `request_slots` int32 [T]: -1 for padding. `logits` float32 [T, V]. For trees,
+    `layout`: with slot -1 for tokens that do not draw. `logits` float32 [T, V]. For trees,
     `parents` int32 [T]: see `accept_path`, and `depths` int32 [T]: drafts on each token's path, its
     own included. `hidden` [*, H]: of all tokens of the forward.
     """
 
     token_ids: Tensor
-    request_slots: Tensor
     layout: TokenLayout
     logits: Tensor
     hidden: Tensor
@@ -103,43 +102,42 @@ def run_target(
     last; their logits are not computed. (The last token of a prompt is a root: it draws.)
     """
     num_requests = size.requests
-    step = _lay_out_step(target.pool, buffers, size, max_query_len, has_trees=has_trees)
-    layout = step.tokens
+    layout = _lay_out_step(target.pool, buffers, size)
+    groups: tuple[tuple[int, int], ...] = ((num_requests, max_query_len),)
     # Only the first tokens can draw.
     num_drawn = min(size.tokens, num_requests * max_query_len)
     drawn = layout.first(num_drawn, num_requests)
-    draws = drawn.owners >= 0
-    if size.chunks:
-        draws &= drawn.owners < num_requests
-    positions, tree = layout.positions, None
-    if has_trees:
-        tree = _tree_layout(buffers, drawn, draws, step.starts)
-        drawn = drawn._replace(positions=tree.positions)
-        positions = torch.cat([tree.positions, positions[num_drawn:]])
-    plan = AttentionPlan(
-        step.tables,
-        layout.query_starts,
-        step.starts + step.query_lens,
-        target.pool.page_size,
-        step.groups,
-        None if tree is None else tree.masks,
+    token_ids = token_layout.read_tokens(
+        buffers.slots.recent, layout, drafts=buffers.drafts if buffers.max_drafts else None
     )
-    attention = SlotAttention(target.pool, target.kinds, layout.slots, plan)
-    token_slots = step.request_slots.index_select(0, layout.owners.clamp_min(0))
-    token_ids = _draft_tokens(buffers, layout, positions, token_slots)
     if size.chunks:
+        # Chunks are chains, also in a step with trees: a group with more tokens than a tree is one.
+        groups += ((size.chunks, max(size.tokens, MAX_TREE_TOKENS + has_trees)),)
+        draws = drawn.owners < num_requests
+        drawn = drawn._replace(request_slots=drawn.request_slots.where(draws, -1))
         index = torch.arange(size.tokens, device=token_ids.device)
         given = buffers.chunks.tokens_of(index - layout.query_starts[num_requests])
         token_ids = torch.where(layout.owners < num_requests, token_ids, given)
-    output = target.model.forward(
-        token_ids.clamp_min(0), ForwardContext(positions, attention), target.capture
+    positions, tree = layout.positions, None
+    if has_trees:
+        tree = _tree_layout(buffers, drawn)
+        drawn = drawn._replace(positions=tree.positions)
+        positions = torch.cat([tree.positions, positions[num_drawn:]])
+    plan = AttentionPlan(
+        layout.tables,
+        layout.query_starts,
+        layout.kv_lens,
+        target.pool.page_size,
+        groups,
+        None if tree is None else tree.masks,
     )
+    attention = SlotAttention(target.pool, target.kinds, layout.slots, plan)
+    output = target.model.forward(token_ids, ForwardContext(positions, attention), target.capture)
     if target.features is not None:
         assert output.features is not None, "the draft model needs features"
         target.features.write(layout.slots, output.features)
     return VerifiedTokens(
         token_ids[:num_drawn],
-        token_slots[:num_drawn].where(draws, -1),
         drawn,
         target.model.logits(output.hidden[:num_drawn]),
         output.hidden,
@@ -148,45 +146,22 @@ def run_target(
     )
 
 
-class _StepLayout(NamedTuple):
-    """The tokens of a step's requests, then of its prefill chunks; tensors int32 [requests, ...].
-
-    `starts`: position of each one's first token. `tables`: pages. `groups`: of an `AttentionPlan`.
-    """
-
-    tokens: TokenLayout
-    request_slots: Tensor
-    query_lens: Tensor
-    starts: Tensor
-    tables: Tensor
-    groups: tuple[tuple[int, int], ...]
-
-
-def _lay_out_step(
-    pool: PagedKVPool, buffers: StepBuffers, size: StepSize, max_query_len: int, *, has_trees: bool
-) -> _StepLayout:
+def _lay_out_step(pool: PagedKVPool, buffers: StepBuffers, size: StepSize) -> TokenLayout:
+    """Lay out the tokens of a step's requests, then those of its prefill chunks."""
     slots, chunks = buffers.slots, buffers.chunks
     request_slots = buffers.request_slots[: size.requests]
     query_lens = buffers.query_lens[: size.requests]
-    starts = slots.lengths.index_select(0, request_slots) - 1
-    groups: tuple[tuple[int, int], ...] = ((size.requests, max_query_len),)
+    sequences = Sequences(request_slots, slots.lengths, query_lens, offset=-1, by_slot=True)
     if size.chunks:
-        request_slots = torch.cat([request_slots, chunks.request_slots[: size.chunks]])
-        query_lens = torch.cat([query_lens, chunks.lens[: size.chunks]])
-        starts = torch.cat([starts, chunks.starts[: size.chunks]])
-        # Chunks are chains, also in a step with trees: a group with more tokens than a tree is one.
-        groups += ((size.chunks, max(size.tokens, MAX_TREE_TOKENS + has_trees)),)
-    tables = slots.pages.index_select(0, request_slots)
-    tokens = token_layout.lay_out_tokens(
-        query_lens,
-        starts,
-        torch.zeros_like(starts),
-        tables,
-        pool.page_size,
-        num_tokens=size.tokens,
-        scratch_slot=pool.scratch_slot,
+        starts = slots.lengths.index_select(0, request_slots) - 1
+        sequences = Sequences(
+            torch.cat([request_slots, chunks.request_slots[: size.chunks]]),
+            torch.cat([starts, chunks.starts[: size.chunks]]),
+            torch.cat([query_lens, chunks.lens[: size.chunks]]),
+        )
+    return token_layout.lay_out_tokens(
+        slots.pages, pool.page_size, pool.scratch_slot, sequences, size.tokens
     )
-    return _StepLayout(tokens, request_slots, query_lens, starts, tables, groups)
 
 
 class _TreeLayout(NamedTuple):
@@ -198,28 +173,19 @@ class _TreeLayout(NamedTuple):
     positions: Tensor
 
 
-def _tree_layout(
-    buffers: StepBuffers, layout: TokenLayout, draws: Tensor, starts: Tensor
-) -> _TreeLayout:
-    """Lay out the trees of drawing requests. starts: position of each request's first token."""
+def _tree_layout(buffers: StepBuffers, layout: TokenLayout) -> _TreeLayout:
+    """Lay out the trees of drawing requests."""
     assert buffers.parents is not None, "buffers without parents hold chains"
+    draws = layout.request_slots >= 0
     drafts = _of_drafts(buffers.parents, layout)
     parents = drafts.where(draws & (layout.offsets > 0), layout.offsets - 1)
     masks = acceptance.tree_masks(parents, layout.query_starts)
     depths = num_bits(masks).to(torch.int32) - 1
-    positions = starts[layout.owners.clamp_min(0).long()].long() + depths
-    positions = positions.clamp_min(0).where(draws, layout.positions)
-    return _TreeLayout(parents, masks, depths.where(draws, 0), positions)
-
-
-def _draft_tokens(
-    buffers: StepBuffers, layout: TokenLayout, positions: Tensor, token_slots: Tensor
-) -> Tensor:
-    """Return roots and drafts of the requests that draw, int64 [T]; of others any token."""
-    roots = token_layout.ring_tokens(buffers.slots.recent, token_slots, positions)
-    if not buffers.max_drafts:
-        return roots
-    return torch.where(layout.offsets > 0, _of_drafts(buffers.drafts, layout), roots)
+    # The root of a tree is at the position of its offset.
+    positions = (layout.positions - layout.offsets + depths).clamp_min(0)
+    return _TreeLayout(
+        parents, masks, depths.where(draws, 0), positions.where(draws, layout.positions)
+    )
 
 
 def _of_drafts(table: Tensor, layout: TokenLayout) -> Tensor:

@@ -70,13 +70,13 @@ class Verifier:
             parents, depths, backs = tokens.parents, tokens.depths, layout.offsets - tokens.parents
         edits = slots.edits
         score_edits.edit_scores(
-            tokens.logits, tokens.request_slots, decided, tokens.token_ids, depths, edits, backs
+            tokens.logits, layout.request_slots, decided, tokens.token_ids, depths, edits, backs
         )
         masks = buffers.masks
         score_edits.mask_scores(
             tokens.logits, layout.owners, layout.offsets, masks.places, masks.words
         )
-        drawn = draw.draw_tokens(tokens.logits, tokens.request_slots, decided, slots.params)
+        drawn = draw.draw_tokens(tokens.logits, layout.request_slots, decided, slots.params)
         forced = self._forced(buffers, request_slots)
         if buffers.draft_logits is not None and has_drafts:
             forced = rejection.reject_drafts(

@@ -178,7 +178,7 @@ def test_a_vocabulary_of_any_size_is_looked_up_and_scored_over_ranks(size, vocab
         embedding = filled(vocab_embedding(vocab, width, parallel), stored)
         head = filled(vocab_head(width, vocab, parallel), stored)
         tied = vocab_head(width, vocab, parallel)
-        tied.weight = embedding.matrix
+        tied.weight = embedding.weight
         rows = embedding(ids)
         return rows, head(rows), tied(rows)
 

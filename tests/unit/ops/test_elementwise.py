@@ -1,4 +1,4 @@
-"""Norms, and the rotation that stores keys and values: the kernels against the reference."""
+"""Embeddings, norms, the rotation that stores keys and values: kernels against the reference."""
 
 import pytest
 import torch
@@ -17,6 +17,23 @@ TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 BOTH = pytest.mark.parametrize(
     "impl", [reference(elementwise), elementwise_triton], ids=["plain", "kernel"]
 )
+
+
+@BOTH
+@pytest.mark.parametrize("width", [24, 1025])
+@pytest.mark.parametrize(("first", "dtype"), [(None, None), (None, torch.float16), (4, None)])
+def test_a_token_gets_its_row_and_zeros_if_another_rank_has_it(impl, width, first, dtype):
+    weight = torch.randn(8, width, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    ids = [7, -1, 0, 5, 4] + ([] if first is None else [11, 12])
+    with poisoned_memory():
+        found = impl.embed(weight, torch.tensor(ids, device=DEVICE), first, dtype)
+    expected = torch.zeros(len(ids), width, device=DEVICE)
+    for token, row in zip(ids, expected, strict=True):
+        at = max(token, 0) - (first or 0)
+        if 0 <= at < 8:
+            row.copy_(weight[at])
+    assert found.dtype == (dtype or torch.float32)
+    assert torch.equal(found, expected.to(found.dtype))
 
 
 class Scene:
