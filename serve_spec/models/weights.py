@@ -50,8 +50,7 @@ class Checkpoint:
     def read(self, name: str, *, floats: bool = False) -> Tensor:
         """Return one tensor, on the CPU, in its stored dtype.
 
-        Raises:
-            CheckpointError: the file holds no such tensor (of `floats`, if set), or cannot be read.
+        Raises CheckpointError: no such tensor (of `floats`, if set), or it cannot be read.
         """
         file, stored = self._home(name)
         return file.read_floats(stored) if floats else file.read(stored)
