@@ -1,24 +1,30 @@
 """`serve-spec COMMAND ...`. The module of a command is imported when it runs."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.core.errors import CheckpointError, InvalidRequest
 
 _COMMANDS = {
-    "serve": "serve a model with Ray Serve",
-    "generate": "complete prompts from the command line",
-    "train": "train a tokenizer, a target and its drafts from a local corpus",
-    "expand": "expand a small pair to the shape and cost of a published model",
-    "tune": "measure a pair: cost table, depths and trees per batch size, report",
-    "breakeven": "compute the break-even accept rate of speculation",
-    "bench": "run adaptive, offline, online, trace, tune, breakeven",
-    "check-config": "check a model and print its configuration, or its errors",
+    "serve": ("serving.command", "serve a model with Ray Serve"),
+    "generate": ("engine.llm", "complete prompts from the command line"),
+    "train": ("training.command", "train a tokenizer, a target and its drafts from a local corpus"),
+    "expand": (
+        "models.upscale_command",
+        "expand a small pair to the shape and cost of a published model",
+    ),
+    "tune": (
+        "bench.command",
+        "measure a pair: cost table, depths and trees per batch size, report",
+    ),
+    "breakeven": ("bench.command", "compute the break-even accept rate of speculation"),
+    "bench": ("bench.command", "run adaptive, offline, online, trace, tune, breakeven"),
+    "check-config": ("config.command", "check a model and print its configuration, or its errors"),
 }
+"""Module of this package and summary of each command."""
 
 _INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells."""
@@ -44,23 +50,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _load(command: str) -> Callable[[list[str]], int]:
-    if command == "serve":
-        from serve_spec.serving.command import main as run
-    elif command == "generate":
-        from serve_spec.engine.llm import main as run
-    elif command == "train":
-        from serve_spec.training.command import main as run
-    elif command == "expand":
-        from serve_spec.models.upscale_command import main as run
-    elif command == "bench":
-        from serve_spec.bench.command import main as run
-    elif command in ("tune", "breakeven"):
-        from serve_spec.bench.command import main as bench
-
-        def run(argv: list[str]) -> int:
-            return bench([command, *argv], "serve-spec")
-    else:
-        run = _check_config
+    if command == "check-config":
+        return _check_config
+    run: Callable[..., int] = import_module(f"serve_spec.{_COMMANDS[command][0]}").main
+    if command in ("tune", "breakeven"):
+        return lambda argv: run([command, *argv], "serve-spec")
     return run
 
 
@@ -87,5 +81,5 @@ def _check_config(argv: list[str]) -> int:
 
 
 def _usage() -> str:
-    lines = [f"  {name:<14}{text}" for name, text in _COMMANDS.items()]
+    lines = [f"  {name:<14}{text}" for name, (_, text) in _COMMANDS.items()]
     return "usage: serve-spec COMMAND [ARGUMENTS]\n\n" + "\n".join(lines)

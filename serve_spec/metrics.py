@@ -3,8 +3,6 @@
 Names end in their unit; counters only grow; a label has few values (never a request id).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -34,7 +32,6 @@ class MetricsSink(Protocol):
 
     def observe(self, record: StepRecord) -> None:
         """Record a round."""
-        ...
 
 
 class NullSink:
@@ -106,8 +103,7 @@ UNVERIFIED_DRAFTS = _counter(
     "unverified_draft_tokens", "Draft tokens not verified because of the budget."
 )
 EXPECTED_DRAFTS = _counter(
-    "expected_correct_drafts",
-    "Draft tokens predicted to be accepted, in rounds with a prediction.",
+    "expected_correct_drafts", "Draft tokens predicted to be accepted, in rounds with a prediction."
 )
 OBSERVED_DRAFTS = _counter(
     "observed_correct_drafts", "Draft tokens accepted in rounds with a prediction."
@@ -116,8 +112,7 @@ OUTPUT_TOKENS = _counter("output_tokens", "Tokens emitted by decoding requests."
 PREFILL_TOKENS = _counter("prefill_tokens", "Prompt tokens computed.")
 PREFIX_QUERY_TOKENS = _counter("prefix_cache_query_tokens", "Prompt tokens of admitted requests.")
 PREFIX_HIT_TOKENS = _counter(
-    "prefix_cache_hit_tokens",
-    "Prompt tokens of admitted requests found in the prefix cache.",
+    "prefix_cache_hit_tokens", "Prompt tokens of admitted requests found in the prefix cache."
 )
 ACCEPT_LENGTHS = _counter(
     "accept_length_requests",
@@ -158,9 +153,7 @@ PREDICTED_GOODPUT = _gauge(
     "num_steps",
 )
 LAST_REASON = _gauge(
-    "last_reason",
-    "1 for the reason of the policy's last decision, 0 for earlier ones.",
-    "reason",
+    "last_reason", "1 for the reason of the policy's last decision, 0 for earlier ones.", "reason"
 )
 SLOT = _gauge("slot", "Smallest batch size of the slot that made the last decision.")
 FORCED_ACCEPTANCE = _gauge(
@@ -215,10 +208,7 @@ SUBMISSIONS = _counter(
 )
 ROUTER_METRICS = (QUEUE_LEN, IN_FLIGHT, REJECTED, RESUMED, SUBMISSIONS)
 
-OLD_NAMES = {
-    SWITCHES: "serve_spec_tier_switches",
-    ACCEPT_LENGTHS: "serve_spec_accept_length_rows",
-}
+OLD_NAMES = {SWITCHES: "serve_spec_tier_switches", ACCEPT_LENGTHS: "serve_spec_accept_length_rows"}
 """Former names of metrics, which are exported as well until 0.3."""
 
 METRICS = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
@@ -281,10 +271,7 @@ def request_counts(record: StepRecord) -> Counter[tuple[int, int, int]]:
     # Levels of a tree are not counted by the drafts of a budget.
     proposed = record.drafted_per_req if record.shape.is_chain else ()
     reqs = zip(
-        proposed or record.steps_per_req,
-        record.steps_per_req,
-        record.correct_per_req,
-        strict=True,
+        proposed or record.steps_per_req, record.steps_per_req, record.correct_per_req, strict=True
     )
     return Counter(reqs)
 

@@ -4,8 +4,6 @@ All variants share one worker. In every phase, each variant serves the same requ
 interleaved trials, so changes of the machine's speed affect all variants alike.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import gc
@@ -17,28 +15,12 @@ from typing import Any
 from tqdm import tqdm
 
 from serve_spec.adaptive import AdaptiveController
+from serve_spec.bench import report, workload
 from serve_spec.bench.adaptive_report import plot, summary, tables, trial_figures
 from serve_spec.bench.command import configured
 from serve_spec.bench.harness import ClosedLoop, engine_beside, equal_prefixes, room
-from serve_spec.bench.report import (
-    Record,
-    append_record,
-    forced_acceptance,
-    read_records,
-    run_record,
-    show,
-)
 from serve_spec.bench.variants import Variant, interleaved, make_variants
-from serve_spec.bench.workload import (
-    OUTPUT_TOKENS,
-    SPREAD,
-    STEADY_TOKENS,
-    Load,
-    Prompts,
-    phases,
-    prompts_by_source,
-    steady_batches,
-)
+from serve_spec.bench.workload import Load, Prompts
 from serve_spec.engine.build import rank_device
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.llm import LLM
@@ -59,19 +41,17 @@ _MOST_PHASES = 1000
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark or read an old result; return 1 if texts differ unexpectedly."""
     if args.from_json is not None:
-        records: list[Record] = list(read_records(args.from_json, "adaptive"))
+        records: list[report.Record] = list(report.read_records(args.from_json, "adaptive"))
     else:
         records = []
         for record in _measured(args):
             records.append(record)
-            append_record(args.json, record)
+            report.append_record(args.json, record)
     result = summary(records)
-    show(tables(result), result)
+    report.show(tables(result), result)
     if args.plot is not None:
         plot(result, args.plot)
-    is_forced = forced_acceptance(result) is not None  # texts differ by construction
-    same = all(phase["same_texts"] for phase in result["phases"])
-    return 0 if same or is_forced or args.allow_differences else 1
+    return report.status(result, all(phase["same_texts"] for phase in result["phases"]), args)
 
 
 def _measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -79,11 +59,13 @@ def _measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     config = configured(args)
     device = rank_device(config, 0).type
     batch_sizes = args.batch_sizes or BATCH_SIZES[device]
-    tokens = args.output_tokens or (STEADY_TOKENS if args.cells else OUTPUT_TOKENS)
-    make_loads = steady_batches if args.cells else phases
+    tokens = args.output_tokens or (
+        workload.STEADY_TOKENS if args.cells else workload.OUTPUT_TOKENS
+    )
+    make_loads = workload.steady_batches if args.cells else workload.phases
     loads = make_loads(batch_sizes, args.classes, args.temperatures or [None], tokens)
     deepest = max([*args.num_steps, 0])
-    longest = args.prompt_tokens + round(tokens * (1 + SPREAD)) + deepest
+    longest = args.prompt_tokens + round(tokens * (1 + workload.SPREAD)) + deepest
     num_variants = 1 + len({*args.num_steps} - {0}) + len(args.variants)
     llm = LLM(
         config,
@@ -93,11 +75,11 @@ def _measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     )
     engine = llm.engine
     variants = make_variants(engine.controller, args.num_steps, args.variants)
-    prompts = prompts_by_source(
+    prompts = workload.prompts_by_source(
         engine.tokenizer.encode, count=NUM_PROMPTS, num_tokens=args.prompt_tokens
     )
     bench = _Bench(engine, variants, prompts)
-    yield run_record(
+    yield report.run_record(
         "adaptive",
         args,
         config,
@@ -134,7 +116,7 @@ class _Bench:
 
     def warm_up(self, batch_size: int) -> float:
         """Run first steps, which are slow; return the milliseconds of a plain step."""
-        load = Load("heated", batch_size, OUTPUT_TOKENS, is_steady=True)
+        load = Load("heated", batch_size, workload.OUTPUT_TOKENS, is_steady=True)
         deepest = [variant for variant in self.variants if variant.is_static][-1]
         for variant in (deepest, self.variants[0]):
             requests = load.requests(0, self.prompts)

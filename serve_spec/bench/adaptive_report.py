@@ -1,12 +1,9 @@
 """Figures of `serve-spec bench adaptive` from its records: by phase, and over all phases.
 
-The speed of a phase is over all trials that every variant has; the error of a ratio is the standard
-error of the mean over trials. Totals are harmonic means over phases: the work of a phase is what
-off does in a fixed time. The best fixed depth of a phase, off included, is known only afterwards,
-so with more depths it gains more from chance.
+The speed of a phase is over the trials that every variant has; the error of a ratio is that of the
+mean over trials. Totals are harmonic means over phases, which last equally long for off. The best
+fixed depth, off included, is known only afterwards: with more depths it gains more from chance.
 """
-
-from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -133,7 +130,6 @@ def _per_request(sums: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def _error(trials: Sequence[Mapping[str, Record]], variant: str, best: str) -> float | None:
-    """Return the standard error of the speed over that of the best fixed depth."""
     pairs = [(trial[variant], trial[best]) for trial in trials]
     ratios = [
         mine["tokens"] / mine["ms"] / fixed["tokens"] * fixed["ms"]
@@ -220,38 +216,25 @@ def plot(result: Record, path: Path) -> None:
     Fixed depths are grey, deeper ones darker.
     """
     phases, variants = result["phases"], result["variants"]
-    names = [variant["variant"] for variant in variants]
-    num_fixed = sum(variant["is_static"] for variant in variants)
-    styles = {
-        name: {"color": str(0.8 - 0.6 * number / num_fixed), "linewidth": 1}
-        if number < num_fixed
-        else {"color": f"C{number}"}
-        for number, name in enumerate(names)
-    }
-    labels = {
-        each["variant"]: f"{each['variant']}: {each['over_off']:.2f} x off, "
-        f"worst {each['worst_over_off']:.2f}"
-        for each in variants
-    }
-
-    def series(key: str, shown: Sequence[str], mark: str) -> dict[str, list[tuple[float, float]]]:
-        return {
-            mark + labels[name]: [
-                (i, phase["variants"][name][key]) for i, phase in enumerate(phases)
-            ]
-            for name in shown
-        }
-
-    ticks = [phase["phase"] for phase in phases]
-    by_label = {mark + labels[name]: style for name, style in styles.items() for mark in ("", "_")}
-    speed = "tokens/s relative to off"
-    panels = [
-        Panel(
-            "drafts per request and step",
-            series("verified", names[num_fixed:], "_"),
-            ticks=ticks,
-            styles=by_label,
-        ),
-        Panel(speed, series("over_off", names, ""), ticks=ticks, styles=by_label),
-    ]
+    num_fixed = sum(each["is_static"] for each in variants)
+    greys = [str(0.8 - 0.6 * number / num_fixed) for number in range(num_fixed)]
+    styles: list[dict[str, Any]] = [{"color": grey, "linewidth": 1} for grey in greys]
+    styles += [{"color": f"C{number}"} for number in range(num_fixed, len(variants))]
+    panels = []
+    for title, key, first, mark in (
+        ("drafts per request and step", "verified", num_fixed, "_"),
+        ("tokens/s relative to off", "over_off", 0, ""),
+    ):
+        labels = [
+            f"{mark}{each['variant']}: {each['over_off']:.2f} x off, "
+            f"worst {each['worst_over_off']:.2f}"
+            for each in variants
+        ]
+        curves = [
+            [phase["variants"][each["variant"]][key] for phase in phases] for each in variants
+        ]
+        series = {labels[at]: [*enumerate(curves[at])] for at in range(first, len(variants))}
+        by_label = dict(zip(labels, styles, strict=True))
+        ticks = [phase["phase"] for phase in phases]
+        panels.append(Panel(title, series, ticks=ticks, styles=by_label))
     draw(panels, path, plot_title(result), columns=1)

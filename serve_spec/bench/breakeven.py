@@ -9,8 +9,6 @@ every position (Leviathan et al., "Fast Inference from Transformers via Speculat
 section 3). `round_ms[K]` is t(K) in ms for K = 0, 1, ...; K = 0 is off.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Sequence
@@ -116,8 +114,7 @@ def _given_times(args: argparse.Namespace) -> dict[int, list[float]]:
     _check("draft_ms", args.draft_ms, args.draft_ms >= 0, "give milliseconds ≥ 0")
     _check("target_ms", args.target_ms, args.target_ms > 0, "give milliseconds > 0")
     for name in ("context", "sampled"):
-        if getattr(args, name):
-            value = getattr(args, name)
+        if value := getattr(args, name):
             raise ConfigError(f"{option(name)}={value!r}: needs --cost-table; omit it")
     row_ms = 0.0 if args.verify_ms_per_row is None else args.verify_ms_per_row
     _check("verify_ms_per_row", row_ms, row_ms >= 0, "give milliseconds ≥ 0")
@@ -132,8 +129,7 @@ def _given_times(args: argparse.Namespace) -> dict[int, list[float]]:
 def _measured_times(args: argparse.Namespace, costs: CostTable) -> dict[int, list[float]]:
     """Compute t(K) of every batch size of the table."""
     for name in _TIMES:
-        if getattr(args, name) is not None:
-            value = getattr(args, name)
+        if (value := getattr(args, name)) is not None:
             raise ConfigError(f"{option(name)}={value!r}: --cost-table has it; omit it")
     deepest = costs.num_steps[-1]
     max_steps = deepest if args.max_steps is None else args.max_steps
@@ -210,13 +206,12 @@ def _plot(batches: Sequence[dict[str, Any]], title: str, path: Path) -> None:
         name = f"speedup over off, batch {batches[0]['batch_size']}"
         panels = [Panel(name, curves, x_label="accept rate", baseline=1.0)]
         return draw(panels, path, title)
-    best: dict[str, list[tuple[float, float | None]]] = {}
-    fastest: dict[str, list[tuple[float, float | None]]] = {}
-    for at, batch in enumerate(batches):
-        for each in batch["at_rates"]:
-            label, depth = f"accept rate {each['accept_rate']:g}", each["best_num_steps"]
-            best.setdefault(label, []).append((at, depth))
-            fastest.setdefault(label, []).append((at, each["speedup"][depth]))
+    best, fastest = {}, {}
+    for index, rate in enumerate(batches[0]["at_rates"]):
+        at_rate = [batch["at_rates"][index] for batch in batches]
+        label = f"accept rate {rate['accept_rate']:g}"
+        best[label] = [(at, each["best_num_steps"]) for at, each in enumerate(at_rate)]
+        fastest[label] = [(at, max(each["speedup"])) for at, each in enumerate(at_rate)]
     lowest = [batch["break_even"] and batch["break_even"]["accept_rate"] for batch in batches]
     ticks = [str(batch["batch_size"]) for batch in batches]
     panels = [

@@ -1,7 +1,5 @@
 """`serve-spec bench NAME`: flags of all benchmarks. Their modules are imported after parsing."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Callable
@@ -12,7 +10,7 @@ from typing import Any, NamedTuple
 from serve_spec.bench.variants import ADAPTIVE_VARIANTS
 from serve_spec.bench.workload import CLASSES, HELD_OUT_PACKAGES, OUTPUT_TOKENS, STEADY_TOKENS
 from serve_spec.config import ServeSpecConfig
-from serve_spec.config.flags import add_flags, add_model, flags_named, load_flags, read_flags
+from serve_spec.config.flags import add_flags, add_model, flags_named, load_flags
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -67,40 +65,25 @@ _COUNT = at_least(1)
 
 
 class Benchmark(NamedTuple):
-    """A command: its flags, and the module whose `run` takes them."""
+    """A command: its flags, and the module of this package, if other, whose `run` takes them."""
 
     summary: str
     add_flags: Callable[[argparse.ArgumentParser], None]
-    module: str
     about: str = ""
+    module: str | None = None
 
 
-def overrides(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the configuration keys of the command line; the prefix cache is off by default.
+def configured(args: argparse.Namespace, **defaults: Any) -> ServeSpecConfig:
+    """Return the configuration of the command line over `defaults`, or raise ConfigError.
 
-    Variants run the same prompts, so one would fill the cache of the next.
-
-    Raises:
-        ConfigError: --set is not KEY=VALUE.
+    The prefix cache is off by default: variants run the same prompts, and one would fill it for
+    the next.
     """
-    return {"prefix_caching": False, **read_flags(args)}
-
-
-def configured(args: argparse.Namespace) -> ServeSpecConfig:
-    """Return the configuration with the overrides of the command line.
-
-    Raises:
-        ConfigError: it is missing or invalid.
-    """
-    return load_flags(args, prefix_caching=False)
+    return load_flags(args, **{"prefix_caching": False, **defaults})
 
 
 def main(argv: list[str], prog: str = "serve-spec bench") -> int:
-    """Run one benchmark; return the process exit status.
-
-    Raises:
-        ConfigError: the configuration or an argument is invalid.
-    """
+    """Run one benchmark and return the exit status; raise ConfigError for a wrong argument."""
     parser = argparse.ArgumentParser(prog=prog, description="Measure a pair on this machine.")
     commands = parser.add_subparsers(dest="bench", metavar="BENCHMARK", required=True)
     for name, benchmark in BENCHMARKS.items():
@@ -110,8 +93,9 @@ def main(argv: list[str], prog: str = "serve-spec bench") -> int:
         )
         benchmark.add_flags(command)
     args = parser.parse_args(argv)
+    module = BENCHMARKS[args.bench].module or args.bench
     with flags_named(args):
-        return int(import_module(BENCHMARKS[args.bench].module).run(args))
+        return int(import_module(f"serve_spec.bench.{module}").run(args))
 
 
 # fmt: off
@@ -122,7 +106,6 @@ def add_configuration(parser: argparse.ArgumentParser, *, positional: bool = Fal
 
 
 def _add_outputs(parser: argparse._ActionsContainer, *, compares: bool = True) -> None:
-    """Add --json, --plot and, for benchmarks that compare texts, --allow-differences."""
     add = parser.add_argument
     if compares:
         add("--allow-differences", action="store_true",
@@ -307,32 +290,24 @@ BENCHMARKS = {
     "adaptive": Benchmark(
         "adaptive policies against off and every fixed depth, by load and text",
         _adaptive,
-        "serve_spec.bench.adaptive",
         "In every phase each variant runs a closed loop of the same requests in short trials that\n"
         "take turns. A policy keeps what it learned through all phases, as in a server.",
     ),
     "offline": Benchmark(
-        "off, fixed depths and the configured policy on held-out prompts",
-        _offline,
-        "serve_spec.bench.offline",
+        "off, fixed depths and the configured policy on held-out prompts", _offline
     ),
     "online": Benchmark(
         "load over HTTP, on a running server or on one that is started",
         _online,
-        "serve_spec.bench.online.command",
         "  serve-spec bench online --deploy deploy/tiny.yaml --closed 1 8 --poisson 4\n"
         "  serve-spec bench online --url http://127.0.0.1:8000 --ramp 1:20 --slo-ttft-ms 200\n\n"
         "Every load has the same requests. The API key is $SERVE_SPEC_API_KEY.",
+        "online.command",
     ),
-    "trace": Benchmark(
-        "accepted drafts at every position of a text, for the simulator",
-        _trace,
-        "serve_spec.bench.trace",
-    ),
+    "trace": Benchmark("accepted drafts at every position of a text, for the simulator", _trace),
     "tune": Benchmark(
         "measurement of a pair: cost table, depths and trees per batch size, report",
         _tune,
-        "serve_spec.bench.tune",
         "DIR receives\n"
         "  adaptive.json    depths and trees by batch size: speculative_adaptive_config\n"
         "  cost_table.json  cost of steps on this machine: speculative_cost_table\n"
@@ -342,7 +317,6 @@ BENCHMARKS = {
     "breakeven": Benchmark(
         "break-even accept rate by the throughput equation",
         _breakeven,
-        "serve_spec.bench.breakeven",
         "  serve-spec breakeven --accept-rate 0.7 --draft-ms 1.2 --target-ms 10\n"
         "  serve-spec breakeven --accept-rate 0.5 0.7 0.9 --cost-table DIR/cost_table.json",
     ),

@@ -3,8 +3,6 @@
 Every variant has its own policy and, in closed loops, its own requests; all share one worker.
 """
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,8 +35,6 @@ class MeasuredStep:
 
 
 class _Recorder(list[StepRecord]):
-    """A metrics sink that keeps every record."""
-
     observe = list.append
 
 
@@ -57,10 +53,7 @@ def recorded_steps(engine: SpecEngine) -> Iterator[list[StepRecord]]:
 def room(
     config: ServeSpecConfig, batch_size: int, num_tokens: int, depth: int, num_batches: int = 1
 ) -> dict[str, int]:
-    """Return sizes with room for batches of full depth, so that no draft is cut.
-
-    num_tokens: of a request, drafts included.
-    """
+    """Return sizes for batches of full depth, of `num_tokens` per request, drafts included."""
     num_batched = max(MIN_BATCHED_TOKENS, 2 * batch_size * (depth + 1))
     sizes = {
         "max_num_seqs": batch_size,
@@ -98,9 +91,7 @@ def engine_beside(engine: SpecEngine, controller: AdaptiveController) -> SpecEng
 class ClosedLoop:
     """A fixed number of open requests; a request that ends is replaced.
 
-    It can stop after any step and continue later.
-
-    requests: (request, output tokens); may be infinite.
+    It can stop after any step and continue later. requests: (request, output tokens), any number.
     """
 
     def __init__(
@@ -155,7 +146,7 @@ class ClosedLoop:
         """Replace the requests that ended; return whether any is open."""
         for request, num_tokens in islice(self._waiting, self.batch_size - len(self._open)):
             request_id = str(len(self.texts))
-            self.engine.add(_new_sequence(self.engine, request_id, request, num_tokens))
+            self.engine.add(new_sequence(self.engine, request_id, request, num_tokens))
             self._open.add(request_id)
             self.texts.append([])
         return bool(self._open)
@@ -194,7 +185,7 @@ def steady_batch(
 
     requests: (request, output tokens).
     """
-    sequences = [_new_sequence(engine, f"steady-{i}", *each) for i, each in enumerate(requests)]
+    sequences = [new_sequence(engine, f"steady-{i}", *each) for i, each in enumerate(requests)]
     with recorded_steps(engine) as records:
         try:
             for sequence in sequences:
@@ -236,24 +227,18 @@ def full_batch_speed(batch_size: int, batches: Iterable[Sequence[StepRecord]]) -
 
 def equal_prefixes(texts: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> int:
     """Return how many texts equal the expected ones as far as both were generated."""
-    return sum(
-        all(a == b for a, b in zip(*pair, strict=False))
-        for pair in zip(texts, expected, strict=False)
-    )
+    pairs = zip(texts, expected, strict=False)
+    return sum(all(a == b for a, b in zip(*pair, strict=False)) for pair in pairs)
 
 
 def sampling_params(request: TextRequest, num_tokens: int) -> SamplingParams:
     """Return the parameters of a request with exactly `num_tokens` output tokens."""
-    return SamplingParams(
-        max_tokens=num_tokens,
-        temperature=request.kind.temperature,
-        seed=request.seed,
-        ignore_eos=True,
-    )
+    return SamplingParams(num_tokens, request.kind.temperature, seed=request.seed, ignore_eos=True)
 
 
-def _new_sequence(
+def new_sequence(
     engine: SpecEngine, request_id: str, request: TextRequest, num_tokens: int
 ) -> EngineSequence:
+    """Return a request with exactly `num_tokens` output tokens."""
     params = sampling_params(request, num_tokens)
     return engine.new_sequence(request_id, list(request.prompt), params)

@@ -3,8 +3,6 @@
 Two speeds are measured: of whole runs, including prefill, and of full decoding batches.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections import Counter
@@ -15,19 +13,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from serve_spec.bench.command import overrides
+from serve_spec.bench import report
+from serve_spec.bench.command import configured
 from serve_spec.bench.harness import full_batch_speed, recorded_steps, sampling_params
-from serve_spec.bench.report import (
-    Panel,
-    Record,
-    append_record,
-    draw,
-    forced_acceptance,
-    plot_title,
-    run_record,
-    show,
-    table,
-)
 from serve_spec.bench.variants import Variant, interleaved, make_variants
 from serve_spec.bench.workload import TextKind, TextRequest, held_out_prompts
 from serve_spec.core.record import StepRecord
@@ -51,34 +39,25 @@ class Run:
     """The steps of every batch."""
     batch_size: int
 
-    @property
-    def decode_speed(self) -> float | None:
-        """Return the tokens/s of full batches; None if all texts were too short."""
-        return full_batch_speed(self.batch_size, self.batches)
-
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark and print its table; return 1 if texts differ unexpectedly."""
     max_batch_size, num_tokens = max(args.batch_sizes), args.prompt_tokens + args.output_tokens
-    sizes = {
-        "num_pages": max(256, max_batch_size * (num_tokens + 64) // 16),
-        "max_num_seqs": max_batch_size,
-    }
-    llm = LLM(args.config, **{**sizes, "speculative_adaptive": True, **overrides(args)})
+    num_pages = max(256, max_batch_size * (num_tokens + 64) // 16)
+    sizes = {"num_pages": num_pages, "max_num_seqs": max_batch_size}
+    llm = LLM(configured(args, speculative_adaptive=True, **sizes))
     controller = llm.engine.controller
-    variants = [
-        *make_variants(controller, args.num_steps, []),
-        Variant("adaptive", False, controller),
-    ]
+    variants = make_variants(controller, args.num_steps, [])
+    variants.append(Variant("adaptive", False, controller))
     prompts = held_out_prompts(
         llm.engine.tokenizer.encode,
         count=max(args.num_prompts, *args.batch_sizes),
         num_tokens=args.prompt_tokens,
         packages=args.packages,
     )
-    head = run_record("offline", args, llm.config)
-    append_record(args.json, head)
-    measurements: list[Record] = []
+    head = report.run_record("offline", args, llm.config)
+    report.append_record(args.json, head)
+    measurements: list[report.Record] = []
     for batch_size in args.batch_sizes:
         mine = prompts[: max(args.num_prompts, batch_size)]
         for variant in variants:  # first steps are slow
@@ -93,14 +72,12 @@ def run(args: argparse.Namespace) -> int:
                 runs[variant.name].append(found)
             for figures in measure(runs, temperature):
                 measurements.append(figures)
-                append_record(args.json, {"section": "measurement", **figures})
-    show(_table(measurements), head)
+                report.append_record(args.json, {"section": "measurement", **figures})
+    report.show(_table(measurements), head)
     if args.plot is not None:
         plot(head, measurements, args.plot)
-    if forced_acceptance(head) is not None:
-        return 0  # texts differ by construction
     same = all(each["same_texts"] == each["num_texts"] for each in measurements)
-    return 0 if same or args.allow_differences else 1
+    return report.status(head, same, args)
 
 
 def _requests(prompts: Sequence[Sequence[int]], temperature: float) -> list[TextRequest]:
@@ -111,7 +88,6 @@ def _requests(prompts: Sequence[Sequence[int]], temperature: float) -> list[Text
 def _generate(
     llm: LLM, variant: Variant, requests: Sequence[TextRequest], num_tokens: int, batch_size: int
 ) -> Run:
-    """Complete the requests batch by batch."""
     outputs: list[RequestOutput] = []
     batches = []
     started = time.perf_counter()
@@ -125,7 +101,7 @@ def _generate(
     return Run(time.perf_counter() - started, outputs, batches, batch_size)
 
 
-def measure(by_variant: dict[str, list[Run]], temperature: float) -> list[Record]:
+def measure(by_variant: dict[str, list[Run]], temperature: float) -> list[report.Record]:
     """Return the figures of every variant; the first is the reference for speeds and texts.
 
     Speeds are of the median repetition, the range from the slowest to the fastest. Decode speeds
@@ -133,7 +109,7 @@ def measure(by_variant: dict[str, list[Run]], temperature: float) -> list[Record
     """
     off, *_ = by_variant.values()
     off_seconds, off_speed = median(run.seconds for run in off), _decode_speed(off)
-    found: list[Record] = []
+    found: list[report.Record] = []
     for name, runs in by_variant.items():
         times, speed, last = [run.seconds for run in runs], _decode_speed(runs), runs[-1]
         tokens = sum(len(output.token_ids) for output in last.outputs)
@@ -166,11 +142,11 @@ def measure(by_variant: dict[str, list[Run]], temperature: float) -> list[Record
 
 
 def _decode_speed(runs: Sequence[Run]) -> float | None:
-    known = [speed for run in runs if (speed := run.decode_speed) is not None]
-    return median(known) if known else None
+    speeds = [full_batch_speed(run.batch_size, run.batches) for run in runs]
+    return median(known) if (known := [speed for speed in speeds if speed]) else None
 
 
-def _table(measurements: Sequence[Record]) -> str:
+def _table(measurements: Sequence[report.Record]) -> str:
     rows = [
         [
             *(m[key] for key in ("temperature", "batch_size", "variant", "tokens_per_second")),
@@ -182,7 +158,7 @@ def _table(measurements: Sequence[Record]) -> str:
         ]
         for m in measurements
     ]
-    return table(_COLUMNS, rows)
+    return report.table(_COLUMNS, rows)
 
 
 def _depths(rounds: dict[int, int]) -> str:
@@ -194,7 +170,7 @@ def _depths(rounds: dict[int, int]) -> str:
     return f"{mean:.1f} ({shares})"
 
 
-def plot(head: Record, measurements: Sequence[Record], path: Any) -> None:
+def plot(head: report.Record, measurements: Sequence[report.Record], path: Any) -> None:
     """Draw speed over off: a panel per batch size, bars per temperature, accept length above."""
     decodes = all(m["decode_speedup"] is not None for m in measurements)
     key = "decode_speedup" if decodes else "speedup"
@@ -208,7 +184,7 @@ def plot(head: Record, measurements: Sequence[Record], path: Any) -> None:
             for name in dict.fromkeys(m["variant"] for m in mine)
         }
         panels.append(
-            Panel(
+            report.Panel(
                 f"batch {batch_size}",
                 {name: [(i, m[key]) for i, m in enumerate(ms)] for name, ms in by_variant.items()},
                 kind="bars",
@@ -221,4 +197,4 @@ def plot(head: Record, measurements: Sequence[Record], path: Any) -> None:
                 },
             )
         )
-    draw(panels, path, f"{plot_title(head)}; accept length above each bar")
+    report.draw(panels, path, f"{report.plot_title(head)}; accept length above each bar")

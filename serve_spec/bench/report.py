@@ -4,8 +4,6 @@ A file may hold several runs. Each starts with a record of section `run`. Every 
 appended immediately, so an interrupted run keeps its results.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import json
@@ -84,11 +82,7 @@ def print_record(path: Path | None, **record: object) -> None:
 
 
 def read_records(path: Path, bench: str) -> list[dict[str, Any]]:
-    """Return the records of the last run in a file, including files of older versions.
-
-    Raises:
-        ConfigError: the file cannot be read, or has no records of this benchmark.
-    """
+    """Return the records of the last run in a file of any version, or raise ConfigError."""
     try:
         found = _records(path.read_text())
         first = max(at for at, record in enumerate(found) if record["section"] == "run")
@@ -129,6 +123,11 @@ def show(tables: str, run: Record) -> None:
     if forced is not None:
         print(f"*** synthetic_acceptance={forced}: the texts are not the model's ***")
     print(tables)
+
+
+def status(run: Record, same: bool, args: argparse.Namespace) -> int:
+    """Return the exit status: 1 if texts differ, unless that is allowed or by construction."""
+    return int(not (same or args.allow_differences or forced_acceptance(run) is not None))
 
 
 def forced_acceptance(run: Record) -> object:
@@ -173,10 +172,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Return the commit of the source tree, with `+` if it has changes.
-
-    Without a repository (a container, a copy), it is SERVE_SPEC_COMMIT.
-    """
+    """Return the commit of the source tree, `+` if changed; without git $SERVE_SPEC_COMMIT."""
     try:
         run = subprocess.run(
             ["git", "describe", "--always", "--dirty=+", "--exclude=*"],

@@ -1,11 +1,8 @@
 """`serve-spec bench trace`: record the accepted drafts at every position of texts.
 
-The text of a request is a function of its prompt and seed, and the drafts at a position depend only
-on the text before it. So a recorded trace replays any policy without a model
-(`benchmarks/simulator.py`).
+A text is a function of its prompt and seed, and the drafts at a position depend only on the text
+before it. So a trace replays any policy without a model (`benchmarks/simulator.py`).
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -22,13 +19,13 @@ import numpy as np
 from tqdm import tqdm
 
 from serve_spec.adaptive.drafts import DraftCalibration
-from serve_spec.bench.command import configured, overrides
-from serve_spec.bench.harness import sampling_params
+from serve_spec.bench.command import configured
+from serve_spec.bench.harness import new_sequence
 from serve_spec.bench.report import table
 from serve_spec.bench.workload import CLASSES, TextKind, TextRequest, prompts_by_source
 from serve_spec.config import ConfigError
 from serve_spec.core.draft import DraftShape
-from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch
+from serve_spec.core.plan import PendingBatch, ScheduledBatch
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.llm import LLM
 
@@ -72,12 +69,8 @@ class TraceSet:
     trees: tuple[DraftShape, ...] = ()
     """All of one topk."""
 
-    def with_tree(self, tree: DraftShape, recorded: TraceSet) -> TraceSet:
-        """Return these traces with those of a tree, recorded with the same requests.
-
-        Raises:
-            ValueError: the requests differ.
-        """
+    def with_tree(self, tree: DraftShape, recorded: "TraceSet") -> "TraceSet":
+        """Return these traces with those of a tree; raise ValueError if the requests differ."""
         pairs = list(zip(self.traces, recorded.traces, strict=True))
         if any((a.kind, a.seed, a.max_tokens) != (b.kind, b.seed, b.max_tokens) for a, b in pairs):
             raise ValueError(f"recorded={tree}: has other requests; record all with the same ones")
@@ -88,11 +81,7 @@ class TraceSet:
         return replace(self, traces=tuple(traces), trees=(*self.trees, tree))
 
     def of(self, kind: TextKind) -> list[AcceptanceTrace]:
-        """Return the traces of one kind, in the order they were recorded.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """Return the traces of one kind, as recorded; raise ValueError if there is none."""
         found = [trace for trace in self.traces if trace.kind == kind]
         if not found:
             known = sorted({(t.prompts, t.temperature) for t in self.traces})
@@ -112,11 +101,7 @@ def save_traces(traces: TraceSet, path: Path) -> None:
 
 
 def load_traces(path: Path) -> TraceSet:
-    """Read a file that `save_traces` wrote.
-
-    Raises:
-        ValueError: another format, a missing key, or an impossible count.
-    """
+    """Return what `save_traces` wrote; raise ValueError if the file is another."""
     try:
         return _parsed(json.loads(path.read_text()))
     except (KeyError, TypeError) as error:
@@ -155,9 +140,7 @@ def record(engine: SpecEngine, requests: Sequence[TextRequest], num_tokens: int)
     """Run every request and record each position of texts of `num_tokens` tokens.
 
     engine: with one depth or tree, the one to record. Rounds draft it in full and commit one token.
-
-    Raises:
-        ValueError: the engine has several depths, or drafts were cut (pages, token budget).
+    Raises ValueError: the engine has several depths, or drafts were cut (pages, token budget).
     """
     depths = sorted({shape.depth for shape in engine.controller.shapes})
     if len(depths) != 1:
@@ -165,8 +148,7 @@ def record(engine: SpecEngine, requests: Sequence[TextRequest], num_tokens: int)
     num_steps = depths[0]
     # Requests near their end draft less, so texts run longer than they are recorded.
     for index, request in enumerate(requests):
-        params = sampling_params(request, num_tokens + num_steps)
-        engine.add(engine.new_sequence(str(index), list(request.prompt), params))
+        engine.add(new_sequence(engine, str(index), request, num_tokens + num_steps))
     with _one_token_per_round(engine, num_steps) as rounds, tqdm(total=len(requests)) as bar:
         while engine.has_work:
             if num_done := sum(delta.finish_reason is not None for delta in engine.step()):
@@ -192,27 +174,13 @@ def record(engine: SpecEngine, requests: Sequence[TextRequest], num_tokens: int)
     return TraceSet(num_steps, tuple(traces))
 
 
-@dataclass(frozen=True)
-class _Finished:
-    """A `PendingBatch` that has ended."""
-
-    outcome: BatchResult
-
-    def result(self) -> BatchResult:
-        """Return the result."""
-        return self.outcome
-
-
 _Round: TypeAlias = tuple[int, tuple[float, ...]]
 """Accepted drafts, and the share of each draft."""
 
 
 @contextmanager
 def _one_token_per_round(engine: SpecEngine, num_steps: int) -> Iterator[dict[str, list[_Round]]]:
-    """Let steps commit their first token only; yield rounds by request, in order.
-
-    The engine must not schedule ahead.
-    """
+    """Let steps commit one token, without scheduling ahead; yield rounds by request, in order."""
     rounds: dict[str, list[_Round]] = defaultdict(list)
     worker = engine.worker
     submit = worker.submit
@@ -228,7 +196,7 @@ def _one_token_per_round(engine: SpecEngine, num_steps: int) -> Iterator[dict[st
                         result.draft_shares[number, :num_steps].astype(float).round(3).tolist()
                     )
                 rounds[row.request_id].append((len(result.token_ids[number]) - 1, shares))
-        return _Finished(replace(result, token_ids=[tokens[:1] for tokens in result.token_ids]))
+        return replace(result, token_ids=[tokens[:1] for tokens in result.token_ids])
 
     worker.submit = first_token_only  # type: ignore[method-assign]
     try:
@@ -239,7 +207,6 @@ def _one_token_per_round(engine: SpecEngine, num_steps: int) -> Iterator[dict[st
 
 def run(args: argparse.Namespace) -> int:
     """Record every kind of text that `CLASSES` has; print a table."""
-    given = overrides(args)
     forced = configured(args).speculative.synthetic_acceptance
     if forced is not None:
         fix = "a trace needs real texts; omit the key"
@@ -249,7 +216,7 @@ def run(args: argparse.Namespace) -> int:
         "max_num_batched_tokens": 4096,
         "async_scheduling": False,
     }
-    llm = LLM(args.config, **{**fixed, "speculative_num_steps": args.num_steps, **given})
+    llm = LLM(configured(args, speculative_num_steps=args.num_steps, **fixed))
     prompts = prompts_by_source(
         llm.engine.tokenizer.encode, count=args.num_requests, num_tokens=args.prompt_tokens
     )
@@ -268,7 +235,7 @@ def run(args: argparse.Namespace) -> int:
             "speculative_eagle_topk": args.topk,
         }
         llm.shutdown()
-        llm = LLM(args.config, **{**fixed, **shape, **given})
+        llm = LLM(configured(args, **fixed, **shape))
         traces = traces.with_tree(tree, record(llm.engine, requests, args.num_tokens))
     save_traces(traces, args.json)
     print(_table(traces))
@@ -346,6 +313,5 @@ def confidence_of(traces: Sequence[AcceptanceTrace]) -> dict[str, float]:
 
 
 def _kept(traces: TraceSet, kind: TextKind) -> list[float]:
-    """Return the mean accepted drafts of every tree."""
     columns = zip(*(trace.of_trees for trace in traces.of(kind)), strict=True)
     return [fmean(chain.from_iterable(counts)) for counts in columns]

@@ -3,8 +3,6 @@
 Every batch size, class of prompts and draft shape runs in steady-state batches on one engine.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json
@@ -21,18 +19,11 @@ from tqdm import tqdm
 
 from serve_spec.adaptive import AdaptiveController, PolicySettings
 from serve_spec.adaptive.settings import ladder
+from serve_spec.bench import tune_report
 from serve_spec.bench.command import configured
 from serve_spec.bench.harness import equal_prefixes, steady_batch
 from serve_spec.bench.report import environment, run_record, table
-from serve_spec.bench.tune_report import (
-    COLUMNS,
-    Measurement,
-    MeasurementFile,
-    adaptive_config,
-    markdown,
-    plot,
-    rows,
-)
+from serve_spec.bench.tune_report import Measurement, MeasurementFile, plot
 from serve_spec.bench.variants import fixed_controller, interleaved
 from serve_spec.bench.workload import TextKind, TextRequest, prompts_by_source
 from serve_spec.config import ConfigError, ServeSpecConfig, SpeculativeConfig
@@ -87,22 +78,16 @@ def run(args: argparse.Namespace) -> int:
         for shape in shapes
     ]
     num_different = sum(each.num_texts - each.same_texts for each in measurements)
-    print(table(COLUMNS, rows(measurements)))
+    print(table(tune_report.COLUMNS, tune_report.rows(measurements)))
     print(f"{num_different} texts differ from those of K = 0")
-    _write(args, config, trees, measurements)
+    _write(args, config, measurements)
     return int(llm.engine.worker.dtype == torch.float32 and num_different > 0)
 
 
 def swept_trees(
     wanted: Sequence[tuple[int, int]] | None, speculative: SpeculativeConfig
 ) -> list[DraftShape]:
-    """Return the trees to measure in ascending order: the wanted ones, or those of the policy.
-
-    wanted: depth and size of each.
-
-    Raises:
-        ConfigError: a server of this configuration could not draft one of them.
-    """
+    """Return the wanted trees (depth, size), ascending, or the policy's; may raise ConfigError."""
     configured, topk = PolicySettings.of(speculative).tree, speculative.topk
     if wanted is None:
         return [] if configured is None else list(ladder(configured))
@@ -131,12 +116,9 @@ def sweep(
     shapes: Sequence[DraftShape],
     args: argparse.Namespace,
 ) -> None:
-    """Measure every class of prompts and batch size with missing shapes.
+    """Measure every class of prompts and batch size with missing shapes, of which plain is first.
 
-    shapes: plain decoding first; the engine has captured all.
-
-    Raises:
-        ConfigError: the engine has no room for a batch, or the texts are too short.
+    Raises ConfigError: the engine has no room for a batch, or the texts are too short.
     """
     missing = [
         (batch_size, name)
@@ -252,11 +234,7 @@ def _measurement(
 
 
 def write_costs(llm: LLM, path: Path, shapes: Sequence[DraftShape], *, fresh: bool) -> None:
-    """Measure the costs of steps on the idle engine, unless a matching table exists.
-
-    Raises:
-        ConfigError: texts, pages or the token budget are too small to measure anything.
-    """
+    """Measure the costs of steps on the idle engine, unless a table matches."""
     key = cost_key(llm.config, llm.engine.worker)
     max_batch_size = llm.config.scheduler.max_num_seqs
     max_steps = max(shape.depth for shape in shapes)
@@ -363,14 +341,11 @@ def _slots_file(shapes: Sequence[DraftShape]) -> Iterator[Path]:
 
 
 def _write(
-    args: argparse.Namespace,
-    config: ServeSpecConfig,
-    trees: Sequence[DraftShape],
-    measurements: Sequence[Measurement],
+    args: argparse.Namespace, config: ServeSpecConfig, measurements: Sequence[Measurement]
 ) -> None:
     """Write every file but the cost table."""
     folder: Path = args.output_dir
-    slots = adaptive_config(measurements)
+    slots = tune_report.adaptive_config(measurements)
     load_slots(slots)  # raises if they are invalid
     (folder / "adaptive.json").write_text(json.dumps(slots, indent=1) + "\n")
     result = run_record("tune", args, config, classes=_ABOUT, adaptive_config=slots)
@@ -381,12 +356,13 @@ def _write(
         "commit": here["commit"] or "unknown",
         "command": f"`{here['command']}`",
     }
+    has_trees = any(each.tree_drafts for each in measurements)
     keys = {
-        **({"speculative_eagle_topk": str(config.speculative.topk)} if trees else {}),
+        **({"speculative_eagle_topk": str(config.speculative.topk)} if has_trees else {}),
         "speculative_adaptive_config": str((folder / "adaptive.json").absolute()),
         "speculative_cost_table": str((folder / "cost_table.json").absolute()),
     }
-    report = markdown(measurements, classes=_ABOUT, keys=keys, facts=facts)
+    report = tune_report.markdown(measurements, classes=_ABOUT, keys=keys, facts=facts)
     (folder / "report.md").write_text(report, encoding="utf-8")
     result["cells"] = [asdict(each) for each in measurements]
     (folder / "tune.json").write_text(json.dumps(result, indent=1, default=str) + "\n")

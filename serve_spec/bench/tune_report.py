@@ -1,7 +1,5 @@
 """Measurements of `serve-spec tune`: the file that keeps them, the adaptive config, the report."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -78,11 +76,7 @@ class MeasurementFile:
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], *, fresh: bool = False) -> None:
-        """Open or create the file; with `fresh`, overwrite it.
-
-        Raises:
-            ConfigError: it has measurements with other settings, or none.
-        """
+        """Open or create the file; raise ConfigError if it has other settings, unless `fresh`."""
         self._path = path
         self.by_place: dict[Place, Measurement] = {}
         header = json.dumps({"settings": settings})
@@ -95,20 +89,15 @@ class MeasurementFile:
             before = dict(_leaves(json.loads(lines[0])["settings"]))
             found = [Measurement(**json.loads(line)) for line in lines[1:]]
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise ConfigError(
-                f"{path}: has no measurements of this version; use another --output-dir, or "
-                "--fresh to overwrite"
-            ) from None
+            fix = "use another --output-dir, or --fresh to overwrite"
+            raise ConfigError(f"{path}: has no measurements of this version; {fix}") from None
         now = dict(_leaves(json.loads(header)["settings"]))
         changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
         if changed:
             way_out = "use that, another --output-dir, or --fresh to measure all again"
+            why = {key: f"{path} was measured with {before.get(key)!r}" for key in changed}
             raise ConfigError(
-                *(
-                    f"{key}={now.get(key)!r}: {path} was measured with {before.get(key)!r}; "
-                    f"{way_out}"
-                    for key in changed
-                )
+                *(f"{key}={now.get(key)!r}: {why[key]}; {way_out}" for key in changed)
             )
         self.by_place = {each.place: each for each in found}
 
@@ -201,11 +190,7 @@ def markdown(
     keys: Mapping[str, str],
     facts: Mapping[str, object],
 ) -> str:
-    """Return the report of a sweep.
-
-    classes: description of each class of prompts. keys: keys for the configuration. facts:
-    hardware and versions.
-    """
+    """Return a sweep's report: classes by description, keys to configure, facts of the machine."""
     parts = [
         "# Speculation on this machine",
         "\n".join(f"- {name}: {value}" for name, value in facts.items()),

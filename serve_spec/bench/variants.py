@@ -1,7 +1,5 @@
 """Policies that benchmarks compare: off, fixed depths and adaptive ones, a controller each."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -33,10 +31,7 @@ def make_variants(
 ) -> list[Variant]:
     """Return off, the fixed depths in ascending order, and the adaptive variants `names`.
 
-    controller: that of an unused engine; it has the costs and the captured shapes.
-
-    Raises:
-        ConfigError: a depth was not captured, or goodput lacks costs.
+    controller: of an unused engine, with costs and captured shapes. May raise ConfigError.
     """
     depths = sorted({0, *num_steps})
     fixed = [
@@ -51,21 +46,14 @@ def make_variants(
 
 
 def fixed_controller(controller: AdaptiveController, shape: DraftShape) -> AdaptiveController:
-    """Return a copy of the controller that drafts one shape.
-
-    Raises:
-        ConfigError: the shape was not captured.
-    """
+    """Return a copy that drafts one shape; raise ConfigError if it was not captured."""
     num_tokens = None if shape.is_chain else shape.size + 1
     steps = {"speculative_num_steps": shape.depth, "speculative_num_draft_tokens": num_tokens}
     return _configured(controller, {"speculative_adaptive": False, **steps})
 
 
 def interleaved(trials: int, variants: Collection[T], seed: object = "") -> Iterator[tuple[int, T]]:
-    """Yield every variant once per trial, in a new random order each time.
-
-    Changes of the machine's speed then affect all variants alike.
-    """
+    """Yield every variant once per trial in a new random order: all see the same machine."""
     rng = random.Random(str(seed))
     for trial in range(trials):
         for variant in rng.sample(list(variants), len(variants)):

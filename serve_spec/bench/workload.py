@@ -1,7 +1,5 @@
 """Workloads of benchmarks: held-out prompts, kinds of text by predictability, and loads."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import random
@@ -148,11 +146,7 @@ def steady_batches(
 def prompts_by_source(
     encode: Callable[[str], list[int]], *, count: int, num_tokens: int
 ) -> dict[str, list[list[int]]]:
-    """Return held-out prompts, and the same with shuffled tokens.
-
-    Raises:
-        ValueError: see `held_out_prompts`.
-    """
+    """Return held-out prompts (see `held_out_prompts`), and the same with shuffled tokens."""
     code = held_out_prompts(encode, count=count, num_tokens=num_tokens)
     rng = random.Random(0)  # text that no model can predict
     return {"code": code, "shuffled": [rng.sample(prompt, len(prompt)) for prompt in code]}
@@ -166,11 +160,7 @@ def held_out_prompts(
     seed: int = 0,
     packages: Sequence[str] = HELD_OUT_PACKAGES,
 ) -> list[list[int]]:
-    """Return `count` prompts of `num_tokens` token ids, from random lines of source files.
-
-    Raises:
-        ValueError: no package is installed, or none holds a file long enough.
-    """
+    """Return random lines of source files as token ids; raise ValueError if none is long enough."""
     files = [path for package in packages for path in _source_files(package)]
     if not files:
         raise ValueError(f"packages={list(packages)}: none is installed; give installed ones")

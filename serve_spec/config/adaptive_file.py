@@ -7,8 +7,6 @@ Both generations of SGLang's JSON file work unchanged:
             "ema_alpha": 0.2}          integer keys are lower bounds, the rest are shared defaults
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -16,17 +14,8 @@ from typing import Any, Literal, Self, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
-from serve_spec.config.base import (
-    ConfigError,
-    Refusal,
-    StrictModel,
-    parse_json_object,
-    read_text,
-    validate,
-)
-
-AdaptiveSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | Mapping[int, SlotConfig]"
-"""An adaptive config: a JSON file, a mapping, parsed slots or the name of a preset."""
+from serve_spec.config import base
+from serve_spec.config.base import ConfigError, Refusal, StrictModel
 
 Preset: TypeAlias = Literal["conservative", "aggressive"]
 
@@ -112,25 +101,25 @@ class SlotConfig(StrictModel):
         return self
 
 
+AdaptiveSource: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Mapping[int, SlotConfig]
+"""An adaptive config: a JSON file, a mapping, parsed slots or the name of a preset."""
+
+
 def slot_of(keys: Collection[int], batch_size: int) -> int:
     """Return the slot of a batch size: the largest of `keys` not above it, or the smallest."""
     return max((key for key in keys if key <= batch_size), default=min(keys))
 
 
 def load_slots(source: AdaptiveSource = "conservative") -> dict[int, SlotConfig]:
-    """Return the slots of an adaptive config by their smallest batch size, ascending.
-
-    Raises:
-        ConfigError: it is unreadable, or has an unknown key or an invalid value.
-    """
+    """Return an adaptive config's slots by least batch size, ascending, or raise ConfigError."""
     if isinstance(source, str) and source in PRESETS:
         source = PRESETS[source]
     if isinstance(source, Mapping):
         return _parse_slots(source)
     file = Path(source)
-    text = read_text(file)
+    text = base.read_text(file)
     try:
-        return _parse_slots(parse_json_object(text, "an adaptive config"))
+        return _parse_slots(base.parse_json_object(text, "an adaptive config"))
     except ConfigError as error:
         raise ConfigError(*(f"{file}: {problem}" for problem in error.problems)) from None
 
@@ -142,7 +131,7 @@ def _parse_slots(config: Mapping[str, Any] | Mapping[int, SlotConfig]) -> dict[i
     if not keyed:
         example = '{"1": {"candidate_steps": [1, 3, 7]}}'
         raise ConfigError(f"adaptive config={dict(config)!r}: holds no slot; give one: {example}")
-    defaults = validate(SlotConfig, shared)
+    defaults = base.validate(SlotConfig, shared)
     if not slots:
         return {1: defaults}
     parsed: dict[int, SlotConfig] = {}
@@ -162,11 +151,7 @@ def _parse_slots(config: Mapping[str, Any] | Mapping[int, SlotConfig]) -> dict[i
 def parse_slot(
     own: object, shared: Mapping[str, Any] | None = None, *, where: str = ""
 ) -> SlotConfig:
-    """Return a slot's config: its own keys over the shared defaults.
-
-    Raises:
-        ConfigError: it is not a mapping, lacks candidate_steps, or has an invalid key or value.
-    """
+    """Return a slot: its own keys over the shared defaults; raise ConfigError if invalid."""
     if isinstance(own, SlotConfig):
         return own
     if not isinstance(own, Mapping):
@@ -175,7 +160,7 @@ def parse_slot(
     if "candidate_steps" not in own:
         name = ".".join(filter(None, [where, "candidate_steps"]))
         raise ConfigError(f"{name}: missing; {_STEPS_FIX}")
-    return validate(SlotConfig, {**(shared or {}), **own}, where=where)
+    return base.validate(SlotConfig, {**(shared or {}), **own}, where=where)
 
 
 def _is_depth(value: object) -> bool:

@@ -4,8 +4,6 @@ An error names the dotted field, the value and a remedy. All errors are reported
 `ConfigError`.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import os
@@ -115,14 +113,10 @@ Model = TypeVar("Model", bound=BaseModel)
 def validate(
     model: type[Model], data: object, *, where: str = "", folder: Path | None = None
 ) -> Model:
-    """Return `data` validated as a `model`.
+    """Return `data` validated as a `model`, or raise ConfigError with all problems.
 
-    Args:
-        where: dotted path of `data`, the prefix of every field in messages.
-        folder: the base of relative paths; None is the current directory.
-
-    Raises:
-        ConfigError: all problems at once.
+    where: dotted path of `data`, the prefix of every field in messages.
+    folder: the base of relative paths; None is the current directory.
     """
     context = {"folder": folder or Path.cwd()}
     try:
@@ -206,8 +200,7 @@ def is_path(field: FieldInfo, value: object) -> bool:
 def locate(field: str, value: str | Path, folder: Path) -> Path:
     """Return the absolute path of `value`, relative to `folder` or, with `asset:`, to package data.
 
-    Raises:
-        Refusal: the path does not exist.
+    Raises Refusal: the path does not exist.
     """
     text = str(value)
     is_asset = text.startswith(ASSET)
@@ -221,12 +214,9 @@ def locate(field: str, value: str | Path, folder: Path) -> Path:
 
 
 def checkpoint_name(field: str, value: str | Path, folder: Path) -> str:
-    """Return the name of a checkpoint: `asset:NAME`, an absolute folder, or a hub id.
+    """Return `asset:NAME`, an absolute folder, or a hub id; raise Refusal if it is none.
 
     A folder that exists, relative to `folder`, wins over a hub id.
-
-    Raises:
-        Refusal: it is none of them.
     """
     text = str(value)
     if text.startswith(ASSET):
@@ -275,11 +265,7 @@ _StrictLoader.add_implicit_resolver(
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """Return the value of a YAML text.
-
-    Raises:
-        ConfigError: not YAML; names the place in `name`.
-    """
+    """Return the value of a YAML text. Raises ConfigError: not YAML; names the place in `name`."""
     try:
         # The loader is a SafeLoader, which builds only plain values.
         return yaml.load(text, Loader=_StrictLoader)
@@ -288,11 +274,7 @@ def parse_yaml(text: str, name: str) -> Any:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a configuration file.
-
-    Raises:
-        ConfigError: it cannot be read; names the place.
-    """
+    """Return the text of a configuration file, or raise ConfigError with its place."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -302,11 +284,7 @@ def read_text(path: Path) -> str:
 
 
 def parse_json_object(text: str, what: str) -> dict[str, Any]:
-    """Return the JSON object in `text`; `what` it is, in messages.
-
-    Raises:
-        ConfigError: not JSON of finite numbers, not an object, or a key is given twice.
-    """
+    """Return the JSON object in `text`, of finite numbers and single keys, or raise ConfigError."""
     try:
         content = json.loads(
             text, object_pairs_hook=_without_repeats, parse_constant=_refuse_constant

@@ -1,7 +1,5 @@
 """What the files of a checkpoint say to the parts of serve_spec that load no weights."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,13 +37,9 @@ CLASS_DEFAULTS: Mapping[str, Config] = {
 _TEXT_ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen2_vl": "Qwen2ForCausalLM",
-    "qwen2_vl_text": "Qwen2ForCausalLM",
-    "qwen2_5_vl": "Qwen2ForCausalLM",
-    "qwen2_5_vl_text": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_vl_text": "Qwen3ForCausalLM",
+    **dict.fromkeys(("qwen2", "qwen2_vl", "qwen2_vl_text"), "Qwen2ForCausalLM"),
+    **dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_text"), "Qwen2ForCausalLM"),
+    **dict.fromkeys(("qwen3", "qwen3_vl_text"), "Qwen3ForCausalLM"),
 }
 # Keys that some exporters write beside `text_config` instead of into it.
 _SHARED = ("eos_token_id", "quantization_config", "torch_dtype", "dtype")
@@ -138,13 +132,9 @@ def with_detected(sections: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     A draft tells its `speculative_algorithm`, if that is left out. A draft that is given as the
     model, and names the target it was made for, becomes the draft of that target. A model that
     holds its own draft (MTP) is its own draft unless another algorithm is given.
-
-    Args:
-        folder: the base of relative paths.
-
-    Raises:
-        ConfigError: a draft of the hub cannot be downloaded.
-        Refusal: a draft that does not tell its algorithm or target.
+    folder: the base of relative paths.
+    Raises ConfigError: a draft of the hub cannot be downloaded.
+    Raises Refusal: a draft that does not tell its algorithm or target.
     """
     model, draft = sections["model"], sections.get("speculative") or {}
     if not isinstance(model, dict) or not isinstance(draft, dict):

@@ -3,8 +3,6 @@
 A table of another machine, model or version is rejected.
 """
 
-from __future__ import annotations
-
 import os
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
@@ -17,14 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from serve_spec.config.base import (
-    ConfigError,
-    Refusal,
-    StrictModel,
-    parse_json_object,
-    read_text,
-    validate,
-)
+from serve_spec.config import base
+from serve_spec.config.base import ConfigError, Refusal, StrictModel
 
 Grid: TypeAlias = tuple[tuple[tuple[float, ...], ...], ...]
 """Milliseconds by context, batch size and steps, in the order of the table's grids."""
@@ -110,13 +102,7 @@ class CostTable(StrictModel):
     def refuse_foreign(
         self, key: CostKey, *, max_steps: int, trees: Collection[tuple[int, int]] = ()
     ) -> None:
-        """Check that the table was measured with `key` and covers all draft shapes.
-
-        max_steps: maximum drafts of a chain. trees: shapes, (num_steps, num_draft_tokens).
-
-        Raises:
-            ConfigError: a field differs, or a shape is missing.
-        """
+        """Raise ConfigError unless it has `key`, `max_steps` and `trees` (depth, size)."""
         problems = [
             f"key.{name}={mine!r}, but this engine has {getattr(key, name)!r}"
             for name, mine in self.key
@@ -132,27 +118,19 @@ class CostTable(StrictModel):
 
 
 def load_cost_table(path: Path) -> CostTable:
-    """Return the table in a JSON file.
-
-    Raises:
-        ConfigError: it is unreadable, not JSON, of another version, or has an invalid value.
-    """
+    """Return the table in a JSON file of this version, or raise ConfigError."""
     try:
-        content = parse_json_object(read_text(path), "a cost table")
+        content = base.parse_json_object(base.read_text(path), "a cost table")
         version = content.get("version", FORMAT_VERSION)
         if version != FORMAT_VERSION:  # other versions have other fields
             raise ConfigError(f"version={version!r}, but format {FORMAT_VERSION} is supported")
-        return validate(CostTable, content)
+        return base.validate(CostTable, content)
     except ConfigError as error:
         raise ConfigError(f"{path}: {'; '.join(error.problems)}: {_WAY_OUT}") from None
 
 
 def write_cost_table(table: CostTable, path: Path) -> None:
-    """Write the table atomically; create its folder.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write the table atomically; create its folder. Raises OSError: the file cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Several replicas may write the same table at once.
     draft = path.with_name(f".{path.name}.{os.getpid()}")
@@ -195,10 +173,8 @@ _CONTEXT_PARTS = 16
 class CostSurface:
     """ms of one stage for every batch size, every number of steps, every context.
 
-    A measured table has noise, gaps between its points and an edge. Here it becomes monotone in
-    every direction, is interpolated between its points and continued in lines beyond the last ones.
-
-    Contexts below the shorter measured one cost what it costs.
+    A measured table becomes monotone in every direction, is interpolated between its points and
+    continued in lines beyond the last ones. Contexts below the shorter one cost what it costs.
     """
 
     def __init__(

@@ -1,7 +1,5 @@
 """Configuration of the engine: model, caches, scheduler."""
 
-from __future__ import annotations
-
 from pathlib import Path, PurePath
 from typing import Annotated, Literal, Self
 
@@ -96,8 +94,7 @@ class ModelConfig(StrictModel):
             asynchronous = self.execution == "lanes"
         name = self.path.partition("@")[0] if self.is_on_hub else PurePath(self.path).name
         return self._derive(
-            served_model_name=self.served_model_name or name,
-            async_scheduling=asynchronous,
+            served_model_name=self.served_model_name or name, async_scheduling=asynchronous
         )
 
     @model_validator(mode="after")
@@ -126,28 +123,26 @@ class ModelConfig(StrictModel):
     @property
     def folder(self) -> Path:
         """Local folder of the checkpoint, downloaded if necessary; raises ConfigError."""
-        weights = self.load_format != "dummy"
-        return checkpoint_folder(
-            "model.path", self.source, download_dir=self.download_dir, weights=weights
-        )
+        return self.local("model.path", self.source)
 
     @property
     def metadata_folder(self) -> Path:
         """Local folder of the checkpoint that may lack the weights; raises ConfigError."""
-        return checkpoint_folder(
-            "model.path", self.source, download_dir=self.download_dir, weights=False
-        )
+        return self.local("model.path", self.source, weights=False)
 
     @property
     def tokenizer_folder(self) -> Path:
         """Local folder of the tokenizer and its chat template; raises ConfigError."""
         if self.tokenizer_path is None:
             return self.metadata_folder
+        return self.local("model.tokenizer_path", self.tokenizer_path, weights=False)
+
+    def local(self, field: str, name: str, *, weights: bool = True, progress: bool = False) -> Path:
+        """Return `checkpoint_folder` in `download_dir`, without the weights of a dummy."""
+        weights = weights and self.load_format != "dummy"
+        place = self.download_dir
         return checkpoint_folder(
-            "model.tokenizer_path",
-            self.tokenizer_path,
-            download_dir=self.download_dir,
-            weights=False,
+            field, name, download_dir=place, weights=weights, progress=progress
         )
 
 

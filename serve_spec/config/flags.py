@@ -1,7 +1,5 @@
 """Flags of the command line: names of vLLM and SGLang, and the configuration keys that they set."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
@@ -12,19 +10,9 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from serve_spec.config.base import (
-    ConfigError,
-    parse_json_object,
-    parse_yaml,
-    section_model,
-    unknown_key,
-)
-from serve_spec.config.root import (
-    ServeSpecConfig,
-    is_file,
-    leaf_sections,
-    parse_override,
-)
+from serve_spec.config import base
+from serve_spec.config.base import ConfigError
+from serve_spec.config.root import ServeSpecConfig, is_file, leaf_sections, parse_override
 from serve_spec.config.speculative import SpeculativeConfig
 
 
@@ -36,20 +24,17 @@ class Flag(NamedTuple):
     fixed: object = None
 
 
+def _named_as(*keys: str) -> list[Flag]:
+    return [Flag((f"--{key.replace('_', '-')}",), key) for key in keys]
+
+
 FLAGS = (
-    Flag(("--revision",), "revision"),
+    *_named_as("revision"),
     Flag(("--tokenizer-path", "--tokenizer"), "tokenizer_path"),
-    Flag(("--download-dir",), "download_dir"),
-    Flag(("--load-format",), "load_format"),
-    Flag(("--served-model-name",), "served_model_name"),
-    Flag(("--chat-template",), "chat_template"),
-    Flag(("--generation-config",), "generation_config"),
-    Flag(("--tool-call-parser",), "tool_call_parser"),
-    Flag(("--reasoning-parser",), "reasoning_parser"),
-    Flag(("--device",), "device"),
-    Flag(("--dtype",), "dtype"),
+    *_named_as("download_dir", "load_format", "served_model_name", "chat_template"),
+    *_named_as("generation_config", "tool_call_parser", "reasoning_parser", "device", "dtype"),
     Flag(("--quantization", "-q"), "quantization"),
-    Flag(("--kv-cache-dtype",), "kv_cache_dtype"),
+    *_named_as("kv_cache_dtype"),
     Flag(("--max-model-len", "--context-length"), "max_model_len"),
     Flag(("--tensor-parallel-size", "--tp-size", "--tp", "-tp"), "tensor_parallel_size"),
     Flag(("--num-replicas", "--data-parallel-size", "--dp-size", "--dp", "-dp"), "num_replicas"),
@@ -60,16 +45,13 @@ FLAGS = (
     Flag(("--enable-prefix-caching",), "prefix_caching", fixed=True),
     Flag(("--no-enable-prefix-caching", "--disable-radix-cache"), "prefix_caching", fixed=False),
     Flag(("--enforce-eager", "--disable-cuda-graph"), "cuda_graphs", fixed=False),
-    Flag(("--cuda-graph-max-bs",), "cuda_graph_max_bs"),
+    *_named_as("cuda_graph_max_bs"),
     Flag(("--enable-torch-compile",), "torch_compile", fixed=True),
     Flag(("--max-num-seqs", "--max-running-requests"), "max_num_seqs"),
-    Flag(("--max-num-batched-tokens",), "max_num_batched_tokens"),
-    Flag(("--chunked-prefill-size",), "chunked_prefill_size"),
-    Flag(("--max-queued-requests",), "max_queued_requests"),
-    Flag(("--host",), "host"),
-    Flag(("--port",), "port"),
+    *_named_as("max_num_batched_tokens", "chunked_prefill_size", "max_queued_requests"),
+    *_named_as("host", "port"),
     Flag(("--api-key",), "api_keys"),
-    *(Flag((f"--{key.replace('_', '-')}",), key) for key in SpeculativeConfig.model_fields),
+    *_named_as(*SpeculativeConfig.model_fields),
 )
 """Every flag that sets one key, in the order of the help text."""
 
@@ -107,8 +89,7 @@ _MODEL_HELP = "hub id ORG/NAME[@REVISION], folder, asset:NAME, or configuration 
 
 
 def _field(key: str) -> FieldInfo:
-    """Return the field of a leaf key."""
-    section = section_model(ServeSpecConfig.model_fields[leaf_sections()[key]])
+    section = base.section_model(ServeSpecConfig.model_fields[leaf_sections()[key]])
     assert section is not None, "keys are in sections"
     return section.model_fields[key]
 
@@ -158,7 +139,6 @@ def add_flags(parser: argparse.ArgumentParser, *, without: tuple[str, ...] = ())
 
 
 def _settings(flag: Flag) -> dict[str, Any]:
-    """Return argparse's settings of a flag."""
     field = _field(flag.key)
     text = (field.description or "").replace("%", "%%").rstrip(".")
     default = json.dumps(field.default)
@@ -202,13 +182,7 @@ class _Set(argparse.Action):
         self._negations = [f"--no-{name[2:]}" for name in option_strings if is_switch]
         super().__init__([*option_strings, *self._negations], dest, **rest)
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         option = str(option_string)
         if self.nargs == 0:
             value = False if option in self._negations else self.const
@@ -227,13 +201,7 @@ class _Ignore(argparse.Action):
 class _SpeculativeConfig(argparse.Action):
     """Read vLLM's --speculative-config into our keys."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         try:
             given = speculative_keys(values)
         except ConfigError as error:
@@ -243,15 +211,11 @@ class _SpeculativeConfig(argparse.Action):
 
 
 def speculative_keys(given: str | Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """Return our keys for vLLM's speculative config: vLLM's name and the value of each.
-
-    Raises:
-        ConfigError: it is not JSON, or has a key without a counterpart here.
-    """
+    """Return vLLM's name and value by our key, or raise ConfigError for what has no counterpart."""
     option = "--speculative-config"
     if isinstance(given, str):
         try:
-            given = parse_json_object(given, "the speculative config")
+            given = base.parse_json_object(given, "the speculative config")
         except ConfigError as error:
             raise ConfigError(*(f"{option}: {problem}" for problem in error.problems)) from None
     found = {}
@@ -269,12 +233,9 @@ def speculative_keys(given: str | Mapping[str, Any]) -> dict[str, tuple[str, Any
 
 
 def engine_keys(place: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our leaf keys for vLLM's engine arguments, such as `max_model_len`.
+    """Return our leaf keys for vLLM's engine arguments, or raise ConfigError.
 
     They are the flags without dashes, or keys of ours. place: prefix of names in messages.
-
-    Raises:
-        ConfigError: an argument has no counterpart here.
     """
     options = {option[2:].replace("-", "_"): flag for flag in FLAGS for option in flag.options}
     found: dict[str, Any] = {}
@@ -289,18 +250,14 @@ def engine_keys(place: str, given: Mapping[str, Any]) -> dict[str, Any]:
             read = read_value(key, value, place + name) if isinstance(value, str) else value
             found[key] = read if fixed is None else fixed is bool(value)
         elif f"--{name.replace('_', '-')}" not in NO_EFFECT:
-            unknown.append(unknown_key(place + name, [place + option for option in options]))
+            unknown.append(base.unknown_key(place + name, [place + option for option in options]))
     if unknown:
         raise ConfigError(*unknown)
     return found
 
 
 def read_value(key: str, text: str, name: str) -> Any:
-    """Return the value that the text of an argument means for a key.
-
-    Raises:
-        ConfigError: it is not YAML, for a key that is no text; `name` is in the message.
-    """
+    """Return the value that a text means for a key; raise ConfigError with `name` if not YAML."""
     field = _field(key)
     kinds = {field.annotation, *get_args(field.annotation)}
     if key == "speculative_algorithm":
@@ -310,7 +267,7 @@ def read_value(key: str, text: str, name: str) -> Any:
         return int(float(found[1]) * _UNITS[found[2]])
     is_word = any(get_origin(kind) is Literal for kind in kinds) and not kinds & {int, float}
     is_text = (is_word or kinds & {str, Path}) and text != "null" and not text.startswith("[")
-    return text if is_text else parse_yaml(text, name)
+    return text if is_text else base.parse_yaml(text, name)
 
 
 def flag_values(args: argparse.Namespace) -> dict[str, Any]:
@@ -321,11 +278,7 @@ def flag_values(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the leaf keys that the flags set; a MODEL of both forms is joined in `args.config`.
-
-    Raises:
-        ConfigError: there are two models, or --set is not KEY=VALUE.
-    """
+    """Return the leaf keys that flags set; join two forms of MODEL, or raise ConfigError."""
     values = flag_values(args)
     model = getattr(args, "model", None)
     if model is not None and args.config is None:
@@ -338,11 +291,7 @@ def read_flags(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_flags(args: argparse.Namespace, **defaults: Any) -> ServeSpecConfig:
-    """Return the configuration of the command line; `defaults` of leaf keys lose to flags.
-
-    Raises:
-        ConfigError: MODEL is missing, or a value is invalid.
-    """
+    """Return the configuration of the command line, over `defaults`, or raise ConfigError."""
     given = {**defaults, **read_flags(args)}
     if args.config is None:
         raise ConfigError(f"MODEL: missing; give a {_MODEL_HELP}")

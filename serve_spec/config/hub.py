@@ -1,7 +1,5 @@
 """Folders of checkpoints: local ones, package data, and downloads from the Hugging Face hub."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from typing import Any
@@ -24,17 +22,13 @@ def checkpoint_folder(
     weights: bool = True,
     progress: bool = False,
 ) -> Path:
-    """Return the local folder of a checkpoint; download what the cache of the hub lacks.
+    """Return the local folder of a checkpoint; download what the cache lacks, or raise ConfigError.
 
-    Args:
-        field: the dotted key that names it, for messages.
-        name: a folder, `asset:NAME`, or `ORG/NAME[@REVISION]` of the hub.
-        download_dir: cache to use instead of HF_HUB_CACHE.
-        weights: whether the weights are needed, or only config and tokenizer.
-        progress: whether to show progress bars on stderr.
-
-    Raises:
-        ConfigError: the hub does not have it, refuses it, or cannot be reached.
+    field: the dotted key that names it, for messages.
+    name: a folder, `asset:NAME`, or `ORG/NAME[@REVISION]` of the hub.
+    download_dir: cache to use instead of HF_HUB_CACHE.
+    weights: whether the weights are needed, or only config and tokenizer.
+    progress: whether to show progress bars on stderr.
     """
     if name.startswith(ASSET):
         return locate(field, name, Path.cwd())
@@ -49,11 +43,7 @@ def checkpoint_folder(
 
 
 def pinned(field: str, name: str, download_dir: Path | None = None) -> str:
-    """Return `ORG/NAME@COMMIT` for a hub id, so that all replicas run the same weights.
-
-    Raises:
-        ConfigError: as `checkpoint_folder`.
-    """
+    """Return `ORG/NAME@COMMIT` of a hub id, so that all replicas run the same weights."""
     if name.startswith(ASSET) or Path(name).is_absolute():
         return name
     folder = _download(field, name, download_dir, ["config.json"], progress=False)

@@ -5,8 +5,6 @@ keyword arguments. Relative paths start at the folder of the file that names the
 environment, a mapping or a keyword start at the current directory.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from functools import cache
@@ -15,23 +13,11 @@ from typing import Any, Self, TypeAlias
 
 from pydantic import BaseModel, Field
 
-from serve_spec.config.base import (
-    ASSET,
-    ASSETS,
-    ConfigError,
-    Refusal,
-    StrictModel,
-    anchored,
-    is_path,
-    parse_yaml,
-    read_text,
-    section_model,
-    unknown_key,
-    validate,
-)
+from serve_spec.config import base
+from serve_spec.config.base import ConfigError, Refusal, StrictModel
 from serve_spec.config.checkpoint import with_detected
 from serve_spec.config.engine import CacheConfig, ModelConfig, SchedulerConfig
-from serve_spec.config.hub import checkpoint_folder, pinned
+from serve_spec.config.hub import pinned
 from serve_spec.config.serving import ReplicaConfig, RouterConfig, StatsConfig
 from serve_spec.config.speculative import SpeculativeConfig
 
@@ -58,21 +44,13 @@ class ServeSpecConfig(StrictModel):
     stats: StatsConfig = Field(default_factory=StatsConfig, description="Fleet statistics.")
 
     @classmethod
-    def load(
-        cls,
-        source: str | os.PathLike[str] | Mapping[str, Any] | ServeSpecConfig,
-        /,
-        **overrides: Any,
-    ) -> Self:
+    def load(cls, source: "Source", /, **overrides: Any) -> Self:
         """Read, merge, validate and resolve a configuration into a new object.
 
-        Args:
-            source: a YAML file, the mapping it would hold, the name of a checkpoint, or a
-                configuration, to which the environment does not apply.
-            overrides: leaf keys, such as `speculative_num_steps=3`; they win.
-
-        Raises:
-            ConfigError: all problems, each with field, value and remedy.
+        source: a YAML file, the mapping it would hold, the name of a checkpoint, or a
+        configuration, to which the environment does not apply.
+        overrides: leaf keys, such as `speculative_num_steps=3`; they win.
+        Raises ConfigError: all problems, each with field, value and remedy.
         """
         folder = Path.cwd()
         if isinstance(source, ServeSpecConfig):
@@ -83,7 +61,8 @@ class ServeSpecConfig(StrictModel):
                 pass
             elif is_file(source):
                 file = Path(source)
-                given, folder = parse_yaml(read_text(file), str(file)), file.absolute().parent
+                given = base.parse_yaml(base.read_text(file), str(file))
+                folder = file.absolute().parent
             else:
                 given, overrides = {}, {"path": str(source), **overrides}
             sections = _sections(given)
@@ -93,60 +72,48 @@ class ServeSpecConfig(StrictModel):
             sections = with_detected(_with_shipped(sections), folder)
         except Refusal as error:
             raise ConfigError(str(error)) from None
-        return validate(cls, sections, folder=folder)
+        return base.validate(cls, sections, folder=folder)
 
     @property
     def draft_folder(self) -> Path | None:
         """Local folder of the draft, downloaded if necessary; raises ConfigError."""
         name = self.speculative.speculative_draft_model_path
-        if name is None:
-            return None
-        weights = self.model.load_format != "dummy"
-        return checkpoint_folder(
-            _DRAFT, name, download_dir=self.model.download_dir, weights=weights
-        )
+        return None if name is None else self.model.local(_DRAFT, name)
 
     def pinned(self) -> Self:
-        """Return the configuration with every hub id at its present commit.
+        """Return the configuration with every hub id at its present commit, or raise ConfigError.
 
         A replica that starts later runs the same weights, so requests continue there exactly.
-
-        Raises:
-            ConfigError: the hub does not have one of them, or cannot be reached.
         """
-        model, draft = self.model, self.speculative.speculative_draft_model_path
-        named = {
-            "path": ("model.path", model.source),
-            "tokenizer_path": ("model.tokenizer_path", model.tokenizer_path),
-            "speculative_draft_model_path": (_DRAFT, draft),
-        }
+        model, names = self.model, self._names
         exact = {
-            key: pinned(field, name, model.download_dir)
-            for key, (field, name) in named.items()
-            if name is not None
+            key: pinned(field, name, model.download_dir) for key, (field, name) in names.items()
         }
-        if exact == {key: name for key, (_, name) in named.items() if name is not None}:
+        if exact == {key: name for key, (_, name) in names.items()}:
             return self
         found = self.load(self, **exact, **({} if model.revision is None else {"revision": None}))
         # A draft that was given as the model has become the draft of its target.
         return found if found.model.path == exact["path"] else found.pinned()
 
     def download(self) -> Self:
-        """Return `pinned` after downloading what the cache lacks, with progress bars on stderr.
-
-        Raises:
-            ConfigError: the hub does not have it, refuses it, or cannot be reached.
-        """
+        """Return `pinned` and download what the cache lacks, with progress bars on stderr."""
         exact = self.pinned()
-        model, draft = exact.model, exact.speculative.speculative_draft_model_path
-        place: dict[str, Any] = {"download_dir": model.download_dir, "progress": True}
-        weights = model.load_format != "dummy"
-        checkpoint_folder("model.path", model.source, weights=weights, **place)
-        if model.tokenizer_path is not None:
-            checkpoint_folder("model.tokenizer_path", model.tokenizer_path, weights=False, **place)
-        if draft is not None:
-            checkpoint_folder(_DRAFT, draft, weights=weights, **place)
+        for key, (field, name) in exact._names.items():
+            exact.model.local(field, name, weights=key != "tokenizer_path", progress=True)
         return exact
+
+    @property
+    def _names(self) -> dict[str, tuple[str, str]]:
+        """Return the dotted key and the name of each checkpoint, by leaf key."""
+        named = {
+            "path": ("model.path", self.model.source),
+            "tokenizer_path": ("model.tokenizer_path", self.model.tokenizer_path),
+            "speculative_draft_model_path": (_DRAFT, self.speculative.speculative_draft_model_path),
+        }
+        return {key: (field, name) for key, (field, name) in named.items() if name is not None}
+
+
+Source: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | ServeSpecConfig
 
 
 def is_file(source: str | os.PathLike[str]) -> bool:
@@ -158,12 +125,12 @@ def _with_shipped(sections: Sections) -> Sections:
     """Return `sections` over the configuration that a shipped pair, such as asset:tiny, has."""
     model = sections["model"]
     name = model.get("path") if isinstance(model, dict) else None
-    if not (isinstance(name, str) and name.startswith(ASSET)):
+    if not (isinstance(name, str) and name.startswith(base.ASSET)):
         return sections
-    file = ASSETS / name.removeprefix(ASSET) / "config.yaml"
+    file = base.ASSETS / name.removeprefix(base.ASSET) / "config.yaml"
     if not file.is_file():
         return sections
-    shipped = _sections(parse_yaml(read_text(file), str(file)))
+    shipped = _sections(base.parse_yaml(base.read_text(file), str(file)))
     for section, values in sections.items():
         of_target = {"path": shipped["model"]["path"]} if section == "model" else {}
         shipped[section] = {**shipped.get(section, {}), **values, **of_target}
@@ -171,15 +138,11 @@ def _with_shipped(sections: Sections) -> Sections:
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Parse a `key=value` argument; the value is YAML.
-
-    Raises:
-        ConfigError: no `=`, or the value is not YAML.
-    """
+    """Parse a `key=value` argument, its value as YAML, or raise ConfigError."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError(f"{text!r}: write key=value, for example speculative_num_steps=3")
-    return key, parse_yaml(value, key)
+    return key, base.parse_yaml(value, key)
 
 
 @cache
@@ -189,7 +152,9 @@ def leaf_sections() -> dict[str, str]:
 
 
 def _models() -> dict[str, type[BaseModel]]:
-    models = {name: section_model(field) for name, field in ServeSpecConfig.model_fields.items()}
+    models = {
+        name: base.section_model(field) for name, field in ServeSpecConfig.model_fields.items()
+    }
     return {name: model for name, model in models.items() if model is not None}
 
 
@@ -210,20 +175,21 @@ def _sections(given: object) -> Sections:
 def _override(sections: Sections, values: Mapping[str, Any]) -> None:
     """Set leaf keys; relative paths start at the current directory."""
     homes = leaf_sections()
-    if unknown := [unknown_key(key, homes) for key in values if key not in homes]:
+    if unknown := [base.unknown_key(key, homes) for key in values if key not in homes]:
         raise ConfigError(*unknown)
     for key, value in values.items():
         field = _models()[homes[key]].model_fields[key]
         known = sections.setdefault(homes[key], {})
         if isinstance(known, dict):  # anything else is refused by validation
-            known[key] = anchored(field, value, Path.cwd()) if is_path(field, value) else value
+            known[key] = (
+                base.anchored(field, value, Path.cwd()) if base.is_path(field, value) else value
+            )
 
 
 def _environment() -> dict[str, Any]:
-    """Return the leaf keys that are set in the environment."""
     keys = {f"{_ENV_PREFIX}{home}__{key}".upper(): key for key, home in leaf_sections().items()}
     # Other SERVE_SPEC_ variables (the log level) have no section, hence no double underscore.
     given = [name for name in os.environ if name.startswith(_ENV_PREFIX) and "__" in name]
-    if unknown := [unknown_key(name, keys) for name in given if name not in keys]:
+    if unknown := [base.unknown_key(name, keys) for name in given if name not in keys]:
         raise ConfigError(*unknown)
-    return {keys[name]: parse_yaml(os.environ[name], name) for name in given}
+    return {keys[name]: base.parse_yaml(os.environ[name], name) for name in given}

@@ -1,7 +1,5 @@
 """Configuration of speculative decoding. Keys have SGLang's names."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -60,9 +58,8 @@ def _is_acceptance(wanted: object) -> bool:
 
 
 def _are_layers(ids: object) -> bool:
-    return (
-        isinstance(ids, list | tuple) and bool(ids) and all(_in_range(i, 0, math.inf) for i in ids)
-    )
+    given = list(ids) if isinstance(ids, list | tuple) else []
+    return bool(given) and all(_in_range(i, 0, math.inf) for i in given)
 
 
 # What a type does not say: a predicate of values that are given, and a remedy.
@@ -225,13 +222,9 @@ class SpeculativeConfig(StrictModel):
     @property
     def ngram_min_match(self) -> int:
         """Minimum tokens of an n-gram match; higher before a draft model, which is often better."""
-        given, most = (
-            self.speculative_ngram_min_match_window_size,
-            self.speculative_ngram_max_match_window_size,
-        )
-        if given is not None:
-            return given
-        return most if self.speculative_ngram_first else min(2, most)
+        most = self.speculative_ngram_max_match_window_size
+        default = most if self.speculative_ngram_first else min(2, most)
+        return self.speculative_ngram_min_match_window_size or default
 
     @property
     def num_draft_tokens(self) -> int:
@@ -262,7 +255,6 @@ def _refuse(config: SpeculativeConfig, key: str, fix: str) -> NoReturn:
 
 
 def _check(config: SpeculativeConfig) -> None:
-    """Refuse keys that do not fit together."""
     algorithm, least = config.speculative_algorithm, config.ngram_min_match
     if config.enabled:  # speculation may be turned off without removing the other keys
         _check_drafter(config)
@@ -278,17 +270,14 @@ def _check(config: SpeculativeConfig) -> None:
     for key, algorithms in _CORRECTIONS.items():
         if getattr(config, key) is not None and algorithm not in ("NONE", *algorithms):
             _refuse(config, key, f"only for {' and '.join(algorithms)}; omit it with {algorithm}")
-    if None not in (
-        config.speculative_draft_aux_layers_mean,
-        config.speculative_draft_aux_layer_ids,
-    ):
+    ids, mean = config.speculative_draft_aux_layer_ids, config.speculative_draft_aux_layers_mean
+    if ids is not None and mean is not None:
         fix = "conflicts with speculative_draft_aux_layer_ids; set only one of them"
         _refuse(config, "speculative_draft_aux_layers_mean", fix)
     _check_listed_trees(config)
 
 
 def _check_drafter(config: SpeculativeConfig) -> None:
-    """Refuse keys that the drafter lacks or cannot use."""
     name, path = config.speculative_algorithm, "speculative_draft_model_path"
     instead = "omit the key, or set speculative_algorithm to the draft's"
     if not ALGORITHMS[name].from_text:
@@ -304,7 +293,6 @@ def _check_drafter(config: SpeculativeConfig) -> None:
 
 
 def _check_drafts(config: SpeculativeConfig) -> None:
-    """Refuse chains or trees that cannot be drafted and verified."""
     steps, topk = config.speculative_num_steps, config.topk
     tokens, key = config.speculative_num_draft_tokens, "speculative_num_draft_tokens"
     if topk == 1:
@@ -324,7 +312,6 @@ def _check_drafts(config: SpeculativeConfig) -> None:
 
 
 def _check_listed_trees(config: SpeculativeConfig) -> None:
-    """Refuse trees of the adaptive config that cannot be drafted."""
     file, topk = config.speculative_adaptive_config, config.topk
     slots = load_slots(file) if file is not None and config.enabled else {}
     for key, slot in slots.items():
@@ -340,7 +327,6 @@ def _check_listed_trees(config: SpeculativeConfig) -> None:
 
 
 def _check_rejection(config: SpeculativeConfig) -> None:
-    """Refuse what does not work with rejection sampling."""
     key = "rejection_sample_method"
     if config.text_algorithm is not None:
         fix = "n-gram drafts come from no distribution; leave it out, or use coupled"
@@ -375,11 +361,7 @@ class _PolicyUpdate(StrictModel):
 
 
 def parse_update(settings: Mapping[str, object]) -> dict[str, Any]:
-    """Validate a change of policy settings; return the keys that were given.
-
-    Raises:
-        ConfigError: a key is unknown or a value invalid.
-    """
+    """Return the given keys of a change of policy settings, or raise ConfigError."""
     if not isinstance(settings, Mapping):
         raise ConfigError(f"policy settings={settings!r}: not a mapping; give keys and values")
     return validate(_PolicyUpdate, dict(settings)).explicit_fields()

@@ -1,7 +1,5 @@
 """Inputs of a model's forward: positions and attention."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol, TypeAlias
@@ -46,7 +44,6 @@ class LayerAttention(Protocol):
         partial sums (see `ops.linear.sum_partials`). Returns [R, num_heads, d] in the pool's dtype,
         for the tokens in `ForwardContext.queries`.
         """
-        ...
 
 
 class KVShape(NamedTuple):
@@ -80,11 +77,7 @@ class ForwardContext:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype called `float32`, `bfloat16` or `float16`.
-
-    Raises:
-        ValueError: any other name.
-    """
+    """Return the dtype `float32`, `bfloat16` or `float16`; raise ValueError for other names."""
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name not in dtypes:
         raise ValueError(f"dtype={name!r} is not supported; use one of {sorted(dtypes)}")

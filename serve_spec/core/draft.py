@@ -17,8 +17,6 @@ topk                 children of a drafted token; 1 makes a chain of it, more a 
 beam                 the topk tokens of a tree's level that have children
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -42,14 +40,12 @@ class DraftShape:
 
     def __post_init__(self) -> None:
         if self.topk == 1 and self.size != self.depth:
-            raise ValueError(
-                f"size={self.size}: a chain of depth={self.depth} has {self.depth} draft tokens; "
-                "give a tree topk > 1"
-            )
+            why = f"size={self.size}: a chain of depth={self.depth} has {self.depth} draft tokens"
+            raise ValueError(f"{why}; give a tree topk > 1")
 
     @staticmethod
     @cache
-    def chain(depth: int) -> DraftShape:
+    def chain(depth: int) -> "DraftShape":
         """Return the chain of `depth` draft tokens; 0: no drafting."""
         return DraftShape(depth, depth)
 
@@ -106,18 +102,14 @@ class TextDrafter(Protocol):
 
     def propose(self, request_id: str, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
         """Return up to `most` tokens that may follow the committed `token_ids`; often none."""
-        ...
 
     def propose_tree(
         self, request_id: str, token_ids: Sequence[int], shape: DraftShape
     ) -> TextDrafts:
         """Return a tree of at most this shape, which begins with the chain of `propose`."""
-        ...
 
     def match_length(self, request_id: str) -> int:
         """Return the tokens of the match that gave the last drafts; 0 if unknown."""
-        ...
 
     def forget(self, request_id: str) -> None:
         """Drop the state of a request that has left the batch."""
-        ...

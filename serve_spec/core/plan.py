@@ -1,11 +1,9 @@
 """Data that the scheduler and a worker exchange. Plain and picklable."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,13 +103,12 @@ class ScheduledRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduledBatch:
-    """The plan of a step. `shape` is the largest that a request drafts.
+    """The plan of a step: decoding requests first, `batch_size` of them.
 
-    Decoding requests come first; `batch_size` counts them.
-
-    A plan that `follows` was made while the step before it ran. `token_ids`, `start`, `draft_start`
-    and `extend_ids` of its decoding requests are those before that step; the worker's request slots
-    hold the current ones. `max_missing` bounds the draft KV entries that any request extends by.
+    `shape` is the largest that a request drafts. A plan that `follows` was made while the step
+    before it ran: `token_ids`, `start`, `draft_start` and `extend_ids` of its decoding requests are
+    those before that step; the worker's request slots hold the current ones. `max_missing` bounds
+    the draft KV entries that any request extends by.
     """
 
     requests: tuple[ScheduledRequest, ...]
@@ -161,11 +158,11 @@ class ScheduledBatch:
         """Return whether a grammar or bad words may mask any draw."""
         return any(req.params.masks_text for req in self.sampling_requests)
 
-    def verified_drafts(self, result: BatchResult) -> Sequence[int]:
+    def verified_drafts(self, result: "BatchResult") -> Sequence[int]:
         """Return how many drafts of each sampling request were verified."""
         return result.num_drafts or [req.num_draft_tokens for req in self.sampling_requests]
 
-    def cut(self, num_steps: Sequence[int]) -> ScheduledBatch:
+    def cut(self, num_steps: Sequence[int]) -> "ScheduledBatch":
         """Return the plan with shorter chains: `num_steps` drafts of each sampling request."""
         left = map(DraftShape.chain, num_steps)
         requests = (req._replace(shape=next(left)) if req.samples else req for req in self.requests)
@@ -205,10 +202,13 @@ class BatchResult:
     logprobs: Mapping[str, tuple[TokenLogprob, ...]] = field(default_factory=dict)
     prompt_logprobs: Mapping[str, tuple[TokenLogprob, ...]] = field(default_factory=dict)
 
+    def result(self) -> Self:
+        """Return itself: see `PendingBatch`."""
+        return self
+
 
 class PendingBatch(Protocol):
     """A step in flight."""
 
     def result(self) -> BatchResult:
         """Wait for the step to end. Call it once."""
-        ...

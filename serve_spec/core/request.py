@@ -1,15 +1,16 @@
 """Requests and their outputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import Grammar
+
+Prompt: TypeAlias = str | list[int]
+"""A text, or token ids."""
 
 MAX_LOGPROBS = 20
 """Most alternatives a request may ask for, as in the OpenAI API and vLLM."""
@@ -179,36 +180,6 @@ class SamplingParams:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
-_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
-    "max_tokens": ((int,), "an integer"),
-    "temperature": ((int, float), "a number"),
-    "top_k": ((int,), "an integer"),
-    "top_p": ((int, float), "a number"),
-    "min_p": ((int, float), "a number"),
-    "frequency_penalty": ((int, float), "a number"),
-    "presence_penalty": ((int, float), "a number"),
-    "repetition_penalty": ((int, float), "a number"),
-    "min_tokens": ((int,), "an integer"),
-    "grammar": ((Grammar, type(None)), "a Grammar or None"),
-    "seed": ((int, type(None)), "an integer or None"),
-    "ignore_eos": ((bool,), "True or False"),
-    "skip_special_tokens": ((bool,), "True or False"),
-    "spaces_between_special_tokens": ((bool,), "True or False"),
-    "include_stop_str_in_output": ((bool,), "True or False"),
-    "priority": ((int,), "an integer"),
-    "cache_salt": ((str, type(None)), "a text or None"),
-    "logprobs": ((int, type(None)), "an integer or None"),
-    "prompt_logprobs": ((int, type(None)), "an integer or None"),
-    "speculative": ((SpeculativeOptions,), "a SpeculativeOptions"),
-    "enabled": ((bool,), "True or False"),
-    "max_steps": ((int, type(None)), "an integer or None"),
-}
-_ITEM_TYPES: dict[str, type] = {
-    "stop": str,
-    "stop_token_ids": int,
-    "allowed_token_ids": int,
-    "bad_token_ids": int,
-}
 _PENALTY = "use a number in [-2, 2]"
 _REPETITION = "use a number in [0.01, 100]; 1 changes nothing"
 _BIAS = "use numbers in [-100, 100]; bad_token_ids rules tokens out"
@@ -219,22 +190,20 @@ _COUNT = f"use an integer in [0, {MAX_LOGPROBS}], or None: none"
 
 def _check_types(prefix: str, values: dict[str, object]) -> None:
     for name, value in values.items():
-        if name in _ITEM_TYPES:
-            item = _ITEM_TYPES[name]
-            is_list = isinstance(value, list | tuple) and all(type(v) is item for v in value)
-            is_absent = name == "allowed_token_ids" and value is None
-            if not is_list and not is_absent and not (name == "stop" and isinstance(value, str)):
-                raise InvalidRequest(prefix + name, value, f"use a list of {item.__name__}")
-            continue
-        if name in _CHECKS:
-            is_right, fix = _CHECKS[name]
-            if not is_right(value):
-                raise InvalidRequest(prefix + name, value, fix)
-            continue
-        types, wanted = _TYPES[name]
-        # bool is a subclass of int.
-        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        is_right, wanted = _TYPES[name]
+        if not is_right(value):
             raise InvalidRequest(prefix + name, value, f"use {wanted}")
+
+
+def _is(*types: type) -> Callable[[object], bool]:
+    """Return a check of a value's type. A bool is no integer."""
+    return lambda value: isinstance(value, types) and (bool in types or not isinstance(value, bool))
+
+
+def _are(item: type) -> Callable[[object], bool]:
+    return lambda value: (
+        isinstance(value, list | tuple) and all(type(each) is item for each in value)
+    )
 
 
 def _is_bias(value: object) -> bool:
@@ -245,15 +214,28 @@ def _is_bias(value: object) -> bool:
 
 def _are_words(value: object) -> bool:
     return isinstance(value, list | tuple) and all(
-        isinstance(word, str)
-        or (isinstance(word, list | tuple) and all(type(token) is int for token in word))
-        for word in value
+        isinstance(word, str) or _are(int)(word) for word in value
     )
 
 
-_CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
-    "logit_bias": (_is_bias, "use a mapping of token id to number"),
-    "bad_words": (_are_words, "use a list of texts or of lists of token ids"),
+_SWITCH = _is(bool), "True or False"
+_INTEGER, _NUMBER = (_is(int), "an integer"), (_is(int, float), "a number")
+_MAYBE_INTEGER = _is(int, type(None)), "an integer or None"
+_TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
+    **dict.fromkeys(("max_tokens", "top_k", "min_tokens", "priority"), _INTEGER),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), _NUMBER),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), _NUMBER),
+    **dict.fromkeys(("seed", "logprobs", "prompt_logprobs", "max_steps"), _MAYBE_INTEGER),
+    **dict.fromkeys(("ignore_eos", "skip_special_tokens", "enabled"), _SWITCH),
+    **dict.fromkeys(("spaces_between_special_tokens", "include_stop_str_in_output"), _SWITCH),
+    **dict.fromkeys(("stop_token_ids", "bad_token_ids"), (_are(int), "a list of int")),
+    "allowed_token_ids": (lambda ids: ids is None or _are(int)(ids), "a list of int"),
+    "stop": (lambda texts: isinstance(texts, str) or _are(str)(texts), "a list of str"),
+    "logit_bias": (_is_bias, "a mapping of token id to number"),
+    "bad_words": (_are_words, "a list of texts or of lists of token ids"),
+    "grammar": (_is(Grammar, type(None)), "a Grammar or None"),
+    "cache_salt": (_is(str, type(None)), "a text or None"),
+    "speculative": (_is(SpeculativeOptions), "a SpeculativeOptions"),
 }
 
 

@@ -1,7 +1,5 @@
 """Build an engine from a configuration: load models, size KV caches, capture draft shapes."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, replace
 from functools import partial
@@ -63,11 +61,7 @@ def build_engine(config: ServeSpecConfig, launcher: Launcher | None = None) -> S
 
     With tensor parallelism this process is rank 0. It starts the other ranks, which
     `SpecEngine.shutdown` ends. launcher: where they run; None: as processes of this host.
-
-    Raises:
-        CheckpointError: a file cannot be used.
-        ValueError: sizes do not fit together; names the fields.
-        RankLost: another rank cannot start.
+    Raises CheckpointError, ValueError for sizes that do not fit together, RankLost.
     """
     if config.model.tensor_parallel_size == 1:
         return _build_engine(config, SINGLE, None)
@@ -86,10 +80,8 @@ def _start_ranks(config: ServeSpecConfig, launcher: Launcher | None) -> WorkerRa
     ModelShape.from_directory(config.model.metadata_folder).on_rank_of(size)
     is_on_gpu = rank_device(config, 0).type == "cuda"
     if launcher is None and is_on_gpu and torch.cuda.device_count() < size:
-        raise ValueError(
-            f"tensor_parallel_size={size}: torch sees {torch.cuda.device_count()} GPUs here; "
-            "lower it, or show more of them (CUDA_VISIBLE_DEVICES)"
-        )
+        why = f"tensor_parallel_size={size}: torch sees {torch.cuda.device_count()} GPUs here"
+        raise ValueError(f"{why}; lower it, or show more of them (CUDA_VISIBLE_DEVICES)")
     return launch("serve_spec.engine.worker_rank", size, config, launcher)
 
 
@@ -113,7 +105,7 @@ def _build_engine(
     cache = KVCacheManager(
         num_pages, config.cache.page_size, prefix_caching=config.cache.prefix_caching
     )
-    costs = _cost_source(config, worker, policy, cache, max_model_len)
+    costs = _cost_source(config, worker, policy, cache)
     with stage("measuring or reading the costs of steps"):
         table = costs.obtain() if policy.needs_costs else None
     if _captures_graphs(config, loaded.device):
@@ -137,19 +129,17 @@ def _build_engine(
             max_model_len=max_model_len,
             forces_acceptance=worker.settings.synthetic_acceptance is not None,
         ),
-        worker_ranks=worker_ranks,
-        costs=costs,
+        worker_ranks,
+        costs,
     )
 
 
 def _check_first_logits(
-    config: ServeSpecConfig, loaded: LoadedModels, worker: SpecWorker, prompt: list[int]
+    config: ServeSpecConfig, loaded: "LoadedModels", worker: SpecWorker, prompt: list[int]
 ) -> None:
     """Run a short prompt and one step with drafts. Broken draft logits only give a warning.
 
-    Raises:
-        CheckpointError: the target's logits hold NaN, or nothing finite.
-        RankLost: so they do, and another rank failed first.
+    Raises CheckpointError: the target's logits are broken. RankLost: another rank failed first.
     """
     scheduler = _scheduler(config, loaded, KVCacheManager(loaded.num_pages, config.cache.page_size))
     params = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -179,7 +169,7 @@ def _check_first_logits(
 
 def _scheduler(
     config: ServeSpecConfig,
-    loaded: LoadedModels,
+    loaded: "LoadedModels",
     cache: KVCacheManager,
     texts: TextDrafter | None = None,
 ) -> Scheduler:
@@ -217,12 +207,7 @@ class LoadedModels:
 
 
 def load_models(config: ServeSpecConfig, parallel: TensorParallel) -> LoadedModels:
-    """Load a rank's shard of the target, and the draft.
-
-    Raises:
-        CheckpointError: a file cannot be used.
-        ValueError: the device does not support a setting; names the field.
-    """
+    """Load a rank's shard of the target, and the draft; raise CheckpointError or ValueError."""
     device = rank_device(config, parallel.rank)
     if config.model.torch_compile and device.type == "cpu":
         raise ValueError(
@@ -236,12 +221,12 @@ def load_models(config: ServeSpecConfig, parallel: TensorParallel) -> LoadedMode
     target = load_target(
         config.model.folder, dtype, device, config.model.max_model_len, parallel, dummy=is_dummy
     )
-    head = _load_head(config, target, dtype, device)
+    head = _load_head(config, target)
     if config.model.torch_compile:
         compile_layers(target)
         if head is not None:
             compile_layers(head)
-    num_pages = parallel.smallest(_num_pages(config, target, head, dtype, device))
+    num_pages = parallel.smallest(_num_pages(config, target, head))
     return LoadedModels(target, head, num_pages, dtype, device, parallel)
 
 
@@ -307,19 +292,17 @@ def _captures_graphs(config: ServeSpecConfig, device: torch.device) -> bool:
 
 def rank_device(config: ServeSpecConfig, rank: int) -> torch.device:
     """Return the device of a rank: a GPU of its own, or the host's CPU."""
-    device = _device(config.model.device)
-    if device.type == "cpu" or config.model.tensor_parallel_size == 1:
-        return device
+    has_gpu, name = torch.cuda.is_available(), config.model.device
+    if name == "cuda" and not has_gpu:
+        raise ValueError("device='cuda': torch sees no GPU here; use device='cpu' or 'auto'")
+    if name == "cpu" or not has_gpu or config.model.tensor_parallel_size == 1:
+        return torch.device("cuda" if has_gpu and name != "cpu" else "cpu")
     # A process that sees one GPU calls it 0, whatever its rank.
     return torch.device("cuda", rank % torch.cuda.device_count())
 
 
 def _cost_source(
-    config: ServeSpecConfig,
-    worker: SpecWorker,
-    policy: PolicySettings,
-    cache: KVCacheManager,
-    max_model_len: int,
+    config: ServeSpecConfig, worker: SpecWorker, policy: PolicySettings, cache: KVCacheManager
 ) -> CostSource:
     key = cost_key(config, worker, policy.trees)
     grid = CostGrid(
@@ -329,7 +312,10 @@ def _cost_source(
         every_step=worker.device.type == "cuda",
     )
     limits = ProfileLimits(
-        cache.page_size, cache.num_pages, config.scheduler.max_num_batched_tokens, max_model_len
+        cache.page_size,
+        cache.num_pages,
+        config.scheduler.max_num_batched_tokens,
+        worker.target.model.max_model_len,
     )
 
     def measure(clock: Clock, longest_run_s: float) -> Measurement:
@@ -339,23 +325,15 @@ def _cost_source(
     return CostSource(key, grid, path=config.speculative.speculative_cost_table, measure=measure)
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device='cuda': torch sees no GPU here; use device='cpu' or 'auto'")
-    return torch.device(name)
-
-
-def _load_head(
-    config: ServeSpecConfig, target: Llama, dtype: torch.dtype, device: torch.device
-) -> DraftHead | None:
-    speculative = config.speculative
+def _load_head(config: ServeSpecConfig, target: Llama) -> DraftHead | None:
+    speculative, weight = config.speculative, target.embed_tokens.weight
     path = config.draft_folder if speculative.enabled else None
     if path is None:
         return None
-    weights = draft_weights(speculative.speculative_draft_model_quantization, device)
-    draft_in = draft_dtype(speculative.speculative_draft_dtype, dtype, device, weights)
+    weights = draft_weights(speculative.speculative_draft_model_quantization, weight.device)
+    draft_in = draft_dtype(
+        speculative.speculative_draft_dtype, weight.dtype, weight.device, weights
+    )
     head = load_draft(
         path,
         target,
@@ -385,19 +363,10 @@ def _probe(config: ServeSpecConfig, head: DraftHead, target: Llama) -> None:
         choose_theta(head, target, text)
 
 
-def _num_pages(
-    config: ServeSpecConfig,
-    target: Llama,
-    head: DraftHead | None,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> int:
-    """Return the configured number of KV pages, or as many as fit the memory budget.
-
-    Raises:
-        ValueError: they need more memory than there is; names the field.
-    """
-    page_size = config.cache.page_size
+def _num_pages(config: ServeSpecConfig, target: Llama, head: DraftHead | None) -> int:
+    """Return the configured KV pages, or as many as fit; raise ValueError if they do not."""
+    page_size, weight = config.cache.page_size, target.embed_tokens.weight
+    dtype, device = weight.dtype, weight.device
     page_bytes = PagedKVPool.bytes_per_page(target.rank_shape.kv_shapes, page_size, dtype)
     if head is not None:
         page_bytes += PagedKVPool.bytes_per_page(head.shape.kv_shapes, page_size, head.dtype)
@@ -430,10 +399,8 @@ def check_fit(config: ServeSpecConfig, tokenizer: Tokenizer) -> None:
     if config.model.load_format == "safetensors":
         for folder in filter(None, (config.model.folder, config.draft_folder)):
             if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
-                raise CheckpointError(
-                    f"load_format='safetensors': {folder} has none of them; use 'auto' to read "
-                    "its pickles"
-                )
+                why = f"load_format='safetensors': {folder} has none of them"
+                raise CheckpointError(f"{why}; use 'auto' to read its pickles")
     if max_model_len is not None and max_model_len > shape.max_position_embeddings:
         raise ValueError(
             f"max_model_len={max_model_len} is more than the model was made for: "

@@ -1,7 +1,5 @@
 """Check the checkpoints of a configuration from their headers, before anything is started."""
 
-from __future__ import annotations
-
 from serve_spec.config import ServeSpecConfig
 from serve_spec.engine.build import check_fit
 from serve_spec.engine.tokenizer import Tokenizer
@@ -11,13 +9,7 @@ from serve_spec.models.shape import ModelShape
 
 
 def check_checkpoints(config: ServeSpecConfig) -> None:
-    """Raise what loading target, draft and tokenizer would raise; reads no weights.
-
-    Raises:
-        CheckpointError: a file cannot be used.
-        ConfigError: a checkpoint cannot be downloaded.
-        ValueError: a setting does not fit the checkpoint; names the field.
-    """
+    """Raise CheckpointError, ConfigError or ValueError as loading would; reads no weights."""
     folder = config.model.folder
     shape = ModelShape.from_directory(folder)
     check_fit(config, Tokenizer(config.model.tokenizer_folder))

@@ -1,7 +1,5 @@
 """The client of an engine in another process: texts, checks and grammars, and asyncio streams."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import queue
@@ -18,24 +16,16 @@ from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import EngineOverloaded, InvalidRequest
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.record import StepRecord
-from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
+from serve_spec.core.request import (
+    FinishReason,
+    Prompt,
+    SamplingParams,
+    SpeculationStats,
+    TokenDelta,
+)
+from serve_spec.engine import messages
 from serve_spec.engine.collector import MetricsCollector
 from serve_spec.engine.inputs import InputProcessor
-from serve_spec.engine.messages import (
-    Abort,
-    Add,
-    Call,
-    Command,
-    EngineMessage,
-    FlushCache,
-    Reply,
-    Sender,
-    Stop,
-    decode_message,
-    encode,
-    encode_async,
-    hang_up,
-)
 from serve_spec.engine.output import OutputProcessor
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.log import get_logger
@@ -64,12 +54,9 @@ class TokenStream:
             self._hand_over(item, self._take)
 
     async def each(self, take: Callable[[TokenDelta], None]) -> None:
-        """Call `take` with every delta as it comes, and return after the last one.
+        """Call `take` with every delta as it comes, without a task; return after the last one.
 
-        No task wakes up for a delta.
-
-        Raises:
-            Exception: what ended the stream instead of a last delta, or what `take` raised.
+        Raises what ended the stream instead of a last delta, or what `take` raised.
         """
         self._take, self._end = take, asyncio.get_running_loop().create_future()
         for item in self._early:
@@ -96,15 +83,11 @@ class EngineClient:
     """
 
     def __init__(self, config: ServeSpecConfig, connection: Connection) -> None:
-        """Wait until the engine is ready.
-
-        Raises:
-            EOFError: it has ended before.
-        """
+        """Wait until the engine is ready. Raises EOFError: it has ended before."""
         self.config = config
         self._connection = connection
         self.tokenizer = Tokenizer(config.model.tokenizer_folder)
-        first = decode_message(connection.recv_bytes())
+        first = messages.decode_message(connection.recv_bytes())
         limits = first.limits
         assert limits is not None, "the first message says that the engine is ready"
         grammars = GrammarCompiler(self.tokenizer.describe, limits.vocab_size, limits.eos_token_ids)
@@ -119,9 +102,9 @@ class EngineClient:
         self._preparing: set[str] = set()
         self._max_unfinished = config.scheduler.max_num_seqs + config.scheduler.max_waiting_seqs
         self._calls = itertools.count()
-        self._replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[messages.Reply] = queue.SimpleQueue()
         self._call_lock = threading.Lock()
-        self._sender = Sender[list[msgspec.Raw]](connection, encode, list.extend)
+        self._sender = messages.Sender[list[msgspec.Raw]](connection, messages.encode, list.extend)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failure: str | None = None
         self._snapshot: dict[str, object] = {}
@@ -132,20 +115,11 @@ class EngineClient:
         self._reader.start()
 
     async def submit(
-        self,
-        prompt: str | list[int],
-        params: SamplingParams,
-        request_id: str,
-        emitted: Sequence[int] = (),
+        self, prompt: Prompt, params: SamplingParams, request_id: str, emitted: Sequence[int] = ()
     ) -> TokenStream:
-        """Queue a request and return its stream.
+        """Queue a request and return its stream, which continues after `emitted` tokens.
 
-        emitted: see `InputProcessor.new_sequence`; the stream continues after them.
-
-        Raises:
-            InvalidRequest: the prompt or a parameter cannot be served.
-            EngineOverloaded: too many requests are unfinished.
-            RuntimeError: the engine has died.
+        Raises InvalidRequest, EngineOverloaded, or RuntimeError if the engine has died.
         """
         self.check_health()
         token_ids, grammar, is_cancelled = await self._prepare(prompt, params.grammar, request_id)
@@ -163,7 +137,7 @@ class EngineClient:
             stats = SpeculationStats(synthetic_acceptance=self._forces_acceptance)
             stream.put(TokenDelta(request_id, (), "", FinishReason.ABORT, stats))
             return stream
-        command = Add.of(seq)
+        command = messages.Add.of(seq)
         self._loop = asyncio.get_running_loop()
         self._streams[request_id] = stream
         self._outputs.add(seq)
@@ -173,12 +147,8 @@ class EngineClient:
         return stream
 
     async def encode(self, prompt: str) -> list[int]:
-        """Return the token ids of a prompt without blocking the event loop.
-
-        Raises:
-            InvalidRequest: as `InputProcessor.encode`.
-        """
-        return await encode_async(len(prompt), partial(self._inputs.encode, prompt))
+        """Return the token ids of a prompt without blocking; see `InputProcessor.encode`."""
+        return await messages.encode_async(len(prompt), partial(self._inputs.encode, prompt))
 
     def cancel(self, request_id: str) -> None:
         """End a request and free its pages before the next step; harmless if it has ended."""
@@ -187,7 +157,7 @@ class EngineClient:
             self._abort(request_id)
 
     async def _prepare(
-        self, prompt: str | list[int], grammar: Grammar | None, request_id: str
+        self, prompt: Prompt, grammar: Grammar | None, request_id: str
     ) -> tuple[list[int], Grammar | None, bool]:
         """Encode a prompt and compile its grammar without blocking the event loop.
 
@@ -207,26 +177,16 @@ class EngineClient:
         return self._grammars.translate(grammar)
 
     def reconfigure(self, settings: Mapping[str, object]) -> None:
-        """Change policy settings between steps.
-
-        Raises:
-            ValueError: the settings are invalid; nothing changed.
-            RuntimeError: the engine has died.
-        """
+        """Change policy settings between steps; raise ValueError, or RuntimeError if it died."""
         self._call("reconfigure", dict(settings))
 
     def start_from(self, accept_rates: Iterable[float]) -> None:
-        """Set acceptance rates learned by other engines; before the first request.
-
-        Raises:
-            ValueError: not one rate in (0, 1) per position; nothing changed.
-            RuntimeError: the engine has died.
-        """
+        """Set rates in (0, 1) of other engines, per position; raises as `reconfigure`."""
         self._call("start_from", list(accept_rates))
 
     def flush_cache(self) -> None:
         """Drop the cached prefixes that no request uses, before the next step."""
-        self._command(FlushCache())
+        self._command(messages.FlushCache())
 
     def report_to(self, metrics: MetricsSink) -> None:
         """Send the record of every step from now on to `metrics`, from a thread of the client."""
@@ -249,22 +209,22 @@ class EngineClient:
     def shutdown(self) -> None:
         """Stop the engine after the current step; unfinished streams are aborted."""
         self._stopping = True
-        self._command(Stop())
+        self._command(messages.Stop())
         self._reader.join(self._stuck_after_s)
-        hang_up(self._connection)
+        messages.hang_up(self._connection)
         self._reader.join()
         self._sender.close()
         self._connection.close()
 
     def _abort(self, request_id: str) -> None:
-        self._command(Abort(request_id))
+        self._command(messages.Abort(request_id))
 
     def _call(self, method: str, argument: object) -> None:
         """Call a method of the engine between steps and wait; its refusal is raised here."""
         self.check_health()
         with self._call_lock:
             number = next(self._calls)
-            self._command(Call(number, method, argument))
+            self._command(messages.Call(number, method, argument))
             try:
                 reply = self._replies.get(timeout=self._stuck_after_s)
                 while reply.number != number:  # of a call that was given up
@@ -275,20 +235,20 @@ class EngineClient:
         if reply.error is not None:
             raise ValueError(reply.error)
 
-    def _command(self, command: Command) -> None:
-        self._sender.put([msgspec.Raw(encode(command))])
+    def _command(self, command: messages.Command) -> None:
+        self._sender.put([msgspec.Raw(messages.encode(command))])
 
     def _read(self) -> None:
         try:
             while True:
-                self._take(decode_message(self._connection.recv_bytes()))
+                self._take(messages.decode_message(self._connection.recv_bytes()))
         except (EOFError, OSError):
             reason = "the engine's process has ended"
         except msgspec.MsgspecError as error:
             reason = f"a message of the engine cannot be decoded: {error}"
         self._lose(reason)
 
-    def _take(self, message: EngineMessage) -> None:
+    def _take(self, message: messages.EngineMessage) -> None:
         self._received_at = time.monotonic()
         if message.deltas or message.failed:  # first: tokens do not wait for metrics
             self._in_loop(partial(self._deliver, message))
@@ -306,7 +266,7 @@ class EngineClient:
         self._collector.observe(record)
         self._metrics.observe(replace(record, speedup=speedup))
 
-    def _deliver(self, message: EngineMessage) -> None:
+    def _deliver(self, message: messages.EngineMessage) -> None:
         for delta in self._outputs.process(message.deltas):
             if (stream := self._streams.get(delta.request_id)) is not None:
                 stream.put(delta)
@@ -323,7 +283,7 @@ class EngineClient:
         if self._failure is None and not self._stopping:
             logger.error("%s", reason)
         self._failure = self._failure or reason
-        hang_up(self._connection)
+        messages.hang_up(self._connection)
         self._in_loop(self._fail_streams)
 
     def _fail_streams(self) -> None:

@@ -7,23 +7,14 @@ of two up to the next). Drafting rounds verified drafts; plain rounds had depth 
 larger depth in which no request could draft is neither.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 
+from serve_spec import metrics
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.record import StepRecord
-from serve_spec.metrics import (
-    RequestCounts,
-    batch_size_bucket,
-    expected_drafts,
-    position_counts,
-    request_counts,
-    unverified_drafts,
-)
+from serve_spec.metrics import RequestCounts
 
 WINDOW_ROUNDS = 1024
 WINDOW_S = 60.0
@@ -31,88 +22,84 @@ SPEED_ROUNDS = 128
 """Rounds a speed is averaged over. An occasional plain round keeps the comparison alive."""
 
 
-@dataclass
 class RoundSums:
     """Sums over rounds that decode. Times except `busy_ms` are of rounds without prefill."""
 
-    rounds: int = 0
-    requests: int = 0
-    output_tokens: int = 0
-    draft_tokens: int = 0
-    correct_drafts: int = 0
-    probe_rounds: int = 0
-    budget_rounds: int = 0
-    budgets: int = 0
-    unverified_drafts: int = 0
-    expected_drafts: float = 0.0
-    observed_drafts: int = 0
-    """Accepted drafts of the rounds for which they were predicted."""
-    busy_ms: float = 0.0
-    draft_ms: float = 0.0
-    verify_ms: float = 0.0
-    idle_ms: float = 0.0
-    step_ms: float = 0.0
-    predicted_ms: float = 0.0
-    measured_ms: float = 0.0
-    """Time of the rounds for which it was predicted."""
-    counts: Counter[tuple[int, int, int]] = field(default_factory=Counter)
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._counts: Counter[tuple[int, int, int]] = Counter()
 
     def add(self, record: StepRecord, counts: RequestCounts) -> None:
         """Add one round and its requests by their drafts."""
-        self.rounds += 1
-        self.requests += record.batch_size
-        self.output_tokens += record.num_output_tokens
-        self.draft_tokens += record.num_draft_tokens
-        self.correct_drafts += record.num_correct_drafts
-        self.probe_rounds += record.notes.is_probe
-        self.counts.update(counts)
-        self.busy_ms += record.step_ms
-        if record.budget is not None:
-            self.budget_rounds += 1
-            self.budgets += record.budget
-            self.unverified_drafts += unverified_drafts(record)
-        expected = expected_drafts(record)
-        if expected is not None:
-            self.expected_drafts += expected
-            self.observed_drafts += record.num_correct_drafts
-        if record.decodes_only:
-            self.draft_ms += record.draft_ms
-            self.verify_ms += record.verify_ms
-            self.idle_ms += record.idle_ms
-            self.step_ms += record.step_ms
-            if record.notes.predicted_ms is not None:
-                self.predicted_ms += record.notes.predicted_ms
-                self.measured_ms += record.step_ms
+        self._counts.update(counts)
+        for name, value in _addends(record):
+            self._sums[name] = self._sums.get(name, 0) + value
 
     def snapshot(self) -> dict[str, object]:
         """Return rates and shares; None for a division by zero."""
-        models_ms = self.draft_ms + self.verify_ms
+        sums = self._sums.copy()
+
+        def of(name: str) -> float:
+            return sums.get(name, 0)
+
+        def ratio(part: str, whole: str) -> float | None:
+            return _ratio(of(part), of(whole))
+
+        host_ms = max(0.0, of("step_ms") - of("draft_ms") - of("verify_ms"))
         return {
-            "rounds": self.rounds,
-            "busy_s": round(self.busy_ms / 1e3, 3),
-            "accept_rate": _ratio(self.correct_drafts, self.draft_tokens),
-            "tokens_per_step": _ratio(self.output_tokens, self.requests),
-            "probe_share": _ratio(self.probe_rounds, self.rounds),
-            "budget_share": _ratio(self.budget_rounds, self.rounds),
-            "mean_budget": _ratio(self.budgets, self.budget_rounds),
-            "unverified_drafts": self.unverified_drafts,
-            "expected_correct_drafts": _rounded(self.expected_drafts),
-            "observed_correct_drafts": self.observed_drafts,
-            "observed_to_expected_drafts": _ratio(self.observed_drafts, self.expected_drafts),
-            "measured_to_predicted_ms": _ratio(self.measured_ms, self.predicted_ms),
+            "rounds": of("rounds"),
+            "busy_s": round(of("busy_ms") / 1e3, 3),
+            "accept_rate": ratio("correct_drafts", "draft_tokens"),
+            "tokens_per_step": ratio("output_tokens", "requests"),
+            "probe_share": ratio("probe_rounds", "rounds"),
+            "budget_share": ratio("budget_rounds", "rounds"),
+            "mean_budget": ratio("budgets", "budget_rounds"),
+            "unverified_drafts": of("unverified_drafts"),
+            "expected_correct_drafts": _rounded(of("expected_drafts")),
+            "observed_correct_drafts": of("observed_drafts"),
+            "observed_to_expected_drafts": ratio("observed_drafts", "expected_drafts"),
+            "measured_to_predicted_ms": ratio("measured_ms", "predicted_ms"),
             "positions": [
                 {
                     "position": position,
                     **counts._asdict(),
                     "accept_rate": _ratio(counts.accepted, counts.reached),
                 }
-                for position, counts in enumerate(position_counts(self.counts.copy()), start=1)
+                for position, counts in enumerate(
+                    metrics.position_counts(self._counts.copy()), start=1
+                )
             ],
-            "overhead_ratio": _ratio(self.draft_ms, self.verify_ms),
+            "overhead_ratio": ratio("draft_ms", "verify_ms"),
             # Host and device may overlap.
-            "host_share": _ratio(max(0.0, self.step_ms - models_ms), self.step_ms),
-            "idle_share": _ratio(self.idle_ms, self.step_ms),
+            "host_share": _ratio(host_ms, of("step_ms")),
+            "idle_share": ratio("idle_ms", "step_ms"),
         }
+
+
+def _addends(record: StepRecord) -> Iterator[tuple[str, float]]:
+    """Yield what a round adds; `observed` and `measured` where there was a prediction."""
+    yield "rounds", 1
+    yield "requests", record.batch_size
+    yield "output_tokens", record.num_output_tokens
+    yield "draft_tokens", record.num_draft_tokens
+    yield "correct_drafts", record.num_correct_drafts
+    yield "probe_rounds", record.notes.is_probe
+    yield "busy_ms", record.step_ms
+    if record.budget is not None:
+        yield "budget_rounds", 1
+        yield "budgets", record.budget
+        yield "unverified_drafts", metrics.unverified_drafts(record)
+    if (expected := metrics.expected_drafts(record)) is not None:
+        yield "expected_drafts", expected
+        yield "observed_drafts", record.num_correct_drafts
+    if record.decodes_only:
+        yield "draft_ms", record.draft_ms
+        yield "verify_ms", record.verify_ms
+        yield "idle_ms", record.idle_ms
+        yield "step_ms", record.step_ms
+        if record.notes.predicted_ms is not None:
+            yield "predicted_ms", record.notes.predicted_ms
+            yield "measured_ms", record.step_ms
 
 
 class RecentSpeed:
@@ -187,10 +174,7 @@ class BucketSpeed:
 class MetricsCollector:
     """A `MetricsSink` that summarizes the recent rounds and all rounds.
 
-    A round costs a few additions; `snapshot` sorts. Memory: the records of `window_rounds` rounds
-    and, per range of batch sizes and draft shape, three numbers for each of `SPEED_ROUNDS`. One
-    thread observes; any may read.
-
+    A round costs a few additions; `snapshot` sorts. One thread observes; any may read.
     window_rounds, window_s: the window ends at the first limit reached; seconds of engine time.
     """
 
@@ -207,10 +191,10 @@ class MetricsCollector:
         self._clock_ms += record.step_ms
         # Before the window, so that a reader that sees the round there finds its bucket.
         if record.decodes_only:
-            bucket = batch_size_bucket(record.batch_size)
+            bucket = metrics.batch_size_bucket(record.batch_size)
             self._buckets.setdefault(bucket, BucketSpeed()).add(record)
         if record.batch_size:
-            counts = request_counts(record)
+            counts = metrics.request_counts(record)
             self._window.append((self._clock_ms, record, counts))
             self._since_start.add(record, counts)
             self._budget = record.budget
@@ -219,7 +203,7 @@ class MetricsCollector:
 
     def speedup(self, batch_size: int) -> float | None:
         """Return the measured speed of drafting over plain rounds near a batch size, if known."""
-        bucket = self._buckets.get(batch_size_bucket(batch_size)) if batch_size else None
+        bucket = self._buckets.get(metrics.batch_size_bucket(batch_size)) if batch_size else None
         return None if bucket is None else bucket.speedup
 
     def snapshot(self) -> dict[str, object]:
@@ -299,7 +283,7 @@ def _speedup(rounds: list[StepRecord], buckets: dict[int, BucketSpeed]) -> float
     for record in rounds:
         if not (record.decodes_only and record.num_draft_tokens):
             continue
-        plain = buckets[batch_size_bucket(record.batch_size)].plain_tokens_per_request_ms
+        plain = buckets[metrics.batch_size_bucket(record.batch_size)].plain_tokens_per_request_ms
         if plain:
             drafting_ms += record.step_ms
             plain_ms += record.num_output_tokens / (plain * record.batch_size)

@@ -1,9 +1,8 @@
 """The grid of steps that a cost table holds: plans that cost as much as real ones, and gaps."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -150,7 +149,7 @@ class Point(NamedTuple):
         """Tokens of the target forward."""
         return self.batch_size * (self.shape.size + 1)
 
-    def covers(self, other: Point) -> bool:
+    def covers(self, other: "Point") -> bool:
         """Return whether every dimension is at least as large as that of another point."""
         mine, its = self.shape, other.shape
         return (
@@ -183,18 +182,18 @@ class Point(NamedTuple):
         return -(-(longest + self.shape.draft_slots) // page_size)
 
 
+@dataclass
 class SyntheticPlans:
     """Makes plans of random tokens, every request on its own pages.
 
     pages: returns the ids of so many pages that a plan may overwrite.
     """
 
-    def __init__(
-        self, page_size: int, vocab_size: int, pages: Callable[[int], Sequence[int]] = range
-    ) -> None:
-        self._page_size = page_size
-        self._vocab_size = vocab_size
-        self._pages = pages
+    page_size: int
+    vocab_size: int
+    pages: Callable[[int], Sequence[int]] = range
+
+    def __post_init__(self) -> None:
         self._num_plans = 0
         self._random = random.Random(0)  # does not touch the global state
 
@@ -202,7 +201,7 @@ class SyntheticPlans:
         """Return the plan of a point."""
         params = SamplingParams(temperature=temperature)
         self._num_plans += 1  # new request ids, so that no state is reused
-        pages = self._pages(point.num_pages(self._page_size))
+        pages = self.pages(point.num_pages(self.page_size))
         reqs = tuple(self._request(point, b, params, pages) for b in range(point.batch_size))
         num_missing = max(len(req.extend_ids) for req in reqs)
         return ScheduledBatch(reqs, point.shape, point.batch_size, max_missing=num_missing)
@@ -211,7 +210,7 @@ class SyntheticPlans:
         self, point: Point, b: int, params: SamplingParams, pages: Sequence[int]
     ) -> ScheduledRequest:
         start, num_missing = point.length(b) - 1, point.num_missing(b)
-        num_pages = point.pages_per_request(self._page_size)
+        num_pages = point.pages_per_request(self.page_size)
         return ScheduledRequest(
             request_id=f"synthetic-{self._num_plans}-{b}",
             token_ids=self._tokens(1),
@@ -230,4 +229,4 @@ class SyntheticPlans:
         )
 
     def _tokens(self, count: int) -> tuple[int, ...]:
-        return tuple(self._random.randrange(self._vocab_size) for _ in range(count))
+        return tuple(self._random.randrange(self.vocab_size) for _ in range(count))

@@ -1,13 +1,12 @@
 """Source of the goodput policy's cost table: a given file, a cached one, or a measurement."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TypeAlias
@@ -54,6 +53,7 @@ UNUSED: Report = {"state": "unused", "detail": "the strategy does not weigh cost
 """The report without a source."""
 
 
+@dataclass(eq=False)
 class CostSource:
     """Source of an engine's cost table: a given file, a cached one, or a measurement.
 
@@ -62,42 +62,31 @@ class CostSource:
     of time, the engine measures again while it is idle: see `advance`.
     """
 
-    def __init__(
-        self,
-        key: CostKey,
-        grid: CostGrid,
-        *,
-        path: Path | None,
-        measure: Callable[[Clock, float], Measurement],
-        clock: Clock = time.perf_counter,
-    ) -> None:
-        """
-        Args:
-            grid: what `measure` measures.
-            path: `speculative_cost_table`; None: the cached file.
-            measure: starts a measurement with a clock and the longest step in seconds.
-        """
+    key: CostKey
+    grid: CostGrid
+    """What `measure` measures."""
+    path: Path | None
+    """`speculative_cost_table`; None: the cached file."""
+    measure: Callable[[Clock, float], Measurement]
+    """Starts a measurement with a clock and the longest step in seconds."""
+    clock: Clock = time.perf_counter
+    is_final: bool = field(default=False, init=False)
+    """Whether no better measurement is possible."""
+
+    def __post_init__(self) -> None:
         self.report: Report = {"state": "missing", "detail": "not measured yet"}
         """State (missing, measured or loaded) and its reason."""
-        self.is_final = False
-        """Whether no better measurement is possible."""
-        self._key = key
-        self._path = path
-        self._cached = _cache_file(key, grid)
-        self._grid = grid
-        self._measure = measure
-        self._clock = clock
+        self._cached = _cache_file(self.key, self.grid)
         self._measurement: Measurement | None = None
         self._left_at = self._away_s = 0.0
-        self._pause_s = _FIRST_PAUSE_S
-        self._due_s = 0.0
+        self._pause_s, self._due_s = _FIRST_PAUSE_S, 0.0
 
     def load(self) -> CostTable | None:
         """Return the table of the given or the cached file; None if neither fits."""
-        if self._path is not None:
-            if (table := self._read(self._path)) is not None:
+        if self.path is not None:
+            if (table := self._read(self.path)) is not None:
                 return table
-            self._path = None  # warn once
+            self.path = None  # warn once
         return self._read(self._cached) if os.path.exists(self._cached) else None
 
     def obtain(self) -> CostTable | None:
@@ -107,14 +96,14 @@ class CostSource:
             return table
         logger.info("costs: measuring steps")
         try:
-            return self._take(finish(self._measure(self._clock, math.inf)))
+            return self._take(finish(self.measure(self.clock, math.inf)))
         except Exception as error:  # a device may raise anything
             self._retry_later(error)
             return None
 
     def wait_s(self) -> float:
         """Return the seconds until `advance` has something to do."""
-        return 0.0 if self._measurement else max(0.0, self._due_s - self._clock())
+        return 0.0 if self._measurement else max(0.0, self._due_s - self.clock())
 
     def advance(self) -> CostTable | None:
         """Run one step of a measurement while the engine is idle. Return the table at its end.
@@ -127,11 +116,11 @@ class CostSource:
             if self._measurement is None:
                 if (table := self.load()) is not None:  # cached by another engine meanwhile
                     return table
-                self._left_at, self._away_s = self._clock(), 0.0
-                self._measurement = self._measure(self._working_s, _LONGEST_IDLE_RUN_S)
-            self._away_s += self._clock() - self._left_at
+                self._left_at, self._away_s = self.clock(), 0.0
+                self._measurement = self.measure(self._working_s, _LONGEST_IDLE_RUN_S)
+            self._away_s += self.clock() - self._left_at
             next(self._measurement)
-            self._left_at = self._clock()
+            self._left_at = self.clock()
         except StopIteration as end:
             self._measurement = None
             return self._take(end.value)
@@ -141,14 +130,14 @@ class CostSource:
         return None
 
     def _working_s(self) -> float:
-        return self._clock() - self._away_s
+        return self.clock() - self._away_s
 
     def _read(self, file: Path) -> CostTable | None:
         started = time.perf_counter()
         try:
             table = load_cost_table(file)
             table.refuse_foreign(
-                self._key, max_steps=self._grid.max_steps, trees=_shapes(self._grid.trees)
+                self.key, max_steps=self.grid.max_steps, trees=_shapes(self.grid.trees)
             )
         except ConfigError as error:
             logger.warning("costs: not used: %s: %s", file, str(error).removeprefix(f"{file}: "))
@@ -189,7 +178,7 @@ class CostSource:
         self.report = {"state": "missing", "detail": why}
 
     def _pause(self) -> None:
-        self._due_s = self._clock() + self._pause_s
+        self._due_s = self.clock() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
 
@@ -200,10 +189,13 @@ def cost_key(
     speculative = config.speculative
     draft = config.draft_folder
     method = f", {speculative.rejection_sample_method}" if speculative.samples_drafts else ""
+    hardware = f"{cpu_model()}, {os.cpu_count()} cores"
+    if worker.device.type == "cuda":
+        hardware = torch.cuda.get_device_name(worker.device)
     most_captured = config.model.cuda_graph_max_bs if config.model.cuda_graphs else 0
     code = code_version() + (", compiled" if config.model.torch_compile else "")
     return CostKey(
-        hardware=_hardware(worker.device),
+        hardware=hardware,
         threads=torch.get_num_threads(),
         target=fingerprint(config.model.folder),
         draft="" if draft is None else fingerprint(draft),
@@ -229,31 +221,30 @@ def _draft_numbers(config: ServeSpecConfig, worker: SpecWorker) -> str:
 
 def fingerprint(checkpoint: Path) -> str:
     """Return a hash of a checkpoint's config and its weights files' names, sizes and heads."""
-    hashed = hashlib.sha256()
+    parts: list[bytes] = []
     for pattern in ("config.json", "expansion.json", *_WEIGHT_FILES):
         for file in sorted(checkpoint.glob(pattern)):
-            _add(hashed, [file.name.encode(), str(file.stat().st_size).encode()])
             with file.open("rb") as content:
-                _add(hashed, [content.read(_HEAD_BYTES)])
-    return hashed.hexdigest()[:_HASH_LENGTH]
+                head = content.read(_HEAD_BYTES)
+            parts += [file.name.encode(), str(file.stat().st_size).encode(), head]
+    return _digest(parts)
 
 
 @cache
 def code_version() -> str:
     """Return the versions of this package and torch, and a short hash of `_STEP_PACKAGES`."""
     package = Path(serve_spec.__file__).parent
-    hashed = hashlib.sha256()
+    parts: list[bytes] = []
     for room in _STEP_PACKAGES:
         for file in sorted((package / room).rglob("*.py")):
-            _add(hashed, [file.relative_to(package).as_posix().encode(), file.read_bytes()])
-    digest = hashed.hexdigest()[:_HASH_LENGTH]
-    return f"{serve_spec.__version__}-{digest}, torch {torch.__version__}"
+            parts += [file.relative_to(package).as_posix().encode(), file.read_bytes()]
+    return f"{serve_spec.__version__}-{_digest(parts)}, torch {torch.__version__}"
 
 
-def _add(hashed: hashlib._Hash, parts: Iterable[bytes]) -> None:
-    """Hash parts with their lengths, so that no two lists give the same bytes."""
-    for part in parts:
-        hashed.update(len(part).to_bytes(8, "big") + part)
+def _digest(parts: Iterable[bytes]) -> str:
+    """Return a short hash of parts with their lengths, so that no two lists have the same bytes."""
+    joined = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+    return hashlib.sha256(joined).hexdigest()[:_HASH_LENGTH]
 
 
 def _cache(table: CostTable, file: Path) -> bool:
@@ -285,12 +276,6 @@ def _cache_folder() -> Path:
         return Path(os.environ.get("SERVE_SPEC_CACHE") or "~/.cache/serve_spec").expanduser()
     except RuntimeError:  # a user without a home
         return Path(tempfile.gettempdir()) / "serve_spec"
-
-
-def _hardware(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{cpu_model()}, {os.cpu_count()} cores"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -1,7 +1,5 @@
 """The engine: plan, launch, commit, report."""
 
-from __future__ import annotations
-
 import gc
 import math
 import time
@@ -12,7 +10,7 @@ from serve_spec.adaptive import AdaptiveController
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch
 from serve_spec.core.record import StepRecord, StepTimes
-from serve_spec.core.request import FinishReason, SamplingParams, TokenDelta
+from serve_spec.core.request import FinishReason, Prompt, SamplingParams, TokenDelta
 from serve_spec.core.round import NO_NOTES, RoundNotes
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.costs import UNUSED, CostSource
@@ -32,10 +30,7 @@ with Python's default of 700 every step would be scanned several times."""
 
 
 def freeze_gc() -> None:
-    """Exclude existing objects from collection, and collect rarely.
-
-    A scan of a whole engine takes a tenth of a second.
-    """
+    """Exclude existing objects from collection and collect rarely: a scan takes 0.1 s."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, *_DEFAULT_THRESHOLDS[1:])
@@ -95,40 +90,31 @@ class StepInFlight:
     notes: RoundNotes
 
 
+@dataclass(eq=False, repr=False)
 class SpecEngine:
     """Runs requests, one step of the batch per call of `step`. Single-threaded; see `EngineServer`.
 
-    It handles tokens only; an `OutputProcessor` handles texts and stop strings.
-
-    With asynchronous scheduling the next step is in flight when `step` returns. Sequences that end
-    meanwhile are computed once more; those results are dropped.
+    It handles tokens only; an `OutputProcessor` handles texts and stop strings. With asynchronous
+    scheduling the next step is in flight when `step` returns: sequences that end meanwhile are
+    computed once more, and those results are dropped.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        worker: SpecWorker,
-        controller: AdaptiveController,
-        tokenizer: Tokenizer,
-        limits: EngineLimits,
-        *,
-        worker_ranks: WorkerRanks | None = None,
-        costs: CostSource | None = None,
-    ) -> None:
-        self.scheduler = scheduler
-        self.worker = worker
-        self.controller = controller
-        self.tokenizer = tokenizer
-        self.limits = limits
+    scheduler: Scheduler
+    worker: SpecWorker
+    controller: AdaptiveController
+    tokenizer: Tokenizer
+    limits: EngineLimits
+    _worker_ranks: WorkerRanks | None = None
+    costs: CostSource | None = None
+
+    def __post_init__(self) -> None:
         self.counters = EngineCounters()
         self.metrics: MetricsSink = NullSink()
-        self.costs = costs
-        self._worker_ranks = worker_ranks
         self._in_flight: StepInFlight | None = None
         self._synced_at = 0.0
         self._overhead_s = 0.0
         """Host time after the results of the step before, which the next step waited for."""
-        scheduler.on_leave = self._forget
+        self.scheduler.on_leave = self._forget
 
     def step(self) -> list[TokenDelta]:
         """Run one step over the batch. Return what it emitted."""
@@ -142,10 +128,7 @@ class SpecEngine:
         return self._finish(step)
 
     def drain(self) -> list[TokenDelta]:
-        """Finish the step in flight and launch no other, so that another engine may use the worker.
-
-        Return what the step emitted.
-        """
+        """Finish the step in flight, launch no other, and return what it emitted."""
         step, self._in_flight = self._in_flight, None
         deltas = [] if step is None else self._finish(step)
         self.worker.drain()
@@ -186,28 +169,16 @@ class SpecEngine:
             logger.info("costs: strategy goodput decides from now on")
 
     def new_sequence(
-        self,
-        request_id: str,
-        prompt: str | list[int],
-        params: SamplingParams,
-        emitted: Collection[int] = (),
+        self, request_id: str, prompt: Prompt, params: SamplingParams, emitted: Collection[int] = ()
     ) -> Sequence:
-        """Return a checked request for `add`, see `InputProcessor.new_sequence`.
-
-        Raises:
-            InvalidRequest: it cannot be served, or its grammar cannot be compiled.
-        """
+        """Return a request for `add`; raise InvalidRequest if it cannot be served."""
         inputs = InputProcessor(self.tokenizer, self.limits, self.check_grammar)
         if params.grammar is not None:
             inputs.check_grammar(params.grammar)
         return inputs.new_sequence(request_id, prompt, params, emitted)
 
     def check_grammar(self, grammar: Grammar) -> None:
-        """Compile a grammar, which may take a second, and cache it. From any thread.
-
-        Raises:
-            InvalidRequest: the grammar cannot be compiled.
-        """
+        """Compile a grammar and cache it, from any thread; raise InvalidRequest if that fails."""
         self.worker.grammars.check(grammar)
 
     def add(self, seq: Sequence) -> None:

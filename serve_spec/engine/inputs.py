@@ -1,11 +1,9 @@
 """From a prompt and sampling parameters to a checked request of an engine."""
 
-from __future__ import annotations
-
 import json
 import secrets
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -13,28 +11,19 @@ import msgspec
 from serve_spec.config.engine import ModelConfig
 from serve_spec.core.errors import CheckpointError, InvalidRequest, TextTooLong
 from serve_spec.core.grammar import Grammar
-from serve_spec.core.request import SamplingParams
+from serve_spec.core.request import Prompt, SamplingParams
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.tokenizer import Tokenizer
 
 # Keys of generation_config.json that vLLM reads, and our names.
-_RECOMMENDED = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+_SAME_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_RECOMMENDED = {**{name: name for name in _SAME_NAMES}, "max_new_tokens": "max_tokens"}
 
 
 def sampling_defaults(model: ModelConfig) -> dict[str, Any]:
-    """Return the sampling parameters of requests that give none: what the checkpoint recommends.
+    """Return the checkpoint's sampling parameters for requests, or raise CheckpointError.
 
     Empty with `generation_config=none`. As in vLLM, `do_sample` is not read.
-
-    Raises:
-        CheckpointError: generation_config.json cannot be read, or has a value that is not valid.
     """
     path = model.metadata_folder / "generation_config.json"
     if model.generation_config == "none" or not path.is_file():
@@ -61,10 +50,7 @@ def held_token_ids(
 
 
 def check_token_ids(params: SamplingParams, held: Collection[int], num_ids: int) -> None:
-    """Raise InvalidRequest if score edits name an unknown token, or leave no token.
-
-    held: see `held_token_ids`.
-    """
+    """Raise InvalidRequest if score edits name unknown tokens, or leave none but `held`."""
     named: dict[str, Iterable[int]] = {
         "logit_bias": params.logit_bias,
         "allowed_token_ids": params.allowed_token_ids or (),
@@ -96,35 +82,25 @@ class EngineLimits(msgspec.Struct, frozen=True):
     """Acceptance is forced for a load test."""
 
 
+@dataclass
 class InputProcessor:
     """Checks requests and encodes prompts. Safe to call from any thread.
 
-    check_grammar: compiles a grammar. Raises InvalidRequest if it cannot be compiled.
+    compile_grammar: raises InvalidRequest if it cannot be compiled.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, limits: EngineLimits, check_grammar: Callable[[Grammar], object]
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._limits = limits
-        self._check_grammar = check_grammar
+    tokenizer: Tokenizer
+    limits: EngineLimits
+    compile_grammar: Callable[[Grammar], object]
 
     def new_sequence(
-        self,
-        request_id: str,
-        prompt: str | list[int],
-        params: SamplingParams,
-        emitted: Collection[int] = (),
+        self, request_id: str, prompt: Prompt, params: SamplingParams, emitted: Collection[int] = ()
     ) -> Sequence:
-        """Return a checked request, its grammar excepted.
+        """Return a checked request, its grammar excepted, or raise InvalidRequest.
 
         emitted: tokens that another engine generated; they count for `max_tokens` and the rest.
-
-        Raises:
-            InvalidRequest: the prompt is empty, too long or outside the vocabulary, or score edits
-                name unknown tokens or leave none.
         """
-        limits = self._limits
+        limits = self.limits
         token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         shown = f"<{len(token_ids)} tokens>"
         if not token_ids:
@@ -164,7 +140,7 @@ class InputProcessor:
         for word in params.bad_words:
             if isinstance(word, str):
                 texts = (word.lstrip(), f" {word.lstrip()}")
-                ids = (self._tokenizer.encode(text, add_special_tokens=False) for text in texts)
+                ids = (self.tokenizer.encode(text, add_special_tokens=False) for text in texts)
                 found.update(map(tuple, ids))
             else:
                 found.add(tuple(word))
@@ -174,11 +150,7 @@ class InputProcessor:
         return replace(params, bad_token_ids=bad_token_ids, bad_words=longer)
 
     def encode(self, prompt: str) -> list[int]:
-        """Return the token ids of a text; none for an empty one.
-
-        Raises:
-            InvalidRequest: the text is not Unicode, or too long for the model.
-        """
+        """Return a text's token ids; raise InvalidRequest if it is no Unicode, or too long."""
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
@@ -187,20 +159,16 @@ class InputProcessor:
         if not prompt:  # without the special tokens that the checkpoint would add
             return []
         try:
-            return self._tokenizer.encode(prompt, max_tokens=self._limits.max_model_len - 1)
+            return self.tokenizer.encode(prompt, max_tokens=self.limits.max_model_len - 1)
         except TextTooLong as error:
             raise self._too_long(f"<at least {error.at_least} tokens>") from None
 
     def check_grammar(self, grammar: Grammar) -> None:
-        """Compile a grammar, which may take a second.
-
-        Raises:
-            InvalidRequest: the grammar cannot be served.
-        """
-        if self._limits.forces_acceptance:
+        """Compile a grammar, in up to a second; raise InvalidRequest if it cannot be served."""
+        if self.limits.forces_acceptance:
             raise grammar.refusal("this engine forces acceptance, for load tests; leave it out")
-        self._check_grammar(grammar)
+        self.compile_grammar(grammar)
 
     def _too_long(self, shown: str) -> InvalidRequest:
-        fix = f"shorten it to at most {self._limits.max_model_len - 1} tokens (max_model_len - 1)"
+        fix = f"shorten it to at most {self.limits.max_model_len - 1} tokens (max_model_len - 1)"
         return InvalidRequest("prompt", shown, fix, too_long=True)

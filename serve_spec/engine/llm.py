@@ -1,7 +1,5 @@
 """The offline API."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -44,12 +42,9 @@ class LLM:
         prompts: str | Iterable[str | Iterable[int]],
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt (text or token ids). Return outputs in the order of the prompts.
+        """Complete prompts in order; raise InvalidRequest, before any is run, if one is refused.
 
         sampling_params: one for all, or one per prompt; None: `get_default_sampling_params()`.
-
-        Raises:
-            InvalidRequest: a prompt or a parameter cannot be served; nothing was run.
         """
         batch = [prompts] if isinstance(prompts, str) else list(prompts)
         params = self._params_for(len(batch), sampling_params)
@@ -110,24 +105,19 @@ def _finished(seq: Sequence, deltas: list[TokenDelta]) -> RequestOutput:
 def main(argv: list[str]) -> int:
     """Complete each prompt; print its text and speculation counts."""
     parser = argparse.ArgumentParser(prog="serve-spec generate", description="Complete prompts.")
-    parser.add_argument("prompts", nargs="+", help="one or more prompts")
+    add = parser.add_argument
+    add("prompts", nargs="+", help="one or more prompts")
     add_model(parser, positional=False, default="asset:tiny")
-    parser.add_argument(
-        "--max-tokens", type=int, default=64, help="output tokens per prompt (default: 64)"
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=0.0, help="sampling temperature (default: 0)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of each prompt (default: 0)")
+    add("--max-tokens", type=int, default=64, help="output tokens per prompt (default: 64)")
+    add("--temperature", type=float, default=0.0, help="sampling temperature (default: 0)")
+    add("--seed", type=int, default=0, help="seed of each prompt (default: 0)")
     add_flags(parser)
     args = parser.parse_args(argv)
     llm = LLM(load_flags(args))
     forced = llm.config.speculative.synthetic_acceptance
     if forced is not None:
         print(f"synthetic_acceptance={forced}: forced, the texts are not real", file=sys.stderr)
-    params = SamplingParams(
-        max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed
-    )
+    params = SamplingParams(args.max_tokens, args.temperature, seed=args.seed)
     for prompt, output in zip(args.prompts, llm.generate(args.prompts, params), strict=True):
         print(prompt + output.text)
         stats = output.speculation

@@ -1,7 +1,5 @@
 """Texts of requests: incremental detokenization and stop strings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -98,7 +96,6 @@ class OutputText:
         """Add tokens until a stop string ends the text. Return how many belong to it.
 
         A stop string, or the text of a token that ends it, is cut off unless the request keeps it.
-
         reason: why the text ends after them, if it does.
         """
         is_cut = reason is FinishReason.STOP and not self._keeps_end
@@ -148,10 +145,7 @@ class OutputText:
                 self._read_to(end)
 
     def _read_to(self, end: int) -> int:
-        """Move the text up to token `end` into `text` if its last character is complete.
-
-        Return the number of new characters.
-        """
+        """Move complete characters up to token `end` into `text`; return their number."""
         decoded = self._decoded(end)
         new = decoded[len(self._context) :]
         if not new or new.endswith(_INCOMPLETE):

@@ -4,13 +4,12 @@ The plans write garbage to the KV cache, so they may only use pages that no sequ
 sequence writes a page before it reads it.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from statistics import median
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -18,17 +17,8 @@ import numpy as np
 
 from serve_spec.config.cost_table import FORMAT_VERSION, CostKey, CostTable, Grid, TreeCosts
 from serve_spec.core.draft import PLAIN, DraftShape
-from serve_spec.engine.cost_grid import (
-    Milliseconds,
-    Point,
-    SyntheticPlans,
-    batch_grid,
-    context_grid,
-    even_steps,
-    fill_missing,
-    fill_tree,
-    step_grid,
-)
+from serve_spec.engine import cost_grid
+from serve_spec.engine.cost_grid import Milliseconds, Point, SyntheticPlans
 from serve_spec.worker.worker import SpecWorker
 
 WARM_UP_RUNS = 3
@@ -81,7 +71,9 @@ class ProfileLimits:
     def contexts(self, max_steps: int) -> tuple[int, int]:
         """Return a short and a long context with room for drafts. Raise ValueError if none fits."""
         longest = min(self.max_model_len, self.num_pages * self.page_size) - max_steps
-        short, long = context_grid(longest * 4 // 5)  # requests are up to a quarter longer
+        short, long = cost_grid.context_grid(
+            longest * 4 // 5
+        )  # requests are up to a quarter longer
         if short * 3 // 4 <= max_steps + 1:
             raise ValueError(
                 f"max_model_len={self.max_model_len}, num_pages={self.num_pages} of "
@@ -121,46 +113,35 @@ def measure_costs(
 
     Batch sizes that do not fit even with short contexts and no drafts are left out. Other points
     that do not fit the limits or the time are extrapolated. Batch size 1 without and with drafts is
-    measured even if that takes a few budgets.
-
-    key: of the table. pages: returns the ids of so many pages that no sequence holds.
-
-    Raises:
-        ValueError: lengths, pages or time leave nothing to measure.
+    measured even if that takes a few budgets. pages: returns ids of so many pages that no sequence
+    holds. Raises ValueError: lengths, pages or time leave nothing to measure.
     """
     started = budget.clock()
     chains = [shape.depth for shape in worker.states if shape.is_chain]
-    steps = step_grid(chains, grid.max_steps, every=grid.every_step)
+    steps = cost_grid.step_grid(chains, grid.max_steps, every=grid.every_step)
     shapes = [*map(DraftShape.chain, steps), *grid.trees]
     contexts = limits.contexts(steps[-1])
-    sizes = [
-        b for b in batch_grid(grid.max_batch_size) if limits.fits(Point(contexts[0], b, PLAIN))
-    ]
+    sizes = cost_grid.batch_grid(grid.max_batch_size)
+    sizes = [b for b in sizes if limits.fits(Point(contexts[0], b, PLAIN))]
     essential = [Point(contexts[0], 1, shape) for shape in shapes[: len(steps[:2])]]
     if not all(map(limits.fits, essential)):
         raise ValueError(
             f"max_num_batched_tokens={limits.max_num_tokens}: no step with drafts fits; raise it"
         )
-    points = [
-        Point(c, b, shape)
-        for c in contexts
-        for b in sizes
-        for shape in shapes
-        if b <= (grid.trees.get(shape) or b)
-    ]
+    every = [Point(*place) for place in product(contexts, sizes, shapes)]
+    points = [p for p in every if p.batch_size <= (grid.trees.get(p.shape) or p.batch_size)]
     plans = SyntheticPlans(limits.page_size, worker.vocab_size, pages)
     profiler = _Profiler(worker, plans, budget)
     yield from profiler.sweeps(essential, list(filter(limits.fits, points)))
     profiler.check_ran(essential)
     sampled_row_ms = yield from profiler.sampled_row_ms()
     yield 1.0
-    measured_s = round(budget.clock() - started, 3)
     table = CostTable(
         version=FORMAT_VERSION,
         key=key,
         padded=True,
         sampled_row_ms=round(sampled_row_ms, 6),
-        measured_s=measured_s,
+        measured_s=round(budget.clock() - started, 3),
         **profiler.costs(contexts, sizes, steps, grid.trees),
     )
     return MeasuredCosts(table, profiler.is_rough(contexts[0], sizes))
@@ -184,8 +165,6 @@ _Part: TypeAlias = Generator[float, None, Outcome]
 
 
 class _Run(NamedTuple):
-    """Times of one execution."""
-
     draft_ms: float
     verify_ms: float
     wall_s: float
@@ -255,8 +234,8 @@ class _Profiler:
         draft, verify = np.stack(chains, axis=-1)
         draft[:, :, 0] = 0.0  # nothing is drafted
         missing = np.argwhere(np.isnan(verify).any(axis=0))
-        draft = fill_missing(even_steps(draft, steps), sizes, steps)
-        verify = fill_missing(verify, sizes, steps)
+        draft = cost_grid.fill_missing(cost_grid.even_steps(draft, steps), sizes, steps)
+        verify = cost_grid.fill_missing(verify, sizes, steps)
         return {
             "batch_sizes": tuple(sizes),
             "num_steps": tuple(steps),
@@ -265,7 +244,7 @@ class _Profiler:
             "verify_ms": _as_grid(verify),
             "extrapolated": tuple((sizes[b], steps[k]) for b, k in missing),
             "trees": tuple(
-                _tree_costs(tree, self._shape_ms(tree, contexts, sizes), draft, verify, steps)
+                _tree_costs(tree, self._shape_ms(tree, contexts, sizes), draft, verify, steps[-1])
                 for tree in trees
             ),
         }
@@ -273,10 +252,8 @@ class _Profiler:
     def is_rough(self, context: int, sizes: Iterable[int]) -> bool:
         """Return whether the plain step of a batch size did not run for lack of time."""
         points = [Point(context, size, PLAIN) for size in sizes]
-        return any(
-            point not in self._runs and self._expected_s(point) <= self._longest_run_s
-            for point in points
-        )
+        missing = [point for point in points if point not in self._runs]
+        return any(self._expected_s(point) <= self._longest_run_s for point in missing)
 
     def _sweep(
         self, points: list[Point], share: float, longest_run_s: float | None = None
@@ -348,10 +325,7 @@ class _Profiler:
         return medians
 
     def sampled_row_ms(self) -> _Part[float]:
-        """Return the cost of sampling per verified token: a median over some points.
-
-        0 if there is no time for a pair of runs; the policy corrects it later.
-        """
+        """Return the median cost of sampling a verified token; 0 without time for it."""
         # Noise grows with a run's time, the effect with its tokens, and long runs leave time for
         # fewer pairs: these points are the most informative.
         points = sorted(self._runs, key=lambda p: self._expected_s(p) ** 1.5 / p.num_tokens)
@@ -395,17 +369,13 @@ def _median_low(values: Milliseconds) -> Milliseconds:
 
 
 def _tree_costs(
-    tree: DraftShape,
-    measured: Milliseconds,
-    draft: Milliseconds,
-    verify: Milliseconds,
-    steps: Sequence[int],
+    tree: DraftShape, measured: Milliseconds, draft: Milliseconds, verify: Milliseconds, most: int
 ) -> TreeCosts:
-    """Return the costs of a tree shape. Gaps are filled from chains, [contexts, sizes, steps]."""
-    step_ms = np.maximum(_LEAST_MS, draft[:, :, -1] / steps[-1])
-    draft_ms = fill_tree(measured[0], step_ms * tree.depth)
-    rise = (verify[:, :, -1] - verify[:, :, 0]) / steps[-1]
-    verify_ms = fill_tree(measured[1], verify[:, :, 0] + rise * tree.size)
+    """Return the costs of a tree shape. Gaps are filled from chains of up to `most` steps."""
+    step_ms = np.maximum(_LEAST_MS, draft[:, :, -1] / most)
+    draft_ms = cost_grid.fill_tree(measured[0], step_ms * tree.depth)
+    rise = (verify[:, :, -1] - verify[:, :, 0]) / most
+    verify_ms = cost_grid.fill_tree(measured[1], verify[:, :, 0] + rise * tree.size)
     return TreeCosts(
         num_steps=tree.depth,
         num_draft_tokens=tree.size,

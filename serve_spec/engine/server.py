@@ -1,7 +1,5 @@
 """The engine's end of the channel: steps in the caller's thread, commands in one of their own."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import time
@@ -16,23 +14,8 @@ from serve_spec.config import ServeSpecConfig
 from serve_spec.core.record import StepRecord
 from serve_spec.core.request import FinishReason, TokenDelta
 from serve_spec.core.sequence import Sequence
+from serve_spec.engine import messages
 from serve_spec.engine.engine import SpecEngine
-from serve_spec.engine.messages import (
-    Abort,
-    Add,
-    Call,
-    EngineMessage,
-    FlushCache,
-    Reply,
-    Sender,
-    Stop,
-    decode_command,
-    decode_commands,
-    decode_request,
-    encode,
-    for_metrics,
-    merge,
-)
 from serve_spec.log import get_logger
 
 logger = get_logger(__name__)
@@ -62,8 +45,8 @@ class EngineServer:
         # A client that receives nothing for longer considers the engine hung.
         self._idle_s = min(_IDLE_S, config.replica.round_timeout_s / 4)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._sender = Sender(connection, encode, merge)
-        self._next = EngineMessage()
+        self._sender = messages.Sender(connection, messages.encode, messages.merge)
+        self._next = messages.EngineMessage()
         self._snapshot_at = 0.0
         self._open: set[str] = set()
         self._compiling: set[str] = set()
@@ -94,7 +77,7 @@ class EngineServer:
 
     def observe(self, record: StepRecord) -> None:
         """Send the record of a step with its tokens. See `MetricsSink`."""
-        self._next.records.append(for_metrics(record))
+        self._next.records.append(messages.for_metrics(record))
 
     def _advance(self) -> None:
         engine = self._engine
@@ -108,20 +91,17 @@ class EngineServer:
         self._flush()
 
     def _flush(self) -> None:
-        """Hand over the message of this step, then a snapshot if it is time for one.
-
-        No token waits for a snapshot, which takes milliseconds.
-        """
+        """Hand over the message of this step, then a snapshot, which takes milliseconds."""
         now, message = time.monotonic(), self._next
         if message.replies or message.limits:  # the client may look at once
             self._snapshot_at, message.snapshot = now + _SNAPSHOT_S, self._engine.snapshot()
         self._put(message)
         if now >= self._snapshot_at:
             self._snapshot_at = now + _SNAPSHOT_S
-            self._put(EngineMessage(snapshot=self._engine.snapshot()))
+            self._put(messages.EngineMessage(snapshot=self._engine.snapshot()))
 
-    def _put(self, message: EngineMessage) -> None:
-        self._next = EngineMessage()
+    def _put(self, message: messages.EngineMessage) -> None:
+        self._next = messages.EngineMessage()
         self._sender.put(message)
 
     def _run_commands(self, wait_s: float) -> None:
@@ -174,7 +154,7 @@ class EngineServer:
         self._open.discard(request_id)
         self._next.failed[request_id] = why
 
-    def _call(self, call: Call) -> None:
+    def _call(self, call: messages.Call) -> None:
         error = None
         try:
             if call.method == "reconfigure":
@@ -183,7 +163,7 @@ class EngineServer:
                 self._engine.controller.start_from(call.argument)
         except Exception as refusal:  # for the caller; the engine continues
             error = str(refusal)
-        self._next.replies.append(Reply(call.number, error))
+        self._next.replies.append(messages.Reply(call.number, error))
 
     def _receive(self) -> None:
         """Decode commands until the client stops the engine or is gone."""
@@ -198,7 +178,7 @@ class EngineServer:
 
     def _handle_all(self, message: bytes) -> None:
         try:
-            commands = decode_commands(message)
+            commands = messages.decode_commands(message)
         except msgspec.MsgspecError as error:
             logger.error("commands cannot be decoded: %s", error)
             return
@@ -207,25 +187,25 @@ class EngineServer:
 
     def _handle(self, encoded: msgspec.Raw) -> None:
         try:
-            command = decode_command(encoded)
+            command = messages.decode_command(encoded)
         except msgspec.MsgspecError as error:
             logger.error("a command cannot be decoded: %s", error)
             return
         match command:
-            case Add(request_id, request):
+            case messages.Add(request_id, request):
                 try:
-                    seq = decode_request(request)
+                    seq = messages.decode_request(request)
                 except msgspec.MsgspecError as error:
                     why = f"the engine cannot decode the request: {error}"
                     logger.error("request %s: %s", request_id, why)
                     self._commands.put(lambda: self._fail(request_id, why))
                 else:
                     self._commands.put(lambda: self._add(seq))
-            case Abort(request_id):
+            case messages.Abort(request_id):
                 self._commands.put(lambda: self._abort(request_id))
-            case Call():
+            case messages.Call():
                 self._commands.put(lambda: self._call(command))
-            case FlushCache():
+            case messages.FlushCache():
                 self._commands.put(self._engine.flush_cache)
-            case Stop():
+            case messages.Stop():
                 self._stopping = True

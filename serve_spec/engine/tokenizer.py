@@ -1,7 +1,5 @@
 """Text to tokens and back, with Hugging Face `tokenizers` files; the bytes of tokens."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping
@@ -65,16 +63,10 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """Return the token ids of a text.
+        """Return the token ids of a text, without the GIL; fail early if it is far too long.
 
-        It releases the GIL, and fails early for a text that is far too long.
-
-        Args:
-            add_special_tokens: add the special tokens the checkpoint puts around a text.
-            max_tokens: most tokens the caller has room for; None: no limit.
-
-        Raises:
-            TextTooLong: the text has more than `max_tokens` tokens.
+        add_special_tokens: add the special tokens the checkpoint puts around a text.
+        max_tokens: most tokens the caller has room for, or TextTooLong is raised; None: no limit.
         """
         if max_tokens is not None:
             self.refuse_long(text, max_tokens)
@@ -174,10 +166,8 @@ def _converted(folder: Path) -> HFTokenizer:
     """Return the tokenizer of a folder without tokenizer.json, as transformers converts it."""
     old = next((name for name in _OLD_FILES if (folder / name).is_file()), None)
     if old is None:
-        raise CheckpointError(
-            f"{folder / 'tokenizer.json'} is missing, and so are {' and '.join(_OLD_FILES)}; save "
-            "the model with its tokenizer, or give tokenizer_path"
-        )
+        why = f"{folder / 'tokenizer.json'} is missing, and so are {' and '.join(_OLD_FILES)}"
+        raise CheckpointError(f"{why}; save the model with its tokenizer, or give tokenizer_path")
     is_sentencepiece = old == "tokenizer.model"
     if is_sentencepiece and find_spec("sentencepiece") is None:
         raise CheckpointError(
@@ -198,10 +188,8 @@ def _converted(folder: Path) -> HFTokenizer:
         if is_sentencepiece:
             _check_converted(converted, folder / old)
     except Exception as error:  # of the libraries beneath, and of their own classes
-        raise CheckpointError(
-            f"{folder / old} cannot be converted ({error}); save the model with a fast tokenizer "
-            "(tokenizer.json)"
-        ) from error
+        fix = "save the model with a fast tokenizer (tokenizer.json)"
+        raise CheckpointError(f"{folder / old} cannot be converted ({error}); {fix}") from error
     return converted
 
 
@@ -248,7 +236,6 @@ def _num_bytes(name: str) -> int:
 
 
 def _steps(step: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """Return a normalizer or pre-tokenizer as the list of its parts."""
     if step is None:
         return []
     if step["type"] != "Sequence":

@@ -3,8 +3,6 @@
 `ProcessLauncher` runs this module as a program and sends the arguments of `follow` on stdin.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys
@@ -20,10 +18,7 @@ from serve_spec.worker.tensor_parallel import run_worker_loop
 
 
 def follow(config: ServeSpecConfig, rank: int, size: int, address: Address) -> None:
-    """Load this rank's shard and execute rank 0's plans until rank 0 stops it or ends.
-
-    Errors are reported to rank 0.
-    """
+    """Load this rank's shard and execute rank 0's plans until it ends; report errors to it."""
     with RankChannel(address, rank) as channel:
         device = rank_device(config, rank)
         if device.type == "cuda":

@@ -1,7 +1,5 @@
 """The decoder layer that targets and drafts share, and its compilation."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -70,10 +68,7 @@ class Attention(Layer):
 
 
 class GatedMLP(Layer):
-    """down(silu(gate(x)) · up(x)); gate and up are one product.
-
-    `shape` is one rank's.
-    """
+    """down(silu(gate(x)) · up(x)); gate and up are one product. `shape` is one rank's."""
 
     def __init__(self, shape: ModelShape, parallel: TensorParallel = SINGLE) -> None:
         super().__init__()

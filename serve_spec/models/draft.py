@@ -1,7 +1,5 @@
 """The interface of draft models, their precision, and how one is loaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 
@@ -92,10 +90,7 @@ def load_draft(
 
     weights: format of its matrices. fp8: an extra copy for products of few tokens; int8, int4:
     instead of the stored matrices. algorithm: one of `ALGORITHMS`; must agree with the files.
-
-    Raises:
-        ValueError: an unknown algorithm, or integer products that this machine lacks.
-        CheckpointError: a checkpoint that cannot be used.
+    Raises ValueError for what this machine lacks, CheckpointError.
     """
     models = {name: known for name, known in ALGORITHMS.items() if not known.from_text}
     if algorithm not in models:
@@ -153,11 +148,7 @@ _QUANTIZED_DTYPES = {"fp8": torch.float16, "int8": torch.float32, "int4": torch.
 
 
 def draft_weights(name: str, device: torch.device) -> DraftWeights:
-    """Return the weight format for `speculative_draft_model_quantization`.
-
-    Raises:
-        ValueError: the device has no fast products of the format; names the field.
-    """
+    """Return the weight format of a key's value, or raise ValueError for a slow one."""
     if name == "none":
         return "plain"
     if name == "int4":

@@ -6,8 +6,6 @@ EAGLE-3 heads call themselves LlamaForCausalLM. Only whether `speculators` wrote
 its config, because the same tensors have another meaning there.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,39 +24,25 @@ _NESTED = ("transformer_layer_config", "speculators_config")
 
 
 def flat_config(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of the head in `directory`, every key at the top.
-
-    Raises:
-        CheckpointError: a kind of head or of layers that is not supported.
-    """
+    """Return a config with all keys at the top; raise CheckpointError if it is not supported."""
     kind = config["speculators_model_type"]
     if kind not in SPECULATORS:
-        raise CheckpointError(
-            f"{directory}: speculators_model_type={kind!r}: not supported; use a head of "
-            f"{sorted(SPECULATORS)}"
-        )
+        fix = f"use a head of {sorted(SPECULATORS)}"
+        raise CheckpointError(f"{directory}: speculators_model_type={kind!r}: not supported; {fix}")
     if config.get("layernorms"):
-        raise CheckpointError(
-            f"{directory}: layernorms=true: not supported, because implementations differ; "
-            "use an EAGLE head without extra norms, or an EAGLE-3 head"
-        )
+        why = f"{directory}: layernorms=true: not supported, because implementations differ"
+        raise CheckpointError(f"{why}; use an EAGLE head without extra norms, or an EAGLE-3 head")
     layers = config.get("transformer_layer_config") or {}
     model_type = layers.get("model_type", "llama")
     if model_type not in CLASS_DEFAULTS:
-        raise CheckpointError(
-            f"{directory}: transformer_layer_config.model_type={model_type!r}: not supported; "
-            f"use a head with layers of {sorted(CLASS_DEFAULTS)}"
-        )
+        why = f"{directory}: transformer_layer_config.model_type={model_type!r}: not supported"
+        raise CheckpointError(f"{why}; use a head with layers of {sorted(CLASS_DEFAULTS)}")
     own = {key: value for key, value in config.items() if key not in _NESTED and value is not None}
     return {**CLASS_DEFAULTS[model_type], **layers, **own}
 
 
 def read_vocabulary(folder: Path) -> dict[str, int] | None:
-    """Return the id of every token, from `tokenizer.json`; None without that file.
-
-    Raises:
-        CheckpointError: the file holds no vocabulary.
-    """
+    """Return ids by token in `tokenizer.json`, None without one; may raise CheckpointError."""
     path = folder / "tokenizer.json"
     if not path.exists():
         return None
@@ -74,20 +58,14 @@ def read_vocabulary(folder: Path) -> dict[str, int] | None:
 
 
 def check_same_tokens(draft: Path, target: Path) -> bool:
-    """Return whether both folders have a tokenizer, which then is the same.
-
-    Raises:
-        CheckpointError: a token has different ids, or one of them lacks it.
-    """
+    """Return whether both have a tokenizer; raise CheckpointError if those differ."""
     ours, theirs = read_vocabulary(draft), read_vocabulary(target)
     if ours is None or theirs is None:
         return False
     for token in (*ours, *theirs):
         if ours.get(token) != theirs.get(token):
-            raise CheckpointError(
-                f"{draft}: token {token!r} has id {ours.get(token)}, but {theirs.get(token)} in "
-                f"{target}; use a draft with the target's own tokenizer"
-            )
+            why = f"token {token!r} has id {ours.get(token)}, but {theirs.get(token)} in {target}"
+            raise CheckpointError(f"{draft}: {why}; use a draft with the target's own tokenizer")
     return True
 
 
@@ -132,15 +110,14 @@ class Recognition:
 
 def current_names(stored: Iterable[str]) -> dict[str, str]:
     """Return the current name of each stored tensor: `layers.0.`, `fc`, `blocks.0.layers.0`, ..."""
-    return {name: _current_name(name) for name in stored}
+    names = {name: name for name in stored}
+    for pattern, replacement in _ALIASES:
+        names = {old: pattern.sub(replacement, new) for old, new in names.items()}
+    return names
 
 
 def recognise(stored: Shapes, config: Mapping[str, Any]) -> Recognition:
-    """Return family and layout of the tensors `stored`, shapes by stored name.
-
-    Raises:
-        CheckpointError: no known family.
-    """
+    """Return family and layout of tensors, shapes by stored name; may raise CheckpointError."""
     origin = {new: old for old, new in current_names(stored).items()}
     shapes = {new: stored[old] for new, old in origin.items()}
     _refuse_foreign_layouts(shapes)
@@ -209,12 +186,6 @@ def _refuse_foreign_layouts(shapes: Shapes) -> None:
         )
 
 
-def _current_name(name: str) -> str:
-    for pattern, replacement in _ALIASES:
-        name = pattern.sub(replacement, name)
-    return name
-
-
 _MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
 
@@ -237,7 +208,7 @@ class DraftOptions:
     dummy: bool = False
 
     @staticmethod
-    def of(config: SpeculativeConfig, *, dummy: bool = False) -> DraftOptions:
+    def of(config: SpeculativeConfig, *, dummy: bool = False) -> "DraftOptions":
         """Return the options of a configuration; those to be measured ("probe") are None."""
         theta = config.speculative_draft_rope_theta
         mean = config.speculative_draft_aux_layers_mean
@@ -265,6 +236,12 @@ class DraftFile:
         value = self.config.get(key)
         return self.nested.get(key) if value is None else value
 
+    def refusal(
+        self, problem: str, fix: str = "use a head trained for this target"
+    ) -> CheckpointError:
+        """Return an error that names the draft, what is wrong and what to do."""
+        return CheckpointError(f"{self.path}: {problem}; {fix}")
+
     @property
     def nested(self) -> Mapping[str, Any]:
         """Return the config's `eagle_config`; empty if absent."""
@@ -272,12 +249,9 @@ class DraftFile:
 
 
 def open_draft(path: Path | str, algorithm: str, dummy_for: ModelShape | None = None) -> DraftFile:
-    """Open the draft in `path`, which must be one for `algorithm`; reads no weight.
+    """Open the draft in `path`, which must be one for `algorithm`, or raise CheckpointError.
 
-    dummy_for: the target of random weights, which then stand in for the file's.
-
-    Raises:
-        CheckpointError: damaged files, another family, or a format not supported.
+    It reads no weight. dummy_for: the target of random weights, in place of the file's.
     """
     file = read_draft(path, None if dummy_for is None else (algorithm, dummy_for))
     family = file.recognition.family
@@ -290,12 +264,9 @@ def open_draft(path: Path | str, algorithm: str, dummy_for: ModelShape | None = 
 
 
 def read_draft(path: Path | str, dummy: tuple[str, ModelShape] | None = None) -> DraftFile:
-    """Open the draft in `path`, of any family and layout; reads no weight.
+    """Open the draft in `path`, of any family and layout, or raise CheckpointError.
 
-    dummy: algorithm and target of random weights, which then stand in for the file's.
-
-    Raises:
-        CheckpointError: damaged files, or a format not supported.
+    It reads no weight. dummy: algorithm and target of random weights, in place of the file's.
     """
     directory = Path(path)
     config = read_json(directory / "config.json")
@@ -322,17 +293,11 @@ def read_draft(path: Path | str, dummy: tuple[str, ModelShape] | None = None) ->
 
 
 def open_draft_file(path: Path | str) -> DraftFile:
-    """Open the EAGLE or EAGLE-3 head in `path`, which must be in the official layout.
-
-    Raises:
-        CheckpointError: another family or layout, or as `read_draft`.
-    """
+    """Open an EAGLE or EAGLE-3 head in the official layout, or raise CheckpointError."""
     file = read_draft(path)
     if file.recognition.family not in ("EAGLE", "EAGLE3"):
-        raise CheckpointError(
-            f"{file.path} is of family {file.recognition.family} ({file.recognition.evidence}); "
-            "an EAGLE or EAGLE-3 head is needed here"
-        )
+        why = f"{file.path} is of family {file.recognition.family} ({file.recognition.evidence})"
+        raise CheckpointError(f"{why}; an EAGLE or EAGLE-3 head is needed here")
     if file.recognition.layout == "speculators":
         raise CheckpointError(
             f"{file.path} is a speculators checkpoint; a head in the official layout is needed here"
@@ -341,7 +306,6 @@ def open_draft_file(path: Path | str) -> DraftFile:
 
 
 def _open(directory: Path) -> Checkpoint:
-    """Return the weights, from the usual file names or Medusa's own."""
     for name in _MEDUSA_FILES:
         path = directory / name
         if path.exists():

@@ -2,12 +2,9 @@
 
 The official EAGLE-3 trainer used the rotary base 10000 even if the config names another; a wrong
 base costs a few percent of the drafts and no error. Reading layer ids as outputs where the trainer
-meant inputs costs between a tenth of a token a round and nearly all drafts. The probes run only on
-request (`speculative_draft_rope_theta: probe`, `speculative_draft_aux_layers_mean: probe`): most
-configs are right, and a start should not depend on a measurement.
+meant inputs costs between a tenth of a token a round and nearly all drafts. Probes run only on
+request (`probe` in the configuration), because most configs are right.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +14,6 @@ import torch
 from torch import Tensor
 
 from serve_spec.layers.module import tensor_defaults
-from serve_spec.layers.rope import RotaryTable
 from serve_spec.log import get_logger
 from serve_spec.models.decoder import causal_context
 from serve_spec.models.draft import DraftHead
@@ -64,15 +60,11 @@ def choose_theta(head: DraftHead, target: Llama, token_ids: Sequence[int]) -> fl
 
 
 def choose_layers(
-    head: DraftHead,
-    target: Llama,
-    token_ids: Sequence[int],
-    readings: Sequence[tuple[int, ...]],
+    head: DraftHead, target: Llama, token_ids: Sequence[int], readings: Sequence[tuple[int, ...]]
 ) -> tuple[int, ...]:
     """Set the layers that `head` reads to those that draft `token_ids` best; return them.
 
-    readings: candidates, each with as many layers as the head reads. Its own win a tie. token_ids:
-    see `choose_theta`.
+    readings: candidates, each with as many layers as the head reads. Its own win a tie.
     """
     assert isinstance(head, Eagle3), "only these read layers"
     assert head.capture is not None
@@ -100,9 +92,7 @@ def set_theta(head: Eagle | Eagle3, theta: float) -> None:
     """Set the rotary base of `head`."""
     shape = head.shape = replace(head.shape, rope_theta=theta)
     with tensor_defaults(head.dtype, head.fc.weight.device):
-        head.rope = RotaryTable(
-            shape.head_dim, theta, shape.rope_scaling, shape.max_position_embeddings
-        )
+        head.rope = shape.rotary()
 
 
 def overlap_measure(head: Eagle | Eagle3, target: Llama, token_ids: Tensor) -> Callable[[], float]:

@@ -4,8 +4,6 @@ Everything is read as the engine reads it. With a configuration the draft is com
 target, tensor by tensor; without one, facts that depend on the target stay open.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,17 +11,9 @@ import torch
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.layers.module import tensor_defaults
+from serve_spec.models import draft_shape
 from serve_spec.models.draft_checkpoint import DraftFile, DraftOptions, read_draft
 from serve_spec.models.draft_probe import TRAINER_THETA
-from serve_spec.models.draft_shape import (
-    aux_layers_mean,
-    both_readings,
-    capture_layers,
-    configured_ids,
-    convention,
-    layer_shape,
-    switch,
-)
 from serve_spec.models.eagle import make_eagle
 from serve_spec.models.llama import Llama, open_target
 from serve_spec.models.medusa import make_medusa, medusa_shape
@@ -34,11 +24,7 @@ Facts = dict[str, str]
 
 
 def describe_draft(path: Path, config: ServeSpecConfig | None) -> str:
-    """Return one line per fact about the draft in `path`, as the target of `config` would use it.
-
-    Raises:
-        CheckpointError: a draft that cannot be used.
-    """
+    """Return one line per fact about a draft, for `config`'s target; may raise CheckpointError."""
     file = read_draft(path)
     options = DraftOptions() if config is None else DraftOptions.of(config.speculative)
     target_path = None if config is None else config.model.folder
@@ -66,17 +52,20 @@ def describe_draft(path: Path, config: ServeSpecConfig | None) -> str:
 
 def _head(file: DraftFile, target: Llama | None, options: DraftOptions) -> Facts:
     """Return facts about an EAGLE, EAGLE-3 or MTP head; raise as loading it would."""
-    shape = layer_shape(file, options, None if target is None else target.shape.vocab_size)
+    shape = draft_shape.layer_shape(
+        file, options, None if target is None else target.shape.vocab_size
+    )
     is_eagle3 = file.recognition.family == "EAGLE3"
     if target is not None:
         head = make_eagle(file, target, options, torch.float32)
         file.checkpoint.check(head.tensors(), head.read_elsewhere)
+    own = "in the file; the target's is used where both are the same"
     facts = {
         "layers": _layers(shape),
         "rope theta": _theta(file, shape, options),
         "biases": _biases(file, shape),
         "vocabulary": _vocabulary(file, shape),
-        "embedding": _embedding(file),
+        "embedding": own if "embed_tokens.weight" in file.checkpoint else "the target's",
     }
     if is_eagle3:
         facts["target layers"] = _captured(file, target, options)
@@ -168,22 +157,18 @@ def _vocabulary(file: DraftFile, shape: ModelShape) -> str:
     return f"{rows[0]} of {shape.vocab_size} tokens, own lm_head, ids mapped by d2t (offsets)"
 
 
-def _embedding(file: DraftFile) -> str:
-    if "embed_tokens.weight" not in file.checkpoint:
-        return "the target's"
-    return "in the file; the target's is used where both are the same"
-
-
 def _captured(file: DraftFile, target: Llama | None, options: DraftOptions) -> str:
     if options.aux_layer_ids is not None:
         return f"inputs of {list(options.aux_layer_ids)}, from speculative_draft_aux_layer_ids"
-    ids = configured_ids(file)
+    ids = draft_shape.configured_ids(file)
     given = "config.json names none" if ids is None else f"config.json: {ids}"
     if target is None:
         return f"{given}; its meaning depends on the target: name a configuration file"
     num_layers = target.shape.num_layers
-    mean = aux_layers_mean(file, options)
-    resolved = f"inputs of {list(capture_layers(ids, num_layers, mean))} of {num_layers}"
+    mean = draft_shape.aux_layers_mean(file, options)
+    resolved = (
+        f"inputs of {list(draft_shape.capture_layers(ids, num_layers, mean))} of {num_layers}"
+    )
     if ids is None:
         return f"{resolved}, the common default; {given}"
     if options.aux_layers_mean is not None:
@@ -191,13 +176,13 @@ def _captured(file: DraftFile, target: Llama | None, options: DraftOptions) -> s
     elif mean is not None:
         why = "as in speculators"
     else:
-        mean, why = convention(ids, num_layers)
+        mean, why = draft_shape.convention(ids, num_layers)
     return f"{resolved}; {given}, read as {mean}s: {why}"
 
 
 def _probed(file: DraftFile, target: Llama | None) -> str:
     """Return the layers to try; empty if there is only one reading."""
-    readings = () if target is None else both_readings(file, target.shape.num_layers)
+    readings = () if target is None else draft_shape.both_readings(file, target.shape.num_layers)
     inputs = " or ".join(str(list(layers)) for layers in readings)
     measured = "measured at start (speculative_draft_aux_layers_mean: probe)"
     return f"inputs of {inputs}, {measured}" if inputs else ""
@@ -210,9 +195,13 @@ def _norms(file: DraftFile, options: DraftOptions) -> str:
             source = f"speculative_draft_{name}"
         else:
             source = "left out" if file.setting(name) is None else "config.json"
-        facts.append(f"{name} {_yes(switch(file, options, name))} ({source})")
+        facts.append(f"{name} {_yes(draft_shape.switch(file, options, name))} ({source})")
     is_speculators = file.recognition.layout == "speculators"
-    if switch(file, options, "norm_output") and options.norm_output is None and not is_speculators:
+    if (
+        draft_shape.switch(file, options, "norm_output")
+        and options.norm_output is None
+        and not is_speculators
+    ):
         facts[-1] += (
             ": the last norm's output is fed back, as SGLang reads it; SpecForge's class means "
             "only that the norm is there, so if later drafts fail, try "

@@ -1,9 +1,7 @@
 """What fixes the computation of an EAGLE or EAGLE-3 head, read from its config and tensors."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,35 +18,25 @@ EMBEDDING = "embed_tokens.weight"
 
 
 def draft_shape(file: DraftFile, target: Llama, options: DraftOptions) -> ModelShape:
-    """Return the shape of the head's layers for `target`, over the target's positions.
-
-    Raises:
-        CheckpointError: another vocabulary than the target's, or options not supported.
-    """
+    """Return the shape of the head's layers over `target`'s positions, or raise CheckpointError."""
     shape = layer_shape(file, options, target.shape.vocab_size)
     if shape.vocab_size != target.shape.vocab_size:
-        raise CheckpointError(
-            f"{file.path}: vocab_size={shape.vocab_size}, but the target's is "
-            f"{target.shape.vocab_size}; use a head trained for this target"
+        raise file.refusal(
+            f"vocab_size={shape.vocab_size}, but the target's is {target.shape.vocab_size}"
         )
     return replace(
-        shape,
-        max_position_embeddings=target.max_model_len,
-        num_ids=target.shape.num_ids,
+        shape, max_position_embeddings=target.max_model_len, num_ids=target.shape.num_ids
     )
 
 
 def layer_shape(
     file: DraftFile, options: DraftOptions, vocab_size: int | None = None
 ) -> ModelShape:
-    """Return the shape of the head's layers. vocab_size: default of the config's.
-
-    Raises:
-        CheckpointError: options not supported, or tensors of other sizes than the config's.
-    """
+    """Return the shape of the layers, with a default of vocab_size; may raise CheckpointError."""
     config, shapes = file.config, file.checkpoint.shapes
     attention = "layers.0.self_attn."
-    num_layers = _count_layers(shapes)
+    found = [int(m[1]) for name in shapes if (m := re.match(r"layers\.(\d+)\.", name))]
+    num_layers = max(found, default=0) + 1
     shape = ModelShape(
         **layer_sizes(config),
         architecture=file.recognition.family,
@@ -68,50 +56,33 @@ def layer_shape(
     return shape
 
 
-def own_embedding(file: DraftFile, target: Llama, hidden_size: int) -> Tensor | None:
+def own_embedding(file: DraftFile, target: Llama) -> Embedding | None:
     """Return the file's embedding [V, H] in the target's dtype; None if it equals the target's.
 
     Many files hold a copy of the target's; sharing it saves memory.
-
-    Raises:
-        CheckpointError: neither the file nor the target has one of this width.
     """
-    if not has_embedding(file, target, hidden_size):
+    if EMBEDDING not in file.checkpoint:
         return None
     theirs = target.embed_tokens.weight
     own = file.checkpoint.read(EMBEDDING).to(dtype=theirs.dtype, device=theirs.device)
-    return None if target.embed_tokens.holds(own) else own
+    if target.embed_tokens.holds(own):
+        return None
+    embedding = Embedding(0, 0)
+    embedding.weight = torch.nn.Parameter(own, requires_grad=False)
+    return embedding
 
 
-def has_embedding(file: DraftFile, target: Llama, hidden_size: int) -> bool:
-    """Return whether the file stores an embedding; checks its shape.
-
-    Raises:
-        CheckpointError: neither the file nor the target has one of this width.
-    """
-    found = file.checkpoint.shapes.get(EMBEDDING)
-    width = target.shape.hidden_size
-    if found is None:
-        if hidden_size == width:
-            return False
-        raise CheckpointError(
-            f"{file.path}: {EMBEDDING} is missing and the target's cannot stand in: hidden_size="
-            f"{hidden_size}, target {width}; use a head trained for this target"
+def check_embedding(file: DraftFile, target: Llama, hidden_size: int) -> None:
+    """Raise CheckpointError unless the file or the target has an embedding of this width."""
+    found, width = file.checkpoint.shapes.get(EMBEDDING), target.shape.hidden_size
+    if found is None and hidden_size != width:
+        raise file.refusal(
+            f"{EMBEDDING} is missing and the target's cannot stand in: hidden_size={hidden_size}, "
+            f"target {width}"
         )
     expected = (target.shape.vocab_size, hidden_size)
-    if found != expected:
-        raise CheckpointError(
-            f"{file.path}: tensor {EMBEDDING} is {list(found)}, expected {list(expected)}; "
-            "use a head trained for this target"
-        )
-    return True
-
-
-def embedding_of(weight: Tensor) -> Embedding:
-    """Return an embedding layer over `weight` [V, H]."""
-    embedding = Embedding(0, 0)
-    embedding.weight = torch.nn.Parameter(weight, requires_grad=False)
-    return embedding
+    if found is not None and found != expected:
+        raise file.refusal(f"tensor {EMBEDDING} is {list(found)}, expected {list(expected)}")
 
 
 def _sliding_window(file: DraftFile) -> int | None:
@@ -123,17 +94,13 @@ def _sliding_window(file: DraftFile) -> int | None:
         return None
     window = whole(config, "sliding_window")
     if kinds != {"sliding_attention"}:
-        raise CheckpointError(
-            f"{file.path}: sliding_window={window} with layer_types={sorted(kinds)} does not say "
-            "that all draft layers have it, and mixed ones are not supported; correct config.json "
-            "(layer_types, or sliding_window=null), or use a head whose layers are alike"
+        raise file.refusal(
+            f"sliding_window={window} with layer_types={sorted(kinds)} does not say that all draft "
+            "layers have it, and mixed ones are not supported",
+            "correct config.json (layer_types, or sliding_window=null), or use a head whose layers "
+            "are alike",
         )
     return window
-
-
-def _count_layers(names: Iterable[str]) -> int:
-    indices = {int(m[1]) for name in names if (m := re.match(r"layers\.(\d+)\.", name))}
-    return max(indices, default=0) + 1
 
 
 TOKEN_MAP = "token_map"
@@ -143,17 +110,12 @@ def read_d2t(file: DraftFile, rows: int, vocab: int) -> Tensor | None:
     """Return the target's id of each of `rows` draft ids, int64 [Vd]; None if they are the same.
 
     `d2t` holds offsets (target id - draft id); `t2d` marks the target ids that are reached.
-
-    Raises:
-        CheckpointError: no map for a reduced vocabulary, or maps that contradict each other.
     """
     if "d2t" not in file.checkpoint:
         if rows == vocab:
             return None
-        raise CheckpointError(
-            f"{file.path}: tensor d2t is missing although the head draws from {rows} of {vocab} "
-            "tokens; fetch the complete file"
-        )
+        why = f"tensor d2t is missing although the head draws from {rows} of {vocab} tokens"
+        raise file.refusal(why, "fetch the complete file")
     offsets = file.checkpoint.read("d2t")
     if tuple(offsets.shape) != (rows,) or offsets.is_floating_point():
         raise CheckpointError(
@@ -171,9 +133,6 @@ def read_token_map(file: DraftFile, rows: int, vocab: int) -> Tensor | None:
     """Return the target's id of each draft id, int64 [Vd]; None if they are the same.
 
     rows: output rows, one for each draft id or for each of the target's `vocab` ids.
-
-    Raises:
-        CheckpointError: not a map, ids that occur twice, or ids beyond the target's.
     """
     if TOKEN_MAP not in file.checkpoint:
         return None
@@ -201,15 +160,10 @@ def _check_target_ids(file: DraftFile, name: str, ids: Tensor, vocab: int) -> No
         return
     reached = file.checkpoint.read("t2d")
     if tuple(reached.shape) != (vocab,):
-        raise CheckpointError(
-            f"{file.path}: tensor t2d is {list(reached.shape)}, expected [{vocab}]; "
-            "use a head trained for this target"
-        )
+        raise file.refusal(f"tensor t2d is {list(reached.shape)}, expected [{vocab}]")
     if not torch.equal(reached.nonzero().view(-1), ids.sort().values):
-        raise CheckpointError(
-            f"{file.path}: t2d marks other tokens than d2t reaches; d2t must hold offsets "
-            "(target id - draft id)"
-        )
+        fix = "d2t must hold offsets (target id - draft id)"
+        raise file.refusal("t2d marks other tokens than d2t reaches", fix)
 
 
 @dataclass(frozen=True)
@@ -234,11 +188,7 @@ class Eagle3Shape:
 
 
 def read_eagle3_shape(file: DraftFile, target: Llama, options: DraftOptions) -> Eagle3Shape:
-    """Read and check everything except tensor contents.
-
-    Raises:
-        CheckpointError: a head for another target, or a variant not supported.
-    """
+    """Read and check all but tensor contents; raise CheckpointError if they do not fit."""
     layers = draft_shape(file, target, options)
     shapes = file.checkpoint.shapes
     capture = read_capture(file, target.shape.num_layers, options)
@@ -247,10 +197,8 @@ def read_eagle3_shape(file: DraftFile, target: Llama, options: DraftOptions) -> 
     rows = shapes.get("lm_head.weight", (layers.vocab_size,))[0]
     claimed = file.config.get("draft_vocab_size")
     if claimed is not None and claimed != rows:
-        raise CheckpointError(
-            f"{file.path}: draft_vocab_size={claimed}, but lm_head.weight has {rows} rows; "
-            "correct config.json or fetch the matching file"
-        )
+        why = f"draft_vocab_size={claimed}, but lm_head.weight has {rows} rows"
+        raise file.refusal(why, "correct config.json or fetch the matching file")
     return Eagle3Shape(
         layers=layers,
         capture=capture,
@@ -265,9 +213,7 @@ def read_eagle3_shape(file: DraftFile, target: Llama, options: DraftOptions) -> 
 
 
 def switch(
-    file: DraftFile,
-    options: DraftOptions,
-    name: Literal["norm_before_residual", "norm_output"],
+    file: DraftFile, options: DraftOptions, name: Literal["norm_before_residual", "norm_output"]
 ) -> bool:
     """Return a switch of the options, else of the config, else the layout's default.
 
@@ -322,11 +268,7 @@ def aux_layers_mean(file: DraftFile, options: DraftOptions) -> Literal["input", 
 
 
 def num_draft_ids(target_ids: Tensor | None, num_ids: int | None) -> int | None:
-    """Return how many draft ids map to ids of the target below `num_ids`; None: all.
-
-    Raises:
-        CheckpointError: they are not the first ones.
-    """
+    """Return how many draft ids are real, None: all; raise CheckpointError if not the first."""
     if target_ids is None or num_ids is None:
         return num_ids
     is_real = target_ids < num_ids
@@ -339,11 +281,7 @@ def num_draft_ids(target_ids: Tensor | None, num_ids: int | None) -> int | None:
 
 
 def read_capture(file: DraftFile, num_layers: int, options: DraftOptions) -> FeatureCapture:
-    """Return which of the target's `num_layers` layers the head reads.
-
-    Raises:
-        CheckpointError: ids that are not valid, or outside the target.
-    """
+    """Return which of the target's layers the head reads; raise CheckpointError for wrong ids."""
     layers = options.aux_layer_ids
     source = f"speculative_draft_aux_layer_ids={list(layers or ())}"
     if layers is None:
@@ -370,12 +308,9 @@ def both_readings(file: DraftFile, num_layers: int) -> tuple[tuple[int, ...], ..
 
 
 def configured_ids(file: DraftFile) -> list[int] | None:
-    """Return `eagle_aux_hidden_state_layer_ids` of the config, uninterpreted.
+    """Return `eagle_aux_hidden_state_layer_ids` of the config, or raise CheckpointError.
 
     SGLang reads the nested key, vLLM the one at the top. ModelOpt's default is an empty list.
-
-    Raises:
-        CheckpointError: not a list of numbers, or two that differ.
     """
     key = "eagle_aux_hidden_state_layer_ids"
     given = [ids for ids in (file.config.get(key), file.nested.get(key)) if ids not in (None, [])]
@@ -385,10 +320,8 @@ def configured_ids(file: DraftFile) -> list[int] | None:
     if not (isinstance(ids, list) and all(type(k) is int for k in ids)):
         raise CheckpointError(f"{file.path}: {key}={ids!r}; a list of integers from 0 on is needed")
     if nested != ids:
-        raise CheckpointError(
-            f"{file.path}: {key}={ids} at the top, but {nested} in eagle_config; "
-            "remove one of them from config.json"
-        )
+        why = f"{key}={ids} at the top, but {nested} in eagle_config"
+        raise file.refusal(why, "remove one of them from config.json")
     return ids
 
 
@@ -402,37 +335,27 @@ def _refuse_variants(file: DraftFile) -> None:
             raise CheckpointError(f"{file.path}: {key}={str(value).lower()}: not supported; {fix}")
     steps = file.setting("parallel_draft_step")
     if steps not in (None, 1):
-        raise CheckpointError(
-            f"{file.path}: parallel_draft_step={steps!r}: not supported; use a head that drafts "
-            "one token a step"
-        )
+        why = f"parallel_draft_step={steps!r}: not supported"
+        raise file.refusal(why, "use a head that drafts one token a step")
     shapes = file.checkpoint.shapes
     if "input_norm.weight" in shapes and "fc_norm.0.weight" in shapes:
-        raise CheckpointError(
-            f"{file.path}: input_norm and fc_norm are both stored, in unknown order; use a head "
-            "with one of them"
-        )
+        why = "input_norm and fc_norm are both stored, in unknown order"
+        raise file.refusal(why, "use a head with one of them")
 
 
 def _check_features(file: DraftFile, target: Llama, capture: FeatureCapture) -> None:
     wide = target.shape.hidden_size
     claimed = file.config.get("target_hidden_size")
     if claimed is not None and claimed != wide:
-        raise CheckpointError(
-            f"{file.path}: target_hidden_size={claimed}, but the target's hidden size is {wide}; "
-            "use a head trained for this target"
-        )
-    number = file.setting("num_aux_hidden_states")
-    if number is not None and number != len(capture.layer_ids or ()):
-        raise CheckpointError(
-            f"{file.path}: num_aux_hidden_states={number}, but {list(capture.layer_ids or ())} are "
-            "read; give that many speculative_draft_aux_layer_ids"
-        )
-    found = file.checkpoint.shapes.get("fc.weight")
-    expected = capture.width(wide)
+        why = f"target_hidden_size={claimed}, but the target's hidden size is {wide}"
+        raise file.refusal(why)
+    number, layers = file.setting("num_aux_hidden_states"), list(capture.layer_ids or ())
+    if number is not None and number != len(layers):
+        why = f"num_aux_hidden_states={number}, but {layers} are read"
+        raise file.refusal(why, "give that many speculative_draft_aux_layer_ids")
+    found, expected = file.checkpoint.shapes.get("fc.weight"), capture.width(wide)
     if found is not None and found[1:] != (expected,):
-        raise CheckpointError(
-            f"{file.path}: tensor fc.weight is {list(found)}: it reads features of width "
-            f"{found[-1]}, but the target gives {len(capture.layer_ids or ())} x {wide} = "
-            f"{expected}; use a head trained for this target"
+        raise file.refusal(
+            f"tensor fc.weight is {list(found)}: it reads features of width {found[-1]}, but the "
+            f"target gives {len(layers)} x {wide} = {expected}"
         )

@@ -4,8 +4,6 @@ Texts are noise. A tensor's values depend on its name and shape alone, so all ra
 one kind of device have the same model.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serve_spec.layers.module import Shard
 from serve_spec.models.shape import ModelShape, layer_sizes, whole
-from serve_spec.models.weights import Checkpoint, TensorFile
+from serve_spec.models.weights import BuiltFile, Checkpoint
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -26,7 +23,7 @@ def dummy_checkpoint(directory: Path, shapes: Shapes) -> Checkpoint:
     return Checkpoint([_RandomFile(directory / "config.json", shapes)], directory)
 
 
-class _RandomFile(TensorFile):
+class _RandomFile(BuiltFile):
     """Matrices that keep the variance of their input, gains of 1, biases of 0, and id maps."""
 
     def __init__(self, path: Path, shapes: Shapes) -> None:
@@ -50,19 +47,9 @@ class _RandomFile(TensorFile):
         generator = torch.Generator(destination.device).manual_seed(zlib.crc32(name.encode()))
         destination.normal_(0.0, destination.shape[1] ** -0.5, generator=generator)
 
-    def copy_shard(self, name: str, shard: Shard) -> None:
-        tensor = shard.tensor
-        entire = torch.empty(self.shapes[name], dtype=tensor.dtype, device=tensor.device)
-        self.copy_into(name, entire)
-        tensor.copy_(entire[shard.index])
-
 
 def draft_tensors(config: Mapping[str, Any], algorithm: str, target: ModelShape) -> Shapes:
-    """Return the shapes of a head's tensors, by their current names, as its config has them.
-
-    Raises:
-        CheckpointError: a size is missing.
-    """
+    """Return the tensor shapes of a head by current name; raise CheckpointError without a size."""
     if algorithm == "MEDUSA":
         return _medusa(config, target)
     hidden, vocab = whole(config, "hidden_size"), target.vocab_size

@@ -9,35 +9,22 @@ target's residual stream before its final norm, or the head's own output after i
 Source: github.com/SafeAILab/EAGLE, `eagle/model/cnets1.py`, `cnets.py`; options: SpecForge, vLLM.
 """
 
-from __future__ import annotations
-
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from serve_spec.core.context import ForwardContext
-from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import Destination, finish_loading, named_parts, tensor_defaults
 from serve_spec.layers.norm import RMSNorm, stream_of
-from serve_spec.layers.rope import RotaryTable
 from serve_spec.layers.vocabulary import vocab_head
 from serve_spec.log import get_logger
+from serve_spec.models import draft_shape
 from serve_spec.models.decoder import DecoderLayer
 from serve_spec.models.draft import DraftHead, sharing_ranks
 from serve_spec.models.draft_checkpoint import DraftFile, DraftOptions, open_draft
-from serve_spec.models.draft_shape import (
-    EMBEDDING,
-    Eagle3Shape,
-    draft_shape,
-    embedding_of,
-    has_embedding,
-    num_draft_ids,
-    own_embedding,
-    read_d2t,
-    read_eagle3_shape,
-)
 from serve_spec.models.llama import FeatureCapture, Llama, without_padding
 from serve_spec.models.shape import ModelShape
 from serve_spec.parallel.group import TensorParallel
@@ -52,7 +39,7 @@ class Eagle(DraftHead):
     the tensors of the file.
     """
 
-    read_elsewhere = (EMBEDDING,)
+    read_elsewhere = (draft_shape.EMBEDDING,)
 
     def __init__(
         self, shape: ModelShape, target: Llama, fc_bias: bool, input_norm: bool, own_head: bool
@@ -68,15 +55,11 @@ class Eagle(DraftHead):
         )
         self.own_head = own_head
         self.head_dtype = self.dtype if own_head else target.embed_tokens.weight.dtype
-        self.lm_head = (
-            vocab_head(shape.hidden_size, shape.vocab_size, parallel)
-            if own_head
-            else target.lm_head
-        )
+        self.lm_head = target.lm_head
+        if own_head:
+            self.lm_head = vocab_head(shape.hidden_size, shape.vocab_size, parallel)
         self.lm_head.out_dtype = torch.float32
-        self.rope = RotaryTable(
-            shape.head_dim, shape.rope_theta, shape.rope_scaling, shape.max_position_embeddings
-        )
+        self.rope = shape.rotary()
 
     def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         """Return next hidden [R, H] from target ids [T] and hidden [T, H]."""
@@ -143,7 +126,7 @@ class Eagle3FirstLayer(DecoderLayer):
 
     inputs = 2
 
-    def __init__(self, shape: Eagle3Shape, parallel: TensorParallel) -> None:
+    def __init__(self, shape: draft_shape.Eagle3Shape, parallel: TensorParallel) -> None:
         super().__init__(shape.layers.on_rank_of(parallel.size), index=0, parallel=parallel)
         self.norm_before_residual = shape.norm_before_residual
         self.hidden_norm = RMSNorm(shape.layers.hidden_size, shape.layers.rms_norm_eps)
@@ -167,15 +150,17 @@ class Eagle3FirstLayer(DecoderLayer):
 class Eagle3(DraftHead):
     """EAGLE-3 head. Uninitialised: `load_eagle3` fills it."""
 
-    read_elsewhere = (EMBEDDING, "d2t", "t2d")
+    read_elsewhere = (draft_shape.EMBEDDING, "d2t", "t2d")
 
-    def __init__(self, shape: Eagle3Shape, target: Llama, target_ids: Tensor | None) -> None:
+    def __init__(
+        self, shape: draft_shape.Eagle3Shape, target: Llama, target_ids: Tensor | None
+    ) -> None:
         self.parallel = parallel = sharing_ranks(shape.layers, target)
         layers = shape.layers.on_rank_of(parallel.size)
         super().__init__(layers, shape.capture, shape.capture.width(shape.target_hidden_size))
         self.options = shape
         self.target_ids = target_ids
-        self.num_ids = num_draft_ids(target_ids, layers.num_ids)
+        self.num_ids = draft_shape.num_draft_ids(target_ids, layers.num_ids)
         eps = layers.rms_norm_eps
         self.embed_tokens = target.embed_tokens
         self.input_norm = RMSNorm(self.feature_dim, eps) if shape.input_norm else None
@@ -189,9 +174,7 @@ class Eagle3(DraftHead):
         self.norm = RMSNorm(layers.hidden_size, eps, parallel)
         self.lm_head = vocab_head(layers.hidden_size, shape.draft_vocab_size, parallel)
         self.lm_head.out_dtype = torch.float32
-        self.rope = RotaryTable(
-            layers.head_dim, layers.rope_theta, layers.rope_scaling, layers.max_position_embeddings
-        )
+        self.rope = layers.rotary()
 
     def encode(self, features: Tensor) -> Tensor:
         """Return fc of features [T, F] after optional norms: [T, H]."""
@@ -237,40 +220,18 @@ class Eagle3(DraftHead):
         )
 
 
-def load_eagle(
-    path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype
-) -> DraftHead:
-    """Return the EAGLE head in `path` for `target`, computing in `dtype`.
-
-    Raises:
-        CheckpointError: as `open_draft`; a head for another target, or tensors that do not fit.
-    """
-    return _load("EAGLE", path, target, options, dtype)
-
-
-def load_eagle3(
-    path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype
-) -> DraftHead:
-    """Return the EAGLE-3 head in `path`; see `load_eagle`."""
-    return _load("EAGLE3", path, target, options, dtype)
-
-
-def load_mtp(
-    path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype
-) -> DraftHead:
-    """Return the MTP head in the checkpoint of its target; see `load_eagle`."""
-    return _load("MTP", path, target, options, dtype)
-
-
 def _load(
     algorithm: str, path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype
 ) -> DraftHead:
-    """Load a head's weights, and its own embedding if it differs from the target's."""
+    """Return the head in `path` for `target`, computing in `dtype`, or raise CheckpointError.
+
+    It gets its own embedding if that differs from the target's.
+    """
     file = open_draft(path, algorithm, target.shape if options.dummy else None)
     head = make_eagle(file, target, options, dtype)
-    embedding = own_embedding(file, target, head.hidden_size)
+    embedding = draft_shape.own_embedding(file, target)
     if embedding is not None:
-        head.embed_tokens = embedding_of(embedding)
+        head.embed_tokens = embedding
     file.checkpoint.load_into(head.tensors(), head.read_elsewhere)
     finish_loading(head)
     _log.info(
@@ -280,28 +241,28 @@ def _load(
     return head
 
 
+load_eagle = partial(_load, "EAGLE")
+load_eagle3 = partial(_load, "EAGLE3")
+load_mtp = partial(_load, "MTP")
+
+
 def make_eagle(
     file: DraftFile, target: Llama, options: DraftOptions, dtype: torch.dtype
 ) -> Eagle | Eagle3:
-    """Return the EAGLE, EAGLE-3 or MTP head in `file` without its weights, on the target's device.
-
-    Raises:
-        CheckpointError: a head for another target, or id maps that contradict each other.
-    """
+    """Return the head without weights, on the target's device, or raise CheckpointError."""
     device = target.embed_tokens.weight.device
     if file.recognition.family == "EAGLE3":
-        eagle3 = read_eagle3_shape(file, target, options)
-        target_ids = read_d2t(file, eagle3.draft_vocab_size, eagle3.layers.vocab_size)
-        has_embedding(file, target, eagle3.layers.hidden_size)
+        eagle3 = draft_shape.read_eagle3_shape(file, target, options)
+        target_ids = draft_shape.read_d2t(file, eagle3.draft_vocab_size, eagle3.layers.vocab_size)
+        draft_shape.check_embedding(file, target, eagle3.layers.hidden_size)
         with tensor_defaults(dtype, device):
             return Eagle3(eagle3, target, None if target_ids is None else target_ids.to(device))
-    shape = draft_shape(file, target, options)
+    shape = draft_shape.draft_shape(file, target, options)
     if shape.hidden_size != target.shape.hidden_size:
-        raise CheckpointError(
-            f"{file.path}: hidden_size={shape.hidden_size}, but the target's is "
-            f"{target.shape.hidden_size}; use a head trained for this target"
+        raise file.refusal(
+            f"hidden_size={shape.hidden_size}, but the target's is {target.shape.hidden_size}"
         )
-    has_embedding(file, target, shape.hidden_size)
+    draft_shape.check_embedding(file, target, shape.hidden_size)
     with tensor_defaults(dtype, device):
         if file.recognition.family == "MTP":
             return Mtp(shape, target)

@@ -1,7 +1,5 @@
 """Llama and the models computed like it: Mistral, Qwen2, Qwen3 (see `ModelShape`)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +19,6 @@ from serve_spec.layers.module import (
     tensor_defaults,
 )
 from serve_spec.layers.norm import RMSNorm
-from serve_spec.layers.rope import RotaryTable
 from serve_spec.layers.vocabulary import vocab_embedding, vocab_head
 from serve_spec.models.decoder import DecoderLayer
 from serve_spec.models.dummy import dummy_checkpoint
@@ -62,10 +59,7 @@ class Llama(Layer):
     """
 
     def __init__(
-        self,
-        shape: ModelShape,
-        max_model_len: int | None = None,
-        parallel: TensorParallel = SINGLE,
+        self, shape: ModelShape, max_model_len: int | None = None, parallel: TensorParallel = SINGLE
     ) -> None:
         super().__init__()
         self.shape = shape
@@ -83,9 +77,7 @@ class Llama(Layer):
             self.lm_head.weight = self.embed_tokens.weight
         self.max_model_len = max_model_len or shape.max_position_embeddings
         self.path: Path | None = None  # of its checkpoint
-        self.rope = RotaryTable(
-            shape.head_dim, shape.rope_theta, shape.rope_scaling, self.max_model_len
-        )
+        self.rope = shape.rotary(self.max_model_len)
         # A plain tuple: iterating a ModuleList is slow.
         self._layers: tuple[DecoderLayer, ...] = tuple(self.layers)  # type: ignore[arg-type]
 
@@ -164,13 +156,10 @@ def load_target(
     finish: bool = True,
     dummy: bool = False,
 ) -> Llama:
-    """Load a Hugging Face directory, or an expansion of one.
+    """Load a Hugging Face directory, or an expansion of one, or raise CheckpointError.
 
     `max_model_len` bounds positions (default: the config's). Each of several ranks loads its part.
     finish: False for a model that has gradients. dummy: random weights, no file is read.
-
-    Raises:
-        CheckpointError: a checkpoint that cannot be used.
     """
     shape, checkpoint = open_target(path, dummy=dummy)
     _check_memory(shape, checkpoint, max_model_len)
@@ -203,11 +192,7 @@ def target_dtype(name: str, path: Path | str, device: torch.device) -> torch.dty
 
 
 def open_target(path: Path | str, *, dummy: bool = False) -> tuple[ModelShape, Checkpoint]:
-    """Return the shape and the weights of a target; reads no weight. dummy: they are random.
-
-    Raises:
-        CheckpointError: a checkpoint that cannot be used.
-    """
+    """Return shape and weights, random if `dummy`; reads no weight. May raise CheckpointError."""
     shape = ModelShape.from_directory(path)
     if dummy:
         with tensor_defaults(torch.float32, "meta"):
@@ -236,7 +221,7 @@ def _text_name(stored: str) -> str | None:
 def _check_memory(shape: ModelShape, checkpoint: Checkpoint, max_model_len: int | None) -> None:
     """Raise if config.json claims more than the files hold, before memory is allocated."""
     tensors, directory = checkpoint.shapes, checkpoint.directory
-    check_size(tensors, directory, "model.embed_tokens.weight", 0, "vocab_size", shape.vocab_size)
+    check_size(tensors, directory, "model.embed_tokens.weight", "vocab_size", shape.vocab_size)
     check_sizes(shape, tensors, directory, "model.")
     if not any(name.startswith(f"model.layers.{shape.num_layers - 1}.") for name in tensors):
         raise CheckpointError(
@@ -244,7 +229,5 @@ def _check_memory(shape: ModelShape, checkpoint: Checkpoint, max_model_len: int 
             f"model.layers.{shape.num_layers - 1}; correct config.json or fetch the right file"
         )
     if max_model_len is None and shape.max_position_embeddings > MAX_POSITIONS:
-        raise CheckpointError(
-            f"{directory}/config.json: max_position_embeddings={shape.max_position_embeddings}: "
-            f"more than {MAX_POSITIONS}; set max_model_len"
-        )
+        why = f"max_position_embeddings={shape.max_position_embeddings}: more than {MAX_POSITIONS}"
+        raise CheckpointError(f"{directory}/config.json: {why}; set max_model_len")

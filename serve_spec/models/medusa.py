@@ -5,8 +5,6 @@ KV. The feature is the target's hidden state after its final norm (arXiv 2401.10
 Source: github.com/FasterDecoding/Medusa, `medusa_model.py`; vLLM's naming and `token_map`.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serve_spec.core.context import ForwardContext
-from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import (
     Destination,
@@ -57,10 +54,8 @@ class ResidualBlocks(Layer):
     def __init__(self, shape: MedusaShape) -> None:
         super().__init__()
         hidden = shape.hidden_size
-        self.blocks = nn.ModuleList(
-            Linear(hidden, {f"layers.{index}": hidden}, bias=shape.bias)
-            for index in range(shape.num_blocks)
-        )
+        names = [f"layers.{index}" for index in range(shape.num_blocks)]
+        self.blocks = nn.ModuleList(Linear(hidden, {n: hidden}, bias=shape.bias) for n in names)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return all blocks applied to x [T, H]."""
@@ -95,7 +90,10 @@ class Medusa(DraftHead):
         # A matrix for the whole vocabulary has rows without a draft id.
         has_idle_rows = target_ids is not None and num_rows > len(target_ids)
         self._rows = target_ids if has_idle_rows else None
-        self._is_padding = _padding(target_ids, target)
+        self._is_padding: Tensor | None = None
+        if (num_ids := target.shape.num_ids) is not None:
+            ids = torch.arange(target.shape.vocab_size) if target_ids is None else target_ids
+            self._is_padding = ids >= num_ids
 
     def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         """Return the features of the queries [R, H]: no head reads tokens."""
@@ -106,7 +104,12 @@ class Medusa(DraftHead):
     def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
         """Return logits float32 [R, V or Vd] of head `step` from target features [R, H]."""
         head, lm_head = self.heads[step], self.lm_heads[step]
-        return self._sampleable(lm_head(head(hidden.to(self.dtype)).to(self.head_dtype)))
+        logits: Tensor = lm_head(head(hidden.to(self.dtype)).to(self.head_dtype))
+        if self._rows is not None:
+            logits = logits.index_select(1, self._rows)
+        if self._is_padding is not None:
+            logits.masked_fill_(self._is_padding, float("-inf"))
+        return logits
 
     def tensors(self) -> dict[str, Destination]:
         """Return destinations by vLLM's names, without those shared with the target."""
@@ -116,22 +119,11 @@ class Medusa(DraftHead):
             *(("", lm_head) for lm_head in own),
         )
 
-    def _sampleable(self, logits: Tensor) -> Tensor:
-        if self._rows is not None:
-            logits = logits.index_select(1, self._rows)
-        if self._is_padding is not None:
-            logits.masked_fill_(self._is_padding, float("-inf"))
-        return logits
-
 
 def load_medusa(
     path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype
 ) -> Medusa:
-    """Load the heads in `path` for `target`, computing in `dtype`.
-
-    Raises:
-        CheckpointError: as `open_draft`; heads for another target, or tensors that do not fit.
-    """
+    """Load the heads in `path` for `target` in `dtype`, or raise CheckpointError."""
     file = open_draft(path, "MEDUSA", target.shape if options.dummy else None)
     medusa = make_medusa(file, target, dtype)
     file.checkpoint.load_into(medusa.tensors(), medusa.read_elsewhere)
@@ -141,11 +133,7 @@ def load_medusa(
 
 
 def make_medusa(file: DraftFile, target: Llama, dtype: torch.dtype) -> Medusa:
-    """Return the heads in `file` without their weights, on the target's device.
-
-    Raises:
-        CheckpointError: heads for another target, or an id map that cannot be used.
-    """
+    """Return the heads without weights, on the target's device, or raise CheckpointError."""
     shape = medusa_shape(file)
     _check_fit(file, shape, target)
     vocab = target.shape.vocab_size
@@ -186,37 +174,19 @@ def _stored_outputs(file: DraftFile, num_heads: int) -> tuple[str, ...]:
 
 
 def _output_heads(shape: MedusaShape, target: Llama) -> list[Linear]:
-    """Return one output matrix for each head."""
-    if shape.num_rows is None:
-        stored = [target.lm_head]
-    else:
-        stored = [
-            vocab_head(shape.hidden_size, shape.num_rows, target.parallel, name)
-            for name in shape.outputs
-        ]
+    width, rows = shape.hidden_size, shape.num_rows or 0
+    stored = [vocab_head(width, rows, target.parallel, name) for name in shape.outputs]
+    stored = stored or [target.lm_head]
     for lm_head in stored:
         lm_head.out_dtype = torch.float32
-    return stored if len(stored) == shape.num_heads else stored * shape.num_heads
-
-
-def _padding(target_ids: Tensor | None, target: Llama) -> Tensor | None:
-    """Return which draft ids map to padding of the target, bool [Vd]; None: none."""
-    if target.shape.num_ids is None:
-        return None
-    if target_ids is None:
-        target_ids = torch.arange(target.shape.vocab_size)
-    return target_ids >= target.shape.num_ids
+    return stored if len(stored) > 1 else stored * shape.num_heads
 
 
 def _check_fit(file: DraftFile, shape: MedusaShape, target: Llama) -> None:
-    if shape.hidden_size != target.shape.hidden_size:
-        raise CheckpointError(
-            f"{file.path}: the heads read hidden states of width {shape.hidden_size}, but the "
-            f"target's hidden_size is {target.shape.hidden_size}; use heads trained for this target"
-        )
-    vocab_size = target.shape.vocab_size
-    if TOKEN_MAP not in file.checkpoint and shape.num_rows not in (None, vocab_size):
-        raise CheckpointError(
-            f"{file.path}: the heads draft {shape.num_rows} tokens, the target has "
-            f"{vocab_size}, and there is no {TOKEN_MAP}; use heads trained for this target"
-        )
+    fix, theirs = "use heads trained for this target", target.shape
+    if shape.hidden_size != theirs.hidden_size:
+        why = f"the heads read hidden states of width {shape.hidden_size}, but the target's"
+        raise file.refusal(f"{why} hidden_size is {theirs.hidden_size}", fix)
+    if TOKEN_MAP not in file.checkpoint and shape.num_rows not in (None, theirs.vocab_size):
+        why = f"the heads draft {shape.num_rows} tokens, the target has {theirs.vocab_size}"
+        raise file.refusal(f"{why}, and there is no {TOKEN_MAP}", fix)

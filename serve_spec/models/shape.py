@@ -3,8 +3,6 @@
 Settings that no layer implements are refused by name before any weight is read.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping
@@ -15,7 +13,7 @@ from typing import Any
 from serve_spec.config.checkpoint import Config, max_positions, rope_parameters, text_config
 from serve_spec.core.context import KVShape
 from serve_spec.core.errors import CheckpointError
-from serve_spec.layers.rope import RopeScaling
+from serve_spec.layers.rope import RopeScaling, RotaryTable
 from serve_spec.ops.paged_attention import AttentionKind
 
 NUM_IDS_KEY = "serve_spec_num_ids"
@@ -24,10 +22,9 @@ NUM_IDS_KEY = "serve_spec_num_ids"
 
 @dataclass(frozen=True)
 class _Family:
-    """Defaults of an architecture in transformers beyond the keys of its config.
+    """Defaults of an architecture in transformers beyond its config, which may have `bias_keys`.
 
-    `bias_keys`: it reads these. `use_sliding_window_key`: its windows are off unless that key is
-    true.
+    `use_sliding_window_key`: its windows are off unless that key is true.
     """
 
     qkv_bias: bool = False
@@ -92,10 +89,8 @@ class ModelShape:
         if self.head_dim % 2:
             raise CheckpointError(f"head_dim={self.head_dim} is odd; rotary embeddings need pairs")
         if self.num_ids is not None and self.num_ids > self.vocab_size:
-            raise CheckpointError(
-                f"{NUM_IDS_KEY}={self.num_ids} is more than vocab_size={self.vocab_size}; "
-                "fix config.json"
-            )
+            why = f"{NUM_IDS_KEY}={self.num_ids} is more than vocab_size={self.vocab_size}"
+            raise CheckpointError(f"{why}; fix config.json")
 
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
@@ -112,20 +107,19 @@ class ModelShape:
         """Return what each layer keeps of a token."""
         return (KVShape(self.num_kv_heads, self.head_dim, self.head_dim),) * self.num_layers
 
-    def on_rank_of(self, size: int) -> ModelShape:
-        """Return the shape of each of `size` ranks: its share of heads and neurons.
+    def rotary(self, longest: int | None = None) -> RotaryTable:
+        """Return the rotary table of `longest` positions; None: of the longest text."""
+        longest = longest or self.max_position_embeddings
+        return RotaryTable(self.head_dim, self.rope_theta, self.rope_scaling, longest)
 
-        Raises:
-            CheckpointError: heads or neurons are not divisible by `size`.
-        """
+    def on_rank_of(self, size: int) -> "ModelShape":
+        """Return each of `size` ranks' share of heads and neurons; may raise CheckpointError."""
         shared = self._shared_sizes
         uneven = [f"{key}={number}" for key, number in shared.items() if number % size]
         if uneven:
             most = math.gcd(*shared.values())
-            raise CheckpointError(
-                f"tensor_parallel_size={size} does not divide {', '.join(uneven)} of this model; "
-                f"use a divisor of {most}"
-            )
+            why = f"tensor_parallel_size={size} does not divide {', '.join(uneven)} of this model"
+            raise CheckpointError(f"{why}; use a divisor of {most}")
         return replace(
             self,
             num_heads=self.num_heads // size,
@@ -146,12 +140,8 @@ class ModelShape:
         }
 
     @staticmethod
-    def from_directory(path: Path | str) -> ModelShape:
-        """Read `config.json` and, if present, `generation_config.json` of a target.
-
-        Raises:
-            CheckpointError: no readable config, or a model that is not supported.
-        """
+    def from_directory(path: Path | str) -> "ModelShape":
+        """Return the shape of a target's folder, or raise CheckpointError."""
         path = Path(path)
         config = read_json(path / "config.json")
         generation_path = path / "generation_config.json"
@@ -163,12 +153,8 @@ class ModelShape:
             raise CheckpointError(f"{path}/config.json: {what}") from None
 
     @staticmethod
-    def from_config(config: Config, generation: Config | None = None) -> ModelShape:
-        """Return the shape of a target from its parsed `config.json`.
-
-        Raises:
-            CheckpointError: a key that is missing or not supported.
-        """
+    def from_config(config: Config, generation: Config | None = None) -> "ModelShape":
+        """Return the shape in a target's parsed `config.json`, or raise CheckpointError."""
         config = text_config(config)
         architecture = _architecture(config)
         family = FAMILIES[architecture]
@@ -176,9 +162,7 @@ class ModelShape:
         biases = {key for key in family.bias_keys if config.get(key)}
         num_layers = whole(config, "num_hidden_layers")
         if num_layers > _MOST_LAYERS:
-            raise CheckpointError(
-                f"config.json: num_hidden_layers={num_layers}: more than {_MOST_LAYERS}; correct it"
-            )
+            raise _wrong(f"num_hidden_layers={num_layers}: more than {_MOST_LAYERS}; correct it")
         return ModelShape(
             **layer_sizes(config),
             architecture=architecture,
@@ -193,6 +177,10 @@ class ModelShape:
             eos_token_ids=_eos_token_ids(config, generation or {}),
             num_ids=None if config.get(NUM_IDS_KEY) is None else whole(config, NUM_IDS_KEY),
         )
+
+
+def _wrong(problem: str) -> CheckpointError:
+    return CheckpointError(f"config.json: {problem}")
 
 
 def layer_sizes(config: Config) -> dict[str, Any]:
@@ -217,41 +205,30 @@ def layer_sizes(config: Config) -> dict[str, Any]:
 def check_sizes(
     shape: ModelShape, tensors: Mapping[str, tuple[int, ...]], directory: Path | str, prefix: str
 ) -> None:
-    """Compare the sizes of a layer in config.json with the tensors, before memory is allocated.
+    """Raise CheckpointError unless a layer's tensors have the sizes of config.json.
 
-    tensors: shapes by name. prefix: before `layers.0.` in names.
-
-    Raises:
-        CheckpointError: a tensor is missing or of another size; names the key of config.json.
+    Before memory is allocated. tensors: shapes by name. prefix: before `layers.0.` in names.
     """
     layer = f"{prefix}layers.0."
     heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    sizes = (
-        (layer + "self_attn.o_proj.weight", 0, "hidden_size", shape.hidden_size),
-        (layer + "self_attn.q_proj.weight", 0, "num_attention_heads * head_dim", heads),
-        (layer + "self_attn.k_proj.weight", 0, "num_key_value_heads * head_dim", kv_heads),
-        (layer + "mlp.gate_proj.weight", 0, "intermediate_size", shape.intermediate_size),
-    )
-    for name, dim, key, size in sizes:
-        check_size(tensors, directory, name, dim, key, size)
+    for name, key, size in (
+        ("self_attn.o_proj.weight", "hidden_size", shape.hidden_size),
+        ("self_attn.q_proj.weight", "num_attention_heads * head_dim", heads),
+        ("self_attn.k_proj.weight", "num_key_value_heads * head_dim", kv_heads),
+        ("mlp.gate_proj.weight", "intermediate_size", shape.intermediate_size),
+    ):
+        check_size(tensors, directory, layer + name, key, size)
 
 
 def check_size(
-    tensors: Mapping[str, tuple[int, ...]],
-    directory: Path | str,
-    name: str,
-    dim: int,
-    key: str,
-    size: int,
+    tensors: Mapping[str, tuple[int, ...]], directory: Path | str, name: str, key: str, size: int
 ) -> None:
-    """Raise CheckpointError unless the tensor exists and has the size of config.json."""
+    """Raise CheckpointError unless the tensor exists, with as many rows as config.json says."""
     if name not in tensors:
-        raise CheckpointError(
-            f"{directory}: missing {name}; the files are incomplete or config.json describes "
-            "another model"
-        )
+        fix = "the files are incomplete or config.json describes another model"
+        raise CheckpointError(f"{directory}: missing {name}; {fix}")
     found = list(tensors[name])
-    expected = [*found[:dim], size, *found[dim + 1 :]]
+    expected = [size, *found[1:]]
     if found != expected:
         raise CheckpointError(
             f"{directory}/config.json: {key}={size}: tensor {name} is {found}, expected "
@@ -260,11 +237,7 @@ def check_size(
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Parse a JSON object.
-
-    Raises:
-        CheckpointError: the file is absent, unreadable or not an object.
-    """
+    """Return a JSON object; raise CheckpointError if it is absent, unreadable or none."""
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError as error:
@@ -277,17 +250,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def whole(config: Config, key: str, default: int | None = None) -> int:
-    """Return a positive integer of the config; `default` if absent or null.
-
-    Raises:
-        CheckpointError: absent without a default, or not a positive integer.
-    """
+    """Return a key, `default` if null; raise CheckpointError unless it is a positive integer."""
     value = config.get(key)
     if value is None:
         value = default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         found = "missing" if value is None else repr(value)
-        raise CheckpointError(f"config.json: {key} is {found}; a positive integer is needed")
+        raise _wrong(f"{key} is {found}; a positive integer is needed")
     return value
 
 
@@ -295,40 +264,30 @@ def check_supported(config: Config) -> None:
     """Raise CheckpointError for settings that no layer implements."""
     act = config.get("hidden_act", "silu")
     if act != "silu":
-        raise CheckpointError(f"config.json: hidden_act={act!r}: not supported; only 'silu' is")
+        raise _wrong(f"hidden_act={act!r}: not supported; only 'silu' is")
     strange = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if strange:
-        raise CheckpointError(
-            f"config.json: layer_types {sorted(strange)} are not supported; "
-            "only 'full_attention' and 'sliding_attention' are"
-        )
+        why = f"layer_types {sorted(strange)} are not supported"
+        raise _wrong(f"{why}; only 'full_attention' and 'sliding_attention' are")
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
-        raise CheckpointError(
-            f"config.json: quantization_config.quant_method={method!r}: not supported; "
-            "use the float32, bfloat16 or float16 checkpoint"
-        )
+        why = f"config.json: quantization_config.quant_method={method!r}: not supported"
+        raise CheckpointError(f"{why}; use the float32, bfloat16 or float16 checkpoint")
 
 
 def read_rope(config: Config) -> tuple[float, RopeScaling | None]:
-    """Return base frequency and scaling.
-
-    Raises:
-        CheckpointError: a rope type that is not supported or incomplete.
-    """
+    """Return base frequency and scaling; raise CheckpointError if the type is not supported."""
     kind = "?"
     try:
         rope = rope_parameters(config)
         theta, kind = _positive(rope["rope_theta"]), _rope_type(rope, config)
         return theta, None if kind in _PLAIN_ROPES else _scaling(kind, rope, config)
     except KeyError as error:
-        raise CheckpointError(f"config.json: rope type {kind!r} lacks {error}; add it") from error
+        raise _wrong(f"rope type {kind!r} lacks {error}; add it") from error
     except CheckpointError:
         raise
     except (TypeError, ValueError, ArithmeticError) as error:
-        raise CheckpointError(
-            f"config.json: rope_parameters or rope_scaling: {error}; correct it"
-        ) from error
+        raise _wrong(f"rope_parameters or rope_scaling: {error}; correct it") from error
 
 
 # dynamic scales only beyond max_position_embeddings, which is the longest text. mrope has three
@@ -340,16 +299,12 @@ _SCALED_ROPES = ("linear", "llama3", "yarn", "longrope")
 def _rope_type(rope: Config, config: Config) -> str:
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
     if partial != 1.0:
-        raise CheckpointError(
-            f"config.json: partial_rotary_factor={partial}: not supported; only 1.0 is"
-        )
+        raise _wrong(f"partial_rotary_factor={partial}: not supported; only 1.0 is")
     is_nested = any(isinstance(value, Mapping) for value in rope.values())
     kind = "per layer" if is_nested else rope["rope_type"]
     if kind not in (*_PLAIN_ROPES, *_SCALED_ROPES):
-        raise CheckpointError(
-            f"config.json: rope type {kind!r}: not supported; use one of "
-            f"{sorted({*_PLAIN_ROPES, *_SCALED_ROPES})}"
-        )
+        fix = f"use one of {sorted({*_PLAIN_ROPES, *_SCALED_ROPES})}"
+        raise _wrong(f"rope type {kind!r}: not supported; {fix}")
     return str(kind)
 
 
@@ -360,15 +315,11 @@ def _scaling(kind: str, rope: Config, config: Config) -> RopeScaling:
     if kind == "linear":
         return RopeScaling(kind, _positive(rope["factor"]))
     if kind == "llama3":
-        return RopeScaling(
-            kind,
-            _positive(rope["factor"]),
-            context,
-            low_freq_factor=float(rope["low_freq_factor"]),
-            high_freq_factor=float(rope["high_freq_factor"]),
-        )
+        factor = _positive(rope["factor"])
+        low, high = (float(rope[f"{name}_freq_factor"]) for name in ("low", "high"))
+        return RopeScaling(kind, factor, context, low_freq_factor=low, high_freq_factor=high)
+    factor = _positive(rope.get("factor") or longest / context)
     if kind == "yarn":
-        factor = _positive(rope.get("factor") or longest / context)
         return RopeScaling(
             kind,
             factor,
@@ -378,20 +329,13 @@ def _scaling(kind: str, rope: Config, config: Config) -> RopeScaling:
             beta_slow=float(rope.get("beta_slow") or 1),
             truncate=bool(rope.get("truncate", True)),
         )
-    factor = _positive(rope.get("factor") or longest / context)
     grown = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(context))
     pairs = whole(config, "head_dim", config["hidden_size"] // config["num_attention_heads"]) // 2
     short, long = (tuple(map(float, rope[f"{name}_factor"])) for name in ("short", "long"))
     if not len(short) == len(long) == pairs:
         raise ValueError(f"{len(short)} short and {len(long)} long factors for {pairs} pairs")
-    return RopeScaling(
-        kind,
-        factor,
-        context,
-        grown if given is None else float(given),
-        short_factor=short,
-        long_factor=long,
-    )
+    attention = grown if given is None else float(given)
+    return RopeScaling(kind, factor, context, attention, short_factor=short, long_factor=long)
 
 
 def _positive(number: Any) -> float:
@@ -412,29 +356,24 @@ def _architecture(config: Config) -> str:
     names = config.get("architectures") or []
     if len(names) == 1 and names[0] in FAMILIES:
         return str(names[0])
-    raise CheckpointError(
-        f"config.json: architectures={names!r}: not supported; use one of {sorted(FAMILIES)}"
-    )
+    raise _wrong(f"architectures={names!r}: not supported; use one of {sorted(FAMILIES)}")
 
 
 def _windows(
     config: Config, architecture: str, family: _Family, num_layers: int
 ) -> tuple[int | None, ...]:
-    """Return the window of each layer."""
     window = config.get("sliding_window", _DEFAULT_WINDOW if family.has_window else None)
     if family.use_sliding_window_key and not config.get("use_sliding_window", False):
         window = None
     if window is None:
         return (None,) * num_layers
     if not family.has_window:
-        raise CheckpointError(
-            f"config.json: sliding_window={window!r}: not supported for {architecture}; set null"
-        )
+        raise _wrong(f"sliding_window={window!r}: not supported for {architecture}; set null")
     window = whole(config, "sliding_window", window)
     if kinds := config.get("layer_types"):
         if len(kinds) != num_layers:
-            raise CheckpointError(
-                f"config.json: layer_types has {len(kinds)} entries for num_hidden_layers="
+            raise _wrong(
+                f"layer_types has {len(kinds)} entries for num_hidden_layers="
                 f"{num_layers}; correct config.json"
             )
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -1,7 +1,5 @@
 """Stand-alone drafts: whole small models with the target's tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,13 +56,7 @@ class Standalone(DraftHead):
 def load_standalone(
     path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype
 ) -> Standalone:
-    """Load the model in `path` to draft for `target`, on its device and over its positions.
-
-    Ids that only one of both has are padding, and are never drafted.
-
-    Raises:
-        CheckpointError: as `load_target`; a draft head; other tokens than the target's.
-    """
+    """Load the model in `path` to draft the ids that it and `target` have."""
     assert target.path is not None, "a target that was loaded has a path"
     if not options.dummy:
         open_draft(path, "STANDALONE")
@@ -87,10 +79,7 @@ def shared_ids(
 ) -> int | None:
     """Return how many ids of the draft are the target's (`ModelShape.num_ids`); None: all.
 
-    Vocabularies of one family are padded differently, so sizes may differ if tokenizers agree.
-
-    Raises:
-        CheckpointError: other tokens, or sizes that differ and no tokenizers to compare.
+    Sizes may differ by padding, but tokenizers must then agree, or CheckpointError is raised.
     """
     is_proven = check_same_tokens(draft_path, target_path)
     if draft.vocab_size != target.vocab_size and not is_proven:
@@ -99,10 +88,5 @@ def shared_ids(
             f"{target.vocab_size}; use a draft of the same family, or put tokenizer.json into both "
             "folders to prove that only padding differs"
         )
-    real = min(
-        draft.num_ids or draft.vocab_size,
-        target.num_ids or target.vocab_size,
-        draft.vocab_size,
-        target.vocab_size,
-    )
+    real = min(draft.num_ids or draft.vocab_size, target.num_ids or target.vocab_size)
     return None if real == draft.vocab_size else real

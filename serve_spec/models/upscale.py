@@ -18,8 +18,6 @@ Share of 768 tokens of the shipped target with the argmax of float32: bfloat16 a
 times as wide, 98.3 % without noise and 98.4 % with it (the default of `serve-spec expand`).
 """
 
-from __future__ import annotations
-
 import re
 import zlib
 from dataclasses import dataclass, fields
@@ -31,9 +29,8 @@ from torch import Tensor
 
 from serve_spec.config.base import Refusal, locate
 from serve_spec.core.errors import CheckpointError
-from serve_spec.layers.module import Shard
 from serve_spec.models.shape import read_json, whole
-from serve_spec.models.weights import Checkpoint, TensorFile, open_checkpoint
+from serve_spec.models.weights import BuiltFile, Checkpoint, open_checkpoint
 
 # All integers up to this magnitude are exact in bfloat16.
 _LARGEST = 256
@@ -78,7 +75,9 @@ def widen(
     """
     matrix = small.to(device=wide.device, dtype=wide.dtype).reshape(-1, small.shape[-1])
     if how.num_rows is not None:
-        matrix = with_more_rows(matrix, how.num_rows)
+        # Rows after the first ones are as large as real rows, and independent of them.
+        num_pages = -(-how.num_rows // matrix.shape[0])
+        matrix = torch.cat([matrix.roll(page, dims=1) for page in range(num_pages)])[: how.num_rows]
     width = matrix.shape[1] // how.num_blocks
     parts = matrix.view(matrix.shape[0], how.num_blocks, width)
     copies = wide.view(how.row_factor, *parts.shape[:2], how.column_factor, width)
@@ -88,15 +87,6 @@ def widen(
         copies.copy_(parts.unsqueeze(2).mul(0.0 if silent else 1.0 / how.column_factor))
     else:
         _fill_blocks(copies, parts, noise, generator, silent)
-
-
-def with_more_rows(matrix: Tensor, num_rows: int) -> Tensor:
-    """Return [num_rows, i]: the rows of `matrix` [o, i] repeated, each time shifted by one column.
-
-    Rows after the first o are as large as real rows, and independent of them.
-    """
-    num_pages = -(-num_rows // matrix.shape[0])
-    return torch.cat([matrix.roll(page, dims=1) for page in range(num_pages)])[:num_rows]
 
 
 def block_noise(num_blocks: int, noise: float) -> tuple[int, int]:
@@ -178,12 +168,8 @@ class Expansion:
     seed: int
 
     @staticmethod
-    def read(directory: Path) -> Expansion:
-        """Return the recipe in `directory`.
-
-        Raises:
-            CheckpointError: a key is missing, unknown or of the wrong kind.
-        """
+    def read(directory: Path) -> "Expansion":
+        """Return the recipe in `directory`; raise CheckpointError for a wrong key or value."""
         path = directory / RECIPE_FILE
         content = read_json(path)
         names = {field.name for field in fields(Expansion)}
@@ -209,11 +195,7 @@ def check_noise(noise: Any) -> None:
 
 
 def open_weights(path: Path | str) -> Checkpoint:
-    """Open the checkpoint in `path`: stored weights or an expansion; reads no weight.
-
-    Raises:
-        CheckpointError: as `open_checkpoint`; a recipe without a usable base.
-    """
+    """Open stored weights or an expansion; read no weight. Raise CheckpointError if that fails."""
     directory = Path(path)
     if not (directory / RECIPE_FILE).exists():
         return open_checkpoint(directory)
@@ -221,11 +203,7 @@ def open_weights(path: Path | str) -> Checkpoint:
 
 
 def find_base(base: str, folder: Path) -> Path:
-    """Return the folder of `base`; relative paths start at `folder`.
-
-    Raises:
-        CheckpointError: it does not exist, or is an expansion.
-    """
+    """Return the folder of `base`, relative to `folder`; raise CheckpointError if it is unfit."""
     try:
         found = locate("base", base, folder)
     except Refusal as error:
@@ -247,12 +225,7 @@ def added_layers(num_layers: int, wanted: int) -> list[tuple[int, bool]]:
     return [(place, index > 0 and places[index - 1] == place) for index, place in enumerate(places)]
 
 
-def moved_layer(layer: int, num_layers: int, wanted: int) -> int:
-    """Return the layer among `wanted` ones whose input is that of `layer` of the base."""
-    return -(-layer * wanted // num_layers)
-
-
-class _ExpandedFile(TensorFile):
+class _ExpandedFile(BuiltFile):
     """The tensors of an expansion, each built on demand."""
 
     def __init__(self, directory: Path, recipe: Expansion) -> None:
@@ -263,20 +236,16 @@ class _ExpandedFile(TensorFile):
         self._base = open_checkpoint(folder)
         is_draft = recipe.num_layers is None
         self._silent: set[str] = set()  # outputs of added layers
-        self._sources = self._draft_sources() if is_draft else self._target_sources()
+        kept = {name: name for name in self._base.shapes if name not in ("d2t", "t2d")}
+        self._sources = kept if is_draft else self._target_sources()
         self._maps = self._id_maps() if is_draft else {}
-        self._how = {
-            name: _widening(name, self._base.shapes[source], recipe, self._width)
-            for name, source in self._sources.items()
-        }
-        self.shapes = {
-            name: how.shape(self._base.shapes[self._sources[name]])
-            for name, how in self._how.items()
-        } | {name: tuple(ids.shape) for name, ids in self._maps.items()}
-
-    @property
-    def _width(self) -> int:
-        return whole(self._config, "hidden_size")
+        width = whole(self._config, "hidden_size")
+        self._how: dict[str, Widening] = {}
+        self.shapes = {name: tuple(ids.shape) for name, ids in self._maps.items()}
+        for name, source in self._sources.items():
+            small = self._base.shapes[source]
+            self._how[name] = how = _widening(name, small, recipe, width)
+            self.shapes[name] = how.shape(small)
 
     def read(self, name: str) -> Tensor:
         if name in self._maps:
@@ -297,15 +266,7 @@ class _ExpandedFile(TensorFile):
             silent=name in self._silent,
         )
 
-    def copy_shard(self, name: str, shard: Shard) -> None:
-        # Built whole on its device, so that all ranks draw the same noise.
-        tensor = shard.tensor
-        entire = torch.empty(self.shapes[name], dtype=tensor.dtype, device=tensor.device)
-        self.copy_into(name, entire)
-        tensor.copy_(entire[shard.index])
-
     def _target_sources(self) -> dict[str, str]:
-        """Return the tensor of the base that each one is made from."""
         assert self._recipe.num_layers is not None, "a target's expansion has a number of layers"
         names = self._base.shapes
         layers = added_layers(whole(self._config, "num_hidden_layers"), self._recipe.num_layers)
@@ -321,9 +282,6 @@ class _ExpandedFile(TensorFile):
                     if is_added and _SILENCED.search(name):
                         self._silent.add(wide_name)
         return sources
-
-    def _draft_sources(self) -> dict[str, str]:
-        return {name: name for name in self._base.shapes if name not in ("d2t", "t2d")}
 
     def _id_maps(self) -> dict[str, Tensor]:
         """Return `d2t` and `t2d` of a draft head with a smaller vocabulary than the target's.

@@ -9,8 +9,6 @@ compute what the small ones compute, at the cost of the large shape: speeds are 
 model of that shape, texts and accept lengths are the small pair's.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil
@@ -24,25 +22,16 @@ import yaml
 from serve_spec.config import ConfigError
 from serve_spec.config.checkpoint import MTP_KEY
 from serve_spec.core.errors import CheckpointError
+from serve_spec.models import upscale
 from serve_spec.models.draft_checkpoint import DraftFile, open_draft_file
 from serve_spec.models.draft_shape import capture_layers
 from serve_spec.models.shape import NUM_IDS_KEY, ModelShape, read_json, whole
-from serve_spec.models.upscale import (
-    RECIPE_FILE,
-    Expansion,
-    added_layers,
-    check_noise,
-    find_base,
-    moved_layer,
-)
+from serve_spec.models.upscale import Expansion
 
 # Files of a target beside its config and weights.
 _COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "chat_template.jinja",
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("generation_config.json", "chat_template.jinja"),
 )
 
 
@@ -62,11 +51,7 @@ SHAPES = {
 
 
 def sizes_of(name: str, base: ModelShape) -> dict[str, int]:
-    """Return the sizes of an `Expansion` that give `base` the published shape called `name`.
-
-    Raises:
-        CheckpointError: no integer factors lead to that shape.
-    """
+    """Return sizes that give `base` the shape `name`, or raise CheckpointError."""
     wanted = SHAPES[name]
     hidden = wanted["hidden_size"] // base.hidden_size
     ffn = wanted["intermediate_size"] // base.intermediate_size
@@ -88,12 +73,8 @@ def sizes_of(name: str, base: ModelShape) -> dict[str, int]:
 
 
 def expand_target(recipe: Expansion, directory: Path) -> None:
-    """Write the target `recipe.base`, expanded, into `directory`: config, recipe, tokenizer.
-
-    Raises:
-        CheckpointError: a base that cannot be used, or a size that does not fit it.
-    """
-    source = find_base(recipe.base, Path.cwd())
+    """Write the expanded target: config, recipe, tokenizer. May raise CheckpointError."""
+    source = upscale.find_base(recipe.base, Path.cwd())
     shape = ModelShape.from_directory(source)
     base = read_json(source / "config.json")
     for key, what in (("text_config", "multimodal models"), (MTP_KEY, "models with drafts")):
@@ -119,25 +100,17 @@ def expand_target(recipe: Expansion, directory: Path) -> None:
 
 
 def expand_draft(recipe: Expansion, target: ModelShape, directory: Path) -> str:
-    """Write the head `recipe.base`, made for a small `target`, for its expansion by `recipe`.
+    """Write the head `recipe.base`, made for a small `target`, expanded; return its family.
 
     Without `draft_vocab_size` an EAGLE-3 head gets as many more ids as the target.
-
-    Returns:
-        The head's family, `EAGLE` or `EAGLE3`.
-
-    Raises:
-        CheckpointError: a base that cannot be used, is not of `target`, or does not fit the size.
     """
-    source = find_base(recipe.base, Path.cwd())
+    source = upscale.find_base(recipe.base, Path.cwd())
     file = open_draft_file(source)
     family = file.recognition.family
     for key, expected in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
         if whole(file.config, key, target.vocab_size) != expected:
-            raise CheckpointError(
-                f"{source}: {key}={file.config[key]}, but the target's is {expected}; "
-                "only heads as wide as their target can be expanded"
-            )
+            why = f"{source}: {key}={file.config[key]}, but the target's is {expected}"
+            raise CheckpointError(f"{why}; only heads as wide as their target can be expanded")
     rows = _draft_rows(file, target.vocab_size, recipe) if family == "EAGLE3" else None
     _check(recipe, target.vocab_size)
     assert recipe.num_layers is not None, "a target has a number of layers"
@@ -146,20 +119,19 @@ def expand_draft(recipe: Expansion, target: ModelShape, directory: Path) -> str:
     if family == "EAGLE3":
         config["draft_vocab_size"] = rows
         config["target_hidden_size"] = recipe.hidden_factor * target.hidden_size
-        captured = capture_layers(
-            file.setting("eagle_aux_hidden_state_layer_ids"), target.num_layers
-        )
+        ids = file.setting("eagle_aux_hidden_state_layer_ids")
+        # The first layer whose input is that of the small one's, as the output of the layer before:
+        # this convention is the unambiguous one.
         config["eagle_aux_hidden_state_layer_ids"] = [
-            # As outputs of the layers before: this convention is the unambiguous one.
-            moved_layer(layer, target.num_layers, recipe.num_layers) - 1
-            for layer in captured
+            -(-layer * recipe.num_layers // target.num_layers) - 1
+            for layer in capture_layers(ids, target.num_layers)
         ]
     _write(directory, config, replace(recipe, num_layers=None, draft_vocab_size=rows), source)
     return family
 
 
 def _check(recipe: Expansion, vocab_size: int) -> None:
-    check_noise(recipe.noise)
+    upscale.check_noise(recipe.noise)
     for field in ("hidden_factor", "ffn_factor"):
         if getattr(recipe, field) < 1:
             number = getattr(recipe, field)
@@ -198,7 +170,9 @@ def _windows(shape: ModelShape, num_layers: int) -> dict[str, Any]:
     """Return the keys that give each of `num_layers` layers the window of the base's it copies."""
     if shape.sliding_window is None:
         return {"sliding_window": None, "use_sliding_window": False, "layer_types": None}
-    windows = [shape.windows[place] for place, _ in added_layers(shape.num_layers, num_layers)]
+    windows = [
+        shape.windows[place] for place, _ in upscale.added_layers(shape.num_layers, num_layers)
+    ]
     return {
         "sliding_window": shape.sliding_window,
         "use_sliding_window": True,
@@ -214,7 +188,7 @@ def _write(directory: Path, config: Mapping[str, Any], recipe: Expansion, source
     base = recipe.base if recipe.base.startswith("asset:") else str(source)
     written = asdict(replace(recipe, base=base))
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    (directory / RECIPE_FILE).write_text(json.dumps(written, indent=1) + "\n")
+    (directory / upscale.RECIPE_FILE).write_text(json.dumps(written, indent=1) + "\n")
 
 
 _CONFIG_FILE = "expanded.yaml"
@@ -223,7 +197,7 @@ _CONFIG_FILE = "expanded.yaml"
 def main(argv: list[str]) -> int:
     """Write the folders and the configuration; print their names."""
     args = _parser().parse_args(argv)
-    base = ModelShape.from_directory(find_base(args.target, Path.cwd()))
+    base = ModelShape.from_directory(upscale.find_base(args.target, Path.cwd()))
     sizes = _sizes(args, base)
     recipe = Expansion(args.target, noise=args.noise, seed=args.seed, **sizes)
     folder: Path = args.output_dir

@@ -4,8 +4,6 @@ A tensor that is missing, surplus or of another shape is refused by name, and so
 absent, damaged or contradicts its index.
 """
 
-from __future__ import annotations
-
 import re
 import zipfile
 from collections.abc import Collection, Iterable, Mapping
@@ -30,17 +28,15 @@ _MAX_NAMED = 5
 class Checkpoint:
     """The tensors of one directory by name; contents are read on demand."""
 
-    def __init__(self, files: Iterable[TensorFile], directory: Path) -> None:
+    def __init__(self, files: "Iterable[TensorFile]", directory: Path) -> None:
         self.directory = directory
         self._homes: dict[str, tuple[TensorFile, str]] = {}
         for file in files:
             for name in file.shapes:
                 if name in self._homes:
                     first = self._homes[name][0].path.name
-                    raise CheckpointError(
-                        f"{directory}: tensor {name} is in both {first} and {file.path.name}; "
-                        "remove the stale file"
-                    )
+                    why = f"{directory}: tensor {name} is in both {first} and {file.path.name}"
+                    raise CheckpointError(f"{why}; remove the stale file")
                 self._homes[name] = (file, name)
 
     @property
@@ -54,28 +50,21 @@ class Checkpoint:
     def read(self, name: str, *, floats: bool = False) -> Tensor:
         """Return one tensor, on the CPU, in its stored dtype.
 
-        Raises:
-            CheckpointError: the file holds no such tensor (of `floats`, if set), or cannot be read.
+        Raises CheckpointError: no such tensor (of `floats`, if set), or it cannot be read.
         """
         file, stored = self._home(name)
         return file.read_floats(stored) if floats else file.read(stored)
 
     def rename(self, new_names: Mapping[str, str | None]) -> None:
-        """Rename tensors: `new_names[old] = new`; None leaves a tensor out.
-
-        Raises:
-            CheckpointError: two tensors would share a name.
-        """
+        """Rename tensors, None: drop; raise CheckpointError if two would share a name."""
         homes: dict[str, tuple[TensorFile, str]] = {}
         for name, home in self._homes.items():
             known_as = new_names.get(name, name)
             if known_as is None:
                 continue
             if known_as in homes:
-                raise CheckpointError(
-                    f"{self.directory}: tensors {homes[known_as][1]} and {home[1]} both mean "
-                    f"{known_as}; keep one"
-                )
+                why = f"tensors {homes[known_as][1]} and {home[1]} both mean {known_as}"
+                raise CheckpointError(f"{self.directory}: {why}; keep one")
             homes[known_as] = home
         self._homes = homes
 
@@ -84,10 +73,7 @@ class Checkpoint:
     ) -> None:
         """Copy every tensor, or a shard of it, to its destination, cast to its dtype and device.
 
-        `read_elsewhere` names tensors the caller reads itself.
-
-        Raises:
-            CheckpointError: a tensor is missing, surplus, of another shape, or not of floats.
+        Raises as `check`, or if it holds no floats. `read_elsewhere`: what the caller reads itself.
         """
         self.check(destinations, read_elsewhere)
         for name, destination in destinations.items():
@@ -100,14 +86,12 @@ class Checkpoint:
     def check(
         self, destinations: Mapping[str, Destination], read_elsewhere: Collection[str] = ()
     ) -> None:
-        """Raise the errors of `load_into`, from names and shapes alone."""
+        """Raise CheckpointError for a tensor that is missing, surplus or of another shape."""
         shapes = self.shapes
         missing = [name for name in destinations if name not in shapes]
         if missing:
-            raise CheckpointError(
-                f"{self.directory}: missing {_listed(missing)}; "
-                "the files are incomplete or config.json describes another model"
-            )
+            fix = "the files are incomplete or config.json describes another model"
+            raise CheckpointError(f"{self.directory}: missing {_listed(missing)}; {fix}")
         surplus = [
             name
             for name in shapes
@@ -127,19 +111,16 @@ class Checkpoint:
                     f"{list(destination.shape)}; correct config.json or fetch the right file"
                 )
 
-    def _home(self, name: str) -> tuple[TensorFile, str]:
+    def _home(self, name: str) -> "tuple[TensorFile, str]":
         if name not in self._homes:
             raise CheckpointError(f"{self.directory}: tensor {name} is missing; fetch it again")
         return self._homes[name]
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
-    """Open `model.safetensors` or `pytorch_model.bin`, or the shards of their index.
+    """Open `model.safetensors` or `pytorch_model.bin`, or their shards; else CheckpointError.
 
     Reads no weight, but a pickle older than torch 1.6.
-
-    Raises:
-        CheckpointError: none of these is there, or one is damaged or incomplete.
     """
     directory = Path(path)
     kinds: tuple[tuple[str, type[TensorFile]], ...] = (
@@ -152,10 +133,8 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         if (index := directory / f"{name}.index.json").exists():
             return Checkpoint(_shards(index, kind), directory)
     found = sorted(p.name for p in directory.iterdir()) if directory.is_dir() else "no directory"
-    raise CheckpointError(
-        f"{directory}: no weights (found {found}); model.safetensors or pytorch_model.bin, or "
-        "their .index.json with all shards, is needed"
-    )
+    fix = "model.safetensors or pytorch_model.bin, or their .index.json with all shards, is needed"
+    raise CheckpointError(f"{directory}: no weights (found {found}); {fix}")
 
 
 class TensorFile(Protocol):
@@ -170,11 +149,7 @@ class TensorFile(Protocol):
         """Return the tensor on the CPU, in its stored dtype."""
 
     def read_floats(self, name: str) -> Tensor:
-        """Return a tensor of weights, as `read`.
-
-        Raises:
-            CheckpointError: the tensor does not hold floats.
-        """
+        """Return a tensor as `read`; raise CheckpointError if it does not hold floats."""
         tensor = self.read(name)
         if tensor.dtype not in _FLOATS:
             raise CheckpointError(
@@ -190,6 +165,16 @@ class TensorFile(Protocol):
     def copy_shard(self, name: str, shard: Shard) -> None:
         """Fill a part of a parameter, as `copy_into`."""
         shard.tensor.copy_(self.read_floats(name)[shard.index])
+
+
+class BuiltFile(TensorFile):
+    """Tensors that are built whole on their device, so that all ranks draw the same noise."""
+
+    def copy_shard(self, name: str, shard: Shard) -> None:
+        tensor = shard.tensor
+        entire = torch.empty(self.shapes[name], dtype=tensor.dtype, device=tensor.device)
+        self.copy_into(name, entire)
+        tensor.copy_(entire[shard.index])
 
 
 class SafetensorsFile(TensorFile):

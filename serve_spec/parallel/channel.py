@@ -1,7 +1,5 @@
 """The RPC channel between rank 0 and a worker rank: messages over TCP, and notice of a lost end."""
 
-from __future__ import annotations
-
 import hmac
 import os
 import pickle
@@ -13,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Self
 
 from serve_spec.log import get_logger
@@ -107,14 +104,11 @@ class Channel:
         return self._end.fileno()
 
     def authenticate(self, secret: bytes, mine: bytes, theirs: bytes) -> None:
-        """Prove that both ends know the secret, before anything is unpickled.
+        """Prove that both ends know the secret, before anything is unpickled, or raise EOFError.
 
         mine, theirs: names of the two ends, so that a proof cannot be sent back as one's own.
-
-        Raises:
-            EOFError: the other end does not know it, or does not answer.
         """
-        self._limit_silence(_PROOF_TIMEOUT)
+        self._end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _PROOF_TIMEOUT)
         challenge = os.urandom(32)
         try:
             self._connection.send_bytes(challenge)
@@ -125,10 +119,7 @@ class Channel:
             raise EOFError from error
         if not hmac.compare_digest(proof, _proof(secret, theirs, challenge)):
             raise EOFError("the other end does not know the secret")
-        self._limit_silence(_NO_TIMEOUT)
-
-    def _limit_silence(self, limit: bytes) -> None:
-        self._end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self._end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _NO_TIMEOUT)
 
 
 def wait_for_end(channels: Sequence[Channel], within_s: float | None = None) -> bool:
@@ -141,22 +132,14 @@ def wait_for_end(channels: Sequence[Channel], within_s: float | None = None) -> 
 
 
 def accept(listener: socket.socket, secret: bytes) -> Channel | None:
-    """Return a channel to the next process that connects; None if it is not a rank.
-
-    Raises:
-        TimeoutError: no process connected within the listener's time limit.
-    """
+    """Return a channel to the next process, None if it is no rank; may raise TimeoutError."""
     end, _ = listener.accept()
     end.setblocking(True)
     return _authenticated(Channel(end), secret, b"rank 0", b"worker rank")
 
 
 def connect(address: Address) -> Channel:
-    """Return a channel to rank 0.
-
-    Raises:
-        OSError: nothing listens there, or it is not rank 0.
-    """
+    """Return a channel to rank 0. Raises OSError: nothing listens there, or it is not rank 0."""
     channel = Channel(socket.create_connection((address.host, address.port)))
     authenticated = _authenticated(channel, address.secret, b"worker rank", b"rank 0")
     if authenticated is None:
@@ -178,12 +161,10 @@ def _proof(secret: bytes, name: bytes, challenge: bytes) -> bytes:
 
 
 class RankChannel:
-    """A worker rank's end: iterates over rank 0's messages until there are no more.
+    """A worker rank's end: iterates over the messages of rank 0, which listens at `address`.
 
     As a context, it reports to rank 0 the error that ended it. Once rank 0 is gone, the process
     ends, even in the middle of a computation that waits for rank 0.
-
-    address: where rank 0 listens.
     """
 
     def __init__(self, address: Address, rank: int) -> None:
@@ -210,12 +191,7 @@ class RankChannel:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         """Report an error, and swallow it if the loss of rank 0 explains it."""
         is_alone = isinstance(error, RuntimeError) and self._channel.is_broken(_BREAK_S)
         if error is not None and not is_alone:

@@ -1,7 +1,5 @@
 """What the ranks that share one model exchange while they compute."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import threading
@@ -11,13 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, TCPStore
-from torch.distributed.distributed_c10d import (
-    AllreduceOptions,
-    BroadcastOptions,
-    ProcessGroupGloo,
-    ReduceOp,
-    Store,
-)
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import Store
 
 from serve_spec.ops import elementwise
 from serve_spec.ops.linear import sum_partials
@@ -104,9 +97,9 @@ class DeviceGroup(TensorParallel):
         self._group: Any = (
             _nccl(store, rank, size) if device.type == "cuda" else _gloo(store, rank, size, host)
         )
-        self._sum = AllreduceOptions()
-        self._min = AllreduceOptions()
-        self._min.reduceOp = ReduceOp(ReduceOp.MIN)
+        self._sum = c10d.AllreduceOptions()
+        self._min = c10d.AllreduceOptions()
+        self._min.reduceOp = c10d.ReduceOp(c10d.ReduceOp.MIN)
         self._gather = AllgatherOptions()
         for options in (self._sum, self._min, self._gather):
             options.asyncOp = False
@@ -153,7 +146,7 @@ class DeviceGroup(TensorParallel):
         group = self._open
         if self._shared_sum is not None and self._shared_sum.broadcast(x, source):
             return x
-        options = BroadcastOptions()
+        options = c10d.BroadcastOptions()
         options.rootRank = source
         options.asyncOp = False
         _finish(group.broadcast([x], options))
@@ -180,7 +173,8 @@ class DeviceGroup(TensorParallel):
         if self._shared_sum is not None:
             self._shared_sum.release()
         if self._device.type == "cuda":
-            _abort_in_background(group)
+            _aborts.append(threading.Thread(target=group.abort, name="abort", daemon=True))
+            _aborts[-1].start()
         else:
             group.abort()
 
@@ -200,21 +194,9 @@ def store_server(host: str) -> TCPStore:
 def join(
     rank: int, size: int, device: torch.device, address: Address, host: str = LOOPBACK
 ) -> DeviceGroup:
-    """Return the group of all ranks once each of them has called this.
-
-    address: rank 0's. host: this rank's.
-
-    Raises:
-        RuntimeError: rank 0 is gone, or has given up.
-    """
+    """Return the group of all ranks once each has called this, or raise RuntimeError."""
     store = TCPStore(address.host, address.store_port, wait_for_workers=False, timeout=_TIMEOUT)
     return DeviceGroup(rank, size, device, store, host)
-
-
-def _abort_in_background(group: Any) -> None:
-    thread = threading.Thread(target=group.abort, name="abort", daemon=True)
-    thread.start()
-    _aborts.append(thread)
 
 
 _aborts: list[threading.Thread] = []
@@ -234,16 +216,14 @@ def _finish(work: Any) -> None:
         work.wait()
 
 
-def _gloo(store: Store, rank: int, size: int, host: str) -> ProcessGroupGloo:
-    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+def _gloo(store: Store, rank: int, size: int, host: str) -> c10d.ProcessGroupGloo:
+    options: Any = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = _TIMEOUT
-    return ProcessGroupGloo(store, rank, size, options)
+    return c10d.ProcessGroupGloo(store, rank, size, options)
 
 
 def _nccl(store: Store, rank: int, size: int) -> Any:
-    from torch.distributed.distributed_c10d import ProcessGroupNCCL  # not in torch for CPUs
-
-    options = ProcessGroupNCCL.Options()
+    options = c10d.ProcessGroupNCCL.Options()  # not in torch for CPUs
     options._timeout = _TIMEOUT
-    return ProcessGroupNCCL(store, rank, size, options)
+    return c10d.ProcessGroupNCCL(store, rank, size, options)

@@ -3,8 +3,6 @@
 The memory is torch's symmetric memory, which needs no default group: ranks meet in their own store.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import os
@@ -14,6 +12,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -23,25 +22,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, _SymmetricMemory
 
 from serve_spec.log import get_logger
-from serve_spec.ops.shared_sum import (
-    CAPACITY_BYTES,
-    EMPTY,
-    GATHER_NUMBERS,
-    NUM_PROGRAMS,
-    SharedMemory,
-    broadcast_words,
-    fits,
-    fits_broadcast,
-    fits_gather,
-    flags_shape,
-    gather_columns,
-    residual_fits,
-    shared_sum,
-    shares_shape,
-    slots_shape,
-    sum_add_norm,
-    sum_over_ranks,
-)
+from serve_spec.ops import shared_sum
+from serve_spec.ops.shared_sum import CAPACITY_BYTES, SharedMemory
 from serve_spec.parallel.group import TensorParallel
 
 logger = get_logger(__name__)
@@ -73,35 +55,35 @@ class SharedSum:
 
     def fits(self, x: Tensor) -> bool:
         """Return whether x is small enough; NCCL is faster for large ones."""
-        return fits(x)
+        return shared_sum.fits(x)
 
     def add_up(self, x: Tensor) -> None:
         """Replace x, which fits, by the sum of all ranks' x; on a GPU it only launches."""
-        sum_over_ranks(x, self._memory)
+        shared_sum.sum_over_ranks(x, self._memory)
 
     def broadcast(self, x: Tensor, source: int) -> bool:
         """Replace x by rank `source`'s x, token ids or counts; return False if it is too large."""
-        if not fits_broadcast(x):
+        if not shared_sum.fits_broadcast(x):
             return False
-        broadcast_words(x, source, self._memory)
+        shared_sum.broadcast_words(x, source, self._memory)
         return True
 
     def gather_columns(self, x: Tensor, start: int, width: int) -> Tensor | None:
         """See `shared_sum.gather_columns`; None if x does not fit."""
-        if not fits_gather(x, width):
+        if not shared_sum.fits_gather(x, width):
             return None
         self.add_up(self._zeros)
-        return gather_columns(x, start, width, self._memory)
+        return shared_sum.gather_columns(x, start, width, self._memory)
 
     def residual_fits(self, x: Tensor, residual: Tensor) -> bool:
         """Return whether `add_norm` takes them."""
-        return residual_fits(x if x.dim() == residual.dim() else residual)
+        return shared_sum.residual_fits(x if x.dim() == residual.dim() else residual)
 
     def add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """See `TensorParallel.add_norm`; on a GPU it only launches. The rows of x fit."""
-        return sum_add_norm(x, residual, weight, eps, self._memory)
+        return shared_sum.sum_add_norm(x, residual, weight, eps, self._memory)
 
     def release(self) -> None:
         """Release the sums of this rank that wait for another; their results are invalid."""
@@ -175,8 +157,8 @@ def _allocate(device: torch.device, size: int) -> Tensor:
     num_bytes = sum(_num_bytes(shape, dtype) for shape, dtype in _places(size))
     own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
     own.zero_()
-    slots = math.prod(slots_shape(size))
-    own[: slots * torch.int32.itemsize].view(torch.int32).fill_(EMPTY)
+    slots = math.prod(shared_sum.slots_shape(size))
+    own[: slots * torch.int32.itemsize].view(torch.int32).fill_(shared_sum.EMPTY)
     torch.cuda.synchronize(device)
     return own
 
@@ -188,26 +170,20 @@ def _share(own: Tensor, rank: int, size: int, store: Store) -> SharedSum:
         first = begin // dtype.itemsize
         places.append(tuple(handle.get_buffer(r, shape, dtype, first) for r in range(size)))
         begin += _num_bytes(shape, dtype)
+    zeros = partial(torch.zeros, dtype=torch.int64, device=own.device)
     slots, shares, flags, gathered = places
-    memory = SharedMemory(
-        rank,
-        slots,
-        shares,
-        flags,
-        gathered,
-        counts=torch.zeros(NUM_PROGRAMS, dtype=torch.int64, device=own.device),
-        released=torch.zeros(1, dtype=torch.int64, device=own.device),
-    )
+    counts, released = zeros(shared_sum.NUM_PROGRAMS), zeros(1)
+    memory = SharedMemory(rank, slots, shares, flags, gathered, counts, released)
     return SharedSum(memory, (own, handle))
 
 
 def _places(size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Return the tensors of a rank that others write to, in the order of `SharedMemory`."""
     return [
-        (slots_shape(size), torch.int32),
-        (shares_shape(size), torch.int32),
-        (flags_shape(size), torch.int64),
-        ((GATHER_NUMBERS,), torch.float32),
+        (shared_sum.slots_shape(size), torch.int32),
+        (shared_sum.shares_shape(size), torch.int32),
+        (shared_sum.flags_shape(size), torch.int64),
+        ((shared_sum.GATHER_NUMBERS,), torch.float32),
     ]
 
 
@@ -265,7 +241,7 @@ def _try(shared: SharedSum, rank: int, size: int, device: torch.device) -> None:
         for num_bytes in _TRIAL_BYTES:
             for turn in range(_TRIAL_TURNS):
                 parts = [_drawn(num_bytes // 2, turn * size + r, device) for r in range(size)]
-                expected = shared_sum(parts)
+                expected = shared_sum.shared_sum(parts)
                 shared.add_up(parts[rank])
                 _wait_for_end(shared)
                 if not torch.equal(parts[rank], expected):

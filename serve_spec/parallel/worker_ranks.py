@@ -1,7 +1,5 @@
 """Rank 0's end: starts the worker ranks, broadcasts to them, and notices the loss of one."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import pickle
@@ -82,11 +80,7 @@ class WorkerRanks:
         atexit.register(self.stop)
 
     def accept(self, processes: Processes) -> None:
-        """Wait until all have connected.
-
-        Raises:
-            RankLost: one cannot start, or ended, or does not connect.
-        """
+        """Wait until all have connected; raise RankLost if one cannot start, ends or is late."""
         self._processes = processes
         deadline = time.monotonic() + _START_S
         while missing := [rank for rank in range(1, self.size) if rank not in self._channels]:
@@ -98,11 +92,7 @@ class WorkerRanks:
         self._watcher.start()
 
     def join(self, device: torch.device) -> TensorParallel:
-        """Return the group of all ranks; it is closed if one is lost.
-
-        Raises:
-            RankLost: one was lost before it joined.
-        """
+        """Return the group of all ranks, closed if one is lost; RankLost if that is before."""
         joined: Future[DeviceGroup] = Future()
 
         def enter() -> None:
@@ -120,11 +110,7 @@ class WorkerRanks:
         return self._group
 
     def broadcast(self, message: object) -> None:
-        """Send a message to all.
-
-        Raises:
-            RankLost: one is gone.
-        """
+        """Send a message to all. Raises RankLost: one is gone."""
         self.check()
         pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self.in_step():
@@ -141,8 +127,7 @@ class WorkerRanks:
     def in_step(self) -> Iterator[None]:
         """Wrap what all ranks do at the same time; an error in it ends them all.
 
-        Raises:
-            RankLost: another rank was lost, which explains the error here.
+        Raises RankLost: another rank was lost, which explains the error here.
         """
         try:
             yield
@@ -271,7 +256,7 @@ class ProcessLauncher:
 
     def start(
         self, module: str, settings: object, rank: int, size: int, address: Address
-    ) -> ChildProcess:
+    ) -> "ChildProcess":
         """See `Launcher`."""
         package = str(Path(serve_spec.__file__).parents[1])
         paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -311,23 +296,15 @@ class ChildProcess:
 def launch(
     module: str, size: int, settings: object, launcher: Launcher | None = None
 ) -> WorkerRanks:
-    """Start ranks 1 .. size - 1; return when all have connected.
+    """Start ranks 1 .. size - 1; return when all have connected, or raise RankLost.
 
-    module: import path of a module with `follow(settings, rank, size, address)`. launcher: None for
-    processes of this host.
-
-    Raises:
-        RankLost: one did not start.
+    module: has `follow(settings, rank, size, address)`. launcher: None: processes of this host.
     """
     launcher = launcher or ProcessLauncher()
     ranks = WorkerRanks(size, launcher.host)
     try:
-        ranks.accept(
-            {
-                rank: launcher.start(module, settings, rank, size, ranks.address)
-                for rank in range(1, size)
-            }
-        )
+        start, address = launcher.start, ranks.address
+        ranks.accept({r: start(module, settings, r, size, address) for r in range(1, size)})
     except BaseException:
         ranks.stop()
         raise

@@ -12,8 +12,6 @@ Elsewhere put your target into WORK/export/target, and {"train": ids, "held_out"
 WORK/tokens.pt with torch.save (integer tensors [N]).
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys
@@ -46,13 +44,8 @@ class Workshop(Generic[R]):
     device: torch.device
     quiet: bool = False
 
-    @property
-    def export(self) -> Path:
-        return self.work / "export"
-
-    @property
-    def report(self) -> Path:
-        return self.work / "report"
+    def __post_init__(self) -> None:
+        self.export, self.report = self.work / "export", self.work / "report"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -140,11 +133,7 @@ class Program(Generic[R]):
     extra: Mapping[str, PhaseFunction]
 
     def recipe(self, preset: str) -> R:
-        """Return the recipe called `preset`.
-
-        Raises:
-            ValueError: the name is unknown.
-        """
+        """Return the recipe called `preset`. Raises ValueError: the name is unknown."""
         if preset not in self.presets:
             raise ValueError(f"preset={preset!r}: unknown; use one of {sorted(self.presets)}")
         return self.presets[preset]()

@@ -1,7 +1,5 @@
 """New drafts for a target, with initial weights, and their training against it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,26 +17,12 @@ from serve_spec.models.draft_shape import Eagle3Shape, capture_layers
 from serve_spec.models.eagle import Eagle, Eagle3
 from serve_spec.models.medusa import Medusa, MedusaShape
 from serve_spec.models.shape import read_json
+from serve_spec.training import unroll
 from serve_spec.training.loop import Run, Trainer, compiled
 from serve_spec.training.sampling import mixed_rows, windows
 from serve_spec.training.settings import Recipe
-from serve_spec.training.unroll import (
-    Lesson,
-    Teacher,
-    draft_loss,
-    features_of,
-    forward_rows,
-    medusa_loss,
-    sum_losses,
-    unroll,
-    unroll_step,
-)
-from serve_spec.training.weights import (
-    MasterWeights,
-    export_checkpoint,
-    initialise,
-    new_llama,
-)
+from serve_spec.training.unroll import Lesson, Teacher
+from serve_spec.training.weights import MasterWeights, export_checkpoint, initialise, new_llama
 
 
 @dataclass(frozen=True)
@@ -57,11 +41,7 @@ class NewDraft:
 
 
 def new_draft(name: str, target: Llama, recipe: Recipe) -> NewDraft:
-    """Return the draft `name`: "eagle3", "eagle", "medusa" or "standalone".
-
-    Raises:
-        ValueError: an unknown name.
-    """
+    """Return the draft "eagle3", "eagle", "medusa" or "standalone"; raise ValueError for others."""
     builders = {
         "eagle3": _new_eagle3,
         "eagle": _new_eagle,
@@ -249,10 +229,8 @@ def train_head(name: str, recipe: Recipe, target: Llama, data: Data, run: Run, o
     loss_of = lesson_loss(name, recipe, draft, teacher.device)
     rng = torch.Generator().manual_seed(recipe.seed + 1)
     fixed = torch.Generator().manual_seed(recipe.seed + 2)
-    watch = [
-        windows(data.held_out, phase.rows, phase.row_tokens, fixed)
-        for _ in range(phase.heldout_batches)
-    ]
+    size = phase.rows, phase.row_tokens
+    watch = [windows(data.held_out, *size, fixed) for _ in range(phase.heldout_batches)]
 
     def loss_fn(step: int) -> tuple[Tensor, Mapping[str, Tensor]]:
         batch_tokens = phase.rows * phase.row_tokens
@@ -280,29 +258,27 @@ def lesson_loss(name: str, recipe: Recipe, draft: NewDraft, device: torch.device
 
 
 def _unrolled_loss(recipe: Recipe, draft: NewDraft, device: torch.device) -> LessonLoss:
-    """Return the loss of an EAGLE or EAGLE-3 head."""
     head = draft.head
-    encode, step = compiled(head.encode, device), compiled(unroll_step(head), device)
+    encode, step = compiled(head.encode, device), compiled(unroll.unroll_step(head), device)
 
     def step_loss(state: Tensor, probs: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         logits = head.logits(state).unflatten(0, probs.shape[:2])
-        return draft_loss(logits, probs, weight, recipe.overlap_weight)
+        return unroll.draft_loss(logits, probs, weight, recipe.overlap_weight)
 
     fast_loss = compiled(step_loss, device)
     # EAGLE-1 states are predictions of the target's features.
     feature_weight = recipe.feature_weight if isinstance(head, Eagle) else 0.0
 
     def loss(lesson: Lesson) -> tuple[Tensor, Tensor]:
-        start = encode(features_of(head, lesson))
-        states = unroll(step, start, lesson, recipe.unroll_steps)
-        parts, first = [], None
+        start = encode(unroll.features_of(head, lesson))
+        states = unroll.unroll(step, start, lesson, recipe.unroll_steps)
+        parts, kept = [], []
         for index, state in enumerate(states):
             parts.append(fast_loss(state, lesson.probs_from(1 + index), lesson.weight(index)))
-            first = state if first is None else first
-        total, overlaps = sum_losses(parts, recipe.unroll_decay)
+            kept.append(state)
+        total, overlaps = unroll.sum_losses(parts, recipe.unroll_decay)
         if feature_weight:
-            assert first is not None, "an unroll has at least one step"
-            predicted = first.unflatten(0, lesson.last.shape[:2])[:, :-1]
+            predicted = kept[0].unflatten(0, lesson.last.shape[:2])[:, :-1]
             gap = F.smooth_l1_loss(predicted.float(), lesson.last[:, 1:].float())
             total = total + feature_weight * gap
         return total, overlaps
@@ -311,10 +287,9 @@ def _unrolled_loss(recipe: Recipe, draft: NewDraft, device: torch.device) -> Les
 
 
 def _medusa_loss(recipe: Recipe, draft: NewDraft, device: torch.device) -> LessonLoss:
-    """Return the loss of Medusa heads."""
     head = draft.head
     return _compiled_lesson_loss(
-        lambda lesson: medusa_loss(head, lesson, recipe.unroll_decay, recipe.overlap_weight),
+        lambda lesson: unroll.medusa_loss(head, lesson, recipe.unroll_decay, recipe.overlap_weight),
         device,
     )
 
@@ -327,10 +302,12 @@ def _distillation_loss(recipe: Recipe, draft: NewDraft, device: torch.device) ->
     def loss(lesson: Lesson) -> tuple[Tensor, Tensor]:
         tokens = lesson.tokens_from(0)
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
-            hidden, _ = forward_rows(model, tokens)
+            hidden, _ = unroll.forward_rows(model, tokens)
             logits = model.logits(hidden.flatten(0, 1)).unflatten(0, tokens.shape)
         everywhere = torch.ones(lesson.row_tokens, device=tokens.device)
-        total, overlap = draft_loss(logits, lesson.probs_from(0), everywhere, recipe.overlap_weight)
+        total, overlap = unroll.draft_loss(
+            logits, lesson.probs_from(0), everywhere, recipe.overlap_weight
+        )
         return total, overlap[None]
 
     return _compiled_lesson_loss(loss, device)

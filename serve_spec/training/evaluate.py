@@ -6,8 +6,6 @@ Coupled drafts share the target's Gumbel noise (arXiv 2408.07978): the draft for
 argmax(log q / tau + gumbel) with tau = 0.85 T.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -17,41 +15,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serve_spec.models import DraftHead, Llama, load_draft, load_target
+from serve_spec.models import DraftHead, load_draft, load_target
 from serve_spec.models.standalone import Standalone
+from serve_spec.training import unroll
 from serve_spec.training.sampling import continue_rows, gumbel_like, windows
 from serve_spec.training.settings import DRAFTERS, EvaluationPlan, Recipe
-from serve_spec.training.unroll import (
-    Lesson,
-    Teacher,
-    features_of,
-    forward_rows,
-    unroll,
-    unroll_step,
-)
-
-
-def load_drafters(target: Llama, export: Path) -> dict[str, DraftHead]:
-    """Return every drafter in the folder `export`."""
-    return {
-        name: load_draft(export / name, target, name.upper())
-        for name in DRAFTERS
-        if (export / name / "config.json").exists()
-    }
+from serve_spec.training.unroll import Lesson, Teacher
 
 
 def draft_logits(head: DraftHead, lesson: Lesson, rows: slice, steps: int) -> Iterator[Tensor]:
     """Yield logits float32 [B, R, V] of steps 0, 1, ..: step k at row i predicts x_{i+2+k}."""
     if isinstance(head, Standalone):
-        last, _ = forward_rows(head.model, lesson.tokens_from(0))
+        last, _ = unroll.forward_rows(head.model, lesson.tokens_from(0))
         for step in range(steps):
             yield _logits(head, last[:, rows.start + 1 + step : rows.stop + 1 + step])
     elif head.max_steps is not None:
         for step in range(head.max_steps):
             yield _logits(head, head.encode(lesson.last[:, rows]), step)
     else:
-        start = head.encode(features_of(head, lesson))
-        for state in unroll(unroll_step(head), start, lesson, steps):
+        start = head.encode(unroll.features_of(head, lesson))
+        for state in unroll.unroll(unroll.unroll_step(head), start, lesson, steps):
             yield _logits(head, state.unflatten(0, (-1, lesson.row_tokens))[:, rows])
 
 
@@ -70,7 +53,8 @@ def evaluate(recipe: Recipe, export: Path, held_out: Tensor, dtype: torch.dtype)
     plan = recipe.evaluation
     target = load_target(export / "target", dtype, held_out.device)
     teacher = Teacher(target, padding=recipe.unroll_steps + 1, fast=False)
-    drafters = load_drafters(target, export)
+    names = [name for name in DRAFTERS if (export / name / "config.json").exists()]
+    drafters = {name: load_draft(export / name, target, name.upper()) for name in names}
     rng = torch.Generator().manual_seed(plan.seed)
     prompts = windows(held_out, plan.prompts, plan.prompt_tokens, rng)
     record: dict[str, Any] = {"plan": asdict(plan), "temperatures": {}}
@@ -120,8 +104,7 @@ def _match_tables(
 ) -> dict[str, Tensor]:
     """Return per mode bool [K, B, R]: whether the k-th draft at root r equals the emitted token.
 
-    The root at place r is x_{P+r}; its drafts come from row i = P + r - 1 and stand for the places
-    r + 1 + k.
+    The root at r is x_{P+r}; its drafts come from row P + r - 1 and stand for places r + 1 + k.
     """
     places = plan.new_tokens - max(plan.num_steps)
     first = plan.prompt_tokens - 1
@@ -161,12 +144,12 @@ def write_record(record: dict[str, Any], folder: Path) -> None:
 
 def markdown(record: dict[str, Any]) -> str:
     """Return tables of accept length and survival, by drafter and temperature."""
+    head = "| T | drafter | drafts |"
     lengths = [
-        "| T | drafter | drafts | K: accept length ± standard error | outside loops |",
+        f"{head} K: accept length ± standard error | outside loops |",
         "|---|---|---|---|---|",
     ]
-    survival = ["| T | drafter | drafts | share of rounds that keep at least 1, 2, .. drafts |"]
-    survival.append("|---|---|---|---|")
+    survival = [f"{head} share of rounds that keep at least 1, 2, .. drafts |", "|---|---|---|---|"]
     for temperature, figures in record["temperatures"].items():
         for drafter, modes in figures["drafters"].items():
             for mode, outcome in modes.items():
@@ -201,10 +184,9 @@ class Acceptance:
 def walk(matches: Tensor, counted: Tensor | None = None) -> Acceptance:
     """Return the acceptance of chains, from the rounds of every sequence.
 
-    Args:
-        matches: bool [K, B, R]; matches[k, b, r] is true if the k-th draft of a round whose root is
-            at place r equals the emitted token at place r + 1 + k.
-        counted: bool [B, R]; only rounds whose root is counted are included. Default: all.
+    matches: bool [K, B, R]; matches[k, b, r] is true if the k-th draft of a round whose root is at
+    place r equals the emitted token at place r + 1 + k.
+    counted: bool [B, R]; only rounds whose root is counted are included. Default: all.
 
     A round at root r accepts m drafts (the matches before the first miss), emits m + 1 tokens, and
     the next root is r + m + 1.

@@ -1,7 +1,5 @@
 """The training loop: optimizers, schedule, clipping, log, checkpoint, resume."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -87,6 +85,7 @@ class Run:
         return self.folder / f"{self.name}.jsonl"
 
 
+@dataclass
 class Trainer:
     """Trains `parameters` until the phase's schedule ends.
 
@@ -94,22 +93,17 @@ class Trainer:
     the checkpoint, so a resumed run sees the same batches as an uninterrupted one.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        phase: Phase,
-        run: Run,
-        rng: torch.Generator,
-        heldout: Callable[[], Tensor] | None = None,
-    ) -> None:
-        self.parameters = parameters
-        self.phase = phase
-        self.run = run
-        self.rng = rng
-        self.heldout = heldout
-        self.optimizers = build_optimizers(parameters, phase.learning_rate, phase.weight_decay)
-        self.step = 0
-        self.elapsed_seconds = 0.0
+    parameters: Mapping[str, nn.Parameter]
+    phase: Phase
+    run: Run
+    rng: torch.Generator
+    heldout: Callable[[], Tensor] | None = None
+    step: int = 0
+    elapsed_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        phase = self.phase
+        self.optimizers = build_optimizers(self.parameters, phase.learning_rate, phase.weight_decay)
         self._saved_at = 0.0
 
     def train(self, loss_fn: LossFunction, stop_after: int | None = None) -> None:

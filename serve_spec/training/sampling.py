@@ -1,7 +1,5 @@
 """Generation with the target: batches with a static KV cache, and the on-policy pool."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 
@@ -42,15 +40,6 @@ class CachedAttention(Rows):
         return out.flatten(1, 2)
 
 
-def next_tokens(logits: Tensor, temperature: Tensor, gumbel: Tensor) -> Tensor:
-    """Return argmax(logits + T · gumbel): a sample at temperature T, the argmax at T = 0.
-
-    Args:
-        logits, gumbel: float32 [B, V]. temperature: [B, 1].
-    """
-    return (logits + temperature * gumbel).argmax(-1)
-
-
 def gumbel_like(logits: Tensor) -> Tensor:
     """Return fresh standard Gumbel noise with the shape of `logits`."""
     return torch.empty_like(logits).exponential_().log_().neg_()
@@ -77,7 +66,7 @@ def continue_rows(
         # float32, because bfloat16 logits change about one token in a hundred.
         logits = model.logits(hidden)
         gumbel = gumbel_like(logits) if noise is None else noise[:, place]
-        tokens[:, start + place] = next_tokens(logits, temperature, gumbel)
+        tokens[:, start + place] = (logits + temperature * gumbel).argmax(-1)
         if place + 1 < new_tokens:
             attention = CachedAttention(shape, keys, values, start + place)
             positions = row_positions(rows, 1, weight.device, first=start + place)
@@ -128,13 +117,7 @@ def build_pool(model: Llama, train: Tensor, plan: RolloutPlan, seed: int, path: 
 
 
 def windows(stream: Tensor, rows: int, row_tokens: int, rng: torch.Generator) -> Tensor:
-    """Return `rows` random windows of `stream` [N] as int64 [rows, row_tokens].
-
-    Offsets come from the CPU generator `rng`, so they are the same on every device.
-
-    Raises:
-        ValueError: the stream is shorter than one row.
-    """
+    """Return random rows of `stream` [N], int64 [rows, row_tokens]; rng: on the CPU."""
     room = len(stream) - row_tokens
     if room <= 0:
         raise ValueError(
@@ -144,21 +127,11 @@ def windows(stream: Tensor, rows: int, row_tokens: int, rng: torch.Generator) ->
     return stream[starts[:, None] + torch.arange(row_tokens, device=stream.device)].long()
 
 
-def pool_rows(pool: Tensor, rows: int, rng: torch.Generator) -> Tensor:
-    """Return `rows` random rows of the on-policy pool [R, T] as int64 [rows, T]."""
-    chosen = torch.randint(0, len(pool), (rows,), generator=rng).to(pool.device)
-    return pool[chosen].long()
-
-
 def mixed_rows(
-    step: int,
-    stream: Tensor,
-    pool: Tensor,
-    tokens_per_batch: int,
-    row_tokens: int,
-    rng: torch.Generator,
+    step: int, stream: Tensor, pool: Tensor, num_tokens: int, row_tokens: int, rng: torch.Generator
 ) -> Tensor:
     """Return corpus rows on odd steps, on-policy rows on even ones, with equal token counts."""
     if step % 2:
-        return windows(stream, max(1, tokens_per_batch // row_tokens), row_tokens, rng)
-    return pool_rows(pool, max(1, tokens_per_batch // pool.shape[1]), rng)
+        return windows(stream, max(1, num_tokens // row_tokens), row_tokens, rng)
+    rows = max(1, num_tokens // pool.shape[1])
+    return pool[torch.randint(0, len(pool), (rows,), generator=rng).to(pool.device)].long()

@@ -1,7 +1,5 @@
 """Schedules, plans and recipes of a training run, as frozen records."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -9,32 +7,22 @@ EOS_ID = 0
 DRAFTERS = ("eagle3", "medusa", "standalone", "eagle")
 
 
-def llama_config(
-    *,
-    vocab_size: int = 8192,
-    hidden_size: int = 512,
-    intermediate_size: int = 1792,
-    num_hidden_layers: int = 8,
-    num_attention_heads: int = 4,
-    num_key_value_heads: int = 1,
-    head_dim: int = 128,
-    max_position_embeddings: int = 2048,
-) -> dict[str, Any]:
-    """Return the config.json of a Llama with tied embeddings.
+def llama_config(**sizes: int) -> dict[str, Any]:
+    """Return the config.json of a Llama with tied embeddings; `sizes` replace keys of it.
 
     `rope_theta` is written in the classic place and in transformers 5's `rope_parameters`.
     """
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": vocab_size,
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_hidden_layers": num_hidden_layers,
-        "num_attention_heads": num_attention_heads,
-        "num_key_value_heads": num_key_value_heads,
-        "head_dim": head_dim,
-        "max_position_embeddings": max_position_embeddings,
+        "vocab_size": 8192,
+        "hidden_size": 512,
+        "intermediate_size": 1792,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 128,
+        "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
@@ -48,6 +36,7 @@ def llama_config(
         "pad_token_id": None,
         "initializer_range": 0.02,
         "use_cache": True,
+        **sizes,
     }
 
 

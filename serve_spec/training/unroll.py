@@ -8,8 +8,6 @@ the keys of step 0 at rows 0..i and, at row i only, the keys of steps 1..k, as t
     row i = 2, step 2:   step-0 keys 0 1 2 | own keys of steps 1, 2   (positions 0 1 2 | 3 4)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -74,14 +72,11 @@ def attend(
 ) -> Tensor:
     """Attend causally to the keys of step 0 and, per row, to its own drafted keys.
 
-    Args:
-        q: queries [B, heads, T, D].
-        context_k, context_v: step 0, [B, kv_heads, T, D].
-        own_k, own_v: steps 1..S, [B, kv_heads, S, T, D]; unused places may hold anything.
-        live: [S] bool, which of the S places are in use.
-
-    Returns:
-        [B, heads, T, D]. Softmax in float32.
+    q: queries [B, heads, T, D].
+    context_k, context_v: step 0, [B, kv_heads, T, D].
+    own_k, own_v: steps 1..S, [B, kv_heads, S, T, D]; unused places may hold anything.
+    live: [S] bool, which of the S places are in use.
+    Returns [B, heads, T, D]. Softmax in float32.
     """
     kv_heads, length, dim = context_k.shape[1], q.shape[2], q.shape[3]
     grouped = q.unflatten(1, (kv_heads, -1))
@@ -110,16 +105,11 @@ Step = Callable[
 def draft_loss(
     logits: Tensor, probs: Tensor, weight: Tensor, overlap_weight: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of one draft step and its expected acceptance.
+    """Return the loss of a step and its expected acceptance, mean sum(min(p, q)); both 0-d.
 
     The loss is the cross-entropy towards the target's distribution plus `overlap_weight` times the
     total variation, which is one minus the best acceptance of any lossless verification.
-
-    Args:
-        logits, probs: [B, T, V]. weight: [T], 1 at valid positions, else 0.
-
-    Returns:
-        loss and mean overlap sum(min(p, q)), both 0-d.
+    logits, probs: [B, T, V]. weight: [T], 1 at valid positions, else 0.
     """
     log_q = logits.float().log_softmax(-1)
     p = probs.float()
@@ -143,18 +133,15 @@ def unroll_step(head: DraftHead) -> Step:
     return step
 
 
-def features_of(head: DraftHead, lesson: Lesson) -> Tensor:
+def features_of(head: DraftHead, lesson: "Lesson") -> Tensor:
     """Return the target features [B·T, F] that `head` reads."""
     assert head.capture is not None, "a stand-alone draft reads no features"
     features = lesson.last if head.capture.layer_ids is None else lesson.captured
     return features.flatten(0, 1)
 
 
-def unroll(step: Step, state: Tensor, lesson: Lesson, steps: int) -> Iterator[Tensor]:
-    """Yield states [B·T, H] of steps 0..steps-1; `head.logits` turns a state into logits.
-
-    state: `head.encode` of the features.
-    """
+def unroll(step: Step, state: Tensor, lesson: "Lesson", steps: int) -> Iterator[Tensor]:
+    """Yield states [B·T, H] of steps 0..steps-1, for `head.logits`, from encoded features."""
     num_rows, length = lesson.tokens.shape[0], lesson.row_tokens
     cache: UnrollCache | None = None
     for index in range(steps):
@@ -165,10 +152,7 @@ def unroll(step: Step, state: Tensor, lesson: Lesson, steps: int) -> Iterator[Te
 
 
 def sum_losses(parts: Iterable[tuple[Tensor, Tensor]], decay: float) -> tuple[Tensor, Tensor]:
-    """Return the sum over steps k of decay^k times the step's loss, and overlaps [steps].
-
-    parts: loss and overlap of each step.
-    """
+    """Return the sum of decay^k · loss of step k, and overlaps [steps], of both per step."""
     losses, overlaps = zip(*parts, strict=True)
     total = torch.zeros((), device=losses[0].device)
     for step, loss in enumerate(losses):
@@ -177,7 +161,7 @@ def sum_losses(parts: Iterable[tuple[Tensor, Tensor]], decay: float) -> tuple[Te
 
 
 def medusa_loss(
-    head: DraftHead, lesson: Lesson, decay: float, overlap_weight: float
+    head: DraftHead, lesson: "Lesson", decay: float, overlap_weight: float
 ) -> tuple[Tensor, Tensor]:
     """Return the sum over Medusa heads of decay^h times their loss, and overlaps [heads].
 

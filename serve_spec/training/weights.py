@@ -5,8 +5,6 @@ every checkpoint tensor is a parameter, and `bind` sets the model's weights to t
 that the model's own forward is differentiable.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -34,9 +32,8 @@ class _Slot:
 class MasterWeights:
     """The float32 parameters of `model` by checkpoint name.
 
-    Args:
-        model: before `finish_loading`, because packed weights have no gradient.
-        stored_name: maps a name of `model.tensors()` to the name in the exported file.
+    model: before `finish_loading`, because packed weights have no gradient.
+    stored_name: maps a name of `model.tensors()` to the name in the exported file.
     """
 
     def __init__(self, model: Layer, stored_name: Callable[[str], str] = str) -> None:

@@ -1,7 +1,5 @@
 """The stages of every draft shape, captured once at startup at every size they can meet."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,18 +15,10 @@ from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.log import get_logger
 from serve_spec.ops import admission
 from serve_spec.parallel.group import TensorParallel
+from serve_spec.worker import graphs
 from serve_spec.worker.eagle import DraftModel
 from serve_spec.worker.forward import TargetRunner, VerifiedTokens, run_target
-from serve_spec.worker.graphs import (
-    GraphRecorder,
-    Run,
-    Stage,
-    StageRunner,
-    StepSize,
-    batch_sizes,
-    mixed_token_counts,
-    token_counts,
-)
+from serve_spec.worker.graphs import GraphRecorder, Run, Stage, StageRunner, StepSize
 from serve_spec.worker.step_buffers import StepBuffers
 from serve_spec.worker.verify import Verifier
 
@@ -139,6 +129,7 @@ class Stages:
         return tokens
 
 
+@dataclass(eq=False, repr=False)
 class CapturedShapes:
     """All draft shapes of a worker. The largest is captured first; the others fit into its memory.
 
@@ -148,53 +139,40 @@ class CapturedShapes:
     max_captured: largest batch whose stages are captured; they run as they are in larger ones.
     """
 
-    def __init__(
-        self,
-        stages: Stages,
-        recorder: GraphRecorder | None,
-        *,
-        max_tokens: int,
-        largest_batch: Callable[[DraftShape], int | None],
-        max_captured: int | None = None,
-    ) -> None:
+    stages: Stages
+    recorder: GraphRecorder | None
+    max_tokens: int
+    largest_batch: Callable[[DraftShape], int | None]
+    max_captured: int | None = None
+
+    def __post_init__(self) -> None:
         self.states: dict[DraftShape, SpecRuntimeState] = {}
         self.report: list[CaptureReport] = []
-        self._stages = stages
-        self._buffers = stages.buffers
-        self._recorder = recorder
-        self._max_tokens = max_tokens
-        self._largest_batch = largest_batch
-        most = stages.buffers.max_requests
-        self._max_captured = most if max_captured is None else min(most, max_captured)
-        self._device = stages.target.pool.device
+        self._buffers, self._device = self.stages.buffers, self.stages.target.pool.device
+        most = self._buffers.max_requests
+        self._max_captured = min(most, self.max_captured or most)
         self._extends: dict[int, StageRunner] = {}
         self._verify_runs: dict[tuple[StepSize, int, bool], tuple[Run, float]] = {}
 
     def build(self, shapes: Iterable[DraftShape]) -> None:
-        """Capture every shape, and the plain one, then the stages with prefill chunks.
-
-        Raises:
-            MemoryError: one does not fit; names what each takes.
-        """
+        """Capture all shapes and the plain one, then prefill chunks; MemoryError names sizes."""
         wanted = {PLAIN, *shapes}
         self._deepest = max(shape.depth for shape in wanted if shape.is_chain)
         has_trees = any(not shape.is_chain for shape in wanted)
         ordered = sorted(wanted, key=lambda s: (self._most_tokens(s), s), reverse=True)
-        captures = self._recorder is not None
+        captures = self.recorder is not None
         with torch.inference_mode():
             for shape in tqdm(ordered, "draft shapes", leave=False, disable=not captures):
                 with self._reported(shape):
                     self.states[shape] = self._state(shape)
             with self._reported(None):
                 mixed = self._mixed_sizes()
-                self._mixed = {
-                    trees: self._verify_stage(
-                        mixed, self._most_drafts(has_trees=trees) + 1, has_trees=trees
-                    )
-                    for trees in ((True, False) if has_trees else (False,))
-                }
+                self._mixed: dict[bool, StageRunner] = {}
+                for trees in (True, False) if has_trees else (False,):
+                    width = self._most_drafts(has_trees=trees) + 1
+                    self._mixed[trees] = self._verify_stage(mixed, width, has_trees=trees)
                 self.extend_chunks: StageRunner | None = None
-                if (drafter := self._stages.drafter) is not None:
+                if (drafter := self.stages.drafter) is not None:
                     extend = partial(drafter.extend_chunks, self._buffers)
                     self.extend_chunks = self._captured(extend, mixed)
                 self._admits = {trees: self._admit_stage(has_trees=trees) for trees in self._mixed}
@@ -224,7 +202,7 @@ class CapturedShapes:
 
     def extend_for(self, num_missing: int, num_requests: int) -> StageRunner:
         """Return the smallest draft extend that makes so many entries for so many requests."""
-        if self._recorder is None:
+        if self.recorder is None:
             return self._extend_stage(max(num_missing, 1), ())
         most = min(num_requests, self._max_captured)
         fits = [
@@ -236,24 +214,28 @@ class CapturedShapes:
 
     def draft_for(self, shape: DraftShape, num_requests: int) -> StageRunner:
         """Return the shallowest stage that drafts `shape` for so many requests."""
-        if self._recorder is None:
-            return StageRunner(partial(self._stages.draft, shape))
+        if self.recorder is None:
+            return StageRunner(partial(self.stages.draft, shape))
         draft = self.state_for(shape, num_requests).draft
         assert draft is not None, "a draft model has draft stages"
         return draft
 
     def run_target(self, shape: DraftShape, size: StepSize) -> VerifiedTokens:
         """Run the target and the verification without a captured graph, to read hidden states."""
-        return self._stages.verify(shape.size + 1, size, has_trees=not shape.is_chain)
+        return self.stages.verify(shape.size + 1, size, has_trees=not shape.is_chain)
 
     def _state(self, shape: DraftShape) -> SpecRuntimeState:
         most = self._most_requests(shape)
-        requests = [StepSize(n, n) for n in batch_sizes(most)]
+        requests = [StepSize(n, n) for n in graphs.batch_sizes(most)]
         extend = draft = None
-        if shape.depth and self._stages.drafter is not None:
+        if shape.depth and self.stages.drafter is not None:
             extend = self._extends_after(shape, requests)
-            draft = self._captured(partial(self._stages.draft, shape), requests)
-        counts = token_counts(self._most_tokens(shape)) if shape.depth else batch_sizes(most)
+            draft = self._captured(partial(self.stages.draft, shape), requests)
+        counts = (
+            graphs.token_counts(self._most_tokens(shape))
+            if shape.depth
+            else graphs.batch_sizes(most)
+        )
         sizes = [StepSize(n, min(n, self._buffers.max_requests)) for n in counts]
         verify = self._verify_stage(sizes, shape.size + 1, has_trees=not shape.is_chain)
         return SpecRuntimeState(shape, extend, draft, verify)
@@ -262,21 +244,20 @@ class CapturedShapes:
         most = self._buffers.max_requests
         if shape.is_chain and shape.depth == self._deepest:
             return most
-        return min(most, self._largest_batch(shape) or most)
+        return min(most, self.largest_batch(shape) or most)
 
     def _most_requests(self, shape: DraftShape) -> int:
-        """Return the largest batch for which a shape is captured."""
         return min(self._largest(shape), self._max_captured)
 
     def _most_tokens(self, shape: DraftShape) -> int:
-        return min(self._most_requests(shape) * (shape.size + 1), self._max_tokens)
+        return min(self._most_requests(shape) * (shape.size + 1), self.max_tokens)
 
     def _extends_after(self, shape: DraftShape, sizes: Sequence[StepSize]) -> StageRunner:
         """Capture draft extend after steps of a shape, and first of all the widest one."""
         if not self._extends:
             # A step leaves max_depth + 1 entries missing, and `_extend_known` leaves one.
             widest = max(WIDE_EXTEND, self._buffers.max_depth + 2)
-            all_sizes = [StepSize(n, n) for n in batch_sizes(self._max_captured)]
+            all_sizes = [StepSize(n, n) for n in graphs.batch_sizes(self._max_captured)]
             self._extends[widest] = self._extend_stage(widest, all_sizes)
         length = shape.depth + 1
         known = self._extends.get(length)
@@ -285,12 +266,12 @@ class CapturedShapes:
         return self._extends[length]
 
     def _extend_stage(self, length: int, sizes: Iterable[StepSize]) -> StageRunner:
-        return self._captured(partial(self._stages.extend, length), sizes)
+        return self._captured(partial(self.stages.extend, length), sizes)
 
     def _captured(self, stage: Stage, sizes: Iterable[StepSize]) -> StageRunner:
-        if self._recorder is None:
+        if self.recorder is None:
             return StageRunner(stage)
-        capture = self._recorder.capture
+        capture = self.recorder.capture
         return StageRunner(
             stage, {size: capture(partial(stage, size)) for size in sorted(sizes, reverse=True)}
         )
@@ -306,19 +287,19 @@ class CapturedShapes:
         width = 1 << (max_query_len - 1).bit_length()
 
         def verify(size: StepSize) -> Tensor:
-            return self._stages.verify(width, size, has_trees=has_trees).logits
+            return self.stages.verify(width, size, has_trees=has_trees).logits
 
-        if self._recorder is None:
+        if self.recorder is None:
             return StageRunner(verify)
         kept: dict[StepSize, Run] = {}
         fastest = math.inf
         for size in sorted(sizes, reverse=True):
             key = size, width, has_trees
             if key not in self._verify_runs:
-                run = self._recorder.capture(partial(verify, size))
+                run = self.recorder.capture(partial(verify, size))
                 # The time on rank 0, so that all ranks pad alike.
-                found = torch.tensor([self._recorder.milliseconds(run)], device=self._device)
-                self._verify_runs[key] = run, float(self._stages.parallel.broadcast(found))
+                found = torch.tensor([self.recorder.milliseconds(run)], device=self._device)
+                self._verify_runs[key] = run, float(self.stages.parallel.broadcast(found))
             run, milliseconds = self._verify_runs[key]
             if milliseconds <= fastest * _TIMING_NOISE:
                 kept[size], fastest = run, min(fastest, milliseconds)
@@ -330,20 +311,20 @@ class CapturedShapes:
 
     def _mixed_sizes(self) -> list[StepSize]:
         chunks = self._buffers.chunks
-        most = min(MAX_CAPTURED_PROMPT_TOKENS, self._max_tokens)
+        most = min(MAX_CAPTURED_PROMPT_TOKENS, self.max_tokens)
         return [
             StepSize(n, min(n, self._buffers.max_requests), min(n, chunks.max_chunks))
-            for n in mixed_token_counts(most)
+            for n in graphs.mixed_token_counts(most)
         ]
 
     def _admit_stage(self, *, has_trees: bool) -> StageRunner:
         most_drafts = self._most_drafts(has_trees=has_trees)
-        stage = partial(self._stages.admit, most_drafts, has_trees=has_trees)
+        stage = partial(self.stages.admit, most_drafts, has_trees=has_trees)
         if not self._deepest:  # without drafts there is nothing to admit
             return StageRunner(stage)
         shapes = [s for s in self.states if s.depth and s.is_chain != has_trees]
         most = max(map(self._most_requests, shapes))
-        return self._captured(stage, [StepSize(n, n) for n in batch_sizes(most)])
+        return self._captured(stage, [StepSize(n, n) for n in graphs.batch_sizes(most)])
 
     @contextmanager
     def _reported(self, shape: DraftShape | None) -> Iterator[None]:
@@ -351,12 +332,8 @@ class CapturedShapes:
         before = self._num_captured
 
         def taken() -> CaptureReport:
-            return CaptureReport(
-                shape,
-                self._num_captured - before,
-                time.perf_counter() - started,
-                self._reserved_bytes() - reserved,
-            )
+            seconds, num_bytes = time.perf_counter() - started, self._reserved_bytes() - reserved
+            return CaptureReport(shape, self._num_captured - before, seconds, num_bytes)
 
         try:
             yield
@@ -366,7 +343,7 @@ class CapturedShapes:
 
     @property
     def _num_captured(self) -> int:
-        return 0 if self._recorder is None else self._recorder.num_captured
+        return 0 if self.recorder is None else self.recorder.num_captured
 
     def _reserved_bytes(self) -> int:
         return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
@@ -374,7 +351,7 @@ class CapturedShapes:
     def _no_room_for(self, failed: CaptureReport) -> str:
         shape, max_requests = failed.shape, self._buffers.max_requests
         if shape is None:
-            what, remedy = f"max_num_batched_tokens={self._max_tokens}", "max_num_batched_tokens"
+            what, remedy = f"max_num_batched_tokens={self.max_tokens}", "max_num_batched_tokens"
         elif shape.is_chain:
             what = f"num_steps={shape.depth}, max_num_seqs={max_requests}"
             remedy = f"leave {shape.depth} out of the candidate steps (speculative_adaptive_config)"

@@ -4,8 +4,6 @@ Chains have one token per level. Trees grow by beams (EAGLE-2, arXiv 2406.16858)
 has a KV slot of its own after the committed text, and attends to the text, its path and itself.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
@@ -112,12 +110,7 @@ class DraftModel:
         buffers.shares[:num_requests, :depth] = torch.stack(shares, dim=1)
 
     def _draw(
-        self,
-        buffers: StepBuffers,
-        logits: Tensor,
-        request_slots: Tensor,
-        positions: Tensor,
-        step: int,
+        self, buffers: StepBuffers, logits: Tensor, slots: Tensor, positions: Tensor, step: int
     ) -> tuple[Tensor, Tensor]:
         """Draw draft number `step` of each request from logits float32 [B, Vd].
 
@@ -127,13 +120,11 @@ class DraftModel:
         params, target_ids = buffers.slots.params, self.head.target_ids
         if buffers.draft_logits is None:
             children, shares = draw.draw_children(
-                logits, request_slots, positions[step], params, buffers.sharpness, target_ids, 1
+                logits, slots, positions[step], params, buffers.sharpness, target_ids, 1
             )
             return children[:, 0], shares[:, 0]
-        buffers.draft_logits.logits[: len(request_slots), step].copy_(logits)
-        return draw.sample_drafts(
-            logits, request_slots, positions[step], positions[0], params, target_ids
-        )
+        buffers.draft_logits.logits[: len(slots), step].copy_(logits)
+        return draw.sample_drafts(logits, slots, positions[step], positions[0], params, target_ids)
 
     def _draft_trees(
         self, buffers: StepBuffers, request_slots: Tensor, lengths: Tensor, shape: DraftShape

@@ -1,7 +1,5 @@
 """Log-probabilities of emitted tokens and of prompts, for the requests that ask for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -23,13 +21,10 @@ def emitted_logprobs(
 ) -> Callable[[Sequence[Sequence[int]]], Logprobs]:
     """Start scoring the tokens that a step in flight may emit.
 
-    Return a function from the tokens that every request has emitted to their log-probabilities;
-    call it after the step's results.
-
-    Every token of a chain is scored as if its draft were accepted; of a tree, as many as its path
-    may have. Call this after the verification, before any other stage runs.
-
-    reqs: the drawing requests. logits: float32 [T, V] of their tokens.
+    Return a function from the tokens that every request has emitted to their log-probabilities, to
+    be called after the step's results. Every token of a chain is scored as if its draft were
+    accepted; of a tree, as many as its path may have. Call this after the verification, before any
+    other stage runs. reqs: the drawing requests. logits: float32 [T, V] of their tokens.
     """
     asking = [
         (number, req, req.params.logprobs)
@@ -73,7 +68,6 @@ def prompt_logprobs(
 
     Return a function that returns their log-probabilities, aligned with
     `ScheduledRequest.scored_ids`. Call this on every rank once the step's own logits are used up.
-
     hidden: [T, H] of all tokens of the step; logits_of: [n, H] -> [n, V].
     """
     scored = [(req, req.params.prompt_logprobs or 0) for req in plan.requests if req.scored_ids]

@@ -5,12 +5,11 @@ a match nothing is drafted, and the step costs as much as a plain one. Trees hol
 of several occurrences.
 """
 
-from __future__ import annotations
-
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -49,26 +48,22 @@ BRANCHING_PLACES = 16
 """Most occurrences that a tree takes continuations from; each costs the host about 2 µs."""
 
 
+@dataclass
 class NgramDrafter:
     """Keeps an index of each request's n-grams.
 
-    min_match, max_match: fewest and most tokens of a match; the longest wins, then the newest.
-    max_steps: most drafts of a chain. corpus: looked up if the request's own text has no match.
-    topk: children of a draft in a tree.
+    min_match, max_match: tokens of a match; the longest wins, then the newest. max_steps: most
+    drafts of a chain. corpus: looked up without a match. topk: children of a draft in a tree.
     """
 
-    def __init__(
-        self,
-        min_match: int,
-        max_match: int,
-        max_steps: int,
-        corpus: Corpus | None = None,
-        topk: int = 1,
-    ) -> None:
-        self.max_steps = max_steps
-        self.corpus = corpus
-        self.topk = topk
-        self._lengths = range(max_match, min_match - 1, -1)
+    min_match: int
+    max_match: int
+    max_steps: int
+    corpus: "Corpus | None" = None
+    topk: int = 1
+
+    def __post_init__(self) -> None:
+        self._lengths = range(self.max_match, self.min_match - 1, -1)
         self._texts: dict[str, _Text] = {}
         self._matches: dict[str, int] = {}
 
@@ -128,11 +123,7 @@ class NgramDrafter:
 def build_ngram(
     config: SpeculativeConfig, encode: Callable[[str], list[int]], max_steps: int
 ) -> NgramDrafter:
-    """Return the configured n-gram drafter. encode: tokenizes a corpus.
-
-    Raises:
-        ValueError: the corpus cannot be used.
-    """
+    """Return the configured n-gram drafter; raise ValueError if the corpus cannot be used."""
     longest, path = config.speculative_ngram_max_match_window_size, config.speculative_ngram_corpus
     corpus = None if path is None else load_corpus(path, encode, longest)
     topk = config.topk
@@ -240,11 +231,7 @@ def _middles(first: int, last: int) -> Iterator[int]:
 
 
 def load_corpus(path: Path, encode: Callable[[str], list[int]], max_match: int) -> Corpus:
-    """Read a text file (UTF-8), or token ids (`.npy`, integers [N]).
-
-    Raises:
-        ValueError: the file has neither format.
-    """
+    """Read a text file (UTF-8), or token ids (`.npy`, integers [N]), or raise ValueError."""
     key = f"speculative_ngram_corpus={str(path)!r}"
     try:
         if path.suffix == ".npy":

@@ -1,12 +1,9 @@
 """Request slots: the state of every running request on the device.
 
-A request slot is a row of device tensors. A step reads lengths and last tokens there and writes new
-ones, so the next step can be launched before the host has read the results. The host sends what
-only the host has (pages, sampling parameters, new requests) in `RequestStates.sync`, in stream
-order.
+A slot is a row of device tensors. A step reads lengths and last tokens there and writes new ones,
+so the next can be launched before the host has read the results. What only the host has (pages,
+sampling parameters, new requests) it sends in `RequestStates.sync`, in stream order.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
@@ -30,24 +27,21 @@ class RequestSlots:
     `pages` int32 [S, P]: page ids of positions `0 ..`. `lengths` int32 [S]: committed tokens.
     `draft_lengths` int32 [S]: draft KV entries. `recent` int32 [S, RING_TOKENS]: the token at
     position p is in column p mod RING_TOKENS. `params`: [S] each. `edits`: 8 bytes per slot and
-    token id.
+    token id. `padding`: index of the padding slot, which is the number of the others.
+    `vocab_size`: width of the logits.
     """
 
     def __init__(
-        self,
-        num_slots: int,
-        max_pages: int,
-        scratch_page: int,
-        vocab_size: int,
-        device: torch.device,
+        self, num_slots: int, max_pages: int, scratch: int, vocab_size: int, device: torch.device
     ) -> None:
-        """Make `num_slots` slots and one for padding, whose pages are the scratch page."""
+        """Make `num_slots` slots and one for padding, whose pages are page `scratch`."""
         num_rows = num_slots + 1
+        self.padding, self.vocab_size = num_slots, vocab_size
 
         def full(*shape: int, value: float = 0, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.full((num_rows, *shape), value, dtype=dtype, device=device)
 
-        self.pages = full(max_pages, value=scratch_page)
+        self.pages = full(max_pages, value=scratch)
         self.lengths = full(value=1)
         self.draft_lengths = full()
         self.recent = full(RING_TOKENS)
@@ -59,16 +53,6 @@ class RequestSlots:
             min_p=full(dtype=torch.float32),
         )
         self.edits = ScoreEdits.create(num_rows, vocab_size, device)
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the logits."""
-        return self.edits.bias.shape[1]
-
-    @property
-    def padding(self) -> int:
-        """Index of the padding slot; also the number of slots for requests."""
-        return self.lengths.shape[0] - 1
 
 
 class RequestStates:

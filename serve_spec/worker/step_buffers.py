@@ -1,7 +1,5 @@
 """Static buffers of a step, which its stages read and write."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -30,17 +28,10 @@ class GrammarMasks:
     -1 without a mask. `words` int32 [max_draws, ceil(V / 32)].
     """
 
-    def __init__(
-        self,
-        max_requests: int,
-        max_drafts: int,
-        max_draws: int,
-        vocab_size: int,
-        device: torch.device,
-    ) -> None:
-        shape = max_requests, max_drafts + 1
+    def __init__(self, slots: RequestSlots, max_drafts: int, max_draws: int) -> None:
+        device, shape = slots.lengths.device, (slots.padding, max_drafts + 1)
         self.places = torch.full(shape, -1, dtype=torch.int32, device=device)
-        num_words = -(-vocab_size // 32)
+        num_words = -(-slots.vocab_size // 32)
         self.words = torch.zeros(max_draws, num_words, dtype=torch.int32, device=device)
         self._is_clear = True
 
@@ -107,9 +98,7 @@ class StepBuffers:
 
         max_tree_drafts: drafts of the largest tree; 0 if only chains are drafted.
         max_draws: most roots and drafts of a step.
-
-        Raises:
-            MemoryError: the distributions of sampled drafts do not fit.
+        Raises MemoryError: the distributions of sampled drafts do not fit.
         """
         device, max_requests = slots.lengths.device, slots.padding
 
@@ -121,6 +110,7 @@ class StepBuffers:
         self.read_back = zeros(sum(sizes))
         results, query_lens, shares = self.read_back.split(sizes)
         self.slots = slots
+        self.max_requests, self.max_depth, self.max_drafts = max_requests, max_depth, most
         self.request_slots = torch.full_like(zeros(max_requests), slots.padding)
         self.depths = zeros(max_requests)
         self.query_lens: Tensor = query_lens
@@ -134,28 +124,13 @@ class StepBuffers:
         self.budget = zeros(1)
         self.calibration = zeros(len(AS_DRAWN), max(1, max_depth), 2, dtype=torch.float32)
         self.sharpness = torch.full((1,), draft_sharpness, device=device)
-        self.masks = GrammarMasks(max_requests, most, max_draws, slots.vocab_size, device)
+        self.masks = GrammarMasks(slots, most, max_draws)
         self.chunks = PrefillChunks(max_chunk_tokens, max_requests, device)
         self.parents = zeros(max_requests, most) if max_tree_drafts else None
         self.paths = zeros(max_requests, max_depth + 1) if max_tree_drafts else None
         self.draft_logits: DraftLogits | None = None
         if samples_drafts and head is not None and max_depth:
             self.draft_logits = _draft_logits(slots, max_depth, head)
-
-    @property
-    def max_requests(self) -> int:
-        """Most requests of a step."""
-        return self.request_slots.shape[0]
-
-    @property
-    def max_depth(self) -> int:
-        """Most levels of drafts."""
-        return self.results.shape[1] - 3
-
-    @property
-    def max_drafts(self) -> int:
-        """Most drafts of a request."""
-        return self.drafts.shape[1]
 
     def write_requests(
         self, slots: Sequence[int], depths: Sequence[int], num_drafts: Sequence[int]
@@ -172,10 +147,7 @@ class StepBuffers:
         self.depths.copy_(rows[2], non_blocking=True)
 
     def write_budget(self, budget: int, kinds: Sequence[int], calibration: Calibration) -> None:
-        """Write how many drafts to admit, and by what, without waiting.
-
-        kinds: of the drafts of each request of the step.
-        """
+        """Write how many drafts, of these kinds, to admit, and by what, without waiting."""
         device, width = self.calibration.device, self.calibration.shape[1]
         padded = [[*kind[:width], *kind[-1:] * (width - len(kind))] for kind in calibration]
         self.budget.fill_(budget)
@@ -225,7 +197,6 @@ def _draft_logits(slots: RequestSlots, max_depth: int, head: DraftHead) -> Draft
 
 
 def _write_rows(table: Tensor, entries: Mapping[int, Sequence[int]]) -> None:
-    """Write rows of `table` [B, N], padded."""
     width = table.shape[1]
     rows = [[number, *row, *[0] * (width - len(row))] for number, row in entries.items()]
     written = to_device(torch.tensor(rows, dtype=torch.int64), table.device)
@@ -240,44 +211,19 @@ class Chunk(NamedTuple):
     token_ids: Sequence[int]
 
 
-_SLOT, _START, _LEN = range(3)
-
-
 class PrefillChunks:
     """The chunks of a step: at most P chunks and `max_tokens` tokens.
 
-    `table` int32 [3, P]: request slot, first position, length (0 past the last chunk).
+    `table` int32 [3, P]: its rows are `request_slots`, `starts` (the position of each chunk's first
+    token) and `lens` (0 past the last chunk).
     `tokens` int64 [max_tokens]: the tokens of all chunks, one after another.
     """
 
     def __init__(self, max_tokens: int, max_chunks: int, device: torch.device) -> None:
+        self.max_tokens, self.max_chunks = max_tokens, max_chunks
         self.table = torch.zeros(3, max_chunks, dtype=torch.int32, device=device)
+        self.request_slots, self.starts, self.lens = self.table.unbind()
         self.tokens = torch.zeros(max_tokens, dtype=torch.int64, device=device)
-
-    @property
-    def max_tokens(self) -> int:
-        """Most tokens of all chunks together."""
-        return self.tokens.shape[0]
-
-    @property
-    def max_chunks(self) -> int:
-        """Most chunks."""
-        return self.table.shape[1]
-
-    @property
-    def request_slots(self) -> Tensor:
-        """int32 [P]."""
-        return self.table[_SLOT]
-
-    @property
-    def starts(self) -> Tensor:
-        """Position of each chunk's first token: int32 [P]."""
-        return self.table[_START]
-
-    @property
-    def lens(self) -> Tensor:
-        """Tokens of each chunk: int32 [P]."""
-        return self.table[_LEN]
 
     def write(self, chunks: Iterable[Chunk]) -> int:
         """Write chunks without waiting for the device. Return their number."""

@@ -4,8 +4,6 @@ Ranks cannot diverge: the plan, the drafts and the draws are rank 0's, sums over
 all ranks to the last bit, and shapes depend on the plan alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -58,8 +56,6 @@ class TensorParallelWorker(SpecWorker):
 
 @dataclass(frozen=True)
 class _JointStep:
-    """See `PendingBatch`."""
-
     local: PendingBatch
     worker_ranks: WorkerRanks
 
@@ -148,10 +144,7 @@ class PlanDecoder:
     def decode(self, delta: PlanDelta) -> ScheduledBatch:
         """Return the plan that was encoded."""
         reqs = tuple(
-            [
-                req if isinstance(req, ScheduledRequest) else self._decode(req)
-                for req in delta.requests
-            ]
+            [r if isinstance(r, ScheduledRequest) else self._decode(r) for r in delta.requests]
         )
         self._known = {req.request_id: req for req in reqs}
         return replace(delta.plan, requests=reqs)
@@ -169,7 +162,6 @@ class PlanDecoder:
 
 
 def _longer(old: tuple[Any, ...], new: tuple[Any, ...]) -> _Longer:
-    """Return `new` as a change of `old`."""
     same = min(len(old), len(new))
     if old[:same] != new[:same]:
         same = next(i for i in range(same) if old[i] != new[i])

@@ -1,7 +1,5 @@
 """Verification of a step: draw a token at every position, accept drafts, advance the requests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import TypeAlias
@@ -61,10 +59,7 @@ class Verifier:
     def __call__(
         self, tokens: VerifiedTokens, buffers: StepBuffers, *, has_drafts: bool = True
     ) -> AcceptedPath:
-        """Edit scores, draw, accept; write `buffers.results`, `buffers.paths` and request slots.
-
-        has_drafts: False if no token can be a draft.
-        """
+        """Edit scores, draw, accept; write results, paths and request slots of `buffers`."""
         slots, layout = buffers.slots, tokens.layout
         num_requests = layout.query_starts.shape[0] - 1
         request_slots = buffers.request_slots[:num_requests]
@@ -73,14 +68,9 @@ class Verifier:
         parents, depths, backs = layout.offsets - 1, layout.offsets, None
         if tokens.parents is not None and tokens.depths is not None:
             parents, depths, backs = tokens.parents, tokens.depths, layout.offsets - tokens.parents
+        edits = slots.edits
         score_edits.edit_scores(
-            tokens.logits,
-            layout.request_slots,
-            decided,
-            tokens.token_ids,
-            depths,
-            slots.edits,
-            backs,
+            tokens.logits, layout.request_slots, decided, tokens.token_ids, depths, edits, backs
         )
         masks = buffers.masks
         score_edits.mask_scores(
@@ -110,7 +100,7 @@ class Verifier:
             results,
             forced=forced,
         )
-        score_edits.count_tokens(request_slots, results, slots.edits)
+        score_edits.count_tokens(request_slots, results, edits)
         if buffers.paths is not None:
             buffers.paths[:num_requests].copy_(accepted.path)
         return accepted
@@ -129,13 +119,9 @@ class Verifier:
 
 
 def read_results(table: list[list[int]]) -> tuple[list[list[int]], tuple[int, ...]]:
-    """Return what `StepBuffers.results` on the host holds.
+    """Return the emitted tokens of `StepBuffers.results` on the host, and who has a draft of -1.
 
-    Per drawing request: its accepted drafts and the bonus token; indices of those with a draft of
-    -1.
-
-    Raises:
-        BrokenLogits: the target's logits held NaN, or nothing finite (-1: see `ops.draw`).
+    Raises BrokenLogits: the target's logits held NaN, or nothing finite (-1: see `ops.draw`).
     """
     token_ids = [row[2 : row[0] + 3] for row in table]
     if any(token < 0 for tokens in token_ids for token in tokens):
@@ -144,10 +130,7 @@ def read_results(table: list[list[int]]) -> tuple[list[list[int]], tuple[int, ..
 
 
 def survival_table(forced: Acceptance, max_depth: int) -> Tensor:
-    """Return P(the first 1 .. k of n drafts are accepted), float64 [K + 1, K], row n.
-
-    forced: see `Acceptance`. K: max_depth.
-    """
+    """Return P(the first 1 .. k of n drafts are accepted), float64 [K + 1, K], in row n."""
     rows = []
     for depth in range(max_depth + 1):
         survival = [*accumulate(draft_chances(forced, depth), lambda a, b: a * b)]

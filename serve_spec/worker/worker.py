@@ -1,11 +1,10 @@
 """Executes planned steps: extend, draft, verify. Steps may be launched ahead of their results."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from typing import Any
 
 import torch
 
@@ -49,7 +48,7 @@ class StageTimer:
         if not isinstance(mark, float):
             mark.synchronize()
 
-    def ms_since(self, before: StageTimer, name: str) -> float:
+    def ms_since(self, before: "StageTimer", name: str) -> float:
         """Return the milliseconds from mark `name` of `before` to the first mark of this one."""
         return _ms_between(before._marks[name], next(iter(self._marks.values())))
 
@@ -58,11 +57,10 @@ class StageTimer:
         return _ms_between(self._marks[start], self._marks[end])
 
 
-def _ms_between(first: torch.cuda.Event | float, last: torch.cuda.Event | float) -> float:
-    if isinstance(first, float) and isinstance(last, float):
-        return (last - first) * 1e3
-    assert isinstance(first, torch.cuda.Event)
-    assert isinstance(last, torch.cuda.Event)
+def _ms_between(first: Any, last: Any) -> float:
+    """Return the milliseconds between two marks of one kind."""
+    if isinstance(first, float):
+        return float(last - first) * 1e3
     last.synchronize()
     return float(first.elapsed_time(last))
 
@@ -75,10 +73,9 @@ class WorkerSettings:
     """Settings of a worker.
 
     `max_tokens`: most tokens of one target forward. `largest_batch`, `max_captured`: see
-    `CapturedShapes`.
-    `synthetic_acceptance`: for load tests; see `worker.verify`. `rejection_sample_method`: how
-    sampled drafts are verified. `draft_sharpness`: temperature of coupled drafts over their
-    requests'.
+    `CapturedShapes`. `synthetic_acceptance`: for load tests; see `worker.verify`.
+    `rejection_sample_method`: how sampled drafts are verified. `draft_sharpness`: temperature of
+    coupled drafts over their requests'.
     """
 
     max_tokens: int
@@ -96,6 +93,7 @@ class WorkerSettings:
         return self.rejection_sample_method != "coupled"
 
 
+@dataclass(eq=False, repr=False)
 class SpecWorker:
     """A target, a draft model (or none), and one captured state per draft shape.
 
@@ -103,26 +101,18 @@ class SpecWorker:
     one before it is read. The host reads one small tensor per step.
     """
 
-    def __init__(
-        self,
-        target: TargetRunner,
-        drafter: DraftModel | None,
-        slots: RequestSlots,
-        recorder: GraphRecorder | None,
-        grammars: Grammars,
-        settings: WorkerSettings,
-        parallel: TensorParallel = SINGLE,
-    ) -> None:
-        self.target = target
-        self.drafter = drafter
-        self.slots = slots
-        self.recorder = recorder
-        self.grammars = grammars
-        self.settings = settings
-        self.parallel = parallel
-        self.vocab_size = slots.vocab_size
-        self.device = slots.lengths.device
-        self._requests = RequestStates(slots)
+    target: TargetRunner
+    drafter: DraftModel | None
+    slots: RequestSlots
+    recorder: GraphRecorder | None
+    grammars: Grammars
+    settings: WorkerSettings
+    parallel: TensorParallel = SINGLE
+
+    def __post_init__(self) -> None:
+        self.vocab_size = self.slots.vocab_size
+        self.device = self.slots.lengths.device
+        self._requests = RequestStates(self.slots)
         self._written: tuple[tuple[int, ...], ...] | None = None
         self._budget: tuple[int, list[int], Calibration] | None = None
         self._newest_timer: StageTimer | None = None
@@ -221,10 +211,7 @@ class SpecWorker:
         return self.submit(plan).result()
 
     def drain(self) -> None:
-        """Forget the state of all requests, so that another scheduler's requests may follow.
-
-        No step may be in flight.
-        """
+        """Forget all requests, for those of another scheduler. No step may be in flight."""
         self._requests.forget_all()
         self._newest_timer = None
 
@@ -293,7 +280,7 @@ class SpecWorker:
 
     def _verify(
         self, plan: ScheduledBatch, state: SpecRuntimeState, timer: StageTimer
-    ) -> _StepInFlight:
+    ) -> "_StepInFlight":
         """Run target and verification, and start to read the results."""
         reqs, prompts = plan.sampling_requests, plan.prefill_requests
         # Complete prompts draw, too, but did not draft.

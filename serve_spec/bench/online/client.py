@@ -4,8 +4,6 @@ Streams are parsed after a run, so that parsing one does not delay the clock of 
 run in worker processes, because one core reads a few thousand chunks a second.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import multiprocessing
@@ -19,13 +17,7 @@ from typing import Any, TypeAlias
 
 import aiohttp
 
-from serve_spec.bench.online.load import (
-    CompletionRequest,
-    Load,
-    LoadRun,
-    Sample,
-    Served,
-)
+from serve_spec.bench.online.load import CompletionRequest, Load, LoadRun, Requests, Sample, Served
 
 _DONE = "[DONE]"
 _KEEPALIVE_S = 2.0
@@ -136,7 +128,7 @@ class Client:
     def __init__(self, target: Target) -> None:
         self._target = target
 
-    async def __aenter__(self) -> Client:
+    async def __aenter__(self) -> "Client":
         key = self._target.api_key
         self._http = aiohttp.ClientSession(
             headers={
@@ -239,15 +231,13 @@ def new_samples(found: Iterable[Sample], known: Iterable[Sample]) -> list[Sample
 class Share:
     """Requests of one client, on a schedule or over streams."""
 
-    requests: Sequence[CompletionRequest]
+    requests: Requests
     num_streams: int
     due_s: Sequence[float] | None
     """Due time of each request of an open loop; None: a closed loop."""
 
 
-def deal(
-    load: Load, requests: Sequence[CompletionRequest], seed: int, num_clients: int
-) -> list[Share]:
+def deal(load: Load, requests: Requests, seed: int, num_clients: int) -> list[Share]:
     """Divide a load among clients: streams to clients in turn, requests to streams in turn.
 
     seed: of the schedule of an open loop, in which every request is its own stream.
@@ -282,10 +272,7 @@ async def run_share(
     started_s, cpu_s = time.perf_counter(), time.process_time()
     samples: list[Sample] = []
     watching = asyncio.create_task(_watch(client, started_s, poll_s, samples))
-    if share.due_s is None:
-        exchanges = await _run_closed(client, share, on_end)
-    else:
-        exchanges = await _open(client, share.requests, share.due_s, started_s, on_end)
+    exchanges = await _send(client, share, started_s, on_end)
     watching.cancel()
     cpu_share = (time.process_time() - cpu_s) / (time.perf_counter() - started_s)
     due_s: Sequence[float | None] = share.due_s or [None] * len(exchanges)
@@ -295,36 +282,27 @@ async def run_share(
     return LoadRun(served, samples, cpu_share)
 
 
-async def _complete(client: Client, request: CompletionRequest, on_end: OnEnd) -> Exchange:
-    exchange = await client.complete(request)
-    on_end(1)
-    return exchange
-
-
-async def _run_closed(client: Client, share: Share, on_end: OnEnd) -> list[Exchange]:
+async def _send(client: Client, share: Share, started_s: float, on_end: OnEnd) -> list[Exchange]:
+    """Send requests when they are due; in a closed loop, when a stream has ended the one before."""
     exchanges: dict[int, Exchange] = {}
     waiting = iter(enumerate(share.requests))
 
-    async def one_stream() -> None:
+    async def complete(number: int, request: CompletionRequest) -> None:
+        exchanges[number] = await client.complete(request)
+        on_end(1)
+
+    async def stream() -> None:
         for number, request in waiting:  # shared by all streams
-            exchanges[number] = await _complete(client, request, on_end)
+            await complete(number, request)
 
-    await asyncio.gather(*(one_stream() for _ in range(share.num_streams)))
+    if share.due_s is None:
+        await asyncio.gather(*(stream() for _ in range(share.num_streams)))
+    else:
+        async with asyncio.TaskGroup() as sent:
+            for (number, request), due in zip(waiting, share.due_s, strict=True):
+                await asyncio.sleep(started_s + due - time.perf_counter())
+                sent.create_task(complete(number, request))
     return [exchanges[number] for number in range(len(share.requests))]
-
-
-async def _open(
-    client: Client,
-    requests: Sequence[CompletionRequest],
-    due_s: Sequence[float],
-    started_s: float,
-    on_end: OnEnd,
-) -> list[Exchange]:
-    sent = []
-    for due, request in zip(due_s, requests, strict=True):
-        await asyncio.sleep(started_s + due - time.perf_counter())
-        sent.append(asyncio.create_task(_complete(client, request, on_end)))
-    return await asyncio.gather(*sent)
 
 
 class Clients:
@@ -340,7 +318,7 @@ class Clients:
             shared = context.Barrier(count), self._num_ended
             self._pool = ProcessPoolExecutor(count, context, _initialize, shared)
 
-    def __enter__(self) -> Clients:
+    def __enter__(self) -> "Clients":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -350,7 +328,7 @@ class Clients:
     def run(
         self,
         load: Load,
-        requests: Sequence[CompletionRequest],
+        requests: Requests,
         *,
         seed: int = 0,
         poll_s: float | None = 0.5,
@@ -390,10 +368,10 @@ def merged(load: Load, runs: Sequence[LoadRun]) -> LoadRun:
 
 
 _barrier: Barrier
-_num_ended: Synchronized[int]
+_num_ended: "Synchronized[int]"
 
 
-def _initialize(barrier: Barrier, num_ended: Synchronized[int]) -> None:
+def _initialize(barrier: Barrier, num_ended: "Synchronized[int]") -> None:
     """Initialize a worker process with the barrier from which all start and the common count."""
     global _barrier, _num_ended
     _barrier, _num_ended = barrier, num_ended

@@ -4,8 +4,6 @@ With --compare-offline the loads also run on an engine in this process, once the
 stopped, or while the server of --url is idle.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import time
@@ -18,6 +16,8 @@ from typing import TypeAlias
 
 from tqdm import tqdm
 
+from serve_spec.bench import report
+from serve_spec.bench.online import report as figures
 from serve_spec.bench.online.client import Clients, OnEnd, Target
 from serve_spec.bench.online.load import (
     Bursty,
@@ -27,18 +27,9 @@ from serve_spec.bench.online.load import (
     LoadRun,
     Poisson,
     Ramp,
+    Requests,
     Served,
     text_requests,
-)
-from serve_spec.bench.online.report import (
-    HTTP,
-    OFFLINE,
-    Objective,
-    add_texts,
-    is_forced,
-    measure,
-    plot,
-    tables,
 )
 from serve_spec.bench.online.server import (
     ServerVariant,
@@ -46,15 +37,6 @@ from serve_spec.bench.online.server import (
     serve_command,
     serve_file,
     server_variant,
-)
-from serve_spec.bench.report import (
-    Record,
-    append_record,
-    forced_acceptance,
-    option,
-    read_records,
-    run_record,
-    show,
 )
 from serve_spec.bench.variants import interleaved
 from serve_spec.config import ConfigError, ServeSpecConfig
@@ -78,14 +60,14 @@ def run(args: argparse.Namespace) -> int:
         _check(args)
         records = _measured(args)
     else:
-        records = list(read_records(args.from_json, "online"))
+        records = list(report.read_records(args.from_json, "online"))
     head, *measurements = records
     loads = list(dict.fromkeys(each["load"] for each in measurements))
     measurements.sort(key=lambda each: loads.index(each["load"]))
-    show(tables(head, measurements), head)
+    report.show(figures.tables(head, measurements), head)
     if args.plot is not None:
-        plot(head, measurements, args.plot)
-    if args.from_json is not None or forced_acceptance(head) is not None:
+        figures.plot(head, measurements, args.plot)
+    if args.from_json is not None or report.forced_acceptance(head) is not None:
         return 0  # of forced acceptance, texts differ by construction
     same = all(each["same_texts"] == each["num_texts"] for each in measurements)
     answered = all(each["num_texts"] for each in measurements)
@@ -97,7 +79,9 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--set={args.set!r}: needs --compare-offline, whose keys it overrides")
     for name in ("port", "variants", "client_cores"):
         if getattr(args, name) and args.deploy is None:
-            raise ConfigError(f"{option(name)}: needs --deploy; --url names a running server")
+            raise ConfigError(
+                f"{report.option(name)}: needs --deploy; --url names a running server"
+            )
     if args.flags and args.deploy is None and args.compare_offline is None:
         flag, value = next(iter(args.flags.values()))
         raise ConfigError(f"{flag}={value!r}: needs --deploy; --url names a running server")
@@ -105,7 +89,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--per-replica: needs --variants, which give num_replicas")
 
 
-def _measured(args: argparse.Namespace) -> list[Record]:
+def _measured(args: argparse.Namespace) -> list[report.Record]:
     """Return the record of the run and of every load and side; write each side when it is done."""
     config = None  # read first, so that a mistake in it does not cost the run
     if args.compare_offline is not None:
@@ -114,44 +98,42 @@ def _measured(args: argparse.Namespace) -> list[Record]:
     variants = [server_variant(args.deploy, name, flag_values(args)) for name in args.variants]
     servers: Sequence[ServerVariant | None] = variants or [None]
     plans, warm_up = _plans(args, {1, *(each.num_replicas for each in variants)})
-    objective = Objective(args.slo_ttft_ms, args.slo_tpot_ms)
+    objective = figures.Objective(args.slo_ttft_ms, args.slo_tpot_ms)
     texts: dict[int, str] = {}
-    records: list[Record] = []
+    records: list[report.Record] = []
 
     def add(side: str, runs: Runs, num_replicas: int | None) -> None:
         every = [run for repetitions in runs.values() for run in repetitions]
-        add_texts(texts, every)
+        figures.add_texts(texts, every)
         if not records:
-            head = run_record("online", args, config, objective=asdict(objective))
-            if any(map(is_forced, every)):
+            head = report.run_record("online", args, config, objective=asdict(objective))
+            if any(map(figures.is_forced, every)):
                 head["environment"]["synthetic_acceptance"] = True
             records.append(head)
-            append_record(args.json, head)
+            report.append_record(args.json, head)
         for load, mine in runs.items():
-            found = measure(
+            found = figures.measure(
                 *(load.name, side, mine, objective, texts),
                 num_replicas=num_replicas,
                 num_streams=load.num_streams,
             )
             records.append({"section": "measurement", **found})
-            append_record(args.json, records[-1])
+            report.append_record(args.json, records[-1])
 
     for variant in servers:
-        name, count = (HTTP, None) if variant is None else (variant.name, variant.num_replicas)
+        name, count = (
+            (figures.HTTP, None) if variant is None else (variant.name, variant.num_replicas)
+        )
         add(name, _online(args, variant, plans[count or 1], warm_up), count)
     if config is not None:
-        add(OFFLINE, _offline(args, config, plans[1], warm_up), None)
+        add(figures.OFFLINE, _offline(args, config, plans[1], warm_up), None)
     return records
 
 
 def _plans(
     args: argparse.Namespace, num_replicas: Collection[int]
 ) -> tuple[dict[int, Plan], list[CompletionRequest]]:
-    """Return the requests of each load by number of replicas, and those of the warm-up.
-
-    Raises:
-        ValueError: see `text_requests`.
-    """
+    """Return the requests of each load by number of replicas, and those of the warm-up."""
 
     def size(load: Load) -> int:
         return int(max(args.num_requests, args.requests_per_stream * (load.num_streams or 0)))
@@ -198,10 +180,7 @@ def _repeat(
 
 
 def _online(
-    args: argparse.Namespace,
-    variant: ServerVariant | None,
-    plan: Plan,
-    warm_up: Sequence[CompletionRequest],
+    args: argparse.Namespace, variant: ServerVariant | None, plan: Plan, warm_up: Requests
 ) -> Runs:
     with ExitStack() as stack:
         url = args.url
@@ -215,19 +194,16 @@ def _online(
         clients = stack.enter_context(Clients(target, args.clients))
         clients.run(_widest(plan), warm_up)
         run_once = partial(clients.run, poll_s=args.poll_s)
-        return _repeat(args, HTTP, plan, run_once)
+        return _repeat(args, figures.HTTP, plan, run_once)
 
 
 def _offline(
-    args: argparse.Namespace,
-    config: ServeSpecConfig,
-    plan: Plan,
-    warm_up: Sequence[CompletionRequest],
+    args: argparse.Namespace, config: ServeSpecConfig, plan: Plan, warm_up: Requests
 ) -> Runs:
     llm = LLM(config)
     try:
         run_offline(llm.engine, _widest(plan), warm_up)
-        return _repeat(args, OFFLINE, plan, partial(run_offline, llm.engine))
+        return _repeat(args, figures.OFFLINE, plan, partial(run_offline, llm.engine))
     finally:
         llm.shutdown()
 
@@ -261,18 +237,9 @@ class _Running:
 
 
 def run_offline(
-    engine: SpecEngine,
-    load: Load,
-    requests: Sequence[CompletionRequest],
-    *,
-    seed: int = 0,
-    on_end: OnEnd = int,
+    engine: SpecEngine, load: Load, requests: Requests, *, seed: int = 0, on_end: OnEnd = int
 ) -> LoadRun:
-    """Run a load on an idle engine in this process, without HTTP.
-
-    Raises:
-        InvalidRequest: the engine cannot serve a request.
-    """
+    """Run a load on an idle engine without HTTP; raise InvalidRequest if it cannot be served."""
     schedule, most_at_once = load.arrivals(len(requests), seed), load.num_streams or len(requests)
     waiting = deque(enumerate(requests))
     outputs = OutputProcessor(engine.tokenizer, engine.abort)

@@ -1,11 +1,8 @@
 """Loads and their requests: closed loops of streams, and open loops on a seeded schedule.
 
 An open loop sends on schedule even if the server stalls, and its latencies count from the schedule
-(no coordinated omission). A closed loop sends when the previous answer is complete; its latencies
-count from sending.
+(no coordinated omission). A closed loop sends, and counts, when the previous answer is complete.
 """
-
-from __future__ import annotations
 
 import math
 import random
@@ -128,6 +125,9 @@ class CompletionRequest:
     params: SamplingParams
 
 
+Requests: TypeAlias = Sequence[CompletionRequest]
+
+
 @dataclass(frozen=True)
 class Served:
     """The outcome of a request. Times are in seconds since the run began."""
@@ -194,13 +194,7 @@ def text_requests(
     seed: int = 0,
     mixed: bool = False,
 ) -> list[CompletionRequest]:
-    """Return `count` requests with held-out prompts of `prompt_chars` characters.
-
-    mixed: every other request is hard to draft: shuffled words and T = 1.
-
-    Raises:
-        ValueError: see `held_out_prompts`.
-    """
+    """Return requests with held-out prompts; `mixed`: every other one is hard to draft."""
     prompts = held_out_prompts(
         lambda text: [ord(character) for character in text],
         count=count,

@@ -1,11 +1,8 @@
 """Figures, tables and the plot of `serve-spec bench online`.
 
 Percentiles are over the requests of all repetitions, interpolated linearly. Speeds are medians over
-repetitions, each from the first due time to the last end. A request without a complete answer has
-no latency and misses every objective.
+repetitions. A request without a complete answer has no latency and misses every objective.
 """
-
-from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -168,22 +165,15 @@ def against_first(measurements: Sequence[Record]) -> list[dict[str, Any]]:
         return float(streams / each["num_replicas"]) if streams else None
 
     by_streams = {streams(each): each["tokens_per_second"] for each in first if streams(each)}
-    return [
-        {
-            "load": each["load"],
-            "variant": each["side"],
-            "num_replicas": each["num_replicas"],
-            "tokens_per_second": each["tokens_per_second"],
-            **{
-                key: each["tokens_per_second"] / speed if speed else None
-                for key, speed in (
-                    ("over_first", by_load.get(each["load"])),
-                    ("over_first_per_stream", by_streams.get(streams(each))),
-                )
-            },
-        }
-        for each in variants
-    ]
+    found = []
+    for each in variants:
+        row = {"load": each["load"], "variant": each["side"]}
+        row |= {key: each[key] for key in ("num_replicas", "tokens_per_second")}
+        same, alike = by_load.get(each["load"]), by_streams.get(streams(each))
+        for key, speed in (("over_first", same), ("over_first_per_stream", alike)):
+            row[key] = each["tokens_per_second"] / speed if speed else None
+        found.append(row)
+    return found
 
 
 def is_forced(run: LoadRun) -> bool:
@@ -295,10 +285,7 @@ def _latency_row(each: Record) -> list[object]:
 
 
 def plot(run: Record, measurements: Sequence[Record], path: Path) -> None:
-    """Draw latencies, speed and goodput by load, and batch sizes and K by time.
-
-    Times are those of the last repetition.
-    """
+    """Draw latencies, speed and goodput by load, and the last repetition over time."""
     ticks = [f"{each['load']}\n{each['side']}" for each in measurements]
 
     def bars(title: str, values: Mapping[str, Sequence[float | None]], limit: Any = None) -> Panel:

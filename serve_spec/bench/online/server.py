@@ -1,7 +1,5 @@
 """Servers that the benchmark starts, and their variants."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -33,12 +31,9 @@ def serve_command(model: str, port: int | None, keys: Mapping[str, Any] | None =
 
 @contextmanager
 def own_server(command: Sequence[str], client_cores: int = 0) -> Iterator[str]:
-    """Start a server, yield its base URL, and stop it at the end; its output goes to stderr.
+    """Start a server, yield its base URL, and stop it; raise ConfigError if it does not start.
 
     client_cores: the body runs on so many cores, the server on all others; 0: both use all.
-
-    Raises:
-        ConfigError: the server ended before it was ready, or would have no core.
     """
     cores = sorted(os.sched_getaffinity(0))
     kept = len(cores) - client_cores
@@ -124,10 +119,7 @@ def server_variant(
 ) -> ServerVariant:
     """Return a Serve file, configuration or checkpoint with the settings of `name`.
 
-    keys: other keys, which lose to the settings.
-
-    Raises:
-        ConfigError: the file or a key is invalid, or the file has no application of this package.
+    keys: other keys, which lose to the settings. Raises ConfigError: the file or a key is invalid.
     """
     # These import Ray, which takes a second.
     from serve_spec.serving.app import load_config
