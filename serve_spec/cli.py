@@ -1,5 +1,7 @@
 """`serve-spec COMMAND ...`. The module of a command is imported when it runs."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable
 from importlib import import_module

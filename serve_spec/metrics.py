@@ -3,6 +3,8 @@
 Names end in their unit; counters only grow; a label has few values (never a request id).
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

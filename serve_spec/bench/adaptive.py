@@ -4,6 +4,8 @@ All variants share one worker. In every phase, each variant serves the same requ
 interleaved trials, so changes of the machine's speed affect all variants alike.
 """
 
+from __future__ import annotations
+
 import argparse
 import copy
 import gc

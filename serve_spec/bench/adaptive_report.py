@@ -5,6 +5,8 @@ mean over trials. Totals are harmonic means over phases, which last equally long
 fixed depth, off included, is known only afterwards: with more depths it gains more from chance.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path

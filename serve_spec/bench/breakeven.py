@@ -9,6 +9,8 @@ every position (Leviathan et al., "Fast Inference from Transformers via Speculat
 section 3). `round_ms[K]` is t(K) in ms for K = 0, 1, ...; K = 0 is off.
 """
 
+from __future__ import annotations
+
 import argparse
 import math
 from collections.abc import Sequence

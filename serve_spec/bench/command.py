@@ -1,5 +1,7 @@
 """`serve-spec bench NAME`: flags of all benchmarks. Their modules are imported after parsing."""
 
+from __future__ import annotations
+
 import argparse
 import re
 from collections.abc import Callable

@@ -3,6 +3,8 @@
 Every variant has its own policy and, in closed loops, its own requests; all share one worker.
 """
 
+from __future__ import annotations
+
 import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence

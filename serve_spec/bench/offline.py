@@ -3,6 +3,8 @@
 Two speeds are measured: of whole runs, including prefill, and of full decoding batches.
 """
 
+from __future__ import annotations
+
 import argparse
 import time
 from collections import Counter

@@ -4,6 +4,8 @@ A file may hold several runs. Each starts with a record of section `run`. Every 
 appended immediately, so an interrupted run keeps its results.
 """
 
+from __future__ import annotations
+
 import argparse
 import importlib.metadata
 import json

@@ -4,6 +4,8 @@ A text is a function of its prompt and seed, and the drafts at a position depend
 before it. So a trace replays any policy without a model (`benchmarks/simulator.py`).
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 from collections import defaultdict
@@ -69,7 +71,7 @@ class TraceSet:
     trees: tuple[DraftShape, ...] = ()
     """All of one topk."""
 
-    def with_tree(self, tree: DraftShape, recorded: "TraceSet") -> "TraceSet":
+    def with_tree(self, tree: DraftShape, recorded: TraceSet) -> TraceSet:
         """Return these traces with those of a tree; raise ValueError if the requests differ."""
         pairs = list(zip(self.traces, recorded.traces, strict=True))
         if any((a.kind, a.seed, a.max_tokens) != (b.kind, b.seed, b.max_tokens) for a, b in pairs):

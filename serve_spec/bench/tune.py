@@ -3,6 +3,8 @@
 Every batch size, class of prompts and draft shape runs in steady-state batches on one engine.
 """
 
+from __future__ import annotations
+
 import argparse
 import importlib.util
 import json

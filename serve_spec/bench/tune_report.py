@@ -1,5 +1,7 @@
 """Measurements of `serve-spec tune`: the file that keeps them, the adaptive config, the report."""
 
+from __future__ import annotations
+
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence

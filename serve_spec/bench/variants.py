@@ -1,5 +1,7 @@
 """Policies that benchmarks compare: off, fixed depths and adaptive ones, a controller each."""
 
+from __future__ import annotations
+
 import copy
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -1,5 +1,7 @@
 """Workloads of benchmarks: held-out prompts, kinds of text by predictability, and loads."""
 
+from __future__ import annotations
+
 import importlib.util
 import math
 import random

@@ -7,6 +7,8 @@ Both generations of SGLang's JSON file work unchanged:
             "ema_alpha": 0.2}          integer keys are lower bounds, the rest are shared defaults
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Registry of draft methods. A new one needs a builder and a line here."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module

@@ -4,6 +4,8 @@ An error names the dotted field, the value and a remedy. All errors are reported
 `ConfigError`.
 """
 
+from __future__ import annotations
+
 import difflib
 import json
 import os

@@ -1,5 +1,7 @@
 """What the files of a checkpoint say to the parts of serve_spec that load no weights."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,6 +5,8 @@ serve-spec check-config SERVE_FILE
 serve-spec check-config --draft DRAFT [MODEL [KEY=VALUE ...]]
 """
 
+from __future__ import annotations
+
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence

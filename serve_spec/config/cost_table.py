@@ -3,6 +3,8 @@
 A table of another machine, model or version is rejected.
 """
 
+from __future__ import annotations
+
 import os
 from bisect import bisect_right
 from collections.abc import Collection, Sequence

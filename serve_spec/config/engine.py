@@ -1,5 +1,7 @@
 """Configuration of the engine: model, caches, scheduler."""
 
+from __future__ import annotations
+
 from pathlib import Path, PurePath
 from typing import Annotated, Literal, Self
 

@@ -1,5 +1,7 @@
 """Flags of the command line: names of vLLM and SGLang, and the configuration keys that they set."""
 
+from __future__ import annotations
+
 import argparse
 import json
 import re

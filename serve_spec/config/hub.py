@@ -1,5 +1,7 @@
 """Folders of checkpoints: local ones, package data, and downloads from the Hugging Face hub."""
 
+from __future__ import annotations
+
 import errno
 from pathlib import Path
 from typing import Any

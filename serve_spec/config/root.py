@@ -5,6 +5,8 @@ keyword arguments. Relative paths start at the folder of the file that names the
 environment, a mapping or a keyword start at the current directory.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Mapping
 from functools import cache
@@ -44,7 +46,7 @@ class ServeSpecConfig(StrictModel):
     stats: StatsConfig = Field(default_factory=StatsConfig, description="Fleet statistics.")
 
     @classmethod
-    def load(cls, source: "Source", /, **overrides: Any) -> Self:
+    def load(cls, source: Source, /, **overrides: Any) -> Self:
         """Read, merge, validate and resolve a configuration into a new object.
 
         source: a YAML file, the mapping it would hold, the name of a checkpoint, or a

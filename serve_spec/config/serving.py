@@ -1,5 +1,7 @@
 """Configuration of Ray Serve: router, replicas and fleet statistics."""
 
+from __future__ import annotations
+
 from typing import Literal
 
 from pydantic import Field, field_validator

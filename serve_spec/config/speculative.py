@@ -1,5 +1,7 @@
 """Configuration of speculative decoding. Keys have SGLang's names."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path

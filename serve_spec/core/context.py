@@ -1,5 +1,7 @@
 """Inputs of a model's forward: positions and attention."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol, TypeAlias

@@ -17,6 +17,8 @@ topk                 children of a drafted token; 1 makes a chain of it, more a 
 beam                 the topk tokens of a tree's level that have children
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -45,7 +47,7 @@ class DraftShape:
 
     @staticmethod
     @cache
-    def chain(depth: int) -> "DraftShape":
+    def chain(depth: int) -> DraftShape:
         """Return the chain of `depth` draft tokens; 0: no drafting."""
         return DraftShape(depth, depth)
 

@@ -1,5 +1,7 @@
 """Grammars as requests state them, before compilation."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -71,7 +73,7 @@ class Grammar:
             raise self.refusal(f"not a Unicode text: {error.reason}") from None
 
     @classmethod
-    def json_schema(cls, schema: object, source: str = "grammar") -> "Grammar":
+    def json_schema(cls, schema: object, source: str = "grammar") -> Grammar:
         """Return the grammar of JSON valid under a schema, given as an object or as JSON text."""
         if isinstance(schema, str):
             return cls(GrammarKind.JSON_SCHEMA, schema, source)
@@ -82,22 +84,22 @@ class Grammar:
             raise InvalidRequest(source, f"<{type(schema).__name__}>", fix) from None
 
     @classmethod
-    def json_object(cls, source: str = "grammar") -> "Grammar":
+    def json_object(cls, source: str = "grammar") -> Grammar:
         """Return the grammar of any JSON object."""
         return cls.json_schema({"type": "object"}, source)
 
     @classmethod
-    def regex(cls, expression: str, source: str = "grammar") -> "Grammar":
+    def regex(cls, expression: str, source: str = "grammar") -> Grammar:
         """Return the grammar of the full matches of a regular expression."""
         return cls(GrammarKind.REGEX, expression, source)
 
     @classmethod
-    def ebnf(cls, rules: str, source: str = "grammar") -> "Grammar":
+    def ebnf(cls, rules: str, source: str = "grammar") -> Grammar:
         """Return the grammar of what `start` (Lark) or `root` (GBNF) derives."""
         return cls(GrammarKind.EBNF, rules, source)
 
     @classmethod
-    def choice(cls, texts: Sequence[str], source: str = "grammar") -> "Grammar":
+    def choice(cls, texts: Sequence[str], source: str = "grammar") -> Grammar:
         """Return the grammar of these texts."""
         are_texts = isinstance(texts, list | tuple) and all(isinstance(t, str) for t in texts)
         if not are_texts or not texts or not all(texts):
@@ -106,7 +108,7 @@ class Grammar:
         return cls(GrammarKind.CHOICE, json.dumps(list(texts)), source)
 
     @classmethod
-    def calls(cls, form: CallsForm, source: str = "tools") -> "Grammar":
+    def calls(cls, form: CallsForm, source: str = "tools") -> Grammar:
         """Return the grammar of calls of functions."""
         return cls(GrammarKind.CALLS, json.dumps(vars(form)), source)
 

@@ -1,5 +1,7 @@
 """Hardware description of this machine."""
 
+from __future__ import annotations
+
 import platform
 from functools import cache
 from pathlib import Path
@@ -10,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @cache
-def is_hopper(device: "torch.device") -> bool:
+def is_hopper(device: torch.device) -> bool:
     """Return whether `device` is a Hopper GPU, for which the small matrix products are tuned."""
     import torch
 

@@ -1,5 +1,7 @@
 """Data that the scheduler and a worker exchange. Plain and picklable."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -158,11 +160,11 @@ class ScheduledBatch:
         """Return whether a grammar or bad words may mask any draw."""
         return any(req.params.masks_text for req in self.sampling_requests)
 
-    def verified_drafts(self, result: "BatchResult") -> Sequence[int]:
+    def verified_drafts(self, result: BatchResult) -> Sequence[int]:
         """Return how many drafts of each sampling request were verified."""
         return result.num_drafts or [req.num_draft_tokens for req in self.sampling_requests]
 
-    def cut(self, num_steps: Sequence[int]) -> "ScheduledBatch":
+    def cut(self, num_steps: Sequence[int]) -> ScheduledBatch:
         """Return the plan with shorter chains: `num_steps` drafts of each sampling request."""
         left = map(DraftShape.chain, num_steps)
         requests = (req._replace(shape=next(left)) if req.samples else req for req in self.requests)

@@ -3,6 +3,8 @@
 The engine makes one record per step. The policy learns from it, counters and metrics add it up.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

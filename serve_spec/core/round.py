@@ -3,6 +3,8 @@
 Columns hold one entry per decoding request.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum

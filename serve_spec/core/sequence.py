@@ -1,5 +1,7 @@
 """A running request: its tokens, how many are computed, and its pages."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 

@@ -1,5 +1,7 @@
 """Build an engine from a configuration: load models, size KV caches, capture draft shapes."""
 
+from __future__ import annotations
+
 import os
 from dataclasses import dataclass, replace
 from functools import partial
@@ -135,7 +137,7 @@ def _build_engine(
 
 
 def _check_first_logits(
-    config: ServeSpecConfig, loaded: "LoadedModels", worker: SpecWorker, prompt: list[int]
+    config: ServeSpecConfig, loaded: LoadedModels, worker: SpecWorker, prompt: list[int]
 ) -> None:
     """Run a short prompt and one step with drafts. Broken draft logits only give a warning.
 
@@ -169,7 +171,7 @@ def _check_first_logits(
 
 def _scheduler(
     config: ServeSpecConfig,
-    loaded: "LoadedModels",
+    loaded: LoadedModels,
     cache: KVCacheManager,
     texts: TextDrafter | None = None,
 ) -> Scheduler:

@@ -1,5 +1,7 @@
 """Check the checkpoints of a configuration from their headers, before anything is started."""
 
+from __future__ import annotations
+
 from serve_spec.config import ServeSpecConfig
 from serve_spec.engine.build import check_fit
 from serve_spec.engine.tokenizer import Tokenizer

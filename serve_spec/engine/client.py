@@ -1,5 +1,7 @@
 """The client of an engine in another process: texts, checks and grammars, and asyncio streams."""
 
+from __future__ import annotations
+
 import asyncio
 import itertools
 import queue

@@ -7,6 +7,8 @@ of two up to the next). Drafting rounds verified drafts; plain rounds had depth 
 larger depth in which no request could draft is neither.
 """
 
+from __future__ import annotations
+
 import statistics
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,5 +1,7 @@
 """The grid of steps that a cost table holds: plans that cost as much as real ones, and gaps."""
 
+from __future__ import annotations
+
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -149,7 +151,7 @@ class Point(NamedTuple):
         """Tokens of the target forward."""
         return self.batch_size * (self.shape.size + 1)
 
-    def covers(self, other: "Point") -> bool:
+    def covers(self, other: Point) -> bool:
         """Return whether every dimension is at least as large as that of another point."""
         mine, its = self.shape, other.shape
         return (

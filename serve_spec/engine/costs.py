@@ -1,5 +1,7 @@
 """Source of the goodput policy's cost table: a given file, a cached one, or a measurement."""
 
+from __future__ import annotations
+
 import hashlib
 import math
 import os

@@ -1,5 +1,7 @@
 """The engine: plan, launch, commit, report."""
 
+from __future__ import annotations
+
 import gc
 import math
 import time

@@ -1,5 +1,7 @@
 """From a prompt and sampling parameters to a checked request of an engine."""
 
+from __future__ import annotations
+
 import json
 import secrets
 from collections.abc import Callable, Collection, Iterable

@@ -1,5 +1,7 @@
 """The offline API."""
 
+from __future__ import annotations
+
 import argparse
 import os
 import sys

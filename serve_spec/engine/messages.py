@@ -3,6 +3,8 @@
 The engine sends one `EngineMessage` for every step. The client sends lists of commands.
 """
 
+from __future__ import annotations
+
 import asyncio
 import os
 import socket
@@ -35,7 +37,7 @@ class Add(msgspec.Struct, array_like=True, tag=True):
     """A `Sequence`."""
 
     @classmethod
-    def of(cls, seq: Sequence) -> "Add":
+    def of(cls, seq: Sequence) -> Add:
         """Return the command; texts stay with the client, and the seed is that of the sequence."""
         params = replace(seq.params, seed=None, stop=(), stop_token_ids=())
         return cls(seq.request_id, msgspec.Raw(encode(replace(seq, params=params))))

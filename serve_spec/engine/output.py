@@ -1,5 +1,7 @@
 """Texts of requests: incremental detokenization and stop strings."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 

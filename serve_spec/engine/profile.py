@@ -4,6 +4,8 @@ The plans write garbage to the KV cache, so they may only use pages that no sequ
 sequence writes a page before it reads it.
 """
 
+from __future__ import annotations
+
 import math
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence

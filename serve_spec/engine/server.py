@@ -1,5 +1,7 @@
 """The engine's end of the channel: steps in the caller's thread, commands in one of their own."""
 
+from __future__ import annotations
+
 import queue
 import threading
 import time

@@ -1,5 +1,7 @@
 """Text to tokens and back, with Hugging Face `tokenizers` files; the bytes of tokens."""
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Mapping

@@ -3,6 +3,8 @@
 `ProcessLauncher` runs this module as a program and sends the arguments of `follow` on stdin.
 """
 
+from __future__ import annotations
+
 import os
 import pickle
 import sys

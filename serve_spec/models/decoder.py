@@ -1,5 +1,7 @@
 """The decoder layer that targets and drafts share, and its compilation."""
 
+from __future__ import annotations
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

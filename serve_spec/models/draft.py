@@ -1,5 +1,7 @@
 """The interface of draft models, their precision, and how one is loaded."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Literal
 

@@ -6,6 +6,8 @@ EAGLE-3 heads call themselves LlamaForCausalLM. Only whether `speculators` wrote
 its config, because the same tensors have another meaning there.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -208,7 +210,7 @@ class DraftOptions:
     dummy: bool = False
 
     @staticmethod
-    def of(config: SpeculativeConfig, *, dummy: bool = False) -> "DraftOptions":
+    def of(config: SpeculativeConfig, *, dummy: bool = False) -> DraftOptions:
         """Return the options of a configuration; those to be measured ("probe") are None."""
         theta = config.speculative_draft_rope_theta
         mean = config.speculative_draft_aux_layers_mean

@@ -6,6 +6,8 @@ meant inputs costs between a tenth of a token a round and nearly all drafts. Pro
 request (`probe` in the configuration), because most configs are right.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -4,6 +4,8 @@ Everything is read as the engine reads it. With a configuration the draft is com
 target, tensor by tensor; without one, facts that depend on the target stay open.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """What fixes the computation of an EAGLE or EAGLE-3 head, read from its config and tensors."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

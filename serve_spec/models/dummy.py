@@ -4,6 +4,8 @@ Texts are noise. A tensor's values depend on its name and shape alone, so all ra
 one kind of device have the same model.
 """
 
+from __future__ import annotations
+
 import zlib
 from collections.abc import Mapping
 from pathlib import Path

@@ -9,6 +9,8 @@ target's residual stream before its final norm, or the head's own output after i
 Source: github.com/SafeAILab/EAGLE, `eagle/model/cnets1.py`, `cnets.py`; options: SpecForge, vLLM.
 """
 
+from __future__ import annotations
+
 from functools import partial
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """Llama and the models computed like it: Mistral, Qwen2, Qwen3 (see `ModelShape`)."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple

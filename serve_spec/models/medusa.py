@@ -5,6 +5,8 @@ KV. The feature is the target's hidden state after its final norm (arXiv 2401.10
 Source: github.com/FasterDecoding/Medusa, `medusa_model.py`; vLLM's naming and `token_map`.
 """
 
+from __future__ import annotations
+
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -3,6 +3,8 @@
 Settings that no layer implements are refused by name before any weight is read.
 """
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Mapping
@@ -112,7 +114,7 @@ class ModelShape:
         longest = longest or self.max_position_embeddings
         return RotaryTable(self.head_dim, self.rope_theta, self.rope_scaling, longest)
 
-    def on_rank_of(self, size: int) -> "ModelShape":
+    def on_rank_of(self, size: int) -> ModelShape:
         """Return each of `size` ranks' share of heads and neurons; may raise CheckpointError."""
         shared = self._shared_sizes
         uneven = [f"{key}={number}" for key, number in shared.items() if number % size]
@@ -140,7 +142,7 @@ class ModelShape:
         }
 
     @staticmethod
-    def from_directory(path: Path | str) -> "ModelShape":
+    def from_directory(path: Path | str) -> ModelShape:
         """Return the shape of a target's folder, or raise CheckpointError."""
         path = Path(path)
         config = read_json(path / "config.json")
@@ -153,7 +155,7 @@ class ModelShape:
             raise CheckpointError(f"{path}/config.json: {what}") from None
 
     @staticmethod
-    def from_config(config: Config, generation: Config | None = None) -> "ModelShape":
+    def from_config(config: Config, generation: Config | None = None) -> ModelShape:
         """Return the shape in a target's parsed `config.json`, or raise CheckpointError."""
         config = text_config(config)
         architecture = _architecture(config)

@@ -1,5 +1,7 @@
 """Stand-alone drafts: whole small models with the target's tokens."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from pathlib import Path
 

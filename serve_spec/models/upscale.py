@@ -18,6 +18,8 @@ Share of 768 tokens of the shipped target with the argmax of float32: bfloat16 a
 times as wide, 98.3 % without noise and 98.4 % with it (the default of `serve-spec expand`).
 """
 
+from __future__ import annotations
+
 import re
 import zlib
 from dataclasses import dataclass, fields
@@ -168,7 +170,7 @@ class Expansion:
     seed: int
 
     @staticmethod
-    def read(directory: Path) -> "Expansion":
+    def read(directory: Path) -> Expansion:
         """Return the recipe in `directory`; raise CheckpointError for a wrong key or value."""
         path = directory / RECIPE_FILE
         content = read_json(path)

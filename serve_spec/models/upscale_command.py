@@ -9,6 +9,8 @@ compute what the small ones compute, at the cost of the large shape: speeds are 
 model of that shape, texts and accept lengths are the small pair's.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import shutil

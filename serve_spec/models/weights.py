@@ -4,6 +4,8 @@ A tensor that is missing, surplus or of another shape is refused by name, and so
 absent, damaged or contradicts its index.
 """
 
+from __future__ import annotations
+
 import re
 import zipfile
 from collections.abc import Collection, Iterable, Mapping
@@ -28,7 +30,7 @@ _MAX_NAMED = 5
 class Checkpoint:
     """The tensors of one directory by name; contents are read on demand."""
 
-    def __init__(self, files: "Iterable[TensorFile]", directory: Path) -> None:
+    def __init__(self, files: Iterable[TensorFile], directory: Path) -> None:
         self.directory = directory
         self._homes: dict[str, tuple[TensorFile, str]] = {}
         for file in files:
@@ -111,7 +113,7 @@ class Checkpoint:
                     f"{list(destination.shape)}; correct config.json or fetch the right file"
                 )
 
-    def _home(self, name: str) -> "tuple[TensorFile, str]":
+    def _home(self, name: str) -> tuple[TensorFile, str]:
         if name not in self._homes:
             raise CheckpointError(f"{self.directory}: tensor {name} is missing; fetch it again")
         return self._homes[name]

@@ -1,5 +1,7 @@
 """The RPC channel between rank 0 and a worker rank: messages over TCP, and notice of a lost end."""
 
+from __future__ import annotations
+
 import hmac
 import os
 import pickle

@@ -1,5 +1,7 @@
 """What the ranks that share one model exchange while they compute."""
 
+from __future__ import annotations
+
 import atexit
 import gc
 import threading

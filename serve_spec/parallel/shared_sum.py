@@ -3,6 +3,8 @@
 The memory is torch's symmetric memory, which needs no default group: ranks meet in their own store.
 """
 
+from __future__ import annotations
+
 import gc
 import math
 import os

@@ -1,5 +1,7 @@
 """Rank 0's end: starts the worker ranks, broadcasts to them, and notices the loss of one."""
 
+from __future__ import annotations
+
 import atexit
 import os
 import pickle
@@ -256,7 +258,7 @@ class ProcessLauncher:
 
     def start(
         self, module: str, settings: object, rank: int, size: int, address: Address
-    ) -> "ChildProcess":
+    ) -> ChildProcess:
         """See `Launcher`."""
         package = str(Path(serve_spec.__file__).parents[1])
         paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]

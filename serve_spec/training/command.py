@@ -12,6 +12,8 @@ Elsewhere put your target into WORK/export/target, and {"train": ids, "held_out"
 WORK/tokens.pt with torch.save (integer tensors [N]).
 """
 
+from __future__ import annotations
+
 import argparse
 import shutil
 import sys

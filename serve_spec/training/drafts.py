@@ -1,5 +1,7 @@
 """New drafts for a target, with initial weights, and their training against it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -6,6 +6,8 @@ Coupled drafts share the target's Gumbel noise (arXiv 2408.07978): the draft for
 argmax(log q / tau + gumbel) with tau = 0.85 T.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass

@@ -1,5 +1,7 @@
 """The training loop: optimizers, schedule, clipping, log, checkpoint, resume."""
 
+from __future__ import annotations
+
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,5 +1,7 @@
 """Generation with the target: batches with a static KV cache, and the on-policy pool."""
 
+from __future__ import annotations
+
 import time
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """Schedules, plans and recipes of a training run, as frozen records."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 

@@ -8,6 +8,8 @@ the keys of step 0 at rows 0..i and, at row i only, the keys of steps 1..k, as t
     row i = 2, step 2:   step-0 keys 0 1 2 | own keys of steps 1, 2   (positions 0 1 2 | 3 4)
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -133,14 +135,14 @@ def unroll_step(head: DraftHead) -> Step:
     return step
 
 
-def features_of(head: DraftHead, lesson: "Lesson") -> Tensor:
+def features_of(head: DraftHead, lesson: Lesson) -> Tensor:
     """Return the target features [B·T, F] that `head` reads."""
     assert head.capture is not None, "a stand-alone draft reads no features"
     features = lesson.last if head.capture.layer_ids is None else lesson.captured
     return features.flatten(0, 1)
 
 
-def unroll(step: Step, state: Tensor, lesson: "Lesson", steps: int) -> Iterator[Tensor]:
+def unroll(step: Step, state: Tensor, lesson: Lesson, steps: int) -> Iterator[Tensor]:
     """Yield states [B·T, H] of steps 0..steps-1, for `head.logits`, from encoded features."""
     num_rows, length = lesson.tokens.shape[0], lesson.row_tokens
     cache: UnrollCache | None = None
@@ -161,7 +163,7 @@ def sum_losses(parts: Iterable[tuple[Tensor, Tensor]], decay: float) -> tuple[Te
 
 
 def medusa_loss(
-    head: DraftHead, lesson: "Lesson", decay: float, overlap_weight: float
+    head: DraftHead, lesson: Lesson, decay: float, overlap_weight: float
 ) -> tuple[Tensor, Tensor]:
     """Return the sum over Medusa heads of decay^h times their loss, and overlaps [heads].
 

@@ -5,6 +5,8 @@ every checkpoint tensor is a parameter, and `bind` sets the model's weights to t
 that the model's own forward is differentiable.
 """
 
+from __future__ import annotations
+
 import json
 import os
 from collections.abc import Callable, Mapping

@@ -1,5 +1,7 @@
 """The stages of every draft shape, captured once at startup at every size they can meet."""
 
+from __future__ import annotations
+
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -4,6 +4,8 @@ Chains have one token per level. Trees grow by beams (EAGLE-2, arXiv 2406.16858)
 has a KV slot of its own after the committed text, and attends to the text, its path and itself.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import torch

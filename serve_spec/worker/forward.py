@@ -1,5 +1,7 @@
 """The target's forward over the tokens of a step."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,5 +1,7 @@
 """Stages of a step: captured as CUDA graphs at startup and replayed, or run as they are."""
 
+from __future__ import annotations
+
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeAlias

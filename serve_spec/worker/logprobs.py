@@ -1,5 +1,7 @@
 """Log-probabilities of emitted tokens and of prompts, for the requests that ask for them."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 

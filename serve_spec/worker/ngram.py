@@ -5,6 +5,8 @@ a match nothing is drafted, and the step costs as much as a plain one. Trees hol
 of several occurrences.
 """
 
+from __future__ import annotations
+
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import deque
@@ -59,7 +61,7 @@ class NgramDrafter:
     min_match: int
     max_match: int
     max_steps: int
-    corpus: "Corpus | None" = None
+    corpus: Corpus | None = None
     topk: int = 1
 
     def __post_init__(self) -> None:

@@ -5,6 +5,8 @@ so the next can be launched before the host has read the results. What only the 
 sampling parameters, new requests) it sends in `RequestStates.sync`, in stream order.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 
 import torch

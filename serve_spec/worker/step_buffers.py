@@ -1,5 +1,7 @@
 """Static buffers of a step, which its stages read and write."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple

@@ -4,6 +4,8 @@ Ranks cannot diverge: the plan, the drafts and the draws are rank 0's, sums over
 all ranks to the last bit, and shapes depend on the plan alone.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple

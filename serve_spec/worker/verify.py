@@ -1,5 +1,7 @@
 """Verification of a step: draw a token at every position, accept drafts, advance the requests."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import TypeAlias

@@ -1,5 +1,7 @@
 """Executes planned steps: extend, draft, verify. Steps may be launched ahead of their results."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,7 +50,7 @@ class StageTimer:
         if not isinstance(mark, float):
             mark.synchronize()
 
-    def ms_since(self, before: "StageTimer", name: str) -> float:
+    def ms_since(self, before: StageTimer, name: str) -> float:
         """Return the milliseconds from mark `name` of `before` to the first mark of this one."""
         return _ms_between(before._marks[name], next(iter(self._marks.values())))
 
@@ -280,7 +282,7 @@ class SpecWorker:
 
     def _verify(
         self, plan: ScheduledBatch, state: SpecRuntimeState, timer: StageTimer
-    ) -> "_StepInFlight":
+    ) -> _StepInFlight:
         """Run target and verification, and start to read the results."""
         reqs, prompts = plan.sampling_requests, plan.prefill_requests
         # Complete prompts draw, too, but did not draft.

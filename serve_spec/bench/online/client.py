@@ -4,6 +4,8 @@ Streams are parsed after a run, so that parsing one does not delay the clock of 
 run in worker processes, because one core reads a few thousand chunks a second.
 """
 
+from __future__ import annotations
+
 import asyncio
 import json
 import multiprocessing
@@ -128,7 +130,7 @@ class Client:
     def __init__(self, target: Target) -> None:
         self._target = target
 
-    async def __aenter__(self) -> "Client":
+    async def __aenter__(self) -> Client:
         key = self._target.api_key
         self._http = aiohttp.ClientSession(
             headers={
@@ -318,7 +320,7 @@ class Clients:
             shared = context.Barrier(count), self._num_ended
             self._pool = ProcessPoolExecutor(count, context, _initialize, shared)
 
-    def __enter__(self) -> "Clients":
+    def __enter__(self) -> Clients:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -368,10 +370,10 @@ def merged(load: Load, runs: Sequence[LoadRun]) -> LoadRun:
 
 
 _barrier: Barrier
-_num_ended: "Synchronized[int]"
+_num_ended: Synchronized[int]
 
 
-def _initialize(barrier: Barrier, num_ended: "Synchronized[int]") -> None:
+def _initialize(barrier: Barrier, num_ended: Synchronized[int]) -> None:
     """Initialize a worker process with the barrier from which all start and the common count."""
     global _barrier, _num_ended
     _barrier, _num_ended = barrier, num_ended

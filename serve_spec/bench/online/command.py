@@ -4,6 +4,8 @@ With --compare-offline the loads also run on an engine in this process, once the
 stopped, or while the server of --url is idle.
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 import time

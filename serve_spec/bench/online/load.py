@@ -4,6 +4,8 @@ An open loop sends on schedule even if the server stalls, and its latencies coun
 (no coordinated omission). A closed loop sends, and counts, when the previous answer is complete.
 """
 
+from __future__ import annotations
+
 import math
 import random
 from collections.abc import Mapping, Sequence

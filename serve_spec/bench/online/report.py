@@ -4,6 +4,8 @@ Percentiles are over the requests of all repetitions, interpolated linearly. Spe
 repetitions. A request without a complete answer has no latency and misses every objective.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Servers that the benchmark starts, and their variants."""
 
+from __future__ import annotations
+
 import json
 import os
 import re
