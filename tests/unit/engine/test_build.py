@@ -235,11 +235,6 @@ def test_a_model_that_is_registered_drafts(make_llm, pair, monkeypatch):
         assert output.speculation.num_correct_drafts == output.speculation.num_draft_tokens > 0
 
 
-def test_a_name_that_is_not_registered_is_refused_with_those_that_are(pair):
-    with pytest.raises(ConfigError, match=r"speculative_algorithm='STUTTER': use NONE or .*MEDUSA"):
-        ServeSpecConfig.load({"model": {"path": str(pair.target)}}, speculative_algorithm="STUTTER")
-
-
 def test_more_drafts_than_there_are_heads_are_refused(make_llm):
     with pytest.raises(ValueError, match=r"speculative_num_steps=5.*the draft supports at most 4"):
         make_llm("MEDUSA", 5)

@@ -23,21 +23,6 @@ def requests(temperature, count=6):
     return prompts, params
 
 
-def test_sampled_texts_are_tokens_and_as_long_as_asked(make_llm):
-    """With depths that change every round, and requests that are preempted."""
-    prompts, params = requests(1.0)
-    keys = {"rejection_sample_method": "block", "num_pages": 36, "max_num_seqs": 6}
-    llm = make_llm("EAGLE3", STEPS, **keys)
-    switch_every_round(llm, [0, 4, 2, 4, 1])
-    outputs = llm.generate(prompts, params)
-    for output, asked in zip(outputs, params, strict=True):
-        assert len(output.token_ids) == asked.max_tokens
-        assert output.finish_reason is FinishReason.LENGTH
-        assert all(0 <= token < llm.engine.worker.vocab_size for token in output.token_ids)
-    assert sum(output.speculation.num_correct_drafts for output in outputs) > 0
-    assert llm.engine.scheduler.queue.num_preemptions > 0
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_a_request_that_never_drafts_has_the_text_of_its_seed(make_llm, method):
     llm = make_llm("EAGLE3", 0, rejection_sample_method=method)

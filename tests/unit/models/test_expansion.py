@@ -335,22 +335,17 @@ def blocks(wide, count):
     dtype=st.sampled_from([torch.bfloat16, torch.float32, EXACT]),
     scale=st.sampled_from([1e-6, 0.1, 1.0, 1e4]),
     seed=st.integers(0, 99),
+    silent=st.booleans(),
 )
-def test_noisy_blocks_sum_to_the_small_matrix_without_any_rounding(
-    copies, noise, dtype, scale, seed
+def test_noisy_blocks_sum_to_the_small_matrix_or_to_zero_without_any_rounding(
+    copies, noise, dtype, scale, seed, silent
 ):
     small = matrix(4, 6, seed, scale)
     small[0, 0] = 0.0
     how = Widening(column_factor=copies, is_product=True)
-    wide = widened(small, how, noise, dtype, seed)
-    assert torch.equal(blocks(wide.double(), copies).sum(0), small.double())
-
-
-@given(copies=st.sampled_from(COPIES), noise=st.floats(0.1, 1.0), seed=st.integers(0, 99))
-def test_silent_blocks_sum_to_zero_and_are_not_zero(copies, noise, seed):
-    how = Widening(row_factor=2, column_factor=copies, is_product=True)
-    wide = widened(matrix(4, 6, seed), how, noise, torch.bfloat16, seed, silent=True)
-    assert not blocks(wide.double(), copies).sum(0).any()
+    wide = widened(small, how, noise, dtype, seed, silent=silent)
+    expected = torch.zeros_like(small) if silent else small
+    assert torch.equal(blocks(wide.double(), copies).sum(0), expected.double())
     assert wide.double().abs().sum() > 0
 
 
@@ -369,12 +364,6 @@ def test_noise_uses_all_bits_of_a_bfloat16_and_keeps_weights_small():
     last_bit = wide.view(torch.int16).bitwise_and(1).float().mean()
     assert 0.15 < last_bit < 0.5
     assert 0.1 < wide.float().std() / small.float().std() < 0.25
-
-
-def test_the_seed_decides_the_noise():
-    small, how = matrix(4, 6), Widening(column_factor=2, is_product=True)
-    assert torch.equal(widened(small, how, 1.0, seed=5), widened(small, how, 1.0, seed=5))
-    assert not torch.equal(widened(small, how, 1.0, seed=5), widened(small, how, 1.0, seed=6))
 
 
 def test_added_rows_come_after_the_real_ones_and_repeat_none():

@@ -42,7 +42,7 @@ CHILDREN = pytest.mark.parametrize(
 seeds = st.integers(-(2**63), 2**63 - 1)
 sampling_params = st.builds(
     SamplingParams,
-    temperature=st.sampled_from([0.0, 1e-6, 0.3, 1.0, 2.0]),
+    temperature=st.sampled_from([0.0, 1e-300, 1e-40, 1e-6, 0.3, 1.0, 2.0]),
     top_k=st.sampled_from([-1, 0, 1, 3, 40]),
     top_p=st.sampled_from([1.0, 0.9, 0.5, 0.01, 1e-300]),  # the last is 0 in float32
     min_p=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
@@ -75,14 +75,6 @@ def test_a_token_is_the_likeliest_after_filters_and_noise(draw, rows, has_ties):
         values(logits[r].tolist(), params[r], row_seeds[r], 90 + r) for r in range(len(rows))
     ]
     assert_largest(found.tolist(), numbers)
-
-
-def test_a_temperature_too_small_to_divide_by_is_greedy():
-    logits = randn(4, 50, seed=5)
-    params = [SamplingParams(temperature=t, top_k=2) for t in (0.0, 1e-300, 1e-40, 1e-6)]
-    owners = torch.arange(4, dtype=torch.int32)
-    found = draw_tokens(logits, owners, owners.long(), draw_params(params, [1, 2, 3, 4], CPU))
-    assert torch.equal(found, logits.argmax(-1))
 
 
 @CHILDREN
@@ -118,21 +110,14 @@ def assert_same_draws(found, expected, values):
 )
 def test_the_kernel_draws_what_the_reference_draws(dtype, num_ids):
     owners, positions, params = mixed_round(19, DEVICE)
-    logits = (randn(19, VOCAB, seed=1) * 2.5).to(dtype).to(DEVICE)
+    # A strided view of padded logits.
+    logits = (randn(19, VOCAB + 36, seed=1) * 2.5).to(dtype).to(DEVICE)[:, :VOCAB]
     expected = draw_tokens(logits, owners, positions, params, num_ids=num_ids)
     values = perturbed_scores(logits, owners, positions, params, num_ids=num_ids)
     with poisoned_memory():
         found = draw_triton.draw_tokens(logits, owners, positions, params, num_ids=num_ids)
     assert found.dtype == torch.int64
     assert_same_draws(found, expected, values)
-
-
-def test_a_strided_view_of_padded_logits_is_read_where_it_is():
-    owners, positions, params = mixed_round(9, DEVICE)
-    padded = (randn(9, VOCAB + 36, seed=3) * 3).to(DEVICE)
-    whole = draw_triton.draw_tokens(padded, owners, positions, params, num_ids=VOCAB)
-    view = draw_triton.draw_tokens(padded[:, :VOCAB], owners, positions, params)
-    assert torch.equal(whole, view)
 
 
 @DRAW
