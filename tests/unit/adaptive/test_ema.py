@@ -303,8 +303,7 @@ def test_it_moves_by_at_most_one_within_its_bounds_and_returns_whether_it_did(
 
 
 @pytest.mark.parametrize(
-    "bounds",
-    [{"min_steps": 0}, {"min_steps": 6, "max_steps": 4}, {"initial_steps": 9}],
+    "bounds", [{"min_steps": 0}, {"min_steps": 6, "max_steps": 4}, {"initial_steps": 9}]
 )
 def test_bounds_that_leave_no_choice_are_refused(bounds):
     with pytest.raises(ValueError, match="must ascend from 1"):

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from serve_spec import LLM
-from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.config.algorithms import ALGORITHMS, Algorithm
 from serve_spec.core.errors import CheckpointError
 from serve_spec.core.request import SamplingParams
@@ -39,6 +38,12 @@ from tests.helpers.ranks import on_ranks
         (
             {"chunked_prefill_size": None, "max_num_batched_tokens": 64},
             "max_num_batched_tokens=64 is below max_model_len=128",
+        ),
+        ({"num_pages": 10**12}, r"^num_pages=10{12}: .* GiB; lower it"),
+        ({"num_pages": None, "cpu_cache_gb": 1e9}, r"^cpu_cache_gb=10{9}\.0: .* GiB; lower it"),
+        (
+            {"algorithm": "MEDUSA", "num_steps": 5},
+            "speculative_num_steps=5.*the draft supports at most 4",
         ),
     ],
 )
@@ -160,13 +165,6 @@ def test_sound_models_are_not_warned_of_and_the_check_leaves_nothing_behind(make
     assert shown["kv"]["free_pages"] == shown["kv"]["total_pages"]
 
 
-@pytest.mark.parametrize("asked", [{"num_pages": 10**12}, {"num_pages": None, "cpu_cache_gb": 1e9}])
-def test_caches_that_no_memory_holds_are_refused_by_name(make_llm, asked):
-    (key, value) = list(asked.items())[-1]
-    with pytest.raises(ValueError, match=rf"^{key}={value}: .* GiB; lower it"):
-        make_llm(**asked)
-
-
 def test_a_tokenizer_of_another_model_is_refused(pair, tmp_path):
     target = make_target(tmp_path / "target")
     path = target / "tokenizer.json"
@@ -233,11 +231,6 @@ def test_a_model_that_is_registered_drafts(make_llm, pair, monkeypatch):
     assert texts(outputs) == texts(make_llm().generate(PROMPTS, GREEDY))
     for output in outputs:
         assert output.speculation.num_correct_drafts == output.speculation.num_draft_tokens > 0
-
-
-def test_more_drafts_than_there_are_heads_are_refused(make_llm):
-    with pytest.raises(ValueError, match=r"speculative_num_steps=5.*the draft supports at most 4"):
-        make_llm("MEDUSA", 5)
 
 
 PARAMS = SamplingParams(max_tokens=20, temperature=0.8, seed=3, ignore_eos=True)

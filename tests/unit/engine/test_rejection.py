@@ -6,9 +6,9 @@ import pytest
 import torch
 from scipy import stats
 
-from serve_spec.core.request import FinishReason, SamplingParams
+from serve_spec.core.request import SamplingParams
 from serve_spec.ops.rejection import DraftLogits
-from tests.helpers.engines import switch_every_round, texts
+from tests.helpers.engines import texts
 
 METHODS = ["standard", "block"]
 STEPS = 4

@@ -3,12 +3,7 @@
 import pytest
 import torch
 
-from serve_spec.models import (
-    DraftOptions,
-    FeatureCapture,
-    load_draft,
-    load_target,
-)
+from serve_spec.models import DraftOptions, FeatureCapture, load_draft, load_target
 from tests.helpers.checkpoints import (
     make_eagle,
     make_eagle3,

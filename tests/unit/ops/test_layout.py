@@ -76,9 +76,7 @@ def test_every_row_knows_whose_it_is_and_where_it_goes(impl, sequences, page_siz
 
 @BOTH
 @settings(max_examples=30, deadline=None)
-@given(
-    rows=st.lists(st.tuples(st.integers(-1, 2), st.integers(0, 40)), min_size=1, max_size=9),
-)
+@given(rows=st.lists(st.tuples(st.integers(-1, 2), st.integers(0, 40)), min_size=1, max_size=9))
 def test_the_ring_gives_the_token_of_a_position_while_it_is_recent(impl, rows):
     window = 8
     # Request slot l has come to position 8 + l of a text whose token at p is 1000 l + p.
