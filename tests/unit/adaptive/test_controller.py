@@ -305,15 +305,6 @@ def test_batches_of_a_depth_end_where_the_next_slots_are_less_deep(num_steps, mo
     assert replace(settings, adaptive=False).largest_batch(DraftShape.chain(num_steps)) is None
 
 
-def test_the_start_is_shown_before_any_round():
-    config = SpeculativeConfig(
-        speculative_algorithm="NGRAM", speculative_num_steps=3, min_dwell_rounds=0
-    )
-    assert PolicySettings.of(config).min_dwell_rounds == 0
-    shown = AdaptiveController(PolicySettings.of(config)).snapshot()
-    assert (shown["speculative_num_steps"], shown["speculative_num_draft_tokens"]) == (3, 4)
-
-
 @pytest.mark.parametrize("strategy", ["static", "per_request", "goodput", "ema"])
 def test_accepted_drafts_are_averaged_by_slot_under_every_strategy(strategy):
     slots = load_slots({"ema_alpha": 0.5, **{key: {"candidate_steps": [3]} for key in ("1", "4")}})

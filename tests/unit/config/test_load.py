@@ -24,11 +24,8 @@ def write(path, content):
     return path
 
 
-def test_every_leaf_key_name_is_unique_over_all_sections():
+def test_no_key_is_in_two_sections_and_no_default_outside_its_own_bounds(minimal):
     assert len(leaf_sections()) == len(LEAVES)
-
-
-def test_no_default_lies_outside_its_own_bounds(minimal):
     config = ServeSpecConfig.load(minimal)
     assert ServeSpecConfig.load(config.model_dump()) == config
 
@@ -63,20 +60,14 @@ def test_a_key_that_resembles_none_is_refused_with_those_that_there_are(minimal,
     assert "did you mean" not in message
 
 
-def test_a_refusal_names_field_value_and_way_out(minimal):
-    message = problems(minimal, port=0)
-    assert message.startswith("router.port=0: input should be greater than or equal to 1")
-    assert "TCP port" in message
-
-
-def test_all_problems_are_reported_at_once(minimal):
+def test_all_problems_are_reported_with_field_value_and_way_out(minimal):
     with pytest.raises(ConfigError) as caught:
         ServeSpecConfig.load(minimal, port=0, num_replicas=-1, dtype="float8")
-    assert [p.partition("=")[0] for p in caught.value.problems] == [
-        "model.dtype",
-        "router.port",
-        "replica.num_replicas",
-    ]
+    dtype, port, replicas = caught.value.problems
+    assert dtype.startswith("model.dtype=")
+    assert port.startswith("router.port=0: input should be greater than or equal to 1")
+    assert "TCP port" in port
+    assert replicas.startswith("replica.num_replicas=")
 
 
 @pytest.mark.parametrize(
@@ -148,16 +139,12 @@ def test_an_unknown_variable_is_refused_with_the_nearest_known_one(minimal, monk
     assert problems(minimal).endswith("did you mean SERVE_SPEC_CACHE__PAGE_SIZE?")
 
 
-def test_variables_without_a_section_are_not_configuration(minimal, monkeypatch):
-    expected = ServeSpecConfig.load(minimal)
-    monkeypatch.setenv("SERVE_SPEC_LOG_LEVEL", "INFO")
-    assert ServeSpecConfig.load(minimal) == expected
-
-
 def test_a_loaded_configuration_no_longer_listens_to_the_environment(minimal, monkeypatch):
+    """Nor does any to variables without a section."""
+    monkeypatch.setenv("SERVE_SPEC_LOG_LEVEL", "INFO")
     config = ServeSpecConfig.load(minimal, page_size=4)
     monkeypatch.setenv("SERVE_SPEC_CACHE__PAGE_SIZE", "8")
-    assert ServeSpecConfig.load(config).cache.page_size == 4
+    assert ServeSpecConfig.load(config) == config
 
 
 def test_overriding_a_configuration_makes_a_new_one_and_derives_anew(drafting, checkpoints):

@@ -20,20 +20,12 @@ from serve_spec.engine.cost_grid import (
 SIZES, STEPS = [1, 2, 4, 8], [0, 1, 2, 3, 5, 7]
 
 
-def test_batch_sizes_double_up_to_the_largest_which_is_one_of_them():
-    assert batch_grid(1) == [1]
-    assert batch_grid(6) == [1, 2, 4, 6]
-    assert batch_grid(64) == [1, 2, 4, 8, 16, 32, 64]
-
-
-def test_steps_are_depths_closer_where_they_are_small():
+def test_batch_sizes_double_depths_are_closer_where_small_and_texts_are_a_short_and_a_long_one():
+    assert [batch_grid(1), batch_grid(6), batch_grid(8)] == [[1], [1, 2, 4, 6], [1, 2, 4, 8]]
     assert step_grid(range(15), 14) == [0, 1, 2, 3, 5, 7, 10, 14]
     assert step_grid({3, 0, 1, 7}, 7) == [0, 1, 3, 7]
     assert step_grid(range(8), 4) == [0, 1, 2, 3, 4]
     assert step_grid({0}, 7) == [0]
-
-
-def test_texts_are_a_short_and_a_long_one_within_what_is_possible():
     found = [context_grid(longest) for longest in (1017, 121, 32_000, 300)]
     assert found == [(128, 512), (30, 121), (128, 4096), (75, 300)]
 

@@ -21,7 +21,6 @@ from serve_spec.training.settings import DRAFTERS, draft_recipe
 from serve_spec.training.unroll import (
     Lesson,
     Teacher,
-    attend,
     draft_loss,
     features_of,
     forward_rows,
@@ -110,18 +109,6 @@ def test_a_compiled_step_is_one_graph(teacher, family):
         torch.testing.assert_close(state, expected)
     found[-1].sum().backward()
     assert all(p.grad is not None for n, p in draft.weights.parameters.items() if "proj" in n)
-
-
-def test_attention_over_unused_own_places_ignores_their_content():
-    generator = torch.Generator().manual_seed(0)
-    q = torch.randn(1, 4, 6, 8, generator=generator)
-    k, v = torch.randn(2, 1, 2, 6, 8, generator=generator)
-    own_k, own_v = torch.randn(2, 1, 2, 3, 6, 8, generator=generator)
-    live = torch.tensor([True, False, False])
-    before = attend(q, k, v, own_k, own_v, live)
-    own_k[:, :, 1:] = 1e4
-    own_v[:, :, 1:] = -1e4
-    torch.testing.assert_close(attend(q, k, v, own_k, own_v, live), before)
 
 
 def test_draft_loss_is_smallest_where_draft_and_target_agree():
