@@ -94,16 +94,6 @@ def by_position(record, metric):
     return {r.labels["position"]: r.value for r in readings(record) if r.metric.name == name}
 
 
-def test_a_position_is_reached_where_all_before_it_were_kept():
-    """Rows of 3, 3 and 1 drafts; 3, 1 and 0 kept."""
-    record = replace(
-        ROUND, drafted_per_req=(), steps_per_req=(3, 3, 1), correct_per_req=(3, 1, 0), budget=None
-    )
-    assert by_position(record, "drafted") == {"1": 3, "2": 2, "3": 2}
-    assert by_position(record, "reached") == {"1": 3, "2": 2, "3": 1}
-    assert by_position(record, "accepted") == {"1": 2, "2": 1, "3": 1}
-
-
 def test_drafts_outside_the_budget_are_proposed_and_not_verified():
     """Of 4, 3 and 2 drafts, 3, 1 and 0 are verified; 2, 1 and 0 accepted."""
     record = replace(

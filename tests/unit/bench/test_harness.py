@@ -3,6 +3,7 @@
 import copy
 import random
 from itertools import count, pairwise
+from operator import attrgetter
 
 import pytest
 from hypothesis import given
@@ -54,16 +55,11 @@ def loop_beside(engine, name):
     return ClosedLoop(engine_beside(engine, controller(name)), requests, BATCH_SIZE)
 
 
+FIGURES = attrgetter("shape.depth", "batch_size", "num_draft_tokens", "num_output_tokens")
+
+
 def shapes(rounds):
-    return [
-        (
-            r.record.shape.depth,
-            r.record.batch_size,
-            r.record.num_draft_tokens,
-            r.record.num_output_tokens,
-        )
-        for r in rounds
-    ]
+    return [FIGURES(r.record) for r in rounds]
 
 
 def test_an_engine_beside_another_has_room_for_the_same_trees(tmp_path_factory):

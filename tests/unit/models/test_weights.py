@@ -76,17 +76,11 @@ def test_shards_and_pickles_give_the_same_model_as_one_file(made, tmp_path):
     assert is_same(pickled)
 
 
-def test_stored_half_precision_is_cast(made):
-    rewrite(made, lambda t: t.update({k: v.half() for k, v in t.items()}))
+def test_stored_half_precision_is_cast_and_stored_rotary_frequencies_are_harmless(made):
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    rewrite(made, lambda t: t.update({k: v.half() for k, v in t.items()} | frequencies))
     model = load_target(made, torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-
-
-def test_stored_rotary_frequencies_are_harmless(made):
-    rewrite(
-        made, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
-    )
-    load_target(made, torch.float32)
 
 
 def test_a_stored_lm_head_wins_over_tied_embeddings(made):

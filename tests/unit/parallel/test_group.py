@@ -54,16 +54,13 @@ def test_columns_come_together_in_the_order_of_ranks(groups, missing):
 
 
 @pytest.mark.parametrize("source", range(SIZE))
-def test_one_ranks_tensor_takes_the_place_of_all(groups, source):
+def test_one_ranks_tensor_takes_the_place_of_all_and_all_get_the_smallest_number(groups, source):
     def run(group):
         x = torch.tensor([group.rank, -group.rank])
         group.broadcast(x, source)
         return x.tolist()
 
     assert on_all(groups, run) == [[source, -source]] * SIZE
-
-
-def test_every_rank_gets_the_smallest_number(groups):
     assert on_all(groups, lambda group: group.smallest(7 - group.rank)) == [5] * SIZE
 
 
