@@ -396,12 +396,12 @@ def test_depths_are_kept_for_as_many_rounds_as_asked():
 DEPTH = 4
 
 
-def outcomes(rng, weight, bias, num=512):
-    """Return shares [num, DEPTH], drafts verified and drafts accepted."""
-    shares = np.log(rng.uniform(0.02, 0.98, (num, DEPTH)))
+def outcomes(rng, weight, bias):
+    """Return shares [512, DEPTH], drafts verified and drafts accepted."""
+    shares = np.log(rng.uniform(0.02, 0.98, (512, DEPTH)))
     chances = 1 / (1 + np.exp(-(weight * logits(shares) + bias)))
-    correct = np.cumprod(rng.random((num, DEPTH)) < chances, axis=1).sum(axis=1)
-    return shares, np.full(num, DEPTH), correct
+    correct = np.cumprod(rng.random((512, DEPTH)) < chances, axis=1).sum(axis=1)
+    return shares, np.full(512, DEPTH), correct
 
 
 def test_a_share_is_the_chance_before_anything_is_known_and_texts_are_taken_at_their_rates():

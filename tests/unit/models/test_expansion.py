@@ -101,11 +101,6 @@ def two_sizes_of_each(names, *turns):
     ]
 
 
-def copies(features, count, blocks=1):
-    """Each of `blocks` parts of the columns repeated `count` times."""
-    return torch.cat([block.repeat(1, count) for block in features.chunk(blocks, dim=1)], dim=1)
-
-
 @pytest.mark.parametrize(("family", "size", "noise"), two_sizes_of_each(FAMILIES, (0.0, 1.0)))
 def test_logits_are_those_of_the_base(tmp_path, family, size, noise):
     name = family.removesuffix("_window")
@@ -156,7 +151,7 @@ def test_chains_of_drafts_are_those_of_the_base(tmp_path, target_dir, case, size
     assert found_drafts == drafts
     assert close(found_logits[:, :known], logits)
     assert (found_logits[:, known:] == float("-inf")).all()
-    assert close(found_hidden, copies(hidden, SIZES[size].hidden_factor))
+    assert close(found_hidden, hidden.repeat(1, SIZES[size].hidden_factor))
     added = SIZES[size].vocab_size - VOCAB
     assert found_logits.shape[1] - known == added
 
@@ -175,7 +170,7 @@ def test_rare_parts_of_heads_grow_too(tmp_path, target_dir, parts):
     expand_head(base, small_target.shape, SIZES["odd"], tmp_path / "head")
     _, _, hidden = draft(load_draft(base, small_target, "EAGLE3"), small_target)
     _, _, found = draft(load_draft(tmp_path / "head", large_target, "EAGLE3"), large_target)
-    assert close(found, copies(hidden, 3))
+    assert close(found, hidden.repeat(1, 3))
 
 
 def test_a_draft_vocabulary_grows_less_than_the_targets_if_asked(tmp_path, target_dir):

@@ -106,9 +106,9 @@ def duo(request, tmp_path_factory, target_dir, target):
     return Duo(tmp_path_factory.mktemp("head"), target_dir, target, request.param)
 
 
-def scene(head, seed=3):
+def scene(head):
     """Tokens (entries and drafts) and target features of two sequences."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(3)
     tokens = [torch.randint(0, 288, (n + DRAFTED,), generator=generator) for n in LENGTHS]
     features = [torch.randn(n + DRAFTED, head.feature_dim, generator=generator) for n in LENGTHS]
     return tokens, features
