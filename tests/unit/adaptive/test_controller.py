@@ -2,11 +2,8 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from serve_spec.adaptive import AdaptiveController, PolicySettings
 from serve_spec.adaptive.controller import FALLBACK_ROUNDS
@@ -20,12 +17,6 @@ from tests.helpers.simulated_costs import GPU_8B, recorded_table
 
 EAGER = {"ema_alpha": 1.0, "warmup_batches": 0, "update_interval": 1}
 TWO_SLOTS = {**EAGER, "1": {"candidate_steps": [1, 3, 7]}, "8": {"candidate_steps": [1, 3]}}
-
-
-def speculative(**keys):
-    """A section that drafts; any folder that exists can stand for the checkpoint."""
-    drafts = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": Path.cwd()}
-    return SpeculativeConfig(**(drafts | keys))
 
 
 def controller(config, num_steps=3, min_dwell_rounds=0):
@@ -68,18 +59,6 @@ def nothing(num_steps):
 
 def slot(target, key):
     return target.snapshot()["slots"][key]
-
-
-@pytest.mark.parametrize(
-    "keys", [{"speculative_adaptive": False}, {"speculative_adaptive_strategy": "static"}]
-)
-@pytest.mark.parametrize("num_steps", [0, 5])
-def test_a_static_depth_never_moves(keys, num_steps):
-    config = speculative(speculative_num_steps=num_steps, **keys)
-    made = AdaptiveController(PolicySettings.of(config))
-    assert depths(made) == (num_steps,)
-    assert {play(made, bs, nothing) for bs in range(1, 60)} == {num_steps}
-    assert made.snapshot()["strategy"] == "static"
 
 
 @pytest.mark.parametrize("strategy", ["ema", "per_request", "goodput"])
@@ -175,28 +154,6 @@ def test_a_batch_that_changes_slot_takes_its_depth_at_once_and_an_empty_one_deci
     assert made.switch_reason is None
     assert made.snapshot() == counts
     assert choose(made, 7) == 7
-
-
-@given(
-    ladders=st.dictionaries(
-        st.sampled_from(["1", "4", "9"]),
-        st.lists(st.integers(0, 8), min_size=1, max_size=4),
-        min_size=1,
-    ),
-    rounds=st.lists(st.tuples(st.integers(1, 12), st.floats(0, 1)), max_size=60),
-    dwell=st.integers(0, 10),
-)
-def test_every_choice_is_a_candidate_of_the_slot_and_was_announced_to_the_worker(
-    ladders, rounds, dwell
-):
-    slots = {key: {"candidate_steps": ladder} for key, ladder in ladders.items()}
-    made = controller({**EAGER, **slots}, min_dwell_rounds=dwell)
-    for batch_size, share in rounds:
-        steps = play(made, batch_size, lambda k, share=share: round(share * k))
-        assert steps in ladders[str(made.snapshot()["slot"])]
-        assert steps in depths(made)
-    counted = made.snapshot()["rounds_by_num_steps"]
-    assert sum(counted.values()) == len(rounds)
 
 
 def test_a_live_change_replaces_the_policy_and_keeps_depth_and_counts():

@@ -100,12 +100,9 @@ def test_every_way_to_fail_has_its_name_and_leaves_the_others_alone():
     assert [(s.error, s.text) for s in served[1::2]] == [(None, "0 1 ")] * len(CUTS)
 
 
-def test_a_stream_that_falls_silent_is_given_up():
+def test_a_silent_stream_is_given_up_and_a_closed_port_is_no_connection():
     (served,) = run(ScriptedApp(), ClosedLoop(1), ["silent"], timeout_s=0.3).served
     assert (served.error, served.text) == ("timeout", "x")
-
-
-def test_a_closed_port_is_no_connection():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
     served = run(ScriptedApp(), ClosedLoop(2), ["a", "b"], url=url).served
@@ -171,12 +168,9 @@ def test_events_do_not_depend_on_how_the_bytes_were_cut(data, texts, end):
     assert [event for _, event in events(arrivals)] == payloads
 
 
-def test_several_data_lines_are_one_event_and_an_unfinished_one_is_none():
+def test_several_data_lines_are_one_event_which_came_when_its_last_byte_came():
     arrivals = [(1.0, b"data: a\ndata:b\n\ndata: c\n"), (2.0, b"\ndata: d\n")]
     assert [*events(arrivals)] == [(1.0, "a\nb"), (2.0, "c")]
-
-
-def test_a_chunk_came_when_its_last_byte_came():
     first, second = event(chunk("a")), event(chunk("b"))
     arrivals = [(1.0, first[:9]), (2.0, first[9:] + second[:-1]), (5.0, second[-1:])]
     assert read_stream(arrivals).chunk_s == (2.0, 5.0)

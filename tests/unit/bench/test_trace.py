@@ -190,13 +190,7 @@ def test_what_is_written_is_read(file, written):
     assert load_traces(file) == written
 
 
-def test_a_trace_of_forced_acceptance_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"synthetic_acceptance=2\.0: a trace needs real texts"):
-        main(["trace", "--set", "synthetic_acceptance=2.0", "--json", str(tmp_path / "t.json")])
-    assert not (tmp_path / "t.json").exists()
-
-
-def test_a_file_that_is_not_a_trace_is_refused_by_name(tmp_path):
+def test_a_file_that_is_no_trace_and_a_trace_of_forced_acceptance_are_refused(tmp_path):
     path = tmp_path / "traces.json"
     good = json.loads(RECORDED.read_text())
     trace = good["traces"][0]
@@ -213,3 +207,6 @@ def test_a_file_that_is_not_a_trace_is_refused_by_name(tmp_path):
         assert str(path) in str(caught.value)
     with pytest.raises(ValueError, match="not in the file"):
         load_traces(RECORDED).of(TextKind("code", 0.3))
+    with pytest.raises(ConfigError, match=r"synthetic_acceptance=2\.0: a trace needs real texts"):
+        main(["trace", "--set", "synthetic_acceptance=2.0", "--json", str(tmp_path / "t.json")])
+    assert not (tmp_path / "t.json").exists()

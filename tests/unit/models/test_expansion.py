@@ -344,12 +344,16 @@ def test_noisy_blocks_sum_to_the_small_matrix_or_to_zero_without_any_rounding(
     assert wide.double().abs().sum() > 0
 
 
-def test_noise_makes_every_row_and_block_another():
+def test_noise_makes_every_row_and_block_another_and_added_rows_repeat_none():
     how = Widening(row_factor=4, column_factor=4, is_product=True)
     for noise, num_rows in ((1.0, 64), (0.0, 4)):
         rows = widened(matrix(4, 64), how, noise, torch.bfloat16).view(-1, 64)
         assert rows.unique(dim=0).shape[0] == num_rows
     assert rows.shape[0] == 64
+    small = matrix(4, 6)
+    wide = widened(small, Widening(num_rows=11, column_factor=2))
+    assert torch.equal(wide[:4], small.double().repeat(1, 2))
+    assert wide.unique(dim=0).shape[0] == 11
 
 
 def test_noise_uses_all_bits_of_a_bfloat16_and_keeps_weights_small():
@@ -359,10 +363,3 @@ def test_noise_uses_all_bits_of_a_bfloat16_and_keeps_weights_small():
     last_bit = wide.view(torch.int16).bitwise_and(1).float().mean()
     assert 0.15 < last_bit < 0.5
     assert 0.1 < wide.float().std() / small.float().std() < 0.25
-
-
-def test_added_rows_come_after_the_real_ones_and_repeat_none():
-    small = matrix(4, 6)
-    wide = widened(small, Widening(num_rows=11, column_factor=2))
-    assert torch.equal(wide[:4], small.double().repeat(1, 2))
-    assert wide.unique(dim=0).shape[0] == 11

@@ -141,12 +141,15 @@ def test_tensors_that_do_not_fit_are_refused_by_name(made, change, words):
     assert [word for word in words if word not in message] == []
 
 
-def test_a_file_that_is_damaged_or_cut_short_is_refused(made):
+def test_weights_that_are_damaged_cut_short_or_missing_are_refused(made):
     path = made / "model.safetensors"
     whole = path.read_bytes()
     for content in (whole[:4], whole[:40], whole[:5000], whole[:8] + b"\xff" * 32 + whole[40:]):
         path.write_bytes(content)
         assert "model.safetensors is damaged or cut short" in refusal(made)
+    (made / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"no weights.*config\.json"):
+        load_target(made, torch.float32)
 
 
 def test_a_pickle_that_is_unsafe_cut_short_or_of_something_else_is_refused(made):
@@ -159,12 +162,6 @@ def test_a_pickle_that_is_unsafe_cut_short_or_of_something_else_is_refused(made)
         assert "pytorch_model.bin cannot be read" in refusal(made)
     torch.save({"epoch": 3}, path)
     assert "epoch" in refusal(made)
-
-
-def test_a_directory_without_weights_lists_what_it_holds(made):
-    (made / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"no weights.*config\.json"):
-        load_target(made, torch.float32)
 
 
 def test_an_index_at_odds_with_its_shards_is_refused(made):
@@ -199,12 +196,15 @@ def without(family, *keys):
     return {k: v for k, v in target_config(family, 64, 4, 288).items() if k not in keys}
 
 
-def test_absent_keys_take_the_values_transformers_gives_them():
+def test_absent_keys_take_the_values_transformers_gives_them_also_in_a_nested_config():
     config = without("llama2", "num_key_value_heads", "rope_theta", "rms_norm_eps", "hidden_act")
     shape = ModelShape.from_config(config)
     assert (shape.num_kv_heads, shape.head_dim) == (4, 16)
     assert (shape.rope_theta, shape.rms_norm_eps) == (10000.0, 1e-6)
     assert ModelShape.from_config(without("mistral", "sliding_window")).sliding_window == 4096
+    text = {"model_type": "llama", "vocab_size": 32064, "max_position_embeddings": 4096}
+    shape = ModelShape.from_config({"model_type": "llava", "text_config": text})
+    assert (shape.hidden_size, shape.intermediate_size, shape.num_layers) == (4096, 11008, 32)
 
 
 @pytest.mark.parametrize(
@@ -348,12 +348,6 @@ def test_a_nested_config_is_read_with_what_its_exporter_left_outside(kind, own, 
     )
     assert (shape.architecture, shape.tie_word_embeddings) == (architecture, True)
     assert (shape.eos_token_ids, shape.qk_norm) == ((7,), kind == "qwen3_vl")
-
-
-def test_a_nested_config_takes_missing_sizes_of_its_class():
-    text = {"model_type": "llama", "vocab_size": 32064, "max_position_embeddings": 4096}
-    shape = ModelShape.from_config({"model_type": "llava", "text_config": text})
-    assert (shape.hidden_size, shape.intermediate_size, shape.num_layers) == (4096, 11008, 32)
 
 
 @pytest.mark.parametrize("content", [None, "{", "[1]"])

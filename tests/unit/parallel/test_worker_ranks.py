@@ -96,9 +96,11 @@ def test_an_error_of_rank_0_is_its_own_and_ends_all(two):
         two.broadcast("sum")
 
 
-def test_a_rank_that_cannot_start_is_reported_with_its_error(start):
+def test_a_rank_that_cannot_start_or_ends_before_it_calls_is_reported(start):
     with pytest.raises(RankLost, match="rank 1 of 2 cannot start: ValueError: no such model"):
         start("say no")
+    with pytest.raises(RankLost, match="rank 1 of 2 ended with exit code 3 while it started"):
+        launch(TOY, 2, "exit")
 
 
 @pytest.mark.parametrize(
@@ -151,11 +153,6 @@ def test_a_rank_refuses_a_listener_without_the_secret():
         assert channel.accept(listener, b"another") is None
         with pytest.raises(ConnectionRefusedError):
             member.result()
-
-
-def test_a_process_that_ends_before_it_calls_is_noticed():
-    with pytest.raises(RankLost, match="rank 1 of 2 ended with exit code 3 while it started"):
-        launch(TOY, 2, "exit")
 
 
 def test_a_process_that_is_killed_releases_rank_0():

@@ -148,13 +148,14 @@ def test_drafts_that_other_rules_forbid_are_not_verified_either():
     assert masks_of(one, drafts=((50, 50, EOS_ID),)).num_drafts == (3,)
 
 
-def test_a_text_that_exceeds_the_limits_ends():
+def test_a_text_that_exceeds_the_limits_or_is_not_of_its_grammar_ends():
     heavy = Grammar.regex("x((a{1,100}){1,100}){1,100}")
     length = next(n for n in range(99) if is_too_much(heavy, n))
     one = row("a", "x" + "a" * length, 2, grammar=heavy)
     found = masks_of(one, row("b", "1"), drafts=(b"aa", b""))
     assert found.num_drafts == (0, 0)
     assert allowed(found) == [{EOS_ID}, ZERO_TO_NINE], "others go on"
+    assert allowed(masks_of(row("a", "1")._replace(generated_ids=(97, 98)))) == [{EOS_ID}]
 
 
 def test_limits_count_each_text_apart():
@@ -168,10 +169,6 @@ def is_too_much(heavy, num_letters):
     matcher = byte_compiler().matcher(heavy, anew=True)
     matcher.advance([*b"x", *b"a" * num_letters])
     return matcher.mask() is None
-
-
-def test_a_text_that_is_not_of_its_grammar_ends():
-    assert allowed(masks_of(row("a", "1")._replace(generated_ids=(97, 98)))) == [{EOS_ID}]
 
 
 GRAMMARS = [Grammar.ebnf(PARENTHESES), Grammar.regex("(ab|ba)*a?"), Grammar.choice(["aba", "b)("])]
