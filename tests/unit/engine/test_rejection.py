@@ -14,19 +14,15 @@ METHODS = ["standard", "block"]
 STEPS = 4
 
 
-def requests(temperature, count=6):
-    prompts = [[3 + i, *range(20, 21 + 3 * i)] for i in range(count)]
-    params = [
-        SamplingParams(max_tokens=20 + i, temperature=temperature, seed=i, ignore_eos=True)
-        for i in range(count)
-    ]
-    return prompts, params
+def requests():
+    prompts = [[3 + i, *range(20, 21 + 3 * i)] for i in range(6)]
+    return prompts, [SamplingParams(max_tokens=20 + i, seed=i, ignore_eos=True) for i in range(6)]
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_request_that_never_drafts_has_the_text_of_its_seed(make_llm, method):
     llm = make_llm("EAGLE3", 0, rejection_sample_method=method)
-    assert texts(llm.generate(*requests(1.0))) == texts(make_llm().generate(*requests(1.0)))
+    assert texts(llm.generate(*requests())) == texts(make_llm().generate(*requests()))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -34,7 +30,7 @@ def test_neighbours_that_leave_and_prefixes_that_are_known_change_no_text_of_a_s
     make_llm, method
 ):
     """The last tokens depend on how deep the last rounds draft."""
-    prompts, params = requests(1.0)
+    prompts, params = requests()
     llm = make_llm("EAGLE3", STEPS, rejection_sample_method=method, async_scheduling=False)
     alone = [text[:-10] for text in texts(llm.generate(prompts[:3], params[:3]))]
     for number in range(3):
@@ -53,7 +49,7 @@ def test_a_draft_that_is_the_target_is_always_kept(make_llm, method):
     """Both distributions are equal but for the last bits: one draft in some hundreds of thousands
     is lost to rounding."""
     llm = make_llm("STANDALONE", STEPS, rejection_sample_method=method, async_scheduling=False)
-    outputs = llm.generate(*requests(1.0))
+    outputs = llm.generate(*requests())
     for output in outputs:
         assert output.speculation.num_correct_drafts == output.speculation.num_draft_tokens > 0
 

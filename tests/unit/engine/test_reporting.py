@@ -1,7 +1,5 @@
 """The record of a step, and what the policy observes of it."""
 
-import json
-
 import pytest
 
 from serve_spec.adaptive import AdaptiveSpeculativeParams
@@ -70,16 +68,8 @@ def test_times_of_rounds_add_up_to_those_of_the_steps_and_pauses_are_none_of_the
     )
 
 
-def test_the_average_of_the_slot_that_chose_is_reported(make_llm, tmp_path):
-    slots = tmp_path / "slots.json"
-    slots.write_text(json.dumps({"1": {"candidate_steps": [3]}, "3": {"candidate_steps": [3]}}))
-    llm = make_llm(
-        "EAGLE3",
-        3,
-        speculative_adaptive=True,
-        speculative_adaptive_strategy="ema",
-        speculative_adaptive_config=str(slots),
-    )
+def test_the_average_of_the_slot_that_chose_is_reported(make_llm):
+    llm = make_llm("EAGLE3", 3, slots={key: {"candidate_steps": [3]} for key in ("1", "3")})
     decoding = [stats for stats in generate(llm, 30, 30, 60) if stats.batch_size]
     assert {(s.notes.slot, s.batch_size >= 3) for s in decoding} == {("3", True), ("1", False)}
     averages = [s.notes.ema_accept_length for s in decoding if s.notes.slot == "3"]

@@ -51,10 +51,6 @@ CASES = {
     "longrope_short": ("mistral", {"rope_scaling": {**LONGROPE, LIMIT: 1000}}),
     "mistral_window": ("mistral", {"sliding_window": 7}),
     "qwen2": ("qwen2", {}),
-    "qwen2_window": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0},
-    ),
     "qwen2_mixed_windows": (
         "qwen2",
         {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},

@@ -77,22 +77,6 @@ def test_a_token_is_the_likeliest_after_filters_and_noise(draw, rows, has_ties):
     assert_largest(found.tolist(), numbers)
 
 
-@CHILDREN
-@pytest.mark.parametrize("is_reduced", [False, True])
-def test_a_draft_with_the_targets_own_logits_is_what_the_target_draws(children, is_reduced):
-    count = 8
-    params = [SamplingParams(temperature=t) for t in (0.0, 0.7, 1.0, 1.6)] * 2
-    logits, owners = randn(count, VOCAB) * 2, torch.arange(count, dtype=torch.int32, device=DEVICE)
-    ids = torch.arange(VOCAB) * 3 + 1 if is_reduced else torch.arange(VOCAB)
-    rows = owners, torch.full_like(owners, 8).long(), draw_params(params, [*range(count)], DEVICE)
-    target_ids = ids.to(DEVICE) if is_reduced else None
-    with poisoned_memory():
-        found, _ = children(logits.to(DEVICE), *rows, torch.ones(1, device=DEVICE), target_ids, 1)
-    spread = torch.full((count, int(ids[-1]) + 1), -1e9)
-    spread[:, ids] = logits
-    assert torch.equal(found[:, 0], draw_tokens(spread.to(DEVICE), *rows))
-
-
 def assert_same_draws(found, expected, values):
     """Equal tokens, or a near tie: logarithms differ in their last places between the two.
 

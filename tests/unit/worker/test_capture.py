@@ -163,17 +163,9 @@ def test_a_size_slower_than_a_larger_one_is_left_out(llm, monkeypatch):
     assert [size.tokens for size in sizes] == [1, 2, 8]
 
 
-def test_a_shape_that_is_not_chosen_for_large_batches_is_captured_for_small_ones(pair, tmp_path):
-    slots = tmp_path / "slots.json"
-    slots.write_text('{"1": {"candidate_steps": [1, 2, 3]}, "4": {"candidate_steps": [1]}}')
-    llm = llm_maker(pair, "cpu")(
-        "EAGLE3",
-        3,
-        max_num_seqs=8,
-        speculative_adaptive=True,
-        speculative_adaptive_strategy="ema",
-        speculative_adaptive_config=slots,
-    )
+def test_a_shape_that_is_not_chosen_for_large_batches_is_captured_for_small_ones(pair):
+    slots = {"1": {"candidate_steps": [1, 2, 3]}, "4": {"candidate_steps": [1]}}
+    llm = llm_maker(pair, "cpu")("EAGLE3", 3, slots=slots, max_num_seqs=8)
     found = captured(llm, llm.engine.worker.states)
     largest = {
         shape.depth: state.draft.sizes[-1].requests
