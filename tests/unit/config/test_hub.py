@@ -65,15 +65,12 @@ def test_downloads_may_have_a_folder_of_their_own(snapshot, tmp_path):
 
 
 @pytest.mark.parametrize("revision", ["main", COMMIT])
-def test_a_revision_stands_behind_the_id_or_in_its_own_key(snapshot, revision):
+def test_a_revision_stands_behind_the_id_or_in_its_own_key_and_is_pinned(snapshot, revision):
     for named in (model(ID, revision=revision), model(f"{ID}@{revision}")):
         assert (named.folder, named.served_model_name) == (snapshot, ID)
     for path in (f"{ID}@main", "asset:tiny/target"):
         with pytest.raises(ConfigError, match=r"model\.revision='main': "):
             model(path, revision="main")
-
-
-def test_a_pinned_configuration_names_the_commits_that_all_replicas_load(snapshot):
     config = ServeSpecConfig.load(ID, revision="main").pinned()
     assert (config.model.path, config.model.revision) == (f"{ID}@{COMMIT}", None)
     assert config.model.names == (ID,)

@@ -16,6 +16,7 @@ from serve_spec.engine import build
 from serve_spec.models import DraftOptions, load_draft, load_target
 from serve_spec.models.standalone import Standalone
 from serve_spec.parallel import worker_ranks
+from serve_spec.parallel.group import SINGLE
 from serve_spec.parallel.worker_ranks import RankLost
 from tests.helpers.checkpoints import (
     VOCAB,
@@ -26,7 +27,7 @@ from tests.helpers.checkpoints import (
     write_checkpoint,
 )
 from tests.helpers.engines import texts
-from tests.helpers.paged import PagedSequences
+from tests.helpers.paged import run_text
 from tests.helpers.ranks import on_ranks
 
 
@@ -286,14 +287,11 @@ def test_dummy_weights_serve_the_same_text_with_drafts_and_without(
 def test_every_rank_has_its_part_of_the_same_dummy_weights(target):
     ids = torch.arange(20)
 
-    def logits(model):
-        ctx = PagedSequences(model.rank_shape, 1, len(ids)).extend([(0, len(ids))])
-        return model.logits(model.forward(ids, ctx).hidden)
-
     def run(parallel):
-        return logits(load_target(target, torch.float32, parallel=parallel, dummy=True))
+        model = load_target(target, torch.float32, parallel=parallel, dummy=True)
+        return run_text(model, ids)[0]
 
-    whole = logits(load_target(target, torch.float32, dummy=True))
+    whole = run(SINGLE)
     for part in on_ranks(2, run):
         torch.testing.assert_close(part, whole, rtol=1e-4, atol=1e-4)
 

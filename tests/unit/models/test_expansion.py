@@ -22,7 +22,7 @@ from tests.helpers.checkpoints import (
     read_checkpoint,
     write_checkpoint,
 )
-from tests.helpers.paged import PagedSequences
+from tests.helpers.paged import PagedSequences, run_text
 
 # The layers compute in float32 at most; that widening is exact is shown where it is done.
 TOLERANCE = 5e-5
@@ -72,13 +72,6 @@ def close(found, expected):
     return bool((found - expected).abs().max() <= TOLERANCE * scale)
 
 
-def forward(model, capture=None):
-    """Logits [T, V] and features of `IDS`."""
-    sequences = PagedSequences(model.shape, 1, len(IDS))
-    out = model.forward(IDS, sequences.extend([(0, len(IDS))]), capture)
-    return model.logits(out.hidden), out.features
-
-
 def expand(base, size, directory):
     expand_target(replace(size, base=str(base)), directory)
 
@@ -107,8 +100,8 @@ def test_logits_are_those_of_the_base(tmp_path, family, size, noise):
     base = make_target(tmp_path / "small", name, layers=8, hidden=32, **FAMILIES[family])
     small = load_target(base, torch.float32)
     large = expanded(base, SIZES[size], tmp_path / "large", noise)
-    expected, _ = forward(small)
-    found, _ = forward(large)
+    expected, _ = run_text(small, IDS)
+    found, _ = run_text(large, IDS)
     assert close(found[:, :VOCAB], expected)
     assert (found[:, VOCAB:] == float("-inf")).all()
     assert found.shape[1] == large.shape.vocab_size == SIZES[size].vocab_size
@@ -118,7 +111,7 @@ def test_logits_are_those_of_the_base(tmp_path, family, size, noise):
 
 def draft(head, target, steps=5):
     """Drafts after `IDS`, greedy, as the drafter makes them: target ids, logits, hidden states."""
-    _, features = forward(target, head.capture)
+    _, features = run_text(target, IDS, head.capture)
     sequences = PagedSequences(head.shape, 1, len(IDS) + steps)
     # Any next tokens will do for the entries; the last one is 5.
     tokens = torch.cat((IDS[1:], torch.tensor([5])))
@@ -219,7 +212,7 @@ def refused(match):
     return pytest.raises((CheckpointError, ConfigError), match=match)
 
 
-def test_sizes_that_do_not_fit_are_refused(tmp_path, target_dir):
+def test_sizes_that_do_not_fit_and_contradictions_are_refused(tmp_path, target_dir):
     shape = ModelShape.from_directory(target_dir)
     for size, match in (
         (grown(0, 1, 8, VOCAB), "hidden_factor=0"),
@@ -234,6 +227,14 @@ def test_sizes_that_do_not_fit_are_refused(tmp_path, target_dir):
     with refused("shape='llama-3.1-8b': num_heads=32"):
         sizes_of("llama-3.1-8b", shape)
     assert not (tmp_path / "large").exists()
+    target = ["--target", str(target_dir), "--output-dir", str(tmp_path / "large")]
+    with refused("shape='llama-3.1-8b' and num_layers: give one or the other"):
+        main([*target, "--shape", "llama-3.1-8b", "--layers", "9"])
+    with refused("hidden_factor=0"):
+        main([*target, "--hidden-factor", "0"])
+    head = make_eagle3(tmp_path / "target", target_dir)
+    with refused("another folder is called 'target'"):
+        main([*target, "--draft", str(head)])
 
 
 def test_heads_that_do_not_fit_are_refused(tmp_path, target_dir):
@@ -287,17 +288,6 @@ def test_a_recipe_that_was_tampered_with_is_refused(tmp_path, target_dir, change
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with refused(match):
         load_target(tmp_path, torch.float32)
-
-
-def test_the_command_refuses_contradictions(tmp_path, target_dir):
-    target = ["--target", str(target_dir), "--output-dir", str(tmp_path / "large")]
-    with refused("shape='llama-3.1-8b' and num_layers: give one or the other"):
-        main([*target, "--shape", "llama-3.1-8b", "--layers", "9"])
-    with refused("hidden_factor=0"):
-        main([*target, "--hidden-factor", "0"])
-    head = make_eagle3(tmp_path / "target", target_dir)
-    with refused("another folder is called 'target'"):
-        main([*target, "--draft", str(head)])
 
 
 EXACT = torch.float64

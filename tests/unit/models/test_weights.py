@@ -12,7 +12,7 @@ from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.rope import RopeScaling
 from serve_spec.models import ModelShape, load_target
 from tests.helpers.checkpoints import make_target, read_checkpoint, target_config, write_checkpoint
-from tests.helpers.paged import PagedSequences
+from tests.helpers.paged import run_text
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
@@ -23,8 +23,7 @@ def made(tmp_path):
 
 
 def logits(model):
-    ctx = PagedSequences(model.shape, 1, 12).extend([(0, 12)])
-    return model.logits(model.forward(torch.arange(12), ctx).hidden)
+    return run_text(model, torch.arange(12))[0]
 
 
 def rewrite(directory, change, **config):

@@ -219,7 +219,7 @@ def test_children_are_the_same_in_chunks_of_any_size(monkeypatch):
 
 
 @CHILDREN
-def test_where_fewer_tokens_are_possible_the_other_children_are_none(children):
+def test_where_fewer_tokens_or_none_are_possible_the_other_children_are_none(children):
     """Those that there are have all of the probability; the first chunk has none."""
     owners, positions, params = mixed_round(4, DEVICE)
     logits = torch.full((4, VOCAB), float("-inf"), device=DEVICE)
@@ -231,10 +231,6 @@ def test_where_fewer_tokens_are_possible_the_other_children_are_none(children):
     assert [sorted(row) for row in ids[:, :3].tolist()] == [possible] * 4
     assert (ids[:, 3:] == -1).all()
     torch.testing.assert_close(likely.exp().sum(1), torch.ones_like(likely[:, 0]))
-
-
-@CHILDREN
-def test_a_row_that_holds_no_number_has_no_children(children):
     logits = randn(4, VOCAB)
     logits[1, 1200] = float("nan")
     logits[2] = float("-inf")

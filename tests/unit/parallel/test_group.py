@@ -75,7 +75,7 @@ def num_threads():
     return len(os.listdir("/proc/self/task"))
 
 
-def test_closing_all_ranks_leaves_no_thread_behind():
+def test_closing_ranks_leaves_no_thread_behind_and_frees_the_one_that_waits():
     before = num_threads()
     groups = joined(SIZE)
     assert num_threads() > before
@@ -85,9 +85,6 @@ def test_closing_all_ranks_leaves_no_thread_behind():
     assert num_threads() <= before
     with pytest.raises(RuntimeError, match="closed"):
         groups[0].all_reduce(torch.ones(3))
-
-
-def test_ranks_that_close_free_the_one_that_waits_for_them():
     first, second, third = joined(SIZE)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(first.all_reduce, torch.ones(3))

@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from serve_spec.ops.shared_sum import CAPACITY_BYTES, NUM_PROGRAMS
 from serve_spec.parallel import shared_sum as shared_sum_module
+from serve_spec.parallel.group import SINGLE
 from serve_spec.parallel.shared_sum import (
     SharedSum,
     _check_host,
@@ -102,13 +103,6 @@ def test_ranks_that_cannot_share_memory_agree_to_do_without(groups, monkeypatch,
     assert logged == {f"sums of rank {rank} go through NCCL" for rank in range(SIZE)}
 
 
-class Alone:
-    rank, size = 0, 1
-
-    def smallest(self, value):
-        return value
-
-
 def test_memory_that_failed_its_trial_is_given_back_at_once(monkeypatch):
     taken = []
 
@@ -123,7 +117,7 @@ def test_memory_that_failed_its_trial_is_given_back_at_once(monkeypatch):
     monkeypatch.setattr(shared_sum_module, "_allocate", allocate)
     monkeypatch.setattr(shared_sum_module, "_share", lambda own, *_: own)
     monkeypatch.setattr(shared_sum_module, "_try", fail)
-    assert open_shared_sum(Alone(), HashStore(), CPU) is None
+    assert open_shared_sum(SINGLE, HashStore(), CPU) is None
     assert [memory() for memory in taken] == [None]
 
 

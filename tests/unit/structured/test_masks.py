@@ -52,7 +52,7 @@ def test_every_draw_has_the_mask_of_its_own_text():
     assert allowed(masks) == [ZERO_TO_NINE, more, more, None, more, {EOS_ID}, {EOS_ID}]
 
 
-def test_drafts_end_before_the_first_that_cannot_be_drawn():
+def test_drafts_end_before_the_first_that_cannot_be_drawn_or_have_no_mask_behind_it():
     rows = [row("a", "1", 3), row("b", "", 2, grammar=None), row("c", "12", 3), row("d", "1", 2)]
     masks = masks_of(*rows, drafts=(b"2x3", b"xx", (EOS_ID, 50, 51), (-1, 50)))
     assert masks.num_drafts == (1, 2, 1, 1)
@@ -61,9 +61,6 @@ def test_drafts_end_before_the_first_that_cannot_be_drawn():
     more = ZERO_TO_NINE | {EOS_ID}
     found = allowed(masks)
     assert found == [ZERO_TO_NINE, more, None, None, None, more, None, ZERO_TO_NINE, None]
-
-
-def test_where_all_drafts_are_kept_none_behind_an_illegal_one_has_a_mask():
     rows = [row("a", "1", 3), row("c", "12", 2)]
     grammars = Grammars(byte_compiler())
     masks = grammars.round_masks(rows, [b"2x3", (EOS_ID, 50)], keeps_all=True)

@@ -5,15 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from serve_spec.core.context import ForwardContext
 from serve_spec.core.errors import CheckpointError
-from serve_spec.layers.causal import Rows
 from serve_spec.models import load_draft, load_target
-from serve_spec.models.decoder import row_positions
 from serve_spec.models.weights import open_checkpoint
 from serve_spec.training.drafts import new_draft
 from serve_spec.training.sampling import continue_rows, gumbel_like
@@ -29,6 +24,7 @@ from serve_spec.training.unroll import (
     unroll_step,
 )
 from serve_spec.training.weights import SHARD_BYTES, MasterWeights, export_checkpoint, load_frozen
+from tests.helpers.plain_heads import PlainHead
 
 STEPS = 5
 
@@ -39,59 +35,23 @@ def teacher(target_folder):
     return Teacher(model, padding=STEPS + 1)
 
 
-class GrowingCache(Rows):
-    """Attention of one row over keys and values of earlier calls, as an engine's cache."""
-
-    def __init__(self, target):
-        super().__init__(1, target.shape.num_heads, target.shape.num_kv_heads)
-        empty = torch.empty(1, self.num_kv_heads, 0, target.shape.head_dim).double()
-        self.keys, self.values = empty, empty
-
-    def run(self, layer, heads, rotation):
-        query, key, value = self.split(heads, rotation)
-        is_causal = self.keys.shape[2] == 0
-        self.keys = torch.cat([self.keys, key], 2)
-        self.values = torch.cat([self.values, value], 2)
-        return self.join(
-            F.scaled_dot_product_attention(
-                query, self.keys, self.values, is_causal=is_causal, enable_gqa=True
-            )
-        )
-
-
-def sequential_states(head, teacher, lesson, tokens, row):
-    """Draft from row `row` of one sequence as an engine does: prefill, then one token at a time,
-    own state fed back, keys appended to a cache. tokens [1, T]; states [H] of steps 0..STEPS-1."""
-    cache = GrowingCache(teacher.model)
-    states: list[Tensor] = []
-    incoming = head.encode(features_of(head, lesson))[: row + 1]
-    place = 0
-    for _ in range(STEPS):
-        width = len(incoming)
-        positions = row_positions(1, width, tokens.device, first=place)
-        following = tokens[0, place + 1 : place + 1 + width]
-        incoming = head.forward(following, incoming, ForwardContext(positions, cache))[-1:]
-        states.append(incoming[0])
-        place += width
-    return states
-
-
 @pytest.mark.parametrize("family", ["eagle3", "eagle"])
-def test_unroll_equals_sequential_drafting_with_a_cache(teacher, family):
+def test_unroll_equals_drafting_step_by_step(teacher, target_folder, tmp_path, family):
     draft = new_draft(family, teacher.model, draft_recipe())
+    export_checkpoint(tmp_path, draft.weights.parameters, draft.config, torch.float32)
+    plain = PlainHead(tmp_path, target_folder)
     draft.weights.bind()
     head = draft.head
     tokens = torch.randint(0, 64, (1, 20), generator=torch.Generator().manual_seed(2))
     lesson = teacher(tokens)
+    features = features_of(head, lesson)
     with torch.no_grad():
-        unrolled = list(
-            unroll(unroll_step(head), head.encode(features_of(head, lesson)), lesson, STEPS)
-        )
+        unrolled = list(unroll(unroll_step(head), head.encode(features), lesson, STEPS))
         for row in (0, 7, 13):
-            drafted = sequential_states(head, teacher, lesson, tokens, row)
-            for step in range(STEPS):
-                # Softmax and norms run in float32 in both, in another order of summation.
-                torch.testing.assert_close(unrolled[step][row], drafted[step], rtol=2e-4, atol=2e-5)
+            drafted, _ = plain.unroll(tokens[0, 1 : row + 1 + STEPS], features[: row + 1])
+            found = torch.stack([states[row] for states in unrolled])
+            # Softmax and norms run in float32 there.
+            torch.testing.assert_close(found, drafted[row:], rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("family", ["eagle3", "eagle"])
@@ -197,7 +157,7 @@ def test_an_exported_draft_is_the_same_draft_in_the_engine(target, target_folder
         )
 
 
-def test_draft_heads_have_the_public_tensor_names(target):
+def test_draft_heads_have_the_public_tensor_names_and_configs(target):
     recipe = draft_recipe()
     attention = [f"self_attn.{p}_proj.weight" for p in "qkvo"]
     feed_forward = [f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")]
@@ -211,9 +171,6 @@ def test_draft_heads_have_the_public_tensor_names(target):
     assert set(head1) == {f"layers.0.{n}" for n in layer} | {"fc.weight"}
     heads = new_draft("medusa", target, recipe).weights.parameters
     assert set(heads) == {f"blocks.{h}.layers.0.{w}" for h in range(4) for w in ("weight", "bias")}
-
-
-def test_head_configs_hold_the_keys_that_engines_read(target):
     config = new_draft("eagle3", target, draft_recipe()).config
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert config["draft_vocab_size"] == config["vocab_size"] == 64

@@ -213,7 +213,7 @@ def test_padding_wastes_at_most_a_quarter_where_tokens_are_expensive(tokens):
     assert padded(token_counts(2048), tokens) <= tokens * 5 / 4
 
 
-def test_a_stage_runs_at_the_smallest_size_that_holds_it_or_as_it_is():
+def test_a_stage_runs_at_the_smallest_captured_size_that_holds_it_or_as_it_is():
     ran = []
 
     def captured(*sizes):
@@ -229,9 +229,6 @@ def test_a_stage_runs_at_the_smallest_size_that_holds_it_or_as_it_is():
         (8, 2),  # the smaller ones have no room for the chunks
         (2, 3),
     ]
-
-
-def test_without_graphs_a_stage_runs_at_its_exact_size_and_returns_its_output():
     runner = StageRunner(lambda size: torch.full((size.tokens,), 7.0))
     for count in (3, 5):
         output = runner.run(StepSize(count, 1))
