@@ -105,6 +105,8 @@ def test_time_per_token_is_not_time_per_chunk():
     assert (found["tpot_ms"], found["goodput_share"]) == (None, 1.0), (
         "a single token meets any limit"
     )
+    two = LoadRun([answer(first=0.1), answer(first=0.1001)])
+    assert figures(two, objective=Objective(ttft_ms=100.0))["goodput_share"] == 0.5
 
 
 def test_depths_are_means_over_rounds_not_over_requests():
