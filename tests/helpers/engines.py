@@ -78,9 +78,12 @@ class FakeController:
 
 
 def llm_maker(pair, device):
-    """Builds float32 engines on the pair; each checks its integrity after every round."""
+    """Builds float32 engines on the pair; each checks its integrity after every round.
 
-    def make(algorithm="NONE", num_steps=0, **overrides):
+    slots: of an adaptive config, whose strategy is ema.
+    """
+
+    def make(algorithm="NONE", num_steps=0, slots=None, **overrides):
         settings = {
             "model": {"path": str(pair.target), "device": device, "dtype": "float32"},
             "speculative": {
@@ -93,6 +96,14 @@ def llm_maker(pair, device):
         }
         if algorithm in pair.heads:
             settings["speculative"]["speculative_draft_model_path"] = str(pair.heads[algorithm])
+        if slots is not None:
+            file = pair.target.parent / "slots.json"
+            file.write_text(json.dumps(slots))
+            settings["speculative"] |= {
+                "speculative_adaptive": True,
+                "speculative_adaptive_strategy": "ema",
+                "speculative_adaptive_config": str(file),
+            }
         return checked(LLM(settings, **{"max_model_len": 128, **overrides}))
 
     return make

@@ -12,12 +12,12 @@ from urllib.parse import unquote
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-def add_repository(cache, name, folder, commit=COMMIT):
+def add_repository(cache, name, folder):
     """Put the files of `folder` into `cache` as the branch main of a repository."""
     repository = cache / f"models--{name.replace('/', '--')}"
     (repository / "refs").mkdir(parents=True, exist_ok=True)
-    (repository / "refs" / "main").write_text(commit)
-    return shutil.copytree(folder, repository / "snapshots" / commit)
+    (repository / "refs" / "main").write_text(COMMIT)
+    return shutil.copytree(folder, repository / "snapshots" / COMMIT)
 
 
 def use_cache(monkeypatch, cache):

@@ -1,6 +1,5 @@
 """Random lives: an engine of any configuration, and requests that come, go and are aborted."""
 
-import json
 import shutil
 from dataclasses import dataclass
 from typing import Any
@@ -151,20 +150,16 @@ class Lives:
         )
         other.heads["STANDALONE"] = with_vocabulary(other, folder / "short", 250)
         pairs = {"usual": make_pair(folder / "usual"), "other": other}
-        self._slots = folder / "slots.json"
         self._makers = {name: llm_maker(pair, "cpu") for name, pair in pairs.items()}
         sizes = {"max_model_len": MAX_MODEL_LEN, "prefix_caching": False}
         self._alone = {name: make(**sizes) for name, make in self._makers.items()}
 
     def check(self, life):
         """Assert that every request gets what it gets alone; return what the life met."""
-        self._slots.write_text(json.dumps({"1": life.slot}))
         llm = self._makers[life.pair](
             life.algorithm,
+            slots={"1": life.slot},
             max_model_len=MAX_MODEL_LEN,
-            speculative_adaptive=True,
-            speculative_adaptive_strategy="ema",
-            speculative_adaptive_config=self._slots,
             **life.keys,
         )
         plans, aborted = recorded_plans(llm), set[str]()

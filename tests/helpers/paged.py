@@ -66,3 +66,11 @@ class PagedSequences:
     def _slots(self, index):
         offsets = torch.arange(self.page_size)
         return (self.pages[index].unsqueeze(1) * self.page_size + offsets).view(-1)
+
+
+def run_text(model, ids, capture=None):
+    """Return the logits [T, V] of a text, and its features."""
+    kind = model.embed_tokens.weight.dtype
+    sequence = PagedSequences(model.rank_shape, 1, len(ids), dtype=kind)
+    out = model.forward(ids, sequence.extend([(0, len(ids))]), capture)
+    return model.logits(out.hidden), out.features

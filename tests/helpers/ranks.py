@@ -6,6 +6,14 @@ from contextlib import suppress
 
 import torch
 
+from serve_spec.ops.shared_sum import (
+    EMPTY,
+    NUM_PROGRAMS,
+    SharedMemory,
+    flags_shape,
+    shares_shape,
+    slots_shape,
+)
 from serve_spec.parallel.group import TensorParallel
 from serve_spec.parallel.worker_ranks import WorkerRanks
 
@@ -63,6 +71,28 @@ def on_ranks(size, run):
     for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
         raise error
     return [run.result() for run in runs]
+
+
+def shared_memory(size, device):
+    """Return the memory that so many ranks share, as each of them sees it."""
+
+    def of_each(shape, dtype=torch.int32, value=0):
+        return tuple(torch.full(shape, value, dtype=dtype, device=device) for _ in range(size))
+
+    shared = {
+        "slots": of_each(slots_shape(size), value=EMPTY),
+        "shares": of_each(shares_shape(size)),
+        "flags": of_each(flags_shape(size), torch.int64),
+        "gathered": of_each((40_000,), torch.float32),  # of `GATHER_NUMBERS`
+    }
+
+    def numbers(count):
+        return torch.zeros(count, dtype=torch.int64, device=device)
+
+    return [
+        SharedMemory(rank, counts=numbers(NUM_PROGRAMS), released=numbers(1), **shared)
+        for rank in range(size)
+    ]
 
 
 def start_threads(follow, config, size, threads):

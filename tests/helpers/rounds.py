@@ -7,15 +7,13 @@ from serve_spec.core.record import StepRecord
 from serve_spec.core.round import DecodeBatch
 
 
-def decode_batch(
-    size, *, max_steps=100, context=128, sampled=False, max_draft_tokens=100_000, first=0
-):
-    """`size` rows named by number from `first`, alike in everything."""
+def decode_batch(size, *, max_steps=100, max_draft_tokens=100_000):
+    """`size` greedy rows named by number, alike in everything."""
     return DecodeBatch(
-        request_ids=[str(first + i) for i in range(size)],
+        request_ids=[str(i) for i in range(size)],
         max_steps=[max_steps] * size,
-        num_tokens=size * context,
-        num_sampled=size * sampled,
+        num_tokens=size * 128,
+        num_sampled=0,
         max_draft_tokens=max_draft_tokens,
     )
 

@@ -5,7 +5,6 @@ hold for any implementation of a step. Keys in the environment reach every engin
 `SERVE_SPEC_MODEL__ASYNC_SCHEDULING=true`.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -134,16 +133,8 @@ def llm_maker(root, device="cpu"):
     """Return a function that builds an engine for a row, which checks itself after every step."""
     make_llm = engines.llm_maker(make_checkpoints(root), device)
 
-    def make(row, slots=None, **overrides):
+    def make(row, **overrides):
         keys = {"num_pages": 256, "max_num_seqs": 16, "max_num_batched_tokens": 256, **row.keys}
-        if slots is not None:
-            file = root / "slots.json"
-            file.write_text(json.dumps(slots))
-            keys |= {
-                "speculative_adaptive": True,
-                "speculative_adaptive_strategy": "ema",
-                "speculative_adaptive_config": str(file),
-            }
         num_steps = 0 if row == PLAIN else NUM_STEPS
         return make_llm(row.algorithm, num_steps, **{"max_model_len": 64, **keys, **overrides})
 

@@ -29,7 +29,7 @@ def logged(log_format):
     return run.stderr
 
 
-def test_a_failure_is_one_line_of_json_that_names_its_request():
+def test_a_failure_is_one_line_of_json_or_text_that_names_its_request():
     (line,) = logged("json").splitlines()
     record = json.loads(line)
     assert record["x_request_id"] == "req-7"
@@ -37,18 +37,12 @@ def test_a_failure_is_one_line_of_json_that_names_its_request():
     assert record["level"] == "ERROR"
     assert record["logger"] == "serve_spec.serving"
     assert record["error"].endswith("ValueError: two\nlines")
-
-
-def test_text_names_the_request_too():
     assert "[req-7]: broke: off" in logged("text")
 
 
-def test_a_record_from_elsewhere_is_formatted_as_well():
+def test_a_record_from_elsewhere_is_formatted_as_well_and_has_no_id():
     record = logging.LogRecord("x", logging.INFO, "f", 1, "a %d", (1,), None)
     assert json.loads(JSONFormatter().format(record))["message"] == "a 1"
-
-
-def test_outside_a_request_there_is_no_id():
     assert TRACE_ID.get() == "-"
     assert get_logger("serve_spec.engine").name == "serve_spec.engine"
 

@@ -14,6 +14,7 @@ from serve_spec.metrics import (
     MEASURED_MS,
     METRICS,
     OBSERVED_DRAFTS,
+    OVERHEAD,
     PREDICTED_GOODPUT,
     PREDICTED_MS,
     UNVERIFIED_DRAFTS,
@@ -93,20 +94,6 @@ def by_position(record, metric):
     return {r.labels["position"]: r.value for r in readings(record) if r.metric.name == name}
 
 
-def test_a_position_is_reached_where_all_before_it_were_kept():
-    """Rows of 3, 3 and 1 drafts; 3, 1 and 0 kept."""
-    record = replace(
-        ROUND,
-        drafted_per_req=(),
-        steps_per_req=(3, 3, 1),
-        correct_per_req=(3, 1, 0),
-        budget=None,
-    )
-    assert by_position(record, "drafted") == {"1": 3, "2": 2, "3": 2}
-    assert by_position(record, "reached") == {"1": 3, "2": 2, "3": 1}
-    assert by_position(record, "accepted") == {"1": 2, "2": 1, "3": 1}
-
-
 def test_drafts_outside_the_budget_are_proposed_and_not_verified():
     """Of 4, 3 and 2 drafts, 3, 1 and 0 are verified; 2, 1 and 0 accepted."""
     record = replace(
@@ -140,12 +127,6 @@ def test_expected_drafts_are_compared_with_those_of_the_same_requests():
     assert values(silent, EXPECTED_DRAFTS, OBSERVED_DRAFTS) == []
 
 
-def test_predicted_and_measured_times_are_of_the_same_rounds():
-    assert values(PURE, PREDICTED_MS, MEASURED_MS) == [3.5, 4.0]
-    for other in (ROUND, replace(PURE, notes=RoundNotes()), IDLE):
-        assert values(other, PREDICTED_MS, MEASURED_MS) == []
-
-
 @pytest.mark.parametrize(("batch_size", "bucket"), [(1, 1), (2, 2), (3, 2), (8, 8), (255, 128)])
 def test_a_bucket_is_the_power_of_two_at_or_below(batch_size, bucket):
     assert batch_size_bucket(batch_size) == bucket
@@ -155,18 +136,11 @@ def test_a_bucket_is_the_power_of_two_at_or_below(batch_size, bucket):
 
 
 def test_a_prompt_in_the_round_hides_what_its_time_would_say():
-    names = {
-        "serve_spec_overhead_ratio",
-        "serve_spec_predicted_step_ms",
-        "serve_spec_measured_step_ms",
-    }
-    shown = {r.metric.name: r.value for r in readings(PURE)}
-    assert shown.keys() >= names
-    assert shown["serve_spec_overhead_ratio"] == pytest.approx(1 / 2)
-    mixed = replace(PURE, num_prefill_tokens=1)
-    assert not names & {r.metric.name for r in readings(mixed)}
-
-
-def test_a_round_without_drafts_has_no_overhead():
-    assert replace(PURE, times=StepTimes(0.0, 2.0, 4.0)).overhead_ratio == 0.0
-    assert replace(PURE, times=StepTimes(0.0, 0.0, 4.0)).overhead_ratio == 0.0
+    said = OVERHEAD, PREDICTED_MS, MEASURED_MS
+    assert values(PURE, *said) == pytest.approx([1 / 2, 3.5, 4.0])
+    assert values(replace(PURE, notes=RoundNotes()), *said) == pytest.approx([1 / 2])
+    for other in (ROUND, replace(PURE, num_prefill_tokens=1), IDLE):
+        assert values(other, *said) == []
+    for verify_ms in (0.0, 2.0):
+        plain = replace(PURE, times=StepTimes(0.0, verify_ms, 4.0))
+        assert plain.overhead_ratio == 0.0, "a round without drafts has none"

@@ -15,15 +15,12 @@ def test_every_public_name_is_there(name):
     assert getattr(serve_spec, name) is not None
 
 
-def test_what_a_request_may_ask_for_is_said_with_public_names_alone():
+def test_a_request_is_said_with_public_names_alone_and_others_are_attribute_errors():
     capped = serve_spec.SpeculativeOptions(enabled=True, max_steps=2)
     params = serve_spec.SamplingParams(
         speculative=capped, grammar=serve_spec.Grammar.regex("[a-z]+")
     )
     assert params.speculative == capped
-
-
-def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="LMM"):
         serve_spec.LMM  # noqa: B018
 

@@ -293,12 +293,6 @@ def test_rates_stay_chances(prior, kept):
     assert all(0 < rate < 1 for rate in rates.rates)
 
 
-@pytest.mark.parametrize("prior", [[0.5], [0.5, 1.0, 0.5], [0.0, 0.5, 0.5]])
-def test_a_prior_that_is_no_chance_is_refused(prior):
-    with pytest.raises(ValueError, match="give 3 rates between 0 and 1"):
-        PositionRates(3, prior)
-
-
 def weighed(survivals, **load):
     planner, of_each = Planner(Costs(recorded_table(GPU_8B, SIZES))), 256 / len(survivals)
     weights = np.full(len(survivals[0]), of_each)
@@ -402,35 +396,33 @@ def test_depths_are_kept_for_as_many_rounds_as_asked():
 DEPTH = 4
 
 
-def outcomes(rng, weight, bias, num=512):
-    """Return shares [num, DEPTH], drafts verified and drafts accepted."""
-    shares = np.log(rng.uniform(0.02, 0.98, (num, DEPTH)))
+def outcomes(rng, weight, bias):
+    """Return shares [512, DEPTH], drafts verified and drafts accepted."""
+    shares = np.log(rng.uniform(0.02, 0.98, (512, DEPTH)))
     chances = 1 / (1 + np.exp(-(weight * logits(shares) + bias)))
-    correct = np.cumprod(rng.random((num, DEPTH)) < chances, axis=1).sum(axis=1)
-    return shares, np.full(num, DEPTH), correct
+    correct = np.cumprod(rng.random((512, DEPTH)) < chances, axis=1).sum(axis=1)
+    return shares, np.full(512, DEPTH), correct
 
 
-def test_a_share_is_the_chance_before_anything_is_known():
-    shares = np.log(np.array([[0.9, 0.5, 0.1, 0.01]]))
-    chances = DraftCalibration(DEPTH).chances(shares, np.array([SAMPLED]))
-    assert chances == pytest.approx(np.exp(shares), rel=1e-3)
+def test_a_share_is_the_chance_before_anything_is_known_and_texts_are_taken_at_their_rates():
+    shares, fresh = np.log(np.array([[0.9, 0.5, 0.1, 0.01]])), DraftCalibration(DEPTH)
+    assert fresh.chances(shares, np.array([SAMPLED])) == pytest.approx(np.exp(shares), rel=1e-3)
+    weight, bias = fresh.pairs([0.8])[FROM_TEXT][0]
+    assert weight == 0
+    assert 1 / (1 + np.exp(-bias)) == pytest.approx(0.8, abs=1e-4)
 
 
 @pytest.mark.parametrize(("weight", "bias"), [(1.0, 0.0), (0.6, 0.8), (1.5, -1.0)])
-def test_the_pairs_that_made_the_outcomes_are_found(weight, bias):
+def test_the_pairs_that_made_the_outcomes_of_a_kind_are_found_and_teach_the_other_nothing(
+    weight, bias
+):
     rng, fitted = np.random.default_rng(0), DraftCalibration(DEPTH)
     for _ in range(40):
         shares, verified, correct = outcomes(rng, weight, bias)
         fitted.learn(shares, np.full(len(shares), GREEDY), verified, correct)
-    first = fitted.pairs([0.5])[GREEDY][0]
-    assert first == pytest.approx((weight, bias), abs=0.2)
-
-
-def test_one_kind_teaches_the_other_nothing():
-    fitted = DraftCalibration(DEPTH)
-    shares, verified, correct = outcomes(np.random.default_rng(1), 0.5, 1.0)
-    fitted.learn(shares, np.full(len(shares), GREEDY), verified, correct)
-    assert fitted.pairs([0.5])[SAMPLED] == AS_DRAWN[SAMPLED] * DEPTH
+    pairs = fitted.pairs([0.5])
+    assert pairs[GREEDY][0] == pytest.approx((weight, bias), abs=0.2)
+    assert pairs[SAMPLED] == AS_DRAWN[SAMPLED] * DEPTH
 
 
 def test_drafts_that_were_not_verified_or_not_reached_do_not_count():
@@ -453,12 +445,6 @@ def test_no_share_breaks_the_fit(row):
     assert np.isfinite(fitted.pairs([0.5])[GREEDY]).all()
     assert ((chances >= 0) & (chances <= 1)).all()
     assert not chances[~(shares > -np.inf)].any()
-
-
-def test_texts_are_taken_at_their_rates():
-    weight, bias = DraftCalibration(DEPTH).pairs([0.8])[FROM_TEXT][0]
-    assert weight == 0
-    assert 1 / (1 + np.exp(-bias)) == pytest.approx(0.8, abs=1e-4)
 
 
 @settings(max_examples=30, deadline=None)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from serve_spec.adaptive import AdaptiveController, PolicySettings
 from serve_spec.adaptive.goodput import SMALL_TREES
-from serve_spec.adaptive.settings import candidates, ladder, of_depth
+from serve_spec.adaptive.settings import candidates, ladder
 from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.adaptive_file import load_slots
 from serve_spec.config.base import validate
@@ -35,14 +35,6 @@ def test_a_ladder_holds_the_configured_tree_and_smaller_ones_that_can_be_drafted
     for shape in found[:-1]:
         assert shape.depth < shape.size < tree.size
         assert shape.size <= most_drafts(TOPK, shape.depth)
-
-
-@given(shapes(), st.integers(1, 7))
-def test_a_tree_of_another_depth_can_be_drafted_and_verifies_no_more(tree, num_steps):
-    found = of_depth(tree, num_steps)
-    assert found.depth == num_steps <= found.size
-    assert found.size <= most_drafts(TOPK, num_steps)
-    assert found.size <= max(tree.size, num_steps)
 
 
 def test_a_slot_drafts_what_it_lists_or_the_ladder_within_its_bound():

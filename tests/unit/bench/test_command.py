@@ -28,14 +28,10 @@ def test_every_flag_has_a_help_text(name):
     assert parser.format_help()
 
 
-def test_help_and_breakeven_load_neither_torch_nor_ray():
+def test_breakeven_loads_neither_torch_nor_ray_and_benchmarks_of_an_engine_no_ray():
     numbers = "'--accept-rate', '0.7', '--draft-ms', '1.2', '--target-ms', '10'"
-    code = f"from serve_spec.cli import main\nmain(['--help'])\nmain(['breakeven', {numbers}])\n"
-    code += "try: main(['bench', 'adaptive', '--help'])\nexcept SystemExit: pass"
+    code = f"from serve_spec.cli import main\nmain(['breakeven', {numbers}])"
     assert not loaded_by(code, "torch", "ray")
-
-
-def test_benchmarks_of_an_engine_do_not_load_ray():
     code = "import serve_spec.bench.adaptive, serve_spec.bench.offline, serve_spec.bench.tune"
     assert not loaded_by(code, "ray")
 

@@ -3,6 +3,7 @@
 import copy
 import random
 from itertools import count, pairwise
+from operator import attrgetter
 
 import pytest
 from hypothesis import given
@@ -54,16 +55,11 @@ def loop_beside(engine, name):
     return ClosedLoop(engine_beside(engine, controller(name)), requests, BATCH_SIZE)
 
 
+FIGURES = attrgetter("shape.depth", "batch_size", "num_draft_tokens", "num_output_tokens")
+
+
 def shapes(rounds):
-    return [
-        (
-            r.record.shape.depth,
-            r.record.batch_size,
-            r.record.num_draft_tokens,
-            r.record.num_output_tokens,
-        )
-        for r in rounds
-    ]
+    return [FIGURES(r.record) for r in rounds]
 
 
 def test_an_engine_beside_another_has_room_for_the_same_trees(tmp_path_factory):
@@ -189,14 +185,11 @@ def test_a_full_step_is_counted_for_its_variant_and_the_engine_is_left_as_it_was
     assert engine.scheduler.cache.num_free_pages == engine.scheduler.cache.num_pages
 
 
-def test_the_controllers_of_a_variant_alternate_every_step(llm):
+def test_controllers_of_a_variant_alternate_and_texts_too_short_for_all_are_refused(llm):
     off, on = fixed(llm, 0), fixed(llm, 3)
     (rounds,) = run_variants(llm.engine, LOAD, off, {"both": [off, on]}).values()
     assert all(a.shape != b.shape for a, b in pairwise(rounds))
     assert {stats.shape.depth for stats in rounds} == {0, 3}
-
-
-def test_texts_too_short_for_every_variant_are_refused(llm):
     off, on = fixed(llm, 0), fixed(llm, 3)
     with pytest.raises(ConfigError, match=r"--output-tokens=12: at batch size 3 .* raise it"):
         run_variants(llm.engine, SteadyLoad(3, 10, 12), off, {"off": [off], "on": [on]})

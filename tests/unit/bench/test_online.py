@@ -46,15 +46,6 @@ def config_file(tmp_path_factory):
     return write_config(tmp_path_factory.mktemp("online"), speculative=fixed)
 
 
-@pytest.fixture(scope="module")
-def engine_url(config_file):
-    config = ServeSpecConfig.load(config_file)
-    loop = LocalEngine(config)
-    with serving(app(config, loop)) as url:
-        yield url
-    loop.shutdown()
-
-
 def test_every_kind_of_load_runs_and_an_old_result_is_drawn_anew(tmp_path, capsys):
     (tmp_path / "model").mkdir()
     config = ServeSpecConfig.load({"model": {"path": str(tmp_path / "model")}})
@@ -84,11 +75,15 @@ def test_every_kind_of_load_runs_and_an_old_result_is_drawn_anew(tmp_path, capsy
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_texts_over_http_are_those_of_the_engine_alone(engine_url, config_file, tmp_path, capsys):
+def test_texts_over_http_are_those_of_the_engine_alone(config_file, tmp_path, capsys):
     arguments = ["--closed", "1", "4", "--poisson", "50", "--temperature", "1.0"]
     arguments += ["--compare-offline", str(config_file), "--set", "speculative_num_steps=1"]
     arguments += ["--plot", str(tmp_path / "r.png")]
-    found = run(["--url", engine_url, *SMALL, *arguments])
+    config = ServeSpecConfig.load(config_file)
+    loop = LocalEngine(config)
+    with serving(app(config, loop)) as url:
+        found = run(["--url", url, *SMALL, *arguments])
+    loop.shutdown()
     assert [(cell["load"], cell["side"]) for cell in found] == [
         (load, side)
         for load in ("closed 1", "closed 4", "poisson 50/s")
@@ -105,7 +100,7 @@ def test_texts_over_http_are_those_of_the_engine_alone(engine_url, config_file, 
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_other_texts_than_the_engine_s_are_a_failure_unless_allowed(config_file, tmp_path):
+def test_other_texts_are_a_failure_unless_allowed_and_so_is_no_answer(config_file, tmp_path):
     (tmp_path / "model").mkdir()
     config = ServeSpecConfig.load({"model": {"path": str(tmp_path / "model")}})
     with serving(app(config, FakeLoop(config))) as url:
@@ -114,9 +109,6 @@ def test_other_texts_than_the_engine_s_are_a_failure_unless_allowed(config_file,
         assert (http["same_texts"], http["num_texts"]) == (10, 10)
         assert (offline["same_texts"], offline["num_texts"]) == (0, 10)
         run([*arguments, "--allow-differences"])
-
-
-def test_a_load_without_any_answer_is_a_failure():
     with serving(ScriptedApp()) as url:
         (cell,) = run(["--url", f"{url}/nothing/here", *SMALL, "--closed", "2"], 1)
     assert (cell["errors"], cell["num_texts"], cell["ttft_ms"]) == ({"404": 10}, 0, None)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.simulator import Phase, Simulator, _row_steps
+from benchmarks.simulator import Phase, Simulator
 from serve_spec.adaptive.policy import StaticPolicy
 from serve_spec.bench.trace import AcceptanceTrace, TraceSet, load_traces
 from serve_spec.bench.workload import (
@@ -22,45 +22,10 @@ from serve_spec.bench.workload import (
     steady_batches,
 )
 from serve_spec.core.draft import DraftShape
-from serve_spec.core.round import DecodeBatch, Reason, RoundSteps
-from serve_spec.scheduler.requests import fair_drafts
 from tests.helpers.simulated_costs import TWO_CPU_CORES
 
 TRACES = load_traces(Path(__file__).parents[2] / "data" / "acceptance_traces.json")
-PHASES = [
-    Phase("predictable", 1, 2, 60),
-    Phase("mixture", 8, 20, 60),
-    Phase("unpredictable", 32, 40, 60),
-    Phase("heated", 3, 6, 60),
-]
-
-
-class RandomPolicy:
-    """Asks for anything at all, of rows that can and rows that cannot."""
-
-    shapes = tuple(map(DraftShape.chain, range(8)))
-    last_reason = Reason.STATIC
-
-    def __init__(self, numbers):
-        self.numbers = numbers
-        self.num_rounds = 0
-        self.forgotten = []
-
-    def choose(self, batch):
-        self.num_rounds += 1
-        at = self.num_rounds
-        steps_per_req = [self.numbers[(at + i) % len(self.numbers)] for i in range(batch.size)]
-        return RoundSteps(DraftShape.chain(7), steps_per_req)
-
-    def observe(self, verified):
-        rows = zip(verified.correct_per_req, verified.steps_per_req, strict=True)
-        assert all(0 <= correct <= steps for correct, steps in rows)
-
-    def forget(self, request_id):
-        self.forgotten.append(request_id)
-
-    def snapshot(self):
-        return {}
+MIXTURE = Phase("mixture", 8, 20, 60)
 
 
 def rounds_of(policy, phase, costs=TWO_CPU_CORES, **limits):
@@ -69,34 +34,6 @@ def rounds_of(policy, phase, costs=TWO_CPU_CORES, **limits):
         policy, TRACES, costs, on_round=lambda *each: rounds.append(each), **limits
     )
     return simulator.run(phase), rounds
-
-
-@given(st.lists(st.integers(0, 7), min_size=1, max_size=9), st.sampled_from(PHASES))
-def test_every_text_is_emitted_once_without_drafts_past_its_end(numbers, phase):
-    policy = RandomPolicy(numbers)
-    report, rounds = rounds_of(policy, phase)
-    # The first token of every text comes from its prompt.
-    assert report.num_output_tokens == phase.num_requests * (phase.num_tokens - 1)
-    assert sorted(policy.forgotten) == sorted({i for b, _, _ in rounds for i in b.request_ids})
-    for batch, _, verified in rounds:
-        usable = dict(zip(batch.request_ids, batch.max_steps, strict=True))
-        assert batch.size <= phase.batch_size
-        rows = zip(verified.request_ids, verified.steps_per_req, strict=True)
-        assert all(steps <= usable[row] for row, steps in rows)
-        assert all(most >= 0 for most in batch.max_steps)
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8),
-    st.integers(0, 40),
-    st.booleans(),
-)
-def test_drafts_are_granted_as_the_scheduler_grants_them(rows, max_draft_tokens, whole):
-    wanted, usable = zip(*rows, strict=True)
-    batch = DecodeBatch([str(i) for i in range(len(rows))], usable, 9, 0, max_draft_tokens)
-    steps = RoundSteps(DraftShape.chain(5)) if whole else RoundSteps(DraftShape.chain(9), wanted)
-    granted = [drafts.shape.depth for drafts in fair_drafts(steps, batch)]
-    assert _row_steps(steps, batch) == granted
 
 
 @pytest.mark.parametrize("mixes", [False, True])
@@ -108,7 +45,7 @@ def test_prompts_run_alone_or_in_mixed_batches_and_all_are_computed(mixes):
         return TWO_CPU_CORES(shape)
 
     report, rounds = rounds_of(
-        StaticPolicy(DraftShape.chain(3)), PHASES[1], costs, mixes_prompts=mixes
+        StaticPolicy(DraftShape.chain(3)), MIXTURE, costs, mixes_prompts=mixes
     )
     decoding = [shape for shape in steps if shape.batch_size]
     assert report.num_rounds == len(rounds) == len(decoding)
@@ -116,10 +53,10 @@ def test_prompts_run_alone_or_in_mixed_batches_and_all_are_computed(mixes):
     alone = [shape for shape in steps if not shape.batch_size]
     assert report.prompt_ms == pytest.approx(sum(TWO_CPU_CORES(s).step_ms for s in alone))
     assert any(shape.num_prefill_tokens for shape in decoding) == mixes
-    traces = {kind: TRACES.of(kind)[0].num_prompt_tokens for kind in PHASES[1].kinds}
-    asked = sum(traces[PHASES[1].kind(i)] for i in range(PHASES[1].num_requests))
+    traces = {kind: TRACES.of(kind)[0].num_prompt_tokens for kind in MIXTURE.kinds}
+    asked = sum(traces[MIXTURE.kind(i)] for i in range(MIXTURE.num_requests))
     assert sum(shape.num_prefill_tokens for shape in steps) == asked
-    assert sum(verified.num_ended for _, _, verified in rounds) == PHASES[1].num_requests
+    assert sum(verified.num_ended for _, _, verified in rounds) == MIXTURE.num_requests
     assert sum(verified.num_ended_prompt_tokens for _, _, verified in rounds) == asked
 
 
@@ -171,18 +108,15 @@ def test_texts_run_in_reverse_order_while_the_batch_size_falls():
     ]
 
 
-def test_a_temperature_replaces_those_of_the_class():
-    load = Load("mixture", 2, temperature=0.7)
-    assert load.label == "batch 2, mixture T=0.7/0.7"
-    kinds = [request.kind for request in first(load, 2)]
-    assert kinds == [TextKind("code", 0.7), TextKind("shuffled", 0.7)]
-
-
-def test_every_batch_of_a_mixture_has_half_of_each_kind():
-    kinds = [request.kind for request in first(Load("mixture", 4), 12)]
+@pytest.mark.parametrize("temperature", [None, 0.7])
+def test_every_batch_of_a_mixture_has_half_of_each_kind(temperature):
+    load = Load("mixture", 4, temperature=temperature)
+    assert load.label == f"batch 4, mixture T={'0/1' if temperature is None else '0.7/0.7'}"
+    low, high = (0.0, 1.0) if temperature is None else (0.7, 0.7)
+    kinds = [request.kind for request in first(load, 12)]
     for start in range(0, 12, 4):
         batch = Counter(kinds[start : start + 4])
-        assert batch == {TextKind("code", 0.0): 2, TextKind("shuffled", 1.0): 2}
+        assert batch == {TextKind("code", low): 2, TextKind("shuffled", high): 2}
 
 
 @given(st.sampled_from(list(CLASSES)), st.integers(0, 50))

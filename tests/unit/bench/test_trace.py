@@ -46,6 +46,27 @@ def served(engine, requests, batch_size):
     return loop.advance(NUM_TOKENS * len(requests)), loop.texts
 
 
+def counts(record):
+    return record.batch_size, record.num_draft_tokens, record.num_output_tokens
+
+
+def measured(engine, requests, batch_size):
+    rounds, _ = served(engine, requests, batch_size)
+    return [counts(r.record) for r in rounds if r.record.batch_size]
+
+
+def replayed(shape, traces, batch_size, num_requests):
+    rounds = []
+    simulator = Simulator(
+        StaticPolicy(shape),
+        traces,
+        TWO_CPU_CORES,
+        on_round=lambda batch, steps, verified: rounds.append(counts(verified)),
+    )
+    simulator.run(Phase("mixture", batch_size, num_requests, NUM_TOKENS))
+    return rounds
+
+
 @pytest.fixture(scope="module")
 def make(tmp_path_factory):
     return llm_maker(make_pair(tmp_path_factory.mktemp("pair")), "cpu")
@@ -83,23 +104,9 @@ def test_confidence_is_measured_on_the_drafts_that_were_reached():
 
 @pytest.mark.parametrize(("batch_size", "num_steps"), [(1, DEPTH), (3, 0), (3, 2)])
 def test_a_fixed_depth_replays_to_the_rounds_the_engine_takes(make, traces, num_steps, batch_size):
-    steps, _ = served(make("EAGLE3", num_steps).engine, requests(), batch_size)
-    measured = [
-        (r.record.batch_size, r.record.num_draft_tokens, r.record.num_output_tokens)
-        for r in steps
-        if r.record.batch_size
-    ]
-    replayed = []
-    simulator = Simulator(
-        StaticPolicy(DraftShape.chain(num_steps)),
-        traces,
-        TWO_CPU_CORES,
-        on_round=lambda batch, steps, verified: replayed.append(
-            (verified.batch_size, verified.num_draft_tokens, verified.num_output_tokens)
-        ),
-    )
-    simulator.run(Phase("mixture", batch_size, num_requests=6, num_tokens=NUM_TOKENS))
-    assert replayed == measured
+    engine = make("EAGLE3", num_steps).engine
+    expected = measured(engine, requests(), batch_size)
+    assert replayed(DraftShape.chain(num_steps), traces, batch_size, 6) == expected
 
 
 def test_recording_leaves_the_engine_as_it_was(make):
@@ -140,26 +147,12 @@ def test_trees_replay_to_the_rounds_the_engine_takes_until_texts_near_their_end(
     make, with_tree, batch_size
 ):
     """There, trees have fewer levels, which is not what was recorded."""
-    steps, _ = served(branching(make), requests()[:batch_size], batch_size)
-    measured = [
-        (r.record.num_draft_tokens, r.record.num_output_tokens)
-        for r in steps
-        if not r.record.shape.is_chain
-    ]
-    replayed = []
-    simulator = Simulator(
-        StaticPolicy(TREE),
-        with_tree,
-        TWO_CPU_CORES,
-        on_round=lambda batch, steps, verified: replayed.append(
-            (verified.num_draft_tokens, verified.num_output_tokens)
-        ),
-    )
-    simulator.run(Phase("mixture", batch_size, num_requests=batch_size, num_tokens=NUM_TOKENS))
-    whole = batch_size * TREE.size
     of_engine, of_replay = (
-        list(takewhile(lambda drafts_and_tokens: drafts_and_tokens[0] == whole, rounds))
-        for rounds in (measured, replayed)
+        list(takewhile(lambda counts: counts[1] == batch_size * TREE.size, rounds))
+        for rounds in (
+            measured(branching(make), requests()[:batch_size], batch_size),
+            replayed(TREE, with_tree, batch_size, batch_size),
+        )
     )
     assert of_engine == of_replay
     assert len(of_engine) > 1
@@ -197,13 +190,7 @@ def test_what_is_written_is_read(file, written):
     assert load_traces(file) == written
 
 
-def test_a_trace_of_forced_acceptance_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"synthetic_acceptance=2\.0: a trace needs real texts"):
-        main(["trace", "--set", "synthetic_acceptance=2.0", "--json", str(tmp_path / "t.json")])
-    assert not (tmp_path / "t.json").exists()
-
-
-def test_a_file_that_is_not_a_trace_is_refused_by_name(tmp_path):
+def test_a_file_that_is_no_trace_and_a_trace_of_forced_acceptance_are_refused(tmp_path):
     path = tmp_path / "traces.json"
     good = json.loads(RECORDED.read_text())
     trace = good["traces"][0]
@@ -220,3 +207,6 @@ def test_a_file_that_is_not_a_trace_is_refused_by_name(tmp_path):
         assert str(path) in str(caught.value)
     with pytest.raises(ValueError, match="not in the file"):
         load_traces(RECORDED).of(TextKind("code", 0.3))
+    with pytest.raises(ConfigError, match=r"synthetic_acceptance=2\.0: a trace needs real texts"):
+        main(["trace", "--set", "synthetic_acceptance=2.0", "--json", str(tmp_path / "t.json")])
+    assert not (tmp_path / "t.json").exists()

@@ -16,21 +16,14 @@ def refusal(config):
     return str(caught.value)
 
 
-def test_a_flat_config_is_one_slot_for_all_batch_sizes():
+def test_a_flat_config_is_one_slot_and_keys_beside_slots_are_their_defaults():
     slots = load_slots({"candidate_steps": [2, 4], "ema_alpha": 0.5, "update_interval": 7})
     assert slots == {1: SlotConfig(candidate_steps=(2, 4), ema_alpha=0.5, update_interval=7)}
-
-
-def test_keys_beside_the_slots_are_defaults_and_the_slot_wins():
     slots = load_slots(
         {"ema_alpha": 0.5, "warmup_batches": 3, "64": {**LADDER, "ema_alpha": 1.0}, "8": LADDER}
     )
     assert list(slots) == [8, 64]
     assert [(s.ema_alpha, s.warmup_batches) for s in slots.values()] == [(0.5, 3), (1.0, 3)]
-
-
-def test_the_ladder_is_sorted_and_duplicates_are_folded():
-    assert parse_slot({"candidate_steps": [7, 1, 3, 1, 0]}).candidate_steps == (0, 1, 3, 7)
 
 
 @pytest.mark.parametrize("ladder", [[], None, "1,3,7", [-1], [1, True], [1.0]])
@@ -116,12 +109,13 @@ def test_a_file_that_is_no_adaptive_config_is_refused_by_name(tmp_path, text, co
     assert complaint in message
 
 
-def test_listed_trees_are_sorted_and_folded_and_a_slot_may_list_none():
+def test_ladders_and_listed_trees_are_sorted_and_folded_and_a_slot_may_list_no_tree():
     trees = [[3, 8], [2, 6], [3, 8]]
     slots = load_slots(
         {"1": {**LADDER, "candidate_trees": trees}, "8": {**LADDER, "candidate_trees": []}}
     )
     assert [slot.candidate_trees for slot in slots.values()] == [((2, 6), (3, 8)), ()]
+    assert parse_slot({"candidate_steps": [7, 1, 3, 1, 0]}).candidate_steps == (0, 1, 3, 7)
 
 
 @pytest.mark.parametrize("trees", [3, [3, 8], [[3]], [[3, True]], [["3", 8]], [[0, 4]], [[3, 3]]])

@@ -94,17 +94,21 @@ def test_a_draft_as_the_model_serves_the_target_that_it_names(checkpoint, own, a
     assert (plain.model.path, plain.speculative.enabled) == ("ada/target", False)
 
 
-def test_a_draft_on_the_hub_starts_with_its_target_too(checkpoint, tmp_path, monkeypatch):
+def test_a_draft_on_the_hub_starts_with_its_target_also_where_it_is_downloaded_later(
+    checkpoint, tmp_path, monkeypatch
+):
     use_cache(monkeypatch, tmp_path / "hub")
+    later = ServeSpecConfig.load("ada/head")
+    assert later.model.path == "ada/head"
     speculator = checkpoint({"speculators_model_type": "eagle3", **VERIFIER})
     add_repository(tmp_path / "hub", "ada/head", speculator)
     add_repository(tmp_path / "hub", "ada/target", ASSETS / "tiny/target")
-    config = ServeSpecConfig.load("ada/head", revision="main")
-    assert config.model.path == "ada/target"
-    config = config.pinned()
-    assert config.model.path == f"ada/target@{COMMIT}"
-    assert config.speculative.speculative_draft_model_path == f"ada/head@{COMMIT}"
-    assert config.speculative.speculative_algorithm == "EAGLE3"
+    there = ServeSpecConfig.load("ada/head", revision="main")
+    assert there.model.path == "ada/target"
+    for config in (later.pinned(), there.pinned()):
+        assert config.model.path == f"ada/target@{COMMIT}"
+        assert config.speculative.speculative_draft_model_path == f"ada/head@{COMMIT}"
+        assert config.speculative.speculative_algorithm == "EAGLE3"
 
 
 def test_a_model_that_holds_its_own_draft_is_its_draft_unless_another_is_given(
@@ -131,20 +135,6 @@ def test_a_model_that_holds_its_own_draft_is_its_draft_unless_another_is_given(
         speculative = config.pinned().speculative
         assert speculative.speculative_draft_model_path == f"ada/mimo@{COMMIT}"
         assert speculative.speculative_algorithm == "MTP"
-
-
-def test_a_draft_that_is_downloaded_later_starts_with_its_target_too(
-    checkpoint, tmp_path, monkeypatch
-):
-    use_cache(monkeypatch, tmp_path / "hub")
-    config = ServeSpecConfig.load("ada/head")
-    assert config.model.path == "ada/head"
-    speculator = checkpoint({"speculators_model_type": "eagle3", **VERIFIER})
-    add_repository(tmp_path / "hub", "ada/head", speculator)
-    add_repository(tmp_path / "hub", "ada/target", ASSETS / "tiny/target")
-    config = config.pinned()
-    assert config.model.path == f"ada/target@{COMMIT}"
-    assert config.speculative.speculative_draft_model_path == f"ada/head@{COMMIT}"
 
 
 @pytest.mark.parametrize("given", [{"verifier": None}, {"verifier": ["ada"]}, "ada", None])

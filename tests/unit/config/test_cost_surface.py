@@ -70,7 +70,7 @@ def test_a_monotone_table_is_kept_at_its_points(table):
         assert costs.curve(b, c)[table["num_steps"]] == pytest.approx(table["ms"][i][j])
 
 
-def test_beyond_the_largest_size_and_the_longer_context_the_last_line_goes_on():
+def test_beyond_the_largest_size_and_context_the_last_line_goes_on_or_grows_in_proportion():
     def truth(batch_size, steps, context):
         return 5.0 + 0.5 * batch_size * (steps + 1) + 0.01 * context * batch_size
 
@@ -80,9 +80,6 @@ def test_beyond_the_largest_size_and_the_longer_context_the_last_line_goes_on():
     for b, c in ((4, 300), (7, 100), (64, 300), (4, 3000), (5, 3000)):
         expected = [truth(b, k, c) for k in range(4)]
         assert costs.curve(b, c) == pytest.approx(expected)
-
-
-def test_a_table_of_one_batch_size_grows_in_proportion_beyond_it():
     costs = CostSurface(
         [[[2.0, 3.0]], [[2.0, 3.0]]], contexts=(100, 200), batch_sizes=[4], num_steps=[0, 1]
     )

@@ -32,13 +32,13 @@ def model(source, **overrides):
     return ServeSpecConfig.load(source, **overrides).model
 
 
-def test_a_hub_id_is_found_in_the_cache_without_a_network(snapshot):
+def test_a_hub_id_is_found_in_the_cache_without_a_network_unless_it_is_a_folder(snapshot, tmp_path):
     found = model(ID)
     assert (found.path, found.served_model_name) == (ID, ID)
     assert (found.folder, found.metadata_folder, found.tokenizer_folder) == (snapshot,) * 3
-
-
-def test_a_folder_that_exists_wins_over_a_hub_id(snapshot, tmp_path):
+    for file in snapshot.glob("*.safetensors"):
+        file.rename(file.with_suffix(".bin"))
+    assert model(ID).folder == snapshot, "weights that are only pickled are used"
     (tmp_path / ID).mkdir(parents=True)
     assert model(ID).folder == tmp_path / ID
 
@@ -65,25 +65,16 @@ def test_downloads_may_have_a_folder_of_their_own(snapshot, tmp_path):
 
 
 @pytest.mark.parametrize("revision", ["main", COMMIT])
-def test_a_revision_stands_behind_the_id_or_in_its_own_key(snapshot, revision):
+def test_a_revision_stands_behind_the_id_or_in_its_own_key_and_is_pinned(snapshot, revision):
     for named in (model(ID, revision=revision), model(f"{ID}@{revision}")):
         assert (named.folder, named.served_model_name) == (snapshot, ID)
     for path in (f"{ID}@main", "asset:tiny/target"):
         with pytest.raises(ConfigError, match=r"model\.revision='main': "):
             model(path, revision="main")
-
-
-def test_a_pinned_configuration_names_the_commits_that_all_replicas_load(snapshot):
     config = ServeSpecConfig.load(ID, revision="main").pinned()
     assert (config.model.path, config.model.revision) == (f"{ID}@{COMMIT}", None)
     assert config.model.names == (ID,)
     assert config.pinned() == config
-
-
-def test_weights_that_are_only_pickled_are_used(snapshot):
-    for file in snapshot.glob("*.safetensors"):
-        file.rename(file.with_suffix(".bin"))
-    assert model(ID).folder == snapshot
 
 
 def test_the_shipped_pair_is_one_name():
@@ -100,10 +91,6 @@ def test_what_is_neither_a_folder_nor_an_id_is_refused(tmp_path, monkeypatch, na
     with pytest.raises(ConfigError, match="give a folder, a hub id ORG/NAME") as caught:
         model(name)
     assert str(caught.value).startswith(f"model.path={name!r}: nothing at ")
-
-
-def test_a_file_of_weights_is_no_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "m.gguf").touch()
     with pytest.raises(ConfigError, match=r"m\.gguf is a file; give the folder"):
         model("m.gguf")

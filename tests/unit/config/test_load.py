@@ -24,11 +24,8 @@ def write(path, content):
     return path
 
 
-def test_every_leaf_key_name_is_unique_over_all_sections():
+def test_no_key_is_in_two_sections_and_no_default_outside_its_own_bounds(minimal):
     assert len(leaf_sections()) == len(LEAVES)
-
-
-def test_no_default_lies_outside_its_own_bounds(minimal):
     config = ServeSpecConfig.load(minimal)
     assert ServeSpecConfig.load(config.model_dump()) == config
 
@@ -52,10 +49,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(minimal, given, ne
 @pytest.mark.parametrize(
     ("given", "known"),
     [
-        (
-            {"cache": {"zebra": 1}},
-            "cache.zebra: unknown key; the keys here are page_size,",
-        ),
+        ({"cache": {"zebra": 1}}, "cache.zebra: unknown key; the keys here are page_size,"),
         ({"zebra": {}}, "zebra: unknown key; the keys here are model, speculative,"),
         ({"speculative": {"zebra": 1}}, "all keys are in docs/configuration.md"),
     ],
@@ -66,20 +60,14 @@ def test_a_key_that_resembles_none_is_refused_with_those_that_there_are(minimal,
     assert "did you mean" not in message
 
 
-def test_a_refusal_names_field_value_and_way_out(minimal):
-    message = problems(minimal, port=0)
-    assert message.startswith("router.port=0: input should be greater than or equal to 1")
-    assert "TCP port" in message
-
-
-def test_all_problems_are_reported_at_once(minimal):
+def test_all_problems_are_reported_with_field_value_and_way_out(minimal):
     with pytest.raises(ConfigError) as caught:
         ServeSpecConfig.load(minimal, port=0, num_replicas=-1, dtype="float8")
-    assert [p.partition("=")[0] for p in caught.value.problems] == [
-        "model.dtype",
-        "router.port",
-        "replica.num_replicas",
-    ]
+    dtype, port, replicas = caught.value.problems
+    assert dtype.startswith("model.dtype=")
+    assert port.startswith("router.port=0: input should be greater than or equal to 1")
+    assert "TCP port" in port
+    assert replicas.startswith("replica.num_replicas=")
 
 
 @pytest.mark.parametrize(
@@ -94,22 +82,17 @@ def test_nothing_is_coerced_into_a_number_and_every_number_is_finite(minimal, ke
     assert ServeSpecConfig.load(minimal, **{key: 3}), "an integer is a real number"
 
 
-def test_secrets_appear_neither_in_errors_nor_in_the_printed_object(minimal):
-    assert "hunter2" not in problems(minimal, api_keys="hunter2")
-    assert "hunter2" not in problems(minimal, api_keys=["ok", {"key": "hunter2"}])
+def test_api_keys_are_stripped_and_appear_neither_in_errors_nor_in_the_printed_object(minimal):
+    for wrong in ("hunter2", ["ok", {"key": "hunter2"}]):
+        assert "hunter2" not in problems(minimal, api_keys=wrong)
     assert "hunter2" not in problems(minimal, api_key="hunter2")
-    config = ServeSpecConfig.load(minimal, api_keys=["hunter2"])
-    assert config.router.api_keys == ("hunter2",)
-    assert "hunter2" not in repr(config)
-
-
-def test_api_keys_are_stripped_and_none_is_empty(minimal):
-    keys = ServeSpecConfig.load(minimal, api_keys=["k1\n", " k2 ", "k2"]).router.api_keys
-    assert keys == ("k1", "k2", "k2")
     for empty in ("", " \n"):
         refusal = problems(minimal, api_keys=["hunter2", empty])
         assert "router.api_keys='': a key is empty" in refusal
         assert "hunter2" not in refusal
+    config = ServeSpecConfig.load(minimal, api_keys=["hunter2\n", " k2 ", "k2"])
+    assert config.router.api_keys == ("hunter2", "k2", "k2")
+    assert "hunter2" not in repr(config)
 
 
 def test_a_configuration_never_changes(minimal):
@@ -156,16 +139,12 @@ def test_an_unknown_variable_is_refused_with_the_nearest_known_one(minimal, monk
     assert problems(minimal).endswith("did you mean SERVE_SPEC_CACHE__PAGE_SIZE?")
 
 
-def test_variables_without_a_section_are_not_configuration(minimal, monkeypatch):
-    expected = ServeSpecConfig.load(minimal)
-    monkeypatch.setenv("SERVE_SPEC_LOG_LEVEL", "INFO")
-    assert ServeSpecConfig.load(minimal) == expected
-
-
 def test_a_loaded_configuration_no_longer_listens_to_the_environment(minimal, monkeypatch):
+    """Nor does any to variables without a section."""
+    monkeypatch.setenv("SERVE_SPEC_LOG_LEVEL", "INFO")
     config = ServeSpecConfig.load(minimal, page_size=4)
     monkeypatch.setenv("SERVE_SPEC_CACHE__PAGE_SIZE", "8")
-    assert ServeSpecConfig.load(config).cache.page_size == 4
+    assert ServeSpecConfig.load(config) == config
 
 
 def test_overriding_a_configuration_makes_a_new_one_and_derives_anew(drafting, checkpoints):
@@ -219,20 +198,14 @@ def test_exponents_without_a_point_are_numbers(minimal, tmp_path):
     assert ServeSpecConfig.load(file).router.request_timeout_s == 600.0
 
 
-def test_paths_start_at_the_folder_of_the_file_that_names_them(checkpoints, monkeypatch):
-    (checkpoints / "sub").mkdir()
-    file = write(checkpoints / "sub" / "c.yaml", {"model": {"path": "../target"}})
-    monkeypatch.chdir("/")
-    assert ServeSpecConfig.load(file).model.folder == checkpoints / "target"
-
-
-def test_paths_in_keywords_environment_and_mappings_start_at_the_current_directory(
+def test_paths_start_at_the_folder_of_their_file_and_others_at_the_current_directory(
     checkpoints, monkeypatch, tmp_path_factory
 ):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     (elsewhere / "target").mkdir()
-    file = write(elsewhere / "c.yaml", {"model": {"path": "target"}})
+    file = write(elsewhere / "c.yaml", {"model": {"path": f"../{elsewhere.name}/target"}})
     monkeypatch.chdir(checkpoints)
+    assert ServeSpecConfig.load(file).model.folder == elsewhere / "target"
     expected = checkpoints / "target"
     assert ServeSpecConfig.load({"model": {"path": "target"}}).model.folder == expected
     assert ServeSpecConfig.load(file, path="target").model.folder == expected

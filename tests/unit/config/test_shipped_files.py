@@ -28,15 +28,6 @@ def test_every_shipped_configuration_loads(file):
 
 
 @pytest.mark.usefixtures("_stand_in_assets")
-def test_the_tiny_configuration_serves_the_shipped_pair_adaptively():
-    config = ServeSpecConfig.load(CONFIGS / "tiny.yaml")
-    assert config.model.served_model_name == "tiny"
-    assert config.speculative.speculative_algorithm == "EAGLE3"
-    assert config.speculative.speculative_adaptive
-    assert config.speculative.speculative_adaptive_config is None
-
-
-@pytest.mark.usefixtures("_stand_in_assets")
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_chosen_by_its_name_or_its_file(name):
     file = CONFIGS / "adaptive" / f"{name}.json"

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from serve_spec import LLM
-from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.config.algorithms import ALGORITHMS, Algorithm
 from serve_spec.core.errors import CheckpointError
 from serve_spec.core.request import SamplingParams
@@ -17,6 +16,7 @@ from serve_spec.engine import build
 from serve_spec.models import DraftOptions, load_draft, load_target
 from serve_spec.models.standalone import Standalone
 from serve_spec.parallel import worker_ranks
+from serve_spec.parallel.group import SINGLE
 from serve_spec.parallel.worker_ranks import RankLost
 from tests.helpers.checkpoints import (
     VOCAB,
@@ -27,7 +27,7 @@ from tests.helpers.checkpoints import (
     write_checkpoint,
 )
 from tests.helpers.engines import texts
-from tests.helpers.paged import PagedSequences
+from tests.helpers.paged import run_text
 from tests.helpers.ranks import on_ranks
 
 
@@ -39,6 +39,12 @@ from tests.helpers.ranks import on_ranks
         (
             {"chunked_prefill_size": None, "max_num_batched_tokens": 64},
             "max_num_batched_tokens=64 is below max_model_len=128",
+        ),
+        ({"num_pages": 10**12}, r"^num_pages=10{12}: .* GiB; lower it"),
+        ({"num_pages": None, "cpu_cache_gb": 1e9}, r"^cpu_cache_gb=10{9}\.0: .* GiB; lower it"),
+        (
+            {"algorithm": "MEDUSA", "num_steps": 5},
+            "speculative_num_steps=5.*the draft supports at most 4",
         ),
     ],
 )
@@ -160,13 +166,6 @@ def test_sound_models_are_not_warned_of_and_the_check_leaves_nothing_behind(make
     assert shown["kv"]["free_pages"] == shown["kv"]["total_pages"]
 
 
-@pytest.mark.parametrize("asked", [{"num_pages": 10**12}, {"num_pages": None, "cpu_cache_gb": 1e9}])
-def test_caches_that_no_memory_holds_are_refused_by_name(make_llm, asked):
-    (key, value) = list(asked.items())[-1]
-    with pytest.raises(ValueError, match=rf"^{key}={value}: .* GiB; lower it"):
-        make_llm(**asked)
-
-
 def test_a_tokenizer_of_another_model_is_refused(pair, tmp_path):
     target = make_target(tmp_path / "target")
     path = target / "tokenizer.json"
@@ -203,28 +202,6 @@ def test_prompts_without_parameters_take_those_of_generation_config(pair, tmp_pa
     LLM(str(target), **keys, generation_config="none").shutdown()
 
 
-def test_a_speculators_checkpoint_as_the_model_drafts_for_its_verifier(make_llm, pair, tmp_path):
-    config, tensors = read_checkpoint(pair.heads["EAGLE3"])
-    head = write_checkpoint(
-        tmp_path,
-        {
-            "architectures": ["Eagle3Speculator"],
-            "speculators_model_type": "eagle3",
-            "norm_before_residual": False,
-            "draft_vocab_size": config["draft_vocab_size"],
-            "transformer_layer_config": config,
-            "speculators_config": {"verifier": {"name_or_path": str(pair.target)}},
-        },
-        {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()},
-    )
-    sizes = {"max_model_len": 128, "num_pages": 64}
-    llm = LLM(str(head), device="cpu", speculative_adaptive=False, **sizes)
-    outputs = llm.generate(PROMPTS, GREEDY)
-    assert texts(outputs) == texts(make_llm().generate(PROMPTS, GREEDY))
-    assert sum(output.speculation.num_correct_drafts for output in outputs) > 0
-    llm.shutdown()
-
-
 def test_a_model_that_is_registered_drafts(make_llm, pair, monkeypatch):
     monkeypatch.setitem(ALGORITHMS, "SECOND", Algorithm(f"{__name__}:build_second"))
     folder = str(pair.target)
@@ -233,16 +210,6 @@ def test_a_model_that_is_registered_drafts(make_llm, pair, monkeypatch):
     assert texts(outputs) == texts(make_llm().generate(PROMPTS, GREEDY))
     for output in outputs:
         assert output.speculation.num_correct_drafts == output.speculation.num_draft_tokens > 0
-
-
-def test_a_name_that_is_not_registered_is_refused_with_those_that_are(pair):
-    with pytest.raises(ConfigError, match=r"speculative_algorithm='STUTTER': use NONE or .*MEDUSA"):
-        ServeSpecConfig.load({"model": {"path": str(pair.target)}}, speculative_algorithm="STUTTER")
-
-
-def test_more_drafts_than_there_are_heads_are_refused(make_llm):
-    with pytest.raises(ValueError, match=r"speculative_num_steps=5.*the draft supports at most 4"):
-        make_llm("MEDUSA", 5)
 
 
 PARAMS = SamplingParams(max_tokens=20, temperature=0.8, seed=3, ignore_eos=True)
@@ -320,14 +287,11 @@ def test_dummy_weights_serve_the_same_text_with_drafts_and_without(
 def test_every_rank_has_its_part_of_the_same_dummy_weights(target):
     ids = torch.arange(20)
 
-    def logits(model):
-        ctx = PagedSequences(model.rank_shape, 1, len(ids)).extend([(0, len(ids))])
-        return model.logits(model.forward(ids, ctx).hidden)
-
     def run(parallel):
-        return logits(load_target(target, torch.float32, parallel=parallel, dummy=True))
+        model = load_target(target, torch.float32, parallel=parallel, dummy=True)
+        return run_text(model, ids)[0]
 
-    whole = logits(load_target(target, torch.float32, dummy=True))
+    whole = run(SINGLE)
     for part in on_ranks(2, run):
         torch.testing.assert_close(part, whole, rtol=1e-4, atol=1e-4)
 

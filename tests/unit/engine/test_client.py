@@ -22,17 +22,9 @@ PROMPT = [10, 20, 30]
 
 
 @pytest.fixture(scope="module")
-def config(pair):
-    settings = {
-        "model": {"path": str(pair.target), "device": "cpu", "max_model_len": 128},
-        "speculative": {
-            "speculative_algorithm": "EAGLE3",
-            "speculative_draft_model_path": str(pair.heads["EAGLE3"]),
-        },
-        "cache": {"num_pages": 64},
-        "scheduler": {"max_num_seqs": 4, "max_waiting_seqs": 3},
-    }
-    return ServeSpecConfig.load(settings)
+def config(make_llm):
+    llm = make_llm("EAGLE3", 3, num_pages=256, max_num_seqs=4, max_waiting_seqs=3)
+    return ServeSpecConfig.load(llm.config, speculative_adaptive=True)
 
 
 @pytest.fixture(scope="module")

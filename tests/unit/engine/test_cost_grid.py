@@ -20,20 +20,12 @@ from serve_spec.engine.cost_grid import (
 SIZES, STEPS = [1, 2, 4, 8], [0, 1, 2, 3, 5, 7]
 
 
-def test_batch_sizes_double_up_to_the_largest_which_is_one_of_them():
-    assert batch_grid(1) == [1]
-    assert batch_grid(6) == [1, 2, 4, 6]
-    assert batch_grid(64) == [1, 2, 4, 8, 16, 32, 64]
-
-
-def test_steps_are_depths_closer_where_they_are_small():
+def test_batch_sizes_double_depths_are_closer_where_small_and_texts_are_a_short_and_a_long_one():
+    assert [batch_grid(1), batch_grid(6), batch_grid(8)] == [[1], [1, 2, 4, 6], [1, 2, 4, 8]]
     assert step_grid(range(15), 14) == [0, 1, 2, 3, 5, 7, 10, 14]
     assert step_grid({3, 0, 1, 7}, 7) == [0, 1, 3, 7]
     assert step_grid(range(8), 4) == [0, 1, 2, 3, 4]
     assert step_grid({0}, 7) == [0]
-
-
-def test_texts_are_a_short_and_a_long_one_within_what_is_possible():
     found = [context_grid(longest) for longest in (1017, 121, 32_000, 300)]
     assert found == [(128, 512), (30, 121), (128, 4096), (75, 300)]
 
@@ -131,16 +123,12 @@ def test_what_single_depths_were_off_by_is_spread_over_all(errors):
     assert after <= 1.05 * before + 1e-12, "weighed by what was measured, not by the truth"
 
 
-def test_a_depth_that_was_measured_too_cheap_no_longer_looks_better_than_its_neighbours():
+def test_a_depth_measured_too_cheap_no_longer_looks_better_and_steps_that_differ_stay():
     """As on a machine that copied files meanwhile; drafting really took 0.8 and 0.8 a step."""
     measured = np.array([[[0.0, 1.45, 2.74, 3.65, 4.76, 6.53]]])
     by_step = np.diff(even_steps(measured, STEPS)[0, 0, 1:]) / np.diff(STEPS[1:])
     assert by_step == pytest.approx(np.full(4, by_step[0]))
     assert by_step[0] == pytest.approx(0.85, abs=0.05)
-
-
-def test_steps_that_differ_and_depths_that_never_ran_are_left_alone():
-    """One depth whose stage stands in for others; a line through two depths is no evidence."""
     stairs = np.array([[[0.0, 1.0, 5.0, 5.0, 5.0, 5.0]]])
     assert (even_steps(stairs, STEPS) == stairs).all()
     few = np.array([[[0.0, 1.0, np.nan, 3.5, np.nan, np.nan]]])

@@ -126,12 +126,14 @@ def test_any_requests_together_get_tokens_of_the_plain_distribution(drafting, pl
     assert all(o.logprobs is None and o.prompt_logprobs is None for o in unasked)
 
 
-def test_forced_tokens_have_their_log_probabilities(make_llm, plain):
+def test_forced_tokens_have_their_log_probabilities_and_no_grammar(make_llm, plain):
     llm = make_llm("EAGLE3", 3, synthetic_acceptance=[0.9])
     params = SamplingParams(max_tokens=24, seed=5, logprobs=3, ignore_eos=True)
     output = llm.generate([[1, 2, 3]], params)[0]
     assert output.speculation.accept_length > 2
     check(output, params, plain)
+    with pytest.raises(InvalidRequest, match="forces acceptance"):
+        llm.generate([[1]], SamplingParams(grammar=Grammar.json_object()))
 
 
 @pytest.mark.parametrize(
@@ -195,9 +197,3 @@ def test_a_complete_text_ends_whatever_else_is_asked(make_llm, extra):
     for output in make_llm("EAGLE3", 7).generate([[1, 2], [9]], params):
         assert is_of(output.text, grammar)
         assert (len(output.token_ids), output.finish_reason) == (7, FinishReason.STOP)
-
-
-def test_where_acceptance_is_forced_no_grammar_can_hold(make_llm):
-    llm = make_llm("EAGLE3", 3, synthetic_acceptance=2.0)
-    with pytest.raises(InvalidRequest, match="forces acceptance"):
-        llm.generate([[1]], SamplingParams(grammar=Grammar.json_object()))

@@ -13,7 +13,7 @@ from tests.helpers.engines import make_pair, sampled_requests, texts
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def test_eight_bits_are_taken_only_where_they_are_faster_and_refused_elsewhere(monkeypatch):
+def test_weights_and_dtype_of_a_draft_suit_its_device_unless_configured(monkeypatch):
     for is_hopper in (True, False):
         monkeypatch.setattr(draft, "is_hopper", lambda _, answer=is_hopper: answer)
         assert draft_weights("auto", GPU) == ("fp8" if is_hopper else "plain")
@@ -24,6 +24,11 @@ def test_eight_bits_are_taken_only_where_they_are_faster_and_refused_elsewhere(m
         draft_weights("fp8", CPU)
     with pytest.raises(ValueError, match=r"quantization='int8': .* this is cuda:0; use 'auto'"):
         draft_weights("int8", GPU)
+    assert draft_dtype("auto", torch.bfloat16, GPU, "fp8") == torch.float16
+    assert draft_dtype("auto", torch.bfloat16, GPU, "plain") == torch.bfloat16
+    assert draft_dtype("bfloat16", torch.bfloat16, GPU, "fp8") == torch.bfloat16
+    assert draft_dtype("auto", torch.bfloat16, CPU, "int8") == torch.float32
+    assert draft_dtype("auto", torch.float32, GPU, "int4") == torch.bfloat16
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
@@ -32,14 +37,6 @@ def test_integers_are_refused_where_torch_does_not_support_them(pair, monkeypatc
     monkeypatch.setattr(draft, f"{weights}_works", lambda *_: False)
     with pytest.raises(ValueError, match=rf"quantization='{weights}': not supported .* use 'none'"):
         load_draft(pair.target, target, "STANDALONE", weights=weights)
-
-
-def test_a_draft_computes_in_what_suits_its_weights_unless_configured():
-    assert draft_dtype("auto", torch.bfloat16, GPU, "fp8") == torch.float16
-    assert draft_dtype("auto", torch.bfloat16, GPU, "plain") == torch.bfloat16
-    assert draft_dtype("bfloat16", torch.bfloat16, GPU, "fp8") == torch.bfloat16
-    assert draft_dtype("auto", torch.bfloat16, CPU, "int8") == torch.float32
-    assert draft_dtype("auto", torch.float32, GPU, "int4") == torch.bfloat16
 
 
 @pytest.mark.parametrize(

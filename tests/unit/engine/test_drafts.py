@@ -23,7 +23,7 @@ from tests.helpers.checkpoints import (
     write_checkpoint,
 )
 from tests.helpers.engines import Pair, llm_maker, recorded_plans, switch_every_round
-from tests.helpers.paged import PagedSequences
+from tests.helpers.paged import run_text
 from tests.helpers.plain_heads import PlainHead
 from tests.unit.models.draft_formats import medusa_tensors
 from tests.unit.models.test_medusa import plain_logits
@@ -105,13 +105,7 @@ def run(llm, prompt, num_tokens):
 def features_of(target_dir, capture):
     target = load_target(target_dir, torch.float32)
 
-    def features(text):
-        ctx = PagedSequences(target.shape, 1, len(text)).extend([(0, len(text))])
-        found = target.forward(torch.tensor(text), ctx, capture).features
-        assert found is not None
-        return found
-
-    return features
+    return lambda text: run_text(target, torch.tensor(text), capture)[1]
 
 
 def plain_eagle(target_dir, directory, algorithm):

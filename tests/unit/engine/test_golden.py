@@ -9,14 +9,10 @@ preemption, aborts, changes of depth nor prefix hits change a text.
 The engines are driven through public calls and configuration keys alone. To run the table with
 another configuration, set its keys in the environment, e.g.
 `SERVE_SPEC_MODEL__ASYNC_SCHEDULING=true`. A difference is a bug of the code under test. To replace
-the file when a change of results is meant:
+the file when a change of results is meant: `python -m tests.unit.engine.test_golden --write`.
 
-    python -m tests.unit.engine.test_golden --write
-    SERVE_SPEC_MODEL__ASYNC_SCHEDULING=true python -m tests.unit.engine.test_golden --write-ahead
-
-The second command is for engines that plan a round before the one before it has ended. They find
-n-gram drafts one round later, so the file holds two counts for drafters that use those, and either
-is right.
+Engines that plan a round before the one before it has ended find n-gram drafts one round later, so
+the file holds two counts for drafters that use those, and either is right.
 """
 
 import json
@@ -130,9 +126,9 @@ def prompt(base, index):
     return [(base + 37 * i * i + 11 * i) % 256 for i in range(17)]
 
 
-def answers_of(make, row):
+def answers_of(make, row, **keys):
     """Run every batch by itself, without a prefix cache."""
-    llm = make(row, prefix_caching=False)
+    llm = make(row, prefix_caching=False, **keys)
     answers = {}
     for batch in BATCHES:
         answers |= run(llm, requests(batch))
@@ -157,35 +153,18 @@ def rejection_texts(answers):
 
 
 def write_golden(make):
-    """Replace all of the file but the counts of engines that plan ahead."""
-    golden = {
-        "texts": as_texts(answers_of(make, ROWS[0])),
-        "counts": {},
-        "counts_ahead": {},
-        "rejection": {},
-    }
-    if GOLDEN.exists():
-        golden["counts_ahead"] = json.loads(GOLDEN.read_text()).get("counts_ahead", {})
+    """Write the file, a line for each entry."""
+    golden = {"texts": as_texts(answers_of(make, PLAIN))}
+    golden |= {"counts": {}, "counts_ahead": {}, "rejection": {}}
     for row in ROWS[1:]:
         answers = answers_of(make, row)
         if row.keeps_texts:
             golden["counts"][row.name] = golden_counts(answers)
         else:
             golden["rejection"][row.name] = rejection_texts(answers)
-    save(golden)
-
-
-def write_ahead(make):
-    """Replace the counts of engines that plan ahead."""
-    golden = json.loads(GOLDEN.read_text())
-    golden["counts_ahead"] = {
-        row.name: golden_counts(answers_of(make, row)) for row in ROWS if row.uses_ngrams
-    }
-    save(golden)
-
-
-def save(golden):
-    """Write the file, a line for each entry."""
+        if row.uses_ngrams:
+            ahead = answers_of(make, row, async_scheduling=True)
+            golden["counts_ahead"][row.name] = golden_counts(ahead)
     lines = []
     for name, part in golden.items():
         rows = [f"{json.dumps(k)}:{json.dumps(v, separators=(',', ':'))}" for k, v in part.items()]
@@ -232,15 +211,9 @@ def test_the_frozen_drafts_are_accepted_and_rejected(golden):
             assert 0 < accepted < NUM_STEPS * rounds, f"{name} at T={temperature}"
 
 
-def main():
-    """Write the file."""
-    writers = {"--write": write_golden, "--write-ahead": write_ahead}
-    if len(sys.argv) != 2 or sys.argv[1] not in writers:
-        sys.exit(f"usage: python -m tests.unit.engine.test_golden {' | '.join(writers)}")
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        sys.exit("usage: python -m tests.unit.engine.test_golden --write")
     torch.set_num_threads(1)
     with TemporaryDirectory() as folder:
-        writers[sys.argv[1]](llm_maker(Path(folder)))
-
-
-if __name__ == "__main__":
-    main()
+        write_golden(llm_maker(Path(folder)))

@@ -41,29 +41,19 @@ def feed(text, tokens, sizes):
     return parts, used
 
 
-@given(st.text(min_size=1, max_size=30), st.lists(st.integers(1, 8), max_size=30))
-def test_deltas_join_to_the_whole_text_however_tokens_arrive(tokenizer, text, sizes):
+STOPS = st.sampled_from([(), ("an end that never comes",)])
+
+
+@given(st.text(min_size=1, max_size=30), st.lists(st.integers(1, 8), max_size=30), STOPS)
+def test_deltas_join_to_the_whole_text_however_tokens_arrive(tokenizer, text, sizes, stop):
+    """Where stop strings are asked for, every token is read by itself."""
     tokens = list(text.encode())
-    stream = output(tokenizer)
+    stream = output(tokenizer, stop=stop)
     parts, used = feed(stream, tokens, sizes)
     stream.push([], FinishReason.LENGTH)
     assert "".join(parts) + stream.take() == text
     assert used == len(tokens)
     assert "\ufffd" not in "".join(parts) or "\ufffd" in text
-
-
-@given(st.text(min_size=1, max_size=30), st.lists(st.integers(1, 8), max_size=30))
-def test_a_run_that_is_read_at_once_has_the_text_of_its_tokens_one_by_one(tokenizer, text, sizes):
-    """Where stop strings are asked for, every token is read by itself."""
-    at_once, watched = output(tokenizer), output(tokenizer, stop=("an end that never comes",))
-    tokens = list(text.encode())
-    while tokens:
-        size = sizes.pop(0) if sizes else 1
-        run, tokens = tokens[:size], tokens[size:]
-        for stream in (at_once, watched):
-            stream.push(run)
-            stream.take()
-        assert at_once.text == watched.text
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +70,7 @@ def spacing(tmp_path_factory):
 @given(
     tokens=st.lists(st.integers(0, 3), max_size=60),
     sizes=st.lists(st.integers(1, 8), max_size=60),
-    stop=st.sampled_from([(), ("an end that never comes",)]),
+    stop=STOPS,
     shows=st.booleans(),
     spaces=st.booleans(),
 )
@@ -122,60 +112,18 @@ def test_a_stop_string_across_runs_is_found(tokenizer, asked, tokens, text, num_
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 ENDS = {
-    "earliest stop string": (
-        {"stop": ("cde", "bcde")},
-        [],
-        [*b"abcdef"],
-        5,
-        "a",
-        STOP,
-    ),
+    "earliest stop string": ({"stop": ("cde", "bcde")}, [], [*b"abcdef"], 5, "a", STOP),
     "eos": ({}, [EOS_ID], [97, EOS_ID, 98], 2, "a", STOP),
     "ignored eos": ({}, [], [97, EOS_ID, 98], 3, "ab", None),
     "max_tokens": ({"max_tokens": 3}, [], [*b"abcdef"], 3, "abc", LENGTH),
     "token at max_tokens": ({"max_tokens": 3}, [99], [*b"abc"], 3, "ab", STOP),
-    "string at max_tokens": (
-        {"max_tokens": 3, "stop": ("bc",)},
-        [],
-        [*b"abcd"],
-        3,
-        "a",
-        STOP,
-    ),
-    "string before eos": (
-        {"stop": ("b",)},
-        [EOS_ID],
-        [97, 98, EOS_ID],
-        2,
-        "a",
-        STOP,
-    ),
-    "kept string": (
-        {"stop": ("cde", "bcde"), **KEEP},
-        [],
-        [*b"abcdef"],
-        5,
-        "abcde",
-        STOP,
-    ),
+    "string at max_tokens": ({"max_tokens": 3, "stop": ("bc",)}, [], [*b"abcd"], 3, "a", STOP),
+    "string before eos": ({"stop": ("b",)}, [EOS_ID], [97, 98, EOS_ID], 2, "a", STOP),
+    "kept string": ({"stop": ("cde", "bcde"), **KEEP}, [], [*b"abcdef"], 5, "abcde", STOP),
     "kept token": (KEEP, [99], [97, 99, 98], 2, "ac", STOP),
     "kept eos is no text": (KEEP, [EOS_ID], [97, EOS_ID, 98], 2, "a", STOP),
-    "kept eos is shown": (
-        {**KEEP, **SHOW},
-        [EOS_ID],
-        [97, EOS_ID, 98],
-        2,
-        "a<eos>",
-        STOP,
-    ),
-    "kept part of a character": (
-        KEEP,
-        [0xC3],
-        [97, 0xC3],
-        2,
-        "a\ufffd",
-        STOP,
-    ),
+    "kept eos is shown": ({**KEEP, **SHOW}, [EOS_ID], [97, EOS_ID, 98], 2, "a<eos>", STOP),
+    "kept part of a character": (KEEP, [0xC3], [97, 0xC3], 2, "a\ufffd", STOP),
     "eos is cut": (SHOW, [EOS_ID], [97, EOS_ID], 2, "a", STOP),
     "special tokens are shown": (
         {**SHOW, "max_tokens": 3},

@@ -343,16 +343,13 @@ def test_trees_are_measured_beside_chains_of_the_same_sizes():
     assert alone.trees == ()
 
 
-def test_trees_that_do_not_fit_continue_what_was_measured_of_their_shape():
+def test_trees_that_do_not_fit_or_are_of_few_requests_continue_what_was_measured():
     costs = measured(BranchingWorker(), trees=dict.fromkeys(TREES), max_num_tokens=200)
     (_, largest) = costs.trees
     assert costs.batch_sizes[-1] == 32, "32 rows of 16 are more than 200"
     for draft, verify in zip(largest.draft_ms, largest.verify_ms, strict=True):
         assert all(a < b for a, b in pairwise(draft))
         assert all(a < b for a, b in pairwise(verify))
-
-
-def test_trees_of_few_requests_are_measured_for_as_many():
     worker = BranchingWorker()
     costs = measured(worker, trees=dict.fromkeys(TREES, 4))
     branched = [plan for plan in worker.plans if not plan.shape.is_chain]

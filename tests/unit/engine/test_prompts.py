@@ -1,11 +1,8 @@
 """Prompts begin beside texts that decode, cost their rounds little, and share pages."""
 
-import random
-
 import pytest
 
 from serve_spec.core.request import SamplingParams
-from tests.helpers.engines import switch_every_round
 
 
 def test_newcomers_do_not_make_the_whole_batch_catch_up_wider(make_llm, monkeypatch):
@@ -60,30 +57,6 @@ def test_bad_words_are_banned_as_they_are_and_after_a_space(make_llm):
 
 
 PAGE = 4
-
-
-def test_a_draft_that_knows_the_text_knows_it_after_a_hit_too(make_llm):
-    """Some pages have no draft entries yet, for they were computed without drafts.
-
-    Two beginnings go on in several ways: within a page, at its end, not at all.
-    """
-    llm = make_llm("STANDALONE", 3)
-    rng = random.Random(5)
-    beginnings = [[rng.randrange(256) for _ in range(40)] for _ in range(2)]
-    prompts = [
-        [*beginnings[i % 2][: 40 - 3 * (i // 4)], *(rng.randrange(256) for _ in range(i % 5))]
-        for i in range(10)
-    ]
-    params = [
-        SamplingParams(max_tokens=14 + i, temperature=0.0, ignore_eos=True) for i in range(10)
-    ]
-    switch_every_round(llm, [0, 0, 0, 3, 0, 2], ragged=False)
-    llm.generate(prompts[:2], SamplingParams(max_tokens=2))
-    for _ in range(2):
-        for output in llm.generate(prompts, params):
-            stats = output.speculation
-            assert stats.num_correct_drafts == stats.num_draft_tokens > 0
-            assert output.num_cached_tokens > 0
 
 
 def test_hits_are_counted_and_a_cache_that_is_off_has_none(make_llm):

@@ -37,20 +37,12 @@ PARAMS = [
 ADAPTS = {"speculative_adaptive": True, "speculative_adaptive_strategy": "goodput"}
 
 
-def test_ema_pads_a_batch_to_the_next_captured_size(make_llm, tmp_path, monkeypatch):
+def test_ema_pads_a_batch_to_the_next_captured_size(make_llm, monkeypatch):
     """Five rows are of the slot from 8 on there, also after a live change; four are not."""
     monkeypatch.setattr(build, "_captures_graphs", lambda *args: True)
     monkeypatch.setattr(build, "GraphRecorder", lambda device: None)
-    slots = tmp_path / "slots.json"
-    slots.write_text('{"1": {"candidate_steps": [3]}, "8": {"candidate_steps": [1]}}')
-    llm = make_llm(
-        "EAGLE3",
-        3,
-        max_num_seqs=16,
-        speculative_adaptive=True,
-        speculative_adaptive_strategy="ema",
-        speculative_adaptive_config=slots,
-    )
+    slots = {"1": {"candidate_steps": [3]}, "8": {"candidate_steps": [1]}}
+    llm = make_llm("EAGLE3", 3, slots=slots, max_num_seqs=16)
     for num_rows in (4, 5):
         llm.engine.reconfigure({"speculative_adaptive_config": slots})
         llm.generate(PROMPTS[:num_rows], [PARAMS[0]] * num_rows)

@@ -55,33 +55,7 @@ def test_draft_entries_of_a_page_are_not_those_of_another_with_the_same_text():
     assert tree.match(text, 2) == PrefixHit(tuple(first), 1)
 
 
-def test_texts_share_pages_with_those_of_the_same_salt_only():
-    text = [1, 2, 3, 4, 5]
-    allocator = PageAllocator(8)
-    tree = PrefixTree(allocator, PAGE)
-    pages = {salt: allocator.allocate(2) for salt in (None, "a", "b")}
-    for salt, own in pages.items():
-        tree.publish(text, own, 0, salt)
-        tree.check_integrity()
-    for salt, own in pages.items():
-        assert tree.match(text, 4, salt).page_ids == tuple(own)
-        tree.retire(text, own, 0, salt)
-    assert not tree.match(text, 4, "c").page_ids
-    assert {tuple(known) for _, known, _ in tree.page_texts()} == {(1, 2, 3), (1, 2, 3, 4, 5)}
-    tree.evict(6)
-    assert len(tree) == 0
-
-
-def test_a_refused_allocation_takes_nothing():
-    allocator = PageAllocator(4)
-    held = allocator.allocate(3)
-    with pytest.raises(OutOfPages, match="2 pages wanted, 1 of 4 free"):
-        allocator.allocate(2)
-    assert allocator.num_free == 1
-    allocator.check_integrity({"a": held})
-
-
-def test_integrity_sees_pages_with_two_owners_or_none_and_double_releases():
+def test_a_refused_allocation_takes_nothing_and_integrity_sees_wrong_owners_and_releases():
     allocator = PageAllocator(2)
     pages = allocator.allocate(1)
     with pytest.raises(AssertionError, match=f"page {pages[0]}"):
@@ -91,3 +65,9 @@ def test_integrity_sees_pages_with_two_owners_or_none_and_double_releases():
     allocator.release(pages)
     with pytest.raises(AssertionError, match="without a reference"):
         allocator.release(pages)
+    allocator = PageAllocator(4)
+    held = allocator.allocate(3)
+    with pytest.raises(OutOfPages, match="2 pages wanted, 1 of 4 free"):
+        allocator.allocate(2)
+    assert allocator.num_free == 1
+    allocator.check_integrity({"a": held})

@@ -34,12 +34,7 @@ def as_speculators(source, directory, kind="eagle3", layers=None, **top):
         "eagle_aux_hidden_state_layer_ids": None,
         "tie_word_embeddings": False,
         "transformer_layer_config": {k: v for k, v in nested.items() if v is not None},
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}],
-            "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "target"},
-        },
+        "speculators_config": {"algorithm": kind, "verifier": {"name_or_path": "target"}},
     }
     if kind == "eagle":
         tensors.pop("embed_tokens.weight", None)

@@ -3,12 +3,7 @@
 import pytest
 import torch
 
-from serve_spec.models import (
-    DraftOptions,
-    FeatureCapture,
-    load_draft,
-    load_target,
-)
+from serve_spec.models import DraftOptions, FeatureCapture, load_draft, load_target
 from tests.helpers.checkpoints import (
     make_eagle,
     make_eagle3,
@@ -60,6 +55,10 @@ EAGLE3 = {
     "legacy_fc_norm": ({}, add_ones(32, *(f"aux_norm_{at}.weight" for at in LEGACY))),
     "qkv_bias": ({}, add_ones(32, *(f"midlayer.self_attn.{p}_proj.bias" for p in "qkv"))),
     "qk_norm": ({}, add_ones(8, *(f"midlayer.self_attn.{p}_norm.weight" for p in "qk"))),
+    # What a trainer's published files hold beside the official layout.
+    "specforge": ({"eagle_config": {"use_aux_hidden_state": True, "norm_before_fc": False}}, None),
+    "angelslim": ({"tie_word_embeddings": True, "rope_theta": 1e6, "num_hidden_layers": 40}, None),
+    "modelopt": ({"layer_prefix": "layers.0.", "draft_vocab": 100}, None),
     # Maps that map nothing.
     "idle_maps": ({}, add_idle_maps),
 }
@@ -69,6 +68,10 @@ EAGLE = {
     "two_layers": ({"num_layers": 2}, None),
     "grouped_heads": ({"num_key_value_heads": 1}, None),
     "input_norm": ({}, add_ones(32, "layers.0.input_layernorm.weight")),
+    "qkv_bias": (
+        {"qkv_bias": True},
+        add_ones(32, *(f"layers.0.self_attn.{p}_proj.bias" for p in "qkv")),
+    ),
     "config_theta": ({"rope_theta": 500000.0}, None),
 }
 
@@ -103,9 +106,9 @@ def duo(request, tmp_path_factory, target_dir, target):
     return Duo(tmp_path_factory.mktemp("head"), target_dir, target, request.param)
 
 
-def scene(head, seed=3):
+def scene(head):
     """Tokens (entries and drafts) and target features of two sequences."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(3)
     tokens = [torch.randint(0, 288, (n + DRAFTED,), generator=generator) for n in LENGTHS]
     features = [torch.randn(n + DRAFTED, head.feature_dim, generator=generator) for n in LENGTHS]
     return tokens, features

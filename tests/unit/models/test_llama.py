@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from serve_spec.models import FeatureCapture, load_target
 from serve_spec.models.llama import target_dtype
 from tests.helpers.checkpoints import make_target
-from tests.helpers.paged import PagedSequences
+from tests.helpers.paged import PagedSequences, run_text
 
 TOLERANCE = 1e-4
 # Past 64 positions, llama3's rope scaling is at work in all three of its bands.
@@ -51,10 +51,6 @@ CASES = {
     "longrope_short": ("mistral", {"rope_scaling": {**LONGROPE, LIMIT: 1000}}),
     "mistral_window": ("mistral", {"sliding_window": 7}),
     "qwen2": ("qwen2", {}),
-    "qwen2_window": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0},
-    ),
     "qwen2_mixed_windows": (
         "qwen2",
         {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
@@ -159,10 +155,8 @@ def test_both_config_dialects_describe_the_same_model(pair):
     # "made" has rope_theta + rope_scaling, "saved" has transformers 5's rope_parameters.
     made = load_target(pair.directory / "made", torch.float32)
     assert made.shape == pair.ours.shape
-    rounds = [[(0, LENGTHS[0])]]
-    assert torch.equal(
-        run(made, pair.tokens[:1], rounds)[0], run(pair.ours, pair.tokens[:1], rounds)[0]
-    )
+    ids = pair.tokens[0]
+    assert torch.equal(run_text(made, ids)[0], run_text(pair.ours, ids)[0])
 
 
 @every_family
@@ -171,14 +165,14 @@ def test_captured_features_are_transformers_hidden_states(pair):
     states = pair.reference(ids[None], output_hidden_states=True).hidden_states
     num_layers = pair.ours.shape.num_layers
     capture = FeatureCapture((1, 0, num_layers - 1, 1, num_layers))
-    features = _features(pair.ours, ids, capture)
+    features = run_text(pair.ours, ids, capture)[1]
     assert features.shape == (len(ids), capture.width(pair.ours.shape.hidden_size))
     before_norm = features.chunk(5, dim=1)
     for block, layer in zip(before_norm, (1, 0, num_layers - 1, 1), strict=False):
         assert (block - states[layer][0]).abs().max() <= TOLERANCE
     # transformers' last state is behind the final norm; ours (layer n) is before it.
     assert (pair.ours.norm(before_norm[4]) - states[num_layers][0]).abs().max() <= TOLERANCE
-    final = _features(pair.ours, ids, FeatureCapture(None))
+    final = run_text(pair.ours, ids, FeatureCapture(None))[1]
     assert (final - states[num_layers][0]).abs().max() <= TOLERANCE
 
 
@@ -189,10 +183,10 @@ def test_longrope_takes_its_long_factors_where_longer_texts_are_allowed(tmp_path
     reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     for count, max_model_len in ((21, 40), (41, 41), (41, None)):
         ids = torch.arange(count)
-        found = run(load_target(folder, torch.float32, "cpu", max_model_len), [ids], [[(0, count)]])
-        assert_same_logits(found, reference(ids[None]).logits)
+        found, _ = run_text(load_target(folder, torch.float32, "cpu", max_model_len), ids)
+        assert_same_logits([found], reference(ids[None]).logits)
     long, short = (load_target(folder, torch.float32, "cpu", limit) for limit in (41, 40))
-    assert not torch.equal(*(run(model, [ids[:21]], [[(0, 21)]])[0] for model in (long, short)))
+    assert not torch.equal(*(run_text(model, ids[:21])[0] for model in (long, short)))
 
 
 def test_a_window_that_holds_the_longest_text_is_left_out(tmp_path):
@@ -221,12 +215,10 @@ def test_dtype_auto_is_the_checkpoints_on_a_gpu_if_it_has_16_bits(tmp_path, conf
 
 
 def test_bfloat16_stays_close_to_float32(target, target_dir):
-    ids = torch.arange(40)
-    half = load_target(target_dir, torch.bfloat16)
-    sequences = PagedSequences(half.shape, 1, 40, dtype=torch.bfloat16)
-    found = half.logits(half.forward(ids, sequences.extend([(0, 40)])).hidden)
-    exact = PagedSequences(target.shape, 1, 40).extend([(0, 40)])
-    expected = target.logits(target.forward(ids, exact).hidden)
+    found, expected = (
+        run_text(model, torch.arange(40))[0]
+        for model in (load_target(target_dir, torch.bfloat16), target)
+    )
     assert found.dtype == torch.float32
     cosine = torch.cosine_similarity(found, expected, dim=1)
     assert cosine.min() > 0.995
@@ -278,10 +270,4 @@ def test_the_text_model_of_a_multimodal_checkpoint_is_served(kind, tmp_path):
     reference.save_pretrained(tmp_path)
     ours = load_target(tmp_path, torch.float32)
     ids = torch.randint(0, 288, (LENGTHS[0],), generator=generator)
-    found = run(ours, [ids], [[(0, len(ids))]])
-    assert_same_logits(found, reference(ids[None]).logits)
-
-
-def _features(model, ids, capture):
-    ctx = PagedSequences(model.shape, 1, len(ids)).extend([(0, len(ids))])
-    return model.forward(ids, ctx, capture).features
+    assert_same_logits([run_text(ours, ids)[0]], reference(ids[None]).logits)

@@ -190,17 +190,6 @@ def test_a_vocabulary_of_any_size_is_looked_up_and_scored_over_ranks(size, vocab
         assert torch.equal(found[0], expected[0]), "a sum with zeros changes nothing"
 
 
-def test_what_ranks_hold_together_is_the_checkpoint_once():
-    stored = drawn(0, weight=(11, 4))
-
-    def held(parallel):
-        (shard,) = vocab_embedding(11, 4, parallel).tensors().values()
-        assert isinstance(shard, Shard)
-        return stored["weight"][shard.index]
-
-    assert torch.equal(torch.cat(on_ranks(3, held)), stored["weight"])
-
-
 @pytest.mark.parametrize("differs_at", [None, 0, 10])
 def test_ranks_agree_whether_a_table_is_a_copy_of_theirs(differs_at):
     """A rank whose own rows are alike must not share what another has to load."""

@@ -95,22 +95,9 @@ def test_the_drafts_most_likely_to_survive_are_admitted_behind_their_own_paths(w
         assert verified[b][: len(expected)] == expected
 
 
-def plain_batch(shares, weight, budget):
-    width = len(shares[0])
-    numbers = {"query_lens": width + 1, "depth_limits": width, "kinds": 0}
-    batch = {name: [number] * len(shares) for name, number in numbers.items()}
-    return batch | {"shares": shares, "calibration": [[(weight, 0)] * width], "budget": [budget]}
-
-
 @pytest.mark.parametrize("size", [40, 261])  # the second is more than the kernel admits itself
 def test_the_kernel_breaks_ties_of_large_batches_as_the_reference_does(size):
-    batch = plain_batch([[-1.0] * 63] * size, 0.0, 99)
+    numbers = {"query_lens": 64, "depth_limits": 63, "kinds": 0}
+    batch = {name: [number] * size for name, number in numbers.items()}
+    batch |= {"shares": [[-1.0] * 63] * size, "calibration": [[(0, 0)] * 63], "budget": [99]}
     assert admit(admission_triton, batch) == admit(reference(admission), batch)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_drafts_survive_by_their_shares_if_not_calibrated(way):
-    shares = torch.tensor([0.8, 0.5, 1.0, 0.1, *[1e-6] * 7]).log().tolist()
-    found = admit(way, plain_batch([shares], 1.0, 3))
-    assert found.survival[0][:5] == pytest.approx([0.8, 0.4, 0.4, 0.04, 4e-8])
-    assert (found.query_lens, found.survival[0][-1]) == ([4], LEAST_SURVIVAL)

@@ -1,7 +1,6 @@
 """Tensors on a GPU go to a kernel that fits it; others, and compiled code, go to the reference."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ON_GPU: Any = SimpleNamespace(is_cuda=True)
+ON_GPU = SimpleNamespace(is_cuda=True)
 
 
 def kernel(*args, **kwargs):
@@ -31,26 +30,21 @@ plain.__module__, plain.__name__ = elementwise.__name__, "rms_norm"
 plain.__annotations__ = elementwise.rms_norm.__annotations__
 
 
-def test_the_kernel_gets_the_arguments_as_they_are(monkeypatch):
+def test_the_kernel_gets_the_arguments_as_they_are_and_the_compiler_sees_the_reference(monkeypatch):
     monkeypatch.setattr(elementwise_triton, "rms_norm", kernel)
     choose = dispatch.has_kernel(plain)
-    assert choose(ON_GPU, 1, eps=2) == ("kernel", (ON_GPU, 1), {"eps": 2})  # type: ignore[arg-type]
-    assert choose(torch.ones(1), 1, 2) == "reference"  # type: ignore[arg-type]
+    assert choose(ON_GPU, 1, eps=2) == ("kernel", (ON_GPU, 1), {"eps": 2})
+    assert choose(torch.ones(1), 1, 2) == "reference"
     assert dispatch.reference_of(choose) is plain
-
-
-def test_the_compiler_sees_the_reference(monkeypatch):
-    monkeypatch.setattr(elementwise_triton, "rms_norm", kernel)
     monkeypatch.setattr(dispatch, "is_compiling", lambda: True)
-    choose = dispatch.has_kernel(plain)
-    assert choose(ON_GPU, 1, 2) == "reference"  # type: ignore[arg-type]
+    assert choose(ON_GPU, 1, 2) == "reference"
 
 
 def test_the_first_tensor_decides_and_not_a_list_of_them(monkeypatch):
     from serve_spec.ops import acceptance_triton
 
     monkeypatch.setattr(acceptance_triton, "move_accepted", kernel)
-    choose: Any = dispatch.has_kernel(dispatch.reference_of(acceptance.move_accepted))
+    choose = dispatch.has_kernel(dispatch.reference_of(acceptance.move_accepted))
     assert choose([], ON_GPU, 1, 2, 3)[0] == "kernel"
 
 

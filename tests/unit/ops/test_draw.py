@@ -42,7 +42,7 @@ CHILDREN = pytest.mark.parametrize(
 seeds = st.integers(-(2**63), 2**63 - 1)
 sampling_params = st.builds(
     SamplingParams,
-    temperature=st.sampled_from([0.0, 1e-6, 0.3, 1.0, 2.0]),
+    temperature=st.sampled_from([0.0, 1e-300, 1e-40, 1e-6, 0.3, 1.0, 2.0]),
     top_k=st.sampled_from([-1, 0, 1, 3, 40]),
     top_p=st.sampled_from([1.0, 0.9, 0.5, 0.01, 1e-300]),  # the last is 0 in float32
     min_p=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
@@ -77,30 +77,6 @@ def test_a_token_is_the_likeliest_after_filters_and_noise(draw, rows, has_ties):
     assert_largest(found.tolist(), numbers)
 
 
-def test_a_temperature_too_small_to_divide_by_is_greedy():
-    logits = randn(4, 50, seed=5)
-    params = [SamplingParams(temperature=t, top_k=2) for t in (0.0, 1e-300, 1e-40, 1e-6)]
-    owners = torch.arange(4, dtype=torch.int32)
-    found = draw_tokens(logits, owners, owners.long(), draw_params(params, [1, 2, 3, 4], CPU))
-    assert torch.equal(found, logits.argmax(-1))
-
-
-@CHILDREN
-@pytest.mark.parametrize("is_reduced", [False, True])
-def test_a_draft_with_the_targets_own_logits_is_what_the_target_draws(children, is_reduced):
-    count = 8
-    params = [SamplingParams(temperature=t) for t in (0.0, 0.7, 1.0, 1.6)] * 2
-    logits, owners = randn(count, VOCAB) * 2, torch.arange(count, dtype=torch.int32, device=DEVICE)
-    ids = torch.arange(VOCAB) * 3 + 1 if is_reduced else torch.arange(VOCAB)
-    rows = owners, torch.full_like(owners, 8).long(), draw_params(params, [*range(count)], DEVICE)
-    target_ids = ids.to(DEVICE) if is_reduced else None
-    with poisoned_memory():
-        found, _ = children(logits.to(DEVICE), *rows, torch.ones(1, device=DEVICE), target_ids, 1)
-    spread = torch.full((count, int(ids[-1]) + 1), -1e9)
-    spread[:, ids] = logits
-    assert torch.equal(found[:, 0], draw_tokens(spread.to(DEVICE), *rows))
-
-
 def assert_same_draws(found, expected, values):
     """Equal tokens, or a near tie: logarithms differ in their last places between the two.
 
@@ -118,21 +94,14 @@ def assert_same_draws(found, expected, values):
 )
 def test_the_kernel_draws_what_the_reference_draws(dtype, num_ids):
     owners, positions, params = mixed_round(19, DEVICE)
-    logits = (randn(19, VOCAB, seed=1) * 2.5).to(dtype).to(DEVICE)
+    # A strided view of padded logits.
+    logits = (randn(19, VOCAB + 36, seed=1) * 2.5).to(dtype).to(DEVICE)[:, :VOCAB]
     expected = draw_tokens(logits, owners, positions, params, num_ids=num_ids)
     values = perturbed_scores(logits, owners, positions, params, num_ids=num_ids)
     with poisoned_memory():
         found = draw_triton.draw_tokens(logits, owners, positions, params, num_ids=num_ids)
     assert found.dtype == torch.int64
     assert_same_draws(found, expected, values)
-
-
-def test_a_strided_view_of_padded_logits_is_read_where_it_is():
-    owners, positions, params = mixed_round(9, DEVICE)
-    padded = (randn(9, VOCAB + 36, seed=3) * 3).to(DEVICE)
-    whole = draw_triton.draw_tokens(padded, owners, positions, params, num_ids=VOCAB)
-    view = draw_triton.draw_tokens(padded[:, :VOCAB], owners, positions, params)
-    assert torch.equal(whole, view)
 
 
 @DRAW
@@ -250,7 +219,7 @@ def test_children_are_the_same_in_chunks_of_any_size(monkeypatch):
 
 
 @CHILDREN
-def test_where_fewer_tokens_are_possible_the_other_children_are_none(children):
+def test_where_fewer_tokens_or_none_are_possible_the_other_children_are_none(children):
     """Those that there are have all of the probability; the first chunk has none."""
     owners, positions, params = mixed_round(4, DEVICE)
     logits = torch.full((4, VOCAB), float("-inf"), device=DEVICE)
@@ -262,10 +231,6 @@ def test_where_fewer_tokens_are_possible_the_other_children_are_none(children):
     assert [sorted(row) for row in ids[:, :3].tolist()] == [possible] * 4
     assert (ids[:, 3:] == -1).all()
     torch.testing.assert_close(likely.exp().sum(1), torch.ones_like(likely[:, 0]))
-
-
-@CHILDREN
-def test_a_row_that_holds_no_number_has_no_children(children):
     logits = randn(4, VOCAB)
     logits[1, 1200] = float("nan")
     logits[2] = float("-inf")

@@ -88,17 +88,13 @@ def test_queries_come_back_and_keys_and_values_are_stored(impl, head_dim, heads,
 
 
 @BOTH
-def test_heads_may_be_part_of_wider_rows(impl):
+def test_heads_may_be_part_of_wider_rows_or_come_as_addends(impl):
     scene, wide = Scene(4, 4, 2, 16), Scene(4, 4, 2, 16)
     expected = scene.run(impl)
     padding = torch.full_like(wide.heads, POISON)
     wide.heads = torch.cat((wide.heads, padding), dim=1)[:, :8]
     assert torch.equal(wide.run(impl), expected)
     assert torch.equal(wide.keys, scene.keys)
-
-
-@BOTH
-def test_heads_may_come_as_addends(impl):
     scene, other = Scene(4, 4, 2, 16, torch.bfloat16), Scene(4, 4, 2, 16, torch.bfloat16)
     generator = torch.Generator().manual_seed(0)
     partials = torch.randn(3, *scene.heads.shape, generator=generator).to(DEVICE)
@@ -168,7 +164,7 @@ def test_addends_are_added_up_in_order_and_rounded_before_the_residual_is(shape,
         assert relative_error(normed, plain.rms_norm(expected, weight, EPS)) < NORM_TOLERANCE[dtype]
 
 
-def test_rows_may_be_part_of_wider_tensors():
+def test_rows_may_be_part_of_wider_tensors_and_none_give_none():
     wide, weight = random(4, 150), random(48, seed=1)
     x, residual = wide[:, :48], wide[:, 60:108]
     normed, total = elementwise_triton.add_rms_norm(x, residual, weight, EPS)
@@ -176,6 +172,9 @@ def test_rows_may_be_part_of_wider_tensors():
     assert relative_error(normed, plain.rms_norm(total, weight, EPS)) < 1e-6
     alone = elementwise_triton.rms_norm(residual, weight, EPS)
     assert relative_error(alone, plain.rms_norm(residual, weight, EPS)) < 1e-6
+    x, weight = torch.empty(0, 16, device=DEVICE), random(16)
+    results = elementwise_triton.add_rms_norm(x, x, weight, EPS)
+    assert {y.shape for y in (elementwise_triton.rms_norm(x, weight, EPS), *results)} == {(0, 16)}
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-4, 1e3])
@@ -187,9 +186,3 @@ def test_rows_of_any_size_are_normed_in_float32(scale):
     assert torch.isfinite(exact).all()
     found = elementwise_triton.rms_norm(x, weight, EPS)
     assert torch.allclose(found.double(), exact, rtol=2e-3, atol=1e-6)
-
-
-def test_no_rows_give_no_rows():
-    x, weight = torch.empty(0, 16, device=DEVICE), random(16)
-    results = elementwise_triton.add_rms_norm(x, x, weight, EPS)
-    assert {y.shape for y in (elementwise_triton.rms_norm(x, weight, EPS), *results)} == {(0, 16)}

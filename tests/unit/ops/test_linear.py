@@ -84,21 +84,28 @@ def test_addends_make_the_whole_to_the_bit(num_rows, num_outputs, in_features, d
         assert relative_error(law, expected) < TOLERANCE[dtype]
 
 
-def test_float32_results_are_never_rounded_to_the_dtype_of_the_input():
+def test_float32_results_of_products_and_layers_are_never_rounded():
     x = torch.ones(1, 257, device=DEVICE, dtype=torch.bfloat16)  # 257 is no bfloat16.
     assert linear_triton.small_linear(x, x, out_dtype=torch.float32).item() == 257.0
     assert linear_triton.small_linear(x, x).item() in (256.0, 258.0)
+    with tensor_defaults(torch.bfloat16, DEVICE):
+        layer = Linear(512, {"head": 256})
+    layer.weight.copy_(integers(256, 512))
+    x = integers(2, 512, seed=1)
+    rounded = layer(x)
+    layer.out_dtype = torch.float32
+    layer.finish()
+    logits = layer(x)
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits.bfloat16(), rounded)
 
 
-def test_rows_may_be_part_of_a_wider_tensor():
+def test_rows_may_be_part_of_a_wider_tensor_and_none_give_none():
     x, weight = integers(4, 200)[:, 30:158], integers(16, 128, seed=1)
     found = linear_triton.small_linear(x, weight, out_dtype=torch.float32)
     assert torch.equal(found, x.float() @ weight.float().T)
     gates = random(4, 100, seed=1)[:, :64]
     assert relative_error(linear_triton.silu_and_mul(gates), plain.silu_and_mul(gates)) < 1e-6
-
-
-def test_no_rows_give_no_rows():
     x, weight = integers(0, 32), integers(8, 32)
     assert linear_triton.small_linear(x, weight).shape == (0, 8)
     assert linear_triton.small_gate_up(x, weight).shape == (0, 4)
@@ -114,19 +121,6 @@ def test_callers_get_the_same_numbers_whichever_library_multiplies(few):
     assert torch.equal(linear.linear(x, weight), exact.bfloat16())
     expected = F.silu(exact[:, :16].bfloat16()) * exact[:, 16:].bfloat16()
     assert relative_error(linear.gate_up(x, weight), expected) < 1e-3
-
-
-def test_a_layer_whose_results_are_float32_makes_them_so():
-    with tensor_defaults(torch.bfloat16, DEVICE):
-        layer = Linear(512, {"head": 256})
-    layer.weight.copy_(integers(256, 512))
-    x = integers(2, 512, seed=1)
-    rounded = layer(x)
-    layer.out_dtype = torch.float32
-    layer.finish()
-    logits = layer(x)
-    assert logits.dtype == torch.float32
-    assert torch.equal(logits.bfloat16(), rounded)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

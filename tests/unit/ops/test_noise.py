@@ -80,15 +80,12 @@ def test_any_bit_of_seed_or_position_changes_the_noise():
         assert not torch.equal(base, gumbel_noise(row_keys([0], [1 << bit]), 32))
 
 
-def test_noise_is_finite_for_every_word_the_hash_can_give():
-    noise = gumbel_noise(row_keys(list(range(64)), [0] * 64), 8192)
-    assert torch.isfinite(noise).all()
-
-
-def test_noise_follows_the_gumbel_distribution():
+def test_noise_follows_the_gumbel_distribution_and_is_finite_for_every_word():
     """Kolmogorov-Smirnov over 200k values; a correct one fails one seed in 10,000."""
     noise = gumbel_noise(row_keys([11] * 400, list(range(400))), 500).flatten().double()
     assert stats.kstest(noise.numpy(), "gumbel_r").pvalue > 1e-4
+    noise = gumbel_noise(row_keys(list(range(64)), [0] * 64), 8192)
+    assert torch.isfinite(noise).all()
 
 
 def test_neighbouring_rows_and_tokens_are_uncorrelated():

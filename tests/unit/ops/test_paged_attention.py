@@ -233,15 +233,11 @@ def test_padding_is_finite_and_changes_nothing(op):
 
 
 @BOTH
-def test_entries_past_the_table_are_not_seen(op):
+def test_entries_past_the_table_are_not_seen_and_queries_may_be_part_of_wider_rows(op):
     scene = Scene([(12, 1)], page_size=4)
     expected = scene.run(op)
     scene.plan.kv_lens.fill_(1000)
     assert torch.allclose(scene.run(op), expected, atol=1e-6)
-
-
-@BOTH
-def test_queries_may_be_part_of_wider_rows(op):
     scene = Scene([(12, 2), (5, 1), (30, 20)])
     expected = scene.run(op)
     scene.query = torch.cat((scene.query, torch.full_like(scene.query, math.nan)), dim=1)[:, :4]

@@ -134,17 +134,17 @@ class Batch:
         rows = draw_params(self.params, self.seeds, CPU)
         return reference(draw).draw_tokens(self.logits, owners, positions, rows)
 
-    def emitted(self, method, ops, num_padding=3):
+    def emitted(self, method, ops):
         size = len(self.counts)
         params = draw_params(self.params[::-1], self.seeds[::-1], DEVICE)
         slots = torch.arange(size - 1, -1, -1, dtype=torch.int32, device=DEVICE)
         lens = torch.tensor([n + 1 for n in self.counts], dtype=torch.int32)
         starts = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(torch.int32).to(DEVICE)
-        padding = [0] * num_padding
+        padding = [0] * 3
         tokens = [int(self.drafts[b, i - 1]) if i else 5 for b, i in self._rows] + padding
         positions = torch.tensor([self.lengths[b] + i for b, i in self._rows] + padding).to(DEVICE)
         parents = torch.tensor([i - 1 for _, i in self._rows] + padding, dtype=torch.int32)
-        logits = torch.cat([self.logits, self.logits[:1].expand(num_padding, -1)]).to(DEVICE)
+        logits = torch.cat([self.logits, self.logits[:1].expand(3, -1)]).to(DEVICE)
         row_tokens = torch.tensor(tokens).to(DEVICE)
         shape = size + 2, self.depth, self.draft_logits.shape[2]
         ids = None if self.target_ids is None else self.target_ids.to(DEVICE)

@@ -54,16 +54,13 @@ def test_columns_come_together_in_the_order_of_ranks(groups, missing):
 
 
 @pytest.mark.parametrize("source", range(SIZE))
-def test_one_ranks_tensor_takes_the_place_of_all(groups, source):
+def test_one_ranks_tensor_takes_the_place_of_all_and_all_get_the_smallest_number(groups, source):
     def run(group):
         x = torch.tensor([group.rank, -group.rank])
         group.broadcast(x, source)
         return x.tolist()
 
     assert on_all(groups, run) == [[source, -source]] * SIZE
-
-
-def test_every_rank_gets_the_smallest_number(groups):
     assert on_all(groups, lambda group: group.smallest(7 - group.rank)) == [5] * SIZE
 
 
@@ -78,7 +75,7 @@ def num_threads():
     return len(os.listdir("/proc/self/task"))
 
 
-def test_closing_all_ranks_leaves_no_thread_behind():
+def test_closing_ranks_leaves_no_thread_behind_and_frees_the_one_that_waits():
     before = num_threads()
     groups = joined(SIZE)
     assert num_threads() > before
@@ -88,9 +85,6 @@ def test_closing_all_ranks_leaves_no_thread_behind():
     assert num_threads() <= before
     with pytest.raises(RuntimeError, match="closed"):
         groups[0].all_reduce(torch.ones(3))
-
-
-def test_ranks_that_close_free_the_one_that_waits_for_them():
     first, second, third = joined(SIZE)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(first.all_reduce, torch.ones(3))

@@ -2,20 +2,17 @@
 
 import logging
 import socket
-import subprocess
-import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from tests.helpers.triton import DEVICE  # isort: skip  before kernels
 from serve_spec.ops.shared_sum import CAPACITY_BYTES, NUM_PROGRAMS
 from serve_spec.parallel import shared_sum as shared_sum_module
+from serve_spec.parallel.group import SINGLE
 from serve_spec.parallel.shared_sum import (
     SharedSum,
     _check_host,
@@ -25,14 +22,9 @@ from serve_spec.parallel.shared_sum import (
     open_shared_sum,
 )
 from tests.helpers.follower import CPU, joined
-from tests.unit.parallel.shared_memory_rank import fill, shared_memory
+from tests.helpers.ranks import shared_memory
 
-ROOT = Path(__file__).parents[3]
 SIZE = 2
-
-interpreted = pytest.mark.skipif(
-    DEVICE.type == "cuda", reason="on GPUs kernels do not run in a CPU's memory: see tests/gpu"
-)
 
 
 @pytest.fixture(scope="module")
@@ -43,27 +35,8 @@ def groups():
         group.close()
 
 
-@interpreted
-def test_several_processes_add_to_the_bit(tmp_path):
-    """Each runs as fast as it can; nothing but the kernel keeps them in step."""
-    fill(tmp_path, 2)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.parallel.shared_memory_rank", tmp_path, str(r), "2"],
-            cwd=ROOT,
-        )
-        for r in range(2)
-    ]
-    try:
-        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-
-
-def test_a_released_rank_waits_for_no_other(tmp_path):
-    fill(tmp_path, 2)
-    shared = SharedSum(shared_memory(tmp_path, 0, 2))
+def test_a_released_rank_waits_for_no_other():
+    shared = SharedSum(shared_memory(2, CPU)[0])
     timer = threading.Timer(0.2, shared.release)
     timer.start()
     x = torch.ones(3, 1000)
@@ -73,10 +46,9 @@ def test_a_released_rank_waits_for_no_other(tmp_path):
     timer.join()
 
 
-def test_a_group_sums_in_shared_memory_what_fits_and_the_rest_as_ever(tmp_path):
+def test_a_group_sums_in_shared_memory_what_fits_and_the_rest_as_ever():
     groups = joined(SIZE)
-    fill(tmp_path, SIZE)
-    memories = [shared_memory(tmp_path, rank, SIZE) for rank in range(SIZE)]
+    memories = shared_memory(SIZE, CPU)
     weight = torch.ones(1000)
 
     def run(group):
@@ -131,13 +103,6 @@ def test_ranks_that_cannot_share_memory_agree_to_do_without(groups, monkeypatch,
     assert logged == {f"sums of rank {rank} go through NCCL" for rank in range(SIZE)}
 
 
-class Alone:
-    rank, size = 0, 1
-
-    def smallest(self, value):
-        return value
-
-
 def test_memory_that_failed_its_trial_is_given_back_at_once(monkeypatch):
     taken = []
 
@@ -152,7 +117,7 @@ def test_memory_that_failed_its_trial_is_given_back_at_once(monkeypatch):
     monkeypatch.setattr(shared_sum_module, "_allocate", allocate)
     monkeypatch.setattr(shared_sum_module, "_share", lambda own, *_: own)
     monkeypatch.setattr(shared_sum_module, "_try", fail)
-    assert open_shared_sum(Alone(), HashStore(), CPU) is None
+    assert open_shared_sum(SINGLE, HashStore(), CPU) is None
     assert [memory() for memory in taken] == [None]
 
 

@@ -57,13 +57,17 @@ def wait_for_loss(worker_ranks):
     raise AssertionError("the loss was not noticed")
 
 
-def test_broadcasts_reach_all_ranks_in_order(two):
+def test_broadcasts_reach_all_ranks_in_order_until_the_end(two):
     assert two._group is not None
     for _ in range(3):
         two.broadcast("sum")
         with two.in_step():
             assert two._group.all_reduce(torch.ones(3)).tolist() == [3.0] * 3
     two.check()
+    two.stop()
+    two.stop()
+    with pytest.raises(RankLost, match="shut down"):
+        two.broadcast("sum")
 
 
 def test_the_error_of_a_rank_is_raised_where_rank_0_waits_for_it(two):
@@ -92,16 +96,11 @@ def test_an_error_of_rank_0_is_its_own_and_ends_all(two):
         two.broadcast("sum")
 
 
-def test_after_the_end_nothing_can_be_broadcast_and_stopping_again_is_harmless(two):
-    two.stop()
-    two.stop()
-    with pytest.raises(RankLost, match="shut down"):
-        two.broadcast("sum")
-
-
-def test_a_rank_that_cannot_start_is_reported_with_its_error(start):
+def test_a_rank_that_cannot_start_or_ends_before_it_calls_is_reported(start):
     with pytest.raises(RankLost, match="rank 1 of 2 cannot start: ValueError: no such model"):
         start("say no")
+    with pytest.raises(RankLost, match="rank 1 of 2 ended with exit code 3 while it started"):
+        launch(TOY, 2, "exit")
 
 
 @pytest.mark.parametrize(
@@ -154,11 +153,6 @@ def test_a_rank_refuses_a_listener_without_the_secret():
         assert channel.accept(listener, b"another") is None
         with pytest.raises(ConnectionRefusedError):
             member.result()
-
-
-def test_a_process_that_ends_before_it_calls_is_noticed():
-    with pytest.raises(RankLost, match="rank 1 of 2 ended with exit code 3 while it started"):
-        launch(TOY, 2, "exit")
 
 
 def test_a_process_that_is_killed_releases_rank_0():

@@ -74,18 +74,23 @@ def step(scheduler, worker, num_steps, limits=ALONE):
     return plan
 
 
-@pytest.mark.parametrize("num_steps", [0, 7])
-def test_drafts_never_keep_a_prompt_from_its_share_of_the_budget(num_steps):
-    """Four decoding requests could use a budget of 32; the prompt still answers in two rounds."""
-    scheduler = make(max_num_batched_tokens=32)
+@pytest.mark.parametrize(
+    ("num_steps", "budget", "num_others", "num_prompt", "num_rounds"),
+    [(0, 32, 4, 20, 2), (7, 32, 4, 20, 2), (3, 3, 3, 8, 11)],
+)
+def test_requests_that_could_use_all_of_the_budget_never_keep_a_prompt_from_its_share(
+    num_steps, budget, num_others, num_prompt, num_rounds
+):
+    scheduler = make(max_num_batched_tokens=budget)
     worker = PretendedWorker(random.Random(7))
-    for name in ("1", "2", "3", "4"):
-        scheduler.queue.add(sequence(name, 2, max_tokens=40))
-    for round_number in range(4):
-        if round_number == 2:
-            scheduler.queue.add(arriving := sequence("9", 20, max_tokens=4))
+    for name in range(num_others):
+        scheduler.queue.add(sequence(str(name), 1, max_tokens=60))
+    for round_number in range(4 + num_rounds):
+        if round_number == 4:
+            scheduler.queue.add(arriving := sequence("9", num_prompt, max_tokens=4))
         plan = step(scheduler, worker, num_steps)
-        assert sum(row.query_len for row in plan.requests) <= 32
+        assert sum(row.query_len for row in plan.requests) <= max(budget, num_others + 1)
+    assert len(scheduler.queue.running) >= num_others, "the others must still be decoding"
     assert arriving.num_output_tokens >= 1
 
 
@@ -146,19 +151,6 @@ def test_a_round_that_waited_for_its_drafts_is_marked_and_the_policy_asked_once(
     assert plan.shape.depth == num_steps
     assert any(row.num_steps for row in plan.requests) == plan.was_postponed == (num_steps > 0)
     assert not planned(scheduler, 3, AHEAD).was_postponed
-
-
-def test_a_prompt_moves_on_even_where_decoding_requests_fill_the_budget():
-    scheduler = make(max_num_batched_tokens=3)
-    worker = PretendedWorker(random.Random(10))
-    for name in ("1", "2", "3"):
-        scheduler.queue.add(sequence(name, 1, max_tokens=60))
-    for round_number in range(15):
-        if round_number == 4:
-            scheduler.queue.add(arriving := sequence("9", 8, max_tokens=4))
-        step(scheduler, worker, 3)
-    assert len(scheduler.queue.running) >= 3, "the others must still be decoding"
-    assert arriving.num_output_tokens >= 1
 
 
 def test_without_chunks_a_prompt_is_computed_in_one_round_and_waits_for_no_stream_of_others():

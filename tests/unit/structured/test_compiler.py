@@ -145,23 +145,14 @@ def chain(inner, num_links):
 
 HOSTILE = {
     "no json": Grammar.json_schema("{"),
-    "no object": Grammar.json_schema("[]"),
     "a number": Grammar.json_schema("1e999"),
-    "deep": Grammar.json_schema('{"not":' * 3000 + "{}" + "}" * 3000),
     "deeper": Grammar.json_schema("[" * (MAX_GRAMMAR_CHARS // 2) + "]" * (MAX_GRAMMAR_CHARS // 2)),
     "nothing": Grammar.json_schema({"enum": []}),
     "itself": Grammar.json_schema({"$ref": "#"}),
-    "each other": Grammar.json_schema(
-        {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
-    ),
     "a file": Grammar.json_schema({"$ref": "file:///etc/hosts"}),
     "nowhere": Grammar.json_schema({"$ref": "#/$defs/gone"}),
     "not supported": Grammar.json_schema({"type": "array", "uniqueItems": True}),
     "remainders": Grammar.json_schema({"type": "integer", "multipleOf": 999_983}),
-    "product": Grammar.json_schema(
-        {"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967)]}
-    ),
-    "infinity": Grammar.json_schema('{"multipleOf": Infinity}'),
     "powers": Grammar.json_schema(
         {
             "type": "string",
@@ -173,16 +164,13 @@ HOSTILE = {
     ),
     "a surrogate": Grammar.json_schema({"const": "\ud800"}),
     "open": Grammar.regex("(a"),
-    "around": Grammar.regex("(?=a)a"),
     "back": Grammar.regex(r"(a)\1"),
     "empty set": Grammar.regex(r"[^\s\S]"),
     "empty text": Grammar.regex("a{0}"),
     "no rules": Grammar.ebnf("a"),
-    "unknown rule": Grammar.ebnf("start: a"),
     "parentheses": Grammar.ebnf("start: " + "(" * 9000 + '"a"' + ")" * 9000),
     "a schema inside": Grammar.ebnf('start: %json {"multipleOf": 999983}'),
     "an import": Grammar.ebnf('%import /etc/hosts\nstart: "a"'),
-    "half a string": Grammar.ebnf('root ::= "aaa'),
 }
 
 
@@ -196,12 +184,8 @@ def test_an_invalid_grammar_is_refused_with_a_short_message(grammar):
 
 HEAVY = {
     "items": Grammar.json_schema(chain(lambda link: {"items": {"$ref": link}}, 600)),
-    "properties": Grammar.json_schema(
-        chain(lambda link: {"properties": {"": {"$ref": link}}}, 500)
-    ),
     "doubling": Grammar.json_schema(chain(lambda link: {"anyOf": [{"$ref": link}] * 2}, 40)),
     "names": Grammar.json_schema({"properties": {f"k{i}": {"type": "string"} for i in range(900)}}),
-    "enum": Grammar.json_schema({"enum": [f"x{i}" for i in range(3000)]}),
     "long arrays": Grammar.json_schema(
         {"type": "array", "minItems": 10**6, "items": {"type": "array", "minItems": 10**6}}
     ),

@@ -52,7 +52,7 @@ def test_every_draw_has_the_mask_of_its_own_text():
     assert allowed(masks) == [ZERO_TO_NINE, more, more, None, more, {EOS_ID}, {EOS_ID}]
 
 
-def test_drafts_end_before_the_first_that_cannot_be_drawn():
+def test_drafts_end_before_the_first_that_cannot_be_drawn_or_have_no_mask_behind_it():
     rows = [row("a", "1", 3), row("b", "", 2, grammar=None), row("c", "12", 3), row("d", "1", 2)]
     masks = masks_of(*rows, drafts=(b"2x3", b"xx", (EOS_ID, 50, 51), (-1, 50)))
     assert masks.num_drafts == (1, 2, 1, 1)
@@ -61,9 +61,6 @@ def test_drafts_end_before_the_first_that_cannot_be_drawn():
     more = ZERO_TO_NINE | {EOS_ID}
     found = allowed(masks)
     assert found == [ZERO_TO_NINE, more, None, None, None, more, None, ZERO_TO_NINE, None]
-
-
-def test_where_all_drafts_are_kept_none_behind_an_illegal_one_has_a_mask():
     rows = [row("a", "1", 3), row("c", "12", 2)]
     grammars = Grammars(byte_compiler())
     masks = grammars.round_masks(rows, [b"2x3", (EOS_ID, 50)], keeps_all=True)
@@ -148,13 +145,14 @@ def test_drafts_that_other_rules_forbid_are_not_verified_either():
     assert masks_of(one, drafts=((50, 50, EOS_ID),)).num_drafts == (3,)
 
 
-def test_a_text_that_exceeds_the_limits_ends():
+def test_a_text_that_exceeds_the_limits_or_is_not_of_its_grammar_ends():
     heavy = Grammar.regex("x((a{1,100}){1,100}){1,100}")
     length = next(n for n in range(99) if is_too_much(heavy, n))
     one = row("a", "x" + "a" * length, 2, grammar=heavy)
     found = masks_of(one, row("b", "1"), drafts=(b"aa", b""))
     assert found.num_drafts == (0, 0)
     assert allowed(found) == [{EOS_ID}, ZERO_TO_NINE], "others go on"
+    assert allowed(masks_of(row("a", "1")._replace(generated_ids=(97, 98)))) == [{EOS_ID}]
 
 
 def test_limits_count_each_text_apart():
@@ -168,10 +166,6 @@ def is_too_much(heavy, num_letters):
     matcher = byte_compiler().matcher(heavy, anew=True)
     matcher.advance([*b"x", *b"a" * num_letters])
     return matcher.mask() is None
-
-
-def test_a_text_that_is_not_of_its_grammar_ends():
-    assert allowed(masks_of(row("a", "1")._replace(generated_ids=(97, 98)))) == [{EOS_ID}]
 
 
 GRAMMARS = [Grammar.ebnf(PARENTHESES), Grammar.regex("(ab|ba)*a?"), Grammar.choice(["aba", "b)("])]

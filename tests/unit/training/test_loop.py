@@ -69,52 +69,38 @@ def test_a_crash_after_the_checkpoint_leaves_no_step_in_the_log_twice(tmp_path):
     assert [step for step, _, _ in losses(tmp_path)] == list(range(1, 13))
 
 
-def test_the_schedule_warms_up_stays_and_decays_to_its_floor():
+def test_a_schedule_in_steps_or_seconds_warms_up_stays_and_decays_to_its_floor():
     schedule = Schedule(steps=100, warmup_steps=10, stable_fraction=0.5, floor=0.1)
     factors = [schedule.factor(step, schedule.progress(step, 0.0)) for step in range(100)]
     assert factors[0] == pytest.approx(0.1)
     assert factors[10:51] == [1.0] * 41
     assert all(a >= b for a, b in pairwise(factors[50:]))
     assert factors[-1] == pytest.approx(0.1)
-
-
-def test_a_schedule_in_both_steps_and_seconds_is_refused():
     with pytest.raises(ValueError, match="steps=3 and seconds=4"):
         Schedule(steps=3, seconds=4)
 
 
-def test_corpus_and_on_policy_rows_alternate_with_equal_token_counts():
+def test_corpus_and_on_policy_rows_alternate_and_a_stream_shorter_than_a_row_is_refused():
     stream, pool = torch.ones(100, dtype=torch.int16), torch.full((5, 8), 2, dtype=torch.int16)
     rng = torch.Generator().manual_seed(0)
     batches = [mixed_rows(step, stream, pool, 32, 16, rng) for step in range(2)]
     assert [int(batch[0, 0]) for batch in batches] == [2, 1]
     assert [batch.numel() for batch in batches] == [32, 32]
-
-
-def test_a_stream_shorter_than_a_row_is_an_error_that_says_so():
     with pytest.raises(ValueError, match="row_tokens=9: the stream has only 4"):
         windows(torch.zeros(4, dtype=torch.int16), 1, 9, torch.Generator())
 
 
-def test_the_walk_plays_the_worked_example():
+def test_the_walk_counts_rounds_whose_root_counts_and_their_tokens():
     matches = torch.tensor([[[1, 0, 1, 1]], [[0, 1, 1, 0]]], dtype=torch.bool)
     outcome = walk(matches)
     assert (outcome.rounds, outcome.accept_length) == (2, 2.5)
     assert outcome.survival == [1.0, 0.5]
-
-
-def test_a_perfect_drafter_emits_k_plus_one_tokens_a_round():
-    outcome = walk(torch.ones(3, 2, 40, dtype=torch.bool))
-    assert outcome.accept_length == 4.0
-    assert outcome.standard_error == 0.0
+    perfect = walk(torch.ones(3, 2, 40, dtype=torch.bool))
+    assert (perfect.accept_length, perfect.standard_error) == (4.0, 0.0)
     assert walk(torch.zeros(3, 2, 40, dtype=torch.bool)).accept_length == 1.0
-
-
-def test_rounds_whose_root_is_not_counted_do_not_enter_the_figures():
     matches = torch.ones(1, 1, 8, dtype=torch.bool)
     matches[:, :, 4:] = False
-    counted = torch.arange(8)[None] < 4
-    assert walk(matches, counted).accept_length == 2.0
+    assert walk(matches, torch.arange(8)[None] < 4).accept_length == 2.0
     assert walk(matches, torch.zeros(1, 8, dtype=torch.bool)).rounds == 0
 
 

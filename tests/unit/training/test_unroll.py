@@ -5,15 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from serve_spec.core.context import ForwardContext
 from serve_spec.core.errors import CheckpointError
-from serve_spec.layers.causal import Rows
 from serve_spec.models import load_draft, load_target
-from serve_spec.models.decoder import row_positions
 from serve_spec.models.weights import open_checkpoint
 from serve_spec.training.drafts import new_draft
 from serve_spec.training.sampling import continue_rows, gumbel_like
@@ -21,7 +16,6 @@ from serve_spec.training.settings import DRAFTERS, draft_recipe
 from serve_spec.training.unroll import (
     Lesson,
     Teacher,
-    attend,
     draft_loss,
     features_of,
     forward_rows,
@@ -30,6 +24,7 @@ from serve_spec.training.unroll import (
     unroll_step,
 )
 from serve_spec.training.weights import SHARD_BYTES, MasterWeights, export_checkpoint, load_frozen
+from tests.helpers.plain_heads import PlainHead
 
 STEPS = 5
 
@@ -40,59 +35,23 @@ def teacher(target_folder):
     return Teacher(model, padding=STEPS + 1)
 
 
-class GrowingCache(Rows):
-    """Attention of one row over keys and values of earlier calls, as an engine's cache."""
-
-    def __init__(self, target):
-        super().__init__(1, target.shape.num_heads, target.shape.num_kv_heads)
-        empty = torch.empty(1, self.num_kv_heads, 0, target.shape.head_dim).double()
-        self.keys, self.values = empty, empty
-
-    def run(self, layer, heads, rotation):
-        query, key, value = self.split(heads, rotation)
-        is_causal = self.keys.shape[2] == 0
-        self.keys = torch.cat([self.keys, key], 2)
-        self.values = torch.cat([self.values, value], 2)
-        return self.join(
-            F.scaled_dot_product_attention(
-                query, self.keys, self.values, is_causal=is_causal, enable_gqa=True
-            )
-        )
-
-
-def sequential_states(head, teacher, lesson, tokens, row):
-    """Draft from row `row` of one sequence as an engine does: prefill, then one token at a time,
-    own state fed back, keys appended to a cache. tokens [1, T]; states [H] of steps 0..STEPS-1."""
-    cache = GrowingCache(teacher.model)
-    states: list[Tensor] = []
-    incoming = head.encode(features_of(head, lesson))[: row + 1]
-    place = 0
-    for _ in range(STEPS):
-        width = len(incoming)
-        positions = row_positions(1, width, tokens.device, first=place)
-        following = tokens[0, place + 1 : place + 1 + width]
-        incoming = head.forward(following, incoming, ForwardContext(positions, cache))[-1:]
-        states.append(incoming[0])
-        place += width
-    return states
-
-
 @pytest.mark.parametrize("family", ["eagle3", "eagle"])
-def test_unroll_equals_sequential_drafting_with_a_cache(teacher, family):
+def test_unroll_equals_drafting_step_by_step(teacher, target_folder, tmp_path, family):
     draft = new_draft(family, teacher.model, draft_recipe())
+    export_checkpoint(tmp_path, draft.weights.parameters, draft.config, torch.float32)
+    plain = PlainHead(tmp_path, target_folder)
     draft.weights.bind()
     head = draft.head
     tokens = torch.randint(0, 64, (1, 20), generator=torch.Generator().manual_seed(2))
     lesson = teacher(tokens)
+    features = features_of(head, lesson)
     with torch.no_grad():
-        unrolled = list(
-            unroll(unroll_step(head), head.encode(features_of(head, lesson)), lesson, STEPS)
-        )
+        unrolled = list(unroll(unroll_step(head), head.encode(features), lesson, STEPS))
         for row in (0, 7, 13):
-            drafted = sequential_states(head, teacher, lesson, tokens, row)
-            for step in range(STEPS):
-                # Softmax and norms run in float32 in both, in another order of summation.
-                torch.testing.assert_close(unrolled[step][row], drafted[step], rtol=2e-4, atol=2e-5)
+            drafted, _ = plain.unroll(tokens[0, 1 : row + 1 + STEPS], features[: row + 1])
+            found = torch.stack([states[row] for states in unrolled])
+            # Softmax and norms run in float32 there.
+            torch.testing.assert_close(found, drafted[row:], rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("family", ["eagle3", "eagle"])
@@ -110,18 +69,6 @@ def test_a_compiled_step_is_one_graph(teacher, family):
         torch.testing.assert_close(state, expected)
     found[-1].sum().backward()
     assert all(p.grad is not None for n, p in draft.weights.parameters.items() if "proj" in n)
-
-
-def test_attention_over_unused_own_places_ignores_their_content():
-    generator = torch.Generator().manual_seed(0)
-    q = torch.randn(1, 4, 6, 8, generator=generator)
-    k, v = torch.randn(2, 1, 2, 6, 8, generator=generator)
-    own_k, own_v = torch.randn(2, 1, 2, 3, 6, 8, generator=generator)
-    live = torch.tensor([True, False, False])
-    before = attend(q, k, v, own_k, own_v, live)
-    own_k[:, :, 1:] = 1e4
-    own_v[:, :, 1:] = -1e4
-    torch.testing.assert_close(attend(q, k, v, own_k, own_v, live), before)
 
 
 def test_draft_loss_is_smallest_where_draft_and_target_agree():
@@ -210,7 +157,7 @@ def test_an_exported_draft_is_the_same_draft_in_the_engine(target, target_folder
         )
 
 
-def test_draft_heads_have_the_public_tensor_names(target):
+def test_draft_heads_have_the_public_tensor_names_and_configs(target):
     recipe = draft_recipe()
     attention = [f"self_attn.{p}_proj.weight" for p in "qkvo"]
     feed_forward = [f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")]
@@ -224,9 +171,6 @@ def test_draft_heads_have_the_public_tensor_names(target):
     assert set(head1) == {f"layers.0.{n}" for n in layer} | {"fc.weight"}
     heads = new_draft("medusa", target, recipe).weights.parameters
     assert set(heads) == {f"blocks.{h}.layers.0.{w}" for h in range(4) for w in ("weight", "bias")}
-
-
-def test_head_configs_hold_the_keys_that_engines_read(target):
     config = new_draft("eagle3", target, draft_recipe()).config
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert config["draft_vocab_size"] == config["vocab_size"] == 64
@@ -236,17 +180,14 @@ def test_head_configs_hold_the_keys_that_engines_read(target):
     assert new_draft("medusa", target, draft_recipe()).config["original_lm_head"] is True
 
 
-def test_an_unknown_drafter_names_the_known_ones(target):
+def test_an_unknown_drafter_and_a_missing_target_are_refused_by_name(target, tmp_path):
     with pytest.raises(ValueError, match="eagle3"):
         new_draft("eagle4", target, draft_recipe())
-
-
-def test_a_missing_target_is_refused_by_name(tmp_path):
     with pytest.raises(CheckpointError, match=r"config\.json"):
         load_frozen(tmp_path, torch.device("cpu"), torch.float32)
 
 
-def test_shards_are_small_and_the_index_is_complete(tmp_path):
+def test_shards_are_small_and_indexed_and_a_smaller_export_leaves_none_behind(tmp_path):
     tensors = {f"layer.{i}": torch.full((1000, 1300), float(i)) for i in range(14)}
     export_checkpoint(tmp_path, tensors, {"model_type": "llama"})
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -258,9 +199,5 @@ def test_shards_are_small_and_the_index_is_complete(tmp_path):
     assert index["metadata"]["total_size"] == 14 * 1000 * 1300 * 2
     loaded = open_checkpoint(tmp_path)
     assert all(torch.equal(loaded.read(n).float(), tensors[n]) for n in tensors)
-
-
-def test_a_smaller_export_leaves_no_stale_shard_behind(tmp_path):
-    export_checkpoint(tmp_path, {f"t{i}": torch.zeros(3_000_000) for i in range(6)}, {})
     export_checkpoint(tmp_path, {"t0": torch.zeros(3)}, {})
     assert sorted(f.name for f in tmp_path.iterdir()) == ["config.json", "model.safetensors"]

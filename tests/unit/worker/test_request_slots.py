@@ -38,10 +38,13 @@ def row(slot, tokens, pages, made=0, **params):
 
 
 def test_a_new_request_brings_its_length_its_missing_tokens_and_its_parameters():
+    """Also where another had its slot."""
     slots = make_slots()
+    states = RequestStates(slots)
     text = list(range(100, 120))
     params = {"temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1}
-    RequestStates(slots).sync([row(2, text, [4, 8], made=15, **params)])
+    states.sync([row(2, [1, 2, 3], [5])._replace(request_id="another")])
+    states.sync([row(2, text, [4, 8], made=15, **params)])
     assert slots.lengths[2] == 20
     assert slots.draft_lengths[2] == 15
     assert slots.recent[2, 16:20].tolist() == text[16:20]
@@ -51,15 +54,6 @@ def test_a_new_request_brings_its_length_its_missing_tokens_and_its_parameters()
     assert found[1].tolist() == [5, -(2**31)]
     assert found[2] == 7
     torch.testing.assert_close(torch.stack(found[3:]), torch.tensor([0.9, 0.1]))
-
-
-def test_another_request_takes_over_a_slot():
-    slots = make_slots()
-    states = RequestStates(slots)
-    states.sync([row(1, [1, 2, 3], [5])])
-    states.sync([row(1, [9, 8], [7])._replace(request_id="another")])
-    assert slots.lengths[1] == 2
-    assert slots.recent[1, 1] == 8
 
 
 def test_of_more_missing_tokens_than_are_kept_the_newest_stay():

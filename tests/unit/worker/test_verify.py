@@ -125,17 +125,14 @@ def test_a_depth_that_cannot_reach_the_length_accepts_every_draft(num_steps, mor
     assert forced(num_steps + 1 + more, [num_steps] * 5) == [num_steps] * 5
 
 
-def test_a_list_is_the_same_at_every_depth_and_its_last_chance_goes_on():
-    assert draft_chances([0.8, 0.6], 1) == [0.8]
-    assert draft_chances([0.8, 0.6], 4) == [0.8, 0.6, 0.6, 0.6]
-
-
-def test_of_the_requests_that_reach_a_position_the_asked_share_is_accepted():
+def test_a_list_is_the_same_at_every_depth_and_its_share_of_those_that_reach_is_accepted():
     counts = forced([0.9, 0.5, 0.2], [3] * 20_000)
     for position, chance in enumerate([0.9, 0.5, 0.2]):
         reached = [count for count in counts if count >= position]
         share = sum(count > position for count in reached) / len(reached)
         assert share == pytest.approx(chance, abs=5 * 0.5 / len(reached) ** 0.5)
+    assert draft_chances([0.8, 0.6], 1) == [0.8]
+    assert draft_chances([0.8, 0.6], 4) == [0.8, 0.6, 0.6, 0.6]
 
 
 def test_a_request_emits_the_drafts_it_is_forced_to_and_then_the_targets_draw():
