@@ -134,14 +134,14 @@ def wait_for_end(channels: Sequence[Channel], within_s: float | None = None) -> 
 
 
 def accept(listener: socket.socket, secret: bytes) -> Channel | None:
-    """Return a channel to the next process, None if it is no rank; may raise TimeoutError."""
+    """Return a channel to the next process, None if it is no rank; or raise TimeoutError."""
     end, _ = listener.accept()
     end.setblocking(True)
     return _authenticated(Channel(end), secret, b"rank 0", b"worker rank")
 
 
 def connect(address: Address) -> Channel:
-    """Return a channel to rank 0. Raises OSError: nothing listens there, or it is not rank 0."""
+    """Return a channel to rank 0; raise OSError if nothing, or another process, listens there."""
     channel = Channel(socket.create_connection((address.host, address.port)))
     authenticated = _authenticated(channel, address.secret, b"worker rank", b"rank 0")
     if authenticated is None:

@@ -94,7 +94,10 @@ class WorkerRanks:
         self._watcher.start()
 
     def join(self, device: torch.device) -> TensorParallel:
-        """Return the group of all ranks, closed if one is lost; RankLost if that is before."""
+        """Return the group of all ranks, which is closed if one is lost.
+
+        Raises RankLost: one was lost before it joined.
+        """
         joined: Future[DeviceGroup] = Future()
 
         def enter() -> None:
@@ -112,7 +115,7 @@ class WorkerRanks:
         return self._group
 
     def broadcast(self, message: object) -> None:
-        """Send a message to all. Raises RankLost: one is gone."""
+        """Send a message to all; raise RankLost if one is gone."""
         self.check()
         pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self.in_step():

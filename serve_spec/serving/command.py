@@ -218,7 +218,7 @@ def main(argv: list[str]) -> int:
 
 
 def read_plan(source: str | Path, overrides: Mapping[str, Any] | None = None) -> Plan:
-    """Return the plan for a file or checkpoint, with leaf keys; ConfigError: it is invalid."""
+    """Return the plan for a file or checkpoint, or raise ConfigError; `overrides`: leaf keys."""
     # Ray takes a second to import, so the arguments are checked first.
     from serve_spec.serving.app import config_of
 

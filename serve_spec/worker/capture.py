@@ -157,7 +157,10 @@ class CapturedShapes:
         self._verify_runs: dict[tuple[StepSize, int, bool], tuple[Run, float]] = {}
 
     def build(self, shapes: Iterable[DraftShape]) -> None:
-        """Capture all shapes and the plain one, then prefill chunks; MemoryError names sizes."""
+        """Capture every shape, and the plain one, then the stages with prefill chunks.
+
+        Raises MemoryError: one does not fit; the message says what each takes.
+        """
         wanted = {PLAIN, *shapes}
         self._deepest = max(shape.depth for shape in wanted if shape.is_chain)
         has_trees = any(not shape.is_chain for shape in wanted)
