@@ -26,7 +26,7 @@ _COMMANDS = {
     "bench": ("bench.command", "run adaptive, offline, online, trace, tune, breakeven"),
     "check-config": ("config.command", "check a model and print its configuration, or its errors"),
 }
-"""Module of this package and summary of each command."""
+"""Module of this package and summary of each command; `_check_config` runs the last."""
 
 _INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells."""

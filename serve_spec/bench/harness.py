@@ -93,7 +93,9 @@ def engine_beside(engine: SpecEngine, controller: AdaptiveController) -> SpecEng
 class ClosedLoop:
     """A fixed number of open requests; a request that ends is replaced.
 
-    It can stop after any step and continue later. requests: (request, output tokens), any number.
+    It can stop after any step and continue later.
+
+    requests: (request, output tokens); may be infinite.
     """
 
     def __init__(

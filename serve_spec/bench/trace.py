@@ -103,7 +103,7 @@ def save_traces(traces: TraceSet, path: Path) -> None:
 
 
 def load_traces(path: Path) -> TraceSet:
-    """Return what `save_traces` wrote; raise ValueError if the file is another."""
+    """Return what `save_traces` wrote; raise ValueError for any other file."""
     try:
         return _parsed(json.loads(path.read_text()))
     except (KeyError, TypeError) as error:

@@ -118,7 +118,7 @@ def sweep(
     shapes: Sequence[DraftShape],
     args: argparse.Namespace,
 ) -> None:
-    """Measure every class of prompts and batch size with missing shapes, of which plain is first.
+    """Measure every class of prompts and batch size with missing shapes; plain comes first.
 
     Raises ConfigError: the engine has no room for a batch, or the texts are too short.
     """
@@ -236,7 +236,10 @@ def _measurement(
 
 
 def write_costs(llm: LLM, path: Path, shapes: Sequence[DraftShape], *, fresh: bool) -> None:
-    """Measure the costs of steps on the idle engine, unless a table matches."""
+    """Measure the costs of steps on the idle engine, unless a table matches.
+
+    Raises ConfigError if there is too little room.
+    """
     key = cost_key(llm.config, llm.engine.worker)
     max_batch_size = llm.config.scheduler.max_num_seqs
     max_steps = max(shape.depth for shape in shapes)

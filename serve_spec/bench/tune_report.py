@@ -192,7 +192,10 @@ def markdown(
     keys: Mapping[str, str],
     facts: Mapping[str, object],
 ) -> str:
-    """Return a sweep's report: classes by description, keys to configure, facts of the machine."""
+    """Return a sweep's report.
+
+    classes: description of each class; keys: for the configuration; facts: hardware and versions.
+    """
     parts = [
         "# Speculation on this machine",
         "\n".join(f"- {name}: {value}" for name, value in facts.items()),

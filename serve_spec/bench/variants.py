@@ -55,7 +55,10 @@ def fixed_controller(controller: AdaptiveController, shape: DraftShape) -> Adapt
 
 
 def interleaved(trials: int, variants: Collection[T], seed: object = "") -> Iterator[tuple[int, T]]:
-    """Yield every variant once per trial in a new random order: all see the same machine."""
+    """Yield every variant once per trial, in a new random order.
+
+    So changes of the machine's speed affect all alike.
+    """
     rng = random.Random(str(seed))
     for trial in range(trials):
         for variant in rng.sample(list(variants), len(variants)):

@@ -162,7 +162,10 @@ def held_out_prompts(
     seed: int = 0,
     packages: Sequence[str] = HELD_OUT_PACKAGES,
 ) -> list[list[int]]:
-    """Return random lines of source files as token ids; raise ValueError if none is long enough."""
+    """Return `count` prompts of `num_tokens` ids, from random lines of source files.
+
+    Raises ValueError if no file is long enough or no package installed.
+    """
     files = [path for package in packages for path in _source_files(package)]
     if not files:
         raise ValueError(f"packages={list(packages)}: none is installed; give installed ones")

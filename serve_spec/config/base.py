@@ -276,7 +276,7 @@ def parse_yaml(text: str, name: str) -> Any:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a configuration file, or raise ConfigError with its place."""
+    """Return the text of a configuration file, or raise ConfigError that names it."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

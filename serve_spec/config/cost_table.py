@@ -104,7 +104,10 @@ class CostTable(StrictModel):
     def refuse_foreign(
         self, key: CostKey, *, max_steps: int, trees: Collection[tuple[int, int]] = ()
     ) -> None:
-        """Raise ConfigError unless it has `key`, `max_steps` and `trees` (depth, size)."""
+        """Raise ConfigError unless the table was measured with `key` and covers these shapes.
+
+        max_steps: of chains. trees: (depth, size).
+        """
         problems = [
             f"key.{name}={mine!r}, but this engine has {getattr(key, name)!r}"
             for name, mine in self.key

@@ -213,7 +213,10 @@ class _SpeculativeConfig(argparse.Action):
 
 
 def speculative_keys(given: str | Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """Return vLLM's name and value by our key, or raise ConfigError for what has no counterpart."""
+    """Return, by our key, vLLM's name and the value in its speculative config.
+
+    Raises ConfigError for a key without a counterpart.
+    """
     option = "--speculative-config"
     if isinstance(given, str):
         try:
@@ -280,7 +283,10 @@ def flag_values(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the leaf keys that flags set; join two forms of MODEL, or raise ConfigError."""
+    """Return the leaf keys that flags set, and move the MODEL given into `args.config`.
+
+    Raises ConfigError for two models.
+    """
     values = flag_values(args)
     model = getattr(args, "model", None)
     if model is not None and args.config is None:

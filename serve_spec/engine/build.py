@@ -294,11 +294,12 @@ def _captures_graphs(config: ServeSpecConfig, device: torch.device) -> bool:
 
 def rank_device(config: ServeSpecConfig, rank: int) -> torch.device:
     """Return the device of a rank: a GPU of its own, or the host's CPU."""
-    has_gpu, name = torch.cuda.is_available(), config.model.device
+    name = config.model.device
+    has_gpu = name != "cpu" and torch.cuda.is_available()
     if name == "cuda" and not has_gpu:
         raise ValueError("device='cuda': torch sees no GPU here; use device='cpu' or 'auto'")
-    if name == "cpu" or not has_gpu or config.model.tensor_parallel_size == 1:
-        return torch.device("cuda" if has_gpu and name != "cpu" else "cpu")
+    if not has_gpu or config.model.tensor_parallel_size == 1:
+        return torch.device("cuda" if has_gpu else "cpu")
     # A process that sees one GPU calls it 0, whatever its rank.
     return torch.device("cuda", rank % torch.cuda.device_count())
 
@@ -366,7 +367,10 @@ def _probe(config: ServeSpecConfig, head: DraftHead, target: Llama) -> None:
 
 
 def _num_pages(config: ServeSpecConfig, target: Llama, head: DraftHead | None) -> int:
-    """Return the configured KV pages, or as many as fit; raise ValueError if they do not."""
+    """Return the configured number of KV pages, or as many as fit the budget.
+
+    Raises ValueError if they need more memory than there is.
+    """
     page_size, weight = config.cache.page_size, target.embed_tokens.weight
     dtype, device = weight.dtype, weight.device
     page_bytes = PagedKVPool.bytes_per_page(target.rank_shape.kv_shapes, page_size, dtype)

@@ -11,7 +11,7 @@ from serve_spec.models.shape import ModelShape
 
 
 def check_checkpoints(config: ServeSpecConfig) -> None:
-    """Raise CheckpointError, ConfigError or ValueError as loading would; reads no weights."""
+    """Raise what loading would: CheckpointError, ConfigError or ValueError. Reads no weights."""
     folder = config.model.folder
     shape = ModelShape.from_directory(folder)
     check_fit(config, Tokenizer(config.model.tokenizer_folder))

@@ -179,7 +179,11 @@ class EngineClient:
         return self._grammars.translate(grammar)
 
     def reconfigure(self, settings: Mapping[str, object]) -> None:
-        """Change policy settings between steps; raise ValueError, or RuntimeError if it died."""
+        """Change policy settings between steps.
+
+        Raises ValueError if they are invalid, and nothing changed; RuntimeError if the engine has
+        died.
+        """
         self._call("reconfigure", dict(settings))
 
     def start_from(self, accept_rates: Iterable[float]) -> None:

@@ -184,7 +184,7 @@ class Point(NamedTuple):
         return -(-(longest + self.shape.draft_slots) // page_size)
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class SyntheticPlans:
     """Makes plans of random tokens, every request on its own pages.
 

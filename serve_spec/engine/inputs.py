@@ -52,7 +52,7 @@ def held_token_ids(
 
 
 def check_token_ids(params: SamplingParams, held: Collection[int], num_ids: int) -> None:
-    """Raise InvalidRequest if score edits name unknown tokens, or leave none but `held`."""
+    """Raise InvalidRequest if score edits name unknown tokens, or leave only `held`."""
     named: dict[str, Iterable[int]] = {
         "logit_bias": params.logit_bias,
         "allowed_token_ids": params.allowed_token_ids or (),
@@ -84,7 +84,7 @@ class EngineLimits(msgspec.Struct, frozen=True):
     """Acceptance is forced for a load test."""
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class InputProcessor:
     """Checks requests and encodes prompts. Safe to call from any thread.
 
@@ -152,7 +152,7 @@ class InputProcessor:
         return replace(params, bad_token_ids=bad_token_ids, bad_words=longer)
 
     def encode(self, prompt: str) -> list[int]:
-        """Return a text's token ids; raise InvalidRequest if it is no Unicode, or too long."""
+        """Return a text's token ids; raise InvalidRequest if it is not Unicode or too long."""
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
@@ -166,7 +166,7 @@ class InputProcessor:
             raise self._too_long(f"<at least {error.at_least} tokens>") from None
 
     def check_grammar(self, grammar: Grammar) -> None:
-        """Compile a grammar, in up to a second; raise InvalidRequest if it cannot be served."""
+        """Compile a grammar, which may take a second; InvalidRequest if it cannot be served."""
         if self.limits.forces_acceptance:
             raise grammar.refusal("this engine forces acceptance, for load tests; leave it out")
         self.compile_grammar(grammar)

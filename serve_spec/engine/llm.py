@@ -44,7 +44,7 @@ class LLM:
         prompts: str | Iterable[str | Iterable[int]],
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts in order; raise InvalidRequest, before any is run, if one is refused.
+        """Complete prompts, in order; if one is refused, raise InvalidRequest and run none.
 
         sampling_params: one for all, or one per prompt; None: `get_default_sampling_params()`.
         """

@@ -73,9 +73,8 @@ class ProfileLimits:
     def contexts(self, max_steps: int) -> tuple[int, int]:
         """Return a short and a long context with room for drafts. Raise ValueError if none fits."""
         longest = min(self.max_model_len, self.num_pages * self.page_size) - max_steps
-        short, long = cost_grid.context_grid(
-            longest * 4 // 5
-        )  # requests are up to a quarter longer
+        # Requests are up to a quarter longer.
+        short, long = cost_grid.context_grid(longest * 4 // 5)
         if short * 3 // 4 <= max_steps + 1:
             raise ValueError(
                 f"max_model_len={self.max_model_len}, num_pages={self.num_pages} of "

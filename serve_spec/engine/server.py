@@ -93,7 +93,7 @@ class EngineServer:
         self._flush()
 
     def _flush(self) -> None:
-        """Hand over the message of this step, then a snapshot, which takes milliseconds."""
+        """Hand over this step's message, then a snapshot if one is due: no token waits for it."""
         now, message = time.monotonic(), self._next
         if message.replies or message.limits:  # the client may look at once
             self._snapshot_at, message.snapshot = now + _SNAPSHOT_S, self._engine.snapshot()

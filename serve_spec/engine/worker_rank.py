@@ -20,7 +20,10 @@ from serve_spec.worker.tensor_parallel import run_worker_loop
 
 
 def follow(config: ServeSpecConfig, rank: int, size: int, address: Address) -> None:
-    """Load this rank's shard and execute rank 0's plans until it ends; report errors to it."""
+    """Load this rank's shard and execute rank 0's plans until rank 0 stops it or ends.
+
+    Report errors to rank 0.
+    """
     with RankChannel(address, rank) as channel:
         device = rank_device(config, rank)
         if device.type == "cuda":

@@ -92,7 +92,8 @@ def load_draft(
 
     weights: format of its matrices. fp8: an extra copy for products of few tokens; int8, int4:
     instead of the stored matrices. algorithm: one of `ALGORITHMS`; must agree with the files.
-    Raises ValueError for what this machine lacks, CheckpointError.
+    Raises ValueError for an unknown algorithm or products that this machine lacks, CheckpointError
+    for files that cannot be used.
     """
     models = {name: known for name, known in ALGORITHMS.items() if not known.from_text}
     if algorithm not in models:
@@ -150,7 +151,10 @@ _QUANTIZED_DTYPES = {"fp8": torch.float16, "int8": torch.float32, "int4": torch.
 
 
 def draft_weights(name: str, device: torch.device) -> DraftWeights:
-    """Return the weight format of a key's value, or raise ValueError for a slow one."""
+    """Return the weight format for `speculative_draft_model_quantization`.
+
+    Raises ValueError if the device has no fast products of it.
+    """
     if name == "none":
         return "plain"
     if name == "int4":

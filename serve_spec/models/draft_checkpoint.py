@@ -44,7 +44,10 @@ def flat_config(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_vocabulary(folder: Path) -> dict[str, int] | None:
-    """Return ids by token in `tokenizer.json`, None without one; may raise CheckpointError."""
+    """Return the id of every token in `tokenizer.json`, None without that file.
+
+    May raise CheckpointError.
+    """
     path = folder / "tokenizer.json"
     if not path.exists():
         return None

@@ -34,7 +34,10 @@ def draft_shape(file: DraftFile, target: Llama, options: DraftOptions) -> ModelS
 def layer_shape(
     file: DraftFile, options: DraftOptions, vocab_size: int | None = None
 ) -> ModelShape:
-    """Return the shape of the layers, with a default of vocab_size; may raise CheckpointError."""
+    """Return the shape of the head's layers.
+
+    vocab_size: used if the config has none. May raise CheckpointError.
+    """
     config, shapes = file.config, file.checkpoint.shapes
     attention = "layers.0.self_attn."
     found = [int(m[1]) for name in shapes if (m := re.match(r"layers\.(\d+)\.", name))]
@@ -59,7 +62,7 @@ def layer_shape(
 
 
 def own_embedding(file: DraftFile, target: Llama) -> Embedding | None:
-    """Return the file's embedding [V, H] in the target's dtype; None if it equals the target's.
+    """Return a layer with the file's embedding, in the target's dtype; None for the target's own.
 
     Many files hold a copy of the target's; sharing it saves memory.
     """
@@ -270,7 +273,10 @@ def aux_layers_mean(file: DraftFile, options: DraftOptions) -> Literal["input", 
 
 
 def num_draft_ids(target_ids: Tensor | None, num_ids: int | None) -> int | None:
-    """Return how many draft ids are real, None: all; raise CheckpointError if not the first."""
+    """Return how many draft ids map to real ids of the target (None: all).
+
+    Raises CheckpointError unless they are the first ones.
+    """
     if target_ids is None or num_ids is None:
         return num_ids
     is_real = target_ids < num_ids
@@ -283,7 +289,10 @@ def num_draft_ids(target_ids: Tensor | None, num_ids: int | None) -> int | None:
 
 
 def read_capture(file: DraftFile, num_layers: int, options: DraftOptions) -> FeatureCapture:
-    """Return which of the target's layers the head reads; raise CheckpointError for wrong ids."""
+    """Return which of the target's layers the head reads.
+
+    Raises CheckpointError for ids that are not valid or outside the target.
+    """
     layers = options.aux_layer_ids
     source = f"speculative_draft_aux_layer_ids={list(layers or ())}"
     if layers is None:

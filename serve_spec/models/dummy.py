@@ -51,7 +51,7 @@ class _RandomFile(BuiltFile):
 
 
 def draft_tensors(config: Mapping[str, Any], algorithm: str, target: ModelShape) -> Shapes:
-    """Return the tensor shapes of a head by current name; raise CheckpointError without a size."""
+    """Return the tensor shapes of a head by current name; CheckpointError if one is unknown."""
     if algorithm == "MEDUSA":
         return _medusa(config, target)
     hidden, vocab = whole(config, "hidden_size"), target.vocab_size

@@ -24,7 +24,9 @@ NUM_IDS_KEY = "serve_spec_num_ids"
 
 @dataclass(frozen=True)
 class _Family:
-    """Defaults of an architecture in transformers beyond its config, which may have `bias_keys`.
+    """Defaults of an architecture in transformers that its config does not state.
+
+    `bias_keys`: keys of the config that turn biases on.
 
     `use_sliding_window_key`: its windows are off unless that key is true.
     """
@@ -209,7 +211,7 @@ def check_sizes(
 ) -> None:
     """Raise CheckpointError unless a layer's tensors have the sizes of config.json.
 
-    Before memory is allocated. tensors: shapes by name. prefix: before `layers.0.` in names.
+    Called before memory is allocated. tensors: shapes by name. prefix: before `layers.0.` in names.
     """
     layer = f"{prefix}layers.0."
     heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -239,7 +241,7 @@ def check_size(
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object; raise CheckpointError if it is absent, unreadable or none."""
+    """Return a JSON object; raise CheckpointError if it is absent, unreadable or not an object."""
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError as error:
@@ -252,7 +254,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def whole(config: Config, key: str, default: int | None = None) -> int:
-    """Return a key, `default` if null; raise CheckpointError unless it is a positive integer."""
+    """Return a key's value, `default` if null; raise CheckpointError unless a positive integer."""
     value = config.get(key)
     if value is None:
         value = default

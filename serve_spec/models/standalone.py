@@ -58,7 +58,7 @@ class Standalone(DraftHead):
 def load_standalone(
     path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype
 ) -> Standalone:
-    """Load the model in `path` to draft the ids that it and `target` have."""
+    """Load the model in `path` to draft for `target`; ids that only one has are never drafted."""
     assert target.path is not None, "a target that was loaded has a path"
     if not options.dummy:
         open_draft(path, "STANDALONE")

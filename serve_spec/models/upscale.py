@@ -205,7 +205,7 @@ def open_weights(path: Path | str) -> Checkpoint:
 
 
 def find_base(base: str, folder: Path) -> Path:
-    """Return the folder of `base`, relative to `folder`; raise CheckpointError if it is unfit."""
+    """Return the folder of `base`, relative to `folder`; CheckpointError if it is not one."""
     try:
         found = locate("base", base, folder)
     except Refusal as error:

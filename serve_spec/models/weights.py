@@ -58,7 +58,7 @@ class Checkpoint:
         return file.read_floats(stored) if floats else file.read(stored)
 
     def rename(self, new_names: Mapping[str, str | None]) -> None:
-        """Rename tensors, None: drop; raise CheckpointError if two would share a name."""
+        """Rename tensors (None drops one); raise CheckpointError if two would share a name."""
         homes: dict[str, tuple[TensorFile, str]] = {}
         for name, home in self._homes.items():
             known_as = new_names.get(name, name)
@@ -75,7 +75,8 @@ class Checkpoint:
     ) -> None:
         """Copy every tensor, or a shard of it, to its destination, cast to its dtype and device.
 
-        Raises as `check`, or if it holds no floats. `read_elsewhere`: what the caller reads itself.
+        Raises as `check`, and CheckpointError for a tensor that does not hold floats.
+        read_elsewhere: names of tensors that the caller reads itself.
         """
         self.check(destinations, read_elsewhere)
         for name, destination in destinations.items():
@@ -120,7 +121,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
-    """Open `model.safetensors` or `pytorch_model.bin`, or their shards; else CheckpointError.
+    """Open `model.safetensors`, `pytorch_model.bin` or their shards; CheckpointError without them.
 
     Reads no weight, but a pickle older than torch 1.6.
     """

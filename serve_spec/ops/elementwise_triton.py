@@ -24,6 +24,7 @@ def embed(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """See `elementwise.embed`."""
+    token_ids = token_ids.contiguous()
     num_rows, width = weight.shape
     out = weight.new_empty((len(token_ids), width), dtype=dtype or weight.dtype)
     if len(token_ids):

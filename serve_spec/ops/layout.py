@@ -30,12 +30,12 @@ class Sequences(NamedTuple):
 
 
 class Extended(NamedTuple):
-    """The tokens end the draft KV of their request, of which some is there.
+    """The tokens are the last entries of their request's draft KV; some may be there already.
 
     made: int32 by request slot, the number of entries. It becomes that with the new tokens.
     shift: position of the first entry.
 
-    Positions of entries that are there are not written, nor those after a gap.
+    Entries that are there are not written. If the tokens would leave a gap, none is.
     """
 
     made: Tensor
@@ -63,7 +63,7 @@ class TokenLayout(NamedTuple):
     slots: int64 [T], KV slots.
     query_starts: int32 [B+1], the first token of each sequence, and the end of the last.
     kv_lens: int32 [B], the position after the last token of each sequence.
-    tables: int32 [B, P], its page table; entries past its last token are any.
+    tables: int32 [B, P], its page table; entries past its last token are undefined.
     """
 
     owners: Tensor
@@ -155,8 +155,8 @@ def read_tokens(
 
     recent: int32 [L, W], the last tokens of each request slot, that of position p in column
     p mod W, W a power of two. ahead: is added to each position.
-    drafts: int64 [N, D], of the first sequences, from their second token on; of later tokens, and
-    of other sequences, it may give any.
+    drafts: int64 [N, D], those of the first N sequences, from their second token on. Tokens past
+    the D-th draft, and all but the first of other sequences, are undefined.
     """
     ring, slot, at = map(on_host, (recent, layout.request_slots, layout.positions))
     tokens = ring[slot, (at + ahead) & (ring.shape[1] - 1)].astype(np.int64)

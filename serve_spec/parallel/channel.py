@@ -134,7 +134,10 @@ def wait_for_end(channels: Sequence[Channel], within_s: float | None = None) -> 
 
 
 def accept(listener: socket.socket, secret: bytes) -> Channel | None:
-    """Return a channel to the next process, None if it is no rank; or raise TimeoutError."""
+    """Return a channel to the next process that connects, None if it is not a rank.
+
+    Raises TimeoutError if none comes.
+    """
     end, _ = listener.accept()
     end.setblocking(True)
     return _authenticated(Channel(end), secret, b"rank 0", b"worker rank")

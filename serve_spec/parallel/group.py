@@ -175,8 +175,9 @@ class DeviceGroup(TensorParallel):
         if self._shared_sum is not None:
             self._shared_sum.release()
         if self._device.type == "cuda":
-            _aborts.append(threading.Thread(target=group.abort, name="abort", daemon=True))
-            _aborts[-1].start()
+            abort = threading.Thread(target=group.abort, name="abort", daemon=True)
+            abort.start()
+            _aborts.append(abort)
         else:
             group.abort()
 

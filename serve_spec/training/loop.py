@@ -87,7 +87,7 @@ class Run:
         return self.folder / f"{self.name}.jsonl"
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Trainer:
     """Trains `parameters` until the phase's schedule ends.
 

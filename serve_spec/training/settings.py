@@ -14,7 +14,7 @@ def llama_config(**sizes: int) -> dict[str, Any]:
 
     `rope_theta` is written in the classic place and in transformers 5's `rope_parameters`.
     """
-    return {
+    config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": 8192,
@@ -38,8 +38,10 @@ def llama_config(**sizes: int) -> dict[str, Any]:
         "pad_token_id": None,
         "initializer_range": 0.02,
         "use_cache": True,
-        **sizes,
     }
+    if unknown := sizes.keys() - config.keys():
+        raise TypeError(f"llama_config: unknown {sorted(unknown)}")
+    return {**config, **sizes}
 
 
 @dataclass(frozen=True)

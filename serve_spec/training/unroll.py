@@ -143,7 +143,7 @@ def features_of(head: DraftHead, lesson: Lesson) -> Tensor:
 
 
 def unroll(step: Step, state: Tensor, lesson: Lesson, steps: int) -> Iterator[Tensor]:
-    """Yield states [B·T, H] of steps 0..steps-1, for `head.logits`, from encoded features."""
+    """Yield states [B·T, H] of steps 0..steps-1, for `head.logits`. state: encoded features."""
     num_rows, length = lesson.tokens.shape[0], lesson.row_tokens
     cache: UnrollCache | None = None
     for index in range(steps):
@@ -154,7 +154,10 @@ def unroll(step: Step, state: Tensor, lesson: Lesson, steps: int) -> Iterator[Te
 
 
 def sum_losses(parts: Iterable[tuple[Tensor, Tensor]], decay: float) -> tuple[Tensor, Tensor]:
-    """Return the sum of decay^k · loss of step k, and overlaps [steps], of both per step."""
+    """Return the sum over steps k of decay^k · loss, and the overlaps [steps].
+
+    parts: loss and overlap of each step.
+    """
     losses, overlaps = zip(*parts, strict=True)
     total = torch.zeros((), device=losses[0].device)
     for step, loss in enumerate(losses):

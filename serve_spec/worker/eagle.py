@@ -116,7 +116,7 @@ class DraftModel:
     ) -> tuple[Tensor, Tensor]:
         """Draw draft number `step` of each request from logits float32 [B, Vd].
 
-        positions: int64 [steps, B], decided by each draft. Return int64 [B], and what
+        positions: int64 [steps, B], the position of each draft. Return int64 [B], and what
         `StepBuffers.shares` keeps, float32 [B].
         """
         params, target_ids = buffers.slots.params, self.head.target_ids

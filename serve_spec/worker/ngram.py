@@ -50,12 +50,12 @@ BRANCHING_PLACES = 16
 """Most occurrences that a tree takes continuations from; each costs the host about 2 µs."""
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class NgramDrafter:
     """Keeps an index of each request's n-grams.
 
     min_match, max_match: tokens of a match; the longest wins, then the newest. max_steps: most
-    drafts of a chain. corpus: looked up without a match. topk: children of a draft in a tree.
+    drafts of a chain. corpus: looked up if the text has no match. topk: children of a tree's draft.
     """
 
     min_match: int

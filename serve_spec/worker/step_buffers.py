@@ -149,7 +149,7 @@ class StepBuffers:
         self.depths.copy_(rows[2], non_blocking=True)
 
     def write_budget(self, budget: int, kinds: Sequence[int], calibration: Calibration) -> None:
-        """Write how many drafts, of these kinds, to admit, and by what, without waiting."""
+        """Write how many drafts to admit, their kinds and the calibration, without waiting."""
         device, width = self.calibration.device, self.calibration.shape[1]
         padded = [[*kind[:width], *kind[-1:] * (width - len(kind))] for kind in calibration]
         self.budget.fill_(budget)

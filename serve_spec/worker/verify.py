@@ -61,7 +61,10 @@ class Verifier:
     def __call__(
         self, tokens: VerifiedTokens, buffers: StepBuffers, *, has_drafts: bool = True
     ) -> AcceptedPath:
-        """Edit scores, draw, accept; write results, paths and request slots of `buffers`."""
+        """Edit scores, draw, accept; write results, paths and request slots of `buffers`.
+
+        has_drafts: False if no token can be a draft.
+        """
         slots, layout = buffers.slots, tokens.layout
         num_requests = layout.query_starts.shape[0] - 1
         request_slots = buffers.request_slots[:num_requests]
@@ -121,7 +124,7 @@ class Verifier:
 
 
 def read_results(table: list[list[int]]) -> tuple[list[list[int]], tuple[int, ...]]:
-    """Return the emitted tokens of `StepBuffers.results` on the host, and who has a draft of -1.
+    """Return the emitted tokens of `StepBuffers.results`, and which requests have a draft of -1.
 
     Raises BrokenLogits: the target's logits held NaN, or nothing finite (-1: see `ops.draw`).
     """

@@ -300,10 +300,11 @@ async def _send(client: Client, share: Share, started_s: float, on_end: OnEnd) -
     if share.due_s is None:
         await asyncio.gather(*(stream() for _ in range(share.num_streams)))
     else:
-        async with asyncio.TaskGroup() as sent:
-            for (number, request), due in zip(waiting, share.due_s, strict=True):
-                await asyncio.sleep(started_s + due - time.perf_counter())
-                sent.create_task(complete(number, request))
+        sent = []
+        for (number, request), due in zip(waiting, share.due_s, strict=True):
+            await asyncio.sleep(started_s + due - time.perf_counter())
+            sent.append(asyncio.create_task(complete(number, request)))
+        await asyncio.gather(*sent)
     return [exchanges[number] for number in range(len(share.requests))]
 
 

@@ -1,7 +1,8 @@
 """Loads and their requests: closed loops of streams, and open loops on a seeded schedule.
 
 An open loop sends on schedule even if the server stalls, and its latencies count from the schedule
-(no coordinated omission). A closed loop sends, and counts, when the previous answer is complete.
+(no coordinated omission). A closed loop sends when the answer before is complete, and its latencies
+count from there.
 """
 
 from __future__ import annotations
@@ -196,7 +197,10 @@ def text_requests(
     seed: int = 0,
     mixed: bool = False,
 ) -> list[CompletionRequest]:
-    """Return requests with held-out prompts; `mixed`: every other one is hard to draft."""
+    """Return `count` requests with held-out prompts of `prompt_chars` characters.
+
+    mixed: every other one is hard to draft.
+    """
     prompts = held_out_prompts(
         lambda text: [ord(character) for character in text],
         count=count,

@@ -26,7 +26,8 @@ def test_a_token_gets_its_row_and_zeros_if_another_rank_has_it(impl, width, firs
     weight = torch.randn(8, width, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     ids = [7, -1, 0, 5, 4] + ([] if first is None else [11, 12])
     with poisoned_memory():
-        found = impl.embed(weight, torch.tensor(ids, device=DEVICE), first, dtype)
+        column = torch.tensor([[id, 3] for id in ids], device=DEVICE)[:, 0]
+        found = impl.embed(weight, column, first, dtype)
     expected = torch.zeros(len(ids), width, device=DEVICE)
     for token, row in zip(ids, expected, strict=True):
         at = max(token, 0) - (first or 0)
