@@ -23,10 +23,10 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "package lines": Budget(31_000, current=41_629),
+    "package lines": Budget(31_000, current=41_689),
     "package files": Budget(200),
     "package folders": Budget(18),
-    "tests lines": Budget(27_000, current=33_794),
+    "tests lines": Budget(27_000, current=33_806),
     "longest file": Budget(500),
     "longest class": Budget(250),
     "longest function": Budget(60),

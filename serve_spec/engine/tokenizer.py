@@ -65,7 +65,7 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """Return the token ids of a text. It releases the GIL, and fails early if they are too many.
+        """Return the token ids of a text, without the GIL; fail early if they are too many.
 
         add_special_tokens: add the special tokens the checkpoint puts around a text.
         max_tokens: most tokens the caller has room for, or TextTooLong is raised; None: no limit.

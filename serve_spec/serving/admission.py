@@ -130,8 +130,8 @@ class Admission:
     def snapshot(self) -> dict[str, object]:
         """Return the state of the queue for the `router` section of `/server_info`.
 
-        `batch_size_histogram` counts requests by the number in flight at their admission, up to its
-        keys.
+        `batch_size_histogram`: requests by the number in flight at their admission; keys are
+        inclusive upper bounds.
         """
         return {
             "queue_len": self.queue_len,

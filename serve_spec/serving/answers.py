@@ -105,7 +105,10 @@ class Choice(TypedDict):
 
 
 class Completion(_Head):
-    """A completion. With `synthetic_acceptance`, of a load test, the text is not the model's."""
+    """A completion.
+
+    With `synthetic_acceptance`, acceptance is forced for a load test: the text is not the model's.
+    """
 
     choices: list[Choice]
 
@@ -458,6 +461,9 @@ def _reason(deltas: Sequence[TokenDelta]) -> str | None:
 
 
 def fingerprint(version: str, model: Mapping[str, object]) -> str:
-    """Return `system_fingerprint`: equal ones, and seeds, give equal text. model: its settings."""
+    """Return `system_fingerprint`: with equal seeds, equal ones give equal text.
+
+    model: its settings.
+    """
     settings = json.dumps([version, model], sort_keys=True, default=str)
     return f"fp_{hashlib.blake2b(settings.encode(), digest_size=5).hexdigest()}"

@@ -36,7 +36,7 @@ _ANY_SHARE = 0.001
 
 
 def placement_of(config: ServeSpecConfig) -> dict[str, Any]:
-    """Return a replica's options: a bundle for each rank. Raise ConfigError for shared GPUs."""
+    """Return a replica's options, a bundle for each rank; may raise ConfigError."""
     replica, size = config.replica, config.model.tensor_parallel_size
     num_gpus = replica.num_gpus or 0
     if size > 1 and num_gpus not in (0, size):

@@ -314,7 +314,7 @@ def ranked(
     """Return the names of all replicas, the best for `num_requests` more first.
 
     Under every policy the worst are unhealthy replicas, then those to avoid, full ones, and those
-    without free slots for all of them. load_factor, for `prefix`: most requests over the mean.
+    without free slots for all of them. load_factor: under `prefix`, most requests over the mean.
     """
     order = _order(policy, loads, num_requests, load_factor)
 
@@ -414,7 +414,10 @@ def first_block(request: GenerateRequest) -> int | None:
 
 @dataclass(frozen=True)
 class ReplicaChooser:
-    """Chooses replicas for the requests of one router, `num_open` of which a replica has."""
+    """Chooses replicas for one router's requests.
+
+    num_open: returns the number of its open requests at a replica.
+    """
 
     policy: Policy
     router: str

@@ -24,8 +24,9 @@ UNLIKELY = -9999.0
 class CompletionLogprobs(TypedDict):
     """`logprobs` of a completion's choice or chunk: one item per token in every list.
 
-    `top_logprobs` includes the token itself. The first token of an echo has none. `text_offset`
-    counts characters. Tokens that are not whole characters are shown as `bytes:\\xe2\\x82`.
+    `top_logprobs` includes the token itself. The first token of an echo has no log-probability.
+    `text_offset` counts characters. Tokens that are not whole characters are shown as
+    `bytes:\\xe2\\x82`.
     """
 
     tokens: list[str]
@@ -43,7 +44,10 @@ class ChatTopLogprob(TypedDict):
 
 
 class ChatTokenLogprob(ChatTopLogprob):
-    """A token of the answer. The joined `bytes` are its text; special tokens have none."""
+    """A token of the answer. The joined `bytes` are its text; special tokens have none.
+
+    Tokens that are not whole characters are shown as `\\xe2\\x82`.
+    """
 
     top_logprobs: list[ChatTopLogprob]
 

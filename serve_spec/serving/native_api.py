@@ -48,7 +48,7 @@ class GenerateBody(fields.StrictFields):
         "Return log-probabilities; of a stream, in its last event."
     )
     logprob_start_len: Annotated[int, Field(ge=-1, lt=2**31)] | None = fields.about(
-        "First scored prompt token; -1: none."
+        "First prompt token with a log-probability; -1 (default): none."
     )
     top_logprobs_num: fields.NumLogprobs | None = fields.about(
         "Number of most likely tokens to return as well."
@@ -94,7 +94,10 @@ _FIELDS = {new: old for old, new in _NAMES.items()}
 
 
 class GenerateFormat(AnswerFormat):
-    """Format of SGLang's /generate, for `prompts` as token ids: events repeat the text so far."""
+    """Format of SGLang's /generate: each event of a stream repeats the text so far.
+
+    The last event of a choice also has its `output_ids`. prompts: token ids of each prompt.
+    """
 
     kind = chunk_kind = "generate"
 
@@ -106,6 +109,8 @@ class GenerateFormat(AnswerFormat):
         self._prompts = prompts
         self._num_choices = num_choices
         self._deltas: dict[int, list[TokenDelta]] = {}
+        self._texts: dict[int, str] = {}
+        self._num_tokens: dict[int, int] = {}
         self._started = time.perf_counter()
 
     def whole(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> JSONAnswer:
@@ -121,10 +126,12 @@ class GenerateFormat(AnswerFormat):
         """See `AnswerFormat.chunk`."""
         deltas = self._deltas.setdefault(index, [])
         deltas.append(delta)
-        answer = {**self._choice(index, deltas), "index": index}
-        if delta.finish_reason is None:
-            del answer["output_ids"]
-        return answer
+        self._texts[index] = self._texts.get(index, "") + delta.text
+        self._num_tokens[index] = self._num_tokens.get(index, 0) + len(delta.token_ids)
+        if delta.finish_reason is not None:
+            return {**self._choice(index, deltas), "index": index}
+        info = self._info(index, deltas, self._num_tokens[index])
+        return {"text": self._texts[index], "meta_info": info, "index": index}
 
     def _choice(self, index: int, deltas: Sequence[TokenDelta]) -> JSONObject:
         last = deltas[-1]
@@ -132,7 +139,7 @@ class GenerateFormat(AnswerFormat):
         info = self._info(index, deltas, len(token_ids))
         if last.speculation is not None:
             info["spec_accept_length"] = last.speculation.accept_length
-        if self._body.return_logprob and last.finish_reason is not None:
+        if self._body.return_logprob:
             info |= self._logprobs(index, deltas)
         text = "".join(delta.text for delta in deltas)
         return {"text": text, "output_ids": token_ids, "meta_info": info}
@@ -218,6 +225,24 @@ class Tokens(TypedDict):
     token_strs: list[str] | None
 
 
+class Detokenized(TypedDict):
+    """Answer of POST /detokenize."""
+
+    prompt: str
+
+
+class Load(TypedDict):
+    """Answer of GET /load: requests that run or wait in this router."""
+
+    server_load: int
+
+
+class Version(TypedDict):
+    """Answer of GET /version."""
+
+    version: str
+
+
 def add_generate(api: FastAPI, frontend: "Frontend") -> None:
     """Add SGLang's /generate."""
 
@@ -264,7 +289,7 @@ def add_tokens(api: FastAPI, frontend: "Frontend") -> None:
         }
 
     @api.post("/detokenize")
-    async def detokenize(body: DetokenizeBody) -> dict[str, str]:
+    async def detokenize(body: DetokenizeBody) -> Detokenized:
         """Return tokens as text (`prompt`), with the names of special tokens."""
         frontend.check_model(body.model)
         return {"prompt": await frontend.text.text(body.tokens, skip_special_tokens=False)}
@@ -276,13 +301,13 @@ def add_state(
     """Add the endpoints of vLLM and SGLang that report on the server, and /flush_cache."""
 
     @api.get("/version")
-    async def version() -> dict[str, str]:
+    async def version() -> Version:
         """Return the version of serve_spec."""
         return {"version": __version__}
 
     @api.get("/load")
-    async def load() -> dict[str, int]:
-        """Return the number of requests that run or wait in this router, `server_load`."""
+    async def load() -> Load:
+        """Return the number of requests that run or wait in this router."""
         return {"server_load": admission.in_flight + admission.queue_len}
 
     @api.get("/get_model_info")

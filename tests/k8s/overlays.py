@@ -106,10 +106,16 @@ def _apply(folder, documents):
         patch = yaml.safe_load((folder / entry["path"]).read_text())
         # Of kinds that kustomize knows it merges lists by key; of others it replaces them.
         is_custom = patch["kind"] in ("RayService", "PodMonitor")
-        assert is_custom or "- " not in yaml.safe_dump(patch), f"{entry}: a list"
+        assert is_custom or not _has_list(patch), f"{entry}: a list"
         (index,) = [i for i, known in enumerate(documents) if _name(known) == _name(patch)]
         documents[index] = merged(documents[index], patch)
     assert keys.keys() <= {"apiVersion", "kind"}, f"{folder}: {keys}"
+
+
+def _has_list(value):
+    if isinstance(value, dict):
+        return any(map(_has_list, value.values()))
+    return isinstance(value, list)
 
 
 def _name(document):

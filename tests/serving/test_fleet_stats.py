@@ -268,7 +268,8 @@ def test_a_prior_outlives_its_replicas_for_a_while(is_forgotten):
     if is_forgotten:
         known.forget("a")
         known.forget("b")
-        known.report("new", rated((0.7, 0)), 6)  # without trials it teaches nothing
+        known.report("new", rated((0.7, 0)), 20)  # without trials it teaches nothing
+        assert known.prior(PAIR, 1, 20) == pytest.approx([0.8]), "nor erases what is known"
     assert known.prior(PAIR, 1, 6 + MEMORY_S) == pytest.approx([0.8])
     assert known.prior(PAIR, 1, 7 + MEMORY_S) is None
 

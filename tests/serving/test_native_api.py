@@ -65,13 +65,16 @@ def test_generate_returns_log_probabilities_of_prompt_and_answer(server, stream)
 
 
 def test_a_stream_of_generate_repeats_the_text_so_far(server):
-    answer = generate(server, text="a b c", sampling_params={"max_new_tokens": 5}, stream=True)
-    events = chunks_of(answer)
+    sampling = {"max_new_tokens": 5, "stop": "z"}
+    events = chunks_of(generate(server, text="a b c", sampling_params=sampling, stream=True))
     assert [event["text"] for event in events] == ["a b ", "a b c a ", "a b c a b "]
     assert [event["meta_info"]["completion_tokens"] for event in events] == [2, 4, 5]
     reasons = [event["meta_info"]["finish_reason"] for event in events]
     assert reasons == [None, None, {"type": "length", "length": 5}]
     assert {event["meta_info"]["prompt_tokens"] for event in events} == {3}
+    has_length = ["spec_accept_length" in event["meta_info"] for event in events]
+    assert has_length == [False, False, True]
+    assert ["output_ids" in event for event in events] == has_length
 
 
 @pytest.mark.parametrize(

@@ -418,10 +418,10 @@ class ServeProxy:
 @pytest.mark.parametrize("first", ["/app/health", "/app/unknown", "/unknown", "/-/healthz"])
 def test_until_there_is_a_route_requests_are_told_that_the_model_starts(first, root_path):
     serve = ServeProxy()
-    slow_app = proxy.StartingAnswers(serve)
+    app = proxy.StartingAnswers(serve)
 
     def ask(path):
-        return send(slow_app, "GET", root_path + path, root_path=root_path)
+        return send(app, "GET", root_path + path, root_path=root_path)
 
     for path in ("/", "/app/health", "/unknown"):
         answer = ask(path)
@@ -429,12 +429,7 @@ def test_until_there_is_a_route_requests_are_told_that_the_model_starts(first, r
         assert answer.json() == starting().body()
     assert ask("/-/healthz").text == "Route table is not populated yet."
     serve.routes = {"/app": "name"}
-    statuses = {
-        "/app/health": 200,
-        "/app/unknown": 404,
-        "/unknown": 404,
-        "/-/healthz": 200,
-    }
+    statuses = {"/app/health": 200, "/app/unknown": 404, "/unknown": 404, "/-/healthz": 200}
     assert ask(first).status_code == statuses[first]
     assert {path: ask(path).status_code for path in statuses} == statuses
     assert ask("/unknown").text == "Path '/unknown' not found."
