@@ -267,7 +267,7 @@ _StrictLoader.add_implicit_resolver(
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """Return the value of a YAML text. Raises ConfigError: not YAML; names the place in `name`."""
+    """Return the value of a YAML text; raise ConfigError with `name` if it is not YAML."""
     try:
         # The loader is a SafeLoader, which builds only plain values.
         return yaml.load(text, Loader=_StrictLoader)

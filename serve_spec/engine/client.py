@@ -187,7 +187,10 @@ class EngineClient:
         self._call("reconfigure", dict(settings))
 
     def start_from(self, accept_rates: Iterable[float]) -> None:
-        """Set rates in (0, 1) of other engines, per position; raises as `reconfigure`."""
+        """Start from acceptance rates of other engines, in (0, 1) per position.
+
+        Call it before the first request. Raises as `reconfigure`.
+        """
         self._call("start_from", list(accept_rates))
 
     def flush_cache(self) -> None:

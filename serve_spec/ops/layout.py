@@ -17,9 +17,9 @@ class Sequences(NamedTuple):
     """B sequences of new tokens.
 
     request_slots: int32 [B].
-    starts: int32, to which `offset` is added: the position of each sequence's first token, which
-    may be negative; [B], or by request slot.
-    query_lens: number of new tokens of each sequence, int32 [B], or that of every sequence.
+    starts: int32 [B], or by request slot if `by_slot`. The first token of a sequence is at position
+    start + `offset`, which may be negative.
+    query_lens: number of new tokens of each sequence, int32 [B], or of every sequence.
     """
 
     request_slots: Tensor
@@ -96,7 +96,7 @@ def lay_out_tokens(
 
     pages: int32 [L, P], by request slot the pages of positions 0 .. P · page_size - 1.
     num_tokens: T; tokens past the sequences' are padding, at position 0.
-    drafted: what is known of tokens of a draft model.
+    drafted: which draft KV entries are written; None: all that are laid out.
 
     Padding, positions that are not written, below 0 or past the table get `scratch_slot`, which is
     never read. Positions below 0 become 0.

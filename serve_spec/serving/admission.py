@@ -52,7 +52,7 @@ class AdmissionSlot:
 
 
 class Admission:
-    """Limits requests at the replicas to `max_in_flight`; `max_queued` others wait.
+    """Limits requests at the replicas to `max_in_flight`; up to `max_queued` more wait.
 
     max_client_share: share of both limits that one client may hold while others wait; its share of
     the queue applies at all times.

@@ -461,7 +461,7 @@ def _reason(deltas: Sequence[TokenDelta]) -> str | None:
 
 
 def fingerprint(version: str, model: Mapping[str, object]) -> str:
-    """Return `system_fingerprint`: with equal seeds, equal ones give equal text.
+    """Return `system_fingerprint`: equal fingerprints and seeds give equal text.
 
     model: its settings.
     """

@@ -51,7 +51,9 @@ def build_app(args: dict[str, Any]) -> Application:
     args: `model`, a hub id, a checkpoint's folder or asset:NAME, or `config`, a configuration file
     (absolute, or relative to the current directory or the checkout) or a mapping with its content.
     Any leaf key of the configuration overrides it. `engine_loop` is an import path that replaces
-    the engine. A ConfigError says what is wrong.
+    the engine.
+
+    Raises ConfigError: the configuration is missing or invalid.
     """
     options = dict(args)
     engine_loop = options.pop("engine_loop", ENGINE_LOOP)

@@ -179,8 +179,8 @@ class Batcher(ABC):
     ) -> AsyncGenerator[messages.ReplicaItem, None]:
         """Yield a replica's items for a request; closing the generator cancels the request.
 
-        Deltas that arrive while the caller is busy are merged. An ApiError says that no replica is
-        available, that it is lost, or that the caller reads too slowly.
+        Deltas that arrive while the caller is busy are merged. Raises ApiError: no replica is
+        available, the replica is lost, or the caller reads too slowly.
         """
         # Requests that avoid different replicas cannot share a message.
         group = self._group_of(request), request.avoid

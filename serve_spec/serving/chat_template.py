@@ -134,7 +134,10 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path, file: Path | None = None) -> ChatTemplate:
-        """Return a checkpoint's template, else `PLAIN`, or `file`; raise CheckpointError."""
+        """Return the template in `file`, else the checkpoint's, else `PLAIN`.
+
+        Raises CheckpointError: a file cannot be read, or the template is invalid.
+        """
         settings = _read_json(folder / "tokenizer_config.json")
         source = _source(folder, settings.get("chat_template")) if file is None else _read(file)
         special_tokens = _special_tokens(_read_json(folder / "special_tokens_map.json") | settings)

@@ -314,7 +314,8 @@ def ranked(
     """Return the names of all replicas, the best for `num_requests` more first.
 
     Under every policy the worst are unhealthy replicas, then those to avoid, full ones, and those
-    without free slots for all of them. load_factor: under `prefix`, most requests over the mean.
+    without free slots for all of them. load_factor: under `prefix`, the most requests of one
+    replica relative to the mean.
     """
     order = _order(policy, loads, num_requests, load_factor)
 
