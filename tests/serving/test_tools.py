@@ -4,7 +4,9 @@ import asyncio
 import json
 from typing import get_args
 
+import openai
 import pytest
+from pydantic import BaseModel
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -391,6 +393,31 @@ def test_log_probabilities_of_all_tokens_are_returned(checkpoint):
     assert len(choice["logprobs"]["content"]) == num_tokens
     said = chunks(server, tools=TOOLS, logprobs=True)
     assert sum(len((each["logprobs"] or {}).get("content", [])) for each in said) == num_tokens
+
+
+def test_the_official_client_parses_arguments_into_its_own_types(checkpoint):
+    class Weather(BaseModel):
+        city: str
+        days: int
+
+    tools = [openai.pydantic_function_tool(Weather, name="weather")]
+    chats = client_of(saying(checkpoint, SAID)).chat.completions
+    answer = asyncio.run(chats.parse(model="fake", messages=[USER], tools=tools))
+    call, _ = answer.choices[0].message.tool_calls
+    assert call.function.parsed_arguments == Weather(city="Rome", days=2)
+
+
+def test_an_answer_with_calls_can_be_sent_back(checkpoint):
+    message = ask(saying(checkpoint, SAID)).message
+    answers = [
+        {"role": "tool", "tool_call_id": call.id, "content": "x"} for call in message.tool_calls
+    ]
+    given = [USER, message.model_dump(), *answers]
+    text = rendered(checkpoint.model.folder, *given, tools=TOOLS)
+    assert f'"arguments": {ARGUMENTS}' in text
+    assert all(f"({call.id})" in text for call in message.tool_calls)
+    choice = ask(saying(checkpoint, "It will."), messages=given)
+    assert choice.message.content == "It will."
 
 
 CHANNEL = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}"

@@ -202,6 +202,28 @@ def test_prompts_without_parameters_take_those_of_generation_config(pair, tmp_pa
     LLM(str(target), **keys, generation_config="none").shutdown()
 
 
+def test_a_speculators_checkpoint_as_the_model_drafts_for_its_verifier(make_llm, pair, tmp_path):
+    config, tensors = read_checkpoint(pair.heads["EAGLE3"])
+    head = write_checkpoint(
+        tmp_path,
+        {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "norm_before_residual": False,
+            "draft_vocab_size": config["draft_vocab_size"],
+            "transformer_layer_config": config,
+            "speculators_config": {"verifier": {"name_or_path": str(pair.target)}},
+        },
+        {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()},
+    )
+    sizes = {"max_model_len": 128, "num_pages": 64}
+    llm = LLM(str(head), device="cpu", speculative_adaptive=False, **sizes)
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert texts(outputs) == texts(make_llm().generate(PROMPTS, GREEDY))
+    assert sum(output.speculation.num_correct_drafts for output in outputs) > 0
+    llm.shutdown()
+
+
 def test_a_model_that_is_registered_drafts(make_llm, pair, monkeypatch):
     monkeypatch.setitem(ALGORITHMS, "SECOND", Algorithm(f"{__name__}:build_second"))
     folder = str(pair.target)
