@@ -13,6 +13,10 @@ from serve_spec.core.machine import is_hopper
 from serve_spec.ops.dispatch import has_kernel
 
 
+# Of a weight of our kernels, so that the rows of one in eight bits start at multiples of 16 bytes.
+COLUMNS_MULTIPLE = 16
+
+
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -49,12 +53,12 @@ def gate_up(x: Tensor, weight: Tensor, fp8: Fp8Weight | None = None) -> Tensor:
 
     fp8: see `linear`.
     """
-    ours = _our_weight(x, weight, fp8, gated=True)
+    ours = _our_weight(x, weight, fp8)
     return silu_and_mul(linear(x, weight)) if ours is None else small_gate_up(x, *ours)
 
 
 def _our_weight(
-    x: Tensor, weight: Tensor, fp8: Fp8Weight | None, *, gated: bool = False
+    x: Tensor, weight: Tensor, fp8: Fp8Weight | None
 ) -> tuple[Tensor, Tensor | None] | None:
     """Return the weight and its scale for `linear_triton`; None if it is not the fastest."""
     is_supported = (
@@ -63,11 +67,12 @@ def _our_weight(
         and x.dtype in (torch.bfloat16, torch.float16)
         and x.stride(-1) == 1
         and weight.is_contiguous()
+        and weight.shape[1] % COLUMNS_MULTIPLE == 0
         and is_hopper(x.device)
     )
-    if is_supported and fp8 is not None and is_ours(x.shape[0], gated=gated, fp8=True):
+    if is_supported and fp8 is not None and is_ours(x.shape[0], fp8=True):
         return fp8.values, fp8.scale
-    return (weight, None) if is_supported and is_ours(x.shape[0], gated=gated) else None
+    return (weight, None) if is_supported and is_ours(x.shape[0]) else None
 
 
 @has_kernel
@@ -147,106 +152,46 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Block:
-    """Constants of a tile; see `Tiles`."""
+class Tiles:
+    """What one program of `linear_gluon` does, a pure function of the shape.
 
-    outputs: int
-    depth: int
-    warps: int
-    stages: int
-
-
-@dataclass(frozen=True)
-class Tiles(_Block):
-    """What one program of `linear_triton` does, a pure function of the shape.
-
-    The weights are read once, so the speed depends on bytes in flight: a program for every
-    multiprocessor, all resident at once, each with a deep pipeline. Constants were measured on one
-    H200 with the products of an 8B model and its draft.
-
-    It multiplies `outputs` weight rows (with a gate: that many pairs) by `rows` rows of x, both
-    powers of two, and sums over `columns` columns, a multiple of `depth`. `stages` blocks of
-    `depth` columns are in flight. Only `columns` changes the order of a sum, and so its bits.
+    It multiplies TILE_OUTPUTS weight rows (with a gate: that many pairs) by `rows` rows of x, a
+    power of two, and sums over `columns` columns, a multiple of `depth`. `stages` blocks of `depth`
+    columns are in flight: the weights are read once, so the speed depends on bytes in flight. Only
+    `columns` changes the order of a sum, and so its bits.
     """
 
     rows: int
+    depth: int
+    stages: int
     columns: int
 
 
-# By the most rows of x. For products of more programs than multiprocessors.
-_PLAIN = {
-    16: _Block(outputs=64, depth=128, warps=4, stages=5),
-    32: _Block(outputs=128, depth=128, warps=8, stages=3),
-    64: _Block(outputs=128, depth=128, warps=8, stages=4),
-}
-# Replaces the first if that would leave some multiprocessors with twice the work.
-_FINE = _Block(outputs=32, depth=128, warps=4, stages=6)
-_GATED = {
-    16: _Block(outputs=32, depth=128, warps=4, stages=5),
-    32: _Block(outputs=64, depth=128, warps=4, stages=4),
-    64: _Block(outputs=64, depth=128, warps=4, stages=4),
-    128: _Block(outputs=128, depth=64, warps=8, stages=4),
-}
-# For one program per multiprocessor.
-_PLAIN_ALONE = {
-    16: _Block(outputs=64, depth=128, warps=4, stages=7),
-    32: _Block(outputs=64, depth=128, warps=4, stages=5),
-    64: _Block(outputs=64, depth=128, warps=4, stages=5),
-}
-_GATED_ALONE = {
-    16: _Block(outputs=64, depth=128, warps=4, stages=5),
-    32: _Block(outputs=64, depth=128, warps=4, stages=3),
-    64: _Block(outputs=64, depth=64, warps=4, stages=5),
-    128: _Block(outputs=64, depth=64, warps=8, stages=7),
-}
-# For fewer programs than multiprocessors: each keeps more bytes in flight.
-_PLAIN_SPARSE = {
-    16: _Block(outputs=128, depth=128, warps=4, stages=5),
-    32: _Block(outputs=128, depth=128, warps=4, stages=5),
-    64: _Block(outputs=128, depth=128, warps=8, stages=4),
-}
-_GATED_SPARSE = {
-    16: _Block(outputs=64, depth=128, warps=4, stages=5),
-    32: _Block(outputs=64, depth=128, warps=4, stages=5),
-    64: _Block(outputs=64, depth=64, warps=4, stages=7),
-    128: _Block(outputs=64, depth=64, warps=8, stages=7),
-}
-# Where two tiles of 64 rows run at once, they are faster than one of 128.
-_GATED_HALF = {rows: block for rows, block in _GATED_SPARSE.items() if rows <= 64}
-# For eight-bit weights. At most 32 outputs use the older tensor core instructions, whose operands
-# need less shuffling.
-_PLAIN_FP8 = {
-    16: _Block(outputs=32, depth=512, warps=2, stages=3),
-    32: _Block(outputs=128, depth=128, warps=4, stages=5),
-    64: _Block(outputs=64, depth=128, warps=4, stages=5),
-}
-_GATED_FP8 = {
-    16: _Block(outputs=32, depth=256, warps=4, stages=5),
-    32: _Block(outputs=64, depth=128, warps=4, stages=4),
-    64: _Block(outputs=64, depth=128, warps=4, stages=4),
-}
+TILE_OUTPUTS = 64
 _MULTIPROCESSORS = 132
-_MAX_UNEVENNESS = 1.2
-# Sums are split while there is a multiprocessor for each program of so many outputs.
-_CUT_OUTPUTS = 64
-_CUT_OUTPUTS_FP8 = 128
-# A product is sparse if it uses less than this share of the multiprocessors.
-_SPARSE = 0.75
-# Sparse sums are split once more if the parts are at least this long.
-_LONG_SUM = 2048
-# Fewest columns of a part of a sum: a multiple of every depth.
-_MIN_COLUMNS = 256
+# Fewest rows of x in a tile; tensor cores take eight-bit weights for no fewer than 16.
+_MIN_ROWS, _MIN_ROWS_FP8 = 8, 16
+_DEPTH = 128
+# Blocks in flight by rows of x, measured on one H200 in the layers of an 8B model and a half and a
+# quarter of it: where every program has a multiprocessor, and where programs take turns.
+_STAGES = {8: (8, 4), 16: (8, 4), 32: (6, 4), 64: (5, 3), 128: (4, 2)}
+_GATED_STAGES = {8: (5, 4), 16: (5, 4), 32: (4, 3), 64: (3, 3), 128: (6, 6)}
+_FP8_STAGES = {16: (8, 8), 32: (4, 4), 64: (4, 4)}
+_GATED_FP8_STAGES = {16: (4, 4), 32: (3, 3), 64: (3, 3)}
+# A gated block of this many rows is half as deep, to fit.
+_MANY_ROWS, _MANY_ROWS_DEPTH = 128, 64
+# Sums are split until so many programs share the reading; further only into parts of this many
+# columns at least, since each part is written and read again.
+_ENOUGH_PROGRAMS = 64
+_LONG_SUM, _MIN_COLUMNS = 1536, 256
 
 
-def is_ours(num_rows: int, *, gated: bool = False, fp8: bool = False) -> bool:
+def is_ours(num_rows: int, *, fp8: bool = False) -> bool:
     """Return whether these kernels, and not the vendor's library, multiply so many rows.
 
-    Up to 64 rows of a plain product they are faster, or a few percent slower, and the bits of a row
-    do not depend on the batch. A gated product saves a kernel and is faster up to 128 rows.
+    They are as fast or faster, start early, and the bits of a row do not depend on the batch.
     """
-    if fp8:
-        return num_rows <= max(_GATED_FP8 if gated else _PLAIN_FP8)
-    return num_rows <= max(_GATED if gated else _PLAIN)
+    return num_rows <= max(_FP8_STAGES if fp8 else _STAGES)
 
 
 def choose_tiles(
@@ -258,52 +203,37 @@ def choose_tiles(
 ) -> Tiles:
     """Return the tiles for x [num_rows, in] by num_outputs weight rows (`gated`: pairs of them).
 
-    `columns` does not depend on `num_rows`, so a row is summed in the same order in every batch,
-    except for eight-bit weights, which only drafts have.
+    `columns` does not depend on `num_rows`, so a row is summed in the same order in every batch.
     """
-    blocks, cuts = _blocks_and_cuts(num_outputs, in_features, gated, fp8)
-    rows = next((most for most in blocks if num_rows <= most), max(blocks))
-    block = blocks[rows]
-    if block is _PLAIN[16] and _unevenness(num_outputs, block) > _MAX_UNEVENNESS:
-        block = _FINE
-    finest = max(_MIN_COLUMNS, block.depth)
-    columns = _ceil(in_features, cuts * finest) * finest
-    return Tiles(block.outputs, block.depth, block.warps, block.stages, rows, columns)
-
-
-def _blocks_and_cuts(
-    num_outputs: int, in_features: int, gated: bool, fp8: bool
-) -> tuple[dict[int, _Block], int]:
-    """Return blocks by rows, and the number of programs that share a sum, a power of two."""
-    if fp8:
-        cuts = 1 if gated else _cuts(num_outputs, _CUT_OUTPUTS_FP8)
-        return _GATED_FP8 if gated else _PLAIN_FP8, cuts
+    num_tiles = _ceil(num_outputs, TILE_OUTPUTS)
     # The product of two sums needs both in one program.
-    cuts = 1 if gated else _cuts(num_outputs, _CUT_OUTPUTS)
-    share = _ceil(num_outputs, _CUT_OUTPUTS) * cuts / _MULTIPROCESSORS
-    if share > 1:
-        return _GATED if gated else _PLAIN, cuts
-    if gated and share <= 0.5:
-        return _GATED_HALF, cuts
-    if gated:
-        return _GATED_SPARSE if share < _SPARSE else _GATED_ALONE, cuts
-    if share < _SPARSE and in_features >= 2 * cuts * _LONG_SUM:
-        return _PLAIN_SPARSE, 2 * cuts
-    return _PLAIN_ALONE, cuts
+    cuts = 1 if gated else _cuts(num_tiles, in_features)
+    if fp8:
+        stages = _GATED_FP8_STAGES if gated else _FP8_STAGES
+    else:
+        stages = _GATED_STAGES if gated else _STAGES
+    rows = next((most for most in stages if num_rows <= most), max(stages))
+    depth = _DEPTH
+    if gated and rows == _MANY_ROWS:
+        if 2 * num_tiles <= _MULTIPROCESSORS:
+            rows //= 2  # two tiles run at once
+        else:
+            depth = _MANY_ROWS_DEPTH
+    columns = _ceil(in_features, cuts * _DEPTH) * _DEPTH
+    take_turns = num_tiles * cuts > _MULTIPROCESSORS
+    return Tiles(rows, depth, stages[rows][take_turns], columns)
 
 
-def _cuts(num_outputs: int, outputs: int) -> int:
-    """Return how many programs share a sum while each has a multiprocessor, a power of two."""
+def _cuts(num_tiles: int, in_features: int) -> int:
+    """Return how many programs share a sum, a power of two."""
     cuts = 1
-    while 2 * cuts * _ceil(num_outputs, outputs) <= _MULTIPROCESSORS:
+    while 2 * cuts * num_tiles <= _MULTIPROCESSORS:
+        columns = in_features / (2 * cuts)
+        enough = cuts * num_tiles >= _ENOUGH_PROGRAMS
+        if columns < (_LONG_SUM if enough else _MIN_COLUMNS):
+            break
         cuts *= 2
     return cuts
-
-
-def _unevenness(num_outputs: int, block: _Block) -> float:
-    """Return the busiest multiprocessor's programs over the mean, ≥ 1."""
-    programs = _ceil(num_outputs, block.outputs)
-    return _ceil(programs, _MULTIPROCESSORS) * _MULTIPROCESSORS / programs
 
 
 def _ceil(a: int, b: int) -> int:

@@ -1,4 +1,4 @@
-"""In bfloat16 a row of a product has the same bits in any batch of up to 64."""
+"""In bfloat16 a row of a product has the same bits in any batch of up to 128."""
 
 import pytest
 import torch
@@ -20,23 +20,23 @@ def random(*shape, seed):
 
 @pytest.mark.parametrize(("num_outputs", "in_features"), SHAPES)
 def test_a_row_has_the_same_bits_alone_and_among_others(num_outputs, in_features):
-    x, weight = random(64, in_features, seed=0), random(num_outputs, in_features, seed=1)
+    x, weight = random(128, in_features, seed=0), random(num_outputs, in_features, seed=1)
     whole = linear.linear(x, weight)
-    for count in (1, 2, 8, 16, 17, 32, 33, 63):
+    for count in (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 127):
         assert torch.equal(linear.linear(x[:count], weight), whole[:count])
 
 
 def test_a_gated_row_has_the_same_bits_alone_and_among_others():
-    x, weight = random(64, 4096, seed=0), random(2 * 14336, 4096, seed=1)
+    x, weight = random(128, 4096, seed=0), random(2 * 14336, 4096, seed=1)
     whole = linear.gate_up(x, weight)
-    for count in (1, 2, 8, 16, 17, 32, 33, 63):
+    for count in (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 127):
         assert torch.equal(linear.gate_up(x[:count], weight), whole[:count])
 
 
 @pytest.mark.parametrize(("num_outputs", "in_features"), SHAPES)
 def test_addends_make_the_product_to_the_bit(num_outputs, in_features):
-    x, weight = random(64, in_features, seed=0), random(num_outputs, in_features, seed=1)
-    for count in (1, 16, 17, 64):
+    x, weight = random(128, in_features, seed=0), random(num_outputs, in_features, seed=1)
+    for count in (1, 16, 17, 64, 128):
         product = linear.linear(x[:count], weight)
         assert torch.equal(sum_partials(linear.partials(x[:count], weight), product), product)
 
