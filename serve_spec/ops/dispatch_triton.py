@@ -1,4 +1,4 @@
-"""The beginning of every kernel."""
+"""How kernels wait for each other; see `dispatch.dependent_launch`."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -10,7 +10,18 @@ import triton.language as tl
 
 @triton.jit
 def wait_for_previous(DEPENDENT: tl.constexpr):
-    """Let the next kernel start, and wait for the one before; see `dispatch.dependent_launch`."""
+    """Let the next kernel start, and wait for the one before."""
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_next_read(DEPENDENT: tl.constexpr):
+    """Let the next kernels start, which may read before they wait what this one has written."""
+    if DEPENDENT:
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.gpu; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+        tl.debug_barrier()
+        tl.extra.cuda.gdc_launch_dependents()

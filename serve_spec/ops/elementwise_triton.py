@@ -145,10 +145,12 @@ def _rotate_and_store_kernel(
     HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    wait_for_previous(DEPENDENT)
+    """Where a token is, its layout has said long ago: that is read before the kernel waits."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row).to(tl.int64)
-    position = tl.load(positions + row).to(tl.int64)
+    slot = tl.load(slots + row, cache_modifier=".cg").to(tl.int64)
+    position = tl.load(positions + row, cache_modifier=".cg").to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
     dim = tl.arange(0, BLOCK_HALF)[None, :]
     is_dim = dim < HALF
@@ -156,6 +158,8 @@ def _rotate_and_store_kernel(
     angle = position * (2 * HALF) + HALF + dim
     cos = tl.load(cos_table + angle, mask=is_dim, other=0.0)
     sin = tl.load(sin_table + angle, mask=is_dim, other=0.0)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
 
     is_head = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & is_dim
     source = heads + row * row_stride + head * (2 * HALF) + dim

@@ -156,30 +156,26 @@ class Tiles:
     """What one program of `linear_gluon` does, a pure function of the shape.
 
     It multiplies TILE_OUTPUTS weight rows (with a gate: that many pairs) by `rows` rows of x, a
-    power of two, and sums over `columns` columns, a multiple of `depth`. `stages` blocks of `depth`
-    columns are in flight: the weights are read once, so the speed depends on bytes in flight. Only
-    `columns` changes the order of a sum, and so its bits.
+    power of two, and sums over `columns` columns, a multiple of TILE_DEPTH. `stages` blocks of so
+    many columns are in flight: the weights are read once, so the speed depends on bytes in flight.
+    Only `columns` changes the order of a sum, and so its bits.
     """
 
     rows: int
-    depth: int
     stages: int
     columns: int
 
 
-TILE_OUTPUTS = 64
+TILE_OUTPUTS, TILE_DEPTH = 64, 128
 _MULTIPROCESSORS = 132
 # Fewest rows of x in a tile; tensor cores take eight-bit weights for no fewer than 16.
 _MIN_ROWS, _MIN_ROWS_FP8 = 8, 16
-_DEPTH = 128
 # Blocks in flight by rows of x, measured on one H200 in the layers of an 8B model and a half and a
 # quarter of it: where every program has a multiprocessor, and where programs take turns.
 _STAGES = {8: (8, 4), 16: (8, 4), 32: (6, 4), 64: (5, 3), 128: (4, 2)}
-_GATED_STAGES = {8: (5, 4), 16: (5, 4), 32: (4, 3), 64: (3, 3), 128: (6, 6)}
+_GATED_STAGES = {8: (5, 4), 16: (5, 4), 32: (4, 3), 64: (3, 3), 128: (3, 3)}
 _FP8_STAGES = {16: (8, 8), 32: (4, 4), 64: (4, 4)}
 _GATED_FP8_STAGES = {16: (4, 4), 32: (3, 3), 64: (3, 3)}
-# A gated block of this many rows is half as deep, to fit.
-_MANY_ROWS, _MANY_ROWS_DEPTH = 128, 64
 # Sums are split until so many programs share the reading; further only into parts of this many
 # columns at least, since each part is written and read again.
 _ENOUGH_PROGRAMS = 64
@@ -213,15 +209,11 @@ def choose_tiles(
     else:
         stages = _GATED_STAGES if gated else _STAGES
     rows = next((most for most in stages if num_rows <= most), max(stages))
-    depth = _DEPTH
-    if gated and rows == _MANY_ROWS:
-        if 2 * num_tiles <= _MULTIPROCESSORS:
-            rows //= 2  # two tiles run at once
-        else:
-            depth = _MANY_ROWS_DEPTH
-    columns = _ceil(in_features, cuts * _DEPTH) * _DEPTH
+    if gated and rows == max(_GATED_STAGES) and 2 * num_tiles <= _MULTIPROCESSORS:
+        rows //= 2  # two tiles run at once
+    columns = _ceil(in_features, cuts * TILE_DEPTH) * TILE_DEPTH
     take_turns = num_tiles * cuts > _MULTIPROCESSORS
-    return Tiles(rows, depth, stages[rows][take_turns], columns)
+    return Tiles(rows, stages[rows][take_turns], columns)
 
 
 def _cuts(num_tiles: int, in_features: int) -> int:

@@ -25,7 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from serve_spec.ops.dispatch import dependent_launch
-from serve_spec.ops.linear import TILE_OUTPUTS, Tiles
+from serve_spec.ops.linear import TILE_DEPTH, TILE_OUTPUTS, Tiles
 
 _WARPS = 4  # of one group, whose tensor cores multiply TILE_OUTPUTS rows at once
 _DTYPES = {
@@ -61,15 +61,15 @@ def multiply(
         triton.cdiv(in_features, tiles.columns),
     )
     _product_kernel[grid](
-        _blocks(weight, TILE_OUTPUTS, tiles.depth), _blocks(x, tiles.rows, tiles.depth),
+        _blocks(weight, TILE_OUTPUTS), _blocks(x, tiles.rows),
         scale, bias, out, num_rows, num_outputs, in_features, tiles.columns,
         STAGES=tiles.stages, GATED=is_gated, num_warps=_WARPS, **dependent_launch(x.device),
     )  # fmt: skip
 
 
-def _blocks(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def _blocks(tensor: Tensor, rows: int) -> TensorDescriptor:
     """Return what the copy engine needs to fetch blocks of a matrix; what lies outside is zero."""
-    block = [rows, columns]
+    block = [rows, TILE_DEPTH]
     layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[tensor.dtype])
     return TensorDescriptor.from_tensor(tensor, block, layout)
 

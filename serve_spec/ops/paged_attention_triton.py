@@ -32,7 +32,7 @@ from torch import Tensor
 
 from serve_spec.core.draft import MAX_TREE_TOKENS
 from serve_spec.ops.dispatch import dependent_launch
-from serve_spec.ops.dispatch_triton import wait_for_previous
+from serve_spec.ops.dispatch_triton import let_next_read
 from serve_spec.ops.paged_attention import AttentionKind, AttentionPlan
 
 # Tiles times kv heads that fill a device. From more than half of them on, the last program of a
@@ -290,7 +290,8 @@ def _plan_kernel(
 ):  # fmt: skip
     """List the tiles of one request, and the ranges that begin or end among their entries."""
     request, num_requests = tl.program_id(0), tl.num_programs(0)
-    wait_for_previous(DEPENDENT)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     every = tl.arange(0, BLOCK_REQUESTS)
     is_request = every < num_requests
     start = tl.load(query_starts + every, mask=is_request, other=0)
@@ -383,6 +384,7 @@ def _plan_kernel(
             ends = (begin < total) & (end > first_entry) & (end <= end_entry)
             tl.store(field + 1, first_tile + (end - 1 - first_entry) // own_width + 1, mask=ends)
             tl.store(field + 3, end, mask=ends)
+    let_next_read(DEPENDENT)
 
 
 @triton.jit
@@ -413,21 +415,23 @@ def _attend_kernel(
     HAS_FREE_BLOCKS: tl.constexpr, MERGE_SHARES: tl.constexpr, MERGE_LINES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """What the plan says is read before the kernel waits for queries, keys and values."""
     head, program = tl.program_id(0), tl.program_id(1)
-    wait_for_previous(DEPENDENT)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
     line = tl.arange(0, LINES)
     key_dim = tl.arange(0, BLOCK_DK)
     fields = ranges + program * _RANGE_FIELDS
-    first_tile, end_tile = tl.load(fields), tl.load(fields + 1)
-    first_entry, end_entry = tl.load(fields + 2), tl.load(fields + 3)
+    first_tile, end_tile = _planned(fields), _planned(fields + 1)
+    first_entry, end_entry = _planned(fields + 2), _planned(fields + 3)
     # Values that all tiles share are computed again, because keeping them costs registers.
     for tile in tl.range(first_tile, end_tile, disable_licm=True):
         fields = tiles + tile * _TILE_FIELDS
-        request, first_token = tl.load(fields), tl.load(fields + 1)
-        num_lines = tl.load(fields + 2) * GROUP
-        begin, end = tl.load(fields + 3), tl.load(fields + 4)
-        first_position = tl.load(fields + 5)
-        entry, width = tl.load(fields + 6), tl.load(fields + 7)
+        request, first_token = _planned(fields), _planned(fields + 1)
+        num_lines = _planned(fields + 2) * GROUP
+        begin, end = _planned(fields + 3), _planned(fields + 4)
+        first_position = _planned(fields + 5)
+        entry, width = _planned(fields + 6), _planned(fields + 7)
         is_first = entry >= first_entry
         is_whole = is_first & (entry + width <= end_entry)
         end = tl.minimum(end, begin + end_entry - entry)
@@ -440,7 +444,6 @@ def _attend_kernel(
         is_query = is_line[:, None]
         if DK != BLOCK_DK:
             is_query &= (key_dim < DK)[None, :]
-        q = tl.load(query + at[:, None] + key_dim[None, :], mask=is_query, other=0.0)
         if tree_mask is None:
             ancestors = tl.full([LINES], 0, tl.int64)
             own = first_position + line // GROUP
@@ -448,24 +451,29 @@ def _attend_kernel(
             ancestors = tl.load(tree_mask + token, mask=is_line, other=1)
             bits = (ancestors[:, None] >> tl.arange(0, _LAST_TREE_TOKEN + 1)[None, :]) & 1
             own = first_position + tl.sum(bits, axis=1).to(tl.int32) - 1
+        table = tables + request.to(tl.int64) * table_stride
+        page = _pages(table, begin, end, PAGE_SIZE, BLOCK)
+        if DEPENDENT:
+            tl.extra.cuda.gdc_wait()
+        q = tl.load(query + at[:, None] + key_dim[None, :], mask=is_query, other=0.0)
 
         highest = tl.full([LINES], _LOWEST, tl.float32)
         total = tl.full([LINES], 0.0, tl.float32)
         mixed = tl.full([LINES, BLOCK_DV], 0.0, tl.float32)
-        table = tables + request.to(tl.int64) * table_stride
         if HAS_FREE_BLOCKS:
             # Blocks that all lines see need no mask.
             num_free = tl.minimum(end, first_position + (0 if tree_mask is not None else 1)) - begin
             middle = begin + tl.maximum(num_free, 0) // BLOCK * BLOCK
             highest, total, mixed = _attend(
-                q, keys, values, table, begin, middle, head, first_position, own, ancestors,
+                q, keys, values, table, page, begin, middle, head, first_position, own, ancestors,
                 highest, total, mixed, scale,
                 NUM_KV_HEADS, DK, DV, BLOCK_DK, BLOCK_DV, PAGE_SIZE, WINDOW, BLOCK,
                 tree_mask is not None, True,
             )  # fmt: skip
             begin = middle
+            page = _pages(table, begin, end, PAGE_SIZE, BLOCK)
         highest, total, mixed = _attend(
-            q, keys, values, table, begin, end, head, first_position, own, ancestors,
+            q, keys, values, table, page, begin, end, head, first_position, own, ancestors,
             highest, total, mixed, scale,
             NUM_KV_HEADS, DK, DV, BLOCK_DK, BLOCK_DV, PAGE_SIZE, WINDOW, BLOCK,
             tree_mask is not None, False,
@@ -483,6 +491,8 @@ def _attend_kernel(
                 2 * program + tl.where(is_first, 1, 0), entry, width, first_token, num_lines,
                 NUM_KV_HEADS, GROUP, DV, BLOCK_DV, LINES, MERGE_SHARES, MERGE_LINES,
             )  # fmt: skip
+    if DEPENDENT:  # programs without a tile, too
+        tl.extra.cuda.gdc_wait()
     if (num_tokens > 0) & (program == tl.num_programs(1) - 1):
         # Tokens that no request owns get zeros, from the program that has least to do.
         nothing = tl.full([LINES, BLOCK_DV], 0.0, tl.float32)
@@ -492,6 +502,20 @@ def _attend_kernel(
             _store_lines(
                 out, nothing, head, spare, line, is_spare, NUM_KV_HEADS, GROUP, DV, BLOCK_DV
             )
+
+
+@triton.jit
+def _planned(place):
+    """Read from L2, where an earlier kernel has written, though this one has not waited for it."""
+    return tl.load(place, cache_modifier=".cg")
+
+
+@triton.jit
+def _pages(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the ids of the pages of the entries begin .. begin + BLOCK - 1, 0 from `end` on."""
+    position = begin + tl.arange(0, BLOCK)
+    place = table + position // PAGE_SIZE
+    return tl.load(place, mask=position < end, other=0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -525,25 +549,27 @@ def _store_share(
 @triton.jit
 def _shares(counts, entry, width):
     """Return the first range that has a share of a tile, and how many have one."""
-    share = tl.load(counts + 2)
+    share = _planned(counts + 2)
     first_range = entry // share
     return first_range, (entry + width - 1) // share - first_range + 1
 
 
 @triton.jit
 def _attend(
-    q, keys, values, table, begin, end, head, first_position, own, ancestors,
+    q, keys, values, table, page, begin, end, head, first_position, own, ancestors,
     highest, total, mixed, scale,
     NUM_KV_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, BLOCK: tl.constexpr,
     IS_TREE: tl.constexpr, IS_FREE: tl.constexpr,
 ):  # fmt: skip
-    """Add the entries begin .. end - 1 to a softmax. IS_FREE: whole blocks that all lines see."""
+    """Add the entries begin .. end - 1 to a softmax. IS_FREE: whole blocks that all lines see.
+
+    page: ids of the pages of the first block. Those of others are loaded one block ahead, so that
+    the blocks can be loaded several ahead.
+    """
     key_dim, value_dim = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
-    # Page ids are loaded one block ahead, so that the blocks can be loaded several ahead.
     position = begin + tl.arange(0, BLOCK)
-    page = tl.load(table + position // PAGE_SIZE, mask=position < end, other=0)
     for _ in range(begin, end, BLOCK):
         inside = position < end
         entry = (page * PAGE_SIZE + position % PAGE_SIZE) * NUM_KV_HEADS + head
@@ -599,17 +625,22 @@ def _merge_kernel(
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     head, first_line = tl.program_id(0), tl.program_id(1) * MERGE_LINES
-    wait_for_previous(DEPENDENT)
-    num_tiles = tl.where(tl.load(counts + 2) > 0, tl.load(counts), 0)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+    num_tiles = tl.where(_planned(counts + 2) > 0, _planned(counts), 0)
     for tile in range(tl.program_id(2), num_tiles, tl.num_programs(2)):
         fields = tiles + tile * _TILE_FIELDS
-        first_token, num_lines = tl.load(fields + 1), tl.load(fields + 2) * GROUP
-        first_range, num_shares = _shares(counts, tl.load(fields + 6), tl.load(fields + 7))
+        first_token, num_lines = _planned(fields + 1), _planned(fields + 2) * GROUP
+        first_range, num_shares = _shares(counts, _planned(fields + 6), _planned(fields + 7))
+        if DEPENDENT:
+            tl.extra.cuda.gdc_wait()
         if (num_shares > 1) & (first_line < num_lines):
             _merge(
                 out, partials, stats, head, first_range, num_shares, first_token, num_lines,
                 first_line, NUM_KV_HEADS, GROUP, DV, BLOCK_DV, LINES, MERGE_SHARES, MERGE_LINES,
             )  # fmt: skip
+    if DEPENDENT:  # programs without a tile, too
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
