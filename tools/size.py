@@ -98,8 +98,8 @@ def _sizes(node: ast.ClassDef | Function) -> dict[str, int]:
 
 
 def _has_kernels(path: Path) -> bool:
-    """Return whether a file holds Triton kernels. Such a file, and a kernel, may have any size."""
-    return path.name.endswith("_triton.py")
+    """Return whether a file holds kernels. Such a file, and a kernel, may have any size."""
+    return path.name.endswith(("_triton.py", "_gluon.py"))
 
 
 def _height(node: ast.ClassDef | Function) -> int:

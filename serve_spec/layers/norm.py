@@ -32,13 +32,14 @@ class RMSNorm(Layer):
         # Set by `finish` on CPUs: (w · sqrt(n), sqrt(n · eps)) for the rewritten form.
         self._scaled: tuple[Tensor, Tensor] | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise [..., width] -> [..., width]."""
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Normalise [..., width] -> [..., width], into `out` if given (see `rms_norm`)."""
         if self._scaled is None:
-            return rms_norm(x, self.weight, self.eps)
+            return rms_norm(x, self.weight, self.eps, out)
         gain, floor = self._scaled
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        return (x / torch.hypot(norm, floor)).mul_(gain).to(x.dtype)
+        normed = (x / torch.hypot(norm, floor)).mul_(gain).to(x.dtype)
+        return normed if out is None else out.copy_(normed)
 
     __call__ = forward
 

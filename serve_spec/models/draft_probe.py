@@ -104,9 +104,10 @@ def overlap_measure(head: Eagle | Eagle3, target: Llama, token_ids: Tensor) -> C
     features: the share of first drafts that an exact rule could accept. The target runs once.
     """
     with torch.no_grad():
-        hidden, features = target.forward(
+        output = target.forward(
             token_ids, causal_context(target.rank_shape, token_ids[None]), head.capture
         )
+    features = output.features
     assert features is not None, "a head captures something"
     encoded, following = features[:-1], token_ids[1:]
 
@@ -114,7 +115,7 @@ def overlap_measure(head: Eagle | Eagle3, target: Llama, token_ids: Tensor) -> C
         with torch.no_grad():
             states = head.encode(encoded)
             out = head.forward(following, states, causal_context(head.shape, following[None]))
-            return _overlap(head, target, hidden[1:], out)
+            return _overlap(head, target, output.hidden[1:], out)
 
     return measure
 

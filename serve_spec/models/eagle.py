@@ -140,8 +140,10 @@ class Eagle3FirstLayer(DecoderLayer):
         """
         assert self.input_norm is not None
         assert residual is not None, "a first layer of EAGLE-3 reads a hidden state"
-        normed = self.hidden_norm(residual)
-        inputs = torch.cat((self.input_norm(hidden), normed), dim=-1)
+        num_tokens, width = residual.shape
+        inputs = residual.new_empty(num_tokens, 2 * width)
+        self.input_norm(hidden, inputs[:, :width])
+        normed = self.hidden_norm(residual, inputs[:, width:])
         return self.attention.heads(inputs), normed if self.norm_before_residual else residual
 
     def tensors(self) -> dict[str, Destination]:

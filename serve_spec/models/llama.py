@@ -46,10 +46,17 @@ class FeatureCapture:
 
 
 class TargetOutput(NamedTuple):
-    """`hidden` [T, H] after the final norm; `features` [T, F] if a capture was asked for."""
+    """`hidden` [T, H] after the final norm; `streams` [T, H] that were to be captured, if any."""
 
     hidden: Tensor
-    features: Tensor | None
+    streams: tuple[Tensor, ...] = ()
+
+    @property
+    def features(self) -> Tensor | None:
+        """Return the captured streams side by side, [T, F]; None if there are none."""
+        if len(self.streams) > 1:
+            return torch.cat(self.streams, dim=1)
+        return self.streams[0] if self.streams else None
 
 
 class Llama(Layer):
@@ -90,18 +97,20 @@ class Llama(Layer):
         hidden = self.embed_tokens(token_ids)
         residual: Tensor | None = None
         rotation = self.rope.at(ctx.positions)
-        recorder = _Recorder(capture, hidden)
+        wanted = () if capture is None else capture.layer_ids
+        streams: dict[int, Tensor] = {}
         for index, layer in enumerate(self._layers):
             heads, residual = layer.before_attention(hidden, residual)
-            recorder.record(index, residual)
+            if wanted and index in wanted:
+                streams[index] = residual
             attended = layer.attention.attend(heads, rotation, ctx)
             hidden, residual = layer.after_attention(attended, residual)
         assert residual is not None, "a model has at least one layer"
         hidden, residual = self.norm.add(hidden, residual)
-        recorder.record(len(self._layers), residual)
-        if capture is not None and capture.layer_ids is None:
-            return TargetOutput(hidden, hidden)
-        return TargetOutput(hidden, recorder.features)
+        if wanted is None:
+            return TargetOutput(hidden, (hidden,))
+        streams[len(self._layers)] = residual
+        return TargetOutput(hidden, tuple(streams[index] for index in wanted))
 
     __call__ = forward
 
@@ -124,25 +133,6 @@ def without_padding(logits: Tensor, num_ids: int | None) -> Tensor:
     if num_ids is not None:
         logits[:, num_ids:] = float("-inf")
     return logits
-
-
-class _Recorder:
-    """Captured streams of one forward in one [T, F] tensor."""
-
-    def __init__(self, capture: FeatureCapture | None, hidden: Tensor) -> None:
-        self.features: Tensor | None = None
-        self._columns: dict[int, list[Tensor]] = {}
-        if capture is None or capture.layer_ids is None:
-            return
-        num_rows, width = hidden.shape
-        self.features = hidden.new_empty(num_rows, capture.width(width))
-        for block, layer in zip(self.features.split(width, dim=1), capture.layer_ids, strict=True):
-            self._columns.setdefault(layer, []).append(block)
-
-    def record(self, layer: int, stream: Tensor) -> None:
-        """Keep the stream entering `layer` if it is captured."""
-        for block in self._columns.get(layer, ()):
-            block.copy_(stream)
 
 
 TARGETS: dict[str, type[Llama]] = dict.fromkeys(FAMILIES, Llama)

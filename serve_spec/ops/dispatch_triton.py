@@ -11,8 +11,21 @@ import triton.language as tl
 @triton.jit
 def wait_for_previous(DEPENDENT: tl.constexpr):
     """Let the next kernel start, and wait for the one before."""
+    let_next_start(DEPENDENT)
+    wait(DEPENDENT)
+
+
+@triton.jit
+def let_next_start(DEPENDENT: tl.constexpr):
+    """Let the next kernel start; it waits itself before it reads what this one writes."""
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait(DEPENDENT: tl.constexpr):
+    """Wait for the kernel before. Waiting again costs nothing."""
+    if DEPENDENT:
         tl.extra.cuda.gdc_wait()
 
 

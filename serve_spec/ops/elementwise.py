@@ -33,12 +33,13 @@ def embed(
 
 
 @has_kernel
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """Return x / sqrt(mean(x²) + eps) · weight, in float32, rounded once to x's dtype.
 
-    x: [..., width]; weight: [width].
+    x: [..., width]; weight: [width]. out: where to write it, [T, width] as x; rows may be strided.
     """
-    return F.rms_norm(x, weight.shape, weight, eps)
+    normed = F.rms_norm(x, weight.shape, weight, eps)
+    return normed if out is None else out.copy_(normed)
 
 
 @has_kernel

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from serve_spec.core.context import Rotation
 from serve_spec.ops.dispatch import dependent_launch
-from serve_spec.ops.dispatch_triton import wait_for_previous
+from serve_spec.ops.dispatch_triton import let_next_start, wait, wait_for_previous
 from serve_spec.ops.linear_triton import load_sum
 
 _EMBED_BLOCK = 1024
@@ -50,9 +50,12 @@ def _embed_kernel(
     tl.store(out + token * width + at, values.to(out.dtype.element_ty), mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """See `elementwise.rms_norm`. The rows of x may be strided, their elements not."""
     rows = x.reshape(-1, x.shape[-1])
+    if out is not None:
+        _launch(rows, None, weight, out, None, eps)
+        return out
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)
     _launch(rows, None, weight, out, None, eps)
     return out.view(x.shape)
@@ -84,7 +87,8 @@ def _launch(
     block = triton.next_power_of_2(width)
     _rms_norm_kernel[(num_rows,)](
         x, residual, weight, out, total, width,
-        x.stride(0), 0 if residual is None else residual.stride(0), partial_stride, eps,
+        x.stride(0), 0 if residual is None else residual.stride(0), out.stride(0),
+        partial_stride, eps,
         NUM_PARTIALS=num_partials, BLOCK=block,
         num_warps=min(max(block // 512, 1), 16), **dependent_launch(x.device),
     )  # fmt: skip
@@ -92,7 +96,8 @@ def _launch(
 
 @triton.jit
 def _rms_norm_kernel(
-    x, residual, weight, out, total, width, x_stride, residual_stride, partial_stride, eps,
+    x, residual, weight, out, total, width, x_stride, residual_stride, out_stride, partial_stride,
+    eps,
     NUM_PARTIALS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -108,7 +113,7 @@ def _rms_norm_kernel(
         tl.store(total + row * width + at, values, mask=inside)
     values = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values) / width + eps)
-    tl.store(out + row * width + at, values * scale * gain.to(tl.float32), mask=inside)
+    tl.store(out + row * out_stride + at, values * scale * gain.to(tl.float32), mask=inside)
 
 
 _HEADS_PER_PROGRAM = 8
@@ -146,8 +151,7 @@ def _rotate_and_store_kernel(
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Where a token is, its layout has said long ago: that is read before the kernel waits."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row, cache_modifier=".cg").to(tl.int64)
     position = tl.load(positions + row, cache_modifier=".cg").to(tl.int64)
@@ -158,8 +162,7 @@ def _rotate_and_store_kernel(
     angle = position * (2 * HALF) + HALF + dim
     cos = tl.load(cos_table + angle, mask=is_dim, other=0.0)
     sin = tl.load(sin_table + angle, mask=is_dim, other=0.0)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
+    wait(DEPENDENT)
 
     is_head = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & is_dim
     source = heads + row * row_stride + head * (2 * HALF) + dim

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from serve_spec.ops.dispatch import dependent_launch
-from serve_spec.ops.dispatch_triton import let_next_read, wait_for_previous
+from serve_spec.ops.dispatch_triton import let_next_read, wait, wait_for_previous
 from serve_spec.ops.layout import Extended, Followed, Sequences, TokenLayout
 
 _BLOCK = 128
@@ -81,8 +81,7 @@ def _layout_kernel(
 ):  # fmt: skip
     """query_lens: None if each sequence has `even_len` tokens. made, depths: None if not given."""
     b = tl.program_id(0)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
+    wait(DEPENDENT)
     if query_lens is None:
         begin = tl.minimum(b * even_len, num_tokens)
         count = even_len

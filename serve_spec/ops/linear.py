@@ -12,7 +12,6 @@ from torch.compiler import is_compiling
 from serve_spec.core.machine import is_hopper
 from serve_spec.ops.dispatch import has_kernel
 
-
 # Of a weight of our kernels, so that the rows of one in eight bits start at multiples of 16 bytes.
 COLUMNS_MULTIPLE = 16
 
@@ -180,6 +179,8 @@ _GATED_FP8_STAGES = {16: (4, 4), 32: (3, 3), 64: (3, 3)}
 # columns at least, since each part is written and read again.
 _ENOUGH_PROGRAMS = 64
 _LONG_SUM, _MIN_COLUMNS = 1536, 256
+# Two on a multiprocessor: of eight-bit weights one spends its time on their conversion.
+_PROGRAMS_FP8 = 2 * _MULTIPROCESSORS
 
 
 def is_ours(num_rows: int, *, fp8: bool = False) -> bool:
@@ -203,7 +204,7 @@ def choose_tiles(
     """
     num_tiles = _ceil(num_outputs, TILE_OUTPUTS)
     # The product of two sums needs both in one program.
-    cuts = 1 if gated else _cuts(num_tiles, in_features)
+    cuts = 1 if gated else _cuts(num_tiles, in_features, _PROGRAMS_FP8 if fp8 else _MULTIPROCESSORS)
     if fp8:
         stages = _GATED_FP8_STAGES if gated else _FP8_STAGES
     else:
@@ -216,10 +217,10 @@ def choose_tiles(
     return Tiles(rows, stages[rows][take_turns], columns)
 
 
-def _cuts(num_tiles: int, in_features: int) -> int:
+def _cuts(num_tiles: int, in_features: int, most_programs: int) -> int:
     """Return how many programs share a sum, a power of two."""
     cuts = 1
-    while 2 * cuts * num_tiles <= _MULTIPROCESSORS:
+    while 2 * cuts * num_tiles <= most_programs:
         columns = in_features / (2 * cuts)
         enough = cuts * num_tiles >= _ENOUGH_PROGRAMS
         if columns < (_LONG_SUM if enough else _MIN_COLUMNS):

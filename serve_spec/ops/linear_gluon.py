@@ -139,24 +139,8 @@ def _product_kernel(
             pred=following < num_blocks,
         )  # fmt: skip
 
-    output = first_output + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, layout))
-    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
-    is_output = output < num_outputs
-    if scale is not None:
-        sums *= gl.load(scale + output, mask=is_output)[:, None]
-        if GATED:
-            up_sums *= gl.load(scale + num_outputs + output, mask=is_output)[:, None]
-    if bias is not None:
-        sums += gl.load(bias + output, mask=is_output).to(gl.float32)[:, None]
-    results = sums.to(out.dtype.element_ty)
-    if GATED:
-        # As `linear_triton.gated`.
-        gate = results.to(gl.float32)
-        silu = (gate / (1.0 + gl.exp(-gate))).to(results.dtype)
-        up = up_sums.to(results.dtype).to(gl.float32)
-        results = (silu.to(gl.float32) * up).to(results.dtype)
-    at = (split * num_rows + row).to(gl.int64)[None, :] * num_outputs + output[:, None]
-    gl.store(out + at, results, mask=is_output[:, None] & (row < num_rows)[None, :])
+    _write(sums, up_sums, scale, bias, out + split.to(gl.int64) * num_rows * num_outputs,
+           first_row, first_output, num_rows, num_outputs, GATED)  # fmt: skip
 
 
 @gluon.jit
@@ -183,3 +167,30 @@ def _multiply_block(block, columns_of_x, sums, dtype: gl.constexpr):
         return warpgroup_mma(block, columns_of_x, sums, is_async=True)
     operand: gl.constexpr = gl.DotOperandLayout(0, sums.type.layout, k_width=2)
     return warpgroup_mma(block.load(operand).to(dtype), columns_of_x, sums, is_async=True)
+
+
+@gluon.jit
+def _write(
+    sums, up_sums, scale, bias, out, first_row, first_output, num_rows, num_outputs,
+    GATED: gl.constexpr,
+):  # fmt: skip
+    """Write out[row, output] of a tile of sums [outputs, rows]."""
+    layout: gl.constexpr = sums.type.layout
+    output = first_output + gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, layout))
+    row = first_row + gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, layout))
+    is_output = output < num_outputs
+    if scale is not None:
+        sums *= gl.load(scale + output, mask=is_output)[:, None]
+        if GATED:
+            up_sums *= gl.load(scale + num_outputs + output, mask=is_output)[:, None]
+    if bias is not None:
+        sums += gl.load(bias + output, mask=is_output).to(gl.float32)[:, None]
+    results = sums.to(out.dtype.element_ty)
+    if GATED:
+        # As `linear_triton.gated`.
+        gate = results.to(gl.float32)
+        silu = (gate / (1.0 + gl.exp(-gate))).to(results.dtype)
+        up = up_sums.to(results.dtype).to(gl.float32)
+        results = (silu.to(gl.float32) * up).to(results.dtype)
+    at = row.to(gl.int64)[None, :] * num_outputs + output[:, None]
+    gl.store(out + at, results, mask=is_output[:, None] & (row < num_rows)[None, :])

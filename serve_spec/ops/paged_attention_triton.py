@@ -32,7 +32,7 @@ from torch import Tensor
 
 from serve_spec.core.draft import MAX_TREE_TOKENS
 from serve_spec.ops.dispatch import dependent_launch
-from serve_spec.ops.dispatch_triton import let_next_read
+from serve_spec.ops.dispatch_triton import let_next_read, let_next_start, wait
 from serve_spec.ops.paged_attention import AttentionKind, AttentionPlan
 
 # Tiles times kv heads that fill a device. From more than half of them on, the last program of a
@@ -290,8 +290,7 @@ def _plan_kernel(
 ):  # fmt: skip
     """List the tiles of one request, and the ranges that begin or end among their entries."""
     request, num_requests = tl.program_id(0), tl.num_programs(0)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
+    wait(DEPENDENT)
     every = tl.arange(0, BLOCK_REQUESTS)
     is_request = every < num_requests
     start = tl.load(query_starts + every, mask=is_request, other=0)
@@ -417,8 +416,7 @@ def _attend_kernel(
 ):  # fmt: skip
     """What the plan says is read before the kernel waits for queries, keys and values."""
     head, program = tl.program_id(0), tl.program_id(1)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(DEPENDENT)
     line = tl.arange(0, LINES)
     key_dim = tl.arange(0, BLOCK_DK)
     fields = ranges + program * _RANGE_FIELDS
@@ -453,8 +451,7 @@ def _attend_kernel(
             own = first_position + tl.sum(bits, axis=1).to(tl.int32) - 1
         table = tables + request.to(tl.int64) * table_stride
         page = _pages(table, begin, end, PAGE_SIZE, BLOCK)
-        if DEPENDENT:
-            tl.extra.cuda.gdc_wait()
+        wait(DEPENDENT)
         q = tl.load(query + at[:, None] + key_dim[None, :], mask=is_query, other=0.0)
 
         highest = tl.full([LINES], _LOWEST, tl.float32)
@@ -491,8 +488,7 @@ def _attend_kernel(
                 2 * program + tl.where(is_first, 1, 0), entry, width, first_token, num_lines,
                 NUM_KV_HEADS, GROUP, DV, BLOCK_DV, LINES, MERGE_SHARES, MERGE_LINES,
             )  # fmt: skip
-    if DEPENDENT:  # programs without a tile, too
-        tl.extra.cuda.gdc_wait()
+    wait(DEPENDENT)  # programs without a tile, too
     if (num_tokens > 0) & (program == tl.num_programs(1) - 1):
         # Tokens that no request owns get zeros, from the program that has least to do.
         nothing = tl.full([LINES, BLOCK_DV], 0.0, tl.float32)
@@ -625,22 +621,19 @@ def _merge_kernel(
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     head, first_line = tl.program_id(0), tl.program_id(1) * MERGE_LINES
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(DEPENDENT)
     num_tiles = tl.where(_planned(counts + 2) > 0, _planned(counts), 0)
     for tile in range(tl.program_id(2), num_tiles, tl.num_programs(2)):
         fields = tiles + tile * _TILE_FIELDS
         first_token, num_lines = _planned(fields + 1), _planned(fields + 2) * GROUP
         first_range, num_shares = _shares(counts, _planned(fields + 6), _planned(fields + 7))
-        if DEPENDENT:
-            tl.extra.cuda.gdc_wait()
+        wait(DEPENDENT)
         if (num_shares > 1) & (first_line < num_lines):
             _merge(
                 out, partials, stats, head, first_range, num_shares, first_token, num_lines,
                 first_line, NUM_KV_HEADS, GROUP, DV, BLOCK_DV, LINES, MERGE_SHARES, MERGE_LINES,
             )  # fmt: skip
-    if DEPENDENT:  # programs without a tile, too
-        tl.extra.cuda.gdc_wait()
+    wait(DEPENDENT)  # programs without a tile, too
 
 
 @triton.jit

@@ -242,5 +242,7 @@ def forward_rows(
 ) -> tuple[Tensor, Tensor | None]:
     """Return post-norm hidden [B, T, H] and captured features [B, T, F] of rows [B, T]."""
     out = model.forward(tokens.flatten(), causal_context(model.rank_shape, tokens), capture)
-    features = None if out.features is None else out.features.unflatten(0, tokens.shape)
+    features = out.features
+    if features is not None:
+        features = features.unflatten(0, tokens.shape)
     return out.hidden.unflatten(0, tokens.shape), features

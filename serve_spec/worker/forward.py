@@ -135,13 +135,16 @@ def run_target(
     )
     attention = SlotAttention(target.pool, target.kinds, layout.slots, plan)
     output = target.model.forward(token_ids, ForwardContext(positions, attention), target.capture)
+    # First, so that its weights are fetched while the last norm still runs.
+    logits = target.model.logits(output.hidden[:num_drawn])
+    features = output.features
     if target.features is not None:
-        assert output.features is not None, "the draft model needs features"
-        target.features.write(layout.slots, output.features)
+        assert features is not None, "the draft model needs features"
+        target.features.write(layout.slots, features)
     return VerifiedTokens(
         token_ids[:num_drawn],
         drawn,
-        target.model.logits(output.hidden[:num_drawn]),
+        logits,
         output.hidden,
         None if tree is None else tree.parents,
         None if tree is None else tree.depths,

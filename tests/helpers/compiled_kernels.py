@@ -14,8 +14,17 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from serve_spec.ops import admission_triton, paged_attention_triton, shared_sum, shared_sum_triton
+from serve_spec.ops import (
+    admission_triton,
+    linear_gluon,
+    paged_attention_triton,
+    shared_sum,
+    shared_sum_triton,
+)
+from serve_spec.ops.linear import choose_tiles
 from serve_spec.ops.paged_attention import AttentionKind, AttentionPlan
 
 ATTENTION = {
@@ -54,6 +63,8 @@ class _Recorder:
             if isinstance(value, Tensor):
                 signature[name] = "*" + triton.runtime.jit.mangle_type(value)[1:]
                 attributes[(index,)] = [["tt.divisibility", 16]]
+            elif isinstance(value, TensorDescriptor):
+                signature[name] = triton.runtime.jit.mangle_type(value)
             elif isinstance(value, tuple):
                 signature[name] = tuple("*" + triton.runtime.jit.mangle_type(t)[1:] for t in value)
                 attributes |= {(index, i): [["tt.divisibility", 16]] for i in range(len(value))}
@@ -63,7 +74,9 @@ class _Recorder:
                 signature[name] = "fp32" if isinstance(value, float) else "i32"
                 if name == "query_stride":
                     attributes[(index,)] = [["tt.divisibility", 16]]
-        source = ASTSource(self._kernel, signature, constants, attributes)
+        options |= {name: values[name] for name in ("num_warps",) if name in names}
+        make_source = GluonASTSource if self._kernel.is_gluon() else ASTSource
+        source = make_source(self._kernel, signature, constants, attributes)
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         record = {"case": self._case, "kernel": self._kernel.__name__}
         record |= _resources(compiled.asm["ptx"])
@@ -146,8 +159,19 @@ def compile_exchanges(case, rank, size):
         shared_sum_triton.gather_columns(torch.zeros(1, 8), 8 * rank, 8 * size, memory)
 
 
+def compile_product(case, num_rows, gated, fp8):
+    """Compile what a layer of an 8B model launches for so many rows, in bfloat16."""
+    x = torch.zeros(num_rows, 4096, dtype=torch.bfloat16)
+    weight = torch.zeros(28672, 4096, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16)
+    out = torch.zeros(num_rows, 14336 if gated else 28672, dtype=torch.bfloat16)
+    scale = torch.zeros(len(weight)) if fp8 else None
+    tiles = choose_tiles(out.shape[1], 4096, num_rows, gated, fp8)
+    with recorded(linear_gluon, case):
+        linear_gluon.multiply(x, weight, scale, None, out, tiles, gated)
+
+
 if __name__ == "__main__":
-    for op in (admission_triton, paged_attention_triton, shared_sum_triton):
+    for op in (admission_triton, linear_gluon, paged_attention_triton, shared_sum_triton):
         op.dependent_launch = lambda device: {"DEPENDENT": True, "launch_pdl": True}
     paged_attention_triton._num_multiprocessors = lambda device: 132
     for case, settings in ATTENTION.items():
@@ -156,3 +180,8 @@ if __name__ == "__main__":
         compile_admission(case, **settings)
     for rank, size in ((0, 2), (1, 4)):
         compile_exchanges(f"rank {rank} of {size}", rank, size)
+    for num_rows in (1, 16, 32, 64, 128):
+        for gated, fp8 in ((False, False), (True, False), (False, True), (True, True)):
+            if num_rows <= 64 or not fp8:
+                case = f"{num_rows} rows, gated={gated}, fp8={fp8}"
+                compile_product(case, num_rows, gated, fp8)

@@ -27,9 +27,9 @@ def run(model, capture=None):
     for chunks in ROUNDS:
         count = sum(n for _, n in chunks)
         ids = torch.randint(0, 288, (count,), generator=generator).to(weight.device)
-        hidden, captured = model.forward(ids, sequences.extend(chunks), capture)
-        logits.append(model.logits(hidden).cpu())
-        features.append(hidden.cpu() if captured is None else captured.cpu())
+        out = model.forward(ids, sequences.extend(chunks), capture)
+        logits.append(model.logits(out.hidden).cpu())
+        features.append((out.hidden if out.features is None else out.features).cpu())
     return torch.cat(logits), torch.cat(features)
 
 

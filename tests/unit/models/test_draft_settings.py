@@ -31,9 +31,9 @@ IDS = torch.randint(0, 288, (150,), generator=torch.Generator().manual_seed(1))
 def plain_overlap(head, plain, target):
     """What the measure means: float64, a paged pool for the target, one softmax for all rows."""
     ctx = PagedSequences(target.shape, 1, len(IDS)).extend([(0, len(IDS))])
-    hidden, features = target.forward(IDS, ctx, head.capture)
-    _, logits = plain.unroll(IDS[1:], features[:-1])
-    p = target.logits(hidden[1:]).double().softmax(dim=1)
+    out = target.forward(IDS, ctx, head.capture)
+    _, logits = plain.unroll(IDS[1:], out.features[:-1])
+    p = target.logits(out.hidden[1:]).double().softmax(dim=1)
     if head.target_ids is not None:
         p = p[:, head.target_ids]
     return float(torch.minimum(p, logits.softmax(dim=1)).sum(dim=1).mean())
