@@ -52,12 +52,12 @@ def gate_up(x: Tensor, weight: Tensor, fp8: Fp8Weight | None = None) -> Tensor:
 
     fp8: see `linear`.
     """
-    ours = _our_weight(x, weight, fp8)
+    ours = _our_weight(x, weight, fp8, gated=True)
     return silu_and_mul(linear(x, weight)) if ours is None else small_gate_up(x, *ours)
 
 
 def _our_weight(
-    x: Tensor, weight: Tensor, fp8: Fp8Weight | None
+    x: Tensor, weight: Tensor, fp8: Fp8Weight | None, *, gated: bool = False
 ) -> tuple[Tensor, Tensor | None] | None:
     """Return the weight and its scale for `linear_triton`; None if it is not the fastest."""
     is_supported = (
@@ -71,7 +71,9 @@ def _our_weight(
     )
     if is_supported and fp8 is not None and is_ours(x.shape[0], fp8=True):
         return fp8.values, fp8.scale
-    return (weight, None) if is_supported and is_ours(x.shape[0]) else None
+    num_outputs = weight.shape[0] // (2 if gated else 1)
+    is_fastest = is_ours(x.shape[0], num_outputs, gated=gated)
+    return (weight, None) if is_supported and is_fastest else None
 
 
 @has_kernel
@@ -183,12 +185,16 @@ _LONG_SUM, _MIN_COLUMNS = 1536, 256
 _PROGRAMS_FP8 = 2 * _MULTIPROCESSORS
 
 
-def is_ours(num_rows: int, *, fp8: bool = False) -> bool:
+def is_ours(num_rows: int, num_outputs: int = 1, *, gated: bool = False, fp8: bool = False) -> bool:
     """Return whether these kernels, and not the vendor's library, multiply so many rows.
 
-    They are as fast or faster, start early, and the bits of a row do not depend on the batch.
+    They are as fast or faster, start early, and the bits of a row do not depend on the batch. Only
+    where plain programs of many rows take turns, as for logits, the library is 3% faster.
     """
-    return num_rows <= max(_FP8_STAGES if fp8 else _STAGES)
+    if fp8:
+        return num_rows <= max(_FP8_STAGES)
+    takes_turns = not gated and _ceil(num_outputs, TILE_OUTPUTS) > _MULTIPROCESSORS
+    return num_rows <= (max(_STAGES) // 2 if takes_turns else max(_STAGES))
 
 
 def choose_tiles(
