@@ -17,7 +17,7 @@ from torch import Tensor
 
 from serve_spec.ops.dispatch import dependent_launch
 from serve_spec.ops.dispatch_triton import wait_for_previous
-from serve_spec.ops.linear import Tiles, choose_tiles
+from serve_spec.ops.linear import choose_tiles
 from serve_spec.ops.linear_gluon import multiply
 
 _SUM_BLOCK = 512
@@ -34,7 +34,15 @@ def small_linear(
     out = x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype or x.dtype)
     num_outputs, in_features = weight.shape
     tiles = choose_tiles(num_outputs, in_features, x.shape[0], fp8=scale is not None)
-    _multiply(x, weight, scale, bias, out, tiles)
+    if tiles.columns >= in_features:
+        multiply(x, weight, scale, bias, out, tiles)
+        return out
+    sums = small_partials(x, weight, scale)
+    _sum_kernel[(triton.cdiv(out.numel(), _SUM_BLOCK),)](
+        sums, bias, out, out.numel(), out.shape[1],
+        SPLITS=len(sums), BLOCK=_SUM_BLOCK,
+        num_warps=4, **dependent_launch(x.device),
+    )  # fmt: skip
     return out
 
 
@@ -54,33 +62,9 @@ def small_gate_up(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Ten
     """See `linear.small_gate_up`. Rows of x may be strided, their elements not."""
     width, in_features = weight.shape[0] // 2, weight.shape[1]
     out = x.new_empty(x.shape[0], width)
-    fp8 = scale is not None
-    tiles = choose_tiles(width, in_features, x.shape[0], gated=True, fp8=fp8)
-    _multiply(x, weight, scale, None, out, tiles, is_gated=True)
+    tiles = choose_tiles(width, in_features, x.shape[0], gated=True, fp8=scale is not None)
+    multiply(x, weight, scale, None, out, tiles, is_gated=True)
     return out
-
-
-def _multiply(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor,
-    tiles: Tiles,
-    is_gated: bool = False,
-) -> None:
-    num_rows, in_features = x.shape
-    splits = triton.cdiv(in_features, tiles.columns)
-    if splits == 1:
-        multiply(x, weight, scale, bias, out, tiles, is_gated)
-        return
-    sums = x.new_empty(splits, num_rows, out.shape[1], dtype=torch.float32)
-    multiply(x, weight, scale, None, sums, tiles)
-    _sum_kernel[(triton.cdiv(out.numel(), _SUM_BLOCK),)](
-        sums, bias, out, out.numel(), out.shape[1],
-        SPLITS=splits, BLOCK=_SUM_BLOCK,
-        num_warps=4, **dependent_launch(x.device),
-    )  # fmt: skip
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""In bfloat16 a row of a product has the same bits in any batch of up to 128, of logits up to 64."""
+"""In bfloat16 a row of a product has the same bits in any batch of up to 128, of logits 64."""
 
 import pytest
 import torch

@@ -173,6 +173,9 @@ def test_rows_may_be_part_of_wider_tensors_and_none_give_none():
     assert relative_error(normed, plain.rms_norm(total, weight, EPS)) < 1e-6
     alone = elementwise_triton.rms_norm(residual, weight, EPS)
     assert relative_error(alone, plain.rms_norm(residual, weight, EPS)) < 1e-6
+    for impl, out in zip((elementwise_triton, plain), random(4, 96).chunk(2, 1), strict=True):
+        assert impl.rms_norm(residual, weight, EPS, out) is out
+        assert relative_error(out, alone) < 1e-6
     x, weight = torch.empty(0, 16, device=DEVICE), random(16)
     results = elementwise_triton.add_rms_norm(x, x, weight, EPS)
     assert {y.shape for y in (elementwise_triton.rms_norm(x, weight, EPS), *results)} == {(0, 16)}
