@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -23,10 +24,10 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "package lines": Budget(31_000, current=41_698),
+    "package lines": Budget(31_000, current=41_748),
     "package files": Budget(200),
     "package folders": Budget(18),
-    "tests lines": Budget(27_000, current=33_855),
+    "tests lines": Budget(27_000, current=33_905),
     "longest file": Budget(500),
     "longest class": Budget(250),
     "longest function": Budget(60),
@@ -88,7 +89,7 @@ def _largest(files: list[Path], root: Path) -> dict[str, Measure]:
 def _sizes(node: ast.ClassDef | Function) -> dict[str, int]:
     if isinstance(node, ast.ClassDef):
         return {"longest class": _height(node)}
-    if any("triton.jit" in ast.unparse(each) for each in node.decorator_list):
+    if any(re.match(r"(triton|gluon)\.jit", ast.unparse(each)) for each in node.decorator_list):
         return {}  # see `_has_kernels`
     return {
         "longest function": _height(node),

@@ -51,9 +51,9 @@ def multiply(
     """
     if not x.numel():
         return
-    if (x.data_ptr() | x.stride(0) * x.itemsize) % _ALIGNMENT:
-        x = x.contiguous()
     num_rows, in_features = x.shape
+    if (x.data_ptr() | (num_rows > 1) * x.stride(0) * x.itemsize) % _ALIGNMENT:
+        x = x.clone(memory_format=torch.contiguous_format)
     num_outputs = out.shape[-1]
     grid = (
         triton.cdiv(num_rows, tiles.rows),
@@ -71,7 +71,9 @@ def _blocks(tensor: Tensor, rows: int) -> TensorDescriptor:
     """Return what the copy engine needs to fetch blocks of a matrix; what lies outside is zero."""
     block = [rows, TILE_DEPTH]
     layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[tensor.dtype])
-    return TensorDescriptor.from_tensor(tensor, block, layout)
+    # The stride of a single row may be anything.
+    stride = tensor.stride(0) if len(tensor) > 1 else tensor.shape[1]
+    return TensorDescriptor(tensor, list(tensor.shape), [stride, 1], block, layout)
 
 
 # Not specialized: kernels for 1 and for 16 rows would only take longer to compile.
