@@ -27,6 +27,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from serve_spec.ops.dispatch import dependent_launch
 from serve_spec.ops.linear import TILE_DEPTH, TILE_OUTPUTS, Tiles
 
+# Renamed in Triton 3.9.
+_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _WARPS = 4  # of one group, whose tensor cores multiply TILE_OUTPUTS rows at once
 _DTYPES = {
     torch.bfloat16: gl.bfloat16,
@@ -112,7 +114,7 @@ def _product_kernel(
     if DEPENDENT:
         gdc_wait()
     for stage in gl.static_range(STAGES):
-        tma.async_copy_global_to_shared(
+        _load(
             x, [first_row, first + stage * DEPTH], arrivals.index(stage), inputs.index(stage),
             pred=stage < num_blocks,
         )  # fmt: skip
@@ -136,7 +138,7 @@ def _product_kernel(
         column = first + following * DEPTH
         _fetch_weights(weight, weights, ups, arrivals, slot, first_output, num_outputs,
                        column, following < num_blocks, BYTES, GATED)  # fmt: skip
-        tma.async_copy_global_to_shared(
+        _load(
             x, [first_row, column], arrivals.index(slot), inputs.index(slot),
             pred=following < num_blocks,
         )  # fmt: skip
@@ -153,11 +155,9 @@ def _fetch_weights(
     """Ask for a block of weights; BYTES, those of x included, arrive at the stage's barrier."""
     arrival = arrivals.index(stage)
     mbarrier.expect(arrival, BYTES, pred=is_inside)
-    tma.async_copy_global_to_shared(
-        weight, [first_output, column], arrival, weights.index(stage), pred=is_inside
-    )
+    _load(weight, [first_output, column], arrival, weights.index(stage), pred=is_inside)
     if GATED:
-        tma.async_copy_global_to_shared(
+        _load(
             weight, [num_outputs + first_output, column], arrival, ups.index(stage), pred=is_inside
         )
 
