@@ -144,7 +144,9 @@ class Eagle3FirstLayer(DecoderLayer):
         inputs = residual.new_empty(num_tokens, 2 * width)
         self.input_norm(hidden, inputs[:, :width])
         normed = self.hidden_norm(residual, inputs[:, width:])
-        return self.attention.heads(inputs), normed if self.norm_before_residual else residual
+        if self.norm_before_residual:
+            residual = normed.contiguous()
+        return self.attention.heads(inputs), residual
 
     def tensors(self) -> dict[str, Destination]:
         """Return destinations by the published names within `midlayer.` / `layers.0.`."""

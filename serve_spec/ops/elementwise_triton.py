@@ -150,7 +150,7 @@ def _rotate_and_store_kernel(
     HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Where a token is, its layout has said long ago: that is read before the kernel waits."""
+    """Slots and positions are read before the kernel waits (see `dispatch.dependent_launch`)."""
     let_next_start(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row, cache_modifier=".cg").to(tl.int64)

@@ -169,8 +169,6 @@ class Tiles:
 
 TILE_OUTPUTS, TILE_DEPTH = 64, 128
 _MULTIPROCESSORS = 132
-# Fewest rows of x in a tile; tensor cores take eight-bit weights for no fewer than 16.
-_MIN_ROWS, _MIN_ROWS_FP8 = 8, 16
 # Blocks in flight by rows of x, measured on one H200 in the layers of an 8B model and a half and a
 # quarter of it: where every program has a multiprocessor, and where programs take turns.
 _STAGES = {8: (8, 4), 16: (8, 4), 32: (6, 4), 64: (5, 3), 128: (4, 2)}

@@ -414,7 +414,7 @@ def _attend_kernel(
     HAS_FREE_BLOCKS: tl.constexpr, MERGE_SHARES: tl.constexpr, MERGE_LINES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """What the plan says is read before the kernel waits for queries, keys and values."""
+    """The plan is read before the kernel waits for queries, keys and values."""
     head, program = tl.program_id(0), tl.program_id(1)
     let_next_start(DEPENDENT)
     line = tl.arange(0, LINES)
