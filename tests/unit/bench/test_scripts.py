@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import kernels, parallel
+from benchmarks import kernels, layers, parallel
 from serve_spec.worker.verify import draft_chances
 from tests.helpers.engines import make_pair
 from tests.unit.bench.configs import write_config
@@ -78,6 +78,18 @@ def test_exchanges_and_rounds_of_two_ranks_are_timed(config, tmp_path):
     assert at == [("K=3", 1), ("K=3", 2), ("off", 1), ("off", 2)]
     assert [row["scaling"] for row in found[::2]] == [1, 1]
     assert found[0]["accept_length"] == found[1]["accept_length"] > 1
+
+
+def test_layers_are_timed_whole_and_in_parts(config, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    sizes = ["--parts", "1", "2", "--cases", "2x3", "--context", "20", "--num-layers", "2"]
+    assert layers.main(["--config", config, *sizes, "--json", str(out)]) == 0
+    found = rows(out, "layers")
+    assert [(row["parts"], row["requests"], row["tokens"]) for row in found] == [
+        (1, 2, 3),
+        (2, 2, 3),
+    ]
+    assert min(row["layer_us"] for row in found) > 0
 
 
 @given(
