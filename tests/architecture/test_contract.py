@@ -43,7 +43,7 @@ MAY_IMPORT = {
 
 # library -> path fragments allowed to import it; every other file may not.
 CONFINED = {
-    "triton": ["_triton.py"],
+    "triton": ["_triton.py", "_gluon.py"],
     "ray": ["serving/"],
     "fastapi": ["serving/"],
     "starlette": ["serving/"],
