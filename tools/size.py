@@ -24,10 +24,10 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "package lines": Budget(31_000, current=41_749),
+    "package lines": Budget(31_000, current=41_694),
     "package files": Budget(200),
     "package folders": Budget(18),
-    "tests lines": Budget(27_000, current=33_916),
+    "tests lines": Budget(27_000, current=33_855),
     "longest file": Budget(500),
     "longest class": Budget(250),
     "longest function": Budget(60),

@@ -8,12 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from serve_spec.adaptive.ema import AdaptiveSpeculativeParams, EmaPolicy
-from serve_spec.adaptive.goodput import (
-    DEFAULT_MAX_STEPS,
-    SMALL_TREES,
-    AllowedShapes,
-    GoodputPolicy,
-)
+from serve_spec.adaptive.goodput import DEFAULT_MAX_STEPS, SMALL_TREES, AllowedShapes, GoodputPolicy
 from serve_spec.adaptive.per_request import MAX_STEPS as PER_REQUEST_STEPS
 from serve_spec.adaptive.per_request import PerRequestPolicy
 from serve_spec.adaptive.policy import StaticPolicy, StepPolicy

@@ -198,11 +198,7 @@ def _index_of(query_starts: Tensor, num_tokens: int) -> tuple[Tensor, Tensor, Te
 
 @has_kernel
 def move_accepted(
-    pools: Sequence[Tensor],
-    slots: Tensor,
-    query_starts: Tensor,
-    path: Tensor,
-    num_correct: Tensor,
+    pools: Sequence[Tensor], slots: Tensor, query_starts: Tensor, path: Tensor, num_correct: Tensor
 ) -> None:
     """Move the entry of token path[j] of each sequence to the slot of its token j, in place.
 

@@ -174,11 +174,7 @@ _MAX_BLOCK = 4096
 
 
 def move_accepted(
-    pools: Sequence[Tensor],
-    slots: Tensor,
-    query_starts: Tensor,
-    path: Tensor,
-    num_correct: Tensor,
+    pools: Sequence[Tensor], slots: Tensor, query_starts: Tensor, path: Tensor, num_correct: Tensor
 ) -> None:
     """See `acceptance.move_accepted`."""
     for pool in pools:

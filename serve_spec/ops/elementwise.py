@@ -13,10 +13,7 @@ from serve_spec.ops.linear import sum_partials
 
 @has_kernel
 def embed(
-    weight: Tensor,
-    token_ids: Tensor,
-    first_id: int | None = None,
-    dtype: torch.dtype | None = None,
+    weight: Tensor, token_ids: Tensor, first_id: int | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Return the rows of tokens, [T, width] in `dtype` (default: that of the weight).
 

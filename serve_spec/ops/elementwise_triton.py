@@ -18,10 +18,7 @@ _EMBED_BLOCK = 1024
 
 
 def embed(
-    weight: Tensor,
-    token_ids: Tensor,
-    first_id: int | None = None,
-    dtype: torch.dtype | None = None,
+    weight: Tensor, token_ids: Tensor, first_id: int | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
     """See `elementwise.embed`."""
     token_ids = token_ids.contiguous()
@@ -53,12 +50,10 @@ def _embed_kernel(
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """See `elementwise.rms_norm`. The rows of x may be strided, their elements not."""
     rows = x.reshape(-1, x.shape[-1])
-    if out is not None:
-        _launch(rows, None, weight, out, None, eps)
-        return out
-    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    _launch(rows, None, weight, out, None, eps)
-    return out.view(x.shape)
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _launch(rows[None], None, weight, out.view(rows.shape), None, eps)
+    return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -68,27 +63,19 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     partials = partials.reshape(len(partials), *rows.shape)
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)
     total = torch.empty_like(out)
-    _launch(partials[0], rows, weight, out, total, eps, partials.stride(0), len(partials))
+    _launch(partials, rows, weight, out, total, eps)
     return out.view(residual.shape), total.view(residual.shape)
 
 
 def _launch(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    out: Tensor,
-    total: Tensor | None,
-    eps: float,
-    partial_stride: int = 0,
-    num_partials: int = 1,
+    x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, sums: Tensor | None, eps: float
 ) -> None:
-    """Launch the kernel. x: the first partial sum."""
-    num_rows, width = x.shape
+    """Launch the kernel. x: partial sums [n, T, width]."""
+    num_partials, num_rows, width = x.shape
     block = triton.next_power_of_2(width)
     _rms_norm_kernel[(num_rows,)](
-        x, residual, weight, out, total, width,
-        x.stride(0), 0 if residual is None else residual.stride(0), out.stride(0),
-        partial_stride, eps,
+        x, residual, weight, out, sums, width,
+        x.stride(1), 0 if residual is None else residual.stride(0), out.stride(0), x.stride(0), eps,
         NUM_PARTIALS=num_partials, BLOCK=block,
         num_warps=min(max(block // 512, 1), 16), **dependent_launch(x.device),
     )  # fmt: skip

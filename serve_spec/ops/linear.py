@@ -12,9 +12,6 @@ from torch.compiler import is_compiling
 from serve_spec.core.machine import is_hopper
 from serve_spec.ops.dispatch import has_kernel
 
-# Of a weight of our kernels, so that the rows of one in eight bits start at multiples of 16 bytes.
-COLUMNS_MULTIPLE = 16
-
 
 def linear(
     x: Tensor,
@@ -66,7 +63,7 @@ def _our_weight(
         and x.dtype in (torch.bfloat16, torch.float16)
         and x.stride(-1) == 1
         and weight.is_contiguous()
-        and weight.shape[1] % COLUMNS_MULTIPLE == 0
+        and weight.shape[1] % 16 == 0  # rows start at multiples of 16 bytes, also in eight bits
         and is_hopper(x.device)
     )
     if is_supported and fp8 is not None and is_ours(x.shape[0], fp8=True):
@@ -196,11 +193,7 @@ def is_ours(num_rows: int, num_outputs: int = 1, *, gated: bool = False, fp8: bo
 
 
 def choose_tiles(
-    num_outputs: int,
-    in_features: int,
-    num_rows: int,
-    gated: bool = False,
-    fp8: bool = False,
+    num_outputs: int, in_features: int, num_rows: int, gated: bool = False, fp8: bool = False
 ) -> Tiles:
     """Return the tiles for x [num_rows, in] by num_outputs weight rows (`gated`: pairs of them).
 

@@ -30,12 +30,6 @@ from serve_spec.ops.linear import TILE_DEPTH, TILE_OUTPUTS, Tiles
 # Renamed in Triton 3.9.
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _WARPS = 4  # of one group, whose tensor cores multiply TILE_OUTPUTS rows at once
-_DTYPES = {
-    torch.bfloat16: gl.bfloat16,
-    torch.float16: gl.float16,
-    torch.float8_e4m3fn: gl.float8e4nv,
-}
-_ALIGNMENT = 16  # bytes; of every row that is copied
 
 
 def multiply(
@@ -54,7 +48,7 @@ def multiply(
     if not x.numel():
         return
     num_rows, in_features = x.shape
-    if (x.data_ptr() | (num_rows > 1) * x.stride(0) * x.itemsize) % _ALIGNMENT:
+    if (x.data_ptr() | (num_rows > 1) * x.stride(0) * x.itemsize) % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     num_outputs = out.shape[-1]
     grid = (
@@ -71,11 +65,10 @@ def multiply(
 
 def _blocks(tensor: Tensor, rows: int) -> TensorDescriptor:
     """Return what the copy engine needs to fetch blocks of a matrix; what lies outside is zero."""
-    block = [rows, TILE_DEPTH]
-    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[tensor.dtype])
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * tensor.itemsize)
     # The stride of a single row may be anything.
     stride = tensor.stride(0) if len(tensor) > 1 else tensor.shape[1]
-    return TensorDescriptor(tensor, list(tensor.shape), [stride, 1], block, layout)
+    return TensorDescriptor(tensor, [*tensor.shape], [stride, 1], [rows, TILE_DEPTH], layout)
 
 
 # Not specialized: kernels for 1 and for 16 rows would only take longer to compile.

@@ -23,18 +23,8 @@ import torch
 from torch import Tensor
 
 from serve_spec.ops.dispatch import has_kernel
-from serve_spec.ops.draw import (
-    DrawParams,
-    processed_scores,
-    tempered,
-)
-from serve_spec.ops.noise import (
-    Stream,
-    gumbel_noise,
-    noise_keys,
-    stream_seeds,
-    uniform_noise,
-)
+from serve_spec.ops.draw import DrawParams, processed_scores, tempered
+from serve_spec.ops.noise import Stream, gumbel_noise, noise_keys, stream_seeds, uniform_noise
 
 ChancesOf: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(drafts, draft_probs, target_probs, num_steps) -> chances, weights."""

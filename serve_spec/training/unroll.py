@@ -242,7 +242,5 @@ def forward_rows(
 ) -> tuple[Tensor, Tensor | None]:
     """Return post-norm hidden [B, T, H] and captured features [B, T, F] of rows [B, T]."""
     out = model.forward(tokens.flatten(), causal_context(model.rank_shape, tokens), capture)
-    features = out.features
-    if features is not None:
-        features = features.unflatten(0, tokens.shape)
-    return out.hidden.unflatten(0, tokens.shape), features
+    hidden, features = out.hidden.unflatten(0, tokens.shape), out.features
+    return hidden, None if features is None else features.unflatten(0, tokens.shape)

@@ -65,8 +65,7 @@ def offline_answers(settings):
             max_tokens: [
                 (answer.text, len(answer.token_ids))
                 for answer in llm.generate(
-                    PROMPTS,
-                    [SamplingParams(**params(i, max_tokens)) for i in range(NUM_STREAMS)],
+                    PROMPTS, [SamplingParams(**params(i, max_tokens)) for i in range(NUM_STREAMS)]
                 )
             ]
             for max_tokens in (SHORT, LONG)

@@ -157,10 +157,7 @@ class Lives:
     def check(self, life):
         """Assert that every request gets what it gets alone; return what the life met."""
         llm = self._makers[life.pair](
-            life.algorithm,
-            slots={"1": life.slot},
-            max_model_len=MAX_MODEL_LEN,
-            **life.keys,
+            life.algorithm, slots={"1": life.slot}, max_model_len=MAX_MODEL_LEN, **life.keys
         )
         plans, aborted = recorded_plans(llm), set[str]()
 

@@ -16,14 +16,7 @@ from ray.serve._private import constants as ray_constants
 import serve_spec
 from tests.k8s.deployments import DEPLOY_FILES, MODELS, THROUGHPUT, checkpoints, read
 from tests.k8s.kuberay import PodMonitor, RayService
-from tests.k8s.overlays import (
-    KUBERNETES,
-    ROOT,
-    SERVE_PORT,
-    USED_BY,
-    pod,
-    rendered,
-)
+from tests.k8s.overlays import KUBERNETES, ROOT, SERVE_PORT, USED_BY, pod, rendered
 
 # Where the Dockerfiles put the checkout.
 IMAGE_ROOT = "/app/"

@@ -63,11 +63,8 @@ class Scene:
     def rotated(self):
         sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         query, key, value = self.heads.float().split(sizes, dim=1)
-        return (
-            elementwise.rotate(query, self.rotation),
-            elementwise.rotate(key, self.rotation),
-            value,
-        )
+        query, key = (elementwise.rotate(each, self.rotation) for each in (query, key))
+        return query, key, value
 
 
 @BOTH
