@@ -50,10 +50,10 @@ def reference_of(function: Callable[P, R]) -> Callable[P, R]:
 def dependent_launch(device: torch.device) -> dict[str, bool]:
     """Return settings of a launch: programmatic dependent launch on Hopper and later GPUs.
 
-    A kernel then starts before the last one has ended, and may read at once what nothing still
-    writes: weights, and what a kernel wrote that ended with `dispatch_triton.let_next_read`. Every
-    program waits for the kernel before it reads or writes anything else, so the end of one kernel
-    implies the end of all before it.
+    A kernel then starts before the last one has ended, and may read at once what no running kernel
+    writes: weights, and results of kernels that end with `dispatch_triton.let_next_read`. Every
+    program waits for the previous kernel before it reads or writes anything else, so the end of one
+    kernel implies the end of all before it.
     """
     is_dependent = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"DEPENDENT": is_dependent, "launch_pdl": is_dependent}

@@ -31,7 +31,7 @@ def wait(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def let_next_read(DEPENDENT: tl.constexpr):
-    """Let the next kernels start, which may read before they wait what this one has written."""
+    """Let the next kernels start; they may read what this one wrote before they wait."""
     if DEPENDENT:
         tl.inline_asm_elementwise(
             "fence.acq_rel.gpu; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1

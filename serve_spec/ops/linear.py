@@ -154,9 +154,9 @@ class Tiles:
     """What one program of `linear_gluon` does, a pure function of the shape.
 
     It multiplies TILE_OUTPUTS weight rows (with a gate: that many pairs) by `rows` rows of x, a
-    power of two, and sums over `columns` columns, a multiple of TILE_DEPTH. `stages` blocks of so
-    many columns are in flight: the weights are read once, so the speed depends on bytes in flight.
-    Only `columns` changes the order of a sum, and so its bits.
+    power of two, and sums over `columns` columns, a multiple of TILE_DEPTH. `stages` blocks of
+    TILE_DEPTH columns are in flight: weights are read once, so the speed depends on bytes in
+    flight. Only `columns` changes the order of a sum, and so its bits.
     """
 
     rows: int
@@ -166,30 +166,30 @@ class Tiles:
 
 TILE_OUTPUTS, TILE_DEPTH = 64, 128
 _MULTIPROCESSORS = 132
-# Blocks in flight by rows of x, measured on one H200 in the layers of an 8B model and a half and a
-# quarter of it: where every program has a multiprocessor, and where programs take turns.
+# Blocks in flight by rows of x, if all programs run in one wave, and otherwise. Measured on one
+# H200 with layers of an 8B model, whole and as shared by two and four ranks.
 _STAGES = {8: (8, 4), 16: (8, 4), 32: (6, 4), 64: (5, 3), 128: (4, 2)}
 _GATED_STAGES = {8: (5, 4), 16: (5, 4), 32: (4, 3), 64: (3, 3), 128: (3, 3)}
 _FP8_STAGES = {16: (8, 8), 32: (4, 4), 64: (4, 4)}
 _GATED_FP8_STAGES = {16: (4, 4), 32: (3, 3), 64: (3, 3)}
-# Sums are split until so many programs share the reading; further only into parts of this many
-# columns at least, since each part is written and read again.
+# Sums are split, into parts of at least _MIN_COLUMNS, until this many programs read the weights;
+# beyond that into parts of at least _LONG_SUM, because each part is written and read again.
 _ENOUGH_PROGRAMS = 64
 _LONG_SUM, _MIN_COLUMNS = 1536, 256
-# Two on a multiprocessor: of eight-bit weights one spends its time on their conversion.
+# Two per multiprocessor: converting eight-bit weights limits one alone.
 _PROGRAMS_FP8 = 2 * _MULTIPROCESSORS
 
 
 def is_ours(num_rows: int, num_outputs: int = 1, *, gated: bool = False, fp8: bool = False) -> bool:
     """Return whether these kernels, and not the vendor's library, multiply so many rows.
 
-    They are as fast or faster, start early, and the bits of a row do not depend on the batch. Only
-    where plain programs of many rows take turns, as for logits, the library is 3% faster.
+    They are as fast or faster, start early, and the bits of a row do not depend on the batch. The
+    library is 3% faster at plain products of many rows in several waves, such as logits.
     """
     if fp8:
         return num_rows <= max(_FP8_STAGES)
-    takes_turns = not gated and _ceil(num_outputs, TILE_OUTPUTS) > _MULTIPROCESSORS
-    return num_rows <= (max(_STAGES) // 2 if takes_turns else max(_STAGES))
+    several_waves = not gated and _ceil(num_outputs, TILE_OUTPUTS) > _MULTIPROCESSORS
+    return num_rows <= (max(_STAGES) // 2 if several_waves else max(_STAGES))
 
 
 def choose_tiles(
@@ -210,8 +210,8 @@ def choose_tiles(
     if gated and rows == max(_GATED_STAGES) and 2 * num_tiles <= _MULTIPROCESSORS:
         rows //= 2  # two tiles run at once
     columns = _ceil(in_features, cuts * TILE_DEPTH) * TILE_DEPTH
-    take_turns = num_tiles * cuts > _MULTIPROCESSORS
-    return Tiles(rows, stages[rows][take_turns], columns)
+    several_waves = num_tiles * cuts > _MULTIPROCESSORS
+    return Tiles(rows, stages[rows][several_waves], columns)
 
 
 def _cuts(num_tiles: int, in_features: int, most_programs: int) -> int:

@@ -1,9 +1,9 @@
 """The product of a few rows with a weight, on the tensor cores of Hopper.
 
-Triton cannot read anything before a kernel waits for the one before it. Gluon can: a program asks
-for as many blocks of weights as its shared memory holds, and waits only then for what it multiplies
-them by. So while norms, exchanges and attention leave the memory idle, the weights of the next
-product arrive.
+A Triton kernel loads nothing before it waits for the kernel before it. In Gluon a program first
+starts copying as many blocks of weights as its shared memory holds, and then waits for its input.
+So the weights of the next product arrive while norms, exchanges and attention leave the memory
+idle.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -64,7 +64,7 @@ def multiply(
 
 
 def _blocks(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """Return what the copy engine needs to fetch blocks of a matrix; what lies outside is zero."""
+    """Return a TMA descriptor of a matrix; elements outside of it are read as zeros."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * tensor.itemsize)
     # The stride of a single row may be anything.
     stride = tensor.stride(0) if len(tensor) > 1 else tensor.shape[1]
@@ -145,7 +145,7 @@ def _fetch_weights(
     weight, weights, ups, arrivals, stage, first_output, num_outputs, column, is_inside,
     BYTES: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """Ask for a block of weights; BYTES, those of x included, arrive at the stage's barrier."""
+    """Start copying a block of weights. The barrier of the stage expects BYTES, with those of x."""
     arrival = arrivals.index(stage)
     mbarrier.expect(arrival, BYTES, pred=is_inside)
     _load(weight, [first_output, column], arrival, weights.index(stage), pred=is_inside)

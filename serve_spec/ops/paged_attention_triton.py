@@ -502,7 +502,7 @@ def _attend_kernel(
 
 @triton.jit
 def _planned(place):
-    """Read from L2, where an earlier kernel has written, though this one has not waited for it."""
+    """Load what the plan kernel wrote, from L2: this kernel may not have waited yet."""
     return tl.load(place, cache_modifier=".cg")
 
 
