@@ -153,12 +153,13 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 class Tiles:
     """What one program of `linear_gluon` does, a pure function of the shape.
 
-    It multiplies TILE_OUTPUTS weight rows (with a gate: that many pairs) by `rows` rows of x, a
-    power of two, and sums over `columns` columns, a multiple of TILE_DEPTH. `stages` blocks of
-    TILE_DEPTH columns are in flight: weights are read once, so the speed depends on bytes in
-    flight. Only `columns` changes the order of a sum, and so its bits.
+    It multiplies `outputs` weight rows (with a gate: pairs of them) by `rows` rows of x, a power of
+    two, and sums over `columns` columns, a multiple of TILE_DEPTH. `stages` blocks of TILE_DEPTH
+    columns are in flight: weights are read once, so the speed depends on bytes in flight. Only
+    `columns` changes the order of a sum, and so its bits.
     """
 
+    outputs: int
     rows: int
     stages: int
     columns: int
@@ -199,19 +200,20 @@ def choose_tiles(
 
     `columns` does not depend on `num_rows`, so a row is summed in the same order in every batch.
     """
-    num_tiles = _ceil(num_outputs, TILE_OUTPUTS)
+    outputs, num_tiles = TILE_OUTPUTS, _ceil(num_outputs, TILE_OUTPUTS)
+    is_wide = gated and 2 * num_tiles > _MULTIPROCESSORS
+    if gated and not is_wide:
+        outputs, num_tiles = outputs // 2, 2 * num_tiles  # so that every multiprocessor reads
     # The product of two sums needs both in one program.
     cuts = 1 if gated else _cuts(num_tiles, in_features, _PROGRAMS_FP8 if fp8 else _MULTIPROCESSORS)
     if fp8:
-        stages = _GATED_FP8_STAGES if gated else _FP8_STAGES
+        stages = _GATED_FP8_STAGES if is_wide else _FP8_STAGES
     else:
-        stages = _GATED_STAGES if gated else _STAGES
+        stages = _GATED_STAGES if is_wide else _STAGES
     rows = next((most for most in stages if num_rows <= most), max(stages))
-    if gated and rows == max(_GATED_STAGES) and 2 * num_tiles <= _MULTIPROCESSORS:
-        rows //= 2  # two tiles run at once
     columns = _ceil(in_features, cuts * TILE_DEPTH) * TILE_DEPTH
     several_waves = num_tiles * cuts > _MULTIPROCESSORS
-    return Tiles(rows, stages[rows][several_waves], columns)
+    return Tiles(outputs, rows, stages[rows][several_waves], columns)
 
 
 def _cuts(num_tiles: int, in_features: int, most_programs: int) -> int:

@@ -25,11 +25,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from serve_spec.ops.dispatch import dependent_launch
-from serve_spec.ops.linear import TILE_DEPTH, TILE_OUTPUTS, Tiles
+from serve_spec.ops.linear import TILE_DEPTH, Tiles
 
 # Renamed in Triton 3.9.
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_WARPS = 4  # of one group, whose tensor cores multiply TILE_OUTPUTS rows at once
+PAIRS_TOGETHER = 8
+"""So many gates, then their ups: a thread has the sums of two rows that are 8 apart."""
+
+_TOGETHER = gl.constexpr(PAIRS_TOGETHER)
+_WARPS = 4  # of one group, whose tensor cores multiply 64 weight rows at once
 
 
 def multiply(
@@ -43,32 +47,41 @@ def multiply(
 ) -> None:
     """Write out [T, out], or [splits, T, out] if several programs share a sum.
 
-    Rows of x may be strided; x is copied if they do not start at multiples of 16 bytes.
+    Rows of x may be strided; x is copied if they do not start at multiples of 16 bytes. is_gated:
+    see `linear.small_gate_up`; out is a multiple of PAIRS_TOGETHER.
     """
     if not x.numel():
         return
     num_rows, in_features = x.shape
     if (x.data_ptr() | (num_rows > 1) * x.stride(0) * x.itemsize) % 16:
         x = x.clone(memory_format=torch.contiguous_format)
+    # The stride of a single row may be anything.
+    x = x.as_strided(x.shape, (x.stride(0) if num_rows > 1 else in_features, 1))
     num_outputs = out.shape[-1]
+    block: tuple[int, ...] = (tiles.outputs,)
+    if is_gated:
+        # Gates and ups in turns.
+        weight = weight.unflatten(0, (2, -1, PAIRS_TOGETHER)).transpose(0, 1)
+        block = tiles.outputs // PAIRS_TOGETHER, 2, PAIRS_TOGETHER
     grid = (
         triton.cdiv(num_rows, tiles.rows),
-        triton.cdiv(num_outputs, TILE_OUTPUTS),
+        triton.cdiv(num_outputs, tiles.outputs),
         triton.cdiv(in_features, tiles.columns),
     )
     _product_kernel[grid](
-        _blocks(weight, TILE_OUTPUTS), _blocks(x, tiles.rows),
+        _blocks(weight, *block), _blocks(x, tiles.rows),
         scale, bias, out, num_rows, num_outputs, in_features, tiles.columns,
         STAGES=tiles.stages, GATED=is_gated, num_warps=_WARPS, **dependent_launch(x.device),
     )  # fmt: skip
 
 
-def _blocks(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """Return a TMA descriptor of a matrix; elements outside of it are read as zeros."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * tensor.itemsize)
-    # The stride of a single row may be anything.
-    stride = tensor.stride(0) if len(tensor) > 1 else tensor.shape[1]
-    return TensorDescriptor(tensor, [*tensor.shape], [stride, 1], [rows, TILE_DEPTH], layout)
+def _blocks(tensor: Tensor, *rows: int) -> TensorDescriptor:
+    """Return a TMA descriptor of blocks of rows; elements outside are read as zeros."""
+    block = [*rows, TILE_DEPTH]
+    layout = gl.NVMMASharedLayout(
+        swizzle_byte_width=128, element_bitwidth=8 * tensor.itemsize, rank=len(block)
+    )
+    return TensorDescriptor(tensor, [*tensor.shape], [*tensor.stride()], block, layout)
 
 
 # Not specialized: kernels for 1 and for 16 rows would only take longer to compile.
@@ -79,22 +92,24 @@ def _product_kernel(
 ):  # fmt: skip
     """out[split, row, output] = Σ over the split's columns of x[row] · weight[output].
 
-    Eight-bit weights are converted to the dtype of x, which holds them exactly.
+    GATED: see `linear.small_gate_up`. Eight-bit weights are converted to the dtype of x, which
+    holds them exactly.
     """
-    OUTPUTS: gl.constexpr = weight.block_shape[0]
     ROWS: gl.constexpr = x.block_shape[0]
     DEPTH: gl.constexpr = x.block_shape[1]
-    BYTES: gl.constexpr = weight.block_type.nbytes * (2 if GATED else 1) + x.block_type.nbytes
+    WEIGHTS: gl.constexpr = weight.block_type.numel // DEPTH
+    BYTES: gl.constexpr = weight.block_type.nbytes + x.block_type.nbytes
     first_row = gl.program_id(0) * ROWS
-    first_output = gl.program_id(1) * OUTPUTS
+    tile = gl.program_id(1)
     split = gl.program_id(2)
     first = split * columns
     num_blocks = gl.cdiv(gl.minimum(columns, in_features - first), DEPTH)
 
-    weights = gl.allocate_shared_memory(weight.dtype, [STAGES, OUTPUTS, DEPTH], weight.layout)
-    ups = weights
-    if GATED:
-        ups = gl.allocate_shared_memory(weight.dtype, [STAGES, OUTPUTS, DEPTH], weight.layout)
+    weights = gl.allocate_shared_memory(
+        weight.dtype,
+        [STAGES] + weight.block_shape,  # noqa: RUF005 (Gluon has no *)
+        weight.layout,
+    )
     inputs = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, DEPTH], x.layout)
     arrivals = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -102,8 +117,8 @@ def _product_kernel(
     if DEPENDENT:
         gdc_launch_dependents()
     for stage in gl.static_range(STAGES):
-        _fetch_weights(weight, weights, ups, arrivals, stage, first_output, num_outputs,
-                       first + stage * DEPTH, stage < num_blocks, BYTES, GATED)  # fmt: skip
+        _fetch_weights(weight, weights, arrivals, stage, tile, first + stage * DEPTH,
+                       stage < num_blocks, BYTES)  # fmt: skip
     if DEPENDENT:
         gdc_wait()
     for stage in gl.static_range(STAGES):
@@ -115,77 +130,72 @@ def _product_kernel(
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, ROWS, 16]
     )
-    sums = gl.zeros((OUTPUTS, ROWS), gl.float32, layout)
-    up_sums = gl.zeros((OUTPUTS, ROWS), gl.float32, layout)
+    sums = gl.zeros((WEIGHTS, ROWS), gl.float32, layout)
     for block in range(num_blocks):
         slot = block % STAGES
         mbarrier.wait(arrivals.index(slot), (block // STAGES) & 1)
-        columns_of_x = inputs.index(slot).permute((1, 0))
-        sums = _multiply_block(weights.index(slot), columns_of_x, sums, x.dtype)
-        if GATED:
-            up_sums = _multiply_block(ups.index(slot), columns_of_x, up_sums, x.dtype)
-            sums, up_sums = warpgroup_mma_wait(0, deps=(sums, up_sums))
-        else:
-            sums = warpgroup_mma_wait(0, deps=(sums,))
+        rows = weights.index(slot).reshape((WEIGHTS, DEPTH))
+        if weight.dtype != x.dtype:
+            operand: gl.constexpr = gl.DotOperandLayout(0, layout, k_width=2)
+            rows = rows.load(operand).to(x.dtype)
+        sums = warpgroup_mma(rows, inputs.index(slot).permute((1, 0)), sums, is_async=True)
+        sums = warpgroup_mma_wait(0, deps=(sums,))
         following = block + STAGES
         column = first + following * DEPTH
-        _fetch_weights(weight, weights, ups, arrivals, slot, first_output, num_outputs,
-                       column, following < num_blocks, BYTES, GATED)  # fmt: skip
+        _fetch_weights(weight, weights, arrivals, slot, tile, column, following < num_blocks, BYTES)
         _load(
             x, [first_row, column], arrivals.index(slot), inputs.index(slot),
             pred=following < num_blocks,
         )  # fmt: skip
 
-    _write(sums, up_sums, scale, bias, out + split.to(gl.int64) * num_rows * num_outputs,
-           first_row, first_output, num_rows, num_outputs, GATED)  # fmt: skip
+    out += split.to(gl.int64) * num_rows * num_outputs
+    _write(sums, scale, bias, out, first_row, tile, num_rows, num_outputs, GATED)
 
 
 @gluon.jit
 def _fetch_weights(
-    weight, weights, ups, arrivals, stage, first_output, num_outputs, column, is_inside,
-    BYTES: gl.constexpr, GATED: gl.constexpr,
+    weight, weights, arrivals, stage, tile, column, is_inside, BYTES: gl.constexpr
 ):  # fmt: skip
     """Start copying a block of weights. The barrier of the stage expects BYTES, with those of x."""
     arrival = arrivals.index(stage)
     mbarrier.expect(arrival, BYTES, pred=is_inside)
-    _load(weight, [first_output, column], arrival, weights.index(stage), pred=is_inside)
-    if GATED:
-        _load(
-            weight, [num_outputs + first_output, column], arrival, ups.index(stage), pred=is_inside
-        )
-
-
-@gluon.jit
-def _multiply_block(block, columns_of_x, sums, dtype: gl.constexpr):
-    """Add a block's products to the sums; the caller waits for them."""
-    if block.dtype == dtype:
-        return warpgroup_mma(block, columns_of_x, sums, is_async=True)
-    operand: gl.constexpr = gl.DotOperandLayout(0, sums.type.layout, k_width=2)
-    return warpgroup_mma(block.load(operand).to(dtype), columns_of_x, sums, is_async=True)
+    first = tile * weight.block_shape[0]
+    if len(weight.block_shape) == 2:
+        _load(weight, [first, column], arrival, weights.index(stage), pred=is_inside)
+    else:
+        _load(weight, [first, 0, 0, column], arrival, weights.index(stage), pred=is_inside)
 
 
 @gluon.jit
 def _write(
-    sums, up_sums, scale, bias, out, first_row, first_output, num_rows, num_outputs,
-    GATED: gl.constexpr,
+    sums, scale, bias, out, first_row, tile, num_rows, num_outputs, GATED: gl.constexpr
 ):  # fmt: skip
-    """Write out[row, output] of a tile of sums [outputs, rows]."""
-    layout: gl.constexpr = sums.type.layout
-    output = first_output + gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, layout))
-    row = first_row + gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, layout))
+    """Write out[row, output] of a tile of sums [weight rows, rows of x]."""
+    WEIGHTS: gl.constexpr = sums.shape[0]
+    ROWS: gl.constexpr = sums.shape[1]
+    place = gl.arange(0, WEIGHTS, layout=gl.SliceLayout(1, sums.type.layout))
+    if GATED:
+        output = tile * (WEIGHTS // 2) + place // (2 * _TOGETHER) * _TOGETHER + place % _TOGETHER
+        weight_row = output + place // _TOGETHER % 2 * num_outputs
+    else:
+        output = tile * WEIGHTS + place
+        weight_row = output
     is_output = output < num_outputs
     if scale is not None:
-        sums *= gl.load(scale + output, mask=is_output)[:, None]
-        if GATED:
-            up_sums *= gl.load(scale + num_outputs + output, mask=is_output)[:, None]
+        sums *= gl.load(scale + weight_row, mask=is_output)[:, None]
     if bias is not None:
-        sums += gl.load(bias + output, mask=is_output).to(gl.float32)[:, None]
+        sums += gl.load(bias + weight_row, mask=is_output).to(gl.float32)[:, None]
     results = sums.to(out.dtype.element_ty)
+    OUTPUTS: gl.constexpr = WEIGHTS // (2 if GATED else 1)
     if GATED:
-        # As `linear_triton.gated`.
-        gate = results.to(gl.float32)
-        silu = (gate / (1.0 + gl.exp(-gate))).to(results.dtype)
-        up = up_sums.to(results.dtype).to(gl.float32)
-        results = (silu.to(gl.float32) * up).to(results.dtype)
+        # Both numbers of a pair are in one thread. As `linear_triton.gated`.
+        pairs = results.reshape((OUTPUTS // _TOGETHER, 2, _TOGETHER, ROWS)).permute((0, 2, 3, 1))
+        gates, ups = gl.split(pairs.reshape((OUTPUTS, ROWS, 2)))
+        gates = gates.to(gl.float32)
+        silu = (gates / (1.0 + gl.exp(-gates))).to(results.dtype)
+        results = (silu.to(gl.float32) * ups.to(gl.float32)).to(results.dtype)
+    layout: gl.constexpr = results.type.layout
+    output = tile * OUTPUTS + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, layout))
+    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, layout))
     at = row.to(gl.int64)[None, :] * num_outputs + output[:, None]
-    gl.store(out + at, results, mask=is_output[:, None] & (row < num_rows)[None, :])
+    gl.store(out + at, results, mask=(output < num_outputs)[:, None] & (row < num_rows)[None, :])

@@ -18,7 +18,7 @@ from torch import Tensor
 from serve_spec.ops.dispatch import dependent_launch
 from serve_spec.ops.dispatch_triton import wait_for_previous
 from serve_spec.ops.linear import choose_tiles
-from serve_spec.ops.linear_gluon import multiply
+from serve_spec.ops.linear_gluon import PAIRS_TOGETHER, multiply
 
 _SUM_BLOCK = 512
 
@@ -61,6 +61,8 @@ def small_partials(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Te
 def small_gate_up(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
     """See `linear.small_gate_up`. Rows of x may be strided, their elements not."""
     width, in_features = weight.shape[0] // 2, weight.shape[1]
+    if width % PAIRS_TOGETHER:
+        return silu_and_mul(small_linear(x, weight, scale=scale))
     out = x.new_empty(x.shape[0], width)
     tiles = choose_tiles(width, in_features, x.shape[0], gated=True, fp8=scale is not None)
     multiply(x, weight, scale, None, out, tiles, is_gated=True)

@@ -155,13 +155,14 @@ def compile_exchanges(case, rank, size):
         shared_sum_triton.gather_columns(torch.zeros(1, 8), 8 * rank, 8 * size, memory)
 
 
-def compile_product(case, num_rows, gated, fp8):
-    """Compile what a layer of an 8B model launches for so many rows, in bfloat16."""
+def compile_product(case, num_rows, num_outputs, gated, fp8):
+    """Compile what a layer of an 8B model, or a part of it, launches, in bfloat16."""
     x = torch.zeros(num_rows, 4096, dtype=torch.bfloat16)
-    weight = torch.zeros(28672, 4096, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16)
-    out = torch.zeros(num_rows, 14336 if gated else 28672, dtype=torch.bfloat16)
+    dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    weight = torch.zeros(num_outputs * (2 if gated else 1), 4096, dtype=dtype)
+    out = torch.zeros(num_rows, num_outputs, dtype=torch.bfloat16)
     scale = torch.zeros(len(weight)) if fp8 else None
-    tiles = choose_tiles(out.shape[1], 4096, num_rows, gated, fp8)
+    tiles = choose_tiles(num_outputs, 4096, num_rows, gated, fp8)
     with recorded(linear_gluon, case):
         linear_gluon.multiply(x, weight, scale, None, out, tiles, gated)
 
@@ -176,5 +177,5 @@ if __name__ == "__main__":
         compile_admission(case, **settings)
     for rank, size in ((0, 2), (1, 4)):
         compile_exchanges(f"rank {rank} of {size}", rank, size)
-    for num_rows, gated, fp8 in product((1, 16, 32, 64, 128), (False, True), (False, True)):
-        compile_product(f"{num_rows} rows, gated={gated}, fp8={fp8}", num_rows, gated, fp8)
+    for shape in product((1, 16, 32, 64, 128), (3584, 14336), (False, True), (False, True)):
+        compile_product("rows={} outputs={} gated={} fp8={}".format(*shape), *shape)

@@ -12,7 +12,7 @@ from tests.helpers.triton import DEVICE, reference, relative_error
 from serve_spec.layers.linear import Linear  # isort: skip
 from serve_spec.layers.module import tensor_defaults  # isort: skip
 from serve_spec.ops import linear, linear_triton  # isort: skip
-from serve_spec.ops.linear import TILE_DEPTH, TILE_OUTPUTS, choose_tiles  # isort: skip
+from serve_spec.ops.linear import TILE_DEPTH, choose_tiles  # isort: skip
 
 plain = reference(linear)
 
@@ -164,7 +164,7 @@ def test_any_product_is_cut_into_programs_that_fit(num_outputs, in_features, num
     assert tiles.columns % TILE_DEPTH == 0
     assert not gated or tiles.columns >= in_features
     assert tiles.rows & (tiles.rows - 1) == 0
-    weight_rows = TILE_OUTPUTS * (2 if gated else 1)
+    weight_rows = tiles.outputs * (2 if gated else 1)
     assert tiles.stages >= 2
     bytes_per_column = weight_rows * (1 if fp8 else 2) + tiles.rows * 2
     assert tiles.stages * TILE_DEPTH * bytes_per_column <= 227 * 1024
