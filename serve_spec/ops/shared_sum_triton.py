@@ -22,7 +22,6 @@ from serve_spec.ops.shared_sum import (
     EMPTY,
     GATHER_BLOCK,
     NUM_PROGRAMS,
-    NUMBER_MASK,
     SHARE_WORDS,
     SLOT_WORDS,
     WORD_BYTES,
@@ -31,12 +30,11 @@ from serve_spec.ops.shared_sum import (
     goes_in_shares,
     num_gather_programs,
     part_words,
-    share_numbers,
+    share_words,
 )
 
 _PROGRAMS, _SLOT = tl.constexpr(NUM_PROGRAMS), tl.constexpr(SLOT_WORDS)
-_SHARE_ROOM, _MASK = tl.constexpr(SHARE_WORDS), tl.constexpr(NUMBER_MASK)
-_EMPTY = tl.constexpr(EMPTY)
+_RESULTS, _EMPTY = tl.constexpr(SHARE_WORDS), tl.constexpr(EMPTY)
 _WORDS_PER_THREAD = 4
 _NORM_WORDS_PER_THREAD = 8
 
@@ -96,15 +94,12 @@ def gather_columns(x: Tensor, start: int, width: int, memory: SharedMemory) -> T
 
 def _way(x: Tensor, part: int, memory: SharedMemory) -> tuple[list[Any], dict[str, int]]:
     """What kernels pass on to `_sum_over_ranks`; part: words of a program."""
-    per_word = WORD_BYTES // x.itemsize
     in_shares = goes_in_shares(x.nbytes, memory.size)
-    shares = tuple(words.view(x.dtype) for words in memory.shares)
-    places = [memory.counts, memory.released, memory.slots, shares, memory.flags]
-    return places, {
+    return [memory.counts, memory.released, memory.slots], {
         "RANK": memory.rank,
         "SIZE": memory.size,
-        "PER_WORD": per_word,
-        "SHARE": share_numbers(part * per_word, memory.size, x.itemsize) if in_shares else 0,
+        "PER_WORD": WORD_BYTES // x.itemsize,
+        "SHARE": share_words(part, memory.size) if in_shares else 0,
     }
 
 
@@ -114,7 +109,7 @@ def _num_warps(words: int, words_per_thread: int) -> int:
 
 @triton.jit
 def _sum_kernel(
-    x, num_words, counts, released, slots, shares, flags,
+    x, num_words, counts, released, slots,
     RANK: tl.constexpr, SIZE: tl.constexpr, PER_WORD: tl.constexpr, SHARE: tl.constexpr,
     WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -122,7 +117,7 @@ def _sum_kernel(
     wait_for_previous(DEPENDENT)
     own, count = x + start * PER_WORD, num_words - start
     total = _sum_over_ranks(
-        own, x.dtype.element_ty, 0, count, counts, released, slots, shares, flags,
+        own, x.dtype.element_ty, 0, count, counts, released, slots,
         RANK, SIZE, PER_WORD, SHARE, WORDS, 1,
     )  # fmt: skip
     at = tl.arange(0, WORDS * PER_WORD)
@@ -132,7 +127,7 @@ def _sum_kernel(
 @triton.jit
 def _sum_add_norm_kernel(
     x, residual, weight, out, total, num_words, width, eps, addend_stride,
-    counts, released, slots, shares, flags,
+    counts, released, slots,
     RANK: tl.constexpr, SIZE: tl.constexpr, PER_WORD: tl.constexpr, SHARE: tl.constexpr,
     NUM_PARTIALS: tl.constexpr, WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -142,8 +137,7 @@ def _sum_add_norm_kernel(
     wait_for_previous(DEPENDENT)
     addend = tl.load(residual + row * width + at, mask=at < width, other=0.0)
     values = _sum_over_ranks(
-        x + row * width, out.dtype.element_ty, addend_stride, num_words,
-        counts, released, slots, shares, flags,
+        x + row * width, out.dtype.element_ty, addend_stride, num_words, counts, released, slots,
         RANK, SIZE, PER_WORD, SHARE, WORDS, NUM_PARTIALS,
     )  # fmt: skip
     values = (values.to(tl.float32) + addend.to(tl.float32)).to(values.dtype)
@@ -155,30 +149,27 @@ def _sum_add_norm_kernel(
 
 @triton.jit
 def _sum_over_ranks(
-    x, dtype: tl.constexpr, addend_stride, num_words,
-    counts, released, slots, shares, flags,
+    x, dtype: tl.constexpr, addend_stride, num_words, counts, released, slots,
     RANK: tl.constexpr, SIZE: tl.constexpr, PER_WORD: tl.constexpr, SHARE: tl.constexpr,
     WORDS: tl.constexpr, NUM_PARTIALS: tl.constexpr,
 ):  # fmt: skip
     """The sum of all ranks' parts, as numbers [WORDS · PER_WORD] of `dtype`.
 
-    x: where this rank's part is, or the first of its addends. SHARE: numbers in a share; 0: at
-    once.
+    x: where this rank's part is, or the first of its addends. SHARE: words in a share; 0: at once.
     """
-    program = tl.program_id(0)
-    count = tl.load(counts + program) + 1
+    count = tl.load(counts + tl.program_id(0)) + 1
+    at = tl.arange(0, WORDS * PER_WORD)
+    own = load_sum(x + at, at < num_words * PER_WORD, addend_stride, NUM_PARTIALS, dtype)
+    own = _words(own, WORDS, PER_WORD)
     if SHARE == 0:
-        at = tl.arange(0, WORDS * PER_WORD)
-        own = load_sum(x + at, at < num_words * PER_WORD, addend_stride, NUM_PARTIALS, dtype)
         total = _at_once(
-            _words(own, WORDS, PER_WORD), tl.arange(0, WORDS) < num_words, dtype,
-            count, counts, released, slots,
+            own, tl.arange(0, WORDS) < num_words, dtype, count, counts, released, slots,
             RANK, SIZE, WORDS, PER_WORD,
         )  # fmt: skip
     else:
         total = _in_shares(
-            x, dtype, addend_stride, num_words * PER_WORD, count, counts, released, shares, flags,
-            RANK, SIZE, PER_WORD, SHARE, WORDS * PER_WORD, NUM_PARTIALS,
+            own, num_words, dtype, count, counts, released, slots,
+            RANK, SIZE, WORDS, PER_WORD, SHARE,
         )  # fmt: skip
     return total
 
@@ -188,19 +179,53 @@ def _at_once(
     own, inside, dtype: tl.constexpr, count, counts, released, slots,
     RANK: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr, PER_WORD: tl.constexpr,
 ):  # fmt: skip
-    own, slot = _send(own, inside, count, counts, slots, RANK, SIZE, WORDS)
+    slot = _send(own, inside, count, counts, slots, RANK, SIZE, WORDS)
     total = tl.zeros([WORDS * PER_WORD], dtype=tl.float32)
     for rank in tl.static_range(SIZE):
         if rank == RANK:
             total += _numbers(own, dtype, PER_WORD)
         else:
             place = slots[RANK] + slot + rank * _SLOT
-            words, over = _look(place, inside, released)
-            while _is_waited_for(words, over, inside):
-                words, over = _look(place, inside, released)
-            _empty(place, inside)
-            total += _numbers(words, dtype, PER_WORD)
+            words = _received(place, inside, released, 1)
+            _empty(place, inside, 1)
+            total += _numbers(words[0], dtype, PER_WORD)
     return total.to(dtype)
+
+
+@triton.jit
+def _in_shares(
+    own, num_words, dtype: tl.constexpr, count, counts, released, slots,
+    RANK: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr, PER_WORD: tl.constexpr,
+    SHARE: tl.constexpr,
+):  # fmt: skip
+    """Send each rank its share, this one too; add this rank's; receive the results of all."""
+    program = tl.program_id(0)
+    slot = ((count & 1) * _PROGRAMS + program) * SIZE * _SLOT
+    at = tl.arange(0, WORDS)
+    inside = at < num_words
+    for step in tl.static_range(SIZE):
+        # Each rank begins with another one, so that no one of them receives from all at once.
+        place = slots[(RANK + step) % SIZE] + slot + RANK * _SLOT + at % SHARE
+        is_theirs = inside & (at // SHARE == (RANK + step) % SIZE)
+        tl.store(place, own, mask=is_theirs, cache_modifier=".wt")
+    tl.debug_barrier()  # as in `_send`
+    tl.store(counts + program, count)
+    ROOM: tl.constexpr = triton.next_power_of_2(SHARE)
+    share = tl.arange(0, ROOM)
+    mine = (share < SHARE) & (RANK * SHARE + share < num_words)
+    addends = _received(slots[RANK] + slot + share, mine, released, SIZE)
+    total = tl.zeros([ROOM * PER_WORD], dtype=tl.float32)
+    for rank in tl.static_range(SIZE):
+        total += _numbers(addends[rank], dtype, PER_WORD)
+    result = _words(total.to(dtype), ROOM, PER_WORD)
+    for step in tl.static_range(SIZE):
+        place = slots[(RANK + step) % SIZE] + slot + RANK * _SLOT + _RESULTS + share
+        tl.store(place, result, mask=mine, cache_modifier=".wt")
+    _empty(slots[RANK] + slot + share, mine, SIZE)
+    place = slots[RANK] + slot + at // SHARE * _SLOT + _RESULTS + at % SHARE
+    words = _received(place, inside, released, 1)
+    _empty(place, inside, 1)
+    return _numbers(words[0], dtype, PER_WORD).to(dtype)
 
 
 @triton.jit
@@ -214,16 +239,17 @@ def _broadcast_kernel(
     at = program * WORDS + tl.arange(0, WORDS)
     inside = at < num_words
     own = tl.load(x + at, mask=inside, other=0)
+    own = tl.where(own == _EMPTY, 0, own)
     count = tl.load(counts + program) + 1
-    _, slot = _send(own, inside, count, counts, slots, RANK, SIZE, WORDS)
+    slot = _send(own, inside, count, counts, slots, RANK, SIZE, WORDS)
     for rank in tl.static_range(SIZE):
         if rank != RANK:
             place = slots[RANK] + slot + rank * _SLOT
-            while _is_empty(place, inside, released):
+            while _are_empty(place, inside, released):
                 pass
             if rank == SOURCE:
                 tl.store(x + at, tl.load(place, mask=inside, volatile=True), mask=inside)
-            _empty(place, inside)
+            _empty(place, inside, 1)
 
 
 @triton.jit
@@ -231,25 +257,25 @@ def _send(
     own, inside, count, counts, slots,
     RANK: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Send this rank's words to all others; return them, and where theirs arrive."""
+    """Send this rank's words to all others; return where theirs arrive."""
     program = tl.program_id(0)
     slot = ((count & 1) * _PROGRAMS + program) * SIZE * _SLOT + tl.arange(0, WORDS)
-    own = tl.where(own == _EMPTY, 0, own)
-    for rank in tl.static_range(SIZE):
-        if rank != RANK:
-            # Written through, so that no cache of this GPU keeps what is waited for elsewhere.
-            tl.store(slots[rank] + slot + RANK * _SLOT, own, mask=inside, cache_modifier=".wt")
+    for step in tl.static_range(1, SIZE):
+        place = slots[(RANK + step) % SIZE] + slot + RANK * _SLOT
+        # Written through, so that no cache of this GPU keeps what is waited for elsewhere.
+        tl.store(place, own, mask=inside, cache_modifier=".wt")
     # All have read the count before it is changed, and nothing is waited for that is not sent.
     tl.debug_barrier()
     tl.store(counts + program, count)
-    return own, slot
+    return slot
 
 
 @triton.jit
-def _empty(place, inside):
+def _empty(place, inside, NUM: tl.constexpr):
     """Empty the places of words that have arrived, once all threads have read them."""
     tl.debug_barrier()
-    tl.store(place, tl.full(place.shape, _EMPTY, tl.int32), mask=inside)
+    for rank in tl.static_range(NUM):
+        tl.store(place + rank * _SLOT, tl.full(place.shape, _EMPTY, tl.int32), mask=inside)
 
 
 @triton.jit
@@ -265,73 +291,34 @@ def _gather_kernel(
         column = block % blocks_of_row * BLOCK + tl.arange(0, BLOCK)
         inside = column < num_columns
         numbers = tl.load(x + row.to(tl.int64) * stride + column, mask=inside)
-        for rank in tl.static_range(SIZE):
-            place = gathered[rank] + row.to(tl.int64) * width + start + column
+        for step in tl.static_range(SIZE):
+            place = gathered[(RANK + step) % SIZE] + row.to(tl.int64) * width + start + column
             tl.store(place, numbers, mask=inside)
     count = tl.load(counts + program) + 1
-    _exchange_flags(0, count & _MASK, released, flags, RANK, SIZE)
+    _exchange_flags(count, released, flags, RANK, SIZE)
     tl.store(counts + program, count)
 
 
 @triton.jit
-def _in_shares(
-    x, dtype: tl.constexpr, addend_stride, num_numbers,
-    count, counts, released, shares, flags,
-    RANK: tl.constexpr, SIZE: tl.constexpr, PER_WORD: tl.constexpr,
-    SHARE: tl.constexpr, NUMBERS: tl.constexpr, NUM_PARTIALS: tl.constexpr,
-):  # fmt: skip
-    ROOM: tl.constexpr = _SHARE_ROOM * PER_WORD
-    program = tl.program_id(0)
-    number = count & _MASK
-    at = tl.arange(0, triton.next_power_of_2(SHARE))
-    first = program * SIZE * ROOM
-    mine = (at < SHARE) & (RANK * SHARE + at < num_numbers)
-    for rank in tl.static_range(SIZE):
-        if rank != RANK:
-            theirs = (at < SHARE) & (rank * SHARE + at < num_numbers)
-            share = load_sum(x + rank * SHARE + at, theirs, addend_stride, NUM_PARTIALS, dtype)
-            tl.store(shares[rank] + first + RANK * ROOM + at, share, mask=theirs)
-    _exchange_flags(0, number, released, flags, RANK, SIZE)
-    tl.store(counts + program, count)
-    total = tl.zeros([triton.next_power_of_2(SHARE)], dtype=tl.float32)
-    for rank in tl.static_range(SIZE):
-        if rank == RANK:
-            share = load_sum(x + RANK * SHARE + at, mine, addend_stride, NUM_PARTIALS, dtype)
-        else:
-            # Not from this multiprocessor's own cache, which may have those of an earlier sum.
-            place = shares[RANK] + first + rank * ROOM + at
-            share = tl.load(place, mask=mine, other=0.0, cache_modifier=".cg")
-        total += share.to(tl.float32)
-    sums = _PROGRAMS * SIZE * ROOM + first
-    for rank in tl.static_range(SIZE):
-        place = shares[rank] + sums + RANK * ROOM + at
-        tl.store(place, total.to(dtype), mask=mine)
-    _exchange_flags(1, number, released, flags, RANK, SIZE)
-    at = tl.arange(0, NUMBERS)
-    place = shares[RANK] + sums + at // SHARE * ROOM + at % SHARE
-    return tl.load(place, mask=at < num_numbers, other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
-def _exchange_flags(turn, number, released, flags, RANK: tl.constexpr, SIZE: tl.constexpr):
+def _exchange_flags(count, released, flags, RANK: tl.constexpr, SIZE: tl.constexpr):
     """Set the flags of this program's stores on all other ranks, and wait for theirs."""
-    first = (turn * _PROGRAMS + tl.program_id(0)) * SIZE
+    first = tl.program_id(0) * SIZE
     rank = tl.arange(0, triton.next_power_of_2(SIZE))
     place = flags[0] + first + RANK + tl.zeros_like(rank)
     for other in tl.static_range(1, SIZE):
         place = tl.where(rank == other, flags[other] + first + RANK, place)
     # One thread sets the flag for all; the release makes their stores visible to every GPU first.
     tl.debug_barrier()
-    flag = tl.zeros_like(rank).to(tl.int64) + (number << 32)
+    flag = tl.zeros_like(rank).to(tl.int64) + count
     tl.atomic_xchg(place, flag, mask=(rank < SIZE) & (rank != RANK), sem="release", scope="sys")
     own = flags[RANK] + first
-    while _num_missing(own, number, released, RANK, SIZE) > 0:
+    while _num_missing(own, count, released, RANK, SIZE) > 0:
         pass
 
 
 @triton.jit
-def _num_missing(flags, number, released, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """Return how many flags lack the number; 0 once the ranks are released.
+def _num_missing(flags, count, released, RANK: tl.constexpr, SIZE: tl.constexpr):
+    """Return how many flags lack the count; 0 once the ranks are released.
 
     Every thread reads for itself: copies of one small tensor need not agree within a warp.
     """
@@ -339,41 +326,54 @@ def _num_missing(flags, number, released, RANK: tl.constexpr, SIZE: tl.constexpr
     missing = 0
     for rank in tl.static_range(SIZE):
         if rank != RANK:
-            flag = tl.load(flags + rank, volatile=True)
-            missing += ((flag >> 32) != number).to(tl.int32)
+            missing += (tl.load(flags + rank, volatile=True) != count).to(tl.int32)
     return missing * (over == 0).to(tl.int32)
 
 
 @triton.jit
-def _is_empty(place, inside, released):
-    words, over = _look(place, inside, released)
-    return _is_waited_for(words, over, inside)
+def _received(place, inside, released, NUM: tl.constexpr):
+    """Return the words of NUM ranks, the first at `place`, once all have arrived."""
+    words, over = _look(place, inside, released, NUM)
+    while _are_waited_for(words, over, inside, NUM):
+        words, over = _look(place, inside, released, NUM)
+    return words
 
 
 @triton.jit
-def _look(place, inside, released):
-    """Load both at once, because each takes as long as the other; volatile, for polling."""
-    word = tl.load(place, mask=inside, other=0, volatile=True)
-    return word, tl.load(released, volatile=True)
+def _are_empty(place, inside, released):
+    words, over = _look(place, inside, released, 1)
+    return _are_waited_for(words, over, inside, 1)
 
 
 @triton.jit
-def _is_waited_for(words, over, inside):
+def _look(place, inside, released, NUM: tl.constexpr):
+    """Load all at once, because each takes as long as the others; volatile, for polling."""
+    words = (tl.load(place, mask=inside, other=0, volatile=True),)
+    for rank in tl.static_range(1, NUM):
+        word = tl.load(place + rank * _SLOT, mask=inside, other=0, volatile=True)
+        words += (word,)  # type: ignore[assignment]
+    return words, tl.load(released, volatile=True)
+
+
+@triton.jit
+def _are_waited_for(words, over, inside, NUM: tl.constexpr):
     # All threads agree, though some may have seen the release of this rank, and others not yet.
-    missing = inside & (words == _EMPTY) & (over == 0)
-    return tl.max(missing.to(tl.int32), axis=0) > 0
+    empty = words[0] == _EMPTY
+    for rank in tl.static_range(1, NUM):
+        empty |= words[rank] == _EMPTY
+    return tl.max((inside & empty & (over == 0)).to(tl.int32), axis=0) > 0
 
 
 @triton.jit
 def _words(numbers, WORDS: tl.constexpr, PER_WORD: tl.constexpr):
-    """int32 [WORDS] of numbers [WORDS · PER_WORD], the first in the lower half of its word."""
+    """What is sent of numbers [WORDS · PER_WORD]: the first is the lower half of its word."""
     if PER_WORD == 1:
         words = numbers.to(tl.int32, bitcast=True)
     else:
         halves = numbers.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         low, high = tl.split(tl.reshape(halves, [WORDS, 2]))
         words = low | (high << 16)
-    return words
+    return tl.where(words == _EMPTY, 0, words)
 
 
 @triton.jit

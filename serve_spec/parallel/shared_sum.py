@@ -173,9 +173,9 @@ def _share(own: Tensor, rank: int, size: int, store: Store) -> SharedSum:
         places.append(tuple(handle.get_buffer(r, shape, dtype, first) for r in range(size)))
         begin += _num_bytes(shape, dtype)
     zeros = partial(torch.zeros, dtype=torch.int64, device=own.device)
-    slots, shares, flags, gathered = places
+    slots, flags, gathered = places
     counts, released = zeros(shared_sum.NUM_PROGRAMS), zeros(1)
-    memory = SharedMemory(rank, slots, shares, flags, gathered, counts, released)
+    memory = SharedMemory(rank, slots, flags, gathered, counts, released)
     return SharedSum(memory, (own, handle))
 
 
@@ -183,7 +183,6 @@ def _places(size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Return the tensors of a rank that others write to, in the order of `SharedMemory`."""
     return [
         (shared_sum.slots_shape(size), torch.int32),
-        (shared_sum.shares_shape(size), torch.int32),
         (shared_sum.flags_shape(size), torch.int64),
         ((shared_sum.GATHER_NUMBERS,), torch.float32),
     ]

@@ -138,7 +138,6 @@ def compile_exchanges(case, rank, size):
     memory = SharedMemory(
         rank,
         slots=(numbers,) * size,
-        shares=(numbers,) * size,
         flags=(flags,) * size,
         gathered=(torch.zeros(64),) * size,
         counts=flags,
@@ -146,7 +145,7 @@ def compile_exchanges(case, rank, size):
     )
     weight = torch.zeros(4096, dtype=torch.bfloat16)
     with recorded(shared_sum_triton, case):
-        for num_rows in (1, 256):
+        for num_rows in (1, 128, 256):
             x = torch.zeros(num_rows, 4096, dtype=torch.bfloat16)
             shared_sum_triton.sum_over_ranks(x, memory)
             shared_sum_triton.sum_add_norm(x, x, weight, 1e-5, memory)

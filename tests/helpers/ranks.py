@@ -11,7 +11,6 @@ from serve_spec.ops.shared_sum import (
     NUM_PROGRAMS,
     SharedMemory,
     flags_shape,
-    shares_shape,
     slots_shape,
 )
 from serve_spec.parallel.group import TensorParallel
@@ -81,7 +80,6 @@ def shared_memory(size, device):
 
     shared = {
         "slots": of_each(slots_shape(size), value=EMPTY),
-        "shares": of_each(shares_shape(size)),
         "flags": of_each(flags_shape(size), torch.int64),
         "gathered": of_each((40_000,), torch.float32),  # of `GATHER_NUMBERS`
     }

@@ -4,7 +4,9 @@ Import this module before any `*_triton` module: Triton decides when a kernel is
 """
 
 import os
-from types import FunctionType, ModuleType
+from contextlib import contextmanager
+from threading import Lock
+from types import FunctionType, ModuleType, SimpleNamespace
 
 import numpy as np
 import torch
@@ -45,6 +47,26 @@ if DEVICE.type == "cpu":
         return _multiply(self, a, b, total, *options)
 
     interpreter.InterpreterBuilder.create_dot = _create_dot
+
+
+@contextmanager
+def kernels_in_threads():
+    """Let threads interpret kernels, of one program each, at the same time."""
+    patch, scopes, lock = interpreter._patch_lang, [], Lock()
+
+    def keep(function):
+        with lock:
+            scopes.append(patch(function))
+        # A launch that ends would take back what others still need.
+        return SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_lang = keep
+    try:
+        yield
+    finally:
+        interpreter._patch_lang = patch
+        for scope in reversed(scopes):
+            scope.restore()
 
 
 def relative_error(found, expected):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.ranks import shared_memory
-from tests.helpers.triton import DEVICE, reference
+from tests.helpers.triton import DEVICE, kernels_in_threads, reference
 
 from serve_spec.ops import shared_sum as plain  # isort: skip
 from serve_spec.ops.elementwise_triton import add_rms_norm  # isort: skip
@@ -23,7 +23,6 @@ from serve_spec.ops.shared_sum import (  # isort: skip
     DTYPES,
     EMPTY,
     NUM_PROGRAMS,
-    NUMBER_MASK,
     SHARE_ALIGNMENT,
     SHARE_WORDS,
     SLOT_WORDS,
@@ -32,7 +31,7 @@ from serve_spec.ops.shared_sum import (  # isort: skip
     num_gather_programs,
     part_words,
     residual_fits,
-    share_numbers,
+    share_words,
     shared_sum,
 )
 
@@ -102,28 +101,24 @@ class Rank:
         self._receive(rows, len(rows[0][0]), parts[0].dtype)
 
     def _receive(self, chunks, size, dtype):
-        """Write words and shares; chunks: of each rank, by program, at most `size` words."""
-        mine = self.memory.slots[self.memory.rank]
-        share = share_numbers(size * 4 // dtype.itemsize, len(chunks), dtype.itemsize)
-        for program, of_ranks in enumerate(zip(*chunks, strict=True)):
+        """Write what goes into slots; chunks: of each rank, by program, at most `size` words."""
+        own, num_words = self.memory.rank, sum(map(len, chunks[0]))
+        in_shares = plain.goes_in_shares(4 * num_words, len(chunks))
+        share = share_words(size, len(chunks))
+        for program, parts in enumerate(zip(*chunks, strict=True)):
             self.counts[program] += 1
-            count = self.counts[program]
-            number = count & NUMBER_MASK
+            slots = self.memory.slots[own][self.counts[program] % 2, program]
+            total = as_words(shared_sum([part.view(dtype) for part in parts]))
             for other in self.others:
-                words = of_ranks[other]
-                sent = torch.where(words == EMPTY, 0, words)
-                mine[count % 2, program, other, : len(words)] = sent
-            self._receive_shares(program, number, share, [words.view(dtype) for words in of_ranks])
+                if in_shares:
+                    write(slots[other], parts[other][own * share :][:share])
+                    write(slots[other, SHARE_WORDS:], total[other * share :][:share])
+                else:
+                    write(slots[other], parts[other])
 
-    def _receive_shares(self, program, number, share, parts):
-        own, dtype = self.memory.rank, parts[0].dtype
-        places = self.memory.shares[own].view(dtype)
-        for other in self.others:
-            to_add = parts[other][own * share : (own + 1) * share]
-            total = shared_sum([part[other * share : (other + 1) * share] for part in parts])
-            for turn, numbers in enumerate((to_add, total)):
-                places[turn, program, other, : len(numbers)] = numbers
-                self.memory.flags[own][turn, program, other] = number << 32
+
+def write(place, words):
+    place[: len(words)] = torch.where(words == EMPTY, 0, words)
 
 
 def assert_normed(found, expected, dtype):
@@ -156,12 +151,12 @@ def test_what_a_rank_adds_may_come_as_addends(rank, size, dtype):
     assert all(map(torch.equal, found, expected))
 
 
-@either_way
 @pytest.mark.parametrize(("own", "size"), [(0, 2), (1, 2), (2, 4)])
-def test_sums_and_norms_of_any_sizes_follow_each_other(own, size):
+def test_sums_and_norms_of_any_sizes_follow_each_other_either_way(own, size, monkeypatch):
     """Programs that small ones leave out keep their own count, so their slots still alternate."""
     rank = Rank(own, size)
     for turn, count in enumerate((6, 4096, 2, 9000, 2048, 4, 9000, 9000, 1026)):
+        monkeypatch.setattr(plain, "_LEAST_SPARED", turn % 2 << 62)
         dtype = DTYPES[turn % len(DTYPES)]
         parts = all_drawn(size, count, dtype=dtype, seed=turn)
         assert torch.equal(rank.sum(parts), shared_sum(parts))
@@ -170,6 +165,7 @@ def test_sums_and_norms_of_any_sizes_follow_each_other(own, size):
         before = inputs[0][own].clone(), inputs[1].clone()
         assert_normed(rank.add_norm(*inputs), expected, dtype)
         assert all(map(torch.equal, before, (inputs[0][own], inputs[1]))), "inputs stay as they are"
+        assert (rank.memory.slots[own] == EMPTY).all()
     sum_over_ranks(torch.empty(0, 4096, device=DEVICE), rank.memory)  # runs no program
     assert rank.memory.counts.tolist() == rank.counts
     assert len(set(rank.counts)) > 4
@@ -194,56 +190,36 @@ def test_minus_zeros_arrive_too(dtype):
     assert torch.equal(as_words(Rank(1, 2).sum(parts)), as_words(shared_sum(parts)))
 
 
-@one_thread_each
-@pytest.mark.parametrize("turn", [0, 1])
-def test_a_share_is_waited_for_until_its_flag_has_the_number_of_the_sum(turn, monkeypatch):
-    monkeypatch.setattr(plain, "_LEAST_SPARED", 0)
-    rank = Rank(0, 2)
-    memory = rank.memory
-    rank.sum(all_drawn(2, 500, dtype=torch.float32, seed=0))
-    parts = all_drawn(2, 500, dtype=torch.float32, seed=1)
-    rank.receive(parts)
-    share = memory.shares[0][turn, 0, 1].clone()
-    memory.shares[0][turn, 0, 1].zero_()
-    memory.flags[0][turn, 0, 1] = 1 << 32
-    x = parts[0].clone()
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(sum_over_ranks, x, memory)
-        while memory.flags[1][turn, 0, 0] != 2 << 32:
-            assert not running.done()
-        memory.shares[0][turn, 0, 1] = share
-        memory.flags[0][turn, 0, 1] = 2 << 32
-        running.result()
-    assert torch.equal(x, shared_sum(parts))
-
-
-@given(st.sampled_from(DTYPES), st.integers(2, 8), st.integers(1, 9000))
-def test_shares_are_aligned_and_have_room_and_make_up_the_whole(dtype, size, num_words):
-    num_words = min(num_words, SLOT_WORDS)
-    count = num_words * 4 // dtype.itemsize
-    share = share_numbers(count, size, dtype.itemsize)
-    assert share * size >= count
-    assert share * dtype.itemsize % SHARE_ALIGNMENT == 0
-    assert share * dtype.itemsize <= SHARE_WORDS * 4
+@given(st.integers(2, 8), st.integers(1, SLOT_WORDS))
+def test_shares_are_aligned_and_have_room_and_make_up_the_whole(size, num_words):
+    share = share_words(num_words, size)
+    assert num_words <= share * size
+    assert share % SHARE_ALIGNMENT == 0
+    assert share <= SHARE_WORDS
 
 
 @one_thread_each
-@pytest.mark.parametrize("missing", [0, 499])
-def test_a_word_is_waited_for_until_it_is_there(missing):
+@pytest.mark.parametrize(
+    ("least_spared", "missing", "sent"),
+    [(1, 0, 499), (1, 499, 499), (0, 255, 243), (0, SHARE_WORDS + 243, SHARE_WORDS + 255)],
+    ids=["first", "last", "addend", "result"],
+)
+def test_a_word_is_waited_for_until_it_is_there(least_spared, missing, sent, monkeypatch):
+    monkeypatch.setattr(plain, "_LEAST_SPARED", least_spared)
     rank = Rank(0, 2)
-    memory = rank.memory
     for turn in range(2):
         rank.sum(all_drawn(2, 500, dtype=torch.float32, seed=turn))
     parts = all_drawn(2, 500, dtype=torch.float32, seed=2)
-    theirs = as_words(parts[1])
-    place = memory.slots[0][1, 0, 1]
-    place[:missing], place[missing + 1 : 500] = theirs[:missing], theirs[missing + 1 :]
+    rank.receive(parts)
+    mine, theirs = rank.memory.slots[0][1, 0, 1], rank.memory.slots[1][1, 0, 0]
+    word = mine[missing].clone()
+    mine[missing] = theirs[sent] = EMPTY
     x = parts[0].clone()
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(sum_over_ranks, x, memory)
-        while memory.counts[0] < 3 or memory.slots[1][1, 0, 0, 499] != as_words(parts[0])[499]:
+        running = pool.submit(sum_over_ranks, x, rank.memory)
+        while theirs[sent] == EMPTY:
             assert not running.done()
-        place[missing] = theirs[missing]
+        mine[missing] = word
         running.result()
     assert torch.equal(x, shared_sum(parts))
 
@@ -273,14 +249,14 @@ def test_columns_of_all_ranks_are_one_tensor(columns, padding, is_kernel):
         first, last = other * columns, min((other + 1) * columns, width)
         result = rank.memory.gathered[1][: 4 * width].view(4, width)
         result[:, first:last] = expected[:, first:last]
-        rank.memory.flags[1][0, :, other] = 1 << 32
+        rank.memory.flags[1][:, other] = 1
     gather = gather_columns if is_kernel else reference(plain).gather_columns
     assert torch.equal(gather(parts[1], columns, width, rank.memory), expected)
     programs = num_gather_programs(parts[1])
     for other in rank.others:
         sent = rank.memory.gathered[other][: 4 * width].view(4, width)
         assert torch.equal(sent[:, columns : 2 * columns], expected[:, columns : 2 * columns])
-        assert (rank.memory.flags[other][0, :programs, 1] == 1 << 32).all()
+        assert (rank.memory.flags[other][:programs, 1] == 1).all()
 
 
 @either_way
@@ -293,17 +269,6 @@ def test_once_released_a_rank_waits_for_nothing():
         sum_over_ranks(x.clone(), rank.memory)
         sum_add_norm(x, x, weight, EPS, rank.memory)
     assert rank.memory.counts[:4].tolist() == [6, 6, 6, 0]
-
-
-@either_way
-def test_numbers_of_sums_begin_anew_when_they_have_no_room():
-    rank = Rank(1, 2)
-    rank.memory.counts.fill_(NUMBER_MASK - 2)
-    rank.counts = [NUMBER_MASK - 2] * NUM_PROGRAMS
-    for turn in range(5):
-        parts = all_drawn(2, 600, dtype=torch.bfloat16, seed=turn)
-        assert torch.equal(rank.sum(parts), shared_sum(parts))
-    assert rank.memory.counts[0] == NUMBER_MASK + 3
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -346,14 +311,14 @@ def test_what_is_sent_in_shares_lies_where_the_others_look_for_it(monkeypatch):
     monkeypatch.setattr(plain, "_LEAST_SPARED", 0)
     parts, rank = all_drawn(3, 900, dtype=torch.bfloat16), Rank(1, 3)
     rank.sum(parts)
-    share = share_numbers(2 * part_words(450), 3, 2)
-    own = shared_sum(parts).split(share)[1]
+    share = share_words(part_words(450), 3)
+    own = as_words(shared_sum(parts)).split(share)[1]
     for other in (0, 2):
-        theirs = parts[1].split(share)[other]
-        sent = rank.memory.shares[other].view(torch.bfloat16)[:, 0, 1]
-        assert torch.equal(sent[0, : len(theirs)], theirs)
-        assert torch.equal(sent[1, : len(own)], own)
-        assert rank.memory.flags[other][:, 0, 1].tolist() == [1 << 32] * 2
+        theirs = as_words(parts[1]).split(share)[other]
+        sent = rank.memory.slots[other][1, 0, 1]
+        assert torch.equal(sent[: len(theirs)], theirs)
+        assert torch.equal(sent[SHARE_WORDS:][:share], own)
+        assert (sent != EMPTY).sum() == len(theirs) + share
 
 
 @one_thread_each
@@ -376,3 +341,18 @@ def test_a_rank_of_the_kernels_and_two_of_the_reference_sum_together():
             sum_over_ranks(parts[0], kernel)
             assert list(sums) == [None, None]
         assert all(torch.equal(part, expected) for part in parts)
+
+
+@one_thread_each
+def test_three_ranks_of_the_kernels_sum_in_shares_together(monkeypatch):
+    ranks, x = shared_memory(3, DEVICE), torch.ones(1, 600, dtype=torch.bfloat16)
+    with kernels_in_threads(), ThreadPoolExecutor(3) as pool:
+        for turn in range(6):
+            monkeypatch.setattr(plain, "_LEAST_SPARED", (turn == 3) << 62)
+            parts = all_drawn(3, 1, 600, dtype=x.dtype, seed=turn)
+            expected = shared_sum(parts)
+            norms = pool.map(sum_add_norm, parts, [x] * 3, [x[0]] * 3, [EPS] * 3, ranks)
+            assert all(torch.equal(total, expected + 1) for _, total in norms)
+            list(pool.map(sum_over_ranks, parts, ranks))
+            assert all(torch.equal(part, expected) for part in parts)
+    assert all((rank.slots[rank.rank] == EMPTY).all() for rank in ranks)
