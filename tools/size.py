@@ -24,7 +24,7 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "package lines": Budget(31_000, current=41_694),
+    "package lines": Budget(31_000, current=41_692),
     "package files": Budget(200),
     "package folders": Budget(18),
     "tests lines": Budget(27_000, current=33_855),

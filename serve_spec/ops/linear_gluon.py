@@ -105,11 +105,7 @@ def _product_kernel(
     first = split * columns
     num_blocks = gl.cdiv(gl.minimum(columns, in_features - first), DEPTH)
 
-    weights = gl.allocate_shared_memory(
-        weight.dtype,
-        [STAGES] + weight.block_shape,  # noqa: RUF005 (Gluon has no *)
-        weight.layout,
-    )
+    weights = gl.allocate_shared_memory(weight.dtype, [STAGES] + weight.block_shape, weight.layout)  # noqa: RUF005
     inputs = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, DEPTH], x.layout)
     arrivals = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -153,9 +149,7 @@ def _product_kernel(
 
 
 @gluon.jit
-def _fetch_weights(
-    weight, weights, arrivals, stage, tile, column, is_inside, BYTES: gl.constexpr
-):  # fmt: skip
+def _fetch_weights(weight, weights, arrivals, stage, tile, column, is_inside, BYTES: gl.constexpr):
     """Start copying a block of weights. The barrier of the stage expects BYTES, with those of x."""
     arrival = arrivals.index(stage)
     mbarrier.expect(arrival, BYTES, pred=is_inside)
@@ -167,9 +161,7 @@ def _fetch_weights(
 
 
 @gluon.jit
-def _write(
-    sums, scale, bias, out, first_row, tile, num_rows, num_outputs, GATED: gl.constexpr
-):  # fmt: skip
+def _write(sums, scale, bias, out, first_row, tile, num_rows, num_outputs, GATED: gl.constexpr):
     """Write out[row, output] of a tile of sums [weight rows, rows of x]."""
     WEIGHTS: gl.constexpr = sums.shape[0]
     ROWS: gl.constexpr = sums.shape[1]
