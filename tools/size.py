@@ -27,7 +27,7 @@ BUDGETS = {
     "package lines": Budget(31_000, current=41_692),
     "package files": Budget(200),
     "package folders": Budget(18),
-    "tests lines": Budget(27_000, current=33_855),
+    "tests lines": Budget(27_000, current=33_850),
     "longest file": Budget(500),
     "longest class": Budget(250),
     "longest function": Budget(60),

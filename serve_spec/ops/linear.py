@@ -165,7 +165,7 @@ class Tiles:
     columns: int
 
 
-TILE_OUTPUTS, TILE_DEPTH = 64, 128
+_TILE_OUTPUTS, TILE_DEPTH = 64, 128
 _MULTIPROCESSORS = 132
 # Blocks in flight by rows of x, if all programs run in one wave, and otherwise. Measured on one
 # H200 with layers of an 8B model, whole and as shared by two and four ranks.
@@ -189,7 +189,7 @@ def is_ours(num_rows: int, num_outputs: int = 1, *, gated: bool = False, fp8: bo
     """
     if fp8:
         return num_rows <= max(_FP8_STAGES)
-    several_waves = not gated and _ceil(num_outputs, TILE_OUTPUTS) > _MULTIPROCESSORS
+    several_waves = not gated and _ceil(num_outputs, _TILE_OUTPUTS) > _MULTIPROCESSORS
     return num_rows <= (max(_STAGES) // 2 if several_waves else max(_STAGES))
 
 
@@ -200,10 +200,10 @@ def choose_tiles(
 
     `columns` does not depend on `num_rows`, so a row is summed in the same order in every batch.
     """
-    outputs, num_tiles = TILE_OUTPUTS, _ceil(num_outputs, TILE_OUTPUTS)
+    outputs, num_tiles = _TILE_OUTPUTS, _ceil(num_outputs, _TILE_OUTPUTS)
     is_wide = gated and 2 * num_tiles > _MULTIPROCESSORS
     if gated and not is_wide:
-        outputs, num_tiles = outputs // 2, 2 * num_tiles  # so that every multiprocessor reads
+        outputs, num_tiles = outputs // 2, 2 * num_tiles  # so that more multiprocessors read
     # The product of two sums needs both in one program.
     cuts = 1 if gated else _cuts(num_tiles, in_features, _PROGRAMS_FP8 if fp8 else _MULTIPROCESSORS)
     if fp8:

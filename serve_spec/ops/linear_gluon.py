@@ -30,7 +30,7 @@ from serve_spec.ops.linear import TILE_DEPTH, Tiles
 # Renamed in Triton 3.9.
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 PAIRS_TOGETHER = 8
-"""So many gates, then their ups: a thread has the sums of two rows that are 8 apart."""
+"""Gates in a row, followed by their ups. A thread holds the sums of rows that are 8 apart."""
 
 _TOGETHER = gl.constexpr(PAIRS_TOGETHER)
 _WARPS = 4  # of one group, whose tensor cores multiply 64 weight rows at once
@@ -48,7 +48,7 @@ def multiply(
     """Write out [T, out], or [splits, T, out] if several programs share a sum.
 
     Rows of x may be strided; x is copied if they do not start at multiples of 16 bytes. is_gated:
-    see `linear.small_gate_up`; out is a multiple of PAIRS_TOGETHER.
+    see `linear.small_gate_up`; the outputs are a multiple of PAIRS_TOGETHER.
     """
     if not x.numel():
         return

@@ -3,8 +3,8 @@
 Parts of the tensor belong to numbered programs. Each program numbers its exchanges, because small
 tensors leave some programs out. There are two algorithms for sums.
 
-In both, words themselves tell that they have arrived: a word is one access, so one that differs
-from `EMPTY` is complete, as in TensorRT-LLM's Lamport protocol. What was read is emptied.
+Both need no flag. A word is written by one access, so one that differs from `EMPTY` has arrived,
+as in TensorRT-LLM's Lamport protocol. The receiver empties its place after reading it.
 
 At once, which is faster for small tensors: a program sends its part to the program of its number on
 every other rank, and adds all parts in the order of ranks. A broadcast is the same exchange, of
@@ -18,9 +18,9 @@ A gather of columns is written into the result of every rank, and marked by flag
 gathers there must be a sum: it ends after the result of the first one was used on all ranks.
 
 A program has two slots for each rank, used alternately. Once it has completed exchange k + 1, all
-ranks have begun that: their words or flags say so, in shares the result of rank 0, whose share is
-never empty and needs the addends of all. They had ended exchange k and emptied its slots, so that
-exchange k + 2 may use them.
+ranks have begun it: it received their words or flags, or, in shares, the result of rank 0, which
+needs the addends of all. Before, they ended exchange k and emptied its slots, so that exchange
+k + 2 may use them. (The share of rank 0 is never empty.)
 """
 
 from __future__ import annotations

@@ -198,13 +198,13 @@ def _in_shares(
     RANK: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr, PER_WORD: tl.constexpr,
     SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Send each rank its share, this one too; add this rank's; receive the results of all."""
+    """Send every rank its share, add up the own one, and exchange the results."""
     program = tl.program_id(0)
     slot = ((count & 1) * _PROGRAMS + program) * SIZE * _SLOT
     at = tl.arange(0, WORDS)
     inside = at < num_words
     for step in tl.static_range(SIZE):
-        # Each rank begins with another one, so that no one of them receives from all at once.
+        # Every rank starts with a different receiver, so that none receives from all at once.
         place = slots[(RANK + step) % SIZE] + slot + RANK * _SLOT + at % SHARE
         is_theirs = inside & (at // SHARE == (RANK + step) % SIZE)
         tl.store(place, own, mask=is_theirs, cache_modifier=".wt")
@@ -347,7 +347,7 @@ def _are_empty(place, inside, released):
 
 @triton.jit
 def _look(place, inside, released, NUM: tl.constexpr):
-    """Load all at once, because each takes as long as the others; volatile, for polling."""
+    """Load all words, then wait for them together; volatile, for polling."""
     words = (tl.load(place, mask=inside, other=0, volatile=True),)
     for rank in tl.static_range(1, NUM):
         word = tl.load(place + rank * _SLOT, mask=inside, other=0, volatile=True)
@@ -366,7 +366,7 @@ def _are_waited_for(words, over, inside, NUM: tl.constexpr):
 
 @triton.jit
 def _words(numbers, WORDS: tl.constexpr, PER_WORD: tl.constexpr):
-    """What is sent of numbers [WORDS · PER_WORD]: the first is the lower half of its word."""
+    """Return numbers [WORDS · PER_WORD] as words to send, the first in its word's lower half."""
     if PER_WORD == 1:
         words = numbers.to(tl.int32, bitcast=True)
     else:

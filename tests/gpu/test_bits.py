@@ -26,8 +26,9 @@ def test_a_row_has_the_same_bits_alone_and_among_others(num_outputs, in_features
         assert torch.equal(linear.linear(x[:count], weight), whole[:count])
 
 
-def test_a_gated_row_has_the_same_bits_alone_and_among_others():
-    x, weight = random(128, 4096, seed=0), random(2 * 14336, 4096, seed=1)
+@pytest.mark.parametrize("width", [14336, 3584])
+def test_a_gated_row_has_the_same_bits_alone_and_among_others(width):
+    x, weight = random(128, 4096, seed=0), random(2 * width, 4096, seed=1)
     whole = linear.gate_up(x, weight)
     for count in COUNTS:
         assert torch.equal(linear.gate_up(x[:count], weight), whole[:count])

@@ -6,13 +6,7 @@ from contextlib import suppress
 
 import torch
 
-from serve_spec.ops.shared_sum import (
-    EMPTY,
-    NUM_PROGRAMS,
-    SharedMemory,
-    flags_shape,
-    slots_shape,
-)
+from serve_spec.ops.shared_sum import EMPTY, NUM_PROGRAMS, SharedMemory, flags_shape, slots_shape
 from serve_spec.parallel.group import TensorParallel
 from serve_spec.parallel.worker_ranks import WorkerRanks
 
