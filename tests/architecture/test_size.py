@@ -1,4 +1,4 @@
-"""The repository may only shrink: no size exceeds its budget, or the last size above it."""
+"""Files, classes and functions stay short enough to read, and documents and results small."""
 
 import ast
 from functools import cache
@@ -13,14 +13,7 @@ measured = cache(measure)
 @pytest.mark.parametrize("name", BUDGETS)
 def test_no_size_exceeds_its_limit(name):
     found: Measure = measured()[name]
-    assert found.value <= BUDGETS[name].limit, f"{name}: {found.value} at {found.where}; make size"
-
-
-@pytest.mark.parametrize("name", BUDGETS)
-def test_a_limit_above_its_goal_is_the_size_of_today(name):
-    assert BUDGETS[name].current is None or BUDGETS[name].limit > BUDGETS[name].goal, (
-        f"{name}: the goal is reached, remove `current` in tools/size.py"
-    )
+    assert found.value <= BUDGETS[name], f"{name}: {found.value} at {found.where}; make size"
 
 
 def test_branches_and_parameters_are_counted():
