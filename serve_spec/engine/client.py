@@ -19,10 +19,8 @@ from serve_spec.core.errors import EngineOverloaded, InvalidRequest
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.record import StepRecord
 from serve_spec.core.request import (
-    FinishReason,
     Prompt,
     SamplingParams,
-    SpeculationStats,
     TokenDelta,
 )
 from serve_spec.engine import messages
@@ -97,11 +95,9 @@ class EngineClient:
         self._grammars = grammars
         self._inputs = InputProcessor(self.tokenizer, limits, grammars.matcher)
         self._outputs = OutputProcessor(self.tokenizer, self._abort)
-        self._forces_acceptance = limits.forces_acceptance
         self._collector = MetricsCollector()
         self._metrics: MetricsSink = NullSink()
         self._streams: dict[str, TokenStream] = {}
-        self._preparing: set[str] = set()
         self._max_unfinished = config.scheduler.max_num_seqs + config.scheduler.max_waiting_seqs
         self._calls = itertools.count()
         self._replies: queue.SimpleQueue[messages.Reply] = queue.SimpleQueue()
@@ -121,11 +117,15 @@ class EngineClient:
     ) -> TokenStream:
         """Queue a request and return its stream, which continues after `emitted` tokens.
 
-        Raises InvalidRequest, EngineOverloaded, or RuntimeError if the engine has died.
+        Cancelling this coroutine cancels the request. Raises InvalidRequest, EngineOverloaded, or
+        RuntimeError if the engine has died.
         """
         self.check_health()
-        token_ids, grammar, is_cancelled = await self._prepare(prompt, params.grammar, request_id)
-        params = replace(params, grammar=grammar)
+        # Neither blocks the event loop.
+        token_ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
+        if params.grammar is not None:
+            grammar = await asyncio.to_thread(self._translate, params.grammar)
+            params = replace(params, grammar=grammar)
         if request_id in self._streams:
             raise InvalidRequest("request_id", request_id, "is running already; use another")
         if len(self._streams) >= self._max_unfinished:
@@ -135,10 +135,6 @@ class EngineClient:
             )
         seq = self._inputs.new_sequence(request_id, token_ids, params, emitted)
         stream = TokenStream(request_id, seq.num_prompt_tokens)
-        if is_cancelled:
-            stats = SpeculationStats(synthetic_acceptance=self._forces_acceptance)
-            stream.put(TokenDelta(request_id, (), "", FinishReason.ABORT, stats))
-            return stream
         command = messages.Add.of(seq)
         self._loop = asyncio.get_running_loop()
         self._streams[request_id] = stream
@@ -153,26 +149,9 @@ class EngineClient:
         return await messages.encode_async(len(prompt), partial(self._inputs.encode, prompt))
 
     def cancel(self, request_id: str) -> None:
-        """End a request and free its pages before the next step; harmless if it has ended."""
-        self._preparing.discard(request_id)
+        """End a request that was submitted and free its pages before the next step; else no-op."""
         if request_id in self._streams:
             self._abort(request_id)
-
-    async def _prepare(
-        self, prompt: Prompt, grammar: Grammar | None, request_id: str
-    ) -> tuple[list[int], Grammar | None, bool]:
-        """Encode a prompt and compile its grammar without blocking the event loop.
-
-        Return the token ids, the grammar for the engine, and whether the request was cancelled.
-        """
-        self._preparing.add(request_id)
-        try:
-            token_ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
-            if grammar is not None:
-                grammar = await asyncio.to_thread(self._translate, grammar)
-            return token_ids, grammar, request_id not in self._preparing
-        finally:
-            self._preparing.discard(request_id)
 
     def _translate(self, grammar: Grammar) -> Grammar:
         self._inputs.check_grammar(grammar)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import os
 import pickle
 import select
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Self
 
+from serve_spec.core.handshake import NUM_BYTES, challenge, is_proof, proof
 from serve_spec.log import get_logger
 
 logger = get_logger(__name__)
@@ -111,15 +111,14 @@ class Channel:
         mine, theirs: names of the two ends, so that a proof cannot be sent back as one's own.
         """
         self._end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _PROOF_TIMEOUT)
-        challenge = os.urandom(32)
+        asked = challenge()
         try:
-            self._connection.send_bytes(challenge)
-            answer = _proof(secret, mine, self._connection.recv_bytes(32))
-            self._connection.send_bytes(answer)
-            proof = self._connection.recv_bytes(32)
+            self._connection.send_bytes(asked)
+            self._connection.send_bytes(proof(secret, mine, self._connection.recv_bytes(NUM_BYTES)))
+            answer = self._connection.recv_bytes(NUM_BYTES)
         except OSError as error:
             raise EOFError from error
-        if not hmac.compare_digest(proof, _proof(secret, theirs, challenge)):
+        if not is_proof(answer, secret, theirs, asked):
             raise EOFError("the other end does not know the secret")
         self._end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _NO_TIMEOUT)
 
@@ -159,10 +158,6 @@ def _authenticated(channel: Channel, secret: bytes, mine: bytes, theirs: bytes) 
         channel.close()
         return None
     return channel
-
-
-def _proof(secret: bytes, name: bytes, challenge: bytes) -> bytes:
-    return hmac.digest(secret, name + challenge, "sha256")
 
 
 class RankChannel:

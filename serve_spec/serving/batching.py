@@ -248,14 +248,19 @@ class Batcher(ABC):
 
     def fail_replica(self, replica: str, error: ApiError) -> None:
         """Fail all open requests of a replica."""
-        lost = [a for a in self._requests.values() if a.is_open and a.replica == replica]
-        self._fail(lost, error)
+        self._fail([self._requests[name] for name in self.open_requests(replica)], error)
 
     def num_open(self, replica: str) -> int:
         """Return the number of open requests at a replica."""
-        return sum(
-            pending.is_open and pending.replica == replica for pending in self._requests.values()
-        )
+        return len(self.open_requests(replica))
+
+    def open_requests(self, replica: str) -> list[str]:
+        """Return the ids of the open requests at a replica."""
+        return [
+            request_id
+            for request_id, pending in self._requests.items()
+            if pending.is_open and pending.replica == replica
+        ]
 
     def _join(self, group: Hashable, pending: _PendingRequest) -> None:
         waiting = self._waiting.setdefault(group, [])

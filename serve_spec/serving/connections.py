@@ -8,21 +8,24 @@ second. A Ray Serve call takes milliseconds, which would add to the time to firs
     request ─┘         router                └─ ...
 
 A slow router does not delay generation: its unsent deltas are merged.
+
+A router answers each load report with the requests that it has at the replica. The replica cancels
+the others, so that no lost cancellation keeps a request running.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from serve_spec.core.handshake import NUM_BYTES, challenge, is_proof, proof
 from serve_spec.log import get_logger
 from serve_spec.serving import messages
-from serve_spec.serving.errors import ReplicaLost, engine_failed, no_replica
+from serve_spec.serving.errors import ApiError, ReplicaLost, engine_failed, no_replica
 
 if TYPE_CHECKING:
     from serve_spec.serving.batching import Batcher
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _NUM_SECRET_BYTES = 32
+_ROUTER, _REPLICA = b"router", b"replica"
 _MAX_HANDSHAKE_BYTES = 1024
 _HANDSHAKE_WITHIN_S = 10.0
 _CONNECT_WITHIN_S = 5.0
@@ -63,13 +67,38 @@ def write_message(writer: asyncio.StreamWriter, message: bytes) -> None:
 
 
 def configure(writer: asyncio.StreamWriter) -> None:
-    """Limit the write buffer and enable keep-alive, which detects a lost host within 20 s."""
+    """Send small messages immediately, limit the write buffer, and notice a lost host in 20 s."""
     writer.transport.set_write_buffer_limits(high=_MAX_BUFFERED_BYTES)
     connection: socket.socket = writer.get_extra_info("socket")
+    # asyncio does not set it for sockets that a listener without a protocol number has accepted.
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+async def authenticate(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    secret: bytes,
+    mine: bytes,
+    theirs: bytes,
+    name: bytes = b"",
+) -> bytes | None:
+    """Return the other end's `name`; None if it does not know the secret.
+
+    mine, theirs: kinds of the two ends. Raises as `read_message`, before anything is unpickled.
+    """
+    asked = challenge()
+    write_message(writer, asked + name)
+    greeting = await read_message(reader, _MAX_HANDSHAKE_BYTES)
+    write_message(writer, proof(secret, mine, greeting))
+    answer = await read_message(reader, _MAX_HANDSHAKE_BYTES)
+    if not is_proof(answer, secret, theirs, asked + name):
+        logger.warning("connection rejected: the other end does not know the secret")
+        return None
+    return greeting[NUM_BYTES:]
 
 
 @dataclass(eq=False)
@@ -156,11 +185,12 @@ class ReplicaConnections:
     async def _serve_replica(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        replica = await self._authenticate(reader)
+        replica = await self._authenticate(reader, writer)
         if replica is None:
             writer.close()
             return
         configure(writer)
+        self._replace(replica)
         connection = self._connections[replica] = ReplicaConnection(writer)
         end = no_replica("the replica that had this request is gone")
         try:
@@ -176,22 +206,30 @@ class ReplicaConnections:
         finally:
             writer.close()
             if self._connections.get(replica) is connection:
-                del self._connections[replica]
-                self._handler.fail_replica(replica, ReplicaLost(end, replica=replica))
+                self._lose(replica, end)
 
-    async def _authenticate(self, reader: asyncio.StreamReader) -> str | None:
-        """Return the name of the connecting replica; None if its key is wrong."""
+    def _replace(self, replica: str) -> None:
+        """Close the connection that a new one of the same replica replaces."""
+        if (old := self._connections.get(replica)) is not None:
+            old.writer.close()
+            self._lose(replica, no_replica("the replica has connected anew"))
+
+    def _lose(self, replica: str, why: ApiError) -> None:
+        """Forget a connection and fail its requests, which the replica cancels."""
+        del self._connections[replica]
+        self._handler.fail_replica(replica, ReplicaLost(why, replica=replica))
+
+    async def _authenticate(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> str | None:
+        """Return the name of the connecting replica; None if it does not know the secret."""
         try:
             async with asyncio.timeout(_HANDSHAKE_WITHIN_S):
-                handshake = await read_message(reader, _MAX_HANDSHAKE_BYTES)
+                name = await authenticate(reader, writer, self.address.secret, _ROUTER, _REPLICA)
+                return None if name is None else name.decode()
         except (EOFError, OSError, TimeoutError) as error:
             logger.info("connection closed without a handshake: %r", error)
             return None
-        secret, name = handshake[:_NUM_SECRET_BYTES], handshake[_NUM_SECRET_BYTES:]
-        if not hmac.compare_digest(secret, self.address.secret):
-            logger.warning("connection rejected: wrong key")
-            return None
-        return name.decode()
 
     def _handle(
         self, replica: str, connection: ReplicaConnection, message: messages.ReplicaMessage
@@ -205,6 +243,9 @@ class ReplicaConnections:
         if connection.is_usable and not was_usable:
             self._changed.set()
         self._handler.receive(replica, message)
+        if message.load is not None:
+            open_ids = self._handler.open_requests(replica)
+            write_message(connection.writer, messages.encode_router_message(open_ids=open_ids))
 
 
 class ResponseQueue:
@@ -254,14 +295,13 @@ class RouterConnections:
     """The connections to all routers. If one breaks, the requests of its router are cancelled.
 
     name: this replica's name. load: returns `ReplicaMessage.load`.
-    answer: puts all items of a request into a queue, the last one included.
-    cancel: cancels a request in the engine; no-op if it has ended.
+    answer: puts all items of a request into a queue, the last one included; cancelling it cancels
+    the request in the engine.
     flush_cache: drops cached prefixes.
     """
 
     name: str
     answer: Callable[[messages.GenerateRequest, ResponseQueue], Coroutine[Any, Any, None]]
-    cancel: Callable[[str], None]
     load: Callable[[], Mapping[str, Any]]
     flush_cache: Callable[[], None]
     _queues: dict[str, ResponseQueue] = field(default_factory=dict)
@@ -276,11 +316,11 @@ class RouterConnections:
         try:
             async with asyncio.timeout(_CONNECT_WITHIN_S):
                 reader, writer = await asyncio.open_connection(router.host, router.port)
+                await self._authenticate(router, reader, writer)
         except BaseException:
             del self._queues[router.name]
             raise
         configure(writer)
-        write_message(writer, router.secret + self.name.encode())
         self.report_load()
         self._start(self._send(queue, writer))
         self._start(self._serve(router.name, queue, reader, writer))
@@ -308,6 +348,21 @@ class RouterConnections:
         for queue in self._queues.values():
             queue.close()
 
+    async def _authenticate(
+        self, router: RouterAddress, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Prove each other's knowledge of the secret; raise OSError or EOFError if that fails."""
+        try:
+            name = self.name.encode()
+            if await authenticate(reader, writer, router.secret, _REPLICA, _ROUTER, name) is None:
+                raise ConnectionRefusedError(f"{router.host}:{router.port} is not {router.name}")
+        except EOFError as error:
+            writer.close()
+            raise ConnectionResetError(f"{router.host}:{router.port} has hung up") from error
+        except BaseException:
+            writer.close()
+            raise
+
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
@@ -328,10 +383,7 @@ class RouterConnections:
             logger.exception("unreadable message of router %s", router)
         finally:
             del self._queues[router]
-            for request_id, answer in queue.answers.items():
-                self.cancel(request_id)
-                answer.cancel()
-            queue.answers.clear()
+            self._cancel(queue, list(queue.answers))
             queue.close()
             writer.close()
 
@@ -342,10 +394,18 @@ class RouterConnections:
             else:
                 answer = asyncio.create_task(self.answer(request, queue))
                 queue.answers[request_id] = answer
-        for request_id in message.cancelled:
-            self.cancel(request_id)
+        self._cancel(queue, message.cancelled)
+        if message.open_ids is not None and (orphaned := queue.answers.keys() - message.open_ids):
+            logger.warning("%d requests cancelled that their router has not", len(orphaned))
+            self._cancel(queue, orphaned)
         if message.flushes_cache:
             self.flush_cache()
+
+    def _cancel(self, queue: ResponseQueue, request_ids: Iterable[str]) -> None:
+        """Cancel requests, also those that the engine has not got yet; no-op for ended ones."""
+        for request_id in request_ids:
+            if (answer := queue.answers.pop(request_id, None)) is not None:
+                answer.cancel()
 
     async def _send(self, queue: ResponseQueue, writer: asyncio.StreamWriter) -> None:
         """Send items and load reports until the queue is closed."""

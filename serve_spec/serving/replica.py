@@ -45,7 +45,6 @@ class EngineReplica:
         self._routers = RouterConnections(
             self._name,
             self._answer,
-            self._loop.cancel,
             self.record_routing_stats,
             self._loop.flush_cache,
         )
@@ -132,7 +131,7 @@ class EngineReplica:
         self._loop.shutdown()
 
     async def _answer(self, request: GenerateRequest, queue: ResponseQueue) -> None:
-        """Put all items of a request into the queue, the last one included."""
+        """Put all items of a request into the queue; see `RouterConnections.answer`."""
 
         def emit(item: ReplicaItem) -> None:
             timer.observe(item)

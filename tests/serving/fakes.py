@@ -188,14 +188,16 @@ class ReplicaEnd(RouterConnections):
         self.queues = {}
         self.flushed = asyncio.Event()
         load = {"num_running": 7, "is_healthy": True}
-        cancel = self.cancelled.append
-        super().__init__("r1", self._say, cancel, lambda: load, self.flushed.set)
+        super().__init__("r1", self._say, lambda: load, self.flushed.set)
 
     async def _say(self, asked, queue):
         self.queues[asked.request_id] = queue
         for item in self.items:
             queue.put(asked.request_id, item)
-        await asyncio.Event().wait()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled.append(asked.request_id)
 
 
 class RouterEnd:
@@ -204,6 +206,10 @@ class RouterEnd:
     def __init__(self, name="router", max_quiet_checks=3):
         self.connections = ReplicaConnections(name, "127.0.0.1", self, max_quiet_checks)
         self.heard, self.lost = [], []
+        self.open = []
+
+    def open_requests(self, replica):
+        return self.open
 
     def receive(self, replica, message):
         self.heard.append(message)
@@ -221,6 +227,7 @@ class RouterEnd:
         return all(any(map(messages.is_last, self.said(name))) for name in names)
 
     def ask(self, *requests):
+        self.open += [asked.request_id for asked in requests]
         self.connections.send("r1", messages.encode_router_message(requests))
 
 

@@ -76,12 +76,49 @@ async def test_every_router_hears_of_its_own_requests_and_of_how_many_the_others
 
 async def test_what_a_router_cancels_ends_in_the_engine():
     async with connected() as (router, replica):
+        router.ask(named("a"), named("b"))
+        await until(lambda: len(replica.queues) == 2)
         router.connections.send("r1", encode_router_message(cancelled=["a", "b"]))
         await until(lambda: replica.cancelled == ["a", "b"])
         assert not replica.flushed.is_set()
         router.connections.send("r1", encode_router_message(flushes_cache=True))
         await replica.flushed.wait()
         router.connections.send("gone", encode_router_message(cancelled=["c"]))
+
+
+async def test_a_cancellation_that_arrives_with_its_request_is_not_lost():
+    async with connected() as (router, replica):
+        router.ask(named("a"), named("b"))
+        router.connections.send("r1", encode_router_message(cancelled=["a"]))
+        await until(lambda: replica.queues)
+        assert [*replica.queues] == ["b"], "the engine never gets the other one"
+        assert replica.num_requests() == {"router": 1}
+
+
+async def test_requests_that_their_router_does_not_have_end_with_the_next_load_report():
+    async with connected() as (router, replica), listening(name="other") as other:
+        await replica.connect(other.connections.address)
+        await until(other.connections.usable)
+        router.ask(named("a"), named("b"))
+        other.ask(named("c"))
+        await until(lambda: len(replica.queues) == 3)
+        router.open.remove("a")  # its cancellation is lost
+        replica.report_load()
+        await until(lambda: replica.cancelled == ["a"])
+        assert replica.num_requests() == {"router": 1, "other": 1}
+
+
+async def test_a_replica_that_connects_anew_loses_the_requests_of_its_old_connection():
+    async with listening() as router:
+        old, writer = await calling(router.connections.address)
+        await until(router.connections.usable)
+        _, newer = await calling(router.connections.address)
+        await until(lambda: router.lost)
+        await old.read()
+        await until(router.connections.usable)
+        assert [name for name, _ in router.lost] == ["r1"]
+        writer.close()
+        newer.close()
 
 
 async def test_requests_end_with_their_router_and_those_of_others_do_not():
@@ -108,7 +145,7 @@ async def test_requests_end_with_their_router_and_those_of_others_do_not():
 )
 async def test_a_connection_that_breaks_off_loses_the_requests_of_its_replica(message, status):
     async with listening() as router:
-        writer = await calling(router.connections.address)
+        _, writer = await calling(router.connections.address)
         await until(router.connections.usable)
         if message is None:
             writer.close()
@@ -121,25 +158,39 @@ async def test_a_connection_that_breaks_off_loses_the_requests_of_its_replica(me
         assert not router.connections.usable()
 
 
-async def calling(address, handshake=b"r1"):
-    """Call a router as a replica does, and say one thing."""
-    _, writer = await asyncio.open_connection(address.host, address.port)
-    write_message(writer, address.secret + handshake)
-    write_message(writer, encode_replica_message(ReplicaMessage([], {}, {"num_running": 0})))
-    return writer
+async def calling(address, name=b"r1", secret=None):
+    """Call a router as a replica does, and report the load once."""
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    ends = b"replica", b"router", name
+    if await module.authenticate(reader, writer, secret or address.secret, *ends) is not None:
+        write_message(writer, encode_replica_message(ReplicaMessage([], {}, {"num_running": 0})))
+    return reader, writer
 
 
-async def test_a_call_without_the_key_or_with_too_long_a_authenticateing_is_refused():
+async def test_a_connection_without_the_secret_or_with_a_long_handshake_is_refused():
     async with listening() as router:
         address = router.connections.address
-        for handshake in (b"x" * 32 + b"r1", address.secret + b"x" * 9000, b""):
-            reader, writer = await asyncio.open_connection(address.host, address.port)
-            write_message(writer, handshake)
-            with pytest.raises(EOFError):
-                await read_message(reader)
-            writer.close()
+        reader, _ = await calling(address, secret=b"guessed")
+        await reader.read()
+        with pytest.raises((EOFError, ConnectionError)):
+            await calling(address, b"x" * 9000)
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        challenge = await read_message(reader)
+        write_message(writer, challenge + b"r1")  # its own challenge, to get its own proof
+        write_message(writer, await read_message(reader))
+        await reader.read()
         assert not router.connections.usable()
         assert not router.lost
+
+
+async def test_a_replica_refuses_a_router_without_the_secret_and_does_not_send_it():
+    async with listening() as router:
+        replica = Replica()
+        with pytest.raises(ConnectionRefusedError, match="is not router"):
+            await replica.connect(router.connections.address._replace(secret=b"another"))
+        assert not replica.num_requests()
+        await replica.connect(router.connections.address)
+        await until(router.connections.usable)
 
 
 async def test_a_silent_replica_loses_its_requests_once_and_is_avoided_until_it_speaks():
@@ -223,7 +274,7 @@ async def test_waiting_for_a_replica_ends_when_there_is_one_or_in_time():
         await router.connections.changed(within_s=0.001)
         waiting = asyncio.create_task(router.connections.changed(within_s=3600))
         await asyncio.sleep(0)
-        writer = await calling(router.connections.address)
+        _, writer = await calling(router.connections.address)
         await waiting
         assert router.connections.usable()
         writer.close()
