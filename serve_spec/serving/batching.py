@@ -248,14 +248,17 @@ class Batcher(ABC):
 
     def fail_replica(self, replica: str, error: ApiError) -> None:
         """Fail all open requests of a replica."""
-        self._fail([self._requests[name] for name in self.open_requests(replica)], error)
+        self._fail([self._requests[name] for name in self._open_requests(replica)], error)
 
     def num_open(self, replica: str) -> int:
         """Return the number of open requests at a replica."""
-        return len(self.open_requests(replica))
+        return len(self._open_requests(replica))
 
-    def open_requests(self, replica: str) -> list[str]:
-        """Return the ids of the open requests at a replica."""
+    def known_requests(self, replica: str) -> list[str]:
+        """Return the ids of the open requests at a replica, and of those about to be cancelled."""
+        return self._open_requests(replica) + self._to_cancel.get(replica, [])
+
+    def _open_requests(self, replica: str) -> list[str]:
         return [
             request_id
             for request_id, pending in self._requests.items()

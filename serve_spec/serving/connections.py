@@ -244,8 +244,8 @@ class ReplicaConnections:
             self._changed.set()
         self._handler.receive(replica, message)
         if message.load is not None:
-            open_ids = self._handler.open_requests(replica)
-            write_message(connection.writer, messages.encode_router_message(open_ids=open_ids))
+            known_ids = self._handler.known_requests(replica)
+            write_message(connection.writer, messages.encode_router_message(known_ids=known_ids))
 
 
 class ResponseQueue:
@@ -395,7 +395,7 @@ class RouterConnections:
                 answer = asyncio.create_task(self.answer(request, queue))
                 queue.answers[request_id] = answer
         self._cancel(queue, message.cancelled)
-        if message.open_ids is not None and (orphaned := queue.answers.keys() - message.open_ids):
+        if message.known_ids is not None and (orphaned := queue.answers.keys() - message.known_ids):
             logger.warning("%d requests cancelled that their router has not", len(orphaned))
             self._cancel(queue, orphaned)
         if message.flushes_cache:

@@ -47,11 +47,11 @@ def encode_router_message(
     cancelled: Sequence[str] = (),
     *,
     flushes_cache: bool = False,
-    open_ids: Sequence[str] | None = None,
+    known_ids: Sequence[str] | None = None,
 ) -> bytes:
     """Encode a message for `decode_router_message`."""
     entries = [(r.request_id, pickle.dumps(r, pickle.HIGHEST_PROTOCOL)) for r in requests]
-    return pickle.dumps((entries, cancelled, flushes_cache, open_ids), pickle.HIGHEST_PROTOCOL)
+    return pickle.dumps((entries, cancelled, flushes_cache, known_ids), pickle.HIGHEST_PROTOCOL)
 
 
 def decode_router_message(message: bytes) -> RouterMessage:
@@ -142,7 +142,7 @@ class RouterMessage(NamedTuple):
     """Ids of requests to cancel; no-op if they have ended."""
     flushes_cache: bool = False
     """Whether the replica drops the cached prefixes that no request uses."""
-    open_ids: Sequence[str] | None = None
+    known_ids: Sequence[str] | None = None
     """Ids of all requests that the router has at the replica, which cancels others; None: unsaid.
 
     A connection keeps order, so the replica has got these requests before.

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
 from typing import NamedTuple
 
 from serve_spec.core.errors import InvalidRequest
@@ -9,6 +10,7 @@ from serve_spec.core.request import SamplingParams, SpeculationStats, TokenDelta
 from serve_spec.serving import messages
 from serve_spec.serving.connections import ReplicaConnections, RouterConnections
 from serve_spec.serving.errors import ApiError, ReplicaLost, no_replica
+from serve_spec.serving.fleet import RayFleet
 from serve_spec.serving.fleet_stats import FleetStats
 from tests.serving.fake_engine import LawfulLoop
 
@@ -208,7 +210,7 @@ class RouterEnd:
         self.heard, self.lost = [], []
         self.open = []
 
-    def open_requests(self, replica):
+    def known_requests(self, replica):
         return self.open
 
     def receive(self, replica, message):
@@ -241,6 +243,45 @@ async def listening(**options):
         serving.cancel()
         with suppress(asyncio.CancelledError):
             await serving
+
+
+class Handle:
+    """The part of a `DeploymentHandle` that the fleet uses; its deployment has one replica.
+
+    errors: raised, one after the other, before the replica is called.
+    """
+
+    deployment_name = "EngineReplica"
+
+    def __init__(self, replica, *errors):
+        self.replica = replica
+        self.errors = list(errors)
+
+    def broadcast(self, method, address):
+        assert method == "connect"
+
+        async def results(**options):
+            if self.errors:
+                raise self.errors.pop(0)
+            if self.replica is not None:
+                await self.replica.connect(address)
+            return [None]
+
+        return SimpleNamespace(results_async=results)
+
+
+@asynccontextmanager
+async def running(config, replica=None, *errors, name="router"):
+    """A `RayFleet`, the router `name`, in front of one replica."""
+    fleet = RayFleet(Handle(replica, *errors), "app", name, "127.0.0.1", config)
+    fleet.start()
+    try:
+        yield fleet
+    finally:
+        for task in fleet._tasks:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
 
 
 def request(prompt="a b", **params):

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 from collections import Counter
-from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import get_args
@@ -33,36 +32,11 @@ from serve_spec.serving.fleet import (
 )
 from serve_spec.serving.messages import Accepted, Failed, Refused
 from serve_spec.serving.stats_actor import StatsUnavailable
-from tests.serving.fakes import ReplicaEnd, delta, request, until
+from tests.serving.fakes import Handle, ReplicaEnd, delta, request, running, until
 
 ACCEPTED = Accepted(1, "r1")
 LAST = delta("b", 2, finish=FinishReason.STOP)
 ID = request().request_id
-
-
-class Handle:
-    """The part of a `DeploymentHandle` that the fleet uses; its deployment has one replica.
-
-    errors: raised, one after the other, before the replica is called.
-    """
-
-    deployment_name = "EngineReplica"
-
-    def __init__(self, replica, *errors):
-        self.replica = replica
-        self.errors = list(errors)
-
-    def broadcast(self, method, address):
-        assert method == "connect"
-
-        async def results(**options):
-            if self.errors:
-                raise self.errors.pop(0)
-            if self.replica is not None:
-                await self.replica.connect(address)
-            return [None]
-
-        return SimpleNamespace(results_async=results)
 
 
 @pytest.fixture(autouse=True)
@@ -73,19 +47,6 @@ def _serve_is_away(monkeypatch):
         raise RayServeException("away")
 
     monkeypatch.setattr(module.serve, "status", status)
-
-
-@asynccontextmanager
-async def running(config, replica=None, *errors):
-    fleet = RayFleet(Handle(replica, *errors), "app", "router", "127.0.0.1", config)
-    fleet.start()
-    try:
-        yield fleet
-    finally:
-        for task in fleet._tasks:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
 
 
 async def items_of(fleet):

@@ -1,7 +1,9 @@
 """The replica's contract, without Serve around it."""
 
 import asyncio
-from contextlib import asynccontextmanager
+import random
+import time
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,13 +11,15 @@ import pytest
 
 from serve_spec.adaptive import PolicySettings
 from serve_spec.config import ConfigError, ServeSpecConfig
-from serve_spec.core.request import TokenDelta
+from serve_spec.core.request import SamplingParams, TokenDelta
 from serve_spec.serving import replica as module
+from serve_spec.serving.admission import Admission
 from serve_spec.serving.autoscaling import NUM_REQUESTS
+from serve_spec.serving.completions import CompletionRunner, choices_of
 from serve_spec.serving.messages import Accepted, Failed, encode_router_message, is_last
 from serve_spec.serving.replica import EngineReplica
 from serve_spec.serving.stats_actor import StatsUnavailable
-from tests.serving.fakes import listening, request, until
+from tests.serving.fakes import listening, request, running, until
 
 
 class DeafStats:
@@ -119,6 +123,42 @@ async def test_requests_count_while_they_run_and_end_with_their_router(start):
         assert replica.record_autoscaling_stats() == {NUM_REQUESTS: 2}, "not calls"
     await until(lambda: not loop.streams)
     assert replica.record_routing_stats()["num_requests"] == {}
+
+
+@pytest.mark.parametrize("num_routers", [1, 2])
+async def test_a_storm_of_clients_that_leave_leaves_no_request_in_the_engine(
+    start, config, num_routers
+):
+    """Two storms of 100 clients each, `n` from 1 to 8, while the event loop is kept busy."""
+    replica, loop = start()
+    draw = random.Random(num_routers)
+
+    async def visit(runner, client):
+        choices = choices_of(f"c{client}", "trace", ["hold on"], SamplingParams(max_tokens=9), 8)
+        async with runner.run(choices[: 1 + client % 8]):
+            await asyncio.Event().wait()
+
+    async def storm(runner, first):
+        clients = [asyncio.create_task(visit(runner, first + i)) for i in range(100)]
+        for client in draw.sample(clients, len(clients)):
+            if draw.random() < 0.2:
+                time.sleep(0.002)
+                await asyncio.sleep(0)
+            client.cancel()
+        await asyncio.wait(clients)
+
+    async with AsyncExitStack() as routers:
+        for i in range(num_routers):
+            fleet = await routers.enter_async_context(running(config, replica, name=f"router{i}"))
+            admission = Admission(max_in_flight=40, max_queued=1000)
+            runner = CompletionRunner(fleet, admission, timeout_s=3600, resume_timeout_s=0)
+            await until(fleet._connections.usable)
+            await storm(runner, first=1000 * i)
+            await storm(runner, first=1000 * i + 500)
+            assert (admission.in_flight, admission.queue_len) == (0, 0)
+        await until(lambda: not replica.record_routing_stats()["num_requests"])
+        assert loop.tokens > 0, "requests have reached the engine"
+        await until(lambda: not loop.streams)
 
 
 async def test_requests_of_one_message_answer_side_by_side_and_end_alone(start):
