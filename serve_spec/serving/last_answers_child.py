@@ -9,6 +9,7 @@ descriptor or, to give that connection back, without. MEMORY holds the state of 
 from __future__ import annotations
 
 import mmap
+import resource
 import select
 import socket
 import sys
@@ -30,8 +31,10 @@ def run(channel: socket.socket, states: mmap.mmap) -> None:
     poll.register(channel, select.EPOLLIN)
     while True:
         for fd, _ in poll.poll():
-            if fd != channel.fileno():  # both ends have closed the connection
+            if fd in held:  # both ends have closed the connection
                 _drop(fd, poll, held)
+            elif fd != channel.fileno():  # given back by a message of the same round
+                continue
             elif not _receive(channel, poll, held):
                 _answer(held, answers, states)
                 poll.unregister(channel)
@@ -89,4 +92,6 @@ def _linger(poll: select.epoll, held: Connections) -> None:
 
 if __name__ == "__main__":
     channel_fd, memory_fd = map(int, sys.argv[1:])
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a descriptor for each connection
     run(socket.socket(fileno=channel_fd), mmap.mmap(memory_fd, 0, access=mmap.ACCESS_READ))

@@ -31,6 +31,8 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from collections import deque
 from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from http import HTTPStatus
@@ -279,7 +281,8 @@ UNANSWERED, STREAM, OTHER = range(3)
 _CHILD = Path(__file__).with_name("last_answers_child.py")
 _NUM_SLOTS = 2**16
 _CHANNEL_BYTES = 2**20  # the kernel may give less; some hundred new connections fit in any case
-_MAX_STARTS = 5
+# A child that always ends at once would cost a start with every connection.
+_MAX_STARTS, _STARTS_WITHIN_S = 5, 5.0
 _SCOPE_KEY = "serve_spec.connection"
 
 
@@ -316,22 +319,25 @@ class AnsweringChild:
         self._states = mmap.mmap(self._memory, _NUM_SLOTS)
         self._channel: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._num_starts = 0
+        self._starts_s: deque[float] = deque([-math.inf] * _MAX_STARTS, maxlen=_MAX_STARTS)
         self._held: WeakSet[Connection] = WeakSet()
+        self._unsent: WeakSet[Connection] = WeakSet()
 
     def hold(self, transport: asyncio.BaseTransport) -> Connection | None:
-        """Hand the child a connection; return None if it cannot hold this one."""
+        """Hand the child a connection, now or with a later one; return None if it cannot be."""
         sock = transport.get_extra_info("socket")
-        if sock is None or transport.get_extra_info("sslcontext") or not self._ensure_running():
+        if sock is None or transport.get_extra_info("sslcontext"):
             return None
         duplicate = socket.socket(fileno=os.dup(sock.fileno()))
-        if duplicate.fileno() < _NUM_SLOTS:
-            connection = Connection(duplicate, self._states)
-            if self._send(connection):
-                self._held.add(connection)
-                return connection
-        duplicate.close()
-        return None
+        if duplicate.fileno() >= _NUM_SLOTS:
+            duplicate.close()
+            return None
+        connection = Connection(duplicate, self._states)
+        self._held.add(connection)
+        self._unsent.add(connection)
+        if self._ensure_running():
+            self._unsent -= {each for each in self._unsent if self._send(each)}
+        return connection
 
     def give_back(self, connection: Connection) -> None:
         """Stop holding a connection that goes on."""
@@ -347,19 +353,21 @@ class AnsweringChild:
         """Start the child if there is none; return whether there is one."""
         if self._process is not None and self._process.poll() is None:
             return True
-        if self._num_starts == _MAX_STARTS:
+        if time.monotonic() - self._starts_s[0] < _STARTS_WITHIN_S:
             return False
-        if self._num_starts:
-            logger.warning("the child process for last answers is gone; starting another")
+        if self._process is not None:
+            status = self._process.returncode
+            logger.warning(
+                "the child process for last answers ended (%s); starting another", status
+            )
         self._stop()
-        self._num_starts += 1
+        self._starts_s.append(time.monotonic())
         try:
             self._start()
         except OSError as error:
             logger.warning("no child process for last answers: %r", error)
             return False
-        for connection in self._held:
-            self._send(connection)
+        self._unsent |= self._held
         return True
 
     def _start(self) -> None:
@@ -389,7 +397,7 @@ class AnsweringChild:
         self._channel = self._process = None
 
     def _send(self, connection: Connection) -> bool:
-        """Send an open connection; return False if the child is gone or too far behind."""
+        """Send a connection if it is open; return False if the child is gone or too far behind."""
         fd = connection.sock.fileno()
         try:
             if self._channel is not None and fd >= 0:

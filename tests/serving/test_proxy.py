@@ -7,6 +7,7 @@ import mmap
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager, suppress
@@ -254,14 +255,50 @@ def test_connections_end_at_once_even_if_the_child_hangs(server):
         os.kill(child, signal.SIGCONT)
 
 
+UPGRADE = (
+    *(b"connection: upgrade", b"upgrade: websocket", b"sec-websocket-version: 13"),
+    b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==",
+)
+
+
 @with_both_protocols
 def test_a_websocket_ends_as_it_would_without_the_child(server):
-    key = b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ=="
-    upgrade = b"connection: upgrade", b"upgrade: websocket", b"sec-websocket-version: 13", key
-    with server.connection(get("/", *upgrade)) as connection:
+    with server.connection(get("/", *UPGRADE)) as connection:
         read_until(connection, b"\r\n\r\n")
         connection.sendall(b"\x88\x80\0\0\0\0")  # the closing frame of a client
         rest(connection)
+
+
+def test_websockets_that_are_reset_while_they_are_given_back_do_not_end_the_child(server):
+    (child,) = server.children()
+    os.kill(child, signal.SIGSTOP)  # it reads both messages after the reset
+    for _ in range(3):
+        with server.connection(get("/", *UPGRADE)) as connection:
+            read_until(connection, b"\r\n\r\n")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    with server.connection(get("/stream")) as stream:
+        read_until(stream, b"data: 1\n\r\n")
+        os.kill(child, signal.SIGCONT)
+        server.kill()
+        assert_is_error_event(rest(stream))
+
+
+def test_a_child_is_started_again_however_often_it_dies(server):
+    for _ in range(7):
+        (child,) = eventually(server.children, lambda pids: len(pids) == 1)
+        os.kill(child, signal.SIGKILL)
+        eventually(lambda pid=child: status(pid)[0], lambda state: state == "Z")
+
+        def ask():
+            with server.connection(get("/whole")) as connection:
+                read_until(connection, b"0\r\n\r\n")
+            return [pid for pid in server.children() if status(pid)[0] != "Z"]
+
+        eventually(ask, lambda pids: len(pids) == 1)
+    with server.connection(get("/stream")) as stream:
+        read_until(stream, b"data: 1\n\r\n")
+        server.kill()
+        assert_is_error_event(rest(stream))
 
 
 def test_the_child_holds_open_connections_and_nothing_else_of_the_server(server):
