@@ -54,10 +54,22 @@ def main(argv: list[str] | None = None) -> int:
 def _load(command: str) -> Callable[[list[str]], int]:
     if command == "check-config":
         return _check_config
+    if command == "serve":
+        return _serve
     run: Callable[..., int] = import_module(f"serve_spec.{_COMMANDS[command][0]}").main
     if command in ("tune", "breakeven"):
         return lambda argv: run([command, *argv], "serve-spec")
     return run
+
+
+def _serve(argv: list[str]) -> int:
+    from serve_spec.serving.processes import supervise
+
+    def serve() -> int:
+        run: Callable[[list[str]], int] = import_module("serve_spec.serving.command").main
+        return run(argv)
+
+    return supervise(serve)
 
 
 def _check_config(argv: list[str]) -> int:

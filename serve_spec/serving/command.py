@@ -33,6 +33,7 @@ from serve_spec.config.flags import add_flags, add_model, flags_named, read_flag
 from serve_spec.config.root import is_file, leaf_sections
 from serve_spec.config.speculative import parse_update
 from serve_spec.core.errors import CheckpointError
+from serve_spec.serving.processes import exit_now, holder_of_port, stop_signals, take_signals
 
 APP_IMPORT_PATH = "serve_spec.serving:build_app"
 _OUR_IMPORT_PATHS = (
@@ -146,6 +147,9 @@ def _models_in(annotation: object) -> Iterator[object]:
 
 
 _POLL_S = 0.25
+_END_WITHIN_S = 10.0
+"""How long Ray may take to end after the last request."""
+_VITAL = ("gcs_server", "raylet")
 
 
 class StartFailed(RuntimeError):
@@ -213,7 +217,7 @@ def main(argv: list[str]) -> int:
             file=sys.stderr,
         )
     prepare_environment(plan)
-    with _stop_signals() as stop:
+    with stop_signals() as stop:
         return _serve(plan, stop, args.address, dashboard=args.dashboard)
 
 
@@ -300,7 +304,8 @@ def prepare_environment(plan: Plan) -> None:
     )
 
     router = plan.configs[0].router if plan.configs else RouterConfig()
-    for name, value in {**own_settings(router), CALLBACK_VARIABLE: CALLBACK}.items():
+    settings = {**own_settings(router), CALLBACK_VARIABLE: CALLBACK}
+    for name, value in settings.items():
         os.environ.setdefault(name, value)
     if plan.configs:
         os.environ[HEADER_TIMEOUT_VARIABLE] = str(router.header_timeout_s)
@@ -321,7 +326,10 @@ def _serve(plan: Plan, stop: threading.Event, address: str | None, *, dashboard:
     except ConnectionError as error:
         print(f"address={address!r}: {error}", file=sys.stderr)
         return 1
-    _take_signals(stop)  # `ray.init` replaces the handler for SIGTERM
+    take_signals(stop)  # `ray.init` replaces the handler for SIGTERM
+    has_ended = threading.Event()
+    if own_cluster:
+        threading.Thread(target=_watch_ray, args=(stop, has_ended), daemon=True).start()
     try:
         with _timed("starting the replicas"):
             _deploy(plan, stop)
@@ -336,10 +344,40 @@ def _serve(plan: Plan, stop: threading.Event, address: str | None, *, dashboard:
     # Ray prints the end of its own controller as a failed task.
     with redirect_stdout(io.StringIO()):
         _remove(plan)
+        has_ended.set()
+        _exit_after(_END_WITHIN_S, status)
         if own_cluster:
             serve.shutdown()  # type: ignore[no-untyped-call]
         ray.shutdown()
     return status
+
+
+def _watch_ray(stop: threading.Event, has_ended: threading.Event) -> None:
+    """Exit if a process of Ray ends that the others cannot do without.
+
+    Calls of Ray's that wait for it would block the main thread for a minute, and abort.
+    """
+    from ray._private import worker
+
+    node: Any = worker._global_node
+    while not has_ended.wait(_POLL_S):
+        for name, process in node.dead_processes():
+            if name in _VITAL and not has_ended.is_set():
+                why = f"Ray's {name} has ended ({_cause(process.returncode)}); so does the server"
+                exit_now(0 if stop.is_set() else 1, why)
+
+
+def _cause(status: int) -> str:
+    return f"status {status}" if status >= 0 else signal.Signals(-status).name
+
+
+def _exit_after(timeout_s: float, status: int) -> None:
+    """End this process if it has not ended in time, such as in a call of Ray's."""
+    timer = threading.Timer(
+        timeout_s, exit_now, (status, "Ray does not end; its processes are killed")
+    )
+    timer.daemon = True
+    timer.start()
 
 
 def _remove(plan: Plan) -> None:
@@ -432,27 +470,6 @@ def _check_port(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise ConfigError(f"port={port}: {error.strerror}; choose another --port") from None
-
-
-@contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
-    """Yield an event that Ctrl-C and SIGTERM set while the body runs."""
-    before = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
-    stop = threading.Event()
-    _take_signals(stop)
-    try:
-        yield stop
-    finally:
-        for name, handler in before.items():
-            signal.signal(name, handler)
-
-
-def _take_signals(stop: threading.Event) -> None:
-    def handle(*_: object) -> None:
-        if stop.is_set():  # second signal: do not wait for running requests
-            raise KeyboardInterrupt
-        stop.set()
-
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, handle)
+            holder = holder_of_port(port)
+            why = f"{error.strerror}{f' by {holder}' if holder else ''}"
+            raise ConfigError(f"port={port}: {why}; choose another --port") from None

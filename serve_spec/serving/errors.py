@@ -116,6 +116,17 @@ def body_timed_out(timeout_s: float) -> ApiError:
     return ApiError(408, message, kind="timeout_error", code="body_timeout")
 
 
+def request_stalled() -> ApiError:
+    """Return 408: HAProxy has waited too long for the next part of a request."""
+    message = "The request did not arrive in time; send headers and body without long pauses"
+    return ApiError(408, message, kind="timeout_error", code="body_timeout")
+
+
+def not_http() -> ApiError:
+    """Return 400: HAProxy cannot read the request."""
+    return ApiError(400, "The request is not valid HTTP; check its first line and its headers")
+
+
 def unknown_model(asked: str, served: str) -> ApiError:
     """Return 404: the model is not served here."""
     message = f"The model {asked!r} does not exist; this server serves {served!r}"

@@ -1,6 +1,6 @@
 """The child process that ends the answers of a killed HTTP server. It imports nothing but Python's.
 
-`proxy.py` starts it: `python last_answers_child.py CHANNEL MEMORY`, two file descriptors.
+`last_answers.py` starts it: `python last_answers_child.py CHANNEL MEMORY`, two file descriptors.
 CHANNEL is a socket that keeps messages apart. The first two messages are what to send on a
 connection in state 0 and 1. Later ones hold a slot (4 bytes, little-endian), with a connection's
 descriptor or, to give that connection back, without. MEMORY holds the state of each slot, a byte.

@@ -1,19 +1,32 @@
 """`serve-spec serve` as a user starts it: a process of its own, the real engine, HTTP."""
 
 import json
+import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
 from serve_spec.serving.errors import starting
-from tests.serving.cluster import ROOT, free_port, isolated_environment, short_tmp
+from serve_spec.serving.processes import holder_of_port
+from tests.serving.cluster import (
+    ROOT,
+    command_of,
+    eventually,
+    free_port,
+    isolated_environment,
+    pids_with,
+    short_tmp,
+)
 
 READY_WITHIN_S = 240
 
@@ -26,11 +39,25 @@ class Server:
     output: str
     process: subprocess.Popen[str]
     answers: set[tuple[int, str, str | None]]
+    tmp: str
+
+    def pids(self, command=""):
+        """Its processes, of all sessions and parents, whose command holds a text."""
+        return {pid for pid in pids_with(f"RAY_TMPDIR={self.tmp}") if command in command_of(pid)}
+
+    def haproxy_folder(self):
+        """The folder of the configuration that HAProxy runs with."""
+        (pid, *_) = self.pids("haproxy.cfg")
+        return Path(re.search(r"(\S+)/haproxy\.cfg", command_of(pid)).group(1))
+
+    def has_ended(self):
+        """Whether nothing is left of it: no process, and nobody at its port."""
+        return not self.pids() and not holder_of_port(urlsplit(self.url).port)
 
 
-@pytest.fixture(scope="module")
-def server():
-    """The command with the shipped deployment, which ends as Ctrl-C ends it."""
+@contextmanager
+def serving():
+    """The command with the shipped deployment. Nothing is left of it when the body has ended it."""
     with short_tmp() as tmp:
         port = free_port()
         command = [sys.executable, "-m", "serve_spec", "serve", str(ROOT / "deploy/tiny.yaml")]
@@ -41,6 +68,7 @@ def server():
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
         )
         # A hung start must fail this test with what was printed, not hang the run.
         alarm = threading.Timer(READY_WITHIN_S, process.kill)
@@ -53,14 +81,21 @@ def server():
             is_ready.set()
             asking.join()
             alarm.cancel()
-            yield Server(url, output, process, answers)
+            server = Server(url, output, process, answers, tmp)
+            folder = server.haproxy_folder()
+            yield server
         finally:
             alarm.cancel()
             is_ready.set()
-            process.send_signal(signal.SIGINT)
-            rest, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, rest
-        assert "shutting down" in rest
+            process.kill()
+        eventually(server.has_ended, bool)
+        assert not folder.exists()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving() as server:
+        yield server
 
 
 def _until_ready(process):
@@ -127,13 +162,33 @@ def test_one_text_is_told_by_every_endpoint_until_its_prefix_is_flushed(server):
         assert generate()["meta_info"]["cached_tokens"] == 0
 
 
+def test_only_this_user_reaches_haproxy_and_only_this_host_its_statistics(server):
+    folder = server.haproxy_folder()
+    for private in (folder, folder.parent):
+        assert private.stat().st_mode & 0o777 == 0o700
+    assert (folder / "admin.sock").stat().st_mode & 0o777 == 0o600
+    config = (folder / "haproxy.cfg").read_text()
+    binds = re.findall(r"^ *bind (\S+):\d+$", config, re.MULTILINE)
+    assert binds == ["127.0.0.1"] * 3
+
+
 def test_ctrl_c_lets_running_streams_end(server):
     body = {"prompt": "abc", "max_tokens": 250, "ignore_eos": True, "stream": True}
     url = f"{server.url}/v1/completions"
     with httpx.stream("POST", url, json=body, timeout=120) as stream:
         lines = stream.iter_lines()
         next(lines)
-        server.process.send_signal(signal.SIGINT)
+        os.killpg(server.process.pid, signal.SIGINT)
         *_, last = [line for line in lines if line]
     assert last == "data: [DONE]"
-    assert server.process.wait(timeout=120) == 0
+    rest, _ = server.process.communicate(timeout=120)
+    assert (server.process.returncode, "shutting down" in rest) == (0, True)
+
+
+def test_the_server_ends_with_one_line_and_a_status_when_rays_raylet_has_ended():
+    with serving() as server:
+        (raylet,) = server.pids("raylet/raylet ")
+        os.kill(raylet, signal.SIGKILL)
+        rest, _ = server.process.communicate(timeout=60)
+        assert server.process.returncode == 1
+        assert "Ray's raylet has ended (SIGKILL)" in rest

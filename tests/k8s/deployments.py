@@ -17,11 +17,14 @@ ROOT = Path(__file__).parents[2]
 DEPLOY_FILES = sorted((ROOT / "deploy").glob("*.yaml"))
 MODELS = "/models/"
 """Where configurations expect checkpoints that do not ship with the package."""
-THROUGHPUT = dict(
+_SETTINGS = dict(
     line.split("=", 1)
     for line in shlex.split((ROOT / "deploy/throughput.env").read_text(), comments=True)
 )
+THROUGHPUT = {name: value for name, value in _SETTINGS.items() if "$" not in value}
 """Ray Serve's high-throughput settings, by the name of the variable."""
+OF_USER = _SETTINGS.keys() - THROUGHPUT.keys()
+"""Variables whose values a shell finds out: programs and folders."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,10 @@
 """Serve files and Dockerfiles agree with configurations, manifests and the code that they start."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from serve_spec.serving import proxy
 from serve_spec.serving.autoscaling import replicas_for_requests
 from serve_spec.serving.command import read_deployment
 from serve_spec.serving.proxy import throughput_settings
-from tests.k8s.deployments import DEPLOY_FILES, ROOT, THROUGHPUT, checkpoints, read
+from tests.k8s.deployments import DEPLOY_FILES, OF_USER, ROOT, THROUGHPUT, checkpoints, read
 from tests.k8s.overlays import USED_BY, rendered
 
 
@@ -74,6 +77,24 @@ def test_the_high_throughput_settings_are_ones_that_ray_reads():
         assert re.fullmatch(r"[\w. \n{}\"':;,/-]+", value), "a shell and a pod must read the same"
 
 
+def test_a_shell_finds_the_program_and_the_private_folder_of_haproxy(tmp_path):
+    """The folder belongs to the user alone, who may have a colleague on the machine."""
+    command = "set -a; . deploy/throughput.env; env -0"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {"PATH": path, "HOME": str(tmp_path)}
+    shown = subprocess.run(
+        ["bash", "-c", command], env=environment, cwd=ROOT, stdout=-1, check=True
+    )
+    variables = dict(line.split("=", 1) for line in shown.stdout.decode().rstrip("\0").split("\0"))
+    program = {"RAY_SERVE_HAPROXY_BINARY_PATH": str(ROOT / "serve_spec/serving/haproxy.sh")}
+    files = proxy.haproxy_files(tmp_path / ".haproxy-serve")
+    assert {name: variables[name] for name in OF_USER} == program | files
+    assert os.access(*program.values(), os.X_OK)
+    text = Path(ray_constants.__file__).read_text()
+    for name in OF_USER:
+        assert f'"{name}"' in text
+
+
 def test_serve_spec_serve_sets_what_the_files_do(deployment):
     router = deployment.config.router
     own = throughput_settings(router)
@@ -87,7 +108,7 @@ def test_further_haproxy_settings_follow_the_balance_algorithm():
     section = HAPROXY_CONFIG_TEMPLATE.partition("defaults\n")[2].partition("frontend ")[0]
     assert section.splitlines()[-1].strip() == "balance {{ config.balance_algorithm }}"
     lines = THROUGHPUT["RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"].splitlines()
-    *settings, router_died, no_router = (line.strip() for line in lines)
+    *settings, invalid, stalled, router_died, no_router = (line.strip() for line in lines)
     assert settings == [
         "leastconn",
         "timeout http-request 30s",
@@ -95,11 +116,13 @@ def test_further_haproxy_settings_follow_the_balance_algorithm():
         "no option splice-request",
     ]
     for line, status, code in (
+        (invalid, 400, None),
+        (stalled, 408, "body_timeout"),
         (router_died, 502, "server_lost"),
         (no_router, 503, "no_healthy_router"),
     ):
         head, _, body = line.partition(" string ")
-        assert head.startswith(f"http-error status {status} content-type application/json ")
+        assert head.startswith(f"http-error status {status} content-type application/json")
         assert json.loads(body.strip("'"))["error"]["code"] == code
 
 
@@ -126,6 +149,18 @@ def test_an_image_copies_files_that_are_sent_and_stages_that_exist(dockerfile):
     stages = set(re.findall(r"^FROM \S+ AS (\S+)$", dockerfile, re.MULTILINE))
     used = set(re.findall(r"^COPY --from=(\S+)", dockerfile, re.MULTILINE))
     assert used == stages
+
+
+def test_the_haproxy_of_an_image_runs_as_that_of_serve_spec_serve(dockerfile):
+    (program,) = re.findall(r"^ENV .*RAY_SERVE_HAPROXY_BINARY_PATH=(\S+)", dockerfile, re.MULTILINE)
+    ((command, link),) = re.findall(
+        r'^RUN ln -s "(.+)" +(\S+)$', last_stage(dockerfile), re.MULTILINE
+    )
+    assert link == program
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    line = ["sh", "-c", f'echo "{command}"']
+    shown = subprocess.run(line, env={"PATH": path}, cwd=ROOT, stdout=-1, text=True, check=True)
+    assert os.access(shown.stdout.strip(), os.X_OK)
 
 
 def test_an_image_starts_a_deployment_that_exists(dockerfile):

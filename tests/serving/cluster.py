@@ -94,17 +94,31 @@ def local_serve(num_cpus, num_gpus=0, environment=None):
 
 def actor_pids(name):
     """Processes of this test's Ray in which a method of an actor class runs."""
+    return {
+        pid
+        for pid in pids_with(f"RAY_TMPDIR={os.environ.get('RAY_TMPDIR')}")
+        if command_of(pid).startswith(f"ray::{name}.")
+    }
+
+
+def pids_with(variable):
+    """Processes that run with `NAME=value` in their environment."""
     found = set()
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            title = (path / "cmdline").read_bytes()
-            environment = (path / "environ").read_bytes().split(b"\0")
+            if variable.encode() in (path / "environ").read_bytes().split(b"\0"):
+                found.add(int(path.name))
         except OSError:
             continue
-        mine = f"RAY_TMPDIR={os.environ.get('RAY_TMPDIR')}".encode() in environment
-        if title.startswith(f"ray::{name}.".encode()) and mine:
-            found.add(int(path.name))
     return found
+
+
+def command_of(pid):
+    """The command of a process, empty if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
 
 
 def free_port():

@@ -94,7 +94,21 @@ def test_a_second_server_on_a_machine_has_ports_of_its_own():
     first = own_settings(RouterConfig())
     name = "RAY_SERVE_HAPROXY_STATS_PORT"
     with socket.create_server(("", int(first[name]))):
-        assert own_settings(RouterConfig())[name] != first[name]
+        second = own_settings(RouterConfig())
+    assert second[name] != first[name]
+    (low, high, *fallbacks), others = map(router_ports, (first, second))
+    assert high - low > 100, "routers that end keep their ports for minutes"
+    assert not any(low <= port <= high or port in fallbacks for port in others)
+    assert not any(low <= port <= high for port in fallbacks)
+
+
+def router_ports(settings):
+    """Return the bounds of routers' ports, and the ports of Serve's own proxy."""
+    bounds = [
+        int(settings[f"RAY_SERVE_DIRECT_INGRESS_{bound}_HTTP_PORT"]) for bound in ("MIN", "MAX")
+    ]
+    protocols = ("HTTP", "GRPC")
+    return *bounds, *(int(settings[f"RAY_SERVE_FALLBACK_PROXY_{name}_PORT"]) for name in protocols)
 
 
 def test_the_announced_curl_line_is_a_valid_request(config_file):
@@ -182,7 +196,7 @@ def test_a_port_that_is_taken_is_refused_before_ray_starts(config_file, capsys):
         port = other.getsockname()[1]
         assert command.main([str(config_file), "--port", str(port)]) == 2
     error = capsys.readouterr().err
-    assert str(port) in error
+    assert f"port={port}: Address already in use by process {os.getpid()} (" in error
     assert "--port" in error
 
 

@@ -23,7 +23,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from serve_spec.config import ConfigError
 from serve_spec.serving import proxy
 from serve_spec.serving.errors import starting
-from serve_spec.serving.proxy import OTHER, UNANSWERED, Connection, LastAnswers, with_child
+from serve_spec.serving.last_answers import (
+    OTHER,
+    UNANSWERED,
+    Connection,
+    LastAnswers,
+    with_child,
+)
 from tests.serving.asgi import listening, send
 from tests.serving.cluster import ROOT, eventually
 
