@@ -88,14 +88,15 @@ class Admission:
         if to_wait <= 0:
             return
         of_client = len(self._waiting.get(client, ()))
-        if self.queue_len + to_wait > self.max_queued:
-            why = f"{self.queue_len} requests are waiting"
-        elif of_client + to_wait > self.max_client_queued:
+        if (excess := self.queue_len + to_wait - self.max_queued) > 0:
+            why, num_running = f"{self.queue_len} requests are waiting", self.in_flight
+        elif (excess := of_client + to_wait - self.max_client_queued) > 0:
             why = f"{of_client} requests of this client are waiting"
+            num_running = len(self._holding.get(client, ()))
         else:
             return
         self.num_rejected += 1
-        raise queue_full(why, self._retry_after_s())
+        raise queue_full(why, self._retry_after_s(excess, num_running))
 
     @asynccontextmanager
     async def slot(
@@ -216,9 +217,9 @@ class Admission:
     def _num_kept(self, client: str) -> int:
         return sum(not slot.is_withdrawn for slot in self._holding[client])
 
-    def _retry_after_s(self) -> int:
-        """Estimate the whole seconds until the queue moves by one, from past service times."""
-        wait_s = self._mean_service_s * (self.queue_len + 1) / self.max_in_flight
+    def _retry_after_s(self, num_places: int, num_running: int) -> int:
+        """Estimate the whole seconds until so many requests have ended, from past service times."""
+        wait_s = self._mean_service_s * num_places / max(1, num_running)
         return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(wait_s)))
 
 

@@ -167,6 +167,10 @@ class Batcher(ABC):
         """Wait until there is a replica for `send`; raise ApiError if none is expected."""
 
     @abstractmethod
+    def refuse_if_closing(self) -> None:
+        """Raise ApiError if all replicas shut down, and only end what they and this router have."""
+
+    @abstractmethod
     def send(self, requests: Sequence[messages.GenerateRequest]) -> str:
         """Send requests to one replica and return its name; `receive` gets its messages."""
 

@@ -38,6 +38,7 @@ _MAX_HANDSHAKE_BYTES = 1024
 _HANDSHAKE_WITHIN_S = 10.0
 _CONNECT_WITHIN_S = 5.0
 _DRAIN_POLL_S = 0.02
+_QUIET_POLLS = 25
 _NUM_LENGTH_BYTES = 4
 # Small, because items that wait in the queues before the socket are merged.
 _MAX_BUFFERED_BYTES = 64 * 2**10
@@ -145,6 +146,14 @@ class ReplicaConnections:
             name: connection
             for name, connection in self._connections.items()
             if connection.is_usable
+        }
+
+    def reachable(self) -> dict[str, ReplicaConnection]:
+        """Return `usable`, or else the replicas that shut down but still take requests."""
+        return self.usable() or {
+            name: connection
+            for name, connection in self._connections.items()
+            if connection.is_closing and not connection.is_unresponsive
         }
 
     async def changed(self, within_s: float) -> None:
@@ -335,10 +344,15 @@ class RouterConnections:
         return {name: len(box.answers) for name, box in self._queues.items() if box.answers}
 
     async def drain(self) -> None:
-        """Stop accepting requests; return once all have ended."""
+        """Ask routers to send no new requests; return once no request has been here for a while.
+
+        Requests that wait in a router follow those that end, unless there is another replica.
+        """
         self._is_closing = True
         self.report_load()
-        while self.num_requests():
+        num_quiet = 0
+        while self._queues and num_quiet < _QUIET_POLLS:
+            num_quiet = 0 if self.num_requests() else num_quiet + 1
             await asyncio.sleep(_DRAIN_POLL_S)
         self.close()
 

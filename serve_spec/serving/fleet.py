@@ -92,7 +92,7 @@ class RayFleet(Batcher):
     async def ready(self) -> None:
         """See `Batcher.ready`."""
         num_checks = 0
-        while not self._connections.usable():
+        while not self._connections.reachable():
             self._is_wanted.set()
             await self._connections.changed(within_s=_WATCH_EVERY_S)
             num_checks += 1
@@ -106,9 +106,14 @@ class RayFleet(Batcher):
         """Return the error for "no replica": `starting` until the first one is ready."""
         return starting() if self._is_starting and not self._has_served else no_replica(why)
 
+    def refuse_if_closing(self) -> None:
+        """See `Batcher.refuse_if_closing`."""
+        if self._connections.reachable() and not self._connections.usable():
+            raise no_replica("all are shutting down")
+
     def send(self, requests: Sequence[GenerateRequest]) -> str:
         """See `Batcher.send`."""
-        replica = self._chooser.choose(requests, self._connections.usable())
+        replica = self._chooser.choose(requests, self._connections.reachable())
         self._connections.send(replica, encode_router_message(requests))
         return replica
 
@@ -137,10 +142,11 @@ class RayFleet(Batcher):
             return None
         app = status.applications.get(self._app_name)
         deployment = app.deployments.get(self._handle.deployment_name) if app else None
-        if deployment is None:
-            return 0
-        states = deployment.replica_states
-        num_healthy = sum(n for state, n in states.items() if state in _SERVING)
+        states = deployment.replica_states if deployment else {}
+        # A controller that has just started knows no replicas yet, but those connected here serve.
+        num_healthy = sum(n for state, n in states.items() if state in _SERVING) or len(
+            self._connections.usable()
+        )
         self._has_served |= num_healthy > 0
         self._is_starting = any(n for state, n in states.items() if state == "STARTING")
         return num_healthy

@@ -178,10 +178,10 @@ def install() -> list[Middleware]:
     """Install the protocol of new connections and return the proxy's middleware.
 
     They limit the time for headers, end the answers if this process is killed, and answer 503
-    `starting` until an application has a route.
+    while no application has a route.
     """
     auto.AutoHTTPProtocol = with_child(limited(_PROTOCOL, header_timeout_s()))
-    return [Middleware(StartingAnswers), Middleware(Utf8Headers), Middleware(LastAnswers)]
+    return [Middleware(NoRouteAnswers), Middleware(Utf8Headers), Middleware(LastAnswers)]
 
 
 def header_timeout_s() -> float:
@@ -234,45 +234,58 @@ def limited(protocol: Any, timeout_s: float) -> type[asyncio.Protocol]:
     return LimitedProtocol
 
 
-class StartingAnswers:
-    """Middleware that answers 503 `starting` in place of 404 until Serve's proxy has a route."""
+class NoRouteAnswers:
+    """Middleware that answers 503 in place of 404 while Serve's proxy has no route.
+
+    Before the first route the model is being loaded; after the last one the server shuts down.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._has_route = False
+        self._had_route = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward the request, and its answer unless that is a 404 of a proxy without routes."""
-        if self._has_route or scope["type"] != "http":
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        is_replaced = False
+        error: ApiError | None = None
 
         async def answer(message: Message) -> None:
-            nonlocal is_replaced
+            nonlocal error
             status = message.get("status")
-            if status == HTTPStatus.NOT_FOUND:
-                self._has_route |= await self._finds_route(scope, receive)
-                is_replaced = not self._has_route
+            if status == HTTPStatus.NOT_FOUND and not _is_json(message):
+                if not await self._finds_route(scope, receive):
+                    error = no_router() if self._had_route else starting()
             elif status is not None:
-                self._has_route |= status < HTTPStatus.BAD_REQUEST
-            if not is_replaced:
+                self._had_route |= status < HTTPStatus.BAD_REQUEST
+            if error is None:
                 await send(message)
 
         await self._app(scope, receive, answer)
-        if is_replaced:
-            await error_answer(starting())(scope, receive, send)
+        if error is not None:
+            await error_answer(error)(scope, receive, send)
 
     async def _finds_route(self, scope: Scope, receive: Receive) -> bool:
-        statuses = []
+        status, body = 0, b""
 
         async def note(message: Message) -> None:
-            statuses.append(message.get("status"))
+            nonlocal status, body
+            status = message.get("status", status)
+            body += message.get("body", b"")
 
-        # The proxy answers 503 until it has got its first routes.
+        # The proxy answers 503 until it has got its first routes, and {} after the last.
         path = scope.get("root_path", "") + _ROUTES_PATH
         await self._app({**scope, "method": "GET", "path": path}, receive, note)
-        return HTTPStatus.SERVICE_UNAVAILABLE not in statuses
+        has_route = status == HTTPStatus.OK and body not in (b"", b"{}")
+        self._had_route |= has_route
+        return has_route
+
+
+def _is_json(message: Message) -> bool:
+    """Return whether an answer is of an application of ours, not of Serve."""
+    media_types = [v for name, v in message.get("headers", ()) if name.lower() == b"content-type"]
+    return any(media_type.startswith(b"application/json") for media_type in media_types)
 
 
 class Utf8Headers:

@@ -1,6 +1,7 @@
 """Attacks on two replicas of the shipped pair, which other clients must not notice."""
 
 import asyncio
+import json
 import os
 import signal
 from pathlib import Path
@@ -192,7 +193,10 @@ async def test_slow_connections_are_closed(url):
         )
     assert b"open" not in heard
     # A client that goes on sending may lose the answer to the closed connection.
-    assert sum(answer.startswith(b"HTTP/1.1 408") for answer in heard) >= 50
+    late = [answer for answer in heard if answer.startswith(b"HTTP/1.1 408")]
+    assert len(late) >= 50
+    errors = [json.loads(answer.partition(b"\r\n\r\n")[2])["error"] for answer in late]
+    assert {error["code"] for error in errors} == {"body_timeout"}
     assert watch.errors == []
     assert not watch.stands_still
 

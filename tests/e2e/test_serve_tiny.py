@@ -1,5 +1,6 @@
 """`serve-spec serve` as a user starts it: a process of its own, the real engine, HTTP."""
 
+import asyncio
 import json
 import os
 import re
@@ -172,17 +173,51 @@ def test_only_this_user_reaches_haproxy_and_only_this_host_its_statistics(server
     assert binds == ["127.0.0.1"] * 3
 
 
-def test_ctrl_c_lets_running_streams_end(server):
-    body = {"prompt": "abc", "max_tokens": 250, "ignore_eos": True, "stream": True}
-    url = f"{server.url}/v1/completions"
-    with httpx.stream("POST", url, json=body, timeout=120) as stream:
-        lines = stream.iter_lines()
-        next(lines)
+async def test_ctrl_c_lets_running_streams_and_waiting_requests_end(server):
+    """Others are told to come back, by whatever answers them."""
+    body = {"prompt": "abc", "max_tokens": 40, "ignore_eos": True}
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=server.url, timeout=240, limits=limits) as client:
+
+        async def router():
+            return (await client.get("/server_info")).json()["router"]
+
+        async def ask():
+            return (await client.post("/v1/completions", json=body)).json()
+
+        async def stream():
+            return (await client.post("/v1/completions", json=body | {"stream": True})).text
+
+        num_requests = (await router())["max_in_flight"] + 4
+        streams = [asyncio.create_task(stream()) for _ in range(2)]
+        answers = [asyncio.create_task(ask()) for _ in range(num_requests)]
+        while (await router())["queue_len"] == 0:
+            await asyncio.sleep(0.01)
         os.killpg(server.process.pid, signal.SIGINT)
-        *_, last = [line for line in lines if line]
-    assert last == "data: [DONE]"
-    rest, _ = server.process.communicate(timeout=120)
+        others = await until_closed(client)
+        for text in await asyncio.gather(*streams):
+            assert text.endswith("data: [DONE]\n\n")
+        for answer in await asyncio.gather(*answers):
+            assert answer["usage"]["completion_tokens"] == 40
+    assert {status for status, _ in others} == {200, 503}
+    assert {retry_after for status, retry_after in others if status == 503} == {"1"}
+    rest, _ = await asyncio.to_thread(server.process.communicate, timeout=120)
     assert (server.process.returncode, "shutting down" in rest) == (0, True)
+
+
+async def until_closed(client):
+    """Status and Retry-After of answers to others until nobody listens."""
+    answers = set()
+    while True:
+        for path in ("/health", "/v1/models"):
+            try:
+                answer = await client.get(path)
+            except httpx.ConnectError:
+                return answers
+            except httpx.TransportError:  # an idle connection is closed when HAProxy reloads
+                continue
+            answers.add((answer.status_code, answer.headers.get("retry-after")))
+        await asyncio.sleep(0.05)
 
 
 def test_the_server_ends_with_one_line_and_a_status_when_rays_raylet_has_ended():

@@ -24,6 +24,9 @@ class QuietFleet:
     def withdraw(self, request_id):
         """Nothing is withdrawn here."""
 
+    def refuse_if_closing(self):
+        """Its replicas never shut down."""
+
     def batching(self):
         return {"submission_size_histogram": {}}
 

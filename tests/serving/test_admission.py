@@ -172,6 +172,27 @@ async def test_a_client_above_its_share_gives_places_back_while_others_wait(monk
     await empty(admission, *many, *few)
 
 
+async def test_the_time_to_come_back_is_that_of_the_places_needed_not_of_the_whole_queue():
+    admission = Admission(max_in_flight=10, max_queued=200, max_client_share=0.5)
+    callers = [Caller(admission, client) for client in "abc" for _ in range(70)]
+    await settle()
+    admission._mean_service_s = 5.0  # two requests a second end
+
+    def retry_after_s(client, num_requests):
+        with pytest.raises(ApiError) as caught:
+            admission.refuse_if_full(client, num_requests)
+        return int(caught.value.headers()["Retry-After"])
+
+    times_s = {number: retry_after_s("d", number) for number in (1, 2, 3, 20, 200)}
+    assert times_s == {1: 1, 2: 1, 3: 2, 20: 10, 200: 60}
+    await empty(admission, *callers)
+    alone = [Caller(admission, "a") for _ in range(110)]
+    await settle()
+    admission._mean_service_s = 5.0
+    assert retry_after_s("a", 20) == 10, "the client's share of the queue is full"
+    await empty(admission, *alone)
+
+
 async def test_what_waits_inside_a_replica_comes_back_behind_the_others(monkeypatch):
     impatient(monkeypatch)
     admission = Admission(max_in_flight=8, max_queued=40, max_client_share=0.5)

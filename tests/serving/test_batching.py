@@ -87,6 +87,7 @@ class Listener:
 def batcher(wire, **options):
     class Wired(Batcher):
         ready, send, cancel = wire.ready, wire.send, wire.cancel
+        refuse_if_closing = None
 
     wire.batcher = Wired(**{"batch_wait_s": FAR_S, "max_batch_size": 3, **options})
     return wire.batcher

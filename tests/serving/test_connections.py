@@ -244,6 +244,25 @@ async def test_a_replica_that_is_to_end_finishes_its_requests_and_takes_no_other
         assert not router.connections.usable()
 
 
+async def test_a_replica_that_is_to_end_still_takes_what_waits_in_a_router():
+    async with connected() as (router, replica):
+        router.ask(named("a"))
+        await until(lambda: replica.queues)
+        draining = asyncio.create_task(replica.drain())
+        await until(lambda: not router.connections.usable())
+        assert router.connections.reachable().keys() == {"r1"}
+        for ending, following in ("ab", "bc"):
+            replica.say(ending, 1, last=True)
+            await until(lambda name=ending: router.has_ended(name))
+            router.ask(named(following))
+            await until(lambda name=following: name in replica.queues)
+        assert not draining.done()
+        replica.say("c", 1, last=True)
+        await draining
+        await until(lambda: router.lost)
+        assert not router.connections.reachable()
+
+
 async def test_a_replica_that_breaks_down_says_what_is_left_to_say():
     async with connected() as (router, replica):
         router.ask(named("a"))

@@ -101,6 +101,37 @@ async def test_waiting_ends_when_no_replica_is_left_or_none_answers(
         assert caught.value.status == 503
 
 
+async def test_replicas_that_all_shut_down_end_what_waits_and_take_nothing_new(config):
+    replica = ReplicaEnd(LAST)
+    async with running(config, replica) as fleet:
+        assert await items_of(fleet) == [LAST]
+        fleet.refuse_if_closing()
+        ending = asyncio.create_task(replica.drain())
+        await until(lambda: not fleet._connections.usable())
+        with pytest.raises(ApiError, match="all are shutting down") as caught:
+            fleet.refuse_if_closing()
+        assert caught.value.status == 503
+        assert await items_of(fleet) == [LAST]
+        await ending
+
+
+async def test_connected_replicas_serve_whatever_a_new_controller_knows_of_them(
+    config, monkeypatch
+):
+    apps = {}
+    monkeypatch.setattr(module.serve, "status", lambda: SimpleNamespace(applications=apps))
+    replica = ReplicaEnd(LAST)
+    async with running(config, replica) as fleet:
+        await until(fleet._connections.usable)
+        assert await fleet.num_healthy() == 1
+        engines = SimpleNamespace(replica_states={"RECOVERING": 1})
+        apps["app"] = SimpleNamespace(deployments={"EngineReplica": engines})
+        assert await fleet.num_healthy() == 1
+        replica.close()
+        await until(lambda: not fleet._connections.usable())
+        assert await fleet.num_healthy() == 0
+
+
 async def test_until_the_first_replica_is_ready_the_answer_is_that_it_starts(config, monkeypatch):
     states = {}
 

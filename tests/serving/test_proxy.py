@@ -22,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from serve_spec.config import ConfigError
 from serve_spec.serving import proxy
-from serve_spec.serving.errors import starting
+from serve_spec.serving.errors import no_router, starting
 from serve_spec.serving.last_answers import (
     OTHER,
     UNANSWERED,
@@ -459,9 +459,9 @@ class ServeProxy:
 
 @pytest.mark.parametrize("root_path", ["", "/root"])
 @pytest.mark.parametrize("first", ["/app/health", "/app/unknown", "/unknown", "/-/healthz"])
-def test_until_there_is_a_route_requests_are_told_that_the_model_starts(first, root_path):
+def test_before_the_first_route_and_after_the_last_requests_are_told_to_come_back(first, root_path):
     serve = ServeProxy()
-    app = proxy.StartingAnswers(serve)
+    app = proxy.NoRouteAnswers(serve)
 
     def ask(path):
         return send(app, "GET", root_path + path, root_path=root_path)
@@ -477,4 +477,7 @@ def test_until_there_is_a_route_requests_are_told_that_the_model_starts(first, r
     assert {path: ask(path).status_code for path in statuses} == statuses
     assert ask("/unknown").text == "Path '/unknown' not found."
     serve.routes = {}
-    assert ask("/app/health").status_code == 404, "the application was deleted"
+    for path in ("/app/health", "/unknown"):  # the application is being deleted
+        answer = ask(path)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert answer.json() == no_router().body()
