@@ -1,4 +1,4 @@
-"""Error objects for the clients of an HTTP server that is killed.
+"""Error objects for the clients of an HTTP server that is killed or hangs.
 
 A child process (`last_answers_child.py`) holds a duplicate of each connection's socket, so that the
 connection outlives the server's process. When that process is gone, the child ends every answer:
@@ -9,6 +9,8 @@ connection outlives the server's process. When that process is gone, the child e
 - another answer has begun: the connection is closed, because nothing can be added to it.
 
 A byte of shared memory for each connection says which case it is, so a request costs no message.
+Another one changes while the event loop runs. The child kills a server whose event loop stands
+still for ten seconds, and then ends its answers.
 An answer still breaks off if the server dies while a part of it waits for a client that reads
 slowly. WebSockets, TLS and systems other than Linux are left alone.
 """
@@ -47,6 +49,7 @@ _NUM_SLOTS = 2**16
 _CHANNEL_BYTES = 2**20  # the kernel may give less; some hundred new connections fit in any case
 # A child that always ends at once would cost a start with every connection.
 _MAX_STARTS, _STARTS_WITHIN_S = 5, 5.0
+_BEAT_EVERY_S = 1.0
 _SCOPE_KEY = "serve_spec.connection"
 
 
@@ -79,8 +82,9 @@ class AnsweringChild:
 
     def __init__(self) -> None:
         self._memory = os.memfd_create("last_answers")
-        os.ftruncate(self._memory, _NUM_SLOTS)
-        self._states = mmap.mmap(self._memory, _NUM_SLOTS)
+        os.ftruncate(self._memory, _NUM_SLOTS + 1)
+        self._states = mmap.mmap(self._memory, _NUM_SLOTS + 1)
+        self._is_beating = False
         self._channel: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._starts_s: deque[float] = deque([-math.inf] * _MAX_STARTS, maxlen=_MAX_STARTS)
@@ -96,6 +100,9 @@ class AnsweringChild:
         if duplicate.fileno() >= _NUM_SLOTS:
             duplicate.close()
             return None
+        if not self._is_beating:
+            self._is_beating = True
+            self._beat(asyncio.get_running_loop())
         connection = Connection(duplicate, self._states)
         self._held.add(connection)
         self._unsent.add(connection)
@@ -112,6 +119,11 @@ class AnsweringChild:
                 self._channel.send(slot)
         except OSError:
             self._stop()  # or the peer would wait for the end of a connection that has ended
+
+    def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Show the child that the event loop runs, from now on."""
+        self._states[_NUM_SLOTS] = (self._states[_NUM_SLOTS] + 1) % 256
+        loop.call_later(_BEAT_EVERY_S, self._beat, loop)
 
     def _ensure_running(self) -> bool:
         """Start the child if there is none; return whether there is one."""
@@ -142,7 +154,7 @@ class AnsweringChild:
             fds = others.fileno(), self._memory
             self._process = subprocess.Popen(
                 # Without site-packages and variables of the environment: 10 MB, 20 ms.
-                [sys.executable, "-I", "-S", str(_CHILD), *map(str, fds)],
+                [sys.executable, "-I", "-S", str(_CHILD), *map(str, fds), str(_BEAT_EVERY_S)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=fds,

@@ -1,16 +1,20 @@
 """The child process that ends the answers of a killed HTTP server. It imports nothing but Python's.
 
-`last_answers.py` starts it: `python last_answers_child.py CHANNEL MEMORY`, two file descriptors.
-CHANNEL is a socket that keeps messages apart. The first two messages are what to send on a
-connection in state 0 and 1. Later ones hold a slot (4 bytes, little-endian), with a connection's
-descriptor or, to give that connection back, without. MEMORY holds the state of each slot, a byte.
+`last_answers.py` starts it: `python last_answers_child.py CHANNEL MEMORY CHECK_EVERY_S`, with two
+file descriptors. CHANNEL is a socket that keeps messages apart. The first two messages are what to
+send on a connection in state 0 and 1. Later ones hold a slot (4 bytes, little-endian), with a
+connection's descriptor or, to give that connection back, without. MEMORY holds the state of each
+slot, a byte, and a last byte that the server changes as long as its event loop runs. A server that
+does not change it for `_MAX_QUIET_CHECKS` checks hangs and is killed.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
 import resource
 import select
+import signal
 import socket
 import sys
 import time
@@ -18,19 +22,52 @@ from contextlib import suppress
 
 _MAX_MESSAGE_BYTES = 4096
 _LINGER_S = 2.0
+_MAX_QUIET_CHECKS = 10
 
 Connections = dict[int, tuple[socket.socket, int]]
 """Sockets and their slots by file descriptor."""
 
 
-def run(channel: socket.socket, states: mmap.mmap) -> None:
+class Watch:
+    """Kills the parent when it hangs.
+
+    Checks are counted instead of seconds, because none happen while this process is stalled.
+    """
+
+    def __init__(self, states: mmap.mmap, check_every_s: float) -> None:
+        self._states = states
+        self._check_every_s = check_every_s
+        self._parent = os.getppid()
+        self._last = states[-1]
+        self._num_quiet_checks = 0
+        self._check_at = time.monotonic() + check_every_s
+
+    def wait_s(self) -> float:
+        """Return the seconds until the next check."""
+        return max(0.0, self._check_at - time.monotonic())
+
+    def check(self) -> None:
+        """Look whether the parent's event loop runs, if a check is due."""
+        if self.wait_s() > 0:
+            return
+        self._check_at = time.monotonic() + self._check_every_s
+        is_quiet = self._states[-1] == self._last
+        self._num_quiet_checks = self._num_quiet_checks + 1 if is_quiet else 0
+        self._last = self._states[-1]
+        if self._num_quiet_checks >= _MAX_QUIET_CHECKS and os.getppid() == self._parent:
+            print(f"process {self._parent} hangs; killing it", file=sys.stderr, flush=True)
+            os.kill(self._parent, signal.SIGKILL)
+
+
+def run(channel: socket.socket, states: mmap.mmap, watch: Watch) -> None:
     """Hold connections until the parent is gone, then end their answers."""
     answers = channel.recv(_MAX_MESSAGE_BYTES), channel.recv(_MAX_MESSAGE_BYTES)
     held: Connections = {}
     poll = select.epoll()
     poll.register(channel, select.EPOLLIN)
     while True:
-        for fd, _ in poll.poll():
+        watch.check()
+        for fd, _ in poll.poll(watch.wait_s()):
             if fd in held:  # both ends have closed the connection
                 _drop(fd, poll, held)
             elif fd != channel.fileno():  # given back by a message of the same round
@@ -91,7 +128,8 @@ def _linger(poll: select.epoll, held: Connections) -> None:
 
 
 if __name__ == "__main__":
-    channel_fd, memory_fd = map(int, sys.argv[1:])
+    channel_fd, memory_fd = map(int, sys.argv[1:3])
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a descriptor for each connection
-    run(socket.socket(fileno=channel_fd), mmap.mmap(memory_fd, 0, access=mmap.ACCESS_READ))
+    memory = mmap.mmap(memory_fd, 0, access=mmap.ACCESS_READ)
+    run(socket.socket(fileno=channel_fd), memory, Watch(memory, float(sys.argv[3])))

@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from serve_spec.config import ConfigError
-from serve_spec.serving import proxy
+from serve_spec.serving import last_answers, proxy
 from serve_spec.serving.errors import no_router, starting
 from serve_spec.serving.last_answers import (
     OTHER,
@@ -35,6 +36,7 @@ from tests.serving.cluster import ROOT, eventually
 
 PROTOCOLS = {"uvloop": HttpToolsProtocol, "asyncio": H11Protocol}
 WITHIN_S = 60
+BEAT_EVERY_S = 0.25
 # The server asks for the body when the app wants it: then the app has the request.
 EXPECT = b"content-length: 1000000", b"expect: 100-continue"
 CONTINUE = b"100 Continue\r\n\r\n"
@@ -62,6 +64,7 @@ async def app(scope, receive, send):
 
 def serve(loop, protocol):
     """Serve `app` on a free port, which is printed, until this process is killed."""
+    last_answers._BEAT_EVERY_S = BEAT_EVERY_S
     http = with_child(PROTOCOLS[protocol])
     config = uvicorn.Config(LastAnswers(app), log_level="critical", loop=loop, http=http)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -209,6 +212,29 @@ def test_each_of_64_streams_and_16_other_requests_gets_its_own_error(server):
             assert_is_error_event(rest(connection))
         for connection in waiting:
             assert_is_error_answer(rest(connection))
+
+
+def test_a_server_that_hangs_is_killed_and_its_answers_end_with_errors(server):
+    with (
+        server.connection(get("/stream")) as begun,
+        server.connection(get("/wait", *EXPECT)) as waiting,
+    ):
+        read_until(begun, b"data: 1\n\r\n")
+        read_until(waiting, CONTINUE)
+        server.process.send_signal(signal.SIGSTOP)
+        with server.connection(get("/whole")) as unread:
+            assert_is_error_event(rest(begun))
+            assert_is_error_answer(rest(waiting))
+            assert server.process.wait(WITHIN_S) == -signal.SIGKILL
+            with suppress(ConnectionError):
+                assert rest(unread) == b"", "the kernel's queue has it; another server gets it"
+
+
+def test_a_server_that_waits_for_requests_does_not_hang(server):
+    with server.connection(get("/stream")) as connection:
+        read_until(connection, b"data: 1\n\r\n")
+        time.sleep(15 * BEAT_EVERY_S)
+        assert server.process.poll() is None
 
 
 def test_nothing_is_added_to_a_begun_answer_that_is_no_stream(server):
