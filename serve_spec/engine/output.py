@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from serve_spec.core.request import FinishReason, TokenDelta
 from serve_spec.core.sequence import Sequence as Request
-from serve_spec.engine.tokenizer import Tokenizer
+from serve_spec.engine.tokenizer import REPLACEMENT, Tokenizer
 
-_INCOMPLETE = "\ufffd"
-# A token's text depends on its neighbours (spaces, multi-byte characters), so new text is the
-# difference of two decodings that share at least this many tokens of context.
+# A token's text depends on its neighbours (spaces, multi-byte characters), so it is decoded with at
+# least this many tokens of context: the 3 bytes of an open character, and a token before them.
 _CONTEXT_TOKENS = 6
 # A shorter context is kept, so that it is decoded only once.
 _LONGEST_CONTEXT_TOKENS = 24
@@ -52,8 +52,9 @@ class OutputText:
     """Text of one request, grown token by token, so that it can stop among accepted drafts.
 
     `take` returns text that can no longer change: without an incomplete character, or an end that
-    may become a stop string. Output tokens that the request comes with are those of another
-    engine; their text is not returned again.
+    may become a stop string. Its parts join to the text of all tokens behind that of the prompt; a
+    character that the prompt begins belongs to the answer that completes it. Output tokens that the
+    request comes with are those of another engine; their text is not returned again.
     """
 
     def __init__(self, tokenizer: Tokenizer, seq: Request) -> None:
@@ -65,11 +66,15 @@ class OutputText:
         self._joins_special = not (self._skips_special or params.spaces_between_special_tokens)
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
-        self._ids = seq.token_ids[: seq.num_prompt_tokens][-_CONTEXT_TOKENS:]
-        self._num_prompt = self._read = len(self._ids)
-        self._begin_context(0)
+        newest_first = self._shown(reversed(seq.token_ids[: seq.num_prompt_tokens]))
+        self._ids = [*islice(newest_first, _CONTEXT_TOKENS)][::-1]
+        """The newest tokens that have text."""
+        self._num_prompt = len(self._ids)
+        self._num_begun = tokenizer.num_open(self._ids)
+        """Length of the prompt's incomplete end."""
+        self._num_read = len(self._decoded()) - self._num_begun
+        """Characters of their text that are in `text`, or the prompt's."""
         self._taken = 0
-        self._has_kept_end = False
         self.text = ""
         self.finish_reason: FinishReason | None = None
         if emitted := seq.output_token_ids:
@@ -78,8 +83,6 @@ class OutputText:
 
     def add(self, delta: TokenDelta) -> TokenDelta:
         """Return the delta with the text it completes, cut at a stop string."""
-        if delta.finish_reason is FinishReason.ABORT:
-            return delta
         count = self.push(delta.token_ids, delta.finish_reason)
         delta = delta._replace(text=self.take(), finish_reason=self.finish_reason)
         if count == len(delta.token_ids):
@@ -102,25 +105,20 @@ class OutputText:
         """
         is_cut = reason is FinishReason.STOP and not self._keeps_end
         added = token_ids[:-1] if is_cut else token_ids
-        if not self._stop:
-            self._ids += added  # `take` decodes them at once
-        else:
-            for count, token in enumerate(added, start=1):
-                self._num_tokens += 1
-                self._ids.append(token)
-                num_new = self._read_to(len(self._ids))
-                if self._num_tokens > self._min_tokens and self._cut_at_stop(num_new):
-                    return count
-        self.finish_reason = reason
-        self._has_kept_end = reason is FinishReason.STOP and self._keeps_end
+        # A stop string may end at any token; without one, reading many at once costs less.
+        size = 1 if self._stop else _LONGEST_CONTEXT_TOKENS
+        for start in range(0, len(added), size):
+            new = added[start : start + size]
+            self._num_tokens += len(new)
+            self._ids += self._shown(new)
+            if self._cut_at_stop(self._read()):
+                return start + 1
+        if reason is not None and not self._cut_at_stop(self._read(is_last=True)):
+            self.finish_reason = reason
         return len(token_ids)
 
     def take(self) -> str:
         """Return the text since the last call that can no longer change."""
-        self._read_all()
-        if self.finish_reason is FinishReason.LENGTH or self._has_kept_end:
-            self.text += self._decoded(len(self._ids))[len(self._context) :]
-            self._read = len(self._ids)
         end = len(self.text)
         if self._stop and self.finish_reason is None and not self._keeps_end:
             end -= self._held_back()
@@ -128,38 +126,42 @@ class OutputText:
         self._taken = max(self._taken, end)
         return new
 
-    def _decoded(self, end: int) -> str:
-        ids = self._ids[self._context_start : end]
+    def _shown(self, token_ids: Iterable[int]) -> Iterable[int]:
+        """Yield the tokens that have text, so that no context is without any."""
+        has_text = self._tokenizer.has_text
+        skips = self._skips_special
+        return (token for token in token_ids if has_text(token, skip_special_tokens=skips))
+
+    def _decoded(self) -> str:
         if self._joins_special:
-            first = max(0, self._num_prompt - self._context_start)
-            return self._tokenizer.decode_joined(ids, first)
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skips_special)
+            return self._tokenizer.decode_joined(self._ids, self._num_prompt)
+        return self._tokenizer.decode(self._ids, skip_special_tokens=self._skips_special)
 
-    def _begin_context(self, start: int) -> None:
-        """Decode with context from `start` on from now on."""
-        self._context_start = start
-        self._context = self._decoded(self._read)
-
-    def _read_all(self) -> None:
-        """Move complete characters into `text`, also if later tokens begin another one."""
-        if self._read < len(self._ids) and not self._read_to(len(self._ids)):
-            for end in range(self._read + 1, len(self._ids)):
-                self._read_to(end)
-
-    def _read_to(self, end: int) -> int:
-        """Move complete characters up to token `end` into `text`; return their number."""
-        decoded = self._decoded(end)
-        new = decoded[len(self._context) :]
-        if not new or new.endswith(_INCOMPLETE):
-            return 0
+    def _read(self, *, is_last: bool = False) -> int:
+        """Move complete characters into `text`, with `is_last` all; return their number."""
+        decoded = self._decoded()
+        num_open = self._tokenizer.num_open(self._ids) if decoded.endswith(REPLACEMENT) else 0
+        end = len(decoded) if is_last else len(decoded) - num_open
+        new = decoded[self._num_read : end]
+        if new and self._num_begun:
+            # Bytes that turn out to be no character are the prompt's.
+            rest = new.lstrip(REPLACEMENT)
+            new = new[min(self._num_begun, len(new) - len(rest)) :]
+            self._num_begun = 0
         self.text += new
-        self._read, self._context = end, decoded
-        if end - self._context_start > _LONGEST_CONTEXT_TOKENS:
-            self._begin_context(end - _CONTEXT_TOKENS)
+        self._num_read = max(self._num_read, end)
+        if (
+            num_old := len(self._ids) - _CONTEXT_TOKENS
+        ) > _LONGEST_CONTEXT_TOKENS - _CONTEXT_TOKENS:
+            del self._ids[:num_old]
+            self._num_prompt = max(0, self._num_prompt - num_old)
+            self._num_read = len(self._decoded()) - num_open
         return len(new)
 
     def _cut_at_stop(self, num_new: int) -> bool:
         """Cut `text` at the earliest stop string that ends in its last `num_new` characters."""
+        if not num_new or self._num_tokens <= self._min_tokens:
+            return False
         hits = []
         for stop in self._stop:
             first = self.text.find(stop, max(0, len(self.text) - num_new - len(stop) + 1))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +24,11 @@ _PART_CHARS = 65_536
 _CUT_FACTOR = 1.25
 # Steps that never drop or shorten text. Split and Replace depend on their settings.
 _HARMLESS = frozenset({"ByteLevel", "Digits", "Metaspace", "Prepend"})
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_START = "▁"
+REPLACEMENT = "\ufffd"
+"""Stands for bytes that are no character."""
+_MOST_OPEN_BYTES = 3  # a character has at most 4
 # Vocabularies of tokenizers saved without tokenizer.json: SentencePiece's, and byte-level BPE's.
 _OLD_FILES = ("tokenizer.model", "vocab.json")
 
@@ -82,8 +87,17 @@ class Tokenizer:
         return list(_encoding(self._literal, text, add_special_tokens=False).ids)
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text, by default without special tokens; incomplete characters are U+FFFD."""
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+        """Return the text, by default without special tokens; bytes of no character are U+FFFD.
+
+        Characters among such bytes stay, as in SentencePiece. The library replaces the whole run
+        of byte tokens, so that a text would change when a byte follows.
+        """
+        text = str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+        if REPLACEMENT not in text or not self._has_byte_tokens:
+            return text
+        shown = [i for i in token_ids if self.has_text(i, skip_special_tokens=skip_special_tokens)]
+        names = [str(self._tokenizer.id_to_token(token_id)) for token_id in shown]
+        return str(self._tokenizer.decoder.decode(_without_wrong_bytes(names)))
 
     def decode_joined(self, token_ids: list[int], first: int) -> str:
         """Return the text with special tokens; added tokens directly after one get no space.
@@ -99,6 +113,27 @@ class Tokenizer:
                 parts += before[start:], str(added.content)
                 start = len(self.decode(token_ids[: index + 1], skip_special_tokens=False))
         return "".join([*parts, self.decode(token_ids, skip_special_tokens=False)[start:]])
+
+    def has_text(self, token_id: int, *, skip_special_tokens: bool) -> bool:
+        """Return whether `decode` reads the token."""
+        if skip_special_tokens and (added := self._added.get(token_id)) is not None:
+            return not added.special
+        return self._tokenizer.id_to_token(token_id) is not None
+
+    def num_open(self, token_ids: Sequence[int]) -> int:
+        """Return the length of the end of their text that a later token may make a character.
+
+        token_ids: those with text.
+        """
+        data = b""
+        for token_id in reversed(token_ids[-_MOST_OPEN_BYTES:]):
+            name = self._tokenizer.id_to_token(token_id) or ""
+            byte = _BYTE.fullmatch(name) if self._has_byte_tokens else None
+            if not (byte or self._is_byte_level):
+                break
+            data = (bytes.fromhex(byte[1]) if byte else _level_bytes(name)) + data
+        num_bytes = num_open_bytes(data)
+        return min(num_bytes, 1) if self._is_byte_level else num_bytes
 
     def describe(self) -> str:
         """Return its tokenizer.json without truncation and padding."""
@@ -137,7 +172,7 @@ class Tokenizer:
         if token is None:
             return TokenBytes(b"")
         if self._is_byte_level:
-            return TokenBytes(bytes(BYTE_CHARACTERS[character] for character in token))
+            return TokenBytes(_level_bytes(token))
         byte = _BYTE.fullmatch(token)
         if byte:
             return TokenBytes(bytes.fromhex(byte[1]))
@@ -149,9 +184,16 @@ class Tokenizer:
 
     @cached_property
     def _is_byte_level(self) -> bool:
+        return self._decodes_with("ByteLevel")
+
+    @cached_property
+    def _has_byte_tokens(self) -> bool:
+        return self._decodes_with("ByteFallback")
+
+    def _decodes_with(self, name: str) -> bool:
         decoder = self._tokenizer.decoder
         # The parts of a sequence of decoders are visible in this form only.
-        return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+        return decoder is not None and f'"{name}"'.encode() in decoder.__getstate__()
 
     @cached_property
     def _literal(self) -> HFTokenizer:
@@ -162,6 +204,36 @@ class Tokenizer:
         literal = HFTokenizer.from_str(json.dumps(description))
         literal.encode_special_tokens = True
         return literal
+
+
+def num_open_bytes(data: bytes) -> int:
+    """Return how many bytes at the end may be the beginning of a character."""
+    end = data[-_MOST_OPEN_BYTES:]
+    return len(end) - codecs.utf_8_decode(end, "replace", False)[1]
+
+
+def _level_bytes(name: str) -> bytes:
+    """Return the bytes of a token of a byte-level vocabulary, as its decoder reads them."""
+    try:
+        return bytes(BYTE_CHARACTERS[character] for character in name)
+    except KeyError:
+        return name.encode()
+
+
+def _without_wrong_bytes(names: Sequence[str]) -> list[str]:
+    """Return tokens for the decoder: bytes of no character, next to other bytes, are U+FFFD."""
+    replaced: list[str] = []
+    for byte, run in groupby(names, lambda name: bool(_BYTE.fullmatch(name))):
+        if not byte:
+            replaced += run
+            continue
+        data = bytes.fromhex("".join(token[3:5] for token in run))
+        for character in data.decode(errors="surrogateescape"):
+            if "\udc80" <= character <= "\udcff":
+                replaced.append(REPLACEMENT)
+            else:
+                replaced += [f"<0x{each:02X}>" for each in character.encode()]
+    return replaced
 
 
 def _converted(folder: Path) -> HFTokenizer:

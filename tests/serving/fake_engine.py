@@ -30,6 +30,7 @@ from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta, 
 from serve_spec.core.round import RoundNotes
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.output import OutputText
+from serve_spec.engine.tokenizer import num_open_bytes
 from tests.helpers.rounds import verified_round
 
 MAX_MODEL_LEN = 64
@@ -37,7 +38,17 @@ EOS = 0
 _ALPHABET = "\x00ab é"
 
 
-class FakeTokenizer:
+class AnyToken:
+    """Every id is a token, and no text ends within a character."""
+
+    def has_text(self, token_id, *, skip_special_tokens):
+        return True
+
+    def num_open(self, token_ids):
+        return 0
+
+
+class FakeTokenizer(AnyToken):
     """A word, with the space after it, is a token; ids that are no word's are shown as numbers."""
 
     def encode(self, text):
@@ -53,7 +64,7 @@ class FakeTokenizer:
         return spelled.decode(errors="replace") if is_word else f"<{token}>"
 
 
-class BytesTokenizer:
+class BytesTokenizer(AnyToken):
     """A byte is a token, so that é is two of them."""
 
     def encode(self, text):
@@ -61,6 +72,9 @@ class BytesTokenizer:
 
     def decode(self, token_ids, *, skip_special_tokens=True):
         return bytes(token_ids).decode(errors="replace")
+
+    def num_open(self, token_ids):
+        return min(1, num_open_bytes(bytes(token_ids)))
 
 
 class FakeStream:

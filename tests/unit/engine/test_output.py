@@ -1,15 +1,17 @@
 """Laws of incremental text: nothing shown can still change, and texts end where they must."""
 
+from itertools import takewhile
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HFTokenizer
-from tokenizers import models
+from tokenizers import decoders, models
 
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.output import OutputText
-from serve_spec.engine.tokenizer import Tokenizer
+from serve_spec.engine.tokenizer import BYTE_CHARACTERS, Tokenizer
 from tests.helpers.checkpoints import EOS_ID, make_tokenizer
 
 KEEP = {"include_stop_str_in_output": True}
@@ -54,6 +56,107 @@ def test_deltas_join_to_the_whole_text_however_tokens_arrive(tokenizer, text, si
     assert "".join(parts) + stream.take() == text
     assert used == len(tokens)
     assert "\ufffd" not in "".join(parts) or "\ufffd" in text
+
+
+_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+_MARKED = ["▁", "▁a", "b", "▁▁", ".", "\ufffd", "🎉"]
+_LEVEL = {byte: character for character, byte in BYTE_CHARACTERS.items()}
+_SPANNING = (b"\xa9\xf0", b"\x9f\x8e", b"\x89 \xf0\x9f", b"a\xef\xbf", "\ufffd".encode(), b" b")
+_LLAMA = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+KINDS = {
+    "byte-level": (
+        [*BYTE_CHARACTERS, *("".join(map(_LEVEL.get, data)) for data in _SPANNING)],
+        decoders.ByteLevel(),
+    ),
+    "byte fallback": (_BYTES + _MARKED, decoders.Sequence(_LLAMA)),
+    "byte fallback, stripped": (
+        _BYTES + _MARKED,
+        decoders.Sequence([*_LLAMA, decoders.Strip(" ", left=1, right=0)]),
+    ),
+    "metaspace": (_MARKED, decoders.Metaspace()),
+    "pieces": (["a", "##b", ".", "'", "##s", "\ufffd", "##🎉"], decoders.WordPiece()),
+    "suffixes": (["a", "b</w>", "🎉</w>", "\ufffd", "\ufffd</w>"], decoders.BPEDecoder()),
+    "no decoder": (["a", "b", "🎉", "\ufffd"], None),
+}
+SPECIAL = ["<s>", "</s>"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request, tmp_path_factory):
+    names, decoder = KINDS[request.param]
+    vocab = {name: place for place, name in enumerate(names)}
+    made = HFTokenizer(models.WordLevel(vocab, unk_token="a"))
+    if decoder is not None:
+        made.decoder = decoder
+    made.add_special_tokens(SPECIAL)
+    folder = tmp_path_factory.mktemp("kind")
+    made.save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder)
+
+
+CHARACTERS = ["🎉", "é", "\ufffd", "語", "a", " "]
+
+
+@st.composite
+def token_ids(draw, tokenizer):
+    """Draw tokens among which bytes often make characters, and some ids without a token."""
+    data = {token: tokenizer.token_bytes(token).data for token in range(tokenizer.vocab_size)}
+    byte_ids = {each[0]: token for token, each in data.items() if len(each) == 1}
+    spelled = [
+        [byte_ids[byte] for byte in character.encode()]
+        for character in CHARACTERS
+        if byte_ids.keys() >= set(character.encode())
+    ]
+    single = st.integers(0, tokenizer.vocab_size + 1).map(lambda token: [token])
+    parts = st.one_of(st.sampled_from(spelled), single) if spelled else single
+    return [token for part in draw(st.lists(parts, max_size=30)) for token in part]
+
+
+@given(data=st.data(), sizes=st.lists(st.integers(1, 40), max_size=60), shows=st.booleans())
+@pytest.mark.parametrize("reason", [*FinishReason])
+def test_the_parts_of_a_text_join_to_the_text_of_all_its_tokens(kind, data, sizes, shows, reason):
+    """The answer is what its tokens add to the text of the prompt, for every tokenizer."""
+    prompt, answer = data.draw(token_ids(kind)), data.draw(token_ids(kind))
+    before = kind.decode(prompt, skip_special_tokens=not shows)
+    whole = kind.decode(prompt + answer, skip_special_tokens=not shows)
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(before, whole, strict=False))
+    expected = whole[len([*same]) :]
+    places = st.tuples(st.integers(0, len(expected)), st.integers(1, 4))
+    start, length = data.draw(places)
+    stop = expected[start : start + length] if data.draw(st.booleans()) else ""
+    params = SamplingParams(
+        max_tokens=9999, stop=(stop,) if stop else (), skip_special_tokens=not shows
+    )
+    num_emitted = data.draw(st.integers(0, len(answer)))
+
+    def text_from(first):
+        seq = Sequence("1", params, [*prompt, *answer[:first]], len(prompt), 0)
+        stream = OutputText(kind, seq)
+        parts, _ = feed(stream, answer[first:], list(sizes))
+        if stream.finish_reason is None:
+            stream.push([EOS_ID] if reason is FinishReason.STOP else [], reason)
+        assert stream.finish_reason is (FinishReason.STOP if stop else reason)
+        return "".join([*parts, stream.take()])
+
+    text = text_from(0)
+    assert text == (expected[: expected.index(stop)] if stop else expected)
+    emitted = OutputText(kind, Sequence("1", params, prompt, len(prompt), 0))
+    parts, _ = feed(emitted, answer[:num_emitted], list(sizes))
+    if emitted.finish_reason is None:
+        assert "".join(parts) + text_from(num_emitted) == text, "continued by another replica"
+
+
+def test_reading_a_token_costs_the_same_after_any_number_of_tokens(kind, monkeypatch):
+    lengths, decode = [], kind.decode
+    monkeypatch.setattr(
+        kind, "decode", lambda ids, **k: lengths.append(len(ids)) or decode(ids, **k)
+    )
+    stream = OutputText(kind, Sequence("1", SamplingParams(max_tokens=9999), [], 0, 0))
+    tokens = [*range(kind.vocab_size)] * 3
+    for token in tokens:
+        stream.push([token])
+    assert max(lengths) <= 25
+    assert len(lengths) <= 2 * len(tokens)
 
 
 @pytest.fixture(scope="module")

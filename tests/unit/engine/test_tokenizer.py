@@ -156,6 +156,23 @@ def test_a_sentencepiece_model_alone_is_converted(tmp_path, adds_bos):
         assert b"".join(data).decode() == f" {text}"
 
 
+def test_bytes_that_are_no_characters_are_decoded_as_sentencepiece_does(tmp_path):
+    """The library's decoder would lose the characters next to them."""
+    theirs = train_sentencepiece(tmp_path, "bpe")
+    tokenizer = Tokenizer(tmp_path)
+    first = theirs.piece_to_id("<0x00>")
+    character = st.sampled_from(["🎉", "é", "\ufffd"]).map(str.encode)
+    byte = st.integers(0, 255).map(lambda each: bytes([each]))
+    words = st.lists(st.integers(first + 256, theirs.vocab_size() - 1), max_size=2)
+
+    @given(st.lists(st.one_of(character, byte, words), max_size=12))
+    def check(parts):
+        ids = [each + first * isinstance(part, bytes) for part in parts for each in part]
+        assert tokenizer.decode(ids) == theirs.decode(ids)
+
+    check()
+
+
 def test_a_sentencepiece_model_that_would_make_other_tokens_is_refused(tmp_path):
     train_sentencepiece(tmp_path, "unigram")
     with pytest.raises(CheckpointError, match=r"tokenizer\.model cannot be converted.*fast"):
@@ -248,3 +265,10 @@ def test_words_of_a_byte_level_sequence_of_decoders_are_bytes_too(tmp_path):
     tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
     known = saved(tokenizer, tmp_path)
     assert [known.token_bytes(token).data for token in (0, 1)] == [b" a", b"\xc3"]
+
+
+def test_a_token_of_a_byte_level_vocabulary_that_names_no_bytes_has_those_of_its_text(tmp_path):
+    tokenizer = HFTokenizer(models.BPE(vocab={"a語": 0}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    known = saved(tokenizer, tmp_path)
+    assert known.token_bytes(0).data.decode() == known.decode([0]) == "a語"
