@@ -286,7 +286,10 @@ class AnswerFormat(ABC):
         self._around: dict[int, tuple[bytes, bytes]] = {}
 
     def frame(self, index: int, delta: TokenDelta) -> bytes:
-        """Return `chunk` as an event. The bytes around the text are encoded once per choice."""
+        """Return `chunk` as an event, if it shows anything.
+
+        The bytes around the text are encoded once per choice.
+        """
         if self.sends_tokens or delta.finish_reason is not None or not delta.text:
             return b"".join(map(event, self.chunks(index, delta)))
         around = self._around.get(index)
@@ -312,7 +315,10 @@ class AnswerFormat(ABC):
         return self._token_bytes is not None or self.details.prompt_token_ids is not None
 
     def chunks(self, index: int, delta: TokenDelta) -> list[JSONObject]:
-        """Return the chunks of a delta, with the request's details."""
+        """Return the chunks of a delta, with the request's details; none if it shows nothing."""
+        is_shown = delta.text or (self.sends_tokens and delta.token_ids)
+        if not is_shown and delta.finish_reason is None:
+            return []
         chunk = self.chunk(index, delta)
         choices = cast(list[JSONObject], chunk["choices"])
         self._detail(chunk, choices[0], index, [delta])

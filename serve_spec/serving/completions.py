@@ -368,9 +368,6 @@ async def stream_frames(
 
 
 def _events(answer: RunningAnswer, form: AnswerFormat, index: int, delta: TokenDelta) -> bytes:
-    is_shown = delta.text or (form.sends_tokens and delta.token_ids)
-    if not is_shown and delta.finish_reason is None:
-        return b""
     if not form.head.has_continuous_usage:
         return form.frame(index, delta)
     chunks = form.chunks(index, delta)

@@ -120,7 +120,8 @@ class GenerateFormat(AnswerFormat):
 
     def frame(self, index: int, delta: TokenDelta) -> bytes:
         """See `AnswerFormat.frame`."""
-        return event(self.chunk(index, delta))
+        chunk = self.chunk(index, delta)  # counts tokens without text, too
+        return event(chunk) if delta.text or delta.finish_reason is not None else b""
 
     def chunk(self, index: int, delta: TokenDelta) -> JSONObject:
         """See `AnswerFormat.chunk`."""

@@ -6,8 +6,11 @@ import pytest
 
 from serve_spec import __version__
 from serve_spec.config import ServeSpecConfig
+from serve_spec.core.request import FinishReason
+from serve_spec.serving.messages import Accepted
 from tests.serving.asgi import Server, chunks_of
 from tests.serving.conftest import MODEL
+from tests.serving.fakes import ScriptedFleet, delta
 from tests.serving.texts import BOS, TEMPLATE, WORDS, byte_tokenizer, write_text_files
 
 USER = {"role": "user", "content": "a"}
@@ -75,6 +78,14 @@ def test_a_stream_of_generate_repeats_the_text_so_far(server):
     has_length = ["spec_accept_length" in event["meta_info"] for event in events]
     assert has_length == [False, False, True]
     assert ["output_ids" in event for event in events] == has_length
+
+
+def test_a_stream_of_generate_counts_tokens_without_text(server, config):
+    items = [delta("", A), delta("a", B), delta("", C), delta("", finish=FinishReason.STOP)]
+    fleet = ScriptedFleet([Accepted(1, "r"), *items])
+    events = chunks_of(generate(Server(config, fleet), text="a", stream=True))
+    assert [event["meta_info"]["completion_tokens"] for event in events] == [2, 3]
+    assert events[-1]["output_ids"] == [A, B, C]
 
 
 @pytest.mark.parametrize(

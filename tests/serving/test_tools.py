@@ -360,8 +360,8 @@ def test_usage_counts_the_tokens_of_the_reasoning(checkpoint, body, num_tokens):
         checkpoint.model.folder, HERMES, tokenizer=tokenizer, max_position_embeddings=4096
     )
     end = tokenizer.token_to_id("</think>")
-    said = [delta("<think>", 1), delta("hm", *range(10)), delta("</think>Ye", 2, end, 3)]
-    said = said if num_tokens else [delta("Ye", 3)]
+    thought = [delta("<think>", 1), delta("hm", *range(9)), delta("", 9)]  # part of a character
+    said = [*thought, delta("</think>Ye", 2, end, 3)] if num_tokens else [delta("Ye", 3)]
     last = delta("s", 4, finish=FinishReason.STOP)
     server = Server(checkpoint, ScriptedFleet([Accepted(1, "r"), *said, last]))
     details = {"reasoning_tokens": num_tokens}
@@ -369,6 +369,10 @@ def test_usage_counts_the_tokens_of_the_reasoning(checkpoint, body, num_tokens):
     usage = {"include_usage": True}
     answer = server.chat(stream=True, stream_options=usage, **body)
     assert chunks_of(answer)[-1]["usage"]["completion_tokens_details"] == details
+    asked = {"input": "a", "stream": True, **body}
+    events = server.ask("POST", "/v1/responses", json=asked).text.split("data: ")
+    usage = json.loads(events[-1])["response"]["usage"]
+    assert usage["output_tokens_details"] == details
 
 
 def test_a_call_goes_on_with_the_same_id_when_its_replica_is_lost(checkpoint):
