@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii
 from typing import ClassVar, NotRequired, TypeAlias, cast
@@ -308,6 +308,10 @@ class AnswerFormat(ABC):
         for index, answer in enumerate(answers):
             self._detail(body, answer, index, choices[index])
         return body
+
+    def end_finder(self) -> Callable[[str], bool] | None:
+        """Return what reads a choice's text as it grows and tells whether it has ended; or None."""
+        return None
 
     @property
     def sends_tokens(self) -> bool:

@@ -95,7 +95,13 @@ class CompletionAnswer(Response):
         stream: bool,
     ) -> None:
         super().__init__()
-        self._run = partial(runner.run, choices, num_prompts, is_prompt_only=is_prompt_only)
+        self._run = partial(
+            runner.run,
+            choices,
+            num_prompts,
+            is_prompt_only=is_prompt_only,
+            end_finder=form.end_finder,
+        )
         self._trace_id = choices[0].trace_id
         self._form = form
         self._stream = stream

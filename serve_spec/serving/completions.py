@@ -286,11 +286,13 @@ class CompletionRunner:
         *,
         client: str = "",
         is_prompt_only: bool = False,
+        end_finder: Callable[[], Callable[[str], bool] | None] = lambda: None,
     ) -> AsyncIterator[RunningAnswer]:
         """Run choices during the `async with` block; release their slots and replicas at its end.
 
         num_prompts: number of prompts; each has the same number of choices.
         client: the client's identity for `Admission`. is_prompt_only: see `RunningAnswer`.
+        end_finder: see `AnswerFormat.end_finder`.
         """
         end = asyncio.get_running_loop().time() + self.timeout_s
         # Without generated tokens, equal prompts are computed once.
@@ -298,7 +300,10 @@ class CompletionRunner:
         self.fleet.refuse_if_closing()
         self.admission.refuse_if_full(client, len(groups))
         events = interleaved(
-            [self._one(i, choices[group[0]], client, end) for i, group in enumerate(groups)]
+            [
+                self._one(i, choices[group[0]], client, end, end_finder())
+                for i, group in enumerate(groups)
+            ]
         )
         if len(groups) < len(choices):
             events = spread(events, groups)
@@ -314,7 +319,12 @@ class CompletionRunner:
             deadline.close()
 
     async def _one(
-        self, index: int, request: messages.GenerateRequest, client: str, deadline: float
+        self,
+        index: int,
+        request: messages.GenerateRequest,
+        client: str,
+        deadline: float,
+        has_ended: Callable[[str], bool] | None = None,
     ) -> AsyncGenerator[tuple[int, messages.ReplicaItem], None]:
         """Yield (index, item) of one choice, which holds a slot meanwhile."""
         async with AsyncExitStack() as held:
@@ -329,8 +339,13 @@ class CompletionRunner:
             await held.enter_async_context(aclosing(items))
             try:
                 async for item in items:
+                    if has_ended and isinstance(item, TokenDelta) and has_ended(item.text):
+                        # Leaving the loop cancels the choice at its replica.
+                        item = item._replace(finish_reason=FinishReason.STOP)
                     timer.observe(item)
                     yield index, item
+                    if messages.is_last(item):
+                        return
             except Exception:
                 timer.fail()
                 raise

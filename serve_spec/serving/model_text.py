@@ -304,7 +304,8 @@ def _parsed(
         formats.reasoning if separates else None,
         {function.name: function.arguments_schema for function in functions},
         is_reasoning=separates and formats.is_reasoning(prompt),
-        is_parallel=request.parallel_tool_calls is not False and not formats.is_single,
+        is_parallel=request.may_call_again and not formats.is_single,
+        ends_itself=request.must_call,
         shows_reasoning=request.include_reasoning is not False,
         reasoning_end=_reasoning_end(files),
     )

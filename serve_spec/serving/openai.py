@@ -371,6 +371,12 @@ class ChatRequest(BaseRequest):
         return self.tool_choice is not None and self.tool_choice.mode == "required"
 
     @property
+    def may_call_again(self) -> bool:
+        """Whether the answer may have several calls."""
+        names_one = self.tool_choice is not None and self.tool_choice.name is not None
+        return self.parallel_tool_calls is not False and not names_one
+
+    @property
     def generation_prompt(self) -> bool:
         """Whether the template appends the start of the assistant's turn."""
         if self.add_generation_prompt is None:

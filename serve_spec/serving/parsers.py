@@ -1,5 +1,6 @@
 """Parse the text of an answer, as it arrives, into reasoning, content and tool calls.
 
+The parts depend on the text only, not on how it is cut: a decision waits for the text it needs.
 `transformers.utils.chat_parsing.ResponseParser` returns the arguments of a call when the call is
 complete, and raises for broken JSON. Clients expect arguments as they are written, and broken JSON
 as content.
@@ -9,9 +10,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
+
+from serve_spec.serving.partial_text import (
+    CutCall,
+    Found,
+    NoCall,
+    PartialText,
+    Scanner,
+    Steps,
+    num_held_back,
+)
 
 PartKind: TypeAlias = Literal["reasoning", "content", "name", "arguments"]
 CallFormat: TypeAlias = Literal["hermes", "llama3_json", "mistral", "openai", "json"]
@@ -31,20 +42,22 @@ _MARKERS: Mapping[CallFormat, tuple[str, str]] = {
 """Texts around calls. An answer in the other formats, and in llama3_json, may begin with JSON."""
 
 # The start of a call up to its arguments, which can be passed on while they are written.
+_OBJECT = r'(?=\{\s*["}])'
 _JSON_HEAD = re.compile(
-    r'\s*\{\s*"name"\s*:\s*"((?:[^"\\]|\\.){1,256})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+    r'\s*\{\s*"name"\s*:\s*"((?:[^"\\]|\\.){1,256})"\s*,\s*"(?:arguments|parameters)"\s*:\s*'
+    + _OBJECT
 )
-_NAME_HEAD = re.compile(r"\s*([\w.-]{1,256})(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
-_STRUCTURE = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
-# Qwen3-Coder's format, and GLM's.
-_XML_NAME = re.compile(r"\s*(?:<function=([^>\n]+)>|([\w.-]+)\s*(?=<|$))")
+_JSON_START = re.compile(r'\s*\{\s*(?:["}]|$)')
+_NAME_HEAD = re.compile(r"\s*([\w.-]{1,256})(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*" + _OBJECT)
+_NAME_START = re.compile(r"\s*([\w.-]*)(?:\[[A-Z_]*(?:\]\w*)?)*\s*(?:\{\s*)?")
+# Qwen3-Coder's format, which models also write without the marker, and GLM's.
+_FUNCTION = "<function="
+_CODER_ENDS = ("</function>", "</tool_call>")
+_GLM_END = "</tool_call>"
+_GLM_NAME = re.compile(r"\s*([^<\n]*)[<\n]")
 _CHANNEL = re.compile(r"<\|channel\|>(\w+)")
 _RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
 _MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>")
-_decode = json.JSONDecoder().raw_decode
-
-_Steps: TypeAlias = Generator[None, None, None]
-_Found: TypeAlias = Generator[None, None, str]
 
 
 class Part(NamedTuple):
@@ -61,7 +74,8 @@ class AnswerSyntax:
 
     tools: the JSON Schemas of the arguments of the functions that may be called, by name.
     is_reasoning: whether the answer begins within its reasoning, because the prompt has opened it.
-    is_parallel: whether more than one call is returned.
+    is_parallel: whether the answer goes on after its first call.
+    ends_itself: whether a grammar ends an answer that is not parallel.
     shows_reasoning: whether reasoning is returned.
     reasoning_end: the token that ends the reasoning, if it is one.
     """
@@ -71,6 +85,7 @@ class AnswerSyntax:
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     is_reasoning: bool = False
     is_parallel: bool = True
+    ends_itself: bool = False
     shows_reasoning: bool = True
     reasoning_end: int | None = None
 
@@ -82,21 +97,18 @@ class AnswerSyntax:
         return tuple(filter(None, (*channels, *thoughts, *_MARKERS.get(self.calls or "json", ()))))
 
 
-class AnswerParser:
-    """Parser of one answer. Text that is not yet part of the answer is held back.
+class AnswerParser(PartialText):
+    """Parser of one answer. Text that is not yet part of the answer is held back."""
 
-    is_whole: the answer is passed at once, so a call with broken arguments becomes content.
-    """
-
-    def __init__(self, syntax: AnswerSyntax, *, is_whole: bool = False) -> None:
+    def __init__(self, syntax: AnswerSyntax) -> None:
+        super().__init__()
         self._syntax = syntax
-        self._is_whole = is_whole
-        self._text = ""
-        self._has_ended = False
         self._parts: list[Part] = []
         self.num_calls = 0
         """Calls so far."""
         self.has_reasoned = False
+        self.is_complete = False
+        """Whether the only call that is returned has ended, and with it the answer."""
         self._space = ""
         """Whitespace before the last marker, which is content if no call follows."""
         has_channels = "<|channel|>" in syntax.markers
@@ -104,7 +116,7 @@ class AnswerParser:
 
     def feed(self, text: str, *, is_last: bool = False) -> list[Part]:
         """Return the parts that `text` completes. is_last: the answer ends with it."""
-        self._text += text
+        self._text = "" if self.is_complete else self._text + text
         self._has_ended = is_last
         next(self._steps, None)
         parts, self._parts = self._parts, []
@@ -113,133 +125,171 @@ class AnswerParser:
     def _emit(self, kind: PartKind, text: str) -> None:
         is_call = kind in ("name", "arguments")
         self.has_reasoned |= kind == "reasoning"
-        is_shown = is_call or kind == "content" or self._syntax.shows_reasoning
-        if is_call and self.num_calls > 1:
-            is_shown = self._syntax.is_parallel
-        if text and is_shown:
+        if text and (kind != "reasoning" or self._syntax.shows_reasoning):
             self._parts.append(Part(kind, text, self.num_calls - 1 if is_call else 0))
 
-    def _answer(self) -> _Steps:
+    def _answer(self) -> Steps:
         """Parse reasoning at the start, and calls between markers; the rest is content."""
         begin, end = THOUGHTS.get(self._syntax.reasoning or "openai", ("", ""))
         marker, close = _MARKERS.get(self._syntax.calls or "json", ("", ""))
+        markers = (marker, _FUNCTION) if self._syntax.calls == "hermes" else (marker,)
         may_be_bare = self._syntax.calls in ("llama3_json", "json")
         trims = False
         if self._syntax.is_reasoning or (yield from self._skip(begin)):
             yield from self._until("reasoning", end)
-            trims = True
-        while True:
+            self._space, trims = "", True
+        while not self.is_complete:
             if may_be_bare and (yield from self._next("{", "[")):
+                self._text = self._text.lstrip() if trims else self._text
                 may_be_bare = yield from self._calls("", "")
                 trims |= may_be_bare
-            found = yield from self._until("content", marker, trims=trims)
+                continue
+            found = yield from self._until("content", *markers, trims=trims)
             if not found:
                 return
             trims = yield from self._calls(found, close)
 
-    def _calls(self, opening: str, close: str) -> Generator[None, None, bool]:
+    def _calls(self, marker: str, close: str) -> Generator[None, None, bool]:
         """Parse calls, or a list of them. If the first is none, return False with it left over."""
+        if marker == _FUNCTION:
+            self._text = marker + self._text
         in_list = yield from self._next("[")
         text = self._text
         self._skip_now(in_list)
-        opening += text[: len(text) - len(self._text)]
+        opening = text[: len(text) - len(self._text)]
         num_calls = self.num_calls
-        while (yield from self._call(close)):
+        while (is_call := (yield from self._call())) and not self.is_complete:
             if not (yield from self._skip(",", ";")):
                 yield from self._skip("]" if in_list else "")
                 yield from self._skip(close)
                 return True
-        if self.num_calls > num_calls:
+        if self.num_calls > num_calls or (is_call is None and self.num_calls):
+            if is_call is None:  # a call that is cut off is not content beside others
+                self._text = ""
             return True
-        self._emit("content", self._space + opening)
+        if marker == _FUNCTION:
+            self._text = self._text[len(marker) :]
+        self._emit("content", self._space + marker + opening)
         return False
 
-    def _call(self, close: str) -> Generator[None, None, bool]:
-        # JSON without a marker is a call only if it names a function.
-        is_known = self._syntax.calls in ("llama3_json", "json")
-        while True:
-            name, start, is_json = self._head()
-            if name and is_known and name not in self._syntax.tools:
-                return False
-            if name and not self._is_whole:
-                self._begin(name)
-                self._text = self._text[start:]
-                yield from self._value()
-                if is_json and (yield from self._skip("}", ",")) == ",":
-                    yield from self._until(None, "}")
-                return True
-            if (call := self._complete(close)) and (not is_known or call[0] in self._syntax.tools):
-                self._begin(call[0])
-                self._emit("arguments", call[1])
-                self._text = self._text[call[2] :]
-                return True
-            if self._has_ended or (close and close in self._text):
-                return False
-            yield
-
-    def _head(self) -> tuple[str, int, bool]:
-        """Return the name of the call that the text begins with, and where its arguments do."""
-        if found := _JSON_HEAD.match(self._text):
-            try:
-                return json.loads(f'"{found[1]}"'), found.end(), True
-            except ValueError:
-                return "", 0, True
-        found = _NAME_HEAD.match(self._text)
-        return (found[1], found.end(), False) if found else ("", 0, False)
-
-    def _complete(self, close: str) -> tuple[str, str, int] | None:
-        """Return name and arguments of the call that the text begins with, and where it ends."""
-        end = self._text.find(close) if close else -1
-        if end < 0 and not self._has_ended and self._text.rstrip()[-1:] != "}":
-            return None
-        name, start, is_json = self._head()
+    def _call(self) -> Generator[None, None, bool | None]:
+        """Parse the call that the text begins with; return whether it is one, None if it is cut."""
         try:
-            if name:
-                arguments = self._text[start : (stop := _decode(self._text, start)[1])]
-                return name, arguments, self._end_of_object() if is_json else stop
+            while not self._text.strip():
+                yield from self._more()
             if self._text.lstrip().startswith("{"):
-                return *_called(_decode(self._text.lstrip())[0]), self._end_of_object()
-        except (ValueError, RecursionError):
+                yield from self._json_call()
+            elif self._syntax.calls == "mistral":
+                yield from self._named_call()
+            elif self._syntax.calls != "hermes":
+                return False
+            elif (yield from self._next(_FUNCTION)):
+                yield from self._coder_call()
+            else:
+                yield from self._glm_call()
+        except NoCall:
+            return False
+        except CutCall:
             return None
-        found = _XML_NAME.match(self._text[: max(end, 0)])
-        if not found or not (found[1] or found[2] in self._syntax.tools):
-            return None
-        name = found[1] or found[2]
-        properties = self._syntax.tools.get(name, {}).get("properties")
-        values = _typed(_xml_arguments(self._text[:end]), properties)
-        return name, json.dumps(values, ensure_ascii=False), end
+        self.is_complete = not self._syntax.is_parallel
+        return True
 
-    def _end_of_object(self) -> int:
-        start = len(self._text) - len(self._text.lstrip())
-        return _decode(self._text, start)[1]
+    def _json_call(self) -> Steps:
+        """Parse a call that is an object with a name and arguments."""
+        scanner, place = Scanner(), 0
+        while not scanner.has_ended:
+            if found := _JSON_HEAD.match(self._text):
+                self._begin(_unquoted(found[1]), found.end())
+                yield from self._balanced("arguments", Scanner())
+                if (yield from self._skip("}", ",")) == ",":  # what follows the arguments
+                    yield from self._balanced(None, Scanner(depth=1))
+                return
+            place += scanner.read(self._text[place:])
+            if not scanner.has_ended:
+                if not _JSON_START.match(self._text):
+                    raise NoCall
+                yield from self._more()
+        name, arguments = _called(self._text[:place])
+        self._begin(name, place)
+        self._emit("arguments", arguments)
 
-    def _begin(self, name: str) -> None:
+    def _named_call(self) -> Steps:
+        """Parse a call that is a name and arguments, as Mistral's newer models write it."""
+        while not (found := _NAME_HEAD.match(self._text)):
+            start = _NAME_START.fullmatch(self._text)
+            if not start or not any(name.startswith(start[1]) for name in self._syntax.tools):
+                raise NoCall
+            yield from self._more()
+        self._begin(found[1], found.end())
+        yield from self._balanced("arguments", Scanner())
+
+    def _coder_call(self) -> Steps:
+        """Parse a call in Qwen3-Coder's format."""
+        _, place = yield from self._tag(0, _FUNCTION)
+        end = yield from self._find(">", place)
+        name, place = self._text[place:end], end + 1
+        if name not in self._syntax.tools:
+            raise NoCall
+        values = []
+        while True:
+            tag, place = yield from self._tag(place, "<parameter=", *_CODER_ENDS)
+            if tag != "<parameter=":
+                break
+            start = (yield from self._find(">", place)) + 1
+            end = yield from self._value_end(start, "</parameter>", "<parameter=", *_CODER_ENDS)
+            values.append((self._text[place : start - 1], self._text[start:end]))
+            place = end + len("</parameter>")
+        self._begin(name, place)
+        self._emit("arguments", self._arguments(name, values))
+
+    def _glm_call(self) -> Steps:
+        """Parse a call in GLM's format."""
+        while not (found := _GLM_NAME.match(self._text)):
+            begun = self._text.strip()
+            if not any(name.startswith(begun) for name in self._syntax.tools):
+                raise NoCall
+            yield from self._more()
+        name, place = found[1].rstrip(), found.end(1)
+        values: list[tuple[str, str]] = []
+        if name not in self._syntax.tools:
+            raise NoCall
+        while True:
+            tag, start = yield from self._tag(place, "<arg_key>", _GLM_END, may_end=bool(values))
+            if tag != "<arg_key>":
+                break
+            end = yield from self._find("</arg_key>", start)
+            key = self._text[start:end]
+            _, start = yield from self._tag(end + len("</arg_key>"), "<arg_value>")
+            end = yield from self._value_end(start, "</arg_value>", "<arg_key>", _GLM_END)
+            values.append((key, self._text[start:end]))
+            place = end + len("</arg_value>")
+        self._begin(name, place)
+        self._emit("arguments", self._arguments(name, values))
+
+    def _arguments(self, name: str, values: Iterable[tuple[str, str]]) -> str:
+        properties = self._syntax.tools[name].get("properties")
+        return json.dumps(_typed(values, properties), ensure_ascii=False)
+
+    def _begin(self, name: str, end: int) -> None:
+        """Begin a call, whose text up to `end` has been read."""
+        if name not in self._syntax.tools:
+            raise NoCall
+        self._text = self._text[end:]
         self.num_calls += 1
         self._emit("name", name)
 
-    def _value(self) -> _Steps:
-        """Pass on the JSON object that the text begins with."""
-        depth, in_string = 0, False
+    def _balanced(self, kind: PartKind | None, scanner: Scanner) -> Steps:
+        """Pass on text as `kind` (None: drop it) up to the end of the JSON value in it."""
         while True:
-            for found in _STRUCTURE.finditer(self._text):
-                if found[0] == '"':
-                    in_string = not in_string
-                elif not in_string and found[0] in "{}[]":
-                    depth += 1 if found[0] in "{[" else -1
-                if depth == 0:
-                    self._emit("arguments", self._text[: found.end()])
-                    self._text = self._text[found.end() :]
-                    return
-            # An odd backslash escapes the next character.
-            num_kept = (len(self._text) - len(self._text.rstrip("\\"))) % 2
-            cut = len(self._text) - num_kept
-            self._emit("arguments", self._text[:cut])
-            self._text = self._text[cut:]
-            if self._has_ended:
+            size = scanner.read(self._text)
+            if kind is not None:
+                self._emit(kind, self._text[:size])
+            self._text = self._text[size:]
+            if scanner.has_ended or self._has_ended:
                 return
             yield
 
-    def _channels(self) -> _Steps:
+    def _channels(self) -> Steps:
         """Parse the messages of gpt-oss: analysis is reasoning, the others content or calls."""
         while True:
             while "<|message|>" not in self._text:
@@ -249,20 +299,23 @@ class AnswerParser:
                     return
                 yield
             header, _, self._text = self._text.partition("<|message|>")
-            recipient = _RECIPIENT.search(header) if self._syntax.tools else None
+            recipient = _RECIPIENT.search(header)
             channel = _CHANNEL.search(header)
             kind: PartKind = "content"
-            if recipient and not (self._is_whole and not _is_object(self._text)):
-                kind = "arguments"
-                self._begin(recipient[1])
-                if (yield from self._next(*_MESSAGE_ENDS)) or not self._text.strip():
-                    self._emit(kind, "{}")
+            if recipient and recipient[1] in self._syntax.tools:
+                found = yield from self._next("{", *_MESSAGE_ENDS)
+                if found or not self._text.strip():
+                    kind = "arguments"
+                    self._begin(recipient[1], 0)
+                    self._emit(kind, "" if found == "{" else "{}")
             elif channel and channel[1] == "analysis" and self._syntax.reasoning:
                 kind = "reasoning"
-            if not (yield from self._until(kind, *_MESSAGE_ENDS)):
+            ended = yield from self._until(kind, *_MESSAGE_ENDS)
+            self.is_complete = kind == "arguments" and not self._syntax.is_parallel
+            if self.is_complete or not ended:
                 return
 
-    def _until(self, kind: PartKind | None, *markers: str, trims: bool = True) -> _Found:
+    def _until(self, kind: PartKind | None, *markers: str, trims: bool = True) -> Found:
         """Pass on text as `kind` (None: drop it) up to a marker; return it, or "" at the end.
 
         Whitespace before the marker is dropped, and with `trims`, at the start.
@@ -274,7 +327,7 @@ class AnswerParser:
             place, marker = min(places, default=(len(text), ""))
             text = text[:place]
             if not marker and not self._has_ended:
-                text = text[: len(text) - _num_held_back(text, markers)]
+                text = text[: len(text) - num_held_back(text, markers)]
             if marker or not self._has_ended:
                 stripped = text.rstrip()
                 self._space, text = text[len(stripped) :], stripped
@@ -287,68 +340,31 @@ class AnswerParser:
             self._text = self._text[len(text) :]
             yield
 
-    def _next(self, *texts: str) -> _Found:
-        """Return which of `texts` comes next, after whitespace; "": none."""
-        while True:
-            rest = self._text.lstrip()
-            found = next((text for text in texts if text and rest.startswith(text)), "")
-            if found or self._has_ended or not any(t and t.startswith(rest) for t in texts):
-                return found
-            yield
 
-    def _skip(self, *texts: str) -> _Found:
-        """Drop and return which of `texts` comes next, after whitespace; "": none."""
-        found = yield from self._next(*texts)
-        self._skip_now(found)
-        return found
-
-    def _skip_now(self, text: str) -> None:
-        if text:
-            self._text = self._text.lstrip()[len(text) :]
-
-
-def _num_held_back(text: str, markers: Iterable[str]) -> int:
-    """Return the length of the longest end of `text` that may become a marker."""
-    longest = 0
-    for marker in markers:
-        place = text.find(marker[0], max(0, len(text) - len(marker) + 1))
-        while place >= 0 and not marker.startswith(text[place:]):
-            place = text.find(marker[0], place + 1)
-        longest = max(longest, len(text) - place if place >= 0 else 0)
-    return longest
-
-
-def _is_object(message: str) -> bool:
-    """Return whether the message that a text begins with is a JSON object."""
-    ends = (place for end in _MESSAGE_ENDS if (place := message.find(end)) >= 0)
+def _unquoted(text: str) -> str:
+    """Return the text of a JSON string."""
     try:
-        body = message[: min(ends, default=len(message))].strip()
-        return isinstance(json.loads(body or "{}"), dict)
+        return str(json.loads(f'"{text}"'))
+    except ValueError:
+        raise NoCall from None
+
+
+def _called(text: str) -> tuple[str, str]:
+    """Return name and arguments of a call in JSON."""
+    try:
+        call = json.loads(text)
+        inner = call.get("function")
+        call = inner if isinstance(inner, dict) else {"name": inner, **call}
+        arguments = call.get("arguments", call.get("parameters")) or {}
+        if isinstance(arguments, str):
+            given, arguments = arguments, json.loads(arguments)
+        else:
+            given = json.dumps(arguments, ensure_ascii=False)
     except (ValueError, RecursionError):
-        return False
-
-
-def _called(call: dict[str, Any]) -> tuple[str, str]:
-    """Return name and arguments of a call in JSON; raise ValueError if it is none."""
-    inner = call.get("function")
-    call = inner if isinstance(inner, dict) else {"name": inner, **call}
-    arguments = call.get("arguments", call.get("parameters")) or {}
-    if not isinstance(call.get("name"), str) or not isinstance(arguments, dict | str):
-        raise ValueError("no call of a function")
-    if isinstance(arguments, str):
-        json.loads(arguments)
-        return call["name"], arguments
-    return call["name"], json.dumps(arguments, ensure_ascii=False)
-
-
-def _xml_arguments(text: str) -> Iterator[tuple[str, str]]:
-    """Yield names and texts of the arguments of a call in Qwen3-Coder's format, or in GLM's."""
-    for part in text.split("</parameter>")[:-1]:
-        name, _, value = part.partition("<parameter=")[2].partition(">")
-        yield name, value
-    for part in text.split("</arg_value>")[:-1]:
-        key, _, value = part.partition("<arg_value>")
-        yield key.partition("<arg_key>")[2].partition("</arg_key>")[0], value
+        raise NoCall from None
+    if not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
+        raise NoCall
+    return call["name"], given
 
 
 def _typed(arguments: Iterable[tuple[str, str]], properties: object) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 # No `from __future__ import annotations` here: FastAPI reads the annotations of the routes.
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from fastapi import FastAPI, Request
@@ -260,6 +260,10 @@ class ResponsesFormat(AnswerFormat):
     def sends_tokens(self) -> bool:
         """See `AnswerFormat.sends_tokens`."""
         return self._chat.sends_tokens
+
+    def end_finder(self) -> Callable[[str], bool] | None:
+        """See `AnswerFormat.end_finder`."""
+        return self._chat.end_finder()
 
     def whole(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> JSONAnswer:
         """See `AnswerFormat.whole`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, cast
 
@@ -332,6 +332,18 @@ class ParsedChatFormat(answers.ChatFormat):
             return b"".join(answers.event(chunk) for chunk in self.chunks(index, delta))
         return b"".join(self._event(index, part) for part in self._parts(index, delta))
 
+    def end_finder(self) -> Callable[[str], bool] | None:
+        """See `AnswerFormat.end_finder`."""
+        if self._syntax.is_parallel or self._syntax.ends_itself or not self._syntax.calls:
+            return None
+        parser = parsers.AnswerParser(self._syntax)
+
+        def has_ended(text: str) -> bool:
+            parser.feed(text)
+            return parser.is_complete
+
+        return has_ended
+
     def chunks(self, index: int, delta: TokenDelta) -> list[answers.JSONObject]:
         """See `AnswerFormat.chunks`."""
         texts = [self._delta(index, part) for part in self._parts(index, delta)]
@@ -400,7 +412,7 @@ class ParsedChatFormat(answers.ChatFormat):
         return answers.encode_text(part.text).join(around)
 
     def _choice(self, index: int, deltas: Sequence[TokenDelta]) -> answers.JSONObject:
-        parser = self._parsers[index] = parsers.AnswerParser(self._syntax, is_whole=True)
+        parser = self._parsers[index] = parsers.AnswerParser(self._syntax)
         self._count(index, [token for delta in deltas for token in delta.token_ids])
         parts = parser.feed("".join(delta.text for delta in deltas), is_last=True)
         content = "".join(part.text for part in parts if part.kind == "content")

@@ -97,6 +97,62 @@ ANSWERS = {
         "hm", "Yes.", [],
     ),
     "channels without channels": (CHANNELS, "Yes.", "", "Yes.", []),
+    "keys after the arguments": (
+        HERMES,
+        '<tool_call>\n{"name": "f", "arguments": {"a": 1}, "meta": {"a": "} b"}}\n</tool_call>\nok',
+        "", "ok", [F],
+    ),
+    "arguments first": (
+        HERMES, f'<tool_call>\n{{"arguments": {HARD}, "name": "f"}}\n</tool_call>',
+        "", "", [("f", HARD)],
+    ),
+    "a brace too few": (
+        HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": 1}\n</tool_call>\nok', "", "ok", [F],
+    ),
+    "text about the marker": (
+        HERMES, "Use the <tool_call> tag {like this}, or g. Done", "",
+        "Use the <tool_call> tag {like this}, or g. Done", [],
+    ),
+    "a function that was not offered": (
+        HERMES, 'a <tool_call>{"name": "h", "arguments": {}}</tool_call> b', "",
+        'a <tool_call>{"name": "h", "arguments": {}}</tool_call> b', [],
+    ),
+    "functions that were not offered": (
+        HERMES, "<tool_call><function=h></function></tool_call><tool_call>h\n</tool_call>", "",
+        "<tool_call><function=h></function></tool_call><tool_call>h\n</tool_call>", [],
+    ),
+    "qwen3-coder's marks in a value": (
+        HERMES,
+        "<tool_call>\n<function=f>\n<parameter=s>\n</tool_call></function></parameter> x\n"
+        "</parameter>\n</function>\n</tool_call>",
+        "", "", [("f", '{"s": "</tool_call></function></parameter> x"}')],
+    ),
+    "qwen3-coder without the marker, and its end": (
+        HERMES,
+        "Ok\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>\n"
+        "<function=g>\n</function>",
+        "", "Ok", [F, G],
+    ),
+    "text about qwen3-coder's marks": (
+        HERMES, "Write <function=f> before g.", "", "Write <function=f> before g.", [],
+    ),
+    "glm, stopped before the end": (
+        HERMES, "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>", "", "", [F],
+    ),
+    "glm without arguments": (HERMES, "<tool_call>g</tool_call>", "", "", [G]),
+    "a list after reasoning": (
+        AnswerSyntax("llama3_json", "think", TOOLS, is_reasoning=True),
+        "r \n</think>\n\n[1, 2]", "r", "[1, 2]", [],
+    ),
+    "channels of functions that were not offered": (
+        CHANNELS, '<|channel|>commentary to=functions.h<|message|>{}', "", "{}", [],
+    ),
+    "arguments that the end cuts": (
+        HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": 1', "", "", [("f", '{"a": 1')],
+    ),
+    "a further call that the end cuts": (
+        JSON, '[{"name": "f", "parameters": {"a": 1}}, {"name": "g", "para', "", "", [F],
+    ),
     "nothing": (THINKING, "", "", "", []),
 }  # fmt: skip
 BROKEN = {
@@ -109,18 +165,20 @@ BROKEN = {
         '<tool_call>{"name": "f", "arguments": "{"}</tool_call>',
     ),
     "nested too deeply": (HERMES, f"<tool_call>{'[' * 5}{{{'[' * 100_000}</tool_call>"),
+    "no object as arguments": (HERMES, '<tool_call>{"name": "f", "arguments": {x}}</tool_call>'),
+    "qwen3-coder, cut": (HERMES, "<tool_call><function=f><parameter=s>x"),
     "no list": (MISTRAL, "[TOOL_CALLS] [f"),
     "end of a tag": (THINKING, "a </tool_call> b"),
 }
 
 
-def parse(text, syntax, cuts=(), *, is_whole=False):
+def parse(text, syntax, cuts=(), *, ends_with_text=False):
     """Parse a text that arrives cut at `cuts`; return reasoning, content and calls."""
-    parser = AnswerParser(syntax, is_whole=is_whole)
+    parser = AnswerParser(syntax)
     places = [0, *sorted(cuts), len(text)]
     texts, calls = {"reasoning": "", "content": ""}, []
     for start, end in pairwise(places):
-        for part in parser.feed(text[start:end]):
+        for part in parser.feed(text[start:end], is_last=ends_with_text and end == len(text)):
             _add(part, texts, calls)
     for part in parser.feed("", is_last=True):
         _add(part, texts, calls)
@@ -141,7 +199,7 @@ def _add(part, texts, calls):
 @pytest.mark.parametrize("name", ANSWERS)
 def test_an_answer_has_the_parts_that_its_format_says_in_a_stream_and_whole(name):
     syntax, text, *parts = ANSWERS[name]
-    assert list(parse(text, syntax, is_whole=True)) == parts
+    assert list(parse(text, syntax)) == list(parse(text, syntax, ends_with_text=True)) == parts
     for size in (1, 2, 3, 5, 8, 13, 1000):
         assert list(parse(text, syntax, range(size, len(text), size))) == parts
 
@@ -149,15 +207,8 @@ def test_an_answer_has_the_parts_that_its_format_says_in_a_stream_and_whole(name
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_call_is_content(name):
     syntax, text = BROKEN[name]
-    assert parse(text, syntax, is_whole=True) == ("", text, [])
+    assert parse(text, syntax) == ("", text, [])
     assert parse(text, syntax, range(1, min(len(text), 200))) == ("", text, [])
-
-
-def test_only_whole_answers_take_back_calls_whose_arguments_turn_out_to_be_broken():
-    for arguments in ("{x}", '{"a": 1'):
-        text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}'
-        assert parse(text, HERMES, is_whole=True) == ("", text, [])
-        assert parse(text, HERMES, range(len(text))) == ("", "", [("f", arguments)])
 
 
 def test_arguments_are_passed_on_as_they_are_written():
@@ -171,7 +222,8 @@ def test_arguments_are_passed_on_as_they_are_written():
 def test_without_parallel_calls_the_first_one_is_returned(name):
     syntax, text, _, _, calls = ANSWERS[name]
     alone = AnswerSyntax(syntax.calls, syntax.reasoning, TOOLS, is_parallel=False)
-    assert parse(text, alone, range(len(text)))[2] == calls[:1]
+    for cuts in ((), range(len(text))):
+        assert parse(f"{text} more", alone, cuts)[1:] == (ANSWERS[name][3], calls[:1])
 
 
 FRAGMENTS = [
@@ -190,6 +242,94 @@ FRAGMENTS = [
 def test_whatever_a_model_writes_the_cuts_make_no_difference(pieces, syntax, seed):
     text = "".join(pieces)
     cuts = random.Random(seed).choices(range(len(text) + 1), k=8)
-    assert parse(text, syntax, cuts) == parse(text, syntax, range(len(text)))
-    for _, arguments in parse(text, syntax, is_whole=True)[2]:
-        json.loads(arguments)
+    said = parse(text, syntax)
+    assert said == parse(text, syntax, ends_with_text=True)
+    assert said == parse(text, syntax, cuts) == parse(text, syntax, range(len(text)))
+    assert {name for name, _ in said[2]} <= TOOLS.keys()
+
+
+def hermes(name, arguments):
+    return (
+        f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>\n'
+    )
+
+
+def other_order(name, arguments):
+    call = {"id": "}", "arguments": arguments, "name": name}
+    return f"<tool_call>{json.dumps(call, ensure_ascii=False)}</tool_call>"
+
+
+def coder(name, arguments):
+    values = "".join(
+        f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items()
+    )
+    return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+
+
+def glm(name, arguments):
+    values = "".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
+        for key, value in arguments.items()
+    )
+    return f"<tool_call>{name}\n{values}</tool_call>"
+
+
+def llama(name, arguments):
+    return json.dumps({"name": name, "parameters": arguments})
+
+
+def mistral(name, arguments):
+    return f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}"
+
+
+def channel(name, arguments):
+    head = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+    return f"{START}{head}{json.dumps(arguments)}<|call|>"
+
+
+THOUGHT = "<think>\n{}\n</think>\n\n"
+FORMATS = {
+    "hermes": (THINKING, THOUGHT, "{}", hermes, "\n"),
+    "hermes, other order": (THINKING, THOUGHT, "{}", other_order, ""),
+    "qwen3-coder": (THINKING, THOUGHT, "{}", coder, "\n"),
+    "glm": (THINKING, THOUGHT, "{}", glm, ""),
+    "llama": (AnswerSyntax("llama3_json", "think", TOOLS), THOUGHT, None, llama, "; "),
+    "mistral": (MISTRAL, "[THINK]{}[/THINK]", "{}", mistral, ""),
+    "channels": (
+        CHANNELS, f"{START}<|channel|>analysis<|message|>{{}}<|end|>",
+        f"{START}<|channel|>commentary<|message|>{{}}<|end|>", channel, "",
+    ),
+}  # fmt: skip
+WORDS = st.lists(
+    st.sampled_from(["a", "é", "<", "</", "{", "}", "[", '"', "\\", " ", "\n", "1", "tool_call>"]),
+    max_size=8,
+).map("".join)
+VALUES = st.lists(
+    st.sampled_from(
+        ["x", "</tool_call>", "</function>", "</parameter>", "</arg_value>", "<", '"', "}"]
+    ),
+    max_size=4,
+).map(lambda marks: " y ".join([*marks, "x"]))
+CALLS = st.tuples(st.sampled_from("fg"), st.dictionaries(st.sampled_from("st"), VALUES, max_size=2))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(
+    thought=WORDS.map(str.strip),
+    content=WORDS.map(str.strip),
+    calls=st.lists(CALLS, max_size=3),
+    seed=st.integers(0, 99),
+)
+def test_a_message_is_read_as_its_format_writes_it_however_it_is_cut(
+    name, thought, content, calls, seed
+):
+    syntax, reasoning, said, call, between = FORMATS[name]
+    content = content if said and not content.startswith(("{", "[")) else ""
+    text = reasoning.format(thought) if thought else ""
+    text += said.format(content) if content else ""
+    text += between.join(call(*each) for each in calls)
+    cuts = random.Random(seed).choices(range(len(text) + 1), k=8)
+    for given_cuts in ((), cuts, range(len(text))):
+        read_thought, read_content, read = parse(text, syntax, given_cuts)
+        assert (read_thought, read_content) == (thought, content)
+        assert [(each, json.loads(arguments)) for each, arguments in read] == calls

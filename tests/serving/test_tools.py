@@ -312,6 +312,63 @@ def test_an_answer_may_do_without_calls_or_consist_of_them(checkpoint, stream):
     assert choice.message.content.startswith("Let me see.\n<tool_call>")
 
 
+ONCE = {
+    "hermes": (HERMES, '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'),
+    "qwen3-coder": (
+        "<tool_call> <function=",
+        "<tool_call><function=clock></function></tool_call>",
+    ),
+    "glm": ("<tool_call> <arg_key>", "<tool_call>clock</tool_call>"),
+    "llama": ("<|python_tag|>", '{"name": "clock", "parameters": {}}'),
+    "mistral": ("[TOOL_CALLS]", '[TOOL_CALLS][{"name": "clock", "arguments": {}}'),
+    "channels": ("<|channel|>", "<|channel|>commentary to=functions.clock<|message|>{}<|call|>"),
+}
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_without_parallel_calls_an_answer_ends_with_its_first_call(config, name):
+    """The choice is cancelled at its replica."""
+    template, call = ONCE[name]
+    write_text_files(config.model.folder, template, max_position_embeddings=4096)
+    rounds = [delta(call, 1, 2)] * 9
+    last = delta("", finish=FinishReason.LENGTH)
+    fleet = ScriptedFleet([Accepted(1, "r"), *rounds, last])
+    server = Server(config, fleet)
+    whole = server.chat(tools=TOOLS).json()["choices"][0]
+    assert len(whole["message"]["tool_calls"]) == 9
+    once = {"tools": TOOLS, "parallel_tool_calls": False}
+    answer = server.chat(**once).json()
+    (choice,) = answer["choices"]
+    (called,) = choice["message"]["tool_calls"]
+    assert (called["function"]["name"], called["function"]["arguments"]) == ("clock", "{}")
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    assert answer["usage"]["completion_tokens"] == 2
+    *_, named, arguments, end = chunks(server, **once)
+    assert named["delta"]["tool_calls"][0]["function"]["name"] == "clock"
+    assert arguments["delta"]["tool_calls"][0]["function"] == {"arguments": "{}"}
+    assert (end["delta"], end["finish_reason"]) == ({}, "tool_calls")
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    asked = {"input": "a", **once, "tools": tools}
+    response = server.ask("POST", "/v1/responses", json=asked).json()
+    assert [item["type"] for item in response["output"]] == ["function_call"]
+    assert fleet.num_open == 0
+
+
+@pytest.mark.parametrize("name", ["hermes", "unknown", "newer mistral"])
+def test_a_named_function_is_called_once(tmp_path, name):
+    template, _, call, several = FORMS[name]
+    tokenizer, compiler = compiling()
+    write_text_files(tmp_path, f"{template}{{{{ messages[0].content }}}}")
+    _, params, syntax = converse(tmp_path, tools=TOOLS, tool_choice=NAMED)
+    assert not syntax.is_parallel
+    one = call.format("clock", "{}")
+    once, twice = f"[{one}]" if name == "unknown" else one, several.format(one, one)
+    for text, is_valid_text in ((once, True), (twice, False)):
+        matcher = compiler.matcher(params.grammar)
+        is_taken = matcher.advance(tokenizer.encode(text).ids)
+        assert (is_taken and bool((matcher.mask() & compiler.ends).any())) == is_valid_text
+
+
 def test_the_end_of_the_tokens_is_told_from_a_finished_call(checkpoint):
     cut = saying(checkpoint, SAID, finish=FinishReason.LENGTH)
     assert ask(cut).finish_reason == chunks(cut)[-1]["finish_reason"] == "length"
@@ -407,7 +464,7 @@ def test_the_official_client_parses_arguments_into_its_own_types(checkpoint):
     tools = [openai.pydantic_function_tool(Weather, name="weather")]
     chats = client_of(saying(checkpoint, SAID)).chat.completions
     answer = asyncio.run(chats.parse(model="fake", messages=[USER], tools=tools))
-    call, _ = answer.choices[0].message.tool_calls
+    (call,) = answer.choices[0].message.tool_calls
     assert call.function.parsed_arguments == Weather(city="Rome", days=2)
 
 
@@ -469,7 +526,7 @@ def test_what_a_grammar_of_calls_allows_its_parser_reads(name, are_tokens):
         matcher = compiler.matcher(formats.of_calls(functions, syntax, "Hi"))
         is_taken = matcher.advance(tokenizer.encode(said).ids)
         assert (is_taken and bool((matcher.mask() & compiler.ends).any())) == is_valid_text
-    parts = AnswerParser(syntax, is_whole=True).feed(text, is_last=True)
+    parts = AnswerParser(syntax).feed(text, is_last=True)
     names = [part.text for part in parts if part.kind == "name"]
     arguments = [part.text for part in parts if part.kind == "arguments"]
     assert [*zip(names, arguments, strict=True)] == called
