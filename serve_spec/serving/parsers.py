@@ -14,6 +14,7 @@ from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from serve_spec.serving.argument_types import typed
 from serve_spec.serving.partial_text import (
     CutCall,
     Found,
@@ -239,8 +240,9 @@ class AnswerParser(PartialText):
             end = yield from self._value_end(start, "</parameter>", "<parameter=", *_CODER_ENDS)
             values.append((self._text[place : start - 1], self._text[start:end]))
             place = end + len("</parameter>")
+        arguments = self._arguments(name, values)
         self._begin(name, place)
-        self._emit("arguments", self._arguments(name, values))
+        self._emit("arguments", arguments)
 
     def _glm_call(self) -> Steps:
         """Parse a call in GLM's format."""
@@ -263,12 +265,15 @@ class AnswerParser(PartialText):
             end = yield from self._value_end(start, "</arg_value>", "<arg_key>", _GLM_END)
             values.append((key, self._text[start:end]))
             place = end + len("</arg_value>")
+        arguments = self._arguments(name, values)
         self._begin(name, place)
-        self._emit("arguments", self._arguments(name, values))
+        self._emit("arguments", arguments)
 
     def _arguments(self, name: str, values: Iterable[tuple[str, str]]) -> str:
-        properties = self._syntax.tools[name].get("properties")
-        return json.dumps(_typed(values, properties), ensure_ascii=False)
+        try:
+            return json.dumps(typed(values, self._syntax.tools[name]), ensure_ascii=False)
+        except RecursionError:
+            raise NoCall from None
 
     def _begin(self, name: str, end: int) -> None:
         """Begin a call, whose text up to `end` has been read."""
@@ -365,17 +370,3 @@ def _called(text: str) -> tuple[str, str]:
     if not isinstance(call.get("name"), str) or not isinstance(arguments, dict):
         raise NoCall
     return call["name"], given
-
-
-def _typed(arguments: Iterable[tuple[str, str]], properties: object) -> dict[str, Any]:
-    """Return arguments by name; those that are no strings by their JSON Schemas are JSON."""
-    values: dict[str, Any] = {}
-    for name, value in arguments:
-        text = value.removeprefix("\n").removesuffix("\n")
-        schema = properties.get(name) if isinstance(properties, dict) else None
-        kind = schema.get("type", "string") if isinstance(schema, dict) else "string"
-        try:
-            values[name] = text if "string" in kind else json.loads(text)
-        except (ValueError, TypeError, RecursionError):
-            values[name] = text
-    return values

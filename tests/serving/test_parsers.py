@@ -287,6 +287,94 @@ def channel(name, arguments):
     return f"{START}{head}{json.dumps(arguments)}<|call|>"
 
 
+DEFINITIONS = {
+    "R": {"type": "object", "properties": {"x": {"type": "integer"}}},
+    "Level": {"enum": [1, 2]},
+    "Self": {"anyOf": [{"$ref": "#/$defs/Self"}, {"type": "integer"}]},
+    **{f"D{depth}": {"anyOf": [{"$ref": f"#/$defs/D{depth + 1}"}] * 2} for depth in range(60)},
+    "D60": {"type": "boolean"},
+}
+INTEGER, STRING, NULL = ({"type": name} for name in ("integer", "string", "null"))
+# Schema of an argument, text of it, value.
+TYPED = [
+    (STRING, "5", "5"),
+    (STRING, "null", "null"),
+    (STRING, '"a"', '"a"'),
+    (STRING, "", ""),
+    ({"enum": ["1", "2"]}, "1", "1"),
+    ({"anyOf": [INTEGER, NULL]}, "5", 5),
+    ({"anyOf": [INTEGER, NULL]}, "null", None),
+    ({"anyOf": [INTEGER, NULL]}, "None", None),
+    ({"anyOf": [INTEGER, NULL], "default": None}, "five", "five"),
+    ({"anyOf": [STRING, NULL]}, "null", None),
+    ({"anyOf": [STRING, NULL]}, "5", "5"),
+    ({"anyOf": [STRING, INTEGER]}, "5", "5"),
+    ({"anyOf": [INTEGER, STRING]}, "5", 5),
+    ({"anyOf": [INTEGER, STRING]}, "5.5", "5.5"),
+    ({"anyOf": [{"type": "array", "items": STRING}, NULL]}, '["a"]', ["a"]),
+    ({"type": ["string", "null"]}, "null", None),
+    ({"type": ["string", "null"]}, "x", "x"),
+    ({"type": ["integer", "null"], "enum": [1, None]}, "1", 1),
+    ({"type": "string", "nullable": True}, "null", None),
+    ({"oneOf": [INTEGER, {"type": "boolean"}]}, "true", True),
+    ({"oneOf": [{"const": "all"}, INTEGER]}, "all", "all"),
+    ({"allOf": [{"$ref": "#/$defs/R"}], "description": "r"}, '{"x": 1}', {"x": 1}),
+    ({"$ref": "#/$defs/R"}, '{"x": 1}', {"x": 1}),
+    ({"$ref": "#/$defs/Level"}, "2", 2),
+    ({"$ref": "#/$defs/Self"}, "2", 2),
+    ({"$ref": "#/$defs/D0"}, "true", True),
+    ({"$ref": "#/$defs/none"}, '{"x": 1}', {"x": 1}),
+    ({"enum": [1, "2", None]}, "2", "2"),
+    ({"enum": [1, 2]}, "3", 3),
+    ({"enum": [True]}, "1", "1"),
+    ({"const": 4}, "4", 4),
+    ({"enum": [0.5, 4.0]}, "4", 4),
+    ({"type": "boolean"}, "True", True),
+    ({"type": "boolean"}, "false", False),
+    ({"type": "boolean"}, "1", "1"),
+    ({"type": "integer"}, "5.0", 5),
+    ({"type": "integer"}, "True", "True"),
+    ({"type": "integer", "enum": [1, 2]}, "3", 3),
+    ({"type": "number"}, "5.5", 5.5),
+    ({"type": "number"}, "1e999", "1e999"),
+    ({"type": "number"}, "NaN", "NaN"),
+    ({"type": "array"}, "[1, {}]", [1, {}]),
+    ({"type": "array"}, "[1e999]", "[1e999]"),
+    ({"type": "object"}, "{'a': 1}", "{'a': 1}"),
+    ({"type": "object"}, "[" * 100_000, "[" * 100_000),
+    ({}, "[1]", [1]),
+    ({}, "a", "a"),
+    (True, "5", 5),
+]
+
+
+@pytest.mark.parametrize(("schema", "text", "value"), TYPED, ids=lambda given: repr(given)[:60])
+def test_an_argument_without_a_type_of_its_own_has_the_first_of_its_schema_that_fits(
+    schema, text, value
+):
+    root = {"type": "object", "properties": {"v": schema}, "$defs": DEFINITIONS}
+    syntax = AnswerSyntax("hermes", tools={"f": root})
+    for write in (coder, glm):
+        ((_, arguments),) = parse(write("f", {"v": text}), syntax)[2]
+        read = json.loads(arguments)["v"]
+        assert (read, type(read)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("root", "value"),
+    [
+        ({"properties": {}}, "5"),
+        ({"additionalProperties": INTEGER}, 5),
+        ({"$ref": "#/$defs/Args", "$defs": {"Args": {"properties": {"v": INTEGER}}}}, 5),
+        ({"allOf": [{}, {"properties": {"v": INTEGER}}]}, 5),
+        ({"$ref": "#"}, "5"),
+    ],
+)
+def test_the_schema_of_an_argument_is_found_where_its_root_has_it(root, value):
+    (call,) = parse(coder("f", {"v": "5"}), AnswerSyntax("hermes", tools={"f": root}))[2]
+    assert json.loads(call[1]) == {"v": value}
+
+
 THOUGHT = "<think>\n{}\n</think>\n\n"
 FORMATS = {
     "hermes": (THINKING, THOUGHT, "{}", hermes, "\n"),
