@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii
+from math import inf
+from statistics import fmean
 from typing import ClassVar, NotRequired, TypeAlias, cast
 
 from typing_extensions import TypedDict  # Python 3.11's own is not enough for FastAPI's schema
@@ -400,7 +402,7 @@ class CompletionFormat(AnswerFormat):
         most = self._num_candidates
         if most > self.details.num_choices:
             groups = (choices[at : at + most] for at in range(0, len(choices), most))
-            ranked = (sorted(group, key=_logprob, reverse=True) for group in groups)
+            ranked = (sorted(group, key=_mean_logprob, reverse=True) for group in groups)
             choices = [each for group in ranked for each in group[: self.details.num_choices]]
         return super().whole(choices, counts)
 
@@ -457,8 +459,10 @@ def choice_of(index: int, delta: JSONObject) -> JSONObject:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _logprob(deltas: Sequence[TokenDelta]) -> float:
-    return sum(entry.logprob for delta in deltas for entry in delta.logprobs or ())
+def _mean_logprob(deltas: Sequence[TokenDelta]) -> float:
+    """Return the log-probability per token, so that long answers are not less likely for it."""
+    entries = [entry.logprob for delta in deltas for entry in delta.logprobs or ()]
+    return fmean(entries) if entries else -inf
 
 
 def _text(deltas: Sequence[TokenDelta]) -> str:

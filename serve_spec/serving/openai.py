@@ -233,7 +233,7 @@ class CompletionRequest(BaseRequest):
     )
     echo: bool | None = about("Return the prompt, and its `logprobs`, before the completion.")
     best_of: int | None = about(
-        "Generate this many choices and return the `n` most likely; not with `stream`.",
+        "Generate this many choices and return the `n` most likely per token; not with `stream`.",
         ge=1,
         le=MAX_CHOICES_PER_PROMPT,
     )

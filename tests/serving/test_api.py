@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from serve_spec.config import ServeSpecConfig
-from serve_spec.core.request import FinishReason
+from serve_spec.core.request import FinishReason, TokenLogprob
 from serve_spec.metrics import IGNORED_FIELDS
 from serve_spec.serving import api
 from serve_spec.serving.api import create_api
@@ -15,7 +15,7 @@ from serve_spec.serving.errors import ApiError
 from serve_spec.serving.messages import Accepted
 from tests.serving.asgi import CHAT, COMPLETIONS, Server, chunks_of, send
 from tests.serving.conftest import MODEL
-from tests.serving.fakes import LoopFleet, ScriptedFleet, delta
+from tests.serving.fakes import LoopFleet, QuietFleet, ScriptedFleet, delta
 from tests.serving.texts import WORDS, drafting, word_tokenizer, write_text_files
 
 
@@ -247,6 +247,21 @@ def test_the_best_of_several_candidates_are_returned(server):
     assert [choice["text"] for choice in answer["choices"]] == ["a b "] * 2 + ["c c "] * 2
     assert answer["usage"]["completion_tokens"] == 12
     assert all(choice["logprobs"] is None for choice in answer["choices"])
+
+
+def test_the_best_candidate_has_the_highest_log_probability_per_token(config):
+    said = [("short", -0.9), ("long", -0.5, -0.5, -0.5, -0.5), ("likely first", -0.1, -2.0)]
+
+    class Fleet(QuietFleet):
+        async def generate(self, request):
+            text, *logprobs = said[int(request.request_id.rpartition("-")[0][-1])]
+            scores = tuple(TokenLogprob(65, each, 1) for each in logprobs)
+            yield Accepted(1, "r")
+            last = delta(text, *[65] * len(scores), finish=FinishReason.STOP)
+            yield last._replace(logprobs=scores)
+
+    answer = Server(config, Fleet()).complete("a", best_of=3, n=2).json()
+    assert [choice["text"] for choice in answer["choices"]] == ["long", "short"]
 
 
 def test_a_request_id_names_the_answer_and_may_be_used_twice_at_once(server):
