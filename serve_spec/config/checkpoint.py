@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from serve_spec.config.base import Refusal, checkpoint_name
-from serve_spec.config.hub import cached_file, checkpoint_folder
+from serve_spec.config.hub import cached_file, config_folder
 
 Config = Mapping[str, Any]
 """A parsed `config.json`."""
@@ -197,8 +197,7 @@ def _read(
         source = found if revision is None else f"{found}@{revision}"
         file: Path | None
         if fetches or found.startswith(("asset:", "/")):
-            file = checkpoint_folder(field, source, download_dir=download_dir, weights=False)
-            file /= "config.json"
+            file = config_folder(field, source, download_dir) / "config.json"
         else:
             file = cached_file(source, "config.json", download_dir)
         content = {} if file is None else json.loads(file.read_text())

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import errno
+import json
+import math
+import re
+import time
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from serve_spec.config.base import ASSET, ConfigError, locate
+from serve_spec.log import get_logger
 
 # Config, tokenizer and chat template; a router reads no more.
 _METADATA = ["*.json", "*.model", "*.txt", "*.jinja", "tokenizer*"]
@@ -14,6 +22,17 @@ _SAFETENSORS = [*_METADATA, "*.safetensors"]
 _PICKLES = [*_METADATA, "*.bin"]
 # The same weights in formats of other programs.
 _IGNORED = ["original/*", "metal/*", "onnx/*", "consolidated*", "*.gguf", "*.onnx"]
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+_TIMEOUT_S = 10.0
+"""Time for the hub to name the commit of a branch."""
+
+_ASK_AGAIN_S = 60.0
+"""Time for which an answer of the hub holds, and for which one that is silent is not asked."""
+
+_answers: dict[tuple[str, ...], tuple[float, str | Exception]] = {}
+"""Time and answer by endpoint, repository and revision; a silent hub by endpoint alone."""
 
 
 def checkpoint_folder(
@@ -26,6 +45,9 @@ def checkpoint_folder(
 ) -> Path:
     """Return the local folder of a checkpoint; download what the cache lacks, or raise ConfigError.
 
+    A commit that is in the cache needs no network. For a branch the hub is asked for its commit,
+    once; if it cannot be reached the cached commit is used, with a warning.
+
     field: the dotted key that names it, for messages.
     name: a folder, `asset:NAME`, or `ORG/NAME[@REVISION]` of the hub.
     download_dir: cache to use instead of HF_HUB_CACHE.
@@ -37,10 +59,10 @@ def checkpoint_folder(
     if Path(name).is_absolute():
         return Path(name)
     if not weights:
-        return _download(field, name, download_dir, _METADATA, progress)
-    folder = _download(field, name, download_dir, _SAFETENSORS, progress)
+        return _download(field, name, download_dir, _METADATA, _has_metadata, progress)
+    folder = _download(field, name, download_dir, _SAFETENSORS, _has_weights, progress)
     if not any(folder.glob("*.safetensors")):
-        folder = _download(field, name, download_dir, _PICKLES, progress)
+        folder = _download(field, name, download_dir, _PICKLES, _has_weights, progress)
     return folder
 
 
@@ -48,8 +70,14 @@ def pinned(field: str, name: str, download_dir: Path | None = None) -> str:
     """Return `ORG/NAME@COMMIT` of a hub id, so that all replicas run the same weights."""
     if name.startswith(ASSET) or Path(name).is_absolute():
         return name
-    folder = _download(field, name, download_dir, ["config.json"], progress=False)
-    return f"{name.partition('@')[0]}@{folder.name}"
+    return f"{name.partition('@')[0]}@{config_folder(field, name, download_dir).name}"
+
+
+def config_folder(field: str, name: str, download_dir: Path | None = None) -> Path:
+    """Return `checkpoint_folder`; of a hub id only config.json is downloaded."""
+    if name.startswith(ASSET) or Path(name).is_absolute():
+        return checkpoint_folder(field, name)
+    return _download(field, name, download_dir, ["config.json"], _has_config, progress=False)
 
 
 def cached_file(name: str, file: str, download_dir: Path | None = None) -> Path | None:
@@ -67,8 +95,72 @@ def cached_file(name: str, file: str, download_dir: Path | None = None) -> Path 
     return Path(found) if isinstance(found, str) else None
 
 
+def _has_config(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
+
+
+def _has_metadata(folder: Path) -> bool:
+    # Releases of the library before 1.0 keep no list by which it sees that a download broke off.
+    return _has_config(folder) and any((folder / name).is_file() for name in _VOCABULARIES)
+
+
+def _has_weights(folder: Path) -> bool:
+    for index in folder.glob("*.index.json"):
+        try:
+            shards = json.loads(index.read_text())["weight_map"].values()
+        except (OSError, ValueError, KeyError, AttributeError):
+            return False
+        return all((folder / shard).is_file() for shard in shards)
+    return _has_config(folder) and any(
+        any(folder.glob(f"*.{end}")) for end in ("safetensors", "bin")
+    )
+
+
 def _download(
-    field: str, name: str, download_dir: Path | None, patterns: list[str], progress: bool
+    field: str,
+    name: str,
+    download_dir: Path | None,
+    patterns: list[str],
+    is_complete: Callable[[Path], bool],
+    progress: bool,
+) -> Path:
+    """Return the folder of a snapshot: the cached one if it is complete and new, or a new one."""
+    from huggingface_hub import constants, errors
+
+    repository, _, revision = name.partition("@")
+    snapshot = partial(_snapshot, repository, revision, download_dir, patterns, progress)
+    try:
+        try:
+            cached = snapshot(local_files_only=True)
+        except errors.LocalEntryNotFoundError:
+            cached = None
+        found = cached if cached is not None and is_complete(cached) else None
+        if found is not None and _COMMIT.fullmatch(revision):
+            return found
+        commit = _commit(repository, revision or "main")
+        if isinstance(commit, str):
+            return found if found and found.name == commit else snapshot(local_files_only=False)
+        if isinstance(commit, errors.HfHubHTTPError):
+            if found is None or isinstance(commit, errors.RevisionNotFoundError):
+                raise commit
+            _warn(f"{field}={name!r}: {_reason(commit, repository, revision)}")
+            return found
+        folder = snapshot(local_files_only=True)
+        if not isinstance(commit, errors.OfflineModeIsEnabled):
+            _warn(f"{constants.ENDPOINT} cannot be reached ({commit!r})")
+        return folder
+    except Exception as error:  # those of the HTTP library depend on the release
+        raise ConfigError(f"{field}={name!r}: {_reason(error, repository, revision)}") from error
+
+
+def _snapshot(
+    repository: str,
+    revision: str,
+    download_dir: Path | None,
+    patterns: list[str],
+    progress: bool,
+    *,
+    local_files_only: bool,
 ) -> Path:
     from huggingface_hub import snapshot_download  # takes half a second to import
     from huggingface_hub.utils.tqdm import tqdm
@@ -78,20 +170,60 @@ def _download(
             kwargs["disable"] = not progress or None
             super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    repository, _, revision = name.partition("@")
-    try:
-        return Path(
-            snapshot_download(
-                repository,
-                revision=revision or None,
-                cache_dir=download_dir,
-                allow_patterns=patterns,
-                ignore_patterns=_IGNORED,
-                tqdm_class=Bar,
-            )
+    return Path(
+        snapshot_download(
+            repository,
+            revision=revision or None,
+            cache_dir=download_dir,
+            allow_patterns=patterns,
+            ignore_patterns=_IGNORED,
+            local_files_only=local_files_only,
+            tqdm_class=Bar,
         )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{field}={name!r}: {_reason(error, repository, revision)}") from error
+    )
+
+
+def _commit(repository: str, revision: str) -> str | Exception:
+    """Return the present commit of a branch, or why it is not known; the hub is asked once."""
+    from huggingface_hub import constants, errors
+
+    if constants.HF_HUB_OFFLINE:
+        return errors.OfflineModeIsEnabled("HF_HUB_OFFLINE is set")
+    hub, question = (constants.ENDPOINT,), (constants.ENDPOINT, repository, revision)
+    for key in (hub, question):
+        since, known = _answers.get(key, (-math.inf, ""))
+        if time.monotonic() - since < _ASK_AGAIN_S:
+            return known
+    answer = _ask(repository, revision)
+    is_answered = isinstance(answer, str | errors.HfHubHTTPError)
+    _answers[question if is_answered else hub] = time.monotonic(), answer
+    return answer
+
+
+def _ask(repository: str, revision: str) -> str | Exception:
+    from huggingface_hub import HfApi
+
+    answers: list[str | Exception] = []
+
+    def ask() -> None:
+        try:
+            info = HfApi().model_info(
+                repository, revision=revision, timeout=_TIMEOUT_S, expand=["sha"]
+            )
+            answers.append(str(info.sha))
+        except Exception as error:  # of the HTTP library, which depends on the release
+            answers.append(error)
+
+    # The timeout of a request does not bound the look-up of the name.
+    thread = Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_TIMEOUT_S)
+    return answers[0] if answers else TimeoutError(f"no answer within {_TIMEOUT_S:g} s")
+
+
+@cache
+def _warn(why: str) -> None:
+    get_logger(__name__).warning("%s; the checkpoint in the cache is used, as old as it is", why)
 
 
 def _reason(error: Exception, repository: str, revision: str) -> str:

@@ -32,18 +32,20 @@ class FakeHub:
     def __init__(self):
         self.repositories = {}
         self.asked = []
+        self.commit = COMMIT
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_HEAD(self):
+                if self.path == "/api/agent-harnesses":
+                    return self.send_error(404)  # asked by the library, for its own statistics
                 hub.asked.append(unquote(self.path))
                 status, headers, body = hub.answer(unquote(self.path))
                 self.send_response(status)
                 for header in (headers | {"content-length": str(len(body))}).items():
                     self.send_header(*header)
                 self.end_headers()
-                if self.command == "GET":
-                    self.wfile.write(body)
+                return self.wfile.write(body if self.command == "GET" else b"")
 
             do_GET = do_HEAD
 
@@ -75,18 +77,18 @@ class FakeHub:
         folder, revisions, error = self.repositories[name]
         if error is not None:
             return error[0], {"X-Error-Code": error[1]}, b"{}"
-        if revision not in (*revisions, COMMIT):
+        if revision not in (*revisions, self.commit):
             return 404, {"X-Error-Code": "RevisionNotFound"}, b"{}"
         if kind == "resolve":
             data = (folder / file).read_bytes()
-            return 200, {"ETag": f'"{_hash(data)}"', "X-Repo-Commit": COMMIT}, data
+            return 200, {"ETag": f'"{_hash(data)}"', "X-Repo-Commit": self.commit}, data
         files = {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*.*")}
         listed = [
             {"type": "file", "path": file, "size": len(data), "oid": _hash(data)}
             for file, data in files.items()
         ]
         if kind == "revision":
-            listed = {"id": name, "sha": COMMIT, "siblings": [{"rfilename": f} for f in files]}
+            listed = {"id": name, "sha": self.commit, "siblings": [{"rfilename": f} for f in files]}
         return 200, {"content-type": "application/json"}, json.dumps(listed).encode()
 
 

@@ -5,19 +5,30 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 
 import httpx
 import pytest
-from huggingface_hub import errors
+from huggingface_hub import errors, snapshot_download
 
 from serve_spec import cli
 from serve_spec.config import ConfigError, ServeSpecConfig
+from serve_spec.config import hub as config_hub
 from serve_spec.config.base import ASSETS
 from tests.helpers.checkpoints import make_eagle3, make_target
 from tests.helpers.hub import COMMIT, FakeHub, add_repository, use_cache
 
 ID = "ada/tiny"
+SHARD = "model-00002-of-00005.safetensors"
 TINY = Path(__file__).parents[3] / "configs/tiny.yaml"
+
+
+@pytest.fixture(autouse=True)
+def asks_anew(monkeypatch):
+    """Forget what other tests asked a hub."""
+    monkeypatch.setattr(config_hub, "_answers", {})
+    config_hub._warn.cache_clear()
 
 
 @pytest.fixture
@@ -41,6 +52,83 @@ def test_a_hub_id_is_found_in_the_cache_without_a_network_unless_it_is_a_folder(
     assert model(ID).folder == snapshot, "weights that are only pickled are used"
     (tmp_path / ID).mkdir(parents=True)
     assert model(ID).folder == tmp_path / ID
+
+
+class Network:
+    """Every request to the hub fails or answers as told, and is counted."""
+
+    def __init__(self, monkeypatch, answer):
+        self.asked, self.answer = [], answer
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.HfApi.model_info", self._model_info)
+        monkeypatch.setattr("huggingface_hub.snapshot_download", self._snapshot_download)
+
+    def _model_info(self, name, *, revision, **kwargs):
+        self.asked.append(f"{name}@{revision}")
+        answer = self.answer()
+        if isinstance(answer, Exception):
+            raise answer
+        return SimpleNamespace(sha=answer)
+
+    def _snapshot_download(self, name, *, local_files_only, **kwargs):
+        if not local_files_only:
+            self.asked.append(f"download of {name}")
+        return snapshot_download(name, local_files_only=True, **kwargs)
+
+
+class NoRouteError(Exception):
+    """An error of the HTTP library, of no class that this project knows."""
+
+
+def load_all(name):
+    config = ServeSpecConfig.load(
+        name, tokenizer_path=name, speculative_draft_model_path=name, speculative_algorithm="EAGLE3"
+    ).download()
+    return {config.model.folder, config.model.tokenizer_folder, config.draft_folder}
+
+
+def never_answer():
+    Event().wait()
+
+
+@pytest.mark.parametrize("answer", [NoRouteError, never_answer])
+def test_a_hub_that_is_silent_is_asked_once_and_the_cache_used_with_one_warning(
+    snapshot, monkeypatch, answer
+):
+    monkeypatch.setattr(config_hub, "_TIMEOUT_S", 0.05)
+    warnings = []
+    logger = SimpleNamespace(warning=lambda text, why: warnings.append(why))
+    monkeypatch.setattr(config_hub, "get_logger", lambda name: logger)
+    other = add_repository(snapshot.parents[2], "ada/other", snapshot)
+    network = Network(monkeypatch, answer)
+    assert load_all(ID) == {snapshot}
+    assert load_all("ada/other") == {other}
+    assert network.asked == [f"{ID}@main"]
+    assert ["cannot be reached" in warning for warning in warnings] == [True]
+
+
+def test_a_commit_in_the_cache_needs_no_network_and_a_branch_one_question(snapshot, monkeypatch):
+    network = Network(monkeypatch, lambda: COMMIT)
+    assert load_all(f"{ID}@{COMMIT}") == {snapshot}
+    assert network.asked == []
+    assert load_all(ID) == {snapshot}
+    assert network.asked == [f"{ID}@main"]
+
+
+@pytest.mark.parametrize("lacks", ["config.json", "tokenizer.json", SHARD])
+def test_an_incomplete_commit_is_downloaded(snapshot, monkeypatch, lacks):
+    (snapshot / lacks).unlink()
+    network = Network(monkeypatch, lambda: COMMIT)
+    found = model(f"{ID}@{COMMIT}")
+    assert {found.folder, found.metadata_folder} == {snapshot}
+    assert f"download of {ID}" in network.asked
+
+
+def test_a_refusal_ends_the_start_only_if_the_cache_is_empty(snapshot, monkeypatch):
+    Network(monkeypatch, lambda: errors.GatedRepoError("no", response=RESPONSE))
+    assert model(ID).folder == snapshot
+    with pytest.raises(ConfigError, match="gated; accept the licence"):
+        _ = model("ada/other").folder
 
 
 def test_drafts_and_tokenizers_may_be_on_the_hub_too(snapshot):
@@ -183,7 +271,10 @@ def test_a_target_and_a_draft_are_downloaded_by_id_without_files_that_are_not_ne
     hub.asked.clear()
     again = check_config(hub, tmp_path / "here", f"ada/target@{COMMIT}", *draft)
     assert again.returncode == 0, again.stderr
-    assert not [path for path in hub.asked if path.endswith(".safetensors")]
+    assert hub.asked == ["/api/models/ada/draft/revision/main?expand=sha"]
+    hub.commit = "f" * 40
+    newer = check_config(hub, tmp_path / "here", "ada/target@v2", *draft)
+    assert newer.stdout.count(f"@{hub.commit}\n") == 2, newer.stderr
 
 
 @pytest.mark.parametrize(
