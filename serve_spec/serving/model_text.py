@@ -121,7 +121,7 @@ class ModelText:
     async def token_ids(self, request: CompletionRequest, max_tokens: int) -> list[list[int]]:
         """Return the prompts as token ids, with room for `max_tokens`; InvalidRequest: too long."""
         files = await self._files()
-        room = max(1, files.max_model_len - max_tokens)
+        room = files.max_model_len - max_tokens
         return [
             request.kept(
                 await self._encoded(prompt, request) if isinstance(prompt, str) else prompt, room

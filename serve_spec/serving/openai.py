@@ -170,7 +170,8 @@ class BaseRequest(StrictFields):
         """Return the prompt's tokens after `truncate_prompt_tokens`; room: most that fit."""
         if self.truncate_prompt_tokens is None:
             return token_ids
-        count = room if self.truncate_prompt_tokens < 0 else self.truncate_prompt_tokens
+        # One token is left, so that the error names a limit that fits no prompt at all.
+        count = max(1, room) if self.truncate_prompt_tokens < 0 else self.truncate_prompt_tokens
         first = 0 if self.truncation_side == "right" else max(0, len(token_ids) - count)
         return token_ids[first : first + count]
 

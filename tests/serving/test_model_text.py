@@ -167,6 +167,18 @@ def test_a_chat_keeps_the_tokens_that_are_asked_for_and_adds_special_ones(tmp_pa
     assert ask(text, add_special_tokens=False)[0] == whole[1:]
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_a_limit_without_room_for_a_prompt_is_named_even_if_the_prompt_is_cut(
+    tmp_path, field, side
+):
+    text = text_of(write_text_files(tmp_path))
+    for limit in (64, 65, 1000):
+        fields = {field: limit, "truncate_prompt_tokens": -1, "truncation_side": side}
+        with pytest.raises(InvalidRequest, match=rf"^{field}={limit}: .* lower {field}"):
+            ask(text, **fields)
+
+
 def test_files_are_asked_for_when_they_are_needed_and_missing_ones_named(tmp_path):
     text = text_of(tmp_path)
     assert asyncio.run(text.texts(["a"])) == ["a"]
