@@ -260,7 +260,7 @@ def build_worker(
         config.scheduler.max_num_seqs, max_pages, runner.pool.scratch_page, vocab_size, device
     )
     compiler = GrammarCompiler(
-        lambda: Tokenizer(config.model.tokenizer_folder).describe(),
+        lambda: Tokenizer(config.model.tokenizer_folder).describe(vocab_size),
         vocab_size,
         eos_token_ids,
         target.shape.num_ids,
@@ -418,9 +418,10 @@ def check_fit(config: ServeSpecConfig, tokenizer: Tokenizer) -> None:
             f"speculative_eagle_topk={topk}: trees of up to {MAX_TREE_TOKENS} tokens do not fit "
             f"the target's sliding_window={window}; use speculative_eagle_topk=1"
         )
-    if tokenizer.vocab_size > shape.vocab_size:
+    # Added tokens may have no logits, as in checkpoints with a token for padding.
+    if tokenizer.base_vocab_size > shape.vocab_size:
         raise CheckpointError(
-            f"tokenizer.json has {tokenizer.vocab_size} tokens, config.json has "
+            f"tokenizer.json has {tokenizer.base_vocab_size} tokens, config.json has "
             f"vocab_size={shape.vocab_size}: they are not of the same model; use its own tokenizer"
         )
 

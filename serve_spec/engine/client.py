@@ -90,7 +90,11 @@ class EngineClient:
         first = messages.decode_message(connection.recv_bytes())
         limits = first.limits
         assert limits is not None, "the first message says that the engine is ready"
-        grammars = GrammarCompiler(self.tokenizer.describe, limits.vocab_size, limits.eos_token_ids)
+        grammars = GrammarCompiler(
+            partial(self.tokenizer.describe, limits.vocab_size),
+            limits.vocab_size,
+            limits.eos_token_ids,
+        )
         grammars.prepare()
         self._grammars = grammars
         self._inputs = InputProcessor(self.tokenizer, limits, grammars.matcher)

@@ -107,8 +107,13 @@ class InputProcessor:
         shown = f"<{len(token_ids)} tokens>"
         if not token_ids:
             raise InvalidRequest("prompt", prompt, "give at least one token of text")
-        if not all(0 <= t < limits.vocab_size for t in token_ids):
-            raise InvalidRequest("prompt", shown, f"token ids must be in [0, {limits.vocab_size})")
+        unknown = next((t for t in token_ids if not 0 <= t < limits.vocab_size), None)
+        if unknown is not None:
+            fix = f"token ids must be in [0, {limits.vocab_size})"
+            if 0 <= unknown < self.tokenizer.vocab_size:
+                name = self.tokenizer.token_bytes(unknown).data.decode()
+                fix = f"{fix}, but {name!r} is {unknown} in the tokenizer; leave it out"
+            raise InvalidRequest("prompt", shown, fix)
         if len(token_ids) >= limits.max_model_len:
             raise self._too_long(shown)
         if len(token_ids) + params.max_tokens > limits.max_model_len:

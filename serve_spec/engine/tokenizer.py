@@ -63,6 +63,11 @@ class Tokenizer:
         return int(self._tokenizer.get_vocab_size())
 
     @property
+    def base_vocab_size(self) -> int:
+        """Number of token ids without those of added tokens behind them."""
+        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=False).values(), default=-1)
+
+    @property
     def added_tokens(self) -> dict[str, bool]:
         """Tokens matched before the text is tokenized, and whether they are special."""
         return {token.content: bool(token.special) for token in self._added.values()}
@@ -135,10 +140,12 @@ class Tokenizer:
         num_bytes = num_open_bytes(data)
         return min(num_bytes, 1) if self._is_byte_level else num_bytes
 
-    def describe(self) -> str:
-        """Return its tokenizer.json without truncation and padding."""
+    def describe(self, vocab_size: int) -> str:
+        """Return its tokenizer.json without truncation, padding and ids from `vocab_size` on."""
         description = json.loads(self._tokenizer.to_str())
-        return json.dumps({**description, "truncation": None, "padding": None})
+        added = [token for token in description["added_tokens"] if token["id"] < vocab_size]
+        changes = {"truncation": None, "padding": None, "added_tokens": added}
+        return json.dumps({**description, **changes})
 
     def refuse_long(self, text: str, max_tokens: int) -> None:
         """Raise TextTooLong for a text that is far too long."""
@@ -260,11 +267,37 @@ def _converted(folder: Path) -> HFTokenizer:
         loaded = kind.from_pretrained(folder, local_files_only=True, **defaults)
         converted: HFTokenizer = loaded.backend_tokenizer
         if is_sentencepiece:
+            converted = _merging_by_score(converted, folder / old)
             _check_converted(converted, folder / old)
     except Exception as error:  # of the libraries beneath, and of their own classes
         fix = "save the model with a fast tokenizer (tokenizer.json)"
         raise CheckpointError(f"{folder / old} cannot be converted ({error}); {fix}") from error
     return converted
+
+
+def _merging_by_score(converted: HFTokenizer, model: Path) -> HFTokenizer:
+    """Return the tokenizer with the merges of a SentencePiece model, the highest score first.
+
+    transformers orders them by id, which is another order if ids were assigned anew (Mistral).
+    """
+    from sentencepiece import SentencePieceProcessor
+
+    pieces = SentencePieceProcessor(model_file=str(model))
+    scores = {
+        pieces.id_to_piece(token): pieces.get_score(token)
+        for token in range(pieces.get_piece_size())
+        if not (pieces.is_control(token) or pieces.is_unknown(token) or pieces.is_byte(token))
+    }
+    merges = [
+        (score, piece[:end], piece[end:])
+        for piece, score in scores.items()
+        for end in range(1, len(piece))
+        if piece[:end] in scores and piece[end:] in scores
+    ]
+    merges.sort(key=lambda merge: -merge[0])
+    description = json.loads(converted.to_str())
+    description["model"]["merges"] = [(left, right) for _, left, right in merges]
+    return HFTokenizer.from_str(json.dumps(description))
 
 
 def _check_converted(converted: HFTokenizer, model: Path) -> None:

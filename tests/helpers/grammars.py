@@ -24,7 +24,7 @@ def byte_compiler():
 
 def _describe():
     with TemporaryDirectory() as folder:
-        return Tokenizer(make_tokenizer(folder)).describe()
+        return Tokenizer(make_tokenizer(folder)).describe(VOCAB)
 
 
 def ids_of(mask):

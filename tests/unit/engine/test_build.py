@@ -10,7 +10,8 @@ import torch
 
 from serve_spec import LLM
 from serve_spec.config.algorithms import ALGORITHMS, Algorithm
-from serve_spec.core.errors import CheckpointError
+from serve_spec.core.errors import CheckpointError, InvalidRequest
+from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine import build
 from serve_spec.models import DraftOptions, load_draft, load_target
@@ -170,12 +171,31 @@ def test_a_tokenizer_of_another_model_is_refused(pair, tmp_path):
     target = make_target(tmp_path / "target")
     path = target / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
-    for number in range(40):
-        added = {**tokenizer["added_tokens"][0], "id": 259 + number, "content": f"<{number}>"}
-        tokenizer["added_tokens"].append(added)
+    tokenizer["model"]["vocab"] |= {f"<{number}>": number for number in range(259, 299)}
     path.write_text(json.dumps(tokenizer))
     with pytest.raises(CheckpointError, match=r"tokenizer\.json has 299 tokens"):
         LLM({"model": {"path": str(target), "device": "cpu"}})
+
+
+def test_added_tokens_without_logits_are_refused_in_prompts_and_never_generated(tmp_path):
+    target = make_target(tmp_path / "target")
+    path = target / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    special = tokenizer["added_tokens"][0]
+    for number in range(259, VOCAB + 1):
+        content = "<more>" if number == VOCAB else f"<{number}>"
+        tokenizer["added_tokens"].append({**special, "id": number, "content": content})
+    path.write_text(json.dumps(tokenizer))
+    llm = LLM(str(target), device="cpu", max_model_len=64, num_pages=16)
+    with pytest.raises(InvalidRequest, match=rf"in \[0, {VOCAB}\), but '<more>' is {VOCAB} in the"):
+        llm.generate("a<more>")
+    for token in (VOCAB, VOCAB + 1, 2**40, -1):
+        with pytest.raises(InvalidRequest, match=rf"token ids must be in \[0, {VOCAB}\)"):
+            llm.generate([[1, token]])
+    wanted = Grammar.regex("(<more>){2}")
+    (answer,) = llm.generate("a", SamplingParams(max_tokens=40, grammar=wanted))
+    assert answer.text == "<more><more>"
+    llm.shutdown()
 
 
 PROMPTS = [[5, 6, 7, 5], [9, 8, 9, 8, 9]]

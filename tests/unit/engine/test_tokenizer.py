@@ -122,14 +122,14 @@ def test_a_tokenizer_that_may_drop_text_has_no_bound(change, bound):
     assert max_token_bytes({**plain, **change}) == bound
 
 
+CORPUS = Path(serve_spec.__file__).parent / "config/base.py"
 SAMPLES = ["Hello  world\n", "def f(x):\n\treturn é", "<s>", " a", ""]
 
 
 def train_sentencepiece(folder, model_type):
     sentencepiece = pytest.importorskip("sentencepiece")
-    corpus = Path(serve_spec.__file__).parent / "config/base.py"
     sentencepiece.SentencePieceTrainer.train(
-        input=str(corpus),
+        input=str(CORPUS),
         model_prefix=str(folder / "tokenizer"),
         vocab_size=500,
         model_type=model_type,
@@ -140,6 +140,25 @@ def train_sentencepiece(folder, model_type):
     )
     (folder / "config.json").write_text('{"model_type": "llama"}')
     return sentencepiece.SentencePieceProcessor(str(folder / "tokenizer.model"))
+
+
+def test_merges_of_a_sentencepiece_model_have_the_order_of_scores_whatever_the_ids(tmp_path):
+    """As in Mistral's files, where ids were assigned again."""
+    train_sentencepiece(tmp_path, "bpe")
+    from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+
+    model = sentencepiece_model_pb2.ModelProto()
+    file = tmp_path / "tokenizer.model"
+    model.ParseFromString(file.read_bytes())
+    normal = [piece for piece in model.pieces if piece.type == piece.NORMAL]
+    others = [piece for piece in model.pieces if piece.type != piece.NORMAL]
+    del model.pieces[:]
+    model.pieces.extend([*others, *reversed(normal)])
+    file.write_bytes(model.SerializeToString())
+    tokenizer = Tokenizer(tmp_path)
+    theirs = SentencePieceProcessor(str(file))
+    for text in (*SAMPLES[:2], CORPUS.read_text()):
+        assert tokenizer.encode(text, add_special_tokens=False) == theirs.encode(text)
 
 
 @pytest.mark.parametrize("adds_bos", [None, True, False])
