@@ -196,7 +196,7 @@ def _of_schema(given: Mapping[str, Any]) -> Grammar:
     return Grammar.json_schema(schema, f"{field}.schema")
 
 
-_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTED_SCHEMAS = ("anyOf", "oneOf", "prefixItems")
 
 
@@ -206,7 +206,7 @@ _ANNOTATIONS = frozenset({"$comment", "description", "examples", "title"})
 def closed(schema: Any) -> Any:
     """Return a JSON Schema, without annotations, whose objects have only the properties it names.
 
-    An object with `additionalProperties` or `allOf` stays as it is.
+    An object with `additionalProperties` stays as it is, and one whose properties stand elsewhere.
     """
     if not isinstance(schema, dict):
         return schema
@@ -219,7 +219,8 @@ def closed(schema: Any) -> Any:
             found[key] = [closed(each) for each in found[key]]
     if "items" in found:
         found["items"] = closed(found["items"])
-    if isinstance(found.get("properties"), dict) and "allOf" not in found:
+    is_whole = not {"allOf", "dependentSchemas", "if"} & found.keys()
+    if isinstance(found.get("properties"), dict) and is_whole:
         found.setdefault("additionalProperties", False)
     return found
 

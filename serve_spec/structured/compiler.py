@@ -9,7 +9,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from fractions import Fraction
 from functools import cached_property
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import CallsForm, Grammar, GrammarKind
 from serve_spec.log import get_logger
+from serve_spec.structured.schema import KEYWORDS, rewritten
 
 MAX_DEPTH = 100
 """Most nested objects and arrays; the compiler's own limit is a little higher."""
@@ -121,6 +122,9 @@ _OPTIONS = '%llguidance {"no_forcing": true}'
 """A mask holds every token that a valid text may have next, in any tokenization. Otherwise the
 library searches one tokenization of forced text to its end, which some grammars do not have."""
 
+_LISTING = re.compile(r"^\s*\d+ \| .*", re.DOTALL | re.MULTILINE)
+"""The library's own copy of a grammar, behind the reason."""
+
 _NESTED = re.compile(r"%\s*(json|regex|lark|llguidance|import)\b")
 _MAX_PROBLEM_CHARS = 300
 T = TypeVar("T")
@@ -160,6 +164,11 @@ class Matcher:
     def problem(self) -> str:
         """Return what went wrong, in one line; empty if nothing did."""
         return _one_line(self._matcher.get_error())
+
+    @property
+    def reason(self) -> str:
+        """Return `problem` without the grammar."""
+        return _one_line(_LISTING.sub("", self._matcher.get_error() or ""))
 
 
 class GrammarCompiler:
@@ -260,7 +269,8 @@ class GrammarCompiler:
         except (ImportError, ValueError) as error:
             raise grammar.refusal(_one_line(error)) from None
         if matcher.problem:
-            raise grammar.refusal(matcher.problem)
+            is_written_here = grammar.kind is not GrammarKind.EBNF
+            raise grammar.refusal(matcher.reason if is_written_here else matcher.problem)
         mask = matcher.mask()
         if mask is None or not (mask & ~self.ends).any():
             raise grammar.refusal(f"no text matches it, or only an empty one {matcher.problem}")
@@ -284,7 +294,7 @@ class GrammarCompiler:
 
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
-                rules = f"start: %json {_with_whitespace(checked_schema(grammar), grammar.text)}"
+                rules = f"start: %json {_with_whitespace(*_supported(grammar))}"
             case GrammarKind.REGEX:
                 rules = _expression(grammar.text)
             case GrammarKind.CHOICE:
@@ -312,7 +322,8 @@ class GrammarCompiler:
         for name, (before, schema, after) in zip(names, form.calls, strict=True):
             text = self._text(before[first_piece:])
             rules.append(f"{name}: {text} of_{name} {self._text(after)}")
-            rules.append(f"of_{name}: %json {json.dumps({**schema, **_WITH_WHITESPACE})}")
+            supported = {**_rewritten(schema), **_WITH_WHITESPACE}
+            rules.append(f"of_{name}: %json {json.dumps(supported)}")
         thought, more_rules = self._thought(form)
         rules += more_rules
         more = "" if form.is_single else f"({self._text(form.between)} call)*"
@@ -363,7 +374,23 @@ def _up_to(end: str) -> str:
     return rf"/(.|\n)*{escaped}/"
 
 
-def _with_whitespace(schema: dict[str, Any], text: str) -> str:
+def _supported(grammar: Grammar) -> tuple[Mapping[str, Any], str]:
+    """Return the schema and its text with keywords that the library has, where that is possible."""
+    given = checked_schema(grammar)
+    if not any(f'"{keyword}"' in grammar.text for keyword in KEYWORDS):
+        return given, grammar.text
+    schema = _rewritten(given)
+    return schema, json.dumps(schema)
+
+
+def _rewritten(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        return dict(rewritten(schema, schema))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return schema  # an invalid one, which the library refuses
+
+
+def _with_whitespace(schema: Mapping[str, Any], text: str) -> str:
     """Return a schema, given parsed and as text, as JSON with the whitespace that it allows.
 
     Writing a long one anew would hold Python's lock for 0.3 ms.

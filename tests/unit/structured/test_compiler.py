@@ -10,6 +10,7 @@ import pytest
 import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 from tokenizers import AddedToken
 
 from serve_spec.core.errors import InvalidRequest
@@ -78,7 +79,7 @@ GRAMMARS = [
 
 def shipped_compiler():
     tokenizer = Tokenizer(shipped_tokenizer())
-    return GrammarCompiler(tokenizer.describe, 8200, [0])
+    return GrammarCompiler(lambda: tokenizer.describe(8200), 8200, [0])
 
 
 def wander(matcher, seed, end, most):
@@ -119,7 +120,7 @@ def test_another_compiler_finds_the_same_texts_in_a_translated_grammar(grammar):
 
 
 def test_a_model_without_an_end_has_no_grammars():
-    endless = GrammarCompiler(Tokenizer(shipped_tokenizer()).describe, 8200, [])
+    endless = GrammarCompiler(lambda: Tokenizer(shipped_tokenizer()).describe(8200), 8200, [])
     with pytest.raises(InvalidRequest, match="no end-of-text token"):
         endless.matcher(Grammar.json_object())
 
@@ -227,6 +228,76 @@ def test_a_schema_is_written_with_bounded_space():
         assert matcher.copy().advance([*text.encode()])
     for text in ("{   ", "{\n\n", "{\n" + " " * 33):
         assert not matcher.copy().advance([*text.encode()])
+
+
+PAIR = {"properties": {"a": {"type": "boolean"}, "b": {"type": "integer"}}}
+KINDS = {"properties": {"a": {"enum": ["x", "y", 1]}, "b": {"type": "integer"}}}
+IF_TRUE = {"if": {"properties": {"a": {"const": True}}}, "then": {"required": ["b"]}}
+IF_X = {"if": {"properties": {"a": {"const": "x"}}, "required": ["a"]}, "then": {"required": ["b"]}}
+REWRITTEN = [
+    {"type": "array", "uniqueItems": False},
+    {"type": "array", "maxItems": 1, "uniqueItems": True},
+    {**PAIR, "dependentRequired": {"a": ["b"]}},
+    {**PAIR, "dependentSchemas": {"b": {"properties": {"a": {"const": False}}}}},
+    {**PAIR, **IF_TRUE},
+    {**PAIR, **IF_TRUE, "else": {"properties": {"b": {"minimum": 2}}}},
+    {**KINDS, **IF_X},
+    {**PAIR, "if": {"required": ["a"]}, "else": {"required": ["b"]}},
+    {**PAIR, "if": {"type": "object"}, "then": {**PAIR, **IF_TRUE}},
+    {"anyOf": [{**PAIR, "not": {"required": ["a", "b"]}}, {"type": "null"}]},
+    {"not": {"type": ["string", "number"]}},
+    {"not": {"anyOf": [{"type": "object"}, {"type": "array"}]}},
+    {"enum": ["x", 1, 2, None], "not": {"enum": [1, "y"]}},
+    {"type": "object", "propertyNames": {"enum": ["a", "b"]}},
+    {"propertyNames": {"pattern": "^[ax]$"}, "additionalProperties": {"type": "boolean"}},
+    {"propertyNames": {"type": "string", "maxLength": 1, "title": "Short"}},
+    {"propertyNames": {"$ref": "#/$defs/K"}, "$defs": {"K": {"const": "b", "type": "string"}}},
+    {"items": {"propertyNames": {"const": "a"}}},
+]
+VALUES = [
+    *(None, True, 1, 2, 0.5, "x", "y", [], [1], [1, 1], [{"a": 1}], [{"b": 1}], {}, {"x": True}),
+    *({"a": True}, {"a": False}, {"a": "x"}, {"a": "y"}, {"b": 1}, {"b": 2}, {"a": True, "b": 1}),
+    *({"a": False, "b": 1}, {"a": "x", "b": 1}, {"a": True, "xy": 1}),
+]
+
+
+@pytest.mark.parametrize("schema", REWRITTEN, ids=json.dumps)
+def test_keywords_that_the_library_lacks_are_written_in_others_of_the_same_meaning(schema):
+    matcher = byte_compiler().matcher(Grammar.json_schema(schema))
+    valid = [Draft202012Validator(schema).is_valid(value) for value in VALUES]
+    assert any(valid)
+    assert not all(valid)
+    for value, is_valid in zip(VALUES, valid, strict=True):
+        text = matcher.copy()
+        is_text = text.advance([*json.dumps(value).encode()])
+        assert (is_text and EOS_ID in ids_of(text.mask())) == is_valid, value
+
+
+UNSUPPORTED = {
+    "uniqueItems": {"type": "array", "uniqueItems": True},
+    "contains": {"type": "array", "contains": {"type": "integer"}},
+    "not": {"type": "string", "not": {"const": "a"}},
+    "if": {"if": {"properties": {"a": {"minimum": 3}}}, "then": {"required": ["b"]}},
+    "propertyNames": {**PAIR, "propertyNames": {"minLength": 2}},
+    "dependentRequired": {"dependentRequired": ["a"]},
+    "unevaluatedProperties": {**PAIR, "unevaluatedProperties": False},
+}
+
+
+@pytest.mark.parametrize("keyword", UNSUPPORTED)
+def test_a_keyword_that_cannot_be_followed_is_refused_by_its_name(keyword):
+    """It would be dangerous to ignore it."""
+    with pytest.raises(InvalidRequest, match=rf'Unimplemented keys: .*"{keyword}"') as refusal:
+        byte_compiler().matcher(Grammar.json_schema(UNSUPPORTED[keyword]))
+    assert "llguidance" not in str(refusal.value)
+
+
+def test_nested_conditions_do_not_double_at_every_level():
+    schema = {"enum": [True]}
+    for _ in range(40):
+        schema = {"if": {"not": schema}, "then": {"type": "null"}}
+    with pytest.raises(InvalidRequest):
+        byte_compiler().matcher(Grammar.json_schema(schema))
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=4), st.integers(0, 3))
