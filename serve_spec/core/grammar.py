@@ -77,6 +77,7 @@ class Grammar:
         """Return the grammar of JSON valid under a schema, given as an object or as JSON text."""
         if isinstance(schema, str):
             return cls(GrammarKind.JSON_SCHEMA, schema, source)
+        refuse_large(schema, source)
         try:
             return cls(GrammarKind.JSON_SCHEMA, json.dumps(schema), source)
         except (TypeError, RecursionError) as error:
@@ -101,6 +102,7 @@ class Grammar:
     @classmethod
     def choice(cls, texts: Sequence[str], source: str = "grammar") -> Grammar:
         """Return the grammar of these texts."""
+        refuse_large(texts, source)
         are_texts = isinstance(texts, list | tuple) and all(isinstance(t, str) for t in texts)
         if not are_texts or not texts or not all(texts):
             fix = "give a list of at least one text, none of them empty"
@@ -115,3 +117,21 @@ class Grammar:
     def refusal(self, fix: str) -> InvalidRequest:
         """Return an error that names the source field, and the length of the grammar only."""
         return InvalidRequest(self.source, f"<{self.kind} of {len(self.text)} characters>", fix)
+
+
+def refuse_large(value: object, source: str) -> None:
+    """Raise InvalidRequest for lists and objects that make a grammar of too many characters.
+
+    It looks at no more of them than that, where writing them as JSON could take a second.
+    """
+    num_chars, left = 0, [value]
+    while left:
+        found = left.pop()
+        inside = (*found, *found.values()) if isinstance(found, dict) else found
+        if isinstance(inside, list | tuple | str):
+            num_chars += len(inside)
+        if num_chars > MAX_GRAMMAR_CHARS:
+            fix = f"shorten it to at most {MAX_GRAMMAR_CHARS} characters"
+            raise InvalidRequest(source, f"<{type(value).__name__}>", fix)
+        if isinstance(inside, list | tuple):
+            left += inside

@@ -107,8 +107,8 @@ class InputProcessor:
         shown = f"<{len(token_ids)} tokens>"
         if not token_ids:
             raise InvalidRequest("prompt", prompt, "give at least one token of text")
-        unknown = next((t for t in token_ids if not 0 <= t < limits.vocab_size), None)
-        if unknown is not None:
+        if min(token_ids) < 0 or max(token_ids) >= limits.vocab_size:
+            unknown = next(t for t in token_ids if not 0 <= t < limits.vocab_size)
             fix = f"token ids must be in [0, {limits.vocab_size})"
             if 0 <= unknown < self.tokenizer.vocab_size:
                 name = self.tokenizer.token_bytes(unknown).data.decode()

@@ -29,7 +29,6 @@ from serve_spec.serving.errors import (
     Arrival,
     AsciiJSON,
     BodyLimits,
-    LargeBodyRoute,
     add_error_answers,
     encode_by_items,
     error_answer,
@@ -38,6 +37,7 @@ from serve_spec.serving.errors import (
     unknown_model,
 )
 from serve_spec.serving.fields import Prompt, ignored_fields
+from serve_spec.serving.json_body import LargeBodyRoute
 from serve_spec.serving.logprobs import TokenBytesLookup, labelled
 from serve_spec.serving.messages import GenerateRequest
 from serve_spec.serving.model_text import ModelText
@@ -231,10 +231,11 @@ class Frontend:
 
     async def prompts(self, body: CompletionRequest, max_tokens: int) -> list[Prompt]:
         """Return the prompts for the replica; as token ids if the answer or a limit needs them."""
+        prompts = body.prompt
         if body.needs_token_ids:
-            return [*await self.text.token_ids(body, max_tokens)]
-        await self.text.refuse_long(body.prompt)
-        return body.prompt
+            prompts = [*await self.text.token_ids(body, max_tokens)]
+        await self.text.refuse_long(prompts)
+        return prompts
 
     async def echoes(
         self, body: CompletionRequest, prompts: Sequence[Prompt]

@@ -9,23 +9,20 @@ import asyncio
 import hmac
 import json
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_spec.core.errors import InvalidRequest
-from serve_spec.engine.messages import encode_async
 from serve_spec.log import TRACE_ID, get_logger
 
 logger = get_logger(__name__)
@@ -340,26 +337,6 @@ def _of_framework(request: Request, error: HTTPException) -> ApiError:
         reason = type(error.__cause__).__name__
         return ApiError(400, f"The body cannot be read as JSON in UTF-8 ({reason})")
     return ApiError(error.status_code, message.get(error.status_code, str(error.detail)))
-
-
-class LargeBodyRoute(APIRoute):
-    """A route that stays responsive while large bodies are parsed."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return FastAPI's handler with another body parser."""
-        handle = super().get_route_handler()
-
-        async def handle_beside(request: Request) -> Response:
-            return await handle(_LargeBody(request.scope, request.receive))
-
-        return handle_beside
-
-
-class _LargeBody(Request):
-    async def json(self) -> Any:
-        """Return the parsed body; large ones are parsed in a thread, one at a time."""
-        body = await self.body()
-        return await encode_async(len(body), partial(json.loads, body))
 
 
 # Health probes have no key; the status page asks for one.

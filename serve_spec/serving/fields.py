@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any, Literal, TypeAlias
 
+import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 from pydantic_core import CoreSchema
 
 from serve_spec.core.errors import InvalidRequest
-from serve_spec.core.grammar import Grammar
+from serve_spec.core.grammar import MAX_GRAMMAR_CHARS, Grammar, refuse_large
 from serve_spec.core.request import MAX_LOGPROBS
 from serve_spec.serving.errors import MAX_NAME_CHARS
 
@@ -188,6 +189,7 @@ def _of_schema(given: Mapping[str, Any]) -> Grammar:
     _check_known(field, given, _SCHEMA_FIELDS)
     if not isinstance(given.get("schema"), dict):
         raise InvalidRequest(f"{field}.schema", None, "give a JSON Schema object")
+    refuse_large(given["schema"], f"{field}.schema")
     try:
         schema = given["schema"] if given.get("strict") is False else closed(given["schema"])
     except RecursionError:
@@ -243,10 +245,11 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_ENTRIES = 1024
 MAX_MESSAGES = 2**14
+MAX_PROMPTS = 2**14
 MAX_LABEL_CHARS = 1024
 MAX_VARIABLE_CHARS = 2**15
 MAX_BIAS = 100
-_MAX_TOKEN_ID = 2**31 - 1
+_TOKEN_IDS = list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
 _PROMPT = "give a string, a list of strings, a list of token ids or a list of such lists, not empty"
 
 
@@ -267,6 +270,8 @@ def prompts(value: object) -> list[Prompt]:
         raise ValueError(_PROMPT)
     if _are_token_ids(value):
         return [value]
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"give at most {MAX_PROMPTS} prompts, not {len(value)}")
     if all(isinstance(item, str) for item in value):
         return [unicode(item) for item in value]
     if all(isinstance(item, list) and item and _are_token_ids(item) for item in value):
@@ -367,8 +372,11 @@ def _part(index: int, part: object) -> str:
 
 
 def _are_token_ids(items: list[object]) -> bool:
-    # bool is a subclass of int.
-    return all(type(item) is int and 0 <= item <= _MAX_TOKEN_ID for item in items)
+    try:
+        msgspec.convert(items, _TOKEN_IDS)  # takes 6 ms for a million
+    except msgspec.ValidationError:
+        return False
+    return True
 
 
 class StrictFields(BaseModel):
@@ -454,6 +462,7 @@ Biases: TypeAlias = Annotated[
 FewTokenIds: TypeAlias = Annotated[list[_TokenId], Field(max_length=MAX_ENTRIES, fail_fast=True)]
 _Word: TypeAlias = Annotated[Text, Field(min_length=1, max_length=MAX_WORD_CHARS)]
 FewWords: TypeAlias = Annotated[list[_Word], Field(max_length=MAX_WORDS, fail_fast=True)]
+Choices: TypeAlias = Annotated[list[Text], Field(max_length=MAX_GRAMMAR_CHARS, fail_fast=True)]
 Salt: TypeAlias = Annotated[Label, Field(min_length=1)]
 FewInts: TypeAlias = Annotated[list[Int32], Field(max_length=MAX_ENTRIES, fail_fast=True)]
 Content: TypeAlias = Annotated[str, PlainValidator(content, json_schema_input_type=Text | _Parts)]

@@ -132,7 +132,7 @@ class ModelText:
     async def refuse_long(self, prompts: Sequence[Prompt]) -> None:
         """Raise InvalidRequest for texts that are far too long before they reach a replica."""
         for prompt in prompts:
-            if isinstance(prompt, str) and len(prompt) > _UNUSUAL_CHARS:
+            if len(prompt) > _UNUSUAL_CHARS:
                 await encode_async(len(prompt), partial(_refuse_long, await self._files(), prompt))
 
     async def encode(
@@ -199,9 +199,12 @@ def _encode(files: _Files, text: str, add_special_tokens: bool, contexts: int) -
         )
 
 
-def _refuse_long(files: _Files, text: str) -> None:
+def _refuse_long(files: _Files, prompt: Prompt) -> None:
     with _limit(files, "prompt") as max_tokens:
-        files.tokenizer.refuse_long(text, max_tokens)
+        if isinstance(prompt, str):
+            files.tokenizer.refuse_long(prompt, max_tokens)
+        elif len(prompt) > max_tokens:
+            raise TextTooLong(len(prompt))
 
 
 def _conversation(files: _Files, request: ChatRequest, params: SamplingParams) -> Conversation:

@@ -195,7 +195,11 @@ class TokenizeBody(fields.StrictFields):
     model: fields.Name | None = None
     prompt: fields.Text | None = None
     messages: (
-        Annotated[list[ChatMessage], Field(min_length=1, max_length=fields.MAX_MESSAGES)] | None
+        Annotated[
+            list[ChatMessage],
+            Field(min_length=1, max_length=fields.MAX_MESSAGES, fail_fast=True),
+        ]
+        | None
     ) = fields.about("Instead of `prompt`; rendered with the chat template.")
     add_special_tokens: bool | None = fields.about("Default true for a prompt, false for messages.")
     add_generation_prompt: bool | None = None

@@ -23,6 +23,7 @@ from serve_spec.serving.fields import (
     FEW,
     IGNORED,
     Biases,
+    Choices,
     Content,
     FewInts,
     FewTokenIds,
@@ -136,9 +137,7 @@ class BaseRequest(StrictFields):
     guided_json: dict[str, Any] | Text | None = about(f"The text is JSON of this schema. {_MOST}")
     guided_regex: Text | None = about(f"The whole text matches this regular expression. {_MOST}")
     guided_grammar: Text | None = about(f"Grammar of the text, Lark or GBNF. {_MOST}")
-    guided_choice: Annotated[list[Text], Field(fail_fast=True)] | None = about(
-        f"The text is one of these. {_MOST}"
-    )
+    guided_choice: Choices | None = about(f"The text is one of these. {_MOST}")
     json_schema: Text | None = about("SGLang's name of guided_json.")
     regex: Text | None = about("SGLang's name of guided_regex.")
     ebnf: Text | None = about("SGLang's name of guided_grammar.")

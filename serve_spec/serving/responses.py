@@ -55,10 +55,10 @@ def _items(value: object) -> str | list[dict[str, Any]]:
     """Validate `input`: a text, or up to `MAX_MESSAGES` items."""
     if isinstance(value, str):
         return unicode(value)
+    if isinstance(value, list) and len(value) > MAX_MESSAGES:
+        raise ValueError(f"give at most {MAX_MESSAGES} items, not {len(value)}")
     if not isinstance(value, list) or not value or not all(isinstance(i, dict) for i in value):
         raise ValueError("give a string or a list of items, not empty")
-    if len(value) > MAX_MESSAGES:
-        raise ValueError(f"give at most {MAX_MESSAGES} items, not {len(value)}")
     return value
 
 

@@ -135,6 +135,10 @@ def test_prompts_become_texts_or_the_engines_tokens_and_are_left_alone_where_the
     with pytest.raises(InvalidRequest, match="511 tokens") as caught:
         asyncio.run(text.token_ids(far_too_long, 1))
     assert caught.value.too_long
+    for prompt in ("ab" * 99_999, [65] * 99_999):
+        with pytest.raises(InvalidRequest, match=r"^prompt=.* tokens") as caught:
+            asyncio.run(text.refuse_long([prompt]))
+        assert caught.value.too_long
 
 
 @pytest.mark.parametrize(
