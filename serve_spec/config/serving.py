@@ -57,6 +57,10 @@ class RouterConfig(StrictModel):
     """Refuse unknown request fields with status 400; by default they are ignored and counted."""
     api_keys: tuple[str, ...] = Field((), repr=False)
     """Accepted bearer tokens, a list of strings; empty: no authentication."""
+    share_prefix_cache: bool = False
+    """Share cached prefixes between API keys. It saves the computation of common prompts, but
+    `cached_tokens` and the time to the first token then tell a client with a key whether a prompt
+    that it guesses was sent with another key. Without it every key has its own cached prefixes."""
     allow_anonymous: bool = True
     """Allow the server to start without api_keys."""
     host: str = Field("127.0.0.1", min_length=1)

@@ -3,10 +3,12 @@
 # No `from __future__ import annotations` here: FastAPI reads the annotations of the routes.
 
 import asyncio
+import hmac
 import html
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from serve_spec import __version__
 from serve_spec.config import ServeSpecConfig
+from serve_spec.config.serving import RouterConfig
 from serve_spec.core.request import SamplingParams
 from serve_spec.log import get_logger
 from serve_spec.metrics import IGNORED_FIELDS, Reading
@@ -32,6 +35,7 @@ from serve_spec.serving.errors import (
     add_error_answers,
     encode_by_items,
     error_answer,
+    key_client,
     too_many_choices,
     trace_id,
     unknown_model,
@@ -171,6 +175,7 @@ class Frontend:
         self.text = ModelText(config.model, config.router)
         self._names = config.model.names
         self._is_strict = config.router.strict_fields
+        self._salts = _salts(config.router)
         self._record = record
         self._fingerprint = answers.fingerprint(__version__, config.model.model_dump(mode="json"))
         self._synthetic_acceptance = config.speculative.synthetic_acceptance is not None
@@ -271,7 +276,22 @@ class Frontend:
     ) -> list[GenerateRequest]:
         """Return `count` requests per prompt; their ids are unique, unlike those of clients."""
         key = f"{head.id[:_MOST_ID_CHARS]}-{uuid.uuid4().hex}"
+        if (salt := self._salts.get(CLIENT.get())) is not None:
+            params = replace(params, cache_salt=f"{salt} {params.cache_salt or ''}")
         return choices_of(key, trace_id(request), prompts, params, count)
+
+
+def _salts(router: RouterConfig) -> dict[str, str]:
+    """Return the cache salt of each client with an API key, the same in every router.
+
+    Without one, a client could find out what others have sent.
+    """
+    if len(set(router.api_keys)) < 2 or router.share_prefix_cache:
+        return {}
+    return {
+        key_client(index): hmac.digest(key.encode(), b"cache_salt", "sha256").hex()
+        for index, key in enumerate(router.api_keys)
+    }
 
 
 def _add_completions(api: FastAPI, frontend: Frontend) -> None:

@@ -349,6 +349,11 @@ CLIENT: ContextVar[str] = ContextVar("client", default="")
 """The client of the current request: its API key, else its address."""
 
 
+def key_client(index: int) -> str:
+    """Return `CLIENT` of requests with the API key of this index."""
+    return f"key {index}"
+
+
 class Arrival:
     """Sets time, trace id and client of a request; 401 if there are `keys` and it has none."""
 
@@ -363,7 +368,7 @@ class Arrival:
             ARRIVED.set(time.perf_counter())
             TRACE_ID.set(trace_id(Request(scope)))
             key = self._key(scope)
-            CLIENT.set((scope.get("client") or ("",))[0] if key is None else f"key {key}")
+            CLIENT.set((scope.get("client") or ("",))[0] if key is None else key_client(key))
             if self._keys and key is None and not _is_open(scope):
                 message = "Give one of the server's API keys: Authorization: Bearer KEY"
                 app = error_answer(ApiError(401, message, code="invalid_api_key"))

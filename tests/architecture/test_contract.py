@@ -58,7 +58,7 @@ CONFINED = {
     ],
     "transformers": ["engine/tokenizer.py"],
     "llguidance": ["structured/compiler.py"],
-    "msgspec": ["engine/"],
+    "msgspec": ["engine/", "serving/fields.py", "serving/json_body.py"],
     "safetensors": ["models/weights.py"],
 }
 TORCH_FREE = ["config/", "adaptive/", "serving/", "structured/", "metrics.py"]

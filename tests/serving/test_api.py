@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+from functools import partial
 
 import pytest
 
@@ -377,6 +378,46 @@ def test_without_a_key_everything_but_health_is_a_401_before_the_body_is_read(co
     for right in ("Bearer k1", "bearer k2", "Bearer  k2"):
         answer = server.ask("GET", "/v1/models", headers={"authorization": right})
         assert answer.status_code == 200
+
+
+def salts_of(config, monkeypatch, key, own=None, **keys):
+    """Return the cache salts with which requests of a key reach the engine, on each endpoint."""
+    server, salts = Server(ServeSpecConfig.load(config, **keys)), []
+    submit = server.loop.submit
+
+    def noted(prompt, params, *rest):
+        salts.append(params.cache_salt)
+        return submit(prompt, params, *rest)
+
+    monkeypatch.setattr(server.loop, "submit", noted)
+    more = {} if own is None else {"cache_salt": own}
+    for path, body in (
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 2}),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/responses", {"input": "a"}),
+        ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 2}}),
+    ):
+        headers = {"authorization": f"Bearer {key}"}
+        assert server.ask("POST", path, json={**body, **more}, headers=headers).status_code == 200
+    assert len(salts) == 4
+    assert len(set(salts)) == 1
+    return salts[0]
+
+
+def test_keys_do_not_share_cached_prefixes_unless_it_is_wanted(config, monkeypatch):
+    """A client that guesses a prompt would see whether another one has sent it."""
+    write_text_files(config.model.folder, tokenizer=word_tokenizer())
+    salt_of = partial(salts_of, config, monkeypatch, api_keys=["k1", "k2", "k2"])
+    first, second = salt_of("k1"), salt_of("k2")
+    assert first != second
+    assert "k1" not in first
+    reordered = salts_of(config, monkeypatch, "k1", api_keys=["k3", "k1"])
+    assert reordered == first, "routers agree, also while keys change"
+    mine, other = salt_of("k1", own="s"), salt_of("k2", own=first)
+    assert len({first, second, mine, other, "s"}) == 5
+    for keys in ({"share_prefix_cache": True, "api_keys": ["k1", "k2"]}, {"api_keys": ["k1"]}):
+        assert salts_of(config, monkeypatch, "k1", **keys) is None
+        assert salts_of(config, monkeypatch, "k1", own="s", **keys) == "s"
 
 
 async def test_a_full_queue_is_a_429_with_retry_after(config):
