@@ -82,7 +82,7 @@ class ReplicaConfig(StrictModel):
     """Number, resources and timeouts of engine replicas."""
 
     num_replicas: int = Field(1, ge=1)
-    """Number of engine replicas."""
+    """Number of engine replicas; another one restarts none of those that stay."""
     num_cpus: float = Field(1.0, ge=0)
     """Logical CPUs that Ray reserves per replica, for all its ranks."""
     num_gpus: float | None = Field(None, ge=0)

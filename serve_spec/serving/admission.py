@@ -54,6 +54,7 @@ class AdmissionSlot:
 class Admission:
     """Limits requests at the replicas to `max_in_flight`; up to `max_queued` more wait.
 
+    max_in_flight: for one replica; `resize` sets it for several.
     max_client_share: share of both limits that one client may hold while others wait; its share of
     the queue applies at all times.
     """
@@ -61,9 +62,9 @@ class Admission:
     def __init__(
         self, *, max_in_flight: int, max_queued: int, max_client_share: float = 1.0
     ) -> None:
-        self.max_in_flight = max_in_flight
+        self._of_one_replica = max_in_flight
+        self._max_client_share = max_client_share
         self.max_queued = max_queued
-        self.max_client_in_flight = max(1, int(max_client_share * max_in_flight))
         self.max_client_queued = max(1, int(max_client_share * max_queued))
         self.in_flight = 0
         self.num_rejected = 0
@@ -76,6 +77,13 @@ class Admission:
         self._withdrawal: asyncio.TimerHandle | None = None
         self._mean_service_s = 0.0
         self._in_flight_sizes = SizeHistogram()
+        self.resize(1)
+
+    def resize(self, num_replicas: int) -> None:
+        """Set the number of replicas. Requests above a lower limit run to their end."""
+        self.max_in_flight = max(1, num_replicas) * self._of_one_replica
+        self.max_client_in_flight = max(1, int(self._max_client_share * self.max_in_flight))
+        self._grant()
 
     @property
     def queue_len(self) -> int:

@@ -27,6 +27,7 @@ from serve_spec.serving.fleet import RayFleet
 from serve_spec.serving.proxy import CALLBACK, CALLBACK_VARIABLE
 from serve_spec.serving.replica import EngineReplica
 from serve_spec.serving.telemetry import RouterTelemetry
+from serve_spec.serving.versions import versioned
 
 logger = get_logger(__name__)
 
@@ -78,6 +79,9 @@ def _application(
 ) -> Application:
     config = _with_gpus(config.pinned())
     replica = config.replica
+    # Replicas do not know how many there are: scaling starts and stops some and leaves the others.
+    unscaled = ServeSpecConfig.load(config, num_replicas=1)
+    version = (unscaled.model_dump_json(), engine_loop)
     shared: dict[str, Any] = {
         # Requests arrive over sockets, which Serve does not count; the router limits them.
         "max_ongoing_requests": _NO_LIMIT,
@@ -90,7 +94,7 @@ def _application(
     engine_options = {"num_replicas": replica.num_replicas, **(engine_options or {})}
     engines = serve.deployment(
         name="EngineReplica", **engine_options, **placement_of(config), **shared
-    )(EngineReplica).bind(config, engine_loop)
+    )(EngineReplica)
     router_options = {
         # On GPUs a second one costs the engine nothing, and one may die.
         "num_replicas": 2 if replica.num_gpus else 1,
@@ -99,7 +103,8 @@ def _application(
         **(router_options or {}),
     }
     router = serve.deployment(name="Router", **router_options, **shared)(serve.ingress()(Router))
-    return router.bind(engines, config)
+    replicas = versioned(engines, *version).bind(unscaled, engine_loop)
+    return versioned(router, *version).bind(replicas, unscaled)
 
 
 def _with_gpus(config: ServeSpecConfig) -> ServeSpecConfig:
@@ -223,7 +228,6 @@ def _deployment(place: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], d
         most = _MAX_REPLICAS if keys.get("num_replicas") == "auto" else 1
         scaling = {"policy": _POLICY, "max_replicas": most, **options.get("autoscaling_config", {})}
         options |= {"num_replicas": "auto", "autoscaling_config": scaling}
-        # The most there will be: the router admits what all of them may hold.
         keys["num_replicas"] = scaling["max_replicas"]
     return options, keys
 
@@ -262,12 +266,12 @@ class Router:
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         name = context.replica_id.unique_id
         self._fleet = RayFleet(engines, context.app_name, name, host, config)
-        self._fleet.start()
         self._admission = Admission(
-            max_in_flight=config.replica.num_replicas * requests_per_replica(config),
+            max_in_flight=requests_per_replica(config),
             max_queued=config.router.max_queued_requests,
             max_client_share=config.router.max_client_share,
         )
+        self._fleet.start(self._admission.resize)
         self._telemetry = RouterTelemetry(context, self._show)
 
     def __serve_build_asgi_app__(self) -> FastAPI:

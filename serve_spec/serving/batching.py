@@ -145,7 +145,7 @@ class Batcher(ABC):
     ) -> None:
         self._batch_wait_s = batch_wait_s
         self._max_batch_size = max_batch_size
-        self._num_shares = num_shares
+        self.num_shares = num_shares
         self._group_of = group_of
         self._max_unread_bytes = max_unread_bytes
         self._waiting: dict[Hashable, list[_PendingRequest]] = {}
@@ -293,7 +293,7 @@ class Batcher(ABC):
 
     def _submit_group(self, group: Hashable) -> None:
         requests = self._stop_waiting(group)
-        num_shares = min(self._num_shares, len(requests))
+        num_shares = min(self.num_shares, len(requests))
         for share in range(num_shares):
             # An inherited context would let Ray cancel the task with its request.
             work = self._submit(requests[share::num_shares])

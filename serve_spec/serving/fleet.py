@@ -51,14 +51,13 @@ class RayFleet(Batcher):
         self._app_name = app_name
         self._stats_config = config.stats
         self._stats = StatsClient(config, app_name)
-        self._num_replicas = config.replica.num_replicas
         self._num_slots = config.scheduler.max_num_seqs
         self._max_quiet_checks = math.ceil(config.replica.stall_timeout_s / _WATCH_EVERY_S)
         router = config.router
         super().__init__(
             batch_wait_s=router.batch_wait_ms / 1000,
             max_batch_size=router.max_batch_size,
-            num_shares=self._num_replicas,
+            num_shares=1,
             max_unread_bytes=router.max_unread_bytes,
             **({"group_of": first_block} if router.routing_policy == "prefix" else {}),
         )
@@ -77,11 +76,18 @@ class RayFleet(Batcher):
         self._has_served = False
         self._is_starting = False
 
-    def start(self) -> None:
-        """Start the background tasks: accept replicas, check them and move waiting requests."""
-        work = [self._connections.serve(), self._broadcast_address_forever(), self._check_forever()]
-        if self._num_replicas > 1:
-            work.append(self._rebalance_forever())
+    def start(self, resize: Callable[[int], None]) -> None:
+        """Start the background tasks: accept replicas, check them and move waiting requests.
+
+        resize: receives the number of replicas that take requests.
+        """
+        self._resize = resize
+        work = (
+            self._connections.serve(),
+            self._broadcast_address_forever(),
+            self._check_forever(),
+            self._rebalance_forever(),
+        )
         self._tasks = [asyncio.get_running_loop().create_task(each) for each in work]
 
     def batching(self) -> dict[str, object]:
@@ -195,6 +201,12 @@ class RayFleet(Batcher):
         while True:
             await asyncio.sleep(_WATCH_EVERY_S)
             self._connections.check()
+            self._count_replicas()
+
+    def _count_replicas(self) -> None:
+        num_replicas = len(self._connections.usable())
+        self.num_shares = max(1, num_replicas)
+        self._resize(num_replicas)
 
     async def _rebalance_forever(self) -> None:
         while True:
@@ -207,7 +219,7 @@ class RayFleet(Batcher):
     async def _rebalance(self) -> None:
         """Withdraw requests that wait at a replica while another one has free slots."""
         not_started = self.not_started(_MAX_WAIT_S)
-        if not not_started:
+        if not not_started or self.num_shares == 1:
             return
         answers = await self._handle.broadcast("record_routing_stats").results_async(
             timeout_s=_SNAPSHOT_WITHIN_S, return_exceptions=True

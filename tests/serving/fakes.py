@@ -185,15 +185,15 @@ async def settle():
 
 
 class ReplicaEnd(RouterConnections):
-    """Replica r1's end of its connections; it says `items` and whatever tests put into `queues`."""
+    """A replica's end of its connections; it says `items` and whatever tests put into `queues`."""
 
-    def __init__(self, *items):
+    def __init__(self, *items, name="r1"):
         self.items = items
         self.cancelled = []
         self.queues = {}
         self.flushed = asyncio.Event()
         load = {"num_running": 7, "is_healthy": True}
-        super().__init__("r1", self._say, lambda: load, self.flushed.set)
+        super().__init__(name, self._say, lambda: load, self.flushed.set)
 
     async def _say(self, asked, queue):
         self.queues[asked.request_id] = queue
@@ -274,10 +274,10 @@ class Handle:
 
 
 @asynccontextmanager
-async def running(config, replica=None, *errors, name="router"):
+async def running(config, replica=None, *errors, name="router", resize=lambda count: None):
     """A `RayFleet`, the router `name`, in front of one replica."""
     fleet = RayFleet(Handle(replica, *errors), "app", name, "127.0.0.1", config)
-    fleet.start()
+    fleet.start(resize)
     try:
         yield fleet
     finally:

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,9 +15,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from ray.exceptions import ActorDiedError, TaskCancelledError
+from ray.serve._private.build_app import build_app as ray_build_app
+from ray.serve._private.config import DeploymentConfig
+from ray.serve._private.deploy_utils import get_deploy_args
 
 from serve_spec.config import ConfigError
 from serve_spec.config.base import ASSETS
+from serve_spec.serving import versions
 from serve_spec.serving.app import (
     FailedReads,
     build_app,
@@ -102,6 +107,66 @@ def test_an_application_loads_the_commit_that_the_hub_had_when_it_was_built(tmp_
     assert config.replica.num_gpus == 0
 
 
+def deployed(app, environment="{}"):
+    """What Serve's controller gets for both deployments: version, arguments, number of replicas."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(versions, "_runtime_env", lambda: environment)
+        context = SimpleNamespace(get_job_id=lambda: "01")
+        patch.setattr("ray.get_runtime_context", lambda: context)
+        built = ray_build_app(app(), name="app", make_deployment_handle=lambda *of: "a handle")
+        sent = [
+            get_deploy_args(
+                deployment.name,
+                deployment._replica_config,
+                deployment_config=deployment._deployment_config,
+                version="a hash of all arguments",
+            )
+            for deployment in built.deployments
+        ]
+    found = {}
+    for deployment, arguments in zip(built.deployments, sent, strict=True):
+        config = DeploymentConfig.from_proto_bytes(arguments["deployment_config_proto_bytes"])
+        init = deployment.init_args
+        found[deployment.name] = (config.version, init, config.num_replicas)
+    return found
+
+
+def test_what_scales_is_neither_in_the_version_nor_in_the_arguments_of_a_deployment(config_file):
+    """Serve restarts what has another version."""
+    build = partial(partial, build_app)
+    one = deployed(build({"config": str(config_file)}))
+    assert {name: number for name, (_, _, number) in one.items()} == {
+        "EngineReplica": 1,
+        "Router": 1,
+    }
+    three = deployed(build({"config": str(config_file), "num_replicas": 3}))
+    assert [number for _, _, number in three.values()] == [3, 1]
+    assert [rest for *rest, _ in one.values()] == [rest for *rest, _ in three.values()]
+    others = [
+        deployed(build({"config": str(config_file), **change}))
+        for change in (
+            {"max_num_seqs": 7},
+            {"api_keys": ["k"]},
+            {"engine_loop": "tests.serving.fake_engine:PacedLoop"},
+        )
+    ]
+    others.append(deployed(build({"config": str(config_file)}), environment='{"pip": ["a"]}'))
+    for name in one:
+        assert len({found[name][0] for found in (one, *others)}) == 5, "these restart it"
+
+
+def test_bounds_of_autoscaling_and_the_number_of_routers_restart_nothing():
+    def build(most, num_routers):
+        scaling = {"autoscaling_config": {"min_replicas": 1, "max_replicas": most}}
+        model = {**LLM_CONFIG, "deployment_config": scaling}
+        options = {"num_replicas": num_routers}
+        return build_openai_app({"llm_configs": [model], "ingress_deployment_config": options})
+
+    small, large = (deployed(partial(build, *sizes)) for sizes in ((2, 1), (5, 3)))
+    assert [rest for *rest, _ in small.values()] == [rest for *rest, _ in large.values()]
+    assert (small["Router"][2], large["Router"][2]) == (1, 3)
+
+
 @pytest.mark.parametrize(
     ("found", "options", "num_gpus", "num_routers"),
     [
@@ -117,6 +182,7 @@ def test_a_replica_gets_the_gpus_that_there_are(
     config_file, monkeypatch, found, options, num_gpus, num_routers
 ):
     monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr(versions, "_runtime_env", lambda: "{}")
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 4.0, "GPU": float(found)})
     router = build_app({"config": str(config_file), **options})._bound_deployment
     assert router.num_replicas == num_routers

@@ -17,6 +17,7 @@ from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import FinishReason
 from serve_spec.serving import fleet as module
+from serve_spec.serving.admission import Admission
 from serve_spec.serving.errors import ApiError, ReplicaLost
 from serve_spec.serving.fleet import (
     Policy,
@@ -171,6 +172,21 @@ async def test_a_silent_replica_loses_its_requests_and_serves_on_once_it_speaks(
         answer = asyncio.create_task(items_of(fleet))
         replica.report_load()
         assert await answer == [LAST]
+
+
+async def test_replicas_that_come_and_go_change_what_a_router_admits(config, monkeypatch):
+    monkeypatch.setattr(module, "_WATCH_EVERY_S", 0.001)
+    admission = Admission(max_in_flight=3, max_queued=1, max_client_share=0.5)
+    replicas = [ReplicaEnd(LAST, name=name) for name in ("r1", "r2", "r3")]
+    async with running(config, resize=admission.resize) as fleet:
+        assert admission.max_in_flight == 3, "requests may wait for the first one"
+        for number, replica in enumerate(replicas, 1):
+            await replica.connect(fleet._connections.address)
+            replica.report_load()
+            await until(lambda number=number: admission.max_in_flight == 3 * number)
+        assert admission.max_client_in_flight == 4
+        await replicas[0].drain()
+        await until(lambda: admission.max_in_flight == 6)
 
 
 async def test_how_many_replicas_know_their_costs_is_known_while_the_stats_actor_answers(

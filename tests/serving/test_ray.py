@@ -15,6 +15,7 @@ import pytest
 
 from serve_spec.config import RouterConfig
 from serve_spec.metrics import METRICS
+from serve_spec.serving.app import load_config, requests_per_replica
 from serve_spec.serving.command import APP_IMPORT_PATH, read_deployment
 from serve_spec.serving.proxy import own_settings
 from serve_spec.serving.telemetry import LABELS, exported_names
@@ -72,8 +73,8 @@ def is_up(url):
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory):
-    """An application of one replica, one below /other that grows, one of two routers at /paced."""
+def applications(tmp_path_factory):
+    """One of one replica, one below /other that grows, one of two routers at /paced."""
     model = tmp_path_factory.mktemp("models") / "fake"
     write_text_files(model, tokenizer=word_tokenizer())
     args = {
@@ -104,12 +105,23 @@ def url(tmp_path_factory):
         "args": {**args, **UNLIMITED, "engine_loop": "tests.serving.fake_engine:PacedLoop"},
         "deployments": [{"name": "Router", "num_replicas": 2}],
     }
-    with local_serve(num_cpus=4, environment=own_settings(RouterConfig())) as url:
-        from ray.serve.context import _get_global_client
-        from ray.serve.schema import ServeDeploySchema
+    return [app, other, paced]
 
-        apps = ServeDeploySchema.model_validate({"applications": [app, other, paced]})
-        _get_global_client().deploy_apps(apps)
+
+def deploy(applications):
+    """As `serve deploy` does."""
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    apps = ServeDeploySchema.model_validate({"applications": applications})
+    _get_global_client().deploy_apps(apps)
+
+
+@pytest.fixture(scope="module")
+def url(applications):
+    """Serve, with the applications."""
+    with local_serve(num_cpus=4, environment=own_settings(RouterConfig())) as url:
+        deploy(applications)
         for prefix in (url, f"{url}/other", f"{url}/paced"):
             eventually(partial(is_up, prefix), bool, WITHIN_S)
         yield url
@@ -368,6 +380,62 @@ def test_replicas_come_and_go_with_the_requests_and_start_from_what_the_fleet_kn
             found = eventually(started_from, lambda found: len(found) == 2, WITHIN_S)
             assert sorted(map(repr, found)) == sorted([repr(None), repr(RATES)])
         eventually(lambda: len(started_from()), lambda number: number == 1, WITHIN_S)
+
+
+@contextmanager
+def probing(url):
+    """Ask every 0.2 s while the body runs; yields the statuses of the answers."""
+    statuses, ended = [], threading.Event()
+
+    def probe():
+        with httpx.Client(timeout=60) as client:
+            while not ended.wait(0.2):
+                body = {"prompt": "a", "max_tokens": 1}
+                statuses.append(client.post(url + COMPLETIONS, json=body).status_code)
+
+    thread = threading.Thread(target=probe)
+    thread.start()
+    try:
+        yield statuses
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_scaling_restarts_nothing_that_stays_and_fails_no_request(url, applications):
+    """As if `num_replicas`, or the number of routers, were changed in a file and deployed again."""
+    url, (*others, paced) = f"{url}/paced", applications
+
+    def scale(num_replicas, num_routers):
+        args = {**paced["args"], "num_replicas": num_replicas}
+        routers = {"name": "Router", "num_replicas": num_routers}
+        deploy([*others, {**paced, "args": args, "deployments": [routers]}])
+        limit = num_replicas * places
+        eventually(
+            lambda: server_info(url)["router"]["max_in_flight"],
+            lambda most: most == limit,
+            WITHIN_S,
+        )
+        return live("paced#EngineReplica", num_replicas), live("paced#Router", num_routers)
+
+    def live(name, number):
+        found = eventually(lambda: pids(name), lambda found: len(found) == number, WITHIN_S)
+        return set(found.items())
+
+    places = requests_per_replica(load_config({"config": paced["args"]["config"], **UNLIMITED}))
+    scale(2, 2)
+    with probing(url) as statuses:
+        engines, routers = scale(2, 2)
+        one, same_routers = scale(1, 2)
+        three, one_router = scale(3, 1)
+        again, _ = scale(2, 2)
+    assert one < engines, "one of the two is left"
+    assert same_routers == routers
+    assert one < three
+    assert one_router < routers
+    assert again < three
+    assert set(statuses) == {200}
+    assert len(statuses) > 9
 
 
 def test_of_an_application_that_is_taken_down_nothing_is_left(url):
