@@ -3,6 +3,7 @@
 #   make serve    install, then serve the shipped model and print a curl line
 #   make test     install, then lint, types and the CPU tests (what .ci/run calls)
 #   make clients  run other projects' clients (litellm, langchain, ...) against the shipped pair
+#   make attack   attack a server of the shipped pair, and kill and stop its processes (20 minutes)
 #   make size     print the size of the repository beside its budgets
 #   make fuzz     random lives of engines, as many as wanted: SLICES=40 EXAMPLES=150
 #
@@ -28,7 +29,7 @@ ENGINE_TESTS := $(addprefix tests/unit/,config engine models parallel layers ada
 	tests/fuzz tests/e2e
 NO_RAY := -m "not gpu and not ray"
 
-.PHONY: install serve test test-engine test-rest test-ray clients fuzz lint types format bench size clean
+.PHONY: install serve test test-engine test-rest test-ray clients fuzz attack lint types format bench size clean
 
 install: $(STAMP)
 
@@ -70,6 +71,10 @@ clients: install
 	test -x $(CLIENTS)/bin/python || $(BIN)/python -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install -q -r recipes/clients/requirements.txt
 	SERVE_SPEC=$(abspath $(BIN)/serve-spec) $(CLIENTS)/bin/python -m pytest -c /dev/null recipes/clients
+
+attack: install
+	PYTHONPATH=. $(BIN)/python benchmarks/attack.py
+	PYTHONPATH=. $(BIN)/python benchmarks/faults.py
 
 lint: install
 	$(BIN)/ruff check .
