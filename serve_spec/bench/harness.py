@@ -177,6 +177,7 @@ class SteadyBatch:
         self.engine.controller = controller
         self.records.clear()
         self.engine.step()
+        self.engine.raise_failed()
         full = [r for r in self.records if is_full(r, len(self.sequences))]
         return full[-1] if full else None
 

@@ -155,6 +155,7 @@ def record(engine: SpecEngine, requests: Sequence[TextRequest], num_tokens: int)
         while engine.has_work:
             if num_done := sum(delta.finish_reason is not None for delta in engine.step()):
                 bar.update(num_done)
+            engine.raise_failed()
     traces = []
     for index, request in enumerate(requests):
         mine = rounds[str(index)][: num_tokens - 1]

@@ -35,7 +35,11 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be used; names the file or tensor, and a fix."""
 
 
-class BrokenLogits(RuntimeError):
+class RequestFailed(RuntimeError):
+    """A request that ends without an answer on every replica; others go on."""
+
+
+class BrokenLogits(RequestFailed):
     """The target's logits hold NaN, or nothing finite: no token can be drawn."""
 
     def __init__(self) -> None:

@@ -184,7 +184,8 @@ class BatchResult:
     """Results of a step: the tokens each sampling request emits, and times.
 
     `broken_drafts`: indices of sampling requests whose draft gave NaN or an unknown token; their
-    text is still correct. `idle_ms`: time the device was idle before the step, 0 if unknown.
+    text is still correct. `broken_logits`: indices of those whose target gave NaN, so that not all
+    their tokens could be drawn. `idle_ms`: time the device was idle before the step, 0 if unknown.
 
     `num_drafts`: drafts verified of each sampling request; empty: all that were planned.
     `draft_shares` float32 [B, N]: how likely each draft of the sampling requests seemed, see
@@ -198,6 +199,7 @@ class BatchResult:
     draft_ms: float
     verify_ms: float
     broken_drafts: tuple[int, ...] = ()
+    broken_logits: tuple[int, ...] = ()
     idle_ms: float = 0.0
     num_drafts: Sequence[int] = ()
     draft_shares: NDArray[np.float32] | None = None

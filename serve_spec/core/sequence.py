@@ -42,6 +42,8 @@ class Sequence:
     """Tokens taken from the prefix cache; None before it is first admitted."""
     has_broken_draft: bool = False
     """Its draft gave NaN or an unknown token, so it stops drafting."""
+    is_recomputed: bool = False
+    """Its logits were NaN, so it was computed anew: without drafts and cached pages."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     """Log-probabilities of prompt tokens 1 .., as far as computed; empty unless wanted."""
     finish_reason: FinishReason | None = None

@@ -155,10 +155,9 @@ def _check_first_logits(
             lambda batch: RoundSteps(shape if batch.size else PLAIN), worker.max_missing
         )
         assert plan is not None, "one short prompt always fits"
-        try:
-            result = worker.execute(plan)
-        except BrokenLogits as error:
-            raise CheckpointError(f"{config.model.path}: {error}") from error
+        result = worker.execute(plan)
+        if result.broken_logits:
+            raise CheckpointError(f"{config.model.path}: {BrokenLogits()}")
         scheduler.commit(plan, result, lambda seq, token_ids: (len(token_ids), None))
     if seq.has_broken_draft:
         logger.warning(

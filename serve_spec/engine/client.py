@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from serve_spec.config import ServeSpecConfig
-from serve_spec.core.errors import EngineOverloaded, InvalidRequest
+from serve_spec.core.errors import EngineOverloaded, InvalidRequest, RequestFailed
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.record import StepRecord
 from serve_spec.core.request import (
@@ -268,7 +268,7 @@ class EngineClient:
                 self._streams.pop(delta.request_id, None)
         for request_id, why in message.failed.items():
             if (stream := self._streams.pop(request_id, None)) is not None:
-                stream.put(RuntimeError(why))
+                stream.put(RequestFailed(why))
 
     def _lose(self, reason: str) -> None:
         """Note that the engine is lost, and tell all streams. The first reason counts."""

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from serve_spec.adaptive import AdaptiveController
+from serve_spec.core.errors import BrokenLogits, RequestFailed
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch
 from serve_spec.core.record import StepRecord, StepTimes
@@ -45,6 +46,9 @@ def unfreeze_gc() -> None:
 
 
 logger = get_logger(__name__)
+
+MAX_BROKEN_REQUESTS = 8
+"""Requests with NaN logits after which, if none has ended well meanwhile, the model is broken."""
 
 
 @dataclass
@@ -98,7 +102,8 @@ class SpecEngine:
 
     It handles tokens only; an `OutputProcessor` handles texts and stop strings. With asynchronous
     scheduling the next step is in flight when `step` returns: sequences that end meanwhile are
-    computed once more, and those results are dropped.
+    computed once more, and those results are dropped. A request whose logits are NaN has no last
+    delta: see `take_failed`.
     """
 
     scheduler: Scheduler
@@ -113,6 +118,8 @@ class SpecEngine:
         self.counters = EngineCounters()
         self.metrics: MetricsSink = NullSink()
         self._in_flight: StepInFlight | None = None
+        self._num_broken = 0
+        """Requests with NaN logits since one ended well."""
         self._synced_at = 0.0
         self._overhead_s = 0.0
         """Host time after the results of the step before, which the next step waited for."""
@@ -146,8 +153,19 @@ class SpecEngine:
         self.counters.observe(record)
         self.metrics.observe(record)
         deltas = [self._delta(each, result) for each in committed]
+        self._count_broken(deltas)
         self._overhead_s = time.perf_counter() - self._synced_at
         return deltas
+
+    def take_failed(self) -> dict[str, RequestFailed]:
+        """Return the requests that the last steps ended without an answer, and why."""
+        failed, self.scheduler.failed = self.scheduler.failed, {}
+        return failed
+
+    def raise_failed(self) -> None:
+        """Raise why a request of the last steps has ended without an answer, if one has."""
+        for error in self.take_failed().values():
+            raise error
 
     @property
     def has_work(self) -> bool:
@@ -220,7 +238,12 @@ class SpecEngine:
         tree.evict(tree.num_idle)
 
     def check_health(self) -> None:
-        """Raise RankLost if this engine has lost a rank. From any thread."""
+        """Raise RankLost if this engine has lost a rank, BrokenLogits if its model is broken.
+
+        From any thread.
+        """
+        if self._num_broken >= MAX_BROKEN_REQUESTS:
+            raise BrokenLogits
         if self._worker_ranks is not None:
             self._worker_ranks.check()
 
@@ -239,6 +262,13 @@ class SpecEngine:
         """Drop the state of a sequence that leaves the batch, also by preemption."""
         self.controller.forget(seq.request_id)
         self.worker.grammars.forget(seq.request_id)
+
+    def _count_broken(self, deltas: list[TokenDelta]) -> None:
+        failed = self.scheduler.failed
+        if failed:
+            self._num_broken += sum(isinstance(why, BrokenLogits) for why in failed.values())
+        if any(delta.finish_reason for delta in deltas):
+            self._num_broken = 0
 
     def _launch(self, before: ScheduledBatch | None, started: float | None) -> StepInFlight | None:
         """Launch the next step. started: when the work for it began; None: once it is planned."""

@@ -46,6 +46,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts, in order; if one is refused, raise InvalidRequest and run none.
 
+        Raises RequestFailed: a prompt had no answer, for example because its logits were NaN.
+
         sampling_params: one for all, or one per prompt; None: `get_default_sampling_params()`.
         """
         batch = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -64,6 +66,7 @@ class LLM:
             while self.engine.has_work:
                 for delta in outputs.process(self.engine.step()):
                     deltas[delta.request_id].append(delta)
+                self.engine.raise_failed()
         finally:  # after an interrupt, unfinished requests must not reach the next call
             for seq in sequences:
                 self.engine.abort(seq.request_id)

@@ -85,7 +85,7 @@ class EngineMessage(msgspec.Struct, array_like=True, omit_defaults=True):
     snapshot: dict[str, Any] | None = None
     """The state for operators, if it is sent this time."""
     failed: dict[str, str] = {}
-    """Requests that the engine could not take, and why."""
+    """Requests that end without an answer, and why."""
     replies: list[Reply] = []
     limits: EngineLimits | None = None
     """Sent once, when the engine is ready."""

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from serve_spec.config import ServeSpecConfig
+from serve_spec.core.errors import RequestFailed
 from serve_spec.core.record import StepRecord
 from serve_spec.core.request import FinishReason, TokenDelta
 from serve_spec.core.sequence import Sequence
@@ -87,6 +88,10 @@ class EngineServer:
         self._run_commands(wait_s)
         if engine.has_work:
             self._deliver(engine.step())
+            if failed := engine.take_failed():
+                for request_id, error in failed.items():
+                    self._fail(request_id, error)
+                engine.check_health()
         else:
             engine.check_health()
             engine.use_idle_time()
@@ -143,7 +148,7 @@ class EngineServer:
         if problem is None:
             self._engine.add(seq)
         else:
-            self._fail(seq.request_id, problem)
+            self._fail(seq.request_id, RequestFailed(problem))
 
     def _abort(self, request_id: str) -> None:
         if request_id in self._compiling:
@@ -152,9 +157,10 @@ class EngineServer:
         elif (delta := self._engine.abort(request_id)) is not None:
             self._deliver([delta])
 
-    def _fail(self, request_id: str, why: str) -> None:
+    def _fail(self, request_id: str, error: RequestFailed) -> None:
+        logger.error("request %s: %s", request_id, error)
         self._open.discard(request_id)
-        self._next.failed[request_id] = why
+        self._next.failed[request_id] = str(error)
 
     def _call(self, call: messages.Call) -> None:
         error = None
@@ -198,9 +204,8 @@ class EngineServer:
                 try:
                     seq = messages.decode_request(request)
                 except msgspec.MsgspecError as error:
-                    why = f"the engine cannot decode the request: {error}"
-                    logger.error("request %s: %s", request_id, why)
-                    self._commands.put(lambda: self._fail(request_id, why))
+                    failure = RequestFailed(f"the engine cannot decode the request: {error}")
+                    self._commands.put(lambda: self._fail(request_id, failure))
                 else:
                     self._commands.put(lambda: self._add(seq))
             case messages.Abort(request_id):

@@ -59,9 +59,10 @@ class KVCacheManager:
 
         The last token is always computed, because the next one is drawn from it, and so are tokens
         whose log-probabilities are wanted. A preempted sequence computes two, so that it restarts
-        with a prefill chunk, which makes the worker drop its old state.
+        with a prefill chunk, which makes the worker drop its old state. One whose logits were NaN
+        computes all of them.
         """
-        if not self.prefix_caching:
+        if not self.prefix_caching or seq.is_recomputed:
             return 0
         if seq.params.prompt_logprobs is not None:
             return len(seq.prompt_logprobs)
@@ -85,7 +86,8 @@ class KVCacheManager:
         """Let other sequences use the full computed pages of a running one."""
         if self.prefix_caching:
             full, num_drafts = self._full_pages(seq), self._num_draft_pages(seq)
-            self.tree.publish(seq.token_ids, full, num_drafts, seq.params.cache_salt)
+            salt, is_proven = seq.params.cache_salt, seq.is_decoding
+            self.tree.publish(seq.token_ids, full, num_drafts, salt, is_proven=is_proven)
 
     def reserve(self, seq: Sequence, num_tokens: int) -> None:
         """Grow `seq` to cover `num_tokens` positions.
@@ -126,8 +128,16 @@ class KVCacheManager:
             full = self._full_pages(seq)
             del seq.page_ids[: len(full)]
             num_drafts = self._num_draft_pages(seq)
-            self.tree.retire(seq.token_ids, full, num_drafts, seq.params.cache_salt)
+            salt, is_proven = seq.params.cache_salt, seq.is_decoding
+            self.tree.retire(seq.token_ids, full, num_drafts, salt, is_proven=is_proven)
         self.trim(seq, 0)
+
+    def discard(self, seq: Sequence) -> None:
+        """Free every page of `seq`, whose logits are NaN; cache only what drew tokens before."""
+        if not seq.is_decoding:  # else its last token was drawn from all that is computed
+            kept = self.tree.remove_unproven(seq.token_ids, seq.params.cache_salt)
+            seq.num_computed = min(seq.num_computed, kept * self.page_size)
+        self.release(seq)
 
     def _full_pages(self, seq: Sequence) -> list[int]:
         """Return the pages that are full of computed tokens, and whose next token is known."""

@@ -102,6 +102,8 @@ class _Node:
     key: _Key
     parent: _Node | None
     has_draft: bool = False
+    is_proven: bool = False
+    """Whether a token was drawn after it, so that it holds no NaN."""
     children: dict[_Key, _Node] = field(default_factory=dict)
 
 
@@ -162,13 +164,17 @@ class PrefixTree:
         page_ids: Sequence[int],
         num_draft_pages: int,
         salt: str | None = None,
+        *,
+        is_proven: bool = False,
     ) -> None:
         """Insert the pages of a running sequence, up to the first that the tree has already.
 
         Beyond that one the sequence would hold cached pages, but not their ancestors.
         token_ids: the tokens of the pages and the one after them. num_draft_pages: see `PrefixHit`.
+        is_proven: whether a token was drawn after the pages.
         """
-        self._insert(token_ids, page_ids, num_draft_pages, salt, stop_at_others=True)
+        known = num_draft_pages, is_proven
+        self._insert(token_ids, page_ids, known, salt, stop_at_others=True)
 
     def retire(
         self,
@@ -176,9 +182,12 @@ class PrefixTree:
         page_ids: Sequence[int],
         num_draft_pages: int,
         salt: str | None = None,
+        *,
+        is_proven: bool = False,
     ) -> None:
         """Insert the pages of a sequence that ends and drop its references; see `publish`."""
-        path = self._insert(token_ids, page_ids, num_draft_pages, salt, stop_at_others=False)
+        known = num_draft_pages, is_proven
+        path = self._insert(token_ids, page_ids, known, salt, stop_at_others=False)
         self._allocator.release(page_ids)
         for node in reversed(path):
             if self._allocator.references(node.page) == 1:
@@ -194,6 +203,34 @@ class PrefixTree:
             del self._children_of(node.parent)[node.key], self._nodes[page]
             self._allocator.release([page])
         self.num_evicted += count
+
+    def remove_unproven(self, token_ids: Sequence[int], salt: str | None = None) -> int:
+        """Drop the pages of a text that no token was drawn from, and all pages after them.
+
+        Sequences that hold such pages keep them. Return the number of pages before them.
+        """
+        children, number = self._first, 0
+        while (number + 1) * self._page_size < len(token_ids):
+            key = self._key(token_ids, number, salt)
+            node = children.get(key)
+            if node is None:
+                break
+            if not node.is_proven:
+                del children[key]
+                self._drop(node)
+                break
+            children, number = node.children, number + 1
+        return number
+
+    def _drop(self, top: _Node) -> None:
+        """Drop the references of a node and all nodes under it."""
+        left = [top]
+        while left:
+            node = left.pop()
+            left += node.children.values()
+            del self._nodes[node.page]
+            self._idle.pop(node.page, None)
+            self._allocator.release([node.page])
 
     def page_texts(self) -> Iterator[tuple[int, list[int], bool]]:
         """Yield every cached page: id, tokens up to the one after it, whether it has draft KV."""
@@ -235,12 +272,16 @@ class PrefixTree:
         self,
         token_ids: Sequence[int],
         page_ids: Sequence[int],
-        num_draft_pages: int,
+        known: tuple[int, bool],
         salt: str | None,
         *,
         stop_at_others: bool,
     ) -> list[_Node]:
-        """Return the nodes of a sequence, adding those that are missing."""
+        """Return the nodes of a sequence, adding those that are missing.
+
+        known: how many pages have draft KV, and whether the pages are proven.
+        """
+        num_draft_pages, is_proven = known
         path: list[_Node] = []
         parent: _Node | None = None
         for number, page in enumerate(page_ids):
@@ -248,6 +289,7 @@ class PrefixTree:
             node = self._children_of(parent).get(key) or self._add(parent, key, page)
             if node.page == page:
                 node.has_draft |= number < num_draft_pages
+                node.is_proven |= is_proven
             elif stop_at_others:
                 break
             path.append(node)

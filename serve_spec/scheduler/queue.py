@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableSequence
+from collections.abc import Callable, Container, Iterator, Mapping, MutableSequence
 from itertools import islice
 
 from serve_spec.core.plan import ScheduledRequest
@@ -79,9 +79,14 @@ class RequestQueue:
         assert all(not seq.page_ids for seq in self.waiting), "a waiting sequence holds pages"
         assert len(self.running) <= self._max_num_seqs, "more sequences run than allowed"
 
-    def admit(self) -> None:
-        """Admit waiting sequences in order while their uncached tokens fit the free pages."""
+    def admit(self, in_flight: Container[str] = ()) -> None:
+        """Admit waiting sequences in order while their uncached tokens fit the free pages.
+
+        in_flight: requests of a step whose result is not known; they wait for it.
+        """
         for seq in tuple(islice(self.waiting, len(self._free_slots))):
+            if seq.request_id in in_flight:
+                continue
             hit = self.cache.find(seq)
             if not self.cache.can_start(seq, hit, len(seq) + 1):
                 break  # first come, first served
@@ -148,12 +153,28 @@ class RequestQueue:
 
     def preempt(self, seq: Sequence) -> None:
         """Move a running sequence back, to the front of the waiting ones of its priority."""
+        self._move_back(seq)
+        self.num_preemptions += 1
+
+    def drop_broken(self, seq: Sequence) -> bool:
+        """Move a sequence whose logits are NaN back, to be computed anew; the second time end it.
+
+        Return whether it has ended. What was NaN may be a rejected draft, or a cached page.
+        """
+        self.cache.discard(seq)
+        if seq.is_recomputed:
+            self.finish(seq, FinishReason.ABORT)
+        else:
+            seq.is_recomputed = seq.has_broken_draft = True
+            self._move_back(seq)
+        return seq.finished
+
+    def _move_back(self, seq: Sequence) -> None:
         self._leave(seq)
         seq.forget_computed()
         priority = seq.params.priority
         first = (place for place, s in enumerate(self.waiting) if s.params.priority >= priority)
         self.waiting.insert(next(first, len(self.waiting)), seq)
-        self.num_preemptions += 1
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End a sequence and free what it holds."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from math import isnan
 from typing import NamedTuple
 
 from serve_spec.config import SchedulerConfig
 from serve_spec.core.draft import PLAIN, TextDrafter
+from serve_spec.core.errors import BrokenLogits, RequestFailed
 from serve_spec.core.plan import BatchResult, ScheduledBatch, ScheduledRequest
 from serve_spec.core.request import FinishReason
 from serve_spec.core.round import AS_DRAWN, DecodeBatch, RoundSteps
@@ -82,6 +84,8 @@ class Scheduler:
         self.on_leave: Callable[[Sequence], None] = lambda seq: None
         """Called with every sequence that leaves the batch: finished, aborted or preempted."""
         self.queue = RequestQueue(cache, limits.max_num_seqs, self._forget, first_draft_entry)
+        self.failed: dict[str, RequestFailed] = {}
+        """Requests that a step ended, and why; the engine empties it after each step."""
         self._newest: ScheduledBatch | None = None
         self._postponed: PostponedChoice | None = None
 
@@ -98,7 +102,7 @@ class Scheduler:
         are none now, one more step hardly adds any.
         """
         in_flight = {} if before is None else {req.request_id: req for req in before.requests}
-        self.queue.admit()
+        self.queue.admit(in_flight)
         decoding, prompts = self.queue.after_step(in_flight)
         if before is not None and (
             not (decoding or prompts)
@@ -170,6 +174,8 @@ class Scheduler:
     ) -> list[CommittedRequest]:
         """Append emitted tokens, finish sequences that end, return surplus pages.
 
+        A sequence whose logits are NaN commits nothing: see `RequestQueue.drop_broken`.
+
         cut: returns how many of the tokens the text keeps, and why it ends (stop, length), if so.
         """
         by_id = {seq.request_id: seq for seq in self.queue.running}
@@ -178,6 +184,7 @@ class Scheduler:
             if seq is not None:
                 seq.has_broken_draft = True
         drawn = iter(zip(result.token_ids, plan.verified_drafts(result), strict=True))
+        broken = set(result.broken_logits)
         number = -1
         committed = []
         for req in plan.requests:
@@ -186,8 +193,12 @@ class Scheduler:
             seq = by_id.get(req.request_id)
             if seq is None:
                 continue  # it ended while the step ran
-            if req.scored_ids:
-                seq.prompt_logprobs += result.prompt_logprobs[req.request_id]
+            scores = result.prompt_logprobs[req.request_id] if req.scored_ids else ()
+            if (req.samples and number in broken) or any(isnan(each.logprob) for each in scores):
+                if self.queue.drop_broken(seq):
+                    self.failed[seq.request_id] = BrokenLogits()
+                continue
+            seq.prompt_logprobs += scores
             if tokens is None:
                 seq.num_computed = req.length
                 self.cache.publish(seq)

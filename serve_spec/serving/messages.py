@@ -104,11 +104,15 @@ class Refused:
 
 @dataclass(frozen=True)
 class Failed:
-    """The engine failed the request. overloaded: because its queue is full."""
+    """The engine failed the request. overloaded: because its queue is full.
+
+    is_final: no other replica would do better.
+    """
 
     message: str
     overloaded: bool = False
     replica: str = ""
+    is_final: bool = False
 
 
 @dataclass(frozen=True)

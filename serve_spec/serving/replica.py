@@ -10,7 +10,7 @@ from typing import Any
 from ray import serve
 
 from serve_spec.config import ServeSpecConfig
-from serve_spec.core.errors import EngineOverloaded, InvalidRequest
+from serve_spec.core.errors import EngineOverloaded, InvalidRequest, RequestFailed
 from serve_spec.log import TRACE_ID, get_logger
 from serve_spec.serving.autoscaling import NUM_REQUESTS
 from serve_spec.serving.connections import ResponseQueue, RouterAddress, RouterConnections
@@ -151,7 +151,8 @@ class EngineReplica:
             overloaded = isinstance(error, EngineOverloaded)
             if not overloaded:
                 logger.error("request %s (%s): %r", request.request_id, request.trace_id, error)
-            emit(Failed(str(error), overloaded, self._name))
+            is_final = isinstance(error, RequestFailed)
+            emit(Failed(str(error), overloaded, self._name, is_final))
         finally:
             self._loop.cancel(request.request_id)
             timer.end()

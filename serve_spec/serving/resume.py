@@ -96,10 +96,11 @@ class _Attempts:
             ReplicaLost: the item is a failure, and another replica may succeed.
             ApiError: the replica is full; a request that has started before may wait.
         """
-        if isinstance(item, messages.Failed) and not item.overloaded:
-            raise errors.ReplicaLost(errors.engine_failed(item.message), replica=item.replica)
-        if isinstance(item, messages.Failed) and self._may_wait:
-            raise errors.queue_full(item.message, 1)
+        if isinstance(item, messages.Failed) and not item.is_final:
+            if not item.overloaded:
+                raise errors.ReplicaLost(errors.engine_failed(item.message), replica=item.replica)
+            if self._may_wait:
+                raise errors.queue_full(item.message, 1)
         if isinstance(item, messages.Accepted):
             is_first, self._was_accepted = not self._was_accepted, True
             self._replica, self._give_up_at = item.replica, float("inf")

@@ -9,7 +9,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from serve_spec.core.errors import BrokenLogits
 from serve_spec.log import get_logger
 from serve_spec.ops import acceptance, draw, rejection, score_edits
 from serve_spec.ops.acceptance import AcceptedPath, RequestTokens
@@ -123,15 +122,21 @@ class Verifier:
         )
 
 
-def read_results(table: list[list[int]]) -> tuple[list[list[int]], tuple[int, ...]]:
-    """Return the emitted tokens of `StepBuffers.results`, and which requests have a draft of -1.
+def read_results(
+    table: list[list[int]],
+) -> tuple[list[list[int]], tuple[int, ...], tuple[int, ...]]:
+    """Return the emitted tokens of `StepBuffers.results`, and two lists of requests.
 
-    Raises BrokenLogits: the target's logits held NaN, or nothing finite (-1: see `ops.draw`).
+    Those with a draft of -1, and those with a token of -1 (see `ops.draw`), which is left out: the
+    target's logits held NaN, or nothing finite.
     """
     token_ids = [row[2 : row[0] + 3] for row in table]
-    if any(token < 0 for tokens in token_ids for token in tokens):
-        raise BrokenLogits
-    return token_ids, tuple(b for b, row in enumerate(table) if row[1])
+    broken_drafts = tuple([b for b, row in enumerate(table) if row[1]])
+    # A draft of -1 is never accepted, so only the last token can be -1.
+    broken_logits = tuple([b for b, tokens in enumerate(token_ids) if tokens and tokens[-1] < 0])
+    for b in broken_logits:
+        token_ids[b].pop()
+    return token_ids, broken_drafts, broken_logits
 
 
 def survival_table(forced: Acceptance, max_depth: int) -> Tensor:

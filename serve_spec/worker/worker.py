@@ -367,12 +367,14 @@ class _StepInFlight:
         self.timer.wait("verified")
         num_requests = self.num_requests
         read_back, shares = self.read_back, self.read_back.shares
-        token_ids, broken_drafts = read_results(read_back.results[:num_requests].tolist())
+        results = read_back.results[:num_requests].tolist()
+        token_ids, broken_drafts, broken_logits = read_results(results)
         return BatchResult(
             token_ids=token_ids,
             draft_ms=self.timer.ms("start", "drafted"),
             verify_ms=self.timer.ms("drafted", "verified"),
             broken_drafts=broken_drafts,
+            broken_logits=broken_logits,
             num_drafts=[count - 1 for count in read_back.query_lens[:num_requests].tolist()],
             draft_shares=shares[:num_requests].copy() if shares.size else None,
             logprobs={} if self.logprobs is None else self.logprobs(token_ids),

@@ -24,7 +24,7 @@ import random
 from itertools import repeat
 
 from serve_spec.config import ConfigError
-from serve_spec.core.errors import EngineOverloaded, InvalidRequest
+from serve_spec.core.errors import EngineOverloaded, InvalidRequest, RequestFailed
 from serve_spec.core.record import StepTimes
 from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta, TokenLogprob
 from serve_spec.core.round import RoundNotes
@@ -216,6 +216,8 @@ class FakeLoop(StandIn):
         command = self.tokenizer.decode(ids[:1]).strip()
         if command == "fail":
             raise RuntimeError("the engine thread died: boom")
+        if command == "nothing":
+            raise RequestFailed("NaN logits")
         if command == "full":
             raise EngineOverloaded("max_waiting_seqs=0 requests wait")
         if command == "die" and emitted:

@@ -107,6 +107,8 @@ async def test_refusals_and_failures_are_values_and_end_the_request(start):
     assert refused.error.too_long
     (failed,) = await items(replica, "fail")
     assert failed == Failed("the engine thread died: boom", replica="r1")
+    (final,) = await items(replica, "nothing")
+    assert final == Failed("NaN logits", replica="r1", is_final=True)
     (full,) = await items(replica, "full")
     assert full.overloaded
     *_, broken = await items(replica, "break", max_tokens=9)

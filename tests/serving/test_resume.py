@@ -161,6 +161,13 @@ def test_a_request_that_has_lost_two_replicas_is_not_given_to_a_third(life):
     assert len(fleet.requests) == 2
 
 
+def test_what_no_replica_could_answer_is_not_given_to_another():
+    fleet = MortalFleet(Failed("NaN logits", replica="r1", is_final=True))
+    (failed,) = listen(fleet, request()).deltas
+    assert failed.message == "NaN logits"
+    assert len(fleet.requests) == 1
+
+
 @pytest.mark.parametrize("error", [no_replica("none"), queue_full("full", 1)], ids=str)
 def test_what_nobody_took_yet_is_refused_at_once(error):
     fleet = MortalFleet(error)
@@ -228,6 +235,7 @@ async def test_a_round_that_completes_no_text_sends_nothing_but_counts():
         ([Refused(InvalidRequest("top_k", 3, "no"))], 400, "top_k"),
         ([Refused(InvalidRequest("prompt", "x", "no", too_long=True))], 413, "prompt"),
         ([Failed("boom")], 500, None),
+        ([ACCEPTED, Failed("boom", is_final=True)], 500, None),
         ([Failed("boom", overloaded=True)], 429, None),
         ([ACCEPTED, Failed("boom")], 500, None),
         ([no_replica("gone")], 503, None),

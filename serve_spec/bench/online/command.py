@@ -271,4 +271,5 @@ def run_offline(
             if delta.finish_reason is not None:
                 served[delta.request_id] = running.pop(delta.request_id).served()
                 on_end(1)
+        engine.raise_failed()
     return LoadRun([served[str(number)] for number in range(len(requests))])

@@ -11,6 +11,7 @@ import torch
 
 from serve_spec.config.algorithms import ALGORITHMS, Algorithm
 from serve_spec.core.draft import TextDrafts
+from serve_spec.core.errors import BrokenLogits
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine import build, engine
@@ -163,3 +164,113 @@ def test_under_a_broken_clock_texts_and_figures_stay_what_they_are(
     shown = llm.engine.snapshot()
     json.dumps(shown, allow_nan=False)
     assert shown["num_fallbacks"] == 0, "goodput uses its table, the others read no clock"
+
+
+POISON = 101  # of the first rank's share
+"""A token whose KV is NaN, as after an overflow in float16."""
+
+
+def poison(llm):
+    """Give one token an embedding of NaN."""
+    table = llm.engine.worker.target.model.embed_tokens
+    weight = table.weight.detach().clone()  # the output matrix may be the same one
+    weight[POISON] = torch.nan
+    table.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+
+class PoisonDrafter(InvalidDrafter):
+    """Drafts the poison behind every third token."""
+
+    def propose(self, request_id, token_ids, most):
+        return (POISON,) * min(most, 2) if len(token_ids) % 3 == 0 else ()
+
+
+def run_beside(llm, prompts, bad, params):
+    """Return the texts of prompts, and why each of the others, which come later, failed."""
+    engine = llm.engine
+    given = [engine.new_sequence(f"good{i}", prompt, params) for i, prompt in enumerate(prompts)]
+    given += [engine.new_sequence(f"bad{i}", prompt, params) for i, prompt in enumerate(bad)]
+    done, failed, num_steps = {seq.request_id: [] for seq in given}, {}, 0
+    while engine.has_work or given:
+        if given and num_steps % 2 == 0:
+            engine.add(given.pop(0))
+        for delta in engine.step():
+            done[delta.request_id] += delta.token_ids
+        failed |= engine.take_failed()
+        engine.scheduler.queue.check_integrity()
+        num_steps += 1
+    good = [tuple(done[f"good{i}"]) for i in range(len(prompts))]
+    assert all(not done[name] for name in failed)
+    return good, {name: str(error) for name, error in failed.items()}
+
+
+PREFIX = [(7 * i) % 100 for i in range(40)]
+GOOD = [[*PREFIX, 1, 2], [3, 4, 5], [*PREFIX, 9], [6] * 30]
+BAD = [[5, POISON, 9], [*PREFIX, POISON, *PREFIX], [*PREFIX, *[8] * 9, POISON]]
+SOUND = SamplingParams(
+    max_tokens=24, temperature=0.8, seed=3, ignore_eos=True, bad_token_ids=[POISON]
+)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"async_scheduling": True},
+        {"algorithm": "EAGLE3", "num_steps": 3},
+        {"algorithm": "EAGLE3", "num_steps": 3, "async_scheduling": True},
+        {"algorithm": "EAGLE3", "num_steps": 3, "speculative_eagle_topk": 3},
+        {"algorithm": "STANDALONE", "num_steps": 3, "tensor_parallel_size": 2},
+    ],
+)
+def test_a_request_whose_logits_are_nan_fails_and_no_other_text_changes(
+    make_llm, threads, overrides
+):
+    plain = texts(make_llm().generate(GOOD, SOUND))
+    llm = make_llm(**overrides, chunked_prefill_size=8)
+    poison(llm)
+    good, failed = run_beside(llm, GOOD, BAD, SOUND)
+    assert good == plain
+    assert set(failed) == {"bad0", "bad1", "bad2"}
+    assert all("target model produced NaN logits" in why for why in failed.values())
+    for _, token_ids, _ in llm.engine.scheduler.cache.tree.page_texts():
+        assert POISON not in token_ids[:-1], "a page of a failed request is cached"
+    # Their pages are used anew, and what was cached before is sound.
+    assert run_beside(llm, GOOD, BAD, SOUND)[0] == plain
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_draft_whose_kv_is_nan_changes_no_text(make_llm, monkeypatch, topk, ahead):
+    drafter = Algorithm(f"{__name__}:build_poison", from_text=True)
+    monkeypatch.setitem(ALGORITHMS, "POISON", drafter)
+    plain = texts(make_llm().generate(GOOD, SOUND))
+    llm = make_llm("POISON", 3, speculative_eagle_topk=topk, async_scheduling=ahead)
+    poison(llm)
+    assert run_beside(llm, GOOD, [], SOUND) == (plain, {})
+
+
+def build_poison(config, encode, max_steps):
+    return PoisonDrafter()
+
+
+def test_a_prompt_whose_log_probabilities_are_nan_fails(make_llm):
+    llm = make_llm()
+    poison(llm)
+    params = replace(SOUND, prompt_logprobs=1)
+    _, failed = run_beside(llm, GOOD[:1], [[5, POISON, *[9] * 40]], params)
+    assert set(failed) == {"bad0"}
+
+
+def test_an_engine_is_broken_after_several_requests_with_nan_logits_in_a_row(make_llm):
+    llm = make_llm()
+    poison(llm)
+    most = engine.MAX_BROKEN_REQUESTS
+    run_beside(llm, [], BAD[:1] * (most - 1), SOUND)
+    llm.engine.check_health()
+    run_beside(llm, GOOD[:1], BAD[:1] * (most - 1), SOUND)
+    llm.engine.check_health()
+    run_beside(llm, [], BAD[:1] * most, SOUND)
+    with pytest.raises(BrokenLogits):
+        llm.engine.check_health()

@@ -7,12 +7,14 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 from msgspec import Raw
 
 from serve_spec.config import ServeSpecConfig
-from serve_spec.core.errors import EngineOverloaded, InvalidRequest
+from serve_spec.core.errors import EngineOverloaded, InvalidRequest, RequestFailed
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import FinishReason, SamplingParams
+from serve_spec.engine.engine import MAX_BROKEN_REQUESTS
 from serve_spec.engine.messages import Add, encode, hang_up
 from tests.helpers.local_engine import LocalEngine
 from tests.helpers.plain_logprobs import close_entries
@@ -162,6 +164,33 @@ def test_a_dead_engine_ends_every_stream_and_fails_the_health_check(config, monk
             await loop.submit(PROMPT, params(), "2")
 
     asyncio.run(scenario())
+    loop.shutdown()
+
+
+def test_nan_logits_fail_their_request_and_the_health_check_after_several_in_a_row(config):
+    loop = LocalEngine(config)
+    table = loop.engine.worker.target.model.embed_tokens
+    weight = table.weight.detach().clone()
+    weight[77] = torch.nan
+    table.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+    async def scenario():
+        staying = await loop.submit(PROMPT, params(max_tokens=60), "staying")
+        _, end = await begin(staying)
+        for number in range(MAX_BROKEN_REQUESTS - 1):
+            with pytest.raises(RequestFailed, match="NaN logits"):
+                await collect(await loop.submit([5, 77], params(), f"bad{number}"))
+        await end
+        loop.check_health()
+        for number in range(MAX_BROKEN_REQUESTS):
+            with pytest.raises(RequestFailed, match="NaN logits"):
+                await collect(await loop.submit([5, 77], params(), f"more{number}"))
+        while True:
+            loop.check_health()
+            await asyncio.sleep(0.01)
+
+    with pytest.raises(RuntimeError, match="NaN logits"):
+        asyncio.run(asyncio.wait_for(scenario(), 60))
     loop.shutdown()
 
 
