@@ -28,6 +28,9 @@ from serve_spec.core.round import DecodeBatch, Reason, RoundNotes, RoundSteps
 MOVE_GAIN = 1.015
 """Predicted gain that changes the depth; turning off needs none."""
 
+MOST_KEPT_ROUNDS = 4 * PLAN_ROUNDS
+"""Most rounds that are kept to learn from; a plan lasts for half as many."""
+
 SMALL_TREES = {1: (DraftShape(4, 15, 4), DraftShape(6, 31, 4)), 9: ()}
 """Trees that goodput may choose though none are configured, by the least batch size."""
 DEFAULT_MAX_STEPS = 7
@@ -154,6 +157,8 @@ class GoodputPolicy(StepPolicy):
         """Keep a round until the next plan, unless an earlier policy asked for it."""
         if record.shape in self.shapes:
             self._to_learn.append(record)
+        if len(self._to_learn) >= MOST_KEPT_ROUNDS:  # while no request may draft, no plan comes
+            self._learn()
 
     def _learn(self) -> None:
         records, self._to_learn = self._to_learn, []

@@ -269,6 +269,7 @@ class EngineClient:
         for request_id, why in message.failed.items():
             if (stream := self._streams.pop(request_id, None)) is not None:
                 stream.put(RequestFailed(why))
+            self._outputs.forget(request_id)
 
     def _lose(self, reason: str) -> None:
         """Note that the engine is lost, and tell all streams. The first reason counts."""

@@ -32,6 +32,10 @@ class OutputProcessor:
         """Begin the text of a request."""
         self._texts[seq.request_id] = OutputText(self._tokenizer, seq)
 
+    def forget(self, request_id: str) -> None:
+        """Drop the text of a request that has no last delta."""
+        self._texts.pop(request_id, None)
+
     def process(self, deltas: Iterable[TokenDelta]) -> list[TokenDelta]:
         """Return the deltas with texts; drop those of texts that have ended."""
         processed = []
