@@ -39,7 +39,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 """The adaptive configs that SGLang publishes; `configs/adaptive/` holds the same as files."""
 
-MAX_STEPS = 64
+MAX_TREE_TOKENS = 64
+"""Most tokens of a tree or chain, root included; as `core.draft.MAX_TREE_TOKENS`."""
+MAX_STEPS = MAX_TREE_TOKENS - 1
 """Maximum depth of a chain or tree; deeper drafts are rarely accepted."""
 
 _TREES_FIX = (

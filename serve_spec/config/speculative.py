@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 
 from serve_spec.config.adaptive_file import (
     MAX_STEPS,
+    MAX_TREE_TOKENS,
     READ_BY,
     AdaptiveSource,
     Preset,
@@ -22,10 +23,6 @@ from serve_spec.config.base import CHECKPOINT, ConfigError, Refusal, StrictModel
 
 RejectionMethod = Literal["coupled", "standard", "block"]
 Strategy = Literal["ema", "goodput", "per_request", "static"]
-
-
-MAX_TREE_TOKENS = 64
-"""Most tokens of a tree, root included; as `core.draft.MAX_TREE_TOKENS`."""
 
 
 def max_tree_tokens(topk: int, num_steps: int) -> int:

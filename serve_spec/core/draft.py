@@ -25,7 +25,7 @@ from functools import cache
 from typing import NamedTuple, Protocol
 
 MAX_TREE_TOKENS = 64
-"""Most tokens of a request that a tree mask has bits for: a root and its drafts, or all beams."""
+"""Most tokens of a request in a round: a root and its drafts, or all beams. A mask has 64 bits."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -46,7 +46,7 @@ from serve_spec.structured.masks import Grammars
 from serve_spec.worker.eagle import DraftModel
 from serve_spec.worker.forward import TargetRunner
 from serve_spec.worker.graphs import GraphRecorder, batch_sizes, token_counts
-from serve_spec.worker.request_slots import RING_TOKENS, RequestSlots
+from serve_spec.worker.request_slots import RequestSlots
 from serve_spec.worker.tensor_parallel import TensorParallelWorker
 from serve_spec.worker.worker import SpecWorker, WorkerSettings
 
@@ -253,7 +253,7 @@ def build_worker(
     )
     # Two steps in flight may write past the end of a text: all drafts of one, and the accepted
     # ones of the other.
-    max_pages = -(-(target.max_model_len + RING_TOKENS + MAX_TREE_TOKENS) // page_size)
+    max_pages = -(-(target.max_model_len + 2 * MAX_TREE_TOKENS) // page_size)
     vocab_size, eos_token_ids = target.shape.vocab_size, target.shape.eos_token_ids
     slots = RequestSlots(
         config.scheduler.max_num_seqs, max_pages, runner.pool.scratch_page, vocab_size, device

@@ -262,6 +262,8 @@ class CapturedShapes:
         if not self._extends:
             # A step leaves max_depth + 1 entries missing, and `_extend_known` leaves one.
             widest = max(WIDE_EXTEND, self._buffers.max_depth + 2)
+            ring = self._buffers.slots.recent.shape[1]
+            assert widest <= ring, f"draft extend reads {widest} tokens of {ring}"
             all_sizes = [StepSize(n, n) for n in graphs.batch_sizes(self._max_captured)]
             self._extends[widest] = self._extend_stage(widest, all_sizes)
         length = shape.depth + 1

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from serve_spec.core.draft import MAX_TREE_TOKENS
 from serve_spec.core.plan import ScheduledRequest
 from serve_spec.core.request import SamplingParams
 from serve_spec.ops.dispatch import to_device
@@ -19,8 +20,9 @@ from serve_spec.ops.draw import DrawParams
 from serve_spec.ops.noise import seed_words
 from serve_spec.ops.score_edits import GENERATED_ONCE, HELD_BACK, IN_PROMPT, ScoreEdits
 
-RING_TOKENS = 64
-"""Newest tokens kept for each request: a power of two, more than any draft extend reads."""
+RING_TOKENS = 2 * MAX_TREE_TOKENS
+"""Newest tokens kept for each request: a power of two, more than any draft extend reads, which
+is one token more than a round commits."""
 
 
 class RequestSlots:

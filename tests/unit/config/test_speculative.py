@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from serve_spec.config import ConfigError, ServeSpecConfig
+from serve_spec.config.adaptive_file import MAX_STEPS
 from serve_spec.config.root import parse_override
 from serve_spec.config.speculative import parse_update
 from serve_spec.core.draft import MAX_TREE_TOKENS
@@ -182,8 +183,8 @@ def test_an_invalid_live_update_is_refused(settings, complaint):
 @pytest.mark.parametrize(
     ("section", "key", "most"),
     [
-        ("speculative", "speculative_num_steps", 64),
-        ("speculative", "speculative_num_draft_tokens", 65),
+        ("speculative", "speculative_num_steps", MAX_TREE_TOKENS - 1),
+        ("speculative", "speculative_num_draft_tokens", MAX_TREE_TOKENS),
         ("speculative", "speculative_ngram_max_match_window_size", 256),
         ("model", "max_model_len", 2**21),
         ("model", "tensor_parallel_size", 1024),
@@ -198,5 +199,7 @@ def test_absurd_numbers_are_refused_before_anything_is_loaded(drafting, section,
     told = rf"^{section}\.{key}={most + 1}: input should be less than or equal to {most}"
     with pytest.raises(ConfigError, match=told):
         ServeSpecConfig.load(drafting, **{key: most + 1})
-    whole_chain = {"speculative_num_steps": 64} if key == "speculative_num_draft_tokens" else {}
+    whole_chain = (
+        {"speculative_num_steps": MAX_STEPS} if key == "speculative_num_draft_tokens" else {}
+    )
     ServeSpecConfig.load(drafting, **{key: most, **whole_chain})

@@ -138,7 +138,12 @@ def check_drafts(pair, algorithm, head, depths, ids, plain, *, ahead):
     """Compare what an engine drafts after a prompt in chunks, then after a prefix hit, with the
     plain head's; return how many drafts the texts kept."""
     llm = llm_maker(Pair(pair.target, {algorithm: head}), "cpu")(
-        algorithm, STEPS, max_num_batched_tokens=16, max_num_seqs=1, async_scheduling=ahead
+        algorithm,
+        STEPS,
+        max_num_batched_tokens=16,
+        max_num_seqs=1,
+        async_scheduling=ahead,
+        max_model_len=192,
     )
     switch_every_round(llm, depths, ragged=False)
     prompt = [(7 * i) % 250 for i in range(21)]

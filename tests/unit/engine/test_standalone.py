@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from serve_spec import LLM
+from serve_spec.config.adaptive_file import MAX_STEPS
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.request import SamplingParams
 from serve_spec.layers.quantized import int4_works, int8_works
@@ -63,6 +64,19 @@ def test_every_draft_of_the_target_itself_is_kept_whatever_happens(
     ]
     assert len(whole) > 10
     assert all(num_steps == kept for num_steps, kept in whole)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_deepest_chain_that_is_allowed_is_kept_whole(make_llm, ahead):
+    """Also after rounds without drafts, one of which is in flight."""
+    llm = make_llm("STANDALONE", MAX_STEPS, async_scheduling=ahead, max_model_len=512)
+    switch_every_round(llm, [MAX_STEPS, 0, 0, MAX_STEPS, MAX_STEPS], ragged=False)
+    rounds = recorded_rounds(llm)
+    params = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+    llm.generate([[1, 2, 3], [4, 5]], params)
+    kept = [len(tokens) - 1 for row, tokens in rounds if row.num_steps == MAX_STEPS]
+    assert kept
+    assert set(kept) == {MAX_STEPS}
 
 
 @pytest.mark.parametrize(("topk", "padding"), [(1, 3), (2, 64)])
