@@ -185,7 +185,8 @@ class BatchResult:
 
     `broken_drafts`: indices of sampling requests whose draft gave NaN or an unknown token; their
     text is still correct. `broken_logits`: indices of those whose target gave NaN, so that not all
-    their tokens could be drawn. `idle_ms`: time the device was idle before the step, 0 if unknown.
+    their tokens could be drawn. `late_masks`: indices of those that drew without their masks: all
+    their tokens are void. `idle_ms`: time the device was idle before the step, 0 if unknown.
 
     `num_drafts`: drafts verified of each sampling request; empty: all that were planned.
     `draft_shares` float32 [B, N]: how likely each draft of the sampling requests seemed, see
@@ -200,6 +201,7 @@ class BatchResult:
     verify_ms: float
     broken_drafts: tuple[int, ...] = ()
     broken_logits: tuple[int, ...] = ()
+    late_masks: tuple[int, ...] = ()
     idle_ms: float = 0.0
     num_drafts: Sequence[int] = ()
     draft_shares: NDArray[np.float32] | None = None

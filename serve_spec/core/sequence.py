@@ -44,6 +44,8 @@ class Sequence:
     """Its draft gave NaN or an unknown token, so it stops drafting."""
     is_recomputed: bool = False
     """Its logits were NaN, so it was computed anew: without drafts and cached pages."""
+    has_slow_masks: bool = False
+    """A mask of its grammar took long, so it stops drafting."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     """Log-probabilities of prompt tokens 1 .., as far as computed; empty unless wanted."""
     finish_reason: FinishReason | None = None

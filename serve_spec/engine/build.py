@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -100,7 +102,11 @@ def _build_engine(
     policy = _policy(config, loaded)
     max_model_len = target.max_model_len
     _check_sizes(config, policy, num_pages, max_model_len)
-    worker = build_worker(config, loaded, worker_ranks)
+    worker = build_worker(
+        config,
+        loaded,
+        SpecWorker if worker_ranks is None else partial(TensorParallelWorker, worker_ranks),
+    )
     with stage("preparing the draft shapes (CUDA graphs on a GPU)"):
         worker.init_states(policy.shapes)
     _check_first_logits(config, loaded, worker, tokenizer.encode(_FIRST_PROMPT)[:max_model_len])
@@ -231,10 +237,11 @@ def load_models(config: ServeSpecConfig, parallel: TensorParallel) -> LoadedMode
     return LoadedModels(target, head, num_pages, dtype, device, parallel)
 
 
-def build_worker(
-    config: ServeSpecConfig, loaded: LoadedModels, worker_ranks: WorkerRanks | None = None
-) -> SpecWorker:
-    """Return one rank's worker, without captured shapes yet. worker_ranks: of rank 0, if any."""
+W = TypeVar("W", bound=SpecWorker)
+
+
+def build_worker(config: ServeSpecConfig, loaded: LoadedModels, create: Callable[..., W]) -> W:
+    """Return one rank's worker, without captured shapes yet. create: its class."""
     target, head = loaded.target, loaded.head
     device, num_pages, page_size = loaded.device, loaded.num_pages, config.cache.page_size
     features = drafter = None
@@ -264,10 +271,10 @@ def build_worker(
         eos_token_ids,
         target.shape.num_ids,
     )
-    compiler.prepare()
+    if loaded.parallel.rank == 0:  # which alone makes masks
+        compiler.prepare()
     policy = _policy(config, loaded)
     asynchronous = config.model.async_scheduling
-    create = SpecWorker if worker_ranks is None else partial(TensorParallelWorker, worker_ranks)
     return create(
         runner,
         drafter,

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from serve_spec.config import ServeSpecConfig
-from serve_spec.core.errors import EngineOverloaded, InvalidRequest, RequestFailed
+from serve_spec.core.errors import EngineOverloaded, InvalidRequest
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.record import StepRecord
 from serve_spec.core.request import (
@@ -266,9 +266,9 @@ class EngineClient:
         for delta in message.deltas:
             if delta.finish_reason is not None:
                 self._streams.pop(delta.request_id, None)
-        for request_id, why in message.failed.items():
+        for request_id, failure in message.failed.items():
             if (stream := self._streams.pop(request_id, None)) is not None:
-                stream.put(RequestFailed(why))
+                stream.put(failure.error())
             self._outputs.forget(request_id)
 
     def _lose(self, reason: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from serve_spec.adaptive import AdaptiveController
-from serve_spec.core.errors import BrokenLogits, RequestFailed
+from serve_spec.core.errors import BrokenLogits
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch
 from serve_spec.core.record import StepRecord, StepTimes
@@ -124,6 +124,7 @@ class SpecEngine:
         self._overhead_s = 0.0
         """Host time after the results of the step before, which the next step waited for."""
         self.scheduler.on_leave = self._forget
+        self.scheduler.masks = self.worker.grammars
 
     def step(self) -> list[TokenDelta]:
         """Run one step over the batch. Return what it emitted."""
@@ -157,7 +158,7 @@ class SpecEngine:
         self._overhead_s = time.perf_counter() - self._synced_at
         return deltas
 
-    def take_failed(self) -> dict[str, RequestFailed]:
+    def take_failed(self) -> dict[str, Exception]:
         """Return the requests that the last steps ended without an answer, and why."""
         failed, self.scheduler.failed = self.scheduler.failed, {}
         return failed
@@ -256,6 +257,7 @@ class SpecEngine:
         """End the other ranks, if any; no step may run afterwards."""
         if self._worker_ranks is not None:
             self._worker_ranks.stop()
+        self.worker.grammars.close()
         unfreeze_gc()
 
     def _forget(self, seq: Sequence) -> None:

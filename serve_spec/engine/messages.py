@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 
+from serve_spec.core.errors import InvalidRequest, RequestFailed
 from serve_spec.core.record import StepRecord
 from serve_spec.core.request import TokenDelta
 from serve_spec.core.sequence import Sequence
@@ -76,6 +77,27 @@ class Reply(msgspec.Struct, array_like=True):
     error: str | None
 
 
+class Failure(msgspec.Struct, array_like=True):
+    """Why a request ends without an answer. field, value: what is wrong with it, if anything."""
+
+    why: str
+    field: str = ""
+    value: str = ""
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        """Return an error as a message."""
+        if isinstance(error, InvalidRequest):
+            return cls(error.fix, error.field, str(error.value))
+        return cls(str(error))
+
+    def error(self) -> Exception:
+        """Return the error of a message."""
+        if self.field:
+            return InvalidRequest(self.field, self.value, self.why)
+        return RequestFailed(self.why)
+
+
 class EngineMessage(msgspec.Struct, array_like=True, omit_defaults=True):
     """Everything that an engine reports since its last message."""
 
@@ -84,8 +106,8 @@ class EngineMessage(msgspec.Struct, array_like=True, omit_defaults=True):
     records: list[StepRecord] = []
     snapshot: dict[str, Any] | None = None
     """The state for operators, if it is sent this time."""
-    failed: dict[str, str] = {}
-    """Requests that end without an answer, and why."""
+    failed: dict[str, Failure] = {}
+    """Requests that end without an answer."""
     replies: list[Reply] = []
     limits: EngineLimits | None = None
     """Sent once, when the engine is ready."""

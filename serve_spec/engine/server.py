@@ -157,10 +157,10 @@ class EngineServer:
         elif (delta := self._engine.abort(request_id)) is not None:
             self._deliver([delta])
 
-    def _fail(self, request_id: str, error: RequestFailed) -> None:
+    def _fail(self, request_id: str, error: Exception) -> None:
         logger.error("request %s: %s", request_id, error)
         self._open.discard(request_id)
-        self._next.failed[request_id] = str(error)
+        self._next.failed[request_id] = messages.Failure.of(error)
 
     def _call(self, call: messages.Call) -> None:
         error = None

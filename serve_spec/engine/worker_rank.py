@@ -9,6 +9,7 @@ import os
 import pickle
 import sys
 import traceback
+from functools import partial
 
 import torch
 
@@ -16,7 +17,7 @@ from serve_spec.config import ServeSpecConfig
 from serve_spec.engine.build import build_worker, load_models, rank_device
 from serve_spec.parallel.channel import Address, RankChannel
 from serve_spec.parallel.group import join
-from serve_spec.worker.tensor_parallel import run_worker_loop
+from serve_spec.worker.tensor_parallel import FollowingWorker, run_worker_loop
 
 
 def follow(config: ServeSpecConfig, rank: int, size: int, address: Address) -> None:
@@ -31,7 +32,8 @@ def follow(config: ServeSpecConfig, rank: int, size: int, address: Address) -> N
         channel.ready()
         parallel = join(rank, size, device, address, channel.host)
         try:
-            run_worker_loop(build_worker(config, load_models(config, parallel)), channel)
+            create = partial(FollowingWorker, iter(channel))
+            run_worker_loop(build_worker(config, load_models(config, parallel), create))
         finally:
             parallel.close()
 

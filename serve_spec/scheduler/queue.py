@@ -122,15 +122,18 @@ class RequestQueue:
         )
 
     def after_step(
-        self, in_flight: Mapping[str, ScheduledRequest]
+        self, in_flight: Mapping[str, ScheduledRequest], unready: Container[str] = ()
     ) -> tuple[list[Sequence], list[Prompt]]:
         """Return the sequences that decode and the unfinished prompts after a step in flight.
 
         A decoding request gains at least one token, so one that needs no more has ended.
+        unready: requests that sit out.
         """
         decoding: list[Sequence] = []
         prompts: list[Prompt] = []
         for seq in self.running:
+            if seq.request_id in unready:
+                continue
             req = in_flight.get(seq.request_id)
             if req is None:
                 if seq.is_decoding:
@@ -153,7 +156,7 @@ class RequestQueue:
 
     def preempt(self, seq: Sequence) -> None:
         """Move a running sequence back, to the front of the waiting ones of its priority."""
-        self._move_back(seq)
+        self.move_back(seq)
         self.num_preemptions += 1
 
     def drop_broken(self, seq: Sequence) -> bool:
@@ -166,10 +169,11 @@ class RequestQueue:
             self.finish(seq, FinishReason.ABORT)
         else:
             seq.is_recomputed = seq.has_broken_draft = True
-            self._move_back(seq)
+            self.move_back(seq)
         return seq.finished
 
-    def _move_back(self, seq: Sequence) -> None:
+    def move_back(self, seq: Sequence) -> None:
+        """Let a running sequence wait again, to be computed anew."""
         self._leave(seq)
         seq.forget_computed()
         priority = seq.params.priority

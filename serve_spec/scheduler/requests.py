@@ -170,7 +170,7 @@ def missing_after(seq: Sequence, req: ScheduledRequest | None) -> int:
 def usable_steps(seq: Sequence, num_in_flight: int) -> int:
     """Return the most drafts a sequence can use while `num_in_flight` tokens are computed."""
     options = seq.params.speculative
-    if not options.enabled or seq.has_broken_draft:
+    if not options.enabled or seq.has_broken_draft or seq.has_slow_masks:
         return 0
     # The bonus token needs no draft: with r tokens to go, r-1 drafts can still be emitted.
     useful = max(0, seq.num_remaining - num_in_flight - 1)

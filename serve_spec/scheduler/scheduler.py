@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import isnan
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from serve_spec.config import SchedulerConfig
 from serve_spec.core.draft import PLAIN, TextDrafter
-from serve_spec.core.errors import BrokenLogits, RequestFailed
+from serve_spec.core.errors import BrokenLogits
 from serve_spec.core.plan import BatchResult, ScheduledBatch, ScheduledRequest
 from serve_spec.core.request import FinishReason
 from serve_spec.core.round import AS_DRAWN, DecodeBatch, RoundSteps
@@ -36,6 +36,13 @@ from serve_spec.scheduler.requests import (
 
 ChooseSteps = Callable[[DecodeBatch], RoundSteps]
 CutOutput = Callable[[Sequence, list[int]], tuple[int, FinishReason | None]]
+
+
+class MaskSource(Protocol):
+    """Makes the masks of grammars; see `structured.masks.Grammars`."""
+
+    def prepare(self, running: list[Sequence]) -> tuple[set[str], Mapping[str, Exception]]:
+        """Return which requests have no mask of the next draw yet, and which fail, and why."""
 
 
 class CommittedRequest(NamedTuple):
@@ -84,7 +91,8 @@ class Scheduler:
         self.on_leave: Callable[[Sequence], None] = lambda seq: None
         """Called with every sequence that leaves the batch: finished, aborted or preempted."""
         self.queue = RequestQueue(cache, limits.max_num_seqs, self._forget, first_draft_entry)
-        self.failed: dict[str, RequestFailed] = {}
+        self.masks: MaskSource | None = None
+        self.failed: dict[str, Exception] = {}
         """Requests that a step ended, and why; the engine empties it after each step."""
         self._newest: ScheduledBatch | None = None
         self._postponed: PostponedChoice | None = None
@@ -103,7 +111,8 @@ class Scheduler:
         """
         in_flight = {} if before is None else {req.request_id: req for req in before.requests}
         self.queue.admit(in_flight)
-        decoding, prompts = self.queue.after_step(in_flight)
+        unready = set() if before is not None else self._prepare_masks()
+        decoding, prompts = self.queue.after_step(in_flight, unready)
         if before is not None and (
             not (decoding or prompts)
             or any(seq.params.masks_text for seq in (*decoding, *(each.seq for each in prompts)))
@@ -148,6 +157,16 @@ class Scheduler:
         )
         return self._newest
 
+    def _prepare_masks(self) -> set[str]:
+        """Return the running requests whose masks are not ready; end those that have none."""
+        if self.masks is None:
+            return set()
+        unready, failed = self.masks.prepare(self.queue.running)
+        for seq in [seq for seq in self.queue.running if seq.request_id in failed]:
+            self.queue.finish(seq, FinishReason.ABORT)
+        self.failed |= failed
+        return unready
+
     def _reserve_ahead(
         self,
         decoding: list[Sequence],
@@ -184,7 +203,7 @@ class Scheduler:
             if seq is not None:
                 seq.has_broken_draft = True
         drawn = iter(zip(result.token_ids, plan.verified_drafts(result), strict=True))
-        broken = set(result.broken_logits)
+        broken, late = set(result.broken_logits), set(result.late_masks)
         number = -1
         committed = []
         for req in plan.requests:
@@ -193,6 +212,10 @@ class Scheduler:
             seq = by_id.get(req.request_id)
             if seq is None:
                 continue  # it ended while the step ran
+            if req.samples and number in late:
+                seq.has_slow_masks = True
+                self.queue.move_back(seq)
+                continue
             scores = result.prompt_logprobs[req.request_id] if req.scored_ids else ()
             if (req.samples and number in broken) or any(isnan(each.logprob) for each in scores):
                 if self.queue.drop_broken(seq):

@@ -161,6 +161,12 @@ class Matcher:
         return None if self._matcher.is_error() or not words.any() else words
 
     @property
+    def exceeds_limits(self) -> bool:
+        """Return whether the grammar has exceeded the library's limits in this text."""
+        # The library has no code for it; this is its only other problem.
+        return bool(self.problem) and "satisfy the grammar" not in self.problem
+
+    @property
     def problem(self) -> str:
         """Return what went wrong, in one line; empty if nothing did."""
         return _one_line(self._matcher.get_error())

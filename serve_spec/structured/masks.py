@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import repeat, takewhile
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.plan import ScheduledRequest
 from serve_spec.core.request import SamplingParams
+from serve_spec.core.sequence import Sequence as Request
 from serve_spec.log import get_logger
 from serve_spec.structured.compiler import GrammarCompiler, Mask, Matcher
 
@@ -35,6 +40,7 @@ def follow(
     parents: Sequence[int],
     ends: Mask,
     mask_at: Callable[[list[int]], Mask],
+    nodes: list[Node] | None = None,
 ) -> list[Node]:
     """Return one node per draft; the matcher is restored, unless it has a `problem` now.
 
@@ -42,8 +48,9 @@ def follow(
     -1 (no token), is the last of its path.
     token_ids, parents: of each draft, parents before children, -1 for the root.
     mask_at: returns the mask at the matcher's state, after these drafts.
+    nodes: the list to append to, for a thread that does not wait for all.
     """
-    nodes: list[Node] = []
+    nodes = [] if nodes is None else nodes
     path: list[int] = []
     for number, (token, parent) in enumerate(zip(token_ids, parents, strict=True)):
         before = root if parent < 0 else nodes[parent].mask
@@ -93,12 +100,13 @@ class Bans:
     before `min_tokens`.
     """
 
-    def __init__(self, compiler: GrammarCompiler, req: ScheduledRequest) -> None:
-        params = req.params
+    def __init__(
+        self, compiler: GrammarCompiler, params: SamplingParams, held_ids: Sequence[int]
+    ) -> None:
         self._always = compiler.mask_of(params.bad_token_ids)
         if params.allowed_token_ids is not None:
             self._always |= ~compiler.mask_of(params.allowed_token_ids)
-        self._held = compiler.mask_of(() if req.edited is None else req.edited.held_ids)
+        self._held = compiler.mask_of(held_ids)
         self._params = params
 
     def off(self, mask: Mask, generated: Sequence[int], path: Sequence[int]) -> Mask:
@@ -122,6 +130,17 @@ def completions(params: SamplingParams, generated: Sequence[int], path: Sequence
 
 logger = get_logger(__name__)
 
+PATIENCE_S = 0.01
+"""Seconds that a step waits for masks before it is planned, and again before verification."""
+SLOW_MASK_S = 0.001
+"""Seconds of a mask, or of a mask after drafts, above which its request drafts no more."""
+MOST_MASK_S = 0.04
+"""Seconds of a mask above which its request fails. The library spends at most half of it on new
+lexer states; what takes longer is an ambiguous grammar, whose masks grow with the text."""
+_THREADS = 4
+_TOKENS_AT_A_TIME = 64
+"""Reading so many tokens takes about a millisecond, in which other threads wait."""
+
 
 @dataclass(frozen=True)
 class RoundMasks:
@@ -131,23 +150,30 @@ class RoundMasks:
         drawn, unless all are kept.
     places: the row of `words` of each draw of those requests, in order; -1: no mask.
     words: [M, ceil(V / 32)], see `Mask`.
+    late: indices of requests that drew without masks; what they drew is void.
     """
 
     num_drafts: tuple[int, ...]
     places: tuple[int, ...]
     words: NDArray[np.uint32]
+    late: tuple[int, ...] = ()
 
 
 class Grammars:
     """Keeps the grammar states of running requests.
 
     A state is a function of the grammar and the tokens; keeping it between rounds only saves time.
-    So all ranks make equal masks of equal plans.
+
+    Masks are made in threads, where the library works without Python's lock. A step does not wait
+    for a slow one: its request sits out until it is ready.
     """
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self.compiler = compiler
         self._texts: dict[str, _Text] = {}
+        self._jobs: dict[str, Future[_Text | None]] = {}
+        """Of texts that a thread works on; none of them is in `_texts`."""
+        self._threads = ThreadPoolExecutor(_THREADS, "masks")
 
     def check(self, grammar: Grammar) -> None:
         """Compile a grammar, which may take a second. From any thread.
@@ -157,11 +183,79 @@ class Grammars:
         """
         self.compiler.matcher(grammar)
 
-    def read(self, reqs: Sequence[ScheduledRequest]) -> None:
-        """Advance the states of a round's sampling requests to their committed tokens."""
-        for req in reqs:
-            if req.params.grammar is not None:
-                self._text(req, req.params.grammar)
+    def prepare(self, running: Sequence[Request]) -> tuple[set[str], dict[str, InvalidRequest]]:
+        """Make the masks of the next draws. Call it before a step is planned.
+
+        Return which requests are not ready, and which fail, and why.
+        """
+        reqs = [seq for seq in running if seq.params.grammar is not None]
+        failed: dict[str, InvalidRequest] = {}
+        self._collect(reqs, failed)
+        fresh = [self._start(seq) for seq in reqs if self._is_behind(seq)]
+        wait(fresh, PATIENCE_S)
+        jobs = [self._jobs[seq.request_id] for seq in reqs if seq.request_id in self._jobs]
+        if len(jobs) == len(running) and not any(job.done() for job in jobs):
+            wait(jobs, PATIENCE_S, FIRST_COMPLETED)  # nothing else can run
+        self._collect(reqs, failed)
+        return {seq.request_id for seq in reqs if not self._is_ready(seq)}, failed
+
+    def _is_ready(self, seq: Request) -> bool:
+        text = self._texts.get(seq.request_id)
+        return text is not None and len(text.token_ids) == seq.num_output_tokens
+
+    def _is_behind(self, seq: Request) -> bool:
+        return seq.request_id not in self._jobs and not self._is_ready(seq)
+
+    def _start(self, seq: Request) -> Future[_Text | None]:
+        """Let a thread read the newest tokens of a request, and make the mask after them."""
+        text, token_ids = self._texts.pop(seq.request_id, None), tuple(seq.output_token_ids)
+        job = self._threads.submit(self._advance, seq.params, seq.held_token_ids, text, token_ids)
+        self._jobs[seq.request_id] = job
+        return job
+
+    def _advance(
+        self,
+        params: SamplingParams,
+        held_ids: Sequence[int],
+        text: _Text | None,
+        token_ids: tuple[int, ...],
+    ) -> _Text | None:
+        """Return a text at the end of `token_ids`. Raise InvalidRequest if its grammar is too slow.
+
+        text: a text that may be continued.
+        """
+        grammar = params.grammar
+        assert grammar is not None
+        if text is None or not text.goes_on_to(grammar, token_ids):
+            text = _Text(
+                grammar, self.compiler.matcher(grammar), Bans(self.compiler, params, held_ids)
+            )
+        text.read(token_ids)
+        if text.matcher.exceeds_limits:  # possibly a limit that all texts of this grammar share
+            text = _Text(grammar, self.compiler.matcher(grammar, anew=True), text.bans)
+            text.read(token_ids)
+            if text.matcher.exceeds_limits:
+                raise grammar.refusal(f"too complex for this text: {text.matcher.problem}")
+        if text.mask_s > MOST_MASK_S:
+            took = f"a mask of it takes {text.mask_s * 1e3:.0f} ms, more than {MOST_MASK_S * 1e3:g}"
+            raise grammar.refusal(f"{took}; make it less ambiguous, or smaller")
+        return text
+
+    def _collect(self, reqs: Sequence[Request], failed: dict[str, InvalidRequest]) -> None:
+        """Take back the texts that threads are done with."""
+        for seq in reqs:
+            job = self._jobs.get(seq.request_id)
+            if job is None or not job.done():
+                continue
+            del self._jobs[seq.request_id]
+            try:
+                text = job.result()
+            except InvalidRequest as error:
+                failed[seq.request_id] = error
+            else:
+                if text is not None:
+                    self._texts[seq.request_id] = text
+                    seq.has_slow_masks |= text.mask_s > SLOW_MASK_S
 
     def round_masks(
         self,
@@ -177,17 +271,30 @@ class Grammars:
         counted from 1, 0 for the root; None if no drafts branch. keeps_all: also drafts
         that cannot be drawn, and those after them.
         """
-        nodes = [
-            self._nodes(req, tokens[: req.num_draft_tokens], above)
-            for req, tokens, above in zip(
-                reqs, drafts, parents or repeat(None, len(reqs)), strict=True
-            )
-        ]
-        if not keeps_all:
+        nodes: list[list[Node]] = []
+        jobs: dict[int, Future[_Text | None]] = {}
+        for number, req in enumerate(reqs):
+            token_ids = drafts[number][: req.num_draft_tokens]
+            above = range(len(token_ids)) if parents is None else parents[number]
+            places = [place - 1 for place in above[: len(token_ids)]]
+            if req.params.grammar is None:
+                nodes.append(self._nodes_without_words(req, token_ids, places))
+                continue
+            text = self._text(req, req.params.grammar)
+            nodes.append([Node(is_legal=True, mask=self._left(text, text.mask, ()))])
+            if token_ids:
+                follow_drafts = partial(self._follow, req, text, token_ids, places, nodes[number])
+                jobs[number] = self._threads.submit(follow_drafts)
+        late = self._wait_for(reqs, jobs)
+        nodes = [of_req.copy() for of_req in nodes]  # a late thread may add to its own
+        if keeps_all:
+            for number in late:
+                nodes[number] += [_ILLEGAL] * (
+                    reqs[number].num_draft_tokens + 1 - len(nodes[number])
+                )
+        else:
             nodes = [[*takewhile(lambda node: node.is_legal, of_req)] for of_req in nodes]
         masks = [[node.mask for node in of_req] for of_req in nodes]
-        here = {req.request_id for req in reqs}
-        self._texts = {name: text for name, text in self._texts.items() if name in here}
         flat = [mask for of_req in masks for mask in of_req]
         words = [mask for mask in flat if mask is not None]
         numbers = iter(range(len(words)))
@@ -195,44 +302,67 @@ class Grammars:
             num_drafts=tuple(len(of_req) - 1 for of_req in masks),
             places=tuple(-1 if mask is None else next(numbers) for mask in flat),
             words=np.array(words, dtype=np.uint32).reshape(-1, self.compiler.num_words),
+            late=tuple(late) if keeps_all else (),
         )
 
     def forget(self, request_id: str) -> None:
         """Drop the state of a request that leaves the batch."""
         self._texts.pop(request_id, None)
+        self._jobs.pop(request_id, None)
 
-    def _nodes(
-        self, req: ScheduledRequest, drafts: Sequence[int], parents: Sequence[int] | None
-    ) -> list[Node]:
-        """Return the nodes of a request's root and of each of its drafts.
+    def close(self) -> None:
+        """End the threads once they are done."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
-        parents: see `round_masks`; of at least as many drafts, or None for a chain.
-        """
-        grammar = req.params.grammar
-        places = [number - 1 for number in (parents or range(len(drafts)))[: len(drafts)]]
-        if grammar is None:
-            return self._nodes_without_words(req, drafts, places)
-        text = self._text(req, grammar)
-        matcher = text.matcher
+    def _wait_for(
+        self, reqs: Sequence[ScheduledRequest], jobs: dict[int, Future[_Text | None]]
+    ) -> list[int]:
+        """Wait for threads that follow drafts; return the requests whose thread is late."""
+        wait(jobs.values(), PATIENCE_S)
+        late = []
+        for number, job in jobs.items():
+            request_id = reqs[number].request_id
+            if not job.done():
+                late.append(number)
+                del self._texts[request_id]
+                self._jobs[request_id] = job
+            elif job.result() is None:
+                self.forget(request_id)
+        return late
 
-        def left(mask: Mask | None, path: Sequence[int]) -> Mask:
-            # A text that cannot continue may end, also if its grammar exceeds the limits.
-            mask = self.compiler.ends if mask is None else mask
-            return text.bans.off(mask, req.generated_ids, path)
+    def _left(self, text: _Text, mask: Mask | None, path: Sequence[int]) -> Mask:
+        """Return what bans leave of the mask after a text and some drafts."""
+        # A text that cannot continue may end.
+        mask = self.compiler.ends if mask is None else mask
+        return text.bans.off(mask, text.token_ids, path)
 
-        root = left(text.mask, ())
-        nodes = follow(
-            matcher,
-            root,
-            drafts,
-            places,
-            self.compiler.ends,
-            lambda path: left(matcher.mask(), path),
-        )
-        if matcher.problem:
-            logger.warning("request %s: its grammar: %s", req.request_id, matcher.problem)
-            self.forget(req.request_id)
-        return [Node(is_legal=True, mask=root), *nodes]
+    def _follow(
+        self,
+        req: ScheduledRequest,
+        text: _Text,
+        drafts: Sequence[int],
+        parents: Sequence[int],
+        nodes: list[Node],
+    ) -> _Text | None:
+        """Append the nodes of drafts to those of the root. Return the text, unless it is spoilt."""
+        root = nodes[0].mask
+        assert root is not None, "a grammar masks every draw"
+        found: list[Node] = []
+
+        def mask_at(path: list[int]) -> Mask:
+            nodes.extend(found[len(nodes) - 1 :])
+            return self._left(text, text.timed_mask(), path)
+
+        follow(text.matcher, root, drafts, parents, self.compiler.ends, mask_at, found)
+        nodes.extend(found[len(nodes) - 1 :])
+        if text.matcher.problem:
+            logger.warning("request %s: its grammar: %s", req.request_id, text.matcher.problem)
+            return None
+        return text
+
+    def _bans(self, req: ScheduledRequest) -> Bans:
+        held_ids = () if req.edited is None else req.edited.held_ids
+        return Bans(self.compiler, req.params, held_ids)
 
     def _nodes_without_words(
         self, req: ScheduledRequest, drafts: Sequence[int], parents: Sequence[int]
@@ -244,7 +374,7 @@ class Grammars:
         def after(path: Sequence[int]) -> Node:
             if not completions(req.params, req.generated_ids, path):
                 return _LAST
-            bans = Bans(self.compiler, req)
+            bans = self._bans(req)
             return Node(is_legal=True, mask=bans.off(everything, req.generated_ids, path))
 
         everything = self.compiler.everything
@@ -259,9 +389,10 @@ class Grammars:
         return nodes
 
     def _text(self, req: ScheduledRequest, grammar: Grammar) -> _Text:
+        """Return the text of a request, which is ready if it was prepared."""
         text = self._texts.get(req.request_id)
         if text is None or not text.goes_on_to(grammar, req.generated_ids):
-            text = _Text(grammar, self.compiler.matcher(grammar), Bans(self.compiler, req))
+            text = _Text(grammar, self.compiler.matcher(grammar), self._bans(req))
         text.read(req.generated_ids)
         if text.matcher.problem:  # possibly a limit that all texts of this grammar share
             matcher = self.compiler.matcher(grammar, anew=True)
@@ -273,16 +404,18 @@ class Grammars:
 
 @dataclass
 class _Text:
-    """A text, its state in its grammar, and the mask of the next draw (see `Matcher`)."""
+    """A text, its state in its grammar, and the mask of the next draw (see `Matcher`).
+
+    mask_s: the most time that one of its masks took since the last token.
+    """
 
     grammar: Grammar
     matcher: Matcher
     bans: Bans
     token_ids: tuple[int, ...] = ()
-    mask: Mask | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.mask = self.matcher.mask()
+    mask: Mask | None = None
+    mask_s: float = 0.0
+    _has_mask: bool = False
 
     def goes_on_to(self, grammar: Grammar, token_ids: tuple[int, ...]) -> bool:
         """Return whether this text is a prefix of `token_ids`, in the same grammar."""
@@ -290,6 +423,19 @@ class _Text:
 
     def read(self, token_ids: tuple[int, ...]) -> None:
         """Advance to the end of `token_ids`, of which this text is a prefix."""
-        if token_ids != self.token_ids:
-            self.matcher.advance(token_ids[len(self.token_ids) :])
-            self.token_ids, self.mask = token_ids, self.matcher.mask()
+        if self._has_mask and token_ids == self.token_ids:
+            return
+        added = token_ids[len(self.token_ids) :]
+        for first in range(0, len(added), _TOKENS_AT_A_TIME):
+            if first:
+                time.sleep(1e-6)  # other threads wait for Python's lock
+            self.matcher.advance(added[first : first + _TOKENS_AT_A_TIME])
+        self.token_ids, self.mask_s = token_ids, 0.0
+        self.mask, self._has_mask = self.timed_mask(), True
+
+    def timed_mask(self) -> Mask | None:
+        """Return the mask at the matcher's state; note the time that it takes."""
+        start = time.thread_time()
+        mask = self.matcher.mask()
+        self.mask_s = max(self.mask_s, time.thread_time() - start)
+        return mask

@@ -1,12 +1,12 @@
 """One plan on every rank: rank 0 broadcasts it, and all ranks execute it.
 
 Ranks cannot diverge: the plan, the drafts and the draws are rank 0's, sums over ranks are equal on
-all ranks to the last bit, and shapes depend on the plan alone.
+all ranks to the last bit, and shapes depend on the plan and on what rank 0's masks leave of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -49,6 +49,14 @@ class TensorParallelWorker(SpecWorker):
         with self._worker_ranks.in_step():
             return _JointStep(super().submit(plan), self._worker_ranks)
 
+    def _mask(self, plan: ScheduledBatch) -> tuple[ScheduledBatch, tuple[int, ...]]:
+        """Make the masks here alone; tell the other ranks how many drafts are left."""
+        plan, late = super()._mask(plan)
+        if plan.has_masks and plan.shape.is_chain:
+            num_drafts = [req.num_draft_tokens for req in plan.sampling_requests]
+            self._worker_ranks.broadcast(num_drafts)
+        return plan, late
+
     def drain(self) -> None:
         """Forget the state of all requests on every rank."""
         self._worker_ranks.broadcast(_DRAIN)
@@ -67,11 +75,29 @@ class _JointStep:
             return self.local.result()
 
 
-def run_worker_loop(worker: SpecWorker, broadcasts: Iterable[object]) -> None:
+class FollowingWorker(SpecWorker):
+    """The worker of a rank other than 0. It draws without masks: all ranks take rank 0's draws."""
+
+    def __init__(self, broadcasts: Iterator[object], *args: Any) -> None:
+        """broadcasts: of a `TensorParallelWorker`. args: see `SpecWorker`."""
+        super().__init__(*args)
+        self.broadcasts = broadcasts
+
+    def _mask(self, plan: ScheduledBatch) -> tuple[ScheduledBatch, tuple[int, ...]]:
+        self.buffers.masks.clear()
+        if plan.has_masks and plan.shape.is_chain:
+            num_drafts = next(self.broadcasts, None)
+            if not isinstance(num_drafts, list):
+                raise RuntimeError("rank 0 ended within a step")
+            plan = plan.cut(num_drafts)
+        return plan, ()
+
+
+def run_worker_loop(worker: FollowingWorker) -> None:
     """Execute what `TensorParallelWorker` broadcasts, on every rank but 0, until it ends."""
     before: PendingBatch | None = None
     decoder = PlanDecoder()
-    for message in broadcasts:
+    for message in worker.broadcasts:
         if isinstance(message, PlanDelta):
             newest = worker.submit(decoder.decode(message))
             if before is not None:

@@ -202,8 +202,8 @@ class SpecWorker:
             self._write_requests(reqs)
             self._draft(reqs, plan)
         timer.mark("drafted")
-        plan = self._mask(plan)
-        step = self._verify(plan, state, timer)
+        plan, late = self._mask(plan)
+        step = self._verify(plan, state, timer, late)
         timer.mark("verified")
         self._newest_timer = timer
         return step
@@ -256,15 +256,17 @@ class SpecWorker:
             extend_chunks.run(StepSize(sum(len(c.token_ids) for c in group), 0, count))
         self._requests.set_draft_lengths([req._replace(draft_start=req.start - 1) for req in reqs])
 
-    def _mask(self, plan: ScheduledBatch) -> ScheduledBatch:
-        """Write the step's grammar masks. Return the plan without drafts that cannot be drawn."""
+    def _mask(self, plan: ScheduledBatch) -> tuple[ScheduledBatch, tuple[int, ...]]:
+        """Write the step's grammar masks.
+
+        Return the plan without drafts that cannot be drawn, and the late ones of `RoundMasks`.
+        """
         if not plan.has_masks:
             self.buffers.masks.clear()
-            return plan
+            return plan, ()
         reqs = plan.sampling_requests
         has_trees = not plan.shape.is_chain
         if any(req.model_steps for req in reqs):
-            self.grammars.read(reqs)  # while the device drafts
             token_ids = self.buffers.drafts[: len(reqs)].tolist()
             parents = None
             if has_trees and self.buffers.parents is not None:
@@ -278,10 +280,14 @@ class SpecWorker:
         )
         masks = self.grammars.round_masks(reqs, token_ids, parents, keeps_all=keeps_all)
         self.buffers.masks.write(masks)
-        return plan if has_trees else plan.cut(masks.num_drafts)
+        return plan if has_trees else plan.cut(masks.num_drafts), masks.late
 
     def _verify(
-        self, plan: ScheduledBatch, state: SpecRuntimeState, timer: StageTimer
+        self,
+        plan: ScheduledBatch,
+        state: SpecRuntimeState,
+        timer: StageTimer,
+        late: tuple[int, ...],
     ) -> _StepInFlight:
         """Run target and verification, and start to read the results."""
         reqs, prompts = plan.sampling_requests, plan.prefill_requests
@@ -315,7 +321,8 @@ class SpecWorker:
         scored = None
         if tokens is not None:  # last, because ranks gather these logits where the others were
             scored = prompt_logprobs(plan, tokens.hidden, self.target.model.logits, self.vocab_size)
-        return _StepInFlight(read_back, len(reqs), timer, self._newest_timer, logprobs, scored)
+        before = self._newest_timer
+        return _StepInFlight(read_back, len(reqs), timer, before, logprobs, scored, late)
 
     def _admit(self, plan: ScheduledBatch, num_drafts: int) -> None:
         kinds = [req.draft_kind for req in plan.sampling_requests]
@@ -361,6 +368,7 @@ class _StepInFlight:
     before: StageTimer | None
     logprobs: Callable[[Sequence[Sequence[int]]], Logprobs] | None
     prompt_logprobs: Callable[[], Logprobs] | None
+    late_masks: tuple[int, ...]
 
     def result(self) -> BatchResult:
         """Wait for the results."""
@@ -375,6 +383,7 @@ class _StepInFlight:
             verify_ms=self.timer.ms("drafted", "verified"),
             broken_drafts=broken_drafts,
             broken_logits=broken_logits,
+            late_masks=self.late_masks,
             num_drafts=[count - 1 for count in read_back.query_lens[:num_requests].tolist()],
             draft_shares=shares[:num_requests].copy() if shares.size else None,
             logprobs={} if self.logprobs is None else self.logprobs(token_ids),

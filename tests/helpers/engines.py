@@ -142,7 +142,8 @@ def checked(llm):
         engine.scheduler.queue.check_integrity()
         if not engine.has_work:
             texts = engine.scheduler.drafts.texts
-            assert not engine.worker.grammars._texts, "the grammar of a request that ended"
+            grammars = engine.worker.grammars
+            assert not {**grammars._texts, **grammars._jobs}, "the grammar of an ended request"
             assert texts is None or len(texts) == 0, "the text of a request that ended"
             assert not getattr(getattr(texts, "drafter", None), "_texts", ()), "its index"
         return deltas

@@ -16,6 +16,7 @@ from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import FinishReason, SamplingParams
 from serve_spec.engine.engine import MAX_BROKEN_REQUESTS
 from serve_spec.engine.messages import Add, encode, hang_up
+from serve_spec.structured import masks
 from tests.helpers.local_engine import LocalEngine
 from tests.helpers.plain_logprobs import close_entries
 from tests.unit.engine.test_conformance import requests
@@ -266,6 +267,21 @@ def test_a_bad_grammar_is_refused_and_other_requests_go_on(loop):
     assert sum(len(delta.token_ids) for delta in other) == 20
     assert "".join(delta.text for delta in good) == "yes"
     assert good[-1].finish_reason is FinishReason.STOP
+    assert pages_in_use(loop) == 0
+
+
+def test_a_grammar_that_is_too_slow_fails_its_request_by_field(loop, monkeypatch):
+    monkeypatch.setattr(masks, "MOST_MASK_S", 0.0)
+
+    async def scenario():
+        other = await loop.submit(PROMPT, params(), "other")
+        slow = params(grammar=Grammar.regex("[a-z]*", "guided_regex"))
+        with pytest.raises(InvalidRequest) as refusal:
+            await collect(await loop.submit(PROMPT, slow, "slow"))
+        assert refusal.value.field == "guided_regex"
+        return await collect(other)
+
+    assert sum(len(delta.token_ids) for delta in asyncio.run(scenario())) == 20
     assert pages_in_use(loop) == 0
 
 

@@ -112,8 +112,8 @@ def test_what_a_round_knew_before_changes_nothing():
         found = grammars.round_masks([one], [b"("])
         fresh = Grammars(byte_compiler()).round_masks([one], [b"("])
         assert (found.num_drafts, allowed(found)) == (fresh.num_drafts, allowed(fresh))
-        assert len(grammars._texts) == 1
     grammars.forget("a")
+    grammars.forget("b")
     assert not grammars._texts
 
 
