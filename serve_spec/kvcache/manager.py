@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from serve_spec.core.sequence import Sequence
-from serve_spec.kvcache.radix import PageAllocator, PrefixHit, PrefixTree
+from serve_spec.kvcache.radix import PageAllocator, PrefixHit, PrefixSearch, PrefixTree
 
 
 class KVCacheManager:
@@ -23,6 +23,8 @@ class KVCacheManager:
         self.page_size = page_size
         self.tree = PrefixTree(self.allocator, page_size)
         self.prefix_caching = prefix_caching
+        self._searches: dict[str, PrefixSearch] = {}
+        """Of waiting sequences, by request id."""
 
     @property
     def num_free_pages(self) -> int:
@@ -52,7 +54,20 @@ class KVCacheManager:
 
     def find(self, seq: Sequence) -> PrefixHit:
         """Return the cached prefix of a sequence of which nothing is computed."""
-        return self.tree.match(seq.token_ids, self.most_cached(seq), seq.params.cache_salt)
+        search = self._searches.get(seq.request_id)
+        if search is None:
+            search = PrefixSearch(self.tree, seq.params.cache_salt)
+            self._searches[seq.request_id] = search
+        return search.hit(seq.token_ids, self.most_cached(seq))
+
+    @property
+    def searched_ids(self) -> set[str]:
+        """Requests of which a search is known."""
+        return set(self._searches)
+
+    def forget(self, seq: Sequence) -> None:
+        """Drop what is known of a sequence that waits no more."""
+        self._searches.pop(seq.request_id, None)
 
     def most_cached(self, seq: Sequence) -> int:
         """Return the most tokens `seq` may take from the cache.
@@ -75,6 +90,7 @@ class KVCacheManager:
 
     def start(self, seq: Sequence, hit: PrefixHit) -> None:
         """Start `seq`, of which nothing is computed, from a cached prefix."""
+        self.forget(seq)
         self.tree.hold(hit)
         seq.page_ids = list(hit.page_ids)
         seq.num_computed = len(hit.page_ids) * self.page_size

@@ -13,6 +13,7 @@ Host only, no tensors.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -107,6 +108,30 @@ class _Node:
     children: dict[_Key, _Node] = field(default_factory=dict)
 
 
+class PrefixSearch:
+    """The cached prefix of a text that waits: repeated, it only looks at what has changed."""
+
+    def __init__(self, tree: PrefixTree, salt: str | None) -> None:
+        self._tree = tree
+        self._salt = salt
+        self._path: list[_Node] = []
+        self._hit = PrefixHit()
+
+    def hit(self, token_ids: Sequence[int], most_tokens: int) -> PrefixHit:
+        """Return the cached pages of a prefix of at most `most_tokens` tokens.
+
+        token_ids: those of the last call, and any more after them.
+        """
+        path, last = self._path, self._hit
+        has_changed = self._tree.follow(path, token_ids, most_tokens, self._salt)
+        num_draft_pages = min(last.num_draft_pages, len(path))
+        while num_draft_pages < len(path) and path[num_draft_pages].has_draft:
+            num_draft_pages += 1
+        if has_changed or num_draft_pages != last.num_draft_pages:
+            self._hit = PrefixHit(tuple([node.page for node in path]), num_draft_pages)
+        return self._hit
+
+
 class PrefixTree:
     """Holds one reference of every cached page; a page without another reference is idle.
 
@@ -131,26 +156,31 @@ class PrefixTree:
         """Pages that no sequence holds."""
         return len(self._idle)
 
-    def match(
-        self, token_ids: Sequence[int], most_tokens: int, salt: str | None = None
-    ) -> PrefixHit:
-        """Return the cached pages of a prefix of at most `most_tokens` tokens."""
-        pages: list[int] = []
-        num_draft_pages = 0
-        children = self._first
-        for number in range(min(most_tokens, len(token_ids) - 1) // self._page_size):
-            node = children.get(self._key(token_ids, number, salt))
+    def follow(
+        self, path: list[_Node], token_ids: Sequence[int], most_tokens: int, salt: str | None
+    ) -> bool:
+        """Cut a path of a text to the nodes that are left, and extend it by those that are new.
+
+        Return whether it has changed.
+        """
+        newest = path[-1] if path else None
+        # The tree keeps the ancestors of every node.
+        while path and self._nodes.get(path[-1].page) is not path[-1]:
+            path.pop()
+        most = max(min(most_tokens, len(token_ids) - 1) // self._page_size, 0)
+        del path[most:]
+        while len(path) < most:
+            children = self._children_of(path[-1] if path else None)
+            node = children.get(self._key(token_ids, len(path), salt))
             if node is None:
                 break
-            if node.has_draft and num_draft_pages == len(pages):
-                num_draft_pages += 1
-            pages.append(node.page)
-            children = node.children
-        return PrefixHit(tuple(pages), num_draft_pages)
+            path.append(node)
+        return (path[-1] if path else None) is not newest
 
     def num_idle_of(self, hit: PrefixHit) -> int:
-        """Return how many pages of a hit no sequence holds."""
-        return sum(page in self._idle for page in hit.page_ids)
+        """Return how many pages of a hit no sequence holds: the last ones."""
+        pages = hit.page_ids
+        return len(pages) - bisect_left(pages, True, key=self._idle.__contains__)
 
     def hold(self, hit: PrefixHit) -> None:
         """Add a reference to every page of a hit."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, MutableSequence
 from itertools import islice
+from typing import Protocol
 
 from serve_spec.core.plan import ScheduledRequest
 from serve_spec.core.request import FinishReason
@@ -16,6 +17,13 @@ from serve_spec.scheduler.requests import Prompt
 MIN_SHARED_TOKENS = 128
 """Fewest prompt tokens for which waiting for another request's prefill costs less than computing
 them again."""
+
+
+class MaskSource(Protocol):
+    """Makes the masks of grammars; see `structured.masks.Grammars`."""
+
+    def prepare(self, running: list[Sequence]) -> tuple[set[str], Mapping[str, Exception]]:
+        """Return which requests have no mask of the next draw yet, and which fail, and why."""
 
 
 class RequestQueue:
@@ -77,6 +85,8 @@ class RequestQueue:
         """Raise AssertionError unless reference counts and lengths are consistent."""
         self.cache.check_integrity(self.sequences())
         assert all(not seq.page_ids for seq in self.waiting), "a waiting sequence holds pages"
+        waiting = {seq.request_id for seq in self.waiting}
+        assert self.cache.searched_ids <= waiting, "a search of a request that does not wait"
         assert len(self.running) <= self._max_num_seqs, "more sequences run than allowed"
 
     def admit(self, in_flight: Container[str] = ()) -> None:
@@ -120,6 +130,13 @@ class RequestQueue:
             and other.token_ids[:shared] == seq.token_ids[:shared]
             for other in self.running
         )
+
+    def prepare_masks(self, masks: MaskSource) -> tuple[set[str], Mapping[str, Exception]]:
+        """Call `masks.prepare`, and end the requests that fail."""
+        unready, failed = masks.prepare(self.running)
+        for seq in [seq for seq in self.running if seq.request_id in failed]:
+            self.finish(seq, FinishReason.ABORT)
+        return unready, failed
 
     def after_step(
         self, in_flight: Mapping[str, ScheduledRequest], unready: Container[str] = ()
@@ -187,6 +204,7 @@ class RequestQueue:
             self._leave(seq)
         else:
             self.waiting.remove(seq)
+            self.cache.forget(seq)
 
     def _leave(self, seq: Sequence) -> None:
         self.running.remove(seq)

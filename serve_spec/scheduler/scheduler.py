@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from math import isnan
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from serve_spec.config import SchedulerConfig
 from serve_spec.core.draft import PLAIN, TextDrafter
@@ -16,7 +16,7 @@ from serve_spec.core.request import FinishReason
 from serve_spec.core.round import AS_DRAWN, DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager
-from serve_spec.scheduler.queue import RequestQueue
+from serve_spec.scheduler.queue import MaskSource, RequestQueue
 from serve_spec.scheduler.requests import (
     DraftSource,
     PostponedChoice,
@@ -36,13 +36,6 @@ from serve_spec.scheduler.requests import (
 
 ChooseSteps = Callable[[DecodeBatch], RoundSteps]
 CutOutput = Callable[[Sequence, list[int]], tuple[int, FinishReason | None]]
-
-
-class MaskSource(Protocol):
-    """Makes the masks of grammars; see `structured.masks.Grammars`."""
-
-    def prepare(self, running: list[Sequence]) -> tuple[set[str], Mapping[str, Exception]]:
-        """Return which requests have no mask of the next draw yet, and which fail, and why."""
 
 
 class CommittedRequest(NamedTuple):
@@ -111,7 +104,10 @@ class Scheduler:
         """
         in_flight = {} if before is None else {req.request_id: req for req in before.requests}
         self.queue.admit(in_flight)
-        unready = set() if before is not None else self._prepare_masks()
+        unready: set[str] = set()
+        if before is None and self.masks is not None:
+            unready, failed = self.queue.prepare_masks(self.masks)
+            self.failed |= failed
         decoding, prompts = self.queue.after_step(in_flight, unready)
         if before is not None and (
             not (decoding or prompts)
@@ -156,16 +152,6 @@ class Scheduler:
             was_postponed=was_postponed and before is None,
         )
         return self._newest
-
-    def _prepare_masks(self) -> set[str]:
-        """Return the running requests whose masks are not ready; end those that have none."""
-        if self.masks is None:
-            return set()
-        unready, failed = self.masks.prepare(self.queue.running)
-        for seq in [seq for seq in self.queue.running if seq.request_id in failed]:
-            self.queue.finish(seq, FinishReason.ABORT)
-        self.failed |= failed
-        return unready
 
     def _reserve_ahead(
         self,
