@@ -102,8 +102,14 @@ class TextDrafts(NamedTuple):
 class TextDrafter(Protocol):
     """Proposes n-gram drafts on the host, before a step is planned."""
 
+    def learn(self, request_id: str, token_ids: Sequence[int], most: int) -> int:
+        """Read at most `most` new tokens of the committed `token_ids`; return their number."""
+
     def propose(self, request_id: str, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
-        """Return up to `most` tokens that may follow the committed `token_ids`; often none."""
+        """Return up to `most` tokens that may follow the committed `token_ids`; often none.
+
+        None before all of them are read.
+        """
 
     def propose_tree(
         self, request_id: str, token_ids: Sequence[int], shape: DraftShape

@@ -124,7 +124,7 @@ class SpecEngine:
         self._overhead_s = 0.0
         """Host time after the results of the step before, which the next step waited for."""
         self.scheduler.on_leave = self._forget
-        self.scheduler.masks = self.worker.grammars
+        self.scheduler.queue.masks = self.worker.grammars
 
     def step(self) -> list[TokenDelta]:
         """Run one step over the batch. Return what it emitted."""
@@ -154,13 +154,15 @@ class SpecEngine:
         self.counters.observe(record)
         self.metrics.observe(record)
         deltas = [self._delta(each, result) for each in committed]
-        self._count_broken(deltas)
+        if record.num_ended:
+            self._num_broken = 0
         self._overhead_s = time.perf_counter() - self._synced_at
         return deltas
 
     def take_failed(self) -> dict[str, Exception]:
         """Return the requests that the last steps ended without an answer, and why."""
-        failed, self.scheduler.failed = self.scheduler.failed, {}
+        failed = self.scheduler.queue.take_failed()
+        self._num_broken += sum(isinstance(why, BrokenLogits) for why in failed.values())
         return failed
 
     def raise_failed(self) -> None:
@@ -264,13 +266,6 @@ class SpecEngine:
         """Drop the state of a sequence that leaves the batch, also by preemption."""
         self.controller.forget(seq.request_id)
         self.worker.grammars.forget(seq.request_id)
-
-    def _count_broken(self, deltas: list[TokenDelta]) -> None:
-        failed = self.scheduler.failed
-        if failed:
-            self._num_broken += sum(isinstance(why, BrokenLogits) for why in failed.values())
-        if any(delta.finish_reason for delta in deltas):
-            self._num_broken = 0
 
     def _launch(self, before: ScheduledBatch | None, started: float | None) -> StepInFlight | None:
         """Launch the next step. started: when the work for it began; None: once it is planned."""

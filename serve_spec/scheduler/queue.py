@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, MutableSeque
 from itertools import islice
 from typing import Protocol
 
+from serve_spec.core.errors import BrokenLogits
 from serve_spec.core.plan import ScheduledRequest
 from serve_spec.core.request import FinishReason
 from serve_spec.core.sequence import Sequence
@@ -49,6 +50,9 @@ class RequestQueue:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.masks: MaskSource | None = None
+        self.failed: dict[str, Exception] = {}
+        """Requests that ended without an answer, and why, until `take_failed`."""
         self._on_leave = on_leave
         self._first_draft_entry = first_draft_entry
         self._max_num_seqs = max_num_seqs
@@ -75,6 +79,11 @@ class RequestQueue:
     def has_work(self) -> bool:
         """Return whether any sequence is unfinished."""
         return bool(self.running or self.waiting)
+
+    def take_failed(self) -> dict[str, Exception]:
+        """Return the requests that ended without an answer since the last call, and why."""
+        failed, self.failed = self.failed, {}
+        return failed
 
     def take_prefix_counts(self) -> tuple[int, int]:
         """Return the tokens of sequences admitted since the last call, and those in the cache."""
@@ -131,12 +140,15 @@ class RequestQueue:
             for other in self.running
         )
 
-    def prepare_masks(self, masks: MaskSource) -> tuple[set[str], Mapping[str, Exception]]:
-        """Call `masks.prepare`, and end the requests that fail."""
-        unready, failed = masks.prepare(self.running)
+    def without_masks(self) -> set[str]:
+        """Return the running requests whose masks are not ready; end those that fail."""
+        if self.masks is None:
+            return set()
+        unready, failed = self.masks.prepare(self.running)
         for seq in [seq for seq in self.running if seq.request_id in failed]:
             self.finish(seq, FinishReason.ABORT)
-        return unready, failed
+        self.failed |= failed
+        return unready
 
     def after_step(
         self, in_flight: Mapping[str, ScheduledRequest], unready: Container[str] = ()
@@ -176,18 +188,18 @@ class RequestQueue:
         self.move_back(seq)
         self.num_preemptions += 1
 
-    def drop_broken(self, seq: Sequence) -> bool:
+    def drop_broken(self, seq: Sequence) -> None:
         """Move a sequence whose logits are NaN back, to be computed anew; the second time end it.
 
-        Return whether it has ended. What was NaN may be a rejected draft, or a cached page.
+        What was NaN may be a rejected draft, or a cached page.
         """
         self.cache.discard(seq)
         if seq.is_recomputed:
+            self.failed[seq.request_id] = BrokenLogits()
             self.finish(seq, FinishReason.ABORT)
         else:
             seq.is_recomputed = seq.has_broken_draft = True
             self.move_back(seq)
-        return seq.finished
 
     def move_back(self, seq: Sequence) -> None:
         """Let a running sequence wait again, to be computed anew."""

@@ -10,13 +10,12 @@ from typing import NamedTuple
 
 from serve_spec.config import SchedulerConfig
 from serve_spec.core.draft import PLAIN, TextDrafter
-from serve_spec.core.errors import BrokenLogits
 from serve_spec.core.plan import BatchResult, ScheduledBatch, ScheduledRequest
 from serve_spec.core.request import FinishReason
 from serve_spec.core.round import AS_DRAWN, DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager
-from serve_spec.scheduler.queue import MaskSource, RequestQueue
+from serve_spec.scheduler.queue import RequestQueue
 from serve_spec.scheduler.requests import (
     DraftSource,
     PostponedChoice,
@@ -84,9 +83,6 @@ class Scheduler:
         self.on_leave: Callable[[Sequence], None] = lambda seq: None
         """Called with every sequence that leaves the batch: finished, aborted or preempted."""
         self.queue = RequestQueue(cache, limits.max_num_seqs, self._forget, first_draft_entry)
-        self.masks: MaskSource | None = None
-        self.failed: dict[str, Exception] = {}
-        """Requests that a step ended, and why; the engine empties it after each step."""
         self._newest: ScheduledBatch | None = None
         self._postponed: PostponedChoice | None = None
 
@@ -104,10 +100,7 @@ class Scheduler:
         """
         in_flight = {} if before is None else {req.request_id: req for req in before.requests}
         self.queue.admit(in_flight)
-        unready: set[str] = set()
-        if before is None and self.masks is not None:
-            unready, failed = self.queue.prepare_masks(self.masks)
-            self.failed |= failed
+        unready = self.queue.without_masks() if before is None else ()
         decoding, prompts = self.queue.after_step(in_flight, unready)
         if before is not None and (
             not (decoding or prompts)
@@ -204,8 +197,7 @@ class Scheduler:
                 continue
             scores = result.prompt_logprobs[req.request_id] if req.scored_ids else ()
             if (req.samples and number in broken) or any(isnan(each.logprob) for each in scores):
-                if self.queue.drop_broken(seq):
-                    self.failed[seq.request_id] = BrokenLogits()
+                self.queue.drop_broken(seq)
                 continue
             seq.prompt_logprobs += scores
             if tokens is None:

@@ -132,7 +132,7 @@ logger = get_logger(__name__)
 
 PATIENCE_S = 0.01
 """Seconds that a step waits for masks before it is planned, and again before verification."""
-SLOW_MASK_S = 0.001
+SLOW_MASK_S = 0.002
 """Seconds of a mask, or of a mask after drafts, above which its request drafts no more."""
 MOST_MASK_S = 0.04
 """Seconds of a mask above which its request fails. The library spends at most half of it on new

@@ -69,6 +69,16 @@ class NgramDrafter:
         self._texts: dict[str, _Text] = {}
         self._matches: dict[str, int] = {}
 
+    def learn(self, request_id: str, token_ids: Sequence[int], most: int) -> int:
+        """See `TextDrafter`."""
+        return self._text(request_id).learn(token_ids, most)
+
+    def _text(self, request_id: str) -> _Text:
+        text = self._texts.get(request_id)
+        if text is None:
+            text = self._texts[request_id] = _Text(self._lengths)
+        return text
+
     def propose(self, request_id: str, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
         """See `TextDrafter`."""
         most = min(most, self.max_steps)
@@ -92,8 +102,9 @@ class NgramDrafter:
         self, request_id: str, token_ids: Sequence[int], most: int
     ) -> Iterator[tuple[int, ...]]:
         """Yield what followed the newest tokens elsewhere, up to `most` tokens, the best first."""
-        text = self._texts.setdefault(request_id, _Text(self._lengths))
-        text.learn(token_ids)
+        text = self._text(request_id)
+        if text.num_tokens < len(token_ids):
+            return
         found = ((n, _continued(token_ids, end, most)) for n, end in text.ends(token_ids))
         first = next(found, None)
         rest: Iterator[tuple[int, tuple[int, ...]]] = found
@@ -139,17 +150,22 @@ class _Text:
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
+        self.num_tokens = 0
+        """Tokens that are known; until it is all of them, matches would be old ones."""
         self._newest: dict[tuple[int, ...], int] = {}
         self._earlier: dict[int, list[int]] = {length: [0] * length for length in lengths}
         """By length and end: the end of the occurrence before it; 0: none."""
 
-    def learn(self, token_ids: Sequence[int]) -> None:
-        """Add the n-grams of new tokens."""
+    def learn(self, token_ids: Sequence[int], most: int) -> int:
+        """Add the n-grams of at most `most` new tokens; return their number."""
+        before = self.num_tokens
+        self.num_tokens = min(len(token_ids), before + most)
         for length, earlier in self._earlier.items():
-            for end in range(len(earlier), len(token_ids)):
+            for end in range(len(earlier), self.num_tokens):
                 ngram = tuple(token_ids[end - length : end])
                 earlier.append(self._newest.get(ngram, 0))
                 self._newest[ngram] = end
+        return self.num_tokens - before
 
     def ends(self, token_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield length and end of earlier matches of the last tokens: longer first, then newer."""

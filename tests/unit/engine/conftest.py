@@ -9,6 +9,7 @@ from serve_spec.engine.profile import measure_costs
 from serve_spec.engine.worker_rank import follow
 from serve_spec.parallel import channel
 from serve_spec.parallel.group import DeviceGroup
+from serve_spec.structured import masks
 from tests.helpers.engines import SOON_S, llm_maker, make_pair
 from tests.helpers.ranks import start_threads
 
@@ -21,6 +22,13 @@ def pair(tmp_path_factory):
 @pytest.fixture(scope="session")
 def make_llm(pair):
     return llm_maker(pair, "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch):
+    """Wait for masks, so that no count depends on how busy this machine is."""
+    monkeypatch.setattr(masks, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(masks, "SLOW_MASK_S", 60.0)
 
 
 @pytest.fixture

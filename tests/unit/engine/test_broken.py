@@ -57,6 +57,9 @@ class InvalidDrafter:
     """Drafts the newest token, then ids that no vocabulary has, of texts that
     begin with an odd one."""
 
+    def learn(self, request_id, token_ids, most):
+        return 0
+
     def propose(self, request_id, token_ids, most):
         if token_ids[0] % 2 == 0:
             return (token_ids[-1],) * min(most, 2)

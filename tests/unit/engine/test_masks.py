@@ -61,6 +61,7 @@ def test_a_request_waits_for_its_mask_and_the_others_do_not(
     make_llm, threads, monkeypatch, overrides, first
 ):
     """The mask that blocks is one of a committed text, or one after drafts."""
+    monkeypatch.setattr(masks, "PATIENCE_S", 0.01)
     plain = make_llm()
     expected = [plain.generate([p], q)[0] for p, q in zip(PROMPTS, (OTHER, MASKED), strict=True)]
     llm = make_llm(**overrides)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from serve_spec.core.request import SamplingParams
+from serve_spec.scheduler import requests
 from tests.helpers.engines import recorded_plans, switch_every_round, texts
 
 BRANCHING = {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 11}
@@ -98,3 +99,35 @@ def test_drafts_from_a_corpus_are_kept_where_it_knows_the_text_and_never_change_
     assert texts(outputs) == plain
     for output in outputs[:2]:
         assert output.speculation.num_correct_drafts > 0
+
+
+@pytest.mark.parametrize("algorithm", ["NGRAM", "EAGLE3"])
+def test_a_step_reads_a_bounded_part_of_new_texts_and_texts_stay_the_same(
+    make_llm, monkeypatch, algorithm
+):
+    """Also after preemptions, when texts are read anew."""
+    monkeypatch.setattr(requests, "LEARNED_TOKENS", 10)
+    monkeypatch.setattr(requests, "MAX_TREE_TOKENS", 4)
+    keys = {**CHAIN, "num_pages": 40, "max_num_seqs": 4, "prefix_caching": False}
+    llm = make_llm(algorithm, 3, **keys, speculative_ngram_first=algorithm != "NGRAM")
+    drafter, learned = llm.engine.scheduler.drafts.texts.drafter, []
+    learn, find = drafter.learn, llm.engine.scheduler.drafts.texts.find
+
+    def counted_learn(*args):
+        learned[-1].append(learn(*args))
+        return learned[-1][-1]
+
+    def counted_find(*args):
+        learned.append([])
+        return find(*args)
+
+    monkeypatch.setattr(drafter, "learn", counted_learn)
+    monkeypatch.setattr(llm.engine.scheduler.drafts.texts, "find", counted_find)
+    prompts = [[i, 7, 8, 9] * 10 for i in range(6)]
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    outputs = llm.generate(prompts, params)
+    assert texts(outputs) == texts(make_llm().generate(prompts, params))
+    assert llm.engine.scheduler.queue.num_preemptions > 0
+    assert all(sum(of_step) <= 10 + 4 * 4 for of_step in learned)
+    assert sum(map(sum, learned)) > sum(map(len, prompts)), "all are read"
+    assert sum(output.speculation.num_draft_tokens for output in outputs) > 0

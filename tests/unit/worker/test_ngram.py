@@ -20,6 +20,13 @@ SHAPES = st.builds(
 )
 
 
+def propose(drafter, name, text, most):
+    """Return the drafts after a text that is read in steps."""
+    while drafter.learn(name, text, 7):
+        pass
+    return drafter.propose(name, text, most)
+
+
 def continuations(token_ids, least, longest, most):
     """By looking through the whole text: longer matches first, of these the last ones."""
     ends = []
@@ -40,19 +47,29 @@ def test_the_last_of_the_longest_matches_goes_on_however_the_text_has_grown(
     length = 0
     for step in [*steps, len(text)]:
         length = min(length + step, len(text))
-        drafter.propose("other", text[::-1], most)
-        found = drafter.propose("this", text[:length], most)
+        propose(drafter, "other", text[::-1], most)
+        found = propose(drafter, "this", text[:length], most)
         every = continuations(text[:length], *lengths, most)
         assert found == next(iter(every), ())
 
 
+def test_a_text_is_read_in_steps_and_nothing_is_drafted_before_its_end():
+    drafter, text = NgramDrafter(1, 2, 7), [1, 2, 3] * 20
+    for _ in range(5):
+        assert drafter.propose("a", text, 3) == ()
+        assert drafter.propose_tree("a", text, DraftShape(1, 3, 2)).token_ids == ()
+        assert drafter.learn("a", text, 12) == 12
+    assert drafter.learn("a", text, 12) == 0
+    assert drafter.propose("a", text, 3) == (1, 2, 3)
+
+
 def test_a_request_that_left_leaves_nothing_and_no_more_is_drafted_than_there_are_depths():
     drafter = NgramDrafter(1, 2, 7)
-    assert drafter.propose("a", [1, 2, 1], 1) == (2,)
+    assert propose(drafter, "a", [1, 2, 1], 1) == (2,)
     drafter.forget("a")
     drafter.forget("never here")
-    assert drafter.propose("a", [3, 1], 1) == ()
-    assert len(NgramDrafter(1, 3, 4).propose("a", [1, 2, 1, 2], 9)) == 4
+    assert propose(drafter, "a", [3, 1], 1) == ()
+    assert len(propose(NgramDrafter(1, 3, 4), "a", [1, 2, 1, 2], 9)) == 4
 
 
 @given(text=TEXTS, lengths=LENGTHS, shape=SHAPES, topk=st.integers(1, 4), grown=st.integers(1, 60))
@@ -63,11 +80,14 @@ def test_a_tree_is_the_trie_of_what_followed_every_match_however_the_text_has_gr
     for now in (text[:grown], text):
         found = continuations(now, *lengths, shape.depth)[:BRANCHING_PLACES]
         tree = branched(found, topk, shape.size)
+        drafter.learn("this", now, len(now))
         assert drafter.propose_tree("this", now, shape) == tree
 
 
 def test_a_tree_goes_on_as_a_corpus_does_where_the_text_has_no_match():
     drafter = NgramDrafter(1, 2, 7, Corpus([1, 2, 5, 1, 2, 6, 9, 2, 7], 2), topk=3)
+    drafter.learn("a", [1, 2], 2)
+    drafter.learn("b", [8, 8, 2, 8], 4)
     tree = drafter.propose_tree("a", [1, 2], DraftShape(1, 3, 2))
     assert sorted(tree.token_ids) == [5, 6, 7], "both longer matches and the shorter one"
     assert tree.token_ids[2] == 7
@@ -144,11 +164,11 @@ def test_a_continuation_that_most_places_have_is_the_one(text, newest):
 
 def test_the_own_text_comes_first_then_the_longest_match_of_the_corpus():
     drafter = NgramDrafter(1, 3, 4, Corpus([1, 2, 3, 9, 9, 8, 3, 7, 7], 3))
-    assert drafter.propose("a", [3, 5, 1, 3], 2) == (5, 1), "its own text has it"
-    assert drafter.propose("b", [1, 2, 3], 2) == (9, 9)
-    assert drafter.propose("c", [8, 3], 2) == (7, 7)
-    assert drafter.propose("d", [6], 2) == ()
-    assert drafter.propose("e", [3], 0) == ()
+    assert propose(drafter, "a", [3, 5, 1, 3], 2) == (5, 1), "its own text has it"
+    assert propose(drafter, "b", [1, 2, 3], 2) == (9, 9)
+    assert propose(drafter, "c", [8, 3], 2) == (7, 7)
+    assert propose(drafter, "d", [6], 2) == ()
+    assert propose(drafter, "e", [3], 0) == ()
 
 
 def encode(text):
