@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from serve_spec.config import ServeSpecConfig
-from serve_spec.core.errors import RequestFailed
+from serve_spec.core.errors import InvalidRequest, RequestFailed
 from serve_spec.core.record import StepRecord
 from serve_spec.core.request import FinishReason, TokenDelta
 from serve_spec.core.sequence import Sequence
@@ -158,7 +158,8 @@ class EngineServer:
             self._deliver([delta])
 
     def _fail(self, request_id: str, error: Exception) -> None:
-        logger.error("request %s: %s", request_id, error)
+        if not isinstance(error, InvalidRequest):
+            logger.error("request %s: %s", request_id, error)
         self._open.discard(request_id)
         self._next.failed[request_id] = messages.Failure.of(error)
 

@@ -133,7 +133,9 @@ logger = get_logger(__name__)
 PATIENCE_S = 0.01
 """Seconds that a step waits for masks before it is planned, and again before verification."""
 SLOW_MASK_S = 0.002
-"""Seconds of a mask, or of a mask after drafts, above which its request drafts no more."""
+"""Seconds of a mask above which it is slow."""
+MOST_SLOW_MASKS = 4
+"""Slow masks of a request after which it drafts no more. New lexer states may cost some."""
 MOST_MASK_S = 0.04
 """Seconds of a mask above which its request fails. The library spends at most half of it on new
 lexer states; what takes longer is an ambiguous grammar, whose masks grow with the text."""
@@ -255,7 +257,7 @@ class Grammars:
             else:
                 if text is not None:
                     self._texts[seq.request_id] = text
-                    seq.has_slow_masks |= text.mask_s > SLOW_MASK_S
+                    seq.has_slow_masks |= text.num_slow >= MOST_SLOW_MASKS
 
     def round_masks(
         self,
@@ -406,7 +408,8 @@ class Grammars:
 class _Text:
     """A text, its state in its grammar, and the mask of the next draw (see `Matcher`).
 
-    mask_s: the most time that one of its masks took since the last token.
+    mask_s: the most time that one of its masks took since the last token. num_slow: see
+    `SLOW_MASK_S`.
     """
 
     grammar: Grammar
@@ -415,6 +418,7 @@ class _Text:
     token_ids: tuple[int, ...] = ()
     mask: Mask | None = None
     mask_s: float = 0.0
+    num_slow: int = 0
     _has_mask: bool = False
 
     def goes_on_to(self, grammar: Grammar, token_ids: tuple[int, ...]) -> bool:
@@ -437,5 +441,7 @@ class _Text:
         """Return the mask at the matcher's state; note the time that it takes."""
         start = time.thread_time()
         mask = self.matcher.mask()
-        self.mask_s = max(self.mask_s, time.thread_time() - start)
+        took = time.thread_time() - start
+        self.mask_s = max(self.mask_s, took)
+        self.num_slow += took > SLOW_MASK_S
         return mask

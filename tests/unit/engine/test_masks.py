@@ -9,7 +9,7 @@ from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import SamplingParams
 from serve_spec.structured import masks
 from serve_spec.structured.compiler import Matcher
-from tests.helpers.engines import texts
+from tests.helpers.engines import recorded_plans, texts
 
 RULES = Grammar.regex("[a-z ]{60}", "guided_regex")
 OTHER = SamplingParams(max_tokens=60, temperature=0.8, seed=1, ignore_eos=True)
@@ -89,7 +89,14 @@ def test_a_request_whose_masks_are_slow_drafts_no_more_and_has_the_same_text(
     expected = run(make_llm().engine)
     monkeypatch.setattr(masks, "SLOW_MASK_S", 0.0)
     llm = make_llm(**overrides)
+    plans = recorded_plans(llm)
     assert run(llm.engine) == expected
+    reqs = [req for plan in plans for req in plan.decode_requests]
+    masked, other = (
+        [req.num_steps for req in reqs if req.request_id == name] for name in ("masked", "other")
+    )
+    assert not any(masked[masks.MOST_SLOW_MASKS :])
+    assert any(masked) == any(other[masks.MOST_SLOW_MASKS :]) == bool(overrides)
 
 
 def test_a_request_whose_mask_takes_too_long_fails_and_the_other_does_not(make_llm, monkeypatch):
