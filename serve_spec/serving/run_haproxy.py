@@ -38,7 +38,8 @@ def main(arguments: list[str]) -> None:
     os.umask(0o077)
     make_private(config.parent)
     text = config.read_text()
-    had_application = config.with_name(f"{config.name}.{parent}")
+    # In a folder of one Ray node: another process of Ray's may run HAProxy later.
+    had_application = config.with_name("had-application")
     if has_application(text):
         had_application.touch()
     config.write_text(corrected(text, is_starting=not had_application.exists()))
