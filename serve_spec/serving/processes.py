@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import math
 import os
 import shutil
@@ -27,6 +28,8 @@ from pathlib import Path
 from typing import NoReturn
 
 _PR_SET_CHILD_SUBREAPER = 36
+# Sockets lie there, whose paths are limited to about 100 bytes: not below a long $TMPDIR.
+_FOLDERS, _PREFIX = Path("/tmp"), "serve-spec-run-"
 _KILL_WITHIN_S = 10.0
 _IMPATIENT_S = 10
 """Seconds from a second signal to the end of a server that does not react."""
@@ -36,11 +39,28 @@ _SAME_SIGNAL_S = 1.0
 
 @cache
 def private_folder() -> Path:
-    """Return a folder that only this user can enter, until this process ends."""
-    # Sockets lie in it, whose paths are limited to about 100 bytes: not below a long $TMPDIR.
-    folder = Path(tempfile.mkdtemp(prefix="serve-spec-", dir="/tmp"))
+    """Return a folder that only this user can enter, until this process ends.
+
+    Folders of servers that were killed are removed: nothing locks them any more.
+    """
+    for old in _FOLDERS.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # of another user, or locked
+            _lock(old)
+            shutil.rmtree(old, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_FOLDERS))
+    _lock(folder)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
+
+
+def _lock(folder: Path) -> None:
+    """Lock a folder until this process and its forks have ended; raise OSError if it is locked."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
 
 
 def supervise(work: Callable[[], int]) -> int:

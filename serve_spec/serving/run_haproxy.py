@@ -17,10 +17,15 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_KEEP_S = 24 * 3600
 STARTING = (
     '{"error":{"message":"The model is being loaded; try again when /health answers 200",'
     '"type":"service_unavailable_error","param":null,"code":"starting"}}'
@@ -37,6 +42,7 @@ def main(arguments: list[str]) -> None:
     config = Path(arguments[arguments.index("-f") + 1])
     os.umask(0o077)
     make_private(config.parent)
+    remove_ended(set(config.parent.parent.iterdir()) - {config.parent})
     text = config.read_text()
     # In a folder of one Ray node: another process of Ray's may run HAProxy later.
     had_application = config.with_name("had-application")
@@ -59,6 +65,25 @@ def make_private(folder: Path) -> None:
         elif path == folder or owner != 0:
             fix = "set RAY_SERVE_HAPROXY_CONFIG_FILE_LOC to a folder of your own"
             sys.exit(f"{path}: belongs to user {owner}; {fix}")
+
+
+def remove_ended(folders: Iterable[Path]) -> None:
+    """Remove folders of other Ray nodes that have ended, a day after the last change in them."""
+    for folder in folders:
+        with suppress(OSError):
+            is_old = time.time() - folder.stat().st_mtime > _KEEP_S
+            if is_old and not _is_served(folder / "admin.sock"):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_served(path: Path) -> bool:
+    """Return whether a process listens on a socket; raise FileNotFoundError if there is none."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+    return True
 
 
 def has_application(config: str) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from ray.serve._private import haproxy
 
-from serve_spec.serving import run_haproxy
+from serve_spec.serving import processes, run_haproxy
 from serve_spec.serving.errors import no_router, starting
 from serve_spec.serving.processes import holder_of_port
 from serve_spec.serving.proxy import haproxy_script
@@ -77,6 +77,31 @@ def test_nothing_outlives_the_command_whatever_ends_it(command, tmp_path, ending
     assert process.wait(timeout=60) == status
     eventually(lambda: pids_with(f"OF_TEST={tmp_path}"), lambda left: not left)
     eventually(folder.exists, lambda exists: not exists)
+
+
+def test_the_folders_of_servers_that_were_killed_are_removed(command):
+    _, _, locked = command
+    left = locked.with_name("serve-spec-run-left")
+    left.mkdir()
+    (left / "admin.sock").touch()
+    private = processes.private_folder.__wrapped__()
+    assert (left.exists(), locked.exists(), private.exists()) == (False, True, True)
+
+
+def test_the_folders_of_ray_nodes_that_have_ended_are_removed(folder):
+    kinds = {name: folder / name for name in ("served", "ended", "new", "other")}
+    with socket.socket(socket.AF_UNIX) as served:
+        for name, path in kinds.items():
+            path.mkdir()
+            if name != "other":
+                with socket.socket(socket.AF_UNIX) as ended:
+                    server = served if name == "served" else ended
+                    server.bind(str(path / "admin.sock"))
+                    server.listen()
+            if name != "new":
+                os.utime(path, (0, 0))
+        run_haproxy.remove_ended(kinds.values())
+    assert [name for name, path in kinds.items() if path.exists()] == ["served", "new", "other"]
 
 
 def test_a_second_signal_ends_a_server_that_does_not_react(tmp_path):
