@@ -331,25 +331,33 @@ def _serve(plan: Plan, stop: threading.Event, address: str | None, *, dashboard:
     if own_cluster:
         threading.Thread(target=_watch_ray, args=(stop, has_ended), daemon=True).start()
     try:
-        with _timed("starting the replicas"):
-            _deploy(plan, stop)
-        if not stop.is_set():
-            print(announcement(plan), flush=True)
-            stop.wait()
-        print("shutting down ...", flush=True)
-        status = 0
-    except StartFailed as error:
-        print(error, file=sys.stderr)
-        status = 1
+        status = _run(plan, stop)
+        with redirect_stdout(io.StringIO()):
+            _remove(plan)
+    finally:
+        has_ended.set()
     # Ray prints the end of its own controller as a failed task.
     with redirect_stdout(io.StringIO()):
-        _remove(plan)
-        has_ended.set()
         _exit_after(_END_WITHIN_S, status)
         if own_cluster:
             serve.shutdown()  # type: ignore[no-untyped-call]
         ray.shutdown()
     return status
+
+
+def _run(plan: Plan, stop: threading.Event) -> int:
+    """Serve until `stop` is set; return 1 if an application does not start."""
+    try:
+        with _timed("starting the replicas"):
+            _deploy(plan, stop)
+    except StartFailed as error:
+        print(error, file=sys.stderr)
+        return 1
+    if not stop.is_set():
+        print(announcement(plan), flush=True)
+        stop.wait()
+    print("shutting down ...", flush=True)
+    return 0
 
 
 def _watch_ray(stop: threading.Event, has_ended: threading.Event) -> None:

@@ -113,15 +113,9 @@ def body_timed_out(timeout_s: float) -> ApiError:
     return ApiError(408, message, kind="timeout_error", code="body_timeout")
 
 
-def request_stalled() -> ApiError:
-    """Return 408: HAProxy has waited too long for the next part of a request."""
-    message = "The request did not arrive in time; send headers and body without long pauses"
-    return ApiError(408, message, kind="timeout_error", code="body_timeout")
-
-
-def not_http() -> ApiError:
-    """Return 400: HAProxy cannot read the request."""
-    return ApiError(400, "The request is not valid HTTP; check its first line and its headers")
+def broken_off() -> ApiError:
+    """Return 400: HAProxy cannot read the rest of a body."""
+    return ApiError(400, "The body breaks off or is not valid HTTP; send the request again")
 
 
 def unknown_model(asked: str, served: str) -> ApiError:

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import NoReturn
 
 _PR_SET_CHILD_SUBREAPER = 36
-# Sockets lie there, whose paths are limited to about 100 bytes: not below a long $TMPDIR.
-_FOLDERS, _PREFIX = Path("/tmp"), "serve-spec-run-"
+# HAProxy's sockets lie there, whose paths have at most 97 bytes: not below a long $TMPDIR.
+_FOLDERS, _PREFIX = Path("/tmp"), "serve-spec."
 _KILL_WITHIN_S = 10.0
 _IMPATIENT_S = 10
 """Seconds from a second signal to the end of a server that does not react."""

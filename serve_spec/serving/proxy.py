@@ -32,10 +32,9 @@ from serve_spec.config import ConfigError, RouterConfig
 from serve_spec.config.base import parse_yaml
 from serve_spec.serving.errors import (
     ApiError,
+    broken_off,
     error_answer,
     no_router,
-    not_http,
-    request_stalled,
     server_lost,
     starting,
 )
@@ -57,6 +56,7 @@ THROUGHPUT: Mapping[str, str] = {
 
 _PORTS = {"RAY_SERVE_HAPROXY_STATS_PORT": 8404, "RAY_SERVE_HAPROXY_METRICS_PORT": 9101}
 _HARD_STOP_MARGIN_S = 30
+_BODY_MARGIN_S = 5
 # Above those of Ray's workers, below those of Ray's routers and of outgoing connections.
 _ROUTER_PORTS = 20000, 29999
 _NUM_ROUTER_PORTS = 200
@@ -65,13 +65,14 @@ _NUM_ROUTER_PORTS = 200
 def throughput_settings(router: RouterConfig) -> dict[str, str]:
     """Return the environment variables for Serve with HAProxy and the router's time limits."""
     header_s = math.ceil(router.header_timeout_s)
+    body_s = math.ceil(router.body_timeout_s) + _BODY_MARGIN_S
     hard_stop_s = math.ceil(router.request_timeout_s) + _HARD_STOP_MARGIN_S
     return {
         **THROUGHPUT,
         # Time after which a replaced HAProxy ends its remaining streams.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(hard_stop_s),
-        # Idle time after which HAProxy closes a client connection.
-        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(header_s),
+        # Idle time after which HAProxy closes a client connection: not before the router answers.
+        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(max(header_s, body_s)),
         # Ray has no settings for these. The algorithm is the last line of HAProxy's defaults
         # section, so the lines after it belong to that section.
         "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": "\n    ".join(
@@ -83,7 +84,7 @@ def throughput_settings(router: RouterConfig) -> dict[str, str]:
                 # With splicing, HAProxy does not notice when the client disconnects.
                 "no option splice-request",
                 # HAProxy's own errors; 502: a router closed the connection, 503: none is reachable.
-                *map(_error_line, (not_http(), request_stalled())),
+                _error_line(broken_off()),
                 _error_line(server_lost(), 502),
                 _error_line(no_router()),
             ]
@@ -127,8 +128,8 @@ def haproxy_files(folder: Path) -> dict[str, str]:
     """Return the environment variables that name HAProxy's files."""
     names = {
         "CONFIG_FILE_LOC": "haproxy.cfg",
-        "SOCKET_PATH": "admin.sock",
-        "METRICS_SOCKET_PATH": "metrics.sock",
+        "SOCKET_PATH": "admin",
+        "METRICS_SOCKET_PATH": "metrics",
         "SERVER_STATE_FILE": "server-state",
         "SERVER_STATE_BASE": "",
     }

@@ -42,8 +42,10 @@ def main(arguments: list[str]) -> None:
     config = Path(arguments[arguments.index("-f") + 1])
     os.umask(0o077)
     make_private(config.parent)
-    remove_ended(set(config.parent.parent.iterdir()) - {config.parent})
     text = config.read_text()
+    (admin,) = re.findall(r"stats socket (\S+)", text)
+    others = set(config.parent.parent.iterdir()) - {config.parent}
+    remove_ended(folder / Path(admin).name for folder in others)
     # In a folder of one Ray node: another process of Ray's may run HAProxy later.
     had_application = config.with_name("had-application")
     if has_application(text):
@@ -67,13 +69,13 @@ def make_private(folder: Path) -> None:
             sys.exit(f"{path}: belongs to user {owner}; {fix}")
 
 
-def remove_ended(folders: Iterable[Path]) -> None:
+def remove_ended(admin_sockets: Iterable[Path]) -> None:
     """Remove folders of other Ray nodes that have ended, a day after the last change in them."""
-    for folder in folders:
+    for path in admin_sockets:
         with suppress(OSError):
-            is_old = time.time() - folder.stat().st_mtime > _KEEP_S
-            if is_old and not _is_served(folder / "admin.sock"):
-                shutil.rmtree(folder, ignore_errors=True)
+            is_old = time.time() - path.parent.stat().st_mtime > _KEEP_S
+            if is_old and not _is_served(path):
+                shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def _is_served(path: Path) -> bool:

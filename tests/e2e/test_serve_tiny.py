@@ -167,7 +167,7 @@ def test_only_this_user_reaches_haproxy_and_only_this_host_its_statistics(server
     folder = server.haproxy_folder()
     for private in (folder, folder.parent):
         assert private.stat().st_mode & 0o777 == 0o700
-    assert (folder / "admin.sock").stat().st_mode & 0o777 == 0o600
+    assert (folder / "admin").stat().st_mode & 0o777 == 0o600
     config = (folder / "haproxy.cfg").read_text()
     binds = re.findall(r"^ *bind (\S+):\d+$", config, re.MULTILINE)
     assert binds == ["127.0.0.1"] * 3

@@ -86,7 +86,7 @@ def test_the_proxy_is_told_the_limit_of_the_configuration(config_file, monkeypat
     command.prepare_environment(command.read_plan(config_file))
     assert os.environ[proxy.CALLBACK_VARIABLE] == proxy.CALLBACK
     assert proxy.header_timeout_s() == 7.5
-    assert os.environ["RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"] == "8"
+    assert "timeout http-request 8s" in os.environ["RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"]
     assert os.environ["RAY_SERVE_CONTROL_LOOP_INTERVAL_S"] == "9", "the operator's own value wins"
 
 
@@ -96,6 +96,9 @@ def test_a_second_server_on_a_machine_has_ports_of_its_own():
     with socket.create_server(("", int(first[name]))):
         second = own_settings(RouterConfig())
     assert second[name] != first[name]
+    for socket_name in ("SOCKET_PATH", "METRICS_SOCKET_PATH"):
+        path, of_node = first[f"RAY_SERVE_HAPROXY_{socket_name}"], "/" + 56 * "0"
+        assert len(path + of_node) <= 97, "HAProxy takes no longer ones"
     (low, high, *fallbacks), others = map(router_ports, (first, second))
     assert high - low > 100, "routers that end keep their ports for minutes"
     assert not any(low <= port <= high or port in fallbacks for port in others)

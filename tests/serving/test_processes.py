@@ -81,7 +81,7 @@ def test_nothing_outlives_the_command_whatever_ends_it(command, tmp_path, ending
 
 def test_the_folders_of_servers_that_were_killed_are_removed(command):
     _, _, locked = command
-    left = locked.with_name("serve-spec-run-left")
+    left = locked.with_name("serve-spec.left")
     left.mkdir()
     (left / "admin.sock").touch()
     private = processes.private_folder.__wrapped__()
@@ -100,7 +100,7 @@ def test_the_folders_of_ray_nodes_that_have_ended_are_removed(folder):
                     server.listen()
             if name != "new":
                 os.utime(path, (0, 0))
-        run_haproxy.remove_ended(kinds.values())
+        run_haproxy.remove_ended(path / "admin.sock" for path in kinds.values())
     assert [name for name, path in kinds.items() if path.exists()] == ["served", "new", "other"]
 
 
