@@ -149,6 +149,8 @@ def _models_in(annotation: object) -> Iterator[object]:
 _POLL_S = 0.25
 _END_WITHIN_S = 10.0
 """How long Ray may take to end after the last request."""
+_OTHERS_DRAIN_S = 3600.0
+"""How long applications that are not ours may take to end their requests."""
 _VITAL = ("gcs_server", "raylet")
 
 
@@ -177,6 +179,13 @@ class Plan:
         """Whether other machines can send requests without an API key."""
         is_local = self.host in ("localhost", "::1") or self.host.startswith("127.")
         return not is_local and any(not c.router.api_keys for c in self.configs)
+
+    @property
+    def drain_s(self) -> float:
+        """How long running requests may take after the order to end."""
+        return max(
+            (c.replica.graceful_shutdown_timeout_s for c in self.configs), default=_OTHERS_DRAIN_S
+        )
 
     @property
     def num_cpus(self) -> int:
@@ -332,6 +341,7 @@ def _serve(plan: Plan, stop: threading.Event, address: str | None, *, dashboard:
         threading.Thread(target=_watch_ray, args=(stop, has_ended), daemon=True).start()
     try:
         status = _run(plan, stop)
+        _exit_after(plan.drain_s + 2 * _END_WITHIN_S, status)
         with redirect_stdout(io.StringIO()):
             _remove(plan)
     finally:

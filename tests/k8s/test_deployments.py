@@ -86,11 +86,12 @@ def test_a_shell_finds_the_program_and_the_private_folder_of_haproxy(tmp_path):
     )
     variables = dict(line.split("=", 1) for line in shown.stdout.decode().rstrip("\0").split("\0"))
     program = {"RAY_SERVE_HAPROXY_BINARY_PATH": str(ROOT / "serve_spec/serving/haproxy.sh")}
+    python = {"SERVE_SPEC_PYTHON": str(Path(sys.executable).with_name("python3"))}
     files = proxy.haproxy_files(tmp_path / ".haproxy")
-    assert {name: variables[name] for name in OF_USER} == program | files
+    assert {name: variables[name] for name in OF_USER} == program | python | files
     assert os.access(*program.values(), os.X_OK)
     text = Path(ray_constants.__file__).read_text()
-    for name in OF_USER:
+    for name in OF_USER - python.keys():
         assert f'"{name}"' in text
 
 
