@@ -192,6 +192,8 @@ class Grammars:
         """
         reqs = [seq for seq in running if seq.params.grammar is not None]
         failed: dict[str, InvalidRequest] = {}
+        if not reqs:
+            return set(), failed
         self._collect(reqs, failed)
         fresh = [self._start(seq) for seq in reqs if self._is_behind(seq)]
         wait(fresh, PATIENCE_S)
