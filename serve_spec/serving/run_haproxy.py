@@ -7,7 +7,7 @@ each start and each reload. This corrects what Ray has no settings for:
   user alone, as is the folder of CONFIG. SERVE_SPEC_MONITORING_HOST names another address for
   statistics and metrics.
 - Until CONFIG has had an application, and when it has none any more, HAProxy answers 503.
-- HAProxy ends its work when Ray's process is gone: it closes its ports and finishes its requests.
+- HAProxy ends with Ray's process above it. An orphan would keep the port.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> None:
     if has_application(text):
         had_application.touch()
     config.write_text(corrected(text, is_starting=not had_application.exists()))
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         sys.exit("the process that starts HAProxy is gone")
     binary = find_binary()
