@@ -167,7 +167,7 @@ class Batcher(ABC):
         """Wait until there is a replica for `send`; raise ApiError if none is expected."""
 
     @abstractmethod
-    def refuse_if_closing(self) -> None:
+    async def refuse_if_closing(self) -> None:
         """Raise ApiError if all replicas shut down, and only end what they and this router have."""
 
     @abstractmethod

@@ -297,7 +297,7 @@ class CompletionRunner:
         end = asyncio.get_running_loop().time() + self.timeout_s
         # Without generated tokens, equal prompts are computed once.
         groups = by_prompt(choices) if is_prompt_only else [[i] for i in range(len(choices))]
-        self.fleet.refuse_if_closing()
+        await self.fleet.refuse_if_closing()
         self.admission.refuse_if_full(client, len(groups))
         events = interleaved(
             [

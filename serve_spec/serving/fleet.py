@@ -112,10 +112,14 @@ class RayFleet(Batcher):
         """Return the error for "no replica": `starting` until the first one is ready."""
         return starting() if self._is_starting and not self._has_served else no_replica(why)
 
-    def refuse_if_closing(self) -> None:
+    async def refuse_if_closing(self) -> None:
         """See `Batcher.refuse_if_closing`."""
-        if self._connections.reachable() and not self._connections.usable():
-            raise no_replica("all are shutting down")
+        while self._connections.reachable() and not self._connections.usable():
+            # During an update, one that is about to connect replaces them.
+            self._is_wanted.set()
+            await self._connections.changed(within_s=_WATCH_EVERY_S)
+            if not self._connections.usable() and await self.num_healthy() == 0:
+                raise no_replica("all are shutting down")
 
     def send(self, requests: Sequence[GenerateRequest]) -> str:
         """See `Batcher.send`."""

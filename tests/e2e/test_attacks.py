@@ -202,6 +202,18 @@ async def test_slow_connections_are_closed(url):
     assert not watch.stands_still
 
 
+async def test_storms_of_short_connections_leave_nothing_running(url):
+    """Five storms of 100 requests, streamed and not, `n` from 1 to 8; all leave after 0.15 s."""
+    bodies = [{"prompt": f"def f{i}(", "n": 1 + i % 8, "stream": i % 2 == 0} for i in range(100)]
+    async with watching(url) as watch, client_at(url, ATTACKER, timeout_s=0.15) as client:
+        for _ in range(5):
+            asked = [client.post(COMPLETIONS, json={**LONG, **body}) for body in bodies]
+            await asyncio.gather(*asked, return_exceptions=True)
+    assert watch.errors == []
+    assert not watch.stands_still
+    eventually(held, holds_nothing)
+
+
 async def test_expensive_nothings_are_cheap_or_refused(url):
     """Point 8."""
     cheap = {"prompt": [5] * 900, "echo": True, "logprobs": 20, "max_tokens": 0, "n": 64}

@@ -24,7 +24,7 @@ class QuietFleet:
     def withdraw(self, request_id):
         """Nothing is withdrawn here."""
 
-    def refuse_if_closing(self):
+    async def refuse_if_closing(self):
         """Its replicas never shut down."""
 
     def batching(self):

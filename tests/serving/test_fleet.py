@@ -102,16 +102,41 @@ async def test_waiting_ends_when_no_replica_is_left_or_none_answers(
         assert caught.value.status == 503
 
 
-async def test_replicas_that_all_shut_down_end_what_waits_and_take_nothing_new(config):
+async def test_replicas_that_all_shut_down_end_what_waits_and_take_nothing_new(config, monkeypatch):
+    apps = {}
+    monkeypatch.setattr(module.serve, "status", lambda: SimpleNamespace(applications=apps))
+    monkeypatch.setattr(module, "_WATCH_EVERY_S", 0.001)
     replica = ReplicaEnd(LAST)
     async with running(config, replica) as fleet:
         assert await items_of(fleet) == [LAST]
-        fleet.refuse_if_closing()
+        await fleet.refuse_if_closing()
         ending = asyncio.create_task(replica.drain())
         await until(lambda: not fleet._connections.usable())
         with pytest.raises(ApiError, match="all are shutting down") as caught:
-            fleet.refuse_if_closing()
+            await fleet.refuse_if_closing()
         assert caught.value.status == 503
+        assert await items_of(fleet) == [LAST]
+        await ending
+
+
+async def test_a_request_waits_for_the_replica_that_replaces_those_that_shut_down(
+    config, monkeypatch
+):
+    running_one = SimpleNamespace(replica_states={"RUNNING": 1, "STOPPING": 1})
+    app = SimpleNamespace(deployments={Handle.deployment_name: running_one})
+    status = SimpleNamespace(applications={"app": app})
+    monkeypatch.setattr(module.serve, "status", lambda: status)
+    monkeypatch.setattr(module, "_WATCH_EVERY_S", 0.001)
+    old, new = ReplicaEnd(name="r1"), ReplicaEnd(LAST, name="r2")
+    async with running(config, old) as fleet:
+        await until(fleet._connections.usable)
+        ending = asyncio.create_task(old.drain())
+        await until(lambda: not fleet._connections.usable())
+        asking = asyncio.create_task(fleet.refuse_if_closing())
+        await asyncio.sleep(0.05)
+        assert not asking.done()
+        await new.connect(fleet._connections.address)
+        await asking
         assert await items_of(fleet) == [LAST]
         await ending
 
