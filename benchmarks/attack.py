@@ -19,7 +19,9 @@ import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -122,16 +124,20 @@ def odd_protocols(url: str) -> Counter[str]:
     return Counter({"reset": 400})
 
 
-async def hostile(url: str, num_requests: int) -> tuple[Counter[str], list[str]]:
+def hostile(url: str, num_requests: int) -> tuple[Counter[str], list[str]]:
     """Send hostile requests, eight at a time; return their statuses and bad answers."""
-    flood = Flood(num_requests, seed=27)
-    await flood.send(url)
+    flood = Flood(num_requests, seed=num_requests)
+    asyncio.run(flood.send(url))
     statuses = Counter({str(status): n for status, n in flood.statuses.items()})
     return statuses, flood.bad
 
 
-async def deadlines(url: str) -> Counter[str]:
+def deadlines(url: str) -> Counter[str]:
     """Let 200 clients give up after 3 s, twice."""
+    return asyncio.run(_deadlines(url))
+
+
+async def _deadlines(url: str) -> Counter[str]:
     body = {"max_tokens": 900, "ignore_eos": True}
 
     async def ask(client: httpx.AsyncClient, i: int) -> str:
@@ -148,18 +154,18 @@ async def deadlines(url: str) -> Counter[str]:
     return outcomes
 
 
-async def control_characters(url: str) -> Counter[str]:
+def control_characters(url: str) -> Counter[str]:
     """Send ids, names and users with control characters, in headers and fields."""
     statuses: Counter[str] = Counter()
     rng = random.Random(5)
-    async with client_at(url, STORM_CLIENT) as client:
+    with httpx.Client(base_url=url, timeout=120) as client:
         for _ in range(200):
             odd = "".join(chr(rng.choice([0, 7, 9, 27, 127, 0x85, 0x2028])) for _ in range(9))
             field = rng.choice(["model", "user", "request_id", "cache_salt"])
             body = {"prompt": "a", "max_tokens": 1, field: odd}
             name = f"a\tb{rng.choice(['', chr(0x85), chr(0xFF)])}"
             headers = {"x-request-id": name.encode("latin-1")}
-            answer = await client.post(COMPLETIONS, json=body, headers=headers)
+            answer = client.post(COMPLETIONS, json=body, headers=headers)
             statuses[str(answer.status_code)] += 1
     return statuses
 
@@ -191,18 +197,20 @@ async def seconds_until_free(client: httpx.AsyncClient) -> float | None:
 
 
 class Attack:
-    """The honest streams, and a row for each phase beside them."""
+    """The honest streams, and a row for each phase beside them, which has a process of its own."""
 
     def __init__(self, url: str, path: Path | None) -> None:
         self._url = url
         self._path = path
         self._watch = Watch()
+        self._process = ProcessPoolExecutor(1, get_context("spawn"))
 
-    async def phase(self, name: str, work: Callable[[], Awaitable[Any]]) -> None:
-        """Run one phase and print its row."""
+    async def phase(self, name: str, work: Callable[..., Any], *args: int) -> None:
+        """Run `work(url, *args)` and print the row of this phase."""
         before, memory = processes(), memory_mb()
         num_before, started = len(self._watch.streams), time.monotonic()
-        outcome = await work()
+        loop = asyncio.get_running_loop()
+        outcome = await loop.run_in_executor(self._process, work, self._url, *args)
         seconds = time.monotonic() - started
         statuses, bad = outcome if isinstance(outcome, tuple) else (outcome, [])
         async with client_at(self._url, DEADLINE_CLIENT) as client:
@@ -235,16 +243,12 @@ class Attack:
             while not self._watch.texts:
                 await asyncio.sleep(0.05)
             first = num_requests // 5
-            await self.phase("hostile, first fifth", lambda: hostile(url, first))
-            await self.phase("hostile", lambda: hostile(url, num_requests - first))
-            for choices in (1, 3, 8):
-                name = f"15 storms, n up to {choices}"
-                await self.phase(name, lambda n=choices: asyncio.to_thread(storm, url, 15, n))
-            for work in (slow_readers, idle, odd_protocols):
-                name = work.__name__.replace("_", " ")
-                await self.phase(name, lambda work=work: asyncio.to_thread(work, url))
-            await self.phase("deadlines", lambda: deadlines(url))
-            await self.phase("control characters", lambda: control_characters(url))
+            await self.phase("hostile, first fifth", hostile, first)
+            await self.phase("hostile", hostile, num_requests - first)
+            for most in (1, 3, 8):
+                await self.phase(f"15 storms, n up to {most}", storm, 15, most)
+            for work in (slow_readers, idle, odd_protocols, deadlines, control_characters):
+                await self.phase(work.__name__.replace("_", " "), work)
             for task in honest:
                 task.cancel()
             await asyncio.gather(*honest, return_exceptions=True)
