@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, pre_tokenizers
@@ -187,6 +187,8 @@ def test_bytes_that_are_no_characters_are_decoded_as_sentencepiece_does(tmp_path
     @given(st.lists(st.one_of(character, byte, words), max_size=12))
     def check(parts):
         ids = [each + first * isinstance(part, bytes) for part in parts for each in part]
+        # The library takes a first byte that is a space for the space before the first word.
+        assume(ids[:1] != [first + ord(" ")])
         assert tokenizer.decode(ids) == theirs.decode(ids)
 
     check()
