@@ -109,7 +109,7 @@ class OutputText:
         """
         is_cut = reason is FinishReason.STOP and not self._keeps_end
         added = token_ids[:-1] if is_cut else token_ids
-        # A stop string may end at any token; without one, reading many at once costs less.
+        # A stop string may end at any token; without one, reading many together costs less.
         size = 1 if self._stop else _LONGEST_CONTEXT_TOKENS
         for start in range(0, len(added), size):
             new = added[start : start + size]

@@ -47,7 +47,7 @@ UNANSWERED, STREAM, OTHER = range(3)
 _CHILD = Path(__file__).with_name("last_answers_child.py")
 _NUM_SLOTS = 2**16
 _CHANNEL_BYTES = 2**20  # the kernel may give less; some hundred new connections fit in any case
-# A child that always ends at once would cost a start with every connection.
+# A child that always ends immediately would cost a start with every connection.
 _MAX_STARTS, _STARTS_WITHIN_S = 5, 5.0
 _BEAT_EVERY_S = 1.0
 _SCOPE_KEY = "serve_spec.connection"

@@ -52,7 +52,7 @@ class Server:
         return Path(re.search(r"(\S+)/haproxy\.cfg", command_of(pid)).group(1))
 
     def has_ended(self):
-        """Whether nothing is left of it: no process, and nobody at its port."""
+        """Whether nothing is left of it: no process, and no listener at its port."""
         return not self.pids() and not holder_of_port(urlsplit(self.url).port)
 
 
@@ -206,7 +206,7 @@ async def test_ctrl_c_lets_running_streams_and_waiting_requests_end(server):
 
 
 async def until_closed(client):
-    """Status and Retry-After of answers to others until nobody listens."""
+    """Status and Retry-After of answers to others until the port is closed."""
     answers = set()
     while True:
         for path in ("/health", "/v1/models"):

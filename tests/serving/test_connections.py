@@ -47,6 +47,18 @@ async def connected(**options):
         yield router, replica
 
 
+@asynccontextmanager
+async def of_two_routers():
+    """A replica with requests a and b of one router and c of another."""
+    async with connected() as (router, replica), listening(name="other") as other:
+        await replica.connect(other.connections.address)
+        await until(other.connections.usable)
+        router.ask(named("a"), named("b"))
+        other.ask(named("c"))
+        await until(lambda: len(replica.queues) == 3)
+        yield router, other, replica
+
+
 async def test_a_replica_that_is_called_says_how_busy_it_is_and_has_one_connection():
     async with connected() as (router, replica):
         await replica.connect(router.connections.address)
@@ -59,12 +71,7 @@ async def test_a_replica_that_is_called_says_how_busy_it_is_and_has_one_connecti
 
 
 async def test_every_router_hears_of_its_own_requests_and_of_how_many_the_others_have():
-    async with connected() as (router, replica), listening(name="other") as other:
-        await replica.connect(other.connections.address)
-        await until(other.connections.usable)
-        router.ask(named("a"), named("b"))
-        other.ask(named("c"))
-        await until(lambda: len(replica.queues) == 3)
+    async with of_two_routers() as (router, other, replica):
         for name in "abc":
             replica.say(name, 1, last=name == "a")
         await until(lambda: other.items() and router.items())
@@ -96,12 +103,7 @@ async def test_a_cancellation_that_arrives_with_its_request_is_not_lost():
 
 
 async def test_requests_that_their_router_does_not_have_end_with_the_next_load_report():
-    async with connected() as (router, replica), listening(name="other") as other:
-        await replica.connect(other.connections.address)
-        await until(other.connections.usable)
-        router.ask(named("a"), named("b"))
-        other.ask(named("c"))
-        await until(lambda: len(replica.queues) == 3)
+    async with of_two_routers() as (router, other, replica):
         router.open.remove("a")  # its cancellation is lost
         replica.report_load()
         await until(lambda: replica.cancelled == ["a"])

@@ -39,7 +39,7 @@ def block_masks(monkeypatch, is_blocked):
         with lock:
             number = next(numbers)
         if is_blocked(number):
-            assert go_on.wait(60), "nobody ends the wait"
+            assert go_on.wait(60), "the wait was not ended"
         return mask(self)
 
     monkeypatch.setattr(Matcher, "mask", wait_first)

@@ -114,7 +114,7 @@ def test_a_repeated_search_looks_at_one_page_however_long_the_prefix_is(monkeypa
     assert len(looked) <= 1
 
 
-def test_the_pages_of_a_text_that_nobody_drew_from_are_dropped_with_all_after_them():
+def test_the_pages_of_a_text_without_a_drawn_token_are_dropped_with_all_after_them():
     tree = filled([])
     allocator, drawn, failed = tree._allocator, [1, 2, 3, 4, 5], [1, 2, 3, 4, 9, 9, 9]
     tree.retire(drawn, allocator.allocate(2), 0, is_proven=True)
