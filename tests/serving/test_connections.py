@@ -103,7 +103,7 @@ async def test_a_cancellation_that_arrives_with_its_request_is_not_lost():
 
 
 async def test_requests_that_their_router_does_not_have_end_with_the_next_load_report():
-    async with of_two_routers() as (router, other, replica):
+    async with of_two_routers() as (router, _other, replica):
         router.open.remove("a")  # its cancellation is lost
         replica.report_load()
         await until(lambda: replica.cancelled == ["a"])
