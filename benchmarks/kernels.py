@@ -169,7 +169,7 @@ def rounds(bench: Bench) -> Iterator[dict[str, Any]]:
     """Time every fixed depth and, with drafts, the goodput policy.
 
     The policy keeps what it learns from batch to batch. `expected_tokens_per_second` counts the
-    tokens that the forced acceptance gives on average, not those that chance gave.
+    tokens that the forced acceptance gives on average, not those that probability gave.
     """
     groups = [{f"K={k}": [bench.fixed(k)] for k in bench.args.num_steps}]
     if bench.acceptance is not None:
@@ -247,8 +247,8 @@ def expected_tokens(acceptance: Acceptance | None, num_steps: int) -> float:
         return 1.0
     if isinstance(acceptance, float):
         return min(acceptance, num_steps + 1.0)
-    chances = [acceptance[min(i, len(acceptance) - 1)] for i in range(num_steps)]
-    return 1.0 + sum(prod(chances[: i + 1]) for i in range(num_steps))
+    probabilities = [acceptance[min(i, len(acceptance) - 1)] for i in range(num_steps)]
+    return 1.0 + sum(prod(probabilities[: i + 1]) for i in range(num_steps))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -267,7 +267,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompt-tokens", type=int, default=256, help="tokens per prompt")
     parser.add_argument("--output-tokens", type=int, default=256, help="mean tokens per request")
     parser.add_argument("--repetitions", type=int, default=2, help="batches of every variant")
-    forced = "forced acceptance: one accept length (at least 1), or the chance of each position"
+    forced = (
+        "forced acceptance: one accept length (at least 1), or the probability of each position"
+    )
     parser.add_argument("--acceptance", type=float, nargs="+", default=[2.5], help=forced)
     rows = [1, 8, 32, 64, 128, 256, 512]
     parser.add_argument("--rows", type=int, nargs="+", default=rows, help="rows of products")

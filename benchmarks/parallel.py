@@ -194,7 +194,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompt-tokens", type=int, default=256, help="tokens per prompt")
     parser.add_argument("--output-tokens", type=int, default=128, help="mean tokens per request")
     parser.add_argument("--repetitions", type=int, default=3, help="batches of every variant")
-    parser.add_argument("--acceptance", type=float, default=0.69, help="forced chance per draft")
+    parser.add_argument(
+        "--acceptance", type=float, default=0.69, help="forced probability per draft"
+    )
     rows = [1, 8, 32, 128, 256]
     parser.add_argument("--rows", type=int, nargs="+", default=rows, help="rows of exchanges")
     parser.add_argument("--json", type=Path, help="file to append every row to (JSON lines)")

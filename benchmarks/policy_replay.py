@@ -20,7 +20,7 @@ from serve_spec.core.draft import DraftShape
 from serve_spec.worker.graphs import token_counts
 from tests.helpers.simulated_costs import GPU_8B, TWO_CPU_CORES, noisy, recorded_table
 
-TRACES = load_traces(Path("tests/data/share_traces.json"))
+TRACES = load_traces(Path("tests/data/logprob_traces.json"))
 COSTS: dict[str, tuple[RoundCosts, tuple[int, ...], tuple[int, ...]]] = {
     "h200": (GPU_8B, (1, 8, 16, 32, 64, 128, 256), token_counts(2048)),
     "cpu": (TWO_CPU_CORES, (1, 4, 16, 64), ()),

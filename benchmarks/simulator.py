@@ -1,7 +1,7 @@
 """Replay recorded acceptance with a policy, without a model.
 
 Accepted drafts of a round come from a trace, its time from `RoundCosts`. The policy gets the same
-calls as from the engine. Drafts are admitted by their recorded shares as on the device
+calls as from the engine. Drafts are admitted by their recorded logprobs as on the device
 (`ops.admission`). Prompts are not chunked; they run in their own rounds or in mixed batches.
 """
 
@@ -134,8 +134,8 @@ class _Row:
     """Tokens so far, with the prompt."""
     remaining: int
     """Tokens to go."""
-    shares: Sequence[Sequence[float]] = ()
-    """Shares of the drafts, by entry of the trace."""
+    logprobs: Sequence[Sequence[float]] = ()
+    """Log probabilities of the drafts, by entry of the trace."""
     at: int = 0
     """Entry of the trace at which the next round starts."""
     num_draft_computed: int = 0
@@ -233,7 +233,7 @@ class Simulator:
             yield _Row(
                 request_id=f"{self._num_phases}-{number}",
                 num_correct_drafts=_from(start, trace.num_correct_drafts),
-                shares=_from(start, trace.draft_shares),
+                logprobs=_from(start, trace.draft_logprobs),
                 of_trees={tree: _from(start, counts) for tree, counts in trees},
                 sampled=kind.temperature > 0,
                 length=trace.num_prompt_tokens,
@@ -248,12 +248,12 @@ class Simulator:
         steps = self.policy.choose(batch)
         policy_ms = 1e3 * (thread_time() - started)
         drafted = steps_per_req = _row_steps(steps, batch)
-        shares = self._shares(rows, steps)
+        logprobs = self._logprobs(rows, steps)
         num_admitted = None
-        if shares is not None and steps.budget is not None:
+        if logprobs is not None and steps.budget is not None:
             kinds = np.array([SAMPLED if row.sampled else GREEDY for row in rows])
             steps_per_req = admitted(
-                shares, np.array(drafted), kinds, steps.calibration, steps.budget
+                logprobs, np.array(drafted), kinds, steps.calibration, steps.budget
             ).tolist()
             num_admitted = sum(steps_per_req)
         accepted = [
@@ -281,7 +281,7 @@ class Simulator:
             steps_per_req=tuple([steps_per_req[i] for i in live]),
             correct_per_req=tuple([accepted[i] for i in live]),
             drafted_per_req=() if num_admitted is None else tuple([drafted[i] for i in live]),
-            draft_shares=None if shares is None else shares[live].astype(np.float32),
+            draft_logprobs=None if logprobs is None else logprobs[live].astype(np.float32),
             budget=None if num_admitted is None else steps.budget,
             is_sampled=tuple([sampled[i] for i in live]),
             accept_lengths=tuple([count + 1 for count in accepted]),
@@ -314,11 +314,15 @@ class Simulator:
             times=self.costs(shape),
         )
 
-    def _shares(self, rows: list[_Row], steps: RoundSteps) -> NDArray[np.float64] | None:
-        """Return the shares of what each request drafts, [B, depth]; None if unknown."""
-        if not steps.shape.depth or not steps.shape.is_chain or not all(row.shares for row in rows):
+    def _logprobs(self, rows: list[_Row], steps: RoundSteps) -> NDArray[np.float64] | None:
+        """Return the logprobs of what each request drafts, [B, depth]; None if unknown."""
+        if (
+            not steps.shape.depth
+            or not steps.shape.is_chain
+            or not all(row.logprobs for row in rows)
+        ):
             return None
-        return np.array([row.shares[row.at] for row in rows])[:, : steps.shape.depth]
+        return np.array([row.logprobs[row.at] for row in rows])[:, : steps.shape.depth]
 
     def _batch(self, rows: list[_Row], entering: list[_Row]) -> DecodeBatch:
         budget = self.max_num_batched_tokens - len(rows)
@@ -349,7 +353,7 @@ class Simulator:
 
 
 def _row_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
-    """Return drafts per request as the scheduler grants them, with equal shares if scarce."""
+    """Return drafts per request as the scheduler grants them, equally if scarce."""
     wanted = (
         [steps.shape.depth] * batch.size if steps.steps_per_req is None else steps.steps_per_req
     )
@@ -363,7 +367,7 @@ def _row_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
 
 
 def admitted(
-    shares: NDArray[np.float64],
+    logprobs: NDArray[np.float64],
     drafted: NDArray[np.intp],
     kinds: NDArray[np.intp],
     calibration: Calibration,
@@ -371,18 +375,18 @@ def admitted(
 ) -> NDArray[np.intp]:
     """Return how many drafts of each chain are verified, as `ops.admission` decides.
 
-    shares: [B, N]. drafted: [B], drafts of each. kinds: [B], rows of the calibration.
+    logprobs: [B, N]. drafted: [B], drafts of each. kinds: [B], rows of the calibration.
     """
-    width = shares.shape[1]
+    width = logprobs.shape[1]
     padded = [[*kind, *kind[-1:] * width][:width] for kind in calibration]
     pairs = np.array(padded)[kinds]
-    chances = 1.0 / (1.0 + np.exp(-(pairs[..., 0] * logits(shares) + pairs[..., 1])))
-    exists = (np.arange(width) < drafted[:, None]) & (shares > -np.inf)
-    survival = np.cumprod(np.where(exists, chances, 0.0), axis=1).ravel()
+    probabilities = 1.0 / (1.0 + np.exp(-(pairs[..., 0] * logits(logprobs) + pairs[..., 1])))
+    exists = (np.arange(width) < drafted[:, None]) & (logprobs > -np.inf)
+    survival = np.cumprod(np.where(exists, probabilities, 0.0), axis=1).ravel()
     ranked = np.argsort(-survival, kind="stable")[:budget]
     taken = np.zeros(survival.size, dtype=bool)
     taken[ranked] = survival[ranked] > 0.0
-    counts: NDArray[np.intp] = taken.reshape(shares.shape).sum(axis=1)
+    counts: NDArray[np.intp] = taken.reshape(logprobs.shape).sum(axis=1)
     return counts
 
 

@@ -72,12 +72,12 @@ def steps(
     llm: LLM, depths: list[int], batch_size: int, context: int, turns: int
 ) -> list[dict[str, Any]]:
     """Return a row for each depth: median, 10th and 90th percentile of the step time."""
-    engine, chance = llm.engine, random.Random(batch_size)
+    engine, rng = llm.engine, random.Random(batch_size)
     num_tokens = turns * TRIAL_STEPS * (max(depths) + 1)
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     sequences = []
     for index in range(batch_size):
-        prompt = chance.choices(range(engine.tokenizer.vocab_size), k=context)
+        prompt = rng.choices(range(engine.tokenizer.vocab_size), k=context)
         sequences.append(engine.new_sequence(f"{context}-{index}", prompt, params))
         engine.add(sequences[-1])
     _choose(llm, 0)
@@ -130,7 +130,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=12, help="turns of 12 steps")
     parser.add_argument("--first-token", type=int, default=0, help="tokens of a prompt to time")
     parser.add_argument(
-        "--acceptance", type=float, nargs="+", default=[0.69], help="forced chances"
+        "--acceptance", type=float, nargs="+", default=[0.69], help="forced probabilities"
     )
     parser.add_argument("--page-size", type=int, default=16, help="tokens per page")
     parser.add_argument("--json", type=Path, help="file to append every row to (JSON lines)")

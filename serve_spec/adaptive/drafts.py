@@ -1,13 +1,13 @@
-"""What is known of drafts: chances by their shares, rates by position, survivals of recent ones.
+"""What is known of drafts: acceptance probabilities, rates by position, recent survivals.
 
-A chance of acceptance comes from the share that a draft was drawn with:
+A probability of acceptance comes from the log probability that a draft was drawn with:
 
-    chance = sigmoid(weight · logit(share) + bias)      weight, bias by kind and position
-    survival = chance · survival of the draft before    1 for the root
+    probability = sigmoid(weight · logit(p) + bias)      weight, bias by kind and position
+    survival = probability · survival of the draft before    1 for the root
 
-The pairs start at (1, 0), which takes a share for a chance, and are fitted online: a Newton step
-of a logistic regression for every plan, on a discounted Hessian, with a pull to (1, 0). Only drafts
-that were verified and reached count.
+The pairs start at (1, 0), which keeps p, and are fitted online: a Newton step of a logistic
+regression for every plan, on a discounted Hessian, with a pull to (1, 0). Only drafts that were
+verified and reached count.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class DraftKnowledge:
         self.calibration = DraftCalibration(max_steps)
         self.chains = PositionRates(max_steps, accept_rates)
         self.texts = PositionRates(max_steps)
-        self.has_shares = False  # whether drafts have scores
+        self.has_logprobs = False  # whether drafts have scores
         self.pairs = AS_DRAWN
         self.tree_gain = 1.0  # exponent of the odds of trees, learned
         self._chain_trials = 0.0  # since the last tree
@@ -63,13 +63,13 @@ class DraftKnowledge:
                 newest.append(record)
                 num_requests += sum(map(bool, record.drafted_per_req or record.steps_per_req))
         chains = [r for r in newest if r.shape.is_chain]
-        self._learn_shares([r for r in chains if r.draft_shares is not None])
-        if without_shares := [r.model_drafts for r in chains if r.draft_shares is None]:
-            self._learn_chains(*self._tallied(without_shares))
+        self._learn_logprobs([r for r in chains if r.draft_logprobs is not None])
+        if without_logprobs := [r.model_drafts for r in chains if r.draft_logprobs is None]:
+            self._learn_chains(*self._tallied(without_logprobs))
         for tree in {r.shape for r in newest if not r.shape.is_chain}:
             self._learn_tree(tree, [r.model_drafts for r in newest if r.shape == tree])
-        if from_text := [r.text_drafts for r in newest if any(r.is_from_text)]:
-            self.texts.learn(*self._tallied(from_text))
+        if from_ngrams := [r.ngram_drafts for r in newest if any(r.is_ngram)]:
+            self.texts.learn(*self._tallied(from_ngrams))
         if newest:
             self.pairs = self.calibration.pairs(self.texts.rates)
 
@@ -96,7 +96,7 @@ class DraftKnowledge:
         self._sample = self._sample[:0]
 
     def tree_rates(self, tree: DraftShape, batch_size: int = 1) -> Floats:
-        """Return the chance that a level of a tree is accepted once reached, by level."""
+        """Return the probability that a level of a tree is accepted once reached, by level."""
         gained = _tree_odds(tree, self.max_steps) ** self.tree_gain
         return 1.0 - 1.0 / (1.0 + self._chain_odds(batch_size) * gained)
 
@@ -104,33 +104,38 @@ class DraftKnowledge:
         mean = self.survivals(batch_size).mean(axis=0)
         return _odds((mean / np.append(1.0, mean[:-1])).clip(0.001, 0.999))
 
-    def _learn_shares(self, records: Sequence[StepRecord]) -> None:
+    def _learn_logprobs(self, records: Sequence[StepRecord]) -> None:
         width, num_rows = self.max_steps, sum(len(r.steps_per_req) for r in records)
-        shares = np.full((num_rows, width), np.nan)
+        logprobs = np.full((num_rows, width), np.nan)
         verified, correct, drafted, kinds = np.zeros((4, num_rows), dtype=np.intp)
         end = 0
         for r in records:
             rows = slice(end, end := end + len(r.steps_per_req))
-            assert r.draft_shares is not None
-            given = r.draft_shares[:, :width]
-            shares[rows, : given.shape[1]] = given
+            assert r.draft_logprobs is not None
+            given = r.draft_logprobs[:, :width]
+            logprobs[rows, : given.shape[1]] = given
             drafts = r.model_drafts
             verified[rows], correct[rows] = drafts.steps_per_req, drafts.correct_per_req
             drafted[rows] = r.drafted_per_req or r.steps_per_req
             if r.is_sampled:
                 kinds[rows] = r.is_sampled
-            if any(r.is_from_text):
-                drafted[rows] *= ~np.asarray(r.is_from_text, bool)
+            if any(r.is_ngram):
+                drafted[rows] *= ~np.asarray(r.is_ngram, bool)
         used = drafted > 0
         if not used.any():
             return
-        shares, kinds, verified, correct = shares[used], kinds[used], verified[used], correct[used]
+        logprobs, kinds, verified, correct = (
+            logprobs[used],
+            kinds[used],
+            verified[used],
+            correct[used],
+        )
         exists = np.arange(width) < drafted[used][:, None]
-        shares[~exists] = np.nan
-        self.has_shares = True
-        self.calibration.learn(shares, kinds, verified, correct)
-        chances = self.calibration.chances(shares, kinds)
-        survivals = np.cumprod(np.where(exists, chances, 0.0), axis=1)
+        logprobs[~exists] = np.nan
+        self.has_logprobs = True
+        self.calibration.learn(logprobs, kinds, verified, correct)
+        probabilities = self.calibration.probabilities(logprobs, kinds)
+        survivals = np.cumprod(np.where(exists, probabilities, 0.0), axis=1)
         if all(r.budget is None for r in records):
             counts = tallied(verified, correct, width)
         else:  # what was admitted is no fair sample of what was drafted
@@ -192,7 +197,7 @@ class PositionRates:
             fix = f"give {max_steps} rates between 0 and 1"
             raise ValueError(f"prior_rates={list(prior)!r}: {fix}")
         self._prior = list(prior or [FIRST_RATE] * max_steps)[:max_steps]
-        self.rates: list[float] = []  # chance that a draft is accepted once reached
+        self.rates: list[float] = []  # probability that a draft is accepted once reached
         self._update()
 
     def learn(self, trials: Sequence[float], hits: Sequence[float]) -> None:
@@ -237,7 +242,7 @@ _BINS = 10
 
 
 class DraftCalibration:
-    """Fits the chances of model drafts by kind and position, and compares them with outcomes."""
+    """Fit the probabilities of model drafts by kind and position; compare them with outcomes."""
 
     def __init__(self, max_steps: int) -> None:
         self.max_steps = max_steps
@@ -247,28 +252,28 @@ class DraftCalibration:
         self._hessians: Floats = np.tile(self._pull, (FROM_TEXT, max_steps, 1, 1))
         self._bins: Floats = np.zeros((3, max_steps, _BINS))
 
-    def chances(self, shares: Floats, kinds: Indices) -> Floats:
-        """Return the chance [R, n] of every draft; 0 for a share that is no number or -inf.
+    def probabilities(self, logprobs: Floats, kinds: Indices) -> Floats:
+        """Return the probability [R, n] of every draft; 0 where `logprobs` is NaN or -inf.
 
-        shares: [R, n], logarithms. kinds: [R].
+        logprobs: [R, n], logarithms. kinds: [R].
         """
-        pairs = self._pairs[kinds, : shares.shape[1]]
-        chances = 1.0 / (1.0 + np.exp(-pairs[..., 0] * logits(shares) - pairs[..., 1]))
-        return np.where(shares > -np.inf, chances, 0.0)
+        pairs = self._pairs[kinds, : logprobs.shape[1]]
+        probabilities = 1.0 / (1.0 + np.exp(-pairs[..., 0] * logits(logprobs) - pairs[..., 1]))
+        return np.where(logprobs > -np.inf, probabilities, 0.0)
 
-    def learn(self, shares: Floats, kinds: Indices, verified: Indices, correct: Indices) -> None:
+    def learn(self, logprobs: Floats, kinds: Indices, verified: Indices, correct: Indices) -> None:
         """Fit to the outcome of some requests.
 
-        shares: [R, max_steps]. verified, correct: [R], drafts of each that the target verified,
+        logprobs: [R, max_steps]. verified, correct: [R], drafts of each that the target verified,
         and that it accepted.
         """
         place = np.arange(self.max_steps)
-        counts = (place < verified[:, None]) & (place <= correct[:, None]) & (shares > -np.inf)
-        accepted, logit = place < correct[:, None], logits(shares)
-        chances = self.chances(shares, kinds)
-        self._compare(chances, accepted, counts)
-        error = np.where(counts, accepted - chances, 0.0)
-        spread = np.where(counts, chances * (1.0 - chances), 0.0)
+        counts = (place < verified[:, None]) & (place <= correct[:, None]) & (logprobs > -np.inf)
+        accepted, logit = place < correct[:, None], logits(logprobs)
+        probabilities = self.probabilities(logprobs, kinds)
+        self._compare(probabilities, accepted, counts)
+        error = np.where(counts, accepted - probabilities, 0.0)
+        spread = np.where(counts, probabilities * (1.0 - probabilities), 0.0)
         columns = [error * logit, error, spread * logit * logit, spread * logit, spread, counts]
         is_kind = np.arange(FROM_TEXT)[:, None] == kinds
         sums = is_kind.astype(np.float64) @ np.concatenate(columns, axis=1)
@@ -282,10 +287,10 @@ class DraftCalibration:
         step = np.linalg.solve(self._hessians, gradient[..., None])[..., 0]
         self._pairs = (self._pairs + np.nan_to_num(step)).clip(_LEAST_PAIR, _MOST_PAIR)
 
-    def _compare(self, chances: Floats, accepted: Flags, counts: Flags) -> None:
-        """Count drafts, expected and accepted ones by position and bin of their chance."""
+    def _compare(self, probabilities: Floats, accepted: Flags, counts: Flags) -> None:
+        """Count drafts, expected and accepted ones by position and bin of their probability."""
         row, place = np.nonzero(counts)
-        known = chances[row, place]
+        known = probabilities[row, place]
         bins = place * _BINS + np.minimum(known * _BINS, _BINS - 1).astype(np.intp)
         self._bins *= math.exp(-len(row) / (MEMORY_TRIALS * self.max_steps))
         for sums, weights in zip(self._bins, (None, known, accepted[row, place]), strict=True):
@@ -294,7 +299,7 @@ class DraftCalibration:
     def pairs(self, text_rates: Sequence[float]) -> Calibration:
         """Return what the device is given. N-gram drafts have no scores: their rates decide.
 
-        text_rates: chance that an n-gram draft is accepted once reached, by position.
+        text_rates: probability that an n-gram draft is accepted once reached, by position.
         """
         model = [tuple([(w, b) for w, b in kind]) for kind in self._pairs.round(4).tolist()]
         text = [(0.0, round(math.log(rate / (1.0 - rate)), 4)) for rate in text_rates]
@@ -317,8 +322,8 @@ class DraftCalibration:
         return shown
 
 
-def logits(shares: Floats) -> Floats:
-    """Return logit(share) of logarithms of shares, cut at ±15; NaN counts as -inf."""
-    known = np.where(shares > -_LARGEST_LOGIT, np.minimum(shares, -1e-7), -_LARGEST_LOGIT)
+def logits(logprobs: Floats) -> Floats:
+    """Return logit(p) of logarithms of logprobs, cut at ±15; NaN counts as -inf."""
+    known = np.where(logprobs > -_LARGEST_LOGIT, np.minimum(logprobs, -1e-7), -_LARGEST_LOGIT)
     cut: Floats = (known - np.log(-np.expm1(known))).clip(-_LARGEST_LOGIT, _LARGEST_LOGIT)
     return cut

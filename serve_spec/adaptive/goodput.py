@@ -246,7 +246,7 @@ class GoodputPolicy(StepPolicy):
             survivals,
             np.maximum(weights, 1e-9),
             most if bound else 0,
-            may_admit=self.drafts.has_shares and self.per_sequence,
+            may_admit=self.drafts.has_logprobs and self.per_sequence,
         )
         for tree in self.allowed.trees_of(size):
             if tree.depth <= bound and tree.size * size <= most:

@@ -120,7 +120,7 @@ class Planner:
         return found
 
     def tree(self, load: Load, shape: DraftShape, rates: Floats) -> Candidate:
-        """Return a tree that is verified whole, by the chance that each level is accepted."""
+        """Return a tree that is verified whole, by the probability that each level is accepted."""
         size = load.work.size
         expected = size * float(np.cumprod(rates[: shape.depth]).sum())
         ms = self.costs.ms(load.work._replace(shape=shape, drafts=size * shape.size))
@@ -139,7 +139,7 @@ class Planner:
     def text_steps(self, load: Load, chosen: Candidate, rates: Sequence[float]) -> int:
         """Return how many n-gram drafts a request verifies that has some.
 
-        rates: chance by position that they are accepted.
+        rates: probability by position that they are accepted.
         """
         size = load.work.size
         tokens = size * np.cumsum(np.cumprod([1.0, *rates]))

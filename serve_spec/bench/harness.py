@@ -78,7 +78,7 @@ def engine_beside(engine: SpecEngine, controller: AdaptiveController) -> SpecEng
         Scheduler(
             of.limits,
             of.cache,
-            text_drafter=None if texts is None else copy.deepcopy(texts.drafter),
+            ngram_drafter=None if texts is None else copy.deepcopy(texts.drafter),
             first_draft_entry=of.first_draft_entry,
             has_draft_model=of.drafts.has_model,
             vocab_size=of.vocab_size,

@@ -48,8 +48,8 @@ class AcceptanceTrace:
     """Entry i: accepted drafts of a round of full depth that starts after i + 1 output tokens."""
     of_trees: tuple[tuple[int, ...], ...] = ()
     """The same for every shape in `TraceSet.trees`."""
-    draft_shares: tuple[tuple[float, ...], ...] = ()
-    """Log-share of each draft in such a round (`ops.draw`); empty without a draft model."""
+    draft_logprobs: tuple[tuple[float, ...], ...] = ()
+    """Log probability of each draft in such a round (`ops.draw`); empty without a draft model."""
 
     @property
     def kind(self) -> TextKind:
@@ -125,8 +125,8 @@ def _parsed(data: Mapping[str, Any]) -> TraceSet:
         counts = _counts("num_correct_drafts", entry["num_correct_drafts"], most)
         pairs = zip(trees, entry.get("of_trees", ()), strict=True)
         of_trees = tuple(_counts("of_trees", mine, tree.depth) for tree, mine in pairs)
-        shares = tuple(map(tuple, entry.get("draft_shares", ())))
-        known = {"num_correct_drafts": counts, "of_trees": of_trees, "draft_shares": shares}
+        logprobs = tuple(map(tuple, entry.get("draft_logprobs", ())))
+        known = {"num_correct_drafts": counts, "of_trees": of_trees, "draft_logprobs": logprobs}
         traces.append(AcceptanceTrace(**{**entry, **known}))
     return TraceSet(most, tuple(traces), trees)
 
@@ -171,14 +171,14 @@ def record(engine: SpecEngine, requests: Sequence[TextRequest], num_tokens: int)
                 seed=request.seed,
                 num_prompt_tokens=len(request.prompt),
                 num_correct_drafts=tuple(kept for kept, _ in mine),
-                draft_shares=tuple(shares for _, shares in mine if shares),
+                draft_logprobs=tuple(logprobs for _, logprobs in mine if logprobs),
             )
         )
     return TraceSet(num_steps, tuple(traces))
 
 
 _Round: TypeAlias = tuple[int, tuple[float, ...]]
-"""Accepted drafts, and the share of each draft."""
+"""Accepted drafts, and the log probability of each draft."""
 
 
 @contextmanager
@@ -193,12 +193,12 @@ def _one_token_per_round(engine: SpecEngine, num_steps: int) -> Iterator[dict[st
         worker.drain()  # request slots hold more tokens than the engine commits
         for number, row in enumerate(plan.sampling_requests):
             if row.num_steps == num_steps:
-                shares: tuple[float, ...] = ()
-                if result.draft_shares is not None and plan.shape.is_chain:
-                    shares = tuple(
-                        result.draft_shares[number, :num_steps].astype(float).round(3).tolist()
+                logprobs: tuple[float, ...] = ()
+                if result.draft_logprobs is not None and plan.shape.is_chain:
+                    logprobs = tuple(
+                        result.draft_logprobs[number, :num_steps].astype(float).round(3).tolist()
                     )
-                rounds[row.request_id].append((len(result.token_ids[number]) - 1, shares))
+                rounds[row.request_id].append((len(result.token_ids[number]) - 1, logprobs))
         return replace(result, token_ids=[tokens[:1] for tokens in result.token_ids])
 
     worker.submit = first_token_only  # type: ignore[method-assign]
@@ -270,42 +270,44 @@ def _table(traces: TraceSet) -> str:
 
 
 def confidence_of(traces: Sequence[AcceptanceTrace]) -> dict[str, float]:
-    """Return how well shares predict acceptance, of the drafts that were reached.
+    """Return how well logprobs predict acceptance, of the drafts that were reached.
 
-    `AUC`: chance that an accepted draft has a larger share than a rejected one. `error`: mean
-    difference between the calibrated chance, taken before its outcome is learned, and acceptance,
-    over ten equal bins of each position. Empty without shares.
+    `AUC`: probability that an accepted draft seemed more probable than a rejected one. `error`:
+    mean difference between the calibrated probability, taken before its outcome is learned, and
+    acceptance, over ten equal bins of each position. Empty without logprobs.
     """
     rows = [
-        (at, index, trace.temperature > 0, kept, shares)
+        (at, index, trace.temperature > 0, kept, logprobs)
         for index, trace in enumerate(traces)
-        for at, (kept, shares) in enumerate(
-            zip(trace.num_correct_drafts, trace.draft_shares, strict=False)
+        for at, (kept, logprobs) in enumerate(
+            zip(trace.num_correct_drafts, trace.draft_logprobs, strict=False)
         )
     ]
     if not rows:
         return {}
     # In order of position, as if all texts ran in one batch.
     columns = list(zip(*sorted(rows), strict=True))
-    kinds, correct, shares = (np.array(columns[i], t) for i, t in ((2, int), (3, int), (4, float)))
-    width = shares.shape[1]
+    kinds, correct, logprobs = (
+        np.array(columns[i], t) for i, t in ((2, int), (3, int), (4, float))
+    )
+    width = logprobs.shape[1]
     known, parts = DraftCalibration(width), []
     for i in range(0, len(rows), LEARNED_TOGETHER):
         part = slice(i, i + LEARNED_TOGETHER)
-        parts.append(known.chances(shares[part], kinds[part]))
+        parts.append(known.probabilities(logprobs[part], kinds[part]))
         verified = np.full_like(correct[part], width)
-        known.learn(shares[part], kinds[part], verified, correct[part])
+        known.learn(logprobs[part], kinds[part], verified, correct[part])
     reached, kept = (np.arange(width) <= each[:, None] for each in (correct, correct - 1))
-    chances, errors, sizes = np.concatenate(parts), [], []
+    probabilities, errors, sizes = np.concatenate(parts), [], []
     for position in range(width):
         of_one = np.flatnonzero(reached[:, position])
-        ranked = of_one[chances[of_one, position].argsort()]
+        ranked = of_one[probabilities[of_one, position].argsort()]
         for members in np.array_split(ranked, 10):
             if len(members):
-                gap = chances[members, position].mean() - kept[members, position].mean()
+                gap = probabilities[members, position].mean() - kept[members, position].mean()
                 errors.append(abs(gap))
                 sizes.append(len(members))
-    outcomes = kept[reached][shares[reached].argsort(kind="stable")]
+    outcomes = kept[reached][logprobs[reached].argsort(kind="stable")]
     num_kept, places = int(outcomes.sum()), np.flatnonzero(outcomes)
     pairs = num_kept * (len(outcomes) - num_kept)
     above = places.sum() - num_kept * (num_kept - 1) / 2

@@ -13,12 +13,12 @@ class Algorithm:
     """A draft method; `builder` is "module:function", imported on first use.
 
     Draft model: (draft folder, target, DraftOptions, dtype) -> `models.draft.DraftHead`.
-    Text drafter (`from_text`): (SpeculativeConfig, encode, maximum drafts) ->
-    `core.draft.TextDrafter`; `encode` converts text to token ids.
+    N-gram drafter (`is_ngram`): (SpeculativeConfig, encode, maximum drafts) ->
+    `core.draft.NgramDrafter`; `encode` converts text to token ids.
     """
 
     builder: str
-    from_text: bool = False
+    is_ngram: bool = False
 
     def load(self) -> Callable[..., Any]:
         """Return the builder."""
@@ -33,5 +33,5 @@ ALGORITHMS = {
     "MTP": Algorithm("serve_spec.models.eagle:load_mtp"),
     "MEDUSA": Algorithm("serve_spec.models.medusa:load_medusa"),
     "STANDALONE": Algorithm("serve_spec.models.standalone:load_standalone"),
-    "NGRAM": Algorithm("serve_spec.worker.ngram:build_ngram", from_text=True),
+    "NGRAM": Algorithm("serve_spec.worker.ngram:build_ngram", is_ngram=True),
 }

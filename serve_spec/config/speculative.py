@@ -52,7 +52,7 @@ def _in_range(value: object, low: float, high: float) -> bool:
 
 def _is_acceptance(wanted: object) -> bool:
     if isinstance(wanted, list | tuple):
-        return bool(wanted) and all(_in_range(chance, 0, 1) for chance in wanted)
+        return bool(wanted) and all(_in_range(probability, 0, 1) for probability in wanted)
     return _in_range(wanted, 1, math.inf)
 
 
@@ -205,16 +205,16 @@ class SpeculativeConfig(StrictModel):
             and self.speculative_adaptive_strategy == "goodput"
             and self.rejection_sample_method == "coupled"
             and self.synthetic_acceptance is None
-            and self.text_algorithm is None
+            and self.ngram_algorithm is None
             and self.speculative_cost_table is None
         )
 
     @property
-    def text_algorithm(self) -> str | None:
+    def ngram_algorithm(self) -> str | None:
         """Algorithm of n-gram drafts, alone or before a draft model, or None."""
         if not self.enabled:
             return None
-        if ALGORITHMS[self.speculative_algorithm].from_text:
+        if ALGORITHMS[self.speculative_algorithm].is_ngram:
             return self.speculative_algorithm
         return "NGRAM" if self.speculative_ngram_first else None
 
@@ -279,14 +279,14 @@ def _check(config: SpeculativeConfig) -> None:
 def _check_drafter(config: SpeculativeConfig) -> None:
     name, path = config.speculative_algorithm, "speculative_draft_model_path"
     instead = "omit the key, or set speculative_algorithm to the draft's"
-    if not ALGORITHMS[name].from_text:
+    if not ALGORITHMS[name].is_ngram:
         if config.speculative_draft_model_path is None:
             _refuse(config, path, f"{name} needs a draft checkpoint; name its folder")
     elif config.speculative_draft_model_path is not None:
         _refuse(config, path, f"{name} has no draft model; {instead}")
     elif config.speculative_ngram_first:
         _refuse(config, "speculative_ngram_first", f"{name} makes no other drafts; {instead}")
-    if config.speculative_ngram_corpus is not None and config.text_algorithm != "NGRAM":
+    if config.speculative_ngram_corpus is not None and config.ngram_algorithm != "NGRAM":
         fix = f"{name} searches no text; leave it out, or set speculative_ngram_first"
         _refuse(config, "speculative_ngram_corpus", fix)
 
@@ -327,7 +327,7 @@ def _check_listed_trees(config: SpeculativeConfig) -> None:
 
 def _check_rejection(config: SpeculativeConfig) -> None:
     key = "rejection_sample_method"
-    if config.text_algorithm is not None:
+    if config.ngram_algorithm is not None:
         fix = "n-gram drafts come from no distribution; leave it out, or use coupled"
         _refuse(config, key, fix)
     if config.topk > 1:

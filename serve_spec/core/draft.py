@@ -83,7 +83,7 @@ PLAIN = DraftShape.chain(0)
 """No drafting."""
 
 
-class TextDrafts(NamedTuple):
+class NgramDrafts(NamedTuple):
     """N-gram drafts of one request; `parents` only if they form a tree.
 
     match: tokens of the text before them that were found elsewhere, 0 if unknown.
@@ -94,12 +94,12 @@ class TextDrafts(NamedTuple):
     match: int = 0
 
     @property
-    def share(self) -> float:
+    def probability(self) -> float:
         """Return how likely each draft seems if the one before is accepted, by the match."""
         return (self.match + 1) / (self.match + 2)
 
 
-class TextDrafter(Protocol):
+class NgramDrafter(Protocol):
     """Proposes n-gram drafts on the host, before a step is planned."""
 
     def learn(self, request_id: str, token_ids: Sequence[int], most: int) -> int:
@@ -113,7 +113,7 @@ class TextDrafter(Protocol):
 
     def propose_tree(
         self, request_id: str, token_ids: Sequence[int], shape: DraftShape
-    ) -> TextDrafts:
+    ) -> NgramDrafts:
         """Return a tree of at most this shape, which begins with the chain of `propose`."""
 
     def match_length(self, request_id: str) -> int:

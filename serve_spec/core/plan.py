@@ -189,8 +189,8 @@ class BatchResult:
     their tokens are void. `idle_ms`: time the device was idle before the step, 0 if unknown.
 
     `num_drafts`: drafts verified of each sampling request; empty: all that were planned.
-    `draft_shares` float32 [B, N]: how likely each draft of the sampling requests seemed, see
-    `StepBuffers.shares`; None if nothing drafts.
+    `draft_logprobs` float32 [B, N]: how likely each draft of the sampling requests seemed, see
+    `StepBuffers.draft_logprobs`; None if nothing drafts.
 
     `logprobs`: by request id, aligned with the emitted tokens. `prompt_logprobs`: by request id,
     aligned with `scored_ids`. Both only for requests that ask for them.
@@ -204,7 +204,7 @@ class BatchResult:
     late_masks: tuple[int, ...] = ()
     idle_ms: float = 0.0
     num_drafts: Sequence[int] = ()
-    draft_shares: NDArray[np.float32] | None = None
+    draft_logprobs: NDArray[np.float32] | None = None
     logprobs: Mapping[str, tuple[TokenLogprob, ...]] = field(default_factory=dict)
     prompt_logprobs: Mapping[str, tuple[TokenLogprob, ...]] = field(default_factory=dict)
 

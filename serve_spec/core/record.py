@@ -24,7 +24,7 @@ class StepTimes:
     draft_ms: float
     verify_ms: float
     step_ms: float
-    """The whole step, with the host's share."""
+    """The whole step, with the host's part."""
     idle_ms: float = 0.0
     """Time the device was idle before the step; 0 if unknown."""
 
@@ -42,7 +42,7 @@ class DraftColumns(NamedTuple):
 class StepRecord:
     """Figures of a finished step.
 
-    The columns from `request_ids` to `is_from_text` hold the decoding requests that continue after
+    The columns from `request_ids` to `is_ngram` hold the decoding requests that continue after
     the step, because acceptance past a stop means nothing. `accept_lengths` and the sums are over
     all decoding requests. Requests that ended while the step was in flight count in
     `num_planned_seqs` and `num_planned_drafts` only.
@@ -58,14 +58,14 @@ class StepRecord:
     drafted_per_req: Sequence[int] = ()
     """Drafts of each that could have been verified, had the budget allowed; of trees, drafts, not
     levels. Empty if all were verified."""
-    draft_shares: NDArray[np.float32] | None = field(default=None, compare=False)
-    """[requests, N]: the logarithm of each draft's share when it was drawn, see `ops.draw`; any
-    number past those drafted. None if unknown."""
+    draft_logprobs: NDArray[np.float32] | None = field(default=None, compare=False)
+    """[requests, N]: log probability of each draft when it was drawn, see `ops.draw`; any number past
+    those drafted. None if unknown."""
     budget: int | None = None
     """Most drafts of the step that could be verified; None: all."""
     is_sampled: Sequence[bool] = ()
     """Which of them sample; empty if unknown."""
-    is_from_text: Sequence[bool] = ()
+    is_ngram: Sequence[bool] = ()
     """Which of them verified n-gram drafts; empty if there is only one source of drafts."""
     accept_lengths: Sequence[int] = ()
     """Tokens each decoding request emitted."""
@@ -83,7 +83,7 @@ class StepRecord:
     """Those for which a model drafted, or, without a model, that drafted."""
     deepest: int = 0
     """Most drafts any of these drafted."""
-    num_text_drafts: int = 0
+    num_ngram_drafts: int = 0
     """N-gram drafts, if there is a draft model, too."""
     num_extend_tokens: int = 0
     """Draft KV entries made by draft extend: a few per request, or all of a prompt."""
@@ -182,19 +182,19 @@ class StepRecord:
     @property
     def model_drafts(self) -> DraftColumns:
         """The columns of model drafts; requests with n-gram drafts count as without drafts."""
-        if any(self.is_from_text):
-            return self._drafts(self.shape, from_text=False)
+        if any(self.is_ngram):
+            return self._drafts(self.shape, is_ngram=False)
         return DraftColumns(self.request_ids, self.steps_per_req, self.correct_per_req, self.shape)
 
     @property
-    def text_drafts(self) -> DraftColumns:
+    def ngram_drafts(self) -> DraftColumns:
         """The columns of n-gram drafts, as chains; other requests count as without drafts."""
-        return self._drafts(PLAIN, from_text=True)
+        return self._drafts(PLAIN, is_ngram=True)
 
-    def _drafts(self, shape: DraftShape, *, from_text: bool) -> DraftColumns:
-        flags = self.is_from_text or [False] * len(self.steps_per_req)
+    def _drafts(self, shape: DraftShape, *, is_ngram: bool) -> DraftColumns:
+        flags = self.is_ngram or [False] * len(self.steps_per_req)
         columns = zip(self.steps_per_req, self.correct_per_req, flags, strict=True)
-        drafts = [(k, m) if flag == from_text else (0, 0) for k, m, flag in columns]
+        drafts = [(k, m) if flag == is_ngram else (0, 0) for k, m, flag in columns]
         return DraftColumns(self.request_ids, [k for k, _ in drafts], [m for _, m in drafts], shape)
 
 

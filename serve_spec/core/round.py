@@ -13,7 +13,7 @@ from typing import TypeAlias
 from serve_spec.core.draft import DraftShape
 
 Calibration: TypeAlias = tuple[tuple[tuple[float, float], ...], ...]
-"""How shares of drafts become chances, see `ops.admission`: (weight, bias) by kind and position.
+"""From log probabilities to acceptance, see `ops.admission`: (weight, bias) by kind and place.
 
 Kinds: `GREEDY` and `SAMPLED` requests' model drafts, and n-gram drafts (`FROM_TEXT`). A position
 past the end has the last pair.
@@ -22,7 +22,7 @@ past the end has the last pair.
 GREEDY, SAMPLED, FROM_TEXT = range(3)
 
 AS_DRAWN: Calibration = (((1.0, 0.0),),) * 3
-"""A draft's chance is its share."""
+"""A draft's probability of acceptance is the one it was drawn with."""
 
 
 class Reason(StrEnum):
@@ -118,4 +118,4 @@ class RoundSteps:
     """Most drafts of the whole step that the target verifies: those likeliest to be accepted. None:
     all that were drafted."""
     calibration: Calibration = field(default=AS_DRAWN, compare=False)
-    """Turns a draft's share into its chance to be accepted."""
+    """Turns a draft's log probability into its probability of acceptance."""

@@ -14,7 +14,7 @@ from serve_spec.adaptive import AdaptiveController, PolicySettings
 from serve_spec.config import ServeSpecConfig
 from serve_spec.config.algorithms import ALGORITHMS
 from serve_spec.config.speculative import ignored_adaptive_keys
-from serve_spec.core.draft import MAX_TREE_TOKENS, PLAIN, TextDrafter
+from serve_spec.core.draft import MAX_TREE_TOKENS, PLAIN, NgramDrafter
 from serve_spec.core.errors import BrokenLogits, CheckpointError
 from serve_spec.core.request import SamplingParams
 from serve_spec.core.round import RoundSteps
@@ -119,8 +119,8 @@ def _build_engine(
     if _captures_graphs(config, loaded.device):
         policy = _with_captured_sizes(policy, worker, config.scheduler.max_num_seqs)
     controller = AdaptiveController(policy, table, logger.warning)
-    texts: TextDrafter | None = None
-    if (algorithm := config.speculative.text_algorithm) is not None:
+    texts: NgramDrafter | None = None
+    if (algorithm := config.speculative.ngram_algorithm) is not None:
         create = ALGORITHMS[algorithm].load()
         texts = create(config.speculative, tokenizer.encode, policy.max_depth)
     if loaded.device.type == "cuda":
@@ -178,12 +178,12 @@ def _scheduler(
     config: ServeSpecConfig,
     loaded: LoadedModels,
     cache: KVCacheManager,
-    texts: TextDrafter | None = None,
+    texts: NgramDrafter | None = None,
 ) -> Scheduler:
     return Scheduler(
         config.scheduler,
         cache,
-        text_drafter=texts,
+        ngram_drafter=texts,
         first_draft_entry=0 if loaded.head is None else -loaded.head.shift,
         has_draft_model=loaded.head is not None,
         vocab_size=loaded.target.shape.vocab_size,

@@ -355,7 +355,7 @@ def step_record(
     drafted = [req.model_steps if has_model else req.num_steps for req in planned]
     num_drafts = sum([each.num_drafts for each in decoded])
     numbers = [each.number for each in live]
-    shares = result.draft_shares if plan.shape.depth else None
+    logprobs = result.draft_logprobs if plan.shape.depth else None
     num_queries, num_hits = queue.take_prefix_counts()
     return StepRecord(
         shape=plan.shape,
@@ -364,11 +364,11 @@ def step_record(
         drafted_per_req=tuple([each.scheduled.num_draft_tokens for each in live])
         if plan.budget is not None
         else (),
-        draft_shares=None if shares is None else shares[numbers],
+        draft_logprobs=None if logprobs is None else logprobs[numbers],
         budget=plan.budget,
         correct_per_req=tuple([each.num_correct_drafts for each in live]),
         is_sampled=tuple([not each.scheduled.params.is_greedy for each in live]),
-        is_from_text=tuple([bool(each.scheduled.draft_ids) for each in live])
+        is_ngram=tuple([bool(each.scheduled.draft_ids) for each in live])
         if has_texts and has_model
         else (),
         accept_lengths=tuple([len(each.token_ids) for each in decoded]),
@@ -379,7 +379,7 @@ def step_record(
         num_sampled=sum([not req.params.is_greedy for req in planned]),
         num_drafting=sum([steps > 0 for steps in drafted]),
         deepest=max(drafted, default=0),
-        num_text_drafts=sum([len(req.draft_ids) for req in planned]) if has_model else 0,
+        num_ngram_drafts=sum([len(req.draft_ids) for req in planned]) if has_model else 0,
         num_extend_tokens=sum([len(req.extend_ids) for req in planned if req.model_steps]),
         num_prefill_tokens=plan.num_prefill_tokens,
         num_ended=len(ended),

@@ -117,7 +117,7 @@ class EngineMessage(msgspec.Struct, array_like=True, omit_defaults=True):
 
 def for_metrics(record: StepRecord) -> StepRecord:
     """Return the record without the columns that only the policy reads."""
-    return replace(record, request_ids=(), draft_shares=None, is_sampled=(), is_from_text=())
+    return replace(record, request_ids=(), draft_logprobs=None, is_sampled=(), is_ngram=())
 
 
 def merge(waiting: EngineMessage, message: EngineMessage) -> None:

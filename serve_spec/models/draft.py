@@ -95,7 +95,7 @@ def load_draft(
     Raises ValueError for an unknown algorithm or products that this machine lacks, CheckpointError
     for files that cannot be used.
     """
-    models = {name: known for name, known in ALGORITHMS.items() if not known.from_text}
+    models = {name: known for name, known in ALGORITHMS.items() if not known.is_ngram}
     if algorithm not in models:
         raise ValueError(
             f"speculative_algorithm={algorithm!r}: has no draft model; use one of {sorted(models)}"

@@ -156,8 +156,8 @@ def forced_counts(seeds: Tensor, positions: Tensor, num_steps: Tensor, survival:
     are all accepted, then zeros. Returns int32 [B], 0..num_steps.
     """
     uniform = noise_keys(seeds, positions)[:, 1].double() / 2**32 + 0.5
-    chances = survival[num_steps.clamp(0, len(survival) - 1).long()]
-    return (uniform.unsqueeze(1) < chances).sum(dim=1, dtype=torch.int32)
+    probabilities = survival[num_steps.clamp(0, len(survival) - 1).long()]
+    return (uniform.unsqueeze(1) < probabilities).sum(dim=1, dtype=torch.int32)
 
 
 @has_kernel

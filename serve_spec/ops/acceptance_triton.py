@@ -139,8 +139,8 @@ def _count_kernel(
     steps = tl.minimum(tl.maximum(tl.load(num_steps + b), 0), STEPS)
     count = tl.zeros([BLOCK], dtype=tl.int32)
     for step in range(STEPS):
-        chance = tl.load(survival + steps * STEPS + step)
-        count += (uniform < chance).to(tl.int32)
+        probability = tl.load(survival + steps * STEPS + step)
+        count += (uniform < probability).to(tl.int32)
     tl.store(counts + b, count, mask=inside)
 
 

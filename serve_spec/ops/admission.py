@@ -1,10 +1,10 @@
 """Admit the drafts that are most likely to survive to verification, as many as a budget allows.
 
-All drafted tokens of a batch ("slots") compete. The logit of the share that a draft's score had
-when it was drawn predicts the chance that the draft is kept, given that its parent was:
+All drafted tokens of a batch ("slots") compete. The logit of the logprob that a draft's score had
+when it was drawn predicts the probability that the draft is kept, given that its parent was:
 
-    chance = sigmoid(weight · logit(share) + bias)      weight and bias by kind of request and level
-    survival = chance · survival of the parent          1 for the root
+    probability = sigmoid(weight · logit(p) + bias)      weight and bias by kind of request, level
+    survival = probability · survival of the parent      1 for the root
 
     budget 4     request 0   .9 ── .8 ── .3             request 1   .6 ── .5 ── .4
     admitted                 .9 ── .8                               .6 ── .5
@@ -47,7 +47,7 @@ class Admission(NamedTuple):
 
 @has_kernel
 def admit_drafts(
-    shares: Tensor,
+    logprobs: Tensor,
     query_lens: Tensor,
     depth_limits: Tensor,
     kinds: Tensor,
@@ -60,27 +60,29 @@ def admit_drafts(
 
     Equal survivals rank by request, then by place.
 
-    shares: float32 [B, N], the logarithm of each draft's share of the scores it was drawn from; may
+    logprobs: float32 [B, N], each draft's log probability under the scores it was drawn from; may
         be the first columns of a wider table.
         Neither a draft of -inf or NaN nor one behind it is admitted.
     query_lens: int32 [B], 1 + drafts that exist; 0 for padding requests.
     depth_limits: int32 [B]; only drafts of the first `depth_limits[b]` levels exist.
     kinds: int32 [B], each request's row of the calibration.
-    calibration: float32 [kinds, D, 2], weight and bias by level; (1, 0) leaves a share as it is.
+    calibration: float32 [kinds, D, 2], weight and bias by level; (1, 0) leaves a logprob as it is.
         Drafts past level D do not exist.
     budget: int32 [1], the slots that may be admitted.
     drafts, parents: int64 and int32 [B, N], for trees. Parents are numbered as in `Admission`, all
         in 0..N, and come before their children. Without them draft j follows draft j - 1.
     """
-    num_requests, width = shares.shape
-    place = torch.arange(width, device=shares.device)
+    num_requests, width = logprobs.shape
+    place = torch.arange(width, device=logprobs.device)
     above = (place if parents is None else parents.long()).expand(num_requests, width)
     exists = place < query_lens.unsqueeze(1) - 1
-    chances = _chances(shares, above, depth_limits, kinds, calibration).where(exists, -1.0)
-    survival = _survival(chances, above, calibration.shape[1])
+    probabilities = _probabilities(logprobs, above, depth_limits, kinds, calibration).where(
+        exists, -1.0
+    )
+    survival = _survival(probabilities, above, calibration.shape[1])
     ranked = survival.flatten().argsort(descending=True, stable=True)
     ranks = torch.empty_like(ranked)
-    ranks[ranked] = torch.arange(len(ranked), device=shares.device)
+    ranks[ranked] = torch.arange(len(ranked), device=logprobs.device)
     admitted = (ranks.view_as(survival) < budget) & (survival > 0)
     places = admitted.cumsum(1)
     counts = places[:, -1:]
@@ -95,29 +97,29 @@ def admit_drafts(
     return Admission(query_lens, survival, drafts, parents)
 
 
-def _chances(
-    shares: Tensor, above: Tensor, depth_limits: Tensor, kinds: Tensor, calibration: Tensor
+def _probabilities(
+    logprobs: Tensor, above: Tensor, depth_limits: Tensor, kinds: Tensor, calibration: Tensor
 ) -> Tensor:
-    """Return the chance [B, N] that a draft is kept if its parent is, -1 if it does not exist."""
+    """Return each draft's probability [B, N] if its parent is kept, -1 if it does not exist."""
     depth = calibration.shape[1]
-    levels = shares.new_zeros(shares.shape[0], shares.shape[1] + 1, dtype=torch.int64)
+    levels = logprobs.new_zeros(logprobs.shape[0], logprobs.shape[1] + 1, dtype=torch.int64)
     levels[:, 0] = -1  # the root's; after n turns all levels below n are right
     for _ in range(depth):
         levels[:, 1:] = levels.gather(1, above) + 1
     level = levels[:, 1:]
     weight, bias = calibration[kinds.long().unsqueeze(1), level.clamp(max=depth - 1)].unbind(2)
-    share = shares.clamp(max=0)
-    logit = (share - (-share.expm1()).log()).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
-    chances = (weight * logit + bias).sigmoid()
-    exists = (share > float("-inf")) & (level < depth_limits.clamp(max=depth).unsqueeze(1))
-    return chances.where(exists & (chances >= 0), -1.0)
+    logprob = logprobs.clamp(max=0)
+    logit = (logprob - (-logprob.expm1()).log()).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
+    probabilities = (weight * logit + bias).sigmoid()
+    exists = (logprob > float("-inf")) & (level < depth_limits.clamp(max=depth).unsqueeze(1))
+    return probabilities.where(exists & (probabilities >= 0), -1.0)
 
 
-def _survival(chances: Tensor, above: Tensor, depth: int) -> Tensor:
-    """Return the products [B, N] of `chances` from the root on, multiplied in this order."""
-    survival = torch.nn.functional.pad(chances, (1, 0), value=1.0)
+def _survival(probabilities: Tensor, above: Tensor, depth: int) -> Tensor:
+    """Return the products [B, N] of `probabilities` from the root on, multiplied in this order."""
+    survival = torch.nn.functional.pad(probabilities, (1, 0), value=1.0)
     for _ in range(depth):
         before = survival.gather(1, above)
-        product = (before * chances).clamp(min=LEAST_SURVIVAL)
-        survival[:, 1:] = product.where((before > 0) & (chances >= 0), 0.0)
+        product = (before * probabilities).clamp(min=LEAST_SURVIVAL)
+        survival[:, 1:] = product.where((before > 0) & (probabilities >= 0), 0.0)
     return survival[:, 1:].contiguous()

@@ -24,7 +24,7 @@ _LARGEST_LOGIT, _LEAST_SURVIVAL = tl.constexpr(LARGEST_LOGIT), tl.constexpr(LEAS
 
 
 def admit_drafts(
-    shares: Tensor,
+    logprobs: Tensor,
     query_lens: Tensor,
     depth_limits: Tensor,
     kinds: Tensor,
@@ -34,40 +34,40 @@ def admit_drafts(
     parents: Tensor | None = None,
 ) -> Admission:
     """See `admission.admit_drafts`."""
-    if shares.numel() > MAX_SLOTS:
+    if logprobs.numel() > MAX_SLOTS:
         return reference_of(admission.admit_drafts)(
-            shares, query_lens, depth_limits, kinds, calibration, budget, drafts, parents
+            logprobs, query_lens, depth_limits, kinds, calibration, budget, drafts, parents
         )
-    num_requests, width = shares.shape
+    num_requests, width = logprobs.shape
     tree = drafts, parents
     inputs = query_lens, depth_limits, kinds, calibration, *tree
     assert all(x is None or x.is_contiguous() for x in inputs), "requests and slots are dense"
-    assert shares.stride(1) == 1, "the shares of a request are dense"
+    assert logprobs.stride(1) == 1, "the logprobs of a request are dense"
     moved = [x if parents is None or x is None else torch.empty_like(x) for x in tree]
-    survival = shares.new_empty(shares.shape)
+    survival = logprobs.new_empty(logprobs.shape)
     keys = survival.view(torch.int32)
     lens, last = torch.empty_like(query_lens), query_lens.new_empty(2)
     columns = max(32, triton.next_power_of_2(width))  # `gather` stays inside a warp
     _survival_kernel[(num_requests,)](
-        survival, shares, parents, query_lens, depth_limits, kinds, calibration, width,
-        shares.stride(0), LEVELS=calibration.shape[1], COLUMNS=columns,
-        num_warps=1, **dependent_launch(shares.device),
+        survival, logprobs, parents, query_lens, depth_limits, kinds, calibration, width,
+        logprobs.stride(0), LEVELS=calibration.shape[1], COLUMNS=columns,
+        num_warps=1, **dependent_launch(logprobs.device),
     )  # fmt: skip
-    block = triton.next_power_of_2(shares.numel())
+    block = triton.next_power_of_2(logprobs.numel())
     _last_kernel[(1,)](
-        last, keys, budget, shares.numel(), BLOCK=block,
-        num_warps=min(max(block // 512, 4), 16), **dependent_launch(shares.device),
+        last, keys, budget, logprobs.numel(), BLOCK=block,
+        num_warps=min(max(block // 512, 4), 16), **dependent_launch(logprobs.device),
     )  # fmt: skip
     _admit_kernel[(num_requests,)](
         lens, *moved, keys, last, query_lens, drafts, parents, width,
-        COLUMNS=columns, num_warps=1, **dependent_launch(shares.device),
+        COLUMNS=columns, num_warps=1, **dependent_launch(logprobs.device),
     )  # fmt: skip
     return Admission(lens, survival, *moved)
 
 
 @triton.jit(do_not_specialize=["width", "stride"])
 def _survival_kernel(
-    survival, shares, parents, query_lens, depth_limits, kinds, calibration, width, stride,
+    survival, logprobs, parents, query_lens, depth_limits, kinds, calibration, width, stride,
     LEVELS: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program per request; a turn goes one level down. 0 for slots that do not exist."""
@@ -76,8 +76,8 @@ def _survival_kernel(
     at = b * width + column
     wait_for_previous(DEPENDENT)
     exists = (column < width) & (column < tl.load(query_lens + b) - 1)
-    share = tl.load(shares + b * stride + column, mask=exists, other=float("-inf"))
-    exists &= share > float("-inf")
+    logprob = tl.load(logprobs + b * stride + column, mask=exists, other=float("-inf"))
+    exists &= logprob > float("-inf")
     above, level = column - 1, column
     if parents is not None:
         above = tl.load(parents + at, mask=exists, other=0) - 1
@@ -85,17 +85,19 @@ def _survival_kernel(
         for _ in range(LEVELS):
             level = tl.where(above < 0, 0, tl.gather(level, tl.maximum(above, 0), 0) + 1)
     exists &= level < tl.minimum(tl.load(depth_limits + b), LEVELS)
-    share = tl.where(exists, tl.minimum(share, -1e-30), -1.0)
-    rest = tl.where(share > -0.01, -share * (1 + share * (0.5 + share / 6)), 1 - tl.exp(share))
-    logit = tl.minimum(tl.maximum(share - tl.log(rest), -_LARGEST_LOGIT), _LARGEST_LOGIT)
+    logprob = tl.where(exists, tl.minimum(logprob, -1e-30), -1.0)
+    rest = tl.where(
+        logprob > -0.01, -logprob * (1 + logprob * (0.5 + logprob / 6)), 1 - tl.exp(logprob)
+    )
+    logit = tl.minimum(tl.maximum(logprob - tl.log(rest), -_LARGEST_LOGIT), _LARGEST_LOGIT)
     line = calibration + (tl.load(kinds + b) * LEVELS + level) * 2
     value = tl.load(line, mask=exists, other=0.0) * logit + tl.load(line + 1, exists, other=0.0)
     exists &= value == value
-    chance = tl.minimum(1.0 / (1.0 + tl.exp(-value)), 1.0)
+    probability = tl.minimum(1.0 / (1.0 + tl.exp(-value)), 1.0)
     product = tl.full([COLUMNS], 1.0, dtype=tl.float32)
     for _ in range(LEVELS):
         before = tl.where(above < 0, 1.0, tl.gather(product, tl.maximum(above, 0), 0))
-        at_least = tl.maximum(before * chance, _LEAST_SURVIVAL)
+        at_least = tl.maximum(before * probability, _LEAST_SURVIVAL)
         product = tl.where(exists & (before > 0.0), at_least, 0.0)
     tl.store(survival + at, product, mask=column < width)
 

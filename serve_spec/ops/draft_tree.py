@@ -33,13 +33,13 @@ class Level(NamedTuple):
 
     token_ids: int64 [B, C], -1 for none. scores: float32 [B, C], sums of logarithms; -inf for none.
     parents: int64 [B, C], each one's parent among the candidates of all levels; -1 for the root.
-    shares: float32 [B, C], the candidate's own logarithm.
+    logprobs: float32 [B, C], the candidate's own logarithm.
     """
 
     token_ids: Tensor
     scores: Tensor
     parents: Tensor
-    shares: Tensor
+    logprobs: Tensor
 
 
 class Beam(NamedTuple):
@@ -99,7 +99,7 @@ def choose_drafts(
     num_steps, num_draft_tokens: [B], the levels of each sequence that count, and how many drafts
     are wanted, no more than those levels have, at most `width`.
     Returns token ids int64 [B, width], parents int32 [B, width], the draft before each, counted
-    from 1, 0 for the root, and shares float32 [B, width]; what stands past `num_draft_tokens` is
+    from 1, 0 for the root, and logprobs float32 [B, width]; what stands past `num_draft_tokens` is
     anything valid.
     """
     token_ids = torch.cat([level.token_ids for level in levels], dim=1)
@@ -123,11 +123,11 @@ def choose_drafts(
     places.scatter_(1, chosen, (place + 1).expand_as(chosen))
     before = parents.gather(1, numbers)
     before = before.where(before >= 0, num_candidates + 1)
-    shares = torch.cat([level.shares for level in levels], dim=1)
+    logprobs = torch.cat([level.logprobs for level in levels], dim=1)
     return (
         token_ids.gather(1, numbers),
         places.gather(1, before).to(torch.int32),
-        shares.gather(1, numbers),
+        logprobs.gather(1, numbers),
     )
 
 

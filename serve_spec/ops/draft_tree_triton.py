@@ -54,17 +54,17 @@ def choose_drafts(
     """See `draft_tree.choose_drafts`."""
     if sum(level.scores.shape[1] for level in levels) > MAX_CANDIDATES:
         return reference_of(draft_tree.choose_drafts)(levels, num_steps, num_draft_tokens, width)
-    token_ids, scores, parents, shares = (
+    token_ids, scores, parents, logprobs = (
         torch.cat(columns, dim=1) for columns in zip(*levels, strict=True)
     )
     batch_size, num_candidates = scores.shape
     width = min(width, num_candidates)
     chosen = token_ids.new_zeros(batch_size, width)
     before = token_ids.new_zeros(batch_size, width, dtype=torch.int32)
-    shown = shares.new_zeros(batch_size, width)
+    shown = logprobs.new_zeros(batch_size, width)
     places = torch.empty_like(parents, dtype=torch.int32)
     _choose_kernel[(batch_size,)](
-        chosen, before, shown, places, token_ids, scores, parents, shares, num_steps,
+        chosen, before, shown, places, token_ids, scores, parents, logprobs, num_steps,
         num_draft_tokens, num_candidates, width,
         TOPK=levels[0].scores.shape[1], COLUMNS=triton.next_power_of_2(num_candidates),
         CHUNK=_CHUNK, num_warps=8, **dependent_launch(token_ids.device),
@@ -130,7 +130,7 @@ def _num_before(value, column, others, other, num_columns):
 
 @triton.jit(do_not_specialize=["num_candidates", "width"])
 def _choose_kernel(
-    chosen, before, shown, places, token_ids, scores, parents, shares, num_steps,
+    chosen, before, shown, places, token_ids, scores, parents, logprobs, num_steps,
     num_draft_tokens, num_candidates, width,
     TOPK: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -153,7 +153,7 @@ def _choose_kernel(
     tl.debug_barrier()
     at = b * width + place - 1
     tl.store(chosen + at, tl.load(token_ids + first + column, mask=inside), mask=is_chosen)
-    tl.store(shown + at, tl.load(shares + first + column, mask=inside), mask=is_chosen)
+    tl.store(shown + at, tl.load(logprobs + first + column, mask=inside), mask=is_chosen)
     parent = tl.load(parents + first + column, mask=inside, other=-1)
     above = tl.load(places + first + tl.maximum(parent, 0), mask=inside & (parent >= 0), other=0)
     tl.store(before + at, above, mask=is_chosen)

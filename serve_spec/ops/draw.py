@@ -127,7 +127,7 @@ def draw_children(
     target_ids: Tensor | None,
     topk: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the topk drafts of each row that the target most likely draws, and their shares.
+    """Return each row's topk most likely drafts of the target, and their log probabilities.
 
     They are the largest of log q / τ + noise, τ = sharpness · temperature, with the noise that
     decides the same position of the target, without filters. Any choice keeps the output exact;
@@ -140,7 +140,7 @@ def draw_children(
     target_ids: int64 [Vd], the target's id of each draft id, or None where they are the same.
 
     Returns int64 [T, topk], target ids or -1, and float32 [T, topk], the logarithm of each one's
-    share of the softmax of these numbers; see `draft_tree.likeliest_children`.
+    log probability under the softmax of these numbers; see `draft_tree.likeliest_children`.
     """
     rows = params.of(owners)
     scores = tempered(logits, rows.inverse_temperature / sharpness)

@@ -217,7 +217,7 @@ def _children_kernel(
     TOPK: tl.constexpr, PLACES: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: the best keys of its chunks, as target ids and shares of the row."""
+    """One program per row: the best keys of its chunks, as target ids and log probabilities."""
     row = tl.program_id(0).to(tl.int64)
     wait_for_previous(DEPENDENT)
     keys += row * num_chunks * TOPK
@@ -226,19 +226,19 @@ def _children_kernel(
     tops = _score_of(tl.load(keys + chunks * TOPK, mask=inside, other=0))
     mass = tl.load(masses + row * num_chunks + chunks, mask=inside, other=0.0)
     top = tl.max(tl.where(inside, tops, float("-inf")), axis=0)
-    # In a row of -inf only, or with a +inf, this is NaN, and so are all shares.
+    # In a row of -inf only, or with a +inf, this is NaN, and so are all log probabilities.
     total = tl.sum(tl.where(inside, mass * tl.exp(tops - top), 0.0), axis=0)
     columns, places = tl.arange(0, COLUMNS), tl.arange(0, PLACES)
     candidates = tl.load(keys + columns, mask=columns < num_chunks * TOPK, other=_NO_KEY)
     best = _best_keys(candidates, places, TOPK)
-    share = _score_of(best) - (top + tl.log(total))
-    usable = (places < TOPK) & (tl.abs(share) < float("inf"))
+    logprob = _score_of(best) - (top + tl.log(total))
+    usable = (places < TOPK) & (tl.abs(logprob) < float("inf"))
     ids = _NO_ID - (best & _NO_ID)
     if target_ids is not None:
         ids = tl.load(target_ids + ids, mask=usable, other=-1)
     at = row * TOPK + places
     tl.store(children + at, tl.where(usable, ids, -1), mask=places < TOPK)
-    tl.store(likely + at, share, mask=places < TOPK)
+    tl.store(likely + at, logprob, mask=places < TOPK)
 
 
 @triton.jit
@@ -332,15 +332,15 @@ def _draw_kernel(
         scale = tl.load(inverse_temperature + owner)
         rank_end = tl.load(top_k + owner)
         mass_end = tl.load(top_p + owner)
-        share = tl.load(min_p + owner)
+        ratio = tl.load(min_p + owner)
         ranked = (rank_end > 0) | (mass_end < 1.0)
-        if (scale > 0) & (token >= 0) & (ranked | (share > 0)):
+        if (scale > 0) & (token >= 0) & (ranked | (ratio > 0)):
             chunks = tl.arange(0, CHUNKS)
             chunk_tops = tl.load(
                 tops + row * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf")
             )
             top = tl.max(chunk_tops, axis=0)
-            floor = tl.where(share > 0, top + tl.log(tl.maximum(share, 1e-30)), float("-inf"))
+            floor = tl.where(ratio > 0, top + tl.log(tl.maximum(ratio, 1e-30)), float("-inf"))
             first, second = load_noise_keys(seeds, owner, tl.load(positions + row))
             logits += row.to(tl.int64) * row_stride
             survives = False

@@ -26,25 +26,25 @@ from serve_spec.ops.dispatch import has_kernel
 from serve_spec.ops.draw import DrawParams, processed_scores, tempered
 from serve_spec.ops.noise import Stream, gumbel_noise, noise_keys, stream_seeds, uniform_noise
 
-ChancesOf: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(drafts, draft_probs, target_probs, num_steps) -> chances, weights."""
+ProbabilitiesOf: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(drafts, draft_probs, target_probs, num_steps) -> probabilities, weights."""
 
 Keep: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(chances, uniforms, num_steps) -> number of accepted drafts."""
+"""(probabilities, uniforms, num_steps) -> number of accepted drafts."""
 
 
-def token_chances(
+def token_probabilities(
     drafts: Tensor, draft_probs: Tensor, target_probs: Tensor, num_steps: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the acceptance probability [B, K] of each draft, if those before are accepted.
 
     All weights [B, K + 1] are 1; see `leftover`.
     """
-    chances = _ratios(drafts, draft_probs, target_probs).clamp(max=1)
-    return chances, torch.ones_like(target_probs[:, :, 0])
+    probabilities = _ratios(drafts, draft_probs, target_probs).clamp(max=1)
+    return probabilities, torch.ones_like(target_probs[:, :, 0])
 
 
-def block_chances(
+def block_probabilities(
     drafts: Tensor, draft_probs: Tensor, target_probs: Tensor, num_steps: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the block rule's probability [B, K] to accept the first i drafts, if no more are.
@@ -59,28 +59,28 @@ def block_chances(
     surplus = (weight[:, :-1, None] * target_probs[:, :-1] - draft_probs).clamp(min=0).sum(dim=2)
     surplus, kept = surplus[:, 1:], weight[:, 1:]
     missing = surplus + 1 - kept[:, :-1]
-    chances = kept.clone()
-    chances[:, :-1] = (surplus / missing).where(missing > 0, 1)
-    number = torch.arange(1, chances.shape[1] + 1, device=drafts.device)
+    probabilities = kept.clone()
+    probabilities[:, :-1] = (surplus / missing).where(missing > 0, 1)
+    number = torch.arange(1, probabilities.shape[1] + 1, device=drafts.device)
     # The last draft of a sequence has no draft after it.
-    return chances.where(number < num_steps.unsqueeze(1), kept), weight
+    return probabilities.where(number < num_steps.unsqueeze(1), kept), weight
 
 
-def keep_in_order(chances: Tensor, uniforms: Tensor, num_steps: Tensor) -> Tensor:
+def keep_in_order(probabilities: Tensor, uniforms: Tensor, num_steps: Tensor) -> Tensor:
     """Return how many drafts are accepted, int64 [B]: all before the first whose uniform number
-    [B, K], in [0, 1), is not below its chance."""
-    return _accepted(chances, uniforms, num_steps).long().cumprod(dim=1).sum(dim=1)
+    [B, K], in [0, 1), is not below its probability."""
+    return _accepted(probabilities, uniforms, num_steps).long().cumprod(dim=1).sum(dim=1)
 
 
-def keep_longest(chances: Tensor, uniforms: Tensor, num_steps: Tensor) -> Tensor:
-    """Return how many drafts are accepted: all up to the last whose uniform is below its chance."""
-    number = torch.arange(1, chances.shape[1] + 1, device=chances.device)
-    return (_accepted(chances, uniforms, num_steps) * number).amax(dim=1)
+def keep_longest(probabilities: Tensor, uniforms: Tensor, num_steps: Tensor) -> Tensor:
+    """Return the accepted drafts: all up to the last whose uniform is below its probability."""
+    number = torch.arange(1, probabilities.shape[1] + 1, device=probabilities.device)
+    return (_accepted(probabilities, uniforms, num_steps) * number).amax(dim=1)
 
 
-RULES: dict[str, tuple[ChancesOf, Keep]] = {
-    "standard": (token_chances, keep_in_order),
-    "block": (block_chances, keep_longest),
+RULES: dict[str, tuple[ProbabilitiesOf, Keep]] = {
+    "standard": (token_probabilities, keep_in_order),
+    "block": (block_probabilities, keep_longest),
 }
 """By `rejection_sample_method`."""
 
@@ -200,9 +200,9 @@ def accept_or_recover(
     method: a key of `RULES`. uniforms: [B, K], in [0, 1). keys: int32 [B, 2], noise keys of the
     recovered token, which is -1 if the target gave NaN, and undefined if all drafts are accepted.
     """
-    chances_of, keep = RULES[method]
-    chances, weights = chances_of(drafts, draft_probs, target_probs, num_steps)
-    correct = keep(chances, uniforms, num_steps)
+    probabilities_of, keep = RULES[method]
+    probabilities, weights = probabilities_of(drafts, draft_probs, target_probs, num_steps)
+    correct = keep(probabilities, uniforms, num_steps)
     left = leftover(draft_probs, target_probs, weights, correct, num_steps)
     best, replaced = (left.log() + gumbel_noise(keys, left.shape[1])).max(dim=1)
     return correct, replaced.masked_fill(~best.isfinite(), -1)
@@ -236,9 +236,9 @@ def _ratios(drafts: Tensor, draft_probs: Tensor, target_probs: Tensor) -> Tensor
     return (p / q).where(q > 0, 0)
 
 
-def _accepted(chances: Tensor, uniforms: Tensor, num_steps: Tensor) -> Tensor:
-    column = torch.arange(chances.shape[1], device=chances.device)
-    return (uniforms < chances) & (column < num_steps.unsqueeze(1))
+def _accepted(probabilities: Tensor, uniforms: Tensor, num_steps: Tensor) -> Tensor:
+    column = torch.arange(probabilities.shape[1], device=probabilities.device)
+    return (uniforms < probabilities) & (column < num_steps.unsqueeze(1))
 
 
 def _target_probs(logits: Tensor, rows: DrawParams) -> Tensor:

@@ -56,7 +56,7 @@ def reject_drafts(
     tops, totals = empty(2 * depth + 1), empty(2 * depth + 1)
     cut_scores, cut_ids = empty(2 * depth + 1), empty(2 * depth + 1, dtype=torch.int32)
     steps, counts = empty(dtype=torch.int32), empty(dtype=torch.int32)
-    chances, weights = empty(depth), empty(depth + 1)
+    probabilities, weights = empty(depth), empty(depth + 1)
     values, tokens = empty(2, num_chunks), empty(2, num_chunks, dtype=torch.int32)
     inputs = (
         logits, logits.stride(0), query_starts, request_slots, params.inverse_temperature,
@@ -73,21 +73,22 @@ def reject_drafts(
         **sizes, BLOCK=_SWEEP_BLOCK, CUT_BLOCK=_SWEEP_BLOCK // 2,
         num_warps=_SWEEP_WARPS, enable_fp_fusion=False, **launch,
     )  # fmt: skip
-    _chance_kernel[(num_sequences,)](
-        steps, chances, weights, input_ids, *distributions, *inputs,
+    _probability_kernel[(num_sequences,)](
+        steps, probabilities, weights, input_ids, *distributions, *inputs,
         **sizes, **few, num_warps=1, enable_fp_fusion=False, **launch,
     )  # fmt: skip
     if is_block and depth > 1:
         _surplus_kernel[(depth - 1, num_sequences)](
-            chances, steps, weights, *distributions, *inputs,
+            probabilities, steps, weights, *distributions, *inputs,
             **sizes, BLOCK=_SWEEP_BLOCK, num_warps=_SWEEP_WARPS, enable_fp_fusion=False, **launch,
         )  # fmt: skip
     _replace_kernel[(num_chunks, num_sequences)](
-        values, tokens, steps, chances, weights, *noise, *distributions, *inputs,
+        values, tokens, steps, probabilities, weights, *noise, *distributions, *inputs,
         **sizes, **few, CHUNK=_CHUNK, num_warps=4, enable_fp_fusion=False, **launch,
     )  # fmt: skip
     _result_kernel[(num_sequences,)](
-        counts, drawn, input_ids, values, tokens, num_chunks, steps, chances, *noise, tops, totals,
+        counts, drawn, input_ids, values, tokens, num_chunks, steps, probabilities, *noise,
+        tops, totals,
         query_starts, request_slots, params.inverse_temperature,
         DEPTH=depth, CHUNKS=triton.next_power_of_2(num_chunks), **few, num_warps=1, **launch,
     )  # fmt: skip
@@ -122,11 +123,11 @@ def _distribution_kernel(
             top, total = _sum_of(row, scale, NUM_IDS, BLOCK)
             rank_end = tl.load(top_k + request_slot)
             mass_end = tl.load(top_p + request_slot)
-            share = tl.load(min_p + request_slot)
+            ratio = tl.load(min_p + request_slot)
             cut, cut_id = top - _NO_MASS, tl.zeros([], dtype=tl.int32)
-            if (rank_end > 0) | (mass_end < 1.0) | (share > 0):
-                if share > 0:
-                    cut = tl.maximum(cut, top + tl.log(tl.maximum(share, 1e-30)))
+            if (rank_end > 0) | (mass_end < 1.0) | (ratio > 0):
+                if ratio > 0:
+                    cut = tl.maximum(cut, top + tl.log(tl.maximum(ratio, 1e-30)))
                 if mass_end < 1.0:
                     # All scores below this hold less mass than the filter removes.
                     mass_cut = top + tl.log((1.0 - mass_end) * total / NUM_IDS)
@@ -146,8 +147,8 @@ def _distribution_kernel(
 
 
 @triton.jit
-def _chance_kernel(
-    steps, chances, weights, input_ids, tops, totals, cut_scores, cut_ids,
+def _probability_kernel(
+    steps, probabilities, weights, input_ids, tops, totals, cut_scores, cut_ids,
     logits, row_stride, query_starts, request_slots, inverse_temperature, draft_logits, draft_ids,
     DEPTH: tl.constexpr, NUM_IDS: tl.constexpr, NUM_DRAFT_IDS: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK_RULE: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -187,7 +188,7 @@ def _chance_kernel(
         q = tl.math.div_rn(tl.exp(score - top), total)
         ratio = tl.where(q > 0, tl.math.div_rn(p, tl.where(q > 0, q, 1.0)), 0.0)
         # NaN stays, and rejects.
-        chance = tl.where(ratio >= 1, 1.0, ratio)
+        probability = tl.where(ratio >= 1, 1.0, ratio)
         if BLOCK_RULE:
             weight = tl.full([], 1.0, dtype=tl.float32)
             tl.store(weights + b * (DEPTH + 1), weight)
@@ -195,13 +196,13 @@ def _chance_kernel(
                 weight *= tl.sum(tl.where(columns == step, ratio, 0.0), axis=0)
                 weight = tl.where(weight >= 1, 1.0, weight)
                 tl.store(weights + b * (DEPTH + 1) + step + 1, weight)
-                chance = tl.where(columns == step, weight, chance)
-        tl.store(chances + b * DEPTH + columns, chance, mask=inside)
+                probability = tl.where(columns == step, weight, probability)
+        tl.store(probabilities + b * DEPTH + columns, probability, mask=inside)
 
 
 @triton.jit
 def _surplus_kernel(
-    chances, steps, weights, tops, totals, cut_scores, cut_ids,
+    probabilities, steps, weights, tops, totals, cut_scores, cut_ids,
     logits, row_stride, query_starts, request_slots, inverse_temperature, draft_logits, draft_ids,
     DEPTH: tl.constexpr, NUM_IDS: tl.constexpr, NUM_DRAFT_IDS: tl.constexpr,
     BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -225,15 +226,16 @@ def _surplus_kernel(
             surplus += tl.maximum(weight * p - q, 0.0)
         left = tl.sum(surplus, axis=0)
         missing = left + 1 - weight
-        chance = tl.where(
+        probability = tl.where(
             missing > 0, tl.math.div_rn(left, tl.where(missing > 0, missing, 1.0)), 1.0
         )
-        tl.store(chances + b * DEPTH + step - 1, chance)
+        tl.store(probabilities + b * DEPTH + step - 1, probability)
 
 
 @triton.jit
 def _replace_kernel(
-    values, tokens, steps, chances, weights, seeds, positions, tops, totals, cut_scores, cut_ids,
+    values, tokens, steps, probabilities, weights, seeds, positions, tops, totals, cut_scores,
+    cut_ids,
     logits, row_stride, query_starts, request_slots, inverse_temperature, draft_logits, draft_ids,
     DEPTH: tl.constexpr, NUM_IDS: tl.constexpr, NUM_DRAFT_IDS: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK_RULE: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -246,7 +248,9 @@ def _replace_kernel(
         begin = tl.load(query_starts + b)
         request_slot = tl.load(request_slots + b)
         root = tl.load(positions + begin)
-        kept = _kept(chances + b * DEPTH, num_valid, seeds, request_slot, root, COLUMNS, BLOCK_RULE)
+        kept = _kept(
+            probabilities + b * DEPTH, num_valid, seeds, request_slot, root, COLUMNS, BLOCK_RULE
+        )
         if kept < num_valid:
             scale = tl.load(inverse_temperature + request_slot)
             weight = tl.full([], 1.0, dtype=tl.float32)
@@ -270,7 +274,7 @@ def _replace_kernel(
 
 @triton.jit(do_not_specialize=["num_chunks"])
 def _result_kernel(
-    counts, drawn, input_ids, values, tokens, num_chunks, steps, chances, seeds, positions,
+    counts, drawn, input_ids, values, tokens, num_chunks, steps, probabilities, seeds, positions,
     tops, totals, query_starts, request_slots, inverse_temperature,
     DEPTH: tl.constexpr, CHUNKS: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK_RULE: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -285,7 +289,9 @@ def _result_kernel(
     if num_valid > 0:
         request_slot = tl.load(request_slots + b)
         root = tl.load(positions + begin)
-        kept = _kept(chances + b * DEPTH, num_valid, seeds, request_slot, root, COLUMNS, BLOCK_RULE)
+        kept = _kept(
+            probabilities + b * DEPTH, num_valid, seeds, request_slot, root, COLUMNS, BLOCK_RULE
+        )
         if kept < num_valid:
             chunks = tl.arange(0, CHUNKS)
             inside = chunks < num_chunks
@@ -453,14 +459,20 @@ def _both(
 
 @triton.jit
 def _kept(
-    chances, num_valid, seeds, request_slot, root, COLUMNS: tl.constexpr, BLOCK_RULE: tl.constexpr
+    probabilities,
+    num_valid,
+    seeds,
+    request_slot,
+    root,
+    COLUMNS: tl.constexpr,
+    BLOCK_RULE: tl.constexpr,
 ):
     """Return how many drafts are accepted; see `keep_in_order` and `keep_longest`."""
     columns = tl.arange(0, COLUMNS)
-    chance = tl.load(chances + columns, mask=columns < num_valid, other=0.0)
+    probability = tl.load(probabilities + columns, mask=columns < num_valid, other=0.0)
     _, word = load_stream_keys(seeds, request_slot, root, root + columns, _ACCEPT)
     uniform = (word.to(tl.int32, bitcast=True).to(tl.float64) + 0.5) * 2.0**-32 + 0.5
-    accepted = (uniform < chance.to(tl.float64)) & (columns < num_valid)
+    accepted = (uniform < probability.to(tl.float64)) & (columns < num_valid)
     if BLOCK_RULE:
         return tl.max(tl.where(accepted, columns + 1, 0), axis=0)
     return tl.min(tl.where(accepted, COLUMNS, columns), axis=0)

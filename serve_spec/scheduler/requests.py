@@ -7,24 +7,24 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from serve_spec.config import SchedulerConfig
-from serve_spec.core.draft import MAX_TREE_TOKENS, PLAIN, DraftShape, TextDrafter, TextDrafts
+from serve_spec.core.draft import MAX_TREE_TOKENS, PLAIN, DraftShape, NgramDrafter, NgramDrafts
 from serve_spec.core.plan import EditedText, ScheduledRequest
 from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager
 
 LEARNED_TOKENS = 1024
-"""Most tokens of new texts that a text drafter reads before a step; they take 1 to 3 ms."""
+"""Most tokens of new texts that an n-gram drafter reads before a step; they take 1 to 3 ms."""
 
 
-class TextDraftCache:
-    """Keeps what a text drafter proposed for each sequence, so that it runs once a step.
+class NgramDraftCache:
+    """Keeps what an n-gram drafter proposed for each sequence, so that it runs once a step.
 
     An id beyond the target's `vocab_size` becomes -1: the step counts it as a broken draft, and
     its sequence stops drafting.
     """
 
-    def __init__(self, drafter: TextDrafter, vocab_size: int) -> None:
+    def __init__(self, drafter: NgramDrafter, vocab_size: int) -> None:
         self.drafter = drafter
         self.vocab_size = vocab_size
         self._chains: dict[str, tuple[int, ...]] = {}
@@ -44,10 +44,10 @@ class TextDraftCache:
             self._chains[seq.request_id] = self._known(found)
         return [len(self._chains[seq.request_id]) for seq in sequences]
 
-    def drafts(self, seq: Sequence, wanted: RequestDrafts) -> TextDrafts:
+    def drafts(self, seq: Sequence, wanted: RequestDrafts) -> NgramDrafts:
         """Return the chain that was found, or a tree if one is wanted."""
         if wanted.shape.is_chain:
-            return TextDrafts(self._chains[seq.request_id], match=self._match(seq))
+            return NgramDrafts(self._chains[seq.request_id], match=self._match(seq))
         tree = self.drafter.propose_tree(seq.request_id, seq.token_ids, wanted.shape)
         return tree._replace(token_ids=self._known(tree.token_ids), match=self._match(seq))
 
@@ -123,11 +123,11 @@ class PostponedChoice:
             by_id = dict(zip(self.batch.request_ids, steps, strict=True))
             return [by_id.get(request_id, 0) for request_id in batch.request_ids]
 
-        from_text = self.steps.text_steps
+        text_steps = self.steps.text_steps
         return replace(
             self.steps,
             steps_per_req=of_batch(wanted_steps(self.steps, self.batch)),
-            text_steps=None if from_text is None else of_batch(from_text),
+            text_steps=None if text_steps is None else of_batch(text_steps),
         )
 
 
@@ -136,10 +136,10 @@ SHORT_EXTEND = 32
 
 
 class RequestDrafts(NamedTuple):
-    """What a request drafts. `from_text`: n-gram drafts instead of the draft model's."""
+    """What a request drafts. `is_ngram`: n-gram drafts instead of the draft model's."""
 
     shape: DraftShape
-    from_text: bool = False
+    is_ngram: bool = False
 
     def shortened(self) -> RequestDrafts:
         """Return the drafts to try if these do not fit: a chain one shorter, or none for a tree."""
@@ -151,7 +151,7 @@ class RequestDrafts(NamedTuple):
 class DraftSource:
     """Where drafts come from: n-grams in `texts`, a draft model, or one of them per request."""
 
-    texts: TextDraftCache | None
+    texts: NgramDraftCache | None
     has_model: bool
 
     def slots_past(self, shape: DraftShape) -> int:
@@ -161,9 +161,9 @@ class DraftSource:
         """
         return shape.draft_slots if self.has_model else shape.size
 
-    def is_from_text(self, drafts: RequestDrafts) -> bool:
+    def is_ngram(self, drafts: RequestDrafts) -> bool:
         """Return whether these are n-gram drafts."""
-        return drafts.from_text or (drafts.shape.depth > 0 and not self.has_model)
+        return drafts.is_ngram or (drafts.shape.depth > 0 and not self.has_model)
 
 
 def max_committed(req: ScheduledRequest | None) -> int:
@@ -286,9 +286,9 @@ def fair_drafts(steps: RoundSteps, batch: DecodeBatch) -> list[RequestDrafts]:
 
     If the room is too small for all drafts, it is shared evenly.
     """
-    shape, from_texts = steps.shape, text_steps(steps, batch)
-    wanted = zip(from_texts, wanted_steps(steps, batch), batch.max_steps, strict=True)
-    usable = [from_text or min(want, most) for from_text, want, most in wanted]
+    shape, ngram_drafts = steps.shape, text_steps(steps, batch)
+    wanted = zip(ngram_drafts, wanted_steps(steps, batch), batch.max_steps, strict=True)
+    usable = [of_ngrams or min(want, most) for of_ngrams, want, most in wanted]
     if shape.is_chain:
         shapes = [DraftShape.chain(depth) for depth in _shared(usable, batch)]
     else:
@@ -297,8 +297,8 @@ def fair_drafts(steps: RoundSteps, batch: DecodeBatch) -> list[RequestDrafts]:
             DraftShape(min(levels, size), size, shape.topk) if size else PLAIN
             for levels, size in zip(usable, sizes, strict=True)
         ]
-    reqs = zip(shapes, from_texts, strict=True)
-    return [RequestDrafts(own, from_text=of_text > 0) for own, of_text in reqs]
+    reqs = zip(shapes, ngram_drafts, strict=True)
+    return [RequestDrafts(own, is_ngram=of_ngrams > 0) for own, of_ngrams in reqs]
 
 
 def edited_text(seq: Sequence) -> EditedText | None:
@@ -372,7 +372,7 @@ def prefill_request(seq: Sequence, start: int, count: int, *, samples: bool) -> 
 
 
 def ngram_request(
-    seq: Sequence, drafts: RequestDrafts, found: TextDrafts, num_missing: int, limit: int
+    seq: Sequence, drafts: RequestDrafts, found: NgramDrafts, num_missing: int, limit: int
 ) -> ScheduledRequest:
     """Return a request that verifies n-gram drafts. A draft model sees one without drafts."""
     req = decode_request(seq, RequestDrafts(PLAIN), num_missing, limit)

@@ -9,7 +9,7 @@ from math import isnan
 from typing import NamedTuple
 
 from serve_spec.config import SchedulerConfig
-from serve_spec.core.draft import PLAIN, TextDrafter
+from serve_spec.core.draft import PLAIN, NgramDrafter
 from serve_spec.core.plan import BatchResult, ScheduledBatch, ScheduledRequest
 from serve_spec.core.request import FinishReason
 from serve_spec.core.round import AS_DRAWN, DecodeBatch, RoundSteps
@@ -18,10 +18,10 @@ from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.scheduler.queue import RequestQueue
 from serve_spec.scheduler.requests import (
     DraftSource,
+    NgramDraftCache,
     PostponedChoice,
     Prompt,
     RequestDrafts,
-    TextDraftCache,
     decode_batch,
     decode_request,
     fair_drafts,
@@ -61,13 +61,13 @@ class Scheduler:
         self,
         limits: SchedulerConfig,
         cache: KVCacheManager,
-        text_drafter: TextDrafter | None = None,
+        ngram_drafter: NgramDrafter | None = None,
         first_draft_entry: int = 0,
         *,
         has_draft_model: bool = True,
         vocab_size: int = sys.maxsize,
     ) -> None:
-        """text_drafter: proposes n-gram drafts, if any; they are part of the plan.
+        """ngram_drafter: proposes n-gram drafts, if any; they are part of the plan.
         first_draft_entry: number of each sequence's first draft KV entry; see `Sequence`.
         has_draft_model: whether a model drafts, too, for requests without n-gram drafts.
         vocab_size: of the target; n-gram drafts are checked against it.
@@ -75,8 +75,8 @@ class Scheduler:
         self.limits = limits
         self.cache = cache
         self.drafts = DraftSource(
-            None if text_drafter is None else TextDraftCache(text_drafter, vocab_size),
-            has_model=has_draft_model or text_drafter is None,
+            None if ngram_drafter is None else NgramDraftCache(ngram_drafter, vocab_size),
+            has_model=has_draft_model or ngram_drafter is None,
         )
         self.vocab_size = vocab_size
         self.first_draft_entry = first_draft_entry
@@ -112,7 +112,7 @@ class Scheduler:
         was_postponed = self._postponed is not None and self._postponed.has_drafts
         steps = self._choose(choose_steps, batch) if decoding else RoundSteps(PLAIN)
         drafts = fair_drafts(steps, batch)
-        drafts_by_model = any(each.shape.depth and not each.from_text for each in drafts)
+        drafts_by_model = any(each.shape.depth and not each.is_ngram for each in drafts)
         limit = max_missing if drafts_by_model else 0
         if before is None:
             reqs = self._decode_requests(decoding, drafts, limit)
@@ -161,7 +161,7 @@ class Scheduler:
             for seq, req, wanted in zip(decoding, reqs_before, drafts, strict=True)
         ]
         has_room = self.cache.can_reserve_all(decoding, ends)
-        if not has_room or any(map(self.drafts.is_from_text, drafts)):
+        if not has_room or any(map(self.drafts.is_ngram, drafts)):
             return False
         for seq, end in zip(decoding, ends, strict=True):
             self.cache.reserve(seq, end)
@@ -232,7 +232,7 @@ class Scheduler:
         self, seq: Sequence, drafts: RequestDrafts, limit: int
     ) -> ScheduledRequest | None:
         found = None
-        if self.drafts.texts is not None and self.drafts.is_from_text(drafts):
+        if self.drafts.texts is not None and self.drafts.is_ngram(drafts):
             found = self.drafts.texts.drafts(seq, drafts)
         if found is not None and found.parents:
             drafts = drafts._replace(shape=replace(drafts.shape, size=len(found.token_ids)))

@@ -104,7 +104,7 @@ class Stages:
             drafts, parents = buffers.drafts[reqs], buffers.parents[reqs]
         query_lens = buffers.query_lens[reqs]
         admitted = admission.admit_drafts(
-            buffers.shares[reqs, :width],
+            buffers.draft_logprobs[reqs, :width],
             query_lens,
             buffers.depths[reqs],
             buffers.kinds[reqs],
@@ -119,7 +119,7 @@ class Stages:
             assert admitted.parents is not None
             moved += [(drafts, admitted.drafts), (parents, admitted.parents)]
         for before, after in moved:
-            # The same drafts on every rank, also if their shares differ in a bit.
+            # The same drafts on every rank, also if their log probabilities differ in a bit.
             before.copy_(self.parallel.broadcast(after))
 
     def verify(self, max_query_len: int, size: StepSize, *, has_trees: bool) -> VerifiedTokens:

@@ -79,7 +79,7 @@ class DraftModel:
         buffers.hidden[:num_requests].copy_(hidden if self.head.ends_early else hidden[last])
 
     def draft(self, buffers: StepBuffers, num_requests: int, shape: DraftShape) -> None:
-        """Draft from `buffers.hidden`; write `buffers.drafts`, `.shares`, and `.parents` of trees.
+        """Draft from `buffers.hidden`; write `drafts`, `draft_logprobs` and `parents` of trees.
 
         Requests of smaller depth or size get smaller trees; chains hold any token past their depth.
         Sampled drafts also write `buffers.draft_logits`.
@@ -107,9 +107,9 @@ class DraftModel:
             if step + 1 < depth:
                 _, context = self._after_level(buffers, request_slots, step)
                 hidden = self.head.forward(drawn[step][0], hidden, context)
-        tokens, shares = zip(*drawn, strict=True)
+        tokens, logprobs = zip(*drawn, strict=True)
         buffers.drafts[:num_requests, :depth] = torch.stack(tokens, dim=1)
-        buffers.shares[:num_requests, :depth] = torch.stack(shares, dim=1)
+        buffers.draft_logprobs[:num_requests, :depth] = torch.stack(logprobs, dim=1)
 
     def _draw(
         self, buffers: StepBuffers, logits: Tensor, slots: Tensor, positions: Tensor, step: int
@@ -117,14 +117,14 @@ class DraftModel:
         """Draw draft number `step` of each request from logits float32 [B, Vd].
 
         positions: int64 [steps, B], the position of each draft. Return int64 [B], and what
-        `StepBuffers.shares` keeps, float32 [B].
+        `StepBuffers.draft_logprobs` keeps, float32 [B].
         """
         params, target_ids = buffers.slots.params, self.head.target_ids
         if buffers.draft_logits is None:
-            children, shares = draw.draw_children(
+            children, logprobs = draw.draw_children(
                 logits, slots, positions[step], params, buffers.sharpness, target_ids, 1
             )
-            return children[:, 0], shares[:, 0]
+            return children[:, 0], logprobs[:, 0]
         buffers.draft_logits.logits[: len(slots), step].copy_(logits)
         return draw.sample_drafts(logits, slots, positions[step], positions[0], params, target_ids)
 
@@ -156,11 +156,11 @@ class DraftModel:
             if step + 1 < shape.depth:
                 hidden = self._follow(buffers, beam, hidden, request_slots, lengths, step)
         counts = buffers.query_lens[:num_requests] - 1
-        token_ids, parents, shares = draft_tree.choose_drafts(
+        token_ids, parents, logprobs = draft_tree.choose_drafts(
             levels, buffers.depths[:num_requests], counts, shape.size
         )
         buffers.drafts[:num_requests, : shape.size] = token_ids
-        buffers.shares[:num_requests, : shape.size] = shares
+        buffers.draft_logprobs[:num_requests, : shape.size] = logprobs
         buffers.parents[:num_requests, : shape.size] = parents
 
     def _follow(

@@ -19,13 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_spec.config import SpeculativeConfig
-from serve_spec.core.draft import DraftShape, TextDrafts
+from serve_spec.core.draft import DraftShape, NgramDrafts
 from serve_spec.log import get_logger
 
 
 def branched(
     continuations: Iterable[Sequence[int]], topk: int, num_draft_tokens: int
-) -> TextDrafts:
+) -> NgramDrafts:
     """Return the trie of `continuations`, cut to `num_draft_tokens` tokens of `topk` children."""
     token_ids: list[int] = []
     parents: list[int] = []
@@ -43,7 +43,7 @@ def branched(
             parent = children[parent][token]
         if len(token_ids) == num_draft_tokens:
             break
-    return TextDrafts(tuple(token_ids), tuple(parents))
+    return NgramDrafts(tuple(token_ids), tuple(parents))
 
 
 BRANCHING_PLACES = 16
@@ -70,7 +70,7 @@ class NgramDrafter:
         self._matches: dict[str, int] = {}
 
     def learn(self, request_id: str, token_ids: Sequence[int], most: int) -> int:
-        """See `TextDrafter`."""
+        """See `NgramDrafter`."""
         return self._text(request_id).learn(token_ids, most)
 
     def _text(self, request_id: str) -> _Text:
@@ -80,7 +80,7 @@ class NgramDrafter:
         return text
 
     def propose(self, request_id: str, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
-        """See `TextDrafter`."""
+        """See `NgramDrafter`."""
         most = min(most, self.max_steps)
         if most < 1:
             return ()
@@ -88,14 +88,14 @@ class NgramDrafter:
 
     def propose_tree(
         self, request_id: str, token_ids: Sequence[int], shape: DraftShape
-    ) -> TextDrafts:
+    ) -> NgramDrafts:
         """Return a tree of the continuations of several matches: longer ones first, then newer."""
         most = min(shape.depth, self.max_steps)
         found = self._continuations(request_id, token_ids, most)
         return branched(islice(found, BRANCHING_PLACES), self.topk, shape.size)
 
     def match_length(self, request_id: str) -> int:
-        """See `TextDrafter`: of the first match, if a tree holds several."""
+        """See `NgramDrafter`: of the first match, if a tree holds several."""
         return self._matches.get(request_id, 0)
 
     def _continuations(
@@ -128,7 +128,7 @@ class NgramDrafter:
                     yield length, found
 
     def forget(self, request_id: str) -> None:
-        """See `TextDrafter`."""
+        """See `NgramDrafter`."""
         self._texts.pop(request_id, None)
         self._matches.pop(request_id, None)
 

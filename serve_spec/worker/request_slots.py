@@ -114,10 +114,10 @@ class RequestStates:
         slots.draft_lengths[at] = numbers[:, 2]
         params.seeds[at] = numbers[:, 3:5]
         params.top_k[at] = numbers[:, 5]
-        shares = self._send([_shares(req.params) for req in reqs], torch.float32)
-        params.inverse_temperature[at] = shares[:, 0]
-        params.top_p[at] = shares[:, 1]
-        params.min_p[at] = shares[:, 2]
+        numbers = self._send([_sampling_numbers(req.params) for req in reqs], torch.float32)
+        params.inverse_temperature[at] = numbers[:, 0]
+        params.top_p[at] = numbers[:, 1]
+        params.min_p[at] = numbers[:, 2]
         tokens = self._send([token for req in reqs for token in _known_tokens(req)]).long()
         slots.recent.index_put_((tokens[:, 0], tokens[:, 1]), tokens[:, 2].to(torch.int32))
         slots.edits.is_on.index_fill_(0, at, 0)
@@ -182,7 +182,7 @@ def _numbers(req: ScheduledRequest) -> tuple[int, ...]:
     return (req.request_slot, req.length, req.draft_start, low, high, max(0, req.params.top_k))
 
 
-def _shares(params: SamplingParams) -> tuple[float, float, float]:
+def _sampling_numbers(params: SamplingParams) -> tuple[float, float, float]:
     inverse = 0.0 if params.is_greedy else 1.0 / params.temperature
     return (inverse, params.top_p, params.min_p)
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from serve_spec.core.draft import TextDrafts
+from serve_spec.core.draft import NgramDrafts
 from serve_spec.core.round import AS_DRAWN, Calibration
 from serve_spec.log import get_logger
 from serve_spec.models.draft import DraftHead
@@ -62,7 +62,7 @@ class ReadBack(NamedTuple):
     memory: Tensor
     results: NDArray[np.int32]
     query_lens: NDArray[np.int32]
-    shares: NDArray[np.float32]
+    draft_logprobs: NDArray[np.float32]
 
 
 class StepBuffers:
@@ -71,11 +71,11 @@ class StepBuffers:
     `request_slots` int32 [B]: each request's slot, the padding slot past the last. `depths` int32
     [B]: levels of its drafts. `query_lens` int32 [B]: tokens the target verifies, its drafts and
     the root, and 0 past the last. `kinds` int32 [B]: see `Calibration`. `hidden` [B, H]: hidden
-    state after draft extend. `drafts` int64 [B, N]: -1 where the draft gave no token. `shares`
-    float32 [B, N]: how likely each draft seemed when it was drawn, a logarithm; see
-    `ops.draw.draw_children`, `sample_drafts`, `TextDrafts.share`.
+    state after draft extend. `drafts` int64 [B, N]: -1 where the draft gave no token.
+    `draft_logprobs` float32 [B, N]: log probability of each draft when it was drawn; see
+    `ops.draw.draw_children`, `sample_drafts`, `NgramDrafts.probability`.
     `results` int32 [B, K + 3]: accepted drafts, flags, then the tokens; see `ops.acceptance`.
-    `read_back` int32 [B · (K + N + 4)]: the memory of `results`, `query_lens` and `shares`.
+    `read_back` int32 [B · (K + N + 4)]: the memory of `results`, `query_lens` and `draft_logprobs`.
     `budget` int32 [1], `calibration` float32 [3, K, 2]: see `ops.admission`.
     `sharpness` float32 [1]: temperature of sampled drafts over their requests'. `masks`: grammar
     masks. `chunks`: prefill chunks.
@@ -110,7 +110,7 @@ class StepBuffers:
         most = max(max_depth, max_tree_drafts)
         sizes = [max_requests * width for width in (max_depth + 3, 1, most)]
         self.read_back = zeros(sum(sizes))
-        results, query_lens, shares = self.read_back.split(sizes)
+        results, query_lens, logprobs = self.read_back.split(sizes)
         self.slots = slots
         self.max_requests, self.max_depth, self.max_drafts = max_requests, max_depth, most
         self.request_slots = torch.full_like(zeros(max_requests), slots.padding)
@@ -121,7 +121,7 @@ class StepBuffers:
         if head is not None:
             self.hidden = zeros(max_requests, head.hidden_size, dtype=head.dtype)
         self.drafts = zeros(max_requests, most, dtype=torch.int64)
-        self.shares: Tensor = shares.view(torch.float32).view(max_requests, most)
+        self.draft_logprobs: Tensor = logprobs.view(torch.float32).view(max_requests, most)
         self.results: Tensor = results.view(max_requests, max_depth + 3)
         self.budget = zeros(1)
         self.calibration = zeros(len(AS_DRAWN), max(1, max_depth), 2, dtype=torch.float32)
@@ -160,20 +160,20 @@ class StepBuffers:
         """Return memory of the host for a copy of `read_back`."""
         memory = torch.empty_like(self.read_back, device="cpu", pin_memory=pin_memory)
         first, end = self.results.numel(), self.results.numel() + len(self.query_lens)
-        results, query_lens, shares = np.split(memory.numpy(), [first, end])
+        results, query_lens, logprobs = np.split(memory.numpy(), [first, end])
         return ReadBack(
             memory,
             results.reshape(self.results.shape),
             query_lens,
-            shares.view(np.float32).reshape(self.shares.shape),
+            logprobs.view(np.float32).reshape(self.draft_logprobs.shape),
         )
 
-    def write_drafts(self, drafts: Mapping[int, TextDrafts]) -> None:
+    def write_drafts(self, drafts: Mapping[int, NgramDrafts]) -> None:
         """Write n-gram drafts by the request's index in the step, without waiting."""
         _write_rows(self.drafts, {at: found.token_ids for at, found in drafts.items()})
-        shares = torch.tensor([[math.log(found.share)] for found in drafts.values()])
-        members = to_device(torch.tensor([*drafts]), self.shares.device)
-        self.shares[members] = to_device(shares, self.shares.device)
+        logprobs = torch.tensor([[math.log(found.probability)] for found in drafts.values()])
+        members = to_device(torch.tensor([*drafts]), self.draft_logprobs.device)
+        self.draft_logprobs[members] = to_device(logprobs, self.draft_logprobs.device)
         parents = {at: found.parents for at, found in drafts.items() if found.parents}
         if parents:
             assert self.parents is not None, "a step with trees has room for parents"

@@ -109,7 +109,7 @@ def run_worker_loop(worker: FollowingWorker) -> None:
             assert isinstance(message, tuple), "broadcast a plan, the draft shapes, or _DRAIN"
             worker.init_states(message)
     if before is not None:
-        before.result()  # rank 0 may still wait for this rank's share
+        before.result()  # rank 0 may still wait for this rank's part
 
 
 class _Longer(NamedTuple):

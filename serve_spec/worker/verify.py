@@ -143,19 +143,19 @@ def survival_table(forced: Acceptance, max_depth: int) -> Tensor:
     """Return P(the first 1 .. k of n drafts are accepted), float64 [K + 1, K], in row n."""
     rows = []
     for depth in range(max_depth + 1):
-        survival = [*accumulate(draft_chances(forced, depth), lambda a, b: a * b)]
+        survival = [*accumulate(draft_probabilities(forced, depth), lambda a, b: a * b)]
         rows.append(survival + [0.0] * (max_depth - depth))
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def draft_chances(forced: Acceptance, depth: int) -> list[float]:
+def draft_probabilities(forced: Acceptance, depth: int) -> list[float]:
     """Return the acceptance probability of each of `depth` drafts, if those before it are."""
     if isinstance(forced, int | float):
-        return [_chance_for(forced, depth)] * depth
+        return [_probability_for(forced, depth)] * depth
     return [forced[min(i, len(forced) - 1)] for i in range(depth)]
 
 
-def _chance_for(accept_length: float, depth: int) -> float:
+def _probability_for(accept_length: float, depth: int) -> float:
     """Return p with 1 + p + ... + p^depth = accept_length; 1 if no p reaches it."""
     low, high = 0.0, 1.0
     for _ in range(60):  # halves the interval down to the last bits of a float

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from serve_spec.core.draft import DraftShape, TextDrafts
+from serve_spec.core.draft import DraftShape, NgramDrafts
 from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch, ScheduledRequest
 from serve_spec.core.round import Calibration
 from serve_spec.parallel.group import SINGLE, TensorParallel
@@ -221,13 +221,13 @@ class SpecWorker:
         """Run the draft model if any request needs it, and write n-gram drafts."""
         if self.drafter is not None and any(req.model_steps for req in reqs):
             self._draft_with_model(reqs, plan)
-        from_text = {
-            b: TextDrafts(req.draft_ids, req.draft_parents, req.draft_match)
+        from_ngrams = {
+            b: NgramDrafts(req.draft_ids, req.draft_parents, req.draft_match)
             for b, req in enumerate(reqs)
             if req.draft_ids
         }
-        if from_text:
-            self.buffers.write_drafts(from_text)
+        if from_ngrams:
+            self.buffers.write_drafts(from_ngrams)
 
     def _draft_with_model(self, reqs: Sequence[ScheduledRequest], plan: ScheduledBatch) -> None:
         """Extend, then draft for every request, as deep as the deepest of them."""
@@ -374,7 +374,7 @@ class _StepInFlight:
         """Wait for the results."""
         self.timer.wait("verified")
         num_requests = self.num_requests
-        read_back, shares = self.read_back, self.read_back.shares
+        read_back, logprobs = self.read_back, self.read_back.draft_logprobs
         results = read_back.results[:num_requests].tolist()
         token_ids, broken_drafts, broken_logits = read_results(results)
         return BatchResult(
@@ -385,7 +385,7 @@ class _StepInFlight:
             broken_logits=broken_logits,
             late_masks=self.late_masks,
             num_drafts=[count - 1 for count in read_back.query_lens[:num_requests].tolist()],
-            draft_shares=shares[:num_requests].copy() if shares.size else None,
+            draft_logprobs=logprobs[:num_requests].copy() if logprobs.size else None,
             logprobs={} if self.logprobs is None else self.logprobs(token_ids),
             prompt_logprobs={} if self.prompt_logprobs is None else self.prompt_logprobs(),
             idle_ms=0.0 if self.before is None else self.timer.ms_since(self.before, "verified"),

@@ -126,12 +126,12 @@ def verify_chain(method, drafts, draft_probs, target_probs, coins, recover_key):
             weights.append(1.0)
             continue
         weights.append(min(1.0, weights[i] * ratio))
-        chance = weights[-1]
+        probability = weights[-1]
         if i + 1 < len(drafts):
-            left = np.maximum(chance * target_probs[i + 1] - draft_probs[i + 1], 0).sum()
-            missing = left + 1 - chance
-            chance = left / missing if missing > 0 else 1.0
-        if coins[i] < chance:
+            left = np.maximum(probability * target_probs[i + 1] - draft_probs[i + 1], 0).sum()
+            missing = left + 1 - probability
+            probability = left / missing if missing > 0 else 1.0
+        if coins[i] < probability:
             accepted = i + 1
     if accepted == len(drafts):
         return accepted, None

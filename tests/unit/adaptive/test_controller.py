@@ -117,7 +117,7 @@ def test_drafts_found_in_texts_do_not_count_for_the_model_that_drafts_beside_the
         steps_per_req = list(steps.steps_per_req or [steps.shape.depth] * 4)
         kept = [0, 0, *steps_per_req[2:]]
         both = verified_round(kept, 4, steps.shape.depth, steps_per_req=steps_per_req)
-        made.on_verify_complete(replace(both, is_from_text=[False, False, True, True]))
+        made.on_verify_complete(replace(both, is_ngram=[False, False, True, True]))
         plain = [*steps_per_req[:2], 0, 0]
         without.on_verify_complete(
             verified_round([0] * 4, 4, steps.shape.depth, steps_per_req=plain)

@@ -1,4 +1,4 @@
-"""Laws of strategy goodput, and of how the shares of drafts become chances."""
+"""Laws of strategy goodput, and of how the logprobs of drafts become probabilities."""
 
 import math
 import random
@@ -29,7 +29,7 @@ from serve_spec.ops.admission import admit_drafts
 from tests.helpers.rounds import decode_batch, verified_round
 from tests.helpers.simulated_costs import GPU_8B, TWO_CPU_CORES, noisy, recorded_table
 
-TRACES = load_traces(Path("tests/data/share_traces.json"))
+TRACES = load_traces(Path("tests/data/logprob_traces.json"))
 SIZES = (1, 8, 32, 64, 128, 256)
 COUNTS = (*range(8, 512, 8), *range(512, 2049, 64))
 CHAIN = DraftShape.chain
@@ -100,7 +100,7 @@ def test_budgets_fill_captured_graphs():
     assert all(128 + budget in COUNTS for budget in budgets)
     policy = goodput()
     play(policy, 128, 100, 3)
-    assert policy.choose(decode_batch(128)).budget is None, "drafts have no shares"
+    assert policy.choose(decode_batch(128)).budget is None, "drafts have no logprobs"
 
 
 @pytest.mark.parametrize("prompt_ms", [0.0, 40.0])
@@ -287,7 +287,7 @@ def test_rates_follow_the_text_and_start_from_the_fleet():
 
 
 @given(st.lists(st.floats(0.01, 0.99), min_size=3, max_size=3), st.integers(0, 100))
-def test_rates_stay_chances(prior, kept):
+def test_rates_stay_probabilities(prior, kept):
     rates = PositionRates(3, prior)
     rates.learn([100, kept, 0], [kept, 0, 0])
     assert all(0 < rate < 1 for rate in rates.rates)
@@ -309,9 +309,9 @@ def test_sure_drafts_are_admitted_before_doubtful_ones():
 def test_rounds_that_end_more_requests_are_priced_with_more_prompts():
     """A batch that runs plain has prompts in few rounds; one that drafts would have more."""
     policy, work = GoodputPolicy(recorded_table(TWO_CPU_CORES, (1, 4, 8, 16))), Work(16, 128.0)
-    chance = random.Random(0)
+    rng = random.Random(0)
     for _ in range(512):
-        has_prompt = chance.random() < 0.25  # 16 tokens a round, 64 a request
+        has_prompt = rng.random() < 0.25  # 16 tokens a round, 64 a request
         times = StepTimes(0.0, 12.0, 12.0 + 20.0 * has_prompt)
         ended = dict.fromkeys(("num_prefill_tokens", "num_ended_prompt_tokens"), 64 * has_prompt)
         ended |= {"num_ended_tokens": 64 * has_prompt, "num_ended": int(has_prompt)}
@@ -343,7 +343,7 @@ TREE = DraftShape(4, 15, 4)
 
 
 def ran_of(chain_rate, tree_rate, num_rounds):
-    """Return what ran in the second half, where levels are accepted with these chances."""
+    """Return what ran in the second half, where levels are accepted with these probabilities."""
     policy = GoodputPolicy(
         recorded_table(GPU_8B, SIZES, trees=(TREE,)),
         AllowedShapes(trees={1: (TREE,)}),
@@ -397,16 +397,18 @@ DEPTH = 4
 
 
 def outcomes(rng, weight, bias):
-    """Return shares [512, DEPTH], drafts verified and drafts accepted."""
-    shares = np.log(rng.uniform(0.02, 0.98, (512, DEPTH)))
-    chances = 1 / (1 + np.exp(-(weight * logits(shares) + bias)))
-    correct = np.cumprod(rng.random((512, DEPTH)) < chances, axis=1).sum(axis=1)
-    return shares, np.full(512, DEPTH), correct
+    """Return logprobs [512, DEPTH], drafts verified and drafts accepted."""
+    logprobs = np.log(rng.uniform(0.02, 0.98, (512, DEPTH)))
+    probabilities = 1 / (1 + np.exp(-(weight * logits(logprobs) + bias)))
+    correct = np.cumprod(rng.random((512, DEPTH)) < probabilities, axis=1).sum(axis=1)
+    return logprobs, np.full(512, DEPTH), correct
 
 
-def test_a_share_is_the_chance_before_anything_is_known_and_texts_are_taken_at_their_rates():
-    shares, fresh = np.log(np.array([[0.9, 0.5, 0.1, 0.01]])), DraftCalibration(DEPTH)
-    assert fresh.chances(shares, np.array([SAMPLED])) == pytest.approx(np.exp(shares), rel=1e-3)
+def test_a_draft_is_as_probable_as_when_drawn_before_anything_is_known_and_n_grams_go_by_rate():
+    logprobs, fresh = np.log(np.array([[0.9, 0.5, 0.1, 0.01]])), DraftCalibration(DEPTH)
+    assert fresh.probabilities(logprobs, np.array([SAMPLED])) == pytest.approx(
+        np.exp(logprobs), rel=1e-3
+    )
     weight, bias = fresh.pairs([0.8])[FROM_TEXT][0]
     assert weight == 0
     assert 1 / (1 + np.exp(-bias)) == pytest.approx(0.8, abs=1e-4)
@@ -418,8 +420,8 @@ def test_the_pairs_that_made_the_outcomes_of_a_kind_are_found_and_teach_the_othe
 ):
     rng, fitted = np.random.default_rng(0), DraftCalibration(DEPTH)
     for _ in range(40):
-        shares, verified, correct = outcomes(rng, weight, bias)
-        fitted.learn(shares, np.full(len(shares), GREEDY), verified, correct)
+        logprobs, verified, correct = outcomes(rng, weight, bias)
+        fitted.learn(logprobs, np.full(len(logprobs), GREEDY), verified, correct)
     pairs = fitted.pairs([0.5])
     assert pairs[GREEDY][0] == pytest.approx((weight, bias), abs=0.2)
     assert pairs[SAMPLED] == AS_DRAWN[SAMPLED] * DEPTH
@@ -427,8 +429,8 @@ def test_the_pairs_that_made_the_outcomes_of_a_kind_are_found_and_teach_the_othe
 
 def test_drafts_that_were_not_verified_or_not_reached_do_not_count():
     fitted = DraftCalibration(DEPTH)
-    shares = np.log(np.full((64, DEPTH), 0.5))
-    fitted.learn(shares, np.zeros(64, int), np.full(64, 2), np.zeros(64, int))
+    logprobs = np.log(np.full((64, DEPTH), 0.5))
+    fitted.learn(logprobs, np.zeros(64, int), np.full(64, 2), np.zeros(64, int))
     first, *others = fitted.snapshot()
     assert first["trials"] == pytest.approx(64, rel=0.01)
     assert not others
@@ -438,26 +440,26 @@ def test_drafts_that_were_not_verified_or_not_reached_do_not_count():
 @given(st.lists(st.sampled_from([0.0, -0.5, -100.0, float("nan"), float("-inf")]), min_size=4))
 def test_no_share_breaks_the_fit(row):
     fitted = DraftCalibration(DEPTH)
-    shares = np.array([row[:DEPTH]] * 8)
+    logprobs = np.array([row[:DEPTH]] * 8)
     for correct in (0, DEPTH):
-        fitted.learn(shares, np.zeros(8, int), np.full(8, DEPTH), np.full(8, correct))
-    chances = fitted.chances(shares, np.zeros(8, int))
+        fitted.learn(logprobs, np.zeros(8, int), np.full(8, DEPTH), np.full(8, correct))
+    probabilities = fitted.probabilities(logprobs, np.zeros(8, int))
     assert np.isfinite(fitted.pairs([0.5])[GREEDY]).all()
-    assert ((chances >= 0) & (chances <= 1)).all()
-    assert not chances[~(shares > -np.inf)].any()
+    assert ((probabilities >= 0) & (probabilities <= 1)).all()
+    assert not probabilities[~(logprobs > -np.inf)].any()
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 40), st.integers(0, 1000))
 def test_the_simulator_admits_what_the_device_admits(budget, seed):
     rng = np.random.default_rng(seed)
-    shares = np.log(rng.uniform(0.01, 0.99, (8, DEPTH)))
+    logprobs = np.log(rng.uniform(0.01, 0.99, (8, DEPTH)))
     drafted, kinds = rng.integers(0, DEPTH + 1, 8), rng.integers(0, 2, 8)
     calibration = (((0.8, 0.3), (1.1, -0.2)), ((1.0, 0.0),), ((1.0, 0.0),))
-    mine = admitted(shares, drafted, kinds, calibration, budget)
+    mine = admitted(logprobs, drafted, kinds, calibration, budget)
     padded = [[*kind, *kind[-1:] * DEPTH][:DEPTH] for kind in calibration]
     device = admit_drafts(
-        torch.tensor(shares, dtype=torch.float32),
+        torch.tensor(logprobs, dtype=torch.float32),
         torch.tensor(drafted + 1, dtype=torch.int32),
         torch.full((8,), DEPTH, dtype=torch.int32),
         torch.tensor(kinds, dtype=torch.int32),

@@ -137,8 +137,8 @@ LINEAR = st.builds(
 @given(RATES, STEPS)
 def test_tokens_per_round_are_the_mean_over_every_outcome_of_a_round(rate, num_steps):
     """m drafts kept, then a miss or the end: m + 1 tokens."""
-    chances = [rate**m * (1 - rate) for m in range(num_steps)] + [rate**num_steps]
-    mean = sum((m + 1) * chance for m, chance in enumerate(chances))
+    probabilities = [rate**m * (1 - rate) for m in range(num_steps)] + [rate**num_steps]
+    mean = sum((m + 1) * probability for m, probability in enumerate(probabilities))
     assert tokens_per_round(rate, num_steps) == pytest.approx(mean)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import kernels, layers, parallel
-from serve_spec.worker.verify import draft_chances
+from serve_spec.worker.verify import draft_probabilities
 from tests.helpers.engines import make_pair
 from tests.unit.bench.configs import write_config
 
@@ -94,5 +94,5 @@ def test_layers_are_timed_whole_and_in_parts(config, tmp_path):
     st.integers(0, 8),
 )
 def test_expected_tokens_are_those_of_the_forced_acceptance(acceptance, num_steps):
-    kept = sum(accumulate(draft_chances(acceptance, num_steps), mul))
+    kept = sum(accumulate(draft_probabilities(acceptance, num_steps), mul))
     assert kernels.expected_tokens(acceptance, num_steps) == pytest.approx(1 + kept)

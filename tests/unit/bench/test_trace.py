@@ -83,23 +83,23 @@ def test_every_request_has_a_count_for_every_position(traces):
     assert [len(each) for each in counts] == [NUM_TOKENS - 1] * 6
     assert [trace.kind for trace in traces.traces] == [r.kind for r in requests()]
     assert {trace.num_prompt_tokens for trace in traces.traces} == {9}
-    rounds = [shares for trace in traces.traces for shares in trace.draft_shares]
-    shares = [share for shares in rounds for share in shares]
-    assert len(shares) == 6 * (NUM_TOKENS - 1) * DEPTH
-    assert -20 < min(shares) < max(shares) <= 0
+    rounds = [logprobs for trace in traces.traces for logprobs in trace.draft_logprobs]
+    logprobs = [each for logprobs in rounds for each in logprobs]
+    assert len(logprobs) == 6 * (NUM_TOKENS - 1) * DEPTH
+    assert -20 < min(logprobs) < max(logprobs) <= 0
 
 
 def test_confidence_is_measured_on_the_drafts_that_were_reached():
-    chances = [(0.9, 0.4), (0.3, 0.99), (0.8, 0.7), (0.85, 0.5)]
+    probabilities = [(0.9, 0.4), (0.3, 0.99), (0.8, 0.7), (0.85, 0.5)]
     trace = AcceptanceTrace(
         *("code", 0.0, 0, 9),
         num_correct_drafts=(1, 0, 2, 0),
-        draft_shares=tuple((log(first), log(second)) for first, second in chances),
+        draft_logprobs=tuple((log(first), log(second)) for first, second in probabilities),
     )
     # Kept: 0.9, 0.8, 0.7. Rejected: 0.4, 0.3, 0.85. Not reached: 0.99, 0.5.
     errors = 0.1, 0.3, 0.2, 0.85, 0.4, 0.3
     assert confidence_of([trace]) == pytest.approx({"AUC": 7 / 9, "error": fmean(errors)})
-    assert confidence_of([replace(trace, draft_shares=())]) == {}
+    assert confidence_of([replace(trace, draft_logprobs=())]) == {}
 
 
 @pytest.mark.parametrize(("batch_size", "num_steps"), [(1, DEPTH), (3, 0), (3, 2)])
@@ -173,7 +173,7 @@ def trace_sets():
         num_prompt_tokens=st.integers(1, 1000),
         num_correct_drafts=st.lists(st.integers(0, 5), max_size=9).map(tuple),
         of_trees=st.tuples(*[st.lists(st.integers(0, 2), max_size=9).map(tuple)] * 2),
-        draft_shares=st.lists(st.tuples(*[st.floats(-20, 0)] * 5), max_size=9).map(tuple),
+        draft_logprobs=st.lists(st.tuples(*[st.floats(-20, 0)] * 5), max_size=9).map(tuple),
     )
     trees = st.integers(2, 8).map(lambda topk: (DraftShape(2, 4, topk), DraftShape(3, 9, topk)))
     return st.builds(TraceSet, st.just(5), st.lists(trace, max_size=4).map(tuple), trees)

@@ -58,21 +58,21 @@ def run(llm, budget_of, calibration=AS_DRAWN):
 
 @pytest.mark.parametrize(("row", "calibration"), CHAINS)
 def test_the_likeliest_drafts_of_all_requests_are_verified(make, row, calibration):
-    chance = random.Random(1)
+    rng = random.Random(1)
     num_cut = 0
-    for plan, result in run(make(row), lambda most: chance.randint(0, most), calibration):
+    for plan, result in run(make(row), lambda most: rng.randint(0, most), calibration):
         reqs = plan.sampling_requests
         if plan.budget is None:
             assert list(result.num_drafts) == [req.num_draft_tokens for req in reqs]
             continue
-        assert result.draft_shares is not None
+        assert result.draft_logprobs is not None
         kinds = torch.tensor([req.draft_kind for req in reqs])
         counts = torch.tensor([req.num_draft_tokens for req in reqs], dtype=torch.int32)
         most = max(len(kind) for kind in calibration)
         padded = [[*kind, *kind[-1:] * (3 - len(kind))] for kind in calibration]
         assert most <= 3
         expected = admit_drafts(
-            torch.from_numpy(result.draft_shares),
+            torch.from_numpy(result.draft_logprobs),
             counts + 1,
             counts,
             kinds,

@@ -199,19 +199,19 @@ def adaptive(make, row):
 
 
 def with_budgets(make, row):
-    """Run with another budget of verified drafts every step, and chances that mean nothing."""
+    """Run with another budget of verified drafts every step, and random probabilities."""
     llm = make(row)
-    chance = random.Random(row.name)
+    rng = random.Random(row.name)
     choose_steps = llm.engine.controller.choose_steps
 
     def choose(batch):
         steps = choose_steps(batch)
         kinds = [
-            tuple((chance.uniform(-1, 2), chance.gauss(0, 2)) for _ in range(chance.randint(1, 4)))
+            tuple((rng.uniform(-1, 2), rng.gauss(0, 2)) for _ in range(rng.randint(1, 4)))
             for _ in AS_DRAWN
         ]
         most = batch.size * steps.shape.size
-        budget = chance.choice([None, 0, 1, chance.randint(0, most), most])
+        budget = rng.choice([None, 0, 1, rng.randint(0, most), most])
         return replace(steps, budget=budget, calibration=tuple(kinds))
 
     llm.engine.controller.choose_steps = choose

@@ -113,7 +113,7 @@ def test_ranks_that_draft_and_draw_otherwise_than_rank_0_emit_its_tokens(
         draft(self, buffers, *sizes)
         buffers.drafts.copy_(spoiled(buffers.drafts))
         if is_worker_rank():
-            buffers.shares.copy_(buffers.shares.flip(0) - 1)
+            buffers.draft_logprobs.copy_(buffers.draft_logprobs.flip(0) - 1)
 
     def others(scores, topk, ids):
         children, likely = own(scores, topk, ids)

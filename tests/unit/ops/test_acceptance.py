@@ -172,7 +172,7 @@ def test_a_draft_sees_itself_and_its_path(ops, round, padding):
     ),
 )
 def test_forced_counts_are_drawn_from_seed_and_position(ops, survival, rows):
-    """As many drafts as chances of survival are above the request's number."""
+    """As many drafts as probabilities of survival are above the request's number."""
     of_size = [survival[n * (n - 1) // 2 :][:n] for n in range(6)]
     seeds, positions, num_steps = (list(column) for column in zip(*rows, strict=True))
     found = ops.forced_counts(
@@ -182,7 +182,7 @@ def test_forced_counts_are_drawn_from_seed_and_position(ops, survival, rows):
         torch.tensor(padded(of_size, 5), dtype=torch.float64, device=DEVICE),
     )
     assert found.tolist() == [
-        sum(coin(row_key(seed, position)) < chance for chance in of_size[steps])
+        sum(coin(row_key(seed, position)) < probability for probability in of_size[steps])
         for seed, position, steps in rows
     ]
 

@@ -13,14 +13,14 @@ from tests.helpers.triton import DEVICE, reference
 
 from serve_spec.ops import admission, admission_triton  # isort: skip
 
-TYPES = {"shares": torch.float32, "calibration": torch.float32, "drafts": torch.int64}
-SHARES = st.one_of(*(st.floats(least, 0, width=32) for least in (-40, -1, -(2.0**-18))))
+TYPES = {"logprobs": torch.float32, "calibration": torch.float32, "drafts": torch.int64}
+LOGPROBS = st.one_of(*(st.floats(least, 0, width=32) for least in (-40, -1, -(2.0**-18))))
 WAYS = reference(admission), admission_triton
 
 
 @st.composite
 def batches(draw, ties):
-    """Draw chains or trees whose drafts number the slots; with ties, chances are 0.5 or 1."""
+    """Draw chains or trees whose drafts number the slots; with ties, probabilities are 0.5 or 1."""
     size, width, depth = (draw(st.integers(1, most)) for most in (5, 9, 6))
 
     def rows(values, count=size):
@@ -28,10 +28,10 @@ def batches(draw, ties):
 
     weights = st.just(0.0) if ties else st.floats(-1, 2, width=32)
     biases = st.sampled_from([0.0, 100.0]) if ties else st.floats(-3, 3, width=32)
-    share = SHARES | st.just(math.nan) | st.just(-math.inf) if draw(st.booleans()) else SHARES
+    logprob = LOGPROBS | st.just(math.nan) | st.just(-math.inf) if draw(st.booleans()) else LOGPROBS
     parents = [[draw(st.integers(0, place)) for place in range(width)] for _ in range(size)]
     return {
-        "shares": [rows(share, width) for _ in range(size)],
+        "logprobs": [rows(logprob, width) for _ in range(size)],
         "query_lens": rows(st.integers(0, width + 1) | st.just(width + 1)),
         "depth_limits": rows(st.integers(0, depth) | st.just(depth + 1)),
         "kinds": rows(st.integers(0, 1)),
@@ -62,22 +62,22 @@ def paths_of(drafts, parents):
 
 
 def survival_of(batch, b, path):
-    """Multiply the chances along a path of slots in float64."""
+    """Multiply the probabilities along a path of slots in float64."""
     lines = batch["calibration"][batch["kinds"][b]][: batch["depth_limits"][b]][: len(path)]
-    shares = torch.tensor(batch["shares"]).flatten()[list(path)].double()
+    logprobs = torch.tensor(batch["logprobs"]).flatten()[list(path)].double()
     end = batch["drafts"][b][0] + batch["query_lens"][b] - 1
-    if path[-1] >= end or len(path) > len(lines) or not all(shares > -math.inf):
+    if path[-1] >= end or len(path) > len(lines) or not all(logprobs > -math.inf):
         return 0.0
     weights, biases = torch.tensor(lines).double().T
-    chances = (weights * shares.exp().logit().clamp(-15, 15) + biases).sigmoid()
-    return max(chances.prod().item(), LEAST_SURVIVAL)
+    probabilities = (weights * logprobs.exp().logit().clamp(-15, 15) + biases).sigmoid()
+    return max(probabilities.prod().item(), LEAST_SURVIVAL)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @settings(max_examples=40, deadline=None)
 @given(batch=batches(ties=False) | batches(ties=True))
 def test_the_drafts_most_likely_to_survive_are_admitted_behind_their_own_paths(way, batch):
-    """Survival is the product of the chances of drafts that exist; equal ones go by their place."""
+    """Survival is the product of existing drafts' probabilities; equal ones go by place."""
     found = admit(way, batch)
     given, verified = paths_of(batch["drafts"], batch["parents"]), paths_of(*found[2:])
     for b, row in enumerate(found.survival):
@@ -99,5 +99,5 @@ def test_the_drafts_most_likely_to_survive_are_admitted_behind_their_own_paths(w
 def test_the_kernel_breaks_ties_of_large_batches_as_the_reference_does(size):
     numbers = {"query_lens": 64, "depth_limits": 63, "kinds": 0}
     batch = {name: [number] * size for name, number in numbers.items()}
-    batch |= {"shares": [[-1.0] * 63] * size, "calibration": [[(0, 0)] * 63], "budget": [99]}
+    batch |= {"logprobs": [[-1.0] * 63] * size, "calibration": [[(0, 0)] * 63], "budget": [99]}
     assert admit(admission_triton, batch) == admit(reference(admission), batch)

@@ -46,15 +46,15 @@ def tree_of(likely, topk, steps, counts):
             )
         ]
     wanted = torch.tensor(steps), torch.tensor(counts)
-    ids, parents, shares = choose_drafts(levels, *wanted, max(counts))
+    ids, parents, logprobs = choose_drafts(levels, *wanted, max(counts))
     found = []
     for row, above, own, count in zip(
-        ids.tolist(), parents.tolist(), shares.tolist(), counts, strict=True
+        ids.tolist(), parents.tolist(), logprobs.tolist(), counts, strict=True
     ):
         nodes = [()]
-        for token, parent, share in zip(row[:count], above[:count], own, strict=False):
+        for token, parent, logprob in zip(row[:count], above[:count], own, strict=False):
             assert parent < len(nodes), "a parent comes before its children"
-            assert share == pytest.approx(likely(nodes[parent])[token])
+            assert logprob == pytest.approx(likely(nodes[parent])[token])
             nodes.append((*nodes[parent], token))
         found.append(nodes[1:])
     return found, [row[:n] for row, n in zip(parents.tolist(), counts, strict=True)]

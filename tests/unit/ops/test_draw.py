@@ -197,9 +197,9 @@ def test_the_kernel_ranks_children_as_the_reference_does(dtype, num_rows, width,
         found, its_likely = draw_triton.draw_children(*arguments, topk)
     assert torch.equal(found, ids)
     torch.testing.assert_close(its_likely, likely, rtol=1e-5, atol=1e-5)
-    chain, share = draw_triton.draw_children(*arguments, 1)
+    chain, logprob = draw_triton.draw_children(*arguments, 1)
     assert torch.equal(found[:, :1], chain)
-    torch.testing.assert_close(its_likely[:, :1], share, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(its_likely[:, :1], logprob, rtol=1e-5, atol=1e-5)
 
 
 def test_children_are_the_same_in_chunks_of_any_size(monkeypatch):

@@ -25,13 +25,13 @@ class Tree:
         self.q = [_laws(VOCAB**i, generator, "q" in zeros) for i in range(depth)]
 
     def chains(self):
-        """Every chain of drafts [N, K], its chance [N]; q [N, K, V], p [N, K + 1, V] along it."""
+        """Return chains [N, K], their probabilities [N], q [N, K, V] and p [N, K + 1, V]."""
         drafts = torch.tensor([*product(range(VOCAB), repeat=self.depth)])
         at = [spell(drafts[:, :i]) for i in range(self.depth + 1)]
         q = torch.stack([self.q[i][at[i]] for i in range(self.depth)], dim=1)
         p = torch.stack([self.p[i][at[i]] for i in range(self.depth + 1)], dim=1)
-        chance = q.gather(2, drafts.unsqueeze(2)).squeeze(2).prod(dim=1)
-        return drafts, chance, q, p
+        probability = q.gather(2, drafts.unsqueeze(2)).squeeze(2).prod(dim=1)
+        return drafts, probability, q, p
 
     def joint(self):
         """The target's law of the first depth + 1 tokens, flat."""
@@ -62,17 +62,17 @@ def emitted_law(tree, method, num_steps=None):
 
     A coin decides against one number alone: two values of it, below and above, are all there is.
     """
-    drafts, chain_chance, q, p = tree.chains()
+    drafts, chain_probability, q, p = tree.chains()
     steps = torch.full((len(drafts),), tree.depth) if num_steps is None else num_steps
-    chances_of, keep = RULES[method]
-    chances, weights = chances_of(drafts, q, p, steps)
+    probabilities_of, keep = RULES[method]
+    probabilities, weights = probabilities_of(drafts, q, p, steps)
     law = torch.zeros([VOCAB] * (tree.depth + 1), dtype=torch.float64)
     mean = 0.0
     for below in product([True, False], repeat=tree.depth):
         is_below = torch.tensor(below)
-        coins = (chances / 2).where(is_below, (1 + chances) / 2)
-        weight = chain_chance * chances.where(is_below, 1 - chances).prod(dim=1)
-        correct = keep(chances, coins, steps)
+        coins = (probabilities / 2).where(is_below, (1 + probabilities) / 2)
+        weight = chain_probability * probabilities.where(is_below, 1 - probabilities).prod(dim=1)
+        correct = keep(probabilities, coins, steps)
         mean += float((weight * correct).sum())
         left = leftover(q, p, weights, correct, steps)
         left = left / left.sum(dim=1, keepdim=True)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.core.draft import TextDrafts
+from serve_spec.core.draft import NgramDrafts
 from serve_spec.core.request import SamplingParams
 from serve_spec.ops.acceptance import forced_counts
 from serve_spec.ops.noise import seed_words
@@ -17,7 +17,7 @@ from serve_spec.worker.forward import run_target
 from serve_spec.worker.graphs import StepSize
 from serve_spec.worker.request_slots import RequestSlots
 from serve_spec.worker.step_buffers import StepBuffers
-from serve_spec.worker.verify import Verifier, draft_chances, read_results, survival_table
+from serve_spec.worker.verify import Verifier, draft_probabilities, read_results, survival_table
 from tests.helpers.plain_sampling import draw_params
 
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ class Requests:
 
     def verify(self, counts, drafts):
         self.buffers.write_requests([*range(len(counts))], counts, counts)
-        self.buffers.write_drafts({b: TextDrafts((*ids,)) for b, ids in enumerate(drafts)})
+        self.buffers.write_drafts({b: NgramDrafts((*ids,)) for b, ids in enumerate(drafts)})
         size = StepSize(sum(counts) + len(counts), len(counts))
         tokens = run_target(self._target, self.buffers, size, MAX_DEPTH + 1)
         self.verifier(tokens, self.buffers)
@@ -113,11 +113,11 @@ def forced(acceptance, num_steps):
 
 
 @given(st.integers(1, 8), st.floats(0, 1))
-def test_a_length_within_reach_is_met_at_every_depth_by_one_chance(num_steps, share):
+def test_a_length_within_reach_is_met_at_every_depth_by_one_probability(num_steps, share):
     length = 1 + share * num_steps
-    chances = draft_chances(length, num_steps)
-    assert len(set(chances)) == 1
-    mean = 1 + sum(accumulate(chances, lambda a, b: a * b))
+    probabilities = draft_probabilities(length, num_steps)
+    assert len(set(probabilities)) == 1
+    mean = 1 + sum(accumulate(probabilities, lambda a, b: a * b))
     assert mean == pytest.approx(length, abs=1e-9)
 
 
@@ -128,12 +128,12 @@ def test_a_depth_that_cannot_reach_the_length_accepts_every_draft(num_steps, mor
 
 def test_a_list_is_the_same_at_every_depth_and_its_share_of_those_that_reach_is_accepted():
     counts = forced([0.9, 0.5, 0.2], [3] * 20_000)
-    for position, chance in enumerate([0.9, 0.5, 0.2]):
+    for position, probability in enumerate([0.9, 0.5, 0.2]):
         reached = [count for count in counts if count >= position]
         share = sum(count > position for count in reached) / len(reached)
-        assert share == pytest.approx(chance, abs=5 * 0.5 / len(reached) ** 0.5)
-    assert draft_chances([0.8, 0.6], 1) == [0.8]
-    assert draft_chances([0.8, 0.6], 4) == [0.8, 0.6, 0.6, 0.6]
+        assert share == pytest.approx(probability, abs=5 * 0.5 / len(reached) ** 0.5)
+    assert draft_probabilities([0.8, 0.6], 1) == [0.8]
+    assert draft_probabilities([0.8, 0.6], 4) == [0.8, 0.6, 0.6, 0.6]
 
 
 def test_a_request_emits_the_drafts_it_is_forced_to_and_then_the_targets_draw():
