@@ -59,7 +59,7 @@ class StepRecord:
     """Drafts of each that could have been verified, had the budget allowed; of trees, drafts, not
     levels. Empty if all were verified."""
     draft_logprobs: NDArray[np.float32] | None = field(default=None, compare=False)
-    """[requests, N]: log probability of each draft when it was drawn, see `ops.draw`; any number past
+    """[requests, N]: log probability of each draft when drawn, see `ops.draw`; any number past
     those drafted. None if unknown."""
     budget: int | None = None
     """Most drafts of the step that could be verified; None: all."""
