@@ -13,56 +13,24 @@ from serve_spec.config.hub import cached_file, config_folder
 Config = Mapping[str, Any]
 """A parsed `config.json`."""
 
-_LLAMA = {
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "rms_norm_eps": 1e-6,
-    "vocab_size": 32000,
-}
-CLASS_DEFAULTS: Mapping[str, Config] = {
-    "llama": _LLAMA,
-    "mistral": {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8},
-    "qwen3": {
-        **_LLAMA,
-        "intermediate_size": 22016,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "use_sliding_window": False,
-    },
-}
-"""Values of transformers' config classes, by `model_type`: nested configs omit such keys."""
-
-# Architectures of text models inside multimodal ones, by `model_type`.
-_TEXT_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    **dict.fromkeys(("qwen2", "qwen2_vl", "qwen2_vl_text"), "Qwen2ForCausalLM"),
-    **dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_text"), "Qwen2ForCausalLM"),
-    **dict.fromkeys(("qwen3", "qwen3_vl_text"), "Qwen3ForCausalLM"),
-}
 # Keys that some exporters write beside `text_config` instead of into it.
 _SHARED = ("eos_token_id", "quantization_config", "torch_dtype", "dtype")
 
 
+def nested_config(config: Config) -> Config | None:
+    """Return the config of the text model inside that of a multimodal one; None without it."""
+    nested = config.get("text_config", config if "vision_config" in config else None)
+    return nested if isinstance(nested, Mapping) else None
+
+
 def text_config(config: Config) -> Config:
     """Return the config of the text model in a multimodal checkpoint; others as they are."""
-    nested = config.get("text_config", config if "vision_config" in config else None)
-    if not isinstance(nested, Mapping):
+    nested = nested_config(config)
+    if nested is None:
         return config
-    model_type = str(nested.get("model_type") or f"{config.get('model_type')}_text")
-    architecture = _TEXT_ARCHITECTURES.get(model_type, f"{model_type} in a multimodal model")
     shared = {key: config[key] for key in _SHARED if nested.get(key) is None and key in config}
     ties = config.get("tie_word_embeddings") or nested.get("tie_word_embeddings")
-    return {
-        **CLASS_DEFAULTS.get(model_type, {}),
-        **nested,
-        **shared,
-        "architectures": [architecture],
-        "tie_word_embeddings": bool(ties),
-    }
+    return {**nested, **shared, "tie_word_embeddings": bool(ties)}
 
 
 def rope_parameters(config: Config) -> dict[str, Any]:

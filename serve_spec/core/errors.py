@@ -35,6 +35,10 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be used; names the file or tensor, and a fix."""
 
 
+class PluginError(ValueError):
+    """A plug-in that cannot be used; names its package, and a fix."""
+
+
 class RequestFailed(RuntimeError):
     """A request that ends without an answer on every replica; others go on."""
 

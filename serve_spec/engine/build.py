@@ -33,13 +33,13 @@ from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
 from serve_spec.log import get_logger, stage
-from serve_spec.models import DraftHead, DraftOptions, Llama, ModelShape, load_draft, load_target
+from serve_spec.models import DraftHead, DraftOptions, Llama, load_draft, load_target
 from serve_spec.models.decoder import compile_layers
 from serve_spec.models.draft import draft_dtype, draft_weights
 from serve_spec.models.draft_checkpoint import read_draft
 from serve_spec.models.draft_probe import choose_layers, choose_theta, probe_text
 from serve_spec.models.draft_shape import both_readings
-from serve_spec.models.llama import target_dtype
+from serve_spec.models.loader import read_spec, target_dtype
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.parallel.worker_ranks import Launcher, WorkerRanks, launch
 from serve_spec.scheduler.scheduler import Scheduler
@@ -81,7 +81,7 @@ def build_engine(config: ServeSpecConfig, launcher: Launcher | None = None) -> S
 
 def _start_ranks(config: ServeSpecConfig, launcher: Launcher | None) -> WorkerRanks:
     size = config.model.tensor_parallel_size
-    ModelShape.from_directory(config.model.metadata_folder).on_rank_of(size)
+    read_spec(config.model.metadata_folder, size)
     is_on_gpu = rank_device(config, 0).type == "cuda"
     if launcher is None and is_on_gpu and torch.cuda.device_count() < size:
         why = f"tensor_parallel_size={size}: torch sees {torch.cuda.device_count()} GPUs here"
@@ -132,8 +132,8 @@ def _build_engine(
         tokenizer,
         EngineLimits(
             vocab_size=worker.vocab_size,
-            num_ids=worker.vocab_size if target.shape.num_ids is None else target.shape.num_ids,
-            eos_token_ids=tuple(sorted(target.shape.eos_token_ids)),
+            num_ids=worker.vocab_size if target.spec.num_ids is None else target.spec.num_ids,
+            eos_token_ids=tuple(sorted(target.spec.eos_token_ids)),
             max_model_len=max_model_len,
             forces_acceptance=worker.settings.synthetic_acceptance is not None,
         ),
@@ -186,7 +186,7 @@ def _scheduler(
         ngram_drafter=texts,
         first_draft_entry=0 if loaded.head is None else -loaded.head.shift,
         has_draft_model=loaded.head is not None,
-        vocab_size=loaded.target.shape.vocab_size,
+        vocab_size=loaded.target.spec.vocab_size,
     )
 
 
@@ -261,7 +261,7 @@ def build_worker(config: ServeSpecConfig, loaded: LoadedModels, create: Callable
     # Two steps in flight may write past the end of a text: all drafts of one, and the accepted
     # ones of the other.
     max_pages = -(-(target.max_model_len + 2 * MAX_TREE_TOKENS) // page_size)
-    vocab_size, eos_token_ids = target.shape.vocab_size, target.shape.eos_token_ids
+    vocab_size, eos_token_ids = target.spec.vocab_size, target.spec.eos_token_ids
     slots = RequestSlots(
         config.scheduler.max_num_seqs, max_pages, runner.pool.scratch_page, vocab_size, device
     )
@@ -269,7 +269,7 @@ def build_worker(config: ServeSpecConfig, loaded: LoadedModels, create: Callable
         lambda: Tokenizer(config.model.tokenizer_folder).describe(vocab_size),
         vocab_size,
         eos_token_ids,
-        target.shape.num_ids,
+        target.spec.num_ids,
     )
     if loaded.parallel.rank == 0:  # which alone makes masks
         compiler.prepare()
@@ -366,7 +366,7 @@ def _probe(config: ServeSpecConfig, head: DraftHead, target: Llama) -> None:
     path = config.draft_folder
     assert path is not None, "a loaded draft has a path"
     if probes_layers:
-        readings = both_readings(read_draft(path), target.shape.num_layers)
+        readings = both_readings(read_draft(path), target.spec.num_layers)
         choose_layers(head, target, text, readings)
     if probes_theta:
         choose_theta(head, target, text)
@@ -405,7 +405,7 @@ def _num_pages(config: ServeSpecConfig, target: Llama, head: DraftHead | None) -
 
 def check_fit(config: ServeSpecConfig, tokenizer: Tokenizer) -> None:
     """Raise for settings that do not fit the checkpoint, before weights are loaded."""
-    shape = ModelShape.from_directory(config.model.metadata_folder)
+    spec = read_spec(config.model.metadata_folder)
     max_model_len = config.model.max_model_len
     sampling_defaults(config.model)  # raises if they are invalid
     if config.model.load_format == "safetensors":
@@ -413,34 +413,30 @@ def check_fit(config: ServeSpecConfig, tokenizer: Tokenizer) -> None:
             if any(folder.glob("*.bin")) and not any(folder.glob("*.safetensors")):
                 why = f"load_format='safetensors': {folder} has none of them"
                 raise CheckpointError(f"{why}; use 'auto' to read its pickles")
-    if max_model_len is not None and max_model_len > shape.max_position_embeddings:
+    if max_model_len is not None and max_model_len > spec.max_position_embeddings:
         raise ValueError(
             f"max_model_len={max_model_len} is more than the model was made for: "
-            f"max_position_embeddings={shape.max_position_embeddings}; lower max_model_len"
+            f"max_position_embeddings={spec.max_position_embeddings}; lower max_model_len"
         )
-    topk, window = config.speculative.topk, shape.sliding_window
-    if config.speculative.enabled and topk > 1 and not _fits_trees(window):
+    topk = config.speculative.topk
+    if config.speculative.enabled and topk > 1 and not spec.takes_trees:
         raise ValueError(
             f"speculative_eagle_topk={topk}: trees of up to {MAX_TREE_TOKENS} tokens do not fit "
-            f"the target's sliding_window={window}; use speculative_eagle_topk=1"
+            f"the target's sliding_window={spec.window}; use speculative_eagle_topk=1"
         )
     # Added tokens may have no logits, as in checkpoints with a token for padding.
-    if tokenizer.base_vocab_size > shape.vocab_size:
+    if tokenizer.base_vocab_size > spec.vocab_size:
         raise CheckpointError(
             f"tokenizer.json has {tokenizer.base_vocab_size} tokens, config.json has "
-            f"vocab_size={shape.vocab_size}: they are not of the same model; use its own tokenizer"
+            f"vocab_size={spec.vocab_size}: they are not of the same model; use its own tokenizer"
         )
 
 
 def _policy(config: ServeSpecConfig, loaded: LoadedModels) -> PolicySettings:
     # On CPUs every verified token costs, and small trees were no faster than chains.
-    adds_trees = loaded.device.type == "cuda" and _fits_trees(loaded.target.shape.sliding_window)
+    adds_trees = loaded.device.type == "cuda" and loaded.target.spec.takes_trees
     most_steps = None if loaded.head is None else loaded.head.max_steps
     return PolicySettings.of(config.speculative, most_steps, may_branch=adds_trees)
-
-
-def _fits_trees(window: int | None) -> bool:
-    return window is None or window >= MAX_TREE_TOKENS
 
 
 def _check_sizes(

@@ -7,20 +7,19 @@ from serve_spec.engine.build import check_fit
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.models.draft_checkpoint import open_draft
 from serve_spec.models.draft_report import check_target, describe_draft
-from serve_spec.models.shape import ModelShape
+from serve_spec.models.loader import read_spec
 
 
 def check_checkpoints(config: ServeSpecConfig) -> None:
     """Raise what loading would: CheckpointError, ConfigError or ValueError. Reads no weights."""
     folder = config.model.folder
-    shape = ModelShape.from_directory(folder)
+    spec = read_spec(folder, config.model.tensor_parallel_size)
     check_fit(config, Tokenizer(config.model.tokenizer_folder))
-    shape.on_rank_of(config.model.tensor_parallel_size)
     algorithm = config.speculative.speculative_algorithm
     draft = config.draft_folder if config.speculative.enabled else None
     if config.model.load_format == "dummy":
         if draft is not None and algorithm != "STANDALONE":
-            open_draft(draft, algorithm, dummy_for=shape)
+            open_draft(draft, algorithm, dummy_for=spec)
         return
     check_target(folder)
     if draft is not None:

@@ -1,6 +1,9 @@
-"""The decoder layer that targets and drafts share, and its compilation."""
+"""Decoders: the layer that targets and drafts share, and the target made of such layers."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +14,9 @@ from serve_spec.layers.causal import CausalAttention
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import Destination, Layer, named_parts, parameter
 from serve_spec.layers.norm import RMSNorm
-from serve_spec.models.shape import ModelShape
+from serve_spec.layers.vocabulary import vocab_embedding, vocab_head
+from serve_spec.models.interfaces import FeatureCapture, TargetOutput, TargetSpec
+from serve_spec.models.shape import DecoderShape
 from serve_spec.ops import linear
 from serve_spec.parallel.group import SINGLE, TensorParallel
 
@@ -23,7 +28,7 @@ class Attention(Layer):
     """
 
     def __init__(
-        self, shape: ModelShape, in_features: int, index: int, parallel: TensorParallel = SINGLE
+        self, shape: DecoderShape, in_features: int, index: int, parallel: TensorParallel = SINGLE
     ) -> None:
         super().__init__()
         self.shape = shape
@@ -72,7 +77,7 @@ class Attention(Layer):
 class GatedMLP(Layer):
     """down(silu(gate(x)) · up(x)); gate and up are one product. `shape` is one rank's."""
 
-    def __init__(self, shape: ModelShape, parallel: TensorParallel = SINGLE) -> None:
+    def __init__(self, shape: DecoderShape, parallel: TensorParallel = SINGLE) -> None:
         super().__init__()
         hidden, inner = shape.hidden_size, shape.intermediate_size
         parts = {"gate_proj": inner, "up_proj": inner}
@@ -105,7 +110,7 @@ class DecoderLayer(Layer):
 
     def __init__(
         self,
-        shape: ModelShape,
+        shape: DecoderShape,
         index: int,
         input_norm: bool = True,
         parallel: TensorParallel = SINGLE,
@@ -166,7 +171,7 @@ def row_positions(num_rows: int, row_tokens: int, device: torch.device, first: i
 
 
 def causal_context(
-    shape: ModelShape, tokens: Tensor, cache: list[tuple[Tensor, Tensor]] | None = None
+    shape: DecoderShape, tokens: Tensor, cache: list[tuple[Tensor, Tensor]] | None = None
 ) -> ForwardContext:
     """Return the context of whole rows `tokens` [B, T] from position 0; see `CausalAttention`."""
     num_rows, row_tokens = tokens.shape
@@ -199,3 +204,84 @@ def compile_layers(model: object, backend: str = "inductor") -> None:
             for region in _REGIONS:
                 written = getattr(layer, region)
                 setattr(layer, region, torch.compile(written, dynamic=True, backend=backend))
+
+
+class Decoder(Layer):
+    """A decoder-only transformer over a paged KV pool (`Target`).
+
+    Created with torch's default dtype and device, uninitialised: `load_target` fills it. With
+    tied embeddings `lm_head` reads the embedding's matrix. `shape` is that of all ranks,
+    `rank_shape` this rank's part, for its KV pool and attention.
+    """
+
+    def __init__(
+        self,
+        shape: DecoderShape,
+        spec: TargetSpec,
+        layers: Sequence[DecoderLayer],
+        *,
+        is_tied: bool = False,
+        max_model_len: int | None = None,
+        parallel: TensorParallel = SINGLE,
+    ) -> None:
+        super().__init__()
+        self.shape, self.spec = shape, spec
+        self.parallel = parallel
+        self.rank_shape = shape.on_rank_of(parallel.size)
+        self.embed_tokens = vocab_embedding(shape.vocab_size, shape.hidden_size, parallel)
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, parallel)
+        self.lm_head = vocab_head(shape.hidden_size, shape.vocab_size, parallel)
+        self.lm_head.out_dtype = torch.float32
+        self.is_tied = is_tied
+        if is_tied:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.max_model_len = max_model_len or shape.max_position_embeddings
+        self.path: Path | None = None  # of its checkpoint
+        self.rope = shape.rotary(self.max_model_len)
+        # A plain tuple: iterating a ModuleList is slow.
+        self._layers = tuple(layers)
+
+    def forward(
+        self, token_ids: Tensor, ctx: ForwardContext, capture: FeatureCapture | None = None
+    ) -> TargetOutput:
+        """Return hidden states of `token_ids` [T] (int64) at the positions of `ctx`."""
+        hidden = self.embed_tokens(token_ids)
+        residual: Tensor | None = None
+        rotation = self.rope.at(ctx.positions)
+        wanted = () if capture is None else capture.layer_ids
+        streams: dict[int, Tensor] = {}
+        for index, layer in enumerate(self._layers):
+            heads, residual = layer.before_attention(hidden, residual)
+            if wanted and index in wanted:
+                streams[index] = residual
+            attended = layer.attention.attend(heads, rotation, ctx)
+            hidden, residual = layer.after_attention(attended, residual)
+        assert residual is not None, "a model has at least one layer"
+        hidden, residual = self.norm.add(hidden, residual)
+        if wanted is None:
+            return TargetOutput(hidden, (hidden,))
+        streams[len(self._layers)] = residual
+        return TargetOutput(hidden, tuple(streams[index] for index in wanted))
+
+    __call__ = forward
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits float32 [R, V] of hidden [R, H]; -inf for padding ids."""
+        return without_padding(self.lm_head(hidden), self.spec.num_ids)
+
+    def tensors(self) -> dict[str, Destination]:
+        """Return destinations by Hugging Face's names; `lm_head.weight` only if it is not tied."""
+        return named_parts(
+            ("model.embed_tokens.", self.embed_tokens),
+            *((f"model.layers.{index}.", layer) for index, layer in enumerate(self._layers)),
+            ("model.norm.", self.norm),
+            ("", None if self.is_tied else self.lm_head),
+        )
+
+
+def without_padding(logits: Tensor, num_ids: int | None) -> Tensor:
+    """Set `logits` [R, V] of ids from `num_ids` on (None: none) to -inf, in place."""
+    if num_ids is not None:
+        logits[:, num_ids:] = float("-inf")
+    return logits

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from serve_spec.config import SpeculativeConfig
-from serve_spec.config.checkpoint import CLASS_DEFAULTS, SPECULATORS
+from serve_spec.config.checkpoint import SPECULATORS
 from serve_spec.core.errors import CheckpointError
+from serve_spec.models.config import check_supported, read_json
 from serve_spec.models.dummy import draft_tensors, dummy_checkpoint
-from serve_spec.models.shape import ModelShape, check_supported, read_json
+from serve_spec.models.interfaces import TargetSpec
+from serve_spec.models.registry import class_defaults, known_defaults
 from serve_spec.models.upscale import open_weights
 from serve_spec.models.weights import Checkpoint, PickleFile, SafetensorsFile, TensorFile
 
@@ -36,11 +38,12 @@ def flat_config(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(f"{why}; use an EAGLE head without extra norms, or an EAGLE-3 head")
     layers = config.get("transformer_layer_config") or {}
     model_type = layers.get("model_type", "llama")
-    if model_type not in CLASS_DEFAULTS:
+    defaults = class_defaults(model_type)
+    if defaults is None:
         why = f"{directory}: transformer_layer_config.model_type={model_type!r}: not supported"
-        raise CheckpointError(f"{why}; use a head with layers of {sorted(CLASS_DEFAULTS)}")
+        raise CheckpointError(f"{why}; use a head with layers of {known_defaults()}")
     own = {key: value for key, value in config.items() if key not in _NESTED and value is not None}
-    return {**CLASS_DEFAULTS[model_type], **layers, **own}
+    return {**defaults, **layers, **own}
 
 
 def read_vocabulary(folder: Path) -> dict[str, int] | None:
@@ -253,7 +256,7 @@ class DraftFile:
         return self.config.get("eagle_config") or {}
 
 
-def open_draft(path: Path | str, algorithm: str, dummy_for: ModelShape | None = None) -> DraftFile:
+def open_draft(path: Path | str, algorithm: str, dummy_for: TargetSpec | None = None) -> DraftFile:
     """Open the draft in `path`, which must be one for `algorithm`, or raise CheckpointError.
 
     It reads no weight. dummy_for: the target of random weights, in place of the file's.
@@ -268,7 +271,7 @@ def open_draft(path: Path | str, algorithm: str, dummy_for: ModelShape | None = 
     return file
 
 
-def read_draft(path: Path | str, dummy: tuple[str, ModelShape] | None = None) -> DraftFile:
+def read_draft(path: Path | str, dummy: tuple[str, TargetSpec] | None = None) -> DraftFile:
     """Open the draft in `path`, of any family and layout, or raise CheckpointError.
 
     It reads no weight. dummy: algorithm and target of random weights, in place of the file's.

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 
 from serve_spec.config import ServeSpecConfig
-from serve_spec.layers.module import tensor_defaults
 from serve_spec.models import draft_shape
+from serve_spec.models.decoder import Decoder as Llama
 from serve_spec.models.draft_checkpoint import DraftFile, DraftOptions, read_draft
 from serve_spec.models.draft_probe import TRAINER_THETA
 from serve_spec.models.eagle import make_eagle
-from serve_spec.models.llama import Llama, open_target
+from serve_spec.models.loader import open_target, read_spec
 from serve_spec.models.medusa import make_medusa, medusa_shape
 from serve_spec.models.shape import ModelShape
 from serve_spec.models.standalone import shared_ids
@@ -55,7 +55,7 @@ def describe_draft(path: Path, config: ServeSpecConfig | None) -> str:
 def _head(file: DraftFile, target: Llama | None, options: DraftOptions) -> Facts:
     """Return facts about an EAGLE, EAGLE-3 or MTP head; raise as loading it would."""
     shape = draft_shape.layer_shape(
-        file, options, None if target is None else target.shape.vocab_size
+        file, options, None if target is None else target.spec.vocab_size
     )
     is_eagle3 = file.recognition.family == "EAGLE3"
     if target is not None:
@@ -106,11 +106,11 @@ def _standalone(file: DraftFile, target_path: Path | None) -> Facts:
     shape = draft.shape
     vocabulary = f"{shape.vocab_size} tokens"
     if target_path is not None:
-        target = ModelShape.from_directory(target_path)
-        num_ids = shared_ids(shape, file.path, target, target_path)
+        target = read_spec(target_path)
+        num_ids = shared_ids(draft.spec, file.path, target, target_path)
         vocabulary += ", the target's" if num_ids is None else f", {num_ids} of them the target's"
     return {
-        "architecture": shape.architecture,
+        "architecture": file.config["architectures"][0],
         "layers": _layers(shape),
         "rope theta": f"{shape.rope_theta:g}",
         "vocabulary": vocabulary,
@@ -166,7 +166,7 @@ def _captured(file: DraftFile, target: Llama | None, options: DraftOptions) -> s
     given = "config.json names none" if ids is None else f"config.json: {ids}"
     if target is None:
         return f"{given}; its meaning depends on the target: name a configuration file"
-    num_layers = target.shape.num_layers
+    num_layers = target.spec.num_layers
     mean = draft_shape.aux_layers_mean(file, options)
     resolved = (
         f"inputs of {list(draft_shape.capture_layers(ids, num_layers, mean))} of {num_layers}"
@@ -184,7 +184,7 @@ def _captured(file: DraftFile, target: Llama | None, options: DraftOptions) -> s
 
 def _probed(file: DraftFile, target: Llama | None) -> str:
     """Return the layers to try; empty if there is only one reading."""
-    readings = () if target is None else draft_shape.both_readings(file, target.shape.num_layers)
+    readings = () if target is None else draft_shape.both_readings(file, target.spec.num_layers)
     inputs = " or ".join(str(list(layers)) for layers in readings)
     measured = "measured at start (speculative_draft_aux_layers_mean: probe)"
     return f"inputs of {inputs}, {measured}" if inputs else ""
@@ -224,10 +224,10 @@ def _fit(config: ServeSpecConfig | None, family: str) -> str:
 
 def check_target(path: Path) -> Llama:
     """Return the model in `path` on the meta device; raise CheckpointError as loading it would."""
-    shape, checkpoint = open_target(path)
-    with tensor_defaults(torch.float32, "meta"):
-        model = Llama(replace(shape, num_ids=None))
-    checkpoint.check(model.tensors())
+    file = open_target(path)
+    model = file.skeleton()
+    model.spec = replace(model.spec, num_ids=None)
+    file.checkpoint.check(model.tensors())
     return model
 
 

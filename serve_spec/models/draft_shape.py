@@ -21,14 +21,12 @@ EMBEDDING = "embed_tokens.weight"
 
 def draft_shape(file: DraftFile, target: Llama, options: DraftOptions) -> ModelShape:
     """Return the shape of the head's layers over `target`'s positions, or raise CheckpointError."""
-    shape = layer_shape(file, options, target.shape.vocab_size)
-    if shape.vocab_size != target.shape.vocab_size:
+    shape = layer_shape(file, options, target.spec.vocab_size)
+    if shape.vocab_size != target.spec.vocab_size:
         raise file.refusal(
-            f"vocab_size={shape.vocab_size}, but the target's is {target.shape.vocab_size}"
+            f"vocab_size={shape.vocab_size}, but the target's is {target.spec.vocab_size}"
         )
-    return replace(
-        shape, max_position_embeddings=target.max_model_len, num_ids=target.shape.num_ids
-    )
+    return replace(shape, max_position_embeddings=target.max_model_len, num_ids=target.spec.num_ids)
 
 
 def layer_shape(
@@ -44,16 +42,13 @@ def layer_shape(
     num_layers = max(found, default=0) + 1
     shape = ModelShape(
         **layer_sizes(config),
-        architecture=file.recognition.family,
         num_layers=num_layers,
         vocab_size=whole(config, "vocab_size", vocab_size),
-        tie_word_embeddings=False,
         qkv_bias=attention + "q_proj.bias" in shapes,
         output_bias=attention + "o_proj.bias" in shapes,
         qk_norm=attention + "q_norm.weight" in shapes,
         mlp_bias="layers.0.mlp.down_proj.bias" in shapes,
         windows=(_sliding_window(file),) * num_layers,
-        eos_token_ids=(),
     )
     if options.rope_theta is not None:
         shape = replace(shape, rope_theta=options.rope_theta)
@@ -79,13 +74,13 @@ def own_embedding(file: DraftFile, target: Llama) -> Embedding | None:
 
 def check_embedding(file: DraftFile, target: Llama, hidden_size: int) -> None:
     """Raise CheckpointError unless the file or the target has an embedding of this width."""
-    found, width = file.checkpoint.shapes.get(EMBEDDING), target.shape.hidden_size
+    found, width = file.checkpoint.shapes.get(EMBEDDING), target.spec.hidden_size
     if found is None and hidden_size != width:
         raise file.refusal(
             f"{EMBEDDING} is missing and the target's cannot stand in: hidden_size={hidden_size}, "
             f"target {width}"
         )
-    expected = (target.shape.vocab_size, hidden_size)
+    expected = (target.spec.vocab_size, hidden_size)
     if found is not None and found != expected:
         raise file.refusal(f"tensor {EMBEDDING} is {list(found)}, expected {list(expected)}")
 
@@ -196,7 +191,7 @@ def read_eagle3_shape(file: DraftFile, target: Llama, options: DraftOptions) -> 
     """Read and check all but tensor contents; raise CheckpointError if they do not fit."""
     layers = draft_shape(file, target, options)
     shapes = file.checkpoint.shapes
-    capture = read_capture(file, target.shape.num_layers, options)
+    capture = read_capture(file, target.spec.num_layers, options)
     _check_features(file, target, capture)
     _refuse_variants(file)
     rows = shapes.get("lm_head.weight", (layers.vocab_size,))[0]
@@ -207,7 +202,7 @@ def read_eagle3_shape(file: DraftFile, target: Llama, options: DraftOptions) -> 
     return Eagle3Shape(
         layers=layers,
         capture=capture,
-        target_hidden_size=target.shape.hidden_size,
+        target_hidden_size=target.spec.hidden_size,
         draft_vocab_size=rows,
         fc_bias="fc.bias" in shapes,
         input_norm="input_norm.weight" in shapes or bool(file.setting("norm_before_fc")),
@@ -355,7 +350,7 @@ def _refuse_variants(file: DraftFile) -> None:
 
 
 def _check_features(file: DraftFile, target: Llama, capture: FeatureCapture) -> None:
-    wide = target.shape.hidden_size
+    wide = target.spec.hidden_size
     claimed = file.config.get("target_hidden_size")
     if claimed is not None and claimed != wide:
         why = f"target_hidden_size={claimed}, but the target's hidden size is {wide}"

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serve_spec.models.shape import ModelShape, layer_sizes, whole
+from serve_spec.models.config import positive_integer as whole
+from serve_spec.models.interfaces import TargetSpec
+from serve_spec.models.shape import layer_sizes
 from serve_spec.models.weights import BuiltFile, Checkpoint
 
 Shapes = dict[str, tuple[int, ...]]
@@ -50,7 +52,7 @@ class _RandomFile(BuiltFile):
         destination.normal_(0.0, destination.shape[1] ** -0.5, generator=generator)
 
 
-def draft_tensors(config: Mapping[str, Any], algorithm: str, target: ModelShape) -> Shapes:
+def draft_tensors(config: Mapping[str, Any], algorithm: str, target: TargetSpec) -> Shapes:
     """Return the tensor shapes of a head by current name; CheckpointError if one is unknown."""
     if algorithm == "MEDUSA":
         return _medusa(config, target)
@@ -118,7 +120,7 @@ def _layer(config: Mapping[str, Any], inputs: int) -> Shapes:
     return shapes
 
 
-def _medusa(config: Mapping[str, Any], target: ModelShape) -> Shapes:
+def _medusa(config: Mapping[str, Any], target: TargetSpec) -> Shapes:
     hidden = target.hidden_size
     num_heads = whole(config, "num_heads", config.get("medusa_num_heads", 5))
     num_blocks = whole(config, "num_hidden_layers", config.get("medusa_num_layers", 1))

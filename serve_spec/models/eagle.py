@@ -98,7 +98,7 @@ class Mtp(Eagle):
 
     def __init__(self, shape: ModelShape, target: Llama) -> None:
         super().__init__(shape, target, fc_bias=False, input_norm=True, own_head=False)
-        self.capture = FeatureCapture((target.shape.num_layers,))
+        self.capture = FeatureCapture((target.spec.num_layers,))
         norms = (RMSNorm(shape.hidden_size, shape.rms_norm_eps) for _ in range(3))
         self.token_norm, self.hidden_norm, self.final_norm = norms
 
@@ -233,7 +233,7 @@ def _load(
 
     It gets its own embedding if that differs from the target's.
     """
-    file = open_draft(path, algorithm, target.shape if options.dummy else None)
+    file = open_draft(path, algorithm, target.spec if options.dummy else None)
     head = make_eagle(file, target, options, dtype)
     embedding = draft_shape.own_embedding(file, target)
     if embedding is not None:
@@ -264,9 +264,9 @@ def make_eagle(
         with tensor_defaults(dtype, device):
             return Eagle3(eagle3, target, None if target_ids is None else target_ids.to(device))
     shape = draft_shape.draft_shape(file, target, options)
-    if shape.hidden_size != target.shape.hidden_size:
+    if shape.hidden_size != target.spec.hidden_size:
         raise file.refusal(
-            f"hidden_size={shape.hidden_size}, but the target's is {target.shape.hidden_size}"
+            f"hidden_size={shape.hidden_size}, but the target's is {target.spec.hidden_size}"
         )
     draft_shape.check_embedding(file, target, shape.hidden_size)
     with tensor_defaults(dtype, device):

@@ -78,9 +78,7 @@ class Medusa(DraftHead):
     read_elsewhere = (TOKEN_MAP,)
 
     def __init__(self, shape: MedusaShape, target: Llama, target_ids: Tensor | None) -> None:
-        no_layers = replace(
-            target.shape, num_layers=0, windows=(), tie_word_embeddings=False, num_ids=None
-        )
+        no_layers = replace(target.shape, num_layers=0, windows=(), num_ids=None)
         super().__init__(no_layers, FeatureCapture(layer_ids=None), shape.hidden_size)
         self.heads_shape = shape
         self.max_steps = shape.num_heads
@@ -88,13 +86,13 @@ class Medusa(DraftHead):
         self.heads = nn.ModuleList(ResidualBlocks(shape) for _ in range(shape.num_heads))
         self.lm_heads = nn.ModuleList(_output_heads(shape, target))
         self.head_dtype = self.dtype if shape.outputs else target.embed_tokens.weight.dtype
-        num_rows = shape.num_rows or target.shape.vocab_size
+        num_rows = shape.num_rows or target.spec.vocab_size
         # A matrix for the whole vocabulary has rows without a draft id.
         has_idle_rows = target_ids is not None and num_rows > len(target_ids)
         self._rows = target_ids if has_idle_rows else None
         self._is_padding: Tensor | None = None
-        if (num_ids := target.shape.num_ids) is not None:
-            ids = torch.arange(target.shape.vocab_size) if target_ids is None else target_ids
+        if (num_ids := target.spec.num_ids) is not None:
+            ids = torch.arange(target.spec.vocab_size) if target_ids is None else target_ids
             self._is_padding = ids >= num_ids
 
     def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
@@ -126,7 +124,7 @@ def load_medusa(
     path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype
 ) -> Medusa:
     """Load the heads in `path` for `target` in `dtype`, or raise CheckpointError."""
-    file = open_draft(path, "MEDUSA", target.shape if options.dummy else None)
+    file = open_draft(path, "MEDUSA", target.spec if options.dummy else None)
     medusa = make_medusa(file, target, dtype)
     file.checkpoint.load_into(medusa.tensors(), medusa.read_elsewhere)
     finish_loading(medusa)
@@ -138,7 +136,7 @@ def make_medusa(file: DraftFile, target: Llama, dtype: torch.dtype) -> Medusa:
     """Return the heads without weights, on the target's device, or raise CheckpointError."""
     shape = medusa_shape(file)
     _check_fit(file, shape, target)
-    vocab = target.shape.vocab_size
+    vocab = target.spec.vocab_size
     target_ids = read_token_map(file, shape.num_rows or vocab, vocab)
     device = target.embed_tokens.weight.device
     with tensor_defaults(dtype, device):
@@ -185,7 +183,7 @@ def _output_heads(shape: MedusaShape, target: Llama) -> list[Linear]:
 
 
 def _check_fit(file: DraftFile, shape: MedusaShape, target: Llama) -> None:
-    fix, theirs = "use heads trained for this target", target.shape
+    fix, theirs = "use heads trained for this target", target.spec
     if shape.hidden_size != theirs.hidden_size:
         why = f"the heads read hidden states of width {shape.hidden_size}, but the target's"
         raise file.refusal(f"{why} hidden_size is {theirs.hidden_size}", fix)

@@ -11,10 +11,12 @@ from torch import Tensor
 from serve_spec.core.context import ForwardContext
 from serve_spec.core.errors import CheckpointError
 from serve_spec.log import get_logger
-from serve_spec.models.draft import DraftHead, sharing_ranks
+from serve_spec.models.decoder import Decoder
+from serve_spec.models.draft import DraftHead
 from serve_spec.models.draft_checkpoint import DraftOptions, check_same_tokens, open_draft
-from serve_spec.models.llama import Llama, load_target
-from serve_spec.models.shape import ModelShape
+from serve_spec.models.interfaces import Target, TargetSpec
+from serve_spec.models.loader import divides, load_target, read_spec
+from serve_spec.parallel.group import SINGLE
 
 _log = get_logger(__name__)
 
@@ -28,11 +30,11 @@ class Standalone(DraftHead):
 
     shift = 1
 
-    def __init__(self, model: Llama, vocab_size: int | None = None) -> None:
+    def __init__(self, model: Decoder, vocab_size: int | None = None) -> None:
         """Wrap `model`. vocab_size: the target's; None: the model's own."""
-        shape = replace(model.rank_shape, num_ids=model.shape.num_ids)
+        shape = replace(model.rank_shape, num_ids=model.spec.num_ids)
         super().__init__(shape, capture=None, feature_dim=0)
-        own = model.shape.vocab_size
+        own = model.spec.vocab_size
         self.num_shared = own if vocab_size is None else min(own, vocab_size)
         self.is_shorter = vocab_size is not None and own < vocab_size
         weight = model.embed_tokens.weight
@@ -56,30 +58,30 @@ class Standalone(DraftHead):
 
 
 def load_standalone(
-    path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype
+    path: Path | str, target: Target, options: DraftOptions, dtype: torch.dtype
 ) -> Standalone:
     """Load the model in `path` to draft for `target`; ids that only one has are never drafted."""
     assert target.path is not None, "a target that was loaded has a path"
     if not options.dummy:
         open_draft(path, "STANDALONE")
-    shape = ModelShape.from_directory(path)
-    num_ids = shared_ids(shape, Path(path), target.shape, target.path)
+    spec = read_spec(path)
+    num_ids = shared_ids(spec, Path(path), target.spec, target.path)
     device = target.embed_tokens.weight.device
-    parallel = sharing_ranks(shape, target)
+    parallel = target.parallel if divides(path, target.parallel.size) else SINGLE
     model = load_target(path, dtype, device, target.max_model_len, parallel, dummy=options.dummy)
-    model.shape = replace(model.shape, num_ids=num_ids)
-    if shape.max_position_embeddings < target.max_model_len:
+    model.spec = replace(model.spec, num_ids=num_ids)
+    if spec.max_position_embeddings < target.max_model_len:
         _log.warning(
             "%s: made for %d positions, drafts up to %d: fewer drafts are accepted beyond",
-            path, shape.max_position_embeddings, target.max_model_len,
+            path, spec.max_position_embeddings, target.max_model_len,
         )  # fmt: skip
-    return Standalone(model, target.shape.vocab_size)
+    return Standalone(model, target.spec.vocab_size)
 
 
 def shared_ids(
-    draft: ModelShape, draft_path: Path, target: ModelShape, target_path: Path
+    draft: TargetSpec, draft_path: Path, target: TargetSpec, target_path: Path
 ) -> int | None:
-    """Return how many ids of the draft are the target's (`ModelShape.num_ids`); None: all.
+    """Return how many ids of the draft are the target's (`TargetSpec.num_ids`); None: all.
 
     Sizes may differ by padding, but tokenizers must then agree, or CheckpointError is raised.
     """

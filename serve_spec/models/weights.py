@@ -19,7 +19,7 @@ from torch import Tensor
 
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.module import Destination, Shard
-from serve_spec.models.shape import read_json
+from serve_spec.models.config import read_json
 
 # Rotary frequencies some exporters store; they follow from the config.
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")

@@ -12,7 +12,8 @@ from torch import Tensor
 from serve_spec.core.context import ForwardContext, Rotation, TokenIndex
 from serve_spec.core.draft import MAX_TREE_TOKENS
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
-from serve_spec.models.llama import FeatureCapture, Llama
+from serve_spec.models.decoder import Decoder as Llama
+from serve_spec.models.interfaces import FeatureCapture
 from serve_spec.ops import acceptance, elementwise, paged_attention
 from serve_spec.ops import layout as token_layout
 from serve_spec.ops.acceptance import AcceptedPath, num_bits

@@ -10,7 +10,9 @@ from safetensors.torch import save_file
 
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.rope import RopeScaling
-from serve_spec.models import ModelShape, load_target
+from serve_spec.models import load_target
+from serve_spec.models.loader import read_spec
+from serve_spec.models.registry import TARGETS, find_family
 from tests.helpers.checkpoints import make_target, read_checkpoint, target_config, write_checkpoint
 from tests.helpers.paged import run_text
 
@@ -187,8 +189,14 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 12}
 MIXED = ["full_attention", "sliding_attention"] * 2
 
 
+def read(config):
+    family, text = find_family(config)
+    family.spec(text)
+    return family.shape(text)
+
+
 def shape_of(family="llama3", **changes):
-    return ModelShape.from_config({**target_config(family, 64, 4, 288), **changes})
+    return read({**target_config(family, 64, 4, 288), **changes})
 
 
 def without(family, *keys):
@@ -197,12 +205,12 @@ def without(family, *keys):
 
 def test_absent_keys_take_the_values_transformers_gives_them_also_in_a_nested_config():
     config = without("llama2", "num_key_value_heads", "rope_theta", "rms_norm_eps", "hidden_act")
-    shape = ModelShape.from_config(config)
+    shape = read(config)
     assert (shape.num_kv_heads, shape.head_dim) == (4, 16)
     assert (shape.rope_theta, shape.rms_norm_eps) == (10000.0, 1e-6)
-    assert ModelShape.from_config(without("mistral", "sliding_window")).sliding_window == 4096
+    assert read(without("mistral", "sliding_window")).sliding_window == 4096
     text = {"model_type": "llama", "vocab_size": 32064, "max_position_embeddings": 4096}
-    shape = ModelShape.from_config({"model_type": "llava", "text_config": text})
+    shape = read({"model_type": "llava", "text_config": text})
     assert (shape.hidden_size, shape.intermediate_size, shape.num_layers) == (4096, 11008, 32)
 
 
@@ -241,7 +249,7 @@ def test_all_spellings_of_llama3_rope_agree(changes):
 )
 def test_a_sliding_window_counts_only_in_the_layers_that_use_it(family, changes, windows):
     shape = shape_of(family, **changes)
-    assert [kind.window for kind in shape.attention_kinds] == windows
+    assert [cache.window for cache in shape.caches] == windows
     assert shape.sliding_window == (12 if 12 in windows else None)
 
 
@@ -262,8 +270,9 @@ def test_stop_tokens_of_both_files_are_joined(tmp_path):
     config = {**target_config("llama3", 64, 4, 288), "eos_token_id": [7, 9]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 11]}')
-    assert ModelShape.from_directory(tmp_path).eos_token_ids == (7, 9, 11)
-    assert shape_of(eos_token_id=None).eos_token_ids == ()
+    assert read_spec(tmp_path).eos_token_ids == (7, 9, 11)
+    family, text = find_family({**config, "eos_token_id": None})
+    assert family.spec(text).eos_token_ids == ()
 
 
 @pytest.mark.parametrize(
@@ -337,7 +346,7 @@ def test_what_is_not_computed_is_refused_by_name(family, changes, words):
 )
 def test_a_nested_config_is_read_with_what_its_exporter_left_outside(kind, own, architecture):
     text = without("qwen3", "architectures", "model_type", "eos_token_id")
-    shape = ModelShape.from_config(
+    family, text = find_family(
         {
             "model_type": kind,
             "text_config": {**text, **own, "tie_word_embeddings": False},
@@ -345,8 +354,9 @@ def test_a_nested_config_is_read_with_what_its_exporter_left_outside(kind, own, 
             "eos_token_id": 7,
         }
     )
-    assert (shape.architecture, shape.tie_word_embeddings) == (architecture, True)
-    assert (shape.eos_token_ids, shape.qk_norm) == ((7,), kind == "qwen3_vl")
+    assert (family, text["tie_word_embeddings"]) == (TARGETS.load(architecture), True)
+    found = family.spec(text).eos_token_ids, family.shape(text).qk_norm
+    assert found == ((7,), kind == "qwen3_vl")
 
 
 @pytest.mark.parametrize("content", [None, "{", "[1]"])
@@ -354,4 +364,4 @@ def test_a_config_that_is_no_json_object_is_refused(tmp_path, content):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"config\.json"):
-        ModelShape.from_directory(tmp_path)
+        read_spec(tmp_path)

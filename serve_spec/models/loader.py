@@ -1,0 +1,147 @@
+"""Loading a target: its config chooses the family, which names and builds everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from serve_spec.config.checkpoint import text_config
+from serve_spec.config.engine import MAX_POSITIONS
+from serve_spec.core.context import torch_dtype
+from serve_spec.core.errors import CheckpointError
+from serve_spec.layers.module import finish_loading, tensor_defaults
+from serve_spec.models.config import read_config, read_json
+from serve_spec.models.dummy import dummy_checkpoint
+from serve_spec.models.interfaces import Config, Target, TargetFamily, TargetSpec
+from serve_spec.models.registry import find_family
+from serve_spec.models.upscale import open_weights
+from serve_spec.models.weights import Checkpoint
+from serve_spec.parallel.group import SINGLE, TensorParallel
+
+
+def load_target(
+    path: Path | str,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    max_model_len: int | None = None,
+    parallel: TensorParallel = SINGLE,
+    *,
+    finish: bool = True,
+    dummy: bool = False,
+) -> Target:
+    """Load a Hugging Face directory, or an expansion of one, or raise CheckpointError.
+
+    `max_model_len` bounds positions (default: the config's). Each of several ranks loads its part.
+    finish: False for a model that has gradients. dummy: random weights, no file is read.
+    """
+    file = open_target(path, dummy=dummy)
+    file.check(max_model_len)
+    with tensor_defaults(dtype, device):
+        model = file.family.build(file.config, max_model_len, parallel)
+    file.checkpoint.load_into(model.tensors())
+    if finish:
+        finish_loading(model)
+    model.path = Path(path)
+    return model
+
+
+@dataclass(frozen=True)
+class TargetFile:
+    """A target's checkpoint: its family, its text model's config, and its tensors, not yet read."""
+
+    family: TargetFamily
+    config: Config
+    checkpoint: Checkpoint
+
+    def check(self, max_model_len: int | None = None) -> None:
+        """Raise CheckpointError if config.json claims more than the files hold, or is too long.
+
+        Nothing is allocated. max_model_len: the longest text; None: the config's.
+        """
+        directory = self.checkpoint.directory
+        self.family.check(self.config, self.checkpoint.shapes, directory)
+        longest = self.family.spec(self.config).max_position_embeddings
+        if max_model_len is None and longest > MAX_POSITIONS:
+            why = f"max_position_embeddings={longest}: more than {MAX_POSITIONS}"
+            raise CheckpointError(f"{directory}/config.json: {why}; set max_model_len")
+
+    def skeleton(self) -> Target:
+        """Return the target without memory, on the meta device."""
+        with tensor_defaults(torch.float32, "meta"):
+            return self.family.build(self.config, max_model_len=1)
+
+
+def open_target(path: Path | str, *, dummy: bool = False) -> TargetFile:
+    """Open a directory's config and weights, random ones if `dummy`; reads no weight.
+
+    Raises CheckpointError.
+    """
+    folder = Path(path)
+    family, config = read_target(folder)
+    if dummy:
+        empty = TargetFile(family, config, Checkpoint([], folder)).skeleton()
+        shapes = {name: tuple(tensor.shape) for name, tensor in empty.tensors().items()}
+        return TargetFile(family, config, dummy_checkpoint(folder, shapes))
+    checkpoint = open_weights(folder)
+    checkpoint.rename(family.renames(checkpoint.shapes))
+    # A stored matrix wins over the flag: some exporters write both.
+    is_tied = bool(config.get("tie_word_embeddings")) and "lm_head.weight" not in checkpoint
+    return TargetFile(family, {**config, "tie_word_embeddings": is_tied}, checkpoint)
+
+
+def read_target(folder: Path | str) -> tuple[TargetFamily, Config]:
+    """Return the family of a directory, and the config of its text model, which it computes.
+
+    Raises CheckpointError.
+    """
+    with _of_folder(folder):
+        family, config = find_family(read_config(folder))
+        family.spec(config)
+        return family, config
+
+
+def read_spec(folder: Path | str, ranks: int = 1) -> TargetSpec:
+    """Return what a directory's config says, for one of `ranks` ranks. Raises CheckpointError."""
+    family, config = read_target(folder)
+    return family.spec(config, ranks)
+
+
+def divides(folder: Path | str, ranks: int) -> bool:
+    """Return whether `ranks` ranks can share a model. Raises CheckpointError for a wrong config."""
+    family, config = read_target(folder)
+    try:
+        family.spec(config, ranks)
+    except CheckpointError:
+        return False
+    return True
+
+
+def target_dtype(name: str, path: Path | str, device: torch.device) -> torch.dtype:
+    """Return the dtype for `model.dtype`.
+
+    auto: as in vLLM on a GPU, that is float16 for a float16 checkpoint, else bfloat16. float32 on a
+    CPU, where it is exact and no slower.
+    """
+    if name != "auto":
+        return torch_dtype(name)
+    if device.type != "cuda":
+        return torch.float32
+    config = text_config(read_json(Path(path) / "config.json"))
+    is_half = "float16" in (config.get("dtype"), config.get("torch_dtype"))
+    return torch.float16 if is_half else torch.bfloat16
+
+
+@contextmanager
+def _of_folder(folder: Path | str) -> Iterator[None]:
+    """Name the folder in refusals of its config."""
+    try:
+        yield
+    except CheckpointError as error:
+        what = str(error)
+        if not what.startswith("config.json: "):
+            raise
+        raise CheckpointError(f"{folder}/{what}") from None
