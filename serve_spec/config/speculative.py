@@ -72,8 +72,13 @@ _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         "give a number in (0, 2], such as 0.85, the default",
     ),
     "speculative_draft_rope_theta": (
-        lambda theta: theta == "probe" or _in_range(theta, 1, math.inf),
-        "give a base ≥ 1, or 'probe'",
+        lambda theta: _in_range(theta, 1, math.inf),
+        "give a base ≥ 1; if config.json may be wrong, compare accept lengths with its base, 10000 "
+        "and the target's",
+    ),
+    "speculative_draft_aux_layers_mean": (
+        lambda mean: mean in ("input", "output"),
+        "give 'input' or 'output'; if unsure, compare their accept lengths",
     ),
     "speculative_draft_aux_layer_ids": (
         _are_layers,
@@ -138,14 +143,13 @@ class SpeculativeConfig(StrictModel):
     output depends on request and seed alone. standard, block: rejection sampling, which accepts
     more at high temperature; output follows the target's distribution, but the same seed gives
     other text than without speculation, and may change with the batch."""
-    speculative_draft_rope_theta: float | Literal["probe"] | None = None
-    """Rotary base of an EAGLE or EAGLE3 draft if its config.json is wrong; probe: the value that
-    drafts a sample text best at startup."""
+    speculative_draft_rope_theta: float | None = None
+    """Rotary base of an EAGLE or EAGLE3 draft if its config.json is wrong."""
     speculative_draft_aux_layer_ids: tuple[int, ...] | None = None
     """EAGLE3: target layers whose inputs the draft reads, if its config.json is wrong."""
-    speculative_draft_aux_layers_mean: Literal["input", "output", "probe"] | None = None
+    speculative_draft_aux_layers_mean: Literal["input", "output"] | None = None
     """EAGLE3: whether the layer ids in the draft's config.json mean inputs or outputs of layers;
-    null: detected from the checkpoint; probe: the one that drafts a sample text best at startup."""
+    null: detected from the checkpoint."""
     speculative_draft_norm_before_residual: bool | None = None
     """EAGLE3: override of norm_before_residual; null: as in its config.json."""
     speculative_draft_norm_output: bool | None = None

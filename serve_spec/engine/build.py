@@ -36,9 +36,6 @@ from serve_spec.log import get_logger, stage
 from serve_spec.models import DraftHead, DraftOptions, Llama, load_draft, load_target
 from serve_spec.models.decoder import compile_layers
 from serve_spec.models.draft import draft_dtype, draft_weights
-from serve_spec.models.draft_checkpoint import read_draft
-from serve_spec.models.draft_probe import choose_layers, choose_theta, probe_text
-from serve_spec.models.draft_shape import both_readings
 from serve_spec.models.loader import read_spec, target_dtype
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.parallel.worker_ranks import Launcher, WorkerRanks, launch
@@ -343,7 +340,7 @@ def _load_head(config: ServeSpecConfig, target: Llama) -> DraftHead | None:
     draft_in = draft_dtype(
         speculative.speculative_draft_dtype, weight.dtype, weight.device, weights
     )
-    head = load_draft(
+    return load_draft(
         path,
         target,
         algorithm=speculative.speculative_algorithm,
@@ -351,25 +348,6 @@ def _load_head(config: ServeSpecConfig, target: Llama) -> DraftHead | None:
         dtype=draft_in,
         weights=weights,
     )
-    _probe(config, head, target)
-    return head
-
-
-def _probe(config: ServeSpecConfig, head: DraftHead, target: Llama) -> None:
-    """Probe the draft's settings that are configured as "probe": first aux layers, then theta."""
-    speculative = config.speculative
-    probes_layers = speculative.speculative_draft_aux_layers_mean == "probe"
-    probes_theta = speculative.speculative_draft_rope_theta == "probe"
-    if not (probes_layers or probes_theta) or config.model.load_format == "dummy":
-        return
-    text = Tokenizer(config.model.tokenizer_folder).encode(probe_text())
-    path = config.draft_folder
-    assert path is not None, "a loaded draft has a path"
-    if probes_layers:
-        readings = both_readings(read_draft(path), target.spec.num_layers)
-        choose_layers(head, target, text, readings)
-    if probes_theta:
-        choose_theta(head, target, text)
 
 
 def _num_pages(config: ServeSpecConfig, target: Llama, head: DraftHead | None) -> int:

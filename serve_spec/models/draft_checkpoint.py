@@ -217,13 +217,11 @@ class DraftOptions:
 
     @staticmethod
     def of(config: SpeculativeConfig, *, dummy: bool = False) -> DraftOptions:
-        """Return the options of a configuration; those to be measured ("probe") are None."""
-        theta = config.speculative_draft_rope_theta
-        mean = config.speculative_draft_aux_layers_mean
+        """Return the options of a configuration."""
         return DraftOptions(
-            rope_theta=None if theta == "probe" else theta,
+            rope_theta=config.speculative_draft_rope_theta,
             aux_layer_ids=config.speculative_draft_aux_layer_ids,
-            aux_layers_mean=None if mean == "probe" else mean,
+            aux_layers_mean=config.speculative_draft_aux_layers_mean,
             norm_before_residual=config.speculative_draft_norm_before_residual,
             norm_output=config.speculative_draft_norm_output,
             dummy=dummy,

@@ -15,7 +15,6 @@ from serve_spec.config import ServeSpecConfig
 from serve_spec.models import draft_shape
 from serve_spec.models.decoder import Decoder as Llama
 from serve_spec.models.draft_checkpoint import DraftFile, DraftOptions, read_draft
-from serve_spec.models.draft_probe import TRAINER_THETA
 from serve_spec.models.eagle import make_eagle
 from serve_spec.models.loader import open_target, read_spec
 from serve_spec.models.medusa import make_medusa, medusa_shape
@@ -23,6 +22,9 @@ from serve_spec.models.shape import ModelShape
 from serve_spec.models.standalone import shared_ids
 
 Facts = dict[str, str]
+
+_TRAINER_THETA = "10000"
+"""Rotary base that the official EAGLE-3 trainer always used."""
 
 
 def describe_draft(path: Path, config: ServeSpecConfig | None) -> str:
@@ -43,10 +45,6 @@ def describe_draft(path: Path, config: ServeSpecConfig | None) -> str:
         facts |= _standalone(file, target_path)
     else:
         facts |= _head(file, target, options)
-        if config is not None and config.speculative.speculative_draft_rope_theta == "probe":
-            facts["rope theta"] = "measured at start (speculative_draft_rope_theta: probe)"
-        if config is not None and config.speculative.speculative_draft_aux_layers_mean == "probe":
-            facts["target layers"] = _probed(file, target) or facts["target layers"]
     facts["target"] = _fit(config, family)
     width = max(map(len, facts)) + 2
     return "\n".join(f"{name + ':':<{width}}{text}" for name, text in facts.items())
@@ -135,10 +133,10 @@ def _theta(file: DraftFile, shape: ModelShape, options: DraftOptions) -> str:
         return f"{theta}, the default: config.json has none"
     hint = ""
     is_speculators = file.recognition.layout == "speculators"
-    if file.recognition.family == "EAGLE3" and not is_speculators and theta != f"{TRAINER_THETA:g}":
+    if file.recognition.family == "EAGLE3" and not is_speculators and theta != _TRAINER_THETA:
         hint = (
-            f"; the official trainer used {TRAINER_THETA:g} even if it wrote another, so try "
-            "speculative_draft_rope_theta: probe"
+            f"; the official trainer used {_TRAINER_THETA} even if it wrote another, so compare "
+            f"accept lengths with speculative_draft_rope_theta: {_TRAINER_THETA}"
         )
     return f"{theta}, from config.json{hint}"
 
@@ -180,14 +178,6 @@ def _captured(file: DraftFile, target: Llama | None, options: DraftOptions) -> s
     else:
         mean, why = draft_shape.convention(ids, num_layers)
     return f"{resolved}; {given}, read as {mean}s: {why}"
-
-
-def _probed(file: DraftFile, target: Llama | None) -> str:
-    """Return the layers to try; empty if there is only one reading."""
-    readings = () if target is None else draft_shape.both_readings(file, target.spec.num_layers)
-    inputs = " or ".join(str(list(layers)) for layers in readings)
-    measured = "measured at start (speculative_draft_aux_layers_mean: probe)"
-    return f"inputs of {inputs}, {measured}" if inputs else ""
 
 
 def _norms(file: DraftFile, options: DraftOptions) -> str:

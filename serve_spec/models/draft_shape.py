@@ -302,17 +302,6 @@ def read_capture(file: DraftFile, num_layers: int, options: DraftOptions) -> Fea
     return FeatureCapture(tuple(layers))
 
 
-def both_readings(file: DraftFile, num_layers: int) -> tuple[tuple[int, ...], ...]:
-    """Return both readings of the config's ids, as inputs and as outputs, as input layers.
-
-    Empty without ids, or if only one reading is possible.
-    """
-    ids = configured_ids(file)
-    if ids is None or max(ids) >= num_layers:
-        return ()
-    return tuple(capture_layers(ids, num_layers, mean) for mean in ("input", "output"))
-
-
 def configured_ids(file: DraftFile) -> list[int] | None:
     """Return `eagle_aux_hidden_state_layer_ids` of the config, or raise CheckpointError.
 

@@ -50,7 +50,6 @@ def resolved(drafting, said):
         ("algorithm=NGRAM draft_model_path=null num_steps=3 eagle_topk=2", "num_draft_tokens", 7),
         ("draft_sharpness=0.01", "speculative_draft_sharpness", 0.01),
         ("draft_sharpness=2.0", "speculative_draft_sharpness", 2.0),
-        ("draft_rope_theta=probe", "speculative_draft_rope_theta", "probe"),
         ("draft_rope_theta=10000", "speculative_draft_rope_theta", 10000),
         ("algorithm=EAGLE draft_rope_theta=1.0", "speculative_draft_rope_theta", 1.0),
         ("synthetic_acceptance=1", "synthetic_acceptance", 1),
@@ -88,16 +87,16 @@ def test_what_is_said_is_what_the_engine_reads(drafting, said, attribute, value)
             for wrong in ("0.0", "2.01", "auto")
         ),
         *(
-            (f"draft_rope_theta={wrong}", "draft_rope_theta=.*: give a base ≥ 1, or 'probe'")
-            for wrong in ("0", "auto", "true", ".inf")
+            (f"draft_rope_theta={wrong}", "draft_rope_theta=.*: give a base ≥ 1; .*, 10000 ")
+            for wrong in ("0", "probe", "true", ".inf")
         ),
         ("draft_aux_layer_ids=[]", r"draft_aux_layer_ids=\[\]: give layer ids of the target"),
         ("draft_aux_layer_ids=[2,-1]", r"draft_aux_layer_ids=\[2, -1\]: give layer ids"),
         ("draft_aux_layer_ids=3", "draft_aux_layer_ids=3: give layer ids"),
-        ("draft_aux_layers_mean=both", "draft_aux_layers_mean='both': .*'output' or 'probe'"),
+        ("draft_aux_layers_mean=probe", "draft_aux_layers_mean='probe': give 'input' or 'output'"),
         (
-            "draft_aux_layer_ids=[2,16,29] draft_aux_layers_mean=probe",
-            "draft_aux_layers_mean='probe': .* set only one of them",
+            "draft_aux_layer_ids=[2,16,29] draft_aux_layers_mean=input",
+            "draft_aux_layers_mean='input': .* set only one of them",
         ),
         ("draft_norm_output=1", "draft_norm_output=1: .*valid boolean"),
         *(

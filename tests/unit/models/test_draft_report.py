@@ -65,20 +65,12 @@ THETA = "speculative_draft_rope_theta"
         ([3, 4, 6], {AUX: "input"}, "target layers", ["inputs of [3, 4, 6]", f"set by {AUX}"]),
         (
             [3, 4, 6],
-            {AUX: "probe"},
-            "target layers",
-            ["inputs of [3, 4, 6] or [4, 5, 7], measured at start"],
-        ),
-        (None, {AUX: "probe"}, "target layers", ["inputs of [2, 4, 5] of 8, the common default"]),
-        (
-            [3, 4, 6],
             {"speculative_draft_aux_layer_ids": [0, 1, 2]},
             "target layers",
             ["inputs of [0, 1, 2]", "from speculative_draft_aux_layer_ids"],
         ),
         (None, {}, "rope theta", ["10000, the default: config.json has none"]),
         (None, {THETA: 500.0}, "rope theta", [f"500, from {THETA}"]),
-        (None, {THETA: "probe"}, "rope theta", ["measured at start"]),
         (None, {}, "norms", ["norm_output no (config.json)"]),
         (
             None,
