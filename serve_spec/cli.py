@@ -14,10 +14,6 @@ _COMMANDS = {
     "serve": ("serving.command", "serve a model with Ray Serve"),
     "generate": ("engine.llm", "complete prompts from the command line"),
     "train": ("training.command", "train a tokenizer, a target and its drafts from a local corpus"),
-    "expand": (
-        "models.upscale_command",
-        "expand a small pair to the shape and cost of a published model",
-    ),
     "tune": (
         "bench.command",
         "measure a pair: cost table, depths and trees per batch size, report",

@@ -9,6 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from serve_spec.config.base import ASSET, CHECKPOINT, Refusal, StrictModel
 from serve_spec.config.hub import checkpoint_folder
+from serve_spec.config.plugins import is_plugin_name
 
 MAX_POSITIONS = 1 << 21
 """Maximum length: rotary tables with a row per position are computed at startup."""
@@ -24,8 +25,9 @@ class ModelConfig(StrictModel):
     """Branch, tag or commit of a hub id; null: main."""
     download_dir: Path | None = None
     """Existing folder for downloads from the hub; null: HF_HUB_CACHE."""
-    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
-    """Format of the weights; dummy: random weights of the shape in config.json, for load tests."""
+    load_format: str = "auto"
+    """Format of the weights: auto; safetensors; dummy, random weights of the shape in config.json,
+    for load tests; or MODULE:FUNCTION of a function that opens the weights of a folder."""
     tokenizer_path: Annotated[str | None, CHECKPOINT] = None
     """Checkpoint of the tokenizer, same forms as `path`; null: the model's own."""
     chat_template: Path | None = None
@@ -64,6 +66,14 @@ class ModelConfig(StrictModel):
     torch_compile: bool = False
     """Compile the layers with torch.compile instead of using the Triton kernels; slower to start,
     one GPU only."""
+
+    @field_validator("load_format")
+    @classmethod
+    def _is_a_format(cls, name: str) -> str:
+        if name not in ("auto", "safetensors", "dummy") and not is_plugin_name(name):
+            fix = "use auto, safetensors, dummy or MODULE:FUNCTION of a function that opens weights"
+            raise Refusal("load_format", name, fix)
+        return name
 
     @field_validator("served_model_name", mode="before")
     @classmethod

@@ -221,9 +221,13 @@ def load_models(config: ServeSpecConfig, parallel: TensorParallel) -> LoadedMode
     dtype = target_dtype(config.model.dtype, config.model.folder, device)
     if config.replica.torch_num_threads is not None:
         torch.set_num_threads(config.replica.torch_num_threads)
-    is_dummy = config.model.load_format == "dummy"
     target = load_target(
-        config.model.folder, dtype, device, config.model.max_model_len, parallel, dummy=is_dummy
+        config.model.folder,
+        dtype,
+        device,
+        config.model.max_model_len,
+        parallel,
+        load_format=config.model.load_format,
     )
     head = _load_head(config, target)
     if config.model.torch_compile:
@@ -344,7 +348,7 @@ def _load_head(config: ServeSpecConfig, target: Llama) -> DraftHead | None:
         path,
         target,
         algorithm=speculative.speculative_algorithm,
-        options=DraftOptions.of(speculative, dummy=config.model.load_format == "dummy"),
+        options=DraftOptions.of(speculative, config.model.load_format),
         dtype=draft_in,
         weights=weights,
     )

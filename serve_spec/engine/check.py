@@ -17,11 +17,12 @@ def check_checkpoints(config: ServeSpecConfig) -> None:
     check_fit(config, Tokenizer(config.model.tokenizer_folder))
     algorithm = config.speculative.speculative_algorithm
     draft = config.draft_folder if config.speculative.enabled else None
-    if config.model.load_format == "dummy":
+    load_format = config.model.load_format
+    if load_format == "dummy":
         if draft is not None and algorithm != "STANDALONE":
-            open_draft(draft, algorithm, dummy_for=spec)
+            open_draft(draft, algorithm, load_format, spec)
         return
-    check_target(folder)
+    check_target(folder, load_format)
     if draft is not None:
-        open_draft(draft, algorithm)
+        open_draft(draft, algorithm, load_format)
         describe_draft(draft, config)

@@ -222,9 +222,9 @@ def _draft_numbers(config: ServeSpecConfig, worker: SpecWorker) -> str:
 
 
 def fingerprint(checkpoint: Path) -> str:
-    """Return a hash of a checkpoint's config and its weights files' names, sizes and heads."""
+    """Return a hash of a checkpoint's JSON and weights files: names, sizes and heads."""
     parts: list[bytes] = []
-    for pattern in ("config.json", "expansion.json", *_WEIGHT_FILES):
+    for pattern in ("*.json", *_WEIGHT_FILES):
         for file in sorted(checkpoint.glob(pattern)):
             with file.open("rb") as content:
                 head = content.read(_HEAD_BYTES)

@@ -21,8 +21,13 @@ from serve_spec.models.config import check_supported, read_json
 from serve_spec.models.dummy import draft_tensors, dummy_checkpoint
 from serve_spec.models.interfaces import TargetSpec
 from serve_spec.models.registry import class_defaults, known_defaults
-from serve_spec.models.upscale import open_weights
-from serve_spec.models.weights import Checkpoint, PickleFile, SafetensorsFile, TensorFile
+from serve_spec.models.weights import (
+    Checkpoint,
+    PickleFile,
+    SafetensorsFile,
+    TensorFile,
+    open_weights,
+)
 
 _NESTED = ("transformer_layer_config", "speculators_config")
 
@@ -204,8 +209,8 @@ class DraftOptions:
     `rope_theta`: some published heads were trained with 10000 although their config names another.
     `aux_layer_ids`: layers of the target whose inputs the head reads (EAGLE-3). `aux_layers_mean`:
     whether the config's own ids mean a layer's input or its output. `norm_before_residual`,
-    `norm_output`: two switches of EAGLE-3 that configs leave out. `dummy`: random weights, no file
-    is read.
+    `norm_output`: two switches of EAGLE-3 that configs leave out. `load_format`: as in
+    `model.load_format`.
     """
 
     rope_theta: float | None = None
@@ -213,10 +218,10 @@ class DraftOptions:
     aux_layers_mean: Literal["input", "output"] | None = None
     norm_before_residual: bool | None = None
     norm_output: bool | None = None
-    dummy: bool = False
+    load_format: str = "auto"
 
     @staticmethod
-    def of(config: SpeculativeConfig, *, dummy: bool = False) -> DraftOptions:
+    def of(config: SpeculativeConfig, load_format: str) -> DraftOptions:
         """Return the options of a configuration."""
         return DraftOptions(
             rope_theta=config.speculative_draft_rope_theta,
@@ -224,7 +229,7 @@ class DraftOptions:
             aux_layers_mean=config.speculative_draft_aux_layers_mean,
             norm_before_residual=config.speculative_draft_norm_before_residual,
             norm_output=config.speculative_draft_norm_output,
-            dummy=dummy,
+            load_format=load_format,
         )
 
 
@@ -254,12 +259,18 @@ class DraftFile:
         return self.config.get("eagle_config") or {}
 
 
-def open_draft(path: Path | str, algorithm: str, dummy_for: TargetSpec | None = None) -> DraftFile:
+def open_draft(
+    path: Path | str, algorithm: str, load_format: str = "auto", target: TargetSpec | None = None
+) -> DraftFile:
     """Open the draft in `path`, which must be one for `algorithm`, or raise CheckpointError.
 
-    It reads no weight. dummy_for: the target of random weights, in place of the file's.
+    It reads no weight. load_format: as in `model.load_format`; dummy needs the target's shape.
     """
-    file = read_draft(path, None if dummy_for is None else (algorithm, dummy_for))
+    dummy = None
+    if load_format == "dummy":
+        assert target is not None, "random weights need the target's shape"
+        dummy = (algorithm, target)
+    file = read_draft(path, load_format, dummy)
     family = file.recognition.family
     if family != algorithm:
         raise CheckpointError(
@@ -269,10 +280,13 @@ def open_draft(path: Path | str, algorithm: str, dummy_for: TargetSpec | None = 
     return file
 
 
-def read_draft(path: Path | str, dummy: tuple[str, TargetSpec] | None = None) -> DraftFile:
+def read_draft(
+    path: Path | str, load_format: str = "auto", dummy: tuple[str, TargetSpec] | None = None
+) -> DraftFile:
     """Open the draft in `path`, of any family and layout, or raise CheckpointError.
 
-    It reads no weight. dummy: algorithm and target of random weights, in place of the file's.
+    It reads no weight. load_format: as in `model.load_format`. dummy: algorithm and target of
+    random weights, in place of the file's.
     """
     directory = Path(path)
     config = read_json(directory / "config.json")
@@ -283,7 +297,7 @@ def read_draft(path: Path | str, dummy: tuple[str, TargetSpec] | None = None) ->
         config = flat_config(directory, config)
     check_supported(config)
     if dummy is None:
-        checkpoint = _open(directory)
+        checkpoint = _open(directory, load_format)
     else:
         checkpoint = dummy_checkpoint(directory, draft_tensors(config, *dummy))
     stored = checkpoint.shapes
@@ -311,11 +325,11 @@ def open_draft_file(path: Path | str) -> DraftFile:
     return file
 
 
-def _open(directory: Path) -> Checkpoint:
+def _open(directory: Path, load_format: str) -> Checkpoint:
     for name in _MEDUSA_FILES:
         path = directory / name
         if path.exists():
             is_safe = path.suffix == ".safetensors"
             file: TensorFile = SafetensorsFile(path) if is_safe else PickleFile(path)
             return Checkpoint([file], directory)
-    return open_weights(directory)
+    return open_weights(directory, load_format)

@@ -29,10 +29,12 @@ _TRAINER_THETA = "10000"
 
 def describe_draft(path: Path, config: ServeSpecConfig | None) -> str:
     """Return one line per fact about a draft, for `config`'s target; may raise CheckpointError."""
-    file = read_draft(path)
-    options = DraftOptions() if config is None else DraftOptions.of(config.speculative)
+    options = DraftOptions()
+    if config is not None:
+        options = DraftOptions.of(config.speculative, config.model.load_format)
+    file = read_draft(path, options.load_format)
     target_path = None if config is None else config.model.folder
-    target = None if target_path is None else check_target(target_path)
+    target = None if target_path is None else check_target(target_path, options.load_format)
     family = file.recognition.family
     facts = {
         "draft": str(file.path),
@@ -42,7 +44,7 @@ def describe_draft(path: Path, config: ServeSpecConfig | None) -> str:
     if family == "MEDUSA":
         facts |= _medusa(file, target)
     elif family == "STANDALONE":
-        facts |= _standalone(file, target_path)
+        facts |= _standalone(file, target_path, options.load_format)
     else:
         facts |= _head(file, target, options)
     facts["target"] = _fit(config, family)
@@ -99,8 +101,8 @@ def _medusa(file: DraftFile, target: Llama | None) -> Facts:
     }
 
 
-def _standalone(file: DraftFile, target_path: Path | None) -> Facts:
-    draft = check_target(file.path)
+def _standalone(file: DraftFile, target_path: Path | None, load_format: str) -> Facts:
+    draft = check_target(file.path, load_format)
     shape = draft.shape
     vocabulary = f"{shape.vocab_size} tokens"
     if target_path is not None:
@@ -212,9 +214,9 @@ def _fit(config: ServeSpecConfig | None, family: str) -> str:
     return f"{config.model.path}: fits{fix}"
 
 
-def check_target(path: Path) -> Llama:
+def check_target(path: Path, load_format: str = "auto") -> Llama:
     """Return the model in `path` on the meta device; raise CheckpointError as loading it would."""
-    file = open_target(path)
+    file = open_target(path, load_format)
     model = file.skeleton()
     model.spec = replace(model.spec, num_ids=None)
     file.checkpoint.check(model.tensors())

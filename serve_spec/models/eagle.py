@@ -233,7 +233,7 @@ def _load(
 
     It gets its own embedding if that differs from the target's.
     """
-    file = open_draft(path, algorithm, target.spec if options.dummy else None)
+    file = open_draft(path, algorithm, options.load_format, target.spec)
     head = make_eagle(file, target, options, dtype)
     embedding = draft_shape.own_embedding(file, target)
     if embedding is not None:

@@ -18,8 +18,7 @@ from serve_spec.models.config import read_config, read_json
 from serve_spec.models.dummy import dummy_checkpoint
 from serve_spec.models.interfaces import Config, Target, TargetFamily, TargetSpec
 from serve_spec.models.registry import find_family
-from serve_spec.models.upscale import open_weights
-from serve_spec.models.weights import Checkpoint
+from serve_spec.models.weights import Checkpoint, open_weights
 from serve_spec.parallel.group import SINGLE, TensorParallel
 
 
@@ -31,14 +30,14 @@ def load_target(
     parallel: TensorParallel = SINGLE,
     *,
     finish: bool = True,
-    dummy: bool = False,
+    load_format: str = "auto",
 ) -> Target:
-    """Load a Hugging Face directory, or an expansion of one, or raise CheckpointError.
+    """Load a Hugging Face directory, or raise CheckpointError.
 
     `max_model_len` bounds positions (default: the config's). Each of several ranks loads its part.
-    finish: False for a model that has gradients. dummy: random weights, no file is read.
+    finish: False for a model that has gradients. load_format: as in `model.load_format`.
     """
-    file = open_target(path, dummy=dummy)
+    file = open_target(path, load_format)
     file.check(max_model_len)
     with tensor_defaults(dtype, device):
         model = file.family.build(file.config, max_model_len, parallel)
@@ -75,18 +74,18 @@ class TargetFile:
             return self.family.build(self.config, max_model_len=1)
 
 
-def open_target(path: Path | str, *, dummy: bool = False) -> TargetFile:
-    """Open a directory's config and weights, random ones if `dummy`; reads no weight.
+def open_target(path: Path | str, load_format: str = "auto") -> TargetFile:
+    """Open a directory's config and weights, as `model.load_format` says; reads no weight.
 
     Raises CheckpointError.
     """
     folder = Path(path)
     family, config = read_target(folder)
-    if dummy:
+    if load_format == "dummy":
         empty = TargetFile(family, config, Checkpoint([], folder)).skeleton()
         shapes = {name: tuple(tensor.shape) for name, tensor in empty.tensors().items()}
         return TargetFile(family, config, dummy_checkpoint(folder, shapes))
-    checkpoint = open_weights(folder)
+    checkpoint = open_weights(folder, load_format)
     checkpoint.rename(family.renames(checkpoint.shapes))
     # A stored matrix wins over the flag: some exporters write both.
     is_tied = bool(config.get("tie_word_embeddings")) and "lm_head.weight" not in checkpoint

@@ -124,7 +124,7 @@ def load_medusa(
     path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype
 ) -> Medusa:
     """Load the heads in `path` for `target` in `dtype`, or raise CheckpointError."""
-    file = open_draft(path, "MEDUSA", target.spec if options.dummy else None)
+    file = open_draft(path, "MEDUSA", options.load_format, target.spec)
     medusa = make_medusa(file, target, dtype)
     file.checkpoint.load_into(medusa.tensors(), medusa.read_elsewhere)
     finish_loading(medusa)

@@ -62,13 +62,15 @@ def load_standalone(
 ) -> Standalone:
     """Load the model in `path` to draft for `target`; ids that only one has are never drafted."""
     assert target.path is not None, "a target that was loaded has a path"
-    if not options.dummy:
-        open_draft(path, "STANDALONE")
+    if options.load_format != "dummy":
+        open_draft(path, "STANDALONE", options.load_format)
     spec = read_spec(path)
     num_ids = shared_ids(spec, Path(path), target.spec, target.path)
     device = target.embed_tokens.weight.device
     parallel = target.parallel if divides(path, target.parallel.size) else SINGLE
-    model = load_target(path, dtype, device, target.max_model_len, parallel, dummy=options.dummy)
+    model = load_target(
+        path, dtype, device, target.max_model_len, parallel, load_format=options.load_format
+    )
     model.spec = replace(model.spec, num_ids=num_ids)
     if spec.max_position_embeddings < target.max_model_len:
         _log.warning(

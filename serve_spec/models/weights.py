@@ -6,6 +6,7 @@ absent, damaged or contradicts its index.
 
 from __future__ import annotations
 
+import inspect
 import re
 import zipfile
 from collections.abc import Collection, Iterable, Mapping
@@ -17,6 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from serve_spec.config.base import ConfigError
+from serve_spec.config.plugins import is_plugin_name, load_plugin
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.module import Destination, Shard
 from serve_spec.models.config import read_json
@@ -118,6 +121,31 @@ class Checkpoint:
         if name not in self._homes:
             raise CheckpointError(f"{self.directory}: tensor {name} is missing; fetch it again")
         return self._homes[name]
+
+
+def open_weights(path: Path | str, load_format: str = "auto") -> Checkpoint:
+    """Open the weights in `path` as `model.load_format` says; read none of them.
+
+    load_format: MODULE:FUNCTION of a function from a folder to its Checkpoint; any other value
+    stands for `open_checkpoint`.
+    Raises CheckpointError: as the function. ConfigError: it is no such function.
+    """
+    directory = Path(path)
+    if not is_plugin_name(load_format):
+        return open_checkpoint(directory)
+    field = "model.load_format"
+    function = load_plugin(field, load_format)
+    fix = "name a function that takes a folder and returns a serve_spec.models.weights.Checkpoint"
+    try:
+        inspect.signature(function).bind(directory)
+    except (TypeError, ValueError) as error:
+        why = f"cannot be called with a folder ({error})"
+        raise ConfigError(f"{field}={load_format!r}: {why}; {fix}") from None
+    opened = function(directory)
+    if not isinstance(opened, Checkpoint):
+        why = f"returned {type(opened).__name__} for {directory}"
+        raise ConfigError(f"{field}={load_format!r}: {why}; {fix}")
+    return opened
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:

@@ -293,7 +293,7 @@ def test_a_dummy_head_has_the_tensors_of_a_real_one(tmp_path, name):
     head = make(tmp_path / "head", folder, **config)
     target = load_target(folder, torch.float32)
     stored = load_draft(head, target, algorithm)
-    dummy = load_draft(without_weights(head), target, algorithm, DraftOptions(dummy=True))
+    dummy = load_draft(without_weights(head), target, algorithm, DraftOptions(load_format="dummy"))
     assert shapes_of(dummy) == shapes_of(stored)
     assert (dummy.target_ids is None) == (stored.target_ids is None)
 
@@ -330,7 +330,7 @@ def test_every_rank_has_its_part_of_the_same_dummy_weights(target):
     ids = torch.arange(20)
 
     def run(parallel):
-        model = load_target(target, torch.float32, parallel=parallel, dummy=True)
+        model = load_target(target, torch.float32, parallel=parallel, load_format="dummy")
         return run_text(model, ids)[0]
 
     whole = run(SINGLE)

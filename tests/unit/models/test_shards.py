@@ -5,13 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.expand import LOAD_FORMAT, expand_target
+from benchmarks.expansion import Expansion
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.module import Shard, finish_loading
 from serve_spec.layers.vocabulary import vocab_embedding, vocab_head
 from serve_spec.models import FeatureCapture, load_draft, load_target
 from serve_spec.models.shape import ModelShape
-from serve_spec.models.upscale import Expansion
-from serve_spec.models.upscale_command import expand_target
 from serve_spec.parallel.group import SINGLE
 from tests.helpers.checkpoints import make_eagle, make_eagle3, make_mtp, make_target
 from tests.helpers.paged import PagedSequences
@@ -66,7 +66,8 @@ def test_every_rank_of_an_expansion_builds_its_part_of_the_same_noise(tmp_path):
     expand_target(Expansion(str(base), 4, 2, 3, 301, None, noise=1.0, seed=0), folder)
 
     def run(parallel):
-        return answers(load_target(folder, torch.float32, parallel=parallel))
+        model = load_target(folder, torch.float32, parallel=parallel, load_format=LOAD_FORMAT)
+        return answers(model)
 
     expected = run(SINGLE)
     for found in on_ranks(2, run):

@@ -8,12 +8,22 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from serve_spec.cli import main
+from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import CheckpointError
+from serve_spec.engine.build import load_models
 from serve_spec.layers.rope import RopeScaling
 from serve_spec.models import load_target
 from serve_spec.models.loader import read_spec
 from serve_spec.models.registry import TARGETS, find_family
-from tests.helpers.checkpoints import make_target, read_checkpoint, target_config, write_checkpoint
+from serve_spec.parallel.group import SINGLE
+from tests.helpers.checkpoints import (
+    make_eagle3,
+    make_target,
+    read_checkpoint,
+    target_config,
+    write_checkpoint,
+)
 from tests.helpers.paged import run_text
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -365,3 +375,79 @@ def test_a_config_that_is_no_json_object_is_refused(tmp_path, content):
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"config\.json"):
         read_spec(tmp_path)
+
+
+NEGATED = """
+from serve_spec.models.weights import Checkpoint, SafetensorsFile, open_checkpoint
+
+class Negated(SafetensorsFile):
+    def read(self, name):
+        return -super().read(name)
+
+def open_weights(folder):
+    return Checkpoint([Negated(folder / "hidden.safetensors")], folder)
+
+def open_nothing(folder):
+    return {}
+
+def open_two(folder, other):
+    return open_checkpoint(folder)
+
+constant = 3
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    """Return the name of a module outside the package, which stores weights with other signs."""
+    name = f"plugin_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(NEGATED)
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+def hide_negated(folder):
+    _, tensors = read_checkpoint(folder)
+    (folder / "model.safetensors").unlink()
+    save_file({name: -tensor for name, tensor in tensors.items()}, folder / "hidden.safetensors")
+
+
+def test_a_function_of_another_package_opens_the_weights_of_target_and_draft(tmp_path, plugin):
+    target = make_target(tmp_path / "target", hidden=32)
+    make_eagle3(tmp_path / "draft", target)
+    keys = {
+        "model": {"path": str(target), "device": "cpu", "dtype": "float32"},
+        "speculative": {
+            "speculative_draft_model_path": str(tmp_path / "draft"),
+            "speculative_draft_dtype": "float32",
+        },
+        "cache": {"num_pages": 64},
+    }
+    stored = load_models(ServeSpecConfig.load(keys), SINGLE)
+    for folder in (target, tmp_path / "draft"):
+        hide_negated(folder)
+    opened = load_models(ServeSpecConfig.load(keys, load_format=f"{plugin}:open_weights"), SINGLE)
+    assert torch.equal(logits(opened.target), logits(stored.target))
+    assert torch.equal(opened.head.fc.weight, stored.head.fc.weight)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("negated", "use auto, safetensors, dummy or MODULE:FUNCTION"),
+        ("no_such_package:open_weights", "cannot be imported (No module named 'no_such_package')"),
+        ("{}:open_all", "has no attribute 'open_all'); correct the name"),
+        ("{}:constant", "cannot be called with a folder (3 is not a callable object)"),
+        ("{}:open_two", "cannot be called with a folder (missing a required argument: 'other')"),
+        ("{}:open_nothing", "returned dict for /"),
+    ],
+)
+def test_a_load_format_that_opens_no_weights_is_refused_in_one_line(
+    made, plugin, capsys, name, problem
+):
+    name = name.format(plugin)
+    (made / "model.safetensors").unlink()  # a refusal needs no weights
+    assert main(["check-config", str(made), f"load_format={name}"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"model.load_format={name!r}: " in line
+    assert problem in line

@@ -1,12 +1,13 @@
-"""`serve-spec expand`: a small pair in the shape of a published model, in two small folders.
+"""Write a small pair in the shape of a published model, as two small folders.
 
-    serve-spec expand --target asset:tiny/target --draft asset:tiny/eagle3 \\
+    python -m benchmarks.expand --target asset:tiny/target --draft asset:tiny/eagle3 \\
         --shape llama-3.1-8b --output-dir DIR
+    PYTHONPATH=$PWD serve-spec bench offline --config DIR/expanded.yaml
 
 DIR then holds target/ and eagle3/ (config, expansion, tokenizer; no weights) and expanded.yaml, a
-configuration that runs them. The large weights are built at every start, on their device. They
-compute what the small ones compute, at the cost of the large shape: speeds are those of a real
-model of that shape, texts and accept lengths are the small pair's.
+configuration that runs them; `benchmarks` must be importable. The large weights are built at every
+start, on their device. They compute what the small ones compute, at the cost of the large shape:
+speeds are those of a real model of that shape, texts and accept lengths are the small pair's.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,14 +23,14 @@ from typing import Any
 
 import yaml
 
+from benchmarks import expansion
+from benchmarks.expansion import Expansion
 from serve_spec.config import ConfigError
 from serve_spec.config.checkpoint import MTP_KEY
 from serve_spec.core.errors import CheckpointError
-from serve_spec.models import upscale
 from serve_spec.models.draft_checkpoint import DraftFile, open_draft_file
 from serve_spec.models.draft_shape import capture_layers
 from serve_spec.models.shape import NUM_IDS_KEY, ModelShape, read_json, whole
-from serve_spec.models.upscale import Expansion
 
 # Files of a target beside its config and weights.
 _COMPANIONS = (
@@ -76,7 +78,7 @@ def sizes_of(name: str, base: ModelShape) -> dict[str, int]:
 
 def expand_target(recipe: Expansion, directory: Path) -> None:
     """Write the expanded target: config, recipe, tokenizer. May raise CheckpointError."""
-    source = upscale.find_base(recipe.base, Path.cwd())
+    source = expansion.find_base(recipe.base, Path.cwd())
     shape = ModelShape.from_directory(source)
     base = read_json(source / "config.json")
     for key, what in (("text_config", "multimodal models"), (MTP_KEY, "models with drafts")):
@@ -106,7 +108,7 @@ def expand_draft(recipe: Expansion, target: ModelShape, directory: Path) -> str:
 
     Without `draft_vocab_size` an EAGLE-3 head gets as many more ids as the target.
     """
-    source = upscale.find_base(recipe.base, Path.cwd())
+    source = expansion.find_base(recipe.base, Path.cwd())
     file = open_draft_file(source)
     family = file.recognition.family
     for key, expected in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
@@ -133,7 +135,7 @@ def expand_draft(recipe: Expansion, target: ModelShape, directory: Path) -> str:
 
 
 def _check(recipe: Expansion, vocab_size: int) -> None:
-    upscale.check_noise(recipe.noise)
+    expansion.check_noise(recipe.noise)
     for field in ("hidden_factor", "ffn_factor"):
         if getattr(recipe, field) < 1:
             number = getattr(recipe, field)
@@ -173,7 +175,7 @@ def _windows(shape: ModelShape, num_layers: int) -> dict[str, Any]:
     if shape.sliding_window is None:
         return {"sliding_window": None, "use_sliding_window": False, "layer_types": None}
     windows = [
-        shape.windows[place] for place, _ in upscale.added_layers(shape.num_layers, num_layers)
+        shape.windows[place] for place, _ in expansion.added_layers(shape.num_layers, num_layers)
     ]
     return {
         "sliding_window": shape.sliding_window,
@@ -190,16 +192,32 @@ def _write(directory: Path, config: Mapping[str, Any], recipe: Expansion, source
     base = recipe.base if recipe.base.startswith("asset:") else str(source)
     written = asdict(replace(recipe, base=base))
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    (directory / upscale.RECIPE_FILE).write_text(json.dumps(written, indent=1) + "\n")
+    (directory / expansion.RECIPE_FILE).write_text(json.dumps(written, indent=1) + "\n")
 
 
 _CONFIG_FILE = "expanded.yaml"
 
+LOAD_FORMAT = f"{expansion.__name__}:{expansion.open_weights.__name__}"
+"""Value of `model.load_format` with which serve_spec opens the folders."""
+
 
 def main(argv: list[str]) -> int:
-    """Write the folders and the configuration; print their names."""
+    """Write the folders and the configuration, and print their names; return the exit status."""
     args = _parser().parse_args(argv)
-    base = ModelShape.from_directory(upscale.find_base(args.target, Path.cwd()))
+    try:
+        print(write_pair(args))
+    except (ConfigError, CheckpointError) as error:
+        print(f"benchmarks.expand: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def write_pair(args: argparse.Namespace) -> str:
+    """Write the folders and the configuration; return their names and sizes.
+
+    Raises ConfigError or CheckpointError: the arguments or the small pair do not allow it.
+    """
+    base = ModelShape.from_directory(expansion.find_base(args.target, Path.cwd()))
     sizes = _sizes(args, base)
     recipe = Expansion(args.target, noise=args.noise, seed=args.seed, **sizes)
     folder: Path = args.output_dir
@@ -213,13 +231,12 @@ def main(argv: list[str]) -> int:
     config = folder / _CONFIG_FILE
     config.write_text(_config(args.shape or "expanded", drafts))
     shown = ", ".join(f"{key}={value}" for key, value in sizes.items())
-    print(f"{config}: {shown}; drafts: {', '.join(drafts) or 'none'}")
-    return 0
+    return f"{config}: {shown}; drafts: {', '.join(drafts) or 'none'}"
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="serve-spec expand",
+        prog="python -m benchmarks.expand",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -261,7 +278,9 @@ def _sizes(args: argparse.Namespace, base: ModelShape) -> dict[str, Any]:
 
 
 def _config(name: str, drafts: dict[str, str]) -> str:
-    sections: dict[str, dict[str, Any]] = {"model": {"path": "target", "served_model_name": name}}
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"path": "target", "load_format": LOAD_FORMAT, "served_model_name": name}
+    }
     if drafts:
         folder, family = next(iter(drafts.items()))
         sections["speculative"] = {
@@ -272,7 +291,11 @@ def _config(name: str, drafts: dict[str, str]) -> str:
             "speculative_adaptive_strategy": "goodput",
         }
     return (
-        "# Written by `serve-spec expand`: a small pair in a large shape. Texts and accept\n"
-        "# lengths are the small pair's; the cost of a round is the large shape's.\n"
+        "# Written by `python -m benchmarks.expand`: a small pair in a large shape. Texts and\n"
+        "# accept lengths are the small pair's; the cost of a round is the large shape's.\n"
         + yaml.safe_dump(sections, sort_keys=False)
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -2,7 +2,8 @@
 
 A folder with `expansion.json` holds no weights. It names a base checkpoint and how to enlarge it;
 every tensor is built on its device, so nothing large is stored. The large model computes what the
-base computes (Net2Net, arXiv 1511.05641).
+base computes (Net2Net, arXiv 1511.05641). serve_spec opens such folders, and stored checkpoints
+beside them, with `model.load_format: benchmarks.expansion:open_weights`.
 
 Width: every hidden vector is k copies of the small one's, [h, h, ..., h]. Heads and neurons are
 repeated, and a matrix W becomes k column blocks whose sum is W, so that W_wide [h, ..., h] = W h.
@@ -15,7 +16,7 @@ past the base's vocabulary have rows of their own and are never sampled (`serve_
 
 In float32 the texts are equal. In bfloat16 every copy of a hidden vector is rounded by itself.
 Share of 768 tokens of the shipped target with the argmax of float32: bfloat16 alone 98.3 %; eight
-times as wide, 98.3 % without noise and 98.4 % with it (the default of `serve-spec expand`).
+times as wide, 98.3 % without noise and 98.4 % with it (the default of `benchmarks.expand`).
 """
 
 from __future__ import annotations
@@ -196,9 +197,8 @@ def check_noise(noise: Any) -> None:
         raise CheckpointError(f"noise={noise!r}: give a number from 0 (equal blocks) to 1")
 
 
-def open_weights(path: Path | str) -> Checkpoint:
+def open_weights(directory: Path) -> Checkpoint:
     """Open stored weights or an expansion; read no weight. Raise CheckpointError if that fails."""
-    directory = Path(path)
     if not (directory / RECIPE_FILE).exists():
         return open_checkpoint(directory)
     return Checkpoint([_ExpandedFile(directory, Expansion.read(directory))], directory)
