@@ -28,9 +28,11 @@ from benchmarks.expansion import Expansion
 from serve_spec.config import ConfigError
 from serve_spec.config.checkpoint import MTP_KEY
 from serve_spec.core.errors import CheckpointError
+from serve_spec.models.config import positive_integer, read_json
 from serve_spec.models.draft_checkpoint import DraftFile, open_draft_file
 from serve_spec.models.draft_shape import capture_layers
-from serve_spec.models.shape import NUM_IDS_KEY, ModelShape, read_json, whole
+from serve_spec.models.family import read_shape
+from serve_spec.models.shape import NUM_IDS_KEY, DecoderShape
 
 # Files of a target beside its config and weights.
 _COMPANIONS = (
@@ -54,7 +56,7 @@ SHAPES = {
 }
 
 
-def sizes_of(name: str, base: ModelShape) -> dict[str, int]:
+def sizes_of(name: str, base: DecoderShape) -> dict[str, int]:
     """Return sizes that give `base` the shape `name`, or raise CheckpointError."""
     wanted = SHAPES[name]
     hidden = wanted["hidden_size"] // base.hidden_size
@@ -79,7 +81,7 @@ def sizes_of(name: str, base: ModelShape) -> dict[str, int]:
 def expand_target(recipe: Expansion, directory: Path) -> None:
     """Write the expanded target: config, recipe, tokenizer. May raise CheckpointError."""
     source = expansion.find_base(recipe.base, Path.cwd())
-    shape = ModelShape.from_directory(source)
+    shape = read_shape(source)
     base = read_json(source / "config.json")
     for key, what in (("text_config", "multimodal models"), (MTP_KEY, "models with drafts")):
         if base.get(key):
@@ -103,7 +105,7 @@ def expand_target(recipe: Expansion, directory: Path) -> None:
             shutil.copyfile(source / name, directory / name)
 
 
-def expand_draft(recipe: Expansion, target: ModelShape, directory: Path) -> str:
+def expand_draft(recipe: Expansion, target: DecoderShape, directory: Path) -> str:
     """Write the head `recipe.base`, made for a small `target`, expanded; return its family.
 
     Without `draft_vocab_size` an EAGLE-3 head gets as many more ids as the target.
@@ -112,7 +114,7 @@ def expand_draft(recipe: Expansion, target: ModelShape, directory: Path) -> str:
     file = open_draft_file(source)
     family = file.recognition.family
     for key, expected in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
-        if whole(file.config, key, target.vocab_size) != expected:
+        if positive_integer(file.config, key, target.vocab_size) != expected:
             why = f"{source}: {key}={file.config[key]}, but the target's is {expected}"
             raise CheckpointError(f"{why}; only heads as wide as their target can be expanded")
     rows = _draft_rows(file, target.vocab_size, recipe) if family == "EAGLE3" else None
@@ -170,7 +172,7 @@ def _grown(config: Mapping[str, Any], size: Expansion) -> dict[str, Any]:
     return grown | {key: config[key] * factor for key, factor in factors.items() if key in config}
 
 
-def _windows(shape: ModelShape, num_layers: int) -> dict[str, Any]:
+def _windows(shape: DecoderShape, num_layers: int) -> dict[str, Any]:
     """Return the keys that give each of `num_layers` layers the window of the base's it copies."""
     if shape.sliding_window is None:
         return {"sliding_window": None, "use_sliding_window": False, "layer_types": None}
@@ -217,7 +219,7 @@ def write_pair(args: argparse.Namespace) -> str:
 
     Raises ConfigError or CheckpointError: the arguments or the small pair do not allow it.
     """
-    base = ModelShape.from_directory(expansion.find_base(args.target, Path.cwd()))
+    base = read_shape(expansion.find_base(args.target, Path.cwd()))
     sizes = _sizes(args, base)
     recipe = Expansion(args.target, noise=args.noise, seed=args.seed, **sizes)
     folder: Path = args.output_dir
@@ -256,7 +258,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _sizes(args: argparse.Namespace, base: ModelShape) -> dict[str, Any]:
+def _sizes(args: argparse.Namespace, base: DecoderShape) -> dict[str, Any]:
     """Return the sizes of the shape or of the factors; sizes not given stay as they are."""
     names = ("hidden_factor", "ffn_factor", "num_layers", "vocab_size", "draft_vocab_size")
     given = {name: value for name in names if (value := getattr(args, name)) is not None}

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from serve_spec.config.base import Refusal, locate
 from serve_spec.core.errors import CheckpointError
-from serve_spec.models.shape import read_json, whole
+from serve_spec.models.config import positive_integer, read_json
 from serve_spec.models.weights import BuiltFile, Checkpoint, open_checkpoint
 
 # All integers up to this magnitude are exact in bfloat16.
@@ -182,7 +182,7 @@ class Expansion:
         optional = {"num_layers", "draft_vocab_size"}
         for name in names - {"base", "noise", "seed"}:
             if name not in optional or content[name] is not None:
-                whole(content, name)
+                positive_integer(content, name)
         check_noise(content["noise"])
         if not isinstance(content["base"], str) or type(content["seed"]) is not int:
             raise CheckpointError(
@@ -241,7 +241,7 @@ class _ExpandedFile(BuiltFile):
         kept = {name: name for name in self._base.shapes if name not in ("d2t", "t2d")}
         self._sources = kept if is_draft else self._target_sources()
         self._maps = self._id_maps() if is_draft else {}
-        width = whole(self._config, "hidden_size")
+        width = positive_integer(self._config, "hidden_size")
         self._how: dict[str, Widening] = {}
         self.shapes = {name: tuple(ids.shape) for name, ids in self._maps.items()}
         for name, source in self._sources.items():
@@ -271,7 +271,9 @@ class _ExpandedFile(BuiltFile):
     def _target_sources(self) -> dict[str, str]:
         assert self._recipe.num_layers is not None, "a target's expansion has a number of layers"
         names = self._base.shapes
-        layers = added_layers(whole(self._config, "num_hidden_layers"), self._recipe.num_layers)
+        layers = added_layers(
+            positive_integer(self._config, "num_hidden_layers"), self._recipe.num_layers
+        )
         sources = {name: name for name in names if not _LAYER.match(name)}
         # The scales of embedding and head differ, so they cannot stay tied.
         sources.setdefault("lm_head.weight", "model.embed_tokens.weight")
@@ -294,7 +296,7 @@ class _ExpandedFile(BuiltFile):
         head = self._base.shapes.get("lm_head.weight")
         if rows is None or head is None:
             return {}
-        known, first_added = head[0], whole(self._config, "vocab_size")
+        known, first_added = head[0], positive_integer(self._config, "vocab_size")
         if rows - known > vocab - first_added:
             raise CheckpointError(
                 f"draft_vocab_size={rows} adds {rows - known} draft ids, but vocab_size={vocab} "

@@ -24,15 +24,16 @@ from serve_spec.bench.report import environment, print_record
 from serve_spec.core.context import ForwardContext, torch_dtype
 from serve_spec.kvcache.pool import PagedKVPool
 from serve_spec.layers.module import finish_loading, tensor_defaults
-from serve_spec.models import ModelShape
 from serve_spec.models.decoder import DecoderLayer
+from serve_spec.models.family import read_shape
+from serve_spec.models.shape import DecoderShape
 from serve_spec.ops.paged_attention import AttentionPlan
 from serve_spec.worker.forward import SlotAttention
 
 _PAGE_SIZE = 16
 
 
-def make_layers(shape: ModelShape) -> nn.ModuleList:
+def make_layers(shape: DecoderShape) -> nn.ModuleList:
     """Return layers of random weights, of torch's default dtype and device."""
     layers = nn.ModuleList(DecoderLayer(shape, index) for index in range(shape.num_layers))
     for weight in layers.parameters():
@@ -42,7 +43,7 @@ def make_layers(shape: ModelShape) -> nn.ModuleList:
 
 
 def make_forward(
-    layers: nn.ModuleList, shape: ModelShape, pool: PagedKVPool, query_len: int, context: int
+    layers: nn.ModuleList, shape: DecoderShape, pool: PagedKVPool, query_len: int, context: int
 ) -> Callable[[], Tensor]:
     """Return a forward of as many requests as fill the pool, `query_len` tokens each."""
     device, pages = pool.device, -(-(context + query_len) // _PAGE_SIZE)
@@ -89,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda" if on_gpu else "cpu")
     dtype = torch_dtype("bfloat16" if on_gpu else "float32")
     print_record(args.json, section="environment", **environment(config))
-    whole = ModelShape.from_directory(config.model.folder)
+    whole = read_shape(config.model.folder)
     windows = (None,) * args.num_layers
     whole = replace(whole, num_layers=args.num_layers, windows=windows)
     for size in args.parts:

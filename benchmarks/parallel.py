@@ -30,7 +30,8 @@ from serve_spec.config import ServeSpecConfig
 from serve_spec.core.context import torch_dtype
 from serve_spec.core.record import StepRecord
 from serve_spec.engine.llm import LLM
-from serve_spec.models import ModelShape
+from serve_spec.models.family import read_shape
+from serve_spec.models.shape import DecoderShape
 from serve_spec.parallel.channel import LOOPBACK, Address
 from serve_spec.parallel.group import SINGLE, TensorParallel, join, store_server
 
@@ -38,7 +39,7 @@ Exchanges = Mapping[str, Callable[[], object]]
 
 
 def time_exchanges(
-    rank: int, size: int, store_port: int, shape: ModelShape, args: argparse.Namespace
+    rank: int, size: int, store_port: int, shape: DecoderShape, args: argparse.Namespace
 ) -> None:
     """Time collectives by number of rows. Every rank runs this; rank 0 writes.
 
@@ -218,7 +219,7 @@ def main(argv: list[str] | None = None) -> int:
     else:
         args.num_steps = 0
     print_record(args.json, section="environment", **environment(config))
-    shape = ModelShape.from_directory(config.model.folder)
+    shape = read_shape(config.model.folder)
     for size in args.sizes:
         if size > 1:
             store = store_server(LOOPBACK)

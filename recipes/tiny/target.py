@@ -1,4 +1,4 @@
-"""Target: a small Llama trained on the corpus by next-token prediction."""
+"""Target: a small Decoder trained on the corpus by next-token prediction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipes.tiny.settings import PairRecipe
-from serve_spec.models import Llama
+from serve_spec.models.decoder import Decoder
 from serve_spec.training.loop import Run, Trainer, compiled
 from serve_spec.training.sampling import windows
 from serve_spec.training.unroll import forward_rows
@@ -46,7 +46,7 @@ def train_target(recipe: PairRecipe, train: Tensor, held_out: Tensor, run: Run, 
     export_checkpoint(out, masters.parameters, recipe.target)
 
 
-def _loss_of(model: Llama) -> Callable[[Tensor], Tensor]:
+def _loss_of(model: Decoder) -> Callable[[Tensor], Tensor]:
     """Return the mean next-token cross-entropy of rows [B, T + 1] as a function of the rows."""
 
     def loss(rows: Tensor) -> Tensor:

@@ -33,9 +33,10 @@ from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
 from serve_spec.log import get_logger, stage
-from serve_spec.models import DraftHead, DraftOptions, Llama, load_draft, load_target
+from serve_spec.models import DraftHead, DraftOptions, load_draft, load_target
 from serve_spec.models.decoder import compile_layers
 from serve_spec.models.draft import draft_dtype, draft_weights
+from serve_spec.models.interfaces import Target
 from serve_spec.models.loader import read_spec, target_dtype
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.parallel.worker_ranks import Launcher, WorkerRanks, launch
@@ -202,7 +203,7 @@ def _with_captured_sizes(
 class LoadedModels:
     """The models of one rank, and the number of KV pages, which is equal on all ranks."""
 
-    target: Llama
+    target: Target
     head: DraftHead | None
     num_pages: int
     dtype: torch.dtype
@@ -335,7 +336,7 @@ def _cost_source(
     return CostSource(key, grid, path=config.speculative.speculative_cost_table, measure=measure)
 
 
-def _load_head(config: ServeSpecConfig, target: Llama) -> DraftHead | None:
+def _load_head(config: ServeSpecConfig, target: Target) -> DraftHead | None:
     speculative, weight = config.speculative, target.embed_tokens.weight
     path = config.draft_folder if speculative.enabled else None
     if path is None:
@@ -354,7 +355,7 @@ def _load_head(config: ServeSpecConfig, target: Llama) -> DraftHead | None:
     )
 
 
-def _num_pages(config: ServeSpecConfig, target: Llama, head: DraftHead | None) -> int:
+def _num_pages(config: ServeSpecConfig, target: Target, head: DraftHead | None) -> int:
     """Return the configured number of KV pages, or as many as fit the budget.
 
     Raises ValueError if they need more memory than there is.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,7 @@ from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import Destination, Layer, named_parts, parameter
 from serve_spec.layers.norm import RMSNorm
 from serve_spec.layers.vocabulary import vocab_embedding, vocab_head
-from serve_spec.models.interfaces import FeatureCapture, TargetOutput, TargetSpec
+from serve_spec.models.interfaces import FeatureCapture, Target, TargetOutput, TargetSpec
 from serve_spec.models.shape import DecoderShape
 from serve_spec.ops import linear
 from serve_spec.parallel.group import SINGLE, TensorParallel
@@ -206,8 +205,8 @@ def compile_layers(model: object, backend: str = "inductor") -> None:
                 setattr(layer, region, torch.compile(written, dynamic=True, backend=backend))
 
 
-class Decoder(Layer):
-    """A decoder-only transformer over a paged KV pool (`Target`).
+class Decoder(Target):
+    """A decoder-only transformer over a paged KV pool.
 
     Created with torch's default dtype and device, uninitialised: `load_target` fills it. With
     tied embeddings `lm_head` reads the embedding's matrix. `shape` is that of all ranks,
@@ -237,7 +236,6 @@ class Decoder(Layer):
         if is_tied:
             self.lm_head.weight = self.embed_tokens.weight
         self.max_model_len = max_model_len or shape.max_position_embeddings
-        self.path: Path | None = None  # of its checkpoint
         self.rope = shape.rotary(self.max_model_len)
         # A plain tuple: iterating a ModuleList is slow.
         self._layers = tuple(layers)

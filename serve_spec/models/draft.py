@@ -16,8 +16,8 @@ from serve_spec.layers.module import Layer
 from serve_spec.layers.quantized import Int4Weight, Int8Weight, int4_works, int8_works
 from serve_spec.log import get_logger
 from serve_spec.models.draft_checkpoint import DraftOptions
-from serve_spec.models.llama import FeatureCapture, Llama
-from serve_spec.models.shape import ModelShape
+from serve_spec.models.interfaces import FeatureCapture, Target
+from serve_spec.models.shape import DecoderShape
 from serve_spec.parallel.group import SINGLE, TensorParallel
 
 _log = get_logger(__name__)
@@ -51,7 +51,9 @@ class DraftHead(Layer):
     read_elsewhere: tuple[str, ...] = ()
     """Tensors of its checkpoint that `tensors` does not name."""
 
-    def __init__(self, shape: ModelShape, capture: FeatureCapture | None, feature_dim: int) -> None:
+    def __init__(
+        self, shape: DecoderShape, capture: FeatureCapture | None, feature_dim: int
+    ) -> None:
         super().__init__()
         self.shape = shape
         self.capture = capture
@@ -81,7 +83,7 @@ class DraftHead(Layer):
 
 def load_draft(
     path: Path | str,
-    target: Llama,
+    target: Target,
     algorithm: str,
     options: DraftOptions | None = None,
     dtype: torch.dtype | None = None,
@@ -135,12 +137,12 @@ def _keep_integers(
         torch.cuda.empty_cache()  # the freed memory holds KV pages
 
 
-def sharing_ranks(shape: ModelShape, target: Llama) -> TensorParallel:
+def sharing_ranks(shape: DecoderShape, target: Target) -> TensorParallel:
     """Return the ranks that share a draft: the target's, or one if it cannot be split."""
     return target.parallel if shape.divides(target.parallel.size) else SINGLE
 
 
-def own_matrices(head: DraftHead, target: Llama) -> list[Linear]:
+def own_matrices(head: DraftHead, target: Target) -> list[Linear]:
     """Return the matrices of a draft without those it shares with the target."""
     shared = set(target.modules())
     return [m for m in head.modules() if isinstance(m, Linear) and m not in shared]

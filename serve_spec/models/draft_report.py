@@ -13,12 +13,12 @@ import torch
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.models import draft_shape
-from serve_spec.models.decoder import Decoder as Llama
 from serve_spec.models.draft_checkpoint import DraftFile, DraftOptions, read_draft
 from serve_spec.models.eagle import make_eagle
+from serve_spec.models.interfaces import Target
 from serve_spec.models.loader import open_target, read_spec
 from serve_spec.models.medusa import make_medusa, medusa_shape
-from serve_spec.models.shape import ModelShape
+from serve_spec.models.shape import DecoderShape
 from serve_spec.models.standalone import shared_ids
 
 Facts = dict[str, str]
@@ -52,7 +52,7 @@ def describe_draft(path: Path, config: ServeSpecConfig | None) -> str:
     return "\n".join(f"{name + ':':<{width}}{text}" for name, text in facts.items())
 
 
-def _head(file: DraftFile, target: Llama | None, options: DraftOptions) -> Facts:
+def _head(file: DraftFile, target: Target | None, options: DraftOptions) -> Facts:
     """Return facts about an EAGLE, EAGLE-3 or MTP head; raise as loading it would."""
     shape = draft_shape.layer_shape(
         file, options, None if target is None else target.spec.vocab_size
@@ -82,7 +82,7 @@ def _head(file: DraftFile, target: Llama | None, options: DraftOptions) -> Facts
     return facts
 
 
-def _medusa(file: DraftFile, target: Llama | None) -> Facts:
+def _medusa(file: DraftFile, target: Target | None) -> Facts:
     if target is not None:
         medusa = make_medusa(file, target, torch.float32)
         file.checkpoint.check(medusa.tensors(), medusa.read_elsewhere)
@@ -117,7 +117,7 @@ def _standalone(file: DraftFile, target_path: Path | None, load_format: str) -> 
     }
 
 
-def _layers(shape: ModelShape) -> str:
+def _layers(shape: DecoderShape) -> str:
     window = f", window {shape.sliding_window}" if shape.sliding_window else ""
     return (
         f"{shape.num_layers}, hidden {shape.hidden_size}, {shape.num_heads} heads and "
@@ -125,7 +125,7 @@ def _layers(shape: ModelShape) -> str:
     )
 
 
-def _theta(file: DraftFile, shape: ModelShape, options: DraftOptions) -> str:
+def _theta(file: DraftFile, shape: DecoderShape, options: DraftOptions) -> str:
     theta = f"{shape.rope_theta:g}"
     if options.rope_theta is not None:
         return f"{theta}, from speculative_draft_rope_theta"
@@ -143,14 +143,14 @@ def _theta(file: DraftFile, shape: ModelShape, options: DraftOptions) -> str:
     return f"{theta}, from config.json{hint}"
 
 
-def _biases(file: DraftFile, shape: ModelShape) -> str:
+def _biases(file: DraftFile, shape: DecoderShape) -> str:
     return (
         f"fc {_yes('fc.bias' in file.checkpoint)}, qkv {_yes(shape.qkv_bias)}, "
         f"o_proj {_yes(shape.output_bias)}, head norms {_yes(shape.qk_norm)}"
     )
 
 
-def _vocabulary(file: DraftFile, shape: ModelShape) -> str:
+def _vocabulary(file: DraftFile, shape: DecoderShape) -> str:
     rows = file.checkpoint.shapes.get("lm_head.weight")
     if rows is None:
         return f"{shape.vocab_size} tokens, through the target's lm_head"
@@ -159,7 +159,7 @@ def _vocabulary(file: DraftFile, shape: ModelShape) -> str:
     return f"{rows[0]} of {shape.vocab_size} tokens, own lm_head, ids mapped by d2t (offsets)"
 
 
-def _captured(file: DraftFile, target: Llama | None, options: DraftOptions) -> str:
+def _captured(file: DraftFile, target: Target | None, options: DraftOptions) -> str:
     if options.aux_layer_ids is not None:
         return f"inputs of {list(options.aux_layer_ids)}, from speculative_draft_aux_layer_ids"
     ids = draft_shape.configured_ids(file)
@@ -214,7 +214,7 @@ def _fit(config: ServeSpecConfig | None, family: str) -> str:
     return f"{config.model.path}: fits{fix}"
 
 
-def check_target(path: Path, load_format: str = "auto") -> Llama:
+def check_target(path: Path, load_format: str = "auto") -> Target:
     """Return the model in `path` on the meta device; raise CheckpointError as loading it would."""
     file = open_target(path, load_format)
     model = file.skeleton()

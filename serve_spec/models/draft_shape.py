@@ -12,14 +12,15 @@ from torch import Tensor
 
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.vocabulary import Embedding
+from serve_spec.models.config import positive_integer
 from serve_spec.models.draft_checkpoint import DraftFile, DraftOptions
-from serve_spec.models.llama import FeatureCapture, Llama
-from serve_spec.models.shape import ModelShape, check_sizes, layer_sizes, whole
+from serve_spec.models.interfaces import FeatureCapture, Target
+from serve_spec.models.shape import DecoderShape, check_sizes, layer_sizes
 
 EMBEDDING = "embed_tokens.weight"
 
 
-def draft_shape(file: DraftFile, target: Llama, options: DraftOptions) -> ModelShape:
+def draft_shape(file: DraftFile, target: Target, options: DraftOptions) -> DecoderShape:
     """Return the shape of the head's layers over `target`'s positions, or raise CheckpointError."""
     shape = layer_shape(file, options, target.spec.vocab_size)
     if shape.vocab_size != target.spec.vocab_size:
@@ -31,7 +32,7 @@ def draft_shape(file: DraftFile, target: Llama, options: DraftOptions) -> ModelS
 
 def layer_shape(
     file: DraftFile, options: DraftOptions, vocab_size: int | None = None
-) -> ModelShape:
+) -> DecoderShape:
     """Return the shape of the head's layers.
 
     vocab_size: used if the config has none. May raise CheckpointError.
@@ -40,10 +41,10 @@ def layer_shape(
     attention = "layers.0.self_attn."
     found = [int(m[1]) for name in shapes if (m := re.match(r"layers\.(\d+)\.", name))]
     num_layers = max(found, default=0) + 1
-    shape = ModelShape(
+    shape = DecoderShape(
         **layer_sizes(config),
         num_layers=num_layers,
-        vocab_size=whole(config, "vocab_size", vocab_size),
+        vocab_size=positive_integer(config, "vocab_size", vocab_size),
         qkv_bias=attention + "q_proj.bias" in shapes,
         output_bias=attention + "o_proj.bias" in shapes,
         qk_norm=attention + "q_norm.weight" in shapes,
@@ -56,7 +57,7 @@ def layer_shape(
     return shape
 
 
-def own_embedding(file: DraftFile, target: Llama) -> Embedding | None:
+def own_embedding(file: DraftFile, target: Target) -> Embedding | None:
     """Return a layer with the file's embedding, in the target's dtype; None for the target's own.
 
     Many files hold a copy of the target's; sharing it saves memory.
@@ -72,7 +73,7 @@ def own_embedding(file: DraftFile, target: Llama) -> Embedding | None:
     return embedding
 
 
-def check_embedding(file: DraftFile, target: Llama, hidden_size: int) -> None:
+def check_embedding(file: DraftFile, target: Target, hidden_size: int) -> None:
     """Raise CheckpointError unless the file or the target has an embedding of this width."""
     found, width = file.checkpoint.shapes.get(EMBEDDING), target.spec.hidden_size
     if found is None and hidden_size != width:
@@ -92,7 +93,7 @@ def _sliding_window(file: DraftFile) -> int | None:
     is_off = config.get("use_sliding_window") is False or kinds == {"full_attention"}
     if not config.get("sliding_window") or is_off:
         return None
-    window = whole(config, "sliding_window")
+    window = positive_integer(config, "sliding_window")
     if kinds != {"sliding_attention"}:
         raise file.refusal(
             f"sliding_window={window} with layer_types={sorted(kinds)} does not say that all draft "
@@ -176,7 +177,7 @@ class Eagle3Shape:
     normed output is fed back.
     """
 
-    layers: ModelShape
+    layers: DecoderShape
     capture: FeatureCapture
     target_hidden_size: int
     draft_vocab_size: int
@@ -187,7 +188,7 @@ class Eagle3Shape:
     norm_output: bool
 
 
-def read_eagle3_shape(file: DraftFile, target: Llama, options: DraftOptions) -> Eagle3Shape:
+def read_eagle3_shape(file: DraftFile, target: Target, options: DraftOptions) -> Eagle3Shape:
     """Read and check all but tensor contents; raise CheckpointError if they do not fit."""
     layers = draft_shape(file, target, options)
     shapes = file.checkpoint.shapes
@@ -338,7 +339,7 @@ def _refuse_variants(file: DraftFile) -> None:
         raise file.refusal(why, "use a head with one of them")
 
 
-def _check_features(file: DraftFile, target: Llama, capture: FeatureCapture) -> None:
+def _check_features(file: DraftFile, target: Target, capture: FeatureCapture) -> None:
     wide = target.spec.hidden_size
     claimed = file.config.get("target_hidden_size")
     if claimed is not None and claimed != wide:

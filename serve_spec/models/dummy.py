@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serve_spec.models.config import positive_integer as whole
+from serve_spec.models.config import positive_integer
 from serve_spec.models.interfaces import TargetSpec
 from serve_spec.models.shape import layer_sizes
 from serve_spec.models.weights import BuiltFile, Checkpoint
@@ -56,7 +56,7 @@ def draft_tensors(config: Mapping[str, Any], algorithm: str, target: TargetSpec)
     """Return the tensor shapes of a head by current name; CheckpointError if one is unknown."""
     if algorithm == "MEDUSA":
         return _medusa(config, target)
-    hidden, vocab = whole(config, "hidden_size"), target.vocab_size
+    hidden, vocab = positive_integer(config, "hidden_size"), target.vocab_size
     shapes: Shapes = {}
     if algorithm == "MTP":
         norms = [f"{name}_layernorm.weight" for name in ("token", "hidden", "input", "final")]
@@ -64,7 +64,7 @@ def draft_tensors(config: Mapping[str, Any], algorithm: str, target: TargetSpec)
         shapes = {f"layers.0.{name}": shape for name, shape in layer.items()}
         return {**shapes, "fc.weight": (hidden, 2 * hidden)}
     is_eagle3 = algorithm == "EAGLE3"
-    for index in range(whole(config, "num_hidden_layers", 1)):
+    for index in range(positive_integer(config, "num_hidden_layers", 1)):
         reads_two = is_eagle3 and index == 0
         layer = _layer(config, 2 * hidden if reads_two else hidden)
         if is_eagle3 or index:
@@ -82,7 +82,7 @@ def _eagle3(config: Mapping[str, Any], hidden: int, vocab: int, target_hidden: i
     nested = config.get("eagle_config") or {}
     settings = {**nested, **{key: value for key, value in config.items() if value is not None}}
     num_features = len(settings.get("eagle_aux_hidden_state_layer_ids") or (0, 0, 0))
-    rows = whole(settings, "draft_vocab_size", vocab)
+    rows = positive_integer(settings, "draft_vocab_size", vocab)
     shapes: Shapes = {
         "fc.weight": (hidden, num_features * target_hidden),
         "norm.weight": (hidden,),
@@ -122,8 +122,8 @@ def _layer(config: Mapping[str, Any], inputs: int) -> Shapes:
 
 def _medusa(config: Mapping[str, Any], target: TargetSpec) -> Shapes:
     hidden = target.hidden_size
-    num_heads = whole(config, "num_heads", config.get("medusa_num_heads", 5))
-    num_blocks = whole(config, "num_hidden_layers", config.get("medusa_num_layers", 1))
+    num_heads = positive_integer(config, "num_heads", config.get("medusa_num_heads", 5))
+    num_blocks = positive_integer(config, "num_hidden_layers", config.get("medusa_num_layers", 1))
     shapes: Shapes = {}
     for head in range(num_heads):
         shapes[f"lm_heads.{head}.weight"] = (target.vocab_size, hidden)

@@ -24,11 +24,11 @@ from serve_spec.layers.norm import RMSNorm, stream_of
 from serve_spec.layers.vocabulary import vocab_head
 from serve_spec.log import get_logger
 from serve_spec.models import draft_shape
-from serve_spec.models.decoder import DecoderLayer
+from serve_spec.models.decoder import DecoderLayer, without_padding
 from serve_spec.models.draft import DraftHead, sharing_ranks
 from serve_spec.models.draft_checkpoint import DraftFile, DraftOptions, open_draft
-from serve_spec.models.llama import FeatureCapture, Llama, without_padding
-from serve_spec.models.shape import ModelShape
+from serve_spec.models.interfaces import FeatureCapture, Target
+from serve_spec.models.shape import DecoderShape
 from serve_spec.parallel.group import TensorParallel
 
 _log = get_logger(__name__)
@@ -44,7 +44,7 @@ class Eagle(DraftHead):
     read_elsewhere = (draft_shape.EMBEDDING,)
 
     def __init__(
-        self, shape: ModelShape, target: Llama, fc_bias: bool, input_norm: bool, own_head: bool
+        self, shape: DecoderShape, target: Target, fc_bias: bool, input_norm: bool, own_head: bool
     ) -> None:
         self.parallel = parallel = sharing_ranks(shape, target)
         shape = shape.on_rank_of(parallel.size)
@@ -96,7 +96,7 @@ class Eagle(DraftHead):
 class Mtp(Eagle):
     """MiMo's layer for multi-token prediction. Uninitialised: `load_mtp` fills it."""
 
-    def __init__(self, shape: ModelShape, target: Llama) -> None:
+    def __init__(self, shape: DecoderShape, target: Target) -> None:
         super().__init__(shape, target, fc_bias=False, input_norm=True, own_head=False)
         self.capture = FeatureCapture((target.spec.num_layers,))
         norms = (RMSNorm(shape.hidden_size, shape.rms_norm_eps) for _ in range(3))
@@ -159,7 +159,7 @@ class Eagle3(DraftHead):
     read_elsewhere = (draft_shape.EMBEDDING, "d2t", "t2d")
 
     def __init__(
-        self, shape: draft_shape.Eagle3Shape, target: Llama, target_ids: Tensor | None
+        self, shape: draft_shape.Eagle3Shape, target: Target, target_ids: Tensor | None
     ) -> None:
         self.parallel = parallel = sharing_ranks(shape.layers, target)
         layers = shape.layers.on_rank_of(parallel.size)
@@ -227,7 +227,7 @@ class Eagle3(DraftHead):
 
 
 def _load(
-    algorithm: str, path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype
+    algorithm: str, path: Path | str, target: Target, options: DraftOptions, dtype: torch.dtype
 ) -> DraftHead:
     """Return the head in `path` for `target`, computing in `dtype`, or raise CheckpointError.
 
@@ -253,7 +253,7 @@ load_mtp = partial(_load, "MTP")
 
 
 def make_eagle(
-    file: DraftFile, target: Llama, options: DraftOptions, dtype: torch.dtype
+    file: DraftFile, target: Target, options: DraftOptions, dtype: torch.dtype
 ) -> Eagle | Eagle3:
     """Return the head without weights, on the target's device, or raise CheckpointError."""
     device = target.embed_tokens.weight.device

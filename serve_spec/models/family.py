@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from serve_spec.core.errors import CheckpointError
 from serve_spec.models.config import check_supported, eos_token_ids, positive_integer, wrong
 from serve_spec.models.decoder import Decoder, DecoderLayer
 from serve_spec.models.interfaces import Config, Shapes, TargetSpec
+from serve_spec.models.loader import read_target
 from serve_spec.models.shape import (
     NUM_IDS_KEY,
     DecoderShape,
@@ -25,6 +26,14 @@ _TEXT_MODEL = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head."
 _MULTIMODAL = ("model.language_model.", "language_model.", "visual.")
 
 
+class Biases(NamedTuple):
+    """Which projections carry biases: of queries, keys and values; of attention; of the MLP."""
+
+    qkv: bool = False
+    output: bool = False
+    mlp: bool = False
+
+
 class DecoderFamily:
     """A `TargetFamily` of pre-norm decoders with paged attention and gated feed-forward layers.
 
@@ -36,9 +45,9 @@ class DecoderFamily:
     has_qk_norm = False
     beside: tuple[str, ...] = ()
 
-    def biases(self, config: Config) -> dict[str, bool]:
-        """Return `qkv_bias`, `output_bias` and `mlp_bias` of `DecoderShape` that are not off."""
-        return {}
+    def biases(self, config: Config) -> Biases:
+        """Return which projections carry biases."""
+        return Biases()
 
     def windows(self, config: Config, num_layers: int) -> tuple[int | None, ...]:
         """Return how many tokens each layer sees, as `DecoderShape.windows`."""
@@ -50,10 +59,13 @@ class DecoderFamily:
         num_layers = positive_integer(config, "num_hidden_layers")
         if num_layers > _MOST_LAYERS:
             raise wrong(f"num_hidden_layers={num_layers}: more than {_MOST_LAYERS}; correct it")
+        biases = self.biases(config)
         has_padding = config.get(NUM_IDS_KEY) is not None
         return DecoderShape(
             **layer_sizes(config),
-            **{"qkv_bias": False, "output_bias": False, **self.biases(config)},
+            qkv_bias=biases.qkv,
+            output_bias=biases.output,
+            mlp_bias=biases.mlp,
             num_layers=num_layers,
             vocab_size=positive_integer(config, "vocab_size"),
             qk_norm=self.has_qk_norm,
@@ -104,6 +116,14 @@ class DecoderFamily:
     ) -> DecoderLayer:
         """Return layer `index` of a target. shape: one rank's."""
         return DecoderLayer(shape, index, parallel=parallel)
+
+
+def read_shape(folder: Path | str) -> DecoderShape:
+    """Return the sizes of the decoder in a directory. Raises CheckpointError: it holds none."""
+    family, config = read_target(folder)
+    if not isinstance(family, DecoderFamily):
+        raise CheckpointError(f"{folder}/config.json: no decoder; use a model with a DecoderFamily")
+    return family.shape(config)
 
 
 def _text_name(stored: str) -> str | None:

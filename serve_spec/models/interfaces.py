@@ -14,7 +14,7 @@ from serve_spec.core.caches import PagedCache
 from serve_spec.core.context import ForwardContext
 from serve_spec.core.draft import MAX_TREE_TOKENS
 from serve_spec.layers.linear import Linear
-from serve_spec.layers.module import Destination
+from serve_spec.layers.module import Destination, Layer
 from serve_spec.layers.vocabulary import Embedding
 from serve_spec.parallel.group import SINGLE, TensorParallel
 
@@ -84,8 +84,8 @@ class TargetOutput(NamedTuple):
         return self.streams[0] if self.streams else None
 
 
-class Target(Protocol):
-    """A loaded target model, on one rank. Drafts may share its embedding and its head.
+class Target(Layer):
+    """A target model, on one rank. Drafts may share its embedding and its head.
 
     `max_model_len`: the longest text that its positions allow. `path`: of its checkpoint.
     """
@@ -93,7 +93,7 @@ class Target(Protocol):
     spec: TargetSpec
     parallel: TensorParallel
     max_model_len: int
-    path: Path | None
+    path: Path | None = None
     embed_tokens: Embedding
     lm_head: Linear
 
@@ -101,12 +101,15 @@ class Target(Protocol):
         self, token_ids: Tensor, ctx: ForwardContext, capture: FeatureCapture | None = None
     ) -> TargetOutput:
         """Return hidden states of `token_ids` [T] (int64) at the positions of `ctx`."""
+        raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits float32 [R, V] of hidden [R, H]; -inf for ids that pad the vocabulary."""
+        raise NotImplementedError
 
     def tensors(self) -> Mapping[str, Destination]:
         """Return where each tensor of its checkpoint goes, by `TargetFamily.renames`."""
+        raise NotImplementedError
 
 
 class TargetFamily(Protocol):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from serve_spec.models.config import wrong
-from serve_spec.models.family import DecoderFamily
+from serve_spec.models.family import Biases, DecoderFamily
 from serve_spec.models.interfaces import Config
 
 DEFAULTS = {
@@ -25,14 +25,10 @@ class LlamaFamily(DecoderFamily):
 
     defaults: ClassVar[Mapping[str, Config]] = {"llama": DEFAULTS}
 
-    def biases(self, config: Config) -> dict[str, bool]:
+    def biases(self, config: Config) -> Biases:
         """Return the biases that `attention_bias` and `mlp_bias` turn on."""
         in_attention = bool(config.get("attention_bias"))
-        return {
-            "qkv_bias": in_attention,
-            "output_bias": in_attention,
-            "mlp_bias": bool(config.get("mlp_bias")),
-        }
+        return Biases(in_attention, in_attention, bool(config.get("mlp_bias")))
 
     def windows(self, config: Config, num_layers: int) -> tuple[int | None, ...]:
         """Return no window for any layer; raise CheckpointError if the config has one."""
@@ -43,7 +39,3 @@ class LlamaFamily(DecoderFamily):
 
 
 FAMILY = LlamaFamily()
-
-# TEMP
-from serve_spec.models.decoder import Decoder as Llama, without_padding as without_padding  # noqa
-from serve_spec.models.interfaces import FeatureCapture, TargetOutput  # noqa

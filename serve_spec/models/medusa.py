@@ -29,7 +29,7 @@ from serve_spec.log import get_logger
 from serve_spec.models.draft import DraftHead
 from serve_spec.models.draft_checkpoint import DraftFile, DraftOptions, open_draft
 from serve_spec.models.draft_shape import TOKEN_MAP, read_token_map
-from serve_spec.models.llama import FeatureCapture, Llama
+from serve_spec.models.interfaces import FeatureCapture, Target
 
 _log = get_logger(__name__)
 
@@ -77,7 +77,7 @@ class Medusa(DraftHead):
 
     read_elsewhere = (TOKEN_MAP,)
 
-    def __init__(self, shape: MedusaShape, target: Llama, target_ids: Tensor | None) -> None:
+    def __init__(self, shape: MedusaShape, target: Target, target_ids: Tensor | None) -> None:
         no_layers = replace(target.shape, num_layers=0, windows=(), num_ids=None)
         super().__init__(no_layers, FeatureCapture(layer_ids=None), shape.hidden_size)
         self.heads_shape = shape
@@ -121,7 +121,7 @@ class Medusa(DraftHead):
 
 
 def load_medusa(
-    path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype
+    path: Path | str, target: Target, options: DraftOptions, dtype: torch.dtype
 ) -> Medusa:
     """Load the heads in `path` for `target` in `dtype`, or raise CheckpointError."""
     file = open_draft(path, "MEDUSA", options.load_format, target.spec)
@@ -132,7 +132,7 @@ def load_medusa(
     return medusa
 
 
-def make_medusa(file: DraftFile, target: Llama, dtype: torch.dtype) -> Medusa:
+def make_medusa(file: DraftFile, target: Target, dtype: torch.dtype) -> Medusa:
     """Return the heads without weights, on the target's device, or raise CheckpointError."""
     shape = medusa_shape(file)
     _check_fit(file, shape, target)
@@ -173,7 +173,7 @@ def _stored_outputs(file: DraftFile, num_heads: int) -> tuple[str, ...]:
     return ("lm_head",) if "lm_head.weight" in file.checkpoint else ()
 
 
-def _output_heads(shape: MedusaShape, target: Llama) -> list[Linear]:
+def _output_heads(shape: MedusaShape, target: Target) -> list[Linear]:
     width, rows = shape.hidden_size, shape.num_rows or 0
     stored = [vocab_head(width, rows, target.parallel, name) for name in shape.outputs]
     stored = stored or [target.lm_head]
@@ -182,7 +182,7 @@ def _output_heads(shape: MedusaShape, target: Llama) -> list[Linear]:
     return stored if len(stored) > 1 else stored * shape.num_heads
 
 
-def _check_fit(file: DraftFile, shape: MedusaShape, target: Llama) -> None:
+def _check_fit(file: DraftFile, shape: MedusaShape, target: Target) -> None:
     fix, theirs = "use heads trained for this target", target.spec
     if shape.hidden_size != theirs.hidden_size:
         why = f"the heads read hidden states of width {shape.hidden_size}, but the target's"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from serve_spec.models.family import DecoderFamily, flagged_windows
+from serve_spec.models.family import Biases, DecoderFamily, flagged_windows
 from serve_spec.models.interfaces import Config
 
 
 class Qwen2Family(DecoderFamily):
     """Biases of queries, keys and values; windows in the layers that the config names."""
 
-    def biases(self, config: Config) -> dict[str, bool]:
+    def biases(self, config: Config) -> Biases:
         """Return the biases that every checkpoint has."""
-        return {"qkv_bias": True}
+        return Biases(qkv=True)
 
     def windows(self, config: Config, num_layers: int) -> tuple[int | None, ...]:
         """Return the window of each layer."""

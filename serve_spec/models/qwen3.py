@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from serve_spec.models.family import DecoderFamily, flagged_windows
-from serve_spec.models.interfaces import Config
-from serve_spec.models.llama import DEFAULTS
+from serve_spec.models.family import Biases, DecoderFamily, flagged_windows
+from serve_spec.models.llama import DEFAULTS, Config
 
 
 class Qwen3Family(DecoderFamily):
@@ -25,9 +24,10 @@ class Qwen3Family(DecoderFamily):
     }
     has_qk_norm = True
 
-    def biases(self, config: Config) -> dict[str, bool]:
+    def biases(self, config: Config) -> Biases:
         """Return the biases that `attention_bias` turns on."""
-        return dict.fromkeys(("qkv_bias", "output_bias"), bool(config.get("attention_bias")))
+        in_attention = bool(config.get("attention_bias"))
+        return Biases(in_attention, in_attention)
 
     def windows(self, config: Config, num_layers: int) -> tuple[int | None, ...]:
         """Return the window of each layer."""

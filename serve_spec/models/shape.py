@@ -174,9 +174,3 @@ def check_size(
             f"{directory}/config.json: {key}={size}: tensor {name} is {found}, expected "
             f"{expected}; correct config.json or fetch the right file"
         )
-
-
-# TEMP
-from serve_spec.models.config import check_supported, read_json, positive_integer as whole  # noqa
-
-ModelShape = DecoderShape

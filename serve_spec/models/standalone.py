@@ -71,6 +71,7 @@ def load_standalone(
     model = load_target(
         path, dtype, device, target.max_model_len, parallel, load_format=options.load_format
     )
+    assert isinstance(model, Decoder)
     model.spec = replace(model.spec, num_ids=num_ids)
     if spec.max_position_embeddings < target.max_model_len:
         _log.warning(

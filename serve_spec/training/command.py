@@ -28,7 +28,8 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from serve_spec.models import Llama, load_target
+from serve_spec.models.decoder import Decoder
+from serve_spec.models.loader import load_target
 from serve_spec.training.drafts import Data, train_head
 from serve_spec.training.evaluate import evaluate, markdown, write_record
 from serve_spec.training.loop import Run
@@ -59,7 +60,7 @@ class Workshop(Generic[R]):
         return Run(name, self.work / "logs", show_progress=not self.quiet)
 
     @cached_property
-    def target(self) -> Llama:
+    def target(self) -> Decoder:
         """Return the exported target, frozen, with plain weights."""
         return load_frozen(self.export / "target", self.device, self.dtype)
 
@@ -88,6 +89,7 @@ PhaseFunction = Callable[[Workshop[Any]], None]
 def make_pool(shop: Workshop[R]) -> None:
     """Generate the on-policy pool with the target."""
     target = load_target(shop.export / "target", shop.dtype, shop.device)
+    assert isinstance(target, Decoder)
     plan, seed = shop.recipe.rollout, shop.recipe.seed
     shop.pool = build_pool(target, shop.streams[0], plan, seed, shop.work / "pool.pt")
     say(f"on-policy pool: {tuple(shop.pool.shape)}")

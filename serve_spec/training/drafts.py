@@ -13,12 +13,14 @@ from torch import Tensor
 
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.module import Layer, tensor_defaults
-from serve_spec.models import FeatureCapture, Llama, ModelShape
+from serve_spec.models.config import read_json
+from serve_spec.models.decoder import Decoder
 from serve_spec.models.draft import DraftHead
 from serve_spec.models.draft_shape import Eagle3Shape, capture_layers
 from serve_spec.models.eagle import Eagle, Eagle3
+from serve_spec.models.interfaces import FeatureCapture
 from serve_spec.models.medusa import Medusa, MedusaShape
-from serve_spec.models.shape import read_json
+from serve_spec.models.shape import DecoderShape
 from serve_spec.training import unroll
 from serve_spec.training.loop import Run, Trainer, compiled
 from serve_spec.training.sampling import mixed_rows, windows
@@ -31,18 +33,18 @@ from serve_spec.training.weights import MasterWeights, export_checkpoint, initia
 class NewDraft:
     """A draft to train: the inference model, its trainable weights and its config.json."""
 
-    model: Eagle | Eagle3 | Medusa | Llama
+    model: Eagle | Eagle3 | Medusa | Decoder
     weights: MasterWeights
     config: dict[str, Any]
 
     @property
     def head(self) -> DraftHead:
         """The model of a draft that reads target features."""
-        assert not isinstance(self.model, Llama), "a stand-alone draft reads no features"
+        assert not isinstance(self.model, Decoder), "a stand-alone draft reads no features"
         return self.model
 
 
-def new_draft(name: str, target: Llama, recipe: Recipe) -> NewDraft:
+def new_draft(name: str, target: Decoder, recipe: Recipe) -> NewDraft:
     """Return the draft "eagle3", "eagle", "medusa" or "standalone"; raise ValueError for others."""
     builders = {
         "eagle3": _new_eagle3,
@@ -56,13 +58,13 @@ def new_draft(name: str, target: Llama, recipe: Recipe) -> NewDraft:
         return builders[name](target, recipe)
 
 
-def target_config(target: Llama) -> dict[str, Any]:
+def target_config(target: Decoder) -> dict[str, Any]:
     """Return the config.json of the folder that `target` was loaded from."""
     assert target.path is not None, "the target of drafts comes from a folder"
     return read_json(target.path / "config.json")
 
 
-def _new_eagle3(target: Llama, recipe: Recipe) -> NewDraft:
+def _new_eagle3(target: Decoder, recipe: Recipe) -> NewDraft:
     """Initialize from the target's last layer, reading the target's highest feature."""
     shape, generator = _draft_layer(target), torch.Generator().manual_seed(recipe.seed)
     hidden = shape.hidden_size
@@ -110,7 +112,7 @@ def _new_eagle3(target: Llama, recipe: Recipe) -> NewDraft:
     return NewDraft(head, masters, config)
 
 
-def _new_eagle(target: Llama, recipe: Recipe) -> NewDraft:
+def _new_eagle(target: Decoder, recipe: Recipe) -> NewDraft:
     """Initialize as a copy of the feature, with output matrices of zero.
 
     The layer is initialized from the target's last one. EAGLE-1 does not normalize its input, and
@@ -142,7 +144,7 @@ def _new_eagle(target: Llama, recipe: Recipe) -> NewDraft:
     return NewDraft(head, masters, config)
 
 
-def _new_medusa(target: Llama, recipe: Recipe) -> NewDraft:
+def _new_medusa(target: Decoder, recipe: Recipe) -> NewDraft:
     """Initialize the residual blocks as the identity."""
     shape, weight = target.shape, target.embed_tokens.weight
     blocks = MedusaShape(
@@ -171,7 +173,7 @@ def _new_medusa(target: Llama, recipe: Recipe) -> NewDraft:
     return NewDraft(heads, MasterWeights(heads), config)
 
 
-def _new_standalone(target: Llama, recipe: Recipe) -> NewDraft:
+def _new_standalone(target: Decoder, recipe: Recipe) -> NewDraft:
     """Initialize a small random Llama with the target's vocabulary."""
     config = {**recipe.standalone, "vocab_size": target.shape.vocab_size}
     # Activations are float32 under autocast, as the target's are in its own training.
@@ -182,23 +184,23 @@ def _new_standalone(target: Llama, recipe: Recipe) -> NewDraft:
     return NewDraft(draft, masters, config)
 
 
-def _draft_layer(target: Llama) -> ModelShape:
+def _draft_layer(target: Decoder) -> DecoderShape:
     """Return the shape of a one-layer head with the sizes of the target's layers."""
     shape = target.shape
     if shape.qkv_bias or shape.output_bias or shape.qk_norm:
         raise CheckpointError(
-            f"architecture={shape.architecture!r}: the target's last layer, which initializes the "
+            "the target's last layer, which initializes the "
             "draft, has biases or head norms; train a Medusa or a stand-alone draft"
         )
-    return replace(shape, num_layers=1, tie_word_embeddings=False, eos_token_ids=())
+    return replace(shape, num_layers=1)
 
 
-def _layer_config(target: Llama, architecture: str) -> dict[str, Any]:
+def _layer_config(target: Decoder, architecture: str) -> dict[str, Any]:
     config = target_config(target)
     return {**config, "architectures": [architecture], "num_hidden_layers": 1}
 
 
-def _last_layer(target: Llama) -> Mapping[str, Tensor]:
+def _last_layer(target: Decoder) -> Mapping[str, Tensor]:
     """Return the tensors of the target's last layer in float32 on the CPU, by name."""
     layer = target.layers[-1]
     assert isinstance(layer, Layer)
@@ -223,7 +225,7 @@ class Data:
     pool: Tensor
 
 
-def train_head(name: str, recipe: Recipe, target: Llama, data: Data, run: Run, out: Path) -> None:
+def train_head(name: str, recipe: Recipe, target: Decoder, data: Data, run: Run, out: Path) -> None:
     """Train drafter `name` on alternating corpus and on-policy rows, then export it to `out`."""
     phase = recipe.phases[name]
     teacher = Teacher(target, padding=recipe.unroll_steps + 1)
@@ -299,7 +301,7 @@ def _medusa_loss(recipe: Recipe, draft: NewDraft, device: torch.device) -> Lesso
 def _distillation_loss(recipe: Recipe, draft: NewDraft, device: torch.device) -> LessonLoss:
     """Return the loss of a stand-alone draft: the target's distribution at every position."""
     model = draft.model
-    assert isinstance(model, Llama)
+    assert isinstance(model, Decoder)
 
     def loss(lesson: Lesson) -> tuple[Tensor, Tensor]:
         tokens = lesson.tokens_from(0)

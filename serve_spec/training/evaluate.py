@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serve_spec.models import DraftHead, load_draft, load_target
+from serve_spec.models import DraftHead, load_draft
+from serve_spec.models.decoder import Decoder
+from serve_spec.models.loader import load_target
 from serve_spec.models.standalone import Standalone
 from serve_spec.training import unroll
 from serve_spec.training.sampling import continue_rows, gumbel_like, windows
@@ -54,6 +56,7 @@ def evaluate(recipe: Recipe, export: Path, held_out: Tensor, dtype: torch.dtype)
     """
     plan = recipe.evaluation
     target = load_target(export / "target", dtype, held_out.device)
+    assert isinstance(target, Decoder)
     teacher = Teacher(target, padding=recipe.unroll_steps + 1, fast=False)
     names = [name for name in DRAFTERS if (export / name / "config.json").exists()]
     drafters = {name: load_draft(export / name, target, name.upper()) for name in names}

@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from serve_spec.core.context import ForwardContext, Rotation
 from serve_spec.layers.causal import Rows
-from serve_spec.models import Llama, ModelShape
-from serve_spec.models.decoder import causal_context, row_positions
+from serve_spec.models.decoder import Decoder, causal_context, row_positions
+from serve_spec.models.shape import DecoderShape
 from serve_spec.training.settings import RolloutPlan
 from serve_spec.training.weights import save_state
 
@@ -23,7 +23,7 @@ _PREFILL_ROWS = 512
 class CachedAttention(Rows):
     """Attention of one new token per row over a static cache."""
 
-    def __init__(self, shape: ModelShape, keys: Tensor, values: Tensor, place: int) -> None:
+    def __init__(self, shape: DecoderShape, keys: Tensor, values: Tensor, place: int) -> None:
         """Take keys and values [layers, B, kv_heads, length, D], filled up to `place`."""
         super().__init__(keys.shape[1], shape.num_heads, shape.num_kv_heads)
         self._keys, self._values, self._place = keys, values, place
@@ -49,7 +49,11 @@ def gumbel_like(logits: Tensor) -> Tensor:
 
 @torch.no_grad()
 def continue_rows(
-    model: Llama, prompts: Tensor, new_tokens: int, temperature: Tensor, noise: Tensor | None = None
+    model: Decoder,
+    prompts: Tensor,
+    new_tokens: int,
+    temperature: Tensor,
+    noise: Tensor | None = None,
 ) -> Tensor:
     """Continue prompts [B, P] by `new_tokens` each; return [B, P + new_tokens] int64.
 
@@ -77,7 +81,7 @@ def continue_rows(
     return tokens
 
 
-def _prefill(model: Llama, prompts: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def _prefill(model: Decoder, prompts: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Fill the cache from prompts [B, P]; return the hidden state of their last token, [B, H]."""
     last: list[Tensor] = []
     length = prompts.shape[1]
@@ -93,7 +97,7 @@ def _prefill(model: Llama, prompts: Tensor, keys: Tensor, values: Tensor) -> Ten
     return torch.cat(last)
 
 
-def build_pool(model: Llama, train: Tensor, plan: RolloutPlan, seed: int, path: Path) -> Tensor:
+def build_pool(model: Decoder, train: Tensor, plan: RolloutPlan, seed: int, path: Path) -> Tensor:
     """Generate on-policy rows [R, row_tokens] in equal parts by temperature; save them to `path`.
 
     Stop at `plan.max_batches` or before a batch would exceed `plan.seconds`.

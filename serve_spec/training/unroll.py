@@ -20,10 +20,11 @@ from torch import Tensor
 
 from serve_spec.core.context import ForwardContext, Rotation
 from serve_spec.layers.causal import Rows
-from serve_spec.models import FeatureCapture, Llama, ModelShape
-from serve_spec.models.decoder import causal_context, row_positions
+from serve_spec.models.decoder import Decoder, causal_context, row_positions
 from serve_spec.models.draft import DraftHead
 from serve_spec.models.draft_shape import capture_layers
+from serve_spec.models.interfaces import FeatureCapture
+from serve_spec.models.shape import DecoderShape
 from serve_spec.training.loop import compiled
 
 
@@ -46,7 +47,7 @@ class UnrolledAttention(Rows):
     """
 
     def __init__(
-        self, shape: ModelShape, num_rows: int, cache: UnrollCache | None, live: Tensor
+        self, shape: DecoderShape, num_rows: int, cache: UnrollCache | None, live: Tensor
     ) -> None:
         super().__init__(num_rows, shape.num_heads, shape.num_kv_heads)
         self.cache = cache
@@ -215,7 +216,7 @@ class Lesson:
 class Teacher:
     """The target, run without gradients. `padding` is the largest shift a lesson allows."""
 
-    def __init__(self, model: Llama, padding: int, fast: bool = True) -> None:
+    def __init__(self, model: Decoder, padding: int, fast: bool = True) -> None:
         self.model = model
         self.padding = padding
         self.device = model.embed_tokens.weight.device
@@ -238,7 +239,7 @@ class Teacher:
 
 
 def forward_rows(
-    model: Llama, tokens: Tensor, capture: FeatureCapture | None = None
+    model: Decoder, tokens: Tensor, capture: FeatureCapture | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Return post-norm hidden [B, T, H] and captured features [B, T, F] of rows [B, T]."""
     out = model.forward(tokens.flatten(), causal_context(model.rank_shape, tokens), capture)

@@ -19,7 +19,9 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 
 from serve_spec.layers.module import Layer, tensor_defaults
-from serve_spec.models import Llama, ModelShape, load_target
+from serve_spec.models.decoder import Decoder
+from serve_spec.models.loader import load_target
+from serve_spec.models.registry import find_family
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,12 @@ def _slots(model: Layer, views: Mapping[str, Tensor]) -> list[_Slot]:
     return list(slots.values())
 
 
-def new_llama(config: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Llama:
+def new_llama(config: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Decoder:
     """Return a Llama of this config.json without weights."""
     with tensor_defaults(dtype, device):
-        model = Llama(ModelShape.from_config(config))
+        family, text = find_family(config)
+        model = family.build(text)
+    assert isinstance(model, Decoder)
     # On GPUs, products with another output dtype have no gradient.
     model.lm_head.out_dtype = None
     return model
@@ -102,9 +106,10 @@ def initialise(masters: MasterWeights, num_layers: int, generator: torch.Generat
         masters.fill({name: torch.randn(weight.shape, generator=generator) * std})
 
 
-def load_frozen(folder: Path, device: torch.device, dtype: torch.dtype) -> Llama:
+def load_frozen(folder: Path, device: torch.device, dtype: torch.dtype) -> Decoder:
     """Return the target in `folder` with plain weights, so gradients flow through its lm_head."""
     model = load_target(folder, dtype, device, finish=False)
+    assert isinstance(model, Decoder)
     model.lm_head.out_dtype = None
     return model.requires_grad_(False)
 

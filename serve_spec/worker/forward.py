@@ -12,8 +12,7 @@ from torch import Tensor
 from serve_spec.core.context import ForwardContext, Rotation, TokenIndex
 from serve_spec.core.draft import MAX_TREE_TOKENS
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
-from serve_spec.models.decoder import Decoder as Llama
-from serve_spec.models.interfaces import FeatureCapture
+from serve_spec.models.interfaces import FeatureCapture, Target
 from serve_spec.ops import acceptance, elementwise, paged_attention
 from serve_spec.ops import layout as token_layout
 from serve_spec.ops.acceptance import AcceptedPath, num_bits
@@ -57,7 +56,7 @@ class TargetRunner:
     speculation, after a preemption, after a chunked prefill.
     """
 
-    model: Llama
+    model: Target
     pool: PagedKVPool
     kinds: tuple[AttentionKind, ...]
     capture: FeatureCapture | None = None

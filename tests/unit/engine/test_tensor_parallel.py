@@ -18,7 +18,7 @@ from serve_spec.core.errors import CheckpointError
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine import build
-from serve_spec.models import Llama
+from serve_spec.models.decoder import Decoder
 from serve_spec.ops import draw, rejection
 from serve_spec.parallel.worker_ranks import RankLost
 from serve_spec.worker.eagle import DraftModel
@@ -224,14 +224,14 @@ def test_ranks_in_processes_give_the_text_of_one_and_end_at_shutdown(make, plain
 
 
 def test_a_rank_that_fails_in_a_step_is_an_error_and_not_a_wait(threads, make, monkeypatch):
-    llm, forward = make(tensor_parallel_size=2), Llama.forward
+    llm, forward = make(tensor_parallel_size=2), Decoder.forward
 
     def fail(*args, **keys):
         if is_worker_rank():
             raise ValueError("broken")
         return forward(*args, **keys)
 
-    monkeypatch.setattr(Llama, "forward", fail)
+    monkeypatch.setattr(Decoder, "forward", fail)
     for _ in range(2):
         with pytest.raises(RankLost, match="rank 1 of 2 failed: ValueError: broken"):
             llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8))

@@ -5,8 +5,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from serve_spec.layers.module import tensor_defaults
-from serve_spec.models import Llama, ModelShape, load_target
 from serve_spec.models.decoder import compile_layers
+from serve_spec.models.loader import load_target, read_target
 from serve_spec.worker.graphs import token_counts
 
 BACKEND = "eager"  # traces and guards like any other, and needs no C++ compiler
@@ -68,11 +68,11 @@ def test_a_batch_as_high_as_the_layer_is_wide_is_compiled_once_more_at_most(own_
 
 
 def test_on_a_gpu_the_references_are_compiled_and_not_our_kernels(target_dir):
-    shape = ModelShape.from_directory(target_dir)
+    family, config = read_target(target_dir)
     # Tensors without numbers: nothing here can run on a GPU, but everything can be traced for one.
     with FakeTensorMode(allow_non_fake_inputs=True):
         with tensor_defaults(torch.bfloat16, "cuda"):
-            model = Llama(shape)
+            model = family.build(config)
         compile_layers(model, BACKEND)
         layer = model.layers[1]
         for num_rows in (40, 1, 7):

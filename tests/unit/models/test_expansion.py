@@ -13,8 +13,10 @@ from benchmarks.expansion import Expansion, Widening, open_weights, widen
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import CheckpointError
 from serve_spec.engine.check import check_checkpoints
-from serve_spec.models import DraftOptions, Llama, ModelShape, load_draft, load_target
+from serve_spec.models import DraftOptions, load_draft
 from serve_spec.models.draft_checkpoint import read_draft
+from serve_spec.models.family import read_shape
+from serve_spec.models.loader import load_target, open_target
 from tests.helpers.checkpoints import (
     VOCAB,
     make_eagle,
@@ -201,13 +203,13 @@ def test_the_shipped_pair_reaches_the_shape_of_llama_3_1_8b(tmp_path):
     check_checkpoints(config)
     recipe = json.loads((tmp_path / "target" / "expansion.json").read_text())
     assert recipe["base"] == "asset:tiny/target", "wherever the package lies"
-    shape = ModelShape.from_directory(tmp_path / "target")
+    shape = read_shape(tmp_path / "target")
     sizes = (shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.head_dim)
     assert sizes == (4096, 32, 8, 128)
     assert (shape.num_layers, shape.vocab_size, shape.num_ids) == (32, 128256, 8192)
-    with torch.device("meta"):
-        model = Llama(shape)
-    open_weights(tmp_path / "target").check(model.tensors())
+    file = open_target(tmp_path / "target", LOAD_FORMAT)
+    model = file.skeleton()
+    file.checkpoint.check(model.tensors())
     assert sum(parameter.numel() for parameter in model.parameters()) == 8_030_261_248
     for name, family in (("eagle3", "EAGLE3"), ("eagle", "EAGLE")):
         file = read_draft(tmp_path / name, LOAD_FORMAT)
@@ -223,7 +225,7 @@ def refused(match):
 
 
 def test_sizes_that_do_not_fit_and_contradictions_are_refused(tmp_path, target_dir):
-    shape = ModelShape.from_directory(target_dir)
+    shape = read_shape(target_dir)
     for size, match in (
         (grown(0, 1, 8, VOCAB), "hidden_factor=0"),
         (grown(1, 0, 8, VOCAB), "ffn_factor=0"),
@@ -253,7 +255,7 @@ def test_the_command_refuses_in_one_line_what_does_not_fit(tmp_path, target_dir,
 
 
 def test_heads_that_do_not_fit_are_refused(tmp_path, target_dir):
-    shape = ModelShape.from_directory(target_dir)
+    shape = read_shape(target_dir)
     thin = make_eagle3(
         tmp_path / "thin", target_dir, hidden_size=16, head_dim=8, own_embedding=True
     )

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from serve_spec.models import FeatureCapture, load_target
-from serve_spec.models.llama import target_dtype
+from serve_spec.models.loader import target_dtype
 from tests.helpers.checkpoints import make_target
 from tests.helpers.paged import PagedSequences, run_text
 

@@ -10,8 +10,10 @@ from benchmarks.expansion import Expansion
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.module import Shard, finish_loading
 from serve_spec.layers.vocabulary import vocab_embedding, vocab_head
-from serve_spec.models import FeatureCapture, load_draft, load_target
-from serve_spec.models.shape import ModelShape
+from serve_spec.models import load_draft
+from serve_spec.models.family import read_shape
+from serve_spec.models.interfaces import FeatureCapture
+from serve_spec.models.loader import load_target
 from serve_spec.parallel.group import SINGLE
 from tests.helpers.checkpoints import make_eagle, make_eagle3, make_mtp, make_target
 from tests.helpers.paged import PagedSequences
@@ -131,7 +133,7 @@ def test_ranks_that_share_a_target_share_a_head_that_they_divide(tmp_path, make,
     ],
 )
 def test_sizes_that_ranks_do_not_divide_are_refused_by_name(tmp_path, size, config, uneven):
-    shape = ModelShape.from_directory(make_target(tmp_path, hidden=32, **config))
+    shape = read_shape(make_target(tmp_path, hidden=32, **config))
     with pytest.raises(CheckpointError, match=rf"tensor_parallel_size={size}.*{uneven}"):
         shape.on_rank_of(size)
 
