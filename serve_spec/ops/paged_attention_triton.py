@@ -9,10 +9,10 @@ multiprocessor reads as much as any other, also with few requests or uneven leng
 most half longer than that let every program read one tile only, they are taken instead. Every layer
 launches a fixed grid over the ranges, so that a CUDA graph serves every batch of its shape.
 
-Shares of a tile are added in one order: the same bits every time. How tiles are cut, and so the
+Splits of a tile are added in one order: the same bits every time. How tiles are cut, and so the
 bits, depends on all lengths of a forward.
 
-Shares are added by a launch of their own where few tiles leave most multiprocessors idle, and where
+Splits are added by a launch of their own where few tiles leave most multiprocessors idle, and where
 tiles are large. Where many small tiles fill the device, that launch would cost more than the rare
 cut gains, so the program that finishes a tile last adds them.
 """
@@ -46,7 +46,7 @@ _HIDDEN = tl.constexpr(-1.0e30)
 _LOWEST = tl.constexpr(-1.0e20)
 _LOG2_E = math.log2(math.e)  # softmax is computed with powers of two
 _LAST_TREE_TOKEN = tl.constexpr(MAX_TREE_TOKENS - 1)
-# Below what any share weighs.
+# Below what any split weighs.
 _NOTHING = tl.constexpr(-3.0e38)
 # Fields of a tile: request, first token, tokens, first and last cache entry, position of the first
 # token (of the first entry of its tree), the place of its entries among those of all tiles, and how
@@ -61,9 +61,9 @@ class Tiling:
     """How the work of a group is cut.
 
     `tokens`, `lines`: of a tile; lines are a power of two from 16. `block`: cache entries read at
-    once. `programs`: how many a multiprocessor holds. `min_share`: fewest cache entries of a share;
+    once. `programs`: how many a multiprocessor holds. `min_split`: fewest cache entries of a split;
     tiles are cut only if one has more than two of them. `is_last_merging`: the last program of a
-    tile adds its shares, instead of a launch of its own, `merge_shares` at a time.
+    tile adds its splits, instead of a launch of its own, `merge_splits` at a time.
     """
 
     tokens: int
@@ -72,9 +72,9 @@ class Tiling:
     num_warps: int
     num_stages: int
     programs: int = 1
-    min_share: int = 128
+    min_split: int = 128
     is_last_merging: bool = False
-    merge_shares: int = 16
+    merge_splits: int = 16
 
 
 def _choose_tiling(
@@ -110,7 +110,7 @@ def _choose_tiling(
     block = max(16, block * 128 // max(128, width))
     is_last_merging = num_programs > _PROGRAMS // 2
     # About as many as a long tile has.
-    merge_shares = 4 if is_last_merging else 8 if num_programs > _PROGRAMS // 4 else 16
+    merge_splits = 4 if is_last_merging else 8 if num_programs > _PROGRAMS // 4 else 16
     return Tiling(
         tokens,
         lines,
@@ -118,9 +118,9 @@ def _choose_tiling(
         warps,
         stages,
         programs,
-        min_share=256 if is_last_merging else 128,
+        min_split=256 if is_last_merging else 128,
         is_last_merging=is_last_merging,
-        merge_shares=merge_shares,
+        merge_splits=merge_splits,
     )
 
 
@@ -218,7 +218,7 @@ def _launch(
         "DV": value_width,
         "BLOCK_DV": block_dv,
         "LINES": tiling.lines,
-        "MERGE_SHARES": tiling.merge_shares,
+        "MERGE_SPLITS": tiling.merge_splits,
         "MERGE_LINES": merge_lines,
         **dependent_launch(query.device),
     }
@@ -268,7 +268,7 @@ def _plan_work(
         # No constant: it is another one at every level of a tree.
         plan.tree_len or 0, plan.tables.shape[1] * plan.page_size, programs, num_ranges,
         IS_TREE=group.has_trees(plan), WINDOW=kind.window,
-        TILE=tiling.tokens, MIN_SHARE=tiling.min_share, BLOCK=64,
+        TILE=tiling.tokens, MIN_SPLIT=tiling.min_split, BLOCK=64,
         BLOCK_REQUESTS=triton.next_power_of_2(group.num_requests),
         num_warps=1 if group.num_requests <= 64 else 4, **dependent_launch(device),
     )  # fmt: skip
@@ -285,7 +285,7 @@ def _num_multiprocessors(device: torch.device) -> int:
 @triton.jit(do_not_specialize=["tree_len", "capacity", "programs", "num_ranges"])
 def _plan_kernel(
     query_starts, kv_lens, tiles, ranges, counts, tree_len, capacity, programs, num_ranges,
-    IS_TREE: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, MIN_SHARE: tl.constexpr,
+    IS_TREE: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr,
     BLOCK_REQUESTS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """List the tiles of one request, and the ranges that begin or end among their entries."""
@@ -310,28 +310,28 @@ def _plan_kernel(
     width = (span + _UNIT - 1) // _UNIT * _UNIT
     longest = tl.max(tl.where(num_tiles > 0, width, 0), axis=0)
     fair = (tl.sum(num_tiles * width, axis=0) + programs - 1) // programs
-    is_cut = longest > tl.maximum(2 * MIN_SHARE, fair + fair // 4)
-    share = tl.maximum((fair + _UNIT - 1) // _UNIT * _UNIT, MIN_SHARE)
-    # If shares that are little longer let every program have one of one tile, take those.
-    is_aligned = share < 0
+    is_cut = longest > tl.maximum(2 * MIN_SPLIT, fair + fair // 4)
+    split = tl.maximum((fair + _UNIT - 1) // _UNIT * _UNIT, MIN_SPLIT)
+    # If splits that are little longer let every program have one of one tile, take those.
+    is_aligned = split < 0
     for step in tl.static_range(8):
-        longer = tl.maximum(fair + fair * step // 16, MIN_SHARE)
-        num_shares = (width + longer - 1) // longer
-        fits = tl.sum(num_tiles * num_shares, axis=0) <= programs
-        needed = tl.max(tl.where(num_tiles > 0, (width + num_shares - 1) // num_shares, 1), axis=0)
-        share = tl.where(fits & ~is_aligned, (needed + _UNIT - 1) // _UNIT * _UNIT, share)
+        longer = tl.maximum(fair + fair * step // 16, MIN_SPLIT)
+        num_splits = (width + longer - 1) // longer
+        fits = tl.sum(num_tiles * num_splits, axis=0) <= programs
+        needed = tl.max(tl.where(num_tiles > 0, (width + num_splits - 1) // num_splits, 1), axis=0)
+        split = tl.where(fits & ~is_aligned, (needed + _UNIT - 1) // _UNIT * _UNIT, split)
         is_aligned |= fits
-    width = tl.where(is_cut & is_aligned, (width + share - 1) // share * share, width)
+    width = tl.where(is_cut & is_aligned, (width + split - 1) // split * split, width)
     room = num_tiles * width
     total = tl.sum(room, axis=0)
     all_tiles = tl.sum(num_tiles, axis=0)
     if request == 0:
         tl.store(counts, all_tiles)
         tl.store(counts + 1, tl.load(query_starts + num_requests))
-        tl.store(counts + 2, tl.where(is_cut, share, 0))
+        tl.store(counts + 2, tl.where(is_cut, split, 0))
         # The other programs have nothing to do.
         for first in range(
-            tl.where(is_cut, (total + share - 1) // share, all_tiles), num_ranges, BLOCK
+            tl.where(is_cut, (total + split - 1) // split, all_tiles), num_ranges, BLOCK
         ):
             number = first + tl.arange(0, BLOCK)
             tl.store(ranges + number * _RANGE_FIELDS, 0, mask=number < num_ranges)
@@ -372,10 +372,10 @@ def _plan_kernel(
             tl.store(field + 3, entry + own_width, mask=is_tile)
     end_entry = first_entry + own_tiles * own_width
     if is_cut & (own_tiles > 0):
-        for first_number in range(first_entry // share, (end_entry - 1) // share + 1, BLOCK):
+        for first_number in range(first_entry // split, (end_entry - 1) // split + 1, BLOCK):
             number = first_number + tl.arange(0, BLOCK)
-            begin = number * share
-            end = tl.minimum(begin + share, total)
+            begin = number * split
+            end = tl.minimum(begin + split, total)
             field = ranges + number * _RANGE_FIELDS
             begins = (begin >= first_entry) & (begin < end_entry)
             tl.store(field, first_tile + (begin - first_entry) // own_width, mask=begins)
@@ -411,7 +411,7 @@ def _attend_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_FREE_BLOCKS: tl.constexpr, MERGE_SHARES: tl.constexpr, MERGE_LINES: tl.constexpr,
+    HAS_FREE_BLOCKS: tl.constexpr, MERGE_SPLITS: tl.constexpr, MERGE_LINES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The plan is read before the kernel waits for queries, keys and values."""
@@ -482,11 +482,11 @@ def _attend_kernel(
                 out, mixed, head, first_token, line, is_line, NUM_KV_HEADS, GROUP, DV, BLOCK_DV
             )
         else:
-            _store_share(
+            _store_split(
                 out, partials, stats, counts, arrivals,
                 tl.where(total > 0.0, highest + tl.log2(total), _HIDDEN), mixed, head, tile,
                 2 * program + tl.where(is_first, 1, 0), entry, width, first_token, num_lines,
-                NUM_KV_HEADS, GROUP, DV, BLOCK_DV, LINES, MERGE_SHARES, MERGE_LINES,
+                NUM_KV_HEADS, GROUP, DV, BLOCK_DV, LINES, MERGE_SPLITS, MERGE_LINES,
             )  # fmt: skip
     wait(DEPENDENT)  # programs without a tile, too
     if (num_tokens > 0) & (program == tl.num_programs(1) - 1):
@@ -515,13 +515,13 @@ def _pages(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _store_share(
+def _store_split(
     out, partials, stats, counts, arrivals, weight, mixed, head, tile, place, entry, width,
     first_token, num_lines, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr, LINES: tl.constexpr, MERGE_SHARES: tl.constexpr,
+    BLOCK_DV: tl.constexpr, LINES: tl.constexpr, MERGE_SPLITS: tl.constexpr,
     MERGE_LINES: tl.constexpr,
 ):  # fmt: skip
-    """Write one of several shares of a tile; with `arrivals`, the last program merges them."""
+    """Write one of several splits of a tile; with `arrivals`, the last program merges them."""
     line, dim = tl.arange(0, LINES), tl.arange(0, BLOCK_DV)
     is_line = line < num_lines
     row = (place * NUM_KV_HEADS + head) * LINES + line
@@ -529,25 +529,25 @@ def _store_share(
     part = partials + row[:, None] * DV + dim[None, :]
     tl.store(part, mixed, mask=is_line[:, None] & (dim < DV)[None, :])
     if arrivals is not None:
-        first_range, num_shares = _shares(counts, entry, width)
+        first_range, num_splits = _splits(counts, entry, width)
         # All threads have stored their part before one of them counts the program.
         tl.debug_barrier()
         arrived = arrivals + tile * NUM_KV_HEADS + head
-        if tl.atomic_add(arrived, 1, sem="acq_rel") == num_shares - 1:
+        if tl.atomic_add(arrived, 1, sem="acq_rel") == num_splits - 1:
             tl.atomic_xchg(arrived, 0)  # for the next layer
             for first_line in range(0, num_lines, MERGE_LINES):
                 _merge(
-                    out, partials, stats, head, first_range, num_shares, first_token, num_lines,
-                    first_line, NUM_KV_HEADS, GROUP, DV, BLOCK_DV, LINES, MERGE_SHARES, MERGE_LINES,
+                    out, partials, stats, head, first_range, num_splits, first_token, num_lines,
+                    first_line, NUM_KV_HEADS, GROUP, DV, BLOCK_DV, LINES, MERGE_SPLITS, MERGE_LINES,
                 )  # fmt: skip
 
 
 @triton.jit
-def _shares(counts, entry, width):
-    """Return the first range that has a share of a tile, and how many have one."""
-    share = _planned(counts + 2)
-    first_range = entry // share
-    return first_range, (entry + width - 1) // share - first_range + 1
+def _splits(counts, entry, width):
+    """Return the first range that has a split of a tile, and how many have one."""
+    split = _planned(counts + 2)
+    first_range = entry // split
+    return first_range, (entry + width - 1) // split - first_range + 1
 
 
 @triton.jit
@@ -617,7 +617,7 @@ def _seen(position, first_position, own, ancestors, WINDOW: tl.constexpr, IS_TRE
 def _merge_kernel(
     tiles, counts, out, partials, stats,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    LINES: tl.constexpr, MERGE_SHARES: tl.constexpr, MERGE_LINES: tl.constexpr,
+    LINES: tl.constexpr, MERGE_SPLITS: tl.constexpr, MERGE_LINES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     head, first_line = tl.program_id(0), tl.program_id(1) * MERGE_LINES
@@ -626,49 +626,49 @@ def _merge_kernel(
     for tile in range(tl.program_id(2), num_tiles, tl.num_programs(2)):
         fields = tiles + tile * _TILE_FIELDS
         first_token, num_lines = _planned(fields + 1), _planned(fields + 2) * GROUP
-        first_range, num_shares = _shares(counts, _planned(fields + 6), _planned(fields + 7))
+        first_range, num_splits = _splits(counts, _planned(fields + 6), _planned(fields + 7))
         wait(DEPENDENT)
-        if (num_shares > 1) & (first_line < num_lines):
+        if (num_splits > 1) & (first_line < num_lines):
             _merge(
-                out, partials, stats, head, first_range, num_shares, first_token, num_lines,
-                first_line, NUM_KV_HEADS, GROUP, DV, BLOCK_DV, LINES, MERGE_SHARES, MERGE_LINES,
+                out, partials, stats, head, first_range, num_splits, first_token, num_lines,
+                first_line, NUM_KV_HEADS, GROUP, DV, BLOCK_DV, LINES, MERGE_SPLITS, MERGE_LINES,
             )  # fmt: skip
     wait(DEPENDENT)  # programs without a tile, too
 
 
 @triton.jit
 def _merge(
-    out, partials, stats, head, first_range, num_shares, first_token, num_lines, first_line,
+    out, partials, stats, head, first_range, num_splits, first_token, num_lines, first_line,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    LINES: tl.constexpr, MERGE_SHARES: tl.constexpr, MERGE_LINES: tl.constexpr,
+    LINES: tl.constexpr, MERGE_SPLITS: tl.constexpr, MERGE_LINES: tl.constexpr,
 ):  # fmt: skip
-    """Add MERGE_LINES lines of all shares of a tile, MERGE_SHARES at a time."""
+    """Add MERGE_LINES lines of all splits of a tile, MERGE_SPLITS at a time."""
     line, dim = first_line + tl.arange(0, MERGE_LINES), tl.arange(0, BLOCK_DV)
     is_number = (line < num_lines)[:, None] & (dim < DV)[None, :]
     highest = tl.full([MERGE_LINES, BLOCK_DV], _NOTHING, tl.float32)
     total = tl.full([MERGE_LINES, BLOCK_DV], 0.0, tl.float32)
     mixed = tl.full([MERGE_LINES, BLOCK_DV], 0.0, tl.float32)
-    for first_share in range(0, num_shares, MERGE_SHARES):
+    for first_split in range(0, num_splits, MERGE_SPLITS):
         # All loads go first, so that they wait for memory together.
         numbers: tl.tuple = ()
         weights: tl.tuple = ()
-        for number in tl.static_range(MERGE_SHARES):
-            share = first_share + number
-            place = 2 * (first_range + share) + tl.where(share == 0, 1, 0)
+        for number in tl.static_range(MERGE_SPLITS):
+            split = first_split + number
+            place = 2 * (first_range + split) + tl.where(split == 0, 1, 0)
             row = ((place * NUM_KV_HEADS + head) * LINES + line)[:, None]
-            is_part = is_number & (share < num_shares)
+            is_part = is_number & (split < num_splits)
             part = tl.load(partials + row * DV + dim[None, :], mask=is_part, other=0.0)
             # A weight is loaded for each number, in their layout: threads exchange nothing.
             weight = tl.load(stats + row + dim[None, :] * 0, mask=is_part, other=_NOTHING)
             numbers += (part,)
             weights += (weight,)
         higher = highest
-        for number in tl.static_range(MERGE_SHARES):
+        for number in tl.static_range(MERGE_SPLITS):
             higher = tl.maximum(higher, weights[number])
         fade = tl.exp2(highest - higher)
         total *= fade
         mixed *= fade
-        for number in tl.static_range(MERGE_SHARES):
+        for number in tl.static_range(MERGE_SPLITS):
             factor = tl.exp2(weights[number] - higher)
             total += factor
             mixed += numbers[number] * factor

@@ -21,16 +21,16 @@ paged_attention = reference(dispatched)
 BOTH = pytest.mark.parametrize("op", [paged_attention, kernel], ids=["plain", "kernel"])
 # Query tokens per tile (0: as many as a request may have), lines per tile at least, and the rest.
 TILINGS = {
-    "merged by a launch": (0, 16, {"block": 16, "min_share": 16}),
-    "merged by the last": (0, 16, {"block": 32, "min_share": 16, "is_last_merging": True}),
-    "a program for each share": (0, 16, {"block": 16, "min_share": 16, "programs": 8}),
-    "small tiles": (3, 16, {"block": 16, "min_share": 16}),
+    "merged by a launch": (0, 16, {"block": 16, "min_split": 16}),
+    "merged by the last": (0, 16, {"block": 32, "min_split": 16, "is_last_merging": True}),
+    "a program for each split": (0, 16, {"block": 16, "min_split": 16, "programs": 8}),
+    "small tiles": (3, 16, {"block": 16, "min_split": 16}),
     "small tiles, merged by the last": (
         2,
         16,
-        {"block": 16, "min_share": 16, "is_last_merging": True},
+        {"block": 16, "min_split": 16, "is_last_merging": True},
     ),
-    "blocks without masks": (0, 128, {"block": 16, "min_share": 16}),
+    "blocks without masks": (0, 128, {"block": 16, "min_split": 16}),
     "whole tiles": (0, 16, {"block": 16}),
 }
 # Window, tree.
@@ -206,8 +206,8 @@ def test_tokens_of_any_requests_see_what_they_should(scene, tiling):
     ("tiling", "window", "tree"),
     [(tiling, *KINDS[number % 4]) for number, tiling in enumerate(TILINGS)],
 )
-def test_shares_of_a_tile_add_up(tiling, window, tree):
-    # Nothing to share, a share of one entry, shares of unequal length, and of many blocks.
+def test_splits_of_a_tile_add_up(tiling, window, tree):
+    # Nothing to cut, a split of one entry, splits of unequal length, and of many blocks.
     lengths = [(16, 2), (17, 1), (37, 4), (84, 3)]
     scene = Scene(lengths, page_size=8, kind=AttentionKind(window=window), tree=tree)
     scene.check(scene.tiled(tiling))
@@ -334,17 +334,17 @@ def test_every_program_reads_a_fair_part_of_long_caches(lengths, window, program
     group = kernel._Group(0, len(lengths), max_query_len, tiling, fills_up=True)
     work = kernel._plan_work(scene.plan, kind, group, len(scene.query), programs, 1)
     tiles, ranges = work.tiles.tolist(), work.ranges.tolist()
-    shares = {tile: [] for tile in range(num_tiles)}
+    splits = {tile: [] for tile in range(num_tiles)}
     read = []
     for first_tile, end_tile, first_entry, end_entry in ranges:
         read.append(0)
         for tile in range(first_tile, end_tile):
             *_, begin, end, _, entry, _ = tiles[tile]
-            share = begin + max(first_entry - entry, 0), min(end, begin + end_entry - entry)
-            if share[0] < share[1]:
-                shares[tile].append(share)
-                read[-1] += share[1] - share[0]
-    for (request, first_token, count, *_), of_tile in zip(tiles, shares.values(), strict=False):
+            split = begin + max(first_entry - entry, 0), min(end, begin + end_entry - entry)
+            if split[0] < split[1]:
+                splits[tile].append(split)
+                read[-1] += split[1] - split[0]
+    for (request, first_token, count, *_), of_tile in zip(tiles, splits.values(), strict=False):
         kv_len, query_len = lengths[request]
         last = kv_len - query_len + first_token - scene.starts[request] + count
         seen = sum(end - begin for begin, end in of_tile)
@@ -354,6 +354,6 @@ def test_every_program_reads_a_fair_part_of_long_caches(lengths, window, program
     assert max(read) <= max(256, 1.5 * fair + 128)
 
 
-def test_shares_of_few_requests_are_merged_by_a_launch():
+def test_splits_of_few_requests_are_merged_by_a_launch():
     tilings = [kernel._choose_tiling(b, 1, (32, 8), 128, torch.bfloat16) for b in (1, 8, 9, 512)]
     assert [tiling.is_last_merging for tiling in tilings] == [False, False, True, True]
