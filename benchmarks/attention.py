@@ -12,7 +12,8 @@ import statistics
 import torch
 from torch import Tensor
 
-from serve_spec.ops.paged_attention import AttentionKind, AttentionPlan
+from serve_spec.core.caches import PagedCache
+from serve_spec.ops.paged_attention import AttentionPlan
 
 PAGE_SIZE, LAYERS, REPEATS = 16, 32, 20
 
@@ -79,12 +80,12 @@ def _replays(
     """Return seconds per replay of all layers, the plan's preparation included."""
     from serve_spec.ops.paged_attention_triton import paged_attention
 
-    kind = AttentionKind(window=args.window)
+    cache = PagedCache(args.kv_heads, args.width, args.width, window=args.window)
 
     def forward() -> None:
         plan._prepared.clear()
         for layer in range(LAYERS):
-            paged_attention(query, *pools[layer % len(pools)], plan, kind)
+            paged_attention(query, *pools[layer % len(pools)], plan, cache)
 
     forward()
     graph = torch.cuda.CUDAGraph()

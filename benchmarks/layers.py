@@ -54,13 +54,13 @@ def make_forward(
     positions = torch.arange(context, context + query_len, device=device).repeat(num_requests)
     starts = torch.arange(num_requests + 1, dtype=torch.int32, device=device) * query_len
     lens = torch.full((num_requests,), context + query_len, dtype=torch.int32, device=device)
-    hidden = torch.randn(len(slots), shape.hidden_size, dtype=pool.dtype, device=device)
+    hidden = torch.randn(len(slots), shape.hidden_size, dtype=pool.keys[0].dtype, device=device)
     rope = shape.rotary(context + query_len)
 
     def forward() -> Tensor:
         groups = ((num_requests, query_len),)
         plan = AttentionPlan(tables.view(num_requests, -1), starts, lens, _PAGE_SIZE, groups)
-        attention = SlotAttention(pool, shape.attention_kinds, slots, plan)
+        attention = SlotAttention(pool, slots, plan)
         ctx, rotation = ForwardContext(positions, attention), rope.at(positions)
         stream, residual = hidden, hidden
         for layer in layers:
@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
         for case in args.cases:
             num_requests, query_len = map(int, case.split("x"))
             num_pages = num_requests * -(-(args.context + query_len) // _PAGE_SIZE)
-            pool = PagedKVPool(shape.kv_shapes, num_pages, _PAGE_SIZE, dtype, device)
+            pool = PagedKVPool(shape.caches, num_pages, _PAGE_SIZE, dtype, device)
             with torch.device(device):
                 forward = make_forward(layers, shape, pool, query_len, args.context)
             layer_us = time_ms(forward, device) * 1e3 / args.num_layers

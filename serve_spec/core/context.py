@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,26 +39,16 @@ class Rotation:
 class LayerAttention(Protocol):
     """Attention of one forward, planned for one batch."""
 
-    def run(self, layer: int, heads: Tensor, rotation: Rotation) -> Tensor:
+    def run(
+        self, layer: int, heads: Tensor, rotation: Rotation, sinks: Tensor | None = None
+    ) -> Tensor:
         """Rotate, write keys and values of `layer` to the pool, attend causally.
 
         heads: [T, num_heads + 2·kv_heads, d]: queries, keys and values before rotation; or their
-        partial sums (see `ops.linear.sum_partials`). Returns [R, num_heads, d] in the pool's dtype,
-        for the tokens in `ForwardContext.queries`.
+        partial sums (see `ops.linear.sum_partials`). sinks: float [num_heads], of a layer that has
+        them (see `PagedCache`). Returns [R, num_heads, d] in the compute dtype, for the tokens in
+        `ForwardContext.queries`.
         """
-
-
-class KVShape(NamedTuple):
-    """KV of one token in one layer: heads, width of a key, width of a value."""
-
-    num_heads: int
-    key_dim: int
-    value_dim: int
-
-    @property
-    def numel(self) -> int:
-        """Numbers per token."""
-        return self.num_heads * (self.key_dim + self.value_dim)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ from serve_spec.engine.profile import (
 )
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.kvcache.manager import KVCacheManager
-from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
+from serve_spec.kvcache.memory import CacheMemory
+from serve_spec.kvcache.pool import FeaturePool, PagedKVPool, check_caches
 from serve_spec.log import get_logger, stage
 from serve_spec.models import DraftHead, DraftOptions, load_draft, load_target
 from serve_spec.models.decoder import compile_layers
@@ -206,7 +207,6 @@ class LoadedModels:
     target: Target
     head: DraftHead | None
     num_pages: int
-    dtype: torch.dtype
     device: torch.device
     parallel: TensorParallel
 
@@ -236,7 +236,7 @@ def load_models(config: ServeSpecConfig, parallel: TensorParallel) -> LoadedMode
         if head is not None:
             compile_layers(head)
     num_pages = parallel.smallest(_num_pages(config, target, head))
-    return LoadedModels(target, head, num_pages, dtype, device, parallel)
+    return LoadedModels(target, head, num_pages, device, parallel)
 
 
 W = TypeVar("W", bound=SpecWorker)
@@ -249,14 +249,12 @@ def build_worker(config: ServeSpecConfig, loaded: LoadedModels, create: Callable
     features = drafter = None
     if head is not None:
         num_slots = (num_pages + 1) * page_size
-        features = FeaturePool(num_slots, head.feature_dim, loaded.dtype, device)
-        pool = PagedKVPool(head.shape.kv_shapes, num_pages, page_size, head.dtype, device)
+        features = FeaturePool(num_slots, head.feature_dim, target.dtype, device)
+        pool = PagedKVPool(head.shape.caches, num_pages, page_size, head.dtype, device)
         drafter = DraftModel(head, pool, features)
-    shape = target.rank_shape
     runner = TargetRunner(
         target,
-        PagedKVPool(shape.kv_shapes, num_pages, page_size, loaded.dtype, device),
-        shape.attention_kinds,
+        PagedKVPool(target.spec.caches, num_pages, page_size, target.dtype, device),
         capture=head.capture if head else None,
         features=features if head and head.feature_dim else None,
     )
@@ -360,26 +358,28 @@ def _num_pages(config: ServeSpecConfig, target: Target, head: DraftHead | None) 
 
     Raises ValueError if they need more memory than there is.
     """
-    page_size, weight = config.cache.page_size, target.embed_tokens.weight
-    dtype, device = weight.dtype, weight.device
-    page_bytes = PagedKVPool.bytes_per_page(target.rank_shape.kv_shapes, page_size, dtype)
+    page_size, device = config.cache.page_size, target.embed_tokens.weight.device
+    # A step verifies up to MAX_TREE_TOKENS tokens of a request; one slot more takes padding.
+    ring, num_slots = MAX_TREE_TOKENS, config.scheduler.max_num_seqs + 1
+    memory = CacheMemory.of(target.spec.caches, page_size, target.dtype, ring)
     if head is not None:
-        page_bytes += PagedKVPool.bytes_per_page(head.shape.kv_shapes, page_size, head.dtype)
-        page_bytes += page_size * head.feature_dim * dtype.itemsize
+        memory += CacheMemory.of(head.shape.caches, page_size, head.dtype, ring)
+        memory += CacheMemory(per_page=page_size * head.feature_dim * target.dtype.itemsize)
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
         budget = free_bytes * config.cache.memory_fraction
     else:
         free_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         budget = config.cache.cpu_cache_gb * 2**30
-    num_pages = int(budget // page_bytes)
+    num_pages = memory.most_pages(budget, num_slots)
     given = f"cpu_cache_gb={config.cache.cpu_cache_gb}"
     if config.cache.num_pages is not None:
         num_pages = config.cache.num_pages
         given = f"num_pages={num_pages}"
-    if num_pages * page_bytes > free_bytes:
+    needed = memory.total(num_pages, num_slots)
+    if needed > free_bytes:
         raise ValueError(
-            f"{given}: the KV cache needs {num_pages * page_bytes / 2**30:.1f} GiB, but "
+            f"{given}: the KV cache needs {needed / 2**30:.1f} GiB, but "
             f"there are {free_bytes / 2**30:.1f} GiB; lower it"
         )
     logger.info("KV cache: %d pages of %d tokens", num_pages, page_size)
@@ -389,6 +389,7 @@ def _num_pages(config: ServeSpecConfig, target: Target, head: DraftHead | None) 
 def check_fit(config: ServeSpecConfig, tokenizer: Tokenizer) -> None:
     """Raise for settings that do not fit the checkpoint, before weights are loaded."""
     spec = read_spec(config.model.metadata_folder)
+    check_caches(spec.caches)
     max_model_len = config.model.max_model_len
     sampling_defaults(config.model)  # raises if they are invalid
     if config.model.load_format == "safetensors":

@@ -8,7 +8,20 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from serve_spec.core.context import KVShape
+from serve_spec.core.caches import CacheSpec, PagedCache
+
+
+def check_caches(caches: Sequence[CacheSpec]) -> tuple[PagedCache, ...]:
+    """Return the caches of all layers; raise ValueError for one that no pool holds."""
+    for layer, cache in enumerate(caches):
+        if not isinstance(cache, PagedCache):
+            why = f"layer {layer} keeps recurrent state: not supported"
+            raise ValueError(f"{why}; use a model whose layers all attend")
+        if cache.dtype is not None:
+            name = str(cache.dtype).removeprefix("torch.")
+            why = f"layer {layer} keeps keys and values in {name}: not supported"
+            raise ValueError(f"{why}; only the compute dtype is")
+    return tuple(cache for cache in caches if isinstance(cache, PagedCache))
 
 
 class PagedKVPool:
@@ -18,38 +31,35 @@ class PagedKVPool:
     as zeros, because masked slots are still multiplied and must be finite. One scratch page more
     than the allocator's takes the writes of padding.
 
-    Neighbouring layers of one shape share a tensor [layers, num_slots, num_heads, dim]; `tensors`
-    lists these.
+    `caches`: of the layers, in order. Neighbours of equal heads and widths have their keys in one
+    tensor [layers, num_slots, num_heads, dim], and their values in another; `tensors` lists these.
     """
 
     def __init__(
         self,
-        layers: Sequence[KVShape],
+        caches: Sequence[CacheSpec],
         num_pages: int,
         page_size: int,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
+        """Create zeros in `dtype`, the compute dtype; raise ValueError as `check_caches`."""
+        self.caches = check_caches(caches)
         self.page_size = page_size
         self.scratch_page = num_pages
         self.scratch_slot = num_pages * page_size
-        self.dtype = dtype
         self.device = torch.device(device)
         self.tensors: list[Tensor] = []
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         num_slots = (num_pages + 1) * page_size
-        for shape, group in groupby(layers):
-            size = len([*group]), num_slots, shape.num_heads
-            for width, by_layer in ((shape.key_dim, self.keys), (shape.value_dim, self.values)):
+        sizes = [(cache.num_heads, cache.key_dim, cache.value_dim) for cache in self.caches]
+        for (num_heads, key_dim, value_dim), group in groupby(sizes):
+            size = len([*group]), num_slots, num_heads
+            for width, by_layer in ((key_dim, self.keys), (value_dim, self.values)):
                 tensor = torch.zeros(*size, width, dtype=dtype, device=device)
                 self.tensors.append(tensor)
                 by_layer += tensor.unbind(0)
-
-    @staticmethod
-    def bytes_per_page(layers: Sequence[KVShape], page_size: int, dtype: torch.dtype) -> int:
-        """Return the memory one page takes over all layers, keys and values together."""
-        return page_size * sum(shape.numel for shape in layers) * dtype.itemsize
 
 
 class FeaturePool:

@@ -5,25 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from serve_spec.core.caches import PagedCache
 from serve_spec.core.context import Rotation
+from serve_spec.ops.attention import attend
 
 
 class Rows:
-    """B texts of equal length and equal positions: tokens [B·T] as heads [B, heads, T, D]."""
+    """B texts of equal length and equal positions: tokens [B·T] as heads [B, heads, T, D].
 
-    def __init__(self, num_rows: int, num_heads: int, num_kv_heads: int) -> None:
-        self.num_rows, self.num_heads, self.num_kv_heads = num_rows, num_heads, num_kv_heads
+    caches: of the layers, in order.
+    """
 
-    def split(self, heads: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+    def __init__(self, num_rows: int, caches: Sequence[PagedCache]) -> None:
+        self.num_rows, self.caches = num_rows, caches
+
+    def split(self, layer: int, heads: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated queries and keys, and values, from heads [B·T, all, D] of a layer."""
         rows = heads.unflatten(0, (self.num_rows, -1)).transpose(1, 2)
         positions = rotation.positions[: rows.shape[2]]
         cos, sin = (table[positions, 0] for table in (rotation.cos_table, rotation.sin_table))
-        num_kv = self.num_kv_heads
-        query, key, value = rows.split((self.num_heads, num_kv, num_kv), dim=1)
+        num_kv = self.caches[layer].num_heads
+        query, key, value = rows.split((rows.shape[1] - 2 * num_kv, num_kv, num_kv), dim=1)
         return _rotated(query, cos, sin), _rotated(key, cos, sin), value
 
     def join(self, attended: Tensor) -> Tensor:
@@ -34,30 +38,35 @@ class Rows:
 class CausalAttention(Rows):
     """Causal attention of whole rows (`LayerAttention`); its operations have gradients.
 
-    windows: tokens that each token sees in each layer, itself included; None: all. cache: receives
-    (keys, values) per layer.
+    kept: receives (keys, values) per layer.
     """
 
     def __init__(
         self,
         num_rows: int,
-        num_heads: int,
-        num_kv_heads: int,
-        windows: Sequence[int | None],
-        cache: list[tuple[Tensor, Tensor]] | None = None,
+        caches: Sequence[PagedCache],
+        kept: list[tuple[Tensor, Tensor]] | None = None,
     ) -> None:
-        super().__init__(num_rows, num_heads, num_kv_heads)
-        self._windows, self._cache = windows, cache
+        super().__init__(num_rows, caches)
+        self._kept = kept
 
-    def run(self, layer: int, heads: Tensor, rotation: Rotation) -> Tensor:
+    def run(
+        self, layer: int, heads: Tensor, rotation: Rotation, sinks: Tensor | None = None
+    ) -> Tensor:
         """Return [B·T, heads, D]."""
-        query, key, value = self.split(heads, rotation)
-        if self._cache is not None:
-            self._cache.append((key, value))
-        window = self._windows[layer]
-        mask = None if window is None else _window_mask(query, window)
-        attended = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        query, key, value = self.split(layer, heads, rotation)
+        if self._kept is not None:
+            self._kept.append((key, value))
+        cache = self.caches[layer]
+        mask = None if cache.window is None else _window_mask(query, cache.window)
+        attended = attend(
+            query,
+            key,
+            value,
+            cache,
+            mask=mask,
+            is_causal=mask is None,
+            sinks=None if sinks is None else sinks[:, None, None],
         )
         return self.join(attended)
 
@@ -69,6 +78,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _window_mask(query: Tensor, window: int) -> Tensor:
+    """Return what is added to the scores [T, T] of a window."""
     place = torch.arange(query.shape[2], device=query.device)
     distance = place[:, None] - place
-    return (distance >= 0) & (distance < window)
+    hidden = (distance < 0) | (distance >= window)
+    return query.new_zeros(hidden.shape).masked_fill(hidden, float("-inf"))

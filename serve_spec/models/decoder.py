@@ -170,11 +170,11 @@ def row_positions(num_rows: int, row_tokens: int, device: torch.device, first: i
 
 
 def causal_context(
-    shape: DecoderShape, tokens: Tensor, cache: list[tuple[Tensor, Tensor]] | None = None
+    shape: DecoderShape, tokens: Tensor, kept: list[tuple[Tensor, Tensor]] | None = None
 ) -> ForwardContext:
     """Return the context of whole rows `tokens` [B, T] from position 0; see `CausalAttention`."""
     num_rows, row_tokens = tokens.shape
-    attention = CausalAttention(num_rows, shape.num_heads, shape.num_kv_heads, shape.windows, cache)
+    attention = CausalAttention(num_rows, shape.caches, kept)
     return ForwardContext(row_positions(num_rows, row_tokens, tokens.device), attention)
 
 
@@ -225,6 +225,7 @@ class Decoder(Target):
     ) -> None:
         super().__init__()
         self.shape, self.spec = shape, spec
+        self.dtype = torch.get_default_dtype()
         self.parallel = parallel
         self.rank_shape = shape.on_rank_of(parallel.size)
         self.embed_tokens = vocab_embedding(shape.vocab_size, shape.hidden_size, parallel)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from serve_spec.core.caches import PagedCache
+from serve_spec.core.caches import CacheSpec, PagedCache
 from serve_spec.core.context import ForwardContext
 from serve_spec.core.draft import MAX_TREE_TOKENS
 from serve_spec.layers.linear import Linear
@@ -41,18 +41,22 @@ class TargetSpec:
     num_layers: int
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
-    caches: tuple[PagedCache, ...]
+    caches: tuple[CacheSpec, ...]
 
     @property
     def window(self) -> int | None:
         """Return the smallest number of tokens that a layer sees; None if all see everything."""
-        windows = (cache.window for cache in self.caches)
+        windows = (cache.window for cache in self.caches if isinstance(cache, PagedCache))
         return min((window for window in windows if window is not None), default=None)
 
     @property
     def takes_trees(self) -> bool:
-        """Return whether drafted trees of any size can be verified: no window cuts one."""
-        return self.window is None or self.window >= MAX_TREE_TOKENS
+        """Return whether drafted trees of any size can be verified.
+
+        A window must not cut one, and a recurrent state has one successor.
+        """
+        is_paged = all(isinstance(cache, PagedCache) for cache in self.caches)
+        return is_paged and (self.window is None or self.window >= MAX_TREE_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -87,12 +91,14 @@ class TargetOutput(NamedTuple):
 class Target(Layer):
     """A target model, on one rank. Drafts may share its embedding and its head.
 
-    `max_model_len`: the longest text that its positions allow. `path`: of its checkpoint.
+    `max_model_len`: the longest text that its positions allow. `dtype`: compute dtype. `path`: of
+    its checkpoint.
     """
 
     spec: TargetSpec
     parallel: TensorParallel
     max_model_len: int
+    dtype: torch.dtype
     path: Path | None = None
     embed_tokens: Embedding
     lm_head: Linear

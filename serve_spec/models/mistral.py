@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from serve_spec.models.config import positive_integer
 from serve_spec.models.family import DecoderFamily, listed_windows
-from serve_spec.models.llama import DEFAULTS, Config
+from serve_spec.models.interfaces import Config
+from serve_spec.models.llama import DEFAULTS
 
 _DEFAULT_WINDOW = 4096
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from serve_spec.models.family import Biases, DecoderFamily, flagged_windows
-from serve_spec.models.llama import DEFAULTS, Config
+from serve_spec.models.interfaces import Config
+from serve_spec.models.llama import DEFAULTS
 
 
 class Qwen3Family(DecoderFamily):

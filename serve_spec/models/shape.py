@@ -10,11 +10,9 @@ from typing import Any
 
 from serve_spec.config.checkpoint import Config, max_positions
 from serve_spec.core.caches import PagedCache
-from serve_spec.core.context import KVShape
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.rope import RopeScaling, RotaryTable
 from serve_spec.models.config import positive_integer, read_rope, wrong
-from serve_spec.ops.paged_attention import AttentionKind
 
 NUM_IDS_KEY = "serve_spec_num_ids"
 """The key of `config.json` with the number of real ids: see `DecoderShape.num_ids`."""
@@ -67,19 +65,9 @@ class DecoderShape:
         return tuple(PagedCache(*sizes, window=window) for window in self.windows)
 
     @property
-    def attention_kinds(self) -> tuple[AttentionKind, ...]:
-        """Return how each layer attends."""
-        return tuple(AttentionKind(window=window) for window in self.windows)
-
-    @property
     def sliding_window(self) -> int | None:
         """Return the smallest window of any layer; None if all tokens are seen."""
         return min((window for window in self.windows if window is not None), default=None)
-
-    @property
-    def kv_shapes(self) -> tuple[KVShape, ...]:
-        """Return what each layer keeps of a token."""
-        return (KVShape(self.num_kv_heads, self.head_dim, self.head_dim),) * self.num_layers
 
     def rotary(self, longest: int | None = None) -> RotaryTable:
         """Return the rotary table of `longest` positions; None: of the longest text."""

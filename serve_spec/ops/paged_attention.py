@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from serve_spec.core.caches import PagedCache
 from serve_spec.core.draft import MAX_TREE_TOKENS
+from serve_spec.ops.attention import attend
 from serve_spec.ops.dispatch import has_kernel
 
 # The reference attends requests of up to this many query tokens in padded batches, others alone.
@@ -20,16 +21,6 @@ _MAX_BATCHED_QUERY_LEN = 16
 _MIN_LENGTH_CLASS = 8
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class AttentionKind:
-    """How one layer attends.
-
-    `window`: a token sees itself and the `window - 1` entries before it (None: all of them).
-    """
-
-    window: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,23 +70,29 @@ class AttentionPlan:
 
 @has_kernel
 def paged_attention(
-    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, kind: AttentionKind
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    cache: PagedCache,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention [T, heads, dv] of query [T, heads, dk] over one layer's cache.
 
     keys [num_slots, kv_heads, dk], values [num_slots, kv_heads, dv]; slot = page · page_size +
-    offset. Tokens that no request owns, or that see nothing, get anything finite. Nothing beyond a
-    request's length is read, neither pages nor entries.
+    offset. sinks: float [heads], of a layer that has them. Tokens that no request owns, or that see
+    nothing, get anything finite. Nothing beyond a request's length is read, neither pages nor
+    entries.
     """
-    group = query.shape[1] // keys.shape[1]
+    window, group = cache.window, query.shape[1] // keys.shape[1]
     batches = plan.prepared(
-        (kind.window, group, query.dtype), lambda: _plan_batches(plan, kind.window, group, query)
+        (window, group, query.dtype), lambda: _plan_batches(plan, window, group, query)
     )
     if len(batches) == 1 and batches[0].holds_all:
-        return batches[0].attend(query, keys, values)
+        return batches[0].attend(query, keys, values, cache, sinks)
     out = query.new_zeros((*query.shape[:2], values.shape[2]))
     for batch in batches:
-        out[batch.tokens] = batch.attend(query[batch.tokens], keys, values)
+        out[batch.tokens] = batch.attend(query[batch.tokens], keys, values, cache, sinks)
     return out
 
 
@@ -119,37 +116,49 @@ class _Batch:
     mask: Tensor | None
     is_causal: bool
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, cache: PagedCache, sinks: Tensor | None
+    ) -> Tensor:
         """Return [B·Q, heads, dv] of query [B·Q, heads, dk]."""
         keys, values = keys.index_select(0, self.slots), values.index_select(0, self.slots)
         if self.query_len <= _MAX_BATCHED_QUERY_LEN:
-            return self._batched(query, keys, values)
-        return self._alone(query, keys, values)
+            return self._batched(query, keys, values, cache, sinks)
+        return self._alone(query, keys, values, cache, sinks)
 
-    def _batched(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _batched(
+        self, query: Tensor, keys: Tensor, values: Tensor, cache: PagedCache, sinks: Tensor | None
+    ) -> Tensor:
         batch, length = self.num_requests, self.query_len
         (num_heads, width), kv_heads = query.shape[1:], keys.shape[1]
         group = num_heads // kv_heads
         # Rows of a kv head: query token, then head of its group.
         rows = query.reshape(batch, length, kv_heads, group, width).transpose(1, 2)
-        out = F.scaled_dot_product_attention(
+        if sinks is not None:
+            sinks = sinks.view(kv_heads, 1, group).expand(-1, length, -1).reshape(kv_heads, -1, 1)
+        out = attend(
             rows.reshape(batch, kv_heads, length * group, width),
             keys.view(batch, -1, kv_heads, width).transpose(1, 2),
             values.view(batch, -1, kv_heads, values.shape[2]).transpose(1, 2),
-            attn_mask=self.mask,
+            cache,
+            mask=self.mask,
+            sinks=sinks,
         )
         out = out.view(batch, kv_heads, length, group, -1).transpose(1, 2)
         return out.reshape(batch * length, num_heads, -1)
 
-    def _alone(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _alone(
+        self, query: Tensor, keys: Tensor, values: Tensor, cache: PagedCache, sinks: Tensor | None
+    ) -> Tensor:
         (length, num_heads, width), kv_heads = query.shape, keys.shape[1]
         shared = (kv_heads, num_heads // kv_heads, -1, -1)
-        out = F.scaled_dot_product_attention(
+        out = attend(
             query.view(length, kv_heads, -1, width).permute(1, 2, 0, 3),
             keys.transpose(0, 1).unsqueeze(1).expand(shared),
             values.transpose(0, 1).unsqueeze(1).expand(shared),
-            attn_mask=self.mask,
+            cache,
+            mask=self.mask,
             is_causal=self.is_causal,
+            sinks=None if sinks is None else sinks.view(*shared[:2], 1, 1),
         )
         return out.permute(2, 0, 1, 3).reshape(length, num_heads, -1)
 

@@ -30,10 +30,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from serve_spec.core.caches import PagedCache
 from serve_spec.core.draft import MAX_TREE_TOKENS
 from serve_spec.ops.dispatch import dependent_launch
 from serve_spec.ops.dispatch_triton import let_next_read, let_next_start, wait
-from serve_spec.ops.paged_attention import AttentionKind, AttentionPlan
+from serve_spec.ops.paged_attention import AttentionPlan
 
 # Tiles times kv heads that fill a device. From more than half of them on, the last program of a
 # tile merges.
@@ -44,7 +45,7 @@ _UNIT = tl.constexpr(16)
 # they weigh nothing also where a line sees nothing else.
 _HIDDEN = tl.constexpr(-1.0e30)
 _LOWEST = tl.constexpr(-1.0e20)
-_LOG2_E = math.log2(math.e)  # softmax is computed with powers of two
+_LOG2_E = tl.constexpr(math.log2(math.e))  # softmax is computed with powers of two
 _LAST_TREE_TOKEN = tl.constexpr(MAX_TREE_TOKENS - 1)
 # Below what any split weighs.
 _NOTHING = tl.constexpr(-3.0e38)
@@ -125,7 +126,12 @@ def _choose_tiling(
 
 
 def paged_attention(
-    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, kind: AttentionKind
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    plan: AttentionPlan,
+    cache: PagedCache,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See `paged_attention.paged_attention`.
 
@@ -147,7 +153,7 @@ def paged_attention(
         is_last = begin + num_requests == len(plan.kv_lens)
         group = _Group(begin, num_requests, max_query_len, tiling, is_last)
         begin += num_requests
-        _launch(query, keys, values, plan, kind, group, out)
+        _launch(query, (keys, values), sinks, plan, cache, group, out)
     return out
 
 
@@ -185,24 +191,28 @@ class _Work:
 
 def _launch(
     query: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    entries: tuple[Tensor, Tensor],
+    sinks: Tensor | None,
     plan: AttentionPlan,
-    kind: AttentionKind,
+    cache: PagedCache,
     group: _Group,
     out: Tensor,
 ) -> None:
-    """Write the tokens of these requests to `out`."""
-    tiling = group.tiling
+    """Write the tokens of these requests to `out`. entries: keys and values."""
+    tiling, (keys, values) = group.tiling, entries
     (num_tokens, num_heads, key_width), value_width = query.shape, values.shape[2]
     num_kv_heads = keys.shape[1]
     assert query.stride()[1:] == (key_width, 1), "the heads of a token lie side by side"
     for dense in (keys, values, plan.tables):
         assert dense.is_contiguous(), "a pool's layers and page tables are dense"
+    assert (sinks is not None) == cache.has_sinks, "a layer with sinks gives their logits"
+    factor, cap_scale = cache.score_scale, None
+    if cache.softcap is not None:
+        factor, cap_scale = cache.softcap, 2 * _LOG2_E.value * cache.score_scale / cache.softcap
     programs = max(1, _num_multiprocessors(query.device) * tiling.programs // num_kv_heads)
-    key = "work", kind.window, num_kv_heads, group
+    key = "work", cache.window, num_kv_heads, group
     work = plan.prepared(
-        key, lambda: _plan_work(plan, kind, group, num_tokens, programs, num_kv_heads)
+        key, lambda: _plan_work(plan, cache.window, group, num_tokens, programs, num_kv_heads)
     )
     # Of a program's tiles, the first and the last may be cut.
     partial_shape = 2 * programs, num_kv_heads, tiling.lines
@@ -224,13 +234,13 @@ def _launch(
     }
     _attend_kernel[(num_kv_heads, len(work.ranges))](
         query, keys, values, plan.tables[group.first :],
-        plan.tree_mask if group.has_trees(plan) else None,
+        plan.tree_mask if group.has_trees(plan) else None, sinks,
         work.tiles, work.ranges, work.counts, work.arrivals, out, partials, stats,
         num_tokens if group.fills_up else 0, query.stride(0), plan.tables.stride(0),
-        key_width**-0.5 * _LOG2_E,
+        factor * _LOG2_E.value,
         DK=key_width, BLOCK_DK=max(16, triton.next_power_of_2(key_width)),
-        PAGE_SIZE=plan.page_size, WINDOW=kind.window,
-        BLOCK=tiling.block, HAS_FREE_BLOCKS=tiling.lines > 64 and kind.window is None,
+        PAGE_SIZE=plan.page_size, WINDOW=cache.window, CAP_SCALE=cap_scale,
+        BLOCK=tiling.block, HAS_FREE_BLOCKS=tiling.lines > 64 and cache.window is None,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **shape,
     )  # fmt: skip
     if not tiling.is_last_merging:
@@ -244,7 +254,7 @@ def _launch(
 
 def _plan_work(
     plan: AttentionPlan,
-    kind: AttentionKind,
+    window: int | None,
     group: _Group,
     num_tokens: int,
     programs: int,
@@ -267,7 +277,7 @@ def _plan_work(
         plan.query_starts[group.first :], plan.kv_lens[group.first :], tiles, ranges, counts,
         # No constant: it is another one at every level of a tree.
         plan.tree_len or 0, plan.tables.shape[1] * plan.page_size, programs, num_ranges,
-        IS_TREE=group.has_trees(plan), WINDOW=kind.window,
+        IS_TREE=group.has_trees(plan), WINDOW=window,
         TILE=tiling.tokens, MIN_SPLIT=tiling.min_split, BLOCK=64,
         BLOCK_REQUESTS=triton.next_power_of_2(group.num_requests),
         num_warps=1 if group.num_requests <= 64 else 4, **dependent_launch(device),
@@ -406,11 +416,11 @@ def _visible(
 
 @triton.jit(do_not_specialize=["num_tokens", "table_stride"])
 def _attend_kernel(
-    query, keys, values, tables, tree_mask, tiles, ranges, counts, arrivals,
+    query, keys, values, tables, tree_mask, sinks, tiles, ranges, counts, arrivals,
     out, partials, stats, num_tokens, query_stride, table_stride, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, CAP_SCALE: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
     HAS_FREE_BLOCKS: tl.constexpr, MERGE_SPLITS: tl.constexpr, MERGE_LINES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -457,6 +467,11 @@ def _attend_kernel(
         highest = tl.full([LINES], _LOWEST, tl.float32)
         total = tl.full([LINES], 0.0, tl.float32)
         mixed = tl.full([LINES, BLOCK_DV], 0.0, tl.float32)
+        if sinks is not None:
+            # Once per tile: in its first split.
+            sink = tl.load(sinks + query_head, mask=is_line, other=0.0).to(tl.float32)
+            highest = tl.where(is_first, sink * _LOG2_E, highest)
+            total = tl.where(is_first, 1.0, total)
         if HAS_FREE_BLOCKS:
             # Blocks that all lines see need no mask.
             num_free = tl.minimum(end, first_position + (0 if tree_mask is not None else 1)) - begin
@@ -464,7 +479,7 @@ def _attend_kernel(
             highest, total, mixed = _attend(
                 q, keys, values, table, page, begin, middle, head, first_position, own, ancestors,
                 highest, total, mixed, scale,
-                NUM_KV_HEADS, DK, DV, BLOCK_DK, BLOCK_DV, PAGE_SIZE, WINDOW, BLOCK,
+                NUM_KV_HEADS, DK, DV, BLOCK_DK, BLOCK_DV, PAGE_SIZE, WINDOW, CAP_SCALE, BLOCK,
                 tree_mask is not None, True,
             )  # fmt: skip
             begin = middle
@@ -472,7 +487,7 @@ def _attend_kernel(
         highest, total, mixed = _attend(
             q, keys, values, table, page, begin, end, head, first_position, own, ancestors,
             highest, total, mixed, scale,
-            NUM_KV_HEADS, DK, DV, BLOCK_DK, BLOCK_DV, PAGE_SIZE, WINDOW, BLOCK,
+            NUM_KV_HEADS, DK, DV, BLOCK_DK, BLOCK_DV, PAGE_SIZE, WINDOW, CAP_SCALE, BLOCK,
             tree_mask is not None, False,
         )  # fmt: skip
 
@@ -556,7 +571,7 @@ def _attend(
     highest, total, mixed, scale,
     NUM_KV_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, CAP_SCALE: tl.constexpr, BLOCK: tl.constexpr,
     IS_TREE: tl.constexpr, IS_FREE: tl.constexpr,
 ):  # fmt: skip
     """Add the entries begin .. end - 1 to a softmax. IS_FREE: whole blocks that all lines see.
@@ -585,6 +600,9 @@ def _attend(
         else:
             v = tl.load(value, mask=inside[:, None] & (value_dim < DV)[None, :], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if CAP_SCALE is not None:
+            # The tanh of scaled scores over softcap, which `scale` multiplies.
+            scores = 1.0 - 2.0 / (tl.exp2(scores * CAP_SCALE) + 1.0)
         if not IS_FREE:
             seen = _seen(position, first_position, own, ancestors, WINDOW, IS_TREE)
             scores = tl.where(seen & inside[None, :], scores, _HIDDEN)

@@ -25,20 +25,28 @@ class CachedAttention(Rows):
 
     def __init__(self, shape: DecoderShape, keys: Tensor, values: Tensor, place: int) -> None:
         """Take keys and values [layers, B, kv_heads, length, D], filled up to `place`."""
-        super().__init__(keys.shape[1], shape.num_heads, shape.num_kv_heads)
+        super().__init__(keys.shape[1], shape.caches)
         self._keys, self._values, self._place = keys, values, place
-        self._firsts = [max(0, place + 1 - window) if window else 0 for window in shape.windows]
+        windows = [cache.window for cache in shape.caches]
+        self._firsts = [max(0, place + 1 - window) if window else 0 for window in windows]
 
-    def run(self, layer: int, heads: Tensor, rotation: Rotation) -> Tensor:
+    def run(
+        self, layer: int, heads: Tensor, rotation: Rotation, sinks: Tensor | None = None
+    ) -> Tensor:
         """Return [B, heads, D]; see `LayerAttention`."""
-        query, key, value = self.split(heads, rotation)
+        assert sinks is None, "targets trained here have no sinks"
+        query, key, value = self.split(layer, heads, rotation)
         keys, values = self._keys[layer], self._values[layer]
         keys[:, :, self._place : self._place + 1] = key
         values[:, :, self._place : self._place + 1] = value
         # Query heads of one KV head become query rows, so that keys are read once.
         grouped = query.unflatten(1, (keys.shape[1], -1)).squeeze(3)
         seen = slice(self._firsts[layer], self._place + 1)
-        out = F.scaled_dot_product_attention(grouped, keys[:, :, seen], values[:, :, seen])
+        cache = self.caches[layer]
+        assert cache.softcap is None, "targets trained here have no softcap"
+        out = F.scaled_dot_product_attention(
+            grouped, keys[:, :, seen], values[:, :, seen], scale=cache.scale
+        )
         return out.flatten(1, 2)
 
 

@@ -49,14 +49,17 @@ class UnrolledAttention(Rows):
     def __init__(
         self, shape: DecoderShape, num_rows: int, cache: UnrollCache | None, live: Tensor
     ) -> None:
-        super().__init__(num_rows, shape.num_heads, shape.num_kv_heads)
+        super().__init__(num_rows, shape.caches)
         self.cache = cache
         self._live = live
 
-    def run(self, layer: int, heads: Tensor, rotation: Rotation) -> Tensor:
+    def run(
+        self, layer: int, heads: Tensor, rotation: Rotation, sinks: Tensor | None = None
+    ) -> Tensor:
         """Return [B·T, heads, D]; see `LayerAttention`."""
         assert layer == 0, "drafts trained here have one layer"
-        query, key, value = self.split(heads, rotation)
+        assert sinks is None, "and no sinks"
+        query, key, value = self.split(layer, heads, rotation)
         if self.cache is None:
             places = len(self._live)
             own_k, own_v = (x.new_zeros(x.shape).unsqueeze(2) for x in (key, value))

@@ -35,7 +35,6 @@ class DraftModel:
         self.head = head
         self.pool = pool
         self.features = features
-        self.kinds = head.shape.attention_kinds
 
     def extend_chunks(self, buffers: StepBuffers, size: StepSize) -> None:
         """Make the draft KV entries of `buffers.chunks`, for prompts and after long pauses.
@@ -242,5 +241,5 @@ class DraftModel:
             tree_mask,
             tree_len,
         )
-        attention = SlotAttention(self.pool, self.kinds, layout.slots, plan, queries)
+        attention = SlotAttention(self.pool, layout.slots, plan, queries)
         return layout, ForwardContext(layout.positions, attention, queries)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from serve_spec.ops import acceptance, elementwise, paged_attention
 from serve_spec.ops import layout as token_layout
 from serve_spec.ops.acceptance import AcceptedPath, num_bits
 from serve_spec.ops.layout import Sequences, TokenLayout
-from serve_spec.ops.paged_attention import AttentionKind, AttentionPlan
+from serve_spec.ops.paged_attention import AttentionPlan
 from serve_spec.worker.graphs import StepSize
 from serve_spec.worker.step_buffers import StepBuffers
 
@@ -26,17 +25,18 @@ from serve_spec.worker.step_buffers import StepBuffers
 class SlotAttention:
     """A `LayerAttention` whose layout is in device tensors, so that a CUDA graph can replay it.
 
-    kinds: how each layer attends. slots: int64 [T], KV slots of the tokens; padding tokens write to
-    a scratch slot. queries: the tokens that attend, as in `plan`; None: all.
+    slots: int64 [T], KV slots of the tokens; padding tokens write to a scratch slot. queries: the
+    tokens that attend, as in `plan`; None: all.
     """
 
     pool: PagedKVPool
-    kinds: Sequence[AttentionKind]
     slots: Tensor
     plan: AttentionPlan
     queries: TokenIndex | None = None
 
-    def run(self, layer: int, heads: Tensor, rotation: Rotation) -> Tensor:
+    def run(
+        self, layer: int, heads: Tensor, rotation: Rotation, sinks: Tensor | None = None
+    ) -> Tensor:
         """See `LayerAttention`: [T, num_heads + 2·kv_heads, d] -> [R, num_heads, d]."""
         keys, values = self.pool.keys[layer], self.pool.values[layer]
         num_heads = heads.shape[-2] - 2 * keys.shape[1]
@@ -45,7 +45,8 @@ class SlotAttention:
             query = query[self.queries]
         if not len(query):
             return query
-        return paged_attention.paged_attention(query, keys, values, self.plan, self.kinds[layer])
+        cache = self.pool.caches[layer]
+        return paged_attention.paged_attention(query, keys, values, self.plan, cache, sinks)
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,6 @@ class TargetRunner:
 
     model: Target
     pool: PagedKVPool
-    kinds: tuple[AttentionKind, ...]
     capture: FeatureCapture | None = None
     features: FeaturePool | None = None
 
@@ -133,7 +133,7 @@ def run_target(
         groups,
         None if tree is None else tree.masks,
     )
-    attention = SlotAttention(target.pool, target.kinds, layout.slots, plan)
+    attention = SlotAttention(target.pool, layout.slots, plan)
     output = target.model.forward(token_ids, ForwardContext(positions, attention), target.capture)
     # First, so that its weights are fetched while the last norm still runs.
     logits = target.model.logits(output.hidden[:num_drawn])

@@ -122,7 +122,7 @@ class SpecWorker:
     @property
     def dtype(self) -> torch.dtype:
         """Compute dtype of the target."""
-        return self.target.pool.dtype
+        return self.target.model.dtype
 
     @property
     def draft_dtype(self) -> torch.dtype | None:

@@ -18,9 +18,10 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from serve_spec.core.caches import PagedCache
 from serve_spec.ops import admission_triton, linear_gluon, paged_attention_triton, shared_sum_triton
 from serve_spec.ops.linear import choose_tiles
-from serve_spec.ops.paged_attention import AttentionKind, AttentionPlan
+from serve_spec.ops.paged_attention import AttentionPlan
 from serve_spec.ops.shared_sum import SharedMemory
 
 ATTENTION = {
@@ -32,6 +33,9 @@ ATTENTION = {
     "chunk": {"query_len": 2048},
     "window": {"batch": 8, "width": 64, "window": 128},
     "wide heads": {"batch": 8, "width": 256},
+    "sinks, softcap": {"batch": 8, "width": 64, "softcap": 30.0, "has_sinks": True},
+    "keys wider than values": {"batch": 8, "width": 192, "value_width": 128},
+    "chunk, softcap, wide heads": {"query_len": 2048, "width": 256, "softcap": 50.0},
 }
 ADMISSION = {
     "chains": {},
@@ -100,11 +104,16 @@ def recorded(op, case):
     vars(op).update(kernels)
 
 
-def compile_attention(case, batch=1, query_len=1, width=128, window=None, tree=False):
+def compile_attention(
+    case, batch=1, query_len=1, width=128, value_width=None, tree=False, **settings
+):
     """Compile what 32 query heads and 8 kv heads launch for so many requests, in bfloat16."""
     numbers = torch.zeros(batch + 1, dtype=torch.int32)
     query = torch.zeros(batch * query_len, 32, width, dtype=torch.bfloat16)
-    pool = torch.zeros(64, 8, width, dtype=torch.bfloat16)
+    cache = PagedCache(8, width, value_width or width, **settings)
+    keys = torch.zeros(64, 8, width, dtype=torch.bfloat16)
+    values = torch.zeros(64, 8, cache.value_dim, dtype=torch.bfloat16)
+    sinks = torch.zeros(32) if cache.has_sinks else None
     plan = AttentionPlan(
         tables=torch.zeros(batch, 4, dtype=torch.int32),
         query_starts=numbers,
@@ -114,8 +123,7 @@ def compile_attention(case, batch=1, query_len=1, width=128, window=None, tree=F
         tree_mask=torch.zeros(len(query), dtype=torch.int64) if tree else None,
     )
     with recorded(paged_attention_triton, case):
-        kind = AttentionKind(window=window)
-        paged_attention_triton.paged_attention(query, pool, pool, plan, kind)
+        paged_attention_triton.paged_attention(query, keys, values, plan, cache, sinks)
 
 
 def compile_admission(case, batch=8, width=7, depth=7, tree=False):

@@ -22,7 +22,7 @@ class PagedSequences:
     ):
         pages_each = -(-max_len // page_size)
         num_pages = num_sequences * pages_each + 1
-        self.pool = PagedKVPool(shape.kv_shapes, num_pages, page_size, dtype=dtype, device=device)
+        self.pool = PagedKVPool(shape.caches, num_pages, page_size, dtype=dtype, device=device)
         for tensor in self.pool.tensors:
             tensor.fill_(50.0)
         generator = torch.Generator().manual_seed(seed)
@@ -31,7 +31,6 @@ class PagedSequences:
         self.page_size = page_size
         self.device = device
         self.lengths = [0] * num_sequences
-        self.kinds = shape.attention_kinds
 
     def extend(self, chunks, asked=None):
         """Return the context of a forward that adds `count` tokens to each (sequence, count).
@@ -60,7 +59,7 @@ class PagedSequences:
             ((len(attending), max(counts, default=1)),),
         )
         written = torch.tensor(slots, device=self.device)
-        attention = SlotAttention(self.pool, self.kinds, written, plan, rows)
+        attention = SlotAttention(self.pool, written, plan, rows)
         return ForwardContext(torch.tensor(positions, device=self.device), attention, rows)
 
     def _slots(self, index):

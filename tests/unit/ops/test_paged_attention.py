@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serve_spec.core.caches import PagedCache
 from serve_spec.ops import paged_attention as dispatched
-from serve_spec.ops.paged_attention import AttentionKind, AttentionPlan
+from serve_spec.ops.paged_attention import AttentionPlan
 from tests.helpers.memory import poisoned_memory
 from tests.helpers.triton import DEVICE, reference, relative_error
 
@@ -35,6 +36,8 @@ TILINGS = {
 }
 # Window, tree.
 KINDS = [(None, False), (20, True), (None, True), (20, False)]
+# Scores of random queries and keys have a deviation of one, so that this cap changes most of them.
+SINKS_AND_SOFTCAP = {"has_sinks": True, "softcap": 1.5}
 NOWHERE = 1 << 30
 """A page id past every pool."""
 
@@ -49,7 +52,7 @@ class Scene:
     """Requests with (cache entries, query tokens) each, in a pool where all they lack is NaN.
 
     tree: every token but a request's first descends from an earlier one, at random. widths: of keys
-    and values. groups: see `AttentionPlan`.
+    and values. groups: see `AttentionPlan`. settings: of `PagedCache`.
     """
 
     def __init__(
@@ -58,12 +61,12 @@ class Scene:
         heads=(4, 2),
         widths=(16, 16),
         page_size=4,
-        kind=None,
         tree=False,
         groups=(),
         spare_tokens=0,
         dtype=torch.float32,
         seed=0,
+        **settings,
     ):
         generator = torch.Generator().manual_seed(seed)
         num_heads, num_kv_heads = heads
@@ -87,7 +90,10 @@ class Scene:
         self.query = self.query.to(DEVICE, dtype)
         self.keys, self.values = (pool.to(DEVICE, dtype) for pool in pools)
         self.masks = self._tree(generator) if tree else None
-        self.kind = kind or AttentionKind()
+        self.cache = PagedCache(num_kv_heads, *widths, **settings)
+        self.sinks = None
+        if self.cache.has_sinks:
+            self.sinks = 2 * torch.randn(num_heads, generator=generator).to(DEVICE)
         self.plan = AttentionPlan(
             tables=pages.to(DEVICE, torch.int32),
             query_starts=starts.to(DEVICE, torch.int32),
@@ -109,7 +115,8 @@ class Scene:
 
     def run(self, op):
         plan = replace(self.plan)  # nothing prepared
-        return op.paged_attention(self.query, self.keys, self.values, plan, self.kind)
+        pools = self.keys, self.values
+        return op.paged_attention(self.query, *pools, plan, self.cache, self.sinks)
 
     def tiled(self, name):
         tokens, lines, rest = TILINGS[name]
@@ -123,7 +130,7 @@ class Scene:
         out = torch.empty(*self.query.shape[:2], self.values.shape[2]).to(self.query)
         pools, plan = (self.keys, self.values), replace(self.plan)
         for _ in range(2):  # two layers of one forward
-            kernel._launch(self.query, *pools, plan, self.kind, group, out)
+            kernel._launch(self.query, pools, self.sinks, plan, self.cache, group, out)
         return out
 
     def check(self, out, tolerance=1e-5):
@@ -143,7 +150,7 @@ class Scene:
 
     def _seen(self, request, token):
         kv_len, tokens = self.lengths[request]
-        first, window = kv_len - tokens, self.kind.window
+        first, window = kv_len - tokens, self.cache.window
         own, drafts = first + token, list(range(token + 1))
         if self.masks is not None:
             mask = int(self.masks[self.starts[request] + token])
@@ -162,8 +169,15 @@ class Scene:
         group = query.shape[0] // self.keys.shape[1]
         keys = self.keys.cpu()[slots].double().repeat_interleave(group, dim=1)
         values = self.values.cpu()[slots].double().repeat_interleave(group, dim=1)
-        scores = torch.einsum("hd,lhd->hl", query, keys) / math.sqrt(query.shape[1])
-        return torch.einsum("hl,lhd->hd", scores.softmax(1), values)
+        scores = torch.einsum("hd,lhd->hl", query, keys)
+        scores *= self.cache.scale or 1 / math.sqrt(query.shape[1])
+        if self.cache.softcap is not None:
+            scores = self.cache.softcap * torch.tanh(scores / self.cache.softcap)
+        weights = scores.exp()
+        total = weights.sum(1, keepdim=True)
+        if self.sinks is not None:
+            total += self.sinks.cpu().double().exp().unsqueeze(1)
+        return torch.einsum("hl,lhd->hd", weights / total, values)
 
 
 SHORT = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -185,7 +199,10 @@ def scenes(draw):
         heads=draw(st.sampled_from([(2, 2), (4, 1), (6, 2), (3, 1)])),
         widths=draw(st.sampled_from([(16, 16), (16, 32), (32, 16), (24, 16), (48, 40)])),
         page_size=draw(st.sampled_from([1, 4, 16])),
-        kind=AttentionKind(window),
+        window=window,
+        scale=draw(st.sampled_from([None, 0.5])),
+        softcap=draw(st.sampled_from([None, 1.5, 30.0])),
+        has_sinks=draw(st.booleans()),
         tree=tree,
         spare_tokens=draw(st.integers(0, 3)),
         dtype=draw(st.sampled_from([torch.float32, *SHORT])),
@@ -202,15 +219,30 @@ def test_tokens_of_any_requests_see_what_they_should(scene, tiling):
         scene.check(scene.tiled(tiling) if tiling else scene.run(kernel), tolerance)
 
 
+@pytest.mark.parametrize("settings", [{}, SINKS_AND_SOFTCAP], ids=["plain", "sinks and softcap"])
 @pytest.mark.parametrize(
     ("tiling", "window", "tree"),
     [(tiling, *KINDS[number % 4]) for number, tiling in enumerate(TILINGS)],
 )
-def test_splits_of_a_tile_add_up(tiling, window, tree):
+def test_splits_of_a_tile_add_up_and_have_one_sink(tiling, window, tree, settings):
     # Nothing to cut, a split of one entry, splits of unequal length, and of many blocks.
     lengths = [(16, 2), (17, 1), (37, 4), (84, 3)]
-    scene = Scene(lengths, page_size=8, kind=AttentionKind(window=window), tree=tree)
+    scene = Scene(lengths, page_size=8, window=window, tree=tree, **settings)
     scene.check(scene.tiled(tiling))
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("widths", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
+def test_keys_and_values_may_be_of_any_usual_width(op, widths, dtype):
+    scene = Scene([(37, 3), (20, 18)], widths=widths, dtype=dtype, page_size=16)
+    scene.check(scene.run(op), SHORT.get(dtype, 1e-5))
+
+
+@BOTH
+def test_a_softcap_bends_scores_of_any_size(op):
+    scene = Scene([(37, 3), (20, 18)], softcap=30.0, scale=50.0)
+    scene.check(scene.run(op))
 
 
 @BOTH
@@ -247,7 +279,7 @@ def test_entries_past_the_table_are_not_seen_and_queries_may_be_part_of_wider_ro
 @BOTH
 def test_the_newest_tokens_of_a_tree_see_what_they_do_beside_the_others(op):
     """A beam's tokens come last; the tree's other entries are in the cache."""
-    scene = Scene([(23, 6), (14, 6)], kind=AttentionKind(window=9), tree=True)
+    scene = Scene([(23, 6), (14, 6)], window=9, tree=True)
     expected = scene.run(op).view(2, 6, *scene.query.shape[1:])[:, 3:].flatten(0, 1)
     scene.query = scene.query.view(2, 6, *scene.query.shape[1:])[:, 3:].flatten(0, 1)
     scene.plan = replace(
@@ -288,13 +320,18 @@ def test_the_bits_are_the_same_every_time(tiling):
 
 @BOTH
 def test_layers_of_a_forward_share_a_plan_whatever_their_kind(op):
-    kinds = [AttentionKind(), AttentionKind(window=5)]
-    places = [(heads, kind) for heads in ((4, 4), (4, 2)) for kind in kinds]
-    scenes = [Scene([(40, 2), (9, 1)], heads=heads, kind=kind) for heads, kind in places]
+    kinds = [{}, {"window": 5}, SINKS_AND_SOFTCAP]
+    sizes = [((4, 4), (16, 16)), ((4, 2), (16, 16)), ((4, 2), (24, 32)), ((6, 1), (64, 64))]
+    scenes = [
+        Scene([(40, 2), (9, 1)], heads=heads, widths=widths, **kind)
+        for heads, widths in sizes
+        for kind in kinds
+    ]
     for scene in scenes:
         assert torch.equal(scene.slots, scenes[0].slots)
+        scene.plan = scenes[0].plan
         pools = scene.keys, scene.values
-        scene.check(op.paged_attention(scene.query, *pools, scenes[0].plan, scene.kind))
+        scene.check(op.paged_attention(scene.query, *pools, scene.plan, scene.cache, scene.sinks))
 
 
 @settings(max_examples=5)
@@ -326,13 +363,13 @@ def test_groups_of_requests_are_one_forward(narrow, wide, tree, spare_tokens):
     programs=st.integers(1, 40),
 )
 def test_every_program_reads_a_fair_part_of_long_caches(lengths, window, programs):
-    tokens, kind = 16, AttentionKind(window=window)
-    scene = Scene(lengths, heads=(1, 1), widths=(1, 1), page_size=64, kind=kind)
+    tokens = 16
+    scene = Scene(lengths, heads=(1, 1), widths=(1, 1), page_size=64)
     max_query_len = max(1, *(count for _, count in lengths))
     num_tiles = sum(-(-count // tokens) for _, count in lengths)
     tiling = Tiling(tokens, 16, 16, 4, 2)
     group = kernel._Group(0, len(lengths), max_query_len, tiling, fills_up=True)
-    work = kernel._plan_work(scene.plan, kind, group, len(scene.query), programs, 1)
+    work = kernel._plan_work(scene.plan, window, group, len(scene.query), programs, 1)
     tiles, ranges = work.tiles.tolist(), work.ranges.tolist()
     splits = {tile: [] for tile in range(num_tiles)}
     read = []

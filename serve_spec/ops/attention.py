@@ -1,0 +1,55 @@
+"""Attention of dense rows in torch: one layer's scale, softcap and sinks, with gradients."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from serve_spec.core.caches import PagedCache
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cache: PagedCache,
+    *,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return the attention [B, heads, Q, dv] of query [B, heads, Q, dk], in its dtype.
+
+    keys [B, kv_heads, L, dk], values [B, kv_heads, L, dv]; kv_heads divides heads. mask: added to
+    the scores, [Q, L] or broadcastable to [B, heads, Q, L]. is_causal: query token i of L sees the
+    keys 0 .. i. Without both every token sees every key. sinks: the logits of `PagedCache`,
+    broadcastable to [B, heads, Q, 1]. The window of `cache` is left to the mask.
+    """
+    group = query.shape[1] // keys.shape[1]
+    if cache.softcap is None and not cache.has_sinks:
+        return F.scaled_dot_product_attention(
+            query,
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=is_causal,
+            scale=cache.scale,
+            enable_gqa=group > 1,
+        )
+    if group > 1:
+        keys, values = (each.repeat_interleave(group, dim=1) for each in (keys, values))
+    scores = query.float() @ keys.float().mT * cache.score_scale
+    if cache.softcap is not None:
+        scores = cache.softcap * (scores / cache.softcap).tanh()
+    if is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
+    if mask is not None:
+        scores = scores + mask
+    if cache.has_sinks:
+        assert sinks is not None, "a layer with sinks gives their logits"
+        sinks = sinks.float().expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = scores.softmax(dim=-1)[..., : keys.shape[2]]
+    return (weights @ values.float()).to(query.dtype)
