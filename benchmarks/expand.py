@@ -29,7 +29,7 @@ from serve_spec.config import ConfigError
 from serve_spec.config.checkpoint import MTP_KEY
 from serve_spec.core.errors import CheckpointError
 from serve_spec.models.config import positive_integer, read_json
-from serve_spec.models.draft_checkpoint import DraftFile, open_draft_file
+from serve_spec.models.draft_checkpoint import DraftFile, read_draft
 from serve_spec.models.draft_shape import capture_layers
 from serve_spec.models.family import read_shape
 from serve_spec.models.shape import NUM_IDS_KEY, DecoderShape
@@ -111,7 +111,7 @@ def expand_draft(recipe: Expansion, target: DecoderShape, directory: Path) -> st
     Without `draft_vocab_size` an EAGLE-3 head gets as many more ids as the target.
     """
     source = expansion.find_base(recipe.base, Path.cwd())
-    file = open_draft_file(source)
+    file = _open_head(source)
     family = file.recognition.family
     for key, expected in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
         if positive_integer(file.config, key, target.vocab_size) != expected:
@@ -134,6 +134,19 @@ def expand_draft(recipe: Expansion, target: DecoderShape, directory: Path) -> st
         ]
     _write(directory, config, replace(recipe, num_layers=None, draft_vocab_size=rows), source)
     return family
+
+
+def _open_head(path: Path) -> DraftFile:
+    """Open an EAGLE or EAGLE-3 head in the official layout, or raise CheckpointError."""
+    file = read_draft(path)
+    if file.recognition.family not in ("EAGLE", "EAGLE3"):
+        why = f"{file.path} is of family {file.recognition.family} ({file.recognition.evidence})"
+        raise CheckpointError(f"{why}; an EAGLE or EAGLE-3 head is needed here")
+    if file.recognition.layout == "speculators":
+        raise CheckpointError(
+            f"{file.path} is a speculators checkpoint; a head in the official layout is needed here"
+        )
+    return file
 
 
 def _check(recipe: Expansion, vocab_size: int) -> None:

@@ -13,7 +13,6 @@ from serve_spec.core.errors import CheckpointError, InvalidRequest
 _COMMANDS = {
     "serve": ("serving.command", "serve a model with Ray Serve"),
     "generate": ("engine.llm", "complete prompts from the command line"),
-    "train": ("training.command", "train a tokenizer, a target and its drafts from a local corpus"),
     "tune": (
         "bench.command",
         "measure a pair: cost table, depths and trees per batch size, report",
@@ -23,6 +22,9 @@ _COMMANDS = {
     "check-config": ("config.command", "check a model and print its configuration, or its errors"),
 }
 """Module of this package and summary of each command; `_check_config` runs the last."""
+
+_ELSEWHERE = {"train": "python -m recipes.train", "expand": "python -m benchmarks.expand"}
+"""Programs of a checkout that are often taken for commands."""
 
 _INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells."""
@@ -35,6 +37,10 @@ def main(argv: list[str] | None = None) -> int:
         print(_usage())
         return 0
     command = args[0]
+    if command in _ELSEWHERE:
+        fix = f"run `{_ELSEWHERE[command]}` in a checkout of the repository"
+        print(f"serve-spec {command}: not in the installed package; {fix}", file=sys.stderr)
+        return 2
     if command not in _COMMANDS:
         print(f"serve-spec: unknown command {command!r}\n\n{_usage()}", file=sys.stderr)
         return 2

@@ -1,1 +1,1 @@
-"""Recipe of the shipped pair: corpus, tokenizer and target; `serve-spec train` runs it."""
+"""Recipe of the shipped pair: corpus, tokenizer and target; `python -m recipes.train` runs it."""

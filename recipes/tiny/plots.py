@@ -7,7 +7,7 @@ from typing import Any
 
 import matplotlib
 
-from serve_spec.training.loop import read_log
+from recipes.training.loop import read_log
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

@@ -1,16 +1,17 @@
-"""Phases of the shipped pair: corpus, tokenizer, target, those of `serve_spec.training`, plots."""
+"""Phases of the shipped pair: corpus, tokenizer, target, drafts, plots."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 
 from recipes.tiny.corpus import build_corpus, find_sources, write_manifest
 from recipes.tiny.plots import plot_losses, plot_survival
 from recipes.tiny.settings import PairRecipe, smoke, tiny
 from recipes.tiny.target import train_target
 from recipes.tiny.tokenizer import encode_documents, load_tokenizer, save_tokenizer, train_tokenizer
-from serve_spec.training.command import DRAFT_PROGRAM, Program, Workshop, say
-from serve_spec.training.weights import save_state
+from recipes.training.phases import DRAFT_PHASES, PhaseFunction, Workshop, say
+from recipes.training.weights import save_state
 
 
 def make_tokenizer(shop: Workshop[PairRecipe]) -> None:
@@ -52,7 +53,7 @@ def make_target(shop: Workshop[PairRecipe]) -> None:
 
 def make_pool(shop: Workshop[PairRecipe]) -> None:
     """Let the target write the on-policy pool; print one row per temperature."""
-    DRAFT_PROGRAM.phases["rollout"][0](shop)
+    DRAFT_PHASES["rollout"][0](shop)
     tokenizer = load_tokenizer(shop.export / "target")
     for row in shop.pool[: len(shop.recipe.rollout.temperatures)].tolist():
         say(repr(tokenizer.decode(row, skip_special_tokens=False)[:600]))
@@ -68,14 +69,17 @@ def make_plots(shop: Workshop[PairRecipe]) -> None:
         plot_survival(record, shop.report / "survival.png")
 
 
-PROGRAM = Program(
-    presets={"tiny": tiny, "smoke": smoke},
-    phases={
-        "tokenizer": (make_tokenizer, "tokens.pt"),
-        "target": (make_target, "export/target/config.json"),
-        **DRAFT_PROGRAM.phases,
-        "rollout": (make_pool, "pool.pt"),
-        "plot": (make_plots, "report/losses.png"),
-    },
-    extra={"corpus": show_corpus},
-)
+PRESETS: Mapping[str, Callable[[], PairRecipe]] = {"tiny": tiny, "smoke": smoke}
+"""Settings by name."""
+
+PHASES: Mapping[str, tuple[PhaseFunction, str]] = {
+    "tokenizer": (make_tokenizer, "tokens.pt"),
+    "target": (make_target, "export/target/config.json"),
+    **DRAFT_PHASES,
+    "rollout": (make_pool, "pool.pt"),
+    "plot": (make_plots, "report/losses.png"),
+}
+"""Function of each phase, and the file of the work folder that marks it as done, in order."""
+
+EXTRA: Mapping[str, PhaseFunction] = {"corpus": show_corpus}
+"""Phases that run alone and mark nothing."""

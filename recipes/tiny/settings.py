@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from serve_spec.training.settings import (
+from recipes.training.settings import (
     EvaluationPlan,
     Phase,
     Recipe,

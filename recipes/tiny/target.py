@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipes.tiny.settings import PairRecipe
+from recipes.training.loop import Run, Trainer, compiled
+from recipes.training.sampling import windows
+from recipes.training.unroll import forward_rows
+from recipes.training.weights import MasterWeights, export_checkpoint, initialise, new_llama
 from serve_spec.models.decoder import Decoder
-from serve_spec.training.loop import Run, Trainer, compiled
-from serve_spec.training.sampling import windows
-from serve_spec.training.unroll import forward_rows
-from serve_spec.training.weights import MasterWeights, export_checkpoint, initialise, new_llama
 
 
 def train_target(recipe: PairRecipe, train: Tensor, held_out: Tensor, run: Run, out: Path) -> None:

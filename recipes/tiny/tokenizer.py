@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import Tensor
 
 from recipes.tiny.settings import EOS_TOKEN
-from serve_spec.training.settings import EOS_ID
+from recipes.training.settings import EOS_ID
 
 _BATCH_DOCUMENTS = 2000
 

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serve_spec.core.context import ForwardContext, Rotation
-from serve_spec.layers.causal import CausalAttention
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import Destination, Layer, named_parts, parameter
 from serve_spec.layers.norm import RMSNorm
@@ -162,20 +161,6 @@ class DecoderLayer(Layer):
             ("mlp.", self.mlp),
             ("input_layernorm.", self.input_norm),
         )
-
-
-def row_positions(num_rows: int, row_tokens: int, device: torch.device, first: int = 0) -> Tensor:
-    """Return positions first .. first + row_tokens - 1 of every row, [B·T]."""
-    return torch.arange(first, first + row_tokens, device=device).repeat(num_rows)
-
-
-def causal_context(
-    shape: DecoderShape, tokens: Tensor, kept: list[tuple[Tensor, Tensor]] | None = None
-) -> ForwardContext:
-    """Return the context of whole rows `tokens` [B, T] from position 0; see `CausalAttention`."""
-    num_rows, row_tokens = tokens.shape
-    attention = CausalAttention(num_rows, shape.caches, kept)
-    return ForwardContext(row_positions(num_rows, row_tokens, tokens.device), attention)
 
 
 _REGIONS = ("before_attention", "after_attention")

@@ -312,19 +312,6 @@ def read_draft(
     return DraftFile(directory, config, checkpoint, recognition)
 
 
-def open_draft_file(path: Path | str) -> DraftFile:
-    """Open an EAGLE or EAGLE-3 head in the official layout, or raise CheckpointError."""
-    file = read_draft(path)
-    if file.recognition.family not in ("EAGLE", "EAGLE3"):
-        why = f"{file.path} is of family {file.recognition.family} ({file.recognition.evidence})"
-        raise CheckpointError(f"{why}; an EAGLE or EAGLE-3 head is needed here")
-    if file.recognition.layout == "speculators":
-        raise CheckpointError(
-            f"{file.path} is a speculators checkpoint; a head in the official layout is needed here"
-        )
-    return file
-
-
 def _open(directory: Path, load_format: str) -> Checkpoint:
     for name in _MEDUSA_FILES:
         path = directory / name

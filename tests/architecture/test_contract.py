@@ -37,8 +37,7 @@ MAY_IMPORT = {
     ],
     "serving": ["core", "config", "metrics", "adaptive", "worker", "engine"],
     "bench": ["core", "config", "metrics", "adaptive", "engine", "scheduler", "serving"],
-    "training": ["core", "config", "layers", "models"],
-    "cli": ["core", "config", "engine", "models", "serving", "bench", "training"],
+    "cli": ["core", "config", "engine", "models", "serving", "bench"],
 }  # fmt: skip
 
 # library -> path fragments allowed to import it; every other file may not.
@@ -60,6 +59,8 @@ CONFINED = {
     "llguidance": ["structured/compiler.py"],
     "msgspec": ["engine/", "serving/fields.py", "serving/json_body.py"],
     "safetensors": ["models/weights.py"],
+    # The rest of the repository imports the package, never the reverse.
+    **{name: [] for name in ("benchmarks", "recipes", "tests", "tools")},
 }
 TORCH_FREE = ["config/", "adaptive/", "serving/", "structured/", "metrics.py"]
 

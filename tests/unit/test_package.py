@@ -25,6 +25,14 @@ def test_a_request_is_said_with_public_names_alone_and_others_are_attribute_erro
         serve_spec.LMM  # noqa: B018
 
 
+@pytest.mark.parametrize("command", ["train", "expand", "trian"])
+def test_programs_of_a_checkout_are_named_and_unknown_commands_refused(capsys, command):
+    assert cli.main([command]) == 2
+    line, *usage = capsys.readouterr().err.splitlines()
+    assert command in line
+    assert ("in a checkout of the repository" in line) == (not usage)
+
+
 def test_the_help_names_every_benchmark(capsys):
     assert cli.main(["--help"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "  bench " in line]

@@ -26,6 +26,7 @@ from tests.helpers.checkpoints import (
     write_checkpoint,
 )
 from tests.helpers.paged import PagedSequences, run_text
+from tests.unit.models.draft_formats import as_speculators
 
 # The layers compute in float32 at most; that widening is exact is shown where it is done.
 TOLERANCE = 5e-5
@@ -266,6 +267,15 @@ def test_heads_that_do_not_fit_are_refused(tmp_path, target_dir):
         size = grown(2, 2, 8, 1000, rows)
         with refused(f"draft_vocab_size={rows}: the head has 100 ids, and 812 is the most"):
             expand_head(base, shape, size, tmp_path / "head")
+
+
+def test_only_official_eagle_heads_are_expanded(tmp_path, target_dir):
+    shape = read_shape(target_dir)
+    as_speculators(make_eagle3(tmp_path / "eagle3", target_dir), tmp_path / "speculators")
+    make_target(tmp_path / "model", "llama2")
+    for name, problem in (("speculators", "speculators checkpoint"), ("model", "STANDALONE")):
+        with refused(problem):
+            expand_head(tmp_path / name, shape, SIZES["width"], tmp_path / "head")
 
 
 def test_a_base_that_is_missing_or_an_expansion_is_refused(tmp_path, target_dir):

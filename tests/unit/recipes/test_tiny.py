@@ -7,14 +7,15 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from recipes import train
 from recipes.tiny.corpus import Source, build_corpus
 from recipes.tiny.licences import check_licence
-from recipes.tiny.program import PROGRAM
+from recipes.tiny.program import PHASES, PRESETS
 from recipes.tiny.settings import CorpusLimits
 from recipes.tiny.tokenizer import encode_documents, save_tokenizer, train_tokenizer
-from serve_spec.training.command import DRAFT_PROGRAM, Workshop
-from serve_spec.training.loop import read_log
-from serve_spec.training.settings import EOS_ID, with_length
+from recipes.training.loop import read_log
+from recipes.training.phases import DRAFT_PHASES, Workshop
+from recipes.training.settings import EOS_ID, with_length
 
 OSI = "License :: OSI Approved :: "
 
@@ -105,33 +106,43 @@ def test_every_document_of_a_stream_starts_with_eos():
 
 
 def test_the_recipe_adds_its_phases_to_those_of_the_drafts():
-    assert list(PROGRAM.phases) == ["tokenizer", "target", *DRAFT_PROGRAM.phases, "plot"]
-    assert [PROGRAM.phases[name][1] for name in DRAFT_PROGRAM.phases] == [
-        mark for _, mark in DRAFT_PROGRAM.phases.values()
-    ]
+    assert list(PHASES) == ["tokenizer", "target", *DRAFT_PHASES, "plot"]
+    assert all(PHASES[name][1] == mark for name, (_, mark) in DRAFT_PHASES.items())
 
 
-def test_an_unknown_preset_or_phase_names_the_known_ones():
-    with pytest.raises(ValueError, match="smoke"):
-        PROGRAM.recipe("huge")
-    with pytest.raises(ValueError, match="eagle3"):
-        with_length(PROGRAM.recipe("tiny"), "eagle4", seconds=1)
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ("huge", "invalid choice: 'huge' (choose from"),
+        ("all --preset huge", "invalid choice: 'huge' (choose from"),
+        ("all --steps eagle4=3", "phase='eagle4': unknown; use one of ['target', 'eagle3', "),
+        ("all --seconds target", "seconds='target': not PHASE=NUMBER"),
+        ("export", "phase='export': no folder; give --out FOLDER"),
+    ],
+)
+def test_the_command_names_a_wrong_argument_and_the_remedy(capsys, arguments, problem):
+    try:
+        status = train.main(arguments.split())
+    except SystemExit as exit:
+        status = exit.code
+    assert status == 2
+    assert problem in capsys.readouterr().err
 
 
 def test_every_phase_of_the_smoke_recipe_runs(tmp_path):
     """From given tokens, on a CPU: target, pool, all drafts, evaluation."""
-    recipe = PROGRAM.recipe("smoke")
+    recipe = PRESETS["smoke"]()
     for name, steps in (("target", 12), ("eagle3", 3), ("eagle", 3), ("medusa", 3)):
         recipe = with_length(recipe, name, steps=steps)
     recipe = with_length(recipe, "standalone", steps=3)
     shop = Workshop(recipe, tmp_path, torch.device("cpu"), quiet=True)
     cycle = torch.arange(1, 65, dtype=torch.int16).repeat(40)
     torch.save({"train": cycle, "held_out": cycle[:900]}, tmp_path / "tokens.pt")
-    PROGRAM.phases["target"][0](shop)
-    for name in (*DRAFT_PROGRAM.phases, "plot"):
-        phase, mark = PROGRAM.phases[name]
+    PHASES["target"][0](shop)
+    for name in (*DRAFT_PHASES, "plot"):
+        phase, mark = PHASES[name]
         if name == "rollout":
-            phase = DRAFT_PROGRAM.phases[name][0]  # the recipe's also needs a tokenizer
+            phase = DRAFT_PHASES[name][0]  # the recipe's also needs a tokenizer
         phase(shop)
         assert (tmp_path / mark).exists(), name
     rows = read_log(tmp_path / "logs" / "target.jsonl")

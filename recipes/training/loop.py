@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from serve_spec.training.settings import Phase
-from serve_spec.training.weights import load_state, save_state
+from recipes.training.settings import Phase
+from recipes.training.weights import load_state, save_state
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -18,14 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from recipes.training.causal import Rows, causal_context, row_positions
+from recipes.training.loop import compiled
 from serve_spec.core.context import ForwardContext, Rotation
-from serve_spec.layers.causal import Rows
-from serve_spec.models.decoder import Decoder, causal_context, row_positions
+from serve_spec.models.decoder import Decoder
 from serve_spec.models.draft import DraftHead
 from serve_spec.models.draft_shape import capture_layers
 from serve_spec.models.interfaces import FeatureCapture
 from serve_spec.models.shape import DecoderShape
-from serve_spec.training.loop import compiled
 
 
 class UnrollCache(NamedTuple):

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from recipes.tiny.plots import plot_survival
-from serve_spec.training.evaluate import evaluate, in_loop, markdown, walk
-from serve_spec.training.loop import Run, Trainer, read_log
-from serve_spec.training.sampling import mixed_rows, windows
-from serve_spec.training.settings import EvaluationPlan, Phase, Schedule, draft_recipe, llama_config
-from serve_spec.training.weights import MasterWeights, export_checkpoint, initialise, new_llama
+from recipes.training.evaluate import evaluate, in_loop, markdown, walk
+from recipes.training.loop import Run, Trainer, read_log
+from recipes.training.sampling import mixed_rows, windows
+from recipes.training.settings import EvaluationPlan, Phase, Schedule, draft_recipe, llama_config
+from recipes.training.weights import MasterWeights, export_checkpoint, initialise, new_llama
 
 PHASE = Phase(1e-2, Schedule(steps=12, warmup_steps=3), rows=2, row_tokens=8, log_every=1)
 

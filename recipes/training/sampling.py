@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from recipes.training.causal import Rows, causal_context, row_positions
+from recipes.training.settings import RolloutPlan
+from recipes.training.weights import save_state
 from serve_spec.core.context import ForwardContext, Rotation
-from serve_spec.layers.causal import Rows
-from serve_spec.models.decoder import Decoder, causal_context, row_positions
+from serve_spec.models.decoder import Decoder
 from serve_spec.models.shape import DecoderShape
-from serve_spec.training.settings import RolloutPlan
-from serve_spec.training.weights import save_state
 
 _PREFILL_ROWS = 512
 

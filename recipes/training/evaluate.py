@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recipes.training import unroll
+from recipes.training.sampling import continue_rows, gumbel_like, windows
+from recipes.training.settings import DRAFTERS, EvaluationPlan, Recipe
+from recipes.training.unroll import Lesson, Teacher
 from serve_spec.models import DraftHead, load_draft
 from serve_spec.models.decoder import Decoder
 from serve_spec.models.loader import load_target
 from serve_spec.models.standalone import Standalone
-from serve_spec.training import unroll
-from serve_spec.training.sampling import continue_rows, gumbel_like, windows
-from serve_spec.training.settings import DRAFTERS, EvaluationPlan, Recipe
-from serve_spec.training.unroll import Lesson, Teacher
 
 
 def draft_logits(head: DraftHead, lesson: Lesson, rows: slice, steps: int) -> Iterator[Tensor]:

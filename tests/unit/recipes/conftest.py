@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from serve_spec.training.settings import llama_config
-from serve_spec.training.weights import (
+from recipes.training.settings import llama_config
+from recipes.training.weights import (
     MasterWeights,
     export_checkpoint,
     initialise,

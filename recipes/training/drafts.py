@@ -11,6 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from recipes.training import unroll
+from recipes.training.loop import Run, Trainer, compiled
+from recipes.training.sampling import mixed_rows, windows
+from recipes.training.settings import Recipe
+from recipes.training.unroll import Lesson, Teacher
+from recipes.training.weights import MasterWeights, export_checkpoint, initialise, new_llama
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.module import Layer, tensor_defaults
 from serve_spec.models.config import read_json
@@ -21,12 +27,6 @@ from serve_spec.models.eagle import Eagle, Eagle3
 from serve_spec.models.interfaces import FeatureCapture
 from serve_spec.models.medusa import Medusa, MedusaShape
 from serve_spec.models.shape import DecoderShape
-from serve_spec.training import unroll
-from serve_spec.training.loop import Run, Trainer, compiled
-from serve_spec.training.sampling import mixed_rows, windows
-from serve_spec.training.settings import Recipe
-from serve_spec.training.unroll import Lesson, Teacher
-from serve_spec.training.weights import MasterWeights, export_checkpoint, initialise, new_llama
 
 
 @dataclass(frozen=True)

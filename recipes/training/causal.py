@@ -1,4 +1,4 @@
-"""Causal attention of whole texts without a KV pool, for training and measurements."""
+"""Causal attention of whole texts without a KV pool; its operations have gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from serve_spec.core.caches import PagedCache
-from serve_spec.core.context import Rotation
+from serve_spec.core.context import ForwardContext, Rotation
+from serve_spec.models.shape import DecoderShape
 from serve_spec.ops.attention import attend
 
 
@@ -69,6 +70,20 @@ class CausalAttention(Rows):
             sinks=None if sinks is None else sinks[:, None, None],
         )
         return self.join(attended)
+
+
+def row_positions(num_rows: int, row_tokens: int, device: torch.device, first: int = 0) -> Tensor:
+    """Return positions first .. first + row_tokens - 1 of every row, [B·T]."""
+    return torch.arange(first, first + row_tokens, device=device).repeat(num_rows)
+
+
+def causal_context(
+    shape: DecoderShape, tokens: Tensor, kept: list[tuple[Tensor, Tensor]] | None = None
+) -> ForwardContext:
+    """Return the context of whole rows `tokens` [B, T] from position 0; see `CausalAttention`."""
+    num_rows, row_tokens = tokens.shape
+    attention = CausalAttention(num_rows, shape.caches, kept)
+    return ForwardContext(row_positions(num_rows, row_tokens, tokens.device), attention)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -7,13 +7,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from serve_spec.core.errors import CheckpointError
-from serve_spec.models import load_draft, load_target
-from serve_spec.models.weights import open_checkpoint
-from serve_spec.training.drafts import new_draft
-from serve_spec.training.sampling import continue_rows, gumbel_like
-from serve_spec.training.settings import DRAFTERS, draft_recipe
-from serve_spec.training.unroll import (
+from recipes.training.drafts import new_draft
+from recipes.training.sampling import continue_rows, gumbel_like
+from recipes.training.settings import DRAFTERS, draft_recipe
+from recipes.training.unroll import (
     Lesson,
     Teacher,
     draft_loss,
@@ -23,7 +20,10 @@ from serve_spec.training.unroll import (
     unroll,
     unroll_step,
 )
-from serve_spec.training.weights import SHARD_BYTES, MasterWeights, export_checkpoint, load_frozen
+from recipes.training.weights import SHARD_BYTES, MasterWeights, export_checkpoint, load_frozen
+from serve_spec.core.errors import CheckpointError
+from serve_spec.models import load_draft, load_target
+from serve_spec.models.weights import open_checkpoint
 from tests.helpers.plain_heads import PlainHead
 
 STEPS = 5
