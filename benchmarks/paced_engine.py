@@ -24,7 +24,7 @@ from serve_spec.engine.client import EngineClient
 from serve_spec.engine.inputs import EngineLimits
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.parallel.worker_ranks import Launcher
-from serve_spec.serving.engine_actor import start_engine
+from serve_spec.serving.deployment.engine_actor import start_engine
 
 ROUNDS_PER_SECOND = float(os.environ.get("SERVE_SPEC_PACED_ROUNDS", "60"))
 ACCEPT_LENGTHS = (3, 1, 4, 2, 1, 4, 3, 1, 2, 4)

@@ -35,7 +35,7 @@ from serve_spec.bench.online.command import run_offline
 from serve_spec.bench.online.load import ClosedLoop, CompletionRequest, LoadRun, text_requests
 from serve_spec.bench.online.server import own_server, serve_command
 from serve_spec.bench.report import append_record, environment, print_record
-from serve_spec.serving.app import load_config
+from serve_spec.serving.deployment.app import load_config
 
 CLIENTS = "serving_path"
 """Role of this process and of its clients."""

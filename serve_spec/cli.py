@@ -11,7 +11,7 @@ from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.core.errors import CheckpointError, InvalidRequest
 
 _COMMANDS = {
-    "serve": ("serving.command", "serve a model with Ray Serve"),
+    "serve": ("serving.deployment.command", "serve a model with Ray Serve"),
     "generate": ("engine.llm", "complete prompts from the command line"),
     "tune": (
         "bench.command",
@@ -68,8 +68,8 @@ def _serve(argv: list[str]) -> int:
     from serve_spec.serving.processes import supervise
 
     def serve() -> int:
-        run: Callable[[list[str]], int] = import_module("serve_spec.serving.command").main
-        return run(argv)
+        command = import_module("serve_spec.serving.deployment.command")
+        return int(command.main(argv))
 
     return supervise(serve)
 
@@ -84,12 +84,12 @@ def _check_config(argv: list[str]) -> int:
         return describe(draft, config)
 
     def read_deployment(file: Path) -> tuple[ServeSpecConfig, ...]:
-        from serve_spec.serving.command import read_plan  # imports Ray
+        from serve_spec.serving.deployment.command import read_plan  # imports Ray
 
         return read_plan(file).configs
 
     def check_checkpoints(config: ServeSpecConfig) -> None:
-        from serve_spec.serving.command import check_model
+        from serve_spec.serving.deployment.command import check_model
 
         check_model(config)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from serve_spec import metrics
 from serve_spec.metrics import Metric
-from serve_spec.serving.telemetry import exported_names
+from serve_spec.serving.statistics.telemetry import exported_names
 
 _SELECTED = 'application=~"$application",replica=~"$replica"'
 _ALL_REPLICAS = 'application=~"$application"'

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ray.serve import Application
 
-    from serve_spec.serving.app import build_app as build_app
-    from serve_spec.serving.app import build_openai_app as build_openai_app
+    from serve_spec.serving.deployment.app import build_app as build_app
+    from serve_spec.serving.deployment.app import build_openai_app as build_openai_app
 
     application: Application
 
@@ -21,5 +21,5 @@ __all__ = ["application", "build_app", "build_openai_app"]
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'serve_spec.serving' has no attribute {name!r}")
-    app = import_module("serve_spec.serving.app")
+    app = import_module("serve_spec.serving.deployment.app")
     return app.build_app(app.DEFAULT_ARGS) if name == "application" else getattr(app, name)

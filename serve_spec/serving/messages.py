@@ -19,6 +19,9 @@ from serve_spec.log import get_logger
 
 logger = get_logger(__name__)
 
+Prompt: TypeAlias = str | list[int]
+"""A string, or token ids."""
+
 _NOTHING_ELSE = TokenDelta("", (), "")[3:]
 
 
@@ -77,7 +80,7 @@ class GenerateRequest:
 
     request_id: str
     trace_id: str
-    prompt: str | list[int]
+    prompt: Prompt
     params: SamplingParams
     emitted: tuple[int, ...] = ()
     """Tokens from another replica that the client already has; generation continues after them."""

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from serve_spec.serving.openai import ChatRequest, CompletionRequest
+from serve_spec.serving.protocols.openai import ChatRequest, CompletionRequest
 from tests.e2e.fleet import Stream
 from tests.serving.asgi import CHAT, COMPLETIONS
 

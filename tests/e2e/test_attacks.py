@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from serve_spec.config import RouterConfig
-from serve_spec.serving.proxy import own_settings
+from serve_spec.serving.proxy.settings import own_settings
 from tests.e2e.attacks import (
     ATTACKER,
     BYSTANDER,

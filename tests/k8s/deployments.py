@@ -11,7 +11,7 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig
 
 from serve_spec.config import ServeSpecConfig, base
-from serve_spec.serving.app import build_app, load_config
+from serve_spec.serving.deployment.app import build_app, load_config
 
 ROOT = Path(__file__).parents[2]
 DEPLOY_FILES = sorted((ROOT / "deploy").glob("*.yaml"))

@@ -14,10 +14,14 @@ import yaml
 from ray._common.utils import import_attr
 from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
-from serve_spec.serving import proxy
 from serve_spec.serving.autoscaling import replicas_for_requests
-from serve_spec.serving.command import read_deployment
-from serve_spec.serving.proxy import throughput_settings
+from serve_spec.serving.deployment.command import read_deployment
+from serve_spec.serving.proxy.settings import (
+    CALLBACK,
+    CALLBACK_VARIABLE,
+    haproxy_files,
+    throughput_settings,
+)
 from tests.k8s.deployments import DEPLOY_FILES, OF_USER, ROOT, THROUGHPUT, checkpoints, read
 from tests.k8s.overlays import USED_BY, rendered
 
@@ -87,7 +91,7 @@ def test_a_shell_finds_the_program_and_the_private_folder_of_haproxy(tmp_path):
     variables = dict(line.split("=", 1) for line in shown.stdout.decode().rstrip("\0").split("\0"))
     program = {"RAY_SERVE_HAPROXY_BINARY_PATH": str(ROOT / "serve_spec/serving/haproxy.sh")}
     python = {"SERVE_SPEC_PYTHON": str(Path(sys.executable).with_name("python3"))}
-    files = proxy.haproxy_files(tmp_path / ".haproxy")
+    files = haproxy_files(tmp_path / ".haproxy")
     assert {name: variables[name] for name in OF_USER} == program | python | files
     assert os.access(*program.values(), os.X_OK)
     text = Path(ray_constants.__file__).read_text()
@@ -182,8 +186,8 @@ def test_an_image_installs_the_versions_that_were_tested(dockerfile):
 
 
 def test_an_image_limits_slow_connections_and_runs_as_the_user_of_the_pods(dockerfile):
-    assert f"{proxy.CALLBACK_VARIABLE}={proxy.CALLBACK} " in last_stage(dockerfile)
-    assert callable(import_attr(proxy.CALLBACK))
+    assert f"{CALLBACK_VARIABLE}={CALLBACK} " in last_stage(dockerfile)
+    assert callable(import_attr(CALLBACK))
     assert "HOME=/home/serve " in last_stage(dockerfile), "pods mount it"
     (user,) = re.findall(r"^USER (\d+)$", last_stage(dockerfile), re.MULTILINE)
     assert f"--uid {user}" in dockerfile

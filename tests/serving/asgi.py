@@ -12,9 +12,9 @@ import openai
 import uvicorn
 
 from serve_spec.core.request import FinishReason, TokenLogprob
-from serve_spec.serving.admission import Admission
-from serve_spec.serving.api import create_api
 from serve_spec.serving.messages import Accepted
+from serve_spec.serving.protocols.api import create_api
+from serve_spec.serving.router.admission import Admission
 from tests.serving.cluster import eventually
 from tests.serving.fake_engine import FakeLoop
 from tests.serving.fakes import LoopFleet, ScriptedFleet, delta

@@ -8,10 +8,10 @@ from typing import NamedTuple
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import SamplingParams, SpeculationStats, TokenDelta
 from serve_spec.serving import messages
-from serve_spec.serving.connections import ReplicaConnections, RouterConnections
 from serve_spec.serving.errors import ApiError, ReplicaLost, no_replica
-from serve_spec.serving.fleet import RayFleet
-from serve_spec.serving.fleet_stats import FleetStats
+from serve_spec.serving.router.connections import ReplicaConnections, RouterConnections
+from serve_spec.serving.router.fleet import RayFleet
+from serve_spec.serving.statistics.fleet_stats import FleetStats
 from tests.serving.fake_engine import LawfulLoop
 
 FAR_S = 3600.0

@@ -6,9 +6,9 @@ from contextlib import suppress
 
 import pytest
 
-from serve_spec.serving import admission
-from serve_spec.serving.admission import Admission
 from serve_spec.serving.errors import ApiError
+from serve_spec.serving.router import admission
+from serve_spec.serving.router.admission import Admission
 from tests.serving.fakes import FAR_S, settle, until
 
 

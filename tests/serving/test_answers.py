@@ -12,14 +12,14 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.request import FinishReason, SpeculationStats, TokenLogprob
 from serve_spec.engine.tokenizer import TokenBytes
-from serve_spec.serving import logprobs
-from serve_spec.serving.answers import (
+from serve_spec.serving.events import event
+from serve_spec.serving.protocols import logprobs
+from serve_spec.serving.protocols.answers import (
     AnswerHead,
     ChatFormat,
     CompletionFormat,
     Details,
     Echo,
-    event,
     fingerprint,
     usage,
 )

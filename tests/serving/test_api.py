@@ -10,10 +10,10 @@ import pytest
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.request import FinishReason, TokenLogprob
 from serve_spec.metrics import IGNORED_FIELDS
-from serve_spec.serving import api
-from serve_spec.serving.api import create_api
 from serve_spec.serving.errors import ApiError
 from serve_spec.serving.messages import Accepted
+from serve_spec.serving.protocols import completion_answer
+from serve_spec.serving.protocols.api import create_api
 from tests.serving.asgi import CHAT, COMPLETIONS, Server, chunks_of, send
 from tests.serving.conftest import MODEL
 from tests.serving.fakes import LoopFleet, QuietFleet, ScriptedFleet, delta
@@ -439,7 +439,7 @@ def test_answers_say_where_acceptance_is_forced(config):
 
 
 async def test_a_client_that_never_reads_gives_its_place_back_at_the_deadline(config, monkeypatch):
-    monkeypatch.setattr(api, "_ERROR_MARGIN_S", 0.0)
+    monkeypatch.setattr(completion_answer, "_ERROR_MARGIN_S", 0.0)
     server = Server(ServeSpecConfig.load(config, request_timeout_s=0.3))
     body = json.dumps({"prompt": "a b", "max_tokens": 4, "stream": True}).encode()
     messages = [{"type": "http.request", "body": body}]

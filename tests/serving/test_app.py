@@ -21,16 +21,16 @@ from ray.serve._private.deploy_utils import get_deploy_args
 
 from serve_spec.config import ConfigError
 from serve_spec.config.base import ASSETS
-from serve_spec.serving import versions
-from serve_spec.serving.app import (
+from serve_spec.serving.autoscaling import NUM_REQUESTS, replicas_for_requests
+from serve_spec.serving.deployment import versions
+from serve_spec.serving.deployment.app import (
     FailedReads,
     build_app,
     build_openai_app,
     load_config,
     openai_config,
 )
-from serve_spec.serving.autoscaling import NUM_REQUESTS, replicas_for_requests
-from serve_spec.serving.command import read_deployment, read_plan
+from serve_spec.serving.deployment.command import read_deployment, read_plan
 from tests.helpers.hub import COMMIT, add_repository, use_cache
 from tests.serving.asgi import COMPLETIONS, Server
 
@@ -59,7 +59,7 @@ def test_a_relative_file_is_found_here_first_and_then_in_the_checkout(
     monkeypatch.chdir(tmp_path)
     assert load_config({"config": "mine.yaml"}).model.folder == tmp_path / "model"
     monkeypatch.chdir("/")
-    monkeypatch.setattr("serve_spec.serving.app._CHECKOUT", tmp_path)
+    monkeypatch.setattr("serve_spec.serving.deployment.app._CHECKOUT", tmp_path)
     assert load_config({"config": "mine.yaml"}).model.folder == tmp_path / "model"
 
 

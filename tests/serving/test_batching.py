@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_spec.core.request import FinishReason, TokenDelta, TokenLogprob
-from serve_spec.serving.batching import Batcher, ItemStream
 from serve_spec.serving.errors import ApiError, ClientTooSlow, no_replica
 from serve_spec.serving.messages import Accepted, ReplicaMessage, Withdrawn, merge_deltas
+from serve_spec.serving.router.batching import Batcher, ItemStream
 from tests.serving.fakes import FAR_S, delta, request, settle, until
 
 

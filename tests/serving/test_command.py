@@ -14,9 +14,10 @@ import yaml
 from serve_spec import cli
 from serve_spec.config import ConfigError, RouterConfig
 from serve_spec.config.base import ASSETS
-from serve_spec.serving import command, proxy
-from serve_spec.serving.app import load_config
-from serve_spec.serving.proxy import own_settings
+from serve_spec.serving.deployment import command
+from serve_spec.serving.deployment.app import load_config
+from serve_spec.serving.proxy import callback
+from serve_spec.serving.proxy.settings import CALLBACK, CALLBACK_VARIABLE, own_settings
 from tests.serving.cluster import free_port
 
 
@@ -84,8 +85,8 @@ def test_the_proxy_is_told_the_limit_of_the_configuration(config_file, monkeypat
     config_file.write_text(config_file.read_text() + "  header_timeout_s: 7.5\n")
     monkeypatch.setattr("os.environ", {"RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "9"})
     command.prepare_environment(command.read_plan(config_file))
-    assert os.environ[proxy.CALLBACK_VARIABLE] == proxy.CALLBACK
-    assert proxy.header_timeout_s() == 7.5
+    assert os.environ[CALLBACK_VARIABLE] == CALLBACK
+    assert callback.header_timeout_s() == 7.5
     assert "timeout http-request 8s" in os.environ["RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"]
     assert os.environ["RAY_SERVE_CONTROL_LOOP_INTERVAL_S"] == "9", "the operator's own value wins"
 

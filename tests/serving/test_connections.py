@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta, TokenLogprob
-from serve_spec.serving import connections as module
-from serve_spec.serving.connections import ResponseQueue, read_message, write_message
 from serve_spec.serving.errors import ReplicaLost
 from serve_spec.serving.messages import (
     Accepted,
@@ -23,6 +21,8 @@ from serve_spec.serving.messages import (
     encode_replica_message,
     encode_router_message,
 )
+from serve_spec.serving.router import connections as module
+from serve_spec.serving.router.connections import ResponseQueue, read_message, write_message
 from tests.serving.fakes import ReplicaEnd, listening, request, until
 
 

@@ -16,10 +16,11 @@ from ray.serve.exceptions import RayServeException
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import FinishReason
-from serve_spec.serving import fleet as module
-from serve_spec.serving.admission import Admission
 from serve_spec.serving.errors import ApiError, ReplicaLost
-from serve_spec.serving.fleet import (
+from serve_spec.serving.messages import Accepted, Failed, Refused
+from serve_spec.serving.router import fleet as module
+from serve_spec.serving.router.admission import Admission
+from serve_spec.serving.router.fleet import (
     Policy,
     RayFleet,
     ReplicaChooser,
@@ -31,8 +32,7 @@ from serve_spec.serving.fleet import (
     ranked,
     requests_to_move,
 )
-from serve_spec.serving.messages import Accepted, Failed, Refused
-from serve_spec.serving.stats_actor import StatsUnavailable
+from serve_spec.serving.statistics.stats_actor import StatsUnavailable
 from tests.serving.fakes import Handle, ReplicaEnd, delta, request, running, until
 
 ACCEPTED = Accepted(1, "r1")

@@ -19,7 +19,7 @@ from schemathesis.specs.openapi.checks import (
 from serve_spec.config import ServeSpecConfig
 from serve_spec.config.serving import RouterConfig
 from serve_spec.core.errors import InvalidRequest
-from serve_spec.serving.openai import ChatRequest, CompletionRequest
+from serve_spec.serving.protocols.openai import ChatRequest, CompletionRequest
 from tests.e2e.attacks import hostile_request
 from tests.serving.asgi import CHAT, COMPLETIONS, Server
 from tests.serving.fake_engine import MAX_MODEL_LEN, FakeLoop

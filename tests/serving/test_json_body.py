@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from serve_spec.core.errors import InvalidRequest
-from serve_spec.serving import json_body
 from serve_spec.serving.errors import ApiError
-from serve_spec.serving.openai import ChatRequest, CompletionRequest
+from serve_spec.serving.protocols import fields, json_body
+from serve_spec.serving.protocols.openai import ChatRequest, CompletionRequest
 
 TEXTS = st.text(alphabet='a"\\,:[{}]é\n\U0001f98a', max_size=8)
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXTS
@@ -103,6 +103,6 @@ def test_lists_of_a_body_have_limits_of_their_own(fields, message):
 
 
 def test_a_schema_is_measured_before_it_is_closed(monkeypatch):
-    monkeypatch.setattr("serve_spec.serving.fields.closed", lambda schema: pytest.fail("closed"))
+    monkeypatch.setattr(fields, "closed", lambda schema: pytest.fail("closed"))
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": DEEP}}
     assert "at most 32768" in refusal(CompletionRequest, {"prompt": "a", "response_format": form})

@@ -20,9 +20,10 @@ from pydantic import ValidationError
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import MAX_GRAMMAR_CHARS, Grammar
 from serve_spec.core.request import SamplingParams, SpeculativeOptions
-from serve_spec.serving import openai
-from serve_spec.serving.errors import invalid_body, refused
-from serve_spec.serving.fields import PRESENTATION, UNSUPPORTED, TextPart, ignored_fields
+from serve_spec.serving.errors import refused
+from serve_spec.serving.protocols import openai
+from serve_spec.serving.protocols.fields import PRESENTATION, UNSUPPORTED, TextPart, ignored_fields
+from serve_spec.serving.protocols.validation import invalid_body
 
 USER = {"role": "user", "content": "a"}
 TEXT_PART = {"type": "text", "text": "a"}

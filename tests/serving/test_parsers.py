@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.serving.parsers import AnswerParser, AnswerSyntax
+from serve_spec.serving.protocols.parsers import AnswerParser, AnswerSyntax
 
 TOOLS = {"f": {"properties": {"a": {"type": "integer"}, "s": {"type": "string"}}}, "g": {}}
 F, G = ("f", '{"a": 1}'), ("g", "{}")

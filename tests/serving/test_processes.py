@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from ray.serve._private import haproxy
 
-from serve_spec.serving import processes, run_haproxy
+from serve_spec.serving import processes
 from serve_spec.serving.errors import no_router, starting
 from serve_spec.serving.processes import holder_of_port
-from serve_spec.serving.proxy import haproxy_script
+from serve_spec.serving.proxy import run_haproxy
+from serve_spec.serving.proxy.settings import haproxy_script
 from tests.serving.cluster import ROOT, eventually, free_port, pids_with
 
 # A server that ends with status 3 when it is asked to, whose own child ended before, and left a

@@ -22,15 +22,16 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from serve_spec.config import ConfigError
-from serve_spec.serving import last_answers, proxy
 from serve_spec.serving.errors import no_router, starting
-from serve_spec.serving.last_answers import (
+from serve_spec.serving.proxy import callback, last_answers
+from serve_spec.serving.proxy.last_answers import (
     OTHER,
     UNANSWERED,
     Connection,
     LastAnswers,
     with_child,
 )
+from serve_spec.serving.proxy.settings import CALLBACK, CALLBACK_VARIABLE, HEADER_TIMEOUT_VARIABLE
 from tests.serving.asgi import listening, send
 from tests.serving.cluster import ROOT, eventually
 
@@ -411,7 +412,7 @@ async def slow_app(scope, receive, send):
 
 @pytest.fixture(scope="module", params=[HttpToolsProtocol, H11Protocol])
 def port(request):
-    limited = proxy.limited(request.param, LIMIT_S)
+    limited = callback.limited(request.param, LIMIT_S)
     with listening(slow_app, http=limited, timeout_keep_alive=2) as port:
         yield port
 
@@ -444,23 +445,23 @@ def test_a_request_with_whole_headers_takes_as_long_as_it_takes(port):
 
 
 def test_the_limit_comes_from_the_environment_of_the_proxy(monkeypatch):
-    assert proxy.header_timeout_s() == 30
-    monkeypatch.setenv(proxy.HEADER_TIMEOUT_VARIABLE, "2.5")
-    assert proxy.header_timeout_s() == 2.5
+    assert callback.header_timeout_s() == 30
+    monkeypatch.setenv(HEADER_TIMEOUT_VARIABLE, "2.5")
+    assert callback.header_timeout_s() == 2.5
     for wrong in ("0", "soon"):
-        monkeypatch.setenv(proxy.HEADER_TIMEOUT_VARIABLE, wrong)
-        with pytest.raises(ConfigError, match=f"{proxy.HEADER_TIMEOUT_VARIABLE}="):
-            proxy.header_timeout_s()
+        monkeypatch.setenv(HEADER_TIMEOUT_VARIABLE, wrong)
+        with pytest.raises(ConfigError, match=f"{HEADER_TIMEOUT_VARIABLE}="):
+            callback.header_timeout_s()
 
 
 def test_a_cluster_without_the_callback_is_warned_about(monkeypatch, caplog):
-    from serve_spec.serving.app import Router
+    from serve_spec.serving.deployment.app import Router
 
-    monkeypatch.delenv(proxy.CALLBACK_VARIABLE, raising=False)
+    monkeypatch.delenv(CALLBACK_VARIABLE, raising=False)
     monkeypatch.setattr(logging.getLogger("serve_spec"), "propagate", True)
     with pytest.raises(Exception, match=r"(?i)replica"):  # there is no Serve around it
         Router(None, None)
-    assert proxy.CALLBACK in caplog.text
+    assert CALLBACK in caplog.text
 
 
 class ServeProxy:
@@ -487,7 +488,7 @@ class ServeProxy:
 @pytest.mark.parametrize("first", ["/app/health", "/app/unknown", "/unknown", "/-/healthz"])
 def test_before_the_first_route_and_after_the_last_requests_are_told_to_come_back(first, root_path):
     serve = ServeProxy()
-    app = proxy.NoRouteAnswers(serve)
+    app = callback.NoRouteAnswers(serve)
 
     def ask(path):
         return send(app, "GET", root_path + path, root_path=root_path)

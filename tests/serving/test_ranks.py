@@ -10,8 +10,8 @@ import pytest
 
 from serve_spec import LLM, SamplingParams
 from serve_spec.config import ConfigError, ServeSpecConfig
-from serve_spec.serving.app import build_app
-from serve_spec.serving.engine_actor import placement_of
+from serve_spec.serving.deployment.app import build_app
+from serve_spec.serving.deployment.engine_actor import placement_of
 from tests.e2e.fleet import Stream, client_of, fleet_settings, said
 from tests.serving.cluster import actor_pids, eventually, local_serve
 

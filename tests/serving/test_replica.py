@@ -12,13 +12,13 @@ import pytest
 from serve_spec.adaptive import PolicySettings
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.core.request import SamplingParams, TokenDelta
-from serve_spec.serving import replica as module
-from serve_spec.serving.admission import Admission
 from serve_spec.serving.autoscaling import NUM_REQUESTS
-from serve_spec.serving.completions import CompletionRunner, choices_of
+from serve_spec.serving.deployment import replica as module
+from serve_spec.serving.deployment.replica import EngineReplica
 from serve_spec.serving.messages import Accepted, Failed, encode_router_message, is_last
-from serve_spec.serving.replica import EngineReplica
-from serve_spec.serving.stats_actor import StatsUnavailable
+from serve_spec.serving.router.admission import Admission
+from serve_spec.serving.router.completions import CompletionRunner, choices_of
+from serve_spec.serving.statistics.stats_actor import StatsUnavailable
 from tests.serving.fakes import listening, request, running, until
 
 

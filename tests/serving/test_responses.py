@@ -10,10 +10,10 @@ from openai.types.responses.response_create_params import ResponseCreateParamsSt
 from pydantic import BaseModel
 
 from serve_spec.core.request import FinishReason, SpeculativeOptions
-from serve_spec.serving.fields import UNSUPPORTED
 from serve_spec.serving.messages import Accepted
-from serve_spec.serving.openai import ChatRequest
-from serve_spec.serving.responses import ResponsesRequest, messages_of
+from serve_spec.serving.protocols.fields import UNSUPPORTED
+from serve_spec.serving.protocols.openai import ChatRequest
+from serve_spec.serving.protocols.responses import ResponsesRequest, messages_of
 from tests.serving.asgi import client_of, saying
 from tests.serving.conftest import MODEL
 from tests.serving.fakes import ScriptedFleet, delta, lost

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
-from serve_spec.serving import completions
-from serve_spec.serving.admission import Admission
-from serve_spec.serving.answers import AnswerHead, CompletionFormat
 from serve_spec.serving.errors import ApiError, ReplicaLost, client_too_slow, no_replica, queue_full
 from serve_spec.serving.messages import Accepted, Failed, Refused
-from serve_spec.serving.resume import resumed
+from serve_spec.serving.protocols.answers import AnswerHead, CompletionFormat
+from serve_spec.serving.protocols.completion_answer import stream_frames, whole_answer
+from serve_spec.serving.router import completions
+from serve_spec.serving.router.admission import Admission
+from serve_spec.serving.router.resume import resumed
 from tests.serving.fake_engine import FakeLoop
 from tests.serving.fakes import (
     FAR_S,
@@ -210,7 +211,7 @@ async def frames(fleet, asked, num_prompts=1, timeout_s=3600):
     """Every frame of a stream, decoded; and that nothing is left behind."""
     admission = open_door()
     async with runner(fleet, admission, timeout_s).run(asked, num_prompts) as answer:
-        sent = b"".join([frame async for frame in completions.stream_frames(answer, FORM, "trace")])
+        sent = b"".join([frame async for frame in stream_frames(answer, FORM, "trace")])
     assert admission.in_flight == 0
     return [decoded(line) for line in sent.split(b"\n\n") if line]
 
@@ -285,7 +286,7 @@ async def choose(fleet, asked, num_prompts=1):
     """The whole answer; and that nothing is left behind."""
     admission = open_door()
     async with runner(fleet, admission).run(asked, num_prompts) as answer:
-        whole = await completions.whole_answer(answer, FORM)
+        whole = await whole_answer(answer, FORM)
     assert admission.in_flight == 0
     return whole
 
@@ -325,7 +326,7 @@ async def test_more_choices_than_turns_take_turns():
     asked = several(3, max_tokens=4)
     async with runner(LoopFleet(loop), admission).run(asked) as answer:
         assert admission.queue_len > 0
-        whole = await completions.whole_answer(answer, FORM)
+        whole = await whole_answer(answer, FORM)
     assert [choice["text"] for choice in whole["choices"]] == ["a b c a "] * 3
     assert (admission.in_flight, admission.queue_len) == (0, 0)
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import RaySystemError
 
-from serve_spec.serving import stats_actor
-from serve_spec.serving.stats_actor import ReplicaActors, SpecStats
+from serve_spec.serving.statistics import stats_actor
+from serve_spec.serving.statistics.stats_actor import ReplicaActors, SpecStats
 
 
 class Clocks:
@@ -135,7 +135,7 @@ def test_a_replica_is_gone_only_when_ray_says_so(error, is_alive, monkeypatch):
             raise error
         return object()
 
-    monkeypatch.setattr("serve_spec.serving.stats_actor.ray.get_actor", get_actor)
+    monkeypatch.setattr("serve_spec.serving.statistics.stats_actor.ray.get_actor", get_actor)
     assert ReplicaActors("app", "EngineReplica").is_alive("r1") is is_alive
 
 

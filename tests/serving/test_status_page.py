@@ -13,14 +13,14 @@ import aiohttp
 import httpx
 import pytest
 
-import serve_spec.serving
+import serve_spec.serving.statistics
 from serve_spec.config import ServeSpecConfig
-from serve_spec.serving.fleet_stats import FleetStats
+from serve_spec.serving.statistics.fleet_stats import FleetStats
 from tests.serving.asgi import Server, listening, send
 from tests.serving.cluster import eventually
 from tests.serving.fakes import ScriptedFleet
 
-STATIC = Path(serve_spec.serving.__file__).parent / "static"
+STATIC = Path(serve_spec.serving.statistics.__file__).parent / "static"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 NODE = shutil.which("node")
 START_S = 1_700_000_000.0

@@ -25,9 +25,9 @@ from serve_spec.metrics import (
     STEP_MS,
     Reading,
 )
-from serve_spec.serving import telemetry
 from serve_spec.serving.messages import Accepted, Failed, Refused
-from serve_spec.serving.telemetry import (
+from serve_spec.serving.statistics import telemetry
+from serve_spec.serving.statistics.telemetry import (
     ARRIVED,
     LABELS,
     RayMetrics,

@@ -16,12 +16,18 @@ from serve_spec.config.serving import RouterConfig
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import FinishReason
-from serve_spec.serving.fields import closed
 from serve_spec.serving.messages import Accepted
-from serve_spec.serving.model_text import ModelText
-from serve_spec.serving.openai import ChatRequest
-from serve_spec.serving.parsers import AnswerParser, AnswerSyntax
-from serve_spec.serving.tools import CALL_PARSERS, REASONING_PARSERS, Formats, Function, call_id
+from serve_spec.serving.protocols.fields import closed
+from serve_spec.serving.protocols.model_text import ModelText
+from serve_spec.serving.protocols.openai import ChatRequest
+from serve_spec.serving.protocols.parsers import AnswerParser, AnswerSyntax
+from serve_spec.serving.protocols.tools import (
+    CALL_PARSERS,
+    REASONING_PARSERS,
+    Formats,
+    Function,
+    call_id,
+)
 from serve_spec.structured.compiler import GrammarCompiler
 from tests.helpers.checkpoints import make_target
 from tests.helpers.grammars import is_valid

@@ -124,9 +124,9 @@ def server_variant(
     keys: other keys, which lose to the settings. Raises ConfigError: the file or a key is invalid.
     """
     # These import Ray, which takes a second.
-    from serve_spec.serving.app import load_config
-    from serve_spec.serving.command import APP_IMPORT_PATH, read_deployment
-    from serve_spec.serving.engine_actor import placement_of
+    from serve_spec.serving.deployment.app import load_config
+    from serve_spec.serving.deployment.command import APP_IMPORT_PATH, read_deployment
+    from serve_spec.serving.deployment.engine_actor import placement_of
 
     deployment = read_deployment(deploy, keys)
     ours = [app for app in deployment["applications"] if app["import_path"] == APP_IMPORT_PATH]

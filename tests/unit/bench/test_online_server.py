@@ -17,8 +17,8 @@ from serve_spec.bench.online.server import (
     server_variant,
 )
 from serve_spec.config import ConfigError, ServeSpecConfig
-from serve_spec.serving.app import load_config
-from serve_spec.serving.command import Plan, announcement, read_plan
+from serve_spec.serving.deployment.app import load_config
+from serve_spec.serving.deployment.command import Plan, announcement, read_plan
 
 SERVER = """
 import pathlib, signal, sys, time

@@ -17,9 +17,9 @@ from pydantic import BaseModel, Field
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import MAX_GRAMMAR_CHARS
 from serve_spec.core.request import SamplingParams, SpeculativeOptions
-from serve_spec.serving import fields
 from serve_spec.serving.errors import ApiError
-from serve_spec.serving.fields import (
+from serve_spec.serving.protocols import fields
+from serve_spec.serving.protocols.fields import (
     FEW,
     IGNORED,
     Biases,
@@ -44,7 +44,7 @@ from serve_spec.serving.fields import (
     grammar_of,
     refuse_unavailable,
 )
-from serve_spec.serving.tools import Choice, Function, ToolCalls, Tools, offered
+from serve_spec.serving.protocols.tools import Choice, Function, ToolCalls, Tools, offered
 
 MAX_CHOICES_PER_PROMPT = 128
 _MOST = f"At most {MAX_GRAMMAR_CHARS} characters."

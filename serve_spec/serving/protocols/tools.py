@@ -13,9 +13,10 @@ from pydantic import Field, PlainValidator
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import CallsForm, Grammar
 from serve_spec.core.request import FinishReason, TokenDelta
-from serve_spec.serving import answers, parsers
-from serve_spec.serving.fields import Name, StrictFields, Text, about, closed
-from serve_spec.serving.logprobs import TokenBytesLookup
+from serve_spec.serving.events import event
+from serve_spec.serving.protocols import answers, parsers
+from serve_spec.serving.protocols.fields import Name, StrictFields, Text, about, closed
+from serve_spec.serving.protocols.logprobs import TokenBytesLookup
 
 MAX_TOOLS = 1024
 _CHOICE = 'use "none", "auto", "required" or {"type": "function", "function": {"name": ...}}'
@@ -329,7 +330,7 @@ class ParsedChatFormat(answers.ChatFormat):
     def frame(self, index: int, delta: TokenDelta) -> bytes:
         """Return the events of the parts that `delta` completes; there may be none."""
         if self.sends_tokens or delta.finish_reason is not None:
-            return b"".join(answers.event(chunk) for chunk in self.chunks(index, delta))
+            return b"".join(event(chunk) for chunk in self.chunks(index, delta))
         return b"".join(self._event(index, part) for part in self._parts(index, delta))
 
     def end_finder(self) -> Callable[[str], bool] | None:
@@ -400,14 +401,14 @@ class ParsedChatFormat(answers.ChatFormat):
     def _event(self, index: int, part: parsers.Part) -> bytes:
         """Return a part as an event. The bytes around its text are encoded once."""
         if part.kind == "name":
-            return answers.event(self._chunk(answers.choice_of(index, self._delta(index, part))))
+            return event(self._chunk(answers.choice_of(index, self._delta(index, part))))
         key = index, part.kind, part.call
         around = self._around_parts.get(key)
         if around is None:
             marked = self._delta(index, part._replace(text=answers.TEXT_MARK))
             mark = answers.encode_text(answers.TEXT_MARK)
             num_places = 2 if part.kind == "reasoning" else 1
-            chunk = answers.event(self._chunk(answers.choice_of(index, marked)))
+            chunk = event(self._chunk(answers.choice_of(index, marked)))
             around = self._around_parts[key] = chunk.rsplit(mark, num_places)
         return answers.encode_text(part.text).join(around)
 

@@ -36,8 +36,8 @@ from weakref import WeakSet
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_spec.log import get_logger
-from serve_spec.serving.answers import STREAM_TYPE, event
 from serve_spec.serving.errors import error_answer, server_lost
+from serve_spec.serving.events import STREAM_TYPE, event
 
 logger = get_logger(__name__)
 

@@ -18,6 +18,7 @@ from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import MAX_GRAMMAR_CHARS, Grammar, refuse_large
 from serve_spec.core.request import MAX_LOGPROBS
 from serve_spec.serving.errors import MAX_NAME_CHARS
+from serve_spec.serving.messages import Prompt
 
 
 def about(description: str, **limits: Any) -> Any:
@@ -232,9 +233,6 @@ def _check_known(field: str, given: Mapping[str, Any], known: tuple[str, ...]) -
     if unknown is not None:
         raise InvalidRequest(field, unknown[:80], f"unknown key; use {', '.join(known)}")
 
-
-Prompt: TypeAlias = str | list[int]
-"""A string, or token ids."""
 
 Variable: TypeAlias = str | int | float | bool | None
 """A value of `chat_template_kwargs`."""

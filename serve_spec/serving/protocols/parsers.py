@@ -14,8 +14,8 @@ from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from serve_spec.serving.argument_types import typed
-from serve_spec.serving.partial_text import (
+from serve_spec.serving.protocols.argument_types import typed
+from serve_spec.serving.protocols.partial_text import (
     CutCall,
     Found,
     NoCall,

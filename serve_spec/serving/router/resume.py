@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
 from serve_spec.log import get_logger
 from serve_spec.serving import errors, messages
-from serve_spec.serving.admission import AdmissionSlot
+from serve_spec.serving.router.admission import AdmissionSlot
 
 if TYPE_CHECKING:
-    from serve_spec.serving.batching import Batcher
+    from serve_spec.serving.router.batching import Batcher
 
 logger = get_logger(__name__)
 

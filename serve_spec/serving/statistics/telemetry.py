@@ -17,6 +17,7 @@ import time
 import urllib.request
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -30,12 +31,14 @@ from serve_spec.core.record import StepRecord
 from serve_spec.core.request import TokenDelta
 from serve_spec.log import get_logger
 from serve_spec.metrics import Metric, Reading
-from serve_spec.serving.errors import ARRIVED
-from serve_spec.serving.fleet_stats import Snapshot, number, section
 from serve_spec.serving.messages import Failed, Refused, ReplicaItem
-from serve_spec.serving.stats_actor import StatsClient
+from serve_spec.serving.statistics.fleet_stats import Snapshot, number, section
+from serve_spec.serving.statistics.stats_actor import StatsClient
 
 logger = get_logger(__name__)
+
+ARRIVED: ContextVar[float | None] = ContextVar("arrived", default=None)
+"""`perf_counter` at the arrival of the current request."""
 
 _PREFIX = "ray_serve_spec_"
 _ANSWER_WITHIN_S = 2.0

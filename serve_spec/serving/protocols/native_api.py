@@ -16,22 +16,22 @@ from serve_spec import __version__
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import FinishReason, SamplingParams, TokenDelta, TokenLogprob
-from serve_spec.serving import fields
-from serve_spec.serving.admission import Admission
-from serve_spec.serving.answers import (
+from serve_spec.serving.events import event
+from serve_spec.serving.protocols import fields
+from serve_spec.serving.protocols.answers import (
     AnswerFormat,
     AnswerHead,
     JSONAnswer,
     JSONObject,
     Usage,
-    event,
 )
-from serve_spec.serving.errors import renamed, validated
-from serve_spec.serving.openai import ChatMessage, ChatRequest, CompletionRequest
+from serve_spec.serving.protocols.openai import ChatMessage, ChatRequest, CompletionRequest
+from serve_spec.serving.protocols.validation import renamed, validated
+from serve_spec.serving.router.admission import Admission
 
 if TYPE_CHECKING:
-    from serve_spec.serving.api import Frontend
-    from serve_spec.serving.fleet import RayFleet
+    from serve_spec.serving.protocols.frontend import Frontend
+    from serve_spec.serving.router.fleet import RayFleet
 
 
 class GenerateBody(fields.StrictFields):

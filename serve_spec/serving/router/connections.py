@@ -28,7 +28,7 @@ from serve_spec.serving import messages
 from serve_spec.serving.errors import ApiError, ReplicaLost, engine_failed, no_replica
 
 if TYPE_CHECKING:
-    from serve_spec.serving.batching import Batcher
+    from serve_spec.serving.router.batching import Batcher
 
 logger = get_logger(__name__)
 

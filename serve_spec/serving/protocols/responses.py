@@ -12,7 +12,8 @@ from pydantic import Field, PlainValidator
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import FinishReason, TokenDelta
-from serve_spec.serving.answers import (
+from serve_spec.serving.errors import ApiError
+from serve_spec.serving.protocols.answers import (
     AnswerFormat,
     AnswerHead,
     ChatFormat,
@@ -20,8 +21,7 @@ from serve_spec.serving.answers import (
     JSONObject,
     Usage,
 )
-from serve_spec.serving.errors import ApiError, renamed, validated
-from serve_spec.serving.fields import (
+from serve_spec.serving.protocols.fields import (
     FEW,
     IGNORED,
     MAX_MESSAGES,
@@ -34,10 +34,11 @@ from serve_spec.serving.fields import (
     refuse_unavailable,
     unicode,
 )
-from serve_spec.serving.openai import BaseRequest, ChatRequest
+from serve_spec.serving.protocols.openai import BaseRequest, ChatRequest
+from serve_spec.serving.protocols.validation import renamed, validated
 
 if TYPE_CHECKING:
-    from serve_spec.serving.api import Frontend
+    from serve_spec.serving.protocols.frontend import Frontend
 
 _NOT_STORED = "answers are not stored; send the whole conversation as input"
 _LOGPROBS = "message.output_text.logprobs"

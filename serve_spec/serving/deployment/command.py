@@ -235,7 +235,7 @@ def main(argv: list[str]) -> int:
 def read_plan(source: str | Path, overrides: Mapping[str, Any] | None = None) -> Plan:
     """Return the plan for a file or checkpoint, or raise ConfigError; `overrides`: leaf keys."""
     # Ray takes a second to import, so the arguments are checked first.
-    from serve_spec.serving.app import config_of
+    from serve_spec.serving.deployment.app import config_of
 
     overrides = overrides or {}
     deployment = read_deployment(source, overrides)
@@ -272,7 +272,7 @@ def _checked(plan: Plan) -> Plan:
 def check_model(config: ServeSpecConfig) -> None:
     """Raise what loading checkpoints and chat template would raise; reads no weights."""
     from serve_spec.engine.check import check_checkpoints  # takes seconds to import
-    from serve_spec.serving.chat_template import ChatTemplate
+    from serve_spec.serving.protocols.chat_template import ChatTemplate
 
     check_checkpoints(config)
     ChatTemplate.from_folder(config.model.tokenizer_folder, config.model.chat_template)
@@ -307,7 +307,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def prepare_environment(plan: Plan) -> None:
     """Set Serve's environment variables that are not set; a running cluster keeps its own."""
-    from serve_spec.serving.proxy import (
+    from serve_spec.serving.proxy.settings import (
         CALLBACK,
         CALLBACK_VARIABLE,
         HEADER_TIMEOUT_VARIABLE,

@@ -18,12 +18,12 @@ from ray.serve.exceptions import RayServeException
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.log import get_logger
-from serve_spec.serving.batching import Batcher
-from serve_spec.serving.connections import ReplicaConnection, ReplicaConnections
 from serve_spec.serving.errors import ApiError, no_replica, starting
-from serve_spec.serving.fleet_stats import FleetStats, section
 from serve_spec.serving.messages import GenerateRequest, encode_router_message
-from serve_spec.serving.stats_actor import StatsClient, StatsUnavailable
+from serve_spec.serving.router.batching import Batcher
+from serve_spec.serving.router.connections import ReplicaConnection, ReplicaConnections
+from serve_spec.serving.statistics.fleet_stats import FleetStats, section
+from serve_spec.serving.statistics.stats_actor import StatsClient, StatsUnavailable
 
 logger = get_logger(__name__)
 

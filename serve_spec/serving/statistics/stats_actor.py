@@ -20,7 +20,7 @@ from ray.serve._private.common import DeploymentID, ReplicaID
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.log import get_logger
-from serve_spec.serving.fleet_stats import FleetStats
+from serve_spec.serving.statistics.fleet_stats import FleetStats
 
 logger = get_logger(__name__)
 

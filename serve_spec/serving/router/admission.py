@@ -16,8 +16,8 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from serve_spec.serving.batching import SizeHistogram
 from serve_spec.serving.errors import queue_full
+from serve_spec.serving.router.batching import SizeHistogram
 
 _MAX_RETRY_AFTER_S = 60
 # Weight of the newest request in the mean service time behind Retry-After.

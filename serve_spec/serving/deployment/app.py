@@ -20,14 +20,14 @@ from serve_spec.config.base import parse_yaml, read_text, unknown_key
 from serve_spec.config.flags import engine_keys, read_value
 from serve_spec.config.root import is_file, leaf_sections
 from serve_spec.log import get_logger
-from serve_spec.serving.admission import Admission
-from serve_spec.serving.api import create_api
-from serve_spec.serving.engine_actor import placement_of
-from serve_spec.serving.fleet import RayFleet
-from serve_spec.serving.proxy import CALLBACK, CALLBACK_VARIABLE
-from serve_spec.serving.replica import EngineReplica
-from serve_spec.serving.telemetry import RouterTelemetry
-from serve_spec.serving.versions import versioned
+from serve_spec.serving.deployment.engine_actor import placement_of
+from serve_spec.serving.deployment.replica import EngineReplica
+from serve_spec.serving.deployment.versions import versioned
+from serve_spec.serving.protocols.api import create_api
+from serve_spec.serving.proxy.settings import CALLBACK, CALLBACK_VARIABLE
+from serve_spec.serving.router.admission import Admission
+from serve_spec.serving.router.fleet import RayFleet
+from serve_spec.serving.statistics.telemetry import RouterTelemetry
 
 logger = get_logger(__name__)
 
@@ -35,7 +35,7 @@ APPLICATION = "serve_spec.serving:application"
 DEFAULT_ARGS = {"config": {"model": {"path": "asset:tiny"}}}
 """Arguments of `application`; the environment has precedence."""
 
-ENGINE_LOOP = "serve_spec.serving.engine_actor:start_engine"
+ENGINE_LOOP = "serve_spec.serving.deployment.engine_actor:start_engine"
 
 # Serve may build the app in another directory; relative paths are looked up here too.
 _CHECKOUT = Path(serve_spec.__file__).parents[1]

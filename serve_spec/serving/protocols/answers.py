@@ -16,7 +16,8 @@ from typing_extensions import TypedDict  # Python 3.11's own is not enough for F
 
 from serve_spec.core.request import SpeculationStats, TokenDelta
 from serve_spec.serving.errors import ApiError
-from serve_spec.serving.logprobs import (
+from serve_spec.serving.events import DONE, event
+from serve_spec.serving.protocols.logprobs import (
     ChatLogprobs,
     CompletionLogprobs,
     EchoOffsets,
@@ -29,19 +30,6 @@ from serve_spec.serving.logprobs import (
     joined,
     prompt_logprobs,
 )
-
-STREAM_TYPE = "text/event-stream"
-STREAM_HEADERS = {
-    "Cache-Control": "no-cache",
-    # nginx and other proxies buffer small chunks by default.
-    "X-Accel-Buffering": "no",
-}
-DONE = b"data: [DONE]\n\n"
-
-
-def event(payload: Mapping[str, object]) -> bytes:
-    """Encode an event as ASCII, as some clients treat U+2028 or U+0085 as line ends."""
-    return b"data: " + json.dumps(payload, separators=(",", ":")).encode("ascii") + b"\n\n"
 
 
 def encode_text(text: str) -> bytes:

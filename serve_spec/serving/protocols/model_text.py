@@ -26,13 +26,13 @@ from serve_spec.core.request import SamplingParams
 from serve_spec.engine.inputs import sampling_defaults
 from serve_spec.engine.messages import encode_async
 from serve_spec.engine.tokenizer import Tokenizer
-from serve_spec.serving import chat_template
 from serve_spec.serving.errors import ApiError
-from serve_spec.serving.fields import Prompt
-from serve_spec.serving.logprobs import TokenBytesLookup
-from serve_spec.serving.openai import ChatMessage, ChatRequest, CompletionRequest
-from serve_spec.serving.parsers import AnswerSyntax
-from serve_spec.serving.tools import Formats
+from serve_spec.serving.messages import Prompt
+from serve_spec.serving.protocols import chat_template
+from serve_spec.serving.protocols.logprobs import TokenBytesLookup
+from serve_spec.serving.protocols.openai import ChatMessage, ChatRequest, CompletionRequest
+from serve_spec.serving.protocols.parsers import AnswerSyntax
+from serve_spec.serving.protocols.tools import Formats
 
 # Shorter texts are rejected by the replica, which encodes them anyway.
 _UNUSUAL_CHARS = 65_536

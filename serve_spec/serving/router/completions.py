@@ -10,30 +10,23 @@ import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
-from serve_spec.log import get_logger
 from serve_spec.metrics import Reading
 from serve_spec.serving import messages
-from serve_spec.serving.admission import Admission
-from serve_spec.serving.answers import AnswerFormat, JSONAnswer, Usage, event, usage
 from serve_spec.serving.errors import (
-    ApiError,
-    defect,
     engine_failed,
     queue_full,
     refused,
     timed_out,
 )
-from serve_spec.serving.fields import Prompt
-from serve_spec.serving.resume import FleetSpeculation, resumed
-from serve_spec.serving.telemetry import router_timer
+from serve_spec.serving.router.admission import Admission
+from serve_spec.serving.router.resume import FleetSpeculation, resumed
+from serve_spec.serving.statistics.telemetry import router_timer
 
 if TYPE_CHECKING:
-    from serve_spec.serving.fleet import RayFleet
-
-logger = get_logger(__name__)
+    from serve_spec.serving.router.fleet import RayFleet
 
 Item = TypeVar("Item")
 
@@ -90,7 +83,7 @@ def choice_seed(seed: int, index: int) -> int:
 def choices_of(
     answer_id: str,
     trace_id: str,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[messages.Prompt],
     params: SamplingParams,
     num_choices: int,
 ) -> list[messages.GenerateRequest]:
@@ -171,6 +164,18 @@ async def _read(
         await events.put(error)
 
 
+class TokenCounts(NamedTuple):
+    """Token counts of one request, in the order of the arguments of `answers.usage`.
+
+    num_cached_tokens: tokens of prompts that every choice found in its replica's prefix cache.
+    """
+
+    num_prompt_tokens: int
+    num_tokens: int
+    speculation: SpeculationStats
+    num_cached_tokens: int
+
+
 @dataclass(eq=False)
 class RunningAnswer:
     """The running choices of one request.
@@ -211,11 +216,8 @@ class RunningAnswer:
             yield await self._next_delta()
 
     @property
-    def usage(self) -> Usage:
-        """Token counts over all choices; final once they have ended.
-
-        Of a prompt, those tokens count as cached that every choice found in its cache.
-        """
+    def counts(self) -> TokenCounts:
+        """Token counts over all choices; final once they have ended."""
         per_prompt = self.num_choices // self.num_prompts
         prompts = {index // per_prompt: num for index, num in self._num_prompt_tokens.items()}
         cached: dict[int, int] = {}
@@ -224,7 +226,7 @@ class RunningAnswer:
         total = FleetSpeculation()
         for counts in self._speculation.values():
             total.add(counts)
-        return usage(sum(prompts.values()), self.num_tokens, total, sum(cached.values()))
+        return TokenCounts(sum(prompts.values()), self.num_tokens, total, sum(cached.values()))
 
     async def _next_delta(self) -> tuple[int, TokenDelta]:
         while True:
@@ -292,7 +294,7 @@ class CompletionRunner:
 
         num_prompts: number of prompts; each has the same number of choices.
         client: the client's identity for `Admission`. is_prompt_only: see `RunningAnswer`.
-        end_finder: see `AnswerFormat.end_finder`.
+        end_finder: returns a function that says of each new text whether the choice ends with it.
         """
         end = asyncio.get_running_loop().time() + self.timeout_s
         # Without generated tokens, equal prompts are computed once.
@@ -349,44 +351,6 @@ class CompletionRunner:
             except Exception:
                 timer.fail()
                 raise
-
-
-async def whole_answer(answer: RunningAnswer, form: AnswerFormat) -> JSONAnswer:
-    """Return the body of a response without `stream`; raise ApiError if a choice fails."""
-    choices: list[list[TokenDelta]] = [[] for _ in range(answer.num_choices)]
-    async for index, delta in answer.deltas():
-        choices[index].append(delta)
-    # In a thread, because formatting many log-probabilities would delay other streams.
-    return await asyncio.to_thread(form.whole, choices, answer.usage)
-
-
-async def stream_frames(
-    answer: RunningAnswer, form: AnswerFormat, trace_id: str
-) -> AsyncIterator[bytes]:
-    """Yield the server-sent events of a request with `stream`.
-
-    A failure becomes an error event, without [DONE] after it: status 200 has been sent.
-    """
-    try:
-        if beginning := form.beginning(answer.num_choices):
-            yield beginning
-        async for index, delta in answer.deltas():
-            if events := _events(answer, form, index, delta):
-                yield events
-        yield form.ending(answer.usage)
-    except ApiError as error:
-        logger.warning("request %s (%s) failed: %s", form.head.id, trace_id, error.message)
-        yield form.failure(error)
-    except Exception as error:
-        logger.exception("request %s (%s) failed", form.head.id, trace_id)
-        yield form.failure(defect(error))
-
-
-def _events(answer: RunningAnswer, form: AnswerFormat, index: int, delta: TokenDelta) -> bytes:
-    if not form.head.has_continuous_usage:
-        return form.frame(index, delta)
-    chunks = form.chunks(index, delta)
-    return b"".join(event({**chunk, "usage": answer.usage}) for chunk in chunks)
 
 
 def _without_tokens(delta: TokenDelta) -> TokenDelta:

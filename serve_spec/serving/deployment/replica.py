@@ -13,11 +13,11 @@ from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import EngineOverloaded, InvalidRequest, RequestFailed
 from serve_spec.log import TRACE_ID, get_logger
 from serve_spec.serving.autoscaling import NUM_REQUESTS
-from serve_spec.serving.connections import ResponseQueue, RouterAddress, RouterConnections
-from serve_spec.serving.engine_actor import end_process
+from serve_spec.serving.deployment.engine_actor import end_process
 from serve_spec.serving.messages import Accepted, Failed, GenerateRequest, Refused, ReplicaItem
-from serve_spec.serving.stats_actor import StatsClient, StatsUnavailable
-from serve_spec.serving.telemetry import ReplicaTelemetry, pair_name, start_warm
+from serve_spec.serving.router.connections import ResponseQueue, RouterAddress, RouterConnections
+from serve_spec.serving.statistics.stats_actor import StatsClient, StatsUnavailable
+from serve_spec.serving.statistics.telemetry import ReplicaTelemetry, pair_name, start_warm
 
 logger = get_logger(__name__)
 

@@ -1,0 +1,1 @@
+"""The Ray Serve application, its deployments, and the command that serves it."""

@@ -1,0 +1,1 @@
+"""HTTP APIs: OpenAI's completions, chats and responses, SGLang's `/generate`, and their formats."""

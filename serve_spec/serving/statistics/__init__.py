@@ -1,0 +1,1 @@
+"""What is seen of the fleet: reports of replicas, metrics, the status page."""

@@ -1,0 +1,40 @@
+"""The live status page: an HTML file, its script and a charting library."""
+
+# No `from __future__ import annotations` here: FastAPI reads the annotations of the routes.
+
+import html
+from importlib import resources
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, Response
+
+# No other host is allowed.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'self'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+def add_status_page(api: FastAPI) -> None:
+    """Add `GET /` and the files of the page."""
+    files = resources.files("serve_spec.serving.statistics") / "static"
+    page = (files / "status.html").read_text()
+
+    @api.get("/", include_in_schema=False)
+    async def status_page(request: Request) -> Response:
+        """Return the page, with the application's route prefix as base URL."""
+        base = html.escape(request.scope.get("root_path", "").rstrip("/") + "/")
+        headers = {"content-security-policy": _POLICY}
+        return HTMLResponse(page.replace("{{base}}", base), headers=headers)
+
+    def add_asset(name: str, media_type: str) -> None:
+        content = (files / name).read_bytes()
+
+        @api.get(f"/static/{name}", include_in_schema=False)
+        async def asset() -> Response:
+            """Return one file."""
+            return Response(content, media_type=media_type, headers={"cache-control": "no-cache"})
+
+    for name in ("status", "uplot.min"):
+        add_asset(f"{name}.css", "text/css")
+        add_asset(f"{name}.js", "text/javascript")
