@@ -33,7 +33,8 @@ from serve_spec.engine.llm import LLM
 from serve_spec.models.family import read_shape
 from serve_spec.models.shape import DecoderShape
 from serve_spec.parallel.channel import LOOPBACK, Address
-from serve_spec.parallel.group import SINGLE, TensorParallel, join, store_server
+from serve_spec.parallel.device_group import join, store_server
+from serve_spec.parallel.group import SINGLE, TensorParallel
 
 Exchanges = Mapping[str, Callable[[], object]]
 

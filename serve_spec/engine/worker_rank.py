@@ -16,7 +16,7 @@ import torch
 from serve_spec.config import ServeSpecConfig
 from serve_spec.engine.build import build_worker, load_models, rank_device
 from serve_spec.parallel.channel import Address, RankChannel
-from serve_spec.parallel.group import join
+from serve_spec.parallel.device_group import join
 from serve_spec.worker.tensor_parallel import FollowingWorker, run_worker_loop
 
 

@@ -22,7 +22,8 @@ from torch._C._distributed_c10d import TCPStore
 import serve_spec
 from serve_spec.log import get_logger
 from serve_spec.parallel.channel import LOOPBACK, STOP, Address, Channel, accept, wait_for_end
-from serve_spec.parallel.group import DeviceGroup, TensorParallel, join, store_server
+from serve_spec.parallel.device_group import DeviceGroup, join, store_server
+from serve_spec.parallel.group import TensorParallel
 
 logger = get_logger(__name__)
 

@@ -13,7 +13,7 @@ from serve_spec.ops.elementwise import add_rms_norm
 from serve_spec.ops.linear import sum_partials
 from serve_spec.ops.shared_sum import DTYPES, fits, residual_fits, shared_sum
 from serve_spec.parallel.channel import RankChannel
-from serve_spec.parallel.group import DeviceGroup, join
+from serve_spec.parallel.device_group import DeviceGroup, join
 from serve_spec.parallel.worker_ranks import launch
 
 pytestmark = [

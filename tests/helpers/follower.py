@@ -17,7 +17,7 @@ from contextlib import closing
 import torch
 
 from serve_spec.parallel.channel import LOOPBACK, Address, RankChannel
-from serve_spec.parallel.group import join, store_server
+from serve_spec.parallel.device_group import join, store_server
 
 CPU = torch.device("cpu")
 

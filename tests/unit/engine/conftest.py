@@ -8,7 +8,7 @@ from serve_spec.engine import build, costs
 from serve_spec.engine.profile import measure_costs
 from serve_spec.engine.worker_rank import follow
 from serve_spec.parallel import channel
-from serve_spec.parallel.group import DeviceGroup
+from serve_spec.parallel.device_group import DeviceGroup
 from serve_spec.structured import masks
 from tests.helpers.engines import SOON_S, llm_maker, make_pair
 from tests.helpers.ranks import start_threads
