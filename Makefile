@@ -91,7 +91,7 @@ bench: install
 	$(BIN)/serve-spec bench offline
 
 size: install
-	$(BIN)/python tools/size.py
+	$(BIN)/python -m tools.size
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

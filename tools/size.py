@@ -7,9 +7,34 @@ import re
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
+from tools.imports import circles, module_of, package_files, package_graph, used_names
+
 ROOT = Path(__file__).parents[1]
 Function: TypeAlias = "ast.FunctionDef | ast.AsyncFunctionDef"
 
+PUBLIC_NAMES = {
+    "adaptive": 9,
+    "bench": 3,
+    "config": 61,
+    "core": 61,
+    "engine": 22,
+    "kvcache": 7,
+    "layers": 25,
+    "models": 38,
+    "ops": 74,
+    "parallel": 11,
+    "scheduler": 5,
+    "serving": 10,
+    "serving/deployment": 11,
+    "serving/protocols": 5,
+    "serving/proxy": 7,
+    "serving/router": 11,
+    "serving/statistics": 15,
+    "structured": 6,
+    "training": 3,
+    "worker": 14,
+}
+"""How many names of a folder may be used from outside it: 15% above the count, at least three."""
 
 BUDGETS = {
     "package folders": 18,
@@ -19,6 +44,8 @@ BUDGETS = {
     "most branches": 12,
     "most parameters": 8,
     "functions over a budget": 0,
+    "circles between files": 0,
+    **{f"names of {room}/": most for room, most in PUBLIC_NAMES.items()},
     "README.md lines": 140,
     "ARCHITECTURE.md lines": 250,
     "docs/results JSON bytes": 1_000_000,
@@ -36,6 +63,7 @@ class Measure(NamedTuple):
 def measure(root: Path = ROOT) -> dict[str, Measure]:
     """Return the value of every budget."""
     package = sorted((root / "serve_spec").rglob("*.py"))
+    names = _public_names(root)
     results = [*(root / "docs" / "results").glob("*.json*")]
     return {
         "package folders": Measure(len(list((root / "serve_spec").glob("*/__init__.py")))),
@@ -43,11 +71,32 @@ def measure(root: Path = ROOT) -> dict[str, Measure]:
             Measure(_lines(path), _shown(path, root)) for path in package if not _has_kernels(path)
         ),
         **_largest(package, root),
+        "circles between files": _circles(root),
+        **{f"names of {room}/": Measure(names.get(room, 0)) for room in PUBLIC_NAMES},
         "README.md lines": Measure(_lines(root / "README.md")),
         "ARCHITECTURE.md lines": Measure(_lines(root / "ARCHITECTURE.md")),
         "docs/results JSON bytes": Measure(sum(path.stat().st_size for path in results)),
         "docs/results JSON files": Measure(len(results)),
     }
+
+
+def _circles(root: Path) -> Measure:
+    found = circles(package_graph(root))
+    return Measure(len(found), "; ".join(", ".join(circle) for circle in found))
+
+
+def _public_names(root: Path) -> dict[str, int]:
+    """Return, per folder of the package, how many of its names files outside it use."""
+    files = package_files(root)
+    used = {user: used_names(path, files) for user, path in files.items()}
+    counts = {}
+    for folder in (path.parent for path in files.values() if path.name == "__init__.py"):
+        inside = f"{module_of(folder, root)}."
+        own = {user for user in files if f"{user}.".startswith(inside)}
+        others = set().union(*(used[user] for user in files.keys() - own))
+        room = folder.relative_to(root / "serve_spec").as_posix()
+        counts[room] = len({(module, name) for module, name in others if module in own})
+    return counts
 
 
 def _largest(files: list[Path], root: Path) -> dict[str, Measure]:
@@ -127,14 +176,17 @@ def _shown(path: Path, root: Path) -> str:
 
 
 def main() -> None:
-    """Print lines and files per folder of the package, then every budget."""
-    print(f"{'':24}{'lines':>10}{'files':>10}")
-    for folder in sorted(path.parent for path in (ROOT / "serve_spec").glob("*/__init__.py")):
-        files = list(folder.rglob("*.py"))
-        print(f"{folder.name:24}{sum(map(_lines, files)):>10,}{len(files):>10}")
-    print(f"\n{'':24}{'value':>10}{'limit':>10}")
+    """Print lines, files and used names per folder of the package, then every budget."""
+    print(f"{'':24}{'lines':>10}{'files':>10}{'names':>10}")
+    package, names = ROOT / "serve_spec", _public_names(ROOT)
+    for folder in sorted(path.parent for path in package.rglob("__init__.py")):
+        room, files = folder.relative_to(package).as_posix(), list(folder.rglob("*.py"))
+        title = "total" if folder == package else room
+        count = names.get(room, "")
+        print(f"{title:24}{sum(map(_lines, files)):>10,}{len(files):>10}{count:>10}")
+    print(f"\n{'':32}{'value':>10}{'limit':>10}")
     for name, (value, where) in measure().items():
-        print(f"{name:24}{value:>10,}{BUDGETS[name]:>10,}  {where}".rstrip())
+        print(f"{name:32}{value:>10,}{BUDGETS[name]:>10,}  {where}".rstrip())
 
 
 if __name__ == "__main__":

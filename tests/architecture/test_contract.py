@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.imports import circles, imported_files, imported_names, package_files, package_graph
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "serve_spec"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -38,6 +40,25 @@ MAY_IMPORT = {
     "serving": ["core", "config", "metrics", "adaptive", "worker", "engine"],
     "bench": ["core", "config", "metrics", "adaptive", "engine", "scheduler", "serving"],
     "cli": ["core", "config", "engine", "models", "serving", "bench"],
+}  # fmt: skip
+
+# A room that is a house: what its own files and folders may import of each other. Its `__init__.py`
+# shows them, lazily. The rest of the package comes in by MAY_IMPORT.
+INSIDE = {
+    "serving": {
+        "autoscaling": [],
+        "errors": [],
+        "events": [],
+        "messages": [],
+        "processes": [],
+        "statistics": ["messages"],
+        "router": ["errors", "messages", "statistics"],
+        "protocols": ["errors", "events", "messages", "statistics", "router"],
+        "proxy": ["errors", "events", "processes"],
+        "deployment": [
+            "autoscaling", "messages", "processes", "statistics", "router", "protocols", "proxy",
+        ],
+    },
 }  # fmt: skip
 
 # library -> path fragments allowed to import it; every other file may not.
@@ -77,19 +98,15 @@ IMPURE = {"asyncio", "datetime", "io", "json", "logging", "os", "pathlib", "rand
 
 
 def imports(path):
-    """Every module named by an import statement in `path`, lazy and TYPE_CHECKING ones included."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: write absolute imports"
-            assert node.module is not None
-            names = {alias.name for alias in node.names if not alias.name.startswith("__")}
-            # `from serve_spec import adaptive` reaches the room as surely as its dotted name.
-            inside = {f"serve_spec.{name}" for name in names}
-            found |= inside if node.module == "serve_spec" else {node.module}
-    return found
+    """Every module that an import statement of `path` names, lazy and TYPE_CHECKING ones included.
+
+    `from serve_spec import adaptive` reaches the room as surely as its dotted name.
+    """
+    return {
+        f"serve_spec.{name}" if module == "serve_spec" and name else module
+        for module, name in imported_names(path)
+        if module != "serve_spec" or not name.startswith("__")
+    }
 
 
 def where(path):
@@ -107,12 +124,44 @@ def test_every_room_has_its_arrows():
     assert not unknown, f"say in MAY_IMPORT what {sorted(unknown)} may import"
 
 
-def test_the_arrows_have_no_cycle():
-    done = set()
-    while len(done) < len(MAY_IMPORT):
-        ready = {r for r, below in MAY_IMPORT.items() if r not in done and set(below) <= done}
-        assert ready, f"cycle among {sorted(set(MAY_IMPORT) - done)}"
-        done |= ready
+@pytest.mark.parametrize("arrows", [MAY_IMPORT, *INSIDE.values()], ids=["package", *INSIDE])
+def test_the_arrows_have_no_cycle(arrows):
+    unknown = {below for row in arrows.values() for below in row} - set(arrows)
+    assert not unknown, f"no such room: {sorted(unknown)}"
+    assert not circles(arrows)
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """An import in a function or under TYPE_CHECKING counts: it only hides the circle.
+
+    What is loaded by a string does not: a kernel is found by the name of its reference, a command
+    by that of its module. Neither do the doors of the package, `__init__.py` and `__main__.py`,
+    which show users lazily what lies above all other files.
+    """
+    assert not circles(package_graph(ROOT))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import serve_spec.b",
+        "from serve_spec import b",
+        "from serve_spec.b import name",
+        "def late():\n    from serve_spec.b import name",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from serve_spec.b import Name",
+    ],
+)
+def test_a_circle_is_found_however_it_is_imported(text, tmp_path):
+    package = tmp_path / "serve_spec"
+    package.mkdir()
+    (package / "__init__.py").write_text("from serve_spec.a import name\n")
+    (package / "a.py").write_text(text)
+    (package / "b.py").write_text("import serve_spec.c")
+    (package / "c.py").write_text("from serve_spec.a import name")
+    names = ["serve_spec.a", "serve_spec.b", "serve_spec.c"]
+    assert circles(package_graph(tmp_path)) == [names]
+    (package / "c.py").write_text("import serve_spec")
+    assert not circles(package_graph(tmp_path))
 
 
 @pytest.mark.parametrize("path", IN_ROOMS, ids=where)
@@ -121,6 +170,25 @@ def test_rooms_import_only_downwards(path):
     reached = {m.split(".")[1] for m in imports(path) if m.startswith("serve_spec.")}
     upward = reached - {room, "log"} - set(MAY_IMPORT[room])
     assert not upward, f"{room} must not import {sorted(upward)}; see MAY_IMPORT"
+
+
+def below(path):
+    """The file or folder of a room that holds a file: `router` for `serving/router/fleet.py`."""
+    return where(path).split("/")[1].removesuffix(".py")
+
+
+@pytest.mark.parametrize("room", INSIDE)
+def test_inside_a_room_files_import_only_downwards(room):
+    arrows, files = INSIDE[room], package_files(ROOT)
+    own = {path: below(path) for path in IN_ROOMS if where(path).startswith(f"{room}/")}
+    shown = PACKAGE / room / "__init__.py"
+    assert set(own.values()) - {"__init__"} == set(arrows), "say in INSIDE what each may import"
+    for path in own.keys() - {shown}:
+        reached = {
+            below(files[module]) for module in imported_files(path, files) if files[module] in own
+        }
+        upward = reached - {own[path], *arrows[own[path]]}
+        assert not upward, f"{where(path)} must not import {sorted(upward)}; see INSIDE"
 
 
 @pytest.mark.parametrize("path", FILES, ids=where)

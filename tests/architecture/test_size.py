@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from tools.size import BUDGETS, Measure, branches, measure, parameters
+from tools.size import BUDGETS, PUBLIC_NAMES, ROOT, Measure, branches, measure, parameters
 
 measured = cache(measure)
 
@@ -14,6 +14,11 @@ measured = cache(measure)
 def test_no_size_exceeds_its_limit(name):
     found: Measure = measured()[name]
     assert found.value <= BUDGETS[name], f"{name}: {found.value} at {found.where}; make size"
+
+
+def test_every_package_has_a_limit_of_names():
+    packages = {path.parent.name for path in (ROOT / "serve_spec").glob("*/__init__.py")}
+    assert packages <= set(PUBLIC_NAMES)
 
 
 def test_branches_and_parameters_are_counted():
