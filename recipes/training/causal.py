@@ -11,6 +11,7 @@ from serve_spec.core.caches import PagedCache
 from serve_spec.core.context import ForwardContext, Rotation
 from serve_spec.models.shape import DecoderShape
 from serve_spec.ops.attention import attend
+from serve_spec.ops.elementwise import rotate
 
 
 class Rows:
@@ -28,8 +29,9 @@ class Rows:
         positions = rotation.positions[: rows.shape[2]]
         cos, sin = (table[positions, 0] for table in (rotation.cos_table, rotation.sin_table))
         num_kv = self.caches[layer].num_heads
-        query, key, value = rows.split((rows.shape[1] - 2 * num_kv, num_kv, num_kv), dim=1)
-        return _rotated(query, cos, sin), _rotated(key, cos, sin), value
+        rotated, value = rows.split((rows.shape[1] - num_kv, num_kv), dim=1)
+        rotated = rotate(rotated, cos, sin, rotation.is_interleaved)
+        return rotated[:, :-num_kv], rotated[:, -num_kv:], value
 
     def join(self, attended: Tensor) -> Tensor:
         """Return attended heads [B, heads, T, D] as [B·T, heads, D]."""
@@ -84,12 +86,6 @@ def causal_context(
     num_rows, row_tokens = tokens.shape
     attention = CausalAttention(num_rows, shape.caches, kept)
     return ForwardContext(row_positions(num_rows, row_tokens, tokens.device), attention)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate in float32; the first half of every row of `sin` is negated."""
-    wide = x.float()
-    return (wide * cos + wide.roll(x.shape[-1] // 2, dims=-1) * sin).to(x.dtype)
 
 
 def _window_mask(query: Tensor, window: int) -> Tensor:

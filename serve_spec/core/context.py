@@ -17,22 +17,25 @@ TokenIndex: TypeAlias = slice | Tensor
 class Rotation:
     """Rotary embedding of the tokens at `positions` [T] (int64).
 
-    `cos_table`, `sin_table`: float32 [max_len, 1, d]. The first half of every row of sines is
-    negated, so that a rotation is x·cos + roll(x, d/2)·sin.
+    `cos_table`, `sin_table`: float32 [max_len, 1, rotary_dim]. The first `rotary_dim` numbers of a
+    head are rotated, in pairs: numbers i and i + rotary_dim/2, or 2i and 2i + 1 if `is_interleaved`
+    (as in GPT-J). The sine of the first of a pair is negated, so that a rotation is x·cos + y·sin,
+    where y has the numbers of each pair exchanged.
     """
 
     cos_table: Tensor
     sin_table: Tensor
     positions: Tensor
+    is_interleaved: bool = False
 
     @cached_property
     def cos(self) -> Tensor:
-        """Cosines [T, 1, d], gathered once for all layers."""
+        """Cosines [T, 1, rotary_dim], gathered once for all layers."""
         return self.cos_table.index_select(0, self.positions)
 
     @cached_property
     def sin(self) -> Tensor:
-        """Signed sines [T, 1, d]."""
+        """Signed sines [T, 1, rotary_dim]."""
         return self.sin_table.index_select(0, self.positions)
 
 

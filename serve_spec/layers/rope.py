@@ -1,4 +1,4 @@
-"""Rotary position embeddings, in the half-split layout and arithmetic of Hugging Face's Llama.
+"""Rotary position embeddings, in the arithmetic of Hugging Face's Llama.
 
 Source of the scalings: transformers `modeling_rope_utils.py`, same order of operations.
 """
@@ -40,35 +40,50 @@ _MARGIN = 64
 
 
 class RotaryTable:
-    """Angles of positions 0 .. max_len - 1, made once in float32, on the default device."""
+    """Angles of positions 0 .. max_len - 1, made once in float32, on the default device.
+
+    rotary_dim: numbers of a head that are rotated, all or its first ones. is_interleaved: see
+    `Rotation`.
+    """
 
     def __init__(
-        self, head_dim: int, theta: float, scaling: RopeScaling | None, max_len: int
+        self,
+        rotary_dim: int,
+        theta: float,
+        scaling: RopeScaling | None,
+        max_len: int,
+        is_interleaved: bool = False,
     ) -> None:
         # Computed on the CPU wherever it is used: devices differ in the last bits of pow and cos.
         with torch.device("cpu"):
-            frequencies = inverse_frequencies(head_dim, theta, scaling, max_len)
+            frequencies = inverse_frequencies(rotary_dim, theta, scaling, max_len)
             angles = torch.outer(torch.arange(max_len + _MARGIN, dtype=torch.float32), frequencies)
         device = torch.empty(0).device
         factor = 1.0 if scaling is None else scaling.attention_factor
         cos, sin = ((part * factor).to(device) for part in (angles.cos(), angles.sin()))
-        self._cos = torch.cat((cos, cos), dim=-1).unsqueeze(1)
-        self._sin = torch.cat((-sin, sin), dim=-1).unsqueeze(1)
+        self._is_interleaved = is_interleaved
+        self._cos, self._sin = self._table(cos, cos), self._table(-sin, sin)
+
+    def _table(self, first: Tensor, second: Tensor) -> Tensor:
+        """Return the table [max_len, 1, rotary_dim] of both numbers of every pair."""
+        if self._is_interleaved:
+            return torch.stack((first, second), dim=-1).flatten(1).unsqueeze(1)
+        return torch.cat((first, second), dim=-1).unsqueeze(1)
 
     def at(self, positions: Tensor) -> Rotation:
         """Return the rotation of tokens at `positions` [T] (int64, below `max_len`)."""
-        return Rotation(self._cos, self._sin, positions)
+        return Rotation(self._cos, self._sin, positions, self._is_interleaved)
 
 
 def inverse_frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling | None, max_len: int
+    rotary_dim: int, theta: float, scaling: RopeScaling | None, max_len: int
 ) -> Tensor:
-    """Return the angle per position of each pair, float32 [head_dim / 2].
+    """Return the angle per position of each pair, float32 [rotary_dim / 2].
 
     longrope has two sets of factors; `max_len` chooses one for all texts, so that a text does not
     depend on the lengths of others.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     periods = theta**exponents
     if scaling is None:
         return 1.0 / periods

@@ -49,10 +49,19 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
-def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Return x [T, heads, d] rotated by its positions, computed in float32."""
-    rolled = x.roll(x.shape[-1] // 2, -1)
-    return torch.addcmul(x * rotation.cos, rolled, rotation.sin).to(x.dtype)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool) -> Tensor:
+    """Return x [..., d] with its first `rotary_dim` numbers rotated, computed in float32.
+
+    cos, sin: float32 [..., rotary_dim], from the tables of `Rotation`; they broadcast to x.
+    """
+    width = cos.shape[-1]
+    rotated = x[..., :width]
+    if is_interleaved:
+        partners = rotated.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    else:
+        partners = rotated.roll(width // 2, -1)
+    rotated = torch.addcmul(rotated * cos, partners, sin).to(x.dtype)
+    return rotated if width == x.shape[-1] else torch.cat((rotated, x[..., width:]), dim=-1)
 
 
 @has_kernel
@@ -67,7 +76,8 @@ def rotate_and_store(
     """
     heads = sum_partials(heads, keys)
     num_rotated = num_heads + keys.shape[1]
-    rotated = rotate(heads[:, :num_rotated], rotation)
+    cos, sin = rotation.cos, rotation.sin
+    rotated = rotate(heads[:, :num_rotated], cos, sin, rotation.is_interleaved)
     keys.index_copy_(0, slots, rotated[:, num_heads:])
     values.index_copy_(0, slots, heads[:, num_rotated:])
     return rotated[:, :num_heads]

@@ -114,6 +114,7 @@ def rotate_and_store(
     num_rows, num_all, head_dim = heads.shape[-3:]
     assert heads.stride()[-2:] == (head_dim, 1), "the heads of a token are contiguous"
     num_partials = len(heads) if heads.dim() == 4 else 1
+    rotary_dim = rotation.cos_table.shape[-1]
     for pool in (keys, values):
         assert pool.is_contiguous(), "a layer of the pool is contiguous"
     query = keys.new_empty((num_rows, num_heads, head_dim))
@@ -123,8 +124,9 @@ def rotate_and_store(
         heads, rotation.cos_table, rotation.sin_table, rotation.positions, slots,
         query, keys, values, heads.stride(-3), heads.stride(0),
         NUM_PARTIALS=num_partials, NUM_HEADS=num_heads, NUM_KV_HEADS=keys.shape[1],
-        HALF=head_dim // 2, BLOCK_HEADS=_HEADS_PER_PROGRAM,
-        BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+        HEAD_DIM=head_dim, HALF=rotary_dim // 2, IS_INTERLEAVED=rotation.is_interleaved,
+        BLOCK_HEADS=_HEADS_PER_PROGRAM, BLOCK_HALF=triton.next_power_of_2(rotary_dim // 2),
+        BLOCK_REST=triton.next_power_of_2(head_dim - rotary_dim) if rotary_dim < head_dim else None,
         num_warps=_ROTATE_WARPS, **dependent_launch(heads.device),
     )  # fmt: skip
     return query
@@ -134,7 +136,8 @@ def rotate_and_store(
 def _rotate_and_store_kernel(
     heads, cos_table, sin_table, positions, slots, query, keys, values, row_stride, partial_stride,
     NUM_PARTIALS: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Slots and positions are read before the kernel waits (see `dispatch.dependent_launch`)."""
@@ -143,35 +146,48 @@ def _rotate_and_store_kernel(
     slot = tl.load(slots + row, cache_modifier=".cg").to(tl.int64)
     position = tl.load(positions + row, cache_modifier=".cg").to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
-    dim = tl.arange(0, BLOCK_HALF)[None, :]
-    is_dim = dim < HALF
-    # The second half of a table row: there the sines have their own sign.
-    angle = position * (2 * HALF) + HALF + dim
-    cos = tl.load(cos_table + angle, mask=is_dim, other=0.0)
-    sin = tl.load(sin_table + angle, mask=is_dim, other=0.0)
+    pair = tl.arange(0, BLOCK_HALF)[None, :]
+    is_pair = pair < HALF
+    # The numbers of a pair: `dim` and `dim + gap`.
+    dim = 2 * pair if IS_INTERLEAVED else pair
+    gap: tl.constexpr = 1 if IS_INTERLEAVED else HALF
+    # Of the second number: its sine has its own sign.
+    angle = position * (2 * HALF) + gap + dim
+    cos = tl.load(cos_table + angle, mask=is_pair, other=0.0)
+    sin = tl.load(sin_table + angle, mask=is_pair, other=0.0)
     wait(DEPENDENT)
 
-    is_head = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & is_dim
-    source = heads + row * row_stride + head * (2 * HALF) + dim
+    is_head = head < NUM_HEADS + 2 * NUM_KV_HEADS
+    is_number = is_head & is_pair
+    source = heads + row * row_stride + head * HEAD_DIM
     dtype = query.dtype.element_ty
-    first = load_sum(source, is_head, partial_stride, NUM_PARTIALS, dtype)
-    second = load_sum(source + HALF, is_head, partial_stride, NUM_PARTIALS, dtype)
+    first = load_sum(source + dim, is_number, partial_stride, NUM_PARTIALS, dtype)
+    second = load_sum(source + dim + gap, is_number, partial_stride, NUM_PARTIALS, dtype)
     is_value = head >= NUM_HEADS + NUM_KV_HEADS
     x, y = first.to(tl.float32), second.to(tl.float32)
     first = tl.where(is_value, first, (x * cos - y * sin).to(first.dtype))
     second = tl.where(is_value, second, (y * cos + x * sin).to(second.dtype))
 
-    target = query + (row * NUM_HEADS + head) * (2 * HALF) + dim
-    _store_halves(target, first, second, HALF, (head < NUM_HEADS) & is_dim)
+    to_query = query + (row * NUM_HEADS + head) * HEAD_DIM
+    is_query = head < NUM_HEADS
+    _store_pairs(to_query + dim, first, second, gap, is_query & is_pair)
     key = head - NUM_HEADS
-    target = keys + (slot * NUM_KV_HEADS + key) * (2 * HALF) + dim
-    _store_halves(target, first, second, HALF, (key >= 0) & (key < NUM_KV_HEADS) & is_dim)
+    to_key = keys + (slot * NUM_KV_HEADS + key) * HEAD_DIM
+    is_key = (key >= 0) & (key < NUM_KV_HEADS)
+    _store_pairs(to_key + dim, first, second, gap, is_key & is_pair)
     value = key - NUM_KV_HEADS
-    target = values + (slot * NUM_KV_HEADS + value) * (2 * HALF) + dim
-    _store_halves(target, first, second, HALF, is_value & is_head)
+    to_value = values + (slot * NUM_KV_HEADS + value) * HEAD_DIM
+    _store_pairs(to_value + dim, first, second, gap, is_value & is_number)
+    if BLOCK_REST is not None:
+        rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+        is_rest = is_head & (rest < HEAD_DIM)
+        numbers = load_sum(source + rest, is_rest, partial_stride, NUM_PARTIALS, dtype)
+        tl.store(to_query + rest, numbers, mask=is_query & is_rest)
+        tl.store(to_key + rest, numbers, mask=is_key & is_rest)
+        tl.store(to_value + rest, numbers, mask=is_value & is_rest)
 
 
 @triton.jit
-def _store_halves(target, first, second, HALF: tl.constexpr, mask):
+def _store_pairs(target, first, second, gap: tl.constexpr, mask):
     tl.store(target, first, mask=mask)
-    tl.store(target + HALF, second, mask=mask)
+    tl.store(target + gap, second, mask=mask)

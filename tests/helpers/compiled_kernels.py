@@ -19,11 +19,25 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from serve_spec.core.caches import PagedCache
-from serve_spec.ops import admission_triton, linear_gluon, paged_attention_triton, shared_sum_triton
+from serve_spec.core.context import Rotation
+from serve_spec.ops import (
+    admission_triton,
+    elementwise_triton,
+    linear_gluon,
+    paged_attention_triton,
+    shared_sum_triton,
+)
 from serve_spec.ops.linear import choose_tiles
 from serve_spec.ops.paged_attention import AttentionPlan
 from serve_spec.ops.shared_sum import SharedMemory
 
+OPS = (
+    admission_triton,
+    elementwise_triton,
+    linear_gluon,
+    paged_attention_triton,
+    shared_sum_triton,
+)
 ATTENTION = {
     "decode, batch 1": {},
     "decode, batch 8": {"batch": 8},
@@ -36,6 +50,11 @@ ATTENTION = {
     "sinks, softcap": {"batch": 8, "width": 64, "softcap": 30.0, "has_sinks": True},
     "keys wider than values": {"batch": 8, "width": 192, "value_width": 128},
     "chunk, softcap, wide heads": {"query_len": 2048, "width": 256, "softcap": 50.0},
+}
+ROTATION = {
+    "all of a head": {},
+    "pairs of neighbours": {"is_interleaved": True},
+    "half of a head": {"rotary_dim": 64, "is_interleaved": True},
 }
 ADMISSION = {
     "chains": {},
@@ -126,6 +145,17 @@ def compile_attention(
         paged_attention_triton.paged_attention(query, keys, values, plan, cache, sinks)
 
 
+def compile_rotation(case, rotary_dim=128, is_interleaved=False):
+    """Compile what 32 query heads and 8 kv heads launch, in bfloat16, from partial sums."""
+    numbers = torch.zeros(4, dtype=torch.int64)
+    table = torch.zeros(64, 1, rotary_dim)
+    rotation = Rotation(table, table, numbers, is_interleaved)
+    pool = torch.zeros(64, 8, 128, dtype=torch.bfloat16)
+    heads = torch.zeros(3, 4, 48, 128)
+    with recorded(elementwise_triton, case):
+        elementwise_triton.rotate_and_store(heads, rotation, numbers, pool, pool, 32)
+
+
 def compile_admission(case, batch=8, width=7, depth=7, tree=False):
     """Compile what chains or trees of so many requests, drafts and levels launch."""
     numbers, slots = torch.zeros(batch, dtype=torch.int32), torch.zeros(batch, width)
@@ -175,11 +205,13 @@ def compile_product(case, num_rows, num_outputs, gated, fp8):
 
 
 if __name__ == "__main__":
-    for op in (admission_triton, linear_gluon, paged_attention_triton, shared_sum_triton):
+    for op in OPS:
         op.dependent_launch = lambda device: {"DEPENDENT": True, "launch_pdl": True}
     paged_attention_triton._num_multiprocessors = lambda device: 132
     for case, settings in ATTENTION.items():
         compile_attention(case, **settings)
+    for case, settings in ROTATION.items():
+        compile_rotation(case, **settings)
     for case, settings in ADMISSION.items():
         compile_admission(case, **settings)
     for rank, size in ((0, 2), (1, 4)):

@@ -12,8 +12,8 @@ from serve_spec.ops import elementwise_triton  # isort: skip
 
 NUM_SLOTS = 40
 POISON = 1e30
-# float32 may be fused into one rounding or not; the others are rounded to their own last place.
-TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+# In float32 an angle of 500 has an error of 3e-5; the others are rounded to their own last place.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 BOTH = pytest.mark.parametrize(
     "impl", [reference(elementwise), elementwise_triton], ids=["plain", "kernel"]
 )
@@ -40,7 +40,16 @@ def test_a_token_gets_its_row_and_zeros_if_another_rank_has_it(impl, width, firs
 class Scene:
     """Rows of random heads at random positions, and the pool of one layer."""
 
-    def __init__(self, num_rows, num_heads, num_kv_heads, head_dim, dtype=torch.float32):
+    def __init__(
+        self,
+        num_rows,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        dtype=torch.float32,
+        rotary_dim=None,
+        is_interleaved=False,
+    ):
         generator = torch.Generator().manual_seed(num_rows)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         width = num_heads + 2 * num_kv_heads
@@ -49,7 +58,7 @@ class Scene:
         slots = torch.randperm(NUM_SLOTS, generator=generator)[:num_rows]
         self.heads, self.slots = heads.to(DEVICE), slots.to(DEVICE)
         with torch.device(DEVICE):
-            table = RotaryTable(head_dim, 10000.0, None, 500)
+            table = RotaryTable(rotary_dim or head_dim, 10000.0, None, 500, is_interleaved)
         self.rotation = table.at(positions.to(DEVICE))
         pool = (NUM_SLOTS, num_kv_heads, head_dim)
         self.keys = torch.full(pool, POISON, device=DEVICE).to(dtype)
@@ -63,15 +72,38 @@ class Scene:
     def rotated(self):
         sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         query, key, value = self.heads.float().split(sizes, dim=1)
-        query, key = (elementwise.rotate(each, self.rotation) for each in (query, key))
-        return query, key, value
+        return plainly_rotated(query, self.rotation), plainly_rotated(key, self.rotation), value
+
+
+def plainly_rotated(x, rotation):
+    """Turn each pair of numbers of x [T, heads, d] by its angle."""
+    out, rotary_dim = x.clone(), rotation.cos_table.shape[-1]
+    for pair in range(rotary_dim // 2):
+        first, second = pair, pair + rotary_dim // 2
+        if rotation.is_interleaved:
+            first, second = 2 * pair, 2 * pair + 1
+        angle = rotation.positions.float() * (1.0 / 10000.0 ** (2 * pair / rotary_dim))
+        cos, sin = angle.cos().unsqueeze(1), angle.sin().unsqueeze(1)
+        out[..., first] = x[..., first] * cos - x[..., second] * sin
+        out[..., second] = x[..., second] * cos + x[..., first] * sin
+    return out
 
 
 @BOTH
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize(("heads", "head_dim"), [((4, 2), 16), ((6, 1), 24), ((9, 3), 24)])
-def test_queries_come_back_and_keys_and_values_are_stored(impl, head_dim, heads, dtype):
-    scene = Scene(3, *heads, head_dim, dtype)
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "rotary_dim", "is_interleaved"),
+    [
+        ((4, 2), 16, 16, False),
+        ((6, 1), 24, 24, True),
+        ((9, 3), 24, 8, False),
+        ((4, 2), 32, 20, True),
+    ],
+)
+def test_queries_come_back_and_keys_and_values_are_stored(
+    impl, heads, head_dim, rotary_dim, is_interleaved, dtype
+):
+    scene = Scene(3, *heads, head_dim, dtype, rotary_dim, is_interleaved)
     query = scene.run(impl)
     found = query, scene.keys[scene.slots], scene.values[scene.slots]
     for ours, wanted in zip(found, scene.rotated(), strict=True):
@@ -86,14 +118,15 @@ def test_queries_come_back_and_keys_and_values_are_stored(impl, head_dim, heads,
 
 
 @BOTH
-def test_heads_may_be_part_of_wider_rows_or_come_as_addends(impl):
-    scene, wide = Scene(4, 4, 2, 16), Scene(4, 4, 2, 16)
+@pytest.mark.parametrize("kind", [{}, {"rotary_dim": 6, "is_interleaved": True}])
+def test_heads_may_be_part_of_wider_rows_or_come_as_addends(impl, kind):
+    scene, wide = (Scene(4, 4, 2, 16, **kind) for _ in range(2))
     expected = scene.run(impl)
     padding = torch.full_like(wide.heads, POISON)
     wide.heads = torch.cat((wide.heads, padding), dim=1)[:, :8]
     assert torch.equal(wide.run(impl), expected)
     assert torch.equal(wide.keys, scene.keys)
-    scene, other = Scene(4, 4, 2, 16, torch.bfloat16), Scene(4, 4, 2, 16, torch.bfloat16)
+    scene, other = (Scene(4, 4, 2, 16, torch.bfloat16, **kind) for _ in range(2))
     generator = torch.Generator().manual_seed(0)
     partials = torch.randn(3, *scene.heads.shape, generator=generator).to(DEVICE)
     scene.heads = (partials[0] + partials[1] + partials[2]).bfloat16()
@@ -108,8 +141,8 @@ def test_padding_rows_may_share_a_slot(impl):
     scene = Scene(6, 4, 2, 16)
     scene.slots[3:] = NUM_SLOTS - 1
     query, key, value = scene.rotated()
-    assert torch.allclose(scene.run(impl), query, atol=1e-6)
-    assert torch.allclose(scene.keys[scene.slots[:3]], key[:3], atol=1e-6)
+    assert torch.allclose(scene.run(impl), query, atol=1e-4)
+    assert torch.allclose(scene.keys[scene.slots[:3]], key[:3], atol=1e-4)
     assert torch.equal(scene.values[scene.slots[:3]], value[:3])
 
 
