@@ -10,17 +10,17 @@ At once, which is faster for small tensors: a program sends its part to the prog
 every other rank, and adds all parts in the order of ranks. A broadcast is the same exchange, of
 which all ranks keep one rank's words.
 
-In shares, for large tensors or many ranks (a reduce-scatter, then an all-gather): every rank adds
-one share of the part and sends the result to all. It sends 2 · (1 - 1/size) · N of N bytes, where
+In shards, for large tensors or many ranks (a reduce-scatter, then an all-gather): every rank adds
+one shard of the part and sends the result to all. It sends 2 · (1 - 1/size) · N of N bytes, where
 the other algorithm sends (size - 1) · N.
 
 A gather of columns is written into the result of every rank, and marked by flags. Between two
 gathers there must be a sum: it ends after the result of the first one was used on all ranks.
 
 A program has two slots for each rank, used alternately. Once it has completed exchange k + 1, all
-ranks have begun it: it received their words or flags, or, in shares, the result of rank 0, which
+ranks have begun it: it received their words or flags, or, in shards, the result of rank 0, which
 needs the addends of all. Before, they ended exchange k and emptied its slots, so that exchange
-k + 2 may use them. (The share of rank 0 is never empty.)
+k + 2 may use them. (The shard of rank 0 is never empty.)
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ WORD_BYTES = 4
 MAX_BROADCAST_BYTES = 1 << 16
 GATHER_BLOCK = 4096
 """Numbers of a row that a program of a gather sends at once."""
-SHARE_WORDS = SLOT_WORDS // 2
-"""In the largest share: two ranks', of the largest part. Addends of a share lie in the first half
+SHARD_WORDS = SLOT_WORDS // 2
+"""In the largest shard: two ranks', of the largest part. Addends of a shard lie in the first half
 of a slot, its result in the second."""
-SHARE_ALIGNMENT = 4
-"""Words: shares begin where a thread can take as many at once."""
+SHARD_ALIGNMENT = 4
+"""Words: shards begin where a thread can take as many at once."""
 EMPTY = -0x7FFF8000
 """A word that has not arrived: two of -0.0 in 16 bits. It is sent as 0, which adds the same."""
 GATHER_NUMBERS = 16 << 20
@@ -60,7 +60,7 @@ GATHER_NUMBERS = 16 << 20
 _LEAST_PART = 512
 """Words: smaller parts would not be summed any faster."""
 _LEAST_SPARED = 3 << 16
-"""Bytes that a rank has to send less in shares, which wait twice: so many are spared of 16 rows of
+"""Bytes that a rank has to send less in shards, which wait twice: so many are spared of 16 rows of
 4,096 by four ranks (4.4 µs instead of 5.0), and none by two ranks."""
 
 
@@ -223,15 +223,15 @@ def residual_fits(x: Tensor) -> bool:
     )
 
 
-def goes_in_shares(num_bytes: int, size: int) -> bool:
-    """Return whether a tensor of so many bytes is summed in shares by so many ranks."""
-    at_once, in_shares = size - 1, 2 * (1 - 1 / size)
-    return num_bytes * (at_once - in_shares) >= _LEAST_SPARED
+def goes_in_shards(num_bytes: int, size: int) -> bool:
+    """Return whether a tensor of so many bytes is summed in shards by so many ranks."""
+    at_once, in_shards = size - 1, 2 * (1 - 1 / size)
+    return num_bytes * (at_once - in_shards) >= _LEAST_SPARED
 
 
-def share_words(num_words: int, size: int) -> int:
+def shard_words(num_words: int, size: int) -> int:
     """Return how many words of a part each rank adds; the last ranks may have fewer, or none."""
-    return -(-num_words // (size * SHARE_ALIGNMENT)) * SHARE_ALIGNMENT
+    return -(-num_words // (size * SHARD_ALIGNMENT)) * SHARD_ALIGNMENT
 
 
 def _sum_of_part(part: Tensor, dtype: torch.dtype, program: int, memory: SharedMemory) -> Tensor:

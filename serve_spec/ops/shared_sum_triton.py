@@ -22,19 +22,19 @@ from serve_spec.ops.shared_sum import (
     EMPTY,
     GATHER_BLOCK,
     NUM_PROGRAMS,
-    SHARE_WORDS,
+    SHARD_WORDS,
     SLOT_WORDS,
     WORD_BYTES,
     SharedMemory,
     as_words,
-    goes_in_shares,
+    goes_in_shards,
     num_gather_programs,
     part_words,
-    share_words,
+    shard_words,
 )
 
 _PROGRAMS, _SLOT = tl.constexpr(NUM_PROGRAMS), tl.constexpr(SLOT_WORDS)
-_RESULTS, _EMPTY = tl.constexpr(SHARE_WORDS), tl.constexpr(EMPTY)
+_RESULTS, _EMPTY = tl.constexpr(SHARD_WORDS), tl.constexpr(EMPTY)
 _WORDS_PER_THREAD = 4
 _NORM_WORDS_PER_THREAD = 8
 
@@ -94,12 +94,12 @@ def gather_columns(x: Tensor, start: int, width: int, memory: SharedMemory) -> T
 
 def _way(x: Tensor, part: int, memory: SharedMemory) -> tuple[list[Any], dict[str, int]]:
     """What kernels pass on to `_sum_over_ranks`; part: words of a program."""
-    in_shares = goes_in_shares(x.nbytes, memory.size)
+    in_shards = goes_in_shards(x.nbytes, memory.size)
     return [memory.counts, memory.released, memory.slots], {
         "RANK": memory.rank,
         "SIZE": memory.size,
         "PER_WORD": WORD_BYTES // x.itemsize,
-        "SHARE": share_words(part, memory.size) if in_shares else 0,
+        "SHARD": shard_words(part, memory.size) if in_shards else 0,
     }
 
 
@@ -110,7 +110,7 @@ def _num_warps(words: int, words_per_thread: int) -> int:
 @triton.jit
 def _sum_kernel(
     x, num_words, counts, released, slots,
-    RANK: tl.constexpr, SIZE: tl.constexpr, PER_WORD: tl.constexpr, SHARE: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, PER_WORD: tl.constexpr, SHARD: tl.constexpr,
     WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) * WORDS
@@ -118,7 +118,7 @@ def _sum_kernel(
     own, count = x + start * PER_WORD, num_words - start
     total = _sum_over_ranks(
         own, x.dtype.element_ty, 0, count, counts, released, slots,
-        RANK, SIZE, PER_WORD, SHARE, WORDS, 1,
+        RANK, SIZE, PER_WORD, SHARD, WORDS, 1,
     )  # fmt: skip
     at = tl.arange(0, WORDS * PER_WORD)
     tl.store(own + at, total, mask=at < count * PER_WORD)
@@ -128,7 +128,7 @@ def _sum_kernel(
 def _sum_add_norm_kernel(
     x, residual, weight, out, total, num_words, width, eps, addend_stride,
     counts, released, slots,
-    RANK: tl.constexpr, SIZE: tl.constexpr, PER_WORD: tl.constexpr, SHARE: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, PER_WORD: tl.constexpr, SHARD: tl.constexpr,
     NUM_PARTIALS: tl.constexpr, WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -138,7 +138,7 @@ def _sum_add_norm_kernel(
     addend = tl.load(residual + row * width + at, mask=at < width, other=0.0)
     values = _sum_over_ranks(
         x + row * width, out.dtype.element_ty, addend_stride, num_words, counts, released, slots,
-        RANK, SIZE, PER_WORD, SHARE, WORDS, NUM_PARTIALS,
+        RANK, SIZE, PER_WORD, SHARD, WORDS, NUM_PARTIALS,
     )  # fmt: skip
     values = (values.to(tl.float32) + addend.to(tl.float32)).to(values.dtype)
     tl.store(total + row * width + at, values, mask=at < width)
@@ -150,26 +150,26 @@ def _sum_add_norm_kernel(
 @triton.jit
 def _sum_over_ranks(
     x, dtype: tl.constexpr, addend_stride, num_words, counts, released, slots,
-    RANK: tl.constexpr, SIZE: tl.constexpr, PER_WORD: tl.constexpr, SHARE: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, PER_WORD: tl.constexpr, SHARD: tl.constexpr,
     WORDS: tl.constexpr, NUM_PARTIALS: tl.constexpr,
 ):  # fmt: skip
     """The sum of all ranks' parts, as numbers [WORDS · PER_WORD] of `dtype`.
 
-    x: where this rank's part is, or the first of its addends. SHARE: words in a share; 0: at once.
+    x: where this rank's part is, or the first of its addends. SHARD: words in a shard; 0: at once.
     """
     count = tl.load(counts + tl.program_id(0)) + 1
     at = tl.arange(0, WORDS * PER_WORD)
     own = load_sum(x + at, at < num_words * PER_WORD, addend_stride, NUM_PARTIALS, dtype)
     own = _words(own, WORDS, PER_WORD)
-    if SHARE == 0:
+    if SHARD == 0:
         total = _at_once(
             own, tl.arange(0, WORDS) < num_words, dtype, count, counts, released, slots,
             RANK, SIZE, WORDS, PER_WORD,
         )  # fmt: skip
     else:
-        total = _in_shares(
+        total = _in_shards(
             own, num_words, dtype, count, counts, released, slots,
-            RANK, SIZE, WORDS, PER_WORD, SHARE,
+            RANK, SIZE, WORDS, PER_WORD, SHARD,
         )  # fmt: skip
     return total
 
@@ -193,36 +193,36 @@ def _at_once(
 
 
 @triton.jit
-def _in_shares(
+def _in_shards(
     own, num_words, dtype: tl.constexpr, count, counts, released, slots,
     RANK: tl.constexpr, SIZE: tl.constexpr, WORDS: tl.constexpr, PER_WORD: tl.constexpr,
-    SHARE: tl.constexpr,
+    SHARD: tl.constexpr,
 ):  # fmt: skip
-    """Send every rank its share, add up the own one, and exchange the results."""
+    """Send every rank its shard, add up the own one, and exchange the results."""
     program = tl.program_id(0)
     slot = ((count & 1) * _PROGRAMS + program) * SIZE * _SLOT
     at = tl.arange(0, WORDS)
     inside = at < num_words
     for step in tl.static_range(SIZE):
         # Every rank starts with a different receiver, so that none receives from all at once.
-        place = slots[(RANK + step) % SIZE] + slot + RANK * _SLOT + at % SHARE
-        is_theirs = inside & (at // SHARE == (RANK + step) % SIZE)
+        place = slots[(RANK + step) % SIZE] + slot + RANK * _SLOT + at % SHARD
+        is_theirs = inside & (at // SHARD == (RANK + step) % SIZE)
         tl.store(place, own, mask=is_theirs, cache_modifier=".wt")
     tl.debug_barrier()  # as in `_send`
     tl.store(counts + program, count)
-    ROOM: tl.constexpr = triton.next_power_of_2(SHARE)
-    share = tl.arange(0, ROOM)
-    mine = (share < SHARE) & (RANK * SHARE + share < num_words)
-    addends = _received(slots[RANK] + slot + share, mine, released, SIZE)
+    ROOM: tl.constexpr = triton.next_power_of_2(SHARD)
+    shard = tl.arange(0, ROOM)
+    mine = (shard < SHARD) & (RANK * SHARD + shard < num_words)
+    addends = _received(slots[RANK] + slot + shard, mine, released, SIZE)
     total = tl.zeros([ROOM * PER_WORD], dtype=tl.float32)
     for rank in tl.static_range(SIZE):
         total += _numbers(addends[rank], dtype, PER_WORD)
     result = _words(total.to(dtype), ROOM, PER_WORD)
     for step in tl.static_range(SIZE):
-        place = slots[(RANK + step) % SIZE] + slot + RANK * _SLOT + _RESULTS + share
+        place = slots[(RANK + step) % SIZE] + slot + RANK * _SLOT + _RESULTS + shard
         tl.store(place, result, mask=mine, cache_modifier=".wt")
-    _empty(slots[RANK] + slot + share, mine, SIZE)
-    place = slots[RANK] + slot + at // SHARE * _SLOT + _RESULTS + at % SHARE
+    _empty(slots[RANK] + slot + shard, mine, SIZE)
+    place = slots[RANK] + slot + at // SHARD * _SLOT + _RESULTS + at % SHARD
     words = _received(place, inside, released, 1)
     _empty(place, inside, 1)
     return _numbers(words[0], dtype, PER_WORD).to(dtype)

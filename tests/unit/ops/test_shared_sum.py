@@ -23,15 +23,15 @@ from serve_spec.ops.shared_sum import (  # isort: skip
     DTYPES,
     EMPTY,
     NUM_PROGRAMS,
-    SHARE_ALIGNMENT,
-    SHARE_WORDS,
+    SHARD_ALIGNMENT,
+    SHARD_WORDS,
     SLOT_WORDS,
     as_words,
     fits,
     num_gather_programs,
     part_words,
     residual_fits,
-    share_words,
+    shard_words,
     shared_sum,
 )
 
@@ -42,13 +42,13 @@ one_thread_each = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(params=[False, True], ids=["at_once", "in_shares"])
-def in_shares(request, monkeypatch):
+@pytest.fixture(params=[False, True], ids=["at_once", "in_shards"])
+def in_shards(request, monkeypatch):
     monkeypatch.setattr(plain, "_LEAST_SPARED", 0 if request.param else 1 << 62)
     return bool(request.param)
 
 
-either_way = pytest.mark.usefixtures("in_shares")
+either_way = pytest.mark.usefixtures("in_shards")
 
 
 def drawn(*shape, dtype, seed):
@@ -103,16 +103,16 @@ class Rank:
     def _receive(self, chunks, size, dtype):
         """Write what goes into slots; chunks: of each rank, by program, at most `size` words."""
         own, num_words = self.memory.rank, sum(map(len, chunks[0]))
-        in_shares = plain.goes_in_shares(4 * num_words, len(chunks))
-        share = share_words(size, len(chunks))
+        in_shards = plain.goes_in_shards(4 * num_words, len(chunks))
+        shard = shard_words(size, len(chunks))
         for program, parts in enumerate(zip(*chunks, strict=True)):
             self.counts[program] += 1
             slots = self.memory.slots[own][self.counts[program] % 2, program]
             total = as_words(shared_sum([part.view(dtype) for part in parts]))
             for other in self.others:
-                if in_shares:
-                    write(slots[other], parts[other][own * share :][:share])
-                    write(slots[other, SHARE_WORDS:], total[other * share :][:share])
+                if in_shards:
+                    write(slots[other], parts[other][own * shard :][:shard])
+                    write(slots[other, SHARD_WORDS:], total[other * shard :][:shard])
                 else:
                     write(slots[other], parts[other])
 
@@ -191,17 +191,17 @@ def test_minus_zeros_arrive_too(dtype):
 
 
 @given(st.integers(2, 8), st.integers(1, SLOT_WORDS))
-def test_shares_are_aligned_and_have_room_and_make_up_the_whole(size, num_words):
-    share = share_words(num_words, size)
-    assert num_words <= share * size
-    assert share % SHARE_ALIGNMENT == 0
-    assert share <= SHARE_WORDS
+def test_shards_are_aligned_and_have_room_and_make_up_the_whole(size, num_words):
+    shard = shard_words(num_words, size)
+    assert num_words <= shard * size
+    assert shard % SHARD_ALIGNMENT == 0
+    assert shard <= SHARD_WORDS
 
 
 @one_thread_each
 @pytest.mark.parametrize(
     ("least_spared", "missing", "sent"),
-    [(1, 0, 499), (1, 499, 499), (0, 255, 243), (0, SHARE_WORDS + 243, SHARE_WORDS + 255)],
+    [(1, 0, 499), (1, 499, 499), (0, 255, 243), (0, SHARD_WORDS + 243, SHARD_WORDS + 255)],
     ids=["first", "last", "addend", "result"],
 )
 def test_a_word_is_waited_for_until_it_is_there(least_spared, missing, sent, monkeypatch):
@@ -307,18 +307,18 @@ def test_the_widest_row_fills_its_slot():
     assert_normed(Rank(0, 2).add_norm(*inputs), expected, torch.bfloat16)
 
 
-def test_what_is_sent_in_shares_lies_where_the_others_look_for_it(monkeypatch):
+def test_what_is_sent_in_shards_lies_where_the_others_look_for_it(monkeypatch):
     monkeypatch.setattr(plain, "_LEAST_SPARED", 0)
     parts, rank = all_drawn(3, 900, dtype=torch.bfloat16), Rank(1, 3)
     rank.sum(parts)
-    share = share_words(part_words(450), 3)
-    own = as_words(shared_sum(parts)).split(share)[1]
+    shard = shard_words(part_words(450), 3)
+    own = as_words(shared_sum(parts)).split(shard)[1]
     for other in (0, 2):
-        theirs = as_words(parts[1]).split(share)[other]
+        theirs = as_words(parts[1]).split(shard)[other]
         sent = rank.memory.slots[other][1, 0, 1]
         assert torch.equal(sent[: len(theirs)], theirs)
-        assert torch.equal(sent[SHARE_WORDS:][:share], own)
-        assert (sent != EMPTY).sum() == len(theirs) + share
+        assert torch.equal(sent[SHARD_WORDS:][:shard], own)
+        assert (sent != EMPTY).sum() == len(theirs) + shard
 
 
 @one_thread_each
@@ -344,7 +344,7 @@ def test_a_rank_of_the_kernels_and_two_of_the_reference_sum_together():
 
 
 @one_thread_each
-def test_three_ranks_of_the_kernels_sum_in_shares_together(monkeypatch):
+def test_three_ranks_of_the_kernels_sum_in_shards_together(monkeypatch):
     ranks, x = shared_memory(3, DEVICE), torch.ones(1, 600, dtype=torch.bfloat16)
     with kernels_in_threads(), ThreadPoolExecutor(3) as pool:
         for turn in range(6):
