@@ -259,8 +259,11 @@ class _ExpandedFile(BuiltFile):
 
     def copy_into(self, name: str, destination: Tensor) -> None:
         seed = self._recipe.seed + zlib.crc32(name.encode())
+        source = self._sources[name]
+        small = destination.new_empty(self._base.shapes[source])
+        self._base.copy_into(source, small)
         widen(
-            self._base.read(self._sources[name], floats=True),
+            small,
             destination,
             self._how[name],
             noise=self._recipe.noise,

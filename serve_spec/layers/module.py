@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
+
+from serve_spec.parallel.group import TensorParallel
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,59 @@ class Shard:
 
 Destination: TypeAlias = Tensor | Shard
 """What a checkpoint tensor fills: a parameter or a view of a part of one, or a shard of it."""
+
+
+def dtypes_taken(destination: Tensor) -> tuple[torch.dtype, ...]:
+    """Return the dtypes of checkpoint tensors that may fill `destination`.
+
+    Floats of 16 bits and more are cast to each other; every other dtype takes only itself.
+    """
+    return FLOATS if destination.dtype in FLOATS else (destination.dtype,)
+
+
+@dataclass(frozen=True)
+class Span:
+    """The indices `start .. start + length - 1` of a dimension of `whole`, which one rank holds.
+
+    Those past the end stand for nothing: they make the spans of all ranks equally long.
+    """
+
+    length: int
+    start: int
+    whole: int
+
+    @classmethod
+    def all_of(cls, length: int) -> Self:
+        """Return the whole dimension."""
+        return cls(length, 0, length)
+
+    @classmethod
+    def shard_of(cls, length: int, parallel: TensorParallel) -> Self:
+        """Return this rank's part of a dimension of which every rank has `length`."""
+        return cls(length, parallel.rank * length, parallel.size * length)
+
+    @classmethod
+    def padded_shard_of(cls, whole: int, parallel: TensorParallel) -> Self:
+        """Return this rank's part of a dimension of any size."""
+        length = -(-whole // parallel.size)
+        return cls(length, min(parallel.rank * length, whole), whole)
+
+    @property
+    def count(self) -> int:
+        """Return how many of the indices exist."""
+        return min(self.length, self.whole - self.start)
+
+    def packed(self, size: int) -> Span:
+        """Return the span in elements that hold `size` indices each."""
+        is_even = all(indices % size == 0 for indices in (self.length, self.start, self.whole))
+        assert is_even, f"elements of {size} indices do not divide {self}"
+        return Span(self.length // size, self.start // size, self.whole // size)
+
+    def of(self, tensor: Tensor, dim: int) -> Destination:
+        """Return what a checkpoint tensor fills of `tensor`, whose `dim` has this span's length."""
+        if self.length == self.whole:
+            return tensor
+        return Shard(tensor.narrow(dim, 0, self.count), dim, self.start, self.whole)
 
 
 class Layer(nn.Module):

@@ -21,12 +21,11 @@ from torch import Tensor
 from serve_spec.config.base import ConfigError
 from serve_spec.config.plugins import is_plugin_name, load_plugin
 from serve_spec.core.errors import CheckpointError
-from serve_spec.layers.module import Destination, Shard
+from serve_spec.layers.module import FLOATS, Destination, Shard, dtypes_taken
 from serve_spec.models.config import read_json
 
 # Rotary frequencies some exporters store; they follow from the config.
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MAX_NAMED = 5
 
 
@@ -52,13 +51,13 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._homes
 
-    def read(self, name: str, *, floats: bool = False) -> Tensor:
+    def read(self, name: str) -> Tensor:
         """Return one tensor, on the CPU, in its stored dtype.
 
-        Raises CheckpointError: no such tensor (of `floats`, if set), or it cannot be read.
+        Raises CheckpointError: no such tensor, or it cannot be read.
         """
         file, stored = self._home(name)
-        return file.read_floats(stored) if floats else file.read(stored)
+        return file.read(stored)
 
     def rename(self, new_names: Mapping[str, str | None]) -> None:
         """Rename tensors (None drops one); raise CheckpointError if two would share a name."""
@@ -78,16 +77,20 @@ class Checkpoint:
     ) -> None:
         """Copy every tensor, or a shard of it, to its destination, cast to its dtype and device.
 
-        Raises as `check`, and CheckpointError for a tensor that does not hold floats.
+        Raises as `check`, and CheckpointError for a dtype that a destination does not take.
         read_elsewhere: names of tensors that the caller reads itself.
         """
         self.check(destinations, read_elsewhere)
         for name, destination in destinations.items():
-            file, stored = self._home(name)
-            if isinstance(destination, Shard):
-                file.copy_shard(stored, destination)
-            else:
-                file.copy_into(stored, destination)
+            self.copy_into(name, destination)
+
+    def copy_into(self, name: str, destination: Destination) -> None:
+        """Copy one tensor, or a shard of it, as `load_into` does; its shape fits."""
+        file, stored = self._home(name)
+        if isinstance(destination, Shard):
+            file.copy_shard(stored, destination)
+        else:
+            file.copy_into(stored, destination)
 
     def check(
         self, destinations: Mapping[str, Destination], read_elsewhere: Collection[str] = ()
@@ -179,23 +182,29 @@ class TensorFile(Protocol):
     def read(self, name: str) -> Tensor:
         """Return the tensor on the CPU, in its stored dtype."""
 
-    def read_floats(self, name: str) -> Tensor:
-        """Return a tensor as `read`; raise CheckpointError if it does not hold floats."""
-        tensor = self.read(name)
-        if tensor.dtype not in _FLOATS:
-            raise CheckpointError(
-                f"{self.path}: tensor {name} is of {tensor.dtype}; quantised weights are "
-                "not supported, use the float32, bfloat16 or float16 checkpoint"
-            )
-        return tensor
-
     def copy_into(self, name: str, destination: Tensor) -> None:
-        """Fill `destination`, of the tensor's shape, in its own dtype and on its device."""
-        destination.copy_(self.read_floats(name))
+        """Fill `destination`, of the tensor's shape, in its own dtype and on its device.
+
+        Raises CheckpointError for a dtype that it does not take.
+        """
+        destination.copy_(self._taken(name, destination))
 
     def copy_shard(self, name: str, shard: Shard) -> None:
         """Fill a part of a parameter, as `copy_into`."""
-        shard.tensor.copy_(self.read_floats(name)[shard.index])
+        shard.tensor.copy_(self._taken(name, shard.tensor)[shard.index])
+
+    def _taken(self, name: str, destination: Tensor) -> Tensor:
+        """Return the tensor, of a dtype that `destination` takes."""
+        tensor = self.read(name)
+        taken = dtypes_taken(destination)
+        if tensor.dtype in taken:
+            return tensor
+        fix = (
+            "quantised weights are not supported, use the float32, bfloat16 or float16 checkpoint"
+            if taken == FLOATS
+            else f"expected {destination.dtype}; correct config.json or fetch the right file"
+        )
+        raise CheckpointError(f"{self.path}: tensor {name} is of {tensor.dtype}; {fix}")
 
 
 class BuiltFile(TensorFile):
