@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from benchmarks.steady import Controllers, SteadyLoad, figures, run_variants, with_room
@@ -38,6 +39,7 @@ from serve_spec.bench.report import environment, print_record
 from serve_spec.bench.variants import make_variants
 from serve_spec.core.record import StepRecord
 from serve_spec.engine.llm import LLM
+from serve_spec.layers.formats.plain import PlainWeight
 from serve_spec.layers.linear import Linear
 from serve_spec.ops import draw
 from serve_spec.ops.draw import DrawParams
@@ -84,15 +86,17 @@ def products(bench: Bench) -> Iterator[dict[str, Any]]:
     worker: Any = bench.llm.engine.worker
     target = worker.target.model
     linears = [module for module in target.modules() if isinstance(module, Linear)]
-    if not all(linear.weight.numel() for linear in linears):
+    formats = [linear.format for linear in linears]
+    weights = [each.weight for each in formats if isinstance(each, PlainWeight)]
+    if len(weights) < len(linears):
         raise ValueError("sections=products: the weights are packed on a CPU; use a GPU")
-    num_bytes = sum(linear.weight.nbytes for linear in linears)
+    num_bytes = sum(weight.nbytes for weight in weights)
     source = torch.empty(_COPIED_BYTES[bench.device.type], dtype=torch.uint8, device=bench.device)
     copy = torch.empty_like(source)
     # A copied byte is read and written.
     bytes_per_ms = 2 * source.nbytes / time_ms(lambda: copy.copy_(source), bench.device)
     for count in bench.args.rows:
-        torch_ms, ours_ms = _product_times_ms(linears, count, bench.device)
+        torch_ms, ours_ms = _product_times_ms(linears, weights, count, bench.device)
         yield {
             "rows": count,
             "torch_ms": torch_ms,
@@ -102,23 +106,21 @@ def products(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def _product_times_ms(
-    linears: Sequence[Linear], count: int, device: torch.device
+    linears: Sequence[Linear], weights: Sequence[Tensor], count: int, device: torch.device
 ) -> tuple[float, float]:
     """Return the time of torch's products of `count` rows, and of this package's."""
     inputs = {
-        linear.weight.shape[1]: torch.randn(
-            count, linear.weight.shape[1], dtype=linear.weight.dtype, device=device
-        )
-        for linear in linears
+        weight.shape[1]: torch.randn(count, weight.shape[1], dtype=weight.dtype, device=device)
+        for weight in weights
     }
 
     def by_torch() -> None:
-        for linear in linears:
-            F.linear(inputs[linear.weight.shape[1]], linear.weight)
+        for weight in weights:
+            F.linear(inputs[weight.shape[1]], weight)
 
     def ours() -> None:
-        for linear in linears:
-            linear(inputs[linear.weight.shape[1]])
+        for linear, weight in zip(linears, weights, strict=True):
+            linear(inputs[weight.shape[1]])
 
     return time_ms(by_torch, device), time_ms(ours, device)
 

@@ -18,6 +18,7 @@ from recipes.training.settings import Recipe
 from recipes.training.unroll import Lesson, Teacher
 from recipes.training.weights import MasterWeights, export_checkpoint, initialise, new_llama
 from serve_spec.core.errors import CheckpointError
+from serve_spec.layers.formats.plain import PlainWeight
 from serve_spec.layers.module import Layer, tensor_defaults
 from serve_spec.models.config import read_json
 from serve_spec.models.decoder import Decoder
@@ -102,7 +103,9 @@ def _new_eagle3(target: Decoder, recipe: Recipe) -> NewDraft:
         "input_layernorm.weight": torch.ones(hidden),
     }
     masters.fill({f"midlayer.{name}": tensor for name, tensor in layer.items()})
-    masters.fill({"norm.weight": target.norm.weight, "lm_head.weight": target.lm_head.weight})
+    lm_head = target.lm_head.format
+    assert isinstance(lm_head, PlainWeight), "a frozen target has plain weights"
+    masters.fill({"norm.weight": target.norm.weight, "lm_head.weight": lm_head.weight})
     config = {
         **_layer_config(target, "LlamaForCausalLMEagle3"),
         "draft_vocab_size": shape.vocab_size,

@@ -5,13 +5,13 @@ Sizes are this rank's own unless stated otherwise.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Self
-
 import torch
 from torch import Tensor
 
+from serve_spec.layers.formats.base import Formats
+from serve_spec.layers.formats.choices import PLAIN
 from serve_spec.layers.linear import Linear
-from serve_spec.layers.module import Destination, Layer, Shard, parameter
+from serve_spec.layers.module import Destination, Layer, Span, parameter
 from serve_spec.ops.elementwise import embed
 from serve_spec.parallel.group import TensorParallel
 
@@ -24,12 +24,22 @@ def vocab_embedding(vocab_size: int, width: int, parallel: TensorParallel) -> Em
 
 
 def vocab_head(
-    in_features: int, vocab_size: int, parallel: TensorParallel, name: str = "lm_head"
+    in_features: int,
+    vocab_size: int,
+    parallel: TensorParallel,
+    name: str = "lm_head",
+    formats: Formats = PLAIN,
+    *,
+    tied: Embedding | None = None,
 ) -> Linear:
-    """Return the product `name` over a whole vocabulary of `vocab_size`."""
+    """Return the product `name` over a whole vocabulary of `vocab_size`.
+
+    tied: embeddings of the same vocabulary, whose table is the matrix.
+    """
+    table = None if tied is None else tied.weight
     if parallel.size == 1:
-        return Linear(in_features, {name: vocab_size})
-    return VocabParallelHead(in_features, vocab_size, parallel, name)
+        return Linear(in_features, {name: vocab_size}, formats=formats, tied=table)
+    return VocabParallelHead(in_features, vocab_size, parallel, name, formats, table)
 
 
 class Embedding(Layer):
@@ -63,70 +73,51 @@ def is_copy(table: Tensor, original: Tensor) -> bool:
 
 
 class VocabParallelEmbedding(Embedding):
-    """Rank r looks up the r-th share of the ids; the sum over ranks has every row."""
+    """Rank r looks up the r-th shard of the ids; the sum over ranks has every row."""
 
     def __init__(self, vocab_size: int, width: int, parallel: TensorParallel) -> None:
-        share = _VocabShare.of(vocab_size, parallel)
-        super().__init__(share.height, width)
-        self.weight[share.num_ids :].zero_()
+        ids = Span.padded_shard_of(vocab_size, parallel)
+        super().__init__(ids.length, width)
+        self.weight[ids.count :].zero_()
         self.parallel = parallel
-        self._share = share
+        self._ids = ids
 
     def forward(self, token_ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """See `Embedding`; the same on every rank."""
-        return self.parallel.all_reduce(embed(self.weight, token_ids, self._share.start, dtype))
+        return self.parallel.all_reduce(embed(self.weight, token_ids, self._ids.start, dtype))
 
     __call__ = forward
 
     def holds(self, table: Tensor) -> bool:
         """See `Embedding`; all ranks get the same answer."""
-        mine = table.narrow(0, self._share.start, self._share.num_ids)
-        return bool(self.parallel.smallest(int(is_copy(mine, self._rows))))
+        ids = self._ids
+        mine = table.narrow(0, ids.start, ids.count)
+        return bool(self.parallel.smallest(int(is_copy(mine, self.weight[: ids.count]))))
 
     def tensors(self) -> dict[str, Destination]:
         """Return the table."""
-        return {"weight": Shard(self._rows, 0, self._share.start, self._share.vocab_size)}
-
-    @property
-    def _rows(self) -> Tensor:
-        return self.weight.narrow(0, 0, self._share.num_ids)
+        return {"weight": self._ids.of(self.weight, 0)}
 
 
 class VocabParallelHead(Linear):
-    """Rank r computes the r-th share of the logits; all ranks get all of them."""
+    """Rank r computes the r-th shard of the logits; all ranks get all of them."""
 
     def __init__(
-        self, in_features: int, vocab_size: int, parallel: TensorParallel, name: str
+        self,
+        in_features: int,
+        vocab_size: int,
+        parallel: TensorParallel,
+        name: str,
+        formats: Formats = PLAIN,
+        tied: Tensor | None = None,
     ) -> None:
-        share = _VocabShare.of(vocab_size, parallel)
-        super().__init__(in_features, {name: share.height})
-        self.weight[share.num_ids :].zero_()
+        rows = Span.padded_shard_of(vocab_size, parallel)
+        super().__init__(in_features, {name: rows}, formats=formats, tied=tied)
         self.parallel = parallel
-        self._share = share
+        self._vocab_size = vocab_size
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product: [R, in] -> [R, vocab_size]."""
-        return self.parallel.gather_columns(super().forward(x), self._share.vocab_size)
+        return self.parallel.gather_columns(super().forward(x), self._vocab_size)
 
     __call__ = forward
-
-    def tensors(self) -> dict[str, Destination]:
-        """Return the whole matrix's shard, by its name."""
-        share, (name,) = self._share, self.parts
-        rows = self.weight.narrow(0, 0, share.num_ids)
-        return {f"{name}.weight": Shard(rows, 0, share.start, share.vocab_size)}
-
-
-class _VocabShare(NamedTuple):
-    """Ids `start .. start + num_ids - 1` of a vocabulary; `height` is the same on every rank."""
-
-    vocab_size: int
-    start: int
-    num_ids: int
-    height: int
-
-    @classmethod
-    def of(cls, vocab_size: int, parallel: TensorParallel) -> Self:
-        height = -(-vocab_size // parallel.size)
-        start = min(parallel.rank * height, vocab_size)
-        return cls(vocab_size, start, min(height, vocab_size - start), height)

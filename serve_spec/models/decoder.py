@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serve_spec.core.context import ForwardContext, Rotation
+from serve_spec.layers.formats.base import Formats
+from serve_spec.layers.formats.choices import PLAIN
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import Destination, Layer, named_parts, parameter
 from serve_spec.layers.norm import RMSNorm
 from serve_spec.layers.vocabulary import vocab_embedding, vocab_head
 from serve_spec.models.interfaces import FeatureCapture, Target, TargetOutput, TargetSpec
 from serve_spec.models.shape import DecoderShape
-from serve_spec.ops import linear
 from serve_spec.parallel.group import SINGLE, TensorParallel
 
 
@@ -26,16 +27,26 @@ class Attention(Layer):
     """
 
     def __init__(
-        self, shape: DecoderShape, in_features: int, index: int, parallel: TensorParallel = SINGLE
+        self,
+        shape: DecoderShape,
+        in_features: int,
+        index: int,
+        parallel: TensorParallel = SINGLE,
+        formats: Formats = PLAIN,
     ) -> None:
         super().__init__()
         self.shape = shape
         self.index = index
         query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         parts = {"q_proj": query, "k_proj": key, "v_proj": key}
-        self.qkv = Linear(in_features, parts, shape.qkv_bias, parallel)
+        self.qkv = Linear(in_features, parts, shape.qkv_bias, parallel, formats=formats)
         self.output = Linear(
-            query, {"o_proj": shape.hidden_size}, shape.output_bias, parallel, reads_share=True
+            query,
+            {"o_proj": shape.hidden_size},
+            shape.output_bias,
+            parallel,
+            is_row_parallel=True,
+            formats=formats,
         )
         # One gain for query heads, one for key heads; the index spreads them over all heads, so
         # that queries and keys are normalised and rotated together.
@@ -75,20 +86,20 @@ class Attention(Layer):
 class GatedMLP(Layer):
     """down(silu(gate(x)) · up(x)); gate and up are one product. `shape` is one rank's."""
 
-    def __init__(self, shape: DecoderShape, parallel: TensorParallel = SINGLE) -> None:
+    def __init__(
+        self, shape: DecoderShape, parallel: TensorParallel = SINGLE, formats: Formats = PLAIN
+    ) -> None:
         super().__init__()
-        hidden, inner = shape.hidden_size, shape.intermediate_size
+        hidden, inner, bias = shape.hidden_size, shape.intermediate_size, shape.mlp_bias
         parts = {"gate_proj": inner, "up_proj": inner}
-        self.gate_up = Linear(hidden, parts, shape.mlp_bias, parallel)
-        self.down = Linear(inner, {"down_proj": hidden}, shape.mlp_bias, parallel, reads_share=True)
+        self.gate_up = Linear(hidden, parts, bias, parallel, formats=formats)
+        self.down = Linear(
+            inner, {"down_proj": hidden}, bias, parallel, is_row_parallel=True, formats=formats
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [T, H] -> [T, H], or its partial sums (see `ops.linear.sum_partials`)."""
-        if x.is_cuda and self.gate_up.integers is None and self.gate_up.bias is None:
-            inner = linear.gate_up(x, self.gate_up.weight, self.gate_up.fp8)
-        else:
-            inner = linear.silu_and_mul(self.gate_up(x))
-        return self.down.partials(inner)
+        return self.down.partials(self.gate_up.gate_up(x))
 
     __call__ = forward
 
@@ -101,7 +112,8 @@ class DecoderLayer(Layer):
     """Pre-norm attention and feed-forward, with the residual addition fused into the norms.
 
     `shape` is one rank's. `input_norm=False` is EAGLE-1's first layer, whose attention reads its
-    input without a norm. `inputs`: hidden vectors that attention reads at once.
+    input without a norm. `inputs`: hidden vectors that attention reads at once. `formats`: of this
+    layer's matrices, by Hugging Face's names within it.
     """
 
     inputs = 1
@@ -112,13 +124,16 @@ class DecoderLayer(Layer):
         index: int,
         input_norm: bool = True,
         parallel: TensorParallel = SINGLE,
+        formats: Formats = PLAIN,
     ) -> None:
         super().__init__()
         hidden, eps = shape.hidden_size, shape.rms_norm_eps
         self.input_norm = RMSNorm(hidden, eps, parallel) if input_norm else None
-        self.attention = Attention(shape, self.inputs * hidden, index, parallel)
+        self.attention = Attention(
+            shape, self.inputs * hidden, index, parallel, formats.under("self_attn.")
+        )
         self.post_attention_norm = RMSNorm(hidden, eps, parallel)
-        self.mlp = GatedMLP(shape, parallel)
+        self.mlp = GatedMLP(shape, parallel, formats.under("mlp."))
 
     def forward(
         self, hidden: Tensor, residual: Tensor | None, rotation: Rotation, ctx: ForwardContext
@@ -207,6 +222,7 @@ class Decoder(Target):
         is_tied: bool = False,
         max_model_len: int | None = None,
         parallel: TensorParallel = SINGLE,
+        formats: Formats = PLAIN,
     ) -> None:
         super().__init__()
         self.shape, self.spec = shape, spec
@@ -216,11 +232,14 @@ class Decoder(Target):
         self.embed_tokens = vocab_embedding(shape.vocab_size, shape.hidden_size, parallel)
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, parallel)
-        self.lm_head = vocab_head(shape.hidden_size, shape.vocab_size, parallel)
+        self.lm_head = vocab_head(
+            shape.hidden_size,
+            shape.vocab_size,
+            parallel,
+            formats=formats,
+            tied=self.embed_tokens if is_tied else None,
+        )
         self.lm_head.out_dtype = torch.float32
-        self.is_tied = is_tied
-        if is_tied:
-            self.lm_head.weight = self.embed_tokens.weight
         self.max_model_len = max_model_len or shape.max_position_embeddings
         self.rope = shape.rotary(self.max_model_len)
         # A plain tuple: iterating a ModuleList is slow.
@@ -260,7 +279,7 @@ class Decoder(Target):
             ("model.embed_tokens.", self.embed_tokens),
             *((f"model.layers.{index}.", layer) for index, layer in enumerate(self._layers)),
             ("model.norm.", self.norm),
-            ("", None if self.is_tied else self.lm_head),
+            ("", self.lm_head),
         )
 
 

@@ -11,9 +11,12 @@ from torch import Tensor
 from serve_spec.config.algorithms import ALGORITHMS
 from serve_spec.core.context import ForwardContext, torch_dtype
 from serve_spec.core.machine import is_hopper
-from serve_spec.layers.linear import Linear
+from serve_spec.layers.formats.base import Formats
+from serve_spec.layers.formats.choices import PLAIN, ConvertedFormats
+from serve_spec.layers.formats.fp8_draft import Fp8DraftWeight
+from serve_spec.layers.formats.int4 import Int4Weight, int4_works
+from serve_spec.layers.formats.int8 import Int8Weight, int8_works
 from serve_spec.layers.module import Layer
-from serve_spec.layers.quantized import Int4Weight, Int8Weight, int4_works, int8_works
 from serve_spec.log import get_logger
 from serve_spec.models.draft_checkpoint import DraftOptions
 from serve_spec.models.interfaces import FeatureCapture, Target
@@ -23,7 +26,8 @@ from serve_spec.parallel.group import SINGLE, TensorParallel
 _log = get_logger(__name__)
 
 DraftWeights = Literal["plain", "fp8", "int8", "int4"]
-"""Format of a draft's matrices."""
+"""Format of a draft's matrices. fp8: an extra copy for products of few tokens; int8, int4: instead
+of the stored matrices."""
 
 
 class DraftHead(Layer):
@@ -88,64 +92,61 @@ def load_draft(
     options: DraftOptions | None = None,
     dtype: torch.dtype | None = None,
     *,
-    weights: DraftWeights = "plain",
+    weights: DraftWeights | Formats = "plain",
 ) -> DraftHead:
     """Load the draft head in `path` for `target`, on its device and in `dtype` (None: its own).
 
-    weights: format of its matrices. fp8: an extra copy for products of few tokens; int8, int4:
-    instead of the stored matrices. algorithm: one of `ALGORITHMS`; must agree with the files.
-    Raises ValueError for an unknown algorithm or products that this machine lacks, CheckpointError
-    for files that cannot be used.
+    weights: formats of its own matrices, by their names in the file, or the name of one for all.
+    Those that it shares with the target stay the target's. algorithm: one of `ALGORITHMS`; must
+    agree with the files. Raises ValueError for an unknown algorithm or products that this machine
+    lacks, CheckpointError for files that cannot be used.
     """
     models = {name: known for name, known in ALGORITHMS.items() if not known.is_ngram}
     if algorithm not in models:
         raise ValueError(
             f"speculative_algorithm={algorithm!r}: has no draft model; use one of {sorted(models)}"
         )
-    dtype = dtype or target.embed_tokens.weight.dtype
-    head: DraftHead = models[algorithm].load()(path, target, options or DraftOptions(), dtype)
-    own = own_matrices(head, target)
-    if weights == "fp8":
-        for matrix in own:
-            matrix.add_fp8()
-    elif weights != "plain":
-        _keep_integers(weights, own, target.embed_tokens.weight.device, path)
+    theirs = target.embed_tokens.weight
+    formats = weights if isinstance(weights, Formats) else draft_formats(weights, theirs.device)
+    head: DraftHead = models[algorithm].load()(
+        path, target, options or DraftOptions(), dtype or theirs.dtype, formats
+    )
+    if weights in ("int8", "int4") and isinstance(formats, ConvertedFormats):
+        _log_conversion(path, weights, formats)
+        if theirs.device.type == "cuda":
+            torch.cuda.empty_cache()  # the freed memory holds KV pages
     return head
 
 
-def _keep_integers(
-    weights: Literal["int8", "int4"], matrices: list[Linear], device: torch.device, path: Path | str
-) -> None:
+def draft_formats(weights: DraftWeights, device: torch.device) -> Formats:
+    """Return the formats that store all matrices as `weights`; ValueError if torch lacks it."""
+    if weights == "plain":
+        return PLAIN
+    if weights == "fp8":
+        return ConvertedFormats(Fp8DraftWeight)
     if not (int4_works(device) if weights == "int4" else int8_works()):
         raise ValueError(
             f"speculative_draft_model_quantization={weights!r}: not supported by torch "
             f"{torch.__version__} on {device}; use 'none'"
         )
-    integers = Int4Weight if weights == "int4" else Int8Weight
-    num_bytes = [matrix.turn_into(integers) for matrix in matrices]
-    num_plain = num_bytes.count(0)
+    return ConvertedFormats(Int4Weight.convert if weights == "int4" else Int8Weight.convert)
+
+
+def _log_conversion(path: Path | str, name: str, formats: ConvertedFormats) -> None:
     _log.info(
         "%s: %d matrices in %s, %.1f MiB",
-        path, len(matrices) - num_plain, weights, sum(num_bytes) / 2**20,
+        path, formats.num_converted, name, formats.num_bytes / 2**20,
     )  # fmt: skip
-    if num_plain:
+    if formats.num_plain:
         _log.warning(
             "%s: %d of %d draft matrices keep their format: %s products do not support their shape",
-            path, num_plain, len(matrices), weights,
+            path, formats.num_plain, formats.num_plain + formats.num_converted, name,
         )  # fmt: skip
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # the freed memory holds KV pages
 
 
 def sharing_ranks(shape: DecoderShape, target: Target) -> TensorParallel:
     """Return the ranks that share a draft: the target's, or one if it cannot be split."""
     return target.parallel if shape.divides(target.parallel.size) else SINGLE
-
-
-def own_matrices(head: DraftHead, target: Target) -> list[Linear]:
-    """Return the matrices of a draft without those it shares with the target."""
-    shared = set(target.modules())
-    return [m for m in head.modules() if isinstance(m, Linear) and m not in shared]
 
 
 # Default compute dtype for quantized weights.

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from serve_spec.core.context import ForwardContext
+from serve_spec.layers.formats.base import Formats
+from serve_spec.layers.formats.choices import PLAIN
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import Destination, finish_loading, named_parts, tensor_defaults
 from serve_spec.layers.norm import RMSNorm, stream_of
@@ -44,22 +46,38 @@ class Eagle(DraftHead):
     read_elsewhere = (draft_shape.EMBEDDING,)
 
     def __init__(
-        self, shape: DecoderShape, target: Target, fc_bias: bool, input_norm: bool, own_head: bool
+        self,
+        shape: DecoderShape,
+        target: Target,
+        fc_bias: bool,
+        input_norm: bool,
+        own_head: bool,
+        formats: Formats = PLAIN,
     ) -> None:
         self.parallel = parallel = sharing_ranks(shape, target)
         shape = shape.on_rank_of(parallel.size)
         super().__init__(shape, FeatureCapture(layer_ids=None), shape.hidden_size)
         self.embed_tokens = target.embed_tokens
-        self.fc = Linear(2 * shape.hidden_size, {"fc": shape.hidden_size}, bias=fc_bias)
+        self.fc = Linear(
+            2 * shape.hidden_size, {"fc": shape.hidden_size}, bias=fc_bias, formats=formats
+        )
         self.layers = nn.ModuleList(
-            DecoderLayer(shape, index, input_norm=input_norm or index > 0, parallel=parallel)
+            DecoderLayer(
+                shape,
+                index,
+                input_norm=input_norm or index > 0,
+                parallel=parallel,
+                formats=formats.under(f"layers.{index}."),
+            )
             for index in range(shape.num_layers)
         )
         self.own_head = own_head
         self.head_dtype = self.dtype if own_head else target.embed_tokens.weight.dtype
         self.lm_head = target.lm_head
         if own_head:
-            self.lm_head = vocab_head(shape.hidden_size, shape.vocab_size, parallel)
+            self.lm_head = vocab_head(
+                shape.hidden_size, shape.vocab_size, parallel, formats=formats
+            )
         self.lm_head.out_dtype = torch.float32
         self.rope = shape.rotary()
 
@@ -96,8 +114,10 @@ class Eagle(DraftHead):
 class Mtp(Eagle):
     """MiMo's layer for multi-token prediction. Uninitialised: `load_mtp` fills it."""
 
-    def __init__(self, shape: DecoderShape, target: Target) -> None:
-        super().__init__(shape, target, fc_bias=False, input_norm=True, own_head=False)
+    def __init__(self, shape: DecoderShape, target: Target, formats: Formats = PLAIN) -> None:
+        super().__init__(
+            shape, target, fc_bias=False, input_norm=True, own_head=False, formats=formats
+        )
         self.capture = FeatureCapture((target.spec.num_layers,))
         norms = (RMSNorm(shape.hidden_size, shape.rms_norm_eps) for _ in range(3))
         self.token_norm, self.hidden_norm, self.final_norm = norms
@@ -128,8 +148,11 @@ class Eagle3FirstLayer(DecoderLayer):
 
     inputs = 2
 
-    def __init__(self, shape: draft_shape.Eagle3Shape, parallel: TensorParallel) -> None:
-        super().__init__(shape.layers.on_rank_of(parallel.size), index=0, parallel=parallel)
+    def __init__(
+        self, shape: draft_shape.Eagle3Shape, parallel: TensorParallel, formats: Formats = PLAIN
+    ) -> None:
+        rank_shape = shape.layers.on_rank_of(parallel.size)
+        super().__init__(rank_shape, index=0, parallel=parallel, formats=formats)
         self.norm_before_residual = shape.norm_before_residual
         self.hidden_norm = RMSNorm(shape.layers.hidden_size, shape.layers.rms_norm_eps)
 
@@ -159,7 +182,11 @@ class Eagle3(DraftHead):
     read_elsewhere = (draft_shape.EMBEDDING, "d2t", "t2d")
 
     def __init__(
-        self, shape: draft_shape.Eagle3Shape, target: Target, target_ids: Tensor | None
+        self,
+        shape: draft_shape.Eagle3Shape,
+        target: Target,
+        target_ids: Tensor | None,
+        formats: Formats = PLAIN,
     ) -> None:
         self.parallel = parallel = sharing_ranks(shape.layers, target)
         layers = shape.layers.on_rank_of(parallel.size)
@@ -172,13 +199,20 @@ class Eagle3(DraftHead):
         self.input_norm = RMSNorm(self.feature_dim, eps) if shape.input_norm else None
         normed = shape.capture.layer_ids or () if shape.fc_norm else ()
         self.fc_norms = nn.ModuleList(RMSNorm(shape.target_hidden_size, eps) for _ in normed)
-        self.fc = Linear(self.feature_dim, {"fc": layers.hidden_size}, bias=shape.fc_bias)
-        self.first_layer = Eagle3FirstLayer(shape, parallel)
+        self.fc = Linear(
+            self.feature_dim, {"fc": layers.hidden_size}, bias=shape.fc_bias, formats=formats
+        )
+        self.first_layer = Eagle3FirstLayer(shape, parallel, formats.under("layers.0."))
         self.more_layers = nn.ModuleList(
-            DecoderLayer(layers, index, parallel=parallel) for index in range(1, layers.num_layers)
+            DecoderLayer(
+                layers, index, parallel=parallel, formats=formats.under(f"layers.{index}.")
+            )
+            for index in range(1, layers.num_layers)
         )
         self.norm = RMSNorm(layers.hidden_size, eps, parallel)
-        self.lm_head = vocab_head(layers.hidden_size, shape.draft_vocab_size, parallel)
+        self.lm_head = vocab_head(
+            layers.hidden_size, shape.draft_vocab_size, parallel, formats=formats
+        )
         self.lm_head.out_dtype = torch.float32
         self.rope = layers.rotary()
 
@@ -227,14 +261,19 @@ class Eagle3(DraftHead):
 
 
 def _load(
-    algorithm: str, path: Path | str, target: Target, options: DraftOptions, dtype: torch.dtype
+    algorithm: str,
+    path: Path | str,
+    target: Target,
+    options: DraftOptions,
+    dtype: torch.dtype,
+    formats: Formats = PLAIN,
 ) -> DraftHead:
     """Return the head in `path` for `target`, computing in `dtype`, or raise CheckpointError.
 
     It gets its own embedding if that differs from the target's.
     """
     file = open_draft(path, algorithm, options.load_format, target.spec)
-    head = make_eagle(file, target, options, dtype)
+    head = make_eagle(file, target, options, dtype, formats)
     embedding = draft_shape.own_embedding(file, target)
     if embedding is not None:
         head.embed_tokens = embedding
@@ -253,7 +292,11 @@ load_mtp = partial(_load, "MTP")
 
 
 def make_eagle(
-    file: DraftFile, target: Target, options: DraftOptions, dtype: torch.dtype
+    file: DraftFile,
+    target: Target,
+    options: DraftOptions,
+    dtype: torch.dtype,
+    formats: Formats = PLAIN,
 ) -> Eagle | Eagle3:
     """Return the head without weights, on the target's device, or raise CheckpointError."""
     device = target.embed_tokens.weight.device
@@ -262,7 +305,8 @@ def make_eagle(
         target_ids = draft_shape.read_d2t(file, eagle3.draft_vocab_size, eagle3.layers.vocab_size)
         draft_shape.check_embedding(file, target, eagle3.layers.hidden_size)
         with tensor_defaults(dtype, device):
-            return Eagle3(eagle3, target, None if target_ids is None else target_ids.to(device))
+            ids = None if target_ids is None else target_ids.to(device)
+            return Eagle3(eagle3, target, ids, formats)
     shape = draft_shape.draft_shape(file, target, options)
     if shape.hidden_size != target.spec.hidden_size:
         raise file.refusal(
@@ -271,11 +315,12 @@ def make_eagle(
     draft_shape.check_embedding(file, target, shape.hidden_size)
     with tensor_defaults(dtype, device):
         if file.recognition.family == "MTP":
-            return Mtp(shape, target)
+            return Mtp(shape, target, formats)
         return Eagle(
             shape,
             target,
             fc_bias="fc.bias" in file.checkpoint,
             input_norm="layers.0.input_layernorm.weight" in file.checkpoint,
             own_head="lm_head.weight" in file.checkpoint,
+            formats=formats,
         )

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from serve_spec.core.errors import CheckpointError
+from serve_spec.layers.formats.base import Formats
+from serve_spec.layers.formats.choices import PLAIN
 from serve_spec.models.config import check_supported, eos_token_ids, positive_integer, wrong
 from serve_spec.models.decoder import Decoder, DecoderLayer
 from serve_spec.models.interfaces import Config, Shapes, TargetSpec
@@ -96,7 +98,11 @@ class DecoderFamily:
             )
 
     def build(
-        self, config: Config, max_model_len: int | None = None, parallel: TensorParallel = SINGLE
+        self,
+        config: Config,
+        max_model_len: int | None = None,
+        parallel: TensorParallel = SINGLE,
+        formats: Formats = PLAIN,
     ) -> Decoder:
         """Return the target, uninitialised; see `TargetFamily`."""
         shape = self.shape(config)
@@ -105,17 +111,28 @@ class DecoderFamily:
         return Decoder(
             shape,
             _spec_of(config, shape, parallel.size),
-            [self.layer(config, rank_shape, index, parallel) for index in range(shape.num_layers)],
+            [
+                self.layer(
+                    config, rank_shape, index, parallel, formats.under(f"model.layers.{index}.")
+                )
+                for index in range(shape.num_layers)
+            ],
             is_tied=bool(config.get("tie_word_embeddings", False)),
             max_model_len=max_model_len,
             parallel=parallel,
+            formats=formats,
         )
 
     def layer(
-        self, config: Config, shape: DecoderShape, index: int, parallel: TensorParallel
+        self,
+        config: Config,
+        shape: DecoderShape,
+        index: int,
+        parallel: TensorParallel = SINGLE,
+        formats: Formats = PLAIN,
     ) -> DecoderLayer:
-        """Return layer `index` of a target. shape: one rank's."""
-        return DecoderLayer(shape, index, parallel=parallel)
+        """Return layer `index`. shape: one rank's. formats: by names within the layer."""
+        return DecoderLayer(shape, index, parallel=parallel, formats=formats)
 
 
 def read_shape(folder: Path | str) -> DecoderShape:

@@ -13,6 +13,8 @@ from torch import Tensor
 from serve_spec.core.caches import CacheSpec, PagedCache
 from serve_spec.core.context import ForwardContext
 from serve_spec.core.draft import MAX_TREE_TOKENS
+from serve_spec.layers.formats.base import Formats
+from serve_spec.layers.formats.choices import PLAIN
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import Destination, Layer
 from serve_spec.layers.vocabulary import Embedding
@@ -144,9 +146,14 @@ class TargetFamily(Protocol):
         """
 
     def build(
-        self, config: Config, max_model_len: int | None = None, parallel: TensorParallel = SINGLE
+        self,
+        config: Config,
+        max_model_len: int | None = None,
+        parallel: TensorParallel = SINGLE,
+        formats: Formats = PLAIN,
     ) -> Target:
         """Return the target with uninitialised weights, of torch's default dtype and device.
 
-        max_model_len: the longest text; None: the config's. Raises as `spec`.
+        max_model_len: the longest text; None: the config's. formats: of its matrices, by the names
+        of `Target.tensors`. Raises as `spec`.
         """

@@ -13,6 +13,8 @@ from serve_spec.config.checkpoint import text_config
 from serve_spec.config.engine import MAX_POSITIONS
 from serve_spec.core.context import torch_dtype
 from serve_spec.core.errors import CheckpointError
+from serve_spec.layers.formats.base import Formats
+from serve_spec.layers.formats.choices import PLAIN
 from serve_spec.layers.module import finish_loading, tensor_defaults
 from serve_spec.models.config import read_config, read_json
 from serve_spec.models.dummy import dummy_checkpoint
@@ -31,16 +33,18 @@ def load_target(
     *,
     finish: bool = True,
     load_format: str = "auto",
+    formats: Formats = PLAIN,
 ) -> Target:
     """Load a Hugging Face directory, or raise CheckpointError.
 
     `max_model_len` bounds positions (default: the config's). Each of several ranks loads its part.
     finish: False for a model that has gradients. load_format: as in `model.load_format`.
+    formats: of its matrices, by their names in the checkpoint.
     """
     file = open_target(path, load_format)
     file.check(max_model_len)
     with tensor_defaults(dtype, device):
-        model = file.family.build(file.config, max_model_len, parallel)
+        model = file.family.build(file.config, max_model_len, parallel, formats)
     file.checkpoint.load_into(model.tensors())
     if finish:
         finish_loading(model)

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from serve_spec.core.context import ForwardContext
+from serve_spec.layers.formats.base import Formats
+from serve_spec.layers.formats.choices import PLAIN
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import (
     Destination,
@@ -53,11 +55,13 @@ class MedusaShape:
 class ResidualBlocks(Layer):
     """x + SiLU(W·x + b), several times: [T, H] -> [T, H]."""
 
-    def __init__(self, shape: MedusaShape) -> None:
+    def __init__(self, shape: MedusaShape, formats: Formats = PLAIN) -> None:
         super().__init__()
         hidden = shape.hidden_size
         names = [f"layers.{index}" for index in range(shape.num_blocks)]
-        self.blocks = nn.ModuleList(Linear(hidden, {n: hidden}, bias=shape.bias) for n in names)
+        self.blocks = nn.ModuleList(
+            Linear(hidden, {name: hidden}, bias=shape.bias, formats=formats) for name in names
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return all blocks applied to x [T, H]."""
@@ -77,14 +81,23 @@ class Medusa(DraftHead):
 
     read_elsewhere = (TOKEN_MAP,)
 
-    def __init__(self, shape: MedusaShape, target: Target, target_ids: Tensor | None) -> None:
+    def __init__(
+        self,
+        shape: MedusaShape,
+        target: Target,
+        target_ids: Tensor | None,
+        formats: Formats = PLAIN,
+    ) -> None:
         no_layers = replace(target.shape, num_layers=0, windows=(), num_ids=None)
         super().__init__(no_layers, FeatureCapture(layer_ids=None), shape.hidden_size)
         self.heads_shape = shape
         self.max_steps = shape.num_heads
         self.target_ids = target_ids
-        self.heads = nn.ModuleList(ResidualBlocks(shape) for _ in range(shape.num_heads))
-        self.lm_heads = nn.ModuleList(_output_heads(shape, target))
+        self.heads = nn.ModuleList(
+            ResidualBlocks(shape, formats.under(f"blocks.{index}."))
+            for index in range(shape.num_heads)
+        )
+        self.lm_heads = nn.ModuleList(_output_heads(shape, target, formats))
         self.head_dtype = self.dtype if shape.outputs else target.embed_tokens.weight.dtype
         num_rows = shape.num_rows or target.spec.vocab_size
         # A matrix for the whole vocabulary has rows without a draft id.
@@ -121,18 +134,24 @@ class Medusa(DraftHead):
 
 
 def load_medusa(
-    path: Path | str, target: Target, options: DraftOptions, dtype: torch.dtype
+    path: Path | str,
+    target: Target,
+    options: DraftOptions,
+    dtype: torch.dtype,
+    formats: Formats = PLAIN,
 ) -> Medusa:
     """Load the heads in `path` for `target` in `dtype`, or raise CheckpointError."""
     file = open_draft(path, "MEDUSA", options.load_format, target.spec)
-    medusa = make_medusa(file, target, dtype)
+    medusa = make_medusa(file, target, dtype, formats)
     file.checkpoint.load_into(medusa.tensors(), medusa.read_elsewhere)
     finish_loading(medusa)
     _log.info("Medusa heads %s: %s", file.path, medusa.heads_shape)
     return medusa
 
 
-def make_medusa(file: DraftFile, target: Target, dtype: torch.dtype) -> Medusa:
+def make_medusa(
+    file: DraftFile, target: Target, dtype: torch.dtype, formats: Formats = PLAIN
+) -> Medusa:
     """Return the heads without weights, on the target's device, or raise CheckpointError."""
     shape = medusa_shape(file)
     _check_fit(file, shape, target)
@@ -140,7 +159,8 @@ def make_medusa(file: DraftFile, target: Target, dtype: torch.dtype) -> Medusa:
     target_ids = read_token_map(file, shape.num_rows or vocab, vocab)
     device = target.embed_tokens.weight.device
     with tensor_defaults(dtype, device):
-        return Medusa(shape, target, None if target_ids is None else target_ids.to(device))
+        ids = None if target_ids is None else target_ids.to(device)
+        return Medusa(shape, target, ids, formats)
 
 
 def medusa_shape(file: DraftFile) -> MedusaShape:
@@ -173,9 +193,9 @@ def _stored_outputs(file: DraftFile, num_heads: int) -> tuple[str, ...]:
     return ("lm_head",) if "lm_head.weight" in file.checkpoint else ()
 
 
-def _output_heads(shape: MedusaShape, target: Target) -> list[Linear]:
+def _output_heads(shape: MedusaShape, target: Target, formats: Formats) -> list[Linear]:
     width, rows = shape.hidden_size, shape.num_rows or 0
-    stored = [vocab_head(width, rows, target.parallel, name) for name in shape.outputs]
+    stored = [vocab_head(width, rows, target.parallel, name, formats) for name in shape.outputs]
     stored = stored or [target.lm_head]
     for lm_head in stored:
         lm_head.out_dtype = torch.float32

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from serve_spec.layers.formats.base import Formats
+from serve_spec.layers.formats.choices import PLAIN
 from serve_spec.models.decoder import DecoderLayer
 from serve_spec.models.interfaces import Config
 from serve_spec.models.qwen2 import Qwen2Family
 from serve_spec.models.shape import DecoderShape
-from serve_spec.parallel.group import TensorParallel
+from serve_spec.parallel.group import SINGLE, TensorParallel
 
 
 class MiMoFamily(Qwen2Family):
@@ -15,10 +17,14 @@ class MiMoFamily(Qwen2Family):
     beside = ("model.mtp_layers.",)
 
     def mtp_layer(
-        self, config: Config, shape: DecoderShape, parallel: TensorParallel
+        self,
+        config: Config,
+        shape: DecoderShape,
+        parallel: TensorParallel = SINGLE,
+        formats: Formats = PLAIN,
     ) -> DecoderLayer:
         """Return the layer that drafts. shape: one rank's."""
-        return self.layer(config, shape, 0, parallel)
+        return self.layer(config, shape, 0, parallel, formats)
 
 
 FAMILY = MiMoFamily()

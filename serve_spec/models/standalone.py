@@ -10,6 +10,8 @@ from torch import Tensor
 
 from serve_spec.core.context import ForwardContext
 from serve_spec.core.errors import CheckpointError
+from serve_spec.layers.formats.base import Formats
+from serve_spec.layers.formats.choices import PLAIN
 from serve_spec.log import get_logger
 from serve_spec.models.decoder import Decoder
 from serve_spec.models.draft import DraftHead
@@ -58,7 +60,11 @@ class Standalone(DraftHead):
 
 
 def load_standalone(
-    path: Path | str, target: Target, options: DraftOptions, dtype: torch.dtype
+    path: Path | str,
+    target: Target,
+    options: DraftOptions,
+    dtype: torch.dtype,
+    formats: Formats = PLAIN,
 ) -> Standalone:
     """Load the model in `path` to draft for `target`; ids that only one has are never drafted."""
     assert target.path is not None, "a target that was loaded has a path"
@@ -69,7 +75,13 @@ def load_standalone(
     device = target.embed_tokens.weight.device
     parallel = target.parallel if divides(path, target.parallel.size) else SINGLE
     model = load_target(
-        path, dtype, device, target.max_model_len, parallel, load_format=options.load_format
+        path,
+        dtype,
+        device,
+        target.max_model_len,
+        parallel,
+        load_format=options.load_format,
+        formats=formats,
     )
     assert isinstance(model, Decoder)
     model.spec = replace(model.spec, num_ids=num_ids)

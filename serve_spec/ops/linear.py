@@ -18,16 +18,14 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    fp8: Fp8Weight | None = None,
 ) -> Tensor:
     """Return x·Wᵀ + b in `out_dtype` (default: x's), by the faster of our kernel and torch.
 
-    x: [T, in]; weight: [out, in]; bias: [out]; fp8: the weight in eight bits, used if that is
-    faster. Returns [T, out]. torch rounds to x's dtype first, except on a GPU without a bias.
+    x: [T, in]; weight: [out, in]; bias: [out]. Returns [T, out]. torch rounds to x's dtype first,
+    except on a GPU without a bias.
     """
-    ours = _our_weight(x, weight, fp8)
-    if ours is not None:
-        return small_linear(x, ours[0], bias, out_dtype, ours[1])
+    if _is_fastest(x, weight):
+        return small_linear(x, weight, bias, out_dtype)
     if out_dtype is None or out_dtype == x.dtype:
         return F.linear(x, weight, bias)
     if x.is_cuda and bias is None:
@@ -35,29 +33,29 @@ def linear(
     return F.linear(x, weight, bias).to(out_dtype)
 
 
-def partials(x: Tensor, weight: Tensor, fp8: Fp8Weight | None = None) -> Tensor:
+def partials(x: Tensor, weight: Tensor) -> Tensor:
     """Return x·Wᵀ [T, out], or its partial sums, which the next kernel sums to save a launch.
 
-    See `sum_partials`. fp8: see `linear`.
+    See `sum_partials`.
     """
-    ours = _our_weight(x, weight, fp8)
-    return linear(x, weight) if ours is None else small_partials(x, *ours)
+    return small_partials(x, weight) if _is_fastest(x, weight) else linear(x, weight)
 
 
-def gate_up(x: Tensor, weight: Tensor, fp8: Fp8Weight | None = None) -> Tensor:
-    """Return silu(gate) · up: x [T, in], weight [2·I, in], gate rows first -> [T, I].
-
-    fp8: see `linear`.
-    """
-    ours = _our_weight(x, weight, fp8, gated=True)
-    return silu_and_mul(linear(x, weight)) if ours is None else small_gate_up(x, *ours)
+def gate_up(x: Tensor, weight: Tensor) -> Tensor:
+    """Return silu(gate) · up: x [T, in], weight [2·I, in], gate rows first -> [T, I]."""
+    if _is_fastest(x, weight, gated=True):
+        return small_gate_up(x, weight)
+    return silu_and_mul(linear(x, weight))
 
 
-def _our_weight(
-    x: Tensor, weight: Tensor, fp8: Fp8Weight | None, *, gated: bool = False
-) -> tuple[Tensor, Tensor | None] | None:
-    """Return the weight and its scale for `linear_triton`; None if it is not the fastest."""
-    is_supported = (
+def _is_fastest(x: Tensor, weight: Tensor, *, gated: bool = False) -> bool:
+    num_outputs = weight.shape[0] // (2 if gated else 1)
+    return is_supported(x, weight) and is_ours(x.shape[0], num_outputs, gated=gated)
+
+
+def is_supported(x: Tensor, weight: Tensor) -> bool:
+    """Return whether `linear_triton` multiplies x [T, in] by floats [out, in], or by their fp8."""
+    return (
         x.is_cuda
         and not is_compiling()
         and x.dtype in (torch.bfloat16, torch.float16)
@@ -66,11 +64,6 @@ def _our_weight(
         and weight.shape[1] % 16 == 0  # rows start at multiples of 16 bytes, also in eight bits
         and is_hopper(x.device)
     )
-    if is_supported and fp8 is not None and is_ours(x.shape[0], fp8=True):
-        return fp8.values, fp8.scale
-    num_outputs = weight.shape[0] // (2 if gated else 1)
-    is_fastest = is_ours(x.shape[0], num_outputs, gated=gated)
-    return (weight, None) if is_supported and is_fastest else None
 
 
 @has_kernel
@@ -120,25 +113,6 @@ def small_gate_up(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Ten
     return silu_and_mul(small_linear(x, weight, scale=scale))
 
 
-@dataclass(frozen=True)
-class Fp8Weight:
-    """A weight [out, in] in eight bits: values · scale[:, None], values float8_e4m3fn.
-
-    The scale of a row maps its largest value to the largest float8.
-    """
-
-    values: Tensor
-    scale: Tensor
-
-    @classmethod
-    def of(cls, weight: Tensor) -> Fp8Weight:
-        """Quantize `weight`, floating point [out, in]."""
-        dtype = torch.float8_e4m3fn
-        largest = weight.float().abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
-        scale = largest / torch.finfo(dtype).max
-        return cls((weight.float() / scale[:, None]).to(dtype), scale)
-
-
 @has_kernel
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """Return silu(gate) · up, with silu(gate) rounded to the dtype before the product.
@@ -168,7 +142,7 @@ class Tiles:
 _TILE_OUTPUTS, TILE_DEPTH = 64, 128
 _MULTIPROCESSORS = 132
 # Blocks in flight by rows of x, if all programs run in one wave, and otherwise. Measured on one
-# H200 with layers of an 8B model, whole and as shared by two and four ranks.
+# H200 with layers of an 8B model, whole and as sharded over two and four ranks.
 _STAGES = {8: (8, 4), 16: (8, 4), 32: (6, 4), 64: (5, 3), 128: (4, 2)}
 _GATED_STAGES = {8: (5, 4), 16: (5, 4), 32: (4, 3), 64: (3, 3), 128: (3, 3)}
 _FP8_STAGES = {16: (8, 8), 32: (4, 4), 64: (4, 4)}

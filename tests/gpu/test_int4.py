@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from serve_spec.layers.quantized import Int4Weight, int4_works, plain_weight, quantized_groups
+from serve_spec.layers.formats.int4 import (
+    Int4Weight,
+    int4_works,
+    plain_weight,
+    quantized_groups,
+)
 from tests.helpers.engines import llm_maker, sampled_requests, switch_every_round, texts
 
 pytestmark = pytest.mark.gpu

@@ -5,11 +5,15 @@ import logging
 import pytest
 import torch
 
+from serve_spec.layers.formats.fp8_draft import Fp8DraftWeight
+from serve_spec.layers.formats.int4 import Int4Weight
+from serve_spec.layers.formats.int8 import Int8Weight
 from serve_spec.layers.linear import Linear
 from serve_spec.models import draft, load_draft, load_target
-from serve_spec.models.draft import draft_dtype, draft_weights, own_matrices
+from serve_spec.models.draft import draft_dtype, draft_weights
 from tests.helpers.engines import make_pair, sampled_requests, texts
 
+FORMATS = {"fp8": Fp8DraftWeight, "int8": Int8Weight, "int4": Int4Weight}
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
@@ -51,8 +55,9 @@ def test_every_matrix_of_a_draft_is_quantized_and_none_of_the_target(algorithm, 
     shared = set(target.modules())
     own = [m for m in head.modules() if isinstance(m, Linear) and m not in shared]
     assert own
-    assert all(m.weight.numel() == 0 if weights != "fp8" else m.fp8 is not None for m in own)
-    assert all(m.fp8 is None for m in shared if isinstance(m, Linear))
+    assert {type(m.format) for m in own} == {FORMATS[weights]}
+    theirs = {type(m.format) for m in shared if isinstance(m, Linear)}
+    assert not theirs & set(FORMATS.values())
     after = target.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
@@ -61,10 +66,11 @@ def test_a_matrix_whose_shape_int4_does_not_take_stays_as_it_is_with_a_warning(t
     pair = make_pair(tmp_path, vocab_size=290)
     target = load_target(pair.target, torch.float32, CPU)
     head = load_draft(pair.target, target, "STANDALONE", weights="int4")
-    plain = [m for m in own_matrices(head, target) if m.integers is None]
-    assert [list(m.parts) for m in plain] == [["lm_head"]]
+    matrices = [m for m in head.modules() if isinstance(m, Linear)]
+    plain = [m for m in matrices if not isinstance(m.format, Int4Weight)]
+    assert plain == [head.model.lm_head]
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert f"1 of {len(own_matrices(head, target))} draft matrices keep their format" in warning
+    assert f"1 of {len(matrices)} draft matrices keep their format" in warning
 
 
 def test_a_draft_of_lower_precision_than_its_target_never_changes_the_text(make_llm):

@@ -9,7 +9,8 @@ from serve_spec import LLM
 from serve_spec.config.adaptive_file import MAX_STEPS
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.request import SamplingParams
-from serve_spec.layers.quantized import int4_works, int8_works
+from serve_spec.layers.formats.int4 import int4_works
+from serve_spec.layers.formats.int8 import int8_works
 from tests.helpers.checkpoints import VOCAB
 from tests.helpers.engines import recorded_rounds, recorded_steps, switch_every_round, texts
 from tests.helpers.lives import with_vocabulary

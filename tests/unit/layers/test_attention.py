@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from serve_spec.layers.causal import CausalAttention
 
 from serve_spec.core.caches import PagedCache
-from serve_spec.layers.causal import CausalAttention
 from serve_spec.layers.rope import RotaryTable
 from serve_spec.models.decoder import row_positions
 from tests.helpers.paged import PagedSequences

@@ -1,22 +1,24 @@
 """Products with weights in integers of four and eight bits."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.layers.linear import Linear
-from serve_spec.layers.module import tensor_defaults
-from serve_spec.layers.quantized import (
+from serve_spec.layers.formats.choices import ConvertedFormats
+from serve_spec.layers.formats.int4 import (
     GROUP,
     Int4Weight,
-    Int8Weight,
     int4_works,
-    int8_works,
     plain_weight,
     quantized_groups,
-    quantized_rows,
 )
+from serve_spec.layers.formats.int8 import Int8Weight, int8_works, quantized_rows
+from serve_spec.layers.linear import Linear
+from serve_spec.layers.module import tensor_defaults
 
 CPU = torch.device("cpu")
 needs_int4 = pytest.mark.skipif(not int4_works(CPU), reason="torch has no int4 products here")
@@ -26,14 +28,13 @@ def random(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def linear_of(weight, bias):
-    """A layer as it is after loading."""
+def loaded(weight, bias, **formats):
+    """A layer before it is finished."""
     with tensor_defaults(torch.float32, CPU):
-        layer = Linear(weight.shape[1], {"proj": len(weight)}, bias=True)
-    views = layer.views()
-    views["proj.weight"].copy_(weight)
-    views["proj.bias"].copy_(bias)
-    layer.finish()
+        layer = Linear(weight.shape[1], {"proj": len(weight)}, bias=True, **formats)
+    tensors = layer.tensors()
+    tensors["proj.weight"].copy_(weight)
+    tensors["proj.bias"].copy_(bias)
     return layer
 
 
@@ -92,23 +93,30 @@ def test_the_product_is_that_of_the_plain_weight_with_its_bias(
 @needs_int4
 @pytest.mark.parametrize("shape", [(48, 64), (512, 256)])
 def test_a_layer_keeps_five_bits_a_number_and_no_other_copy(shape):
-    """The larger is one that oneDNN has laid out before."""
+    """The larger is one that oneDNN would lay out otherwise."""
     weight, bias, x = random(*shape), random(shape[0], seed=1), random(3, shape[1], seed=2)
-    layer = linear_of(weight, bias)
-    assert layer.turn_into(Int4Weight) == weight.numel() * 5 // 8
-    held = [*layer.parameters(), *vars(layer).values(), *vars(layer.integers).values()]
+    formats = ConvertedFormats(Int4Weight.convert)
+    layer = loaded(weight, bias, formats=formats)
+    plain = weakref.ref(layer.format)
+    layer.finish()
+    gc.collect()
+    assert plain() is None, "what was loaded is freed"
+    assert formats.num_bytes == layer.format.num_bytes == weight.numel() * 5 // 8
+    held = [*layer.parameters(), *vars(layer).values(), *vars(layer.format).values()]
     num_bytes = {id(kept): kept.nbytes for kept in held if isinstance(kept, torch.Tensor)}
     assert sum(num_bytes.values()) == weight.numel() * 5 // 8 + bias.nbytes
-    assert torch.equal(layer(x), Int4Weight(weight, bias).linear(x, torch.float32))
+    assert torch.equal(layer(x), Int4Weight(weight, bias).linear(x))
 
 
 @pytest.mark.parametrize("shape", [(20, 64), (16, 48), (257, 33)])
 def test_a_weight_of_another_shape_stays_as_it_is(shape):
     weight, bias, x = random(*shape), random(shape[0], seed=1), random(3, shape[1], seed=2)
-    layer = linear_of(weight, bias)
-    before = layer(x)
-    assert layer.turn_into(Int4Weight) == 0
-    assert torch.equal(layer(x), before)
+    formats = ConvertedFormats(Int4Weight.convert)
+    layer, plain = loaded(weight, bias, formats=formats), loaded(weight, bias)
+    for each in (layer, plain):
+        each.finish()
+    assert (formats.num_converted, formats.num_plain, formats.num_bytes) == (0, 1, 0)
+    assert torch.equal(layer(x), plain(x))
 
 
 needs_int8 = pytest.mark.skipif(not int8_works(), reason="torch has no int8 products here")

@@ -37,7 +37,7 @@ def num_compiled():
 def run_regions(layer, num_rows):
     """Both regions of a layer on made-up rows."""
     shape = layer.attention.shape
-    weight = layer.attention.qkv.weight
+    weight = layer.attention.qkv.format.weight
 
     def rows(width):
         generator = torch.Generator().manual_seed(width)

@@ -114,7 +114,7 @@ def test_eagle_heads_of_all_layouts_have_an_fc_bias_if_it_is_stored(
         kind = {"kind": "eagle"} if rewrite is as_speculators else {}
         directory = rewrite(official, tmp_path / "rewritten", **kind)
     head = load_draft(directory, target, "EAGLE")
-    assert (head.fc.bias is not None) == fc_bias
+    assert (head.fc.format.bias is not None) == fc_bias
     assert_computes(head, PlainHead(official, target_dir))
 
 

@@ -90,7 +90,7 @@ ALGORITHM_OF = {
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "share"),
+    ("make", "options", "num_shards"),
     [
         (make_standalone, {}, 2),
         (make_medusa, {"num_heads": 2}, 1),
@@ -101,7 +101,9 @@ ALGORITHM_OF = {
         (make_eagle3, {"num_attention_heads": 1, "num_key_value_heads": 1}, 1),
     ],
 )
-def test_ranks_that_share_a_target_share_a_head_that_they_divide(tmp_path, make, options, share):
+def test_ranks_that_share_a_target_share_a_head_that_they_divide(
+    tmp_path, make, options, num_shards
+):
     """All of them draft as one rank does."""
     target = make_target(tmp_path / "target", "llama2", hidden=32, vocab=261, eos_token_id=None)
     folder = make(tmp_path / "head", target, **options)
@@ -119,9 +121,9 @@ def test_ranks_that_share_a_target_share_a_head_that_they_divide(tmp_path, make,
         return logits, head.shape.num_kv_heads
 
     expected, num_kv_heads = run(SINGLE)
-    for found, num_shared in on_ranks(2, run):
+    for found, found_kv_heads in on_ranks(2, run):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        assert num_shared * share == num_kv_heads
+        assert found_kv_heads * num_shards == num_kv_heads
 
 
 @pytest.mark.parametrize(
@@ -180,8 +182,7 @@ def test_a_vocabulary_of_any_size_is_looked_up_and_scored_over_ranks(size, vocab
     def run(parallel):
         embedding = filled(vocab_embedding(vocab, width, parallel), stored)
         head = filled(vocab_head(width, vocab, parallel), stored)
-        tied = vocab_head(width, vocab, parallel)
-        tied.weight = embedding.weight
+        tied = vocab_head(width, vocab, parallel, tied=embedding)
         rows = embedding(ids)
         return rows, head(rows), tied(rows)
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.helpers.memory import poisoned_memory
 from tests.helpers.triton import DEVICE, reference, relative_error
 
+from serve_spec.layers.formats.fp8_draft import fp8_rows  # isort: skip
 from serve_spec.layers.linear import Linear  # isort: skip
 from serve_spec.layers.module import tensor_defaults  # isort: skip
 from serve_spec.ops import linear, linear_triton  # isort: skip
@@ -40,8 +41,7 @@ def test_the_kernels_follow_the_reference(num_rows, num_outputs, in_features, dt
     x = random(num_rows, in_features, dtype=dtype)
     weight, scale = random(2 * num_outputs, in_features, dtype=dtype, seed=1), None
     if is_fp8:
-        kept = linear.Fp8Weight.of(weight)
-        weight, scale = kept.values, kept.scale
+        weight, scale = fp8_rows(weight)
     bias = random(2 * num_outputs, dtype=dtype, seed=2)
     for b in (None, bias):
         with poisoned_memory():
@@ -62,8 +62,8 @@ def test_eight_bits_keep_every_row_to_a_sixteenth_of_each_number_or_of_nothing(
     """Four significant bits, and below 2^-6 / 448 of the largest number a fixed step."""
     weight = random(num_outputs, in_features, seed=seed) * 2.0**exponent
     weight[-1] = 0
-    kept = linear.Fp8Weight.of(weight)
-    error = (kept.values.float() * kept.scale[:, None] - weight).abs()
+    values, scale = fp8_rows(weight)
+    error = (values.float() * scale[:, None] - weight).abs()
     smallest = weight.abs().amax(dim=1, keepdim=True) * 2.0**-9 / 448
     assert bool((error <= weight.abs() / 16 + smallest).all())
 
@@ -74,8 +74,7 @@ def test_eight_bits_keep_every_row_to_a_sixteenth_of_each_number_or_of_nothing(
 def test_addends_make_the_whole_to_the_bit(num_rows, num_outputs, in_features, dtype):
     x = random(num_rows, in_features, dtype=dtype)
     weight = random(num_outputs, in_features, dtype=dtype, seed=1)
-    of_fp8 = linear.Fp8Weight.of(weight)
-    for values, scale in ((weight, None), (of_fp8.values, of_fp8.scale)):
+    for values, scale in ((weight, None), fp8_rows(weight)):
         with poisoned_memory():
             partials = linear_triton.small_partials(x, values, scale)
         expected = linear_triton.small_linear(x, values, scale=scale)
@@ -95,7 +94,7 @@ def test_float32_results_of_products_are_never_rounded():
 def test_float32_results_of_layers_are_never_rounded():
     with tensor_defaults(torch.bfloat16, DEVICE):
         layer = Linear(512, {"head": 256})
-    layer.weight.copy_(integers(256, 512))
+    layer.tensors()["head.weight"].copy_(integers(256, 512))
     x = integers(2, 512, seed=1)
     rounded = layer(x)
     layer.out_dtype = torch.float32

@@ -1,0 +1,1 @@
+"""How matrices are stored in checkpoints and in memory, and multiplied: one file per format."""

@@ -1,0 +1,47 @@
+"""Which format a matrix gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from serve_spec.layers.formats.base import Formats, Matrix, WeightFormat
+from serve_spec.layers.formats.onednn import OneDnnWeight
+from serve_spec.layers.formats.plain import Conversion, PlainWeight
+
+# What this machine multiplies floats fastest with, if not as they are.
+_FASTEST: tuple[Conversion, ...] = (OneDnnWeight.convert,)
+
+
+class PlainFormats(Formats):
+    """Floats, in the layout that is fastest on this machine."""
+
+    def of(self, paths: Sequence[str], matrix: Matrix) -> WeightFormat:
+        """See `Formats`."""
+        return PlainWeight(matrix, _FASTEST)
+
+
+PLAIN = PlainFormats()
+
+
+class ConvertedFormats(Formats):
+    """Floats that are converted after loading; a matrix that `convert` does not take is `PLAIN`.
+
+    Counts the matrices of both kinds, and the bytes of those converted.
+    """
+
+    def __init__(self, convert: Conversion) -> None:
+        self.num_converted = self.num_plain = self.num_bytes = 0
+        self._convert_weight = convert
+
+    def of(self, paths: Sequence[str], matrix: Matrix) -> WeightFormat:
+        """See `Formats`."""
+        return PlainWeight(matrix, (self._convert, *_FASTEST))
+
+    def _convert(self, plain: PlainWeight) -> WeightFormat | None:
+        converted = self._convert_weight(plain)
+        if converted is None:
+            self.num_plain += 1
+            return None
+        self.num_converted += 1
+        self.num_bytes += converted.num_bytes
+        return converted

@@ -1,0 +1,230 @@
+"""Formats of weights: what a layer multiplies by is what was loaded."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from serve_spec.core.errors import CheckpointError
+from serve_spec.layers.formats.base import Formats, WeightFormat
+from serve_spec.layers.formats.choices import PLAIN
+from serve_spec.layers.formats.int8 import quantized_rows
+from serve_spec.layers.formats.onednn import OneDnnWeight, onednn_rows, onednn_works
+from serve_spec.layers.formats.plain import PlainWeight
+from serve_spec.layers.linear import Linear
+from serve_spec.layers.module import tensor_defaults
+from serve_spec.models import load_target
+from serve_spec.models.weights import open_checkpoint
+from serve_spec.parallel.group import SINGLE
+from tests.helpers.checkpoints import make_target, read_checkpoint, write_checkpoint
+from tests.helpers.paged import PagedSequences
+from tests.helpers.ranks import on_ranks
+
+
+def filled(linear, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    for parameter in linear.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator).to(dtype))
+    return linear
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "bias"), [(1, False), (2, True), (8, False), (9, True), (100, False)]
+)
+def test_a_packed_linear_is_the_same_linear(num_rows, bias):
+    plain, packed = (filled(Linear(256, {"a": 300, "b": 20}, bias=bias)) for _ in range(2))
+    packed.finish()
+    assert isinstance(packed.format, OneDnnWeight) == onednn_works(torch.float32)
+    # Every other half of longer rows.
+    x = torch.randn(num_rows, 512, generator=torch.Generator().manual_seed(1))[:, :256]
+    once = packed(x)
+    assert torch.allclose(once, plain(x), rtol=1e-5, atol=1e-4)
+    packed.finish()
+    assert torch.equal(packed(x), once), "finishing twice changes nothing"
+    small = filled(Linear(16, {"a": 16}))
+    small.finish()
+    assert isinstance(small.format, PlainWeight), "a small linear is not packed"
+
+
+@pytest.mark.parametrize("in_features", [256, 1408, 2048])
+def test_a_row_of_a_packed_linear_has_the_same_bits_alone_and_among_others(in_features):
+    """Or a text would depend on how many drafts are verified with it."""
+    linear = filled(Linear(in_features, {"a": 640}))
+    linear.finish()
+    x = torch.randn(100, in_features, generator=torch.Generator().manual_seed(1))
+    among = linear(x)
+    for count in (1, 2, 3, 7, 8, 9, 16, 33, 64):
+        assert torch.equal(linear(x[:count]), among[:count])
+
+
+def test_padding_adds_at_most_an_eighth_and_leaves_few_sizes():
+    sizes = [onednn_rows(num_rows) for num_rows in range(4097)]
+    assert all(num_rows <= size <= num_rows * 9 / 8 for num_rows, size in enumerate(sizes))
+    assert sizes[:17] == list(range(17))
+    assert all(onednn_rows(size) == size for size in sizes)
+    assert len(set(sizes)) < 100
+
+
+def test_bfloat16_products_accumulate_in_float32():
+    with tensor_defaults(torch.bfloat16, "cpu"):
+        linear = filled(Linear(1024, {"a": 256}), torch.bfloat16)
+    exact_weight = linear.format.weight.float()
+    linear.finish()
+    x = torch.randn(3, 1024, generator=torch.Generator().manual_seed(1)).bfloat16()
+    expected = x.float() @ exact_weight.T
+    assert ((linear(x).float() - expected).abs() / expected.abs().clamp_min(1.0)).max() < 1e-2
+
+
+class RowScaled(WeightFormat):
+    """A format of this file: integers of eight bits, with a factor for each row."""
+
+    def __init__(self, matrix):
+        super().__init__()
+        self.matrix = matrix
+        sizes = (matrix.out_features, matrix.in_features)
+        self.values = torch.zeros(sizes, dtype=torch.int8)
+        self.factors = torch.zeros(sizes[0])
+        self.bias = torch.zeros(sizes[0])
+
+    @property
+    def num_bytes(self):
+        return self.values.nbytes + self.factors.nbytes
+
+    def tensors(self):
+        return {
+            **self.matrix.destinations(".weight", self.values),
+            **self.matrix.destinations(".row_factors", self.factors, columns=None),
+            **(self.matrix.bias_destinations(self.bias) if self.matrix.bias else {}),
+        }
+
+    def linear(self, x, out_dtype=None):
+        out = x.float() @ self.values.float().T * self.factors + self.bias
+        return out.to(out_dtype or x.dtype)
+
+
+class PackedColumns(RowScaled):
+    """The same numbers as [in / 4, out] of int32, four columns each, under a name of its own."""
+
+    def __init__(self, matrix):
+        super().__init__(matrix)
+        rows, columns = self.values.shape
+        self.packed = torch.zeros(columns // 4, rows, dtype=torch.int32)
+
+    def tensors(self):
+        tensors = {n: t for n, t in super().tensors().items() if not n.endswith(".weight")}
+        return tensors | self.matrix.destinations(".packed", self.packed, rows=1, columns=0)
+
+    def finish(self):
+        self.values = self.packed.T.contiguous().view(torch.int8)
+        return self
+
+
+class ToyFormats(Formats):
+    """One format for all matrices but the output matrix. Notes what it was asked for."""
+
+    def __init__(self, kind):
+        self.kind, self.paths = kind, []
+
+    def of(self, paths, matrix):
+        self.paths += paths
+        return PLAIN.of(paths, matrix) if matrix.tied is not None else self.kind(matrix)
+
+
+def quantized(weight):
+    values, factors = quantized_rows(weight)
+    return values, factors, values.float() * factors[:, None]
+
+
+@pytest.mark.parametrize("is_row_parallel", [False, True])
+@pytest.mark.parametrize("kind", [PlainWeight, RowScaled, PackedColumns])
+def test_ranks_of_any_format_give_the_product_of_the_whole_matrix(kind, is_row_parallel, tmp_path):
+    """Stacked matrices with biases, stored by names, layouts and dtypes of the format's own."""
+    num_in, parts = 16, {"left": 8, "right": 4}
+    generator = torch.Generator().manual_seed(0)
+    stored, weights, biases = {}, [], []
+    for name, rows in parts.items():
+        values, factors, weight = quantized(torch.randn(rows, num_in, generator=generator))
+        bias = torch.randn(rows, generator=generator)
+        packed = values.view(torch.int32).T.contiguous()
+        stored |= {
+            PlainWeight: {f"{name}.weight": weight},
+            RowScaled: {f"{name}.weight": values, f"{name}.row_factors": factors},
+            PackedColumns: {f"{name}.packed": packed, f"{name}.row_factors": factors},
+        }[kind] | {f"{name}.bias": bias}
+        weights.append(weight)
+        biases.append(bias)
+    write_checkpoint(tmp_path, {}, stored)
+    x = torch.randn(3, num_in, generator=generator)
+
+    def run(parallel):
+        row_shards, column_shards = (1, parallel.size) if is_row_parallel else (parallel.size, 1)
+        width = num_in // column_shards
+        layer = Linear(
+            width,
+            {name: rows // row_shards for name, rows in parts.items()},
+            True,
+            parallel,
+            is_row_parallel,
+            ToyFormats(kind),
+        )
+        open_checkpoint(tmp_path).load_into(layer.tensors())
+        layer.finish()
+        first = parallel.rank * width if is_row_parallel else 0
+        out = layer.partials(x[:, first : first + width])
+        return out, layer.gate_up(x[:, first : first + width])
+
+    expected = [x @ weight.T + bias for weight, bias in zip(weights, biases, strict=True)]
+    found, gated = run(SINGLE)
+    torch.testing.assert_close(found, torch.cat(expected, dim=1))
+    gate, up = found.chunk(2, dim=1)
+    torch.testing.assert_close(gated, F.silu(gate) * up)
+    outs = [out for out, _ in on_ranks(2, run)]
+    if is_row_parallel:
+        torch.testing.assert_close(sum(outs), torch.cat(expected, dim=1))
+    else:
+        halves = [out.split([4, 2], dim=1) for out in outs]
+        for whole, both in zip(expected, zip(*halves, strict=True), strict=True):
+            torch.testing.assert_close(torch.cat(both, dim=1), whole)
+
+
+@pytest.mark.parametrize(
+    ("stored", "words"),
+    [
+        (torch.ones(4, 8), ["torch.float32", "expected torch.int8"]),
+        (torch.ones(4, 8, dtype=torch.int16), ["torch.int16", "expected torch.int8"]),
+    ],
+)
+def test_a_tensor_of_a_dtype_that_the_format_does_not_take_is_refused_by_name(
+    tmp_path, stored, words
+):
+    write_checkpoint(tmp_path, {}, {"a.weight": stored, "a.row_factors": torch.ones(4)})
+    layer = Linear(8, {"a": 4}, formats=ToyFormats(RowScaled))
+    with pytest.raises(CheckpointError) as raised:
+        open_checkpoint(tmp_path).load_into(layer.tensors())
+    assert [word for word in ("a.weight", *words) if word not in str(raised.value)] == []
+
+
+@pytest.mark.parametrize("family", ["llama3", "mistral"])
+def test_a_model_loads_a_format_by_the_names_of_its_matrices_on_all_ranks(tmp_path, family):
+    """Also with a tied output matrix, which is plain, and with one that has padding on a rank."""
+    sizes = {"layers": 2, "hidden": 32, "vocab": 261, "num_key_value_heads": 4}
+    config, tensors = read_checkpoint(make_target(tmp_path / "floats", family, **sizes))
+    matrices = [name for name in tensors if name.endswith("_proj.weight") or "lm_head" in name]
+    stored, rounded = dict(tensors), dict(tensors)
+    for name in matrices:
+        stored[name], factors, rounded[name] = quantized(tensors[name])
+        stored[name.replace(".weight", ".row_factors")] = factors
+    write_checkpoint(tmp_path / "toy", config, stored)
+    write_checkpoint(tmp_path / "rounded", config, rounded)
+    ids = torch.arange(12)
+
+    def logits(folder, formats, parallel):
+        model = load_target(tmp_path / folder, torch.float32, parallel=parallel, formats=formats)
+        context = PagedSequences(model.rank_shape, 1, 12).extend([(0, 12)])
+        return model.logits(model.forward(ids, context).hidden)
+
+    toys = ToyFormats(RowScaled)
+    expected = logits("rounded", PLAIN, SINGLE)
+    torch.testing.assert_close(logits("toy", toys, SINGLE), expected, rtol=1e-4, atol=1e-4)
+    assert {name.removesuffix(".weight") for name in matrices} | {"lm_head"} == set(toys.paths)
+    for found in on_ranks(2, lambda ranks: logits("toy", toys, ranks)):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
