@@ -3,7 +3,7 @@
 from serve_spec.adaptive.controller import AdaptiveController
 from serve_spec.adaptive.ema import AdaptiveSpeculativeParams, AdaptiveStepSlot
 from serve_spec.adaptive.per_request import AdaptiveSpeculator
-from serve_spec.adaptive.policy import StaticPolicy, StepPolicy
+from serve_spec.adaptive.policy import PolicyContext, StaticPolicy, StepPolicy
 from serve_spec.adaptive.settings import PolicySettings
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "AdaptiveSpeculativeParams",
     "AdaptiveSpeculator",
     "AdaptiveStepSlot",
+    "PolicyContext",
     "PolicySettings",
     "StaticPolicy",
     "StepPolicy",

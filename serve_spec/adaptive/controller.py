@@ -54,13 +54,8 @@ class AdaptiveController:
         if not batch.size:
             self.switch_reason, self.notes = None, NO_NOTES
             return RoundSteps(PLAIN)
-        if self._fallback is not None:
-            self._fallback_rounds_left -= 1
-            if self._fallback_rounds_left <= 0:
-                self._build_policy(self.settings)
-                self._reconfigured = False
         try:
-            steps = self._policy.choose(batch)
+            steps = self._choose(batch)
         except Exception as error:  # plain decoding serves every request, a dead engine none
             self._fall_back(f"the policy failed to choose: {error!r}")
             steps = self._policy.choose(batch)
@@ -70,6 +65,20 @@ class AdaptiveController:
         self._switches[reason] += switched
         self._rounds_by_shape[steps.shape] += 1
         self._active, self.notes, self._reconfigured = steps.shape, steps.notes, False
+        return steps
+
+    def _choose(self, batch: DecodeBatch) -> RoundSteps:
+        """Return the policy's answer; raise if it fails or does not fit the batch."""
+        if self._fallback is not None:
+            self._fallback_rounds_left -= 1
+            if self._fallback_rounds_left <= 0:
+                self._build_policy(self.settings)
+                self._reconfigured = False
+        steps = self._policy.choose(batch)
+        if steps.shape != PLAIN and steps.shape not in self.shapes:
+            raise ValueError(f"shape {steps.shape} is not one of its shapes")
+        if steps.steps_per_req is not None and len(steps.steps_per_req) != batch.size:
+            raise ValueError(f"{len(steps.steps_per_req)} steps_per_req for {batch.size} requests")
         return steps
 
     def on_verify_complete(self, record: StepRecord) -> None:
@@ -106,7 +115,10 @@ class AdaptiveController:
 
     def forget(self, request_id: str) -> None:
         """Drop what is known of a request that finished, was aborted or preempted."""
-        self._policy.forget(request_id)
+        try:
+            self._policy.forget(request_id)
+        except Exception as error:
+            self._fall_back(f"the policy failed to forget a request: {error!r}")
 
     def reconfigure(self, settings: Mapping[str, Any]) -> None:
         """Replace the policy between rounds, at the shape of now; counts survive.
@@ -143,7 +155,11 @@ class AdaptiveController:
     def snapshot(self) -> dict[str, object]:
         """Return what an operator should see, JSON-able: the shape, why, and what it rests on."""
         active = self._active or self.settings.shape  # before the first round: where it starts
-        policy, averages = self._policy.snapshot(), sorted(self._averages.copy().items())
+        averages = sorted(self._averages.copy().items())
+        try:
+            policy = {"strategy": self.settings.strategy, **self._policy.snapshot()}
+        except Exception as error:  # what is shown must not stop what is served
+            policy = {"strategy": self.settings.strategy, "snapshot_error": repr(error)}
         slots: dict[str, Any] = {str(k): {"ema_accept_len": round(x, 4)} for k, x in averages}
         for key, shown in policy.get("slots", {}).items():
             slots[key] = slots.get(key, {}) | shown

@@ -11,11 +11,12 @@ from serve_spec.adaptive.ema import AdaptiveSpeculativeParams, EmaPolicy
 from serve_spec.adaptive.goodput import DEFAULT_MAX_STEPS, SMALL_TREES, AllowedShapes, GoodputPolicy
 from serve_spec.adaptive.per_request import MAX_STEPS as PER_REQUEST_STEPS
 from serve_spec.adaptive.per_request import PerRequestPolicy
-from serve_spec.adaptive.policy import StaticPolicy, StepPolicy
+from serve_spec.adaptive.plugin import build_policy, load_policy
+from serve_spec.adaptive.policy import PolicyContext, StaticPolicy, StepPolicy
 from serve_spec.config import SpeculativeConfig
 from serve_spec.config.adaptive_file import SlotConfig, load_slots
 from serve_spec.config.cost_table import CostTable
-from serve_spec.config.speculative import Strategy, parse_update
+from serve_spec.config.speculative import Strategy, is_plugin, parse_update
 from serve_spec.core.draft import DraftShape
 
 _FIELDS = {
@@ -80,12 +81,22 @@ class PolicySettings:
     @property
     def needs_costs(self) -> bool:
         """Return whether the policy weighs what rounds cost."""
+        if self._has_plugin:
+            return load_policy(self.strategy).needs_costs
+        return self._is_goodput
+
+    @property
+    def _has_plugin(self) -> bool:
+        return self.adaptive and is_plugin(self.strategy) and self._deepest > 0
+
+    @property
+    def _is_goodput(self) -> bool:
         return self.adaptive and self.strategy == "goodput" and self._deepest > 0
 
     @property
     def shapes(self) -> tuple[DraftShape, ...]:
         """Every shape the policy may choose: chains, and trees after chains of their depths."""
-        if self.needs_costs:
+        if self._is_goodput:
             chosen = set(map(DraftShape.chain, range(self._deepest + 1)))
             chosen.update(*self._trees.values())
         else:
@@ -117,14 +128,19 @@ class PolicySettings:
     def build(
         self, initial_steps: int, costs: CostTable | None, accept_rates: Sequence[float] = ()
     ) -> StepPolicy:
-        """Return a fresh policy; ema in place of goodput until costs are known."""
+        """Return a fresh policy; ema in place of goodput until costs are known.
+
+        Raises ConfigError, one line: a policy of another package cannot be built.
+        """
         if not self.adaptive or self.strategy == "static":
             return StaticPolicy(self.shape)
+        if self._has_plugin:
+            return build_policy(self.strategy, self._context(initial_steps, costs))
         if self.strategy == "per_request" and self._deepest:
             most = min(self._deepest, PER_REQUEST_STEPS)
             tree = self.tree and of_depth(self.tree, min(self.tree.depth, most))
             return PerRequestPolicy(tree or DraftShape.chain(most))
-        if costs is None or not self.needs_costs:
+        if costs is None or not self._is_goodput:
             params = AdaptiveSpeculativeParams(initial_steps, self.ema_slots, self.min_dwell_rounds)
             params.set_cuda_graph_bs(self.cuda_graph_bs)
             return EmaPolicy(params, self._trees if self.strategy == "ema" else {})
@@ -139,6 +155,16 @@ class PolicySettings:
             min_dwell_rounds=self.min_dwell_rounds,
             initial_steps=initial_steps,
             accept_rates=accept_rates or None,
+            token_counts=self.token_counts,
+        )
+
+    def _context(self, initial_steps: int, costs: CostTable | None) -> PolicyContext:
+        return PolicyContext(
+            max_steps=self._deepest,
+            initial_steps=min(initial_steps, self._deepest),
+            trees=tuple(sorted({tree for trees in self._trees.values() for tree in trees})),
+            slots=self.slots,
+            costs=costs if self.needs_costs else None,
             token_counts=self.token_counts,
         )
 

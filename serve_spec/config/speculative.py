@@ -22,7 +22,23 @@ from serve_spec.config.algorithms import ALGORITHMS
 from serve_spec.config.base import CHECKPOINT, ConfigError, Refusal, StrictModel, validate
 
 RejectionMethod = Literal["coupled", "standard", "block"]
-Strategy = Literal["ema", "goodput", "per_request", "static"]
+STRATEGIES = ("ema", "goodput", "per_request", "static")
+
+
+def is_plugin(strategy: str) -> bool:
+    """Return whether a strategy is a policy of another package, written MODULE:CLASS."""
+    module, colon, name = strategy.partition(":")
+    return bool(colon) and name.isidentifier() and all(map(str.isidentifier, module.split(".")))
+
+
+def _known_strategy(strategy: str) -> str:
+    if strategy not in STRATEGIES and not is_plugin(strategy):
+        fix = f"use one of {', '.join(STRATEGIES)}, or MODULE:CLASS of your own policy"
+        raise Refusal("speculative_adaptive_strategy", strategy, fix)
+    return strategy
+
+
+Strategy = Annotated[str, AfterValidator(_known_strategy)]
 
 
 def max_tree_tokens(topk: int, num_steps: int) -> int:
@@ -121,7 +137,8 @@ class SpeculativeConfig(StrictModel):
     """JSON file of candidate steps and trees per batch size, or preset conservative or aggressive;
     null: conservative for ema, no limits for goodput and per_request."""
     speculative_adaptive_strategy: Strategy = "goodput"
-    """Strategy that picks the depth; static keeps speculative_num_steps."""
+    """Strategy that picks the depth: ema, goodput, per_request, static (keeps
+    speculative_num_steps), or MODULE:CLASS of a policy of your own (docs/adding-a-policy.md)."""
     speculative_per_sequence: bool = True
     """Let goodput choose which drafts of the batch are verified; false: all."""
     min_dwell_rounds: int = Field(8, ge=0)
@@ -348,7 +365,7 @@ class _PolicyUpdate(StrictModel):
     speculative_adaptive: bool = True
     """Adapt the number of draft steps to measurements."""
     speculative_adaptive_strategy: Strategy = "goodput"
-    """Strategy that picks the depth."""
+    """Strategy that picks the depth, or MODULE:CLASS of a policy."""
     speculative_per_sequence: bool = True
     """Let goodput choose which drafts of the batch are verified."""
     speculative_num_steps: int = Field(3, ge=0, le=MAX_STEPS)

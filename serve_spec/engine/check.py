@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from serve_spec.adaptive import PolicySettings
 from serve_spec.config import ServeSpecConfig
 from serve_spec.engine.build import check_fit
 from serve_spec.engine.tokenizer import Tokenizer
@@ -12,6 +13,7 @@ from serve_spec.models.loader import read_spec
 
 def check_checkpoints(config: ServeSpecConfig) -> None:
     """Raise what loading would: CheckpointError, ConfigError or ValueError. Reads no weights."""
+    _ = PolicySettings.of(config.speculative).shapes  # imports a policy of another package
     folder = config.model.folder
     spec = read_spec(folder, config.model.tensor_parallel_size)
     check_fit(config, Tokenizer(config.model.tokenizer_folder))

@@ -189,7 +189,7 @@ class SpecEngine:
         table = self.costs.advance()
         if table is not None:
             self.controller.use_costs(table)
-            logger.info("costs: strategy goodput decides from now on")
+            logger.info("costs: strategy %s uses them", self.controller.settings.strategy)
 
     def new_sequence(
         self, request_id: str, prompt: Prompt, params: SamplingParams, emitted: Collection[int] = ()

@@ -169,7 +169,13 @@ def test_a_live_update_knows_what_it_was_told_and_nothing_else():
         ({"min_dwell_rounds": -1}, "min_dwell_rounds=-1"),
         ({"speculative_num_steps": 1000}, "speculative_num_steps=1000: "),
         ({"speculative_num_draft_tokens": 1000}, "speculative_num_draft_tokens=1000: "),
-        ({"speculative_adaptive_strategy": "best"}, "speculative_adaptive_strategy='best'"),
+        *(
+            (
+                {"speculative_adaptive_strategy": name},
+                f"speculative_adaptive_strategy='{name}': use",
+            )
+            for name in ("best", "a:", ":B", "a b:C", "a.:B", "a:B:C")
+        ),
         ({"speculative_adaptive_config": {"1": {}}}, "1.candidate_steps: missing"),
         (["ema"], "not a mapping"),
     ],

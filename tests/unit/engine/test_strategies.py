@@ -9,8 +9,10 @@ from itertools import count
 
 import pytest
 
-from serve_spec.adaptive import AdaptiveController
+from serve_spec.adaptive import AdaptiveController, StepPolicy
+from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.request import SamplingParams
+from serve_spec.core.round import RoundSteps
 from serve_spec.engine import build
 from tests.helpers.engines import policy_with_small_trees, recorded_plans, texts
 from tests.helpers.simulated_costs import GPU_8B, recorded_table
@@ -112,3 +114,42 @@ def test_a_policy_by_request_keeps_none_that_ended(make_llm):
     llm.generate(PROMPTS[:3], PARAMS)
     controller = llm.engine.controller
     assert not controller._policy._speculators
+
+
+class Alternating(StepPolicy):
+    """A policy of this file: plain rounds and chains by turns, a request less deep each time."""
+
+    def __init__(self, context):
+        self.shapes = (PLAIN, DraftShape.chain(context.max_steps))
+        self.num_rounds = self.num_accepted = 0
+        self.known = set()
+
+    def choose(self, batch):
+        self.num_rounds += 1
+        self.known |= {*batch.request_ids}
+        shape = self.shapes[self.num_rounds % 2]
+        return RoundSteps(shape, [max(0, shape.depth - i) for i in range(batch.size)])
+
+    def observe(self, record):
+        self.num_accepted += sum(record.correct_per_req)
+
+    def forget(self, request_id):
+        self.known.discard(request_id)
+
+    def snapshot(self):
+        return {"num_accepted": self.num_accepted}
+
+
+def test_a_policy_of_another_package_decides_and_changes_no_text(make_llm, plain):
+    name = f"{__name__}:{Alternating.__name__}"
+    llm = make_llm("EAGLE3", 3, **{**ADAPTS, "speculative_adaptive_strategy": name})
+    outputs = llm.generate(PROMPTS[:3], PARAMS)
+    assert texts(outputs) == plain
+    shown = json.loads(json.dumps(llm.engine.snapshot()))
+    assert (shown["strategy"], shown["fallback"]) == (name, None)
+    assert shown["num_accepted"] > 0
+    assert set(shown["rounds_by_num_steps"]) == {"0", "7"}
+    assert not llm.engine.controller._policy.known
+    llm.engine.reconfigure({"speculative_adaptive_strategy": "static", "speculative_num_steps": 0})
+    llm.engine.reconfigure({"speculative_adaptive_strategy": name})
+    assert texts(llm.generate(PROMPTS[:3], PARAMS)) == plain
