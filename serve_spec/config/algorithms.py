@@ -33,5 +33,5 @@ ALGORITHMS = {
     "MTP": Algorithm("serve_spec.models.eagle:load_mtp"),
     "MEDUSA": Algorithm("serve_spec.models.medusa:load_medusa"),
     "STANDALONE": Algorithm("serve_spec.models.standalone:load_standalone"),
-    "NGRAM": Algorithm("serve_spec.worker.ngram:build_ngram", is_ngram=True),
+    "NGRAM": Algorithm("serve_spec.worker.drafters.ngram:build_ngram", is_ngram=True),
 }

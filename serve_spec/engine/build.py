@@ -44,7 +44,7 @@ from serve_spec.parallel.worker_ranks import Launcher, WorkerRanks, launch
 from serve_spec.scheduler.scheduler import Scheduler
 from serve_spec.structured.compiler import GrammarCompiler
 from serve_spec.structured.masks import Grammars
-from serve_spec.worker.eagle import DraftModel
+from serve_spec.worker.drafters.base import DraftMemory, create_drafter
 from serve_spec.worker.forward import TargetRunner
 from serve_spec.worker.graphs import GraphRecorder, batch_sizes, token_counts
 from serve_spec.worker.request_slots import RequestSlots
@@ -251,7 +251,8 @@ def build_worker(config: ServeSpecConfig, loaded: LoadedModels, create: Callable
         num_slots = (num_pages + 1) * page_size
         features = FeaturePool(num_slots, head.feature_dim, target.dtype, device)
         pool = PagedKVPool(head.shape.caches, num_pages, page_size, head.dtype, device)
-        drafter = DraftModel(head, pool, features)
+        max_requests = config.scheduler.max_num_seqs
+        drafter = create_drafter(head, DraftMemory(pool, features, max_requests))
     runner = TargetRunner(
         target,
         PagedKVPool(target.spec.caches, num_pages, page_size, target.dtype, device),

@@ -46,6 +46,8 @@ class DraftHead(Layer):
     (0 without). hidden_size: width of the recurrent hidden state, H. dtype: of it and of the pool.
     """
 
+    drafter = "autoregressive"
+    """How it drafts: see `worker.drafters.base.DRAFTERS`."""
     shift = 0
     """The position of entry j minus j: 0, or 1 for whole models."""
     target_ids: Tensor | None = None

@@ -79,6 +79,7 @@ class ResidualBlocks(Layer):
 class Medusa(DraftHead):
     """All Medusa heads. Uninitialised: `load_medusa` fills it."""
 
+    drafter = "heads"
     read_elsewhere = (TOKEN_MAP,)
 
     def __init__(

@@ -15,14 +15,10 @@ from tqdm import tqdm
 
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.log import get_logger
-from serve_spec.ops import admission
-from serve_spec.parallel.group import TensorParallel
 from serve_spec.worker import graphs
-from serve_spec.worker.eagle import DraftModel
-from serve_spec.worker.forward import TargetRunner, VerifiedTokens, run_target
+from serve_spec.worker.forward import QueryShape
 from serve_spec.worker.graphs import GraphRecorder, Run, Stage, StageRunner, StepSize
-from serve_spec.worker.step_buffers import StepBuffers
-from serve_spec.worker.verify import Verifier
+from serve_spec.worker.stages import SpecRuntimeState, StageBodies, StageTable
 
 logger = get_logger(__name__)
 
@@ -35,20 +31,6 @@ WIDE_EXTEND = 16
 tokens; more than one step of any usual depth leaves."""
 
 _TIMING_NOISE = 1.005
-
-
-@dataclass(frozen=True)
-class SpecRuntimeState:
-    """The captured stages of one draft shape, so that switching shapes is one look-up.
-
-    `extend` makes up to depth + 1 draft KV entries per request, `draft` drafts, `verify` runs the
-    target and the verification. Without a draft model there is only `verify`.
-    """
-
-    shape: DraftShape
-    extend: StageRunner | None
-    draft: StageRunner | None
-    verify: StageRunner
 
 
 @dataclass(frozen=True)
@@ -71,66 +53,6 @@ class CaptureReport:
         )
 
 
-@dataclass(frozen=True)
-class Stages:
-    """What the stages of a step run on its buffers, captured or not."""
-
-    target: TargetRunner
-    drafter: DraftModel | None
-    buffers: StepBuffers
-    verifier: Verifier
-    parallel: TensorParallel
-
-    def extend(self, length: int, size: StepSize) -> None:
-        """Make up to `length` draft KV entries of each request."""
-        assert self.drafter is not None, "draft extend needs a draft model"
-        self.drafter.extend(self.buffers, size.requests, length)
-
-    def draft(self, shape: DraftShape, size: StepSize) -> None:
-        """Draft with the model, for every request."""
-        assert self.drafter is not None, "drafting needs a draft model"
-        self.drafter.draft(self.buffers, size.requests, shape)
-        # Ranks with different drafts would verify a mixture of them.
-        self.parallel.broadcast(self.buffers.drafts)
-        if not shape.is_chain and self.buffers.parents is not None:
-            self.parallel.broadcast(self.buffers.parents)
-
-    def admit(self, width: int, size: StepSize, *, has_trees: bool) -> None:
-        """Admit the likeliest of the first `width` drafts; write `query_lens`, and trees."""
-        buffers, reqs = self.buffers, slice(size.requests)
-        drafts = parents = None
-        if has_trees:
-            assert buffers.parents is not None, "buffers without parents hold chains"
-            drafts, parents = buffers.drafts[reqs], buffers.parents[reqs]
-        query_lens = buffers.query_lens[reqs]
-        admitted = admission.admit_drafts(
-            buffers.draft_logprobs[reqs, :width],
-            query_lens,
-            buffers.depths[reqs],
-            buffers.kinds[reqs],
-            buffers.calibration,
-            buffers.budget,
-            drafts=drafts,
-            parents=parents,
-        )
-        moved = [(query_lens, admitted.query_lens)]
-        if drafts is not None and parents is not None:
-            assert admitted.drafts is not None
-            assert admitted.parents is not None
-            moved += [(drafts, admitted.drafts), (parents, admitted.parents)]
-        for before, after in moved:
-            # The same drafts on every rank, also if their log probabilities differ in a bit.
-            before.copy_(self.parallel.broadcast(after))
-
-    def verify(self, max_query_len: int, size: StepSize, *, has_trees: bool) -> VerifiedTokens:
-        """Run target and verification. Return the target's output."""
-        tokens = run_target(self.target, self.buffers, size, max_query_len, has_trees=has_trees)
-        accepted = self.verifier(tokens, self.buffers, has_drafts=max_query_len > 1)
-        if has_trees:
-            self.target.keep(tokens.layout, accepted)
-        return tokens
-
-
 @dataclass(eq=False, repr=False)
 class CapturedShapes:
     """All draft shapes of a worker. The largest is captured first; the others fit into its memory.
@@ -141,108 +63,75 @@ class CapturedShapes:
     max_captured: largest batch whose stages are captured; they run as they are in larger ones.
     """
 
-    stages: Stages
+    bodies: StageBodies
     recorder: GraphRecorder | None
     max_tokens: int
     largest_batch: Callable[[DraftShape], int | None]
     max_captured: int | None = None
 
     def __post_init__(self) -> None:
-        self.states: dict[DraftShape, SpecRuntimeState] = {}
         self.report: list[CaptureReport] = []
-        self._buffers, self._device = self.stages.buffers, self.stages.target.pool.device
+        self._buffers, self._device = self.bodies.buffers, self.bodies.target.pool.device
         most = self._buffers.max_requests
         self._max_captured = min(most, self.max_captured or most)
+        drafter = self.bodies.drafter
+        self._keeps_kv = drafter is not None and drafter.keeps_kv
+        self._states: dict[DraftShape, SpecRuntimeState] = {}
         self._extends: dict[int, StageRunner] = {}
-        self._verify_runs: dict[tuple[StepSize, int, bool], tuple[Run, float]] = {}
+        self._drafts: dict[DraftShape, StageRunner] = {}
+        self._verify_runs: dict[tuple[StepSize, QueryShape], tuple[Run, float]] = {}
 
     def build(self, shapes: Iterable[DraftShape]) -> None:
-        """Capture every shape, and the plain one, then the stages with prefill chunks.
+        """Capture every shape, and the plain one, then the stages with prefill chunks: `table`.
 
         Raises MemoryError: one does not fit; the message says what each takes.
         """
         wanted = {PLAIN, *shapes}
         self._deepest = max(shape.depth for shape in wanted if shape.is_chain)
-        has_trees = any(not shape.is_chain for shape in wanted)
+        queries = [QueryShape(self._deepest + 1)]
+        if not all(shape.is_chain for shape in wanted):
+            queries = [QueryShape(self._buffers.max_drafts + 1, is_tree=True), *queries]
         ordered = sorted(wanted, key=lambda s: (self._most_tokens(s), s), reverse=True)
         captures = self.recorder is not None
         with torch.inference_mode():
             for shape in tqdm(ordered, "draft shapes", leave=False, disable=not captures):
                 with self._reported(shape):
-                    self.states[shape] = self._state(shape)
+                    self._states[shape] = self._state(shape)
             with self._reported(None):
-                mixed = self._mixed_sizes()
-                self._mixed: dict[bool, StageRunner] = {}
-                for trees in (True, False) if has_trees else (False,):
-                    width = self._most_drafts(has_trees=trees) + 1
-                    self._mixed[trees] = self._verify_stage(mixed, width, has_trees=trees)
-                self.extend_chunks: StageRunner | None = None
-                if (drafter := self.stages.drafter) is not None:
-                    extend = partial(drafter.extend_chunks, self._buffers)
-                    self.extend_chunks = self._captured(extend, mixed)
-                self._admits = {trees: self._admit_stage(has_trees=trees) for trees in self._mixed}
+                sizes = self._mixed_sizes()
+                mixed = {query.is_tree: self._verify_stage(sizes, query) for query in queries}
+                extend_chunks = None
+                if self._keeps_kv:
+                    extend_chunks = self._captured(self.bodies.extend_chunks, sizes)
+                admits = {query.is_tree: self._admit_stage(query) for query in queries}
         if captures:
             logger.info("captured: %s", "; ".join(map(str, self.report)))
-
-    @property
-    def max_extend(self) -> int:
-        """Draft KV entries that the widest draft extend makes; 0 without a draft model."""
-        return max(self._extends, default=0)
-
-    def state_for(self, shape: DraftShape, num_requests: int) -> SpecRuntimeState:
-        """Return the smallest state that drafts `shape` for so many requests."""
-        if not shape.is_chain:
-            return self.states[shape]
-        chains = [s for s in self.states if s.is_chain]
-        fits = (s for s in chains if s.depth >= shape.depth and self._largest(s) >= num_requests)
-        return self.states[min(fits, default=max(chains))]
-
-    def mixed(self, shape: DraftShape) -> StageRunner:
-        """Return the verification of a mixed prefill-decode batch."""
-        return self._mixed[not shape.is_chain]
-
-    def admit_for(self, shape: DraftShape) -> StageRunner:
-        """Return the stage that admits drafts within a budget."""
-        return self._admits[not shape.is_chain]
-
-    def extend_for(self, num_missing: int, num_requests: int) -> StageRunner:
-        """Return the smallest draft extend that makes so many entries for so many requests."""
-        if self.recorder is None:
-            return self._extend_stage(max(num_missing, 1), ())
-        most = min(num_requests, self._max_captured)
-        fits = [
-            length
-            for length, stage in self._extends.items()
-            if length >= num_missing and stage.sizes[-1].requests >= most
-        ]
-        return self._extends[min(fits)]
-
-    def draft_for(self, shape: DraftShape, num_requests: int) -> StageRunner:
-        """Return the shallowest stage that drafts `shape` for so many requests."""
-        if self.recorder is None:
-            return StageRunner(partial(self.stages.draft, shape))
-        draft = self.state_for(shape, num_requests).draft
-        assert draft is not None, "a draft model has draft stages"
-        return draft
-
-    def run_target(self, shape: DraftShape, size: StepSize) -> VerifiedTokens:
-        """Run the target and the verification without a captured graph, to read hidden states."""
-        return self.stages.verify(shape.size + 1, size, has_trees=not shape.is_chain)
+        self.table = StageTable(
+            self.bodies,
+            self._states,
+            self._extends,
+            extend_chunks,
+            mixed,
+            admits,
+            self._largest,
+            self._max_captured if captures else None,
+        )
 
     def _state(self, shape: DraftShape) -> SpecRuntimeState:
         most = self._most_requests(shape)
         requests = [StepSize(n, n) for n in graphs.batch_sizes(most)]
         extend = draft = None
-        if shape.depth and self.stages.drafter is not None:
-            extend = self._extends_after(shape, requests)
-            draft = self._captured(partial(self.stages.draft, shape), requests)
+        if shape.depth and self.bodies.drafter is not None:
+            if self._keeps_kv:
+                extend = self._extends_after(shape, requests)
+            draft = self._draft_stage(shape)
         counts = (
             graphs.token_counts(self._most_tokens(shape))
             if shape.depth
             else graphs.batch_sizes(most)
         )
         sizes = [StepSize(n, min(n, self._buffers.max_requests)) for n in counts]
-        verify = self._verify_stage(sizes, shape.size + 1, has_trees=not shape.is_chain)
+        verify = self._verify_stage(sizes, QueryShape.of(shape))
         return SpecRuntimeState(shape, extend, draft, verify)
 
     def _largest(self, shape: DraftShape) -> int:
@@ -256,6 +145,16 @@ class CapturedShapes:
 
     def _most_tokens(self, shape: DraftShape) -> int:
         return min(self._most_requests(shape) * (shape.size + 1), self.max_tokens)
+
+    def _draft_stage(self, shape: DraftShape) -> StageRunner:
+        """Capture the drafting of a shape; of the deepest chain, if all depths cost the same."""
+        drafter = self.bodies.drafter
+        if drafter is not None and drafter.has_constant_cost:
+            shape = DraftShape.chain(self._deepest)
+        if shape not in self._drafts:
+            requests = [StepSize(n, n) for n in graphs.batch_sizes(self._most_requests(shape))]
+            self._drafts[shape] = self._captured(partial(self.bodies.draft, shape), requests)
+        return self._drafts[shape]
 
     def _extends_after(self, shape: DraftShape, sizes: Sequence[StepSize]) -> StageRunner:
         """Capture draft extend after steps of a shape, and first of all the widest one."""
@@ -273,7 +172,7 @@ class CapturedShapes:
         return self._extends[length]
 
     def _extend_stage(self, length: int, sizes: Iterable[StepSize]) -> StageRunner:
-        return self._captured(partial(self.stages.extend, length), sizes)
+        return self._captured(partial(self.bodies.extend, length), sizes)
 
     def _captured(self, stage: Stage, sizes: Iterable[StepSize]) -> StageRunner:
         if self.recorder is None:
@@ -283,38 +182,32 @@ class CapturedShapes:
             stage, {size: capture(partial(stage, size)) for size in sorted(sizes, reverse=True)}
         )
 
-    def _verify_stage(
-        self, sizes: Iterable[StepSize], max_query_len: int, *, has_trees: bool
-    ) -> StageRunner:
-        """Capture a verification. Shapes of similar width share it: only attention's tiles differ.
+    def _verify_stage(self, sizes: Iterable[StepSize], query: QueryShape) -> StageRunner:
+        """Capture a verification. Queries of similar width share it: only attention's tiles differ.
 
         A size that takes longer than a larger one, by more than `_TIMING_NOISE`, is left out: some
         matrix products are slower at smaller sizes.
         """
-        width = 1 << (max_query_len - 1).bit_length()
+        query = query._replace(width=1 << (query.width - 1).bit_length())
 
         def verify(size: StepSize) -> Tensor:
-            return self.stages.verify(width, size, has_trees=has_trees).logits
+            return self.bodies.verify(query, size).logits
 
         if self.recorder is None:
             return StageRunner(verify)
         kept: dict[StepSize, Run] = {}
         fastest = math.inf
         for size in sorted(sizes, reverse=True):
-            key = size, width, has_trees
+            key = size, query
             if key not in self._verify_runs:
                 run = self.recorder.capture(partial(verify, size))
                 # The time on rank 0, so that all ranks pad alike.
                 found = torch.tensor([self.recorder.milliseconds(run)], device=self._device)
-                self._verify_runs[key] = run, float(self.stages.parallel.broadcast(found))
+                self._verify_runs[key] = run, float(self.bodies.parallel.broadcast(found))
             run, milliseconds = self._verify_runs[key]
             if milliseconds <= fastest * _TIMING_NOISE:
                 kept[size], fastest = run, min(fastest, milliseconds)
         return StageRunner(verify, kept)
-
-    def _most_drafts(self, *, has_trees: bool) -> int:
-        """Return the most drafts of a request in a step with trees, or with chains only."""
-        return self._buffers.max_drafts if has_trees else self._deepest
 
     def _mixed_sizes(self) -> list[StepSize]:
         chunks = self._buffers.chunks
@@ -324,12 +217,11 @@ class CapturedShapes:
             for n in graphs.mixed_token_counts(most)
         ]
 
-    def _admit_stage(self, *, has_trees: bool) -> StageRunner:
-        most_drafts = self._most_drafts(has_trees=has_trees)
-        stage = partial(self.stages.admit, most_drafts, has_trees=has_trees)
+    def _admit_stage(self, query: QueryShape) -> StageRunner:
+        stage = partial(self.bodies.admit, query)
         if not self._deepest:  # without drafts there is nothing to admit
             return StageRunner(stage)
-        shapes = [s for s in self.states if s.depth and s.is_chain != has_trees]
+        shapes = [s for s in self._states if s.depth and s.is_chain != query.is_tree]
         most = max(map(self._most_requests, shapes))
         return self._captured(stage, [StepSize(n, n) for n in graphs.batch_sizes(most)])
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from serve_spec.core.context import ForwardContext, Rotation, TokenIndex
-from serve_spec.core.draft import MAX_TREE_TOKENS
+from serve_spec.core.draft import MAX_TREE_TOKENS, DraftShape
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
 from serve_spec.models.interfaces import FeatureCapture, Target
 from serve_spec.ops import acceptance, elementwise, paged_attention
@@ -72,6 +72,18 @@ class TargetRunner:
         )
 
 
+class QueryShape(NamedTuple):
+    """The tokens of each request that draws: at most `width`; `is_tree`: its drafts form a tree."""
+
+    width: int
+    is_tree: bool = False
+
+    @staticmethod
+    def of(shape: DraftShape) -> QueryShape:
+        """Return the query of a root and its drafts."""
+        return QueryShape(shape.size + 1, not shape.is_chain)
+
+
 @dataclass(frozen=True)
 class VerifiedTokens:
     """Output of a target forward: T tokens of the requests that draw.
@@ -91,37 +103,32 @@ class VerifiedTokens:
 
 
 def run_target(
-    target: TargetRunner,
-    buffers: StepBuffers,
-    size: StepSize,
-    max_query_len: int,
-    *,
-    has_trees: bool = False,
+    target: TargetRunner, buffers: StepBuffers, size: StepSize, query: QueryShape
 ) -> VerifiedTokens:
     """Run the target over the roots and drafts of a step, and over its prefill chunks.
 
-    size: with padding, if any. max_query_len: most tokens of each request that draws. Chunks come
-    last; their logits are not computed. (The last token of a prompt is a root: it draws.)
+    size: with padding, if any. query: of the requests that draw. Chunks come last; their logits are
+    not computed. (The last token of a prompt is a root: it draws.)
     """
     num_requests = size.requests
     layout = _lay_out_step(target.pool, buffers, size)
-    groups: tuple[tuple[int, int], ...] = ((num_requests, max_query_len),)
+    groups: tuple[tuple[int, int], ...] = ((num_requests, query.width),)
     # Only the first tokens can draw.
-    num_drawn = min(size.tokens, num_requests * max_query_len)
+    num_drawn = min(size.tokens, num_requests * query.width)
     drawn = layout.first(num_drawn, num_requests)
     token_ids = token_layout.read_tokens(
         buffers.slots.recent, layout, drafts=buffers.drafts if buffers.max_drafts else None
     )
     if size.chunks:
         # Chunks are chains, also in a step with trees: a group with more tokens than a tree is one.
-        groups += ((size.chunks, max(size.tokens, MAX_TREE_TOKENS + has_trees)),)
+        groups += ((size.chunks, max(size.tokens, MAX_TREE_TOKENS + query.is_tree)),)
         draws = drawn.owners < num_requests
         drawn = drawn._replace(request_slots=drawn.request_slots.where(draws, -1))
         index = torch.arange(size.tokens, device=token_ids.device)
         given = buffers.chunks.tokens_of(index - layout.query_starts[num_requests])
         token_ids = torch.where(layout.owners < num_requests, token_ids, given)
     positions, tree = layout.positions, None
-    if has_trees:
+    if query.is_tree:
         tree = _tree_layout(buffers, drawn)
         drawn = drawn._replace(positions=tree.positions)
         positions = torch.cat([tree.positions, positions[num_drawn:]])

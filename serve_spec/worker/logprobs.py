@@ -19,7 +19,7 @@ Logprobs: TypeAlias = Mapping[str, tuple[TokenLogprob, ...]]
 
 
 def emitted_logprobs(
-    reqs: Sequence[ScheduledRequest], logits: Tensor, buffers: StepBuffers, *, has_trees: bool
+    reqs: Sequence[ScheduledRequest], logits: Tensor, buffers: StepBuffers, paths: Tensor | None
 ) -> Callable[[Sequence[Sequence[int]]], Logprobs]:
     """Start scoring the tokens that a step in flight may emit.
 
@@ -27,6 +27,7 @@ def emitted_logprobs(
     be called after the step's results. Every token of a chain is scored as if its draft were
     accepted; of a tree, as many as its path may have. Call this after the verification, before any
     other stage runs. reqs: the drawing requests. logits: float32 [T, V] of their tokens.
+    paths: `StepBuffers.paths` of trees; None for chains.
     """
     asking = [
         (number, req, req.params.logprobs)
@@ -38,7 +39,6 @@ def emitted_logprobs(
     # How many drafts were verified, the device may know alone.
     lens = buffers.query_lens
     first = (lens.cumsum(0) - lens)[number]
-    paths = buffers.paths if has_trees else None
     at = first + (column if paths is None else paths[number, column])
     at = at.clamp(max=len(logits) - 1)
     vocab_size = logits.shape[1]

@@ -14,7 +14,6 @@ from torch import Tensor
 from serve_spec.core.draft import NgramDrafts
 from serve_spec.core.round import AS_DRAWN, Calibration
 from serve_spec.log import get_logger
-from serve_spec.models.draft import DraftHead
 from serve_spec.ops.dispatch import to_device
 from serve_spec.ops.rejection import DraftLogits
 from serve_spec.structured.masks import RoundMasks
@@ -56,6 +55,16 @@ class GrammarMasks:
             self._is_clear = True
 
 
+class DraftVocabulary(NamedTuple):
+    """The ids that drafts are drawn from: their number, Vd, and the target's id of each.
+
+    target_ids: int64 [Vd]; None if both are the same.
+    """
+
+    size: int
+    target_ids: Tensor | None
+
+
 class ReadBack(NamedTuple):
     """A copy of `StepBuffers.read_back` on the host, and its columns."""
 
@@ -70,8 +79,8 @@ class StepBuffers:
 
     `request_slots` int32 [B]: each request's slot, the padding slot past the last. `depths` int32
     [B]: levels of its drafts. `query_lens` int32 [B]: tokens the target verifies, its drafts and
-    the root, and 0 past the last. `kinds` int32 [B]: see `Calibration`. `hidden` [B, H]: hidden
-    state after draft extend. `drafts` int64 [B, N]: -1 where the draft gave no token.
+    the root, and 0 past the last. `kinds` int32 [B]: see `Calibration`.
+    `drafts` int64 [B, N]: -1 where the draft gave no token.
     `draft_logprobs` float32 [B, N]: log probability of each draft when it was drawn; see
     `ops.draw.draw_children`, `sample_drafts`, `NgramDrafts.probability`.
     `results` int32 [B, K + 3]: accepted drafts, flags, then the tokens; see `ops.acceptance`.
@@ -88,18 +97,18 @@ class StepBuffers:
         self,
         slots: RequestSlots,
         max_depth: int,
-        head: DraftHead | None,
         max_chunk_tokens: int,
         max_tree_drafts: int = 0,
         *,
         max_draws: int,
-        samples_drafts: bool = False,
+        sampled_from: DraftVocabulary | None = None,
         draft_sharpness: float = 1.0,
     ) -> None:
         """Make empty buffers for as many requests as there are slots.
 
         max_tree_drafts: drafts of the largest tree; 0 if only chains are drafted.
         max_draws: most roots and drafts of a step.
+        sampled_from: of drafts that are sampled from distributions of their own, if they are.
         Raises MemoryError: the distributions of sampled drafts do not fit.
         """
         device, max_requests = slots.lengths.device, slots.padding
@@ -117,9 +126,6 @@ class StepBuffers:
         self.depths = zeros(max_requests)
         self.query_lens: Tensor = query_lens
         self.kinds = zeros(max_requests)
-        self.hidden: Tensor | None = None
-        if head is not None:
-            self.hidden = zeros(max_requests, head.hidden_size, dtype=head.dtype)
         self.drafts = zeros(max_requests, most, dtype=torch.int64)
         self.draft_logprobs: Tensor = logprobs.view(torch.float32).view(max_requests, most)
         self.results: Tensor = results.view(max_requests, max_depth + 3)
@@ -131,8 +137,8 @@ class StepBuffers:
         self.parents = zeros(max_requests, most) if max_tree_drafts else None
         self.paths = zeros(max_requests, max_depth + 1) if max_tree_drafts else None
         self.draft_logits: DraftLogits | None = None
-        if samples_drafts and head is not None and max_depth:
-            self.draft_logits = _draft_logits(slots, max_depth, head)
+        if sampled_from is not None and max_depth:
+            self.draft_logits = _draft_logits(slots, max_depth, sampled_from)
 
     def write_requests(
         self, slots: Sequence[int], depths: Sequence[int], num_drafts: Sequence[int]
@@ -181,13 +187,12 @@ class StepBuffers:
 
 
 @torch.inference_mode()
-def _draft_logits(slots: RequestSlots, max_depth: int, head: DraftHead) -> DraftLogits:
+def _draft_logits(slots: RequestSlots, max_depth: int, drafts: DraftVocabulary) -> DraftLogits:
     device, vocab_size = slots.lengths.device, slots.vocab_size
-    hidden = torch.zeros(1, head.hidden_size, dtype=head.dtype, device=device)
-    shape = (slots.padding, max_depth, head.logits(hidden).shape[1])
+    shape = (slots.padding, max_depth, drafts.size)
     mebibytes = 4 * math.prod(shape) / 2**20
     try:
-        logits = DraftLogits.create(shape, head.target_ids, vocab_size, device)
+        logits = DraftLogits.create(shape, drafts.target_ids, vocab_size, device)
     except torch.OutOfMemoryError as error:
         raise MemoryError(
             f"num_steps={max_depth}, max_num_seqs={slots.padding}: the device has no memory left "

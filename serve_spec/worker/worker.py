@@ -15,12 +15,13 @@ from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch, Sche
 from serve_spec.core.round import Calibration
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.structured.masks import Grammars
-from serve_spec.worker.capture import CapturedShapes, SpecRuntimeState, Stages
-from serve_spec.worker.eagle import DraftModel
+from serve_spec.worker.capture import CapturedShapes
+from serve_spec.worker.drafters.base import Drafter
 from serve_spec.worker.forward import TargetRunner, VerifiedTokens
-from serve_spec.worker.graphs import GraphRecorder, StepSize
+from serve_spec.worker.graphs import GraphRecorder, StageRunner, StepSize
 from serve_spec.worker.logprobs import Logprobs, emitted_logprobs, prompt_logprobs
 from serve_spec.worker.request_slots import RequestSlots, RequestStates
+from serve_spec.worker.stages import SpecRuntimeState, StageBodies, StageTable, StepStages
 from serve_spec.worker.step_buffers import Chunk, ReadBack, StepBuffers, grouped
 from serve_spec.worker.verify import Acceptance, Verifier, read_results
 
@@ -104,7 +105,7 @@ class SpecWorker:
     """
 
     target: TargetRunner
-    drafter: DraftModel | None
+    drafter: Drafter | None
     slots: RequestSlots
     recorder: GraphRecorder | None
     grammars: Grammars
@@ -127,12 +128,17 @@ class SpecWorker:
     @property
     def draft_dtype(self) -> torch.dtype | None:
         """Compute dtype of the draft; None without one."""
-        return None if self.drafter is None else self.drafter.head.dtype
+        return None if self.drafter is None else self.drafter.dtype
+
+    @property
+    def stages(self) -> StageTable:
+        """The stages, and which of them a plan runs."""
+        return self.captured.table
 
     @property
     def states(self) -> Mapping[DraftShape, SpecRuntimeState]:
         """Captured states by draft shape."""
-        return self.captured.states
+        return self.stages.states
 
     @property
     def max_missing(self) -> int:
@@ -140,7 +146,7 @@ class SpecWorker:
 
         Entries whose tokens are in the plan do not count.
         """
-        return self.captured.max_extend
+        return self.stages.max_extend
 
     def init_states(self, shapes: Iterable[DraftShape]) -> None:
         """Capture every shape the policy may choose, and the plain one, before the first step."""
@@ -153,14 +159,16 @@ class SpecWorker:
             most = None if shape.is_chain else settings.largest_batch(shape)
             return min(most or max_requests, max_requests) * shape.size
 
+        sampled_from = None
+        if self.drafter is not None and settings.samples_drafts:
+            sampled_from = self.drafter.vocabulary()
         self.buffers = StepBuffers(
             self.slots,
             max((shape.depth for shape in shapes), default=0),
-            None if self.drafter is None else self.drafter.head,
             settings.max_tokens + 1,  # a prompt may exceed the budget by a token
             max((shape.size for shape in shapes if not shape.is_chain), default=0),
             max_draws=max_requests + max(map(drafts, shapes), default=0),
-            samples_drafts=settings.samples_drafts,
+            sampled_from=sampled_from,
             draft_sharpness=settings.draft_sharpness,
         )
         pinned = self.device.type == "cuda"
@@ -178,7 +186,7 @@ class SpecWorker:
             self.parallel,
         )
         self.captured = CapturedShapes(
-            Stages(self.target, self.drafter, self.buffers, verifier, self.parallel),
+            StageBodies(self.target, self.drafter, self.buffers, verifier, self.parallel),
             self.recorder,
             max_tokens=settings.max_tokens,
             largest_batch=settings.largest_batch,
@@ -194,16 +202,16 @@ class SpecWorker:
         self._requests.sync(plan.requests)
         # A prompt that is not complete has no root for the next step: send its state again then.
         self._requests.forget(req for req in prompts if not req.samples)
-        state = self.captured.state_for(_cut_depth(plan, reqs), len(reqs))
+        stages = self.stages.of(plan)
         # The host's work so far is idle time of the device, not time of the step.
         timer = StageTimer(self.device)
         timer.mark("start")
-        if state.shape.depth:
+        if stages.shape.depth:
             self._write_requests(reqs)
-            self._draft(reqs, plan)
+            self._draft(reqs, stages)
         timer.mark("drafted")
         plan, late = self._mask(plan)
-        step = self._verify(plan, state, timer, late)
+        step = self._verify(plan, stages, timer, late)
         timer.mark("verified")
         self._newest_timer = timer
         return step
@@ -217,10 +225,15 @@ class SpecWorker:
         self._requests.forget_all()
         self._newest_timer = None
 
-    def _draft(self, reqs: Sequence[ScheduledRequest], plan: ScheduledBatch) -> None:
-        """Run the draft model if any request needs it, and write n-gram drafts."""
-        if self.drafter is not None and any(req.model_steps for req in reqs):
-            self._draft_with_model(reqs, plan)
+    def _draft(self, reqs: Sequence[ScheduledRequest], stages: StepStages) -> None:
+        """Extend and draft with the model for every request, and write n-gram drafts."""
+        size = StepSize(len(reqs), len(reqs))
+        if stages.extend_chunks is not None:
+            self._extend_chunks(stages.behind, stages.extend_chunks)
+        if stages.extend is not None:
+            stages.extend.run(size)
+        if stages.draft is not None:
+            stages.draft.run(size)
         from_ngrams = {
             b: NgramDrafts(req.draft_ids, req.draft_parents, req.draft_match)
             for b, req in enumerate(reqs)
@@ -229,31 +242,16 @@ class SpecWorker:
         if from_ngrams:
             self.buffers.write_drafts(from_ngrams)
 
-    def _draft_with_model(self, reqs: Sequence[ScheduledRequest], plan: ScheduledBatch) -> None:
-        """Extend, then draft for every request, as deep as the deepest of them."""
-        most = self.captured.max_extend
-        num_missing = plan.max_missing
-        long = [req for req in reqs if req.model_steps and req.num_missing > most]
-        if long:
-            self._extend_known(long)
-            num_missing = max(_missing_after(req, most) for req in reqs if req.extends)
-        size = StepSize(len(reqs), len(reqs))
-        self.captured.extend_for(num_missing, len(reqs)).run(size)
-        shape = _cut_depth(plan, [req for req in reqs if req.model_steps])
-        self.captured.draft_for(shape, len(reqs)).run(size)
-
-    def _extend_known(self, reqs: Sequence[ScheduledRequest]) -> None:
+    def _extend_chunks(self, reqs: Sequence[ScheduledRequest], stage: StageRunner) -> None:
         """Make the draft KV entries of prompts and after long pauses from tokens the host knows.
 
         One entry is left: draft extend makes it from the tokens in the request slots.
         """
-        extend_chunks = self.captured.extend_chunks
-        assert extend_chunks is not None, "draft extend needs a draft model"
         chunks = (Chunk(req.request_slot, req.draft_start, req.extend_ids[:-1]) for req in reqs)
         buffer = self.buffers.chunks
         for group in grouped(chunks, buffer.max_tokens, buffer.max_chunks):
             count = buffer.write(group)
-            extend_chunks.run(StepSize(sum(len(c.token_ids) for c in group), 0, count))
+            stage.run(StepSize(sum(len(c.token_ids) for c in group), 0, count))
         self._requests.set_draft_lengths([req._replace(draft_start=req.start - 1) for req in reqs])
 
     def _mask(self, plan: ScheduledBatch) -> tuple[ScheduledBatch, tuple[int, ...]]:
@@ -265,27 +263,27 @@ class SpecWorker:
             self.buffers.masks.clear()
             return plan, ()
         reqs = plan.sampling_requests
-        has_trees = not plan.shape.is_chain
+        is_tree = not plan.shape.is_chain
         if any(req.model_steps for req in reqs):
             token_ids = self.buffers.drafts[: len(reqs)].tolist()
             parents = None
-            if has_trees and self.buffers.parents is not None:
+            if is_tree and self.buffers.parents is not None:
                 parents = self.buffers.parents[: len(reqs)].tolist()
         else:
             token_ids = [req.draft_ids for req in reqs]
-            parents = [req.draft_parents for req in reqs] if has_trees else None
+            parents = [req.draft_parents for req in reqs] if is_tree else None
         # Rejection sampling needs all sampled drafts, also those that the grammar forbids.
-        keeps_all = has_trees or (
+        keeps_all = is_tree or (
             self.settings.samples_drafts and any(req.model_steps for req in reqs)
         )
         masks = self.grammars.round_masks(reqs, token_ids, parents, keeps_all=keeps_all)
         self.buffers.masks.write(masks)
-        return plan if has_trees else plan.cut(masks.num_drafts), masks.late
+        return plan if is_tree else plan.cut(masks.num_drafts), masks.late
 
     def _verify(
         self,
         plan: ScheduledBatch,
-        state: SpecRuntimeState,
+        stages: StepStages,
         timer: StageTimer,
         late: tuple[int, ...],
     ) -> _StepInFlight:
@@ -293,10 +291,9 @@ class SpecWorker:
         reqs, prompts = plan.sampling_requests, plan.prefill_requests
         # Complete prompts draw, too, but did not draft.
         self._write_requests(reqs)
-        if plan.budget is not None:
-            self._admit(plan, plan.budget)
+        if plan.budget is not None and stages.admit is not None:
+            self._admit(plan, plan.budget, stages.admit)
         num_chunks = 0
-        stage = state.verify
         if prompts:
             # Without the last token of a prompt, which draws: it is a root.
             num_chunks = self.buffers.chunks.write(
@@ -305,32 +302,32 @@ class SpecWorker:
                 )
                 for req in prompts
             )
-            stage = self.captured.mixed(state.shape)
         size = StepSize(plan.num_tokens, max(1, len(reqs)), num_chunks)
         tokens: VerifiedTokens | None = None
-        if any(req.scored_ids for req in prompts):
-            tokens = self.captured.run_target(state.shape, size)
-        logits = stage.run(size) if tokens is None else tokens.logits
+        if stages.verify_prompts is not None:
+            tokens = stages.verify_prompts(size)
+        logits = stages.verify.run(size) if tokens is None else tokens.logits
         read_back = next(self._read_backs)
         read_back.memory.copy_(self.buffers.read_back, non_blocking=True)
         logprobs = None
         if plan.wants_logprobs:
             assert logits is not None, "a verification returns its logits"
-            has_trees = not state.shape.is_chain
-            logprobs = emitted_logprobs(reqs, logits, self.buffers, has_trees=has_trees)
+            paths = None if stages.shape.is_chain else self.buffers.paths
+            logprobs = emitted_logprobs(reqs, logits, self.buffers, paths)
         scored = None
         if tokens is not None:  # last, because ranks gather these logits where the others were
             scored = prompt_logprobs(plan, tokens.hidden, self.target.model.logits, self.vocab_size)
         before = self._newest_timer
         return _StepInFlight(read_back, len(reqs), timer, before, logprobs, scored, late)
 
-    def _admit(self, plan: ScheduledBatch, num_drafts: int) -> None:
+    def _admit(self, plan: ScheduledBatch, num_drafts: int, stage: StageRunner) -> None:
+        """Admit the likeliest `num_drafts` drafts of the step."""
         kinds = [req.draft_kind for req in plan.sampling_requests]
         budget = num_drafts, kinds, plan.calibration
         if budget != self._budget:
             self.buffers.write_budget(*budget)
             self._budget = budget
-        self.captured.admit_for(plan.shape).run(StepSize(len(kinds), len(kinds)))
+        stage.run(StepSize(len(kinds), len(kinds)))
         self._written = None  # the device changes `query_lens`
 
     def _write_requests(self, reqs: Sequence[ScheduledRequest]) -> None:
@@ -342,20 +339,6 @@ class SpecWorker:
         if requests != self._written:
             self.buffers.write_requests(*requests)
             self._written = requests
-
-
-def _cut_depth(plan: ScheduledBatch, reqs: Sequence[ScheduledRequest]) -> DraftShape:
-    """Return the shape that holds the drafts of these requests."""
-    depth = max((req.num_steps for req in reqs), default=0)
-    return DraftShape.chain(depth) if plan.shape.is_chain or not depth else plan.shape
-
-
-def _missing_after(req: ScheduledRequest, max_extend: int) -> int:
-    """Return the most entries a request lacks after `_extend_known`."""
-    if req.num_missing <= max_extend:
-        return req.num_missing
-    # The entry it leaves, and those of a step in flight.
-    return req.num_missing - (req.start - req.draft_start) + 1
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from serve_spec.engine import build
 from serve_spec.models.decoder import Decoder
 from serve_spec.ops import draw, rejection
 from serve_spec.parallel.worker_ranks import RankLost
-from serve_spec.worker.eagle import DraftModel
+from serve_spec.worker.drafters.autoregressive import AutoregressiveDrafter
 from tests.helpers.engines import SOON_S, llm_maker, make_pair, recorded_plans, switch_every_round
 from tests.helpers.local_engine import LocalEngine
 from tests.helpers.plain_logprobs import close
@@ -107,7 +107,7 @@ def test_ranks_that_draft_and_draw_otherwise_than_rank_0_emit_its_tokens(
     def spoiled(tokens):
         return (tokens + 1) % 256 if is_worker_rank() else tokens
 
-    draft, drawn, own = DraftModel.draft, draw.draw_tokens, draw.likeliest_children
+    draft, drawn, own = AutoregressiveDrafter.draft, draw.draw_tokens, draw.likeliest_children
 
     def draft_otherwise(self, buffers, *sizes):
         draft(self, buffers, *sizes)
@@ -119,7 +119,7 @@ def test_ranks_that_draft_and_draw_otherwise_than_rank_0_emit_its_tokens(
         children, likely = own(scores, topk, ids)
         return (children, likely.flip(1)) if is_worker_rank() else (children, likely)
 
-    monkeypatch.setattr(DraftModel, "draft", draft_otherwise)
+    monkeypatch.setattr(AutoregressiveDrafter, "draft", draft_otherwise)
     monkeypatch.setattr(draw, "draw_tokens", lambda *args, **more: spoiled(drawn(*args, **more)))
     monkeypatch.setattr(draw, "likeliest_children", others)
     llm = make("EAGLE3", 3, speculative_eagle_topk=3, tensor_parallel_size=2)

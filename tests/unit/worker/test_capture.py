@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_spec.core.draft import PLAIN, DraftShape
+from serve_spec.core.plan import ScheduledBatch, ScheduledRequest
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine import build
 from serve_spec.worker.capture import MAX_CAPTURED_PROMPT_TOKENS, WIDE_EXTEND
@@ -58,22 +59,38 @@ def chains(*depths):
 
 
 def captured(llm, shapes, room=10_000, **settings):
-    """Capture the shapes of an engine again, with a fake recorder and other settings."""
+    """Return the stages of an engine, captured again with a fake recorder and other settings."""
     worker = llm.engine.worker
     worker.recorder = FakeRecorder(room)
     worker.settings = replace(worker.settings, **settings)
     worker.init_states(shapes)
-    return worker.captured
+    return worker.stages
+
+
+def report(llm):
+    return llm.engine.worker.captured.report
+
+
+def plan(shape, num_requests=1, num_missing=1, *, prompts=0, budget=None):
+    """Return a plan of equal requests that decode, and of prefill chunks."""
+    request = ScheduledRequest("", (1,), 50, True, (), SamplingParams(), seed=0)
+    decoding = request._replace(
+        is_decode=True, shape=shape, extends=True, num_missing=num_missing, draft_start=0
+    )
+    reqs = (decoding,) * num_requests + (request,) * prompts
+    return ScheduledBatch(reqs, shape, num_requests, max_missing=num_missing, budget=budget)
 
 
 def test_an_out_of_memory_error_names_what_each_shape_takes_and_what_to_leave_out(llm):
-    room = captured(llm, chains(1, 3)).report[0].num_stages + 2
+    captured(llm, chains(1, 3))
+    room = report(llm)[0].num_stages + 2
     message = r"num_steps=1, max_num_seqs=8: .*shape 1: 2 stages, .* MiB.*before: shape 3: \d+ "
     with pytest.raises(MemoryError, match=message + ".*leave 1 out of the candidate steps"):
         captured(llm, chains(1, 3), room)
     with pytest.raises(MemoryError, match=r"num_draft_tokens=13, num_steps=4.*topk=1\)"):
         captured(llm, [*chains(0, 2), *TREES], 4)
-    chains_alone = sum(taken.num_stages for taken in captured(llm, chains(1)).report[:-1])
+    captured(llm, chains(1))
+    chains_alone = sum(taken.num_stages for taken in report(llm)[:-1])
     with pytest.raises(MemoryError, match=r"^max_num_batched_tokens=\d+: .*prompts: 0 stages"):
         captured(llm, chains(1), chains_alone)
 
@@ -84,17 +101,20 @@ def test_nothing_is_captured_after_the_start_whatever_shape_is_chosen(llm):
     found = captured(llm, shapes)
     recorder = llm.engine.worker.recorder
     before = recorder.num_captured
-    assert sum(taken.num_stages for taken in found.report) == before
+    assert sum(taken.num_stages for taken in report(llm)) == before
     for shape in shapes:
         for batch_size in range(1, 9):
-            state = found.state_for(shape, batch_size)
-            assert state.shape == shape
+            stages = found.of(plan(shape, batch_size, num_missing=shape.depth + 1))
+            state = found.states[shape]
+            assert stages.shape == shape
+            drafted = (state.draft, state.extend) if shape.depth else (None, None)
+            assert (stages.verify, stages.draft, stages.extend) == (state.verify, *drafted)
             tokens = batch_size * (shape.size + 1)
             drafting = StepSize(batch_size, batch_size)
             for stage, size in (
-                (state.verify, StepSize(tokens, batch_size)),
-                (state.draft, drafting),
-                (state.extend, drafting),
+                (stages.verify, StepSize(tokens, batch_size)),
+                (stages.draft, drafting),
+                (stages.extend, drafting),
             ):
                 if stage is None:
                     assert not shape.depth
@@ -116,10 +136,11 @@ def test_padded_steps_and_those_above_the_largest_captured_size_emit_what_exact_
     switch_every_round(llm, turns)
     exact = [output.token_ids for output in llm.generate(prompts, params)]
     switch_every_round(llm, turns)
-    usual = captured(llm, [*chains(0, 1, 2, 3), *TREES]).report
+    captured(llm, [*chains(0, 1, 2, 3), *TREES])
+    usual = report(llm)
     switch_every_round(llm, turns)
     found = captured(llm, [*chains(0, 1, 2, 3), *TREES], max_captured=largest)
-    num_found, num_usual = (sum(s.num_stages for s in r) for r in (found.report, usual))
+    num_found, num_usual = (sum(s.num_stages for s in r) for r in (report(llm), usual))
     assert num_found == num_usual if largest == 8 else num_found < num_usual
     for shape, state in found.states.items():
         assert state.verify.sizes[-1].tokens == largest * (shape.size + 1)
@@ -130,19 +151,34 @@ def test_padded_steps_and_those_above_the_largest_captured_size_emit_what_exact_
 def test_draft_extend_takes_the_narrowest_captured_stage_that_makes_the_missing_entries(llm):
     found = captured(llm, chains(0, 1, 3))
     assert found.max_extend == WIDE_EXTEND
-    narrow = {length: found.extend_for(length, 8) for length in range(1, WIDE_EXTEND + 1)}
+    deepest, widths = DraftShape.chain(3), range(1, WIDE_EXTEND + 1)
+    narrow = {length: found.of(plan(deepest, 8, length)).extend for length in widths}
     assert narrow[1] is narrow[2] is found.states[DraftShape.chain(1)].extend
     assert narrow[3] is narrow[4] is found.states[DraftShape.chain(3)].extend
     assert len({id(narrow[length]) for length in range(5, WIDE_EXTEND + 1)}) == 1
     assert narrow[5] not in (narrow[1], narrow[3])
 
 
+def test_entries_beyond_the_widest_draft_extend_are_made_from_tokens_the_host_knows(llm):
+    found = captured(llm, chains(0, 3))
+    behind = plan(DraftShape.chain(3), 2, WIDE_EXTEND + 1)
+    stages = found.of(behind)
+    assert stages.behind == behind.decode_requests
+    assert stages.extend_chunks is found.extend_chunks
+    # One entry is left, beside those of a step in flight.
+    assert stages.extend is found.states[DraftShape.chain(3)].extend
+    assert not found.of(plan(DraftShape.chain(3), 2, WIDE_EXTEND)).behind
+
+
 def test_steps_that_compute_prompts_run_captured_up_to_a_number_of_tokens(llm):
     found = captured(llm, [*chains(2), *TREES])
-    assert found.mixed(PLAIN) is found.mixed(DraftShape.chain(2))
-    assert found.mixed(TREES[0]) is not found.mixed(PLAIN)
+    plain, chain, tree = (
+        found.of(plan(shape, prompts=1)).verify for shape in (PLAIN, DraftShape.chain(2), TREES[0])
+    )
+    assert plain is chain
+    assert tree is not plain
     assert found.extend_chunks is not None
-    for stage in (found.mixed(PLAIN), found.mixed(TREES[0]), found.extend_chunks):
+    for stage in (plain, tree, found.extend_chunks):
         largest = stage.sizes[-1]
         assert largest.tokens <= MAX_CAPTURED_PROMPT_TOKENS
         assert (largest.requests, largest.chunks) == (8, 8)
@@ -150,8 +186,8 @@ def test_steps_that_compute_prompts_run_captured_up_to_a_number_of_tokens(llm):
 
 def test_shapes_of_similar_width_share_their_verification(llm):
     """Both 2 and 3 drafts verify up to four tokens: depth 2 captures no verification of its own."""
-    report = captured(llm, chains(2, 3)).report
-    num_stages = {taken.shape and taken.shape.depth: taken.num_stages for taken in report}
+    captured(llm, chains(2, 3))
+    num_stages = {taken.shape and taken.shape.depth: taken.num_stages for taken in report(llm)}
     num_batch_sizes = 4  # 1, 2, 4, 8: a draft extend and a draft stage for each
     assert num_stages[2] == 2 * num_batch_sizes
 
@@ -175,7 +211,7 @@ def test_a_shape_that_is_not_chosen_for_large_batches_is_captured_for_small_ones
     # The deepest stands in for all, so it is captured for every size.
     assert largest == {1: 8, 2: 3, 3: 8}
     chain = DraftShape.chain(2)
-    assert [found.state_for(chain, size).shape.depth for size in (3, 4, 8)] == [2, 3, 3]
+    assert [found.of(plan(chain, size)).shape.depth for size in (3, 4, 8)] == [2, 3, 3]
 
 
 def test_small_trees_are_captured_for_the_batch_sizes_that_may_draft_them(pair, monkeypatch):
@@ -189,8 +225,10 @@ def test_small_trees_are_captured_for_the_batch_sizes_that_may_draft_them(pair, 
         if state.draft is not None and not shape.is_chain
     }
     assert {str(shape): size for shape, size in largest.items()} == {"4x15": 8, "6x31": 8}
-    assert found.admit_for(max(largest)).sizes[-1].requests == 8
-    assert found.admit_for(PLAIN).sizes[-1].requests == 32
+    for shape, most in ((max(largest), 8), (DraftShape.chain(1), 32)):
+        admit = found.of(plan(shape, budget=0)).admit
+        assert admit is not None
+        assert admit.sizes[-1].requests == most
 
 
 def padded(sizes, count):

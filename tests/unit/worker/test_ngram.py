@@ -8,8 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.core.draft import DraftShape
-from serve_spec.worker import ngram as module
-from serve_spec.worker.ngram import BRANCHING_PLACES, Corpus, NgramDrafter, branched, load_corpus
+from serve_spec.worker.drafters import ngram as module
+from serve_spec.worker.drafters.ngram import (
+    BRANCHING_PLACES,
+    Corpus,
+    NgramDrafter,
+    branched,
+    load_corpus,
+)
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 LENGTHS = st.tuples(st.integers(1, 4), st.integers(0, 3)).map(lambda pair: (pair[0], sum(pair)))

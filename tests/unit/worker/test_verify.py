@@ -13,7 +13,7 @@ from serve_spec.core.request import SamplingParams
 from serve_spec.ops.acceptance import forced_counts
 from serve_spec.ops.noise import seed_words
 from serve_spec.ops.rejection import DraftLogits
-from serve_spec.worker.forward import run_target
+from serve_spec.worker.forward import QueryShape, run_target
 from serve_spec.worker.graphs import StepSize
 from serve_spec.worker.request_slots import RequestSlots
 from serve_spec.worker.step_buffers import StepBuffers
@@ -39,7 +39,7 @@ class Requests:
         known = draw_params(params, range(count) if seeds is None else seeds, CPU)
         for field, values in zip(slots.params, known, strict=True):
             field[:-1] = values
-        self.buffers = StepBuffers(slots, MAX_DEPTH, None, 1, max_draws=count * (MAX_DEPTH + 1))
+        self.buffers = StepBuffers(slots, MAX_DEPTH, 1, max_draws=count * (MAX_DEPTH + 1))
         if method != "coupled":
             logits = DraftLogits.create((count, MAX_DEPTH, vocab), None, vocab, CPU)
             self.buffers.draft_logits = logits
@@ -59,7 +59,7 @@ class Requests:
         self.buffers.write_requests([*range(len(counts))], counts, counts)
         self.buffers.write_drafts({b: NgramDrafts((*ids,)) for b, ids in enumerate(drafts)})
         size = StepSize(sum(counts) + len(counts), len(counts))
-        tokens = run_target(self._target, self.buffers, size, MAX_DEPTH + 1)
+        tokens = run_target(self._target, self.buffers, size, QueryShape(MAX_DEPTH + 1))
         self.verifier(tokens, self.buffers)
         return read_results(self.buffers.results.tolist())
 

@@ -1,0 +1,1 @@
+"""Draft methods: on the device a `Drafter` for each kind of draft model, on the host n-grams."""
