@@ -6,11 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from serve_spec.layers.causal import CausalAttention
 
+from recipes.training.causal import CausalAttention, row_positions
 from serve_spec.core.caches import PagedCache
 from serve_spec.layers.rope import RotaryTable
-from serve_spec.models.decoder import row_positions
 from tests.helpers.paged import PagedSequences
 
 THETA, LENGTH = 100.0, 11
