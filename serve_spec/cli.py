@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 from serve_spec.config import ConfigError, ServeSpecConfig
-from serve_spec.core.errors import CheckpointError, InvalidRequest
+from serve_spec.core.errors import CheckpointError, InvalidRequest, PluginError
 
 _COMMANDS = {
     "serve": ("serving.deployment.command", "serve a model with Ray Serve"),
@@ -46,6 +46,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         return _load(command)(args[1:])
+    except PluginError as error:
+        print(f"serve-spec {command}: {error}", file=sys.stderr)
+        return 1
     except (ConfigError, InvalidRequest, CheckpointError) as error:
         print(f"serve-spec {command}: {error}", file=sys.stderr)
         return 2

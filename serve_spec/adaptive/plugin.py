@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-
 from serve_spec.adaptive.policy import PolicyContext, StepPolicy
 from serve_spec.config import ConfigError
+from serve_spec.config.plugins import load_plugin
 from serve_spec.core.draft import DraftShape
+from serve_spec.core.registry import one_line
+
+_FIELD = "speculative_adaptive_strategy"
 
 
 def load_policy(name: str) -> type[StepPolicy]:
@@ -14,17 +16,9 @@ def load_policy(name: str) -> type[StepPolicy]:
 
     Raises ConfigError, one line: it does not import, does not exist, or is no `StepPolicy`.
     """
+    found = load_plugin(_FIELD, name)
     module_name, _, class_name = name.partition(":")
     package = module_name.partition(".")[0]
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # an import runs the package's code
-        what = f"{module_name} does not import ({_line(error)})"
-        raise _refusal(name, what, f"install or repair {package} where engines run") from error
-    found = getattr(module, class_name, None)
-    if found is None:
-        what = f"{module_name} has no {class_name}"
-        raise _refusal(name, what, f"name a class that {package} has")
     if not isinstance(found, type) or not issubclass(found, StepPolicy):
         what = f"{class_name} is not a subclass of serve_spec.adaptive.StepPolicy"
         raise _refusal(name, what, f"derive it in {package}")
@@ -45,7 +39,7 @@ def build_policy(name: str, context: PolicyContext) -> StepPolicy:
         policy = create(context)  # type: ignore[call-arg]  # its constructor takes the context
         wrong = [shape for shape in policy.shapes if not _is_allowed(shape, context)]
     except Exception as error:  # it runs the package's code
-        what = f"{create.__name__} cannot be built ({_line(error)})"
+        what = f"{create.__name__} cannot be built ({one_line(error)})"
         raise _refusal(name, what, f"repair {package}") from error
     if wrong or not policy.shapes:
         what = f"shapes={list(map(str, policy.shapes))}"
@@ -60,8 +54,4 @@ def _is_allowed(shape: DraftShape, context: PolicyContext) -> bool:
 
 
 def _refusal(name: str, what: str, fix: str) -> ConfigError:
-    return ConfigError(f"speculative_adaptive_strategy={name!r}: {what}; {fix}")
-
-
-def _line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    return ConfigError(f"{_FIELD}={name!r}: {what}; {fix}")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from importlib import import_module
 from typing import Any
 
 from serve_spec.config.base import ConfigError
+from serve_spec.core.errors import PluginError
+from serve_spec.core.registry import import_object
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -20,12 +21,10 @@ def load_plugin(field: str, name: str) -> Any:
     """Return the object called MODULE:NAME; the module is imported.
 
     field: the dotted key that names it, for messages.
-    Raises ConfigError: the module cannot be imported, or lacks the name.
+    Raises ConfigError: the module does not import, or lacks the name.
     """
-    module, _, attribute = name.partition(":")
     try:
-        return getattr(import_module(module), attribute)
-    except Exception as error:  # whatever the module's own code raises
-        reason = " ".join(str(error).split()) or type(error).__name__
-        fix = "correct the name, or add the folder of its package to PYTHONPATH"
-        raise ConfigError(f"{field}={name!r}: cannot be imported ({reason}); {fix}") from error
+        return import_object(name)
+    except PluginError as error:
+        fix = "correct the name, or install its package where engines run"
+        raise ConfigError(f"{field}={name!r}: {error}; {fix}") from error

@@ -22,6 +22,7 @@ from serve_spec.config.engine import CacheConfig, ModelConfig, SchedulerConfig
 from serve_spec.config.hub import pinned
 from serve_spec.config.serving import ReplicaConfig, RouterConfig, StatsConfig
 from serve_spec.config.speculative import SpeculativeConfig
+from serve_spec.core.registry import load_plugins
 
 Sections: TypeAlias = dict[str, Any]
 """Values by section, not yet validated: `{"model": {"path": ...}, ...}`."""
@@ -52,8 +53,10 @@ class ServeSpecConfig(StrictModel):
         source: a YAML file, the mapping it would hold, the name of a checkpoint, or a
         configuration, to which the environment does not apply.
         overrides: leaf keys, such as `speculative_num_steps=3`; they win.
-        Raises ConfigError: all problems, each with field, value and remedy.
+        Raises ConfigError: all problems, each with field, value and remedy. PluginError: a plug-in
+        does not load.
         """
+        load_plugins()
         folder = Path.cwd()
         if isinstance(source, ServeSpecConfig):
             sections = source.explicit_fields()

@@ -1,14 +1,19 @@
-"""Registries: names, each with the place of what it names, imported when it is first asked for."""
+"""Objects of other modules by name, imported when they are first asked for, and plug-ins."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from importlib import import_module
+from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar, cast
 
 from serve_spec.core.errors import PluginError
 
 T = TypeVar("T")
+
+PLUGIN_GROUP = "serve_spec.plugins"
+"""Entry points of this group are functions without arguments that register what a package adds."""
 
 
 class Registry(Generic[T]):
@@ -25,7 +30,7 @@ class Registry(Generic[T]):
     def add(self, name: str, place: str) -> None:
         """Let `name` mean the object at `place`, `package.module:attribute`.
 
-        Raises PluginError: the name already means another object.
+        Raises PluginError: the name means another object already.
         """
         taken = self._places.setdefault(name, place)
         if taken != place:
@@ -34,10 +39,6 @@ class Registry(Generic[T]):
                 f"{_package(place)} ({place}); uninstall one of them"
             )
 
-    def remove(self, name: str) -> None:
-        """Forget a name, if it is known."""
-        self._places.pop(name, None)
-
     def names(self) -> list[str]:
         """Return all names, in the order of their registration."""
         return [*self._places]
@@ -45,39 +46,63 @@ class Registry(Generic[T]):
     def __contains__(self, name: object) -> bool:
         return name in self._places
 
-    def place(self, name: str) -> str:
-        """Return where the object of a known name is."""
-        return self._places[name]
-
     def load(self, name: str) -> T:
         """Return the object of a known name.
 
-        Raises PluginError: its module cannot be imported, lacks it, or it lacks a hook.
+        Raises PluginError: its module does not import, lacks it, or it lacks a hook.
         """
-        what = f"{self.kind} {name!r}"
-        return cast(T, load_object(self._places[name], what, self._hooks))
+        place = self._places[name]
+        package = _package(place)
+        try:
+            found = import_object(place)
+        except PluginError as error:
+            fix = f"install a version of {package} that fits, or uninstall it"
+            raise PluginError(f"{self.kind} {name!r}: {error}; {fix}") from error
+        missing = [hook for hook in self._hooks if not hasattr(found, hook)]
+        if missing:
+            fix = f"use a version of {package} that defines it"
+            why = f"{place} lacks {', '.join(missing)}"
+            raise PluginError(f"{self.kind} {name!r}: {why}; {fix}")
+        return cast(T, found)
 
 
-def load_object(place: str, what: str, hooks: Iterable[str] = ()) -> Any:
+def import_object(place: str) -> Any:
     """Return the object at `place`, `package.module:attribute`.
 
-    what: how errors name it. hooks: attributes that it must have. Raises PluginError.
+    Raises PluginError, a clause without a remedy: its module does not import, or lacks it.
     """
     module, _, attribute = place.partition(":")
-    package = _package(place)
     try:
         found = import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except Exception as error:  # a module of a plug-in may raise anything
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
+    except Exception as error:  # an import runs the module's code
+        raise PluginError(f"{module} does not import ({one_line(error)})") from error
+    if not hasattr(found, attribute):
+        raise PluginError(f"{module} has no {attribute}")
+    return getattr(found, attribute)
+
+
+@cache
+def load_plugins() -> None:
+    """Call the entry points of `PLUGIN_GROUP`, once in a process.
+
+    Raises PluginError, one line that names the package: one does not load, fails, or registers a
+    name that is taken.
+    """
+    for entry in entry_points(group=PLUGIN_GROUP):
+        package = _package(entry.value) if entry.dist is None else entry.dist.name
         fix = f"install a version of {package} that fits, or uninstall it"
-        raise PluginError(f"{what}: {place} does not load ({why}); {fix}") from error
-    missing = [hook for hook in hooks if not hasattr(found, hook)]
-    if missing:
-        fix = f"use a version of {package} that defines it"
-        raise PluginError(f"{what}: {place} lacks {', '.join(missing)}; {fix}")
-    return found
+        try:
+            entry.load()()
+        except PluginError:
+            raise
+        except Exception as error:  # it runs the package's code
+            what = f"plug-in {entry.name!r} of {package}: {entry.value} fails"
+            raise PluginError(f"{what} ({one_line(error)}); {fix}") from error
+
+
+def one_line(error: Exception) -> str:
+    """Return type and message of an error, without line breaks."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _package(place: str) -> str:

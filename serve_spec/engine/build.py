@@ -16,6 +16,7 @@ from serve_spec.config.algorithms import ALGORITHMS
 from serve_spec.config.speculative import ignored_adaptive_keys
 from serve_spec.core.draft import MAX_TREE_TOKENS, PLAIN, NgramDrafter
 from serve_spec.core.errors import BrokenLogits, CheckpointError
+from serve_spec.core.registry import load_plugins
 from serve_spec.core.request import SamplingParams
 from serve_spec.core.round import RoundSteps
 from serve_spec.core.sequence import Sequence
@@ -213,6 +214,7 @@ class LoadedModels:
 
 def load_models(config: ServeSpecConfig, parallel: TensorParallel) -> LoadedModels:
     """Load a rank's shard of the target, and the draft; raise CheckpointError or ValueError."""
+    load_plugins()
     device = rank_device(config, parallel.rank)
     if config.model.torch_compile and device.type == "cpu":
         raise ValueError(

@@ -13,6 +13,7 @@ from typing import Any
 
 from serve_spec.config.checkpoint import Config, rope_parameters, text_config
 from serve_spec.core.errors import CheckpointError
+from serve_spec.layers.formats.registry import formats_of
 from serve_spec.layers.rope import RopeScaling
 
 
@@ -82,10 +83,7 @@ def check_supported(config: Config) -> None:
     if strange:
         why = f"layer_types {sorted(strange)} are not supported"
         raise wrong(f"{why}; only 'full_attention' and 'sliding_attention' are")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
-        why = f"config.json: quantization_config.quant_method={method!r}: not supported"
-        raise CheckpointError(f"{why}; use the float32, bfloat16 or float16 checkpoint")
+    formats_of(config)
 
 
 def read_rope(config: Config) -> tuple[float, RopeScaling | None]:

@@ -15,6 +15,7 @@ from serve_spec.core.context import torch_dtype
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.formats.base import Formats
 from serve_spec.layers.formats.choices import PLAIN
+from serve_spec.layers.formats.registry import formats_of
 from serve_spec.layers.module import finish_loading, tensor_defaults
 from serve_spec.models.config import read_config, read_json
 from serve_spec.models.dummy import dummy_checkpoint
@@ -33,18 +34,18 @@ def load_target(
     *,
     finish: bool = True,
     load_format: str = "auto",
-    formats: Formats = PLAIN,
+    formats: Formats | None = None,
 ) -> Target:
     """Load a Hugging Face directory, or raise CheckpointError.
 
     `max_model_len` bounds positions (default: the config's). Each of several ranks loads its part.
     finish: False for a model that has gradients. load_format: as in `model.load_format`.
-    formats: of its matrices, by their names in the checkpoint.
+    formats: of its matrices, by their names in the checkpoint; None: those of its config.
     """
     file = open_target(path, load_format)
     file.check(max_model_len)
     with tensor_defaults(dtype, device):
-        model = file.family.build(file.config, max_model_len, parallel, formats)
+        model = file.family.build(file.config, max_model_len, parallel, formats or file.formats)
     file.checkpoint.load_into(model.tensors())
     if finish:
         finish_loading(model)
@@ -72,10 +73,15 @@ class TargetFile:
             why = f"max_position_embeddings={longest}: more than {MAX_POSITIONS}"
             raise CheckpointError(f"{directory}/config.json: {why}; set max_model_len")
 
+    @property
+    def formats(self) -> Formats:
+        """Return the formats of the matrices that the config asks for."""
+        return formats_of(self.config) or PLAIN
+
     def skeleton(self) -> Target:
         """Return the target without memory, on the meta device."""
         with tensor_defaults(torch.float32, "meta"):
-            return self.family.build(self.config, max_model_len=1)
+            return self.family.build(self.config, max_model_len=1, formats=self.formats)
 
 
 def open_target(path: Path | str, load_format: str = "auto") -> TargetFile:

@@ -22,7 +22,7 @@ IN_ROOMS = [path for path in FILES if path.parent != PACKAGE or not path.stem.st
 MAY_IMPORT = {
     "log": [],
     "core": [],
-    "config": [],
+    "config": ["core"],
     "metrics": ["core"],
     "parallel": ["core", "ops"],
     "ops": ["core"],
@@ -39,6 +39,7 @@ MAY_IMPORT = {
     ],
     "serving": ["core", "config", "metrics", "adaptive", "worker", "engine"],
     "bench": ["core", "config", "metrics", "adaptive", "engine", "scheduler", "serving"],
+    "plugins": ["core", "config", "layers", "models"],
     "cli": ["core", "config", "engine", "models", "serving", "bench"],
 }  # fmt: skip
 

@@ -64,7 +64,7 @@ def settings(strategy, **fields):
     ("strategy", "what", "fix"),
     [
         ("no_such_package.policy:Mine", "no_such_package.policy does not import", "install"),
-        (named("Missing"), "has no Missing", "name a class that tests has"),
+        (named("Missing"), "has no Missing", "correct the name"),
         (named("NOT_A_POLICY"), "is not a subclass of serve_spec", "derive it in tests"),
         (named("settings"), "is not a subclass of serve_spec", "derive it in tests"),
         (named("WithoutSnapshot"), "lacks snapshot", "add it to tests"),
