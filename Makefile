@@ -5,7 +5,7 @@
 #   make clients  run other projects' clients (litellm, langchain, ...) against the shipped pair
 #   make attack   attack a server of the shipped pair, and kill and stop its processes (20 minutes)
 #   make size     print the size of the repository beside its budgets
-#   make fuzz     random lives of engines, as many as wanted: SLICES=40 EXAMPLES=150
+#   make fuzz     random scenarios for engines, as many as wanted: SLICES=40 EXAMPLES=150
 #
 # torch comes from the index pip is configured with. For a small CPU build:
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make install
@@ -54,7 +54,7 @@ test-engine: install
 test-rest: install
 	$(BIN)/python -m pytest $(NO_RAY) $(ENGINE_TESTS:%=--ignore=%)
 
-# Other slices of tests/fuzz than `test` runs: SLICES of them, EXAMPLES lives each.
+# Other slices of tests/fuzz than `test` runs: SLICES of them, EXAMPLES scenarios each.
 SLICES ?= 10
 EXAMPLES ?= 150
 fuzz: install

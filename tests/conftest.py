@@ -15,7 +15,7 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# Costs that engines measure under test are nobody's to keep.
+# Costs that engines measure under test are not kept.
 _cache = tempfile.mkdtemp(prefix="serve-spec-test-cache-")
 os.environ["SERVE_SPEC_CACHE"] = _cache
 atexit.register(shutil.rmtree, _cache, ignore_errors=True)

@@ -16,7 +16,7 @@ from tools.imports import circles, imported_files, imported_names, package_files
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "serve_spec"
 FILES = sorted(PACKAGE.rglob("*.py"))
-# `__init__.py` and `__main__.py` of the package are its doors: they show rooms, lazily.
+# `__init__.py` and `__main__.py` of the package import rooms lazily.
 IN_ROOMS = [path for path in FILES if path.parent != PACKAGE or not path.stem.startswith("__")]
 
 MAY_IMPORT = {

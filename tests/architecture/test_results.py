@@ -1,4 +1,4 @@
-"""The page of figures says what the history of figures does."""
+"""The page of results is generated from the history of figures."""
 
 from benchmarks.results_page import RESULTS, environment, page, read
 
@@ -7,7 +7,7 @@ def test_the_page_of_results_is_the_one_that_the_script_writes():
     assert (RESULTS / "README.md").read_text() == page(read())
 
 
-def test_every_raw_file_says_which_commit_and_command_made_it():
+def test_every_raw_file_names_the_commit_and_the_command_that_made_it():
     for path in RESULTS.glob("*.json*"):
         facts = environment(path)
         assert facts["commit"], path

@@ -100,7 +100,7 @@ async def statuses(client, path, bodies):
 
 
 async def until_closed(url, start, drip, every_s, most_s):
-    """What a connection hears that sends `start`, and then `drip` again and again; b"open" if it
+    """What a connection receives that sends `start`, and then `drip` again and again; b"open" if it
     is never closed.
     """
     parts = urlsplit(url)

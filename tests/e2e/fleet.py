@@ -128,7 +128,7 @@ async def keep_asking(url, offline, until):
         while not until.is_set():
             stream = Stream()
             await stream.listen(client, PROMPTS[index], **params(index, LONG))
-            assert said([stream]) == [offline[index]]
+            assert texts_of([stream]) == [offline[index]]
 
     async with client_of(url) as client:
         await asyncio.gather(*(ask_again(index, client) for index in range(0, NUM_STREAMS, 8)))
@@ -152,7 +152,7 @@ def all_streams(url, max_tokens, meanwhile=None):
     return asyncio.run(_all_streams(url, max_tokens, meanwhile))
 
 
-def said(streams):
+def texts_of(streams):
     """What all of them heard, if all of them heard it to the end."""
     assert [stream.error for stream in streams] == [None] * len(streams)
     return [(stream.text, stream.usage["completion_tokens"]) for stream in streams]
@@ -203,7 +203,7 @@ def kill(pid):
 
 
 def held(deployment="EngineReplica"):
-    """What each engine replica says of itself: requests by router, and pages."""
+    """What each engine replica reports: requests by router, and pages."""
     import ray
     from ray.exceptions import RayError
 

@@ -122,7 +122,7 @@ LONG = {"max_tokens": 600, "temperature": 0, "ignore_eos": True}
 
 
 async def test_requests_that_wait_move_to_the_replica_that_comes_back(url):
-    """Point 5: a replica dies under load; the dead one leaves, the new one gets the waiting."""
+    """Point 5: a replica is killed under load; its successor gets the waiting requests."""
     before = pids()
     victim = next(iter(before))
     async with client_at(url, BYSTANDER) as client:

@@ -21,8 +21,8 @@ from tests.e2e.fleet import (
     offline_answers,
     pids,
     router_state,
-    said,
     server_info,
+    texts_of,
     under_way,
 )
 from tests.serving.cluster import ROOT, actor_pids, eventually, free_port, local_ray
@@ -62,7 +62,7 @@ def offline(settings):
 
 @pytest.fixture(scope="module")
 def cluster():
-    # Serve would try thrice to start a replica, and hear the same reason thrice.
+    # Serve would try three times to start a replica, with the same error.
     environment = {"RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1"}
     with local_ray(num_cpus=6, include_dashboard=True, environment=environment):
         yield
@@ -123,7 +123,7 @@ def is_told_to_go_on(url, told):
 
 
 def is_settled(num_routers=2):
-    """Return whether Serve has made everything what the file says."""
+    """Return whether Serve has applied the whole file."""
     from ray import serve
 
     app = serve.status().applications.get("serve_spec")
@@ -143,7 +143,7 @@ def test_serve_status_names_the_application_and_its_deployments(fleet):
 
 def test_many_streams_say_what_the_offline_engine_says(url, offline):
     streams = all_streams(url, SHORT)
-    assert said(streams) == offline[SHORT]
+    assert texts_of(streams) == offline[SHORT]
     assert {stream.num_resumes for stream in streams} == {0}
     info = eventually(lambda: server_info(url), lambda info: len(info["internal_states"]) == 2)
     for state in info["internal_states"]:
@@ -172,7 +172,7 @@ def test_a_killed_replica_takes_no_stream_with_it_and_returns(url, offline):
         bystanders.append(sum(sizes.values()) - sizes[victim])
 
     streams = all_streams(url, LONG, murder)
-    assert said(streams) == offline[LONG]
+    assert texts_of(streams) == offline[LONG]
     num_resumed = sum(stream.num_resumes for stream in streams)
     assert 0 < num_resumed <= NUM_STREAMS - bystanders[0], "the other replica's noticed nothing"
     router = server_info(url)["router"]
@@ -180,12 +180,12 @@ def test_a_killed_replica_takes_no_stream_with_it_and_returns(url, offline):
     assert router["in_flight"] == 0
     eventually(lambda: actor_pids("Engine"), lambda found: len(engines & found) == 1, within_s=2)
     after = eventually(pids, lambda found: len(found) == 2 and not set(victims) & set(found))
-    assert set(before) - set(victims) <= set(after), "the other one lives on"
+    assert set(before) - set(victims) <= set(after), "the other one goes on"
     eventually(
         lambda: httpx.get(f"{url}/health", timeout=60).json(),
         lambda health: health.get("healthy_replicas") == 2,
     )
-    assert said(all_streams(url, SHORT)) == offline[SHORT]
+    assert texts_of(all_streams(url, SHORT)) == offline[SHORT]
 
 
 def test_a_killed_engine_ends_its_replica_alone_and_takes_no_stream_with_it(url, offline):
@@ -197,10 +197,10 @@ def test_a_killed_engine_ends_its_replica_alone_and_takes_no_stream_with_it(url,
         kill(min(engines))
 
     streams = all_streams(url, LONG, murder)
-    assert said(streams) == offline[LONG]
+    assert texts_of(streams) == offline[LONG]
     assert any(stream.num_resumes for stream in streams)
     after = eventually(pids, lambda found: len(found) == 2 and found != before)
-    assert len(set(before) & set(after)) == 1, "the other one lives on"
+    assert len(set(before) & set(after)) == 1, "the other one goes on"
 
 
 def test_a_killed_stats_actor_takes_its_memory_and_no_stream_with_it(url, offline):
@@ -220,7 +220,7 @@ def test_a_killed_stats_actor_takes_its_memory_and_no_stream_with_it(url, offlin
         info = (await client.get("/server_info")).raise_for_status().json()
         assert info["internal_states"], "the replicas are asked instead"
 
-    assert said(all_streams(url, LONG, murder)) == offline[LONG]
+    assert texts_of(all_streams(url, LONG, murder)) == offline[LONG]
     new = eventually(actor, lambda found: found is not None and found != old)
     eventually(lambda: ray.get(new.status.remote()), lambda status: status["replicas"])
 
@@ -233,11 +233,11 @@ def test_a_new_user_config_changes_the_policy_of_running_replicas(fleet, offline
         await under_way(streams)
         await asyncio.to_thread(fleet.deploy)
 
-    assert said(all_streams(fleet.url, LONG, update)) == offline[LONG]
+    assert texts_of(all_streams(fleet.url, LONG, update)) == offline[LONG]
     eventually(is_settled, bool)
     assert pids() == before, "no replica was started anew"
     streams = all_streams(fleet.url, SHORT)
-    assert said(streams) == offline[SHORT]
+    assert texts_of(streams) == offline[SHORT]
     assert {stream.usage["speculation"]["num_draft_tokens"] for stream in streams} == {0}
 
 
@@ -261,7 +261,7 @@ async def test_a_rolling_update_of_the_engine_loses_nothing_and_leaves_no_gap(
     # Busy all the while: each replica that is told to go has streams.
     await asyncio.gather(keep_asking(fleet.url, offline[LONG], done), update(done))
     assert len(pids()) == 2
-    assert said(await asyncio.to_thread(all_streams, fleet.url, SHORT)) == offline[SHORT]
+    assert texts_of(await asyncio.to_thread(all_streams, fleet.url, SHORT)) == offline[SHORT]
 
 
 def test_serve_run_adds_an_application_and_serve_shutdown_leaves_nothing(fleet):

@@ -36,7 +36,7 @@ def drawn(group, *shape, seed, dtype):
     return parts
 
 
-def is_lawful(group, num_rows, dtype, seed):
+def is_exact(group, num_rows, dtype, seed):
     parts = drawn(group, num_rows, WIDTH, seed=seed, dtype=dtype)
     expected = shared_sum(parts)
     x = parts[group.rank]
@@ -48,13 +48,13 @@ def memory_is_shared(group):
     return group._shared_sum is not None
 
 
-def sums_are_lawful(group):
-    """Every rank compares with the same law, so all of them have the same bits."""
+def sums_are_exact(group):
+    """Every rank compares with the same reference, so all of them have the same bits."""
     found = []
     for turn in range(4):
         for dtype in DTYPES:
             for num_rows in (1, 3, 32, 200 if dtype.itemsize == 2 else 100):
-                found.append(is_lawful(group, num_rows, dtype, turn))
+                found.append(is_exact(group, num_rows, dtype, turn))
     return all(found)
 
 
@@ -72,7 +72,7 @@ def of_all_ranks(group, x):
     return [group.broadcast(x.clone(), rank) for rank in range(group.size)]
 
 
-def broadcasts_are_lawful(group):
+def broadcasts_are_exact(group):
     found = []
     for turn in range(9):
         for count in (1, 32, 700, 40_000):
@@ -84,7 +84,7 @@ def broadcasts_are_lawful(group):
     return all(found)
 
 
-def gathers_are_lawful(group):
+def gathers_are_exact(group):
     """Gather whole and padded widths, some too large for shared memory."""
     found = []
     for turn, (num_rows, columns, padding) in enumerate(
@@ -125,7 +125,7 @@ class Norm:
     def run(self):
         return self.group.add_norm(self.x, self.residual, self.weight, EPS)
 
-    def is_lawful(self, found):
+    def is_exact(self, found):
         """The stream to the bit; its norm within a rounding, as squares come in any order."""
         (normed, total), (expected, stream) = found, self.expected
         rounding = max(torch.finfo(normed.dtype).eps, 1e-6)
@@ -133,7 +133,7 @@ class Norm:
         return torch.equal(total, stream) and close
 
 
-def norms_are_lawful(group):
+def norms_are_exact(group):
     """And the same on every rank, whose parts of a draw would differ otherwise."""
     found = []
     for turn in range(3):
@@ -148,7 +148,7 @@ def norms_are_lawful(group):
                             for result in results
                             for other in of_all_ranks(group, result)
                         )
-                        found.append(norm.is_lawful(results) and alike)
+                        found.append(norm.is_exact(results) and alike)
     # Too large are: of 16 bits, 256 rows of 5120; of float32, 256 of 4096, and any row of 5120.
     assert len(found) == 3 * (2 * (5 + 4) + 4)
     return all(found)
@@ -204,7 +204,7 @@ def graphs_of_sums_and_norms_can_be_replayed(group):
         for norm, (doubled, result) in zip(norms * 3, results, strict=True):
             # All ranks have the same stream.
             found.append(torch.equal(doubled, shared_sum([norm.expected[1]] * group.size)))
-            found.append(norm.is_lawful(result))
+            found.append(norm.is_exact(result))
     torch.cuda.synchronize()
     group.smallest(0)
     return all(found)
@@ -244,11 +244,11 @@ CHECKS: dict[str, Callable[[DeviceGroup], bool]] = {
     check.__name__: check
     for check in (
         memory_is_shared,
-        sums_are_lawful,
+        sums_are_exact,
         too_large_sums_are_right,
-        broadcasts_are_lawful,
-        gathers_are_lawful,
-        norms_are_lawful,
+        broadcasts_are_exact,
+        gathers_are_exact,
+        norms_are_exact,
         norms_of_addends_are_those_of_their_sums,
         norms_of_too_many_rows_are_right,
         graphs_of_sums_and_norms_can_be_replayed,

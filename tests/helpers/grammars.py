@@ -54,7 +54,7 @@ def is_of(text, grammar):
 def check_text(token_ids, grammar):
     """Assert that every token was legal, and that a text which the grammar ended is one of it.
 
-    Tokens are judged one at a time, by a matcher of their own.
+    Tokens are checked one at a time, by a matcher of their own.
     """
     matcher = byte_compiler().matcher(grammar)
     for token in token_ids:

@@ -42,7 +42,7 @@ class GridCosts:
             draft_ms += self._step(rows * shape.draft.topk, step)
         return StepTimes(draft_ms, verify_ms, draft_ms + verify_ms)
 
-    @cache  # noqa: B019 - lives as long as the table, which is a constant
+    @cache  # noqa: B019 - kept as long as the table, which is a constant
     def _verify(self, batch_size, num_rows):
         return self._at(self.verify_ms, batch_size, num_rows / batch_size - 1)
 

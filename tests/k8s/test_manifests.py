@@ -95,7 +95,7 @@ def test_a_worker_holds_one_replica_and_uses_all_its_gpus(overlay, deployment):
     limits = overlay.workers.template.container["resources"]["limits"]
     engines, routers = deployment.engines, deployment.routers
     assert float(limits.get("nvidia.com/gpu", 0)) == engines.num_gpus
-    # In the worst case every router lives on the same worker.
+    # In the worst case every router runs on the same worker.
     assert cpus(limits["cpu"]) >= engines.num_cpus + routers.num_cpus * routers.max_replicas
     assert "nvidia.com/gpu" not in overlay.cluster.headGroupSpec.template.container["resources"]
     # An idle worker would have no HTTP proxy and never become ready.
@@ -160,7 +160,7 @@ def test_without_a_secret_of_api_keys_nothing_starts_on_gpus(overlay, deployment
         if entry["name"] == "SERVE_SPEC_ROUTER__API_KEYS"
     ]
     if not overlay.of_kind("PodMonitor"):
-        assert not variables, "the demo asks nobody"
+        assert not variables, "the demo needs no variables"
         assert deployment.config.router.allow_anonymous
         return
     assert len(variables) == len(list(overlay.cluster.groups))

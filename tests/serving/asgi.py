@@ -66,7 +66,7 @@ class Server:
 
 
 def saying(config, text, *, finish=FinishReason.STOP, logprobs=False):
-    """A server whose engine says `text`, three characters and one token a round."""
+    """A server whose engine generates `text`, three characters and one token a round."""
     scores = (TokenLogprob(65, -1.0, 1),) if logprobs else None
     rounds = [
         delta(text[at : at + 3], 65)._replace(logprobs=scores) for at in range(0, len(text), 3)

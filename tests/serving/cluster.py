@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def isolated_environment(tmp):
-    """Environment of a Ray that lives in `tmp` and can import the tests."""
+    """Environment of a Ray that runs in `tmp` and can import the tests."""
     return {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -122,7 +122,7 @@ def command_of(pid):
 
 
 def free_port():
-    """A TCP port that nobody listens on right now."""
+    """A free TCP port."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
 

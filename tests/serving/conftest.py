@@ -1,4 +1,4 @@
-"""A configuration whose model nobody loads."""
+"""A configuration whose model is not loaded."""
 
 import os
 

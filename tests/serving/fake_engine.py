@@ -1,18 +1,18 @@
-"""Stand-ins for `EngineClient`: what they say is a function of prompt, seed and position.
+"""Stand-ins for `EngineClient`: their tokens are a function of prompt, seed and position.
 
-`FakeLoop` says the words of the prompt for ever, two tokens per round; its first word commands:
+`FakeLoop` repeats the words of the prompt, two tokens per round; its first word commands:
 
 "hold ..."   one round, then silence until the request is cancelled
 "break ..."  one round, then the engine fails
 "fail ..."   fails before it accepts
 "full ..."   refuses because its queue is full
-"die ..."    one round, then the process ends; where it is continued, it lives
+"die ..."    one round, then the process ends; a replica that continues it goes on
 "poison ..." one round, then the process ends, wherever it is continued
 
 A word is a token. The next one is what followed the last one before, or the prompt's first.
 
-`LawfulLoop` obeys the sampling law: a token is a function of text and seed, and, as where a request
-edits its scores, of how much of the text is generated. Its rounds bring one to three tokens,
+`SamplingLoop` samples as the engine: a token is a function of text and seed, and, as with edited
+scores, of how much of the text is generated. Its rounds bring one to three tokens,
 different ones on different replicas, as speculation does.
 
 Log-probabilities are a function of the text. Text is made by the engine's own `OutputText`.
@@ -98,7 +98,7 @@ class FakeStream:
             if self._command == "break":
                 raise RuntimeError("the engine thread died: boom")
             if self._command == "die":
-                await asyncio.sleep(0.1)  # what it said is to leave the process
+                await asyncio.sleep(0.1)  # its items are to leave the process
                 os._exit(1)
             await asyncio.sleep(0)
             if self.cancelled.is_set() and not self._text.finish_reason:
@@ -137,7 +137,7 @@ class FakeStream:
 
 
 class StandIn:
-    """What the stand-ins share; a subclass says what a round brings."""
+    """What the stand-ins share; a subclass gives the tokens of a round."""
 
     eos_token_ids = ()
 
@@ -161,7 +161,7 @@ class StandIn:
             stream.cancelled.set()
 
 
-class LawfulLoop(StandIn):
+class SamplingLoop(StandIn):
     """`replica` decides how many tokens its rounds bring."""
 
     tokenizer = BytesTokenizer()
@@ -182,9 +182,9 @@ class LawfulLoop(StandIn):
         prefix = sequence.token_ids
         if prefix[-1] == "é".encode()[0]:
             return "é".encode()[1]
-        law = random.Random(f"{sequence.seed} {sequence.num_prompt_tokens} {prefix}")
-        letters = _ALPHABET if law.random() < 0.1 else _ALPHABET[1:]
-        return law.choice(letters).encode()[0]
+        draws = random.Random(f"{sequence.seed} {sequence.num_prompt_tokens} {prefix}")
+        letters = _ALPHABET if draws.random() < 0.1 else _ALPHABET[1:]
+        return draws.choice(letters).encode()[0]
 
 
 class FakeLoop(StandIn):
@@ -265,10 +265,10 @@ class FakeLoop(StandIn):
 
 def entry_of(before, token, num_top):
     """What is reported of `token` after `before`; its rivals are bytes."""
-    law = random.Random(f"{list(before)} {token}")
-    rivals = ((byte, -5 * law.random()) for byte in law.sample(range(256), num_top))
+    draws = random.Random(f"{list(before)} {token}")
+    rivals = ((byte, -5 * draws.random()) for byte in draws.sample(range(256), num_top))
     top = sorted(rivals, key=lambda rival: -rival[1])
-    return TokenLogprob(token, -5 * law.random(), num_top + 1, tuple(top))
+    return TokenLogprob(token, -5 * draws.random(), num_top + 1, tuple(top))
 
 
 def entries_of(before, tokens, num_top):

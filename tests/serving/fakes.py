@@ -1,4 +1,4 @@
-"""Fleets in this process: fake engines, engines that die, and items from a script."""
+"""Fleets in this process: fake engines, engines that fail, and items from a script."""
 
 import asyncio
 from contextlib import asynccontextmanager, suppress
@@ -12,14 +12,14 @@ from serve_spec.serving.errors import ApiError, ReplicaLost, no_replica
 from serve_spec.serving.router.connections import ReplicaConnections, RouterConnections
 from serve_spec.serving.router.fleet import RayFleet
 from serve_spec.serving.statistics.fleet_stats import FleetStats
-from tests.serving.fake_engine import LawfulLoop
+from tests.serving.fake_engine import SamplingLoop
 
 FAR_S = 3600.0
 """Longer than any test takes."""
 
 
 class QuietFleet:
-    """A fleet that says nothing of itself, and takes nothing back."""
+    """A fleet without statistics that takes no request back."""
 
     def withdraw(self, request_id):
         """Nothing is withdrawn here."""
@@ -128,47 +128,47 @@ class Takes(NamedTuple):
     after: int
 
 
-class MortalFleet(QuietFleet):
-    """Replica after replica; each dies when it has said as many items as its life is long.
+class FailingFleet(QuietFleet):
+    """Replica after replica; each fails after as many items as it is given.
 
-    Lives: a number of items, an error instead of the first item, or the end of a request that the
-    router takes back. After the last one, a replica lives for ever.
+    endings: a number of items, an error instead of the first item, or the end of a request that the
+    router takes back. The replica after the last one does not fail.
     """
 
-    def __init__(self, *lives):
-        self.lives = list(lives)
+    def __init__(self, *endings):
+        self.endings = list(endings)
         self.requests = []
 
     async def generate(self, asked):
         self.requests.append(asked)
-        life = self.lives.pop(0) if self.lives else float("inf")
-        if isinstance(life, ApiError):
-            raise life
-        if isinstance(life, messages.Failed):
-            yield life
+        ending = self.endings.pop(0) if self.endings else float("inf")
+        if isinstance(ending, ApiError):
+            raise ending
+        if isinstance(ending, messages.Failed):
+            yield ending
             return
-        loop = LawfulLoop(len(self.requests))
+        loop = SamplingLoop(len(self.requests))
         stream = await loop.submit(asked.prompt, asked.params, asked.request_id, asked.emitted)
         accepted = messages.Accepted(stream.num_prompt_tokens, f"r{len(self.requests)}")
-        said = [accepted, *[item async for item in stream]]
-        for count, item in enumerate(said):
-            if isinstance(life, Takes) and count >= life.after:
+        items = [accepted, *[item async for item in stream]]
+        for count, item in enumerate(items):
+            if isinstance(ending, Takes) and count >= ending.after:
                 yield messages.Withdrawn()
-            elif not isinstance(life, Takes) and count >= life:
+            elif not isinstance(ending, Takes) and count >= ending:
                 raise lost()
             yield item
 
 
-class FleetOfMortals(QuietFleet):
-    """Replicas of every choice: the first one dies after `life` items; the second one lives."""
+class FailingChoices(QuietFleet):
+    """Replicas of every choice: the first fails after `ending` items, the second does not."""
 
-    def __init__(self, life=float("inf")):
-        self.life = life
+    def __init__(self, ending=float("inf")):
+        self.ending = ending
         self.choices = {}
 
     def generate(self, asked):
         choice = asked.request_id.rpartition("-")[0]
-        return self.choices.setdefault(choice, MortalFleet(self.life)).generate(asked)
+        return self.choices.setdefault(choice, FailingFleet(self.ending)).generate(asked)
 
 
 async def until(condition):
@@ -185,7 +185,7 @@ async def settle():
 
 
 class ReplicaEnd(RouterConnections):
-    """A replica's end of its connections; it says `items` and whatever tests put into `queues`."""
+    """A replica's end of its connections; it sends `items` and whatever tests put into `queues`."""
 
     def __init__(self, *items, name="r1"):
         self.items = items
@@ -206,7 +206,7 @@ class ReplicaEnd(RouterConnections):
 
 
 class RouterEnd:
-    """A router's end of its connection to replica r1, and what it hears."""
+    """A router's end of its connection to replica r1, and what it receives."""
 
     def __init__(self, name="router", max_quiet_checks=3):
         self.connections = ReplicaConnections(name, "127.0.0.1", self, max_quiet_checks)
@@ -225,11 +225,11 @@ class RouterEnd:
     def items(self):
         return [item for message in self.heard for item in message.items]
 
-    def said(self, name):
+    def items_of(self, name):
         return [item for request_id, item in self.items() if request_id == name]
 
     def has_ended(self, *names):
-        return all(any(map(messages.is_last, self.said(name))) for name in names)
+        return all(any(map(messages.is_last, self.items_of(name))) for name in names)
 
     def ask(self, *requests):
         self.open += [asked.request_id for asked in requests]

@@ -141,7 +141,7 @@ async def test_a_free_place_goes_to_the_client_that_holds_the_fewest():
     await settle()
     few = [Caller(admission, "few") for _ in range(3)]
     await settle()
-    assert (inside(many), inside(few)) == (4, 0), "nobody has to leave: a share of 1"
+    assert (inside(many), inside(few)) == (4, 0), "no request has to leave: a share of 1"
     for gone in range(4):
         await many[gone].leave()
         await settle()

@@ -26,7 +26,7 @@ from serve_spec.serving.protocols.answers import (
 from tests.helpers.checkpoints import make_tokenizer
 from tests.serving.asgi import CHAT, COMPLETIONS, Server, chunks_of
 from tests.serving.fake_engine import entries_of, prompt_entries
-from tests.serving.fakes import FleetOfMortals, delta
+from tests.serving.fakes import FailingChoices, delta
 
 COUNTS = usage(2, 3, SpeculationStats())
 FORMATS = [CompletionFormat, ChatFormat]
@@ -215,11 +215,11 @@ def test_tokens_of_a_prompt_are_found_in_its_text(text, tokens, offsets):
 
 
 @given(st.binary(max_size=12))
-def test_broken_characters_of_a_prompt_do_not_move_what_follows(said):
+def test_broken_characters_of_a_prompt_do_not_move_what_follows(emitted):
     """Bytes that are none are shown as U+FFFD, one for several of them."""
-    text = said.decode(errors="replace") + "end"
+    text = emitted.decode(errors="replace") + "end"
     places = logprobs.EchoOffsets(text)
-    offsets = [places.next(TokenBytes(bytes([byte]))) for byte in said + b"end"]
+    offsets = [places.next(TokenBytes(bytes([byte]))) for byte in emitted + b"end"]
     assert [text[offset:] for offset in offsets[-2:]] == ["nd", "d"]
     assert offsets == sorted(offsets)
 
@@ -253,7 +253,7 @@ def ask(config, fleet, path, body):
 
 
 def put_together(answer, num_choices):
-    """What a stream said, in the form of a whole answer's choices."""
+    """The text of a stream, in the form of a whole answer's choices."""
     choices = [{"index": i, "text": ""} for i in range(num_choices)]
     for chunk in chunks_of(answer):
         (piece,) = chunk["choices"]
@@ -271,9 +271,9 @@ def put_together(answer, num_choices):
 
 
 @pytest.fixture(scope="module")
-def lawful(tmp_path_factory):
-    """A model whose tokens are bytes, as those of the lawful engine."""
-    folder = make_tokenizer(tmp_path_factory.mktemp("lawful"))
+def byte_model(tmp_path_factory):
+    """A model whose tokens are bytes, as those of `SamplingLoop`."""
+    folder = make_tokenizer(tmp_path_factory.mktemp("bytes"))
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 99}))
     (folder / "tokenizer_config.json").unlink()  # its chat template writes special tokens
     return ServeSpecConfig.load({"model": {"path": str(folder)}})
@@ -306,12 +306,12 @@ def prompts_of(body):
 
 
 @LAW
-@given(body=CHAT_BODIES, life=st.integers(0, 9))
-def test_a_chat_that_loses_its_replicas_shows_what_the_whole_answer_shows(lawful, body, life):
+@given(body=CHAT_BODIES, ending=st.integers(0, 9))
+def test_a_chat_that_loses_its_replicas_shows_what_the_whole_answer_shows(byte_model, body, ending):
     body = {**body, "messages": MESSAGES, "logprobs": True}
-    answer = ask(lawful, FleetOfMortals(), CHAT, body).json()
+    answer = ask(byte_model, FailingChoices(), CHAT, body).json()
     streamed = put_together(
-        ask(lawful, FleetOfMortals(life), CHAT, {**body, "stream": True}), body["n"]
+        ask(byte_model, FailingChoices(ending), CHAT, {**body, "stream": True}), body["n"]
     )
     num_tokens = 0
     for choice, pieces in zip(answer["choices"], streamed, strict=True):
@@ -319,9 +319,9 @@ def test_a_chat_that_loses_its_replicas_shows_what_the_whole_answer_shows(lawful
         assert pieces["finish_reason"] == choice["finish_reason"]
         assert pieces["logprobs"] == choice["logprobs"]
         content = choice["logprobs"]["content"]
-        said = bytes(byte for token in content for byte in token["bytes"])
-        assert said.startswith(choice["message"]["content"].encode().rstrip("\ufffd".encode()))
-        entries = entries_of("the é prompt".encode(), said, body["top_logprobs"]) or ()
+        emitted = bytes(byte for token in content for byte in token["bytes"])
+        assert emitted.startswith(choice["message"]["content"].encode().rstrip("\ufffd".encode()))
+        entries = entries_of("the é prompt".encode(), emitted, body["top_logprobs"]) or ()
         assert [token["logprob"] for token in content] == [entry.logprob for entry in entries]
         assert {len(token["top_logprobs"]) for token in content} <= {body["top_logprobs"]}
         num_tokens += len(content)
@@ -329,37 +329,37 @@ def test_a_chat_that_loses_its_replicas_shows_what_the_whole_answer_shows(lawful
 
 
 @LAW
-@given(body=COMPLETION_BODIES, life=st.integers(0, 9), later=st.integers(0, 9))
+@given(body=COMPLETION_BODIES, ending=st.integers(0, 9), later=st.integers(0, 9))
 def test_wherever_replicas_are_lost_every_token_has_its_likelihood_and_place_in_answer_and_stream(
-    lawful, body, life, later
+    byte_model, body, ending, later
 ):
-    answer = ask(lawful, FleetOfMortals(life), COMPLETIONS, body).json()
+    answer = ask(byte_model, FailingChoices(ending), COMPLETIONS, body).json()
     num_tokens = 0
     for index, choice in enumerate(answer["choices"]):
         prompt, shown = prompts_of(body)[index // body["n"]], choice["logprobs"]
         before = list(prompt_entries(prompt, body["logprobs"]) or ()) if body["echo"] else []
-        said = b"".join(_bytes(token) for token in shown["tokens"])[len(before) :]
-        entries = [*before, *(entries_of(prompt, said, body["logprobs"]) or ())]
+        emitted = b"".join(_bytes(token) for token in shown["tokens"])[len(before) :]
+        entries = [*before, *(entries_of(prompt, emitted, body["logprobs"]) or ())]
         expected = [None if entry is None else entry.logprob for entry in entries]
         assert shown["token_logprobs"] == expected
-        num_tokens += len(said)
+        num_tokens += len(emitted)
         for token, offset in zip(shown["tokens"], shown["text_offset"], strict=True):
             if offset < len(choice["text"]):  # others belong to the stop string, which is cut off
                 here = choice["text"][offset]
                 assert here == "\ufffd" or _bytes(token) in here.encode()
     assert num_tokens == answer["usage"]["completion_tokens"]
-    streamed = ask(lawful, FleetOfMortals(later), COMPLETIONS, {**body, "stream": True})
+    streamed = ask(byte_model, FailingChoices(later), COMPLETIONS, {**body, "stream": True})
     assert put_together(streamed, len(answer["choices"])) == answer["choices"]
 
 
 def _bytes(token):
-    """What a token of a completion says; `bytes:\\xc3` is a part of a character."""
+    """The bytes of a completion's token; `bytes:\\xc3` is a part of a character."""
     if token.startswith("bytes:"):
         return bytes.fromhex(token.removeprefix("bytes:").replace("\\x", ""))
     return token.encode()
 
 
-class Listener(FleetOfMortals):
+class Listener(FailingChoices):
     """Notes what engines are given to read."""
 
     def __init__(self):
@@ -371,22 +371,22 @@ class Listener(FleetOfMortals):
         return super().generate(asked)
 
 
-def test_the_engine_reads_the_very_tokens_that_are_echoed(lawful):
+def test_the_engine_reads_the_very_tokens_that_are_echoed(byte_model):
     fleet = Listener()
     body = {"prompt": ["é", "x"], "echo": True, "n": 2}
-    ask(lawful, fleet, COMPLETIONS, {**body, "logprobs": 0})
+    ask(byte_model, fleet, COMPLETIONS, {**body, "logprobs": 0})
     assert fleet.prompts == [list("é".encode())] * 2 + [[120]] * 2
-    ask(lawful, fleet, COMPLETIONS, body)
+    ask(byte_model, fleet, COMPLETIONS, body)
     assert fleet.prompts[4:] == ["é"] * 2 + ["x"] * 2
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_equal_prompts_alone_are_computed_once(lawful, stream):
+def test_equal_prompts_alone_are_computed_once(byte_model, stream):
     fleet = Listener()
     body = {"prompt": ["the", "x", "the"], "n": 2, "max_tokens": 0, "echo": True, "logprobs": 1}
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-    answer = ask(lawful, fleet, COMPLETIONS, body)
+    answer = ask(byte_model, fleet, COMPLETIONS, body)
     assert fleet.prompts == [list(b"the"), list(b"x")]
     *chunks, last = chunks_of(answer) if stream else [answer.json()] * 2
     choices = {c["index"]: c for chunk in chunks for c in chunk["choices"]}

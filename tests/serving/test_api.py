@@ -242,7 +242,7 @@ def test_tokens_may_be_named_by_their_ids(server):
 
 
 def test_the_best_of_several_candidates_are_returned(server):
-    """The fake engine's log-probabilities depend on the text alone, so prompts tell them apart."""
+    """The fake engine's log-probabilities depend on the text alone, so prompts differ in them."""
     body = {"prompt": ["a b", "c"], "best_of": 3, "n": 2, "max_tokens": 2, "seed": 1}
     answer = server.ask("POST", COMPLETIONS, json=body).json()
     assert [choice["text"] for choice in answer["choices"]] == ["a b "] * 2 + ["c c "] * 2
@@ -251,11 +251,11 @@ def test_the_best_of_several_candidates_are_returned(server):
 
 
 def test_the_best_candidate_has_the_highest_log_probability_per_token(config):
-    said = [("short", -0.9), ("long", -0.5, -0.5, -0.5, -0.5), ("likely first", -0.1, -2.0)]
+    choices = [("short", -0.9), ("long", -0.5, -0.5, -0.5, -0.5), ("likely first", -0.1, -2.0)]
 
     class Fleet(QuietFleet):
         async def generate(self, request):
-            text, *logprobs = said[int(request.request_id.rpartition("-")[0][-1])]
+            text, *logprobs = choices[int(request.request_id.rpartition("-")[0][-1])]
             scores = tuple(TokenLogprob(65, each, 1) for each in logprobs)
             yield Accepted(1, "r")
             last = delta(text, *[65] * len(scores), finish=FinishReason.STOP)

@@ -1,4 +1,4 @@
-"""`build_app` finds and judges the configuration wherever Serve happens to build the app."""
+"""`build_app` finds and checks the configuration wherever Serve happens to build the app."""
 
 import asyncio
 import json
@@ -317,7 +317,7 @@ def test_a_read_that_ray_fails_is_a_client_that_left(
 
 
 def wanted(metrics, target=48, now=2):
-    """Replicas that the policy asks for, by what Serve tells it."""
+    """Replicas that the policy asks for, by what Serve reports."""
     config = SimpleNamespace(get_target_ongoing_requests=lambda: target)
     context = SimpleNamespace(
         aggregated_metrics=metrics, config=config, target_num_replicas=now, total_num_requests=1.0

@@ -20,12 +20,12 @@ def named(name, prompt="a"):
     return replace(request(prompt), request_id=name)
 
 
-def text(name, said, *, last=False):
-    return name, TokenDelta(name, (1,), said, FinishReason.LENGTH if last else None)
+def text(name, content, *, last=False):
+    return name, TokenDelta(name, (1,), content, FinishReason.LENGTH if last else None)
 
 
 class Wire:
-    """What a batcher is connected to: what the test tells it to say arrives at once."""
+    """The other end of a batcher's connection: what the test sends arrives without delay."""
 
     batcher: Batcher
 
@@ -60,7 +60,7 @@ class Wire:
 
 
 class Listener:
-    """Asks for one request and keeps what it hears."""
+    """Asks for one request and keeps what it receives."""
 
     def __init__(self, batcher, pending):
         self.heard = []
@@ -273,7 +273,7 @@ async def test_sizes_are_counted_for_the_router_and_for_each_replica():
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_after_any_coming_and_going_everybody_heard_their_own_words(data):
-    """Items arrive in any interleaving; some leave; nobody hears a word of somebody else's."""
+    """Items arrive in any interleaving; some requests leave; none receives another's items."""
 
     async def scenario():
         names = "abcde"[: data.draw(st.integers(1, 5))]
@@ -297,9 +297,9 @@ def test_after_any_coming_and_going_everybody_heard_their_own_words(data):
             wire.say(*items)
             await settle()
             for name, listener in zip(names, listeners, strict=True):
-                said = "".join(f"{name}.{i + 1} " for i in range(spoken[name]))
-                assert said.startswith(listener.text)
-                assert name in left or listener.text == said, "at once"
+                sent = "".join(f"{name}.{i + 1} " for i in range(spoken[name]))
+                assert sent.startswith(listener.text)
+                assert name in left or listener.text == sent, "without delay"
                 assert name in left or listener.task.done() == (spoken[name] == words[name])
         assert wire.batcher.num_open("r1") == 0
 

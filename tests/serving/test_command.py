@@ -1,4 +1,4 @@
-"""`serve-spec serve` says what is wrong before it starts anything."""
+"""`serve-spec serve` reports what is wrong before it starts anything."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def test_the_address_comes_from_the_option_then_the_deployment_then_the_configur
     assert command.read_plan(deploy_file).url == "http://127.0.0.1:8124"
     plan = command.read_plan(deploy_file, {"host": "0.0.0.0", "port": 8125})
     assert plan.deployment["http_options"] == {"host": "0.0.0.0", "port": 8125}
-    assert plan.url == "http://127.0.0.1:8125", "nobody can call 0.0.0.0"
+    assert plan.url == "http://127.0.0.1:8125", "0.0.0.0 is no address to call"
     assert plan.num_cpus >= 120, "for every replica"
     text = deploy_file.read_text().replace("name: a", "name: a\n  route_prefix: /llm")
     deploy_file.write_text(text)
@@ -206,8 +206,8 @@ def test_a_port_that_is_taken_is_refused_before_ray_starts(config_file, capsys):
 
 def test_what_serve_says_while_replicas_wait_is_told_once(capsys):
     def app(*messages):
-        said = {str(i): SimpleNamespace(message=text) for i, text in enumerate(messages)}
-        return SimpleNamespace(deployments=said)
+        deployments = {str(i): SimpleNamespace(message=text) for i, text in enumerate(messages)}
+        return SimpleNamespace(deployments=deployments)
 
     told = set()
     for apps in ([app("", "1 replica waits\nfor a GPU")], [app("1 replica waits\nfor 2")], []):

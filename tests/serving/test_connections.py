@@ -136,7 +136,7 @@ async def test_requests_end_with_their_router_and_those_of_others_do_not():
                 connection.writer.transport.abort()
             await until(lambda: replica.num_requests() == {"other": 1})
             assert replica.cancelled == ["a"]
-            await replica.connect(router.connections.address)  # it lives, and calls again
+            await replica.connect(router.connections.address)  # it is not lost, and connects again
             await until(router.connections.usable)
 
 

@@ -62,9 +62,11 @@ async def items_of(fleet):
 async def test_a_connection_outlives_the_answers_on_it(config, items):
     async with running(config, ReplicaEnd(*items)) as fleet:
         for _ in range(2):
-            said = await items_of(fleet)
-            assert [type(item) for item in said] == [type(item) for item in items]
-            assert all(isinstance(a, Refused) or a == b for a, b in zip(said, items, strict=True))
+            received = await items_of(fleet)
+            assert [type(item) for item in received] == [type(item) for item in items]
+            assert all(
+                isinstance(a, Refused) or a == b for a, b in zip(received, items, strict=True)
+            )
         assert fleet.num_interrupted == 0
 
 

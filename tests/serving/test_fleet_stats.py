@@ -60,8 +60,8 @@ def test_the_fleet_is_the_sum_of_its_replicas_or_their_mean_by_rows_time_or_numb
         speculation=measured(1.0, 10),
     )
     new = snapshot(batch_size=0, speculative_num_steps=None, speculation=measured(None, 50))
-    for name, said in {"idle": idle, "busy": busy, "new": new}.items():
-        stats.report(name, said, 0)
+    for name, report in {"idle": idle, "busy": busy, "new": new}.items():
+        stats.report(name, report, 0)
     expected = {
         "num_replicas": 3,
         "batch_size": 7,

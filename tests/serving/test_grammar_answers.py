@@ -49,7 +49,7 @@ def ask(server, path, **fields):
     return server.ask("POST", path, content=body, headers=JSON)
 
 
-def said(choice):
+def text_of(choice):
     return choice["text"] if "text" in choice else choice["message"]["content"]
 
 
@@ -58,7 +58,7 @@ def test_every_choice_is_json_of_the_schema(server, path):
     answer = ask(server, path, n=2, guided_json=SCHEMA)
     assert answer.status_code == 200
     for choice in answer.json()["choices"]:
-        assert is_valid(said(choice), SCHEMA)
+        assert is_valid(text_of(choice), SCHEMA)
         assert choice["finish_reason"] == "stop"
 
 

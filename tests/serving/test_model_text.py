@@ -241,8 +241,8 @@ def test_a_conversation_is_rendered_as_in_transformers(source, generation):
         [CHAT], chat_template=source, add_generation_prompt=generation, bos_token="B", **VARIABLES
     )
     ours = ChatTemplate(source, {"bos_token": "B"})
-    said = ours.render(CHAT, add_generation_prompt=generation, variables=VARIABLES)
-    assert said == theirs
+    rendered = ours.render(CHAT, add_generation_prompt=generation, variables=VARIABLES)
+    assert rendered == theirs
 
 
 @pytest.mark.parametrize("source", [TEMPLATE, TEMPLATES["indents blocks"]])
@@ -273,7 +273,7 @@ def test_a_developer_is_the_system_where_a_template_knows_only_that():
 
 
 @pytest.mark.parametrize(
-    ("source", "says"),
+    ("source", "message"),
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages[7].content }}", "has no element 7"),
@@ -284,8 +284,8 @@ def test_a_developer_is_the_system_where_a_template_knows_only_that():
         ("nothing", "omits the last message"),
     ],
 )
-def test_a_template_that_refuses_or_fails_says_why(source, says):
-    with pytest.raises(ChatTemplateError, match=says):
+def test_a_template_that_refuses_or_fails_names_the_cause(source, message):
+    with pytest.raises(ChatTemplateError, match=message):
         ChatTemplate(source).render(CHAT, continue_final_message=source == "nothing")
 
 
@@ -299,7 +299,7 @@ NAMED = [{"name": "rag", "template": "a"}, {"name": "default", "template": "b"}]
 
 
 @pytest.mark.parametrize(
-    ("settings", "files", "said"),
+    ("settings", "files", "rendered"),
     [
         ({**SPECIAL, "chat_template": "{{ bos_token }}{{ eos_token }}"}, {}, "<bos><eos>"),
         ({"chat_template": "settings"}, {"chat_template.jinja": "é"}, "é"),
@@ -312,12 +312,12 @@ NAMED = [{"name": "rag", "template": "a"}, {"name": "default", "template": "b"}]
     ],
     ids=["settings", "file", "several", "older file"],
 )
-def test_a_folder_holds_template_and_special_tokens(tmp_path, settings, files, said):
+def test_a_folder_holds_template_and_special_tokens(tmp_path, settings, files, rendered):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     template = ChatTemplate.from_folder(tmp_path)
-    assert template.render(CHAT) == said
+    assert template.render(CHAT) == rendered
     assert not template.is_plain
 
 

@@ -290,15 +290,15 @@ def test_content_is_a_text_or_parts_of_text(content, meant):
 
 
 def test_an_answer_of_ours_may_be_sent_back_as_a_message():
-    said = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": []}
-    assert chat(USER, said, USER).sampling_params() == SamplingParams()
+    answered = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": []}
+    assert chat(USER, answered, USER).sampling_params() == SamplingParams()
     function = {"name": "f", "arguments": '{"a": 1}'}
     calling = {
         "content": None,
         "tool_calls": [{"id": "x", "type": "function", "function": function}],
     }
     answer = {"role": "tool", "tool_call_id": "x", "content": "2"}
-    assert chat(USER, {**said, **calling}, answer).sampling_params() == SamplingParams()
+    assert chat(USER, {**answered, **calling}, answer).sampling_params() == SamplingParams()
 
 
 @pytest.mark.parametrize(
@@ -470,7 +470,7 @@ CHAT_REFUSED = {
     "logprobs": [{"logprobs": 5}],
     "top_logprobs": [
         *({"logprobs": True, "top_logprobs": number} for number in NUMBERS_OF_RIVALS),
-        *({"logprobs": said, "top_logprobs": 3} for said in (None, False)),
+        *({"logprobs": value, "top_logprobs": 3} for value in (None, False)),
     ],
     "stream_options.include_obfuscation": [
         {"stream": True, "stream_options": {"include_obfuscation": True}}

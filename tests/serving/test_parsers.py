@@ -242,10 +242,10 @@ FRAGMENTS = [
 def test_whatever_a_model_writes_the_cuts_make_no_difference(pieces, syntax, seed):
     text = "".join(pieces)
     cuts = random.Random(seed).choices(range(len(text) + 1), k=8)
-    said = parse(text, syntax)
-    assert said == parse(text, syntax, ends_with_text=True)
-    assert said == parse(text, syntax, cuts) == parse(text, syntax, range(len(text)))
-    assert {name for name, _ in said[2]} <= TOOLS.keys()
+    parsed = parse(text, syntax)
+    assert parsed == parse(text, syntax, ends_with_text=True)
+    assert parsed == parse(text, syntax, cuts) == parse(text, syntax, range(len(text)))
+    assert {name for name, _ in parsed[2]} <= TOOLS.keys()
 
 
 def hermes(name, arguments):
@@ -411,10 +411,10 @@ CALLS = st.tuples(st.sampled_from("fg"), st.dictionaries(st.sampled_from("st"), 
 def test_a_message_is_read_as_its_format_writes_it_however_it_is_cut(
     name, thought, content, calls, seed
 ):
-    syntax, reasoning, said, call, between = FORMATS[name]
-    content = content if said and not content.startswith(("{", "[")) else ""
+    syntax, reasoning, plain, call, between = FORMATS[name]
+    content = content if plain and not content.startswith(("{", "[")) else ""
     text = reasoning.format(thought) if thought else ""
-    text += said.format(content) if content else ""
+    text += plain.format(content) if content else ""
     text += between.join(call(*each) for each in calls)
     cuts = random.Random(seed).choices(range(len(text) + 1), k=8)
     for given_cuts in ((), cuts, range(len(text))):

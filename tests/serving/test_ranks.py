@@ -12,7 +12,7 @@ from serve_spec import LLM, SamplingParams
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.serving.deployment.app import build_app
 from serve_spec.serving.deployment.engine_actor import placement_of
-from tests.e2e.fleet import Stream, client_of, fleet_settings, said
+from tests.e2e.fleet import Stream, client_of, fleet_settings, texts_of
 from tests.serving.cluster import actor_pids, eventually, local_serve
 
 NUM_STREAMS = 4
@@ -31,7 +31,7 @@ def settings(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def texts(settings):
-    """What one rank says, without Ray."""
+    """The messages of one rank, without Ray."""
     llm = LLM({**settings, "replica": {}})
     params = [SamplingParams(**params_of(i)) for i in range(NUM_STREAMS)]
     texts = [output.text for output in llm.generate(PROMPTS, params)]
@@ -100,7 +100,7 @@ def test_a_killed_rank_costs_no_token_and_its_replica_comes_back(url, texts, act
             await asyncio.gather(*running)
         return streams
 
-    assert [text for text, _ in said(asyncio.run(scenario()))] == texts
+    assert [text for text, _ in texts_of(asyncio.run(scenario()))] == texts
     eventually(lambda: set(actor_pids(actor)), lambda now: len(now) == 2 and now != set(before))
     eventually(lambda: httpx.get(f"{url}/health").json()["healthy_replicas"], lambda n: n == 2)
     assert len(groups()) == 2

@@ -261,7 +261,7 @@ async def kill_under_load(url, pid):
 
 
 def text_of(index):
-    """Return what the engine says to `a b <index>`."""
+    """Return the engine's answer to `a b <index>`."""
     return f"a b {index} " * (MAX_TOKENS // 3)
 
 
@@ -356,10 +356,10 @@ def asking(client):
         asked.result()
     assert texts
     assert [text for text in texts if not text.endswith("data: [DONE]\n\n")] == []
-    assert len({_said(text) for text in texts}) == 1
+    assert len({_text_of(text) for text in texts}) == 1
 
 
-def _said(stream):
+def _text_of(stream):
     events = [line.removeprefix("data: ") for line in stream.splitlines() if line]
     return "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
 

@@ -84,7 +84,7 @@ async def items(replica, prompt, **params):
         await ask(router, prompt, **params)
         await until(lambda: router.has_ended("r0"))
     await until(lambda: not replica.record_routing_stats()["num_requests"])
-    return router.said("r0")
+    return router.items_of("r0")
 
 
 async def test_a_replica_without_an_engine_ends_and_lets_its_requests_go(start, monkeypatch):
@@ -120,7 +120,7 @@ async def test_requests_count_while_they_run_and_end_with_their_router(start):
     replica, loop = start()
     async with called(replica) as router:
         await ask(router, "hold on", "hold it", max_tokens=9)
-        await until(lambda: router.said("r0") and router.said("r1"))
+        await until(lambda: router.items_of("r0") and router.items_of("r1"))
         assert replica.record_routing_stats()["num_requests"] == {"router": 2}
         assert replica.record_autoscaling_stats() == {NUM_REQUESTS: 2}, "not calls"
     await until(lambda: not loop.streams)
@@ -172,23 +172,25 @@ async def test_requests_of_one_message_answer_side_by_side_and_end_alone(start):
         router.connections.send("r1", encode_router_message(cancelled=["r1"]))
         await until(lambda: not loop.streams)
         assert replica.record_routing_stats()["num_requests"] == {}
-    said = {name: router.said(name) for name in ("r0", "r1", "r2", "r3")}
+    received = {name: router.items_of(name) for name in ("r0", "r1", "r2", "r3")}
     texts = {
         name: "".join(d.text for d in items if isinstance(d, TokenDelta))
-        for name, items in said.items()
+        for name, items in received.items()
     }
     assert texts == {"r0": "a b c a b ", "r1": "hold on ", "r2": "", "r3": "x x x x x "}
-    assert said["r0"][0] == Accepted(3, "r1")
-    assert [is_last(item) for item in said["r0"]] == [False] * (len(said["r0"]) - 1) + [True]
-    assert not is_last(said["r1"][-1]), "its router has forgotten it"
-    assert said["r2"][-1].overloaded
+    assert received["r0"][0] == Accepted(3, "r1")
+    assert [is_last(item) for item in received["r0"]] == [False] * (len(received["r0"]) - 1) + [
+        True
+    ]
+    assert not is_last(received["r1"][-1]), "its router has forgotten it"
+    assert received["r2"][-1].overloaded
 
 
 async def test_before_a_replica_ends_it_lets_its_requests_finish(start):
     replica, loop = start()
     async with called(replica) as router:
         await ask(router, "hold on", max_tokens=9)
-        await until(lambda: router.said("r0"))
+        await until(lambda: router.items_of("r0"))
         end = replica.__del__()
         assert end is not None
         ending = asyncio.ensure_future(end)

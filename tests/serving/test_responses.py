@@ -88,8 +88,8 @@ def test_items_of_a_conversation_are_messages_of_a_chat(server):
     answered = create(server, items, instructions="a", max_output_tokens=4)
     assert answered.output_text == "a b c on "
     assert answered.instructions == "a"
-    said = create(server, "a", max_output_tokens=1).output
-    sent_back = [{"role": "user", "content": "a"}, *[item.model_dump() for item in said]]
+    output = create(server, "a", max_output_tokens=1).output
+    sent_back = [{"role": "user", "content": "a"}, *[item.model_dump() for item in output]]
     assert create(server, sent_back, max_output_tokens=1).usage.input_tokens == 2
 
 
@@ -254,8 +254,8 @@ def test_what_cannot_be_is_refused_by_its_own_name(server, fields, param):
 
 def test_a_stream_that_fails_ends_with_an_error(server):
     server.fleet = ScriptedFleet([Accepted(1, "r"), delta("a", 1), lost()])
-    *_, said, error = events_of(server)
-    assert (said.delta, error.type, error.code) == ("a", "error", "replicas_lost")
+    *_, first, error = events_of(server)
+    assert (first.delta, error.type, error.code) == ("a", "error", "replicas_lost")
 
 
 async def test_a_client_that_leaves_gives_its_place_back(server):

@@ -1,4 +1,4 @@
-"""One answer in the router, whichever replicas die: nothing is lost, repeated or left behind."""
+"""One answer in the router, whichever replicas fail: nothing is lost, repeated or left behind."""
 
 import asyncio
 import copy
@@ -22,9 +22,9 @@ from serve_spec.serving.router.resume import resumed
 from tests.serving.fake_engine import FakeLoop
 from tests.serving.fakes import (
     FAR_S,
-    FleetOfMortals,
+    FailingChoices,
+    FailingFleet,
     LoopFleet,
-    MortalFleet,
     ScriptedFleet,
     Takes,
     delta,
@@ -33,11 +33,11 @@ from tests.serving.fakes import (
 )
 
 
-class CountingFleet(MortalFleet):
-    """Its replicas say with every delta what speculation has done on them so far."""
+class CountingFleet(FailingFleet):
+    """Every delta has the counts of speculation of its replica so far."""
 
-    def __init__(self, *lives, forced):
-        super().__init__(*lives)
+    def __init__(self, *endings, forced):
+        super().__init__(*endings)
         self.forced = forced
 
     async def generate(self, asked):
@@ -51,56 +51,56 @@ class CountingFleet(MortalFleet):
 
 
 def listen(fleet, asked, resume_timeout_s=FAR_S):
-    """Return what a caller hears: whatever was accepted, and the deltas."""
+    """Return what a caller receives: what was accepted, and the deltas."""
 
     async def scenario():
         return [item async for item in resumed(fleet, asked, resume_timeout_s)]
 
-    heard = asyncio.run(scenario())
-    accepted = [item for item in heard if isinstance(item, Accepted)]
-    return SimpleNamespace(accepted=accepted, deltas=heard[len(accepted) :])
+    received = asyncio.run(scenario())
+    accepted = [item for item in received if isinstance(item, Accepted)]
+    return SimpleNamespace(accepted=accepted, deltas=received[len(accepted) :])
 
 
-def said(answer):
+def content_of(answer):
     tokens = [token for d in answer.deltas for token in d.token_ids]
     return "".join(d.text for d in answer.deltas), tokens, answer.deltas[-1].finish_reason
 
 
-LIVES = st.tuples(
+ENDINGS = st.tuples(
     st.lists(st.integers(0, 12).map(Takes), max_size=2),
     st.lists(st.integers(0, 12), max_size=1),
     st.lists(st.integers(0, 12).map(Takes), max_size=2),
-).map(lambda parts: [life for part in parts for life in part])
-"""At most one replica dies; any number of times the router takes the request back."""
+).map(lambda parts: [ending for part in parts for ending in part])
+"""At most one replica fails; any number of times the router takes the request back."""
 
 
 @settings(deadline=None, max_examples=150)
 @given(
     seed=st.integers(0, 2**63),
     max_tokens=st.integers(1, 24),
-    lives=LIVES,
+    endings=ENDINGS,
     stop=st.lists(st.text("ab é", min_size=1, max_size=4), max_size=2),
     include_stop_str_in_output=st.booleans(),
     ignore_eos=st.booleans(),
     stop_token_ids=st.lists(st.sampled_from(list(b"ab ")), max_size=1),
 )
-def test_wherever_it_is_lost_or_taken_back_the_answer_is_that_of_one_replica_that_lives(
-    lives, **params
+def test_wherever_it_is_lost_or_taken_back_the_answer_is_that_of_one_replica_that_does_not_fail(
+    endings, **params
 ):
-    whole = listen(MortalFleet(), request("the prompt", **params))
-    fleet = MortalFleet(*lives)
+    whole = listen(FailingFleet(), request("the prompt", **params))
+    fleet = FailingFleet(*endings)
     broken = listen(fleet, request("the prompt", **params))
-    assert said(broken) == said(whole)
+    assert content_of(broken) == content_of(whole)
     assert [a.num_prompt_tokens for a in broken.accepted] == [10]
     assert broken.deltas[-1].speculation is not None
 
 
 @settings(deadline=None, max_examples=60)
-@given(lives=LIVES, max_tokens=st.integers(1, 40), forced=st.booleans())
+@given(endings=ENDINGS, max_tokens=st.integers(1, 40), forced=st.booleans())
 def test_speculation_is_added_up_and_forced_acceptance_labelled_over_all_replicas(
-    lives, max_tokens, forced
+    endings, max_tokens, forced
 ):
-    fleet = CountingFleet(*lives, forced=forced)
+    fleet = CountingFleet(*endings, forced=forced)
     answer = listen(fleet, request("x", seed=1, max_tokens=max_tokens, ignore_eos=True))
     counts = answer.deltas[-1].speculation
     assert counts.num_rounds == len(answer.deltas)
@@ -108,26 +108,26 @@ def test_speculation_is_added_up_and_forced_acceptance_labelled_over_all_replica
     assert sum(counts.rounds_by_num_steps.values()) == counts.num_rounds
     drafts = sum(steps * rounds for steps, rounds in counts.rounds_by_num_steps.items())
     assert counts.num_draft_tokens == drafts
-    used = lives[: len(fleet.requests) - 1]
-    num_resumes = sum(not isinstance(life, Takes) and life > 0 for life in used)
+    used = endings[: len(fleet.requests) - 1]
+    num_resumes = sum(not isinstance(ending, Takes) and ending > 0 for ending in used)
     assert counts.as_dict()["num_resumes"] == num_resumes
     assert counts.as_dict().get("synthetic_acceptance", False) is forced
 
 
 def test_a_request_without_a_seed_gets_one_that_all_its_replicas_share():
-    fleet = MortalFleet(3, Takes(3))
+    fleet = FailingFleet(3, Takes(3))
     listen(fleet, request("x", max_tokens=30, ignore_eos=True))
     seeds = {asked.params.seed for asked in fleet.requests}
     assert len(fleet.requests) == 3
     assert len(seeds) == 1
     assert None not in seeds
-    other = MortalFleet()
+    other = FailingFleet()
     listen(other, request("x"))
     assert other.requests[0].params.seed not in seeds, "a fresh one for every request"
 
 
 def test_replicas_that_lost_it_are_to_be_avoided_and_no_attempt_has_another_s_id():
-    fleet = MortalFleet(Failed("boom", replica="sick"), Takes(2))
+    fleet = FailingFleet(Failed("boom", replica="sick"), Takes(2))
     listen(fleet, request("x", seed=1, max_tokens=30, ignore_eos=True))
     assert [asked.avoid for asked in fleet.requests] == [set(), {"sick"}, {"sick"}]
     assert [asked.is_resumption for asked in fleet.requests] == [False, True, False]
@@ -142,20 +142,21 @@ def test_what_has_begun_waits_for_a_replica_that_has_room(endings):
     """However often the ones before were shut down."""
     full = no_replica("none"), queue_full("full", 1), Failed("full", True)
     asked = request("x", seed=1, max_tokens=30, ignore_eos=True)
-    assert said(listen(MortalFleet(*endings, *full), asked)) == said(listen(MortalFleet(), asked))
+    whole = content_of(listen(FailingFleet(), asked))
+    assert content_of(listen(FailingFleet(*endings, *full), asked)) == whole
 
 
-def test_when_nobody_takes_it_in_time_the_error_says_why():
-    fleet = MortalFleet(3, *[no_replica("none is running")] * 3)
+def test_when_no_replica_takes_it_in_time_the_error_names_the_cause():
+    fleet = FailingFleet(3, *[no_replica("none is running")] * 3)
     asked = request("x", seed=1, max_tokens=30, ignore_eos=True)
     with pytest.raises(ApiError, match="none is running"):
         listen(fleet, asked, resume_timeout_s=0)
     assert len(fleet.requests) == 2
 
 
-@pytest.mark.parametrize("life", [0, 3])
-def test_a_request_that_has_lost_two_replicas_is_not_given_to_a_third(life):
-    fleet = MortalFleet(*[life] * 9)
+@pytest.mark.parametrize("ending", [0, 3])
+def test_a_request_that_has_lost_two_replicas_is_not_given_to_a_third(ending):
+    fleet = FailingFleet(*[ending] * 9)
     with pytest.raises(ApiError, match="not retried") as caught:
         listen(fleet, request("x", seed=1, max_tokens=90, ignore_eos=True))
     assert caught.value.status == 500
@@ -163,7 +164,7 @@ def test_a_request_that_has_lost_two_replicas_is_not_given_to_a_third(life):
 
 
 def test_what_no_replica_could_answer_is_not_given_to_another():
-    fleet = MortalFleet(Failed("NaN logits", replica="r1", is_final=True))
+    fleet = FailingFleet(Failed("NaN logits", replica="r1", is_final=True))
     (failed,) = listen(fleet, request()).deltas
     assert failed.message == "NaN logits"
     assert len(fleet.requests) == 1
@@ -171,7 +172,7 @@ def test_what_no_replica_could_answer_is_not_given_to_another():
 
 @pytest.mark.parametrize("error", [no_replica("none"), queue_full("full", 1)], ids=str)
 def test_what_nobody_took_yet_is_refused_at_once(error):
-    fleet = MortalFleet(error)
+    fleet = FailingFleet(error)
     with pytest.raises(ApiError) as caught:
         listen(fleet, request())
     assert caught.value is error
@@ -256,14 +257,14 @@ async def test_what_fails_before_the_first_token_sets_the_status(items, status, 
 
 
 @pytest.mark.parametrize(
-    ("end", "num_said"),
+    ("end", "num_rounds"),
     [(Failed("boom"), 2), (no_replica("gone"), 2), (None, 2), (ZeroDivisionError("boom"), 1)],
     ids=repr,
 )
-async def test_what_fails_on_every_replica_is_an_error_frame_and_no_done(end, num_said):
+async def test_what_fails_on_every_replica_is_an_error_frame_and_no_done(end, num_rounds):
     items = [ACCEPTED, delta("a", 1), *([end] if end else [])]
     *rounds, last = await frames(ScriptedFleet(items), [request()])
-    assert [r["choices"][0]["text"] for r in rounds] == ["a"] * num_said, "one of each replica"
+    assert [r["choices"][0]["text"] for r in rounds] == ["a"] * num_rounds, "one of each replica"
     assert list(last) == ["error"]
     assert set(last["error"]) == {"message", "type", "param", "code"}
 
@@ -299,29 +300,29 @@ def test_of_a_prompt_that_several_choices_share_what_one_had_to_compute_was_not_
             yield delta("a", 1)._replace(num_cached_tokens=(0, 16, 16, 24)[choice])
             yield delta("b", 2, finish=FinishReason.LENGTH)
 
-    said = asyncio.run(choose(FleetWithCaches(()), several(2, ("a", "b")), num_prompts=2))
-    assert said["usage"]["prompt_tokens_details"] == {"cached_tokens": 0 + 16}
+    answer = asyncio.run(choose(FleetWithCaches(()), several(2, ("a", "b")), num_prompts=2))
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0 + 16}
 
 
-LAWFUL = {"max_tokens": 24, "ignore_eos": True}
+SAMPLED = {"max_tokens": 24, "ignore_eos": True}
 
 
 @settings(deadline=None, max_examples=20)
-@given(seed=st.integers(-(2**63), 2**63 - 1), n=st.integers(1, 4), lives=st.integers(0, 9))
-def test_a_seeded_choice_says_the_same_whatever_n_is_and_whoever_dies(seed, n, lives):
-    def said(life, asked):
-        choices = asyncio.run(choose(FleetOfMortals(life), asked))["choices"]
+@given(seed=st.integers(-(2**63), 2**63 - 1), n=st.integers(1, 4), ending=st.integers(0, 9))
+def test_a_seeded_choice_is_the_same_for_every_n_and_any_lost_replica(seed, n, ending):
+    def texts_of(ending, asked):
+        choices = asyncio.run(choose(FailingChoices(ending), asked))["choices"]
         return [(choice["text"], choice["finish_reason"]) for choice in choices]
 
-    whole = said(FAR_S, several(4, seed=seed, **LAWFUL))
+    whole = texts_of(FAR_S, several(4, seed=seed, **SAMPLED))
     assert len(set(whole)) == 4
     assert {reason for _, reason in whole} == {"length"}
-    assert said(FAR_S, [request("a b c", seed=seed, **LAWFUL)]) == whole[:1]
-    assert said(lives, several(n, seed=seed, **LAWFUL)) == whole[:n]
+    assert texts_of(FAR_S, [request("a b c", seed=seed, **SAMPLED)]) == whole[:1]
+    assert texts_of(ending, several(n, seed=seed, **SAMPLED)) == whole[:n]
 
 
 async def test_more_choices_than_turns_take_turns():
-    """And the first of them is heard before the last has begun."""
+    """And the first of them is received before the last has begun."""
     loop, admission = FakeLoop(), Admission(max_in_flight=1, max_queued=4)
     asked = several(3, max_tokens=4)
     async with runner(LoopFleet(loop), admission).run(asked) as answer:

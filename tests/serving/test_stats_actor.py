@@ -120,7 +120,7 @@ def test_the_dead_leave_with_their_first_missing_report_and_the_stuck_are_ended(
     assert shown_after(11.9) == {"s", "w"}
     assert killed == []
     assert shown_after(12.1) == {"s", "w"}
-    assert killed == ["s"], "one that answers lives on"
+    assert killed == ["s"], "one that answers is not killed"
 
 
 @pytest.mark.parametrize(

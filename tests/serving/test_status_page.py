@@ -226,7 +226,7 @@ def test_in_a_browser_charts_draw_and_values_change_under_load(config, tmp_path)
     assert last_values(page, "needed") == pytest.approx([0.691, 0.811], abs=1e-3)
     assert "<b>400</b><span>output tokens/s" in page
     assert '<b id="forced">' in page, "one replica forces acceptance, so the page warns"
-    assert "&lt;b&gt;steady" in page, "what a replica says is text, not markup"
+    assert "&lt;b&gt;steady" in page, "a replica's text is not markup"
 
     def switches(text):
         table = text.index('id="switches"')

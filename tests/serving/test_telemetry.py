@@ -85,7 +85,7 @@ def test_rounds_that_are_not_flushed_take_bounded_memory():
 
 readings = st.one_of(
     st.builds(
-        lambda value, tier: Reading(ROUNDS, value, {"num_steps": tier}),
+        lambda value, depth: Reading(ROUNDS, value, {"num_steps": depth}),
         st.integers(1, 9),
         st.sampled_from("012"),
     ),

@@ -385,8 +385,8 @@ def chunks(server, **body):
 
 
 def test_deltas_name_a_call_first_and_then_bring_its_arguments(checkpoint):
-    said = chunks(saying(checkpoint, SAID), tools=TOOLS)
-    deltas = [each["delta"] for each in said]
+    answer = chunks(saying(checkpoint, SAID), tools=TOOLS)
+    deltas = [each["delta"] for each in answer]
     assert deltas[0] == {"role": "assistant", "content": ""}
     assert {"reasoning_content": "h", "reasoning": "h"} in deltas
     (named, *fragments), (other, *_) = (
@@ -398,8 +398,8 @@ def test_deltas_name_a_call_first_and_then_bring_its_arguments(checkpoint):
     assert all(set(each) == {"index", "function"} for each in fragments)
     assert "".join(each["function"]["arguments"] for each in fragments) == ARGUMENTS
     assert other["function"]["name"] == "clock"
-    assert (deltas[-1], said[-1]["finish_reason"]) == ({}, "tool_calls")
-    assert {each["finish_reason"] for each in said[:-1]} == {None}
+    assert (deltas[-1], answer[-1]["finish_reason"]) == ({}, "tool_calls")
+    assert {each["finish_reason"] for each in answer[:-1]} == {None}
 
 
 def test_reasoning_may_stay_in_the_content_or_be_left_out(checkpoint):
@@ -424,9 +424,9 @@ def test_usage_counts_the_tokens_of_the_reasoning(checkpoint, body, num_tokens):
     )
     end = tokenizer.token_to_id("</think>")
     thought = [delta("<think>", 1), delta("hm", *range(9)), delta("", 9)]  # part of a character
-    said = [*thought, delta("</think>Ye", 2, end, 3)] if num_tokens else [delta("Ye", 3)]
+    items = [*thought, delta("</think>Ye", 2, end, 3)] if num_tokens else [delta("Ye", 3)]
     last = delta("s", 4, finish=FinishReason.STOP)
-    server = Server(checkpoint, ScriptedFleet([Accepted(1, "r"), *said, last]))
+    server = Server(checkpoint, ScriptedFleet([Accepted(1, "r"), *items, last]))
     details = {"reasoning_tokens": num_tokens}
     assert server.chat(**body).json()["usage"]["completion_tokens_details"] == details
     usage = {"include_usage": True}
@@ -458,8 +458,8 @@ def test_log_probabilities_of_all_tokens_are_returned(checkpoint):
     num_tokens = -(-len(SAID) // 3)
     (choice,) = server.chat(tools=TOOLS, logprobs=True).json()["choices"]
     assert len(choice["logprobs"]["content"]) == num_tokens
-    said = chunks(server, tools=TOOLS, logprobs=True)
-    assert sum(len((each["logprobs"] or {}).get("content", [])) for each in said) == num_tokens
+    answer = chunks(server, tools=TOOLS, logprobs=True)
+    assert sum(len((each["logprobs"] or {}).get("content", [])) for each in answer) == num_tokens
 
 
 def test_the_official_client_parses_arguments_into_its_own_types(checkpoint):
@@ -528,9 +528,9 @@ def test_what_a_grammar_of_calls_allows_its_parser_reads(name, are_tokens):
     syntax = AnswerSyntax(formats.calls or "json", formats.reasoning, schemas)
     called = [("weather", ARGUMENTS), ("clock", "{}")][: several.count("{}")]
     text = thought + several.format(*(call.format(*each) for each in called))
-    for said, is_valid_text in ((text, True), (text[:-1], False), (f"Hi {text}", False)):
+    for content, is_valid_text in ((text, True), (text[:-1], False), (f"Hi {text}", False)):
         matcher = compiler.matcher(formats.of_calls(functions, syntax, "Hi"))
-        is_taken = matcher.advance(tokenizer.encode(said).ids)
+        is_taken = matcher.advance(tokenizer.encode(content).ids)
         assert (is_taken and bool((matcher.mask() & compiler.ends).any())) == is_valid_text
     parts = AnswerParser(syntax).feed(text, is_last=True)
     names = [part.text for part in parts if part.kind == "name"]
@@ -554,9 +554,9 @@ def test_calls_that_the_model_chooses_are_of_the_schema_of_a_strict_function(tmp
         ({"chat_template_kwargs": {"enable_thinking": False}}, ("No", calls), (wrong,)),
     ):
         grammar = converse(tmp_path, tools=[STRICT, CLOCK], **body).params.grammar
-        for said in (*valid, *invalid):
+        for content in (*valid, *invalid):
             matcher = compiler.matcher(grammar)
-            assert matcher.advance(tokenizer.encode(said).ids) == (said in valid), said
+            assert matcher.advance(tokenizer.encode(content).ids) == (content in valid), content
     assert converse(tmp_path, tools=TOOLS).params.grammar is None
     asked = converse(tmp_path, tools=[STRICT], guided_regex="ab").params.grammar
     assert asked == Grammar.regex("ab")

@@ -1,4 +1,4 @@
-"""One line per record, whoever reads it, and the request it is about."""
+"""One line per record, with the request it is about."""
 
 import json
 import logging

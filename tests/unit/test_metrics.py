@@ -31,7 +31,7 @@ ROUND = replace(
     num_prefix_hit_tokens=4,
     notes=replace(fake_engine.ROUND.notes, predicted_ms=None),
 )
-# What is said of a round's time is said only where no prompt shared it.
+# Times of rounds are observed only if no prompt shared the step.
 PURE = replace(ROUND, num_prefill_tokens=0, notes=replace(ROUND.notes, predicted_ms=3.5))
 IDLE = verified_round([], batch_size=0, num_steps=0, times=StepTimes(0.0, 2.0, 4.0))
 
@@ -136,11 +136,11 @@ def test_a_bucket_is_the_power_of_two_at_or_below(batch_size, bucket):
 
 
 def test_a_prompt_in_the_round_hides_what_its_time_would_say():
-    said = OVERHEAD, PREDICTED_MS, MEASURED_MS
-    assert values(PURE, *said) == pytest.approx([1 / 2, 3.5, 4.0])
-    assert values(replace(PURE, notes=RoundNotes()), *said) == pytest.approx([1 / 2])
+    names = OVERHEAD, PREDICTED_MS, MEASURED_MS
+    assert values(PURE, *names) == pytest.approx([1 / 2, 3.5, 4.0])
+    assert values(replace(PURE, notes=RoundNotes()), *names) == pytest.approx([1 / 2])
     for other in (ROUND, replace(PURE, num_prefill_tokens=1), IDLE):
-        assert values(other, *said) == []
+        assert values(other, *names) == []
     for verify_ms in (0.0, 2.0):
         plain = replace(PURE, times=StepTimes(0.0, verify_ms, 4.0))
         assert plain.overhead_ratio == 0.0, "a round without drafts has none"

@@ -15,7 +15,7 @@ def test_every_public_name_is_there(name):
     assert getattr(serve_spec, name) is not None
 
 
-def test_a_request_is_said_with_public_names_alone_and_others_are_attribute_errors():
+def test_public_names_make_a_request_and_other_names_are_attribute_errors():
     capped = serve_spec.SpeculativeOptions(enabled=True, max_steps=2)
     params = serve_spec.SamplingParams(
         speculative=capped, grammar=serve_spec.Grammar.regex("[a-z]+")

@@ -1,4 +1,4 @@
-"""What the engine relies on when it asks a policy, tells it of rounds and changes it."""
+"""How the engine uses a policy: it asks for a depth, reports rounds and changes settings."""
 
 import json
 from dataclasses import replace
@@ -101,7 +101,7 @@ def test_a_request_that_could_not_draft_the_whole_depth_is_no_failure_of_it():
     assert choose(made, 7) == 7
     before = slot(made, "1")
     made.on_verify_complete(verified_round(cut, 7, 7, steps_per_req=cut))
-    assert slot(made, "1") == before, "a round of such rows alone says nothing"
+    assert slot(made, "1") == before, "a round of such requests alone is not observed"
 
 
 @pytest.mark.parametrize("strategy", ["ema", "per_request"])

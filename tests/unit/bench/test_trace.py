@@ -79,7 +79,7 @@ def traces(make):
 
 def test_every_request_has_a_count_for_every_position(traces):
     counts = [trace.num_correct_drafts for trace in traces.traces]
-    assert {0, 1, 2} <= {count for each in counts for count in each}, "any law would hold"
+    assert {0, 1, 2} <= {count for each in counts for count in each}, "too few counts to tell"
     assert [len(each) for each in counts] == [NUM_TOKENS - 1] * 6
     assert [trace.kind for trace in traces.traces] == [r.kind for r in requests()]
     assert {trace.num_prompt_tokens for trace in traces.traces} == {9}

@@ -1,4 +1,4 @@
-"""Two folders that stand for checkpoints, and an environment that says nothing."""
+"""Two folders that stand for checkpoints, and an environment without settings."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What the config.json of a checkpoint tells a configuration that leaves it out."""
+"""Settings that are left out come from the checkpoint's config.json."""
 
 import json
 

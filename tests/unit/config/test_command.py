@@ -9,7 +9,7 @@ from serve_spec.config import ServeSpecConfig, command
 
 
 def main(argv):
-    """The command, with somebody who only repeats what he is asked to explain."""
+    """The command, with functions that only repeat their arguments."""
     return command.main(
         argv,
         lambda draft, config: f"{draft} {config and config.model.path}",
@@ -30,8 +30,8 @@ def test_the_printed_configuration_is_the_resolved_one(tmp_path, drafting, capsy
     file.write_text(yaml.safe_dump(drafting))
     assert main([str(file), "page_size=4", "synthetic_acceptance=[0.8, 0.6]"]) == 0
     printed.write_text(capsys.readouterr().out)
-    said = {"page_size": 4, "synthetic_acceptance": [0.8, 0.6]}
-    assert ServeSpecConfig.load(printed) == ServeSpecConfig.load(file, **said)
+    overrides = {"page_size": 4, "synthetic_acceptance": [0.8, 0.6]}
+    assert ServeSpecConfig.load(printed) == ServeSpecConfig.load(file, **overrides)
 
 
 @pytest.mark.parametrize(
@@ -93,14 +93,14 @@ def test_adaptive_keys_that_the_strategy_ignores_are_named(
 
 def test_a_draft_is_explained_alone_or_beside_the_target_of_a_file(file, tmp_path, minimal, capsys):
     draft, target = str(tmp_path / "draft"), minimal["model"]["path"]
-    for argv, said in (
+    for argv, report in (
         (["--draft", draft], f"{draft} None"),
         (["--draft", draft, str(file)], f"{draft} {target}"),
         ([str(file), "--draft", draft], f"{draft} {target}"),
         ([str(file), "--draft", draft, f"path={draft}"], f"{draft} {draft}"),
     ):
         assert main(argv) == 0
-        assert capsys.readouterr().out == said + "\n"
+        assert capsys.readouterr().out == report + "\n"
 
 
 def test_one_of_file_and_draft_is_needed(capsys):

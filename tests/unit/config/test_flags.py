@@ -186,7 +186,7 @@ def test_a_checkpoint_that_cannot_be_used_is_one_line_and_status_1(hub):
     config = json.loads((wrong / "config.json").read_text())
     (wrong / "config.json").write_text(json.dumps(config | {"hidden_size": 128}))
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(hub)}
-    for name, status, said in (
+    for name, status, message in (
         ("meta-llama/Llama-2-7b-chat-hf", 0, ""),
         ("ada/wrong", 1, "config.json"),
     ):
@@ -197,5 +197,5 @@ def test_a_checkpoint_that_cannot_be_used_is_one_line_and_status_1(hub):
             text=True,
         )
         assert done.returncode == status, done.stderr
-        assert said in done.stderr
+        assert message in done.stderr
         assert len(done.stderr.splitlines()) == status

@@ -104,8 +104,8 @@ def test_a_configuration_never_changes(minimal):
 
 
 def test_file_environment_and_keywords_win_in_this_order(checkpoints, monkeypatch):
-    said = {"page_size": 1, "num_pages": 1, "cpu_cache_gb": 1.5}
-    file = write(checkpoints / "c.yaml", {"model": {"path": "target"}, "cache": said})
+    cache = {"page_size": 1, "num_pages": 1, "cpu_cache_gb": 1.5}
+    file = write(checkpoints / "c.yaml", {"model": {"path": "target"}, "cache": cache})
     monkeypatch.setenv("SERVE_SPEC_CACHE__NUM_PAGES", "2")
     monkeypatch.setenv("SERVE_SPEC_CACHE__CPU_CACHE_GB", "2.5")
     cache = ServeSpecConfig.load(file, cpu_cache_gb=3.5).cache
@@ -113,14 +113,14 @@ def test_file_environment_and_keywords_win_in_this_order(checkpoints, monkeypatc
 
 
 @pytest.mark.parametrize("dotted", LEAVES)
-def test_every_leaf_key_can_be_said_in_the_environment(minimal, monkeypatch, dotted):
+def test_every_leaf_key_can_be_set_in_the_environment(minimal, monkeypatch, dotted):
     # A list of maps is a value no key takes: the refusal shows that the key was reached.
     monkeypatch.setenv("SERVE_SPEC_" + dotted.replace(".", "__").upper(), "[{reached: yes}]")
     assert problems(minimal).startswith(dotted)
 
 
 @pytest.mark.parametrize(
-    ("said", "is_ahead"),
+    ("keys", "is_ahead"),
     [
         ({"execution": "lanes"}, True),
         ({"execution": "eager"}, False),
@@ -130,8 +130,8 @@ def test_every_leaf_key_can_be_said_in_the_environment(minimal, monkeypatch, dot
         ({"attention_backend": "flashinfer"}, None),
     ],
 )
-def test_keys_of_old_files_load_and_new_names_win(minimal, said, is_ahead):
-    assert ServeSpecConfig.load(minimal, **said).model.async_scheduling is is_ahead
+def test_keys_of_old_files_load_and_new_names_win(minimal, keys, is_ahead):
+    assert ServeSpecConfig.load(minimal, **keys).model.async_scheduling is is_ahead
 
 
 def test_an_unknown_variable_is_refused_with_the_nearest_known_one(minimal, monkeypatch):
@@ -157,7 +157,7 @@ def test_overriding_a_configuration_makes_a_new_one_and_derives_anew(drafting, c
     assert (plain.model.served_model_name, again.model.served_model_name) == ("target", "draft")
 
 
-def test_a_configuration_and_a_refusal_survive_pickling_with_what_was_said(drafting):
+def test_a_configuration_and_a_refusal_survive_pickling_with_explicit_fields(drafting):
     config = ServeSpecConfig.load(drafting, speculative_algorithm="NONE")
     copy = pickle.loads(pickle.dumps(config))
     assert copy == config

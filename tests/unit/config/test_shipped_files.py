@@ -13,7 +13,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 
 @pytest.fixture
 def _stand_in_assets(tmp_path, monkeypatch):
-    # The files are judged by themselves; that the trained pair loads is the engine's to prove.
+    # Only the files are checked here; tests of the engine load the trained pair.
     for name in ("tiny/target", "tiny/eagle3"):
         (tmp_path / name).mkdir(parents=True)
     monkeypatch.setattr(base, "ASSETS", tmp_path)

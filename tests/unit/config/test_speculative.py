@@ -15,19 +15,19 @@ from serve_spec.core.draft import MAX_TREE_TOKENS
 FILE = __file__
 
 
-def keys_of(said):
+def keys_of(settings):
     """The keys in `key=value key=value`, values in YAML without spaces."""
-    pairs = dict(map(parse_override, said.split()))
+    pairs = dict(map(parse_override, settings.split()))
     whole = {"synthetic_acceptance", "rejection_sample_method"}
     return {k if k in whole else f"speculative_{k}": value for k, value in pairs.items()}
 
 
-def resolved(drafting, said):
-    return ServeSpecConfig.load(drafting, **keys_of(said)).speculative
+def resolved(drafting, settings):
+    return ServeSpecConfig.load(drafting, **keys_of(settings)).speculative
 
 
 @pytest.mark.parametrize(
-    ("said", "attribute", "value"),
+    ("settings", "attribute", "value"),
     [
         ("algorithm=NGRAM draft_model_path=null", "enabled", True),
         ("algorithm=NONE adaptive=true", "enabled", False),
@@ -57,12 +57,12 @@ def resolved(drafting, said):
         ("algorithm=NONE rejection_sample_method=block", "samples_drafts", False),
     ],
 )
-def test_what_is_said_is_what_the_engine_reads(drafting, said, attribute, value):
-    assert getattr(resolved(drafting, said), attribute) == value
+def test_settings_are_what_the_engine_reads(drafting, settings, attribute, value):
+    assert getattr(resolved(drafting, settings), attribute) == value
 
 
 @pytest.mark.parametrize(
-    ("said", "problem"),
+    ("settings", "problem"),
     [
         ("algorithm=EAGEL", r"algorithm='EAGEL': use NONE or one of \['EAGLE', "),
         ("algorithm=EAGLE draft_model_path=null", "draft_model_path=None: EAGLE needs a draft"),
@@ -105,9 +105,9 @@ def test_what_is_said_is_what_the_engine_reads(drafting, said, attribute, value)
         ),
         ("algorithm=NONE synthetic_acceptance=2.5", "synthetic_acceptance=2.5: .*algorithm=NONE"),
         *(
-            (f"rejection_sample_method={how} {said}", f"rejection_sample_method=.{how}.: {why}")
+            (f"rejection_sample_method={how} {settings}", f"rejection_sample_method=.{how}.: {why}")
             for how in ("standard", "block")
-            for said, why in (
+            for settings, why in (
                 ("algorithm=NGRAM draft_model_path=null", "n-gram drafts come"),
                 ("ngram_first=true", "n-gram drafts come"),
                 ("num_steps=3 eagle_topk=2", "it verifies chains only"),
@@ -117,16 +117,16 @@ def test_what_is_said_is_what_the_engine_reads(drafting, said, attribute, value)
     ],
 )  # fmt: skip
 def test_what_contradicts_itself_or_lies_out_of_range_is_refused_by_field_and_value(
-    drafting, said, problem
+    drafting, settings, problem
 ):
     with pytest.raises(ConfigError) as caught:
-        resolved(drafting, said)
+        resolved(drafting, settings)
     (found,) = caught.value.problems
     assert re.match(rf"speculative\.(speculative_)?{problem}", found), found
 
 
 @pytest.mark.parametrize(
-    ("key", "said", "value"),
+    ("key", "text", "value"),
     [
         ("draft_aux_layer_ids", "[2,16,29]", (2, 16, 29)),
         ("draft_aux_layers_mean", "input", "input"),
@@ -134,16 +134,16 @@ def test_what_contradicts_itself_or_lies_out_of_range_is_refused_by_field_and_va
         ("draft_norm_output", "true", True),
     ],
 )
-def test_what_an_eagle3_drafts_config_gets_wrong_can_be_said_and_of_no_other_draft(
-    drafting, key, said, value
+def test_what_an_eagle3_drafts_config_gets_wrong_can_be_corrected_and_of_no_other_draft(
+    drafting, key, text, value
 ):
     assert getattr(resolved(drafting, ""), f"speculative_{key}") is None
-    assert getattr(resolved(drafting, f"{key}={said}"), f"speculative_{key}") == value
-    # Who switches speculation off for once keeps the rest of his file.
-    assert not resolved(drafting, f"algorithm=NONE {key}={said}").enabled
+    assert getattr(resolved(drafting, f"{key}={text}"), f"speculative_{key}") == value
+    # Speculation may be switched off without removing the other keys.
+    assert not resolved(drafting, f"algorithm=NONE {key}={text}").enabled
     told = rf"^speculative\.speculative_{key}=.* for EAGLE3; omit it with EAGLE"
     with pytest.raises(ConfigError, match=told):
-        resolved(drafting, f"algorithm=EAGLE {key}={said}")
+        resolved(drafting, f"algorithm=EAGLE {key}={text}")
 
 
 def test_a_bad_adaptive_config_is_refused_when_the_configuration_is_loaded(drafting, tmp_path):
@@ -157,7 +157,7 @@ def test_a_bad_adaptive_config_is_refused_when_the_configuration_is_loaded(draft
     assert "8.ema_alpha=2" in message
 
 
-def test_a_live_update_knows_what_it_was_told_and_nothing_else():
+def test_an_update_has_only_the_keys_that_were_given():
     assert parse_update({"min_dwell_rounds": 4}) == {"min_dwell_rounds": 4}
 
 

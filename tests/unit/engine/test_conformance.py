@@ -2,7 +2,7 @@
 
 The table is every drafter times event, in chains and in trees by turns. In every cell the requests
 of all features run together, and each must get what plain decoding gives it alone: text, finish
-reason and log-probabilities. `tests/fuzz` draws lives at random.
+reason and log-probabilities. `tests/fuzz` draws scenarios at random.
 
 The engines are driven through public calls and configuration keys alone. To run the table with
 another configuration, set its keys in the environment:

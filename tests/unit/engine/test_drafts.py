@@ -1,6 +1,6 @@
 """An engine drafts what a plainly written head drafts after the same text.
 
-Texts cannot tell: whatever is drafted they stay the same. So this holds the logits of every draft
+Texts do not depend on drafts. So this holds the logits of every draft
 against a recomputation of all that came before it: the target's features of the text, one to a
 token, and the head over them. A feature of the wrong token, a missing entry, one left over from a
 rejected draft or a wrong position would show.

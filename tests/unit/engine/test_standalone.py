@@ -13,7 +13,7 @@ from serve_spec.layers.formats.int4 import int4_works
 from serve_spec.layers.formats.int8 import int8_works
 from tests.helpers.checkpoints import VOCAB
 from tests.helpers.engines import recorded_rounds, recorded_steps, switch_every_round, texts
-from tests.helpers.lives import with_vocabulary
+from tests.helpers.scenarios import with_vocabulary
 
 STEPS = 3
 TREES = [DraftShape(3, 21, 3), 5, DraftShape(2, 12, 3)]

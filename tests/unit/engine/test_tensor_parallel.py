@@ -209,7 +209,7 @@ def is_running(pid):
 def wait_until_ended(pid):
     deadline = time.monotonic() + SOON_S
     while is_running(pid):
-        assert time.monotonic() < deadline, f"process {pid} lives on"
+        assert time.monotonic() < deadline, f"process {pid} is still there"
         time.sleep(0.05)
 
 

@@ -36,7 +36,7 @@ def test_a_draft_computes_what_it_computes_as_a_target(tmp_path, target, family)
     draft = load(tmp_path, target).model
     ids = torch.arange(40)
     alone = load_target(tmp_path, torch.float32, max_model_len=512)
-    # Its own 16 positions do not bound it: it lives among the target's.
+    # Its own 16 positions do not bound it: its positions are the target's.
     assert draft.max_model_len == target.max_model_len
     assert torch.equal(*(run_text(model, ids)[0] for model in (draft, alone)))
 

@@ -84,7 +84,7 @@ def test_heads_as_their_authors_save_them_are_counted_by_their_tensors(
 ):
     tensors = medusa_tensors(HIDDEN, 5, num_blocks, VOCAB)
     saved = official_medusa_names(tensors, prefix)
-    # The published config says 2, over a file of 5.
+    # The published config has 2, over a file of 5.
     write_checkpoint(tmp_path, {"medusa_num_heads": 2, "medusa_num_layers": 1}, {})
     (tmp_path / "model.safetensors").unlink()
     if suffix == "pt":

@@ -428,7 +428,9 @@ def test_a_function_of_another_package_opens_the_weights_of_target_and_draft(tmp
         hide_negated(folder)
     opened = load_models(ServeSpecConfig.load(keys, load_format=f"{plugin}:open_weights"), SINGLE)
     assert torch.equal(logits(opened.target), logits(stored.target))
-    assert torch.equal(*(loaded.head.fc.format.linear(torch.ones(1, 2 * 32)) for loaded in (opened, stored)))
+    assert torch.equal(
+        *(loaded.head.fc.format.linear(torch.ones(1, 2 * 32)) for loaded in (opened, stored))
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Admission against a sort in plain Python; the reference and the kernel obey the same laws."""
+"""Admission against a sort in plain Python; reference and kernel alike."""
 
 import math
 

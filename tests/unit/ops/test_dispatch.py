@@ -63,10 +63,10 @@ def test_attention_spills_four_registers_at_most_and_other_kernels_none():
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.helpers.compiled_kernels"]
     root = Path(__file__).parents[3]
-    said = subprocess.run(
+    run = subprocess.run(
         command, env=environment, cwd=root, stdout=subprocess.PIPE, text=True, check=True
     )
-    kernels = [json.loads(line) for line in said.stdout.splitlines()]
+    kernels = [json.loads(line) for line in run.stdout.splitlines()]
     attention = {"_plan_kernel", "_attend_kernel", "_merge_kernel"}
     admission = {"_survival_kernel", "_last_kernel", "_admit_kernel"}
     exchanges = {"_sum_kernel", "_sum_add_norm_kernel", "_broadcast_kernel", "_gather_kernel"}

@@ -164,10 +164,10 @@ def test_the_kernels_grow_and_choose_as_the_reference_does(shape, seed, ties, nu
                     beams[impl], ids.to(DEVICE), scores.to(DEVICE), step
                 )
             levels[impl].append(level)
-        for mine, law in zip(*beams.values(), strict=True):
-            assert torch.equal(mine, law)
-        for mine, law in zip(*(of_impl[-1] for of_impl in levels.values()), strict=True):
-            assert torch.equal(mine.nan_to_num(), law.nan_to_num())
+        for mine, other in zip(*beams.values(), strict=True):
+            assert torch.equal(mine, other)
+        for mine, other in zip(*(of_impl[-1] for of_impl in levels.values()), strict=True):
+            assert torch.equal(mine.nan_to_num(), other.nan_to_num())
     num_steps = torch.tensor(steps, dtype=torch.int32, device=DEVICE)
     wanted = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
     found = []
@@ -175,6 +175,6 @@ def test_the_kernels_grow_and_choose_as_the_reference_does(shape, seed, ties, nu
         with poisoned_memory():
             found.append(impl.choose_drafts(of_impl, num_steps, wanted, max(counts)))
     for b, count in enumerate(counts):
-        for law, kernel in zip(*found, strict=True):
-            mine, its = law[b, : max(count, 0)], kernel[b, : max(count, 0)]
+        for plain, kernel in zip(*found, strict=True):
+            mine, its = plain[b, : max(count, 0)], kernel[b, : max(count, 0)]
             assert torch.equal(mine.nan_to_num(), its.nan_to_num())

@@ -79,8 +79,8 @@ def test_addends_make_the_whole_to_the_bit(num_rows, num_outputs, in_features, d
             partials = linear_triton.small_partials(x, values, scale)
         expected = linear_triton.small_linear(x, values, scale=scale)
         assert torch.equal(linear.sum_partials(partials, expected), expected)
-        law = linear.sum_partials(plain.small_partials(x, values, scale), expected)
-        assert relative_error(law, expected) < TOLERANCE[dtype]
+        found = linear.sum_partials(plain.small_partials(x, values, scale), expected)
+        assert relative_error(found, expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.gpu

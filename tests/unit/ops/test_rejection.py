@@ -1,4 +1,4 @@
-"""Rejection of sampled drafts: what is emitted follows the target's law, by enumeration."""
+"""Rejection sampling emits the target's distribution: shown by enumeration."""
 
 from itertools import product
 
@@ -13,7 +13,7 @@ VOCAB = 3
 
 
 class Tree:
-    """Laws of the next token after every text of up to `depth` tokens, target's and draft's.
+    """Probabilities of the token after every text of up to `depth` tokens, target's and draft's.
 
     Text x_1 .. x_i is row i, the number that its tokens spell. p[i], q[i]: float64 [V^i, V].
     """
@@ -21,8 +21,8 @@ class Tree:
     def __init__(self, depth, seed, zeros):
         generator = torch.Generator().manual_seed(seed)
         self.depth = depth
-        self.p = [_laws(VOCAB**i, generator, "p" in zeros) for i in range(depth + 1)]
-        self.q = [_laws(VOCAB**i, generator, "q" in zeros) for i in range(depth)]
+        self.p = [_distributions(VOCAB**i, generator, "p" in zeros) for i in range(depth + 1)]
+        self.q = [_distributions(VOCAB**i, generator, "q" in zeros) for i in range(depth)]
 
     def chains(self):
         """Return chains [N, K], their probabilities [N], q [N, K, V] and p [N, K + 1, V]."""
@@ -34,16 +34,16 @@ class Tree:
         return drafts, probability, q, p
 
     def joint(self):
-        """The target's law of the first depth + 1 tokens, flat."""
-        law = torch.ones(1, dtype=torch.float64)
+        """The target's distribution of the first depth + 1 tokens, flat."""
+        probs = torch.ones(1, dtype=torch.float64)
         for p in self.p:
-            law = (law.unsqueeze(1) * p).flatten()
-        return law
+            probs = (probs.unsqueeze(1) * p).flatten()
+        return probs
 
 
-def _laws(count, generator, has_zeros):
+def _distributions(count, generator, has_zeros):
     scores = torch.randn(count, VOCAB, generator=generator, dtype=torch.float64) * 1.5
-    if has_zeros:  # one token of each law at most, for some must be left
+    if has_zeros:  # at most one token each, since some must be left
         gone = torch.randint(VOCAB + 1, (count,), generator=generator)
         scores = scores.masked_fill(torch.arange(VOCAB) == gone.unsqueeze(1), float("-inf"))
     return scores.softmax(dim=1)
@@ -57,8 +57,10 @@ def spell(tokens):
     return number
 
 
-def emitted_law(tree, method, num_steps=None):
-    """The law of the first depth + 1 tokens, the rounds after this one exact; mean drafts kept.
+def emitted_distribution(tree, method, num_steps=None):
+    """Return the distribution of the first depth + 1 tokens, and the mean of accepted drafts.
+
+    Rounds after this one are exact.
 
     A coin decides against one number alone: two values of it, below and above, are all there is.
     """
@@ -66,7 +68,7 @@ def emitted_law(tree, method, num_steps=None):
     steps = torch.full((len(drafts),), tree.depth) if num_steps is None else num_steps
     probabilities_of, keep = RULES[method]
     probabilities, weights = probabilities_of(drafts, q, p, steps)
-    law = torch.zeros([VOCAB] * (tree.depth + 1), dtype=torch.float64)
+    probs = torch.zeros([VOCAB] * (tree.depth + 1), dtype=torch.float64)
     mean = 0.0
     for below in product([True, False], repeat=tree.depth):
         is_below = torch.tensor(below)
@@ -78,18 +80,18 @@ def emitted_law(tree, method, num_steps=None):
         left = left / left.sum(dim=1, keepdim=True)
         for n in range(len(drafts)):
             kept = drafts[n, : correct[n]].tolist()
-            law[tuple(kept)] += weight[n] * continued(tree, kept, left[n])
-    return law.flatten(), mean
+            probs[tuple(kept)] += weight[n] * continued(tree, kept, left[n])
+    return probs.flatten(), mean
 
 
 def continued(tree, kept, left):
-    """The law of what follows `kept`: a token of `left`, then the target alone."""
+    """The distribution of what follows `kept`: a token of `left`, then the target alone."""
     after = torch.tensor([[*kept, token] for token in range(VOCAB)])
-    law = left
+    probs = left
     for i in range(len(kept) + 1, tree.depth + 1):
-        law = (law.flatten().unsqueeze(1) * tree.p[i][spell(after)]).flatten()
+        probs = (probs.flatten().unsqueeze(1) * tree.p[i][spell(after)]).flatten()
         after = torch.tensor([[*row, token] for row in after.tolist() for token in range(VOCAB)])
-    return law.view([VOCAB] * (tree.depth + 1 - len(kept)))
+    return probs.view([VOCAB] * (tree.depth + 1 - len(kept)))
 
 
 def total_variation(a, b):
@@ -100,35 +102,37 @@ def total_variation(a, b):
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("zeros", ["", "p", "q", "pq"])
 def test_what_is_emitted_follows_the_target(method, depth, zeros):
-    """Joint law of all tokens of a round, to the last bits, also where either law has zeros."""
+    """The joint distribution of a round is exact, also if target or draft has zeros."""
     for seed in range(3):
         tree = Tree(depth, seed, zeros)
-        law, _ = emitted_law(tree, method)
-        assert total_variation(law, tree.joint()) <= 1e-12
+        probs, _ = emitted_distribution(tree, method)
+        assert total_variation(probs, tree.joint()) <= 1e-12
 
 
 @pytest.mark.parametrize("method", RULES)
 def test_so_it_does_with_chains_of_different_lengths_in_one_batch(method):
-    """The length may depend on the draft's own laws and earlier tokens; here on the first."""
+    """The length may depend on the draft's probabilities and earlier tokens; here on the first."""
     tree = Tree(3, 5, "pq")
     drafts, *_ = tree.chains()
-    law, _ = emitted_law(tree, method, drafts[:, 0] + 1)
-    assert total_variation(law, tree.joint()) <= 1e-12
+    probs, _ = emitted_distribution(tree, method, drafts[:, 0] + 1)
+    assert total_variation(probs, tree.joint()) <= 1e-12
 
 
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 2**31), st.sampled_from([2, 3]), st.sampled_from(["", "p", "q", "pq"]))
 def test_blocks_keep_as_many_drafts_as_single_tokens_at_least(seed, depth, zeros):
     tree = Tree(depth, seed, zeros)
-    (_, standard), (_, block) = (emitted_law(tree, method) for method in ("standard", "block"))
+    (_, standard), (_, block) = (
+        emitted_distribution(tree, method) for method in ("standard", "block")
+    )
     assert block >= standard - 1e-12
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**31))
-def test_one_draft_is_kept_as_often_as_the_laws_overlap(seed):
+def test_one_draft_is_kept_as_often_as_the_distributions_overlap(seed):
     """1 - TV(p, q): no exact rule keeps more."""
     tree = Tree(1, seed, "")
     for method in RULES:
-        _, mean = emitted_law(tree, method)
+        _, mean = emitted_distribution(tree, method)
         assert mean == pytest.approx(1 - total_variation(tree.p[0][0], tree.q[0][0]))

@@ -228,12 +228,12 @@ def test_a_word_is_waited_for_until_it_is_there(least_spared, missing, sent, mon
 @pytest.mark.parametrize("source", range(3))
 def test_all_ranks_keep_the_words_of_one(source):
     ranks = shared_memory(3, DEVICE)
-    law = reference(plain).broadcast_words
+    plain_ranks = reference(plain).broadcast_words
     with ThreadPoolExecutor(3) as pool:
         for turn, count in enumerate((1, 300, 3000)):
             ids = torch.arange(count) - 1
             sent = [ids + 100 * rank + turn for rank in range(3)]
-            ways = [law, law, broadcast_words]
+            ways = [plain_ranks, plain_ranks, broadcast_words]
             list(pool.map(lambda each, x, own: each(x, source, own), ways, sent, ranks))
             assert all(torch.equal(x, ids + 100 * source + turn) for x in sent)
 
@@ -323,21 +323,21 @@ def test_what_is_sent_in_shards_lies_where_the_others_look_for_it(monkeypatch):
 
 @one_thread_each
 def test_a_rank_of_the_kernels_and_two_of_the_reference_sum_together():
-    kernel, *laws = shared_memory(3, DEVICE)
-    law = reference(plain)
+    kernel, *others = shared_memory(3, DEVICE)
+    plain_ranks = reference(plain)
     for turn, num_rows in enumerate((3, 1, 5, 2)):
         dtype = DTYPES[turn % len(DTYPES)]
         parts, residual, gain, normed = norm_drawn(3, num_rows, 1000, dtype, seed=turn)
         expected = shared_sum(parts)
         with ThreadPoolExecutor(2) as pool:
             norms = [
-                pool.submit(law.sum_add_norm, part, residual, gain, EPS, memory)
-                for part, memory in zip(parts[1:], laws, strict=True)
+                pool.submit(plain_ranks.sum_add_norm, part, residual, gain, EPS, memory)
+                for part, memory in zip(parts[1:], others, strict=True)
             ]
             own = sum_add_norm(parts[0], residual, gain, EPS, kernel)
             for one in (own, *(norm.result() for norm in norms)):
                 assert_normed(one, normed, dtype)
-            sums = pool.map(law.sum_over_ranks, parts[1:], laws)
+            sums = pool.map(plain_ranks.sum_over_ranks, parts[1:], others)
             sum_over_ranks(parts[0], kernel)
             assert list(sums) == [None, None]
         assert all(torch.equal(part, expected) for part in parts)

@@ -1,4 +1,4 @@
-"""Random lives: an engine of any configuration, and requests that come, go and are aborted."""
+"""Random scenarios: an engine of any configuration, and requests that arrive and are aborted."""
 
 import shutil
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class Life:
+class Scenario:
     """How an engine is built, what is configured before its steps in turn, and who arrives."""
 
     pair: str
@@ -45,8 +45,8 @@ class Life:
     arrivals: list[Arrival]
 
 
-def any_life(rng):
-    """Return a life drawn at random."""
+def any_scenario(rng):
+    """Return a scenario drawn at random."""
     algorithm = rng.choice(["EAGLE3", "EAGLE", "STANDALONE", "MEDUSA", "NGRAM"])
     num_steps = HEADS if algorithm == "MEDUSA" else 7
     keys = {
@@ -74,20 +74,20 @@ def any_life(rng):
     for strategy in ("ema", "per_request"):  # the latter drafts to another depth for every request
         depths.append({"speculative_adaptive": True, "speculative_adaptive_strategy": strategy})
     turns = [rng.choice(depths) for _ in range(rng.randint(2, 9))]
-    life = Life(
+    scenario = Scenario(
         pair=rng.choice(["usual", "usual", "other"]),
         algorithm=algorithm,
         keys=keys,
         slot=slot,
-        depths=[*turns, rng.choice(depths[1:])],  # some drafts in every life
+        depths=[*turns, rng.choice(depths[1:])],  # some drafts in every scenario
         arrivals=any_arrivals(rng),
     )
     keys["async_scheduling"] = rng.random() < 0.5
-    return life
+    return scenario
 
 
 def any_arrivals(rng):
-    """Return requests; in some lives none asks for what keeps steps from being planned ahead."""
+    """Return requests; in some scenarios none keeps steps from being planned ahead."""
     grammars = [None] * 5 + GRAMMARS if rng.random() < 0.4 else [None]
     scored = [None] * 7 + [0] if rng.random() < 0.3 else [None]
 
@@ -133,7 +133,7 @@ def any_arrivals(rng):
     return [arrival(str(number)) for number in range(rng.randint(4, 9))]
 
 
-class Lives:
+class Scenarios:
     """Engines that live, and plain ones to compare with."""
 
     def __init__(self, folder):
@@ -154,33 +154,36 @@ class Lives:
         sizes = {"max_model_len": MAX_MODEL_LEN, "prefix_caching": False}
         self._alone = {name: make(**sizes) for name, make in self._makers.items()}
 
-    def check(self, life):
-        """Assert that every request gets what it gets alone; return what the life met."""
-        llm = self._makers[life.pair](
-            life.algorithm, slots={"1": life.slot}, max_model_len=MAX_MODEL_LEN, **life.keys
+    def check(self, scenario):
+        """Assert that every request gets what it gets alone; return what the scenario met."""
+        llm = self._makers[scenario.pair](
+            scenario.algorithm,
+            slots={"1": scenario.slot},
+            max_model_len=MAX_MODEL_LEN,
+            **scenario.keys,
         )
         plans, aborted = recorded_plans(llm), set[str]()
 
         def before_step(llm, num_steps):
-            for one in life.arrivals:
+            for one in scenario.arrivals:
                 is_leaving = one.leaves is not None and one.arrives + one.leaves == num_steps
                 if is_leaving and llm.engine.abort(one.request.key) is not None:
                     aborted.add(one.request.key)
-            llm.engine.reconfigure(life.depths[num_steps % len(life.depths)])
+            llm.engine.reconfigure(scenario.depths[num_steps % len(scenario.depths)])
 
-        requests = [one.request for one in life.arrivals]
+        requests = [one.request for one in scenario.arrivals]
         answers = run(
-            llm, requests, before_step, arrivals=lambda index: life.arrivals[index].arrives
+            llm, requests, before_step, arrivals=lambda index: scenario.arrivals[index].arrives
         )
         for request in requests:
             found = answers[request.key]
             assert (not found.reason) == (request.key in aborted), "every request ends once"
             if found.reason:
-                expected = run(self._alone[life.pair], [request])
+                expected = run(self._alone[scenario.pair], [request])
                 compare({request.key: found}, as_texts(expected, 6), tolerance=5e-5, digits=6)
                 assert found.text == expected[request.key].text
         ahead = {"steps planned ahead"} if any(plan.follows for plan in plans) else set()
-        return met(llm, life.keys["num_pages"]) | ahead
+        return met(llm, scenario.keys["num_pages"]) | ahead
 
 
 def met(llm, num_pages):
