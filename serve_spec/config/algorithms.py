@@ -12,7 +12,7 @@ from typing import Any
 class Algorithm:
     """A draft method; `builder` is "module:function", imported on first use.
 
-    Draft model: (draft folder, target, DraftOptions, dtype) -> `models.draft.DraftHead`.
+    Draft model: (draft folder, target, DraftOptions, dtype, Formats) -> `models.draft.DraftHead`.
     N-gram drafter (`is_ngram`): (SpeculativeConfig, encode, maximum drafts) ->
     `core.draft.NgramDrafter`; `encode` converts text to token ids.
     """

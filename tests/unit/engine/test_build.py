@@ -202,9 +202,10 @@ PROMPTS = [[5, 6, 7, 5], [9, 8, 9, 8, 9]]
 GREEDY = SamplingParams(max_tokens=13, temperature=0.0, ignore_eos=True)
 
 
-def build_second(path, target, options, dtype):
+def build_second(path, target, options, dtype, formats):
     """The target once more."""
-    return Standalone(load_target(path, dtype, max_model_len=target.max_model_len))
+    model = load_target(path, dtype, max_model_len=target.max_model_len, formats=formats)
+    return Standalone(model)
 
 
 def test_prompts_without_parameters_take_those_of_generation_config(pair, tmp_path):
