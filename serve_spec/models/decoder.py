@@ -12,7 +12,7 @@ from serve_spec.core.context import ForwardContext, Rotation
 from serve_spec.layers.formats.base import Formats
 from serve_spec.layers.formats.choices import PLAIN
 from serve_spec.layers.linear import Linear
-from serve_spec.layers.module import Destination, Layer, named_parts, parameter
+from serve_spec.layers.module import Destination, Layer, Span, named_parts, parameter
 from serve_spec.layers.norm import RMSNorm
 from serve_spec.layers.vocabulary import vocab_embedding, vocab_head
 from serve_spec.models.interfaces import FeatureCapture, Target, TargetOutput, TargetSpec
@@ -52,6 +52,8 @@ class Attention(Layer):
         # that queries and keys are normalised and rotated together.
         self.qk_gain = parameter(2, shape.head_dim) if shape.qk_norm else None
         self._gain_of_head = torch.tensor([0] * shape.num_heads + [1] * shape.num_kv_heads)
+        self.sinks = parameter(shape.num_heads) if shape.has_sinks else None
+        self._parallel = parallel
 
     def heads(self, x: Tensor) -> Tensor:
         """Return projected queries, keys and values: [T, in] -> [T, heads + 2·kv_heads, d].
@@ -72,18 +74,35 @@ class Attention(Layer):
             normed = F.rms_norm(rotated, (shape.head_dim,), None, shape.rms_norm_eps)
             gain = self.qk_gain.index_select(0, self._gain_of_head)
             torch.mul(normed, gain, out=rotated)
-        return ctx.attention.run(self.index, heads, rotation).flatten(1)
+        return ctx.attention.run(self.index, heads, rotation, self.sinks).flatten(1)
 
     def tensors(self) -> dict[str, Destination]:
-        """Return the projections and, if any, gains of query and key heads ([head_dim] each)."""
+        """Return the projections and, if any, gains of query and key heads, and sinks."""
         tensors = {**self.qkv.tensors(), **self.output.tensors()}
         if self.qk_gain is not None:
             tensors["q_norm.weight"] = self.qk_gain[0]
             tensors["k_norm.weight"] = self.qk_gain[1]
+        if self.sinks is not None:
+            tensors["sinks"] = Span.shard_of(len(self.sinks), self._parallel).of(self.sinks, 0)
         return tensors
 
 
-class GatedMLP(Layer):
+class MLP(Layer):
+    """What follows attention in a layer: [T, H] -> [T, H], or its partial sums.
+
+    With several ranks the result is this rank's addend (see `ops.linear.sum_partials`).
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the result for every token of x [T, H]."""
+        raise NotImplementedError
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `forward`."""
+        return self.forward(x)
+
+
+class GatedMLP(MLP):
     """down(silu(gate(x)) · up(x)); gate and up are one product. `shape` is one rank's."""
 
     def __init__(
@@ -113,7 +132,7 @@ class DecoderLayer(Layer):
 
     `shape` is one rank's. `input_norm=False` is EAGLE-1's first layer, whose attention reads its
     input without a norm. `inputs`: hidden vectors that attention reads at once. `formats`: of this
-    layer's matrices, by Hugging Face's names within it.
+    layer's matrices, by Hugging Face's names within it. `mlp`: None: a `GatedMLP`.
     """
 
     inputs = 1
@@ -125,6 +144,7 @@ class DecoderLayer(Layer):
         input_norm: bool = True,
         parallel: TensorParallel = SINGLE,
         formats: Formats = PLAIN,
+        mlp: MLP | None = None,
     ) -> None:
         super().__init__()
         hidden, eps = shape.hidden_size, shape.rms_norm_eps
@@ -133,7 +153,7 @@ class DecoderLayer(Layer):
             shape, self.inputs * hidden, index, parallel, formats.under("self_attn.")
         )
         self.post_attention_norm = RMSNorm(hidden, eps, parallel)
-        self.mlp = GatedMLP(shape, parallel, formats.under("mlp."))
+        self.mlp = GatedMLP(shape, parallel, formats.under("mlp.")) if mlp is None else mlp
 
     def forward(
         self, hidden: Tensor, residual: Tensor | None, rotation: Rotation, ctx: ForwardContext

@@ -77,7 +77,7 @@ class DecoderFamily:
 
     def spec(self, config: Config, ranks: int = 1) -> TargetSpec:
         """Return what a config says; see `TargetFamily`."""
-        return _spec_of(config, self.shape(config), ranks)
+        return self._spec_of(config, self.shape(config), ranks)
 
     def renames(self, stored: Iterable[str]) -> dict[str, str | None]:
         """Return each tensor's name in `Decoder.tensors`; None for one that is left out."""
@@ -107,13 +107,16 @@ class DecoderFamily:
         """Return the target, uninitialised; see `TargetFamily`."""
         shape = self.shape(config)
         shape = shape.for_texts_of(max_model_len or shape.max_position_embeddings)
-        rank_shape = shape.on_rank_of(parallel.size)
         return Decoder(
             shape,
-            _spec_of(config, shape, parallel.size),
+            self._spec_of(config, shape, parallel.size),
             [
                 self.layer(
-                    config, rank_shape, index, parallel, formats.under(f"model.layers.{index}.")
+                    config,
+                    self.layer_shape(config, shape, index).on_rank_of(parallel.size),
+                    index,
+                    parallel,
+                    formats.under(f"model.layers.{index}."),
                 )
                 for index in range(shape.num_layers)
             ],
@@ -122,6 +125,10 @@ class DecoderFamily:
             parallel=parallel,
             formats=formats,
         )
+
+    def layer_shape(self, config: Config, shape: DecoderShape, index: int) -> DecoderShape:
+        """Return the shape of layer `index`, whose heads may differ from those of others."""
+        return shape
 
     def layer(
         self,
@@ -133,6 +140,18 @@ class DecoderFamily:
     ) -> DecoderLayer:
         """Return layer `index`. shape: one rank's. formats: by names within the layer."""
         return DecoderLayer(shape, index, parallel=parallel, formats=formats)
+
+    def _spec_of(self, config: Config, shape: DecoderShape, ranks: int) -> TargetSpec:
+        layers = (self.layer_shape(config, shape, index) for index in range(shape.num_layers))
+        return TargetSpec(
+            vocab_size=shape.vocab_size,
+            num_ids=shape.num_ids,
+            hidden_size=shape.hidden_size,
+            num_layers=shape.num_layers,
+            max_position_embeddings=shape.max_position_embeddings,
+            eos_token_ids=eos_token_ids(config),
+            caches=tuple(layer.on_rank_of(ranks).caches[i] for i, layer in enumerate(layers)),
+        )
 
 
 def read_shape(folder: Path | str) -> DecoderShape:
@@ -147,18 +166,6 @@ def _text_name(stored: str) -> str | None:
     """Return the name of a text model's tensor in a multimodal checkpoint; None for other parts."""
     name = stored.replace("model.language_model.", "model.").removeprefix("language_model.")
     return name if name.startswith(_TEXT_MODEL) else None
-
-
-def _spec_of(config: Config, shape: DecoderShape, ranks: int) -> TargetSpec:
-    return TargetSpec(
-        vocab_size=shape.vocab_size,
-        num_ids=shape.num_ids,
-        hidden_size=shape.hidden_size,
-        num_layers=shape.num_layers,
-        max_position_embeddings=shape.max_position_embeddings,
-        eos_token_ids=eos_token_ids(config),
-        caches=shape.on_rank_of(ranks).caches,
-    )
 
 
 def flagged_windows(config: Config, num_layers: int) -> tuple[int | None, ...]:

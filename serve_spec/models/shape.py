@@ -25,7 +25,8 @@ class DecoderShape:
     `qkv_bias` / `output_bias` / `mlp_bias`: these projections carry biases. `windows`: how many
     tokens each token sees in each layer, itself included; None: all. `max_position_embeddings`: the
     longest text, as scaled by the rope. `num_ids`: ids from here on pad the vocabulary and are
-    never sampled; None: all are real.
+    never sampled; None: all are real. `scale`, `softcap`, `has_sinks`: see `PagedCache`.
+    `rotary_dim`: numbers of a head that are rotated (None: all); `is_interleaved`: see `Rotation`.
     """
 
     hidden_size: int
@@ -45,6 +46,11 @@ class DecoderShape:
     max_position_embeddings: int
     num_ids: int | None = None
     mlp_bias: bool = False
+    scale: float | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+    rotary_dim: int | None = None
+    is_interleaved: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -61,8 +67,15 @@ class DecoderShape:
     @property
     def caches(self) -> tuple[PagedCache, ...]:
         """Return what each layer keeps of a token, and how it attends."""
-        sizes = self.num_kv_heads, self.head_dim, self.head_dim
-        return tuple(PagedCache(*sizes, window=window) for window in self.windows)
+        cache = PagedCache(
+            self.num_kv_heads,
+            self.head_dim,
+            self.head_dim,
+            scale=self.scale,
+            softcap=self.softcap,
+            has_sinks=self.has_sinks,
+        )
+        return tuple(replace(cache, window=window) for window in self.windows)
 
     @property
     def sliding_window(self) -> int | None:
@@ -72,7 +85,10 @@ class DecoderShape:
     def rotary(self, longest: int | None = None) -> RotaryTable:
         """Return the rotary table of `longest` positions; None: of the longest text."""
         longest = longest or self.max_position_embeddings
-        return RotaryTable(self.head_dim, self.rope_theta, self.rope_scaling, longest)
+        rotary_dim = self.rotary_dim or self.head_dim
+        return RotaryTable(
+            rotary_dim, self.rope_theta, self.rope_scaling, longest, self.is_interleaved
+        )
 
     def for_texts_of(self, longest: int) -> DecoderShape:
         """Return the shape for texts of at most `longest` tokens.
