@@ -30,7 +30,7 @@ CASES = [
     ("NGRAM", TEXT, CHAIN, True),
     ("EAGLE3", FIRST, TREE, False),
 ]
-# Prompts from which an n-gram drafter, too, knows how to go on.
+# Prompts for which n-gram drafts are found, too.
 PROMPTS = [[5 + i, 7, 9 + i, 11] * 3 + [5 + i, 7] for i in range(5)]
 PARAMS = [
     SamplingParams(max_tokens=64, temperature=0.8 * (i % 2), seed=i, ignore_eos=True)
