@@ -143,7 +143,7 @@ def figures(run: LoadRun, num_streams: int) -> dict[str, Any]:
         "gap_p99_ms": round(quantiles(gaps, n=100)[-1], 2),
         "first_token_p50_ms": round(median(first), 2),
         "first_together_p50_ms": round(median(together), 2),
-        "client_cpu_share": round(run.client_cpu_share or 0.0, 2),
+        "client_cpu_share": round(run.client_cpu_fraction or 0.0, 2),
     }
 
 

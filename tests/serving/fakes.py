@@ -293,6 +293,6 @@ def request(prompt="a b", **params):
 
 
 def delta(text, *ids, finish=None):
-    """One round's share of `request()`."""
+    """One round's part of `request()`."""
     stats = SpeculationStats() if finish else None
     return TokenDelta("cmpl-1", ids, text, finish, stats)

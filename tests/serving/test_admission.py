@@ -141,7 +141,7 @@ async def test_a_free_place_goes_to_the_client_that_holds_the_fewest():
     await settle()
     few = [Caller(admission, "few") for _ in range(3)]
     await settle()
-    assert (inside(many), inside(few)) == (4, 0), "no request has to leave: a share of 1"
+    assert (inside(many), inside(few)) == (4, 0), "no request is withdrawn: a limit of 1"
     for gone in range(4):
         await many[gone].leave()
         await settle()
@@ -151,7 +151,7 @@ async def test_a_free_place_goes_to_the_client_that_holds_the_fewest():
 
 async def test_a_client_above_its_share_gives_places_back_while_others_wait(monkeypatch):
     impatient(monkeypatch)
-    admission = Admission(max_in_flight=8, max_queued=40, max_client_share=0.5)
+    admission = Admission(max_in_flight=8, max_queued=40, max_client_fraction=0.5)
     many = [Caller(admission, "many") for _ in range(20)]
     await settle()
     assert inside(many) == 8, "alone it may have them all"
@@ -162,7 +162,7 @@ async def test_a_client_above_its_share_gives_places_back_while_others_wait(monk
     more = [Caller(admission, "more") for _ in range(9)]
     await until(lambda: inside(more) == 2)
     await asyncio.sleep(0.01)
-    assert inside(many) == 4, "never below its share"
+    assert inside(many) == 4, "never below its limit"
     assert (inside(few), inside(more)) == (2, 2)
     for caller in more:
         await caller.leave()
@@ -173,7 +173,7 @@ async def test_a_client_above_its_share_gives_places_back_while_others_wait(monk
 
 
 async def test_the_time_to_come_back_is_that_of_the_places_needed_not_of_the_whole_queue():
-    admission = Admission(max_in_flight=10, max_queued=200, max_client_share=0.5)
+    admission = Admission(max_in_flight=10, max_queued=200, max_client_fraction=0.5)
     callers = [Caller(admission, client) for client in "abc" for _ in range(70)]
     await settle()
     admission._mean_service_s = 5.0  # two requests a second end
@@ -189,13 +189,13 @@ async def test_the_time_to_come_back_is_that_of_the_places_needed_not_of_the_who
     alone = [Caller(admission, "a") for _ in range(110)]
     await settle()
     admission._mean_service_s = 5.0
-    assert retry_after_s("a", 20) == 10, "the client's share of the queue is full"
+    assert retry_after_s("a", 20) == 10, "the client's part of the queue is full"
     await empty(admission, *alone)
 
 
 async def test_what_waits_inside_a_replica_comes_back_behind_the_others(monkeypatch):
     impatient(monkeypatch)
-    admission = Admission(max_in_flight=8, max_queued=40, max_client_share=0.5)
+    admission = Admission(max_in_flight=8, max_queued=40, max_client_fraction=0.5)
     running = [Caller(admission, "many") for _ in range(6)]
     waiting = [Caller(admission, "many", begins=False) for _ in range(2)]
     await settle()
@@ -208,7 +208,7 @@ async def test_what_waits_inside_a_replica_comes_back_behind_the_others(monkeypa
 
 
 async def test_a_request_of_many_choices_counts_as_many_and_leaves_others_room_to_wait():
-    admission = Admission(max_in_flight=4, max_queued=10, max_client_share=0.5)
+    admission = Admission(max_in_flight=4, max_queued=10, max_client_fraction=0.5)
     admission.refuse_if_full("many", 9)  # 4 run, 5 wait
     with pytest.raises(ApiError) as caught:
         admission.refuse_if_full("many", 10)
@@ -229,7 +229,7 @@ async def test_a_request_of_many_choices_counts_as_many_and_leaves_others_room_t
 async def test_after_any_coming_and_going_every_place_is_free_again(seed, monkeypatch):
     impatient(monkeypatch)
     rng = random.Random(seed)
-    admission = Admission(max_in_flight=4, max_queued=6, max_client_share=0.5)
+    admission = Admission(max_in_flight=4, max_queued=6, max_client_fraction=0.5)
     callers = []
     for _ in range(300):
         action = rng.random()

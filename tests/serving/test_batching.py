@@ -119,12 +119,12 @@ async def test_requests_wait_for_company_until_the_batch_is_full():
 
 
 @pytest.mark.parametrize(
-    ("names", "shares"), [("a", ["a"]), ("ab", ["a", "b"]), ("abcdefgh", ["adg", "beh", "cf"])]
+    ("names", "parts"), [("a", ["a"]), ("ab", ["a", "b"]), ("abcdefgh", ["adg", "beh", "cf"])]
 )
-async def test_a_batch_is_shared_out_evenly_where_there_are_several_replicas(names, shares):
-    wire, router, _listeners = await asking(names, max_batch_size=len(names), num_shares=3)
-    assert wire.names() == [list(share) for share in shares]
-    assert sum(router.batching()["submission_size_histogram"].values()) == len(shares)
+async def test_a_batch_is_shared_out_evenly_where_there_are_several_replicas(names, parts):
+    wire, router, _listeners = await asking(names, max_batch_size=len(names), num_parts=3)
+    assert wire.names() == [list(part) for part in parts]
+    assert sum(router.batching()["submission_size_histogram"].values()) == len(parts)
 
 
 @pytest.mark.parametrize("batch_wait_s", [0.0, 0.001])

@@ -203,7 +203,7 @@ async def test_a_silent_replica_loses_its_requests_and_serves_on_once_it_speaks(
 
 async def test_replicas_that_come_and_go_change_what_a_router_admits(config, monkeypatch):
     monkeypatch.setattr(module, "_WATCH_EVERY_S", 0.001)
-    admission = Admission(max_in_flight=3, max_queued=1, max_client_share=0.5)
+    admission = Admission(max_in_flight=3, max_queued=1, max_client_fraction=0.5)
     replicas = [ReplicaEnd(LAST, name=name) for name in ("r1", "r2", "r3")]
     async with running(config, resize=admission.resize) as fleet:
         assert admission.max_in_flight == 3, "requests may wait for the first one"

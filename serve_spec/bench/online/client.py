@@ -230,8 +230,8 @@ def new_samples(found: Iterable[Sample], known: Iterable[Sample]) -> list[Sample
 
 
 @dataclass(frozen=True)
-class Share:
-    """Requests of one client, on a schedule or over streams."""
+class ClientLoad:
+    """The part of a load that one client sends: requests, on a schedule or over streams."""
 
     requests: Requests
     num_streams: int
@@ -239,7 +239,7 @@ class Share:
     """Due time of each request of an open loop; None: a closed loop."""
 
 
-def deal(load: Load, requests: Requests, seed: int, num_clients: int) -> list[Share]:
+def deal(load: Load, requests: Requests, seed: int, num_clients: int) -> list[ClientLoad]:
     """Divide a load among clients: streams to clients in turn, requests to streams in turn.
 
     seed: of the schedule of an open loop, in which every request is its own stream.
@@ -249,7 +249,7 @@ def deal(load: Load, requests: Requests, seed: int, num_clients: int) -> list[Sh
     for number in range(len(requests)):
         numbers[owner(number, num_streams, num_clients)].append(number)
     return [
-        Share(
+        ClientLoad(
             [requests[number] for number in mine],
             len(range(client, num_streams, num_clients)),
             None if due_s is None else [due_s[number] for number in mine],
@@ -267,27 +267,29 @@ OnEnd: TypeAlias = Callable[[int], object]
 """Called with the number of requests that have ended since the last call."""
 
 
-async def run_share(
-    client: Client, share: Share, poll_s: float | None, on_end: OnEnd = int
+async def run_client(
+    client: Client, load: ClientLoad, poll_s: float | None, on_end: OnEnd = int
 ) -> LoadRun:
-    """Send every request of a share; read `/server_info` every `poll_s` seconds, if given."""
+    """Send every request of a load; read `/server_info` every `poll_s` seconds, if given."""
     started_s, cpu_s = time.perf_counter(), time.process_time()
     samples: list[Sample] = []
     watching = asyncio.create_task(_watch(client, started_s, poll_s, samples))
-    exchanges = await _send(client, share, started_s, on_end)
+    exchanges = await _send(client, load, started_s, on_end)
     watching.cancel()
-    cpu_share = (time.process_time() - cpu_s) / (time.perf_counter() - started_s)
-    due_s: Sequence[float | None] = share.due_s or [None] * len(exchanges)
+    cpu_fraction = (time.process_time() - cpu_s) / (time.perf_counter() - started_s)
+    due_s: Sequence[float | None] = load.due_s or [None] * len(exchanges)
     served = [
         exchange.served(started_s, due) for exchange, due in zip(exchanges, due_s, strict=True)
     ]
-    return LoadRun(served, samples, cpu_share)
+    return LoadRun(served, samples, cpu_fraction)
 
 
-async def _send(client: Client, share: Share, started_s: float, on_end: OnEnd) -> list[Exchange]:
+async def _send(
+    client: Client, load: ClientLoad, started_s: float, on_end: OnEnd
+) -> list[Exchange]:
     """Send requests when they are due; in a closed loop, when a stream has ended the one before."""
     exchanges: dict[int, Exchange] = {}
-    waiting = iter(enumerate(share.requests))
+    waiting = iter(enumerate(load.requests))
 
     async def complete(number: int, request: CompletionRequest) -> None:
         exchanges[number] = await client.complete(request)
@@ -297,15 +299,15 @@ async def _send(client: Client, share: Share, started_s: float, on_end: OnEnd) -
         for number, request in waiting:  # shared by all streams
             await complete(number, request)
 
-    if share.due_s is None:
-        await asyncio.gather(*(stream() for _ in range(share.num_streams)))
+    if load.due_s is None:
+        await asyncio.gather(*(stream() for _ in range(load.num_streams)))
     else:
         sent = []
-        for (number, request), due in zip(waiting, share.due_s, strict=True):
+        for (number, request), due in zip(waiting, load.due_s, strict=True):
             await asyncio.sleep(started_s + due - time.perf_counter())
             sent.append(asyncio.create_task(complete(number, request)))
         await asyncio.gather(*sent)
-    return [exchanges[number] for number in range(len(share.requests))]
+    return [exchanges[number] for number in range(len(load.requests))]
 
 
 class Clients:
@@ -341,13 +343,13 @@ class Clients:
 
         poll_s: seconds between reads of `/server_info`, by one of the clients; None: never.
         """
-        shares = deal(load, requests, seed, self._count)
+        loads = deal(load, requests, seed, self._count)
         if self._pool is None:
-            return _run(self._target, shares[0], poll_s, on_end)
+            return _run(self._target, loads[0], poll_s, on_end)
         polls = [poll_s, *[None] * (self._count - 1)]
         runs = [
-            self._pool.submit(_run_together, self._target, share, poll)
-            for share, poll in zip(shares, polls, strict=True)
+            self._pool.submit(_run_together, self._target, each, poll)
+            for each, poll in zip(loads, polls, strict=True)
         ]
         num_known, is_running = self._num_ended.value, True
         while is_running:
@@ -359,14 +361,14 @@ class Clients:
 
 
 def merged(load: Load, runs: Sequence[LoadRun]) -> LoadRun:
-    """Return the runs of all shares as one, with the CPU share of the busiest client."""
+    """Return the runs of all clients as one, with the CPU fraction of the busiest client."""
     num_requests = sum(len(run.served) for run in runs)
     num_streams = load.num_streams or num_requests
     each = [iter(run.served) for run in runs]
     return LoadRun(
         [next(each[owner(number, num_streams, len(runs))]) for number in range(num_requests)],
         runs[0].samples,
-        max((run.client_cpu_share or 0.0 for run in runs if run.served), default=0.0),
+        max((run.client_cpu_fraction or 0.0 for run in runs if run.served), default=0.0),
     )
 
 
@@ -385,14 +387,14 @@ def _count(ended: int) -> None:
         _num_ended.value += ended
 
 
-def _run_together(target: Target, share: Share, poll_s: float | None) -> LoadRun:
+def _run_together(target: Target, load: ClientLoad, poll_s: float | None) -> LoadRun:
     _barrier.wait(_MEET_WITHIN_S)
-    return _run(target, share, poll_s, _count)
+    return _run(target, load, poll_s, _count)
 
 
-def _run(target: Target, share: Share, poll_s: float | None, on_end: OnEnd) -> LoadRun:
+def _run(target: Target, load: ClientLoad, poll_s: float | None, on_end: OnEnd) -> LoadRun:
     async def run() -> LoadRun:
         async with Client(target) as client:
-            return await run_share(client, share, poll_s, on_end)
+            return await run_client(client, load, poll_s, on_end)
 
     return asyncio.run(run())

@@ -102,18 +102,18 @@ class Ramp:
         """Return due times in seconds, ascending, all within `seconds(count)`.
 
         Given their number, the arrivals of a Poisson process are independent draws with density
-        proportional to the rate; each is the inverse of a uniform share.
+        proportional to the rate; each is the inverse of a uniform fraction.
         """
         rng = random.Random(seed)
-        shares = sorted(rng.random() for _ in range(count))
-        return [self._time_of(share) * self.seconds(count) for share in shares]
+        fractions = sorted(rng.random() for _ in range(count))
+        return [self._time_of(fraction) * self.seconds(count) for fraction in fractions]
 
-    def _time_of(self, share: float) -> float:
-        """Return the part of the ramp, 0 to 1, by which `share` of its requests are due."""
+    def _time_of(self, fraction: float) -> float:
+        """Return the part of the ramp, 0 to 1, by which `fraction` of its requests are due."""
         first, last = self.first_rate, self.last_rate
-        # The root of (last - first)/2 · x² + first · x = share · (first + last)/2; this form also
-        # holds for equal rates.
-        whole = share * (first + last)
+        # The root of (last - first)/2 · x² + first · x = fraction · (first + last)/2. This form
+        # also holds for equal rates.
+        whole = fraction * (first + last)
         return whole / (first + math.sqrt(first * first + (last - first) * whole))
 
 
@@ -178,7 +178,7 @@ class LoadRun:
 
     served: Sequence[Served]
     samples: Sequence[Sample] = ()
-    client_cpu_share: float | None = None
+    client_cpu_fraction: float | None = None
     """CPU time of the client over wall time; near 1, the client is the limit."""
 
     @property

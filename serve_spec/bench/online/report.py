@@ -75,7 +75,7 @@ def measure(
     speeds = [_tokens_per_second(run) for run in runs]
     num_chunks = sum(len(served.chunk_s) for served in whole)
     num_tokens = sum(served.num_tokens for served in whole)
-    shares = [run.client_cpu_share for run in runs if run.client_cpu_share is not None]
+    cpu_fractions = [run.client_cpu_fraction for run in runs if run.client_cpu_fraction is not None]
     return {
         "load": load,
         "side": side,
@@ -105,7 +105,7 @@ def measure(
             for number, served in enumerate(run.served)
         ),
         "num_texts": len(whole),
-        "client_cpu_share": max(shares, default=None),
+        "client_cpu_share": max(cpu_fractions, default=None),
         "samples": list(runs[-1].samples),
         "num_replicas": num_replicas,
         "num_streams": num_streams,
@@ -131,7 +131,7 @@ def add_texts(texts: dict[int, str], runs: Iterable[LoadRun]) -> None:
 
 
 def against_offline(measurements: Sequence[Record]) -> list[dict[str, Any]]:
-    """Return, per load that also ran offline, the share of speed that HTTP keeps, and its delay."""
+    """Return, per load that also ran offline, the fraction of speed kept by HTTP, and its delay."""
     offline = {each["load"]: each for each in measurements if each["side"] == OFFLINE}
     pairs = [
         (each, offline[each["load"]])
@@ -261,7 +261,7 @@ def _objective(objective: Mapping[str, float | None]) -> str:
 
 
 def _speed_row(each: Record) -> list[object]:
-    share = each["client_cpu_share"]
+    cpu_fraction = each["client_cpu_share"]
     return [
         *(each[key] for key in ("load", "side", "num_requests")),
         " ".join(f"{count}x {what}" for what, count in each["errors"].items()) or 0,
@@ -271,7 +271,7 @@ def _speed_row(each: Record) -> list[object]:
         *(each[key] for key in ("tokens_per_chunk", "accept_length", "num_steps")),
         *(each[key] for key in ("decoding_streams", "batch_size")),
         f"{each['same_texts']}/{each['num_texts']}",
-        "" if share is None else f"{share:.0%}",
+        "" if cpu_fraction is None else f"{cpu_fraction:.0%}",
     ]
 
 

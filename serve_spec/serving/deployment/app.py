@@ -269,7 +269,7 @@ class Router:
         self._admission = Admission(
             max_in_flight=requests_per_replica(config),
             max_queued=config.router.max_queued_requests,
-            max_client_share=config.router.max_client_share,
+            max_client_fraction=config.router.max_client_share,
         )
         self._fleet.start(self._admission.resize)
         self._telemetry = RouterTelemetry(context, self._show)

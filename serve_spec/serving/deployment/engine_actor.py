@@ -32,7 +32,7 @@ from serve_spec.log import get_logger
 _KILL_S = 10.0
 """Maximum seconds for Ray to kill an actor."""
 # Ray marks nodes with one unit of their GPU's type.
-_ANY_SHARE = 0.001
+_ANY_FRACTION = 0.001
 
 
 def placement_of(config: ServeSpecConfig) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def placement_of(config: ServeSpecConfig) -> dict[str, Any]:
         )
     bundle = {"CPU": replica.num_cpus / size, "GPU": num_gpus / size}
     if replica.accelerator_type is not None:
-        bundle[f"accelerator_type:{replica.accelerator_type}"] = _ANY_SHARE
+        bundle[f"accelerator_type:{replica.accelerator_type}"] = _ANY_FRACTION
     return {
         "ray_actor_options": {"num_cpus": 0, "num_gpus": 0},  # reserved by the ranks
         "placement_group_bundles": [{k: v for k, v in bundle.items() if v} for _ in range(size)],

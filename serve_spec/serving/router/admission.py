@@ -4,7 +4,7 @@ It uses plain asyncio on one event loop. Ray Serve's own queue limit is checked 
 would reject bursts that fit.
 
 Slots are shared fairly between clients. A free slot goes to the waiting client that holds the
-fewest. While others wait, a client above its share gives slots back: its newest requests are
+fewest. While others wait, a client above its limit gives slots back: its newest requests are
 withdrawn from their replicas, wait again and later continue from their last token.
 """
 
@@ -55,17 +55,17 @@ class Admission:
     """Limits requests at the replicas to `max_in_flight`; up to `max_queued` more wait.
 
     max_in_flight: for one replica; `resize` sets it for several.
-    max_client_share: share of both limits that one client may hold while others wait; its share of
+    max_client_fraction: fraction of both limits that one client may hold while others wait; that of
     the queue applies at all times.
     """
 
     def __init__(
-        self, *, max_in_flight: int, max_queued: int, max_client_share: float = 1.0
+        self, *, max_in_flight: int, max_queued: int, max_client_fraction: float = 1.0
     ) -> None:
         self._of_one_replica = max_in_flight
-        self._max_client_share = max_client_share
+        self._max_client_fraction = max_client_fraction
         self.max_queued = max_queued
-        self.max_client_queued = max(1, int(max_client_share * max_queued))
+        self.max_client_queued = max(1, int(max_client_fraction * max_queued))
         self.in_flight = 0
         self.num_rejected = 0
         self.num_withdrawn = 0
@@ -82,7 +82,7 @@ class Admission:
     def resize(self, num_replicas: int) -> None:
         """Set the number of replicas. Requests above a lower limit run to their end."""
         self.max_in_flight = max(1, num_replicas) * self._of_one_replica
-        self.max_client_in_flight = max(1, int(self._max_client_share * self.max_in_flight))
+        self.max_client_in_flight = max(1, int(self._max_client_fraction * self.max_in_flight))
         self._grant()
 
     @property
@@ -196,7 +196,7 @@ class Admission:
         )
 
     def _withdraw(self) -> None:
-        """Withdraw one request of clients above their share for each waiting request of others."""
+        """Withdraw one request of clients above their limit for each waiting request of others."""
         self._withdrawal = None
         promised = [slot for slots in self._holding.values() for slot in slots if slot.is_withdrawn]
         num_promised = sum(slot.has_tokens for slot in promised)

@@ -129,7 +129,7 @@ class _PendingRequest:
 class Batcher(ABC):
     """Collects requests for `batch_wait_s` and sends them in batches of up to `max_batch_size`.
 
-    num_shares: maximum number of equal parts of a batch, each of which goes to one replica.
+    num_parts: maximum number of equal parts of a batch, each of which goes to one replica.
     group_of: requests of different groups are sent separately.
     max_unread_bytes: approximate memory limit for the unread items of one request.
     """
@@ -139,13 +139,13 @@ class Batcher(ABC):
         *,
         batch_wait_s: float,
         max_batch_size: int,
-        num_shares: int = 1,
+        num_parts: int = 1,
         group_of: Callable[[messages.GenerateRequest], Hashable] = lambda request: None,
         max_unread_bytes: int = 2**20,
     ) -> None:
         self._batch_wait_s = batch_wait_s
         self._max_batch_size = max_batch_size
-        self.num_shares = num_shares
+        self.num_parts = num_parts
         self._group_of = group_of
         self._max_unread_bytes = max_unread_bytes
         self._waiting: dict[Hashable, list[_PendingRequest]] = {}
@@ -293,10 +293,10 @@ class Batcher(ABC):
 
     def _submit_group(self, group: Hashable) -> None:
         requests = self._stop_waiting(group)
-        num_shares = min(self.num_shares, len(requests))
-        for share in range(num_shares):
+        num_parts = min(self.num_parts, len(requests))
+        for part in range(num_parts):
             # An inherited context would let Ray cancel the task with its request.
-            work = self._submit(requests[share::num_shares])
+            work = self._submit(requests[part::num_parts])
             task = asyncio.create_task(work, context=Context())
             self._submissions.add(task)
             task.add_done_callback(self._submissions.discard)

@@ -57,7 +57,7 @@ class RayFleet(Batcher):
         super().__init__(
             batch_wait_s=router.batch_wait_ms / 1000,
             max_batch_size=router.max_batch_size,
-            num_shares=1,
+            num_parts=1,
             max_unread_bytes=router.max_unread_bytes,
             **({"group_of": first_block} if router.routing_policy == "prefix" else {}),
         )
@@ -209,7 +209,7 @@ class RayFleet(Batcher):
 
     def _count_replicas(self) -> None:
         num_replicas = len(self._connections.usable())
-        self.num_shares = max(1, num_replicas)
+        self.num_parts = max(1, num_replicas)
         self._resize(num_replicas)
 
     async def _rebalance_forever(self) -> None:
@@ -223,7 +223,7 @@ class RayFleet(Batcher):
     async def _rebalance(self) -> None:
         """Withdraw requests that wait at a replica while another one has free slots."""
         not_started = self.not_started(_MAX_WAIT_S)
-        if not not_started or self.num_shares == 1:
+        if not not_started or self.num_parts == 1:
             return
         answers = await self._handle.broadcast("record_routing_stats").results_async(
             timeout_s=_SNAPSHOT_WITHIN_S, return_exceptions=True
@@ -283,7 +283,8 @@ Policy: TypeAlias = Literal["goodput", "balanced", "prefix"]
 # Costs within this factor of the lowest count as equal, because tables of equal machines differ by
 # it; among these, the replica with the fewest requests is the fastest.
 _NOISE = 1.25
-_SHORT_SHARE = 0.1
+_SHORT_FRACTION = 0.1
+"""A replica with a smaller fraction of free KV pages is short of them."""
 # Size of the blocks in which prefixes are compared.
 _CHARS_PER_BLOCK = 64
 _TOKENS_PER_BLOCK = 16
@@ -372,7 +373,7 @@ def is_short_of_pages(stats: Mapping[str, Any]) -> bool:
     pages = stats.get("kv")
     if not pages or not stats.get("num_waiting"):
         return False
-    return bool(pages["free_pages"] < _SHORT_SHARE * pages["total_pages"])
+    return bool(pages["free_pages"] < _SHORT_FRACTION * pages["total_pages"])
 
 
 def _between(known: Sequence[tuple[int, float]], count: int) -> float:

@@ -6,7 +6,7 @@ of labels for the life of the process, so the label of a replica is its rank, wh
 inherits, not its id.
 
 The router measures the latency seen by clients, the replica that of its engine. The difference is
-the framework's share: HTTP, queueing, routing and messages. Clocks of different processes are never
+the framework's part: HTTP, queueing, routing and messages. Clocks of different processes are never
 compared.
 """
 

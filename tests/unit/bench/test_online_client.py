@@ -132,19 +132,22 @@ def test_two_clients_together_are_one_load():
 @given(st.integers(1, 20), st.integers(0, 60), st.integers(1, 6))
 def test_a_load_is_dealt_out_whole_and_evenly(num_streams, num_requests, num_clients):
     asked = requests(*map(str, range(num_requests)))
-    shares = deal(ClosedLoop(num_streams), asked, 0, num_clients)
-    assert sum(share.num_streams for share in shares) == num_streams
-    assert all(share.num_streams for share in shares if share.requests)
-    per_stream = [len(s.requests) / s.num_streams for s in shares if s.num_streams]
+    loads = deal(ClosedLoop(num_streams), asked, 0, num_clients)
+    assert sum(each.num_streams for each in loads) == num_streams
+    assert all(each.num_streams for each in loads if each.requests)
+    per_stream = [len(s.requests) / s.num_streams for s in loads if s.num_streams]
     assert max(per_stream) - min(per_stream) <= 1, "clients end at about the same time"
-    runs = [LoadRun([Served(0, 0, 0, text=r.prompt) for r in s.requests]) for s in shares]
+    runs = [LoadRun([Served(0, 0, 0, text=r.prompt) for r in s.requests]) for s in loads]
     back = merged(ClosedLoop(num_streams), runs).served
     assert [served.text for served in back] == [request.prompt for request in asked]
 
 
 def test_a_client_without_requests_does_not_count_as_the_busiest():
-    busy, idle = LoadRun([Served(0, 0, 1)], client_cpu_share=0.2), LoadRun([], client_cpu_share=1.0)
-    assert merged(ClosedLoop(1), [busy, idle]).client_cpu_share == 0.2
+    busy, idle = (
+        LoadRun([Served(0, 0, 1)], client_cpu_fraction=0.2),
+        LoadRun([], client_cpu_fraction=1.0),
+    )
+    assert merged(ClosedLoop(1), [busy, idle]).client_cpu_fraction == 0.2
 
 
 TEXTS = st.text(max_size=12)
@@ -285,10 +288,10 @@ def test_a_ramp_ends_on_time_at_the_mean_of_its_rates(first, last, count, seed):
 def test_by_any_part_of_a_ramp_as_many_have_come_as_its_rate_adds_up_to(first, last, part):
     load = Ramp(first, last)
     end = part * load.seconds(MANY)
-    share = sum(time <= end for time in load.arrivals(MANY, 3)) / MANY
+    fraction = sum(time <= end for time in load.arrivals(MANY, 3)) / MANY
     expected = (first * part + (last - first) * part**2 / 2) / ((first + last) / 2)
     deviation = sqrt(expected * (1 - expected) / MANY)
-    assert share == pytest.approx(expected, abs=5 * deviation)
+    assert fraction == pytest.approx(expected, abs=5 * deviation)
 
 
 def test_every_other_mixed_request_is_shuffled_and_sampled():

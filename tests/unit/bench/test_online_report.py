@@ -1,4 +1,4 @@
-"""Figures of `bench online`: percentiles, speed, goodput and shares, by their definitions."""
+"""Figures of `bench online`: percentiles, speed, goodput and fractions, by their definitions."""
 
 import json
 import math
@@ -49,8 +49,8 @@ def test_percentiles_interpolate_between_neighbours_in_order(seconds):
     found = percentiles_ms(seconds)
     assert found is not None
     ordered = np.sort(seconds) * 1e3
-    for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
-        place = share * (len(ordered) - 1)
+    for name, fraction in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
+        place = fraction * (len(ordered) - 1)
         low, high = ordered[int(place)], ordered[min(int(place) + 1, len(ordered) - 1)]
         assert found[name] == pytest.approx(low + (high - low) * (place % 1), abs=1e-3)
     assert found["mean"] == pytest.approx(ordered.mean(), abs=1e-3)

@@ -62,7 +62,7 @@ function line(label, index, points, bars) {
 }
 
 const fromZero = (u, low, high) => [0, Math.max(1, high) * 1.1];
-const share = () => [0, 1.05];
+const fraction = () => [0, 1.05];
 
 function aroundOne(u, low, high) {
   return [Math.min(0.9, low * 0.95), Math.max(1.1, high * 1.05)];
@@ -284,12 +284,12 @@ function show(status) {
   draw("calibration", ...ratioPerReplica(replicas, "observed_to_expected"), { range: aroundOne });
   draw("steptime", ...ratioPerReplica(replicas, "measured_to_predicted"), { range: aroundOne });
   draw("positions", ["accepted"], byPosition(fleet.acceptance),
-    { overTime: false, range: share, bars: true, empty: "no drafts yet" });
+    { overTime: false, range: fraction, bars: true, empty: "no drafts yet" });
   const replica = chosen(replicas);
   draw("breakeven", ["predicted", "measured", "break-even"], replica && breakEven(replica),
     { overTime: false, range: aroundOne, points: true, empty: "no comparison of depths yet" });
   draw("needed", ["break-even", "measured"], replica && neededRates(replica),
-    { overTime: false, range: share, points: true, empty: "available only with strategy goodput" });
+    { overTime: false, range: fraction, points: true, empty: "available only with strategy goodput" });
   latest = replica;
   showScenario(replica);
   showReplicas(replicas);
