@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class PagedKVPool:
     as zeros, because masked slots are still multiplied and must be finite. One scratch page more
     than the allocator's takes the writes of padding.
 
-    `caches`: of the layers, in order. Neighbours of equal heads and widths have their keys in one
+    `caches`: of the layers, in order. Layers of equal heads and widths have their keys in one
     tensor [layers, num_slots, num_heads, dim], and their values in another; `tensors` lists these.
     """
 
@@ -50,16 +50,18 @@ class PagedKVPool:
         self.scratch_slot = num_pages * page_size
         self.device = torch.device(device)
         self.tensors: list[Tensor] = []
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
         num_slots = (num_pages + 1) * page_size
         sizes = [(cache.num_heads, cache.key_dim, cache.value_dim) for cache in self.caches]
-        for (num_heads, key_dim, value_dim), group in groupby(sizes):
-            size = len([*group]), num_slots, num_heads
-            for width, by_layer in ((key_dim, self.keys), (value_dim, self.values)):
-                tensor = torch.zeros(*size, width, dtype=dtype, device=device)
-                self.tensors.append(tensor)
-                by_layer += tensor.unbind(0)
+        layers = {}
+        for size, num_layers in Counter(sizes).items():
+            num_heads, *widths = size
+            shape = num_layers, num_slots, num_heads
+            pair = [torch.zeros(*shape, width, dtype=dtype, device=device) for width in widths]
+            self.tensors += pair
+            layers[size] = zip(*(tensor.unbind(0) for tensor in pair), strict=True)
+        pairs = [next(layers[size]) for size in sizes]
+        self.keys: list[Tensor] = [keys for keys, _ in pairs]
+        self.values: list[Tensor] = [values for _, values in pairs]
 
 
 class FeaturePool:

@@ -26,12 +26,14 @@ def test_memory_is_counted_by_page_and_by_request_slot():
 
 
 def test_a_pool_takes_the_memory_that_was_planned_for_its_pages():
-    caches = [WIDE, WIDE, PagedCache(4, 16, 16, window=3), PagedCache(4, 16, 16)]
+    caches = [WIDE, PagedCache(4, 16, 16, window=3), WIDE, PagedCache(4, 16, 16)]
     pool = PagedKVPool(caches, num_pages=6, page_size=4, dtype=torch.float16, device="cpu")
     planned = CacheMemory.of(caches, 4, torch.float16, ring=0)
     with_scratch_page = planned.total(6 + 1, num_slots=1)
     assert sum(tensor.nbytes for tensor in pool.tensors) == with_scratch_page
     assert len(pool.tensors) == 4, "keys and values of two kinds of layers"
+    places = {part.data_ptr() for layers in (pool.keys, pool.values) for part in layers}
+    assert len(places) == 2 * len(caches), "each layer has its own"
     for cache, keys, values in zip(caches, pool.keys, pool.values, strict=True):
         assert keys.shape == (28, cache.num_heads, cache.key_dim)
         assert values.shape == (28, cache.num_heads, cache.value_dim)
