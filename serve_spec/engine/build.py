@@ -344,7 +344,7 @@ def _load_head(config: ServeSpecConfig, target: Target) -> DraftHead | None:
         return None
     weights = draft_weights(speculative.speculative_draft_model_quantization, weight.device)
     draft_in = draft_dtype(
-        speculative.speculative_draft_dtype, weight.dtype, weight.device, weights
+        speculative.speculative_draft_dtype, target.dtype, weight.device, weights
     )
     return load_draft(
         path,

@@ -206,9 +206,7 @@ def _launch(
     for dense in (keys, values, plan.tables):
         assert dense.is_contiguous(), "a pool's layers and page tables are dense"
     assert (sinks is not None) == cache.has_sinks, "a layer with sinks gives their logits"
-    factor, cap_scale = cache.score_scale, None
-    if cache.softcap is not None:
-        factor, cap_scale = cache.softcap, 2 * _LOG2_E.value * cache.score_scale / cache.softcap
+    scale, cap_scale = _score_scales(cache)
     programs = max(1, _num_multiprocessors(query.device) * tiling.programs // num_kv_heads)
     key = "work", cache.window, num_kv_heads, group
     work = plan.prepared(
@@ -236,8 +234,7 @@ def _launch(
         query, keys, values, plan.tables[group.first :],
         plan.tree_mask if group.has_trees(plan) else None, sinks,
         work.tiles, work.ranges, work.counts, work.arrivals, out, partials, stats,
-        num_tokens if group.fills_up else 0, query.stride(0), plan.tables.stride(0),
-        factor * _LOG2_E.value,
+        num_tokens if group.fills_up else 0, query.stride(0), plan.tables.stride(0), scale,
         DK=key_width, BLOCK_DK=max(16, triton.next_power_of_2(key_width)),
         PAGE_SIZE=plan.page_size, WINDOW=cache.window, CAP_SCALE=cap_scale,
         BLOCK=tiling.block, HAS_FREE_BLOCKS=tiling.lines > 64 and cache.window is None,
@@ -250,6 +247,14 @@ def _launch(
             work.tiles, work.counts, out, partials, stats,
             num_warps=merge_warps, **shape,
         )  # fmt: skip
+
+
+def _score_scales(cache: PagedCache) -> tuple[float, float | None]:
+    """Return `scale` and CAP_SCALE of the kernel, which takes powers of two."""
+    scale = cache.score_scale * _LOG2_E.value
+    if cache.softcap is None:
+        return scale, None
+    return cache.softcap * _LOG2_E.value, 2 * scale / cache.softcap
 
 
 def _plan_work(

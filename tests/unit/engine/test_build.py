@@ -10,11 +10,12 @@ import torch
 
 from serve_spec import LLM
 from serve_spec.config.algorithms import ALGORITHMS, Algorithm
+from serve_spec.core.caches import RecurrentCache
 from serve_spec.core.errors import CheckpointError, InvalidRequest
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine import build
-from serve_spec.models import DraftOptions, load_draft, load_target
+from serve_spec.models import DraftOptions, ModelShape, load_draft, load_target
 from serve_spec.models.standalone import Standalone
 from serve_spec.parallel import worker_ranks
 from serve_spec.parallel.group import SINGLE
@@ -165,6 +166,16 @@ def test_sound_models_are_not_warned_of_and_the_check_leaves_nothing_behind(make
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert shown["counters"]["steps"] == shown["prefix_cache"]["pages"] == 0
     assert shown["kv"]["free_pages"] == shown["kv"]["total_pages"]
+
+
+def test_a_target_with_recurrent_state_is_refused_before_its_weights_are_read(
+    make_llm, monkeypatch
+):
+    recurrent = RecurrentCache(state=(2, 8, 8), conv=(16, 3), input_width=20)
+    monkeypatch.setattr(ModelShape, "caches", (recurrent,))
+    monkeypatch.setattr(build, "load_models", None)
+    with pytest.raises(ValueError, match="layer 0 keeps recurrent state: not supported; use"):
+        make_llm()
 
 
 def test_a_tokenizer_of_another_model_is_refused(pair, tmp_path):
