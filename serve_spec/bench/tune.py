@@ -313,8 +313,7 @@ def _load(
         "max_num_batched_tokens": max(scheduler.max_num_batched_tokens, num_tokens),
     }
     if cache.num_pages is not None:
-        slots = max(shape.draft_slots for shape in shapes)
-        tokens = args.prompt_tokens + args.output_tokens + slots
+        tokens = args.prompt_tokens + args.output_tokens + MAX_TREE_TOKENS
         needed = batch_size * -(-tokens // cache.page_size)
         sizes["num_pages"] = max(cache.num_pages, needed)
     with _slots_file(shapes) as file:

@@ -19,7 +19,7 @@ beam                 the topk tokens of a tree's level that have children
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, Protocol
@@ -65,11 +65,6 @@ class DraftShape:
         """Return the draft tokens of the shape cut to `depth` levels."""
         return min(self.size, most_drafts(self.topk, depth))
 
-    @property
-    def draft_slots(self) -> int:
-        """KV slots past a request's length: the target's, or those of the draft model's beams."""
-        return max(self.size, self.topk * (self.depth - 1))
-
     def __str__(self) -> str:
         return f"{self.depth}" if self.topk == 1 else f"{self.depth}x{self.size}"
 
@@ -97,6 +92,17 @@ class NgramDrafts(NamedTuple):
     def probability(self) -> float:
         """Return how likely each draft seems if the one before is accepted, by the match."""
         return (self.match + 1) / (self.match + 2)
+
+
+class ModelDrafts(NamedTuple):
+    """What a scheduler knows of the draft model.
+
+    slots_past: returns the KV slots past a request's length that drafting and verifying a shape
+    takes; see `Drafter.slots_past`. first_entry: number of each text's first draft KV entry.
+    """
+
+    slots_past: Callable[[DraftShape], int]
+    first_entry: int = 0
 
 
 class NgramDrafter(Protocol):

@@ -14,7 +14,7 @@ from serve_spec.adaptive import AdaptiveController, PolicySettings
 from serve_spec.config import ServeSpecConfig
 from serve_spec.config.algorithms import ALGORITHMS
 from serve_spec.config.speculative import ignored_adaptive_keys
-from serve_spec.core.draft import MAX_TREE_TOKENS, PLAIN, NgramDrafter
+from serve_spec.core.draft import MAX_TREE_TOKENS, PLAIN, ModelDrafts, NgramDrafter
 from serve_spec.core.errors import BrokenLogits, CheckpointError
 from serve_spec.core.registry import load_plugins
 from serve_spec.core.request import SamplingParams
@@ -126,7 +126,7 @@ def _build_engine(
     if loaded.device.type == "cuda":
         freeze_gc()
     return SpecEngine(
-        _scheduler(config, loaded, cache, texts),
+        _scheduler(config, worker, cache, texts),
         worker,
         controller,
         tokenizer,
@@ -149,7 +149,7 @@ def _check_first_logits(
 
     Raises CheckpointError: the target's logits are broken. RankLost: another rank failed first.
     """
-    scheduler = _scheduler(config, loaded, KVCacheManager(loaded.num_pages, config.cache.page_size))
+    scheduler = _scheduler(config, worker, KVCacheManager(loaded.num_pages, config.cache.page_size))
     params = SamplingParams(temperature=0.0, ignore_eos=True)
     token_ids = prompt[:_MOST_PROMPT_TOKENS] or [0]
     seq = Sequence("first logits", params, token_ids, len(token_ids), seed=0)
@@ -176,17 +176,19 @@ def _check_first_logits(
 
 def _scheduler(
     config: ServeSpecConfig,
-    loaded: LoadedModels,
+    worker: SpecWorker,
     cache: KVCacheManager,
     texts: NgramDrafter | None = None,
 ) -> Scheduler:
+    drafter = worker.drafter
     return Scheduler(
         config.scheduler,
         cache,
         ngram_drafter=texts,
-        first_draft_entry=0 if loaded.head is None else -loaded.head.shift,
-        has_draft_model=loaded.head is not None,
-        vocab_size=loaded.target.spec.vocab_size,
+        model_drafts=None
+        if drafter is None
+        else ModelDrafts(drafter.slots_past, drafter.first_entry),
+        vocab_size=worker.vocab_size,
     )
 
 

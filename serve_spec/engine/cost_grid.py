@@ -78,6 +78,16 @@ def even_steps(draft_ms: Milliseconds, steps: Sequence[int]) -> Milliseconds:
     return evened
 
 
+def same_at_all_depths(draft_ms: Milliseconds, steps: Sequence[int]) -> Milliseconds:
+    """Return the median drafting time of all depths but 0 for each; NaN if there is none."""
+    same, drafts = draft_ms.copy(), np.array(steps) > 0
+    for at in np.ndindex(draft_ms.shape[:2]):
+        known = draft_ms[at][drafts & np.isfinite(draft_ms[at])]
+        if len(known):
+            same[at][drafts] = np.median(known)
+    return same
+
+
 def fill_missing(
     ms: Milliseconds, batch_sizes: Sequence[int], num_steps: Sequence[int]
 ) -> Milliseconds:
@@ -135,6 +145,10 @@ def fill_tree(ms: Milliseconds, expected: Milliseconds) -> Milliseconds:
     return np.where(missing, ratios * expected, ms)
 
 
+SlotsPast: TypeAlias = Callable[[DraftShape], int]
+"""See `SpecWorker.slots_past`."""
+
+
 class Point(NamedTuple):
     """A point of the cost grid: `batch_size` requests of `context` tokens draft a `shape` each.
 
@@ -174,25 +188,26 @@ class Point(NamedTuple):
         share = (0.5 + index * _GOLDEN) % 1.0  # evenly spread for any batch size
         return min(self.length(index) - 1, 1 + int(share * (self.shape.depth + 1))) or 1
 
-    def num_pages(self, page_size: int) -> int:
+    def num_pages(self, page_size: int, slots_past: SlotsPast) -> int:
         """Return the pages of the plan."""
-        return self.batch_size * self.pages_per_request(page_size)
+        return self.batch_size * self.pages_per_request(page_size, slots_past)
 
-    def pages_per_request(self, page_size: int) -> int:
+    def pages_per_request(self, page_size: int, slots_past: SlotsPast) -> int:
         """Return the pages of the longest sequence and its drafts."""
         longest = self.length(self.batch_size - 1)
-        return -(-(longest + self.shape.draft_slots) // page_size)
+        return -(-(longest + slots_past(self.shape)) // page_size)
 
 
 @dataclass(eq=False, repr=False)
 class SyntheticPlans:
     """Makes plans of random tokens, every request on its own pages.
 
-    pages: returns the ids of so many pages that a plan may overwrite.
+    slots_past: see `SpecWorker`. pages: returns the ids of so many pages that a plan may overwrite.
     """
 
     page_size: int
     vocab_size: int
+    slots_past: SlotsPast
     pages: Callable[[int], Sequence[int]] = range
 
     def __post_init__(self) -> None:
@@ -203,7 +218,7 @@ class SyntheticPlans:
         """Return the plan of a point."""
         params = SamplingParams(temperature=temperature)
         self._num_plans += 1  # new request ids, so that no state is reused
-        pages = self.pages(point.num_pages(self.page_size))
+        pages = self.pages(point.num_pages(self.page_size, self.slots_past))
         reqs = tuple(self._request(point, b, params, pages) for b in range(point.batch_size))
         num_missing = max(len(req.extend_ids) for req in reqs)
         return ScheduledBatch(reqs, point.shape, point.batch_size, max_missing=num_missing)
@@ -212,7 +227,7 @@ class SyntheticPlans:
         self, point: Point, b: int, params: SamplingParams, pages: Sequence[int]
     ) -> ScheduledRequest:
         start, num_missing = point.length(b) - 1, point.num_missing(b)
-        num_pages = point.pages_per_request(self.page_size)
+        num_pages = point.pages_per_request(self.page_size, self.slots_past)
         return ScheduledRequest(
             request_id=f"synthetic-{self._num_plans}-{b}",
             token_ids=self._tokens(1),

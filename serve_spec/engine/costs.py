@@ -213,12 +213,12 @@ def cost_key(
 
 def _draft_numbers(config: ServeSpecConfig, worker: SpecWorker) -> str:
     """Return the draft's compute dtype and, if other, its weights' format."""
-    if worker.draft_dtype is None:
+    if worker.drafter is None:
         return ""
     wanted = config.speculative.speculative_draft_model_quantization
     weights = draft_weights(wanted, worker.device)
     of_weights = "" if weights == "plain" else f", {weights} weights"
-    return _dtype_name(worker.draft_dtype) + of_weights
+    return _dtype_name(worker.drafter.dtype) + of_weights
 
 
 def fingerprint(checkpoint: Path) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 from serve_spec.config.cost_table import FORMAT_VERSION, CostKey, CostTable, Grid, TreeCosts
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.engine import cost_grid
-from serve_spec.engine.cost_grid import Milliseconds, Point, SyntheticPlans
+from serve_spec.engine.cost_grid import Milliseconds, Point, SlotsPast, SyntheticPlans
 from serve_spec.worker.worker import SpecWorker
 
 WARM_UP_RUNS = 3
@@ -83,9 +83,9 @@ class ProfileLimits:
             )
         return short, long
 
-    def fits(self, point: Point) -> bool:
-        """Return whether a point fits."""
-        pages = point.num_pages(self.page_size)
+    def fits(self, point: Point, slots_past: SlotsPast) -> bool:
+        """Return whether a point fits. slots_past: see `SpecWorker`."""
+        pages = point.num_pages(self.page_size, slots_past)
         return pages <= self.num_pages and point.num_tokens <= self.max_num_tokens
 
 
@@ -122,18 +122,22 @@ def measure_costs(
     steps = cost_grid.step_grid(chains, grid.max_steps, every=grid.every_step)
     shapes = [*map(DraftShape.chain, steps), *grid.trees]
     contexts = limits.contexts(steps[-1])
+
+    def fits(point: Point) -> bool:
+        return limits.fits(point, worker.slots_past)
+
     sizes = cost_grid.batch_grid(grid.max_batch_size)
-    sizes = [b for b in sizes if limits.fits(Point(contexts[0], b, PLAIN))]
+    sizes = [b for b in sizes if fits(Point(contexts[0], b, PLAIN))]
     essential = [Point(contexts[0], 1, shape) for shape in shapes[: len(steps[:2])]]
-    if not all(map(limits.fits, essential)):
+    if not all(map(fits, essential)):
         raise ValueError(
             f"max_num_batched_tokens={limits.max_num_tokens}: no step with drafts fits; raise it"
         )
     every = [Point(*place) for place in product(contexts, sizes, shapes)]
     points = [p for p in every if p.batch_size <= (grid.trees.get(p.shape) or p.batch_size)]
-    plans = SyntheticPlans(limits.page_size, worker.vocab_size, pages)
+    plans = SyntheticPlans(limits.page_size, worker.vocab_size, worker.slots_past, pages)
     profiler = _Profiler(worker, plans, budget)
-    yield from profiler.sweeps(essential, list(filter(limits.fits, points)))
+    yield from profiler.sweeps(essential, list(filter(fits, points)))
     profiler.check_ran(essential)
     sampled_row_ms = yield from profiler.sampled_row_ms()
     yield 1.0
@@ -235,7 +239,10 @@ class _Profiler:
         draft, verify = np.stack(chains, axis=-1)
         draft[:, :, 0] = 0.0  # nothing is drafted
         missing = np.argwhere(np.isnan(verify).any(axis=0))
-        draft = cost_grid.fill_missing(cost_grid.even_steps(draft, steps), sizes, steps)
+        smooth = cost_grid.even_steps
+        if self._worker.has_constant_draft:
+            smooth = cost_grid.same_at_all_depths
+        draft = cost_grid.fill_missing(smooth(draft, steps), sizes, steps)
         verify = cost_grid.fill_missing(verify, sizes, steps)
         return {
             "batch_sizes": tuple(sizes),

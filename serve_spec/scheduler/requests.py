@@ -7,7 +7,14 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from serve_spec.config import SchedulerConfig
-from serve_spec.core.draft import MAX_TREE_TOKENS, PLAIN, DraftShape, NgramDrafter, NgramDrafts
+from serve_spec.core.draft import (
+    MAX_TREE_TOKENS,
+    PLAIN,
+    DraftShape,
+    ModelDrafts,
+    NgramDrafter,
+    NgramDrafts,
+)
 from serve_spec.core.plan import EditedText, ScheduledRequest
 from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
@@ -152,14 +159,19 @@ class DraftSource:
     """Where drafts come from: n-grams in `texts`, a draft model, or one of them per request."""
 
     texts: NgramDraftCache | None
-    has_model: bool
+    model: ModelDrafts | None
+
+    @property
+    def has_model(self) -> bool:
+        """Return whether drafts may come from elsewhere than from n-grams."""
+        return self.model is not None or self.texts is None
 
     def slots_past(self, shape: DraftShape) -> int:
-        """Return the KV entries past a request's length that its drafts take.
+        """Return the KV slots past a request's length that its drafts take.
 
         A draft model drafts for every request of a step, also for those with n-gram drafts.
         """
-        return shape.draft_slots if self.has_model else shape.size
+        return shape.size if self.model is None else self.model.slots_past(shape)
 
     def is_ngram(self, drafts: RequestDrafts) -> bool:
         """Return whether these are n-gram drafts."""

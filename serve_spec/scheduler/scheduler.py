@@ -9,7 +9,7 @@ from math import isnan
 from typing import NamedTuple
 
 from serve_spec.config import SchedulerConfig
-from serve_spec.core.draft import PLAIN, NgramDrafter
+from serve_spec.core.draft import PLAIN, ModelDrafts, NgramDrafter
 from serve_spec.core.plan import BatchResult, ScheduledBatch, ScheduledRequest
 from serve_spec.core.request import FinishReason
 from serve_spec.core.round import AS_DRAWN, DecodeBatch, RoundSteps
@@ -62,27 +62,26 @@ class Scheduler:
         limits: SchedulerConfig,
         cache: KVCacheManager,
         ngram_drafter: NgramDrafter | None = None,
-        first_draft_entry: int = 0,
+        model_drafts: ModelDrafts | None = None,
         *,
-        has_draft_model: bool = True,
         vocab_size: int = sys.maxsize,
     ) -> None:
         """ngram_drafter: proposes n-gram drafts, if any; they are part of the plan.
-        first_draft_entry: number of each sequence's first draft KV entry; see `Sequence`.
-        has_draft_model: whether a model drafts, too, for requests without n-gram drafts.
+        model_drafts: of the draft model, if any; with `ngram_drafter` it drafts for requests
+        without n-gram drafts.
         vocab_size: of the target; n-gram drafts are checked against it.
         """
         self.limits = limits
         self.cache = cache
         self.drafts = DraftSource(
             None if ngram_drafter is None else NgramDraftCache(ngram_drafter, vocab_size),
-            has_model=has_draft_model or ngram_drafter is None,
+            model_drafts,
         )
         self.vocab_size = vocab_size
-        self.first_draft_entry = first_draft_entry
         self.on_leave: Callable[[Sequence], None] = lambda seq: None
         """Called with every sequence that leaves the batch: finished, aborted or preempted."""
-        self.queue = RequestQueue(cache, limits.max_num_seqs, self._forget, first_draft_entry)
+        first_entry = 0 if model_drafts is None else model_drafts.first_entry
+        self.queue = RequestQueue(cache, limits.max_num_seqs, self._forget, first_entry)
         self._newest: ScheduledBatch | None = None
         self._postponed: PostponedChoice | None = None
 

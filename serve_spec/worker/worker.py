@@ -125,10 +125,14 @@ class SpecWorker:
         """Compute dtype of the target."""
         return self.target.model.dtype
 
+    def slots_past(self, shape: DraftShape) -> int:
+        """Return the KV slots past a request's length that drafting and verifying a shape takes."""
+        return shape.size if self.drafter is None else self.drafter.slots_past(shape)
+
     @property
-    def draft_dtype(self) -> torch.dtype | None:
-        """Compute dtype of the draft; None without one."""
-        return None if self.drafter is None else self.drafter.dtype
+    def has_constant_draft(self) -> bool:
+        """Return whether the draft takes the same time at every depth."""
+        return self.drafter is not None and self.drafter.has_constant_cost
 
     @property
     def stages(self) -> StageTable:

@@ -22,6 +22,7 @@ class FakeWorker:
     """Takes the time of a formula, on a clock of its own, and keeps its plans."""
 
     vocab_size = 50
+    has_constant_draft = False
 
     def __init__(self, depths=range(8), noise=(1.0,)):
         self.states = dict.fromkeys(map(DraftShape.chain, depths))
@@ -31,6 +32,9 @@ class FakeWorker:
 
     def clock(self):
         return self.now
+
+    def slots_past(self, shape):
+        return shape.size + 3 * (shape.depth > 0)
 
     def execute(self, plan):
         self.plans.append(plan)
@@ -95,6 +99,24 @@ def test_with_time_enough_every_cell_is_the_truth():
     ):
         assert costs.draft_ms[c][b][k] == pytest.approx(true_draft_ms(size, steps))
         assert costs.verify_ms[c][b][k] == pytest.approx(true_verify_ms(size, steps, context))
+
+
+class BlockWorker(FakeWorker):
+    """Drafts all depths in one time, which is measured with noise."""
+
+    has_constant_draft = True
+
+    def execute(self, plan):
+        result = super().execute(plan)
+        return replace(result, draft_ms=bool(plan.shape.depth) * (2.0 + 0.1 * plan.shape.depth))
+
+
+def test_a_draft_that_costs_the_same_at_all_depths_gets_one_time_for_them():
+    costs = measured(BlockWorker())
+    assert costs.num_steps == (0, 1, 2, 3, 5, 7)
+    assert np.array(costs.draft_ms) == pytest.approx(
+        np.broadcast_to([0.0, *[2.3] * 5], (2, len(costs.batch_sizes), 6))
+    )
 
 
 class Disturbed(FakeWorker):
@@ -286,9 +308,11 @@ def test_a_measurement_may_pause_after_every_round_and_finds_the_same():
     ],
 )
 def test_plans_look_like_those_of_a_scheduler(cell):
-    plan = SyntheticPlans(page_size=16, vocab_size=50).plan(cell, temperature=0.8)
+    slots_past = FakeWorker().slots_past
+    plan = SyntheticPlans(16, vocab_size=50, slots_past=slots_past).plan(cell, temperature=0.8)
     pages = [page for row in plan.requests for page in row.page_ids]
-    assert sorted(pages) == list(range(cell.num_pages(16))), "every request has pages of its own"
+    every = list(range(cell.num_pages(16, slots_past)))
+    assert sorted(pages) == every, "every request has pages of its own"
     assert plan.batch_size == len(plan.requests) == cell.batch_size
     assert sum(req.query_len for req in plan.requests) == cell.num_tokens
     for req in plan.requests:
@@ -296,7 +320,7 @@ def test_plans_look_like_those_of_a_scheduler(cell):
         assert req.samples
         assert 0.75 * cell.context - 1 <= req.length <= 1.25 * cell.context + 1
         assert req.shape == cell.shape
-        assert 16 * len(req.page_ids) >= req.length + cell.shape.depth
+        assert 16 * len(req.page_ids) >= req.length + slots_past(cell.shape)
         assert all(0 <= token < 50 for token in (*req.token_ids, *req.extend_ids))
         assert bool(req.extend_ids) == bool(cell.shape.depth)
         assert not cell.shape.depth or req.draft_start + len(req.extend_ids) == req.start
@@ -337,7 +361,7 @@ def test_trees_are_measured_beside_chains_of_the_same_sizes():
     for plan in branched:
         for req in plan.requests:
             assert req.shape == plan.shape
-            assert req.length + req.shape.draft_slots <= 16 * len(req.page_ids)
+            assert req.length + worker.slots_past(req.shape) <= 16 * len(req.page_ids)
     alone = measured(FakeWorker())
     assert (alone.draft_ms, alone.verify_ms) == (costs.draft_ms, costs.verify_ms)
     assert alone.trees == ()

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from serve_spec.config import SchedulerConfig
-from serve_spec.core.draft import DraftShape
+from serve_spec.core.draft import DraftShape, ModelDrafts
 from serve_spec.core.plan import BatchResult
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculativeOptions, TokenLogprob
 from serve_spec.core.round import RoundSteps
@@ -146,10 +146,16 @@ def cut(seq, tokens):
     return len(tokens), None
 
 
+def slots_past(shape):
+    """The slots of a shape's drafts, or of the beams that grow them."""
+    return max(shape.size, shape.topk * (shape.depth - 1))
+
+
 def make(num_pages, *, shift=0, prefix_caching=True, **limits):
     settings = {"max_num_seqs": 6, "max_num_batched_tokens": BUDGET}
     cache = KVCacheManager(num_pages, PAGE, prefix_caching=prefix_caching)
-    return Scheduler(SchedulerConfig(**{**settings, **limits}), cache, first_draft_entry=-shift)
+    drafts = ModelDrafts(slots_past, first_entry=-shift)
+    return Scheduler(SchedulerConfig(**{**settings, **limits}), cache, model_drafts=drafts)
 
 
 def any_steps(rng, batch):
