@@ -26,11 +26,12 @@ import yaml
 from benchmarks import expansion
 from benchmarks.expansion import Expansion
 from serve_spec.config import ConfigError
-from serve_spec.config.checkpoint import MTP_KEY
+from serve_spec.config.drafts import MTP_KEY
 from serve_spec.core.errors import CheckpointError
 from serve_spec.models.config import positive_integer, read_json
-from serve_spec.models.draft_checkpoint import DraftFile, read_draft
-from serve_spec.models.draft_shape import capture_layers
+from serve_spec.models.drafts.base import DraftFile
+from serve_spec.models.drafts.checkpoint import open_draft
+from serve_spec.models.drafts.features import capture_layers
 from serve_spec.models.family import read_shape
 from serve_spec.models.shape import NUM_IDS_KEY, DecoderShape
 
@@ -111,8 +112,8 @@ def expand_draft(recipe: Expansion, target: DecoderShape, directory: Path) -> st
     Without `draft_vocab_size` an EAGLE-3 head gets as many more ids as the target.
     """
     source = expansion.find_base(recipe.base, Path.cwd())
-    file = _open_head(source)
-    family = file.recognition.family
+    file = open_head(source)
+    family = file.family
     for key, expected in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
         if positive_integer(file.config, key, target.vocab_size) != expected:
             why = f"{source}: {key}={file.config[key]}, but the target's is {expected}"
@@ -136,16 +137,15 @@ def expand_draft(recipe: Expansion, target: DecoderShape, directory: Path) -> st
     return family
 
 
-def _open_head(path: Path) -> DraftFile:
+def open_head(path: Path) -> DraftFile:
     """Open an EAGLE or EAGLE-3 head in the official layout, or raise CheckpointError."""
-    file = read_draft(path)
-    if file.recognition.family not in ("EAGLE", "EAGLE3"):
-        why = f"{file.path} is of family {file.recognition.family} ({file.recognition.evidence})"
-        raise CheckpointError(f"{why}; an EAGLE or EAGLE-3 head is needed here")
-    if file.recognition.layout == "speculators":
-        raise CheckpointError(
-            f"{file.path} is a speculators checkpoint; a head in the official layout is needed here"
-        )
+    file = open_draft(path)
+    if file.family not in ("EAGLE", "EAGLE3"):
+        why = f"of family {file.family} ({file.evidence})"
+        raise file.refusal(why, "an EAGLE or EAGLE-3 head is needed here")
+    if file.by_speculators:
+        fix = "a head in the official layout is needed here"
+        raise file.refusal("a speculators checkpoint", fix)
     return file
 
 
@@ -162,7 +162,7 @@ def _check(recipe: Expansion, vocab_size: int) -> None:
 
 
 def _draft_rows(file: DraftFile, vocab_size: int, size: Expansion) -> int:
-    known = file.checkpoint.shapes["lm_head.weight"][0]
+    known = file.shapes["lm_head.weight"][0]
     most = known + size.vocab_size - vocab_size
     rows = most if size.draft_vocab_size is None else size.draft_vocab_size
     if not known <= rows <= most:

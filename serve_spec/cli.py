@@ -82,7 +82,7 @@ def _check_config(argv: list[str]) -> int:
 
     def describe_draft(draft: Path, config: ServeSpecConfig | None) -> str:
         # Imports torch.
-        from serve_spec.models.draft_report import describe_draft as describe
+        from serve_spec.models.drafts.report import describe_draft as describe
 
         return describe(draft, config)
 

@@ -22,11 +22,12 @@ from serve_spec.layers.formats.plain import PlainWeight
 from serve_spec.layers.module import Layer, tensor_defaults
 from serve_spec.models.config import read_json
 from serve_spec.models.decoder import Decoder
-from serve_spec.models.draft import DraftHead
-from serve_spec.models.draft_shape import Eagle3Shape, capture_layers
-from serve_spec.models.eagle import Eagle, Eagle3
+from serve_spec.models.drafts.base import DraftHead
+from serve_spec.models.drafts.eagle import Eagle
+from serve_spec.models.drafts.eagle3 import Eagle3, Eagle3Shape
+from serve_spec.models.drafts.features import capture_layers
+from serve_spec.models.drafts.medusa import Medusa, MedusaShape
 from serve_spec.models.interfaces import FeatureCapture
-from serve_spec.models.medusa import Medusa, MedusaShape
 from serve_spec.models.shape import DecoderShape
 
 

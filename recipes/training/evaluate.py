@@ -21,15 +21,17 @@ from recipes.training import unroll
 from recipes.training.sampling import continue_rows, gumbel_like, windows
 from recipes.training.settings import DRAFTERS, EvaluationPlan, Recipe
 from recipes.training.unroll import Lesson, Teacher
-from serve_spec.models import DraftHead, load_draft
 from serve_spec.models.decoder import Decoder
+from serve_spec.models.drafts.base import DraftHead
+from serve_spec.models.drafts.loader import load_draft
+from serve_spec.models.drafts.standalone import Standalone
 from serve_spec.models.loader import load_target
-from serve_spec.models.standalone import Standalone
 
 
 def draft_logits(head: DraftHead, lesson: Lesson, rows: slice, steps: int) -> Iterator[Tensor]:
     """Yield logits float32 [B, R, V] of steps 0, 1, ..: step k at row i predicts x_{i+2+k}."""
     if isinstance(head, Standalone):
+        assert isinstance(head.model, Decoder)
         last, _ = unroll.forward_rows(head.model, lesson.tokens_from(0))
         for step in range(steps):
             yield _logits(head, last[:, rows.start + 1 + step : rows.stop + 1 + step])

@@ -22,8 +22,10 @@ from recipes.training.causal import Rows, causal_context, row_positions
 from recipes.training.loop import compiled
 from serve_spec.core.context import ForwardContext, Rotation
 from serve_spec.models.decoder import Decoder
-from serve_spec.models.draft import DraftHead
-from serve_spec.models.draft_shape import capture_layers
+from serve_spec.models.drafts.base import DraftHead
+from serve_spec.models.drafts.eagle import Eagle
+from serve_spec.models.drafts.eagle3 import Eagle3
+from serve_spec.models.drafts.features import capture_layers
 from serve_spec.models.interfaces import FeatureCapture
 from serve_spec.models.shape import DecoderShape
 
@@ -128,11 +130,13 @@ def draft_loss(
 
 def unroll_step(head: DraftHead) -> Step:
     """Return one draft step of `head` as a compilable function of tensors."""
+    assert isinstance(head, Eagle | Eagle3), "other heads draft without their own drafts"
+    shape = head.shape
 
     def step(
         tokens: Tensor, state: Tensor, positions: Tensor, cache: UnrollCache | None, live: Tensor
     ) -> tuple[Tensor, UnrollCache | None]:
-        attention = UnrolledAttention(head.shape, tokens.shape[0], cache, live)
+        attention = UnrolledAttention(shape, tokens.shape[0], cache, live)
         context = ForwardContext(positions, attention)
         return head.forward(tokens.flatten(), state, context), attention.cache
 

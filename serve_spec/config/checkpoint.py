@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from serve_spec.config.base import Refusal, checkpoint_name
+from serve_spec.config.drafts import detect_method, draft_in_target
 from serve_spec.config.hub import cached_file, config_folder
 
 Config = Mapping[str, Any]
@@ -64,36 +65,7 @@ def max_positions(config: Config) -> int:
     return longest
 
 
-SPECULATORS = {"eagle": "EAGLE", "eagle3": "EAGLE3"}
-"""Values of `speculators_model_type` that are supported, with the `speculative_algorithm`."""
-
-MTP_KEY = "num_nextn_predict_layers"
-"""Number of draft layers that a target's checkpoint holds."""
-
-_EAGLE3_KEYS = ("draft_vocab_size", "truncated_vocab_size", "eagle_config")
-
 _MODEL, _DRAFT = "model.path", "speculative.speculative_draft_model_path"
-
-
-def detect_algorithm(config: Config) -> str | None:
-    """Return the `speculative_algorithm` of a draft by its config; None if it is not supported.
-
-    Official heads call themselves LlamaForCausalLM: EAGLE-3 ones have a vocabulary of their own or
-    an `eagle_config`, and no whole model has one layer.
-    """
-    if _has_mtp(config):
-        return "MTP"
-    if "speculators_model_type" in config:
-        return SPECULATORS.get(str(config["speculators_model_type"]))
-    names = f"{config.get('model_type')} {config.get('architectures')}".lower()
-    flat = {**config, **_mapping(config.get("model"))}
-    if "medusa" in names or "medusa_num_heads" in config:
-        return "MEDUSA"
-    if "eagle3" in names or any(flat.get(key) for key in _EAGLE3_KEYS):
-        return "EAGLE3"
-    if "eagle" in names or flat.get("num_hidden_layers") == 1:
-        return "EAGLE"
-    return "STANDALONE" if "ForCausalLM" in str(config.get("architectures")) else None
 
 
 def with_detected(sections: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -113,7 +85,8 @@ def with_detected(sections: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     place = None if place is None else folder / str(place)
     own = _read(_MODEL, path, model.get("revision"), folder, place)
     source = path if model.get("revision") is None else f"{path}@{model['revision']}"
-    if _has_mtp(own) and draft.get("speculative_algorithm", "MTP") == "MTP":
+    held = draft_in_target(own)
+    if held is not None and draft.get("speculative_algorithm", held) == held:
         draft = {"speculative_draft_model_path": source, **draft}
     if "speculators_config" in own or "medusa_num_heads" in own:
         draft = {"speculative_draft_model_path": source, **draft}
@@ -121,17 +94,13 @@ def with_detected(sections: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     name = draft.get("speculative_draft_model_path")
     if isinstance(name, str | Path) and "speculative_algorithm" not in draft:
         config = _read(_DRAFT, name, None, folder, place, fetches=True)
-        algorithm = detect_algorithm(config)
-        if config and algorithm is None:
+        method = detect_method(config)
+        if config and method is None:
             kind = config.get("speculators_model_type") or config.get("architectures")
             fix = f"config.json names {kind}, which is not supported; use another draft"
             raise Refusal(_DRAFT, str(name), fix)
-        draft = {**draft, **({"speculative_algorithm": algorithm} if algorithm else {})}
+        draft = {**draft, **({"speculative_algorithm": method.name} if method else {})}
     return {**sections, "model": model, **({"speculative": draft} if draft else {})}
-
-
-def _has_mtp(config: Config) -> bool:
-    return config.get("model_type") == "mimo" and bool(config.get(MTP_KEY))
 
 
 def _target_of(config: Config, name: str) -> str:

@@ -18,8 +18,8 @@ from serve_spec.config.adaptive_file import (
     SlotConfig,
     load_slots,
 )
-from serve_spec.config.algorithms import ALGORITHMS
 from serve_spec.config.base import CHECKPOINT, ConfigError, Refusal, StrictModel, validate
+from serve_spec.config.drafts import METHODS
 
 RejectionMethod = Literal["coupled", "standard", "block"]
 STRATEGIES = ("ema", "goodput", "per_request", "static")
@@ -46,19 +46,6 @@ def max_tree_tokens(topk: int, num_steps: int) -> int:
     return min(MAX_TREE_TOKENS, 1 + topk + (num_steps - 1) * topk**2)
 
 
-# Draft methods whose trees pay at small batch sizes.
-_SMALL_TREES = ("EAGLE", "EAGLE3")
-
-# Draft methods of the keys that correct a draft's config.json.
-_CORRECTIONS = {
-    "speculative_draft_rope_theta": ("EAGLE", "EAGLE3"),
-    "speculative_draft_aux_layer_ids": ("EAGLE3",),
-    "speculative_draft_aux_layers_mean": ("EAGLE3",),
-    "speculative_draft_norm_before_residual": ("EAGLE3",),
-    "speculative_draft_norm_output": ("EAGLE3",),
-}
-
-
 def _in_range(value: object, low: float, high: float) -> bool:
     # bool is a subclass of int.
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -79,10 +66,6 @@ def _are_layers(ids: object) -> bool:
 
 # What a type does not say: a predicate of values that are given, and a remedy.
 _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "speculative_algorithm": (
-        lambda name: name in ("NONE", *ALGORITHMS),
-        f"use NONE or one of {list(ALGORITHMS)}",
-    ),
     "speculative_draft_sharpness": (
         lambda scale: _in_range(scale, 0, 2) and scale > 0,
         "give a number in (0, 2], such as 0.85, the default",
@@ -118,7 +101,7 @@ class SpeculativeConfig(StrictModel):
 
     speculative_algorithm: str = Field(
         "NONE",
-        description=f"Draft method: {', '.join(ALGORITHMS)}; NONE: no speculation. If left out, a "
+        description=f"Draft method: {', '.join(METHODS)}; NONE: no speculation. If left out, a "
         "draft's config.json tells it.",
     )
     speculative_draft_model_path: Annotated[str | None, CHECKPOINT] = None
@@ -187,6 +170,13 @@ class SpeculativeConfig(StrictModel):
     """For load tests only, since output is no longer the model's: accept length to force (1 or
     more), or acceptance rate of each position (0 to 1; deeper positions use the last)."""
 
+    @field_validator("speculative_algorithm")
+    @classmethod
+    def _is_known(cls, name: str) -> str:
+        if name not in ("NONE", *METHODS):
+            raise Refusal("speculative_algorithm", name, f"use NONE or one of {list(METHODS)}")
+        return name
+
     @field_validator(*_VALUES, mode="before")
     @classmethod
     def _is_possible(cls, value: Any, info: ValidationInfo) -> object:
@@ -221,7 +211,8 @@ class SpeculativeConfig(StrictModel):
         """Return whether goodput may draft trees for few requests though chains are configured."""
         return (
             self.speculative_eagle_topk is None
-            and self.speculative_algorithm in _SMALL_TREES
+            and self.enabled
+            and METHODS[self.speculative_algorithm].adds_small_trees
             and self.speculative_adaptive
             and self.speculative_adaptive_strategy == "goodput"
             and self.rejection_sample_method == "coupled"
@@ -235,7 +226,7 @@ class SpeculativeConfig(StrictModel):
         """Algorithm of n-gram drafts, alone or before a draft model, or None."""
         if not self.enabled:
             return None
-        if ALGORITHMS[self.speculative_algorithm].is_ngram:
+        if METHODS[self.speculative_algorithm].is_ngram:
             return self.speculative_algorithm
         return "NGRAM" if self.speculative_ngram_first else None
 
@@ -275,7 +266,7 @@ def _refuse(config: SpeculativeConfig, key: str, fix: str) -> NoReturn:
 
 
 def _check(config: SpeculativeConfig) -> None:
-    algorithm, least = config.speculative_algorithm, config.ngram_min_match
+    least = config.ngram_min_match
     if config.enabled:  # speculation may be turned off without removing the other keys
         _check_drafter(config)
     if config.speculative_ngram_max_match_window_size < least:
@@ -287,20 +278,26 @@ def _check(config: SpeculativeConfig) -> None:
         _refuse(config, "synthetic_acceptance", fix)
     if config.samples_drafts:
         _check_rejection(config)
-    for key, algorithms in _CORRECTIONS.items():
-        if getattr(config, key) is not None and algorithm not in ("NONE", *algorithms):
-            _refuse(config, key, f"only for {' and '.join(algorithms)}; omit it with {algorithm}")
+    _check_corrections(config)
+    _check_listed_trees(config)
+
+
+def _check_corrections(config: SpeculativeConfig) -> None:
+    algorithm, methods = config.speculative_algorithm, METHODS.values()
+    for key in dict.fromkeys(key for method in methods for key in method.corrections):
+        names = [method.name for method in methods if key in method.corrections]
+        if getattr(config, key) is not None and algorithm not in ("NONE", *names):
+            _refuse(config, key, f"only for {' and '.join(names)}; omit it with {algorithm}")
     ids, mean = config.speculative_draft_aux_layer_ids, config.speculative_draft_aux_layers_mean
     if ids is not None and mean is not None:
         fix = "conflicts with speculative_draft_aux_layer_ids; set only one of them"
         _refuse(config, "speculative_draft_aux_layers_mean", fix)
-    _check_listed_trees(config)
 
 
 def _check_drafter(config: SpeculativeConfig) -> None:
     name, path = config.speculative_algorithm, "speculative_draft_model_path"
     instead = "omit the key, or set speculative_algorithm to the draft's"
-    if not ALGORITHMS[name].is_ngram:
+    if not METHODS[name].is_ngram:
         if config.speculative_draft_model_path is None:
             _refuse(config, path, f"{name} needs a draft checkpoint; name its folder")
     elif config.speculative_draft_model_path is not None:
@@ -320,6 +317,9 @@ def _check_drafts(config: SpeculativeConfig) -> None:
             had = f"a chain of speculative_num_steps={steps} has {steps + 1} tokens"
             _refuse(config, key, f"{had}; give that, or omit the key")
         return
+    if config.enabled and not METHODS[config.speculative_algorithm].allows_trees:
+        fix = f"{config.speculative_algorithm} drafts chains alone; give 1, or omit the key"
+        _refuse(config, "speculative_eagle_topk", fix)
     if topk * max(1, steps - 1) > MAX_TREE_TOKENS:
         most = f"allows at most {MAX_TREE_TOKENS // topk + 1} steps"
         fix = f"{most}, but speculative_num_steps={steps}; lower one of them"

@@ -12,7 +12,7 @@ import torch
 
 from serve_spec.adaptive import AdaptiveController, PolicySettings
 from serve_spec.config import ServeSpecConfig
-from serve_spec.config.algorithms import ALGORITHMS
+from serve_spec.config.drafts import METHODS
 from serve_spec.config.speculative import ignored_adaptive_keys
 from serve_spec.core.draft import MAX_TREE_TOKENS, PLAIN, ModelDrafts, NgramDrafter
 from serve_spec.core.errors import BrokenLogits, CheckpointError
@@ -37,7 +37,8 @@ from serve_spec.kvcache.pool import FeaturePool, PagedKVPool, check_caches
 from serve_spec.log import get_logger, stage
 from serve_spec.models import DraftHead, DraftOptions, load_draft, load_target
 from serve_spec.models.decoder import compile_layers
-from serve_spec.models.draft import draft_dtype, draft_weights
+from serve_spec.models.drafts.base import load_family
+from serve_spec.models.drafts.loader import draft_dtype, draft_weights
 from serve_spec.models.interfaces import Target
 from serve_spec.models.loader import read_spec, target_dtype
 from serve_spec.parallel.group import SINGLE, TensorParallel
@@ -45,7 +46,7 @@ from serve_spec.parallel.worker_ranks import Launcher, WorkerRanks, launch
 from serve_spec.scheduler.scheduler import Scheduler
 from serve_spec.structured.compiler import GrammarCompiler
 from serve_spec.structured.masks import Grammars
-from serve_spec.worker.drafters.base import DraftMemory, create_drafter
+from serve_spec.worker.drafters.base import DraftMemory
 from serve_spec.worker.forward import TargetRunner
 from serve_spec.worker.graphs import GraphRecorder, batch_sizes, token_counts
 from serve_spec.worker.request_slots import RequestSlots
@@ -121,7 +122,7 @@ def _build_engine(
     controller = AdaptiveController(policy, table, logger.warning)
     texts: NgramDrafter | None = None
     if (algorithm := config.speculative.ngram_algorithm) is not None:
-        create = ALGORITHMS[algorithm].load()
+        create = METHODS[algorithm].load()
         texts = create(config.speculative, tokenizer.encode, policy.max_depth)
     if loaded.device.type == "cuda":
         freeze_gc()
@@ -254,9 +255,9 @@ def build_worker(config: ServeSpecConfig, loaded: LoadedModels, create: Callable
     if head is not None:
         num_slots = (num_pages + 1) * page_size
         features = FeaturePool(num_slots, head.feature_dim, target.dtype, device)
-        pool = PagedKVPool(head.shape.caches, num_pages, page_size, head.dtype, device)
-        max_requests = config.scheduler.max_num_seqs
-        drafter = create_drafter(head, DraftMemory(pool, features, max_requests))
+        pool = PagedKVPool(head.caches, num_pages, page_size, head.dtype, device)
+        create_drafter = load_family(config.speculative.speculative_algorithm).load_drafter()
+        drafter = create_drafter(head, DraftMemory(pool, features, config.scheduler.max_num_seqs))
     runner = TargetRunner(
         target,
         PagedKVPool(target.spec.caches, num_pages, page_size, target.dtype, device),
@@ -368,7 +369,7 @@ def _num_pages(config: ServeSpecConfig, target: Target, head: DraftHead | None) 
     ring, num_slots = MAX_TREE_TOKENS, config.scheduler.max_num_seqs + 1
     memory = CacheMemory.of(target.spec.caches, page_size, target.dtype, ring)
     if head is not None:
-        memory += CacheMemory.of(head.shape.caches, page_size, head.dtype, ring)
+        memory += CacheMemory.of(head.caches, page_size, head.dtype, ring)
         memory += CacheMemory(per_page=page_size * head.feature_dim * target.dtype.itemsize)
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)

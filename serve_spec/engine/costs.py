@@ -28,7 +28,7 @@ from serve_spec.core.draft import DraftShape
 from serve_spec.core.machine import cpu_model
 from serve_spec.engine.profile import CostGrid, MeasuredCosts, Measurement, finish
 from serve_spec.log import get_logger
-from serve_spec.models.draft import draft_weights
+from serve_spec.models.drafts.loader import draft_weights
 from serve_spec.worker.worker import SpecWorker
 
 logger = get_logger(__name__)

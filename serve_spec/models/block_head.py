@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from serve_spec.core.caches import CacheSpec
 from serve_spec.core.context import ForwardContext
 from serve_spec.models.interfaces import FeatureCapture
-from serve_spec.models.shape import DecoderShape
 
 
 class BlockHead(Protocol):
@@ -28,10 +28,10 @@ class BlockHead(Protocol):
     `Drafter` in `worker/drafters/base.py`.
     """
 
-    drafter: str
-    """"block"."""
-    shape: DecoderShape
-    """Of this rank's part of its layers, for its KV pool and attention."""
+    hidden_size: int
+    """Width of its hidden states, H."""
+    caches: tuple[CacheSpec, ...]
+    """What each of its layers keeps of a token, on this rank."""
     capture: FeatureCapture | None
     """The hidden states that the target's forward records."""
     feature_dim: int

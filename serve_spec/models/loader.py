@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -93,13 +93,23 @@ def open_target(path: Path | str, load_format: str = "auto") -> TargetFile:
     family, config = read_target(folder)
     if load_format == "dummy":
         empty = TargetFile(family, config, Checkpoint([], folder)).skeleton()
-        shapes = {name: tuple(tensor.shape) for name, tensor in empty.tensors().items()}
-        return TargetFile(family, config, dummy_checkpoint(folder, shapes))
+        return TargetFile(family, config, dummy_checkpoint(folder, empty.tensors()))
     checkpoint = open_weights(folder, load_format)
     checkpoint.rename(family.renames(checkpoint.shapes))
     # A stored matrix wins over the flag: some exporters write both.
     is_tied = bool(config.get("tie_word_embeddings")) and "lm_head.weight" not in checkpoint
     return TargetFile(family, {**config, "tie_word_embeddings": is_tied}, checkpoint)
+
+
+def check_target(path: Path | str, load_format: str = "auto") -> Target:
+    """Return the model in `path` on the meta device; raise CheckpointError as loading it would."""
+    file = open_target(path, load_format)
+    file.check()
+    model = file.skeleton()
+    file.checkpoint.check(model.tensors())
+    model.spec = replace(model.spec, num_ids=None)
+    model.path = Path(path)
+    return model
 
 
 def read_target(folder: Path | str) -> tuple[TargetFamily, Config]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -15,6 +14,8 @@ from serve_spec.worker.step_buffers import DraftVocabulary, StepBuffers
 
 class Drafter(Protocol):
     """A draft model and how it drafts, for all requests of a step together.
+
+    `DraftFamily.drafter` names its class, which is called with a head and `DraftMemory`.
 
     A step that drafts calls `extend_chunks` (for requests that lack many draft KV entries), then
     `extend`, then `draft`. A step that does not draft calls none of them, so draft KV is made
@@ -105,22 +106,3 @@ class DraftMemory(NamedTuple):
     pool: PagedKVPool
     features: FeaturePool
     max_requests: int
-
-
-_ROOM = "serve_spec.worker.drafters"
-DRAFTERS = {
-    "autoregressive": f"{_ROOM}.autoregressive:AutoregressiveDrafter",
-    "heads": f"{_ROOM}.heads:HeadsDrafter",
-    "block": f"{_ROOM}.block:BlockDrafter",
-}
-"""Drafters by the name that a head gives (`DraftHead.drafter`); imported on first use."""
-
-
-def create_drafter(head: Any, memory: DraftMemory) -> Drafter:
-    """Return the drafter of a draft model. head: what its class reads, e.g. a `DraftHead`.
-
-    `head.drafter` is a name in `DRAFTERS`, or "module:Class" of another package.
-    """
-    module, name = DRAFTERS.get(head.drafter, head.drafter).split(":")
-    drafter: Drafter = getattr(import_module(module), name)(head, memory)
-    return drafter

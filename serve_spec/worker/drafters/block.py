@@ -60,7 +60,7 @@ class BlockDrafter:
     def vocabulary(self) -> DraftVocabulary:
         """See `Drafter`."""
         head, device = self.head, self._features.features.device
-        width = head.shape.hidden_size
+        width = head.hidden_size
         hidden = torch.zeros(1, head.max_steps, width, dtype=self.dtype, device=device)
         return DraftVocabulary(head.logits(hidden).shape[2], head.target_ids)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from serve_spec.core.draft import DraftShape
-from serve_spec.models.draft import DraftHead
+from serve_spec.models.drafts.base import DraftHead
 from serve_spec.ops import layout as token_layout
 from serve_spec.ops.draft_tree import Beam
 from serve_spec.ops.layout import Sequences

@@ -6,6 +6,7 @@ import pytest
 
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.config.base import ASSETS
+from serve_spec.config.drafts import METHODS, DraftMethod, register_draft
 from tests.helpers.hub import COMMIT, add_repository, use_cache
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 32}
@@ -59,6 +60,38 @@ def test_a_draft_tells_its_algorithm(checkpoint, config, algorithm):
             TARGET, speculative_draft_model_path=folder, speculative_algorithm=given
         )
         assert config.speculative.speculative_algorithm == given
+
+
+@pytest.fixture
+def toy():
+    """Register a method as another package would."""
+    method = DraftMethod(
+        "TOY",
+        "toy.drafts:Family",
+        claims=lambda config: config.get("model_type") == "toy",
+        allows_trees=False,
+    )
+    register_draft(method)
+    yield method
+    del METHODS["TOY"]
+
+
+def test_a_registered_method_is_asked_before_those_that_take_its_config_too(toy, checkpoint):
+    folder = str(checkpoint({**LLAMA, "model_type": "toy"}))
+    found = ServeSpecConfig.load(TARGET, speculative_draft_model_path=folder).speculative
+    assert found.speculative_algorithm == "TOY"
+
+
+def test_a_name_that_two_packages_register_is_refused_with_both(toy):
+    register_draft(toy)
+    with pytest.raises(ConfigError, match=r"'TOY': both toy\.drafts:Family and other:Family"):
+        register_draft(DraftMethod("TOY", "other:Family"))
+
+
+def test_a_method_that_drafts_chains_alone_refuses_trees(toy):
+    keys = {"speculative_algorithm": "TOY", "speculative_draft_model_path": TARGET}
+    with pytest.raises(ConfigError, match=r"eagle_topk=2: TOY drafts chains alone"):
+        ServeSpecConfig.load(TARGET, **keys, speculative_eagle_topk=2)
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "medusa", "standalone"])

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from serve_spec.config.algorithms import ALGORITHMS, Algorithm
+from serve_spec.config.drafts import METHODS, DraftMethod
 from serve_spec.core.draft import NgramDrafts
 from serve_spec.core.errors import BrokenLogits
 from serve_spec.core.grammar import Grammar
@@ -84,8 +84,8 @@ def build_invalid(config, encode, max_steps):
 def test_a_draft_that_is_no_id_of_the_target_ends_speculation_for_its_sequence(
     make_llm, monkeypatch, topk, grammar
 ):
-    invalid = Algorithm(f"{__name__}:build_invalid", is_ngram=True)
-    monkeypatch.setitem(ALGORITHMS, "INVALID", invalid)
+    invalid = DraftMethod("INVALID", f"{__name__}:build_invalid", is_ngram=True)
+    monkeypatch.setitem(METHODS, "INVALID", invalid)
     prompts = [[100, 101, 102], [101, 103, 104]]
     params = SamplingParams(max_tokens=30, seed=3, ignore_eos=True, grammar=grammar)
     plain = texts(make_llm().generate(prompts, params))
@@ -246,8 +246,8 @@ def test_a_request_whose_logits_are_nan_fails_and_no_other_text_changes(
 @pytest.mark.parametrize("topk", [1, 2])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_draft_whose_kv_is_nan_changes_no_text(make_llm, monkeypatch, topk, ahead):
-    drafter = Algorithm(f"{__name__}:build_poison", is_ngram=True)
-    monkeypatch.setitem(ALGORITHMS, "POISON", drafter)
+    drafter = DraftMethod("POISON", f"{__name__}:build_poison", is_ngram=True)
+    monkeypatch.setitem(METHODS, "POISON", drafter)
     plain = texts(make_llm().generate(GOOD, SOUND))
     llm = make_llm("POISON", 3, speculative_eagle_topk=topk, async_scheduling=ahead)
     poison(llm)

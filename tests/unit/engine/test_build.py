@@ -8,15 +8,18 @@ import shutil
 import pytest
 import torch
 
-from serve_spec import LLM
-from serve_spec.config.algorithms import ALGORITHMS, Algorithm
+from serve_spec import LLM, ServeSpecConfig
+from serve_spec.config.drafts import METHODS, DraftMethod
 from serve_spec.core.caches import RecurrentCache
 from serve_spec.core.errors import CheckpointError, InvalidRequest
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine import build
-from serve_spec.models import DraftOptions, ModelShape, load_draft, load_target
-from serve_spec.models.standalone import Standalone
+from serve_spec.engine.check import check_checkpoints
+from serve_spec.models import DraftOptions, load_draft, load_target
+from serve_spec.models.drafts.base import Evidence
+from serve_spec.models.drafts.standalone import StandaloneFamily
+from serve_spec.models.shape import DecoderShape
 from serve_spec.parallel import worker_ranks
 from serve_spec.parallel.group import SINGLE
 from serve_spec.parallel.worker_ranks import RankLost
@@ -24,6 +27,7 @@ from tests.helpers.checkpoints import (
     VOCAB,
     make_eagle,
     make_eagle3,
+    make_mtp,
     make_target,
     read_checkpoint,
     write_checkpoint,
@@ -172,7 +176,7 @@ def test_a_target_with_recurrent_state_is_refused_before_its_weights_are_read(
     make_llm, monkeypatch
 ):
     recurrent = RecurrentCache(state=(2, 8, 8), conv=(16, 3), input_width=20)
-    monkeypatch.setattr(ModelShape, "caches", (recurrent,))
+    monkeypatch.setattr(DecoderShape, "caches", (recurrent,) * 6)
     monkeypatch.setattr(build, "load_models", None)
     with pytest.raises(ValueError, match="layer 0 keeps recurrent state: not supported; use"):
         make_llm()
@@ -213,10 +217,11 @@ PROMPTS = [[5, 6, 7, 5], [9, 8, 9, 8, 9]]
 GREEDY = SamplingParams(max_tokens=13, temperature=0.0, ignore_eos=True)
 
 
-def build_second(path, target, options, dtype, formats):
+class SecondFamily(StandaloneFamily):
     """The target once more."""
-    model = load_target(path, dtype, max_model_len=target.max_model_len, formats=formats)
-    return Standalone(model)
+
+    def detect(self, config, shapes):
+        return Evidence(["norm.weight"])
 
 
 def test_prompts_without_parameters_take_those_of_generation_config(pair, tmp_path):
@@ -257,7 +262,7 @@ def test_a_speculators_checkpoint_as_the_model_drafts_for_its_verifier(make_llm,
 
 
 def test_a_model_that_is_registered_drafts(make_llm, pair, monkeypatch):
-    monkeypatch.setitem(ALGORITHMS, "SECOND", Algorithm(f"{__name__}:build_second"))
+    monkeypatch.setitem(METHODS, "SECOND", DraftMethod("SECOND", f"{__name__}:SecondFamily"))
     folder = str(pair.target)
     llm = make_llm("SECOND", 3, speculative_draft_model_path=folder)
     outputs = llm.generate(PROMPTS, GREEDY)
@@ -272,6 +277,8 @@ HEADS = {
     "eagle without a bias": ("EAGLE", make_eagle, {"fc_bias": False, "bias": False}),
     "eagle of two layers": ("EAGLE", make_eagle, {"num_layers": 2, "num_hidden_layers": 2}),
     "eagle3 with its own ids": ("EAGLE3", make_eagle3, {"draft_vocab": 100}),
+    "thin eagle3": ("EAGLE3", make_eagle3, {"hidden_size": 16, "own_embedding": True}),
+    "mtp": ("MTP", make_mtp, {"rope_scaling": None}),
 }
 
 
@@ -336,6 +343,28 @@ def test_dummy_weights_serve_the_same_text_with_drafts_and_without(
     assert drafting.generate(PROMPTS, PARAMS)[0].speculation.num_draft_tokens > 0
     for llm in (plain, drafting):
         llm.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"vocab_size": VOCAB + 1}, f"vocab_size={VOCAB + 1}, but the target's is {VOCAB}"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 9]}, r"inputs of layers \[2, 4, 10\]"),
+    ],
+)
+def test_a_dummy_head_that_does_not_fit_is_refused_before_anything_starts(
+    target, tmp_path, own, message
+):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": VOCAB, **SIZES, **own}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    config = ServeSpecConfig.load(
+        str(target),
+        load_format="dummy",
+        speculative_algorithm="EAGLE3",
+        speculative_draft_model_path=str(tmp_path),
+    )
+    with pytest.raises(CheckpointError, match=message):
+        check_checkpoints(config)
 
 
 def test_every_rank_has_its_part_of_the_same_dummy_weights(target):

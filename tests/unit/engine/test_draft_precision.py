@@ -9,8 +9,9 @@ from serve_spec.layers.formats.fp8_draft import Fp8DraftWeight
 from serve_spec.layers.formats.int4 import Int4Weight
 from serve_spec.layers.formats.int8 import Int8Weight
 from serve_spec.layers.linear import Linear
-from serve_spec.models import draft, load_draft, load_target
-from serve_spec.models.draft import draft_dtype, draft_weights
+from serve_spec.models import load_draft, load_target
+from serve_spec.models.drafts import loader
+from serve_spec.models.drafts.loader import draft_dtype, draft_weights
 from tests.helpers.engines import make_pair, sampled_requests, texts
 
 FORMATS = {"fp8": Fp8DraftWeight, "int8": Int8Weight, "int4": Int4Weight}
@@ -19,7 +20,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 def test_weights_and_dtype_of_a_draft_suit_its_device_unless_configured(monkeypatch):
     for is_hopper in (True, False):
-        monkeypatch.setattr(draft, "is_hopper", lambda _, answer=is_hopper: answer)
+        monkeypatch.setattr(loader, "is_hopper", lambda _, answer=is_hopper: answer)
         assert draft_weights("auto", GPU) == ("fp8" if is_hopper else "plain")
         assert draft_weights("none", GPU) == "plain"
         assert draft_weights("int4", GPU) == draft_weights("int4", CPU) == "int4"
@@ -38,7 +39,7 @@ def test_weights_and_dtype_of_a_draft_suit_its_device_unless_configured(monkeypa
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_integers_are_refused_where_torch_does_not_support_them(pair, monkeypatch, weights):
     target = load_target(pair.target, torch.float32, CPU)
-    monkeypatch.setattr(draft, f"{weights}_works", lambda *_: False)
+    monkeypatch.setattr(loader, f"{weights}_works", lambda *_: False)
     with pytest.raises(ValueError, match=rf"quantization='{weights}': not supported .* use 'none'"):
         load_draft(pair.target, target, "STANDALONE", weights=weights)
 

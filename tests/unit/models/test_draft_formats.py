@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 
+from serve_spec.config.drafts import detect_method
 from serve_spec.core.errors import CheckpointError
 from serve_spec.models import DraftOptions, FeatureCapture, load_draft
-from serve_spec.models.draft_checkpoint import read_draft
+from serve_spec.models.drafts.checkpoint import open_draft
 from tests.helpers.checkpoints import (
     make_eagle,
     make_eagle3,
@@ -39,8 +40,8 @@ def refusal(directory, target, algorithm="EAGLE3"):
 
 def test_a_head_of_other_names_is_of_a_layout_of_its_own(tmp_path, target_dir):
     make_eagle3(tmp_path, target_dir, layer_prefix="layers.0.")
-    recognition = read_draft(tmp_path).recognition
-    assert (recognition.family, recognition.layout) == ("EAGLE3", "vLLM, ModelOpt")
+    file = open_draft(tmp_path)
+    assert (file.family, file.exporter) == ("EAGLE3", "vLLM, ModelOpt")
 
 
 @pytest.mark.parametrize("adds", [None, True, False])
@@ -50,7 +51,7 @@ def test_a_speculators_head_adds_to_the_normed_state_unless_configured(
     switch = {} if adds is None else {"norm_before_residual": adds}
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}}
     as_speculators(eagle3, tmp_path / "speculators", layers=rope, **switch)
-    assert read_draft(tmp_path / "speculators").recognition.layout == "speculators"
+    assert open_draft(tmp_path / "speculators").exporter == "speculators"
     head = load_draft(tmp_path / "speculators", target, "EAGLE3")
     assert head.target_ids is not None
     meant = {"norm_before_residual": adds is not False, "rope_theta": 300.0}
@@ -138,13 +139,15 @@ def test_eagle_heads_of_all_layouts_have_an_fc_bias_if_it_is_stored(
 def test_the_family_follows_from_the_tensors_alone(tmp_path, target_dir, family, make):
     make(tmp_path, target_dir)
     config, _ = read_checkpoint(tmp_path)
+    claimed = detect_method(config)
+    assert claimed is None or claimed.name == family
     # Whatever the config calls itself.
     for name in ("LlamaForCausalLM", "MedusaModel", "LlamaForCausalLMEagle3"):
         config = {**config, "architectures": [name], "model_type": "llama"}
         (tmp_path / "config.json").write_text(json.dumps(config))
-        recognition = read_draft(tmp_path).recognition
-        assert recognition.family == family
-        assert recognition.evidence
+        file = open_draft(tmp_path)
+        assert file.family == family
+        assert file.evidence
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,11 @@ import json
 import pytest
 import torch
 
+from serve_spec.config import ConfigError
+from serve_spec.config.drafts import METHODS, DraftMethod
 from serve_spec.core.errors import CheckpointError
 from serve_spec.models import DraftOptions, FeatureCapture, load_draft, load_target
+from serve_spec.models.drafts.base import DraftFamily
 from tests.helpers.checkpoints import (
     make_eagle,
     make_eagle3,
@@ -78,6 +81,32 @@ def test_absurd_sizes_of_a_config_are_refused_by_key_before_memory_is_taken(head
 def test_algorithms_without_a_head_are_refused(head, algorithm):
     with pytest.raises(ValueError, match=f"speculative_algorithm='{algorithm}'.*EAGLE3"):
         head.load(algorithm)
+
+
+class HalfFamily(DraftFamily):
+    """A family that another package has not finished."""
+
+    def detect(self, config, shapes):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("absent_package.drafts:Family", "cannot be imported"),
+        (f"{__name__}:Head", "is no draft family; derive a class from"),
+        (f"{__name__}:HalfFamily", "lacks build, facts; define"),
+    ],
+)
+def test_a_registered_family_that_lacks_something_is_refused_in_one_line(
+    head, monkeypatch, path, problem
+):
+    monkeypatch.setitem(METHODS, "HALF", DraftMethod("HALF", path))
+    head.make()
+    with pytest.raises(ConfigError) as error:
+        head.load("HALF")
+    (line,) = str(error.value).splitlines()
+    assert all(word in line for word in ("draft method HALF", path, problem)), line
 
 
 def test_a_folder_of_no_known_family_is_refused_with_the_names_it_holds(head):

@@ -8,7 +8,7 @@ import torch
 from serve_spec.cli import main
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import CheckpointError
-from serve_spec.models.draft_report import describe_draft
+from serve_spec.models.drafts.report import describe_draft
 from tests.helpers.checkpoints import (
     make_eagle,
     make_eagle3,

@@ -6,15 +6,14 @@ import pytest
 import torch
 
 from serve_spec.core.errors import CheckpointError
-from serve_spec.models import DraftOptions, load_target
-from serve_spec.models.draft_checkpoint import read_vocabulary
-from serve_spec.models.standalone import load_standalone
+from serve_spec.models import load_draft, load_target
+from serve_spec.models.drafts.checkpoint import read_vocabulary
 from tests.helpers.checkpoints import make_eagle, make_target
 from tests.helpers.paged import run_text
 
 
 def load(directory, target):
-    return load_standalone(directory, target, DraftOptions(), torch.float32)
+    return load_draft(directory, target, "STANDALONE")
 
 
 def refusal(directory, target):

@@ -8,13 +8,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.expand import LOAD_FORMAT, expand_draft, expand_target, main, sizes_of
+from benchmarks.expand import (
+    LOAD_FORMAT,
+    expand_draft,
+    expand_target,
+    main,
+    open_head,
+    sizes_of,
+)
 from benchmarks.expansion import Expansion, Widening, open_weights, widen
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import CheckpointError
 from serve_spec.engine.check import check_checkpoints
 from serve_spec.models import DraftOptions, load_draft
-from serve_spec.models.draft_checkpoint import read_draft
+from serve_spec.models.drafts.checkpoint import open_draft
 from serve_spec.models.family import read_shape
 from serve_spec.models.loader import load_target, open_target
 from tests.helpers.checkpoints import (
@@ -213,12 +220,22 @@ def test_the_shipped_pair_reaches_the_shape_of_llama_3_1_8b(tmp_path):
     file.checkpoint.check(model.tensors())
     assert sum(parameter.numel() for parameter in model.parameters()) == 8_030_261_248
     for name, family in (("eagle3", "EAGLE3"), ("eagle", "EAGLE")):
-        file = read_draft(tmp_path / name, LOAD_FORMAT)
-        assert file.recognition.family == family
+        file = open_draft(tmp_path / name, load_format=LOAD_FORMAT)
+        assert file.family == family
         assert file.config["hidden_size"] == 4096
     assert open_weights(tmp_path / "eagle3").shapes["lm_head.weight"] == (32000, 4096)
     written = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
     assert written < 2_000_000
+
+
+def test_only_official_heads_are_expanded(tmp_path, target_dir):
+    official = make_eagle3(tmp_path / "official", target_dir)
+    assert open_head(official).family == "EAGLE3"
+    as_speculators(official, tmp_path / "speculators")
+    make_target(tmp_path / "model", "llama2")
+    for name, word in (("speculators", "speculators checkpoint"), ("model", "STANDALONE")):
+        with refused(word):
+            open_head(tmp_path / name)
 
 
 def refused(match):

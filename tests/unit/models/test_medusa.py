@@ -5,9 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from serve_spec.core.errors import CheckpointError
-from serve_spec.models import FeatureCapture, load_target
-from serve_spec.models.draft_checkpoint import DraftOptions
-from serve_spec.models.medusa import load_medusa
+from serve_spec.models import FeatureCapture, load_draft, load_target
 from tests.helpers.checkpoints import make_target, read_checkpoint, write_checkpoint
 from tests.unit.models.draft_formats import assert_close, medusa_tensors, official_medusa_names
 
@@ -15,7 +13,7 @@ HIDDEN, VOCAB = 32, 288
 
 
 def load(directory, target):
-    return load_medusa(directory, target, DraftOptions(), torch.float32)
+    return load_draft(directory, target, "MEDUSA")
 
 
 def refusal(directory, target):

@@ -1,0 +1,1 @@
+"""Draft methods: one file each, and what they share."""
