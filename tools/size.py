@@ -34,7 +34,7 @@ PUBLIC_NAMES = {
     "training": 3,
     "worker": 14,
 }
-"""How many names of a folder may be used from outside it: 15% above the count, at least three."""
+"""How many names of a folder files outside it may use: room for 15% more, or for three."""
 
 BUDGETS = {
     "package folders": 18,
