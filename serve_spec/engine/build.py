@@ -35,18 +35,17 @@ from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.kvcache.memory import CacheMemory
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool, check_caches
 from serve_spec.log import get_logger, stage
-from serve_spec.models import DraftHead, DraftOptions, load_draft, load_target
+from serve_spec.models import DraftOptions, load_draft, load_target
 from serve_spec.models.decoder import compile_layers
-from serve_spec.models.drafts.base import load_family
 from serve_spec.models.drafts.loader import draft_dtype, draft_weights
-from serve_spec.models.interfaces import Target
+from serve_spec.models.interfaces import DraftModel, Target
 from serve_spec.models.loader import read_spec, target_dtype
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.parallel.worker_ranks import Launcher, WorkerRanks, launch
 from serve_spec.scheduler.scheduler import Scheduler
 from serve_spec.structured.compiler import GrammarCompiler
 from serve_spec.structured.masks import Grammars
-from serve_spec.worker.drafters.base import DraftMemory
+from serve_spec.worker.drafters.base import DraftMemory, create_drafter
 from serve_spec.worker.forward import TargetRunner
 from serve_spec.worker.graphs import GraphRecorder, batch_sizes, token_counts
 from serve_spec.worker.request_slots import RequestSlots
@@ -209,7 +208,7 @@ class LoadedModels:
     """The models of one rank, and the number of KV pages, which is equal on all ranks."""
 
     target: Target
-    head: DraftHead | None
+    head: DraftModel | None
     num_pages: int
     device: torch.device
     parallel: TensorParallel
@@ -256,8 +255,8 @@ def build_worker(config: ServeSpecConfig, loaded: LoadedModels, create: Callable
         num_slots = (num_pages + 1) * page_size
         features = FeaturePool(num_slots, head.feature_dim, target.dtype, device)
         pool = PagedKVPool(head.caches, num_pages, page_size, head.dtype, device)
-        create_drafter = load_family(config.speculative.speculative_algorithm).load_drafter()
-        drafter = create_drafter(head, DraftMemory(pool, features, config.scheduler.max_num_seqs))
+        max_requests = config.scheduler.max_num_seqs
+        drafter = create_drafter(head, DraftMemory(pool, features, max_requests))
     runner = TargetRunner(
         target,
         PagedKVPool(target.spec.caches, num_pages, page_size, target.dtype, device),
@@ -340,7 +339,7 @@ def _cost_source(
     return CostSource(key, grid, path=config.speculative.speculative_cost_table, measure=measure)
 
 
-def _load_head(config: ServeSpecConfig, target: Target) -> DraftHead | None:
+def _load_head(config: ServeSpecConfig, target: Target) -> DraftModel | None:
     speculative, weight = config.speculative, target.embed_tokens.weight
     path = config.draft_folder if speculative.enabled else None
     if path is None:
@@ -359,7 +358,7 @@ def _load_head(config: ServeSpecConfig, target: Target) -> DraftHead | None:
     )
 
 
-def _num_pages(config: ServeSpecConfig, target: Target, head: DraftHead | None) -> int:
+def _num_pages(config: ServeSpecConfig, target: Target, head: DraftModel | None) -> int:
     """Return the configured number of KV pages, or as many as fit the budget.
 
     Raises ValueError if they need more memory than there is.

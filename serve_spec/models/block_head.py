@@ -8,15 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from serve_spec.core.caches import CacheSpec
 from serve_spec.core.context import ForwardContext
-from serve_spec.models.interfaces import FeatureCapture
+from serve_spec.models.interfaces import DraftModel
 
 
-class BlockHead(Protocol):
+class BlockHead(DraftModel, Protocol):
     """A head over blocks of `block_size` tokens: the anchor, then `mask_id` for every token.
 
     The anchor is the newest token of a text, at position S; the target has not computed it. The
@@ -24,27 +22,16 @@ class BlockHead(Protocol):
     tables of rotations must reach that far. Its tokens attend to the context, which is made of the
     target's features of positions 0 .. S - 1, and to each other. `B`: requests.
 
-    All tensors are on the target's device. A forward must not depend on what tensors hold; see
-    `Drafter` in `worker/drafters/base.py`.
+    All tensors are on the target's device, and of `dtype` unless stated. A CUDA graph captures all
+    methods; see `Drafter` in `worker/drafters/base.py` for what they must not do.
     """
 
     hidden_size: int
     """Width of its hidden states, H."""
-    caches: tuple[CacheSpec, ...]
-    """What each of its layers keeps of a token, on this rank."""
-    capture: FeatureCapture | None
-    """The hidden states that the target's forward records."""
-    feature_dim: int
-    """Width of a target feature, F."""
-    dtype: torch.dtype
-    """Of its hidden states and of its KV pool."""
-    target_ids: Tensor | None
-    """The target's id of each draft id, int64 [Vd]; None if both are the same."""
     max_steps: int
     """Drafts of a block: block_size - first_row."""
     block_size: int
-    """Tokens of a block; the context's tokens and a block's never change places in it, and a
-    shorter block gives other drafts."""
+    """Tokens of a block. It is never shortened: that would change all its drafts."""
     first_row: int
     """The first token of a block that predicts a draft: 0 if the anchor does, too, else 1."""
     is_causal: Sequence[bool]

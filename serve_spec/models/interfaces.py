@@ -120,6 +120,30 @@ class Target(Layer):
         raise NotImplementedError
 
 
+class DraftModel(Protocol):
+    """What engine and worker read of any draft model; the rest is between it and its drafter.
+
+    `drafter`: the kind of its `Drafter`, a name in `worker.drafters.base.DRAFTERS` or the place of
+    a class, `package.module:Class`. `capture`: the hidden states that the target's forward records
+    for it; None: none. `feature_dim`: width of such a feature, 0 without. `dtype`: compute dtype.
+    `target_ids`: the target's id of each draft id, int64 [Vd]; None if both are the same.
+    """
+
+    drafter: str
+    capture: FeatureCapture | None
+    feature_dim: int
+    dtype: torch.dtype
+    target_ids: Tensor | None
+
+    @property
+    def caches(self) -> tuple[CacheSpec, ...]:
+        """What each layer keeps of a token, on this rank; empty without draft KV."""
+
+    @property
+    def max_steps(self) -> int | None:
+        """The deepest chain or tree that it can draft; None: no limit."""
+
+
 class TargetFamily(Protocol):
     """How the checkpoints of some architectures become targets: the public seam for a model.
 

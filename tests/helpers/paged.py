@@ -18,11 +18,11 @@ class PagedSequences:
     """
 
     def __init__(
-        self, shape, num_sequences, max_len, page_size=4, dtype=torch.float32, seed=0, device="cpu"
+        self, caches, num_sequences, max_len, page_size=4, dtype=torch.float32, seed=0, device="cpu"
     ):
         pages_each = -(-max_len // page_size)
         num_pages = num_sequences * pages_each + 1
-        self.pool = PagedKVPool(shape.caches, num_pages, page_size, dtype=dtype, device=device)
+        self.pool = PagedKVPool(caches, num_pages, page_size, dtype=dtype, device=device)
         for tensor in self.pool.tensors:
             tensor.fill_(50.0)
         generator = torch.Generator().manual_seed(seed)
@@ -70,6 +70,6 @@ class PagedSequences:
 def run_text(model, ids, capture=None):
     """Return the logits [T, V] of a text, and its features."""
     kind = model.embed_tokens.weight.dtype
-    sequence = PagedSequences(model.rank_shape, 1, len(ids), dtype=kind)
+    sequence = PagedSequences(model.spec.caches, 1, len(ids), dtype=kind)
     out = model.forward(ids, sequence.extend([(0, len(ids))]), capture)
     return model.logits(out.hidden), out.features

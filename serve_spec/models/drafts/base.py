@@ -19,7 +19,6 @@ from torch import Tensor
 
 from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.drafts import METHODS, draft_models
-from serve_spec.config.plugins import load_plugin
 from serve_spec.core.caches import CacheSpec
 from serve_spec.core.context import ForwardContext
 from serve_spec.core.errors import CheckpointError
@@ -40,29 +39,21 @@ Facts = dict[str, str]
 """Lines of `serve-spec check-config --draft`, by their labels."""
 
 
-class DraftHead(Layer):
-    """A small autoregressive model over (next token, feature) pairs.
+class Draft(Layer):
+    """A draft model with the tensors of a checkpoint (`DraftModel`).
 
-    Slot j of the draft KV pairs token j+1 with the feature of position j, is at position j of the
-    draft's KV pool, and predicts token j+2. Features of computed positions come from the target,
-    through `encode`; further drafts read the hidden state that `forward` returned.
-
-    A whole model (`standalone`) reads no features. Its slot j is at the position of token j+1, so
-    slot -1 is that of the first token. Medusa heads read only a feature: their drafts do not depend
-    on each other, and their pool is empty.
-
-    hidden_size: width of the recurrent hidden state, H. caches: what each of its layers keeps of a
-    token, on this rank. capture: the hidden states that the target's forward records (None: none).
+    hidden_size: width of its hidden states, H. caches: what each of its layers keeps of a token, on
+    this rank. capture: the hidden states that the target's forward records (None: none).
     feature_dim: width of a target feature, F (0 without). num_ids: real draft ids, logits of others
-    are -inf (None: all are real). dtype: of the hidden state and of the pool.
+    are -inf (None: all are real). dtype: of hidden states and of the pool.
     """
 
-    shift = 0
-    """The position of slot j minus j: 0, or 1 for whole models."""
+    drafter = "autoregressive"
+    """See `DraftModel`."""
     target_ids: Tensor | None = None
     """The target's id of each draft id, int64 [Vd]; None if both are the same."""
     max_steps: int | None = None
-    """The most drafts it can make from one feature; None: no limit."""
+    """The most drafts it can make of one feature; None: no limit."""
     read_elsewhere: tuple[str, ...] = ()
     """Tensors of its checkpoint that `tensors` does not name."""
 
@@ -81,8 +72,37 @@ class DraftHead(Layer):
         self.feature_dim = feature_dim
         self.num_ids = num_ids
         self.dtype = torch.get_default_dtype()
-        # Whether `forward` may compute some tokens only: it has at most one layer.
-        self.ends_early = len(self.caches) <= 1
+
+    @property
+    def sizes(self) -> str:
+        """Return its sizes in a few words, for the log."""
+        return f"{len(self.caches)} layers, hidden {self.hidden_size}"
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Fill all tensors from a checkpoint; raise CheckpointError if they do not fit."""
+        checkpoint.load_into(self.tensors(), self.read_elsewhere)
+        finish_loading(self)
+
+
+class DraftHead(Draft):
+    """A small autoregressive model over (next token, feature) pairs.
+
+    Draft KV entry j pairs token j+1 with the feature of position j, is at position j of the draft's
+    KV pool, and predicts token j+2. Features of computed positions come from the target,
+    through `encode`; further drafts read the hidden state that `forward` returned.
+
+    A whole model (`standalone`) reads no features. Its entry j is at the position of token j+1, so
+    entry -1 is that of the first token. Medusa heads read only a feature: their drafts do not depend
+    on each other, and their pool is empty.
+    """
+
+    shift = 0
+    """The position of entry j minus j: 0, or 1 for whole models."""
+
+    @property
+    def ends_early(self) -> bool:
+        """Return whether `forward` may compute some tokens only: it has at most one layer."""
+        return len(self.caches) <= 1
 
     def encode(self, features: Tensor) -> Tensor:
         """Return hidden [T, H] of target features [T, F]: by default the features themselves."""
@@ -98,16 +118,6 @@ class DraftHead(Layer):
     def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
         """Return logits float32 [R, Vd] of draft `step` from hidden [R, H]."""
         raise NotImplementedError
-
-    @property
-    def sizes(self) -> str:
-        """Return its sizes in a few words, for the log."""
-        return f"{len(self.caches)} layers, hidden {self.hidden_size}"
-
-    def load(self, checkpoint: Checkpoint) -> None:
-        """Fill all tensors from a checkpoint; raise CheckpointError if they do not fit."""
-        checkpoint.load_into(self.tensors(), self.read_elsewhere)
-        finish_loading(self)
 
 
 @dataclass(frozen=True)
@@ -219,14 +229,11 @@ class DraftFamily(ABC):
     name: the `speculative_algorithm`. looks_like: its tensors in a few words, for errors.
     renames: (pattern, replacement) pairs, applied one after another to stored names.
     weight_files: names of its weight files beside the usual `model.safetensors` and its like.
-    drafter: MODULE:NAME of what runs its heads: (head, `DraftMemory`) -> `Drafter`, both of
-    `worker.drafters.base`.
     """
 
     looks_like: ClassVar[str] = ""
     renames: ClassVar[Sequence[tuple[str, str]]] = ()
     weight_files: ClassVar[Sequence[str]] = ()
-    drafter: ClassVar[str] = "serve_spec.worker.drafters.autoregressive:AutoregressiveDrafter"
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -241,10 +248,6 @@ class DraftFamily(ABC):
             names[old] = new
         return names
 
-    def load_drafter(self) -> Any:
-        """Return the object that `drafter` names; raise ConfigError if it cannot be imported."""
-        return load_plugin(f"draft method {self.name}: drafter", self.drafter)
-
     @abstractmethod
     def detect(self, config: Config, shapes: Shapes) -> Evidence | None:
         """Return what tells that tensors are of this family; None if they are of another.
@@ -258,14 +261,14 @@ class DraftFamily(ABC):
         return "Hugging Face"
 
     @abstractmethod
-    def build(self, file: DraftFile, target: Target, options: DraftOptions) -> DraftHead:
+    def build(self, file: DraftFile, target: Target, options: DraftOptions) -> Draft:
         """Return the head without weights, on the target's device, which may be meta.
 
         Reads no weight but maps of ids.
         Raises CheckpointError: config and tensors do not fit each other or the target.
         """
 
-    def load(self, file: DraftFile, target: Target, options: DraftOptions) -> DraftHead:
+    def load(self, file: DraftFile, target: Target, options: DraftOptions) -> Draft:
         """Return the head with its weights, random ones of a dummy file; raise as `build`."""
         head = self.build(file, target, options)
         head.load(file.checkpoint or dummy_checkpoint(file.path, head.tensors()))

@@ -133,7 +133,7 @@ def recognise(config: Config, stored: Shapes) -> tuple[DraftFamily, Evidence]:
         if evidence is not None:
             _check_claim(config, family.name)
             return family, evidence
-    known = ", nor ".join(family.looks_like for family in families)
+    known = ", nor ".join(family.looks_like or f"a draft of {family.name}" for family in families)
     raise CheckpointError(f"neither {known} is here; the first tensors are {sorted(stored)[:4]}")
 
 

@@ -23,6 +23,7 @@ from serve_spec.models.decoder import DecoderLayer, without_padding
 from serve_spec.models.drafts import heads
 from serve_spec.models.drafts.base import (
     Config,
+    Draft,
     DraftFamily,
     DraftFile,
     DraftHead,
@@ -58,7 +59,7 @@ class EagleFamily(DraftFamily):
     def exporter(self, stored: Iterable[str]) -> str:
         return "official"
 
-    def build(self, file: DraftFile, target: Target, options: DraftOptions) -> DraftHead:
+    def build(self, file: DraftFile, target: Target, options: DraftOptions) -> Draft:
         shape = eagle_shape(file, target, options)
         with options.defaults(target):
             return Eagle(

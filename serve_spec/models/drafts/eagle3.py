@@ -26,6 +26,7 @@ from serve_spec.models.decoder import DecoderLayer, without_padding
 from serve_spec.models.drafts import heads
 from serve_spec.models.drafts.base import (
     Config,
+    Draft,
     DraftFamily,
     DraftFile,
     DraftHead,
@@ -69,7 +70,7 @@ class Eagle3Family(DraftFamily):
         is_official = any("midlayer." in name for name in stored)
         return "official, SpecForge, AngelSlim" if is_official else "vLLM, ModelOpt"
 
-    def build(self, file: DraftFile, target: Target, options: DraftOptions) -> DraftHead:
+    def build(self, file: DraftFile, target: Target, options: DraftOptions) -> Draft:
         shape = read_eagle3_shape(file, target, options)
         ids = heads.read_d2t(file, shape.draft_vocab_size, shape.layers.vocab_size)
         heads.check_embedding(file, target, shape.layers.hidden_size)

@@ -16,7 +16,7 @@ from serve_spec.layers.formats.fp8_draft import Fp8DraftWeight
 from serve_spec.layers.formats.int4 import Int4Weight, int4_works
 from serve_spec.layers.formats.int8 import Int8Weight, int8_works
 from serve_spec.log import get_logger
-from serve_spec.models.drafts.base import DraftHead, DraftOptions, load_family
+from serve_spec.models.drafts.base import Draft, DraftOptions, load_family
 from serve_spec.models.drafts.checkpoint import open_draft
 from serve_spec.models.interfaces import Target
 
@@ -34,8 +34,8 @@ def load_draft(
     dtype: torch.dtype | None = None,
     *,
     weights: DraftWeights | Formats = "plain",
-) -> DraftHead:
-    """Load the draft head in `path` for `target`, on its device and in `dtype` (None: its own).
+) -> Draft:
+    """Load the draft in `path` for `target`, on its device and in `dtype` (None: its own).
 
     weights: formats of its own matrices, by their names in the file, or the name of one for all.
     Those that it shares with the target stay the target's. algorithm: that of a `DraftFamily`; must

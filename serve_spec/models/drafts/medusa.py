@@ -25,6 +25,7 @@ from serve_spec.layers.vocabulary import vocab_head
 from serve_spec.models.config import positive_integer
 from serve_spec.models.drafts.base import (
     Config,
+    Draft,
     DraftFamily,
     DraftFile,
     DraftHead,
@@ -51,7 +52,6 @@ class MedusaFamily(DraftFamily):
         (r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2."),
         (r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight"),
     )
-    drafter = "serve_spec.worker.drafters.heads:HeadsDrafter"
     weight_files = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
     def detect(self, config: Config, shapes: Shapes) -> Evidence | None:
@@ -66,7 +66,7 @@ class MedusaFamily(DraftFamily):
     def exporter(self, stored: Iterable[str]) -> str:
         return "vLLM" if any("blocks." in name for name in stored) else "official"
 
-    def build(self, file: DraftFile, target: Target, options: DraftOptions) -> DraftHead:
+    def build(self, file: DraftFile, target: Target, options: DraftOptions) -> Draft:
         shape = medusa_shape(file, target)
         _check_fit(file, shape, target)
         vocab = target.spec.vocab_size
@@ -136,6 +136,7 @@ class ResidualBlocks(Layer):
 class Medusa(DraftHead):
     """All Medusa heads. Uninitialised: `load` fills it."""
 
+    drafter = "heads"
     read_elsewhere = (_TOKEN_MAP,)
 
     def __init__(

@@ -24,9 +24,9 @@ from serve_spec.models.decoder import DecoderLayer
 from serve_spec.models.drafts import heads
 from serve_spec.models.drafts.base import (
     Config,
+    Draft,
     DraftFamily,
     DraftFile,
-    DraftHead,
     DraftOptions,
     Evidence,
     Facts,
@@ -64,7 +64,7 @@ class MtpFamily(DraftFamily):
     def exporter(self, stored: Iterable[str]) -> str:
         return "MiMo"
 
-    def build(self, file: DraftFile, target: Target, options: DraftOptions) -> DraftHead:
+    def build(self, file: DraftFile, target: Target, options: DraftOptions) -> Draft:
         # The config is the target's.
         file = replace(file, config={**file.config, "num_hidden_layers": 1})
         shape = eagle_shape(file, target, options)

@@ -14,6 +14,7 @@ from serve_spec.log import get_logger
 from serve_spec.models.decoder import Decoder
 from serve_spec.models.drafts.base import (
     Config,
+    Draft,
     DraftFamily,
     DraftFile,
     DraftHead,
@@ -44,7 +45,7 @@ class StandaloneFamily(DraftFamily):
         is_one = all(name in shapes for name in _WHOLE_MODEL) and FC not in shapes
         return Evidence(_WHOLE_MODEL) if is_one else None
 
-    def build(self, file: DraftFile, target: Target, options: DraftOptions) -> DraftHead:
+    def build(self, file: DraftFile, target: Target, options: DraftOptions) -> Draft:
         """See `DraftFamily`; a model that is not on meta has its weights."""
         assert target.path is not None, "a target that was loaded has a path"
         spec, weight = read_spec(file.path), target.embed_tokens.weight
@@ -64,7 +65,7 @@ class StandaloneFamily(DraftFamily):
         model.spec = replace(model.spec, num_ids=num_ids)
         return Standalone(model, target.spec.vocab_size)
 
-    def load(self, file: DraftFile, target: Target, options: DraftOptions) -> DraftHead:
+    def load(self, file: DraftFile, target: Target, options: DraftOptions) -> Draft:
         """See `DraftFamily`; ids that only one of both has are never drafted."""
         head = self.build(file, target, options)
         longest = read_spec(file.path).max_position_embeddings
@@ -103,6 +104,7 @@ class Standalone(DraftHead):
     """
 
     shift = 1
+    ends_early = False
 
     def __init__(self, model: Target, vocab_size: int | None = None) -> None:
         """Wrap `model`. vocab_size: the target's; None: the model's own."""
@@ -122,7 +124,6 @@ class Standalone(DraftHead):
             self.target_ids = torch.arange(own, device=weight.device)
         self.model = model
         self.dtype = weight.dtype
-        self.ends_early = False
 
     def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         """Return hidden [T, H] of ids [T], at the positions of `ctx`."""

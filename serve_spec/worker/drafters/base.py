@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 
 from serve_spec.core.draft import DraftShape
+from serve_spec.core.errors import PluginError
+from serve_spec.core.registry import import_object
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
+from serve_spec.models.interfaces import DraftModel
 from serve_spec.worker.graphs import StepSize
 from serve_spec.worker.step_buffers import DraftVocabulary, StepBuffers
 
@@ -106,3 +110,26 @@ class DraftMemory(NamedTuple):
     pool: PagedKVPool
     features: FeaturePool
     max_requests: int
+
+
+_ROOM = "serve_spec.worker.drafters"
+DRAFTERS = {
+    "autoregressive": f"{_ROOM}.autoregressive:AutoregressiveDrafter",
+    "heads": f"{_ROOM}.heads:HeadsDrafter",
+    "block": f"{_ROOM}.block:BlockDrafter",
+}
+"""Classes of drafters by the names that draft models use (`DraftModel.drafter`)."""
+
+
+def create_drafter(model: DraftModel, memory: DraftMemory) -> Drafter:
+    """Return the drafter of a draft model: its class, called with both arguments.
+
+    Raises PluginError: a class of another package cannot be imported.
+    """
+    place = DRAFTERS.get(model.drafter, model.drafter)
+    try:
+        create: Callable[[DraftModel, DraftMemory], Drafter] = import_object(place)
+    except PluginError as error:
+        fix = "correct `drafter` of the draft model, or install the package that defines it"
+        raise PluginError(f"drafter {model.drafter!r}: {error}; {fix}") from error
+    return create(model, memory)

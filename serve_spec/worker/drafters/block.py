@@ -60,8 +60,8 @@ class BlockDrafter:
     def vocabulary(self) -> DraftVocabulary:
         """See `Drafter`."""
         head, device = self.head, self._features.features.device
-        width = head.hidden_size
-        hidden = torch.zeros(1, head.max_steps, width, dtype=self.dtype, device=device)
+        size = 1, head.max_steps, head.hidden_size
+        hidden = torch.zeros(size, dtype=self.dtype, device=device)
         return DraftVocabulary(head.logits(hidden).shape[2], head.target_ids)
 
     def slots_past(self, shape: DraftShape) -> int:

@@ -2,7 +2,6 @@
 
 import math
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -76,7 +75,7 @@ def plainly_rotated(layer, x):
 
 @pytest.mark.parametrize("steps", [[0, 11], [0, 1, 2, 9, 11], [0, 5, 8, 11]])
 def test_layers_of_several_kinds_share_the_pages_of_one_model(steps):
-    sequences = PagedSequences(SimpleNamespace(caches=CACHES), 2, LENGTH)
+    sequences = PagedSequences(CACHES, 2, LENGTH)
     inputs = [layer_inputs(layer, 2 * LENGTH) for layer in LAYERS]
     texts = [heads.view(2, LENGTH, *heads.shape[1:]) for heads, _ in inputs]
     found = [[] for _ in LAYERS]

@@ -219,7 +219,7 @@ def test_a_model_loads_a_format_by_the_names_of_its_matrices_on_all_ranks(tmp_pa
 
     def logits(folder, formats, parallel):
         model = load_target(tmp_path / folder, torch.float32, parallel=parallel, formats=formats)
-        context = PagedSequences(model.rank_shape, 1, 12).extend([(0, 12)])
+        context = PagedSequences(model.spec.caches, 1, 12).extend([(0, 12)])
         return model.logits(model.forward(ids, context).hidden)
 
     toys = ToyFormats(RowScaled)

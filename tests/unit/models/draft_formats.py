@@ -94,7 +94,7 @@ def assert_computes(head, plain, num_entries=9, drafted=4):
     vocab = len(plain.embedding)
     ids = torch.randint(0, vocab, (num_entries + drafted,), generator=generator)
     features = torch.randn(num_entries, head.feature_dim, generator=generator)
-    sequences = PagedSequences(head.shape, 1, len(ids))
+    sequences = PagedSequences(head.caches, 1, len(ids))
     ctx = sequences.extend([(0, num_entries)])
     hidden = head.forward(ids[:num_entries], head.encode(features), ctx)
     for token in ids[num_entries:].split(1):

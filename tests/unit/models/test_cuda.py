@@ -21,7 +21,9 @@ ROUNDS = [[(0, 30)], [(1, 20), (0, 8)], [(0, 1), (1, 1)], [(0, 4), (1, 4)], [(1,
 def run(model, capture=None):
     """Logits and features of two sequences over `ROUNDS`, on the CPU."""
     weight = model.embed_tokens.weight
-    sequences = PagedSequences(model.shape, 2, 60, dtype=weight.dtype, device=weight.device.type)
+    sequences = PagedSequences(
+        model.spec.caches, 2, 60, dtype=weight.dtype, device=weight.device.type
+    )
     generator = torch.Generator().manual_seed(0)
     logits, features = [], []
     for chunks in ROUNDS:
@@ -63,7 +65,7 @@ def test_heads_agree_across_devices(tmp_path, algorithm, make, keys):
         head = load_draft(tmp_path / "head", target, algorithm)
         generator = torch.Generator().manual_seed(0)
         features = torch.randn(25, head.feature_dim, generator=generator).to(device)
-        sequences = PagedSequences(head.shape, 1, 30, device=device)
+        sequences = PagedSequences(head.caches, 1, 30, device=device)
         ids = torch.arange(25, device=device)
         hidden = head.forward(ids, head.encode(features), sequences.extend([(0, 25)]))
         drafted = head.forward(ids[:1], hidden[-1:], sequences.extend([(0, 1)]))

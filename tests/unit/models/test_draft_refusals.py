@@ -93,7 +93,7 @@ class HalfFamily(DraftFamily):
 @pytest.mark.parametrize(
     ("path", "problem"),
     [
-        ("absent_package.drafts:Family", "cannot be imported"),
+        ("absent_package.drafts:Family", "does not import"),
         (f"{__name__}:Head", "is no draft family; derive a class from"),
         (f"{__name__}:HalfFamily", "lacks build, facts; define"),
     ],

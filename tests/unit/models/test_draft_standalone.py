@@ -45,7 +45,7 @@ def test_equal_sizes_do_without_a_tokenizer_and_a_smaller_padding_loses_nothing(
     (tmp_path / "equal" / "tokenizer.json").unlink()
     make_target(tmp_path / "smaller", "llama2", layers=1, vocab=270)
     for name in ("equal", "smaller"):
-        assert load(tmp_path / name, target).shape.num_ids is None
+        assert load(tmp_path / name, target).num_ids is None
 
 
 def test_other_tokens_of_the_same_number_are_refused(tmp_path, target):
@@ -59,8 +59,8 @@ def test_other_tokens_of_the_same_number_are_refused(tmp_path, target):
 def test_other_sizes_are_refused_unless_the_tokenizers_agree(tmp_path, target):
     make_target(tmp_path, "llama2", layers=1, vocab=300)
     draft = load(tmp_path, target)
-    assert draft.shape.num_ids == 288
-    logits = draft.logits(torch.ones(1, draft.shape.hidden_size))
+    assert draft.num_ids == 288
+    logits = draft.logits(torch.ones(1, draft.hidden_size))
     assert logits.shape[1] == 288, "ids that only the draft has are never drafted"
     assert torch.isfinite(logits).all()
     (tmp_path / "tokenizer.json").unlink()

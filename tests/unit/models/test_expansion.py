@@ -131,7 +131,7 @@ def test_logits_are_those_of_the_base(tmp_path, family, size, noise):
 def draft(head, target, steps=5):
     """Drafts after `IDS`, greedy, as the drafter makes them: target ids, logits, hidden states."""
     _, features = run_text(target, IDS, head.capture)
-    sequences = PagedSequences(head.shape, 1, len(IDS) + steps)
+    sequences = PagedSequences(head.caches, 1, len(IDS) + steps)
     # Any next tokens will do for the entries; the last one is 5.
     tokens = torch.cat((IDS[1:], torch.tensor([5])))
     hidden = head.forward(tokens, head.encode(features), sequences.extend([(0, len(IDS))]))[-1:]

@@ -121,7 +121,7 @@ def test_extending_in_chunks_and_then_drafting_equals_a_plain_unroll(duo):
         duo.plain.unroll(ids, rows[:n])
         for ids, rows, n in zip(tokens, features, LENGTHS, strict=True)
     ]
-    sequences = PagedSequences(head.shape, 2, max(LENGTHS) + DRAFTED)
+    sequences = PagedSequences(head.caches, 2, max(LENGTHS) + DRAFTED)
     hidden = [torch.empty(0, head.hidden_size) for _ in LENGTHS]
     for chunks in ([(0, 17)], [(1, 3), (0, 5)], [(0, 1), (1, 3)]):
         _extend(head, sequences, chunks, tokens, features, hidden)
@@ -142,7 +142,7 @@ def test_tokens_whose_output_is_not_asked_for_leave_the_same_entries(duo, asked)
     if not head.ends_early:
         return
     tokens, features = scene(head)
-    whole, some = (PagedSequences(head.shape, 2, max(LENGTHS)) for _ in range(2))
+    whole, some = (PagedSequences(head.caches, 2, max(LENGTHS)) for _ in range(2))
     ids = torch.cat([tokens[b][:n] for b, n in enumerate(LENGTHS)])
     encoded = head.encode(torch.cat([features[b][:n] for b, n in enumerate(LENGTHS)]))
     chunks = list(enumerate(LENGTHS))
@@ -221,7 +221,7 @@ def test_heads_take_the_dtype_of_their_target(tmp_path, target_dir):
     half = load_target(target_dir, torch.bfloat16)
     head = load_draft(tmp_path, half, "EAGLE3")
     assert {p.dtype for p in head.parameters()} == {torch.bfloat16}
-    sequences = PagedSequences(head.shape, 1, 5, dtype=torch.bfloat16)
+    sequences = PagedSequences(head.caches, 1, 5, dtype=torch.bfloat16)
     encoded = head.encode(torch.ones(5, head.feature_dim, dtype=torch.bfloat16))
     hidden = head.forward(torch.arange(5), encoded, sequences.extend([(0, 5)]))
     assert head.logits(hidden).dtype == torch.float32

@@ -96,7 +96,7 @@ every_family = pytest.mark.parametrize("pair", list(CASES), indirect=True, scope
 
 def run(model, tokens, rounds):
     """Logits [length, V] of every sequence, computed in these rounds of (sequence, rows)."""
-    sequences = PagedSequences(model.shape, len(tokens), max(LENGTHS))
+    sequences = PagedSequences(model.spec.caches, len(tokens), max(LENGTHS))
     collected = [[] for _ in tokens]
     for chunks in rounds:
         starts = [sequences.lengths[index] for index, _ in chunks]

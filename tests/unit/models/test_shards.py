@@ -36,7 +36,7 @@ def tokens():
 
 def answers(model):
     """Logits [T, V] and features [T, F] of one text, in two chunks."""
-    sequence = PagedSequences(model.rank_shape, 1, NUM_TOKENS)
+    sequence = PagedSequences(model.spec.caches, 1, NUM_TOKENS)
     outputs = [
         model.forward(part, sequence.extend([(0, len(part))]), CAPTURE)
         for part in tokens().split([20, 4])
@@ -112,18 +112,18 @@ def test_ranks_that_share_a_target_share_a_head_that_they_divide(
     def run(parallel):
         model = load_target(target, torch.float32, parallel=parallel)
         head = load_draft(folder, model, algorithm)
-        sequence = PagedSequences(head.shape, 1, NUM_TOKENS)
+        sequence = PagedSequences(head.caches, 1, NUM_TOKENS)
         features = torch.randn(NUM_TOKENS, head.feature_dim, generator=torch.Generator())
         hidden = head.encode(features)
         context = sequence.extend([(0, NUM_TOKENS)])
         hidden = head.forward(tokens(), hidden, context)
         logits = [head.logits(hidden, step).clone() for step in range(head.max_steps or 1)]
-        return logits, head.shape.num_kv_heads
+        return logits, [cache.num_heads for cache in head.caches]
 
-    expected, num_kv_heads = run(SINGLE)
-    for found, found_kv_heads in on_ranks(2, run):
+    expected, num_heads = run(SINGLE)
+    for found, heads_of_rank in on_ranks(2, run):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        assert found_kv_heads * num_shards == num_kv_heads
+        assert [num_shards * heads for heads in heads_of_rank] == num_heads
 
 
 @pytest.mark.parametrize(
