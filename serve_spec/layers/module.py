@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from serve_spec.parallel.group import TensorParallel
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Dtypes that are cast to each other."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ Destination: TypeAlias = Tensor | Shard
 def dtypes_taken(destination: Tensor) -> tuple[torch.dtype, ...]:
     """Return the dtypes of checkpoint tensors that may fill `destination`.
 
-    Floats of 16 bits and more are cast to each other; every other dtype takes only itself.
+    One of `FLOATS` takes them all; every other dtype takes only itself.
     """
     return FLOATS if destination.dtype in FLOATS else (destination.dtype,)
 
@@ -62,11 +63,6 @@ class Span:
     length: int
     start: int
     whole: int
-
-    @classmethod
-    def all_of(cls, length: int) -> Self:
-        """Return the whole dimension."""
-        return cls(length, 0, length)
 
     @classmethod
     def shard_of(cls, length: int, parallel: TensorParallel) -> Self:
