@@ -61,7 +61,11 @@ def evaluate(recipe: Recipe, export: Path, held_out: Tensor, dtype: torch.dtype)
     assert isinstance(target, Decoder)
     teacher = Teacher(target, padding=recipe.unroll_steps + 1, fast=False)
     names = [name for name in DRAFTERS if (export / name / "config.json").exists()]
-    drafters = {name: load_draft(export / name, target, name.upper()) for name in names}
+    drafters: dict[str, DraftHead] = {}
+    for name in names:
+        head = load_draft(export / name, target, name.upper())
+        assert isinstance(head, DraftHead)
+        drafters[name] = head
     rng = torch.Generator().manual_seed(plan.seed)
     prompts = windows(held_out, plan.prompts, plan.prompt_tokens, rng)
     record: dict[str, Any] = {"plan": asdict(plan), "temperatures": {}}

@@ -67,7 +67,10 @@ class TargetFile:
         Nothing is allocated. max_model_len: the longest text; None: the config's.
         """
         directory = self.checkpoint.directory
-        self.family.check(self.config, self.checkpoint.shapes, directory)
+        if formats_of(self.config) is None:
+            self.family.check(self.config, self.checkpoint.shapes, directory)
+        else:
+            self.checkpoint.check(self.skeleton().tensors())
         longest = self.family.spec(self.config).max_position_embeddings
         if max_model_len is None and longest > MAX_POSITIONS:
             why = f"max_position_embeddings={longest}: more than {MAX_POSITIONS}"

@@ -88,12 +88,12 @@ class DraftHead(Draft):
     """A small autoregressive model over (next token, feature) pairs.
 
     Draft KV entry j pairs token j+1 with the feature of position j, is at position j of the draft's
-    KV pool, and predicts token j+2. Features of computed positions come from the target,
-    through `encode`; further drafts read the hidden state that `forward` returned.
+    KV pool, and predicts token j+2. Features of computed positions come from the target, through
+    `encode`; further drafts read the hidden state that `forward` returned.
 
     A whole model (`standalone`) reads no features. Its entry j is at the position of token j+1, so
-    entry -1 is that of the first token. Medusa heads read only a feature: their drafts do not depend
-    on each other, and their pool is empty.
+    entry -1 is that of the first token. Medusa heads read only a feature: their drafts do not
+    depend on each other, and their pool is empty.
     """
 
     shift = 0
