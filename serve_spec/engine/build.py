@@ -35,11 +35,11 @@ from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.kvcache.memory import CacheMemory
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool, check_caches
 from serve_spec.log import get_logger, stage
-from serve_spec.models import DraftOptions, load_draft, load_target
 from serve_spec.models.decoder import compile_layers
-from serve_spec.models.drafts.loader import draft_dtype, draft_weights
+from serve_spec.models.drafts.base import DraftOptions
+from serve_spec.models.drafts.loader import draft_dtype, draft_weights, load_draft
 from serve_spec.models.interfaces import DraftModel, Target
-from serve_spec.models.loader import read_spec, target_dtype
+from serve_spec.models.loader import load_target, read_spec, target_dtype
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.parallel.worker_ranks import Launcher, WorkerRanks, launch
 from serve_spec.scheduler.scheduler import Scheduler

@@ -16,9 +16,10 @@ from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine import build
 from serve_spec.engine.check import check_checkpoints
-from serve_spec.models import DraftOptions, load_draft, load_target
-from serve_spec.models.drafts.base import Evidence
+from serve_spec.models.drafts.base import DraftOptions, Evidence
+from serve_spec.models.drafts.loader import load_draft
 from serve_spec.models.drafts.standalone import StandaloneFamily
+from serve_spec.models.loader import load_target
 from serve_spec.models.shape import DecoderShape
 from serve_spec.parallel import worker_ranks
 from serve_spec.parallel.group import SINGLE

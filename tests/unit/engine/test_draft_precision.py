@@ -9,9 +9,9 @@ from serve_spec.layers.formats.fp8_draft import Fp8DraftWeight
 from serve_spec.layers.formats.int4 import Int4Weight
 from serve_spec.layers.formats.int8 import Int8Weight
 from serve_spec.layers.linear import Linear
-from serve_spec.models import load_draft, load_target
 from serve_spec.models.drafts import loader
-from serve_spec.models.drafts.loader import draft_dtype, draft_weights
+from serve_spec.models.drafts.loader import draft_dtype, draft_weights, load_draft
+from serve_spec.models.loader import load_target
 from tests.helpers.engines import make_pair, sampled_requests, texts
 
 FORMATS = {"fp8": Fp8DraftWeight, "int8": Int8Weight, "int4": Int4Weight}

@@ -11,7 +11,8 @@ import torch
 
 from serve_spec import LLM
 from serve_spec.core.request import SamplingParams
-from serve_spec.models import FeatureCapture, load_target
+from serve_spec.models.interfaces import FeatureCapture
+from serve_spec.models.loader import load_target
 from serve_spec.worker.request_slots import RING_TOKENS
 from tests.helpers.checkpoints import (
     VOCAB,

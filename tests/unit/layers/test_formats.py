@@ -12,7 +12,7 @@ from serve_spec.layers.formats.onednn import OneDnnWeight, onednn_rows, onednn_w
 from serve_spec.layers.formats.plain import PlainWeight
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import tensor_defaults
-from serve_spec.models import load_target
+from serve_spec.models.loader import load_target
 from serve_spec.models.weights import open_checkpoint
 from serve_spec.parallel.group import SINGLE
 from tests.helpers.checkpoints import make_target, read_checkpoint, write_checkpoint

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from serve_spec.models import load_target
+from serve_spec.models.loader import load_target
 from tests.helpers.checkpoints import make_target
 
 

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from serve_spec.models import FeatureCapture, load_draft, load_target
+from serve_spec.models.drafts.loader import load_draft
+from serve_spec.models.interfaces import FeatureCapture
+from serve_spec.models.loader import load_target
 from tests.helpers.checkpoints import make_eagle, make_eagle3, make_target
 from tests.helpers.paged import PagedSequences
 

@@ -7,8 +7,10 @@ import torch
 
 from serve_spec.config.drafts import detect_method
 from serve_spec.core.errors import CheckpointError
-from serve_spec.models import DraftOptions, FeatureCapture, load_draft
+from serve_spec.models.drafts.base import DraftOptions
 from serve_spec.models.drafts.checkpoint import open_draft
+from serve_spec.models.drafts.loader import load_draft
+from serve_spec.models.interfaces import FeatureCapture
 from tests.helpers.checkpoints import (
     make_eagle,
     make_eagle3,

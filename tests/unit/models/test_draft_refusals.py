@@ -8,8 +8,10 @@ import torch
 from serve_spec.config import ConfigError
 from serve_spec.config.drafts import METHODS, DraftMethod
 from serve_spec.core.errors import CheckpointError
-from serve_spec.models import DraftOptions, FeatureCapture, load_draft, load_target
-from serve_spec.models.drafts.base import DraftFamily
+from serve_spec.models.drafts.base import DraftFamily, DraftOptions
+from serve_spec.models.drafts.loader import load_draft
+from serve_spec.models.interfaces import FeatureCapture
+from serve_spec.models.loader import load_target
 from tests.helpers.checkpoints import (
     make_eagle,
     make_eagle3,

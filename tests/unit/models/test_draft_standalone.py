@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from serve_spec.core.errors import CheckpointError
-from serve_spec.models import load_draft, load_target
 from serve_spec.models.drafts.checkpoint import read_vocabulary
+from serve_spec.models.drafts.loader import load_draft
+from serve_spec.models.loader import load_target
 from tests.helpers.checkpoints import make_eagle, make_target
 from tests.helpers.paged import run_text
 

@@ -20,8 +20,9 @@ from benchmarks.expansion import Expansion, Widening, open_weights, widen
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import CheckpointError
 from serve_spec.engine.check import check_checkpoints
-from serve_spec.models import DraftOptions, load_draft
+from serve_spec.models.drafts.base import DraftOptions
 from serve_spec.models.drafts.checkpoint import open_draft
+from serve_spec.models.drafts.loader import load_draft
 from serve_spec.models.family import read_shape
 from serve_spec.models.loader import load_target, open_target
 from tests.helpers.checkpoints import (

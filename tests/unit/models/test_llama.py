@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from serve_spec.models import FeatureCapture, load_target
-from serve_spec.models.loader import target_dtype
+from serve_spec.models.interfaces import FeatureCapture
+from serve_spec.models.loader import load_target, target_dtype
 from tests.helpers.checkpoints import make_target
 from tests.helpers.paged import PagedSequences, run_text
 

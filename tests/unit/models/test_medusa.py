@@ -5,7 +5,9 @@ import torch
 from safetensors.torch import save_file
 
 from serve_spec.core.errors import CheckpointError
-from serve_spec.models import FeatureCapture, load_draft, load_target
+from serve_spec.models.drafts.loader import load_draft
+from serve_spec.models.interfaces import FeatureCapture
+from serve_spec.models.loader import load_target
 from tests.helpers.checkpoints import make_target, read_checkpoint, write_checkpoint
 from tests.unit.models.draft_formats import assert_close, medusa_tensors, official_medusa_names
 

@@ -10,7 +10,7 @@ from benchmarks.expansion import Expansion
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.module import Shard, finish_loading
 from serve_spec.layers.vocabulary import vocab_embedding, vocab_head
-from serve_spec.models import load_draft
+from serve_spec.models.drafts.loader import load_draft
 from serve_spec.models.family import read_shape
 from serve_spec.models.interfaces import FeatureCapture
 from serve_spec.models.loader import load_target

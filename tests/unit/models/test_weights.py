@@ -13,8 +13,7 @@ from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import CheckpointError
 from serve_spec.engine.build import load_models
 from serve_spec.layers.rope import RopeScaling
-from serve_spec.models import load_target
-from serve_spec.models.loader import read_spec
+from serve_spec.models.loader import load_target, read_spec
 from serve_spec.models.registry import TARGETS, find_family
 from serve_spec.parallel.group import SINGLE
 from tests.helpers.checkpoints import (

@@ -22,7 +22,8 @@ from recipes.training.unroll import (
 )
 from recipes.training.weights import SHARD_BYTES, MasterWeights, export_checkpoint, load_frozen
 from serve_spec.core.errors import CheckpointError
-from serve_spec.models import load_draft, load_target
+from serve_spec.models.drafts.loader import load_draft
+from serve_spec.models.loader import load_target
 from serve_spec.models.weights import open_checkpoint
 from tests.helpers.plain_heads import PlainHead
 
