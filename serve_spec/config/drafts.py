@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from serve_spec.config.base import ConfigError
-from serve_spec.config.plugins import load_plugin
+from serve_spec.core.errors import PluginError
+from serve_spec.core.registry import Registry, import_object
 
 MTP_KEY = "num_nextn_predict_layers"
 """Number of draft layers that a target's checkpoint holds."""
@@ -50,21 +50,26 @@ class DraftMethod:
     adds_small_trees: bool = False
 
     def load(self) -> Any:
-        """Return the object that `path` names; raise ConfigError if it cannot be imported."""
-        return load_plugin(f"draft method {self.name}: path", self.path)
+        """Return the object that `path` names; raise PluginError if it cannot be imported."""
+        try:
+            return import_object(self.path)
+        except PluginError as error:
+            fix = "install a version of its package that fits, or uninstall it"
+            raise PluginError(f"draft method {self.name!r}: {error}; {fix}") from error
+
+
+METHODS: dict[str, DraftMethod] = {}
+"""Draft methods by name, from the general to the special."""
+
+_PATHS: Registry[Any] = Registry("draft method")
 
 
 def register_draft(method: DraftMethod) -> None:
-    """Add a method; raise ConfigError if another one has its name.
+    """Add a method; the newest is asked first which checkpoints it takes.
 
-    The newest is asked first which checkpoints it takes.
+    Raises PluginError: another one has its name.
     """
-    known = METHODS.get(method.name)
-    if known is not None and known != method:
-        raise ConfigError(
-            f"speculative_algorithm={method.name!r}: both {known.path} and {method.path} register "
-            "this name; rename one, or uninstall its package"
-        )
+    _PATHS.add(method.name, method.path)
     METHODS[method.name] = method
 
 
@@ -131,46 +136,41 @@ def _claims_mtp(config: Mapping[str, Any]) -> bool:
 
 _ROPE_THETA = "speculative_draft_rope_theta"
 
-# From the general to the special: the last is asked first.
-METHODS = {
-    method.name: method
-    for method in (
-        DraftMethod(
-            "STANDALONE",
-            "serve_spec.models.drafts.standalone:StandaloneFamily",
-            claims=_claims_standalone,
+for _method in (
+    DraftMethod(
+        "STANDALONE",
+        "serve_spec.models.drafts.standalone:StandaloneFamily",
+        claims=_claims_standalone,
+    ),
+    DraftMethod(
+        "EAGLE",
+        "serve_spec.models.drafts.eagle:EagleFamily",
+        claims=_claims_eagle,
+        speculators_type="eagle",
+        corrections=(_ROPE_THETA,),
+        adds_small_trees=True,
+    ),
+    DraftMethod(
+        "EAGLE3",
+        "serve_spec.models.drafts.eagle3:Eagle3Family",
+        claims=_claims_eagle3,
+        speculators_type="eagle3",
+        corrections=(
+            _ROPE_THETA,
+            "speculative_draft_aux_layer_ids",
+            "speculative_draft_aux_layers_mean",
+            "speculative_draft_norm_before_residual",
+            "speculative_draft_norm_output",
         ),
-        DraftMethod(
-            "EAGLE",
-            "serve_spec.models.drafts.eagle:EagleFamily",
-            claims=_claims_eagle,
-            speculators_type="eagle",
-            corrections=(_ROPE_THETA,),
-            adds_small_trees=True,
-        ),
-        DraftMethod(
-            "EAGLE3",
-            "serve_spec.models.drafts.eagle3:Eagle3Family",
-            claims=_claims_eagle3,
-            speculators_type="eagle3",
-            corrections=(
-                _ROPE_THETA,
-                "speculative_draft_aux_layer_ids",
-                "speculative_draft_aux_layers_mean",
-                "speculative_draft_norm_before_residual",
-                "speculative_draft_norm_output",
-            ),
-            adds_small_trees=True,
-        ),
-        DraftMethod(
-            "MEDUSA", "serve_spec.models.drafts.medusa:MedusaFamily", claims=_claims_medusa
-        ),
-        DraftMethod(
-            "MTP",
-            "serve_spec.models.drafts.mtp:MtpFamily",
-            claims=_claims_mtp,
-            is_in_target=True,
-        ),
-        DraftMethod("NGRAM", "serve_spec.worker.drafters.ngram:build_ngram", is_ngram=True),
-    )
-}
+        adds_small_trees=True,
+    ),
+    DraftMethod("MEDUSA", "serve_spec.models.drafts.medusa:MedusaFamily", claims=_claims_medusa),
+    DraftMethod(
+        "MTP",
+        "serve_spec.models.drafts.mtp:MtpFamily",
+        claims=_claims_mtp,
+        is_in_target=True,
+    ),
+    DraftMethod("NGRAM", "serve_spec.worker.drafters.ngram:build_ngram", is_ngram=True),
+):
+    register_draft(_method)

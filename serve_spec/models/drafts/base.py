@@ -17,11 +17,11 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from serve_spec.config import ConfigError, SpeculativeConfig
+from serve_spec.config import SpeculativeConfig
 from serve_spec.config.drafts import METHODS, draft_models
 from serve_spec.core.caches import CacheSpec
 from serve_spec.core.context import ForwardContext
-from serve_spec.core.errors import CheckpointError
+from serve_spec.core.errors import CheckpointError, PluginError
 from serve_spec.layers.formats.base import Formats
 from serve_spec.layers.formats.choices import PLAIN
 from serve_spec.layers.module import Layer, finish_loading, tensor_defaults
@@ -288,7 +288,7 @@ class DraftFamily(ABC):
 def load_family(name: str) -> DraftFamily:
     """Return the family of a registered draft model, imported now.
 
-    Raises ValueError: `name` is no draft model. ConfigError: its class lacks something.
+    Raises ValueError: `name` is no draft model. PluginError: its class lacks something.
     """
     models = [method.name for method in draft_models()]
     if name not in models:
@@ -296,11 +296,11 @@ def load_family(name: str) -> DraftFamily:
             f"speculative_algorithm={name!r}: has no draft model; use one of {sorted(models)}"
         )
     method = METHODS[name]
-    found, where = method.load(), f"draft method {name}: {method.path}"
+    found, where = method.load(), f"draft method {name!r}: {method.path}"
     if not (isinstance(found, type) and issubclass(found, DraftFamily)):
         fix = "derive a class from serve_spec.models.drafts.base.DraftFamily"
-        raise ConfigError(f"{where} is no draft family; {fix}")
+        raise PluginError(f"{where} is no draft family; {fix}")
     if missing := sorted(found.__abstractmethods__):
-        raise ConfigError(f"{where} lacks {', '.join(missing)}; define it as in DraftFamily")
+        raise PluginError(f"{where} lacks {', '.join(missing)}; define it as in DraftFamily")
     family: DraftFamily = found(name)
     return family

@@ -7,6 +7,7 @@ import pytest
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.config.base import ASSETS
 from serve_spec.config.drafts import METHODS, DraftMethod, register_draft
+from serve_spec.core.errors import PluginError
 from tests.helpers.hub import COMMIT, add_repository, use_cache
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 32}
@@ -84,7 +85,8 @@ def test_a_registered_method_is_asked_before_those_that_take_its_config_too(toy,
 
 def test_a_name_that_two_packages_register_is_refused_with_both(toy):
     register_draft(toy)
-    with pytest.raises(ConfigError, match=r"'TOY': both toy\.drafts:Family and other:Family"):
+    message = r"'TOY': registered by toy \(toy\.drafts:Family\) and by other \(other:Family\)"
+    with pytest.raises(PluginError, match=message):
         register_draft(DraftMethod("TOY", "other:Family"))
 
 
