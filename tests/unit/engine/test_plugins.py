@@ -26,6 +26,7 @@ from serve_spec.models.decoder import MLP, DecoderLayer
 from serve_spec.models.drafts.base import Draft, DraftFamily, Evidence
 from serve_spec.models.family import DecoderFamily
 from serve_spec.plugins import DraftMethod, register_draft, register_format, register_target
+from serve_spec.serving import processes
 from serve_spec.worker.drafters.grow import DraftingRequests, draft_chains, draft_trees
 from serve_spec.worker.step_buffers import DraftVocabulary
 from tests.helpers import engines
@@ -335,8 +336,9 @@ def test_what_another_package_adds_runs_the_table_without_a_change_of_this_one(m
     ],
 )
 def test_a_plug_in_that_does_not_load_stops_a_command_in_one_line(
-    install, tmp_path, capsys, values, words
+    install, tmp_path, monkeypatch, capsys, values, words
 ):
+    monkeypatch.setattr(processes, "supervise", lambda serve: serve())  # in this process
     install(*values)
     target = make_target(tmp_path / "target")
     for command in (["check-config", str(target)], ["serve", str(target)]):
