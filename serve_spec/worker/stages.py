@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.plan import ScheduledBatch, ScheduledRequest
@@ -137,10 +137,16 @@ class StageTable:
     largest_batch: Callable[[DraftShape], int]
     max_captured: int | None
 
-    @property
+    @cached_property
     def max_extend(self) -> int:
         """Draft KV entries that the widest draft extend makes; 0 without draft KV."""
         return max(self.extends, default=0)
+
+    @cached_property
+    def _chains(self) -> list[SpecRuntimeState]:
+        """The states of chains, the shallowest first."""
+        chains = [shape for shape in self.states if shape.is_chain]
+        return [self.states[shape] for shape in sorted(chains)]
 
     def of(self, plan: ScheduledBatch) -> StepStages:
         """Return the stages that a plan runs."""
@@ -173,11 +179,10 @@ class StageTable:
         """Return the smallest state that drafts `shape` for so many requests."""
         if not shape.is_chain:
             return self.states[shape]
-        chains = [s for s in self.states if s.is_chain]
-        fits = (
-            s for s in chains if s.depth >= shape.depth and self.largest_batch(s) >= num_requests
-        )
-        return self.states[min(fits, default=max(chains))]
+        for state in self._chains:
+            if state.shape.depth >= shape.depth and self.largest_batch(state.shape) >= num_requests:
+                return state
+        return self._chains[-1]
 
     def _draft(self, shape: DraftShape, num_requests: int) -> StageRunner:
         """Return the shallowest stage that drafts `shape` for so many requests."""
