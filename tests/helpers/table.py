@@ -129,9 +129,14 @@ DRAFTING_ROWS = [
 ]
 
 
-def llm_maker(root, device="cpu"):
-    """Return a function that builds an engine for a row, which checks itself after every step."""
-    make_llm = engines.llm_maker(make_checkpoints(root), device)
+def llm_maker(root, device="cpu", drafts=()):
+    """Return a function that builds an engine for a row, which checks itself after every step.
+
+    drafts: (algorithm, folder) of drafts beside those of `make_checkpoints`.
+    """
+    pair = make_checkpoints(root)
+    pair.heads.update(drafts)
+    make_llm = engines.llm_maker(pair, device)
 
     def make(row, **overrides):
         keys = {"num_pages": 256, "max_num_seqs": 16, "max_num_batched_tokens": 256, **row.keys}

@@ -291,9 +291,9 @@ def make(tmp_path_factory):
     return table_maker(tmp_path_factory, "cpu")
 
 
-def table_maker(factory, device):
-    """Return a function that builds the engines of the table."""
-    make = llm_maker(factory.mktemp("conformance"), device)
+def table_maker(factory, device, drafts=()):
+    """Return a function that builds the engines of the table. drafts: see `llm_maker`."""
+    make = llm_maker(factory.mktemp("conformance"), device, drafts)
     return lambda row, **keys: make(row, **{"max_model_len": MAX_MODEL_LEN, **keys})
 
 

@@ -1,38 +1,24 @@
-"""Draft models that no file of the package knows: a block head, and one with its own drafter.
+"""Draft methods that no file of the package knows: a block head, and one with its own drafter.
 
-They are defined in tests alone, and drive the same stages as every other draft model.
+They are registered from here alone, and drive the same stages as every other draft model.
 """
-
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+from serve_spec.config.drafts import METHODS, DraftMethod, register_draft
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.errors import PluginError
 from serve_spec.core.request import SamplingParams
-from serve_spec.engine import build
-from serve_spec.worker.drafters.base import create_drafter
+from serve_spec.models.drafts.base import Draft, DraftFamily, Evidence
 from serve_spec.worker.step_buffers import DraftVocabulary
-from tests.helpers.checkpoints import VOCAB
+from tests.helpers.checkpoints import VOCAB, make_target, write_checkpoint
 from tests.helpers.engines import recorded_plans, switch_every_round
 from tests.helpers.paged import run_text
 from tests.helpers.table import NUM_STEPS, PLAIN, Row
-from tests.helpers.toy_block import ToyBlock
+from tests.helpers.toy_block import make_toy_block
 from tests.unit.engine.test_conformance import EVENTS, check, decode_alone, table_maker
 from tests.unit.worker.test_capture import captured, chains, plan
-
-# Whole blocks whose drafts depend on each other; a causal layer, and the anchor predicts, too.
-HEADS = {
-    "fill-in": {"block_size": NUM_STEPS + 1},
-    "from the anchor": {
-        "block_size": NUM_STEPS + 2,
-        "first_row": 0,
-        "is_causal": (False, True),
-        "has_bias": False,
-    },
-}
-DRAFTING = Row("EAGLE3")  # whose draft model is replaced
 
 
 class RepeatingDrafter:
@@ -59,20 +45,71 @@ class RepeatingDrafter:
         buffers.draft_logprobs[:num_requests, : shape.depth] = -1.0
 
 
-REPEATING = SimpleNamespace(
-    drafter=f"{__name__}:RepeatingDrafter",
-    capture=None,
-    caches=(),
-    feature_dim=0,
-    dtype=torch.float32,
-    target_ids=None,
-    max_steps=None,
-)
+class Repeating(Draft):
+    """A draft model without weights or draft KV."""
+
+    drafter = f"{__name__}:RepeatingDrafter"
+    read_elsewhere = ("repeat",)
+
+    def tensors(self):
+        return {}
+
+
+class RepeatingFamily(DraftFamily):
+    """Reads checkpoints that say no more than that they repeat."""
+
+    def detect(self, config, shapes):
+        return Evidence(["repeat"]) if "repeat" in shapes else None
+
+    def build(self, file, target, options):
+        with options.defaults(target):
+            return Repeating(target.spec.hidden_size, (), None, feature_dim=0)
+
+    def facts(self, file, target, options):
+        return {}
+
+
+# Whole blocks whose drafts depend on each other; a causal layer, and the anchor predicts, too.
+BLOCKS = {
+    "FILL_IN": {
+        "block_size": NUM_STEPS + 1,
+        "first_row": 1,
+        "is_causal": [False, False],
+        "has_bias": True,
+    },
+    "FROM_ANCHOR": {
+        "block_size": NUM_STEPS + 2,
+        "first_row": 0,
+        "is_causal": [False, True],
+        "has_bias": False,
+    },
+}
+TOY = "tests.helpers.toy_block:ToyFamily"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _methods():
+    """Register the methods as a package does. The newest row is asked first."""
+    known = dict(METHODS)
+    register_draft(DraftMethod("REPEATING", f"{__name__}:RepeatingFamily", allows_trees=False))
+    for name in BLOCKS:
+        register_draft(DraftMethod(name, TOY, allows_trees=False))
+    yield
+    METHODS.clear()
+    METHODS.update(known)
 
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory):
-    return table_maker(tmp_path_factory, "cpu")
+    root = tmp_path_factory.mktemp("drafts")
+    target = make_target(root / "target", family="qwen3", layers=4)
+    drafts = {
+        name: make_toy_block(root / name, target, method=name, **keys)
+        for name, keys in BLOCKS.items()
+    }
+    repeating = {"repeat": torch.zeros(1)}
+    drafts["REPEATING"] = write_checkpoint(root / "r", {"model_type": "repeating"}, repeating)
+    return table_maker(tmp_path_factory, "cpu", drafts)
 
 
 @pytest.fixture(scope="module")
@@ -80,68 +117,53 @@ def alone(make):
     return decode_alone(make)
 
 
-@pytest.fixture(params=HEADS)
-def head(request, monkeypatch):
-    """Replace the draft model of every engine by a toy, and return its settings."""
-
-    def load(config, target):
-        return ToyBlock(target, **HEADS[request.param]) if config.speculative.enabled else None
-
-    monkeypatch.setattr(build, "_load_head", load)
-    return HEADS[request.param]
-
-
-@pytest.mark.parametrize("event", ["preemption", "depth", "budget", "prefix", "late"])
-def test_answers_with_a_block_head_are_those_of_plain_decoding_alone(make, alone, head, event):
-    check(EVENTS[event](make, DRAFTING), alone, DRAFTING, event)
-
-
-@pytest.mark.parametrize("event", ["abort", "depth", "late"])
-def test_answers_with_a_drafter_of_ones_own_are_those_of_plain_decoding_alone(
-    make, alone, monkeypatch, event
+@pytest.mark.parametrize(
+    ("name", "event"),
+    [
+        *(("FILL_IN", event) for event in ("depth", "prefix", "late")),
+        *(("FROM_ANCHOR", event) for event in ("preemption", "budget", "late")),
+        *(("REPEATING", event) for event in ("abort", "depth", "late")),
+    ],
+)
+def test_answers_with_a_registered_draft_are_those_of_plain_decoding_alone(
+    make, alone, name, event
 ):
-    monkeypatch.setattr(
-        build, "_load_head", lambda config, _: REPEATING if config.speculative.enabled else None
-    )
-    check(EVENTS[event](make, DRAFTING), alone, DRAFTING, event)
+    check(EVENTS[event](make, Row(name)), alone, Row(name), event)
 
 
-@pytest.mark.parametrize("place", ["no_such_package.drafter:Mine", f"{__name__}:Mine"])
-def test_a_drafter_that_cannot_be_imported_is_refused_by_its_place(place):
-    with pytest.raises(PluginError, match=f"^drafter '{place}': .*; correct `drafter`"):
-        create_drafter(SimpleNamespace(drafter=place), None)
-
-
-def test_a_block_is_computed_from_the_features_before_its_anchor(make, head):
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_block_is_computed_from_the_features_before_its_anchor(make, name):
     """Whatever was drafted, paused, computed in chunks or found in the prefix cache before."""
-    llm = make(DRAFTING, max_num_seqs=1, max_num_batched_tokens=16)
+    llm = make(Row(name), max_num_seqs=1, max_num_batched_tokens=16)
     switch_every_round(llm, [3, 0, 1, 3, 0, 0, 2], ragged=False)
-    toy, blocks = llm.engine.worker.drafter.head, []
-    block = toy.block
+    worker = llm.engine.worker
+    head, blocks = worker.drafter.head, []
+    block = head.block
 
     def record(anchors, ctx):
         hidden = block(anchors, ctx)
         blocks.append((int(ctx.positions[0]), int(anchors[0]), hidden[0].clone()))
         return hidden
 
-    toy.block = record
+    head.block = record
     prompt = [(7 * i) % 250 for i in range(21)]
     params = SamplingParams(max_tokens=30, temperature=0.7, seed=1, ignore_eos=True)
     for _ in range(2):
         (output,) = llm.generate([prompt], params)
         text = [*prompt, *output.token_ids]
-        features = run_text(toy.target, torch.tensor(text), toy.capture)[1]
+        features = run_text(worker.target.model, torch.tensor(text), head.capture)[1]
         assert len(blocks) > 5
         for start, anchor, hidden in blocks:
             assert anchor == text[start]
-            expected = toy.uncached(features[:start], anchor)
+            expected = head.uncached(features[:start], anchor)
             assert (hidden - expected).abs().max() < 2e-4
         blocks.clear()
     assert llm.engine.counters.num_prefix_hit_tokens > 0
 
 
-def test_a_request_with_drafts_has_pages_for_a_whole_block(make, head):
-    llm = make(DRAFTING)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_request_with_drafts_has_pages_for_a_whole_block(make, name):
+    llm = make(Row(name))
     switch_every_round(llm, [1, 3, 0, 2])
     plans = recorded_plans(llm)
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
@@ -149,20 +171,28 @@ def test_a_request_with_drafts_has_pages_for_a_whole_block(make, head):
     drafting = [req for plan in plans for req in plan.requests if req.num_steps]
     assert {req.num_steps for req in drafting} >= {1, 2}
     for req in drafting:
-        assert 4 * len(req.page_ids) >= req.length + head["block_size"] - 1
+        assert 4 * len(req.page_ids) >= req.length + BLOCKS[name]["block_size"] - 1
 
 
-def test_all_depths_of_a_block_share_one_draft_stage(make, head):
-    found = captured(make(DRAFTING, max_num_seqs=8), chains(0, 1, 2, 3))
+def test_all_depths_of_a_block_share_one_draft_stage(make):
+    found = captured(make(Row("FILL_IN"), max_num_seqs=8), chains(0, 1, 2, 3))
     stages = {found.of(plan(DraftShape.chain(depth), 4)).draft for depth in (1, 2, 3)}
     assert len(stages) == 1
     assert None not in stages
 
 
-def test_sampled_drafts_of_a_block_leave_greedy_texts_as_they_are(make, head):
+@pytest.mark.parametrize("name", BLOCKS)
+def test_sampled_drafts_of_a_block_leave_greedy_texts_as_they_are(make, name):
     params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
     prompts = [[i, 7, 9] * (1 + i) for i in range(4)]
     plain = [output.token_ids for output in make(PLAIN).generate(prompts, params)]
-    llm = make(Row("EAGLE3", method="standard"))
+    llm = make(Row(name, method="standard"))
     assert [output.token_ids for output in llm.generate(prompts, params)] == plain
     assert llm.engine.counters.num_correct_drafts > 0
+
+
+@pytest.mark.parametrize("place", ["no_such_package.drafter:Mine", f"{__name__}:Mine"])
+def test_a_drafter_that_cannot_be_imported_is_refused_by_its_place(make, monkeypatch, place):
+    monkeypatch.setattr(Repeating, "drafter", place)
+    with pytest.raises(PluginError, match=f"^drafter '{place}': .*; correct `drafter`"):
+        make(Row("REPEATING"))
