@@ -45,7 +45,7 @@ from serve_spec.parallel.worker_ranks import Launcher, WorkerRanks, launch
 from serve_spec.scheduler.scheduler import Scheduler
 from serve_spec.structured.compiler import GrammarCompiler
 from serve_spec.structured.masks import Grammars
-from serve_spec.worker.drafters.base import DraftMemory, create_drafter
+from serve_spec.worker.drafters.base import DraftMemory, drafter_class
 from serve_spec.worker.forward import TargetRunner
 from serve_spec.worker.graphs import GraphRecorder, batch_sizes, token_counts
 from serve_spec.worker.request_slots import RequestSlots
@@ -256,7 +256,7 @@ def build_worker(config: ServeSpecConfig, loaded: LoadedModels, create: Callable
         features = FeaturePool(num_slots, head.feature_dim, target.dtype, device)
         pool = PagedKVPool(head.caches, num_pages, page_size, head.dtype, device)
         max_requests = config.scheduler.max_num_seqs
-        drafter = create_drafter(head, DraftMemory(pool, features, max_requests))
+        drafter = drafter_class(head)(head, DraftMemory(pool, features, max_requests))
     runner = TargetRunner(
         target,
         PagedKVPool(target.spec.caches, num_pages, page_size, target.dtype, device),

@@ -9,6 +9,7 @@ from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.models.drafts.base import DraftOptions
 from serve_spec.models.drafts.loader import check_draft
 from serve_spec.models.loader import check_target, read_spec
+from serve_spec.worker.drafters.base import drafter_class
 
 
 def check_checkpoints(config: ServeSpecConfig) -> None:
@@ -21,4 +22,5 @@ def check_checkpoints(config: ServeSpecConfig) -> None:
     draft = config.draft_folder if config.speculative.enabled else None
     if draft is not None:
         options = DraftOptions.of(config.speculative, config.model.load_format)
-        check_draft(draft, target, config.speculative.speculative_algorithm, options)
+        head = check_draft(draft, target, config.speculative.speculative_algorithm, options)
+        drafter_class(head)  # imports a drafter of another package

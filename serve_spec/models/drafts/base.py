@@ -274,11 +274,15 @@ class DraftFamily(ABC):
         head.load(file.checkpoint or dummy_checkpoint(file.path, head.tensors()))
         return head
 
-    def check(self, file: DraftFile, target: Target, options: DraftOptions) -> None:
-        """Raise CheckpointError as `load` would, from the files' headers. target: on meta."""
+    def check(self, file: DraftFile, target: Target, options: DraftOptions) -> Draft:
+        """Return the head without weights; raise CheckpointError as `load` would.
+
+        Reads the files' headers alone. target: on the meta device.
+        """
         head = self.build(file, target, options)
         if file.checkpoint is not None:
             file.checkpoint.check(head.tensors(), head.read_elsewhere)
+        return head
 
     @abstractmethod
     def facts(self, file: DraftFile, target: Target | None, options: DraftOptions) -> Facts:

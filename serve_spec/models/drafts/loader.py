@@ -55,10 +55,13 @@ def load_draft(
     return head
 
 
-def check_draft(path: Path | str, target: Target, algorithm: str, options: DraftOptions) -> None:
-    """Raise what `load_draft` would, from the files' headers. target: on the meta device."""
+def check_draft(path: Path | str, target: Target, algorithm: str, options: DraftOptions) -> Draft:
+    """Return the head without weights; raise what `load_draft` would, from the files' headers.
+
+    target: on the meta device.
+    """
     file = open_draft(path, algorithm, options.load_format)
-    load_family(algorithm).check(file, target, options)
+    return load_family(algorithm).check(file, target, options)
 
 
 def draft_formats(weights: DraftWeights, device: torch.device) -> Formats:

@@ -76,8 +76,8 @@ class StandaloneFamily(DraftFamily):
             )  # fmt: skip
         return head
 
-    def check(self, file: DraftFile, target: Target, options: DraftOptions) -> None:
-        self.build(file, target, options)
+    def check(self, file: DraftFile, target: Target, options: DraftOptions) -> Draft:
+        return self.build(file, target, options)
 
     def facts(self, file: DraftFile, target: Target | None, options: DraftOptions) -> Facts:
         model = check_target(file.path, options.load_format)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -121,15 +121,18 @@ DRAFTERS = {
 """Classes of drafters by the names that draft models use (`DraftModel.drafter`)."""
 
 
-def create_drafter(model: DraftModel, memory: DraftMemory) -> Drafter:
-    """Return the drafter of a draft model: its class, called with both arguments.
+CreateDrafter: TypeAlias = Callable[[DraftModel, DraftMemory], Drafter]
+
+
+def drafter_class(model: DraftModel) -> CreateDrafter:
+    """Return the class that drafts with a draft model, imported now.
 
     Raises PluginError: a class of another package cannot be imported.
     """
     place = DRAFTERS.get(model.drafter, model.drafter)
     try:
-        create: Callable[[DraftModel, DraftMemory], Drafter] = import_object(place)
+        create: CreateDrafter = import_object(place)
     except PluginError as error:
         fix = "correct `drafter` of the draft model, or install the package that defines it"
         raise PluginError(f"drafter {model.drafter!r}: {error}; {fix}") from error
-    return create(model, memory)
+    return create

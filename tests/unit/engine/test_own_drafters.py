@@ -6,10 +6,12 @@ They are registered from here alone, and drive the same stages as every other dr
 import pytest
 import torch
 
+from serve_spec.config import ServeSpecConfig
 from serve_spec.config.drafts import METHODS, DraftMethod, register_draft
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.errors import PluginError
 from serve_spec.core.request import SamplingParams
+from serve_spec.engine.check import check_checkpoints
 from serve_spec.models.drafts.base import Draft, DraftFamily, Evidence
 from serve_spec.worker.step_buffers import DraftVocabulary
 from tests.helpers.checkpoints import VOCAB, make_target, write_checkpoint
@@ -100,16 +102,22 @@ def _methods():
 
 
 @pytest.fixture(scope="module")
-def make(tmp_path_factory):
+def folders(tmp_path_factory):
+    """Write a target and drafts; return their folders by method, the target's under NONE."""
     root = tmp_path_factory.mktemp("drafts")
     target = make_target(root / "target", family="qwen3", layers=4)
-    drafts = {
+    folders = {
         name: make_toy_block(root / name, target, method=name, **keys)
         for name, keys in BLOCKS.items()
     }
     repeating = {"repeat": torch.zeros(1)}
-    drafts["REPEATING"] = write_checkpoint(root / "r", {"model_type": "repeating"}, repeating)
-    return table_maker(tmp_path_factory, "cpu", drafts)
+    folders["REPEATING"] = write_checkpoint(root / "r", {"model_type": "repeating"}, repeating)
+    return {"NONE": target, **folders}
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory, folders):
+    return table_maker(tmp_path_factory, "cpu", folders)
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +200,14 @@ def test_sampled_drafts_of_a_block_leave_greedy_texts_as_they_are(make, name):
 
 
 @pytest.mark.parametrize("place", ["no_such_package.drafter:Mine", f"{__name__}:Mine"])
-def test_a_drafter_that_cannot_be_imported_is_refused_by_its_place(make, monkeypatch, place):
+def test_a_drafter_that_cannot_be_imported_is_refused_before_weights_are_read(
+    folders, monkeypatch, place
+):
     monkeypatch.setattr(Repeating, "drafter", place)
+    config = ServeSpecConfig.load(
+        str(folders["NONE"]),
+        speculative_algorithm="REPEATING",
+        speculative_draft_model_path=str(folders["REPEATING"]),
+    )
     with pytest.raises(PluginError, match=f"^drafter '{place}': .*; correct `drafter`"):
-        make(Row("REPEATING"))
+        check_checkpoints(config)
