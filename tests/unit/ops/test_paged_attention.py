@@ -293,6 +293,14 @@ def test_the_newest_tokens_of_a_tree_see_what_they_do_beside_the_others(op):
 
 
 @BOTH
+def test_tokens_whose_masks_have_all_bits_see_their_whole_block(op):
+    scene = Scene([(23, 6), (6, 6), (14, 6)], tree=True)
+    scene.masks.fill_((1 << 6) - 1)
+    scene.plan = replace(scene.plan, tree_mask=scene.masks.to(DEVICE), tree_len=6)
+    scene.check(scene.run(op))
+
+
+@BOTH
 def test_the_last_token_of_a_tree_has_a_bit(op):
     scene = Scene([(66, 64)], (2, 1), tree=True)
     scene.check(scene.run(op))
