@@ -18,11 +18,11 @@ from serve_spec.bench.trace import load_traces
 from serve_spec.bench.workload import CLASSES, TextKind
 from serve_spec.core.draft import DraftShape
 from serve_spec.worker.graphs import token_counts
-from tests.helpers.simulated_costs import GPU_8B, TWO_CPU_CORES, noisy, recorded_table
+from tests.helpers.simulated_costs import H200_8B, TWO_CPU_CORES, noisy, recorded_table
 
 TRACES = load_traces(Path("tests/data/logprob_traces.json"))
 COSTS: dict[str, tuple[RoundCosts, tuple[int, ...], tuple[int, ...]]] = {
-    "h200": (GPU_8B, (1, 8, 16, 32, 64, 128, 256), token_counts(2048)),
+    "h200": (H200_8B, (1, 2, 4, 8, 16, 32, 64, 128, 256), token_counts(2048)),
     "cpu": (TWO_CPU_CORES, (1, 4, 16, 64), ()),
 }
 KINDS = {
@@ -38,12 +38,11 @@ NUM_TOKENS, SPREAD = 64, 0.4
 
 
 def goodput(name: str) -> GoodputPolicy:
-    """Return a policy with the table of a cost model."""
+    """Return a policy with the table of a cost model; small trees only as on a GPU."""
     costs, sizes, counts = COSTS[name]
-    table = recorded_table(costs, sizes, trees=sorted({*chain(*SMALL_TREES.values())}))
-    return GoodputPolicy(
-        table, AllowedShapes(trees=SMALL_TREES), min_dwell_rounds=0, token_counts=counts
-    )
+    trees = SMALL_TREES if counts else {}
+    table = recorded_table(costs, sizes, trees=sorted({*chain(*trees.values())}))
+    return GoodputPolicy(table, AllowedShapes(trees=trees), min_dwell_rounds=0, token_counts=counts)
 
 
 def speeds(name: str, policy: StepPolicy, phases: list[Phase], seed: int = 0) -> list[float]:

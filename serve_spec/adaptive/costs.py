@@ -1,30 +1,29 @@
-"""Milliseconds of rounds: a measured table, corrected by what rounds really took.
+"""Milliseconds of rounds: two measured curves, corrected by what rounds really took.
 
-    round ms = (draft ms + verify ms) · (1 + residual of the cell)
+    round ms = (draft ms + verify ms) · (1 + residual)
 
-A cell is a bucket of batch sizes and a shape. Its residual is shrunk to that of its bucket, and
-that one to the mean of all, and fades with its age: one spike does not make a cell unattractive
-for ever.
+There is a residual for every shape in every bucket of batch sizes. It is shrunk to that of its
+bucket, which is shrunk to the mean of all, and it fades with age: one spike does not make a shape
+unattractive for ever.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from serve_spec.adaptive.drafts import Floats
-from serve_spec.config.cost_table import CostSurface, CostTable, Grid
+from serve_spec.adaptive.curves import Floats, StepCurves
+from serve_spec.config.cost_table import CostTable
 from serve_spec.core.draft import PLAIN, DraftShape
 
 TABLE_ROUNDS = 4.0
 """Rounds that the table, or estimates from other buckets, count as."""
 COST_ROUNDS = 50.0
-"""Rounds of a cell after which an older one weighs 1/e."""
+"""Rounds of a shape after which an older one weighs 1/e."""
 STALE_ROUNDS = 1024
-"""Rounds of a bucket after which one of a cell that does not run weighs 1/e."""
+"""Rounds of a bucket after which one of a shape that does not run weighs 1/e."""
 MOST_FACTOR = 2.0
 """Largest accepted factor between a measured time and the table's; 1 / the smallest."""
 _NUM_BUCKETS = 24
@@ -40,7 +39,7 @@ class Work(NamedTuple):
 
     size: int  # requests that decode
     context: float  # tokens of each
-    sampled: float = 0.0  # share of them that sample
+    sampled: float = 0.0  # fraction of them that sample
     shape: DraftShape = PLAIN  # what most of them draft
     drafts: float = 0.0  # that are verified
     prompts: int = 0  # prompt tokens
@@ -51,28 +50,13 @@ class Costs:
     """Predicts and learns the time of rounds."""
 
     def __init__(self, table: CostTable) -> None:
-        self.table = table
-        self.max_steps = table.num_steps[-1]
-        self._draft = self._surface(table.draft_ms, table.num_steps)
-        self._verify = self._surface(table.verify_ms, table.num_steps)
-        self._trees = {
-            tree.shape: tuple(
-                self._surface(tuple(tuple((ms,) for ms in row) for row in grid), (0,))
-                for grid in (tree.draft_ms, tree.verify_ms)
-            )
-            for tree in table.trees
-        }
-        num_columns = self.max_steps + 1 + len(self._trees)
+        self.table, self._curves = table, StepCurves(table)
+        self.max_steps = self._curves.max_steps
+        num_columns = self.max_steps + 1 + len(table.trees)
         self._rounds, self._errors = (np.zeros((_NUM_BUCKETS, num_columns)) for _ in range(2))
         # Of prompts in rounds without and with drafts: weighted factors, weights in rounds.
         self._prompts: Floats = np.full((2, 2), TABLE_ROUNDS)
         self._entries: Floats = np.zeros(2)  # ms and number
-
-    def _surface(self, ms: Grid, num_steps: Sequence[int]) -> CostSurface:
-        table = self.table
-        return CostSurface(
-            ms, contexts=table.contexts, batch_sizes=table.batch_sizes, num_steps=num_steps
-        )
 
     def chains_ms(self, work: Work, drafts: Floats) -> Floats:
         """Return the ms of rounds that verify `drafts` [M] drafts of chains: [max_steps + 1, M].
@@ -80,7 +64,7 @@ class Costs:
         work: its shape and drafts are not read.
         """
         chains = slice(self.max_steps + 1)
-        draft = self._draft.curve(work.size, work.context)[:, None]
+        draft = self._curves.draft_ms(work.size, work.context)[:, None]
         ms: Floats = draft + self._verify_ms(work, drafts)
         return ms * (1.0 + self._residuals(work.size)[chains, None])
 
@@ -93,20 +77,19 @@ class Costs:
         """Return the same by the table alone."""
         size, shape, context = work.size, work.shape, work.context
         if shape.is_chain:
-            verify = self._verify_ms(work, np.array([work.drafts]))
-            return float(self._draft.curve(size, context)[shape.depth] + verify[0])
-        stages = self._trees[shape.depth, shape.size]
-        noise = self.table.sampled_row_ms * work.sampled * (size + work.drafts)
-        return float(sum(stage.curve(size, context)[0] for stage in stages) + noise)
+            draft = self._curves.draft_ms(size, context)[shape.depth]
+        else:
+            draft = self._curves.tree_draft_ms(shape, size, context)
+        return float(draft + self._verify_ms(work, np.array([work.drafts]))[0])
 
     def draft_ms(self, work: Work) -> float:
         """Return the ms of one draft step by the table."""
-        return float(self._draft.curve(work.size, work.context)[1])
+        return float(self._curves.draft_ms(work.size, work.context)[1])
 
     def _verify_ms(self, work: Work, drafts: Floats) -> Floats:
-        curve = self._verify.curve(work.size, work.context)
-        verify: Floats = np.interp(drafts / work.size, np.arange(len(curve)), curve)
-        return verify + self.table.sampled_row_ms * work.sampled * (work.size + drafts)
+        tokens = work.size + drafts
+        verify = self._curves.verify_ms(work.size, work.context, tokens)
+        return verify + self.table.sampled_token_ms * work.sampled * tokens
 
     def prompt_ms(
         self, work: Work, drafted: Floats, prompts: Floats | float, *, drafts: bool
@@ -115,8 +98,8 @@ class Costs:
 
         drafts: whether the rounds draft, so that prompts also need draft KV.
         """
-        tokens, of_tokens = work.size + drafted, self._verify.of_tokens
-        more = of_tokens(tokens + prompts, work.context) - of_tokens(tokens, work.context)
+        tokens, verify_ms = work.size + drafted, self._curves.verify_ms
+        more = verify_ms(work.size, 0.0, tokens + prompts) - verify_ms(work.size, 0.0, tokens)
         factors, rounds = self._prompts[int(drafts)]
         added: Floats = factors / rounds * np.maximum(more, 0.0)
         return added
@@ -130,7 +113,7 @@ class Costs:
     def _column(self, shape: DraftShape) -> int:
         if shape.is_chain:
             return shape.depth
-        return self.max_steps + 1 + list(self._trees).index((shape.depth, shape.size))
+        return self.max_steps + 1 + self._curves.trees.index((shape.depth, shape.size))
 
     def _residuals(self, size: int) -> Floats:
         """Return the residual of every shape."""
@@ -154,7 +137,7 @@ class Costs:
         drafted = np.array([work.drafts])
         prompt_ms = float(self.prompt_ms(work, drafted, work.prompts, drafts=is_drafting)[0])
         if makes_entries:
-            limit = float(self._draft.curve(work.size, work.context)[1]) * work.entries
+            limit = self.draft_ms(work) * work.entries
             more = min(max(ms - alone - prompt_ms, 0.0), limit)
             self._entries = fade * self._entries + (more, work.entries)
         else:

@@ -136,7 +136,7 @@ def _measured_times(args: argparse.Namespace, costs: CostTable) -> dict[int, lis
     deepest = costs.num_steps[-1]
     max_steps = deepest if args.max_steps is None else args.max_steps
     _check("max_steps", max_steps, 1 <= max_steps <= deepest, f"the table has 1 to {deepest}")
-    context = costs.contexts[0] if args.context is None else args.context
+    context = costs.context if args.context is None else args.context
     _check("context", context, context >= 1, "give at least 1")
     model, sampled = Costs(costs), float(args.sampled)
     return {

@@ -34,10 +34,10 @@ from serve_spec.config.cost_table import load_cost_table, write_cost_table
 from serve_spec.config.speculative import max_tree_tokens
 from serve_spec.core.draft import MAX_TREE_TOKENS, PLAIN, DraftShape
 from serve_spec.core.record import StepRecord
-from serve_spec.engine.costs import code_version, cost_key, fingerprint
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.llm import LLM
-from serve_spec.engine.profile import CostGrid, ProfileLimits, TimeBudget, finish, measure_costs
+from serve_spec.profile.measure import CostGrid, ProfileLimits, TimeBudget, finish, measure_costs
+from serve_spec.profile.source import code_version, cost_key, fingerprint
 
 PROMPT_CLASSES = {
     "predictable": TextKind("code", 0.0),
@@ -267,7 +267,7 @@ def write_costs(llm: LLM, path: Path, shapes: Sequence[DraftShape], *, fresh: bo
                 ),
                 TimeBudget(COST_BUDGET_S),
             )
-            costs = finish(measurement, progress=lambda share: bar.update(100 * share - bar.n))
+            costs = finish(measurement, progress=lambda part: bar.update(100 * part - bar.n))
         except ValueError as error:
             raise ConfigError(str(error)) from error
     write_cost_table(costs.table, path)

@@ -20,16 +20,8 @@ from serve_spec.core.registry import load_plugins
 from serve_spec.core.request import SamplingParams
 from serve_spec.core.round import RoundSteps
 from serve_spec.core.sequence import Sequence
-from serve_spec.engine.costs import Clock, CostSource, cost_key
 from serve_spec.engine.engine import SpecEngine, freeze_gc
 from serve_spec.engine.inputs import EngineLimits, sampling_defaults
-from serve_spec.engine.profile import (
-    CostGrid,
-    Measurement,
-    ProfileLimits,
-    TimeBudget,
-    measure_costs,
-)
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.kvcache.memory import CacheMemory
@@ -42,6 +34,14 @@ from serve_spec.models.interfaces import DraftModel, Target
 from serve_spec.models.loader import load_target, read_spec, target_dtype
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.parallel.worker_ranks import Launcher, WorkerRanks, launch
+from serve_spec.profile.measure import (
+    CostGrid,
+    Measurement,
+    ProfileLimits,
+    TimeBudget,
+    measure_costs,
+)
+from serve_spec.profile.source import Clock, CostSource, cost_key
 from serve_spec.scheduler.scheduler import Scheduler
 from serve_spec.structured.compiler import GrammarCompiler
 from serve_spec.structured.masks import Grammars

@@ -16,12 +16,12 @@ from serve_spec.core.record import StepRecord, StepTimes
 from serve_spec.core.request import FinishReason, Prompt, SamplingParams, TokenDelta
 from serve_spec.core.round import NO_NOTES, RoundNotes
 from serve_spec.core.sequence import Sequence
-from serve_spec.engine.costs import UNUSED, CostSource
 from serve_spec.engine.inputs import EngineLimits, InputProcessor
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.log import get_logger
 from serve_spec.metrics import MetricsSink, NullSink
 from serve_spec.parallel.worker_ranks import WorkerRanks
+from serve_spec.profile.source import UNUSED, CostSource
 from serve_spec.scheduler.scheduler import CommittedRequest, Scheduler
 from serve_spec.worker.worker import SpecWorker
 

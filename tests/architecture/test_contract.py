@@ -33,12 +33,13 @@ MAY_IMPORT = {
     "scheduler": ["core", "config", "kvcache"],
     "structured": ["core"],
     "worker": ["core", "config", "parallel", "ops", "kvcache", "models", "structured"],
+    "profile": ["core", "config", "adaptive", "models", "worker"],
     "engine": [
-        "core", "config", "metrics", "adaptive", "kvcache", "models", "parallel", "scheduler",
-        "structured", "worker",
+        "core", "config", "metrics", "adaptive", "kvcache", "models", "parallel", "profile",
+        "scheduler", "structured", "worker",
     ],
     "serving": ["core", "config", "metrics", "adaptive", "worker", "engine"],
-    "bench": ["core", "config", "metrics", "adaptive", "engine", "scheduler", "serving"],
+    "bench": ["core", "config", "metrics", "adaptive", "engine", "profile", "scheduler", "serving"],
     "plugins": ["core", "config", "layers", "models"],
     "cli": ["core", "config", "engine", "models", "serving", "bench"],
 }  # fmt: skip

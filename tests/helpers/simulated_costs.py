@@ -9,6 +9,7 @@ from functools import cache
 from benchmarks.simulator import RoundShape
 from serve_spec.config.cost_table import FORMAT_VERSION, CostTable, TreeCosts
 from serve_spec.core.record import StepTimes
+from serve_spec.profile.curves import token_curve
 from tests.helpers.costs import KEY
 
 
@@ -112,26 +113,30 @@ def recorded_table(
         [costs(RoundShape(size, (size,) * steps, size * 128, 0, 0, 0)) for steps in num_steps]
         for size in batch_sizes
     ]
-    draft = tuple(tuple(cell.draft_ms for cell in row) for row in times)
-    verify = tuple(tuple(cell.verify_ms for cell in row) for row in times)
+    tokens, verify_ms = token_curve(
+        (size * (steps + 1), cell.verify_ms)
+        for size, row in zip(batch_sizes, times, strict=True)
+        for steps, cell in zip(num_steps, row, strict=True)
+    )
     return CostTable(
         version=FORMAT_VERSION,
         key=KEY.model_copy(update={"topk": max([1, *(tree.topk for tree in trees)])}),
+        context=128,
         batch_sizes=tuple(batch_sizes),
-        num_steps=tuple(num_steps),
-        contexts=(128, 512),
-        draft_ms=(draft, draft),
-        verify_ms=(verify, verify),
-        sampled_row_ms=getattr(costs, "noise_ms_per_row", 0.0),
-        padded=False,
+        num_steps=tuple(num_steps[1:]),
+        draft_ms=tuple(tuple(cell.draft_ms for cell in row[1:]) for row in times),
+        draft_context_ms=0.0,
+        num_tokens=tuple(tokens),
+        verify_ms=tuple(verify_ms),
+        verify_context_ms=0.0,
+        sampled_token_ms=getattr(costs, "noise_ms_per_row", 0.0),
         extrapolated=(),
         measured_s=0.0,
         trees=tuple(
             TreeCosts(
                 num_steps=tree.depth,
                 num_draft_tokens=tree.size,
-                draft_ms=(tuple(branched(tree, size).draft_ms for size in batch_sizes),) * 2,
-                verify_ms=(tuple(branched(tree, size).verify_ms for size in batch_sizes),) * 2,
+                draft_ms=tuple(branched(tree, size).draft_ms for size in batch_sizes),
             )
             for tree in sorted(trees)
         ),
@@ -182,3 +187,49 @@ GPU_8B = RowCosts(
     prefill_ms_per_token=0.029,
 )
 """The measured steps of an 8B target on one large GPU: flat until its rows fill it."""
+
+H200_8B = GridCosts(
+    batch_sizes=(1, 2, 4, 8, 16, 32, 64, 128, 256),
+    num_steps=tuple(range(8)),
+    verify_ms=(
+        (4.35, 4.40, 4.38, 4.38, 4.46, 4.48, 4.49, 4.49),
+        (4.39, 4.51, 4.52, 4.51, 4.63, 4.62, 4.65, 4.66),
+        (4.44, 4.83, 4.79, 4.78, 4.79, 4.80, 4.91, 4.92),
+        (4.44, 4.47, 4.90, 4.58, 5.35, 5.36, 4.96, 4.97),
+        (4.52, 4.64, 4.87, 5.03, 5.35, 5.51, 5.66, 5.65),
+        (4.67, 4.95, 5.36, 5.42, 6.05, 6.78, 7.49, 7.52),
+        (5.03, 5.39, 6.65, 7.31, 9.13, 10.14, 11.97, 12.08),
+        (5.72, 7.73, 10.14, 12.02, 15.56, 18.16, 21.92, 23.35),
+        (8.52, 12.78, 18.15, 23.02, 29.26, 34.16, 41.35, 46.46),
+    ),
+    draft_ms=(
+        (0.00, 0.24, 0.40, 0.57, 0.74, 0.90, 1.07, 1.24),
+        (0.00, 0.25, 0.42, 0.59, 0.76, 0.92, 1.10, 1.26),
+        (0.00, 0.26, 0.43, 0.62, 0.82, 0.96, 1.17, 1.34),
+        (0.00, 0.27, 0.45, 0.66, 0.84, 1.02, 1.21, 1.39),
+        (0.00, 0.31, 0.50, 0.71, 0.94, 1.10, 1.33, 1.53),
+        (0.00, 0.32, 0.54, 0.79, 1.03, 1.24, 1.53, 1.75),
+        (0.00, 0.38, 0.61, 0.93, 1.22, 1.40, 1.91, 2.08),
+        (0.00, 0.50, 0.80, 1.28, 1.70, 1.90, 2.61, 3.01),
+        (0.00, 0.77, 1.18, 2.02, 2.73, 2.91, 4.18, 4.83),
+    ),
+    draft_entry_ms=0.001,
+    prefill_ms_per_token=0.029,
+)
+"""The same target on an H200 as batches and depths measured it, context 128: kernels differ by the
+tokens of a request, so that equal numbers of tokens differ by up to 14 %."""
+
+
+def _distinct_experts(num_tokens, num_experts=128, top_k=8):
+    """Expected number of experts that so many tokens wake, each of them `top_k`."""
+    return num_experts * (1.0 - (1.0 - top_k / num_experts) ** num_tokens)
+
+
+_ROWS = tuple(1 << i for i in range(10))
+MIXTURE = RowCosts(
+    num_rows=_ROWS,
+    verify_ms=tuple(1.0 + 0.2 * _distinct_experts(n) + 0.004 * n for n in _ROWS),
+    draft_step_ms=0.17,
+    draft_row_ms=0.0012,
+)
+"""A mixture of 128 experts, of which a token wakes 8, and whose weights a step has to read."""

@@ -27,7 +27,7 @@ from serve_spec.core.record import StepTimes
 from serve_spec.core.round import AS_DRAWN, FROM_TEXT, GREEDY, SAMPLED, Reason
 from serve_spec.ops.admission import admit_drafts
 from tests.helpers.rounds import decode_batch, verified_round
-from tests.helpers.simulated_costs import GPU_8B, TWO_CPU_CORES, noisy, recorded_table
+from tests.helpers.simulated_costs import GPU_8B, MIXTURE, TWO_CPU_CORES, noisy, recorded_table
 
 TRACES = load_traces(Path("tests/data/logprob_traces.json"))
 SIZES = (1, 8, 32, 64, 128, 256)
@@ -91,6 +91,19 @@ def answers(policy, *phases, costs=GPU_8B):
 )
 def test_all_drafts_are_verified_in(policy, phase):
     assert {steps.budget for _, steps in answers(policy, phase)} == {None}
+
+
+def test_experts_make_drafts_dear_for_one_request_and_cheap_for_many():
+    """Few tokens wake few experts, so each draft wakes more; many tokens wake all of them."""
+
+    def drafting(size, num_requests):
+        policy = GoodputPolicy(recorded_table(MIXTURE, SIZES))
+        phase = Phase("unpredictable", size, num_requests, 64, 0.4)
+        rounds = answers(policy, phase, costs=noisy(MIXTURE, 0.02))
+        return sum(steps.shape != PLAIN for _, steps in rounds) / len(rounds)
+
+    assert drafting(1, 12) < 0.3
+    assert drafting(64, 256) > 0.7
 
 
 def test_budgets_fill_captured_graphs():
@@ -216,7 +229,8 @@ class TestCosts:
 
     def test_the_table_is_met_at_its_points(self):
         table = self.costs.table
-        assert self.ms() == pytest.approx(table.draft_ms[0][4][3] + table.verify_ms[0][4][3])
+        verify = table.verify_ms[table.num_tokens.index(64)]
+        assert self.ms() == pytest.approx(table.draft_ms[4][2] + verify)
         drafts = np.array([0.0, 48.0])
         assert self.costs.chains_ms(self.work(), drafts)[3, 1] == pytest.approx(self.ms())
 
@@ -242,7 +256,7 @@ class TestCosts:
             self.costs.learn(work, float(rng.lognormal(3, 2)))
         assert all(0.49 < self.ms(k) / ms < 2.02 for k, ms in enumerate(before))
         assert all(0.49 < x / y < 2.02 for x, y in zip(self.prompt_ms(), prompt_ms, strict=True))
-        assert 0.0 <= self.costs.entry_ms <= self.costs.table.draft_ms[0][4][1]
+        assert 0.0 <= self.costs.entry_ms <= self.costs.table.draft_ms[4][0]
 
     def test_what_prompts_take_is_learned_apart_for_rounds_that_draft(self):
         before = self.prompt_ms()

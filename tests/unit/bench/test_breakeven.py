@@ -17,7 +17,7 @@ from serve_spec.bench.breakeven import (
 )
 from serve_spec.bench.command import main
 from serve_spec.config import ConfigError
-from serve_spec.config.cost_table import CostTable, write_cost_table
+from serve_spec.config.cost_table import FORMAT_VERSION, CostTable, write_cost_table
 from tests.helpers.costs import KEY
 
 TABLE = "--cost-table"
@@ -34,18 +34,18 @@ def answer(capsys, *arguments):
 @pytest.fixture
 def cost_table(tmp_path):
     """Two batch sizes: drafts are cheap for one sequence, and dear for eight."""
-    draft = ((0.0, 1.0, 2.0), (0.0, 6.0, 12.0))
-    verify = ((10.0, 10.5, 11.0), (12.0, 20.0, 28.0))
     table = CostTable(
-        version=1,
+        version=FORMAT_VERSION,
         key=KEY,
+        context=64,
         batch_sizes=(1, 8),
-        num_steps=(0, 1, 2),
-        contexts=(64, 512),
-        draft_ms=(draft, tuple(tuple(2 * ms for ms in cells) for cells in draft)),
-        verify_ms=(verify, tuple(tuple(2 * ms for ms in cells) for cells in verify)),
-        sampled_row_ms=0.1,
-        padded=False,
+        num_steps=(1, 2),
+        draft_ms=((1.0, 2.0), (6.0, 12.0)),
+        draft_context_ms=0.001,
+        num_tokens=(1, 2, 3, 8, 16, 24),
+        verify_ms=(10.0, 10.5, 11.0, 12.0, 20.0, 28.0),
+        verify_context_ms=0.0,
+        sampled_token_ms=0.1,
         extrapolated=(),
         measured_s=1.0,
     )
@@ -88,7 +88,7 @@ def test_a_cost_table_gives_an_answer_for_each_of_its_batch_sizes_and_accept_rat
 def test_context_and_sampling_cost_what_the_table_says(cost_table, capsys):
     arguments = ["--accept-rate", "0.8", "--cost-table", str(cost_table)]
     _, long = answer(capsys, *arguments, "--context", "512")
-    assert long["batches"][0]["round_ms"] == pytest.approx([20, 23, 26])
+    assert long["batches"][0]["round_ms"] == pytest.approx([10, 11.948, 13.896])
     _, sampled = answer(capsys, *arguments, "--sampled")
     assert sampled["batches"][0]["round_ms"] == pytest.approx([10.1, 11.7, 13.3])
     assert sampled["batches"][1]["round_ms"] == pytest.approx([12.8, 27.6, 42.4])

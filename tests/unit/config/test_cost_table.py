@@ -13,26 +13,23 @@ from tests.helpers import costs
 
 KEY = costs.KEY.model_dump()
 TABLE = {
-    "version": 1,
+    "version": 2,
     "key": KEY,
+    "context": 128,
     "batch_sizes": [1, 2],
-    "num_steps": [0, 1, 3],
-    "contexts": [128, 512],
-    "draft_ms": [[[0, 1.5, 3], [0, 2, 4]], [[0, 1.5, 3], [0, 2, 4]]],
-    "verify_ms": [[[7, 8, 9], [8, 9, 10]], [[8, 9, 10], [9, 10, 11.5]]],
-    "sampled_row_ms": 0.25,
-    "padded": False,
-    "extrapolated": [[2, 3]],
+    "num_steps": [1, 3],
+    "draft_ms": [[1.5, 3], [2, 4]],
+    "draft_context_ms": 0.001,
+    "num_tokens": [1, 2, 4, 8],
+    "verify_ms": [7, 7.5, 8, 11.5],
+    "verify_context_ms": 0.002,
+    "sampled_token_ms": 0.25,
+    "extrapolated": [[2, 3], [2, 0]],
     "measured_s": 9.5,
 }
 
 
-TREE = {
-    "num_steps": 3,
-    "num_draft_tokens": 8,
-    "draft_ms": [[3, 4], [3, 4]],
-    "verify_ms": [[9, 12], [9, 13.5]],
-}
+TREE = {"num_steps": 3, "num_draft_tokens": 8, "draft_ms": [3, 4]}
 BRANCHED = {**TABLE, "key": {**KEY, "topk": 4}, "trees": [TREE]}
 
 
@@ -76,26 +73,26 @@ def test_a_write_that_fails_leaves_the_old_table_whole(tmp_path):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("version", 2, "version=2, but format 1 is supported"),
+        ("version", 1, "version=1, but format 2 is supported"),
+        ("context", 0, "context=0"),
         ("batch_sizes", [2, 1], r"batch_sizes=\[2, 1\]: must ascend"),
         ("batch_sizes", [1, 1], r"batch_sizes=\[1, 1\]: must ascend"),
         ("batch_sizes", [0, 1], r"batch_sizes=\[0, 1\]: must ascend"),
         ("batch_sizes", [], r"batch_sizes=\[\]: must ascend"),
-        ("batch_sizes", [1, 2, 4], r"len\(draft_ms\.0\)=2: must be 3"),
-        ("num_steps", [1, 2, 3], r"num_steps=\[1, 2, 3\]: must start with 0"),
-        ("num_steps", [0, 1], r"len\(draft_ms\.0\.0\)=3: must be 2"),
-        ("contexts", [512, 128], r"contexts=\[512, 128\]: must ascend"),
-        ("contexts", [128, 512, 1024], "contexts"),
+        ("batch_sizes", [1, 2, 4], r"len\(draft_ms\)=2: must be 3"),
+        ("num_steps", [0, 1], r"num_steps=\[0, 1\]: must ascend"),
+        ("num_steps", [1, 2, 3], r"len\(draft_ms\.0\)=2: must be 3"),
+        ("num_tokens", [1, 2], r"len\(verify_ms\)=4: must be 2"),
         ("draft_ms", 3, "draft_ms=3: input should be a list"),
-        ("draft_ms.1.0.0", 0.5, r"draft_ms\.1\.0\.0=0\.5: must be 0 without drafts"),
-        ("draft_ms.1.0.2", 0, r"draft_ms\.1\.0\.2=0\.0: must be positive"),
-        ("draft_ms.0.1.1", "2", r"draft_ms\.0\.1\.1='2'"),
-        ("verify_ms.0.1.0", 0, r"verify_ms\.0\.1\.0=0\.0"),
-        ("verify_ms.0.1.2", -1, r"verify_ms\.0\.1\.2=-1\.0"),
-        ("verify_ms.0.1.2", 10**400, r"verify_ms\.0\.1\.2="),
-        ("sampled_row_ms", -0.1, r"sampled_row_ms=-0\.1"),
-        ("padded", 0, "padded=0"),
-        ("extrapolated", [[3, 1]], r"extrapolated=\[3, 1\]: no such cell"),
+        ("draft_ms.1.0", 0, r"draft_ms\.1\.0=0\.0: must be positive"),
+        ("draft_ms.0.1", "2", r"draft_ms\.0\.1='2'"),
+        ("draft_context_ms", -1, r"draft_context_ms=-1"),
+        ("verify_ms.1", 0, r"verify_ms\.1=0\.0"),
+        ("verify_ms.2", -1, r"verify_ms\.2=-1\.0"),
+        ("verify_ms.2", 10**400, r"verify_ms\.2="),
+        ("verify_context_ms", -1, r"verify_context_ms=-1"),
+        ("sampled_token_ms", -0.1, r"sampled_token_ms=-0\.1"),
+        ("extrapolated", [[3, 1]], r"extrapolated=\[3, 1\]: no such point"),
         ("key.threads", 0, r"key\.threads=0"),
         ("key.weather", "fine", r"key\.weather: unknown key"),
         ("unit", "ms", "unit: unknown key"),
@@ -103,9 +100,8 @@ def test_a_write_that_fails_leaves_the_old_table_whole(tmp_path):
         ("trees", 3, "trees=3"),
         ("trees.0.num_steps", 0, r"trees\.0\.num_steps=0"),
         ("trees.0.width", 4, r"trees\.0\.width: unknown key"),
-        ("trees.0.draft_ms", [[3, 4]], r"len\(trees\.0\.draft_ms\)=1: must be 2"),
-        ("trees.0.verify_ms.0", [9], r"len\(trees\.0\.verify_ms\.0\)=1: must be 2"),
-        ("trees.0.verify_ms.0.1", 0, r"trees\.0\.verify_ms\.0\.1=0\.0: must be positive"),
+        ("trees.0.draft_ms", [3], r"len\(trees\.0\.draft_ms\)=1: must be 2"),
+        ("trees.0.draft_ms.1", 0, r"trees\.0\.draft_ms\.1=0\.0: must be positive"),
     ],
 )
 def test_a_file_that_holds_no_costs_is_refused_by_field_and_value(tmp_path, path, value, message):
@@ -155,7 +151,7 @@ def test_each_field_of_the_key_counts(field):
 @pytest.mark.parametrize(
     ("max_steps", "trees", "message"),
     [
-        (4, [], "num_steps=[0, 1, 3], but 4 is needed"),
+        (4, [], "num_steps=[1, 3], but 4 is needed"),
         (3, [(2, 4), (3, 8)], "trees=[(3, 8)], but [(2, 4)] are needed"),
     ],
 )

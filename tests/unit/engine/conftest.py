@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from serve_spec.engine import build, costs
-from serve_spec.engine.profile import measure_costs
+from serve_spec.engine import build
 from serve_spec.engine.worker_rank import follow
 from serve_spec.parallel import channel
 from serve_spec.parallel.device_group import DeviceGroup
+from serve_spec.profile import source
+from serve_spec.profile.measure import measure_costs
 from serve_spec.structured import masks
 from tests.helpers.engines import SOON_S, llm_maker, make_pair
 from tests.helpers.ranks import start_threads
@@ -44,7 +45,7 @@ def budgets(tmp_path, monkeypatch):
 
     monkeypatch.setenv("SERVE_SPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(build, "measure_costs", measure)
-    monkeypatch.setattr(costs, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(source, "_FIRST_PAUSE_S", 0.0)
     return asked
 
 

@@ -5,8 +5,8 @@ import torch
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.request import SamplingParams
-from serve_spec.engine.costs import cost_key
 from serve_spec.models.decoder import compile_layers
+from serve_spec.profile.source import cost_key
 from tests.helpers.engines import switch_every_round
 
 PROMPTS = [[5, 9, 200, 31], [17], list(range(30))]

@@ -17,17 +17,18 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
-from serve_spec.config.cost_table import FORMAT_VERSION, CostKey, CostTable, Grid, TreeCosts
+from serve_spec.adaptive.curves import Floats
+from serve_spec.config.cost_table import FORMAT_VERSION, CostKey, CostTable, TreeCosts
 from serve_spec.core.draft import PLAIN, DraftShape
-from serve_spec.engine import cost_grid
-from serve_spec.engine.cost_grid import Milliseconds, Point, SlotsPast, SyntheticPlans
+from serve_spec.profile import curves
+from serve_spec.profile.plans import Point, SlotsPast, SyntheticPlans
 from serve_spec.worker.worker import SpecWorker
 
 WARM_UP_RUNS = 3
 MEASURED_RUNS = 5
 
-_TABLE_SHARE = 0.85
-"""Share of the budget for the table; the rest measures the cost of sampling."""
+_TABLE_PART = 0.85
+"""Fraction of the budget for the table; the rest measures the cost of sampling."""
 _SAMPLED_POINTS = 3
 _SAMPLED_PAIRS = 5
 _TEMPERATURE = 0.8
@@ -44,12 +45,12 @@ class MeasuredCosts(NamedTuple):
 
 
 Measurement: TypeAlias = Generator[float, None, MeasuredCosts]
-"""Runs a step each time it is advanced; yields the share of the budget that is spent."""
+"""Runs a step each time it is advanced; yields the fraction of the budget that is spent."""
 
 
 @dataclass(frozen=True)
 class CostGrid:
-    """The steps a cost table holds.
+    """The steps that are measured.
 
     `every_step`: measure every depth, not a selection. `trees`: shapes besides chains, ascending,
     each up to a batch size; None: all.
@@ -74,7 +75,7 @@ class ProfileLimits:
         """Return a short and a long context with room for drafts. Raise ValueError if none fits."""
         longest = min(self.max_model_len, self.num_pages * self.page_size) - max_steps
         # Requests are up to a quarter longer.
-        short, long = cost_grid.context_grid(longest * 4 // 5)
+        short, long = curves.context_grid(longest * 4 // 5)
         if short * 3 // 4 <= max_steps + 1:
             raise ValueError(
                 f"max_model_len={self.max_model_len}, num_pages={self.num_pages} of "
@@ -112,40 +113,42 @@ def measure_costs(
 ) -> Measurement:
     """Run steps of every size within the time and take medians; see `finish`.
 
-    Batch sizes that do not fit even with short contexts and no drafts are left out. Other points
-    that do not fit the limits or the time are extrapolated. Batch size 1 without and with drafts is
+    All run with a short context, plain rounds and the deepest also with a long one, for the slopes
+    of the context. Batch sizes that do not fit even without drafts are left out. Other points that
+    do not fit the limits or the time are extrapolated. Batch size 1 without and with drafts is
     measured even if that takes a few budgets. pages: returns ids of so many pages that no sequence
     holds. Raises ValueError: lengths, pages or time leave nothing to measure.
     """
     started = budget.clock()
     chains = [shape.depth for shape in worker.states if shape.is_chain]
-    steps = cost_grid.step_grid(chains, grid.max_steps, every=grid.every_step)
+    steps = curves.step_grid(chains, grid.max_steps, every=grid.every_step)
     shapes = [*map(DraftShape.chain, steps), *grid.trees]
     contexts = limits.contexts(steps[-1])
 
     def fits(point: Point) -> bool:
         return limits.fits(point, worker.slots_past)
 
-    sizes = cost_grid.batch_grid(grid.max_batch_size)
+    sizes = curves.batch_grid(grid.max_batch_size)
     sizes = [b for b in sizes if fits(Point(contexts[0], b, PLAIN))]
     essential = [Point(contexts[0], 1, shape) for shape in shapes[: len(steps[:2])]]
     if not all(map(fits, essential)):
         raise ValueError(
             f"max_num_batched_tokens={limits.max_num_tokens}: no step with drafts fits; raise it"
         )
-    every = [Point(*place) for place in product(contexts, sizes, shapes)]
+    every = [Point(*place) for place in product(contexts[:1], sizes, shapes)]
+    deepest = PLAIN, DraftShape.chain(steps[-1])
+    every += [Point(*place) for place in product(contexts[1:], sizes, deepest)]
     points = [p for p in every if p.batch_size <= (grid.trees.get(p.shape) or p.batch_size)]
     plans = SyntheticPlans(limits.page_size, worker.vocab_size, worker.slots_past, pages)
     profiler = _Profiler(worker, plans, budget)
     yield from profiler.sweeps(essential, list(filter(fits, points)))
     profiler.check_ran(essential)
-    sampled_row_ms = yield from profiler.sampled_row_ms()
+    sampled_token_ms = yield from profiler.sampled_token_ms()
     yield 1.0
     table = CostTable(
         version=FORMAT_VERSION,
         key=key,
-        padded=True,
-        sampled_row_ms=round(sampled_row_ms, 6),
+        sampled_token_ms=round(sampled_token_ms, 6),
         measured_s=round(budget.clock() - started, 3),
         **profiler.costs(contexts, sizes, steps, grid.trees),
     )
@@ -153,9 +156,9 @@ def measure_costs(
 
 
 def finish(
-    measurement: Measurement, progress: Callable[[float], None] = lambda share: None
+    measurement: Measurement, progress: Callable[[float], None] = lambda part: None
 ) -> MeasuredCosts:
-    """Run a measurement to its end. progress: called with the share of the budget spent."""
+    """Run a measurement to its end. progress: called with the fraction of the budget spent."""
     while True:
         try:
             progress(next(measurement))
@@ -209,12 +212,12 @@ class _Profiler:
         # These count only if there is no time for sweeps of all steps.
         essential_runs, self._runs = self._runs, {}
         plain = [same_size[0] for same_size in by_size.values()]
-        yield from self._sweep(plain[1:], _TABLE_SHARE)
+        yield from self._sweep(plain[1:], _TABLE_PART)
         while by_size:
             size = min(by_size, key=lambda size: self._priority_s(by_size[size]))
-            if self._has_time_for(by_size[size][0], 2, _TABLE_SHARE):
+            if self._has_time_for(by_size[size][0], 2, _TABLE_PART):
                 yield from self._run(by_size[size][0], temperature=0.0)  # not counted
-            if not (yield from self._sweep(by_size[size], _TABLE_SHARE)):
+            if not (yield from self._sweep(by_size[size], _TABLE_PART)):
                 del by_size[size]
         self._runs = essential_runs | self._runs
 
@@ -234,28 +237,57 @@ class _Profiler:
         steps: Sequence[int],
         trees: Iterable[DraftShape],
     ) -> dict[str, Any]:
-        """Return the fields of a table: measured times, extrapolated ones where nothing ran."""
-        chains = [self._shape_ms(DraftShape.chain(k), contexts, sizes) for k in steps]
+        """Return the fields of a table: both curves, and extrapolated points where nothing ran."""
+        chains = [self._shape_ms(DraftShape.chain(k), contexts[0], sizes) for k in steps]
         draft, verify = np.stack(chains, axis=-1)
-        draft[:, :, 0] = 0.0  # nothing is drafted
-        missing = np.argwhere(np.isnan(verify).any(axis=0))
-        smooth = cost_grid.even_steps
+        draft_slope, verify_slope = self._context_slopes(contexts)
+        # The context takes at most half of a forward, whatever a noisy slope says.
+        context_ms = verify_slope * contexts[0] * np.array(sizes)
+        verify = np.maximum(verify - context_ms[:, None], verify / 2)
+        num_tokens = np.outer(sizes, np.array(steps) + 1)
+        known = np.isfinite(verify)
+        tokens, verify_ms = curves.token_curve(zip(num_tokens[known], verify[known], strict=True))
+        draft = draft[:, 1:]
         if self._worker.has_constant_draft:
-            smooth = cost_grid.same_at_all_depths
-        draft = cost_grid.fill_missing(smooth(draft, steps), sizes, steps)
-        verify = cost_grid.fill_missing(verify, sizes, steps)
+            draft = curves.same_at_all_depths(draft)
+        draft = curves.draft_curve(draft, sizes, steps[1:])
         return {
+            "context": contexts[0],
             "batch_sizes": tuple(sizes),
-            "num_steps": tuple(steps),
-            "contexts": contexts,
-            "draft_ms": _as_grid(draft),
-            "verify_ms": _as_grid(verify),
-            "extrapolated": tuple((sizes[b], steps[k]) for b, k in missing),
+            "num_steps": tuple(steps[1:]),
+            "draft_ms": tuple(map(_times, draft)),
+            "draft_context_ms": round(draft_slope, 9),
+            "num_tokens": tuple(map(int, tokens)),
+            "verify_ms": _times(verify_ms),
+            "verify_context_ms": round(verify_slope, 9),
+            "extrapolated": tuple((sizes[b], steps[k]) for b, k in np.argwhere(~known)),
             "trees": tuple(
-                _tree_costs(tree, self._shape_ms(tree, contexts, sizes), draft, verify, steps[-1])
+                TreeCosts(
+                    num_steps=tree.depth,
+                    num_draft_tokens=tree.size,
+                    draft_ms=_times(
+                        curves.tree_curve(
+                            self._shape_ms(tree, contexts[0], sizes)[0],
+                            expected=draft[:, -1] / steps[-1] * tree.depth,
+                        )
+                    ),
+                )
                 for tree in trees
             ),
         }
+
+    def _context_slopes(self, contexts: tuple[int, int]) -> tuple[float, float]:
+        """Return the ms per context token, of a draft step and of verification."""
+        draft, verify = [], []
+        for point, (draft_ms, verify_ms) in self._medians.items():
+            short = self._medians.get(point._replace(context=contexts[0]))
+            if point.context == contexts[0] or short is None:
+                continue
+            tokens = point.batch_size * (point.context - contexts[0])
+            verify.append((tokens, verify_ms - short[1], short[1]))
+            if depth := point.shape.depth:
+                draft.append((depth * tokens, draft_ms - short[0], short[0]))
+        return curves.context_slope(draft), curves.context_slope(verify)
 
     def is_rough(self, context: int, sizes: Iterable[int]) -> bool:
         """Return whether the plain step of a batch size did not run for lack of time."""
@@ -264,26 +296,26 @@ class _Profiler:
         return any(self._expected_s(point) <= self._longest_run_s for point in missing)
 
     def _sweep(
-        self, points: list[Point], share: float, longest_run_s: float | None = None
+        self, points: list[Point], part: float, longest_run_s: float | None = None
     ) -> _Part[bool]:
         """Run every unfinished point once if there is time. Return whether any ran."""
         self._num_sweeps += 1
         before = sum(map(len, self._runs.values()))
         for point in points:
             is_done = len(self._runs.get(point, ())) >= WARM_UP_RUNS + MEASURED_RUNS
-            if not is_done and self._has_time_for(point, 1, share, longest_run_s):
+            if not is_done and self._has_time_for(point, 1, part, longest_run_s):
                 run = yield from self._run(point, temperature=0.0)
                 self._runs.setdefault(point, []).append(run)
         return sum(map(len, self._runs.values())) > before
 
     def _has_time_for(
-        self, point: Point, count: int, share: float, longest_run_s: float | None = None
+        self, point: Point, count: int, part: float, longest_run_s: float | None = None
     ) -> bool:
-        """Return whether `count` runs fit a share of the budget, none of them too long."""
+        """Return whether `count` runs fit a fraction of the budget, none of them too long."""
         expected_s = self._expected_s(point)
         if expected_s > (self._longest_run_s if longest_run_s is None else longest_run_s):
             return False
-        return self._clock() + count * expected_s <= self._started + share * self._budget_s
+        return self._clock() + count * expected_s <= self._started + part * self._budget_s
 
     def _priority_s(self, points: list[Point]) -> float:
         """Return the time spent and a quarter of the next sweep's; the lowest is next."""
@@ -310,29 +342,33 @@ class _Profiler:
         yield min(1.0, (self._clock() - self._started) / self._budget_s)
         return _Run(result.draft_ms, result.verify_ms, wall_s, self._num_sweeps)
 
-    def _shape_ms(
-        self, shape: DraftShape, contexts: Sequence[int], sizes: Sequence[int]
-    ) -> Milliseconds:
-        """Return the medians of drafting and verifying a shape, [2, contexts, sizes]; NaN: none."""
-        ms = np.full((2, len(contexts), len(sizes)), np.nan)
-        for point, stages_ms in self._medians.items():
-            if point.shape == shape:
-                ms[:, contexts.index(point.context), sizes.index(point.batch_size)] = stages_ms
-        return ms
+    def _shape_ms(self, shape: DraftShape, context: int, sizes: Sequence[int]) -> Floats:
+        """Return the medians of drafting and verifying a shape, [2, sizes]; NaN: none."""
+        points = [Point(context, size, shape) for size in sizes]
+        gap = math.nan, math.nan
+        return np.array([self._medians.get(point, gap) for point in points]).T
 
     @cached_property
     def _medians(self) -> dict[Point, tuple[float, float]]:
         """Drafting and verification times of every point, over warm runs; after all sweeps."""
         medians: dict[Point, tuple[float, float]] = {}
         for size in {point.batch_size for point in self._runs}:
-            points = [point for point in self._runs if point.batch_size == size]
-            runs = [_warm_runs(self._runs[point]) for point in points]
-            draft_ms = _median_polish([{r.sweep: r.draft_ms for r in same} for same in runs])
-            verify_ms = _median_polish([{r.sweep: r.verify_ms for r in same} for same in runs])
-            medians |= zip(points, zip(draft_ms, verify_ms, strict=True), strict=True)
+            runs = {p: _warm_runs(self._runs[p]) for p in self._runs if p.batch_size == size}
+            draft_ms = _median_polish(
+                # Plain steps take no time to draft, so they do not tell how fast a sweep was.
+                {
+                    p: {r.sweep: r.draft_ms for r in same}
+                    for p, same in runs.items()
+                    if p.shape.depth
+                }
+            )
+            verify_ms = _median_polish(
+                {p: {r.sweep: r.verify_ms for r in same} for p, same in runs.items()}
+            )
+            medians |= {p: (draft_ms.get(p, 0.0), verify_ms[p]) for p in runs}
         return medians
 
-    def sampled_row_ms(self) -> _Part[float]:
+    def sampled_token_ms(self) -> _Part[float]:
         """Return the median cost of sampling a verified token; 0 without time for it."""
         # Noise grows with a run's time, the effect with its tokens, and long runs leave time for
         # fewer pairs: these points are the most informative.
@@ -354,49 +390,29 @@ def _warm_runs(runs: Sequence[_Run]) -> Sequence[_Run]:
     return runs[min(WARM_UP_RUNS, (len(runs) - 1) // 2) :]
 
 
-def _median_polish(ms_by_sweep: Sequence[Mapping[int, float]]) -> list[float]:
-    """Return one time per column of a table with gaps, whose rows (sweeps) differ in pace.
+def _median_polish(ms_by_sweep: Mapping[Point, Mapping[int, float]]) -> dict[Point, float]:
+    """Return one time per point, from times by sweep; sweeps differ in pace.
 
     Tukey's median polish in two iterations, with lower medians, because noise only adds time.
     """
-    sweeps = sorted(set().union(*ms_by_sweep))
-    ms = np.array([[column.get(sweep, np.nan) for column in ms_by_sweep] for sweep in sweeps])
+    if not ms_by_sweep:
+        return {}
+    sweeps = sorted(set().union(*ms_by_sweep.values()))
+    columns = ms_by_sweep.values()
+    ms = np.array([[column.get(sweep, np.nan) for column in columns] for sweep in sweeps])
     usual = _median_low(ms)
     for _ in range(2):
         ratios = ms / np.maximum(usual, _LEAST_MS)
         pace = np.maximum(_median_low(ratios.T), _LEAST_MS)
         usual = _median_low(ms / pace[:, None])
-    found: list[float] = (usual * _median_low(pace)).tolist()
-    return found
+    return dict(zip(ms_by_sweep, (usual * _median_low(pace)).tolist(), strict=True))
 
 
-def _median_low(values: Milliseconds) -> Milliseconds:
+def _median_low(values: Floats) -> Floats:
     """Return the lower median of every column without gaps (NaN)."""
-    found: Milliseconds = np.nanquantile(values, 0.5, axis=0, method="lower")
+    found: Floats = np.nanquantile(values, 0.5, axis=0, method="lower")
     return found
 
 
-def _tree_costs(
-    tree: DraftShape, measured: Milliseconds, draft: Milliseconds, verify: Milliseconds, most: int
-) -> TreeCosts:
-    """Return the costs of a tree shape. Gaps are filled from chains of up to `most` steps."""
-    step_ms = np.maximum(_LEAST_MS, draft[:, :, -1] / most)
-    draft_ms = cost_grid.fill_tree(measured[0], step_ms * tree.depth)
-    rise = (verify[:, :, -1] - verify[:, :, 0]) / most
-    verify_ms = cost_grid.fill_tree(measured[1], verify[:, :, 0] + rise * tree.size)
-    return TreeCosts(
-        num_steps=tree.depth,
-        num_draft_tokens=tree.size,
-        draft_ms=_as_tuples(draft_ms),
-        verify_ms=_as_tuples(verify_ms),
-    )
-
-
-def _as_tuples(ms: Milliseconds) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(max(_LEAST_MS, round(float(point), 6)) for point in points) for points in ms)
-
-
-def _as_grid(ms: Milliseconds) -> Grid:
-    return tuple(
-        tuple(tuple(round(float(point), 6) for point in points) for points in rows) for rows in ms
-    )
+def _times(ms: Iterable[float]) -> tuple[float, ...]:
+    return tuple(max(_LEAST_MS, round(float(each), 6)) for each in ms)

@@ -8,11 +8,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from serve_spec.adaptive.curves import StepCurves
 from serve_spec.config.root import leaf_sections
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.plan import BatchResult
-from serve_spec.engine.cost_grid import Point, SyntheticPlans
-from serve_spec.engine.profile import CostGrid, ProfileLimits, TimeBudget, finish, measure_costs
+from serve_spec.profile.measure import CostGrid, ProfileLimits, TimeBudget, finish, measure_costs
+from serve_spec.profile.plans import Point, SyntheticPlans
 from tests.helpers.costs import KEY
 
 SAMPLED_ROW_MS = 0.3
@@ -40,7 +41,7 @@ class FakeWorker:
         self.plans.append(plan)
         context = mean_context(plan)
         factor = next(self._noise)
-        draft = factor * true_draft_ms(len(plan.requests), plan.shape.depth)
+        draft = factor * true_draft_ms(len(plan.requests), plan.shape.depth, context)
         verify = factor * true_verify_ms(len(plan.requests), plan.shape.depth, context)
         if not plan.requests[0].params.is_greedy:
             verify += SAMPLED_ROW_MS * sum(row.query_len for row in plan.requests)
@@ -48,12 +49,12 @@ class FakeWorker:
         return BatchResult([[1]] * len(plan.requests), draft, verify)
 
 
-def true_draft_ms(batch_size, num_steps):
-    return num_steps * (1 + 0.1 * batch_size)
+def true_draft_ms(batch_size, num_steps, context=128):
+    return num_steps * (1 + 0.1 * batch_size + 0.0002 * batch_size * (context - 128))
 
 
-def true_verify_ms(batch_size, num_steps, context):
-    return 5 + (0.5 + 0.001 * context) * batch_size * (num_steps + 1)
+def true_verify_ms(batch_size, num_steps, context=128):
+    return 5 + (0.5 * (num_steps + 1) + 0.001 * context) * batch_size
 
 
 def begun(worker, **changes):
@@ -87,18 +88,23 @@ def mean_context(plan):
     return round(sum(row.length for row in plan.requests) / len(plan.requests))
 
 
+def predicted(costs, size, steps, context=128):
+    """Return the ms of drafting and of verification by a table."""
+    found = StepCurves(costs)
+    verify = found.verify_ms(size, context, size * (steps + 1))
+    return found.draft_ms(size, context)[steps], float(verify)
+
+
 def test_with_time_enough_every_cell_is_the_truth():
     costs = measured(FakeWorker())
     assert costs.batch_sizes == (1, 2, 4, 8, 16, 32)
-    assert costs.num_steps == (0, 1, 2, 3, 5, 7)
-    assert costs.contexts == (128, 512)
-    assert costs.extrapolated == ()
-    assert costs.sampled_row_ms == pytest.approx(SAMPLED_ROW_MS)
-    for (c, context), (b, size), (k, steps) in itertools.product(
-        enumerate(costs.contexts), enumerate(costs.batch_sizes), enumerate(costs.num_steps)
-    ):
-        assert costs.draft_ms[c][b][k] == pytest.approx(true_draft_ms(size, steps))
-        assert costs.verify_ms[c][b][k] == pytest.approx(true_verify_ms(size, steps, context))
+    assert costs.num_steps == (1, 2, 3, 5, 7)
+    assert (costs.context, costs.extrapolated) == (128, ())
+    assert costs.sampled_token_ms == pytest.approx(SAMPLED_ROW_MS)
+    for size, steps in itertools.product(costs.batch_sizes, (0, *costs.num_steps)):
+        for context in (128, 512, 2048):
+            truth = true_draft_ms(size, steps, context), true_verify_ms(size, steps, context)
+            assert predicted(costs, size, steps, context) == pytest.approx(truth, rel=1e-3)
 
 
 class BlockWorker(FakeWorker):
@@ -154,10 +160,10 @@ class Disturbed(FakeWorker):
 )
 def test_slow_first_runs_and_rare_disturbances_do_not_show(slowness, pause_s, sizes):
     costs = measured(Disturbed(slowness, pause_s), **{"max_batch_size": 4, **sizes})
-    for b, size in enumerate(costs.batch_sizes):
-        truth = [true_verify_ms(size, k, 128) for k in costs.num_steps]
-        assert costs.verify_ms[0][b] == pytest.approx(truth)
-        assert costs.draft_ms[0][b][1] == pytest.approx(true_draft_ms(size, 1))
+    for size in costs.batch_sizes:
+        truth = [(true_draft_ms(size, k), true_verify_ms(size, k)) for k in costs.num_steps]
+        found = [predicted(costs, size, k) for k in costs.num_steps]
+        assert found == [pytest.approx(each, rel=1e-3) for each in truth]
 
 
 @pytest.mark.parametrize("budget_s", [0.1, 0.5, 1.0])
@@ -177,16 +183,16 @@ def test_the_budget_holds_and_what_it_did_not_reach_is_extrapolated_by_name(budg
     missing = {
         (size, steps)
         for size in costs.batch_sizes
-        for steps in costs.num_steps
-        if any(
-            Point(context, size, DraftShape.chain(steps)) not in ran for context in costs.contexts
-        )
+        for steps in (0, *costs.num_steps)
+        if Point(128, size, DraftShape.chain(steps)) not in ran
     }
     assert set(costs.extrapolated) == missing
     assert bool(missing) == is_short
-    short = np.array(costs.verify_ms[0])
-    truth = [[true_verify_ms(b, k, 128) for k in costs.num_steps] for b in costs.batch_sizes]
-    assert short == pytest.approx(np.array(truth)), "linear costs continue exactly"
+    for size, steps in itertools.product(costs.batch_sizes, costs.num_steps):
+        truth = true_draft_ms(size, steps), true_verify_ms(size, steps)
+        found = predicted(costs, size, steps)
+        # Linear costs continue exactly, but for the context, whose slope was not measured.
+        assert found == pytest.approx(truth, rel=0.1)
 
 
 def test_small_batches_come_first_but_plain_rounds_of_every_size_before_them():
@@ -194,7 +200,8 @@ def test_small_batches_come_first_but_plain_rounds_of_every_size_before_them():
     measured(worker, budget_s=0.6)
     ran = set(cells_of(worker.plans))
     assert {Point(128, size, DraftShape.chain(0)) for size in (1, 2, 4, 8, 16, 32)} <= ran
-    assert {Point(c, 1, DraftShape.chain(k)) for c in (128, 512) for k in (0, 1, 2, 3, 5, 7)} <= ran
+    assert {Point(128, 1, DraftShape.chain(k)) for k in (0, 1, 2, 3, 5, 7)} <= ran
+    assert {Point(512, 1, DraftShape.chain(k)) for k in (0, 7)} <= ran
     assert Point(512, 32, DraftShape.chain(7)) not in ran
 
 
@@ -203,10 +210,10 @@ def test_a_noisy_moment_does_not_set_one_number_of_steps_apart(num_slow, num_fas
     """The machine is half as fast for long stretches; neighbours differ by what is true of them."""
     slow_then_fast = [2.0] * num_slow + [1.0] * num_fast
     costs = measured(FakeWorker(noise=slow_then_fast), max_batch_size=8)
-    for b, size in enumerate(costs.batch_sizes):
-        truth = np.array([true_verify_ms(size, k, 128) for k in costs.num_steps])
-        factors = np.array(costs.verify_ms[0][b]) / truth
-        assert np.ptp(factors) == pytest.approx(0.0, abs=1e-6)
+    for size in costs.batch_sizes:
+        found = [predicted(costs, size, k)[0] for k in costs.num_steps]
+        factors = np.array(found) / [true_draft_ms(size, k) for k in costs.num_steps]
+        assert np.ptp(factors) == pytest.approx(0.0, abs=1e-3)
 
 
 @pytest.mark.parametrize(("batch_size", "num_steps"), [(1, 1), (2, 7), (4, 4), (16, 7), (64, 3)])
@@ -242,8 +249,11 @@ def test_batches_that_do_not_fit_the_pages_are_left_out_or_extrapolated():
     costs = measured(worker, num_pages=96)
     assert costs.batch_sizes == (1, 2, 4, 8)
     assert max(page for p in worker.plans for row in p.requests for page in row.page_ids) < 96
-    assert (8, 0) in costs.extrapolated, "8 texts of 512 tokens take 256 pages"
-    assert (2, 7) not in costs.extrapolated
+    contexts = {size: [] for size in costs.batch_sizes}
+    for cell in cells_of(worker.plans):
+        contexts[cell.batch_size].append(cell.context)
+    assert max(contexts[2]) == 512
+    assert max(contexts[8]) == 128, "8 texts of 512 tokens take 256 pages"
 
 
 @pytest.mark.parametrize(
@@ -268,8 +278,8 @@ def test_on_a_busy_machine_short_rounds_are_measured_even_beyond_the_budget():
     assert costs.measured_s > 1.0
     assert is_rough
     assert (2, 0) in costs.extrapolated
-    assert costs.draft_ms[0][0][1] == pytest.approx(50 * true_draft_ms(1, 1))
-    assert costs.verify_ms[0][0][0] == pytest.approx(50 * true_verify_ms(1, 0, 128))
+    assert costs.draft_ms[0][0] == pytest.approx(50 * true_draft_ms(1, 1))
+    assert costs.verify_ms[0] == pytest.approx(50 * true_verify_ms(1, 0))
     assert not finish(begun(FakeWorker(), budget_s=1.0)).is_rough
 
 
@@ -339,7 +349,7 @@ class BranchingWorker(FakeWorker):
             return result
         size, context = len(plan.requests), mean_context(plan)
         verify = true_verify_ms(size, plan.shape.size, context)
-        draft = 2 * true_draft_ms(size, plan.shape.depth)
+        draft = 2 * true_draft_ms(size, plan.shape.depth, context)
         self.now += (draft + verify - result.draft_ms - result.verify_ms) / 1e3
         return replace(result, draft_ms=draft, verify_ms=verify)
 
@@ -350,12 +360,7 @@ def test_trees_are_measured_beside_chains_of_the_same_sizes():
     assert [tree.shape for tree in costs.trees] == [(2, 6), (3, 15)]
     for tree in costs.trees:
         draft = [2 * true_draft_ms(size, tree.num_steps) for size in costs.batch_sizes]
-        assert np.array(tree.draft_ms) == pytest.approx(np.array([draft, draft]))
-        for context, found in zip(costs.contexts, tree.verify_ms, strict=True):
-            verify = [
-                true_verify_ms(size, tree.num_draft_tokens, context) for size in costs.batch_sizes
-            ]
-            assert found == pytest.approx(verify, rel=1e-4)
+        assert tree.draft_ms == pytest.approx(draft)
     branched = [plan for plan in worker.plans if not plan.shape.is_chain]
     assert {plan.shape for plan in branched} == set(TREES)
     for plan in branched:
@@ -371,11 +376,9 @@ def test_trees_that_do_not_fit_or_are_of_few_requests_continue_what_was_measured
     costs = measured(BranchingWorker(), trees=dict.fromkeys(TREES), max_num_tokens=200)
     (_, largest) = costs.trees
     assert costs.batch_sizes[-1] == 32, "32 rows of 16 are more than 200"
-    for draft, verify in zip(largest.draft_ms, largest.verify_ms, strict=True):
-        assert all(a < b for a, b in pairwise(draft))
-        assert all(a < b for a, b in pairwise(verify))
+    assert all(a < b for a, b in pairwise(largest.draft_ms))
     worker = BranchingWorker()
     costs = measured(worker, trees=dict.fromkeys(TREES, 4))
     branched = [plan for plan in worker.plans if not plan.shape.is_chain]
     assert {len(plan.requests) for plan in branched} == {1, 2, 4}
-    assert all(len(grid) == len(costs.batch_sizes) for grid in costs.trees[0].verify_ms)
+    assert len(costs.trees[0].draft_ms) == len(costs.batch_sizes)

@@ -26,9 +26,9 @@ from serve_spec.config.cost_table import (
 )
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.machine import cpu_model
-from serve_spec.engine.profile import CostGrid, MeasuredCosts, Measurement, finish
 from serve_spec.log import get_logger
 from serve_spec.models.drafts.loader import draft_weights
+from serve_spec.profile.measure import CostGrid, MeasuredCosts, Measurement, finish
 from serve_spec.worker.worker import SpecWorker
 
 logger = get_logger(__name__)
@@ -160,7 +160,7 @@ class CostSource:
             where = f"cached in {self._cached}" if _cache(table, self._cached) else "not cached"
         detail = (
             f"in {table.measured_s:.1f} s, {len(table.extrapolated)} of "
-            f"{len(table.batch_sizes) * len(table.num_steps)} cells extrapolated; {where}"
+            f"{len(table.batch_sizes) * (len(table.num_steps) + 1)} points extrapolated; {where}"
         )
         self.report = {"state": "measured", "detail": detail}
         logger.info("costs: measured %s", detail)

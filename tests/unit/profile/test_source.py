@@ -16,21 +16,23 @@ from serve_spec.config.cost_table import (
     write_cost_table,
 )
 from serve_spec.core.draft import DraftShape
-from serve_spec.engine.costs import CostSource, code_version, cost_key, fingerprint
-from serve_spec.engine.profile import CostGrid, MeasuredCosts
+from serve_spec.profile.measure import CostGrid, MeasuredCosts
+from serve_spec.profile.source import CostSource, code_version, cost_key, fingerprint
 from tests.helpers.checkpoints import make_eagle3
 from tests.helpers.costs import KEY
 
 MEASURED = CostTable(
     version=FORMAT_VERSION,
     key=KEY,
-    padded=True,
+    context=128,
     batch_sizes=(1, 2),
-    num_steps=(0, 1),
-    contexts=(128, 512),
-    draft_ms=(((0.0, 1.0), (0.0, 1.0)), ((0.0, 1.0), (0.0, 1.0))),
-    verify_ms=(((7.0, 8.0), (8.0, 9.0)), ((7.0, 8.0), (8.0, 9.0))),
-    sampled_row_ms=0.1,
+    num_steps=(1,),
+    draft_ms=((1.0,), (1.0,)),
+    draft_context_ms=0.0,
+    num_tokens=(1, 2, 4),
+    verify_ms=(7.0, 8.0, 9.0),
+    verify_context_ms=0.0,
+    sampled_token_ms=0.1,
     extrapolated=((2, 1),),
     measured_s=1.5,
 )
@@ -119,7 +121,7 @@ def test_what_was_measured_once_is_read_at_the_next_start(cache, logged):
     assert first.verify_ms == MEASURED.verify_ms
     (file,) = cache.glob("costs/*.json")
     _, measured, read = infos_in(logged)
-    assert "measured in 1.5 s, 1 of 4 cells extrapolated" in measured
+    assert "measured in 1.5 s, 1 of 4 points extrapolated" in measured
     assert f"cached in {file}" in measured
     assert f"read from {file}" in read
     assert not warnings_in(logged)
@@ -251,11 +253,11 @@ def test_attempts_that_fail_grow_rare():
 
 
 def test_rough_costs_serve_until_better_ones_are_measured_and_are_not_kept(cache):
-    rough = MeasuredCosts(MEASURED.model_copy(update={"sampled_row_ms": 9.0}), True)
+    rough = MeasuredCosts(MEASURED.model_copy(update={"sampled_token_ms": 9.0}), True)
     now = Time()
     late = source(FakeMeasurement(rough, ValueError("too busy"), MEASURED), clock=now)
     first = late.obtain()
-    assert first.sampled_row_ms == 9.0
+    assert first.sampled_token_ms == 9.0
     assert not late.is_final
     assert not cache.exists()
     found = None
@@ -263,7 +265,7 @@ def test_rough_costs_serve_until_better_ones_are_measured_and_are_not_kept(cache
         now.now += late.wait_s()
         found = late.advance()
         assert late.report["state"] == "measured"
-    assert found.sampled_row_ms == MEASURED.sampled_row_ms
+    assert found.sampled_token_ms == MEASURED.sampled_token_ms
     assert late.is_final
     assert cache.exists()
 

@@ -1,0 +1,1 @@
+"""The costs of steps: measured by synthetic plans, cached, read."""
