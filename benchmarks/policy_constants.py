@@ -36,8 +36,7 @@ MEANING_WIDTH = 62
 MARKS = "<!-- constants -->", "<!-- /constants -->"
 NOTE = """\
 Change of tokens per ms in percent, relative to the shipped constants; noise is about 0.2. For a
-ratio from 0.5 to 1.5, its distance from 1 is halved and doubled. Small trees are allowed at both
-costs, although an engine drafts them only on GPUs."""
+ratio from 0.5 to 1.5, its distance from 1 is halved and doubled."""
 
 Value: TypeAlias = float | tuple[float, ...]
 Effects: TypeAlias = dict[tuple[str, str, str], list[list[float]]]

@@ -80,7 +80,7 @@ class Phase:
     num_tokens: int
     """Mean output tokens of a request."""
     spread: float = 0.0
-    """Lengths lie within this share around the mean, so that requests do not end together."""
+    """Lengths lie within this fraction around the mean, so that requests do not end together."""
 
     @property
     def total_tokens(self) -> int:
@@ -162,7 +162,7 @@ class Simulator:
     max_num_batched_tokens: tokens a round computes at most, prompts and drafts together; drafts
         give way to prompts, which are never cut.
     charge_thinking: the policy's CPU time counts as time of the round.
-    mixes_prompts: prompts share the rounds of other requests, and count in their time.
+    mixes_prompts: prompts run in the rounds of other requests, and count in their time.
     on_round: called after every round with decoding requests.
 
     Raises:
@@ -362,8 +362,8 @@ def _row_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
     ]
     if not steps.shape.is_chain or sum(usable) <= batch.max_draft_tokens:
         return usable
-    share = batch.max_draft_tokens // batch.size
-    return [min(num_steps, share) for num_steps in usable]
+    each = batch.max_draft_tokens // batch.size
+    return [min(num_steps, each) for num_steps in usable]
 
 
 def admitted(

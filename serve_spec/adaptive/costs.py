@@ -18,14 +18,8 @@ from serve_spec.adaptive.curves import Floats, StepCurves
 from serve_spec.config.cost_table import CostTable
 from serve_spec.core.draft import PLAIN, DraftShape
 
-TABLE_ROUNDS = 4.0
-"""Rounds that the table, or estimates from other buckets, count as."""
-COST_ROUNDS = 50.0
-"""Rounds of a shape after which an older one weighs 1/e."""
-STALE_ROUNDS = 1024
-"""Rounds of a bucket after which one of a shape that does not run weighs 1/e."""
-MOST_FACTOR = 2.0
-"""Largest accepted factor between a measured time and the table's; 1 / the smallest."""
+# Rounds that the table, or estimates from other buckets, count as.
+_TABLE_ROUNDS = 4.0
 _NUM_BUCKETS = 24
 
 
@@ -55,7 +49,7 @@ class Costs:
         num_columns = self.max_steps + 1 + len(table.trees)
         self._rounds, self._errors = (np.zeros((_NUM_BUCKETS, num_columns)) for _ in range(2))
         # Of prompts in rounds without and with drafts: weighted factors, weights in rounds.
-        self._prompts: Floats = np.full((2, 2), TABLE_ROUNDS)
+        self._prompts: Floats = np.full((2, 2), _TABLE_ROUNDS)
         self._entries: Floats = np.zeros(2)  # ms and number
 
     def chains_ms(self, work: Work, drafts: Floats) -> Floats:
@@ -119,14 +113,14 @@ class Costs:
         """Return the residual of every shape."""
         at = bucket(size)
         rounds, errors = self._rounds[at], self._errors[at]
-        prior = self._errors.sum() / (self._rounds.sum() + TABLE_ROUNDS)
-        prior = (errors.sum() + TABLE_ROUNDS * prior) / (rounds.sum() + TABLE_ROUNDS)
-        found: Floats = (errors + TABLE_ROUNDS * prior) / (rounds + TABLE_ROUNDS)
+        prior = self._errors.sum() / (self._rounds.sum() + _TABLE_ROUNDS)
+        prior = (errors.sum() + _TABLE_ROUNDS * prior) / (rounds.sum() + _TABLE_ROUNDS)
+        found: Floats = (errors + _TABLE_ROUNDS * prior) / (rounds + _TABLE_ROUNDS)
         return found
 
     def learn(self, work: Work, ms: float) -> bool:
         """Learn from a round; return whether it had no prompts and made little draft KV."""
-        fade = 1.0 - 1.0 / COST_ROUNDS
+        fade = 1.0 - 1.0 / 50.0  # a round weighs 1/e after 50 of its shape
         makes_entries = work.entries > work.size * (self.max_steps + 1)
         if not work.prompts and not makes_entries:
             at = bucket(work.size), self._column(work.shape)
@@ -150,10 +144,10 @@ class Costs:
 
     def age(self, size: int, num_rounds: int) -> None:
         """Let what is known of a batch size, and of prompts, fade by some rounds."""
-        fade = math.exp(-num_rounds / STALE_ROUNDS)
+        fade = math.exp(-num_rounds / 1024.0)
         for sums in (self._rounds, self._errors):
             sums[bucket(size)] *= fade
-        self._prompts += (1.0 - fade) * (TABLE_ROUNDS - self._prompts)
+        self._prompts += (1.0 - fade) * (_TABLE_ROUNDS - self._prompts)
 
     def snapshot(self) -> dict[str, object]:
         """Return the corrections, JSON-able."""
@@ -169,4 +163,5 @@ class Costs:
 
 
 def _believed(factor: float) -> float:
-    return min(max(factor, 1.0 / MOST_FACTOR), MOST_FACTOR)
+    """Return a factor between a measured time and the table's within 1/2 and 2."""
+    return min(max(factor, 0.5), 2.0)

@@ -19,23 +19,21 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from serve_spec.adaptive.curves import Floats
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.record import DraftColumns, StepRecord
-from serve_spec.core.round import AS_DRAWN, FROM_TEXT, Calibration
+from serve_spec.core.round import AS_DRAWN, FROM_NGRAM, Calibration
 
-Floats: TypeAlias = NDArray[np.float64]
 Flags: TypeAlias = NDArray[np.bool_]
 Indices: TypeAlias = NDArray[np.intp]
 
 SAMPLE_REQUESTS = 32
 """Newest drafting requests whose survivals stand for those of a batch; of a larger one, as many."""
-MOST_REQUESTS = 256
-"""Newest requests of a plan's rounds that are learned from, and whose survivals are kept."""
 TREE_ODDS = (1.9, 0.9, 0.67, 0.45)
 """Odds that a level of a tree is accepted over those of a chain's draft there, for each square root
 of the tree's drafts per level. Deeper levels have the last."""
-GAIN_TRIALS = 64.0
-"""Weight, in drafts, of the known gain of trees over chains."""
+# Newest requests of a plan's rounds that are learned from, and whose survivals are kept.
+_MOST_REQUESTS = 256
 
 
 class DraftKnowledge:
@@ -48,7 +46,7 @@ class DraftKnowledge:
         self.max_steps = max_steps
         self.calibration = DraftCalibration(max_steps)
         self.chains = PositionRates(max_steps, accept_rates)
-        self.texts = PositionRates(max_steps)
+        self.ngrams = PositionRates(max_steps)
         self.has_logprobs = False  # whether drafts have scores
         self.pairs = AS_DRAWN
         self.tree_gain = 1.0  # exponent of the odds of trees, learned
@@ -59,9 +57,10 @@ class DraftKnowledge:
         """Learn from rounds, the newest last."""
         num_requests, newest = 0, []
         for record in reversed(records):
-            if num_requests < MOST_REQUESTS and any(record.steps_per_req or record.drafted_per_req):
+            drafted = record.drafted_per_req or record.steps_per_req
+            if num_requests < _MOST_REQUESTS and any(drafted):
                 newest.append(record)
-                num_requests += sum(map(bool, record.drafted_per_req or record.steps_per_req))
+                num_requests += sum(map(bool, drafted))
         chains = [r for r in newest if r.shape.is_chain]
         self._learn_logprobs([r for r in chains if r.draft_logprobs is not None])
         if without_logprobs := [r.model_drafts for r in chains if r.draft_logprobs is None]:
@@ -69,9 +68,9 @@ class DraftKnowledge:
         for tree in {r.shape for r in newest if not r.shape.is_chain}:
             self._learn_tree(tree, [r.model_drafts for r in newest if r.shape == tree])
         if from_ngrams := [r.ngram_drafts for r in newest if any(r.is_ngram)]:
-            self.texts.learn(*self._tallied(from_ngrams))
+            self.ngrams.learn(*self._tallied(from_ngrams))
         if newest:
-            self.pairs = self.calibration.pairs(self.texts.rates)
+            self.pairs = self.calibration.pairs(self.ngrams.rates)
 
     def _tallied(self, drafts: Sequence[DraftColumns]) -> tuple[list[float], list[float]]:
         verified = np.concatenate([each.steps_per_req for each in drafts])
@@ -86,11 +85,12 @@ class DraftKnowledge:
         """Learn what chains would have done and, after chains, what a tree gains over them."""
         trials, hits = map(np.asarray, self._tallied(drafts))
         if num := min(self._chain_trials, trials[0]):
-            seen = num * hits / trials.clip(1.0) + GAIN_TRIALS * self.tree_rates(tree)
-            gained = np.log(_odds(seen / (num + GAIN_TRIALS)) / self._chain_odds())
+            known = 64.0  # drafts that the present gain counts as
+            seen = num * hits / trials.clip(1.0) + known * self.tree_rates(tree)
+            gained = np.log(_odds(seen / (num + known)) / self._chain_odds())
             self.tree_gain = float((gained[0] / np.log(_tree_odds(tree, 1)[0])).clip(-2.0, 2.0))
             self._chain_trials = 0.0
-        rates = (hits + PRIOR_TRIALS * self.tree_rates(tree)) / (trials + PRIOR_TRIALS)
+        rates = (hits + _PRIOR_TRIALS * self.tree_rates(tree)) / (trials + _PRIOR_TRIALS)
         odds = _odds(rates) / _tree_odds(tree, self.max_steps) ** self.tree_gain
         self.chains.learn(trials.tolist(), (trials * odds / (1.0 + odds)).tolist())
         self._sample = self._sample[:0]
@@ -143,7 +143,7 @@ class DraftKnowledge:
             counts = (before * exists).sum(0).tolist(), survivals.sum(0).tolist()
         self._learn_chains(*counts)
         kept = [np.where(exists, survivals, -1.0), self._sample]
-        self._sample = np.concatenate(kept)[:MOST_REQUESTS]
+        self._sample = np.concatenate(kept)[:_MOST_REQUESTS]
 
     def survivals(self, batch_size: int) -> Floats:
         """Return survivals [R, K] for a batch, beyond those drafted at the usual rates."""
@@ -160,7 +160,7 @@ class DraftKnowledge:
         """Return rates and calibration, JSON-able."""
         return {
             "acceptance": {"positions": self.chains.snapshot()},
-            "text_acceptance": self.texts.snapshot() if any(self.texts.trials) else None,
+            "text_acceptance": self.ngrams.snapshot() if any(self.ngrams.trials) else None,
             "calibration": self.calibration.snapshot(),
         }
 
@@ -175,11 +175,9 @@ def _odds(rates: Floats) -> Floats:
 
 
 FIRST_RATE = 0.7
-"""Share of reached drafts that are accepted, of a drafter of which nothing is known."""
-PRIOR_TRIALS = 8.0
-"""Trials that the prior of a position counts as."""
-RATE_TRIALS = 128.0
-"""Trials of the first position after which an older one weighs 1/e."""
+"""Fraction of reached drafts that are accepted, of a drafter of which nothing is known."""
+# Trials that the prior of a position counts as.
+_PRIOR_TRIALS = 8.0
 _LEAST = 1e-3
 
 
@@ -202,7 +200,7 @@ class PositionRates:
 
     def learn(self, trials: Sequence[float], hits: Sequence[float]) -> None:
         """Take in the trials of some rounds, by position, and how many of them were accepted."""
-        fade = math.exp(-trials[0] / RATE_TRIALS)
+        fade = math.exp(-trials[0] / 128.0)  # trials of the first position
         self.trials = [n * fade + new for n, new in zip(self.trials, trials, strict=True)]
         self._hits = [h * fade + new for h, new in zip(self._hits, hits, strict=True)]
         self._update()
@@ -211,7 +209,7 @@ class PositionRates:
         """Shrink each position to its prior, moved as far as the position before."""
         rates, moved = [], 1.0
         for prior, hits, trials in zip(self._prior, self._hits, self.trials, strict=True):
-            rate = (hits + PRIOR_TRIALS * min(prior * moved, 1.0)) / (trials + PRIOR_TRIALS)
+            rate = (hits + _PRIOR_TRIALS * min(prior * moved, 1.0)) / (trials + _PRIOR_TRIALS)
             rates.append(min(max(rate, _LEAST), 1.0 - _LEAST))
             moved = rates[-1] / prior
         self.rates = rates
@@ -232,10 +230,8 @@ def tallied(verified: Indices, correct: Indices, max_steps: int) -> tuple[list[f
     return tried, kept
 
 
-PULL_TRIALS = 128.0
-"""Drafts that the initial value (1, 0) counts as."""
-MEMORY_TRIALS = 2048.0
-"""Drafts of a position after which an older one weighs 1/e."""
+# Drafts of a position after which an older one weighs 1/e.
+_MEMORY_TRIALS = 2048.0
 _LARGEST_LOGIT = 15.0  # as in `ops.admission`
 _LEAST_PAIR, _MOST_PAIR = (0.0, -6.0), (3.0, 6.0)
 _BINS = 10
@@ -246,10 +242,10 @@ class DraftCalibration:
 
     def __init__(self, max_steps: int) -> None:
         self.max_steps = max_steps
-        self._pairs: Floats = np.tile([1.0, 0.0], (FROM_TEXT, max_steps, 1))
-        # A trial's p (1 - p) is about an eighth.
-        self._pull: Floats = PULL_TRIALS / 8.0 * np.eye(2)
-        self._hessians: Floats = np.tile(self._pull, (FROM_TEXT, max_steps, 1, 1))
+        self._pairs: Floats = np.tile([1.0, 0.0], (FROM_NGRAM, max_steps, 1))
+        # The initial pair counts as 128 drafts, whose p (1 - p) is about an eighth.
+        self._pull: Floats = 128.0 / 8.0 * np.eye(2)
+        self._hessians: Floats = np.tile(self._pull, (FROM_NGRAM, max_steps, 1, 1))
         self._bins: Floats = np.zeros((3, max_steps, _BINS))
 
     def probabilities(self, logprobs: Floats, kinds: Indices) -> Floats:
@@ -275,10 +271,10 @@ class DraftCalibration:
         error = np.where(counts, accepted - probabilities, 0.0)
         spread = np.where(counts, probabilities * (1.0 - probabilities), 0.0)
         columns = [error * logit, error, spread * logit * logit, spread * logit, spread, counts]
-        is_kind = np.arange(FROM_TEXT)[:, None] == kinds
+        is_kind = np.arange(FROM_NGRAM)[:, None] == kinds
         sums = is_kind.astype(np.float64) @ np.concatenate(columns, axis=1)
         slope, offset, xx, x, one, trials = np.split(sums, 6, axis=1)
-        fade = np.exp(-trials / MEMORY_TRIALS)[..., None]
+        fade = np.exp(-trials / _MEMORY_TRIALS)[..., None]
         # Older drafts fade; the pull to the start does not.
         self._hessians -= (1.0 - fade)[..., None] * (self._hessians - self._pull)
         self._hessians += np.stack([np.stack([xx, x], -1), np.stack([x, one], -1)], -2)
@@ -292,18 +288,18 @@ class DraftCalibration:
         row, place = np.nonzero(counts)
         known = probabilities[row, place]
         bins = place * _BINS + np.minimum(known * _BINS, _BINS - 1).astype(np.intp)
-        self._bins *= math.exp(-len(row) / (MEMORY_TRIALS * self.max_steps))
+        self._bins *= math.exp(-len(row) / (_MEMORY_TRIALS * self.max_steps))
         for sums, weights in zip(self._bins, (None, known, accepted[row, place]), strict=True):
             sums += np.bincount(bins, weights, sums.size).reshape(sums.shape)
 
-    def pairs(self, text_rates: Sequence[float]) -> Calibration:
+    def pairs(self, ngram_rates: Sequence[float]) -> Calibration:
         """Return what the device is given. N-gram drafts have no scores: their rates decide.
 
-        text_rates: probability that an n-gram draft is accepted once reached, by position.
+        ngram_rates: probability that an n-gram draft is accepted once reached, by position.
         """
         model = [tuple([(w, b) for w, b in kind]) for kind in self._pairs.round(4).tolist()]
-        text = [(0.0, round(math.log(rate / (1.0 - rate)), 4)) for rate in text_rates]
-        return (*model, tuple(text))
+        ngrams = [(0.0, round(math.log(rate / (1.0 - rate)), 4)) for rate in ngram_rates]
+        return (*model, tuple(ngrams))
 
     def snapshot(self) -> list[dict[str, object]]:
         """Return expected and observed acceptance by position; the error is that of ten bins."""

@@ -7,19 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from serve_spec.adaptive.costs import STALE_ROUNDS
-from serve_spec.adaptive.drafts import SAMPLE_REQUESTS
 from serve_spec.adaptive.planner import Candidate
 from serve_spec.core.round import DecodeBatch, Reason
 
 PLAN_ROUNDS = 8
 """Rounds that follow a plan; twice as many follow one that keeps the shape."""
-EXPLORED_SHARE = 0.002
-"""Share of the time that exploration may cost,"""
-BUDGET_MS = 60_000.0
-"""of which older time weighs 1/e."""
+# Rounds between explorations: of drafts while off; of plain rounds, chains or trees while on.
 EXPLORE_AFTER = 128
-"""Rounds between explorations: of drafts while off; of plain rounds, chains or trees while on."""
 
 
 class Trial(NamedTuple):
@@ -40,13 +34,13 @@ class Exploration:
         self._tried_plain = False
 
     @property
-    def share(self) -> float:
-        """Share of the time that trials cost lately."""
+    def fraction(self) -> float:
+        """Fraction of the time that trials cost lately."""
         return self._lost_ms / max(self._total_ms, 1e-9)
 
     def observe(self, ms: float, lost_ms: float) -> None:
         """Add a round. lost_ms: what it cost more than the plan; 0 unless it was a trial."""
-        fade = math.exp(-ms / BUDGET_MS)
+        fade = math.exp(-ms / 60_000.0)  # older than a minute weighs less than 1/e
         self._total_ms = self._total_ms * fade + ms
         self._lost_ms = max(0.0, self._lost_ms * fade + lost_ms)
 
@@ -63,7 +57,7 @@ class Exploration:
         found: candidates, plain rounds first. num_rounds: of the plan that follows otherwise.
         is_due: whether to try plain rounds now.
         """
-        spare_ms = EXPLORED_SHARE * self._total_ms - self._lost_ms
+        spare_ms = 0.002 * self._total_ms - self._lost_ms  # trials may cost 0.2 % of the time
         self._num_rounds += num_rounds
         is_due = is_due or self._num_rounds >= EXPLORE_AFTER
         if not chosen.shape.depth:
@@ -84,8 +78,8 @@ class Exploration:
 
 
 def _drafting_trial(batch: DecodeBatch, found: Sequence[Candidate]) -> Trial:
-    """Return drafts of a few requests, those that lack the fewest draft KV entries."""
-    num = min(batch.size, SAMPLE_REQUESTS // PLAN_ROUNDS)
+    """Return drafts of four requests, those that lack the fewest draft KV entries."""
+    num = min(batch.size, 4)
     lacks = batch.num_missing_entries or [0] * batch.size
     members = sorted(range(batch.size), key=lambda at: (lacks[at], -at))[:num]
     tried = max(found[1:3], key=lambda each: each.tokens_per_ms)
@@ -94,11 +88,9 @@ def _drafting_trial(batch: DecodeBatch, found: Sequence[Candidate]) -> Trial:
     return Trial(tried, PLAN_ROUNDS, Reason.PROBE, ids)
 
 
-GUARD_ROUNDS = 64
-"""Drafting rounds before a comparison, after which an older one weighs 1/e. Also the rounds off
-after a first loss: each further loss doubles them, as many rounds without a loss reset them."""
-LEAST_SPEEDUP = 0.98
-"""Measured speed over plain rounds below which drafting loses."""
+# Drafting rounds before a comparison, after which an older one weighs 1/e. Also the rounds off
+# after a first loss: each further loss doubles them, as many rounds without a loss reset them.
+_GUARD_ROUNDS = 64
 
 
 class SpeedGuard:
@@ -110,7 +102,7 @@ class SpeedGuard:
     def __init__(self) -> None:
         self.plain: float | None = None  # units that a plain round takes
         self.rounds_left = 0  # rounds that it keeps speculation off; the policy counts them down
-        self._closed_rounds = GUARD_ROUNDS
+        self._closed_rounds = _GUARD_ROUNDS
         self._num = 0
         self._tokens = self._units = 0.0
 
@@ -120,18 +112,18 @@ class SpeedGuard:
 
     def observe(self, tokens: float, units: float) -> None:
         """Take in a round that drafted and emitted so many tokens per request."""
-        fade = 1.0 - 1.0 / GUARD_ROUNDS
+        fade = 1.0 - 1.0 / _GUARD_ROUNDS
         self._num += 1
         self._tokens, self._units = fade * self._tokens + tokens, fade * self._units + units
         speedup = self.speedup
-        if speedup is None or self._num < GUARD_ROUNDS:
+        if speedup is None or self._num < _GUARD_ROUNDS:
             return
-        if speedup < LEAST_SPEEDUP:
+        if speedup < 0.98:  # drafting loses, beyond noise
             self.rounds_left = self._closed_rounds
-            self._closed_rounds = min(2 * self._closed_rounds, STALE_ROUNDS)
+            self._closed_rounds = min(2 * self._closed_rounds, 1024)
             self._num, self._tokens, self._units = 0, 0.0, 0.0
         elif self._num >= self._closed_rounds:
-            self._closed_rounds = GUARD_ROUNDS
+            self._closed_rounds = _GUARD_ROUNDS
 
     @property
     def speedup(self) -> float | None:

@@ -2,7 +2,7 @@
 
 `drafts` predicts accepted tokens, `costs` the time of rounds; `planner` picks a depth
 and a budget for some rounds. Plain rounds, and drafts while speculation is off, are tried for a
-share of the time. `SpeedGuard` turns speculation off where it was measured to lose.
+fraction of the time. `SpeedGuard` turns speculation off where it was measured to lose.
 """
 
 from __future__ import annotations
@@ -24,12 +24,6 @@ from serve_spec.config.cost_table import CostTable
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.record import StepRecord
 from serve_spec.core.round import DecodeBatch, Reason, RoundNotes, RoundSteps
-
-MOVE_GAIN = 1.015
-"""Predicted gain that changes the depth; turning off needs none."""
-
-MOST_KEPT_ROUNDS = 4 * PLAN_ROUNDS
-"""Most rounds that are kept to learn from; a plan lasts for half as many."""
 
 SMALL_TREES = {1: (DraftShape(4, 15, 4), DraftShape(6, 31, 4)), 9: ()}
 """Trees that goodput may choose though none are configured, by the least batch size."""
@@ -101,9 +95,9 @@ class GoodputPolicy(StepPolicy):
         self._chosen: Candidate | None = None
         self._answer = RoundSteps(self._shape)
         self._trial: frozenset[str] | None = None
-        self._text_steps = 0
+        self._ngram_steps = 0
         self._rounds_left = self._rounds_at_shape = 0
-        self._rounds_without_text = 0
+        self._rounds_without_ngrams = 0
         self._to_learn: list[StepRecord] = []
         self._prompts = PromptLoad()
         self._exploration = Exploration()
@@ -140,24 +134,24 @@ class GoodputPolicy(StepPolicy):
         if self._trial is not None:
             steps = [answer.shape.depth if i in self._trial else 0 for i in batch.request_ids]
             answer = replace(answer, steps_per_req=steps)
-        if batch.text_steps:
-            answer = replace(answer, text_steps=self._of_texts(batch))
+        if batch.ngram_steps:
+            answer = replace(answer, ngram_steps=self._ngram_steps_of(batch))
         return answer
 
-    def _of_texts(self, batch: DecodeBatch) -> list[int]:
+    def _ngram_steps_of(self, batch: DecodeBatch) -> list[int]:
         """Return how many n-gram drafts each request verifies; sometimes two of one, to learn."""
-        steps = [min(found, self._text_steps) for found in batch.text_steps]
-        self._rounds_without_text = 0 if any(steps) else self._rounds_without_text + 1
-        if self._rounds_without_text > EXPLORE_AFTER and any(batch.text_steps):
-            most = max(range(batch.size), key=batch.text_steps.__getitem__)
-            steps[most] = min(batch.text_steps[most], 2)
+        steps = [min(found, self._ngram_steps) for found in batch.ngram_steps]
+        self._rounds_without_ngrams = 0 if any(steps) else self._rounds_without_ngrams + 1
+        if self._rounds_without_ngrams > EXPLORE_AFTER and any(batch.ngram_steps):
+            most = max(range(batch.size), key=batch.ngram_steps.__getitem__)
+            steps[most] = min(batch.ngram_steps[most], 2)
         return steps
 
     def observe(self, record: StepRecord) -> None:
         """Keep a round until the next plan, unless an earlier policy asked for it."""
         if record.shape in self.shapes:
             self._to_learn.append(record)
-        if len(self._to_learn) >= MOST_KEPT_ROUNDS:  # while no request may draft, no plan comes
+        if len(self._to_learn) >= 4 * PLAN_ROUNDS:  # while no request may draft, no plan comes
             self._learn()
 
     def _learn(self) -> None:
@@ -218,8 +212,10 @@ class GoodputPolicy(StepPolicy):
         self._rounds_left = 2 * PLAN_ROUNDS if stays and not moved else PLAN_ROUNDS
         if not stays:
             self._shape, self._rounds_at_shape = chosen.shape, 0
-        rates = self.drafts.texts.rates
-        self._text_steps = self._planner.text_steps(load, chosen, rates) if batch.text_steps else 0
+        rates = self.drafts.ngrams.rates
+        self._ngram_steps = (
+            self._planner.ngram_steps(load, chosen, rates) if batch.ngram_steps else 0
+        )
         trial = None
         if not guard.rounds_left:
             is_due = guard.plain is None
@@ -262,7 +258,8 @@ class GoodputPolicy(StepPolicy):
             return found[0]
         if present is not None and not moved and best is not present:
             dwells = self._rounds_at_shape < self.min_dwell_rounds
-            gain = 1.0 if best is found[0] else MOVE_GAIN
+            # Depths change for a gain above noise, and turn off for any.
+            gain = 1.0 if best is found[0] else 1.015
             if dwells or best.tokens_per_ms < gain * present.tokens_per_ms:
                 self.last_reason = Reason.DWELL if dwells else Reason.STEADY
                 return present
@@ -289,7 +286,7 @@ class GoodputPolicy(StepPolicy):
             "predicted_goodput": {str(k): round(x.tokens_per_ms, 5) for k, x in found.items()},
             "predicted_ms": None if chosen is None else round(chosen.ms, 4),
             "predicted_tokens": None if chosen is None else round(size + chosen.expected, 4),
-            "explored_share": round(self._exploration.share, 6),
+            "explored_share": round(self._exploration.fraction, 6),
             **self.drafts.snapshot(),
             "costs": self.costs.snapshot(),
             "marginal_ms_by_batch_size": self._planner.marginal_ms(

@@ -16,13 +16,13 @@ FIRST_STEPS = 5
 MAX_STEPS = 8
 """and most drafts of any."""
 RAISE_ABOVE = 0.85
-"""Share of a sequence's drafts that were accepted, above which it drafts one more,"""
+"""Fraction of a sequence's drafts that were accepted, above which it drafts one more,"""
 LOWER_BELOW = 0.55
 """and below which it drafts one less."""
 
 
 class AdaptiveSpeculator:
-    """One sequence's number of steps, moved by the share of all its drafts that were accepted."""
+    """One sequence's number of steps, moved by the accepted fraction of all its drafts."""
 
     def __init__(
         self, initial_steps: int = FIRST_STEPS, min_steps: int = 1, max_steps: int = MAX_STEPS

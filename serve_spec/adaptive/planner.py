@@ -15,14 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from serve_spec.adaptive.costs import Costs, Work
-from serve_spec.adaptive.drafts import SAMPLE_REQUESTS, Floats
+from serve_spec.adaptive.curves import Floats
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.record import StepRecord
-
-BUDGETS = 16
-"""Budgets that are weighed where no graphs are captured."""
-ALL_IS_BEST = 0.995
-"""Share of the best budget's speed from which all drafts are verified."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +26,12 @@ class Load:
 
     work: Work  # its rounds, without drafts
     prompts: float = 0.0  # prompt tokens per emitted token: requests that end make room for others
-    prompt_tokens: float = 0.0  # tokens of a prompt, which share a round
-    mixed: float = 0.0  # share of ended requests that a prompt followed lately
+    prompt_tokens: float = 0.0  # tokens of a prompt, which run in one round
+    mixed: float = 0.0  # fraction of ended requests that a prompt followed lately
+
+
+# Requests, and rounds, after which an older one weighs 1/e.
+_MEMORY_REQUESTS = 32
 
 
 class PromptLoad:
@@ -41,15 +40,15 @@ class PromptLoad:
     def __init__(self) -> None:
         # Prompt tokens, emitted tokens and number of requests that ended lately.
         self._ended: Floats = np.zeros(3)
-        # Share of recent rounds with prompts, and what it would be if one followed every request.
+        # Fraction of recent rounds with prompts, and the same if one followed every request.
         self._mixed: Floats = np.zeros(2)
 
     def observe(self, record: StepRecord) -> None:
         """Add a round."""
         begun = min(1.0, record.num_output_tokens * self._ended[2] / max(self._ended[1], 1.0))
-        self._mixed += ((record.num_prefill_tokens > 0, begun) - self._mixed) / SAMPLE_REQUESTS
+        self._mixed += ((record.num_prefill_tokens > 0, begun) - self._mixed) / _MEMORY_REQUESTS
         if num := record.num_ended:
-            self._ended *= math.exp(-num / SAMPLE_REQUESTS)
+            self._ended *= math.exp(-num / _MEMORY_REQUESTS)
             self._ended += record.num_ended_prompt_tokens, record.num_ended_tokens, num
 
     def load(self, work: Work) -> Load:
@@ -96,14 +95,16 @@ class Planner:
         members = place < np.arange(width + 1)[:, None]
         drafts = np.cumsum(members * weights[place], axis=1)
         accepted = np.cumsum(members * (weights[place] * ranked), axis=1)
-        wholes = drafts[:, -1]
-        budgets = self._budgets(size, min(float(wholes[-1]), most)) if may_admit else np.empty(0)
+        all_drafts = drafts[:, -1]
+        budgets = (
+            self._budgets(size, min(float(all_drafts[-1]), most)) if may_admit else np.empty(0)
+        )
         # A column for every budget, and a last one for all drafts of a depth.
         columns = np.append(budgets, 0.0)
         rows = np.broadcast_to(columns, (width + 1, len(columns))).copy()
-        rows[:, -1] = wholes
+        rows[:, -1] = all_drafts
         expected = np.array([np.interp(*x) for x in zip(rows, drafts, accepted, strict=True)])
-        ms = self.costs.chains_ms(load.work, np.append(budgets, wholes))[: width + 1]
+        ms = self.costs.chains_ms(load.work, np.append(budgets, all_drafts))[: width + 1]
         all_ms = np.diagonal(ms[:, len(budgets) :])
         ms = np.concatenate([ms[:, : len(budgets)], all_ms[:, None]], axis=1)
         speeds = self._speeds(load, rows, expected, ms)
@@ -111,7 +112,7 @@ class Planner:
         found = []
         for depth, row in enumerate(speeds):
             at = int(row.argmax())
-            if row[-1] >= ALL_IS_BEST * row[at]:
+            if row[-1] >= 0.995 * row[at]:  # choosing among drafts takes time, too
                 at = len(row) - 1
             if row[at] > 0.0:
                 budget = None if at == len(row) - 1 else int(budgets[at])
@@ -120,7 +121,7 @@ class Planner:
         return found
 
     def tree(self, load: Load, shape: DraftShape, rates: Floats) -> Candidate:
-        """Return a tree that is verified whole, by the probability that each level is accepted."""
+        """Return a tree, verified in full. rates: probability that a level is accepted."""
         size = load.work.size
         expected = size * float(np.cumprod(rates[: shape.depth]).sum())
         ms = self.costs.ms(load.work._replace(shape=shape, drafts=size * shape.size))
@@ -136,7 +137,7 @@ class Planner:
         at = min(bisect_left(counts, tokens), len(counts) - 1)
         return max(1, counts[at] - size)
 
-    def text_steps(self, load: Load, chosen: Candidate, rates: Sequence[float]) -> int:
+    def ngram_steps(self, load: Load, chosen: Candidate, rates: Sequence[float]) -> int:
         """Return how many n-gram drafts a request verifies that has some.
 
         rates: probability by position that they are accepted.
@@ -173,7 +174,7 @@ class Planner:
         if counts := self.token_counts:
             low, high = bisect_right(counts, size), bisect_left(counts, size + most)
             return np.array(counts[low:high], dtype=float) - size
-        steps = np.unique(np.linspace(0.0, most, BUDGETS + 1)[1:].round())
+        steps = np.unique(np.linspace(0.0, most, 17)[1:].round())
         return steps[(steps > 0) & (steps < most)]
 
     def _speeds(self, load: Load, drafts: Floats, expected: Floats, ms: Floats) -> Floats:

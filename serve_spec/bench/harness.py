@@ -73,12 +73,12 @@ def engine_beside(engine: SpecEngine, controller: AdaptiveController) -> SpecEng
     Drain one before the other runs.
     """
     of = engine.scheduler
-    texts = of.drafts.texts
+    ngrams = of.drafts.ngrams
     return SpecEngine(
         Scheduler(
             of.limits,
             of.cache,
-            ngram_drafter=None if texts is None else copy.deepcopy(texts.drafter),
+            ngram_drafter=None if ngrams is None else copy.deepcopy(ngrams.drafter),
             model_drafts=of.drafts.model,
             vocab_size=of.vocab_size,
         ),

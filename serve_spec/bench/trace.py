@@ -249,7 +249,7 @@ def _table(traces: TraceSet) -> str:
     rows = []
     for kind in dict.fromkeys(trace.kind for trace in traces.traces):
         counts = [n for trace in traces.of(kind) for n in trace.num_correct_drafts]
-        # Survival: share of positions with at least k accepted drafts.
+        # Survival: fraction of positions with at least k accepted drafts.
         survival = [
             sum(n >= k for n in counts) / len(counts) for k in range(1, traces.num_steps + 1)
         ]

@@ -113,9 +113,9 @@ class MeasurementFile:
 def _whole_lines(path: Path) -> list[str]:
     """Return the lines of the file, after cutting it back to its last line end."""
     content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    os.truncate(path, len(whole))
-    return whole.decode(errors="replace").splitlines()
+    finished = content[: content.rfind(b"\n") + 1]
+    os.truncate(path, len(finished))
+    return finished.decode(errors="replace").splitlines()
 
 
 def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.request import SamplingParams, TokenLogprob
-from serve_spec.core.round import AS_DRAWN, FROM_TEXT, GREEDY, SAMPLED, Calibration
+from serve_spec.core.round import AS_DRAWN, FROM_NGRAM, GREEDY, SAMPLED, Calibration
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class ScheduledRequest(NamedTuple):
     @property
     def draft_kind(self) -> int:
         """See `Calibration`."""
-        return FROM_TEXT if self.draft_ids else GREEDY if self.params.is_greedy else SAMPLED
+        return FROM_NGRAM if self.draft_ids else GREEDY if self.params.is_greedy else SAMPLED
 
     @property
     def model_steps(self) -> int:

@@ -15,11 +15,11 @@ from serve_spec.core.draft import DraftShape
 Calibration: TypeAlias = tuple[tuple[tuple[float, float], ...], ...]
 """From log probabilities to acceptance, see `ops.admission`: (weight, bias) by kind and place.
 
-Kinds: `GREEDY` and `SAMPLED` requests' model drafts, and n-gram drafts (`FROM_TEXT`). A position
+Kinds: `GREEDY` and `SAMPLED` requests' model drafts, and n-gram drafts (`FROM_NGRAM`). A position
 past the end has the last pair.
 """
 
-GREEDY, SAMPLED, FROM_TEXT = range(3)
+GREEDY, SAMPLED, FROM_NGRAM = range(3)
 
 AS_DRAWN: Calibration = (((1.0, 0.0),),) * 3
 """A draft's probability of acceptance is the one it was drawn with."""
@@ -67,8 +67,8 @@ class DecodeBatch:
     num_prompts: int = 0
     """Sequences in prefill: the batch will soon be larger by so many."""
     num_prompt_tokens: int = 0
-    """Prompt tokens that share the step if it drafts little; drafts may take their room."""
-    text_steps: Sequence[int] = ()
+    """Prompt tokens that run in the step if it drafts little; drafts may take their room."""
+    ngram_steps: Sequence[int] = ()
     """N-gram drafts of each request, which it may verify instead of a model's; empty if there is
     only one source of drafts."""
 
@@ -106,14 +106,14 @@ NO_NOTES = RoundNotes()
 class RoundSteps:
     """A policy's answer: the shape, and how many levels of it each request drafts (None: all).
 
-    A request never drafts deeper than its `max_steps`. With n-gram drafts it verifies `text_steps`
+    A request never drafts deeper than its `max_steps`. With n-gram drafts it verifies `ngram_steps`
     of them, whatever the shape (None: as many as it would draft otherwise; 0: a model drafts).
     """
 
     shape: DraftShape
     steps_per_req: Sequence[int] | None = None
     notes: RoundNotes = field(default=NO_NOTES, compare=False)
-    text_steps: Sequence[int] | None = None
+    ngram_steps: Sequence[int] | None = None
     budget: int | None = None
     """Most drafts of the whole step that the target verifies: those likeliest to be accepted. None:
     all that were drafted."""

@@ -119,14 +119,14 @@ def _build_engine(
     if _captures_graphs(config, loaded.device):
         policy = _with_captured_sizes(policy, worker, config.scheduler.max_num_seqs)
     controller = AdaptiveController(policy, table, logger.warning)
-    texts: NgramDrafter | None = None
+    ngrams: NgramDrafter | None = None
     if (algorithm := config.speculative.ngram_algorithm) is not None:
         create = METHODS[algorithm].load()
-        texts = create(config.speculative, tokenizer.encode, policy.max_depth)
+        ngrams = create(config.speculative, tokenizer.encode, policy.max_depth)
     if loaded.device.type == "cuda":
         freeze_gc()
     return SpecEngine(
-        _scheduler(config, worker, cache, texts),
+        _scheduler(config, worker, cache, ngrams),
         worker,
         controller,
         tokenizer,
@@ -178,13 +178,13 @@ def _scheduler(
     config: ServeSpecConfig,
     worker: SpecWorker,
     cache: KVCacheManager,
-    texts: NgramDrafter | None = None,
+    ngrams: NgramDrafter | None = None,
 ) -> Scheduler:
     drafter = worker.drafter
     return Scheduler(
         config.scheduler,
         cache,
-        ngram_drafter=texts,
+        ngram_drafter=ngrams,
         model_drafts=None
         if drafter is None
         else ModelDrafts(drafter.slots_past, drafter.first_entry),

@@ -351,7 +351,7 @@ def step_record(
     decoded = [each for each in committed if each.scheduled.is_decode]
     live = [each for each in decoded if not each.seq.finished]
     ended = [each.seq for each in committed if each.seq.finished]
-    has_model, has_texts = scheduler.drafts.has_model, scheduler.drafts.texts is not None
+    has_model, has_ngrams = scheduler.drafts.has_model, scheduler.drafts.ngrams is not None
     drafted = [req.model_steps if has_model else req.num_steps for req in planned]
     num_drafts = sum([each.num_drafts for each in decoded])
     numbers = [each.number for each in live]
@@ -369,7 +369,7 @@ def step_record(
         correct_per_req=tuple([each.num_correct_drafts for each in live]),
         is_sampled=tuple([not each.scheduled.params.is_greedy for each in live]),
         is_ngram=tuple([bool(each.scheduled.draft_ids) for each in live])
-        if has_texts and has_model
+        if has_ngrams and has_model
         else (),
         accept_lengths=tuple([len(each.token_ids) for each in decoded]),
         num_draft_tokens=num_drafts,

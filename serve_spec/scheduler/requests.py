@@ -121,7 +121,7 @@ class PostponedChoice:
     @property
     def has_drafts(self) -> bool:
         """Return whether the postponed step drafts."""
-        return any(wanted_steps(self.steps, self.batch)) or any(self.steps.text_steps or ())
+        return any(wanted_steps(self.steps, self.batch)) or any(self.steps.ngram_steps or ())
 
     def now(self, batch: DecodeBatch) -> RoundSteps:
         """Return the same answer for the requests that are left."""
@@ -130,11 +130,11 @@ class PostponedChoice:
             by_id = dict(zip(self.batch.request_ids, steps, strict=True))
             return [by_id.get(request_id, 0) for request_id in batch.request_ids]
 
-        text_steps = self.steps.text_steps
+        ngram_steps = self.steps.ngram_steps
         return replace(
             self.steps,
             steps_per_req=of_batch(wanted_steps(self.steps, self.batch)),
-            text_steps=None if text_steps is None else of_batch(text_steps),
+            ngram_steps=None if ngram_steps is None else of_batch(ngram_steps),
         )
 
 
@@ -156,15 +156,15 @@ class RequestDrafts(NamedTuple):
 
 @dataclass(frozen=True)
 class DraftSource:
-    """Where drafts come from: n-grams in `texts`, a draft model, or one of them per request."""
+    """Where drafts come from: n-grams in `ngrams`, a draft model, or one of them per request."""
 
-    texts: NgramDraftCache | None
+    ngrams: NgramDraftCache | None
     model: ModelDrafts | None
 
     @property
     def has_model(self) -> bool:
         """Return whether drafts may come from elsewhere than from n-grams."""
-        return self.model is not None or self.texts is None
+        return self.model is not None or self.ngrams is None
 
     def slots_past(self, shape: DraftShape) -> int:
         """Return the KV slots past a request's length that its drafts take.
@@ -238,10 +238,10 @@ def decode_batch(
         usable_steps(seq, 0 if req is None else 1)
         for seq, req in zip(decoding, reqs_before, strict=True)
     ]
-    text_steps = [] if drafts.texts is None else drafts.texts.find(decoding, max_steps)
+    ngram_steps = [] if drafts.ngrams is None else drafts.ngrams.find(decoding, max_steps)
     return DecodeBatch(
         request_ids=[seq.request_id for seq in decoding],
-        max_steps=max_steps if drafts.has_model else text_steps,
+        max_steps=max_steps if drafts.has_model else ngram_steps,
         num_tokens=sum(lengths),
         num_sampled=sum(not seq.params.is_greedy for seq in decoding),
         max_draft_tokens=max(0, min(budget, held + cache.num_free_pages * page_size)),
@@ -251,7 +251,7 @@ def decode_batch(
         num_remaining=[seq.num_remaining for seq in decoding],
         num_prompts=len(prompts),
         num_prompt_tokens=num_prompt_tokens,
-        text_steps=text_steps if drafts.has_model else [],
+        ngram_steps=ngram_steps if drafts.has_model else [],
     )
 
 
@@ -264,12 +264,12 @@ def wanted_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
     )
 
 
-def text_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
+def ngram_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
     """Return the number of n-gram drafts per request; 0 if it has none or a model drafts."""
-    if not any(batch.text_steps):
+    if not any(batch.ngram_steps):
         return [0] * batch.size
-    wanted = wanted_steps(steps, batch) if steps.text_steps is None else steps.text_steps
-    return [min(want, found) for want, found in zip(wanted, batch.text_steps, strict=True)]
+    wanted = wanted_steps(steps, batch) if steps.ngram_steps is None else steps.ngram_steps
+    return [min(want, found) for want, found in zip(wanted, batch.ngram_steps, strict=True)]
 
 
 def usable_budget(
@@ -286,11 +286,11 @@ def usable_budget(
 
 
 def _shared(num_drafts: list[int], batch: DecodeBatch) -> list[int]:
-    """Return the number of drafts per request, cut to an even share if they do not all fit."""
+    """Return the number of drafts per request, cut to equal numbers if they do not all fit."""
     if sum(num_drafts) <= batch.max_draft_tokens:
         return num_drafts
-    share = batch.max_draft_tokens // batch.size
-    return [min(count, share) for count in num_drafts]
+    each = batch.max_draft_tokens // batch.size
+    return [min(count, each) for count in num_drafts]
 
 
 def fair_drafts(steps: RoundSteps, batch: DecodeBatch) -> list[RequestDrafts]:
@@ -298,7 +298,7 @@ def fair_drafts(steps: RoundSteps, batch: DecodeBatch) -> list[RequestDrafts]:
 
     If the room is too small for all drafts, it is shared evenly.
     """
-    shape, ngram_drafts = steps.shape, text_steps(steps, batch)
+    shape, ngram_drafts = steps.shape, ngram_steps(steps, batch)
     wanted = zip(ngram_drafts, wanted_steps(steps, batch), batch.max_steps, strict=True)
     usable = [of_ngrams or min(want, most) for of_ngrams, want, most in wanted]
     if shape.is_chain:

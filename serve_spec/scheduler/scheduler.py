@@ -169,7 +169,7 @@ class Scheduler:
     def commit(
         self, plan: ScheduledBatch, result: BatchResult, cut: CutOutput
     ) -> list[CommittedRequest]:
-        """Append emitted tokens, finish sequences that end, return surplus pages.
+        """Append emitted tokens, finish sequences that end, return unused pages.
 
         A sequence whose logits are NaN commits nothing: see `RequestQueue.drop_broken`.
 
@@ -231,8 +231,8 @@ class Scheduler:
         self, seq: Sequence, drafts: RequestDrafts, limit: int
     ) -> ScheduledRequest | None:
         found = None
-        if self.drafts.texts is not None and self.drafts.is_ngram(drafts):
-            found = self.drafts.texts.drafts(seq, drafts)
+        if self.drafts.ngrams is not None and self.drafts.is_ngram(drafts):
+            found = self.drafts.ngrams.drafts(seq, drafts)
         if found is not None and found.parents:
             drafts = drafts._replace(shape=replace(drafts.shape, size=len(found.token_ids)))
         while not self.cache.can_reserve(seq, len(seq) + self.drafts.slots_past(drafts.shape)):
@@ -291,8 +291,8 @@ class Scheduler:
                 self.cache.trim(seq, len(seq) + slots_ahead.get(seq.request_id, 0))
 
     def _forget(self, seq: Sequence) -> None:
-        if self.drafts.texts is not None:
-            self.drafts.texts.forget(seq.request_id)
+        if self.drafts.ngrams is not None:
+            self.drafts.ngrams.forget(seq.request_id)
         self.on_leave(seq)
 
 

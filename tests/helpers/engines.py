@@ -141,11 +141,11 @@ def checked(llm):
         deltas = step()
         engine.scheduler.queue.check_integrity()
         if not engine.has_work:
-            texts = engine.scheduler.drafts.texts
+            ngrams = engine.scheduler.drafts.ngrams
             grammars = engine.worker.grammars
             assert not {**grammars._texts, **grammars._jobs}, "the grammar of an ended request"
-            assert texts is None or len(texts) == 0, "the text of a request that ended"
-            assert not getattr(getattr(texts, "drafter", None), "_texts", ()), "its index"
+            assert ngrams is None or len(ngrams) == 0, "the text of a request that ended"
+            assert not getattr(getattr(ngrams, "drafter", None), "_texts", ()), "its index"
         return deltas
 
     llm.engine.step = step_and_check

@@ -1,4 +1,4 @@
-"""Laws of strategy goodput, and of how the logprobs of drafts become probabilities."""
+"""Strategy goodput, and how the logprobs of drafts become probabilities."""
 
 import math
 import random
@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from benchmarks.simulator import Phase, Simulator, admitted
 from serve_spec.adaptive.costs import Costs, Work
 from serve_spec.adaptive.drafts import DraftCalibration, PositionRates, logits
-from serve_spec.adaptive.exploration import EXPLORED_SHARE, SpeedGuard
+from serve_spec.adaptive.exploration import SpeedGuard
 from serve_spec.adaptive.goodput import AllowedShapes, GoodputPolicy
 from serve_spec.adaptive.planner import Load, Planner
 from serve_spec.adaptive.policy import StaticPolicy
 from serve_spec.bench.trace import load_traces
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.record import StepTimes
-from serve_spec.core.round import AS_DRAWN, FROM_TEXT, GREEDY, SAMPLED, Reason
+from serve_spec.core.round import AS_DRAWN, FROM_NGRAM, GREEDY, SAMPLED, Reason
 from serve_spec.ops.admission import admit_drafts
 from tests.helpers.rounds import decode_batch, verified_round
 from tests.helpers.simulated_costs import GPU_8B, MIXTURE, TWO_CPU_CORES, noisy, recorded_table
@@ -141,7 +141,7 @@ def test_one_trial_of_a_few_requests_brings_drafts_back_to_a_large_batch():
 def test_exploration_keeps_to_its_share_of_the_time():
     policy = goodput()
     play(policy, 8, 3000, 3)
-    assert 0 < policy.snapshot()["explored_share"] <= EXPLORED_SHARE
+    assert 0 < policy.snapshot()["explored_share"] <= 0.002
 
 
 @pytest.mark.parametrize("prompt_ms", [0.0, 15.0])
@@ -161,7 +161,7 @@ def test_trials_of_drafts_keep_to_their_share_of_the_time(prompt_ms):
         depth = steps.shape.depth
         record = verified_round([0] * 16, 16, depth, steps_per_req=rows, times=times, **ended)
         policy.observe(replace(record, notes=steps.notes))
-    assert lost_ms < 2 * EXPLORED_SHARE * total_ms
+    assert lost_ms < 2 * 0.002 * total_ms
 
 
 @pytest.mark.parametrize("bound", [0, 3])
@@ -206,10 +206,10 @@ def test_a_closed_guard_opens_again_whatever_runs(num_prefill_tokens):
 def test_texts_are_verified_while_a_model_does_not_draft():
     policy = goodput()
     play(policy, 64, 400, 0)
-    batch = replace(decode_batch(64), text_steps=[5] * 64)
+    batch = replace(decode_batch(64), ngram_steps=[5] * 64)
     seen = [policy.choose(batch) for _ in range(200)]
-    assert any(steps.shape == PLAIN and any(steps.text_steps or []) for steps in seen)
-    assert all(max(steps.text_steps or [0]) <= 5 for steps in seen)
+    assert any(steps.shape == PLAIN and any(steps.ngram_steps or []) for steps in seen)
+    assert all(max(steps.ngram_steps or [0]) <= 5 for steps in seen)
 
 
 class TestCosts:
@@ -423,7 +423,7 @@ def test_a_draft_is_as_probable_as_when_drawn_before_anything_is_known_and_n_gra
     assert fresh.probabilities(logprobs, np.array([SAMPLED])) == pytest.approx(
         np.exp(logprobs), rel=1e-3
     )
-    weight, bias = fresh.pairs([0.8])[FROM_TEXT][0]
+    weight, bias = fresh.pairs([0.8])[FROM_NGRAM][0]
     assert weight == 0
     assert 1 / (1 + np.exp(-bias)) == pytest.approx(0.8, abs=1e-4)
 

@@ -110,8 +110,8 @@ def test_a_step_reads_a_bounded_part_of_new_texts_and_texts_stay_the_same(
     monkeypatch.setattr(requests, "MAX_TREE_TOKENS", 4)
     keys = {**CHAIN, "num_pages": 40, "max_num_seqs": 4, "prefix_caching": False}
     llm = make_llm(algorithm, 3, **keys, speculative_ngram_first=algorithm != "NGRAM")
-    drafter, learned = llm.engine.scheduler.drafts.texts.drafter, []
-    learn, find = drafter.learn, llm.engine.scheduler.drafts.texts.find
+    drafter, learned = llm.engine.scheduler.drafts.ngrams.drafter, []
+    learn, find = drafter.learn, llm.engine.scheduler.drafts.ngrams.find
 
     def counted_learn(*args):
         learned[-1].append(learn(*args))
@@ -122,7 +122,7 @@ def test_a_step_reads_a_bounded_part_of_new_texts_and_texts_stay_the_same(
         return find(*args)
 
     monkeypatch.setattr(drafter, "learn", counted_learn)
-    monkeypatch.setattr(llm.engine.scheduler.drafts.texts, "find", counted_find)
+    monkeypatch.setattr(llm.engine.scheduler.drafts.ngrams, "find", counted_find)
     prompts = [[i, 7, 8, 9] * 10 for i in range(6)]
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     outputs = llm.generate(prompts, params)
