@@ -70,7 +70,7 @@ def draft_curve(ms: Floats, sizes: Sequence[int], steps: Sequence[int]) -> Float
         last = np.flatnonzero(known)[-1]
         other = before * row[last] / before[last]
         row[:] = np.where(known, row, other) if line is None else line
-    return filled
+    return np.maximum(filled, _LEAST_MS)
 
 
 def same_at_all_depths(ms: Floats) -> Floats:

@@ -39,6 +39,7 @@ _ATTENTION = {False: "paged", True: "paged, async"}
 # The packages whose code affects the cost of a step.
 _STEP_PACKAGES = ("kvcache", "layers", "models", "ops", "parallel", "worker")
 _WEIGHT_FILES = ("*.safetensors", "*.bin")
+_TOKENIZER_FILES = ("tokenizer", "special_tokens", "added_tokens", "vocab", "chat_template")
 # The head of a weights file has names and shapes, and its size covers the rest.
 _HEAD_BYTES = 1 << 16
 _HASH_LENGTH = 16
@@ -222,10 +223,15 @@ def _draft_numbers(config: ServeSpecConfig, worker: SpecWorker) -> str:
 
 
 def fingerprint(checkpoint: Path) -> str:
-    """Return a hash of a checkpoint's JSON and weights files: names, sizes and heads."""
+    """Return a hash of a checkpoint's JSON and weights files: names, sizes and heads.
+
+    Files of the tokenizer do not count: no step reads them.
+    """
     parts: list[bytes] = []
     for pattern in ("*.json", *_WEIGHT_FILES):
         for file in sorted(checkpoint.glob(pattern)):
+            if file.name.startswith(_TOKENIZER_FILES):
+                continue
             with file.open("rb") as content:
                 head = content.read(_HEAD_BYTES)
             parts += [file.name.encode(), str(file.stat().st_size).encode(), head]
