@@ -56,6 +56,7 @@ _ENVIRONMENT = """\
 | `SERVE_SPEC_CACHE` | `~/.cache/serve_spec` | Folder of measured cost tables. |
 | `SERVE_SPEC_LOG_LEVEL` | `WARNING` | Lowest level that is logged. |
 | `SERVE_SPEC_LOG_FORMAT` | `text` | `text`, or `json` for one object per line. |
+| `SERVE_SPEC_TRACE` | | `1`: names for [profiles](observability.md#profiles). |
 | `SERVE_SPEC_API_KEY` | | Bearer token that `bench online` sends. |
 | `SERVE_SPEC_COMMIT` | | Commit that benchmark records name outside a git checkout. |
 """

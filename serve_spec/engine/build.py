@@ -50,6 +50,7 @@ from serve_spec.worker.forward import TargetRunner
 from serve_spec.worker.graphs import GraphRecorder, batch_sizes, token_counts
 from serve_spec.worker.request_slots import RequestSlots
 from serve_spec.worker.tensor_parallel import TensorParallelWorker
+from serve_spec.worker.trace import name_layers
 from serve_spec.worker.worker import SpecWorker, WorkerSettings
 
 logger = get_logger(__name__)
@@ -239,6 +240,9 @@ def load_models(config: ServeSpecConfig, parallel: TensorParallel) -> LoadedMode
         compile_layers(target)
         if head is not None:
             compile_layers(head)
+    name_layers(target, "target")
+    if head is not None:
+        name_layers(head, "draft")
     num_pages = parallel.smallest(_num_pages(config, target, head))
     return LoadedModels(target, head, num_pages, device, parallel)
 

@@ -19,6 +19,7 @@ from serve_spec.worker import graphs
 from serve_spec.worker.forward import QueryShape
 from serve_spec.worker.graphs import GraphRecorder, Run, Stage, StageRunner, StepSize
 from serve_spec.worker.stages import SpecRuntimeState, StageBodies, StageTable
+from serve_spec.worker.trace import named
 
 logger = get_logger(__name__)
 
@@ -102,7 +103,9 @@ class CapturedShapes:
                 mixed = {query.is_tree: self._verify_stage(sizes, query) for query in queries}
                 extend_chunks = None
                 if self._keeps_kv:
-                    extend_chunks = self._captured(self.bodies.extend_chunks, sizes)
+                    extend_chunks = self._captured(
+                        "extend_chunks", self.bodies.extend_chunks, sizes
+                    )
                 admits = {query.is_tree: self._admit_stage(query) for query in queries}
         if captures:
             logger.info("captured: %s", "; ".join(map(str, self.report)))
@@ -153,7 +156,8 @@ class CapturedShapes:
             shape = DraftShape.chain(self._deepest)
         if shape not in self._drafts:
             requests = [StepSize(n, n) for n in graphs.batch_sizes(self._most_requests(shape))]
-            self._drafts[shape] = self._captured(partial(self.bodies.draft, shape), requests)
+            stage = partial(self.bodies.draft, shape)
+            self._drafts[shape] = self._captured(f"draft {shape}", stage, requests)
         return self._drafts[shape]
 
     def _extends_after(self, shape: DraftShape, sizes: Sequence[StepSize]) -> StageRunner:
@@ -172,15 +176,14 @@ class CapturedShapes:
         return self._extends[length]
 
     def _extend_stage(self, length: int, sizes: Iterable[StepSize]) -> StageRunner:
-        return self._captured(partial(self.bodies.extend, length), sizes)
+        return self._captured(f"extend {length}", partial(self.bodies.extend, length), sizes)
 
-    def _captured(self, stage: Stage, sizes: Iterable[StepSize]) -> StageRunner:
+    def _captured(self, name: str, stage: Stage, sizes: Iterable[StepSize]) -> StageRunner:
         if self.recorder is None:
             return StageRunner(stage)
-        capture = self.recorder.capture
-        return StageRunner(
-            stage, {size: capture(partial(stage, size)) for size in sorted(sizes, reverse=True)}
-        )
+        recorder = self.recorder
+        runs = {size: _capture(recorder, name, stage, size) for size in sorted(sizes, reverse=True)}
+        return StageRunner(stage, runs)
 
     def _verify_stage(self, sizes: Iterable[StepSize], query: QueryShape) -> StageRunner:
         """Capture a verification. Queries of similar width share it: only attention's tiles differ.
@@ -200,7 +203,7 @@ class CapturedShapes:
         for size in sorted(sizes, reverse=True):
             key = size, query
             if key not in self._verify_runs:
-                run = self.recorder.capture(partial(verify, size))
+                run = _capture(self.recorder, f"verify {query}", verify, size)
                 # The time on rank 0, so that all ranks pad alike.
                 found = torch.tensor([self.recorder.milliseconds(run)], device=self._device)
                 self._verify_runs[key] = run, float(self.bodies.parallel.broadcast(found))
@@ -223,7 +226,8 @@ class CapturedShapes:
             return StageRunner(stage)
         shapes = [s for s in self._states if s.depth and s.is_chain != query.is_tree]
         most = max(map(self._most_requests, shapes))
-        return self._captured(stage, [StepSize(n, n) for n in graphs.batch_sizes(most)])
+        sizes = [StepSize(n, n) for n in graphs.batch_sizes(most)]
+        return self._captured(f"admit {query}", stage, sizes)
 
     @contextmanager
     def _reported(self, shape: DraftShape | None) -> Iterator[None]:
@@ -265,3 +269,7 @@ class CapturedShapes:
             f"(captured before: {'; '.join(map(str, self.report)) or 'nothing'}). "
             f"Lower memory_fraction, max_num_seqs or cuda_graph_max_bs, or {remedy}"
         )
+
+
+def _capture(recorder: GraphRecorder, name: str, stage: Stage, size: StepSize) -> Run:
+    return named(f"replay {name}: {size}", recorder.capture(partial(stage, size)))

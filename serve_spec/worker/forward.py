@@ -83,6 +83,10 @@ class QueryShape(NamedTuple):
         """Return the query of a root and its drafts."""
         return QueryShape(shape.size + 1, not shape.is_chain)
 
+    def __str__(self) -> str:
+        """Return it as in the names of profiles."""
+        return f"{'tree' if self.is_tree else 'chain'} of {self.width}"
+
 
 @dataclass(frozen=True)
 class VerifiedTokens:

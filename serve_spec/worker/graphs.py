@@ -17,6 +17,11 @@ class StepSize(NamedTuple):
     requests: int
     chunks: int = 0
 
+    def __str__(self) -> str:
+        """Return it as in the names of profiles."""
+        chunks = f", {self.chunks} chunks" if self.chunks else ""
+        return f"{self.tokens} tokens, {self.requests} requests{chunks}"
+
 
 Stage: TypeAlias = Callable[[StepSize], Tensor | None]
 """A stage over static buffers. What it returns may be read until any other stage runs."""

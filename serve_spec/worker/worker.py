@@ -23,6 +23,7 @@ from serve_spec.worker.logprobs import Logprobs, emitted_logprobs, prompt_logpro
 from serve_spec.worker.request_slots import RequestSlots, RequestStates
 from serve_spec.worker.stages import SpecRuntimeState, StageBodies, StageTable, StepStages
 from serve_spec.worker.step_buffers import Chunk, ReadBack, StepBuffers, grouped
+from serve_spec.worker.trace import name_stages
 from serve_spec.worker.verify import Acceptance, Verifier, read_results
 
 
@@ -190,7 +191,9 @@ class SpecWorker:
             self.parallel,
         )
         self.captured = CapturedShapes(
-            StageBodies(self.target, self.drafter, self.buffers, verifier, self.parallel),
+            name_stages(
+                StageBodies(self.target, self.drafter, self.buffers, verifier, self.parallel)
+            ),
             self.recorder,
             max_tokens=settings.max_tokens,
             largest_batch=settings.largest_batch,

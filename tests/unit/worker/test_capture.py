@@ -1,11 +1,13 @@
 """Draft shapes are captured once, share what they can, and run at the smallest size that fits."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
 
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.plan import ScheduledBatch, ScheduledRequest
@@ -272,3 +274,61 @@ def test_a_stage_runs_at_the_smallest_captured_size_that_holds_it_or_as_it_is():
         output = runner.run(StepSize(count, 1))
         assert output is not None
         assert output.tolist() == [7.0] * count
+
+
+@contextmanager
+def recorded_ranges(names):
+    """Add the names of all ranges in a profile of the body, those of torch apart."""
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        yield
+    keys = {event.key for event in found.key_averages()}
+    names |= {key for key in keys if "::" not in key and not key.startswith("[")}
+
+
+def layer_ranges(owner, indices):
+    parts = ("before_attention", "attend", "after_attention")
+    return {f"{owner} layer {index} {part}" for index in indices for part in parts}
+
+
+def test_a_profile_names_the_stages_and_layers_of_steps_if_asked_to(pair, monkeypatch):
+    prompts, params = [[1, 2, 3], [4, 5]], SamplingParams(max_tokens=12, ignore_eos=True)
+    found, unasked = set(), set()
+    for names, value in ((unasked, "0"), (found, "1")):
+        monkeypatch.setenv("SERVE_SPEC_TRACE", value)
+        llm = llm_maker(pair, "cpu")("EAGLE3", 3)
+        with recorded_ranges(names):
+            llm.generate(prompts, params)
+    assert not unasked
+    assert {
+        "verify chain of 4: 5 tokens, 2 requests, 2 chunks",
+        "extend 2: 2 tokens, 2 requests",
+        "draft 3: 2 tokens, 2 requests",
+        "verify chain of 4: 8 tokens, 2 requests",
+    } <= found
+    layers = {name for name in found if " layer " in name}
+    target = layer_ranges("target", range(len(llm.engine.worker.target.pool.keys)))
+    assert layers == target | layer_ranges("draft", [0])
+
+
+def test_a_profile_names_each_stage_and_its_replay_with_shape_and_captured_size(pair, monkeypatch):
+    monkeypatch.setenv("SERVE_SPEC_TRACE", "1")
+    llm = llm_maker(pair, "cpu")("EAGLE3", 3, max_num_seqs=8, speculative_eagle_topk=3)
+    table = captured(llm, [*chains(3), TREES[0]])
+    state = table.states[TREES[0]]
+    names: set[str] = set()
+    with recorded_ranges(names), torch.inference_mode():
+        for stage in (table.extend_chunks, state.extend, state.draft, table.admits[True]):
+            assert stage is not None
+            stage.run(StepSize(3, 3))
+        state.verify.run(StepSize(30, 3))
+    stages = {
+        "extend_chunks: 16 tokens, 8 requests, 8 chunks",
+        "extend 5: 4 tokens, 4 requests",
+        "draft 4x12: 4 tokens, 4 requests",
+        "admit tree of 13: 4 tokens, 4 requests",
+        "verify tree of 16: 32 tokens, 8 requests",
+    }
+    assert {name for name in names if " layer " not in name} == {
+        *stages,
+        *(f"replay {stage}" for stage in stages),
+    }
