@@ -4,6 +4,7 @@
 #   make test     install, then lint, types and the CPU tests (what .ci/run calls)
 #   make clients  run other projects' clients (litellm, langchain, ...) against the shipped pair
 #   make attack   attack a server of the shipped pair, and kill and stop its processes (20 minutes)
+#   make gate     compare steps with those of commit BASE on a GPU; fail if any takes 1% longer
 #   make size     print the size of the repository beside its budgets
 #   make fuzz     random scenarios for engines, as many as wanted: SLICES=40 EXAMPLES=150
 #
@@ -29,7 +30,7 @@ ENGINE_TESTS := $(addprefix tests/unit/,config engine models parallel layers ada
 	tests/fuzz tests/e2e
 NO_RAY := -m "not gpu and not ray"
 
-.PHONY: install serve test test-engine test-rest test-ray clients fuzz attack lint types format bench size clean
+.PHONY: install serve test test-engine test-rest test-ray clients fuzz attack lint types format bench gate size clean
 
 install: $(STAMP)
 
@@ -89,6 +90,11 @@ format: install
 
 bench: install
 	$(BIN)/serve-spec bench offline
+
+# BASE=COMMIT; CONFIG: what both run, else the shipped pair in the shape of Llama 3.1 8B.
+gate: install
+	$(if $(BASE),,$(error BASE= is missing: make gate BASE=COMMIT))
+	$(BIN)/python benchmarks/gate.py --base $(BASE) $(if $(CONFIG),--config $(CONFIG))
 
 size: install
 	$(BIN)/python -m tools.size

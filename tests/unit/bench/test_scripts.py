@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import kernels, layers, parallel
+from benchmarks import gate, kernels, layers, parallel
+from benchmarks.gate import Cell
 from serve_spec.worker.verify import draft_probabilities
 from tests.helpers.engines import make_pair
 from tests.unit.bench.configs import write_config
@@ -96,3 +97,59 @@ def test_layers_are_timed_whole_and_in_parts(config, tmp_path):
 def test_expected_tokens_are_those_of_the_forced_acceptance(acceptance, num_steps):
     kept = sum(accumulate(draft_probabilities(acceptance, num_steps), mul))
     assert kernels.expected_tokens(acceptance, num_steps) == pytest.approx(1 + kept)
+
+
+STEP, ROUND = Cell(0, 8), Cell(3, 8)
+
+
+def processes(step_ms, round_ms):
+    """Times of a tree: one process for each pair."""
+    return [{STEP: a, ROUND: b} for a, b in zip(step_ms, round_ms, strict=True)]
+
+
+def test_the_gate_compares_medians_over_processes_and_names_the_cell_that_grew_most():
+    base = processes([4.0, 4.2, 9.0], [10.0, 10.1, 9.8])
+    new = processes([4.2, 3.9, 4.0], [10.4, 10.5, 9.9])
+    step, rounds = gate.compare(base, new)
+    assert (step.mode, step.base_ms, step.new_ms) == ("step", 4.2, 4.0)
+    assert (rounds.mode, rounds.depth, rounds.batch_size) == ("round", 3, 8)
+    assert rounds.ratio == pytest.approx(1.04)
+    assert [step.spread, rounds.spread] == pytest.approx([5 / 4.2, 0.6 / 10.4])
+    assert gate.slowest([step, rounds]) == rounds
+    assert len(gate.table([step, rounds]).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("base", "new"), [([], []), ([{STEP: 4.0, ROUND: 9.0}], [{STEP: 4.0}]), ([{STEP: 4.0}], [{}])]
+)
+def test_the_gate_compares_nothing_that_only_some_processes_timed(base, new):
+    with pytest.raises(ValueError, match="not every process timed"):
+        gate.compare(base, new)
+
+
+@pytest.mark.parametrize(("growth", "status"), [(0.9, 0), (1.009, 0), (1.011, 1)])
+def test_the_gate_alternates_trees_and_fails_beyond_its_limit(
+    growth, status, tmp_path, monkeypatch, capsys
+):
+    ran = []
+
+    def time(tree, arguments):
+        ran.append(tree.name)
+        times = {STEP: 4.0, ROUND: 10.0 * (growth if tree.name == "new" else 1)}
+        return times, {"gpu": "a card", "commit": "abc"}
+
+    monkeypatch.setattr(gate.Tree, "time", time)
+    monkeypatch.setattr(gate.torch.cuda, "is_available", lambda: True)
+    (tmp_path / "serve_spec").mkdir()
+    arguments = ["--base-dir", str(tmp_path), "--config", "any.yaml", "--turns", "3"]
+    assert gate.main(arguments) == status
+    assert ran == ["base", "new", "new", "base", "base", "new"]
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert record["slowest"] == pytest.approx(max(growth, 1.0))
+    assert (record["gpu"], record["base"], record["new"]) == ("a card", tmp_path.name, "abc")
+
+
+def test_the_gate_refuses_to_run_without_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(gate.torch.cuda, "is_available", lambda: False)
+    assert gate.main(["--base", "HEAD"]) == 2
+    assert capsys.readouterr().err == "gate: no GPU here: steps and rounds are compared on one\n"
