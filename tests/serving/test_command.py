@@ -268,3 +268,17 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path, text):
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"bad\.yaml"):
         command.read_deployment(file)
+
+
+@pytest.mark.parametrize("name", ["serve", "check-config"])
+def test_a_policy_that_does_not_import_is_refused_before_ray_starts(name, monkeypatch, capsys):
+    monkeypatch.setattr(command, "_serve", lambda *args, **keys: pytest.fail("Ray would start"))
+    strategy = "no_such_package.policy:Mine"
+    given = ["configs/tiny.yaml", "--set", f"speculative_adaptive_strategy={strategy}"]
+    if name == "serve":
+        assert command.main([*given, "--port", str(free_port())]) == 1
+    else:
+        assert cli.main([name, *given]) == 1
+    *_, told = capsys.readouterr().err.splitlines()
+    assert told.startswith(f"speculative_adaptive_strategy='{strategy}': no_such_package.policy")
+    assert told.endswith("; install or repair no_such_package where engines run")
