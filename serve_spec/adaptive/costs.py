@@ -48,8 +48,6 @@ class Costs:
         self.max_steps = self._curves.max_steps
         num_columns = self.max_steps + 1 + len(table.trees)
         self._rounds, self._errors = (np.zeros((_NUM_BUCKETS, num_columns)) for _ in range(2))
-        # Of prompts in rounds without and with drafts: weighted factors, weights in rounds.
-        self._prompts: Floats = np.full((2, 2), _TABLE_ROUNDS)
         self._entries: Floats = np.zeros(2)  # ms and number
 
     def chains_ms(self, work: Work, drafts: Floats) -> Floats:
@@ -85,19 +83,6 @@ class Costs:
         verify = self._curves.verify_ms(work.size, work.context, tokens)
         return verify + self.table.sampled_token_ms * work.sampled * tokens
 
-    def prompt_ms(
-        self, work: Work, drafted: Floats, prompts: Floats | float, *, drafts: bool
-    ) -> Floats:
-        """Return the ms that prompt tokens add to rounds that verify `drafted` drafts.
-
-        drafts: whether the rounds draft, so that prompts also need draft KV.
-        """
-        tokens, verify_ms = work.size + drafted, self._curves.verify_ms
-        more = verify_ms(work.size, 0.0, tokens + prompts) - verify_ms(work.size, 0.0, tokens)
-        factors, rounds = self._prompts[int(drafts)]
-        added: Floats = factors / rounds * np.maximum(more, 0.0)
-        return added
-
     @property
     def entry_ms(self) -> float:
         """Return the ms of one missing draft KV entry."""
@@ -119,40 +104,29 @@ class Costs:
         return found
 
     def learn(self, work: Work, ms: float) -> bool:
-        """Learn from a round; return whether it had no prompts and made little draft KV."""
+        """Learn from a round without prompts; return whether it also made little draft KV."""
+        if work.prompts:
+            return False
         fade = 1.0 - 1.0 / 50.0  # a round weighs 1/e after 50 of its shape
-        makes_entries = work.entries > work.size * (self.max_steps + 1)
-        if not work.prompts and not makes_entries:
+        if work.entries <= work.size * (self.max_steps + 1):
             at = bucket(work.size), self._column(work.shape)
             self._rounds[at] = fade * self._rounds[at] + 1.0
             self._errors[at] = fade * self._errors[at] + _believed(ms / self.table_ms(work)) - 1.0
             return True
-        alone, is_drafting = self.ms(work), work.shape.depth > 0
-        drafted = np.array([work.drafts])
-        prompt_ms = float(self.prompt_ms(work, drafted, work.prompts, drafts=is_drafting)[0])
-        if makes_entries:
-            limit = self.draft_ms(work) * work.entries
-            more = min(max(ms - alone - prompt_ms, 0.0), limit)
-            self._entries = fade * self._entries + (more, work.entries)
-        else:
-            known = self._prompts[int(is_drafting)]
-            expected = prompt_ms * known[1] / known[0]
-            more = ms - alone - self.entry_ms * work.entries
-            factor = _believed(more / max(expected, 1e-9))
-            known[:] = fade * known + expected / alone * np.array([factor, 1.0])
+        limit = self.draft_ms(work) * work.entries
+        more = min(max(ms - self.ms(work), 0.0), limit)
+        self._entries = fade * self._entries + (more, work.entries)
         return False
 
     def age(self, size: int, num_rounds: int) -> None:
-        """Let what is known of a batch size, and of prompts, fade by some rounds."""
+        """Let what is known of a batch size fade by some rounds."""
         fade = math.exp(-num_rounds / 1024.0)
         for sums in (self._rounds, self._errors):
             sums[bucket(size)] *= fade
-        self._prompts += (1.0 - fade) * (_TABLE_ROUNDS - self._prompts)
 
     def snapshot(self) -> dict[str, object]:
         """Return the corrections, JSON-able."""
         return {
-            "prompt_factors": (self._prompts[:, 0] / self._prompts[:, 1]).round(4).tolist(),
             "entry_ms": round(self.entry_ms, 6),
             "factors": {
                 str(1 << at): (1.0 + self._residuals(1 << at)).round(4).tolist()

@@ -26,39 +26,23 @@ class Load:
 
     work: Work  # its rounds, without drafts
     prompts: float = 0.0  # prompt tokens per emitted token: requests that end make room for others
-    prompt_tokens: float = 0.0  # tokens of a prompt, which run in one round
-    mixed: float = 0.0  # fraction of ended requests that a prompt followed lately
-
-
-# Requests, and rounds, after which an older one weighs 1/e.
-_MEMORY_REQUESTS = 32
 
 
 class PromptLoad:
     """Observes the prompts that come with requests, for `Load`."""
 
     def __init__(self) -> None:
-        # Prompt tokens, emitted tokens and number of requests that ended lately.
-        self._ended: Floats = np.zeros(3)
-        # Fraction of recent rounds with prompts, and the same if one followed every request.
-        self._mixed: Floats = np.zeros(2)
+        self._ended: Floats = np.zeros(2)  # prompt and emitted tokens of requests that ended lately
 
     def observe(self, record: StepRecord) -> None:
         """Add a round."""
-        begun = min(1.0, record.num_output_tokens * self._ended[2] / max(self._ended[1], 1.0))
-        self._mixed += ((record.num_prefill_tokens > 0, begun) - self._mixed) / _MEMORY_REQUESTS
         if num := record.num_ended:
-            self._ended *= math.exp(-num / _MEMORY_REQUESTS)
-            self._ended += record.num_ended_prompt_tokens, record.num_ended_tokens, num
+            self._ended *= math.exp(-num / 32.0)
+            self._ended += record.num_ended_prompt_tokens, record.num_ended_tokens
 
     def load(self, work: Work) -> Load:
         """Return the load of a batch whose plain rounds are `work`."""
-        return Load(
-            work,
-            prompts=float(self._ended[0] / max(self._ended[1], 1.0)),
-            prompt_tokens=float(self._ended[0] / max(self._ended[2], 1.0)),
-            mixed=float(min(1.0, self._mixed[0] / max(self._mixed[1], 1e-9))),
-        )
+        return Load(work, float(self._ended[0] / max(self._ended[1], 1.0)))
 
 
 @dataclass(frozen=True)
@@ -69,7 +53,7 @@ class Candidate:
     budget: int | None  # None: all drafts are verified
     expected: float  # drafts that are expected to be accepted
     ms: float  # time of a round without prompts
-    tokens_per_ms: float  # of a usual round
+    tokens_per_ms: float  # with the draft KV of new prompts
 
 
 class Planner:
@@ -107,7 +91,7 @@ class Planner:
         ms = self.costs.chains_ms(load.work, np.append(budgets, all_drafts))[: width + 1]
         all_ms = np.diagonal(ms[:, len(budgets) :])
         ms = np.concatenate([ms[:, : len(budgets)], all_ms[:, None]], axis=1)
-        speeds = self._speeds(load, rows, expected, ms)
+        speeds = self._speeds(load, expected, ms)
         speeds[(rows > most) | (rows[:, -1:] < rows)] = 0.0
         found = []
         for depth, row in enumerate(speeds):
@@ -126,7 +110,7 @@ class Planner:
         expected = size * float(np.cumprod(rates[: shape.depth]).sum())
         ms = self.costs.ms(load.work._replace(shape=shape, drafts=size * shape.size))
         # As a round that drafts: entry 1 of two.
-        figures = (np.full((2, 1), float(x)) for x in (size * shape.size, expected, ms))
+        figures = (np.full((2, 1), float(x)) for x in (expected, ms))
         speeds = self._speeds(load, *figures)
         return Candidate(shape, None, expected, ms, float(speeds[1, 0]))
 
@@ -177,16 +161,11 @@ class Planner:
         steps = np.unique(np.linspace(0.0, most, 17)[1:].round())
         return steps[(steps > 0) & (steps < most)]
 
-    def _speeds(self, load: Load, drafts: Floats, expected: Floats, ms: Floats) -> Floats:
-        """Return tokens per ms of usual rounds [K + 1, M]; the first entry does not draft."""
+    def _speeds(self, load: Load, expected: Floats, ms: Floats) -> Floats:
+        """Return tokens per ms [K + 1, M]; the first entry does not draft.
+
+        Prompts take as long whatever the plan, but only plans that draft make draft KV of them.
+        """
         tokens, usual = load.work.size + expected, ms.copy()
-        if load.prompt_tokens:
-            begin = load.prompts / load.prompt_tokens * tokens
-            together = load.prompt_tokens * np.maximum(begin, 1.0)
-            for rows, is_drafting in ((slice(1), False), (slice(1, None), True)):
-                prompt_ms = self.costs.prompt_ms(
-                    load.work, drafts[rows], together[rows], drafts=is_drafting
-                )
-                usual[rows] += load.mixed * np.minimum(begin[rows], 1.0) * prompt_ms
         usual[1:] += load.prompts * self.costs.entry_ms * tokens[1:]
         return np.asarray(tokens / usual)

@@ -19,7 +19,7 @@ from serve_spec.adaptive.costs import Costs, Work
 from serve_spec.adaptive.drafts import DraftCalibration, PositionRates, logits
 from serve_spec.adaptive.exploration import SpeedGuard
 from serve_spec.adaptive.goodput import AllowedShapes, GoodputPolicy
-from serve_spec.adaptive.planner import Load, Planner
+from serve_spec.adaptive.planner import Load, Planner, PromptLoad
 from serve_spec.adaptive.policy import StaticPolicy
 from serve_spec.bench.trace import load_traces
 from serve_spec.core.draft import PLAIN, DraftShape
@@ -223,10 +223,6 @@ class TestCosts:
     def work(self, depth=3, **changes):
         return Work(16, 128, 0.0, CHAIN(depth), 16 * depth)._replace(**changes)
 
-    def prompt_ms(self):
-        rows = np.array([48.0]), 200
-        return [self.costs.prompt_ms(self.work(), *rows, drafts=k)[0] for k in (False, True)]
-
     def test_the_table_is_met_at_its_points(self):
         table = self.costs.table
         verify = table.verify_ms[table.num_tokens.index(64)]
@@ -247,31 +243,26 @@ class TestCosts:
         self.costs.age(16, 5000)
         assert self.ms() == pytest.approx(before, rel=0.02)
 
-    @pytest.mark.parametrize("also", [{}, {"prompts": 200}, {"entries": 2000}])
+    @pytest.mark.parametrize("also", [{}, {"entries": 2000}])
     def test_no_time_diverges(self, also):
         rng, before = np.random.default_rng(0), [self.ms(depth) for depth in range(8)]
-        prompt_ms = self.prompt_ms()
         for _ in range(500):
             work = self.work(int(rng.integers(0, 8)), **also)
             self.costs.learn(work, float(rng.lognormal(3, 2)))
         assert all(0.49 < self.ms(k) / ms < 2.02 for k, ms in enumerate(before))
-        assert all(0.49 < x / y < 2.02 for x, y in zip(self.prompt_ms(), prompt_ms, strict=True))
         assert 0.0 <= self.costs.entry_ms <= self.costs.table.draft_ms[4][0]
 
-    def test_what_prompts_take_is_learned_apart_for_rounds_that_draft(self):
-        before = self.prompt_ms()
-        for _ in range(100):
-            self.costs.learn(self.work(prompts=200), self.ms() + 1.5 * before[1])
-        assert self.prompt_ms()[0] == pytest.approx(before[0])
-        assert self.prompt_ms()[1] == pytest.approx(1.5 * before[1], rel=0.1)
+    def test_rounds_with_prompts_teach_nothing_about_shapes(self):
+        before = self.ms(), self.costs.entry_ms
+        for entries in (0, 2000):
+            assert not self.costs.learn(self.work(prompts=200, entries=entries), 500.0)
+        assert (self.ms(), self.costs.entry_ms) == before
 
-    @pytest.mark.parametrize("prompts", [0, 200])
-    def test_what_missing_draft_kv_takes_is_no_cost_of_prompts_or_shapes(self, prompts):
-        before = self.ms(), self.prompt_ms()
-        work = self.work(prompts=prompts, entries=2000)
+    def test_what_missing_draft_kv_takes_is_no_cost_of_shapes(self):
+        before = self.ms()
         for _ in range(20):
-            self.costs.learn(work, self.ms() + (self.prompt_ms()[1] if prompts else 0.0) + 40.0)
-        assert (self.ms(), self.prompt_ms()) == before
+            self.costs.learn(self.work(entries=2000), self.ms() + 40.0)
+        assert self.ms() == before
         assert self.costs.entry_ms == pytest.approx(0.02)
 
 
@@ -320,37 +311,21 @@ def test_sure_drafts_are_admitted_before_doubtful_ones():
     assert best.budget <= 128 * 3 + 48
 
 
-def test_rounds_that_end_more_requests_are_priced_with_more_prompts():
-    """A batch that runs plain has prompts in few rounds; one that drafts would have more."""
-    policy, work = GoodputPolicy(recorded_table(TWO_CPU_CORES, (1, 4, 8, 16))), Work(16, 128.0)
-    rng = random.Random(0)
-    for _ in range(512):
-        has_prompt = rng.random() < 0.25  # 16 tokens a round, 64 a request
-        times = StepTimes(0.0, 12.0, 12.0 + 20.0 * has_prompt)
-        ended = dict.fromkeys(("num_prefill_tokens", "num_ended_prompt_tokens"), 64 * has_prompt)
-        ended |= {"num_ended_tokens": 64 * has_prompt, "num_ended": int(has_prompt)}
-        policy.choose(decode_batch(16))
-        policy.observe(verified_round([0] * 16, 16, 0, times=times, **ended))
-    policy._rounds_left = 0
-    policy.choose(decode_batch(16))
-    load, costs = policy._load, policy.costs
-    assert load.mixed == pytest.approx(1.0, abs=0.4)
-    drafts, expected, ms = (
-        np.array([[x], [y]]) for x, y in ((0.0, 16.0), (0.0, 12.0), (12.0, 12.0))
+def test_prompts_make_drafts_less_gainful_by_the_draft_kv_that_they_need():
+    planner = Planner(Costs(recorded_table(GPU_8B, SIZES)))
+    for _ in range(20):
+        work = Work(8, 128.0, 0.0, CHAIN(3), 24, entries=2000)
+        planner.costs.learn(work, planner.costs.ms(work) + 2.0)
+    loads = PromptLoad()
+    loads.observe(
+        verified_round([], 0, 0, num_ended=1, num_ended_prompt_tokens=512, num_ended_tokens=64)
     )
-    plain, drafted = policy._planner._speeds(replace(load, mixed=1.0), drafts, expected, ms)[:, 0]
-    one = [costs.prompt_ms(work, d, 64.0, drafts=bool(d[0])) for d in drafts]
-    assert 16 / plain - 12.0 == pytest.approx(0.25 * float(one[0][0]), rel=0.1)
-    assert 28 / drafted - 12.0 == pytest.approx(28 / 64 * float(one[1][0]), rel=0.1)
-
-
-def test_prompts_that_follow_from_tokens_make_drafts_less_worth():
-    survivals = [[0.8, 0.6, 0.4]]
-    gains = []
-    for prompts in (0.0, 2.0):
-        found = weighed(survivals, prompts=prompts, prompt_tokens=256.0, mixed=1.0)
-        gains.append(max(each.tokens_per_ms for each in found) / found[0].tokens_per_ms)
-    assert gains[1] < gains[0]
+    expected, ms = np.array([[0.0], [12.0]]), np.array([[12.0], [12.0]])
+    without, found = Load(Work(8, 128.0)), loads.load(Work(8, 128.0))
+    plain, drafted = (planner._speeds(load, expected, ms)[:, 0] for load in (without, found))
+    assert found.prompts == pytest.approx(8.0)
+    assert drafted[0] == plain[0]
+    assert 20 / drafted[1] - 12.0 == pytest.approx(20 * 8.0 * 0.001)
 
 
 TREE = DraftShape(4, 15, 4)
