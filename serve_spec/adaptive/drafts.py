@@ -27,8 +27,6 @@ from serve_spec.core.round import AS_DRAWN, FROM_NGRAM, Calibration
 Flags: TypeAlias = NDArray[np.bool_]
 Indices: TypeAlias = NDArray[np.intp]
 
-SAMPLE_REQUESTS = 32
-"""Newest drafting requests whose survivals stand for those of a batch; of a larger one, as many."""
 TREE_ODDS = (1.9, 0.9, 0.67, 0.45)
 """Odds that a level of a tree is accepted over those of a chain's draft there, for each square root
 of the tree's drafts per level. Deeper levels have the last."""
@@ -150,7 +148,8 @@ class DraftKnowledge:
         rates = np.asarray(self.chains.rates)
         if not len(self._sample):
             return np.cumprod(rates)[None]
-        found = self._sample[: max(SAMPLE_REQUESTS, batch_size)].copy()
+        # The newest 32 requests stand for a batch, of a larger one as many.
+        found = self._sample[: max(32, batch_size)].copy()
         for j in range(self.max_steps):
             before = found[:, j - 1] if j else 1.0
             found[:, j] = np.where(found[:, j] < 0.0, before * rates[j], found[:, j])
