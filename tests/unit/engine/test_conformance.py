@@ -15,8 +15,10 @@ from dataclasses import fields, replace
 import pytest
 
 from serve_spec import Grammar, SamplingParams
+from serve_spec.adaptive import StepPolicy
+from serve_spec.core.draft import DraftShape
 from serve_spec.core.request import SpeculativeOptions
-from serve_spec.core.round import AS_DRAWN
+from serve_spec.core.round import AS_DRAWN, RoundSteps
 from tests.helpers.checkpoints import EOS_ID, VOCAB
 from tests.helpers.engines import recorded_plans, recorded_steps
 from tests.helpers.grammars import PARENTHESES, check_text
@@ -169,16 +171,35 @@ def with_aborts(make, row):
 def with_depth_switches(make, row):
     """Run with another speculation depth, tree or strategy every step or every other."""
     llm, depths = adaptive(make, row)
+    strategies = set()
 
     def switch(llm, num_steps):
+        strategies.add(llm.engine.snapshot()["strategy"])
         if num_steps % 5 < 3:
             llm.engine.reconfigure(depths[(3 * (num_steps // 5) + num_steps % 5) % len(depths)])
 
     answers = run(llm, requests(), switch)
     used = {depth for a in answers.values() for depth in a.stats.rounds_by_num_steps}
     assert used == set(range(NUM_STEPS + 1))
+    assert strategies == {"static", "ema", "per_request", f"{__name__}:{OwnPolicy.__name__}"}
     assert llm.engine.snapshot()["fallback"] is None
     return answers
+
+
+class OwnPolicy(StepPolicy):
+    """A policy of this file: another depth for every request and round."""
+
+    def __init__(self, context):
+        self.shapes = tuple(DraftShape.chain(k) for k in range(context.max_steps + 1))
+        self.num_rounds = 0
+
+    def choose(self, batch):
+        self.num_rounds += 1
+        steps = [(self.num_rounds + i) % len(self.shapes) for i in range(batch.size)]
+        return RoundSteps(self.shapes[max(steps)], steps)
+
+    def snapshot(self):
+        return {"num_rounds": self.num_rounds}
 
 
 def adaptive(make, row):
@@ -192,7 +213,7 @@ def adaptive(make, row):
             for steps, tokens in slot["candidate_trees"]
         ]
     depths = [{"speculative_adaptive": False, **depth} for depth in depths]
-    for strategy in ("ema", "per_request"):
+    for strategy in ("ema", "per_request", f"{__name__}:{OwnPolicy.__name__}"):
         adapts = {"speculative_adaptive": True, "speculative_adaptive_strategy": strategy}
         depths.insert(3, adapts)
     return make(row, slots={"1": slot}), depths
