@@ -86,7 +86,7 @@ def _fleet() -> list[Panel]:
         )),
         Panel("Acceptance rate of draft tokens", "percentunit",
               _ratios(metrics.CORRECT_DRAFTS, metrics.DRAFT_TOKENS)),
-        Panel("Share of probing steps", "percentunit", (
+        Panel("Fraction of probing steps", "percentunit", (
             ("fleet", _ratio(metrics.PROBE_ROUNDS, metrics.ROUNDS)),
         )),
         Panel("Sequences with broken drafting", "short", (
@@ -131,15 +131,15 @@ def _budget() -> list[Panel]:
     unverified = _rate(metrics.UNVERIFIED_DRAFTS)
     return [
         _by_replica("Draft budget of the last budgeted step", "short", metrics.DRAFT_BUDGET),
-        Panel("Share of steps with unverified drafts", "percentunit",
+        Panel("Fraction of steps with unverified drafts", "percentunit",
               _ratios(metrics.BUDGET_ROUNDS, metrics.ROUNDS)),
-        Panel("Share of proposed drafts left unverified", "percentunit", (
+        Panel("Fraction of proposed drafts left unverified", "percentunit", (
             ("fleet", f"{unverified} / ({unverified} + {_rate(metrics.DRAFT_TOKENS)})"),
         )),
         Panel("Proposed draft tokens per second by position", "short", (
             ("position {{position}}", _rate(metrics.POSITION_PROPOSED, "position")),
         )),
-        Panel("Share of proposed drafts verified, by position", "percentunit", (
+        Panel("Fraction of proposed drafts verified, by position", "percentunit", (
             ("position {{position}}",
              _ratio(metrics.POSITION_DRAFTED, metrics.POSITION_PROPOSED, "position")),
         )),

@@ -210,8 +210,12 @@ def locate(field: str, value: str | Path, folder: Path) -> Path:
     # `abspath` keeps symbolic links, as in the Hugging Face cache.
     found = Path(os.path.abspath(base / Path(text.removeprefix(ASSET)).expanduser()))
     if not found.exists():
-        fix = f"nothing at {found}; give an absolute path, one relative to {folder}, or 'asset:...'"
-        raise Refusal(field, text, fix)
+        fix = f"give an absolute path, one relative to {folder}, or 'asset:...'"
+        if is_asset:
+            shipped = sorted(file.parent for file in base.rglob("config.json"))
+            names = ", ".join(f"{ASSET}{path.relative_to(base).as_posix()}" for path in shipped)
+            fix = f"use one of {names}; drafts that a wheel lacks are in a clone of the repository"
+        raise Refusal(field, text, f"nothing at {found}; {fix}")
     return found
 
 

@@ -1,7 +1,7 @@
 """The house rules, as tests: who may import whom, and which rooms may touch which libraries.
 
-Policy must not know the time, the disk or chance (`PURE`). Torch-free rooms are imported for real
-as well: a library that comes in through a neighbour counts like one that is named.
+Policy must not know the time, the disk or random numbers (`PURE`). Torch-free rooms are imported
+for real as well: a library that comes in through a neighbour counts like one that is named.
 """
 
 import ast
@@ -93,7 +93,7 @@ CONFINED = {
 }
 TORCH_FREE = ["config/", "adaptive/", "serving/", "structured/", "metrics.py"]
 
-# Decisions are pure: time arrives as a number, files as a mapping, chance not at all.
+# Decisions are pure: time arrives as a number, files as a mapping, random numbers not at all.
 PURE = ["adaptive/"]
 IMPURE = {"asyncio", "datetime", "io", "json", "logging", "os", "pathlib", "random", "secrets",
           "shutil", "socket", "subprocess", "tempfile", "threading", "time", "yaml"}  # fmt: skip

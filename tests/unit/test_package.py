@@ -1,13 +1,19 @@
-"""What a program imports."""
+"""What a program imports, and what a wheel has."""
 
+import shutil
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
 import serve_spec
-from serve_spec import cli
+from serve_spec import ServeSpecConfig, cli
 from serve_spec.bench.command import BENCHMARKS
+from serve_spec.config import ConfigError, base
+
+PACKAGE = Path(serve_spec.__file__).parent
 
 
 @pytest.mark.parametrize("name", serve_spec.__all__)
@@ -62,3 +68,44 @@ def test_a_help_text_waits_for_no_heavy_library(command):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--max-model-len" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    """Return the data files of a wheel, relative to the package."""
+    settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert not settings["include-package-data"]
+    files = (path for glob in settings["package-data"]["serve_spec"] for path in PACKAGE.glob(glob))
+    return {path.relative_to(PACKAGE) for path in files if path.is_file()}
+
+
+def test_a_wheel_has_all_data_but_the_drafts_that_no_default_names(shipped):
+    found = (path for path in PACKAGE.rglob("*") if path.suffix not in (".py", ".pyc"))
+    data = {path.relative_to(PACKAGE) for path in found if path.is_file()}
+    config = ServeSpecConfig.load("asset:tiny")
+    used = [config.model.folder, config.draft_folder]
+    unused = {
+        path
+        for path in data
+        if (PACKAGE / path.parent / "config.json").exists() and PACKAGE / path.parent not in used
+    }
+    assert unused, "the repository has more drafts than a wheel"
+    assert shipped == data - unused
+
+
+def test_a_draft_that_a_wheel_lacks_is_refused_in_one_line_that_says_where_it_is(
+    shipped, tmp_path, monkeypatch
+):
+    for path in shipped:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        if path.name == "config.json":
+            shutil.copy(PACKAGE / path, tmp_path / path)
+    monkeypatch.setattr(base, "ASSETS", tmp_path / "assets")
+    with pytest.raises(ConfigError) as caught:
+        ServeSpecConfig.load(
+            "asset:tiny/target", speculative_draft_model_path="asset:tiny/standalone"
+        )
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith("speculative.speculative_draft_model_path='asset:tiny/standalone': ")
+    assert "use one of asset:tiny/eagle3, asset:tiny/target; " in line
+    assert "clone of the repository" in line
