@@ -29,8 +29,8 @@ from serve_spec.core.round import DecodeBatch, RoundNotes
 from serve_spec.engine.llm import LLM
 
 SETTLE_STEPS = 2
-MEASURED_SHARE = 0.9
-"""Measured share of a batch; at its end some requests have finished."""
+MEASURED_FRACTION = 0.9
+"""Measured fraction of a batch; at its end some requests have finished."""
 
 
 class ForcedPolicy(GoodputPolicy):
@@ -56,7 +56,7 @@ class ForcedPolicy(GoodputPolicy):
 def measured(loop: ClosedLoop, size: int) -> dict[str, float]:
     """Return sums over the steps in which all requests decode."""
     loop.fill()
-    rounds = loop.advance(loop.num_emitted + int(MEASURED_SHARE * size * STEADY_TOKENS))
+    rounds = loop.advance(loop.num_emitted + int(MEASURED_FRACTION * size * STEADY_TOKENS))
     loop.close()
     full = [r for r in rounds if is_full(r.record, size)]
     full = full[SETTLE_STEPS:-1]

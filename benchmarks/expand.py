@@ -154,7 +154,7 @@ def _check(recipe: Expansion, vocab_size: int) -> None:
     for field in ("hidden_factor", "ffn_factor"):
         if getattr(recipe, field) < 1:
             number = getattr(recipe, field)
-            raise CheckpointError(f"{field}={number}: give a whole number from 1 on")
+            raise CheckpointError(f"{field}={number}: give an integer from 1 on")
     if recipe.vocab_size < vocab_size:
         raise CheckpointError(
             f"vocab_size={recipe.vocab_size}: the base has {vocab_size} ids; give at least as many"

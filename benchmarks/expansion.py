@@ -15,7 +15,7 @@ Depth: added layers have the weights of their neighbours, and output projections
 past the base's vocabulary have rows of their own and are never sampled (`serve_spec_num_ids`).
 
 In float32 the texts are equal. In bfloat16 every copy of a hidden vector is rounded by itself.
-Share of 768 tokens of the shipped target with the argmax of float32: bfloat16 alone 98.3 %; eight
+Of 768 tokens of the shipped target, those with the argmax of float32: bfloat16 alone 98.3 %; eight
 times as wide, 98.3 % without noise and 98.4 % with it (the default of `benchmarks.expand`).
 """
 
@@ -93,16 +93,16 @@ def widen(
 
 
 def block_noise(num_blocks: int, noise: float) -> tuple[int, int]:
-    """Return (fineness, amplitude) of the noise in blocks that sum to an entry w.
+    """Return (fineness, amplitude) of the noise in blocks that sum to a weight w.
 
     Blocks are multiples of u = 2^-fineness units in the last place of w (as a bfloat16), and the
     noise is uniform over the multiples in [-amplitude, amplitude]. At noise 1 the largest block
     just reaches 256 u. For 8 blocks its standard deviation is 0.07 to 0.14 of |w|, about as much as
-    the equal shares w/8; the rounding errors this adds in bfloat16 are negligible.
+    the equal parts w/8; the rounding errors this adds in bfloat16 are negligible.
     """
     fineness = num_blocks.bit_length() - 2
-    share = _LARGEST * 2**fineness / num_blocks
-    room = _LARGEST - share - num_blocks / 2
+    part = _LARGEST * 2**fineness / num_blocks
+    room = _LARGEST - part - num_blocks / 2
     return fineness, int(noise * room)
 
 
@@ -115,13 +115,13 @@ def _fill_blocks(
     wide_type = torch.promote_types(copies.dtype, torch.float32)
     total = parts.to(wide_type)
     unit = _last_place(total) * 2.0**-fineness
-    share = (total / (unit * num_blocks)).round() * unit
+    part = (total / (unit * num_blocks)).round() * unit
     if silent:
-        share, total = torch.zeros_like(share), torch.zeros_like(total)
+        part, total = torch.zeros_like(part), torch.zeros_like(total)
     drawn = torch.zeros((), dtype=wide_type, device=copies.device)
     for block in range(num_blocks):
         is_last = block == num_blocks - 1
-        plain = total - share * (num_blocks - 1) if is_last else share
+        plain = total - part * (num_blocks - 1) if is_last else part
         if block % 2:
             drawn = -drawn
         elif is_last:

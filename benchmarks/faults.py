@@ -1,12 +1,12 @@
-"""Kill and stop every process of a server under load: what clients get, and when it is whole.
+"""Kill and stop every process of a server under load: what clients get, and when it is restored.
 
 PYTHONPATH=. python benchmarks/faults.py [--routers 1 2] [--only Engine Router] [--json FILE]
 
 For each fault, eight streams with known texts run while the process is killed (SIGKILL) or stopped
 (SIGSTOP), and a short request is sent every 0.2 s. A row tells how the streams ended, how the short
-requests were answered, and the seconds until the server is whole: as many processes as before, all
-replicas healthy, requests answered; null: not within 100 s. A server that ends itself is started
-anew.
+requests were answered, and the seconds until the server is restored: as many processes as before,
+all replicas healthy, requests answered; null: not within 100 s. A server that ends itself is
+started anew.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Probes:
             await asyncio.wait(self._tasks)
 
 
-async def is_whole(client: httpx.AsyncClient, before: dict[str, set[int]]) -> bool:
+async def is_restored(client: httpx.AsyncClient, before: dict[str, set[int]]) -> bool:
     """Return whether all kinds of processes are as many as before, and all replicas healthy."""
     now = processes()
     # HAProxy is two processes for a while after each change of its configuration.
@@ -171,7 +171,7 @@ async def fault(url: str, kind: str, name: str, texts: list[str]) -> dict[str, A
         sending = asyncio.create_task(probes.run())
         ends = await asyncio.gather(*streams)
         streams_s = time.monotonic() - at
-        whole_s = await _seconds_until_whole(client, before, victim, at)
+        whole_s = await _seconds_until_restored(client, before, victim, at)
         sending.cancel()
         await probes.drained()
     outcomes = Counter(
@@ -195,14 +195,14 @@ async def fault(url: str, kind: str, name: str, texts: list[str]) -> dict[str, A
     }
 
 
-async def _seconds_until_whole(
+async def _seconds_until_restored(
     client: httpx.AsyncClient, before: dict[str, set[int]], victim: int, at: float
 ) -> float | None:
     while (waited := time.monotonic() - at) < WHOLE_WITHIN_S:
         if not processes()["raylet"]:
             return None
         is_stopped = is_running(victim) and _state(victim) == "T"
-        if not is_stopped and await is_whole(client, before) and await probe(client) == "200":
+        if not is_stopped and await is_restored(client, before) and await probe(client) == "200":
             return round(waited, 1)
         await asyncio.sleep(PROBE_EVERY_S)
     return None

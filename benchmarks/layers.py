@@ -1,4 +1,4 @@
-"""Time decoder layers in a row, whole or one rank's part of them, without exchanges.
+"""Time decoder layers in a row, complete or one rank's part of them, without exchanges.
 
     python benchmarks/layers.py --config 8b/expanded.yaml --parts 1 2 4 --json layers.jsonl
 
@@ -90,11 +90,11 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda" if on_gpu else "cpu")
     dtype = torch_dtype("bfloat16" if on_gpu else "float32")
     print_record(args.json, section="environment", **environment(config))
-    whole = read_shape(config.model.folder)
+    of_all = read_shape(config.model.folder)
     windows = (None,) * args.num_layers
-    whole = replace(whole, num_layers=args.num_layers, windows=windows)
+    of_all = replace(of_all, num_layers=args.num_layers, windows=windows)
     for size in args.parts:
-        shape = whole.on_rank_of(size)
+        shape = of_all.on_rank_of(size)
         with tensor_defaults(dtype, device):
             layers = make_layers(shape)
         for case in args.cases:

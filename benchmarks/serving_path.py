@@ -171,7 +171,7 @@ def round_times(url: str) -> dict[str, Any]:
 
 
 def shown(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Return the share of the newest 1,024 rounds' time that the device waited for the host."""
+    """Return the fraction of the newest 1,024 rounds' time that the device waited for the host."""
     return {"idle_share": metrics["window"]["idle_share"]}
 
 

@@ -135,7 +135,7 @@ class _Row:
     remaining: int
     """Tokens to go."""
     logprobs: Sequence[Sequence[float]] = ()
-    """Log probabilities of the drafts, by entry of the trace."""
+    """Log probabilities of the drafts, by position in the trace."""
     at: int = 0
     """Entry of the trace at which the next round starts."""
     num_draft_computed: int = 0

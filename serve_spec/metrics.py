@@ -145,7 +145,7 @@ EMA_ACCEPT_LENGTH = _gauge(
 )
 RUNNING_SEQS = _gauge("running_seqs", "Running requests.")
 WAITING_SEQS = _gauge("waiting_seqs", "Requests that wait for KV pages or request slots.")
-KV_USAGE = _gauge("kv_usage_ratio", "Share of KV pages in use, 0..1.")
+KV_USAGE = _gauge("kv_usage_ratio", "Fraction of KV pages in use, 0..1.")
 KV_PAGES = _gauge("kv_pages", "KV pages by state: used or free.", "state")
 
 # Metrics of an engine's snapshots.

@@ -65,12 +65,12 @@ class Corpus:
 
     def manifest(self) -> dict[str, object]:
         """Return totals, one row per package, and refused packages with the reason."""
-        used = [entry for entry in self.packages if entry.files]
+        used = [package for package in self.packages if package.files]
         totals = {
             name: {
                 "packages": len(rows),
-                "files": sum(entry.files for entry in rows),
-                "bytes": sum(entry.bytes for entry in rows),
+                "files": sum(package.files for package in rows),
+                "bytes": sum(package.bytes for package in rows),
             }
             for name, rows in (
                 ("train", [e for e in used if not e.held_out]),
@@ -81,7 +81,7 @@ class Corpus:
             "python": sys.version.split()[0],
             "totals": totals,
             "duplicate_files_dropped": self.duplicates,
-            "packages": [asdict(entry) for entry in sorted(used, key=lambda e: e.name)],
+            "packages": [asdict(package) for package in sorted(used, key=lambda e: e.name)],
             "refused": dict(sorted(self.refused.items())),
         }
 
@@ -133,10 +133,10 @@ def build_corpus(
     seen: set[bytes] = set()
     ordered = sorted(sources, key=lambda s: (s.name not in limits.held_out, s.name))
     for source in ordered:
-        entry = PackageEntry(
+        package = PackageEntry(
             source.name, source.version, source.licence, source.name in limits.held_out
         )
-        texts = corpus.held_out if entry.held_out else corpus.train
+        texts = corpus.held_out if package.held_out else corpus.train
         for text in _read_all(sorted(source.paths)):
             if not limits.min_chars < len(text) < limits.max_chars:
                 continue
@@ -147,9 +147,9 @@ def build_corpus(
                 continue
             seen.add(digest)
             texts.append(text)
-            entry.files += 1
-            entry.bytes += len(raw)
-        corpus.packages.append(entry)
+            package.files += 1
+            package.bytes += len(raw)
+        corpus.packages.append(package)
     shuffler = random.Random(seed)
     shuffler.shuffle(corpus.train)
     shuffler.shuffle(corpus.held_out)

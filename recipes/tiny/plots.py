@@ -47,7 +47,7 @@ def _curve(rows: list[dict[str, Any]], key: str) -> tuple[list[float], list[floa
 
 
 def plot_survival(record: dict[str, Any], out: Path) -> None:
-    """Draw the share of rounds that accept at least k drafts, at the lowest and highest T."""
+    """Draw the fraction of rounds that accept at least k drafts, at the lowest and highest T."""
     temperatures = list(record["temperatures"])
     shown = [temperatures[0], temperatures[-1]]
     figure, axes = plt.subplots(1, 2, figsize=(8.4, 3.4), sharey=True, layout="constrained")

@@ -1,4 +1,4 @@
-"""Causal attention of whole texts without a KV pool; its operations have gradients."""
+"""Causal attention of complete texts without a KV pool; its operations have gradients."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Rows:
 
 
 class CausalAttention(Rows):
-    """Causal attention of whole rows (`LayerAttention`); its operations have gradients.
+    """Causal attention of complete texts (`LayerAttention`); its operations have gradients.
 
     kept: receives (keys, values) per layer.
     """
@@ -82,7 +82,7 @@ def row_positions(num_rows: int, row_tokens: int, device: torch.device, first: i
 def causal_context(
     shape: DecoderShape, tokens: Tensor, kept: list[tuple[Tensor, Tensor]] | None = None
 ) -> ForwardContext:
-    """Return the context of whole rows `tokens` [B, T] from position 0; see `CausalAttention`."""
+    """Return the context of texts `tokens` [B, T] from position 0; see `CausalAttention`."""
     num_rows, row_tokens = tokens.shape
     attention = CausalAttention(num_rows, shape.caches, kept)
     return ForwardContext(row_positions(num_rows, row_tokens, tokens.device), attention)

@@ -70,7 +70,7 @@ def _new_eagle3(target: Decoder, recipe: Recipe) -> NewDraft:
     """Initialize from the target's last layer, reading the target's highest feature."""
     shape, generator = _draft_layer(target), torch.Generator().manual_seed(recipe.seed)
     hidden = shape.hidden_size
-    whole = Eagle3Shape(
+    head_shape = Eagle3Shape(
         layers=shape,
         capture=FeatureCapture(capture_layers(None, target.shape.num_layers)),
         target_hidden_size=hidden,
@@ -83,7 +83,7 @@ def _new_eagle3(target: Decoder, recipe: Recipe) -> NewDraft:
     )
     weight = target.embed_tokens.weight
     with tensor_defaults(weight.dtype, weight.device):
-        head = Eagle3(whole, target, None)
+        head = Eagle3(head_shape, target, None)
     head.lm_head.out_dtype = None
     # Official EAGLE-3 files call their only layer `midlayer`.
     masters = MasterWeights(head, lambda name: name.replace("layers.0.", "midlayer."))

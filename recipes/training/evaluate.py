@@ -54,7 +54,7 @@ def _logits(head: DraftHead, states: Tensor, step: int = 0) -> Tensor:
 def evaluate(recipe: Recipe, export: Path, held_out: Tensor, dtype: torch.dtype) -> dict[str, Any]:
     """Return the acceptance record of the target and the drafts in `export`.
 
-    Per temperature: the share of tokens in loops, and the figures of every drafter.
+    Per temperature: the fraction of tokens in loops, and the figures of every drafter.
     """
     plan = recipe.evaluation
     target = load_target(export / "target", dtype, held_out.device)
@@ -160,7 +160,10 @@ def markdown(record: dict[str, Any]) -> str:
         f"{head} K: accept length ± standard error | outside loops |",
         "|---|---|---|---|---|",
     ]
-    survival = [f"{head} share of rounds that keep at least 1, 2, .. drafts |", "|---|---|---|---|"]
+    survival = [
+        f"{head} fraction of rounds that keep at least 1, 2, .. drafts |",
+        "|---|---|---|---|",
+    ]
     for temperature, figures in record["temperatures"].items():
         for drafter, modes in figures["drafters"].items():
             for mode, outcome in modes.items():
@@ -188,7 +191,7 @@ class Acceptance:
     num_steps: int
     accept_length: float  # tokens emitted per round: accepted drafts + 1
     standard_error: float  # of accept_length, over sequences
-    survival: list[float]  # share of rounds that accept at least 1, 2, .. num_steps drafts
+    survival: list[float]  # fraction of rounds that accept at least 1, 2, .. num_steps drafts
     rounds: int
 
 

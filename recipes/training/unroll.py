@@ -123,9 +123,9 @@ def draft_loss(
     p = probs.float()
     cross = -(p * log_q).sum(-1)
     overlap = torch.minimum(p, log_q.exp()).sum(-1)
-    share = weight / (weight.sum() * logits.shape[0])
-    loss = ((cross + overlap_weight * (1.0 - overlap)) * share).sum()
-    return loss, (overlap.detach() * share).sum()
+    fraction = weight / (weight.sum() * logits.shape[0])
+    loss = ((cross + overlap_weight * (1.0 - overlap)) * fraction).sum()
+    return loss, (overlap.detach() * fraction).sum()
 
 
 def unroll_step(head: DraftHead) -> Step:

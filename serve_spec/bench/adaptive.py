@@ -32,7 +32,7 @@ TRIAL_MS = {"cpu": 100.0, "cuda": 400.0}
 """Long, because the first step of a trial is not launched ahead."""
 MIN_STEPS = 2
 """Plain steps of a trial."""
-WARM_UP_SHARE = 0.25
+WARM_UP_FRACTION = 0.25
 """Part of a steady-state batch that passes before it is measured: fresh policies have to learn."""
 WARM_UP_TOKENS = 12
 NUM_PROMPTS = 256
@@ -133,11 +133,11 @@ class _Bench:
     ) -> Iterator[dict[str, Any]]:
         """Yield every trial; in total each variant emits the tokens of `num_steps` plain steps.
 
-        A trial is a share of the tokens, not of the time, so all variants end in the same trial.
+        A trial is a fraction of the tokens, not of the time, so all variants end in the same trial.
         """
         number, repetition = place["phase"], place["repetition"]
         work = load.batch_size * num_steps
-        warm_up = round(WARM_UP_SHARE * work) if load.is_steady else 0
+        warm_up = round(WARM_UP_FRACTION * work) if load.is_steady else 0
         texts = number + _MOST_PHASES * repetition if load.is_steady else number
         loops = {
             variant.name: self._start(variant, load, number, texts, warm_up)

@@ -2,7 +2,8 @@
 
 The speed of a phase is over the trials that every variant has; the error of a ratio is that of the
 mean over trials. Totals are harmonic means over phases, which last equally long for off. The best
-fixed depth, off included, is known only afterwards: with more depths it gains more from chance.
+fixed depth, off included, is known only afterwards: the more depths there are, the more luck is in
+the best of them.
 """
 
 from __future__ import annotations

@@ -260,7 +260,7 @@ def _tune(parser: argparse.ArgumentParser) -> None:
         help="depths; 0 is always measured")
     add("--trees", type=tree_size, nargs="+", metavar="LEVELSxDRAFTS", help="trees, the root not "
         "counted, if speculative_eagle_topk is above 1 (default: those a policy may draft)")
-    add("--num-prompts", type=_COUNT, default=8, metavar="N", help="prompts, in whole batches")
+    add("--num-prompts", type=_COUNT, default=8, metavar="N", help="prompts, in full batches")
     add("--prompt-tokens", type=_COUNT, default=128, metavar="N", help="tokens per prompt")
     add("--output-tokens", type=_COUNT, default=128, metavar="N", help="output tokens per request")
     add("--repetitions", type=_COUNT, default=3, metavar="N", help="runs of every measurement")

@@ -1,6 +1,6 @@
 """`serve-spec bench offline`: run the same requests with every variant on one engine.
 
-Two speeds are measured: of whole runs, including prefill, and of full decoding batches.
+Two speeds are measured: of complete runs, including prefill, and of full decoding batches.
 """
 
 from __future__ import annotations
@@ -164,12 +164,12 @@ def _table(measurements: Sequence[report.Record]) -> str:
 
 
 def _depths(rounds: dict[int, int]) -> str:
-    """Return the mean depth of a request's rounds, and the most frequent depths with shares."""
+    """Return the mean depth of a request's rounds, and how often the most frequent ones are."""
     total = sum(rounds.values())
     mean = sum(steps * count for steps, count in rounds.items()) / total
     often = sorted(rounds, key=lambda steps: -rounds[steps])[:3]
-    shares = " ".join(f"{steps}:{rounds[steps] / total:.0%}" for steps in often)
-    return f"{mean:.1f} ({shares})"
+    fractions = " ".join(f"{steps}:{rounds[steps] / total:.0%}" for steps in often)
+    return f"{mean:.1f} ({fractions})"
 
 
 def plot(head: report.Record, measurements: Sequence[report.Record], path: Any) -> None:

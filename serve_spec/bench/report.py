@@ -99,13 +99,13 @@ def read_records(path: Path, bench: str) -> list[dict[str, Any]]:
 
 def _records(text: str) -> list[dict[str, Any]]:
     try:
-        whole = json.loads(text)
+        record = json.loads(text)
     except ValueError:
         return [json.loads(line) for line in text.splitlines()]
-    if "cells" not in whole:
-        return [whole]
-    cells = whole.pop("cells")  # older files hold one object
-    return [{"section": "run", **whole}, *({"section": "measurement"} | cell for cell in cells)]
+    if "cells" not in record:
+        return [record]
+    cells = record.pop("cells")  # older files hold one object
+    return [{"section": "run", **record}, *({"section": "measurement"} | cell for cell in cells)]
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

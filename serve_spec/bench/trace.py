@@ -45,7 +45,7 @@ class AcceptanceTrace:
     seed: int
     num_prompt_tokens: int
     num_correct_drafts: tuple[int, ...]
-    """Entry i: accepted drafts of a round of full depth that starts after i + 1 output tokens."""
+    """Value i: accepted drafts of a round of full depth that starts after i + 1 output tokens."""
     of_trees: tuple[tuple[int, ...], ...] = ()
     """The same for every shape in `TraceSet.trees`."""
     draft_logprobs: tuple[tuple[float, ...], ...] = ()
@@ -121,13 +121,13 @@ def _parsed(data: Mapping[str, Any]) -> TraceSet:
     topk = data.get("topk", 1)
     trees = tuple(DraftShape(depth, size, topk) for depth, size in data.get("trees", ()))
     traces = []
-    for entry in data["traces"]:
-        counts = _counts("num_correct_drafts", entry["num_correct_drafts"], most)
-        pairs = zip(trees, entry.get("of_trees", ()), strict=True)
+    for trace in data["traces"]:
+        counts = _counts("num_correct_drafts", trace["num_correct_drafts"], most)
+        pairs = zip(trees, trace.get("of_trees", ()), strict=True)
         of_trees = tuple(_counts("of_trees", mine, tree.depth) for tree, mine in pairs)
-        logprobs = tuple(map(tuple, entry.get("draft_logprobs", ())))
+        logprobs = tuple(map(tuple, trace.get("draft_logprobs", ())))
         known = {"num_correct_drafts": counts, "of_trees": of_trees, "draft_logprobs": logprobs}
-        traces.append(AcceptanceTrace(**{**entry, **known}))
+        traces.append(AcceptanceTrace(**{**trace, **known}))
     return TraceSet(most, tuple(traces), trees)
 
 

@@ -116,7 +116,7 @@ def _claims_standalone(config: Mapping[str, Any]) -> bool:
 
 
 def _claims_eagle(config: Mapping[str, Any]) -> bool:
-    # Official heads call themselves LlamaForCausalLM, and no whole model has one layer.
+    # Official heads call themselves LlamaForCausalLM, and no complete model has one layer.
     return "eagle" in _kind(config) or _flat(config).get("num_hidden_layers") == 1
 
 

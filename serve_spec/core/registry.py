@@ -43,6 +43,10 @@ class Registry(Generic[T]):
         """Return all names, in the order of their registration."""
         return [*self._places]
 
+    def place(self, name: str) -> str:
+        """Return where the object of a known name is, `package.module:attribute`."""
+        return self._places[name]
+
     def __contains__(self, name: object) -> bool:
         return name in self._places
 

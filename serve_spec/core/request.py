@@ -244,7 +244,7 @@ _TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
 def _shown(value: object) -> object:
     """Return a value for an error message; of a long mapping only its size."""
     is_long = isinstance(value, Mapping) and len(value) > _MAX_SHOWN
-    return f"<{len(value)} entries>" if is_long else value  # type: ignore[arg-type]
+    return f"<{len(value)} keys>" if is_long else value  # type: ignore[arg-type]
 
 
 def _is_count(value: int | None) -> bool:

@@ -1,6 +1,6 @@
 """Input and answer of a speculation policy. A round is one draft-verify step of a batch.
 
-Columns hold one entry per decoding request.
+Columns hold one value per decoding request.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class RoundSums:
             self._sums[name] = self._sums.get(name, 0) + value
 
     def snapshot(self) -> dict[str, object]:
-        """Return rates and shares; None for a division by zero."""
+        """Return rates and fractions; None for a division by zero."""
         sums = self._sums.copy()
 
         def of(name: str) -> float:
@@ -115,9 +115,9 @@ class RecentSpeed:
         """Add one round and drop the oldest."""
         if len(self._rounds) == SPEED_ROUNDS:
             self._sum(*self._rounds[0], sign=-1)
-        entry = record.num_output_tokens, record.step_ms, record.step_ms * record.batch_size
-        self._rounds.append(entry)
-        self._sum(*entry, sign=1)
+        speed = record.num_output_tokens, record.step_ms, record.step_ms * record.batch_size
+        self._rounds.append(speed)
+        self._sum(*speed, sign=1)
 
     def _sum(self, tokens: int, ms: float, request_ms: float, *, sign: int) -> None:
         self._tokens += sign * tokens
@@ -214,7 +214,7 @@ class MetricsCollector:
             accept_rate        drafts accepted and emitted per draft verified, 0..1
             tokens_per_step    tokens a request emits in a round: correct drafts and bonus token
             overhead_ratio     drafting / verification, in time
-            host_share         share of round time in which neither model ran
+            host_share         fraction of round time in which neither model ran
             idle_share         time the device waited for the host before rounds, over round time
             effective_speedup  time plain rounds would have taken for the tokens of the window's
                                drafting rounds, over the time those took; both sides measured
@@ -223,8 +223,8 @@ class MetricsCollector:
                                round took what verification takes
 
             draft_budget       most drafts that the last round verified; None: all of them
-            budget_share       share of rounds whose budget left drafts unverified; mean_budget is
-                               of these
+            budget_share       fraction of rounds whose budget left drafts unverified; mean_budget
+                               is of these
             observed_to_expected_drafts, measured_to_predicted_ms
                                1 if predictions are right; each over the rounds that have one
             positions          drafts made, verified, reached (all before were accepted), accepted;

@@ -93,7 +93,7 @@ def _finished(seq: Sequence, deltas: list[TokenDelta]) -> RequestOutput:
     last = deltas[-1]
     assert last.finish_reason is not None, "the engine stopped before the sequence ended"
     assert last.speculation is not None, "the last delta carries the statistics"
-    logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
+    logprobs = [token for delta in deltas for token in delta.logprobs or ()]
     return RequestOutput(
         request_id=seq.request_id,
         prompt_token_ids=tuple(seq.token_ids[: seq.num_prompt_tokens]),

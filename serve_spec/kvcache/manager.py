@@ -1,4 +1,4 @@
-"""Pages per sequence: reserve them before a step, return the surplus after it."""
+"""Pages per sequence: reserve them before a step, return unused ones after it."""
 
 from __future__ import annotations
 
@@ -134,9 +134,9 @@ class KVCacheManager:
         """Free the pages past `num_tokens` positions (rejected drafts, texts cut by a stop)."""
         keep = self.pages_for(num_tokens)
         if keep < len(seq.page_ids):
-            surplus = seq.page_ids[keep:]
+            unused = seq.page_ids[keep:]
             del seq.page_ids[keep:]
-            self.allocator.release(surplus)
+            self.allocator.release(unused)
 
     def release(self, seq: Sequence) -> None:
         """Free every page of `seq`; full pages stay cached for other sequences."""

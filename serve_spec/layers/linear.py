@@ -21,9 +21,9 @@ class Linear(Layer):
     `format`, which `formats` chooses by their names.
 
     Over several ranks (Megatron-LM, arXiv 1909.08053) sizes are this rank's own. A rank has a shard
-    of the rows of every part, or if `is_row_parallel` of the columns: then its result is an addend
-    of the whole one, and the norm that follows adds up what all ranks made of theirs. One after the
-    other they exchange one [T, H] tensor. A part with a `Span` has these of its rows instead.
+    of the rows of every part, or if `is_row_parallel` of the columns: then its result is an addend,
+    and the norm that follows sums those of all ranks. One after the other they exchange one [T, H]
+    tensor. A part with a `Span` has these of its rows instead.
     """
 
     def __init__(

@@ -21,18 +21,18 @@ class Shard:
     """Where one rank's part of a checkpoint tensor goes.
 
     `tensor` takes what the checkpoint's tensor holds from index `start` of dimension `dim` on;
-    `whole` is the size of that dimension in the checkpoint.
+    `total` is the size of that dimension in the checkpoint.
     """
 
     tensor: Tensor
     dim: int
     start: int
-    whole: int
+    total: int
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the checkpoint's tensor."""
-        return (*self.tensor.shape[: self.dim], self.whole, *self.tensor.shape[self.dim + 1 :])
+        return (*self.tensor.shape[: self.dim], self.total, *self.tensor.shape[self.dim + 1 :])
 
     @property
     def index(self) -> tuple[slice, ...]:
@@ -55,14 +55,14 @@ def dtypes_taken(destination: Tensor) -> tuple[torch.dtype, ...]:
 
 @dataclass(frozen=True)
 class Span:
-    """The indices `start .. start + length - 1` of a dimension of `whole`, which one rank holds.
+    """The indices `start .. start + length - 1` of a dimension of `total`, which one rank holds.
 
     Those past the end stand for nothing: they make the spans of all ranks equally long.
     """
 
     length: int
     start: int
-    whole: int
+    total: int
 
     @classmethod
     def shard_of(cls, length: int, parallel: TensorParallel) -> Self:
@@ -70,27 +70,27 @@ class Span:
         return cls(length, parallel.rank * length, parallel.size * length)
 
     @classmethod
-    def padded_shard_of(cls, whole: int, parallel: TensorParallel) -> Self:
+    def padded_shard_of(cls, total: int, parallel: TensorParallel) -> Self:
         """Return this rank's part of a dimension of any size."""
-        length = -(-whole // parallel.size)
-        return cls(length, min(parallel.rank * length, whole), whole)
+        length = -(-total // parallel.size)
+        return cls(length, min(parallel.rank * length, total), total)
 
     @property
     def count(self) -> int:
         """Return how many of the indices exist."""
-        return min(self.length, self.whole - self.start)
+        return min(self.length, self.total - self.start)
 
     def packed(self, size: int) -> Span:
         """Return the span in elements that hold `size` indices each."""
-        is_even = all(indices % size == 0 for indices in (self.length, self.start, self.whole))
+        is_even = all(indices % size == 0 for indices in (self.length, self.start, self.total))
         assert is_even, f"elements of {size} indices do not divide {self}"
-        return Span(self.length // size, self.start // size, self.whole // size)
+        return Span(self.length // size, self.start // size, self.total // size)
 
     def of(self, tensor: Tensor, dim: int) -> Destination:
         """Return what a checkpoint tensor fills of `tensor`, whose `dim` has this span's length."""
-        if self.length == self.whole:
+        if self.length == self.total:
             return tensor
-        return Shard(tensor.narrow(dim, 0, self.count), dim, self.start, self.whole)
+        return Shard(tensor.narrow(dim, 0, self.count), dim, self.start, self.total)
 
 
 class Layer(nn.Module):

@@ -17,7 +17,7 @@ from serve_spec.parallel.group import TensorParallel
 
 
 def vocab_embedding(vocab_size: int, width: int, parallel: TensorParallel) -> Embedding:
-    """Return embeddings of a whole vocabulary of `vocab_size`."""
+    """Return embeddings of all ids of a vocabulary of `vocab_size`."""
     if parallel.size == 1:
         return Embedding(vocab_size, width)
     return VocabParallelEmbedding(vocab_size, width, parallel)
@@ -32,7 +32,7 @@ def vocab_head(
     *,
     tied: Embedding | None = None,
 ) -> Linear:
-    """Return the product `name` over a whole vocabulary of `vocab_size`.
+    """Return the product `name` over all ids of a vocabulary of `vocab_size`.
 
     tied: embeddings of the same vocabulary, whose table is the matrix.
     """

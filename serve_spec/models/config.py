@@ -106,6 +106,9 @@ def read_rope(config: Config) -> tuple[float, RopeScaling | None]:
 _PLAIN_ROPES = ("default", "dynamic", "mrope")
 _SCALED_ROPES = ("linear", "llama3", "yarn", "longrope")
 
+ROPES = (*_PLAIN_ROPES, *_SCALED_ROPES)
+"""Values of `rope_type` that are computed."""
+
 
 def _rope_type(rope: Config, config: Config) -> str:
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
@@ -113,8 +116,8 @@ def _rope_type(rope: Config, config: Config) -> str:
         raise wrong(f"partial_rotary_factor={partial}: not supported; only 1.0 is")
     is_nested = any(isinstance(value, Mapping) for value in rope.values())
     kind = "per layer" if is_nested else rope["rope_type"]
-    if kind not in (*_PLAIN_ROPES, *_SCALED_ROPES):
-        fix = f"use one of {sorted({*_PLAIN_ROPES, *_SCALED_ROPES})}"
+    if kind not in ROPES:
+        fix = f"use one of {sorted(ROPES)}"
         raise wrong(f"rope type {kind!r}: not supported; {fix}")
     return str(kind)
 

@@ -191,7 +191,7 @@ def listed_windows(
         return tuple(window if index >= first else None for index in range(num_layers))
     if len(kinds) != num_layers:
         raise wrong(
-            f"layer_types has {len(kinds)} entries for num_hidden_layers={num_layers}; "
+            f"layer_types has {len(kinds)} values for num_hidden_layers={num_layers}; "
             "correct config.json"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

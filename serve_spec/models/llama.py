@@ -1,4 +1,4 @@
-"""Llama (arXiv 2302.13971, 2407.21783)."""
+"""Llama 2 and 3 (arXiv 2307.09288, 2407.21783)."""
 
 from __future__ import annotations
 

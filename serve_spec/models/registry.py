@@ -17,7 +17,7 @@ _HOOKS = ("defaults", "spec", "renames", "check", "build")
 TARGETS: Registry[TargetFamily] = Registry("architecture", _HOOKS)
 """Families by name in `architectures` of `config.json`."""
 
-_TEXT_MODELS: Registry[TargetFamily] = Registry("model_type", _HOOKS)
+TEXT_MODELS: Registry[TargetFamily] = Registry("model_type", _HOOKS)
 """Families by `model_type` of the text model inside a multimodal config."""
 
 
@@ -32,7 +32,7 @@ def register_target(
     for architecture in architectures:
         TARGETS.add(architecture, place)
     for model_type in model_types:
-        _TEXT_MODELS.add(model_type, place)
+        TEXT_MODELS.add(model_type, place)
 
 
 register_target("serve_spec.models.llama:FAMILY", ["LlamaForCausalLM"], ["llama"])
@@ -54,9 +54,9 @@ def find_family(config: Config) -> tuple[TargetFamily, Config]:
     text, nested = text_config(config), nested_config(config)
     if nested is not None:
         model_type = str(nested.get("model_type") or f"{config.get('model_type')}_text")
-        if model_type not in _TEXT_MODELS:
+        if model_type not in TEXT_MODELS:
             raise _unsupported([f"{model_type} in a multimodal model"])
-        family = _TEXT_MODELS.load(model_type)
+        family = TEXT_MODELS.load(model_type)
         return family, {**family.defaults.get(model_type, {}), **text}
     names = config.get("architectures") or []
     if len(names) != 1 or names[0] not in TARGETS:
@@ -66,14 +66,14 @@ def find_family(config: Config) -> tuple[TargetFamily, Config]:
 
 def class_defaults(model_type: str) -> Mapping[str, object] | None:
     """Return what a config class of transformers fills in; None if no family says so."""
-    if model_type not in _TEXT_MODELS:
+    if model_type not in TEXT_MODELS:
         return None
-    return _TEXT_MODELS.load(model_type).defaults.get(model_type)
+    return TEXT_MODELS.load(model_type).defaults.get(model_type)
 
 
 def known_defaults() -> list[str]:
     """Return the values of `model_type` that have `class_defaults`."""
-    return sorted(name for name in _TEXT_MODELS.names() if class_defaults(name) is not None)
+    return sorted(name for name in TEXT_MODELS.names() if class_defaults(name) is not None)
 
 
 def _unsupported(names: object) -> CheckpointError:

@@ -99,7 +99,7 @@ class RequestTokens(NamedTuple):
     recent: int32 [L, W]; the token of position p is in column p mod W, W a power of two above the
         depth.
     lengths: int32 [L], tokens of each slot.
-    request_slots: int32 [B], of sequences that have tokens; other entries are ignored.
+    request_slots: int32 [B], of sequences that have tokens; other values are ignored.
     """
 
     recent: Tensor
@@ -128,7 +128,7 @@ def accept_and_advance(
     recent, lengths, request_slots = known
     tokens, counts, members = input_ids.tolist(), lengths.tolist(), request_slots.tolist()
     kept_drafts, token_ids = accepted.num_correct.tolist(), accepted.token_ids.tolist()
-    packed, entries, grown = [], [], []
+    packed, written, grown = [], [], []
     for b, (first, end) in enumerate(pairwise(query_starts.tolist())):
         kept, emitted = kept_drafts[b], token_ids[b]
         is_broken = any(token < 0 for token in tokens[first + 1 : end])
@@ -136,11 +136,11 @@ def accept_and_advance(
         if end > first:
             slot = members[b]
             new = enumerate(emitted[: kept + 1], counts[slot])
-            entries += [(slot, at % recent.shape[1], max(token, 0)) for at, token in new]
+            written += [(slot, at % recent.shape[1], max(token, 0)) for at, token in new]
             grown.append((slot, kept + 1))
     results.copy_(torch.tensor(packed, dtype=torch.int32))
-    if entries:
-        slots, columns, values = torch.tensor(entries).to(recent.device).unbind(1)
+    if written:
+        slots, columns, values = torch.tensor(written).to(recent.device).unbind(1)
         recent.index_put_((slots, columns), values.to(recent.dtype))
         slots, added = torch.tensor(grown).to(recent.device).unbind(1)
         lengths.index_add_(0, slots, added.to(lengths.dtype))
@@ -200,7 +200,7 @@ def _index_of(query_starts: Tensor, num_tokens: int) -> tuple[Tensor, Tensor, Te
 def move_accepted(
     pools: Sequence[Tensor], slots: Tensor, query_starts: Tensor, path: Tensor, num_correct: Tensor
 ) -> None:
-    """Move the entry of token path[j] of each sequence to the slot of its token j, in place.
+    """Move the row of token path[j] of each sequence to the slot of its token j, in place.
 
     pools: contiguous tensors, [num_slots, F] or [num_layers, num_slots, ...].
     slots: int64 [T], the slot of each token; query_starts: int32 [B+1].
@@ -211,7 +211,7 @@ def move_accepted(
     column = torch.arange(path.shape[1], device=path.device)
     moves = (column > 0) & (column <= num_correct.unsqueeze(1))
     first = query_starts[:-1].long().unsqueeze(1)
-    # All other entries copy the first token, a root, onto itself: no move ends there.
+    # All other rows copy the first token, a root, onto itself: no move ends there.
     source = slots[(first + path).where(moves, 0)].flatten()
     target = slots[(first + column).where(moves, 0)].flatten()
     for pool in pools:

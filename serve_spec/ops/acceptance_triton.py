@@ -195,7 +195,7 @@ def _move_kernel(
 ):  # fmt: skip
     """One program per block of a layer and sequence, moved in ascending order.
 
-    path[j + 1] > j, so no entry is read after it was written, and one thread reads and writes every
+    path[j + 1] > j, so no row is read after it was written, and one thread reads and writes every
     number.
     """
     b, layer = tl.program_id(0), tl.program_id(1)

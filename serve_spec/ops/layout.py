@@ -46,7 +46,7 @@ class Followed(NamedTuple):
     """The tokens are drafts of level `level`.
 
     depths: int32 [B]. Requests of no more levels than `level` write nothing: they have no pages for
-    it, and stale entries of their page tables may belong to other requests.
+    it, and stale ids of their page tables may belong to other requests.
     """
 
     depths: Tensor
@@ -63,7 +63,7 @@ class TokenLayout(NamedTuple):
     slots: int64 [T], KV slots.
     query_starts: int32 [B+1], the first token of each sequence, and the end of the last.
     kv_lens: int32 [B], the position after the last token of each sequence.
-    tables: int32 [B, P], its page table; entries past its last token are undefined.
+    tables: int32 [B, P], its page table; ids past its last token are undefined.
     """
 
     owners: Tensor

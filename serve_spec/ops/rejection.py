@@ -10,7 +10,7 @@ them. p is edited, tempered and filtered. Unlike draws of the target (`ops/accep
 tokens depend on the draft: another draft gives another text of the same distribution.
 
 Shapes: B sequences, at most K drafts, V tokens. `drafts` int64 [B, K]; `draft_probs` q [B, K, V];
-`target_probs` p [B, K + 1, V]; `num_steps` int64 [B], drafts of each sequence; entries beyond them
+`target_probs` p [B, K + 1, V]; `num_steps` int64 [B], drafts of each sequence; values beyond them
 are ignored. Probabilities in any float dtype.
 """
 
@@ -56,11 +56,11 @@ def block_probabilities(
         weights.append((weights[-1] * ratio).clamp(max=1))
     weight = torch.stack(weights, dim=1)
     # After i drafts: the target's mass beyond the next draft's distribution.
-    surplus = (weight[:, :-1, None] * target_probs[:, :-1] - draft_probs).clamp(min=0).sum(dim=2)
-    surplus, kept = surplus[:, 1:], weight[:, 1:]
-    missing = surplus + 1 - kept[:, :-1]
+    residual = (weight[:, :-1, None] * target_probs[:, :-1] - draft_probs).clamp(min=0).sum(dim=2)
+    residual, kept = residual[:, 1:], weight[:, 1:]
+    missing = residual + 1 - kept[:, :-1]
     probabilities = kept.clone()
-    probabilities[:, :-1] = (surplus / missing).where(missing > 0, 1)
+    probabilities[:, :-1] = (residual / missing).where(missing > 0, 1)
     number = torch.arange(1, probabilities.shape[1] + 1, device=drafts.device)
     # The last draft of a sequence has no draft after it.
     return probabilities.where(number < num_steps.unsqueeze(1), kept), weight

@@ -216,15 +216,15 @@ def _surplus_kernel(
         row = logits + (tl.load(query_starts + b) + step).to(tl.int64) * row_stride
         draft_row = draft_logits + (b.to(tl.int64) * DEPTH + step) * NUM_DRAFT_IDS
         at = b * (2 * DEPTH + 1) + step
-        surplus = tl.zeros([BLOCK], dtype=tl.float32)
+        residual = tl.zeros([BLOCK], dtype=tl.float32)
         for start in range(0, NUM_IDS, BLOCK):
             ids = start + tl.arange(0, BLOCK)
             p, q = _both(
                 ids, scale, row, draft_row, draft_ids, at, tops, totals, cut_scores, cut_ids,
                 NUM_IDS, DEPTH,
             )  # fmt: skip
-            surplus += tl.maximum(weight * p - q, 0.0)
-        left = tl.sum(surplus, axis=0)
+            residual += tl.maximum(weight * p - q, 0.0)
+        left = tl.sum(residual, axis=0)
         missing = left + 1 - weight
         probability = tl.where(
             missing > 0, tl.math.div_rn(left, tl.where(missing > 0, missing, 1.0)), 1.0

@@ -140,7 +140,7 @@ def _paths(rows: Tensor, token_ids: Tensor, depths: Tensor, backs: Tensor | None
 
 
 LEAST = -1e30
-"""Score of a token that the grammar allows and other edits mask; see `structured/bans.py`. It is
+"""Score of a token that the grammar allows and other edits mask; see `structured/masks.py`. It is
 finite at every temperature, and below any real score."""
 
 

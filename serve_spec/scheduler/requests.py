@@ -1,4 +1,4 @@
-"""What each request drafts in a step, and its entry in the plan."""
+"""What each request drafts in a step, and its row in the plan."""
 
 from __future__ import annotations
 

@@ -27,20 +27,20 @@ _NOTHING_ELSE = TokenDelta("", (), "")[3:]
 
 def encode_replica_message(message: ReplicaMessage) -> bytes:
     """Encode a message for `decode_replica_message`."""
-    entries = [
+    encoded = [
         (request_id, item[1], item[2])
         if type(item) is TokenDelta and item[3:] == _NOTHING_ELSE
         else (request_id, pickle.dumps(item, pickle.HIGHEST_PROTOCOL))
         for request_id, item in message.items
     ]
-    return pickle.dumps((entries, *message[1:]), pickle.HIGHEST_PROTOCOL)
+    return pickle.dumps((encoded, *message[1:]), pickle.HIGHEST_PROTOCOL)
 
 
 def decode_replica_message(message: bytes) -> ReplicaMessage:
     """Decode a message; an unreadable item becomes `Failed`."""
-    entries, *rest = pickle.loads(message)
+    encoded, *rest = pickle.loads(message)
     items: Items = [
-        (entry[0], TokenDelta(*entry) if len(entry) == 3 else _decoded(*entry)) for entry in entries
+        (each[0], TokenDelta(*each) if len(each) == 3 else _decoded(*each)) for each in encoded
     ]
     return ReplicaMessage(items, *rest)
 
@@ -53,14 +53,14 @@ def encode_router_message(
     known_ids: Sequence[str] | None = None,
 ) -> bytes:
     """Encode a message for `decode_router_message`."""
-    entries = [(r.request_id, pickle.dumps(r, pickle.HIGHEST_PROTOCOL)) for r in requests]
-    return pickle.dumps((entries, cancelled, flushes_cache, known_ids), pickle.HIGHEST_PROTOCOL)
+    encoded = [(r.request_id, pickle.dumps(r, pickle.HIGHEST_PROTOCOL)) for r in requests]
+    return pickle.dumps((encoded, cancelled, flushes_cache, known_ids), pickle.HIGHEST_PROTOCOL)
 
 
 def decode_router_message(message: bytes) -> RouterMessage:
     """Decode a message; an unreadable request becomes `Failed`."""
-    entries, *rest = pickle.loads(message)
-    return RouterMessage([(name, _decoded(name, data)) for name, data in entries], *rest)
+    encoded, *rest = pickle.loads(message)
+    return RouterMessage([(name, _decoded(name, data)) for name, data in encoded], *rest)
 
 
 def _decoded(request_id: str, data: bytes) -> Any:
@@ -175,7 +175,7 @@ def merge_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
         "".join(delta.text for delta in deltas),
         last.finish_reason,
         last.speculation,
-        tuple(entry for entries in logprobs for entry in entries) if logprobs else None,
+        tuple(token for tokens in logprobs for token in tokens) if logprobs else None,
         first.prompt_logprobs,
         first.num_cached_tokens,
     )

@@ -205,7 +205,7 @@ def _tree_layout(buffers: StepBuffers, layout: TokenLayout) -> _TreeLayout:
 
 
 def _of_drafts(table: Tensor, layout: TokenLayout) -> Tensor:
-    """Return the entries of a table [B, N] of drafts for tokens [T]; any value for roots."""
+    """Return the values of a table [B, N] of drafts for tokens [T]; any value for roots."""
     most, width = table.shape
     owners = layout.owners.clamp(0, most - 1)
     return table[owners.long(), (layout.offsets - 1).clamp(0, width - 1).long()]

@@ -56,7 +56,7 @@ def emitted_logprobs(
     def read(token_ids: Sequence[Sequence[int]]) -> Logprobs:
         parts = table.split([req.num_steps + 1 for _, req, _ in asking])
         return {
-            req.request_id: _entries(part[: len(token_ids[number])], token_ids[number], num_top)
+            req.request_id: _logprobs(part[: len(token_ids[number])], token_ids[number], num_top)
             for (number, req, num_top), part in zip(asking, parts, strict=True)
         }
 
@@ -88,7 +88,7 @@ def prompt_logprobs(
     def read() -> Logprobs:
         parts = table.split([len(req.scored_ids) for req, _ in scored])
         return {
-            req.request_id: _entries(part, req.scored_ids, num_top)
+            req.request_id: _logprobs(part, req.scored_ids, num_top)
             for (req, num_top), part in zip(scored, parts, strict=True)
         }
 
@@ -123,8 +123,8 @@ def _plain_params(count: int, device: torch.device) -> DrawParams:
     return DrawParams(one, full(2), full(), one, zero)
 
 
-def _entries(table: Tensor, token_ids: Sequence[int], num_top: int) -> tuple[TokenLogprob, ...]:
-    """Return one entry per row of a `score_tokens` table on the host."""
+def _logprobs(table: Tensor, token_ids: Sequence[int], num_top: int) -> tuple[TokenLogprob, ...]:
+    """Return a token per row of a `score_tokens` table on the host."""
     width = (table.shape[1] - 2) // 2
     logprobs = table.view(torch.float32)
     chosen, ranks = logprobs[:, 0].tolist(), table[:, 1].tolist()
@@ -143,7 +143,7 @@ def _top(
 ) -> tuple[tuple[int, float], ...]:
     """Return the likeliest `num_top` that the filters left; ties rank by token id."""
     left = [(t, p) for t, p in zip(ids, logprobs, strict=True) if p > float("-inf")]
-    return tuple(sorted(left, key=lambda entry: (-entry[1], entry[0]))[:num_top])
+    return tuple(sorted(left, key=lambda pair: (-pair[1], pair[0]))[:num_top])
 
 
 def _start_reading(table: Tensor) -> Tensor:

@@ -203,9 +203,9 @@ def _draft_logits(slots: RequestSlots, max_depth: int, drafts: DraftVocabulary) 
     return logits
 
 
-def _write_rows(table: Tensor, entries: Mapping[int, Sequence[int]]) -> None:
+def _write_rows(table: Tensor, values: Mapping[int, Sequence[int]]) -> None:
     width = table.shape[1]
-    rows = [[number, *row, *[0] * (width - len(row))] for number, row in entries.items()]
+    rows = [[number, *row, *[0] * (width - len(row))] for number, row in values.items()]
     written = to_device(torch.tensor(rows, dtype=torch.int64), table.device)
     table.index_copy_(0, written[:, 0], written[:, 1:].to(table.dtype))
 

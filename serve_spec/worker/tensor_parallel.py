@@ -113,13 +113,13 @@ def run_worker_loop(worker: FollowingWorker) -> None:
 
 
 class _Longer(NamedTuple):
-    """A tuple that keeps the first `num_kept` entries of the one before it."""
+    """A tuple that keeps the first `num_kept` values of the one before it."""
 
     num_kept: int
     added: tuple[Any, ...]
 
 
-# Fields that grow by a few entries a step, and may be long.
+# Fields that grow by a few values a step, and may be long.
 _GROWING = frozenset({"page_ids", "generated_ids"})
 
 

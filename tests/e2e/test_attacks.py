@@ -106,7 +106,7 @@ async def test_two_large_requests_leave_room_for_others(url):
             ]
         state = await router(client)
         refused = [task.result().status_code for task in hogs if task.done()]
-        assert refused == [429], "both would not fit into one client's share of the queue"
+        assert refused == [429], "both would not fit into one client's places in the queue"
         assert state["num_clients"] == 1
         for task in hogs:
             task.cancel()

@@ -306,7 +306,7 @@ def _layer(draw, config, prefix, qkv_inputs, scale):
     query = config["num_attention_heads"] * head_dim
     key = config["num_key_value_heads"] * head_dim
     tensors = {
-        # Sharper than chance, so that attention really selects and a wrong mask shows.
+        # Larger than for unit scores, so that attention really selects and a wrong mask shows.
         "self_attn.q_proj.weight": draw.matrix(query, qkv_inputs, 1.5),
         "self_attn.k_proj.weight": draw.matrix(key, qkv_inputs, 1.5),
         "self_attn.v_proj.weight": draw.matrix(key, qkv_inputs),

@@ -173,7 +173,7 @@ def always_three(llm):
 def switching_controller(depths, *, ragged=True, budgets=False):
     """Return a policy that chooses another depth or shape every round.
 
-    ragged: each request drafts another share of it. budgets: also change how many are verified.
+    ragged: each request drafts another part of it. budgets: also change how many are verified.
     """
     numbers = count()
 

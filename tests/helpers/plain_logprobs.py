@@ -44,12 +44,12 @@ def close(found, expected):
     for one, other in zip(found, expected, strict=True):
         assert one.token_ids == other.token_ids
         assert (one.logprobs is None) == (other.logprobs is None)
-        close_entries(one.logprobs or (), other.logprobs or ())
+        close_logprobs(one.logprobs or (), other.logprobs or ())
         assert (one.prompt_logprobs is None) == (other.prompt_logprobs is None)
-        close_entries(one.prompt_logprobs or (), other.prompt_logprobs or ())
+        close_logprobs(one.prompt_logprobs or (), other.prompt_logprobs or ())
 
 
-def close_entries(found, expected, **tolerance):
+def close_logprobs(found, expected, **tolerance):
     """Assert that log-probabilities are the same, up to rounding."""
     for one, other in zip(found, expected, strict=True):
         if one is None or other is None:

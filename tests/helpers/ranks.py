@@ -39,8 +39,8 @@ class ThreadRank(TensorParallel):
         self._barrier.wait()
         given = list(self._slots)
         self._barrier.wait()
-        assert len({entry[:3] for entry in given}) == 1, f"ranks differ: {given}"
-        return [entry[3] for entry in given]
+        assert len({call[:3] for call in given}) == 1, f"ranks differ: {given}"
+        return [call[3] for call in given]
 
 
 def on_ranks(size, run):

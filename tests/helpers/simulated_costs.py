@@ -17,7 +17,7 @@ from tests.helpers.costs import KEY
 class GridCosts:
     """Rounds measured at some batch sizes and depths, all rows alike; linear between and beyond.
 
-    verify_ms, draft_ms: one line per batch size, one entry per depth, in ms. A draft step that only
+    verify_ms, draft_ms: one line per batch size, one value per depth, in ms. A draft step that only
     some rows take costs what it costs a batch of so many rows.
     """
 

@@ -219,12 +219,12 @@ def run(llm, requests, before_step=nothing, *, arrivals=lambda index: 0, answers
 # Comparing.
 
 
-def compact(entry, digits):
+def compact(scored, digits):
     """Return token, rank and rounded log-probabilities."""
-    if entry is None:
+    if scored is None:
         return None
-    top = [part for token, logprob in entry.top for part in (token, round(logprob, digits))]
-    return [entry.token_id, entry.rank, round(entry.logprob, digits), *top]
+    top = [part for token, logprob in scored.top for part in (token, round(logprob, digits))]
+    return [scored.token_id, scored.rank, round(scored.logprob, digits), *top]
 
 
 def as_texts(answers, digits=4):
@@ -233,8 +233,8 @@ def as_texts(answers, digits=4):
     for key, answer in answers.items():
         texts[key] = {"ids": answer.token_ids, "reason": answer.reason}
         for name in ("logprobs", "prompt_logprobs"):
-            if (entries := getattr(answer, name)) is not None:
-                texts[key][name] = [compact(entry, digits) for entry in entries]
+            if (tokens := getattr(answer, name)) is not None:
+                texts[key][name] = [compact(scored, digits) for scored in tokens]
     return texts
 
 

@@ -79,7 +79,7 @@ class Deployment:
 
 
 def read(app, stand_ins):
-    """The deployment of `app`, an entry of a Serve file that names a configuration of this
+    """The deployment of `app`, an application of a Serve file that names a configuration of this
     checkout.
 
     stand_ins: an empty folder; checkpoints that are not on this machine get an empty folder there.
@@ -87,7 +87,7 @@ def read(app, stand_ins):
     # As the pods get one from a Secret.
     args = {"api_keys": ["key"], **app["args"]}
     args["config"] = _configuration(ROOT / app["args"]["config"], stand_ins)
-    given = {entry["name"]: entry for entry in app.get("deployments", [])}
+    given = {each["name"]: each for each in app.get("deployments", [])}
     code = dict(_built(build_app(args)))
     assert given.keys() <= code.keys(), "deployments that the application does not have"
     parts = {name: _deployed(code[name], given.get(name, {})) for name in code}

@@ -55,7 +55,7 @@ class PodTemplate(Strict):
 
     @property
     def env(self):
-        return {entry["name"]: entry.get("value") for entry in self.container.get("env", [])}
+        return {each["name"]: each.get("value") for each in self.container.get("env", [])}
 
     @property
     def labels(self):

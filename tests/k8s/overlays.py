@@ -102,11 +102,11 @@ def _apply(folder, documents):
         documents.append(_config_map(folder, generator, options))
     for name in keys.pop("components", []):
         _apply(folder / name, documents)
-    for entry in keys.pop("patches", []):
-        patch = yaml.safe_load((folder / entry["path"]).read_text())
+    for item in keys.pop("patches", []):
+        patch = yaml.safe_load((folder / item["path"]).read_text())
         # Of kinds that kustomize knows it merges lists by key; of others it replaces them.
         is_custom = patch["kind"] in ("RayService", "PodMonitor")
-        assert is_custom or not _has_list(patch), f"{entry}: a list"
+        assert is_custom or not _has_list(patch), f"{item}: a list"
         (index,) = [i for i, known in enumerate(documents) if _name(known) == _name(patch)]
         documents[index] = merged(documents[index], patch)
     assert keys.keys() <= {"apiVersion", "kind"}, f"{folder}: {keys}"

@@ -154,10 +154,10 @@ def test_every_pod_has_the_same_settings_of_ray_serve_and_logs_as_serve_does(ove
 def test_without_a_secret_of_api_keys_nothing_starts_on_gpus(overlay, deployment):
     """It is in every pod: any of them may build the application."""
     variables = [
-        entry
+        variable
         for group in overlay.cluster.groups
-        for entry in group.template.container.get("env", [])
-        if entry["name"] == "SERVE_SPEC_ROUTER__API_KEYS"
+        for variable in group.template.container.get("env", [])
+        if variable["name"] == "SERVE_SPEC_ROUTER__API_KEYS"
     ]
     if not overlay.of_kind("PodMonitor"):
         assert not variables, "the demo needs no variables"

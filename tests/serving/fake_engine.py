@@ -127,8 +127,8 @@ class FakeStream:
                 "",
                 reason,
                 None,
-                entries_of(before, new, params.logprobs),
-                prompt_entries(before, params.prompt_logprobs) if is_first else None,
+                logprobs_of(before, new, params.logprobs),
+                prompt_logprobs_of(before, params.prompt_logprobs) if is_first else None,
             )
         )
         sequence.token_ids += delta.token_ids
@@ -271,17 +271,17 @@ def entry_of(before, token, num_top):
     return TokenLogprob(token, -5 * draws.random(), num_top + 1, tuple(top))
 
 
-def entries_of(before, tokens, num_top):
-    """Return entries of tokens that follow each other; None if none are requested."""
+def logprobs_of(before, tokens, num_top):
+    """Return log-probabilities of tokens that follow each other; None if none are requested."""
     if num_top is None:
         return None
     known = [*before, *tokens]
     return tuple(entry_of(known[:-i], known[-i], num_top) for i in range(len(tokens), 0, -1))
 
 
-def prompt_entries(prompt, num_top):
-    """Return entries of a prompt, whose first token has none; None if none are requested."""
-    rest = entries_of(prompt[:1], prompt[1:], num_top)
+def prompt_logprobs_of(prompt, num_top):
+    """Return those of a prompt, whose first token has none; None if none are requested."""
+    rest = logprobs_of(prompt[:1], prompt[1:], num_top)
     return None if rest is None else (None, *rest)
 
 

@@ -25,7 +25,7 @@ from serve_spec.serving.protocols.answers import (
 )
 from tests.helpers.checkpoints import make_tokenizer
 from tests.serving.asgi import CHAT, COMPLETIONS, Server, chunks_of
-from tests.serving.fake_engine import entries_of, prompt_entries
+from tests.serving.fake_engine import logprobs_of, prompt_logprobs_of
 from tests.serving.fakes import FailingChoices, delta
 
 COUNTS = usage(2, 3, SpeculationStats())
@@ -38,7 +38,7 @@ def head(**options):
 
 def every_answer(form):
     """One of each shape."""
-    whole = form.whole([[delta("a"), delta("b", finish=FinishReason.STOP)]], COUNTS)
+    whole = form.complete([[delta("a"), delta("b", finish=FinishReason.STOP)]], COUNTS)
     chunks = [form.opening(0), form.chunk(0, delta("a")), form.usage_chunk(COUNTS)]
     return [whole, *[chunk for chunk in chunks if chunk is not None]]
 
@@ -87,18 +87,18 @@ def token_bytes(token_id):
 
 def scored(token, finish=None):
     """A round that brings one token."""
-    entry = TokenLogprob(ord(token), -1.0, 1, ((ord("z"), -2.0),))
-    return delta(token, ord(token), finish=finish)._replace(logprobs=(entry,))
+    scored = TokenLogprob(ord(token), -1.0, 1, ((ord("z"), -2.0),))
+    return delta(token, ord(token), finish=finish)._replace(logprobs=(scored,))
 
 
 def test_the_official_client_reads_log_probabilities():
     choices = [[scored("a", FinishReason.STOP)]]
     whole = Completion.model_validate(
-        CompletionFormat(head(), token_bytes=token_bytes).whole(choices, COUNTS)
+        CompletionFormat(head(), token_bytes=token_bytes).complete(choices, COUNTS)
     )
     assert whole.choices[0].logprobs.top_logprobs == [{"z": -2.0, "a": -1.0}]
     form = ChatFormat(head(), token_bytes)
-    chat = ChatCompletion.model_validate(form.whole(choices, COUNTS))
+    chat = ChatCompletion.model_validate(form.complete(choices, COUNTS))
     chunk = ChatCompletionChunk.model_validate(form.chunk(0, *choices[0]))
     for shown in (chat.choices[0].logprobs, chunk.choices[0].logprobs):
         assert [(t.token, t.bytes, t.logprob) for t in shown.content] == [("a", [97], -1.0)]
@@ -107,14 +107,14 @@ def test_the_official_client_reads_log_probabilities():
 
 def test_the_choices_with_the_highest_log_probabilities_are_shown_in_their_order():
     def candidate(text, logprob):
-        entry = TokenLogprob(97, logprob, 1)
-        return [delta(text, 97, finish=FinishReason.STOP)._replace(logprobs=(entry, entry))]
+        scored = TokenLogprob(97, logprob, 1)
+        return [delta(text, 97, finish=FinishReason.STOP)._replace(logprobs=(scored, scored))]
 
     form = CompletionFormat(head(), num_candidates=3)
     form.details = Details(num_choices=2)
     of_first = [candidate("a", -3.0), candidate("b", -1.0), candidate("c", -2.0)]
     of_second = [candidate("x", -1.0), candidate("y", -1.0), candidate("z", -1.0)]
-    shown = form.whole([*of_first, *of_second], COUNTS)["choices"]
+    shown = form.complete([*of_first, *of_second], COUNTS)["choices"]
     assert [choice["text"] for choice in shown] == ["b", "c", "x", "y"]
     assert [choice["index"] for choice in shown] == [0, 1, 2, 3]
 
@@ -150,11 +150,11 @@ def bytes_of(token_id):
 
 
 def test_a_completion_shows_a_token_its_likelihood_its_rivals_and_its_place():
-    entries = [
+    tokens = [
         TokenLogprob(0x61, -1.5, 2, ((0x62, -0.5), (0x61, -1.5))),
         TokenLogprob(0x63, -4.0, 9, ((0x62, -0.25),)),
     ]
-    assert logprobs.completion_logprobs(entries, bytes_of, logprobs.TextOffsets()) == {
+    assert logprobs.completion_logprobs(tokens, bytes_of, logprobs.TextOffsets()) == {
         "tokens": ["a", "c"],
         "token_logprobs": [-1.5, -4.0],
         "top_logprobs": [{"b": -0.5, "a": -1.5}, {"b": -0.25, "c": -4.0}],
@@ -187,10 +187,10 @@ def test_parts_of_a_character_are_shown_as_bytes_and_begin_where_it_does():
 
 
 def test_a_special_token_is_shown_by_name_and_takes_no_room_in_the_text():
-    entries = [TokenLogprob(EOS, -0.1, 1), TokenLogprob(0x61, -0.2, 1)]
-    shown = logprobs.completion_logprobs(entries, bytes_of, logprobs.TextOffsets())
+    tokens = [TokenLogprob(EOS, -0.1, 1), TokenLogprob(0x61, -0.2, 1)]
+    shown = logprobs.completion_logprobs(tokens, bytes_of, logprobs.TextOffsets())
     assert (shown["tokens"], shown["text_offset"]) == (["<eos>", "a"], [0, 0])
-    assert logprobs.chat_logprobs(entries, bytes_of)["content"][0]["bytes"] is None
+    assert logprobs.chat_logprobs(tokens, bytes_of)["content"][0]["bytes"] is None
 
 
 @pytest.mark.parametrize(
@@ -225,26 +225,26 @@ def test_broken_characters_of_a_prompt_do_not_move_what_follows(emitted):
 
 
 def test_what_can_not_come_up_has_a_number_that_json_knows():
-    entries = [TokenLogprob(0x61, -math.inf, 9, ())]
+    tokens = [TokenLogprob(0x61, -math.inf, 9, ())]
     for shown in (
-        logprobs.completion_logprobs(entries, bytes_of, logprobs.TextOffsets()),
-        logprobs.chat_logprobs(entries, bytes_of),
+        logprobs.completion_logprobs(tokens, bytes_of, logprobs.TextOffsets()),
+        logprobs.chat_logprobs(tokens, bytes_of),
     ):
         assert "-9999.0" in json.dumps(shown, allow_nan=False)
 
 
 @given(st.text(max_size=20), st.lists(st.integers(0, 60), max_size=6))
 def test_a_stream_in_any_pieces_shows_what_the_whole_answer_shows(text, cuts):
-    entries = [TokenLogprob(byte, -1.0, 1) for byte in text.encode()]
-    whole = logprobs.completion_logprobs(entries, bytes_of, logprobs.TextOffsets())
+    tokens = [TokenLogprob(byte, -1.0, 1) for byte in text.encode()]
+    whole = logprobs.completion_logprobs(tokens, bytes_of, logprobs.TextOffsets())
     offsets, start = logprobs.TextOffsets(), 0
     pieces = None
-    for end in [*sorted(cuts), len(entries)]:
-        piece = logprobs.completion_logprobs(entries[start:end], bytes_of, offsets)
+    for end in [*sorted(cuts), len(tokens)]:
+        piece = logprobs.completion_logprobs(tokens[start:end], bytes_of, offsets)
         pieces = piece if pieces is None else logprobs.joined(pieces, piece)
         start = max(start, end)
     assert pieces == whole
-    begins = [text.encode()[:i].decode(errors="ignore") for i in range(len(entries))]
+    begins = [text.encode()[:i].decode(errors="ignore") for i in range(len(tokens))]
     assert whole["text_offset"] == [len(before) for before in begins]
 
 
@@ -321,8 +321,8 @@ def test_a_chat_that_loses_its_replicas_shows_what_the_whole_answer_shows(byte_m
         content = choice["logprobs"]["content"]
         emitted = bytes(byte for token in content for byte in token["bytes"])
         assert emitted.startswith(choice["message"]["content"].encode().rstrip("\ufffd".encode()))
-        entries = entries_of("the é prompt".encode(), emitted, body["top_logprobs"]) or ()
-        assert [token["logprob"] for token in content] == [entry.logprob for entry in entries]
+        tokens = logprobs_of("the é prompt".encode(), emitted, body["top_logprobs"]) or ()
+        assert [token["logprob"] for token in content] == [scored.logprob for scored in tokens]
         assert {len(token["top_logprobs"]) for token in content} <= {body["top_logprobs"]}
         num_tokens += len(content)
     assert num_tokens == answer["usage"]["completion_tokens"]
@@ -337,10 +337,10 @@ def test_wherever_replicas_are_lost_every_token_has_its_likelihood_and_place_in_
     num_tokens = 0
     for index, choice in enumerate(answer["choices"]):
         prompt, shown = prompts_of(body)[index // body["n"]], choice["logprobs"]
-        before = list(prompt_entries(prompt, body["logprobs"]) or ()) if body["echo"] else []
+        before = list(prompt_logprobs_of(prompt, body["logprobs"]) or ()) if body["echo"] else []
         emitted = b"".join(_bytes(token) for token in shown["tokens"])[len(before) :]
-        entries = [*before, *(entries_of(prompt, emitted, body["logprobs"]) or ())]
-        expected = [None if entry is None else entry.logprob for entry in entries]
+        tokens = [*before, *(logprobs_of(prompt, emitted, body["logprobs"]) or ())]
+        expected = [None if scored is None else scored.logprob for scored in tokens]
         assert shown["token_logprobs"] == expected
         num_tokens += len(emitted)
         for token, offset in zip(shown["tokens"], shown["text_offset"], strict=True):
@@ -392,8 +392,8 @@ def test_equal_prompts_alone_are_computed_once(byte_model, stream):
     choices = {c["index"]: c for chunk in chunks for c in chunk["choices"]}
     assert [choices[index]["text"] for index in range(6)] == ["the"] * 2 + ["x"] * 2 + ["the"] * 2
     for index in (0, 5):
-        _, *rest = prompt_entries(b"the", 1) or ()
-        likely = [entry.logprob for entry in rest if entry is not None]
+        _, *rest = prompt_logprobs_of(b"the", 1) or ()
+        likely = [scored.logprob for scored in rest if scored is not None]
         assert choices[index]["logprobs"]["token_logprobs"] == [None, *likely]
         assert choices[index]["finish_reason"] == "length"
     assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (7, 0)

@@ -227,7 +227,7 @@ def test_answers_have_the_log_probabilities_of_the_prompt(server):
         assert first is None
         assert len(second) == 3
         assert second[str(WORDS["b"])]["decoded_token"] == "b"
-        assert {entry["rank"] for entry in second.values()} >= {1, 2}
+        assert {scored["rank"] for scored in second.values()} >= {1, 2}
     assert error_of(server.complete("a", **asked, stream=True), 400)["param"] == "prompt_logprobs"
 
 
@@ -237,8 +237,8 @@ def test_tokens_may_be_named_by_their_ids(server):
     name = f"token_id:{WORDS['a']}"
     assert choice["logprobs"]["tokens"] == [name, name]
     assert choice["logprobs"]["text_offset"] == [0, 1]
-    (entry,) = server.chat("a", **asked, logprobs=True).json()["choices"][0]["logprobs"]["content"]
-    assert (entry["token"], entry["bytes"]) == (name, [97])
+    (scored,) = server.chat("a", **asked, logprobs=True).json()["choices"][0]["logprobs"]["content"]
+    assert (scored["token"], scored["bytes"]) == (name, [97])
 
 
 def test_the_best_of_several_candidates_are_returned(server):

@@ -355,8 +355,8 @@ async def test_deltas_that_wait_are_one_and_nothing_overtakes():
 
 @pytest.mark.parametrize("num_alternatives", [0, 20])
 async def test_what_waits_is_bounded_and_past_it_there_is_an_error_alone(num_alternatives):
-    entry = TokenLogprob(1, -1.0, 1, tuple((i, -1.0) for i in range(num_alternatives)))
-    item = delta("a", 1)._replace(logprobs=(entry,))
+    scored = TokenLogprob(1, -1.0, 1, tuple((i, -1.0) for i in range(num_alternatives)))
+    item = delta("a", 1)._replace(logprobs=(scored,))
     items = ItemStream(100_000)
     count = 0
     while items.put(item):
@@ -375,16 +375,14 @@ async def test_a_reader_that_catches_up_has_the_whole_bound_again():
 
 
 def test_a_merged_delta_says_what_its_parts_say():
-    entries = [TokenLogprob(i, -1.0, 1) for i in range(3)]
+    tokens = [TokenLogprob(i, -1.0, 1) for i in range(3)]
     last = delta("c", 2, finish=FinishReason.STOP)
     parts = [
-        delta("a", 0)._replace(
-            logprobs=(entries[0],), prompt_logprobs=(None,), num_cached_tokens=5
-        ),
-        delta("b", 1)._replace(logprobs=(entries[1],)),
-        last._replace(logprobs=(entries[2],)),
+        delta("a", 0)._replace(logprobs=(tokens[0],), prompt_logprobs=(None,), num_cached_tokens=5),
+        delta("b", 1)._replace(logprobs=(tokens[1],)),
+        last._replace(logprobs=(tokens[2],)),
     ]
     assert merge_deltas(parts) == TokenDelta(
-        "cmpl-1", (0, 1, 2), "abc", FinishReason.STOP, last.speculation, tuple(entries), (None,), 5
+        "cmpl-1", (0, 1, 2), "abc", FinishReason.STOP, last.speculation, tuple(tokens), (None,), 5
     )
     assert merge_deltas([delta("a", 0), delta("b", 1)]).logprobs is None

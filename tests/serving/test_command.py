@@ -225,8 +225,8 @@ def tiny():
 
 def engines(**options):
     """Give the engine replicas these options."""
-    entry = {"name": "EngineReplica", **options}
-    return lambda d: d["applications"][0].update(deployments=[entry])
+    listed = {"name": "EngineReplica", **options}
+    return lambda d: d["applications"][0].update(deployments=[listed])
 
 
 @pytest.mark.parametrize(

@@ -347,8 +347,8 @@ def test_a_refusal_keeps_its_error_and_an_item_that_cannot_be_read_fails_its_req
     encoded = encode_replica_message(ReplicaMessage([("d", refusal)]))
     ((_, refused),) = decode_replica_message(encoded).items
     assert str(refused.error) == str(refusal.error)
-    entries = [("a", b"no pickle"), ("b", (1,), "x"), ("c", pickle.dumps(Accepted(3, "r1")))]
-    (a, failed), *others = decode_replica_message(pickle.dumps((entries, {}, None, False))).items
+    encoded = [("a", b"no pickle"), ("b", (1,), "x"), ("c", pickle.dumps(Accepted(3, "r1")))]
+    (a, failed), *others = decode_replica_message(pickle.dumps((encoded, {}, None, False))).items
     assert a == "a"
     assert isinstance(failed, Failed)
     assert others == [("b", TokenDelta("b", (1,), "x")), ("c", Accepted(3, "r1"))]

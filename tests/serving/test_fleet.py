@@ -398,8 +398,8 @@ def test_goodput_weighs_all_requests_of_a_submission():
     assert order("goodput", *fleet, num=2) == ["flat", "steep"]
 
 
-def test_goodput_between_two_entries_of_the_costs_goes_by_what_lies_between():
-    """A replica that is somewhat cheaper gets somewhat more, and not all up to the next entry."""
+def test_goodput_between_two_measured_costs_goes_by_what_lies_between():
+    """A somewhat cheaper replica gets somewhat more, not all up to the next measured size."""
     cheaper = {0: 2.0, 32: 5.0, 64: 11.0}
     dearer = {rows: 1.4 * ms for rows, ms in cheaper.items()}
     assert order("goodput", load("a", 36, cheaper), load("b", 34, dearer)) == ["a", "b"]
@@ -411,7 +411,7 @@ def test_the_more_rows_the_dearer_the_next_one(rows):
     costs = {0: 2.0, 1: 2.0, 2: 3.0, 32: 5.0, 64: 11.0}
     ms = [load("a", n, costs).marginal_ms(1) for n in (rows, rows + 1)]
     assert ms[0] <= ms[1]
-    assert ms[0] == costs.get(rows, ms[0]), "an entry is exact at its own rows"
+    assert ms[0] == costs.get(rows, ms[0]), "a measured cost is exact at its own rows"
     assert rows < 64 or ms[0] >= 11.0 * rows / 128
     assert rows < 128 or ms[0] < ms[1]
 

@@ -209,8 +209,8 @@ def test_replicas_weigh_as_much_as_they_tried():
 def test_without_trials_nothing_is_known():
     known = fleet_of(new=rated((0.7, 0), (0.7, 0)))
     assert known.prior(PAIR, 2, 0) is None
-    (entry,) = acceptance(known)
-    assert entry["positions"] == [
+    (row,) = acceptance(known)
+    assert row["positions"] == [
         {"position": position, "accept_rate": None, "trials": 0.0} for position in (1, 2)
     ]
 
@@ -247,14 +247,14 @@ def test_a_forgotten_replica_does_not_count():
     known.forget("a")
     known.forget("unknown")
     assert known.prior(PAIR, 1, 0) == pytest.approx([0.5])
-    assert [entry["num_replicas"] for entry in acceptance(known)] == [1]
+    assert [row["num_replicas"] for row in acceptance(known)] == [1]
 
 
 def test_replicas_silent_for_long_do_not_count_until_they_report_again():
     known = fleet_of(silent=rated((0.9, 100)))
     known.report("alive", rated((0.5, 100)), 8)
-    (entry,) = acceptance(known, GONE_AFTER_S)
-    assert (entry["num_replicas"], entry["num_stale"]) == (2, 1)
+    (row,) = acceptance(known, GONE_AFTER_S)
+    assert (row["num_replicas"], row["num_stale"]) == (2, 1)
     assert known.prior(PAIR, 1, GONE_AFTER_S) == pytest.approx([0.7])
     assert known.prior(PAIR, 1, GONE_AFTER_S + 1) == pytest.approx([0.5])
     known.report("silent", rated((0.9, 100)), 12)
@@ -337,9 +337,9 @@ def test_the_view_shows_rates_trials_and_speeds():
         slow=rated((0.7, 4), (0.5, 0), by_batch_size=slow),
     )
     known.report("other", rated((1.0, 2), pair="another pair"), 0)
-    other, entry = acceptance(known)
+    other, row = acceptance(known)
     assert (other["pair"], other["max_steps"], other["num_replicas"]) == ("another pair", 1, 1)
-    assert entry == {
+    assert row == {
         "pair": PAIR,
         "max_steps": 2,
         "num_replicas": 2,
@@ -376,5 +376,5 @@ def test_a_new_policy_starts_from_the_prior_even_from_certainty():
     prior = fleet_of(a=rated((1.0, 100), (0.6, 100), (0.0, 100))).prior(PAIR, 3, 0)
     policy = GoodputPolicy(recorded_table(GPU_8B, (1, 8)), AllowedShapes(3), accept_rates=prior)
     shown = policy.snapshot()["acceptance"]
-    rates = [entry["accept_rate"] for entry in shown["positions"]]
+    rates = [row["accept_rate"] for row in shown["positions"]]
     assert rates == pytest.approx([1.0, 0.6, 0.0], abs=0.002)

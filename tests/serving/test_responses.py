@@ -187,12 +187,12 @@ def test_fields_of_sampling_mean_what_they_mean_in_chats():
 
 def test_log_probabilities_come_with_the_text(server):
     asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    entries = create(server, max_output_tokens=3, **asked).output[0].content[0].logprobs
-    assert [entry.token for entry in entries] == ["a", "b", "c"]
-    assert [len(entry.top_logprobs) for entry in entries] == [2] * 3
+    tokens = create(server, max_output_tokens=3, **asked).output[0].content[0].logprobs
+    assert [scored.token for scored in tokens] == ["a", "b", "c"]
+    assert [len(scored.top_logprobs) for scored in tokens] == [2] * 3
     events = events_of(server, max_output_tokens=3, **asked)
-    sent = [entry for e in events if e.type.endswith("delta") for entry in e.logprobs]
-    assert [entry.token for entry in sent] == ["a", "b", "c"]
+    sent = [scored for e in events if e.type.endswith("delta") for scored in e.logprobs]
+    assert [scored.token for scored in sent] == ["a", "b", "c"]
 
 
 def test_a_parsed_answer_asks_for_a_strict_schema(server):

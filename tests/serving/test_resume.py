@@ -15,7 +15,7 @@ from serve_spec.core.request import FinishReason, SamplingParams, SpeculationSta
 from serve_spec.serving.errors import ApiError, ReplicaLost, client_too_slow, no_replica, queue_full
 from serve_spec.serving.messages import Accepted, Failed, Refused
 from serve_spec.serving.protocols.answers import AnswerHead, CompletionFormat
-from serve_spec.serving.protocols.completion_answer import stream_frames, whole_answer
+from serve_spec.serving.protocols.completion_answer import complete_answer, stream_frames
 from serve_spec.serving.router import completions
 from serve_spec.serving.router.admission import Admission
 from serve_spec.serving.router.resume import resumed
@@ -287,7 +287,7 @@ async def choose(fleet, asked, num_prompts=1):
     """The whole answer; and that nothing is left behind."""
     admission = open_door()
     async with runner(fleet, admission).run(asked, num_prompts) as answer:
-        whole = await whole_answer(answer, FORM)
+        whole = await complete_answer(answer, FORM)
     assert admission.in_flight == 0
     return whole
 
@@ -327,7 +327,7 @@ async def test_more_choices_than_turns_take_turns():
     asked = several(3, max_tokens=4)
     async with runner(LoopFleet(loop), admission).run(asked) as answer:
         assert admission.queue_len > 0
-        whole = await whole_answer(answer, FORM)
+        whole = await complete_answer(answer, FORM)
     assert [choice["text"] for choice in whole["choices"]] == ["a b c a "] * 3
     assert (admission.in_flight, admission.queue_len) == (0, 0)
 

@@ -113,8 +113,8 @@ class Ramp:
         first, last = self.first_rate, self.last_rate
         # The root of (last - first)/2 · x² + first · x = fraction · (first + last)/2. This form
         # also holds for equal rates.
-        whole = fraction * (first + last)
-        return whole / (first + math.sqrt(first * first + (last - first) * whole))
+        total = fraction * (first + last)
+        return total / (first + math.sqrt(first * first + (last - first) * total))
 
 
 Load: TypeAlias = ClosedLoop | Poisson | Bursty | Ramp

@@ -71,20 +71,20 @@ def measure(
     report it, summed over them. samples: of the last repetition.
     """
     every = [served for run in runs for served in run.served]
-    whole = [served for served in every if served.error is None]
+    complete = [served for served in every if served.error is None]
     speeds = [_tokens_per_second(run) for run in runs]
-    num_chunks = sum(len(served.chunk_s) for served in whole)
-    num_tokens = sum(served.num_tokens for served in whole)
+    num_chunks = sum(len(served.chunk_s) for served in complete)
+    num_tokens = sum(served.num_tokens for served in complete)
     cpu_fractions = [run.client_cpu_fraction for run in runs if run.client_cpu_fraction is not None]
     return {
         "load": load,
         "side": side,
         "num_requests": len(every),
         "errors": dict(Counter(s.error for s in every if s.error is not None).most_common()),
-        "ttft_ms": percentiles_ms(served.ttft_s for served in whole),
-        "tpot_ms": percentiles_ms(s.tpot_s for s in whole if s.tpot_s is not None),
-        "e2e_ms": percentiles_ms(served.e2e_s for served in whole),
-        "chunk_gap_ms": percentiles_ms(gap for served in whole for gap in served.chunk_gaps_s),
+        "ttft_ms": percentiles_ms(served.ttft_s for served in complete),
+        "tpot_ms": percentiles_ms(s.tpot_s for s in complete if s.tpot_s is not None),
+        "e2e_ms": percentiles_ms(served.e2e_s for served in complete),
+        "chunk_gap_ms": percentiles_ms(gap for served in complete for gap in served.chunk_gaps_s),
         "sent_late_ms": percentiles_ms(served.sent_s - served.due_s for served in every),
         "tokens_per_second": median(speeds),
         "tokens_per_second_low": min(speeds),
@@ -95,8 +95,8 @@ def measure(
         "goodput_share": sum(map(objective.is_met, every)) / len(every),
         "goodput_tokens_per_second": median(_tokens_per_second(run, objective) for run in runs),
         "tokens_per_chunk": num_tokens / num_chunks if num_chunks else None,
-        "prompt_tokens": fmean(s.num_prompt_tokens for s in whole) if whole else None,
-        **_speculation(whole),
+        "prompt_tokens": fmean(s.num_prompt_tokens for s in complete) if complete else None,
+        **_speculation(complete),
         "decoding_streams": fmean(map(_decoding_streams, runs)),
         "batch_size": _batch_size([sample for run in runs for sample in run.samples]),
         "same_texts": sum(
@@ -104,7 +104,7 @@ def measure(
             for run in runs
             for number, served in enumerate(run.served)
         ),
-        "num_texts": len(whole),
+        "num_texts": len(complete),
         "client_cpu_share": max(cpu_fractions, default=None),
         "samples": list(runs[-1].samples),
         "num_replicas": num_replicas,
@@ -214,12 +214,12 @@ def _batch_size(samples: Sequence[Sample]) -> float | None:
     return sum(map(fmean, sizes.values())) if sizes else None
 
 
-def _speculation(whole: Sequence[Served]) -> dict[str, Any]:
+def _speculation(complete: Sequence[Served]) -> dict[str, Any]:
     rounds: Counter[str] = Counter()
-    for served in whole:
+    for served in complete:
         rounds.update(served.speculation.get("rounds_by_num_steps", {}))
     total = rounds.total()
-    accepted = sum(served.speculation.get("num_correct_drafts", 0) for served in whole)
+    accepted = sum(served.speculation.get("num_correct_drafts", 0) for served in complete)
     drafts = sum(int(num_steps) * count for num_steps, count in rounds.items())
     return {
         "accept_length": 1 + accepted / total if total else None,

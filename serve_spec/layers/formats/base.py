@@ -44,7 +44,7 @@ class Matrix:
     @property
     def is_row_parallel(self) -> bool:
         """Return whether this rank has some of the columns, so that results are summed."""
-        return self.columns.length < self.columns.whole
+        return self.columns.length < self.columns.total
 
     @property
     def adds_bias(self) -> bool:
@@ -81,7 +81,7 @@ class Matrix:
         if self.adds_bias:
             return self.destinations(".bias", bias, columns=None)
         return {
-            f"{name}.bias": Shard(bias[:0], 0, 0, rows.whole) for name, rows in self.parts.items()
+            f"{name}.bias": Shard(bias[:0], 0, 0, rows.total) for name, rows in self.parts.items()
         }
 
 

@@ -91,13 +91,13 @@ class DraftHead(Draft):
     KV pool, and predicts token j+2. Features of computed positions come from the target, through
     `encode`; further drafts read the hidden state that `forward` returned.
 
-    A whole model (`standalone`) reads no features. Its entry j is at the position of token j+1, so
-    entry -1 is that of the first token. Medusa heads read only a feature: their drafts do not
-    depend on each other, and their pool is empty.
+    A model of its own (`standalone`) reads no features. Its entry j is at the position of token
+    j+1, so entry -1 is that of the first token. Medusa heads read only a feature: their drafts do
+    not depend on each other, and their pool is empty.
     """
 
     shift = 0
-    """The position of entry j minus j: 0, or 1 for whole models."""
+    """The position of entry j minus j: 0, or 1 for models of their own."""
 
     @property
     def ends_early(self) -> bool:
@@ -229,11 +229,14 @@ class DraftFamily(ABC):
     name: the `speculative_algorithm`. looks_like: its tensors in a few words, for errors.
     renames: (pattern, replacement) pairs, applied one after another to stored names.
     weight_files: names of its weight files beside the usual `model.safetensors` and its like.
+    exporters: who writes its checkpoints, by a part of a stored name. The first that occurs tells;
+    every name contains "".
     """
 
     looks_like: ClassVar[str] = ""
     renames: ClassVar[Sequence[tuple[str, str]]] = ()
     weight_files: ClassVar[Sequence[str]] = ()
+    exporters: ClassVar[Mapping[str, str]] = {"": "Hugging Face"}
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -258,7 +261,8 @@ class DraftFamily(ABC):
 
     def exporter(self, stored: Iterable[str]) -> str:
         """Return who writes tensors under these stored names, for the report."""
-        return "Hugging Face"
+        names = "\n".join(stored)
+        return next((who for part, who in self.exporters.items() if part in names), "unknown")
 
     @abstractmethod
     def build(self, file: DraftFile, target: Target, options: DraftOptions) -> Draft:

@@ -6,7 +6,8 @@ of the next one. Source: github.com/SafeAILab/EAGLE, `eagle/model/cnets1.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,7 @@ class EagleFamily(DraftFamily):
 
     looks_like = "an EAGLE head (fc.weight with layers.0.*)"
     renames = heads.LAYER_NAMES
+    exporters: ClassVar[Mapping[str, str]] = {"": "official"}
 
     def detect(self, config: Config, shapes: Shapes) -> Evidence | None:
         if "eagle_linear.weight" in shapes or "layers.0.attention.wq.weight" in shapes:
@@ -55,9 +57,6 @@ class EagleFamily(DraftFamily):
         if not heads.reads_two(fc, fc[:1]):
             return None
         return Evidence([heads.FC], f" reads a token and a feature (width {fc[1]})")
-
-    def exporter(self, stored: Iterable[str]) -> str:
-        return "official"
 
     def build(self, file: DraftFile, target: Target, options: DraftOptions) -> Draft:
         shape = eagle_shape(file, target, options)

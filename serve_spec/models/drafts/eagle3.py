@@ -7,9 +7,9 @@ Source: github.com/SafeAILab/EAGLE, `eagle/model/cnets.py`; options: SpecForge, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,10 @@ class Eagle3Family(DraftFamily):
         (r"^aux_norm_mid\.", "fc_norm.1."),
         (r"^aux_norm_high\.", "fc_norm.2."),
     )
+    exporters: ClassVar[Mapping[str, str]] = {
+        "midlayer.": "official, SpecForge, AngelSlim",
+        "": "vLLM, ModelOpt",
+    }
 
     def detect(self, config: Config, shapes: Shapes) -> Evidence | None:
         if _HIDDEN_NORM in shapes:
@@ -65,10 +69,6 @@ class Eagle3Family(DraftFamily):
         if heads.reads_two(query, shapes.get(heads.OUTPUT, ())[:1]):
             return Evidence([heads.QUERY], f" reads two states (width {query[1]})")
         return None
-
-    def exporter(self, stored: Iterable[str]) -> str:
-        is_official = any("midlayer." in name for name in stored)
-        return "official, SpecForge, AngelSlim" if is_official else "vLLM, ModelOpt"
 
     def build(self, file: DraftFile, target: Target, options: DraftOptions) -> Draft:
         shape = read_eagle3_shape(file, target, options)

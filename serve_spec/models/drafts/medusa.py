@@ -8,8 +8,9 @@ Source: github.com/FasterDecoding/Medusa, `medusa_model.py`; vLLM's naming and `
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -53,18 +54,16 @@ class MedusaFamily(DraftFamily):
         (r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight"),
     )
     weight_files = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+    exporters: ClassVar[Mapping[str, str]] = {"blocks.": "vLLM", "": "official"}
 
     def detect(self, config: Config, shapes: Shapes) -> Evidence | None:
         blocks = _block_weights(shapes)
         if blocks and QUERY in shapes:
             raise CheckpointError(
-                "it holds a whole model beside its Medusa heads, so these belong to that model and "
+                "it holds a complete model beside its Medusa heads, which belong to that model and "
                 "no other; serve it as the target and keep the heads alone in the draft's folder"
             )
         return Evidence(blocks[:1], " and its like") if blocks else None
-
-    def exporter(self, stored: Iterable[str]) -> str:
-        return "vLLM" if any("blocks." in name for name in stored) else "official"
 
     def build(self, file: DraftFile, target: Target, options: DraftOptions) -> Draft:
         shape = medusa_shape(file, target)
@@ -158,7 +157,7 @@ class Medusa(DraftHead):
         self.lm_heads = nn.ModuleList(_output_heads(shape, target, formats))
         self.head_dtype = self.dtype if shape.outputs else target.embed_tokens.weight.dtype
         num_rows = shape.num_rows or target.spec.vocab_size
-        # A matrix for the whole vocabulary has rows without a draft id.
+        # A matrix for all of the vocabulary has rows without a draft id.
         has_idle_rows = target_ids is not None and num_rows > len(target_ids)
         self._rows = target_ids if has_idle_rows else None
         self._is_padding: Tensor | None = None

@@ -7,10 +7,10 @@ Source: huggingface.co/XiaomiMiMo/MiMo-7B-Base, `modeling_mimo.py`; vLLM, `mimo_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ class MtpFamily(DraftFamily):
         (r"^model\.mtp_layers\.0\.", "layers.0."),
         heads.PREFIX,
     )
+    exporters: ClassVar[Mapping[str, str]] = {"": "MiMo"}
 
     def current_names(self, stored: Iterable[str]) -> dict[str, str | None]:
         """See `DraftFamily`; the target's own tensors are left out."""
@@ -60,9 +61,6 @@ class MtpFamily(DraftFamily):
 
     def detect(self, config: Config, shapes: Shapes) -> Evidence | None:
         return Evidence([_TOKEN_NORM]) if _TOKEN_NORM in shapes else None
-
-    def exporter(self, stored: Iterable[str]) -> str:
-        return "MiMo"
 
     def build(self, file: DraftFile, target: Target, options: DraftOptions) -> Draft:
         # The config is the target's.

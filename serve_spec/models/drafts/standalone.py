@@ -1,4 +1,4 @@
-"""Stand-alone drafts: whole small models with the target's tokens."""
+"""Stand-alone drafts: small models with the target's tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _WHOLE_MODEL = (EMBEDDING, "norm.weight", "layers.0.input_layernorm.weight")
 
 
 class StandaloneFamily(DraftFamily):
-    """Whole models, of the families that serve as targets."""
+    """Models of the families that serve as targets."""
 
     looks_like = "a stand-alone model (embed_tokens, norm, layers.*)"
     renames = (PREFIX,)
@@ -97,7 +97,7 @@ class StandaloneFamily(DraftFamily):
 
 
 class Standalone(DraftHead):
-    """A whole model: it reads tokens and no features.
+    """A model of its own: it reads tokens and no features.
 
     Models of one family pad their vocabularies differently. It drafts ids that both have, and reads
     an id that only the target has as its own last.

@@ -1,4 +1,4 @@
-"""Response formats of the OpenAI API, whole and as server-sent events."""
+"""Response formats of the OpenAI API, complete and as server-sent events."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ JSONAnswer: TypeAlias = JSONObject | list[JSONObject]
 
 
 class Model(TypedDict):
-    """One entry of GET /v1/models."""
+    """One model of GET /v1/models."""
 
     id: str
     object: str
@@ -243,9 +243,9 @@ class Details:
         if self.prompt_token_ids is not None:
             fields["prompt_token_ids"] = self.prompt_token_ids[index // self.num_choices]
         if self.num_prompt_logprobs is not None and self.token_bytes is not None:
-            entries = first.prompt_logprobs or ()
+            tokens = first.prompt_logprobs or ()
             fields["prompt_logprobs"] = prompt_logprobs(
-                entries, self.num_prompt_logprobs, self.token_bytes
+                tokens, self.num_prompt_logprobs, self.token_bytes
             )
         return fields
 
@@ -291,8 +291,8 @@ class AnswerFormat(ABC):
         self._around[index] = before, after
         return first
 
-    def whole(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> JSONAnswer:
-        """Return the whole response from all deltas of each choice."""
+    def complete(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> JSONAnswer:
+        """Return the complete response from all deltas of each choice."""
         answers = [self._choice(index, deltas) for index, deltas in enumerate(choices)]
         body = {**self.head.fields(self.kind), "choices": answers, "usage": counts}
         for index, answer in enumerate(answers):
@@ -385,14 +385,14 @@ class CompletionFormat(AnswerFormat):
         """Prompts that have not been repeated yet, by choice."""
         self._offsets: dict[int, TextOffsets] = {}
 
-    def whole(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> JSONAnswer:
-        """See `AnswerFormat.whole`."""
+    def complete(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> JSONAnswer:
+        """See `AnswerFormat.complete`."""
         most = self._num_candidates
         if most > self.details.num_choices:
             groups = (choices[at : at + most] for at in range(0, len(choices), most))
             ranked = (sorted(group, key=_mean_logprob, reverse=True) for group in groups)
             choices = [each for group in ranked for each in group[: self.details.num_choices]]
-        return super().whole(choices, counts)
+        return super().complete(choices, counts)
 
     def _choice(self, index: int, deltas: Sequence[TokenDelta]) -> JSONObject:
         echo = self._echo.pop(index, None)
@@ -400,12 +400,12 @@ class CompletionFormat(AnswerFormat):
         logprobs = None
         if self._token_bytes is not None:
             offsets = self._offsets.setdefault(index, TextOffsets(len(before)))
-            entries = [entry for delta in deltas for entry in delta.logprobs or ()]
-            logprobs = completion_logprobs(entries, self._token_bytes, offsets)
+            tokens = [token for delta in deltas for token in delta.logprobs or ()]
+            logprobs = completion_logprobs(tokens, self._token_bytes, offsets)
             if echo is not None:
                 scored = deltas[0].prompt_logprobs or ()
-                tokens = zip(echo.token_ids, scored, strict=True)
-                of_echo = aligned_logprobs(tokens, self._token_bytes, EchoOffsets(before))
+                of_prompt = zip(echo.token_ids, scored, strict=True)
+                of_echo = aligned_logprobs(of_prompt, self._token_bytes, EchoOffsets(before))
                 logprobs = joined(of_echo, logprobs)
         return {
             "index": index,
@@ -437,8 +437,8 @@ class ChatFormat(AnswerFormat):
     def _ending(self, deltas: Sequence[TokenDelta]) -> JSONObject:
         logprobs = None
         if self._token_bytes is not None:
-            entries = (entry for delta in deltas for entry in delta.logprobs or ())
-            logprobs = chat_logprobs(entries, self._token_bytes)
+            tokens = (token for delta in deltas for token in delta.logprobs or ())
+            logprobs = chat_logprobs(tokens, self._token_bytes)
         return {"logprobs": logprobs, "finish_reason": _reason(deltas)}
 
 
@@ -449,8 +449,8 @@ def choice_of(index: int, delta: JSONObject) -> JSONObject:
 
 def _mean_logprob(deltas: Sequence[TokenDelta]) -> float:
     """Return the log-probability per token, so that long answers are not less likely for it."""
-    entries = [entry.logprob for delta in deltas for entry in delta.logprobs or ()]
-    return fmean(entries) if entries else -inf
+    logprobs = [token.logprob for delta in deltas for token in delta.logprobs or ()]
+    return fmean(logprobs) if logprobs else -inf
 
 
 def _text(deltas: Sequence[TokenDelta]) -> str:

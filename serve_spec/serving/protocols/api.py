@@ -127,17 +127,17 @@ def _answers(kind: str) -> dict[int | str, dict[str, Any]]:
         "description": "One event; its data is a chunk as JSON, or [DONE].",
     }
     stream = {"schema": event, "example": "data: {...}\n\ndata: [DONE]\n\n"}
-    whole = f"The {kind}; with `stream`, server-sent events of chunks, then [DONE]."
+    described = f"The {kind}; with `stream`, server-sent events of chunks, then [DONE]."
     errors: dict[int | str, dict[str, Any]] = {
         status: {"model": answers.ErrorAnswer, "description": description}
         for status, description in _ERRORS.items()
     }
-    return {200: {"description": whole, "content": {STREAM_TYPE: stream}}, **errors}
+    return {200: {"description": described, "content": {STREAM_TYPE: stream}}, **errors}
 
 
 def _add_models(api: FastAPI, names: Sequence[str]) -> None:
     created = int(time.time())
-    entries: dict[str, answers.Model] = {
+    by_name: dict[str, answers.Model] = {
         name: {"id": name, "object": "model", "created": created, "owned_by": "serve_spec"}
         for name in names
     }
@@ -145,15 +145,15 @@ def _add_models(api: FastAPI, names: Sequence[str]) -> None:
     @api.get("/v1/models")
     async def models() -> answers.ModelList:
         """List the names of the served model."""
-        return {"object": "list", "data": list(entries.values())}
+        return {"object": "list", "data": list(by_name.values())}
 
     # `:path` because model names may hold slashes.
     @api.get("/v1/models/{name:path}")
     async def model(name: str) -> answers.Model:
         """Return one model by name."""
-        if name not in entries:
+        if name not in by_name:
             raise unknown_model(name, names[0])
-        return entries[name]
+        return by_name[name]
 
 
 def _add_operations(

@@ -44,9 +44,9 @@ class ControlTokens:
         # Longest first, because one token may be a prefix of another.
         names.sort(key=len, reverse=True)
         self._names = re.compile("|".join(map(re.escape, names)) or _NEVER)
-        whole = "|".join(re.escape(_marked(name)) for name in names) or _NEVER
+        names_or = "|".join(re.escape(_marked(name)) for name in names) or _NEVER
         # A template may split a marked token; the remaining marks keep its parts plain text.
-        self._marks = re.compile(f"({whole})|{_MARK}")
+        self._marks = re.compile(f"({names_or})|{_MARK}")
 
     def mark(self, text: str) -> str:
         """Return a client's text with control tokens marked."""
@@ -230,7 +230,7 @@ def _source(folder: Path, setting: Any) -> str | None:
     """Return the template's text, from its own files or from the tokenizer's settings."""
     named = {"default": setting}
     if isinstance(setting, list):
-        named = {entry["name"]: entry["template"] for entry in setting}
+        named = {each["name"]: each["template"] for each in setting}
     for name, path in (
         ("default", folder / "chat_template.jinja"),
         ("tool_use", folder / "additional_chat_templates" / "tool_use.jinja"),

@@ -58,7 +58,7 @@ class CompletionAnswer(Response):
                 frames = stream_frames(running, self._form, self._trace_id)
                 answer = StreamingResponse(frames, media_type=STREAM_TYPE, headers=STREAM_HEADERS)
             else:
-                answer = await _json_answer(await whole_answer(running, self._form))
+                answer = await _json_answer(await complete_answer(running, self._form))
             try:
                 # A client that does not read must not hold its slots forever.
                 async with asyncio.timeout_at(running.deadline.at + _ERROR_MARGIN_S):
@@ -67,13 +67,13 @@ class CompletionAnswer(Response):
                 logger.warning("request %s: the client does not read", self._trace_id)
 
 
-async def whole_answer(answer: RunningAnswer, form: AnswerFormat) -> JSONAnswer:
+async def complete_answer(answer: RunningAnswer, form: AnswerFormat) -> JSONAnswer:
     """Return the body of a response without `stream`; raise ApiError if a choice fails."""
     choices: list[list[TokenDelta]] = [[] for _ in range(answer.num_choices)]
     async for index, delta in answer.deltas():
         choices[index].append(delta)
     # In a thread, because formatting many log-probabilities would delay other streams.
-    return await asyncio.to_thread(form.whole, choices, usage(*answer.counts))
+    return await asyncio.to_thread(form.complete, choices, usage(*answer.counts))
 
 
 async def stream_frames(
@@ -106,7 +106,7 @@ def _events(answer: RunningAnswer, form: AnswerFormat, index: int, delta: TokenD
 
 
 async def _json_answer(content: JSONAnswer) -> Response:
-    """Return a whole answer as a response; encode it in a thread, as it may be long."""
+    """Return a complete answer as a response; encode it in a thread, as it may be long."""
     body = await asyncio.to_thread(encode_by_items, content)
     headers = {"content-length": str(len(body))}
     return StreamingResponse(_slices(body), media_type="application/json", headers=headers)

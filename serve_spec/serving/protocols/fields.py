@@ -222,8 +222,8 @@ def closed(schema: Any) -> Any:
             found[key] = [closed(each) for each in found[key]]
     if "items" in found:
         found["items"] = closed(found["items"])
-    is_whole = not {"allOf", "dependentSchemas", "if"} & found.keys()
-    if isinstance(found.get("properties"), dict) and is_whole:
+    is_complete = not {"allOf", "dependentSchemas", "if"} & found.keys()
+    if isinstance(found.get("properties"), dict) and is_complete:
         found.setdefault("additionalProperties", False)
     return found
 
@@ -241,7 +241,7 @@ MAX_WORDS = 128
 MAX_WORD_CHARS = 256
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
-MAX_ENTRIES = 1024
+MAX_ITEMS = 1024
 MAX_MESSAGES = 2**14
 MAX_PROMPTS = 2**14
 MAX_LABEL_CHARS = 1024
@@ -299,9 +299,9 @@ def stops(value: object) -> list[str] | None:
 
 
 def few(value: object) -> object:
-    """Return the value; raise ValueError for a mapping of more than `MAX_ENTRIES` entries."""
-    if isinstance(value, dict) and len(value) > MAX_ENTRIES:
-        raise ValueError(f"give at most {MAX_ENTRIES} entries, not {len(value)}")
+    """Return the value; raise ValueError for a mapping of more than `MAX_ITEMS` keys."""
+    if isinstance(value, dict) and len(value) > MAX_ITEMS:
+        raise ValueError(f"give at most {MAX_ITEMS} keys, not {len(value)}")
     return value
 
 
@@ -457,10 +457,10 @@ IGNORED = Field(description="Accepted and ignored.")
 Biases: TypeAlias = Annotated[
     dict[int, float] | None, PlainValidator(biases, json_schema_input_type=dict[str, float] | None)
 ]
-FewTokenIds: TypeAlias = Annotated[list[_TokenId], Field(max_length=MAX_ENTRIES, fail_fast=True)]
+FewTokenIds: TypeAlias = Annotated[list[_TokenId], Field(max_length=MAX_ITEMS, fail_fast=True)]
 _Word: TypeAlias = Annotated[Text, Field(min_length=1, max_length=MAX_WORD_CHARS)]
 FewWords: TypeAlias = Annotated[list[_Word], Field(max_length=MAX_WORDS, fail_fast=True)]
 Choices: TypeAlias = Annotated[list[Text], Field(max_length=MAX_GRAMMAR_CHARS, fail_fast=True)]
 Salt: TypeAlias = Annotated[Label, Field(min_length=1)]
-FewInts: TypeAlias = Annotated[list[Int32], Field(max_length=MAX_ENTRIES, fail_fast=True)]
+FewInts: TypeAlias = Annotated[list[Int32], Field(max_length=MAX_ITEMS, fail_fast=True)]
 Content: TypeAlias = Annotated[str, PlainValidator(content, json_schema_input_type=Text | _Parts)]

@@ -25,7 +25,7 @@ class CompletionLogprobs(TypedDict):
     """`logprobs` of a completion's choice or chunk: one item per token in every list.
 
     `top_logprobs` includes the token itself. The first token of an echo has no log-probability.
-    `text_offset` counts characters. Tokens that are not whole characters are shown as
+    `text_offset` counts characters. Tokens that are not complete characters are shown as
     `bytes:\\xe2\\x82`.
     """
 
@@ -46,7 +46,7 @@ class ChatTopLogprob(TypedDict):
 class ChatTokenLogprob(ChatTopLogprob):
     """A token of the answer. The joined `bytes` are its text; special tokens have none.
 
-    Tokens that are not whole characters are shown as `\\xe2\\x82`.
+    Tokens that are not complete characters are shown as `\\xe2\\x82`.
     """
 
     top_logprobs: list[ChatTopLogprob]
@@ -68,7 +68,7 @@ class PromptLogprob(TypedDict):
 
 
 def prompt_logprobs(
-    entries: Sequence[TokenLogprob | None], num_top: int, token_bytes: TokenBytesLookup
+    tokens: Sequence[TokenLogprob | None], num_top: int, token_bytes: TokenBytesLookup
 ) -> list[dict[str, PromptLogprob] | None]:
     """Return vLLM's `prompt_logprobs`: the token and the `num_top` most likely ones, by id."""
 
@@ -78,15 +78,15 @@ def prompt_logprobs(
 
     return [
         None
-        if entry is None
+        if token is None
         else {
-            str(entry.token_id): shown(entry.token_id, entry.logprob, entry.rank),
+            str(token.token_id): shown(token.token_id, token.logprob, token.rank),
             **{
-                str(token): shown(token, logprob, rank)
-                for rank, (token, logprob) in enumerate(entry.top[:num_top], start=1)
+                str(other): shown(other, logprob, rank)
+                for rank, (other, logprob) in enumerate(token.top[:num_top], start=1)
             },
         }
-        for entry in entries
+        for token in tokens
     ]
 
 
@@ -127,10 +127,10 @@ class EchoOffsets(TextOffsets):
 
 
 def completion_logprobs(
-    entries: Iterable[TokenLogprob], token_bytes: TokenBytesLookup, offsets: TextOffsets
+    tokens: Iterable[TokenLogprob], token_bytes: TokenBytesLookup, offsets: TextOffsets
 ) -> CompletionLogprobs:
     """Return `logprobs` of the completions API for the next generated tokens of a choice."""
-    return aligned_logprobs(((entry.token_id, entry) for entry in entries), token_bytes, offsets)
+    return aligned_logprobs(((token.token_id, token) for token in tokens), token_bytes, offsets)
 
 
 def aligned_logprobs(
@@ -138,16 +138,16 @@ def aligned_logprobs(
     token_bytes: TokenBytesLookup,
     offsets: TextOffsets,
 ) -> CompletionLogprobs:
-    """Return `logprobs` of the completions API for tokens, such as a prompt's, and entries."""
+    """Return `logprobs` of the completions API for tokens, such as a prompt's, by id."""
     shown: CompletionLogprobs = {
         "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": [],
     }  # fmt: skip
-    for token, entry in tokens:
-        raw = token_bytes(token)
+    for token_id, token in tokens:
+        raw = token_bytes(token_id)
         shown["tokens"].append(_completion_text(raw))
         shown["text_offset"].append(offsets.next(raw))
-        shown["token_logprobs"].append(None if entry is None else _finite(entry.logprob))
-        shown["top_logprobs"].append(None if entry is None else _alternatives(entry, token_bytes))
+        shown["token_logprobs"].append(None if token is None else _finite(token.logprob))
+        shown["top_logprobs"].append(None if token is None else _alternatives(token, token_bytes))
     return shown
 
 
@@ -161,24 +161,24 @@ def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionL
     }
 
 
-def chat_logprobs(entries: Iterable[TokenLogprob], token_bytes: TokenBytesLookup) -> ChatLogprobs:
+def chat_logprobs(tokens: Iterable[TokenLogprob], token_bytes: TokenBytesLookup) -> ChatLogprobs:
     """Return `logprobs` of the chat API for generated tokens."""
     content: list[ChatTokenLogprob] = [
         {
-            **_chat_token(entry.token_id, entry.logprob, token_bytes),
-            "top_logprobs": [_chat_token(token, p, token_bytes) for token, p in entry.top],
+            **_chat_token(token.token_id, token.logprob, token_bytes),
+            "top_logprobs": [_chat_token(other, p, token_bytes) for other, p in token.top],
         }
-        for entry in entries
+        for token in tokens
     ]
     return {"content": content, "refusal": None}
 
 
-def _alternatives(entry: TokenLogprob, token_bytes: TokenBytesLookup) -> dict[str, float]:
+def _alternatives(token: TokenLogprob, token_bytes: TokenBytesLookup) -> dict[str, float]:
     """Return log-probabilities by text, most likely first; the token itself is included."""
-    pairs = [*entry.top, (entry.token_id, entry.logprob)]
+    pairs = [*token.top, (token.token_id, token.logprob)]
     found: dict[str, float] = {}
-    for token, logprob in pairs:  # the most likely of tokens with equal text
-        found.setdefault(_completion_text(token_bytes(token)), _finite(logprob))
+    for token_id, logprob in pairs:  # the most likely of tokens with equal text
+        found.setdefault(_completion_text(token_bytes(token_id)), _finite(logprob))
     return found
 
 
@@ -198,7 +198,7 @@ def _completion_text(raw: TokenBytes) -> str:
 
 
 def _text(raw: TokenBytes) -> str | None:
-    """Return the text of a token, or None if its bytes are not whole characters."""
+    """Return the text of a token, or None if its bytes are not complete characters."""
     try:
         return raw.data.decode() if raw.label is None else raw.label
     except UnicodeDecodeError:

@@ -131,11 +131,11 @@ class BodyLimits:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward the request; reading beyond a limit raises an exception."""
         deadline = asyncio.get_running_loop().time() + self._timeout_s
-        num_bytes, is_whole = 0, False
+        num_bytes, is_complete = 0, False
 
         async def limited() -> Message:
-            nonlocal num_bytes, is_whole
-            if is_whole:  # the next message is the disconnect, which has no deadline
+            nonlocal num_bytes, is_complete
+            if is_complete:  # the next message is the disconnect, which has no deadline
                 return await receive()
             # FastAPI passes on only HTTPException while it reads a body.
             try:
@@ -147,7 +147,7 @@ class BodyLimits:
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_bytes:
                 raise HTTPException(413) from body_too_large(self._max_bytes)
-            is_whole = not message.get("more_body", False)
+            is_complete = not message.get("more_body", False)
             return message
 
         await self._app(scope, limited if scope["type"] == "http" else receive, send)

@@ -113,7 +113,7 @@ class GenerateFormat(AnswerFormat):
         self._num_tokens: dict[int, int] = {}
         self._started = time.perf_counter()
 
-    def whole(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> JSONAnswer:
+    def complete(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> JSONAnswer:
         """Return the answer, a list if there are several."""
         answers = [self._choice(index, deltas) for index, deltas in enumerate(choices)]
         return answers if len(answers) > 1 or self._body.has_list else answers[0]
@@ -157,28 +157,28 @@ class GenerateFormat(AnswerFormat):
         return {**info, "synthetic_acceptance": True} if self.head.synthetic_acceptance else info
 
     def _logprobs(self, index: int, deltas: Sequence[TokenDelta]) -> JSONObject:
-        generated = [entry for delta in deltas for entry in delta.logprobs or ()]
-        found: JSONObject = {"output_token_logprobs": [_scored(entry) for entry in generated]}
+        generated = [token for delta in deltas for token in delta.logprobs or ()]
+        found: JSONObject = {"output_token_logprobs": [_scored(token) for token in generated]}
         if self._body.top_logprobs_num:
-            found["output_top_logprobs"] = [_likely(entry) for entry in generated]
+            found["output_top_logprobs"] = [_likely(token) for token in generated]
         start = self._body.first_scored
         if start is not None:
             first = self._prompts[index // self._num_choices][0]
-            entries = deltas[0].prompt_logprobs or ()
-            scored = [[None, first, None] if entry is None else _scored(entry) for entry in entries]
+            tokens = deltas[0].prompt_logprobs or ()
+            scored = [[None, first, None] if token is None else _scored(token) for token in tokens]
             found["input_token_logprobs"] = scored[start:]
             if self._body.top_logprobs_num:
-                likely = [None if entry is None else _likely(entry) for entry in entries]
+                likely = [None if token is None else _likely(token) for token in tokens]
                 found["input_top_logprobs"] = likely[start:]
         return found
 
 
-def _scored(entry: TokenLogprob) -> list[object]:
-    return [entry.logprob, entry.token_id, None]
+def _scored(token: TokenLogprob) -> list[object]:
+    return [token.logprob, token.token_id, None]
 
 
-def _likely(entry: TokenLogprob) -> list[list[object]]:
-    return [[logprob, token, None] for token, logprob in entry.top]
+def _likely(token: TokenLogprob) -> list[list[object]]:
+    return [[logprob, token_id, None] for token_id, logprob in token.top]
 
 
 def _finish(delta: TokenDelta, num_tokens: int) -> JSONObject | None:

@@ -266,9 +266,9 @@ class ResponsesFormat(AnswerFormat):
         """See `AnswerFormat.end_finder`."""
         return self._chat.end_finder()
 
-    def whole(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> JSONAnswer:
-        """See `AnswerFormat.whole`."""
-        body = cast(JSONObject, self._chat.whole(choices, counts))
+    def complete(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> JSONAnswer:
+        """See `AnswerFormat.complete`."""
+        body = cast(JSONObject, self._chat.complete(choices, counts))
         (choice,) = cast(list[dict[str, Any]], body["choices"])
         message = choice["message"]
         logprobs = (choice["logprobs"] or {}).get("content", [])

@@ -360,11 +360,11 @@ class ParsedChatFormat(answers.ChatFormat):
             self._detail(chunks[0], choices[0], index, [delta])
         return chunks
 
-    def whole(
+    def complete(
         self, choices: Sequence[Sequence[TokenDelta]], counts: answers.Usage
     ) -> answers.JSONObject:
-        """See `AnswerFormat.whole`."""
-        body = super().whole(choices, counts)
+        """See `AnswerFormat.complete`."""
+        body = super().complete(choices, counts)
         assert isinstance(body, dict), "one answer"
         return {**body, "usage": self._detailed(counts)}
 

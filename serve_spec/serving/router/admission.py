@@ -226,7 +226,7 @@ class Admission:
         return sum(not slot.is_withdrawn for slot in self._holding[client])
 
     def _retry_after_s(self, num_places: int, num_running: int) -> int:
-        """Estimate the whole seconds until so many requests have ended, from past service times."""
+        """Estimate the seconds until so many requests have ended, rounded up."""
         wait_s = self._mean_service_s * num_places / max(1, num_running)
         return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(wait_s)))
 

@@ -93,12 +93,12 @@ class ItemStream:
 
 
 def _num_bytes(delta: TokenDelta) -> int:
-    num_entries = sum(1 + len(entry.top) for entry in delta.logprobs or ())
+    num_logprobs = sum(1 + len(token.top) for token in delta.logprobs or ())
     return (
         _DELTA_BYTES
         + len(delta.text)
         + _TOKEN_BYTES * len(delta.token_ids)
-        + _LOGPROB_BYTES * num_entries
+        + _LOGPROB_BYTES * num_logprobs
     )
 
 

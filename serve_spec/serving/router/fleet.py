@@ -378,7 +378,7 @@ def is_short_of_pages(stats: Mapping[str, Any]) -> bool:
 
 def _between(known: Sequence[tuple[int, float]], count: int) -> float:
     """Return the ms at `count` by linear interpolation; beyond the table, proportional to it."""
-    above = bisect_right(known, count, key=lambda entry: entry[0])
+    above = bisect_right(known, count, key=lambda row: row[0])
     if above == 0:
         return known[0][1]
     size, ms = known[above - 1]
@@ -420,7 +420,7 @@ class SentPrefixes:
 
 
 def blocks(prompt: str | list[int]) -> list[int]:
-    """Return a hash of the prefix up to the end of each whole block of the prompt."""
+    """Return a hash of the prefix up to the end of each full block of the prompt."""
     size = _CHARS_PER_BLOCK if isinstance(prompt, str) else _TOKENS_PER_BLOCK
     found: list[int] = []
     before = 0
@@ -432,7 +432,7 @@ def blocks(prompt: str | list[int]) -> list[int]:
 
 
 def first_block(request: GenerateRequest) -> int | None:
-    """Return the hash of the first whole block, by which `prefix` groups requests, or None."""
+    """Return the hash of the first full block, by which `prefix` groups requests, or None."""
     return next(iter(blocks(request.prompt)), None)
 
 

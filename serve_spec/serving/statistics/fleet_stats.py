@@ -72,18 +72,18 @@ def _drafted_steps(snapshot: Snapshot) -> int:
 
 def _acceptance(snapshot: Snapshot, max_steps: int) -> _Acceptance:
     """Return acceptance, estimated or counted, and speeds of a replica; ValueError if malformed."""
-    entries = section(snapshot, "acceptance").get("positions")
+    listed = section(snapshot, "acceptance").get("positions")
     trials = "trials"
-    if not isinstance(entries, list):
-        entries = section(snapshot, "speculation", "since_start").get("positions")
+    if not isinstance(listed, list):
+        listed = section(snapshot, "speculation", "since_start").get("positions")
         trials = "reached"
-    if not isinstance(entries, list):
+    if not isinstance(listed, list):
         raise ValueError("no positions")
     known = {}
-    for entry in entries:
-        if isinstance(entry, Mapping) and entry.get("accept_rate") is not None:
-            rate = min(max(_figure(entry, "accept_rate", 1.0), _LOWEST_RATE), _HIGHEST_RATE)
-            known[int(_figure(entry, "position", MAX_STEPS))] = rate, _figure(entry, trials, _MOST)
+    for row in listed:
+        if isinstance(row, Mapping) and row.get("accept_rate") is not None:
+            rate = min(max(_figure(row, "accept_rate", 1.0), _LOWEST_RATE), _HIGHEST_RATE)
+            known[int(_figure(row, "position", MAX_STEPS))] = rate, _figure(row, trials, _MOST)
     untried = 0.5, 0.0
     positions = [known.get(position, untried) for position in range(1, max_steps + 1)]
     return _Acceptance(positions, _speeds(section(snapshot, "speculation", "by_batch_size")))
@@ -402,7 +402,7 @@ class FleetStats:
 
 
 def _sums(snapshots: Iterable[Snapshot], names: Sequence[str]) -> dict[str, float]:
-    """Return sums over snapshots by name; whole numbers as integers."""
+    """Return sums over snapshots by name; those without a fraction as integers."""
     known = list(snapshots)
     totals = {name: sum((number(snapshot, name) for snapshot in known), 0.0) for name in names}
     return {name: int(total) if total.is_integer() else total for name, total in totals.items()}

@@ -169,7 +169,7 @@ def test_under_a_broken_clock_texts_and_figures_stay_what_they_are(
     assert shown["num_fallbacks"] == 0, "goodput uses its table, the others read no clock"
 
 
-POISON = 101  # of the first rank's share
+POISON = 101  # of the first rank's shard
 """A token whose KV is NaN, as after an overflow in float16."""
 
 

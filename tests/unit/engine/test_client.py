@@ -18,7 +18,7 @@ from serve_spec.engine.engine import MAX_BROKEN_REQUESTS
 from serve_spec.engine.messages import Add, encode, hang_up
 from serve_spec.structured import masks
 from tests.helpers.local_engine import LocalEngine
-from tests.helpers.plain_logprobs import close_entries
+from tests.helpers.plain_logprobs import close_logprobs
 from tests.unit.engine.test_conformance import requests
 
 PROMPT = [10, 20, 30]
@@ -354,8 +354,8 @@ def joined(deltas):
 
 def check_logprobs(deltas, wanted):
     """Compare with a tolerance: another batch rounds otherwise."""
-    found = [entry for delta in deltas for entry in delta.logprobs or ()]
-    close_entries(found, wanted or (), abs=1e-3)
+    found = [token for delta in deltas for token in delta.logprobs or ()]
+    close_logprobs(found, wanted or (), abs=1e-3)
 
 
 def test_through_the_channel_a_request_gets_what_an_engine_in_this_process_returns(make_llm):
@@ -400,7 +400,7 @@ def test_through_the_channel_a_request_gets_what_an_engine_in_this_process_retur
         assert all(delta.finish_reason is None for delta in deltas[:-1])
         assert len(deltas) <= 3 or a.params.stop, "what is not read is merged"
         check_logprobs(deltas, output.logprobs)
-        close_entries(deltas[0].prompt_logprobs or (), output.prompt_logprobs or (), abs=1e-3)
+        close_logprobs(deltas[0].prompt_logprobs or (), output.prompt_logprobs or (), abs=1e-3)
     for output, deltas in zip(outputs, asyncio.run(all_of(rest)), strict=True):
         token_ids, text, reason, _ = joined(deltas)
         assert token_ids == output.token_ids[len(output.token_ids) // 2 :]

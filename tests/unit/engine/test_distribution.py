@@ -27,16 +27,16 @@ def plain(pair):
     return PlainLogprobs(pair.target)
 
 
-def agrees(entry, token, expected, num_top):
-    """Compare the entry of a token with its distribution."""
-    assert entry.token_id == token
-    assert entry.logprob == pytest.approx(expected[token], **CLOSE)
+def agrees(scored, token, expected, num_top):
+    """Compare the scored of a token with its distribution."""
+    assert scored.token_id == token
+    assert scored.logprob == pytest.approx(expected[token], **CLOSE)
     # Tokens with nearly the same logprob may be in any order.
     by_rank = list(expected.values())
-    assert by_rank[entry.rank - 1] == pytest.approx(expected[token], **CLOSE)
+    assert by_rank[scored.rank - 1] == pytest.approx(expected[token], **CLOSE)
     possible = [logprob for logprob in by_rank if logprob > float("-inf")]
-    assert len({other for other, _ in entry.top}) == len(entry.top) == min(num_top, len(possible))
-    for (other, logprob), at_rank in zip(entry.top, possible, strict=False):
+    assert len({other for other, _ in scored.top}) == len(scored.top) == min(num_top, len(possible))
+    for (other, logprob), at_rank in zip(scored.top, possible, strict=False):
         assert logprob == pytest.approx(expected[other], **CLOSE)
         assert logprob == pytest.approx(at_rank, **CLOSE)
 
@@ -63,9 +63,9 @@ def check(output, params, plain):
         first, *rest = output.prompt_logprobs
         assert first is None
         of_prompt = plain(prompt, AS_THE_MODEL_GIVES)[:-1]
-        for entry, token, expected in zip(rest, prompt[1:], of_prompt, strict=True):
-            assert entry is not None
-            agrees(entry, token, expected, params.prompt_logprobs)
+        for scored, token, expected in zip(rest, prompt[1:], of_prompt, strict=True):
+            assert scored is not None
+            agrees(scored, token, expected, params.prompt_logprobs)
 
 
 @pytest.fixture(scope="module")

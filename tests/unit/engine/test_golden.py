@@ -153,7 +153,7 @@ def rejection_texts(answers):
 
 
 def write_golden(make):
-    """Write the file, a line for each entry."""
+    """Write the file, a line for each key."""
     golden = {"texts": as_texts(answers_of(make, PLAIN))}
     golden |= {"counts": {}, "counts_ahead": {}, "rejection": {}}
     for row in ROWS[1:]:

@@ -130,12 +130,12 @@ def test_a_sharpness_changes_which_drafts_are_accepted_and_no_text(make_llm, num
     """
     plain = texts(make_llm().generate(SHORT_PROMPTS, HOT_PARAMS))
 
-    def lost_share(sharpness):
+    def lost_fraction(sharpness):
         llm = make_llm("STANDALONE", num_steps, speculative_draft_sharpness=sharpness, **keys)
         steps = recorded_steps(llm)
         assert texts(llm.generate(SHORT_PROMPTS, HOT_PARAMS)) == plain
         drafted = sum(sum(step.steps_per_req) for step in steps)
         return 1 - sum(sum(step.correct_per_req) for step in steps) / drafted
 
-    assert lost_share(1.0) == 0
-    assert lost_share(0.2) > 0.25
+    assert lost_fraction(1.0) == 0
+    assert lost_fraction(0.2) > 0.25

@@ -204,8 +204,8 @@ def test_draft_ids_of_the_targets_padding_are_never_drafted(tmp_path):
 def test_captured_layers_follow_either_convention(
     tmp_path, target_dir, target, ids, options, captured, nested
 ):
-    entry = {} if ids is None else {"eagle_aux_hidden_state_layer_ids": ids}
-    make_eagle3(tmp_path, target_dir, **({"eagle_config": entry} if nested else entry))
+    keys = {} if ids is None else {"eagle_aux_hidden_state_layer_ids": ids}
+    make_eagle3(tmp_path, target_dir, **({"eagle_config": keys} if nested else keys))
     head = load_draft(tmp_path, target, "EAGLE3", options)
     assert head.capture == FeatureCapture(captured)
 

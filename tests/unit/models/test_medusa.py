@@ -117,7 +117,7 @@ def test_a_token_map_names_the_targets_ids_themselves(tmp_path, target_dir, targ
     medusa = load(tmp_path, target)
     assert torch.equal(medusa.target_ids, token_map)
     expected = plain_logits(tensors, target_output(target_dir), features())
-    # Matrices of the whole vocabulary are read at the map's rows.
+    # Matrices of all of the vocabulary are read at the map's rows.
     expected = expected if rows == 6 else expected[:, :, token_map]
     assert_close(all_logits(medusa, features()), expected)
 
@@ -154,7 +154,7 @@ def test_ids_that_pad_the_targets_vocabulary_are_never_drafted(tmp_path, mapped)
         ),
         (
             {"layers.0.self_attn.q_proj.weight": torch.ones(HIDDEN, HIDDEN)},
-            ["whole model beside its Medusa heads"],
+            ["complete model beside its Medusa heads"],
         ),
     ],
 )

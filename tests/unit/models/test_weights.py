@@ -321,7 +321,7 @@ def test_stop_tokens_of_both_files_are_joined(tmp_path):
                 "sliding_window": 9,
                 "layer_types": ["full_attention", "sliding_attention"],
             },
-            ["layer_types", "2 entries", "num_hidden_layers=4"],
+            ["layer_types", "2 values", "num_hidden_layers=4"],
         ),
         (
             "llama3",

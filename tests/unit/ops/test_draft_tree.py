@@ -103,15 +103,15 @@ def test_a_place_of_the_beam_sees_its_own_path_whatever_parent_it_goes_on_from(
 ):
     likely = likelihoods(topk, seed, ties=False)
     beam = root_beam(1, torch.device("cpu"))
-    paths, entries = [()], []
+    paths, kept = [()], []
     for step in range(num_steps):
         tokens = torch.arange(topk).expand(1, len(paths), topk)
         _, beam = grow_beam(beam, tokens, torch.tensor([[likely(path) for path in paths]]), step)
         befores, ids = beam.befores[0].tolist(), beam.token_ids[0].tolist()
         paths = [(*paths[before], token) for before, token in zip(befores, ids, strict=True)]
-        entries += paths
+        kept += paths
         for path, mask in zip(paths, beam.masks[0].tolist(), strict=True):
-            seen = {entries[bit] for bit in range(len(entries)) if mask >> bit & 1}
+            seen = {kept[bit] for bit in range(len(kept)) if mask >> bit & 1}
             assert seen == {path[: depth + 1] for depth in range(len(path))}
 
 

@@ -78,7 +78,7 @@ def step(scheduler, worker, num_steps, limits=ALONE):
     ("num_steps", "budget", "num_others", "num_prompt", "num_rounds"),
     [(0, 32, 4, 20, 2), (7, 32, 4, 20, 2), (3, 3, 3, 8, 11)],
 )
-def test_requests_that_could_use_all_of_the_budget_never_keep_a_prompt_from_its_share(
+def test_requests_that_could_use_all_of_the_budget_never_keep_a_prompt_from_its_tokens(
     num_steps, budget, num_others, num_prompt, num_rounds
 ):
     scheduler = make(max_num_batched_tokens=budget)

@@ -113,8 +113,8 @@ def forced(acceptance, num_steps):
 
 
 @given(st.integers(1, 8), st.floats(0, 1))
-def test_a_length_within_reach_is_met_at_every_depth_by_one_probability(num_steps, share):
-    length = 1 + share * num_steps
+def test_a_length_within_reach_is_met_at_every_depth_by_one_probability(num_steps, reach):
+    length = 1 + reach * num_steps
     probabilities = draft_probabilities(length, num_steps)
     assert len(set(probabilities)) == 1
     mean = 1 + sum(accumulate(probabilities, lambda a, b: a * b))
@@ -130,8 +130,8 @@ def test_a_list_is_the_same_at_every_depth_and_its_share_of_those_that_reach_is_
     counts = forced([0.9, 0.5, 0.2], [3] * 20_000)
     for position, probability in enumerate([0.9, 0.5, 0.2]):
         reached = [count for count in counts if count >= position]
-        share = sum(count > position for count in reached) / len(reached)
-        assert share == pytest.approx(probability, abs=5 * 0.5 / len(reached) ** 0.5)
+        fraction = sum(count > position for count in reached) / len(reached)
+        assert fraction == pytest.approx(probability, abs=5 * 0.5 / len(reached) ** 0.5)
     assert draft_probabilities([0.8, 0.6], 1) == [0.8]
     assert draft_probabilities([0.8, 0.6], 4) == [0.8, 0.6, 0.6, 0.6]
 

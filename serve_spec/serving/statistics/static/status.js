@@ -43,13 +43,13 @@ function draw(id, names, data, options = {}) {
 function settings(place, names, { overTime = true, range, points = false, bars = false }) {
   const ink = getComputedStyle(document.body).color;
   const axis = { stroke: ink, grid: { stroke: "#8883", width: 1 }, ticks: { stroke: "#8883" } };
-  const whole = overTime ? {} : { incrs: [1, 2, 5, 10] };
+  const integers = overTime ? {} : { incrs: [1, 2, 5, 10] };
   const edge = (u, low, high) => [low - 0.5, high + 0.5];
   return {
     width: place.clientWidth || 420,
     height: 190,
     scales: { x: { time: overTime, ...(overTime ? {} : { range: edge }) }, y: { range } },
-    axes: [{ ...axis, ...whole }, { ...axis, size: 55 }],
+    axes: [{ ...axis, ...integers }, { ...axis, size: 55 }],
     series: [{}, ...names.map((label, i) => line(label, i, points, bars))],
   };
 }
