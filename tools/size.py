@@ -23,7 +23,7 @@ PUBLIC_NAMES = {
     "models": 22,
     "ops": 77,
     "parallel": 11,
-    "profile": 8,
+    "profile": 15,
     "scheduler": 5,
     "serving": 10,
     "serving/deployment": 11,
