@@ -186,15 +186,13 @@ def test_the_budget_holds_and_what_it_did_not_reach_is_extrapolated_by_name(budg
     }
     assert set(costs.extrapolated) == missing
     assert bool(missing) == is_short
-    drafted = {point.batch_size for point in ran if point.shape.depth}
+    # Linear costs continue exactly, except for a context whose slope was not measured.
+    error = 0.02 if costs.verify_context_ms else 0.25
     for size, steps in itertools.product(costs.batch_sizes, costs.num_steps):
         draft_ms, verify_ms = predicted(costs, size, steps)
-        # Linear costs continue exactly, but for the context, whose slope was not measured: with one
-        # batch size, all that larger ones cost more counts as their tokens'.
-        rel = 0.1 if len(drafted) > 1 else 0.3
-        assert verify_ms == pytest.approx(true_verify_ms(size, steps), rel=rel)
-        if size == 1 or len(drafted) > 1:  # one batch size gives no line
-            assert draft_ms == pytest.approx(true_draft_ms(size, steps), rel=0.1)
+        assert verify_ms == pytest.approx(true_verify_ms(size, steps), rel=error)
+        if any(cell.batch_size == size and cell.shape.depth for cell in ran):
+            assert draft_ms == pytest.approx(true_draft_ms(size, steps), rel=0.01)
 
 
 def test_small_batches_come_first_but_plain_rounds_of_every_size_before_them():
