@@ -281,4 +281,4 @@ def test_a_policy_that_does_not_import_is_refused_before_ray_starts(name, monkey
         assert cli.main([name, *given]) == 1
     *_, told = capsys.readouterr().err.splitlines()
     assert told.startswith(f"speculative_adaptive_strategy='{strategy}': no_such_package.policy")
-    assert told.endswith("; install or repair no_such_package where engines run")
+    assert told.endswith("; correct the name, or install its package where engines run")

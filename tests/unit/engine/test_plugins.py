@@ -41,7 +41,7 @@ from tests.helpers.table import NUM_STEPS, Row
 from tests.helpers.table import PLAIN as PLAIN_ROW
 from tests.unit.engine.test_conformance import EVENTS, MAX_MODEL_LEN, check, decode_alone
 
-TOY = "TOY"
+TOY = "TABLE"
 CHAIN = DraftShape.chain
 
 
