@@ -66,7 +66,8 @@ _FLAGS = """\
 ## Flags
 
 `serve`, `generate`, `check-config`, `bench` and `tune` have the flags of vLLM and SGLang. MODEL, or
-`--model` (`--model-path`, `--config`), is a hub id, a folder, `asset:NAME` or a configuration file.
+`--model` (`--model-path`, `--config`), is a hub id, a folder, a GGUF file, `asset:NAME` or a
+configuration file.
 vLLM's `--speculative-config JSON` sets the keys of the second table. Every key of `speculative` is
 a flag of its own name, such as `--speculative-num-steps`.
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, get_args
 from serve_spec.config.base import ConfigError, validate
 from serve_spec.config.drafts import METHODS, DraftMethod
 from serve_spec.config.engine import ModelConfig
+from serve_spec.config.gguf import ARCHITECTURES
 from serve_spec.config.speculative import SpeculativeConfig
 from serve_spec.core.draft import MAX_TREE_TOKENS
 from serve_spec.core.errors import CheckpointError
@@ -115,7 +116,8 @@ def page() -> str:
                 "source",
                 rows=map(_target_row, families()),
             ),
-            f"Ropes: {_codes(sorted(ROPES))}.\n",
+            f"Ropes: {_codes(sorted(ROPES))}. GGUF files, read with `pip install gguf`: "
+            f"`general.architecture` {_codes(ARCHITECTURES)} (Mistral's is `llama`).\n",
             _MATRIX,
             _table("family", *_codes_of(method.name for method in methods()), rows=_matrix()),
             f"Trees need windows of at least {MAX_TREE_TOKENS} tokens; other targets get chains.\n",

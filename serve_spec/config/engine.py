@@ -19,8 +19,8 @@ class ModelConfig(StrictModel):
     """The target model and the device it runs on."""
 
     path: Annotated[str, CHECKPOINT]
-    """Checkpoint: a hub id ORG/NAME[@REVISION], a folder (absolute, or relative to the config
-    file), or 'asset:NAME'."""
+    """Checkpoint: a hub id ORG/NAME[@REVISION], a folder or GGUF file (absolute, or relative to
+    the config file), or 'asset:NAME'."""
     revision: str | None = Field(None, pattern=r"^[\w./-]+$")
     """Branch, tag or commit of a hub id; null: main."""
     download_dir: Path | None = None
@@ -104,7 +104,8 @@ class ModelConfig(StrictModel):
         asynchronous = self.async_scheduling
         if asynchronous is None and self.execution != "auto":
             asynchronous = self.execution == "lanes"
-        name = self.path.partition("@")[0] if self.is_on_hub else PurePath(self.path).name
+        local = PurePath(self.path.removeprefix(ASSET)).name.removesuffix(".gguf")
+        name = self.path.partition("@")[0] if self.is_on_hub else local
         return self._derive(
             served_model_name=self.served_model_name or name, async_scheduling=asynchronous
         )

@@ -14,6 +14,7 @@ from threading import Thread
 from typing import Any
 
 from serve_spec.config.base import ASSET, ConfigError, locate
+from serve_spec.config.gguf import GGUFError, find_gguf, gguf_folder
 from serve_spec.log import get_logger
 
 # Config, tokenizer and chat template; a router reads no more.
@@ -49,21 +50,29 @@ def checkpoint_folder(
     once; if it cannot be reached the cached commit is used, with a warning.
 
     field: the dotted key that names it, for messages.
-    name: a folder, `asset:NAME`, or `ORG/NAME[@REVISION]` of the hub.
+    name: a folder, a GGUF file, `asset:NAME`, or `ORG/NAME[@REVISION]` of the hub.
     download_dir: cache to use instead of HF_HUB_CACHE.
     weights: whether the weights are needed, or only config and tokenizer.
     progress: whether to show progress bars on stderr.
     """
-    if name.startswith(ASSET):
-        return locate(field, name, Path.cwd())
-    if Path(name).is_absolute():
-        return Path(name)
+    if name.startswith(ASSET) or Path(name).is_absolute():
+        return _local_folder(field, name)
     if not weights:
         return _download(field, name, download_dir, _METADATA, _has_metadata, progress)
     folder = _download(field, name, download_dir, _SAFETENSORS, _has_weights, progress)
     if not any(folder.glob("*.safetensors")):
         folder = _download(field, name, download_dir, _PICKLES, _has_weights, progress)
     return folder
+
+
+def _local_folder(field: str, name: str) -> Path:
+    """Return the folder of a checkpoint on this machine; that of a GGUF model is in the cache."""
+    found = locate(field, name, Path.cwd()) if name.startswith(ASSET) else Path(name)
+    try:
+        files = find_gguf(found)
+        return gguf_folder(files) if files else found
+    except GGUFError as error:
+        raise ConfigError(f"{field}={name!r}: {error}") from None
 
 
 def pinned(field: str, name: str, download_dir: Path | None = None) -> str:

@@ -19,6 +19,7 @@ from serve_spec.layers.formats.registry import formats_of
 from serve_spec.layers.module import finish_loading, tensor_defaults
 from serve_spec.models.config import read_config, read_json
 from serve_spec.models.dummy import dummy_checkpoint
+from serve_spec.models.gguf import open_gguf
 from serve_spec.models.interfaces import Config, Target, TargetFamily, TargetSpec
 from serve_spec.models.registry import find_family
 from serve_spec.models.weights import Checkpoint, open_weights
@@ -97,7 +98,7 @@ def open_target(path: Path | str, load_format: str = "auto") -> TargetFile:
     if load_format == "dummy":
         empty = TargetFile(family, config, Checkpoint([], folder)).skeleton()
         return TargetFile(family, config, dummy_checkpoint(folder, empty.tensors()))
-    checkpoint = open_weights(folder, load_format)
+    checkpoint = (load_format == "auto" and open_gguf(folder)) or open_weights(folder, load_format)
     checkpoint.rename(family.renames(checkpoint.shapes))
     # A stored matrix wins over the flag: some exporters write both.
     is_tied = bool(config.get("tie_word_embeddings")) and "lm_head.weight" not in checkpoint

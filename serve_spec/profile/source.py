@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import torch
 
 import serve_spec
 from serve_spec.config import ConfigError, ServeSpecConfig
+from serve_spec.config.cache import cache_folder
 from serve_spec.config.cost_table import (
     FORMAT_VERSION,
     CostKey,
@@ -38,7 +38,7 @@ _ATTENTION = {False: "paged", True: "paged, async"}
 
 # The packages whose code affects the cost of a step.
 _STEP_PACKAGES = ("kvcache", "layers", "models", "ops", "parallel", "worker")
-_WEIGHT_FILES = ("*.safetensors", "*.bin")
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf")
 _TOKENIZER_FILES = ("tokenizer", "special_tokens", "added_tokens", "vocab", "chat_template")
 # The head of a weights file has names and shapes, and its size covers the rest.
 _HEAD_BYTES = 1 << 16
@@ -271,19 +271,12 @@ def _cache_file(key: CostKey, grid: CostGrid) -> Path:
     sizes = f"{grid.max_batch_size} {grid.max_steps} {trees}"
     setting = f"{FORMAT_VERSION} {sizes} {key.model_dump_json()}"
     name = hashlib.sha256(setting.encode()).hexdigest()[:_HASH_LENGTH]
-    return _cache_folder() / "costs" / f"{name}.json"
+    return cache_folder() / "costs" / f"{name}.json"
 
 
 def _shapes(trees: Iterable[DraftShape]) -> list[tuple[int, int]]:
     """Return trees as a table stores them."""
     return [(tree.depth, tree.size) for tree in trees]
-
-
-def _cache_folder() -> Path:
-    try:
-        return Path(os.environ.get("SERVE_SPEC_CACHE") or "~/.cache/serve_spec").expanduser()
-    except RuntimeError:  # a user without a home
-        return Path(tempfile.gettempdir()) / "serve_spec"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

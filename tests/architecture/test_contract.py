@@ -88,6 +88,7 @@ CONFINED = {
     "llguidance": ["structured/compiler.py"],
     "msgspec": ["engine/", "serving/protocols/fields.py", "serving/protocols/json_body.py"],
     "safetensors": ["models/weights.py"],
+    "gguf": ["config/gguf.py", "models/gguf.py"],
     # The rest of the repository imports the package, never the reverse.
     **{name: [] for name in ("benchmarks", "recipes", "tests", "tools")},
 }

@@ -1,8 +1,8 @@
 """`serve-spec serve MODEL`: serve a model with Ray Serve until Ctrl-C.
 
-MODEL is a hub id, a checkpoint's folder, asset:NAME, a configuration (such as configs/tiny.yaml)
-or a Serve config (such as deploy/tiny.yaml), whose unknown keys are errors, although Ray would
-ignore them.
+MODEL is a hub id, a checkpoint's folder, a GGUF file, asset:NAME, a configuration (such as
+configs/tiny.yaml) or a Serve config (such as deploy/tiny.yaml), whose unknown keys are errors,
+although Ray would ignore them.
 """
 
 from __future__ import annotations

@@ -179,9 +179,9 @@ def test_what_is_neither_a_folder_nor_an_id_is_refused(tmp_path, monkeypatch, na
     with pytest.raises(ConfigError, match="give a folder, a hub id ORG/NAME") as caught:
         model(name)
     assert str(caught.value).startswith(f"model.path={name!r}: nothing at ")
-    (tmp_path / "m.gguf").touch()
-    with pytest.raises(ConfigError, match=r"m\.gguf is a file; give the folder"):
-        model("m.gguf")
+    (tmp_path / "m.bin").touch()
+    with pytest.raises(ConfigError, match=r"m\.bin is a file; give a GGUF file or a checkpoint's"):
+        model("m.bin")
 
 
 def test_a_download_that_is_switched_off_names_the_switch(monkeypatch, tmp_path):

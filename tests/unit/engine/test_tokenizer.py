@@ -16,6 +16,7 @@ from serve_spec.core.errors import CheckpointError, TextTooLong
 from serve_spec.engine import tokenizer as module
 from serve_spec.engine.tokenizer import TokenBytes, Tokenizer, max_token_bytes
 from tests.helpers.checkpoints import BOS_ID, make_tokenizer
+from tests.helpers.sentencepiece_models import CORPUS, SAMPLES, train_sentencepiece
 from tests.serving.texts import BOS, EOS, THINK, TURN, write_text_files
 
 
@@ -120,26 +121,6 @@ def test_a_tokenizer_that_may_drop_text_has_no_bound(change, bound):
         "model": {"type": "BPE", "vocab": {"<0x0A>": 0, "▁a": 1}, "byte_fallback": True},
     }
     assert max_token_bytes({**plain, **change}) == bound
-
-
-CORPUS = Path(serve_spec.__file__).parent / "config/base.py"
-SAMPLES = ["Hello  world\n", "def f(x):\n\treturn é", "<s>", " a", ""]
-
-
-def train_sentencepiece(folder, model_type):
-    sentencepiece = pytest.importorskip("sentencepiece")
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(CORPUS),
-        model_prefix=str(folder / "tokenizer"),
-        vocab_size=500,
-        model_type=model_type,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        minloglevel=2,
-    )
-    (folder / "config.json").write_text('{"model_type": "llama"}')
-    return sentencepiece.SentencePieceProcessor(str(folder / "tokenizer.model"))
 
 
 def test_merges_of_a_sentencepiece_model_have_the_order_of_scores_whatever_the_ids(tmp_path):
