@@ -40,7 +40,7 @@ PACKAGED = {
 CHECKPOINT = "checkpoint"
 """Metadata of a field that names a checkpoint: see `checkpoint_name`."""
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", re.ASCII)
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w./-]+)?(@[\w./-]+)?", re.ASCII)
 
 
 # Longer lists are not shown in an error.
@@ -255,7 +255,7 @@ def checkpoint_name(field: str, value: str | Path, folder: Path) -> str:
         return found
     if _HUB_ID.fullmatch(text):
         return text
-    fix = "give a folder, a hub id ORG/NAME[@REVISION], a GGUF file, or 'asset:NAME'"
+    fix = "give a folder, a hub id ORG/NAME[:GGUF][@REVISION], a GGUF file, or 'asset:NAME'"
     raise Refusal(field, text, f"nothing at {found}; {fix}")
 
 

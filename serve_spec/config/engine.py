@@ -19,8 +19,8 @@ class ModelConfig(StrictModel):
     """The target model and the device it runs on."""
 
     path: Annotated[str, CHECKPOINT]
-    """Checkpoint: a hub id ORG/NAME[@REVISION], a folder or GGUF file (absolute, or relative to
-    the config file), or 'asset:NAME'."""
+    """Checkpoint: a hub id ORG/NAME[:GGUF][@REVISION], a folder or GGUF file (absolute, or relative
+    to the config file), or 'asset:NAME'."""
     revision: str | None = Field(None, pattern=r"^[\w./-]+$")
     """Branch, tag or commit of a hub id; null: main."""
     download_dir: Path | None = None

@@ -87,7 +87,7 @@ _WORDS = {
 _LENGTH = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG])")
 _UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
 
-_MODEL_HELP = "hub id ORG/NAME[@REVISION], folder, GGUF or YAML file, or asset:NAME"
+_MODEL_HELP = "hub id ORG/NAME[:GGUF][@REVISION], folder, GGUF or YAML file, or asset:NAME"
 
 
 def _field(key: str) -> FieldInfo:

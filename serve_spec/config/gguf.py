@@ -95,7 +95,21 @@ def only_model(names: Iterable[str]) -> str:
         return firsts[0]
     if not firsts:
         raise GGUFError(f"no GGUF file of a whole model or a first shard; {_AGAIN}")
-    raise GGUFError(f"several GGUF files ({', '.join(firsts)}); name one of them")
+    raise GGUFError(f"several GGUF files ({', '.join(firsts)}); name one (hub: ORG/NAME:FILE)")
+
+
+def named_models(names: Sequence[str], variant: str) -> list[str]:
+    """Return the models that `variant` may mean: a file, or the end of its name, such as Q4_K_M."""
+    end = re.compile(rf"(.*[-._/])?{re.escape(variant)}", re.IGNORECASE)
+    found = []
+    for name in names:
+        shard = _SHARD.fullmatch(name)
+        stem = name.removesuffix(SUFFIX) if shard is None else shard[1]
+        if variant == name or end.fullmatch(stem):
+            found.append(name)
+    if not found:
+        raise GGUFError(f"no GGUF file {variant!r}; there are {', '.join(sorted(names)) or 'none'}")
+    return found
 
 
 def shard_names(name: str) -> list[str]:

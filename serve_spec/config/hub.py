@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import math
 import re
 import time
@@ -11,10 +12,18 @@ from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 from serve_spec.config.base import ASSET, ConfigError, locate
-from serve_spec.config.gguf import GGUFError, find_gguf, gguf_folder
+from serve_spec.config.gguf import (
+    SUFFIX,
+    GGUFError,
+    find_gguf,
+    gguf_folder,
+    named_models,
+    only_model,
+    shard_names,
+)
 from serve_spec.log import get_logger
 
 # Config, tokenizer and chat template; a router reads no more.
@@ -36,6 +45,20 @@ _answers: dict[tuple[str, ...], tuple[float, str | Exception]] = {}
 """Time and answer by endpoint, repository and revision; a silent hub by endpoint alone."""
 
 
+class _HubName(NamedTuple):
+    """The parts of `ORG/NAME[:GGUF][@REVISION]`. variant: which GGUF file of several."""
+
+    repository: str
+    variant: str | None
+    revision: str
+
+
+def _split(name: str) -> _HubName:
+    named, _, revision = name.partition("@")
+    repository, _, variant = named.partition(":")
+    return _HubName(repository, variant or None, revision)
+
+
 def checkpoint_folder(
     field: str,
     name: str,
@@ -50,19 +73,21 @@ def checkpoint_folder(
     once; if it cannot be reached the cached commit is used, with a warning.
 
     field: the dotted key that names it, for messages.
-    name: a folder, a GGUF file, `asset:NAME`, or `ORG/NAME[@REVISION]` of the hub.
+    name: a folder, a GGUF file, `asset:NAME`, or `ORG/NAME[:GGUF][@REVISION]` of the hub.
     download_dir: cache to use instead of HF_HUB_CACHE.
     weights: whether the weights are needed, or only config and tokenizer.
     progress: whether to show progress bars on stderr.
     """
     if name.startswith(ASSET) or Path(name).is_absolute():
         return _local_folder(field, name)
-    if not weights:
-        return _download(field, name, download_dir, _METADATA, _has_metadata, progress)
-    folder = _download(field, name, download_dir, _SAFETENSORS, _has_weights, progress)
-    if not any(folder.glob("*.safetensors")):
-        folder = _download(field, name, download_dir, _PICKLES, _has_weights, progress)
-    return folder
+    if _split(name).variant is not None:
+        return _gguf_download(field, name, download_dir, progress)
+    is_complete = _has_weights if weights else _has_metadata
+    for patterns in (_SAFETENSORS, _PICKLES) if weights else (_METADATA,):
+        folder = _download(field, name, download_dir, patterns, is_complete, progress)
+        if is_complete(folder) or any(folder.glob("*.safetensors")):
+            return folder
+    return _gguf_download(field, name, download_dir, progress, otherwise=folder)
 
 
 def _local_folder(field: str, name: str) -> Path:
@@ -86,7 +111,9 @@ def config_folder(field: str, name: str, download_dir: Path | None = None) -> Pa
     """Return `checkpoint_folder`; of a hub id only config.json is downloaded."""
     if name.startswith(ASSET) or Path(name).is_absolute():
         return checkpoint_folder(field, name)
-    return _download(field, name, download_dir, ["config.json"], _has_config, progress=False)
+    return _download(
+        field, name, download_dir, ["config.json"], _has_config_or_gguf, progress=False
+    )
 
 
 def cached_file(name: str, file: str, download_dir: Path | None = None) -> Path | None:
@@ -94,7 +121,7 @@ def cached_file(name: str, file: str, download_dir: Path | None = None) -> Path 
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    repository, _, revision = name.partition("@")
+    repository, _, revision = _split(name)
     try:
         found = try_to_load_from_cache(
             repository, file, cache_dir=download_dir, revision=revision or None
@@ -106,6 +133,10 @@ def cached_file(name: str, file: str, download_dir: Path | None = None) -> Path 
 
 def _has_config(folder: Path) -> bool:
     return (folder / "config.json").is_file()
+
+
+def _has_config_or_gguf(folder: Path) -> bool:
+    return _has_config(folder) or any(folder.rglob(f"*{SUFFIX}"))
 
 
 def _has_metadata(folder: Path) -> bool:
@@ -136,7 +167,7 @@ def _download(
     """Return the folder of a snapshot: the cached one if it is complete and new, or a new one."""
     from huggingface_hub import constants, errors
 
-    repository, _, revision = name.partition("@")
+    repository, _, revision = _split(name)
     snapshot = partial(_snapshot, repository, revision, download_dir, patterns, progress)
     try:
         try:
@@ -162,6 +193,49 @@ def _download(
         raise ConfigError(f"{field}={name!r}: {_reason(error, repository, revision)}") from error
 
 
+def _gguf_download(
+    field: str,
+    name: str,
+    download_dir: Path | None,
+    progress: bool,
+    otherwise: Path | None = None,
+) -> Path:
+    """Return the folder of the GGUF model in a repository, which is downloaded whole.
+
+    otherwise: returned for a repository without GGUF files; None: it is refused.
+    """
+    commit = config_folder(field, name, download_dir)
+    repository, variant, revision = _split(name)
+    cached = sorted(file.relative_to(commit).as_posix() for file in commit.rglob(f"*{SUFFIX}"))
+    try:
+        # One commit never changes, and its files are in the cache because they were chosen.
+        names = cached if cached and _COMMIT.fullmatch(revision) else None
+        names = names or _listed(repository, commit.name) or cached
+        if not names and otherwise is not None:
+            return otherwise
+        wanted = shard_names(only_model(named_models(names, variant) if variant else names))
+
+        def is_complete(folder: Path) -> bool:
+            return all((folder / file).is_file() for file in wanted)
+
+        folder = _download(field, name, download_dir, wanted, is_complete, progress)
+        return gguf_folder([folder / file for file in wanted])
+    except GGUFError as error:
+        raise ConfigError(f"{field}={name!r}: {error}") from None
+
+
+@cache
+def _listed(repository: str, commit: str) -> list[str]:
+    """Return the GGUF files of a repository; none if the hub does not answer."""
+    from huggingface_hub import HfApi
+
+    try:
+        files = HfApi().list_repo_files(repository, revision=commit)
+    except Exception:  # of the HTTP library, which depends on the release
+        return []
+    return sorted(file for file in files if file.endswith(SUFFIX))
+
+
 def _snapshot(
     repository: str,
     revision: str,
@@ -179,17 +253,23 @@ def _snapshot(
             kwargs["disable"] = not progress or None
             super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
 
+    logging.getLogger("huggingface_hub._snapshot_download").addFilter(_has_matches)
     return Path(
         snapshot_download(
             repository,
             revision=revision or None,
             cache_dir=download_dir,
             allow_patterns=patterns,
-            ignore_patterns=_IGNORED,
+            ignore_patterns=None if patterns[0].endswith(SUFFIX) else _IGNORED,
             local_files_only=local_files_only,
             tqdm_class=Bar,
         )
     )
+
+
+def _has_matches(record: logging.LogRecord) -> bool:
+    """Drop the warning that no file matches, since others are looked for then."""
+    return not record.getMessage().startswith("No files matched")
 
 
 def _commit(repository: str, revision: str) -> str | Exception:

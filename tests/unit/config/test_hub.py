@@ -29,6 +29,7 @@ def asks_anew(monkeypatch):
     """Forget what other tests asked a hub."""
     monkeypatch.setattr(config_hub, "_answers", {})
     config_hub._warn.cache_clear()
+    config_hub._listed.cache_clear()
 
 
 @pytest.fixture
@@ -61,6 +62,7 @@ class Network:
         self.asked, self.answer = [], answer
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         monkeypatch.setattr("huggingface_hub.HfApi.model_info", self._model_info)
+        monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda *args, **kwargs: [])
         monkeypatch.setattr("huggingface_hub.snapshot_download", self._snapshot_download)
 
     def _model_info(self, name, *, revision, **kwargs):
@@ -299,3 +301,39 @@ def test_what_the_hub_refuses_is_one_line_that_tells_what_to_do(
     told = capsys.readouterr().err
     assert told.startswith(f"model.path={name!r}: {fix.format(url=hub.url)}")
     assert told.count("\n") == 1
+
+
+def test_of_gguf_files_one_is_downloaded_that_is_alone_or_named(hub, tmp_path):
+    pytest.importorskip("gguf", reason="the extra gguf is not installed")
+    from tests.helpers.gguf import write_gguf
+
+    for name, kinds in (("one", ["F32"]), ("many", ["F16", "Q8_0"])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "README.md").write_text("no engine reads this")
+        for kind in kinds:
+            write_gguf(tmp_path / name / f"m-{kind}.gguf", tmp_path / "target", kind, shards=2)
+        hub.add(f"ada/{name}", tmp_path / name)
+    (tmp_path / "here").mkdir()
+
+    def cached(name):
+        folder = tmp_path / f"here/home/hub/models--ada--{name}/snapshots" / COMMIT
+        return sorted(file.name for file in folder.rglob("*"))
+
+    assert (found := check_config(hub, tmp_path / "here", "ada/one")).returncode == 0, found.stderr
+    assert cached("one") == ["m-F32-00001-of-00002.gguf", "m-F32-00002-of-00002.gguf"]
+    for name, why in (
+        ("ada/many", "several GGUF files (m-F16-00001-of-00002.gguf, m-Q8_0-00001-of-00002.gguf)"),
+        ("ada/many:Q4_0", "no GGUF file 'Q4_0'; there are m-F16-00001-of-00002.gguf, m-F16-00002"),
+    ):
+        found = check_config(hub, tmp_path / "here", name)
+        assert found.returncode == 1
+        assert found.stderr.startswith(f"model.path='{name}@{COMMIT}': {why}")
+        assert cached("many") == []
+    found = check_config(hub, tmp_path / "here", "ada/many:q8_0")
+    assert found.returncode == 0, found.stderr
+    assert f"path: ada/many:q8_0@{COMMIT}" in found.stdout
+    assert cached("many") == ["m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf"]
+    num_asked = len(hub.asked)
+    found = check_config(hub, tmp_path / "here", f"ada/many:q8_0@{COMMIT}")
+    assert found.returncode == 0, found.stderr
+    assert len(hub.asked) == num_asked, "all is in the cache"
