@@ -178,7 +178,7 @@ def test_an_image_starts_a_deployment_that_exists(dockerfile):
 def test_an_image_installs_the_versions_that_were_tested(dockerfile):
     assert "$(grep '^torch==' constraints.txt)" in dockerfile
     (package,) = re.findall(
-        r"^RUN pip install .* (\.|\"\.\[gpu\]\")( .*)?$", dockerfile, re.MULTILINE
+        r"^RUN pip install .* (\.|\"\.\[[\w,]+\]\")( .*)?$", dockerfile, re.MULTILINE
     )
     assert "-c constraints.txt" in dockerfile
     # What it names beside the package is pinned, too.

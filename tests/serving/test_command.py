@@ -115,15 +115,25 @@ def router_ports(settings):
     return *bounds, *(int(settings[f"RAY_SERVE_FALLBACK_PROXY_{name}_PORT"]) for name in protocols)
 
 
-def test_the_announced_curl_line_is_a_valid_request(config_file):
+@pytest.mark.parametrize(
+    ("template", "path", "asked"),
+    [(None, "completions", "prompt"), ("{{ messages }}", "chat/completions", "messages")],
+)
+def test_the_announced_curl_line_is_a_valid_request(config_file, template, path, asked):
+    overrides = {}
+    if template is not None:
+        overrides["chat_template"] = str(config_file.with_name("chat.jinja"))
+        config_file.with_name("chat.jinja").write_text(template)
     line = next(
         text
-        for text in command.announcement(command.read_plan(config_file)).splitlines()
+        for text in command.announcement(command.read_plan(config_file, overrides)).splitlines()
         if text.startswith("curl")
     )
     words = shlex.split(line)
-    assert "http://127.0.0.1:8123/v1/completions" in words
-    assert json.loads(words[words.index("-d") + 1])["model"] == "Ada's"
+    assert f"http://127.0.0.1:8123/v1/{path}" in words
+    body = json.loads(words[words.index("-d") + 1])
+    assert body["model"] == "Ada's"
+    assert asked in body
 
 
 @pytest.mark.parametrize(

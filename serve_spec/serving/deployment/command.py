@@ -44,6 +44,8 @@ _OUR_IMPORT_PATHS = (
 APP_NAME = "serve_spec"
 ENGINES = "EngineReplica"
 """The deployment whose `user_config` holds policy settings."""
+_CODE: dict[str, Any] = {"prompt": "class Stack:\n    def __init__(self):"}
+_CHAT = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
 
 
 def read_deployment(
@@ -464,21 +466,21 @@ def _answers(url: str) -> bool:
 
 def announcement(plan: Plan) -> str:
     """Return the URL and a curl command to try."""
+    from serve_spec.serving.protocols.chat_template import ChatTemplate
+
     if not plan.configs:
         return f"ready: {plan.url}"
     config = plan.configs[0]
-    body = {
-        "model": config.model.names[0],
-        "prompt": "class Stack:\n    def __init__(self):",
-        "max_tokens": 64,
-        "temperature": 0,
-        "stream": True,
-    }
+    folder, file = config.model.tokenizer_folder, config.model.chat_template
+    path, asked = "chat/completions", _CHAT
+    if ChatTemplate.from_folder(folder, file).is_plain:
+        path, asked = "completions", _CODE
+    body = {"model": config.model.names[0], **asked, "max_tokens": 64, "temperature": 0}
     key = " -H 'Authorization: Bearer YOUR_API_KEY'" if config.router.api_keys else ""
     return (
         f"\nready: {config.model.names[0]} at {plan.url}   (Ctrl-C stops it)\n\n"
-        f"curl -N {plan.url}/v1/completions -H 'Content-Type: application/json'{key} "
-        f"-d {shlex.quote(json.dumps(body))}\n"
+        f"curl -N {plan.url}/v1/{path} -H 'Content-Type: application/json'{key} "
+        f"-d {shlex.quote(json.dumps({**body, 'stream': True}))}\n"
     )
 
 
