@@ -136,6 +136,8 @@ def gguf_folder(files: Sequence[Path]) -> Path:
     files: of one model, the first one with the metadata.
     Raises GGUFError: the model cannot be served, or the cache cannot be written.
     """
+    if find_spec("gguf") is None:  # it reads the matrices, too
+        raise GGUFError("reading GGUF needs a package; run `pip install gguf`")
     name = files[0].name.removesuffix(SUFFIX)
     folder = cache_folder() / "gguf" / f"{name}-{_key(files)}"
     if (folder / INDEX).is_file():
@@ -188,8 +190,6 @@ def _folder_contents(files: Sequence[Path]) -> dict[str, Any]:
 
 def _read(files: Sequence[Path]) -> _Content:
     """Return metadata and tensors, without the contents of matrices; raise GGUFError."""
-    if find_spec("gguf") is None:
-        raise GGUFError("reading GGUF needs a package; run `pip install gguf`")
     import gguf
 
     metadata: dict[str, Any] = {}

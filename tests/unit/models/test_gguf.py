@@ -304,5 +304,6 @@ def test_the_demo_without_its_package_is_refused_with_the_command(monkeypatch):
 
 def test_a_missing_package_is_named_with_the_command(made, tmp_path, monkeypatch):
     path = write_gguf(tmp_path / "m.gguf", made("llama2"))
+    ServeSpecConfig.load(str(path))  # its metadata is in the cache
     monkeypatch.setattr("serve_spec.config.gguf.find_spec", lambda name: None)
     assert_refused(path, "reading GGUF needs a package; run `pip install gguf`")
