@@ -69,8 +69,9 @@ def own_names(registry: Registry[Any]) -> list[str]:
 
 
 def methods() -> list[DraftMethod]:
-    """Return the draft methods of the package."""
-    return [method for method in METHODS.values() if method.path.startswith(_PACKAGE)]
+    """Return the draft methods of the package, without those for benchmarks alone."""
+    own = (method for method in METHODS.values() if method.path.startswith(_PACKAGE))
+    return [method for method in own if not method.replays]
 
 
 class Family(NamedTuple):

@@ -37,6 +37,7 @@ class DraftMethod:
     corrections: the keys of `SpeculativeConfig` that correct a draft's `config.json`.
     allows_trees: False if it drafts chains alone. adds_small_trees: its trees pay at small batch
     sizes.
+    replays: its drafts are the answers in `speculative_replay_answers`, for benchmarks alone.
     """
 
     name: str
@@ -47,6 +48,7 @@ class DraftMethod:
     is_in_target: bool = False
     corrections: tuple[str, ...] = ()
     allows_trees: bool = True
+    replays: bool = False
     adds_small_trees: bool = False
 
     def load(self) -> Any:
@@ -172,5 +174,12 @@ for _method in (
         is_in_target=True,
     ),
     DraftMethod("NGRAM", "serve_spec.worker.drafters.ngram:build_ngram", is_ngram=True),
+    DraftMethod(
+        "REPLAY",
+        "serve_spec.worker.drafters.replay:build_replay",
+        is_ngram=True,
+        allows_trees=False,
+        replays=True,
+    ),
 ):
     register_draft(_method)

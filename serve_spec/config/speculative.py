@@ -166,6 +166,9 @@ class SpeculativeConfig(StrictModel):
     speculative_ngram_first."""
     speculative_ngram_max_match_window_size: int = Field(5, ge=1, le=256)
     """Maximum length of an n-gram match, in tokens; the longest match is used."""
+    speculative_replay_answers: Path | None = None
+    """For benchmarks only: file of saved answers that REPLAY drafts, from `serve-spec bench offline
+    --replay FILE`."""
     synthetic_acceptance: float | tuple[float, ...] | None = None
     """For load tests only, since output is no longer the model's: accept length to force (1 or
     more), or acceptance rate of each position (0 to 1; deeper positions use the last)."""
@@ -307,6 +310,15 @@ def _check_drafter(config: SpeculativeConfig) -> None:
     if config.speculative_ngram_corpus is not None and config.ngram_algorithm != "NGRAM":
         fix = f"{name} searches no text; leave it out, or set speculative_ngram_first"
         _refuse(config, "speculative_ngram_corpus", fix)
+    replays = METHODS[name].replays
+    if replays != (config.speculative_replay_answers is not None):
+        fix = (
+            f"{name} is for benchmarks, it drafts saved answers; name their file (serve-spec bench "
+            "offline --replay FILE writes one), or use another speculative_algorithm"
+            if replays
+            else f"{name} replays no answers; leave it out, or set speculative_algorithm=REPLAY"
+        )
+        _refuse(config, "speculative_replay_answers", fix)
 
 
 def _check_drafts(config: SpeculativeConfig) -> None:

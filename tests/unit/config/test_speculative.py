@@ -40,6 +40,7 @@ def resolved(drafting, settings):
         ("ngram_first=true ngram_min_match_window_size=3", "ngram_min_match", 3),
         (f"ngram_first=true ngram_corpus={FILE}", "speculative_ngram_corpus", Path(FILE)),
         (f"algorithm=NGRAM draft_model_path=null ngram_corpus={FILE}", "enabled", True),
+        (f"algorithm=REPLAY draft_model_path=null replay_answers={FILE}", "enabled", True),
         ("num_steps=0", "num_draft_tokens", 1),
         ("num_steps=7", "num_draft_tokens", 8),
         ("num_steps=7 num_draft_tokens=8", "num_draft_tokens", 8),
@@ -73,6 +74,15 @@ def test_settings_are_what_the_engine_reads(drafting, settings, attribute, value
         ),
         ("algorithm=NGRAM draft_model_path=null ngram_first=true", "ngram_first=True: .* no other"),
         (f"ngram_corpus={FILE}", "ngram_corpus='.*': .* set speculative_ngram_first"),
+        (
+            "algorithm=REPLAY draft_model_path=null",
+            "replay_answers=None: REPLAY is for benchmarks, .* or use another",
+        ),
+        (f"replay_answers={FILE}", "replay_answers='.*': EAGLE3 replays no answers; leave it out"),
+        (
+            f"algorithm=REPLAY draft_model_path=null replay_answers={FILE} eagle_topk=2",
+            "eagle_topk=2: REPLAY drafts chains alone",
+        ),
         ("ngram_first=true ngram_corpus=nowhere.txt", "ngram_corpus='.*nowhere.txt': nothing at"),
         ("num_steps=3 num_draft_tokens=5", "num_draft_tokens=5: .* has 4 tokens"),
         *(

@@ -1,5 +1,7 @@
 """N-gram drafts: when a round has them, and when it waits for them."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -67,6 +69,26 @@ def test_only_rounds_that_draft_from_the_text_wait_for_it(make_llm, algorithm, f
     assert not any(plan.follows for plan, drafts in zip(decoding, drafted, strict=True) if drafts)
     assert any(drafted)
     assert first or any(plan.follows for plan in decoding)
+
+
+def test_replayed_answers_are_all_accepted_and_the_texts_stay(make_llm, tmp_path):
+    prompts, params = prompts_and_params()
+    plain = make_llm().generate(prompts, params)
+    file = tmp_path / "answers.jsonl"
+    answers = (
+        {"prompt_token_ids": prompt, "token_ids": output.token_ids}
+        for prompt, output in zip(prompts, plain, strict=True)
+    )
+    file.write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+    for ahead in (False, True):
+        keys = {"speculative_replay_answers": str(file), "async_scheduling": ahead}
+        found = make_llm("REPLAY", 3, **keys).generate(prompts, params)
+        assert texts(found) == texts(plain)
+        for output in found:
+            stats, num_tokens = output.speculation, len(output.token_ids)
+            drafts = sum(k * count for k, count in stats.rounds_by_num_steps.items())
+            assert stats.num_correct_drafts == drafts > 0, "every draft is right"
+            assert stats.num_rounds <= 1 + num_tokens // 4 + 1
 
 
 def test_nor_does_anything_wait_for_a_text_while_the_policy_wants_no_drafts(make_llm):
