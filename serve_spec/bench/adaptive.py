@@ -11,8 +11,9 @@ import copy
 import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -21,11 +22,14 @@ from serve_spec.bench import report, workload
 from serve_spec.bench.adaptive_report import plot, summary, tables, trial_figures
 from serve_spec.bench.command import configured
 from serve_spec.bench.harness import ClosedLoop, engine_beside, equal_prefixes, room
+from serve_spec.bench.prompts import dataset_prompts
 from serve_spec.bench.variants import Variant, interleaved, make_variants
 from serve_spec.bench.workload import Load, Prompts
+from serve_spec.config import ServeSpecConfig
 from serve_spec.engine.build import rank_device
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.llm import LLM
+from serve_spec.engine.tokenizer import Tokenizer
 
 BATCH_SIZES = {"cpu": (1, 4, 16, 64, 16, 4, 1), "cuda": (1, 8, 32, 64, 128, 256, 128, 64, 32, 8, 1)}
 TRIAL_MS = {"cpu": 100.0, "cuda": 400.0}
@@ -35,7 +39,10 @@ MIN_STEPS = 2
 WARM_UP_FRACTION = 0.25
 """Part of a steady-state batch that passes before it is measured: fresh policies have to learn."""
 WARM_UP_TOKENS = 12
+PROMPT_TOKENS = 64
+"""Tokens of a prompt from source files."""
 NUM_PROMPTS = 256
+DATASET_TEMPERATURES = (0.0, 1.0)
 
 _MOST_PHASES = 1000
 
@@ -58,16 +65,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the record of the run, of every trial, and of the texts of every variant and phase."""
-    config = configured(args)
+    config = configured(args).download()
     device = rank_device(config, 0).type
     batch_sizes = args.batch_sizes or BATCH_SIZES[device]
     tokens = args.output_tokens or (
         workload.STEADY_TOKENS if args.cells else workload.OUTPUT_TOKENS
     )
-    make_loads = workload.steady_batches if args.cells else workload.phases
-    loads = make_loads(batch_sizes, args.classes, args.temperatures or [None], tokens)
     deepest = max([*args.num_steps, 0])
-    longest = args.prompt_tokens + round(tokens * (1 + workload.SPREAD)) + deepest
+    room_tokens = round(tokens * (1 + workload.SPREAD)) + deepest
+    texts = _texts(args, config, room_tokens)
+    loads = _loads(args, batch_sizes, texts, tokens)
+    longest = room_tokens + max(len(prompt) for mine in texts.prompts.values() for prompt in mine)
     num_variants = 1 + len({*args.num_steps} - {0}) + len(args.variants)
     llm = LLM(
         config,
@@ -75,20 +83,19 @@ def _measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         speculative_adaptive=True,
         speculative_adaptive_strategy="goodput",  # measures costs and captures every depth
     )
-    engine = llm.engine
-    variants = make_variants(engine.controller, args.num_steps, args.variants)
-    prompts = workload.prompts_by_source(
-        engine.tokenizer.encode, count=NUM_PROMPTS, num_tokens=args.prompt_tokens
-    )
-    bench = _Bench(engine, variants, prompts)
+    variants = make_variants(llm.engine.controller, args.num_steps, args.variants)
+    bench = _Bench(llm.engine, variants, texts.prompts)
     yield report.run_record(
         "adaptive",
         args,
         config,
+        prompts=texts.about,
         phases=[load.label for load in loads],
+        classes=[load.prompt_class for load in loads],
         variants={variant.name: variant.is_static for variant in variants},
     )
-    plain_ms = {size: bench.warm_up(size) for size in tqdm(sorted(set(batch_sizes)), "warm-up")}
+    sizes = tqdm(sorted(set(batch_sizes)), "warm-up")
+    plain_ms = {size: bench.warm_up(loads[0].prompt_class, size) for size in sizes}
     trial_ms = TRIAL_MS[device] if args.trial_ms is None else args.trial_ms
     gc.collect()
     gc.freeze()  # a full collection would slow the trial of one variant
@@ -107,6 +114,39 @@ def _measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         gc.unfreeze()
 
 
+class _Texts(NamedTuple):
+    """Prompts by source, and the classes of text made of them. about: of a dataset, in words."""
+
+    prompts: Prompts
+    classes: Sequence[str]
+    temperatures: Sequence[float | None]
+    about: str | None
+
+
+def _texts(args: argparse.Namespace, config: ServeSpecConfig, output_tokens: int) -> _Texts:
+    """Return the prompts; each category of a dataset is a class of text."""
+    others = ("classes", "prompt_tokens")
+    dataset = dataset_prompts(args, config, NUM_PROMPTS, output_tokens=output_tokens, others=others)
+    if dataset is not None:
+        temperatures = args.temperatures or DATASET_TEMPERATURES
+        return _Texts(dataset.by_category, list(dataset.by_category), temperatures, dataset.about)
+    prompts = workload.prompts_by_source(
+        Tokenizer(config.model.tokenizer_folder).encode,
+        count=NUM_PROMPTS,
+        num_tokens=args.prompt_tokens or PROMPT_TOKENS,
+    )
+    classes = args.classes or list(workload.CLASSES)
+    return _Texts(prompts, classes, args.temperatures or [None], None)
+
+
+def _loads(
+    args: argparse.Namespace, batch_sizes: Sequence[int], texts: _Texts, num_tokens: int
+) -> list[Load]:
+    make_loads = workload.steady_batches if args.cells else workload.phases
+    loads = make_loads(batch_sizes, texts.classes, texts.temperatures, num_tokens)
+    return [replace(load, may_stop=texts.about is not None) for load in loads]
+
+
 class _Bench:
     """Interleaved variants on the worker of one engine."""
 
@@ -116,9 +156,9 @@ class _Bench:
         self.engines = {each.name: engine_beside(engine, each.controller) for each in variants}
         self._policies: dict[tuple[int, str], AdaptiveController] = {}
 
-    def warm_up(self, batch_size: int) -> float:
+    def warm_up(self, prompt_class: str, batch_size: int) -> float:
         """Run first steps, which are slow; return the milliseconds of a plain step."""
-        load = Load("heated", batch_size, workload.OUTPUT_TOKENS, is_steady=True)
+        load = Load(prompt_class, batch_size, workload.OUTPUT_TOKENS, 1.0, is_steady=True)
         deepest = [variant for variant in self.variants if variant.is_static][-1]
         for variant in (deepest, self.variants[0]):
             requests = load.requests(0, self.prompts)

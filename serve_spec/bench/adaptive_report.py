@@ -15,7 +15,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from serve_spec.bench.harness import MeasuredStep, is_full
-from serve_spec.bench.report import Panel, Record, draw, plot_title, table
+from serve_spec.bench.report import Panel, Record, draw, plot_title, table, variant_bars
 from serve_spec.bench.variants import OFF
 from serve_spec.bench.workload import Load
 from serve_spec.metrics import expected_drafts, unverified_drafts
@@ -74,9 +74,11 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
     for phase, mine in list(by_phase.items()):
         if not all(any(trial[name]["tokens"] for trial in mine) for name in variants):
             del by_phase[phase]  # batches that were never full
+    classes = run.get("classes") or [None] * len(run["phases"])
     found = [
         {
             "phase": run["phases"][phase],
+            "class": classes[phase],
             "same_texts": not different[phase],
             **_phase(by_phase[phase], run["variants"]),
         }
@@ -86,9 +88,28 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
         "bench": "adaptive",
         "environment": run["environment"],
         "arguments": run["arguments"],
+        "prompts": run.get("prompts"),
         "phases": found,
         "variants": [_totals(name, run["variants"][name], found) for name in variants if found],
+        "categories": _categories(run["variants"], found) if run.get("prompts") else [],
     }
+
+
+def _categories(is_static: Mapping[str, bool], phases: Sequence[Record]) -> list[dict[str, Any]]:
+    """Return the totals of every variant over the phases of each category of a dataset."""
+    by_category: dict[str, list[Record]] = {}
+    for phase in phases:
+        by_category.setdefault(phase["class"], []).append(phase)
+    return [
+        {
+            "category": category,
+            "same_texts": all(phase["same_texts"] for phase in mine),
+            "accept_length": 1 + fmean(p["variants"][name]["accepted"] or 0.0 for p in mine),
+            **_totals(name, is_static[name], mine),
+        }
+        for category, mine in by_category.items()
+        for name in is_static
+    ]
 
 
 def _phase(trials: Sequence[Mapping[str, Record]], is_static: Mapping[str, bool]) -> dict[str, Any]:
@@ -165,7 +186,23 @@ def tables(result: Record) -> str:
     """Return the tables of a result: phases, then variants."""
     if not result["phases"]:
         return "no trial of all variants was measured"
-    return f"{_phase_table(result)}\n\n{_total_table(result)}"
+    shown = [_phase_table(result), _total_table(result)]
+    if result["categories"]:
+        shown = [result["prompts"], *shown, _category_table(result)]
+    return "\n\n".join(shown)
+
+
+def _category_table(result: Record) -> str:
+    rows = [
+        [
+            *(each[key] for key in ("category", "variant")),
+            *(each[key] for key in ("over_off", "over_best_fixed", "accept_length")),
+            "yes" if each["same_texts"] else "NO",
+        ]
+        for each in result["categories"]
+    ]
+    columns = ["category", "variant", "x off", "x best fixed of each", "accept length"]
+    return table([*columns, "same texts"], rows)
 
 
 def _phase_table(result: Record) -> str:
@@ -240,4 +277,8 @@ def plot(result: Record, path: Path) -> None:
         by_label = dict(zip(labels, styles, strict=True))
         ticks = [phase["phase"] for phase in phases]
         panels.append(Panel(title, series, ticks=ticks, styles=by_label))
+    if result["categories"]:
+        bars = [(each["category"], each) for each in result["categories"]]
+        title = "tokens/s relative to off, by category; accept length above"
+        panels.append(variant_bars(title, bars, "over_off", ""))
     draw(panels, path, plot_title(result), columns=1)

@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from serve_spec.bench.dataset import PACKAGES
 from serve_spec.bench.variants import ADAPTIVE_VARIANTS
 from serve_spec.bench.workload import CLASSES, HELD_OUT_PACKAGES, OUTPUT_TOKENS, STEADY_TOKENS
 from serve_spec.config import ServeSpecConfig
@@ -107,6 +108,22 @@ def add_configuration(parser: argparse.ArgumentParser, *, positional: bool = Fal
     add_flags(parser)
 
 
+def _add_dataset(parser: argparse._ActionsContainer, *, has_model: bool = True) -> None:
+    add = parser.add_argument
+    default = "installed ones if the model has a chat template" if has_model else "source files"
+    add("--dataset", nargs="+", metavar="FILE", help="prompts: files of JSON lines with a field "
+        "messages, turns, conversations or prompt, or names of installed datasets: "
+        f"{', '.join(PACKAGES)} (default: {default})")
+    add("--column", metavar="FIELD", help="field of a file's lines that holds the prompt as text")
+    add("--category", nargs="+", metavar="NAME", help="categories to use (default: all)")
+    add("--category-column", metavar="FIELD", default="category", help="field of a file's lines "
+        "that names the category; without it the file's name does")
+    if has_model:
+        add("--max-prompt-tokens", type=_COUNT, default=1024, metavar="N",
+            help="most tokens of a dataset's prompt; longer ones are left out")
+        add("--seed", type=int, default=0, help="seed of the sample of a dataset's prompts")
+
+
 def _add_outputs(parser: argparse._ActionsContainer, *, compares: bool = True) -> None:
     add = parser.add_argument
     if compares:
@@ -122,15 +139,18 @@ def _adaptive(parser: argparse.ArgumentParser) -> None:
     add_configuration(parser)
     add("--batch-sizes", type=_COUNT, nargs="+", metavar="N", help="requests of each phase, in "
         "order (default: 1 4 16 64 16 4 1 on a CPU, 1 8 32 64 128 256 and back on a GPU)")
-    add("--classes", nargs="+", choices=CLASSES, default=list(CLASSES), help="classes of text")
+    add("--classes", nargs="+", choices=CLASSES, help="classes of text in source files (default: "
+        "all)")
+    _add_dataset(parser)
     add("--temperatures", type=float, nargs="+", metavar="T",
-        help="temperatures of every class (default: those of the class)")
+        help="temperatures of every class (default: those of the class; 0 and 1 for a dataset)")
     add("--cells", "--steady-batches", action="store_true", help="steady-state batches instead of "
         "phases: requests start together, every measurement has a fresh policy, and only steps "
         "without prompt tokens count")
     add("--seconds-per-phase", type=positive, default=5.0, metavar="S",
         help="seconds of plain decoding per phase")
-    add("--prompt-tokens", type=_COUNT, default=64, metavar="N", help="tokens per prompt")
+    add("--prompt-tokens", type=_COUNT, metavar="N",
+        help="tokens per prompt from source files (default: 64)")
     add("--output-tokens", type=_COUNT, metavar="N", help="mean output tokens per request "
         f"(default: {OUTPUT_TOKENS}; {STEADY_TOKENS} with --cells)")
     add("--num-steps", type=at_least(0), nargs="+", default=[1, 2, 3, 5, 7], metavar="K",
@@ -155,12 +175,16 @@ def _offline(parser: argparse.ArgumentParser) -> None:
     add("--batch-sizes", type=_COUNT, nargs="+", default=[1], metavar="N",
         help="requests that start together")
     add("--num-prompts", type=_COUNT, default=8, metavar="N",
-        help="prompts per run, at least one batch")
-    add("--prompt-tokens", type=_COUNT, default=128, metavar="N", help="tokens per prompt")
+        help="prompts per run and category, at least one batch")
+    _add_dataset(parser)
+    add("--packages", nargs="+", metavar="NAME", help="installed packages whose source files are "
+        f"the prompts (default: {' '.join(HELD_OUT_PACKAGES)})")
+    add("--prompt-tokens", type=_COUNT, metavar="N",
+        help="tokens per prompt from source files (default: 128)")
     add("--output-tokens", type=_COUNT, default=128, metavar="N", help="output tokens per request")
     add("--repetitions", type=_COUNT, default=3, metavar="N", help="runs of every variant")
-    add("--packages", nargs="+", default=list(HELD_OUT_PACKAGES), metavar="NAME",
-        help="installed packages whose source files are the prompts")
+    add("--replay", type=Path, metavar="FILE", help="file for the answers of off, which are then "
+        "drafted instead of the configured drafts: what is lost to off is the engine's overhead")
     _add_outputs(parser)
 
 
@@ -212,13 +236,17 @@ def _online_loads(group: argparse._ArgumentGroup) -> None:
 
 def _online_requests(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--prompt-chars", type=_COUNT, default=400, metavar="N", help="characters per prompt")
+    _add_dataset(group, has_model=False)
+    add("--max-prompt-chars", type=_COUNT, default=4000, metavar="N",
+        help="most characters of a dataset's prompt; longer ones are left out")
+    add("--prompt-chars", type=_COUNT, metavar="N",
+        help="characters per prompt from source files (default: 400)")
     add("--output-tokens", type=_COUNT, default=64, metavar="N", help="output tokens per request")
     add("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature")
-    add("--mixed", action="store_true",
+    add("--mixed", action="store_true", default=None,
         help="every other prompt hard to draft: shuffled words, T = 1")
-    add("--packages", nargs="+", default=list(HELD_OUT_PACKAGES), metavar="NAME",
-        help="installed packages whose source files are the prompts")
+    add("--packages", nargs="+", metavar="NAME", help="installed packages whose source files are "
+        f"the prompts (default: {' '.join(HELD_OUT_PACKAGES)})")
     add("--timeout-s", type=positive, default=600.0, metavar="S", help="seconds per request")
 
 
@@ -260,8 +288,10 @@ def _tune(parser: argparse.ArgumentParser) -> None:
         help="depths; 0 is always measured")
     add("--trees", type=tree_size, nargs="+", metavar="LEVELSxDRAFTS", help="trees, the root not "
         "counted, if speculative_eagle_topk is above 1 (default: those a policy may draft)")
+    _add_dataset(parser)
     add("--num-prompts", type=_COUNT, default=8, metavar="N", help="prompts, in full batches")
-    add("--prompt-tokens", type=_COUNT, default=128, metavar="N", help="tokens per prompt")
+    add("--prompt-tokens", type=_COUNT, metavar="N",
+        help="tokens per prompt from source files (default: 128)")
     add("--output-tokens", type=_COUNT, default=128, metavar="N", help="output tokens per request")
     add("--repetitions", type=_COUNT, default=3, metavar="N", help="runs of every measurement")
     add("--fresh", action="store_true", help="measure again what DIR already holds")

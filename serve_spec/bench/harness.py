@@ -9,7 +9,7 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from statistics import fmean, harmonic_mean
 
@@ -236,13 +236,14 @@ def equal_prefixes(texts: Sequence[Sequence[int]], expected: Sequence[Sequence[i
 
 
 def sampling_params(request: TextRequest, num_tokens: int) -> SamplingParams:
-    """Return the parameters of a request with exactly `num_tokens` output tokens."""
-    return SamplingParams(num_tokens, request.kind.temperature, seed=request.seed, ignore_eos=True)
+    """Return the parameters of a request with `num_tokens` output tokens, unless it may stop."""
+    params = SamplingParams(num_tokens, request.kind.temperature, seed=request.seed)
+    return replace(params, ignore_eos=not request.may_stop)
 
 
 def new_sequence(
     engine: SpecEngine, request_id: str, request: TextRequest, num_tokens: int
 ) -> EngineSequence:
-    """Return a request with exactly `num_tokens` output tokens."""
+    """Return a request with `num_tokens` output tokens, unless it may stop."""
     params = sampling_params(request, num_tokens)
     return engine.new_sequence(request_id, list(request.prompt), params)

@@ -208,6 +208,29 @@ class Panel:
     styles: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
+def variant_bars(title: str, found: Sequence[tuple[str, Record]], key: str, label: str) -> Panel:
+    """Return bars of `key` by variant over the names of `found`, with accept lengths above."""
+    ticks = list(dict.fromkeys(name for name, _ in found))
+    variants: dict[str, list[tuple[str, Record]]] = {}
+    for name, each in found:
+        variants.setdefault(each["variant"], []).append((name, each))
+    return Panel(
+        title,
+        {
+            variant: [(ticks.index(name), each[key]) for name, each in mine]
+            for variant, mine in variants.items()
+        },
+        kind="bars",
+        ticks=ticks,
+        y_label=label,
+        baseline=1.0,
+        bar_labels={
+            variant: [f"{each['accept_length']:.1f}" for _, each in mine]
+            for variant, mine in variants.items()
+        },
+    )
+
+
 def draw(panels: Sequence[Panel], path: Path, title: str, columns: int | None = None) -> None:
     """Write the panels to a PNG file, `columns` side by side; None: all."""
     import matplotlib as mpl

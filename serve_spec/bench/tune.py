@@ -24,10 +24,11 @@ from serve_spec.adaptive.settings import ladder
 from serve_spec.bench import tune_report
 from serve_spec.bench.command import configured
 from serve_spec.bench.harness import equal_prefixes, steady_batch
+from serve_spec.bench.prompts import dataset_prompts
 from serve_spec.bench.report import environment, run_record, table
 from serve_spec.bench.tune_report import Measurement, MeasurementFile, plot
 from serve_spec.bench.variants import fixed_controller, interleaved
-from serve_spec.bench.workload import TextKind, TextRequest, prompts_by_source
+from serve_spec.bench.workload import PROMPT_TOKENS, TextKind, TextRequest, prompts_by_source
 from serve_spec.config import ConfigError, ServeSpecConfig, SpeculativeConfig
 from serve_spec.config.adaptive_file import load_slots
 from serve_spec.config.cost_table import load_cost_table, write_cost_table
@@ -36,28 +37,84 @@ from serve_spec.core.draft import MAX_TREE_TOKENS, PLAIN, DraftShape
 from serve_spec.core.record import StepRecord
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.llm import LLM
+from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.profile.measure import CostGrid, ProfileLimits, TimeBudget, finish, measure_costs
 from serve_spec.profile.source import code_version, cost_key, fingerprint
 
-PROMPT_CLASSES = {
+SOURCE_CLASSES = {
     "predictable": TextKind("code", 0.0),
     "mixed": TextKind("code", 0.7),
     "unpredictable": TextKind("shuffled", 1.0),
 }
-"""Classes of prompts by predictability."""
+"""Classes of prompts from source files, by predictability."""
+DATASET_TEMPERATURES = (0.0, 1.0)
+"""Temperatures of each category of a dataset."""
 COST_BUDGET_S = 300.0
 """Time limit of the cost table; a small pair takes far less."""
 
-_ABOUT = {
-    name: f"{kind.prompts}, T = {kind.temperature:g}" for name, kind in PROMPT_CLASSES.items()
-}
-_WORKLOAD = ("num_prompts", "prompt_tokens", "output_tokens", "repetitions")
+_WORKLOAD = ("num_prompts", "output_tokens", "repetitions")
+_SAMPLE = (
+    *("dataset", "column", "category", "category_column"),
+    *("max_prompt_tokens", "seed"),
+)
 _POLICY_KEYS = {
     *("speculative_num_steps", "speculative_num_draft_tokens", "speculative_adaptive"),
     *("speculative_adaptive_config", "speculative_adaptive_strategy"),
     *("speculative_per_sequence", "speculative_cost_table"),
 }
 """Keys that a sweep sets itself, so they do not affect measurements."""
+
+
+class PromptClass(NamedTuple):
+    """Prompts of one source and temperature, as many as the largest sweep of them takes."""
+
+    kind: TextKind
+    prompts: Sequence[Sequence[int]]
+
+    @property
+    def about(self) -> str:
+        """Return source and temperature."""
+        return f"{self.kind.prompts}, T = {self.kind.temperature:g}"
+
+
+class PromptClasses(NamedTuple):
+    """Classes of prompts by name. about: of a dataset, in words."""
+
+    by_name: Mapping[str, PromptClass]
+    about: str | None
+
+    @property
+    def longest(self) -> int:
+        """Return the tokens of the longest prompt."""
+        return max(len(prompt) for each in self.by_name.values() for prompt in each.prompts)
+
+
+def prompt_classes(args: argparse.Namespace, config: ServeSpecConfig) -> PromptClasses:
+    """Return the classes of a dataset, or of source files; config: of a downloaded checkpoint."""
+    count = max(_num_prompts(args, batch_size) for batch_size in args.batch_sizes)
+    room = args.output_tokens + MAX_TREE_TOKENS
+    found = dataset_prompts(args, config, count, output_tokens=room, others=("prompt_tokens",))
+    if found is None:
+        encode = Tokenizer(config.model.tokenizer_folder).encode
+        num_tokens = args.prompt_tokens or PROMPT_TOKENS
+        prompts = prompts_by_source(encode, count=count, num_tokens=num_tokens)
+        kinds = SOURCE_CLASSES.items()
+        return PromptClasses(
+            {n: PromptClass(kind, prompts[kind.prompts]) for n, kind in kinds}, None
+        )
+    classes = {
+        f"{name} T={temperature:g}": PromptClass(
+            TextKind(name, temperature), found.repeated(name, count)
+        )
+        for name in found.by_category
+        for temperature in DATASET_TEMPERATURES
+    }
+    return PromptClasses(classes, found.about)
+
+
+def _num_prompts(args: argparse.Namespace, batch_size: int) -> int:
+    """Return the prompts of a class, in full batches."""
+    return int(-(-args.num_prompts // batch_size) * batch_size)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,21 +125,26 @@ def run(args: argparse.Namespace) -> int:
     shapes = [*map(DraftShape.chain, num_steps), *trees]
     if shapes == [PLAIN]:
         raise ConfigError(f"--num-steps={args.num_steps}: add a depth above 0 to compare with 0")
+    config = config.download()
+    classes = prompt_classes(args, config)
     folder: Path = args.output_dir
-    found = MeasurementFile(folder / "cells.jsonl", _settings(config, args), fresh=args.fresh)
-    llm = _load(config, max(batch_sizes), shapes, args)
-    sweep(llm.engine, found, batch_sizes, shapes, args)
+    settings = _settings(config, args, is_dataset=classes.about is not None)
+    found = MeasurementFile(folder / "cells.jsonl", settings, fresh=args.fresh)
+    llm = _load(config, max(batch_sizes), shapes, classes.longest + args.output_tokens)
+    sweep(llm.engine, found, classes.by_name, batch_sizes, shapes, args)
     write_costs(llm, folder / "cost_table.json", shapes, fresh=args.fresh)
     measurements = [
         found.by_place[batch_size, name, shape]
-        for name in PROMPT_CLASSES
+        for name in classes.by_name
         for batch_size in batch_sizes
         for shape in shapes
     ]
+    if classes.about is not None:
+        print(classes.about)
     num_different = sum(each.num_texts - each.same_texts for each in measurements)
     print(table(tune_report.COLUMNS, tune_report.rows(measurements)))
     print(f"{num_different} texts differ from those of K = 0")
-    _write(args, config, measurements)
+    _write(args, config, classes, measurements)
     return int(llm.engine.worker.dtype == torch.float32 and num_different > 0)
 
 
@@ -114,6 +176,7 @@ def swept_trees(
 def sweep(
     engine: SpecEngine,
     found: MeasurementFile,
+    classes: Mapping[str, PromptClass],
     batch_sizes: Sequence[int],
     shapes: Sequence[DraftShape],
     args: argparse.Namespace,
@@ -125,14 +188,16 @@ def sweep(
     missing = [
         (batch_size, name)
         for batch_size in sorted(batch_sizes, reverse=True)  # the largest may not fit
-        for name in PROMPT_CLASSES
+        for name in classes
         if any((batch_size, name, shape) not in found.by_place for shape in shapes)
     ]
     controllers = {shape: fixed_controller(engine.controller, shape) for shape in shapes}
     with tqdm(total=len(missing) * len(shapes) * args.repetitions, unit="run") as bar:
         for batch_size, name in missing:
             bar.set_description(f"batch {batch_size}, {name}")
-            found.append(_measure(engine, controllers, batch_size, name, args, bar.update))
+            requests = _requests(classes[name], _num_prompts(args, batch_size))
+            place = batch_size, name
+            found.append(_measure(engine, controllers, place, requests, args, bar.update))
 
 
 class _Run(NamedTuple):
@@ -150,25 +215,20 @@ class _Run(NamedTuple):
 def _measure(
     engine: SpecEngine,
     controllers: dict[DraftShape, AdaptiveController],
-    batch_size: int,
-    name: str,
+    place: tuple[int, str],
+    requests: Sequence[TextRequest],
     args: argparse.Namespace,
     tick: Callable[[], object],
 ) -> list[Measurement]:
-    """Measure every shape on one class of prompts at one batch size; `tick` after every run."""
-    count = -(-args.num_prompts // batch_size) * batch_size
-    kind = PROMPT_CLASSES[name]
-    prompts = prompts_by_source(
-        engine.tokenizer.encode, count=count, num_tokens=args.prompt_tokens
-    )[kind.prompts]
-    requests = [TextRequest(kind, prompt, 1000 + i) for i, prompt in enumerate(prompts)]
+    """Measure every shape at a place, batch size and class of prompts; `tick` after every run."""
+    batch_size, name = place
     for shape in controllers:  # first steps are slow
         few = min(args.output_tokens, 4 * (shape.depth + 2))
         _run_batch(engine, controllers, shape, requests[:batch_size], few)
     runs: dict[DraftShape, list[_Run]] = {shape: [] for shape in controllers}
     for _, shape in interleaved(args.repetitions, controllers, f"{batch_size} {name}"):
         run = _Run([], [])
-        for first in range(0, count, batch_size):
+        for first in range(0, len(requests), batch_size):
             group = requests[first : first + batch_size]
             batch = _run_batch(engine, controllers, shape, group, args.output_tokens)
             run.steps.extend(batch.steps)
@@ -181,6 +241,12 @@ def _measure(
         runs[shape].append(run)
         tick()
     return [_measurement(batch_size, name, shape, runs) for shape in controllers]
+
+
+def _requests(prompts: PromptClass, count: int) -> list[TextRequest]:
+    """Return the first `count` requests; their texts go on past the model's end of them."""
+    numbered = enumerate(prompts.prompts[:count], start=1000)
+    return [TextRequest(prompts.kind, prompt, seed) for seed, prompt in numbered]
 
 
 def _run_batch(
@@ -285,11 +351,17 @@ def _configuration(args: argparse.Namespace) -> ServeSpecConfig:
     return config
 
 
-def _settings(config: ServeSpecConfig, args: argparse.Namespace) -> dict[str, Any]:
+def _settings(
+    config: ServeSpecConfig, args: argparse.Namespace, *, is_dataset: bool
+) -> dict[str, Any]:
     """Return all settings that affect a measurement, except its place in the sweep."""
     here, draft = environment(), config.draft_folder
+    prompts: dict[str, Any] = {"prompt_tokens": args.prompt_tokens or PROMPT_TOKENS}
+    if is_dataset:
+        prompts = {key: getattr(args, key) for key in _SAMPLE}
     return {
         **{key: getattr(args, key) for key in _WORKLOAD},
+        **prompts,
         "model": config.model.model_dump(mode="json"),
         "speculative": config.speculative.model_dump(mode="json", exclude=_POLICY_KEYS),
         "cache": config.cache.model_dump(mode="json"),
@@ -303,9 +375,12 @@ def _settings(config: ServeSpecConfig, args: argparse.Namespace) -> dict[str, An
 
 
 def _load(
-    config: ServeSpecConfig, batch_size: int, shapes: Sequence[DraftShape], args: argparse.Namespace
+    config: ServeSpecConfig, batch_size: int, shapes: Sequence[DraftShape], text_tokens: int
 ) -> LLM:
-    """Return an engine with every shape captured, and room for the largest batch and shape."""
+    """Return an engine with every shape captured, and room for the largest batch and shape.
+
+    text_tokens: most tokens of a request, prompt and output.
+    """
     scheduler, cache = config.scheduler, config.cache
     num_tokens = batch_size * (1 + max(shape.size for shape in shapes))
     sizes = {
@@ -313,8 +388,7 @@ def _load(
         "max_num_batched_tokens": max(scheduler.max_num_batched_tokens, num_tokens),
     }
     if cache.num_pages is not None:
-        tokens = args.prompt_tokens + args.output_tokens + MAX_TREE_TOKENS
-        needed = batch_size * -(-tokens // cache.page_size)
+        needed = batch_size * -(-(text_tokens + MAX_TREE_TOKENS) // cache.page_size)
         sizes["num_pages"] = max(cache.num_pages, needed)
     with _slots_file(shapes) as file:
         return LLM(
@@ -345,20 +419,25 @@ def _slots_file(shapes: Sequence[DraftShape]) -> Iterator[Path]:
 
 
 def _write(
-    args: argparse.Namespace, config: ServeSpecConfig, measurements: Sequence[Measurement]
+    args: argparse.Namespace,
+    config: ServeSpecConfig,
+    classes: PromptClasses,
+    measurements: Sequence[Measurement],
 ) -> None:
     """Write every file but the cost table."""
     folder: Path = args.output_dir
     slots = tune_report.adaptive_config(measurements)
     load_slots(slots)  # raises if they are invalid
     (folder / "adaptive.json").write_text(json.dumps(slots, indent=1) + "\n")
-    result = run_record("tune", args, config, classes=_ABOUT, adaptive_config=slots)
+    about = {name: each.about for name, each in classes.by_name.items()}
+    result = run_record("tune", args, config, classes=about, adaptive_config=slots)
     here = result["environment"]
     facts = {
         "hardware": here["gpu"] or here["cpu"],
         "versions": ", ".join(f"{name} {version}" for name, version in here["versions"].items()),
         "commit": here["commit"] or "unknown",
         "command": f"`{here['command']}`",
+        **({} if classes.about is None else {"prompts": classes.about}),
     }
     has_trees = any(each.tree_drafts for each in measurements)
     keys = {
@@ -366,7 +445,7 @@ def _write(
         "speculative_adaptive_config": str((folder / "adaptive.json").absolute()),
         "speculative_cost_table": str((folder / "cost_table.json").absolute()),
     }
-    report = tune_report.markdown(measurements, classes=_ABOUT, keys=keys, facts=facts)
+    report = tune_report.markdown(measurements, classes=about, keys=keys, facts=facts)
     (folder / "report.md").write_text(report, encoding="utf-8")
     result["cells"] = [asdict(each) for each in measurements]
     (folder / "tune.json").write_text(json.dumps(result, indent=1, default=str) + "\n")

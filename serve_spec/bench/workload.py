@@ -13,6 +13,8 @@ from typing import TypeAlias
 
 HELD_OUT_PACKAGES = ("networkx", "aiohttp")
 """Packages outside the corpus of the shipped pair that torch and Ray depend on."""
+PROMPT_TOKENS = 128
+"""Tokens of a prompt from source files."""
 OUTPUT_TOKENS = 64
 """Mean output tokens of a request in a closed loop."""
 STEADY_TOKENS = 192
@@ -37,7 +39,8 @@ class TextKind:
     """The source of a prompt and the sampling temperature."""
 
     prompts: str
-    """`code`: held-out source files; `shuffled`: their tokens in random order."""
+    """`code`: held-out source files; `shuffled`: their tokens in random order. Else a category of
+    a dataset."""
     temperature: float
 
 
@@ -48,6 +51,8 @@ class TextRequest:
     kind: TextKind
     prompt: Sequence[int]
     seed: int
+    may_stop: bool = False
+    """Whether the model may end the text; else it has exactly the wanted tokens."""
 
 
 CLASSES: dict[str, tuple[TextKind, ...]] = {
@@ -61,7 +66,10 @@ CLASSES: dict[str, tuple[TextKind, ...]] = {
 
 @dataclass(frozen=True)
 class Load:
-    """`batch_size` open requests of one class; a request that ends is replaced."""
+    """`batch_size` open requests of one class; a request that ends is replaced.
+
+    prompt_class: one of `CLASSES`, or a category of a dataset.
+    """
 
     prompt_class: str
     batch_size: int
@@ -71,6 +79,8 @@ class Load:
     """Temperature of all texts; None: those of the class."""
     is_steady: bool = False
     """All requests start together and have the same length."""
+    may_stop: bool = False
+    """Whether the model may end a text before its length; not if `is_steady`."""
 
     @property
     def label(self) -> str:
@@ -81,7 +91,7 @@ class Load:
     @property
     def kinds(self) -> list[TextKind]:
         """Return the kinds of its requests, in turn."""
-        kinds = CLASSES[self.prompt_class]
+        kinds = CLASSES.get(self.prompt_class, (TextKind(self.prompt_class, 0.0),))
         if self.temperature is None:
             return list(kinds)
         return [TextKind(kind.prompts, self.temperature) for kind in kinds]
@@ -108,7 +118,8 @@ class Load:
             kind = kinds[request % len(kinds)]
             pool = prompts[kind.prompts]
             prompt = pool[(request // len(kinds) + 31 * number) % len(pool)]
-            yield TextRequest(kind, prompt, 1_000_000 * number + request), self.length(request)
+            seed, may_stop = 1_000_000 * number + request, self.may_stop and not self.is_steady
+            yield TextRequest(kind, prompt, seed, may_stop), self.length(request)
 
 
 def phases(

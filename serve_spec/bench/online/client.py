@@ -1,4 +1,4 @@
-"""Clients of the OpenAI completions API that record when bytes arrive.
+"""Clients of the OpenAI completions and chat APIs that record when bytes arrive.
 
 Streams are parsed after a run, so that parsing one does not delay the clock of another. Clients may
 run in worker processes, because one core reads a few thousand chunks a second.
@@ -69,10 +69,10 @@ def read_stream(arrivals: Iterable[tuple[float, bytes]]) -> Served:
                 break
             usage = payload.get("usage") or usage
             for choice in payload["choices"]:
-                token_ids = choice.get("token_ids") or ()
-                text += choice["text"]
+                token_ids, new = choice.get("token_ids") or (), _text(choice)
+                text += new
                 num_ids += len(token_ids)
-                if choice["text"] or token_ids or choice.get("finish_reason"):
+                if new or token_ids or choice.get("finish_reason"):
                     chunk_s.append(time_s)
     except (ValueError, KeyError, TypeError, AttributeError):
         error = "bad frame"
@@ -90,6 +90,14 @@ def read_stream(arrivals: Iterable[tuple[float, bytes]]) -> Served:
         speculation=usage.get("speculation", {}),
         error=error,
     )
+
+
+def _text(choice: Mapping[str, Any]) -> str:
+    """Return the new text of a choice; of a chat also its reasoning."""
+    if "text" in choice:
+        return str(choice["text"])
+    delta = choice["delta"]
+    return f"{delta.get('reasoning_content') or ''}{delta.get('content') or ''}"
 
 
 @dataclass(frozen=True)
@@ -154,7 +162,7 @@ class Client:
             async with (
                 asyncio.timeout(target.timeout_s),
                 self._http.post(
-                    f"{target.url}/v1/completions", json=_body(request, target)
+                    f"{target.url}{_path(request)}", json=_body(request, target)
                 ) as answer,
             ):
                 if answer.status != 200:
@@ -184,11 +192,15 @@ class Client:
         return info if isinstance(info, dict) else None
 
 
+def _path(request: CompletionRequest) -> str:
+    return "/v1/chat/completions" if request.messages else "/v1/completions"
+
+
 def _body(request: CompletionRequest, target: Target) -> dict[str, Any]:
     params = request.params
     return {
         **({} if target.model is None else {"model": target.model}),
-        "prompt": request.prompt,
+        **({"messages": request.messages} if request.messages else {"prompt": request.prompt}),
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,
         "seed": params.seed,

@@ -12,13 +12,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
 
 from tqdm import tqdm
 
 from serve_spec.bench import report
+from serve_spec.bench.dataset import ChatPrompt
 from serve_spec.bench.online import report as figures
 from serve_spec.bench.online.client import Clients, OnEnd, Target
 from serve_spec.bench.online.load import (
@@ -31,6 +32,7 @@ from serve_spec.bench.online.load import (
     Ramp,
     Requests,
     Served,
+    chat_requests,
     text_requests,
 )
 from serve_spec.bench.online.server import (
@@ -40,7 +42,9 @@ from serve_spec.bench.online.server import (
     serve_file,
     server_variant,
 )
+from serve_spec.bench.prompts import ChatEncoder, read_chats, refuse_unused
 from serve_spec.bench.variants import interleaved
+from serve_spec.bench.workload import HELD_OUT_PACKAGES
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.config.flags import flag_values
 from serve_spec.config.root import parse_override
@@ -54,6 +58,10 @@ Plan: TypeAlias = dict[Load, list[CompletionRequest]]
 """The requests of each load."""
 Runs: TypeAlias = dict[Load, list[LoadRun]]
 """The repetitions of each load."""
+
+
+PROMPT_CHARS = 400
+"""Characters of a prompt from source files."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -87,6 +95,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.flags and args.deploy is None and args.compare_offline is None:
         flag, value = next(iter(args.flags.values()))
         raise ConfigError(f"{flag}={value!r}: needs --deploy; --url names a running server")
+    refuse_unused(args, "packages", "prompt_chars", "mixed")
     if args.per_replica and not args.variants:
         raise ConfigError("--per-replica: needs --variants, which give num_replicas")
 
@@ -119,6 +128,8 @@ def _measured(args: argparse.Namespace) -> list[report.Record]:
                 num_replicas=num_replicas,
                 num_streams=load.num_streams,
             )
+            categories = [request.category for request in plans[num_replicas or 1][load]]
+            found["by_category"] = figures.by_category(mine, categories, texts)
             records.append({"section": "measurement", **found})
             report.append_record(args.json, records[-1])
 
@@ -142,17 +153,29 @@ def _plans(
 
     sizes = {n: {load: size(load) for load in _loads(args, n)} for n in num_replicas}
     most = max(max(each.values()) for each in sizes.values())
-    requests = text_requests(
-        most + args.warm_up,
-        prompt_chars=args.prompt_chars,
-        output_tokens=args.output_tokens,
-        temperature=args.temperature,
-        packages=args.packages,
-        seed=args.seed,
-        mixed=args.mixed,
-    )
+    requests = _requests(args, most + args.warm_up)
     plans = {n: {load: requests[:k] for load, k in each.items()} for n, each in sizes.items()}
     return plans, requests[most:]
+
+
+def _requests(args: argparse.Namespace, count: int) -> list[CompletionRequest]:
+    texts = {"output_tokens": args.output_tokens, "temperature": args.temperature}
+    if args.dataset is None:
+        return text_requests(
+            count,
+            prompt_chars=args.prompt_chars or PROMPT_CHARS,
+            packages=args.packages or HELD_OUT_PACKAGES,
+            seed=args.seed,
+            mixed=bool(args.mixed),
+            **texts,
+        )
+    most, chats = args.max_prompt_chars, read_chats(args, args.dataset)
+    for category, prompts in chats.items():
+        chats[category] = [prompt for prompt in prompts if prompt.num_chars <= most]
+        if not chats[category]:
+            fix = f"raise it, or leave category {category} out"
+            raise ConfigError(f"--max-prompt-chars={most}: no prompt is that short; {fix}")
+    return chat_requests(chats, count, seed=args.seed, **texts)
 
 
 def _loads(args: argparse.Namespace, num_replicas: int) -> list[Load]:
@@ -203,11 +226,23 @@ def _offline(
     args: argparse.Namespace, config: ServeSpecConfig, plan: Plan, warm_up: Requests
 ) -> Runs:
     llm = LLM(config)
+    encoder = ChatEncoder(llm.config)
+    plan = {load: _rendered(encoder, requests) for load, requests in plan.items()}
+    warm_up = _rendered(encoder, warm_up)
     try:
         run_offline(llm.engine, _widest(plan), warm_up)
         return _repeat(args, figures.OFFLINE, plan, partial(run_offline, llm.engine))
     finally:
         llm.shutdown()
+
+
+def _rendered(encoder: ChatEncoder, requests: Requests) -> list[CompletionRequest]:
+    """Return the requests with chats as token ids."""
+    chats = [ChatPrompt(request.category or "", request.messages) for request in requests]
+    return [
+        replace(request, prompt=encoder.encode(chat)) if chat.messages else request
+        for request, chat in zip(requests, chats, strict=True)
+    ]
 
 
 def _widest(loads: Iterable[Load]) -> ClosedLoop:

@@ -11,9 +11,10 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, cycle, islice, pairwise
 from typing import Any, TypeAlias
 
+from serve_spec.bench.dataset import ChatPrompt, Message
 from serve_spec.bench.workload import HELD_OUT_PACKAGES, held_out_prompts
 from serve_spec.core.request import SamplingParams
 
@@ -122,10 +123,16 @@ Load: TypeAlias = ClosedLoop | Poisson | Bursty | Ramp
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A request of the completions API."""
+    """A request of the completions API, or with `messages` of the chat completions API.
 
-    prompt: str
+    prompt: text or token ids; of a chat those that an engine without HTTP gets. category: of a
+    dataset.
+    """
+
+    prompt: str | list[int]
     params: SamplingParams
+    messages: tuple[Message, ...] = ()
+    category: str | None = None
 
 
 Requests: TypeAlias = Sequence[CompletionRequest]
@@ -221,6 +228,30 @@ def text_requests(
             ),
         )
         for number, (text, is_hard) in enumerate(zip(texts, hard, strict=True))
+    ]
+
+
+def chat_requests(
+    chats: Mapping[str, Sequence[ChatPrompt]],
+    count: int,
+    *,
+    output_tokens: int,
+    temperature: float,
+    seed: int = 0,
+) -> list[CompletionRequest]:
+    """Return `count` chats, of each category in turn, again from the first if there are fewer."""
+    endless = [cycle(prompts) for prompts in chats.values()]
+    in_turn = (next(prompts) for prompts in cycle(endless))
+    return [
+        CompletionRequest(
+            "",
+            SamplingParams(
+                max_tokens=output_tokens, temperature=temperature, seed=10**6 * seed + n
+            ),
+            prompt.messages,
+            prompt.category,
+        )
+        for n, prompt in enumerate(islice(in_turn, count))
     ]
 
 

@@ -112,6 +112,30 @@ def measure(
     }
 
 
+def by_category(
+    runs: Sequence[LoadRun], categories: Sequence[str | None], reference: Mapping[int, str]
+) -> dict[str, Any]:
+    """Return the figures of the complete answers of each category of a dataset.
+
+    categories: of each request. reference: as for `measure`.
+    """
+    found: dict[str, list[tuple[int, Served]]] = {}
+    for run in runs:
+        for number, (category, served) in enumerate(zip(categories, run.served, strict=True)):
+            if category is not None and served.error is None:
+                found.setdefault(category, []).append((number, served))
+    return {
+        category: {
+            "num_texts": len(answers),
+            "num_tokens": sum(served.num_tokens for _, served in answers),
+            "tpot_ms": percentiles_ms(s.tpot_s for _, s in answers if s.tpot_s is not None),
+            "accept_length": _speculation([served for _, served in answers])["accept_length"],
+            "same_texts": sum(served.text == reference[number] for number, served in answers),
+        }
+        for category, answers in found.items()
+    }
+
+
 def percentiles_ms(seconds: Iterable[float]) -> dict[str, float] | None:
     """Return mean, p50, p90, p99 and maximum in ms; None if there is no value."""
     values = np.fromiter(seconds, dtype=float) * 1e3
@@ -242,6 +266,9 @@ def tables(run: Record, measurements: Sequence[Record]) -> str:
             list(map(_latency_row, measurements)),
         ),
     ]
+    if any(each.get("by_category") for each in measurements):
+        columns = ["category", "load", "side", "texts", "tok/text", "accept length", "TPOT p50"]
+        shown.append(table([*columns, "same texts"], _category_rows(measurements)))
     offline = against_offline(measurements)
     if offline:
         columns = ["load", "side", "tok/s over offline", "added TTFT p50", "added TPOT p50"]
@@ -252,6 +279,21 @@ def tables(run: Record, measurements: Sequence[Record]) -> str:
         shown.append("x first: same load; per stream: same number of streams per replica.")
         shown.append(table(columns, [list(row.values()) for row in first]))
     return "\n\n".join(shown)
+
+
+def _category_rows(measurements: Sequence[Record]) -> list[list[object]]:
+    rows: list[list[object]] = [
+        [
+            *(category, each["load"], each["side"], mine["num_texts"]),
+            mine["num_tokens"] / mine["num_texts"],
+            mine["accept_length"],
+            mine["tpot_ms"] and float(mine["tpot_ms"]["p50"]),
+            f"{mine['same_texts']}/{mine['num_texts']}",
+        ]
+        for each in measurements
+        for category, mine in each.get("by_category", {}).items()
+    ]
+    return sorted(rows, key=lambda row: str(row[0]))
 
 
 def _objective(objective: Mapping[str, float | None]) -> str:
@@ -322,4 +364,17 @@ def plot(run: Record, measurements: Sequence[Record], path: Path) -> None:
         course("batch_size", "decoding requests, all replicas, as reported", sum),
         course("num_steps", "K, mean of the replicas, as reported", fmean),
     ]
+    names = list(
+        dict.fromkeys(name for each in measurements for name in each.get("by_category", ()))
+    )
+    if names:
+        lengths = {
+            tick.replace("\n", ", "): [
+                (place, each["by_category"].get(name, {}).get("accept_length"))
+                for place, name in enumerate(names)
+            ]
+            for each, tick in zip(measurements, ticks, strict=True)
+        }
+        title = "accept length by category"
+        panels.append(Panel(title, lengths, kind="bars", ticks=names, baseline=1.0))
     draw(panels, path, plot_title(run), columns=3)

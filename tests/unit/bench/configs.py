@@ -1,4 +1,6 @@
-"""A configuration file of a tiny random pair."""
+"""A configuration file of a tiny random pair, and a dataset."""
+
+import json
 
 import yaml
 
@@ -20,4 +22,16 @@ def write_config(root, algorithm="EAGLE3", pair=None, **sections):
     }
     path = root / "config.yaml"
     path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def write_dataset(root):
+    """Return a file of two categories of three chats each, written to `root`."""
+    path = root / "asked.jsonl"
+    lines = [
+        {"category": category, "prompt": f"{category} {number}?"}
+        for number in range(3)
+        for category in ("code", "chat")
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path

@@ -16,7 +16,7 @@ from serve_spec.config import ConfigError
 from serve_spec.core.record import StepTimes
 from serve_spec.core.round import RoundNotes
 from tests.helpers.rounds import verified_round
-from tests.unit.bench.configs import write_config
+from tests.unit.bench.configs import write_config, write_dataset
 
 VARIANTS = {"off": True, "K=3": True, "ema": False, "goodput": False}
 PHASES = ["batch 1", "batch 4"]
@@ -216,3 +216,38 @@ def test_steady_batches_have_no_prompt_steps(config, tmp_path, monkeypatch):
     measured = [record for record in records if record["section"] == "trial"]
     assert not any(record["prompt_tokens"] for record in measured)
     assert all(r["requests"] == r["steps"] * (1 + r["phase"]) for r in measured)
+
+
+@pytest.mark.parametrize("cells", ["", "--cells"])
+def test_each_category_of_a_dataset_is_a_class_with_totals_of_its_own(
+    config, tmp_path, capsys, monkeypatch, cells
+):
+    monkeypatch.setenv("SERVE_SPEC_CACHE", str(tmp_path))
+    file, plot = tmp_path / "r.jsonl", tmp_path / "r.png"
+    words = f"""adaptive --config {config} --dataset {write_dataset(tmp_path)} --batch-sizes 2
+        --output-tokens 40 --seconds-per-phase 0.03 --turn-ms 5 --num-steps 2 --repetitions 1
+        --variants goodput --json {file} --plot {plot} {cells}"""
+    assert main(words.split()) == 0
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    result = summary(records)
+    assert [phase["phase"] for phase in result["phases"]] == [
+        f"batch 2, {category} T={t}" for category in ("code", "chat") for t in (0, 1)
+    ]
+    names = [(each["category"], each["variant"]) for each in result["categories"]]
+    assert names == [(c, v) for c in ("code", "chat") for v in ("off", "K=2", "goodput")]
+    for each in result["categories"]:
+        mine = [p for p in result["phases"] if p["class"] == each["category"]]
+        over = [p["variants"][each["variant"]]["over_off"] for p in mine]
+        assert each["over_off"] == pytest.approx(harmonic_mean(over))
+        assert each["same_texts"]
+        assert 1 <= each["accept_length"] <= 3
+    shown = capsys.readouterr().out
+    assert shown.rstrip() == tables(result)
+    assert shown.startswith(records[0]["prompts"])
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_classes_of_source_files_are_refused_beside_a_dataset(config, tmp_path):
+    words = f"adaptive --config {config} --dataset {write_dataset(tmp_path)} --classes heated"
+    with pytest.raises(ConfigError, match=r"^--classes=\['heated'\]: chooses no prompts of --data"):
+        main(words.split())

@@ -9,7 +9,12 @@ import pytest
 
 from serve_spec import cli
 from serve_spec.bench.command import BENCHMARKS, HelpFormatter, main
-from tests.unit.bench.configs import write_config
+from serve_spec.bench.replay import replay_keys
+from serve_spec.config import ConfigError
+from serve_spec.core.request import SamplingParams
+from serve_spec.engine.llm import LLM
+from tests.helpers.engines import make_pair
+from tests.unit.bench.configs import write_config, write_dataset
 
 
 def loaded_by(code, *names):
@@ -99,3 +104,67 @@ def test_forced_acceptance_is_named_above_the_table_and_in_the_record(config, tm
     assert accept_length["off"] == 1.0, "off stays plain decoding"
     # All drafts are accepted, except those past the end of a text.
     assert accept_length["K=3"] > 3.5
+
+
+def test_a_dataset_is_measured_by_category_with_the_best_fixed_depth(config, tmp_path, capsys):
+    file, plot = write_dataset(tmp_path), tmp_path / "r.png"
+    head, *found = run(
+        tmp_path / "r.jsonl",
+        f"""--config {config} --num-prompts 4 --output-tokens 20 --repetitions 1 --num-steps 2
+        --temperatures 0 1 --dataset {file} --plot {plot}""",
+    )
+    at = [(each["category"], each["temperature"], each["variant"]) for each in found]
+    names = ("off", "K=2", "adaptive")
+    assert at == [(c, t, v) for c in ("code", "chat") for t in (0, 1) for v in names]
+    for three in (found[i : i + 3] for i in range(0, len(found), 3)):
+        assert all(each["same_texts"] == each["num_texts"] == 4 for each in three)
+        assert max(each["over_best_fixed"] for each in three[:2]) == 1.0
+        over = [each["speedup"] / each["over_best_fixed"] for each in three]
+        assert over == pytest.approx([over[0]] * 3)
+    assert head["prompts"] == f"prompts of {file} (3 code, 3 chat), as chats"
+    shown = capsys.readouterr().out
+    assert shown.startswith(head["prompts"])
+    assert "adaptive, by category" in shown
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_texts_of_a_dataset_end_where_the_model_ends_them(tmp_path):
+    pair = make_pair(tmp_path, eos_token_id=list(range(200)))
+    config, file = write_config(tmp_path, pair=pair), write_dataset(tmp_path)
+    words = f"--config {config} --output-tokens 20 --repetitions 1 --num-steps 2 --temperatures 0"
+    rounds = {
+        prompts: [
+            sum(each["rounds_by_num_steps"].values())
+            for each in run(tmp_path / f"{n}.jsonl", f"{words} {prompts}")[1:]
+            if each["variant"] == "off"
+        ]
+        for n, prompts in enumerate((f"--dataset {file}", "--prompt-tokens 20"))
+    }
+    (code, chat), (source,) = rounds.values()
+    assert max(code, chat) < source == 8 * 19
+
+
+@pytest.mark.parametrize("prompts", ["", "--dataset"])
+def test_replayed_answers_are_accepted_at_every_depth_and_saved(config, tmp_path, prompts):
+    file = tmp_path / "new" / "answers.jsonl"
+    prompts = f"--dataset {write_dataset(tmp_path)}" if prompts else "--prompt-tokens 20"
+    _, *found = run(
+        tmp_path / "r.jsonl",
+        f"""--config {config} --num-prompts 3 --batch-sizes 1 3 --output-tokens 21 --num-steps 1 4
+        --repetitions 1 --temperatures 0 1 --replay {file} {prompts}
+        --set rejection_sample_method=block""",
+    )
+    for each in found:
+        assert each["same_texts"] == each["num_texts"] == 3
+        if each["variant"] in ("K=1", "K=4") and not prompts.startswith("--dataset"):
+            depth = int(each["variant"][2:])
+            # The first of 21 tokens comes with the prompt, the others in full rounds.
+            assert each["accept_length"] == depth + 1
+            assert each["rounds_by_num_steps"] == {str(depth): 3 * 20 / (depth + 1)}
+    answers = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {tuple(answer) for answer in answers} == {("prompt_token_ids", "token_ids")}
+    llm = LLM(config, **replay_keys(tmp_path / "none.jsonl"), num_pages=256)
+    output = llm.generate([answers[0]["prompt_token_ids"]], SamplingParams(max_tokens=9))
+    assert output[0].speculation.num_correct_drafts == 0, "nothing is saved"
+    with pytest.raises(ConfigError, match=r"^--replay=.*: Is a directory; give a file"):
+        replay_keys(tmp_path)

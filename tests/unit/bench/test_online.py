@@ -18,7 +18,7 @@ from serve_spec.serving.router.admission import Admission
 from tests.helpers.local_engine import LocalEngine
 from tests.serving.fake_engine import FakeLoop
 from tests.serving.fakes import LoopFleet
-from tests.unit.bench.configs import write_config
+from tests.unit.bench.configs import write_config, write_dataset
 from tests.unit.bench.online_fakes import ScriptedApp, serving
 
 SMALL = ["--num-requests", "5", "--repetitions", "2", "--warm-up", "2", "--output-tokens", "9"]
@@ -98,6 +98,33 @@ def test_texts_over_http_are_those_of_the_engine_alone(config_file, tmp_path, ca
     assert len({cell["prompt_tokens"] for cell in found}) == 1
     assert "tok/s over offline" in capsys.readouterr().out
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_chats_of_a_dataset_have_the_same_texts_over_http_and_figures_by_category(
+    config_file, tmp_path, capsys
+):
+    arguments = ["--closed", "2", "--dataset", str(write_dataset(tmp_path)), "--repetitions", "2"]
+    arguments += ["--num-requests", "5", "--warm-up", "1", "--output-tokens", "9"]
+    arguments += ["--compare-offline", str(config_file), "--plot", str(tmp_path / "r.png")]
+    loop = LocalEngine(config := ServeSpecConfig.load(config_file))
+    with serving(app(config, loop)) as url:
+        sides = run(["--url", url, *arguments])
+    loop.shutdown()
+    for side in sides:
+        counts = {name: each["num_texts"] for name, each in side["by_category"].items()}
+        assert counts == {"code": 6, "chat": 4}, "by turns, in each repetition"
+        for each in side["by_category"].values():
+            assert each["same_texts"] == each["num_texts"]
+            assert 1 <= each["accept_length"] <= 3
+            assert 0 < each["num_tokens"] <= 9 * each["num_texts"]
+    http, offline = ([s["prompt_tokens"], s["same_texts"]] for s in sides)
+    assert http == offline
+    assert "tok/text" in capsys.readouterr().out
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ConfigError, match=r"^--max-prompt-chars=3: no prompt is that short"):
+        main(["online", "--url", url, *arguments, "--max-prompt-chars", "3"])
+    with pytest.raises(ConfigError, match=r"^--mixed=True: chooses no prompts of --dataset"):
+        main(["online", "--url", url, *arguments, "--mixed"])
 
 
 def test_other_texts_are_a_failure_unless_allowed_and_so_is_no_answer(config_file, tmp_path):

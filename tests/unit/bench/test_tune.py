@@ -27,7 +27,7 @@ from serve_spec.config.cost_table import load_cost_table
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine.llm import LLM
-from tests.unit.bench.configs import write_config
+from tests.unit.bench.configs import write_config, write_dataset
 
 CLASSES = ("predictable", "mixed", "unpredictable")
 SETTINGS = {"num_prompts": 8, "model": {"path": "/target", "dtype": "float32"}}
@@ -236,6 +236,24 @@ def test_trees_are_measured_and_a_server_accepts_both_files(config, tmp_path, mo
         assert llm.engine.snapshot()["fallback"] is None
     assert llm.engine.snapshot()["candidate_trees"] == ["2x3", "2x5"]
     assert not (tmp_path / "cache").exists(), "a refused table is measured anew, and kept there"
+
+
+def test_each_category_of_a_dataset_is_swept_plain_and_sampled(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(tune, "plot", lambda *_: None)
+    words = ["tune", str(config), "--output-dir", str(tmp_path), "--num-steps", "2"]
+    words += ["--batch-sizes", "1", "--output-tokens", "12", "--num-prompts", "4"]
+    words += ["--dataset", str(write_dataset(tmp_path)), "--repetitions", "1"]
+    assert main(words) == 0
+    result = json.loads((tmp_path / "tune.json").read_text())
+    places = [(c["prompt_class"], c["num_steps"]) for c in result["cells"]]
+    classes = [f"{category} T={t}" for category in ("code", "chat") for t in (0, 1)]
+    assert places == [(name, k) for name in classes for k in (0, 2)]
+    assert all(c["same_texts"] == c["num_texts"] == 4 for c in result["cells"])
+    report = (tmp_path / "report.md").read_text()
+    assert "(3 code, 3 chat), as chats" in report
+    assert "## chat T=1: chat, T = 1" in report
+    with pytest.raises(ConfigError, match=r"^seed=1: .* was measured with 0; use that"):
+        main([*words, "--seed", "1"])
 
 
 @pytest.mark.parametrize(
