@@ -110,10 +110,9 @@ def add_configuration(parser: argparse.ArgumentParser, *, positional: bool = Fal
 
 def _add_dataset(parser: argparse._ActionsContainer, *, has_model: bool = True) -> None:
     add = parser.add_argument
-    default = "installed ones if the model has a chat template" if has_model else "source files"
     add("--dataset", nargs="+", metavar="FILE", help="prompts: files of JSON lines with a field "
         "messages, turns, conversations or prompt, or names of installed datasets: "
-        f"{', '.join(PACKAGES)} (default: {default})")
+        f"{', '.join(PACKAGES)} (default: installed ones if the model has a chat template)")
     add("--column", metavar="FIELD", help="field of a file's lines that holds the prompt as text")
     add("--category", nargs="+", metavar="NAME", help="categories to use (default: all)")
     add("--category-column", metavar="FIELD", default="category", help="field of a file's lines "

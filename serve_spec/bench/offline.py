@@ -19,7 +19,7 @@ from tqdm import tqdm
 from serve_spec.bench import report
 from serve_spec.bench.command import configured
 from serve_spec.bench.harness import full_batch_speed, recorded_steps, sampling_params
-from serve_spec.bench.prompts import dataset_prompts
+from serve_spec.bench.prompts import dataset_prompts, max_model_len
 from serve_spec.bench.replay import replay, replay_keys
 from serve_spec.bench.variants import Variant, interleaved, make_variants
 from serve_spec.bench.workload import (
@@ -30,6 +30,7 @@ from serve_spec.bench.workload import (
     held_out_prompts,
 )
 from serve_spec.config import ServeSpecConfig
+from serve_spec.core.draft import MAX_TREE_TOKENS
 from serve_spec.core.record import StepRecord
 from serve_spec.core.request import RequestOutput
 from serve_spec.engine.llm import LLM
@@ -72,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
     by_category = _source_files(args, config, count) if prompts is None else prompts.by_category
     longest = max(len(prompt) for mine in by_category.values() for prompt in mine)
     max_batch_size, num_tokens = max(args.batch_sizes), longest + args.output_tokens
-    num_pages = max(256, max_batch_size * (num_tokens + 64) // 16)
+    num_slots = max(max_batch_size * (num_tokens + MAX_TREE_TOKENS), max_model_len(config))
+    num_pages = max(256, -(-num_slots // config.cache.page_size))
     sizes = {"num_pages": num_pages, "max_num_seqs": max_batch_size}
     llm = LLM(configured(args, **{"speculative_adaptive": True, **sizes}), **replays)
     bench = _Bench(llm, args, may_stop=prompts is not None)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
 
 from serve_spec.bench.dataset import ChatPrompt, Columns, by_category, installed, read_dataset
 from serve_spec.config import ConfigError, ServeSpecConfig
-from serve_spec.core.errors import TextTooLong
+from serve_spec.config.checkpoint import max_positions, text_config
+from serve_spec.core.errors import CheckpointError, TextTooLong
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.serving.protocols.chat_template import (
     ChatTemplate,
@@ -64,6 +66,17 @@ class ChatEncoder:
         return self._control.encode(text, add_special_tokens=is_plain, max_tokens=max_tokens)
 
 
+def max_model_len(config: ServeSpecConfig) -> int:
+    """Return the longest text of a downloaded checkpoint; raise CheckpointError without config."""
+    if config.model.max_model_len is not None:
+        return config.model.max_model_len
+    path = config.model.metadata_folder / "config.json"
+    try:
+        return max_positions(text_config(json.loads(path.read_text(encoding="utf-8"))))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+
+
 def read_chats(args: argparse.Namespace, names: Sequence[str]) -> dict[str, list[ChatPrompt]]:
     """Return the wanted chats of files and datasets by category, in random order.
 
@@ -109,9 +122,7 @@ def dataset_prompts(
         names = None if any(getattr(args, name) is not None for name in others) else installed()
     if not names:
         return None
-    most = args.max_prompt_tokens
-    if config.model.max_model_len is not None:
-        most = min(most, config.model.max_model_len - output_tokens)
+    most = min(args.max_prompt_tokens, max_model_len(config) - output_tokens)
     found = {
         category: _encoded(encoder, prompts, count, most)
         for category, prompts in read_chats(args, names).items()

@@ -19,7 +19,7 @@ from typing import TypeAlias
 from tqdm import tqdm
 
 from serve_spec.bench import report
-from serve_spec.bench.dataset import ChatPrompt
+from serve_spec.bench.dataset import ChatPrompt, installed
 from serve_spec.bench.online import report as figures
 from serve_spec.bench.online.client import Clients, OnEnd, Target
 from serve_spec.bench.online.load import (
@@ -53,6 +53,7 @@ from serve_spec.core.sequence import Sequence as EngineSequence
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.llm import LLM
 from serve_spec.engine.output import OutputProcessor
+from serve_spec.serving.deployment.command import read_plan
 
 Plan: TypeAlias = dict[Load, list[CompletionRequest]]
 """The requests of each load."""
@@ -60,6 +61,8 @@ Runs: TypeAlias = dict[Load, list[LoadRun]]
 """The repetitions of each load."""
 
 
+_SOURCE_FILES = ("packages", "prompt_chars", "mixed")
+"""Flags that choose source files as prompts."""
 PROMPT_CHARS = 400
 """Characters of a prompt from source files."""
 
@@ -95,9 +98,20 @@ def _check(args: argparse.Namespace) -> None:
     if args.flags and args.deploy is None and args.compare_offline is None:
         flag, value = next(iter(args.flags.values()))
         raise ConfigError(f"{flag}={value!r}: needs --deploy; --url names a running server")
-    refuse_unused(args, "packages", "prompt_chars", "mixed")
+    refuse_unused(args, *_SOURCE_FILES)
     if args.per_replica and not args.variants:
         raise ConfigError("--per-replica: needs --variants, which give num_replicas")
+
+
+def _default_dataset(args: argparse.Namespace) -> list[str] | None:
+    """Return the installed datasets if --deploy has a chat template; None: source files."""
+    names = installed()
+    if not names or args.deploy is None or any(getattr(args, name) for name in _SOURCE_FILES):
+        return None
+    configs = read_plan(args.deploy, flag_values(args)).configs
+    if any(ChatEncoder(config.download()).template.is_plain for config in configs):
+        return None
+    return names
 
 
 def _measured(args: argparse.Namespace) -> list[report.Record]:
@@ -106,6 +120,8 @@ def _measured(args: argparse.Namespace) -> list[report.Record]:
     if args.compare_offline is not None:
         keys = {**flag_values(args), **dict(map(parse_override, args.set))}
         config = ServeSpecConfig.load(args.compare_offline, **keys)
+    if args.dataset is None:
+        args.dataset = _default_dataset(args)
     variants = [server_variant(args.deploy, name, flag_values(args)) for name in args.variants]
     servers: Sequence[ServerVariant | None] = variants or [None]
     plans, warm_up = _plans(args, {1, *(each.num_replicas for each in variants)})
@@ -117,7 +133,9 @@ def _measured(args: argparse.Namespace) -> list[report.Record]:
         every = [run for repetitions in runs.values() for run in repetitions]
         figures.add_texts(texts, every)
         if not records:
-            head = report.run_record("online", args, config, objective=asdict(objective))
+            head = report.run_record(
+                "online", args, config, objective=asdict(objective), prompts=_prompts(args)
+            )
             if any(map(figures.is_forced, every)):
                 head["environment"]["synthetic_acceptance"] = True
             records.append(head)
@@ -156,6 +174,15 @@ def _plans(
     requests = _requests(args, most + args.warm_up)
     plans = {n: {load: requests[:k] for load, k in each.items()} for n, each in sizes.items()}
     return plans, requests[most:]
+
+
+def _prompts(args: argparse.Namespace) -> str | None:
+    """Return what the prompts of a dataset are, in words."""
+    if args.dataset is None:
+        return None
+    return (
+        f"prompts of {' '.join(args.dataset)}, as chats; raw text if the model has no chat template"
+    )
 
 
 def _requests(args: argparse.Namespace, count: int) -> list[CompletionRequest]:

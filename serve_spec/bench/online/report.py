@@ -254,7 +254,8 @@ def _speculation(complete: Sequence[Served]) -> dict[str, Any]:
 
 def tables(run: Record, measurements: Sequence[Record]) -> str:
     """Return speeds, latencies and, if there are several sides, comparisons."""
-    shown = [
+    shown = [] if run.get("prompts") is None else [run["prompts"]]
+    shown += [
         f"Goodput: {_objective(run['objective'])}.\n"
         "Decoding: mean streams between first and last token. Batch: as replicas report it.\n"
         "Client CPU: near 100%, the client is the limit; use more --clients.",

