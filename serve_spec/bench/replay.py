@@ -15,14 +15,14 @@ from serve_spec.engine.engine import SpecEngine
 ALGORITHM = "REPLAY"
 
 _KEPT = {
-    *("speculative_num_steps", "speculative_adaptive", "speculative_adaptive_config"),
-    *("speculative_adaptive_strategy", "speculative_per_sequence", "min_dwell_rounds"),
+    *("speculative_num_steps", "speculative_adaptive_config", "speculative_adaptive_strategy"),
+    *("speculative_per_sequence", "min_dwell_rounds"),
 }
 """Keys of the policy, which also chooses the depth of replayed drafts."""
 
 
 def replay_keys(answers: Path) -> dict[str, Any]:
-    """Return the keys that replace a configuration's drafts by those of an empty answer file.
+    """Return the keys that replace a configuration's drafts, if any, by an empty answer file.
 
     Raises ConfigError: the file cannot be written.
     """
@@ -35,7 +35,7 @@ def replay_keys(answers: Path) -> dict[str, Any]:
     fields = SpeculativeConfig.model_fields.items()
     defaults = {key: field.get_default() for key, field in fields if key not in _KEPT}
     drafts = {"speculative_algorithm": ALGORITHM, "speculative_replay_answers": str(answers)}
-    return {**defaults, **drafts}
+    return {**defaults, **drafts, "speculative_adaptive": True}
 
 
 def replay(engine: SpecEngine, config: ServeSpecConfig, outputs: Iterable[RequestOutput]) -> None:

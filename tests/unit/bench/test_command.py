@@ -144,15 +144,20 @@ def test_texts_of_a_dataset_end_where_the_model_ends_them(tmp_path):
     assert max(code, chat) < source == 8 * 19
 
 
-@pytest.mark.parametrize("prompts", ["", "--dataset"])
-def test_replayed_answers_are_accepted_at_every_depth_and_saved(config, tmp_path, prompts):
+@pytest.mark.parametrize(
+    ("prompts", "configured"),
+    [("", "rejection_sample_method=block"), ("--dataset", "speculative_algorithm=NONE")],
+)
+def test_replayed_answers_are_accepted_at_every_depth_and_saved(
+    config, tmp_path, prompts, configured
+):
     file = tmp_path / "new" / "answers.jsonl"
     prompts = f"--dataset {write_dataset(tmp_path)}" if prompts else "--prompt-tokens 20"
     _, *found = run(
         tmp_path / "r.jsonl",
         f"""--config {config} --num-prompts 3 --batch-sizes 1 3 --output-tokens 21 --num-steps 1 4
         --repetitions 1 --temperatures 0 1 --replay {file} {prompts}
-        --set rejection_sample_method=block""",
+        --set {configured}""",
     )
     for each in found:
         assert each["same_texts"] == each["num_texts"] == 3
