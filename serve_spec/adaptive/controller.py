@@ -6,13 +6,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from serve_spec.adaptive.policy import StaticPolicy
+from serve_spec.adaptive.policy import StaticPolicy, StepPolicy
 from serve_spec.adaptive.settings import PolicySettings
+from serve_spec.adaptive.state import section
 from serve_spec.config import ConfigError
 from serve_spec.config.adaptive_file import slot_of
 from serve_spec.config.cost_table import CostTable
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.record import StepRecord
+from serve_spec.core.registry import one_line
 from serve_spec.core.round import NO_NOTES, DecodeBatch, Reason, RoundSteps
 
 FALLBACK_ROUNDS = 1024
@@ -36,6 +38,7 @@ class AdaptiveController:
         self._configured = self.settings = settings
         self._costs, self._warn = costs, warn
         self._accept_rates: Sequence[float] = ()
+        self._kept: Mapping[str, Any] = {}
         self._policy = settings.build(settings.shape.depth, costs)
         self.shapes = settings.shapes  # that the worker must build beside `PLAIN`; never grows
         self.switch_reason: Reason | None = None  # why the last shape differs from the one before
@@ -104,8 +107,37 @@ class AdaptiveController:
         Raises:
             ValueError: fewer than it may draft, or not all within (0, 1); nothing changed.
         """
-        policy = self.settings.build(self.settings.shape.depth, self._costs, accept_rates)
+        policy = self._built(self.settings, self.settings.shape, accept_rates)
         self._policy, self._accept_rates = policy, accept_rates
+
+    def state(self) -> dict[str, Any]:
+        """Return what the policy has learned, for `restore` after a restart; empty: nothing."""
+        if self._waits_for_costs or not (learned := self._policy.state()):
+            return {}
+        return {**_kind(self._policy), "learned": learned}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state`, at the latest when costs are known.
+
+        Acceptance rates of `start_from` take precedence, whichever comes first.
+
+        Raises:
+            ValueError: of another policy or version, or damaged; nothing changed.
+        """
+        policy = self.settings.build(self.settings.shape.depth, self._costs, self._accept_rates)
+        if not self._waits_for_costs:
+            _restore(policy, state)
+        self._policy, self._kept = policy, state
+
+    @property
+    def num_rounds(self) -> int:
+        """Return the rounds that were chosen since the start."""
+        return self._rounds_by_shape.total()
+
+    @property
+    def _waits_for_costs(self) -> bool:
+        """Return whether another policy stands in for the configured one."""
+        return self._costs is None and self.settings.needs_costs
 
     def use_costs(self, costs: CostTable) -> None:
         """Let strategy goodput, if it is configured, decide by `costs` from the next round on."""
@@ -141,13 +173,29 @@ class AdaptiveController:
     def _build_policy(self, settings: PolicySettings) -> None:
         """Build the policy of these settings at the current shape."""
         start = self._active or settings.shape
-        self._policy = settings.build(start.depth, self._costs, self._accept_rates)
+        self._policy = self._built(settings, start, self._accept_rates)
         self.settings, self._reconfigured, self._fallback = settings, True, None
+
+    def _built(
+        self, settings: PolicySettings, start: DraftShape, accept_rates: Sequence[float]
+    ) -> StepPolicy:
+        """Return a new policy that knows what was kept at a restart, if that fits it."""
+        policy = settings.build(start.depth, self._costs, accept_rates)
+        if not _is_of(self._kept, policy):
+            return policy
+        try:
+            _restore(policy, self._kept)
+        except ValueError as error:
+            self._kept = {}
+            self._warn(f"what the policy learned before the restart is not used: {error}")
+            policy = settings.build(start.depth, self._costs, accept_rates)
+        return policy
 
     def _fall_back(self, why: str) -> None:
         """Decode plainly for a while, which cannot be worse than speculation turned off."""
         self._fallback, self._fallback_rounds_left = why, FALLBACK_ROUNDS
         self._policy = StaticPolicy(PLAIN, Reason.FALLBACK)
+        self._kept = {}  # it may be the cause
         if not self._num_fallbacks:
             self._warn(f"speculation is off for now: {why}")
         self._num_fallbacks += 1
@@ -176,3 +224,24 @@ class AdaptiveController:
             "switches": {why.value: n for why, n in self._switches.copy().items() if n},
             "rounds_by_num_steps": {str(k): n for k, n in self._rounds_by_shape.copy().items()},
         }
+
+
+def _kind(policy: StepPolicy) -> dict[str, Any]:
+    """Return what tells whose state is whose."""
+    name = f"{type(policy).__module__}:{type(policy).__qualname__}"
+    return {"policy": name, "version": policy.state_version}
+
+
+def _is_of(state: Mapping[str, Any], policy: StepPolicy) -> bool:
+    return {name: state.get(name) for name in ("policy", "version")} == _kind(policy)
+
+
+def _restore(policy: StepPolicy, state: Mapping[str, Any]) -> None:
+    """Restore a new policy; raise ValueError, after which it must not be used."""
+    if not _is_of(state, policy):
+        given = {name: state.get(name) for name in _kind(policy)}
+        raise ValueError(f"of {given!r:.120}, but {_kind(policy)} is needed")
+    try:
+        policy.restore(section(state, "learned"))
+    except Exception as error:  # a policy may raise anything
+        raise ValueError(one_line(error)) from error

@@ -15,17 +15,18 @@ from typing import NamedTuple
 import numpy as np
 
 from serve_spec.adaptive.curves import Floats, StepCurves
+from serve_spec.adaptive.state import State, array, number
 from serve_spec.config.cost_table import CostTable
 from serve_spec.core.draft import PLAIN, DraftShape
 
 # Rounds that the table, or estimates from other buckets, count as.
 _TABLE_ROUNDS = 4.0
-_NUM_BUCKETS = 24
+NUM_BUCKETS = 24
 
 
 def bucket(batch_size: int) -> int:
     """Return the exponent of the power of two nearest to a batch size."""
-    return min((batch_size * batch_size).bit_length() // 2, _NUM_BUCKETS - 1)
+    return min((batch_size * batch_size).bit_length() // 2, NUM_BUCKETS - 1)
 
 
 class Work(NamedTuple):
@@ -47,7 +48,7 @@ class Costs:
         self.table, self._curves = table, StepCurves(table)
         self.max_steps = self._curves.max_steps
         num_columns = self.max_steps + 1 + len(table.trees)
-        self._rounds, self._errors = (np.zeros((_NUM_BUCKETS, num_columns)) for _ in range(2))
+        self._rounds, self._errors = (np.zeros((NUM_BUCKETS, num_columns)) for _ in range(2))
         self._entries: Floats = np.zeros(2)  # ms and number
 
     def chains_ms(self, work: Work, drafts: Floats) -> Floats:
@@ -124,13 +125,32 @@ class Costs:
         for sums in (self._rounds, self._errors):
             sums[bucket(size)] *= fade
 
+    def state(self) -> State:
+        """Return what outlives a restart."""
+        corrections = {"rounds": self._rounds, "errors": self._errors, "entries": self._entries}
+        kept = {name: sums.tolist() for name, sums in corrections.items()}
+        return {"measured_s": self.table.measured_s, **kept}
+
+    def restore(self, state: State) -> bool:
+        """Continue from a state; return whether its corrections are of this table.
+
+        Raises ValueError: it is none.
+        """
+        rounds = array(state, "rounds", self._rounds.shape, 0.0)
+        errors = array(state, "errors", rounds.shape, -0.501 * rounds, 1.001 * rounds)
+        entries = array(state, "entries", (2,), 0.0)
+        if number(state, "measured_s") != self.table.measured_s:
+            return False
+        self._rounds, self._errors, self._entries = rounds, errors, entries
+        return True
+
     def snapshot(self) -> dict[str, object]:
         """Return the corrections, JSON-able."""
         return {
             "entry_ms": round(self.entry_ms, 6),
             "factors": {
                 str(1 << at): (1.0 + self._residuals(1 << at)).round(4).tolist()
-                for at in range(_NUM_BUCKETS)
+                for at in range(NUM_BUCKETS)
                 if self._rounds[at].sum() >= 1.0
             },
         }

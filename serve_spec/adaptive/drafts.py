@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_spec.adaptive.curves import Floats
+from serve_spec.adaptive.state import State, array, number, section
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.record import DraftColumns, StepRecord
 from serve_spec.core.round import AS_DRAWN, FROM_NGRAM, Calibration
@@ -45,6 +46,7 @@ class DraftKnowledge:
         self.calibration = DraftCalibration(max_steps)
         self.chains = PositionRates(max_steps, accept_rates)
         self.ngrams = PositionRates(max_steps)
+        self._has_prior = accept_rates is not None
         self.has_logprobs = False  # whether drafts have scores
         self.pairs = AS_DRAWN
         self.tree_gain = 1.0  # exponent of the odds of trees, learned
@@ -155,6 +157,34 @@ class DraftKnowledge:
             found[:, j] = np.where(found[:, j] < 0.0, before * rates[j], found[:, j])
         return found
 
+    def state(self) -> State:
+        """Return what outlives a restart."""
+        return {
+            "calibration": self.calibration.state(),
+            "chains": self.chains.state(),
+            "ngrams": self.ngrams.state(),
+            "has_logprobs": self.has_logprobs,
+            "tree_gain": self.tree_gain,
+            "chain_trials": self._chain_trials,
+            "survivals": self._sample.tolist(),
+        }
+
+    def restore(self, state: State) -> None:
+        """Continue from a state; raise ValueError if it is none.
+
+        Rates that were expected at the start, and with them recent survivals, stay.
+        """
+        self.calibration.restore(section(state, "calibration"))
+        self.ngrams.restore(section(state, "ngrams"))
+        self.has_logprobs = bool(number(state, "has_logprobs", 0.0, 1.0))
+        self.tree_gain = number(state, "tree_gain", -2.0, 2.0)
+        if not self._has_prior:
+            self.chains.restore(section(state, "chains"))
+            self._chain_trials = number(state, "chain_trials", 0.0)
+            rows = array(state, "survivals", (-1, self.max_steps), -1.0, 1.0)
+            self._sample = rows[:_MOST_REQUESTS]
+        self.pairs = self.calibration.pairs(self.ngrams.rates)
+
     def snapshot(self) -> dict[str, object]:
         """Return rates and calibration, JSON-able."""
         return {
@@ -212,6 +242,17 @@ class PositionRates:
             rates.append(min(max(rate, _LEAST), 1.0 - _LEAST))
             moved = rates[-1] / prior
         self.rates = rates
+
+    def state(self) -> State:
+        """Return what outlives a restart."""
+        return {"trials": [*self.trials], "hits": [*self._hits]}
+
+    def restore(self, state: State) -> None:
+        """Continue from a state; raise ValueError if it is none."""
+        trials = array(state, "trials", (self.max_steps,), 0.0)
+        self._hits = array(state, "hits", trials.shape, 0.0, 1.001 * trials).tolist()
+        self.trials = trials.tolist()
+        self._update()
 
     def snapshot(self) -> list[dict[str, object]]:
         """Return the rates and trials by position, as a fleet merges them."""
@@ -299,6 +340,22 @@ class DraftCalibration:
         model = [tuple([(w, b) for w, b in kind]) for kind in self._pairs.round(4).tolist()]
         ngrams = [(0.0, round(math.log(rate / (1.0 - rate)), 4)) for rate in ngram_rates]
         return (*model, tuple(ngrams))
+
+    def state(self) -> State:
+        """Return what outlives a restart."""
+        return {"pairs": self._pairs.tolist(), "hessians": self._hessians.tolist()}
+
+    def restore(self, state: State) -> None:
+        """Continue from a state; raise ValueError if it is none."""
+        limits = np.asarray(_LEAST_PAIR), np.asarray(_MOST_PAIR)
+        pairs = array(state, "pairs", self._pairs.shape, *limits)
+        hessians = array(state, "hessians", self._hessians.shape)
+        if (hessians != np.swapaxes(hessians, -1, -2)).any():
+            raise ValueError("hessians: not symmetric")
+        # Drafts only add to the pull. The limit keeps NaN out as well.
+        if not np.linalg.eigvalsh(hessians - self._pull).min() > -1.0:
+            raise ValueError("hessians: less than the pull to the start")
+        self._pairs, self._hessians = pairs, hessians
 
     def snapshot(self) -> list[dict[str, object]]:
         """Return expected and observed acceptance by position; the error is that of ten bins."""

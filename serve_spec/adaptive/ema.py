@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from serve_spec.adaptive.policy import StepPolicy
+from serve_spec.adaptive.state import State, number, section
 from serve_spec.config.adaptive_file import (
     AdaptiveSource,
     SlotConfig,
@@ -104,6 +105,24 @@ class AdaptiveStepSlot:
                 here -= 1
         return ladder[here]
 
+    def state(self) -> State:
+        """Return what outlives a restart."""
+        return {
+            "current_steps": self.current_steps,
+            "ema_accept_len": self.ema_accept_len,
+            "probe_wait": self._probe_wait,
+        }
+
+    def restore(self, state: State) -> None:
+        """Continue from a state; raise ValueError if its steps are no candidate."""
+        steps = int(number(state, "current_steps"))
+        if steps not in self.candidate_steps:
+            raise ValueError(f"current_steps={steps}: not one of {self.candidate_steps}")
+        waits = FIRST_PROBE_WAIT_ROUNDS, LAST_PROBE_WAIT_ROUNDS
+        self.ema_accept_len = number(state, "ema_accept_len", -1.0, self.candidate_steps[-1])
+        self._probe_wait = int(number(state, "probe_wait", *waits))
+        self.current_steps = steps
+
     def snapshot(self) -> dict[str, object]:
         """Return the slot as an operator sees it."""
         return {
@@ -189,6 +208,15 @@ class EmaPolicy(StepPolicy):
             _, steps_per_req, num_correct_drafts_per_req, _ = record.model_drafts
             reqs = zip(steps_per_req, num_correct_drafts_per_req, strict=True)
             self._params.on_verify_complete([kept for k, kept in reqs if k == depth], size)
+
+    def state(self) -> State:
+        """Return steps, average and patience of every slot."""
+        return {str(key): slot.state() for key, slot in self._params.slots.items()}
+
+    def restore(self, state: State) -> None:
+        """Continue from a state of the same slots."""
+        for key, slot in self._params.slots.items():
+            slot.restore(section(state, str(key)))
 
     def snapshot(self) -> dict[str, Any]:
         """Return every slot by its key, and the slot of the last batch."""

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from serve_spec.adaptive.costs import NUM_BUCKETS
 from serve_spec.adaptive.planner import Candidate
+from serve_spec.adaptive.state import State, number, section
 from serve_spec.core.round import DecodeBatch, Reason
 
 PLAN_ROUNDS = 8
@@ -43,6 +45,22 @@ class Exploration:
         fade = math.exp(-ms / 60_000.0)  # older than a minute weighs less than 1/e
         self._total_ms = self._total_ms * fade + ms
         self._lost_ms = max(0.0, self._lost_ms * fade + lost_ms)
+
+    def state(self) -> State:
+        """Return what outlives a restart."""
+        return {
+            "total_ms": self._total_ms,
+            "lost_ms": self._lost_ms,
+            "num_rounds": self._num_rounds,
+            "tried_plain": self._tried_plain,
+        }
+
+    def restore(self, state: State) -> None:
+        """Continue from a state; raise ValueError if it is none."""
+        self._total_ms = number(state, "total_ms", 0.0)
+        self._lost_ms = number(state, "lost_ms", 0.0)
+        self._num_rounds = int(number(state, "num_rounds", 0.0))
+        self._tried_plain = bool(number(state, "tried_plain", 0.0, 1.0))
 
     def propose(
         self,
@@ -88,6 +106,8 @@ def _drafting_trial(batch: DecodeBatch, found: Sequence[Candidate]) -> Trial:
     return Trial(tried, PLAN_ROUNDS, Reason.PROBE, ids)
 
 
+# Rounds for which a guard keeps speculation off at most.
+_MOST_CLOSED_ROUNDS = 1024
 # Drafting rounds before a comparison, after which an older one weighs 1/e. Also the rounds off
 # after a first loss: each further loss doubles them, as many rounds without a loss reset them.
 _GUARD_ROUNDS = 64
@@ -120,7 +140,7 @@ class SpeedGuard:
             return
         if speedup < 0.98:  # drafting loses, beyond noise
             self.rounds_left = self._closed_rounds
-            self._closed_rounds = min(2 * self._closed_rounds, 1024)
+            self._closed_rounds = min(2 * self._closed_rounds, _MOST_CLOSED_ROUNDS)
             self._num, self._tokens, self._units = 0, 0.0, 0.0
         elif self._num >= self._closed_rounds:
             self._closed_rounds = _GUARD_ROUNDS
@@ -139,3 +159,49 @@ class SpeedGuard:
             "drafting_speed": round(self._tokens / self._units, 4) if self._units else None,
             "measured_speedup": None if speedup is None else round(speedup, 4),
         }
+
+    def state(self) -> State:
+        """Return what outlives a restart."""
+        return {
+            "plain": self.plain or 0.0,
+            "rounds_left": self.rounds_left,
+            "closed_rounds": self._closed_rounds,
+            "num": self._num,
+            "tokens": self._tokens,
+            "units": self._units,
+        }
+
+    def restore(self, state: State) -> None:
+        """Continue from a state; raise ValueError if it is none."""
+        self.plain = number(state, "plain", 0.0) or None
+        self.rounds_left = int(number(state, "rounds_left", 0.0, _MOST_CLOSED_ROUNDS))
+        closed = number(state, "closed_rounds", _GUARD_ROUNDS, _MOST_CLOSED_ROUNDS)
+        self._closed_rounds = int(closed)
+        self._num = int(number(state, "num", 0.0))
+        self._tokens, self._units = number(state, "tokens", 0.0), number(state, "units", 0.0)
+
+
+class SpeedGuards:
+    """A `SpeedGuard` per bucket of batch sizes."""
+
+    def __init__(self) -> None:
+        self._guards: dict[int, SpeedGuard] = {}
+
+    def of(self, at: int) -> SpeedGuard:
+        """Return the guard of a bucket."""
+        return self._guards.setdefault(at, SpeedGuard())
+
+    def state(self) -> State:
+        """Return what outlives a restart."""
+        return {str(at): guard.state() for at, guard in self._guards.items()}
+
+    def restore(self, state: State) -> None:
+        """Continue from a state; raise ValueError if it is none."""
+        for at in range(NUM_BUCKETS):
+            if str(at) in state:
+                self.of(at).restore(section(state, str(at)))
+
+    def snapshot(self) -> dict[str, dict[str, object]]:
+        """Return the state of every guard by its batch size, JSON-able."""
+        guards = sorted(self._guards.copy().items())
+        return {str(1 << at): guard.snapshot() for at, guard in guards}

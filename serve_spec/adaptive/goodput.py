@@ -16,9 +16,16 @@ import numpy as np
 
 from serve_spec.adaptive.costs import Costs, Work, bucket
 from serve_spec.adaptive.drafts import DraftKnowledge
-from serve_spec.adaptive.exploration import EXPLORE_AFTER, PLAN_ROUNDS, Exploration, SpeedGuard
+from serve_spec.adaptive.exploration import (
+    EXPLORE_AFTER,
+    PLAN_ROUNDS,
+    Exploration,
+    SpeedGuard,
+    SpeedGuards,
+)
 from serve_spec.adaptive.planner import Candidate, Load, Planner, PromptLoad
 from serve_spec.adaptive.policy import StepPolicy
+from serve_spec.adaptive.state import Learner, State, section
 from serve_spec.config.adaptive_file import slot_of
 from serve_spec.config.cost_table import CostTable
 from serve_spec.core.draft import PLAIN, DraftShape
@@ -88,19 +95,20 @@ class GoodputPolicy(StepPolicy):
         self._planner = Planner(self.costs, token_counts)
         self.drafts = DraftKnowledge(self.max_steps, accept_rates)
         self.last_reason = Reason.WARM_UP
-        self._guards: dict[int, SpeedGuard] = {}
+        self._guards = SpeedGuards()
         self._at: int | None = None
         self._shape = DraftShape.chain(min(initial_steps, self.max_steps))
         self._candidates: dict[DraftShape, Candidate] = {}
         self._chosen: Candidate | None = None
         self._answer = RoundSteps(self._shape)
         self._trial: frozenset[str] | None = None
-        self._ngram_steps = 0
+        self._ngram_steps = self._rounds_without_ngrams = 0
         self._rounds_left = self._rounds_at_shape = 0
-        self._rounds_without_ngrams = 0
         self._to_learn: list[StepRecord] = []
         self._prompts = PromptLoad()
         self._exploration = Exploration()
+        self._parts: dict[str, Learner] = {"drafts": self.drafts, "prompts": self._prompts}
+        self._parts["trials"] = self._exploration
         self._before: DraftShape | None = None
         self._load = Load(Work(1, 0.0))
 
@@ -167,7 +175,7 @@ class GoodputPolicy(StepPolicy):
     def _learn_times(self, record: StepRecord) -> None:
         size, times = record.num_planned_seqs, record.times
         is_first, self._before = record.follows and record.shape != self._before, record.shape
-        guard = self._guards.setdefault(bucket(size), SpeedGuard())
+        guard = self._guards.of(bucket(size))
         guard.rounds_left = max(0, guard.rounds_left - 1)
         if times is None or not size or not 0.0 < times.step_ms < math.inf:
             return
@@ -206,7 +214,7 @@ class GoodputPolicy(StepPolicy):
         self._load = load = self._prompts.load(work)
         found = self._weighed(batch, load)
         self._candidates = {each.shape: each for each in found}
-        guard = self._guards.setdefault(at, SpeedGuard())
+        guard = self._guards.of(at)
         self._chosen = chosen = self._decide(found, guard, moved=moved)
         stays = chosen.shape == self._shape
         self._rounds_left = 2 * PLAN_ROUNDS if stays and not moved else PLAN_ROUNDS
@@ -267,21 +275,34 @@ class GoodputPolicy(StepPolicy):
         self.last_reason = Reason.STEADY if best is present else Reason.RANGE if moved else gained
         return best
 
+    def state(self) -> State:
+        """Return what is known of drafts, times and prompts, and the present shape."""
+        self._learn()
+        return {
+            **{name: part.state() for name, part in self._parts.items()},
+            "guards": self._guards.state(),
+            "costs": self.costs.state(),
+            "shape": str(self._shape),
+        }
+
+    def restore(self, state: State) -> None:
+        """Continue from a state, without its times if they correct another table."""
+        for name, part in self._parts.items():
+            part.restore(section(state, name))
+        if self.costs.restore(section(state, "costs")):
+            self._guards.restore(section(state, "guards"))
+        shapes = {str(shape): shape for shape in self.shapes}
+        self._shape = shapes.get(str(state.get("shape")), self._shape)
+
     def snapshot(self) -> dict[str, Any]:
         """Return predicted goodput of every candidate, costs, guards and exploration."""
         chosen, found, size = self._chosen, self._candidates, self._load.work.size
-        chains = {str(shape): each for shape, each in found.items() if shape.is_chain}
+        steps, guards = list(range(self.max_steps + 1)), self._guards.snapshot()
         return {
             "strategy": "goodput",
             "per_sequence": self.per_sequence,
             "slot": None if self._at is None else str(1 << self._at),
-            "slots": {
-                str(1 << at): {
-                    "candidate_steps": list(range(self.max_steps + 1)),
-                    **guard.snapshot(),
-                }
-                for at, guard in sorted(self._guards.copy().items())
-            },
+            "slots": {k: {"candidate_steps": steps, **x} for k, x in guards.items()},
             "budget": self._answer.budget,
             "predicted_goodput": {str(k): round(x.tokens_per_ms, 5) for k, x in found.items()},
             "predicted_ms": None if chosen is None else round(chosen.ms, 4),
@@ -292,12 +313,5 @@ class GoodputPolicy(StepPolicy):
             "marginal_ms_by_batch_size": self._planner.marginal_ms(
                 self._load.work, self.drafts.chains.rates, self.allowed.bound
             ),
-            "break_even": {
-                "batch_size": size,
-                "draft_ms": round(self.costs.draft_ms(self._load.work), 5),
-                "round_ms": {k: round(x.ms, 5) for k, x in chains.items()},
-                "tokens_per_ms": {
-                    k: round((size + x.expected) / x.ms, 5) for k, x in chains.items()
-                },
-            },
+            "break_even": self._planner.break_even(self._load, found),
         }

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from serve_spec.adaptive.costs import Costs, Work
 from serve_spec.adaptive.curves import Floats
+from serve_spec.adaptive.state import State, array
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.record import StepRecord
 
@@ -43,6 +44,14 @@ class PromptLoad:
     def load(self, work: Work) -> Load:
         """Return the load of a batch whose plain rounds are `work`."""
         return Load(work, float(self._ended[0] / max(self._ended[1], 1.0)))
+
+    def state(self) -> State:
+        """Return what outlives a restart."""
+        return {"ended": self._ended.tolist()}
+
+    def restore(self, state: State) -> None:
+        """Continue from a state; raise ValueError if it is none."""
+        self._ended = array(state, "ended", (2,), 0.0)
 
 
 @dataclass(frozen=True)
@@ -152,6 +161,17 @@ class Planner:
             found[str(before)] = round(least, 4)
             speed, before = new, size
         return found
+
+    def break_even(self, load: Load, found: Mapping[DraftShape, Candidate]) -> dict[str, object]:
+        """Return predicted time and speed of the chains among `found`, JSON-able."""
+        size = load.work.size
+        chains = {str(shape): each for shape, each in found.items() if shape.is_chain}
+        return {
+            "batch_size": size,
+            "draft_ms": round(self.costs.draft_ms(load.work), 5),
+            "round_ms": {k: round(x.ms, 5) for k, x in chains.items()},
+            "tokens_per_ms": {k: round((size + x.expected) / x.ms, 5) for k, x in chains.items()},
+        }
 
     def _budgets(self, size: int, most: float) -> Floats:
         """Return the budgets that are weighed, fewer than `most`."""

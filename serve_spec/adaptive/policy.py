@@ -49,6 +49,8 @@ class StepPolicy(ABC):
 
     needs_costs: ClassVar[bool] = False
     """Whether the engine measures the costs of steps at startup, for `PolicyContext.costs`."""
+    state_version: ClassVar[int] = 1
+    """Format of `state`; states of another version are not restored."""
     shapes: tuple[DraftShape, ...]
     """Every shape that it may choose, fixed once built. The engine captures each of them; `PLAIN`
     is always possible."""
@@ -77,6 +79,21 @@ class StepPolicy(ABC):
         record: the drafts that each request verified and those accepted, the batch size, and the
         times in ms (`record.times`, None without a clock). Steps without decoding requests come,
         too.
+        """
+
+    def state(self) -> Mapping[str, Any]:
+        """Return what should outlive a restart, JSON-able; by default nothing.
+
+        The engine asks every few minutes and at shutdown, between steps, and keeps the answer for
+        the next start with the same models, settings and version, unless it is empty.
+        """
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Continue from a `state` of this class, of the same `state_version`.
+
+        Called on a policy that has just been built. May raise ValueError, in one line, if the state
+        does not fit: then a new one takes its place.
         """
 
     def forget(self, request_id: str) -> None:  # noqa: B027

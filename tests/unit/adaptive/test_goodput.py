@@ -191,7 +191,7 @@ def test_a_broken_clock_teaches_nothing(ms):
 def test_a_closed_guard_opens_again_whatever_runs(num_prefill_tokens):
     policy = goodput()
     policy.choose(decode_batch(8))
-    policy._guards[policy._at or 0].rounds_left = 20
+    policy._guards.of(policy._at or 0).rounds_left = 20
     reasons = []
     for _ in range(64):
         steps = policy.choose(decode_batch(8))
