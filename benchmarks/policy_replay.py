@@ -1,11 +1,12 @@
 """Replay recorded drafts: compare goodput with every fixed depth, per batch and over phases.
 
-python benchmarks/policy_replay.py [--costs h200 cpu]
+python benchmarks/policy_replay.py [--costs h200 cpu] [--restart]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from itertools import chain
 from pathlib import Path
@@ -17,6 +18,8 @@ from serve_spec.adaptive.policy import StaticPolicy, StepPolicy
 from serve_spec.bench.trace import load_traces
 from serve_spec.bench.workload import CLASSES, TextKind
 from serve_spec.core.draft import DraftShape
+from serve_spec.core.record import StepRecord
+from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.worker.graphs import token_counts
 from tests.helpers.simulated_costs import H200_8B, TWO_CPU_CORES, noisy, recorded_table
 
@@ -35,6 +38,7 @@ KINDS = {
 CLASSES.update(KINDS)
 DEPTHS = range(8)
 NUM_TOKENS, SPREAD = 64, 0.4
+FIRST_TOKENS, RESTARTS = 1000, 5
 
 
 def goodput(name: str) -> GoodputPolicy:
@@ -82,11 +86,63 @@ def phases_of(name: str) -> list[Phase]:
     ]
 
 
+def restarts(name: str) -> list[tuple[str, int, float, float]]:
+    """Return (kind, batch size, speed after a restart over warm, speed cold over warm).
+
+    Speeds are of the first tokens of a load, by a policy that has played the same kind before.
+    """
+    found = []
+    for kind in KINDS:
+        for size in COSTS[name][1]:
+            times: dict[str, list[float]] = {"warm": [], "restarted": [], "cold": []}
+            for seed in range(RESTARTS):
+                warm = goodput(name)
+                speeds(name, warm, [Phase(kind, size, 16 * size, NUM_TOKENS, SPREAD)], seed)
+                restarted = goodput(name)
+                restarted.restore(json.loads(json.dumps(warm.state())))
+                policies = {"warm": warm, "restarted": restarted, "cold": goodput(name)}
+                for state, policy in policies.items():
+                    times[state].append(first_tokens_ms(name, policy, kind, size, 100 + seed))
+            ms = {state: fmean(each) for state, each in times.items()}
+            found.append((kind, size, ms["warm"] / ms["restarted"], ms["warm"] / ms["cold"]))
+    return found
+
+
+def first_tokens_ms(name: str, policy: StepPolicy, kind: str, size: int, seed: int) -> float:
+    """Return the time per token of the first tokens of a load."""
+    tokens, ms = [0], [0.0]
+
+    def add(batch: DecodeBatch, steps: RoundSteps, record: StepRecord) -> None:
+        if tokens[-1] < FIRST_TOKENS:
+            tokens.append(tokens[-1] + record.num_output_tokens)
+            ms.append(ms[-1] + record.step_ms)
+
+    simulator = Simulator(policy, TRACES, noisy(COSTS[name][0], 0.02, seed), on_round=add)
+    simulator.run(Phase(kind, size, max(32, 2 * size), NUM_TOKENS, SPREAD))
+    return ms[-1] / tokens[-1]
+
+
+def print_restarts(name: str) -> None:
+    """Print the speeds after a restart and of a policy that knows nothing."""
+    found = restarts(name)
+    for kind, size, restarted, cold in found:
+        print(f"{name:5} {kind:10} {size:4} {restarted:.3f} x warm, cold {cold:.3f} x warm")
+    for which, at in (("restarted", 2), ("cold", 3)):
+        column = [each[at] for each in found]
+        pooled = math.exp(fmean(map(math.log, column)))
+        print(f"{name:5} {which}: {pooled:.3f} x warm pooled, worst {min(column):.3f}")
+
+
 def main() -> None:
-    """Print both tables."""
+    """Print both tables, or that of restarts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--costs", nargs="+", default=list(COSTS), choices=list(COSTS))
-    for name in parser.parse_args().costs:
+    parser.add_argument("--restart", action="store_true", help="speed after a restart over warm")
+    args = parser.parse_args()
+    for name in args.costs:
+        if args.restart:
+            print_restarts(name)
+            continue
         found = cells(name)
         for kind, size, best, off in found:
             print(f"{name:5} {kind:10} {size:4} {best:.3f} x best depth {off:.3f} x off")
