@@ -53,7 +53,7 @@ _ENVIRONMENT = """\
 
 | variable | default | meaning |
 | --- | --- | --- |
-| `SERVE_SPEC_CACHE` | `~/.cache/serve_spec` | Folder of measured cost tables. |
+| `SERVE_SPEC_CACHE` | `~/.cache/serve_spec` | Folder of cost tables and of what policies know. |
 | `SERVE_SPEC_LOG_LEVEL` | `WARNING` | Lowest level that is logged. |
 | `SERVE_SPEC_LOG_FORMAT` | `text` | `text`, or `json` for one object per line. |
 | `SERVE_SPEC_TRACE` | | `1`: names for [profiles](observability.md#profiles). |

@@ -88,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
             for figures in bench.measure(category, mine, batch_size):
                 measurements.append(figures)
                 report.append_record(args.json, {"section": "measurement", **figures})
+    llm.shutdown()
     report.show(_tables(head, measurements), head)
     if args.plot is not None:
         plot(head, measurements, args.plot)

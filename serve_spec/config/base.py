@@ -309,6 +309,18 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path}: {reason}; tried {path.absolute()}; {fix}") from None
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a file atomically; create its folder. Raises OSError: it cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Several replicas may write the same file at once.
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
 def parse_json_object(text: str, what: str) -> dict[str, Any]:
     """Return the JSON object in `text`, of finite numbers and single keys, or raise ConfigError."""
     try:

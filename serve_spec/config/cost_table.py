@@ -5,7 +5,6 @@ A table of another machine, model or version is rejected.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -129,15 +128,8 @@ def load_cost_table(path: Path) -> CostTable:
 
 
 def write_cost_table(table: CostTable, path: Path) -> None:
-    """Write the table atomically; create its folder. Raises OSError: the file cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Several replicas may write the same table at once.
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.write_text(table.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    """Write the table, see `base.write_text`."""
+    base.write_text(path, table.model_dump_json(indent=1) + "\n")
 
 
 def _check_ascending(name: str, values: Sequence[int]) -> None:

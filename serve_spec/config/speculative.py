@@ -129,6 +129,9 @@ class SpeculativeConfig(StrictModel):
     rule of ema."""
     speculative_cost_table: Path | None = None
     """Cost table for goodput, from `serve-spec tune`; null: measured at startup and cached."""
+    speculative_adaptive_cache: bool = True
+    """Keep what an adaptive strategy has learned in the cache folder, and continue from it at the
+    next start with the same models, settings and version."""
     speculative_draft_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of the draft; auto: float16 with fp8 weights, float32 with int8, bfloat16 with
     int4, else bfloat16 if the device has native support, else the target's."""

@@ -22,6 +22,7 @@ from serve_spec.core.round import RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.engine import SpecEngine, freeze_gc
 from serve_spec.engine.inputs import EngineLimits, sampling_defaults
+from serve_spec.engine.policy_cache import PolicyCache, policy_file
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.kvcache.memory import CacheMemory
@@ -120,6 +121,7 @@ def _build_engine(
     if _captures_graphs(config, loaded.device):
         policy = _with_captured_sizes(policy, worker, config.scheduler.max_num_seqs)
     controller = AdaptiveController(policy, table, logger.warning)
+    policy_cache = _policy_cache(config, costs, controller)
     ngrams: NgramDrafter | None = None
     if (algorithm := config.speculative.ngram_algorithm) is not None:
         create = METHODS[algorithm].load()
@@ -140,6 +142,7 @@ def _build_engine(
         ),
         worker_ranks,
         costs,
+        policy_cache,
     )
 
 
@@ -341,6 +344,18 @@ def _cost_source(
         return measure_costs(key, worker, grid, limits, budget, cache.unheld_pages)
 
     return CostSource(key, grid, path=config.speculative.speculative_cost_table, measure=measure)
+
+
+def _policy_cache(
+    config: ServeSpecConfig, costs: CostSource, controller: AdaptiveController
+) -> PolicyCache | None:
+    """Let the policy continue where the last engine of these settings stopped, if asked for."""
+    speculative = config.speculative
+    if not speculative.speculative_adaptive_cache or not speculative.speculative_adaptive:
+        return None
+    policy_cache = PolicyCache(controller, policy_file(costs.cached, speculative))
+    policy_cache.restore()
+    return policy_cache
 
 
 def _load_head(config: ServeSpecConfig, target: Target) -> DraftModel | None:

@@ -17,6 +17,7 @@ from serve_spec.core.request import FinishReason, Prompt, SamplingParams, TokenD
 from serve_spec.core.round import NO_NOTES, RoundNotes
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.inputs import EngineLimits, InputProcessor
+from serve_spec.engine.policy_cache import PolicyCache
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.log import get_logger
 from serve_spec.metrics import MetricsSink, NullSink
@@ -113,6 +114,7 @@ class SpecEngine:
     limits: EngineLimits
     _worker_ranks: WorkerRanks | None = None
     costs: CostSource | None = None
+    policy_cache: PolicyCache | None = None
 
     def __post_init__(self) -> None:
         self.counters = EngineCounters()
@@ -153,6 +155,8 @@ class SpecEngine:
             self.controller.on_verify_complete(record)
         self.counters.observe(record)
         self.metrics.observe(record)
+        if self.policy_cache is not None:
+            self.policy_cache.save_if_due()
         deltas = [self._delta(each, result) for each in committed]
         if record.num_ended:
             self._num_broken = 0
@@ -182,8 +186,13 @@ class SpecEngine:
         return self.costs.wait_s()
 
     def use_idle_time(self) -> None:
-        """Run one step to measure costs that were not measured at start. Only without work."""
+        """Save what the policy has learned, if it is due, and run one step to measure costs.
+
+        Costs are measured if they were not at start. Only without work.
+        """
         assert not self.has_work, "a measurement may overwrite pages of requests"
+        if self.policy_cache is not None:
+            self.policy_cache.save_if_due()
         if self.costs is None or self.idle_wait_s() != 0.0:
             return
         table = self.costs.advance()
@@ -256,7 +265,9 @@ class SpecEngine:
             self._worker_ranks.give_up(reason)
 
     def shutdown(self) -> None:
-        """End the other ranks, if any; no step may run afterwards."""
+        """Save what the policy has learned and end the other ranks; no step may run afterwards."""
+        if self.policy_cache is not None:
+            self.policy_cache.close()
         if self._worker_ranks is not None:
             self._worker_ranks.stop()
         self.worker.grammars.close()

@@ -130,4 +130,5 @@ def main(argv: list[str]) -> int:
             f"[{len(output.token_ids)} tokens in {stats.num_rounds} rounds, "
             f"accept length {stats.accept_length:.2f}{' (forced)' if forced else ''}]\n"
         )
+    llm.shutdown()
     return 0

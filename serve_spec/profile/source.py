@@ -79,7 +79,7 @@ class CostSource:
     def __post_init__(self) -> None:
         self.report: Report = {"state": "missing", "detail": "not measured yet"}
         """State (missing, measured or loaded) and its reason."""
-        self._cached = _cache_file(self.key, self.grid)
+        self.cached = _cache_file(self.key, self.grid)
         self._measurement: Measurement | None = None
         self._left_at = self._away_s = 0.0
         self._pause_s, self._due_s = _FIRST_PAUSE_S, 0.0
@@ -90,7 +90,7 @@ class CostSource:
             if (table := self._read(self.path)) is not None:
                 return table
             self.path = None  # warn once
-        return self._read(self._cached) if os.path.exists(self._cached) else None
+        return self._read(self.cached) if os.path.exists(self.cached) else None
 
     def obtain(self) -> CostTable | None:
         """Return the table at start; None, with a warning, if it cannot be measured."""
@@ -158,7 +158,7 @@ class CostSource:
             self._pause()
             where = "not cached: time ran out, they are measured again when the engine is idle"
         else:
-            where = f"cached in {self._cached}" if _cache(table, self._cached) else "not cached"
+            where = f"cached in {self.cached}" if _cache(table, self.cached) else "not cached"
         detail = (
             f"in {table.measured_s:.1f} s, {len(table.extrapolated)} of "
             f"{len(table.batch_sizes) * (len(table.num_steps) + 1)} points extrapolated; {where}"
