@@ -312,7 +312,7 @@ def read_text(path: Path) -> str:
 def write_text(path: Path, text: str) -> None:
     """Write a file atomically; create its folder. Raises OSError: it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Several replicas may write the same file at once.
+    # Several replicas may write the same file at the same time.
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.write_text(text, encoding="utf-8")

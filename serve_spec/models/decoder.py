@@ -131,7 +131,7 @@ class DecoderLayer(Layer):
     """Pre-norm attention and feed-forward, with the residual addition fused into the norms.
 
     `shape` is one rank's. `input_norm=False` is EAGLE-1's first layer, whose attention reads its
-    input without a norm. `inputs`: hidden vectors that attention reads at once. `formats`: of this
+    input without a norm. `inputs`: hidden vectors that attention reads together. `formats`: of this
     layer's matrices, by Hugging Face's names within it. `mlp`: None: a `GatedMLP`.
     """
 

@@ -51,7 +51,7 @@ SHARD_WORDS = SLOT_WORDS // 2
 """In the largest shard: two ranks', of the largest part. Addends of a shard lie in the first half
 of a slot, its result in the second."""
 SHARD_ALIGNMENT = 4
-"""Words: shards begin where a thread can take as many at once."""
+"""Words: shards begin at multiples of what a thread loads in one instruction."""
 EMPTY = -0x7FFF8000
 """A word that has not arrived: two of -0.0 in 16 bits. It is sent as 0, which adds the same."""
 GATHER_NUMBERS = 16 << 20

@@ -155,7 +155,7 @@ def _sum_over_ranks(
 ):  # fmt: skip
     """The sum of all ranks' parts, as numbers [WORDS · PER_WORD] of `dtype`.
 
-    x: where this rank's part is, or the first of its addends. SHARD: words in a shard; 0: at once.
+    x: where this rank's part is, or the first of its addends. SHARD: words in a shard, 0 for none.
     """
     count = tl.load(counts + tl.program_id(0)) + 1
     at = tl.arange(0, WORDS * PER_WORD)

@@ -1,7 +1,7 @@
 """A small block head in plain torch: DFlash's layers, DSpark's bias and confidence.
 
-`uncached` computes the same block as the papers write it: all at once, from the features, without a
-cache.
+`uncached` computes the same block as the papers write it: in one forward, from the features,
+without a cache.
 """
 
 import torch

@@ -100,7 +100,7 @@ def int4_works(device: torch.device) -> bool:
 def _packed(codes: Tensor) -> Tensor:
     packed: Tensor
     if codes.is_cuda:
-        # Tiles of 16 columns each that a thread reads at once; the even column is the upper half.
+        # Tiles of 16 columns each that a thread reads together; the even column is the upper half.
         num_tiles = next(n for n in (8, 4, 2) if codes.shape[1] % (16 * n) == 0)
         pairs = codes[:, ::2] << 4 | codes[:, 1::2]
         packed = torch.ops.aten._convert_weight_to_int4pack(pairs, num_tiles)
