@@ -30,9 +30,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serve_spec.config.base import Refusal, locate
+from serve_spec.config.base import ConfigError, Refusal, locate
+from serve_spec.config.hub import checkpoint_folder
 from serve_spec.core.errors import CheckpointError
 from serve_spec.models.config import positive_integer, read_json
+from serve_spec.models.gguf import open_gguf
 from serve_spec.models.weights import BuiltFile, Checkpoint, open_checkpoint
 
 # All integers up to this magnitude are exact in bfloat16.
@@ -207,8 +209,8 @@ def open_weights(directory: Path) -> Checkpoint:
 def find_base(base: str, folder: Path) -> Path:
     """Return the folder of `base`, relative to `folder`; CheckpointError if it is not one."""
     try:
-        found = locate("base", base, folder)
-    except Refusal as error:
+        found = checkpoint_folder("base", str(locate("base", base, folder)))
+    except (Refusal, ConfigError) as error:
         raise CheckpointError(str(error)) from error
     if (found / RECIPE_FILE).exists():
         raise CheckpointError(
@@ -235,7 +237,7 @@ class _ExpandedFile(BuiltFile):
         self._recipe = recipe
         folder = find_base(recipe.base, directory)
         self._config = read_json(folder / "config.json")
-        self._base = open_checkpoint(folder)
+        self._base = open_gguf(folder) or open_checkpoint(folder)
         is_draft = recipe.num_layers is None
         self._silent: set[str] = set()  # outputs of added layers
         kept = {name: name for name in self._base.shapes if name not in ("d2t", "t2d")}

@@ -1,4 +1,4 @@
-"""Train the shipped pair, or drafts for another target, phase by phase: `python -m recipes.train`.
+"""Train the shipped drafts, or drafts for another target: `python -m recipes.train PHASE`.
 
 Every phase writes its result to the work folder, where later phases and runs continue:
 
@@ -17,43 +17,52 @@ import argparse
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from recipes.tiny.program import EXTRA, PHASES, PRESETS
-from recipes.tiny.settings import PairRecipe
-from recipes.training.phases import Workshop, say
-from recipes.training.settings import with_length
+from recipes.smollm2 import program as smollm2
+from recipes.tiny import program as tiny
+from recipes.training.phases import Program, Workshop, say
+from recipes.training.settings import Recipe, with_length
+
+PROGRAMS: Mapping[str, Program[Any]] = {**tiny.PROGRAMS, **smollm2.PROGRAMS}
+"""Programs by preset."""
 
 
 def main(argv: list[str]) -> int:
     """Run one phase or all; return 0, or 2 for an invalid argument."""
     options = _parser().parse_args(argv)
+    program = PROGRAMS[options.preset]
     try:
-        recipe = _with_lengths(PRESETS[options.preset](), options)
+        recipe = _with_lengths(program.recipe(), options)
         if options.phase == "export" and options.out is None:
             raise ValueError("phase='export': no folder; give --out FOLDER")
+        known = [*program.extra, *program.phases, "export", "all"]
+        if options.phase not in known:
+            why = f"phase={options.phase!r}: preset {options.preset!r} has none"
+            raise ValueError(f"{why}; use one of {known}")
     except ValueError as error:
         print(f"recipes.train: {error}", file=sys.stderr)
         return 2
     torch.set_float32_matmul_precision("high")
-    shop = Workshop(recipe, options.work, torch.device(options.device), options.quiet)
+    shop = program.shop(recipe, options.work, torch.device(options.device), options.quiet)
     if options.phase == "all":
-        run_all(shop)
-    elif options.phase in EXTRA:
-        EXTRA[options.phase](shop)
+        run_all(program, shop)
+    elif options.phase in program.extra:
+        program.extra[options.phase](shop)
     elif options.phase != "export":
-        PHASES[options.phase][0](shop)
+        program.phases[options.phase][0](shop)
     if options.out is not None and options.phase in ("all", "export"):
         export(shop, options.out)
     return 0
 
 
-def run_all(shop: Workshop[PairRecipe]) -> None:
+def run_all(program: Program[Any], shop: Workshop[Any]) -> None:
     """Run all phases in order; skip those that are done."""
-    for name, (phase, mark) in PHASES.items():
+    for name, (phase, mark) in program.phases.items():
         if (shop.work / mark).exists():
             say(f"{name}: already done")
             continue
@@ -62,7 +71,7 @@ def run_all(shop: Workshop[PairRecipe]) -> None:
         say(f"{name}: {time.monotonic() - started:.1f} s")
 
 
-def export(shop: Workshop[PairRecipe], out: Path) -> None:
+def export(shop: Workshop[Any], out: Path) -> None:
     """Copy checkpoints and manifest to `out`, and figures and plots to `out`/report."""
     for folder in sorted(shop.export.iterdir()):
         shutil.copytree(folder, out / folder.name, dirs_exist_ok=True)
@@ -75,9 +84,12 @@ def export(shop: Workshop[PairRecipe], out: Path) -> None:
 def _parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="python -m recipes.train", description=__doc__)
     root.formatter_class = argparse.RawDescriptionHelpFormatter
-    root.add_argument("phase", choices=[*EXTRA, *PHASES, "export", "all"])
+    phases = dict.fromkeys(
+        name for program in PROGRAMS.values() for name in (*program.extra, *program.phases)
+    )
+    root.add_argument("phase", choices=[*phases, "export", "all"])
     root.add_argument(
-        "--preset", choices=PRESETS, default="tiny", help="settings (default: tiny, as shipped)"
+        "--preset", choices=PROGRAMS, default="tiny", help="settings (default: tiny, as shipped)"
     )
     root.add_argument(
         "--work", type=Path, default=Path("train-work"), help="work folder (default: train-work)"
@@ -94,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     return root
 
 
-def _with_lengths(recipe: PairRecipe, options: argparse.Namespace) -> PairRecipe:
+def _with_lengths(recipe: Recipe, options: argparse.Namespace) -> Recipe:
     for kind in ("seconds", "steps"):
         for item in getattr(options, kind):
             name, equals, value = item.partition("=")

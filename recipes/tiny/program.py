@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from recipes.tiny.corpus import build_corpus, find_sources, write_manifest
-from recipes.tiny.plots import plot_losses, plot_survival
 from recipes.tiny.settings import PairRecipe, smoke, tiny
 from recipes.tiny.target import train_target
 from recipes.tiny.tokenizer import encode_documents, load_tokenizer, save_tokenizer, train_tokenizer
-from recipes.training.phases import DRAFT_PHASES, PhaseFunction, Workshop, say
+from recipes.training.phases import DRAFT_PHASES, Phases, Program, Workshop, say
+from recipes.training.plots import plot_losses, plot_survival
 from recipes.training.weights import save_state
 
 
@@ -69,17 +69,17 @@ def make_plots(shop: Workshop[PairRecipe]) -> None:
         plot_survival(record, shop.report / "survival.png")
 
 
-PRESETS: Mapping[str, Callable[[], PairRecipe]] = {"tiny": tiny, "smoke": smoke}
-"""Settings by name."""
-
-PHASES: Mapping[str, tuple[PhaseFunction, str]] = {
+PHASES: Phases = {
     "tokenizer": (make_tokenizer, "tokens.pt"),
     "target": (make_target, "export/target/config.json"),
     **DRAFT_PHASES,
     "rollout": (make_pool, "pool.pt"),
     "plot": (make_plots, "report/losses.png"),
 }
-"""Function of each phase, and the file of the work folder that marks it as done, in order."""
 
-EXTRA: Mapping[str, PhaseFunction] = {"corpus": show_corpus}
-"""Phases that run alone and mark nothing."""
+EXTRA = {"corpus": show_corpus}
+
+PROGRAMS: Mapping[str, Program[PairRecipe]] = {
+    name: Program(recipe, PHASES, EXTRA) for name, recipe in (("tiny", tiny), ("smoke", smoke))
+}
+"""Programs by preset."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from torch import Tensor
 from recipes.training import unroll
 from recipes.training.loop import Run, Trainer, compiled
 from recipes.training.sampling import mixed_rows, windows
-from recipes.training.settings import Recipe
+from recipes.training.settings import Phase, Recipe
 from recipes.training.unroll import Lesson, Teacher
 from recipes.training.weights import MasterWeights, export_checkpoint, initialise, new_llama
 from serve_spec.core.errors import CheckpointError
@@ -33,11 +33,24 @@ from serve_spec.models.shape import DecoderShape
 
 @dataclass(frozen=True)
 class NewDraft:
-    """A draft to train: the inference model, its trainable weights and its config.json."""
+    """A draft to train: the inference model, its trainable weights and its config.json.
+
+    maps: tensors of the file that are not trained.
+    """
 
     model: Eagle | Eagle3 | Medusa | Decoder
     weights: MasterWeights
     config: dict[str, Any]
+    maps: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def target_ids(self) -> Tensor | None:
+        """The target's ids that it draws from, int64 [Vd]; None: all."""
+        return self.model.target_ids if isinstance(self.model, Eagle3) else None
+
+    def export(self, folder: Path) -> None:
+        """Write its checkpoint to `folder`."""
+        export_checkpoint(folder, {**self.weights.parameters, **self.maps}, self.config)
 
     @property
     def head(self) -> DraftHead:
@@ -46,10 +59,13 @@ class NewDraft:
         return self.model
 
 
-def new_draft(name: str, target: Decoder, recipe: Recipe) -> NewDraft:
-    """Return the draft "eagle3", "eagle", "medusa" or "standalone"; raise ValueError for others."""
+def new_draft(name: str, target: Decoder, recipe: Recipe, ids: Tensor | None = None) -> NewDraft:
+    """Return the draft "eagle3", "eagle", "medusa" or "standalone"; raise ValueError for others.
+
+    ids: of the target's tokens that an EAGLE-3 head draws from, int64 [Vd], ascending; None: all.
+    """
     builders = {
-        "eagle3": _new_eagle3,
+        "eagle3": lambda target, recipe: _new_eagle3(target, recipe, ids),
         "eagle": _new_eagle,
         "medusa": _new_medusa,
         "standalone": _new_standalone,
@@ -66,15 +82,15 @@ def target_config(target: Decoder) -> dict[str, Any]:
     return read_json(target.path / "config.json")
 
 
-def _new_eagle3(target: Decoder, recipe: Recipe) -> NewDraft:
+def _new_eagle3(target: Decoder, recipe: Recipe, ids: Tensor | None) -> NewDraft:
     """Initialize from the target's last layer, reading the target's highest feature."""
     shape, generator = _draft_layer(target), torch.Generator().manual_seed(recipe.seed)
-    hidden = shape.hidden_size
+    hidden, rows = shape.hidden_size, shape.vocab_size if ids is None else len(ids)
     head_shape = Eagle3Shape(
         layers=shape,
         capture=FeatureCapture(capture_layers(None, target.shape.num_layers)),
         target_hidden_size=hidden,
-        draft_vocab_size=shape.vocab_size,
+        draft_vocab_size=rows,
         fc_bias=False,
         input_norm=False,
         fc_norm=False,
@@ -83,7 +99,7 @@ def _new_eagle3(target: Decoder, recipe: Recipe) -> NewDraft:
     )
     weight = target.embed_tokens.weight
     with tensor_defaults(weight.dtype, weight.device):
-        head = Eagle3(head_shape, target, None)
+        head = Eagle3(head_shape, target, ids)
     head.lm_head.out_dtype = None
     # Official EAGLE-3 files call their only layer `midlayer`.
     masters = MasterWeights(head, lambda name: name.replace("layers.0.", "midlayer."))
@@ -106,14 +122,24 @@ def _new_eagle3(target: Decoder, recipe: Recipe) -> NewDraft:
     masters.fill({f"midlayer.{name}": tensor for name, tensor in layer.items()})
     lm_head = target.lm_head.format
     assert isinstance(lm_head, PlainWeight), "a frozen target has plain weights"
-    masters.fill({"norm.weight": target.norm.weight, "lm_head.weight": lm_head.weight})
+    output = lm_head.weight if ids is None else lm_head.weight[ids]
+    masters.fill({"norm.weight": target.norm.weight, "lm_head.weight": output})
     config = {
         **_layer_config(target, "LlamaForCausalLMEagle3"),
-        "draft_vocab_size": shape.vocab_size,
+        "draft_vocab_size": rows,
         "target_hidden_size": hidden,
         "tie_word_embeddings": False,
     }
-    return NewDraft(head, masters, config)
+    return NewDraft(head, masters, config, _id_maps(ids, shape.vocab_size))
+
+
+def _id_maps(ids: Tensor | None, vocab_size: int) -> dict[str, Tensor]:
+    """Return `d2t` (offsets) and `t2d` (marks) of a head that draws from `ids`; none from all."""
+    if ids is None:
+        return {}
+    reached = torch.zeros(vocab_size, dtype=torch.bool, device=ids.device)
+    reached[ids] = True
+    return {"d2t": ids - torch.arange(len(ids), device=ids.device), "t2d": reached}
 
 
 def _new_eagle(target: Decoder, recipe: Recipe) -> NewDraft:
@@ -220,37 +246,76 @@ LessonLoss = Callable[[Lesson], tuple[Tensor, Tensor]]
 """Loss of one lesson, and the mean overlap sum(min(p, q)) per draft step."""
 
 
+class Batch(NamedTuple):
+    """Rows of a training step: tokens int64 [B, T]; counted: bool [B, T], see `Lesson`."""
+
+    tokens: Tensor
+    counted: Tensor | None = None
+
+
+class Texts(Protocol):
+    """What a draft is trained on, on the training device."""
+
+    def batch(self, step: int, phase: Phase, rng: torch.Generator) -> Batch:
+        """Return the rows of a step."""
+        ...
+
+    def held_out_batch(self, phase: Phase, rng: torch.Generator) -> Batch:
+        """Return rows that no step has."""
+        ...
+
+    def draft_ids(self, size: int) -> Tensor:
+        """Return the `size` most frequent ids, int64 [size], ascending."""
+        ...
+
+
 @dataclass(frozen=True)
-class Data:
-    """Token streams [N] and the on-policy pool [R, T], all on the training device."""
+class Corpus:
+    """Rows of token streams [N] and of the on-policy pool [R, T] by turns."""
 
     train: Tensor
     held_out: Tensor
     pool: Tensor
 
+    def batch(self, step: int, phase: Phase, rng: torch.Generator) -> Batch:
+        num_tokens = phase.rows * phase.row_tokens
+        return Batch(mixed_rows(step, self.train, self.pool, num_tokens, phase.row_tokens, rng))
 
-def train_head(name: str, recipe: Recipe, target: Decoder, data: Data, run: Run, out: Path) -> None:
-    """Train drafter `name` on alternating corpus and on-policy rows, then export it to `out`."""
+    def held_out_batch(self, phase: Phase, rng: torch.Generator) -> Batch:
+        return Batch(windows(self.held_out, phase.rows, phase.row_tokens, rng))
+
+    def draft_ids(self, size: int) -> Tensor:
+        return most_frequent(self.pool, size)
+
+
+def most_frequent(tokens: Tensor, size: int) -> Tensor:
+    """Return the `size` most frequent ids of `tokens`, int64 [size], ascending."""
+    counts = tokens.flatten().int().bincount(minlength=size)
+    return counts.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def train_head(
+    name: str, recipe: Recipe, target: Decoder, texts: Texts, run: Run, out: Path
+) -> None:
+    """Train drafter `name` on texts, then export it to `out`."""
     phase = recipe.phases[name]
-    teacher = Teacher(target, padding=recipe.unroll_steps + 1)
-    draft = new_draft(name, target, recipe)
+    size = recipe.draft_vocab_size if name == "eagle3" else None
+    draft = new_draft(name, target, recipe, None if size is None else texts.draft_ids(size))
+    teacher = Teacher(target, padding=recipe.unroll_steps + 1, ids=draft.target_ids)
     loss_of = lesson_loss(name, recipe, draft, teacher.device)
     rng = torch.Generator().manual_seed(recipe.seed + 1)
     fixed = torch.Generator().manual_seed(recipe.seed + 2)
-    size = phase.rows, phase.row_tokens
-    watch = [windows(data.held_out, *size, fixed) for _ in range(phase.heldout_batches)]
+    watch = [texts.held_out_batch(phase, fixed) for _ in range(phase.heldout_batches)]
 
     def loss_fn(step: int) -> tuple[Tensor, Mapping[str, Tensor]]:
-        batch_tokens = phase.rows * phase.row_tokens
-        rows = mixed_rows(step, data.train, data.pool, batch_tokens, phase.row_tokens, rng)
-        loss, overlaps = loss_of(teacher(rows))
+        loss, overlaps = loss_of(teacher(*texts.batch(step, phase, rng)))
         return loss, {"overlap": overlaps}
 
     def heldout() -> Tensor:
-        return torch.stack([loss_of(teacher(rows))[0].detach() for rows in watch]).mean()
+        return torch.stack([loss_of(teacher(*batch))[0].detach() for batch in watch]).mean()
 
     Trainer(draft.weights.parameters, phase, run, rng, heldout).train(loss_fn)
-    export_checkpoint(out, draft.weights.parameters, draft.config)
+    draft.export(out)
 
 
 def lesson_loss(name: str, recipe: Recipe, draft: NewDraft, device: torch.device) -> LessonLoss:
@@ -312,9 +377,8 @@ def _distillation_loss(recipe: Recipe, draft: NewDraft, device: torch.device) ->
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
             hidden, _ = unroll.forward_rows(model, tokens)
             logits = model.logits(hidden.flatten(0, 1)).unflatten(0, tokens.shape)
-        everywhere = torch.ones(lesson.row_tokens, device=tokens.device)
         total, overlap = unroll.draft_loss(
-            logits, lesson.probs_from(0), everywhere, recipe.overlap_weight
+            logits, lesson.probs_from(0), lesson.weight(-1), recipe.overlap_weight
         )
         return total, overlap[None]
 
@@ -324,8 +388,10 @@ def _distillation_loss(recipe: Recipe, draft: NewDraft, device: torch.device) ->
 def _compiled_lesson_loss(loss: LessonLoss, device: torch.device) -> LessonLoss:
     """Compile a loss over the tensors of a lesson; the dataclass stays outside the graph."""
 
-    def of_tensors(tokens: Tensor, last: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        return loss(Lesson(tokens, last, last, probs, last.shape[1]))
+    def of_tensors(
+        tokens: Tensor, last: Tensor, probs: Tensor, counted: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return loss(Lesson(tokens, last, last, probs, last.shape[1], counted))
 
     fast = compiled(of_tensors, device)
-    return lambda lesson: fast(lesson.tokens, lesson.last, lesson.probs)
+    return lambda lesson: fast(lesson.tokens, lesson.last, lesson.probs, lesson.counted)

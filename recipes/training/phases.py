@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic
@@ -18,7 +18,7 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from recipes.training.drafts import Data, train_head
+from recipes.training.drafts import Corpus, Texts, train_head
 from recipes.training.evaluate import evaluate, markdown, write_record
 from recipes.training.loop import Run
 from recipes.training.sampling import build_pool
@@ -49,24 +49,35 @@ class Workshop(Generic[R]):
         """Return the log and state of phase `name`."""
         return Run(name, self.work / "logs", show_progress=not self.quiet)
 
+    @property
+    def target_folder(self) -> Path:
+        """Return the folder of the target's checkpoint."""
+        return self.export / "target"
+
     @cached_property
     def target(self) -> Decoder:
-        """Return the exported target, frozen, with plain weights."""
-        return load_frozen(self.export / "target", self.device, self.dtype)
+        """Return the target, frozen, with plain weights."""
+        return load_frozen(self.target_folder, self.device, self.dtype)
 
     @cached_property
     def streams(self) -> tuple[Tensor, Tensor]:
         """Return training and held-out tokens on the device."""
-        state = self._load("tokens.pt", "tokenizer")
+        state = self.load("tokens.pt", "tokenizer")
         return state["train"], state["held_out"]
 
     @cached_property
     def pool(self) -> Tensor:
         """Return on-policy rows on the device."""
-        pool: Tensor = self._load("pool.pt", "rollout")["pool"]
+        pool: Tensor = self.load("pool.pt", "rollout")["pool"]
         return pool
 
-    def _load(self, name: str, phase: str) -> dict[str, Any]:
+    @cached_property
+    def texts(self) -> Texts:
+        """Return what drafts are trained on."""
+        return Corpus(*self.streams, self.pool)
+
+    def load(self, name: str, phase: str) -> dict[str, Any]:
+        """Return state of the work folder, on the device; phase: the one that writes it."""
         path = self.work / name
         if not path.exists():
             raise FileNotFoundError(f"{path}: missing; run `python -m recipes.train {phase}` first")
@@ -76,9 +87,26 @@ class Workshop(Generic[R]):
 PhaseFunction = Callable[[Workshop[Any]], None]
 
 
+Phases = Mapping[str, tuple[PhaseFunction, str]]
+"""Function of each phase, and the file of the work folder that marks it as done, in order."""
+
+
+@dataclass(frozen=True)
+class Program(Generic[R]):
+    """What a preset runs.
+
+    shop: makes the workshop of its recipe. extra: phases that run alone and mark nothing.
+    """
+
+    recipe: Callable[[], R]
+    phases: Phases
+    extra: Mapping[str, PhaseFunction] = field(default_factory=dict)
+    shop: type[Workshop[R]] = Workshop
+
+
 def make_pool(shop: Workshop[R]) -> None:
     """Generate the on-policy pool with the target."""
-    target = load_target(shop.export / "target", shop.dtype, shop.device)
+    target = load_target(shop.target_folder, shop.dtype, shop.device)
     assert isinstance(target, Decoder)
     plan, seed = shop.recipe.rollout, shop.recipe.seed
     shop.pool = build_pool(target, shop.streams[0], plan, seed, shop.work / "pool.pt")
@@ -89,8 +117,7 @@ def make_head(name: str) -> PhaseFunction:
     """Return the phase that trains and exports drafter `name`."""
 
     def phase(shop: Workshop[R]) -> None:
-        data = Data(*shop.streams, shop.pool)
-        train_head(name, shop.recipe, shop.target, data, shop.run(name), shop.export / name)
+        train_head(name, shop.recipe, shop.target, shop.texts, shop.run(name), shop.export / name)
 
     return phase
 
@@ -102,12 +129,12 @@ def make_evaluation(shop: Workshop[R]) -> None:
     say(markdown(record))
 
 
-DRAFT_PHASES: Mapping[str, tuple[PhaseFunction, str]] = {
+DRAFT_PHASES: Phases = {
     "rollout": (make_pool, "pool.pt"),
     **{name: (make_head(name), f"export/{name}/config.json") for name in DRAFTERS},
     "evaluate": (make_evaluation, "report/acceptance.json"),
 }
-"""Function of each phase, and the file of the work folder that marks it as done, in order."""
+"""Phases that every draft of a target in the work folder has."""
 
 _STARTED = time.monotonic()
 

@@ -124,7 +124,10 @@ class EvaluationPlan:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings of a run; `standalone` is the config.json of the stand-alone draft."""
+    """Settings of a run; `standalone` is the config.json of the stand-alone draft.
+
+    draft_vocab_size: number of ids that an EAGLE-3 head draws from; None: the target's.
+    """
 
     standalone: dict[str, Any]
     phases: dict[str, Phase]
@@ -135,6 +138,7 @@ class Recipe:
     overlap_weight: float = 1.0
     feature_weight: float = 0.1
     medusa_heads: int = 4
+    draft_vocab_size: int | None = None
     seed: int = 0
 
 

@@ -117,13 +117,15 @@ def draft_loss(
 
     The loss is the cross-entropy towards the target's distribution plus `overlap_weight` times the
     total variation, which is one minus the best acceptance of any lossless verification.
-    logits, probs: [B, T, V]. weight: [T], 1 at valid positions, else 0.
+    logits, probs: [B, T, V]; probs may sum to less than 1. weight: [T] or [B, T], 1 at valid
+    positions, else 0.
     """
     log_q = logits.float().log_softmax(-1)
     p = probs.float()
     cross = -(p * log_q).sum(-1)
     overlap = torch.minimum(p, log_q.exp()).sum(-1)
-    fraction = weight / (weight.sum() * logits.shape[0])
+    weight = weight.expand(logits.shape[:2])
+    fraction = weight / weight.sum().clamp(min=1)
     loss = ((cross + overlap_weight * (1.0 - overlap)) * fraction).sum()
     return loss, (overlap.detach() * fraction).sum()
 
@@ -195,25 +197,32 @@ def medusa_loss(
 class Lesson:
     """Output of the target for rows [B, T].
 
-    `tokens` [B, T + S] and `probs` [B, T + S, V] are padded with zeros by S places, so that a view
-    shifted by up to S places has the same shape at every unroll step.
+    `tokens` [B, T + S], `probs` [B, T + S, V] and `counted` [B, T + S] are padded with zeros by S
+    places, so that a view shifted by up to S places has the same shape at every unroll step.
     """
 
     tokens: Tensor
     captured: Tensor  # [B, T, 3H], inputs of the three capture layers (pre-norm residual stream)
     last: Tensor  # [B, T, H], after the target's final norm
-    probs: Tensor  # [B, T + S, V], next-token distribution at each position
+    probs: Tensor  # [B, T + S, V], next-token distribution at each position, of the ids drawn from
     row_tokens: int
+    counted: Tensor | None = None  # bool [B, T + S], tokens whose drafts count; None: all
 
     def tokens_from(self, shift: int) -> Tensor:
         """Return token x_{j + shift} at place j: [B, T]; zero past the end."""
         return self.tokens.narrow(1, shift, self.row_tokens)
 
     def weight(self, step: int) -> Tensor:
-        """Return 1 at the places [T] whose draft of `step` is of a token inside the row, else 0."""
+        """Return 1 at the places whose draft of `step` counts, else 0: [T] or [B, T].
+
+        The draft of a place is of a token inside the row, and of one that is counted.
+        """
         place = torch.arange(self.row_tokens, device=self.last.device)
         # Row i of step k needs token x_{i+1+k}.
-        return (place < self.row_tokens - 1 - step).float()
+        inside = (place < self.row_tokens - 1 - step).float()
+        if self.counted is None:
+            return inside
+        return inside * self.counted.narrow(1, 2 + step, self.row_tokens)
 
     def probs_from(self, shift: int) -> Tensor:
         """Return the distribution of x_{j + shift + 1} at place j: [B, T, V]; zero past the end."""
@@ -221,10 +230,16 @@ class Lesson:
 
 
 class Teacher:
-    """The target, run without gradients. `padding` is the largest shift a lesson allows."""
+    """The target, run without gradients.
 
-    def __init__(self, model: Decoder, padding: int, fast: bool = True) -> None:
-        self.model = model
+    padding: the largest shift that a lesson allows. ids: of the tokens whose probabilities a lesson
+    has, int64 [V]; None: of all.
+    """
+
+    def __init__(
+        self, model: Decoder, padding: int, fast: bool = True, ids: Tensor | None = None
+    ) -> None:
+        self.model, self.ids = model, ids
         self.padding = padding
         self.device = model.embed_tokens.weight.device
         self.capture = FeatureCapture(capture_layers(None, model.shape.num_layers))
@@ -233,16 +248,20 @@ class Teacher:
     def _teach(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         hidden, captured = forward_rows(self.model, tokens, self.capture)
         assert captured is not None
-        probs = self.model.logits(hidden.flatten(0, 1)).float().softmax(-1).to(hidden.dtype)
+        probs = self.model.logits(hidden.flatten(0, 1)).float().softmax(-1)
+        if self.ids is not None:
+            probs = probs[:, self.ids]
+        probs = probs.to(hidden.dtype)
         padded = F.pad(probs.unflatten(0, tokens.shape), (0, 0, 0, self.padding))
         return captured, hidden, padded
 
     @torch.no_grad()
-    def __call__(self, tokens: Tensor) -> Lesson:
-        """Return the lesson of int64 rows [B, T]."""
+    def __call__(self, tokens: Tensor, counted: Tensor | None = None) -> Lesson:
+        """Return the lesson of int64 rows [B, T]. counted: bool [B, T], see `Lesson`."""
         captured, last, probs = self._forward(tokens)
         padded = F.pad(tokens, (0, self.padding))
-        return Lesson(padded, captured, last, probs, tokens.shape[1])
+        marks = None if counted is None else F.pad(counted, (0, self.padding))
+        return Lesson(padded, captured, last, probs, tokens.shape[1], marks)
 
 
 def forward_rows(

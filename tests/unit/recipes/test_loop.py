@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.tiny.plots import plot_survival
 from recipes.training.evaluate import evaluate, in_loop, markdown, walk
 from recipes.training.loop import Run, Trainer, read_log
+from recipes.training.plots import plot_survival
 from recipes.training.sampling import mixed_rows, windows
 from recipes.training.settings import EvaluationPlan, Phase, Schedule, draft_recipe, llama_config
 from recipes.training.weights import MasterWeights, export_checkpoint, initialise, new_llama

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from recipes import train
 from recipes.tiny.corpus import Source, build_corpus
 from recipes.tiny.licences import check_licence
-from recipes.tiny.program import PHASES, PRESETS
+from recipes.tiny.program import PHASES, PROGRAMS
 from recipes.tiny.settings import CorpusLimits
 from recipes.tiny.tokenizer import encode_documents, save_tokenizer, train_tokenizer
 from recipes.training.loop import read_log
@@ -131,7 +131,7 @@ def test_the_command_names_a_wrong_argument_and_the_remedy(capsys, arguments, pr
 
 def test_every_phase_of_the_smoke_recipe_runs(tmp_path):
     """From given tokens, on a CPU: target, pool, all drafts, evaluation."""
-    recipe = PRESETS["smoke"]()
+    recipe = PROGRAMS["smoke"].recipe()
     for name, steps in (("target", 12), ("eagle3", 3), ("eagle", 3), ("medusa", 3)):
         recipe = with_length(recipe, name, steps=steps)
     recipe = with_length(recipe, "standalone", steps=3)

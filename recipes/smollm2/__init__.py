@@ -1,0 +1,1 @@
+"""Recipe of the drafts for SmolLM2-135M-Instruct."""
