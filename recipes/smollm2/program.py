@@ -1,6 +1,7 @@
 """Phases of the drafts for SmolLM2: prompts, answers, head, evaluation, plots.
 
 WORK/prompts.pt  WORK/answers.pt   token ids of prompts, rows of chats with the target's answers
+WORK/offline.jsonl                 records of `serve-spec bench offline`, for a plot
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from recipes.smollm2.prompts import counted, training_prompts
 from recipes.smollm2.settings import ChatRecipe, smoke, smollm2
 from recipes.training.drafts import Batch
 from recipes.training.phases import Phases, Program, Workshop, make_head, say
-from recipes.training.plots import plot_losses
+from recipes.training.plots import plot_accept_lengths, plot_losses
 from recipes.training.weights import save_state
+from serve_spec.bench.report import read_records
 from serve_spec.config import ServeSpecConfig
 
 
@@ -65,10 +67,11 @@ def make_answers(shop: ChatWorkshop) -> None:
         prompts = split(stored[name], stored[f"{name}_lengths"])
         chats = write_answers(llm, prompts, plan, seed, seconds)
         rows = fill_rows(chats, plan.row_tokens)
-        state[name], state[f"{name}_counted"] = rows
+        assert rows.counted is not None, "answers are counted"
+        state[name], state[f"{name}_counted"] = rows.tokens, rows.counted
         say(f"{name}: {len(chats)} answers, {all_tokens(rows)} tokens in {len(rows.tokens)} rows")
         for chat in chats[: len(plan.temperatures)]:
-            say(repr(llm.engine.tokenizer.decode(chat.answer)[:400]))
+            say(repr(llm.engine.tokenizer.decode(list(chat.answer))[:400]))
     llm.shutdown()
     save_state(shop.work / "answers.pt", state)
     answers = shop.texts
@@ -77,9 +80,14 @@ def make_answers(shop: ChatWorkshop) -> None:
 
 
 def make_plots(shop: ChatWorkshop) -> None:
-    """Draw loss curves."""
+    """Draw loss curves, and accept lengths if `serve-spec bench offline` has measured them."""
     shop.report.mkdir(parents=True, exist_ok=True)
     plot_losses(shop.work / "logs", shop.report / "losses.png")
+    measured = shop.work / "offline.jsonl"
+    if measured.exists():
+        records = read_records(measured, "offline")
+        found = [record for record in records if record["section"] == "measurement"]
+        plot_accept_lengths(found, shop.report / "accept-lengths.png")
 
 
 PHASES: Phases = {

@@ -100,11 +100,11 @@ def _code() -> Iterator[Sequence[Message]]:
     """Yield heads of functions with a docstring, whose bodies the model writes."""
     corpus = build_corpus(*find_sources(), CorpusLimits(held_out=()), seed=0)
     for text in corpus.train:
-        for head in _function_heads(text):
+        for head in function_heads(text):
             yield [{"role": "user", "content": head}]
 
 
-def _function_heads(text: str) -> Iterator[str]:
+def function_heads(text: str) -> Iterator[str]:
     """Yield the lines of each function of a module up to the end of its docstring."""
     try:
         module = ast.parse(text)

@@ -46,12 +46,12 @@ class ChatRecipe(Recipe):
 
 def smollm2() -> ChatRecipe:
     """Return the settings of the shipped head."""
-    schedule = Schedule(seconds=300, stable_fraction=0.2)
+    schedule = Schedule(seconds=290, stable_fraction=0.2)
     phase = Phase(2e-3, schedule, 32, 640, clip_norm=0.5, heldout_every=500)
     return ChatRecipe(
         standalone={},
         phases={"eagle3": phase},
-        unroll_steps=7,
+        unroll_steps=5,
         draft_vocab_size=8192,
     )
 

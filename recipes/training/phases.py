@@ -84,7 +84,8 @@ class Workshop(Generic[R]):
         return load_state(path, self.device)
 
 
-PhaseFunction = Callable[[Workshop[Any]], None]
+PhaseFunction = Callable[[Any], None]
+"""What a phase does in a workshop of its program."""
 
 
 Phases = Mapping[str, tuple[PhaseFunction, str]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def plot_losses(logs: Path, out: Path) -> None:
     for axis, name in zip(axes[0], found, strict=True):
         rows = list(read_log(logs / f"{name}.jsonl"))
         axis.plot(*_curve(rows, "loss"), lw=0.7, label="training batch")
-        axis.plot(*_curve(rows, "heldout_loss"), "o-", ms=3, label="held-out packages")
+        axis.plot(*_curve(rows, "heldout_loss"), "o-", ms=3, label="held-out text")
         axis.set_title(name)
         axis.set_xlabel("tokens seen (millions)")
         axis.set_ylabel("loss (nats)")
@@ -61,6 +62,32 @@ def plot_survival(record: dict[str, Any], out: Path) -> None:
         axis.grid(alpha=0.3)
         axis.set_ylim(0, 1)
     axes[0].set_ylabel("rounds accepting at least k drafts")
+    axes[0].legend(fontsize=8)
+    figure.savefig(out, dpi=110)
+    plt.close(figure)
+
+
+def plot_accept_lengths(measurements: Sequence[dict[str, Any]], out: Path) -> None:
+    """Draw the accept length over the depth by category, at the lowest and highest T.
+
+    measurements: of `serve-spec bench offline`, at one batch size.
+    """
+    chains = [m for m in measurements if m["variant"].startswith("K=")]
+    temperatures = sorted({m["temperature"] for m in chains})
+    shown = [temperatures[0], temperatures[-1]]
+    figure, axes = plt.subplots(1, 2, figsize=(8.4, 3.4), sharey=True, layout="constrained")
+    for axis, temperature in zip(axes, shown, strict=True):
+        for category in sorted({m["category"] for m in chains}):
+            points = sorted(
+                (int(m["variant"].removeprefix("K=")), m["accept_length"])
+                for m in chains
+                if (m["category"], m["temperature"]) == (category, temperature)
+            )
+            axis.plot(*zip(*points, strict=True), "o-", ms=3, label=category)
+        axis.set_title(f"T = {temperature}")
+        axis.set_xlabel("depth")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("accept length (tokens a round)")
     axes[0].legend(fontsize=8)
     figure.savefig(out, dpi=110)
     plt.close(figure)

@@ -136,6 +136,9 @@ def _with_shipped(sections: Sections) -> Sections:
     if not file.is_file():
         return sections
     shipped = _sections(base.parse_yaml(base.read_text(file), str(file)))
+    algorithm = sections.get("speculative", {}).get("speculative_algorithm")
+    if algorithm not in (None, shipped["speculative"]["speculative_algorithm"]):
+        del shipped["speculative"]["speculative_draft_model_path"]  # made for another algorithm
     for section, values in sections.items():
         of_target = {"path": shipped["model"]["path"]} if section == "model" else {}
         shipped[section] = {**shipped.get(section, {}), **values, **of_target}

