@@ -136,6 +136,11 @@ def llm_maker(root, device="cpu", drafts=()):
     """
     pair = make_checkpoints(root)
     pair.heads.update(drafts)
+    return maker_of(pair, device)
+
+
+def maker_of(pair, device):
+    """Return `llm_maker`'s function for a pair."""
     make_llm = engines.llm_maker(pair, device)
 
     def make(row, **overrides):
