@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from serve_spec.layers.formats.base import Formats, Matrix, WeightFormat
+from serve_spec.layers.formats.fp16 import Fp16Weight
 from serve_spec.layers.formats.onednn import OneDnnWeight
 from serve_spec.layers.formats.plain import Conversion, PlainWeight
 
 # What this machine multiplies floats fastest with, if not as they are.
-_FASTEST: tuple[Conversion, ...] = (OneDnnWeight.convert,)
+_FASTEST: tuple[Conversion, ...] = (Fp16Weight.convert, OneDnnWeight.convert)
 
 
 class PlainFormats(Formats):

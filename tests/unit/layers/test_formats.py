@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.formats.base import Formats, WeightFormat
 from serve_spec.layers.formats.choices import PLAIN
+from serve_spec.layers.formats.fp16 import Fp16Weight, fp16_works, lossless_exponent
 from serve_spec.layers.formats.int8 import quantized_rows
 from serve_spec.layers.formats.onednn import OneDnnWeight, onednn_rows, onednn_works
 from serve_spec.layers.formats.plain import PlainWeight
@@ -30,10 +31,14 @@ def filled(linear, dtype=torch.float32):
 @pytest.mark.parametrize(
     ("num_rows", "bias"), [(1, False), (2, True), (8, False), (9, True), (100, False)]
 )
-def test_a_packed_linear_is_the_same_linear(num_rows, bias):
-    plain, packed = (filled(Linear(256, {"a": 300, "b": 20}, bias=bias)) for _ in range(2))
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_packed_linear_is_the_same_linear(num_rows, bias, stored):
+    plain, packed = (filled(Linear(256, {"a": 300, "b": 20}, bias=bias), stored) for _ in range(2))
     packed.finish()
-    assert isinstance(packed.format, OneDnnWeight) == onednn_works(torch.float32)
+    if stored != torch.float32 and fp16_works():
+        assert isinstance(packed.format, Fp16Weight), "half the bytes hold all of it"
+    else:
+        assert isinstance(packed.format, OneDnnWeight) == onednn_works(torch.float32)
     # Every other half of longer rows.
     x = torch.randn(num_rows, 512, generator=torch.Generator().manual_seed(1))[:, :256]
     once = packed(x)
@@ -45,15 +50,62 @@ def test_a_packed_linear_is_the_same_linear(num_rows, bias):
     assert isinstance(small.format, PlainWeight), "a small linear is not packed"
 
 
-@pytest.mark.parametrize("in_features", [256, 1408, 2048])
-def test_a_row_of_a_packed_linear_has_the_same_bits_alone_and_among_others(in_features):
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("in_features", "out_features"), [(256, 640), (1408, 640), (2048, 640), (64, 20011)]
+)
+def test_a_row_of_a_packed_linear_has_the_same_bits_alone_and_among_others(
+    in_features, out_features, stored
+):
     """Or a text would depend on how many drafts are verified with it."""
-    linear = filled(Linear(in_features, {"a": 640}))
+    linear = filled(Linear(in_features, {"a": out_features}), stored)
     linear.finish()
     x = torch.randn(100, in_features, generator=torch.Generator().manual_seed(1))
     among = linear(x)
     for count in (1, 2, 3, 7, 8, 9, 16, 33, 64):
         assert torch.equal(linear(x[:count]), among[:count])
+
+
+def bfloat16_weight(largest):
+    """A weight whose rows have numbers from 2^-15 of `largest` on, as checkpoints have."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(300, 256, generator=generator).bfloat16().float()
+    return weight * 2.0 ** -torch.randint(16, weight.shape, generator=generator) * largest
+
+
+@pytest.mark.skipif(not fp16_works(), reason="torch has no float16 products here")
+@pytest.mark.parametrize("largest", [2.0**-40, 2.0**-6, 1.0, 2.0**20])
+def test_float16_keeps_every_number_of_bfloat16(largest):
+    weight = bfloat16_weight(largest)
+    kept = Fp16Weight(weight, None, lossless_exponent(weight))
+    assert kept.num_bytes == weight.nbytes // 2
+    assert torch.equal(kept.linear(torch.eye(256)).T, weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "exponent"),
+    [
+        ({}, 16),  # the largest is below 1/2
+        ({"bits": torch.float16}, 0),
+        ({"row": 0.0}, 16),
+        ({"number": 2.0**-60}, 16),  # nothing beside the others of its row
+        ({"bits": torch.float32}, None),
+        ({"row": 2.0**-30}, None),
+        ({"number": float("inf")}, None),
+        ({"number": float("nan")}, None),
+    ],
+    ids=str,
+)
+def test_a_weight_that_would_lose_more_than_a_sum_rounds_is_not_kept_in_float16(change, exponent):
+    generator = torch.Generator().manual_seed(0)
+    weight = (0.49 * torch.rand(300, 256, generator=generator)).clamp_(min=0.01)
+    weight[5, 7] = 0.49
+    weight = weight.to(change.get("bits", torch.bfloat16)).float()
+    if change.get("bits") is None:
+        weight[2, 2] = 2.0**-26 * 1.25  # float16 has it only times a power of two
+    weight[3] *= change.get("row", 1.0)
+    weight[4, 4] = change.get("number", weight[4, 4])
+    assert lossless_exponent(weight) == exponent
 
 
 def test_padding_adds_at_most_an_eighth_and_leaves_few_sizes():
