@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import gate, kernels, layers, parallel
+from benchmarks import gate, kernels, layers, parallel, steps
 from benchmarks.gate import Cell
 from serve_spec.worker.verify import draft_probabilities
 from tests.helpers.engines import make_pair
@@ -88,6 +88,19 @@ def test_layers_are_timed_whole_and_in_parts(config, tmp_path):
     found = rows(out, "layers")
     assert [row["parts"] for row in found] == [1, 2]
     assert min(row["layer_us"] for row in found) > 0
+
+
+def test_steps_are_timed_by_depth_in_turns_with_transformers(config, tmp_path, monkeypatch):
+    out = tmp_path / "rows.jsonl"
+    sizes = ["--batch-sizes", "2", "--depths", "0", "3", "--contexts", "10", "--turns", "4"]
+    arguments = ["--config", config, "--replay", "--transformers", *sizes, "--json", str(out)]
+    monkeypatch.setattr("sys.argv", ["steps.py", *arguments])
+    steps.main()
+    machine, *found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert machine["command"].endswith(str(out))
+    assert [row.get("depth", row.get("peer")) for row in found] == [0, 3, "transformers"]
+    assert [row["accept_length"] for row in found[:2]] == [1, 4], "saved answers are repeated"
+    assert min(row["ms"] for row in found) > 0
 
 
 @given(
