@@ -19,8 +19,8 @@ from serve_spec.layers.formats.plain import PlainWeight
 
 # Below this many weights the call costs more than reading them.
 _MIN_ELEMENTS = 1 << 16
-# Rows of one product: a result of more columns leaves the processor's cache between its sums.
-_MAX_ROWS = 8192
+# Weight rows of one product: a result of more columns leaves the cache between its partial sums.
+_MAX_ROWS = 16384
 # The most a weight may lose, over the largest of its row: a 64th of what float32 rounds it to.
 _TOLERANCE = 2.0**-30
 # The largest weight is moved below 2^15: float16 ends at 2^16.
