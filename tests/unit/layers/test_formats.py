@@ -62,8 +62,14 @@ def test_a_row_of_a_packed_linear_has_the_same_bits_alone_and_among_others(
     linear.finish()
     x = torch.randn(100, in_features, generator=torch.Generator().manual_seed(1))
     among = linear(x)
-    for count in (1, 2, 3, 7, 8, 9, 16, 33, 64):
+    for count in (0, 1, 2, 3, 7, 8, 9, 16, 33, 64):
         assert torch.equal(linear(x[:count]), among[:count])
+    x[4], x[6] = float("nan"), float("inf")
+    broken = linear(x)
+    assert broken[4].isnan().all()
+    assert not broken[6].isfinite().any()
+    others = [row for row in range(len(x)) if row not in (4, 6)]
+    assert torch.equal(broken[others], among[others])
 
 
 def bfloat16_weight(largest):
