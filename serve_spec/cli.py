@@ -87,12 +87,12 @@ def _check_config(argv: list[str]) -> int:
         return describe(draft, config)
 
     def read_deployment(file: Path) -> tuple[ServeSpecConfig, ...]:
-        from serve_spec.serving.deployment.command import read_plan  # imports Ray
+        from serve_spec.serving.deployment.plan import read_plan  # imports Ray
 
         return read_plan(file).configs
 
     def check_checkpoints(config: ServeSpecConfig) -> None:
-        from serve_spec.serving.deployment.command import check_model
+        from serve_spec.serving.deployment.plan import check_model
 
         check_model(config)
 

@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ray.serve.schema import ServeDeploySchema
 
-from serve_spec.serving.deployment.command import check_deployment
+from serve_spec.serving.deployment.plan import check_deployment
 
 
 class Strict(BaseModel):

@@ -15,7 +15,7 @@ from ray._common.utils import import_attr
 from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
 from serve_spec.serving.autoscaling import replicas_for_requests
-from serve_spec.serving.deployment.command import read_deployment
+from serve_spec.serving.deployment.plan import read_deployment
 from serve_spec.serving.proxy.settings import (
     CALLBACK,
     CALLBACK_VARIABLE,

@@ -30,7 +30,7 @@ from serve_spec.serving.deployment.app import (
     load_config,
     openai_config,
 )
-from serve_spec.serving.deployment.command import read_deployment, read_plan
+from serve_spec.serving.deployment.plan import read_deployment, read_plan
 from tests.helpers.hub import COMMIT, add_repository, use_cache
 from tests.serving.asgi import COMPLETIONS, Server
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import ray
 import yaml
 
 from serve_spec import cli
@@ -16,6 +17,7 @@ from serve_spec.config import ConfigError, RouterConfig
 from serve_spec.config.base import ASSETS
 from serve_spec.serving.deployment import command
 from serve_spec.serving.deployment.app import load_config
+from serve_spec.serving.deployment.plan import check_deployment, read_deployment, read_plan
 from serve_spec.serving.proxy import callback
 from serve_spec.serving.proxy.settings import CALLBACK, CALLBACK_VARIABLE, own_settings
 from tests.serving.cluster import free_port
@@ -45,16 +47,16 @@ def deploy_file(config_file):
 def test_the_address_comes_from_the_option_then_the_deployment_then_the_configuration(
     config_file, deploy_file
 ):
-    assert command.read_plan(config_file).url == "http://127.0.0.1:8123"
-    assert command.read_plan(deploy_file).url == "http://127.0.0.1:8124"
-    plan = command.read_plan(deploy_file, {"host": "0.0.0.0", "port": 8125})
+    assert read_plan(config_file).url == "http://127.0.0.1:8123"
+    assert read_plan(deploy_file).url == "http://127.0.0.1:8124"
+    plan = read_plan(deploy_file, {"host": "0.0.0.0", "port": 8125})
     assert plan.deployment["http_options"] == {"host": "0.0.0.0", "port": 8125}
     assert plan.url == "http://127.0.0.1:8125", "0.0.0.0 is no address to call"
     assert plan.num_cpus >= 120, "for every replica"
     text = deploy_file.read_text().replace("name: a", "name: a\n  route_prefix: /llm")
     deploy_file.write_text(text)
-    assert command.read_plan(deploy_file).url == "http://127.0.0.1:8124/llm"
-    (app,) = command.read_deployment(config_file)["applications"]
+    assert read_plan(deploy_file).url == "http://127.0.0.1:8124/llm"
+    (app,) = read_deployment(config_file)["applications"]
     assert app["args"] == {"config": str(config_file)}
 
 
@@ -78,17 +80,19 @@ def test_a_serve_file_is_judged_and_resolved_without_starting_anything(deploy_fi
 )
 def test_a_server_that_anyone_can_use_is_known(config_file, host, keys, is_open):
     config_file.write_text(config_file.read_text() + f"  api_keys: {keys}\n")
-    assert command.read_plan(config_file, {"host": host}).is_open_to_all == is_open
+    assert read_plan(config_file, {"host": host}).is_open_to_all == is_open
 
 
 def test_the_proxy_is_told_the_limit_of_the_configuration(config_file, monkeypatch):
     config_file.write_text(config_file.read_text() + "  header_timeout_s: 7.5\n")
-    monkeypatch.setattr("os.environ", {"RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "9"})
-    command.prepare_environment(command.read_plan(config_file))
+    monkeypatch.setattr("os.environ", {"RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "9"})
+    command.prepare_environment(read_plan(config_file))
     assert os.environ[CALLBACK_VARIABLE] == CALLBACK
     assert callback.header_timeout_s() == 7.5
     assert "timeout http-request 8s" in os.environ["RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"]
-    assert os.environ["RAY_SERVE_CONTROL_LOOP_INTERVAL_S"] == "9", "the operator's own value wins"
+    assert os.environ["RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"] == "9", (
+        "the operator's own value wins"
+    )
 
 
 def test_a_second_server_on_a_machine_has_ports_of_its_own():
@@ -126,7 +130,7 @@ def test_the_announced_curl_line_is_a_valid_request(config_file, template, path,
         config_file.with_name("chat.jinja").write_text(template)
     line = next(
         text
-        for text in command.announcement(command.read_plan(config_file, overrides)).splitlines()
+        for text in command.announcement(read_plan(config_file, overrides)).splitlines()
         if text.startswith("curl")
     )
     words = shlex.split(line)
@@ -156,9 +160,14 @@ def test_bad_input_is_refused_by_name_before_ray_starts(config_file, capsys, tex
     assert "no/such.yaml" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("where", "calls"), [("own", ["init", "shutdown"]), ("others", [])])
 def test_a_checkpoint_that_cannot_be_used_ends_the_command_with_one_line(
-    config_file, tmp_path, capsys
+    where, calls, config_file, tmp_path, capsys, monkeypatch
 ):
+    """And the Ray that the command started meanwhile; a cluster of others is not even reached."""
+    called = []
+    for name in ("init", "shutdown"):
+        monkeypatch.setattr(ray, name, lambda *args, name=name, **options: called.append(name))
     broken = tmp_path / "broken"
     shutil.copytree(ASSETS / "tiny/target", broken)
     (broken / "model-00003-of-00005.safetensors").unlink()
@@ -168,7 +177,10 @@ def test_a_checkpoint_that_cannot_be_used_ends_the_command_with_one_line(
         ([str(config_file), "--tp", "3"], "tensor_parallel_size"),
         (["asset:tiny", "--speculative-algorithm", "EAGLE"], "set it to 'EAGLE3'"),
     ):
-        assert command.main([*arguments, "--port", str(free_port())]) == 1
+        place = ["--address", "10.0.0.1:6379"] if where == "others" else []
+        called.clear()
+        assert command.main([*arguments, *place, "--port", str(free_port())]) == 1
+        assert called == calls
         error = capsys.readouterr().err
         assert named in error
         assert len(error.splitlines()) == 1
@@ -183,7 +195,7 @@ def test_a_model_and_flags_become_an_application_that_any_node_can_build(tmp_pat
         "speculative_draft_model_path": "draft",
         "port": 8200,
     }
-    plan = command.read_plan("target", overrides)
+    plan = read_plan("target", overrides)
     (app,) = plan.deployment["applications"]
     assert app["args"] == overrides | {
         "model": str(tmp_path / "target"),
@@ -195,14 +207,14 @@ def test_a_model_and_flags_become_an_application_that_any_node_can_build(tmp_pat
 
 
 def test_flags_win_over_the_arguments_of_a_serve_file(deploy_file):
-    plan = command.read_plan(deploy_file, {"num_replicas": 1, "port": 8200})
+    plan = read_plan(deploy_file, {"num_replicas": 1, "port": 8200})
     assert (plan.configs[0].replica.num_replicas, plan.port) == (1, 8200)
     content = yaml.safe_load(deploy_file.read_text())
     content["applications"][0]["import_path"] = "serve_spec.serving:application"
     deploy_file.write_text(yaml.safe_dump(content))
-    assert command.read_plan(deploy_file, {"port": 8200}).port == 8200
+    assert read_plan(deploy_file, {"port": 8200}).port == 8200
     with pytest.raises(ConfigError, match=r"num_replicas=1: .* set it in the Serve file"):
-        command.read_plan(deploy_file, {"num_replicas": 1})
+        read_plan(deploy_file, {"num_replicas": 1})
 
 
 def test_a_port_that_is_taken_is_refused_before_ray_starts(config_file, capsys):
@@ -255,21 +267,21 @@ def engines(**options):
 def test_a_misspelt_key_or_a_wrong_value_is_refused_at_every_level(tiny, spoil, named):
     spoil(tiny)
     with pytest.raises(ConfigError, match=named):
-        command.check_deployment(tiny)
+        check_deployment(tiny)
     with pytest.raises(ConfigError) as caught:
-        command.check_deployment(tiny | {"a": 1, "b": 2})
+        check_deployment(tiny | {"a": 1, "b": 2})
     assert len(caught.value.problems) >= 2, "all that are misspelt"
 
 
 def test_policy_settings_are_judged_before_anything_starts(tiny):
     engines = {"name": "EngineReplica", "user_config": {"min_dwell_rounds": 4}}
     tiny["applications"][0]["deployments"] = [{"name": "Router", "num_replicas": 2}, engines]
-    command.check_deployment(tiny)
+    check_deployment(tiny)
     engines["user_config"] = {"min_dwell_round": 4}
     with pytest.raises(ConfigError, match=r"deployments\.1\.user_config: .*mean min_dwell_rounds"):
-        command.check_deployment(tiny)
+        check_deployment(tiny)
     tiny["applications"][0]["import_path"] = "other.app:build"
-    command.check_deployment(tiny)
+    check_deployment(tiny)
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "just words", "a: [", ""])
@@ -277,12 +289,15 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path, text):
     file = tmp_path / "bad.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"bad\.yaml"):
-        command.read_deployment(file)
+        read_deployment(file)
 
 
 @pytest.mark.parametrize("name", ["serve", "check-config"])
-def test_a_policy_that_does_not_import_is_refused_before_ray_starts(name, monkeypatch, capsys):
-    monkeypatch.setattr(command, "_serve", lambda *args, **keys: pytest.fail("Ray would start"))
+def test_a_policy_that_does_not_import_is_refused_before_anything_is_deployed(
+    name, monkeypatch, capsys
+):
+    monkeypatch.setattr(ray, "init", lambda *args, **options: None)
+    monkeypatch.setattr(command, "_run", lambda *args: pytest.fail("Serve would start"))
     strategy = "no_such_package.policy:Mine"
     given = ["configs/tiny.yaml", "--set", f"speculative_adaptive_strategy={strategy}"]
     if name == "serve":

@@ -16,7 +16,7 @@ import pytest
 from serve_spec.config import RouterConfig
 from serve_spec.metrics import METRICS
 from serve_spec.serving.deployment.app import load_config, requests_per_replica
-from serve_spec.serving.deployment.command import APP_IMPORT_PATH, read_deployment
+from serve_spec.serving.deployment.plan import APP_IMPORT_PATH, read_deployment
 from serve_spec.serving.proxy.settings import own_settings
 from serve_spec.serving.statistics.telemetry import LABELS, exported_names
 from tests.e2e.fleet import (

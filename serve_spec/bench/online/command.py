@@ -53,7 +53,7 @@ from serve_spec.core.sequence import Sequence as EngineSequence
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.llm import LLM
 from serve_spec.engine.output import OutputProcessor
-from serve_spec.serving.deployment.command import read_plan
+from serve_spec.serving.deployment.plan import read_plan
 
 Plan: TypeAlias = dict[Load, list[CompletionRequest]]
 """The requests of each load."""

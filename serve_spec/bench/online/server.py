@@ -125,8 +125,8 @@ def server_variant(
     """
     # These import Ray, which takes a second.
     from serve_spec.serving.deployment.app import load_config
-    from serve_spec.serving.deployment.command import APP_IMPORT_PATH, read_deployment
     from serve_spec.serving.deployment.engine_actor import placement_of
+    from serve_spec.serving.deployment.plan import APP_IMPORT_PATH, read_deployment
 
     deployment = read_deployment(deploy, keys)
     ours = [app for app in deployment["applications"] if app["import_path"] == APP_IMPORT_PATH]

@@ -11,7 +11,6 @@ import argparse
 import io
 import json
 import logging
-import math
 import os
 import shlex
 import signal
@@ -21,181 +20,32 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, get_args
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
-from serve_spec.config import ConfigError, RouterConfig, ServeSpecConfig
-from serve_spec.config.base import parse_yaml, read_text, unknown_key
+from serve_spec.config import ConfigError, RouterConfig
 from serve_spec.config.flags import add_flags, add_model, flags_named, read_flags
-from serve_spec.config.root import is_file, leaf_sections
-from serve_spec.config.speculative import parse_update
 from serve_spec.core.errors import CheckpointError
+from serve_spec.serving.deployment.plan import Plan, check_model, read_plan
 from serve_spec.serving.processes import exit_now, holder_of_port, stop_signals, take_signals
 
-APP_IMPORT_PATH = "serve_spec.serving:build_app"
-_OUR_IMPORT_PATHS = (
-    APP_IMPORT_PATH,
-    "serve_spec.serving:build_openai_app",
-    "serve_spec.serving:application",
-)
-APP_NAME = "serve_spec"
-ENGINES = "EngineReplica"
-"""The deployment whose `user_config` holds policy settings."""
 _CODE: dict[str, Any] = {"prompt": "class Stack:\n    def __init__(self):"}
 _CHAT = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
-
-
-def read_deployment(
-    source: str | Path, overrides: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Return the Serve config for `source`, or raise ConfigError.
-
-    source: a Serve config, or what becomes a single application: a serve_spec configuration or the
-        name of a checkpoint.
-    overrides: leaf keys for every application of ours.
-    """
-    args: dict[str, Any]
-    if not is_file(source):
-        is_folder = Path(source).expanduser().exists()
-        args = {"model": os.path.abspath(Path(source).expanduser()) if is_folder else str(source)}
-    else:
-        file = Path(source)
-        given = parse_yaml(read_text(file), str(file))
-        if not isinstance(given, dict):
-            raise ConfigError(
-                f"{file}: not a mapping; give a Serve config or a serve_spec configuration"
-            )
-        if "applications" in given:
-            check_deployment(given)
-            _override(given, overrides or {})
-            return given
-        args = {"config": str(file.absolute())}
-    app = {
-        "name": APP_NAME,
-        "route_prefix": "/",
-        "import_path": APP_IMPORT_PATH,
-        "args": {**args, **(overrides or {})},
-    }
-    return {"applications": [app]}
-
-
-def _override(deployment: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-    for app in _our_apps(deployment) if overrides else ():
-        if app["import_path"] == APP_IMPORT_PATH:
-            app["args"] = {**app.get("args", {}), **overrides}
-        elif others := overrides.keys() - {"host", "port"}:
-            fix = f"{app['import_path']} takes no keys; set it in the Serve file"
-            raise ConfigError(f"{min(others)}={overrides[min(others)]!r}: {fix}")
-
-
-def _our_apps(deployment: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [app for app in deployment["applications"] if app["import_path"] in _OUR_IMPORT_PATHS]
-
-
-def check_deployment(given: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless a Serve config has valid keys, values and policy settings."""
-    from ray.serve.schema import ServeDeploySchema  # Ray takes seconds to import, --help none
-
-    unknown = list(_unknown_keys(ServeDeploySchema, given, ""))
-    if unknown:
-        raise ConfigError(*unknown)
-    try:
-        ServeDeploySchema.model_validate(given)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    for place, settings in _policy_settings(given):
-        try:
-            parse_update(settings)
-        except ConfigError as error:
-            raise ConfigError(*(f"{place}: {problem}" for problem in error.problems)) from None
-
-
-def _policy_settings(given: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, object]]]:
-    """Yield the path and content of every `user_config` of our engines."""
-    for i, app in enumerate(given["applications"]):
-        is_ours = app["import_path"] in _OUR_IMPORT_PATHS
-        deployments = app.get("deployments", []) if is_ours else []
-        for j, deployment in enumerate(deployments):
-            settings = deployment.get("user_config")
-            if deployment["name"] == ENGINES and settings is not None:
-                yield f"applications.{i}.deployments.{j}.user_config", settings
-
-
-def _unknown_keys(model: Any, given: object, place: str) -> Iterator[str]:
-    """Yield an error message for each key of `given` that Ray's pydantic class does not have."""
-    if isinstance(given, list):
-        for index, item in enumerate(given):
-            yield from _unknown_keys(model, item, f"{place}{index}.")
-    elif isinstance(given, Mapping):
-        known = [f"{place}{key}" for key in model.model_fields]
-        for key, value in given.items():
-            field = model.model_fields.get(key)
-            if field is None:
-                yield unknown_key(f"{place}{key}", known)
-                continue
-            for nested in _models_in(field.annotation):
-                yield from _unknown_keys(nested, value, f"{place}{key}.")
-
-
-def _models_in(annotation: object) -> Iterator[object]:
-    """Yield the pydantic classes inside `Optional[X]`, `List[X]` and the like."""
-    if hasattr(annotation, "model_fields"):
-        yield annotation
-    for argument in get_args(annotation):
-        yield from _models_in(argument)
-
-
 _POLL_S = 0.25
+_CONTROLLER_POLL_S = 0.05
 _END_WITHIN_S = 10.0
 """How long Ray may take to end after the last request."""
-_OTHERS_DRAIN_S = 3600.0
-"""How long applications that are not ours may take to end their requests."""
 _VITAL = ("gcs_server", "raylet")
 # By default, glibc keeps what requests of many sizes freed in an arena of each thread.
 _FLAT_MEMORY = {"MALLOC_ARENA_MAX": "2"}
 
 
 class StartFailed(RuntimeError):
-    """An application failed to start."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A Serve config, the configurations of its applications and the HTTP address."""
-
-    deployment: Mapping[str, Any]
-    configs: tuple[ServeSpecConfig, ...]
-    host: str
-    port: int
-    route_prefix: str = "/"
-
-    @property
-    def url(self) -> str:
-        """Base URL for a client on this machine."""
-        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
-        return f"http://{host}:{self.port}{self.route_prefix.rstrip('/')}"
-
-    @property
-    def is_open_to_all(self) -> bool:
-        """Whether other machines can send requests without an API key."""
-        is_local = self.host in ("localhost", "::1") or self.host.startswith("127.")
-        return not is_local and any(not c.router.api_keys for c in self.configs)
-
-    @property
-    def drain_s(self) -> float:
-        """How long running requests may take after the order to end."""
-        return max(
-            (c.replica.graceful_shutdown_timeout_s for c in self.configs), default=_OTHERS_DRAIN_S
-        )
-
-    @property
-    def num_cpus(self) -> int:
-        """Logical CPUs that Ray needs to place every replica."""
-        needed = sum(c.replica.num_cpus * c.replica.num_replicas for c in self.configs)
-        return max(os.cpu_count() or 1, math.ceil(needed))
+    """A checkpoint is refused, Ray is not reached, or an application failed to start."""
 
 
 def main(argv: list[str]) -> int:
@@ -218,9 +68,9 @@ def main(argv: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     try:
-        with flags_named(args):
-            plan = _checked(plan)
-    except (ConfigError, CheckpointError, ValueError) as error:
+        with _refusing(args):
+            plan = replace(plan, configs=tuple(config.download() for config in plan.configs))
+    except StartFailed as error:
         print(error, file=sys.stderr)
         return 1
     if plan.is_open_to_all:
@@ -231,62 +81,51 @@ def main(argv: list[str]) -> int:
         )
     prepare_environment(plan)
     with stop_signals() as stop:
-        return _serve(plan, stop, args.address, dashboard=args.dashboard)
+        return _serve(plan, args, stop)
 
 
-def read_plan(source: str | Path, overrides: Mapping[str, Any] | None = None) -> Plan:
-    """Return the plan for a file or checkpoint, or raise ConfigError; `overrides`: leaf keys."""
-    # Ray takes a second to import, so the arguments are checked first.
-    from serve_spec.serving.deployment.app import config_of
-
-    overrides = overrides or {}
-    deployment = read_deployment(source, overrides)
-    ours = _our_apps(deployment)
-    configs = tuple(map(config_of, ours))
-    for app, config in zip(ours, configs, strict=True):
-        # With absolute paths, because Serve may build the app in another directory.
-        if overrides and app["import_path"] == APP_IMPORT_PATH:
-            app["args"] = {**app["args"], **_resolved(config, overrides)}
-    router = configs[0].router if configs else RouterConfig()
-    http = {"host": router.host, "port": router.port, **deployment.get("http_options", {})}
-    http |= {key: overrides[key] for key in ("host", "port") if key in overrides}
-    deployment = {**deployment, "http_options": http}
-    prefix = ours[0].get("route_prefix", "/") if ours else "/"
-    return Plan(deployment, configs, http["host"], http["port"], prefix)
+@contextmanager
+def _refusing(args: argparse.Namespace) -> Iterator[None]:
+    """Raise what the body finds wrong with a checkpoint as StartFailed, with flags as typed."""
+    try:
+        with flags_named(args):
+            yield
+    except (ConfigError, CheckpointError, ValueError) as error:
+        raise StartFailed(str(error)) from None
 
 
-def _resolved(config: ServeSpecConfig, keys: Collection[str]) -> dict[str, Any]:
-    """Return the validated values of leaf keys, as in JSON."""
-    sections = config.model_dump(mode="json")
-    return {key: sections[section][key] for key, section in leaf_sections().items() if key in keys}
-
-
-def _checked(plan: Plan) -> Plan:
-    """Download and check every checkpoint; raise as `check_model`."""
-    configs = []
+def _check(plan: Plan, args: argparse.Namespace) -> None:
+    """Check every checkpoint, or raise StartFailed."""
     for config in plan.configs:
-        with _timed(f"finding and checking {config.model.path}"):
-            configs.append(config.download())
-            check_model(configs[-1])
-    return replace(plan, configs=tuple(configs))
+        with _timed(f"checking {config.model.path}"), _refusing(args):
+            check_model(config)
 
 
-def check_model(config: ServeSpecConfig) -> None:
-    """Raise what loading checkpoints and chat template would raise; reads no weights."""
-    from serve_spec.engine.check import check_checkpoints  # takes seconds to import
-    from serve_spec.serving.protocols.chat_template import ChatTemplate
+T = TypeVar("T")
 
-    check_checkpoints(config)
-    ChatTemplate.from_folder(config.model.tokenizer_folder, config.model.chat_template)
+
+def _in_thread(work: Callable[[], T]) -> Future[T]:
+    """Run `work` in another thread, for which the process does not wait when it ends."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except Exception as error:  # raised where the result is read
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done
 
 
 @contextmanager
 def _timed(what: str) -> Iterator[None]:
     """Print what the body does, and how long it took."""
     began = time.monotonic()
-    print(f"{what} ...", flush=True)
+    # Line ends included, because two threads print.
+    print(f"{what} ...\n", end="", flush=True)
     yield
-    print(f"{what}: done in {time.monotonic() - began:.1f} s", flush=True)
+    print(f"{what}: done in {time.monotonic() - began:.1f} s\n", end="", flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -324,20 +163,17 @@ def prepare_environment(plan: Plan) -> None:
         os.environ[HEADER_TIMEOUT_VARIABLE] = str(router.header_timeout_s)
 
 
-def _serve(plan: Plan, stop: threading.Event, address: str | None, *, dashboard: bool) -> int:
+def _serve(plan: Plan, args: argparse.Namespace, stop: threading.Event) -> int:
     """Deploy, print the URL, wait for `stop`, and shut down; return the exit status."""
     import ray
     from ray import serve
 
-    own_cluster = address is None
+    own_cluster = args.address is None
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    size: dict[str, Any] = {"num_cpus": plan.num_cpus, "include_dashboard": dashboard}
     try:
-        with _timed("starting Ray"):
-            size = size if own_cluster else {}
-            ray.init(address or "local", logging_level=logging.ERROR, **size)
-    except ConnectionError as error:
-        print(f"address={address!r}: {error}", file=sys.stderr)
+        _start_ray(plan, args)
+    except StartFailed as error:
+        print(error, file=sys.stderr)
         return 1
     take_signals(stop)  # `ray.init` replaces the handler for SIGTERM
     has_ended = threading.Event()
@@ -357,6 +193,31 @@ def _serve(plan: Plan, stop: threading.Event, address: str | None, *, dashboard:
             serve.shutdown()  # type: ignore[no-untyped-call]
         ray.shutdown()
     return status
+
+
+def _start_ray(plan: Plan, args: argparse.Namespace) -> None:
+    """Connect to a cluster, or start one while the checkpoints are checked.
+
+    Raises StartFailed: a checkpoint is refused, or there is no cluster at the address.
+    """
+    import ray
+
+    # Most of it is importing torch; most of a start of Ray is waiting for its processes.
+    checked = _in_thread(partial(_check, plan, args))
+    size: dict[str, Any] = {"num_cpus": plan.num_cpus, "include_dashboard": args.dashboard}
+    if args.address is not None:
+        checked.result()  # before a cluster of others is touched
+        size = {}
+    try:
+        with _timed("starting Ray"):
+            ray.init(args.address or "local", logging_level=logging.ERROR, **size)
+    except ConnectionError as error:
+        raise StartFailed(f"address={args.address!r}: {error}") from None
+    try:
+        checked.result()
+    except StartFailed:
+        ray.shutdown()
+        raise
 
 
 def _run(plan: Plan, stop: threading.Event) -> int:
@@ -424,10 +285,11 @@ def _deploy(plan: Plan, stop: threading.Event) -> None:
     from ray.serve.schema import ServeDeploySchema
 
     schema = ServeDeploySchema.model_validate(plan.deployment)
-    client = serve_start(
-        http_options=schema.http_options.model_dump(), proxy_location=schema.proxy_location
-    )
-    client.deploy_apps(schema)
+    options = schema.http_options.model_dump()
+    proxies = _in_thread(partial(serve_start, options, proxy_location=schema.proxy_location))
+    # The applications are built while the proxies start.
+    _controller(proxies).deploy_apps(schema)
+    proxies.result()
     names = {app.name for app in schema.applications}
     printed: set[str] = set()
     while not stop.wait(_POLL_S):
@@ -440,6 +302,17 @@ def _deploy(plan: Plan, stop: threading.Event) -> None:
         # Applications of others may not have /health.
         if len(running) == len(names) and (not plan.configs or _answers(f"{plan.url}/health")):
             return
+
+
+def _controller(starting: Future[Any]) -> Any:
+    """Return the client of Serve's controller as soon as there is one."""
+    from ray.serve.context import _get_global_client
+
+    while (client := _get_global_client(raise_if_no_controller_running=False)) is None:
+        if starting.done():
+            starting.result()  # raises why there is none
+        time.sleep(_CONTROLLER_POLL_S)
+    return client
 
 
 def _print_news(apps: Iterable[Any], printed: set[str]) -> None:

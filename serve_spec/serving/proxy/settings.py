@@ -30,8 +30,6 @@ THROUGHPUT: Mapping[str, str] = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     # Time a terminating router waits for connections that are on their way.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
-    # Period of Serve's control loop.
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
     # Serve replaces HAProxy after three failed checks. Meanwhile its port is closed.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
 }

@@ -13,7 +13,7 @@ from serve_spec.bench.online import command as online
 from serve_spec.bench.online.report import against_first
 from serve_spec.bench.report import read_records
 from serve_spec.config import ConfigError, ServeSpecConfig
-from serve_spec.serving.deployment.command import read_plan
+from serve_spec.serving.deployment.plan import read_plan
 from serve_spec.serving.protocols.api import create_api
 from serve_spec.serving.router.admission import Admission
 from tests.helpers.local_engine import LocalEngine

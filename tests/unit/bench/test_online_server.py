@@ -18,7 +18,8 @@ from serve_spec.bench.online.server import (
 )
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.serving.deployment.app import load_config
-from serve_spec.serving.deployment.command import Plan, announcement, read_plan
+from serve_spec.serving.deployment.command import announcement
+from serve_spec.serving.deployment.plan import Plan, read_plan
 
 SERVER = """
 import pathlib, signal, sys, time
