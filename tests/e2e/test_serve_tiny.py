@@ -46,10 +46,18 @@ class Server:
         """Its processes, of all sessions and parents, whose command holds a text."""
         return {pid for pid in pids_with(f"RAY_TMPDIR={self.tmp}") if command in command_of(pid)}
 
+    def private_folder(self):
+        """The folder of HAProxy's files."""
+        (pid,) = self.pids("raylet/raylet ")
+        environment = Path(f"/proc/{pid}/environ").read_text()
+        return Path(re.search(r"HAPROXY_CONFIG_FILE_LOC=(.+?)/haproxy\.cfg", environment).group(1))
+
     def haproxy_folder(self):
         """The folder of the configuration that HAProxy runs with."""
         (pid, *_) = self.pids("haproxy.cfg")
-        return Path(re.search(r"(\S+)/haproxy\.cfg", command_of(pid)).group(1))
+        folder = Path(re.search(r"(\S+)/haproxy\.cfg", command_of(pid)).group(1))
+        assert folder.parent == self.private_folder()
+        return folder
 
     def has_ended(self):
         """Whether nothing is left of it: no process, and no listener at its port."""
@@ -57,8 +65,11 @@ class Server:
 
 
 @contextmanager
-def serving():
-    """The command with the shipped deployment. Nothing is left of it when the body has ended it."""
+def serving(until="curl"):
+    """The command with the shipped deployment, after a line that begins with `until`.
+
+    Nothing is left of it when the body has ended it.
+    """
     with short_tmp() as tmp:
         port = free_port()
         command = [sys.executable, "-m", "serve_spec", "serve", str(ROOT / "deploy/tiny.yaml")]
@@ -78,12 +89,12 @@ def serving():
         asking = threading.Thread(target=_keep_asking, args=(url, answers, is_ready))
         asking.start()
         try:
-            output = _until_ready(process)
+            output = _until(until, process)
             is_ready.set()
             asking.join()
             alarm.cancel()
             server = Server(url, output, process, answers, tmp)
-            folder = server.haproxy_folder()
+            folder = server.private_folder()
             yield server
         finally:
             alarm.cancel()
@@ -99,11 +110,11 @@ def server():
         yield server
 
 
-def _until_ready(process):
+def _until(start, process):
     lines = []
     for line in process.stdout:
         lines.append(line)
-        if line.startswith("curl"):
+        if line.startswith(start):
             return "".join(lines)
     raise AssertionError("the server ended before it was ready:\n" + "".join(lines))
 
@@ -221,7 +232,7 @@ async def until_closed(client):
 
 
 def test_the_server_ends_with_one_line_and_a_status_when_rays_raylet_has_ended():
-    with serving() as server:
+    with serving(until="starting the replicas") as server:
         (raylet,) = server.pids("raylet/raylet ")
         os.kill(raylet, signal.SIGKILL)
         rest, _ = server.process.communicate(timeout=60)
