@@ -26,6 +26,8 @@ export MKL_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export RAY_USAGE_STATS_ENABLED ?= 0
+# Without compiled files, every process of a Ray would compile this package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Half of the time of all tests that start no Ray.
 ENGINE_TESTS := $(addprefix tests/unit/,config engine models parallel layers adaptive scheduler worker recipes) \

@@ -75,10 +75,12 @@ def first_answers(client: httpx.Client, process: subprocess.Popen[str]) -> tuple
 
 def start(command: list[str], url: str, cache: Path) -> dict[str, float]:
     """Start a server, stop it after its first answer, and return the seconds; RuntimeError."""
+    kept = os.environ.keys() - {"PYTHONDONTWRITEBYTECODE"}
+    environment_variables = {name: os.environ[name] for name in kept}
     began = time.monotonic()
     process = subprocess.Popen(
         command,
-        env={**os.environ, "SERVE_SPEC_CACHE": str(cache)},
+        env={**environment_variables, "SERVE_SPEC_CACHE": str(cache)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
