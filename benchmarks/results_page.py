@@ -2,8 +2,8 @@
 
 PYTHONPATH=. python benchmarks/results_page.py [--plot docs/speed.png]
 
-A row of the CSV is one figure of one run. Raw rows are in MACHINE-BENCHMARK.json(l), or
-of several runs in MACHINE-BENCHMARK.RUN.jsonl.
+A row of the CSV is one figure of one run. Raw rows are in MACHINE-BENCHMARK.json(l), of
+one run or of several. The page has the benchmarks whose raw rows are kept.
 """
 
 from __future__ import annotations
@@ -68,32 +68,36 @@ def table(variants: dict[str, dict[str, Row]]) -> list[str]:
     return lines
 
 
-def raw_files(name: str) -> list[Path]:
-    """Return the files with the raw records of a benchmark's newest runs, as far as kept."""
-    return sorted(RESULTS.glob(f"{name}.*json*"))
+def raw_file(name: str) -> Path | None:
+    """Return the file with the raw records of a benchmark's newest runs, if kept."""
+    return next((path for path in sorted(RESULTS.glob(f"{name}.json*"))), None)
 
 
-def environment(path: Path) -> dict[str, Any]:
-    """Return commit, machine, versions and command of a file's run."""
+def environments(path: Path) -> list[dict[str, Any]]:
+    """Return commit, machine, versions and command of each run in a file."""
     text = path.read_text()
-    first = json.loads(text.splitlines()[0]) if path.suffix == ".jsonl" else json.loads(text)
-    facts: dict[str, Any] = first.get("environment", first)
-    return facts
+    if path.suffix != ".jsonl":
+        records = [json.loads(text)]
+    else:
+        first, *others = map(json.loads, text.splitlines())
+        records = [first, *(each for each in others if each.get("section") == "run")]
+    return [record.get("environment", record) for record in records]
 
 
-def section(machine: str, benchmark: str, variants: dict[str, dict[str, Row]]) -> list[str]:
-    """Return a benchmark's command and figures."""
-    lines = ["", f"### {benchmark}, {machine}", ""]
-    for path in raw_files(f"{machine}-{benchmark}"):
-        facts = environment(path)
-        versions = ", ".join(f"{name} {value}" for name, value in facts["versions"].items())
-        device = facts.get("gpu") or facts["cpu"]
-        lines += [
-            f"[{path.name}]({path.name}), {device}, Python {facts['python']}, {versions}.",
-            "",
-        ]
-        lines += ["```sh", facts["command"], "```", ""]
-    return lines + table(variants)
+def section(
+    machine: str, benchmark: str, path: Path, variants: dict[str, dict[str, Row]]
+) -> list[str]:
+    """Return a benchmark's commands and figures."""
+    runs = environments(path)
+    facts = runs[0]
+    versions = ", ".join(f"{name} {value}" for name, value in facts["versions"].items())
+    device = facts.get("gpu") or facts["cpu"]
+    return [
+        *("", f"### {benchmark}, {machine}", ""),
+        f"[{path.name}]({path.name}), {device}, Python {facts['python']}, {versions}.",
+        *("", "```sh", *(run["command"] for run in runs), "```", ""),
+        *table(variants),
+    ]
 
 
 def page(rows: list[Row]) -> str:
@@ -102,8 +106,9 @@ def page(rows: list[Row]) -> str:
     for machine, title in MACHINES.items():
         lines += ["", f"## {title[0].upper()}{title[1:]}"]
         for (of, benchmark), variants in newest(rows).items():
-            if of == machine:
-                lines += section(machine, benchmark, variants)
+            path = raw_file(f"{machine}-{benchmark}")
+            if of == machine and path is not None:
+                lines += section(machine, benchmark, path, variants)
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
 
 
