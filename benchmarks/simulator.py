@@ -161,7 +161,8 @@ class Simulator:
     traces: recorded at least as deep as the policy drafts and as long as the requests.
     max_num_batched_tokens: tokens a round computes at most, prompts and drafts together; drafts
         give way to prompts, which are never cut.
-    charge_thinking: the policy's CPU time counts as time of the round.
+    charge_thinking: the policy's CPU time counts as time of the round, as in an engine that
+        launches no step ahead.
     mixes_prompts: prompts run in the rounds of other requests, and count in their time.
     on_round: called after every round with decoding requests.
 
@@ -192,6 +193,7 @@ class Simulator:
         self.mixes_prompts = mixes_prompts
         self._on_round = on_round
         self._num_phases = 0
+        self._thought_ms = 0.0  # since the last round ended
 
     def run(self, phase: Phase) -> PhaseReport:
         """Run a phase from its first prompt to its last token.
@@ -246,7 +248,7 @@ class Simulator:
         batch = self._batch(rows, entering)
         started = thread_time()
         steps = self.policy.choose(batch)
-        policy_ms = 1e3 * (thread_time() - started)
+        self._thought_ms += 1e3 * (thread_time() - started)
         drafted = steps_per_req = _row_steps(steps, batch)
         logprobs = self._logprobs(rows, steps)
         num_admitted = None
@@ -289,16 +291,19 @@ class Simulator:
         )
         started = thread_time()
         self.policy.observe(record)
-        policy_ms += 1e3 * (thread_time() - started)
+        self._thought_ms = 1e3 * (thread_time() - started)
         report.num_rounds += 1
         report.num_output_tokens += record.num_output_tokens
-        report.decode_ms += record.step_ms + policy_ms * self.charge_thinking
+        report.decode_ms += record.step_ms
         if self._on_round is not None:
             self._on_round(batch, steps, record)
         return [rows[i] for i in live]
 
     def _record(self, shape: RoundShape, live: list[int]) -> StepRecord:
         """Return the sums and times of a round, of which the requests `live` continue."""
+        times = self.costs(shape)
+        if self.charge_thinking:
+            times = replace(times, step_ms=times.step_ms + self._thought_ms)
         return StepRecord(
             shape=shape.draft,
             num_draft_tokens=shape.num_rows - shape.batch_size,
@@ -311,7 +316,7 @@ class Simulator:
             num_ended=shape.batch_size - len(live),
             num_ended_prompt_tokens=sum([ended.num_prompt for ended in self._ended]),
             num_ended_tokens=sum([ended.length - ended.num_prompt for ended in self._ended]),
-            times=self.costs(shape),
+            times=times,
         )
 
     def _logprobs(self, rows: list[_Row], steps: RoundSteps) -> NDArray[np.float64] | None:

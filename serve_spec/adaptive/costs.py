@@ -2,9 +2,10 @@
 
     round ms = (draft ms + verify ms) · (1 + residual)
 
-There is a residual for every shape in every bucket of batch sizes. It is shrunk to that of its
-bucket, which is shrunk to the mean of all, and it fades with age: one spike does not make a shape
-unattractive for ever.
+There is a residual for every shape in every bucket of batch sizes: what all shapes have in common,
+a part that grows with the depth, and its own. What ran tells of these parts by Gaussian regression,
+first of all buckets together, then of the bucket. It fades with age: one spike does not make a
+shape unattractive for ever.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from serve_spec.adaptive.state import State, array, number
 from serve_spec.config.cost_table import CostTable
 from serve_spec.core.draft import PLAIN, DraftShape
 
-# Rounds that the table, or estimates from other buckets, count as.
-_TABLE_ROUNDS = 4.0
+# Standard deviations of residuals: in common, by depth, of one shape; and of one round.
+_COMMON, _BY_DEPTH, _OWN, _NOISE = 0.1, 0.03, 0.05, 0.1
+_LEAST_ERROR, _MOST_ERROR = -0.5, 1.0
+_ROUND_FADE = 1.0 - 1.0 / 50.0  # a round weighs 1/e after 50 of its shape
 NUM_BUCKETS = 24
 
 
@@ -47,8 +50,11 @@ class Costs:
     def __init__(self, table: CostTable) -> None:
         self.table, self._curves = table, StepCurves(table)
         self.max_steps = self._curves.max_steps
-        num_columns = self.max_steps + 1 + len(table.trees)
-        self._rounds, self._errors = (np.zeros((NUM_BUCKETS, num_columns)) for _ in range(2))
+        trees = [float(tree.num_steps) for tree in table.trees]
+        depths = np.array([*range(self.max_steps + 1), *trees])
+        self._covariance: Floats = _COMMON**2 + _BY_DEPTH**2 * np.outer(depths, depths)
+        self._covariance += _OWN**2 * np.eye(len(depths))
+        self._rounds, self._errors = (np.zeros((NUM_BUCKETS, len(depths))) for _ in range(2))
         self._entries: Floats = np.zeros(2)  # ms and number
 
     def chains_ms(self, work: Work, drafts: Floats) -> Floats:
@@ -97,27 +103,37 @@ class Costs:
 
     def _residuals(self, size: int) -> Floats:
         """Return the residual of every shape."""
-        at = bucket(size)
-        rounds, errors = self._rounds[at], self._errors[at]
-        prior = self._errors.sum() / (self._rounds.sum() + _TABLE_ROUNDS)
-        prior = (errors.sum() + _TABLE_ROUNDS * prior) / (rounds.sum() + _TABLE_ROUNDS)
-        found: Floats = (errors + _TABLE_ROUNDS * prior) / (rounds + _TABLE_ROUNDS)
+        rounds, errors = self._rounds[bucket(size)], self._errors[bucket(size)]
+        usual = self._expected(self._rounds.sum(axis=0), self._errors.sum(axis=0))
+        found = usual + self._expected(rounds, errors - rounds * usual)
+        return np.asarray(found.clip(_LEAST_ERROR, _MOST_ERROR))
+
+    def _expected(self, rounds: Floats, errors: Floats) -> Floats:
+        """Return the expected residual of every shape, from the rounds of each and their sums."""
+        given = rounds[:, None] * self._covariance + _NOISE**2 * np.eye(len(rounds))
+        found: Floats = self._covariance @ np.linalg.solve(given, errors)
         return found
 
-    def learn(self, work: Work, ms: float) -> bool:
-        """Learn from a round without prompts; return whether it also made little draft KV."""
+    def is_usual(self, work: Work) -> bool:
+        """Return whether a round has no prompts and makes as little draft KV as most do."""
+        return not work.prompts and work.entries <= work.size * (self.max_steps + 1)
+
+    def learn(self, work: Work, ms: float, num: int = 1) -> None:
+        """Learn from so many usual rounds of this time."""
+        at = bucket(work.size), self._column(work.shape)
+        fade = _ROUND_FADE**num
+        rounds = (1.0 - fade) / (1.0 - _ROUND_FADE)
+        self._rounds[at] = fade * self._rounds[at] + rounds
+        error = min(max(ms / self.table_ms(work) - 1.0, _LEAST_ERROR), _MOST_ERROR)
+        self._errors[at] = fade * self._errors[at] + rounds * error
+
+    def learn_entries(self, work: Work, ms: float) -> None:
+        """Learn from a round that makes much missing draft KV, and has no prompts."""
         if work.prompts:
-            return False
-        fade = 1.0 - 1.0 / 50.0  # a round weighs 1/e after 50 of its shape
-        if work.entries <= work.size * (self.max_steps + 1):
-            at = bucket(work.size), self._column(work.shape)
-            self._rounds[at] = fade * self._rounds[at] + 1.0
-            self._errors[at] = fade * self._errors[at] + _believed(ms / self.table_ms(work)) - 1.0
-            return True
+            return
         limit = self.draft_ms(work) * work.entries
         more = min(max(ms - self.ms(work), 0.0), limit)
-        self._entries = fade * self._entries + (more, work.entries)
-        return False
+        self._entries = _ROUND_FADE * self._entries + (more, work.entries)
 
     def age(self, size: int, num_rounds: int) -> None:
         """Let what is known of a batch size fade by some rounds."""
@@ -136,7 +152,8 @@ class Costs:
 
         Raises ValueError: it is none.
         """
-        rounds = array(state, "rounds", self._rounds.shape, 0.0)
+        most = 1.001 / (1.0 - _ROUND_FADE)
+        rounds = array(state, "rounds", self._rounds.shape, 0.0, most)
         errors = array(state, "errors", rounds.shape, -0.501 * rounds, 1.001 * rounds)
         entries = array(state, "entries", (2,), 0.0)
         if number(state, "measured_s") != self.table.measured_s:
@@ -154,8 +171,3 @@ class Costs:
                 if self._rounds[at].sum() >= 1.0
             },
         }
-
-
-def _believed(factor: float) -> float:
-    """Return a factor between a measured time and the table's within 1/2 and 2."""
-    return min(max(factor, 0.5), 2.0)

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from serve_spec.adaptive.curves import Floats
 from serve_spec.adaptive.state import State, array, number, section
 from serve_spec.core.draft import DraftShape
-from serve_spec.core.record import DraftColumns, StepRecord
-from serve_spec.core.round import AS_DRAWN, FROM_NGRAM, Calibration
+from serve_spec.core.record import StepRecord
+from serve_spec.core.round import AS_DRAWN, FROM_NGRAM, GREEDY, SAMPLED, Calibration
 
 Flags: TypeAlias = NDArray[np.bool_]
 Indices: TypeAlias = NDArray[np.intp]
@@ -31,6 +31,7 @@ Indices: TypeAlias = NDArray[np.intp]
 TREE_ODDS = (1.9, 0.9, 0.67, 0.45)
 """Odds that a level of a tree is accepted over those of a chain's draft there, for each square root
 of the tree's drafts per level. Deeper levels have the last."""
+KINDS = GREEDY, SAMPLED
 # Newest requests of a plan's rounds that are learned from, and whose survivals are kept.
 _MOST_REQUESTS = 256
 
@@ -38,20 +39,25 @@ _MOST_REQUESTS = 256
 class DraftKnowledge:
     """Learns how many drafts of chains, trees and n-grams are accepted.
 
+    Greedy and sampled requests are apart: of the same text, fewer drafts of the latter survive.
+
     accept_rates: expected by position; None: a default.
     """
 
     def __init__(self, max_steps: int, accept_rates: Sequence[float] | None) -> None:
         self.max_steps = max_steps
         self.calibration = DraftCalibration(max_steps)
-        self.chains = PositionRates(max_steps, accept_rates)
         self.ngrams = PositionRates(max_steps)
+        self._recent = [RecentDrafts(max_steps, accept_rates) for _ in KINDS]
         self._has_prior = accept_rates is not None
         self.has_logprobs = False  # whether drafts have scores
         self.pairs = AS_DRAWN
         self.tree_gain = 1.0  # exponent of the odds of trees, learned
-        self._chain_trials = 0.0  # since the last tree
-        self._sample: Floats = np.empty((0, max_steps))
+
+    @property
+    def chains(self) -> PositionRates:
+        """Return the rates of chains of all requests."""
+        return PositionRates.pooled([recent.chains for recent in self._recent])
 
     def learn(self, records: Sequence[StepRecord]) -> None:
         """Learn from rounds, the newest last."""
@@ -63,46 +69,39 @@ class DraftKnowledge:
                 num_requests += sum(map(bool, drafted))
         chains = [r for r in newest if r.shape.is_chain]
         self._learn_logprobs([r for r in chains if r.draft_logprobs is not None])
-        if without_logprobs := [r.model_drafts for r in chains if r.draft_logprobs is None]:
-            self._learn_chains(*self._tallied(without_logprobs))
-        for tree in {r.shape for r in newest if not r.shape.is_chain}:
-            self._learn_tree(tree, [r.model_drafts for r in newest if r.shape == tree])
+        without_logprobs = [r for r in chains if r.draft_logprobs is None]
+        trees = {r.shape: [x for x in newest if x.shape == r.shape] for r in newest}
+        for kind, recent in zip(KINDS, self._recent, strict=True):
+            if without_logprobs:
+                recent.learn(*self._tallied(without_logprobs, kind))
+            for tree, drafted_as in trees.items():
+                if not tree.is_chain:
+                    counts = self._tallied(drafted_as, kind)
+                    self.tree_gain = recent.learn_tree(tree, *counts, self.tree_gain)
         if from_ngrams := [r.ngram_drafts for r in newest if any(r.is_ngram)]:
-            self.ngrams.learn(*self._tallied(from_ngrams))
+            verified, correct = (
+                np.concatenate([getattr(each, name) for each in from_ngrams])
+                for name in ("steps_per_req", "correct_per_req")
+            )
+            self.ngrams.learn(*tallied(verified, correct, self.max_steps))
         if newest:
             self.pairs = self.calibration.pairs(self.ngrams.rates)
 
-    def _tallied(self, drafts: Sequence[DraftColumns]) -> tuple[list[float], list[float]]:
-        verified = np.concatenate([each.steps_per_req for each in drafts])
-        correct = np.concatenate([each.correct_per_req for each in drafts])
-        return tallied(verified, correct, self.max_steps)
+    def _tallied(self, records: Sequence[StepRecord], kind: int) -> tuple[list[float], list[float]]:
+        """Return trials and accepted model drafts by position of one kind of requests."""
+        verified, correct, kinds = (
+            np.concatenate(columns)
+            for columns in zip(
+                *((r.model_drafts[1], r.model_drafts[2], _kinds_of(r)) for r in records),
+                strict=True,
+            )
+        )
+        return tallied(verified[kinds == kind], correct[kinds == kind], self.max_steps)
 
-    def _learn_chains(self, trials: Sequence[float], hits: Sequence[float]) -> None:
-        self.chains.learn(trials, hits)
-        self._chain_trials += trials[0]
-
-    def _learn_tree(self, tree: DraftShape, drafts: Sequence[DraftColumns]) -> None:
-        """Learn what chains would have done and, after chains, what a tree gains over them."""
-        trials, hits = map(np.asarray, self._tallied(drafts))
-        if num := min(self._chain_trials, trials[0]):
-            known = 64.0  # drafts that the present gain counts as
-            seen = num * hits / trials.clip(1.0) + known * self.tree_rates(tree)
-            gained = np.log(_odds(seen / (num + known)) / self._chain_odds())
-            self.tree_gain = float((gained[0] / np.log(_tree_odds(tree, 1)[0])).clip(-2.0, 2.0))
-            self._chain_trials = 0.0
-        rates = (hits + _PRIOR_TRIALS * self.tree_rates(tree)) / (trials + _PRIOR_TRIALS)
-        odds = _odds(rates) / _tree_odds(tree, self.max_steps) ** self.tree_gain
-        self.chains.learn(trials.tolist(), (trials * odds / (1.0 + odds)).tolist())
-        self._sample = self._sample[:0]
-
-    def tree_rates(self, tree: DraftShape, batch_size: int = 1) -> Floats:
+    def tree_rates(self, tree: DraftShape, batch_size: int, sampled: float) -> Floats:
         """Return the probability that a level of a tree is accepted once reached, by level."""
-        gained = _tree_odds(tree, self.max_steps) ** self.tree_gain
-        return 1.0 - 1.0 / (1.0 + self._chain_odds(batch_size) * gained)
-
-    def _chain_odds(self, batch_size: int = 1) -> Floats:
-        mean = self.survivals(batch_size).mean(axis=0)
-        return _odds((mean / np.append(1.0, mean[:-1])).clip(0.001, 0.999))
+        survivals = self.survivals(batch_size, sampled)
+        return _tree_rates(tree, _chain_odds(survivals), self.tree_gain)
 
     def _learn_logprobs(self, records: Sequence[StepRecord]) -> None:
         width, num_rows = self.max_steps, sum(len(r.steps_per_req) for r in records)
@@ -117,8 +116,7 @@ class DraftKnowledge:
             drafts = r.model_drafts
             verified[rows], correct[rows] = drafts.steps_per_req, drafts.correct_per_req
             drafted[rows] = r.drafted_per_req or r.steps_per_req
-            if r.is_sampled:
-                kinds[rows] = r.is_sampled
+            kinds[rows] = _kinds_of(r)
             if any(r.is_ngram):
                 drafted[rows] *= ~np.asarray(r.is_ngram, bool)
         used = drafted > 0
@@ -136,37 +134,34 @@ class DraftKnowledge:
         self.calibration.learn(logprobs, kinds, verified, correct)
         probabilities = self.calibration.probabilities(logprobs, kinds)
         survivals = np.cumprod(np.where(exists, probabilities, 0.0), axis=1)
-        if all(r.budget is None for r in records):
-            counts = tallied(verified, correct, width)
-        else:  # what was admitted is no fair sample of what was drafted
-            before = np.concatenate([np.ones((len(survivals), 1)), survivals[:, :-1]], axis=1)
-            counts = (before * exists).sum(0).tolist(), survivals.sum(0).tolist()
-        self._learn_chains(*counts)
-        kept = [np.where(exists, survivals, -1.0), self._sample]
-        self._sample = np.concatenate(kept)[:_MOST_REQUESTS]
+        before = np.concatenate([np.ones((len(survivals), 1)), survivals[:, :-1]], axis=1)
+        all_verified = all(r.budget is None for r in records)
+        for kind, recent in zip(KINDS, self._recent, strict=True):
+            if not (mine := kinds == kind).any():
+                continue
+            if all_verified:
+                counts = tallied(verified[mine], correct[mine], width)
+            else:  # what was admitted is no fair sample of what was drafted
+                reached, kept = (before * exists)[mine], survivals[mine]
+                counts = reached.sum(0).tolist(), kept.sum(0).tolist()
+            recent.learn(*counts, np.where(exists, survivals, -1.0)[mine])
 
-    def survivals(self, batch_size: int) -> Floats:
-        """Return survivals [R, K] for a batch, beyond those drafted at the usual rates."""
-        rates = np.asarray(self.chains.rates)
-        if not len(self._sample):
-            return np.cumprod(rates)[None]
+    def survivals(self, batch_size: int, sampled: float) -> Floats:
+        """Return survivals [R, K] for a batch of which a fraction of the requests samples."""
         # The newest 32 requests stand for a batch, of a larger one as many.
-        found = self._sample[: max(32, batch_size)].copy()
-        for j in range(self.max_steps):
-            before = found[:, j - 1] if j else 1.0
-            found[:, j] = np.where(found[:, j] < 0.0, before * rates[j], found[:, j])
-        return found
+        num = max(32, batch_size)
+        num_sampled = math.ceil(num * sampled)
+        parts = zip(self._recent, (num - num_sampled, num_sampled), strict=True)
+        return np.concatenate([recent.survivals(n) for recent, n in parts if n])
 
     def state(self) -> State:
         """Return what outlives a restart."""
         return {
             "calibration": self.calibration.state(),
-            "chains": self.chains.state(),
             "ngrams": self.ngrams.state(),
             "has_logprobs": self.has_logprobs,
             "tree_gain": self.tree_gain,
-            "chain_trials": self._chain_trials,
-            "survivals": self._sample.tolist(),
+            "recent": {str(kind): self._recent[kind].state() for kind in KINDS},
         }
 
     def restore(self, state: State) -> None:
@@ -179,10 +174,8 @@ class DraftKnowledge:
         self.has_logprobs = bool(number(state, "has_logprobs", 0.0, 1.0))
         self.tree_gain = number(state, "tree_gain", -2.0, 2.0)
         if not self._has_prior:
-            self.chains.restore(section(state, "chains"))
-            self._chain_trials = number(state, "chain_trials", 0.0)
-            rows = array(state, "survivals", (-1, self.max_steps), -1.0, 1.0)
-            self._sample = rows[:_MOST_REQUESTS]
+            for kind in KINDS:
+                self._recent[kind].restore(section(section(state, "recent"), str(kind)))
         self.pairs = self.calibration.pairs(self.ngrams.rates)
 
     def snapshot(self) -> dict[str, object]:
@@ -194,13 +187,10 @@ class DraftKnowledge:
         }
 
 
-def _tree_odds(tree: DraftShape, num_levels: int) -> Floats:
-    odds = np.array([*TREE_ODDS, *TREE_ODDS[-1:] * num_levels][:num_levels])
-    return odds * math.sqrt(tree.size / tree.depth)
-
-
-def _odds(rates: Floats) -> Floats:
-    return np.asarray(rates / (1.0 - rates))
+def _kinds_of(record: StepRecord) -> Indices:
+    """Return the kind of each request of a round."""
+    unknown = [False] * len(record.steps_per_req)
+    return np.asarray(record.is_sampled or unknown).astype(np.intp)
 
 
 FIRST_RATE = 0.7
@@ -226,6 +216,15 @@ class PositionRates:
         self._prior = list(prior or [FIRST_RATE] * max_steps)[:max_steps]
         self.rates: list[float] = []  # probability that a draft is accepted once reached
         self._update()
+
+    @staticmethod
+    def pooled(parts: Sequence[PositionRates]) -> PositionRates:
+        """Return the rates of all trials together."""
+        found = PositionRates(parts[0].max_steps, parts[0]._prior)
+        found.trials = [sum(column) for column in zip(*(x.trials for x in parts), strict=True)]
+        found._hits = [sum(column) for column in zip(*(x._hits for x in parts), strict=True)]
+        found._update()
+        return found
 
     def learn(self, trials: Sequence[float], hits: Sequence[float]) -> None:
         """Take in the trials of some rounds, by position, and how many of them were accepted."""
@@ -261,6 +260,86 @@ class PositionRates:
             {"position": position, "accept_rate": round(rate, 4), "trials": round(trials, 1)}
             for position, (rate, trials) in enumerate(columns, start=1)
         ]
+
+
+class RecentDrafts:
+    """Chains of one kind of requests: rates by position, and survivals of the newest requests."""
+
+    def __init__(self, max_steps: int, accept_rates: Sequence[float] | None) -> None:
+        self.chains = PositionRates(max_steps, accept_rates)
+        self._trials = 0.0  # of chains since the last tree
+        self._sample: Floats = np.empty((0, max_steps))  # the newest first; -1: not drafted
+
+    def learn(
+        self, trials: Sequence[float], hits: Sequence[float], survivals: Floats | None = None
+    ) -> None:
+        """Learn from chains: trials and accepted drafts by position, and survivals if known."""
+        self.chains.learn(trials, hits)
+        self._trials += trials[0]
+        if survivals is not None:
+            self._sample = np.concatenate([survivals, self._sample])[:_MOST_REQUESTS]
+
+    def learn_tree(
+        self, tree: DraftShape, trials: Sequence[float], hits: Sequence[float], gain: float
+    ) -> float:
+        """Learn what chains would have done; return the gain of trees, learned after chains."""
+        if not trials[0]:
+            return gain
+        tried, kept, odds = np.asarray(trials), np.asarray(hits), _chain_odds(self.survivals(32))
+        if num := min(self._trials, trials[0]):
+            known = 64.0  # drafts that the present gain counts as
+            seen = num * kept / tried.clip(1.0) + known * _tree_rates(tree, odds, gain)
+            gained = np.log(_odds(seen / (num + known)) / odds)
+            gain = float((gained[0] / np.log(_tree_odds(tree, 1)[0])).clip(-2.0, 2.0))
+            self._trials = 0.0
+        rates = kept + _PRIOR_TRIALS * _tree_rates(tree, odds, gain)
+        rates /= tried + _PRIOR_TRIALS
+        odds = _odds(rates) / _tree_odds(tree, len(tried)) ** gain
+        self.chains.learn(trials, (tried * odds / (1.0 + odds)).tolist())
+        self._sample = self._sample[:0]
+        return gain
+
+    def survivals(self, num: int) -> Floats:
+        """Return survivals [num, K] of the newest requests, beyond those drafted as usual."""
+        rates = np.asarray(self.chains.rates)
+        if not len(self._sample):
+            return np.tile(np.cumprod(rates), (num, 1))
+        found = self._sample[:num].copy()
+        for j in range(len(rates)):
+            before = found[:, j - 1] if j else 1.0
+            found[:, j] = np.where(found[:, j] < 0.0, before * rates[j], found[:, j])
+        return found if len(found) == num else np.resize(found, (num, len(rates)))
+
+    def state(self) -> State:
+        """Return what outlives a restart."""
+        sample = self._sample.tolist()
+        return {"chains": self.chains.state(), "trials": self._trials, "survivals": sample}
+
+    def restore(self, state: State) -> None:
+        """Continue from a state; raise ValueError if it is none."""
+        self.chains.restore(section(state, "chains"))
+        self._trials = number(state, "trials", 0.0)
+        shape = (-1, self._sample.shape[1])
+        self._sample = array(state, "survivals", shape, -1.0, 1.0)[:_MOST_REQUESTS]
+
+
+def _chain_odds(survivals: Floats) -> Floats:
+    """Return the odds that a draft of a chain is accepted once reached, by position."""
+    mean = survivals.mean(axis=0)
+    return _odds((mean / np.append(1.0, mean[:-1])).clip(0.001, 0.999))
+
+
+def _tree_rates(tree: DraftShape, chain_odds: Floats, gain: float) -> Floats:
+    return 1.0 - 1.0 / (1.0 + chain_odds * _tree_odds(tree, len(chain_odds)) ** gain)
+
+
+def _tree_odds(tree: DraftShape, num_levels: int) -> Floats:
+    odds = np.array([*TREE_ODDS, *TREE_ODDS[-1:] * num_levels][:num_levels])
+    return odds * math.sqrt(tree.size / tree.depth)
+
+
+def _odds(rates: Floats) -> Floats:
+    return np.asarray(rates / (1.0 - rates))
 
 
 def tallied(verified: Indices, correct: Indices, max_steps: int) -> tuple[list[float], list[float]]:

@@ -68,28 +68,30 @@ class Exploration:
         chosen: Candidate,
         found: Sequence[Candidate],
         num_rounds: int,
-        is_due: bool,
+        is_first: bool,
     ) -> Trial | None:
         """Return a trial if one is due and the time pays for it.
 
         found: candidates, plain rounds first. num_rounds: of the plan that follows otherwise.
-        is_due: whether to try plain rounds now.
+        is_first: whether plain rounds have not run at this batch size.
         """
         spare_ms = 0.002 * self._total_ms - self._lost_ms  # trials may cost 0.2 % of the time
         self._num_rounds += num_rounds
-        is_due = is_due or self._num_rounds >= EXPLORE_AFTER
+        is_due = self._num_rounds >= EXPLORE_AFTER
         if not chosen.shape.depth:
-            if len(found) < 2 or self._num_rounds < EXPLORE_AFTER or spare_ms < 0.0:
+            if len(found) < 2 or not is_due or spare_ms < 0.0:
                 return None
             self._num_rounds = 0
             return _drafting_trial(batch, found)
         plain = found[0]
         kinds = [x for x in found[1:] if x.shape.is_chain != chosen.shape.is_chain]
-        tried, num = plain, 2  # the first follows another shape and is not learned from
-        if kinds and self._tried_plain:
+        tried, num = plain, 3  # the first one's time includes planning
+        if kinds and self._tried_plain and not is_first:
             tried, num = max(kinds, key=lambda each: each.tokens_per_ms), PLAN_ROUNDS
         lost = num * tried.ms * max(0.0, 1.0 - tried.tokens_per_ms / chosen.tokens_per_ms)
-        if not is_due or lost > spare_ms:
+        if is_first:
+            spare_ms = max(spare_ms, 0.5 * plain.ms)  # unless drafts promise too much
+        if not (is_first or is_due) or lost > spare_ms:
             return None
         self._num_rounds, self._tried_plain = 0, tried is plain
         return Trial(tried, num, Reason.BASELINE if tried is plain else Reason.PROBE)
@@ -127,14 +129,15 @@ class SpeedGuard:
         self._tokens = self._units = 0.0
 
     def observe_plain(self, units: float) -> None:
-        """Take in a plain round."""
+        """Take in the time of plain rounds."""
         self.plain = units if self.plain is None else 0.5 * (self.plain + units)
 
-    def observe(self, tokens: float, units: float) -> None:
-        """Take in a round that drafted and emitted so many tokens per request."""
-        fade = 1.0 - 1.0 / _GUARD_ROUNDS
-        self._num += 1
-        self._tokens, self._units = fade * self._tokens + tokens, fade * self._units + units
+    def observe(self, tokens: float, units: float, num: int = 1) -> None:
+        """Take in rounds that drafted, with mean tokens per request and time."""
+        fade = (1.0 - 1.0 / _GUARD_ROUNDS) ** num
+        self._num += num
+        self._tokens = fade * self._tokens + num * tokens
+        self._units = fade * self._units + num * units
         speedup = self.speedup
         if speedup is None or self._num < _GUARD_ROUNDS:
             return

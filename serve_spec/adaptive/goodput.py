@@ -7,7 +7,6 @@ fraction of the time. `SpeedGuard` turns speculation off where it was measured t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +24,7 @@ from serve_spec.adaptive.exploration import (
 )
 from serve_spec.adaptive.planner import Candidate, Load, Planner, PromptLoad
 from serve_spec.adaptive.policy import StepPolicy
+from serve_spec.adaptive.round_times import RoundTimes, work_of
 from serve_spec.adaptive.state import Learner, State, section
 from serve_spec.config.adaptive_file import slot_of
 from serve_spec.config.cost_table import CostTable
@@ -75,6 +75,8 @@ class GoodputPolicy(StepPolicy):
     token_counts: tokens that captured graphs verify; empty: any number costs its own.
     """
 
+    state_version = 2
+
     def __init__(
         self,
         costs: CostTable,
@@ -96,11 +98,13 @@ class GoodputPolicy(StepPolicy):
         self.drafts = DraftKnowledge(self.max_steps, accept_rates)
         self.last_reason = Reason.WARM_UP
         self._guards = SpeedGuards()
+        self._times = RoundTimes(self.costs, self._guards)
         self._at: int | None = None
         self._shape = DraftShape.chain(min(initial_steps, self.max_steps))
         self._candidates: dict[DraftShape, Candidate] = {}
         self._chosen: Candidate | None = None
         self._answer = RoundSteps(self._shape)
+        self._explored = False
         self._trial: frozenset[str] | None = None
         self._ngram_steps = self._rounds_without_ngrams = 0
         self._rounds_left = self._rounds_at_shape = 0
@@ -109,7 +113,6 @@ class GoodputPolicy(StepPolicy):
         self._exploration = Exploration()
         self._parts: dict[str, Learner] = {"drafts": self.drafts, "prompts": self._prompts}
         self._parts["trials"] = self._exploration
-        self._before: DraftShape | None = None
         self._load = Load(Work(1, 0.0))
 
     def choose(self, batch: DecodeBatch) -> RoundSteps:
@@ -119,12 +122,14 @@ class GoodputPolicy(StepPolicy):
         at = bucket(batch.size)
         shape = self._answer.shape
         fits = shape.is_chain or shape in self.allowed.trees_of(batch.size)
-        if self._rounds_left <= 0 or at != self._at or not fits:
+        plans = self._rounds_left <= 0 or at != self._at or not fits
+        if plans:
             self._learn()
             self._plan(batch, at)
         self._rounds_left -= 1
         self._rounds_at_shape += 1
-        return self._fitted(batch)
+        steps = self._fitted(batch)
+        return replace(steps, notes=replace(steps.notes, begins_plan=True)) if plans else steps
 
     def _fitted(self, batch: DecodeBatch) -> RoundSteps:
         """Return the plan's answer for the batch of now, which may be of another size."""
@@ -168,43 +173,22 @@ class GoodputPolicy(StepPolicy):
             return
         self.drafts.learn(records)
         self.costs.age(records[-1].num_planned_seqs or 1, len(records))
-        for record in records:
+        works = [work_of(record, self.max_steps) for record in records]
+        for record, work in zip(records, works, strict=True):
             self._prompts.observe(record)
-            self._learn_times(record)
+            if work is not None:
+                self._exploration.observe(record.step_ms, self._lost_ms(record, work))
+        self._times.learn(records, works)
 
-    def _learn_times(self, record: StepRecord) -> None:
-        size, times = record.num_planned_seqs, record.times
-        is_first, self._before = record.follows and record.shape != self._before, record.shape
-        guard = self._guards.of(bucket(size))
-        guard.rounds_left = max(0, guard.rounds_left - 1)
-        if times is None or not size or not 0.0 < times.step_ms < math.inf:
-            return
-        ms, drafts = times.step_ms, record.num_planned_drafts
-        shape = record.shape if drafts or record.num_drafting else PLAIN
-        if shape.is_chain and drafts:
-            shape = DraftShape.chain(min(record.deepest or shape.depth, self.max_steps))
-        plain = Work(size, record.num_tokens / size, record.num_sampled / size)
-        work = Work(*plain[:3], shape, drafts, record.num_prefill_tokens, record.num_extend_tokens)
-        self._exploration.observe(ms, self._lost_ms(record, work, ms))
-        if is_first:
-            return  # launched ahead, it may have taken the host's time for the round before
-        if shape != PLAIN and 2 * record.num_drafting < size:
-            return  # a trial: fewer drafts are made than in a batch that drafts
-        unit = self.costs.table_ms(plain)
-        if not self.costs.learn(work, ms):
-            return
-        if record.is_plain:
-            guard.observe_plain(ms / unit)
-        elif record.batch_size:
-            guard.observe(record.num_output_tokens / record.batch_size, ms / unit)
-
-    def _lost_ms(self, record: StepRecord, work: Work, ms: float) -> float:
+    def _lost_ms(self, record: StepRecord, work: Work) -> float:
         """Return the time that a round cost more than the plan's choice for as many tokens."""
         plan = self._chosen
         if not record.notes.is_probe or plan is None:
             return 0.0
         # Neither prompts nor the entries that they lack count as lost.
-        ms = self.costs.ms(work) + self.costs.entry_ms * work.entries if work.prompts else ms
+        ms = record.step_ms
+        if work.prompts:
+            ms = self.costs.ms(work) + self.costs.entry_ms * work.entries
         return ms - record.num_output_tokens * plan.ms / (self._load.work.size + plan.expected)
 
     def _plan(self, batch: DecodeBatch, at: int) -> None:
@@ -217,7 +201,7 @@ class GoodputPolicy(StepPolicy):
         guard = self._guards.of(at)
         self._chosen = chosen = self._decide(found, guard, moved=moved)
         stays = chosen.shape == self._shape
-        self._rounds_left = 2 * PLAN_ROUNDS if stays and not moved else PLAN_ROUNDS
+        self._rounds_left = PLAN_ROUNDS * (2 if stays and not moved and not self._explored else 1)
         if not stays:
             self._shape, self._rounds_at_shape = chosen.shape, 0
         rates = self.drafts.ngrams.rates
@@ -226,12 +210,15 @@ class GoodputPolicy(StepPolicy):
         )
         trial = None
         if not guard.rounds_left:
-            is_due = guard.plain is None
-            trial = self._exploration.propose(batch, chosen, found, self._rounds_left, is_due)
+            is_first = guard.plain is None
+            trial = self._exploration.propose(batch, chosen, found, self._rounds_left, is_first)
         if trial is not None:
             chosen, self._rounds_left, self.last_reason = trial[:3]
+        self._explored = trial is not None
         self._trial = None if trial is None else trial.request_ids
-        notes = RoundNotes(trial is not None, chosen.ms, expected_drafts=round(chosen.expected, 2))
+        notes = RoundNotes(
+            trial is not None, predicted_ms=chosen.ms, expected_drafts=round(chosen.expected, 2)
+        )
         self._answer = RoundSteps(
             chosen.shape, notes=notes, budget=chosen.budget, calibration=self.drafts.pairs
         )
@@ -240,7 +227,9 @@ class GoodputPolicy(StepPolicy):
         """Return every shape with its best budget, plain rounds first."""
         size, most = batch.size, batch.max_draft_tokens
         bound = min(self.allowed.bound(size), max(batch.max_steps))
-        survivals = self.drafts.survivals(size if self._shape.depth else 1)[:, : max(bound, 1)]
+        sampled = load.work.sampled
+        survivals = self.drafts.survivals(size if self._shape.depth else 1, sampled)
+        survivals = survivals[:, : max(bound, 1)]
         weights = np.full(survivals.shape[1], size / len(survivals))
         if min(batch.max_steps) < bound:
             caps = np.asarray(batch.max_steps)
@@ -254,7 +243,8 @@ class GoodputPolicy(StepPolicy):
         )
         for tree in self.allowed.trees_of(size):
             if tree.depth <= bound and tree.size * size <= most:
-                found.append(self._planner.tree(load, tree, self.drafts.tree_rates(tree, size)))
+                rates = self.drafts.tree_rates(tree, size, sampled)
+                found.append(self._planner.tree(load, tree, rates))
         return found
 
     def _decide(self, found: Sequence[Candidate], guard: SpeedGuard, *, moved: bool) -> Candidate:

@@ -85,10 +85,12 @@ class DecodeBatch:
 
 @dataclass(frozen=True, slots=True)
 class RoundNotes:
-    """A policy's notes on its answer, for metrics only."""
+    """A policy's notes on its answer, for metrics and for itself."""
 
     is_probe: bool = False
     """Chosen to explore."""
+    begins_plan: bool = False
+    """First round of a plan: what planning took is part of its time."""
     predicted_ms: float | None = None
     """Predicted time of the step; None without a cost table."""
     slot: str | None = None

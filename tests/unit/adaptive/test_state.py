@@ -124,6 +124,7 @@ def replaced(*path, by):
     return change
 
 
+RECENT = ("learned", "drafts", "recent", "0")
 HESSIANS = ("learned", "drafts", "calibration", "hessians")
 
 
@@ -136,11 +137,11 @@ HESSIANS = ("learned", "drafts", "calibration", "hessians")
         (replaced("learned", by=[]), "learned=[]: no mapping"),
         (lambda state: without(state, "learned", "drafts"), "drafts=None: no mapping"),
         (lambda state: without(state, "learned", "costs", "rounds"), "rounds: of shape ()"),
-        (replaced("learned", "drafts", "chains", "trials", by=[1.0] * 3), "of shape (3,)"),
-        (replaced("learned", "drafts", "chains", "trials", by=[-1.0] * 7), "within their limits"),
+        (replaced(*RECENT, "chains", "trials", by=[1.0] * 3), "of shape (3,)"),
+        (replaced(*RECENT, "chains", "trials", by=[-1.0] * 7), "within their limits"),
         (replaced("learned", "drafts", "tree_gain", by="much"), "tree_gain='much': no numbers"),
         (replaced("learned", "drafts", "tree_gain", by=None), "finite"),
-        (replaced("learned", "drafts", "chain_trials", by=10**400), "no numbers"),
+        (replaced(*RECENT, "trials", by=10**400), "no numbers"),
         (replaced(*HESSIANS, by=[[[[0.0] * 2] * 2] * 7] * 2), "less than the pull"),
         (replaced(*HESSIANS, by=[[[[99.0, 1.0], [0.0, 99.0]]] * 7] * 2), "not symmetric"),
     ],

@@ -119,7 +119,7 @@ def test_goodput_continues_with_rates_calibration_and_costs(make_llm, cache, log
             learned = llms[0].engine.controller.state()
             llms[0].shutdown()
     assert kept == learned
-    assert sum(learned["learned"]["drafts"]["chains"]["trials"]) > 0
+    assert sum(learned["learned"]["drafts"]["recent"]["0"]["chains"]["trials"]) > 0
     assert texts(llms[1].generate(PROMPTS, PARAMS)) == said
     (file,) = cache.glob("policies/*.json")
     assert about_policies(logged, logging.INFO) == [f"policy: continues from {file}"]
