@@ -97,6 +97,8 @@ class StepRecord:
     """and the tokens they emitted."""
     times: StepTimes | None = None
     """None if not measured."""
+    follows: bool = False
+    """It was launched ahead, so its time may be the host's time for the step before."""
     was_postponed: bool = False
     """It was not launched ahead, because its drafts depend on the result of the step before: the
     device's idle time is a cost of drafting, even if nothing was drafted."""

@@ -397,6 +397,7 @@ def step_record(
         num_ended_prompt_tokens=sum(seq.num_uncached_prompt_tokens for seq in ended),
         num_ended_tokens=sum(seq.num_output_tokens for seq in ended),
         times=StepTimes(result.draft_ms, result.verify_ms, step_ms, result.idle_ms),
+        follows=plan.follows,
         was_postponed=plan.was_postponed,
         notes=step.notes if decoded else NO_NOTES,
         switch_reason=step.switch_reason if decoded else None,
