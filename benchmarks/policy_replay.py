@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections import defaultdict
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -86,25 +87,27 @@ def phases_of(name: str) -> list[Phase]:
     ]
 
 
-def restarts(name: str) -> list[tuple[str, int, float, float]]:
-    """Return (kind, batch size, speed after a restart over warm, speed cold over warm).
+def restarts(name: str) -> list[tuple[str, int, dict[str, float]]]:
+    """Return (kind, batch size, speeds over warm) of the first tokens of a load.
 
-    Speeds are of the first tokens of a load, by a policy that has played the same kind before.
+    By policies that have played the same kind before: `restarted` at this batch size, `small` one
+    request at a time; and one that is `cold`.
     """
     found = []
     for kind in KINDS:
         for size in COSTS[name][1]:
-            times: dict[str, list[float]] = {"warm": [], "restarted": [], "cold": []}
+            times: dict[str, list[float]] = defaultdict(list)
             for seed in range(RESTARTS):
-                warm = goodput(name)
+                warm, small = goodput(name), goodput(name)
                 speeds(name, warm, [Phase(kind, size, 16 * size, NUM_TOKENS, SPREAD)], seed)
+                speeds(name, small, [Phase(kind, 1, 16, NUM_TOKENS, SPREAD)], seed)
                 restarted = goodput(name)
                 restarted.restore(json.loads(json.dumps(warm.state())))
-                policies = {"warm": warm, "restarted": restarted, "cold": goodput(name)}
-                for state, policy in policies.items():
+                policies = {"restarted": restarted, "small": small, "cold": goodput(name)}
+                for state, policy in {"warm": warm, **policies}.items():
                     times[state].append(first_tokens_ms(name, policy, kind, size, 100 + seed))
-            ms = {state: fmean(each) for state, each in times.items()}
-            found.append((kind, size, ms["warm"] / ms["restarted"], ms["warm"] / ms["cold"]))
+            warm_ms = fmean(times.pop("warm"))
+            found.append((kind, size, {each: warm_ms / fmean(ms) for each, ms in times.items()}))
     return found
 
 
@@ -123,14 +126,15 @@ def first_tokens_ms(name: str, policy: StepPolicy, kind: str, size: int, seed: i
 
 
 def print_restarts(name: str) -> None:
-    """Print the speeds after a restart and of a policy that knows nothing."""
+    """Print the speeds after a restart, after small batches and of a policy that knows nothing."""
     found = restarts(name)
-    for kind, size, restarted, cold in found:
-        print(f"{name:5} {kind:10} {size:4} {restarted:.3f} x warm, cold {cold:.3f} x warm")
-    for which, at in (("restarted", 2), ("cold", 3)):
-        column = [each[at] for each in found]
+    for kind, size, over_warm in found:
+        shown = ", ".join(f"{state} {speed:.3f}" for state, speed in over_warm.items())
+        print(f"{name:5} {kind:10} {size:4} over warm: {shown}")
+    for state in found[0][2]:
+        column = [over_warm[state] for *_, over_warm in found]
         pooled = math.exp(fmean(map(math.log, column)))
-        print(f"{name:5} {which}: {pooled:.3f} x warm pooled, worst {min(column):.3f}")
+        print(f"{name:5} {state}: {pooled:.3f} x warm pooled, worst {min(column):.3f}")
 
 
 def main() -> None:
