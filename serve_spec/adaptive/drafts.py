@@ -70,14 +70,13 @@ class DraftKnowledge:
         chains = [r for r in newest if r.shape.is_chain]
         self._learn_logprobs([r for r in chains if r.draft_logprobs is not None])
         without_logprobs = [r for r in chains if r.draft_logprobs is None]
-        trees = {r.shape: [x for x in newest if x.shape == r.shape] for r in newest}
+        trees = {r.shape for r in newest if not r.shape.is_chain}
         for kind, recent in zip(KINDS, self._recent, strict=True):
             if without_logprobs:
                 recent.learn(*self._tallied(without_logprobs, kind))
-            for tree, drafted_as in trees.items():
-                if not tree.is_chain:
-                    counts = self._tallied(drafted_as, kind)
-                    self.tree_gain = recent.learn_tree(tree, *counts, self.tree_gain)
+            for tree in trees:
+                counts = self._tallied([r for r in newest if r.shape == tree], kind)
+                self.tree_gain = recent.learn_tree(tree, *counts, self.tree_gain)
         if from_ngrams := [r.ngram_drafts for r in newest if any(r.is_ngram)]:
             verified, correct = (
                 np.concatenate([getattr(each, name) for each in from_ngrams])
