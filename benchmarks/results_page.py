@@ -3,7 +3,7 @@
 PYTHONPATH=. python benchmarks/results_page.py [--plot docs/speed.png]
 
 A row of the CSV is one figure of one run. Raw rows are in MACHINE-BENCHMARK.json(l), of
-one run or of several. The page has the benchmarks whose raw rows are kept.
+one run or of several.
 """
 
 from __future__ import annotations
@@ -84,20 +84,20 @@ def environments(path: Path) -> list[dict[str, Any]]:
     return [record.get("environment", record) for record in records]
 
 
-def section(
-    machine: str, benchmark: str, path: Path, variants: dict[str, dict[str, Row]]
-) -> list[str]:
+def section(machine: str, benchmark: str, variants: dict[str, dict[str, Row]]) -> list[str]:
     """Return a benchmark's commands and figures."""
-    runs = environments(path)
-    facts = runs[0]
-    versions = ", ".join(f"{name} {value}" for name, value in facts["versions"].items())
-    device = facts.get("gpu") or facts["cpu"]
-    return [
-        *("", f"### {benchmark}, {machine}", ""),
-        f"[{path.name}]({path.name}), {device}, Python {facts['python']}, {versions}.",
-        *("", "```sh", *(run["command"] for run in runs), "```", ""),
-        *table(variants),
-    ]
+    lines = ["", f"### {benchmark}, {machine}", ""]
+    path = raw_file(f"{machine}-{benchmark}")
+    if path is not None:
+        runs = environments(path)
+        facts = runs[0]
+        versions = ", ".join(f"{name} {value}" for name, value in facts["versions"].items())
+        device = facts.get("gpu") or facts["cpu"]
+        lines += [
+            f"[{path.name}]({path.name}), {device}, Python {facts['python']}, {versions}.",
+            *("", "```sh", *(run["command"] for run in runs), "```", ""),
+        ]
+    return lines + table(variants)
 
 
 def page(rows: list[Row]) -> str:
@@ -106,9 +106,8 @@ def page(rows: list[Row]) -> str:
     for machine, title in MACHINES.items():
         lines += ["", f"## {title[0].upper()}{title[1:]}"]
         for (of, benchmark), variants in newest(rows).items():
-            path = raw_file(f"{machine}-{benchmark}")
-            if of == machine and path is not None:
-                lines += section(machine, benchmark, path, variants)
+            if of == machine:
+                lines += section(machine, benchmark, variants)
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
 
 

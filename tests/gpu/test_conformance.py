@@ -77,4 +77,6 @@ def real_alone(make_real):
     [cell for cell in cells(EVENTS) if cell.values[0].algorithm in ("NONE", "NGRAM", *REAL_DRAFTS)],
 )
 def test_a_published_model_answers_as_it_does_alone(make_real, real_alone, row, event):
-    check(EVENTS[event](make_real, row), real_alone, row, event, tolerance=LOGPROB_TOLERANCE)
+    answers = EVENTS[event](make_real, row)
+    # Of 49,152 tokens thousands lie within rounding of their neighbours.
+    check(answers, real_alone, row, event, tolerance=LOGPROB_TOLERANCE, ranks=1e-3)

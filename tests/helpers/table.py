@@ -243,8 +243,11 @@ def as_texts(answers, digits=4):
     return texts
 
 
-def compare(answers, texts, *, tolerance=LOGPROB_TOLERANCE, digits=4):
-    """Assert that answers are those of `as_texts`."""
+def compare(answers, texts, *, tolerance=LOGPROB_TOLERANCE, digits=4, ranks=0.0):
+    """Assert that answers are those of `as_texts`.
+
+    ranks: by which fraction a rank may differ, where tokens lie closer together than rounding.
+    """
     for key, found in as_texts(answers, digits).items():
         wanted = texts[key]
         assert (key, found["ids"]) == (key, wanted["ids"])
@@ -253,5 +256,8 @@ def compare(answers, texts, *, tolerance=LOGPROB_TOLERANCE, digits=4):
             assert (name in found) == (name in wanted), key
             pairs = zip(found.get(name, ()), wanted.get(name, ()), strict=True)
             for at, (one, other) in enumerate(pairs):
-                expected = other and pytest.approx(other, rel=0, abs=tolerance)
+                expected = other and [
+                    *(other[0], pytest.approx(other[1], rel=ranks, abs=0)),
+                    *(pytest.approx(part, rel=0, abs=tolerance) for part in other[2:]),
+                ]
                 assert one == expected, f"{key}: {name} at {at}"

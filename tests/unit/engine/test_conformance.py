@@ -359,10 +359,10 @@ def test_answers_are_those_of_plain_decoding_alone(make, alone, row, event):
     check(answers, alone, row, event)
 
 
-def check(answers, alone, row, event, *, tolerance=5e-5, tree_tokens=TREE_TOKENS):
+def check(answers, alone, row, event, *, tolerance=5e-5, tree_tokens=TREE_TOKENS, ranks=0.0):
     """Assert that answers are the expected ones, and that their counts are consistent."""
     assert event == "late" or set(answers) == set(alone)
-    compare(answers, as_texts(alone, digits=6), tolerance=tolerance, digits=6)
+    compare(answers, as_texts(alone, digits=6), tolerance=tolerance, digits=6, ranks=ranks)
     caps = {request.key: request.params.speculative for request in requests()}
     for key, answer in answers.items():
         if event != "resumption":  # each engine shows its part of the text
