@@ -80,7 +80,7 @@ def environments(path: Path) -> list[dict[str, Any]]:
         records = [json.loads(text)]
     else:
         first, *others = map(json.loads, text.splitlines())
-        records = [first, *(each for each in others if each.get("section") == "run")]
+        records = [first, *(each for each in others if {"environment", "command"} & each.keys())]
     return [record.get("environment", record) for record in records]
 
 
