@@ -160,6 +160,9 @@ def test_bad_input_is_refused_by_name_before_ray_starts(config_file, capsys, tex
     assert "no/such.yaml" in capsys.readouterr().err
 
 
+EAGLE = ["asset:tiny", "--speculative-algorithm", "EAGLE"]
+
+
 @pytest.mark.parametrize(("where", "calls"), [("own", ["init", "shutdown"]), ("others", [])])
 def test_a_checkpoint_that_cannot_be_used_ends_the_command_with_one_line(
     where, calls, config_file, tmp_path, capsys, monkeypatch
@@ -175,7 +178,7 @@ def test_a_checkpoint_that_cannot_be_used_ends_the_command_with_one_line(
         ([str(broken)], "model-00003-of-00005.safetensors"),
         ([str(config_file), "--max-model-len", "100k"], "max_model_len=100000 is more"),
         ([str(config_file), "--tp", "3"], "tensor_parallel_size"),
-        (["asset:tiny", "--speculative-algorithm", "EAGLE"], "set it to 'EAGLE3'"),
+        ([*EAGLE, "--speculative-draft-model-path", "asset:tiny/eagle3"], "set it to 'EAGLE3'"),
     ):
         place = ["--address", "10.0.0.1:6379"] if where == "others" else []
         called.clear()

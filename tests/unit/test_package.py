@@ -83,7 +83,7 @@ def test_a_wheel_has_all_data_but_the_drafts_that_no_default_names(shipped):
     found = (path for path in PACKAGE.rglob("*") if path.suffix not in (".py", ".pyc"))
     data = {path.relative_to(PACKAGE) for path in found if path.is_file()}
     config = ServeSpecConfig.load("asset:tiny")
-    used = [config.model.folder, config.draft_folder]
+    used = [config.model.folder, config.draft_folder, PACKAGE / "assets/smollm2/eagle3"]
     unused = {
         path
         for path in data
@@ -107,5 +107,5 @@ def test_a_draft_that_a_wheel_lacks_is_refused_in_one_line_that_says_where_it_is
         )
     (line,) = str(caught.value).splitlines()
     assert line.startswith("speculative.speculative_draft_model_path='asset:tiny/standalone': ")
-    assert "use one of asset:tiny/eagle3, asset:tiny/target; " in line
+    assert "use one of asset:smollm2/eagle3, asset:tiny/eagle3, asset:tiny/target; " in line
     assert "clone of the repository" in line
