@@ -30,7 +30,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 unexport PYTHONDONTWRITEBYTECODE
 
 # Half of the time of all tests that start no Ray.
-ENGINE_TESTS := $(addprefix tests/unit/,config engine models parallel layers adaptive scheduler worker recipes) \
+ENGINE_TESTS := $(addprefix tests/unit/,bench config engine models parallel layers adaptive scheduler worker recipes) \
 	tests/fuzz tests/e2e
 NO_RAY := -m "not gpu and not ray"
 
