@@ -17,10 +17,8 @@ from typing import Any
 RESULTS = Path("docs/results")
 MACHINES = {
     "cpu": "two CPU cores, float32",
-    "h100": "one NVIDIA H100, bfloat16, SmolLM2-135M-Instruct",
     "h200": "one NVIDIA H200, bfloat16, the cost of an 8B model",
 }
-CATEGORIES = ("code", "tools", "chat", "writing")
 HEAD = """\
 # Results
 
@@ -112,27 +110,26 @@ def page(rows: list[Row]) -> str:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Draw the speed of the default policy over off by batch size, for each category of text."""
+    """Draw the speed of the default policy over off by batch size."""
     import matplotlib.pyplot as plt
 
-    cells = newest(rows)["h100", "cells"]
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True)
-    for axes, temperature in zip(panels, ("0", "1"), strict=True):
-        for category in CATEGORIES:
-            points = []
-            for variant, metrics in cells.items():
-                of, *place = variant.split(", ")
-                if of == category and place[-1] == f"T={temperature}":
-                    size = int(place[0].removeprefix("batch "))
+    figure, axes = plt.subplots(figsize=(7, 3.2))
+    cells = newest(rows)
+    for temperature in ("0", "0.7", "1"):
+        points = []
+        for benchmark in ("adaptive-cells-small", "adaptive-cells"):
+            for variant, metrics in cells["h200", benchmark].items():
+                if variant.endswith(f"T={temperature}") and "tokens/s over off" in metrics:
+                    size = int(variant.removeprefix("batch ").partition(",")[0])
                     points.append((size, float(metrics["tokens/s over off"]["value"])))
-            axes.plot(*zip(*sorted(points), strict=True), "o-", label=category)
-        sizes = [size for size, _ in sorted(points)]
-        axes.axhline(1.0, color="grey", linewidth=0.8)
-        axes.set_xscale("log", base=2)
-        axes.set(title=f"temperature {temperature}", xlabel="requests in the batch", ylim=(0, None))
-        axes.set_xticks(sizes, [str(size) for size in sizes])
-    panels[0].set_ylabel("tokens/s over no speculation")
-    panels[0].legend(frameon=False)
+        axes.plot(*zip(*sorted(points), strict=True), "o-", label=f"temperature {temperature}")
+    axes.axhline(1.0, color="grey", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="requests in the batch", ylabel="tokens/s over no speculation", ylim=(0, None))
+    axes.set_xticks(
+        [1, 4, 8, 16, 32, 64, 128, 256], ["1", "4", "8", "16", "32", "64", "128", "256"]
+    )
+    axes.legend(frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 

@@ -32,7 +32,6 @@ WITHIN_S = 300.0
 STOP_WITHIN_S = 60.0
 NUM_TOKENS = 8
 FIGURES = ("router_s", "ready_s", "answer_s")
-SMOLLM2 = "asset:smollm2 --speculative-algorithm NGRAM"
 
 
 class Output(threading.Thread):
@@ -136,7 +135,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "models", nargs="*", default=["asset:tiny", SMOLLM2], help="model, and flags after it"
+        "models",
+        nargs="*",
+        default=["asset:tiny", "asset:smollm2"],
+        help="model, and flags after it",
     )
     parser.add_argument("--starts", type=int, default=5, help="warm starts")
     parser.add_argument("--cold", type=int, default=2, help="cold starts, which come first")

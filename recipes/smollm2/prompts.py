@@ -19,9 +19,8 @@ from serve_spec.bench.dataset import (
     read_dataset,
     sharegpt_turns,
 )
-from serve_spec.bench.prompts import ChatEncoder
+from serve_spec.bench.prompts import ChatEncoder, encode_chats
 from serve_spec.config import ConfigError, ServeSpecConfig
-from serve_spec.core.errors import TextTooLong
 
 _BFCL_FILES = (
     *("live_simple", "live_multiple", "live_parallel", "live_parallel_multiple"),
@@ -44,31 +43,13 @@ def training_prompts(target: str, plan: PromptPlan, seed: int) -> dict[str, list
     found: dict[str, list[list[int]]] = {"train": [], "held_out": []}
     for category, count in plan.counts.items():
         chats = [chat for chat in sources[category]() if _text(chat) not in measured]
-        encoded = _encoded(encoder, category, rng.sample(chats, len(chats)), count, plan.max_tokens)
+        shuffled = [ChatPrompt(category, tuple(chat)) for chat in rng.sample(chats, len(chats))]
+        encoded = encode_chats(encoder, shuffled, count, plan.max_tokens)
         first = int(len(encoded) * plan.held_out_fraction)
         found["held_out"] += encoded[:first]
         found["train"] += encoded[first:]
     for prompts in found.values():
         rng.shuffle(prompts)
-    return found
-
-
-def _encoded(
-    encoder: ChatEncoder,
-    category: str,
-    chats: Sequence[Sequence[Message]],
-    count: int,
-    max_tokens: int,
-) -> list[list[int]]:
-    """Return the first `count` chats that have at most `max_tokens` tokens."""
-    found: list[list[int]] = []
-    for chat in chats:
-        if len(found) == count:
-            break
-        try:
-            found.append(encoder.encode(ChatPrompt(category, tuple(chat)), max_tokens))
-        except TextTooLong:
-            continue
     return found
 
 
@@ -78,8 +59,8 @@ def _text(messages: Sequence[Message]) -> str:
 
 def _chats() -> Iterator[Sequence[Message]]:
     """Yield each message of a human as a chat of its own, if it says more than "go on"."""
-    for turns in sharegpt_turns(_folder("sharegpt"), measured=False):
-        for text in turns:
+    for messages in sharegpt_turns(_folder("sharegpt"), measured=False):
+        for text in messages:
             if len(text.strip()) >= _MIN_MESSAGE:
                 yield [{"role": "user", "content": text}]
 

@@ -124,7 +124,7 @@ def dataset_prompts(
         return None
     most = min(args.max_prompt_tokens, max_model_len(config) - output_tokens)
     found = {
-        category: _encoded(encoder, prompts, count, most)
+        category: encode_chats(encoder, prompts, count, most)
         for category, prompts in read_chats(args, names).items()
     }
     for category, prompts in found.items():
@@ -142,7 +142,7 @@ def dataset_prompts(
     return DatasetPrompts(found, f"prompts of {' '.join(names)} ({counts}), {form}")
 
 
-def _encoded(
+def encode_chats(
     encoder: ChatEncoder, prompts: Sequence[ChatPrompt], count: int, most: int
 ) -> list[list[int]]:
     """Return the first `count` prompts that have at most `most` tokens."""
