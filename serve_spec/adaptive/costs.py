@@ -70,16 +70,29 @@ class Costs:
     def ms(self, work: Work) -> float:
         """Return the ms of a round without its prompts and missing draft KV."""
         residual = self._residuals(work.size)[self._column(work.shape)]
-        return float(self.table_ms(work) * (1.0 + residual))
+        return float(self.table_ms(work._replace(prompts=0)) * (1.0 + residual))
 
     def table_ms(self, work: Work) -> float:
-        """Return the same by the table alone."""
+        """Return the ms of a round without missing draft KV, by the table alone."""
         size, shape, context = work.size, work.shape, work.context
         if shape.is_chain:
             draft = self._curves.draft_ms(size, context)[shape.depth]
         else:
             draft = self._curves.tree_draft_ms(shape, size, context)
-        return float(draft + self._verify_ms(work, np.array([work.drafts]))[0])
+        drafts, prompts = np.array([work.drafts]), np.array([float(work.prompts)])
+        verify = self._verify_ms(work, drafts) + self.prompts_ms(work, drafts, prompts, 0.0)
+        return float(draft + verify[0])
+
+    def prompts_ms(self, work: Work, drafts: Floats, prompts: Floats, chunk: float) -> Floats:
+        """Return the ms that prompts add to a round that verifies `drafts`, on average.
+
+        prompts: tokens a round, on average. chunk: tokens of a round that computes some; others
+        compute none. All lie on the curve of verified tokens.
+        """
+        tokens, present = work.size + drafts, np.maximum(np.maximum(prompts, chunk), 1.0)
+        verify = self._curves.verify_ms
+        more = verify(work.size, 0.0, tokens + present) - verify(work.size, 0.0, tokens)
+        return np.asarray(prompts / present * more)
 
     def draft_ms(self, work: Work) -> float:
         """Return the ms of one draft step by the table."""
@@ -115,16 +128,17 @@ class Costs:
         return found
 
     def is_usual(self, work: Work) -> bool:
-        """Return whether a round has no prompts and makes as little draft KV as most do."""
-        return not work.prompts and work.entries <= work.size * (self.max_steps + 1)
+        """Return whether a round is mostly decoding, and makes as little draft KV as most do."""
+        is_mixed = work.prompts > work.size + work.drafts
+        return not is_mixed and work.entries <= work.size * (self.max_steps + 1)
 
-    def learn(self, work: Work, ms: float, num: int = 1) -> None:
-        """Learn from so many usual rounds of this time."""
+    def learn(self, work: Work, relative: float, num: int = 1) -> None:
+        """Learn from so many usual rounds. relative: their time in units of the table's."""
         at = bucket(work.size), self._column(work.shape)
         fade = _ROUND_FADE**num
         rounds = (1.0 - fade) / (1.0 - _ROUND_FADE)
         self._rounds[at] = fade * self._rounds[at] + rounds
-        error = min(max(ms / self.table_ms(work) - 1.0, _LEAST_ERROR), _MOST_ERROR)
+        error = min(max(relative - 1.0, _LEAST_ERROR), _MOST_ERROR)
         self._errors[at] = fade * self._errors[at] + rounds * error
 
     def learn_entries(self, work: Work, ms: float) -> None:

@@ -1,8 +1,10 @@
 """The depth and the budget of drafts that promise most tokens per millisecond.
 
-    argmax over depth D and budget M of  (B + A_D(M)) / T(D, B, B + M)
+    argmax over depth D and budget M of  (B + A_D(M)) / T(D, B, B + M + P)
 
-A_D(M) is the sum of the M largest survivals of all drafts of depth D, T the predicted time.
+A_D(M) is the sum of the M largest survivals of all drafts of depth D, T the predicted time, P the
+prompt tokens that come with so many emitted tokens. A small round computes them nearly for free, a
+large one does not.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from serve_spec.adaptive.state import State, array
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.record import StepRecord
 
+_CHUNK_FADE = 1.0 - 1.0 / 64.0
+
 
 @dataclass(frozen=True)
 class Load:
@@ -27,6 +31,7 @@ class Load:
 
     work: Work  # its rounds, without drafts
     prompts: float = 0.0  # prompt tokens per emitted token: requests that end make room for others
+    chunk: float = 0.0  # prompt tokens of a round that computes some
 
 
 class PromptLoad:
@@ -34,24 +39,29 @@ class PromptLoad:
 
     def __init__(self) -> None:
         self._ended: Floats = np.zeros(2)  # prompt and emitted tokens of requests that ended lately
+        self._chunks: Floats = np.zeros(2)  # prompt tokens of rounds lately, and such rounds
 
     def observe(self, record: StepRecord) -> None:
         """Add a round."""
+        if record.num_prefill_tokens and record.batch_size:
+            self._chunks = _CHUNK_FADE * self._chunks + (record.num_prefill_tokens, 1.0)
         if num := record.num_ended:
             self._ended *= math.exp(-num / 32.0)
             self._ended += record.num_ended_prompt_tokens, record.num_ended_tokens
 
     def load(self, work: Work) -> Load:
         """Return the load of a batch whose plain rounds are `work`."""
-        return Load(work, float(self._ended[0] / max(self._ended[1], 1.0)))
+        prompts, chunk = (sums[0] / max(sums[1], 1.0) for sums in (self._ended, self._chunks))
+        return Load(work, float(prompts), float(chunk))
 
     def state(self) -> State:
         """Return what outlives a restart."""
-        return {"ended": self._ended.tolist()}
+        return {"ended": self._ended.tolist(), "chunks": self._chunks.tolist()}
 
     def restore(self, state: State) -> None:
         """Continue from a state; raise ValueError if it is none."""
-        self._ended = array(state, "ended", (2,), 0.0)
+        ended, chunks = (array(state, name, (2,), 0.0) for name in ("ended", "chunks"))
+        self._ended, self._chunks = ended, chunks
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,7 @@ class Candidate:
     budget: int | None  # None: all drafts are verified
     expected: float  # drafts that are expected to be accepted
     ms: float  # time of a round without prompts
-    tokens_per_ms: float  # with the draft KV of new prompts
+    tokens_per_ms: float  # with new prompts and their draft KV
 
 
 class Planner:
@@ -100,7 +110,7 @@ class Planner:
         ms = self.costs.chains_ms(load.work, np.append(budgets, all_drafts))[: width + 1]
         all_ms = np.diagonal(ms[:, len(budgets) :])
         ms = np.concatenate([ms[:, : len(budgets)], all_ms[:, None]], axis=1)
-        speeds = self._speeds(load, expected, ms)
+        speeds = self._speeds(load, expected, rows, ms)
         speeds[(rows > most) | (rows[:, -1:] < rows)] = 0.0
         found = []
         for depth, row in enumerate(speeds):
@@ -117,9 +127,10 @@ class Planner:
         """Return a tree, verified in full. rates: probability that a level is accepted."""
         size = load.work.size
         expected = size * float(np.cumprod(rates[: shape.depth]).sum())
-        ms = self.costs.ms(load.work._replace(shape=shape, drafts=size * shape.size))
+        drafts = size * shape.size
+        ms = self.costs.ms(load.work._replace(shape=shape, drafts=drafts))
         # As a round that drafts: entry 1 of two.
-        figures = (np.full((2, 1), float(x)) for x in (expected, ms))
+        figures = (np.full((2, 1), float(x)) for x in (expected, drafts, ms))
         speeds = self._speeds(load, *figures)
         return Candidate(shape, None, expected, ms, float(speeds[1, 0]))
 
@@ -136,10 +147,12 @@ class Planner:
         rates: probability by position that they are accepted.
         """
         size = load.work.size
-        tokens = size * np.cumsum(np.cumprod([1.0, *rates]))
-        speeds = tokens / self.costs.chains_ms(load.work, size * np.arange(float(len(tokens))))[0]
+        expected = size * (np.cumsum(np.cumprod([1.0, *rates])) - 1.0)
+        drafts = size * np.arange(float(len(expected)))
+        ms = self.costs.chains_ms(load.work, drafts)[:1]
+        speeds = self._speeds(load, expected[None], drafts[None], ms)[0]
         best = int(speeds.argmax())
-        return best if speeds[best] >= (size + chosen.expected) / chosen.ms else 0
+        return best if speeds[best] >= chosen.tokens_per_ms else 0
 
     def marginal_ms(
         self, work: Work, rates: Sequence[float], bound: Callable[[int], int]
@@ -181,11 +194,13 @@ class Planner:
         steps = np.unique(np.linspace(0.0, most, 17)[1:].round())
         return steps[(steps > 0) & (steps < most)]
 
-    def _speeds(self, load: Load, expected: Floats, ms: Floats) -> Floats:
+    def _speeds(self, load: Load, expected: Floats, drafts: Floats, ms: Floats) -> Floats:
         """Return tokens per ms [K + 1, M]; the first entry does not draft.
 
-        Prompts take as long whatever the plan, but only plans that draft make draft KV of them.
+        Only plans that draft make draft KV of prompts.
         """
-        tokens, usual = load.work.size + expected, ms.copy()
-        usual[1:] += load.prompts * self.costs.entry_ms * tokens[1:]
+        tokens = load.work.size + expected
+        prompts = load.prompts * tokens
+        usual = ms + self.costs.prompts_ms(load.work, drafts, prompts, load.chunk)
+        usual[1:] += prompts[1:] * self.costs.entry_ms
         return np.asarray(tokens / usual)

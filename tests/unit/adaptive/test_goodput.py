@@ -293,21 +293,21 @@ class TestCosts:
     def test_a_slower_machine_is_learned_also_for_shapes_that_do_not_run(self):
         before, deeper = self.ms(), self.ms(7)
         for _ in range(50):
-            self.costs.learn(self.work(), 1.3 * before)
+            self.costs.learn(self.work(), 1.3)
         assert self.ms() == pytest.approx(1.3 * before, rel=0.05)
         assert 1.1 * deeper < self.ms(7) < 1.45 * deeper
 
     def test_slow_drafts_tell_more_of_deeper_ones_than_of_plain_rounds(self):
         before = [self.ms(depth) for depth in range(8)]
-        self.costs.learn(self.work(), 1.2 * before[3], 50)
+        self.costs.learn(self.work(), 1.2, 50)
         factors = [self.ms(depth) / ms for depth, ms in enumerate(before)]
         assert 1.0 < factors[0] < 1.1 < factors[2] < factors[7] < 1.35
-        self.costs.learn(self.work(0), before[0], 4)
+        self.costs.learn(self.work(0), 1.0, 4)
         assert self.ms(0) < 1.04 * before[0], "a few rounds of its own say more"
 
     def test_one_spike_is_forgotten_though_the_shape_does_not_run(self):
         before = self.ms()
-        self.costs.learn(self.work(), 2.0 * before)
+        self.costs.learn(self.work(), 2.0)
         self.costs.age(16, 5000)
         assert self.ms() == pytest.approx(before, rel=0.04)
 
@@ -316,11 +316,11 @@ class TestCosts:
         rng, before = np.random.default_rng(0), [self.ms(depth) for depth in range(8)]
         for _ in range(500):
             work = self.work(int(rng.integers(0, 8)), **also)
-            self.costs.learn(work, float(rng.lognormal(3, 2)))
+            self.costs.learn(work, float(rng.lognormal(0, 2)))
         assert all(0.49 < self.ms(k) / ms < 2.02 for k, ms in enumerate(before))
         assert 0.0 <= self.costs.entry_ms <= self.costs.table.draft_ms[4][0]
 
-    def test_rounds_with_prompts_teach_nothing_about_shapes(self):
+    def test_rounds_of_mostly_prompts_teach_nothing_about_shapes(self):
         before = self.ms(), self.costs.entry_ms
         for entries in (0, 2000):
             work = self.work(prompts=200, entries=entries)
@@ -392,12 +392,36 @@ def test_prompts_make_drafts_less_gainful_by_the_draft_kv_that_they_need():
     loads.observe(
         verified_round([], 0, 0, num_ended=1, num_ended_prompt_tokens=512, num_ended_tokens=64)
     )
-    expected, ms = np.array([[0.0], [12.0]]), np.array([[12.0], [12.0]])
+    loads.observe(verified_round([0], 8, 0, num_prefill_tokens=96))
     without, found = Load(Work(8, 128.0)), loads.load(Work(8, 128.0))
-    plain, drafted = (planner._speeds(load, expected, ms)[:, 0] for load in (without, found))
-    assert found.prompts == pytest.approx(8.0)
-    assert drafted[0] == plain[0]
-    assert 20 / drafted[1] - 12.0 == pytest.approx(20 * 8.0 * 0.001)
+    assert (found.prompts, found.chunk) == (8.0, 96.0)
+    drafts = expected = np.array([[0.0], [12.0]])
+    ms = np.array([[12.0], [12.0]])
+    plain, with_prompts = (
+        (8 + expected) / planner._speeds(load, expected, drafts, ms) for load in (without, found)
+    )
+    added = planner.costs.prompts_ms(without.work, drafts, 8.0 * (8 + expected), 96.0)
+    assert with_prompts[0] == pytest.approx(plain[0] + added[0])
+    assert with_prompts[1] == pytest.approx(plain[1] + added[1] + 20 * 8.0 * 0.001)
+
+
+def test_prompts_count_where_drafts_leave_no_room_for_them():
+    """The rounds of few tokens read weights meanwhile, those of many only compute."""
+    costs = Costs(recorded_table(GPU_8B, SIZES))
+    drafts = np.array([0.0, 224.0])
+    few, many = costs.prompts_ms(Work(32, 128.0), drafts, np.full(2, 64.0), 64.0)
+    assert many > 2 * few
+    rare = costs.prompts_ms(Work(32, 128.0), drafts[:1], np.full(1, 64.0), 256.0)[0]
+    assert rare > few, "a chunk of four rounds' prompts finds less room in one of them"
+    survivals = np.tile(0.8 ** np.arange(1.0, 8.0), (4, 1))
+    without, found = (
+        max(
+            Planner(costs).chains(load, survivals, np.full(7, 8.0), 300, may_admit=False),
+            key=lambda each: each.tokens_per_ms,
+        )
+        for load in (Load(Work(32, 128.0)), Load(Work(32, 128.0), prompts=3.0, chunk=250.0))
+    )
+    assert found.shape.depth < without.shape.depth
 
 
 TREE = DraftShape(4, 15, 4)
