@@ -5,12 +5,15 @@
 There is a residual for every shape in every bucket of batch sizes: what all shapes have in common,
 a part that grows with the depth, and its own. What ran tells of these parts by Gaussian regression,
 first of all buckets together, then of the bucket. It fades with age: one spike does not make a
-shape unattractive for ever.
+shape unattractive for ever. Rounds that compute prompts, too, have a residual of their own in every
+bucket, the same for all shapes, because other kernels run there.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from statistics import median_low
 from typing import NamedTuple
 
 import numpy as np
@@ -55,6 +58,7 @@ class Costs:
         self._covariance: Floats = _COMMON**2 + _BY_DEPTH**2 * np.outer(depths, depths)
         self._covariance += _OWN**2 * np.eye(len(depths))
         self._rounds, self._errors = (np.zeros((NUM_BUCKETS, len(depths))) for _ in range(2))
+        self._mixed: Floats = np.zeros((NUM_BUCKETS, 2))  # rounds with prompts, and their errors
         self._entries: Floats = np.zeros(2)  # ms and number
 
     def chains_ms(self, work: Work, drafts: Floats) -> Floats:
@@ -70,29 +74,39 @@ class Costs:
     def ms(self, work: Work) -> float:
         """Return the ms of a round without its prompts and missing draft KV."""
         residual = self._residuals(work.size)[self._column(work.shape)]
-        return float(self.table_ms(work._replace(prompts=0)) * (1.0 + residual))
+        return float(self.table_ms(work) * (1.0 + residual))
 
     def table_ms(self, work: Work) -> float:
-        """Return the ms of a round without missing draft KV, by the table alone."""
+        """Return the same by the table alone."""
         size, shape, context = work.size, work.shape, work.context
         if shape.is_chain:
             draft = self._curves.draft_ms(size, context)[shape.depth]
         else:
             draft = self._curves.tree_draft_ms(shape, size, context)
-        drafts, prompts = np.array([work.drafts]), np.array([float(work.prompts)])
-        verify = self._verify_ms(work, drafts) + self.prompts_ms(work, drafts, prompts, 0.0)
-        return float(draft + verify[0])
+        return float(draft + self._verify_ms(work, np.array([work.drafts]))[0])
 
-    def prompts_ms(self, work: Work, drafts: Floats, prompts: Floats, chunk: float) -> Floats:
-        """Return the ms that prompts add to a round that verifies `drafts`, on average.
+    def prompts_ms(
+        self, work: Work, drafts: Floats, ms: Floats, prompts: Floats, chunk: float
+    ) -> Floats:
+        """Return the ms that prompts add, on average, to rounds that take `ms` and verify `drafts`.
 
-        prompts: tokens a round, on average. chunk: tokens of a round that computes some; others
-        compute none. All lie on the curve of verified tokens.
+        prompts: tokens a round, on average. chunk: tokens of a round that computes some; the others
+        compute none. They lie on the curve of verified tokens.
         """
-        tokens, present = work.size + drafts, np.maximum(np.maximum(prompts, chunk), 1.0)
-        verify = self._curves.verify_ms
-        more = verify(work.size, 0.0, tokens + present) - verify(work.size, 0.0, tokens)
-        return np.asarray(prompts / present * more)
+        present = np.maximum(np.maximum(prompts, chunk), 1.0)
+        mixed = (ms + self._more_ms(work.size, drafts, present)) * (
+            1.0 + self._mixed_residual(work.size)
+        )
+        return np.asarray(prompts / present * (mixed - ms))
+
+    def _more_ms(self, size: int, drafts: Floats, prompts: Floats) -> Floats:
+        """Return the ms of so many more tokens in a target forward, by the table."""
+        tokens, verify = size + drafts, self._curves.verify_ms
+        return verify(size, 0.0, tokens + prompts) - verify(size, 0.0, tokens)
+
+    def _mixed_residual(self, size: int) -> float:
+        rounds, errors = self._mixed[bucket(size)]
+        return float(errors / (rounds + 1.0))
 
     def draft_ms(self, work: Work) -> float:
         """Return the ms of one draft step by the table."""
@@ -128,18 +142,35 @@ class Costs:
         return found
 
     def is_usual(self, work: Work) -> bool:
-        """Return whether a round is mostly decoding, and makes as little draft KV as most do."""
-        is_mixed = work.prompts > work.size + work.drafts
-        return not is_mixed and work.entries <= work.size * (self.max_steps + 1)
+        """Return whether a round has no prompts and makes as little draft KV as most do."""
+        return not work.prompts and work.entries <= work.size * (self.max_steps + 1)
 
-    def learn(self, work: Work, relative: float, num: int = 1) -> None:
-        """Learn from so many usual rounds. relative: their time in units of the table's."""
+    def is_mostly_decoding(self, work: Work) -> bool:
+        """Return whether a round with prompts computes as many other tokens, or more."""
+        return self.is_usual(work._replace(prompts=0)) and work.prompts <= work.size + work.drafts
+
+    def learn(self, work: Work, ms: float, num: int = 1) -> None:
+        """Learn from so many usual rounds of this time."""
         at = bucket(work.size), self._column(work.shape)
         fade = _ROUND_FADE**num
         rounds = (1.0 - fade) / (1.0 - _ROUND_FADE)
         self._rounds[at] = fade * self._rounds[at] + rounds
-        error = min(max(relative - 1.0, _LEAST_ERROR), _MOST_ERROR)
+        error = min(max(ms / self.table_ms(work) - 1.0, _LEAST_ERROR), _MOST_ERROR)
         self._errors[at] = fade * self._errors[at] + rounds * error
+
+    def learn_mixed(self, works: Sequence[Work], times: Sequence[float]) -> None:
+        """Learn from rounds of about one size that are mostly decoding, but compute prompts."""
+        errors = []
+        for work, ms in zip(works, times, strict=True):
+            usual = np.array([self.ms(work)])
+            drafts, prompts = np.array([work.drafts]), np.array([float(work.prompts)])
+            usual += self._more_ms(work.size, drafts, prompts)
+            errors.append(ms / float(usual[0]) - 1.0)
+        at, num = bucket(works[0].size), len(works)
+        error = min(max(median_low(errors), _LEAST_ERROR), _MOST_ERROR)
+        fade = _ROUND_FADE**num
+        rounds = (1.0 - fade) / (1.0 - _ROUND_FADE)
+        self._mixed[at] = fade * self._mixed[at] + (rounds, rounds * error)
 
     def learn_entries(self, work: Work, ms: float) -> None:
         """Learn from a round that makes much missing draft KV, and has no prompts."""
@@ -152,12 +183,13 @@ class Costs:
     def age(self, size: int, num_rounds: int) -> None:
         """Let what is known of a batch size fade by some rounds."""
         fade = math.exp(-num_rounds / 1024.0)
-        for sums in (self._rounds, self._errors):
+        for sums in (self._rounds, self._errors, self._mixed):
             sums[bucket(size)] *= fade
 
     def state(self) -> State:
         """Return what outlives a restart."""
-        corrections = {"rounds": self._rounds, "errors": self._errors, "entries": self._entries}
+        corrections = {"rounds": self._rounds, "errors": self._errors}
+        corrections |= {"mixed": self._mixed, "entries": self._entries}
         kept = {name: sums.tolist() for name, sums in corrections.items()}
         return {"measured_s": self.table.measured_s, **kept}
 
@@ -169,10 +201,12 @@ class Costs:
         most = 1.001 / (1.0 - _ROUND_FADE)
         rounds = array(state, "rounds", self._rounds.shape, 0.0, most)
         errors = array(state, "errors", rounds.shape, -0.501 * rounds, 1.001 * rounds)
+        mixed = array(state, "mixed", self._mixed.shape, -most, most)
         entries = array(state, "entries", (2,), 0.0)
         if number(state, "measured_s") != self.table.measured_s:
             return False
-        self._rounds, self._errors, self._entries = rounds, errors, entries
+        self._rounds, self._errors = rounds, errors
+        self._mixed, self._entries = mixed, entries
         return True
 
     def snapshot(self) -> dict[str, object]:

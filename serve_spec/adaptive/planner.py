@@ -201,6 +201,6 @@ class Planner:
         """
         tokens = load.work.size + expected
         prompts = load.prompts * tokens
-        usual = ms + self.costs.prompts_ms(load.work, drafts, prompts, load.chunk)
+        usual = ms + self.costs.prompts_ms(load.work, drafts, ms, prompts, load.chunk)
         usual[1:] += prompts[1:] * self.costs.entry_ms
         return np.asarray(tokens / usual)

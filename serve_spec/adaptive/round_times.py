@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean, median_low
-from typing import NamedTuple
 
 from serve_spec.adaptive.costs import Costs, Work, bucket
 from serve_spec.adaptive.exploration import SpeedGuards
@@ -27,12 +26,6 @@ def work_of(record: StepRecord, max_steps: int) -> Work | None:
     return Work(size, context, sampled, shape, drafts, prompts, entries)
 
 
-class _Round(NamedTuple):
-    work: Work
-    ms: float
-    tokens: float  # per request
-
-
 class RoundTimes:
     """Tells costs and guards the times of rounds.
 
@@ -45,7 +38,8 @@ class RoundTimes:
 
     def learn(self, records: Sequence[StepRecord], works: Sequence[Work | None]) -> None:
         """Learn from some rounds. works: what each computed; None: it does not count."""
-        alike: dict[tuple[Work, bool], list[_Round]] = defaultdict(list)
+        alike: dict[tuple[Work, bool], list[tuple[float, float, float]]] = defaultdict(list)
+        mixed: dict[int, list[tuple[Work, float]]] = defaultdict(list)
         for record, work in zip(records, works, strict=True):
             guard = self._guards.of(bucket(record.num_planned_seqs))
             guard.rounds_left = max(0, guard.rounds_left - 1)
@@ -54,25 +48,29 @@ class RoundTimes:
             if work.shape != PLAIN and 2 * record.num_drafting < work.size:
                 continue  # a trial: fewer drafts are made than in a batch that drafts
             if self._costs.is_usual(work):
-                key = work._replace(context=0.0, prompts=0, entries=0), record.is_plain
+                key = work._replace(context=0.0, entries=0), record.is_plain
                 tokens = record.num_output_tokens / record.batch_size
-                alike[key].append(_Round(work, record.step_ms, tokens))
+                alike[key].append((record.step_ms, work.context, tokens))
+            elif self._costs.is_mostly_decoding(work):
+                mixed[bucket(work.size)].append((work, record.step_ms))
             else:
                 self._costs.learn_entries(work, record.step_ms)
         for (work, is_plain), rounds in alike.items():
-            relative = median_low(x.ms / self._costs.table_ms(x.work) for x in rounds)
-            self._costs.learn(work, relative, len(rounds))
-            if decoding := [each for each in rounds if not each.work.prompts]:
-                self._guard(is_plain, decoding)
+            self._learn_alike(work, is_plain, rounds)
+        for some in mixed.values():
+            self._costs.learn_mixed(*zip(*some, strict=True))
 
-    def _guard(self, is_plain: bool, rounds: Sequence[_Round]) -> None:
-        """Tell the guard of rounds of equal work, but for the context, without prompts."""
-        works, times, tokens = zip(*rounds, strict=True)
-        context = fmean(work.context for work in works)
-        plain = Work(works[0].size, context, works[0].sampled)
-        units = median_low(times) / self._costs.table_ms(plain)
-        guard = self._guards.of(bucket(plain.size))
+    def _learn_alike(
+        self, work: Work, is_plain: bool, rounds: Sequence[tuple[float, float, float]]
+    ) -> None:
+        """Learn from rounds of equal work: ms, context and tokens per request of each."""
+        times, contexts, tokens = zip(*rounds, strict=True)
+        ms, num = median_low(times), len(rounds)
+        work = work._replace(context=fmean(contexts))
+        self._costs.learn(work, ms, num)
+        guard = self._guards.of(bucket(work.size))
+        units = ms / self._costs.table_ms(Work(*work[:3]))
         if is_plain:
             guard.observe_plain(units)
         else:
-            guard.observe(fmean(tokens), units, len(rounds))
+            guard.observe(fmean(tokens), units, num)

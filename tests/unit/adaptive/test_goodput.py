@@ -293,21 +293,21 @@ class TestCosts:
     def test_a_slower_machine_is_learned_also_for_shapes_that_do_not_run(self):
         before, deeper = self.ms(), self.ms(7)
         for _ in range(50):
-            self.costs.learn(self.work(), 1.3)
+            self.costs.learn(self.work(), 1.3 * before)
         assert self.ms() == pytest.approx(1.3 * before, rel=0.05)
         assert 1.1 * deeper < self.ms(7) < 1.45 * deeper
 
     def test_slow_drafts_tell_more_of_deeper_ones_than_of_plain_rounds(self):
         before = [self.ms(depth) for depth in range(8)]
-        self.costs.learn(self.work(), 1.2, 50)
+        self.costs.learn(self.work(), 1.2 * before[3], 50)
         factors = [self.ms(depth) / ms for depth, ms in enumerate(before)]
         assert 1.0 < factors[0] < 1.1 < factors[2] < factors[7] < 1.35
-        self.costs.learn(self.work(0), 1.0, 4)
+        self.costs.learn(self.work(0), before[0], 4)
         assert self.ms(0) < 1.04 * before[0], "a few rounds of its own say more"
 
     def test_one_spike_is_forgotten_though_the_shape_does_not_run(self):
         before = self.ms()
-        self.costs.learn(self.work(), 2.0)
+        self.costs.learn(self.work(), 2.0 * before)
         self.costs.age(16, 5000)
         assert self.ms() == pytest.approx(before, rel=0.04)
 
@@ -316,7 +316,7 @@ class TestCosts:
         rng, before = np.random.default_rng(0), [self.ms(depth) for depth in range(8)]
         for _ in range(500):
             work = self.work(int(rng.integers(0, 8)), **also)
-            self.costs.learn(work, float(rng.lognormal(0, 2)))
+            self.costs.learn(work, float(rng.lognormal(3, 2)))
         assert all(0.49 < self.ms(k) / ms < 2.02 for k, ms in enumerate(before))
         assert 0.0 <= self.costs.entry_ms <= self.costs.table.draft_ms[4][0]
 
@@ -327,6 +327,21 @@ class TestCosts:
             assert not self.costs.is_usual(work)
             self.costs.learn_entries(work, 500.0)
         assert (self.ms(), self.costs.entry_ms) == before
+
+    def test_rounds_with_prompts_have_a_residual_of_their_own(self):
+        """On GPUs other kernels compute a batch that has prompts, too."""
+        before, work = self.ms(), self.work(prompts=32)
+        assert not self.costs.is_usual(work)
+        assert self.costs.is_mostly_decoding(work)
+        drafts, ms, prompts = np.array([48.0]), np.array([self.ms()]), np.array([32.0])
+        usual = ms + self.costs.prompts_ms(work, drafts, ms, prompts, 32.0)
+        for _ in range(20):
+            self.costs.learn_mixed([work] * 8, [1.4 * usual[0]] * 7 + [20 * usual[0]])
+        mixed = ms + self.costs.prompts_ms(work, drafts, ms, prompts, 32.0)
+        assert mixed[0] == pytest.approx(1.4 * usual[0], rel=0.02)
+        half = ms + self.costs.prompts_ms(work, drafts, ms, prompts / 2, 32.0)
+        assert half[0] == pytest.approx((ms[0] + mixed[0]) / 2)
+        assert self.ms() == before
 
     def test_what_missing_draft_kv_takes_is_no_cost_of_shapes(self):
         before = self.ms()
@@ -400,7 +415,7 @@ def test_prompts_make_drafts_less_gainful_by_the_draft_kv_that_they_need():
     plain, with_prompts = (
         (8 + expected) / planner._speeds(load, expected, drafts, ms) for load in (without, found)
     )
-    added = planner.costs.prompts_ms(without.work, drafts, 8.0 * (8 + expected), 96.0)
+    added = planner.costs.prompts_ms(without.work, drafts, ms, 8.0 * (8 + expected), 96.0)
     assert with_prompts[0] == pytest.approx(plain[0] + added[0])
     assert with_prompts[1] == pytest.approx(plain[1] + added[1] + 20 * 8.0 * 0.001)
 
@@ -408,10 +423,10 @@ def test_prompts_make_drafts_less_gainful_by_the_draft_kv_that_they_need():
 def test_prompts_count_where_drafts_leave_no_room_for_them():
     """The rounds of few tokens read weights meanwhile, those of many only compute."""
     costs = Costs(recorded_table(GPU_8B, SIZES))
-    drafts = np.array([0.0, 224.0])
-    few, many = costs.prompts_ms(Work(32, 128.0), drafts, np.full(2, 64.0), 64.0)
+    drafts, ms = np.array([0.0, 224.0]), np.array([5.0, 9.0])
+    few, many = costs.prompts_ms(Work(32, 128.0), drafts, ms, np.full(2, 64.0), 64.0)
     assert many > 2 * few
-    rare = costs.prompts_ms(Work(32, 128.0), drafts[:1], np.full(1, 64.0), 256.0)[0]
+    rare = costs.prompts_ms(Work(32, 128.0), drafts[:1], ms[:1], np.full(1, 64.0), 256.0)[0]
     assert rare > few, "a chunk of four rounds' prompts finds less room in one of them"
     survivals = np.tile(0.8 ** np.arange(1.0, 8.0), (4, 1))
     without, found = (
