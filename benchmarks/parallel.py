@@ -157,28 +157,43 @@ def time_us(group: TensorParallel, run: Callable[[], object], device: torch.devi
 
 
 def time_rounds(config: ServeSpecConfig, args: argparse.Namespace) -> None:
-    """Time rounds by number of ranks, interleaved; `scaling` is speed per rank over that of one."""
-    llms = {size: LLM(config, tensor_parallel_size=size) for size in args.sizes}
+    """Time rounds by number of ranks, interleaved; `scaling` is speed per rank over that of one.
+
+    With --draft-on a row tells how the ranks hold the draft.
+    """
+    layouts = [
+        (size, where) for size in args.sizes for where in (args.draft_on if size > 1 else ["all"])
+    ]
+    llms = {
+        (size, where): LLM(
+            config,
+            tensor_parallel_size=size,
+            speculative_draft_tp_size={"each": 1, "all": size}.get(where),
+        )
+        for size, where in layouts
+    }
     for batch_size in args.batch_sizes:
-        measured: dict[tuple[str, int], list[StepRecord]] = {}
+        measured: dict[tuple[str, int, str], list[StepRecord]] = {}
         for seed in range(-1, args.repetitions):  # -1: warm-up
             load = SteadyLoad(batch_size, args.prompt_tokens, args.output_tokens, seed)
-            for size in random.Random(seed).sample(args.sizes, len(args.sizes)):
-                llm = llms[size]
+            for size, where in random.Random(seed).sample(layouts, len(layouts)):
+                llm = llms[size, where]
                 steps = [args.num_steps] if args.num_steps else []
                 variants = make_variants(llm.engine.controller, steps, [])
                 plain = variants[0].controller
                 controllers = {each.name: [each.controller] for each in variants}
                 found = run_variants(llm.engine, load, plain, controllers)
                 for name, rounds in found.items():
-                    measured.setdefault((name, size), []).extend(rounds if seed >= 0 else [])
+                    kept = measured.setdefault((name, size, where), [])
+                    kept.extend(rounds if seed >= 0 else [])
         speeds = {key: figures(rounds) for key, rounds in sorted(measured.items())}
-        for (name, size), row in speeds.items():
-            one = speeds.get((name, 1))
+        for (name, size, where), row in speeds.items():
+            one = speeds.get((name, 1, "all"))
             if one is not None:
                 row["scaling"] = row["tokens_per_second"] / one["tokens_per_second"] / size
                 row["verify_scaling"] = one["verify_ms"] / row["verify_ms"] / size
-            at = {"tensor_parallel_size": size, "batch_size": batch_size, "variant": name}
+            at = {"tensor_parallel_size": size, "draft_on": where, "batch_size": batch_size}
+            at["variant"] = name
             print_record(args.json, section="rounds", **at, **row)
     for llm in llms.values():
         llm.shutdown()
@@ -193,6 +208,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2], help="numbers of ranks")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 32], help="requests")
     parser.add_argument("--num-steps", type=int, default=3, help="depth besides off; 0: off only")
+    parser.add_argument(
+        "--draft-on",
+        nargs="+",
+        choices=["default", "each", "all"],
+        default=["default"],
+        help="whole draft on each rank, one shared by all, or as speculative_draft_tp_size=null",
+    )
     parser.add_argument("--prompt-tokens", type=int, default=256, help="tokens per prompt")
     parser.add_argument("--output-tokens", type=int, default=128, help="mean tokens per request")
     parser.add_argument("--repetitions", type=int, default=3, help="batches of every variant")

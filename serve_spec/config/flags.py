@@ -30,6 +30,8 @@ def _named_as(*keys: str) -> list[Flag]:
     return [Flag((f"--{key.replace('_', '-')}",), key) for key in keys]
 
 
+_DRAFT_RANKS = "speculative_draft_tp_size"
+
 FLAGS = (
     *_named_as("revision"),
     Flag(("--tokenizer-path", "--tokenizer"), "tokenizer_path"),
@@ -53,7 +55,8 @@ FLAGS = (
     *_named_as("max_num_batched_tokens", "chunked_prefill_size", "max_queued_requests"),
     *_named_as("host", "port"),
     Flag(("--api-key",), "api_keys"),
-    *_named_as(*SpeculativeConfig.model_fields),
+    *_named_as(*(key for key in SpeculativeConfig.model_fields if key != _DRAFT_RANKS)),
+    Flag(("--speculative-draft-tp-size", "--speculative-draft-tensor-parallel-size"), _DRAFT_RANKS),
 )
 """Every flag that sets one key, in the order of the help text."""
 
@@ -72,6 +75,7 @@ SPECULATIVE_CONFIG = {
     "model": "speculative_draft_model_path",
     "num_speculative_tokens": "speculative_num_steps",
     "quantization": "speculative_draft_model_quantization",
+    "draft_tensor_parallel_size": _DRAFT_RANKS,
     "rejection_sample_method": "rejection_sample_method",
     "prompt_lookup_min": "speculative_ngram_min_match_window_size",
     "prompt_lookup_max": "speculative_ngram_max_match_window_size",
@@ -225,8 +229,6 @@ def speculative_keys(given: str | Mapping[str, Any]) -> dict[str, tuple[str, Any
             raise ConfigError(*(f"{option}: {problem}" for problem in error.problems)) from None
     found = {}
     for name, value in given.items():
-        if name == "draft_tensor_parallel_size":
-            continue  # the draft runs on the ranks of the target
         if name not in SPECULATIVE_CONFIG:
             known = ", ".join(SPECULATIVE_CONFIG)
             raise ConfigError(f"{option} {name}: not supported; use {known}, or a flag of ours")

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from serve_spec.config import base
 from serve_spec.config.base import ConfigError, Refusal, StrictModel
@@ -29,6 +29,7 @@ Sections: TypeAlias = dict[str, Any]
 
 _ENV_PREFIX = "SERVE_SPEC_"
 _DRAFT = "speculative.speculative_draft_model_path"
+_ONE_RANK = "the target has one rank; use 1, or set tensor_parallel_size to as many"
 
 
 class ServeSpecConfig(StrictModel):
@@ -78,6 +79,15 @@ class ServeSpecConfig(StrictModel):
         except Refusal as error:
             raise ConfigError(str(error)) from None
         return base.validate(cls, sections, folder=folder)
+
+    @model_validator(mode="after")
+    def _splits_the_draft(self) -> Self:
+        key, ranks = "speculative_draft_tp_size", self.model.tensor_parallel_size
+        size = self.speculative.speculative_draft_tp_size
+        if size not in (None, 1, ranks):
+            fix = f"use 1, or {ranks} (tensor_parallel_size)" if ranks > 1 else _ONE_RANK
+            raise Refusal(f"speculative.{key}", size, fix)
+        return self
 
     @property
     def draft_folder(self) -> Path | None:

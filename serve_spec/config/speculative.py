@@ -138,6 +138,9 @@ class SpeculativeConfig(StrictModel):
     speculative_draft_model_quantization: Literal["auto", "none", "fp8", "int8", "int4"] = "auto"
     """Quantization of draft weights: fp8 on Hopper GPUs, int8 on CPUs, int4 on both; auto: fp8 if
     it is faster; does not change coupled output."""
+    speculative_draft_tp_size: int | None = Field(None, ge=1)
+    """Ranks that share the draft's own matrices: 1 puts the whole draft on every rank,
+    tensor_parallel_size splits it; null: split if its sizes allow it."""
     speculative_draft_sharpness: float = 0.85
     """Draft temperature as a multiple of the request's temperature; does not change coupled output.
     """

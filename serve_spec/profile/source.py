@@ -213,13 +213,15 @@ def cost_key(
 
 
 def _draft_numbers(config: ServeSpecConfig, worker: SpecWorker) -> str:
-    """Return the draft's compute dtype and, if other, its weights' format."""
+    """Return the draft's compute dtype and, if given, its weights' format and its ranks."""
     if worker.drafter is None:
         return ""
     wanted = config.speculative.speculative_draft_model_quantization
     weights = draft_weights(wanted, worker.device)
     of_weights = "" if weights == "plain" else f", {weights} weights"
-    return _dtype_name(worker.drafter.dtype) + of_weights
+    ranks = config.speculative.speculative_draft_tp_size
+    of_ranks = "" if ranks is None else f", on {ranks} ranks"
+    return _dtype_name(worker.drafter.dtype) + of_weights + of_ranks
 
 
 def fingerprint(checkpoint: Path) -> str:

@@ -63,7 +63,8 @@ def make_shallow(directory, target, num_layers):
 def make_medusa(directory, target, num_heads):
     """Write heads that continue the chain of likeliest tokens of a target without layers."""
     tensors = read_checkpoint(target)[1]
-    embedding, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+    embedding = tensors["model.embed_tokens.weight"]
+    head = tensors.get("lm_head.weight", embedding)
     vocab, hidden = embedding.shape
     keys = embedding / embedding.norm(dim=1, keepdim=True)
     following = (keys @ head.T).argmax(dim=1)

@@ -28,6 +28,7 @@ from serve_spec.layers.module import Layer, finish_loading, tensor_defaults
 from serve_spec.models.dummy import dummy_checkpoint
 from serve_spec.models.interfaces import FeatureCapture, Target
 from serve_spec.models.weights import Checkpoint
+from serve_spec.parallel.group import SINGLE, TensorParallel
 
 Config = Mapping[str, Any]
 """A `config.json`, with all keys at the top."""
@@ -129,7 +130,8 @@ class DraftOptions:
     whether the config's own ids mean a layer's input or its output. `norm_before_residual`,
     `norm_output`: two switches of EAGLE-3 that configs leave out. `load_format`: as in
     `model.load_format`. `dtype`: of computation; None: the target's. `formats`: of its own
-    matrices, by their names in the file.
+    matrices, by their names in the file. `ranks`: 1 gives every rank the whole draft, the target's
+    number of ranks shares it; None: shared if its sizes allow it.
     """
 
     rope_theta: float | None = None
@@ -140,6 +142,7 @@ class DraftOptions:
     load_format: str = "auto"
     dtype: torch.dtype | None = None
     formats: Formats = PLAIN
+    ranks: int | None = None
 
     @staticmethod
     def of(config: SpeculativeConfig, load_format: str) -> DraftOptions:
@@ -151,12 +154,28 @@ class DraftOptions:
             norm_before_residual=config.speculative_draft_norm_before_residual,
             norm_output=config.speculative_draft_norm_output,
             load_format=load_format,
+            ranks=config.speculative_draft_tp_size,
         )
 
     def defaults(self, target: Target) -> AbstractContextManager[None]:
         """Give layers created inside the draft's dtype and the target's device."""
         weight = target.embed_tokens.weight
         return tensor_defaults(self.dtype or weight.dtype, weight.device)
+
+    def split_over(self, target: Target, can_split: bool = True) -> TensorParallel:
+        """Return the ranks that share the draft's own matrices.
+
+        can_split: whether its sizes allow the target's ranks. Raises CheckpointError: they do not,
+        and the options want it.
+        """
+        theirs = target.parallel
+        if self.ranks == 1 or theirs.size == 1:
+            return SINGLE
+        if not can_split and self.ranks is not None:
+            why = f"this draft cannot be split over {theirs.size} ranks"
+            fix = "use 1 (the whole draft on every rank), or leave it out"
+            raise CheckpointError(f"speculative_draft_tp_size={self.ranks}: {why}; {fix}")
+        return theirs if can_split else SINGLE
 
 
 class Evidence(NamedTuple):

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from serve_spec.core.context import ForwardContext
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.formats.base import Formats
-from serve_spec.layers.formats.choices import PLAIN
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import Destination, named_parts
 from serve_spec.layers.norm import stream_of
@@ -67,7 +66,7 @@ class EagleFamily(DraftFamily):
                 fc_bias=file.stores("fc.bias", dummy=bool(file.config.get("bias", True))),
                 input_norm=file.stores(_INPUT_NORM),
                 own_head=file.stores(heads.LM_HEAD),
-                formats=options.formats,
+                options=options,
             )
 
     def facts(self, file: DraftFile, target: Target | None, options: DraftOptions) -> Facts:
@@ -107,9 +106,11 @@ class Eagle(DraftHead):
         fc_bias: bool,
         input_norm: bool,
         own_head: bool,
-        formats: Formats = PLAIN,
+        options: DraftOptions,
     ) -> None:
-        self.parallel = parallel = heads.split_over(shape, target)
+        can_split = shape.divides(target.parallel.size)
+        self.parallel = parallel = options.split_over(target, can_split)
+        formats = options.formats
         self.shape = shape = shape.on_rank_of(parallel.size)
         hidden = shape.hidden_size
         capture = FeatureCapture(layer_ids=None)

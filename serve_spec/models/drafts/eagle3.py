@@ -77,7 +77,7 @@ class Eagle3Family(DraftFamily):
         device = target.embed_tokens.weight.device
         with options.defaults(target):
             ids = None if ids is None else ids.to(device)
-            return Eagle3(shape, target, ids, options.formats)
+            return Eagle3(shape, target, ids, options)
 
     def facts(self, file: DraftFile, target: Target | None, options: DraftOptions) -> Facts:
         shape = heads.layer_shape(file, target, options)
@@ -253,9 +253,11 @@ class Eagle3(DraftHead):
         shape: Eagle3Shape,
         target: Target,
         target_ids: Tensor | None,
-        formats: Formats = PLAIN,
+        options: DraftOptions,
     ) -> None:
-        self.parallel = parallel = heads.split_over(shape.layers, target)
+        can_split = shape.layers.divides(target.parallel.size)
+        self.parallel = parallel = options.split_over(target, can_split)
+        formats = options.formats
         self.shape = layers = shape.layers.on_rank_of(parallel.size)
         super().__init__(
             layers.hidden_size,

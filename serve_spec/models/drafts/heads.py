@@ -15,7 +15,6 @@ from serve_spec.models.drafts.base import DraftFile, DraftOptions, Facts
 from serve_spec.models.interfaces import Target
 from serve_spec.models.shape import DecoderShape, check_sizes, layer_sizes
 from serve_spec.models.weights import Checkpoint
-from serve_spec.parallel.group import SINGLE, TensorParallel
 
 EMBEDDING, LM_HEAD, FC = "embed_tokens.weight", "lm_head.weight", "fc.weight"
 QUERY, OUTPUT = "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.o_proj.weight"
@@ -97,11 +96,6 @@ def _sliding_window(file: DraftFile) -> int | None:
             "are alike",
         )
     return window
-
-
-def split_over(shape: DecoderShape, target: Target) -> TensorParallel:
-    """Return the ranks that a draft is split over: the target's, or one if it cannot be split."""
-    return target.parallel if shape.divides(target.parallel.size) else SINGLE
 
 
 def check_embedding(file: DraftFile, target: Target, hidden_size: int) -> None:

@@ -73,7 +73,7 @@ class MedusaFamily(DraftFamily):
         device = target.embed_tokens.weight.device
         with options.defaults(target):
             ids = None if ids is None else ids.to(device)
-            return Medusa(shape, target, ids, options.formats)
+            return Medusa(shape, target, ids, options)
 
     def facts(self, file: DraftFile, target: Target | None, options: DraftOptions) -> Facts:
         shape = medusa_shape(file, target)
@@ -143,9 +143,9 @@ class Medusa(DraftHead):
         shape: MedusaShape,
         target: Target,
         target_ids: Tensor | None,
-        formats: Formats = PLAIN,
+        options: DraftOptions,
     ) -> None:
-        hidden = shape.hidden_size
+        hidden, formats = shape.hidden_size, options.formats
         super().__init__(hidden, (), FeatureCapture(layer_ids=None), hidden)
         self.heads_shape = shape
         self.max_steps = shape.num_heads
@@ -154,7 +154,7 @@ class Medusa(DraftHead):
             ResidualBlocks(shape, formats.under(f"blocks.{index}."))
             for index in range(shape.num_heads)
         )
-        self.lm_heads = nn.ModuleList(_output_heads(shape, target, formats))
+        self.lm_heads = nn.ModuleList(_output_heads(shape, target, options))
         self.head_dtype = self.dtype if shape.outputs else target.embed_tokens.weight.dtype
         num_rows = shape.num_rows or target.spec.vocab_size
         # A matrix for all of the vocabulary has rows without a draft id.
@@ -240,11 +240,10 @@ def _stored_outputs(file: DraftFile, num_heads: int) -> tuple[str, ...]:
     return ("lm_head",) if file.stores(LM_HEAD) else ()
 
 
-def _output_heads(shape: MedusaShape, target: Target, formats: Formats) -> list[Linear]:
-    width, rows = shape.hidden_size, shape.num_rows or 0
-    stored = [
-        vocab_head(width, rows, target.parallel, name, formats=formats) for name in shape.outputs
-    ]
+def _output_heads(shape: MedusaShape, target: Target, options: DraftOptions) -> list[Linear]:
+    width, rows, formats = shape.hidden_size, shape.num_rows or 0, options.formats
+    parallel = options.split_over(target)
+    stored = [vocab_head(width, rows, parallel, name, formats=formats) for name in shape.outputs]
     stored = stored or [target.lm_head]
     for lm_head in stored:
         lm_head.out_dtype = torch.float32

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from serve_spec.core.context import ForwardContext
 from serve_spec.layers.formats.base import Formats
-from serve_spec.layers.formats.choices import PLAIN
 from serve_spec.layers.module import Destination, named_parts
 from serve_spec.layers.norm import RMSNorm
 from serve_spec.models.decoder import DecoderLayer
@@ -70,7 +69,7 @@ class MtpFamily(DraftFamily):
             shape = replace(shape, qkv_bias=True, output_bias=False)
         make_layer = mtp_layer_of(file)
         with options.defaults(target):
-            return Mtp(shape, target, make_layer, options.formats)
+            return Mtp(shape, target, make_layer, options)
 
     def facts(self, file: DraftFile, target: Target | None, options: DraftOptions) -> Facts:
         shape = heads.layer_shape(file, target, options)
@@ -106,11 +105,11 @@ class Mtp(Eagle):
         shape: DecoderShape,
         target: Target,
         make_layer: MakeLayer,
-        formats: Formats = PLAIN,
+        options: DraftOptions,
     ) -> None:
         self._make_layer = make_layer
         super().__init__(
-            shape, target, fc_bias=False, input_norm=True, own_head=False, formats=formats
+            shape, target, fc_bias=False, input_norm=True, own_head=False, options=options
         )
         self.capture = FeatureCapture((target.spec.num_layers,))
         norms = (RMSNorm(shape.hidden_size, shape.rms_norm_eps) for _ in range(3))

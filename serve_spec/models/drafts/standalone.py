@@ -27,7 +27,6 @@ from serve_spec.models.drafts.checkpoint import check_same_tokens
 from serve_spec.models.drafts.heads import EMBEDDING, FC, PREFIX, layers_fact
 from serve_spec.models.interfaces import Target, TargetSpec
 from serve_spec.models.loader import check_target, divides, load_target, read_spec
-from serve_spec.parallel.group import SINGLE
 
 _log = get_logger(__name__)
 
@@ -58,7 +57,7 @@ class StandaloneFamily(DraftFamily):
                 options.dtype or weight.dtype,
                 weight.device,
                 target.max_model_len,
-                target.parallel if divides(file.path, target.parallel.size) else SINGLE,
+                options.split_over(target, divides(file.path, target.parallel.size)),
                 load_format=options.load_format,
                 formats=options.formats,
             )

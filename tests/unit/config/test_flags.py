@@ -109,16 +109,16 @@ def test_values_are_read_as_vllm_and_sglang_read_them(line, key, value):
     [
         (
             {"method": "eagle3", "model": "asset:tiny/eagle3", "num_speculative_tokens": 2},
-            ("EAGLE3", 2, "asset:tiny/eagle3"),
+            ("EAGLE3", 2, "asset:tiny/eagle3", None),
         ),
         (
             {"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 5},
-            ("NGRAM", 5, None),
+            ("NGRAM", 5, None, None),
         ),
         (
             {"method": "draft_model", "model": "asset:tiny/target"}
             | {"draft_tensor_parallel_size": 1},
-            ("STANDALONE", 3, "asset:tiny/target"),
+            ("STANDALONE", 3, "asset:tiny/target", 1),
         ),
     ],
 )
@@ -129,6 +129,7 @@ def test_vllm_s_speculative_config_is_understood(given, expected):
         found.speculative_algorithm,
         found.speculative_num_steps,
         found.speculative_draft_model_path,
+        found.speculative_draft_tp_size,
     )
 
 

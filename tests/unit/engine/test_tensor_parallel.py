@@ -9,10 +9,12 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from serve_spec.config import ConfigError
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.errors import CheckpointError
 from serve_spec.core.grammar import Grammar
@@ -22,10 +24,13 @@ from serve_spec.models.decoder import Decoder
 from serve_spec.ops import draw, rejection
 from serve_spec.parallel.worker_ranks import RankLost
 from serve_spec.worker.drafters.autoregressive import AutoregressiveDrafter
+from tests.helpers.checkpoints import make_eagle3
 from tests.helpers.engines import SOON_S, llm_maker, make_pair, recorded_plans, switch_every_round
 from tests.helpers.local_engine import LocalEngine
 from tests.helpers.plain_logprobs import close
+from tests.helpers.table import make_medusa
 
+four_heads = partial(make_medusa, num_heads=4)
 SWITCHING = (0, 7, 1, 0, 3, 0, 0, 7)
 
 
@@ -97,6 +102,36 @@ def test_any_number_of_ranks_gives_the_texts_of_one(threads, make, one, algorith
     assert size > 2 or counters.num_prefix_hit_tokens > 0
     assert llm.engine.scheduler.queue.num_preemptions > 0
     llm.shutdown()
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE", "MEDUSA", "STANDALONE"])
+def test_a_whole_draft_on_every_rank_gives_the_texts_of_a_shared_one(
+    threads, make, plain, algorithm, tmp_path
+):
+    keys = {"tensor_parallel_size": 2}
+    # Ranks share neither the one head of attention of the pair's EAGLE3, nor its Medusa blocks.
+    if make_head := {"EAGLE3": make_eagle3, "MEDUSA": four_heads}.get(algorithm):
+        head = make_head(tmp_path / "head", make().config.model.folder)
+        keys["speculative_draft_model_path"] = str(head)
+    sizes = {}
+    for ranks in (None, 2, 1):
+        llm = make(algorithm, 3, speculative_draft_tp_size=ranks, **keys)
+        sizes[ranks] = sum(each.numel() for each in llm.engine.worker.drafter.head.parameters())
+        assert texts(llm) == plain
+        assert llm.engine.counters.num_draft_tokens > 0
+        llm.shutdown()
+    assert sizes[1] > sizes[2] == sizes[None]
+
+
+def test_a_draft_that_the_ranks_cannot_share_is_refused_if_they_have_to(threads, make):
+    for ranks in (None, 1):
+        make("EAGLE3", 2, tensor_parallel_size=2, speculative_draft_tp_size=ranks).shutdown()
+    with pytest.raises(CheckpointError, match="speculative_draft_tp_size=2: this draft cannot"):
+        make("EAGLE3", 2, tensor_parallel_size=2, speculative_draft_tp_size=2)
+    with pytest.raises(ConfigError, match=r"_tp_size=4: use 1, or 2 \(tensor_parallel_size\)"):
+        make("EAGLE3", 2, tensor_parallel_size=2, speculative_draft_tp_size=4)
+    with pytest.raises(ConfigError, match="_tp_size=2: the target has one rank"):
+        make("EAGLE3", 2, speculative_draft_tp_size=2)
 
 
 def test_ranks_that_draft_and_draw_otherwise_than_rank_0_emit_its_tokens(
