@@ -9,26 +9,35 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from serve_spec.config import ServeSpecConfig as ServeSpecConfig
     from serve_spec.core.grammar import Grammar as Grammar
+    from serve_spec.core.request import RequestOutputKind as RequestOutputKind
     from serve_spec.core.request import SamplingParams as SamplingParams
     from serve_spec.core.request import SpeculativeOptions as SpeculativeOptions
+    from serve_spec.core.request import StructuredOutputsParams as StructuredOutputsParams
+    from serve_spec.engine.async_llm import AsyncLLM as AsyncLLM
     from serve_spec.engine.llm import LLM as LLM
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "Grammar",
+    "RequestOutputKind",
     "SamplingParams",
     "ServeSpecConfig",
     "SpeculativeOptions",
+    "StructuredOutputsParams",
     "__version__",
 ]
 
 _HOMES = {
+    "AsyncLLM": "serve_spec.engine.async_llm",
     "Grammar": "serve_spec.core.grammar",
     "LLM": "serve_spec.engine.llm",
+    "RequestOutputKind": "serve_spec.core.request",
     "SamplingParams": "serve_spec.core.request",
     "ServeSpecConfig": "serve_spec.config",
     "SpeculativeOptions": "serve_spec.core.request",
+    "StructuredOutputsParams": "serve_spec.core.request",
 }
 
 

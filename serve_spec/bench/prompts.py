@@ -12,12 +12,12 @@ from serve_spec.bench.dataset import ChatPrompt, Columns, by_category, installed
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.config.checkpoint import max_positions, text_config
 from serve_spec.core.errors import CheckpointError, TextTooLong
-from serve_spec.engine.tokenizer import Tokenizer
-from serve_spec.serving.protocols.chat_template import (
+from serve_spec.engine.chat_template import (
     ChatTemplate,
     ChatTemplateError,
     ControlTokens,
 )
+from serve_spec.engine.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

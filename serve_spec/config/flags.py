@@ -82,6 +82,48 @@ SPECULATIVE_CONFIG = {
 }
 """Keys of vLLM's --speculative-config."""
 
+_NONE: tuple[object, ...] = (None, False, 0, {}, [], ())
+_ONE_MODEL = "merge the adapter into the checkpoint"
+_TEXT = "leave it out; models read text only"
+UNSUPPORTED: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "tokenizer_mode": (("auto", "hf", "slow"), "leave it out; tokenizer names another tokenizer"),
+    "skip_tokenizer_init": (_NONE, "leave it out, and set detokenize=False in SamplingParams"),
+    "tokenizer_revision": (_NONE, "write tokenizer='ORG/NAME@REVISION'"),
+    "code_revision": (_NONE, "leave it out; code of checkpoints never runs"),
+    "runner": (("auto", "generate"), "leave it out; models generate text only"),
+    "task": (("auto", "generate"), "leave it out; models generate text only"),
+    "convert": (("auto", "none", None), "leave it out; models generate text only"),
+    "hf_overrides": (_NONE, "edit config.json in a copy of the checkpoint"),
+    "hf_token": (_NONE, "set HF_TOKEN in the environment"),
+    "pipeline_parallel_size": ((None, 1), "use tensor_parallel_size"),
+    "enable_expert_parallel": (_NONE, "use tensor_parallel_size"),
+    "distributed_executor_backend": ((None, "mp"), "leave it out; serve-spec serve uses Ray"),
+    "cpu_offload_gb": (_NONE, "use a smaller or quantized model, or more tensor_parallel_size"),
+    "kv_transfer_config": (_NONE, "leave it out; prompts and texts share an engine"),
+    "kv_cache_memory_bytes": (_NONE, "use gpu_memory_utilization, or num_pages"),
+    "num_gpu_blocks_override": (_NONE, "use num_pages"),
+    "compilation_config": (_NONE, "use enable_torch_compile, enforce_eager or cuda_graph_max_bs"),
+    "enable_lora": (_NONE, _ONE_MODEL),
+    "lora_modules": (_NONE, _ONE_MODEL),
+    "logits_processors": (_NONE, "use logit_bias, allowed_token_ids or bad_words of a request"),
+    "logprobs_mode": (("processed_logprobs",), "log-probabilities are vLLM's processed_logprobs"),
+    "scheduling_policy": (
+        (None, "priority", "fcfs"),
+        "requests have a priority",
+    ),
+    "override_generation_config": (_NONE, "set the parameters of requests"),
+    "structured_outputs_config": (_NONE, "leave it out; grammars are always compiled"),
+    "limit_mm_per_prompt": (_NONE, _TEXT),
+    "mm_processor_kwargs": (_NONE, _TEXT),
+    "allowed_local_media_path": ((*_NONE, ""), _TEXT),
+    "pooler_config": (_NONE, "leave it out; models generate text only"),
+    "swap_space": ((None, 0, 4), "leave it out; preempted requests are computed anew"),
+    "disable_log_stats": ((None, False, True), ""),
+    "disable_custom_all_reduce": (_NONE, "leave it out; ranks of one host add in shared memory"),
+    "enable_chunked_prefill": ((None, True), "raise chunked_prefill_size"),
+}
+"""Arguments of vLLM's engine that have no flag here: values that change nothing, and a remedy."""
+
 _LIST_KEYS = ("served_model_name", "api_keys")
 _WORDS = {
     "dtype": {"half": "float16", "float": "float32"},
@@ -216,12 +258,13 @@ class _SpeculativeConfig(argparse.Action):
         namespace.flags = {**namespace.flags, **added}
 
 
-def speculative_keys(given: str | Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+def speculative_keys(
+    given: str | Mapping[str, Any], option: str = "--speculative-config"
+) -> dict[str, tuple[str, Any]]:
     """Return, by our key, vLLM's name and the value in its speculative config.
 
-    Raises ConfigError for a key without a counterpart.
+    option: its name in messages. Raises ConfigError for a key without a counterpart.
     """
-    option = "--speculative-config"
     if isinstance(given, str):
         try:
             given = base.parse_json_object(given, "the speculative config")
@@ -240,22 +283,34 @@ def speculative_keys(given: str | Mapping[str, Any]) -> dict[str, tuple[str, Any
 
 
 def engine_keys(place: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our leaf keys for vLLM's engine arguments, or raise ConfigError.
+    """Return our leaf keys for vLLM's engine arguments; see `named_engine_keys`."""
+    return {key: value for key, (_, value) in named_engine_keys(place, given).items()}
+
+
+def named_engine_keys(place: str, given: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """Return, by our leaf key, the name and value of vLLM's engine arguments.
 
     They are the flags without dashes, or keys of ours. place: prefix of names in messages.
+    Raises ConfigError for arguments that are unknown, or mean something that serve_spec lacks.
     """
     options = {option[2:].replace("-", "_"): flag for flag in FLAGS for option in flag.options}
-    found: dict[str, Any] = {}
+    found: dict[str, tuple[str, Any]] = {}
     unknown = []
     for name, value in given.items():
         if name == "speculative_config":
-            found |= {key: value for key, (_, value) in speculative_keys(value).items()}
+            keys = {} if value is None else speculative_keys(value, place + name)
+            found |= {key: (f"{name} {theirs}", value) for key, (theirs, value) in keys.items()}
         elif name in leaf_sections():
-            found[name] = value
+            is_word = isinstance(value, str) and name in _WORDS
+            found[name] = name, read_value(name, value, place + name) if is_word else value
         elif name in options:
             key, fixed = options[name].key, options[name].fixed
             read = read_value(key, value, place + name) if isinstance(value, str) else value
-            found[key] = read if fixed is None else fixed is bool(value)
+            found[key] = name, read if fixed is None else fixed is bool(value)
+        elif name in UNSUPPORTED:
+            neutral, fix = UNSUPPORTED[name]
+            if value not in neutral:
+                unknown.append(f"{place}{name}={repr(value)[:80]}: not supported; {fix}")
         elif f"--{name.replace('_', '-')}" not in NO_EFFECT:
             unknown.append(base.unknown_key(place + name, [place + option for option in options]))
     if unknown:
@@ -312,10 +367,16 @@ def load_flags(args: argparse.Namespace, **defaults: Any) -> ServeSpecConfig:
 @contextmanager
 def flags_named(args: argparse.Namespace) -> Iterator[None]:
     """Name the flag as typed, instead of its key, in a ConfigError of the body."""
+    with keys_named({key: option for key, (option, _) in getattr(args, "flags", {}).items()}):
+        yield
+
+
+@contextmanager
+def keys_named(typed: Mapping[str, str]) -> Iterator[None]:
+    """Name keys in a ConfigError of the body as they were given."""
     try:
         yield
     except ConfigError as error:
-        typed = {key: option for key, (option, _) in getattr(args, "flags", {}).items()}
         raise ConfigError(*(_with_option(problem, typed) for problem in error.problems)) from None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -135,3 +135,26 @@ def refuse_large(value: object, source: str) -> None:
             raise InvalidRequest(source, f"<{type(value).__name__}>", fix)
         if isinstance(inside, list | tuple):
             left += inside
+
+
+LANGUAGES: Mapping[str, Callable[[Any, str], Grammar]] = {
+    "json": Grammar.json_schema,
+    "json_object": lambda _, source: Grammar.json_object(source),
+    "regex": Grammar.regex,
+    "grammar": Grammar.ebnf,
+    "choice": Grammar.choice,
+}
+"""How a grammar is made of its text, by the keys of vLLM's structured outputs."""
+
+
+def structured_grammar(given: Mapping[str, Any], source: str = "structured_outputs") -> Grammar:
+    """Return the grammar under one of `LANGUAGES`; raise InvalidRequest for none or several."""
+    for name in given:
+        if name not in LANGUAGES:
+            fix = f"unknown key; use {', '.join(LANGUAGES)}"
+            raise InvalidRequest(source, str(name)[:80], fix)
+    found = [name for name, value in given.items() if value not in (None, False)]
+    if len(found) != 1:
+        fix = f"give exactly one of {', '.join(LANGUAGES)}"
+        raise InvalidRequest(source, ", ".join(found), fix)
+    return LANGUAGES[found[0]](given[found[0]], f"{source}.{found[0]}")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass, field, replace
+from enum import Enum, StrEnum
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from serve_spec.core.errors import InvalidRequest
-from serve_spec.core.grammar import Grammar
+from serve_spec.core.grammar import Grammar, structured_grammar
 
 Prompt: TypeAlias = str | list[int]
 """A text, or token ids."""
+
+MAX_OUTPUTS = 128
+"""Most texts of one prompt, as in the OpenAI API."""
 
 MAX_LOGPROBS = 20
 """Most alternatives a request may ask for, as in the OpenAI API and vLLM."""
@@ -37,6 +41,22 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+
+
+class RequestOutputKind(Enum):
+    """What each output of an `AsyncLLM` holds, as in vLLM.
+
+    CUMULATIVE: everything so far; DELTA: what is new; FINAL_ONLY: one output, at the end.
+    """
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+class StructuredOutputsParams(dict[str, Any]):
+    """Keys of `SamplingParams.structured_outputs`, written as in vLLM: one of json, json_object,
+    regex, grammar, choice."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +108,12 @@ class SamplingParams:
     `priority` orders waiting requests, lower first; equal ones are served in order of arrival. If
     pages run out, the least urgent and youngest running request is preempted.
     Requests share cached prefixes only with those of the same `cache_salt`.
+
+    The rest is for Python. `n` texts are made of a prompt; the seeds of all but the first follow
+    from `seed`. `structured_outputs` (`{"json": schema}`; see `StructuredOutputsParams`) becomes
+    the `grammar`. Of a prompt the last `truncate_prompt_tokens` tokens are kept (-1: as many as
+    fit beside `max_tokens`). Without `detokenize` there are tokens and no text. `output_kind`: see
+    `RequestOutputKind`.
     """
 
     max_tokens: int = 16
@@ -116,6 +142,11 @@ class SamplingParams:
     priority: int = 0
     cache_salt: str | None = None
     speculative: SpeculativeOptions = field(default_factory=SpeculativeOptions)
+    n: int = 1
+    structured_outputs: Mapping[str, Any] | None = field(default=None, hash=False)
+    truncate_prompt_tokens: int | None = None
+    detokenize: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
         _check_types("", {name: getattr(self, name) for name in self.__dataclass_fields__})
@@ -147,9 +178,32 @@ class SamplingParams:
             ("cache_salt", self.cache_salt != "", "give a text that is not empty, or None"),
             ("logprobs", _is_count(self.logprobs), _COUNT),
             ("prompt_logprobs", _is_count(self.prompt_logprobs), _COUNT),
-        ):
+            ("n", 1 <= self.n <= MAX_OUTPUTS, f"use an integer in [1, {MAX_OUTPUTS}]"),
+            ("truncate_prompt_tokens", self.truncate_prompt_tokens in (None, -1)
+                or self.truncate_prompt_tokens > 0, _TRUNCATE),
+            ("detokenize", self.detokenize or not self.stop, "stop strings need the text"),
+        ):  # fmt: skip
             if not ok:
                 raise InvalidRequest(name, _shown(getattr(self, name)), fix)
+        if self.structured_outputs is not None:
+            if self.grammar is not None:
+                fix = "conflicts with grammar; give only one of them"
+                raise InvalidRequest("structured_outputs", _shown(self.structured_outputs), fix)
+            object.__setattr__(self, "grammar", structured_grammar(self.structured_outputs))
+            object.__setattr__(self, "structured_outputs", None)
+
+    def each(self) -> list[SamplingParams]:
+        """Return the parameters of each of the `n` texts."""
+        if self.n == 1:
+            return [self]
+        seeds = [
+            None if self.seed is None else choice_seed(self.seed, index) for index in range(self.n)
+        ]
+        wanted = self.prompt_logprobs, *[None] * (self.n - 1)  # the same for all texts
+        return [
+            replace(self, n=1, seed=seed, prompt_logprobs=count)
+            for seed, count in zip(seeds, wanted, strict=True)
+        ]
 
     @cached_property
     def edits_scores(self) -> bool:
@@ -182,10 +236,22 @@ class SamplingParams:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
+def choice_seed(seed: int, index: int) -> int:
+    """Return the seed of text `index`, which does not depend on `n`; text 0 has the request's.
+
+    The others have the first 63 bits of BLAKE2b-64 over "SEED INDEX" in decimal.
+    """
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
 _PENALTY = "use a number in [-2, 2]"
 _REPETITION = "use a number in [0.01, 100]; 1 changes nothing"
 _BIAS = "use numbers in [-100, 100]; bad_token_ids rules tokens out"
 _MIN_TOKENS = "use an integer in [0, max_tokens]"
+_TRUNCATE = "use an integer ≥ 1, -1 (as many as fit), or None: refuse prompts that are too long"
 _MAX_SHOWN = 8
 _COUNT = f"use an integer in [0, {MAX_LOGPROBS}], or None: none"
 
@@ -224,11 +290,12 @@ _SWITCH = _is(bool), "True or False"
 _INTEGER, _NUMBER = (_is(int), "an integer"), (_is(int, float), "a number")
 _MAYBE_INTEGER = _is(int, type(None)), "an integer or None"
 _TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
-    **dict.fromkeys(("max_tokens", "top_k", "min_tokens", "priority"), _INTEGER),
+    **dict.fromkeys(("max_tokens", "top_k", "min_tokens", "priority", "n"), _INTEGER),
     **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), _NUMBER),
     **dict.fromkeys(("frequency_penalty", "presence_penalty"), _NUMBER),
     **dict.fromkeys(("seed", "logprobs", "prompt_logprobs", "max_steps"), _MAYBE_INTEGER),
-    **dict.fromkeys(("ignore_eos", "skip_special_tokens", "enabled"), _SWITCH),
+    "truncate_prompt_tokens": _MAYBE_INTEGER,
+    **dict.fromkeys(("ignore_eos", "skip_special_tokens", "enabled", "detokenize"), _SWITCH),
     **dict.fromkeys(("spaces_between_special_tokens", "include_stop_str_in_output"), _SWITCH),
     **dict.fromkeys(("stop_token_ids", "bad_token_ids"), (_are(int), "a list of int")),
     "allowed_token_ids": (lambda ids: ids is None or _are(int)(ids), "a list of int"),
@@ -237,6 +304,8 @@ _TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
     "bad_words": (_are_words, "a list of texts or of lists of token ids"),
     "grammar": (_is(Grammar, type(None)), "a Grammar or None"),
     "cache_salt": (_is(str, type(None)), "a text or None"),
+    "structured_outputs": (_is(Mapping, type(None)), "a mapping or None"),
+    "output_kind": (_is(RequestOutputKind), "a RequestOutputKind"),
     "speculative": (_is(SpeculativeOptions), "a SpeculativeOptions"),
 }
 
@@ -316,21 +385,84 @@ class TokenDelta(NamedTuple):
     num_cached_tokens: int = 0
 
 
+class Logprob(NamedTuple):
+    """The log-probability of a token, its rank (1: the likeliest) and its text, as in vLLM."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One text of a prompt, named as in vLLM.
+
+    `logprobs` has, for each token, a `Logprob` by token id: its own and those of the likeliest
+    tokens; `token_logprobs` has them as the engine reports them. `cumulative_logprob` is the sum
+    over the tokens. All are None unless wanted. `finish_reason`: None before the end.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    speculation: SpeculationStats
+    logprobs: tuple[dict[int, Logprob], ...] | None = None
+    token_logprobs: tuple[TokenLogprob, ...] | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Return the sum of the tokens' log-probabilities; None unless wanted."""
+        found = self.token_logprobs
+        return None if found is None else sum(token.logprob for token in found)
+
+    def finished(self) -> bool:
+        """Return whether the text has ended."""
+        return self.finish_reason is not None
+
+
 @dataclass(frozen=True)
 class RequestOutput:
-    """A finished request.
+    """The texts of a prompt: `outputs`, of which the properties show the first.
 
-    `num_cached_tokens`: prompt tokens taken from the prefix cache. `logprobs` are aligned with
-    `token_ids`, `prompt_logprobs` with `prompt_token_ids`, whose first has none; both are None
+    `prompt`: None if it was given as token ids. `num_cached_tokens`: prompt tokens taken from the
+    prefix cache. `prompt_logprobs` are aligned with `prompt_token_ids`, whose first has none; None
     unless wanted.
     """
 
     request_id: str
+    prompt: str | None
     prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason
-    speculation: SpeculationStats
-    logprobs: tuple[TokenLogprob, ...] | None = None
+    outputs: tuple[CompletionOutput, ...]
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     num_cached_tokens: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """Return whether all texts have ended."""
+        return all(output.finished() for output in self.outputs)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Return the tokens of the first text."""
+        return self.outputs[0].token_ids
+
+    @property
+    def text(self) -> str:
+        """Return the first text."""
+        return self.outputs[0].text
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Return why the first text ended; None before its end."""
+        return self.outputs[0].finish_reason
+
+    @property
+    def speculation(self) -> SpeculationStats:
+        """Return the speculation of the first text, complete once it has ended."""
+        return self.outputs[0].speculation
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        """Return the log-probabilities of the first text's tokens; None unless wanted."""
+        return self.outputs[0].token_logprobs

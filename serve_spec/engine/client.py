@@ -126,7 +126,7 @@ class EngineClient:
         """
         self.check_health()
         # Neither blocks the event loop.
-        token_ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
+        token_ids = await self.token_ids(prompt, params)
         if params.grammar is not None:
             grammar = await asyncio.to_thread(self._translate, params.grammar)
             params = replace(params, grammar=grammar)
@@ -148,9 +148,13 @@ class EngineClient:
         self.check_health()
         return stream
 
-    async def encode(self, prompt: str) -> list[int]:
-        """Return the token ids of a prompt without blocking; see `InputProcessor.encode`."""
-        return await messages.encode_async(len(prompt), partial(self._inputs.encode, prompt))
+    async def token_ids(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """Return the token ids that a request begins with; see `InputProcessor.token_ids`."""
+        if not isinstance(prompt, str):
+            return self._inputs.token_ids(prompt, params)
+        return await messages.encode_async(
+            len(prompt), partial(self._inputs.token_ids, prompt, params)
+        )
 
     def cancel(self, request_id: str) -> None:
         """End a request that was submitted and free its pages before the next step; else no-op."""

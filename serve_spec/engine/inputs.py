@@ -103,7 +103,7 @@ class InputProcessor:
         emitted: tokens that another engine generated; they count for `max_tokens` and the rest.
         """
         limits = self.limits
-        token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        token_ids = self.token_ids(prompt, params)
         shown = f"<{len(token_ids)} tokens>"
         if not token_ids:
             raise InvalidRequest("prompt", prompt, "give at least one token of text")
@@ -126,6 +126,8 @@ class InputProcessor:
         ends = {t for t in params.stop_token_ids if 0 <= t < limits.vocab_size}
         if not params.ignore_eos or params.grammar is not None:
             ends.update(limits.eos_token_ids)
+        if params.truncate_prompt_tokens is not None:
+            params = replace(params, truncate_prompt_tokens=None)
         if emitted:  # prompt log-probabilities came with the first of these
             params = replace(params, prompt_logprobs=None)
         return Sequence(
@@ -156,7 +158,17 @@ class InputProcessor:
         bad_token_ids = (*params.bad_token_ids, *singles)
         return replace(params, bad_token_ids=bad_token_ids, bad_words=longer)
 
-    def encode(self, prompt: str) -> list[int]:
+    def token_ids(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """Return a prompt's token ids after `truncate_prompt_tokens`; raise as `encode`."""
+        keep = params.truncate_prompt_tokens
+        if keep is None:
+            return self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if keep < 0:
+            keep = max(1, self.limits.max_model_len - params.max_tokens)
+        ids = self.encode(prompt, any_length=True) if isinstance(prompt, str) else prompt
+        return list(ids[-keep:])
+
+    def encode(self, prompt: str, *, any_length: bool = False) -> list[int]:
         """Return a text's token ids; raise InvalidRequest if it is not Unicode or too long."""
         try:
             prompt.encode()
@@ -166,7 +178,8 @@ class InputProcessor:
         if not prompt:  # without the special tokens that the checkpoint would add
             return []
         try:
-            return self.tokenizer.encode(prompt, max_tokens=self.limits.max_model_len - 1)
+            most = None if any_length else self.limits.max_model_len - 1
+            return self.tokenizer.encode(prompt, max_tokens=most)
         except TextTooLong as error:
             raise self._too_long(f"<at least {error.at_least} tokens>") from None
 

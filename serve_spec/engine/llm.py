@@ -1,35 +1,49 @@
-"""The offline API."""
+"""The offline API, with vLLM's names."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
 
-from serve_spec.config import ServeSpecConfig
 from serve_spec.config.flags import add_flags, add_model, load_flags
+from serve_spec.config.root import Source
 from serve_spec.core.errors import InvalidRequest
-from serve_spec.core.request import RequestOutput, SamplingParams, TokenDelta
+from serve_spec.core.request import Prompt, RequestOutput, SamplingParams
 from serve_spec.core.sequence import Sequence
+from serve_spec.engine.answers import Answer
+from serve_spec.engine.arguments import PromptForm, Seeds, load_arguments, read_prompt
+from serve_spec.engine.chat import Message, chat_token_ids, template_of
 from serve_spec.engine.collector import MetricsCollector
 from serve_spec.engine.inputs import sampling_defaults
+from serve_spec.engine.llm_metrics import Metric, llm_metrics
 from serve_spec.engine.output import OutputProcessor
+from serve_spec.engine.tokenizer import Tokenizer
 
 
 class LLM:
     """An engine in this process.
 
-    config: a hub id, a checkpoint's folder, `asset:NAME`, a YAML file, a mapping or a
-    `ServeSpecConfig`; keyword arguments override leaf keys, for example
-    ``LLM("configs/tiny.yaml", speculative_num_steps=3, device="cpu")``.
+    model: a hub id, a checkpoint's folder, `asset:NAME`, a YAML file, a mapping or a
+    `ServeSpecConfig`, also called `config`. arguments: vLLM's names, as on the command line
+    (``LLM("asset:tiny", max_model_len=512, gpu_memory_utilization=0.8, enforce_eager=True,
+    speculative_config={"num_speculative_tokens": 3})``), and keys of the configuration
+    (``speculative_num_steps=3, device="cpu"``). seed: makes texts of prompts without a seed
+    repeatable. Raises ConfigError for arguments that are unknown, wrong or not supported.
     """
 
-    def __init__(self, config: str | os.PathLike[str] | ServeSpecConfig, **overrides: Any) -> None:
+    def __init__(
+        self,
+        model: Source | None = None,
+        *,
+        seed: int | None = None,
+        **arguments: Any,
+    ) -> None:
         from serve_spec.engine.build import build_engine  # torch takes seconds to import
 
-        self.config = ServeSpecConfig.load(config, **overrides).download()
+        self.config = load_arguments(model, arguments)
+        self._seeds = Seeds(seed)
         self.engine = build_engine(self.config)
         self.collector = MetricsCollector()
         self.engine.metrics = self.collector
@@ -39,25 +53,52 @@ class LLM:
         """Return the parameters of prompts without any: the checkpoint's (generation_config)."""
         return SamplingParams(**sampling_defaults(self.config.model))
 
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer, which has `encode` and `decode`."""
+        return self.engine.tokenizer
+
+    def get_metrics(self) -> list[Metric]:
+        """Return figures since the start under vLLM's names; see `engine.llm_metrics`."""
+        engine, name = self.engine.snapshot(), self.config.model.names[0]
+        return llm_metrics(engine, self.collector.snapshot(), name)
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop all cached prefixes; return True, as vLLM does after success."""
+        self.engine.flush_cache()
+        return True
+
     def generate(
         self,
-        prompts: str | Iterable[str | Iterable[int]],
+        prompts: str | Mapping[str, Any] | Iterable[PromptForm],
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Complete prompts, in order; if one is refused, raise InvalidRequest and run none.
 
         Raises RequestFailed: a prompt had no answer, for example because its logits were NaN.
 
         sampling_params: one for all, or one per prompt; None: `get_default_sampling_params()`.
+        use_tqdm: no effect; there is no progress bar.
         """
-        batch = [prompts] if isinstance(prompts, str) else list(prompts)
+        is_one = isinstance(prompts, str | Mapping)
+        batch = [read_prompt(prompt) for prompt in ([prompts] if is_one else prompts)]
         params = self._params_for(len(batch), sampling_params)
-        sequences = []
-        for prompt, p in zip(batch, params, strict=True):
+        sequences: list[Sequence] = []
+        answers: list[Answer] = []
+        places: dict[str, tuple[int, int]] = {}
+        for prompt, wanted in zip(batch, params, strict=True):
             self._num_requests += 1
-            ids = prompt if isinstance(prompt, str) else list(prompt)
-            sequences.append(self.engine.new_sequence(f"offline-{self._num_requests}", ids, p))
-        deltas: dict[str, list[TokenDelta]] = {seq.request_id: [] for seq in sequences}
+            request_id = f"offline-{self._num_requests}"
+            first = len(sequences)
+            for index, each in enumerate(wanted.each()):
+                seeded = self._seeds.with_seed(each)
+                name = request_id if index == 0 else f"{request_id}-{index}"
+                sequences.append(self.engine.new_sequence(name, prompt, seeded))
+                places[name] = len(answers), index
+            ids = sequences[first].token_ids
+            tokenizer = self.engine.tokenizer
+            answers.append(Answer(request_id, prompt, ids, wanted.n, tokenizer))
         outputs = OutputProcessor(self.engine.tokenizer, self.engine.abort)
         try:
             for seq in sequences:
@@ -65,12 +106,54 @@ class LLM:
                 outputs.add(seq)
             while self.engine.has_work:
                 for delta in outputs.process(self.engine.step()):
-                    deltas[delta.request_id].append(delta)
+                    place, index = places[delta.request_id]
+                    answers[place].add(index, delta)
                 self.engine.raise_failed()
         finally:  # after an interrupt, unfinished requests must not reach the next call
             for seq in sequences:
                 self.engine.abort(seq.request_id)
-        return [_finished(seq, deltas[seq.request_id]) for seq in sequences]
+        assert all(answer.finished for answer in answers), "the engine stopped before the texts"
+        return [answer.output() for answer in answers]
+
+    def chat(
+        self,
+        messages: Iterable[Message] | Iterable[Iterable[Message]],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        tools: Iterable[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several, rendered by the chat template; see `generate`.
+
+        messages: dicts with `role` and `content`, as in the OpenAI API. tools: functions the
+        template shows to the model; calls are part of the text. chat_template: a Jinja template
+        instead of the model's. continue_final_message: go on with the last message instead of a
+        new one. chat_template_kwargs: more variables of the template.
+        """
+        given = list(messages)
+        many = bool(given) and not isinstance(given[0], Mapping)
+        conversations = [list(each) for each in given] if many else [given]
+        tokenizer = self.engine.tokenizer
+        template = template_of(self.config.model, tokenizer, chat_template)
+        if add_generation_prompt and continue_final_message:
+            add_generation_prompt = False
+        prompts: list[Prompt] = [
+            chat_token_ids(
+                tokenizer,
+                template,
+                cast(list[Message], conversation),
+                tools=None if tools is None else list(tools),
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables=chat_template_kwargs,
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def shutdown(self) -> None:
         """Free the model and end its processes; the object cannot be used afterwards."""
@@ -87,24 +170,6 @@ class LLM:
             fix = f"give one SamplingParams, or {num_prompts}, one per prompt"
             raise InvalidRequest("sampling_params", f"<{len(each)} of them>", fix)
         return each
-
-
-def _finished(seq: Sequence, deltas: list[TokenDelta]) -> RequestOutput:
-    last = deltas[-1]
-    assert last.finish_reason is not None, "the engine stopped before the sequence ended"
-    assert last.speculation is not None, "the last delta carries the statistics"
-    logprobs = [token for delta in deltas for token in delta.logprobs or ()]
-    return RequestOutput(
-        request_id=seq.request_id,
-        prompt_token_ids=tuple(seq.token_ids[: seq.num_prompt_tokens]),
-        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
-        text="".join(delta.text for delta in deltas),
-        finish_reason=last.finish_reason,
-        speculation=last.speculation,
-        logprobs=None if seq.params.logprobs is None else tuple(logprobs),
-        prompt_logprobs=deltas[0].prompt_logprobs,
-        num_cached_tokens=deltas[0].num_cached_tokens,
-    )
 
 
 def main(argv: list[str]) -> int:

@@ -26,11 +26,13 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer, abort: Callable[[str], object]) -> None:
         self._tokenizer = tokenizer
         self._abort = abort
-        self._texts: dict[str, OutputText] = {}
+        self._texts: dict[str, OutputText | None] = {}
+        """Texts by request; None: only tokens are wanted."""
 
     def add(self, seq: Request) -> None:
         """Begin the text of a request."""
-        self._texts[seq.request_id] = OutputText(self._tokenizer, seq)
+        text = OutputText(self._tokenizer, seq) if seq.params.detokenize else None
+        self._texts[seq.request_id] = text
 
     def forget(self, request_id: str) -> None:
         """Drop the text of a request that has no last delta."""
@@ -40,10 +42,10 @@ class OutputProcessor:
         """Return the deltas with texts; drop those of texts that have ended."""
         processed = []
         for delta in deltas:
-            text = self._texts.get(delta.request_id)
-            if text is None:
+            if delta.request_id not in self._texts:
                 continue
-            added = text.add(delta)
+            text = self._texts[delta.request_id]
+            added = delta if text is None else text.add(delta)
             processed.append(added)
             if added.finish_reason is not None:
                 del self._texts[delta.request_id]

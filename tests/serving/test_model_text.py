@@ -11,14 +11,14 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from serve_spec.config.engine import ModelConfig
 from serve_spec.core.errors import CheckpointError, InvalidRequest
-from serve_spec.engine.tokenizer import TokenBytes, Tokenizer
-from serve_spec.serving.errors import ApiError
-from serve_spec.serving.protocols.chat_template import (
+from serve_spec.engine.chat_template import (
     PLAIN,
     ChatTemplate,
     ChatTemplateError,
     ControlTokens,
 )
+from serve_spec.engine.tokenizer import TokenBytes, Tokenizer
+from serve_spec.serving.errors import ApiError
 from serve_spec.serving.protocols.model_text import ModelText
 from serve_spec.serving.protocols.openai import ChatRequest, CompletionRequest
 from tests.serving.texts import BOS, EOS, TEMPLATE, THINK, TURN, byte_tokenizer, write_text_files

@@ -339,7 +339,7 @@ def _answers(url: str) -> bool:
 
 def announcement(plan: Plan) -> str:
     """Return the URL and a curl command to try."""
-    from serve_spec.serving.protocols.chat_template import ChatTemplate
+    from serve_spec.engine.chat_template import ChatTemplate
 
     if not plan.configs:
         return f"ready: {plan.url}"

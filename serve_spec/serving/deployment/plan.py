@@ -92,8 +92,8 @@ def _resolved(config: ServeSpecConfig, keys: Collection[str]) -> dict[str, Any]:
 
 def check_model(config: ServeSpecConfig) -> None:
     """Raise what loading checkpoints and chat template would raise; reads no weights."""
+    from serve_spec.engine.chat_template import ChatTemplate
     from serve_spec.engine.check import check_checkpoints  # takes seconds to import
-    from serve_spec.serving.protocols.chat_template import ChatTemplate
 
     check_checkpoints(config)
     ChatTemplate.from_folder(config.model.tokenizer_folder, config.model.chat_template)

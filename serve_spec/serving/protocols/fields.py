@@ -6,7 +6,7 @@ An invalid value raises a ValueError with the remedy; the caller adds the name o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import CoreSchema
 
 from serve_spec.core.errors import InvalidRequest
-from serve_spec.core.grammar import MAX_GRAMMAR_CHARS, Grammar, refuse_large
+from serve_spec.core.grammar import LANGUAGES, MAX_GRAMMAR_CHARS, Grammar, refuse_large
 from serve_spec.core.request import MAX_LOGPROBS
 from serve_spec.serving.errors import MAX_NAME_CHARS
 from serve_spec.serving.messages import Prompt
@@ -134,23 +134,14 @@ def grammar_of(
     structured_outputs: the grammar under json, json_object, regex, grammar or choice.
     """
     found = [] if response_format is None else _of_format(*response_format)
-    found += [_GRAMMARS[GRAMMAR_FIELDS[name]](value, name) for name, value in _given(named)]
+    found += [LANGUAGES[GRAMMAR_FIELDS[name]](value, name) for name, value in _given(named)]
     if structured_outputs is not None:
-        _check_known(_NESTED, structured_outputs, tuple(_GRAMMARS))
+        _check_known(_NESTED, structured_outputs, tuple(LANGUAGES))
         given = _given(structured_outputs)
-        found += [_GRAMMARS[language](value, f"{_NESTED}.{language}") for language, value in given]
+        found += [LANGUAGES[language](value, f"{_NESTED}.{language}") for language, value in given]
     if len(found) > 1:
         raise found[1].refusal(f"conflicts with {found[0].source}; give only one of them")
     return found[0] if found else None
-
-
-_GRAMMARS: Mapping[str, Callable[[Any, str], Grammar]] = {
-    "json": Grammar.json_schema,
-    "json_object": lambda _, source: Grammar.json_object(source),
-    "regex": Grammar.regex,
-    "grammar": Grammar.ebnf,
-    "choice": Grammar.choice,
-}
 
 
 GRAMMAR_FIELDS = {

@@ -23,12 +23,12 @@ from serve_spec.config.serving import RouterConfig
 from serve_spec.core.errors import CheckpointError, InvalidRequest, TextTooLong
 from serve_spec.core.grammar import GrammarKind
 from serve_spec.core.request import SamplingParams
+from serve_spec.engine import chat_template
 from serve_spec.engine.inputs import sampling_defaults
 from serve_spec.engine.messages import encode_async
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.serving.errors import ApiError
 from serve_spec.serving.messages import Prompt
-from serve_spec.serving.protocols import chat_template
 from serve_spec.serving.protocols.logprobs import TokenBytesLookup
 from serve_spec.serving.protocols.openai import ChatMessage, ChatRequest, CompletionRequest
 from serve_spec.serving.protocols.parsers import AnswerSyntax

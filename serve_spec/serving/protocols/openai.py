@@ -218,7 +218,8 @@ class BaseRequest(StrictFields):
 # Request fields that are SamplingParams fields of the same name and meaning.
 _SAMPLING_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)} & set(
     BaseRequest.model_fields
-) - {"speculative"}
+) - {"speculative", "n", "structured_outputs", "truncate_prompt_tokens"}
+"""Those that the router passes on as they are."""
 
 
 class CompletionRequest(BaseRequest):

@@ -6,13 +6,18 @@ Each choice of a request is a separate engine request. Plain asyncio.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
+from serve_spec.core.request import (
+    FinishReason,
+    SamplingParams,
+    SpeculationStats,
+    TokenDelta,
+    choice_seed,
+)
 from serve_spec.metrics import Reading
 from serve_spec.serving import messages
 from serve_spec.serving.errors import (
@@ -67,17 +72,6 @@ class Deadline:
         self._has_passed = True
         if self._waiting is not None:
             self._waiting.cancel()
-
-
-def choice_seed(seed: int, index: int) -> int:
-    """Return the seed of choice `index`, which does not depend on `n`; choice 0 has the request's.
-
-    The others have the first 63 bits of BLAKE2b-64 over "SEED INDEX" in decimal.
-    """
-    if index == 0:
-        return seed
-    digest = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 def choices_of(

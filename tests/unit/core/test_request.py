@@ -6,6 +6,7 @@ import pickle
 import pytest
 
 from serve_spec.core.errors import InvalidRequest
+from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import SamplingParams, SpeculationStats, SpeculativeOptions
 
 INVALID = {
@@ -31,6 +32,13 @@ INVALID = {
     "logprobs": [-1, 21, True],
     "prompt_logprobs": [21, 2.5],
     "speculative": [{"enabled": True}],
+    "n": [0, 129, True, None],
+    "structured_outputs": [
+        5, {}, {"json": {}, "regex": "a"}, {"xml": "a"}, {"json": None, "regex": False},
+    ],
+    "truncate_prompt_tokens": [0, -2, 1.5],
+    "detokenize": [1],
+    "output_kind": [1, "DELTA"],
 }  # fmt: skip
 
 
@@ -57,6 +65,23 @@ def test_parameters_keep_what_they_were_given_and_can_be_keys():
     assert params == SamplingParams(logit_bias={5: 1.0}, allowed_token_ids=(5, 6))
     assert {params: 1}[pickle.loads(pickle.dumps(params))] == 1
     assert SamplingParams(stop="END").stop == ("END",)
+    grammar = Grammar.regex("a+")
+    assert SamplingParams(structured_outputs={"regex": "a+"}).grammar == grammar
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"stop": "a", "detokenize": False}, "detokenize=False: stop strings need the text"),
+        (
+            {"grammar": Grammar.regex("a"), "structured_outputs": {"regex": "a"}},
+            "structured_outputs=.*conflicts with grammar",
+        ),
+    ],
+)
+def test_parameters_that_exclude_each_other_are_refused(given, complaint):
+    with pytest.raises(InvalidRequest, match=complaint):
+        SamplingParams(**given)
 
 
 def test_a_negative_depth_is_refused():

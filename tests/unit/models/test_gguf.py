@@ -10,11 +10,11 @@ import torch
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.config.base import PACKAGED
 from serve_spec.core.errors import CheckpointError
+from serve_spec.engine.chat_template import ChatTemplate
 from serve_spec.engine.check import check_checkpoints
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.layers.rope import RopeScaling, inverse_frequencies
 from serve_spec.models.loader import load_target
-from serve_spec.serving.protocols.chat_template import ChatTemplate
 from tests.helpers.checkpoints import EOS_ID, make_target
 from tests.helpers.paged import run_text
 from tests.helpers.sentencepiece_models import CORPUS, SAMPLES, train_sentencepiece

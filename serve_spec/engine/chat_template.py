@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -19,9 +19,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from serve_spec.core.errors import CheckpointError, TextTooLong
-
-if TYPE_CHECKING:
-    from serve_spec.engine.tokenizer import Tokenizer
+from serve_spec.engine.tokenizer import Tokenizer
 
 # A Unicode noncharacter, which valid text does not contain.
 _MARK = "\ufdd0"
@@ -142,6 +140,10 @@ class ChatTemplate:
         source = _source(folder, settings.get("chat_template")) if file is None else _read(file)
         special_tokens = _special_tokens(_read_json(folder / "special_tokens_map.json") | settings)
         return cls(PLAIN if source is None else source, special_tokens)
+
+    def with_source(self, source: str) -> ChatTemplate:
+        """Return another template with the same special tokens, or raise CheckpointError."""
+        return ChatTemplate(source, self._special_tokens)
 
     @property
     def is_plain(self) -> bool:
