@@ -144,9 +144,6 @@ class StandIn:
     def __init__(self):
         self.streams = {}
 
-    async def encode(self, prompt):
-        return self.tokenizer.encode(prompt)
-
     async def submit(self, prompt, params, request_id, emitted=(), *, command=""):
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         sequence = Sequence(request_id, params, [*ids, *emitted], len(ids), params.seed or 0)
