@@ -13,6 +13,8 @@ from serve_spec.engine.arguments import load_arguments
 from serve_spec.engine.llm_metrics import Vector
 
 PROMPT = [10, 20, 30]
+LONG = 500
+"""Tokens of a text that does not end before it is left."""
 RENDERED = "<system>be brief\n<user>a\nb\n<assistant>"
 """What the template of the pair makes of the conversation below."""
 TEMPLATE = (
@@ -240,9 +242,11 @@ def test_metrics_count_drafts_under_vllm_s_names(make_llm):
 
 @pytest.fixture(scope="module")
 def async_llm(pair):
-    made = AsyncLLM(str(pair.target), **arguments(pair))
+    made = AsyncLLM(str(pair.target), **arguments(pair, max_model_len=512))
     yield made
     made.shutdown()
+    with pytest.raises(ProcessLookupError):
+        os.kill(made.engine.pid, 0)
 
 
 async def collect(llm, *args, **keys):
@@ -275,7 +279,7 @@ def test_an_engine_in_its_own_process_gives_the_texts_of_one_in_this(async_llm, 
 
 
 def test_leaving_the_iterator_and_abort_end_a_request(async_llm):
-    endless = params(max_tokens=100)
+    endless = params(max_tokens=LONG)
 
     async def scenario():
         iterator = async_llm.generate([1, 2], endless, "left")
@@ -297,7 +301,7 @@ def test_leaving_the_iterator_and_abort_end_a_request(async_llm):
         await async_llm.check_health()
         assert await async_llm.reset_prefix_cache()
         with pytest.raises(InvalidRequest, match=r"prompt=.*shorten"):
-            await collect(async_llm, [*range(200)], params())
+            await collect(async_llm, [1] * 512, params())
         (*_, kept) = await collect(async_llm, [*range(200)], params(truncate_prompt_tokens=2))
         assert kept.prompt_token_ids == (198, 199)
 
@@ -305,13 +309,13 @@ def test_leaving_the_iterator_and_abort_end_a_request(async_llm):
 
 
 async def killed(llm):
-    async for _ in llm.generate([1, 2], params(max_tokens=100)):
+    async for _ in llm.generate([1, 2], params(max_tokens=LONG)):
         os.kill(llm.engine.pid, signal.SIGKILL)
 
 
 def test_a_death_of_the_process_ends_iterators_with_an_error(pair):
     async def scenario():
-        async with AsyncLLM(str(pair.target), **arguments(pair)) as llm:
+        async with AsyncLLM(str(pair.target), **arguments(pair, max_model_len=512)) as llm:
             with pytest.raises(RuntimeError, match="the engine's process has ended"):
                 await killed(llm)
             with pytest.raises(RuntimeError, match="the engine's process has ended"):
