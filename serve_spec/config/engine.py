@@ -59,8 +59,8 @@ class ModelConfig(StrictModel):
     cuda_graph_max_bs: int | None = Field(None, ge=1)
     """Largest number of decoding requests for which steps are captured, as in SGLang: fewer need
     less memory and start-up time, and larger batches run without graphs; null: max_num_seqs."""
-    attention_backend: Literal["auto", "torch", "flashinfer"] = "auto"
-    """No effect, since there is one attention implementation; accepted for old files."""
+    attention_backend: Literal["auto"] = "auto"
+    """Implementation of attention: auto, the package's own; no other is supported."""
     execution: Literal["auto", "eager", "lanes"] = "auto"
     """Old name of async_scheduling (eager: false, lanes: true); accepted for old files."""
     torch_compile: bool = False
@@ -82,12 +82,16 @@ class ModelConfig(StrictModel):
             raise Refusal("served_model_name", name, "a name is empty; remove it")
         return "" if name is None or name in ([], ()) else name
 
-    @field_validator("quantization", "kv_cache_dtype", mode="before")
+    @field_validator("quantization", "kv_cache_dtype", "attention_backend", mode="before")
     @classmethod
     def _is_supported(cls, value: object, info: ValidationInfo) -> object:
         if value not in (None, "auto"):
-            what = "a bfloat16 checkpoint" if info.field_name == "quantization" else "auto"
-            fix = f"not supported; leave it out and use {what}"
+            use = {
+                "quantization": " and use a bfloat16 checkpoint",
+                "kv_cache_dtype": " and use auto",
+                "attention_backend": ": the package's own kernels run on CPUs and GPUs",
+            }
+            fix = f"not supported; leave it out{use[str(info.field_name)]}"
             raise Refusal(str(info.field_name), value, fix)
         return value
 

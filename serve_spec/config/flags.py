@@ -38,7 +38,7 @@ FLAGS = (
     *_named_as("download_dir", "load_format", "served_model_name", "chat_template"),
     *_named_as("generation_config", "tool_call_parser", "reasoning_parser", "device", "dtype"),
     Flag(("--quantization", "-q"), "quantization"),
-    *_named_as("kv_cache_dtype"),
+    *_named_as("kv_cache_dtype", "attention_backend"),
     Flag(("--max-model-len", "--context-length"), "max_model_len"),
     Flag(("--tensor-parallel-size", "--tp-size", "--tp", "-tp"), "tensor_parallel_size"),
     Flag(("--num-replicas", "--data-parallel-size", "--dp-size", "--dp", "-dp"), "num_replicas"),
@@ -64,7 +64,6 @@ NO_EFFECT = {
     "--trust-remote-code": "no effect: models are part of serve_spec, and remote code never runs",
     "--enable-auto-tool-choice": "no effect: tools are always accepted; see --tool-call-parser",
     "--torch-compile-max-bs": "no effect: layers are compiled for all batch sizes",
-    "--attention-backend": "no effect: there is one attention implementation",
     "--log-level": "no effect: SERVE_SPEC_LOG_LEVEL sets the level",
 }
 """Flags that are accepted because common commands have them."""

@@ -153,6 +153,10 @@ def test_a_configuration_file_may_be_given_with_another_model(tmp_path):
         ("asset:tiny --dtype float8", "--dtype='float8': "),
         ("asset:tiny --quantization awq", "--quantization='awq': not supported"),
         ("asset:tiny --kv-cache-dtype fp8", "--kv-cache-dtype='fp8': not supported"),
+        (
+            "asset:tiny --attention-backend flashinfer",
+            "--attention-backend='flashinfer': not supported; leave it out: the package's own",
+        ),
         ("asset:tiny --speculative-algorithm DFLASH9", "--speculative-algorithm='DFLASH9': use"),
         ("asset:tiny --speculative-draft-model-path no", "--speculative-draft-model-path='no': "),
         ("asset:tiny --api-key ' '", "--api-key='': a key is empty"),

@@ -127,7 +127,6 @@ def test_every_leaf_key_can_be_set_in_the_environment(minimal, monkeypatch, dott
         ({"execution": "auto"}, None),
         ({"execution": "lanes", "async_scheduling": False}, False),
         ({"execution": "eager", "async_scheduling": True}, True),
-        ({"attention_backend": "flashinfer"}, None),
     ],
 )
 def test_keys_of_old_files_load_and_new_names_win(minimal, keys, is_ahead):
