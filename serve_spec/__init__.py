@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from serve_spec.engine.async_llm import AsyncLLM as AsyncLLM
     from serve_spec.engine.llm import LLM as LLM
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "LLM",
     "AsyncLLM",

@@ -1,5 +1,6 @@
 """What a program imports, and what a wheel has."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 import serve_spec
 from serve_spec import ServeSpecConfig, cli
@@ -70,10 +72,67 @@ def test_a_help_text_waits_for_no_heavy_library(command):
     assert "--max-model-len" in done.stdout
 
 
+ROOT = PACKAGE.parent
+
+
 @pytest.fixture(scope="module")
-def shipped():
+def settings():
+    """Return the settings of the project and of its tools."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_the_version_has_one_source_and_a_section_of_the_changelog(settings):
+    assert settings["project"]["dynamic"] == ["version"]
+    source = settings["tool"]["setuptools"]["dynamic"]["version"]
+    assert source == {"attr": "serve_spec.__version__"}
+    newest = re.search(r"^## (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest[1] == serve_spec.__version__
+
+
+def test_images_are_named_by_the_version_of_the_package():
+    files = [
+        *(ROOT / "deploy").glob("Dockerfile.*"),
+        ROOT / "docs/deploy.md",
+        ROOT / "k8s/README.md",
+    ]
+    for file in files:
+        text = file.read_text()
+        named = re.findall(r"serve-spec:(\d[\w.]*)-[cg]pu|image\.version=\"(.+)\"", text)
+        assert {tag or label for tag, label in named} == {serve_spec.__version__}, file
+
+
+def test_tools_check_for_the_oldest_python_of_the_classifiers(settings):
+    """Newer syntax, and names of newer versions of the standard library, are then errors."""
+    prefix = "Programming Language :: Python :: "
+    named = [c.removeprefix(prefix) for c in settings["project"]["classifiers"] if prefix in c]
+    oldest = min(tuple(map(int, name.split("."))) for name in named if "." in name)
+    version = ".".join(map(str, oldest))
+    assert settings["project"]["requires-python"] == f">={version}"
+    tools = settings["tool"]
+    assert tools["mypy"]["python_version"] == version
+    assert tools["ruff"]["target-version"] == f"py{version.replace('.', '')}"
+
+
+FORMS = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml"))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda path: path.stem)
+def test_a_form_for_issues_is_one_that_github_shows(form):
+    """It hides a form with an unknown key or type, without a word."""
+    keys = yaml.safe_load(form.read_text())
+    assert keys.keys() == {"name", "description", "labels", "body"}
+    fields = [field for field in keys["body"] if field["type"] != "markdown"]
+    assert len({field["id"] for field in fields}) == len(fields)
+    for field in keys["body"]:
+        assert field["type"] in ("markdown", "input", "textarea", "checkboxes")
+        assert field.keys() <= {"type", "id", "attributes", "validations"}
+        assert ("value" if field["type"] == "markdown" else "label") in field["attributes"]
+
+
+@pytest.fixture(scope="module")
+def shipped(settings):
     """Return the data files of a wheel, relative to the package."""
-    settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["setuptools"]
+    settings = settings["tool"]["setuptools"]
     assert not settings["include-package-data"]
     files = (path for glob in settings["package-data"]["serve_spec"] for path in PACKAGE.glob(glob))
     return {path.relative_to(PACKAGE) for path in files if path.is_file()}
