@@ -80,13 +80,17 @@ class Deployment:
 
 def read(app, stand_ins):
     """The deployment of `app`, an application of a Serve file that names a configuration of this
-    checkout.
+    checkout, or a checkpoint of the hub.
 
     stand_ins: an empty folder; checkpoints that are not on this machine get an empty folder there.
+        The shipped pair stands in for one of the hub.
     """
     # As the pods get one from a Secret.
     args = {"api_keys": ["key"], **app["args"]}
-    args["config"] = _configuration(ROOT / app["args"]["config"], stand_ins)
+    if "config" in args:
+        args["config"] = _configuration(ROOT / args["config"], stand_ins)
+    else:
+        args["model"] = "asset:tiny"
     given = {each["name"]: each for each in app.get("deployments", [])}
     code = dict(_built(build_app(args)))
     assert given.keys() <= code.keys(), "deployments that the application does not have"
@@ -96,6 +100,8 @@ def read(app, stand_ins):
 
 def checkpoints(app):
     """The folders below `MODELS` that the configuration of `app` names."""
+    if "config" not in app["args"]:
+        return []
     text = (ROOT / app["args"]["config"]).read_text()
     named = yaml.safe_load(text)
     paths = named["model"]["path"], named["speculative"]["speculative_draft_model_path"]

@@ -127,12 +127,33 @@ class RayCluster(Strict):
         return self
 
 
+class ClusterUpgradeOptions(Strict):
+    gatewayClassName: str = Field(min_length=1)
+    maxSurgePercent: int = Field(100, ge=0, le=100)
+    stepSizePercent: int = Field(ge=0, le=100)
+    intervalSeconds: int = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _a_step_of_traffic_has_replicas(self):
+        assert self.stepSizePercent <= self.maxSurgePercent
+        return self
+
+
+class UpgradeStrategy(Strict):
+    type: Literal["NewCluster", "NewClusterWithIncrementalUpgrade", "None"]
+    clusterUpgradeOptions: ClusterUpgradeOptions | None = None
+
+    @model_validator(mode="after")
+    def _options_are_for_steps(self):
+        by_steps = self.type == "NewClusterWithIncrementalUpgrade"
+        assert by_steps == (self.clusterUpgradeOptions is not None)
+        return self
+
+
 class RayServiceSpec(Strict):
     serveConfigV2: str
     rayClusterConfig: RayCluster
-    upgradeStrategy: dict[Literal["type"], Literal["NewCluster", "None"]] | None = Field(
-        None, min_length=1
-    )
+    upgradeStrategy: UpgradeStrategy | None = None
     excludeHeadPodFromServeSvc: bool | None = None
     rayClusterDeletionDelaySeconds: int | None = Field(None, ge=0)
 
@@ -143,6 +164,13 @@ class RayServiceSpec(Strict):
     @property
     def deployment(self):
         return ServeDeploySchema.model_validate(self.serve_config)
+
+    @model_validator(mode="after")
+    def _an_upgrade_by_steps_has_an_autoscaler(self):
+        strategy = self.upgradeStrategy
+        if strategy is not None and strategy.clusterUpgradeOptions is not None:
+            assert self.rayClusterConfig.enableInTreeAutoscaling
+        return self
 
     @model_validator(mode="after")
     def _ray_serve_would_take_the_application(self):

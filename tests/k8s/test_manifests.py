@@ -14,14 +14,27 @@ from ray._common.utils import import_attr
 from ray.serve._private import constants as ray_constants
 
 import serve_spec
+from serve_spec import cli
 from tests.k8s.deployments import DEPLOY_FILES, MODELS, THROUGHPUT, checkpoints, read
-from tests.k8s.kuberay import PodMonitor, RayService
-from tests.k8s.overlays import KUBERNETES, ROOT, SERVE_PORT, USED_BY, pod, rendered
+from tests.k8s.kuberay import PodMonitor, PodTemplate, RayService
+from tests.k8s.overlays import (
+    KUBERNETES,
+    ROOT,
+    SERVE_PORT,
+    USED_BY,
+    Overlay,
+    composed,
+    pod,
+    render,
+    rendered,
+)
 
 # Where the Dockerfiles put the checkout.
 IMAGE_ROOT = "/app/"
 # What Ray, kernel compilers and the package's own cache write; all else is read-only.
 WRITABLE = {"/tmp", "/home/serve", "/dev/shm"}
+CACHE = "/home/serve/.cache"
+DOWNLOAD = ROOT / "k8s/overlays/my-model/download"
 
 
 def mebibytes(quantity):
@@ -35,10 +48,16 @@ def cpus(quantity):
 
 def test_there_is_an_overlay_for_every_way_to_run():
     assert {p.name for p in (ROOT / "k8s/overlays").iterdir()} == USED_BY.keys()
-    assert set(USED_BY.values()) <= {file.name for file in DEPLOY_FILES}
+    own = ROOT / "k8s/overlays/my-model/application/serve.yaml"
+    assert {ROOT / file for file in USED_BY.values()} == {own, *DEPLOY_FILES}
 
 
 def test_every_document_and_pod_template_is_valid(overlay):
+    check(overlay)
+
+
+def check(overlay):
+    """Validate what Kubernetes, KubeRay and the Prometheus operator would get."""
     for number, group in enumerate(overlay.cluster.groups):
         kubernetes_validate.validate(pod(f"group-{number}", group), KUBERNETES, strict=True)
     assert not overlay.of_kind("Secret")
@@ -57,6 +76,7 @@ def test_every_document_and_pod_template_is_valid(overlay):
     [
         ((), {"unknownField": 1}),
         (("upgradeStrategy",), {"type": "Recreate"}),
+        (("upgradeStrategy",), {"type": "NewClusterWithIncrementalUpgrade"}),
         (("rayClusterConfig", "headGroupSpec", "rayStartParams"), {"redis-password": "x"}),
     ],
 )
@@ -73,8 +93,9 @@ def test_what_the_operator_would_misread_is_refused(overlay, place, spoiled):
 def test_the_application_is_the_one_that_runs_without_kubernetes(overlay):
     there, here = overlay.service.spec.serve_config, overlay.deploy_file
     (app,) = there["applications"]
-    assert app["args"]["config"].startswith(IMAGE_ROOT)
-    app["args"]["config"] = app["args"]["config"].removeprefix(IMAGE_ROOT)
+    if "config" in app["args"]:
+        assert app["args"]["config"].startswith(IMAGE_ROOT)
+        app["args"]["config"] = app["args"]["config"].removeprefix(IMAGE_ROOT)
     # Every pod has an HTTP proxy, and not for itself alone.
     here["proxy_location"] = "EveryNode"
     here["http_options"]["host"] = "0.0.0.0"
@@ -126,7 +147,7 @@ def test_every_pod_finds_the_checkpoints_and_ray_can_write_where_it_must(overlay
     needed = {MODELS.rstrip("/")} if checkpoints(overlay.app) else set()
     for group in overlay.cluster.groups:
         mounts = group.template.mounts
-        assert mounts.keys() - WRITABLE == needed
+        assert mounts.keys() - WRITABLE - {CACHE} == needed
         assert all("emptyDir" in mounts[path] for path in ("/tmp", "/home/serve"))
         assert all(mounts[path]["readOnly"] for path in needed)
 
@@ -200,7 +221,7 @@ def test_a_drain_of_nodes_leaves_a_worker_and_is_never_blocked(overlay):
 
 def test_the_state_of_the_head_is_where_it_is_looked_for(overlay):
     options = overlay.cluster.gcsFaultToleranceOptions
-    assert (options is None) == (overlay.name == "cpu-demo"), "the demo does without"
+    assert (options is None) == (not overlay.of_kind("PodMonitor")), "the small ones do without"
     if options is None:
         return
     host, _, port = options.redisAddress.rpartition(":")
@@ -216,7 +237,6 @@ def test_the_state_of_the_head_is_where_it_is_looked_for(overlay):
 
 def test_grafana_finds_every_dashboard(overlay):
     if not overlay.of_kind("PodMonitor"):
-        assert not overlay.of_kind("ConfigMap")
         return
     (dashboards,) = overlay.of_kind("ConfigMap")
     assert dashboards["metadata"]["labels"]["grafana_dashboard"] == "1"
@@ -272,13 +292,104 @@ def test_policies_hold_for_every_pod_and_let_them_talk_to_each_other(overlay):
         assert overlay.selected(every["spec"]["podSelector"]["matchLabels"])
 
 
+def test_pods_that_download_reach_the_hub_and_redis_does_not(tmp_path):
+    overlay = composed(tmp_path, "gpu", "hub-download")
+    (policy,) = [
+        p for p in overlay.of_kind("NetworkPolicy") if p["metadata"]["name"].endswith("-hub")
+    ]
+    assert {"protocol": "TCP", "port": 443} in policy["spec"]["egress"][0]["ports"]
+    selector = policy["spec"]["podSelector"]
+    assert len(overlay.selected(selector["matchLabels"])) == len(list(overlay.cluster.groups))
+    (rule,) = selector["matchExpressions"]
+    (redis,) = overlay.of_kind("StatefulSet")
+    assert rule["operator"] == "NotIn"
+    assert redis["spec"]["template"]["metadata"]["labels"][rule["key"]] in rule["values"]
+
+
+@pytest.mark.parametrize("name", ["cpu-demo", "gpu", "tp"])
+def test_an_overlay_with_hub_download_keeps_what_a_start_can_keep(name, tmp_path):
+    overlay = composed(tmp_path, name, "hub-download")
+    check(overlay)
+    (claim,) = overlay.of_kind("PersistentVolumeClaim")
+    template = overlay.workers.template
+    mounted = template.mounts[CACHE]["persistentVolumeClaim"]["claimName"]
+    assert mounted == claim["metadata"]["name"]
+    # A new claim belongs to root.
+    assert (
+        template.spec["securityContext"]["fsGroup"] == template.spec["securityContext"]["runAsUser"]
+    )
+    for group in overlay.cluster.groups:
+        (source,) = group.template.container["envFrom"]
+        assert source["secretRef"] == {"name": "serve-spec-env", "optional": True}
+    same_as_kustomize(overlay, tmp_path)
+
+
+def test_one_line_names_the_model_of_replicas_and_of_the_job_that_fills_their_claim():
+    overlay = rendered("my-model")
+    (name,) = [app["args"]["model"] for app in overlay.service.spec.serve_config["applications"]]
+    files = (ROOT / "k8s/overlays/my-model").rglob("*.yaml")
+    lines = [line for file in files for line in file.read_text().splitlines() if name in line]
+    assert [line.strip() for line in lines] == [f"model: {name}"]
+    # A claim of one node serves one worker.
+    (claim,) = overlay.of_kind("PersistentVolumeClaim")
+    assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
+    assert overlay.workers.maxReplicas == 1
+    assert overlay.service.spec.upgradeStrategy.type == "None"
+
+
+def test_the_job_downloads_as_the_user_and_into_the_claim_of_the_replicas():
+    documents = {document["kind"]: document for document in render(DOWNLOAD)}
+    for document in documents.values():
+        kubernetes_validate.validate(document, KUBERNETES, strict=True)
+    job = PodTemplate.model_validate(documents["Job"]["spec"]["template"])
+    worker = rendered("my-model").workers.template
+    assert job.container["image"] == worker.container["image"]
+    assert job.container["envFrom"] == worker.container["envFrom"]
+    assert job.container["securityContext"] == worker.container["securityContext"]
+    assert job.spec["securityContext"] == worker.spec["securityContext"]
+    assert job.mounts[CACHE] == worker.mounts[CACHE]
+    assert WRITABLE - {"/dev/shm"} < job.mounts.keys()
+    policy = documents["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"]
+    assert policy.items() <= job.labels.items()
+    same_as_kustomize(Overlay("download", list(documents.values())), DOWNLOAD)
+
+
+def test_the_job_checks_the_serve_file_on_a_node_without_a_gpu(tmp_path, capsys):
+    documents = {document["kind"]: document for document in render(DOWNLOAD)}
+    job = PodTemplate.model_validate(documents["Job"]["spec"]["template"])
+    program, command, place = job.container["command"]
+    folder, _, key = place.rpartition("/")
+    assert job.mounts[folder]["configMap"]["name"] == documents["ConfigMap"]["metadata"]["name"]
+    text = documents["ConfigMap"]["data"][key]
+    file = tmp_path / key
+    file.write_text(re.sub(r"model: \S+/\S+", "model: asset:tiny", text))
+    assert program == "serve-spec"
+    assert cli.main([command, str(file)]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["model"]["device"] == "cuda"
+
+
+def test_an_upgrade_by_steps_starts_with_no_pods_and_needs_no_second_set_of_gpus(tmp_path):
+    overlay = composed(tmp_path, "gpu", "incremental-upgrade")
+    check(overlay)
+    options = overlay.service.spec.upgradeStrategy.clusterUpgradeOptions
+    assert options.maxSurgePercent * overlay.workers.maxReplicas == 100, "one replica at a time"
+    assert overlay.workers.minReplicas == 0
+    same_as_kustomize(overlay, tmp_path)
+
+
 def by_name(documents):
     return {(d["kind"], d["metadata"]["name"]): d for d in documents}
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
 def test_an_overlay_renders_as_kustomize_renders_it(overlay):
-    command = ["kubectl", "kustomize", str(ROOT / "k8s/overlays" / overlay.name)]
+    same_as_kustomize(overlay, ROOT / "k8s/overlays" / overlay.name)
+
+
+def same_as_kustomize(overlay, folder):
+    """Compare with the real binary where there is one."""
+    if shutil.which("kubectl") is None:
+        return
+    command = ["kubectl", "kustomize", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert by_name(overlay.documents) == by_name(list(yaml.safe_load_all(done.stdout)))
 
