@@ -10,6 +10,7 @@ DOCUMENTS = [
     *ROOT.glob("*.md"),
     *(ROOT / "docs").glob("*.md"),
     *(ROOT / "docs" / "decisions").glob("*.md"),
+    ROOT / "examples" / "README.md",
     ROOT / "k8s" / "README.md",
     ROOT / "recipes" / "smollm2" / "README.md",
     ROOT / "recipes" / "tiny" / "README.md",

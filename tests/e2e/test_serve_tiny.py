@@ -144,6 +144,23 @@ def test_the_printed_curl_line_works(server):
     assert last["choices"][0]["finish_reason"] in ("stop", "length")
 
 
+def test_the_example_starts_a_server_asks_it_and_leaves_nothing(tmp_path):
+    with short_tmp() as tmp:
+        environment = isolated_environment(tmp) | {"OMP_NUM_THREADS": "1"}
+        environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+        environment["PORT"] = str(free_port())
+        script = ROOT / "examples" / "serve_and_curl.sh"
+        done = subprocess.run(
+            ["sh", str(script)], env=environment, cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr + (tmp_path / "serve.log").read_text()
+        models, answer, *events = [line for line in done.stdout.splitlines() if line]
+        assert json.loads(models)["data"][0]["id"] == "tiny"
+        assert json.loads(answer)["usage"]["completion_tokens"] > 0
+        assert events[-1] == "data: [DONE]"
+        eventually(lambda: pids_with(f"RAY_TMPDIR={tmp}"), lambda pids: not pids)
+
+
 def test_the_shipped_pair_serves_from_the_shipped_deployment(server):
     assert re.search(r"ready: tiny at http", server.output)
     body = {"model": "tiny", "prompt": "def fibonacci(n):", "max_tokens": 32, "temperature": 0}
