@@ -223,7 +223,6 @@ REFUSED = [
     ("tools.0.function.description", {"tools": [function(description=3)]}),
     ("tools.0.function.parameters", {"tools": [function(parameters=[1])]}),
     ("messages", {"tools": [function(parameters={"a": "\ud800"})]}),
-    ("messages", {"tools": [function(parameters=NESTED)]}),
     ("tools.0.function.parameters.type", {"tools": [function(parameters={"type": "string"})]}),
     ("tools", {"tools": [CLOCK] * 1025}),
     ("tool_choice", {"tools": TOOLS, "tool_choice": "any"}),
@@ -256,6 +255,16 @@ def test_wrong_tools_are_refused_by_name(config, field, body):
     answer = Server(config).ask("POST", CHAT, content=content, headers=headers)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == field
+    assert len(answer.json()["error"]["message"]) < 300
+
+
+def test_parameters_in_a_deep_nest_are_refused(config):
+    """By Python's limit or, where that is further, as a prompt that is too long."""
+    write_text_files(config.model.folder, HERMES)
+    body = {"messages": [USER], "tools": [function(parameters=NESTED)]}
+    answer = Server(config).ask("POST", CHAT, json=body)
+    assert answer.status_code in (400, 413)
+    assert answer.json()["error"]["param"] in ("messages", "prompt")
     assert len(answer.json()["error"]["message"]) < 300
 
 

@@ -189,7 +189,11 @@ class ReplicaConnections:
     async def serve(self) -> None:
         """Accept connections of replicas; never return."""
         server = await asyncio.start_server(self._serve_replica, sock=self._socket)
-        await server.serve_forever()
+        try:
+            # Not `serve_forever`: since Python 3.12, its cancellation waits for all connections.
+            await asyncio.get_running_loop().create_future()
+        finally:
+            server.close()
 
     async def _serve_replica(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
