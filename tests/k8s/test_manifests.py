@@ -337,11 +337,17 @@ def test_one_line_names_the_model_of_replicas_and_of_the_job_that_fills_their_cl
     assert overlay.service.spec.upgradeStrategy.type == "None"
 
 
-def test_the_job_downloads_as_the_user_and_into_the_claim_of_the_replicas():
-    documents = {document["kind"]: document for document in render(DOWNLOAD)}
+def job_of(folder):
+    """Return the documents of a folder by kind, and the pod of its Job."""
+    documents = {document["kind"]: document for document in render(folder)}
     for document in documents.values():
         kubernetes_validate.validate(document, KUBERNETES, strict=True)
-    job = PodTemplate.model_validate(documents["Job"]["spec"]["template"])
+    same_as_kustomize(Overlay("job", list(documents.values())), folder)
+    return documents, PodTemplate.model_validate(documents["Job"]["spec"]["template"])
+
+
+def test_the_job_downloads_as_the_user_and_into_the_claim_of_the_replicas():
+    documents, job = job_of(DOWNLOAD)
     worker = rendered("my-model").workers.template
     assert job.container["image"] == worker.container["image"]
     assert job.container["envFrom"] == worker.container["envFrom"]
@@ -351,12 +357,10 @@ def test_the_job_downloads_as_the_user_and_into_the_claim_of_the_replicas():
     assert WRITABLE - {"/dev/shm"} < job.mounts.keys()
     policy = documents["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"]
     assert policy.items() <= job.labels.items()
-    same_as_kustomize(Overlay("download", list(documents.values())), DOWNLOAD)
 
 
 def test_the_job_checks_the_serve_file_on_a_node_without_a_gpu(tmp_path, capsys):
-    documents = {document["kind"]: document for document in render(DOWNLOAD)}
-    job = PodTemplate.model_validate(documents["Job"]["spec"]["template"])
+    documents, job = job_of(DOWNLOAD)
     program, command, place = job.container["command"]
     folder, _, key = place.rpartition("/")
     assert job.mounts[folder]["configMap"]["name"] == documents["ConfigMap"]["metadata"]["name"]
@@ -366,6 +370,25 @@ def test_the_job_checks_the_serve_file_on_a_node_without_a_gpu(tmp_path, capsys)
     assert program == "serve-spec"
     assert cli.main([command, str(file)]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["model"]["device"] == "cuda"
+
+
+def test_a_job_fills_the_claim_with_the_folders_that_configurations_name(tmp_path):
+    folder = ROOT / "k8s/jobs/fill-models"
+    _, job = job_of(folder)
+    gpu, tp = rendered("gpu"), rendered("tp")
+    worker = gpu.workers.template
+    assert job.container["image"] == worker.container["image"]
+    assert job.container["securityContext"] == worker.container["securityContext"]
+    claim = "persistentVolumeClaim"
+    assert job.mounts["/models"][claim]["claimName"] == worker.mounts["/models"][claim]["claimName"]
+    (tmp_path / "hf").write_text('#!/bin/sh\nfor last; do :; done\necho "$last"\n')
+    (tmp_path / "hf").chmod(0o755)
+    command = [*job.container["command"], *job.container["args"]]
+    path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run(command, env=path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == checkpoints(gpu.app)
+    for checkpoint in checkpoints(tp.app):
+        assert f"/{checkpoint.removeprefix(MODELS)}" in (folder / "job.yaml").read_text()
 
 
 def test_an_upgrade_by_steps_starts_with_no_pods_and_needs_no_second_set_of_gpus(tmp_path):
