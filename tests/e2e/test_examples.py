@@ -5,6 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+import serve_spec
 from serve_spec.config import ServeSpecConfig
 from tests.helpers.local_engine import LocalEngine
 from tests.serving.asgi import Server, listening
@@ -35,6 +38,15 @@ def test_offline_prints_texts_that_speculation_does_not_change():
     lengths = re.findall(r"^# (\d\.\d\d) tokens a round, the same text$", printed, re.MULTILINE)
     # How deep it drafts depends on what this machine measured.
     assert len(lengths) == 2
+
+
+@pytest.mark.skipif("AsyncLLM" not in serve_spec.__all__, reason="needs AsyncLLM")
+def test_async_streams_end_with_all_tokens():
+    found = re.findall(
+        r"^# (\w+): 48 tokens in (\d+) outputs$", run("async_streams.py"), re.MULTILINE
+    )
+    assert {name for name, _ in found} == {"fibonacci", "stack"}
+    assert all(1 < int(num_outputs) <= 48 for _, num_outputs in found)
 
 
 def test_a_policy_of_the_example_drafts_for_small_batches_only():
