@@ -391,6 +391,23 @@ def test_a_job_fills_the_claim_with_the_folders_that_configurations_name(tmp_pat
         assert f"/{checkpoint.removeprefix(MODELS)}" in (folder / "job.yaml").read_text()
 
 
+def test_the_first_page_applies_folders_that_exist_and_builds_the_image_that_they_run():
+    page = (ROOT / "k8s/README.md").read_text()
+    commands = "".join(re.findall(r"```sh\n(.*?)```", page, re.DOTALL))
+    folders = re.findall(r"kubectl apply -k (k8s/[\w/-]+)", page)
+    assert "k8s/overlays/cpu-demo" in folders
+    assert all((ROOT / folder / "kustomization.yaml").is_file() for folder in folders)
+    images = set(re.findall(r"docker build .*-t (\S+)|load docker-image (\S+)", commands))
+    names = {built or loaded for built, loaded in images}
+    assert names == {rendered("cpu-demo").workers.template.container["image"]}
+    jobs = [
+        job_of(ROOT / f)[0]["Job"]["metadata"]["name"]
+        for f in folders
+        if "overlays/my-model/d" in f
+    ]
+    assert set(re.findall(r"complete job/(\S+)", commands)) == set(jobs)
+
+
 def test_an_upgrade_by_steps_starts_with_no_pods_and_needs_no_second_set_of_gpus(tmp_path):
     overlay = composed(tmp_path, "gpu", "incremental-upgrade")
     check(overlay)
