@@ -12,6 +12,10 @@
 # torch comes from the index pip is configured with. For a small CPU build:
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make install
 
+# Another Python on the command line has an environment of its own: make test PYTHON=python3.13
+ifeq ($(origin PYTHON),command line)
+VENV ?= .venv-$(notdir $(PYTHON))
+endif
 VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := $(VENV)/bin
