@@ -22,7 +22,7 @@ from serve_spec.layers.formats.plain import PlainWeight
 from serve_spec.layers.module import Layer, tensor_defaults
 from serve_spec.models.config import read_json
 from serve_spec.models.decoder import Decoder
-from serve_spec.models.drafts.base import DraftHead
+from serve_spec.models.drafts.base import DraftHead, DraftOptions
 from serve_spec.models.drafts.eagle import Eagle
 from serve_spec.models.drafts.eagle3 import Eagle3, Eagle3Shape
 from serve_spec.models.drafts.features import capture_layers
@@ -99,7 +99,7 @@ def _new_eagle3(target: Decoder, recipe: Recipe, ids: Tensor | None) -> NewDraft
     )
     weight = target.embed_tokens.weight
     with tensor_defaults(weight.dtype, weight.device):
-        head = Eagle3(head_shape, target, ids)
+        head = Eagle3(head_shape, target, ids, DraftOptions())
     head.lm_head.out_dtype = None
     # Official EAGLE-3 files call their only layer `midlayer`.
     masters = MasterWeights(head, lambda name: name.replace("layers.0.", "midlayer."))
@@ -153,7 +153,9 @@ def _new_eagle(target: Decoder, recipe: Recipe) -> NewDraft:
     shape, generator = _draft_layer(target), torch.Generator().manual_seed(recipe.seed)
     hidden, weight = shape.hidden_size, target.embed_tokens.weight
     with tensor_defaults(weight.dtype, weight.device):
-        head = Eagle(shape, target, fc_bias=False, input_norm=False, own_head=False)
+        head = Eagle(
+            shape, target, fc_bias=False, input_norm=False, own_head=False, options=DraftOptions()
+        )
     head.lm_head.out_dtype = None
     masters = MasterWeights(head)
     feature_rms = target.norm.weight.float().pow(2).mean().sqrt()
@@ -186,7 +188,7 @@ def _new_medusa(target: Decoder, recipe: Recipe) -> NewDraft:
         num_rows=None,
     )
     with tensor_defaults(weight.dtype, weight.device):
-        heads = Medusa(blocks, target, None)
+        heads = Medusa(blocks, target, None, DraftOptions())
     target.lm_head.out_dtype = None
     config = {
         "architectures": ["MedusaModel"],

@@ -5,9 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-import serve_spec
 from serve_spec.config import ServeSpecConfig
 from tests.helpers.local_engine import LocalEngine
 from tests.serving.asgi import Server, listening
@@ -40,7 +37,6 @@ def test_offline_prints_texts_that_speculation_does_not_change():
     assert len(lengths) == 2
 
 
-@pytest.mark.skipif("AsyncLLM" not in serve_spec.__all__, reason="needs AsyncLLM")
 def test_async_streams_end_with_all_tokens():
     found = re.findall(
         r"^# (\w+): 48 tokens in (\d+) outputs$", run("async_streams.py"), re.MULTILINE
