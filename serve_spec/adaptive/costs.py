@@ -91,8 +91,10 @@ class Costs:
         """Return the ms that prompts add, on average, to rounds that take `ms` and verify `drafts`.
 
         prompts: tokens a round, on average. chunk: tokens of a round that computes some; the others
-        compute none. They lie on the curve of verified tokens.
+        compute none. They lie on the curve of verified tokens. 0: no round computes any.
         """
+        if not chunk:
+            return np.zeros_like(ms)
         present = np.maximum(np.maximum(prompts, chunk), 1.0)
         mixed = (ms + self._more_ms(work.size, drafts, present)) * (
             1.0 + self._mixed_residual(work.size)

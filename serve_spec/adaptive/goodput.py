@@ -32,7 +32,7 @@ from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.record import StepRecord
 from serve_spec.core.round import DecodeBatch, Reason, RoundNotes, RoundSteps
 
-SMALL_TREES = {1: (DraftShape(4, 15, 4), DraftShape(6, 31, 4)), 5: ()}
+SMALL_TREES = {1: (DraftShape(4, 15, 4), DraftShape(6, 31, 4)), 9: ()}
 """Trees that goodput may choose though none are configured, by the least batch size."""
 DEFAULT_MAX_STEPS = 7
 

@@ -183,7 +183,7 @@ def test_goodput_adds_small_trees_to_chains_unless_the_configuration_rules_them_
     found = PolicySettings.of(section(tmp_path, **keys))
     assert found.trees == expected
     assert found.shape == DraftShape.chain(3)
-    assert [found.largest_batch(tree) for tree in expected] == [4, 4][: len(expected)]
+    assert [found.largest_batch(tree) for tree in expected] == [8, 8][: len(expected)]
 
 
 def test_small_trees_are_as_deep_as_the_draft_and_the_slots_allow(tmp_path):
