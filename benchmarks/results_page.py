@@ -110,26 +110,26 @@ def page(rows: list[Row]) -> str:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Draw the speed of the default policy over off by batch size."""
+    """Draw the speed of the default policy over off by batch size and category of prompts."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 3.2))
-    cells = newest(rows)
-    for temperature in ("0", "0.7", "1"):
-        points = []
-        for benchmark in ("adaptive-cells-small", "adaptive-cells"):
-            for variant, metrics in cells["h200", benchmark].items():
-                if variant.endswith(f"T={temperature}") and "tokens/s over off" in metrics:
+    cells = newest(rows)["h200", "adaptive"]
+    for color, category in enumerate(("code", "chat", "tools", "writing")):
+        for temperature, line in (("0", "o-"), ("1", "o:")):
+            points = []
+            for variant, metrics in cells.items():
+                if variant.endswith(f", {category} T={temperature}"):
                     size = int(variant.removeprefix("batch ").partition(",")[0])
                     points.append((size, float(metrics["tokens/s over off"]["value"])))
-        axes.plot(*zip(*sorted(points), strict=True), "o-", label=f"temperature {temperature}")
+            label = f"{category}, T = {temperature}"
+            axes.plot(*zip(*sorted(points), strict=True), line, color=f"C{color}", label=label)
     axes.axhline(1.0, color="grey", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set(xlabel="requests in the batch", ylabel="tokens/s over no speculation", ylim=(0, None))
-    axes.set_xticks(
-        [1, 4, 8, 16, 32, 64, 128, 256], ["1", "4", "8", "16", "32", "64", "128", "256"]
-    )
-    axes.legend(frameon=False)
+    sizes = [1, 8, 32, 128, 256, 512]
+    axes.set_xticks(sizes, list(map(str, sizes)))
+    axes.legend(frameon=False, ncols=2)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
