@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
+from serve_spec import __version__
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.core.errors import CheckpointError, InvalidRequest, PluginError
 
@@ -20,6 +22,7 @@ _COMMANDS = {
     "breakeven": ("bench.command", "compute the break-even accept rate of speculation"),
     "bench": ("bench.command", "run adaptive, offline, online, trace, tune, breakeven"),
     "check-config": ("config.command", "check a model and print its configuration, or its errors"),
+    "collect-env": ("config.environment", "print versions and machine, for an issue"),
 }
 """Module of this package and summary of each command; `_check_config` runs the last."""
 
@@ -36,13 +39,18 @@ def main(argv: list[str] | None = None) -> int:
     if not args or args[0] in ("-h", "--help"):
         print(_usage())
         return 0
+    if args[0] == "--version":
+        print(f"serve-spec {__version__}")
+        return 0
     command = args[0]
     if command in _ELSEWHERE:
         fix = f"run `{_ELSEWHERE[command]}` in a checkout of the repository"
         print(f"serve-spec {command}: not in the installed package; {fix}", file=sys.stderr)
         return 2
     if command not in _COMMANDS:
-        print(f"serve-spec: unknown command {command!r}\n\n{_usage()}", file=sys.stderr)
+        close = difflib.get_close_matches(command, _COMMANDS, 1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        print(f"serve-spec: unknown command {command!r}{hint}\n\n{_usage()}", file=sys.stderr)
         return 2
     try:
         return _load(command)(args[1:])
@@ -101,4 +109,5 @@ def _check_config(argv: list[str]) -> int:
 
 def _usage() -> str:
     lines = [f"  {name:<14}{text}" for name, (_, text) in _COMMANDS.items()]
-    return "usage: serve-spec COMMAND [ARGUMENTS]\n\n" + "\n".join(lines)
+    usage = "usage: serve-spec COMMAND [ARGUMENTS] | --version"
+    return f"{usage}\n\n" + "\n".join(lines)

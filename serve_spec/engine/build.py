@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from serve_spec.adaptive import AdaptiveController, PolicySettings
-from serve_spec.config import ServeSpecConfig
+from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.config.drafts import METHODS
 from serve_spec.config.speculative import ignored_adaptive_keys
 from serve_spec.core.draft import MAX_TREE_TOKENS, PLAIN, ModelDrafts, NgramDrafter
@@ -315,7 +315,7 @@ def rank_device(config: ServeSpecConfig, rank: int) -> torch.device:
     name = config.model.device
     has_gpu = name != "cpu" and torch.cuda.is_available()
     if name == "cuda" and not has_gpu:
-        raise ValueError("device='cuda': torch sees no GPU here; use device='cpu' or 'auto'")
+        raise ConfigError("device='cuda': torch sees no GPU here; use device='cpu' or 'auto'")
     if not has_gpu or config.model.tensor_parallel_size == 1:
         return torch.device("cuda" if has_gpu else "cpu")
     # A process that sees one GPU calls it 0, whatever its rank.

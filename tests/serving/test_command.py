@@ -5,6 +5,8 @@ import os
 import shlex
 import shutil
 import socket
+import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -227,6 +229,71 @@ def test_a_port_that_is_taken_is_refused_before_ray_starts(config_file, capsys):
     error = capsys.readouterr().err
     assert f"port={port}: Address already in use by process {os.getpid()} (" in error
     assert "--port" in error
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_an_address_without_a_ray_is_refused_before_anything_starts(config_file, capsys, scheme):
+    address = f"{scheme}127.0.0.1:{free_port()}"
+    assert command.main([str(config_file), "--address", address]) == 2
+    error = capsys.readouterr().err
+    assert f"address={address!r}: nothing answers there" in error
+    assert "ray start --head" in error
+
+
+def test_a_listener_that_is_no_ray_ends_the_wait_of_the_command(monkeypatch):
+    ended, told = threading.Event(), []
+    monkeypatch.setattr(command, "_JOIN_S", 0.0)
+    monkeypatch.setattr(command, "exit_now", lambda *words: (told.append(words), ended.set()))
+    with command._joining("127.0.0.1:1"):
+        assert ended.wait(60)
+    ((status, why),) = told
+    assert status == 1
+    assert why.startswith("address='127.0.0.1:1': ")
+
+
+@pytest.mark.parametrize(
+    ("keys", "available", "named"),
+    [
+        ({"device": "cuda"}, 0, "device='cuda': .* use device='cpu' or 'auto'"),
+        ({"device": "cuda", "tensor_parallel_size": 2}, 1, "2 GPU.* lower tensor_parallel_size"),
+        ({"num_gpus": 0.5}, 0, "num_gpus=0.5: .* lower it"),
+        ({"device": "cuda"}, 1, None),
+        ({"device": "auto"}, 0, None),
+        ({"device": "cuda", "num_gpus": 0}, 0, None),
+    ],
+)
+def test_a_replica_that_no_gpu_can_hold_is_refused_by_name(config_file, keys, available, named):
+    plan = read_plan(config_file, keys)
+    refused = nullcontext() if named is None else pytest.raises(ConfigError, match=named)
+    with refused:
+        command.check_gpus(plan, available)
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({}, "speculation: off: no draft; try --speculative-algorithm NGRAM"),
+        ({"speculative_algorithm": "NGRAM"}, "speculation: NGRAM, adaptive depth"),
+        (
+            {"speculative_algorithm": "NGRAM", "speculative_adaptive": False},
+            "speculation: NGRAM, fixed depth",
+        ),
+    ],
+)
+def test_the_announcement_says_whether_the_model_speculates(config_file, keys, told):
+    assert told in command.announcement(read_plan(config_file, keys)).splitlines()
+
+
+def test_the_announcement_says_where_ray_s_dashboard_is_and_how_to_get_its_token(
+    config_file, monkeypatch
+):
+    plan = read_plan(config_file)
+    assert "Ray dashboard" not in command.announcement(plan)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    line = "Ray dashboard: http://127.0.0.1:8265"
+    assert line in command.announcement(plan, "127.0.0.1:8265").splitlines()
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    assert f"{line}; its token: ray get-auth-token" in command.announcement(plan, "127.0.0.1:8265")
 
 
 def test_what_serve_says_while_replicas_wait_is_told_once(capsys):

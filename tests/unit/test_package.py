@@ -5,9 +5,11 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import serve_spec
@@ -39,6 +41,36 @@ def test_programs_of_a_checkout_are_named_and_unknown_commands_refused(capsys, c
     line, *usage = capsys.readouterr().err.splitlines()
     assert command in line
     assert ("in a checkout of the repository" in line) == (not usage)
+
+
+def test_a_misspelt_command_is_refused_with_the_nearest_one(capsys):
+    assert cli.main(["sreve"]) == 2
+    assert "unknown command 'sreve'; did you mean serve?" in capsys.readouterr().err
+
+
+def test_the_command_prints_its_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"serve-spec {serve_spec.__version__}\n"
+
+
+def test_the_environment_is_printed_without_secrets(capsys, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "hush")
+    monkeypatch.setenv("SERVE_SPEC_LOG_LEVEL", "INFO")
+    monkeypatch.setenv("AWS_REGION", "elsewhere")
+    assert cli.main(["collect-env"]) == 0
+    printed = capsys.readouterr().out
+    assert f"torch: {version('torch')}\n" in printed
+    assert "SERVE_SPEC_LOG_LEVEL: INFO\n" in printed
+    assert "RAY_AUTH_TOKEN: <hidden>\n" in printed
+    assert "hush" not in printed
+    assert "elsewhere" not in printed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU serves on it")
+def test_a_mistake_of_the_user_is_one_line_without_a_traceback(capsys):
+    assert cli.main(["generate", "--device", "cuda", "Hello"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("serve-spec generate: device='cuda': torch sees no GPU here; ")
 
 
 def test_the_help_names_every_benchmark(capsys):

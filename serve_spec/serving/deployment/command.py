@@ -27,7 +27,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from serve_spec.config import ConfigError, RouterConfig
+from serve_spec.config import ConfigError, RouterConfig, ServeSpecConfig
 from serve_spec.config.flags import add_flags, add_model, flags_named, read_flags
 from serve_spec.core.errors import CheckpointError
 from serve_spec.serving.deployment.plan import Plan, check_model, read_plan
@@ -39,6 +39,10 @@ _POLL_S = 0.25
 _CONTROLLER_POLL_S = 0.05
 _END_WITHIN_S = 10.0
 """How long Ray may take to end after the last request."""
+_REACH_S = 5.0
+"""How long the address of a Ray may take to accept a connection."""
+_JOIN_S = 9.0
+"""How long a Ray that was reached may take to answer."""
 _VITAL = ("gcs_server", "raylet")
 # By default, glibc keeps what requests of many sizes freed in an arena of each thread.
 _FLAT_MEMORY = {"MALLOC_ARENA_MAX": "2"}
@@ -64,6 +68,8 @@ def main(argv: list[str]) -> int:
             plan = read_plan(args.config, overrides)
         if args.address is None:
             _check_port(plan.host, plan.port)
+        else:
+            _check_address(args.address)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -171,7 +177,7 @@ def _serve(plan: Plan, args: argparse.Namespace, stop: threading.Event) -> int:
     own_cluster = args.address is None
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
-        _start_ray(plan, args)
+        dashboard = _start_ray(plan, args)
     except StartFailed as error:
         print(error, file=sys.stderr)
         return 1
@@ -180,7 +186,7 @@ def _serve(plan: Plan, args: argparse.Namespace, stop: threading.Event) -> int:
     if own_cluster:
         threading.Thread(target=_watch_ray, args=(stop, has_ended), daemon=True).start()
     try:
-        status = _run(plan, stop)
+        status = _run(plan, stop, dashboard)
         _exit_after(plan.drain_s + 2 * _END_WITHIN_S, status)
         with redirect_stdout(io.StringIO()):
             _remove(plan)
@@ -195,10 +201,11 @@ def _serve(plan: Plan, args: argparse.Namespace, stop: threading.Event) -> int:
     return status
 
 
-def _start_ray(plan: Plan, args: argparse.Namespace) -> None:
-    """Connect to a cluster, or start one while the checkpoints are checked.
+def _start_ray(plan: Plan, args: argparse.Namespace) -> str:
+    """Connect to a cluster, or start one while the checkpoints are checked; return its dashboard.
 
-    Raises StartFailed: a checkpoint is refused, or there is no cluster at the address.
+    Raises StartFailed: a checkpoint is refused, there is no cluster at the address, or a new one
+    lacks the GPUs.
     """
     import ray
 
@@ -209,18 +216,24 @@ def _start_ray(plan: Plan, args: argparse.Namespace) -> None:
         checked.result()  # before a cluster of others is touched
         size = {}
     try:
-        with _timed("starting Ray"):
-            ray.init(args.address or "local", logging_level=logging.ERROR, **size)
-    except ConnectionError as error:
-        raise StartFailed(f"address={args.address!r}: {error}") from None
+        with _timed("starting Ray"), _joining(args.address):
+            context = ray.init(args.address or "local", logging_level=logging.ERROR, **size)
+    except (ConnectionError, RuntimeError) as error:
+        if args.address is None:
+            raise
+        raise StartFailed(_no_ray(args.address, str(error).partition("\n")[0])) from None
     try:
         checked.result()
+        if args.address is None:
+            with _refusing(args):
+                check_gpus(plan, int(ray.cluster_resources().get("GPU", 0)))  # type: ignore[no-untyped-call]
     except StartFailed:
         ray.shutdown()
         raise
+    return str(context.dashboard_url or "")
 
 
-def _run(plan: Plan, stop: threading.Event) -> int:
+def _run(plan: Plan, stop: threading.Event, dashboard: str) -> int:
     """Serve until `stop` is set; return 1 if an application does not start."""
     try:
         with _timed("starting the replicas"):
@@ -229,7 +242,7 @@ def _run(plan: Plan, stop: threading.Event) -> int:
         print(error, file=sys.stderr)
         return 1
     if not stop.is_set():
-        print(announcement(plan), flush=True)
+        print(announcement(plan, dashboard), flush=True)
         stop.wait()
     print("shutting down ...", flush=True)
     return 0
@@ -337,8 +350,11 @@ def _answers(url: str) -> bool:
         return False
 
 
-def announcement(plan: Plan) -> str:
-    """Return the URL and a curl command to try."""
+def announcement(plan: Plan, dashboard: str = "") -> str:
+    """Return the URLs, whether the model speculates, and a curl command to try.
+
+    dashboard: host and port of Ray's, if it runs.
+    """
     from serve_spec.engine.chat_template import ChatTemplate
 
     if not plan.configs:
@@ -351,10 +367,78 @@ def announcement(plan: Plan) -> str:
     body = {"model": config.model.names[0], **asked, "max_tokens": 64, "temperature": 0}
     key = " -H 'Authorization: Bearer YOUR_API_KEY'" if config.router.api_keys else ""
     return (
-        f"\nready: {config.model.names[0]} at {plan.url}   (Ctrl-C stops it)\n\n"
+        f"\nready: {config.model.names[0]} at {plan.url}   (Ctrl-C stops it)\n"
+        f"speculation: {_speculation(config)}\n"
+        f"status page: {plan.url}/\n{_dashboard_line(dashboard)}\n"
         f"curl -N {plan.url}/v1/{path} -H 'Content-Type: application/json'{key} "
         f"-d {shlex.quote(json.dumps({**body, 'stream': True}))}\n"
     )
+
+
+def _speculation(config: ServeSpecConfig) -> str:
+    """Say which drafts are made, or why none are."""
+    speculative = config.speculative
+    if not speculative.enabled:
+        return "off: no draft; try --speculative-algorithm NGRAM"
+    draft = speculative.speculative_draft_model_path
+    source = "" if draft is None else f" with {draft}"
+    depth = "adaptive" if speculative.speculative_adaptive else "fixed"
+    return f"{speculative.speculative_algorithm}{source}, {depth} depth"
+
+
+def _dashboard_line(dashboard: str) -> str:
+    if not dashboard:
+        return ""
+    token = "; its token: ray get-auth-token" if os.environ.get("RAY_AUTH_MODE") == "token" else ""
+    return f"Ray dashboard: http://{dashboard}{token}\n"
+
+
+def check_gpus(plan: Plan, available: int) -> None:
+    """Raise ConfigError if a replica needs more GPUs than a Ray has; Serve would wait for them."""
+    for config in plan.configs:
+        needed, why = config.replica.num_gpus, f"num_gpus={config.replica.num_gpus}"
+        if needed is None and config.model.device == "cuda":
+            needed, why = float(config.model.tensor_parallel_size), "device='cuda'"
+        if needed is not None and needed > available:
+            fix = "lower it" if config.replica.num_gpus else "lower tensor_parallel_size"
+            if config.replica.num_gpus is None and available == 0:
+                fix = "use device='cpu' or 'auto'"
+            raise ConfigError(
+                f"{why}: a replica needs {needed:g} GPU(s), and Ray sees {available} here; {fix}, "
+                "or give --address of a cluster that has them"
+            )
+
+
+def _no_ray(address: str, why: str) -> str:
+    fix = "start one (ray start --head), or leave --address and RAY_ADDRESS out"
+    return f"address={address!r}: {why}; {fix}"
+
+
+def _check_address(address: str) -> None:
+    """Raise ConfigError unless a TCP connection to HOST:PORT is accepted; Ray would try on."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdecimal():
+        return  # `auto` and the like
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(_no_ray(address, f"nothing answers there ({error})")) from None
+
+
+@contextmanager
+def _joining(address: str | None) -> Iterator[None]:
+    """End this process if the Ray at `address` does not answer to the body in time."""
+    if address is None:
+        yield
+        return
+    why = _no_ray(address, f"what listens there did not answer as Ray within {_JOIN_S:g} s")
+    timer = threading.Timer(_JOIN_S, exit_now, (1, why))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _check_port(host: str, port: int) -> None:
