@@ -27,6 +27,10 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError as error:
+        adapter = path.with_name("adapter_config.json")
+        if adapter.is_file():
+            fix = "merge it into its base model, and give the merged checkpoint"
+            raise CheckpointError(f"{path.parent} is a LoRA adapter; {fix}") from error
         raise CheckpointError(f"{path} does not exist; point at a checkpoint directory") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error}); fetch it again") from error

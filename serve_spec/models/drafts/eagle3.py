@@ -119,6 +119,7 @@ def read_eagle3_shape(file: DraftFile, target: Target, options: DraftOptions) ->
     """Read and check all but tensor contents; raise CheckpointError if they do not fit."""
     layers = heads.shape_for(file, target, options)
     shapes = file.shapes
+    _check_width(file, target)  # of a draft of another model, layer ids are wrong, too
     capture = read_capture(file, target.spec.num_layers, options)
     _check_features(file, target, capture)
     _refuse_variants(file)
@@ -172,12 +173,22 @@ def _refuse_variants(file: DraftFile) -> None:
         raise file.refusal(why, "use a head with one of them")
 
 
-def _check_features(file: DraftFile, target: Target, capture: FeatureCapture) -> None:
-    wide = target.spec.hidden_size
+def _check_width(file: DraftFile, target: Target) -> None:
+    """Raise CheckpointError if the head reads hidden states of another width than the target's."""
+    wide, found = target.spec.hidden_size, file.shapes.get(heads.FC)
     claimed = file.config.get("target_hidden_size")
     if claimed is not None and claimed != wide:
         why = f"target_hidden_size={claimed}, but the target's hidden size is {wide}"
         raise file.refusal(why)
+    if found is not None and found[-1] % wide:
+        raise file.refusal(
+            f"tensor fc.weight is {list(found)}: it reads features of width {found[-1]}, which "
+            f"is no multiple of the target's hidden size {wide}"
+        )
+
+
+def _check_features(file: DraftFile, target: Target, capture: FeatureCapture) -> None:
+    wide = target.spec.hidden_size
     number, layers = file.setting("num_aux_hidden_states"), list(capture.layer_ids or ())
     if number is not None and number != len(layers):
         why = f"num_aux_hidden_states={number}, but {layers} are read"

@@ -251,3 +251,19 @@ def test_draft_ids_whose_padding_is_not_last_are_refused(tmp_path):
 def test_configs_that_are_not_computed_are_refused(head, config, words):
     head.make(config=config)
     head.is_refused(*words)
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "words"),
+    [
+        (None, {"target_hidden_size": 48}, ["target_hidden_size=48", "hidden size is 32"]),
+        (
+            lambda t: t.update({"fc.weight": torch.ones(32, 144)}),
+            {},
+            ["features of width 144", "hidden size 32"],
+        ),
+    ],
+)
+def test_a_draft_of_another_model_is_refused_by_width_before_layer_ids(head, change, config, words):
+    head.make(change=change, config={KEY: [2, 40, 77], **config})
+    head.is_refused(*words)

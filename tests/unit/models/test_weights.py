@@ -93,6 +93,12 @@ def test_stored_half_precision_is_cast_and_stored_rotary_frequencies_are_harmles
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
+def test_a_lora_adapter_is_refused_by_name(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="is a LoRA adapter; merge it into its base model"):
+        read_spec(tmp_path)
+
+
 def test_a_stored_lm_head_wins_over_tied_embeddings(made):
     expected = logits(load_target(made, torch.float32))
     rewrite(made, lambda t: None, tie_word_embeddings=True)
