@@ -13,7 +13,7 @@ from serve_spec.bench.dataset import PACKAGES
 from serve_spec.bench.variants import ADAPTIVE_VARIANTS
 from serve_spec.bench.workload import CLASSES, HELD_OUT_PACKAGES, OUTPUT_TOKENS, STEADY_TOKENS
 from serve_spec.config import ServeSpecConfig
-from serve_spec.config.flags import add_flags, add_model, flags_named, load_flags
+from serve_spec.config.flags import Parser, add_flags, add_model, flags_named, load_flags
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -87,7 +87,7 @@ def configured(args: argparse.Namespace, **defaults: Any) -> ServeSpecConfig:
 
 def main(argv: list[str], prog: str = "serve-spec bench") -> int:
     """Run one benchmark and return the exit status; raise ConfigError for a wrong argument."""
-    parser = argparse.ArgumentParser(prog=prog, description="Measure a pair on this machine.")
+    parser = Parser(prog=prog, description="Measure a pair on this machine.")
     commands = parser.add_subparsers(dest="bench", metavar="BENCHMARK", required=True)
     for name, benchmark in BENCHMARKS.items():
         about = f"{benchmark.summary[0].upper()}{benchmark.summary[1:]}.\n\n{benchmark.about}"

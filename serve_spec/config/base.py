@@ -97,7 +97,11 @@ class StrictModel(BaseModel):
         name = str(info.field_name)
         if isinstance(value, str | Path) and is_path(cls.model_fields[name], value):
             find = checkpoint_name if CHECKPOINT in cls.model_fields[name].metadata else locate
-            value = find(name, value, (info.context or {}).get("folder", Path.cwd()))
+            try:
+                value = find(name, value, (info.context or {}).get("folder", Path.cwd()))
+            except Refusal:
+                _refuse_misspelt(name, cls.model_fields[name], Path(value).name)
+                raise
         return validate_type(_as_tuples(value))
 
     def explicit_fields(self) -> dict[str, Any]:
@@ -205,6 +209,13 @@ def is_path(field: FieldInfo, value: object) -> bool:
     return is_named and all(value not in get_args(kind) for kind in kinds)
 
 
+def _refuse_misspelt(name: str, field: FieldInfo, given: str) -> None:
+    """Raise Refusal if a missing path is nearly one of the `Literal` strings of the field."""
+    words = [str(word) for kind in get_args(field.annotation) for word in get_args(kind)]
+    if close := difflib.get_close_matches(given, words, 1):
+        raise Refusal(name, given, f"no such file; did you mean {close[0]!r}?") from None
+
+
 def locate(field: str, value: str | Path, folder: Path) -> Path:
     """Return the absolute path of `value`, relative to `folder` or, with `asset:`, to package data.
 
@@ -223,8 +234,16 @@ def locate(field: str, value: str | Path, folder: Path) -> Path:
             shipped = sorted(file.parent for file in base.rglob("config.json"))
             names = ", ".join(f"{ASSET}{path.relative_to(base).as_posix()}" for path in shipped)
             fix = f"use one of {names}; drafts that a wheel lacks are in a clone of the repository"
+            fix = _nearest_asset(text.removeprefix(ASSET)) or fix
         raise Refusal(field, text, f"nothing at {found}; {fix}")
     return found
+
+
+def _nearest_asset(name: str) -> str:
+    """Return a question for the shipped model whose name is nearest, or an empty text."""
+    shipped = [file.parent.name for file in ASSETS.glob("*/config.yaml")]
+    close = difflib.get_close_matches(name, {*shipped, *PACKAGED}, 1)
+    return f"did you mean '{ASSET}{close[0]}'?" if close else ""
 
 
 def _packaged(field: str, text: str) -> Path:
@@ -256,6 +275,7 @@ def checkpoint_name(field: str, value: str | Path, folder: Path) -> str:
     if _HUB_ID.fullmatch(text):
         return text
     fix = "give a folder, a hub id ORG/NAME[:GGUF][@REVISION], a GGUF file, or 'asset:NAME'"
+    fix = _nearest_asset(text) or fix
     raise Refusal(field, text, f"nothing at {found}; {fix}")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from serve_spec.config.base import ConfigError, checkpoint_name, parse_yaml, read_text
-from serve_spec.config.flags import add_flags, add_model, flags_named, read_flags
+from serve_spec.config.flags import Parser, add_flags, add_model, flags_named, read_flags
 from serve_spec.config.hub import checkpoint_folder
 from serve_spec.config.root import ServeSpecConfig, is_file, parse_override
 from serve_spec.config.speculative import ignored_adaptive_keys
@@ -38,7 +38,7 @@ def main(
     check_checkpoints: CheckCheckpoints,
 ) -> int:
     """Print the resolved configuration or the draft's description; return 0, or 1 on errors."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="serve-spec check-config",
         usage="serve-spec check-config MODEL [KEY=VALUE ...] [options]",
         description=__doc__,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -141,6 +142,25 @@ def _field(key: str) -> FieldInfo:
     return section.model_fields[key]
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser that says of an unknown flag which one is meant, or why there is none."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and message, and exit."""
+        _, _, unknown = message.partition("unrecognized arguments: ")
+        flags = [word.partition("=")[0] for word in unknown.split() if word.startswith("--")]
+        super().error(message + "".join(map(_about_unknown, flags)))
+
+
+def _about_unknown(option: str) -> str:
+    _, fix = UNSUPPORTED.get(option[2:].replace("-", "_"), ((), ""))
+    if fix:
+        return f"; {option}: not supported; {fix}"
+    known = [name for flag in FLAGS for name in flag.options]
+    close = difflib.get_close_matches(option, [*known, "--speculative-config"], 1)
+    return f"; {option}: did you mean {close[0]}?" if close else ""
+
+
 def add_model(parser: argparse.ArgumentParser, *, positional: bool, default: str | None) -> None:
     """Add MODEL as --model and, if `positional`, as an argument; `read_flags` joins them."""
     if positional:
@@ -158,11 +178,13 @@ def add_flags(parser: argparse.ArgumentParser, *, without: tuple[str, ...] = ())
     """Add a flag for every row of `FLAGS`, --speculative-config and --set."""
     parser.set_defaults(flags={})
     parser.usage = parser.usage or "%(prog)s [options]"  # else pages of it before each error
-    group = parser.add_argument_group("configuration", "Names of vLLM and SGLang; more with --set.")
+    sections = list(dict.fromkeys(leaf_sections()[flag.key] for flag in FLAGS))
+    groups = {name: parser.add_argument_group(f"keys of {name}") for name in sections}
     for flag in FLAGS:
         options = [option for option in flag.options if option not in without]
         if options:
-            group.add_argument(*options, **_settings(flag))
+            groups[leaf_sections()[flag.key]].add_argument(*options, **_settings(flag))
+    group = parser.add_argument_group("other keys, and flags of common commands")
     group.add_argument(
         "--speculative-config",
         action=_SpeculativeConfig,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from serve_spec.config.flags import add_flags, add_model, load_flags
+from serve_spec.config.flags import Parser, add_flags, add_model, load_flags
 from serve_spec.config.root import Source
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import Prompt, RequestOutput, SamplingParams
@@ -174,7 +173,7 @@ class LLM:
 
 def main(argv: list[str]) -> int:
     """Complete each prompt; print its text and speculation counts."""
-    parser = argparse.ArgumentParser(prog="serve-spec generate", description="Complete prompts.")
+    parser = Parser(prog="serve-spec generate", description="Complete prompts.")
     add = parser.add_argument
     add("prompts", nargs="+", help="one or more prompts")
     add_model(parser, positional=False, default="asset:tiny")

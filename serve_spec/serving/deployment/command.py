@@ -28,7 +28,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from serve_spec.config import ConfigError, RouterConfig, ServeSpecConfig
-from serve_spec.config.flags import add_flags, add_model, flags_named, read_flags
+from serve_spec.config.flags import Parser, add_flags, add_model, flags_named, read_flags
 from serve_spec.core.errors import CheckpointError
 from serve_spec.serving.deployment.plan import Plan, check_model, read_plan
 from serve_spec.serving.processes import exit_now, holder_of_port, stop_signals, take_signals
@@ -135,7 +135,7 @@ def _timed(what: str) -> Iterator[None]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="serve-spec serve",
         usage="serve-spec serve MODEL [options]",
         description=__doc__,

@@ -11,7 +11,7 @@ import pytest
 
 from serve_spec.config import ConfigError
 from serve_spec.config.base import ASSETS
-from serve_spec.config.flags import FLAGS, add_flags, add_model, load_flags
+from serve_spec.config.flags import FLAGS, Parser, add_flags, add_model, load_flags
 from serve_spec.config.root import leaf_sections
 from tests.helpers.hub import add_repository, use_cache
 
@@ -19,7 +19,7 @@ OPTIONS = [(option, flag) for flag in FLAGS for option in flag.options]
 
 
 def parsed(line):
-    parser = argparse.ArgumentParser(prog="serve-spec")
+    parser = Parser(prog="serve-spec")
     add_model(parser, positional=True, default=None)
     add_flags(parser)
     return parser.parse_args(shlex.split(line))
@@ -159,6 +159,10 @@ def test_a_configuration_file_may_be_given_with_another_model(tmp_path):
         ),
         ("asset:tiny --speculative-algorithm DFLASH9", "--speculative-algorithm='DFLASH9': use"),
         ("asset:tiny --speculative-draft-model-path no", "--speculative-draft-model-path='no': "),
+        (
+            "asset:tiny --speculative-adaptive-config agressive",
+            "--speculative-adaptive-config='agressive': no such file; did you mean 'aggressive'?",
+        ),
         ("asset:tiny --api-key ' '", "--api-key='': a key is empty"),
         (
             """asset:tiny --speculative-config '{"method": "what"}'""",
@@ -176,6 +180,9 @@ def test_a_wrong_value_is_refused_under_the_name_that_was_typed(line, problem):
         ("--speculative-config '{'", "not valid JSON"),
         ("""--speculative-config '{"disable_by_batch_size": 4}'""", "disable_by_batch_size"),
         ("--no-such-flag", "--no-such-flag"),
+        ("--max-model-length 9", "--max-model-length: did you mean --max-model-len?"),
+        ("--speculative-num-stepz=3", "did you mean --speculative-num-steps?"),
+        ("--lora-modules a=b", "--lora-modules: not supported; merge the adapter"),
         ("--tp", "--tp"),
     ],
 )
@@ -184,6 +191,22 @@ def test_a_line_that_makes_no_sense_ends_with_the_usage(line, named, capsys):
         parsed(f"asset:tiny {line}")
     assert caught.value.code == 2
     assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["asset:tny", "tiny", "tinny"])
+def test_a_misspelt_model_is_refused_with_the_shipped_one_that_is_near(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert problems(name).endswith("; did you mean 'asset:tiny'?")
+
+
+def test_the_help_has_a_group_for_each_section_with_its_flags():
+    parser = Parser(prog="serve-spec", usage="")
+    add_flags(parser)
+    _, *sections = parser.format_help().split("keys of ")
+    by_name = {text.partition(":")[0]: text for text in sections}
+    for option, key in (("--port", "router"), ("--page-size", "cache"), ("--dtype", "model")):
+        (found,) = [name for name, text in by_name.items() if f"  {option}" in text]
+        assert found == key
 
 
 def test_a_checkpoint_that_cannot_be_used_is_one_line_and_status_1(hub):
