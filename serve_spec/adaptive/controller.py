@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from serve_spec.adaptive.policy import StaticPolicy, StepPolicy
+from serve_spec.adaptive.reasons import explain
 from serve_spec.adaptive.settings import PolicySettings
 from serve_spec.adaptive.state import section
 from serve_spec.config import ConfigError
@@ -51,6 +52,7 @@ class AdaptiveController:
         self._averages: dict[int, float] = {}
         self._switches: Counter[Reason] = Counter()
         self._rounds_by_shape: Counter[DraftShape] = Counter()
+        self._rounds_by_reason: Counter[Reason] = Counter()
 
     def choose_steps(self, batch: DecodeBatch) -> RoundSteps:
         """Return the drafts of the next round; an empty batch has none."""
@@ -67,6 +69,7 @@ class AdaptiveController:
         self.switch_reason = reason if switched else None
         self._switches[reason] += switched
         self._rounds_by_shape[steps.shape] += 1
+        self._rounds_by_reason[reason] += 1
         self._active, self.notes, self._reconfigured = steps.shape, steps.notes, False
         return steps
 
@@ -211,7 +214,7 @@ class AdaptiveController:
         slots: dict[str, Any] = {str(k): {"ema_accept_len": round(x, 4)} for k, x in averages}
         for key, shown in policy.get("slots", {}).items():
             slots[key] = slots.get(key, {}) | shown
-        return {
+        shown = {
             **policy,
             "slots": slots,
             "speculative_num_steps": active.depth,
@@ -223,7 +226,12 @@ class AdaptiveController:
             "num_fallbacks": self._num_fallbacks,
             "switches": {why.value: n for why, n in self._switches.copy().items() if n},
             "rounds_by_num_steps": {str(k): n for k, n in self._rounds_by_shape.copy().items()},
+            "rounds_by_reason": {why.value: n for why, n in self._rounds_by_reason.copy().items()},
         }
+        try:
+            return {**shown, "decision": explain(shown)}
+        except Exception as error:  # another package's policy may show anything
+            return {**shown, "snapshot_error": repr(error)}
 
 
 def _kind(policy: StepPolicy) -> dict[str, Any]:

@@ -26,22 +26,25 @@ AS_DRAWN: Calibration = (((1.0, 0.0),),) * 3
 
 
 class Reason(StrEnum):
-    """Why a shape was chosen, or a change withheld. The words `/server_info` and metrics use."""
+    """Why a shape was chosen, or a change withheld. The words `/server_info` and metrics use.
 
-    STATIC = "static"  # the shape is fixed
-    WARM_UP = "warm-up"  # too few rounds for a first decision
-    STEADY = "steady"  # decided: the shape fits what is accepted
-    GAIN = "gain"  # up: enough drafts are accepted
-    LOSS = "loss"  # down: too few are
-    PROBE = "probe"  # up, to see whether drafting, or drafting deeper, pays
-    DWELL = "dwell"  # withheld: the last change is too recent
-    BACK_OFF = "back-off"  # withheld: the last probes were bad, the next one waits
-    RANGE = "range"  # the batch size moved to another slot
-    KV = "kv"  # no room for drafts: free pages or the token budget ran short
-    BASELINE = "baseline"  # one round at 0, to measure what speculation is compared with
-    GUARD = "guard"  # off: measured slower than measured plain decoding
-    FALLBACK = "fallback"  # the policy cannot decide; plain decoding instead
-    RECONFIGURED = "reconfigured"  # an operator changed the policy, or costs became known
+    `adaptive.reasons` has their meanings.
+    """
+
+    STATIC = "static"
+    WARM_UP = "warm-up"
+    STEADY = "steady"
+    GAIN = "gain"
+    LOSS = "loss"
+    PROBE = "probe"
+    DWELL = "dwell"
+    BACK_OFF = "back-off"
+    RANGE = "range"
+    KV = "kv"
+    BASELINE = "baseline"
+    GUARD = "guard"
+    FALLBACK = "fallback"
+    RECONFIGURED = "reconfigured"
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,7 +171,7 @@ _REPLICA_COLUMNS = {
 }
 _SHOWN_FIELDS = (
     "replica", "replica_rank", "age_s", "stale", "strategy", "speculative_num_steps",
-    "candidate_steps", "last_reason", "fallback", "costs", "refused_user_config", "slot", "slots",
+    "candidate_steps", "decision", "last_reason", "fallback", "costs", "refused_user_config", "slot", "slots",
     "batch_size", "num_running", "num_waiting", "kv", "avg_spec_accept_length", "switches",
     "predicted_goodput", "predicted_ms", "break_even", "rounds_by_num_steps",
     "speculation", "synthetic_acceptance",

@@ -140,6 +140,9 @@ def test_switches_are_counted_by_reason():
         pass
     snapshot = json.loads(json.dumps(made.snapshot()))
     assert snapshot["switches"] == {"gain": 1, "loss": 2, "range": 1, "probe": 1}
+    assert sum(snapshot["rounds_by_reason"].values()) == made.num_rounds
+    assert snapshot["rounds_by_reason"]["probe"] == 1
+    assert snapshot["decision"].startswith("depth 3: ")
     assert (snapshot["slot"], snapshot["last_reason"]) == ("8", "probe")
     assert (snapshot["speculative_num_steps"], snapshot["slots"]["8"]["current_steps"]) == (3, 0)
 
