@@ -378,3 +378,22 @@ def test_a_new_policy_starts_from_the_prior_even_from_certainty():
     shown = policy.snapshot()["acceptance"]
     rates = [row["accept_rate"] for row in shown["positions"]]
     assert rates == pytest.approx([1.0, 0.6, 0.0], abs=0.002)
+
+
+def test_decisions_are_the_rounds_since_the_point_before_by_depth_and_reason(stats):
+    def report(now_s, depths, reasons, budget):
+        counts = {"rounds_by_num_steps": depths, "rounds_by_reason": reasons}
+        speculation = {"draft_budget": budget}
+        stats.report("a", snapshot(**counts, speculation=speculation), now_s)
+
+    report(0, {"2": 100}, {"steady": 100}, None)
+    report(1, {"2": 130, "0": 10}, {"steady": 130, "guard": 10}, 61)
+    report(2, {"2": 130, "0": 10}, {"steady": 130, "guard": 10}, 61)
+    report(3, {"0": 4}, {"guard": 4}, 0)  # it has restarted
+    (replica,) = stats.status(3)["replicas"]
+    assert replica["decisions"] == {
+        "time_s": [1, 2, 3],
+        "budget": [61, 61, None],
+        "by_num_steps": {"0": [0.25, None, 1.0], "2": [0.75, None, 0.0]},
+        "by_reason": {"guard": [0.25, None, 1.0], "steady": [0.75, None, 0.0]},
+    }

@@ -21,12 +21,16 @@ from serve_spec.metrics import (
     LAST_REASON,
     METRICS,
     OUTPUT_TOKENS,
+    REQUESTS,
     ROUNDS,
     STEP_MS,
+    TPOT_MS,
+    TTFT_MS,
     Reading,
 )
 from serve_spec.serving.messages import Accepted, Failed, Refused
 from serve_spec.serving.statistics import telemetry
+from serve_spec.serving.statistics.recent import RecentRequests
 from serve_spec.serving.statistics.telemetry import (
     ARRIVED,
     LABELS,
@@ -413,3 +417,23 @@ def test_panels_do_not_overlap():
         assert not cells & taken, panel["title"]
         assert max(x for x, _ in cells) < 24
         taken |= cells
+
+
+def test_recent_requests_are_those_a_router_measured_and_all_readings_go_on():
+    passed = []
+    recent = RecentRequests(passed.append)
+    assert recent.snapshot() == {"ttft_ms": None, "token_gap_ms": None, "requests": {}}
+    for measured_at, ttft_ms, outcome in [
+        ("router", 10.0, "done"),
+        ("router", 30.0, "failed"),
+        ("engine", 1000.0, "done"),
+    ]:
+        recent.record(Reading(TTFT_MS, ttft_ms, {"measured_at": measured_at}))
+        recent.record(Reading(REQUESTS, 1, {"measured_at": measured_at, "outcome": outcome}))
+    recent.record(Reading(TPOT_MS, 4.0, {"measured_at": "router"}))
+    assert len(passed) == 7
+    assert recent.snapshot() == {
+        "ttft_ms": {"p50": 20.0, "p99": pytest.approx(29.8)},
+        "token_gap_ms": {"p50": 4.0, "p99": 4.0},
+        "requests": {"done": 1, "failed": 1},
+    }

@@ -11,6 +11,7 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import Response
 
 from serve_spec import __version__
+from serve_spec.adaptive.reasons import MEANINGS
 from serve_spec.config import ServeSpecConfig
 from serve_spec.metrics import Reading
 from serve_spec.serving.errors import AsciiJSON, error_answer, unknown_model
@@ -23,6 +24,7 @@ from serve_spec.serving.protocols.native_api import add_generate, add_state, add
 from serve_spec.serving.protocols.openai import ChatRequest, CompletionRequest
 from serve_spec.serving.protocols.responses import add_responses
 from serve_spec.serving.router.admission import Admission
+from serve_spec.serving.statistics.recent import RecentRequests
 from serve_spec.serving.statistics.status_page import add_status_page
 from serve_spec.serving.statistics.telemetry import fleet_metrics
 
@@ -68,14 +70,15 @@ def create_api(
     )
     api.add_middleware(Arrival, keys=config.router.api_keys)
     add_error_answers(api)
-    frontend = Frontend(config, fleet, admission, record)
+    recent = RecentRequests(record)
+    frontend = Frontend(config, fleet, admission, recent.record)
     _add_completions(api, frontend)
     add_responses(api, frontend)
     add_generate(api, frontend)
     add_tokens(api, frontend)
     add_state(api, config, fleet, admission)
     _add_models(api, config.model.names)
-    _add_operations(api, config, fleet, admission)
+    _add_operations(api, config, fleet, admission, recent)
     add_status_page(api)
     _add_docs(api)
     return api
@@ -157,7 +160,11 @@ def _add_models(api: FastAPI, names: Sequence[str]) -> None:
 
 
 def _add_operations(
-    api: FastAPI, config: ServeSpecConfig, fleet: "RayFleet", admission: Admission
+    api: FastAPI,
+    config: ServeSpecConfig,
+    fleet: "RayFleet",
+    admission: Admission,
+    recent: RecentRequests,
 ) -> None:
     @api.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
     @api.get("/health_generate", include_in_schema=False)
@@ -178,7 +185,7 @@ def _add_operations(
             "version": __version__,
             "model": config.model.names[0],
             **await fleet.stats(),
-            "router": {**admission.snapshot(), **fleet.batching()},
+            "router": {**admission.snapshot(), **fleet.batching(), **recent.snapshot()},
         }
 
     @api.get("/status.json", include_in_schema=False)
@@ -187,7 +194,8 @@ def _add_operations(
         return {
             "model": config.model.names[0],
             **await fleet.status(),
-            "router": admission.snapshot(),
+            "router": {**admission.snapshot(), **recent.snapshot()},
+            "reasons": MEANINGS,
         }
 
     @api.get("/metrics", include_in_schema=False)

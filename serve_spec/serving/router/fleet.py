@@ -22,7 +22,8 @@ from serve_spec.serving.errors import ApiError, no_replica, starting
 from serve_spec.serving.messages import GenerateRequest, encode_router_message
 from serve_spec.serving.router.batching import Batcher
 from serve_spec.serving.router.connections import ReplicaConnection, ReplicaConnections
-from serve_spec.serving.statistics.fleet_stats import FleetStats, section
+from serve_spec.serving.statistics.fleet_stats import FleetStats
+from serve_spec.serving.statistics.snapshot import section
 from serve_spec.serving.statistics.stats_actor import StatsClient, StatsUnavailable
 
 logger = get_logger(__name__)

@@ -10,30 +10,12 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from serve_spec.config.adaptive_file import MAX_STEPS
 from serve_spec.metrics import batch_size_bucket
-
-Snapshot: TypeAlias = Mapping[str, object]
-
-
-def section(snapshot: Snapshot, *path: str) -> Snapshot:
-    """Return a nested mapping of a snapshot; empty if it is missing."""
-    for name in path:
-        inner = snapshot.get(name)
-        if not isinstance(inner, Mapping):
-            return {}
-        snapshot = inner
-    return snapshot
-
-
-def number(snapshot: Snapshot, *path: str) -> float:
-    """Return a nested number of a snapshot; 0 if it is missing."""
-    *outer, name = path
-    value = section(snapshot, *outer).get(name, 0)
-    return float(value) if isinstance(value, int | float) else 0.0
-
+from serve_spec.serving.statistics.decisions import Decisions
+from serve_spec.serving.statistics.snapshot import Snapshot, number, section
 
 # Limits of `PositionRates`, which cannot start at 0 or 1.
 _LOWEST_RATE, _HIGHEST_RATE = 0.001, 0.999
@@ -155,6 +137,7 @@ _SHOWN_REPLICAS = 64
 
 _GAUGES = ("batch_size", "num_running", "num_waiting", "num_preemptions")
 _COUNTERS = ("steps", "decode_rows", "decode_tokens", "draft_tokens", "correct_drafts")
+_PREFIX_COUNTERS = ("query_tokens", "hit_tokens")
 _FLEET_COLUMNS = (
     "num_replicas", "batch_size", "num_waiting", "decode_tokens", "mean_num_steps",
     "tokens_per_step", "effective_speedup", "free_pages",
@@ -171,9 +154,9 @@ _REPLICA_COLUMNS = {
 }
 _SHOWN_FIELDS = (
     "replica", "replica_rank", "age_s", "stale", "strategy", "speculative_num_steps",
-    "candidate_steps", "decision", "last_reason", "fallback", "costs", "refused_user_config", "slot", "slots",
-    "batch_size", "num_running", "num_waiting", "kv", "avg_spec_accept_length", "switches",
-    "predicted_goodput", "predicted_ms", "break_even", "rounds_by_num_steps",
+    "candidate_steps", "decision", "last_reason", "fallback", "costs", "refused_user_config",
+    "slot", "slots", "batch_size", "num_running", "num_waiting", "kv", "avg_spec_accept_length",
+    "switches", "predicted_goodput", "predicted_ms", "break_even", "rounds_by_num_steps",
     "speculation", "synthetic_acceptance",
 )  # fmt: skip
 
@@ -211,6 +194,7 @@ class _Pair:
 @dataclass(slots=True)
 class _Replica:
     series: _Series
+    decisions: Decisions
     snapshot: Snapshot = field(default_factory=dict)
     time_s: float = 0.0
     pair: tuple[str, int] | None = None
@@ -243,11 +227,13 @@ class FleetStats:
         replica = self._replicas.get(name)
         if replica is None:
             series = _Series(_REPLICA_COLUMNS, self.history_s, _REPLICA_POINTS)
-            replica = self._replicas[name] = _Replica(series)
+            decisions = Decisions(self.history_s, _REPLICA_POINTS)
+            replica = self._replicas[name] = _Replica(series, decisions)
         replica.snapshot, replica.time_s = snapshot, now_s
         if replica.series.is_due(now_s):
             point = (number(snapshot, *path) for path in _REPLICA_COLUMNS.values())
             replica.series.add(now_s, *point)
+            replica.decisions.add(now_s, snapshot)
         self._learn(replica, now_s)
         if self._series.is_due(now_s):
             self._remove_gone(now_s)
@@ -289,6 +275,7 @@ class FleetStats:
                 {
                     **{key: state[key] for key in _SHOWN_FIELDS if key in state},
                     "history": self._replicas[name].series.view(now_s),
+                    "decisions": self._replicas[name].decisions.view(now_s),
                 }
                 for name in sorted(self._replicas)[:_SHOWN_REPLICAS]
                 if (state := self._state(name, now_s))
@@ -387,6 +374,7 @@ class FleetStats:
             "slots": _mean_averages(fresh),
             "acceptance": [self._acceptance_view(key, pair, now_s) for key, pair in pairs],
             "kv": _sums((section(s, "kv") for s in fresh), ("free_pages", "total_pages")),
+            "prefix_cache": _sums((section(s, "prefix_cache") for s in fresh), _PREFIX_COUNTERS),
             "counters": counters,
         }
 

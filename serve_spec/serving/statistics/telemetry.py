@@ -32,7 +32,7 @@ from serve_spec.core.request import TokenDelta
 from serve_spec.log import get_logger
 from serve_spec.metrics import Metric, Reading
 from serve_spec.serving.messages import Failed, Refused, ReplicaItem
-from serve_spec.serving.statistics.fleet_stats import Snapshot, number, section
+from serve_spec.serving.statistics.snapshot import Snapshot, number, section
 from serve_spec.serving.statistics.stats_actor import StatsClient
 
 logger = get_logger(__name__)
