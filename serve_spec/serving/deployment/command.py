@@ -186,10 +186,11 @@ def _serve(plan: Plan, args: argparse.Namespace, stop: threading.Event) -> int:
     if own_cluster:
         threading.Thread(target=_watch_ray, args=(stop, has_ended), daemon=True).start()
     try:
-        status = _run(plan, stop, dashboard)
-        _exit_after(plan.drain_s + 2 * _END_WITHIN_S, status)
+        status, has_served = _run(plan, stop, dashboard)
+        drain_s = plan.drain_s if has_served else 0.0
+        _exit_after(drain_s + 2 * _END_WITHIN_S, status)
         with redirect_stdout(io.StringIO()):
-            _remove(plan)
+            _remove(plan, waits=has_served)
     finally:
         has_ended.set()
     # Ray prints the end of its own controller as a failed task.
@@ -233,19 +234,23 @@ def _start_ray(plan: Plan, args: argparse.Namespace) -> str:
     return str(context.dashboard_url or "")
 
 
-def _run(plan: Plan, stop: threading.Event, dashboard: str) -> int:
-    """Serve until `stop` is set; return 1 if an application does not start."""
+def _run(plan: Plan, stop: threading.Event, dashboard: str) -> tuple[int, bool]:
+    """Serve until `stop` is set; return the exit status, and whether the applications ran.
+
+    The status is 1 if one does not start.
+    """
     try:
         with _timed("starting the replicas"):
             _deploy(plan, stop)
     except StartFailed as error:
         print(error, file=sys.stderr)
-        return 1
-    if not stop.is_set():
+        return 1, False
+    has_served = not stop.is_set()
+    if has_served:
         print(announcement(plan, dashboard), flush=True)
         stop.wait()
     print("shutting down ...", flush=True)
-    return 0
+    return 0, has_served
 
 
 def _watch_ray(stop: threading.Event, has_ended: threading.Event) -> None:
@@ -276,8 +281,8 @@ def _exit_after(timeout_s: float, status: int) -> None:
     timer.start()
 
 
-def _remove(plan: Plan) -> None:
-    """Delete the applications and wait for running requests, until a second Ctrl-C.
+def _remove(plan: Plan, *, waits: bool) -> None:
+    """Delete the applications; if `waits`, wait for running requests, until a second Ctrl-C.
 
     This comes before Serve's shutdown, which closes the proxies that streams pass through.
     """
@@ -287,7 +292,7 @@ def _remove(plan: Plan) -> None:
     with suppress(KeyboardInterrupt):
         for name in names:
             serve.delete(name, _blocking=False)
-        while names & serve.status().applications.keys():
+        while waits and names & serve.status().applications.keys():
             time.sleep(_POLL_S)
 
 
