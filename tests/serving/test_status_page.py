@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 import serve_spec.serving.statistics
+from serve_spec.adaptive.reasons import MEANINGS
 from serve_spec.config import ServeSpecConfig
 from serve_spec.serving.statistics.fleet_stats import FleetStats
 from tests.serving.asgi import Server, listening, send
@@ -48,7 +49,7 @@ class BusyFleet(ScriptedFleet):
 
     def _snapshot(self, rank):
         looks = self.num_looks
-        accept_rates = (0.8, 0.7, 0.6)
+        accept_rates = ((0.8, 100.0), (0.7, 100.0), (0.7, 0.0))
         return {
             "pair": "tiny",
             "replica_rank": rank,
@@ -62,6 +63,12 @@ class BusyFleet(ScriptedFleet):
             "last_reason": "gain" if rank else "<b>steady</b>",
             "synthetic_acceptance": 2.5 if rank else None,
             "switches": {"gain": looks, "kv": 3},
+            "decision": "depth 2, 12 of 12 drafts: predicted 1.6 tokens/ms against 1 plain",
+            "rounds_by_num_steps": {"0": 2 * looks, "2": 6 * looks},
+            "rounds_by_reason": {"guard": 2 * looks, "steady": 6 * looks},
+            "slot": "4",
+            "slots": {"4": {"guard_rounds_left": 40 * rank, "measured_speedup": 1.25}},
+            "prefix_cache": {"query_tokens": 100, "hit_tokens": 25},
             "break_even": {
                 "batch_size": 4,
                 "draft_ms": 0.4,
@@ -72,8 +79,8 @@ class BusyFleet(ScriptedFleet):
             "counters": {"decode_rows": 400 * looks, "decode_tokens": 1000 * looks},
             "acceptance": {
                 "positions": [
-                    {"position": i, "accept_rate": rate, "trials": 100.0}
-                    for i, rate in enumerate(accept_rates, start=1)
+                    {"position": i, "accept_rate": rate, "trials": trials}
+                    for i, (rate, trials) in enumerate(accept_rates, start=1)
                 ]
             },
             "speculation": {
@@ -101,15 +108,16 @@ def ask(config, path, root_path=""):
 
 
 class Links(HTMLParser):
-    """What a page loads."""
+    """What a page loads, and where it leads."""
 
     def __init__(self, page):
         super().__init__()
-        self.found = []
+        self.found, self.leads_to = [], []
         self.feed(page)
 
     def handle_starttag(self, tag, attrs):
-        self.found += [v for k, v in attrs if k in ("src", "href") and v and tag != "base"]
+        found = self.leads_to if tag == "a" else self.found
+        found += [v for k, v in attrs if k in ("src", "href") and v and tag != "base"]
 
 
 def test_everything_the_page_loads_is_served_here_and_needs_no_key(config):
@@ -125,6 +133,20 @@ def test_everything_the_page_loads_is_served_here_and_needs_no_key(config):
         answer = ask(config, f"/{link}")
         assert answer.status_code == 200, link
         assert answer.content == (STATIC / link.removeprefix("static/")).read_bytes()
+
+
+def test_the_status_has_the_meaning_of_every_reason_and_the_routers_requests(config):
+    figures = ask(config, "/status.json").json()
+    assert figures["reasons"] == {reason.value: text for reason, text in MEANINGS.items()}
+    assert {"ttft_ms", "token_gap_ms", "requests", "num_rejected"} <= set(figures["router"])
+
+
+def test_the_page_leads_to_the_state_the_metrics_the_api_and_rays_dashboard(config):
+    app = Server(config, BusyFleet()).app
+    links = [f"/{link}" for link in Links(ask(config, "/").text).leads_to]
+    assert links == ["/server_info", "/metrics", "/docs"]
+    assert set(links) <= {route.path for route in app.routes}
+    assert ask(config, "/status.json").json()["ray_dashboard"] is None, "there is no Ray here"
 
 
 def test_the_figures_need_the_key_and_say_where_acceptance_is_forced(config):
@@ -159,18 +181,13 @@ FLAGS = (
 )  # fmt: skip
 
 
-def dump(url, tmp_path, virtual_ms):
-    """The page as it stands after so many milliseconds of the browser's own clock."""
-    options = f"--user-data-dir={tmp_path}", f"--virtual-time-budget={virtual_ms}", "--dump-dom"
-    command = [str(CHROMIUM), *FLAGS, *options, url]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
-
-
 @contextmanager
-def browser(url, tmp_path):
+def browser(url, tmp_path, *flags):
     """Yield a function that evaluates an expression in the page, over the DevTools protocol."""
     options = "--remote-debugging-port=0", f"--user-data-dir={tmp_path}"
-    process = subprocess.Popen([str(CHROMIUM), *FLAGS, *options, url], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [str(CHROMIUM), *FLAGS, *flags, *options, url], stderr=subprocess.DEVNULL
+    )
     try:
         file = tmp_path / "DevToolsActivePort"
         eventually(file.exists, bool)
@@ -205,19 +222,35 @@ def last_values(page, chart):
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 def test_in_a_browser_charts_draw_and_values_change_under_load(config, tmp_path):
-    with listening(Server(config, BusyFleet()).app) as port:
-        url = f"http://127.0.0.1:{port}"
-        page = dump(url, tmp_path, virtual_ms=500)
-        later = dump(url, tmp_path, virtual_ms=9000)
-    assert page.count("<canvas") == 12
+    def switches(text):
+        table = text.index('id="switches"')
+        return int(re.search(r"gain</td><td[^>]*>(\d+)", text[table:])[1])
+
+    with (
+        listening(Server(config, BusyFleet()).app) as port,
+        browser(f"http://127.0.0.1:{port}", tmp_path) as evaluate,
+    ):
+
+        def text():
+            return evaluate("document.documentElement.outerHTML")
+
+        page = eventually(text, lambda found: "updated" in found)
+        eventually(text, lambda found: switches(found) > switches(page))
+    assert page.count("<canvas") == 13
     points = {
         chart: int(re.search(rf'id="{chart}"[^>]*data-points="(\d+)"', page)[1])
-        for chart in ("throughput", "batch", "depth", "length", "positions", "breakeven", "needed")
-    }
+        for chart in (
+            "throughput", "batch", "bydepth", "byreason", "length", "positions", "breakeven",
+            "needed",
+        )
+    }  # fmt: skip
     assert points["positions"] == 3
     assert points["breakeven"] == 4
-    assert min(points[chart] for chart in ("throughput", "batch", "depth", "length")) >= 20
-    assert last_values(page, "budget") == [12, 13]
+    assert min(points[chart] for chart in ("throughput", "batch", "length")) >= 20
+    assert last_values(page, "bydepth") == [0.75, 0.25], "depth 2, then plain rounds"
+    assert last_values(page, "byreason") == [0.25, 0.75], "guard, then steady"
+    assert last_values(page, "budget") == [12]
+    assert last_values(page, "positions") == [None, 1], "no trials: drawn as unknown"
     assert last_values(page, "drafts") == [18, 10, 6], "of both replicas, at the last position"
     assert last_values(page, "calibration") == [None, 0.9]
     assert last_values(page, "steptime") == [1.2, 1.2]
@@ -227,13 +260,11 @@ def test_in_a_browser_charts_draw_and_values_change_under_load(config, tmp_path)
     assert "<b>400</b><span>output tokens/s" in page
     assert '<b id="forced">' in page, "one replica forces acceptance, so the page warns"
     assert "&lt;b&gt;steady" in page, "a replica's text is not markup"
-
-    def switches(text):
-        table = text.index('id="switches"')
-        return int(re.search(r"gain</td><td>(\d+)", text[table:])[1])
-
-    assert switches(later) > switches(page)
-    assert "updated" in later
+    assert "12 of 12 drafts: predicted 1.6 tokens/ms against 1 plain" in page
+    assert "<b>on at 1 of 2</b><span>guard" in page
+    assert "<b>25%</b><span>prefix cache hits" in page
+    assert "the policy failed and is built anew" in page, "the glossary of reasons"
+    assert "--" not in re.sub(r"<!--.*?-->", "", page), "no legend without values"
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
@@ -256,9 +287,24 @@ def test_the_inputs_of_the_what_if_chart_move_its_curve(config, tmp_path):
             evaluate(f"{field}.value = {value!r}; {field}.{event}")
             return evaluate(answer)
 
+        source = "document.getElementById('source').textContent"
+        assert evaluate(source).startswith("predictions of replica 0 at batch 4, taken at ")
+
         assert change("acceptance", "0.9").startswith("fastest: depth 3, 1.38 times")
         assert change("depth", "1").startswith("fastest: depth 1, 1.27 times")
         assert change("batch", "64").startswith("fastest: no speculation; drafts never pay")
         assert change("acceptance", "2").startswith("acceptance rate: ")
+        assert evaluate(source).startswith("edited; the others: predictions of replica 0")
         evaluate("document.getElementById('scenario').reset()")
         assert evaluate(answer) == measured
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+def test_a_phone_shows_the_page_without_scrolling_sideways(config, tmp_path):
+    with (
+        listening(Server(config, BusyFleet()).app) as port,
+        browser(f"http://127.0.0.1:{port}", tmp_path, "--window-size=390,900") as evaluate,
+    ):
+        eventually(lambda: evaluate("document.getElementById('why').textContent"), bool)
+        width, shown = "document.documentElement.scrollWidth", "window.innerWidth"
+        assert evaluate(f"{width} <= {shown} && {shown} < 600")

@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: FastAPI reads the annotations of the routes.
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from serve_spec.serving.protocols.openai import ChatRequest, CompletionRequest
 from serve_spec.serving.protocols.responses import add_responses
 from serve_spec.serving.router.admission import Admission
 from serve_spec.serving.statistics.recent import RecentRequests
-from serve_spec.serving.statistics.status_page import add_status_page
+from serve_spec.serving.statistics.status_page import add_status_page, ray_dashboard
 from serve_spec.serving.statistics.telemetry import fleet_metrics
 
 if TYPE_CHECKING:
@@ -188,6 +189,8 @@ def _add_operations(
             "router": {**admission.snapshot(), **fleet.batching(), **recent.snapshot()},
         }
 
+    ray_address = functools.cache(ray_dashboard)
+
     @api.get("/status.json", include_in_schema=False)
     async def status() -> dict[str, object]:
         """Return the data of the status page."""
@@ -196,6 +199,7 @@ def _add_operations(
             **await fleet.status(),
             "router": {**admission.snapshot(), **recent.snapshot()},
             "reasons": MEANINGS,
+            "ray_dashboard": ray_address(),
         }
 
     @api.get("/metrics", include_in_schema=False)

@@ -31,6 +31,7 @@ class Decisions:
 
     def add(self, now_s: float, snapshot: Snapshot) -> None:
         """Add what a snapshot counted since the one before; the first one only begins."""
+        counted: list[Mapping[str, float]]
         counted = [_counts(section(snapshot, name)) for name in self._COUNTERS]
         if self._counted:
             pairs = zip(self._counted, counted, strict=True)

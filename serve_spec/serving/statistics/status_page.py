@@ -5,6 +5,7 @@
 import html
 from importlib import resources
 
+import ray
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, Response
 
@@ -38,3 +39,10 @@ def add_status_page(api: FastAPI) -> None:
     for name in ("status", "uplot.min"):
         add_asset(f"{name}.css", "text/css")
         add_asset(f"{name}.js", "text/javascript")
+
+
+def ray_dashboard() -> str | None:
+    """Return host and port of the dashboard of this process's Ray; None if there is none."""
+    if not ray.is_initialized():
+        return None
+    return ray.init(ignore_reinit_error=True).dashboard_url or None

@@ -2,7 +2,8 @@
 
 const POLL_MS = 2000;
 const MOST_LINES = 8;
-const COLORS = ["#2a78d6", "#e07b28", "#3a9a4c", "#b04fc0", "#c33", "#888", "#0aa", "#aa0"];
+const UNKNOWN = "unknown";
+const NO_TRIALS = "no trials: unknown";
 const charts = {};
 
 const byId = (id) => document.getElementById(id);
@@ -16,6 +17,16 @@ function element(tag, text, className) {
   return made;
 }
 
+const clock = (time_s, withSeconds = true) =>
+  new Date(time_s * 1000).toLocaleTimeString([], {
+    hour: "2-digit", minute: "2-digit", hourCycle: "h23", ...(withSeconds && { second: "2-digit" }),
+  });
+
+// Colours of the theme, read anew for every chart.
+const cssValue = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const lineColor = (i) => cssValue("--lines").split(/ +/)[i % 8];
+const hue = (i) => `hsl(${(i * 137) % 360} 55% 55%)`;
+
 /* Charts ---------------------------------------------------------------------------------- */
 
 // data: uPlot's columns, x first. The chart is recreated when its lines change.
@@ -28,37 +39,85 @@ function draw(id, names, data, options = {}) {
     return;
   }
   const key = JSON.stringify(names);
+  const drawn = options.stacked ? stacked(data) : data;
   if (!charts[id] || charts[id].key !== key) {
     if (charts[id]) charts[id].plot.destroy();
     place.replaceChildren();
-    charts[id] = { key, plot: new uPlot(settings(place, names, options), data, place) };
+    const chart = (charts[id] = { key, data });
+    chart.plot = new uPlot(settings(place, chart, names, options), drawn, place);
   } else {
-    charts[id].plot.setData(data);
+    charts[id].data = data;
+    charts[id].plot.setData(drawn);
   }
   // The drawn values, for tests.
   place.dataset.points = data[0].length;
   place.dataset.last = JSON.stringify(data.slice(1).map((column) => column[column.length - 1]));
 }
 
-function settings(place, names, { overTime = true, range, points = false, bars = false }) {
-  const ink = getComputedStyle(document.body).color;
-  const axis = { stroke: ink, grid: { stroke: "#8883", width: 1 }, ticks: { stroke: "#8883" } };
-  const integers = overTime ? {} : { incrs: [1, 2, 5, 10] };
+// Every column as its sum with the columns after it, so that the first one lies behind all.
+function stacked([times, ...columns]) {
+  const sums = columns.map((column) => [...column]);
+  for (let i = sums.length - 2; i >= 0; i--) {
+    sums[i] = sums[i].map((value, at) => (value === null ? null : value + sums[i + 1][at]));
+  }
+  return [times, ...sums];
+}
+
+const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
+
+function settings(place, chart, names, options) {
+  const { overTime = true, range } = options;
+  const axis = { stroke: cssValue("--soft"), grid: { stroke: "#8883", width: 1 }, ticks: { stroke: "#8883" } };
+  const integers = { incrs: [1, 2, 5, 10], space: 30, values: (u, splits) => splits };
+  const times = {
+    space: 70, incrs: [1, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400],
+    values: (u, splits, i, space, step) => splits.map((time_s) => clock(time_s, step < 60)),
+  };
   const edge = (u, low, high) => [low - 0.5, high + 0.5];
+  const last = (u) => u.data[0].length - 1;
+  // Without the pointer the legend shows the newest values.
+  const showLast = (u) => {
+    if (u.cursor.idx == null && u.legend.idx !== last(u)) u.setLegend({ idx: last(u) });
+  };
   return {
     width: place.clientWidth || 420,
     height: 190,
     scales: { x: { time: overTime, ...(overTime ? {} : { range: edge }) }, y: { range } },
-    axes: [{ ...axis, ...integers }, { ...axis, size: 55 }],
-    series: [{}, ...names.map((label, i) => line(label, i, points, bars))],
+    axes: [
+      { ...axis, ...(overTime ? times : integers) },
+      { ...axis, size: 48, values: (u, splits) => splits.map((value) => compact.format(value)) },
+    ],
+    series: [
+      { label: overTime ? "time" : options.x ?? "depth", value: (u, x) => (overTime ? clock(x) : x) },
+      ...names.map((label, i) => line(chart, label, i, options)),
+    ],
+    hooks: { setLegend: [showLast], ready: [showLast] },
   };
 }
 
-function line(label, index, points, bars) {
-  const stroke = COLORS[index % COLORS.length];
-  const style = { label, stroke, width: 2, spanGaps: true, points: { show: points, size: 7 } };
+function line(chart, label, index, { points = false, bars = false, stacked, color = lineColor }) {
+  const stroke = color(index);
+  const value = (u, drawn, series, at) => {
+    const own = chart.data[series]?.[at];
+    if (label === NO_TRIALS) return own ? "yes" : "no";
+    return own === null || own === undefined ? UNKNOWN : compact.format(own);
+  };
+  const style = { label, value, stroke, width: 2, spanGaps: true, points: { show: points, size: 7 } };
+  if (stacked) {
+    const paths = uPlot.paths.stepped({ align: -1 });
+    return { ...style, fill: stroke, width: 0, spanGaps: false, paths };
+  }
   if (!bars) return style;
-  return { ...style, fill: stroke + "55", paths: uPlot.paths.bars({ size: [0.5, 60] }) };
+  const dash = label === NO_TRIALS ? { dash: [4, 4], fill: "#8882" } : { fill: stroke + "55" };
+  return { ...style, ...dash, paths: uPlot.paths.bars({ size: [0.5, 60] }) };
+}
+
+// Fractions of rounds over time, one area for each name.
+function drawShares(id, decisions, table, { order, color, label = (name) => name }) {
+  const names = Object.keys(decisions?.[table] ?? {}).sort((a, b) => order(b) - order(a));
+  const data = names.length ? [decisions.time_s, ...names.map((name) => decisions[table][name])] : null;
+  draw(id, names.map(label), data,
+    { stacked: true, range: () => [0, 1], color: (i) => color(names[i]), empty: "no rounds yet" });
 }
 
 const fromZero = (u, low, high) => [0, Math.max(1, high) * 1.1];
@@ -108,10 +167,13 @@ function draftsByPosition(replicas) {
   return [sums.map((_, i) => i + 1), column("proposed"), column("verified"), column("accepted")];
 }
 
+// Positions without trials are drawn as unknown, at full height.
 function byPosition(acceptance) {
   const most = acceptance.reduce((a, b) => (b.num_replicas > (a?.num_replicas ?? -1) ? b : a), null);
-  const positions = (most?.positions ?? []).filter((p) => p.accept_rate !== null && p.trials > 0);
-  return [positions.map((p) => p.position), positions.map((p) => p.accept_rate)];
+  const positions = most?.positions ?? [];
+  const isKnown = (p) => p.accept_rate !== null && p.trials > 0;
+  return [positions.map((p) => p.position), positions.map((p) => (isKnown(p) ? p.accept_rate : null)),
+    positions.map((p) => (isKnown(p) ? null : 1))];
 }
 
 const largestPowerOfTwo = (size) => 2 ** Math.floor(Math.log2(Math.max(1, size)));
@@ -158,16 +220,19 @@ function neededRates(replica) {
   ];
 }
 
+const EXAMPLE = { acceptance: 0.7, target: 10, draft: 1, token: 0.02, batch: 1, depth: 7 };
+
 // Numbers for the what-if chart: those of a replica, else round ones.
 function measuredScenario(replica) {
   const { round_ms: ms, draft_ms: draft, batch_size: batch } = replica?.break_even ?? {};
   const deepest = Math.max(0, ...Object.keys(ms ?? {}).map(Number));
-  if (!deepest) return { acceptance: 0.7, target: 10, draft: 1, token: 0.02, batch: 1, depth: 7 };
+  if (!deepest) return { ...EXAMPLE, source: "example numbers: the replica has no cost table" };
   const perDepth = (ms[deepest] - ms["0"]) / deepest;
   const known = neededRates(replica)?.[2].at(-1);
   return {
     acceptance: known?.toFixed(2) ?? 0.7, target: ms["0"].toFixed(3), draft: draft.toFixed(3),
     token: Math.max(0, (perDepth - draft) / batch).toFixed(4), batch, depth: deepest,
+    source: `predictions of ${nameOf(replica)} at batch ${batch}, taken at ${clock(Date.now() / 1000)}`,
   };
 }
 
@@ -182,7 +247,11 @@ function scenarioSpeedups({ acceptance, target, draft, token, batch, depth }) {
 /* The page -------------------------------------------------------------------------------- */
 
 function showTiles(status) {
-  const { fleet, history, router } = status;
+  const { fleet, history, router, replicas } = status;
+  const guards = replicas.filter((r) => guardOf(r).guard_rounds_left);
+  const pair = (ms) => (ms ? `${compact.format(ms.p50)} / ${compact.format(ms.p99)}` : "–");
+  const percent = (cache) =>
+    cache?.query_tokens ? `${shown((100 * cache.hit_tokens) / cache.query_tokens)}%` : "–";
   const speed = rates(history.time_s, history.decode_tokens).at(-1);
   const depths = Object.entries(fleet.replicas_by_num_steps).map(([k, n]) => `${n} at ${k}`);
   const tiles = {
@@ -194,6 +263,12 @@ function showTiles(status) {
     "speedup over plain decoding": shown(fleet.effective_speedup, 2),
     "queued at replicas": shown(fleet.num_waiting),
     "queued at router": shown(router.queue_len),
+    "time to first token, ms (p50 / p99)": pair(router.ttft_ms),
+    "time between tokens, ms (p50 / p99)": pair(router.token_gap_ms),
+    "failed requests": shown(router.requests?.failed ?? 0),
+    "refused: queue full (429)": shown(router.num_rejected),
+    "prefix cache hits": percent(fleet.prefix_cache),
+    "guard": guards.length ? `on at ${guards.length} of ${replicas.length}` : "off",
     "free KV pages": `${shown(fleet.kv.free_pages)} / ${shown(fleet.kv.total_pages)}`,
   };
   byId("tiles").replaceChildren(...Object.entries(tiles).map(([name, value]) => {
@@ -204,12 +279,26 @@ function showTiles(status) {
   }));
 }
 
+// The guard at the replica's present batch size.
+const guardOf = (replica) => replica.slots?.[replica.slot] ?? {};
+
+function guardState(replica) {
+  const { guard_rounds_left: left, measured_speedup: speedup } = guardOf(replica);
+  if (left === undefined) return "–";
+  const measured = speedup ? `; drafting measured ${shown(speedup, 2)} times plain` : "";
+  return (left ? `on for ${left} more rounds` : "off") + measured;
+}
+
 function showTable(id, columns, rows) {
   const head = element("tr");
   head.append(...columns.map((name) => element("th", name)));
   byId(id).replaceChildren(head, ...rows.map(({ cells, className }) => {
     const row = element("tr", undefined, className);
-    row.append(...cells.map((cell) => element("td", cell)));
+    row.append(...cells.map((cell, i) => {
+      const made = element("td", cell);
+      made.dataset.label = columns[i];
+      return made;
+    }));
     return row;
   }));
 }
@@ -217,18 +306,18 @@ function showTable(id, columns, rows) {
 function lastDecision(r) {
   const refused = r.refused_user_config ? ` (user_config rejected: ${r.refused_user_config})` : "";
   const costs = r.costs?.state === "missing" ? ` (no cost table: ${r.costs.detail})` : "";
-  return (r.last_reason ?? "–") + (r.fallback ? `: ${r.fallback}` : "") + costs + refused;
+  return [r.last_reason ?? "–", r.decision ?? r.fallback].filter(Boolean).join(": ") + costs + refused;
 }
 
 function showReplicas(replicas) {
   const columns = ["replica", "strategy", "depth", "batch", "running", "waiting", "free pages",
-    "accepted length", "speedup", "last decision", "last report"];
+    "accepted length", "speedup", "guard", "last decision", "last report"];
   showTable("replicas", columns, replicas.map((r) => ({
     className: r.stale ? "stale" : "",
     cells: [nameOf(r), r.strategy ?? "–", shown(r.speculative_num_steps), shown(r.batch_size),
       shown(r.num_running), shown(r.num_waiting), shown(r.kv?.free_pages),
       shown(r.avg_spec_accept_length, 2), shown(r.speculation?.effective_speedup, 2),
-      lastDecision(r), `${shown(r.age_s, 1)} s ago`],
+      guardState(r), lastDecision(r), `${shown(r.age_s, 1)} s ago`],
   })));
 }
 
@@ -243,11 +332,18 @@ function chosen(replicas) {
   return replicas.find((replica) => replica.replica === select.value);
 }
 
-// Inputs that the user has not edited follow the replica.
+// The numbers stay as they were when the replica was chosen, until "as measured" takes new ones.
+let taken;
+
 function showScenario(replica) {
   const inputs = [...byId("scenario").querySelectorAll("input")];
-  const measured = measuredScenario(replica);
-  for (const input of inputs) if (!input.dataset.edited) input.value = measured[input.name];
+  if (!taken || taken.replica !== replica?.replica || (!taken.isMeasured && replica?.break_even)) {
+    const isMeasured = Boolean(replica?.break_even);
+    taken = { replica: replica?.replica, isMeasured, numbers: measuredScenario(replica) };
+  }
+  for (const input of inputs) if (!input.dataset.edited) input.value = taken.numbers[input.name];
+  const edited = inputs.some((input) => input.dataset.edited);
+  byId("source").textContent = (edited ? "edited; the others: " : "") + taken.numbers.source;
   const answer = byId("answer");
   const wrong = inputs.find((input) => !input.checkValidity() || input.value === "");
   if (wrong) {
@@ -266,26 +362,45 @@ function showScenario(replica) {
     : `fastest: no speculation; ${pays}`;
 }
 
-let latest;
+// Ray names itself by a loopback address where it listens on that only, or on one host.
+function linkRay(address) {
+  const link = byId("ray");
+  link.hidden = !address;
+  if (address) link.href = `http://${address.replace(/^(127\.0\.0\.1|localhost)/, location.hostname)}`;
+}
+
+let latest, latestStatus;
 
 function show(status) {
+  latestStatus = status;
   const { fleet, history, replicas } = status;
   byId("model").textContent = status.model;
   byId("forced").hidden = !replicas.some((replica) => (replica.synthetic_acceptance ?? null) !== null);
+  linkRay(status.ray_dashboard);
   showTiles(status);
   draw("throughput", ["tokens/s"],
     [history.time_s, rates(history.time_s, history.decode_tokens)], { range: fromZero });
   draw("batch", ...perReplica(replicas, "batch_size"), { range: fromZero });
-  draw("depth", ...perReplica(replicas, "num_steps"), { range: fromZero });
   draw("length", ...perReplica(replicas, "tokens_per_step"), { range: fromZero });
-  draw("budget", ...perReplica(replicas, "draft_budget"), { range: fromZero });
   draw("drafts", ["proposed", "verified", "accepted"], draftsByPosition(replicas),
-    { overTime: false, range: fromZero, points: true, empty: "no recent drafts" });
+    { overTime: false, x: "position", range: fromZero, points: true, empty: "no recent drafts" });
   draw("calibration", ...ratioPerReplica(replicas, "observed_to_expected"), { range: aroundOne });
   draw("steptime", ...ratioPerReplica(replicas, "measured_to_predicted"), { range: aroundOne });
-  draw("positions", ["accepted"], byPosition(fleet.acceptance),
-    { overTime: false, range: fraction, bars: true, empty: "no drafts yet" });
+  draw("positions", ["accepted", NO_TRIALS], byPosition(fleet.acceptance),
+    { overTime: false, x: "position", range: fraction, bars: true, empty: "no drafts yet" });
   const replica = chosen(replicas);
+  const reasons = Object.keys(status.reasons ?? {});
+  byId("why").textContent = replica ? `${replica.last_reason ?? ""}: ${replica.decision ?? "no decision yet"}` : "";
+  const made = replica?.decisions;
+  drawShares("bydepth", made, "by_num_steps", {
+    order: parseFloat,
+    color: (depth) => lineColor(parseInt(depth, 10)),
+    label: (depth) => (depth === "0" ? "plain" : `depth ${depth}`),
+  });
+  const place = (name) => reasons.indexOf(name);
+  drawShares("byreason", made, "by_reason", { order: place, color: (name) => hue(place(name)) });
+  draw("budget", ["budget"], made?.budget.some(Boolean) ? [made.time_s, made.budget] : null,
+    { range: fromZero, points: true, empty: "no budget: all drafts are verified" });
   draw("breakeven", ["predicted", "measured", "break-even"], replica && breakEven(replica),
     { overTime: false, range: aroundOne, points: true, empty: "no comparison of depths yet" });
   draw("needed", ["break-even", "measured"], replica && neededRates(replica),
@@ -293,8 +408,9 @@ function show(status) {
   latest = replica;
   showScenario(replica);
   showReplicas(replicas);
-  const switches = Object.entries(fleet.switches).sort((a, b) => b[1] - a[1]);
-  showTable("switches", ["reason", "switches"], switches.map(([reason, n]) => ({ cells: [reason, n] })));
+  const meanings = { ...Object.fromEntries(Object.keys(fleet.switches).map((r) => [r, ""])), ...status.reasons };
+  showTable("switches", ["reason", "depth switches", "meaning"], Object.entries(meanings).map(
+    ([reason, meaning]) => ({ cells: [reason, fleet.switches[reason] ?? 0, meaning] })));
 }
 
 async function poll() {
@@ -306,7 +422,7 @@ async function poll() {
     byId("key").hidden = answer.status !== 401;
     if (!answer.ok) throw new Error(`HTTP ${answer.status}`);
     show(await answer.json());
-    state.textContent = `updated ${new Date().toLocaleTimeString()}`;
+    state.textContent = `updated ${clock(Date.now() / 1000)}`;
     state.className = "";
   } catch (error) {
     state.textContent = `no response: ${error.message}`;
@@ -326,9 +442,18 @@ byId("scenario").addEventListener("input", (event) => {
 byId("scenario").addEventListener("reset", (event) => {
   event.preventDefault();
   for (const input of event.target.querySelectorAll("input")) delete input.dataset.edited;
+  taken = undefined;
   showScenario(latest);
 });
 byId("scenario").addEventListener("submit", (event) => event.preventDefault());
+byId("chosen").addEventListener("change", () => show(latestStatus));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  for (const id of Object.keys(charts)) {
+    charts[id].plot.destroy();
+    delete charts[id];
+  }
+  if (latestStatus) show(latestStatus);
+});
 addEventListener("resize", () => {
   for (const [id, { plot }] of Object.entries(charts)) {
     plot.setSize({ width: byId(id).clientWidth, height: plot.height });
