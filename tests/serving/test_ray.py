@@ -326,6 +326,8 @@ def test_every_metric_reaches_prometheus_under_the_names_we_say(url):
     )
     assert "ray_serve_spec" in ours
     assert "ray_serve_deployment" not in ours
+    (generated,) = re.findall(r"^vllm:generation_tokens_total\{.*\} (\S+)$", ours, re.MULTILINE)
+    assert float(generated) > 0
 
 
 def test_the_page_and_its_figures_come_through_serve(url):

@@ -263,6 +263,7 @@ class Router:
             )
         context = serve.get_replica_context()
         self._config = config
+        self._app_name = context.app_name
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         name = context.replica_id.unique_id
         self._fleet = RayFleet(engines, context.app_name, name, host, config)
@@ -276,7 +277,8 @@ class Router:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The hook with which Serve asks for the app, in the replica's own process."""
-        api = create_api(self._config, self._fleet, self._admission, self._telemetry.record)
+        record = self._telemetry.record
+        api = create_api(self._config, self._fleet, self._admission, record, self._app_name)
         api.add_middleware(FailedReads)
         return api
 

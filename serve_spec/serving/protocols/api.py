@@ -25,6 +25,7 @@ from serve_spec.serving.protocols.native_api import add_generate, add_state, add
 from serve_spec.serving.protocols.openai import ChatRequest, CompletionRequest
 from serve_spec.serving.protocols.responses import add_responses
 from serve_spec.serving.router.admission import Admission
+from serve_spec.serving.statistics.aliases import Aliases
 from serve_spec.serving.statistics.recent import RecentRequests
 from serve_spec.serving.statistics.status_page import add_status_page, ray_dashboard
 from serve_spec.serving.statistics.telemetry import fleet_metrics
@@ -56,8 +57,12 @@ def create_api(
     fleet: "RayFleet",
     admission: Admission,
     record: Callable[[Reading], None] = lambda reading: None,
+    application: str = "default",
 ) -> FastAPI:
-    """Return the ASGI app with all endpoints. record: receives the metrics of requests."""
+    """Return the ASGI app with all endpoints. record: receives the metrics of requests.
+
+    application: its name in Serve, to find its metrics.
+    """
     api = FastAPI(
         title="serve_spec",
         version=__version__,
@@ -80,6 +85,7 @@ def create_api(
     add_state(api, config, fleet, admission)
     _add_models(api, config.model.names)
     _add_operations(api, config, fleet, admission, recent)
+    _add_metrics(api, Aliases(config, application))
     add_status_page(api)
     _add_docs(api)
     return api
@@ -202,10 +208,13 @@ def _add_operations(
             "ray_dashboard": ray_address(),
         }
 
+
+def _add_metrics(api: FastAPI, aliases: Aliases) -> None:
     @api.get("/metrics", include_in_schema=False)
     async def metrics() -> Response:
-        """Return the fleet's metrics in Prometheus' text format."""
-        return Response(await fleet_metrics(), media_type="text/plain; version=0.0.4")
+        """Return the fleet's metrics in Prometheus' text format, also by other servers' names."""
+        ours = await fleet_metrics()
+        return Response(ours + aliases.render(ours), media_type="text/plain; version=0.0.4")
 
 
 def _add_docs(api: FastAPI) -> None:
