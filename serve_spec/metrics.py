@@ -49,6 +49,11 @@ _TPOT_BUCKETS = (
     0.5, 1.0, 2.0, 3.0, 5.0, 7.0, 10.0, 15.0, 20.0, 30.0, 50.0, 100.0, 200.0, 500.0, 1e3,
 )  # fmt: skip
 
+_REQUEST_BUCKETS = (
+    10.0, 20.0, 50.0, 100.0, 200.0, 300.0, 500.0, 800.0, 1e3, 1.5e3, 2e3, 2.5e3, 5e3, 1e4, 1.5e4,
+    2e4, 3e4, 6e4, 1.2e5, 2.4e5, 4.8e5, 9.6e5,
+)  # fmt: skip
+
 
 def _counter(name: str, text: str, *labels: str) -> Metric:
     return Metric(f"serve_spec_{name}", "counter", text, labels)
@@ -158,6 +163,7 @@ LAST_REASON = _gauge(
     "last_reason", "1 for the reason of the policy's last decision, 0 for earlier ones.", "reason"
 )
 SLOT = _gauge("slot", "Smallest batch size of the slot that made the last decision.")
+PREEMPTIONS = _counter("preemptions", "Requests preempted because the KV pages ran out.")
 FORCED_ACCEPTANCE = _gauge(
     "forced_acceptance",
     "1 while acceptance is synthetic, for load tests: texts are not the model's.",
@@ -195,6 +201,18 @@ REQUESTS = _counter(
     "Finished requests by outcome: done, refused, failed or left.",
     "measured_at",
     "outcome",
+)
+REQUEST_MS = _ms(
+    "request_ms",
+    "Time from arrival, at the router or at the engine, to the last token, in ms.",
+    "measured_at",
+    buckets=_REQUEST_BUCKETS,
+)
+FINISHED = _counter(
+    "finished_requests",
+    "Requests that are done by finish reason: stop, length or abort.",
+    "measured_at",
+    "finish_reason",
 )
 IGNORED_FIELDS = _counter("ignored_fields", "Unknown fields of requests, which were ignored.")
 

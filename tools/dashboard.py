@@ -7,6 +7,7 @@ maximum over the processes of a replica, because series of dead processes remain
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from serve_spec.serving.statistics.telemetry import exported_names
 _SELECTED = 'application=~"$application",replica=~"$replica"'
 _ALL_REPLICAS = 'application=~"$application"'
 _WIDTH, _HEIGHT = 8, 8
+_HELP = {name: metric.help for metric in metrics.METRICS for name in exported_names(metric)}
+_NAME = re.compile(r"ray_serve_spec_\w+")
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,10 @@ def _fleet() -> list[Panel]:
             ("rejected (429)", _rate(metrics.REJECTED)),
             ("resumed on another replica", _rate(metrics.RESUMED)),
             ("unknown fields", _rate(metrics.IGNORED_FIELDS)),
+        )),
+        Panel("Finished requests per second by reason", "reqps", (
+            ("{{finish_reason}}",
+             _rate(metrics.FINISHED, "finish_reason", only='measured_at="router"')),
         )),
         Panel("Acceptance rate of draft tokens", "percentunit",
               _ratios(metrics.CORRECT_DRAFTS, metrics.DRAFT_TOKENS)),
@@ -204,6 +211,9 @@ def _pages() -> list[Panel]:
     return [
         Panel("KV pages by state", "short", (("{{state}}", f"sum by (state) ({by_state})"),)),
         _by_replica("KV cache usage", "percentunit", metrics.KV_USAGE),
+        Panel("Preemptions", "short", (
+            ("replica {{replica}}", _increase(metrics.PREEMPTIONS, "replica")),
+        )),
         Panel("Prefix cache hit rate (tokens)", "percentunit",
               _ratios(metrics.PREFIX_HIT_TOKENS, metrics.PREFIX_QUERY_TOKENS)),
     ]  # fmt: skip
@@ -213,6 +223,7 @@ def _latency() -> list[Panel]:
     return [
         Panel("Time to first token at the router", "ms", _quantiles(metrics.TTFT_MS)),
         Panel("Time per output token at the router", "ms", _quantiles(metrics.TPOT_MS)),
+        Panel("Time of requests at the router", "ms", _quantiles(metrics.REQUEST_MS)),
         Panel("Mean time to first token, engine and framework", "ms",
               _split(metrics.FIRST_TOKEN_WAIT_MS, metrics.FIRST_TOKENS)),
         Panel("Mean time per output token, engine and framework", "ms",
@@ -296,12 +307,19 @@ def _chart(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
         "id": number,
         "type": "timeseries",
         "title": panel.title,
+        "description": _description(panel),
         "datasource": source,
         "gridPos": place,
         "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
         "options": {"legend": {"displayMode": "list", "placement": "bottom"}},
         "targets": targets,
     }
+
+
+def _description(panel: Panel) -> str:
+    """Return the meaning of every metric that a panel draws, as declared."""
+    named = dict.fromkeys(name for _, query in panel.lines for name in _NAME.findall(query))
+    return " ".join(dict.fromkeys(_HELP[name] for name in named))
 
 
 def _variables() -> list[dict[str, Any]]:

@@ -15,7 +15,10 @@ DRAWN = (
     "vllm:time_per_output_token_seconds_sum", "vllm:time_per_output_token_seconds_count",
     "vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:num_requests_running",
     "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:prefix_cache_queries_total",
-    "vllm:prefix_cache_hits_total", "sglang:num_running_reqs", "sglang:num_queue_reqs",
+    "vllm:prefix_cache_hits_total", "vllm:e2e_request_latency_seconds_bucket",
+    "vllm:e2e_request_latency_seconds_sum", "vllm:e2e_request_latency_seconds_count",
+    "vllm:request_success_total", "vllm:num_preemptions_total",
+    "sglang:e2e_request_latency_seconds_bucket", "sglang:num_running_reqs", "sglang:num_queue_reqs",
     "sglang:token_usage", "sglang:cache_hit_rate", "sglang:time_to_first_token_seconds_bucket",
     "sglang:spec_accept_length", "sglang:spec_verify_calls_total",
 )  # fmt: skip
@@ -64,6 +67,8 @@ def test_figures_are_summed_over_the_replicas_of_the_application(aliases):
         line("output_tokens_total", 25), line("first_tokens_total", 4, measured_at="engine"),
         line("first_tokens_total", 4, measured_at="router"),
         line("running_seqs", 3), line("running_seqs", 2, replica="1"),
+        line("finished_requests_total", 6, measured_at="router", finish_reason="stop"),
+        line("preemptions_total", 2),
         line("waiting_seqs", 1), line("queue_len", 6),
         line("kv_pages", 30, state="used"), line("kv_pages", 10, state="free"),
     ])))  # fmt: skip
@@ -72,6 +77,9 @@ def test_figures_are_summed_over_the_replicas_of_the_application(aliases):
     assert found["vllm:generation_tokens_total",] == 29
     assert found["vllm:num_requests_running",] == found["sglang:num_running_reqs",] == 5
     assert found["vllm:num_requests_waiting",] == 7
+    assert found["vllm:request_success_total", "stop"] == 6
+    assert found["vllm:request_success_total", "length"] == 0
+    assert found["vllm:num_preemptions_total",] == 2
     assert found["vllm:kv_cache_usage_perc",] == found["sglang:token_usage",] == 0.75
     assert found["sglang:spec_accept_rate",] == 0.5
     assert found["sglang:spec_accept_length",] == 2.5

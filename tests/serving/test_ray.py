@@ -38,7 +38,11 @@ MAX_QUEUED = 4
 COMPLETIONS = "/v1/completions"
 HOLD = {"prompt": "hold on", "max_tokens": 9, "stream": True}
 # Of requests that are rejected or lose their replica, which may be none.
-NOT_CAUSED = {"serve_spec_rejected_requests", "serve_spec_resumed_requests"}
+NOT_CAUSED = {
+    "serve_spec_rejected_requests",
+    "serve_spec_resumed_requests",
+    "serve_spec_preemptions",
+}
 # Replicas are named by rank: a replacement goes on with the series of the one before it.
 EXPORTED = (
     'deployment="EngineReplica"',

@@ -21,6 +21,7 @@ from serve_spec.metrics import (
     LAST_REASON,
     METRICS,
     OUTPUT_TOKENS,
+    PREEMPTIONS,
     REQUESTS,
     ROUNDS,
     STEP_MS,
@@ -34,6 +35,7 @@ from serve_spec.serving.statistics.recent import RecentRequests
 from serve_spec.serving.statistics.telemetry import (
     ARRIVED,
     LABELS,
+    Growth,
     RayMetrics,
     RequestTimer,
     RouterTelemetry,
@@ -131,6 +133,12 @@ def test_forced_acceptance_is_a_gauge_beside_the_figures_it_spoils(told, shown):
 @pytest.mark.parametrize("odd", [{}, {"slot": None, "last_reason": None}, {"slot": "all"}], ids=str)
 def test_a_snapshot_that_says_nothing_exports_nothing(odd):
     assert list(state_readings(odd, set())) == []
+
+
+def test_a_counter_grows_by_what_its_total_has_grown():
+    growth = Growth()
+    seen = [[r.value for r in growth.of(PREEMPTIONS, total)] for total in (0, 3, 3, 5)]
+    assert seen == [[], [3], [], [2]]
 
 
 CONTEXT = SimpleNamespace(app_name="app", deployment="Router", rank=None)
@@ -264,6 +272,8 @@ def test_first_and_later_tokens_are_timed_apart(clock):
             "later_tokens_wait_ms": 80,
             "later_tokens": 4,
             "requests": 1,
+            "finished_requests": 1,
+            "request_ms": 580,
         }
     )
     assert {r.labels["measured_at"] for r in seen} == {"engine"}
@@ -403,6 +413,15 @@ def test_every_query_names_what_exists_and_asks_counters_for_growth_and_gauges_f
 def test_every_metric_is_shown_somewhere():
     shown = {EXPORTED[name] for query, _ in queries(dashboard()) for name in names_in(query)}
     assert {metric.name for metric in set(METRICS) - shown} == set()
+
+
+def test_every_panel_says_what_its_metrics_mean():
+    for panel in dashboard()["panels"]:
+        if panel["type"] == "row":
+            continue
+        drawn = {EXPORTED[n] for t in panel["targets"] for n in names_in(t["expr"])}
+        assert drawn
+        assert all(metric.help in panel["description"] for metric in drawn), panel["title"]
 
 
 def test_panels_do_not_overlap():

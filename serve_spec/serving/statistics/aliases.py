@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from serve_spec import metrics
 from serve_spec.adaptive import PolicySettings
 from serve_spec.config import ServeSpecConfig
+from serve_spec.core.request import FinishReason
 from serve_spec.metrics import Metric
 from serve_spec.serving.statistics.telemetry import exported_names
 
@@ -103,6 +104,8 @@ class Aliases:
             ("vllm:prefix_cache_queries", "Prompt tokens of admitted requests.", prompts),
             ("vllm:prefix_cache_hits", "Those found in the prefix cache.",
              fleet.total(metrics.PREFIX_HIT_TOKENS)),
+            ("vllm:num_preemptions", "Requests preempted because the KV pages ran out.",
+             fleet.total(metrics.PREEMPTIONS)),
             ("sglang:num_requests", "Finished requests.",
              fleet.total(metrics.REQUESTS, measured_at="router", outcome="done")),
             ("vllm:spec_decode_num_drafts", "Requests with drafts, by round.", drafts),
@@ -113,6 +116,16 @@ class Aliases:
              fleet.total(metrics.CORRECT_DRAFTS)),
         ):  # fmt: skip
             yield from self._family(f"{name}_total", "counter", text, [("", value)])
+        ended = [
+            (
+                f'finished_reason="{reason.value}"',
+                fleet.total(metrics.FINISHED, measured_at="router", finish_reason=reason.value),
+            )
+            for reason in FinishReason
+        ]
+        yield from self._family(
+            "vllm:request_success_total", "counter", "Requests that are done.", ended
+        )
         accepted = fleet.positions(metrics.POSITION_ACCEPTED)
         depth = max([self._depth, *accepted])
         yield from self._family(
@@ -153,11 +166,14 @@ class Aliases:
 
     def _histograms(self, fleet: _Fleet) -> Iterator[str]:
         first, later = "Time to first token, in s.", "Mean time per output token, by request, in s."
+        whole = "Time from arrival to the last token, in s."
         for name, text, metric in (
             ("vllm:time_to_first_token_seconds", first, metrics.TTFT_MS),
             ("sglang:time_to_first_token_seconds", first, metrics.TTFT_MS),
             ("vllm:request_time_per_output_token_seconds", later, metrics.TPOT_MS),
             ("vllm:time_per_output_token_seconds", later, metrics.TPOT_MS),
+            ("vllm:e2e_request_latency_seconds", whole, metrics.REQUEST_MS),
+            ("sglang:e2e_request_latency_seconds", whole, metrics.REQUEST_MS),
         ):
             buckets, count, total_ms = fleet.histogram(metric, measured_at="router")
             bounds = [("+Inf" if b == float("inf") else f"{b / 1e3:g}") for b in sorted(buckets)]

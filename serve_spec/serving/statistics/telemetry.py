@@ -208,6 +208,7 @@ class RequestTimer:
         self._first = self._last = 0.0
         self._num_later = 0
         self._outcome = "left"
+        self._finish_reason: str | None = None
 
     def observe(self, item: ReplicaItem) -> None:
         """Process an item of the replica as it arrives."""
@@ -218,14 +219,18 @@ class RequestTimer:
                 self._observe_tokens(len(item.token_ids), time.perf_counter())
             if item.finish_reason is not None:
                 self._outcome = "done"
+                self._finish_reason = item.finish_reason.value
 
     def fail(self) -> None:
         """Record that the request failed without a `Failed` item."""
         self._outcome = "failed"
 
     def end(self) -> None:
-        """Record the outcome and the time per output token."""
+        """Record the outcome, the time of the request and the time per output token."""
         self._add(metrics.REQUESTS, 1, outcome=self._outcome)
+        if self._finish_reason is not None:
+            self._add(metrics.FINISHED, 1, finish_reason=self._finish_reason)
+            self._add(metrics.REQUEST_MS, (time.perf_counter() - self._started) * 1e3)
         if self._num_later:
             wait_ms = (self._last - self._first) * 1e3
             self._add(metrics.TPOT_MS, wait_ms / self._num_later)
@@ -274,12 +279,30 @@ def pair_name(config: ServeSpecConfig) -> str:
     return f"{config.model.source}+{draft}{label}"
 
 
+class Growth:
+    """Turns totals into what counters grow by."""
+
+    def __init__(self) -> None:
+        self._counted: defaultdict[object, float] = defaultdict(float)
+
+    def of(
+        self, metric: Metric, total: float, labels: Mapping[str, str] | None = None
+    ) -> Iterator[Reading]:
+        """Yield the growth of a total since the last call, if there is any."""
+        values = dict(labels or {})
+        key = (metric, *values.values())
+        if growth := total - self._counted[key]:
+            yield Reading(metric, growth, values)
+        self._counted[key] = total
+
+
 class ReplicaTelemetry:
     """Ray metrics of one replica; created on its event loop, exported in another thread."""
 
     def __init__(self, context: Any, engine: Any) -> None:
         self._metrics = RayMetrics(serve_labels(context))
         self._reasons: set[str] = set()
+        self._growth = Growth()
         engine.report_to(self._metrics)
         self._exporter = asyncio.get_running_loop().create_task(
             _export_forever(lambda: asyncio.to_thread(self._metrics.flush))
@@ -291,7 +314,11 @@ class ReplicaTelemetry:
 
     def show(self, snapshot: Snapshot) -> None:
         """Export the metrics of an engine snapshot."""
-        for reading in state_readings(snapshot, self._reasons):
+        preemptions = number(snapshot, "num_preemptions")
+        for reading in (
+            *state_readings(snapshot, self._reasons),
+            *self._growth.of(metrics.PREEMPTIONS, preemptions),
+        ):
             self._metrics.record(reading)
 
     def close(self) -> None:
@@ -306,7 +333,7 @@ class RouterTelemetry:
         self._metrics = RayMetrics(serve_labels(context))
         self.record = self._metrics.record
         self._show = show
-        self._counted: defaultdict[object, float] = defaultdict(float)
+        self._growth = Growth()
         self._exporter = asyncio.get_running_loop().create_task(_export_forever(self.export))
 
     async def export(self) -> None:
@@ -324,10 +351,7 @@ class RouterTelemetry:
         sizes = section(router, "submission_size_histogram")
         totals += [(metrics.SUBMISSIONS, {"size": size}, number(sizes, size)) for size in sizes]
         for metric, labels, total in totals:
-            key = (metric, *labels.values())
-            if growth := total - self._counted[key]:
-                yield Reading(metric, growth, labels)
-            self._counted[key] = total
+            yield from self._growth.of(metric, total, labels)
 
 
 async def _export_forever(export: Callable[[], Awaitable[None]]) -> None:
