@@ -48,7 +48,16 @@ def main(argv: list[str]) -> int:
         print(f"recipes.train: {error}", file=sys.stderr)
         return 2
     torch.set_float32_matmul_precision("high")
-    shop = program.shop(recipe, options.work, torch.device(options.device), options.quiet)
+    try:
+        shop = program.shop(recipe, options.work, torch.device(options.device), options.quiet)
+        _run(program, shop, options)
+    except FileNotFoundError as error:  # the output of an earlier phase is missing
+        print(f"recipes.train: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _run(program: Program[Any], shop: Workshop[Any], options: argparse.Namespace) -> None:
     if options.phase == "all":
         run_all(program, shop)
     elif options.phase in program.extra:
@@ -57,7 +66,6 @@ def main(argv: list[str]) -> int:
         program.phases[options.phase][0](shop)
     if options.out is not None and options.phase in ("all", "export"):
         export(shop, options.out)
-    return 0
 
 
 def run_all(program: Program[Any], shop: Workshop[Any]) -> None:

@@ -129,6 +129,13 @@ def test_the_command_names_a_wrong_argument_and_the_remedy(capsys, arguments, pr
     assert problem in capsys.readouterr().err
 
 
+def test_a_phase_without_its_corpus_is_refused_with_the_phase_to_run_first(tmp_path, capsys):
+    line = ["target", "--preset", "smoke", "--work", str(tmp_path), "--device", "cpu"]
+    assert train.main(line) == 2
+    (problem,) = capsys.readouterr().err.splitlines()
+    assert "tokens.pt: missing; run `python -m recipes.train" in problem
+
+
 def test_every_phase_of_the_smoke_recipe_runs(tmp_path):
     """From given tokens, on a CPU: target, pool, all drafts, evaluation."""
     recipe = PROGRAMS["smoke"].recipe()
