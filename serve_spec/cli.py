@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 
@@ -99,10 +99,12 @@ def _check_config(argv: list[str]) -> int:
 
         return read_plan(file).configs
 
-    def check_checkpoints(config: ServeSpecConfig) -> None:
+    def check_checkpoints(config: ServeSpecConfig) -> Mapping[str, str]:
+        from serve_spec.engine.check import resolved_values  # imports torch
         from serve_spec.serving.deployment.plan import check_model
 
         check_model(config)
+        return resolved_values(config)
 
     return main(argv, describe_draft, read_deployment, check_checkpoints)
 

@@ -27,8 +27,8 @@ DescribeDraft = Callable[[Path, ServeSpecConfig | None], str]
 ReadDeployment = Callable[[Path], Sequence[ServeSpecConfig]]
 """Validates a Ray Serve file, such as those in `deploy/`; returns its configurations."""
 
-CheckCheckpoints = Callable[[ServeSpecConfig], None]
-"""Raises an error if the checkpoints of a configuration cannot be used."""
+CheckCheckpoints = Callable[[ServeSpecConfig], Mapping[str, str]]
+"""Returns resolved values; raises an error if the checkpoints of a configuration cannot be used."""
 
 
 def main(
@@ -37,7 +37,10 @@ def main(
     read_deployment: ReadDeployment,
     check_checkpoints: CheckCheckpoints,
 ) -> int:
-    """Print the resolved configuration or the draft's description; return 0, or 1 on errors."""
+    """Print the configuration with resolved values, or the draft's description.
+
+    Returns 0, or 1 on errors.
+    """
     parser = Parser(
         prog="serve-spec check-config",
         usage="serve-spec check-config MODEL [KEY=VALUE ...] [options]",
@@ -61,8 +64,7 @@ def main(
             configs = _load(args.config, given, read_deployment)
             if args.draft is None:
                 configs = [config.download() for config in configs]
-                for config in configs:
-                    check_checkpoints(config)
+                resolved = [_as_comment(check_checkpoints(config)) for config in configs]
         draft = None if args.draft is None else _draft_folder(args.draft)
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -70,7 +72,8 @@ def main(
     if draft is not None:
         print(describe_draft(draft, configs[0] if configs else None))
     else:
-        print("---\n".join(map(_as_yaml, configs)), end="")
+        shown = (text + _as_yaml(config) for text, config in zip(resolved, configs, strict=True))
+        print("---\n".join(shown), end="")
         for config in configs:
             if ignored := ignored_adaptive_keys(config.speculative):
                 print(ignored, file=sys.stderr)
@@ -96,6 +99,11 @@ def _load(
 def _draft_folder(name: str) -> Path:
     field = "--draft"
     return checkpoint_folder(field, checkpoint_name(field, name, Path.cwd()), progress=True)
+
+
+def _as_comment(values: Mapping[str, str]) -> str:
+    """Return resolved values as comments, so that the output stays a configuration."""
+    return "".join(f"# {name}: {value}\n" for name, value in values.items())
 
 
 def _as_yaml(config: ServeSpecConfig) -> str:

@@ -14,7 +14,7 @@ def main(argv):
         argv,
         lambda draft, config: f"{draft} {config and config.model.path}",
         lambda file: (),
-        lambda config: None,
+        lambda config: {"context": f"{config.model.max_model_len} positions"},
     )
 
 
@@ -30,6 +30,7 @@ def test_the_printed_configuration_is_the_resolved_one(tmp_path, drafting, capsy
     file.write_text(yaml.safe_dump(drafting))
     assert main([str(file), "page_size=4", "synthetic_acceptance=[0.8, 0.6]"]) == 0
     printed.write_text(capsys.readouterr().out)
+    assert printed.read_text().startswith("# context: ")
     overrides = {"page_size": 4, "synthetic_acceptance": [0.8, 0.6]}
     assert ServeSpecConfig.load(printed) == ServeSpecConfig.load(file, **overrides)
 

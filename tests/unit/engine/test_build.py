@@ -15,7 +15,7 @@ from serve_spec.core.errors import CheckpointError, InvalidRequest
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine import build
-from serve_spec.engine.check import check_checkpoints
+from serve_spec.engine.check import check_checkpoints, resolved_values
 from serve_spec.models.drafts.base import DraftOptions, Evidence
 from serve_spec.models.drafts.loader import load_draft
 from serve_spec.models.drafts.standalone import StandaloneFamily
@@ -366,6 +366,25 @@ def test_a_dummy_head_that_does_not_fit_is_refused_before_anything_starts(
     )
     with pytest.raises(CheckpointError, match=message):
         check_checkpoints(config)
+
+
+def test_resolved_values_are_those_of_the_models_that_are_loaded():
+    config = ServeSpecConfig.load(
+        "asset:tiny", device="cpu", max_model_len=128, num_pages=40, page_size=8
+    )
+    loaded, values = build.load_models(config, SINGLE), resolved_values(config)
+    assert values["context"].split()[0] == str(loaded.target.max_model_len)
+    assert values["pages"] == f"{loaded.num_pages} of 8 tokens"
+    assert values["device"] == loaded.device.type
+    assert f"torch.{values['dtype']}" == str(loaded.target.dtype)
+    assert f"torch.{values['draft format'].split()[-1]}" == str(loaded.head.dtype)
+    assert values["depths"].startswith("0, 1, ")
+
+
+def test_speculation_that_is_off_is_told_with_what_to_try(target):
+    values = resolved_values(ServeSpecConfig.load(str(target), load_format="dummy", device="cpu"))
+    assert values["speculation"] == "off: no draft; try --speculative-algorithm NGRAM"
+    assert "depths" not in values
 
 
 def test_every_rank_has_its_part_of_the_same_dummy_weights(target):
