@@ -120,15 +120,16 @@ class Links(HTMLParser):
         found += [v for k, v in attrs if k in ("src", "href") and v and tag != "base"]
 
 
-def test_everything_the_page_loads_is_served_here_and_needs_no_key(config):
+@pytest.mark.parametrize(("path", "num_files"), [("/", 4), ("/docs", 2)])
+def test_everything_the_pages_load_is_served_here_and_needs_no_key(config, path, num_files):
     config = ServeSpecConfig.load(config, api_keys=["k1"])
-    page = ask(config, "/")
+    page = ask(config, path)
     assert page.headers["content-type"].startswith("text/html")
     policy = page.headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "http" not in policy
     links = [link for link in Links(page.text).found if not link.startswith("data:")]
-    assert len(links) == 4
+    assert len(links) == num_files
     for link in links:
         answer = ask(config, f"/{link}")
         assert answer.status_code == 200, link
@@ -308,3 +309,15 @@ def test_a_phone_shows_the_page_without_scrolling_sideways(config, tmp_path):
         eventually(lambda: evaluate("document.getElementById('why').textContent"), bool)
         width, shown = "document.documentElement.scrollWidth", "window.innerWidth"
         assert evaluate(f"{width} <= {shown} && {shown} < 600")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+def test_the_page_of_the_api_lists_operations_and_their_fields(config, tmp_path):
+    with (
+        listening(Server(config, BusyFleet()).app) as port,
+        browser(f"http://127.0.0.1:{port}/docs", tmp_path) as evaluate,
+    ):
+        body = "document.body.textContent"
+        page = eventually(lambda: evaluate(body), lambda text: "operations" in text)
+        assert "POST /v1/chat/completions" in page
+        assert "max_completion_tokens" in page

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
-from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import Response
 
 from serve_spec import __version__
@@ -27,19 +26,12 @@ from serve_spec.serving.protocols.responses import add_responses
 from serve_spec.serving.router.admission import Admission
 from serve_spec.serving.statistics.aliases import Aliases
 from serve_spec.serving.statistics.recent import RecentRequests
-from serve_spec.serving.statistics.status_page import add_status_page, ray_dashboard
+from serve_spec.serving.statistics.status_page import add_pages, ray_dashboard
 from serve_spec.serving.statistics.telemetry import fleet_metrics
 
 if TYPE_CHECKING:
     from serve_spec.serving.router.fleet import RayFleet
 
-# Of the page of the API: FastAPI's scripts and icon come from these hosts.
-_DOCS_POLICY = (
-    "default-src 'none'; script-src https://cdn.jsdelivr.net 'unsafe-inline'; "
-    "style-src https://cdn.jsdelivr.net 'unsafe-inline'; connect-src 'self'; "
-    "img-src https://fastapi.tiangolo.com data:; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'"
-)
 _ERRORS = {
     400: "A field is wrong; `param` names it.",
     401: "No valid API key.",
@@ -86,8 +78,7 @@ def create_api(
     _add_models(api, config.model.names)
     _add_operations(api, config, fleet, admission, recent)
     _add_metrics(api, Aliases(config, application))
-    add_status_page(api)
-    _add_docs(api)
+    add_pages(api)
     return api
 
 
@@ -215,15 +206,3 @@ def _add_metrics(api: FastAPI, aliases: Aliases) -> None:
         """Return the fleet's metrics in Prometheus' text format, also by other servers' names."""
         ours = await fleet_metrics()
         return Response(ours + aliases.render(ours), media_type="text/plain; version=0.0.4")
-
-
-def _add_docs(api: FastAPI) -> None:
-    """Add FastAPI's page of the API, whose scripts the browser loads from another host."""
-
-    @api.get("/docs", include_in_schema=False)
-    async def docs(request: Request) -> Response:
-        """Return the page."""
-        schema = request.scope.get("root_path", "").rstrip("/") + "/openapi.json"
-        page = get_swagger_ui_html(openapi_url=schema, title="serve_spec")
-        page.headers["content-security-policy"] = _DOCS_POLICY
-        return page

@@ -82,7 +82,7 @@ def _of_framework(request: Request, error: HTTPException) -> ApiError:
 
 
 # Health probes have no key; the status page asks for one.
-_OPEN_PATHS = frozenset({"/health", "/health_generate", "/ping", "/"})
+_OPEN_PATHS = frozenset({"/health", "/health_generate", "/ping", "/", "/docs"})
 
 CLIENT: ContextVar[str] = ContextVar("client", default="")
 """The client of the current request: its API key, else its address."""

@@ -1,4 +1,4 @@
-"""The live status page: an HTML file, its script and a charting library."""
+"""The live status page and the page of the API: HTML files, scripts and a charting library."""
 
 # No `from __future__ import annotations` here: FastAPI reads the annotations of the routes.
 
@@ -16,17 +16,22 @@ _POLICY = (
 )
 
 
-def add_status_page(api: FastAPI) -> None:
-    """Add `GET /` and the files of the page."""
+def add_pages(api: FastAPI) -> None:
+    """Add `GET /`, `GET /docs` and their files; neither loads anything from another host."""
     files = resources.files("serve_spec.serving.statistics") / "static"
-    page = (files / "status.html").read_text()
 
-    @api.get("/", include_in_schema=False)
-    async def status_page(request: Request) -> Response:
-        """Return the page, with the application's route prefix as base URL."""
-        base = html.escape(request.scope.get("root_path", "").rstrip("/") + "/")
-        headers = {"content-security-policy": _POLICY}
-        return HTMLResponse(page.replace("{{base}}", base), headers=headers)
+    def add_page(path: str, name: str) -> None:
+        page = (files / name).read_text()
+
+        @api.get(path, include_in_schema=False)
+        async def show(request: Request) -> Response:
+            """Return the page, with the application's route prefix as base URL."""
+            base = html.escape(request.scope.get("root_path", "").rstrip("/") + "/")
+            headers = {"content-security-policy": _POLICY}
+            return HTMLResponse(page.replace("{{base}}", base), headers=headers)
+
+    add_page("/", "status.html")
+    add_page("/docs", "docs.html")
 
     def add_asset(name: str, media_type: str) -> None:
         content = (files / name).read_bytes()
@@ -39,6 +44,7 @@ def add_status_page(api: FastAPI) -> None:
     for name in ("status", "uplot.min"):
         add_asset(f"{name}.css", "text/css")
         add_asset(f"{name}.js", "text/javascript")
+    add_asset("docs.js", "text/javascript")
 
 
 def ray_dashboard() -> str | None:
