@@ -95,10 +95,13 @@ function settings(place, chart, names, options) {
   };
 }
 
-function line(chart, label, index, { points = false, bars = false, stacked, color = lineColor }) {
+function line(chart, label, index, { points = false, bars = false, stacked, color = lineColor, back = 0 }) {
   const stroke = color(index);
+  // Replicas report at different times, so one may have its newest value a few points before.
   const value = (u, drawn, series, at) => {
-    const own = chart.data[series]?.[at];
+    const column = chart.data[series] ?? [];
+    const newest = column.slice(Math.max(0, at - back), at + 1).filter((each) => each != null);
+    const own = newest.at(-1);
     if (label === NO_TRIALS) return own ? "yes" : "no";
     return own === null || own === undefined ? UNKNOWN : compact.format(own);
   };
@@ -380,12 +383,13 @@ function show(status) {
   showTiles(status);
   draw("throughput", ["tokens/s"],
     [history.time_s, rates(history.time_s, history.decode_tokens)], { range: fromZero });
-  draw("batch", ...perReplica(replicas, "batch_size"), { range: fromZero });
-  draw("length", ...perReplica(replicas, "tokens_per_step"), { range: fromZero });
+  const back = 2 * Math.min(replicas.length, MOST_LINES);
+  draw("batch", ...perReplica(replicas, "batch_size"), { range: fromZero, back });
+  draw("length", ...perReplica(replicas, "tokens_per_step"), { range: fromZero, back });
   draw("drafts", ["proposed", "verified", "accepted"], draftsByPosition(replicas),
     { overTime: false, x: "position", range: fromZero, points: true, empty: "no recent drafts" });
-  draw("calibration", ...ratioPerReplica(replicas, "observed_to_expected"), { range: aroundOne });
-  draw("steptime", ...ratioPerReplica(replicas, "measured_to_predicted"), { range: aroundOne });
+  draw("calibration", ...ratioPerReplica(replicas, "observed_to_expected"), { range: aroundOne, back });
+  draw("steptime", ...ratioPerReplica(replicas, "measured_to_predicted"), { range: aroundOne, back });
   draw("positions", ["accepted", NO_TRIALS], byPosition(fleet.acceptance),
     { overTime: false, x: "position", range: fraction, bars: true, empty: "no drafts yet" });
   const replica = chosen(replicas);
