@@ -338,6 +338,8 @@ class SpeculationStats:
     num_correct_drafts: int = 0
     rounds_by_num_steps: dict[int, int] = field(default_factory=dict)
     synthetic_acceptance: bool = False
+    rounds_by_correct: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Rounds by `num_steps`, then by accepted drafts, also those behind a stop string."""
 
     @property
     def accept_length(self) -> float:
@@ -352,6 +354,8 @@ class SpeculationStats:
         self.num_draft_tokens += num_steps if num_draft_tokens is None else num_draft_tokens
         self.num_correct_drafts += num_correct_drafts
         self.rounds_by_num_steps[num_steps] = self.rounds_by_num_steps.get(num_steps, 0) + 1
+        rounds = self.rounds_by_correct.setdefault(num_steps, {})
+        rounds[num_correct_drafts] = rounds.get(num_correct_drafts, 0) + 1
 
     def as_dict(self) -> dict[str, object]:
         """Return the JSON form, `usage.speculation` of the HTTP API."""

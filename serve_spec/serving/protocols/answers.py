@@ -30,6 +30,7 @@ from serve_spec.serving.protocols.logprobs import (
     joined,
     prompt_logprobs,
 )
+from serve_spec.serving.protocols.request_metrics import sglang_speculation, vllm_speculation
 
 
 def encode_text(text: str) -> bytes:
@@ -230,12 +231,26 @@ class Details:
     prompt_token_ids: of each prompt, to return with the token ids of every choice; None: neither.
     num_prompt_logprobs: most likely tokens of `prompt_logprobs`; None: no log-probabilities.
     token_bytes: the tokenizer's, for `prompt_logprobs`.
+    has_metrics, has_sglext: whether there are `metrics.speculative_decoding` and `sglext`; depth:
+    the most drafts of a round.
     """
 
     num_choices: int = 1
     prompt_token_ids: Sequence[list[int]] | None = None
     num_prompt_logprobs: int | None = None
     token_bytes: TokenBytesLookup | None = None
+    has_metrics: bool = False
+    has_sglext: bool = False
+    depth: int = 0
+
+    def of_request(self, stats: SpeculationStats) -> JSONObject:
+        """Return the fields about the speculation of the whole request."""
+        fields: JSONObject = {}
+        if self.has_metrics:
+            fields["metrics"] = {"speculative_decoding": vllm_speculation(stats, self.depth)}
+        if self.has_sglext:
+            fields["sglext"] = {"spec_tokens_details": sglang_speculation(stats, self.depth)}
+        return fields
 
     def of_prompt(self, index: int, first: TokenDelta) -> JSONObject:
         """Return the fields about the prompt of choice `index`, whose first delta is `first`."""
@@ -270,6 +285,7 @@ class AnswerFormat(ABC):
     def __init__(self, head: AnswerHead, token_bytes: TokenBytesLookup | None = None) -> None:
         self.head = head
         self.details = Details()
+        self._of_request: JSONObject = {}
         self._begun: set[int] = set()
         """Choices whose prompt has been described."""
         self._token_bytes = token_bytes
@@ -291,10 +307,15 @@ class AnswerFormat(ABC):
         self._around[index] = before, after
         return first
 
+    def describe(self, stats: SpeculationStats) -> None:
+        """Take the speculation of the request, which has ended, for the details."""
+        self._of_request = self.details.of_request(stats)
+
     def complete(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> JSONAnswer:
         """Return the complete response from all deltas of each choice."""
         answers = [self._choice(index, deltas) for index, deltas in enumerate(choices)]
         body = {**self.head.fields(self.kind), "choices": answers, "usage": counts}
+        body |= self._of_request
         for index, answer in enumerate(answers):
             self._detail(body, answer, index, choices[index])
         return body
@@ -351,7 +372,7 @@ class AnswerFormat(ABC):
 
     def usage_chunk(self, counts: Usage) -> JSONObject:
         """Return the last chunk of a stream with `include_usage`; it has no choices."""
-        return {**self._chunk(), "usage": counts}
+        return {**self._chunk(), "usage": counts, **self._of_request}
 
     def _chunk(self, *choices: JSONObject) -> JSONObject:
         """Return a chunk; `usage` is null if the last chunk holds it."""

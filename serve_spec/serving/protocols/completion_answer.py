@@ -72,6 +72,7 @@ async def complete_answer(answer: RunningAnswer, form: AnswerFormat) -> JSONAnsw
     choices: list[list[TokenDelta]] = [[] for _ in range(answer.num_choices)]
     async for index, delta in answer.deltas():
         choices[index].append(delta)
+    form.describe(answer.counts.speculation)
     # In a thread, because formatting many log-probabilities would delay other streams.
     return await asyncio.to_thread(form.complete, choices, usage(*answer.counts))
 
@@ -89,6 +90,7 @@ async def stream_frames(
         async for index, delta in answer.deltas():
             if events := _events(answer, form, index, delta):
                 yield events
+        form.describe(answer.counts.speculation)
         yield form.ending(usage(*answer.counts))
     except ApiError as error:
         logger.warning("request %s (%s) failed: %s", form.head.id, trace_id, error.message)

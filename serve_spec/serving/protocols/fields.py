@@ -95,7 +95,7 @@ PRESENTATION = frozenset({
     "max_dynamic_patch", "media_io_kwargs", "min_dynamic_patch", "mm_processor_kwargs",
     "return_cached_tokens_details", "return_flat_raw_output_top_logprobs",
     "return_flat_raw_top_logprobs", "return_flat_raw_top_logprobs_b64", "return_meta_info",
-    "return_mm_kwargs", "return_spec_tokens_details", "return_text_in_logprobs",
+    "return_mm_kwargs", "return_text_in_logprobs",
     "return_token_offsets", "rid", "routed_dp_rank", "routed_experts_prompt_start",
     "routed_experts_start_len", "session_id",
     "stream_interval", "stream_reasoning", "use_audio_in_video", "video_config",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from fastapi import Request
 
 from serve_spec import __version__
+from serve_spec.adaptive import PolicySettings
 from serve_spec.config import ServeSpecConfig
 from serve_spec.config.serving import RouterConfig
 from serve_spec.core.request import SamplingParams
@@ -57,6 +58,8 @@ class Frontend:
         self._salts = _salts(config.router)
         self._record = record
         self._fingerprint = answers.fingerprint(__version__, config.model.model_dump(mode="json"))
+        self._has_metrics = config.router.per_request_spec_decode_metrics
+        self._depth = PolicySettings.of(config.speculative).max_depth
         self._synthetic_acceptance = config.speculative.synthetic_acceptance is not None
         self._runner = CompletionRunner(
             fleet,
@@ -111,6 +114,9 @@ class Frontend:
             ids if body.return_token_ids else None,
             body.prompt_logprobs,
             await self.text.token_bytes() if is_scored else None,
+            has_metrics=self._has_metrics,
+            has_sglext=bool(body.return_spec_tokens_details),
+            depth=self._depth,
         )
 
     async def prompts(self, body: CompletionRequest, max_tokens: int) -> list[Prompt]:

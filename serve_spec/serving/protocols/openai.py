@@ -129,6 +129,7 @@ class BaseRequest(StrictFields):
         "with `stream`."
     )
     return_token_ids: bool | None = about("Return `prompt_token_ids` and `token_ids`.")
+    return_spec_tokens_details: bool | None = about("Return `sglext.spec_tokens_details`.")
     return_tokens_as_token_ids: bool | None = about('Name tokens of `logprobs` as "token_id:5".')
     priority: Int64 | None = about("Lower is served first and preempted last; default 0.")
     request_id: Name | None = about("The last part of the answer's `id`; default: random.")

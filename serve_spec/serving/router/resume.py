@@ -47,6 +47,10 @@ class FleetSpeculation(SpeculationStats):
         for num_steps, num_rounds in counts.rounds_by_num_steps.items():
             known = self.rounds_by_num_steps.get(num_steps, 0)
             self.rounds_by_num_steps[num_steps] = known + num_rounds
+        for num_steps, rounds in counts.rounds_by_correct.items():
+            sums = self.rounds_by_correct.setdefault(num_steps, {})
+            for num_correct, num_rounds in rounds.items():
+                sums[num_correct] = sums.get(num_correct, 0) + num_rounds
         self.synthetic_acceptance |= counts.synthetic_acceptance
         if isinstance(counts, FleetSpeculation):
             self.num_resumes += counts.num_resumes
