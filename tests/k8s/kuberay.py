@@ -208,3 +208,27 @@ class PodMonitor(Strict):
     kind: Literal["PodMonitor"]
     metadata: ObjectMeta
     spec: PodMonitorSpec
+
+
+class AlertingRule(Strict):
+    alert: str
+    expr: str
+    duration: str = Field(alias="for", pattern=r"^\d+[smh]$")
+    labels: Labels
+    annotations: Labels
+
+
+class RuleGroup(Strict):
+    name: str
+    rules: list[AlertingRule] = Field(min_length=1)
+
+
+class PrometheusRuleSpec(Strict):
+    groups: list[RuleGroup] = Field(min_length=1)
+
+
+class PrometheusRule(Strict):
+    apiVersion: Literal["monitoring.coreos.com/v1"]
+    kind: Literal["PrometheusRule"]
+    metadata: ObjectMeta
+    spec: PrometheusRuleSpec

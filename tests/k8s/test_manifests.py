@@ -16,7 +16,7 @@ from ray.serve._private import constants as ray_constants
 import serve_spec
 from serve_spec import cli
 from tests.k8s.deployments import DEPLOY_FILES, MODELS, THROUGHPUT, checkpoints, read
-from tests.k8s.kuberay import PodMonitor, PodTemplate, RayService
+from tests.k8s.kuberay import PodMonitor, PodTemplate, PrometheusRule, RayService
 from tests.k8s.overlays import (
     KUBERNETES,
     ROOT,
@@ -67,6 +67,8 @@ def check(overlay):
                 RayService.model_validate(document)
             case "PodMonitor":
                 PodMonitor.model_validate(document)
+            case "PrometheusRule":
+                PrometheusRule.model_validate(document)
             case _:
                 kubernetes_validate.validate(document, KUBERNETES, strict=True)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.record import StepTimes
 from serve_spec.core.request import FinishReason
+from serve_spec.core.round import Reason
 from serve_spec.metrics import (
     BATCH_SIZE,
     FORCED_ACCEPTANCE,
@@ -352,6 +354,7 @@ def test_each_metric_is_declared_once_and_its_samples_stand_together():
 
 
 SHIPPED = Path(__file__).parents[2] / "deploy/dashboards/serve_spec.json"
+ALERTS = Path(__file__).parents[2] / "k8s/components/monitoring/alerts.yaml"
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}
 # By Ray's rules, not by our code for them: what its exporter really does is in test_ray.
 EXPORTED = {f"ray_{m.name}{suffix}": m for m in METRICS for suffix in SUFFIXES[m.kind]}
@@ -413,6 +416,19 @@ def test_every_query_names_what_exists_and_asks_counters_for_growth_and_gauges_f
 def test_every_metric_is_shown_somewhere():
     shown = {EXPORTED[name] for query, _ in queries(dashboard()) for name in names_in(query)}
     assert {metric.name for metric in set(METRICS) - shown} == set()
+
+
+def test_every_alert_names_metrics_and_labels_that_exist():
+    (group,) = yaml.safe_load(ALERTS.read_text())["spec"]["groups"]
+    for rule in group["rules"]:
+        names = set(re.findall(r"ray_serve_spec_\w+", rule["expr"]))
+        assert names
+        assert names <= set(EXPORTED), rule["alert"]
+        allowed = {label for name in names for label in EXPORTED[name].labels} | set(LABELS)
+        assert labels_in(rule["expr"]) <= allowed, rule["alert"]
+        assert rule["expr"].count("(") == rule["expr"].count(")")
+        for reason in re.findall(r'reason="(\w+)"', rule["expr"]):
+            assert reason in set(Reason)
 
 
 def test_every_panel_says_what_its_metrics_mean():
