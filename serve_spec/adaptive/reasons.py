@@ -32,7 +32,9 @@ def explain(shown: Mapping[str, Any]) -> str:
     """Return the last decision in a controller's `snapshot` as a sentence.
 
     With predictions it compares drafting with plain decoding: "depth 2, 61 of 128 drafts: predicted
-    46 tokens/ms against 43 plain at batch 64; guard off". Else it tells what the reason means.
+    46 tokens/ms against 43 plain at batch 64; guard off". Trials, and choices that are not
+    predicted to be the fastest, have their reason, too. Without predictions the meaning of the
+    reason is the sentence.
     """
     depth = shown["speculative_num_steps"]
     drafts = shown["speculative_num_draft_tokens"] - 1
@@ -47,14 +49,17 @@ def explain(shown: Mapping[str, Any]) -> str:
         return f"{chosen}: {MEANINGS[reason]}"
     size = (shown.get("break_even") or {}).get("batch_size", 0)
     total, budget = drafts * size, shown.get("budget")
-    if total:
+    is_trial = reason in (Reason.PROBE, Reason.BASELINE)
+    if total and not is_trial:  # few requests of a trial draft
         verified = total if budget is None else min(budget, total)
         chosen += f", {verified} of {total} drafts"
     name = "0" if depth and "0" in others else max(others, key=lambda each: others[each])
     other = "plain" if name == "0" else f"at depth {name}"
-    trial = f" ({reason}: a trial)" if reason in (Reason.PROBE, Reason.BASELINE) else ""
+    why = ""
+    if is_trial or predicted[shape] < max(others.values()):
+        why = f" ({reason}: {'a trial' if is_trial else MEANINGS[reason]})"
     return (
-        f"{chosen}{trial}: predicted {predicted[shape]:.3g} tokens/ms against {others[name]:.3g} "
+        f"{chosen}{why}: predicted {predicted[shape]:.3g} tokens/ms against {others[name]:.3g} "
         f"{other} at batch {size}; {_guard(shown)}"
     )
 

@@ -37,13 +37,13 @@ PLAIN = {"speculative_num_steps": 0, "speculative_num_draft_tokens": 1}
         ),
         (
             {"last_reason": "probe"},
-            "depth 2, 61 of 128 drafts (probe: a trial): predicted 46 tokens/ms against 43 plain "
-            "at batch 64; guard off",
+            "depth 2 (probe: a trial): predicted 46 tokens/ms against 43 plain at batch 64; "
+            "guard off",
         ),
         (
             {**PLAIN, "last_reason": "guard", "slots": {"64": {"guard_rounds_left": 40}}},
-            "plain decoding: predicted 43 tokens/ms against 46 at depth 2 at batch 64; "
-            "guard on for 40 more rounds",
+            "plain decoding (guard: no drafts: drafting was measured slower than plain decoding): "
+            "predicted 43 tokens/ms against 46 at depth 2 at batch 64; guard on for 40 more rounds",
         ),
         (
             {"speculative_num_draft_tokens": 7, "predicted_goodput": {"0": 43.0, "2x6": 50.0}},

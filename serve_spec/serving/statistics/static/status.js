@@ -42,9 +42,11 @@ function draw(id, names, data, options = {}) {
   const drawn = options.stacked ? stacked(data) : data;
   if (!charts[id] || charts[id].key !== key) {
     if (charts[id]) charts[id].plot.destroy();
+    delete charts[id];
     place.replaceChildren();
-    const chart = (charts[id] = { key, data });
+    const chart = { key, data };
     chart.plot = new uPlot(settings(place, chart, names, options), drawn, place);
+    charts[id] = chart;
   } else {
     charts[id].data = data;
     charts[id].plot.setData(drawn);
@@ -398,7 +400,7 @@ function show(status) {
   const made = replica?.decisions;
   drawShares("bydepth", made, "by_num_steps", {
     order: parseFloat,
-    color: (depth) => lineColor(parseInt(depth, 10)),
+    color: (depth) => (depth.includes("x") ? hue(parseInt(depth, 10)) : lineColor(parseInt(depth, 10))),
     label: (depth) => (depth === "0" ? "plain" : `depth ${depth}`),
   });
   const place = (name) => reasons.indexOf(name);
