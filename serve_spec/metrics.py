@@ -168,6 +168,9 @@ FORCED_ACCEPTANCE = _gauge(
     "forced_acceptance",
     "1 while acceptance is synthetic, for load tests: texts are not the model's.",
 )
+COSTS_MISSING = _gauge(
+    "costs_missing", "1 while the policy has no measured costs of steps, so `ema` decides."
+)
 
 # Metrics of requests, at the router and at the engine. Every latency has a histogram for its
 # quantiles, and counters for its mean: exporters that rebuild a histogram from its buckets know the

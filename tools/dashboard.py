@@ -101,6 +101,7 @@ def _fleet() -> list[Panel]:
         )),
         _by_replica("Synthetic acceptance (1: load test, text is not the model's)", "short",
                     metrics.FORCED_ACCEPTANCE),
+        _by_replica("Missing costs (1: `ema` decides)", "short", metrics.COSTS_MISSING),
     ]  # fmt: skip
 
 

@@ -50,6 +50,8 @@ def resolved_values(config: ServeSpecConfig) -> dict[str, str]:
         values["speculation"] = config.speculative.speculative_algorithm
         values["depths"] = f"{', '.join(map(str, depths))}; {len(policy.trees)} trees"
     if config.speculative.enabled and config.draft_folder is not None:
+        if device.type == "cuda" and not torch.cuda.is_available():
+            return {**values, "draft format": "as the GPU computes fastest"}
         weights = draft_weights(config.speculative.speculative_draft_model_quantization, device)
         asked = config.speculative.speculative_draft_dtype
         of_draft = draft_dtype(asked, dtype, device, weights)

@@ -19,6 +19,7 @@ from serve_spec.core.request import FinishReason
 from serve_spec.core.round import Reason
 from serve_spec.metrics import (
     BATCH_SIZE,
+    COSTS_MISSING,
     FORCED_ACCEPTANCE,
     LAST_REASON,
     METRICS,
@@ -130,6 +131,14 @@ def test_an_old_reason_is_set_back_when_a_new_one_comes():
 def test_forced_acceptance_is_a_gauge_beside_the_figures_it_spoils(told, shown):
     found = list(state_readings({"synthetic_acceptance": told}, set()))
     assert found == [Reading(FORCED_ACCEPTANCE, shown)]
+
+
+@pytest.mark.parametrize(
+    ("state", "shown"), [("missing", 1.0), ("measured", 0.0), ("loaded", 0.0), ("unused", 0.0)]
+)
+def test_missing_costs_are_a_gauge_that_alerts_can_watch(state, shown):
+    found = list(state_readings({"costs": {"state": state}}, set()))
+    assert found == [Reading(COSTS_MISSING, shown)]
 
 
 @pytest.mark.parametrize("odd", [{}, {"slot": None, "last_reason": None}, {"slot": "all"}], ids=str)

@@ -186,6 +186,9 @@ def state_readings(snapshot: Snapshot, reasons: set[str]) -> Iterator[Reading]:
         yield Reading(
             metrics.FORCED_ACCEPTANCE, float(snapshot["synthetic_acceptance"] is not None)
         )
+    state = section(snapshot, "costs").get("state")
+    if isinstance(state, str):
+        yield Reading(metrics.COSTS_MISSING, float(state == "missing"))
     if isinstance(last_reason, str):
         reasons.add(last_reason)
         for reason in sorted(reasons):

@@ -381,6 +381,12 @@ def test_resolved_values_are_those_of_the_models_that_are_loaded():
     assert values["depths"].startswith("0, 1, ")
 
 
+def test_the_draft_format_of_a_gpu_on_another_machine_is_left_open():
+    assert not torch.cuda.is_available()
+    values = resolved_values(ServeSpecConfig.load("asset:tiny", device="cuda"))
+    assert values["draft format"] == "as the GPU computes fastest"
+
+
 def test_speculation_that_is_off_is_told_with_what_to_try(target):
     values = resolved_values(ServeSpecConfig.load(str(target), load_format="dummy", device="cpu"))
     assert values["speculation"] == "off: no draft; try --speculative-algorithm NGRAM"
