@@ -302,6 +302,9 @@ def test_after_any_coming_and_going_everybody_heard_their_own_words(data):
                 assert name in left or listener.text == sent, "without delay"
                 assert name in left or listener.task.done() == (spoken[name] == words[name])
         assert wire.batcher.num_open("r1") == 0
+        for listener in listeners:
+            await listener.leave()
+        assert not wire.batcher._by_replica, "nothing is kept of requests that have ended"
 
     asyncio.run(scenario())
 

@@ -151,6 +151,8 @@ class Batcher(ABC):
         self._waiting: dict[Hashable, list[_PendingRequest]] = {}
         self._timers: dict[Hashable, asyncio.TimerHandle] = {}
         self._requests: dict[str, _PendingRequest] = {}
+        self._by_replica: dict[str, dict[str, _PendingRequest]] = {}
+        """Requests sent to each replica, open or not yet left by their reader."""
         self._to_cancel: dict[str, list[str]] = {}
         self._submissions: set[asyncio.Task[None]] = set()
         self._submission_sizes = SizeHistogram()
@@ -263,11 +265,8 @@ class Batcher(ABC):
         return self._open_requests(replica) + self._to_cancel.get(replica, [])
 
     def _open_requests(self, replica: str) -> list[str]:
-        return [
-            request_id
-            for request_id, pending in self._requests.items()
-            if pending.is_open and pending.replica == replica
-        ]
+        sent = self._by_replica.get(replica, {})
+        return [request_id for request_id, pending in sent.items() if pending.is_open]
 
     def _join(self, group: Hashable, pending: _PendingRequest) -> None:
         waiting = self._waiting.setdefault(group, [])
@@ -281,7 +280,9 @@ class Batcher(ABC):
     def _leave(self, pending: _PendingRequest) -> None:
         """Remove a request and cancel it at its replica; no-op if it has ended."""
         request_id = pending.request.request_id
-        if self._requests.pop(request_id, None) is None or not pending.is_open:
+        is_known = self._requests.pop(request_id, None) is not None
+        self._forget_sent(pending)
+        if not is_known or not pending.is_open:
             return
         pending.close()
         if pending.replica is not None:
@@ -290,6 +291,15 @@ class Batcher(ABC):
             waiting.remove(pending)
             if not waiting:
                 self._stop_waiting(pending.group)
+
+    def _forget_sent(self, pending: _PendingRequest) -> None:
+        """Remove a request from those of its replica; no-op if it was not sent."""
+        replica, request_id = pending.replica, pending.request.request_id
+        if replica is not None and (sent := self._by_replica.get(replica)) is not None:
+            if sent.get(request_id) is pending:
+                del sent[request_id]
+            if not sent:
+                del self._by_replica[replica]
 
     def _submit_group(self, group: Hashable) -> None:
         requests = self._stop_waiting(group)
@@ -326,6 +336,7 @@ class Batcher(ABC):
         now = asyncio.get_running_loop().time()
         for pending in requests:
             pending.replica, pending.sent_at = replica, now
+            self._by_replica.setdefault(replica, {})[pending.request.request_id] = pending
         sizes = self._replica_sizes.setdefault(replica, SizeHistogram())
         sizes.add(self.num_open(replica))
         if len(self._replica_sizes) > _MAX_REPLICAS:
