@@ -142,8 +142,8 @@ def test_a_replica_is_gone_only_when_ray_says_so(error, is_alive, monkeypatch):
 def test_a_large_fleet_reports_less_often_but_never_so_rarely_that_it_seems_silent(clocks):
     actor = SpecStats(stale_after_s=15, history_s=60)
     asked = [report(actor, str(number)) for number in range(6000)]
-    assert asked[0] < 0.01, "less than any replica waits by itself"
+    assert asked[0] <= 0.01, "less than any replica waits by itself"
     assert asked == sorted(asked)
     for num_replicas, interval_s in enumerate(asked, start=1):
-        assert num_replicas * 1e-3 <= 0.6001 * interval_s or interval_s == 7.5
+        assert num_replicas * 1e-3 <= 0.1001 * interval_s or interval_s == 7.5
     assert asked[-1] == 7.5

@@ -63,8 +63,8 @@ class ReplicaActors:
         return ray.get_actor(name, namespace=_SERVE_NAMESPACE)
 
 
-# CPU cores that reports may use; the rest is left for queries and peaks.
-_CORES = 0.6
+# CPU cores that reports may use. Queries and Ray's head node share the host.
+_CORES = 0.1
 # CPU seconds of a report with some margin. Most is Ray's overhead per call.
 _REPORT_S = 1e-3
 _ANSWER_WITHIN_S = 2.0
