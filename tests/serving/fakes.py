@@ -208,8 +208,8 @@ class ReplicaEnd(RouterConnections):
 class RouterEnd:
     """A router's end of its connection to replica r1, and what it receives."""
 
-    def __init__(self, name="router", max_quiet_checks=3):
-        self.connections = ReplicaConnections(name, "127.0.0.1", self, max_quiet_checks)
+    def __init__(self, name="router", max_quiet_checks=3, host="127.0.0.1"):
+        self.connections = ReplicaConnections(name, host, self, max_quiet_checks)
         self.heard, self.lost = [], []
         self.open = []
 
