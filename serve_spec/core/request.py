@@ -338,7 +338,7 @@ class SpeculationStats:
     num_correct_drafts: int = 0
     rounds_by_num_steps: dict[int, int] = field(default_factory=dict)
     synthetic_acceptance: bool = False
-    rounds_by_correct: dict[int, dict[int, int]] = field(default_factory=dict)
+    rounds_by_correct: dict[int, dict[int, int]] = field(default_factory=dict, compare=False)
     """Rounds by `num_steps`, then by accepted drafts, also those behind a stop string."""
 
     @property

@@ -344,6 +344,7 @@ class ReportingLoop(FakeLoop):
             "slot": "1",
             "last_reason": "gain",
             "synthetic_acceptance": None,
+            "costs": {"state": "measured"},
             "break_even": {"tokens_per_ms": {"0": 1.0, "3": 1.5}},
             "started_from": self.accept_rates,
         }
