@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import Grammar, structured_grammar
@@ -336,10 +336,14 @@ class SpeculationStats:
     num_rounds: int = 0
     num_draft_tokens: int = 0
     num_correct_drafts: int = 0
-    rounds_by_num_steps: dict[int, int] = field(default_factory=dict)
-    synthetic_acceptance: bool = False
-    rounds_by_correct: dict[int, dict[int, int]] = field(default_factory=dict, compare=False)
+    rounds_by_correct: dict[int, dict[int, int]] = field(default_factory=dict)
     """Rounds by `num_steps`, then by accepted drafts, also those behind a stop string."""
+    synthetic_acceptance: bool = False
+
+    @property
+    def rounds_by_num_steps(self) -> dict[int, int]:
+        """Return the rounds by verified drafts, of trees by levels."""
+        return {n: sum(rounds.values()) for n, rounds in self.rounds_by_correct.items()}
 
     @property
     def accept_length(self) -> float:
@@ -353,9 +357,13 @@ class SpeculationStats:
         self.num_rounds += 1
         self.num_draft_tokens += num_steps if num_draft_tokens is None else num_draft_tokens
         self.num_correct_drafts += num_correct_drafts
-        self.rounds_by_num_steps[num_steps] = self.rounds_by_num_steps.get(num_steps, 0) + 1
         rounds = self.rounds_by_correct.setdefault(num_steps, {})
         rounds[num_correct_drafts] = rounds.get(num_correct_drafts, 0) + 1
+
+    def copy(self) -> Self:
+        """Return the counts of now, which later rounds do not change."""
+        rounds = {n: dict(by_correct) for n, by_correct in self.rounds_by_correct.items()}
+        return replace(self, rounds_by_correct=rounds)
 
     def as_dict(self) -> dict[str, object]:
         """Return the JSON form, `usage.speculation` of the HTTP API."""

@@ -6,7 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.core.errors import BrokenLogits
@@ -303,7 +303,7 @@ class SpecEngine:
         seq = committed.seq
         stats = seq.stats if seq.finished else None
         if seq.reports_stats:
-            stats = replace(seq.stats, rounds_by_num_steps=seq.stats.rounds_by_num_steps.copy())
+            stats = seq.stats.copy()
         tokens = tuple(committed.token_ids)
         logprobs = result.logprobs.get(seq.request_id)
         is_first = seq.num_output_tokens == len(tokens)

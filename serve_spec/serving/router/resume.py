@@ -44,9 +44,6 @@ class FleetSpeculation(SpeculationStats):
         self.num_rounds += counts.num_rounds
         self.num_draft_tokens += counts.num_draft_tokens
         self.num_correct_drafts += counts.num_correct_drafts
-        for num_steps, num_rounds in counts.rounds_by_num_steps.items():
-            known = self.rounds_by_num_steps.get(num_steps, 0)
-            self.rounds_by_num_steps[num_steps] = known + num_rounds
         for num_steps, rounds in counts.rounds_by_correct.items():
             sums = self.rounds_by_correct.setdefault(num_steps, {})
             for num_correct, num_rounds in rounds.items():

@@ -97,11 +97,16 @@ def test_a_refusal_survives_the_way_to_another_process():
 
 def test_accept_length_is_the_tokens_a_round_emits():
     stats = SpeculationStats()
+    before = stats.copy()
     assert stats.accept_length == 1.0
     for num_steps, correct in ((3, 3), (3, 0), (0, 0), (7, 5)):
         stats.observe(num_steps, correct)
     assert stats.accept_length == (4 + 1 + 1 + 6) / 4
     assert stats.as_dict()["rounds_by_num_steps"] == {"0": 1, "3": 2, "7": 1}
     assert (stats.num_draft_tokens, stats.num_correct_drafts) == (13, 8)
+    after = stats.copy()
+    stats.observe(3, 1)
+    assert after.rounds_by_correct == {3: {3: 1, 0: 1}, 0: {0: 1}, 7: {5: 1}}, "a copy stays"
+    assert before == SpeculationStats()
     assert "synthetic_acceptance" not in stats.as_dict()
     assert SpeculationStats(synthetic_acceptance=True).as_dict()["synthetic_acceptance"] is True
