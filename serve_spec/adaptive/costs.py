@@ -35,6 +35,16 @@ def bucket(batch_size: int) -> int:
     return min((batch_size * batch_size).bit_length() // 2, NUM_BUCKETS - 1)
 
 
+def _weights(num: int) -> tuple[float, float]:
+    """Return by what so many new rounds fade the older ones, and what they weigh themselves."""
+    fade = _ROUND_FADE**num
+    return fade, (1.0 - fade) / (1.0 - _ROUND_FADE)
+
+
+def _error(ms: float, predicted_ms: float) -> float:
+    return min(max(ms / predicted_ms - 1.0, _LEAST_ERROR), _MOST_ERROR)
+
+
 class Work(NamedTuple):
     """What a round computes."""
 
@@ -101,7 +111,7 @@ class Costs:
         )
         return np.asarray(prompts / present * (mixed - ms))
 
-    def _more_ms(self, size: int, drafts: Floats, prompts: Floats) -> Floats:
+    def _more_ms(self, size: int, drafts: Floats | float, prompts: Floats | float) -> Floats:
         """Return the ms of so many more tokens in a target forward, by the table."""
         tokens, verify = size + drafts, self._curves.verify_ms
         return verify(size, 0.0, tokens + prompts) - verify(size, 0.0, tokens)
@@ -154,24 +164,18 @@ class Costs:
     def learn(self, work: Work, ms: float, num: int = 1) -> None:
         """Learn from so many usual rounds of this time."""
         at = bucket(work.size), self._column(work.shape)
-        fade = _ROUND_FADE**num
-        rounds = (1.0 - fade) / (1.0 - _ROUND_FADE)
+        fade, rounds = _weights(num)
         self._rounds[at] = fade * self._rounds[at] + rounds
-        error = min(max(ms / self.table_ms(work) - 1.0, _LEAST_ERROR), _MOST_ERROR)
+        error = _error(ms, self.table_ms(work))
         self._errors[at] = fade * self._errors[at] + rounds * error
 
     def learn_mixed(self, works: Sequence[Work], times: Sequence[float]) -> None:
         """Learn from rounds of about one size that are mostly decoding, but compute prompts."""
-        errors = []
-        for work, ms in zip(works, times, strict=True):
-            usual = np.array([self.ms(work)])
-            drafts, prompts = np.array([work.drafts]), np.array([float(work.prompts)])
-            usual += self._more_ms(work.size, drafts, prompts)
-            errors.append(ms / float(usual[0]) - 1.0)
-        at, num = bucket(works[0].size), len(works)
-        error = min(max(median_low(errors), _LEAST_ERROR), _MOST_ERROR)
-        fade = _ROUND_FADE**num
-        rounds = (1.0 - fade) / (1.0 - _ROUND_FADE)
+        error = median_low(
+            _error(ms, self.ms(work) + float(self._more_ms(work.size, work.drafts, work.prompts)))
+            for work, ms in zip(works, times, strict=True)
+        )
+        at, (fade, rounds) = bucket(works[0].size), _weights(len(works))
         self._mixed[at] = fade * self._mixed[at] + (rounds, rounds * error)
 
     def learn_entries(self, work: Work, ms: float) -> None:
