@@ -24,7 +24,7 @@ _COMMANDS = {
     "check-config": ("config.command", "check a model and print its configuration, or its errors"),
     "collect-env": ("config.environment", "print versions and machine, for an issue"),
 }
-"""Module of this package and summary of each command; `_check_config` runs the last."""
+"""Module of this package and summary of each command."""
 
 _ELSEWHERE = {"train": "python -m recipes.train", "expand": "python -m benchmarks.expand"}
 """Programs of a checkout that are often taken for commands."""

@@ -96,6 +96,10 @@ def _loadable(source: AdaptiveSource | None) -> AdaptiveSource | None:
     return source
 
 
+NO_DRAFT = "off: no draft; try --speculative-algorithm NGRAM"
+"""What commands say of a configuration without speculation."""
+
+
 class SpeculativeConfig(StrictModel):
     """Draft method, and how the number of drafts adapts."""
 

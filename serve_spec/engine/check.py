@@ -6,6 +6,7 @@ import torch
 
 from serve_spec.adaptive import PolicySettings
 from serve_spec.config import ServeSpecConfig
+from serve_spec.config.speculative import NO_DRAFT
 from serve_spec.engine.build import check_fit
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.models.drafts.base import DraftOptions
@@ -42,7 +43,7 @@ def resolved_values(config: ServeSpecConfig) -> dict[str, str]:
         "context": f"{limit} of {spec.max_position_embeddings} positions",
         "dtype": _name(dtype),
         "pages": _pages(config, device),
-        "speculation": "off: no draft; try --speculative-algorithm NGRAM",
+        "speculation": NO_DRAFT,
     }
     if config.speculative.enabled:
         policy = PolicySettings.of(config.speculative)

@@ -10,7 +10,7 @@ import pytest
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.request import FinishReason, TokenLogprob
 from serve_spec.metrics import IGNORED_FIELDS
-from serve_spec.serving.errors import ApiError
+from serve_spec.serving.errors import ApiError, no_replica, starting
 from serve_spec.serving.messages import Accepted
 from serve_spec.serving.protocols import completion_answer
 from serve_spec.serving.protocols.api import create_api
@@ -328,6 +328,15 @@ def test_a_failure_is_one_line_in_the_log_and_names_the_request(server, our_log,
     # Every retry on another replica is logged as well.
     (failure,) = (line for line in our_log.messages if "continues on another replica" not in line)
     assert "id-7" in failure
+
+
+@pytest.mark.parametrize(("error", "is_logged"), [(starting(), False), (no_replica("lost"), True)])
+def test_requests_before_the_first_replica_is_ready_are_no_warnings(
+    server, our_log, error, is_logged
+):
+    server.fleet = ScriptedFleet([error])
+    assert server.complete().status_code == 503
+    assert bool(our_log.messages) == is_logged
 
 
 @pytest.mark.parametrize(("num_replicas", "status"), [(1, 200), (None, 200), (0, 503)])

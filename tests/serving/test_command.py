@@ -257,12 +257,14 @@ def test_a_listener_that_is_no_ray_ends_the_wait_of_the_command(monkeypatch):
         ({"device": "cuda"}, 0, "device='cuda': .* use device='cpu' or 'auto'"),
         ({"device": "cuda", "tensor_parallel_size": 2}, 1, "2 GPU.* lower tensor_parallel_size"),
         ({"num_gpus": 0.5}, 0, "num_gpus=0.5: .* lower it"),
+        ({"device": "cuda", "num_replicas": 3}, 2, "num_replicas=3: .* need 3 GPU.* lower it"),
+        ({"num_gpus": 0.5, "num_replicas": 2}, 1, None),
         ({"device": "cuda"}, 1, None),
         ({"device": "auto"}, 0, None),
         ({"device": "cuda", "num_gpus": 0}, 0, None),
     ],
 )
-def test_a_replica_that_no_gpu_can_hold_is_refused_by_name(config_file, keys, available, named):
+def test_replicas_that_gpus_cannot_hold_are_refused_by_name(config_file, keys, available, named):
     plan = read_plan(config_file, keys)
     refused = nullcontext() if named is None else pytest.raises(ConfigError, match=named)
     with refused:

@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 
 from serve_spec.config import ConfigError, RouterConfig, ServeSpecConfig
 from serve_spec.config.flags import Parser, add_flags, add_model, flags_named, read_flags
+from serve_spec.config.speculative import NO_DRAFT
 from serve_spec.core.errors import CheckpointError
 from serve_spec.serving.deployment.plan import Plan, check_model, read_plan
 from serve_spec.serving.processes import exit_now, holder_of_port, stop_signals, take_signals
@@ -384,7 +385,7 @@ def _speculation(config: ServeSpecConfig) -> str:
     """Say which drafts are made, or why none are."""
     speculative = config.speculative
     if not speculative.enabled:
-        return "off: no draft; try --speculative-algorithm NGRAM"
+        return NO_DRAFT
     draft = speculative.speculative_draft_model_path
     source = "" if draft is None else f" with {draft}"
     depth = "adaptive" if speculative.speculative_adaptive else "fixed"
@@ -399,18 +400,20 @@ def _dashboard_line(dashboard: str) -> str:
 
 
 def check_gpus(plan: Plan, available: int) -> None:
-    """Raise ConfigError if a replica needs more GPUs than a Ray has; Serve would wait for them."""
+    """Raise ConfigError if replicas need more GPUs than a Ray has; Serve would wait for them."""
     for config in plan.configs:
-        needed, why = config.replica.num_gpus, f"num_gpus={config.replica.num_gpus}"
-        if needed is None and config.model.device == "cuda":
-            needed, why = float(config.model.tensor_parallel_size), "device='cuda'"
-        if needed is not None and needed > available:
-            fix = "lower it" if config.replica.num_gpus else "lower tensor_parallel_size"
-            if config.replica.num_gpus is None and available == 0:
-                fix = "use device='cpu' or 'auto'"
+        each, replicas = config.replica.num_gpus, config.replica.num_replicas
+        why, fix = f"num_gpus={each}", "lower it"
+        if each is None:
+            is_on_gpus, ranks = config.model.device == "cuda", config.model.tensor_parallel_size
+            each, why = float(is_on_gpus * ranks), "device='cuda'"
+            fix = "lower tensor_parallel_size" if available else "use device='cpu' or 'auto'"
+        if each <= available < each * replicas:
+            why, fix = f"num_replicas={replicas}", "lower it"
+        if each * replicas > available:
             raise ConfigError(
-                f"{why}: a replica needs {needed:g} GPU(s), and Ray sees {available} here; {fix}, "
-                "or give --address of a cluster that has them"
+                f"{why}: {replicas} replica(s) need {each * replicas:g} GPU(s), and Ray sees "
+                f"{available} here; {fix}, or give --address of a cluster that has them"
             )
 
 

@@ -43,7 +43,8 @@ def add_error_answers(api: FastAPI) -> None:
 
     @api.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
-        if error.status >= 500 or error.status == 408:
+        is_ours = error.status >= 500 or error.status == 408
+        if is_ours and error.code != "starting":  # every client that waits for a start asks often
             logger.warning("request %s: %d %s", trace_id(request), error.status, error.message)
         return error_answer(error)
 

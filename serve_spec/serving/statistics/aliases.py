@@ -176,6 +176,8 @@ class Aliases:
             ("sglang:e2e_request_latency_seconds", whole, metrics.REQUEST_MS),
         ):
             buckets, count, total_ms = fleet.histogram(metric, measured_at="router")
+            if metric is metrics.TTFT_MS:  # Ray knows the sum of a histogram only roughly
+                total_ms = fleet.total(metrics.FIRST_TOKEN_WAIT_MS, measured_at="router")
             bounds = [("+Inf" if b == float("inf") else f"{b / 1e3:g}") for b in sorted(buckets)]
             rows = zip(bounds, (buckets[b] for b in sorted(buckets)), strict=True)
             yield f"# HELP {name} {text}"
