@@ -122,8 +122,8 @@ class StepStages:
 class StageTable:
     """Every stage of a worker, and which of them a plan runs; see `CapturedShapes`.
 
-    states: by shape. extends: draft extend, by the entries it makes at most. mixed, admits:
-    verification with prefill chunks, and admission, by whether drafts are trees.
+    states: by shape. extends: draft extend, by the entries it makes at most. mixed: verification
+    with prefill chunks, by the widest query. admits: admission, by whether drafts are trees.
     largest_batch: the largest batch of a shape that its state is meant for. max_captured: largest
     batch whose stages are captured; None: no stage is, and each runs at its exact size.
     """
@@ -132,7 +132,7 @@ class StageTable:
     states: Mapping[DraftShape, SpecRuntimeState]
     extends: Mapping[int, StageRunner]
     extend_chunks: StageRunner | None
-    mixed: Mapping[bool, StageRunner]
+    mixed: Mapping[QueryShape, StageRunner]
     admits: Mapping[bool, StageRunner]
     largest_batch: Callable[[DraftShape], int]
     max_captured: int | None
@@ -152,7 +152,8 @@ class StageTable:
         """Return the stages that a plan runs."""
         reqs = plan.decode_requests
         num_requests = len(reqs)
-        state = self._state(_shape_of(plan, reqs), num_requests)
+        wanted = _shape_of(plan, reqs)
+        state = self._state(wanted, num_requests)
         shape, is_tree = state.shape, not state.shape.is_chain
         behind: tuple[ScheduledRequest, ...] = ()
         extend = draft = verify_prompts = None
@@ -171,9 +172,14 @@ class StageTable:
             extend=extend,
             draft=draft,
             admit=None if plan.budget is None else self.admits[is_tree],
-            verify=self.mixed[is_tree] if plan.prefill_requests else state.verify,
+            verify=self._mixed(QueryShape.of(wanted)) if plan.prefill_requests else state.verify,
             verify_prompts=verify_prompts,
         )
+
+    def _mixed(self, query: QueryShape) -> StageRunner:
+        """Return the narrowest verification with prefill chunks that holds a query."""
+        fits = [q for q in self.mixed if q.is_tree == query.is_tree and q.width >= query.width]
+        return self.mixed[min(fits)]
 
     def _state(self, shape: DraftShape, num_requests: int) -> SpecRuntimeState:
         """Return the smallest state that drafts `shape` for so many requests."""

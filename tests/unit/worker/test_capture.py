@@ -174,14 +174,14 @@ def test_entries_beyond_the_widest_draft_extend_are_made_from_tokens_the_host_kn
 
 
 def test_steps_that_compute_prompts_run_captured_up_to_a_number_of_tokens(llm):
-    found = captured(llm, [*chains(2), *TREES])
-    plain, chain, tree = (
-        found.of(plan(shape, prompts=1)).verify for shape in (PLAIN, DraftShape.chain(2), TREES[0])
+    found = captured(llm, [*chains(1, 2), *TREES])
+    plain, single, chain, tree = (
+        found.of(plan(shape, prompts=1)).verify for shape in (PLAIN, *chains(1, 2), TREES[0])
     )
-    assert plain is chain
-    assert tree is not plain
+    assert plain is single
+    assert len({id(plain), id(chain), id(tree)}) == 3
     assert found.extend_chunks is not None
-    for stage in (plain, tree, found.extend_chunks):
+    for stage in (plain, chain, tree, found.extend_chunks):
         largest = stage.sizes[-1]
         assert largest.tokens <= MAX_CAPTURED_PROMPT_TOKENS
         assert (largest.requests, largest.chunks) == (8, 8)
@@ -302,7 +302,7 @@ def test_a_profile_names_the_stages_and_layers_of_steps_if_asked_to(pair, monkey
             llm.generate(prompts, params)
     assert not unasked
     assert {
-        "verify chain of 4: 5 tokens, 2 requests, 2 chunks",
+        "verify chain of 2: 5 tokens, 2 requests, 2 chunks",
         "draft 3: 2 tokens, 2 requests",
         "verify chain of 4: 8 tokens, 2 requests",
     } <= found
