@@ -114,7 +114,8 @@ def plot(rows: list[Row], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 3.2))
-    cells = newest(rows)["h200", "adaptive"]
+    found = newest(rows)
+    cells = found["h200", "adaptive"] | found["h200", "adaptive-large"]
     for color, category in enumerate(("code", "chat", "tools", "writing")):
         for temperature, line in (("0", "o-"), ("1", "o:")):
             points = []
