@@ -45,7 +45,7 @@ class AdaptiveController:
         self.switch_reason: Reason | None = None  # why the last shape differs from the one before
         self.notes = NO_NOTES  # the policy's, on its last answer
         self._active: DraftShape | None = None
-        self._reconfigured = False
+        self._reconfigured = self._limited = False
         self._fallback: str | None = None
         self._fallback_rounds_left = self._num_fallbacks = 0
         self._slots = settings.ema_slots
@@ -64,7 +64,8 @@ class AdaptiveController:
         except Exception as error:  # plain decoding serves every request, a dead engine none
             self._fall_back(f"the policy failed to choose: {error!r}")
             steps = self._policy.choose(batch)
-        reason = Reason.RECONFIGURED if self._reconfigured else self._policy.last_reason
+        self._limited = not any(batch.max_steps)
+        reason = Reason.RECONFIGURED if self._reconfigured else self._last_reason
         switched = self._active not in (None, steps.shape)
         self.switch_reason = reason if switched else None
         self._switches[reason] += switched
@@ -72,6 +73,11 @@ class AdaptiveController:
         self._rounds_by_reason[reason] += 1
         self._active, self.notes, self._reconfigured = steps.shape, steps.notes, False
         return steps
+
+    @property
+    def _last_reason(self) -> Reason:
+        """Return why the last round drafts as it does; the policy was not asked if none may."""
+        return Reason.LIMIT if self._limited else self._policy.last_reason
 
     def _choose(self, batch: DecodeBatch) -> RoundSteps:
         """Return the policy's answer; raise if it fails or does not fit the batch."""
@@ -221,7 +227,7 @@ class AdaptiveController:
             "speculative_num_draft_tokens": active.size + 1,
             "candidate_steps": [shape.depth for shape in self.shapes if shape.is_chain],
             "candidate_trees": [str(shape) for shape in self.shapes if not shape.is_chain],
-            "last_reason": self._policy.last_reason.value,
+            "last_reason": self._last_reason.value,
             "fallback": self._fallback,
             "num_fallbacks": self._num_fallbacks,
             "switches": {why.value: n for why, n in self._switches.copy().items() if n},

@@ -41,6 +41,7 @@ class Reason(StrEnum):
     BACK_OFF = "back-off"
     RANGE = "range"
     KV = "kv"
+    LIMIT = "limit"
     BASELINE = "baseline"
     GUARD = "guard"
     FALLBACK = "fallback"

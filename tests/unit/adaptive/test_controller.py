@@ -147,6 +147,18 @@ def test_switches_are_counted_by_reason():
     assert (snapshot["speculative_num_steps"], snapshot["slots"]["8"]["current_steps"]) == (3, 0)
 
 
+def test_rounds_in_which_no_request_may_draft_have_a_reason_of_their_own():
+    for strategy in ("static", "ema", "goodput"):
+        settings = PolicySettings(DraftShape.chain(3), strategy=strategy)
+        made = AdaptiveController(settings, recorded_table(GPU_8B))
+        choose(made, 4)
+        made.choose_steps(replace(decode_batch(4), max_steps=[0] * 4))
+        assert made.snapshot()["last_reason"] == "limit"
+        assert made.snapshot()["rounds_by_reason"]["limit"] == 1
+        choose(made, 4)
+        assert made.snapshot()["last_reason"] != "limit"
+
+
 def test_a_batch_that_changes_slot_takes_its_depth_at_once_and_an_empty_one_decides_nothing():
     made = controller(TWO_SLOTS, num_steps=7, min_dwell_rounds=8)
     rounds = [(choose(made, bs), made.switch_reason) for bs in (7, 8, 9, 7)]
