@@ -190,9 +190,15 @@ class RayService(Strict):
         return self
 
 
+class Relabelling(Strict):
+    action: Literal["labeldrop"]
+    regex: str
+
+
 class PodMetricsEndpoint(Strict):
     port: str
     interval: str = Field(pattern=r"^\d+s$")
+    metricRelabelings: list[Relabelling] = Field(min_length=1)
 
 
 Labels = Annotated[dict[str, str], Field(min_length=1)]

@@ -270,6 +270,15 @@ def test_monitors_scrape_ports_that_their_pods_have_and_the_network_admits(overl
                 assert admitted(overlay)[group.template.ports[endpoint.port]] is False
 
 
+def test_monitors_drop_the_label_of_rays_session_and_keep_what_tells_series_apart(overlay):
+    kept = {"WorkerId", "application", "deployment", "replica", "le", "position", "reason"}
+    for monitor in overlay.of_kind("PodMonitor"):
+        for endpoint in PodMonitor.model_validate(monitor).spec.podMetricsEndpoints:
+            (rule,) = endpoint.metricRelabelings
+            dropped = {name for name in {*kept, "SessionName"} if re.fullmatch(rule.regex, name)}
+            assert dropped == {"SessionName"}
+
+
 def test_every_pod_can_be_reached_and_scraped_and_only_serve_is_open_to_all(overlay):
     http = overlay.service.spec.deployment.http_options
     assert (http.host, http.port) == ("0.0.0.0", SERVE_PORT)
