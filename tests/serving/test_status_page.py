@@ -121,7 +121,7 @@ class Links(HTMLParser):
         found += [v for k, v in attrs if k in ("src", "href") and v and tag != "base"]
 
 
-@pytest.mark.parametrize(("path", "num_files"), [("/", 4), ("/docs", 2)])
+@pytest.mark.parametrize(("path", "num_files"), [("/", 5), ("/docs", 3)])
 def test_everything_the_pages_load_is_served_here_and_needs_no_key(config, path, num_files):
     config = ServeSpecConfig.load(config, api_keys=["k1"])
     page = ask(config, path)
@@ -322,3 +322,19 @@ def test_the_page_of_the_api_lists_operations_and_their_fields(config, tmp_path)
         page = eventually(lambda: evaluate(body), lambda text: "operations" in text)
         assert "POST /v1/chat/completions" in page
         assert "max_completion_tokens" in page
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+def test_links_to_what_needs_the_key_show_it_once_the_key_is_given(config, tmp_path):
+    config = ServeSpecConfig.load(config, api_keys=["k1"])
+    with open_page(config, tmp_path) as evaluate:
+        asks = "!document.getElementById('key').hidden"
+        eventually(lambda: evaluate(asks), bool)
+        evaluate("document.querySelector('#key input').value = 'k1'")
+        evaluate("document.getElementById('key').requestSubmit()")
+        eventually(lambda: evaluate(asks), lambda asked: not asked)
+        evaluate("document.querySelector('a[href=server_info]').click()")
+        shown = eventually(
+            lambda: evaluate("document.body.innerText"), lambda text: "max_in_flight" in text
+        )
+        assert "invalid_api_key" not in shown

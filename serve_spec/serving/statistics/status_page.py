@@ -44,7 +44,8 @@ def add_pages(api: FastAPI) -> None:
     for name in ("status", "uplot.min"):
         add_asset(f"{name}.css", "text/css")
         add_asset(f"{name}.js", "text/javascript")
-    add_asset("docs.js", "text/javascript")
+    for name in ("docs", "key"):
+        add_asset(f"{name}.js", "text/javascript")
 
 
 def ray_dashboard() -> str | None:

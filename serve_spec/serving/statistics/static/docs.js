@@ -68,9 +68,7 @@ function types() {
 
 async function load() {
   try {
-    const key = sessionStorage.getItem("key");
-    const headers = key ? { authorization: `Bearer ${key}` } : {};
-    const answer = await fetch("openapi.json", { headers });
+    const answer = await fetchWithKey("openapi.json");
     if (answer.status === 401) throw new Error("give the API key on the status page first");
     if (!answer.ok) throw new Error(`HTTP ${answer.status}`);
     const api = await answer.json();

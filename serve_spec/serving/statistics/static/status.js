@@ -420,11 +420,9 @@ function show(status) {
 }
 
 async function poll() {
-  const key = sessionStorage.getItem("key");
-  const headers = key ? { authorization: `Bearer ${key}` } : {};
   const state = byId("state");
   try {
-    const answer = await fetch("status.json", { headers });
+    const answer = await fetchWithKey("status.json");
     byId("key").hidden = answer.status !== 401;
     if (!answer.ok) throw new Error(`HTTP ${answer.status}`);
     show(await answer.json());
