@@ -23,6 +23,7 @@ _COMMANDS = {
     "bench": ("bench.command", "run adaptive, offline, online, trace, tune, breakeven"),
     "check-config": ("config.command", "check a model and print its configuration, or its errors"),
     "collect-env": ("config.environment", "print versions and machine, for an issue"),
+    "completion": ("cli", "print a script that completes commands and flags in a shell"),
 }
 """Module of this package and summary of each command."""
 
@@ -69,6 +70,8 @@ def _load(command: str) -> Callable[[list[str]], int]:
         return _check_config
     if command == "serve":
         return _serve
+    if command == "completion":
+        return _print_completion
     run: Callable[..., int] = import_module(f"serve_spec.{_COMMANDS[command][0]}").main
     if command in ("tune", "breakeven"):
         return lambda argv: run([command, *argv], "serve-spec")
@@ -107,6 +110,30 @@ def _check_config(argv: list[str]) -> int:
         return resolved_values(config)
 
     return main(argv, describe_draft, read_deployment, check_checkpoints)
+
+
+def _print_completion(argv: list[str]) -> int:
+    """Print a shell's script, from the parser of every command."""
+    import argparse
+
+    import shtab
+
+    parser = argparse.ArgumentParser(prog="serve-spec")
+    parser.add_argument("--version", action="store_true")
+    commands = parser.add_subparsers()
+    own = argparse.ArgumentParser(prog="serve-spec completion")
+    own.add_argument("shell", choices=shtab.SUPPORTED_SHELLS)
+    shell = own.parse_args(argv).shell
+    for name, (module, summary) in _COMMANDS.items():
+        if name in ("tune", "breakeven"):
+            benchmark = import_module(f"serve_spec.{module}").BENCHMARKS[name]
+            benchmark.add_flags(commands.add_parser(name, help=summary))
+            continue
+        own_module = name == "completion"
+        known = own if own_module else import_module(f"serve_spec.{module}").command_parser()
+        commands.add_parser(name, help=summary, parents=[known], add_help=False)
+    print(shtab.complete(parser, shell))
+    return 0
 
 
 def _usage() -> str:

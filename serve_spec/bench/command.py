@@ -85,8 +85,8 @@ def configured(args: argparse.Namespace, **defaults: Any) -> ServeSpecConfig:
     return load_flags(args, **{"prefix_caching": False, **defaults})
 
 
-def main(argv: list[str], prog: str = "serve-spec bench") -> int:
-    """Run one benchmark and return the exit status; raise ConfigError for a wrong argument."""
+def command_parser(prog: str = "serve-spec bench") -> Parser:
+    """Return the parser of all benchmarks."""
     parser = Parser(prog=prog, description="Measure a pair on this machine.")
     commands = parser.add_subparsers(dest="bench", metavar="BENCHMARK", required=True)
     for name, benchmark in BENCHMARKS.items():
@@ -95,7 +95,12 @@ def main(argv: list[str], prog: str = "serve-spec bench") -> int:
             name, help=benchmark.summary, description=about, formatter_class=HelpFormatter
         )
         benchmark.add_flags(command)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str], prog: str = "serve-spec bench") -> int:
+    """Run one benchmark and return the exit status; raise ConfigError for a wrong argument."""
+    args = command_parser(prog).parse_args(argv)
     module = BENCHMARKS[args.bench].module or args.bench
     with flags_named(args):
         return int(import_module(f"serve_spec.bench.{module}").run(args))

@@ -31,16 +31,8 @@ CheckCheckpoints = Callable[[ServeSpecConfig], Mapping[str, str]]
 """Returns resolved values; raises an error if the checkpoints of a configuration cannot be used."""
 
 
-def main(
-    argv: list[str],
-    describe_draft: DescribeDraft,
-    read_deployment: ReadDeployment,
-    check_checkpoints: CheckCheckpoints,
-) -> int:
-    """Print the configuration with resolved values, or the draft's description.
-
-    Returns 0, or 1 on errors.
-    """
+def command_parser() -> Parser:
+    """Return the parser of `serve-spec check-config`."""
     parser = Parser(
         prog="serve-spec check-config",
         usage="serve-spec check-config MODEL [KEY=VALUE ...] [options]",
@@ -55,6 +47,20 @@ def main(
         help="draft checkpoint to describe instead, for the target MODEL if given",
     )
     add_flags(parser)
+    return parser
+
+
+def main(
+    argv: list[str],
+    describe_draft: DescribeDraft,
+    read_deployment: ReadDeployment,
+    check_checkpoints: CheckCheckpoints,
+) -> int:
+    """Print the configuration with resolved values, or the draft's description.
+
+    Returns 0, or 1 on errors.
+    """
+    parser = command_parser()
     args = parser.parse_intermixed_args(argv)
     try:
         given = {**read_flags(args), **dict(map(parse_override, args.overrides))}

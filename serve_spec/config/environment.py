@@ -15,9 +15,14 @@ _PREFIXES = ("SERVE_SPEC_", "RAY_", "CUDA_", "HF_HUB_", "OMP_")
 _SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 
 
+def command_parser() -> argparse.ArgumentParser:
+    """Return the parser of `serve-spec collect-env`."""
+    return argparse.ArgumentParser(prog="serve-spec collect-env", description=__doc__)
+
+
 def main(argv: list[str]) -> int:
     """Print versions, machine and environment variables without secrets; return 0."""
-    argparse.ArgumentParser(prog="serve-spec collect-env", description=__doc__).parse_args(argv)
+    command_parser().parse_args(argv)
     lines = {"serve_spec": _version("serve_spec"), "python": sys.version.split()[0]}
     lines |= {name: _version(name) for name in _PACKAGES}
     lines |= {"system": platform.platform(), "CPUs": str(os.cpu_count()), "GPUs": _gpus()}

@@ -171,8 +171,8 @@ class LLM:
         return each
 
 
-def main(argv: list[str]) -> int:
-    """Complete each prompt; print its text and speculation counts."""
+def command_parser() -> Parser:
+    """Return the parser of `serve-spec generate`."""
     parser = Parser(prog="serve-spec generate", description="Complete prompts.")
     add = parser.add_argument
     add("prompts", nargs="+", help="one or more prompts")
@@ -181,7 +181,12 @@ def main(argv: list[str]) -> int:
     add("--temperature", type=float, default=0.0, help="sampling temperature (default: 0)")
     add("--seed", type=int, default=0, help="seed of each prompt (default: 0)")
     add_flags(parser)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Complete each prompt; print its text and speculation counts."""
+    args = command_parser().parse_args(argv)
     llm = LLM(load_flags(args))
     forced = llm.config.speculative.synthetic_acceptance
     if forced is not None:

@@ -53,6 +53,19 @@ def test_the_command_prints_its_version(capsys):
     assert capsys.readouterr().out == f"serve-spec {serve_spec.__version__}\n"
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_shell_completes_every_command_and_its_flags(shell, capsys, tmp_path):
+    assert cli.main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert set(cli._COMMANDS) <= set(re.findall(r"[\w-]+", script))
+    for flag in ("--speculative-num-steps", "--tensor-parallel-size", "--seconds-per-phase"):
+        assert flag in script
+    file = tmp_path / "completion"
+    file.write_text(script)
+    if found := shutil.which(shell):
+        subprocess.run([found, "-n", file], check=True)
+
+
 def test_the_environment_is_printed_without_secrets(capsys, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN", "hush")
     monkeypatch.setenv("SERVE_SPEC_LOG_LEVEL", "INFO")

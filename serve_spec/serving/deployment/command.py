@@ -55,7 +55,7 @@ class StartFailed(RuntimeError):
 
 def main(argv: list[str]) -> int:
     """Run the command; return 0, 1 if the application does not start, 2 for invalid input."""
-    parser = _parser()
+    parser = command_parser()
     args = parser.parse_args(argv)
     # Ray reports usage statistics by default.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -135,7 +135,8 @@ def _timed(what: str) -> Iterator[None]:
     print(f"{what}: done in {time.monotonic() - began:.1f} s\n", end="", flush=True)
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
+    """Return the parser of `serve-spec serve`."""
     parser = Parser(
         prog="serve-spec serve",
         usage="serve-spec serve MODEL [options]",
