@@ -18,7 +18,8 @@ class Metric:
     """Declaration of one metric, for every exporter."""
 
     name: str
-    kind: Literal["counter", "gauge", "histogram"]
+    kind: Literal["counter", "gauge", "histogram", "distribution"]
+    """A distribution is a histogram that is counted here, so that its sum is exact."""
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
@@ -49,6 +50,20 @@ _TPOT_BUCKETS = (
     0.5, 1.0, 2.0, 3.0, 5.0, 7.0, 10.0, 15.0, 20.0, 30.0, 50.0, 100.0, 200.0, 500.0, 1e3,
 )  # fmt: skip
 
+# vLLM's bounds, and below them finer ones for small models.
+_PHASE_BUCKETS_S = (
+    0.001, 0.01, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0,
+    60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+_GAP_BUCKETS_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+    5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+_TOKENS_BUCKETS = tuple(
+    float(digit * 10**power) for power in range(6) for digit in (1, 2, 5)
+)  # up to 500,000
+_CHOICES_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
+
 _REQUEST_BUCKETS = (
     10.0, 20.0, 50.0, 100.0, 200.0, 300.0, 500.0, 800.0, 1e3, 1.5e3, 2e3, 2.5e3, 5e3, 1e4, 1.5e4,
     2e4, 3e4, 6e4, 1.2e5, 2.4e5, 4.8e5, 9.6e5,
@@ -65,6 +80,10 @@ def _gauge(name: str, text: str, *labels: str) -> Metric:
 
 def _ms(name: str, text: str, *labels: str, buckets: tuple[float, ...] = _MS_BUCKETS) -> Metric:
     return Metric(f"serve_spec_{name}", "histogram", text, labels, buckets)
+
+
+def _distribution(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Metric:
+    return Metric(f"serve_spec_{name}", "distribution", text, labels, buckets)
 
 
 # Metrics of rounds.
@@ -211,6 +230,61 @@ REQUEST_MS = _ms(
     "measured_at",
     buckets=_REQUEST_BUCKETS,
 )
+REQUEST_WAIT_MS = _counter(
+    "request_wait_ms", "Sum of the times of finished requests, in ms.", "measured_at"
+)
+TPOT_WAIT_MS = _counter(
+    "time_per_output_token_wait_ms",
+    "Sum of the requests' mean times per output token, in ms.",
+    "measured_at",
+)
+GAP_S = _distribution(
+    "inter_token_latency_seconds",
+    "Time between two messages with tokens of a request, in s; a step that accepts drafts sends "
+    "its tokens in one.",
+    _GAP_BUCKETS_S,
+    "measured_at",
+)
+QUEUE_S = _distribution(
+    "request_queue_time_seconds",
+    "Time of finished requests from arrival, at the router or at the engine, until their prompt "
+    "is computed, in s.",
+    _PHASE_BUCKETS_S,
+    "measured_at",
+)
+PREFILL_S = _distribution(
+    "request_prefill_time_seconds",
+    "Time of finished requests from admission to the first token, in s.",
+    _PHASE_BUCKETS_S,
+    "measured_at",
+)
+DECODE_S = _distribution(
+    "request_decode_time_seconds",
+    "Time of finished requests from the first to the last token, in s.",
+    _PHASE_BUCKETS_S,
+    "measured_at",
+)
+INFERENCE_S = _distribution(
+    "request_inference_time_seconds",
+    "Time of finished requests from admission to the last token, in s.",
+    _PHASE_BUCKETS_S,
+    "measured_at",
+)
+PROMPT_TOKENS = _distribution(
+    "request_prompt_tokens", "Prompt tokens of finished requests.", _TOKENS_BUCKETS
+)
+GENERATION_TOKENS = _distribution(
+    "request_generation_tokens", "Tokens emitted of finished requests.", _TOKENS_BUCKETS
+)
+MAX_GENERATION_TOKENS = _distribution(
+    "request_max_num_generation_tokens",
+    "Most tokens emitted of the choices of a prompt.",
+    _TOKENS_BUCKETS,
+)
+PARAMS_MAX_TOKENS = _distribution(
+    "request_params_max_tokens", "Parameter max_tokens of finished requests.", _TOKENS_BUCKETS
+)
+PARAMS_N = _distribution("request_params_n", "Choices of a prompt.", _CHOICES_BUCKETS)
 FINISHED = _counter(
     "finished_requests",
     "Requests that are done by finish reason: stop, length or abort.",
@@ -229,7 +303,10 @@ SUBMISSIONS = _counter(
     "Messages to replicas by number of requests (upper bounds, powers of two).",
     "size",
 )
-ROUTER_METRICS = (QUEUE_LEN, IN_FLIGHT, REJECTED, RESUMED, SUBMISSIONS)
+SIZES = (
+    PROMPT_TOKENS, GENERATION_TOKENS, MAX_GENERATION_TOKENS, PARAMS_MAX_TOKENS, PARAMS_N,
+)  # fmt: skip
+ROUTER_METRICS = (QUEUE_LEN, IN_FLIGHT, REJECTED, RESUMED, SUBMISSIONS, *SIZES)
 
 OLD_NAMES = {SWITCHES: "serve_spec_tier_switches", ACCEPT_LENGTHS: "serve_spec_accept_length_rows"}
 """Former names of metrics, which are exported as well until 0.3."""
@@ -240,11 +317,15 @@ METRICS = tuple(value for value in list(globals().values()) if isinstance(value,
 
 @dataclass(frozen=True)
 class Reading:
-    """One value of a metric: added to a counter, set on a gauge, observed in a histogram."""
+    """One value of a metric: added to a counter, set on a gauge, observed in a histogram.
+
+    count: how often a distribution observes the value.
+    """
 
     metric: Metric
     value: float
     labels: dict[str, str] = field(default_factory=dict)
+    count: int = 1
 
 
 def readings(record: StepRecord) -> Iterator[Reading]:

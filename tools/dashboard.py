@@ -72,6 +72,7 @@ def _rows() -> Iterable[tuple[str, list[Panel]]]:
     yield "Step time", _rounds()
     yield "KV pages", _pages()
     yield "Latency: engine and framework", _latency()
+    yield "Sizes of requests", _sizes()
 
 
 def _fleet() -> list[Panel]:
@@ -229,6 +230,34 @@ def _latency() -> list[Panel]:
               _split(metrics.FIRST_TOKEN_WAIT_MS, metrics.FIRST_TOKENS)),
         Panel("Mean time per output token, engine and framework", "ms",
               _split(metrics.LATER_TOKENS_WAIT_MS, metrics.LATER_TOKENS)),
+        Panel("Time between messages with tokens at the router", "s", _quantiles(metrics.GAP_S)),
+        Panel("Phases of a request at the router, 90th percentile", "s", tuple(
+            (name, _quantile(metric, 0.9, 'measured_at="router"'))
+            for name, metric in (("queue", metrics.QUEUE_S), ("prefill", metrics.PREFILL_S),
+                                 ("decode", metrics.DECODE_S),
+                                 ("prefill and decode", metrics.INFERENCE_S))
+        )),
+        Panel("Sums of times per second at the router", "ms", tuple(
+            (name, _rate(metric, only='measured_at="router"'))
+            for name, metric in (("requests", metrics.REQUEST_WAIT_MS),
+                                 ("means per output token", metrics.TPOT_WAIT_MS))
+        )),
+    ]  # fmt: skip
+
+
+def _sizes() -> list[Panel]:
+    return [
+        Panel(title, "short", tuple(
+            (f"p{round(100 * q)}", _quantile(metric, q, within=_ALL_REPLICAS))
+            for q in (0.5, 0.9, 0.99)
+        ))
+        for title, metric in (
+            ("Prompt tokens of a request", metrics.PROMPT_TOKENS),
+            ("Tokens emitted of a request", metrics.GENERATION_TOKENS),
+            ("Most tokens emitted of the choices of a prompt", metrics.MAX_GENERATION_TOKENS),
+            ("Parameter max_tokens", metrics.PARAMS_MAX_TOKENS),
+            ("Choices of a prompt", metrics.PARAMS_N),
+        )
     ]  # fmt: skip
 
 
@@ -286,9 +315,9 @@ def _gauge(metric: Metric, *by: str, within: str = _SELECTED) -> str:
     return f"max by (application, {', '.join(by)}) ({name}{_selector('', within)})"
 
 
-def _quantile(metric: Metric, quantile: float, only: str = "") -> str:
-    buckets, _, _ = exported_names(metric)
-    within = _ALL_REPLICAS if only else _SELECTED
+def _quantile(metric: Metric, quantile: float, only: str = "", within: str = _SELECTED) -> str:
+    buckets, *_ = exported_names(metric)
+    within = _ALL_REPLICAS if only else within
     rate = f"rate({buckets}{_selector(only, within)}[$__rate_interval])"
     return f"histogram_quantile({quantile}, sum by (le) ({rate}))"
 

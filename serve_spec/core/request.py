@@ -383,8 +383,9 @@ class TokenDelta(NamedTuple):
 
     Text is held back while a character or a stop string is incomplete, so `text` may be empty.
     `finish_reason` is set on the last delta only, `num_cached_tokens` (prompt tokens taken from the
-    prefix cache) on the first. `logprobs` are aligned with `token_ids`, and `prompt_logprobs`, on
-    the first delta only, with the prompt, whose first token has none; both are None unless wanted.
+    prefix cache) and `prefill_s` (from admission to the first token) on the first. `logprobs` are
+    aligned with `token_ids`, and `prompt_logprobs`, on the first delta only, with the prompt, whose
+    first token has none; both are None unless wanted.
     """
 
     request_id: str
@@ -395,6 +396,7 @@ class TokenDelta(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     num_cached_tokens: int = 0
+    prefill_s: float = 0.0
 
 
 class Logprob(NamedTuple):

@@ -40,6 +40,8 @@ class Sequence:
     """Every delta carries `stats`, because the text may end within a step: it has stop strings."""
     num_cached_tokens: int | None = None
     """Tokens taken from the prefix cache; None before it is first admitted."""
+    admitted_at: float = 0.0
+    """`perf_counter` when it was first admitted."""
     has_broken_draft: bool = False
     """Its draft gave NaN or an unknown token, so it stops drafting."""
     is_recomputed: bool = False

@@ -317,6 +317,7 @@ class SpecEngine:
             logprobs=None if logprobs is None else logprobs[: len(tokens)],
             prompt_logprobs=(None, *seq.prompt_logprobs) if wants_prompt else None,
             num_cached_tokens=(seq.num_cached_tokens or 0) if is_first else 0,
+            prefill_s=time.perf_counter() - seq.admitted_at if is_first else 0.0,
         )
 
 

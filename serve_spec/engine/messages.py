@@ -147,6 +147,7 @@ def _joined(first: TokenDelta, then: TokenDelta) -> TokenDelta:
         logprobs=logprobs,
         prompt_logprobs=first.prompt_logprobs or then.prompt_logprobs,
         num_cached_tokens=first.num_cached_tokens + then.num_cached_tokens,
+        prefill_s=first.prefill_s + then.prefill_s,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, MutableSequence
 from itertools import islice
@@ -118,6 +119,7 @@ class RequestQueue:
             self.cache.reserve(seq, len(seq))
             if seq.num_cached_tokens is None:  # it is admitted for the first time
                 seq.num_cached_tokens = seq.num_computed
+                seq.admitted_at = time.perf_counter()
                 num_queries, num_hits = self._prefix_counts
                 self._prefix_counts = num_queries + len(seq), num_hits + seq.num_computed
             _insert(self.running, seq)

@@ -178,6 +178,7 @@ def merge_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
         tuple(token for tokens in logprobs for token in tokens) if logprobs else None,
         first.prompt_logprobs,
         first.num_cached_tokens,
+        first.prefill_s,
     )
 
 

@@ -381,11 +381,14 @@ def test_a_merged_delta_says_what_its_parts_say():
     tokens = [TokenLogprob(i, -1.0, 1) for i in range(3)]
     last = delta("c", 2, finish=FinishReason.STOP)
     parts = [
-        delta("a", 0)._replace(logprobs=(tokens[0],), prompt_logprobs=(None,), num_cached_tokens=5),
+        delta("a", 0)._replace(
+            logprobs=(tokens[0],), prompt_logprobs=(None,), num_cached_tokens=5, prefill_s=0.1
+        ),
         delta("b", 1)._replace(logprobs=(tokens[1],)),
         last._replace(logprobs=(tokens[2],)),
     ]
     assert merge_deltas(parts) == TokenDelta(
-        "cmpl-1", (0, 1, 2), "abc", FinishReason.STOP, last.speculation, tuple(tokens), (None,), 5
+        *("cmpl-1", (0, 1, 2), "abc", FinishReason.STOP, last.speculation),
+        *(tuple(tokens), (None,), 5, 0.1),
     )
     assert merge_deltas([delta("a", 0), delta("b", 1)]).logprobs is None

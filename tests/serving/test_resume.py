@@ -3,13 +3,16 @@
 import asyncio
 import copy
 import json
+from collections import Counter
 from contextlib import aclosing
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serve_spec import metrics
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
 from serve_spec.serving.errors import ApiError, ReplicaLost, client_too_slow, no_replica, queue_full
@@ -302,6 +305,33 @@ def test_of_a_prompt_that_several_choices_share_what_one_had_to_compute_was_not_
 
     answer = asyncio.run(choose(FleetWithCaches(()), several(2, ("a", "b")), num_prompts=2))
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0 + 16}
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+async def test_sizes_are_of_choices_and_of_prompts_that_are_answered_whole(is_whole):
+    class FleetOfSizes(ScriptedFleet):
+        async def generate(self, request):
+            choice = int(request.request_id.split("-")[-2])
+            yield ACCEPTED
+            yield delta("a", *range(choice + 1))
+            yield delta("b", 9, finish=FinishReason.LENGTH)
+
+    seen = []
+    running = replace(runner(FleetOfSizes(()), open_door()), record=seen.append)
+    async with running.run(several(2, ("a", "b"), max_tokens=7), 2) as answer:
+        if is_whole:
+            await complete_answer(answer, FORM)
+    sizes = Counter()
+    for reading in seen:
+        if reading.metric in metrics.SIZES:
+            name = reading.metric.name.removeprefix("serve_spec_request_")
+            sizes[name, reading.value] += reading.count
+    assert sizes == ({
+        ("prompt_tokens", 2): 4, ("generation_tokens", 2): 1, ("generation_tokens", 3): 1,
+        ("generation_tokens", 4): 1, ("generation_tokens", 5): 1, ("params_max_tokens", 7): 4,
+        ("max_num_generation_tokens", 3): 1, ("max_num_generation_tokens", 5): 1,
+        ("params_n", 2): 2,
+    } if is_whole else {})  # fmt: skip
 
 
 SAMPLED = {"max_tokens": 24, "ignore_eos": True}

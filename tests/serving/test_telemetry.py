@@ -21,10 +21,14 @@ from serve_spec.metrics import (
     BATCH_SIZE,
     COSTS_MISSING,
     FORCED_ACCEPTANCE,
+    GAP_S,
     LAST_REASON,
     METRICS,
     OUTPUT_TOKENS,
+    PARAMS_N,
     PREEMPTIONS,
+    QUEUE_S,
+    REQUEST_WAIT_MS,
     REQUESTS,
     ROUNDS,
     STEP_MS,
@@ -270,7 +274,7 @@ def test_first_and_later_tokens_are_timed_apart(clock):
     seen = []
     timer = RequestTimer(seen.append, "engine", started=99.5)
     timer.observe(Accepted(3, "r"))
-    timer.observe(delta("a", 1, 2))
+    timer.observe(delta("a", 1, 2)._replace(prefill_s=0.1))
     clock.now += 0.08
     timer.observe(LAST)
     timer.end()
@@ -285,9 +289,71 @@ def test_first_and_later_tokens_are_timed_apart(clock):
             "requests": 1,
             "finished_requests": 1,
             "request_ms": 580,
+            "request_wait_ms": 580,
+            "time_per_output_token_wait_ms": 20,
+            "request_queue_time_seconds": 0.4,
+            "request_prefill_time_seconds": 0.1,
+            "request_decode_time_seconds": 0.08,
+            "request_inference_time_seconds": 0.18,
+            "inter_token_latency_seconds": 0.08,
         }
     )
     assert {r.labels["measured_at"] for r in seen} == {"engine"}
+
+
+def test_gaps_are_recorded_by_bucket_before_a_long_answer_ends(clock):
+    seen = []
+    timer = RequestTimer(seen.append, "router", "door", started=99.5)
+    timer.observe(delta("a", 1))
+    waits = [0.003, 0.3, 0.004, *[0.02] * 40]
+    for wait_s in waits:
+        clock.now += wait_s
+        timer.observe(delta("a", 1, 2))
+    gaps = [reading for reading in seen if reading.metric is GAP_S]
+    assert sum(reading.count for reading in gaps) == 32
+    timer.end()
+    gaps = [reading for reading in seen if reading.metric is GAP_S]
+    assert sum(reading.count for reading in gaps) == len(waits)
+    assert sum(reading.count * reading.value for reading in gaps) == pytest.approx(sum(waits))
+    assert {r.labels["measured_at"] for r in gaps} == {"router"}
+    assert len(gaps) < 6
+
+
+def test_a_request_that_fails_has_no_phases():
+    seen = []
+    timer = RequestTimer(seen.append, "router", started=0.0)
+    timer.observe(delta("a", 1))
+    timer.observe(Failed("boom"))
+    timer.end()
+    assert not {QUEUE_S, REQUEST_WAIT_MS} & {reading.metric for reading in seen}
+
+
+def exported_counts(monkeypatch):
+    """What is recorded in Ray, by name and label `le`."""
+    counted = Counter()
+
+    def declare(metric, name, labels):
+        return lambda value, labels: counted.update({(name, labels.get("le")): value})
+
+    monkeypatch.setattr(telemetry, "_declare", declare)
+    return counted
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 3)), max_size=20))
+def test_a_distribution_is_exported_as_cumulative_counts_with_an_exact_sum(found):
+    with pytest.MonkeyPatch.context() as patch:
+        counted = exported_counts(patch)
+        exporter = RayMetrics({})
+    for half, (value, count) in enumerate(found):
+        exporter.record(Reading(PARAMS_N, value, count=count))
+        if half == len(found) // 2:
+            exporter.flush()
+    exporter.flush()
+    name = PARAMS_N.name
+    for bound in (1.0, 2.0, 5.0, 10.0, 20.0, float("inf")):
+        le = "+Inf" if bound == float("inf") else str(bound)
+        assert counted[f"{name}_bucket", le] == sum(n for value, n in found if value <= bound)
+    assert counted[f"{name}_sum", None] == sum(value * n for value, n in found)
 
 
 @pytest.mark.parametrize(
@@ -364,7 +430,12 @@ def test_each_metric_is_declared_once_and_its_samples_stand_together():
 
 SHIPPED = Path(__file__).parents[2] / "deploy/dashboards/serve_spec.json"
 ALERTS = Path(__file__).parents[2] / "k8s/components/monitoring/alerts.yaml"
-SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}
+SUFFIXES = {
+    "counter": ("_total",),
+    "gauge": ("",),
+    "histogram": ("_bucket", "_count", "_sum"),
+    "distribution": ("_bucket_total", "_sum_total"),
+}
 # By Ray's rules, not by our code for them: what its exporter really does is in test_ray.
 EXPORTED = {f"ray_{m.name}{suffix}": m for m in METRICS for suffix in SUFFIXES[m.kind]}
 

@@ -43,7 +43,7 @@ def test_names_are_unique_and_say_their_unit():
         assert metric.name.startswith("serve_spec_")
         assert not metric.name.endswith(("_total", "_bucket", "_count", "_sum")), "exporters do"
         assert metric.help.endswith(".")
-        assert (metric.kind == "histogram") == bool(metric.buckets)
+        assert (metric.kind in ("histogram", "distribution")) == bool(metric.buckets)
         assert all(bound > 0 for bound in metric.buckets), "Ray refuses a bound of zero"
 
 

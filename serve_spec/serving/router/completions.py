@@ -6,11 +6,12 @@ Each choice of a request is a separate engine request. Plain asyncio.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from serve_spec import metrics
 from serve_spec.core.request import (
     FinishReason,
     SamplingParams,
@@ -184,7 +185,7 @@ class RunningAnswer:
     is_prompt_only: bool
     deadline: Deadline
     timeout_s: float
-    num_tokens: int = 0
+    _num_tokens: dict[int, int] = field(default_factory=dict)
     _num_prompt_tokens: dict[int, int] = field(default_factory=dict)
     _num_cached_tokens: dict[int, int] = field(default_factory=dict)
     _speculation: dict[int, SpeculationStats] = field(default_factory=dict)
@@ -222,6 +223,26 @@ class RunningAnswer:
             total.add(counts)
         return TokenCounts(sum(prompts.values()), self.num_tokens, total, sum(cached.values()))
 
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens of all choices so far."""
+        return sum(self._num_tokens.values())
+
+    def sizes(self, max_tokens: int) -> Iterator[Reading]:
+        """Yield the sizes of choices and prompts, if all choices have ended."""
+        if self._num_ended < self.num_choices:
+            return
+        per_prompt = self.num_choices // self.num_prompts
+        tokens = [self._num_tokens[index] for index in range(self.num_choices)]
+        for index, num_tokens in enumerate(tokens):
+            yield Reading(metrics.PROMPT_TOKENS, self._num_prompt_tokens[index])
+            yield Reading(metrics.GENERATION_TOKENS, num_tokens)
+        yield Reading(metrics.PARAMS_MAX_TOKENS, max_tokens, count=self.num_choices)
+        for first in range(0, self.num_choices, per_prompt):
+            most = max(tokens[first : first + per_prompt])
+            yield Reading(metrics.MAX_GENERATION_TOKENS, most)
+        yield Reading(metrics.PARAMS_N, per_prompt, count=self.num_prompts)
+
     async def _next_delta(self) -> tuple[int, TokenDelta]:
         while True:
             index, item = await self._next_item()
@@ -232,7 +253,8 @@ class RunningAnswer:
             self._num_prompt_tokens[index] = item.num_prompt_tokens
 
     def _count(self, index: int, delta: TokenDelta) -> None:
-        self.num_tokens += len(delta.token_ids)
+        known = self._num_tokens.get(index, 0)
+        self._num_tokens[index] = known + len(delta.token_ids)
         self._num_cached_tokens.setdefault(index, delta.num_cached_tokens)
         if delta.speculation is not None:
             self._speculation[index] = delta.speculation
@@ -311,6 +333,8 @@ class CompletionRunner:
                 )
                 await answer.start()
                 yield answer
+                for reading in answer.sizes(choices[0].params.max_tokens):
+                    self.record(reading)
         finally:
             deadline.close()
 

@@ -13,13 +13,16 @@ compared.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 import urllib.request
+from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from itertools import chain
-from typing import Any, TypeAlias
+from dataclasses import replace
+from itertools import accumulate, chain
+from typing import Any, Protocol, TypeAlias
 
 import ray
 from ray.util import metrics as ray_metrics
@@ -33,7 +36,6 @@ from serve_spec.log import get_logger
 from serve_spec.metrics import Metric, Reading
 from serve_spec.serving.messages import Failed, Refused, ReplicaItem
 from serve_spec.serving.statistics.snapshot import Snapshot, number, section
-from serve_spec.serving.statistics.stats_actor import StatsClient
 
 logger = get_logger(__name__)
 
@@ -95,6 +97,8 @@ _MOST_WAITING = 8192
 
 _EXPORT_INTERVAL_S = 0.5
 
+_GAPS_AT_ONCE = 32
+
 _Record: TypeAlias = Callable[[float, dict[str, str]], None]
 _Key: TypeAlias = tuple[Metric, tuple[tuple[str, str], ...]]
 
@@ -106,6 +110,8 @@ def exported_names(metric: Metric) -> tuple[str, ...]:
         return (f"{name}_total",)
     if metric.kind == "histogram":
         return (f"{name}_bucket", f"{name}_count", f"{name}_sum")
+    if metric.kind == "distribution":
+        return (f"{name}_bucket_total", f"{name}_sum_total")
     return (name,)
 
 
@@ -114,13 +120,17 @@ class RayMetrics:
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._record = {
-            metric: [_declare(metric, name, dict(labels)) for name in names(metric)]
+            metric: [_declare(part, name, dict(labels)) for part, name in _declared(metric)]
             for metric in metrics.METRICS
         }
         self._rounds: deque[StepRecord] = deque(maxlen=_MOST_WAITING)
+        self._distributions = Distributions()
 
     def record(self, reading: Reading) -> None:
-        """Record one reading; takes a few microseconds."""
+        """Record one reading, a distribution's at the next flush; takes a few microseconds."""
+        if reading.metric.kind == "distribution":
+            self._distributions.observe(reading)
+            return
         for record in self._record[reading.metric]:
             record(reading.value, dict(reading.labels))
 
@@ -129,10 +139,61 @@ class RayMetrics:
         self._rounds.append(record)
 
     def flush(self) -> None:
-        """Record the buffered rounds: the sum for counters, the newest value for gauges."""
+        """Record distributions and rounds: the sum for counters, the newest value for gauges."""
+        for metric, labels, counts, total in self._distributions.take():
+            record_bucket, record_sum = self._record[metric]
+            for bound, count in zip(bounds(metric), accumulate(counts), strict=True):
+                if count:  # Ray refuses zeros
+                    record_bucket(count, {**labels, "le": bound})
+            if total > 0:
+                record_sum(total, labels)
         waiting = [self._rounds.popleft() for _ in range(len(self._rounds))]
         for reading in merged(chain.from_iterable(map(metrics.readings, waiting))):
             self.record(reading)
+
+
+class Distributions:
+    """Counts what distributions observe, in any thread, until it is taken."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[_Key, list[int]] = {}
+        self._sums: defaultdict[_Key, float] = defaultdict(float)
+
+    def observe(self, reading: Reading) -> None:
+        """Count a reading."""
+        metric, count = reading.metric, reading.count
+        key = metric, tuple(reading.labels.items())
+        with self._lock:
+            counts = self._counts.get(key)
+            if counts is None:
+                counts = self._counts[key] = [0] * (len(metric.buckets) + 1)
+            counts[bisect_left(metric.buckets, reading.value)] += count
+            self._sums[key] += reading.value * count
+
+    def take(self) -> list[tuple[Metric, dict[str, str], list[int], float]]:
+        """Return metric, labels, counts by bucket and sum of what is new since the last call."""
+        with self._lock:
+            counts, self._counts = self._counts, {}
+            sums, self._sums = self._sums, defaultdict(float)
+        return [(key[0], dict(key[1]), found, sums[key]) for key, found in counts.items()]
+
+
+def bounds(metric: Metric) -> list[str]:
+    """Return the values of the label `le`, as Prometheus writes them."""
+    return [*(str(float(bound)) for bound in metric.buckets), "+Inf"]
+
+
+def _declared(metric: Metric) -> list[tuple[Metric, str]]:
+    """Return the metrics to declare in Ray for one, with their names."""
+    if metric.kind != "distribution":
+        return [(metric, name) for name in names(metric)]
+    labels = metric.labels
+    buckets = replace(metric, kind="counter", labels=(*labels, "le"))
+    return [
+        (buckets, f"{metric.name}_bucket"),
+        (replace(metric, kind="counter"), f"{metric.name}_sum"),
+    ]
 
 
 def names(metric: Metric) -> list[str]:
@@ -200,7 +261,11 @@ OLD_ROUTER_LABEL = "door"
 
 
 class RequestTimer:
-    """Measures the latency of a request from `started`, by `perf_counter`, for `record`."""
+    """Measures the latency of a request from `started`, by `perf_counter`, for `record`.
+
+    The prefill is the engine's measurement. The time before it is the queue's: of the router and
+    the engine, with the way between them.
+    """
 
     def __init__(
         self, record: Callable[[Reading], None], *measured_at: str, started: float
@@ -209,7 +274,11 @@ class RequestTimer:
         self._measured_at = measured_at
         self._started = started
         self._first = self._last = 0.0
+        self._prefill_s = 0.0
         self._num_later = 0
+        self._num_gaps = 0
+        self._gaps: dict[int, list[float]] = {}
+        """Gaps between tokens since the last reading, by bucket."""
         self._outcome = "left"
         self._finish_reason: str | None = None
 
@@ -219,7 +288,7 @@ class RequestTimer:
             self._outcome = "refused" if isinstance(item, Refused) else "failed"
         elif isinstance(item, TokenDelta):
             if item.token_ids:
-                self._observe_tokens(len(item.token_ids), time.perf_counter())
+                self._observe_tokens(item, time.perf_counter())
             if item.finish_reason is not None:
                 self._outcome = "done"
                 self._finish_reason = item.finish_reason.value
@@ -232,29 +301,59 @@ class RequestTimer:
         """Record the outcome, the time of the request and the time per output token."""
         self._add(metrics.REQUESTS, 1, outcome=self._outcome)
         if self._finish_reason is not None:
+            request_ms = (time.perf_counter() - self._started) * 1e3
             self._add(metrics.FINISHED, 1, finish_reason=self._finish_reason)
-            self._add(metrics.REQUEST_MS, (time.perf_counter() - self._started) * 1e3)
+            self._add(metrics.REQUEST_MS, request_ms)
+            self._add(metrics.REQUEST_WAIT_MS, request_ms)
+            if self._first:
+                self._add_phases()
+        self._add_gaps()
         if self._num_later:
             wait_ms = (self._last - self._first) * 1e3
             self._add(metrics.TPOT_MS, wait_ms / self._num_later)
+            self._add(metrics.TPOT_WAIT_MS, wait_ms / self._num_later)
             self._add(metrics.LATER_TOKENS, self._num_later)
             self._add(metrics.LATER_TOKENS_WAIT_MS, wait_ms)
 
-    def _observe_tokens(self, count: int, now: float) -> None:
-        self._last = now
-        if self._first:
-            self._num_later += count
+    def _observe_tokens(self, delta: TokenDelta, now: float) -> None:
+        before, self._last = self._last, now
+        if before:
+            self._num_later += len(delta.token_ids)
+            gap_s = now - before
+            bucket = bisect_left(metrics.GAP_S.buckets, gap_s)
+            self._gaps.setdefault(bucket, []).append(gap_s)
+            self._num_gaps += 1
+            if self._num_gaps >= _GAPS_AT_ONCE:
+                self._add_gaps()
             return
         self._first = now
+        self._prefill_s = min(delta.prefill_s, now - self._started)
         wait_ms = (now - self._started) * 1e3
         self._add(metrics.TTFT_MS, wait_ms)
         self._add(metrics.FIRST_TOKENS, 1)
         self._add(metrics.FIRST_TOKEN_WAIT_MS, wait_ms)
 
+    def _add_phases(self) -> None:
+        """Record the phases, which add up to the time until the last token."""
+        decode_s = self._last - self._first
+        self._add(metrics.QUEUE_S, self._first - self._started - self._prefill_s)
+        self._add(metrics.PREFILL_S, self._prefill_s)
+        self._add(metrics.DECODE_S, decode_s)
+        self._add(metrics.INFERENCE_S, self._prefill_s + decode_s)
+
+    def _add_gaps(self) -> None:
+        """Record the gaps of each bucket in one reading, as a reading costs more than a gap."""
+        for gaps in self._gaps.values():
+            labels = {"measured_at": self._measured_at[0]}
+            self._record(Reading(metrics.GAP_S, sum(gaps) / len(gaps), labels, len(gaps)))
+        self._gaps.clear()
+        self._num_gaps = 0
+
     def _add(self, metric: Metric, value: float, **labels: str) -> None:
         if value <= 0 and metric.kind == "counter":  # Ray refuses it
             return
-        for place in self._measured_at:
+        is_new = metric.kind == "distribution"  # it has no former label
+        for place in self._measured_at[:1] if is_new else self._measured_at:
             self._record(Reading(metric, value, {"measured_at": place, **labels}))
 
 
@@ -343,6 +442,7 @@ class RouterTelemetry:
         """Export the router's queue and counters."""
         for reading in self._readings(self._show()):
             self._metrics.record(reading)
+        self._metrics.flush()
 
     def _readings(self, router: Snapshot) -> Iterator[Reading]:
         yield Reading(metrics.QUEUE_LEN, number(router, "queue_len"))
@@ -366,7 +466,14 @@ async def _export_forever(export: Callable[[], Awaitable[None]]) -> None:
             logger.warning("metrics not exported: %r", error)
 
 
-def start_warm(config: ServeSpecConfig, engine: Any, stats: StatsClient) -> None:
+class PriorSource(Protocol):
+    """Knows the acceptance of the fleet: `StatsClient`."""
+
+    def prior(self, pair: str, max_steps: int) -> list[float] | None:
+        """Return accept rates by position, or None."""
+
+
+def start_warm(config: ServeSpecConfig, engine: Any, stats: PriorSource) -> None:
     """Give an engine the fleet's acceptance rates, if there are any; blocks for up to 2 s."""
     max_steps = PolicySettings.of(config.speculative).max_depth
     prior = stats.prior(pair_name(config), max_steps) if max_steps else None

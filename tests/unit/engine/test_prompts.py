@@ -1,5 +1,7 @@
 """Prompts begin beside texts that decode, cost their rounds little, and share pages."""
 
+import time
+
 import pytest
 
 from serve_spec.core.request import SamplingParams
@@ -45,6 +47,21 @@ def test_a_text_whose_last_token_alone_is_left_to_compute_goes_on_from_it(
         emitted += [token for delta in engine.step() for token in delta.token_ids]
     assert emitted == list(plain.token_ids)
     assert engine.scheduler.queue.num_preemptions == 1
+
+
+def test_the_first_tokens_say_how_long_their_prefill_took_and_later_ones_nothing(make_llm):
+    """From the first admission: a preemption begins no other prefill."""
+    engine = make_llm("EAGLE3", 4).engine
+    before = time.perf_counter()
+    engine.add(seq := engine.new_sequence("a", list(range(40)), SamplingParams(max_tokens=8)))
+    deltas = []
+    while engine.has_work:
+        if deltas and not engine.scheduler.queue.num_preemptions:
+            engine.drain()
+            engine.scheduler.queue.preempt(seq)
+        deltas += engine.step()
+    assert before < seq.admitted_at < seq.admitted_at + deltas[0].prefill_s < time.perf_counter()
+    assert not any(delta.prefill_s for delta in deltas[1:])
 
 
 def test_bad_words_are_banned_as_they_are_and_after_a_space(make_llm):

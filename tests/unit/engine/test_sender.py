@@ -38,7 +38,8 @@ def test_whenever_the_channel_takes_them_the_tokens_of_a_request_come_once_and_i
             stats = SpeculationStats(num_rounds=number + 1) if index == 1 else None
             reason = FinishReason.LENGTH if number == len(rounds) - 1 else None
             first = int(number == 0)
-            deltas.append(TokenDelta(str(index), tokens, "", reason, stats, logprobs, None, first))
+            said = stats, logprobs, None, first, 0.5 * first
+            deltas.append(TokenDelta(str(index), tokens, "", reason, *said))
         message = EngineMessage(deltas=deltas, replies=[Reply(number, None)])
         if waiting is None:
             waiting = message
@@ -55,6 +56,7 @@ def test_whenever_the_channel_takes_them_the_tokens_of_a_request_come_once_and_i
         assert [delta.finish_reason for delta in found[:-1]] == [None] * (len(found) - 1)
         assert found[-1].finish_reason is FinishReason.LENGTH
         assert sum(delta.num_cached_tokens for delta in found) == 1
+        assert [delta.prefill_s for delta in found] == [0.5] + [0.0] * (len(found) - 1)
         if index == 0:
             assert [e.token_id for delta in found for e in delta.logprobs] == wanted
         if index == 1:
