@@ -31,10 +31,11 @@ class Point(BaseModel):
 
 @pytest.fixture(scope="session")
 def url():
-    """Base URL of `serve-spec serve deploy/tiny.yaml`."""
+    """Base URL of `serve-spec serve deploy/tiny.yaml`, with figures of each request."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
     command = [os.environ["SERVE_SPEC"], "serve", "deploy/tiny.yaml", "--port", port]
+    command += ["--per-request-spec-decode-metrics"]
     server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         ready = (re.match(r"ready: .* at (http\S+)", line) for line in server.stdout)
@@ -140,3 +141,24 @@ def test_lm_eval_scores_likelihoods(url, tmp_path):
     (result,) = (tmp_path / "out").rglob("results_*.json")
     scores = json.loads(result.read_text())["results"]["likelihoods"]
     assert scores["acc,none"] == 1.0
+
+
+def test_aiperf_reports_the_speculation_of_requests_and_of_the_server(url, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join([json.dumps({"text": USER["content"]})] * 8))
+    command = [
+        *(sys.executable, "-m", "aiperf", "profile", "--model", MODEL, "--url", url),
+        *("--tokenizer", str(ROOT / "serve_spec/assets/tiny/target"), "--ui", "simple"),
+        *("--endpoint-type", "chat", "--streaming", "--request-count", "8", "--concurrency", "2"),
+        *("--input-file", str(prompts), "--custom-dataset-type", "single_turn"),
+        *("--output-tokens-mean", "32", "--extra-inputs", "temperature:0"),
+        *("--output-artifact-dir", str(tmp_path)),
+    ]
+    ran = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    assert "LLM Metrics: Spec Decode" in ran.stdout
+    assert "Server Metrics: Speculative Decoding" in ran.stdout
+    (found,) = tmp_path.rglob("profile_export_aiperf.json")
+    figures = json.loads(found.read_text())
+    assert figures["request_count"]["avg"] == 8
+    assert not figures.get("error_request_count")
+    assert 1 < figures["spec_decode_token_weighted_acceptance_length"]["avg"] < 8
