@@ -35,7 +35,7 @@ def url():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
     command = [os.environ["SERVE_SPEC"], "serve", "deploy/tiny.yaml", "--port", port]
-    command += ["--per-request-spec-decode-metrics"]
+    command += ["--per-request-spec-decode-metrics", "detailed"]
     server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         ready = (re.match(r"ready: .* at (http\S+)", line) for line in server.stdout)

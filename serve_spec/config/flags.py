@@ -55,7 +55,7 @@ FLAGS = (
     Flag(("--max-num-seqs", "--max-running-requests"), "max_num_seqs"),
     *_named_as("max_num_batched_tokens", "chunked_prefill_size", "max_queued_requests"),
     *_named_as("host", "port"),
-    Flag(("--per-request-spec-decode-metrics",), "per_request_spec_decode_metrics", fixed=True),
+    *_named_as("per_request_spec_decode_metrics"),
     Flag(("--api-key",), "api_keys"),
     *_named_as(*(key for key in SpeculativeConfig.model_fields if key != _DRAFT_RANKS)),
     Flag(("--speculative-draft-tp-size", "--speculative-draft-tensor-parallel-size"), _DRAFT_RANKS),

@@ -53,9 +53,9 @@ class RouterConfig(StrictModel):
     ] = "auto"  # fmt: skip
     """Format of reasoning, named as in vLLM and SGLang; auto: by the chat template;
     deepseek_r1: answers always begin with reasoning."""
-    per_request_spec_decode_metrics: bool = False
+    per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = "none"
     """Add vLLM's `metrics.speculative_decoding` to completions and chats; of streams, to the chunk
-    with the usage."""
+    with the usage. detailed: with the drafts of every round."""
     strict_fields: bool = False
     """Refuse unknown request fields with status 400; by default they are ignored and counted."""
     api_keys: tuple[str, ...] = Field((), repr=False)

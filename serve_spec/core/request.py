@@ -61,13 +61,18 @@ class StructuredOutputsParams(dict[str, Any]):
 
 @dataclass(frozen=True)
 class SpeculativeOptions:
-    """Speculation of one request: switch it off, or cap its depth."""
+    """Speculation of one request: switch it off, or cap its depth.
+
+    lists_rounds: whether its `SpeculationStats` lists every round.
+    """
 
     enabled: bool = True
     max_steps: int | None = None
+    lists_rounds: bool = False
 
     def __post_init__(self) -> None:
-        _check_types("speculative.", {"enabled": self.enabled, "max_steps": self.max_steps})
+        names = self.__dataclass_fields__
+        _check_types("speculative.", {name: getattr(self, name) for name in names})
         if self.max_steps is not None and self.max_steps < 0:
             raise InvalidRequest("speculative.max_steps", self.max_steps, "use an integer ≥ 0")
 
@@ -295,7 +300,9 @@ _TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
     **dict.fromkeys(("frequency_penalty", "presence_penalty"), _NUMBER),
     **dict.fromkeys(("seed", "logprobs", "prompt_logprobs", "max_steps"), _MAYBE_INTEGER),
     "truncate_prompt_tokens": _MAYBE_INTEGER,
-    **dict.fromkeys(("ignore_eos", "skip_special_tokens", "enabled", "detokenize"), _SWITCH),
+    **dict.fromkeys(
+        ("ignore_eos", "skip_special_tokens", "enabled", "detokenize", "lists_rounds"), _SWITCH
+    ),
     **dict.fromkeys(("spaces_between_special_tokens", "include_stop_str_in_output"), _SWITCH),
     **dict.fromkeys(("stop_token_ids", "bad_token_ids"), (_are(int), "a list of int")),
     "allowed_token_ids": (lambda ids: ids is None or _are(int)(ids), "a list of int"),
@@ -339,6 +346,8 @@ class SpeculationStats:
     rounds_by_correct: dict[int, dict[int, int]] = field(default_factory=dict)
     """Rounds by `num_steps`, then by accepted drafts, also those behind a stop string."""
     synthetic_acceptance: bool = False
+    rounds: list[tuple[int, int]] | None = None
+    """Verified and accepted drafts of each round with drafts; None unless wanted."""
 
     @property
     def rounds_by_num_steps(self) -> dict[int, int]:
@@ -354,16 +363,20 @@ class SpeculationStats:
         self, num_steps: int, num_correct_drafts: int, num_draft_tokens: int | None = None
     ) -> None:
         """Count one round of `num_steps` verified drafts, or of a tree of so many levels."""
+        num_drafts = num_steps if num_draft_tokens is None else num_draft_tokens
         self.num_rounds += 1
-        self.num_draft_tokens += num_steps if num_draft_tokens is None else num_draft_tokens
+        self.num_draft_tokens += num_drafts
         self.num_correct_drafts += num_correct_drafts
         rounds = self.rounds_by_correct.setdefault(num_steps, {})
         rounds[num_correct_drafts] = rounds.get(num_correct_drafts, 0) + 1
+        if self.rounds is not None and num_drafts:
+            self.rounds.append((num_drafts, num_correct_drafts))
 
     def copy(self) -> Self:
         """Return the counts of now, which later rounds do not change."""
-        rounds = {n: dict(by_correct) for n, by_correct in self.rounds_by_correct.items()}
-        return replace(self, rounds_by_correct=rounds)
+        sums = {n: dict(by_correct) for n, by_correct in self.rounds_by_correct.items()}
+        rounds = None if self.rounds is None else [*self.rounds]
+        return replace(self, rounds_by_correct=sums, rounds=rounds)
 
     def as_dict(self) -> dict[str, object]:
         """Return the JSON form, `usage.speculation` of the HTTP API."""

@@ -13,7 +13,7 @@ import msgspec
 from serve_spec.config.engine import ModelConfig
 from serve_spec.core.errors import CheckpointError, InvalidRequest, TextTooLong
 from serve_spec.core.grammar import Grammar
-from serve_spec.core.request import Prompt, SamplingParams
+from serve_spec.core.request import Prompt, SamplingParams, SpeculationStats
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.tokenizer import Tokenizer
 
@@ -139,6 +139,7 @@ class InputProcessor:
             held_token_ids=held,
             end_token_ids=frozenset(ends),
             reports_stats=bool(params.stop),
+            stats=SpeculationStats(rounds=[] if params.speculative.lists_rounds else None),
         )
 
     def _with_word_ids(self, params: SamplingParams) -> SamplingParams:

@@ -389,6 +389,21 @@ def test_without_a_key_everything_but_health_is_a_401_before_the_body_is_read(co
         assert answer.status_code == 200
 
 
+@pytest.mark.parametrize("level", ["none", "summary", "detailed"])
+def test_answers_have_the_speculation_that_the_server_is_told_to_add(config, monkeypatch, level):
+    server = Server(ServeSpecConfig.load(config, per_request_spec_decode_metrics=level))
+    submit, listed = server.loop.submit, []
+
+    def noted(prompt, params, *rest):
+        listed.append(params.speculative.lists_rounds)
+        return submit(prompt, params, *rest)
+
+    monkeypatch.setattr(server.loop, "submit", noted)
+    answer = server.ask("POST", COMPLETIONS, json={"prompt": "a", "max_tokens": 9}).json()
+    assert listed == [level == "detailed"]
+    assert ("metrics" in answer) == (level != "none")
+
+
 def salts_of(config, monkeypatch, key, own=None, **keys):
     """Return the cache salts with which requests of a key reach the engine, on each endpoint."""
     server, salts = Server(ServeSpecConfig.load(config, **keys)), []

@@ -14,8 +14,8 @@ from tests.serving.fakes import delta
 ROUNDS = ((3, 2), (3, 0), (1, 1), (0, 0))
 
 
-def counted(rounds=ROUNDS):
-    stats = SpeculationStats()
+def counted(rounds=ROUNDS, listed=None):
+    stats = SpeculationStats(rounds=listed)
     for round_ in rounds:
         stats.observe(*round_)
     return stats
@@ -32,6 +32,21 @@ def test_vllms_figures_are_of_the_rounds_with_drafts():
         "num_draft_tokens": 7,
         "num_spec_tokens": 4,
     }
+
+
+def test_every_round_with_drafts_is_listed_if_wanted_also_of_several_replicas():
+    """A tree of two levels and five drafts counts by its drafts."""
+    stats, other, total = counted(listed=[]), SpeculationStats(rounds=[]), FleetSpeculation()
+    other.observe(2, 1, 5)
+    total.add(stats.copy())
+    stats.observe(4, 4)
+    total.add(other)
+    found = vllm_speculation(total, 4)
+    assert found["per_step_drafted"] == [3, 3, 1, 5]
+    assert found["per_step_accepted"] == [2, 0, 1, 1]
+    assert sum(found["per_step_drafted"]) == found["num_draft_tokens"]
+    assert sum(found["per_step_accepted"]) == found["num_accepted_draft_tokens"]
+    assert len(found["per_step_drafted"]) == found["num_spec_steps"]
 
 
 def test_sglangs_figures_are_of_the_rounds_with_drafts():

@@ -58,7 +58,8 @@ class Frontend:
         self._salts = _salts(config.router)
         self._record = record
         self._fingerprint = answers.fingerprint(__version__, config.model.model_dump(mode="json"))
-        self._has_metrics = config.router.per_request_spec_decode_metrics
+        self._has_metrics = config.router.per_request_spec_decode_metrics != "none"
+        self._lists_rounds = config.router.per_request_spec_decode_metrics == "detailed"
         self._depth = PolicySettings.of(config.speculative).max_depth
         self._synthetic_acceptance = config.speculative.synthetic_acceptance is not None
         self._runner = CompletionRunner(
@@ -163,6 +164,8 @@ class Frontend:
         key = f"{head.id[:_MOST_ID_CHARS]}-{uuid.uuid4().hex}"
         if (salt := self._salts.get(CLIENT.get())) is not None:
             params = replace(params, cache_salt=f"{salt} {params.cache_salt or ''}")
+        if self._lists_rounds:
+            params = replace(params, speculative=replace(params.speculative, lists_rounds=True))
         return choices_of(key, trace_id(request), prompts, params, count)
 
 

@@ -16,6 +16,14 @@ def vllm_speculation(stats: SpeculationStats, depth: int) -> dict[str, object]:
         for length, rounds in sorted(stats.rounds_by_correct.items())
         if length
     }
+    steps = (
+        {}
+        if stats.rounds is None
+        else {
+            "per_step_accepted": [num_correct for _, num_correct in stats.rounds],
+            "per_step_drafted": [num_drafts for num_drafts, _ in stats.rounds],
+        }
+    )
     return {
         "mean_acceptance_length": _mean_length(accepted),
         "draft_acceptance_rate": _ratio(num_accepted, stats.num_draft_tokens),
@@ -25,6 +33,7 @@ def vllm_speculation(stats: SpeculationStats, depth: int) -> dict[str, object]:
         "num_accepted_draft_tokens": num_accepted,
         "num_draft_tokens": stats.num_draft_tokens,
         "num_spec_tokens": depth,
+        **steps,
     }
 
 

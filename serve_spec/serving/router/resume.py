@@ -48,6 +48,8 @@ class FleetSpeculation(SpeculationStats):
             sums = self.rounds_by_correct.setdefault(num_steps, {})
             for num_correct, num_rounds in rounds.items():
                 sums[num_correct] = sums.get(num_correct, 0) + num_rounds
+        if counts.rounds is not None:
+            self.rounds = [*(self.rounds or ()), *counts.rounds]
         self.synthetic_acceptance |= counts.synthetic_acceptance
         if isinstance(counts, FleetSpeculation):
             self.num_resumes += counts.num_resumes

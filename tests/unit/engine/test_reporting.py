@@ -169,9 +169,21 @@ def test_the_figures_of_a_round_add_up_also_when_requests_are_preempted(make_llm
     steps = recorded_steps(llm)
     prompts = [[i] * 20 for i in range(8)]
     outputs = llm.generate(
-        prompts, SamplingParams(max_tokens=40, temperature=0.8, seed=1, ignore_eos=True)
+        prompts,
+        SamplingParams(
+            max_tokens=40,
+            temperature=0.8,
+            seed=1,
+            ignore_eos=True,
+            speculative=SpeculativeOptions(lists_rounds=True),
+        ),
     )
     assert llm.engine.scheduler.queue.num_preemptions > 0
+    for output in outputs:
+        rounds = output.speculation.rounds
+        assert rounds
+        assert sum(drafts for drafts, _ in rounds) == output.speculation.num_draft_tokens
+        assert sum(correct for _, correct in rounds) == output.speculation.num_correct_drafts
     for stats in steps:
         assert stats.num_prefill_tokens >= 0
         assert stats.batch_size == len(stats.accept_lengths)
