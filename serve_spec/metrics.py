@@ -308,6 +308,27 @@ SIZES = (
 )  # fmt: skip
 ROUTER_METRICS = (QUEUE_LEN, IN_FLIGHT, REJECTED, RESUMED, SUBMISSIONS, *SIZES)
 
+# Metrics of all replicas together, from the central actor.
+FLEET_REPLICAS = _gauge(
+    "fleet_replicas", "Replicas by their reports to the central actor: fresh or stale.", "state"
+)
+FLEET_ACCEPT_LENGTH = _gauge(
+    "fleet_accept_length_tokens",
+    "Tokens of a decoding request and step over all replicas, since their start.",
+)
+FLEET_SPEEDUP = _gauge(
+    "fleet_effective_speedup_ratio",
+    "Measured speed with drafts over speed without, over all replicas, by their busy time.",
+)
+FLEET_ACCEPT_RATE = _gauge(
+    "fleet_accept_rate_ratio",
+    "Acceptance rate that new replicas of a pair of models start with, by position.",
+    "pair",
+    "max_steps",
+    "position",
+)
+FLEET_METRICS = (FLEET_REPLICAS, FLEET_ACCEPT_LENGTH, FLEET_SPEEDUP, FLEET_ACCEPT_RATE)
+
 OLD_NAMES = {SWITCHES: "serve_spec_tier_switches", ACCEPT_LENGTHS: "serve_spec_accept_length_rows"}
 """Former names of metrics, which are exported as well until 0.3."""
 

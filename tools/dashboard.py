@@ -103,6 +103,18 @@ def _fleet() -> list[Panel]:
         _by_replica("Synthetic acceptance (1: load test, text is not the model's)", "short",
                     metrics.FORCED_ACCEPTANCE),
         _by_replica("Missing costs (1: `ema` decides)", "short", metrics.COSTS_MISSING),
+        Panel("Replicas that report to the central actor", "short", (
+            ("{{state}}", _gauge(metrics.FLEET_REPLICAS, "state", within=_ALL_REPLICAS)),
+        )),
+        Panel("Fleet: accepted length and measured speedup", "short", (
+            ("tokens per request and step",
+             _gauge(metrics.FLEET_ACCEPT_LENGTH, "deployment", within=_ALL_REPLICAS)),
+            ("speedup", _gauge(metrics.FLEET_SPEEDUP, "deployment", within=_ALL_REPLICAS)),
+        )),
+        Panel("Fleet: acceptance rate by position", "percentunit", (
+            ("position {{position}}",
+             _gauge(metrics.FLEET_ACCEPT_RATE, "pair", "position", within=_ALL_REPLICAS)),
+        )),
     ]  # fmt: skip
 
 

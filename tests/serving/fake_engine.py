@@ -129,6 +129,7 @@ class FakeStream:
                 None,
                 logprobs_of(before, new, params.logprobs),
                 prompt_logprobs_of(before, params.prompt_logprobs) if is_first else None,
+                prefill_s=1e-6 if is_first else 0.0,
             )
         )
         sequence.token_ids += delta.token_ids

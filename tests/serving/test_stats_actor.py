@@ -54,6 +54,38 @@ def test_what_is_reported_is_shown(clocks):
     assert batch_size(pickle.loads(actor.view())) == 4
 
 
+PAIR = {
+    "pair": "m+d",
+    "candidate_steps": [0, 2],
+    "acceptance": {"positions": [{"position": 1, "accept_rate": 0.75, "trials": 8}]},
+}
+
+
+def test_figures_of_the_fleet_are_metrics_once_they_are_known(clocks):
+    actor = SpecStats(stale_after_s=15, history_s=60)
+
+    def exported():
+        found = {}
+        actor.export(lambda r: found.update({(r.metric.name, *r.labels.values()): r.value}))
+        return {name.removeprefix("serve_spec_fleet_") for name, *_ in found}, found
+
+    names, _ = exported()
+    assert names == {"replicas", "accept_length_tokens"}
+    report(actor, "a", **PAIR, counters={"decode_rows": 4, "decode_tokens": 10})
+    clocks.now_s += 16
+    report(actor, "b", **PAIR, counters={"decode_rows": 2, "decode_tokens": 3},
+           speculation={"effective_speedup": 1.5, "window": {"busy_s": 1.0}})  # fmt: skip
+    _, found = exported()
+    assert found == {
+        ("serve_spec_fleet_replicas", "fresh"): 1,
+        ("serve_spec_fleet_replicas", "stale"): 1,
+        ("serve_spec_fleet_accept_length_tokens",): 1.5,
+        ("serve_spec_fleet_effective_speedup_ratio",): 1.5,
+        ("serve_spec_fleet_accept_rate_ratio", "m+d", "2", "1"): 0.75,
+        ("serve_spec_fleet_accept_rate_ratio", "m+d", "2", "2"): 0.75,
+    }
+
+
 def test_the_status_is_made_once_a_second_and_more_rarely_where_it_is_dear(clocks):
     actor = SpecStats(stale_after_s=15, history_s=60)
     report(actor, "a", batch_size=1)

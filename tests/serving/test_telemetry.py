@@ -37,19 +37,17 @@ from serve_spec.metrics import (
     Reading,
 )
 from serve_spec.serving.messages import Accepted, Failed, Refused
-from serve_spec.serving.statistics import telemetry
+from serve_spec.serving.statistics import request_timer, telemetry
 from serve_spec.serving.statistics.recent import RecentRequests
+from serve_spec.serving.statistics.request_timer import ARRIVED, RequestTimer, router_timer
 from serve_spec.serving.statistics.telemetry import (
-    ARRIVED,
     LABELS,
     Growth,
     RayMetrics,
-    RequestTimer,
     RouterTelemetry,
     merged,
     ours,
     pair_name,
-    router_timer,
     start_warm,
     state_readings,
 )
@@ -262,7 +260,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(telemetry, "time", clock)
+    monkeypatch.setattr(request_timer, "time", clock)
     return clock
 
 

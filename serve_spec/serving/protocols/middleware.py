@@ -28,7 +28,7 @@ from serve_spec.serving.errors import (
     refused,
 )
 from serve_spec.serving.protocols.validation import invalid_body
-from serve_spec.serving.statistics.telemetry import ARRIVED
+from serve_spec.serving.statistics.request_timer import ARRIVED
 
 logger = get_logger(__name__)
 

@@ -29,7 +29,7 @@ from serve_spec.serving.errors import (
 )
 from serve_spec.serving.router.admission import Admission
 from serve_spec.serving.router.resume import FleetSpeculation, resumed
-from serve_spec.serving.statistics.telemetry import router_timer
+from serve_spec.serving.statistics.request_timer import router_timer
 
 if TYPE_CHECKING:
     from serve_spec.serving.router.fleet import RayFleet

@@ -258,6 +258,11 @@ class FleetStats:
             return remembered if now_s - time_s <= self.history_s else None
         return rates
 
+    def totals(self, now_s: float) -> dict[str, object]:
+        """Return `fleet` of `/server_info`."""
+        self._remove_gone(now_s)
+        return self._fleet(now_s)
+
     def view(self, now_s: float) -> dict[str, object]:
         """Return `internal_states` and `fleet` of `/server_info`, replicas sorted by name."""
         self._remove_gone(now_s)

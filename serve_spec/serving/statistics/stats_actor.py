@@ -20,7 +20,9 @@ from ray.serve._private.common import DeploymentID, ReplicaID
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.log import get_logger
+from serve_spec.metrics import Reading
 from serve_spec.serving.statistics.fleet_stats import FleetStats
+from serve_spec.serving.statistics.telemetry import RayMetrics, fleet_readings
 
 logger = get_logger(__name__)
 
@@ -71,6 +73,7 @@ _ANSWER_WITHIN_S = 2.0
 _STATUS_VALID_S = 1.0
 _STATUS_CORES = 0.1
 _CHECK_EVERY_S = 1.0
+_EXPORT_EVERY_S = 5.0
 # A report is late after this many intervals.
 _LATE_FACTOR = 1.5
 
@@ -87,6 +90,7 @@ class SpecStats:
 
     end: called in another thread when nothing has been reported for as long as data is kept.
     replicas: access to the replicas' actors; None: no checks.
+    application: the name with which the fleet's metrics are exported; None: they are not.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class SpecStats:
         replicas: ReplicaActors | None = None,
         push_interval_s: float = 2.0,
         stall_timeout_s: float = 10.0,
+        application: str | None = None,
     ) -> None:
         self._fleet = FleetStats(stale_after_s=stale_after_s, history_s=history_s)
         self._memory_s = max(stale_after_s, history_s)
@@ -112,6 +117,10 @@ class SpecStats:
             threading.Thread(target=self._end_when_idle, args=(end,), daemon=True).start()
         if replicas is not None:
             threading.Thread(target=self._check_forever, args=(replicas,), daemon=True).start()
+        if application is not None:
+            labels = {"application": application, "deployment": "SpecStats", "replica": "-"}
+            record = RayMetrics(labels).record
+            threading.Thread(target=self._export_forever, args=(record,), daemon=True).start()
 
     def report(self, replica: str, encoded: bytes) -> float:
         """Store an encoded snapshot; return the minimum seconds until the replica's next one."""
@@ -166,6 +175,21 @@ class SpecStats:
                 self.check_silent(replicas, time.time())
             except Exception as error:  # the next check may succeed
                 logger.warning("silent replicas not checked: %r", error)
+
+    def _export_forever(self, record: Callable[[Reading], None]) -> None:
+        while True:
+            time.sleep(_EXPORT_EVERY_S)
+            try:
+                self.export(record)
+            except Exception as error:  # only metrics are lost
+                logger.warning("metrics not exported: %r", error)
+
+    def export(self, record: Callable[[Reading], None]) -> None:
+        """Record the metrics of the fleet."""
+        with self._lock:
+            fleet = self._fleet.totals(time.time())
+        for reading in fleet_readings(fleet):
+            record(reading)
 
     def check_silent(self, replicas: ReplicaActors, now_s: float) -> None:
         """Remove replicas that are gone; kill those that have been unresponsive for too long."""
@@ -250,6 +274,7 @@ class StatsClient:
             replicas=ReplicaActors(self._app_name, "EngineReplica"),
             push_interval_s=config.push_interval_s,
             stall_timeout_s=self._stall_timeout_s,
+            application=self._app_name,
         )
 
     async def _call(self, method: str, *args: object) -> Any:

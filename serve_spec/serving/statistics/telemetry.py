@@ -4,10 +4,6 @@ They are exported through Ray, to its dashboard and every node's Prometheus endp
 prefix `ray_` and, for counters, the suffix `_total` (`exported_names`). It keeps a series per set
 of labels for the life of the process, so the label of a replica is its rank, which its replacement
 inherits, not its id.
-
-The router measures the latency seen by clients, the replica that of its engine. The difference is
-the framework's part: HTTP, queueing, routing and messages. Clocks of different processes are never
-compared.
 """
 
 from __future__ import annotations
@@ -19,7 +15,6 @@ import urllib.request
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextvars import ContextVar
 from dataclasses import replace
 from itertools import accumulate, chain
 from typing import Any, Protocol, TypeAlias
@@ -31,16 +26,12 @@ from serve_spec import metrics
 from serve_spec.adaptive import PolicySettings
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.record import StepRecord
-from serve_spec.core.request import TokenDelta
 from serve_spec.log import get_logger
 from serve_spec.metrics import Metric, Reading
-from serve_spec.serving.messages import Failed, Refused, ReplicaItem
+from serve_spec.serving.statistics.request_timer import RequestTimer
 from serve_spec.serving.statistics.snapshot import Snapshot, number, section
 
 logger = get_logger(__name__)
-
-ARRIVED: ContextVar[float | None] = ContextVar("arrived", default=None)
-"""`perf_counter` at the arrival of the current request."""
 
 _PREFIX = "ray_serve_spec_"
 _ANSWER_WITHIN_S = 2.0
@@ -96,8 +87,6 @@ LABELS = ("application", "deployment", "replica")
 _MOST_WAITING = 8192
 
 _EXPORT_INTERVAL_S = 0.5
-
-_GAPS_AT_ONCE = 32
 
 _Record: TypeAlias = Callable[[float, dict[str, str]], None]
 _Key: TypeAlias = tuple[Metric, tuple[tuple[str, str], ...]]
@@ -256,111 +245,20 @@ def state_readings(snapshot: Snapshot, reasons: set[str]) -> Iterator[Reading]:
             yield Reading(metrics.LAST_REASON, float(reason == last_reason), {"reason": reason})
 
 
-OLD_ROUTER_LABEL = "door"
-"""Former value of `measured_at` for "router"; it is exported as well until 0.3."""
-
-
-class RequestTimer:
-    """Measures the latency of a request from `started`, by `perf_counter`, for `record`.
-
-    The prefill is the engine's measurement. The time before it is the queue's: of the router and
-    the engine, with the way between them.
-    """
-
-    def __init__(
-        self, record: Callable[[Reading], None], *measured_at: str, started: float
-    ) -> None:
-        self._record = record
-        self._measured_at = measured_at
-        self._started = started
-        self._first = self._last = 0.0
-        self._prefill_s = 0.0
-        self._num_later = 0
-        self._num_gaps = 0
-        self._gaps: dict[int, list[float]] = {}
-        """Gaps between tokens since the last reading, by bucket."""
-        self._outcome = "left"
-        self._finish_reason: str | None = None
-
-    def observe(self, item: ReplicaItem) -> None:
-        """Process an item of the replica as it arrives."""
-        if isinstance(item, Refused | Failed):
-            self._outcome = "refused" if isinstance(item, Refused) else "failed"
-        elif isinstance(item, TokenDelta):
-            if item.token_ids:
-                self._observe_tokens(item, time.perf_counter())
-            if item.finish_reason is not None:
-                self._outcome = "done"
-                self._finish_reason = item.finish_reason.value
-
-    def fail(self) -> None:
-        """Record that the request failed without a `Failed` item."""
-        self._outcome = "failed"
-
-    def end(self) -> None:
-        """Record the outcome, the time of the request and the time per output token."""
-        self._add(metrics.REQUESTS, 1, outcome=self._outcome)
-        if self._finish_reason is not None:
-            request_ms = (time.perf_counter() - self._started) * 1e3
-            self._add(metrics.FINISHED, 1, finish_reason=self._finish_reason)
-            self._add(metrics.REQUEST_MS, request_ms)
-            self._add(metrics.REQUEST_WAIT_MS, request_ms)
-            if self._first:
-                self._add_phases()
-        self._add_gaps()
-        if self._num_later:
-            wait_ms = (self._last - self._first) * 1e3
-            self._add(metrics.TPOT_MS, wait_ms / self._num_later)
-            self._add(metrics.TPOT_WAIT_MS, wait_ms / self._num_later)
-            self._add(metrics.LATER_TOKENS, self._num_later)
-            self._add(metrics.LATER_TOKENS_WAIT_MS, wait_ms)
-
-    def _observe_tokens(self, delta: TokenDelta, now: float) -> None:
-        before, self._last = self._last, now
-        if before:
-            self._num_later += len(delta.token_ids)
-            gap_s = now - before
-            bucket = bisect_left(metrics.GAP_S.buckets, gap_s)
-            self._gaps.setdefault(bucket, []).append(gap_s)
-            self._num_gaps += 1
-            if self._num_gaps >= _GAPS_AT_ONCE:
-                self._add_gaps()
-            return
-        self._first = now
-        self._prefill_s = min(delta.prefill_s, now - self._started)
-        wait_ms = (now - self._started) * 1e3
-        self._add(metrics.TTFT_MS, wait_ms)
-        self._add(metrics.FIRST_TOKENS, 1)
-        self._add(metrics.FIRST_TOKEN_WAIT_MS, wait_ms)
-
-    def _add_phases(self) -> None:
-        """Record the phases, which add up to the time until the last token."""
-        decode_s = self._last - self._first
-        self._add(metrics.QUEUE_S, self._first - self._started - self._prefill_s)
-        self._add(metrics.PREFILL_S, self._prefill_s)
-        self._add(metrics.DECODE_S, decode_s)
-        self._add(metrics.INFERENCE_S, self._prefill_s + decode_s)
-
-    def _add_gaps(self) -> None:
-        """Record the gaps of each bucket in one reading, as a reading costs more than a gap."""
-        for gaps in self._gaps.values():
-            labels = {"measured_at": self._measured_at[0]}
-            self._record(Reading(metrics.GAP_S, sum(gaps) / len(gaps), labels, len(gaps)))
-        self._gaps.clear()
-        self._num_gaps = 0
-
-    def _add(self, metric: Metric, value: float, **labels: str) -> None:
-        if value <= 0 and metric.kind == "counter":  # Ray refuses it
-            return
-        is_new = metric.kind == "distribution"  # it has no former label
-        for place in self._measured_at[:1] if is_new else self._measured_at:
-            self._record(Reading(metric, value, {"measured_at": place, **labels}))
-
-
-def router_timer(record: Callable[[Reading], None]) -> RequestTimer:
-    """Return a timer that measures from the arrival of the current request."""
-    started = ARRIVED.get() or time.perf_counter()
-    return RequestTimer(record, "router", OLD_ROUTER_LABEL, started=started)
+def fleet_readings(fleet: Snapshot) -> Iterator[Reading]:
+    """Yield the readings of `fleet` in `/server_info`; what is not measured yet has none."""
+    for state, key in (("fresh", "num_replicas"), ("stale", "num_stale")):
+        yield Reading(metrics.FLEET_REPLICAS, number(fleet, key), {"state": state})
+    yield Reading(metrics.FLEET_ACCEPT_LENGTH, number(fleet, "avg_spec_accept_length"))
+    if speedup := number(fleet, "effective_speedup"):
+        yield Reading(metrics.FLEET_SPEEDUP, speedup)
+    known = fleet.get("acceptance")
+    for pair in known if isinstance(known, list) else ():
+        shared = {"pair": pair["pair"], "max_steps": str(pair["max_steps"])}
+        for row in pair["positions"]:
+            if row["accept_rate"] is not None:
+                labels = {**shared, "position": str(row["position"])}
+                yield Reading(metrics.FLEET_ACCEPT_RATE, row["accept_rate"], labels)
 
 
 def serve_labels(context: Any) -> dict[str, str]:
