@@ -6,6 +6,7 @@
 #   make clients  run other projects' clients (litellm, langchain, ...) against the shipped pair
 #   make attack   attack a server of the shipped pair, and kill and stop its processes (20 minutes)
 #   make gate     compare steps with those of commit BASE on a GPU; fail if any takes 1% longer
+#   make newcomer  follow README.md and docs/quickstart.md in an empty environment (10 minutes, a network)
 #   make size     print the size of the repository beside its budgets
 #   make fuzz     random scenarios for engines, as many as wanted: SLICES=40 EXAMPLES=150
 #
@@ -38,7 +39,8 @@ ENGINE_TESTS := $(addprefix tests/unit/,bench config engine models parallel laye
 	tests/fuzz tests/e2e
 NO_RAY := -m "not gpu and not ray"
 
-.PHONY: install serve demo test test-engine test-rest test-ray clients fuzz attack lint types format bench gate size clean
+.PHONY: install serve demo test test-engine test-rest test-ray clients newcomer fuzz attack lint types format \
+	bench gate size clean
 
 install: $(STAMP)
 
@@ -89,6 +91,9 @@ clients: install
 	test -x $(CLIENTS)/bin/python || $(BIN)/python -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install -q -r recipes/clients/requirements.txt
 	SERVE_SPEC=$(abspath $(BIN)/serve-spec) $(CLIENTS)/bin/python -m pytest -c /dev/null recipes/clients
+
+newcomer: install
+	$(BIN)/python -m tools.newcomer --python $(PYTHON)
 
 attack: install
 	PYTHONPATH=. $(BIN)/python benchmarks/attack.py
