@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Self
 
-from serve_spec.core.handshake import NUM_BYTES, challenge, is_proof, proof
+from serve_spec.core.handshake import NUM_BYTES, MessageTags, challenge, is_proof, proof
 from serve_spec.log import get_logger
 
 logger = get_logger(__name__)
@@ -49,7 +49,13 @@ class Address:
 
 
 class Channel:
-    """One end of a TCP connection. If a process ends, the other end notices at once."""
+    """One end of a TCP connection. If a process ends, the other end notices immediately.
+
+    It is authenticated before it sends or receives messages.
+    """
+
+    _sent: MessageTags
+    _received: MessageTags
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -72,14 +78,14 @@ class Channel:
 
     def send_pickled(self, message: bytes) -> None:
         """Send a message that is pickled already."""
-        self._connection.send_bytes(message)
+        self._connection.send_bytes(self._sent.next(message) + message)
 
     def receive(self) -> object:
         """Wait for the next message. Raise EOFError if the other end has none left."""
         try:
-            return pickle.loads(self._connection.recv_bytes())
+            return pickle.loads(self._received.opened(self._connection.recv_bytes()))
         except OSError as error:
-            raise EOFError from error
+            raise EOFError(str(error)) from error
 
     def has_message(self) -> bool:
         """Return whether `receive` would not wait."""
@@ -108,18 +114,22 @@ class Channel:
     def authenticate(self, secret: bytes, mine: bytes, theirs: bytes) -> None:
         """Prove that both ends know the secret, before anything is unpickled, or raise EOFError.
 
+        Later messages have tags, which prove that the other end sent them in this order.
         mine, theirs: names of the two ends, so that a proof cannot be sent back as one's own.
         """
         self._end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _PROOF_TIMEOUT)
         asked = challenge()
         try:
             self._connection.send_bytes(asked)
-            self._connection.send_bytes(proof(secret, mine, self._connection.recv_bytes(NUM_BYTES)))
+            was_asked = self._connection.recv_bytes(NUM_BYTES)
+            self._connection.send_bytes(proof(secret, mine, was_asked))
             answer = self._connection.recv_bytes(NUM_BYTES)
         except OSError as error:
             raise EOFError from error
         if not is_proof(answer, secret, theirs, asked):
             raise EOFError("the other end does not know the secret")
+        self._sent = MessageTags(secret, mine, asked + was_asked)
+        self._received = MessageTags(secret, theirs, was_asked + asked)
         self._end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _NO_TIMEOUT)
 
 

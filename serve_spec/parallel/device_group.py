@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import socket
 import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -141,8 +142,21 @@ class DeviceGroup(TensorParallel):
 
 
 def store_server(host: str) -> TCPStore:
-    """Return the store in which ranks find each other, on a free port; it ends with the object."""
-    return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
+    """Return the store in which ranks find each other, on a free port; it ends with the object.
+
+    It has no secret. Therefore it listens at `host` only; by itself, torch listens everywhere.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family, backlog=64)
+    port, number = listener.getsockname()[1], listener.detach()  # the store closes it
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=_TIMEOUT,
+        master_listen_fd=number,
+    )
 
 
 def join(

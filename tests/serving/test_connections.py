@@ -4,6 +4,7 @@ import asyncio
 import pickle
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -22,7 +23,8 @@ from serve_spec.serving.messages import (
     encode_router_message,
 )
 from serve_spec.serving.router import connections as module
-from serve_spec.serving.router.connections import ResponseQueue, read_message, write_message
+from serve_spec.serving.router.connections import ResponseQueue
+from serve_spec.serving.router.stream import MessageStream
 from tests.serving.fakes import ReplicaEnd, listening, request, until
 
 
@@ -112,9 +114,9 @@ async def test_requests_that_their_router_does_not_have_end_with_the_next_load_r
 
 async def test_a_replica_that_connects_anew_loses_the_requests_of_its_old_connection():
     async with listening() as router:
-        old, writer = await calling(router.connections.address)
+        old, writer, _ = await calling(router.connections.address)
         await until(router.connections.usable)
-        _, newer = await calling(router.connections.address)
+        *_, newer = await calling(router.connections.address)
         await until(lambda: router.lost)
         await old.read()
         await until(router.connections.usable)
@@ -133,7 +135,7 @@ async def test_requests_end_with_their_router_and_those_of_others_do_not():
             other.ask(named("b"))
             await until(lambda: len(replica.queues) == 2)
             for connection in router.connections.usable().values():
-                connection.writer.transport.abort()
+                connection.stream.abort()
             await until(lambda: replica.num_requests() == {"other": 1})
             assert replica.cancelled == ["a"]
             await replica.connect(router.connections.address)  # it is not lost, and connects again
@@ -147,12 +149,12 @@ async def test_requests_end_with_their_router_and_those_of_others_do_not():
 )
 async def test_a_connection_that_breaks_off_loses_the_requests_of_its_replica(message, status):
     async with listening() as router:
-        _, writer = await calling(router.connections.address)
+        *_, stream = await calling(router.connections.address)
         await until(router.connections.usable)
         if message is None:
-            writer.close()
+            stream.close()
         else:
-            write_message(writer, message)
+            stream.write(message)
         await until(lambda: router.lost)
         ((name, error),) = router.lost
         assert isinstance(error, ReplicaLost)
@@ -163,26 +165,59 @@ async def test_a_connection_that_breaks_off_loses_the_requests_of_its_replica(me
 async def calling(address, name=b"r1", secret=None):
     """Call a router as a replica does, and report the load once."""
     reader, writer = await asyncio.open_connection(address.host, address.port)
+    stream = MessageStream(reader, writer)
     ends = b"replica", b"router", name
-    if await module.authenticate(reader, writer, secret or address.secret, *ends) is not None:
-        write_message(writer, encode_replica_message(ReplicaMessage([], {}, {"num_running": 0})))
-    return reader, writer
+    if await stream.authenticate(secret or address.secret, *ends) is not None:
+        stream.write(encode_replica_message(ReplicaMessage([], {}, {"num_running": 0})))
+    return reader, writer, stream
 
 
 async def test_a_connection_without_the_secret_or_with_a_long_handshake_is_refused():
     async with listening() as router:
         address = router.connections.address
-        reader, _ = await calling(address, secret=b"guessed")
+        reader, *_ = await calling(address, secret=b"guessed")
         await reader.read()
         with pytest.raises((EOFError, ConnectionError)):
             await calling(address, b"x" * 9000)
         reader, writer = await asyncio.open_connection(address.host, address.port)
-        challenge = await read_message(reader)
-        write_message(writer, challenge + b"r1")  # its own challenge, to get its own proof
-        write_message(writer, await read_message(reader))
+        stream = MessageStream(reader, writer)
+        challenge = await stream.read()
+        stream.write(challenge + b"r1")  # its own challenge, to get its own proof
+        stream.write(await stream.read())
         await reader.read()
         assert not router.connections.usable()
         assert not router.lost
+
+
+@pytest.mark.parametrize("forgery", ["altered", "repeated", "left out", "not tagged", "sent back"])
+async def test_a_message_that_the_replica_did_not_send_next_ends_its_connection(forgery):
+    load = encode_replica_message(ReplicaMessage([], {}, {"num_running": 9}))
+    async with listening() as router:
+        reader, writer, stream = await calling(router.connections.address)
+        await until(router.connections.usable)
+        if forgery == "sent back":  # the router's answer to the load
+            forged = await reader.readexactly(
+                int.from_bytes(length := await reader.read(4), "little")
+            )
+            writer.write(length + forged)
+        else:
+            sent = []
+            stream._writer = SimpleNamespace(write=sent.append)  # somebody between both ends
+            stream.write(load)
+            stream.write(load)
+            first, second = sent
+            writer.write(
+                {
+                    "altered": first[:-1] + bytes([first[-1] ^ 1]),
+                    "repeated": first + first,
+                    "left out": second,
+                    "not tagged": len(load).to_bytes(4, "little") + load,
+                }[forgery]
+            )
+        await until(lambda: router.lost)
+        ((name, error),) = router.lost
+        assert (name, error.status) == ("r1", 503)
+        assert len(router.heard) == (2 if forgery == "repeated" else 1)
 
 
 async def test_a_replica_refuses_a_router_without_the_secret_and_does_not_send_it():
@@ -295,7 +330,7 @@ async def test_waiting_for_a_replica_ends_when_there_is_one_or_in_time():
         await router.connections.changed(within_s=0.001)
         waiting = asyncio.create_task(router.connections.changed(within_s=3600))
         await asyncio.sleep(0)
-        _, writer = await calling(router.connections.address)
+        *_, writer = await calling(router.connections.address)
         await waiting
         assert router.connections.usable()
         writer.close()

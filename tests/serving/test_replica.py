@@ -75,7 +75,7 @@ async def called(replica):
         await replica.connect(router.connections.address)
         yield router
     for connection in router.connections.usable().values():
-        connection.writer.close()
+        connection.stream.close()
     await until(lambda: not replica._routers._queues)
 
 

@@ -1,4 +1,4 @@
-"""Sockets between routers and replicas, with length-prefixed messages.
+"""Connections between routers and replicas.
 
 A router listens; replicas connect when Serve passes them its address, and report their load every
 second. A Ray Serve call takes milliseconds, which would add to the time to first token.
@@ -22,10 +22,10 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mappin
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from serve_spec.core.handshake import NUM_BYTES, challenge, is_proof, proof
 from serve_spec.log import get_logger
 from serve_spec.serving import messages
 from serve_spec.serving.errors import ApiError, ReplicaLost, engine_failed, no_replica
+from serve_spec.serving.router.stream import MessageStream
 
 if TYPE_CHECKING:
     from serve_spec.serving.router.batching import Batcher
@@ -34,14 +34,10 @@ logger = get_logger(__name__)
 
 _NUM_SECRET_BYTES = 32
 _ROUTER, _REPLICA = b"router", b"replica"
-_MAX_HANDSHAKE_BYTES = 1024
 _HANDSHAKE_WITHIN_S = 10.0
 _CONNECT_WITHIN_S = 5.0
 _DRAIN_POLL_S = 0.02
 _QUIET_POLLS = 25
-_NUM_LENGTH_BYTES = 4
-# Small, because items that wait in the queues before the socket are merged.
-_MAX_BUFFERED_BYTES = 64 * 2**10
 
 
 class RouterAddress(NamedTuple):
@@ -54,59 +50,11 @@ class RouterAddress(NamedTuple):
     secret: bytes
 
 
-async def read_message(reader: asyncio.StreamReader, max_bytes: int | None = None) -> bytes:
-    """Return the next message; raise EOFError, or OSError for one of more than `max_bytes`."""
-    num_bytes = int.from_bytes(await reader.readexactly(_NUM_LENGTH_BYTES), "little")
-    if max_bytes is not None and num_bytes > max_bytes:
-        raise OSError(f"a message of {num_bytes} bytes; at most {max_bytes} are allowed")
-    return await reader.readexactly(num_bytes)
-
-
-def write_message(writer: asyncio.StreamWriter, message: bytes) -> None:
-    """Send a message, buffered until the other end reads; no error if the connection is broken."""
-    writer.write(len(message).to_bytes(_NUM_LENGTH_BYTES, "little") + message)
-
-
-def configure(writer: asyncio.StreamWriter) -> None:
-    """Send small messages immediately, limit the write buffer, and notice a lost host in 20 s."""
-    writer.transport.set_write_buffer_limits(high=_MAX_BUFFERED_BYTES)
-    connection: socket.socket = writer.get_extra_info("socket")
-    # asyncio does not set it for sockets that a listener without a protocol number has accepted.
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-async def authenticate(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    secret: bytes,
-    mine: bytes,
-    theirs: bytes,
-    name: bytes = b"",
-) -> bytes | None:
-    """Return the other end's `name`; None if it does not know the secret.
-
-    mine, theirs: kinds of the two ends. Raises as `read_message`, before anything is unpickled.
-    """
-    asked = challenge()
-    write_message(writer, asked + name)
-    greeting = await read_message(reader, _MAX_HANDSHAKE_BYTES)
-    write_message(writer, proof(secret, mine, greeting))
-    answer = await read_message(reader, _MAX_HANDSHAKE_BYTES)
-    if not is_proof(answer, secret, theirs, asked + name):
-        logger.warning("connection rejected: the other end does not know the secret")
-        return None
-    return greeting[NUM_BYTES:]
-
-
 @dataclass(eq=False)
 class ReplicaConnection:
     """One connection and the latest load report of its replica."""
 
-    writer: asyncio.StreamWriter
+    stream: MessageStream
     num_requests: Mapping[str, int] = field(default_factory=dict)
     """Requests at the replica by router."""
     load: Mapping[str, Any] = field(default_factory=dict)
@@ -168,7 +116,7 @@ class ReplicaConnections:
     def send(self, replica: str, message: bytes) -> None:
         """Send a message to a replica; no-op if it is gone."""
         if replica in self._connections:
-            write_message(self._connections[replica].writer, message)
+            self._connections[replica].stream.write(message)
 
     def check(self) -> None:
         """Fail the requests of replicas that have become unresponsive.
@@ -198,33 +146,32 @@ class ReplicaConnections:
     async def _serve_replica(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        replica = await self._authenticate(reader, writer)
+        stream = MessageStream(reader, writer)
+        replica = await self._authenticate(stream)
         if replica is None:
-            writer.close()
+            stream.close()
             return
-        configure(writer)
         self._replace(replica)
-        connection = self._connections[replica] = ReplicaConnection(writer)
+        connection = self._connections[replica] = ReplicaConnection(stream)
         end = no_replica("the replica that had this request is gone")
         try:
             while True:
-                self._handle(
-                    replica, connection, messages.decode_replica_message(await read_message(reader))
-                )
+                message = messages.decode_replica_message(await stream.read())
+                self._handle(replica, connection, message)
         except (EOFError, OSError) as error:
             logger.info("replica %s is gone: %r", replica, error)
         except Exception as error:  # no request may wait forever
             end = engine_failed(f"unreadable message of the replica ({error!r})")
             logger.exception("unreadable message of replica %s", replica)
         finally:
-            writer.close()
+            stream.close()
             if self._connections.get(replica) is connection:
                 self._lose(replica, end)
 
     def _replace(self, replica: str) -> None:
         """Close the connection that a new one of the same replica replaces."""
         if (old := self._connections.get(replica)) is not None:
-            old.writer.close()
+            old.stream.close()
             self._lose(replica, no_replica("the replica has connected anew"))
 
     def _lose(self, replica: str, why: ApiError) -> None:
@@ -232,13 +179,11 @@ class ReplicaConnections:
         del self._connections[replica]
         self._handler.fail_replica(replica, ReplicaLost(why, replica=replica))
 
-    async def _authenticate(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> str | None:
+    async def _authenticate(self, stream: MessageStream) -> str | None:
         """Return the name of the connecting replica; None if it does not know the secret."""
         try:
             async with asyncio.timeout(_HANDSHAKE_WITHIN_S):
-                name = await authenticate(reader, writer, self.address.secret, _ROUTER, _REPLICA)
+                name = await stream.authenticate(self.address.secret, _ROUTER, _REPLICA)
                 return None if name is None else name.decode()
         except (EOFError, OSError, TimeoutError) as error:
             logger.info("connection closed without a handshake: %r", error)
@@ -258,7 +203,7 @@ class ReplicaConnections:
         self._handler.receive(replica, message)
         if message.load is not None:
             known_ids = self._handler.known_requests(replica)
-            write_message(connection.writer, messages.encode_router_message(known_ids=known_ids))
+            connection.stream.write(messages.encode_router_message(known_ids=known_ids))
 
 
 class ResponseQueue:
@@ -328,15 +273,14 @@ class RouterConnections:
         self._queues[router.name] = queue = ResponseQueue()
         try:
             async with asyncio.timeout(_CONNECT_WITHIN_S):
-                reader, writer = await asyncio.open_connection(router.host, router.port)
-                await self._authenticate(router, reader, writer)
+                stream = MessageStream(*await asyncio.open_connection(router.host, router.port))
+                await self._authenticate(router, stream)
         except BaseException:
             del self._queues[router.name]
             raise
-        configure(writer)
         self.report_load()
-        self._start(self._send(queue, writer))
-        self._start(self._serve(router.name, queue, reader, writer))
+        self._start(self._send(queue, stream))
+        self._start(self._serve(router.name, queue, stream))
 
     def report_load(self) -> None:
         """Send the load to all routers; this also serves as a heartbeat."""
@@ -366,19 +310,17 @@ class RouterConnections:
         for queue in self._queues.values():
             queue.close()
 
-    async def _authenticate(
-        self, router: RouterAddress, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    async def _authenticate(self, router: RouterAddress, stream: MessageStream) -> None:
         """Prove each other's knowledge of the secret; raise OSError or EOFError if that fails."""
         try:
             name = self.name.encode()
-            if await authenticate(reader, writer, router.secret, _REPLICA, _ROUTER, name) is None:
+            if await stream.authenticate(router.secret, _REPLICA, _ROUTER, name) is None:
                 raise ConnectionRefusedError(f"{router.host}:{router.port} is not {router.name}")
         except EOFError as error:
-            writer.close()
+            stream.close()
             raise ConnectionResetError(f"{router.host}:{router.port} has hung up") from error
         except BaseException:
-            writer.close()
+            stream.close()
             raise
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
@@ -386,13 +328,11 @@ class RouterConnections:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _serve(
-        self, router: str, queue: ResponseQueue, reader: asyncio.StreamReader, writer: Any
-    ) -> None:
+    async def _serve(self, router: str, queue: ResponseQueue, stream: MessageStream) -> None:
         """Handle messages of a router until the connection closes; then cancel its requests."""
         try:
             while True:
-                self._handle(messages.decode_router_message(await read_message(reader)), queue)
+                self._handle(messages.decode_router_message(await stream.read()), queue)
         except (EOFError, OSError) as error:
             logger.info(
                 "router %s is gone, %d requests cancelled: %r", router, len(queue.answers), error
@@ -403,7 +343,7 @@ class RouterConnections:
             del self._queues[router]
             self._cancel(queue, list(queue.answers))
             queue.close()
-            writer.close()
+            stream.close()
 
     def _handle(self, message: messages.RouterMessage, queue: ResponseQueue) -> None:
         for request_id, request in message.requests:
@@ -425,7 +365,7 @@ class RouterConnections:
             if (answer := queue.answers.pop(request_id, None)) is not None:
                 answer.cancel()
 
-    async def _send(self, queue: ResponseQueue, writer: asyncio.StreamWriter) -> None:
+    async def _send(self, queue: ResponseQueue, stream: MessageStream) -> None:
         """Send items and load reports until the queue is closed."""
         try:
             async for items in queue:
@@ -434,9 +374,9 @@ class RouterConnections:
                 message = messages.ReplicaMessage(
                     items, self.num_requests(), load, self._is_closing
                 )
-                write_message(writer, messages.encode_replica_message(message))
-                await writer.drain()
+                stream.write(messages.encode_replica_message(message))
+                await stream.drain()
         except OSError as error:
             logger.debug("connection closed: %r", error)
         finally:
-            writer.close()
+            stream.close()

@@ -6,7 +6,10 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -168,3 +171,48 @@ def test_a_process_that_is_killed_releases_rank_0():
         group.all_reduce(torch.ones(3))
     worker_ranks.stop()
     assert process.exit_reason() is not None
+
+
+@pytest.mark.parametrize("forgery", ["altered", "repeated", "left out", "not tagged", "sent back"])
+def test_a_message_that_the_other_end_did_not_send_next_is_not_unpickled(forgery):
+    with socket.create_server((channel.LOOPBACK, 0)) as listener:
+        one = channel.Channel(socket.create_connection(listener.getsockname()))
+        other = channel.Channel(listener.accept()[0])
+    with ThreadPoolExecutor(1) as pool, closing(one), closing(other):
+        done = pool.submit(other.authenticate, b"secret", b"worker rank", b"rank 0")
+        one.authenticate(b"secret", b"rank 0", b"worker rank")
+        done.result()
+        raw, between = one._connection, []
+        one._connection = SimpleNamespace(send_bytes=between.append, close=raw.close)
+        one.send(Bomb())
+        one.send("second")
+        first, second = between
+        if forgery == "repeated":
+            other._received.next(first[16:])  # it has been received once
+        if forgery == "sent back":
+            other.send(Bomb())
+            first = raw.recv_bytes()
+        forged = {"altered": first[:-1] + b"?", "left out": second, "not tagged": first[16:]}
+        raw.send_bytes(forged.get(forgery, first))
+        with pytest.raises(EOFError, match="forged message"):
+            other.receive()
+
+
+class Bomb:
+    """What runs code where it is unpickled."""
+
+    def __reduce__(self):
+        return pytest.fail, ("unpickled",)
+
+
+def test_ranks_of_one_host_find_each_other_where_no_other_host_can_connect():
+    worker_ranks = WorkerRanks(2)
+    ports = f"{worker_ranks.address.port:04X}", f"{worker_ranks.address.store_port:04X}"
+    lines = [
+        line
+        for file in ("tcp", "tcp6")
+        for line in Path("/proc/net", file).read_text().splitlines()
+    ]
+    bound = [line.split()[1].split(":") for line in lines if line.split()[2].endswith(":0000")]
+    worker_ranks.stop()
+    assert [host for host, port in bound if port in ports] == ["0100007F"] * 2
