@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -19,6 +20,7 @@ from serve_spec.config import ConfigError, RouterConfig
 from serve_spec.config.base import ASSETS
 from serve_spec.serving.deployment import command
 from serve_spec.serving.deployment.app import load_config
+from serve_spec.serving.deployment.engine_actor import why_unplaced
 from serve_spec.serving.deployment.plan import check_deployment, read_deployment, read_plan
 from serve_spec.serving.proxy import callback
 from serve_spec.serving.proxy.settings import CALLBACK, CALLBACK_VARIABLE, own_settings
@@ -269,6 +271,36 @@ def test_replicas_that_gpus_cannot_hold_are_refused_by_name(config_file, keys, a
     refused = nullcontext() if named is None else pytest.raises(ConfigError, match=named)
     with refused:
         command.check_gpus(plan, available)
+
+
+TWO_SMALL = [{"CPU": 4, "GPU": 1}, {"CPU": 4, "GPU": 1}]
+
+
+@pytest.mark.parametrize(
+    ("keys", "nodes", "told"),
+    [
+        ({"num_gpus": 2}, TWO_SMALL, "a replica needs a node with CPU 1, GPU 2"),
+        ({"num_gpus": 2, "tensor_parallel_size": 2}, TWO_SMALL, "set placement_group_strategy="),
+        (
+            {"num_gpus": 2, "tensor_parallel_size": 2, "placement_group_strategy": "PACK"},
+            TWO_SMALL,
+            None,
+        ),
+        (
+            {"num_gpus": 2, "tensor_parallel_size": 2, "placement_group_strategy": "SPREAD"},
+            [{"CPU": 4}],
+            "one of 2 ranks needs a node with CPU 0.5, GPU 1",
+        ),
+        ({"num_gpus": 1, "accelerator_type": "H100"}, TWO_SMALL, "accelerator_type:H100 0.001"),
+        ({"num_gpus": 1}, TWO_SMALL, None),
+        ({"num_gpus": 0, "num_cpus": 8}, TWO_SMALL, "num_cpus=8, num_gpus=0: .* CPU 8"),
+        ({"num_gpus": 0}, [], "there is none; add one"),
+    ],
+)
+def test_a_replica_that_no_node_can_hold_waits_for_a_reason(config_file, keys, nodes, told):
+    (config,) = read_plan(config_file, keys).configs
+    why = why_unplaced(config, nodes)
+    assert (why is None) if told is None else re.search(told, why)
 
 
 @pytest.mark.parametrize(

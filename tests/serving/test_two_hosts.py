@@ -1,6 +1,5 @@
-"""A router and a replica on two hosts, made of network namespaces with a cable between them."""
+"""A router and a replica on two hosts, without Ray."""
 
-import os
 import pickle
 import subprocess
 import sys
@@ -9,32 +8,13 @@ from contextlib import ExitStack
 import pytest
 
 from tests.serving.cluster import ROOT
-
-HOSTS = {f"ss-{end}-{os.getpid()}": f"10.77.0.{end}" for end in (1, 2)}
-
-
-def ip(*arguments):
-    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+from tests.serving.hosts import HOSTS, on_host, two_hosts, unplug
 
 
 @pytest.fixture
 def hosts():
-    """The names of two hosts that reach each other and nothing else."""
-    one, other = HOSTS
-    with ExitStack() as stack:
-        try:
-            for name in HOSTS:
-                ip("netns", "add", name)
-                stack.callback(ip, "netns", "del", name)
-            cable = ("type", "veth", "peer", "name", "eth", "netns", other)
-            ip("link", "add", "eth", "netns", one, *cable)
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', error)}")
-        for name, address in HOSTS.items():
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth")
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "link", "set", "eth", "up")
-        yield one, other
+    with two_hosts() as names:
+        yield names
 
 
 def test_a_replica_on_another_host_proves_the_secret_and_is_lost_with_its_host(hosts):
@@ -42,8 +22,7 @@ def test_a_replica_on_another_host_proves_the_secret_and_is_lost_with_its_host(h
     with ExitStack() as stack:
 
         def start(host, *arguments):
-            command = ["ip", "netns", "exec", host, sys.executable, "-m"]
-            command += ["tests.serving.host_process", *arguments]
+            command = on_host(host, sys.executable, "-m", "tests.serving.host_process", *arguments)
             process = stack.enter_context(
                 subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
             )
@@ -57,5 +36,5 @@ def test_a_replica_on_another_host_proves_the_secret_and_is_lost_with_its_host(h
         assert start(other, "replica", guessed).readline() == f"{host}:{port} is not router\n"
         assert start(other, "replica", address).readline() == "connected\n"
         assert router.readline() == "connected\n"
-        ip("-n", other, "link", "set", "eth", "down")
+        unplug(other)
         assert router.readline() == "r1 503\n"

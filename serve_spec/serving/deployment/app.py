@@ -77,7 +77,7 @@ def _application(
     engine_options: Mapping[str, Any] | None = None,
     router_options: Mapping[str, Any] | None = None,
 ) -> Application:
-    config = _with_gpus(config.pinned())
+    config = with_gpus(config.pinned())
     replica = config.replica
     # Replicas do not know how many there are: scaling starts and stops some and leaves the others.
     unscaled = ServeSpecConfig.load(config, num_replicas=1)
@@ -107,7 +107,7 @@ def _application(
     return versioned(router, *version).bind(replicas, unscaled)
 
 
-def _with_gpus(config: ServeSpecConfig) -> ServeSpecConfig:
+def with_gpus(config: ServeSpecConfig) -> ServeSpecConfig:
     """Return the configuration with `num_gpus` as a number."""
     if config.replica.num_gpus is not None:
         return config

@@ -230,6 +230,8 @@ def _start_ray(plan: Plan, args: argparse.Namespace) -> str:
         if args.address is None:
             with _refusing(args):
                 check_gpus(plan, int(ray.cluster_resources().get("GPU", 0)))  # type: ignore[no-untyped-call]
+        else:
+            _print_unplaced(plan)
     except StartFailed:
         ray.shutdown()
         raise
@@ -416,6 +418,19 @@ def check_gpus(plan: Plan, available: int) -> None:
                 f"{why}: {replicas} replica(s) need {each * replicas:g} GPU(s), and Ray sees "
                 f"{available} here; {fix}, or give --address of a cluster that has them"
             )
+
+
+def _print_unplaced(plan: Plan) -> None:
+    """Print which replicas no node of the cluster can hold; an autoscaler may still add one."""
+    import ray
+
+    from serve_spec.serving.deployment.app import with_gpus
+    from serve_spec.serving.deployment.engine_actor import why_unplaced
+
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    for config in plan.configs:
+        if (why := why_unplaced(with_gpus(config), nodes)) is not None:
+            print(why, file=sys.stderr, flush=True)
 
 
 def _no_ray(address: str, why: str) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from importlib import import_module
@@ -57,6 +57,28 @@ def placement_of(config: ServeSpecConfig) -> dict[str, Any]:
         "placement_group_bundles": [{k: v for k, v in bundle.items() if v} for _ in range(size)],
         "placement_group_strategy": replica.placement_group_strategy,
     }
+
+
+def why_unplaced(config: ServeSpecConfig, nodes: Iterable[Mapping[str, float]]) -> str | None:
+    """Return why a replica waits for a node; None if there is one for it, or for each rank.
+
+    nodes: the resources of each node of a Ray.
+    """
+    options, replica = placement_of(config), config.replica
+    bundles: list[dict[str, float]] = options["placement_group_bundles"]
+    on_one_node = bundles if options["placement_group_strategy"] == "STRICT_PACK" else bundles[:1]
+    needed = {name: amount * len(on_one_node) for name, amount in bundles[0].items()}
+    if any(all(node.get(name, 0) >= needed[name] for name in needed) for node in nodes):
+        return None
+    size, fix = config.model.tensor_parallel_size, "add one, or lower them"
+    if len(on_one_node) > 1:
+        fix = "add one, lower them, or set placement_group_strategy='PACK' for ranks on any nodes"
+    whose = "a replica" if len(on_one_node) == size else f"one of {size} ranks"
+    needs = ", ".join(f"{name} {amount:g}" for name, amount in needed.items())
+    return (
+        f"num_cpus={replica.num_cpus:g}, num_gpus={replica.num_gpus or 0:g}: {whose} needs a node "
+        f"with {needs}, and waits, for there is none; {fix}"
+    )
 
 
 def rank_options(config: ServeSpecConfig, rank: int) -> dict[str, Any]:
