@@ -242,15 +242,18 @@ def test_an_address_without_a_ray_is_refused_before_anything_starts(config_file,
     assert "ray start --head" in error
 
 
-def test_a_listener_that_is_no_ray_ends_the_wait_of_the_command(monkeypatch):
+@pytest.mark.parametrize(
+    ("address", "bound"), [("127.0.0.1:1", "_JOIN_S"), ("ray://127.0.0.1:1", "_JOIN_AS_CLIENT_S")]
+)
+def test_a_listener_that_is_no_ray_ends_the_wait_of_the_command(monkeypatch, address, bound):
     ended, told = threading.Event(), []
-    monkeypatch.setattr(command, "_JOIN_S", 0.0)
+    monkeypatch.setattr(command, bound, 0.0)
     monkeypatch.setattr(command, "exit_now", lambda *words: (told.append(words), ended.set()))
-    with command._joining("127.0.0.1:1"):
+    with command._joining(address):
         assert ended.wait(60)
     ((status, why),) = told
     assert status == 1
-    assert why.startswith("address='127.0.0.1:1': ")
+    assert why.startswith(f"address={address!r}: ")
 
 
 @pytest.mark.parametrize(

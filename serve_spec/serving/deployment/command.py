@@ -44,6 +44,8 @@ _REACH_S = 5.0
 """How long the address of a Ray may take to accept a connection."""
 _JOIN_S = 9.0
 """How long a Ray that was reached may take to answer."""
+_JOIN_AS_CLIENT_S = 45.0
+"""The same for `ray://`: Ray starts a process for each client first, and waits 30 s for it."""
 _VITAL = ("gcs_server", "raylet")
 # By default, glibc keeps what requests of many sizes freed in an arena of each thread.
 _FLAT_MEMORY = {"MALLOC_ARENA_MAX": "2"}
@@ -455,8 +457,9 @@ def _joining(address: str | None) -> Iterator[None]:
     if address is None:
         yield
         return
-    why = _no_ray(address, f"what listens there did not answer as Ray within {_JOIN_S:g} s")
-    timer = threading.Timer(_JOIN_S, exit_now, (1, why))
+    within_s = _JOIN_AS_CLIENT_S if address.startswith("ray://") else _JOIN_S
+    why = _no_ray(address, f"what listens there did not answer as Ray within {within_s:g} s")
+    timer = threading.Timer(within_s, exit_now, (1, why))
     timer.daemon = True
     timer.start()
     try:
