@@ -50,6 +50,25 @@ def positive(text: str) -> float:
     return value
 
 
+def output_file(text: str) -> Path:
+    """Parse the name of a file to write, in a folder that exists."""
+    file = Path(text)
+    if file.is_dir() or not file.parent.is_dir():
+        why = "is a folder" if file.is_dir() else f"there is no folder {file.parent}"
+        raise argparse.ArgumentTypeError(f"{text}: {why}; name a file in one that exists")
+    return file
+
+
+def output_folder(text: str) -> Path:
+    """Parse the name of a folder to write to; make it if there is none."""
+    folder = Path(text)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}; name another folder") from None
+    return folder
+
+
 def rate_range(text: str) -> tuple[float, float]:
     """Parse FROM:TO."""
     first, _, last = text.partition(":")
@@ -133,9 +152,9 @@ def _add_outputs(parser: argparse._ActionsContainer, *, compares: bool = True) -
     if compares:
         add("--allow-differences", action="store_true",
             help="exit with 0 even if texts differ, as they may in bfloat16")
-    add("--json", type=Path, metavar="FILE",
+    add("--json", type=output_file, metavar="FILE",
         help="file to append every record to, as JSON lines while the benchmark runs")
-    add("--plot", type=Path, metavar="FILE", help="PNG file to draw")
+    add("--plot", type=output_file, metavar="FILE", help="PNG file to draw")
 
 
 def _adaptive(parser: argparse.ArgumentParser) -> None:
@@ -279,13 +298,15 @@ def _trace(parser: argparse.ArgumentParser) -> None:
     add("--num-requests", type=_COUNT, default=12, metavar="N", help="requests per kind of text")
     add("--num-tokens", type=_COUNT, default=96, metavar="N", help="tokens per text")
     add("--prompt-tokens", type=_COUNT, default=64, metavar="N", help="tokens per prompt")
-    add("--json", type=Path, metavar="FILE", required=True, help="file to write the traces to")
+    add("--json", type=output_file, metavar="FILE", required=True,
+        help="file to write the traces to")
 
 
 def _tune(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_configuration(parser, positional=True)
-    add("--output-dir", type=Path, required=True, metavar="DIR", help="folder of the results")
+    add("--output-dir", type=output_folder, required=True, metavar="DIR",
+        help="folder of the results")
     add("--batch-sizes", type=_COUNT, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N",
         help="requests that decode together")
     add("--num-steps", type=at_least(0), nargs="+", default=[0, 1, 2, 3, 5, 7], metavar="K",

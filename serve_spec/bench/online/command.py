@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
 
+import httpx
 from tqdm import tqdm
 
 from serve_spec.bench import report
@@ -48,6 +49,7 @@ from serve_spec.bench.workload import HELD_OUT_PACKAGES
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.config.flags import flag_values
 from serve_spec.config.root import parse_override
+from serve_spec.core.registry import one_line
 from serve_spec.core.request import TokenDelta
 from serve_spec.core.sequence import Sequence as EngineSequence
 from serve_spec.engine.engine import SpecEngine
@@ -241,12 +243,23 @@ def _online(
             keys = flag_values(args) if variant is None else {}
             command = serve_command(file, args.port, keys)
             url = stack.enter_context(own_server(command, args.client_cores))
+        else:
+            _check_server(url)
         api_key = os.environ.get("SERVE_SPEC_API_KEY")
         target = Target(url, args.model, api_key, args.timeout_s)
         clients = stack.enter_context(Clients(target, args.clients))
         clients.run(_widest(plan), warm_up)
         run_once = partial(clients.run, poll_s=args.poll_s)
         return _repeat(args, figures.HTTP, plan, run_once)
+
+
+def _check_server(url: str) -> None:
+    """Raise ConfigError if no server answers HTTP there."""
+    try:
+        httpx.get(f"{url.rstrip('/')}/health", timeout=10)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        why = f"no server answers there ({one_line(error)})"
+        raise ConfigError(f"--url={url}: {why}; give http://HOST:PORT of one that runs") from None
 
 
 def _offline(

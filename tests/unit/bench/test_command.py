@@ -56,6 +56,29 @@ def test_an_unknown_benchmark_is_refused_with_the_known_ones(capsys):
     assert all(name in shown for name in BENCHMARKS)
 
 
+@pytest.mark.parametrize(
+    ("argv", "fix"),
+    [
+        ("offline --json nowhere/x.json", "nowhere/x.json: there is no folder nowhere; "),
+        ("offline --plot .", ".: is a folder; "),
+        ("adaptive --json nowhere/x.json", "there is no folder nowhere; "),
+        ("tune asset:tiny --output-dir /proc/x", "/proc/x: No such file or directory; "),
+    ],
+)
+def test_outputs_that_cannot_be_written_are_refused_before_anything_runs(argv, fix, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(argv.split())
+    assert f"{fix}name " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "127.0.0.1:8000"])
+def test_an_address_without_a_server_is_refused_before_the_load(url, capsys):
+    assert cli.main(["bench", "online", "--url", url]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--url={url}: no server answers there (" in line
+    assert line.endswith("give http://HOST:PORT of one that runs")
+
+
 def run(path, extra):
     assert main(f"offline --json {path} {extra}".split()) == 0
     return [json.loads(line) for line in path.read_text().splitlines()]
