@@ -27,7 +27,7 @@ _NODE = "NodeAddress"
 
 _NAMES = {exported for metric in metrics.METRICS for exported in exported_names(metric)}
 
-# Name, help, and where it is measured.
+# Names of distributions, in seconds and in tokens or choices.
 _SECONDS = (
     ("vllm:inter_token_latency_seconds", metrics.GAP_S),
     ("sglang:inter_token_latency_seconds", metrics.GAP_S),
