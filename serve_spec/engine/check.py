@@ -6,6 +6,7 @@ import torch
 
 from serve_spec.adaptive import PolicySettings
 from serve_spec.config import ServeSpecConfig
+from serve_spec.config.cost_table import load_cost_table
 from serve_spec.config.speculative import NO_DRAFT
 from serve_spec.engine.build import check_fit
 from serve_spec.engine.tokenizer import Tokenizer
@@ -18,6 +19,8 @@ from serve_spec.worker.drafters.base import drafter_class
 def check_checkpoints(config: ServeSpecConfig) -> None:
     """Raise what loading would: CheckpointError, ConfigError or ValueError. Reads no weights."""
     _ = PolicySettings.of(config.speculative).shapes  # imports a policy of another package
+    if config.speculative.enabled and config.speculative.speculative_cost_table is not None:
+        load_cost_table(config.speculative.speculative_cost_table)
     folder = config.model.folder
     read_spec(folder, config.model.tensor_parallel_size)
     check_fit(config, Tokenizer(config.model.tokenizer_folder))

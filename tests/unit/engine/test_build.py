@@ -368,6 +368,13 @@ def test_a_dummy_head_that_does_not_fit_is_refused_before_anything_starts(
         check_checkpoints(config)
 
 
+def test_a_cost_table_that_is_none_is_refused_before_anything_starts(tmp_path):
+    (tmp_path / "costs.json").write_text("a: [1")
+    keys = {"speculative_cost_table": str(tmp_path / "costs.json")}
+    with pytest.raises(ConfigError, match=r"costs\.json: not valid JSON: .* delete the file"):
+        check_checkpoints(ServeSpecConfig.load("asset:tiny", **keys))
+
+
 def test_resolved_values_are_those_of_the_models_that_are_loaded():
     config = ServeSpecConfig.load(
         "asset:tiny", device="cpu", max_model_len=128, num_pages=40, page_size=8
