@@ -80,7 +80,7 @@ class LLM:
         sampling_params: one for all, or one per prompt; None: `get_default_sampling_params()`.
         use_tqdm: no effect; there is no progress bar.
         """
-        is_one = isinstance(prompts, str | Mapping)
+        is_one = isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable)
         batch = [read_prompt(prompt) for prompt in ([prompts] if is_one else prompts)]
         params = self._params_for(len(batch), sampling_params)
         sequences: list[Sequence] = []
@@ -165,6 +165,9 @@ class LLM:
         if params is None or isinstance(params, SamplingParams):
             return [params or self.get_default_sampling_params()] * num_prompts
         each = list(params)
+        if not all(isinstance(some, SamplingParams) for some in each):
+            fix = "give one SamplingParams, or one per prompt"
+            raise InvalidRequest("sampling_params", f"<{type(params).__name__}>", fix)
         if len(each) != num_prompts:
             fix = f"give one SamplingParams, or {num_prompts}, one per prompt"
             raise InvalidRequest("sampling_params", f"<{len(each)} of them>", fix)

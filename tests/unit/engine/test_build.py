@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from serve_spec import LLM, ServeSpecConfig
+from serve_spec.config import ConfigError
 from serve_spec.config.drafts import METHODS, DraftMethod
 from serve_spec.core.caches import RecurrentCache
 from serve_spec.core.errors import CheckpointError, InvalidRequest

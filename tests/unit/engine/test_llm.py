@@ -110,9 +110,14 @@ def test_prompts_have_all_forms_of_vllm(llm):
     prompts = ["abc", ids, {"prompt": "abc"}, {"prompt_token_ids": ids}]
     texts = {out.text for out in llm.generate(prompts, params())}
     assert texts == {llm.generate({"prompt": "abc"}, params(), use_tqdm=False)[0].text}
-    for wrong in ([{"multi_modal_data": 1, "prompt": "a"}], [{}], [5], [[1.5]]):
+    for wrong in ([{"multi_modal_data": 1, "prompt": "a"}], [{}], [5], [[1.5]], 5, None):
         with pytest.raises(InvalidRequest, match=r"^prompts.*: .*give a text, token ids"):
             llm.generate(wrong)
+    for wrong in ({"max_tokens": 3}, [{"max_tokens": 3}], [params(), params()]):
+        with pytest.raises(
+            InvalidRequest, match=r"^sampling_params='<.*>': give one SamplingParams"
+        ):
+            llm.generate(["abc"], wrong)
 
 
 def test_several_texts_of_a_prompt_are_those_of_their_seeds(llm):
