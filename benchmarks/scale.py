@@ -36,8 +36,9 @@ from serve_spec.bench.report import append_record, environment, print_record
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
 from serve_spec.serving.messages import Accepted, GenerateRequest, is_last
+from serve_spec.serving.router.choice import ReplicaChooser
 from serve_spec.serving.router.connections import ResponseQueue, RouterConnections
-from serve_spec.serving.router.fleet import RayFleet, ReplicaChooser
+from serve_spec.serving.router.fleet import RayFleet
 from serve_spec.serving.statistics.stats_actor import SpecStats
 
 PUSH_INTERVAL_S = 2.0
@@ -209,8 +210,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file to append records to")
     args = parser.parse_args()
     append_record(args.json, {"section": "run", "bench": "scale", "environment": environment()})
-    for num in args.replicas:
-        for _ in range(args.runs):
+    for _ in range(args.runs):  # by turns
+        for num in args.replicas:
             row = asyncio.run(measure_router(num, args.requests))
             print_record(args.json, section="router", **row)
     for num in args.choices:

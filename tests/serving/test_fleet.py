@@ -20,9 +20,9 @@ from serve_spec.serving.errors import ApiError, ReplicaLost
 from serve_spec.serving.messages import Accepted, Failed, Refused
 from serve_spec.serving.router import fleet as module
 from serve_spec.serving.router.admission import Admission
-from serve_spec.serving.router.fleet import (
+from serve_spec.serving.router.choice import (
+    MarginalCosts,
     Policy,
-    RayFleet,
     ReplicaChooser,
     ReplicaLoad,
     SentPrefixes,
@@ -30,8 +30,8 @@ from serve_spec.serving.router.fleet import (
     first_block,
     is_short_of_pages,
     ranked,
-    requests_to_move,
 )
+from serve_spec.serving.router.fleet import RayFleet, requests_to_move
 from serve_spec.serving.statistics.stats_actor import StatsUnavailable
 from tests.serving.fakes import Handle, ReplicaEnd, delta, request, running, until
 
@@ -331,12 +331,13 @@ def test_waiting_requests_move_to_free_places(busy, idle, moved):
 
 
 POLICIES = get_args(Policy)
-CHEAP = {0: 5.0, 1: 6.0, 2: 8.0, 4: 12.0, 8: 20.0}
-DEAR = {rows: 2 * ms for rows, ms in CHEAP.items()}
+MS = {0: 5.0, 1: 6.0, 2: 8.0, 4: 12.0, 8: 20.0}
+CHEAP = MarginalCosts(MS)
+DEAR = MarginalCosts({rows: 2 * ms for rows, ms in MS.items()})
 
 
 def load(name, rows, costs=None, **fields):
-    return ReplicaLoad(name, rows, max_requests=100, marginal_ms_by_batch_size=costs, **fields)
+    return ReplicaLoad(name, rows, max_requests=100, marginal_costs=costs, **fields)
 
 
 def order(policy, *loads, num=1, **options):
@@ -355,7 +356,7 @@ def fleets(draw):
             max_requests=10,
             is_short_of_pages=draw(st.booleans()),
             is_healthy=draw(st.booleans()),
-            marginal_ms_by_batch_size=draw(costs),
+            marginal_costs=draw(costs),
             matched_blocks=draw(st.integers(0, 3)),
         )
         for i in range(draw(st.integers(1, 5)))
@@ -392,7 +393,7 @@ def test_goodput_goes_where_one_more_costs_least_however_many_are_there():
 
 
 def test_goodput_weighs_all_requests_of_a_submission():
-    flat, steep = {0: 7.0}, {0: 5.0, 1: 20.0}
+    flat, steep = MarginalCosts({0: 7.0}), MarginalCosts({0: 5.0, 1: 20.0})
     assert order("goodput", load("flat", 0, flat), load("steep", 0, steep)) == ["steep", "flat"]
     fleet = load("flat", 0, flat), load("steep", 0, steep)
     assert order("goodput", *fleet, num=2) == ["flat", "steep"]
@@ -400,8 +401,9 @@ def test_goodput_weighs_all_requests_of_a_submission():
 
 def test_goodput_between_two_measured_costs_goes_by_what_lies_between():
     """A somewhat cheaper replica gets somewhat more, not all up to the next measured size."""
-    cheaper = {0: 2.0, 32: 5.0, 64: 11.0}
-    dearer = {rows: 1.4 * ms for rows, ms in cheaper.items()}
+    ms = {0: 2.0, 32: 5.0, 64: 11.0}
+    cheaper = MarginalCosts(ms)
+    dearer = MarginalCosts({rows: 1.4 * each for rows, each in ms.items()})
     assert order("goodput", load("a", 36, cheaper), load("b", 34, dearer)) == ["a", "b"]
     assert order("goodput", load("a", 50, cheaper), load("b", 34, dearer)) == ["b", "a"]
 
@@ -409,7 +411,7 @@ def test_goodput_between_two_measured_costs_goes_by_what_lies_between():
 @given(rows=st.integers(0, 300))
 def test_the_more_rows_the_dearer_the_next_one(rows):
     costs = {0: 2.0, 1: 2.0, 2: 3.0, 32: 5.0, 64: 11.0}
-    ms = [load("a", n, costs).marginal_ms(1) for n in (rows, rows + 1)]
+    ms = [load("a", n, MarginalCosts(costs)).marginal_ms(1) for n in (rows, rows + 1)]
     assert ms[0] <= ms[1]
     assert ms[0] == costs.get(rows, ms[0]), "a measured cost is exact at its own rows"
     assert rows < 64 or ms[0] >= 11.0 * rows / 128
@@ -434,7 +436,7 @@ def test_only_a_queue_without_free_pages_is_there_to_stay(num_waiting, free_page
 
 
 def test_goodput_between_costs_that_differ_as_measurements_do_is_balanced():
-    noisy = {rows: 1.2 * ms for rows, ms in CHEAP.items()}
+    noisy = MarginalCosts({rows: 1.2 * ms for rows, ms in MS.items()})
     assert order("goodput", load("a", 2, CHEAP), load("b", 1, noisy)) == ["b", "a"]
     assert order("goodput", load("a", 2, CHEAP), load("b", 1, DEAR)) == ["a", "b"]
 
