@@ -21,7 +21,8 @@ MEANINGS: Mapping[Reason, str] = {
     Reason.BACK_OFF: "the next trial is withheld: the last ones did not pay",
     Reason.RANGE: "the batch size moved to another range, which has its own decision",
     Reason.KV: "no drafts: free KV pages or the token budget ran short",
-    Reason.LIMIT: "no drafts: every request is at its last token, or at a limit of its own",
+    Reason.LIMIT: "no drafts: no request may draft now, for want of an n-gram match, at its last "
+    "token, or by its own limit",
     Reason.BASELINE: "a trial of plain rounds, to measure what drafting is compared with",
     Reason.GUARD: "no drafts: drafting was measured slower than plain decoding",
     Reason.FALLBACK: "no drafts: the policy failed and is built anew after 1,024 rounds",
