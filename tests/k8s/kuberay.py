@@ -191,14 +191,16 @@ class RayService(Strict):
 
 
 class Relabelling(Strict):
-    action: Literal["labeldrop"]
+    sourceLabels: list[str]
     regex: str
+    targetLabel: str
+    replacement: str
 
 
 class PodMetricsEndpoint(Strict):
     port: str
     interval: str = Field(pattern=r"^\d+s$")
-    metricRelabelings: list[Relabelling] = Field(min_length=1)
+    metricRelabelings: list[Relabelling] = []
 
 
 Labels = Annotated[dict[str, str], Field(min_length=1)]

@@ -181,6 +181,8 @@ def _name(document):
 
 def _config_map(folder, generator, options):
     assert options["disableNameSuffixHash"], "names with a hash of the content"
-    metadata = {"name": generator["name"], "labels": options["labels"]}
+    metadata = {"name": generator["name"]} | {
+        kind: options[kind] for kind in ("labels", "annotations") if kind in options
+    }
     data = {Path(name).name: (folder / name).read_text() for name in generator["files"]}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}

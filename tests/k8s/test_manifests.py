@@ -242,6 +242,11 @@ def test_grafana_finds_every_dashboard(overlay):
         return
     (dashboards,) = overlay.of_kind("ConfigMap")
     assert dashboards["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert dashboards["metadata"]["annotations"]["grafana_folder"] == "Ray"
+    (provider,) = yaml.safe_load((ROOT / "deploy/dashboards/provider.yaml").read_text())[
+        "providers"
+    ]
+    assert (provider["type"], provider["folder"]) == ("file", "Ray")
     files = {file.name: file.read_text() for file in (ROOT / "deploy/dashboards").glob("*.json")}
     assert dashboards["data"] == files
     # `kubectl apply` keeps what it applied in an annotation, of at most so many bytes.
@@ -270,13 +275,16 @@ def test_monitors_scrape_ports_that_their_pods_have_and_the_network_admits(overl
                 assert admitted(overlay)[group.template.ports[endpoint.port]] is False
 
 
-def test_monitors_drop_the_label_of_rays_session_and_keep_what_tells_series_apart(overlay):
-    kept = {"WorkerId", "application", "deployment", "replica", "le", "position", "reason"}
-    for monitor in overlay.of_kind("PodMonitor"):
-        for endpoint in PodMonitor.model_validate(monitor).spec.podMetricsEndpoints:
-            (rule,) = endpoint.metricRelabelings
-            dropped = {name for name in {*kept, "SessionName"} if re.fullmatch(rule.regex, name)}
-            assert dropped == {"SessionName"}
+def test_our_series_lose_the_label_of_rays_session_and_others_keep_it(overlay):
+    monitors = [PodMonitor.model_validate(each) for each in overlay.of_kind("PodMonitor")]
+    ends = [end for monitor in monitors for end in monitor.spec.podMetricsEndpoints]
+    for end in (end for end in ends if end.port == "metrics"):
+        (rule,) = end.metricRelabelings
+        assert (rule.sourceLabels, rule.targetLabel) == (["__name__"], "SessionName")
+        assert re.fullmatch(rule.regex, "ray_serve_spec_num_running")
+        assert not re.fullmatch(rule.regex, "ray_data_output_bytes")
+        # An empty value removes a label; an operator that leaves it out uses the first group.
+        assert (rule.replacement, re.compile(rule.regex).groups) == ("", 0)
 
 
 def test_every_pod_can_be_reached_and_scraped_and_only_serve_is_open_to_all(overlay):
