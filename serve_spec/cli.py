@@ -113,7 +113,7 @@ def _check_config(argv: list[str]) -> int:
 
 
 def _print_completion(argv: list[str]) -> int:
-    """Print a shell's script, from the parser of every command."""
+    """Print the completion script of a shell, made from the parsers of all commands."""
     import argparse
 
     import shtab
@@ -129,8 +129,8 @@ def _print_completion(argv: list[str]) -> int:
             benchmark = import_module(f"serve_spec.{module}").BENCHMARKS[name]
             benchmark.add_flags(commands.add_parser(name, help=summary))
             continue
-        own_module = name == "completion"
-        known = own if own_module else import_module(f"serve_spec.{module}").command_parser()
+        source = f"serve_spec.{module}"
+        known = own if name == "completion" else import_module(source).command_parser()
         commands.add_parser(name, help=summary, parents=[known], add_help=False)
     print(shtab.complete(parser, shell))
     return 0

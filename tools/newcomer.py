@@ -120,7 +120,7 @@ def is_as_said(printed: str, said: str) -> bool:
 
 
 class Newcomer:
-    """Somebody with a fresh clone in `folder`, an empty home and an empty Python environment."""
+    """A new user with a fresh clone in `folder`, an empty home and an empty Python environment."""
 
     def __init__(self, folder: Path, python: str) -> None:
         self._clone, self._log = folder / "clone", folder / "log"

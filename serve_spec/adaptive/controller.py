@@ -76,7 +76,7 @@ class AdaptiveController:
 
     @property
     def _last_reason(self) -> Reason:
-        """Return why the last round drafts as it does; the policy was not asked if none may."""
+        """Return the policy's reason for the last round, or `LIMIT` if no request could draft."""
         return Reason.LIMIT if self._limited else self._policy.last_reason
 
     def _choose(self, batch: DecodeBatch) -> RoundSteps:

@@ -202,7 +202,7 @@ async def test_a_message_that_the_replica_did_not_send_next_ends_its_connection(
             writer.write(length + forged)
         else:
             sent = []
-            stream._writer = SimpleNamespace(write=sent.append)  # somebody between both ends
+            stream._writer = SimpleNamespace(write=sent.append)  # not to the other end
             stream.write(load)
             stream.write(load)
             first, second = sent
