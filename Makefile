@@ -74,10 +74,12 @@ test-engine: install
 test-rest: $(DEMO)
 	$(BIN)/python -m pytest $(NO_RAY) $(ENGINE_TESTS:%=--ignore=%)
 
-# Other slices of tests/fuzz than `test` runs: SLICES of them, EXAMPLES scenarios each.
+# Other examples than `test` runs: of the property tests, then SLICES slices of tests/fuzz with
+# EXAMPLES scenarios each.
 SLICES ?= 10
 EXAMPLES ?= 150
 fuzz: install
+	$(BIN)/python -m pytest -q $(NO_RAY) --hypothesis-profile=other-examples tests/unit tests/serving
 	for slice in $$(seq 1 $(SLICES)); do \
 		SERVE_SPEC_FUZZ_SLICE=$$slice SERVE_SPEC_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -q tests/fuzz || exit 1; \
 	done

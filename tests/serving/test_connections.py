@@ -366,6 +366,7 @@ DELTAS = st.builds(
     st.sampled_from([None, (TokenLogprob(1, -1.0, 1, ((2, -3.0),)),)]),
     st.sampled_from([None, (None,)]),
     st.integers(0, 3),
+    st.floats(0, 100),
 )
 ITEMS = st.one_of(DELTAS, st.sampled_from([Accepted(3, "r1"), Failed("boom", overloaded=True)]))
 
