@@ -185,8 +185,36 @@ class SchedulerConfig(StrictModel):
     """Maximum number of sequences that run together in one engine."""
     max_num_batched_tokens: int = Field(2048, ge=1, le=1 << 20)
     """Maximum number of tokens of one target forward pass, drafts included."""
-    chunked_prefill_size: int | None = Field(640, ge=1)
-    """Maximum number of prompt tokens of a step while requests decode, or 10 per decoding request
-    if that is more; null: prompts are not split."""
+    chunked_prefill_size: int | Literal["auto"] | None = "auto"
+    """Maximum number of prompt tokens of a step while requests decode; auto: as many as keep the
+    batch full, within the two bounds that follow; null: prompts are not split."""
+    max_step_ratio: float = Field(8.0, gt=1)
+    """Maximum time of a step with prompt tokens, in steps without any, for chunked_prefill_size
+    auto."""
+    max_inter_token_ms: float | None = Field(None, gt=0)
+    """Maximum time between the tokens of a request in ms, for chunked_prefill_size auto; null: no
+    other bound than max_step_ratio."""
     max_waiting_seqs: int = Field(1024, ge=1, le=1 << 20)
     """Maximum number of sequences waiting in one engine; further ones are rejected."""
+
+    @field_validator("chunked_prefill_size", mode="before")
+    @classmethod
+    def _is_a_chunk(cls, size: object) -> object:
+        is_number = isinstance(size, int) and not isinstance(size, bool) and size >= 1
+        if is_number or size is None or size == "auto":
+            return size
+        fix = "use auto, a number of tokens from 1, or null for prompts that are not split"
+        raise Refusal("chunked_prefill_size", size, fix)
+
+    @model_validator(mode="after")
+    def _has_one_bound(self) -> Self:
+        """Refuse bounds of steps together with a chunk that does not follow them."""
+        size = self.chunked_prefill_size
+        if size == "auto":
+            return self
+        for name in ("max_inter_token_ms", "max_step_ratio"):
+            value = getattr(self, name)
+            if name in self.model_fields_set and value is not None:
+                fix = f"contradicts chunked_prefill_size={size!r}; leave one of them out"
+                raise Refusal(name, value, fix)
+        return self

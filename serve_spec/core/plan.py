@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.request import SamplingParams, TokenLogprob
-from serve_spec.core.round import AS_DRAWN, FROM_NGRAM, GREEDY, SAMPLED, Calibration
+from serve_spec.core.round import (
+    AS_DRAWN,
+    FROM_NGRAM,
+    GREEDY,
+    SAMPLED,
+    Calibration,
+    attention_pairs,
+)
 
 
 @dataclass(frozen=True)
@@ -138,6 +145,11 @@ class ScheduledBatch:
     def num_prefill_tokens(self) -> int:
         """Prompt tokens that the step computes."""
         return sum(len(req.token_ids) for req in self.prefill_requests)
+
+    @property
+    def num_prefill_pairs(self) -> int:
+        """Pairs of query and key that attention computes for them."""
+        return sum(attention_pairs(req.start, len(req.token_ids)) for req in self.prefill_requests)
 
     @cached_property
     def sampling_requests(self) -> tuple[ScheduledRequest, ...]:

@@ -89,6 +89,8 @@ class StepRecord:
     """Draft KV entries made by draft extend: a few per request, or all of a prompt."""
     num_prefill_tokens: int = 0
     """Prompt tokens computed. If there are any, the times are not those of decoding alone."""
+    num_prefill_pairs: int = 0
+    """Pairs of query and key that attention computed for them."""
     num_ended: int = 0
     """Requests that ended in this step,"""
     num_ended_prompt_tokens: int = 0

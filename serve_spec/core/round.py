@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from serve_spec.core.draft import DraftShape
 
@@ -48,6 +48,18 @@ class Reason(StrEnum):
     RECONFIGURED = "reconfigured"
 
 
+class PendingPrompt(NamedTuple):
+    """A prompt whose tokens from position `start` on are not computed: `num_tokens` of them."""
+
+    start: int
+    num_tokens: int
+
+
+def attention_pairs(start: int, num_tokens: int) -> int:
+    """Return the pairs of query and key that attention computes for a chunk of a prompt."""
+    return num_tokens * start + num_tokens * (num_tokens + 1) // 2
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
     """The decoding requests of the next step. Columns, because a policy reads hundreds of requests
@@ -68,10 +80,11 @@ class DecodeBatch:
     since its prompt began. Empty without a draft model."""
     num_remaining: Sequence[int] = ()
     """Most tokens each request may still emit; empty if unknown."""
-    num_prompts: int = 0
-    """Sequences in prefill: the batch will soon be larger by so many."""
-    num_prompt_tokens: int = 0
-    """Prompt tokens that run in the step if it drafts little; drafts may take their room."""
+    prompts: Sequence[PendingPrompt] = ()
+    """Sequences in prefill, in the order in which their tokens are computed: the batch will soon be
+    larger by so many."""
+    max_prompt_tokens: int = 0
+    """Most prompt tokens of the step, if it drafts nothing."""
     ngram_steps: Sequence[int] = ()
     """N-gram drafts of each request, which it may verify instead of a model's; empty if there is
     only one source of drafts."""
@@ -80,6 +93,11 @@ class DecodeBatch:
     def size(self) -> int:
         """Decoding requests: the batch size."""
         return len(self.request_ids)
+
+    @property
+    def num_prompts(self) -> int:
+        """Sequences in prefill."""
+        return len(self.prompts)
 
     @property
     def context(self) -> float:
@@ -125,3 +143,6 @@ class RoundSteps:
     all that were drafted."""
     calibration: Calibration = field(default=AS_DRAWN, compare=False)
     """Turns a draft's log probability into its probability of acceptance."""
+    prompt_tokens: int | None = None
+    """Most prompt tokens of the step, of `DecodeBatch.max_prompt_tokens`. None: the controller
+    chooses."""

@@ -42,6 +42,8 @@ class Sequence:
     """Tokens taken from the prefix cache; None before it is first admitted."""
     admitted_at: float = 0.0
     """`perf_counter` when it was first admitted."""
+    prefill_turn: int = 0
+    """Order of its prompt among those in prefill, see `scheduler.prompts`."""
     has_broken_draft: bool = False
     """Its draft gave NaN or an unknown token, so it stops drafting."""
     is_recomputed: bool = False

@@ -394,6 +394,7 @@ def step_record(
         num_ngram_drafts=sum([len(req.draft_ids) for req in planned]) if has_model else 0,
         num_extend_tokens=sum([len(req.extend_ids) for req in planned if req.model_steps]),
         num_prefill_tokens=plan.num_prefill_tokens,
+        num_prefill_pairs=plan.num_prefill_pairs,
         num_ended=len(ended),
         num_ended_prompt_tokens=sum(seq.num_uncached_prompt_tokens for seq in ended),
         num_ended_tokens=sum(seq.num_output_tokens for seq in ended),

@@ -14,7 +14,7 @@ from serve_spec.core.request import FinishReason
 from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.kvcache.radix import PrefixHit
-from serve_spec.scheduler.requests import Prompt
+from serve_spec.scheduler.prompts import Prompt, in_turn
 
 MIN_SHARED_TOKENS = 128
 """Fewest prompt tokens for which waiting for another request's prefill costs less than computing
@@ -51,6 +51,8 @@ class RequestQueue:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.num_planned_prompt_tokens = 0
+        """Of all prompts since the start, for their turns."""
         self.masks: MaskSource | None = None
         self.failed: dict[str, Exception] = {}
         """Requests that ended without an answer, and why, until `take_failed`."""
@@ -117,6 +119,7 @@ class RequestQueue:
             seq.num_draft_computed = self._first_draft_entry
             self.cache.start(seq, hit)
             self.cache.reserve(seq, len(seq))
+            seq.prefill_turn = self.num_planned_prompt_tokens + seq.num_pending
             if seq.num_cached_tokens is None:  # it is admitted for the first time
                 seq.num_cached_tokens = seq.num_computed
                 seq.admitted_at = time.perf_counter()
@@ -155,7 +158,8 @@ class RequestQueue:
     def after_step(
         self, in_flight: Mapping[str, ScheduledRequest], unready: Container[str] = ()
     ) -> tuple[list[Sequence], list[Prompt]]:
-        """Return the sequences that decode and the unfinished prompts after a step in flight.
+        """Return the sequences that decode, and the unfinished prompts in turn, after a step in
+        flight.
 
         A decoding request gains at least one token, so one that needs no more has ended.
         unready: requests that sit out.
@@ -175,7 +179,7 @@ class RequestQueue:
                 prompts.append(Prompt(seq, req.length))
             elif seq.num_remaining > 1:
                 decoding.append(seq)
-        return decoding, prompts
+        return decoding, in_turn(prompts)
 
     def preempt_less_urgent_than(self, seq: Sequence) -> bool:
         """Preempt the least urgent running sequence. Return False if that is `seq`."""

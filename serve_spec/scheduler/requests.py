@@ -6,7 +6,6 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from serve_spec.config import SchedulerConfig
 from serve_spec.core.draft import (
     MAX_TREE_TOKENS,
     PLAIN,
@@ -16,7 +15,7 @@ from serve_spec.core.draft import (
     NgramDrafts,
 )
 from serve_spec.core.plan import EditedText, ScheduledRequest
-from serve_spec.core.round import DecodeBatch, RoundSteps
+from serve_spec.core.round import DecodeBatch, PendingPrompt, RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager
 
@@ -74,41 +73,6 @@ class NgramDraftCache:
     def __len__(self) -> int:
         """Return the number of sequences with drafts."""
         return len(self._chains)
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A sequence whose tokens are not computed from position `start` on."""
-
-    seq: Sequence
-    start: int
-
-    @property
-    def num_pending(self) -> int:
-        """Tokens that the target has not computed."""
-        return len(self.seq) - self.start
-
-
-def prefill_requests(
-    prompts: SequenceOf[Prompt], budget: int, *, chunked: bool
-) -> list[ScheduledRequest]:
-    """Return prefill chunks of prompts that hold pages, the oldest first, of `budget` tokens.
-
-    The first may exceed the budget, by one token or, without chunking, by the whole prompt.
-    Otherwise decoding requests could starve it.
-    """
-    reqs: list[ScheduledRequest] = []
-    for prompt in prompts:
-        seq, start, count = prompt.seq, prompt.start, prompt.num_pending
-        is_first = not reqs
-        if chunked:
-            count = min(count, max(budget, 1 if is_first else 0))
-        elif count > budget and not is_first:
-            count = 0
-        if count > 0 and seq.page_ids:
-            reqs.append(prefill_request(seq, start, count, samples=count == prompt.num_pending))
-            budget -= count
-    return reqs
 
 
 @dataclass(frozen=True)
@@ -200,36 +164,22 @@ def usable_steps(seq: Sequence, num_in_flight: int) -> int:
     return useful if options.max_steps is None else min(useful, options.max_steps)
 
 
-_CHUNK_PER_REQUEST = 10
-"""Maximum prompt tokens per decoding request in a round. Such a round takes about three times as
-long as one without prompts."""
-
-
-def max_prompt_tokens(limits: SchedulerConfig, room: int, num_decoding: int) -> int:
-    """Return the most prompt tokens of a round with `room` tokens left."""
-    size = limits.chunked_prefill_size
-    if size is None or not num_decoding:
-        return room
-    return min(room, max(size, _CHUNK_PER_REQUEST * num_decoding))
-
-
 def decode_batch(
     decoding: list[Sequence],
-    prompts: list[Prompt],
     reqs_before: list[ScheduledRequest | None],
-    limits: SchedulerConfig,
+    prompts: list[PendingPrompt],
+    max_prompt_tokens: int,
+    room: int,
     cache: KVCacheManager,
     drafts: DraftSource,
 ) -> DecodeBatch:
     """Return the decoding requests of the next step, for the policy.
 
-    reqs_before: the same requests in the step in flight.
+    reqs_before: the same requests in the step in flight. max_prompt_tokens: of `prompts`, if
+    nothing is drafted. room: tokens that the step may compute beside one of each request.
     """
-    budget = limits.max_num_batched_tokens - len(decoding)
-    num_pending = sum(prompt.num_pending for prompt in prompts)
-    num_prompt_tokens = max(0, min(num_pending, max_prompt_tokens(limits, budget, len(decoding))))
     # Prefill chunks get up to half of what the decoding requests leave.
-    budget -= min(num_prompt_tokens, budget // 2)
+    budget = room - min(max_prompt_tokens, room // 2)
     lengths = [len(seq) for seq in decoding]
     page_size = cache.page_size
     held = sum(len(seq.page_ids) for seq in decoding) * page_size - sum(lengths)
@@ -249,8 +199,8 @@ def decode_batch(
         if drafts.has_model
         else [],
         num_remaining=[seq.num_remaining for seq in decoding],
-        num_prompts=len(prompts),
-        num_prompt_tokens=num_prompt_tokens,
+        prompts=prompts,
+        max_prompt_tokens=max_prompt_tokens,
         ngram_steps=ngram_steps if drafts.has_model else [],
     )
 
@@ -357,29 +307,6 @@ def decode_request(
         request_slot=seq.request_slot,
         edited=None if in_flight else edited_text(seq),
         generated_ids=generated_ids(seq),
-    )
-
-
-def prefill_request(seq: Sequence, start: int, count: int, *, samples: bool) -> ScheduledRequest:
-    """Return a prefill chunk of `count` tokens. If it `samples`, its last token draws."""
-    end = start + count
-    scored = seq.unscored(start, end)
-    is_sent = end - 1 - seq.num_draft_computed <= SHORT_EXTEND
-    return ScheduledRequest(
-        request_id=seq.request_id,
-        token_ids=tuple(seq.token_ids[start:end]),
-        start=start,
-        samples=samples,
-        page_ids=tuple(seq.page_ids),
-        params=seq.params,
-        seed=seq.seed,
-        draft_start=seq.num_draft_computed,
-        extend_ids=tuple(seq.token_ids[seq.num_draft_computed + 1 : end]) if is_sent else (),
-        request_slot=seq.request_slot,
-        scored_start=scored.start,
-        scored_ids=tuple(seq.token_ids[scored.start : scored.stop]),
-        edited=edited_text(seq) if samples else None,
-        generated_ids=generated_ids(seq) if samples else (),
     )
 
 

@@ -15,21 +15,19 @@ from serve_spec.core.request import FinishReason
 from serve_spec.core.round import AS_DRAWN, DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager
+from serve_spec.scheduler.prompts import Prompt, max_prompt_tokens, prefill_requests
 from serve_spec.scheduler.queue import RequestQueue
 from serve_spec.scheduler.requests import (
     DraftSource,
     NgramDraftCache,
     PostponedChoice,
-    Prompt,
     RequestDrafts,
     decode_batch,
     decode_request,
     fair_drafts,
     max_committed,
-    max_prompt_tokens,
     missing_after,
     ngram_request,
-    prefill_requests,
     usable_budget,
 )
 
@@ -107,7 +105,7 @@ class Scheduler:
         ):
             return None
         reqs_before = [in_flight.get(seq.request_id) for seq in decoding]
-        batch = decode_batch(decoding, prompts, reqs_before, self.limits, self.cache, self.drafts)
+        batch = self._decode_batch(decoding, reqs_before, prompts)
         was_postponed = self._postponed is not None and self._postponed.has_drafts
         steps = self._choose(choose_steps, batch) if decoding else RoundSteps(PLAIN)
         drafts = fair_drafts(steps, batch)
@@ -130,7 +128,7 @@ class Scheduler:
         if draft_budget is not None:
             num_tokens = len(reqs) + draft_budget
         room = self.limits.max_num_batched_tokens - num_tokens
-        prompt_budget = max_prompt_tokens(self.limits, room, len(decoding))
+        prompt_budget = max_prompt_tokens(self.limits, room, len(decoding), steps.prompt_tokens)
         is_chunked = self.limits.chunked_prefill_size is not None
         reqs += prefill_requests(prompts, prompt_budget, chunked=is_chunked)
         if not reqs:
@@ -143,7 +141,21 @@ class Scheduler:
             follows=before is not None,
             was_postponed=was_postponed and before is None,
         )
+        self.queue.num_planned_prompt_tokens += self._newest.num_prefill_tokens
         return self._newest
+
+    def _decode_batch(
+        self,
+        decoding: list[Sequence],
+        reqs_before: list[ScheduledRequest | None],
+        prompts: list[Prompt],
+    ) -> DecodeBatch:
+        """Return what the policy needs to know. reqs_before: of `decoding`, in a step in flight."""
+        room = self.limits.max_num_batched_tokens - len(decoding)
+        pending = [prompt.pending for prompt in prompts]
+        most = max_prompt_tokens(self.limits, max(0, room), len(decoding))
+        most = min(most, sum(prompt.num_tokens for prompt in pending))
+        return decode_batch(decoding, reqs_before, pending, most, room, self.cache, self.drafts)
 
     def _reserve_ahead(
         self,

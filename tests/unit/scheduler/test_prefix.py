@@ -242,7 +242,7 @@ def test_what_is_read_is_of_ones_own_text_and_what_is_known_was_committed(
     assert not scheduler.queue.has_work, "two hundred rounds end whatever is left"
     assert scheduler.cache.num_free_pages == num_pages
     assert num_finished > 100
-    assert len(lengths_at_abort) > 10
+    assert len(lengths_at_abort) > 5
     assert (num_prompts_ahead > 20) == runs_ahead
     assert scheduler.cache.tree.num_evicted > 20
     assert (scheduler.queue.num_preemptions > 5) == (num_pages == 26)

@@ -184,19 +184,53 @@ def test_a_last_chunk_of_one_token_is_prefill_not_a_round():
     assert counts[0] == counts[1] == (3, 1.0)
 
 
-def test_prompts_are_cut_small_while_others_decode_and_whole_otherwise():
+@pytest.mark.parametrize(
+    ("chunk", "chosen", "sizes"),
+    [(2, None, [30, 2, 2]), (2, 9, [30, 2, 2]), ("auto", 9, [30, 9, 6]), (None, 9, [30, 15, 0])],
+)
+def test_prompts_are_cut_while_others_decode_and_whole_otherwise(chunk, chosen, sizes):
     """A round with a long chunk would delay all decoding requests."""
-    scheduler = make(chunked_prefill_size=2)
+    scheduler = make(chunked_prefill_size=chunk)
     worker = PretendedWorker(random.Random(4))
     scheduler.queue.add(sequence("1", 30, max_tokens=50))
-    sizes = []
+    found = []
     for _ in range(3):
-        plan = planned(scheduler, 3)
-        sizes.append(sum(len(req.token_ids) for req in plan.prefill_requests))
+        steps = RoundSteps(DraftShape.chain(3), prompt_tokens=chosen)
+        plan = scheduler.plan(lambda _, steps=steps: steps, ALONE)
+        found.append(plan.num_prefill_tokens)
         scheduler.commit(plan, worker.execute(plan), cut)
-        if len(sizes) == 1:
+        if len(found) == 1:
             scheduler.queue.add(sequence("2", 15, max_tokens=50))
-    assert sizes == [30, 10, 5]
+    assert found == sizes
+
+
+def prefilled(scheduler, worker, arrivals, num_steps):
+    """Run steps; return the names of prompts by their last chunk. arrivals: by step."""
+    done = []
+    for number in range(num_steps):
+        for each in arrivals.get(number, ()):
+            scheduler.queue.add(each)
+        plan = step(scheduler, worker, 0)
+        done += [req.request_id for req in plan.prefill_requests if req.samples]
+    return done
+
+
+def test_a_short_prompt_passes_a_long_one():
+    scheduler = make(max_num_batched_tokens=9, chunked_prefill_size=8)
+    arrivals = {
+        0: [sequence("1", 1, max_tokens=60)],
+        1: [sequence("2", 48, max_tokens=9)],
+        3: [sequence("3", 8, max_tokens=9), sequence("4", 8, max_tokens=9, priority=1)],
+    }
+    assert prefilled(scheduler, PretendedWorker(random.Random(1)), arrivals, 10) == list("1324")
+
+
+def test_a_long_prompt_lets_pass_no_more_tokens_than_it_has():
+    scheduler = make(max_num_batched_tokens=9, chunked_prefill_size=8)
+    arrivals = {0: [sequence("1", 1, max_tokens=99), sequence("2", 40, max_tokens=9)]}
+    arrivals |= {n: [sequence(str(n + 2), 8, max_tokens=1)] for n in range(1, 20)}
+    done = prefilled(scheduler, PretendedWorker(random.Random(2)), arrivals, 20)
+    assert 4 <= done.index("2") <= 6
 
 
 def test_the_policy_knows_the_prompts_of_the_round_and_their_tokens():
@@ -205,7 +239,7 @@ def test_the_policy_knows_the_prompts_of_the_round_and_their_tokens():
     asked = []
 
     def choose(batch):
-        asked.append((batch.num_prompts, batch.num_prompt_tokens))
+        asked.append((batch.prompts, batch.max_prompt_tokens))
         return RoundSteps(DraftShape.chain(0))
 
     worker = PretendedWorker(random.Random(0))
@@ -215,7 +249,7 @@ def test_the_policy_knows_the_prompts_of_the_round_and_their_tokens():
         plan = scheduler.plan(choose, 0)
         assert plan is not None
         scheduler.commit(plan, worker.execute(plan), cut)
-    assert asked == [(1, 5), (1, 31)]
+    assert asked == [([(0, 5)], 5), ([(0, 40)], 31)]
 
 
 def test_drafts_give_way_to_other_texts_before_a_request_is_preempted():
